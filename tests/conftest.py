@@ -1,0 +1,81 @@
+"""What every test shares: NaN-filled memory, repeatable draws, instruction sets, shared data.
+
+* `torch.empty` is filled with NaN, so that reading memory that nobody wrote fails a test instead of passing by luck.
+* hypothesis draws the same examples every time and has no deadline (the machines are shared).
+* `isa` runs a test once per instruction set that this machine has.
+* `shared_data` is the folder of data sets beside the checkout; tests that need it skip where it is absent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch  # before the core: the core borrows torch's OpenMP runtime
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED_DATA = ROOT.parent / "shared" / "data"
+NO_CORE = "no core"
+
+hypothesis.settings.register_profile(
+    "tilewise",
+    deadline=None,
+    derandomize=True,
+    # `isa` is set up again for each test function, not for each drawn example, which is what we want.
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.load_profile("tilewise")
+
+
+def available_isas() -> list[str]:
+    """Instruction sets of this machine, best first; `[NO_CORE]` where the core is not built."""
+    try:
+        from tilewise import _core
+    except ImportError:
+        return [NO_CORE]
+    return list(_core.isa_available())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nan_filled_memory() -> Iterator[None]:
+    """Make torch fill the memory of `torch.empty` and its kin with NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(params=available_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the test on each instruction set in turn; its name."""
+    if request.param == NO_CORE:
+        pytest.skip("the compiled core is not built: ./run setup says why")
+    from tilewise import _core
+
+    before = _core.isa_active()
+    _core.set_isa(request.param)
+    yield request.param
+    _core.set_isa(before)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of shared data sets, or a skip."""
+    folder = Path(os.environ.get("TILEWISE_DATA", SHARED_DATA))
+    if not folder.is_dir():
+        pytest.skip(f"no data sets at {folder} (set TILEWISE_DATA to their folder)")
+    return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests that need a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="no GPU")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

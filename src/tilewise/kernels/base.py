@@ -1,0 +1,91 @@
+"""The interface of a backend: can it, in which tiles, and the two passes.
+
+A backend sees Problems and Operands in kernel form and gives Results and Grads. It knows nothing
+of autograd, of the user's arguments, or of the other backends.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.plan.plan import Tiles
+from tilewise.problem import Grads, Needs, Operands, Problem, Result
+
+__all__ = ["Backend", "Needs", "Prepared", "Tiles", "output_like"]
+
+
+class Prepared(NamedTuple):
+    """A backend's passes bound to one problem; a Plan holds them.
+
+    Args:
+        forward: ``(operands) -> Result``.
+        backward: ``(operands, result, grad_out, grad_lse, needs) -> Grads``.
+    """
+
+    forward: Callable[[Operands], Result]
+    backward: Callable[[Operands, Result, Tensor, Tensor | None, Needs], Grads]
+
+
+class Backend(ABC):
+    """One way of computing attention."""
+
+    name: ClassVar[str]
+    # A slow reference is taken by itself only where no other backend is there at all.
+    last_resort: ClassVar[bool] = False
+
+    def absence(self) -> str | None:
+        """Why this backend is not there at all (not built, no device); None if it is there."""
+        return None
+
+    @abstractmethod
+    def why_not(self, problem: Problem) -> list[str]:
+        """Why this backend cannot do the problem, one reason a line; empty if it can."""
+
+    @abstractmethod
+    def tiles(self, problem: Problem) -> Tiles:
+        """The blocks in which it would be done."""
+
+    @abstractmethod
+    def forward(self, problem: Problem, operands: Operands) -> Result:
+        """The forward pass."""
+
+    @abstractmethod
+    def backward(
+        self,
+        problem: Problem,
+        operands: Operands,
+        result: Result,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        needs: Needs,
+    ) -> Grads:
+        """The backward pass: the gradients that ``needs`` names.
+
+        Args:
+            grad_out: shaped as ``result.out``, any strides.
+            grad_lse: shaped as ``result.lse``, or None where lse was not used.
+        """
+
+    def prepare(self, problem: Problem) -> Prepared:
+        """Both passes bound to a problem. Override to keep what can be computed once."""
+        return Prepared(partial(self.forward, problem), partial(self.backward, problem))
+
+
+def output_like(like: Tensor, width: int) -> Tensor:
+    """An uninitialised tensor shaped as ``like`` but for its last dimension, in its memory order.
+
+    Args:
+        like: [B, H, S, D] or [T, H, D]. A [B, S, H, D] memory seen as its transpose gives a result
+            laid out the same way; any other strides give a plain contiguous one.
+        width: the last dimension of the result.
+    """
+    if like.dim() == 4 and like.stride(2) > like.stride(1):
+        batch, heads, rows, _ = like.shape
+        return torch.empty(
+            (batch, rows, heads, width), dtype=like.dtype, device=like.device
+        ).transpose(1, 2)
+    return torch.empty((*like.shape[:-1], width), dtype=like.dtype, device=like.device)

@@ -1,0 +1,42 @@
+"""The tiled torch reference as a backend: exact, O(N) memory, any device, and slow."""
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from tilewise.kernels.base import Backend, Needs, Tiles
+from tilewise.problem import Grads, Operands, Problem, Result
+from tilewise.reference import tiled
+
+__all__ = ["TiledBackend"]
+
+
+class TiledBackend(Backend):
+    """Runs ``tilewise.reference.tiled``, which mirrors the kernels in plain torch."""
+
+    name: ClassVar[str] = "tiled"
+    last_resort: ClassVar[bool] = True
+
+    def why_not(self, problem: Problem) -> list[str]:
+        """Nothing: the reference does every problem that passes validation."""
+        return []
+
+    def tiles(self, problem: Problem) -> Tiles:
+        """The blocks of the reference."""
+        return Tiles(tiled.QUERY_TILE, tiled.KEY_TILE)
+
+    def forward(self, problem: Problem, operands: Operands) -> Result:
+        """The forward pass (see ``reference.tiled.forward``)."""
+        return tiled.forward(problem, operands)
+
+    def backward(
+        self,
+        problem: Problem,
+        operands: Operands,
+        result: Result,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        needs: Needs,
+    ) -> Grads:
+        """The backward pass (see ``reference.tiled.backward``)."""
+        return tiled.backward(problem, operands, result, grad_out, grad_lse, needs)

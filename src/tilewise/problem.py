@@ -1,0 +1,351 @@
+"""Floor 2: what is asked (Problem), with what (Operands), and what comes back (Result, Grads).
+
+All validation of user input that does not concern a variant's captured tensors is here too; those
+are checked where they are lowered (``variants/lower.py``).
+
+Letters: B batch, Hq query heads, Hk key/value heads (Hq % Hk == 0), M queries, N keys, D query/key
+width, Dv value width; in a variable-length call Tq and Tk are the packed totals.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.variants.lower import statistics_dtype
+from tilewise.variants.program import Program
+
+__all__ = [
+    "DTYPES",
+    "Grads",
+    "Needs",
+    "Operands",
+    "Problem",
+    "Result",
+    "check_cu_seqlens",
+    "dense_problem",
+    "lower_sinks",
+    "varlen_problem",
+]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Problem(NamedTuple):
+    """What is asked: immutable, hashable, no tensors.
+
+    Args:
+        batch: B, or the number of sequences (varlen).
+        heads, kv_heads: Hq and Hk.
+        queries, keys: M and N, or the packed totals Tq and Tk (varlen).
+        head_dim, value_dim: D and Dv.
+        dtype: of q, k, v and out.
+        device: the device type, e.g. ``"cpu"``.
+        layout: ``"dense"`` ([B, H, S, D]) or ``"varlen"`` ([T, H, D] with cu_seqlens).
+        mask: which pairs attend; ``()`` is all of them.
+        score: how scores change; ``()`` is not at all.
+        scale: s = scale * q.k.
+        dropout_p: the probability of dropping, in [0, 1).
+        sinks: whether each head has one extra logit in its denominator.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: str
+    layout: str
+    mask: Program
+    score: Program
+    scale: float
+    dropout_p: float
+    sinks: bool
+
+
+class Operands(NamedTuple):
+    """The tensors of one call, in kernel form (see ``variants/lower.py``).
+
+    Args:
+        q, k, v: [B, Hq, M, D], [B, Hk, N, D], [B, Hk, N, Dv] with any strides; varlen
+            [Tq, Hq, D], [Tk, Hk, D], [Tk, Hk, Dv].
+        mask_tensors, score_tensors: what the programs captured, in slot order. In a
+            variable-length call their first dimension counts sequences, their rows and keys
+            count within a sequence and may be longer than any of them.
+        sinks: [Hq], contiguous, float32 (float64 for float64), or None.
+        cu_seqlens_q, cu_seqlens_k: int64 [B + 1] on the CPU, contiguous, checked; None if dense.
+        seed: 64 random bits as a number in [0, 2**64); 0 without dropout.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask_tensors: tuple[Tensor, ...] = ()
+    score_tensors: tuple[Tensor, ...] = ()
+    sinks: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seed: int = 0
+
+
+class Result(NamedTuple):
+    """What a forward pass gives.
+
+    Args:
+        out: [B, Hq, M, Dv] in q's dtype and memory order; varlen [Tq, Hq, Dv].
+        lse: natural-log sum of exponentials of each row, sink included, [B, Hq, M] (varlen
+            [Hq, Tq]), float32 (float64 for float64); -inf for a row that sees nothing.
+        stats: [2, *lse.shape] in lse's dtype, before sinks: row_max in base-2 units
+            (log2(e) * score), and row_sum = sum of exp2(score2 - row_max). For the backward pass.
+    """
+
+    out: Tensor
+    lse: Tensor
+    stats: Tensor
+
+
+class Needs(NamedTuple):
+    """Which gradients are wanted."""
+
+    q: bool
+    k: bool
+    v: bool
+    score_tensors: tuple[bool, ...] = ()
+    sinks: bool = False
+
+
+class Grads(NamedTuple):
+    """The gradients that were wanted; None for the others.
+
+    Args:
+        q, k, v: shaped as the inputs.
+        score_tensors: shaped as the lowered tensors: summed over what was broadcast.
+        sinks: [Hq].
+    """
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    score_tensors: tuple[Tensor | None, ...] = ()
+    sinks: Tensor | None = None
+
+
+def dense_problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Program,
+    score: Program,
+    scale: float | None,
+    dropout_p: float,
+    sinks: Tensor | None,
+) -> Problem:
+    """The problem of ``attention``, checked (arguments as there; programs already built).
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+    """
+    _check_tensors(q, k, v, rank=4, shape="[B, H, S, D]")
+    (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.shape[0] != batch:
+            raise InvalidArgument(
+                name,
+                f"batch {tensor.shape[0]} (shape {tuple(tensor.shape)})",
+                f"q's batch, {batch}",
+                "Batches do not broadcast; expand() costs no memory.",
+            )
+    _check_pairing(q, k, v, heads_dim=1, keys_dim=2)
+    return Problem(
+        batch,
+        heads,
+        kv_heads,
+        queries,
+        keys,
+        head_dim,
+        v.shape[3],
+        q.dtype,
+        q.device.type,
+        "dense",
+        mask,
+        score,
+        *_check_numbers(scale, dropout_p, head_dim),
+        _check_sinks(sinks, heads, q),
+    )
+
+
+def varlen_problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    mask: Program,
+    score: Program,
+    scale: float | None,
+    dropout_p: float,
+    sinks: Tensor | None,
+) -> Problem:
+    """The problem of ``attention_varlen``, checked but for the values of cu_seqlens.
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+    """
+    _check_tensors(q, k, v, rank=3, shape="[T, H, D]")
+    _check_pairing(q, k, v, heads_dim=1, keys_dim=0)
+    for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(tensor, Tensor):
+            raise InvalidType(name, _named(tensor), "an int32 or int64 tensor [sequences + 1]")
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise InvalidArgument(name, f"a tensor of {tensor.dtype}", "torch.int32 or torch.int64")
+        if tensor.dim() != 1 or tensor.shape[0] < 1:
+            raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", "[sequences + 1]")
+    if cu_seqlens_q.shape[0] != cu_seqlens_k.shape[0]:
+        raise InvalidArgument(
+            "cu_seqlens_k",
+            f"{cu_seqlens_k.shape[0]} entries",
+            f"as many as cu_seqlens_q, {cu_seqlens_q.shape[0]}",
+        )
+    (queries, heads, head_dim), (keys, kv_heads, _) = q.shape, k.shape
+    return Problem(
+        cu_seqlens_q.shape[0] - 1,
+        heads,
+        kv_heads,
+        queries,
+        keys,
+        head_dim,
+        v.shape[2],
+        q.dtype,
+        q.device.type,
+        "varlen",
+        mask,
+        score,
+        *_check_numbers(scale, dropout_p, head_dim),
+        _check_sinks(sinks, heads, q),
+    )
+
+
+def check_cu_seqlens(name: str, tensor: Tensor, total: int) -> list[int]:
+    """The values of cu_seqlens: 0 at the start, never falling, ``total`` at the end.
+
+    Raises:
+        InvalidArgument: where they are not.
+    """
+    values: list[int] = tensor.tolist()
+    if values[0] != 0:
+        raise InvalidArgument(name, f"{values[0]} as its first entry", "0 as the first entry")
+    if values[-1] != total:
+        past = "past" if values[-1] > total else "before"
+        raise InvalidArgument(
+            name,
+            f"{values[-1]} as its last entry, {past} the end of the packed rows",
+            f"the number of packed rows, {total}",
+            "" if values[-1] > total else "Slice the rows off, or end with a sequence for them.",
+        )
+    if values != sorted(values):
+        index = next(i for i in range(1, len(values)) if values[i] < values[i - 1])
+        raise InvalidArgument(
+            name,
+            f"{values[index - 1]} followed by {values[index]} at entry {index}",
+            "entries that never decrease",
+        )
+    return values
+
+
+def _named(value: object) -> str:
+    return f"a {type(value).__name__}"
+
+
+def _check_tensors(q: Any, k: Any, v: Any, *, rank: int, shape: str) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise InvalidType(name, _named(tensor), f"a tensor {shape}")
+        if tensor.dim() != rank:
+            fix = ""
+            if rank == 4 and tensor.dim() == 3:
+                fix = "For packed sequences call attention_varlen; else add the batch: x[None]."
+            raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", f"{shape}, rank {rank}", fix)
+        if tensor.layout is not torch.strided:
+            raise InvalidArgument(name, f"layout {tensor.layout}", "a strided (dense) tensor")
+        if tensor.device != q.device:
+            raise InvalidArgument(name, f"device {tensor.device}", f"q's device, {q.device}")
+        if tensor.dtype not in DTYPES:
+            names = ", ".join([str(dtype) for dtype in DTYPES])
+            raise InvalidArgument(name, f"{tensor.dtype}", f"one of {names}")
+        if tensor.dtype != q.dtype:
+            raise InvalidArgument(
+                name, f"{tensor.dtype}", f"q's dtype, {q.dtype}", "Cast one of them, or autocast."
+            )
+
+
+def _check_pairing(q: Tensor, k: Tensor, v: Tensor, *, heads_dim: int, keys_dim: int) -> None:
+    """k and v belong together, and q's heads divide over theirs."""
+    if k.shape[-1] != q.shape[-1]:
+        raise InvalidArgument("k", f"width D = {k.shape[-1]}", f"q's width, {q.shape[-1]}")
+    if v.shape[keys_dim] != k.shape[keys_dim]:
+        raise InvalidArgument(
+            "v", f"{v.shape[keys_dim]} keys", f"k's number of keys, {k.shape[keys_dim]}"
+        )
+    heads, kv_heads = q.shape[heads_dim], k.shape[heads_dim]
+    if v.shape[heads_dim] != kv_heads:
+        raise InvalidArgument("v", f"{v.shape[heads_dim]} heads", f"k's heads, {kv_heads}")
+    if kv_heads == 0 or heads == 0:
+        name, came = ("k", kv_heads) if kv_heads == 0 else ("q", heads)
+        raise InvalidArgument(name, f"{came} heads", "at least one head")
+    if heads % kv_heads != 0:
+        raise InvalidArgument(
+            "k",
+            f"{kv_heads} key/value heads for {heads} query heads",
+            "a number of heads that divides q's",
+            "Grouped-query attention shares each key head among Hq / Hk query heads.",
+        )
+    for name, width in (("q", q.shape[-1]), ("v", v.shape[-1])):
+        if width == 0:
+            raise InvalidArgument(name, "width 0", "a width of at least 1")
+
+
+def _check_numbers(scale: object, dropout_p: object, head_dim: int) -> tuple[float, float]:
+    if scale is None:
+        number = 1.0 / math.sqrt(head_dim)
+    else:
+        number = _real("scale", scale, "a finite number, or None for 1/sqrt(D)")
+        if not math.isfinite(number):
+            raise InvalidArgument("scale", str(number), "a finite number, or None for 1/sqrt(D)")
+    rate = _real("dropout_p", dropout_p, "a probability in [0, 1)")
+    if not 0.0 <= rate < 1.0:
+        raise InvalidArgument("dropout_p", str(rate), "a probability in [0, 1)")
+    return number, rate
+
+
+def _real(name: str, value: object, required: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        fix = "Multiply q by a tensor scale." if name == "scale" else ""
+        raise InvalidType(name, _named(value), required, fix)
+    return float(value)
+
+
+def _check_sinks(sinks: object, heads: int, q: Tensor) -> bool:
+    if sinks is None:
+        return False
+    required = f"a floating tensor [Hq] with Hq = {heads}"
+    if not isinstance(sinks, Tensor):
+        raise InvalidType("sinks", _named(sinks), required)
+    if not sinks.dtype.is_floating_point:
+        raise InvalidArgument("sinks", f"a tensor of {sinks.dtype}", required)
+    if sinks.dim() != 1 or sinks.shape[0] != heads:
+        raise InvalidArgument("sinks", f"shape {tuple(sinks.shape)}", required)
+    if sinks.device != q.device:
+        raise InvalidArgument("sinks", f"device {sinks.device}", f"q's device, {q.device}")
+    return True
+
+
+def lower_sinks(sinks: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Sinks as kernels read them: contiguous, in the dtype of the statistics; differentiable."""
+    return None if sinks is None else sinks.to(statistics_dtype(dtype)).contiguous()

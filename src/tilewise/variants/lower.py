@@ -1,0 +1,213 @@
+"""Captured tensors brought to the form that kernels read, checked against the call's extents.
+
+Kernels then see only: int64 lengths [B] (contiguous); int64 ids [B|1, S]; boolean masks and biases
+as 4-D views [B|1, Hq|1, M|1, N|1] whose broadcast dimensions keep size 1; slopes [B|1, Hq] in
+float32 (float64 for float64). Lowering what is already lowered returns it as it is. Every step on a
+bias is a differentiable torch operation, so that autograd itself reduces and reshapes its gradient.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import InvalidArgument
+from tilewise.variants.program import Instr, Program
+
+__all__ = ["Extent", "lower_mask", "lower_score", "statistics_dtype"]
+
+# Up to this many values a Python list is quicker to search than a tensor.
+_LIST_LIMIT = 512
+
+
+class Extent(NamedTuple):
+    """What captured tensors are broadcast against.
+
+    Args:
+        batch, heads: B (sequences in a variable-length call) and Hq.
+        queries, keys: M and N; the longest sequence's in a variable-length call, and 0 where that
+            is not known yet (while tracing).
+        ragged: a variable-length call: captured dimensions may then be longer than needed.
+        key_counts: the keys of each sequence, where lengths are checked one by one.
+        check_values: whether values may be read (false for fake and device tensors).
+    """
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    ragged: bool = False
+    key_counts: tuple[int, ...] = ()
+    check_values: bool = True
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of lse, slopes and sinks: float32, and float64 for float64."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def lower_mask(
+    program: Program, captured: tuple[Tensor, ...], extent: Extent, device: torch.device
+) -> tuple[Tensor, ...]:
+    """The captured tensors of a mask in kernel form, in slot order.
+
+    Raises:
+        InvalidArgument: a tensor does not broadcast, lies elsewhere, or a length is out of range.
+    """
+    lowered = list(captured)
+    for instr in program:
+        for position, slot in enumerate(instr.slots):
+            tensor = captured[slot]
+            _check_device(_mask_name(instr, position), tensor, device)
+            if instr.op == "below":
+                lowered[slot] = _lengths(tensor, extent)
+            elif instr.op == "same_document":
+                lowered[slot] = _ids(tensor, position, extent)
+            else:
+                lowered[slot] = _four_dims("mask", tensor, extent)
+    return tuple(lowered)
+
+
+def lower_score(
+    program: Program,
+    captured: tuple[Tensor, ...],
+    extent: Extent,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, ...]:
+    """The captured tensors of a score in kernel form, in slot order (``dtype`` is the query's).
+
+    Raises:
+        InvalidArgument: a tensor does not broadcast, lies elsewhere, or requires a gradient that
+            is not defined.
+    """
+    lowered = list(captured)
+    for instr in program:
+        for slot in instr.slots:
+            tensor = captured[slot]
+            _check_device(_score_name(instr), tensor, device)
+            if instr.op == "alibi":
+                lowered[slot] = _slopes(tensor, extent, dtype)
+            else:
+                lowered[slot] = _four_dims("score (bias)", _bias_dtype(tensor, dtype), extent)
+    return tuple(lowered)
+
+
+def _mask_name(instr: Instr, position: int) -> str:
+    if instr.op == "same_document":
+        return "mask (document query_ids)" if position == 0 else "mask (document ids)"
+    return "mask (lengths)" if instr.op == "below" else "mask"
+
+
+def _score_name(instr: Instr) -> str:
+    return "score (alibi slopes)" if instr.op == "alibi" else f"score ({instr.op})"
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise InvalidArgument(name, f"a tensor on {tensor.device}", f"on q's device, {device}")
+
+
+def _lengths(tensor: Tensor, extent: Extent) -> Tensor:
+    if tensor.dim() != 1 or tensor.shape[0] != extent.batch:
+        raise InvalidArgument(
+            "mask (lengths)", f"shape {tuple(tensor.shape)}", f"[B] with B = {extent.batch}"
+        )
+    if extent.check_values:
+        _check_length_values(tensor, extent)
+    return tensor.to(torch.int64).contiguous()
+
+
+def _check_length_values(tensor: Tensor, extent: Extent) -> None:
+    if extent.key_counts:
+        for index, (length, keys) in enumerate(
+            zip(tensor.tolist(), extent.key_counts, strict=True)
+        ):
+            if not 0 <= length <= keys:
+                raise InvalidArgument(
+                    "mask (lengths)",
+                    f"{length} for sequence {index}",
+                    f"in [0, {keys}], the keys of that sequence",
+                )
+        return
+    if tensor.shape[0] == 0:
+        return
+    if tensor.shape[0] <= _LIST_LIMIT:
+        values = tensor.tolist()
+        low, high = min(values), max(values)
+    else:
+        low, high = (int(bound) for bound in tensor.aminmax())
+    if low < 0 or high > extent.keys:
+        wrong = low if low < 0 else high
+        raise InvalidArgument(
+            "mask (lengths)",
+            f"the length {wrong}",
+            f"every length in [0, N] with N = {extent.keys}",
+        )
+
+
+def _ids(tensor: Tensor, position: int, extent: Extent) -> Tensor:
+    name, letter, size = (
+        ("mask (document query_ids)", "M", extent.queries)
+        if position == 0
+        else ("mask (document ids)", "N", extent.keys)
+    )
+    if tensor.dim() == 1:
+        tensor = tensor[None]
+    rows, columns = tensor.shape
+    fits = columns >= size if extent.ragged else columns == size
+    if not fits or (rows != 1 and rows != extent.batch):
+        fix = "Pass query_ids= to document() when M and N differ." if position == 0 else ""
+        raise InvalidArgument(
+            name,
+            f"shape {tuple(tensor.shape)}",
+            f"[{letter}] or [B, {letter}] with B = {extent.batch}, {letter} = {size}"
+            + (" or more" if extent.ragged else ""),
+            fix,
+        )
+    return tensor if tensor.dtype is torch.int64 else tensor.to(torch.int64)
+
+
+def _slopes(tensor: Tensor, extent: Extent, dtype: torch.dtype) -> Tensor:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise InvalidArgument(
+            "score (alibi slopes)",
+            "a tensor that requires grad",
+            "no gradient: ALiBi's slopes are constants here",
+            "Pass slopes.detach(); a learned additive term is scores.bias(tensor).",
+        )
+    if tensor.dim() == 1:
+        tensor = tensor[None]
+    if tensor.shape[1] != extent.heads or tensor.shape[0] not in (1, extent.batch):
+        raise InvalidArgument(
+            "score (alibi slopes)",
+            f"shape {tuple(tensor.shape)}",
+            f"[Hq] or [B, Hq] with B = {extent.batch}, Hq = {extent.heads}",
+        )
+    return tensor.detach().to(statistics_dtype(dtype))
+
+
+def _bias_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Kernels read biases in the query's dtype or in the dtype of the statistics."""
+    if tensor.dtype is dtype:
+        return tensor
+    return tensor.to(statistics_dtype(dtype))
+
+
+def _four_dims(name: str, tensor: Tensor, extent: Extent) -> Tensor:
+    missing = 4 - tensor.dim()
+    if missing > 0:
+        tensor = tensor[(None,) * missing]
+    sizes = tensor.shape
+    full = (extent.batch, extent.heads, extent.queries, extent.keys)
+    for dim in range(4):
+        size = sizes[dim]
+        if size == full[dim] or size == 1 or (extent.ragged and dim > 1 and size >= full[dim]):
+            continue
+        raise InvalidArgument(
+            name,
+            f"shape {tuple(sizes[max(missing, 0) :])}",
+            f"broadcastable to [B, Hq, M, N] = {list(full)}"
+            + (" (M, N: the longest sequence's, or more)" if extent.ragged else ""),
+        )
+    return tensor

@@ -1,0 +1,157 @@
+"""Masks and scores as data: postfix programs, and their text form.
+
+A program is a tuple of instructions in postfix order. It holds no tensor: what a variant captures
+travels beside it, and an instruction names its tensors by slot (the index into that list).
+
+Mask leaves (they push one boolean per pair of query row m and key n):
+    ``band(left, right, anchor)``     a + m - left <= n <= a + m + right; -1 means open;
+                                      a = N - M for anchor 1 (bottom right), 0 for anchor 0
+    ``below(length)`` | ``below()[i]``  n < length, a number or the int64 tensor [B] in slot i
+    ``same_document()[i,j]``          ids_i[b, m] == ids_j[b, n], int64 [B|1, M] and [B|1, N]
+    ``dense()[i]``                    a boolean tensor [B|1, Hq|1, M|1, N|1]
+Mask connectives (they pop and push booleans): ``and``, ``or``, ``not``.
+Score steps (each maps the running score s of a pair):
+    ``alibi()[i]``                    s - slope_i[b, h] * |m + (N - M) - n|
+    ``softcap(cap)``                  cap * tanh(s / cap)
+    ``bias()[i]``                     s + bias_i[b, h, m, n], a tensor [B|1, Hq|1, M|1, N|1]
+"""
+
+import re
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
+
+from tilewise.errors import InvalidArgument
+
+__all__ = [
+    "MASK_OPS",
+    "SCORE_OPS",
+    "Instr",
+    "Program",
+    "decode",
+    "encode",
+    "shift_slots",
+    "slot_count",
+]
+
+Number: TypeAlias = int | float
+
+
+class Instr(NamedTuple):
+    """One instruction: an operation, its constants, and the slots of its captured tensors."""
+
+    op: str
+    params: tuple[Number, ...] = ()
+    slots: tuple[int, ...] = ()
+
+
+Program: TypeAlias = tuple[Instr, ...]
+
+
+class _Form(NamedTuple):
+    """What an operation may look like: (params, slots) counts, and the effect on the stack."""
+
+    arities: tuple[tuple[int, int], ...]
+    pops: int = 0
+
+
+MASK_OPS: dict[str, _Form] = {
+    "band": _Form(((3, 0),)),
+    "below": _Form(((1, 0), (0, 1))),
+    "same_document": _Form(((0, 2),)),
+    "dense": _Form(((0, 1),)),
+    "and": _Form(((0, 0),), pops=2),
+    "or": _Form(((0, 0),), pops=2),
+    "not": _Form(((0, 0),), pops=1),
+}
+SCORE_OPS: dict[str, _Form] = {
+    "alibi": _Form(((0, 1),)),
+    "softcap": _Form(((1, 0),)),
+    "bias": _Form(((0, 1),)),
+}
+_CONNECTIVES = ("and", "or", "not")
+_TOKEN = re.compile(r"([a-z_]+)(?:\(([^()]*)\)(?:\[([0-9,]+)\])?)?")
+
+
+def encode(program: Program) -> str:
+    """The text of a program, e.g. ``"band(-1,0,1) below()[0] and"``; ``""`` for the empty one."""
+    return " ".join([_encode_one(instr) for instr in program])
+
+
+def _encode_one(instr: Instr) -> str:
+    if instr.op in _CONNECTIVES:
+        return instr.op
+    params = ",".join([repr(value) for value in instr.params])
+    slots = ",".join([str(slot) for slot in instr.slots])
+    return f"{instr.op}({params})[{slots}]" if slots else f"{instr.op}({params})"
+
+
+@lru_cache(maxsize=1024)
+def decode(text: str) -> Program:
+    """The program that a text stands for: ``decode(encode(p)) == p``.
+
+    Raises:
+        InvalidArgument: the text is not a program, or its stack does not come out even.
+    """
+    program = tuple([_decode_one(token, text) for token in text.split()])
+    _check_stack(program, text)
+    return program
+
+
+def _decode_one(token: str, text: str) -> Instr:
+    match = _TOKEN.fullmatch(token)
+    if match is None:
+        raise InvalidArgument("program", f"{token!r} in {text!r}", "op(params)[slots]")
+    op, params_text, slots_text = match.groups()
+    form = MASK_OPS.get(op) or SCORE_OPS.get(op)
+    if form is None:
+        known = ", ".join([*MASK_OPS, *SCORE_OPS])
+        raise InvalidArgument("program", f"the operation {op!r}", f"one of {known}")
+    try:
+        params = tuple([_number(part) for part in params_text.split(",")]) if params_text else ()
+        slots = tuple([int(part) for part in slots_text.split(",")]) if slots_text else ()
+    except ValueError:
+        raise InvalidArgument("program", repr(token), "numbers as parameters and slots") from None
+    if (len(params), len(slots)) not in form.arities:
+        raise InvalidArgument("program", repr(token), f"(params, slots) in {form.arities}")
+    return Instr(op, params, slots)
+
+
+def _number(text: str) -> Number:
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def _check_stack(program: Program, text: str) -> None:
+    """A mask leaves exactly one boolean; a score program is a plain sequence of steps."""
+    if not program or all(instr.op in SCORE_OPS for instr in program):
+        return
+    depth = 0
+    for instr in program:
+        form = MASK_OPS.get(instr.op)
+        if form is None:
+            raise InvalidArgument("program", repr(text), "mask operations or score steps, not both")
+        depth -= form.pops
+        if depth < 0:
+            raise InvalidArgument("program", repr(text), f"{form.pops} operands before {instr.op}")
+        depth += 1
+    if depth != 1:
+        raise InvalidArgument("program", repr(text), f"one value at the end, not {depth}")
+
+
+def slot_count(program: Program) -> int:
+    """How many captured tensors a program names."""
+    return max([slot + 1 for instr in program for slot in instr.slots], default=0)
+
+
+def shift_slots(program: Program, by: int) -> Program:
+    """The same program with every slot moved up, for appending its captures to a longer list."""
+    if by == 0:
+        return program
+    return tuple(
+        [
+            Instr(op, params, tuple([slot + by for slot in slots])) if slots else Instr(op, params)
+            for op, params, slots in program
+        ]
+    )

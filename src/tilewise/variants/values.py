@@ -1,0 +1,136 @@
+"""The public values ``Mask`` and ``Score``: a program and the tensors it captures, immutable."""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch import bool as torch_bool
+
+from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.variants.program import Instr, Program, encode, shift_slots
+
+__all__ = ["Mask", "Score", "as_mask", "as_score", "dense_mask"]
+
+
+class _Variant:
+    """A program with its captured tensors (slot order) and its text form (computed once)."""
+
+    __slots__ = ("captured", "program", "text")
+
+    program: Program
+    captured: tuple[Tensor, ...]
+    text: str
+
+    def __init__(self, program: Program, captured: tuple[Tensor, ...] = ()) -> None:
+        object.__setattr__(self, "program", program)
+        object.__setattr__(self, "captured", captured)
+        object.__setattr__(self, "text", encode(program))
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"{type(self).__name__} is immutable: cannot set {name!r}")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{type(self).__name__} is immutable: cannot delete {name!r}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.program, self.captured)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join([str(list(tensor.shape)) for tensor in self.captured])
+        captured = f", captured: {shapes}" if shapes else ""
+        return f"{type(self).__name__}({self.text}{captured})"
+
+
+class Mask(_Variant):
+    """Which pairs (query row m, key n) may attend. Built by ``tilewise.masks``.
+
+    Masks compose: ``a & b`` (both allow), ``a | b`` (either allows), ``~a`` (a does not). A boolean
+    tensor may stand on either side of ``&`` and ``|`` next to a mask on the left.
+    """
+
+    __slots__ = ()
+
+    def __and__(self, other: "Mask | Tensor") -> "Mask":
+        return _join(self, other, "and")
+
+    def __or__(self, other: "Mask | Tensor") -> "Mask":
+        return _join(self, other, "or")
+
+    def __invert__(self) -> "Mask":
+        return Mask((*self.program, Instr("not")), self.captured)
+
+    def __bool__(self) -> NoReturn:
+        raise InvalidType(
+            "mask",
+            "a Mask used as a truth value",
+            "&, | and ~ to compose masks",
+            "Python's 'and', 'or', 'not' would silently drop one of the two; write a & b.",
+        )
+
+
+class Score(_Variant):
+    """How a score s = scale * q.k is changed before the softmax. Built by ``tilewise.scores``."""
+
+    __slots__ = ()
+
+
+def _join(left: Mask, right: "Mask | Tensor", connective: str) -> Mask:
+    if not isinstance(right, Mask):
+        right = as_mask(right)
+    moved = shift_slots(right.program, len(left.captured))
+    program = (*left.program, *moved, Instr(connective))
+    return Mask(program, left.captured + right.captured)
+
+
+def dense_mask(tensor: Tensor, argument: str = "mask") -> Mask:
+    """The mask that a boolean tensor spells out (True = attend)."""
+    if tensor.dtype is not torch_bool:
+        raise InvalidArgument(
+            argument,
+            f"a tensor of {tensor.dtype}",
+            "torch.bool (True = attend)",
+            "An additive mask is a score: pass score=tilewise.scores.bias(tensor).",
+        )
+    if tensor.dim() > 4:
+        raise InvalidArgument(
+            argument, f"shape {tuple(tensor.shape)}", "broadcastable to [B, Hq, M, N]"
+        )
+    return Mask((Instr("dense", (), (0,)),), (tensor,))
+
+
+def as_mask(value: object) -> Mask:
+    """A mask from what ``mask=`` takes: a Mask or a boolean tensor."""
+    if isinstance(value, Mask):
+        return value
+    if isinstance(value, Tensor):
+        return dense_mask(value)
+    if isinstance(value, Score):
+        raise InvalidType("mask", "a Score", "a Mask or a boolean tensor", "Pass it as score=.")
+    raise InvalidType("mask", _type_name(value), "a Mask of tilewise.masks or a boolean tensor")
+
+
+def as_score(value: object) -> Score:
+    """One score from what ``score=`` takes: a Score, or a sequence applied in order."""
+    if isinstance(value, Score):
+        return value
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        program: Program = ()
+        captured: tuple[Tensor, ...] = ()
+        for index, step in enumerate(value):
+            if not isinstance(step, Score):
+                raise InvalidType(f"score[{index}]", _type_name(step), "a Score of tilewise.scores")
+            program += shift_slots(step.program, len(captured))
+            captured += step.captured
+        return Score(program, captured)
+    fix = ""
+    if isinstance(value, Tensor):
+        fix = "An additive tensor is score=tilewise.scores.bias(tensor)."
+    if isinstance(value, Mask):
+        fix = "Pass it as mask=."
+    raise InvalidType(
+        "score", _type_name(value), "a Score of tilewise.scores, or a sequence of them", fix
+    )
+
+
+def _type_name(value: object) -> str:
+    return f"a {type(value).__name__}"

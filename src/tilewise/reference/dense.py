@@ -1,0 +1,94 @@
+"""The plain mathematics of attention: the whole N x N matrix, in any dtype, nothing clever.
+
+For every query head h and query m, over the keys n that the mask lets through::
+
+    s[m, n] = score(scale * q[m] . k[n])
+    z[m]    = sum_n exp(s[m, n]) (+ exp(sink[h]))
+    p[m, n] = exp(s[m, n]) / z[m]
+    out[m]  = sum_n dropout(p[m, n]) v[n]
+    lse[m]  = log z[m]
+
+torch's autograd differentiates it. In float64 it is the oracle of the tests; in the problem's own
+dtype it is the plain implementation whose error the kernels are measured against.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tilewise.problem import Operands, Problem, Result
+from tilewise.reference.philox import keep_mask
+from tilewise.reference.programs import Block, Part, apply_score, parts, visible
+
+LOG2E = math.log2(math.e)
+
+
+def dense(problem: Problem, operands: Operands, *, dtype: torch.dtype = torch.float64) -> Result:
+    """Attention with every matrix in ``dtype``, differentiable by autograd.
+
+    Args:
+        problem: what is asked.
+        operands: its tensors, of any floating dtype (they are converted, differentiably).
+        dtype: dtype of all arithmetic.
+
+    Returns:
+        ``Result`` in ``dtype``: out ``[B, Hq, M, Dv]`` (varlen ``[Tq, Hq, Dv]``), lse
+        ``[B, Hq, M]`` (varlen ``[Hq, Tq]``), stats ``[2, *lse.shape]`` (detached).
+    """
+    results = [_attend(part, dtype) for part in parts(problem, operands)]
+    if problem.layout == "dense":
+        return results[0]
+    if not results:
+        out = operands.q.to(dtype)[..., :1].expand(-1, -1, problem.value_dim)
+        return Result(out, out[..., 0].T, out.new_empty(2, problem.heads, 0))
+    out = torch.cat([r.out[0].transpose(0, 1) for r in results], dim=0)
+    lse = torch.cat([r.lse[0] for r in results], dim=1)
+    return Result(out, lse, torch.cat([r.stats[:, 0] for r in results], dim=2))
+
+
+def _attend(part: Part, dtype: torch.dtype) -> Result:
+    problem, operands = part.problem, part.operands
+    group = problem.heads // problem.kv_heads if problem.kv_heads else 1
+    q = operands.q.to(dtype)
+    k = operands.k.to(dtype).repeat_interleave(group, dim=1)
+    v = operands.v.to(dtype).repeat_interleave(group, dim=1)
+    block = Block(range(problem.queries), range(problem.keys), problem.queries, problem.keys)
+    s = (q @ k.transpose(-1, -2)) * problem.scale
+    s, _ = apply_score(problem.score, operands.score_tensors, s, block)
+    if problem.mask:
+        seen = visible(problem.mask, operands.mask_tensors, block, s.device)
+        s = s.masked_fill(~seen, -math.inf)
+    logits = s
+    if operands.sinks is not None:
+        sink = operands.sinks.to(dtype)[:, None, None].expand(*s.shape[:3], 1)
+        logits = torch.cat([s, sink], dim=-1)
+    # A row without a single finite logit has no softmax: its output is 0 and its lse -inf.
+    dead = (logits == -math.inf).all(-1)
+    safe = logits.masked_fill(dead[..., None], 0.0)
+    p = torch.softmax(safe, dim=-1)[..., : problem.keys].masked_fill(dead[..., None], 0.0)
+    lse = torch.logsumexp(safe, dim=-1).masked_fill(dead, -math.inf)
+    if problem.dropout_p:
+        p = torch.where(_keep(part), p / (1 - problem.dropout_p), 0.0)
+    return Result(p @ v, lse, _stats(s.detach()))
+
+
+def _keep(part: Part) -> Tensor:
+    problem = part.problem
+    return keep_mask(
+        part.operands.seed,
+        problem.dropout_p,
+        batches=range(part.first_batch, part.first_batch + problem.batch),
+        heads=range(problem.heads),
+        queries=range(problem.queries),
+        keys=range(problem.keys),
+    )
+
+
+def _stats(s: Tensor) -> Tensor:
+    """Row maximum in base-2 units and row sum relative to it, ``[2, B, Hq, M]``."""
+    top = s.amax(-1) if s.size(-1) else s.new_full(s.shape[:-1], -math.inf)
+    base = torch.where(top == -math.inf, 0.0, top)
+    return torch.stack([top * LOG2E, torch.exp(s - base[..., None]).sum(-1)])

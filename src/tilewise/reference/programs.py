@@ -1,0 +1,311 @@
+"""Mask and score programs evaluated on a block of queries and keys.
+
+A block is a rectangle of the score matrix: ``queries`` x ``keys`` of one sequence pair, for all
+batch entries and heads at once. Masks give a boolean block, or only its three-valued cover
+(empty, partial, full), found without visiting its elements; scores are applied to a block and
+differentiated through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import Unsupported
+from tilewise.problem import Operands, Problem
+from tilewise.variants.program import Instr, Program
+
+
+class Block(NamedTuple):
+    """A rectangle of the score matrix of a sequence pair with M queries and N keys."""
+
+    queries: range
+    keys: range
+    total_queries: int
+    total_keys: int
+
+
+class Cover(Enum):
+    """What a mask leaves of a block: nothing, some pairs, or all of them."""
+
+    EMPTY = 0
+    PARTIAL = 1
+    FULL = 2
+
+
+class Part(NamedTuple):
+    """One rectangular problem of a call: the whole batch (dense) or one sequence (varlen).
+
+    ``queries`` and ``keys`` are the rows of the packed tensors that the part covers, and
+    ``first_batch`` is the index of its first batch entry (it enters the dropout counter).
+    """
+
+    problem: Problem
+    operands: Operands
+    first_batch: int
+    queries: slice
+    keys: slice
+
+
+def parts(problem: Problem, operands: Operands) -> Iterator[Part]:
+    """The rectangular problems of a call, in order: one if dense, else one per sequence.
+
+    In a varlen part q, k and v are ``[1, H, S, D]`` views, and captured tensors are cut to the
+    sequence (batch entry b, its first m queries and first n keys).
+    """
+    if problem.layout == "dense":
+        every = slice(None)
+        yield Part(problem, operands, 0, every, every)
+        return
+    assert operands.cu_seqlens_q is not None
+    assert operands.cu_seqlens_k is not None
+    bounds_q, bounds_k = operands.cu_seqlens_q.tolist(), operands.cu_seqlens_k.tolist()
+    for b in range(problem.batch):
+        rows, columns = slice(*bounds_q[b : b + 2]), slice(*bounds_k[b : b + 2])
+        m, n = rows.stop - rows.start, columns.stop - columns.start
+        yield Part(
+            problem._replace(layout="dense", batch=1, queries=m, keys=n),
+            operands._replace(
+                q=operands.q[rows].transpose(0, 1)[None],
+                k=operands.k[columns].transpose(0, 1)[None],
+                v=operands.v[columns].transpose(0, 1)[None],
+                mask_tensors=cut(problem.mask, operands.mask_tensors, b, m, n),
+                score_tensors=cut(problem.score, operands.score_tensors, b, m, n),
+                cu_seqlens_q=None,
+                cu_seqlens_k=None,
+            ),
+            b,
+            rows,
+            columns,
+        )
+
+
+def cut(program: Program, tensors: Sequence[Tensor], b: int, m: int, n: int) -> tuple[Tensor, ...]:
+    """Views of captured tensors for sequence ``b`` with ``m`` queries and ``n`` keys."""
+    views = list(tensors)
+    for instr in program:
+        for position, slot in enumerate(instr.slots):
+            tensor = tensors[slot]
+            view = tensor[b : b + 1] if tensor.size(0) > 1 else tensor
+            if instr.op == "same_document":
+                view = view[:, : (m, n)[position]]
+            elif instr.op in ("dense", "bias"):
+                view = view[:, :, : m if view.size(2) > 1 else 1, : n if view.size(3) > 1 else 1]
+            views[slot] = view
+    return tuple(views)
+
+
+def _positions(block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
+    rows = torch.arange(block.queries.start, block.queries.stop, device=device)
+    columns = torch.arange(block.keys.start, block.keys.stop, device=device)
+    return rows[:, None], columns
+
+
+def _cut4(tensor: Tensor, block: Block) -> Tensor:
+    """The block of a 4-D tensor whose last two dimensions may be broadcast (size 1)."""
+    rows = slice(block.queries.start, block.queries.stop) if tensor.size(2) > 1 else slice(None)
+    columns = slice(block.keys.start, block.keys.stop) if tensor.size(3) > 1 else slice(None)
+    return tensor[:, :, rows, columns]
+
+
+def _unknown(instr: Instr, kind: str) -> Unsupported:
+    return Unsupported(f"{kind}: the reference knows no operation {instr.op!r}")
+
+
+def visible(
+    program: Program, tensors: Sequence[Tensor], block: Block, device: torch.device
+) -> Tensor:
+    """Which pairs of a block attend.
+
+    Args:
+        program: a mask program; the empty one lets everything through.
+        tensors: its captured tensors.
+        block: the rectangle.
+        device: where to build the result.
+
+    Returns:
+        bool, broadcastable to ``[B, Hq, len(queries), len(keys)]``, full in its last two sizes.
+    """
+    rows, columns = _positions(block, device)
+    full = torch.ones(1, 1, len(block.queries), len(block.keys), dtype=torch.bool, device=device)
+    stack: list[Tensor] = []
+    for instr in program:
+        if instr.op == "band":
+            left, right, anchor = (int(p) for p in instr.params)
+            offset = columns - rows - (block.total_keys - block.total_queries if anchor else 0)
+            inside = full
+            if left >= 0:
+                inside = inside & (offset >= -left)
+            if right >= 0:
+                inside = inside & (offset <= right)
+            stack.append(inside)
+        elif instr.op == "below":
+            bound = tensors[instr.slots[0]] if instr.slots else torch.tensor(instr.params)
+            stack.append(columns < bound.to(device).view(-1, 1, 1, 1))
+        elif instr.op == "same_document":
+            ids_q, ids_k = (tensors[slot] for slot in instr.slots)
+            ids_q = ids_q[:, None, block.queries.start : block.queries.stop, None]
+            stack.append(ids_q == ids_k[:, None, None, block.keys.start : block.keys.stop])
+        elif instr.op == "dense":
+            stack.append(_cut4(tensors[instr.slots[0]], block))
+        elif instr.op == "not":
+            stack.append(~stack.pop())
+        elif instr.op in ("and", "or"):
+            second, first = stack.pop(), stack.pop()
+            stack.append(first & second if instr.op == "and" else first | second)
+        else:
+            raise _unknown(instr, "mask")
+    return stack.pop() & full if stack else full
+
+
+class _Possible(NamedTuple):
+    """Whether any pair of a block may be visible, and whether any may be hidden."""
+
+    seen: bool
+    hidden: bool
+
+
+def _band_possible(params: Sequence[int | float], block: Block) -> _Possible:
+    left, right, anchor = (int(p) for p in params)
+    shift = block.total_keys - block.total_queries if anchor else 0
+    low = block.keys.start - (block.queries.stop - 1) - shift
+    high = block.keys.stop - 1 - block.queries.start - shift
+    misses_left = left >= 0 and high < -left
+    misses_right = right >= 0 and low > right
+    cuts_left = left >= 0 and low < -left
+    cuts_right = right >= 0 and high > right
+    return _Possible(not (misses_left or misses_right), cuts_left or cuts_right)
+
+
+def _document_possible(ids_q: Tensor, ids_k: Tensor, block: Block) -> _Possible:
+    ids_q = ids_q[:, block.queries.start : block.queries.stop]
+    ids_k = ids_k[:, block.keys.start : block.keys.stop]
+    (q_low, q_high), (k_low, k_high) = ids_q.aminmax(dim=1), ids_k.aminmax(dim=1)
+    overlap = (q_low <= k_high) & (k_low <= q_high)
+    same = (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
+    return _Possible(bool(overlap.any()), not bool(same.all()))
+
+
+def cover(program: Program, tensors: Sequence[Tensor], block: Block) -> Cover:
+    """Whether a mask leaves nothing, something or everything of a (non-empty) block.
+
+    Leaves answer by interval arithmetic (band, below, same_document) or by any/all (dense), and
+    connectives combine the answers by Kleene's logic, so PARTIAL may be said of a block that is
+    in truth empty or full, but never the other way round. One answer serves all batch entries
+    and heads.
+    """
+    stack: list[_Possible] = []
+    for instr in program:
+        if instr.op == "band":
+            stack.append(_band_possible(instr.params, block))
+        elif instr.op == "below":
+            bound = tensors[instr.slots[0]] if instr.slots else torch.tensor(instr.params)
+            low, high = int(bound.min()), int(bound.max())
+            stack.append(_Possible(block.keys.start < high, block.keys.stop > low))
+        elif instr.op == "same_document":
+            ids_q, ids_k = (tensors[slot] for slot in instr.slots)
+            stack.append(_document_possible(ids_q, ids_k, block))
+        elif instr.op == "dense":
+            piece = _cut4(tensors[instr.slots[0]], block)
+            stack.append(_Possible(bool(piece.any()), not bool(piece.all())))
+        elif instr.op == "not":
+            seen, hidden = stack.pop()
+            stack.append(_Possible(hidden, seen))
+        elif instr.op == "and":
+            second, first = stack.pop(), stack.pop()
+            stack.append(_Possible(first.seen and second.seen, first.hidden or second.hidden))
+        elif instr.op == "or":
+            second, first = stack.pop(), stack.pop()
+            stack.append(_Possible(first.seen or second.seen, first.hidden and second.hidden))
+        else:
+            raise _unknown(instr, "mask")
+    if not stack:
+        return Cover.FULL
+    seen, hidden = stack.pop()
+    if not seen:
+        return Cover.EMPTY
+    return Cover.PARTIAL if hidden else Cover.FULL
+
+
+def apply_score(
+    program: Program, tensors: Sequence[Tensor], s: Tensor, block: Block
+) -> tuple[Tensor, list[Tensor]]:
+    """The scores after a score program.
+
+    Args:
+        program: a score program, its instructions applied in order.
+        tensors: its captured tensors.
+        s: ``[B, Hq, m, n]`` scores, ``scale * q.k`` in natural units.
+        block: the rectangle that ``s`` is.
+
+    Returns:
+        The new scores, same shape and dtype, and what ``score_gradient`` needs of the way there
+        (the tanh of each softcap).
+    """
+    saved: list[Tensor] = []
+    for instr in program:
+        if instr.op == "alibi":
+            rows, columns = _positions(block, s.device)
+            distance = (rows + (block.total_keys - block.total_queries) - columns).abs()
+            slopes = tensors[instr.slots[0]]
+            slopes = slopes.to(torch.promote_types(slopes.dtype, s.dtype))[:, :, None, None]
+            s = s - (slopes * distance).to(s.dtype)
+        elif instr.op == "softcap":
+            cap = float(instr.params[0])
+            saved.append(torch.tanh(s / cap))
+            s = cap * saved[-1]
+        elif instr.op == "bias":
+            s = s + _cut4(tensors[instr.slots[0]], block).to(s.dtype)
+        else:
+            raise _unknown(instr, "score")
+    return s, saved
+
+
+def score_gradient(
+    program: Program,
+    saved: Sequence[Tensor],
+    grad: Tensor,
+    block: Block,
+    bias_grads: Sequence[Tensor | None],
+) -> Tensor:
+    """The gradient before a score program from the one after it.
+
+    Args:
+        program: the program that ``apply_score`` ran.
+        saved: what it saved.
+        grad: ``[B, Hq, m, n]``, gradient of the final scores.
+        block: the rectangle.
+        bias_grads: one 4-D accumulator per captured tensor (None where not wanted); the bias
+            gradients of this block, summed over what was broadcast, are added to them in place.
+
+    Returns:
+        Gradient of ``scale * q.k``, same shape.
+    """
+    tanhs = list(saved)
+    for instr in reversed(program):
+        if instr.op == "softcap":
+            tanh = tanhs.pop()
+            # A masked pair has gradient 0 and possibly a NaN score: keep the 0.
+            grad = torch.where(grad == 0, grad, grad * (1 - tanh * tanh))
+        elif instr.op == "bias":
+            total = bias_grads[instr.slots[0]]
+            if total is not None:
+                piece = _cut4(total, block)
+                piece += sum_to(grad, piece)
+    return grad
+
+
+def sum_to(tensor: Tensor, like: Tensor) -> Tensor:
+    """``tensor`` summed over the dimensions in which ``like`` has size 1.
+
+    One dimension at a time: torch splits a full reduction among threads, which would make the
+    bits depend on their number.
+    """
+    for dim in reversed(range(tensor.dim())):
+        if like.size(dim) == 1 and tensor.size(dim) != 1:
+            tensor = tensor.sum(dim, keepdim=True)
+    return tensor

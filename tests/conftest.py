@@ -1,9 +1,11 @@
 """What every test shares: NaN-filled memory, repeatable draws, instruction sets, shared data.
 
-* `torch.empty` is filled with NaN, so that reading memory that nobody wrote fails a test instead of passing by luck.
+* `torch.empty` is filled with NaN, so that reading memory that nobody wrote fails a test instead of
+  passing by luck.
 * hypothesis draws the same examples every time and has no deadline (the machines are shared).
 * `isa` runs a test once per instruction set that this machine has.
-* `shared_data` is the folder of data sets beside the checkout; tests that need it skip where it is absent.
+* `shared_data` is the folder of data sets beside the checkout; tests that need it skip where it is
+  absent.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ hypothesis.settings.register_profile(
     "tilewise",
     deadline=None,
     derandomize=True,
-    # `isa` is set up again for each test function, not for each drawn example, which is what we want.
+    # `isa` is set up for each test function and not for each drawn example: what we want.
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("tilewise")

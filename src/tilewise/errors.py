@@ -18,7 +18,7 @@ class TilewiseError(Exception):
     """The base of every error that tilewise raises on purpose."""
 
 
-class InvalidArgument(TilewiseError, ValueError):
+class InvalidArgument(TilewiseError, ValueError):  # noqa: N818  reads as what is wrong
     """An argument has a value, shape, dtype or device that the call cannot mean.
 
     Args:
@@ -33,7 +33,7 @@ class InvalidArgument(TilewiseError, ValueError):
         super().__init__(_sentence(argument, came, required, fix))
 
 
-class InvalidType(TilewiseError, TypeError):
+class InvalidType(TilewiseError, TypeError):  # noqa: N818  reads as what is wrong
     """An argument has a Python type that the call does not take (arguments as InvalidArgument)."""
 
     def __init__(self, argument: str, came: str, required: str, fix: str = "") -> None:
@@ -41,7 +41,7 @@ class InvalidType(TilewiseError, TypeError):
         super().__init__(_sentence(argument, came, required, fix))
 
 
-class Unsupported(TilewiseError, NotImplementedError):
+class Unsupported(TilewiseError, NotImplementedError):  # noqa: N818  reads as what is wrong
     """The request is meaningful, but nothing here can do it.
 
     Args:

@@ -25,8 +25,11 @@ __all__ = [
     "Problem",
     "Result",
     "check_cu_seqlens",
+    "check_cu_tensors",
+    "check_sinks",
     "dense_problem",
     "lower_sinks",
+    "output_like",
     "varlen_problem",
 ]
 
@@ -176,7 +179,7 @@ def dense_problem(
         mask,
         score,
         *_check_numbers(scale, dropout_p, head_dim),
-        _check_sinks(sinks, heads, q),
+        check_sinks(sinks, heads, q.device.type),
     )
 
 
@@ -200,19 +203,7 @@ def varlen_problem(
     """
     _check_tensors(q, k, v, rank=3, shape="[T, H, D]")
     _check_pairing(q, k, v, heads_dim=1, keys_dim=0)
-    for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if not isinstance(tensor, Tensor):
-            raise InvalidType(name, _named(tensor), "an int32 or int64 tensor [sequences + 1]")
-        if tensor.dtype not in (torch.int32, torch.int64):
-            raise InvalidArgument(name, f"a tensor of {tensor.dtype}", "torch.int32 or torch.int64")
-        if tensor.dim() != 1 or tensor.shape[0] < 1:
-            raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", "[sequences + 1]")
-    if cu_seqlens_q.shape[0] != cu_seqlens_k.shape[0]:
-        raise InvalidArgument(
-            "cu_seqlens_k",
-            f"{cu_seqlens_k.shape[0]} entries",
-            f"as many as cu_seqlens_q, {cu_seqlens_q.shape[0]}",
-        )
+    check_cu_tensors(cu_seqlens_q, cu_seqlens_k)
     (queries, heads, head_dim), (keys, kv_heads, _) = q.shape, k.shape
     return Problem(
         cu_seqlens_q.shape[0] - 1,
@@ -228,8 +219,29 @@ def varlen_problem(
         mask,
         score,
         *_check_numbers(scale, dropout_p, head_dim),
-        _check_sinks(sinks, heads, q),
+        check_sinks(sinks, heads, q.device.type),
     )
+
+
+def check_cu_tensors(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    """Types, dtypes and shapes of cu_seqlens (their values: ``check_cu_seqlens``).
+
+    Raises:
+        InvalidArgument, InvalidType: naming the one that is wrong.
+    """
+    for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(tensor, Tensor):
+            raise InvalidType(name, _named(tensor), "an int32 or int64 tensor [sequences + 1]")
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise InvalidArgument(name, f"a tensor of {tensor.dtype}", "torch.int32 or torch.int64")
+        if tensor.dim() != 1 or tensor.shape[0] < 1:
+            raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", "[sequences + 1]")
+    if cu_seqlens_q.shape[0] != cu_seqlens_k.shape[0]:
+        raise InvalidArgument(
+            "cu_seqlens_k",
+            f"{cu_seqlens_k.shape[0]} entries",
+            f"as many as cu_seqlens_q, {cu_seqlens_q.shape[0]}",
+        )
 
 
 def check_cu_seqlens(name: str, tensor: Tensor, total: int) -> list[int]:
@@ -271,7 +283,9 @@ def _check_tensors(q: Any, k: Any, v: Any, *, rank: int, shape: str) -> None:
             fix = ""
             if rank == 4 and tensor.dim() == 3:
                 fix = "For packed sequences call attention_varlen; else add the batch: x[None]."
-            raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", f"{shape}, rank {rank}", fix)
+            raise InvalidArgument(
+                name, f"shape {tuple(tensor.shape)}", f"{shape}, rank {rank}", fix
+            )
         if tensor.layout is not torch.strided:
             raise InvalidArgument(name, f"layout {tensor.layout}", "a strided (dense) tensor")
         if tensor.device != q.device:
@@ -286,7 +300,7 @@ def _check_tensors(q: Any, k: Any, v: Any, *, rank: int, shape: str) -> None:
 
 
 def _check_pairing(q: Tensor, k: Tensor, v: Tensor, *, heads_dim: int, keys_dim: int) -> None:
-    """k and v belong together, and q's heads divide over theirs."""
+    """K and v belong together, and q's heads divide over theirs."""
     if k.shape[-1] != q.shape[-1]:
         raise InvalidArgument("k", f"width D = {k.shape[-1]}", f"q's width, {q.shape[-1]}")
     if v.shape[keys_dim] != k.shape[keys_dim]:
@@ -331,7 +345,12 @@ def _real(name: str, value: object, required: str) -> float:
     return float(value)
 
 
-def _check_sinks(sinks: object, heads: int, q: Tensor) -> bool:
+def check_sinks(sinks: object, heads: int, device: str) -> bool:
+    """Whether there are sinks, which must then be a floating tensor [Hq] on ``device``.
+
+    Raises:
+        InvalidArgument, InvalidType: where they are not.
+    """
     if sinks is None:
         return False
     required = f"a floating tensor [Hq] with Hq = {heads}"
@@ -341,11 +360,27 @@ def _check_sinks(sinks: object, heads: int, q: Tensor) -> bool:
         raise InvalidArgument("sinks", f"a tensor of {sinks.dtype}", required)
     if sinks.dim() != 1 or sinks.shape[0] != heads:
         raise InvalidArgument("sinks", f"shape {tuple(sinks.shape)}", required)
-    if sinks.device != q.device:
-        raise InvalidArgument("sinks", f"device {sinks.device}", f"q's device, {q.device}")
+    if sinks.device.type != device:
+        raise InvalidArgument("sinks", f"device {sinks.device}", f"q's device, {device}")
     return True
 
 
 def lower_sinks(sinks: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Sinks as kernels read them: contiguous, in the dtype of the statistics; differentiable."""
     return None if sinks is None else sinks.to(statistics_dtype(dtype)).contiguous()
+
+
+def output_like(like: Tensor, width: int) -> Tensor:
+    """An uninitialised tensor shaped as ``like`` but for its last dimension, in its memory order.
+
+    Args:
+        like: [B, H, S, D] or [T, H, D]. A [B, S, H, D] memory seen as its transpose gives a result
+            laid out the same way; any other strides give a plain contiguous one.
+        width: the last dimension of the result.
+    """
+    if like.dim() == 4 and like.stride(2) > like.stride(1):
+        batch, heads, rows, _ = like.shape
+        return torch.empty(
+            (batch, rows, heads, width), dtype=like.dtype, device=like.device
+        ).transpose(1, 2)
+    return torch.empty((*like.shape[:-1], width), dtype=like.dtype, device=like.device)

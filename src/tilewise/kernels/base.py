@@ -9,11 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from tilewise.plan.plan import Tiles
-from tilewise.problem import Grads, Needs, Operands, Problem, Result
+from tilewise.problem import Grads, Needs, Operands, Problem, Result, output_like
 
 __all__ = ["Backend", "Needs", "Prepared", "Tiles", "output_like"]
 
@@ -66,26 +65,14 @@ class Backend(ABC):
         """The backward pass: the gradients that ``needs`` names.
 
         Args:
+            problem: what was asked.
+            operands: with what.
+            result: what ``forward`` gave for them.
             grad_out: shaped as ``result.out``, any strides.
             grad_lse: shaped as ``result.lse``, or None where lse was not used.
+            needs: which gradients are wanted.
         """
 
     def prepare(self, problem: Problem) -> Prepared:
         """Both passes bound to a problem. Override to keep what can be computed once."""
         return Prepared(partial(self.forward, problem), partial(self.backward, problem))
-
-
-def output_like(like: Tensor, width: int) -> Tensor:
-    """An uninitialised tensor shaped as ``like`` but for its last dimension, in its memory order.
-
-    Args:
-        like: [B, H, S, D] or [T, H, D]. A [B, S, H, D] memory seen as its transpose gives a result
-            laid out the same way; any other strides give a plain contiguous one.
-        width: the last dimension of the result.
-    """
-    if like.dim() == 4 and like.stride(2) > like.stride(1):
-        batch, heads, rows, _ = like.shape
-        return torch.empty(
-            (batch, rows, heads, width), dtype=like.dtype, device=like.device
-        ).transpose(1, 2)
-    return torch.empty((*like.shape[:-1], width), dtype=like.dtype, device=like.device)

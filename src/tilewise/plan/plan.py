@@ -9,7 +9,7 @@ __all__ = ["Plan", "Tiles"]
 
 
 class Tiles(NamedTuple):
-    """The blocks that a kernel works in: query rows by keys, and the parts a key range is cut in."""
+    """The blocks that a kernel works in: rows by keys, and the parts a key range is cut in."""
 
     query_tile: int
     key_tile: int
@@ -27,6 +27,7 @@ class Plan(NamedTuple):
         forward, backward: the backend's kernels bound to the problem
             (``kernels.base.Prepared``): what makes a held plan quick to run.
         mask_text, score_text: the programs as text: a held plan is matched by these.
+        signature: shapes, dtypes and devices of q, k, v that a held plan is for.
     """
 
     problem: Problem
@@ -37,6 +38,7 @@ class Plan(NamedTuple):
     backward: Callable[..., Any]
     mask_text: str
     score_text: str
+    signature: tuple[Any, ...] = ()
 
     def __repr__(self) -> str:
         problem, tiles = self.problem, self.tiles

@@ -1,0 +1,26 @@
+"""Exact attention that never writes the N x N matrix, fast on the chip you have."""
+
+from tilewise.functional import (
+    AttentionResult,
+    Explanation,
+    SoftmaxStats,
+    attention,
+    attention_varlen,
+    explain,
+    plan,
+)
+from tilewise.plan.plan import Plan
+from tilewise.variants import masks, scores
+
+__all__ = [
+    "AttentionResult",
+    "Explanation",
+    "Plan",
+    "SoftmaxStats",
+    "attention",
+    "attention_varlen",
+    "explain",
+    "masks",
+    "plan",
+    "scores",
+]

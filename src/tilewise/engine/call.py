@@ -1,0 +1,229 @@
+"""What the eager path and the torch ops share: the plan of a call, and its operands.
+
+Written for overhead: a call that was made before costs one tuple and one dict lookup; whatever can
+be wrong with it is looked at when the lookup misses, but for what depends on values or on captured
+tensors, which is looked at every time.
+"""
+
+from collections.abc import Hashable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.engine import registry
+from tilewise.engine.dispatch import PLANS, plan_problem
+from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.plan.plan import Plan
+from tilewise.problem import (
+    Operands,
+    Problem,
+    check_cu_seqlens,
+    dense_problem,
+    lower_sinks,
+    varlen_problem,
+)
+from tilewise.variants.lower import Extent, lower_mask, lower_score
+from tilewise.variants.values import Mask, Score
+
+__all__ = [
+    "Asked",
+    "build_operands",
+    "build_problem",
+    "cached_plan",
+    "draw_seed",
+    "make_plan",
+    "signature",
+]
+
+_SEED_BITS = 0xFFFF_FFFF_FFFF_FFFF
+# torch.randint's largest bound: 63 random bits.
+_SEED_LIMIT = 2**63 - 1
+
+
+class Asked(NamedTuple):
+    """What a call says beside q, k and v: the keywords of ``functional.attention``, read.
+
+    Args:
+        cu_seqlens: the pair (queries, keys) of a variable-length call, or None.
+    """
+
+    mask: Mask
+    score: Score
+    scale: float | None
+    dropout_p: float
+    sinks: Tensor | None
+    backend: str | None
+    cu_seqlens: tuple[Tensor, Tensor] | None
+
+
+def signature(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """What a plan depends on in q, k and v. Strides are not part of it."""
+    return (
+        q.shape,
+        k.shape,
+        v.shape,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        k.device,
+        v.device,
+    )
+
+
+def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
+    """The plan of a call, made at its first time.
+
+    Raises:
+        InvalidArgument, InvalidType, Unsupported: as ``make_plan``.
+    """
+    mask, score, scale, dropout_p, sinks, backend, cu_seqlens = asked
+    try:
+        key: Hashable = (
+            q.shape,
+            k.shape,
+            v.shape,
+            q.dtype,
+            k.dtype,
+            v.dtype,
+            q.device,
+            k.device,
+            v.device,
+            mask.text,
+            score.text,
+            scale,
+            dropout_p,
+            backend,
+            None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
+            None if cu_seqlens is None else _cu_key(*cu_seqlens),
+        )
+        return PLANS.young[key]
+    except KeyError:
+        plan = PLANS.find(key)
+    except (AttributeError, TypeError):
+        # Something is no tensor, or is not hashable: validation names it.
+        return make_plan(q, k, v, asked)
+    if plan is None:
+        plan = make_plan(q, k, v, asked)
+        PLANS.add(key, plan)
+    return plan
+
+
+def _cu_key(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Any, ...]:
+    return cu_seqlens_q.shape, cu_seqlens_q.dtype, cu_seqlens_k.shape, cu_seqlens_k.dtype
+
+
+def make_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
+    """The plan of a call, from nothing.
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+        Unsupported: no backend, or not the one asked for, can do it.
+    """
+    problem = build_problem(q, k, v, asked)
+    plan = plan_problem(problem, registry.check_name(asked.backend))
+    return plan._replace(signature=signature(q, k, v))
+
+
+def build_problem(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Problem:
+    """The problem of a call, checked (all but captured tensors and values)."""
+    if asked.cu_seqlens is None:
+        return dense_problem(
+            q,
+            k,
+            v,
+            mask=asked.mask.program,
+            score=asked.score.program,
+            scale=asked.scale,
+            dropout_p=asked.dropout_p,
+            sinks=asked.sinks,
+        )
+    return varlen_problem(
+        q,
+        k,
+        v,
+        *asked.cu_seqlens,
+        mask=asked.mask.program,
+        score=asked.score.program,
+        scale=asked.scale,
+        dropout_p=asked.dropout_p,
+        sinks=asked.sinks,
+    )
+
+
+def build_operands(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: tuple[Tensor, Tensor] | None,
+    mask_tensors: tuple[Tensor, ...],
+    score_tensors: tuple[Tensor, ...],
+    sinks: Tensor | None,
+    seed: int | Tensor | None,
+) -> Operands:
+    """The operands in kernel form; captured tensors, cu_seqlens and seed are checked.
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+    """
+    cu_q = cu_k = None
+    extent = Extent(problem.batch, problem.heads, problem.queries, problem.keys)
+    if cu_seqlens is not None:
+        cu_q, cu_k = cu_seqlens
+        starts_q = check_cu_seqlens("cu_seqlens_q", cu_q, problem.queries)
+        starts_k = check_cu_seqlens("cu_seqlens_k", cu_k, problem.keys)
+        cu_q = cu_q.to("cpu", torch.int64).contiguous()
+        cu_k = cu_k.to("cpu", torch.int64).contiguous()
+        if mask_tensors or score_tensors:
+            extent = _ragged_extent(problem, starts_q, starts_k)
+    if mask_tensors:
+        if problem.device != "cpu":
+            extent = extent._replace(check_values=False)
+        mask_tensors = lower_mask(problem.mask, mask_tensors, extent, q.device)
+    if score_tensors:
+        score_tensors = lower_score(problem.score, score_tensors, extent, q.dtype, q.device)
+    number = 0 if seed is None and not problem.dropout_p else _seed_number(seed)
+    return Operands(
+        q, k, v, mask_tensors, score_tensors, lower_sinks(sinks, q.dtype), cu_q, cu_k, number
+    )
+
+
+def _ragged_extent(problem: Problem, starts_q: list[int], starts_k: list[int]) -> Extent:
+    query_counts = [end - start for start, end in pairwise(starts_q)]
+    key_counts = tuple([end - start for start, end in pairwise(starts_k)])
+    return Extent(
+        problem.batch,
+        problem.heads,
+        max(query_counts, default=0),
+        max(key_counts, default=0),
+        ragged=True,
+        key_counts=key_counts,
+    )
+
+
+def draw_seed() -> Tensor:
+    """One int64 from torch's generator, so that checkpointing and compile replay it."""
+    return torch.randint(0, _SEED_LIMIT, (), dtype=torch.int64)
+
+
+def _seed_number(seed: int | Tensor | None) -> int:
+    if seed is None:
+        seed = draw_seed()
+    if isinstance(seed, Tensor):
+        if seed.numel() != 1 or seed.dtype != torch.int64:
+            raise InvalidArgument(
+                "seed",
+                f"a tensor of {seed.dtype}, shape {tuple(seed.shape)}",
+                "an integer or an int64 tensor of one element",
+            )
+        return int(seed.item()) & _SEED_BITS
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise InvalidType(
+            "seed", f"a {type(seed).__name__}", "an integer or an int64 tensor of one element"
+        )
+    if not -(2**63) <= seed < 2**64:
+        raise InvalidArgument("seed", str(seed), "a number of 64 bits")
+    return seed & _SEED_BITS

@@ -1,0 +1,133 @@
+"""From a Problem to a Plan, and the one piece of mutable state: the bounded plan cache."""
+
+import warnings
+from collections.abc import Hashable
+from threading import Lock
+
+from tilewise.engine import registry
+from tilewise.errors import SlowPathWarning, Unsupported
+from tilewise.plan.choose import Candidate, Choice, choose
+from tilewise.plan.plan import Plan
+from tilewise.problem import Problem
+from tilewise.variants.program import encode
+
+__all__ = ["PLANS", "PlanCache", "candidates", "plan_problem"]
+
+_HOW_TO_BUILD = "Build the core: `./run doctor` in a checkout, or `pip install tilewise`."
+
+
+def plan_problem(problem: Problem, backend: str | None = None) -> Plan:
+    """The plan for a problem.
+
+    Args:
+        problem: what is asked.
+        backend: a name of the registry, which then does it or nobody does; None chooses.
+
+    Raises:
+        Unsupported: the named backend, or every one, declines; with all reasons.
+    """
+    names = registry.BACKEND_NAMES if backend is None else (backend,)
+    asked = candidates(problem, names)
+    choice = Choice(backend if not asked[0].reasons else None) if backend else choose(asked)
+    reasons = {candidate.name: candidate.reasons for candidate in asked if candidate.reasons}
+    if choice.name is None:
+        fix = "" if backend is not None else _explicit_reference(asked)
+        raise Unsupported(_describe(problem, backend), reasons, fix)
+    if choice.slow:
+        _warn_slow(choice.name, reasons)
+    chosen = registry.load(choice.name)
+    prepared = chosen.prepare(problem)
+    return Plan(
+        problem,
+        choice.name,
+        chosen.tiles(problem),
+        tuple(reasons.items()),
+        prepared.forward,
+        prepared.backward,
+        encode(problem.mask),
+        encode(problem.score),
+    )
+
+
+def candidates(problem: Problem, names: tuple[str, ...]) -> list[Candidate]:
+    """What each of the named backends says to a problem."""
+    found = []
+    for name in names:
+        backend = registry.load(name)
+        absence = backend.absence()
+        reasons = (absence,) if absence is not None else tuple(backend.why_not(problem))
+        found.append(Candidate(name, reasons, absence is not None, backend.last_resort))
+    return found
+
+
+def _explicit_reference(asked: list[Candidate]) -> str:
+    able = [candidate.name for candidate in asked if not candidate.reasons]
+    return f"ask for the slow reference by name: backend={able[0]!r}." if able else ""
+
+
+def _describe(problem: Problem, backend: str | None) -> str:
+    who = "no backend" if backend is None else f"backend {backend!r} is asked for and cannot; it"
+    dtype = str(problem.dtype).removeprefix("torch.")
+    return (
+        f"{who} runs this attention: {problem.layout} on {problem.device}, {dtype}, "
+        f"D = {problem.head_dim}, Dv = {problem.value_dim}, mask {encode(problem.mask)!r}, "
+        f"score {encode(problem.score)!r}"
+    )
+
+
+_warned: set[str] = set()
+
+
+def _warn_slow(name: str, reasons: dict[str, tuple[str, ...]]) -> None:
+    """Once per process: the fast backends are not there, and the slow one goes on."""
+    if name in _warned:
+        return
+    _warned.add(name)
+    lines = [f"  backend {who!r}: {reason}" for who, why in reasons.items() for reason in why]
+    message = "\n".join(
+        [f"tilewise runs on its slow reference, {name!r} (exact, but not fast):", *lines]
+    )
+    warnings.warn(f"{message}\n  {_HOW_TO_BUILD}", SlowPathWarning, stacklevel=2)
+
+
+class PlanCache:
+    """Plans by call signature: bounded, and without a lock or a reordering on a hit.
+
+    Two generations stand in for the order of use: what the young one misses and the old one has
+    moves back to the young one; when the young one is full it becomes the old one, and what was
+    not used since is dropped.
+
+    Args:
+        size: entries per generation; twice as many are held at most.
+    """
+
+    def __init__(self, size: int = 512) -> None:
+        self.size = size
+        self.young: dict[Hashable, Plan] = {}
+        self._old: dict[Hashable, Plan] = {}
+        self._lock = Lock()
+
+    def find(self, key: Hashable) -> Plan | None:
+        """The plan of a key that is not among the young ones, if there is one."""
+        plan = self.young.get(key) or self._old.get(key)
+        if plan is not None:
+            self.add(key, plan)
+        return plan
+
+    def add(self, key: Hashable, plan: Plan) -> None:
+        """Keep a plan, and drop what has not been used for a generation when full."""
+        with self._lock:
+            if len(self.young) >= self.size:
+                self._old, self.young = self.young, {}
+            self.young[key] = plan
+
+    def clear(self) -> None:
+        """Forget every plan."""
+        with self._lock:
+            self.young, self._old = {}, {}
+
+    def __len__(self) -> int:
+        return len({**self._old, **self.young})
+
+
+PLANS = PlanCache()

@@ -1,0 +1,55 @@
+"""Which road a call takes: straight to the kernel, through the torch ops, or not at all."""
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from tilewise.errors import Unsupported
+
+__all__ = ["needs_op", "refuse_transforms", "transforms_active"]
+
+_functorch_active = torch._C._are_functorch_transforms_active
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_jit_tracing = torch._C._get_tracing_state
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def needs_op(q: object, k: object, v: object) -> bool:
+    """Whether a call must go through the torch ops: it is being traced, or its tensors are fake.
+
+    A program that watches torch's operations (a dispatch mode, torch.jit.trace, a tensor subclass)
+    would not see the kernel behind an eager call, and would record its output as a constant.
+    """
+    return (
+        _dispatch_modes() > 0
+        or _jit_tracing() is not None
+        or type(q) not in _PLAIN_TYPES
+        or type(k) not in _PLAIN_TYPES
+        or type(v) not in _PLAIN_TYPES
+    )
+
+
+def transforms_active() -> bool:
+    """Whether a torch.func transform or a forward-mode level is active around the call."""
+    return _functorch_active() or forward_ad._current_level >= 0
+
+
+def refuse_transforms(tensors: tuple[Tensor | None, ...]) -> None:
+    """Refuse transforms whose rules are not written: their results would be silently wrong.
+
+    Raises:
+        Unsupported: under torch.func (grad, vmap, jvp, ...), or with a forward-mode tangent.
+    """
+    if _functorch_active():
+        raise Unsupported(
+            "tilewise does not run inside torch.func transforms (grad, vjp, jvp, vmap, jacrev, "
+            "hessian, ...) yet",
+            fix="use torch.autograd.grad or .backward() for gradients, and put a vmapped "
+            "dimension into the batch: x.flatten(0, 1)",
+        )
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise Unsupported(
+                "tilewise has no forward-mode derivative (jvp, torch.autograd.forward_ad) yet",
+                fix="use reverse mode: torch.autograd.grad or .backward()",
+            )

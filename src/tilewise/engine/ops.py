@@ -1,0 +1,321 @@
+"""The torch ops: what torch.compile, torch.export and everything that traces see of tilewise.
+
+An op carries q, k, v, the captured tensors and the variant as text without shapes; the Problem is
+completed inside, so that one graph serves every shape. Eager calls do not come here (a Python op
+costs 10 to 25 us a call) but through ``autograd.py``, over the same kernels.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.engine.call import Asked, build_operands, build_problem, cached_plan, draw_seed
+from tilewise.plan.plan import Plan
+from tilewise.problem import (
+    Needs,
+    Operands,
+    Problem,
+    Result,
+    lower_sinks,
+    output_like,
+)
+from tilewise.variants.lower import Extent, lower_score, statistics_dtype
+from tilewise.variants.program import decode
+from tilewise.variants.values import Mask, Score
+
+__all__ = ["call"]
+
+
+def call(q: Tensor, k: Tensor, v: Tensor, asked: Asked, seed: int | Tensor | None) -> Result:
+    """Attention through the op, while tracing or over tensors that are not plain."""
+    problem = build_problem(q, k, v, asked)
+    # Biases and sinks are brought to kernel form out here, where autograd sees it.
+    score_tensors = lower_score(
+        asked.score.program, asked.score.captured, _traced_extent(problem), q.dtype, q.device
+    )
+    if seed is None and asked.dropout_p > 0:
+        seed = draw_seed()
+    elif isinstance(seed, int):
+        seed = torch.full((), _signed(seed), dtype=torch.int64)
+    cu_q, cu_k = asked.cu_seqlens or (None, None)
+    out, lse, stats = torch.ops.tilewise.attention(
+        q,
+        k,
+        v,
+        list(asked.mask.captured),
+        list(score_tensors),
+        lower_sinks(asked.sinks, q.dtype),
+        seed,
+        cu_q,
+        cu_k,
+        asked.mask.text,
+        asked.score.text,
+        asked.scale,
+        asked.dropout_p,
+        asked.backend,
+    )
+    return Result(out, lse, stats)
+
+
+def _signed(seed: int) -> int:
+    """64 bits as torch's int64 holds them."""
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+def _traced_extent(problem: Problem) -> Extent:
+    """What is known while tracing: every extent of a dense call, no lengths of packed ones."""
+    ragged = problem.layout == "varlen"
+    queries, keys = (0, 0) if ragged else (problem.queries, problem.keys)
+    return Extent(problem.batch, problem.heads, queries, keys, ragged, check_values=False)
+
+
+def _asked(
+    mask_tensors: Sequence[Tensor],
+    score_tensors: Sequence[Tensor],
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    mask: str,
+    score: str,
+    scale: float | None,
+    dropout_p: float,
+    backend: str | None,
+) -> Asked:
+    cu_seqlens = None
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
+    return Asked(
+        Mask(decode(mask), tuple(mask_tensors)),
+        Score(decode(score), tuple(score_tensors)),
+        scale,
+        dropout_p,
+        sinks,
+        backend,
+        cu_seqlens,
+    )
+
+
+def _planned(
+    q: Tensor, k: Tensor, v: Tensor, asked: Asked, seed: Tensor | None
+) -> tuple[Plan, Operands]:
+    """The plan and operands of an op call over real tensors: checked again, values included."""
+    plan = cached_plan(q, k, v, asked)
+    operands = build_operands(
+        plan.problem,
+        q,
+        k,
+        v,
+        asked.cu_seqlens,
+        asked.mask.captured,
+        asked.score.captured,
+        asked.sinks,
+        seed,
+    )
+    return plan, operands
+
+
+def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """The tensor in exactly the memory order that the fake kernel promises (``output_like``)."""
+    swapped = like.dim() == 4 and like.stride(2) > like.stride(1)
+    plain = tensor.transpose(1, 2) if swapped else tensor
+    if plain.is_contiguous():
+        return tensor
+    return output_like(like, tensor.shape[-1]).copy_(tensor)
+
+
+@torch.library.custom_op("tilewise::attention", mutates_args=())
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_tensors: Sequence[Tensor],
+    score_tensors: Sequence[Tensor],
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    mask: str,
+    score: str,
+    scale: float | None,
+    dropout_p: float,
+    backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    asked = _asked(
+        mask_tensors,
+        score_tensors,
+        sinks,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        mask,
+        score,
+        scale,
+        dropout_p,
+        backend,
+    )
+    plan, operands = _planned(q, k, v, asked, seed)
+    result = plan.forward(operands)
+    return _laid_out(result.out, q), result.lse.contiguous(), result.stats.contiguous()
+
+
+@_attention.register_fake
+def _attention_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_tensors: Sequence[Tensor],
+    score_tensors: Sequence[Tensor],
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    mask: str,
+    score: str,
+    scale: float | None,
+    dropout_p: float,
+    backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = q.shape[:-1] if cu_seqlens_q is None else (q.shape[1], q.shape[0])
+    dtype = statistics_dtype(q.dtype)
+    return (
+        output_like(q, v.shape[-1]),
+        q.new_empty(rows, dtype=dtype),
+        q.new_empty((2, *rows), dtype=dtype),
+    )
+
+
+@torch.library.custom_op("tilewise::attention_backward", mutates_args=())
+def _backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    stats: Tensor,
+    needs: Sequence[bool],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_tensors: Sequence[Tensor],
+    score_tensors: Sequence[Tensor],
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    mask: str,
+    score: str,
+    scale: float | None,
+    dropout_p: float,
+    backend: str | None,
+) -> list[Tensor]:
+    asked = _asked(
+        mask_tensors,
+        score_tensors,
+        sinks,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        mask,
+        score,
+        scale,
+        dropout_p,
+        backend,
+    )
+    plan, operands = _planned(q, k, v, asked, seed)
+    wanted = Needs(needs[0], needs[1], needs[2], tuple(needs[4:]), needs[3])
+    grads = plan.backward(operands, Result(out, lse, stats), grad_out, grad_lse, wanted)
+    found = [
+        *(
+            _absent(like) if grad is None else _laid_out(grad, like)
+            for grad, like in zip((grads.q, grads.k, grads.v), (q, k, v), strict=True)
+        ),
+        _absent(q) if grads.sinks is None else grads.sinks.contiguous(),
+    ]
+    for index, tensor in enumerate(score_tensors):
+        grad = grads.score_tensors[index] if index < len(grads.score_tensors) else None
+        found.append(_absent(q) if grad is None else grad.to(tensor.dtype).contiguous())
+    return found
+
+
+@_backward.register_fake
+def _backward_fake(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    stats: Tensor,
+    needs: Sequence[bool],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_tensors: Sequence[Tensor],
+    score_tensors: Sequence[Tensor],
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    mask: str,
+    score: str,
+    scale: float | None,
+    dropout_p: float,
+    backend: str | None,
+) -> list[Tensor]:
+    found = [
+        output_like(like, like.shape[-1]) if need else _absent(like)
+        for need, like in zip(needs[:3], (q, k, v), strict=True)
+    ]
+    for need, like_or_none in zip(needs[3:], (sinks, *score_tensors), strict=True):
+        like = q if like_or_none is None else like_or_none
+        found.append(like.new_empty(like.shape) if need else _absent(q))
+    return found
+
+
+def _absent(like: Tensor) -> Tensor:
+    """Stands for a gradient that was not wanted: an op must return a tensor."""
+    return like.new_empty((0,))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, mask_tensors, score_tensors, sinks, seed, cu_q, cu_k, *constants = inputs
+    ctx.mask_count, ctx.constants = len(mask_tensors), tuple(constants)
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output, q, k, v, sinks, seed, cu_q, cu_k, *mask_tensors, *score_tensors)
+
+
+def _op_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> Any:
+    out, lse, stats, q, k, v, sinks, seed, cu_q, cu_k, *captured = ctx.saved_tensors
+    mask_tensors, score_tensors = captured[: ctx.mask_count], captured[ctx.mask_count :]
+    need_q, need_k, need_v, _, need_scores, need_sinks, *_ = ctx.needs_input_grad
+    need_scores = list(need_scores) if score_tensors else []
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    grads = torch.ops.tilewise.attention_backward(
+        grad_out,
+        grad_lse,
+        out,
+        lse,
+        stats,
+        [need_q, need_k, need_v, need_sinks, *need_scores],
+        q,
+        k,
+        v,
+        mask_tensors,
+        score_tensors,
+        sinks,
+        seed,
+        cu_q,
+        cu_k,
+        *ctx.constants,
+    )
+    return (
+        grads[0] if need_q else None,
+        grads[1] if need_k else None,
+        grads[2] if need_v else None,
+        [None] * len(mask_tensors),
+        [grad if need else None for grad, need in zip(grads[4:], need_scores, strict=True)],
+        grads[3] if need_sinks else None,
+        *(None,) * (3 + len(ctx.constants)),
+    )
+
+
+_attention.register_autograd(_op_backward, setup_context=_setup_context)

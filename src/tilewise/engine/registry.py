@@ -1,0 +1,48 @@
+"""The backends there are, in order of preference, imported when first asked for."""
+
+from functools import cache
+from importlib import import_module
+from typing import NamedTuple
+
+from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.kernels.base import Backend
+
+__all__ = ["BACKEND_NAMES", "check_name", "load"]
+
+
+class _Entry(NamedTuple):
+    name: str
+    module: str
+    class_name: str
+
+
+_ENTRIES = (
+    _Entry("cpu", "tilewise.kernels.cpu.backend", "CpuBackend"),
+    _Entry("tiled", "tilewise.kernels.tiled", "TiledBackend"),
+)
+
+BACKEND_NAMES = tuple(entry.name for entry in _ENTRIES)
+
+
+@cache
+def load(name: str) -> Backend:
+    """The backend of that name, one instance per process."""
+    entry = next(entry for entry in _ENTRIES if entry.name == name)
+    backend: Backend = getattr(import_module(entry.module), entry.class_name)()
+    return backend
+
+
+def check_name(name: object) -> str | None:
+    """``backend=`` as given, if it names a backend or is None.
+
+    Raises:
+        InvalidArgument, InvalidType: it does neither.
+    """
+    required = "None (choose), " + " or ".join([repr(known) for known in BACKEND_NAMES])
+    if name is None:
+        return None
+    if not isinstance(name, str):
+        raise InvalidType("backend", f"a {type(name).__name__}", required)
+    if name not in BACKEND_NAMES:
+        raise InvalidArgument("backend", repr(name), required)
+    return name

@@ -1,0 +1,298 @@
+"""Floor 6: the calls: attention, attention_varlen, plan and explain."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from tilewise.engine import registry
+from tilewise.engine.call import Asked, build_operands, build_problem, make_plan
+from tilewise.engine.dispatch import candidates
+from tilewise.engine.run import read_mask, read_score, run, run_planned
+from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.plan.plan import Plan
+from tilewise.problem import Result
+from tilewise.variants.values import Mask, Score
+
+__all__ = [
+    "AttentionResult",
+    "Explanation",
+    "SoftmaxStats",
+    "attention",
+    "attention_varlen",
+    "explain",
+    "plan",
+]
+
+_LN2 = math.log(2.0)
+MaskLike: TypeAlias = Mask | Tensor | None
+ScoreLike: TypeAlias = Score | Sequence[Score] | None
+
+
+class SoftmaxStats(NamedTuple):
+    """Facts about each row's scores, without gradient.
+
+    Args:
+        row_max: the largest score of each row in natural-log units, before sinks, [B, Hq, M]
+            (varlen [Hq, Tq]); -inf for a row that sees no key.
+    """
+
+    row_max: Tensor
+
+
+class AttentionResult(NamedTuple):
+    """What a call gives when more than the output is asked for.
+
+    Args:
+        out: [B, Hq, M, Dv] (varlen [Tq, Hq, Dv]), q's dtype.
+        lse: natural-log sum of exponentials, sink included, [B, Hq, M] (varlen [Hq, Tq]), float32
+            (float64 for float64), differentiable; None unless ``return_lse``.
+        stats: None unless ``return_stats``.
+    """
+
+    out: Tensor
+    lse: Tensor | None
+    stats: SoftmaxStats | None
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    return_stats: bool = False,
+    backend: str | None = None,
+    plan: Plan | None = None,
+) -> Any:
+    """Exact attention that never writes the M x N matrix: out = softmax(score(scale q.k^T)) v.
+
+    Args:
+        q: [B, Hq, M, D], any strides. The output follows its memory order.
+        k: [B, Hk, N, D]; Hq must be a multiple of Hk (grouped queries: head h reads h // (Hq/Hk)).
+        v: [B, Hk, N, Dv].
+        mask: which pairs attend: a Mask of ``tilewise.masks``, or a boolean tensor (True = attend)
+            that broadcasts to [B, Hq, M, N]. A row that sees no key gives 0 and lse -inf.
+        score: a Score of ``tilewise.scores`` or a sequence of them, applied in order.
+        scale: s = scale * q.k; 1/sqrt(D) if None.
+        sinks: floating [Hq]: one extra logit per query head in the denominator.
+        dropout_p: the probability in [0, 1) of dropping a pair; what stays is divided by 1 - p.
+        seed: 64 bits that choose what is dropped, as a number or an int64 tensor of one element;
+            None draws one from torch's generator.
+        return_lse: ask for an AttentionResult with lse.
+        return_stats: ask for an AttentionResult with stats.
+        backend: None (choose), or a name of ``explain``; a named one never falls back.
+        plan: a held Plan of ``tilewise.plan`` for a call like this one, to skip choosing.
+
+    Returns:
+        The output [B, Hq, M, Dv], or an AttentionResult where more is asked for. Gradients are
+        defined for q, k, v, bias tensors and sinks, through the output and lse.
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+        Unsupported: nothing here can do it, with each backend's reason.
+    """
+    asked = Asked(read_mask(mask), read_score(score), scale, dropout_p, sinks, backend, None)
+    result = run(q, k, v, asked, seed) if plan is None else run_planned(plan, q, k, v, asked, seed)
+    if return_lse or return_stats:
+        return _full(result, return_lse, return_stats)
+    return result.out
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    return_stats: bool = False,
+    backend: str | None = None,
+    plan: Plan | None = None,
+) -> Any:
+    """Attention over sequences of different lengths, packed one after the other.
+
+    Sequence i has the query rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] and the keys likewise; rows
+    see keys of their own sequence only. In masks, scores and dropout, b is the sequence's index,
+    and m, n, M, N count within it: captured tensors have sequences as their first dimension, and
+    rows or keys up to the longest sequence's at least.
+
+    The keywords are those of ``attention``; q is [Tq, Hq, D], k [Tk, Hk, D] and v [Tk, Hk, Dv], with
+    any strides; cu_seqlens_q and cu_seqlens_k are int32 or int64 [sequences + 1] on the CPU, from 0,
+    never decreasing, up to Tq and Tk.
+
+    Returns:
+        The output [Tq, Hq, Dv], or an AttentionResult with lse [Hq, Tq].
+
+    Raises:
+        InvalidArgument, InvalidType, Unsupported: as ``attention``.
+    """
+    packed = (cu_seqlens_q, cu_seqlens_k)
+    asked = Asked(read_mask(mask), read_score(score), scale, dropout_p, sinks, backend, packed)
+    result = run(q, k, v, asked, seed) if plan is None else run_planned(plan, q, k, v, asked, seed)
+    if return_lse or return_stats:
+        return _full(result, return_lse, return_stats)
+    return result.out
+
+
+def _full(result: Result, return_lse: bool, return_stats: bool) -> AttentionResult:
+    stats = None
+    if return_stats:
+        # The kernels count in powers of two; people in powers of e.
+        stats = SoftmaxStats(result.stats[0].detach() * _LN2)
+    return AttentionResult(result.out, result.lse if return_lse else None, stats)
+
+
+class Explanation(NamedTuple):
+    """Why a call is done as it is; ``str()`` is for people.
+
+    Args:
+        plan: the plan, or None if nothing can do the call.
+        reasons: for every backend not chosen, its name and why not.
+    """
+
+    plan: Plan | None
+    reasons: tuple[tuple[str, tuple[str, ...]], ...]
+
+    def __str__(self) -> str:
+        lines = ["nothing here can do this call"]
+        if self.plan is not None:
+            problem, tiles = self.plan.problem, self.plan.tiles
+            sizes = [f"{name} {value}" for name, value in zip(_SIZES, problem[:7], strict=True)]
+            dtype = str(problem.dtype).removeprefix("torch.")
+            lines = [
+                f"backend   {self.plan.backend}",
+                f"tiles     {tiles.query_tile} query rows x {tiles.key_tile} keys, "
+                f"{tiles.splits} split" + ("s" if tiles.splits != 1 else ""),
+                f"problem   {problem.layout}, {dtype} on {problem.device}, " + ", ".join(sizes),
+                f"mask      {self.plan.mask_text or 'none: every pair attends'}",
+                f"score     {self.plan.score_text or 'unchanged'}",
+                f"scale     {problem.scale:g}",
+                f"dropout   {problem.dropout_p:g}",
+                f"sinks     {'yes' if problem.sinks else 'no'}",
+            ]
+        for name, why in self.reasons:
+            lines.append(f"not {name}:")
+            lines += [f"  {reason}" for reason in why]
+        return "\n".join(lines)
+
+
+_SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "value_dim")
+
+
+def plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+) -> Plan:
+    """The plan of a call, to hold and to pass as ``plan=`` to calls of the same shapes.
+
+    The plan keeps no tensor: a mask or score that captures tensors, sinks and cu_seqlens are passed
+    again at the call; one that captures none may be left out there.
+
+    Every argument is as the call will have it; cu_seqlens only for ``attention_varlen``.
+
+    Raises:
+        InvalidArgument, InvalidType, Unsupported: as the call.
+    """
+    packed = _packed(cu_seqlens_q, cu_seqlens_k)
+    asked = Asked(read_mask(mask), read_score(score), scale, dropout_p, sinks, backend, packed)
+    made = make_plan(q, k, v, asked)
+    _check_captured(made, q, k, v, asked)
+    return made
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+) -> Explanation:
+    """How a call would be done, and why no other backend would do it. Nothing is computed.
+
+    Every argument is as in ``plan``.
+
+    Raises:
+        InvalidArgument, InvalidType: as the call. A call that nothing can do is explained.
+    """
+    packed = _packed(cu_seqlens_q, cu_seqlens_k)
+    asked = Asked(read_mask(mask), read_score(score), scale, dropout_p, sinks, backend, packed)
+    problem = build_problem(q, k, v, asked)
+    try:
+        made: Plan | None = make_plan(q, k, v, asked)
+    except Unsupported:
+        made = None
+    if made is not None:
+        _check_captured(made, q, k, v, asked)
+    chosen = None if made is None else made.backend
+    reasons = [
+        (candidate.name, candidate.reasons or (_passed_over(chosen, backend),))
+        for candidate in candidates(problem, registry.BACKEND_NAMES)
+        if candidate.name != chosen
+    ]
+    return Explanation(made, tuple(reasons))
+
+
+def _passed_over(chosen: str | None, asked_for: str | None) -> str:
+    if asked_for is not None:
+        return f"it could, but backend={asked_for!r} is asked for"
+    if chosen is None:
+        return "it could, but a slow reference runs only when it is asked for by name"
+    return f"it could, but {chosen!r} comes first"
+
+
+def _packed(
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        return None
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
+        raise InvalidArgument(name, "None", "both of cu_seqlens_q and cu_seqlens_k, or neither")
+    return cu_seqlens_q, cu_seqlens_k
+
+
+def _check_captured(made: Plan, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> None:
+    """Let what a call checks about captured tensors be said when the plan is made."""
+    build_operands(
+        made.problem,
+        q,
+        k,
+        v,
+        asked.cu_seqlens,
+        asked.mask.captured,
+        asked.score.captured,
+        asked.sinks,
+        0,
+    )

@@ -1,10 +1,10 @@
 """What every test shares: NaN-filled memory, repeatable draws, instruction sets, shared data.
 
-* `torch.empty` is filled with NaN, so that reading memory that nobody wrote fails a test instead of
+* ``torch.empty`` is filled with NaN, so that reading memory that nobody wrote fails a test instead of
   passing by luck.
 * hypothesis draws the same examples every time and has no deadline (the machines are shared).
-* `isa` runs a test once per instruction set that this machine has.
-* `shared_data` is the folder of data sets beside the checkout; tests that need it skip where it is
+* ``isa`` runs a test once per instruction set that this machine has.
+* ``shared_data`` is the folder of data sets beside the checkout; tests that need it skip where it is
   absent.
 """
 
@@ -26,26 +26,26 @@ hypothesis.settings.register_profile(
     "tilewise",
     deadline=None,
     derandomize=True,
-    # `isa` is set up for each test function and not for each drawn example: what we want.
+    # ``isa`` is set up for each test function and not for each drawn example: what we want.
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("tilewise")
 
 
 def available_isas() -> list[str]:
-    """Instruction sets of this machine, best first; `[NO_CORE]` where the core is not built."""
+    """Instruction sets of this machine, best first; ``[NO_CORE]`` where the core is not built."""
     try:
-        from tilewise import _core
+        import tilewise._core as core
     except ImportError:
         return [NO_CORE]
-    return list(_core.isa_available())
+    return list(core.isa_available())
 
 
 @pytest.fixture(scope="session", autouse=True)
 def nan_filled_memory() -> Iterator[None]:
-    """Make torch fill the memory of `torch.empty` and its kin with NaN."""
+    """Make torch fill the memory of ``torch.empty`` and its kin with NaN."""
     before = torch.are_deterministic_algorithms_enabled()
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(before)
@@ -56,12 +56,12 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test on each instruction set in turn; its name."""
     if request.param == NO_CORE:
         pytest.skip("the compiled core is not built: ./run setup says why")
-    from tilewise import _core
+    import tilewise._core as core
 
-    before = _core.isa_active()
-    _core.set_isa(request.param)
+    before = core.isa_active()
+    core.set_isa(request.param)
     yield request.param
-    _core.set_isa(before)
+    core.set_isa(before)
 
 
 @pytest.fixture(scope="session")

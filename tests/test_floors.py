@@ -1,6 +1,6 @@
 """The floors: a module imports only from floors below its own, and nothing imports in a circle.
 
-Every import counts: absolute, `from`, relative, inside functions and under TYPE_CHECKING. The rules
+Every import counts: absolute, ``from``, relative, inside functions and under TYPE_CHECKING. The rules
 run on the real tree and, so that the test itself is tested, on small made-up trees that break each.
 """
 
@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "tilewise"
 ROOT = "tilewise"
 
 # From the ground up. A unit is a module or folder directly under the package; "" is the package's
-# own face, `tilewise/__init__.py`. Within a unit modules import one another freely (but never in a
+# own face, ``tilewise/__init__.py``. Within a unit modules import one another freely (but never in a
 # circle); units of one floor do not.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
@@ -76,7 +76,7 @@ def imported_names(
 
 
 def import_graph(package: Path) -> Graph:
-    """Which module imports which, by name below the package; the compiled `_core` counts."""
+    """Which module imports which, by name below the package; the compiled ``_core`` counts."""
     paths = {module_name(path, package): path for path in package.rglob("*.py")}
     known = {*paths, "_core"}
     graph: Graph = {}

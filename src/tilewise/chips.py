@@ -1,10 +1,10 @@
 """Floor 1: what chips can do: one row per chip, and the row of the processor that runs this.
 
 A row holds what the machine says about itself (cores, caches) and what is known about its kind
-(bandwidth). Peaks that are only known by measuring are absent from the row; `tilewise doctor` and
+(bandwidth). Peaks that are only known by measuring are absent from the row; ``tilewise doctor`` and
 the bench measure them.
 
-Linux tells all of it in `/proc/cpuinfo` and `/sys`; where those are missing, the row says None
+Linux tells all of it in ``/proc/cpuinfo`` and ``/sys``; where those are missing, the row says None
 instead of guessing.
 """
 
@@ -72,8 +72,8 @@ def detect(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Chip:
     """The row of the processor that runs this.
 
     Args:
-        proc: where to read `cpuinfo`.
-        sys: where to read `devices/system/cpu`.
+        proc: where to read ``cpuinfo``.
+        sys: where to read ``devices/system/cpu``.
 
     Returns:
         the row; what the system does not say is None.

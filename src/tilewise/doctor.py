@@ -1,0 +1,162 @@
+"""``tilewise doctor``: what runs here, and why the rest does not.
+
+It changes nothing and measures nothing that takes time, unless asked for the peaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import torch  # before the core, which borrows torch's OpenMP runtime
+
+from tilewise.chips import Chip, detect
+from tilewise.engine import registry
+
+__all__ = ["Check", "examine", "main", "openmp_runtimes", "report"]
+
+# The file names of the OpenMP runtimes there are: GNU's, LLVM's and Intel's.
+_OPENMP_NAMES = ("libgomp", "libomp", "libiomp")
+
+
+class Check(NamedTuple):
+    """One line of the report.
+
+    Args:
+        what: what was looked at, e.g. ``"instruction set"``.
+        found: what was found, in words.
+        ok: False for what needs mending: the exit status is then 1.
+    """
+
+    what: str
+    found: str
+    ok: bool = True
+
+
+def openmp_runtimes(maps: Path = Path("/proc/self/maps")) -> list[str]:
+    """The OpenMP runtimes that are mapped into this process, by path; one is right.
+
+    Two runtimes in one process keep two teams of threads that fight for the same cores.
+
+    Args:
+        maps: the kernel's list of what is mapped; where it is missing the answer is empty.
+    """
+    try:
+        lines = maps.read_text().splitlines()
+    except OSError:
+        return []
+    # address, permissions, offset, device, inode, and then the path, which may hold spaces
+    paths = {fields[5] for fields in (line.split(maxsplit=5) for line in lines) if len(fields) == 6}
+    return sorted(path for path in paths if Path(path).name.startswith(_OPENMP_NAMES))
+
+
+def examine(chip: Chip | None = None) -> list[Check]:
+    """Everything the doctor looks at, in the order of the report."""
+    checks = [*_core_checks(), _chip_check(chip or detect()), _cache_check(chip or detect())]
+    checks.append(Check("threads", f"{torch.get_num_threads()} (torch.set_num_threads changes it)"))
+    checks += [_backend_check(name) for name in registry.BACKEND_NAMES]
+    checks += [_openmp_check(openmp_runtimes()), _versions()]
+    return checks
+
+
+def report(checks: Sequence[Check]) -> str:
+    """The checks as aligned lines; what needs mending is marked with an exclamation mark."""
+    width = max(len(check.what) for check in checks)
+    return "\n".join(
+        f"{' ' if check.ok else '!'} {check.what:<{width}}  {check.found}" for check in checks
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report; 1 if something needs mending, else 0."""
+    parser = argparse.ArgumentParser(
+        prog="tilewise doctor", description="What runs here, and why the rest does not."
+    )
+    parser.add_argument(
+        "--peak", action="store_true", help="also measure the peak arithmetic (a few seconds)"
+    )
+    options = parser.parse_args(argv)
+    checks = examine()
+    if options.peak:
+        checks += _peak_checks()
+    print(report(checks))
+    return 0 if all(check.ok for check in checks) else 1
+
+
+def _core_checks() -> list[Check]:
+    try:
+        import tilewise._core as core
+    except ImportError as error:
+        return [Check("compiled core", f"missing: {error}; build it with ./run setup", False)]
+    forced = os.environ.get("TILEWISE_ISA")
+    how = f", forced by TILEWISE_ISA={forced}" if forced else ""
+    return [
+        Check("compiled core", str(core.__file__)),
+        Check(
+            "instruction set",
+            f"{core.isa_active()} runs{how}; this machine has {', '.join(core.isa_available())}",
+        ),
+    ]
+
+
+def _chip_check(chip: Chip) -> Check:
+    bandwidth = chip.bandwidth_bytes_s
+    known = f", about {bandwidth / 1e9:.0f} GB/s" if bandwidth else ""
+    return Check("chip", f"{chip.name}, {chip.cores} core{'s'[: chip.cores > 1]}{known}")
+
+
+def _cache_check(chip: Chip) -> Check:
+    caches = (("L1", chip.l1_bytes), ("L2", chip.l2_bytes), ("L3", chip.l3_bytes))
+    found = [f"{name} {size // 1024} KiB" for name, size in caches if size]
+    return Check("caches", ", ".join(found) or "unknown")
+
+
+def _backend_check(name: str) -> Check:
+    absence = registry.load(name).absence()
+    return Check(f"backend {name}", absence or "ready", absence is None)
+
+
+def _openmp_check(runtimes: Sequence[str]) -> Check:
+    if len(runtimes) == 1:
+        return Check("OpenMP runtime", f"one: {runtimes[0]}")
+    if not runtimes:
+        # Not an error by itself: torch may be built without OpenMP, and then one thread works.
+        return Check("OpenMP runtime", "none is mapped: the kernels run on one thread")
+    return Check(
+        "OpenMP runtime", f"{len(runtimes)} mapped, one is right: {', '.join(runtimes)}", False
+    )
+
+
+def _versions() -> Check:
+    packages = ("tilewise", "torch", "numpy")
+    found = [f"{name} {_version(name)}" for name in packages]
+    machine = f"{platform.system()} {platform.machine()}"
+    return Check("versions", f"{', '.join(found)}, Python {sys.version.split()[0]}, {machine}")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _peak_checks() -> list[Check]:
+    try:
+        import tilewise._core as core
+    except ImportError:
+        return []
+    threads = torch.get_num_threads()
+    kinds = (("fma", "float32 multiply-add"), ("bf16", "bfloat16 dot product"))
+    measured = [(what, core.peak(kind, threads)) for kind, what in kinds]
+    return [
+        Check("peak", f"{what}: {flops_s / 1e9:.0f} GFLOP/s on {threads} threads")
+        for what, flops_s in measured
+        if flops_s
+    ]

@@ -1,0 +1,107 @@
+"""The command line: doctor, explain, and what wrong usage says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tilewise import cli, doctor
+from tilewise.doctor import Check, examine, openmp_runtimes, report
+
+MAPS = """\
+7f00-7f01 r-xp 00000000 08:01 1 /usr/lib/libc.so.6
+7f01-7f02 r-xp 00000000 08:01 2 /venv/torch/lib/libgomp-a34b.so.1
+7f02-7f03 r--p 00000000 08:01 2 /venv/torch/lib/libgomp-a34b.so.1
+7f03-7f04 rw-p 00000000 00:00 0
+7f04-7f05 r-xp 00000000 08:01 3 /a folder/libomp.so (deleted)
+"""
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for command in ("doctor", "explain", "demo", "bench"):
+        assert command in text
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["teleport"]) == 2
+    assert "unknown command 'teleport'" in capsys.readouterr().err
+
+
+def test_our_errors_are_messages_not_tracebacks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "1", "3", "8", "4", "--kv-heads", "2"]) == 1
+    assert capsys.readouterr().err.startswith("tilewise explain: ")
+
+
+def test_a_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name="rich")
+
+    monkeypatch.setattr(cli, "import_module", absent)
+    with pytest.raises(SystemExit, match=r"'rich' is missing.*tilewise\[lab\]"):
+        cli.main(["demo"])
+
+
+def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "main", interrupt)
+    assert cli.main(["doctor"]) == 130
+
+
+def test_explain_gives_backend_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["explain", "1", "4", "64", "16", "--kv-heads", "2", "--causal", "--backend", "tiled"]
+    assert cli.main(argv) == 0
+    text = capsys.readouterr().out
+    assert "tiled" in text
+    assert "band" in text
+    assert "not cpu" in text
+
+
+def test_doctor_reports_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["doctor"])
+    text = capsys.readouterr().out
+    for what in ("core", "chip", "caches", "threads", "backend cpu", "backend tiled", "OpenMP"):
+        assert what in text
+    assert "torch" in text
+
+
+def test_doctor_names_the_instruction_set_that_runs(isa: str) -> None:
+    found = {check.what: check.found for check in examine()}
+    assert found["instruction set"].startswith(f"{isa} runs")
+
+
+def test_doctor_fails_on_what_needs_mending() -> None:
+    checks = [Check("a", "well"), Check("bb", "ill", ok=False)]
+    assert report(checks) == "  a   well\n! bb  ill"
+
+
+def test_openmp_runtimes_are_counted_by_file(tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    maps.write_text(MAPS)
+    assert openmp_runtimes(maps) == [
+        "/a folder/libomp.so (deleted)",
+        "/venv/torch/lib/libgomp-a34b.so.1",
+    ]
+    assert openmp_runtimes(tmp_path / "absent") == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
+def test_one_openmp_runtime_after_a_call() -> None:
+    """In a fresh process, so that nothing another test loaded counts."""
+    code = (
+        "import torch, tilewise\n"
+        "from tilewise.doctor import openmp_runtimes\n"
+        "x = torch.ones(1, 4, 300, 16)\n"
+        "tilewise.attention(x, x, x)\n"
+        "torch.nn.functional.scaled_dot_product_attention(x, x, x)\n"
+        "print(len(openmp_runtimes()))\n"
+    )
+    run = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(run, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "1"

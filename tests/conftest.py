@@ -1,11 +1,11 @@
 """What every test shares: NaN-filled memory, repeatable draws, instruction sets, shared data.
 
-* ``torch.empty`` is filled with NaN, so that reading memory that nobody wrote fails a test instead of
-  passing by luck.
+* ``torch.empty`` is filled with NaN, so that reading memory that nobody wrote fails a test
+  instead of passing by luck.
 * hypothesis draws the same examples every time and has no deadline (the machines are shared).
 * ``isa`` runs a test once per instruction set that this machine has.
-* ``shared_data`` is the folder of data sets beside the checkout; tests that need it skip where it is
-  absent.
+* ``shared_data`` is the folder of data sets beside the checkout; tests that need it skip where
+  it is absent.
 """
 
 from __future__ import annotations

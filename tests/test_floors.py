@@ -1,7 +1,8 @@
 """The floors: a module imports only from floors below its own, and nothing imports in a circle.
 
-Every import counts: absolute, ``from``, relative, inside functions and under TYPE_CHECKING. The rules
-run on the real tree and, so that the test itself is tested, on small made-up trees that break each.
+Every import counts: absolute, ``from``, relative, inside functions and under TYPE_CHECKING. The
+rules run on the real tree and, so that the test itself is tested, on small made-up trees that break
+each of them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "tilewise"
 ROOT = "tilewise"
 
 # From the ground up. A unit is a module or folder directly under the package; "" is the package's
-# own face, ``tilewise/__init__.py``. Within a unit modules import one another freely (but never in a
-# circle); units of one floor do not.
+# own face, ``tilewise/__init__.py``. Within a unit modules import one another freely (but never in
+# a circle); units of one floor do not.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("chips", "variants"),

@@ -1,0 +1,25 @@
+"""The installed wheel, outside the source tree (its path is the argument): right, and alone with OpenMP."""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import tilewise
+import tilewise._core
+from tilewise.doctor import openmp_runtimes
+
+source = Path(sys.argv[1])
+assert source not in Path(tilewise.__file__).parents, (
+    f"this is the source tree: {tilewise.__file__}"
+)
+
+torch.manual_seed(0)
+q, k, v = (torch.randn(2, 4, 300, 64) for _ in range(3))
+ours = tilewise.attention(q, k, v, mask=tilewise.masks.causal(), backend="cpu")
+torchs = scaled_dot_product_attention(q, k, v, is_causal=True)
+torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)
+runtimes = openmp_runtimes()
+assert len(runtimes) == 1, runtimes
+print(f"the wheel works: {tilewise._core.isa_active()}, {runtimes[0]}")

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# The C++ tests on this machine, on every instruction set that it has.
+#
+#   scripts/core_test.sh [BUILD_FOLDER [CMAKE_OPTION...]]      e.g. ... build/clang -DCMAKE_CXX_COMPILER=clang++
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+build=${1:-$root/build/native}
+[ $# -eq 0 ] || shift
+
+cmake -S "$root" -B "$build" -DTILEWISE_PYTHON=OFF -DTILEWISE_TESTS=ON -DTILEWISE_WERROR="${TILEWISE_WERROR:-ON}" "$@" >/dev/null
+cmake --build "$build" --target core_test --parallel "$(nproc)"
+"$build/core_test"

@@ -1,0 +1,167 @@
+"""``./run`` on systems where something is missing: clear messages, and a build without a compiler.
+
+Each test has its own small copy of the checkout and a PATH of its own, made of links to the few
+programs that it may see. The quick ones stop before anything is installed; the slow ones build.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("run", "pyproject.toml", "constraints.txt", "CMakeLists.txt", "LICENSE", "README.md")
+# What every POSIX system has; no compiler, no linker, no Python.
+TOOLS = """
+    awk bash cat chmod cksum cp dirname env find flock grep head ls mkdir mktemp mv rm sed sh sort
+    tail tee touch tr uname xargs
+"""
+
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what ``./run`` works with, the package and the core's sources included."""
+    folder = tmp_path / "a checkout"  # the space is on purpose
+    folder.mkdir()
+    for name in COPIED:
+        shutil.copy(ROOT / name, folder / name)
+    ignore = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(ROOT / "src", folder / "src", ignore=ignore)
+    shutil.copytree(ROOT / "csrc", folder / "csrc")
+    return folder
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Path:
+    """A folder of links, to be the whole PATH: the usual tools and nothing that compiles."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in TOOLS.split():
+        found = shutil.which(name)
+        if found:
+            (folder / name).symlink_to(found)
+    return folder
+
+
+@pytest.fixture
+def run(checkout: Path, tools: Path) -> Run:
+    """Call ``./run`` in the copy with that PATH: run(*arguments, **environment)."""
+    kept = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "HOME"))}
+
+    def call(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [checkout / "run", *arguments],
+            env=kept | {"PATH": str(tools)} | environment,
+            capture_output=True,
+            text=True,
+            timeout=540,
+        )
+
+    return call
+
+
+def program(folder: Path, name: str, script: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def real_python(tools: Path) -> None:
+    """Let the Python that runs the tests be ``python3``; not the link in its venv, which is one."""
+    (tools / "python3").symlink_to(Path(sys.base_prefix, "bin", "python3"))
+
+
+def test_help_names_every_command(run: Run) -> None:
+    done = run("help")
+    assert done.returncode == 0
+    for command in ("demo", "test", "bench", "tilewise", "setup"):
+        assert f"./run {command}" in done.stdout
+    assert run().stdout == done.stdout
+
+
+def test_unknown_command(run: Run, checkout: Path) -> None:
+    done = run("teleport")
+    assert done.returncode == 1
+    assert "unknown command 'teleport'" in done.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_no_python(run: Run) -> None:
+    done = run("test")
+    assert done.returncode == 1
+    assert "Python 3.11 or newer is needed; found: none" in done.stderr
+    assert "TILEWISE_PYTHON=" in done.stderr
+
+
+def test_old_python(run: Run, tools: Path) -> None:
+    program(tools, "python3", '[ "$1" = --version ] && echo "Python 3.9.2" && exit 0; exit 1')
+    done = run("test")
+    assert done.returncode == 1
+    assert "3.11 or newer is needed; found: python3 (Python 3.9.2)" in done.stderr
+
+
+def test_newer_python_under_another_name(run: Run, tools: Path) -> None:
+    """An old ``python3`` is passed over for a ``python3.12``, which here fails at the next step."""
+    program(tools, "python3", '[ "$1" = --version ] && echo "Python 3.9.2" && exit 0; exit 1')
+    program(tools, "python3.12", 'case "$2" in *version_info*) exit 0;; esac; exit 1')
+    assert "python3.12 cannot make virtual environments" in run("test").stderr
+
+
+def test_no_venv_module(run: Run, tools: Path) -> None:
+    program(tools, "python3", 'case "$2" in *version_info*) exit 0;; esac; exit 1')
+    done = run("test")
+    assert done.returncode == 1
+    assert "no module venv or ensurepip" in done.stderr
+    assert "python3-venv" in done.stderr
+
+
+def test_no_network(run: Run, tools: Path, checkout: Path) -> None:
+    real_python(tools)
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
+    done = run("test", **offline)
+    assert done.returncode == 1
+    assert "If there is no network here" in done.stderr
+    assert "Compute Platform CPU" in done.stderr or sys.platform != "linux"
+    assert not (checkout / ".venv/tilewise-stamp").exists()
+
+
+@pytest.mark.slow
+def test_without_a_compiler_zig_builds_the_core(run: Run, tools: Path, checkout: Path) -> None:
+    real_python(tools)
+    done = run("tilewise", "doctor")
+    assert "ziglang" in done.stderr
+    assert "WARNING: no compiled core" not in done.stderr
+    assert "instruction set" in done.stdout
+    again = run("tilewise", "doctor")
+    assert again.stderr == ""  # nothing to install: it starts at once
+    assert again.stdout == done.stdout
+    (checkout / "csrc/dispatch.cc").open("a").write("\n// changed\n")
+    assert "building" in run("tilewise", "doctor").stderr
+
+
+@pytest.mark.slow
+def test_without_compiler_and_zig_the_reference_runs_loudly(
+    run: Run, tools: Path, checkout: Path
+) -> None:
+    real_python(tools)
+    constraints = checkout / "constraints.txt"
+    constraints.write_text(constraints.read_text().replace("ziglang==0", "ziglang==9999"))
+    done = run("tilewise", "doctor")
+    assert "WARNING: no compiled core: there is no C++20 compiler" in done.stderr
+    assert "! compiled core" in done.stdout
+    assert done.returncode == 1
+    # It is said every time, not only the first.
+    assert "WARNING: no compiled core" in run("tilewise", "--help").stderr
+    required = run("setup", TILEWISE_REQUIRE_CORE="1")
+    assert required.returncode == 1
+    assert "there is no C++20 compiler" in required.stderr

@@ -1,4 +1,4 @@
-"""The installed wheel, outside the source tree (its path is the argument): right, and alone with OpenMP."""
+"""The installed wheel, away from the source tree (the argument): it is right, with one OpenMP."""
 
 import sys
 from pathlib import Path

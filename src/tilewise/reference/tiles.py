@@ -1,0 +1,133 @@
+"""What the tiled forward and backward share: the walk over the tiles, and row normalisation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.problem import Problem
+from tilewise.reference.dense import LOG2E
+from tilewise.reference.philox import keep_mask
+from tilewise.reference.programs import Block, Cover, Part, apply_score, cover, visible
+
+QUERY_TILE = 128
+KEY_TILE = 128
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the arithmetic for operands of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_in_order_of(q: Tensor, width: int) -> Tensor:
+    """Uninitialised ``[*q.shape[:-1], width]``, its dimensions in the memory order of q's."""
+    strides = q.stride()
+    order = [*sorted(range(q.dim() - 1), key=lambda dim: -strides[dim]), q.dim() - 1]
+    sizes = (*q.shape[:-1], width)
+    out = torch.empty([sizes[dim] for dim in order], dtype=q.dtype, device=q.device)
+    return out.permute([order.index(dim) for dim in range(q.dim())])
+
+
+def part_view(tensor: Tensor, rows: slice, problem: Problem) -> Tensor:
+    """The part ``[B, H, S, D]`` of a dense or packed tensor."""
+    return tensor if problem.layout == "dense" else tensor[rows].transpose(0, 1)[None]
+
+
+def part_rows(tensor: Tensor, rows: slice, problem: Problem) -> Tensor:
+    """The part ``[..., B, H, M]`` of a tensor with one number per query row."""
+    return tensor if problem.layout == "dense" else tensor[..., rows].unsqueeze(-3)
+
+
+def _spans(total: int, size: int) -> Iterator[range]:
+    for start in range(0, total, size):
+        yield range(start, min(start + size, total))
+
+
+def query_tiles(problem: Problem) -> Iterator[range]:
+    """The rows of each tile of queries; none for an empty batch."""
+    return _spans(problem.queries if problem.batch else 0, QUERY_TILE)
+
+
+class Tile(NamedTuple):
+    """A tile of the score matrix with the operands that made it, in the compute dtype."""
+
+    k: Tensor
+    v: Tensor
+    scores: Tensor
+    saved: list[Tensor]
+    seen: Tensor | None
+    block: Block
+
+
+def key_tiles(part: Part, rows: range, q: Tensor) -> Iterator[Tile]:
+    """The tiles that the mask leaves for a tile of queries, their scores in natural units.
+
+    Hidden pairs score -inf. ``seen`` is None where the mask hides nothing.
+    """
+    problem, operands = part.problem, part.operands
+    group = problem.heads // problem.kv_heads
+    for columns in _spans(problem.keys, KEY_TILE):
+        block = Block(rows, columns, problem.queries, problem.keys)
+        covered = cover(problem.mask, operands.mask_tensors, block)
+        if covered is Cover.EMPTY:
+            continue
+        span = slice(columns.start, columns.stop)
+        k = operands.k[:, :, span].to(q.dtype).repeat_interleave(group, dim=1)
+        v = operands.v[:, :, span].to(q.dtype).repeat_interleave(group, dim=1)
+        seen = None
+        if covered is Cover.PARTIAL:
+            seen = visible(problem.mask, operands.mask_tensors, block, q.device)
+            used = seen.any(-2)[..., None]
+            k, v = torch.where(used, k, 0.0), torch.where(used, v, 0.0)
+        scores = (q @ k.transpose(-1, -2)) * problem.scale
+        scores, saved = apply_score(problem.score, operands.score_tensors, scores, block)
+        if seen is not None:
+            scores = torch.where(seen, scores, -math.inf)
+        yield Tile(k, v, scores, saved, seen, block)
+
+
+def base2(scores: Tensor) -> Tensor:
+    """Scores in units of exp2. A finite score stays finite: only -inf means "no key"."""
+    limit = torch.finfo(scores.dtype).max
+    scaled = (scores * LOG2E).clamp(-limit, limit)
+    return torch.where(scores.isinf(), scores, scaled)
+
+
+def finite_or_zero(top: Tensor) -> Tensor:
+    """A row maximum to subtract: -inf, of a row that sees no key, becomes 0."""
+    return torch.where(top == -math.inf, 0.0, top)
+
+
+def normaliser(
+    part: Part, stats: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(base, weight, sink probability) of ``_RowState`` from the stats of a query tile."""
+    top, total = stats[0], stats[1]
+    base = finite_or_zero(top)
+    if part.operands.sinks is None:
+        return base, torch.where(total == 0, 0.0, 1 / total), None
+    sink = base2(part.operands.sinks.to(dtype))[:, None]
+    # Relative to the larger of the two, so that neither a huge nor a tiny sink overflows.
+    highest = finite_or_zero(torch.maximum(top, sink))
+    sink_part = torch.exp2(sink - highest)
+    keys_part = torch.exp2(top - highest)
+    whole = keys_part * total + sink_part
+    inverse = torch.where(whole == 0, 0.0, 1 / whole)
+    return base, keys_part * inverse, sink_part * inverse
+
+
+def keep_tile(part: Part, block: Block) -> Tensor:
+    """The dropout mask of a tile, bool ``[B, Hq, m, n]``: True where kept."""
+    problem = part.problem
+    return keep_mask(
+        part.operands.seed,
+        problem.dropout_p,
+        batches=range(part.first_batch, part.first_batch + problem.batch),
+        heads=range(problem.heads),
+        queries=block.queries,
+        keys=block.keys,
+    ).to(part.operands.q.device)

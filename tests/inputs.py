@@ -1,0 +1,152 @@
+"""The tensors of a case: always the same ones for the same case."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.captured import MASKS, SCORES, Shape
+from tests.cases import Case
+from tilewise.variants.values import Mask, Score, as_score
+
+
+class Inputs(NamedTuple):
+    """The tensors of a case, and the keywords of the call.
+
+    ``leaves`` are the tensors that a gradient is defined for, by name: q, k, v, bias0.., sinks.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask | None
+    score: Score | None
+    sinks: Tensor | None
+    scale: float | None
+    dropout_p: float
+    seed: int
+    cu_seqlens: tuple[Tensor, Tensor] | None
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """What can be differentiated, by name."""
+        found = {"q": self.q, "k": self.k, "v": self.v}
+        if self.score is not None:
+            biases = [
+                self.score.captured[instr.slots[0]]
+                for instr in self.score.program
+                if instr.op == "bias"
+            ]
+            found |= {f"bias{i}": bias for i, bias in enumerate(biases)}
+        if self.sinks is not None:
+            found["sinks"] = self.sinks
+        return found
+
+    def keywords(self) -> dict[str, Any]:
+        """The keywords of the public call."""
+        return {
+            "mask": self.mask,
+            "score": self.score,
+            "sinks": self.sinks,
+            "scale": self.scale,
+            "dropout_p": self.dropout_p,
+            "seed": self.seed if self.dropout_p else None,
+        }
+
+    def convert(self, change: Callable[[Tensor], Tensor]) -> Inputs:
+        """The same inputs with every differentiable tensor changed, as new leaves."""
+
+        def leaf(tensor: Tensor) -> Tensor:
+            return change(tensor.detach()).requires_grad_()
+
+        score = self.score
+        if score is not None:
+            captured = [leaf(t) if t.requires_grad else t for t in score.captured]
+            score = Score(score.program, tuple(captured))
+        return self._replace(
+            q=leaf(self.q),
+            k=leaf(self.k),
+            v=leaf(self.v),
+            score=score,
+            sinks=None if self.sinks is None else leaf(self.sinks),
+        )
+
+
+def _lay_out(values: Tensor, layout: str) -> Tensor:
+    """[B, H, S, D] (or packed [S, H, D]) values in a memory layout; gaps hold NaN."""
+    sizes = values.shape
+    if layout == "bshd":
+        return values.transpose(-3, -2).contiguous().transpose(-3, -2)
+    if layout == "strided":
+        gaps = torch.full((*sizes, 2), math.nan, dtype=torch.float64)
+        gaps[..., 0] = values
+        return gaps[..., 0]
+    if layout == "expanded":
+        return values[:1, :1].expand(sizes) if len(sizes) == 4 else values[:, :1].expand(sizes)
+    if layout == "sliced":
+        wide = torch.full([size + 3 for size in sizes], math.nan, dtype=torch.float64)
+        wide[tuple(slice(1, size + 1) for size in sizes)] = values
+        return wide[tuple(slice(1, size + 1) for size in sizes)]
+    return values
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in another dtype with the same strides (``to`` would pack what is sparse)."""
+    extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() == 0:
+        return tensor.to(dtype)
+    flat = tensor.as_strided((extent,), (1,))
+    return flat.to(dtype).as_strided(tensor.shape, tensor.stride())
+
+
+def _postfix(case: Case, shape: Shape, generator: torch.Generator) -> Mask | None:
+    stack: list[Mask] = []
+    for word in case.mask:
+        if word == "not":
+            stack.append(~stack.pop())
+        elif word in ("and", "or"):
+            second, first = stack.pop(), stack.pop()
+            stack.append(first & second if word == "and" else first | second)
+        else:
+            stack.append(MASKS[word](shape, generator))
+    return stack.pop() if stack else None
+
+
+def build(case: Case) -> Inputs:
+    """The tensors of a case: the same for the same case, and close for all dtypes."""
+    generator = torch.Generator().manual_seed(zlib.crc32(repr(case.of(torch.float64)).encode()))
+    lead: tuple[int, ...] = (case.batch,)
+    shape, cu = Shape(case.batch, case.heads, case.queries, case.keys, case.keys), None
+    if case.sequences is not None:
+        lengths = torch.tensor(case.sequences, dtype=torch.int64).reshape(-1, 2)
+        cu_q, cu_k = torch.nn.functional.pad(lengths.cumsum(0), (0, 0, 1, 0)).unbind(1)
+        cu = (cu_q.contiguous(), cu_k.contiguous())
+        queries, keys = zip(*case.sequences, strict=True) if case.sequences else ((0,), (0,))
+        shape = Shape(len(case.sequences), case.heads, max(queries), max(keys), min(keys))
+
+    def draw(heads: int, length: int, width: int, layout: str, gain: float) -> Tensor:
+        sizes = (length, heads, width) if cu is not None else (*lead, heads, length, width)
+        values = gain * torch.randn(sizes, generator=generator, dtype=torch.float64)
+        return _cast(_lay_out(values, layout), case.dtype).requires_grad_()
+
+    q_rows = int(cu[0][-1]) if cu else case.queries
+    k_rows = int(cu[1][-1]) if cu else case.keys
+    q_layout = "contiguous" if case.layout == "expanded" else case.layout
+    q = draw(case.heads, q_rows, case.head_dim, q_layout, case.gain)
+    k = draw(case.kv_heads, k_rows, case.head_dim, case.layout, case.gain)
+    v = draw(case.kv_heads, k_rows, case.value_dim, case.layout, 1.0)
+    mask = _postfix(case, shape, generator)
+    parts = [SCORES[word](shape, generator, case.dtype) for word in case.score]
+    sinks = None
+    if case.sinks:
+        dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
+        sinks = torch.randn(case.heads, generator=generator, dtype=torch.float64).to(dtype)
+        sinks.requires_grad_()
+    seed = int(torch.randint(2**62, (), generator=generator))
+    score = as_score(parts) if parts else None
+    return Inputs(q, k, v, mask, score, sinks, case.scale, case.dropout_p, seed, cu)

@@ -18,8 +18,8 @@ class TilewiseError(Exception):
     """The base of every error that tilewise raises on purpose."""
 
 
-class InvalidArgument(TilewiseError, ValueError):  # noqa: N818  reads as what is wrong
-    """An argument has a value, shape, dtype or device that the call cannot mean.
+class _ArgumentError(TilewiseError):
+    """What InvalidArgument and InvalidType share.
 
     Args:
         argument: the name of the argument as the caller wrote it, e.g. ``"cu_seqlens_q"``.
@@ -28,17 +28,25 @@ class InvalidArgument(TilewiseError, ValueError):  # noqa: N818  reads as what i
         fix: how to put it right; may be empty where ``required`` already says it.
     """
 
+    # The message is made when it is read: torch.compile can then trace the raising, and pickle
+    # rebuilds the error from its fields.
     def __init__(self, argument: str, came: str, required: str, fix: str = "") -> None:
         self.argument = argument
-        super().__init__(_sentence(argument, came, required, fix))
+        self.came = came
+        self.required = required
+        self.fix = fix
+
+    def __str__(self) -> str:
+        text = f"{self.argument}: got {self.came}; required: {self.required}"
+        return f"{text}. {self.fix}" if self.fix else text
 
 
-class InvalidType(TilewiseError, TypeError):  # noqa: N818  reads as what is wrong
-    """An argument has a Python type that the call does not take (arguments as InvalidArgument)."""
+class InvalidArgument(_ArgumentError, ValueError):  # noqa: N818  reads as what is wrong
+    """An argument has a value, shape, dtype or device that the call cannot mean."""
 
-    def __init__(self, argument: str, came: str, required: str, fix: str = "") -> None:
-        self.argument = argument
-        super().__init__(_sentence(argument, came, required, fix))
+
+class InvalidType(_ArgumentError, TypeError):  # noqa: N818  reads as what is wrong
+    """An argument has a Python type that the call does not take."""
 
 
 class Unsupported(TilewiseError, NotImplementedError):  # noqa: N818  reads as what is wrong
@@ -53,19 +61,18 @@ class Unsupported(TilewiseError, NotImplementedError):  # noqa: N818  reads as w
     def __init__(
         self, what: str, reasons: Mapping[str, Sequence[str]] | None = None, fix: str = ""
     ) -> None:
-        self.reasons = {name: tuple(why) for name, why in (reasons or {}).items()}
-        lines = [what]
+        self.what = what
+        self.reasons = dict(reasons or {})
+        self.fix = fix
+
+    def __str__(self) -> str:
+        lines = [self.what]
         for name, why in self.reasons.items():
             lines += [f"  backend {name!r}: {reason}" for reason in why]
-        if fix:
-            lines.append(f"  fix: {fix}")
-        super().__init__("\n".join(lines))
+        if self.fix:
+            lines.append(f"  fix: {self.fix}")
+        return "\n".join(lines)
 
 
 class SlowPathWarning(UserWarning):
     """The call runs and is exact, but on a path that is slow (the core is not compiled)."""
-
-
-def _sentence(argument: str, came: str, required: str, fix: str) -> str:
-    text = f"{argument}: got {came}; required: {required}"
-    return f"{text}. {fix}" if fix else text

@@ -131,9 +131,9 @@ def attention_varlen(
     and m, n, M, N count within it: captured tensors have sequences as their first dimension, and
     rows or keys up to the longest sequence's at least.
 
-    The keywords are those of ``attention``; q is [Tq, Hq, D], k [Tk, Hk, D] and v [Tk, Hk, Dv], with
-    any strides; cu_seqlens_q and cu_seqlens_k are int32 or int64 [sequences + 1] on the CPU, from 0,
-    never decreasing, up to Tq and Tk.
+    The keywords are those of ``attention``. q is [Tq, Hq, D], k [Tk, Hk, D] and v [Tk, Hk, Dv], of
+    any strides; cu_seqlens_q and cu_seqlens_k are int32 or int64 [sequences + 1] that start at 0,
+    never decrease and end at Tq and Tk.
 
     Returns:
         The output [Tq, Hq, Dv], or an AttentionResult with lse [Hq, Tq].

@@ -8,6 +8,7 @@ width, Dv value width; in a variable-length call Tq and Tk are the packed totals
 """
 
 import math
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,8 @@ __all__ = [
     "varlen_problem",
 ]
 
+_LARGEST = sys.float_info.max
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -330,7 +333,8 @@ def _check_numbers(scale: object, dropout_p: object, head_dim: int) -> tuple[flo
         number = 1.0 / math.sqrt(head_dim)
     else:
         number = _real("scale", scale, "a finite number, or None for 1/sqrt(D)")
-        if not math.isfinite(number):
+        # A comparison, and not math.isfinite: torch.compile traces it for a symbolic scale.
+        if not -_LARGEST <= number <= _LARGEST:
             raise InvalidArgument("scale", str(number), "a finite number, or None for 1/sqrt(D)")
     rate = _real("dropout_p", dropout_p, "a probability in [0, 1)")
     if not 0.0 <= rate < 1.0:
@@ -339,10 +343,10 @@ def _check_numbers(scale: object, dropout_p: object, head_dim: int) -> tuple[flo
 
 
 def _real(name: str, value: object, required: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, _NUMBERS):
         fix = "Multiply q by a tensor scale." if name == "scale" else ""
         raise InvalidType(name, _named(value), required, fix)
-    return float(value)
+    return float(value) if isinstance(value, int) else value
 
 
 def check_sinks(sinks: object, heads: int, device: str) -> bool:

@@ -14,7 +14,7 @@ _jit_tracing = torch._C._get_tracing_state
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def needs_op(q: object, k: object, v: object) -> bool:
+def needs_op(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a call must go through the torch ops: it is being traced, or its tensors are fake.
 
     A program that watches torch's operations (a dispatch mode, torch.jit.trace, a tensor subclass)
@@ -26,6 +26,7 @@ def needs_op(q: object, k: object, v: object) -> bool:
         or type(q) not in _PLAIN_TYPES
         or type(k) not in _PLAIN_TYPES
         or type(v) not in _PLAIN_TYPES
+        or q.is_meta
     )
 
 
@@ -47,9 +48,15 @@ def refuse_transforms(tensors: tuple[Tensor | None, ...]) -> None:
             fix="use torch.autograd.grad or .backward() for gradients, and put a vmapped "
             "dimension into the batch: x.flatten(0, 1)",
         )
+    if forward_ad._current_level < 0:
+        return
     for tensor in tensors:
-        if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+        if isinstance(tensor, Tensor) and _tangent(tensor) is not None:
             raise Unsupported(
                 "tilewise has no forward-mode derivative (jvp, torch.autograd.forward_ad) yet",
                 fix="use reverse mode: torch.autograd.grad or .backward()",
             )
+
+
+def _tangent(tensor: Tensor) -> Tensor | None:
+    return forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call,no-any-return]

@@ -12,7 +12,6 @@ from tilewise.engine.modes import needs_op, refuse_transforms, transforms_active
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.plan.plan import Plan
 from tilewise.problem import Operands, Problem, Result, check_cu_tensors, check_sinks
-from tilewise.variants.program import slot_count
 from tilewise.variants.values import Mask, Score, as_mask, as_score
 
 __all__ = ["NO_MASK", "NO_SCORE", "read_mask", "read_score", "run", "run_planned"]
@@ -22,6 +21,7 @@ _grad_enabled = torch.is_grad_enabled
 _autocast_enabled = torch.is_autocast_enabled
 NO_MASK = Mask(())
 NO_SCORE = Score(())
+_AUTOCAST_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def read_mask(mask: Any) -> Mask:
@@ -139,9 +139,10 @@ def check_plan(plan: Plan, asked: Asked) -> None:
         raise InvalidType("plan", f"a {type(plan).__name__}", "a Plan made by tilewise.plan()")
     problem = plan.problem
     mask, score, scale, dropout_p, sinks, backend, cu_seqlens = asked
+    # Text with a "[" names slots: such a mask or score has tensors to bring.
     if (
-        (mask.text != plan.mask_text and (mask.text or slot_count(problem.mask)))
-        or (score.text != plan.score_text and (score.text or slot_count(problem.score)))
+        (mask.text != plan.mask_text and (mask.text or "[" in plan.mask_text))
+        or (score.text != plan.score_text and (score.text or "[" in plan.score_text))
         or (scale is not None and scale != problem.scale)
         or dropout_p != problem.dropout_p
         or (backend is not None and backend != plan.backend)
@@ -195,16 +196,13 @@ def _describe(sign: tuple[Any, ...]) -> str:
 
 def _autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """q, k, v in autocast's dtype, as scaled_dot_product_attention has them; float64 stays."""
-    if not isinstance(q, Tensor) or not _autocast_enabled(q.device.type):
+    if not isinstance(q, Tensor) or q.is_meta or not _autocast_enabled(q.device.type):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
-    return tuple(
-        [
-            tensor.to(dtype)
-            if isinstance(tensor, Tensor)
-            and tensor.dtype.is_floating_point
-            and tensor.dtype is not torch.float64
-            else tensor
-            for tensor in (q, k, v)
-        ]
-    )
+    return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
+
+
+def _cast(tensor: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(tensor, Tensor) or tensor.dtype not in _AUTOCAST_FROM:
+        return tensor
+    return tensor.to(dtype)

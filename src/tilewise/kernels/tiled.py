@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from tilewise.kernels.base import Backend, Needs, Tiles
@@ -27,7 +28,8 @@ class TiledBackend(Backend):
 
     def forward(self, problem: Problem, operands: Operands) -> Result:
         """The forward pass (see ``reference.tiled.forward``)."""
-        return tiled.forward(problem, operands)
+        with _plain_arithmetic(problem):
+            return tiled.forward(problem, operands)
 
     def backward(
         self,
@@ -39,4 +41,10 @@ class TiledBackend(Backend):
         needs: Needs,
     ) -> Grads:
         """The backward pass (see ``reference.tiled.backward``)."""
-        return tiled.backward(problem, operands, result, grad_out, grad_lse, needs)
+        with _plain_arithmetic(problem):
+            return tiled.backward(problem, operands, result, grad_out, grad_lse, needs)
+
+
+def _plain_arithmetic(problem: Problem) -> torch.autocast:
+    """Autocast has already chosen the operands' dtype; it must not touch the arithmetic inside."""
+    return torch.autocast(problem.device, enabled=False)

@@ -30,7 +30,6 @@ __all__ = [
     "decode",
     "encode",
     "shift_slots",
-    "slot_count",
 ]
 
 Number: TypeAlias = int | float
@@ -138,11 +137,6 @@ def _check_stack(program: Program, text: str) -> None:
         depth += 1
     if depth != 1:
         raise InvalidArgument("program", repr(text), f"one value at the end, not {depth}")
-
-
-def slot_count(program: Program) -> int:
-    """How many captured tensors a program names."""
-    return max([slot + 1 for instr in program for slot in instr.slots], default=0)
 
 
 def shift_slots(program: Program, by: int) -> Program:

@@ -45,7 +45,8 @@ class Mask(_Variant):
     """Which pairs (query row m, key n) may attend. Built by ``tilewise.masks``.
 
     Masks compose: ``a & b`` (both allow), ``a | b`` (either allows), ``~a`` (a does not). A boolean
-    tensor may stand on either side of ``&`` and ``|`` next to a mask on the left.
+    tensor may stand to the right of ``&`` and ``|``. (torch.compile traces ``&`` and ``|`` but does
+    not know ``~`` on a value like this: build inverted masks outside of what is compiled.)
     """
 
     __slots__ = ()

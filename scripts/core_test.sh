@@ -5,6 +5,7 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+PATH=$PATH:$root/.venv/bin # the pinned cmake, where the system has none
 build=${1:-$root/build/native}
 [ $# -eq 0 ] || shift
 

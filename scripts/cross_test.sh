@@ -6,6 +6,7 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+PATH=$PATH:$root/.venv/bin # the pinned cmake, where the system has none
 build=$root/build/aarch64
 compiler=${AARCH64_CXX:-aarch64-linux-gnu-g++}
 emulator=${AARCH64_RUN:-qemu-aarch64}

@@ -19,7 +19,7 @@ site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 site "$python" >"$(site "$own/bin/python")/borrowed.pth"
 CXX=$compiler "$python" -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --upgrade \
   --target "$(site "$own/bin/python")" --config-settings=build-dir="$root/build/sanitize/core" \
-  --config-settings=cmake.define.TILEWISE_SANITIZE=ON "$root"
+  --config-settings=cmake.define.TILEWISE_SANITIZE=ON --config-settings=install.strip=false "$root"
 
 runtime() { "$compiler" -print-file-name="$1"; }
 cd "$root"
@@ -28,4 +28,5 @@ cd "$root"
 export ASAN_OPTIONS=detect_leaks=0:alloc_dealloc_mismatch=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1
 export LD_PRELOAD="$(runtime libasan.so) $(runtime libubsan.so) $(runtime libstdc++.so)"
 if [ $# -eq 0 ]; then set -- tests/kernels; fi
-exec "$own/bin/python" -m pytest -q "$@"
+# With pytest's usual capture the sanitizer's report, written as the process dies, would be lost.
+exec "$own/bin/python" -m pytest --capture=sys "$@"

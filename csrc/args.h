@@ -1,0 +1,113 @@
+// What a kernel is asked: pointers, strides and sizes. No torch, no Python, no ownership.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace tilewise {
+
+using i64 = std::int64_t;
+
+enum class DType : int { f32 = 0, f64 = 1, bf16 = 2, f16 = 3 };
+
+// A strided 4-D tensor; strides in elements. In variable-length calls `batch` is 0 and rows are found
+// through the cumulative lengths.
+struct View {
+  const void* data = nullptr;
+  i64 batch = 0, head = 0, row = 0, col = 0;
+};
+
+// One instruction of a mask program, in postfix order (the leaves push, the connectives pop).
+//   band:          a + m - left <= n <= a + m + right, a = keys - queries when anchored to the bottom
+//                  right corner, else 0; a negative left or right is open
+//   below:         n < length, or n < lengths[b]
+//   same_document: query_ids[b, m] == key_ids[b, n]
+//   dense:         a boolean tensor (bytes 0 or 1)
+enum class MaskOp : int { band, below, same_document, dense, all, any, negate };
+
+struct MaskInstr {
+  MaskOp op = MaskOp::all;
+  bool bounds = false;  // a top-level conjunct: it may narrow the range of keys that is visited at all
+  bool bottom_right = false;
+  i64 left = -1, right = -1, length = 0;
+  const i64* lengths = nullptr;
+  const i64* query_ids = nullptr;
+  const i64* key_ids = nullptr;
+  i64 query_batch = 0, key_batch = 0;  // strides of the ids over the batch
+  View tensor;                         // of `dense`
+};
+
+// One step of the score chain, applied in order to s = scale * q.k (natural units).
+//   alibi:   s - slope[b, h] * |m + keys - queries - n|
+//   softcap: cap * tanh(s / cap)
+//   bias:    s + tensor[b, h, m, n]
+enum class ScoreOp : int { alibi, softcap, bias };
+
+struct ScoreInstr {
+  ScoreOp op = ScoreOp::softcap;
+  double cap = 0;
+  View tensor;  // slopes (batch and head strides) or the bias
+  DType dtype = DType::f32;
+};
+
+constexpr int kMaxMask = 32;
+constexpr int kMaxScore = 8;
+constexpr int kMaxDim = 512;
+
+struct Problem {
+  DType dtype = DType::f32;
+  i64 batch = 0, heads = 0, kv_heads = 0;
+  i64 queries = 0, keys = 0;  // per sequence; the longest when cu_q is set
+  int head_dim = 0, value_dim = 0;
+  const i64* cu_q = nullptr;  // [batch + 1] cumulative lengths of a variable-length call
+  const i64* cu_k = nullptr;
+  double scale = 1;
+  double dropout = 0;
+  std::uint64_t seed = 0;
+  const void* sinks = nullptr;  // [heads], float (double for f64)
+  int mask_length = 0, score_length = 0;
+  MaskInstr mask[kMaxMask];
+  ScoreInstr score[kMaxScore];
+  int threads = 1;
+};
+
+// The row statistics have one layout: element (b, h, m) at b * batch + h * head + m.
+struct Rows {
+  void* data = nullptr;
+  i64 batch = 0, head = 0;
+};
+
+struct Forward : Problem {
+  View q, k, v, out;
+  Rows lse;      // natural log, sink included
+  Rows row_max;  // of the scores in base-2 units, before the sink
+  Rows row_sum;  // of exp2(score - row_max), before the sink
+};
+
+struct Backward : Problem {
+  View q, k, v, out, grad_out;
+  Rows row_max, row_sum;
+  Rows grad_lse;             // data may be null
+  Rows delta;                // written: rowsum(grad_out * out) - grad_lse
+  View grad_q, grad_k, grad_v;
+};
+
+// The gradient of one bias of the score chain, reduced over the dimensions that it was broadcast over.
+struct BiasBackward : Backward {
+  int index = 0;  // of the bias in the score chain
+  View grad_bias;  // as the bias itself: stride 0 where it is broadcast; computed in float (double)
+};
+
+// What one instruction set offers. A function returns false when memory ran out.
+struct Kernels {
+  const char* name;
+  const char* description;
+  bool (*supported)();
+  bool (*forward)(const Forward&);
+  bool (*backward)(const Backward&);
+  bool (*bias_backward)(const BiasBackward&);
+  double (*fma_flops)(i64 iterations);   // runs a bare multiply-add loop, returns its operations
+  double (*bf16_flops)(i64 iterations);  // the same for bfloat16 dot products; null where there are none
+};
+
+}  // namespace tilewise

@@ -1,0 +1,481 @@
+// The backward pass: the probabilities are computed again, tile by tile, from the saved row statistics
+// (FlashAttention-2, Dao 2023, algorithm 2, transposed). With P the probabilities, dP = dO V^T and
+// dS = P * (dP - delta): dV = P^T dO, dK = dS^T Q, dQ = dS K.
+#pragma once
+
+#include "forward.h"
+
+namespace tilewise::TILEWISE_ISA {
+
+// Keys are worked through in chunks of whole blocks; the sum over chunks is taken in their order. How many
+// blocks a chunk has depends on the sequence's own length alone.
+struct Chunks {
+  KeyBlocks blocks;
+  i64 per_chunk, count;
+  explicit Chunks(i64 key_limit)
+      : blocks(key_limit), per_chunk(max(4, (blocks.count + 7) / 8)), count((blocks.count + per_chunk - 1) / per_chunk) {}
+  i64 first_block(i64 chunk) const { return chunk * per_chunk; }
+  i64 last_block(i64 chunk) const { return min(blocks.count, (chunk + 1) * per_chunk); }
+  i64 begin(i64 chunk) const { return blocks.begin(first_block(chunk)); }
+  i64 end(i64 chunk) const { return blocks.end(last_block(chunk) - 1); }
+  i64 room() const { return per_chunk * kBlockKeys + kBlockKeys / 2; }
+};
+
+// One tile of queries with everything that a tile product of the backward pass reads of it.
+template <class Mode>
+struct GradTile {
+  using Word = typename Mode::Word;
+  using Acc = typename Mode::Acc;
+  i64 first;
+  int rows, width;
+  Word *q, *grad_out;  // transposed: [words(D)][width], [words(Dv)][width]
+  Words<Word> q_rows, grad_rows;
+  Acc *row_max, *inverse_sum, *delta;
+};
+
+// Computes P and dS of a tile; shared by the gradients of the operands and of a bias.
+template <class Mode>
+class TileGradients {
+  using Elem = typename Mode::Elem;
+  using Acc = typename Mode::Acc;
+  using Word = typename Mode::Word;
+  using Product = Gemm<typename Mode::Dot>;
+  static constexpr int lanes = kLanes<Acc>;
+
+ public:
+  explicit TileGradients(const Backward& f) : f_(f), units_(f) {
+    for (int i = 0; i < f.score_length; i++) bends_ |= f.score[i].op == ScoreOp::softcap;
+  }
+
+  struct Memory {
+    GradTile<Mode> tile{};
+    Word *q_room, *grad_room;
+    Acc *scores, *grads, *gain;
+    Word *p_rows, *ds_rows;  // of the paired mode: the lanes packed in pairs
+    u64 *bits, *kept;
+    Memory(const Backward& f, Carver& carve) {
+      const i64 depth = round_up(f.head_dim, lanes), value = round_up(f.value_dim, lanes);
+      tile.q = carve.take<Word>(kTileQueries * depth);
+      tile.grad_out = carve.take<Word>(kTileQueries * value);
+      q_room = carve.take<Word>(kTileQueries * depth);
+      grad_room = carve.take<Word>(kTileQueries * value);
+      tile.row_max = carve.take<Acc>(kTileQueries);
+      tile.inverse_sum = carve.take<Acc>(kTileQueries);
+      tile.delta = carve.take<Acc>(kTileQueries);
+      scores = carve.take<Acc>(kRoomKeys * kTileQueries);
+      grads = carve.take<Acc>(kRoomKeys * kTileQueries);
+      gain = carve.take<Acc>(kRoomKeys * kTileQueries);
+      p_rows = carve.take<Word>(kRoomKeys * kTileQueries / 2);
+      ds_rows = carve.take<Word>(kRoomKeys * kTileQueries / 2);
+      bits = carve.take<u64>(kRoomKeys);
+      kept = carve.take<u64>(kRoomKeys + 4);
+    }
+  };
+
+  void open(const Sequence& seq, i64 h, i64 first, Memory& memory) const {
+    GradTile<Mode>& tile = memory.tile;
+    tile.first = first;
+    tile.rows = static_cast<int>(min(kTileQueries, seq.queries - first));
+    tile.width = static_cast<int>(round_up(tile.rows, lanes));
+    const i64 row = seq.query_begin + first;
+    const Elem* q = Mode::at(f_.q.data, view_at(f_.q, seq.b, h, row));
+    const Elem* g = Mode::at(f_.grad_out.data, view_at(f_.grad_out, seq.b, h, row));
+    Mode::transposed(q, f_.q.row, f_.q.col, tile.rows, f_.head_dim, tile.width, tile.q);
+    Mode::transposed(g, f_.grad_out.row, f_.grad_out.col, tile.rows, f_.value_dim, tile.width, tile.grad_out);
+    tile.q_rows = Mode::padded(q, f_.q.row, f_.q.col, tile.rows, f_.head_dim, memory.q_room);
+    tile.grad_rows = Mode::padded(g, f_.grad_out.row, f_.grad_out.col, tile.rows, f_.value_dim, memory.grad_room);
+    const Acc infinity = static_cast<Acc>(__builtin_inf());
+    const Acc* row_max = rows_at<Acc>(f_.row_max, seq.b, h, row);
+    const Acc* row_sum = rows_at<Acc>(f_.row_sum, seq.b, h, row);
+    const Acc* delta = rows_at<Acc>(f_.delta, seq.b, h, row);
+    for (int i = 0; i < tile.width; i++) {
+      const bool live = i < tile.rows && row_sum[i] != 0;
+      // An infinite maximum makes every probability of a dead row, or of a lane without a query, exactly 0.
+      tile.row_max[i] = live ? row_max[i] : infinity;
+      tile.inverse_sum[i] = 0;
+      tile.delta[i] = i < tile.rows ? delta[i] : 0;
+      if (!live) continue;
+      double sum = row_sum[i];
+      if (f_.sinks != nullptr) {
+        const double sink = static_cast<const Acc*>(f_.sinks)[h] * kLog2e;
+        sum += __builtin_exp2(sink - static_cast<double>(row_max[i]));
+      }
+      tile.inverse_sum[i] = static_cast<Acc>(1 / sum);
+    }
+  }
+
+  // P (with dropped pairs zero) and dS = d loss / d (score after step `from` - 1 of the chain). Plain modes:
+  // floats in memory.scores and memory.grads; the paired mode: rows and pairs, see Memory. With `kFloat` dS stays
+  // in floats in any mode.
+  template <bool kFloat = false>
+  void compute(const Sequence& seq, i64 h, const MaskedTile& masked, Words<Word> keys, Words<Word> values,
+               const ScoreChain<Acc>& chain, const Memory& memory, int from = 0) const {
+    const GradTile<Mode>& tile = memory.tile;
+    const int count = static_cast<int>(masked.end - masked.begin), width = tile.width;
+    Product::template run<AOrder::row_major, Into::overwrite>(keys.data, keys.stride, tile.q, width, count,
+                                                              Mode::words(f_.head_dim), width, memory.scores, width);
+    Product::template run<AOrder::row_major, Into::overwrite>(values.data, values.stride, tile.grad_out, width, count,
+                                                              Mode::words(f_.value_dim), width, memory.grads, width);
+    Acc* gain = bends_ ? memory.gain : nullptr;
+    if (units_.chain) chain.apply(memory.scores, width, tile.first, tile.rows, masked.begin, count, gain, from);
+    const u64* kept = nullptr;
+    if (f_.dropout > 0) {
+      dropout_bits(f_.seed, dropout_threshold(f_.dropout), seq.b, h, tile.first,
+                   static_cast<int>(round_up(width, kLanes<u32>)), masked.begin, count, memory.kept);
+      kept = memory.kept;
+    }
+    const u64* bits = masked.plain ? nullptr : masked.bits;
+    const bool special = bits || kept || gain;
+    for_columns<Acc>(width, [&](auto vectors, int column) {
+      constexpr int kV = decltype(vectors)::value;
+      if (special) differentiate<kV, true, kFloat>(column, count, memory, bits, kept, gain);
+      else differentiate<kV, false, kFloat>(column, count, memory, nullptr, nullptr, nullptr);
+    });
+  }
+
+ private:
+  struct Lane {
+    Vec<Acc> top, inverse, delta;
+  };
+
+  template <bool kSpecial>
+  TW_INLINE void pair(const Acc* s, const Acc* g, i64 at, const Lane& lane, u64 seen, const u64* kept, u64 keep,
+                      const Acc* gain, Acc factor, Acc keep_scale, Vec<Acc>& p, Vec<Acc>& ds) {
+    p = exp2<Mode::exp2_degree>(load(s + at) * factor - lane.top, Acc{}) * lane.inverse;
+    Vec<Acc> dp = load(g + at);
+    if constexpr (kSpecial) {
+      p = keep_where<Acc>(seen, p);
+      if (kept) dp = keep_where<Acc>(keep, dp * keep_scale);
+    }
+    ds = p * (dp - lane.delta);
+    if constexpr (kSpecial) {
+      if (gain) ds *= load(gain + at);
+      ds = keep_where<Acc>(seen, ds);
+      if (kept) p = keep_where<Acc>(keep, p);
+    }
+  }
+
+  template <int kV, bool kSpecial, bool kFloat>
+  void differentiate(int column, int count, const Memory& memory, const u64* bits, const u64* kept,
+                     const Acc* gain) const {
+    const GradTile<Mode>& tile = memory.tile;
+    const int width = tile.width;
+    const Acc factor = units_.to_base2, keep_scale = static_cast<Acc>(1 / (1 - f_.dropout));
+    Lane lane[kV];
+    TW_UNROLL(4) for (int v = 0; v < kV; v++) {
+      const int i = column + v * lanes;
+      lane[v] = {load(tile.row_max + i), load(tile.inverse_sum + i), load(tile.delta + i)};
+    }
+    constexpr bool pack = Mode::paired && !kFloat;
+    for (int j = 0; j < count; j += pack ? 2 : 1) {
+      TW_UNROLL(4) for (int v = 0; v < kV; v++) {
+        const int i = column + v * lanes;
+        const i64 at = static_cast<i64>(j) * width + i;
+        const u64 seen = kSpecial && bits ? bits[j] >> i : ~u64{0};
+        Vec<Acc> p, ds;
+        pair<kSpecial>(memory.scores, memory.grads, at, lane[v], seen, kept, kSpecial && kept ? kept[j] >> i : 0, gain,
+                       factor, keep_scale, p, ds);
+        if constexpr (!pack) {
+          store(memory.scores + at, p);
+          store(memory.grads + at, ds);
+        } else {
+#if defined(__AVX512BF16__)
+          Vec<Acc> p2{}, ds2{};
+          if (j + 1 < count) {
+            const u64 seen2 = kSpecial && bits ? bits[j + 1] >> i : ~u64{0};
+            pair<kSpecial>(memory.scores, memory.grads, at + width, lane[v], seen2, kept,
+                           kSpecial && kept ? kept[j + 1] >> i : 0, gain, factor, keep_scale, p2, ds2);
+          }
+          store_row_pairs(memory.p_rows, memory.ds_rows, j, i, width, p, p2, ds, ds2);
+          store(reinterpret_cast<Word*>(memory.grads) + static_cast<i64>(j / 2) * width + i, pair_rows(ds, ds2));
+#endif
+        }
+      }
+    }
+  }
+
+#if defined(__AVX512BF16__)
+  // Rows j and j + 1 as bfloat16, lanes side by side: a word is two neighbouring queries.
+  TW_INLINE void store_row_pairs(i32* p_rows, i32* ds_rows, int j, int i, int width, Vec<float> p, Vec<float> p2,
+                                 Vec<float> ds, Vec<float> ds2) {
+    const i64 at = (static_cast<i64>(j) * width + i) / 2;
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p_rows + at), (__m256i)_mm512_cvtneps_pbh((__m512)p));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p_rows + at + width / 2), (__m256i)_mm512_cvtneps_pbh((__m512)p2));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(ds_rows + at), (__m256i)_mm512_cvtneps_pbh((__m512)ds));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(ds_rows + at + width / 2), (__m256i)_mm512_cvtneps_pbh((__m512)ds2));
+  }
+#endif
+
+  const Backward& f_;
+  ScoreUnits<Acc> units_;
+  bool bends_ = false;
+};
+
+template <class Mode>
+class BackwardKernel {
+  using Elem = typename Mode::Elem;
+  using Acc = typename Mode::Acc;
+  using Word = typename Mode::Word;
+  using Product = Gemm<typename Mode::Dot>;
+  using Tiles = TileGradients<Mode>;
+  static constexpr int lanes = kLanes<Acc>;
+
+ public:
+  explicit BackwardKernel(const Backward& f)
+      : f_(f), tiles_(f), group_(f.heads / f.kv_heads), depth_(round_up(f.head_dim, lanes)),
+        value_(round_up(f.value_dim, lanes)) {}
+
+  bool run() {
+    if (!rowwise_delta()) return false;
+    // Few heads: their chunks become tasks of their own, each with a partial dQ, added up afterwards in the same
+    // order in which one task would have done it.
+    const bool split = f_.threads > 1 && f_.batch * f_.kv_heads < 4 * f_.threads;
+    return split ? run_split() : run_whole();
+  }
+
+ private:
+  struct Memory {
+    typename Tiles::Memory tile;
+    Word *keys, *key_rows, *values;
+    Acc *grad_k, *grad_v, *grad_q, *sums, *ones;
+    Memory(const Backward& f, void* base, i64 sums_size, std::size_t* bytes = nullptr)
+        : Memory(f, Carver(base), sums_size, bytes) {}
+
+   private:
+    Memory(const Backward& f, Carver carve, i64 sums_size, std::size_t* bytes) : tile(f, carve) {
+      const i64 room = Chunks(f.keys).room();
+      keys = carve.take<Word>(room * f.head_dim);
+      key_rows = carve.take<Word>(Mode::paired ? room * f.head_dim : 0);
+      values = carve.take<Word>(room * f.value_dim);
+      grad_k = carve.take<Acc>(room * round_up(f.head_dim, lanes));
+      grad_v = carve.take<Acc>(room * round_up(f.value_dim, lanes));
+      grad_q = carve.take<Acc>(kTileQueries * static_cast<i64>(f.head_dim));
+      ones = carve.take<Acc>(kTileQueries);
+      sums = carve.take<Acc>(sums_size);
+      if (bytes) *bytes = carve.used();
+    }
+  };
+
+  static i64 tile_count(i64 queries) { return (queries + kTileQueries - 1) / kTileQueries; }
+  i64 tile_size() const { return kTileQueries * static_cast<i64>(f_.head_dim); }
+  Chunks chunks(const Sequence& seq) const { return Chunks(Mask(f_, seq.b, 0, seq.queries, seq.keys).key_limit()); }
+
+  // delta = rowsum(dO * O) - dlse, the term that the softmax and the logsumexp share.
+  bool rowwise_delta() const {
+    const QueryTasks tasks(f_, kTileQueries);
+    if (tasks.count() < 0) return false;
+    return for_tasks(f_.threads, tasks.count(), 64, [&](i64 task, void*) {
+      i64 b, h, block;
+      tasks.locate(task, b, h, block);
+      const Sequence seq = sequence(f_, b);
+      const i64 end = min(seq.queries, (block + 1) * kTileQueries);
+      for (i64 m = block * kTileQueries; m < end; m++) {
+        const i64 row = seq.query_begin + m;
+        const Elem* o = Mode::at(f_.out.data, view_at(f_.out, b, h, row));
+        const Elem* g = Mode::at(f_.grad_out.data, view_at(f_.grad_out, b, h, row));
+        Vec<Acc> sum{};
+        for (int d = 0; d < f_.value_dim; d += lanes)
+          sum += widen_strided<Acc>(o + d * f_.out.col, f_.out.col, f_.value_dim - d) *
+                 widen_strided<Acc>(g + d * f_.grad_out.col, f_.grad_out.col, f_.value_dim - d);
+        Acc total = 0;
+        for (int x = 0; x < lanes; x++) total += sum[x];
+        if (f_.grad_lse.data) total -= *rows_at<Acc>(f_.grad_lse, b, h, row);
+        *rows_at<Acc>(f_.delta, b, h, row) = total;
+      }
+    });
+  }
+
+  bool run_whole() const {
+    const i64 sums = Chunks(f_.keys).count > 1 ? group_ * tile_count(f_.queries) * tile_size() : 0;
+    std::size_t bytes;
+    Memory(f_, nullptr, sums, &bytes);
+    return for_tasks(f_.threads, f_.batch * f_.kv_heads, bytes, [&](i64 task, void* base) {
+      Memory memory(f_, base, sums);
+      const Sequence seq = sequence(f_, task / f_.kv_heads);
+      const i64 kv_head = task % f_.kv_heads;
+      const Chunks all = chunks(seq);
+      for (i64 c = 0; c < all.count; c++) chunk(seq, kv_head, all, c, memory, memory.sums, c == 0, c + 1 == all.count);
+    });
+  }
+
+  bool run_split() const {
+    const std::size_t entries = static_cast<std::size_t>(f_.batch + 1) * 2;
+    i64* first_task = static_cast<i64*>(std::malloc(entries * sizeof(i64)));
+    if (first_task == nullptr) return false;
+    i64* first_sum = first_task + f_.batch + 1;
+    first_task[0] = first_sum[0] = 0;
+    for (i64 b = 0; b < f_.batch; b++) {
+      const Sequence seq = sequence(f_, b);
+      const i64 count = chunks(seq).count;
+      first_task[b + 1] = first_task[b] + count * f_.kv_heads;
+      first_sum[b + 1] = first_sum[b] + (count > 1 ? count * f_.heads * tile_count(seq.queries) * tile_size() : 0);
+    }
+    const i64 total = first_sum[f_.batch];
+    Acc* partial = nullptr;
+    bool ok = true;
+    if (total > 0) {
+      partial = static_cast<Acc*>(std::aligned_alloc(4096, static_cast<std::size_t>(round_up(total * static_cast<i64>(sizeof(Acc)), 4096))));
+      ok = partial != nullptr;
+    }
+    ok = ok && split_chunks(first_task, first_sum, partial) && (total == 0 || add_chunks(first_sum, partial));
+    std::free(partial);
+    std::free(first_task);
+    return ok;
+  }
+
+  bool split_chunks(const i64* first_task, const i64* first_sum, Acc* partial) const {
+    std::size_t bytes;
+    Memory(f_, nullptr, 0, &bytes);
+    return for_tasks(f_.threads, first_task[f_.batch], bytes, [&](i64 task, void* base) {
+      Memory memory(f_, base, 0);
+      i64 b = 0;
+      while (first_task[b + 1] <= task) b++;
+      const Sequence seq = sequence(f_, b);
+      const Chunks all = chunks(seq);
+      task -= first_task[b];
+      const i64 kv_head = task / all.count, c = task % all.count;
+      const i64 slot = group_ * tile_count(seq.queries) * tile_size();
+      Acc* sums = all.count > 1 ? partial + first_sum[b] + (c * f_.kv_heads + kv_head) * slot : nullptr;
+      chunk(seq, kv_head, all, c, memory, sums, true, all.count == 1);
+    });
+  }
+
+  bool add_chunks(const i64* first_sum, Acc* partial) const {
+    const QueryTasks tasks(f_, kTileQueries);
+    if (tasks.count() < 0) return false;
+    return for_tasks(f_.threads, tasks.count(), 64, [&](i64 task, void*) {
+      i64 b, h, tile;
+      tasks.locate(task, b, h, tile);
+      const Sequence seq = sequence(f_, b);
+      const i64 count = chunks(seq).count;
+      if (count == 1) return;
+      const i64 stride = f_.heads * tile_count(seq.queries) * tile_size();
+      Acc* sum = partial + first_sum[b] + (h * tile_count(seq.queries) + tile) * tile_size();
+      const int rows = static_cast<int>(min(kTileQueries, seq.queries - tile * kTileQueries));
+      const int width = static_cast<int>(round_up(rows, lanes));
+      for (i64 c = 1; c < count; c++) add(sum, sum + c * stride, width);
+      write_grad_q(seq, h, tile, rows, width, sum);
+    });
+  }
+
+  void add(Acc* to, const Acc* from, int width) const {
+    for (i64 x = 0; x < static_cast<i64>(width) * f_.head_dim; x += lanes) store(to + x, load(to + x) + load(from + x));
+  }
+
+  void write_grad_q(const Sequence& seq, i64 h, i64 tile, int rows, int width, const Acc* from) const {
+    alignas(kVectorBytes) Acc factor[kTileQueries];
+    for (int i = 0; i < kTileQueries; i++) factor[i] = static_cast<Acc>(f_.scale);
+    Elem* to = Mode::at(const_cast<void*>(f_.grad_q.data),
+                        view_at(f_.grad_q, seq.b, h, seq.query_begin + tile * kTileQueries));
+    unpack_transposed(from, width, rows, f_.head_dim, factor, ~u64{0}, to, f_.grad_q.row);
+  }
+
+  // All queries of a group against one chunk of keys: dK and dV of the chunk, and the chunk's share of dQ, which
+  // goes to `sums` (replacing on `first`, else adding) or, when it is the only chunk, straight to the result.
+  void chunk(const Sequence& seq, i64 kv_head, const Chunks& all, i64 c, Memory& memory, Acc* sums, bool first,
+             bool last) const {
+    const i64 n0 = all.begin(c), n1 = all.end(c);
+    const int count = static_cast<int>(n1 - n0);
+    const Elem* k = Mode::at(f_.k.data, view_at(f_.k, seq.b, kv_head, seq.key_begin + n0));
+    const Elem* v = Mode::at(f_.v.data, view_at(f_.v, seq.b, kv_head, seq.key_begin + n0));
+    const Words<Word> keys = Mode::along_depth(k, f_.k.row, f_.k.col, count, f_.head_dim, memory.keys);
+    const Words<Word> values = Mode::along_depth(v, f_.v.row, f_.v.col, count, f_.value_dim, memory.values);
+    const Words<Word> key_rows =
+        Mode::paired ? Mode::along_rows(k, f_.k.row, f_.k.col, count, f_.head_dim, memory.key_rows) : keys;
+    std::memset(memory.grad_k, 0, static_cast<std::size_t>(count * depth_) * sizeof(Acc));
+    std::memset(memory.grad_v, 0, static_cast<std::size_t>(count * value_) * sizeof(Acc));
+
+    for (i64 g = 0; g < group_; g++) {
+      const i64 h = kv_head * group_ + g;
+      const Mask mask(f_, seq.b, h, seq.queries, seq.keys);
+      const ScoreChain<Acc> chain(f_, seq.b, h, seq.queries, seq.keys);
+      for (i64 tile = 0; tile < tile_count(seq.queries); tile++) {
+        const bool touched = query_tile(seq, h, tile, all, c, mask, chain, keys, values, key_rows, memory);
+        const int rows = static_cast<int>(min(kTileQueries, seq.queries - tile * kTileQueries));
+        const int width = static_cast<int>(round_up(rows, lanes));
+        const std::size_t size = static_cast<std::size_t>(width) * static_cast<std::size_t>(f_.head_dim) * sizeof(Acc);
+        if (!touched) std::memset(memory.grad_q, 0, size);
+        if (first && last) {
+          write_grad_q(seq, h, tile, rows, width, memory.grad_q);
+          continue;
+        }
+        Acc* sum = sums + (g * tile_count(seq.queries) + tile) * tile_size();
+        if (first) std::memcpy(sum, memory.grad_q, size);
+        else add(sum, memory.grad_q, width);
+        if (last) write_grad_q(seq, h, tile, rows, width, sum);
+      }
+    }
+    write_rows(memory.grad_k, depth_, count, f_.head_dim, static_cast<Acc>(f_.scale), f_.grad_k, seq, kv_head, n0);
+    write_rows(memory.grad_v, value_, count, f_.value_dim, static_cast<Acc>(1 / (1 - f_.dropout)), f_.grad_v, seq,
+               kv_head, n0);
+    if (c + 1 == all.count) zero_beyond(seq, kv_head, all.blocks.limit);
+  }
+
+  // One tile of queries against a chunk: adds to the chunk's dK and dV, leaves the tile's dQ in memory.grad_q.
+  bool query_tile(const Sequence& seq, i64 h, i64 tile, const Chunks& all, i64 c, const Mask& mask,
+                  const ScoreChain<Acc>& chain, Words<Word> keys, Words<Word> values, Words<Word> key_rows,
+                  Memory& memory) const {
+    const i64 m0 = tile * kTileQueries, n0 = all.begin(c);
+    const int rows = static_cast<int>(min(kTileQueries, seq.queries - m0));
+    const Range range = mask.visible(m0, m0 + rows - 1);
+    bool touched = false;
+    for (i64 x = all.first_block(c); x < all.last_block(c); x++) {
+      const i64 first = max(all.blocks.begin(x), range.begin / kSubKeys * kSubKeys);
+      const i64 last = min(all.blocks.end(x), range.end);
+      MaskedTile masked;
+      masked.bits = memory.tile.bits;
+      if (!masked.resolve(mask, m0, rows, first, last)) continue;
+      if (!touched) {
+        tiles_.open(seq, h, m0, memory.tile);
+        std::memset(memory.grad_q, 0, static_cast<std::size_t>(memory.tile.tile.width) * static_cast<std::size_t>(f_.head_dim) * sizeof(Acc));
+        touched = true;
+      }
+      const i64 skip = masked.begin - n0;
+      const Words<Word> k{keys.data + skip * keys.stride, keys.stride};
+      const Words<Word> v{values.data + skip * values.stride, values.stride};
+      tiles_.compute(seq, h, masked, k, v, chain, memory.tile);
+      products(masked, skip, {key_rows.data + skip / Mode::per_word * key_rows.stride, key_rows.stride}, memory);
+    }
+    return touched;
+  }
+
+  void products(const MaskedTile& masked, i64 skip, Words<Word> key_rows, Memory& memory) const {
+    const GradTile<Mode>& tile = memory.tile.tile;
+    const int count = static_cast<int>(masked.end - masked.begin), width = tile.width;
+    const int queries = (tile.rows + Mode::per_word - 1) / Mode::per_word;
+    const Word* p = Mode::paired ? memory.tile.p_rows : reinterpret_cast<const Word*>(memory.tile.scores);
+    const Word* ds = Mode::paired ? memory.tile.ds_rows : reinterpret_cast<const Word*>(memory.tile.grads);
+    const i64 row = width / Mode::per_word;
+    Product::template run<AOrder::row_major, Into::add>(p, row, tile.grad_rows.data, tile.grad_rows.stride, count,
+                                                        queries, static_cast<int>(value_), memory.grad_v + skip * value_, value_);
+    Product::template run<AOrder::row_major, Into::add>(ds, row, tile.q_rows.data, tile.q_rows.stride, count, queries,
+                                                        static_cast<int>(depth_), memory.grad_k + skip * depth_, depth_);
+    Product::template run<AOrder::column_major, Into::add>(
+        key_rows.data, key_rows.stride, reinterpret_cast<const Word*>(memory.tile.grads), width, f_.head_dim,
+        (count + Mode::per_word - 1) / Mode::per_word, width, memory.grad_q, width);
+  }
+
+  void write_rows(const Acc* from, i64 stride, int count, int depth, Acc factor, const View& to, const Sequence& seq,
+                  i64 head, i64 n0) const {
+    for (int j = 0; j < count; j++) {
+      Elem* row = Mode::at(const_cast<void*>(to.data), view_at(to, seq.b, head, seq.key_begin + n0 + j));
+      for (int d = 0; d < depth; d += lanes) narrow(row + d, depth - d, load(from + j * stride + d) * factor);
+    }
+  }
+  // Keys that no query may see were not visited; their gradients are zero.
+  void zero_beyond(const Sequence& seq, i64 head, i64 from) const {
+    for (i64 n = from; n < seq.keys; n++) {
+      const i64 row = seq.key_begin + n;
+      std::memset(static_cast<void*>(Mode::at(const_cast<void*>(f_.grad_k.data), view_at(f_.grad_k, seq.b, head, row))), 0,
+                  static_cast<std::size_t>(f_.head_dim) * sizeof(Elem));
+      std::memset(static_cast<void*>(Mode::at(const_cast<void*>(f_.grad_v.data), view_at(f_.grad_v, seq.b, head, row))), 0,
+                  static_cast<std::size_t>(f_.value_dim) * sizeof(Elem));
+    }
+  }
+
+  const Backward& f_;
+  Tiles tiles_;
+  i64 group_, depth_, value_;
+};
+
+}  // namespace tilewise::TILEWISE_ISA

@@ -1,0 +1,285 @@
+// The only file that knows Python: turns plain numbers and tuples into the kernels' arguments.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <atomic>
+#include <chrono>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "dispatch.h"
+#include "parallel.h"
+
+namespace nb = nanobind;
+using namespace tilewise;
+
+namespace {
+
+template <class T>
+const T* pointer(std::uintptr_t address) {
+  return reinterpret_cast<const T*>(address);
+}
+
+i64 number(nb::handle tuple, int index) {
+  return static_cast<i64>(PyLong_AsLongLong(PyTuple_GET_ITEM(tuple.ptr(), index)));
+}
+
+// (address, strides) of a tensor [batch, head, row, col], or of a packed one [row, head, col].
+View view(std::uintptr_t address, nb::handle strides) {
+  View v;
+  v.data = pointer<void>(address);
+  if (PyTuple_GET_SIZE(strides.ptr()) == 3) {
+    v.row = number(strides, 0);
+    v.head = number(strides, 1);
+    v.col = number(strides, 2);
+  } else {
+    v.batch = number(strides, 0);
+    v.head = number(strides, 1);
+    v.row = number(strides, 2);
+    v.col = number(strides, 3);
+  }
+  return v;
+}
+
+[[noreturn]] void bad(const std::string& what) { throw std::invalid_argument("tilewise._core: " + what); }
+
+MaskOp mask_op(const std::string& name) {
+  if (name == "band") return MaskOp::band;
+  if (name == "below") return MaskOp::below;
+  if (name == "same_document") return MaskOp::same_document;
+  if (name == "dense") return MaskOp::dense;
+  if (name == "and") return MaskOp::all;
+  if (name == "or") return MaskOp::any;
+  if (name == "not") return MaskOp::negate;
+  bad("no mask operation is called '" + name + "'");
+}
+
+ScoreOp score_op(const std::string& name) {
+  if (name == "alibi") return ScoreOp::alibi;
+  if (name == "softcap") return ScoreOp::softcap;
+  if (name == "bias") return ScoreOp::bias;
+  bad("no score operation is called '" + name + "'");
+}
+
+// A problem without its tensors, made once per plan; a call copies it and fills the pointers in.
+class Kernel {
+ public:
+  Kernel(int dtype, nb::tuple dims, double scale, double dropout, bool varlen) : varlen_(varlen) {
+    problem_.dtype = static_cast<DType>(dtype);
+    problem_.batch = number(dims, 0);
+    problem_.heads = number(dims, 1);
+    problem_.kv_heads = number(dims, 2);
+    problem_.queries = number(dims, 3);
+    problem_.keys = number(dims, 4);
+    problem_.head_dim = static_cast<int>(number(dims, 5));
+    problem_.value_dim = static_cast<int>(number(dims, 6));
+    problem_.scale = scale;
+    problem_.dropout = dropout;
+  }
+
+  // left, right and length are the parameters of a band or of a fixed length; slots say which captured tensors
+  // the instruction reads (-1: none).
+  void add_mask(const std::string& op, bool bounds, i64 left, i64 right, bool bottom_right, i64 length, int slot,
+                int second_slot) {
+    if (problem_.mask_length == kMaxMask) bad("a mask program has at most " + std::to_string(kMaxMask) + " instructions");
+    MaskInstr& x = problem_.mask[problem_.mask_length];
+    x.op = mask_op(op);
+    x.bounds = bounds;
+    x.left = left;
+    x.right = right;
+    x.bottom_right = bottom_right;
+    x.length = length;
+    mask_slots_[problem_.mask_length][0] = slot;
+    mask_slots_[problem_.mask_length][1] = second_slot;
+    problem_.mask_length++;
+  }
+
+  void add_score(const std::string& op, double cap, int slot) {
+    if (problem_.score_length == kMaxScore) bad("a score chain has at most " + std::to_string(kMaxScore) + " steps");
+    ScoreInstr& x = problem_.score[problem_.score_length];
+    x.op = score_op(op);
+    x.cap = cap;
+    score_slots_[problem_.score_length] = slot;
+    problem_.score_length++;
+  }
+
+  // captured: (address, strides, dtype) per mask slot and per score slot. sequences: (cu_q, cu_k, longest query,
+  // longest key) of a variable-length call, else empty.
+  void fill(Problem& p, int threads, std::uint64_t seed, std::uintptr_t sinks, nb::handle mask_tensors,
+            nb::handle score_tensors, nb::handle sequences) const {
+    p = problem_;
+    p.threads = threads;
+    p.seed = seed;
+    p.sinks = pointer<void>(sinks);
+    if (varlen_) {
+      p.cu_q = pointer<i64>(static_cast<std::uintptr_t>(number(sequences, 0)));
+      p.cu_k = pointer<i64>(static_cast<std::uintptr_t>(number(sequences, 1)));
+      p.queries = number(sequences, 2);
+      p.keys = number(sequences, 3);
+    }
+    for (int i = 0; i < p.mask_length; i++) bind_mask(p.mask[i], mask_slots_[i], mask_tensors);
+    for (int i = 0; i < p.score_length; i++) {
+      if (score_slots_[i] < 0) continue;
+      nb::handle entry = PyTuple_GET_ITEM(score_tensors.ptr(), score_slots_[i]);
+      p.score[i].tensor = captured(entry, p.score[i].op == ScoreOp::alibi);
+      p.score[i].dtype = static_cast<DType>(number(entry, 2));
+    }
+  }
+
+  bool varlen() const { return varlen_; }
+  const Problem& problem() const { return problem_; }
+
+ private:
+  static View captured(nb::handle entry, bool heads_only) {
+    nb::handle strides = PyTuple_GET_ITEM(entry.ptr(), 1);
+    const auto address = static_cast<std::uintptr_t>(number(entry, 0));
+    if (!heads_only) return view(address, strides);
+    View v;
+    v.data = pointer<void>(address);
+    v.batch = number(strides, 0);
+    v.head = number(strides, 1);
+    return v;
+  }
+  static void bind_mask(MaskInstr& x, const int* slots, nb::handle tensors) {
+    if (slots[0] < 0) return;
+    nb::handle first = PyTuple_GET_ITEM(tensors.ptr(), slots[0]);
+    const auto address = static_cast<std::uintptr_t>(number(first, 0));
+    nb::handle strides = PyTuple_GET_ITEM(first.ptr(), 1);
+    if (x.op == MaskOp::below) x.lengths = pointer<i64>(address);
+    if (x.op == MaskOp::dense) x.tensor = view(address, strides);
+    if (x.op != MaskOp::same_document) return;
+    nb::handle second = PyTuple_GET_ITEM(tensors.ptr(), slots[1]);
+    x.query_ids = pointer<i64>(address);
+    x.query_batch = number(strides, 0);
+    x.key_ids = pointer<i64>(static_cast<std::uintptr_t>(number(second, 0)));
+    x.key_batch = number(PyTuple_GET_ITEM(second.ptr(), 1), 0);
+  }
+
+  Problem problem_;
+  bool varlen_;
+  int mask_slots_[kMaxMask][2];
+  int score_slots_[kMaxScore];
+};
+
+// lse and the row statistics are contiguous: [batch, heads, queries], or [heads, all queries].
+Rows rows(const Kernel& kernel, std::uintptr_t address) {
+  Rows r;
+  r.data = reinterpret_cast<void*>(address);
+  r.head = kernel.problem().queries;
+  r.batch = kernel.varlen() ? 0 : kernel.problem().heads * r.head;
+  return r;
+}
+
+void check(bool done) {
+  if (!done) throw std::bad_alloc();
+}
+
+void forward(const Kernel& kernel, int threads, std::uint64_t seed, std::uintptr_t q, nb::tuple q_strides,
+             std::uintptr_t k, nb::tuple k_strides, std::uintptr_t v, nb::tuple v_strides, std::uintptr_t out,
+             nb::tuple out_strides, std::uintptr_t lse, std::uintptr_t row_max, std::uintptr_t row_sum,
+             std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences) {
+  Forward f;
+  kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences);
+  f.q = view(q, q_strides);
+  f.k = view(k, k_strides);
+  f.v = view(v, v_strides);
+  f.out = view(out, out_strides);
+  f.lse = rows(kernel, lse);
+  f.row_max = rows(kernel, row_max);
+  f.row_sum = rows(kernel, row_sum);
+  nb::gil_scoped_release release;
+  check(active().forward(f));
+}
+
+// Tensors as (address, strides) in the order q, k, v, out, grad_out, grad_q, grad_k, grad_v.
+template <class Arguments>
+void fill_backward(Arguments& f, const Kernel& kernel, nb::tuple tensors, nb::tuple row_arrays) {
+  View* views[] = {&f.q, &f.k, &f.v, &f.out, &f.grad_out, &f.grad_q, &f.grad_k, &f.grad_v};
+  for (int i = 0; i < 8; i++) {
+    nb::handle entry = PyTuple_GET_ITEM(tensors.ptr(), i);
+    *views[i] = view(static_cast<std::uintptr_t>(number(entry, 0)), PyTuple_GET_ITEM(entry.ptr(), 1));
+  }
+  Rows* arrays[] = {&f.row_max, &f.row_sum, &f.grad_lse, &f.delta};
+  for (int i = 0; i < 4; i++) *arrays[i] = rows(kernel, static_cast<std::uintptr_t>(number(row_arrays, i)));
+}
+
+void backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple tensors, nb::tuple row_arrays,
+              std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences) {
+  Backward f;
+  kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences);
+  fill_backward(f, kernel, tensors, row_arrays);
+  nb::gil_scoped_release release;
+  check(active().backward(f));
+}
+
+void bias_backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple tensors, nb::tuple row_arrays,
+                   std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences,
+                   int index, std::uintptr_t grad, nb::tuple grad_strides) {
+  BiasBackward f;
+  kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences);
+  fill_backward(f, kernel, tensors, row_arrays);
+  f.index = index;
+  f.grad_bias = view(grad, grad_strides);
+  nb::gil_scoped_release release;
+  check(active().bias_backward(f));
+}
+
+std::vector<std::string> isa_available() {
+  int count;
+  const Kernels* const* kernels = available(count);
+  std::vector<std::string> names;
+  for (int i = 0; i < count; i++) names.emplace_back(kernels[i]->name);
+  return names;
+}
+
+void set_isa(const std::string& name) {
+  if (choose(name.c_str())) return;
+  std::string known;
+  for (const std::string& each : isa_available()) known += (known.empty() ? "" : ", ") + each;
+  bad("instruction set '" + name + "' cannot run here; this machine and build have: " + known);
+}
+
+// Operations per second of the bare loop, all threads together; 0 where the instruction set has no such operation.
+double peak(const std::string& kind, int threads) {
+  if (kind != "fma" && kind != "bf16") bad("peak: kind must be 'fma' or 'bf16', got '" + kind + "'");
+  double (*loop)(i64) = kind == "fma" ? active().fma_flops : active().bf16_flops;
+  if (loop == nullptr) return 0;
+  struct Shared {
+    double (*loop)(i64);
+    std::atomic<i64> operations{0};
+  } shared{loop};
+  auto body = [](void* context) {
+    Shared& s = *static_cast<Shared*>(context);
+    s.operations += static_cast<i64>(s.loop(4'000'000));
+  };
+  nb::gil_scoped_release release;
+  run_team(threads, body, &shared);
+  shared.operations = 0;
+  const auto begin = std::chrono::steady_clock::now();
+  run_team(threads, body, &shared);
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
+  return static_cast<double>(shared.operations) / elapsed.count();
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  m.doc() = "The compiled attention kernels: pointers, strides and sizes in, results written in place.";
+  nb::set_leak_warnings(false);  // cached plans hold kernels until the process ends
+  nb::class_<Kernel>(m, "Kernel")
+      .def(nb::init<int, nb::tuple, double, double, bool>(), nb::arg("dtype"), nb::arg("dims"), nb::arg("scale"),
+           nb::arg("dropout"), nb::arg("varlen"))
+      .def("add_mask", &Kernel::add_mask)
+      .def("add_score", &Kernel::add_score);
+  m.def("forward", &forward);
+  m.def("backward", &backward);
+  m.def("bias_backward", &bias_backward);
+  m.def("isa_available", &isa_available);
+  m.def("isa_active", [] { return std::string(active().name); });
+  m.def("isa_description", [] { return std::string(active().description); });
+  m.def("set_isa", &set_isa, nb::arg("name"));
+  m.def("openmp_runtime", [] { return std::string(openmp_runtime()); });
+  m.def("peak", &peak, nb::arg("kind"), nb::arg("threads"));
+}

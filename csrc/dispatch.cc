@@ -1,0 +1,53 @@
+#include "dispatch.h"
+
+#include <cstring>
+#include <initializer_list>
+
+namespace tilewise {
+
+#if defined(TILEWISE_X86)
+extern const Kernels kernels_avx512_bf16, kernels_avx512, kernels_avx2;
+#endif
+extern const Kernels kernels_portable;
+
+namespace {
+
+struct Table {
+  const Kernels* kernels[4];
+  int count = 0;
+  Table() {
+#if defined(TILEWISE_X86)
+    __builtin_cpu_init();
+    for (const Kernels* k : {&kernels_avx512_bf16, &kernels_avx512, &kernels_avx2})
+      if (k->supported()) kernels[count++] = k;
+#endif
+    kernels[count++] = &kernels_portable;
+  }
+};
+
+const Table& table() {
+  static const Table found;
+  return found;
+}
+
+const Kernels* chosen = nullptr;
+
+}  // namespace
+
+const Kernels* const* available(int& count) {
+  count = table().count;
+  return table().kernels;
+}
+
+const Kernels& active() { return chosen == nullptr ? *table().kernels[0] : *chosen; }
+
+bool choose(const char* name) {
+  for (int i = 0; i < table().count; i++) {
+    if (std::strcmp(table().kernels[i]->name, name) != 0) continue;
+    chosen = table().kernels[i];
+    return true;
+  }
+  return false;
+}
+
+}  // namespace tilewise

@@ -1,0 +1,307 @@
+// The forward pass: online softmax over blocks of keys, queries in the lanes (FlashAttention-2, Dao 2023,
+// algorithm 1, transposed). S^T = K Q^T, P^T = exp2(S^T - max), O^T += V^T P^T.
+#pragma once
+
+#include "modes.h"
+#include "philox.h"
+#include "schedule.h"
+#include "score.h"
+
+namespace tilewise::TILEWISE_ISA {
+
+constexpr double kLog2e = 1.44269504088896340736;
+constexpr double kLn2 = 0.693147180559945309417;
+
+TW_INLINE u32 dropout_threshold(double p) {
+  return static_cast<u32>(min(static_cast<i64>(p * 4294967296.0 + 0.5), 0xffffffff));
+}
+
+// The factor from stored scores to base-2 units, and whether the score chain runs (it applies the scale itself).
+template <class C>
+struct ScoreUnits {
+  bool chain;
+  C to_base2;
+  explicit ScoreUnits(const Problem& p)
+      : chain(p.score_length > 0 || !(p.scale > 0)),
+        to_base2(static_cast<C>(chain ? kLog2e : p.scale * kLog2e)) {}
+};
+
+// What one tile of queries carries from block to block.
+template <class Mode>
+struct QueryTile {
+  using Acc = typename Mode::Acc;
+  i64 first;        // query
+  int rows, width;  // width: rows rounded up to whole vectors
+  typename Mode::Word* q;  // [words(D)][width]
+  Acc* out;                // [Dv][width], not yet divided by the row sum
+  Acc* row_max;            // base 2
+  Acc* row_sum;
+};
+
+template <class Mode>
+class ForwardKernel {
+  using Elem = typename Mode::Elem;
+  using Acc = typename Mode::Acc;
+  using Word = typename Mode::Word;
+  using Product = Gemm<typename Mode::Dot>;
+  static constexpr int lanes = kLanes<Acc>;
+
+ public:
+  explicit ForwardKernel(const Forward& f) : f_(f), units_(f) {}
+
+  bool run() {
+    int tiles = Mode::query_tiles;
+    // More, smaller tasks when threads would idle; a tile's result does not depend on its neighbours.
+    while (tiles > 1 && f_.threads > 1 && task_estimate(tiles) < 4 * f_.threads) tiles /= 2;
+    tiles_ = tiles;
+    const QueryTasks tasks(f_, static_cast<i64>(tiles) * kTileQueries);
+    if (tasks.count() < 0) return false;
+    Memory sizes(f_, tiles, nullptr);
+    return for_tasks(f_.threads, tasks.count(), sizes.bytes, [&](i64 task, void* memory) {
+      i64 b, h, block;
+      tasks.locate(task, b, h, block);
+      work(b, h, block, Memory(f_, tiles_, memory));
+    });
+  }
+
+ private:
+  struct Memory {
+    Word *q, *keys, *values;
+    Acc *out, *scores, *row_max, *row_sum, *alpha, *peak;
+    u64 *bits, *kept;
+    std::size_t bytes;
+    Memory(const Forward& f, int tiles, void* base) {
+      Carver carve(base);
+      const i64 queries = static_cast<i64>(tiles) * kTileQueries;
+      q = carve.take<Word>(queries * Mode::words(f.head_dim));
+      out = carve.take<Acc>(queries * f.value_dim);
+      scores = carve.take<Acc>(kRoomKeys * kTileQueries);
+      row_max = carve.take<Acc>(queries);
+      row_sum = carve.take<Acc>(queries);
+      alpha = carve.take<Acc>(kTileQueries);
+      peak = carve.take<Acc>(kTileQueries);
+      bits = carve.take<u64>(kRoomKeys);
+      kept = carve.take<u64>(kRoomKeys + 4);
+      keys = carve.take<Word>(kRoomKeys * Mode::words(f.head_dim));
+      values = carve.take<Word>(kRoomKeys * f.value_dim);
+      bytes = carve.used();
+    }
+  };
+
+  i64 task_estimate(int tiles) const {
+    return f_.batch * f_.heads * ((f_.queries + tiles * kTileQueries - 1) / (tiles * kTileQueries));
+  }
+
+  void work(i64 b, i64 h, i64 block, const Memory& memory) const {
+    const Sequence seq = sequence(f_, b);
+    const i64 begin = block * tiles_ * kTileQueries, end = min(seq.queries, begin + tiles_ * kTileQueries);
+    const Mask mask(f_, b, h, seq.queries, seq.keys);
+    const ScoreChain<Acc> chain(f_, b, h, seq.queries, seq.keys);
+    QueryTile<Mode> tiles[8];
+    int count = 0;
+    for (i64 first = begin; first < end; first += kTileQueries) tiles[count] = open(seq, h, first, end, count, memory), count++;
+
+    const Range visible = mask.visible(begin, end - 1);
+    const KeyBlocks blocks(mask.key_limit());
+    if (visible.begin < visible.end) {
+      for (i64 x = blocks.containing(visible.begin); x < blocks.count && blocks.begin(x) < visible.end; x++)
+        key_block(seq, h, blocks.begin(x), blocks.end(x), mask, chain, tiles, count, memory);
+    }
+    for (int t = 0; t < count; t++) close(seq, h, tiles[t], memory);
+  }
+
+  QueryTile<Mode> open(const Sequence& seq, i64 h, i64 first, i64 end, int index, const Memory& memory) const {
+    QueryTile<Mode> tile;
+    tile.first = first;
+    tile.rows = static_cast<int>(min(kTileQueries, end - first));
+    tile.width = static_cast<int>(round_up(tile.rows, lanes));
+    const i64 at = static_cast<i64>(index) * kTileQueries;
+    tile.q = memory.q + at * Mode::words(f_.head_dim);
+    tile.out = memory.out + at * f_.value_dim;
+    tile.row_max = memory.row_max + at;
+    tile.row_sum = memory.row_sum + at;
+    const Elem* q = Mode::at(f_.q.data, view_at(f_.q, seq.b, h, seq.query_begin + first));
+    Mode::transposed(q, f_.q.row, f_.q.col, tile.rows, f_.head_dim, tile.width, tile.q);
+    for (int i = 0; i < tile.width; i++) {
+      tile.row_max[i] = -static_cast<Acc>(__builtin_inf());
+      tile.row_sum[i] = 0;
+    }
+    std::memset(tile.out, 0, static_cast<std::size_t>(tile.width) * static_cast<std::size_t>(f_.value_dim) * sizeof(Acc));
+    return tile;
+  }
+
+  void key_block(const Sequence& seq, i64 h, i64 n0, i64 n1, const Mask& mask, const ScoreChain<Acc>& chain,
+                 const QueryTile<Mode>* tiles, int count, const Memory& memory) const {
+    const i64 kv_head = h / (f_.heads / f_.kv_heads);
+    Words<Word> keys{}, values{};
+    i64 packed_begin = -1;
+    for (int t = 0; t < count; t++) {
+      const QueryTile<Mode>& tile = tiles[t];
+      const Range range = mask.visible(tile.first, tile.first + tile.rows - 1);
+      const i64 first = max(n0, range.begin / kSubKeys * kSubKeys), last = min(n1, range.end);
+      MaskedTile masked;
+      masked.bits = memory.bits;
+      if (!masked.resolve(mask, tile.first, tile.rows, first, last)) continue;
+      if (packed_begin < 0) {
+        // Only the keys that some tile of this task may see: what is excluded is never read.
+        const Range all = mask.visible(tiles[0].first, tiles[count - 1].first + tiles[count - 1].rows - 1);
+        packed_begin = max(n0, all.begin / kSubKeys * kSubKeys);
+        const int rows = static_cast<int>(min(n1, all.end) - packed_begin);
+        const i64 row = seq.key_begin + packed_begin;
+        keys = Mode::along_depth(Mode::at(f_.k.data, view_at(f_.k, seq.b, kv_head, row)), f_.k.row, f_.k.col, rows,
+                                 f_.head_dim, memory.keys);
+        values = Mode::along_rows(Mode::at(f_.v.data, view_at(f_.v, seq.b, kv_head, row)), f_.v.row, f_.v.col, rows,
+                                  f_.value_dim, memory.values);
+      }
+      const i64 skip = masked.begin - packed_begin;
+      step(tile, seq, h, masked, keys.data + skip * keys.stride, keys.stride,
+           values.data + skip / Mode::per_word * values.stride, values.stride, chain, memory);
+    }
+  }
+
+  void step(const QueryTile<Mode>& tile, const Sequence& seq, i64 h, const MaskedTile& masked, const Word* keys,
+            i64 key_stride, const Word* values, i64 value_stride, const ScoreChain<Acc>& chain,
+            const Memory& memory) const {
+    const int count = static_cast<int>(masked.end - masked.begin), width = tile.width;
+    Acc* s = memory.scores;
+    Product::template run<AOrder::row_major, Into::overwrite, true>(keys, key_stride, tile.q, width, count,
+                                                                    Mode::words(f_.head_dim), width, s, width, nullptr,
+                                                                    memory.peak);
+    if (units_.chain) chain.apply(s, width, tile.first, tile.rows, masked.begin, count);
+    if (units_.chain || !masked.plain) mask_and_peak(s, width, count, masked.plain ? nullptr : masked.bits, memory.peak);
+    const u64* kept = nullptr;
+    if (f_.dropout > 0) {
+      dropout_bits(f_.seed, dropout_threshold(f_.dropout), seq.b, h, tile.first,
+                   static_cast<int>(round_up(width, kLanes<u32>)), masked.begin, count, memory.kept);
+      kept = memory.kept;
+    }
+    for_columns<Acc>(width, [&](auto vectors, int column) {
+      constexpr int kV = decltype(vectors)::value;
+      if (kept) softmax<kV, true>(s, width, count, column, tile, kept, memory);
+      else softmax<kV, false>(s, width, count, column, tile, nullptr, memory);
+    });
+    Product::template run<AOrder::column_major, Into::rescale>(values, value_stride, reinterpret_cast<const Word*>(s),
+                                                               width, f_.value_dim,
+                                                               (count + Mode::per_word - 1) / Mode::per_word, width,
+                                                               tile.out, width, memory.alpha);
+  }
+
+  // Pairs that the mask excludes become -inf; the largest score of each query is taken again.
+  static void mask_and_peak(Acc* s, int width, int count, const u64* bits, Acc* peak) {
+    const Vec<Acc> none = set(-static_cast<Acc>(__builtin_inf()));
+    for_columns<Acc>(width, [&](auto vectors, int column) {
+      constexpr int kV = decltype(vectors)::value;
+      Vec<Acc> top[kV];
+      TW_UNROLL(4) for (int v = 0; v < kV; v++) top[v] = none;
+      for (int j = 0; j < count; j++) {
+        const u64 seen = bits ? bits[j] : ~u64{0};
+        TW_UNROLL(4) for (int v = 0; v < kV; v++) {
+          const int i = column + v * lanes;
+          Acc* p = s + static_cast<i64>(j) * width + i;
+          Vec<Acc> value = load(p);
+          if (seen != ~u64{0}) {
+            value = select_bits<Acc>(seen >> i, value, none);
+            store(p, value);
+          }
+          top[v] = vmax(value, top[v]);
+        }
+      }
+      TW_UNROLL(4) for (int v = 0; v < kV; v++) store(peak + column + v * lanes, top[v]);
+    });
+  }
+
+  // Scores become probabilities relative to the new row maximum, in the layout that the second product reads.
+  template <int kV, bool kDropout>
+  void softmax(Acc* s, int width, int count, int column, const QueryTile<Mode>& tile, const u64* kept,
+               const Memory& memory) const {
+    constexpr int degree = Mode::exp2_degree;
+    const Acc factor = units_.to_base2;
+    Vec<Acc> top[kV], sum[kV];
+    TW_UNROLL(4) for (int v = 0; v < kV; v++) {
+      const int i = column + v * lanes;
+      const Vec<Acc> before = load(tile.row_max + i);
+      const Vec<Acc> now = vmax(load(memory.peak + i) * factor, before);
+      // A row that has seen no key yet has no maximum to subtract.
+      top[v] = now == -static_cast<Acc>(__builtin_inf()) ? Vec<Acc>{} : now;
+      const Vec<Acc> alpha = exp2<5>(before - top[v], Acc{});
+      store(memory.alpha + i, alpha);
+      store(tile.row_max + i, now);
+      sum[v] = load(tile.row_sum + i) * alpha;
+    }
+    if constexpr (Mode::paired) {
+#if defined(__AVX512BF16__)
+      for (int j = 0; j < count; j += 2) {
+        TW_UNROLL(4) for (int v = 0; v < kV; v++) {
+          const int i = column + v * lanes;
+          const Acc* p = s + static_cast<i64>(j) * width + i;
+          Vec<Acc> first = exp2<degree>(load(p) * factor - top[v], Acc{});
+          Vec<Acc> second = j + 1 < count ? exp2<degree>(load(p + width) * factor - top[v], Acc{}) : Vec<Acc>{};
+          sum[v] += first + second;
+          if constexpr (kDropout) {
+            first = keep_where<Acc>(kept[j] >> i, first);
+            second = keep_where<Acc>(kept[j + 1] >> i, second);
+          }
+          store(reinterpret_cast<Word*>(s) + static_cast<i64>(j / 2) * width + i, pair_rows(first, second));
+        }
+      }
+#endif
+    } else {
+      for (int j = 0; j < count; j++) {
+        TW_UNROLL(4) for (int v = 0; v < kV; v++) {
+          const int i = column + v * lanes;
+          Acc* p = s + static_cast<i64>(j) * width + i;
+          Vec<Acc> e = exp2<degree>(load(p) * factor - top[v], Acc{});
+          sum[v] += e;
+          if constexpr (kDropout) e = keep_where<Acc>(kept[j] >> i, e);
+          store(p, e);
+        }
+      }
+    }
+    TW_UNROLL(4) for (int v = 0; v < kV; v++) store(tile.row_sum + column + v * lanes, sum[v]);
+  }
+
+  // Divides by the row sums (the sink's share included) and writes out, lse and the row statistics.
+  void close(const Sequence& seq, i64 h, const QueryTile<Mode>& tile, const Memory& memory) const {
+    const Acc infinity = static_cast<Acc>(__builtin_inf());
+    const Acc keep_scale = static_cast<Acc>(1 / (1 - f_.dropout));
+    u64 live = 0;
+    alignas(kVectorBytes) Acc lse[kTileQueries], total[kTileQueries], largest[kTileQueries];
+    for (int i = 0; i < tile.width; i++) {
+      total[i] = tile.row_sum[i];
+      largest[i] = tile.row_max[i];
+      memory.alpha[i] = 1;
+      if (tile.row_sum[i] != 0) live |= u64{1} << i;
+    }
+    if (f_.sinks != nullptr) {
+      const Acc sink = static_cast<const Acc*>(f_.sinks)[h] * static_cast<Acc>(kLog2e);
+      for (int i = 0; i < tile.width; i += lanes) {
+        const Vec<Acc> before = load(largest + i);
+        const Vec<Acc> now = vmax(set(sink), before);
+        const Vec<Acc> safe = now == -infinity ? Vec<Acc>{} : now;
+        const Vec<Acc> alpha = exp2<5>(before - safe, Acc{});
+        store(memory.alpha + i, alpha);
+        store(total + i, load(total + i) * alpha + exp2<5>(set(sink) - safe, Acc{}));
+        store(largest + i, now);
+      }
+    }
+    for (int i = 0; i < tile.width; i += lanes) {
+      const Vec<Acc> sum = load(total + i), top = load(largest + i);
+      const Vec<Acc> value = top * static_cast<Acc>(kLn2) + log(sum, Acc{});
+      store(lse + i, sum == 0 ? set(-infinity) : value);
+      store(memory.alpha + i, load(memory.alpha + i) * keep_scale / sum);
+    }
+    const std::size_t size = static_cast<std::size_t>(tile.rows) * sizeof(Acc);
+    const i64 row = seq.query_begin + tile.first;
+    std::memcpy(rows_at<Acc>(f_.lse, seq.b, h, row), lse, size);
+    std::memcpy(rows_at<Acc>(f_.row_max, seq.b, h, row), tile.row_max, size);
+    std::memcpy(rows_at<Acc>(f_.row_sum, seq.b, h, row), tile.row_sum, size);
+    Elem* out = Mode::at(const_cast<void*>(f_.out.data), view_at(f_.out, seq.b, h, row));
+    unpack_transposed(tile.out, tile.width, tile.rows, f_.value_dim, memory.alpha, live, out, f_.out.row);
+  }
+
+  const Forward& f_;
+  ScoreUnits<Acc> units_;
+  int tiles_ = 1;
+};
+
+}  // namespace tilewise::TILEWISE_ISA

@@ -1,0 +1,137 @@
+// The one matrix product: C[rows][width] (+)= A[rows][depth] * B[depth][width], lanes along the width.
+// A is read one word at a time and broadcast, so keys and values are used where they lie in memory.
+#pragma once
+
+#include "simd.h"
+
+namespace tilewise::TILEWISE_ISA {
+
+// How a word of A meets a vector of B. Plain: a number times numbers.
+template <class T>
+struct PlainDot {
+  using Word = T;
+  using Acc = T;
+  static constexpr int per_word = 1;
+  TW_INLINE Vec<T> multiply_add(Vec<T> acc, Word a, Vec<Word> b) { return set(a) * b + acc; }
+};
+
+#if defined(__AVX512BF16__)
+// A word is two neighbours along the contraction; one instruction multiplies and adds both, in float.
+struct PairDot {
+  using Word = i32;
+  using Acc = float;
+  static constexpr int per_word = 2;
+  TW_INLINE Vec<float> multiply_add(Vec<float> acc, Word a, Vec<Word> b) {
+    return (Vec<float>)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32(a), (__m512bh)b);
+  }
+};
+#endif
+
+// Columns (in vectors) and rows of the block of C held in registers.
+#if TILEWISE_VECTOR_BYTES == 64
+constexpr int kColumns = 4;
+template <int kV>
+constexpr int kRows = kV == 4 ? 4 : kV == 3 ? 6 : kV == 2 ? 8 : 16;
+#elif TILEWISE_VECTOR_BYTES == 32
+constexpr int kColumns = 2;
+template <int kV>
+constexpr int kRows = kV == 2 ? 6 : 8;
+#elif defined(__aarch64__)
+constexpr int kColumns = 4;
+template <int kV>
+constexpr int kRows = kV == 4 ? 4 : kV == 3 ? 6 : 8;
+#else
+constexpr int kColumns = 2;
+template <int kV>
+constexpr int kRows = kV == 2 ? 4 : 8;
+#endif
+
+template <int kValue>
+struct Int {
+  static constexpr int value = kValue;
+};
+
+// Calls f(Int<vectors>, first column) for register-wide groups of columns.
+template <class T, class F>
+TW_INLINE void for_columns(int width, F&& f) {
+  constexpr int lanes = kLanes<T>;
+  int column = 0;
+  for (; column + kColumns * lanes <= width; column += kColumns * lanes) f(Int<kColumns>{}, column);
+  const int rest = (width - column) / lanes;
+  if constexpr (kColumns > 3) {
+    if (rest == 3) f(Int<3>{}, column);
+    if (rest == 2) f(Int<2>{}, column);
+  }
+  if (rest == 1) f(Int<1>{}, column);
+}
+
+enum class AOrder { row_major, column_major };  // A[row * lda + k] or A[k * lda + row]
+enum class Into { overwrite, add, rescale };    // C = AB, C + AB, C * alpha + AB (alpha per column)
+
+template <class Dot>
+struct Gemm {
+  using Word = typename Dot::Word;
+  using Acc = typename Dot::Acc;
+
+  template <int kR, int kV, AOrder kOrder, Into kInto, bool kPeak>
+  TW_INLINE void block(const Word* a, i64 lda, const Word* b, i64 ldb, int depth, Acc* c, i64 ldc,
+                       const Acc* alpha, Vec<Acc>* peak) {
+    constexpr int lanes = kLanes<Acc>;
+    Vec<Acc> acc[kR][kV];
+    TW_UNROLL(4) for (int v = 0; v < kV; v++) {
+      Vec<Acc> factor{};
+      if constexpr (kInto == Into::rescale) factor = load(alpha + v * lanes);
+      TW_UNROLL(16) for (int r = 0; r < kR; r++) {
+        if constexpr (kInto == Into::overwrite) acc[r][v] = Vec<Acc>{};
+        if constexpr (kInto == Into::add) acc[r][v] = load(c + r * ldc + v * lanes);
+        if constexpr (kInto == Into::rescale) acc[r][v] = load(c + r * ldc + v * lanes) * factor;
+      }
+    }
+    TW_UNROLL(2) for (int k = 0; k < depth; k++) {
+      Vec<Word> row[kV];
+      TW_UNROLL(4) for (int v = 0; v < kV; v++) row[v] = load(b + k * ldb + v * lanes);
+      TW_UNROLL(16) for (int r = 0; r < kR; r++) {
+        const Word x = kOrder == AOrder::row_major ? a[r * lda + k] : a[k * lda + r];
+        TW_UNROLL(4) for (int v = 0; v < kV; v++) acc[r][v] = Dot::multiply_add(acc[r][v], x, row[v]);
+      }
+    }
+    TW_UNROLL(16) for (int r = 0; r < kR; r++) {
+      TW_UNROLL(4) for (int v = 0; v < kV; v++) {
+        store(c + r * ldc + v * lanes, acc[r][v]);
+        if constexpr (kPeak) peak[v] = vmax(acc[r][v], peak[v]);
+      }
+    }
+  }
+
+  template <int kV, AOrder kOrder, Into kInto, bool kPeak>
+  TW_NOINLINE static void columns(const Word* a, i64 lda, const Word* b, i64 ldb, int rows, int depth, Acc* c,
+                                  i64 ldc, const Acc* alpha, Acc* peak_out) {
+    constexpr int lanes = kLanes<Acc>;
+    const i64 step = kOrder == AOrder::row_major ? lda : 1;
+    Vec<Acc> peak[kV];
+    TW_UNROLL(4) for (int v = 0; v < kV; v++) peak[v] = set(-static_cast<Acc>(__builtin_inf()));
+    int r = 0;
+    for (; r + kRows<kV> <= rows; r += kRows<kV>)
+      block<kRows<kV>, kV, kOrder, kInto, kPeak>(a + r * step, lda, b, ldb, depth, c + r * ldc, ldc, alpha, peak);
+    for (; r + 2 <= rows; r += 2)
+      block<2, kV, kOrder, kInto, kPeak>(a + r * step, lda, b, ldb, depth, c + r * ldc, ldc, alpha, peak);
+    for (; r < rows; r++)
+      block<1, kV, kOrder, kInto, kPeak>(a + r * step, lda, b, ldb, depth, c + r * ldc, ldc, alpha, peak);
+    if constexpr (kPeak) {
+      TW_UNROLL(4) for (int v = 0; v < kV; v++) store(peak_out + v * lanes, peak[v]);
+    }
+  }
+
+  // width is a multiple of the lanes; alpha and peak (the largest entry of each column) hold `width` numbers.
+  template <AOrder kOrder, Into kInto, bool kPeak = false>
+  static void run(const Word* a, i64 lda, const Word* b, i64 ldb, int rows, int depth, int width, Acc* c, i64 ldc,
+                  const Acc* alpha = nullptr, Acc* peak = nullptr) {
+    for_columns<Acc>(width, [&](auto vectors, int column) {
+      columns<decltype(vectors)::value, kOrder, kInto, kPeak>(
+          a, lda, b + column, ldb, rows, depth, c + column, ldc, alpha ? alpha + column : nullptr,
+          peak ? peak + column : nullptr);
+    });
+  }
+};
+
+}  // namespace tilewise::TILEWISE_ISA

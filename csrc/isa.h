@@ -1,0 +1,56 @@
+// The kernels of one instruction set. Each isa_*.cc defines TILEWISE_ISA and TILEWISE_VECTOR_BYTES, includes this
+// file and is compiled with its own flags; nothing else is.
+#pragma once
+
+#include "backward.h"
+#include "bias_backward.h"
+#include "forward.h"
+
+namespace tilewise::TILEWISE_ISA {
+
+#if defined(__AVX512BF16__)
+using Bf16Mode = PairMode;
+#else
+using Bf16Mode = PlainMode<Bf16, float>;
+#endif
+
+template <template <class> class Kernel, class Arguments>
+static bool run(const Arguments& arguments) {
+  switch (arguments.dtype) {
+    case DType::f32:
+      return Kernel<PlainMode<float, float>>(arguments).run();
+    case DType::f64:
+      return Kernel<PlainMode<double, double>>(arguments).run();
+    case DType::bf16:
+      return Kernel<Bf16Mode>(arguments).run();
+    case DType::f16:
+      return Kernel<PlainMode<Half, float>>(arguments).run();
+  }
+  return true;
+}
+
+static bool forward(const Forward& f) { return run<ForwardKernel>(f); }
+static bool backward(const Backward& f) { return run<BackwardKernel>(f); }
+static bool bias_backward(const BiasBackward& f) { return run<BiasKernel>(f); }
+
+// A bare loop of independent multiply-adds, as many as hide the latency: the ceiling to compare with.
+template <class Dot>
+TW_NOINLINE static double multiply_add_flops(i64 iterations) {
+  constexpr int chains = kVectorBytes == 64 ? 24 : 12;
+  constexpr int lanes = kLanes<float>;
+  using Word = typename Dot::Word;
+  Vec<float> acc[chains];
+  TW_UNROLL(24) for (int c = 0; c < chains; c++) acc[c] = set(static_cast<float>(c));
+  Word word{};
+  Vec<Word> row{};
+  for (i64 i = 0; i < iterations; i++) {
+    __asm__ volatile("" : "+r"(word));
+    TW_UNROLL(24) for (int c = 0; c < chains; c++) acc[c] = Dot::multiply_add(acc[c], word, row);
+  }
+  TW_UNROLL(24) for (int c = 1; c < chains; c++) acc[0] += acc[c];
+  volatile float keep = acc[0][0];
+  (void)keep;
+  return 2.0 * Dot::per_word * lanes * chains * static_cast<double>(iterations);
+}
+
+}  // namespace tilewise::TILEWISE_ISA

@@ -1,0 +1,125 @@
+// The score chain on a tile: s = scale * q.k, then each step in order; and for the backward pass the product of
+// the steps' derivatives (only a softcap's is not one).
+#pragma once
+
+#include "gemm.h"
+#include "mask.h"
+#include "elementary.h"
+#include "pack.h"
+
+namespace tilewise::TILEWISE_ISA {
+
+// bias[m0 + i][n0 + j] for a piece of kSubKeys keys, lanes along the queries: to[j * width + i].
+template <class C, class E>
+static void bias_piece(const E* from, const View& view, int rows, int count, int width, C* to) {
+  constexpr int lanes = kLanes<C>;
+  if (view.row == 0) {
+    for (int j = 0; j < count; j++) {
+      const Vec<C> v = set<C>(widen_one(from + j * view.col));
+      for (int i = 0; i < width; i += lanes) store(to + j * width + i, v);
+    }
+    return;
+  }
+  for (int i = 0; i < width; i += lanes) {
+    for (int j = 0; j < count; j += lanes) {
+      Vec<C> r[lanes];
+      TW_UNROLL(16) for (int x = 0; x < lanes; x++)
+        r[x] = i + x < rows ? widen_strided<C>(from + (i + x) * view.row + j * view.col, view.col, count - j)
+                            : Vec<C>{};
+      transpose<C>(r);
+      for (int x = 0; x < lanes && j + x < count; x++) store(to + (j + x) * width + i, r[x]);
+    }
+  }
+}
+
+template <class C>
+class ScoreChain {
+ public:
+  ScoreChain(const Problem& problem, i64 b, i64 h, i64 queries, i64 keys)
+      : code_(problem.score), length_(problem.score_length), b_(b), h_(h), offset_(keys - queries),
+        scale_(static_cast<C>(problem.scale)) {}
+
+  // Scores in place: s[j * width + i] for queries m0 + i, keys n0 + j; on entry q.k, on return the final score.
+  // Where `gain` is not null it receives d(final score) / d(score after step `from` - 1), from 0: d / d(scale * q.k).
+  TW_NOINLINE void apply(C* s, int width, i64 m0, int rows, i64 n0, int count, C* gain = nullptr,
+                         int from = 0) const {
+    constexpr int lanes = kLanes<C>;
+    for (int j = 0; j < count; j += kSubKeys) {
+      const int piece = static_cast<int>(min(kSubKeys, count - j));
+      C* rows_s = s + static_cast<i64>(j) * width;
+      C* rows_gain = gain ? gain + static_cast<i64>(j) * width : nullptr;
+      const int size = piece * width;
+      for (int x = 0; x < size; x += lanes) store(rows_s + x, load(rows_s + x) * scale_);
+      if (rows_gain)
+        for (int x = 0; x < size; x += lanes) store(rows_gain + x, set(static_cast<C>(1)));
+      for (int step = 0; step < length_; step++) {
+        const ScoreInstr& x = code_[step];
+        switch (x.op) {
+          case ScoreOp::alibi:
+            alibi(x, rows_s, width, m0, n0 + j, piece);
+            break;
+          case ScoreOp::softcap:
+            softcap(x, rows_s, size, step >= from ? rows_gain : nullptr);
+            break;
+          case ScoreOp::bias:
+            bias(x, rows_s, width, m0, rows, n0 + j, piece);
+            break;
+        }
+      }
+    }
+  }
+
+ private:
+  void alibi(const ScoreInstr& x, C* s, int width, i64 m0, i64 n0, int count) const {
+    constexpr int lanes = kLanes<C>;
+    const C slope = static_cast<const C*>(x.tensor.data)[b_ * x.tensor.batch + h_ * x.tensor.head];
+    for (int j = 0; j < count; j++) {
+      for (int i = 0; i < width; i += lanes) {
+        const Vec<C> distance = lane_numbers<C>() + static_cast<C>(m0 + i + offset_ - n0 - j);
+        C* p = s + j * width + i;
+        store(p, load(p) - slope * vmax(distance, -distance));
+      }
+    }
+  }
+
+  void softcap(const ScoreInstr& x, C* s, int size, C* gain) const {
+    constexpr int lanes = kLanes<C>;
+    const C cap = static_cast<C>(x.cap), inverse = static_cast<C>(1 / x.cap);
+    for (int i = 0; i < size; i += lanes) {
+      const Vec<C> t = tanh(load(s + i) * inverse, C{});
+      store(s + i, t * cap);
+      if (gain) store(gain + i, load(gain + i) * (static_cast<C>(1) - t * t));
+    }
+  }
+
+  void bias(const ScoreInstr& x, C* s, int width, i64 m0, int rows, i64 n0, int count) const {
+    alignas(kVectorBytes) C piece[kSubKeys * kTileQueries];
+    const i64 at = b_ * x.tensor.batch + h_ * x.tensor.head + m0 * x.tensor.row + n0 * x.tensor.col;
+    if constexpr (sizeof(C) == 8) {
+      bias_piece(static_cast<const double*>(x.tensor.data) + at, x.tensor, rows, count, width, piece);
+    } else if (x.dtype == DType::bf16) {
+      bias_piece(static_cast<const Bf16*>(x.tensor.data) + at, x.tensor, rows, count, width, piece);
+    } else if (x.dtype == DType::f16) {
+      bias_piece(static_cast<const Half*>(x.tensor.data) + at, x.tensor, rows, count, width, piece);
+    } else {
+      bias_piece(static_cast<const float*>(x.tensor.data) + at, x.tensor, rows, count, width, piece);
+    }
+    constexpr int lanes = kLanes<C>;
+    // A finite bias stays finite in base-2 units: the most negative numbers are masks in disguise, and a row
+    // of nothing else is still a row with keys.
+    const Vec<C> floor = set(static_cast<C>(sizeof(C) == 4 ? -1e38 : -1e307));
+    const Vec<C> none = set(-static_cast<C>(__builtin_inf()));
+    for (int i = 0; i < count * width; i += lanes) {
+      const Vec<C> value = load(piece + i);
+      const Vec<C> finite = value == none ? none : vmax(floor, value);
+      store(s + i, load(s + i) + finite);
+    }
+  }
+
+  const ScoreInstr* code_;
+  int length_;
+  i64 b_, h_, offset_;
+  C scale_;
+};
+
+}  // namespace tilewise::TILEWISE_ISA

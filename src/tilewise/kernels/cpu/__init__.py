@@ -1,0 +1,1 @@
+"""The CPU backend: the compiled core's kernels over torch's CPU tensors."""

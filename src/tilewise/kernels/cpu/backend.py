@@ -1,0 +1,275 @@
+"""The CPU backend: allocates results and hands pointers, strides and sizes to the compiled core."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.base import Backend, Needs, Prepared, Tiles, output_like
+from tilewise.kernels.cpu.core import absence, core
+from tilewise.problem import Grads, Operands, Problem, Result
+from tilewise.variants.program import Instr, Program
+
+__all__ = ["CpuBackend"]
+
+_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+_MAX_DIM = 512
+_MAX_MASK = 32
+_MAX_SCORE = 8
+_threads = torch.get_num_threads
+
+
+class CpuBackend(Backend):
+    """Runs the C++ kernels of the best instruction set of this machine (csrc/)."""
+
+    name: ClassVar[str] = "cpu"
+
+    def absence(self) -> str | None:
+        """Why the compiled core is not there."""
+        return absence()
+
+    def why_not(self, problem: Problem) -> list[str]:
+        """The limits of the kernels."""
+        missing = absence()
+        reasons = [missing] if missing else []
+        if problem.device != "cpu":
+            reasons.append(f"it computes on the CPU; the tensors are on {problem.device}")
+        if problem.dtype not in _DTYPES:
+            reasons.append(f"it computes float32, float64, bfloat16, float16; not {problem.dtype}")
+        for name, width in (("D", problem.head_dim), ("Dv", problem.value_dim)):
+            if width > _MAX_DIM:
+                reasons.append(f"{name} = {width} is over its limit of {_MAX_DIM}")
+        if len(problem.mask) > _MAX_MASK:
+            reasons.append(f"the mask has {len(problem.mask)} instructions; its limit is {_MAX_MASK}")
+        if len(problem.score) > _MAX_SCORE:
+            reasons.append(f"the score has {len(problem.score)} steps; its limit is {_MAX_SCORE}")
+        return reasons
+
+    def tiles(self, problem: Problem) -> Tiles:
+        """64 queries in the lanes against 128 keys; part of the rounding contract."""
+        return Tiles(64, 128)
+
+    def forward(self, problem: Problem, operands: Operands) -> Result:
+        """The forward pass."""
+        return self.prepare(problem).forward(operands)
+
+    def backward(
+        self,
+        problem: Problem,
+        operands: Operands,
+        result: Result,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        needs: Needs,
+    ) -> Grads:
+        """The backward pass."""
+        return self.prepare(problem).backward(operands, result, grad_out, grad_lse, needs)
+
+    def prepare(self, problem: Problem) -> Prepared:
+        """Both passes with the programs already handed to the core."""
+        kernel = _Kernel(problem)
+        return Prepared(kernel.forward, kernel.backward)
+
+
+def _bounds(program: Program) -> set[int]:
+    """Instructions that are conjuncts of the whole mask: what they exclude nothing else lets in."""
+    spans: list[tuple[int, ...]] = []  # the conjuncts of each value on the stack
+    for index, instr in enumerate(program):
+        if instr.op == "and":
+            right = spans.pop()
+            spans[-1] += right
+        elif instr.op == "or":
+            spans.pop()
+            spans[-1] = ()
+        elif instr.op == "not":
+            spans[-1] = ()
+        else:
+            spans.append((index,))
+    return set(spans[0]) if spans else set()
+
+
+def _build(problem: Problem) -> Any:
+    """The core's kernel object for a problem."""
+    dims = tuple(problem[:7])
+    kernel = core().Kernel(
+        _DTYPES[problem.dtype], dims, problem.scale, problem.dropout_p, problem.layout == "varlen"
+    )
+    bounds = _bounds(problem.mask)
+    for index, instr in enumerate(problem.mask):
+        band = instr.op == "band"
+        left, right, anchor = instr.params if band else (-1, -1, 0)
+        length = instr.params[0] if instr.op == "below" and instr.params else 0
+        kernel.add_mask(
+            instr.op, index in bounds, left, right, bool(anchor), length, *_two_slots(instr)
+        )
+    for instr in problem.score:
+        cap = instr.params[0] if instr.op == "softcap" else 0.0
+        kernel.add_score(instr.op, cap, instr.slots[0] if instr.slots else -1)
+    return kernel
+
+
+def _two_slots(instr: Instr) -> tuple[int, int]:
+    slots = (*instr.slots, -1, -1)
+    return slots[0], slots[1]
+
+
+def _address(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+    return tensor.data_ptr(), tensor.stride()
+
+
+def _broadcast(tensor: Tensor) -> tuple[int, tuple[int, ...], int]:
+    """Address, strides with 0 where a dimension has size 1, dtype code (0 for what is not one)."""
+    strides = tuple(
+        0 if size == 1 else stride
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return tensor.data_ptr(), strides, _DTYPES.get(tensor.dtype, 0)
+
+
+class _Call:
+    """What the forward and the backward pass of one call have in common, as the core takes it."""
+
+    __slots__ = ("held", "mask", "score", "sequences", "sinks")
+
+    def __init__(self, operands: Operands) -> None:
+        # Ids are read along their rows; contiguous copies must live as long as the call.
+        self.held = [
+            tensor.contiguous() if tensor.dim() < 4 else tensor for tensor in operands.mask_tensors
+        ]
+        self.mask = tuple([_broadcast(tensor) for tensor in self.held])
+        self.score = tuple([_broadcast(tensor) for tensor in operands.score_tensors])
+        self.sinks = 0 if operands.sinks is None else operands.sinks.data_ptr()
+        self.sequences: tuple[int, ...] = ()
+        cu_q, cu_k = operands.cu_seqlens_q, operands.cu_seqlens_k
+        if cu_q is not None and cu_k is not None:
+            self.sequences = (cu_q.data_ptr(), cu_k.data_ptr(), _longest(cu_q), _longest(cu_k))
+
+
+def _longest(cu_seqlens: Tensor) -> int:
+    return int(cu_seqlens.diff().max()) if cu_seqlens.shape[0] > 1 else 0
+
+
+class _Kernel:
+    """A problem in the core's hands."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._kernel = _build(problem)
+        self._forward = core().forward
+        wide = problem.dtype is torch.float64
+        self._statistics = torch.float64 if wide else torch.float32
+        self._rows = (
+            (problem.heads, problem.queries)
+            if problem.layout == "varlen"
+            else (problem.batch, problem.heads, problem.queries)
+        )
+        rows = problem.heads * problem.queries
+        self._count = rows if problem.layout == "varlen" else problem.batch * rows
+        self._plain = not (problem.mask or problem.score or problem.sinks) and (
+            problem.layout == "dense"
+        )
+
+    def forward(self, operands: Operands) -> Result:
+        q, k, v = operands.q, operands.k, operands.v
+        out = output_like(q, self._problem.value_dim)
+        # One allocation: lse, then the row maxima and sums.
+        rows = torch.empty((3, *self._rows), dtype=self._statistics)
+        address = rows.data_ptr()
+        step = self._count * rows.itemsize
+        if self._plain:
+            mask: tuple[Any, ...] = ()
+            score: tuple[Any, ...] = ()
+            sinks, sequences = 0, ()
+        else:
+            call = _Call(operands)
+            mask, score, sinks, sequences = call.mask, call.score, call.sinks, call.sequences
+        self._forward(
+            self._kernel,
+            _threads(),
+            operands.seed,
+            q.data_ptr(),
+            q.stride(),
+            k.data_ptr(),
+            k.stride(),
+            v.data_ptr(),
+            v.stride(),
+            out.data_ptr(),
+            out.stride(),
+            address,
+            address + step,
+            address + 2 * step,
+            sinks,
+            mask,
+            score,
+            sequences,
+        )
+        return Result(out, rows[0], rows[1:])
+
+    def backward(
+        self,
+        operands: Operands,
+        result: Result,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        needs: Needs,
+    ) -> Grads:
+        q, k, v = operands.q, operands.k, operands.v
+        grad_q, grad_k, grad_v = (output_like(x, x.shape[-1]) for x in (q, k, v))
+        lse, stats = result.lse, result.stats.contiguous()
+        delta = torch.empty(self._rows, dtype=self._statistics)
+        if grad_lse is not None:
+            grad_lse = grad_lse.to(self._statistics).contiguous()
+        tensors = tuple(
+            _address(x) for x in (q, k, v, result.out, grad_out, grad_q, grad_k, grad_v)
+        )
+        arrays = (
+            stats[0].data_ptr(),
+            stats[1].data_ptr(),
+            0 if grad_lse is None else grad_lse.data_ptr(),
+            delta.data_ptr(),
+        )
+        call = _Call(operands)
+        arguments = (
+            self._kernel,
+            _threads(),
+            operands.seed,
+            tensors,
+            arrays,
+            call.sinks,
+            call.mask,
+            call.score,
+            call.sequences,
+        )
+        core().backward(*arguments)
+        return Grads(
+            grad_q if needs.q else None,
+            grad_k if needs.k else None,
+            grad_v if needs.v else None,
+            self._score_grads(arguments, operands, needs),
+            self._sink_grads(operands, lse, delta) if needs.sinks else None,
+        )
+
+    def _score_grads(
+        self, arguments: tuple[Any, ...], operands: Operands, needs: Needs
+    ) -> tuple[Tensor | None, ...]:
+        grads: list[Tensor | None] = [None] * len(operands.score_tensors)
+        for index, instr in enumerate(self._problem.score):
+            if instr.op != "bias" or not needs.score_tensors[instr.slots[0]]:
+                continue
+            slot = instr.slots[0]
+            bias = operands.score_tensors[slot]
+            grad = torch.zeros(bias.shape, dtype=self._statistics)
+            address, strides, _ = _broadcast(grad)
+            core().bias_backward(*arguments, index, address, strides)
+            grad = grad.to(bias.dtype)
+            previous = grads[slot]
+            grads[slot] = grad if previous is None else previous + grad
+        return tuple(grads)
+
+    def _sink_grads(self, operands: Operands, lse: Tensor, delta: Tensor) -> Tensor:
+        """d loss / d sink[h] = -sum over rows of p_sink * delta, p_sink = exp(sink - lse)."""
+        sinks = operands.sinks
+        assert sinks is not None
+        share = (sinks[:, None] - lse).exp() * delta
+        over = 1 if self._problem.layout == "varlen" else (0, 2)
+        return -share.sum(over)

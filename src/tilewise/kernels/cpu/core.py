@@ -1,0 +1,46 @@
+"""The compiled core as far as it is there, and the instruction set that it runs."""
+
+import importlib
+import os
+from functools import cache
+from types import ModuleType
+
+from tilewise.errors import InvalidArgument
+
+__all__ = ["absence", "core"]
+
+_BUILD = "build it with `pip install .` (a C++20 compiler, or the ziglang wheel, is enough)"
+
+
+@cache
+def _load() -> tuple[ModuleType | None, str]:
+    """The module, or None and why not."""
+    importlib.import_module("torch")  # its OpenMP runtime is the one that the core borrows
+    try:
+        module = importlib.import_module("tilewise._core")
+    except ImportError as error:
+        return None, f"the compiled core is not there ({error}); {_BUILD}"
+    forced = os.environ.get("TILEWISE_ISA")
+    if forced:
+        available = module.isa_available()
+        if forced not in available:
+            raise InvalidArgument(
+                "TILEWISE_ISA (environment)",
+                repr(forced),
+                f"one of {', '.join(available)}, the instruction sets of this machine and build",
+            )
+        module.set_isa(forced)
+    return module, ""
+
+
+def absence() -> str | None:
+    """Why the compiled core is not there; None if it is."""
+    module, why = _load()
+    return None if module is not None else why
+
+
+def core() -> ModuleType:
+    """The compiled core; call only where ``absence()`` is None."""
+    module, why = _load()
+    assert module is not None, why
+    return module

@@ -9,7 +9,7 @@ width, Dv value width; in a variable-length call Tq and Tk are the packed totals
 
 import math
 import sys
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -346,7 +346,8 @@ def _real(name: str, value: object, required: str) -> float:
     if isinstance(value, bool) or not isinstance(value, _NUMBERS):
         fix = "Multiply q by a tensor scale." if name == "scale" else ""
         raise InvalidType(name, _named(value), required, fix)
-    return float(value) if isinstance(value, int) else value
+    # A symbolic number of a traced call stands for a float and stays as it is.
+    return float(value) if isinstance(value, int) else cast(float, value)
 
 
 def check_sinks(sinks: object, heads: int, device: str) -> bool:
@@ -371,7 +372,7 @@ def check_sinks(sinks: object, heads: int, device: str) -> bool:
 
 def lower_sinks(sinks: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Sinks as kernels read them: contiguous, in the dtype of the statistics; differentiable."""
-    return None if sinks is None else sinks.to(statistics_dtype(dtype)).contiguous()
+    return None if sinks is None else sinks.to(statistics_dtype(dtype)).resolve_neg().contiguous()
 
 
 def output_like(like: Tensor, width: int) -> Tensor:

@@ -21,7 +21,7 @@ _FIRST_CAPTURED = 9
 
 def differentiable(operands: Operands, plan: Plan) -> Result:
     """Run a plan's forward so that autograd knows its backward."""
-    out, lse, stats = Attention.apply(
+    out, lse, stats = Attention.apply(  # type: ignore[no-untyped-call]
         plan,
         operands.seed,
         operands.q,
@@ -75,7 +75,7 @@ class Attention(torch.autograd.Function):
         return tuple(result)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> Any:
         """The gradients that autograd asks for, in the order of forward's arguments."""
         out, lse, stats, q, k, v, sinks, cu_q, cu_k, *captured = ctx.saved_tensors
@@ -86,8 +86,9 @@ class Attention(torch.autograd.Function):
         wanted = ctx.needs_input_grad
         score_needs = wanted[_FIRST_CAPTURED + split :]
         needs = Needs(wanted[2], wanted[3], wanted[4], score_needs, wanted[5])
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out.resolve_neg()
+        if grad_lse is not None:
+            grad_lse = grad_lse.resolve_neg()
         grads = ctx.plan.backward(operands, Result(out, lse, stats), grad_out, grad_lse, needs)
         mask_grads = (None,) * split
         return (

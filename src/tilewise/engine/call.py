@@ -70,6 +70,9 @@ def signature(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
         q.device,
         k.device,
         v.device,
+        q.layout,
+        k.layout,
+        v.layout,
     )
 
 
@@ -91,6 +94,9 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
             q.device,
             k.device,
             v.device,
+            q.layout,
+            k.layout,
+            v.layout,
             mask.text,
             score.text,
             scale,

@@ -74,6 +74,9 @@ def _execute(
 ) -> Result:
     """Run a plan eagerly, under autograd where a gradient may be wanted."""
     problem = plan.problem
+    if q.is_neg() or k.is_neg() or v.is_neg():
+        # The imaginary part of a conjugate: its sign is a flag that kernels do not see.
+        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     if (
         sinks is None
         and cu_seqlens is None

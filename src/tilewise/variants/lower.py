@@ -184,14 +184,14 @@ def _slopes(tensor: Tensor, extent: Extent, dtype: torch.dtype) -> Tensor:
             f"shape {tuple(tensor.shape)}",
             f"[Hq] or [B, Hq] with B = {extent.batch}, Hq = {extent.heads}",
         )
-    return tensor.detach().to(statistics_dtype(dtype))
+    return tensor.detach().to(statistics_dtype(dtype)).resolve_neg()
 
 
 def _bias_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Kernels read biases in the query's dtype or in the dtype of the statistics."""
-    if tensor.dtype is dtype:
-        return tensor
-    return tensor.to(statistics_dtype(dtype))
+    if tensor.dtype is not dtype:
+        tensor = tensor.to(statistics_dtype(dtype))
+    return tensor.resolve_neg()
 
 
 def _four_dims(name: str, tensor: Tensor, extent: Extent) -> Tensor:

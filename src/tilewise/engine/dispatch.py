@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Hashable
+from functools import cache
 from threading import Lock
 
 from tilewise.engine import registry
@@ -11,7 +12,7 @@ from tilewise.plan.plan import Plan
 from tilewise.problem import Problem
 from tilewise.variants.program import encode
 
-__all__ = ["PLANS", "PlanCache", "candidates", "plan_problem"]
+__all__ = ["PLANS", "PlanCache", "candidates", "plan_problem", "warn_slow"]
 
 _HOW_TO_BUILD = "Build the core: `./run doctor` in a checkout, or `pip install tilewise`."
 
@@ -34,7 +35,7 @@ def plan_problem(problem: Problem, backend: str | None = None) -> Plan:
         fix = "" if backend is not None else _explicit_reference(asked)
         raise Unsupported(_describe(problem, backend), reasons, fix)
     if choice.slow:
-        _warn_slow(choice.name, reasons)
+        warn_slow(choice.name, tuple(reasons.items()))
     chosen = registry.load(choice.name)
     prepared = chosen.prepare(problem)
     return Plan(
@@ -75,15 +76,10 @@ def _describe(problem: Problem, backend: str | None) -> str:
     )
 
 
-_warned: set[str] = set()
-
-
-def _warn_slow(name: str, reasons: dict[str, tuple[str, ...]]) -> None:
-    """Once per process: the fast backends are not there, and the slow one goes on."""
-    if name in _warned:
-        return
-    _warned.add(name)
-    lines = [f"  backend {who!r}: {reason}" for who, why in reasons.items() for reason in why]
+@cache
+def warn_slow(name: str, reasons: tuple[tuple[str, tuple[str, ...]], ...]) -> None:
+    """Say once per process that the fast backends are not there and a slow one goes on."""
+    lines = [f"  backend {who!r}: {reason}" for who, why in reasons for reason in why]
     message = "\n".join(
         [f"tilewise runs on its slow reference, {name!r} (exact, but not fast):", *lines]
     )

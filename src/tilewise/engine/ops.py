@@ -125,6 +125,12 @@ def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
     return output_like(like, tensor.shape[-1]).copy_(tensor)
 
 
+def _own(tensor: Tensor) -> Tensor:
+    """The tensor at the start of its memory: a backend may cut several out of one allocation."""
+    at_start = tensor.is_contiguous() and tensor.storage_offset() == 0
+    return tensor if at_start else tensor.clone(memory_format=torch.contiguous_format)
+
+
 @torch.library.custom_op("tilewise::attention", mutates_args=())
 def _attention(
     q: Tensor,
@@ -156,7 +162,7 @@ def _attention(
     )
     plan, operands = _planned(q, k, v, asked, seed)
     result = plan.forward(operands)
-    return _laid_out(result.out, q), result.lse.contiguous(), result.stats.contiguous()
+    return _laid_out(result.out, q), _own(result.lse), _own(result.stats)
 
 
 @_attention.register_fake
@@ -228,11 +234,11 @@ def _backward(
             _absent(like) if grad is None else _laid_out(grad, like)
             for grad, like in zip((grads.q, grads.k, grads.v), (q, k, v), strict=True)
         ),
-        _absent(q) if grads.sinks is None else grads.sinks.contiguous(),
+        _absent(q) if grads.sinks is None else _own(grads.sinks),
     ]
     for index, tensor in enumerate(score_tensors):
         grad = grads.score_tensors[index] if index < len(grads.score_tensors) else None
-        found.append(_absent(q) if grad is None else grad.to(tensor.dtype).contiguous())
+        found.append(_absent(q) if grad is None else _own(grad.to(tensor.dtype)))
     return found
 
 

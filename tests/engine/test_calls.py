@@ -1,0 +1,188 @@
+"""The calls: what they return, held plans, packed sequences, seeds, and empty problems."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tests.engine.samples import packed, qkv
+from tilewise import masks, scores
+from tilewise.errors import InvalidArgument
+
+
+def test_against_torch(backend: str) -> None:
+    q, k, v = qkv(False)
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(tilewise.attention(q, k, v, backend=backend), theirs)
+
+
+def test_more_comes_as_a_named_tuple(backend: str) -> None:
+    q, k, v = qkv(False)
+    out = tilewise.attention(q, k, v, backend=backend)
+    result = tilewise.attention(q, k, v, return_lse=True, return_stats=True, backend=backend)
+    logits = q @ k.repeat_interleave(2, 1).mT / math.sqrt(8)
+    assert torch.equal(result.out, out)
+    torch.testing.assert_close(result.lse, logits.logsumexp(-1))
+    torch.testing.assert_close(result.stats.row_max, logits.amax(-1))
+    assert tilewise.attention(q, k, v, return_lse=True, backend=backend).stats is None
+
+
+def test_the_output_follows_the_memory_order_of_q(backend: str) -> None:
+    for swapped in (False, True):
+        out = tilewise.attention(*qkv(False, swapped=swapped), backend=backend)
+        assert (out.transpose(1, 2) if swapped else out).is_contiguous()
+
+
+def test_a_held_plan_gives_the_same_bits(backend: str) -> None:
+    q, k, v = qkv(False)
+    mask, score = masks.causal(), scores.softcap(5.0)
+    plan = tilewise.plan(q, k, v, mask=mask, score=score, scale=0.3, backend=backend)
+    wanted = tilewise.attention(q, k, v, mask=mask, score=score, scale=0.3, backend=backend)
+    assert torch.equal(tilewise.attention(q, k, v, plan=plan), wanted)
+    again = tilewise.attention(q, k, v, mask=mask, score=score, scale=0.3, plan=plan)
+    assert torch.equal(again, wanted)
+    assert f"backend={backend!r}" in repr(plan)
+
+
+def test_a_held_plan_takes_captured_tensors_at_the_call(backend: str) -> None:
+    q, k, v = qkv(False)
+    plan = tilewise.plan(q, k, v, mask=masks.lengths(torch.tensor([7, 7])), backend=backend)
+    for lengths in ([3, 7], [0, 5]):
+        mask = masks.lengths(torch.tensor(lengths))
+        wanted = tilewise.attention(q, k, v, mask=mask, backend=backend)
+        assert torch.equal(tilewise.attention(q, k, v, mask=mask, plan=plan), wanted)
+    with pytest.raises(InvalidArgument, match=r"^plan: .*passed again"):
+        tilewise.attention(q, k, v, plan=plan)
+
+
+def test_a_held_plan_of_packed_sequences(backend: str) -> None:
+    q, k, v, cu_q, cu_k = packed(False)
+    plan = tilewise.plan(q, k, v, cu_q, cu_k, mask=masks.causal(), backend=backend)
+    wanted = tilewise.attention_varlen(q, k, v, cu_q, cu_k, mask=masks.causal(), backend=backend)
+    assert torch.equal(tilewise.attention_varlen(q, k, v, cu_q, cu_k, plan=plan), wanted)
+    three = torch.tensor([0, 1, 2, 6])
+    with pytest.raises(InvalidArgument, match=r"^plan: got a plan for 2 sequences"):
+        tilewise.attention_varlen(q, k, v, three, torch.tensor([0, 1, 2, 9]), plan=plan)
+    with pytest.raises(InvalidArgument, match=r"^cu_seqlens_k: got 10"):
+        tilewise.attention_varlen(q, k, v, cu_q, torch.tensor([0, 5, 10]), plan=plan)
+    with pytest.raises(InvalidArgument, match=r"^plan: "):
+        tilewise.attention(*qkv(False), plan=plan)
+
+
+OTHER_CALLS: dict[str, dict[str, Any]] = {
+    "mask": {"mask": masks.causal()},
+    "score": {"score": scores.softcap(1.0)},
+    "scale": {"scale": 0.1},
+    "dropout": {"dropout_p": 0.1},
+    "sinks": {"sinks": torch.zeros(4)},
+    "backend": {"backend": "cpu"},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CALLS)
+def test_a_held_plan_is_for_its_own_call(name: str) -> None:
+    plan = tilewise.plan(*qkv(), backend="tiled")
+    with pytest.raises(InvalidArgument, match=r"^plan: "):
+        tilewise.attention(*qkv(), plan=plan, **OTHER_CALLS[name])
+
+
+def test_a_held_plan_is_for_its_own_shapes() -> None:
+    q, k, v = qkv()
+    plan = tilewise.plan(q, k, v, backend="tiled")
+    for other in ((q[:1], k[:1], v[:1]), (q.double(), k.double(), v.double())):
+        with pytest.raises(InvalidArgument, match=r"^plan: got a plan for q \[2, 4, 5, 8\]"):
+            tilewise.attention(*other, plan=plan)
+
+
+def test_a_plan_checks_what_is_captured() -> None:
+    with pytest.raises(InvalidArgument, match="the length 8"):
+        tilewise.plan(*qkv(), mask=masks.lengths(torch.tensor([1, 8])), backend="tiled")
+
+
+def test_packed_sequences_are_separate_calls(backend: str) -> None:
+    q, k, v, cu_q, cu_k = packed(False)
+    slopes, bias = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.linspace(-1, 1, 48).view(2, 1, 4, 6)
+    keywords: dict[str, Any] = {"mask": masks.causal(), "backend": backend}
+    result = tilewise.attention_varlen(
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        score=[scores.alibi(slopes), scores.bias(bias)],
+        return_lse=True,
+        **keywords,
+    )
+    for index in range(2):
+        rows = slice(int(cu_q[index]), int(cu_q[index + 1]))
+        keys = slice(int(cu_k[index]), int(cu_k[index + 1]))
+        m, n = rows.stop - rows.start, keys.stop - keys.start
+        one = tilewise.attention(
+            *(x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys])),
+            score=[scores.alibi(slopes), scores.bias(bias[index, :, :m, :n])],
+            return_lse=True,
+            **keywords,
+        )
+        torch.testing.assert_close(result.out[rows], one.out[0].transpose(0, 1))
+        torch.testing.assert_close(result.lse[:, rows], one.lse[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_both_integers_serve_as_cu_seqlens(dtype: torch.dtype, backend: str) -> None:
+    q, k, v, cu_q, cu_k = packed(False)
+    wanted = tilewise.attention_varlen(q, k, v, cu_q, cu_k, backend=backend)
+    wide = torch.stack([cu_q, cu_q], 1).to(dtype)[:, 0]
+    found = tilewise.attention_varlen(q, k, v, wide, cu_k.to(dtype), backend=backend)
+    assert torch.equal(found, wanted)
+
+
+def _dropped(backend: str, **keywords: Any) -> Tensor:
+    out: Tensor = tilewise.attention(*qkv(False), dropout_p=0.5, backend=backend, **keywords)
+    return out
+
+
+def test_seeds(backend: str) -> None:
+    first = _dropped(backend, seed=5)
+    assert torch.equal(first, _dropped(backend, seed=5))
+    assert torch.equal(first, _dropped(backend, seed=torch.tensor(5)))
+    assert not torch.equal(first, _dropped(backend, seed=6))
+    assert torch.equal(_dropped(backend, seed=-1), _dropped(backend, seed=2**64 - 1))
+    torch.manual_seed(1)
+    drawn, next_drawn = _dropped(backend), _dropped(backend)
+    assert not torch.equal(drawn, next_drawn)
+    torch.manual_seed(1)
+    assert torch.equal(drawn, _dropped(backend))
+
+
+def test_without_dropout_torch_s_generator_is_left_alone(backend: str) -> None:
+    before = torch.get_rng_state()
+    tilewise.attention(*qkv(), backend=backend)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 3, 3), (2, 0, 3), (2, 3, 0)])
+def test_empty_problems(batch: int, queries: int, keys: int, backend: str) -> None:
+    q = torch.randn(batch, 4, queries, 8, requires_grad=True)
+    k = torch.randn(batch, 2, keys, 8, requires_grad=True)
+    result = tilewise.attention(q, k, k, mask=masks.causal(), return_lse=True, backend=backend)
+    assert torch.equal(result.out, torch.zeros_like(result.out))
+    assert torch.equal(result.lse, torch.full_like(result.lse, -math.inf))
+    result.out.sum().backward()
+    for tensor in (q, k):
+        assert tensor.grad is not None
+        assert torch.equal(tensor.grad, torch.zeros_like(tensor))
+
+
+def test_empty_packed_problems(backend: str) -> None:
+    nothing = torch.tensor([0])
+    q, k = torch.zeros(0, 4, 8), torch.zeros(0, 2, 8)
+    assert tilewise.attention_varlen(q, k, k, nothing, nothing, backend=backend).shape == q.shape
+    rows, keys = torch.tensor([0, 0, 2]), torch.tensor([0, 3, 3])
+    q, k = torch.randn(2, 4, 8), torch.randn(3, 2, 8)
+    out = tilewise.attention_varlen(q, k, k, rows, keys, backend=backend)
+    assert torch.equal(out, torch.zeros_like(q))

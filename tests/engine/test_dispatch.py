@@ -1,0 +1,240 @@
+"""The choice of a backend, its warnings and refusals, and the plan cache."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tests.engine.samples import qkv
+from tilewise import masks
+from tilewise.engine import dispatch, registry
+from tilewise.engine.dispatch import PLANS, PlanCache
+from tilewise.errors import SlowPathWarning, Unsupported
+from tilewise.kernels.base import Backend, Tiles
+from tilewise.plan.choose import Candidate, choose
+from tilewise.plan.plan import Plan
+from tilewise.problem import Grads, Operands, Problem, Result
+
+
+class Pretend(Backend):
+    """A backend that says what it is told to say."""
+
+    name: ClassVar[str] = "cpu"
+
+    def __init__(self, absent: str | None = None, reasons: tuple[str, ...] = ()) -> None:
+        self.absent, self.reasons, self.calls = absent, list(reasons), 0
+
+    def absence(self) -> str | None:
+        return self.absent
+
+    def why_not(self, problem: Problem) -> list[str]:
+        return self.reasons
+
+    def tiles(self, problem: Problem) -> Tiles:
+        return Tiles(16, 32, 3)
+
+    def forward(self, problem: Problem, operands: Operands) -> Result:
+        self.calls += 1
+        rows = operands.q.shape[:-1]
+        out = torch.zeros(*rows, problem.value_dim)
+        return Result(out, torch.zeros(rows), torch.zeros(2, *rows))
+
+    def backward(self, *_: Any) -> Grads:
+        raise AssertionError("not asked for")
+
+
+Swap = Callable[[Pretend], None]
+
+
+@pytest.fixture
+def swap(monkeypatch: pytest.MonkeyPatch) -> Iterator[Swap]:
+    """Puts another backend in the place of the compiled one."""
+    load = registry.load
+
+    def put(backend: Pretend) -> None:
+        monkeypatch.setattr(registry, "load", lambda name: backend if name == "cpu" else load(name))
+        dispatch.warn_slow.cache_clear()
+        PLANS.clear()
+
+    yield put
+    PLANS.clear()
+
+
+def test_the_first_that_can_is_chosen(swap: Swap) -> None:
+    swap(Pretend())
+    plan = tilewise.plan(*qkv())
+    assert (plan.backend, plan.tiles, plan.reasons) == ("cpu", Tiles(16, 32, 3), ())
+
+
+def test_an_absent_core_gives_way_to_the_reference_and_warns_once(swap: Swap) -> None:
+    swap(Pretend(absent="the core is not built"))
+    with pytest.warns(SlowPathWarning, match="slow reference(.|\n)*the core is not built"):
+        out = tilewise.attention(*qkv())
+    assert out.shape == (2, 4, 5, 6)
+    plan = tilewise.plan(*qkv(dtype=torch.float64))  # a second warning would be an error
+    assert plan.backend == "tiled"
+    assert plan.reasons == (("cpu", ("the core is not built",)),)
+
+
+def test_a_backend_that_declines_is_not_replaced(swap: Swap) -> None:
+    swap(Pretend(reasons=("D is too wide", "and odd")))
+    with pytest.raises(Unsupported) as caught:
+        tilewise.attention(*qkv())
+    text = str(caught.value)
+    assert "backend 'cpu': D is too wide\n  backend 'cpu': and odd" in text
+    assert "backend='tiled'" in text
+    assert tilewise.attention(*qkv(), backend="tiled").shape == (2, 4, 5, 6)
+
+
+@pytest.mark.parametrize("broken", [Pretend("not built"), Pretend(None, ("too wide",))])
+def test_a_named_backend_never_falls_back(swap: Swap, broken: Pretend) -> None:
+    swap(broken)
+    with pytest.raises(Unsupported, match=r"backend 'cpu'.*is asked for and cannot"):
+        tilewise.attention(*qkv(), backend="cpu")
+
+
+CHOICES = [
+    ([Candidate("a", ()), Candidate("b", ())], "a", False),
+    ([Candidate("a", ("no",)), Candidate("b", ())], "b", False),
+    ([Candidate("a", ("no",)), Candidate("r", (), last_resort=True)], None, False),
+    ([Candidate("a", ("no",), absent=True), Candidate("r", (), last_resort=True)], "r", True),
+    ([Candidate("r", (), last_resort=True), Candidate("a", ())], "a", False),
+    ([], None, False),
+]
+
+
+@pytest.mark.parametrize(("asked", "name", "slow"), CHOICES)
+def test_choose(asked: list[Candidate], name: str | None, slow: bool) -> None:
+    assert choose(asked) == (name, slow)
+
+
+def test_explain_says_why_for_every_other_backend(swap: Swap) -> None:
+    swap(Pretend())
+    explanation = tilewise.explain(*qkv(), mask=masks.causal())
+    assert explanation.plan is not None
+    assert [name for name, _ in explanation.reasons] == ["tiled"]
+    assert str(explanation).splitlines() == [
+        "backend   cpu",
+        "tiles     16 query rows x 32 keys, 3 splits",
+        "problem   dense, float32 on cpu, batch 2, heads 4, kv_heads 2, queries 5, keys 7, "
+        "head_dim 8, value_dim 6",
+        "mask      band(-1,0,1)",
+        "score     unchanged",
+        "scale     0.353553",
+        "dropout   0",
+        "sinks     no",
+        "not tiled:",
+        "  it could, but 'cpu' comes first",
+    ]
+
+
+def test_explain_of_what_nothing_does(swap: Swap) -> None:
+    swap(Pretend(reasons=("too wide",)))
+    explanation = tilewise.explain(*qkv())
+    assert explanation.plan is None
+    assert "nothing here can do this call\nnot cpu:\n  too wide\nnot tiled:" in str(explanation)
+
+
+def test_explain_of_a_named_backend() -> None:
+    explanation = tilewise.explain(*qkv(), backend="tiled")
+    assert "not cpu:" in str(explanation)
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Problem]]:
+    """The problems that are planned from nothing."""
+    seen: list[Problem] = []
+    from tilewise.engine import call
+
+    plan_problem = call.plan_problem
+
+    def counting(problem: Problem, backend: str | None) -> Plan:
+        seen.append(problem)
+        return plan_problem(problem, backend)
+
+    monkeypatch.setattr(call, "plan_problem", counting)
+    PLANS.clear()
+    yield seen
+    PLANS.clear()
+
+
+def test_what_shares_a_plan_and_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with counted(monkeypatch) as seen:
+        for swapped in (False, True):  # strides are not part of a plan
+            for _ in range(2):
+                tilewise.attention(*qkv(swapped=swapped), backend="tiled")
+        assert len(seen) == 1
+        for fresh in (masks.window(2, 0), masks.window(2, 0)):  # programs are values
+            tilewise.attention(*qkv(), mask=fresh, backend="tiled")
+        assert len(seen) == 2
+        for lengths in ([3, 7], [0, 1]):  # captured tensors are not part of it
+            mask = masks.lengths(torch.tensor(lengths))
+            tilewise.attention(*qkv(), mask=mask, backend="tiled")
+        assert len(seen) == 3
+        tilewise.attention(*qkv(), scale=0.5, backend="tiled")
+        tilewise.attention(*qkv(), dropout_p=0.5, backend="tiled")
+        tilewise.attention(*qkv(), sinks=torch.zeros(4), backend="tiled")
+        tilewise.attention(*qkv(dtype=torch.bfloat16), backend="tiled")
+        q, k, v = qkv()
+        tilewise.attention(q[:, :, :3], k, v, backend="tiled")
+        assert len(seen) == 8
+
+
+def _plan() -> Plan:
+    return tilewise.plan(*qkv(), backend="tiled")
+
+
+def test_the_cache_is_bounded_and_keeps_what_is_used() -> None:
+    cache, plan = PlanCache(size=4), _plan()
+    cache.add("kept", plan)
+    for number in range(50):
+        cache.add(number, plan)
+        assert cache.find("kept") is plan
+        assert len(cache) <= 8
+    assert cache.find(0) is None
+    assert cache.find(49) is plan
+    cache.clear()
+    assert len(cache) == 0
+
+
+def test_the_cache_survives_threads() -> None:
+    cache, plan = PlanCache(size=3), _plan()
+    failures: list[Exception] = []
+
+    def work(offset: int) -> None:
+        try:
+            for number in range(300):
+                cache.add((offset + number) % 11, plan)
+                cache.find(number % 7)
+        except Exception as error:  # a thread's exception would be lost
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(offset,)) for offset in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(cache) <= 6
+
+
+def test_the_registry_loads_each_backend_once() -> None:
+    for name in registry.BACKEND_NAMES:
+        assert registry.load(name) is registry.load(name)
+        assert registry.load(name).name == name
+
+
+def test_the_default_way_from_forward_to_prepared() -> None:
+    backend = Pretend()
+    q, k, v = qkv(False)
+    problem = tilewise.plan(q, k, v, backend="tiled").problem
+    result: Result = backend.prepare(problem).forward(Operands(q, k, v))
+    assert (backend.calls, result.out.shape) == (1, (2, 4, 5, 6))
+    assert isinstance(result.lse, Tensor)

@@ -1,0 +1,153 @@
+"""Autocast, checkpointing, and the transforms that are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import tilewise
+from tests.engine.samples import packed, qkv, run, transformer
+from tilewise import masks, scores
+from tilewise.errors import Unsupported
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_as_torch_does(dtype: torch.dtype, backend: str) -> None:
+    q, k, v = qkv(grad=False)
+    with torch.autocast("cpu", dtype):
+        out = tilewise.attention(q, k.to(torch.float16), v, backend=backend)
+    by_hand = tilewise.attention(
+        q.to(dtype), k.to(torch.float16).to(dtype), v.to(dtype), backend=backend
+    )
+    assert out.dtype == dtype
+    assert torch.equal(out, by_hand)
+
+
+def test_autocast_gradients_come_back_in_the_inputs_dtype(backend: str) -> None:
+    q, k, v = qkv()
+    with torch.autocast("cpu", torch.bfloat16):
+        tilewise.attention(q, k, v, backend=backend).float().sum().backward()
+    assert q.grad is not None
+    assert q.grad.dtype == torch.float32
+
+
+def test_autocast_leaves_float64_alone(backend: str) -> None:
+    q, k, v = qkv(dtype=torch.float64)
+    plain = run(tilewise.attention, [q, k, v], backend=backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = run(tilewise.attention, [q, k, v], backend=backend)
+    assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
+
+
+def test_autocast_reaches_varlen_held_plans_and_compiled_calls(backend: str) -> None:
+    torch._dynamo.reset()
+    arguments = packed(grad=False)
+    q, k, v = qkv(grad=False)
+    plan = tilewise.plan(q.bfloat16(), k.bfloat16(), v.bfloat16(), backend=backend)
+    compiled = torch.compile(tilewise.attention, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert tilewise.attention_varlen(*arguments, backend=backend).dtype == torch.bfloat16
+        held = tilewise.attention(q, k, v, plan=plan)
+        traced = compiled(q, k, v, backend=backend)
+    assert torch.equal(held, traced)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_replays_dropout(reentrant: bool, backend: str) -> None:
+    model = transformer(backend, dropout=0.4)
+    x = torch.linspace(-1, 1, 2 * 9 * 16).view(2, 9, 16)
+
+    def again(x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(model, x, use_reentrant=reentrant)
+        return out
+
+    for mine, theirs in zip(run(model, [x.requires_grad_()]), run(again, [x]), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_compiled_checkpointing_replays_dropout(backend: str) -> None:
+    torch._dynamo.reset()
+    model = transformer(backend, dropout=0.4)
+    x = torch.linspace(-1, 1, 2 * 9 * 16).view(2, 9, 16).requires_grad_()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def again(x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(model, x, use_reentrant=False)
+        return out
+
+    for mine, theirs in zip(run(model, [x]), run(again, [x]), strict=True):
+        torch.testing.assert_close(theirs, mine)
+
+
+def _attend(q: Tensor) -> Tensor:
+    _, k, v = qkv(grad=False)
+    out: Tensor = tilewise.attention(q, k, v, backend="tiled")
+    return out
+
+
+def _forward_ad(q: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(_attend(forward_ad.make_dual(q, torch.ones_like(q))))
+
+
+def _forward_ad_of_a_bias(q: Tensor) -> Any:
+    with forward_ad.dual_level():
+        bias = forward_ad.make_dual(torch.zeros(5, 7), torch.ones(5, 7))
+        _, k, v = qkv(grad=False)
+        return tilewise.attention(q, k, v, score=scores.bias(bias), backend="tiled")
+
+
+TRANSFORMS: dict[str, Callable[[Tensor], Any]] = {
+    "jvp": lambda q: torch.func.jvp(_attend, (q,), (torch.ones_like(q),)),
+    "forward_ad": _forward_ad,
+    "forward_ad of a bias": _forward_ad_of_a_bias,
+    "grad": torch.func.grad(lambda q: _attend(q).sum()),
+    "grad_and_value": torch.func.grad_and_value(lambda q: _attend(q).sum()),
+    "vjp": lambda q: torch.func.vjp(_attend, q),
+    "jacrev": torch.func.jacrev(_attend),
+    "jacfwd": torch.func.jacfwd(_attend),
+    "vmap": lambda q: torch.func.vmap(_attend)(q[None]),
+    "vmap of another tensor": lambda q: torch.func.vmap(lambda x: _attend(q) + x)(torch.ones(3)),
+    "varlen": lambda q: torch.func.vmap(
+        lambda x: tilewise.attention_varlen(x, *packed(False)[1:], backend="tiled")
+    )(packed(False)[0][None]),
+    "held plan": lambda q: torch.func.grad(
+        lambda x: tilewise.attention(x, x, x, plan=tilewise.plan(q, q, q, backend="tiled")).sum()
+    )(q),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_are_refused(name: str) -> None:
+    with pytest.raises(Unsupported, match=r"torch\.func|forward-mode"):
+        TRANSFORMS[name](qkv(grad=False)[0])
+
+
+@pytest.mark.parametrize("name", ["jvp", "forward_ad", "grad", "vmap"])
+def test_compiled_transforms_are_refused(name: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(TRANSFORMS[name], backend="aot_eager")
+    with pytest.raises(Exception, match=r"torch\.func|forward-mode"):
+        compiled(qkv(grad=False)[0])
+
+
+def test_a_forward_mode_level_without_tangents_is_no_transform() -> None:
+    q = qkv(grad=False)[0]
+    with forward_ad.dual_level():
+        inside = _attend(q)
+    assert torch.equal(inside, _attend(q))
+
+
+def test_inference_mode(backend: str) -> None:
+    q, k, v = qkv(grad=False)
+    with torch.inference_mode():
+        inside = tilewise.attention(q, k, v, mask=masks.causal(), backend=backend)
+    assert torch.equal(inside, tilewise.attention(q, k, v, mask=masks.causal(), backend=backend))

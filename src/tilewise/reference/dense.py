@@ -69,7 +69,9 @@ def _attend(part: Part, dtype: torch.dtype) -> Result:
     dead = (logits == -math.inf).all(-1)
     safe = logits.masked_fill(dead[..., None], 0.0)
     p = torch.softmax(safe, dim=-1)[..., : problem.keys].masked_fill(dead[..., None], 0.0)
-    lse = torch.logsumexp(safe, dim=-1).masked_fill(dead, -math.inf)
+    # As torch.logsumexp, but its gradient stays a softmax where log z vanishes next to the maximum.
+    top = safe.detach().amax(-1) if safe.size(-1) else safe.new_zeros(dead.shape)
+    lse = (top + torch.exp(safe - top[..., None]).sum(-1).log()).masked_fill(dead, -math.inf)
     if problem.dropout_p:
         p = torch.where(_keep(part), p / (1 - problem.dropout_p), 0.0)
     return Result(p @ v, lse, _stats(s.detach()))

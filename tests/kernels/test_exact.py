@@ -1,0 +1,89 @@
+"""The 2x rule for out, lse and every gradient: case table, widths, lengths, drawn problems."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+
+from tests.cases import FLOATS, LENGTHS, TABLE, WIDTHS, Case, cases
+from tests.inputs import build
+from tests.kernels.targets import TARGETS, Target, forced, pairs
+from tests.oracle import attend, check, check_case, refer
+
+ALL_DTYPES = [case.of(dtype) for dtype in FLOATS for case in TABLE]
+
+
+@pytest.mark.parametrize(("target", "case"), pairs(ALL_DTYPES), indirect=["target"])
+def test_case_table(target: Target, case: Case) -> None:
+    """Every named case in every dtype."""
+    check_case(case, target.backend)
+
+
+def _width_cases() -> list[Case]:
+    """Every D with a Dv that it is not, in two dtypes each; a mask that cuts tiles."""
+    shuffled = random.Random(1).sample(WIDTHS, len(WIDTHS))
+    return [
+        Case(
+            f"width-{width}-{value_width}",
+            batch=1,
+            queries=35,
+            keys=67,
+            head_dim=width,
+            value_dim=value_width,
+            mask=("causal",),
+            dtype=FLOATS[(index + turn) % 3],
+        )
+        for turn in (0, 1)
+        for index, (width, value_width) in enumerate(zip(WIDTHS, shuffled, strict=True))
+    ]
+
+
+@pytest.mark.parametrize(("target", "case"), pairs(_width_cases(), 4), indirect=["target"])
+def test_widths(target: Target, case: Case) -> None:
+    """Any D and Dv from 1 to 512, unequal."""
+    check_case(case, target.backend)
+
+
+def _length_cases() -> list[Case]:
+    """Every number of queries and of keys, M above and below N, in all dtypes in turn."""
+    found = []
+    for index, queries in enumerate(LENGTHS):
+        for step, mask in ((0, ()), (3, ("causal",)), (8, ("window", "lengths", "and"))):
+            keys = LENGTHS[(index + step) % len(LENGTHS)]
+            name = f"length-{queries}-{keys}-{len(mask)}"
+            dtype = FLOATS[(index + step) % 4]
+            found.append(
+                Case(name, queries=queries, keys=keys, head_dim=17, mask=mask, dtype=dtype)
+            )
+    return found
+
+
+@pytest.mark.parametrize(("target", "case"), pairs(_length_cases(), 3), indirect=["target"])
+def test_lengths(target: Target, case: Case) -> None:
+    """Tile remainders, one row, one key and none."""
+    check_case(case, target.backend)
+
+
+def _check_drawn(case: Case, target: Target) -> None:
+    inputs = build(case)
+    reference = refer(case, inputs)
+    actual = attend(inputs, target.backend, reference.grad_out, reference.grad_lse)
+    check(actual, reference, repr(case))
+
+
+@given(case=cases())
+@settings(max_examples=60)
+def test_drawn(case: Case) -> None:
+    """Whatever hypothesis draws, on the best instruction set there is."""
+    with forced(TARGETS[0]):
+        _check_drawn(case, TARGETS[0])
+
+
+@pytest.mark.slow
+@given(case=cases())
+@settings(max_examples=400)
+def test_drawn_everywhere(target: Target, case: Case) -> None:
+    """The same at length, on every target."""
+    _check_drawn(case, target)

@@ -1,0 +1,296 @@
+"""Dead rows, huge scores, infinite biases, and where NaN may and may not go."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tests.cases import FLOATS, TABLE, Case
+from tests.contract import assert_exact, assert_same_bits
+from tests.inputs import Inputs, build
+from tests.kernels.targets import Target
+from tests.oracle import Outcome, attend, check, refer
+from tilewise import masks, scores
+
+NAN = math.nan
+
+
+def _ones(inputs: Inputs, case: Case) -> tuple[Tensor, Tensor]:
+    """Gradients of out and lse that are all ones."""
+    rows = inputs.q.shape[:-1]
+    lse_dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
+    return torch.ones(*rows, case.value_dim, dtype=case.dtype), torch.ones(rows, dtype=lse_dtype)
+
+
+def _run(case: Case, target: Target, inputs: Inputs | None = None) -> Outcome:
+    inputs = build(case) if inputs is None else inputs
+    return attend(inputs, target.backend, *_ones(inputs, case))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_dead_rows_are_zero(target: Target, dtype: torch.dtype) -> None:
+    """Rows that see no key: out 0, lse -inf, no gradient from them or to them."""
+    case = Case("dead", queries=150, keys=70, mask=("causal",), score=("bias",), dtype=dtype)
+    got = _run(case, target)
+    dead = 150 - 70
+    assert bool((got.out[:, :, :dead] == 0).all())
+    assert bool((got.lse[:, :, :dead] == -math.inf).all())
+    assert bool((got.lse[:, :, dead:] > -math.inf).all())
+    assert bool((got.grads["q"][:, :, :dead] == 0).all())
+    assert bool((got.grads["bias0"][:, :, :dead] == 0).all())
+    assert all(bool(grad.isfinite().all()) for grad in got.grads.values())
+
+
+def test_dead_rows_with_sinks(target: Target) -> None:
+    """Only the sink is left: lse is its logit, and it gets lse's gradient."""
+    case = Case("dead-sinks", mask=("nothing",), sinks=True)
+    inputs = build(case)
+    got = _run(case, target, inputs)
+    assert inputs.sinks is not None
+    assert bool((got.out == 0).all())
+    torch.testing.assert_close(got.lse, inputs.sinks.detach()[:, None].expand_as(got.lse))
+    rows = case.batch * case.queries
+    torch.testing.assert_close(got.grads["sinks"], torch.full((case.heads,), float(rows)))
+    assert all(bool((got.grads[name] == 0).all()) for name in "qkv")
+
+
+LARGE = [
+    Case("large", queries=129, keys=200, gain=10.0, scale=17.0),
+    Case("large-causal", queries=129, keys=129, gain=10.0, scale=17.0, mask=("causal",)),
+    Case("large-negative", queries=65, keys=65, gain=10.0, scale=-17.0, sinks=True),
+    Case("large-softcap", queries=65, keys=65, gain=10.0, scale=17.0, score=("softcap",)),
+    Case("large-bias", queries=65, keys=65, gain=10.0, scale=17.0, score=("bias",)),
+]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_scores_of_ten_thousand(target: Target, case: Case, dtype: torch.dtype) -> None:
+    """Scores of 1e4 and more, forward and every gradient, within the contract."""
+    case = case.of(dtype)
+    inputs = build(case)
+    reference = refer(case, inputs)
+    assert float(abs(reference.oracle.lse).max()) > (1e4 if "softcap" not in case.name else 20)
+    actual = attend(inputs, target.backend, reference.grad_out, reference.grad_lse)
+    check(actual, reference, str(case))
+
+
+def test_huge_equal_scores_average(target: Target) -> None:
+    """A row of one and the same huge score is the mean of the values."""
+    q, k = torch.full((1, 1, 3, 16), 100.0), torch.full((1, 1, 77, 16), 100.0)
+    v = torch.randn(1, 1, 77, 16)
+    out = tilewise.attention(q, k, v, scale=1.0, backend=target.backend)
+    torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("lowest", [-math.inf, "min"], ids=str)
+def test_lowest_biases(target: Target, dtype: torch.dtype, lowest: float | str) -> None:
+    """-inf excludes a key; finfo.min does too, unless every key of a row has it."""
+    case = Case("lowest", queries=66, keys=130, score=("bias",), dtype=dtype)
+    inputs = build(case)
+    assert inputs.score is not None
+    bias = inputs.score.captured[0]
+    with torch.no_grad():
+        low = torch.finfo(dtype).min if lowest == "min" else lowest
+        bias[:, :, :, ::3] = low
+        bias[:, :, 5] = low  # a row of nothing else
+        bias[:, :, 7, :128] = low  # one key left, the last but one
+        inputs.k[:, :, :] *= 0.1  # keeps score + min in range
+    reference = refer(case, inputs)
+    actual = attend(inputs, target.backend, reference.grad_out, reference.grad_lse)
+    check(actual, reference, f"{case} {lowest}")
+    if lowest == -math.inf:
+        assert bool((actual.out[:, :, 5] == 0).all())
+        assert bool((actual.lse[:, :, 5] == -math.inf).all())
+
+
+@pytest.mark.parametrize("sink", [-math.inf, -1e4, 0.0, 1e4])
+def test_any_sink(target: Target, sink: float) -> None:
+    """From no sink at all to one that takes everything."""
+    case = Case("sink", mask=("causal",), sinks=True)
+    inputs = build(case)
+    assert inputs.sinks is not None
+    inputs.sinks.data.fill_(sink)
+    reference = refer(case, inputs)
+    actual = attend(inputs, target.backend, reference.grad_out, reference.grad_lse)
+    check(actual, reference, f"sink {sink}")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_nan_beyond_lengths_never_leaks(target: Target, dtype: torch.dtype) -> None:
+    """What keys past a length hold changes not a bit, forward or backward."""
+    case = Case("padding", batch=3, heads=4, keys=200, dtype=dtype)
+    lengths = torch.tensor([77, 0, 130])
+    inputs = build(case)._replace(mask=masks.lengths(lengths))
+    clean = _run(case, target, inputs)
+    with torch.no_grad():
+        for b, length in enumerate(lengths.tolist()):
+            inputs.k[b, :, length:] = NAN
+            inputs.v[b, :, length:] = NAN
+    _assert_same(_run(case, target, inputs), clean)
+    for name in "kv":
+        for b, length in enumerate(lengths.tolist()):
+            assert bool((clean.grads[name][b, :, length:] == 0).all())
+
+
+def test_nan_in_empty_tiles_never_leaks(target: Target) -> None:
+    """Rows far from the window's NaN keys, and keys far from its NaN rows, stay clean."""
+    case = Case("empty-tiles", batch=1, queries=1024, keys=1024)
+    inputs = build(case)._replace(mask=masks.window(32, 0))
+    clean = _run(case, target, inputs)
+    with torch.no_grad():
+        inputs.k[:, :, 768:] = NAN
+        inputs.v[:, :, 768:] = NAN
+    got = _run(case, target, inputs)
+    assert_same_bits(got.out[:, :, :512], clean.out[:, :, :512], "out")
+    assert bool(got.out[:, :, 768:].isnan().all())
+    for name in "qkv":
+        grad, expected = got.grads[name], clean.grads[name]
+        assert_same_bits(grad[:, :, :480], expected[:, :, :480], f"grad of {name}")
+
+
+def test_nan_of_one_sequence_stays_there(target: Target) -> None:
+    """Packed neighbours of a sequence of NaN do not notice."""
+    case = Case("packed", sequences=((65, 65), (20, 33), (31, 17)), mask=("causal",))
+    inputs = build(case)
+    rows = torch.ones(sum(m for m, _ in case.sequences or ()), case.heads, case.value_dim)
+    grad_lse = torch.ones(case.heads, len(rows))
+    clean = attend(inputs, target.backend, rows, grad_lse)
+    with torch.no_grad():
+        inputs.q[65:85] = NAN
+        inputs.k[65:98] = NAN
+        inputs.v[65:98] = NAN
+    got = attend(inputs, target.backend, rows, grad_lse)
+    assert bool(got.out[65:85].isnan().all())
+    keep_q = torch.tensor([*range(65), *range(85, 116)])
+    keep_k = torch.tensor([*range(65), *range(98, 115)])
+    assert_same_bits(got.out[keep_q], clean.out[keep_q], "out")
+    assert_same_bits(got.lse[:, keep_q], clean.lse[:, keep_q], "lse")
+    for name, keep in (("q", keep_q), ("k", keep_k), ("v", keep_k)):
+        assert_same_bits(got.grads[name][keep], clean.grads[name][keep], f"grad of {name}")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_nan_query_gives_a_nan_row(target: Target, dtype: torch.dtype) -> None:
+    """That row alone: its neighbours keep their bits."""
+    case = Case("nan-query", queries=70, keys=130, dtype=dtype)
+    inputs = build(case)
+    clean = attend(inputs, target.backend)
+    with torch.no_grad():
+        inputs.q[0, 1, 37, 5] = NAN
+    got = attend(inputs, target.backend)
+    assert bool(got.out[0, 1, 37].isnan().all())
+    assert bool(got.lse[0, 1, 37].isnan())
+    clean.out[0, 1, 37], clean.lse[0, 1, 37] = NAN, NAN
+    assert_same_bits(got.out, clean.out, "out")
+    assert_same_bits(got.lse, clean.lse, "lse")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_attended_nan_key_gives_nan(target: Target, dtype: torch.dtype) -> None:
+    """Every row that attends to a NaN key is NaN; other heads are not."""
+    case = Case("nan-key", queries=70, keys=130, dtype=dtype)
+    inputs = build(case)
+    clean = attend(inputs, target.backend)
+    with torch.no_grad():
+        inputs.k[1, 0, 99, 3] = NAN
+    got = attend(inputs, target.backend)
+    clean.out[1, 0], clean.lse[1, 0] = NAN, NAN
+    assert_same_bits(got.out, clean.out, "out")
+    assert_same_bits(got.lse, clean.lse, "lse")
+
+
+def test_attended_nan_value_gives_nan(target: Target) -> None:
+    """In its own column of the output only."""
+    case = Case("nan-value", queries=70, keys=130)
+    inputs = build(case)
+    clean = attend(inputs, target.backend)
+    with torch.no_grad():
+        inputs.v[1, 0, 99, 3] = NAN
+    got = attend(inputs, target.backend)
+    clean.out[1, 0, :, 3] = NAN
+    assert_same_bits(got.out, clean.out, "out")
+    assert_same_bits(got.lse, clean.lse, "lse")
+
+
+def test_nan_bias_at_a_visible_pair(target: Target) -> None:
+    """A NaN in the bias reaches its row, as it does in torch."""
+    case = Case("nan-bias", score=("bias",))
+    inputs = build(case)
+    assert inputs.score is not None
+    with torch.no_grad():
+        inputs.score.captured[0][0, 1, 3, 7] = NAN
+    got = attend(inputs, target.backend)
+    assert bool(got.out[0, 1, 3].isnan().all())
+    got.out[0, 1, 3] = 0
+    assert bool(got.out.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_row_max(target: Target, dtype: torch.dtype) -> None:
+    """stats.row_max: the largest score of each row in natural units, before sinks."""
+    case = Case("stats", queries=70, keys=50, dtype=dtype, sinks=True, mask=("causal",))
+    inputs = build(case)
+    _, _, stats = tilewise.attention(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        mask=masks.causal(),
+        sinks=inputs.sinks,
+        return_stats=True,
+        backend=target.backend,
+    )
+    s = inputs.q.double() @ inputs.k.double().mT / math.sqrt(case.head_dim)
+    hidden = torch.ones(70, 50, dtype=torch.bool).triu(1 - 20)
+    expected = s.masked_fill(hidden, -math.inf).amax(-1).detach()
+    assert not stats.row_max.requires_grad
+    rounding = 1e-5 if dtype != torch.float64 else 1e-13
+    torch.testing.assert_close(stats.row_max.double(), expected, atol=rounding, rtol=rounding)
+
+
+def test_softcap_saturates_quietly(target: Target) -> None:
+    """Scores far past the cap: finite out, zero gradients of q and k, no NaN."""
+    q, k, v = (torch.randn(1, 2, 33, 16) for _ in range(3))
+    q, k = (1e3 * q).requires_grad_(), (1e3 * k).requires_grad_()
+    out = tilewise.attention(q, k, v, score=scores.softcap(1.0), backend=target.backend)
+    grad_q, grad_k = torch.autograd.grad(out.sum(), (q, k))
+    assert all(bool(t.isfinite().all()) for t in (out, grad_q, grad_k))
+
+
+def test_output_follows_the_memory_order_of_q(target: Target) -> None:
+    """A transposed [B, S, H, D] comes out as one."""
+    q = torch.randn(2, 9, 4, 8).transpose(1, 2)
+    k = v = torch.randn(2, 4, 11, 8)
+    out = tilewise.attention(q, k, v, backend=target.backend)
+    assert out.transpose(1, 2).is_contiguous()
+    assert tilewise.attention(k, k, v, backend=target.backend).is_contiguous()
+
+
+def _assert_same(got: Outcome, expected: Outcome) -> None:
+    assert_same_bits(got.out, expected.out, "out")
+    assert_same_bits(got.lse, expected.lse, "lse")
+    for name, grad in expected.grads.items():
+        assert_same_bits(got.grads[name], grad, f"grad of {name}")
+
+
+def test_the_contract_can_fail() -> None:
+    """The helper that states the contract tells a wrong result from a right one."""
+    truth = torch.randn(3, 4, dtype=torch.float64)
+    plain = truth.float()
+    assert_exact(plain, plain, truth, "itself")
+    wrong = plain.clone()
+    wrong[1, 2] += 1e-5
+    with pytest.raises(AssertionError, match=r"max error .* at \(1, 2\)"):
+        assert_exact(wrong, plain, truth, "wrong")
+    wrong[0, 0] = NAN
+    with pytest.raises(AssertionError, match="NaN in the wrong places"):
+        assert_exact(wrong, plain, truth, "wrong")
+    names = [case.name for case in TABLE]
+    assert len(set(names)) == len(names)
+    assert replace(TABLE[0], dtype=torch.float16) == TABLE[0].of(torch.float16)

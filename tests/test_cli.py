@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,26 @@ def test_doctor_reports_everything(capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctor_names_the_instruction_set_that_runs(isa: str) -> None:
     found = {check.what: check.found for check in examine()}
     assert found["instruction set"].startswith(f"{isa} runs")
+
+
+def test_an_unknown_instruction_set_is_an_error(isa: str) -> None:
+    run = [sys.executable, "-m", "tilewise.cli", "doctor"]
+    environment = os.environ | {"TILEWISE_ISA": "mmx"}
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "TILEWISE_ISA" in done.stderr
+    assert "'mmx'" in done.stderr
+    assert isa in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_forced_instruction_set_runs(isa: str) -> None:
+    run = [sys.executable, "-m", "tilewise.cli", "doctor", "--peak"]
+    environment = os.environ | {"TILEWISE_ISA": isa}
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=120)
+    assert f"{isa} runs, forced by TILEWISE_ISA={isa}" in done.stdout
+    assert "float32 multiply-add" in done.stdout
+    assert ("bfloat16 dot product" in done.stdout) == (isa == "avx512_bf16")
 
 
 def test_doctor_fails_on_what_needs_mending() -> None:

@@ -39,8 +39,8 @@ FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 
 # (importer, imported): prefixes of names that stay apart although the floors would let them.
 APART = (("kernels.cpu", "kernels.gpu"), ("kernels.gpu", "kernels.cpu"))
-# The compiled core is known to its backend and to those who report on it.
-CORE_USERS = ("kernels.cpu", "doctor", "lab.bench")
+# The compiled core is known to its backend, and to the bench, which measures its peak.
+CORE_USERS = ("kernels.cpu", "lab.bench")
 
 Graph = dict[str, set[str]]
 

@@ -14,10 +14,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-import torch  # before the core, which borrows torch's OpenMP runtime
+import torch
 
 from tilewise.chips import Chip, detect
 from tilewise.engine import registry
+from tilewise.kernels.cpu.core import absence, core
 
 __all__ = ["Check", "examine", "main", "openmp_runtimes", "report"]
 
@@ -90,17 +91,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _core_checks() -> list[Check]:
-    try:
-        import tilewise._core as core
-    except ImportError as error:
-        return [Check("compiled core", f"missing: {error}; build it with ./run setup", False)]
+    missing = absence()
+    if missing:
+        return [Check("compiled core", missing, ok=False)]
     forced = os.environ.get("TILEWISE_ISA")
     how = f", forced by TILEWISE_ISA={forced}" if forced else ""
+    compiled = core()
     return [
-        Check("compiled core", str(core.__file__)),
+        Check("compiled core", str(compiled.__file__)),
         Check(
             "instruction set",
-            f"{core.isa_active()} runs{how}; this machine has {', '.join(core.isa_available())}",
+            f"{compiled.isa_active()} runs{how}; "
+            f"this machine has {', '.join(compiled.isa_available())}",
         ),
     ]
 
@@ -148,13 +150,11 @@ def _version(package: str) -> str:
 
 
 def _peak_checks() -> list[Check]:
-    try:
-        import tilewise._core as core
-    except ImportError:
+    if absence():
         return []
     threads = torch.get_num_threads()
     kinds = (("fma", "float32 multiply-add"), ("bf16", "bfloat16 dot product"))
-    measured = [(what, core.peak(kind, threads)) for kind, what in kinds]
+    measured = [(what, core().peak(kind, threads)) for kind, what in kinds]
     return [
         Check("peak", f"{what}: {flops_s / 1e9:.0f} GFLOP/s on {threads} threads")
         for what, flops_s in measured

@@ -153,7 +153,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Problem]]:
     seen: list[Problem] = []
     from tilewise.engine import call
 
-    plan_problem = call.plan_problem
+    plan_problem = dispatch.plan_problem
 
     def counting(problem: Problem, backend: str | None) -> Plan:
         seen.append(problem)

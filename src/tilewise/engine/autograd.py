@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from tilewise.errors import Unsupported
 from tilewise.plan.plan import Plan
-from tilewise.problem import Needs, Operands, Result
+from tilewise.problem import Grads, Needs, Operands, Result
 
 __all__ = ["Attention", "differentiable"]
 
@@ -75,7 +75,6 @@ class Attention(torch.autograd.Function):
         return tuple(result)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> Any:
         """The gradients that autograd asks for, in the order of forward's arguments."""
         out, lse, stats, q, k, v, sinks, cu_q, cu_k, *captured = ctx.saved_tensors
@@ -89,7 +88,10 @@ class Attention(torch.autograd.Function):
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.resolve_neg()
         if grad_lse is not None:
             grad_lse = grad_lse.resolve_neg()
-        grads = ctx.plan.backward(operands, Result(out, lse, stats), grad_out, grad_lse, needs)
+        with torch.no_grad():
+            grads = ctx.plan.backward(operands, Result(out, lse, stats), grad_out, grad_lse, needs)
+        if torch.is_grad_enabled():
+            grads = _without_second_derivative(grads, (grad_out, grad_lse, *ctx.saved_tensors[3:]))
         mask_grads = (None,) * split
         return (
             None,
@@ -104,3 +106,32 @@ class Attention(torch.autograd.Function):
             *mask_grads,
             *grads.score_tensors,
         )
+
+
+class _Fence(torch.autograd.Function):
+    """Passes gradients on as functions of what they came from, whose derivative is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The first ``count`` tensors as they are; the others are what they depend on."""
+        return tuple([tensor.view_as(tensor) for tensor in tensors[:count]])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        """Refuse."""
+        raise Unsupported(
+            "tilewise has no second derivative yet",
+            fix="use the mathematics in plain torch where a gradient is differentiated again",
+        )
+
+
+def _without_second_derivative(grads: Grads, sources: tuple[Tensor | None, ...]) -> Grads:
+    """The gradients of a backward with create_graph: constants would be silently wrong."""
+    flat = (grads.q, grads.k, grads.v, grads.sinks, *grads.score_tensors)
+    found = [grad for grad in flat if grad is not None]
+    depends = [tensor for tensor in sources if tensor is not None]
+    fenced = iter(_Fence.apply(len(found), *found, *depends))  # type: ignore[no-untyped-call]
+    grad_q, grad_k, grad_v, grad_sinks, *rest = [
+        grad if grad is None else next(fenced) for grad in flat
+    ]
+    return Grads(grad_q, grad_k, grad_v, tuple(rest), grad_sinks)

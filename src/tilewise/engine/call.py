@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from tilewise.engine import registry
 from tilewise.engine.dispatch import PLANS, plan_problem
@@ -121,6 +122,8 @@ def _cu_key(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Any, ...]:
     return cu_seqlens_q.shape, cu_seqlens_q.dtype, cu_seqlens_k.shape, cu_seqlens_k.dtype
 
 
+# Plans are made once; torch.compile has nothing to find in here.
+@_disable_dynamo
 def make_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
     """The plan of a call, from nothing.
 

@@ -1,12 +1,21 @@
 """Which road a call takes: straight to the kernel, through the torch ops, or not at all."""
 
+from typing import Any, NoReturn
+
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 
 from tilewise.errors import Unsupported
 
-__all__ = ["needs_op", "refuse_transforms", "transforms_active"]
+__all__ = [
+    "needs_op",
+    "refuse_forward_mode",
+    "refuse_transforms",
+    "refuse_vmap",
+    "transforms_active",
+]
 
 _functorch_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -39,7 +48,7 @@ def refuse_transforms(tensors: tuple[Tensor | None, ...]) -> None:
     """Refuse transforms whose rules are not written: their results would be silently wrong.
 
     Raises:
-        Unsupported: under torch.func (grad, vmap, jvp, ...), or with a forward-mode tangent.
+        Unsupported: under torch.func (grad, vjp, jvp, vmap, ...), or with a forward-mode tangent.
     """
     if _functorch_active():
         raise Unsupported(
@@ -48,15 +57,28 @@ def refuse_transforms(tensors: tuple[Tensor | None, ...]) -> None:
             fix="use torch.autograd.grad or .backward() for gradients, and put a vmapped "
             "dimension into the batch: x.flatten(0, 1)",
         )
-    if forward_ad._current_level < 0:
-        return
     for tensor in tensors:
-        if isinstance(tensor, Tensor) and _tangent(tensor) is not None:
-            raise Unsupported(
-                "tilewise has no forward-mode derivative (jvp, torch.autograd.forward_ad) yet",
-                fix="use reverse mode: torch.autograd.grad or .backward()",
-            )
+        if isinstance(tensor, Tensor) and _has_tangent(tensor):
+            refuse_forward_mode()
 
 
-def _tangent(tensor: Tensor) -> Tensor | None:
-    return forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call,no-any-return]
+def refuse_forward_mode() -> NoReturn:
+    """Raise Unsupported: a traced graph in a forward-mode level does not even see its tangents."""
+    raise Unsupported(
+        "tilewise has no forward-mode derivative (jvp, torch.autograd.forward_ad) yet",
+        fix="use reverse mode: torch.autograd.grad or .backward()",
+    )
+
+
+def refuse_vmap(*_: Any) -> NoReturn:
+    """Raise Unsupported: the batching rule of the ops."""
+    raise Unsupported(
+        "tilewise has no batching rule for torch.func.vmap yet",
+        fix="put the vmapped dimension into the batch: x.flatten(0, 1)",
+    )
+
+
+# While it traces, torch.compile takes the inputs of a graph for tensors without tangents.
+@_disable_dynamo
+def _has_tangent(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]

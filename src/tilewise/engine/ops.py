@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.engine.call import Asked, build_operands, build_problem, cached_plan, draw_seed
+from tilewise.engine.modes import refuse_forward_mode, refuse_vmap, transforms_active
 from tilewise.plan.plan import Plan
 from tilewise.problem import (
     Needs,
@@ -101,6 +102,9 @@ def _planned(
     q: Tensor, k: Tensor, v: Tensor, asked: Asked, seed: Tensor | None
 ) -> tuple[Plan, Operands]:
     """The plan and operands of an op call over real tensors: checked again, values included."""
+    if transforms_active():
+        # A graph made outside of a forward-mode level and run inside of one comes straight here.
+        refuse_forward_mode()
     plan = cached_plan(q, k, v, asked)
     operands = build_operands(
         plan.problem,
@@ -325,3 +329,5 @@ def _op_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: 
 
 
 _attention.register_autograd(_op_backward, setup_context=_setup_context)
+_attention.register_vmap(refuse_vmap)
+_backward.register_vmap(refuse_vmap)

@@ -40,11 +40,11 @@ def read_score(score: Any) -> Score:
 
 def run(q: Tensor, k: Tensor, v: Tensor, asked: Asked, seed: int | Tensor | None) -> Result:
     """Attention as asked (``functional.attention``)."""
-    if _is_compiling() or transforms_active() or needs_op(q, k, v):
+    if transforms_active():
         refuse_transforms((q, k, v, asked.sinks, *asked.mask.captured, *asked.score.captured))
-        if _is_compiling() or needs_op(q, k, v):
-            q, k, v = _autocast(q, k, v)
-            return ops.call(q, k, v, asked, seed)
+    if _is_compiling() or needs_op(q, k, v):
+        q, k, v = _autocast(q, k, v)
+        return ops.call(q, k, v, asked, seed)
     if _autocast_enabled("cpu" if q.is_cpu else q.device.type):
         q, k, v = _autocast(q, k, v)
     plan = cached_plan(q, k, v, asked)

@@ -12,7 +12,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 objects=${1:-$root/build/native}/CMakeFiles/tilewise_kernels.dir/csrc
 shared=$(
   for object in "$objects"/*.o; do
-    nm --defined-only "$object" | awk -v file="$(basename "$object")" '$2 ~ /^[WVu]$/ { print $3, file }'
+    nm --defined-only "$object" | awk -v file="$(basename "$object")" '$2 == "W" { print $3, file }'
   done | awk '{ count[$1]++; isa[$1] = isa[$1] || $2 ~ /^isa_/; files[$1] = files[$1] " " $2 }
     END { for (name in count) if (count[name] > 1 && isa[name]) print name ":" files[name] }' | c++filt | sort
 )

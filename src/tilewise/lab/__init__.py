@@ -1,0 +1,1 @@
+"""The lab: what attention buys, measured. It uses the public API only."""

@@ -1,0 +1,70 @@
+"""How much memory a process used at its highest, and how much the machine has to give."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+_STATUS = Path("/proc/self/status")
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds now; its peak where the system does not tell."""
+    now = _status_bytes("VmRSS")
+    return peak_bytes() if now is None else now
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has held since ``reset_peak`` (or since it started)."""
+    peak = _status_bytes("VmHWM")
+    if peak is not None:
+        return peak
+    import resource  # not on every system, and needed only where there is no /proc
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def reset_peak() -> None:
+    """Forget the peak so far, where the system can (Linux); else it stays that of the start."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def available_bytes() -> int | None:
+    """Memory that a new process could take now without swapping; None where nobody knows."""
+    limits = [_cgroup_left(), _meminfo_bytes("MemAvailable")]
+    known = [limit for limit in limits if limit is not None]
+    return min(known) if known else None
+
+
+def _status_bytes(field: str) -> int | None:
+    return _kilobyte_field(_STATUS, field)
+
+
+def _meminfo_bytes(field: str) -> int | None:
+    return _kilobyte_field(Path("/proc/meminfo"), field)
+
+
+def _kilobyte_field(path: Path, field: str) -> int | None:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    return None
+
+
+def _cgroup_left() -> int | None:
+    """What the container may still take (cgroup version 2), if it has a limit."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else max(int(limit) - used, 0)

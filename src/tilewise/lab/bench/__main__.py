@@ -1,0 +1,8 @@
+"""``python -m tilewise.lab.bench``: the bench without the ``tilewise`` command around it."""
+
+import sys
+
+from tilewise.lab.bench.command import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

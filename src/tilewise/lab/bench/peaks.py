@@ -1,0 +1,39 @@
+"""The machine's own peak, measured beside every case with the core's bare loops."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tilewise.kernels.cpu.core import core
+
+__all__ = ["Clock", "isa", "loop", "measure"]
+
+Clock = Literal["cpu", "wall"]
+
+
+def isa() -> str:
+    """The instruction set that runs, e.g. ``"avx512_bf16"``."""
+    return str(core().isa_active())
+
+
+def loop(dtype: str, name: str) -> str:
+    """The bare loop that bounds a dtype: ``"bf16"`` or ``"fma"``.
+
+    float16 is computed in float32, and so is bfloat16 where its dot product is missing.
+
+    Args:
+        dtype: e.g. ``"bfloat16"``.
+        name: of the instruction set.
+    """
+    return "bf16" if dtype == "bfloat16" and name == "avx512_bf16" else "fma"
+
+
+def measure(kind: str, threads: int, clock: Clock) -> float:
+    """Operations per second of the bare loop, all threads together.
+
+    Args:
+        kind: as ``loop`` gives it.
+        threads: how many run it.
+        clock: ``"cpu"`` counts the time that each thread ran, ``"wall"`` also what it waited.
+    """
+    return float(core().peak(kind, threads, clock))

@@ -1,0 +1,91 @@
+"""The child process: threads that wait without spinning, or memory of its own to measure.
+
+It reads one job as JSON from standard input and writes one result per line. ``scaling`` times every
+case on one and on two threads by the wall clock; ``memory`` reports how much one pass holds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tilewise.lab.bench import peaks
+from tilewise.lab.bench.build import build, operands
+from tilewise.lab.bench.cases import Case, Shape, find
+from tilewise.lab.bench.clock import once, repeats_for, rounds_for
+from tilewise.lab.bench.result import Memory, Scaling
+from tilewise.lab.demo.memory import peak_bytes, reset_peak, resident_bytes
+
+__all__ = ["memory", "scaling"]
+
+_LONG = Shape(1, 2, 2, 16384, 16384, 64)
+
+
+def scaling(key: str, budget_s: float) -> Scaling:
+    """One and two threads in turn on one case, with the bare loop beside them.
+
+    Args:
+        key: of the case.
+        budget_s: for its rounds.
+    """
+    case = find(key)
+    call = build(case, operands(case)).ours
+    kind = peaks.loop(case.dtype, peaks.isa())
+    found = Scaling(case.name, case.dtype, [], [], [], [], case.goal is not None)
+    torch.set_num_threads(2)
+    once(call)  # starts the team, and gives it its memory
+    torch.set_num_threads(1)
+    one_s = once(call)[1]
+    repeats = repeats_for(one_s)
+    for _ in range(rounds_for(1.6 * one_s * repeats, budget_s, 3, 9)):
+        for threads, times, rates in (
+            (1, found.one_s, found.peak_one),
+            (2, found.two_s, found.peak_two),
+        ):
+            torch.set_num_threads(threads)
+            times.append(once(call, repeats)[1])
+            rates.append(peaks.measure(kind, threads, "wall"))
+    return found
+
+
+def memory(dtype: str, side: str, backward: bool) -> Memory:
+    """What one pass of 16k queries and keys holds at its highest, beyond its operands.
+
+    Args:
+        dtype: of the operands.
+        side: ``"ours"`` or ``"torch"``.
+        backward: the gradients (the forward pass is done before), and not the forward pass.
+    """
+    torch.set_num_threads(1)
+    case = Case("memory", dtype, _LONG, backward=backward)
+    small = Case("warm", dtype, Shape(1, 2, 2, 256, 256, 64), backward=backward)
+    getattr(build(small, operands(small)), side)()  # code and workspaces that any call loads
+    call = getattr(build(case, operands(case)), side)
+    reset_peak()
+    before = resident_bytes()
+    result = call()
+    extra = max(0, peak_bytes() - before)
+    tensors = result if backward else (result,)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return Memory(f"{'backward' if backward else 'forward'} 16k D64", dtype, side, extra, size)
+
+
+def _results(job: dict[str, Any]) -> Iterator[Scaling | Memory]:
+    if job["job"] == "scaling":
+        for key in job["keys"]:
+            yield scaling(key, job["budget_s"])
+    else:
+        yield memory(job["dtype"], job["side"], job["backward"])
+
+
+def _work() -> None:
+    for result in _results(json.load(sys.stdin)):
+        print(json.dumps(vars(result)), flush=True)
+
+
+if __name__ == "__main__":
+    _work()

@@ -103,6 +103,7 @@ def test_ctrl_c_leaves_a_usable_report_and_no_process(tmp_path: Path) -> None:
         (["--out", "{short}"], "--out"),
         (["--steps", "0"], "--steps: got 0"),
         (["--width", "30", "--heads", "4"], "--width: got 30.*8"),
+        (["--long", "5"], "--long: got 5.*16 or more"),
         (["--threads", "0"], "--threads: got 0"),
     ],
 )
@@ -130,6 +131,8 @@ def test_options_win_over_quick() -> None:
     settings = parse(["--quick", "--steps", "7", "--seed", "3", "--threads", "1"])
     assert (settings.steps, settings.seed, settings.threads) == (7, 3, 1)
     assert settings.width == QUICK.width
+    assert parse(["--long"]).long_contexts == ()
+    assert parse(["--long", "900", "300"]).long_contexts == (300, 900)
     assert parse([]).context >= 1024
     assert max(parse([]).long_contexts) >= 8192
 

@@ -178,6 +178,9 @@ def test_words() -> None:
     assert [words.size(s) for s in (5e6, 999.7e6, 2.64e10)] == ["5 MB", "1.0 GB", "26.4 GB"]
     assert [words.times(r) for r in (1.004, 2.44, 12.2)] == ["1.00x", "2.4x", "12x"]
     assert words.saving(3.0, 6.0) == "2.0x more"
+    assert words.typeset("within 1e-05, or 0x1e5") == "within 10⁻⁵, or 0x1e5"
+    assert words.typeset("1.2e-07") == "1.2\N{MULTIPLICATION SIGN}10⁻⁷"
+    assert [words.power_of_ten(n) for n in (-8, -1, 2)] == ["10⁻⁸", "0.1", "100"]
 
 
 def test_axes_have_round_ticks_and_cover_the_values() -> None:

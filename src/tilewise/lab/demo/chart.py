@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from tilewise.lab.demo.words import power_of_ten
+
 WIDTH, HEIGHT = 480, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 14, 42
 Point = tuple[float, float]
@@ -73,7 +75,7 @@ def linear(title: str, values: Sequence[float], least: float | None = None) -> A
 def decades(title: str, low: int, high: int) -> Axis:
     """A logarithmic axis from 10**low to 10**high."""
     stride = max(1, math.ceil((high - low) / 6))
-    ticks = [(10.0**power, f"1e{power}") for power in range(low, high + 1, stride)]
+    ticks = [(10.0**power, power_of_ten(power)) for power in range(low, high + 1, stride)]
     return Axis(title, 10.0**low, 10.0**high, tuple(ticks), log=True)
 
 
@@ -99,7 +101,8 @@ def draw(x: Axis, y: Axis, lines: Sequence[Line], summary: str) -> str:
         "</svg>",
     ]
     names = [
-        f'<li><i class="key {line.style}"></i>{escape(line.title)}</li>'
+        f'<li><i class="key {line.style}{"" if line.joined else " round"}"></i>'
+        f"{escape(line.title)}</li>"
         for line in drawn
         if line.title
     ]

@@ -32,12 +32,12 @@ def render(record: Record) -> str:
         _method(record),
         _facts(record),
     ]
+    body = "\n".join(section for section in sections if section)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>tilewise demo</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(section for section in sections if section)
-        + "\n</main>\n</body>\n</html>\n"
+        f"{body}\n</main>\n</body>\n</html>\n"
     )
 
 
@@ -74,8 +74,8 @@ does: same code, same seed, same data, one argument different.</p>
 
 def _kpi(label: str, value: str, more: str) -> str:
     return (
-        f'<li><span class="label">{label}</span><span class="value">{value}</span>'
-        f'<span class="more">{more}</span></li>'
+        f'<li><span class="label">{label}</span><span class="value">{words.typeset(value)}</span>'
+        f'<span class="more">{words.typeset(more)}</span></li>'
     )
 
 
@@ -120,8 +120,8 @@ def _check_item(check: Check) -> str:
     else:
         kind, mark = ("passed", "&#10003;") if check.passed else ("failed", "&#10007;")
     return (
-        f'<li class="{kind}"><span class="mark">{mark}</span><b>{escape(check.title)}</b>'
-        f"{escape(check.says)}</li>"
+        f'<li class="{kind}"><span class="mark">{mark}</span>'
+        f"<b>{words.typeset(escape(check.title))}</b>{words.typeset(escape(check.says))}</li>"
     )
 
 
@@ -171,7 +171,11 @@ def _step_table(record: Record) -> str:
     if plain.held_out and tilewise.held_out:
         apart = words.gap(abs(plain.held_out - tilewise.held_out) / plain.held_out)
         note = f"nats per byte, {EVALUATION_WINDOWS} windows never trained on"
-        values = [f"{plain.held_out:.6f}", f"{tilewise.held_out:.6f}", f"{apart} apart"]
+        values = [
+            f"{plain.held_out:.6f}",
+            f"{tilewise.held_out:.6f}",
+            words.typeset(f"{apart} apart"),
+        ]
         rows.append(_row("Held-out loss", note, values))
     return f"""<h2>What does a training step cost?</h2>
 <div class="table"><table><thead>
@@ -268,15 +272,18 @@ def _time_cell(cell: Cell | None, row: Sequence[float | None]) -> str:
     return f"<td{_classes(cell, cell.wall_s, row)}>{words.seconds(cell.wall_s)}{note}</td>"
 
 
+def _estimate(cell: Cell) -> str:
+    guess = cell.estimate_bytes
+    return "" if guess is None else f"<small>estimate {words.size(guess)}</small>"
+
+
 def _memory_cell(cell: Cell | None, row: Sequence[float | None]) -> str:
     if cell is None:
         return '<td class="none">not reached</td>'
     if cell.peak_bytes is None:
-        return f'<td class="start none">{escape(cell.reason)}</td>'
-    note, plain = "", row[0]
-    if cell.estimate_bytes is not None:
-        note = f"<small>estimate {words.size(cell.estimate_bytes)}</small>"
-    elif plain is not None:
+        return f'<td class="start none">{escape(cell.reason)}{_estimate(cell)}</td>'
+    note, plain = _estimate(cell), row[0]
+    if plain is not None and not note:
         note = f"<small>{words.saving(plain, cell.peak_bytes)}</small>"
     return f"<td{_classes(cell, cell.peak_bytes, row)}>{words.size(cell.peak_bytes)}{note}</td>"
 

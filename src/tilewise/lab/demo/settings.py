@@ -89,6 +89,10 @@ def parse(argv: list[str]) -> Settings:
         if name != "quick" and value is not None
     }
     settings = replace(settings, **{"threads": usable_cores(), **given})
+    settings = replace(settings, long_contexts=tuple(sorted(settings.long_contexts)))
+    if any(context < _AT_LEAST["context"] for context in settings.long_contexts):
+        came = " ".join(map(str, settings.long_contexts))
+        raise InvalidArgument("--long", came, f"windows of {_AT_LEAST['context']} or more")
     for name, least in _AT_LEAST.items():
         value = getattr(settings, name)
         if value < least:
@@ -127,6 +131,15 @@ def _parser() -> argparse.ArgumentParser:
     ):
         parser.add_argument(f"--{name}", type=int, help=f"{what} ({getattr(default, name)})")
     parser.add_argument("--threads", type=int, help="torch threads (the cores there are)")
+    parser.add_argument(
+        "--long",
+        dest="long_contexts",
+        type=int,
+        nargs="*",
+        metavar="N",
+        help="windows of the long-context table; nothing for none "
+        f"({' '.join(map(str, default.long_contexts))})",
+    )
     parser.add_argument("--out", type=Path, help=f"folder of the report ({default.out})")
     parser.add_argument("--quick", action="store_true", help="a tiny run of seconds, for tests")
     return parser

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
 
 def seconds(value: float) -> str:
     """A duration: ``85 ms``, ``3.2 s``."""
@@ -37,3 +41,21 @@ def gap(value: float) -> str:
 def count(number: int, noun: str) -> str:
     """A number of things: ``1 thread``, ``2 threads``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def power_of_ten(exponent: int) -> str:
+    """A power of ten: ``0.1``, ``100``, and ``10⁻⁸`` where that would be long."""
+    if -3 <= exponent <= 4:
+        return f"{10.0**exponent:g}"
+    return "10" + str(exponent).translate(_RAISED)
+
+
+def typeset(text: str) -> str:
+    """A text with every ``1.2e-07`` in it written as a number times a power of ten."""
+
+    def raised(match: re.Match[str]) -> str:
+        mantissa, exponent = match.groups()
+        raised_ten = "10" + str(int(exponent)).translate(_RAISED)
+        return raised_ten if mantissa == "1" else f"{mantissa}\N{MULTIPLICATION SIGN}{raised_ten}"
+
+    return re.sub(r"\b(\d+(?:\.\d+)?)e([-+]?\d+)\b", raised, text)

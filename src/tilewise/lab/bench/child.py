@@ -17,6 +17,8 @@ from tilewise.lab.bench.result import Memory, Scaling
 
 __all__ = ["environment", "memory", "scaling"]
 
+_DTYPES = ("float32", "bfloat16")  # of the memory measurement
+
 
 def scaling(keys: Sequence[str], budget_s: float) -> Generator[Scaling]:
     """Two-thread scaling of the cases of these keys, each as soon as it is known."""
@@ -24,13 +26,17 @@ def scaling(keys: Sequence[str], budget_s: float) -> Generator[Scaling]:
         yield Scaling(**values)
 
 
-def memory() -> Generator[Memory]:
-    """Peak memory of both passes on both sides, each in a process of its own."""
-    for dtype in ("float32", "bfloat16"):
+def memory(length: int) -> Generator[Memory]:
+    """Peak memory of both passes on both sides, each in a process of its own.
+
+    Args:
+        length: queries and keys.
+    """
+    for dtype in _DTYPES:
         for backward in (False, True):
             for side in ("ours", "torch"):
-                job = {"job": "memory", "dtype": dtype, "side": side, "backward": backward}
-                for values in _ask(job):
+                job = {"job": "memory", "length": length, "dtype": dtype, "side": side}
+                for values in _ask({**job, "backward": backward}):
                     yield Memory(**values)
 
 

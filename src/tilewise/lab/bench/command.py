@@ -26,6 +26,7 @@ from tilewise.lab.bench.show import Progress, show
 __all__ = ["main"]
 
 _INTERRUPTED = "stopped with Ctrl-C"
+_LONG = 16384  # queries and keys of the memory measurement
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,7 +103,7 @@ def _in_children(record: Record, cases: Sequence[Case], progress: Progress) -> N
                 progress.step(f"two threads: {case.key}")
                 record.scaling.append(next(found))
     progress.step("memory")
-    for each in child.memory():
+    for each in child.memory(_LONG):
         record.memory.append(each)
         progress.step(f"memory: {each.name}")
 

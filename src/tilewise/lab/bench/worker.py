@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +22,6 @@ from tilewise.lab.bench.result import Memory, Scaling
 from tilewise.lab.demo.memory import peak_bytes, reset_peak, resident_bytes
 
 __all__ = ["memory", "scaling"]
-
-_LONG = Shape(1, 2, 2, 16384, 16384, 64)
 
 
 def scaling(key: str, budget_s: float) -> Scaling:
@@ -52,17 +51,19 @@ def scaling(key: str, budget_s: float) -> Scaling:
     return found
 
 
-def memory(dtype: str, side: str, backward: bool) -> Memory:
-    """What one pass of 16k queries and keys holds at its highest, beyond its operands.
+def memory(length: int, dtype: str, side: str, backward: bool) -> Memory:
+    """What one pass holds at its highest, beyond its operands: two heads of width 64.
 
     Args:
+        length: queries and keys.
         dtype: of the operands.
         side: ``"ours"`` or ``"torch"``.
         backward: the gradients (the forward pass is done before), and not the forward pass.
     """
     torch.set_num_threads(1)
-    case = Case("memory", dtype, _LONG, backward=backward)
-    small = Case("warm", dtype, Shape(1, 2, 2, 256, 256, 64), backward=backward)
+    name = f"{'backward' if backward else 'forward'} {length // 1024}k D64"
+    case = Case(name, dtype, Shape(1, 2, 2, length, length, 64), backward=backward)
+    small = replace(case, shape=Shape(1, 2, 2, 256, 256, 64))
     getattr(build(small, operands(small)), side)()  # code and workspaces that any call loads
     call = getattr(build(case, operands(case)), side)
     reset_peak()
@@ -71,7 +72,7 @@ def memory(dtype: str, side: str, backward: bool) -> Memory:
     extra = max(0, peak_bytes() - before)
     tensors = result if backward else (result,)
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return Memory(f"{'backward' if backward else 'forward'} 16k D64", dtype, side, extra, size)
+    return Memory(name, dtype, side, extra, size)
 
 
 def _results(job: dict[str, Any]) -> Iterator[Scaling | Memory]:
@@ -79,7 +80,7 @@ def _results(job: dict[str, Any]) -> Iterator[Scaling | Memory]:
         for key in job["keys"]:
             yield scaling(key, job["budget_s"])
     else:
-        yield memory(job["dtype"], job["side"], job["backward"])
+        yield memory(job["length"], job["dtype"], job["side"], job["backward"])
 
 
 def _work() -> None:

@@ -1,0 +1,225 @@
+"""The bench's parts: the table of cases, the gate, the clock, what follows from samples, tables."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilewise.errors import InvalidArgument
+from tilewise.lab.bench import table
+from tilewise.lab.bench.build import build, operands
+from tilewise.lab.bench.cases import CASES, DTYPES, Case, Goal, Shape, Variant, find
+from tilewise.lab.bench.clock import Samples, Spread, interleave, repeats_for, rounds_for
+from tilewise.lab.bench.gate import complaint
+from tilewise.lab.bench.record import COMPLETE, Record
+from tilewise.lab.bench.result import CaseResult, Memory, Overhead, Scaling
+
+SMALL = Case("small", "float32", Shape(2, 4, 2, 70, 70, 16), goal=Goal(1.5, 0.8))
+MACHINE = {
+    "chip": "Chip 9",
+    "slug": "chip-9",
+    "family": "1",
+    "model": "2",
+    "cores": 2,
+    "isa": "avx512_bf16",
+    "system": "Linux x86_64",
+    "versions": {"python": "3.11", "torch": "2.13", "tilewise": "0.1"},
+    "load_average": [0.5, 1.5],
+}
+
+
+def result(ours: list[float], torch_s: list[float], goal: Goal | None = SMALL.goal) -> CaseResult:
+    case = replace(SMALL, goal=goal)
+    return CaseResult.describing(
+        case,
+        "cpu",
+        ours=Samples(ours, ours),
+        torch=Samples(torch_s, torch_s),
+        peak_flops_s=(float(f"{case.flops / 0.9:.6g}"),) * len(ours),
+    )
+
+
+def record() -> Record:
+    return Record(
+        MACHINE,
+        1,
+        COMPLETE,
+        12.5,
+        [
+            result([1.0, 1.1, 0.9], [2.0, 2.2, 2.1]),
+            CaseResult.describing(SMALL, "cpu", wrong="NaN"),
+        ],
+        [Overhead("attention", [3e-6], [2e-6], 2.0)],
+        [Scaling("small", "float32", [2.0, 2.2], [1.1, 1.0], [10.0], [19.0], True)],
+        [Memory("forward 16k D64", "float32", "ours", 9_000_000, 8_000_000)],
+    )
+
+
+def test_every_row_of_the_goals_is_there() -> None:
+    assert len({case.key for case in CASES}) == len(CASES)
+    by_dtype = {dtype: [case for case in CASES if case.dtype == dtype] for dtype in DTYPES}
+    assert [case.name for case in by_dtype["float32"]] == [
+        case.name for case in by_dtype["bfloat16"]
+    ]
+    halves = {case.name for case in by_dtype["float16"]}
+    assert halves == {case.name for case in CASES if case.name.startswith(("forward", "backward"))}
+    assert find("forward causal 16k bfloat16").goal == Goal(2.5)
+    assert find("backward causal 2k float32").goal == Goal(1.7, 0.82)
+    assert {case.name for case in CASES if case.goal is None} == {
+        "decode 8 heads, 16k keys",
+        "decode 32:4, D128, 16k keys",
+    }
+
+
+@pytest.mark.parametrize(
+    ("variant", "pairs"),
+    [("full", 4096 * 4096), ("causal", 4096 * 4096 / 2), ("window", 256 * 4096 - 256 * 255 / 2)],
+)
+def test_operations_are_counted_on_visible_pairs(variant: Variant, pairs: float) -> None:
+    case = Case("long", "float32", Shape(2, 3, 3, 4096, 4096, 32), variant)
+    assert case.flops == 4 * 2 * 3 * 32 * pairs
+    assert replace(case, backward=True).flops == 2.5 * case.flops
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", ["full", "causal", "window", "bias", "dropout"])
+def test_the_gate_passes_what_is_right(variant: Variant, dtype: str) -> None:
+    case = replace(SMALL, variant=variant, dtype=dtype, shape=Shape(1, 4, 2, 300, 300, 16))
+    given = operands(case)
+    assert complaint(case, given, build(case, given).ours()) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", ["full", "causal"])
+def test_the_gate_passes_right_gradients(variant: Variant, dtype: str) -> None:
+    shape = Shape(1, 2, 2, 70, 70, 16)
+    case = replace(SMALL, variant=variant, dtype=dtype, backward=True, shape=shape)
+    given = operands(case)
+    pair = build(case, given)
+    assert complaint(case, given, pair.ours()) is None
+    assert [grad.shape for grad in pair.torch()] == [grad.shape for grad in pair.ours()]
+
+
+@pytest.mark.parametrize("value", [0.01, float("nan"), float("inf")])
+def test_the_gate_stops_what_is_wrong(value: float) -> None:
+    given = operands(SMALL)
+    out: Tensor = build(SMALL, given).ours().clone()
+    out[-1, -1, -1, 0] += value
+    assert "largest error" in (complaint(SMALL, given, out) or "")
+
+
+def test_the_gate_stops_a_wrong_gradient() -> None:
+    case = replace(SMALL, backward=True, shape=Shape(1, 2, 2, 70, 70, 16))
+    given = operands(case)
+    q, k, v = build(case, given).ours()
+    assert "grad of v" in (complaint(case, given, (q, k, v + 0.01)) or "")
+
+
+@pytest.mark.parametrize("variant", ["full", "causal", "window", "bias"])
+def test_both_sides_compute_the_same(variant: Variant) -> None:
+    case = replace(SMALL, variant=variant, shape=Shape(1, 4, 2, 300, 300, 16))
+    pair = build(case, operands(case))
+    torch.testing.assert_close(pair.ours(), pair.torch())
+
+
+def test_calls_are_timed_in_turn() -> None:
+    order: list[str] = []
+    found = interleave(
+        [lambda: order.append("a"), lambda: order.append("b")],
+        [2, 1],
+        rounds=2,
+        between=lambda: order.append("p"),
+    )
+    assert order == ["a", "a", "b", "p"] * 2
+    assert [len(samples.cpu_s) for samples in found] == [2, 2]
+    assert [len(samples.wall_s) for samples in found] == [2, 2]
+
+
+def test_rounds_and_repeats() -> None:
+    assert repeats_for(1.0) == 1
+    assert repeats_for(1e-3) == 10
+    assert repeats_for(0.0) > 1
+    assert [rounds_for(seconds, 2.0, 3, 9) for seconds in (10, 0.5, 0.001)] == [3, 4, 9]
+
+
+def test_spread() -> None:
+    assert Spread.of([3.0, 1.0, 2.0, 4.0, 5.0]) == Spread(3, 1, 5, 2, 4)
+    assert Spread.of([7.0]) == Spread(7, 7, 7, 7, 7)
+
+
+def test_what_follows_from_samples() -> None:
+    found = result([1.0, 1.1, 0.9], [2.0, 2.2, 2.1])
+    assert found.ratio == pytest.approx(2.1)
+    assert found.ratio_range == pytest.approx((2.0, 2.1 / 0.9))
+    assert found.peak_fraction == pytest.approx(0.9, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("goal", "met"),
+    [
+        (None, ""),
+        (Goal(2.0), "yes"),
+        (Goal(2.0, 0.85), "yes"),
+        (Goal(3.0, 0.85), "no: ratio"),
+        (Goal(2.0, 0.95), "no: peak"),
+        (Goal(3.0, 0.95), "no: ratio, peak"),
+    ],
+)
+def test_verdict(goal: Goal | None, met: str) -> None:
+    assert result([1.0], [2.5], goal).met == met
+    wrong = CaseResult.describing(replace(SMALL, goal=Goal(1.0)), "cpu", wrong="NaN")
+    assert wrong.met == "no: wrong"
+
+
+def test_scaling_is_judged_next_to_the_bare_loop() -> None:
+    found = Scaling("small", "float32", [2.0, 2.2], [1.2, 1.25], [10.0, 9.0], [18.0, 17.0], True)
+    assert found.ours == pytest.approx(2.0 / 2.4)
+    assert found.bare_loop == pytest.approx(0.9)
+    assert found.met == "yes"
+    assert replace(found, two_s=[1.3]).met == "no"
+    assert replace(found, has_goal=False).met == ""
+
+
+def test_a_record_comes_back_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "chip" / "cpu.json"
+    before = record()
+    before.write(path)
+    assert Record.read(path) == before
+    values = json.loads(path.read_text())
+    assert values["cases"][0]["summary"]["met"] == "yes"
+    assert "summary" not in values["cases"][1]
+    assert "[1.0, 1.1, 0.9]" in path.read_text()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": 99}'])
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(InvalidArgument, match=r"--from.*format 1"):
+        Record.read(path)
+    with pytest.raises(InvalidArgument, match="--from"):
+        Record.read(tmp_path / "absent.json")
+
+
+def test_tables() -> None:
+    cases, *others = table.tables(record())
+    assert cases.rows[0] == (
+        "small", "float32", "1000", "2100", "2.10x [2.00, 2.33]", "90%", "1.5x, 80%", "yes",
+    )  # fmt: skip
+    assert "WRONG" in cases.rows[1]
+    assert "WRONG small float32: NaN" in cases.notes
+    assert "Goals met: 1 of 2." in cases.notes
+    assert len(others) == 3
+    for each in (cases, *others):
+        assert {len(row) for row in each.rows} == {len(each.head)}
+        assert each.rows[0][0] in table.plain(each)
+        assert table.markdown(each).count("|---") == 0  # cells are spaced, as people write them
+        assert "| ---" in table.markdown(each)
+    unfinished = replace(record(), status="stopped with Ctrl-C", memory=[])
+    assert len(table.tables(unfinished)) == 3
+    assert "stopped" in table.heading(unfinished)[1]

@@ -1,0 +1,177 @@
+"""The ``tilewise bench`` command and its child processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tilewise import cli
+from tilewise.errors import TilewiseError, Unsupported
+from tilewise.kernels.cpu.core import absence
+from tilewise.lab.bench import child, command, main, peaks, worker
+from tilewise.lab.bench.cases import SCALING_GOAL
+from tilewise.lab.bench.measure import measure_cases
+
+needs_core = pytest.mark.skipif(absence() is not None, reason="the compiled core is not built")
+Stored = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The JSON of one short case, measured."""
+    path = tmp_path_factory.mktemp("bench") / "cpu.json"
+    code = main(
+        ["cpu", "--cases", "short 33", "--dtype", "float32", "--rounds", "3", "--json", str(path)]
+    )
+    assert code == 0
+    values: dict[str, Any] = json.loads(path.read_text())
+    return values
+
+
+@pytest.fixture
+def stored(measured: dict[str, Any], tmp_path: Path) -> Stored:
+    """Writes the measured JSON with changes, and gives its path."""
+
+    def store(**changes: Any) -> str:
+        path = tmp_path / "changed.json"
+        path.write_text(json.dumps({**measured, **changes}))
+        return str(path)
+
+    return store
+
+
+@needs_core
+def test_a_measured_case(measured: dict[str, Any]) -> None:
+    (case,) = measured["cases"]
+    assert case["name"] == "short 33"
+    assert case["clock"] == "cpu"
+    assert measured["status"] == "complete"
+    for side in ("ours", "torch"):
+        assert len(case[side]["cpu_s"]) == len(case[side]["wall_s"]) == 3
+        assert min(case[side]["cpu_s"]) > 0
+    assert 0 < case["summary"]["peak_fraction"] < 1.1
+    assert case["summary"]["ratio_range"][0] <= case["summary"]["ratio_range"][1]
+
+
+@needs_core
+def test_the_record_names_the_machine_but_not_the_host(measured: dict[str, Any]) -> None:
+    machine = measured["machine"]
+    assert machine["isa"] == peaks.isa()
+    assert machine["versions"]["torch"] == torch.__version__
+    assert machine["slug"] == machine["slug"].lower()
+    assert "/" not in machine["slug"]
+    assert str(Path.home()) not in json.dumps(measured)
+    assert str(Path.cwd()) not in json.dumps(measured)
+
+
+@needs_core
+def test_a_stored_run_is_printed(stored: Stored, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--from", stored()]) == 0
+    text = capsys.readouterr().out
+    assert "short 33" in text
+    assert "% of peak" in text
+    assert main(["--from", stored(), "--markdown"]) == 0
+    assert "| short 33 | float32 |" in capsys.readouterr().out
+
+
+@needs_core
+def test_check(
+    stored: Stored, measured: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = {**measured["machine"], "isa": "avx512"}
+    assert main(["--from", stored(machine=machine), "--check", "0.001"]) == 0
+    assert "at least 0.001x" in capsys.readouterr().out
+    assert main(["--from", stored(machine=machine), "--check", "1000"]) == 1
+    assert "below 1000x" in capsys.readouterr().out
+    other = stored(machine={**machine, "isa": "avx2"})
+    assert main(["--from", other, "--check", "1000"]) == 0
+    assert "not checked" in capsys.readouterr().out
+
+
+@needs_core
+def test_a_wrong_case_is_not_timed_and_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wrong(*_: object) -> str:
+        return "out: largest error 1"
+
+    monkeypatch.setattr("tilewise.lab.bench.measure.complaint", wrong)
+    assert main(["--cases", "short 33", "--dtype", "float32"]) == 1
+    text = capsys.readouterr().out
+    assert "WRONG short 33 float32: out: largest error 1" in text
+    assert "Goals met: 0 of 1" in text
+
+
+@needs_core
+def test_ctrl_c_keeps_what_is_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+
+    def interrupted(cases: Any, *rest: Any) -> Iterator[Any]:
+        yield from measure_cases(cases[:1], *rest)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tilewise.lab.bench.command.measure_cases", interrupted)
+    path = tmp_path / "cpu.json"
+    options = ["--cases", "short", "--dtype", "float32", "--rounds", "1", "--json", str(path)]
+    assert cli.main(["bench", *options]) == 130
+    assert "stopped with Ctrl-C" in capsys.readouterr().out
+    assert len(json.loads(path.read_text())["cases"]) == 1
+
+
+def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["--cases", "no such case"], ["--rounds", "0"], ["gpu"], ["--dtype", "int8"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(argv)
+        assert stopped.value.code == 2
+    assert "no case matches" in capsys.readouterr().err
+
+
+def test_without_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "absence", lambda: "it is not built")
+    with pytest.raises(Unsupported, match="it is not built"):
+        main(["--quick"])
+
+
+@needs_core
+def test_the_peak_is_positive_on_every_instruction_set(isa: str) -> None:
+    assert peaks.loop("float16", isa) == "fma"
+    for dtype in ("float32", "bfloat16"):
+        assert peaks.measure(peaks.loop(dtype, peaks.isa()), 1, "cpu") > 1e8
+
+
+@needs_core
+def test_the_children() -> None:
+    (found,) = child.scaling(["short 33 float32"], 0.1)
+    assert len(found.one_s) == len(found.two_s) == len(found.peak_two) >= 3
+    assert found.has_goal
+    assert found.met == ("yes" if found.relative >= SCALING_GOAL else "no")
+
+
+@needs_core
+@pytest.mark.parametrize("side", ["ours", "torch"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_memory_of_a_pass(side: str, backward: bool) -> None:
+    found = worker.memory(2048, "float32", side, backward)
+    assert found.name == ("backward 2k D64" if backward else "forward 2k D64")
+    assert found.result_bytes == 2 * 2048 * 64 * 4 * (3 if backward else 1)
+    if side == "ours":
+        assert found.extra_bytes < 2 * 2048 * 2048 * 4  # less than the scores in float32
+
+
+@needs_core
+def test_a_child_that_fails_says_why() -> None:
+    with pytest.raises(TilewiseError, match=r"(?s)scaling process ended with 1.*StopIteration"):
+        list(child.scaling(["no such case"], 0.1))

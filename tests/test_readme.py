@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,3 +32,9 @@ def test_links_and_paths_exist(page: Path) -> None:
         link for link in links if not any((base / link).exists() for base in (page.parent, ROOT))
     ]
     assert missing == []
+
+
+def test_the_measured_table_is_the_stored_one() -> None:
+    check = [sys.executable, str(ROOT / "scripts/readme_table.py"), "--check"]
+    done = subprocess.run(check, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr

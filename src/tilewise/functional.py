@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 
 from tilewise.engine import registry
-from tilewise.engine.call import Asked, build_operands, build_problem, make_plan
+from tilewise.engine.call import Asked, build_operands, build_problem, make_plan, read_keywords
 from tilewise.engine.dispatch import candidates
-from tilewise.engine.run import read_mask, read_score, run, run_planned
+from tilewise.engine.run import run
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.plan.plan import Plan
 from tilewise.problem import Result
@@ -99,8 +99,8 @@ def attention(
         InvalidArgument, InvalidType: naming the argument that is wrong.
         Unsupported: nothing here can do it, with each backend's reason.
     """
-    asked = Asked(read_mask(mask), read_score(score), scale, dropout_p, sinks, backend, None)
-    result = run(q, k, v, asked, seed) if plan is None else run_planned(plan, q, k, v, asked, seed)
+    asked = read_keywords(mask, score, scale, dropout_p, sinks, backend)
+    result = run(q, k, v, asked, seed, plan)
     if return_lse or return_stats:
         return _full(result, return_lse, return_stats)
     return result.out
@@ -142,8 +142,8 @@ def attention_varlen(
         InvalidArgument, InvalidType, Unsupported: as ``attention``.
     """
     packed = (cu_seqlens_q, cu_seqlens_k)
-    asked = Asked(read_mask(mask), read_score(score), scale, dropout_p, sinks, backend, packed)
-    result = run(q, k, v, asked, seed) if plan is None else run_planned(plan, q, k, v, asked, seed)
+    asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed)
+    result = run(q, k, v, asked, seed, plan)
     if return_lse or return_stats:
         return _full(result, return_lse, return_stats)
     return result.out
@@ -219,7 +219,7 @@ def plan(
         InvalidArgument, InvalidType, Unsupported: as the call.
     """
     packed = _packed(cu_seqlens_q, cu_seqlens_k)
-    asked = Asked(read_mask(mask), read_score(score), scale, dropout_p, sinks, backend, packed)
+    asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed)
     made = make_plan(q, k, v, asked)
     _check_captured(made, q, k, v, asked)
     return made
@@ -247,7 +247,7 @@ def explain(
         InvalidArgument, InvalidType: as the call. A call that nothing can do is explained.
     """
     packed = _packed(cu_seqlens_q, cu_seqlens_k)
-    asked = Asked(read_mask(mask), read_score(score), scale, dropout_p, sinks, backend, packed)
+    asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed)
     problem = build_problem(q, k, v, asked)
     try:
         made: Plan | None = make_plan(q, k, v, asked)
@@ -285,14 +285,4 @@ def _packed(
 
 def _check_captured(made: Plan, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> None:
     """Let what a call checks about captured tensors be said when the plan is made."""
-    build_operands(
-        made.problem,
-        q,
-        k,
-        v,
-        asked.cu_seqlens,
-        asked.mask.captured,
-        asked.score.captured,
-        asked.sinks,
-        0,
-    )
+    build_operands(made.problem, q, k, v, asked, 0)

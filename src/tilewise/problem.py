@@ -383,9 +383,13 @@ def output_like(like: Tensor, width: int) -> Tensor:
             laid out the same way; any other strides give a plain contiguous one.
         width: the last dimension of the result.
     """
-    if like.dim() == 4 and like.stride(2) > like.stride(1):
-        batch, heads, rows, _ = like.shape
-        return torch.empty(
-            (batch, rows, heads, width), dtype=like.dtype, device=like.device
-        ).transpose(1, 2)
-    return torch.empty((*like.shape[:-1], width), dtype=like.dtype, device=like.device)
+    shape = like.shape
+    if width == shape[-1] and like.is_contiguous():
+        return torch.empty_like(like)
+    if len(shape) == 4:
+        batch, heads, rows, _ = shape
+        _, head_stride, row_stride, _ = like.stride()
+        if row_stride > head_stride:
+            strides = (rows * heads * width, width, heads * width, 1)
+            return like.new_empty_strided((batch, heads, rows, width), strides)
+    return like.new_empty((*shape[:-1], width))

@@ -26,7 +26,7 @@ from tilewise.problem import (
     varlen_problem,
 )
 from tilewise.variants.lower import Extent, lower_mask, lower_score
-from tilewise.variants.values import Mask, Score
+from tilewise.variants.values import Mask, Score, as_mask, as_score
 
 __all__ = [
     "Asked",
@@ -35,9 +35,12 @@ __all__ = [
     "cached_plan",
     "draw_seed",
     "make_plan",
+    "read_keywords",
     "signature",
 ]
 
+_NO_MASK = Mask(())
+_NO_SCORE = Score(())
 _SEED_BITS = 0xFFFF_FFFF_FFFF_FFFF
 # torch.randint's largest bound: 63 random bits.
 _SEED_LIMIT = 2**63 - 1
@@ -48,6 +51,7 @@ class Asked(NamedTuple):
 
     Args:
         cu_seqlens: the pair (queries, keys) of a variable-length call, or None.
+        plain: no tensor beside q, k and v comes with the call.
     """
 
     mask: Mask
@@ -57,6 +61,24 @@ class Asked(NamedTuple):
     sinks: Tensor | None
     backend: str | None
     cu_seqlens: tuple[Tensor, Tensor] | None
+    plain: bool
+
+
+def read_keywords(
+    mask: object,
+    score: object,
+    scale: float | None,
+    dropout_p: float,
+    sinks: Tensor | None,
+    backend: str | None,
+    cu_seqlens: tuple[Tensor, Tensor] | None = None,
+) -> Asked:
+    """The keywords of a call as one value; mask and score as programs, empty ones for None."""
+    read_mask = _NO_MASK if mask is None else mask if type(mask) is Mask else as_mask(mask)
+    read_score = _NO_SCORE if score is None else score if type(score) is Score else as_score(score)
+    captured = len(read_mask.captured) + len(read_score.captured)
+    plain = captured == 0 and sinks is None and cu_seqlens is None
+    return Asked(read_mask, read_score, scale, dropout_p, sinks, backend, cu_seqlens, plain)
 
 
 def signature(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
@@ -83,7 +105,7 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
     Raises:
         InvalidArgument, InvalidType, Unsupported: as ``make_plan``.
     """
-    mask, score, scale, dropout_p, sinks, backend, cu_seqlens = asked
+    mask, score, scale, dropout_p, sinks, backend, cu_seqlens, plain = asked
     try:
         key: Hashable = (
             q.shape,
@@ -103,8 +125,7 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
             scale,
             dropout_p,
             backend,
-            None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
-            None if cu_seqlens is None else _cu_key(*cu_seqlens),
+            None if plain else _tensors_key(sinks, cu_seqlens),
         )
         return PLANS.young[key]
     except KeyError:
@@ -118,8 +139,10 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
     return plan
 
 
-def _cu_key(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Any, ...]:
-    return cu_seqlens_q.shape, cu_seqlens_q.dtype, cu_seqlens_k.shape, cu_seqlens_k.dtype
+def _tensors_key(sinks: Tensor | None, cu_seqlens: tuple[Tensor, Tensor] | None) -> tuple[Any, ...]:
+    """What a plan depends on in sinks and cu_seqlens."""
+    tensors = (sinks, *(cu_seqlens or (None, None)))
+    return tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
 
 
 # Plans are made once; torch.compile has nothing to find in here.
@@ -167,10 +190,7 @@ def build_operands(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: tuple[Tensor, Tensor] | None,
-    mask_tensors: tuple[Tensor, ...],
-    score_tensors: tuple[Tensor, ...],
-    sinks: Tensor | None,
+    asked: Asked,
     seed: int | Tensor | None,
 ) -> Operands:
     """The operands in kernel form; captured tensors, cu_seqlens and seed are checked.
@@ -179,9 +199,10 @@ def build_operands(
         InvalidArgument, InvalidType: naming the argument that is wrong.
     """
     cu_q = cu_k = None
+    mask_tensors, score_tensors = asked.mask.captured, asked.score.captured
     extent = Extent(problem.batch, problem.heads, problem.queries, problem.keys)
-    if cu_seqlens is not None:
-        cu_q, cu_k = cu_seqlens
+    if asked.cu_seqlens is not None:
+        cu_q, cu_k = asked.cu_seqlens
         starts_q = check_cu_seqlens("cu_seqlens_q", cu_q, problem.queries)
         starts_k = check_cu_seqlens("cu_seqlens_k", cu_k, problem.keys)
         cu_q = cu_q.to("cpu", torch.int64).contiguous()
@@ -196,7 +217,7 @@ def build_operands(
         score_tensors = lower_score(problem.score, score_tensors, extent, q.dtype, q.device)
     number = 0 if seed is None and not problem.dropout_p else _seed_number(seed)
     return Operands(
-        q, k, v, mask_tensors, score_tensors, lower_sinks(sinks, q.dtype), cu_q, cu_k, number
+        q, k, v, mask_tensors, score_tensors, lower_sinks(asked.sinks, q.dtype), cu_q, cu_k, number
     )
 
 

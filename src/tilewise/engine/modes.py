@@ -1,4 +1,4 @@
-"""Which road a call takes: straight to the kernel, through the torch ops, or not at all."""
+"""What is refused: transforms of a call whose rules are not written."""
 
 from typing import Any, NoReturn
 
@@ -10,7 +10,6 @@ from torch.autograd import forward_ad
 from tilewise.errors import Unsupported
 
 __all__ = [
-    "needs_op",
     "refuse_forward_mode",
     "refuse_transforms",
     "refuse_vmap",
@@ -18,25 +17,6 @@ __all__ = [
 ]
 
 _functorch_active = torch._C._are_functorch_transforms_active
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_jit_tracing = torch._C._get_tracing_state
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-
-
-def needs_op(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a call must go through the torch ops: it is being traced, or its tensors are fake.
-
-    A program that watches torch's operations (a dispatch mode, torch.jit.trace, a tensor subclass)
-    would not see the kernel behind an eager call, and would record its output as a constant.
-    """
-    return (
-        _dispatch_modes() > 0
-        or _jit_tracing() is not None
-        or type(q) not in _PLAIN_TYPES
-        or type(k) not in _PLAIN_TYPES
-        or type(v) not in _PLAIN_TYPES
-        or q.is_meta
-    )
 
 
 def transforms_active() -> bool:

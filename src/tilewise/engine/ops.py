@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.engine.call import Asked, build_operands, build_problem, cached_plan, draw_seed
+from tilewise.engine.call import (
+    Asked,
+    build_operands,
+    build_problem,
+    cached_plan,
+    draw_seed,
+    read_keywords,
+)
 from tilewise.engine.modes import refuse_forward_mode, refuse_vmap, transforms_active
 from tilewise.plan.plan import Plan
 from tilewise.problem import (
@@ -87,7 +94,7 @@ def _asked(
     cu_seqlens = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
-    return Asked(
+    return read_keywords(
         Mask(decode(mask), tuple(mask_tensors)),
         Score(decode(score), tuple(score_tensors)),
         scale,
@@ -106,18 +113,7 @@ def _planned(
         # A graph made outside of a forward-mode level and run inside of one comes straight here.
         refuse_forward_mode()
     plan = cached_plan(q, k, v, asked)
-    operands = build_operands(
-        plan.problem,
-        q,
-        k,
-        v,
-        asked.cu_seqlens,
-        asked.mask.captured,
-        asked.score.captured,
-        asked.sinks,
-        seed,
-    )
-    return plan, operands
+    return plan, build_operands(plan.problem, q, k, v, asked, seed)
 
 
 def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:

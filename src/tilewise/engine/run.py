@@ -1,121 +1,120 @@
-"""One call: which road it takes, and along it from the arguments to a Result."""
+"""One call: which road it takes, and along it from the arguments to a Result.
+
+Written for the overhead of a small eager call, which is why the questions of ``run`` stand in one
+function and in this order.
+"""
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from tilewise.engine import ops
 from tilewise.engine.autograd import differentiable
 from tilewise.engine.call import Asked, build_operands, cached_plan, signature
-from tilewise.engine.modes import needs_op, refuse_transforms, transforms_active
+from tilewise.engine.modes import refuse_transforms
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.plan.plan import Plan
 from tilewise.problem import Operands, Problem, Result, check_cu_tensors, check_sinks
-from tilewise.variants.values import Mask, Score, as_mask, as_score
+from tilewise.variants.values import Mask, Score
 
-__all__ = ["NO_MASK", "NO_SCORE", "read_mask", "read_score", "run", "run_planned"]
+__all__ = ["run"]
 
 _is_compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
 _autocast_enabled = torch.is_autocast_enabled
-NO_MASK = Mask(())
-NO_SCORE = Score(())
+_functorch_active = torch._C._are_functorch_transforms_active
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_jit_tracing = torch._C._get_tracing_state
+_PLAIN = frozenset((Tensor, Parameter))
 _AUTOCAST_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def read_mask(mask: Any) -> Mask:
-    """``mask=`` as a Mask; the empty program for None."""
-    if mask is None:
-        return NO_MASK
-    return mask if type(mask) is Mask else as_mask(mask)
-
-
-def read_score(score: Any) -> Score:
-    """``score=`` as one Score; the empty program for None."""
-    if score is None:
-        return NO_SCORE
-    return score if type(score) is Score else as_score(score)
-
-
-def run(q: Tensor, k: Tensor, v: Tensor, asked: Asked, seed: int | Tensor | None) -> Result:
-    """Attention as asked (``functional.attention``)."""
-    if transforms_active():
-        refuse_transforms((q, k, v, asked.sinks, *asked.mask.captured, *asked.score.captured))
-    if _is_compiling() or needs_op(q, k, v):
-        q, k, v = _autocast(q, k, v)
-        return ops.call(q, k, v, asked, seed)
-    if _autocast_enabled("cpu" if q.is_cpu else q.device.type):
-        q, k, v = _autocast(q, k, v)
-    plan = cached_plan(q, k, v, asked)
-    return _execute(
-        plan,
-        q,
-        k,
-        v,
-        asked.cu_seqlens,
-        asked.mask.captured,
-        asked.score.captured,
-        asked.sinks,
-        seed,
-    )
-
-
-def _execute(
-    plan: Plan,
+def run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: tuple[Tensor, Tensor] | None,
-    mask_tensors: tuple[Tensor, ...],
-    score_tensors: tuple[Tensor, ...],
-    sinks: Tensor | None,
+    asked: Asked,
     seed: int | Tensor | None,
+    plan: Plan | None = None,
 ) -> Result:
-    """Run a plan eagerly, under autograd where a gradient may be wanted."""
-    problem = plan.problem
+    """Attention as asked (``functional.attention``), by a held plan if one is given.
+
+    A program that watches torch's operations (torch.compile, a dispatch mode, torch.jit.trace, a
+    tensor subclass) would not see the kernel behind an eager call, and would record its output as
+    a constant: such calls go through the torch ops.
+    """
+    if _functorch_active() or forward_ad._current_level >= 0:
+        refuse_transforms((q, k, v, asked.sinks, *asked.mask.captured, *asked.score.captured))
+    if (
+        _is_compiling()
+        or _dispatch_modes() > 0
+        or type(q) not in _PLAIN
+        or type(k) not in _PLAIN
+        or type(v) not in _PLAIN
+        or _jit_tracing() is not None
+    ):
+        return _run_traced(q, k, v, asked, seed, plan)
+    if q.is_cpu:
+        if _autocast_enabled("cpu"):
+            q, k, v = _autocast(q, k, v)
+    elif q.is_meta:
+        return _run_traced(q, k, v, asked, seed, plan)
+    else:
+        q, k, v = _autocast(q, k, v)
+    if plan is None:
+        plan = cached_plan(q, k, v, asked)
+    else:
+        _check_plan(plan, q, k, v, asked)
     if q.is_neg() or k.is_neg() or v.is_neg():
         # The imaginary part of a conjugate: its sign is a flag that kernels do not see.
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
-    if (
-        sinks is None
-        and cu_seqlens is None
-        and seed is None
-        and not mask_tensors
-        and not score_tensors
-        and not problem.dropout_p
-    ):
+    if seed is None and asked.plain and not plan.problem.dropout_p:
         operands = Operands(q, k, v)
     else:
-        operands = build_operands(
-            problem, q, k, v, cu_seqlens, mask_tensors, score_tensors, sinks, seed
-        )
+        operands = build_operands(plan.problem, q, k, v, asked, seed)
     if _grad_enabled() and (
         q.requires_grad
         or k.requires_grad
         or v.requires_grad
-        or (sinks is not None and sinks.requires_grad)
-        or any(tensor.requires_grad for tensor in score_tensors)
+        or (not asked.plain and _captured_gradient(asked))
     ):
         return differentiable(operands, plan)
     result: Result = plan.forward(operands)
     return result
 
 
-def run_planned(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, asked: Asked, seed: int | Tensor | None
+def _captured_gradient(asked: Asked) -> bool:
+    """Whether sinks or something that the score captured may want a gradient."""
+    tensors = asked.score.captured if asked.sinks is None else (asked.sinks, *asked.score.captured)
+    return any(tensor.requires_grad for tensor in tensors)
+
+
+def _run_traced(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    asked: Asked,
+    seed: int | Tensor | None,
+    plan: Plan | None,
 ) -> Result:
-    """Attention by a held plan: the call's mask and score, if said, must be the plan's.
+    """Attention through the torch ops; a held plan then only fills in keywords."""
+    if plan is not None:
+        _check_keywords(plan, asked)
+        asked = _asked_of(plan, asked)
+    q, k, v = _autocast(q, k, v)
+    return ops.call(q, k, v, asked, seed)
+
+
+def _check_plan(plan: Plan, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> None:
+    """Refuse a held plan that is for another call.
 
     Raises:
         InvalidArgument, InvalidType: the call is not the one that the plan is for.
     """
-    if _is_compiling() or transforms_active() or needs_op(q, k, v):
-        check_plan(plan, asked)
-        return run(q, k, v, _asked_of(plan, asked), seed)
-    if _autocast_enabled("cpu" if q.is_cpu else q.device.type):
-        q, k, v = _autocast(q, k, v)
-    check_plan(plan, asked)
+    _check_keywords(plan, asked)
     if plan.signature != signature(q, k, v):
         raise InvalidArgument(
             "plan",
@@ -123,25 +122,14 @@ def run_planned(
             f"one for {_describe(signature(q, k, v))}",
             "Make it with tilewise.plan() from tensors like these.",
         )
-    return _execute(
-        plan,
-        q,
-        k,
-        v,
-        asked.cu_seqlens,
-        asked.mask.captured,
-        asked.score.captured,
-        asked.sinks,
-        seed,
-    )
 
 
-def check_plan(plan: Plan, asked: Asked) -> None:
+def _check_keywords(plan: Plan, asked: Asked) -> None:
     """Refuse a held plan that is for other keywords than the call's."""
     if type(plan) is not Plan:
         raise InvalidType("plan", f"a {type(plan).__name__}", "a Plan made by tilewise.plan()")
     problem = plan.problem
-    mask, score, scale, dropout_p, sinks, backend, cu_seqlens = asked
+    mask, score, scale, dropout_p, sinks, backend, cu_seqlens, _ = asked
     # Text with a "[" names slots: such a mask or score has tensors to bring.
     if (
         (mask.text != plan.mask_text and (mask.text or "[" in plan.mask_text))

@@ -1,0 +1,75 @@
+// Runs a case on every instruction set of this machine and compares it with the naive implementation.
+#pragma once
+
+#include <memory>
+
+#include "naive.h"
+#include "report.h"
+
+namespace tilewise::test {
+
+inline std::vector<const Kernels*> instruction_sets() {
+  int count;
+  const Kernels* const* all = available(count);
+  return {all, all + count};
+}
+inline bool paired(const Kernels& kernels) { return kernels.bf16_flops != nullptr; }
+
+// Within `slack` times the room; infinities and NaN stand in the same places.
+inline void expect_near(const Tensor& tensor, const Numbers& truth, const Numbers& room, const std::string& what) {
+  const Numbers got = tensor.values();
+  constexpr double slack = 1;
+  for (std::size_t i = 0; i < got.size(); i++) {
+    const double error = got[i] == truth[i] || (std::isnan(got[i]) && std::isnan(truth[i])) ? 0 : std::fabs(got[i] - truth[i]);
+    if (error / room[i] > report.worst && error > 0) {
+      report.worst = error / room[i];
+      report.worst_case = what;
+    }
+    if (error <= slack * room[i]) continue;
+    fail(what + "[" + std::to_string(i) + "]: got " + number(got[i]) + ", should be " + number(truth[i]) + ", allowed error " +
+         number(slack * room[i]));
+    return;
+  }
+}
+
+inline void expect_same(const Numbers& got, const Numbers& other, const std::string& what) {
+  for (std::size_t i = 0; i < got.size(); i++) {
+    if (got[i] == other[i] || (std::isnan(got[i]) && std::isnan(other[i]))) continue;
+    return fail(what + "[" + std::to_string(i) + "]: " + number(got[i]) + " and " + number(other[i]) + " should be the same");
+  }
+}
+
+inline void compare(const Instance& x, const Naive& truth, const std::string& what) {
+  expect_near(x.out, truth.out, truth.out_room, "out of " + what);
+  expect_near(x.lse, truth.lse, truth.lse_room, "lse of " + what);
+  expect_near(x.row_max, truth.row_max, truth.row_room, "row_max of " + what);
+  expect_near(x.delta, truth.delta, truth.delta_room, "delta of " + what);
+  expect_near(x.grad_q, truth.grad_q, truth.grad_q_room, "grad_q of " + what);
+  expect_near(x.grad_k, truth.grad_k, truth.grad_k_room, "grad_k of " + what);
+  expect_near(x.grad_v, truth.grad_v, truth.grad_v_room, "grad_v of " + what);
+  for (std::size_t i = 0; i < x.bias.size(); i++)
+    if (x.bias[i].view.data) expect_near(x.grad_bias[i], truth.grad_bias[i], truth.grad_bias_room[i], "grad_bias of " + what);
+}
+
+inline void check(const Case& c) {
+  Instance end(c, Place::end), start(c, Place::start);
+  std::unique_ptr<Naive> truth[2];
+  for (const Kernels* kernels : instruction_sets()) {
+    const std::string what = std::string(kernels->name) + ", " + c.text();
+    const bool pairs = paired(*kernels) && c.dtype == DType::bf16;
+    if (!truth[pairs]) truth[pairs] = std::make_unique<Naive>(end, pairs);
+    if (!end.run(*kernels, 1) || !start.run(*kernels, 3)) {
+      fail("out of memory: " + what);
+      continue;
+    }
+    compare(end, *truth[pairs], what);
+    const auto one = end.results(), other = start.results();
+    for (std::size_t i = 0; i < one.size(); i++) {
+      expect_same(one[i].second->values(), other[i].second->values(), std::string(one[i].first) + ", 1 and 3 threads, of " + what);
+      expect(one[i].second->gaps_untouched() && other[i].second->gaps_untouched(),
+             std::string(one[i].first) + " was written between its elements: " + what);
+    }
+  }
+}
+
+}  // namespace tilewise::test

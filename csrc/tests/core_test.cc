@@ -1,0 +1,138 @@
+// Tests of the core without Python: every kernel of every instruction set that this machine can run, against a naive
+// implementation, in memory that cannot be overrun unseen.
+//
+//   core_test [--draws N] [PART_OF_A_NAME]
+#include <chrono>
+#include <functional>
+
+#include "elementary_tests.h"
+#include "special_tests.h"
+
+namespace tilewise::test {
+namespace {
+
+constexpr DType kTypes[] = {DType::f32, DType::f64, DType::bf16, DType::f16};
+int draws = 60;
+
+// Everything at once, drawn at random.
+Case draw(u64 seed) {
+  u64 state = seed * 1000;
+  const auto pick = [&](auto... choices) {
+    const double all[] = {static_cast<double>(choices)...};
+    return all[scramble(state++) % sizeof...(choices)];
+  };
+  const auto layout = [&] { return static_cast<Layout>(scramble(state++) % 6); };
+  Case c;
+  c.seed = seed;
+  c.dtype = kTypes[scramble(state++) % 4];
+  c.batch = static_cast<i64>(pick(1, 1, 2, 3));
+  c.kv_heads = static_cast<i64>(pick(1, 1, 2));
+  c.heads = c.kv_heads * static_cast<i64>(pick(1, 2, 3));
+  c.queries = static_cast<i64>(pick(1, 2, 15, 16, 17, 31, 63, 64, 65, 100, 129));
+  c.keys = static_cast<i64>(pick(1, 2, 15, 16, 17, 33, 63, 64, 65, 129, 191, 193));
+  c.head_dim = static_cast<int>(pick(1, 2, 5, 8, 13, 16, 24, 33));
+  c.value_dim = static_cast<int>(pick(1, 3, 4, 8, 12, 16, 21, 32));
+  if (pick(0, 0, 1) != 0) {
+    for (i64 b = 0; b < c.batch; b++) {
+      c.query_lengths.push_back(static_cast<i64>(pick(0, 1, 17, 64, 70)));
+      c.key_lengths.push_back(static_cast<i64>(pick(0, 1, 17, 64, 130)));
+    }
+  }
+  for (int parts = static_cast<int>(pick(0, 1, 1, 2, 3)), i = 0; i < parts; i++) {
+    const int leaf = static_cast<int>(pick(0, 0, 0, 1, 2, 3, 4));
+    if (leaf == 0) c.mask.push_back(band(static_cast<i64>(pick(-1, -1, 0, 9, 64)), static_cast<i64>(pick(-1, 0, 0, 5)), pick(0, 1) != 0));
+    if (leaf == 1) c.mask.push_back(below(static_cast<i64>(pick(0, 5, 16, 100))));
+    if (leaf == 2) c.mask.push_back(lengths());
+    if (leaf == 3) c.mask.push_back(documents(static_cast<i64>(pick(0, 1, 2, 5)), static_cast<int>(pick(0, 1))));
+    if (leaf == 4) c.mask.push_back(dense(static_cast<int>(scramble(state++) % 16), pick(0.1, 0.5, 0.95), layout()));
+    if (pick(0, 0, 1) != 0) c.mask.push_back(kNot);
+    if (i > 0) c.mask.push_back(pick(0, 1, 1) != 0 ? kAnd : kOr);
+  }
+  for (int steps = static_cast<int>(pick(0, 0, 1, 2, 3)), i = 0; i < steps; i++) {
+    const int step = static_cast<int>(pick(0, 1, 2, 2));
+    if (step == 0) c.score = {alibi(static_cast<int>(pick(0, 1)))};  // one set of slopes: it starts the chain
+    if (step == 1) c.score.push_back(softcap(pick(1, 5, 50)));
+    if (step == 2) c.score.push_back(bias(static_cast<int>(scramble(state++) % 16), layout(), pick(0, 1) != 0));
+  }
+  c.q = layout(), c.k = layout(), c.v = layout();
+  c.out = static_cast<Layout>(pick(0, 1, 2, 5));
+  c.scale = pick(-99, -99, -99, -0.5, 0, 2);
+  c.dropout = pick(0, 0, 0.25, 0.8);
+  c.sinks = pick(0, 0, 1) != 0;
+  c.grad_lse = pick(0, 1) != 0;
+  return c;
+}
+
+struct Test {
+  std::string name;
+  std::function<void()> run;
+};
+
+std::vector<Test> tests() {
+  std::vector<Test> all = {{"philox known answers", test_philox_words},
+                           {"partial loads", test_partial_loads},
+                           {"exp2 float32", [] { test_exp2<float, 5>(3e-7), test_exp2<float, 6>(2.5e-7); }},
+                           {"exp2 bfloat16 and float16", [] { test_exp2<float, 3>(1.2e-4), test_exp2<float, 4>(4e-6); }},
+                           {"exp2 float64", [] { test_exp2<double, 5>(6e-16); }},
+                           {"log", [] { test_log<float>(), test_log<double>(); }},
+                           {"tanh", [] { test_tanh<float>(), test_tanh<double>(); }},
+                           {"half conversions", test_half},
+                           {"bfloat16 conversions", test_bfloat}};
+  const std::pair<const char*, void (*)(DType)> numeric[] = {{"sizes", test_sizes},
+                                                             {"depths", test_depths},
+                                                             {"heads", test_heads},
+                                                             {"masks", test_masks},
+                                                             {"dense masks", test_dense_masks},
+                                                             {"scores", test_scores},
+                                                             {"biases", test_biases},
+                                                             {"layouts", test_layouts},
+                                                             {"options", test_options},
+                                                             {"dropout", test_dropout},
+                                                             {"poisoned padding", test_poisoned_padding},
+                                                             {"extreme scores", test_extreme_scores},
+                                                             {"NaN spreads", test_nan_spreads},
+                                                             {"varlen", test_varlen},
+                                                             {"batch mates", test_batch_mates}};
+  for (const auto& [name, function] : numeric)
+    for (DType dtype : kTypes) all.push_back({std::string(name) + " " + name_of(dtype), [=] { function(dtype); }});
+  for (DType dtype : {DType::bf16, DType::f16})
+    all.push_back({std::string("every value ") + name_of(dtype), [=] { test_every_value(dtype); }});
+  all.push_back({"drawn problems", [] {
+                   for (int i = 0; i < draws; i++) check(draw(static_cast<u64>(i) + 1));
+                 }});
+  return all;
+}
+
+int run_all(const char* part) {
+  int passed = 0, failed = 0;
+  std::printf("core_test: on");
+  for (const Kernels* kernels : instruction_sets()) std::printf(" %s", kernels->name);
+  std::printf("\n");
+  for (const Test& test : tests()) {
+    if (test.name.find(part) == std::string::npos) continue;
+    report = {};
+    const auto begin = std::chrono::steady_clock::now();
+    test.run();
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+    (report.failures ? failed : passed)++;
+    std::printf("%s %-32s %6.2f s", report.failures ? "FAIL" : "ok  ", test.name.c_str(), took.count());
+    if (report.worst > 0) std::printf("   largest error %.2f of the allowed (%s)", report.worst, report.worst_case.c_str());
+    if (report.failures) std::printf("   %d failures", report.failures);
+    std::printf("\n");
+    std::fflush(stdout);
+  }
+  std::printf("%d passed, %d failed\n", passed, failed);
+  return failed ? 1 : 0;
+}
+
+}  // namespace
+}  // namespace tilewise::test
+
+int main(int argc, char** argv) {
+  const char* part = "";
+  for (int i = 1; i < argc; i++) {
+    if (std::strcmp(argv[i], "--draws") == 0 && i + 1 < argc) tilewise::test::draws = std::atoi(argv[++i]);
+    else part = argv[i];
+  }
+  return tilewise::test::run_all(part);
+}

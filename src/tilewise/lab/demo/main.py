@@ -82,6 +82,7 @@ def _announce(record: Record, progress: Progress) -> None:
     )
     threads = words.count(settings.threads, "thread")
     progress.say(
+        f"tilewise runs its backend {record.environment['backend']!r}.\n"
         f"Expected time: {in_words(forecast_s(settings))} on {threads}. "
         "Ctrl-C stops early and still writes the report."
     )

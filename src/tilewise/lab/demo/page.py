@@ -321,7 +321,8 @@ def _method(record: Record) -> str:
 <li>One model code; the arms differ in <code>implementation=</code> of
 <code>tilewise.nn.Attention</code>. Plain is <code>softmax(mask(q k<sup>T</sup>)) v</code> in torch
 operations, masking in place.</li>
-<li>Each arm has a process of its own, so that its peak memory is its own. The processes take turns
+<li>Each arm has a process of its own, so that its peak memory is its own: resident memory at its
+highest, less what the process held with torch warmed up and the text read. The processes take turns
 of a few steps and only one computes at a time, so that whatever else the machine does falls on
 all alike.</li>
 <li>The first {WARMUP} steps of each arm are left out of the times, not out of the losses.</li>

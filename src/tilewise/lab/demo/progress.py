@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 from typing import TextIO
 
 from tilewise.lab.demo.contest import Arm
 
-_BAR = 28
+_BAR = 24
 _LINES = 10  # progress lines of a whole run where there is no terminal
 
 
@@ -37,8 +38,11 @@ class Progress:
         if self.on_terminal:
             filled = round(share * _BAR)
             bar = "#" * filled + "-" * (_BAR - filled)
-            status = f"{arm} step {step}/{self.steps} loss {loss:.3f} ({step_s * 1e3:.0f} ms)"
-            self.stream.write(f"\r[{bar}] {share:4.0%} {self.left()} {status}\x1b[K")
+            status = f"{arm} {step}/{self.steps} loss {loss:.3f} ({step_s * 1e3:.0f} ms)"
+            # A line that wraps could not be written over.
+            width = shutil.get_terminal_size().columns - 1
+            line = f"[{bar}] {share:4.0%} {self.left()} {status}"[:width]
+            self.stream.write(f"\r{line}\x1b[K")
             self.stream.flush()
         elif arm == self.arms[-1].name and share * _LINES >= self._lines:
             self._lines = int(share * _LINES) + 1

@@ -108,6 +108,7 @@ def environment(settings: Settings) -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "tilewise": _version(),
+        "backend": tilewise.plan(query, query, query, mask=tilewise.masks.causal()).backend,
         "plan": str(tilewise.explain(query, query, query, mask=tilewise.masks.causal())),
     }
 

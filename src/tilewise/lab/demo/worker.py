@@ -83,6 +83,14 @@ class Trainer:
         return statistics.fmean(self.model.loss(*pair).item() for pair in pairs)
 
 
+def _warm_torch() -> None:
+    """Make torch take what it takes once, tens of megabytes, so that no arm is charged for it."""
+    model = GPT(16, 1, 1, "plain", seed=0)
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    model.loss(tokens, tokens).backward()  # type: ignore[no-untyped-call]
+    torch.optim.AdamW(model.parameters()).step()
+
+
 def schedule(step: int, steps: int) -> float:
     """Fraction of the peak learning rate: up over a sixth of the run, down to 0 over its half."""
     warmup = max(steps // 6, 1)
@@ -119,6 +127,7 @@ class Worker:
         self.windows = Windows(data, self.settings.context, self.settings.seed + 1)
         del data
         self.job = job
+        _warm_torch()
         self.base = resident_bytes()  # with torch and the text in memory, before the model
         reset_peak()
         self.trainer = Trainer(self.settings, self.windows, job)

@@ -14,11 +14,13 @@ from tilewise import cli
 from tilewise.errors import TilewiseError, Unsupported
 from tilewise.kernels.cpu.core import absence
 from tilewise.lab.bench import child, command, main, peaks, worker
-from tilewise.lab.bench.cases import SCALING_GOAL
+from tilewise.lab.bench.cases import SCALING_GOAL, find
 from tilewise.lab.bench.measure import measure_cases
+from tilewise.lab.bench.result import Scaling
 
 needs_core = pytest.mark.skipif(absence() is not None, reason="the compiled core is not built")
 Stored = Callable[..., str]
+SCALED = Scaling("short 33", "float32", [2.0], [1.0], [1.0], [2.0], True)
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +131,27 @@ def test_ctrl_c_keeps_what_is_done(
     assert cli.main(["bench", *options]) == 130
     assert "stopped with Ctrl-C" in capsys.readouterr().out
     assert len(json.loads(path.read_text())["cases"]) == 1
+
+
+@needs_core
+def test_a_failure_late_keeps_what_is_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> Any:
+        raise TilewiseError(f"the memory process failed in {tmp_path}")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "CASES", (find("short 33 float32"),))
+    monkeypatch.setattr("tilewise.lab.bench.child.memory", broken)
+    monkeypatch.setattr("tilewise.lab.bench.child.scaling", lambda *_: (each for each in [SCALED]))
+    assert main([]) == 1
+    said = capsys.readouterr()
+    assert "memory process failed" in said.err
+    assert "a measurement failed" in said.out
+    assert "held plan" in said.out
+    (path,) = (tmp_path / "benchmarks").glob("*/cpu-partial.json")
+    assert str(tmp_path) not in path.read_text()
+    assert json.loads(path.read_text())["scaling"][0]["met"] == "yes"
 
 
 def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:

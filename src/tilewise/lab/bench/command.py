@@ -1,7 +1,7 @@
 """``tilewise bench``: measure, print the tables, write the JSON.
 
-Exit status: 0 done, 1 a case is wrong or below ``--check``, 2 wrong usage, 130 stopped with Ctrl-C
-(what was done by then is printed and written).
+Exit status: 0 done, 1 a case is wrong, below ``--check`` or failed, 2 wrong usage, 130 stopped with
+Ctrl-C (what was done by then is printed and written).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from tilewise.errors import Unsupported
+from tilewise.errors import TilewiseError, Unsupported
 from tilewise.kernels.cpu.core import absence
 from tilewise.lab.bench import child
 from tilewise.lab.bench.cases import CASES, DTYPES, Case
@@ -26,6 +26,7 @@ from tilewise.lab.bench.show import Progress, show
 __all__ = ["main"]
 
 _INTERRUPTED = "stopped with Ctrl-C"
+_SCALING_S = 0.6  # for the rounds of one case on one and two threads
 _LONG = 16384  # queries and keys of the memory measurement
 
 
@@ -75,7 +76,7 @@ def _run(record: Record, cases: Sequence[Case], options: argparse.Namespace) -> 
     if options.rounds:
         effort = replace(effort, least=options.rounds, most=options.rounds)
     everything = not (options.quick or options.cases or options.dtype or options.threads > 1)
-    progress = Progress(len(cases) * (2 if everything else 1) + (1 if options.quick else 9))
+    progress = Progress(_steps(len(cases), everything, options.quick))
     began = time.perf_counter()
     status = COMPLETE
     try:
@@ -90,14 +91,22 @@ def _run(record: Record, cases: Sequence[Case], options: argparse.Namespace) -> 
             _in_children(record, cases, progress)
     except KeyboardInterrupt:
         status = _INTERRUPTED
+    except TilewiseError as error:
+        status = "a measurement failed"  # the words may name folders, and the record must not
+        print(f"\ntilewise bench: {error}", file=sys.stderr)
     progress.end()
     record.end(status, time.perf_counter() - began)
+
+
+def _steps(cases: int, everything: bool, quick: bool) -> int:
+    """Each case once, and once more on two threads; the cost of a call; eight of memory."""
+    return 2 * cases + 1 + 1 + 8 if everything else cases + quick
 
 
 def _in_children(record: Record, cases: Sequence[Case], progress: Progress) -> None:
     """What needs processes of its own."""
     if record.machine["cores"] > 1:
-        found = child.scaling([case.key for case in cases], 1.0)
+        found = child.scaling([case.key for case in cases], _SCALING_S)
         with closing(found):
             for case in cases:
                 progress.step(f"two threads: {case.key}")
@@ -134,14 +143,15 @@ def _path(record: Record, options: argparse.Namespace) -> Path | None:
 
 
 def _status(record: Record, check: float | None) -> int:
-    """1 for a wrong case, or a ratio below the check where ratios are promised."""
-    code = 1 if any(result.wrong for result in record.cases) else 0
+    """1 for a wrong case, a failure, or a ratio below the check where ratios are promised."""
+    failed = record.status not in (COMPLETE, _INTERRUPTED)
+    code = 1 if failed or any(result.wrong for result in record.cases) else 0
     if check is None:
         return code
     isa = record.machine["isa"]
     if not isa.startswith("avx512"):
         print(f"The ratios are not checked: they are promised for AVX-512, and {isa} runs here.")
-        return 0
+        return code
     judged = [result for result in record.cases if result.goal is not None and not result.wrong]
     below = [result for result in judged if result.ratio < check]
     for result in below:

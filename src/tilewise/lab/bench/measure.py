@@ -35,7 +35,7 @@ class Effort:
     most: int
 
 
-FULL = Effort(2.5, 3, 15)
+FULL = Effort(2.0, 3, 15)
 QUICK = Effort(0.8, 3, 9)
 
 

@@ -47,15 +47,20 @@ def show(record: Record, *, as_markdown: bool) -> None:
 def _rich(lines: list[str], found: list[Table]) -> bool:
     """Print with rich; False where it is not installed."""
     try:
+        from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table as RichTable
         from rich.text import Text
     except ImportError:
         return False
     console = Console()
+    if any(len(line) > console.width for table in found for line in plain(table).splitlines()[:3]):
+        return False  # cells broken over lines are worse than lines broken by the terminal
     console.print(Text("\n".join(lines)))
     for table in found:
-        drawn = RichTable(title=table.title, title_justify="left")
+        drawn = RichTable(
+            title=table.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        )
         for name in table.head:
             drawn.add_column(name, justify="left" if name in ("case", "dtype", "call") else "right")
         for row in table.rows:

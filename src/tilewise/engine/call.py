@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from tilewise.engine import registry
 from tilewise.engine.dispatch import PLANS, plan_problem
@@ -145,8 +144,6 @@ def _tensors_key(sinks: Tensor | None, cu_seqlens: tuple[Tensor, Tensor] | None)
     return tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
 
 
-# Plans are made once; torch.compile has nothing to find in here.
-@_disable_dynamo
 def make_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
     """The plan of a call, from nothing.
 

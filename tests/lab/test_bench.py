@@ -220,6 +220,8 @@ def test_tables() -> None:
         assert each.rows[0][0] in table.plain(each)
         assert table.markdown(each).count("|---") == 0  # cells are spaced, as people write them
         assert "| ---" in table.markdown(each)
+    short, *_ = table.tables(record(), brief=True)
+    assert short.head == ("case", "float32")
     unfinished = replace(record(), status="stopped with Ctrl-C", memory=[])
     assert len(table.tables(unfinished)) == 3
     assert "stopped" in table.heading(unfinished)[1]

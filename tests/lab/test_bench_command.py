@@ -86,6 +86,8 @@ def test_a_stored_run_is_printed(stored: Stored, capsys: pytest.CaptureFixture[s
     assert "% of peak" in text
     assert main(["--from", stored(), "--markdown"]) == 0
     assert "| short 33 | float32 |" in capsys.readouterr().out
+    assert main(["--from", stored(), "--markdown", "--brief"]) == 0
+    assert "| case | float32 |" in capsys.readouterr().out
 
 
 @needs_core

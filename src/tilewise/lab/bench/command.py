@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given)
     if options.source is not None:
         record = Record.read(options.source)
-        show(record, as_markdown=options.markdown)
+        show(record, as_markdown=options.markdown, brief=options.brief)
         return _status(record, options.check)
     cases = _chosen(options)
     if not cases:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.execve(sys.executable, command, child.environment())
     record = Record.begin(options.threads)
     _run(record, cases, options)
-    show(record, as_markdown=options.markdown)
+    show(record, as_markdown=options.markdown, brief=options.brief)
     path = _path(record, options)
     if path is not None:
         record.write(path)
@@ -179,6 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--check", type=float, metavar="R", help="fail if a ratio is below R")
     add("--json", metavar="FILE", help="write all samples here")
     add("--markdown", action="store_true", help="print the tables as Markdown")
+    add("--brief", action="store_true", help="print dtypes side by side, without times")
     add(
         "--from",
         dest="source",

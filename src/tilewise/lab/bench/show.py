@@ -35,9 +35,9 @@ class Progress:
             sys.stderr.flush()
 
 
-def show(record: Record, *, as_markdown: bool) -> None:
+def show(record: Record, *, as_markdown: bool, brief: bool) -> None:
     """Print the tables of a record, coloured where there is a terminal and rich."""
-    lines, found = heading(record), tables(record)
+    lines, found = heading(record), tables(record, brief=brief)
     if as_markdown:
         print("\n\n".join(["\n".join(lines), *(markdown(table) for table in found)]))
     elif not sys.stdout.isatty() or not _rich(lines, found):

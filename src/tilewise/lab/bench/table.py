@@ -29,9 +29,14 @@ class Table(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def tables(record: Record) -> list[Table]:
-    """Every table that a record has something for."""
-    makers = (_cases, _overhead, _scaling, _memory)
+def tables(record: Record, *, brief: bool = False) -> list[Table]:
+    """Every table that a record has something for.
+
+    Args:
+        record: what was measured.
+        brief: dtypes side by side, and two threads as one line.
+    """
+    makers = (_brief, _overhead, _memory) if brief else (_cases, _overhead, _scaling, _memory)
     return [table for table in (make(record) for make in makers) if table.rows]
 
 
@@ -73,7 +78,14 @@ def markdown(table: Table) -> str:
     rules = ["---" if column in left else "---:" for column in range(len(table.head))]
     rows = [table.head, tuple(rules), *table.rows]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([f"**{table.title}**", "", *lines, *("\n" + note for note in table.notes)])
+    return "\n".join(
+        [f"**{table.title}**", "", *lines, *("\n" + _plain_star(note) for note in table.notes)]
+    )
+
+
+def _plain_star(note: str) -> str:
+    """A star that begins a line would begin a list."""
+    return "\\" + note if note.startswith("*") else note
 
 
 def _left_columns(table: Table) -> set[int]:
@@ -82,8 +94,48 @@ def _left_columns(table: Table) -> set[int]:
     return {column for column, name in enumerate(table.head) if name in words}
 
 
-def _cases(record: Record) -> Table:
+def _title(record: Record) -> str:
     clock = "processor time" if record.threads == 1 else "wall time"
+    threads = f"{record.threads} thread{'s' if record.threads != 1 else ''}"
+    return f"Attention against torch's scaled_dot_product_attention: {threads}, {clock}, medians"
+
+
+def _brief(record: Record) -> Table:
+    dtypes = tuple(dict.fromkeys(result.dtype for result in record.cases))
+    names = tuple(dict.fromkeys(result.name for result in record.cases))
+    found = {(result.name, result.dtype): result for result in record.cases}
+    rows = [(name, *(_brief_cell(found.get((name, dtype))) for dtype in dtypes)) for name in names]
+    notes = ["Times faster than torch, and the share of the machine's measured peak."]
+    missed = [
+        result
+        for name in names
+        for result in record.cases
+        if result.name == name and result.met.startswith("no") and not result.wrong
+    ]
+    if missed:
+        notes.append("* below its goal: " + "; ".join(map(_miss, missed)) + ".")
+    return Table(
+        _title(record),
+        ("case", *dtypes),
+        rows,
+        (*notes, *_wrong(record.cases), *_tally(record.cases), *_scaling(record).notes),
+    )
+
+
+def _brief_cell(result: CaseResult | None) -> str:
+    if result is None:
+        return ""
+    if result.wrong:
+        return "WRONG"
+    star = "*" if result.met.startswith("no") else ""
+    return f"{result.ratio:.2f}x, {result.peak_fraction:.0%}{star}"
+
+
+def _miss(result: CaseResult) -> str:
+    return f"{result.name} {result.dtype} ({_goal(result)})"
+
+
+def _cases(record: Record) -> Table:
     head = (
         "case",
         "dtype",
@@ -96,14 +148,11 @@ def _cases(record: Record) -> Table:
     )
     names = list(dict.fromkeys(result.name for result in record.cases))
     results = sorted(record.cases, key=lambda result: names.index(result.name))
-    notes = [f"WRONG {result.name} {result.dtype}: {result.wrong}" for result in results]
-    wrong = tuple(note for note, result in zip(notes, results, strict=True) if result.wrong)
-    threads = f"{record.threads} thread{'s' if record.threads != 1 else ''}"
     return Table(
-        f"Attention against torch's scaled_dot_product_attention: {threads}, {clock}, medians",
+        _title(record),
         head,
         [_case_cells(result) for result in results],
-        (*wrong, *_peak_notes(results), *_tally(results)),
+        (*_wrong(results), *_peak_notes(results), *_tally(results)),
     )
 
 
@@ -132,6 +181,12 @@ def _goal(result: CaseResult) -> str:
 
 def _ms(seconds: Sequence[float]) -> str:
     return f"{statistics.median(seconds) * 1e3:.4g}"
+
+
+def _wrong(results: Sequence[CaseResult]) -> Iterator[str]:
+    for result in results:
+        if result.wrong:
+            yield f"WRONG {result.name} {result.dtype}: {result.wrong}"
 
 
 def _peak_notes(results: Sequence[CaseResult]) -> Iterator[str]:
@@ -185,8 +240,8 @@ def _scaling(record: Record) -> Table:
     ]
     head = ("case", "dtype", "1 thread ms", "2 threads ms", "t1/2t2", "bare loop", "share", "met")
     judged = [each.met for each in record.scaling if each.has_goal]
-    note = f"Goal: a share of {SCALING_GOAL} of the bare loop's scaling, met by "
-    notes = (f"{note}{judged.count('yes')} of {len(judged)}.",) if judged else ()
+    note = f"Two threads scale at least {SCALING_GOAL} as well as the bare loop in "
+    notes = (f"{note}{judged.count('yes')} of {len(judged)} cases.",) if judged else ()
     return Table("Two threads against one, wall time, best round", head, rows, notes)
 
 

@@ -6,6 +6,7 @@ import math
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -68,9 +69,10 @@ def test_problems_are_values() -> None:
     assert pickle.loads(pickle.dumps(_dense())) == _dense()
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, 1e30, 3])
+@pytest.mark.parametrize("scale", [0.0, -1.0, 1e30, 3, np.float32(0.5), np.int64(2)])
 def test_any_finite_scale_is_legal(scale: float) -> None:
     assert _dense(scale=scale).scale == scale
+    assert type(_dense(scale=scale).scale) is float
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 3, 4), (1, 2, 0, 4), (1, 2, 3, 4)])

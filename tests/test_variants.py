@@ -148,6 +148,8 @@ def test_named_masks_are_these_programs() -> None:
     assert (masks.causal() & masks.lengths(lengths)).text == "band(-1,0,1) below()[0] and"
     assert (~masks.document(lengths)).text == "same_document()[0,1] not"
     assert (masks.causal() & torch.ones(1, 1).bool()).text == "band(-1,0,1) dense()[0] and"
+    assert (torch.ones(1, 1).bool() & masks.causal()).text == "dense()[0] band(-1,0,1) and"
+    assert (torch.ones(1, 1).bool() | masks.causal()).text == "dense()[0] band(-1,0,1) or"
 
 
 def test_named_scores_are_these_programs() -> None:

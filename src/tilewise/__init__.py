@@ -1,5 +1,6 @@
 """Exact attention that never writes the N x N matrix, fast on the chip you have."""
 
+from tilewise import errors, nn
 from tilewise.functional import (
     AttentionResult,
     Explanation,
@@ -19,8 +20,10 @@ __all__ = [
     "SoftmaxStats",
     "attention",
     "attention_varlen",
+    "errors",
     "explain",
     "masks",
+    "nn",
     "plan",
     "scores",
 ]

@@ -9,6 +9,7 @@ width, Dv value width; in a variable-length call Tq and Tk are the packed totals
 
 import math
 import sys
+from numbers import Real
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -35,7 +36,8 @@ __all__ = [
 ]
 
 _LARGEST = sys.float_info.max
-_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+_SYMBOLS = (torch.SymInt, torch.SymFloat)
+_NUMBERS = (int, float, *_SYMBOLS, Real)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -347,7 +349,7 @@ def _real(name: str, value: object, required: str) -> float:
         fix = "Multiply q by a tensor scale." if name == "scale" else ""
         raise InvalidType(name, _named(value), required, fix)
     # A symbolic number of a traced call stands for a float and stays as it is.
-    return float(value) if isinstance(value, int) else cast(float, value)
+    return cast(float, value) if isinstance(value, _SYMBOLS) else float(value)
 
 
 def check_sinks(sinks: object, heads: int, device: str) -> bool:

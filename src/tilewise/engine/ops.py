@@ -43,7 +43,7 @@ def call(q: Tensor, k: Tensor, v: Tensor, asked: Asked, seed: int | Tensor | Non
     score_tensors = lower_score(
         asked.score.program, asked.score.captured, _traced_extent(problem), q.dtype, q.device
     )
-    if seed is None and asked.dropout_p > 0:
+    if seed is None and problem.dropout_p > 0:
         seed = draw_seed()
     elif isinstance(seed, int):
         seed = torch.full((), _signed(seed), dtype=torch.int64)
@@ -60,8 +60,8 @@ def call(q: Tensor, k: Tensor, v: Tensor, asked: Asked, seed: int | Tensor | Non
         cu_k,
         asked.mask.text,
         asked.score.text,
-        asked.scale,
-        asked.dropout_p,
+        None if asked.scale is None else problem.scale,
+        problem.dropout_p,
         asked.backend,
     )
     return Result(out, lse, stats)

@@ -45,8 +45,8 @@ class Mask(_Variant):
     """Which pairs (query row m, key n) may attend. Built by ``tilewise.masks``.
 
     Masks compose: ``a & b`` (both allow), ``a | b`` (either allows), ``~a`` (a does not). A boolean
-    tensor may stand to the right of ``&`` and ``|``. (torch.compile traces ``&`` and ``|`` but does
-    not know ``~`` on a value like this: build inverted masks outside of what is compiled.)
+    tensor may stand on either side of ``&`` and ``|``. (torch.compile traces ``&`` and ``|``, but
+    does not know ``~`` on a value like this: build inverted masks outside of what is compiled.)
     """
 
     __slots__ = ()
@@ -56,6 +56,12 @@ class Mask(_Variant):
 
     def __or__(self, other: "Mask | Tensor") -> "Mask":
         return _join(self, other, "or")
+
+    def __rand__(self, other: Tensor) -> "Mask":
+        return as_mask(other) & self
+
+    def __ror__(self, other: Tensor) -> "Mask":
+        return as_mask(other) | self
 
     def __invert__(self) -> "Mask":
         return Mask((*self.program, Instr("not")), self.captured)

@@ -51,7 +51,11 @@ inline void compare(const Instance& x, const Naive& truth, const std::string& wh
     if (x.bias[i].view.data) expect_near(x.grad_bias[i], truth.grad_bias[i], truth.grad_bias_room[i], "grad_bias of " + what);
 }
 
+inline int every = 1;  // of so many cases one is run
+
 inline void check(const Case& c) {
+  static int count = 0;
+  if (count++ % every != 0) return;
   Instance end(c, Place::end), start(c, Place::start);
   std::unique_ptr<Naive> truth[2];
   for (const Kernels* kernels : instruction_sets()) {

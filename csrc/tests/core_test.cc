@@ -1,7 +1,7 @@
 // Tests of the core without Python: every kernel of every instruction set that this machine can run, against a naive
 // implementation, in memory that cannot be overrun unseen.
 //
-//   core_test [--draws N] [PART_OF_A_NAME]
+//   core_test [--every N] [--draws N] [PART_OF_A_NAME]    one case of N (slow machines), N random problems
 #include <chrono>
 #include <functional>
 
@@ -132,6 +132,7 @@ int main(int argc, char** argv) {
   const char* part = "";
   for (int i = 1; i < argc; i++) {
     if (std::strcmp(argv[i], "--draws") == 0 && i + 1 < argc) tilewise::test::draws = std::atoi(argv[++i]);
+    else if (std::strcmp(argv[i], "--every") == 0 && i + 1 < argc) tilewise::test::every = std::max(1, std::atoi(argv[++i]));
     else part = argv[i];
   }
   return tilewise::test::run_all(part);

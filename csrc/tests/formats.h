@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "args.h"
 
@@ -14,11 +15,20 @@ using u16 = std::uint16_t;
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
 
-inline double half_value(u16 bits) {
+inline double half_value_of(u16 bits) {
   const int exponent = bits >> 10 & 31, fraction = bits & 1023;
   const double sign = bits >> 15 ? -1 : 1;
   if (exponent == 31) return fraction ? NAN : sign * INFINITY;
   return sign * (exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24));
+}
+
+inline double half_value(u16 bits) {
+  static const std::vector<double> all = [] {
+    std::vector<double> values(65536);
+    for (int i = 0; i < 65536; i++) values[static_cast<std::size_t>(i)] = half_value_of(static_cast<u16>(i));
+    return values;
+  }();
+  return all[bits];
 }
 
 // To nearest, ties to even.

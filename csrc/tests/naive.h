@@ -56,28 +56,28 @@ class Naive {
   // Whether query m may attend to key n: the mask program, by its definition in args.h.
   bool sees(i64 b, i64 h, i64 m, i64 n) const {
     if (g_.args.mask_length == 0) return true;
-    std::vector<bool> stack;
+    bool stack[kMaxMask];
+    int top = 0;
     for (int i = 0; i < g_.args.mask_length; i++) {
       const MaskInstr& x = g_.args.mask[i];
       const i64 a = x.bottom_right ? g_.keys(b) - g_.queries(b) : 0;
       if (x.op == MaskOp::band) {
-        stack.push_back((x.left < 0 || a + m - x.left <= n) && (x.right < 0 || n <= a + m + x.right));
+        stack[top++] = (x.left < 0 || a + m - x.left <= n) && (x.right < 0 || n <= a + m + x.right);
       } else if (x.op == MaskOp::below) {
-        stack.push_back(n < (x.lengths ? x.lengths[b] : x.length));
+        stack[top++] = n < (x.lengths ? x.lengths[b] : x.length);
       } else if (x.op == MaskOp::same_document) {
-        stack.push_back(x.query_ids[b * x.query_batch + m] == x.key_ids[b * x.key_batch + n]);
+        stack[top++] = x.query_ids[b * x.query_batch + m] == x.key_ids[b * x.key_batch + n];
       } else if (x.op == MaskOp::dense) {
         const View& t = x.tensor;
-        stack.push_back(static_cast<const char*>(t.data)[b * t.batch + h * t.head + m * t.row + n * t.col] != 0);
+        stack[top++] = static_cast<const char*>(t.data)[b * t.batch + h * t.head + m * t.row + n * t.col] != 0;
       } else if (x.op == MaskOp::negate) {
-        stack.back() = !stack.back();
+        stack[top - 1] = !stack[top - 1];
       } else {
-        const bool last = stack.back();
-        stack.pop_back();
-        stack.back() = x.op == MaskOp::all ? stack.back() && last : stack.back() || last;
+        const bool last = stack[--top];
+        stack[top - 1] = x.op == MaskOp::all ? stack[top - 1] && last : stack[top - 1] || last;
       }
     }
-    return stack.back();
+    return stack[0];
   }
 
  private:

@@ -158,6 +158,13 @@ def test_named_scores_are_these_programs() -> None:
     assert as_score([]).text == ""
 
 
+@pytest.mark.parametrize("tensors", [0, 1, 3])
+def test_a_variant_has_a_tensor_for_each_slot(tensors: int) -> None:
+    program = decode("same_document()[0,1]")
+    with pytest.raises(InvalidArgument, match=rf"^captured: got {tensors} tensors.*the 2 that"):
+        Mask(program, (torch.zeros(3),) * tensors)
+
+
 def test_causal_masks_are_built_once() -> None:
     assert masks.causal() is masks.causal()
 

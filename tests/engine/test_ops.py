@@ -203,3 +203,11 @@ def test_a_graph_break_lets_the_error_through(backend: str) -> None:
     q, k, v = qkv(grad=False)
     with pytest.raises(InvalidArgument, match=r"^v: got 1 heads"):
         call(q, k, v[:, :1], backend=backend)
+
+
+@pytest.mark.parametrize("text", ["below()[0]", "dense()[3]"])
+def test_the_op_wants_a_tensor_for_each_slot(text: str) -> None:
+    q = torch.zeros(1, 1, 2, 4)
+    rest = (None, None, None, None, text, "", None, 0.0, None)
+    with pytest.raises(InvalidArgument, match=r"^captured: got 0 tensors"):
+        torch.ops.tilewise.attention(q, q, q, [], [], *rest)

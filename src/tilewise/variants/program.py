@@ -30,6 +30,7 @@ __all__ = [
     "decode",
     "encode",
     "shift_slots",
+    "slot_count",
 ]
 
 Number: TypeAlias = int | float
@@ -137,6 +138,12 @@ def _check_stack(program: Program, text: str) -> None:
         depth += 1
     if depth != 1:
         raise InvalidArgument("program", repr(text), f"one value at the end, not {depth}")
+
+
+def slot_count(program: Program) -> int:
+    """How many captured tensors a program names: its largest slot and one."""
+    slots = [slot for instr in program for slot in instr.slots]
+    return max(slots) + 1 if slots else 0
 
 
 def shift_slots(program: Program, by: int) -> Program:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch import bool as torch_bool
 
 from tilewise.errors import InvalidArgument, InvalidType
-from tilewise.variants.program import Instr, Program, encode, shift_slots
+from tilewise.variants.program import Instr, Program, encode, shift_slots, slot_count
 
 __all__ = ["Mask", "Score", "as_mask", "as_score", "dense_mask"]
 
@@ -22,6 +22,13 @@ class _Variant:
     text: str
 
     def __init__(self, program: Program, captured: tuple[Tensor, ...] = ()) -> None:
+        # Kernels read a slot by its address: one that is not there must never reach them.
+        if slot_count(program) != len(captured):
+            raise InvalidArgument(
+                "captured",
+                f"{len(captured)} tensors",
+                f"the {slot_count(program)} that the slots of {encode(program)!r} name",
+            )
         object.__setattr__(self, "program", program)
         object.__setattr__(self, "captured", captured)
         object.__setattr__(self, "text", encode(program))

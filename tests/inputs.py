@@ -58,6 +58,19 @@ class Inputs(NamedTuple):
             "seed": self.seed if self.dropout_p else None,
         }
 
+    def detached(self) -> Inputs:
+        """The same inputs without gradients."""
+        score = self.score
+        if score is not None:
+            score = Score(score.program, tuple(t.detach() for t in score.captured))
+        return self._replace(
+            q=self.q.detach(),
+            k=self.k.detach(),
+            v=self.v.detach(),
+            score=score,
+            sinks=None if self.sinks is None else self.sinks.detach(),
+        )
+
     def convert(self, change: Callable[[Tensor], Tensor]) -> Inputs:
         """The same inputs with every differentiable tensor changed, as new leaves."""
 

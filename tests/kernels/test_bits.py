@@ -11,9 +11,9 @@ from torch import Tensor
 from tests.cases import FLOATS, Case
 from tests.contract import assert_same_bits
 from tests.inputs import Inputs, build
-from tests.kernels.targets import Target
+from tests.kernels.targets import Target, pairs
 from tests.oracle import Outcome, attend
-from tilewise import masks, scores
+from tilewise import masks
 
 GROUPED: dict[str, Any] = {"batch": 3, "heads": 4, "kv_heads": 2, "head_dim": 40, "value_dim": 24}
 CASES = [
@@ -25,6 +25,7 @@ CASES = [
     Case("scored", queries=130, keys=129, **GROUPED, score=("softcap", "alibi"), sinks=True),
     Case("biased", queries=65, keys=190, **GROUPED, score=("bias",), mask=("bool",)),
 ]
+ALL_DTYPES = [case.of(dtype) for case in CASES for dtype in FLOATS]
 
 
 def _gradients(inputs: Inputs, varlen: bool = False) -> tuple[Tensor, Tensor]:
@@ -44,11 +45,10 @@ def assert_same_outcome(got: Outcome, expected: Outcome, names: tuple[str, ...])
         assert_same_bits(got.grads[name], expected.grads[name], f"grad of {name}")
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_runs_and_threads(target: Target, case: Case, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("target", "case"), pairs(ALL_DTYPES, 3), indirect=["target"])
+def test_runs_and_threads(target: Target, case: Case) -> None:
     """The same call again, and with two and three threads: every gradient included."""
-    inputs = build(case.of(dtype))
+    inputs = build(case)
     gradients = _gradients(inputs)
     expected = attend(inputs, target.backend, *gradients)
     for threads in (1, 2, 3):
@@ -85,11 +85,10 @@ def _alone(inputs: Inputs, b: int, kv_head: int) -> Inputs:
     )
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_batch_invariance(target: Target, case: Case, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("target", "case"), pairs(ALL_DTYPES, 3), indirect=["target"])
+def test_batch_invariance(target: Target, case: Case) -> None:
     """A batch entry's head group alone has the bits that it has in the batch."""
-    inputs = build(case.of(dtype))
+    inputs = build(case)
     grad_out, grad_lse = _gradients(inputs)
     torch.set_num_threads(2)
     whole = attend(inputs, target.backend, grad_out, grad_lse)
@@ -175,4 +174,3 @@ def test_layouts_agree(target: Target) -> None:
     for change in (bshd, sparse):
         changed = inputs._replace(q=change(inputs.q), k=change(inputs.k), v=change(inputs.v))
         assert_same_outcome(attend(changed, target.backend, *grads), expected, ("q", "k", "v"))
-    assert scores.softcap(30.0).program == inputs.score.program if inputs.score else True

@@ -35,11 +35,23 @@ CASES = [
     Case("cap-between", **SMALL, score=("bias_heads", "softcap_tight", "bias_one")),
     Case("sinks", **SMALL, sinks=True, mask=("causal",)),
     Case("dropout", **SMALL, dropout_p=0.4),
-    Case("everything", **SMALL, heads=4, score=("softcap_tight", "bias"), sinks=True,
-         mask=("prefix_each",), dropout_p=0.3),
-    Case("varlen", **{**SMALL, "sequences": ((3, 4), (5, 2), (0, 3))}, mask=("causal",),
-         score=("bias",), sinks=True),
-]  # fmt: skip
+    Case(
+        "everything",
+        **SMALL,
+        heads=4,
+        score=("softcap_tight", "bias"),
+        sinks=True,
+        mask=("prefix_each",),
+        dropout_p=0.3,
+    ),
+    Case(
+        "varlen",
+        **{**SMALL, "sequences": ((3, 4), (5, 2), (0, 3))},
+        mask=("causal",),
+        score=("bias",),
+        sinks=True,
+    ),
+]
 
 
 def _call(inputs: Inputs, leaves: dict[str, Tensor], backend: str) -> tuple[Tensor, Tensor]:
@@ -62,7 +74,7 @@ def _call(inputs: Inputs, leaves: dict[str, Tensor], backend: str) -> tuple[Tens
     return out, torch.where(lse.isinf(), 0.0, lse)
 
 
-@pytest.mark.parametrize(("target", "case"), pairs(CASES), indirect=["target"])
+@pytest.mark.parametrize(("target", "case"), pairs(CASES, 3), indirect=["target"])
 def test_gradcheck(target: Target, case: Case) -> None:
     """Derivatives of out and lse by every leaf."""
     inputs = build(case)

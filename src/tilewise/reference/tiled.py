@@ -31,12 +31,14 @@ from tilewise.reference.tiles import (
     base2,
     compute_dtype,
     empty_in_order_of,
+    exp2,
     finite_or_zero,
     keep_tile,
     key_tiles,
     normaliser,
     part_rows,
     part_view,
+    product,
     query_tiles,
 )
 
@@ -202,19 +204,25 @@ def _forward_rows(part: Part, rows: range, dtype: torch.dtype) -> tuple[Tensor, 
         scores = base2(tile.scores)
         new_top = torch.maximum(top, scores.amax(-1))
         base = finite_or_zero(new_top)
-        p = torch.exp2(scores - base[..., None])
-        fade = torch.exp2(top - base)
+        p = exp2(scores - base[..., None])
+        fade = exp2(top - base)
         total = total * fade + p.sum(-1)
         if problem.dropout_p:
             p = torch.where(keep_tile(part, tile.block), p / (1 - problem.dropout_p), 0.0)
-        out = out * fade[..., None] + p @ tile.v
+        out = out * fade[..., None] + product(p, tile.v)
         top, top_natural = new_top, torch.maximum(top_natural, tile.scores.amax(-1))
     stats = torch.stack([top, total])
     lse = torch.where(total == 0, -math.inf, finite_or_zero(top_natural) + torch.log(total))
     if part.operands.sinks is not None:
-        lse = torch.logaddexp(lse, part.operands.sinks.to(dtype)[:, None])
+        lse = _log_add_exp(lse, part.operands.sinks.to(dtype)[:, None])
     _, weight, _ = normaliser(part, stats, dtype)
     return out * weight[..., None], lse, stats
+
+
+def _log_add_exp(a: Tensor, b: Tensor) -> Tensor:
+    """``log(exp(a) + exp(b))`` of operations whose bits do not depend on the place in memory."""
+    top = finite_or_zero(torch.maximum(a, b))
+    return top + torch.log(torch.exp(a - top) + torch.exp(b - top))
 
 
 class _TileGradient(NamedTuple):
@@ -233,11 +241,11 @@ class _TileGradient(NamedTuple):
 def _tile_gradient(part: Part, tile: Tile, state: _RowState) -> _TileGradient:
     dropout_p = part.problem.dropout_p
     grad_out = state.grad_out
-    p = torch.exp2(base2(tile.scores) - state.base[..., None]) * state.weight[..., None]
+    p = exp2(base2(tile.scores) - state.base[..., None]) * state.weight[..., None]
     if tile.seen is not None:
         grad_out = torch.where(tile.seen.any(-1, keepdim=True), grad_out, 0.0)
         p = torch.where(tile.seen, p, 0.0)
-    dp = grad_out @ tile.v.transpose(-1, -2)
+    dp = product(grad_out, tile.v.transpose(-1, -2))
     if not dropout_p:
         return _TileGradient(p, p, dp, grad_out)
     keep = keep_tile(part, tile.block)
@@ -274,7 +282,7 @@ def _backward_rows(part: Part, rows: range, state: _RowState, totals: _Totals) -
         p, dropped, dp, tile_grad = _tile_gradient(part, tile, state)
         columns = slice(tile.block.keys.start, tile.block.keys.stop)
         if totals.v is not None:
-            grad_v = dropped.transpose(-1, -2) @ tile_grad
+            grad_v = product(dropped.transpose(-1, -2), tile_grad)
             totals.v[:, :, columns] += _sum_group(grad_v, group)
         ds = p * (dp + shift[..., None])
         q_used = q
@@ -284,9 +292,9 @@ def _backward_rows(part: Part, rows: range, state: _RowState, totals: _Totals) -
         ds = score_gradient(problem.score, tile.saved, ds, tile.block, totals.score_tensors)
         ds = ds * problem.scale
         if totals.q is not None:
-            totals.q[:, :, span] += ds @ tile.k
+            totals.q[:, :, span] += product(ds, tile.k)
         if totals.k is not None:
-            grad_k = ds.transpose(-1, -2) @ q_used
+            grad_k = product(ds.transpose(-1, -2), q_used)
             totals.k[:, :, columns] += _sum_group(grad_k, group)
 
 

@@ -16,6 +16,8 @@ from tilewise.reference.programs import Block, Cover, Part, apply_score, cover, 
 
 QUERY_TILE = 128
 KEY_TILE = 128
+LN2 = math.log(2.0)
+_WHOLE = 128  # products are padded to multiples of this
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -83,11 +85,30 @@ def key_tiles(part: Part, rows: range, q: Tensor) -> Iterator[Tile]:
             seen = visible(problem.mask, operands.mask_tensors, block, q.device)
             used = seen.any(-2)[..., None]
             k, v = torch.where(used, k, 0.0), torch.where(used, v, 0.0)
-        scores = (q @ k.transpose(-1, -2)) * problem.scale
+        scores = product(q, k.transpose(-1, -2)) * problem.scale
         scores, saved = apply_score(problem.score, operands.score_tensors, scores, block)
         if seen is not None:
             scores = torch.where(seen, scores, -math.inf)
         yield Tile(k, v, scores, saved, seen, block)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b``, both padded with zeros to whole tiles.
+
+    The library behind torch chooses its kernels, and with them the roundings, by the shape of a
+    product and by its threads. Whole tiles leave it no remainders to treat in another way, so that
+    the bits of a row do not depend on the threads or on the batch.
+    """
+    rows, inner, columns = a.size(-2), a.size(-1), b.size(-1)
+    pad_rows, pad_inner, pad_columns = (-size % _WHOLE for size in (rows, inner, columns))
+    a = torch.nn.functional.pad(a, (0, pad_inner, 0, pad_rows))
+    b = torch.nn.functional.pad(b, (0, pad_columns, 0, pad_inner))
+    return (a @ b)[..., :rows, :columns]
+
+
+def exp2(x: Tensor) -> Tensor:
+    """``2**x``. torch's rounds an element by where it stands in memory; its ``exp`` does not."""
+    return torch.exp(x * LN2)
 
 
 def base2(scores: Tensor) -> Tensor:
@@ -113,8 +134,8 @@ def normaliser(
     sink = base2(part.operands.sinks.to(dtype))[:, None]
     # Relative to the larger of the two, so that neither a huge nor a tiny sink overflows.
     highest = finite_or_zero(torch.maximum(top, sink))
-    sink_part = torch.exp2(sink - highest)
-    keys_part = torch.exp2(top - highest)
+    sink_part = exp2(sink - highest)
+    keys_part = exp2(top - highest)
     whole = keys_part * total + sink_part
     inverse = torch.where(whole == 0, 0.0, 1 / whole)
     return base, keys_part * inverse, sink_part * inverse

@@ -1,0 +1,143 @@
+"""Merging: equal to attention over all keys at once, associative, neutral, differentiable."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.cases import Case
+from tests.inputs import build
+from tests.oracle import problem_of
+from tilewise.errors import InvalidArgument
+from tilewise.problem import Result
+from tilewise.reference.dense import dense
+from tilewise.reference.merge import merge, merge_partial
+from tilewise.reference.tiled import forward
+
+lses = st.one_of(st.just(-math.inf), st.floats(-1e4, 1e4), st.floats(-3, 3))
+
+
+def _partial(lse: list[float], seed: int, packed: bool) -> Result:
+    """A result over some keys: random rows, zero where the lse says that there was no key."""
+    generator = torch.Generator().manual_seed(seed)
+    row_lse = torch.tensor(lse, dtype=torch.float64)
+    out = torch.randn(len(lse), 3, generator=generator, dtype=torch.float64)
+    out = torch.where(row_lse[:, None] == -math.inf, 0.0, out)
+    stats = torch.stack([row_lse / math.log(2), (row_lse > -math.inf).double()])
+    if packed:  # out [T, H, Dv], lse [H, T]
+        return Result(out[:, None], row_lse[None], stats[:, None])
+    return Result(out[None, None], row_lse[None, None], stats[:, None, None])
+
+
+def _close(got: Result, expected: Result) -> None:
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
+
+
+triples = st.lists(st.tuples(lses, lses, lses), min_size=1, max_size=5)
+
+
+@given(rows=triples, packed=st.booleans())
+def test_associative_and_commutative(rows: list[tuple[float, float, float]], packed: bool) -> None:
+    """Any order and any grouping, rows without a key included."""
+    a, b, c = (_partial([row[i] for row in rows], i, packed) for i in range(3))
+    together = merge(a, b, c)
+    _close(merge(merge(a, b), c), together)
+    _close(merge(a, merge(b, c)), together)
+    _close(merge(c, a, b), together)
+
+
+@given(rows=triples)
+def test_empty_is_neutral(rows: list[tuple[float, float, float]]) -> None:
+    """Merging with a result that saw no key changes nothing, whatever its output holds."""
+    some = _partial([row[0] for row in rows], 0, packed=False)
+    nothing = Result(
+        torch.full_like(some.out, math.nan),
+        torch.full_like(some.lse, -math.inf),
+        torch.stack([torch.full_like(some.lse, -math.inf), torch.zeros_like(some.lse)]),
+    )
+    _close(merge(some, nothing), some)
+    _close(merge(nothing, some), some)
+    both = merge(nothing, nothing)
+    assert bool((both.out == 0).all())
+    assert bool((both.lse == -math.inf).all())
+
+
+def _split(at: tuple[int, ...], length_of_keys: int = 50) -> tuple[list[Result], Result, Tensor]:
+    inputs = build(Case("split", queries=20, keys=length_of_keys, dtype=torch.float64))
+    problem, operands = problem_of(inputs)
+    bounds = [0, *at, length_of_keys]
+    pieces = []
+    for start, stop in pairwise(bounds):
+        keys = slice(start, stop)
+        pieces.append(
+            dense(
+                problem._replace(keys=stop - start),
+                operands._replace(k=operands.k[:, :, keys], v=operands.v[:, :, keys]),
+            )
+        )
+    return pieces, dense(problem, operands), operands.k
+
+
+def test_split_keys() -> None:
+    """Attention over parts of the keys, merged, is attention over all of them; gradients too."""
+    pieces, whole, k = _split((7, 7, 31))
+    merged = merge(*pieces)
+    _close(merged, whole)
+    weights = torch.randn(whole.out.shape, dtype=torch.float64)
+    (got,) = torch.autograd.grad((merged.out * weights).sum() + merged.lse.sum(), k)
+    (expected,) = torch.autograd.grad((whole.out * weights).sum() + whole.lse.sum(), k)
+    torch.testing.assert_close(got, expected)
+
+
+def test_gradcheck() -> None:
+    """In outputs and lse, with a row that one part does not see."""
+    outs = [torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    rows = [torch.randn(1, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    hidden = torch.zeros(1, 2, 3, dtype=torch.bool)
+    hidden[0, 1, 2] = True
+
+    def function(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        first = tensors[3].masked_fill(hidden, -math.inf)
+        return merge_partial(tensors[:3], (first, *tensors[4:]))
+
+    torch.autograd.gradcheck(function, (*outs, *rows))
+
+
+def test_no_gradient_is_nan_where_nothing_was_seen() -> None:
+    """Rows that no part sees."""
+    out = torch.zeros(1, 1, 2, 3, dtype=torch.float64, requires_grad=True)
+    lse = torch.full((1, 1, 2), -math.inf, dtype=torch.float64, requires_grad=True)
+    merged, merged_lse = merge_partial([out, out], [lse, lse])
+    grads = torch.autograd.grad([merged.sum(), merged_lse.exp().sum()], [out, lse])
+    assert all(bool((grad == 0).all()) for grad in grads)
+
+
+def test_low_precision_outputs_keep_their_dtype() -> None:
+    """Merged in float32, returned as they came."""
+    inputs = build(Case("low", queries=5, keys=9, dtype=torch.bfloat16))
+    problem, operands = problem_of(inputs)
+    with torch.no_grad():
+        result = forward(problem, operands)
+    merged = merge(result, result)
+    assert merged.out.dtype == torch.bfloat16
+    assert merged.lse.dtype == torch.float32
+    torch.testing.assert_close(merged.lse, result.lse + math.log(2))
+
+
+def test_wrong_shapes_are_refused() -> None:
+    """Named, with the shapes."""
+    one = _partial([0.0, 1.0], 0, packed=False)
+    two = _partial([0.0], 0, packed=False)
+    with pytest.raises(InvalidArgument, match=r"results\[1\].*shapes of the first"):
+        merge(one, two)
+    with pytest.raises(InvalidArgument, match="at least one"):
+        merge_partial([], [])
+    with pytest.raises(InvalidArgument, match="packed"):
+        merge_partial([one.out[0]], [one.lse])

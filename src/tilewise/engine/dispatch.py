@@ -14,8 +14,6 @@ from tilewise.variants.program import encode
 
 __all__ = ["PLANS", "PlanCache", "candidates", "plan_problem", "warn_slow"]
 
-_HOW_TO_BUILD = "Build the core: `./run doctor` in a checkout, or `pip install tilewise`."
-
 
 def plan_problem(problem: Problem, backend: str | None = None) -> Plan:
     """The plan for a problem.
@@ -67,10 +65,10 @@ def _explicit_reference(asked: list[Candidate]) -> str:
 
 
 def _describe(problem: Problem, backend: str | None) -> str:
-    who = "no backend" if backend is None else f"backend {backend!r} is asked for and cannot; it"
+    who = "no backend can" if backend is None else f"backend {backend!r}, asked for, cannot"
     dtype = str(problem.dtype).removeprefix("torch.")
     return (
-        f"{who} runs this attention: {problem.layout} on {problem.device}, {dtype}, "
+        f"{who} run this attention: {problem.layout} on {problem.device}, {dtype}, "
         f"D = {problem.head_dim}, Dv = {problem.value_dim}, mask {encode(problem.mask)!r}, "
         f"score {encode(problem.score)!r}"
     )
@@ -80,10 +78,9 @@ def _describe(problem: Problem, backend: str | None) -> str:
 def warn_slow(name: str, reasons: tuple[tuple[str, tuple[str, ...]], ...]) -> None:
     """Say once per process that the fast backends are not there and a slow one goes on."""
     lines = [f"  backend {who!r}: {reason}" for who, why in reasons for reason in why]
-    message = "\n".join(
-        [f"tilewise runs on its slow reference, {name!r} (exact, but not fast):", *lines]
-    )
-    warnings.warn(f"{message}\n  {_HOW_TO_BUILD}", SlowPathWarning, stacklevel=2)
+    message = f"tilewise runs on its slow reference, {name!r} (exact, but not fast):"
+    end = "  `tilewise doctor` says more about this machine."
+    warnings.warn("\n".join([message, *lines, end]), SlowPathWarning, stacklevel=2)
 
 
 class PlanCache:

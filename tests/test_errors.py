@@ -179,6 +179,10 @@ TYPES: dict[str, tuple[Call, str]] = {
     "scale text": (with_keywords(scale="1"), "^scale: got a str"),
     "dropout": (with_keywords(dropout_p=None), "^dropout_p: got a NoneType"),
     "unhashable dropout": (with_keywords(dropout_p=[0.1]), "^dropout_p: got a list"),
+    "dropout tensor": (
+        lambda: tilewise.attention(q(), kv(), kv(), dropout_p=cu(1, 2)),  # type: ignore[arg-type]
+        "^dropout_p: got a Tensor",
+    ),
     "seed": (with_keywords(seed=1.5), "^seed: got a float"),
     "backend": (with_keywords(backend=3), "^backend: got a int"),
     "sinks": (with_keywords(sinks=[0.0] * 4), "^sinks: got a list"),

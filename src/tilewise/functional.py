@@ -7,7 +7,14 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 
 from tilewise.engine import registry
-from tilewise.engine.call import Asked, build_operands, build_problem, make_plan, read_keywords
+from tilewise.engine.call import (
+    NO_KEYWORDS,
+    Asked,
+    build_operands,
+    build_problem,
+    make_plan,
+    read_keywords,
+)
 from tilewise.engine.dispatch import candidates
 from tilewise.engine.run import run
 from tilewise.errors import InvalidArgument, Unsupported
@@ -99,7 +106,14 @@ def attention(
         InvalidArgument, InvalidType: naming the argument that is wrong.
         Unsupported: nothing here can do it, with each backend's reason.
     """
-    asked = read_keywords(mask, score, scale, dropout_p, sinks, backend)
+    if (
+        (mask is None and score is None and scale is None and sinks is None and backend is None)
+        and type(dropout_p) is float
+        and dropout_p == 0.0
+    ):
+        asked = NO_KEYWORDS
+    else:
+        asked = read_keywords(mask, score, scale, dropout_p, sinks, backend)
     result = run(q, k, v, asked, seed, plan)
     if return_lse or return_stats:
         return _full(result, return_lse, return_stats)

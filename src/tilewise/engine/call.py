@@ -28,6 +28,7 @@ from tilewise.variants.lower import Extent, lower_mask, lower_score
 from tilewise.variants.values import Mask, Score, as_mask, as_score
 
 __all__ = [
+    "NO_KEYWORDS",
     "Asked",
     "build_operands",
     "build_problem",
@@ -78,6 +79,9 @@ def read_keywords(
     captured = len(read_mask.captured) + len(read_score.captured)
     plain = captured == 0 and sinks is None and cu_seqlens is None
     return Asked(read_mask, read_score, scale, dropout_p, sinks, backend, cu_seqlens, plain)
+
+
+NO_KEYWORDS = read_keywords(None, None, None, 0.0, None, None)
 
 
 def signature(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
@@ -153,7 +157,12 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
     """
     problem = build_problem(q, k, v, asked)
     plan = plan_problem(problem, registry.check_name(asked.backend))
-    return plan._replace(signature=signature(q, k, v))
+    # Text with a "[" names slots: such a mask or score has tensors to bring at every call.
+    bare = (
+        not (problem.dropout_p or problem.sinks or asked.cu_seqlens is not None)
+        and "[" not in plan.mask_text + plan.score_text
+    )
+    return plan._replace(signature=signature(q, k, v), bare=bare)
 
 
 def build_problem(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Problem:

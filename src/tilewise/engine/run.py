@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from tilewise.engine import ops
 from tilewise.engine.autograd import differentiable
-from tilewise.engine.call import Asked, build_operands, cached_plan, signature
+from tilewise.engine.call import NO_KEYWORDS, Asked, build_operands, cached_plan, signature
 from tilewise.engine.modes import refuse_transforms
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.plan.plan import Plan
@@ -114,7 +114,8 @@ def _check_plan(plan: Plan, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> No
     Raises:
         InvalidArgument, InvalidType: the call is not the one that the plan is for.
     """
-    _check_keywords(plan, asked)
+    if asked is not NO_KEYWORDS or type(plan) is not Plan or not plan.bare:
+        _check_keywords(plan, asked)
     if plan.signature != signature(q, k, v):
         raise InvalidArgument(
             "plan",

@@ -27,7 +27,8 @@ class Plan(NamedTuple):
         forward, backward: the backend's kernels bound to the problem
             (``kernels.base.Prepared``): what makes a held plan quick to run.
         mask_text, score_text: the programs as text: a held plan is matched by these.
-        signature: shapes, dtypes and devices of q, k, v that a held plan is for.
+        signature: shapes, dtypes, devices and layouts of q, k, v that a held plan is for.
+        bare: a call by this plan needs no keyword beside it.
     """
 
     problem: Problem
@@ -39,6 +40,7 @@ class Plan(NamedTuple):
     mask_text: str
     score_text: str
     signature: tuple[Any, ...] = ()
+    bare: bool = False
 
     def __repr__(self) -> str:
         problem, tiles = self.problem, self.tiles

@@ -93,8 +93,9 @@ std::vector<Test> tests() {
                                                              {"NaN spreads", test_nan_spreads},
                                                              {"varlen", test_varlen},
                                                              {"batch mates", test_batch_mates}};
-  for (const auto& [name, function] : numeric)
-    for (DType dtype : kTypes) all.push_back({std::string(name) + " " + name_of(dtype), [=] { function(dtype); }});
+  for (const auto& each : numeric)
+    for (DType dtype : kTypes)
+      all.push_back({std::string(each.first) + " " + name_of(dtype), [dtype, run = each.second] { run(dtype); }});
   for (DType dtype : {DType::bf16, DType::f16})
     all.push_back({std::string("every value ") + name_of(dtype), [=] { test_every_value(dtype); }});
   all.push_back({"drawn problems", [] {

@@ -130,9 +130,10 @@ def _postfix(case: Case, shape: Shape, generator: torch.Generator) -> Mask | Non
     return stack.pop() if stack else None
 
 
-def build(case: Case) -> Inputs:
-    """The tensors of a case: the same for the same case, and close for all dtypes."""
-    generator = torch.Generator().manual_seed(zlib.crc32(repr(case.of(torch.float64)).encode()))
+def build(case: Case, draw: int = 0) -> Inputs:
+    """The tensors of a case: the same for the same case and draw, and close for all dtypes."""
+    seed = zlib.crc32(repr(case.of(torch.float64)).encode()) + draw
+    generator = torch.Generator().manual_seed(seed)
     lead: tuple[int, ...] = (case.batch,)
     shape, cu = Shape(case.batch, case.heads, case.queries, case.keys, case.keys), None
     if case.sequences is not None:

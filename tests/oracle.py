@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -160,6 +162,38 @@ def check(actual: Outcome, reference: Reference, name: str) -> None:
     assert_exact(actual.lse, plain_outcome.lse, truth.lse, f"{name}: lse")
     for leaf, grad in actual.grads.items():
         assert_exact(grad, plain_outcome.grads[leaf], truth.grads[leaf], f"{name}: grad of {leaf}")
+
+
+def pool(outcomes: Sequence[Outcome]) -> Outcome:
+    """Several outcomes of one shape as one, stacked along a new first dimension."""
+
+    def stack(values: Sequence[Any]) -> Any:
+        return torch.stack(values) if isinstance(values[0], Tensor) else np.stack(values)
+
+    return Outcome(
+        stack([outcome.out for outcome in outcomes]),
+        stack([outcome.lse for outcome in outcomes]),
+        {name: stack([o.grads[name] for o in outcomes]) for name in outcomes[0].grads},
+    )
+
+
+def check_pooled(case: Case, backend: str, draws: int) -> None:
+    """Assert the contract for several draws of a case as if they were one problem.
+
+    The largest error of a handful of numbers says little about the one implementation or the
+    other; a tiny problem needs more numbers before the two can be compared.
+    """
+    inputs = [build(case, draw) for draw in range(draws)]
+    references = [refer(case, each) for each in inputs]
+    actual = [
+        attend(each, backend, reference.grad_out, reference.grad_lse)
+        for each, reference in zip(inputs, references, strict=True)
+    ]
+    pooled = references[0]._replace(
+        plain=pool([reference.plain for reference in references]),
+        oracle=pool([reference.oracle for reference in references]),
+    )
+    check(pool(actual), pooled, repr(case))
 
 
 def check_case(case: Case, backend: str) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from tests.cases import FLOATS, LENGTHS, TABLE, WIDTHS, Case, cases
 from tests.inputs import build
 from tests.kernels.targets import TARGETS, Target, forced, pairs
-from tests.oracle import attend, check, check_case, refer
+from tests.oracle import check_case, check_pooled
 
 ALL_DTYPES = [case.of(dtype) for dtype in FLOATS for case in TABLE]
 
@@ -67,14 +67,13 @@ def test_lengths(target: Target, case: Case) -> None:
 
 
 def _check_drawn(case: Case, target: Target) -> None:
-    inputs = build(case)
-    reference = refer(case, inputs)
-    actual = attend(inputs, target.backend, reference.grad_out, reference.grad_lse)
-    check(actual, reference, repr(case))
+    leaves = build(case).leaves
+    least = min(leaves[name].numel() for name in "qkv")
+    check_pooled(case, target.backend, draws=max(4, min(64, 2000 // (1 + least))))
 
 
 @given(case=cases())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_drawn(case: Case) -> None:
     """Whatever hypothesis draws, on the best instruction set there is."""
     with forced(TARGETS[0]):

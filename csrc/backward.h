@@ -31,6 +31,7 @@ struct GradTile {
   Word *q, *grad_out;  // transposed: [words(D)][width], [words(Dv)][width]
   Words<Word> q_rows, grad_rows;
   Acc *row_max, *inverse_sum, *delta;
+  bool one_block;  // all keys of the sequence are in one block: delta is summed from the tile itself
 };
 
 // Computes P and dS of a tile; shared by the gradients of the operands and of a bias.
@@ -88,12 +89,15 @@ class TileGradients {
     const Acc* row_max = rows_at<Acc>(f_.row_max, seq.b, h, row);
     const Acc* row_sum = rows_at<Acc>(f_.row_sum, seq.b, h, row);
     const Acc* delta = rows_at<Acc>(f_.delta, seq.b, h, row);
+    const Acc* grad_lse = f_.grad_lse.data ? rows_at<Acc>(f_.grad_lse, seq.b, h, row) : nullptr;
+    tile.one_block = KeyBlocks(seq.keys).count == 1;
     for (int i = 0; i < tile.width; i++) {
       const bool live = i < tile.rows && row_sum[i] != 0;
       // An infinite maximum makes every probability of a dead row, or of a lane without a query, exactly 0.
       tile.row_max[i] = live ? row_max[i] : infinity;
       tile.inverse_sum[i] = 0;
       tile.delta[i] = i < tile.rows ? delta[i] : 0;
+      if (tile.one_block) tile.delta[i] = i < tile.rows && grad_lse ? -grad_lse[i] : 0;
       if (!live) continue;
       double sum = row_sum[i];
       if (f_.sinks != nullptr) {
@@ -102,6 +106,22 @@ class TileGradients {
       }
       tile.inverse_sum[i] = static_cast<Acc>(1 / sum);
     }
+  }
+
+  // Values for dP, times 1 / (1 - p) under dropout: scaled as the output is, so that where one key has all the
+  // weight dP - delta is exactly zero. (Not in bfloat16, whose rounding would cost more than it saves.)
+  Words<Word> value_words(const Elem* v, const View& view, int count, Word* room) const {
+    const Words<Word> words = Mode::along_depth(v, view.row, view.col, count, f_.value_dim, room);
+    if constexpr (!Mode::paired) {
+      if (f_.dropout > 0) {
+        const Acc keep_scale = static_cast<Acc>(1 / (1 - f_.dropout));
+        for (int j = 0; j < count; j++)
+          for (int d = 0; d < f_.value_dim; d++)
+            room[static_cast<i64>(j) * f_.value_dim + d] = words.data[j * words.stride + d] * keep_scale;
+        return {room, f_.value_dim};
+      }
+    }
+    return words;
   }
 
   // P (with dropped pairs zero) and dS = d loss / d (score after step `from` - 1 of the chain). Plain modes:
@@ -117,7 +137,7 @@ class TileGradients {
     Product::template run<AOrder::row_major, Into::overwrite>(values.data, values.stride, tile.grad_out, width, count,
                                                               Mode::words(f_.value_dim), width, memory.grads, width);
     Acc* gain = bends_ ? memory.gain : nullptr;
-    if (units_.chain) chain.apply(memory.scores, width, tile.first, tile.rows, masked.begin, count, gain, from);
+    if (units_.chain) chain.apply(memory.scores, width, tile.first, tile.rows, masked.begin, count, {gain, from, nullptr});
     const u64* kept = nullptr;
     if (f_.dropout > 0) {
       dropout_bits(f_.seed, dropout_threshold(f_.dropout), seq.b, h, tile.first,
@@ -128,6 +148,7 @@ class TileGradients {
     const bool special = bits || kept || gain;
     for_columns<Acc>(width, [&](auto vectors, int column) {
       constexpr int kV = decltype(vectors)::value;
+      if (tile.one_block) add_delta<kV>(column, count, memory, bits, kept);
       if (special) differentiate<kV, true, kFloat>(column, count, memory, bits, kept, gain);
       else differentiate<kV, false, kFloat>(column, count, memory, nullptr, nullptr, nullptr);
     });
@@ -141,17 +162,37 @@ class TileGradients {
   template <bool kSpecial>
   TW_INLINE void pair(const Acc* s, const Acc* g, i64 at, const Lane& lane, u64 seen, const u64* kept, u64 keep,
                       const Acc* gain, Acc factor, Acc keep_scale, Vec<Acc>& p, Vec<Acc>& ds) {
-    p = exp2<Mode::exp2_degree>(load(s + at) * factor - lane.top, Acc{}) * lane.inverse;
+    p = exp2<Mode::exp2_degree>(rounded(load(s + at) * factor, Acc{}) - lane.top, Acc{}) * lane.inverse;
     Vec<Acc> dp = load(g + at);
     if constexpr (kSpecial) {
       p = keep_where<Acc>(seen, p);
-      if (kept) dp = keep_where<Acc>(keep, dp * keep_scale);
+      if (kept) dp = keep_where<Acc>(keep, Mode::paired ? dp * keep_scale : dp);
     }
     ds = p * (dp - lane.delta);
     if constexpr (kSpecial) {
       if (gain) ds *= load(gain + at);
       ds = keep_where<Acc>(seen, ds);
       if (kept) p = keep_where<Acc>(keep, p);
+    }
+  }
+
+  // delta += sum over keys of P * dP: where the tile has all keys this is closer than rowsum(dO * O), whose O is
+  // rounded.
+  template <int kV>
+  void add_delta(int column, int count, const Memory& memory, const u64* bits, const u64* kept) const {
+    const GradTile<Mode>& tile = memory.tile;
+    const Acc factor = units_.to_base2, keep_scale = static_cast<Acc>(1 / (1 - f_.dropout));
+    TW_UNROLL(4) for (int v = 0; v < kV; v++) {
+      const int i = column + v * lanes;
+      const Lane lane{load(tile.row_max + i), load(tile.inverse_sum + i), Vec<Acc>{}};
+      Vec<Acc> sum{};
+      for (int j = 0; j < count; j++) {
+        Vec<Acc> p, ds;
+        pair<true>(memory.scores, memory.grads, static_cast<i64>(j) * tile.width + i, lane, bits ? bits[j] >> i : ~u64{0},
+                   kept, kept ? kept[j] >> i : 0, nullptr, factor, keep_scale, p, ds);
+        sum += ds;
+      }
+      store(tile.delta + i, load(tile.delta + i) + sum);
     }
   }
 
@@ -260,27 +301,36 @@ class BackwardKernel {
   i64 tile_size() const { return kTileQueries * static_cast<i64>(f_.head_dim); }
   Chunks chunks(const Sequence& seq) const { return Chunks(Mask(f_, seq.b, 0, seq.queries, seq.keys).key_limit()); }
 
-  // delta = rowsum(dO * O) - dlse, the term that the softmax and the logsumexp share.
+  // delta = rowsum(dO * O) - dlse, the term that the softmax and the logsumexp share. Summed by the same
+  // instructions in the same order as an entry of dP = dO V^T, so that where one key has all the weight (O = V)
+  // the difference dP - delta is exactly zero.
   bool rowwise_delta() const {
     const QueryTasks tasks(f_, kTileQueries);
     if (tasks.count() < 0) return false;
-    return for_tasks(f_.threads, tasks.count(), 64, [&](i64 task, void*) {
+    const int words = Mode::words(f_.value_dim);
+    const i64 size = static_cast<i64>(words) * kTileQueries;
+    const std::size_t bytes = static_cast<std::size_t>(2 * size) * sizeof(Word);
+    return for_tasks(f_.threads, tasks.count(), bytes, [&](i64 task, void* base) {
       i64 b, h, block;
       tasks.locate(task, b, h, block);
       const Sequence seq = sequence(f_, b);
-      const i64 end = min(seq.queries, (block + 1) * kTileQueries);
-      for (i64 m = block * kTileQueries; m < end; m++) {
-        const i64 row = seq.query_begin + m;
-        const Elem* o = Mode::at(f_.out.data, view_at(f_.out, b, h, row));
-        const Elem* g = Mode::at(f_.grad_out.data, view_at(f_.grad_out, b, h, row));
+      const i64 first = block * kTileQueries, row = seq.query_begin + first;
+      const int rows = static_cast<int>(min(kTileQueries, seq.queries - first));
+      const int width = static_cast<int>(round_up(rows, lanes));
+      Word *o = static_cast<Word*>(base), *g = o + size;
+      Mode::transposed(Mode::at(f_.out.data, view_at(f_.out, b, h, row)), f_.out.row, f_.out.col, rows, f_.value_dim, width, o);
+      Mode::transposed(Mode::at(f_.grad_out.data, view_at(f_.grad_out, b, h, row)), f_.grad_out.row, f_.grad_out.col,
+                       rows, f_.value_dim, width, g);
+      for (int i = 0; i < width; i += lanes) {
         Vec<Acc> sum{};
-        for (int d = 0; d < f_.value_dim; d += lanes)
-          sum += widen_strided<Acc>(o + d * f_.out.col, f_.out.col, f_.value_dim - d) *
-                 widen_strided<Acc>(g + d * f_.grad_out.col, f_.grad_out.col, f_.value_dim - d);
-        Acc total = 0;
-        for (int x = 0; x < lanes; x++) total += sum[x];
-        if (f_.grad_lse.data) total -= *rows_at<Acc>(f_.grad_lse, b, h, row);
-        *rows_at<Acc>(f_.delta, b, h, row) = total;
+        for (int d = 0; d < words; d += kChain) {
+          Vec<Acc> part{};
+          for (int x = d; x < words && x < d + kChain; x++)
+            part = Mode::Dot::multiply_add(part, load(o + x * width + i), load(g + x * width + i));
+          sum += part;
+        }
+        if (f_.grad_lse.data) sum -= load_first(rows_at<Acc>(f_.grad_lse, b, h, row) + i, rows - i);
+        store_first(rows_at<Acc>(f_.delta, b, h, row) + i, rows - i, sum);
       }
     });
   }
@@ -379,7 +429,7 @@ class BackwardKernel {
     const Elem* k = Mode::at(f_.k.data, view_at(f_.k, seq.b, kv_head, seq.key_begin + n0));
     const Elem* v = Mode::at(f_.v.data, view_at(f_.v, seq.b, kv_head, seq.key_begin + n0));
     const Words<Word> keys = Mode::along_depth(k, f_.k.row, f_.k.col, count, f_.head_dim, memory.keys);
-    const Words<Word> values = Mode::along_depth(v, f_.v.row, f_.v.col, count, f_.value_dim, memory.values);
+    const Words<Word> values = tiles_.value_words(v, f_.v, count, memory.values);
     const Words<Word> key_rows =
         Mode::paired ? Mode::along_rows(k, f_.k.row, f_.k.col, count, f_.head_dim, memory.key_rows) : keys;
     std::memset(memory.grad_k, 0, static_cast<std::size_t>(count * depth_) * sizeof(Acc));

@@ -75,8 +75,8 @@ class BiasKernel {
       const i64 row = seq.key_begin + masked.begin;
       const Words<Word> keys = Mode::along_depth(Mode::at(f_.k.data, view_at(f_.k, b, kv_head, row)), f_.k.row,
                                                  f_.k.col, count, f_.head_dim, memory.keys);
-      const Words<Word> values = Mode::along_depth(Mode::at(f_.v.data, view_at(f_.v, b, kv_head, row)), f_.v.row,
-                                                   f_.v.col, count, f_.value_dim, memory.values);
+      const Words<Word> values =
+          tiles_.value_words(Mode::at(f_.v.data, view_at(f_.v, b, kv_head, row)), f_.v, count, memory.values);
       tiles_.template compute<true>(seq, h, masked, keys, values, chain, memory.tile, f_.index + 1);
       add(b, h, m0, rows, masked.begin, count, memory);
     }

@@ -17,7 +17,6 @@ struct Table {
   int count = 0;
   Table() {
 #if defined(TILEWISE_X86)
-    __builtin_cpu_init();
     for (const Kernels* k : {&kernels_avx512_bf16, &kernels_avx512, &kernels_avx2})
       if (k->supported()) kernels[count++] = k;
 #endif

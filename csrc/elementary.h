@@ -97,20 +97,24 @@ TW_INLINE Vec<T> log(Vec<T> x, T) {
   return x != x ? x : result;
 }
 
-// tanh(x) = -e / (e + 2) with e = expm1(-2|x|): relative accuracy near zero, no overflow far out.
+// tanh(x) = -m / (m + 2) with m = exp(-2|x|) - 1: relative accuracy near zero, no overflow far out. `slope` gets
+// the derivative 4 e / (1 + e)^2, e = exp(-2|x|), which 1 - tanh^2 would lose to cancellation.
 template <class T>
-TW_INLINE Vec<T> tanh(Vec<T> x, T) {
+TW_INLINE Vec<T> tanh(Vec<T> x, Vec<T>& slope, T) {
   using F = FloatFormat<T>;
   using I = SInt<T>;
   const Vec<I> sign = (Vec<I>)x & (static_cast<I>(1) << (8 * sizeof(T) - 1));
   const Vec<T> magnitude = (Vec<T>)((Vec<I>)x ^ sign);
   constexpr T two_log2e = static_cast<T>(2.88539008177792681472);
-  Vec<T> y = vmax(set(static_cast<T>(-64)), magnitude * -two_log2e);
+  const Vec<T> y = vmax(set(static_cast<T>(-100)), magnitude * -two_log2e);
   const Vec<T> shifted = y + F::round_magic;
   const Vec<T> r = y - (shifted - F::round_magic);
   const Vec<T> power = (Vec<T>)(F::one + ((Vec<I>)shifted << F::mantissa_bits));
-  const Vec<T> e = exp2_minus_one<6>(r) * power + (power - static_cast<T>(1));
-  const Vec<T> t = -e / (e + static_cast<T>(2));
+  const Vec<T> part = exp2_minus_one<6>(r) * power;
+  const Vec<T> m = part + (power - static_cast<T>(1)), e = part + power;
+  const Vec<T> whole = m + static_cast<T>(2);
+  slope = static_cast<T>(4) * e / (whole * whole);
+  const Vec<T> t = -m / whole;
   return x != x ? x : (Vec<T>)((Vec<I>)t ^ sign);
 }
 

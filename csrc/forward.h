@@ -36,6 +36,7 @@ struct QueryTile {
   Acc* out;                // [Dv][width], not yet divided by the row sum
   Acc* row_max;            // base 2
   Acc* row_sum;
+  Acc* deepest;  // see ScoreChain::Extras
 };
 
 template <class Mode>
@@ -67,7 +68,7 @@ class ForwardKernel {
  private:
   struct Memory {
     Word *q, *keys, *values;
-    Acc *out, *scores, *row_max, *row_sum, *alpha, *peak;
+    Acc *out, *scores, *row_max, *row_sum, *deepest, *alpha, *peak;
     u64 *bits, *kept;
     std::size_t bytes;
     Memory(const Forward& f, int tiles, void* base) {
@@ -78,6 +79,7 @@ class ForwardKernel {
       scores = carve.take<Acc>(kRoomKeys * kTileQueries);
       row_max = carve.take<Acc>(queries);
       row_sum = carve.take<Acc>(queries);
+      deepest = carve.take<Acc>(queries);
       alpha = carve.take<Acc>(kTileQueries);
       peak = carve.take<Acc>(kTileQueries);
       bits = carve.take<u64>(kRoomKeys);
@@ -120,10 +122,11 @@ class ForwardKernel {
     tile.out = memory.out + at * f_.value_dim;
     tile.row_max = memory.row_max + at;
     tile.row_sum = memory.row_sum + at;
+    tile.deepest = memory.deepest + at;
     const Elem* q = Mode::at(f_.q.data, view_at(f_.q, seq.b, h, seq.query_begin + first));
     Mode::transposed(q, f_.q.row, f_.q.col, tile.rows, f_.head_dim, tile.width, tile.q);
     for (int i = 0; i < tile.width; i++) {
-      tile.row_max[i] = -static_cast<Acc>(__builtin_inf());
+      tile.row_max[i] = tile.deepest[i] = -static_cast<Acc>(__builtin_inf());
       tile.row_sum[i] = 0;
     }
     std::memset(tile.out, 0, static_cast<std::size_t>(tile.width) * static_cast<std::size_t>(f_.value_dim) * sizeof(Acc));
@@ -167,7 +170,7 @@ class ForwardKernel {
     Product::template run<AOrder::row_major, Into::overwrite, true>(keys, key_stride, tile.q, width, count,
                                                                     Mode::words(f_.head_dim), width, s, width, nullptr,
                                                                     memory.peak);
-    if (units_.chain) chain.apply(s, width, tile.first, tile.rows, masked.begin, count);
+    if (units_.chain) chain.apply(s, width, tile.first, tile.rows, masked.begin, count, {nullptr, 0, tile.deepest});
     if (units_.chain || !masked.plain) mask_and_peak(s, width, count, masked.plain ? nullptr : masked.bits, memory.peak);
     const u64* kept = nullptr;
     if (f_.dropout > 0) {
@@ -220,6 +223,7 @@ class ForwardKernel {
     TW_UNROLL(4) for (int v = 0; v < kV; v++) {
       const int i = column + v * lanes;
       const Vec<Acc> before = load(tile.row_max + i);
+      // Rounded here and below alike, the largest score minus the maximum is exactly 0, however large they are.
       const Vec<Acc> now = vmax(load(memory.peak + i) * factor, before);
       // A row that has seen no key yet has no maximum to subtract.
       top[v] = now == -static_cast<Acc>(__builtin_inf()) ? Vec<Acc>{} : now;
@@ -234,8 +238,8 @@ class ForwardKernel {
         TW_UNROLL(4) for (int v = 0; v < kV; v++) {
           const int i = column + v * lanes;
           const Acc* p = s + static_cast<i64>(j) * width + i;
-          Vec<Acc> first = exp2<degree>(load(p) * factor - top[v], Acc{});
-          Vec<Acc> second = j + 1 < count ? exp2<degree>(load(p + width) * factor - top[v], Acc{}) : Vec<Acc>{};
+          Vec<Acc> first = exp2<degree>(rounded(load(p) * factor, Acc{}) - top[v], Acc{});
+          Vec<Acc> second = j + 1 < count ? exp2<degree>(rounded(load(p + width) * factor, Acc{}) - top[v], Acc{}) : Vec<Acc>{};
           sum[v] += first + second;
           if constexpr (kDropout) {
             first = keep_where<Acc>(kept[j] >> i, first);
@@ -250,7 +254,7 @@ class ForwardKernel {
         TW_UNROLL(4) for (int v = 0; v < kV; v++) {
           const int i = column + v * lanes;
           Acc* p = s + static_cast<i64>(j) * width + i;
-          Vec<Acc> e = exp2<degree>(load(p) * factor - top[v], Acc{});
+          Vec<Acc> e = exp2<degree>(rounded(load(p) * factor, Acc{}) - top[v], Acc{});
           sum[v] += e;
           if constexpr (kDropout) e = keep_where<Acc>(kept[j] >> i, e);
           store(p, e);
@@ -286,7 +290,9 @@ class ForwardKernel {
     }
     for (int i = 0; i < tile.width; i += lanes) {
       const Vec<Acc> sum = load(total + i), top = load(largest + i);
-      const Vec<Acc> value = top * static_cast<Acc>(kLn2) + log(sum, Acc{});
+      // Scores at the bound of biases stood for lower ones.
+      const Vec<Acc> sum_log = top * static_cast<Acc>(kLn2) + log(sum, Acc{});
+      const Vec<Acc> value = sum != sum ? sum : top < kLowestBias<Acc> ? load(tile.deepest + i) : sum_log;
       store(lse + i, sum == 0 ? set(-infinity) : value);
       store(memory.alpha + i, load(memory.alpha + i) * keep_scale / sum);
     }

@@ -12,7 +12,8 @@ struct PlainDot {
   using Word = T;
   using Acc = T;
   static constexpr int per_word = 1;
-  TW_INLINE Vec<T> multiply_add(Vec<T> acc, Word a, Vec<Word> b) { return set(a) * b + acc; }
+  TW_INLINE Vec<Word> broadcast(Word a) { return set(a); }
+  TW_INLINE Vec<T> multiply_add(Vec<T> acc, Vec<Word> a, Vec<Word> b) { return a * b + acc; }
 };
 
 #if defined(__AVX512BF16__)
@@ -21,8 +22,9 @@ struct PairDot {
   using Word = i32;
   using Acc = float;
   static constexpr int per_word = 2;
-  TW_INLINE Vec<float> multiply_add(Vec<float> acc, Word a, Vec<Word> b) {
-    return (Vec<float>)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32(a), (__m512bh)b);
+  TW_INLINE Vec<Word> broadcast(Word a) { return (Vec<Word>)_mm512_set1_epi32(a); }
+  TW_INLINE Vec<float> multiply_add(Vec<float> acc, Vec<Word> a, Vec<Word> b) {
+    return (Vec<float>)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
   }
 };
 #endif
@@ -65,6 +67,14 @@ TW_INLINE void for_columns(int width, F&& f) {
   if (rest == 1) f(Int<1>{}, column);
 }
 
+// The longest chain of additions along the depth. Where products are rounded before they are added, chains are
+// shorter: the parts are added up at the end of each.
+#if defined(__FMA__) || defined(__aarch64__)
+constexpr int kChain = 1 << 20;
+#else
+constexpr int kChain = 32;
+#endif
+
 enum class AOrder { row_major, column_major };  // A[row * lda + k] or A[k * lda + row]
 enum class Into { overwrite, add, rescale };    // C = AB, C + AB, C * alpha + AB (alpha per column)
 
@@ -77,27 +87,22 @@ struct Gemm {
   TW_INLINE void block(const Word* a, i64 lda, const Word* b, i64 ldb, int depth, Acc* c, i64 ldc,
                        const Acc* alpha, Vec<Acc>* peak) {
     constexpr int lanes = kLanes<Acc>;
-    Vec<Acc> acc[kR][kV];
-    TW_UNROLL(4) for (int v = 0; v < kV; v++) {
-      Vec<Acc> factor{};
-      if constexpr (kInto == Into::rescale) factor = load(alpha + v * lanes);
-      TW_UNROLL(16) for (int r = 0; r < kR; r++) {
-        if constexpr (kInto == Into::overwrite) acc[r][v] = Vec<Acc>{};
-        if constexpr (kInto == Into::add) acc[r][v] = load(c + r * ldc + v * lanes);
-        if constexpr (kInto == Into::rescale) acc[r][v] = load(c + r * ldc + v * lanes) * factor;
-      }
-    }
+    Vec<Acc> acc[kR][kV] = {};
     TW_UNROLL(2) for (int k = 0; k < depth; k++) {
       Vec<Word> row[kV];
       TW_UNROLL(4) for (int v = 0; v < kV; v++) row[v] = load(b + k * ldb + v * lanes);
       TW_UNROLL(16) for (int r = 0; r < kR; r++) {
-        const Word x = kOrder == AOrder::row_major ? a[r * lda + k] : a[k * lda + r];
+        const Vec<Word> x = Dot::broadcast(kOrder == AOrder::row_major ? a[r * lda + k] : a[k * lda + r]);
         TW_UNROLL(4) for (int v = 0; v < kV; v++) acc[r][v] = Dot::multiply_add(acc[r][v], x, row[v]);
       }
     }
     TW_UNROLL(16) for (int r = 0; r < kR; r++) {
       TW_UNROLL(4) for (int v = 0; v < kV; v++) {
-        store(c + r * ldc + v * lanes, acc[r][v]);
+        Acc* to = c + r * ldc + v * lanes;
+        // Adding last keeps the chains of additions short: the depth of one block, then the blocks.
+        if constexpr (kInto == Into::add) acc[r][v] += load(to);
+        if constexpr (kInto == Into::rescale) acc[r][v] += load(to) * load(alpha + v * lanes);
+        store(to, acc[r][v]);
         if constexpr (kPeak) peak[v] = vmax(acc[r][v], peak[v]);
       }
     }
@@ -126,10 +131,16 @@ struct Gemm {
   template <AOrder kOrder, Into kInto, bool kPeak = false>
   static void run(const Word* a, i64 lda, const Word* b, i64 ldb, int rows, int depth, int width, Acc* c, i64 ldc,
                   const Acc* alpha = nullptr, Acc* peak = nullptr) {
+    const i64 step = kOrder == AOrder::row_major ? 1 : lda;
     for_columns<Acc>(width, [&](auto vectors, int column) {
-      columns<decltype(vectors)::value, kOrder, kInto, kPeak>(
-          a, lda, b + column, ldb, rows, depth, c + column, ldc, alpha ? alpha + column : nullptr,
-          peak ? peak + column : nullptr);
+      constexpr int kV = decltype(vectors)::value;
+      const Acc* factor = alpha ? alpha + column : nullptr;
+      Acc* top = peak ? peak + column : nullptr;
+      columns<kV, kOrder, kInto, kPeak>(a, lda, b + column, ldb, rows, depth < kChain ? depth : kChain, c + column, ldc,
+                                        factor, top);
+      for (int k = kChain; k < depth; k += kChain)
+        columns<kV, kOrder, Into::add, kPeak>(a + k * step, lda, b + column + k * ldb, ldb, rows,
+                                              depth - k < kChain ? depth - k : kChain, c + column, ldc, factor, top);
     });
   }
 };

@@ -45,7 +45,7 @@ TW_NOINLINE static double multiply_add_flops(i64 iterations) {
   Vec<Word> row{};
   for (i64 i = 0; i < iterations; i++) {
     __asm__ volatile("" : "+r"(word));
-    TW_UNROLL(24) for (int c = 0; c < chains; c++) acc[c] = Dot::multiply_add(acc[c], word, row);
+    TW_UNROLL(24) for (int c = 0; c < chains; c++) acc[c] = Dot::multiply_add(acc[c], Dot::broadcast(word), row);
   }
   TW_UNROLL(24) for (int c = 1; c < chains; c++) acc[0] += acc[c];
   volatile float keep = acc[0][0];

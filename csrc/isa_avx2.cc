@@ -1,15 +1,13 @@
 #define TILEWISE_ISA avx2
 #define TILEWISE_VECTOR_BYTES 32
+#include "processor.h"
 #include "isa.h"
 
 namespace tilewise {
-static bool supported() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-}
 extern const Kernels kernels_avx2;
 const Kernels kernels_avx2 = {"avx2",
                             "AVX2 with FMA",
-                            supported,
+                            has_avx2,
                             avx2::forward,
                             avx2::backward,
                             avx2::bias_backward,

@@ -1,16 +1,13 @@
 #define TILEWISE_ISA avx512_bf16
 #define TILEWISE_VECTOR_BYTES 64
+#include "processor.h"
 #include "isa.h"
 
 namespace tilewise {
-static bool supported() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("fma");
-}
 extern const Kernels kernels_avx512_bf16;
 const Kernels kernels_avx512_bf16 = {"avx512_bf16",
                                      "AVX-512 with bfloat16 dot products",
-                                     supported,
+                                     has_avx512_bf16,
                                      avx512_bf16::forward,
                                      avx512_bf16::backward,
                                      avx512_bf16::bias_backward,

@@ -23,7 +23,7 @@ struct PlainMode {
   using Dot = PlainDot<C>;
   static constexpr int per_word = 1;
   static constexpr bool paired = false;
-  static constexpr int exp2_degree = sizeof(E) == 2 ? 4 : 5;
+  static constexpr int exp2_degree = sizeof(E) == 2 ? 4 : 6;
   static constexpr int query_tiles = sizeof(E) == 2 ? 8 : 4;  // tiles that share a packed block of keys
 
   static int words(int depth) { return depth; }

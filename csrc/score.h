@@ -9,6 +9,10 @@
 
 namespace tilewise::TILEWISE_ISA {
 
+// A finite bias is not let below this, so that the score stays finite in base-2 units.
+template <class C>
+constexpr C kLowestBias = static_cast<C>(sizeof(C) == 4 ? -2.3e38 : -1.2e308);
+
 // bias[m0 + i][n0 + j] for a piece of kSubKeys keys, lanes along the queries: to[j * width + i].
 template <class C, class E>
 static void bias_piece(const E* from, const View& view, int rows, int count, int width, C* to) {
@@ -39,15 +43,21 @@ class ScoreChain {
       : code_(problem.score), length_(problem.score_length), b_(b), h_(h), offset_(keys - queries),
         scale_(static_cast<C>(problem.scale)) {}
 
+  // What a pass wants besides the scores. `gain` receives d(final score) / d(score after step `from` - 1), from 0:
+  // d / d(scale * q.k). `deepest` collects, per query, the largest score that a bias below kLowestBias made.
+  struct Extras {
+    C* gain = nullptr;
+    int from = 0;
+    C* deepest = nullptr;
+  };
+
   // Scores in place: s[j * width + i] for queries m0 + i, keys n0 + j; on entry q.k, on return the final score.
-  // Where `gain` is not null it receives d(final score) / d(score after step `from` - 1), from 0: d / d(scale * q.k).
-  TW_NOINLINE void apply(C* s, int width, i64 m0, int rows, i64 n0, int count, C* gain = nullptr,
-                         int from = 0) const {
+  TW_NOINLINE void apply(C* s, int width, i64 m0, int rows, i64 n0, int count, const Extras& extras) const {
     constexpr int lanes = kLanes<C>;
     for (int j = 0; j < count; j += kSubKeys) {
       const int piece = static_cast<int>(min(kSubKeys, count - j));
       C* rows_s = s + static_cast<i64>(j) * width;
-      C* rows_gain = gain ? gain + static_cast<i64>(j) * width : nullptr;
+      C* rows_gain = extras.gain ? extras.gain + static_cast<i64>(j) * width : nullptr;
       const int size = piece * width;
       for (int x = 0; x < size; x += lanes) store(rows_s + x, load(rows_s + x) * scale_);
       if (rows_gain)
@@ -59,10 +69,10 @@ class ScoreChain {
             alibi(x, rows_s, width, m0, n0 + j, piece);
             break;
           case ScoreOp::softcap:
-            softcap(x, rows_s, size, step >= from ? rows_gain : nullptr);
+            softcap(x, rows_s, size, step >= extras.from ? rows_gain : nullptr);
             break;
           case ScoreOp::bias:
-            bias(x, rows_s, width, m0, rows, n0 + j, piece);
+            bias(x, rows_s, width, m0, rows, n0 + j, piece, extras.deepest);
             break;
         }
       }
@@ -86,13 +96,13 @@ class ScoreChain {
     constexpr int lanes = kLanes<C>;
     const C cap = static_cast<C>(x.cap), inverse = static_cast<C>(1 / x.cap);
     for (int i = 0; i < size; i += lanes) {
-      const Vec<C> t = tanh(load(s + i) * inverse, C{});
-      store(s + i, t * cap);
-      if (gain) store(gain + i, load(gain + i) * (static_cast<C>(1) - t * t));
+      Vec<C> slope;
+      store(s + i, tanh(load(s + i) * inverse, slope, C{}) * cap);
+      if (gain) store(gain + i, load(gain + i) * slope);
     }
   }
 
-  void bias(const ScoreInstr& x, C* s, int width, i64 m0, int rows, i64 n0, int count) const {
+  void bias(const ScoreInstr& x, C* s, int width, i64 m0, int rows, i64 n0, int count, C* deepest) const {
     alignas(kVectorBytes) C piece[kSubKeys * kTileQueries];
     const i64 at = b_ * x.tensor.batch + h_ * x.tensor.head + m0 * x.tensor.row + n0 * x.tensor.col;
     if constexpr (sizeof(C) == 8) {
@@ -105,14 +115,19 @@ class ScoreChain {
       bias_piece(static_cast<const float*>(x.tensor.data) + at, x.tensor, rows, count, width, piece);
     }
     constexpr int lanes = kLanes<C>;
-    // A finite bias stays finite in base-2 units: the most negative numbers are masks in disguise, and a row
-    // of nothing else is still a row with keys.
-    const Vec<C> floor = set(static_cast<C>(sizeof(C) == 4 ? -1e38 : -1e307));
+    // The most negative numbers are masks in disguise, yet a row of nothing else is still a row with keys.
+    const Vec<C> floor = set(kLowestBias<C>);
     const Vec<C> none = set(-static_cast<C>(__builtin_inf()));
-    for (int i = 0; i < count * width; i += lanes) {
-      const Vec<C> value = load(piece + i);
-      const Vec<C> finite = value == none ? none : vmax(floor, value);
-      store(s + i, load(s + i) + finite);
+    for (int i = 0; i < width; i += lanes) {
+      Vec<C> deep = deepest ? load(deepest + i) : none;
+      for (int j = 0; j < count; j++) {
+        C* p = s + j * width + i;
+        const Vec<C> value = load(piece + j * width + i), score = load(p);
+        deep = vmax(value < floor ? score + value : none, deep);
+        const Vec<C> finite = value == none ? none : vmax(floor, value);
+        store(p, score + finite);
+      }
+      if (deepest) store(deepest + i, deep);
     }
   }
 

@@ -97,6 +97,21 @@ TW_INLINE Vec<float> vmax(Vec<float> a, Vec<float> b) {
 }
 TW_INLINE Vec<double> vmax(Vec<double> a, Vec<double> b) { return a > b ? a : b; }
 
+// Keeps the compiler from fusing a product into a later sum: x is rounded here.
+template <class T>
+TW_INLINE Vec<T> rounded(Vec<T> x, T) {
+#if defined(TILEWISE_X86) && TILEWISE_VECTOR_BYTES == 64
+  __asm__("" : "+v"(x));
+#elif defined(TILEWISE_X86)
+  __asm__("" : "+x"(x));
+#elif defined(__aarch64__)
+  __asm__("" : "+w"(x));
+#else
+  __asm__("" : "+m"(x));
+#endif
+  return x;
+}
+
 template <class T>
 TW_INLINE Vec<T> lane_numbers() {
   Vec<T> v;

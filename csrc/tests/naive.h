@@ -101,6 +101,7 @@ class Naive {
         const double t = std::tanh(s / c_.score[i].cap);
         gains[i] = 1 - t * t;
         change = c_.score[i].cap * t - s;
+        size += 2 * std::fabs(c_.score[i].cap * t);  // a tanh is good to a few units of the last place
       } else {
         change = g_.bias[i].get(b, h, m, n);
         if (change != -INFINITY) change = std::max(change, c_.dtype == DType::f64 ? -1e307 : -1e38);
@@ -162,7 +163,7 @@ class Naive {
       const double o = out[o_at + d], g = grad_[o_at + d];
       sum += o * g;
       sum_size += std::fabs(o * g);
-      sum_room += std::fabs(g) * (out_room[o_at + d] + precision_.store * std::fabs(o));
+      sum_room += std::fabs(g) * (out_room[o_at + d] + precision_.store * std::fabs(o) + precision_.smallest);
     }
     delta[r_at] = sum;
     delta_room[r_at] = sum_room + 8 * unit * sum_size;

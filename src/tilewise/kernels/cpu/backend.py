@@ -165,17 +165,20 @@ class _Kernel:
         )
         rows = problem.heads * problem.queries
         self._count = rows if problem.layout == "varlen" else problem.batch * rows
-        self._plain = not (problem.mask or problem.score or problem.sinks) and (
-            problem.layout == "dense"
-        )
+        # empty_like of a zero-stride pattern is the cheapest way to new memory, and holds none.
+        pattern = torch.empty((), dtype=self._statistics)
+        self._lse, self._stats = pattern.expand(self._rows), pattern.expand((2, *self._rows))
+        self._step = self._count * pattern.itemsize
+        # Nothing but q, k, v and out has an address to hand over.
+        slots = any(instr.slots for instr in (*problem.mask, *problem.score))
+        self._plain = not (slots or problem.sinks) and problem.layout == "dense"
 
     def forward(self, operands: Operands) -> Result:
         q, k, v = operands.q, operands.k, operands.v
         out = output_like(q, self._problem.value_dim)
-        # One allocation: lse, then the row maxima and sums.
-        rows = torch.empty((3, *self._rows), dtype=self._statistics)
-        address = rows.data_ptr()
-        step = self._count * rows.itemsize
+        lse = torch.empty_like(self._lse, memory_format=torch.contiguous_format)
+        stats = torch.empty_like(self._stats, memory_format=torch.contiguous_format)
+        address = stats.data_ptr()
         if self._plain:
             mask: tuple[Any, ...] = ()
             score: tuple[Any, ...] = ()
@@ -195,15 +198,15 @@ class _Kernel:
             v.stride(),
             out.data_ptr(),
             out.stride(),
+            lse.data_ptr(),
             address,
-            address + step,
-            address + 2 * step,
+            address + self._step,
             sinks,
             mask,
             score,
             sequences,
         )
-        return Result(out, rows[0], rows[1:])
+        return Result(out, lse, stats)
 
     def backward(
         self,

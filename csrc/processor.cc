@@ -1,0 +1,41 @@
+// Asks the processor itself. The compiler's __builtin_cpu_supports needs a table of its runtime library that zig's
+// toolchain cannot link into a shared object.
+#include "processor.h"
+
+#include <cpuid.h>
+
+namespace tilewise {
+namespace {
+
+struct Features {
+  bool avx2 = false, avx512 = false, avx512_bf16 = false;
+};
+
+Features detect() {
+  Features found;
+  unsigned a, b, c, d;
+  const auto bit = [](unsigned word, int index) { return (word >> index & 1) != 0; };
+  if (!__get_cpuid(1, &a, &b, &c, &d)) return found;
+  const bool fma = bit(c, 12), f16c = bit(c, 29), system_saves = bit(c, 27);
+  if (!system_saves || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return found;
+  unsigned saved, high;
+  __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+  const bool ymm = (saved & 0x06) == 0x06, zmm = (saved & 0xe6) == 0xe6;
+  found.avx2 = ymm && fma && f16c && bit(b, 5) && bit(b, 8);
+  found.avx512 = found.avx2 && zmm && bit(b, 16) && bit(b, 17) && bit(b, 30) && bit(b, 31);
+  if (found.avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) found.avx512_bf16 = bit(a, 5);
+  return found;
+}
+
+const Features& features() {
+  static const Features found = detect();
+  return found;
+}
+
+}  // namespace
+
+bool has_avx2() { return features().avx2; }
+bool has_avx512() { return features().avx512; }
+bool has_avx512_bf16() { return features().avx512_bf16; }
+
+}  // namespace tilewise

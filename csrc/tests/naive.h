@@ -145,7 +145,7 @@ class Naive {
     row_max[r_at] = top / std::log(2.0);
     lse[r_at] = shift == -INFINITY ? shift : shift + std::log(total);
     const double loss = 2 * precision_.probability + 6 * unit * (size + std::fabs(sink == -INFINITY ? 0 : sink));
-    row_room[r_at] = 4 * unit * (size + 1) / std::log(2.0);
+    row_room[r_at] = 8 * unit * (size + 1) / std::log(2.0);
     lse_room[r_at] = loss + 4 * unit * std::fabs(shift == -INFINITY ? 0 : lse[r_at]);
 
     for (std::size_t n = 0; n < s.size(); n++) {

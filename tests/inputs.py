@@ -143,7 +143,7 @@ def build(case: Case, draw: int = 0) -> Inputs:
         queries, keys = zip(*case.sequences, strict=True) if case.sequences else ((0,), (0,))
         shape = Shape(len(case.sequences), case.heads, max(queries), max(keys), min(keys))
 
-    def draw(heads: int, length: int, width: int, layout: str, gain: float) -> Tensor:
+    def tensor(heads: int, length: int, width: int, layout: str, gain: float) -> Tensor:
         sizes = (length, heads, width) if cu is not None else (*lead, heads, length, width)
         values = gain * torch.randn(sizes, generator=generator, dtype=torch.float64)
         return _cast(_lay_out(values, layout), case.dtype).requires_grad_()
@@ -151,9 +151,9 @@ def build(case: Case, draw: int = 0) -> Inputs:
     q_rows = int(cu[0][-1]) if cu else case.queries
     k_rows = int(cu[1][-1]) if cu else case.keys
     q_layout = "contiguous" if case.layout == "expanded" else case.layout
-    q = draw(case.heads, q_rows, case.head_dim, q_layout, case.gain)
-    k = draw(case.kv_heads, k_rows, case.head_dim, case.layout, case.gain)
-    v = draw(case.kv_heads, k_rows, case.value_dim, case.layout, 1.0)
+    q = tensor(case.heads, q_rows, case.head_dim, q_layout, case.gain)
+    k = tensor(case.kv_heads, k_rows, case.head_dim, case.layout, case.gain)
+    v = tensor(case.kv_heads, k_rows, case.value_dim, case.layout, 1.0)
     mask = _postfix(case, shape, generator)
     parts = [SCORES[word](shape, generator, case.dtype) for word in case.score]
     sinks = None

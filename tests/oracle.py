@@ -168,7 +168,7 @@ def pool(outcomes: Sequence[Outcome]) -> Outcome:
     """Several outcomes of one shape as one, stacked along a new first dimension."""
 
     def stack(values: Sequence[Any]) -> Any:
-        return torch.stack(values) if isinstance(values[0], Tensor) else np.stack(values)
+        return torch.stack(list(values)) if isinstance(values[0], Tensor) else np.stack(values)
 
     return Outcome(
         stack([outcome.out for outcome in outcomes]),

@@ -22,8 +22,9 @@ from tilewise import masks, scores
 from tilewise.reference.dense import dense
 
 
-def _torch(q: Tensor, k: Tensor, v: Tensor, kind: str, extra: Tensor) -> Tensor:
+def _torch(leaves: list[Tensor], kind: str, extra: Tensor) -> Tensor:
     """torch's own answer, by its plain implementation."""
+    q, k, v = leaves
     with sdpa_kernel(SDPBackend.MATH):
         if kind == "causal":
             return sdpa(q, k, v, is_causal=True, enable_gqa=True)
@@ -52,13 +53,13 @@ def test_agrees_with_torch(target: Target, kind: str, dtype: torch.dtype) -> Non
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     wide_extra = extra if kind == "bool" else extra.to(dtype).double()
     out = tilewise.attention(*leaves, **keywords, backend=target.backend)  # type: ignore[arg-type]
-    plain, oracle = _torch(*leaves, kind, extra), _torch(*wide, kind, wide_extra)
+    plain, oracle = _torch(leaves, kind, extra), _torch(wide, kind, wide_extra)
     assert_exact(out, plain, oracle, "out")
     got = torch.autograd.grad(out, leaves, grad)
     plain_grads = torch.autograd.grad(plain, leaves, grad)
     truth = torch.autograd.grad(oracle, wide, grad.double())
-    for name, *three in zip("qkv", got, plain_grads, truth, strict=True):
-        assert_exact(*three, f"grad of {name}")
+    for name, a, b, c in zip("qkv", got, plain_grads, truth, strict=True):
+        assert_exact(a, b, c, f"grad of {name}")
 
 
 def _layers(folder: Path) -> list[tuple[str, Path, str]]:
@@ -86,9 +87,8 @@ def test_real_traces(target: Target, shared_data: Path, dtype: torch.dtype) -> N
         if meta.get("kv_lens") is not None:
             lengths = masks.lengths(torch.as_tensor(meta["kv_lens"]))
             mask = lengths if mask is None else mask & lengths
-        inputs = Inputs(
-            *(t.to(dtype) for t in (q, k, v)), mask, None, None, meta["scale"], 0.0, 0, None
-        )
+        q, k, v = (t.to(dtype) for t in (q, k, v))
+        inputs = Inputs(q, k, v, mask, None, None, meta["scale"], 0.0, 0, None)
         got = attend(inputs, target.backend)
         plain = dense(*problem_of(inputs), dtype=dtype)
         assert_exact(got.out, plain.out, out, f"{name}: out")

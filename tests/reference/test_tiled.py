@@ -109,7 +109,7 @@ def test_gradients_that_nobody_needs_are_not_made() -> None:
         grad = torch.ones_like(result.out)
         for wanted in range(6):
             flags = [i == wanted for i in range(6)]
-            needs = Needs(*flags[:3], tuple(flags[3:5]), flags[5])
+            needs = Needs(flags[0], flags[1], flags[2], tuple(flags[3:5]), flags[5])
             grads = tiled.backward(problem, operands, result, grad, None, needs)
             flat = [*grads[:3], *grads.score_tensors, grads.sinks]
             assert [value is not None for value in flat] == flags

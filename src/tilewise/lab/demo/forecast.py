@@ -11,9 +11,9 @@ from tilewise.lab.demo.settings import CONTROLS, Settings
 
 # Fractions of the machine's matrix-product rate that each part of a step reaches, and the start of
 # a child process; measured on two cores of a Zen 4 machine. Good to a factor of two elsewhere.
-_DENSE_RATE = 0.6
-_FUSED_RATE = 0.5
-_PLAIN_RATE = 0.2
+_DENSE_RATE = 0.8
+_FUSED_RATE = 0.6
+_PLAIN_RATE = 0.35
 _START_S = 3.0
 
 

@@ -65,7 +65,9 @@ TW_NOINLINE static void unpack_transposed(const C* from, int width, int rows, in
 TW_INLINE Vec<i32> pairs_strided(const u16* p, i64 col, i64 count) {
   constexpr int room = 2 * kLanes<i32>;
   Vec<i32> words{};
-  if (col == 1) {
+  if (col == 1 && count >= room) {
+    std::memcpy(&words, p, sizeof words);
+  } else if (col == 1) {
     if (count > 0) std::memcpy(&words, p, static_cast<std::size_t>(min(count, room)) * 2);
   } else {
     u16 gathered[room] = {};

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -59,13 +60,21 @@ def run(checkout: Path, tools: Path) -> Run:
     kept = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "HOME"))}
 
     def call(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        process = subprocess.Popen(
             [checkout / "run", *arguments],
             env=kept | {"PATH": str(tools)} | environment,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=540,
+            start_new_session=True,
         )
+        try:
+            stdout, stderr = process.communicate(timeout=1800)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # a build has children of its own
+            process.communicate()
+            raise
+        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
     return call
 
@@ -145,7 +154,8 @@ def test_without_a_compiler_zig_builds_the_core(run: Run, tools: Path, checkout:
     again = run("tilewise", "doctor")
     assert again.stderr == ""  # nothing to install: it starts at once
     assert again.stdout == done.stdout
-    (checkout / "csrc/dispatch.cc").open("a").write("\n// changed\n")
+    with (checkout / "csrc/dispatch.cc").open("a") as source:
+        source.write("\n// changed\n")
     assert "building" in run("tilewise", "doctor").stderr
 
 

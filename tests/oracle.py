@@ -177,13 +177,13 @@ def pool(outcomes: Sequence[Outcome]) -> Outcome:
     )
 
 
-def check_pooled(case: Case, backend: str, draws: int) -> None:
+def check_pooled(case: Case, backend: str, draws: range) -> None:
     """Assert the contract for several draws of a case as if they were one problem.
 
     The largest error of a handful of numbers says little about the one implementation or the
     other; a tiny problem needs more numbers before the two can be compared.
     """
-    inputs = [build(case, draw) for draw in range(draws)]
+    inputs = [build(case, draw) for draw in draws]
     references = [refer(case, each) for each in inputs]
     actual = [
         attend(each, backend, reference.grad_out, reference.grad_lse)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from tests.cases import FLOATS, LENGTHS, TABLE, WIDTHS, Case, cases
+from tests.contract import InexactError
 from tests.inputs import build
 from tests.kernels.targets import TARGETS, Target, forced, pairs
 from tests.oracle import check_case, check_pooled
@@ -69,7 +70,15 @@ def test_lengths(target: Target, case: Case) -> None:
 def _check_drawn(case: Case, target: Target) -> None:
     leaves = build(case).leaves
     least = min(leaves[name].numel() for name in "qkv")
-    check_pooled(case, target.backend, draws=max(4, min(64, 2000 // (1 + least))))
+    draws = max(4, min(64, 2000 // (1 + least)))
+    try:
+        check_pooled(case, target.backend, range(draws))
+    except InexactError as inexact:
+        # Among thousands of drawn maxima some pair of equally good ones differs by more than 2.
+        # Luck does not survive four times as many new numbers; a wrong kernel does not get better.
+        if inexact.ratio > 2:
+            raise
+        check_pooled(case, target.backend, range(draws, 5 * draws))
 
 
 @given(case=cases())

@@ -72,6 +72,14 @@ TW_INLINE Vec<double> exp2_minus_one(Vec<double> r) {
 template <int kDegree, class T>
 TW_INLINE Vec<T> exp2(Vec<T> x, T) {
   using F = FloatFormat<T>;
+#if TILEWISE_VECTOR_BYTES == 64
+  if constexpr (sizeof(T) == 4) {
+    // vscalefps underflows as it should, and takes 2^-inf to be 0.
+    const __m512 whole = _mm512_maskz_roundscale_ps(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const Vec<T> power = exp2_minus_one<kDegree>(x - (Vec<T>)whole) + static_cast<T>(1);
+    return (Vec<T>)_mm512_maskz_scalef_ps(0xffff, (__m512)power, whole);
+  }
+#endif
   x = vmax(set(static_cast<T>(-F::exponent_bias)), x);
   const Vec<T> shifted = x + F::round_magic;
   const Vec<T> r = x - (shifted - F::round_magic);

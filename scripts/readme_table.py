@@ -22,7 +22,7 @@ def table(stored: Path) -> str:
     """One stored result as Markdown, as the bench itself prints it."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        bench.main(["cpu", "--from", str(stored), "--markdown"])
+        bench.main(["cpu", "--from", str(stored), "--markdown", "--brief"])
     return printed.getvalue().strip()
 
 

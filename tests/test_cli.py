@@ -28,6 +28,14 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert command in text
 
 
+@pytest.mark.parametrize("command", ["explain", "demo", "bench"])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([command, "--help"])
+    assert stopped.value.code == 0
+    assert f"usage: tilewise {command}" in capsys.readouterr().out
+
+
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["teleport"]) == 2
     assert "unknown command 'teleport'" in capsys.readouterr().err

@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="In Python, tilewise.explain(q, k, v, ...) explains any call.",
     )
     add = parser.add_argument
-    add("shape", nargs=4, type=int, metavar=("B", "HQ", "M", "D"), help="shape of the queries")
+    add("shape", nargs=4, type=int, metavar="SIZE", help="the queries: B HQ M D")
     add("--keys", type=int, metavar="N", help="number of keys (default M)")
     add("--kv-heads", type=int, metavar="HK", help="key/value heads (default HQ)")
     add("--value-dim", type=int, metavar="DV", help="width of the values (default D)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from html import escape
 
 from tilewise.lab.demo.chart import Axis, Line, Point, decades, draw, linear
@@ -21,7 +22,9 @@ def _figure(title: str, chart: str, caption: str) -> str:
 
 
 def _steps_axis(record: Record) -> Axis:
-    return linear("step", [0, record.settings.steps])
+    steps = record.settings.steps
+    axis = linear("step", [0, steps])  # ends at a round number, which may be far past the last step
+    return replace(axis, high=steps, ticks=tuple(tick for tick in axis.ticks if tick[0] <= steps))
 
 
 def loss_figure(record: Record) -> str:

@@ -139,10 +139,11 @@ def _expected_s(cells: list[Cell], context: int, implementation: Implementation)
 
 
 def _why_not(cell: Cell, expected_s: float | None) -> str:
+    """Memory first: more time would not help there."""
+    free = available_bytes()
+    needs = cell.estimate_bytes
+    if needs is not None and free is not None and needs > _MEMORY_SHARE * free:
+        return f"needs {needs / 1e9:,.1f} GB, {free / 1e9:,.1f} GB free, not run"
     if expected_s is not None and expected_s > STEP_LIMIT_S:
         return f"would take about {expected_s:,.0f} s, not run"
-    free = available_bytes()
-    if cell.estimate_bytes is None or free is None or cell.estimate_bytes < _MEMORY_SHARE * free:
-        return ""
-    needs, has = cell.estimate_bytes / 1e9, free / 1e9
-    return f"needs {needs:,.1f} GB, {has:,.1f} GB free, not run"
+    return ""

@@ -40,7 +40,8 @@ class CpuBackend(Backend):
             if width > _MAX_DIM:
                 reasons.append(f"{name} = {width} is over its limit of {_MAX_DIM}")
         if len(problem.mask) > _MAX_MASK:
-            reasons.append(f"the mask has {len(problem.mask)} instructions; its limit is {_MAX_MASK}")
+            count = len(problem.mask)
+            reasons.append(f"the mask has {count} instructions; its limit is {_MAX_MASK}")
         if len(problem.score) > _MAX_SCORE:
             reasons.append(f"the score has {len(problem.score)} steps; its limit is {_MAX_SCORE}")
         return reasons
@@ -145,6 +146,9 @@ class _Call:
             self.sequences = (cu_q.data_ptr(), cu_k.data_ptr(), _longest(cu_q), _longest(cu_k))
 
 
+_NOTHING = _Call(Operands(*[torch.empty(0)] * 3))
+
+
 def _longest(cu_seqlens: Tensor) -> int:
     return int(cu_seqlens.diff().max()) if cu_seqlens.shape[0] > 1 else 0
 
@@ -179,13 +183,7 @@ class _Kernel:
         lse = torch.empty_like(self._lse, memory_format=torch.contiguous_format)
         stats = torch.empty_like(self._stats, memory_format=torch.contiguous_format)
         address = stats.data_ptr()
-        if self._plain:
-            mask: tuple[Any, ...] = ()
-            score: tuple[Any, ...] = ()
-            sinks, sequences = 0, ()
-        else:
-            call = _Call(operands)
-            mask, score, sinks, sequences = call.mask, call.score, call.sinks, call.sequences
+        call = _NOTHING if self._plain else _Call(operands)
         self._forward(
             self._kernel,
             _threads(),
@@ -201,10 +199,10 @@ class _Kernel:
             lse.data_ptr(),
             address,
             address + self._step,
-            sinks,
-            mask,
-            score,
-            sequences,
+            call.sinks,
+            call.mask,
+            call.score,
+            call.sequences,
         )
         return Result(out, lse, stats)
 
@@ -270,7 +268,7 @@ class _Kernel:
         return tuple(grads)
 
     def _sink_grads(self, operands: Operands, lse: Tensor, delta: Tensor) -> Tensor:
-        """d loss / d sink[h] = -sum over rows of p_sink * delta, p_sink = exp(sink - lse)."""
+        """The sinks' gradient: d loss / d sink[h] = -sum over rows of p_sink * delta, p_sink = exp(sink - lse)."""
         sinks = operands.sinks
         assert sinks is not None
         share = (sinks[:, None] - lse).exp() * delta

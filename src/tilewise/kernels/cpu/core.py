@@ -9,7 +9,7 @@ from tilewise.errors import InvalidArgument
 
 __all__ = ["absence", "core"]
 
-_BUILD = "build it with `pip install .` (a C++20 compiler, or the ziglang wheel, is enough)"
+_BUILD = "in a checkout `./run setup` builds it, elsewhere `pip install .` with a C++20 compiler"
 
 
 @cache

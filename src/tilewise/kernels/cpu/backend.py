@@ -146,7 +146,8 @@ class _Call:
             self.sequences = (cu_q.data_ptr(), cu_k.data_ptr(), _longest(cu_q), _longest(cu_k))
 
 
-_NOTHING = _Call(Operands(*[torch.empty(0)] * 3))
+_EMPTY = torch.empty(0)
+_NOTHING = _Call(Operands(_EMPTY, _EMPTY, _EMPTY))
 
 
 def _longest(cu_seqlens: Tensor) -> int:
@@ -268,7 +269,7 @@ class _Kernel:
         return tuple(grads)
 
     def _sink_grads(self, operands: Operands, lse: Tensor, delta: Tensor) -> Tensor:
-        """The sinks' gradient: d loss / d sink[h] = -sum over rows of p_sink * delta, p_sink = exp(sink - lse)."""
+        """The sinks' gradient: -sum over rows of p_sink * delta, p_sink = exp(sink - lse)."""
         sinks = operands.sinks
         assert sinks is not None
         share = (sinks[:, None] - lse).exp() * delta

@@ -13,7 +13,7 @@ struct Chunks {
   KeyBlocks blocks;
   i64 per_chunk, count;
   explicit Chunks(i64 key_limit)
-      : blocks(key_limit), per_chunk(max(4, (blocks.count + 7) / 8)), count((blocks.count + per_chunk - 1) / per_chunk) {}
+      : blocks(key_limit), per_chunk(max(8, (blocks.count + 7) / 8)), count((blocks.count + per_chunk - 1) / per_chunk) {}
   i64 first_block(i64 chunk) const { return chunk * per_chunk; }
   i64 last_block(i64 chunk) const { return min(blocks.count, (chunk + 1) * per_chunk); }
   i64 begin(i64 chunk) const { return blocks.begin(first_block(chunk)); }

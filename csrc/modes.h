@@ -70,22 +70,23 @@ struct PairMode {
   static const Bf16* at(const void* data, i64 offset) { return static_cast<const Bf16*>(data) + offset; }
   static Bf16* at(void* data, i64 offset) { return static_cast<Bf16*>(data) + offset; }
 
+  static const u16* bits(const Bf16* p) { return reinterpret_cast<const u16*>(p); }
   static Words<Word> along_depth(const Bf16* p, i64 row, i64 col, int rows, int depth, Word* room) {
     const bool aligned = reinterpret_cast<std::uintptr_t>(p) % 4 == 0 && row % 2 == 0 && depth % 2 == 0;
     if (col == 1 && aligned) return {reinterpret_cast<const Word*>(p), row / 2};
-    pack_rows_pairs(&p->bits, row, col, rows, depth, words(depth), room);
+    pack_rows_pairs(bits(p), row, col, rows, depth, words(depth), room);
     return {room, words(depth)};
   }
   static Words<Word> along_rows(const Bf16* p, i64 row, i64 col, int rows, int depth, Word* room) {
-    interleave_rows(&p->bits, row, col, rows, depth, depth, room);
+    interleave_rows(bits(p), row, col, rows, depth, depth, room);
     return {room, depth};
   }
   static void transposed(const Bf16* p, i64 row, i64 col, int rows, int depth, int width, Word* to) {
-    pack_transposed_pairs(&p->bits, row, col, rows, depth, width, to);
+    pack_transposed_pairs(bits(p), row, col, rows, depth, width, to);
   }
   static Words<Word> padded(const Bf16* p, i64 row, i64 col, int rows, int depth, Word* room) {
     const i64 stride = round_up(depth, kLanes<float>);
-    interleave_rows(&p->bits, row, col, rows, depth, stride, room);
+    interleave_rows(bits(p), row, col, rows, depth, stride, room);
     return {room, stride};
   }
 };

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import tilewise
 from tilewise import masks, scores
+from tilewise.engine import registry
 from tilewise.errors import InvalidArgument, InvalidType, TilewiseError, Unsupported
 
 Call = Callable[[], Any]
@@ -46,8 +48,24 @@ def packed(
     )
 
 
+def nested(layout: torch.layout = torch.strided) -> Tensor:
+    """A [2, H, (5, 3), 8] that is no rectangle."""
+    parts = [torch.zeros(5, 2, 8), torch.zeros(3, 2, 8)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls them a prototype
+        return torch.nested.nested_tensor(parts, layout=layout).transpose(1, 2)
+
+
 def cu(*values: int, dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.tensor(values, dtype=dtype)
+
+
+def op(mask: str, *tensors: Tensor, score: str = "", score_tensors: Sequence[Tensor] = ()) -> Call:
+    """The torch op with these programs and captured tensors."""
+    rest = (None, None, None, None, mask, score, None, 0.0, "tiled")
+    return lambda: torch.ops.tilewise.attention(
+        q(), kv(), kv(), list(tensors), list(score_tensors), *rest
+    )
 
 
 VALUES: dict[str, tuple[Call, str]] = {
@@ -83,6 +101,30 @@ VALUES: dict[str, tuple[Call, str]] = {
     "sparse": (lambda: attend(q().to_sparse(), kv(), kv()), "^q: got layout torch.sparse_coo"),
     "NaN scale": (with_keywords(scale=float("nan")), "^scale: got nan; required: a finite number"),
     "infinite scale": (with_keywords(scale=float("inf")), "^scale: got inf"),
+    "scale beyond float32": (with_keywords(scale=1e300), r"^scale: got 1e\+300; .*float32 up to"),
+    "scale beyond bfloat16's float32": (
+        lambda: attend(*(x(dtype=torch.bfloat16) for x in (q, kv, kv)), scale=-1e39),
+        r"^scale: got -1e\+39; .*bfloat16",
+    ),
+    "cap beyond float32": (
+        with_keywords(score=scores.softcap(1e39)),
+        r"^score \(softcap\): got the cap 1e\+39; required: .*float32",
+    ),
+    "cap without a reciprocal": (
+        with_keywords(score=scores.softcap(1e-39)),
+        r"^score \(softcap\): got the cap 1e-39",
+    ),
+    "varlen cap": (
+        packed(cu(0, 6), cu(0, 6), score=scores.softcap(1e39)),
+        r"^score \(softcap\): got the cap",
+    ),
+    "nested": (lambda: attend(nested(), kv(), kv()), "^q: got a nested tensor; required: strided"),
+    "nested values": (lambda: attend(q(), kv(), nested()), "^v: got a nested tensor"),
+    "jagged": (lambda: attend(q(), nested(torch.jagged), kv()), "^k: got a nested tensor"),
+    "nested with a plan": (
+        lambda: attend(nested(), kv(), kv(), plan=tilewise.plan(q(), kv(), kv(), backend="tiled")),
+        "^q: got a nested tensor",
+    ),
     "dropout 1": (with_keywords(dropout_p=1.0), r"^dropout_p: got 1.0; .*\[0, 1\)"),
     "dropout below 0": (with_keywords(dropout_p=-0.1), r"^dropout_p: got -0.1"),
     "NaN dropout": (with_keywords(dropout_p=float("nan")), r"^dropout_p: got nan"),
@@ -172,6 +214,39 @@ VALUES: dict[str, tuple[Call, str]] = {
     "half a pair": (lambda: tilewise.plan(q(), kv(), kv(), cu(0, 1)), "^cu_seqlens_k: got None"),
 }
 
+VALUES |= {
+    # The op takes any tensors for its programs: nothing may be read as what it is not.
+    "op: float mask": (op("dense()[0]", torch.ones(3, 5)), "^mask: got a tensor of torch.float32"),
+    "op: five-dimensional mask": (
+        op("dense()[0]", torch.ones(1, 1, 1, 3, 5, dtype=torch.bool)),
+        "^mask: got shape.*four",
+    ),
+    "op: float lengths": (
+        op("below()[0]", torch.ones(2)),
+        r"^mask \(lengths\): got a tensor of torch.float32",
+    ),
+    "op: float ids": (
+        op("same_document()[0,1]", torch.ones(3), torch.ones(5)),
+        r"^mask \(document query_ids\): got a tensor of torch.float32",
+    ),
+    "op: ids of three dimensions": (
+        op("same_document()[0,1]", cu(1)[None, None], cu(1)),
+        r"^mask \(document query_ids\): got shape",
+    ),
+    "op: integer slopes": (
+        op("", score="alibi()[0]", score_tensors=[cu(1, 1, 1, 1)]),
+        r"^score \(alibi slopes\): got a tensor of torch.int64",
+    ),
+    "op: integer bias": (
+        op("", score="bias()[0]", score_tensors=[cu(1)]),
+        r"^score \(bias\): got a tensor of torch.int64",
+    ),
+    "op: a fraction of a key": (op("band(1.5,0,1)"), "^program: got .*whole constants"),
+    "op: a huge band": (op(f"band({2**70},0,1)"), "^program: got .*whole constants"),
+    "op: a score as a mask": (op("softcap(2.0)"), "^program: got .*mask operations only"),
+    "op: a mask as a score": (op("", score="band(-1,0,1)"), "^program: got .*score steps only"),
+}
+
 TYPES: dict[str, tuple[Call, str]] = {
     "q": (lambda: attend([1.0], kv(), kv()), "^q: got a list; required: a tensor"),
     "v": (lambda: attend(q(), kv(), None), "^v: got a NoneType; required: a tensor"),
@@ -225,6 +300,55 @@ def test_a_wrong_value_is_named_again(name: str) -> None:
     for _ in range(2):
         with pytest.raises(InvalidArgument, match=message):
             call()
+
+
+DEFAULT = ("rank of q", "dtype mix", "scale beyond float32", "cap beyond float32", "nested")
+
+
+@pytest.mark.parametrize("name", DEFAULT)
+def test_the_default_backend_names_it_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same words where no backend is named."""
+    call, message = VALUES[name]
+    monkeypatch.setattr(tilewise, "attention", _without_backend(tilewise.attention))
+    with pytest.raises(InvalidArgument, match=message):
+        call()
+
+
+def _without_backend(attention: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, backend: str | None = None, **keywords: Any) -> Any:
+        return attention(*args, **keywords)
+
+    return call
+
+
+SIZES = {"D = 513": 513, "Dv = 600": 600}
+
+
+@pytest.mark.parametrize("said", SIZES)
+def test_unsupported_names_the_limit_of_a_width(said: str) -> None:
+    """Through the default backend: the limit is said, and no slow path taken instead."""
+    _need_core()
+    wide, narrow = torch.zeros(1, 1, 2, SIZES[said]), torch.zeros(1, 1, 2, 8)
+    key, value = (wide, narrow) if said.startswith("D ") else (narrow, wide)
+    with pytest.raises(Unsupported, match=rf"backend 'cpu': {said} is over its limit of 512"):
+        tilewise.attention(key, key, value)
+
+
+def test_unsupported_names_the_limits_of_programs() -> None:
+    _need_core()
+    mask = masks.causal()
+    for _ in range(16):  # 33 instructions
+        mask = mask & masks.causal()
+    with pytest.raises(Unsupported, match=r"backend 'cpu': .*\b33\b.* over its limit of 32"):
+        tilewise.attention(q(), kv(), kv(), mask=mask)
+    with pytest.raises(Unsupported, match=r"backend 'cpu': .*\b9\b.* over its limit of 8"):
+        tilewise.attention(q(), kv(), kv(), score=[scores.softcap(2.0)] * 9)
+    assert attend(q(), kv(), kv(), mask=mask, score=[scores.softcap(2.0)] * 9).shape == q().shape
+
+
+def _need_core() -> None:
+    if registry.load("cpu").absence() is not None:
+        pytest.skip("the compiled core is not built: ./run setup says why")
 
 
 def test_slopes_that_require_grad_are_fine_without_gradients() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from typing import Any
 
 import pytest
@@ -12,10 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import tilewise
 from tilewise import masks, scores
+from tilewise.engine import registry
 from tilewise.errors import InvalidArgument
 from tilewise.variants.lower import Extent, lower_mask, lower_score
-from tilewise.variants.program import MASK_OPS, SCORE_OPS, Instr, Program, decode, encode
+from tilewise.variants.program import (
+    LARGEST_COUNT,
+    MASK_OPS,
+    SCORE_OPS,
+    Instr,
+    Program,
+    decode,
+    encode,
+)
 from tilewise.variants.values import Mask, Score, as_mask, as_score
 
 M, N = 5, 7
@@ -150,6 +161,61 @@ def test_named_masks_are_these_programs() -> None:
     assert (masks.causal() & torch.ones(1, 1).bool()).text == "band(-1,0,1) dense()[0] and"
     assert (torch.ones(1, 1).bool() & masks.causal()).text == "dense()[0] band(-1,0,1) and"
     assert (torch.ones(1, 1).bool() | masks.causal()).text == "dense()[0] band(-1,0,1) or"
+
+
+@pytest.mark.parametrize("huge", [sys.maxsize, 10**30, LARGEST_COUNT + 1])
+def test_huge_counts_are_one_number(huge: int) -> None:
+    """Larger than any memory is as good as open, on every backend."""
+    assert masks.window(huge, huge).program == masks.window(10**40, 2**63).program
+    assert masks.prefix(huge).program == masks.prefix(2**63).program
+    q, k, v = (torch.randn(1, 2, rows, 8) for rows in (M, N, N))
+    for backend in ("tiled", None):
+        if backend is None and registry.load("cpu").absence() is not None:
+            continue
+        full = tilewise.attention(q, k, v, backend=backend)
+        for mask in (
+            masks.window(huge, huge),
+            masks.window(huge, huge, align="top_left"),
+            masks.window(None, huge),
+            masks.prefix(huge),
+        ):
+            assert torch.equal(tilewise.attention(q, k, v, mask=mask, backend=backend), full)
+        causal = tilewise.attention(q, k, v, mask=masks.window(huge, 0), backend=backend)
+        expected = tilewise.attention(q, k, v, mask=masks.causal(), backend=backend)
+        assert torch.equal(causal, expected)
+
+
+BELOW = Instr("below", (1,))
+BAD_MASKS = {
+    "no operand": (Instr("not"),),
+    "one operand": (BELOW, Instr("and")),
+    "two values": (BELOW, BELOW),
+    "a score": (BELOW, Instr("softcap", (2.0,))),
+    "unknown": (Instr("nothing"),),
+    "parameters": (Instr("band", (1, 2)),),
+    "a fraction": (Instr("below", (0.5,)),),
+    "too large": (Instr("below", (LARGEST_COUNT + 1,)),),
+    "negative slot": (Instr("below", (), (-1,)),),
+}
+BAD_SCORES = {
+    "a mask": (BELOW,),
+    "no parameter": (Instr("softcap"),),
+    "negative cap": (Instr("softcap", (-1.0,)),),
+    "no slot": (Instr("bias"),),
+    "negative slot": (Instr("bias", (), (-1,)),),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MASKS)
+def test_a_mask_of_no_program_is_refused(name: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"^program: "):
+        Mask(BAD_MASKS[name])
+
+
+@pytest.mark.parametrize("name", BAD_SCORES)
+def test_a_score_of_no_program_is_refused(name: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"^program: "):
+        Score(BAD_SCORES[name])
 
 
 def test_named_scores_are_these_programs() -> None:

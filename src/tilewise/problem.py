@@ -8,7 +8,6 @@ width, Dv value width; in a variable-length call Tq and Tk are the packed totals
 """
 
 import math
-import sys
 from numbers import Real
 from typing import Any, NamedTuple, cast
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument, InvalidType
-from tilewise.variants.lower import statistics_dtype
+from tilewise.variants.lower import check_caps, largest_factor, statistics_dtype
 from tilewise.variants.program import Program
 
 __all__ = [
@@ -35,7 +34,6 @@ __all__ = [
     "varlen_problem",
 ]
 
-_LARGEST = sys.float_info.max
 _SYMBOLS = (torch.SymInt, torch.SymFloat)
 _NUMBERS = (int, float, *_SYMBOLS, Real)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -160,6 +158,7 @@ def dense_problem(
         InvalidArgument, InvalidType: naming the argument that is wrong.
     """
     _check_tensors(q, k, v, rank=4, shape="[B, H, S, D]")
+    check_caps(score, q.dtype)
     (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
     for name, tensor in (("k", k), ("v", v)):
         if tensor.shape[0] != batch:
@@ -183,7 +182,7 @@ def dense_problem(
         "dense",
         mask,
         score,
-        *_check_numbers(scale, dropout_p, head_dim),
+        *_check_numbers(scale, dropout_p, q),
         check_sinks(sinks, heads, q.device.type),
     )
 
@@ -209,6 +208,7 @@ def varlen_problem(
     _check_tensors(q, k, v, rank=3, shape="[T, H, D]")
     _check_pairing(q, k, v, heads_dim=1, keys_dim=0)
     check_cu_tensors(cu_seqlens_q, cu_seqlens_k)
+    check_caps(score, q.dtype)
     (queries, heads, head_dim), (keys, kv_heads, _) = q.shape, k.shape
     return Problem(
         cu_seqlens_q.shape[0] - 1,
@@ -223,7 +223,7 @@ def varlen_problem(
         "varlen",
         mask,
         score,
-        *_check_numbers(scale, dropout_p, head_dim),
+        *_check_numbers(scale, dropout_p, q),
         check_sinks(sinks, heads, q.device.type),
     )
 
@@ -284,6 +284,9 @@ def _check_tensors(q: Any, k: Any, v: Any, *, rank: int, shape: str) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise InvalidType(name, _named(tensor), f"a tensor {shape}")
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            came = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+            raise InvalidArgument(name, came, "strided, or packed for attention_varlen")
         if tensor.dim() != rank:
             fix = ""
             if rank == 4 and tensor.dim() == 3:
@@ -291,8 +294,6 @@ def _check_tensors(q: Any, k: Any, v: Any, *, rank: int, shape: str) -> None:
             raise InvalidArgument(
                 name, f"shape {tuple(tensor.shape)}", f"{shape}, rank {rank}", fix
             )
-        if tensor.layout is not torch.strided:
-            raise InvalidArgument(name, f"layout {tensor.layout}", "a strided (dense) tensor")
         if tensor.device != q.device:
             raise InvalidArgument(name, f"device {tensor.device}", f"q's device, {q.device}")
         if tensor.dtype not in DTYPES:
@@ -330,14 +331,16 @@ def _check_pairing(q: Tensor, k: Tensor, v: Tensor, *, heads_dim: int, keys_dim:
             raise InvalidArgument(name, "width 0", "a width of at least 1")
 
 
-def _check_numbers(scale: object, dropout_p: object, head_dim: int) -> tuple[float, float]:
+def _check_numbers(scale: object, dropout_p: object, q: Tensor) -> tuple[float, float]:
     if scale is None:
-        number = 1.0 / math.sqrt(head_dim)
+        number = 1.0 / math.sqrt(q.shape[-1])
     else:
         number = _real("scale", scale, "a finite number, or None for 1/sqrt(D)")
+        largest = largest_factor(q.dtype)
         # A comparison, and not math.isfinite: torch.compile traces it for a symbolic scale.
-        if not -_LARGEST <= number <= _LARGEST:
-            raise InvalidArgument("scale", str(number), "a finite number, or None for 1/sqrt(D)")
+        if not -largest <= number <= largest:
+            required = f"a finite number, for {q.dtype} up to {largest:.2g}"
+            raise InvalidArgument("scale", str(number), required)
     rate = _real("dropout_p", dropout_p, "a probability in [0, 1)")
     if not 0.0 <= rate < 1.0:
         raise InvalidArgument("dropout_p", str(rate), "a probability in [0, 1)")

@@ -133,8 +133,8 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
         return PLANS.young[key]
     except KeyError:
         plan = PLANS.find(key)
-    except (AttributeError, TypeError):
-        # Something is no tensor, or is not hashable: validation names it.
+    except (AttributeError, TypeError, RuntimeError):
+        # Something is no tensor, has no shape (nested) or is not hashable: validation names it.
         return make_plan(q, k, v, asked)
     if plan is None:
         plan = make_plan(q, k, v, asked)

@@ -13,7 +13,14 @@ from torch.nn import Parameter
 
 from tilewise.engine import ops
 from tilewise.engine.autograd import differentiable
-from tilewise.engine.call import NO_KEYWORDS, Asked, build_operands, cached_plan, signature
+from tilewise.engine.call import (
+    NO_KEYWORDS,
+    Asked,
+    build_operands,
+    build_problem,
+    cached_plan,
+    signature,
+)
 from tilewise.engine.modes import refuse_transforms
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.plan.plan import Plan
@@ -116,7 +123,13 @@ def _check_plan(plan: Plan, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> No
     """
     if asked is not NO_KEYWORDS or type(plan) is not Plan or not plan.bare:
         _check_keywords(plan, asked)
-    if plan.signature != signature(q, k, v):
+    try:
+        same = plan.signature == signature(q, k, v)
+    except RuntimeError:
+        # A nested tensor has no shape: validation names it.
+        build_problem(q, k, v, asked)
+        raise
+    if not same:
         raise InvalidArgument(
             "plan",
             f"a plan for {_describe(plan.signature)}",

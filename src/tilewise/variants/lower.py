@@ -14,10 +14,20 @@ from torch import Tensor
 from tilewise.errors import InvalidArgument
 from tilewise.variants.program import Instr, Program
 
-__all__ = ["Extent", "lower_mask", "lower_score", "statistics_dtype"]
+__all__ = [
+    "Extent",
+    "check_caps",
+    "largest_factor",
+    "lower_mask",
+    "lower_score",
+    "statistics_dtype",
+]
 
 # Up to this many values a Python list is quicker to search than a tensor.
 _LIST_LIMIT = 512
+_LARGEST_SINGLE = torch.finfo(torch.float32).max / 2
+_LARGEST_WIDE = torch.finfo(torch.float64).max / 2
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Extent(NamedTuple):
@@ -46,6 +56,28 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
+def largest_factor(dtype: torch.dtype) -> float:
+    """The largest scale or cap: times log2(e) (kernels count in powers of 2) it still is finite."""
+    return _LARGEST_WIDE if dtype is torch.float64 else _LARGEST_SINGLE
+
+
+def check_caps(program: Program, dtype: torch.dtype) -> None:
+    """The caps of a score and their reciprocals are finite numbers of the type computed in.
+
+    Raises:
+        InvalidArgument: one is not.
+    """
+    largest = largest_factor(dtype)
+    for instr in program:
+        if instr.op == "softcap" and not 2 / largest <= instr.params[0] <= largest:
+            raise InvalidArgument(
+                "score (softcap)",
+                f"the cap {instr.params[0]}",
+                f"a cap from {2 / largest:.2g} to {largest:.2g} for {dtype} (computed in "
+                f"{statistics_dtype(dtype)})",
+            )
+
+
 def lower_mask(
     program: Program, captured: tuple[Tensor, ...], extent: Extent, device: torch.device
 ) -> tuple[Tensor, ...]:
@@ -64,6 +96,8 @@ def lower_mask(
             elif instr.op == "same_document":
                 lowered[slot] = _ids(tensor, position, extent)
             else:
+                if tensor.dtype is not torch.bool:
+                    raise InvalidArgument("mask", f"a tensor of {tensor.dtype}", "torch.bool")
                 lowered[slot] = _four_dims("mask", tensor, extent)
     return tuple(lowered)
 
@@ -108,7 +142,19 @@ def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
         raise InvalidArgument(name, f"a tensor on {tensor.device}", f"on q's device, {device}")
 
 
+def _check_integer(name: str, tensor: Tensor) -> None:
+    """The op takes any tensors for a program: what ``masks`` checked is checked again."""
+    if tensor.dtype not in _INTEGERS:
+        raise InvalidArgument(name, f"a tensor of {tensor.dtype}", "an integer tensor")
+
+
+def _check_floating(name: str, tensor: Tensor) -> None:
+    if not tensor.dtype.is_floating_point:
+        raise InvalidArgument(name, f"a tensor of {tensor.dtype}", "a floating tensor")
+
+
 def _lengths(tensor: Tensor, extent: Extent) -> Tensor:
+    _check_integer("mask (lengths)", tensor)
     if tensor.dim() != 1 or tensor.shape[0] != extent.batch:
         raise InvalidArgument(
             "mask (lengths)", f"shape {tuple(tensor.shape)}", f"[B] with B = {extent.batch}"
@@ -152,8 +198,11 @@ def _ids(tensor: Tensor, position: int, extent: Extent) -> Tensor:
         if position == 0
         else ("mask (document ids)", "N", extent.keys)
     )
+    _check_integer(name, tensor)
     if tensor.dim() == 1:
         tensor = tensor[None]
+    if tensor.dim() != 2:
+        raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", f"[{letter}] or [B, {letter}]")
     rows, columns = tensor.shape
     fits = columns >= size if extent.ragged else columns == size
     if not fits or (rows != 1 and rows != extent.batch):
@@ -176,9 +225,14 @@ def _slopes(tensor: Tensor, extent: Extent, dtype: torch.dtype) -> Tensor:
             "no gradient: ALiBi's slopes are constants here",
             "Pass slopes.detach(); a learned additive term is scores.bias(tensor).",
         )
+    _check_floating("score (alibi slopes)", tensor)
     if tensor.dim() == 1:
         tensor = tensor[None]
-    if tensor.shape[1] != extent.heads or tensor.shape[0] not in (1, extent.batch):
+    if (
+        tensor.dim() != 2
+        or tensor.shape[1] != extent.heads
+        or tensor.shape[0] not in (1, extent.batch)
+    ):
         raise InvalidArgument(
             "score (alibi slopes)",
             f"shape {tuple(tensor.shape)}",
@@ -189,6 +243,7 @@ def _slopes(tensor: Tensor, extent: Extent, dtype: torch.dtype) -> Tensor:
 
 def _bias_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Kernels read biases in the query's dtype or in the dtype of the statistics."""
+    _check_floating("score (bias)", tensor)
     if tensor.dtype is not dtype:
         tensor = tensor.to(statistics_dtype(dtype))
     return tensor.resolve_neg()
@@ -198,6 +253,8 @@ def _four_dims(name: str, tensor: Tensor, extent: Extent) -> Tensor:
     missing = 4 - tensor.dim()
     if missing > 0:
         tensor = tensor[(None,) * missing]
+    if missing < 0:
+        raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", "at most four dimensions")
     sizes = tensor.shape
     full = (extent.batch, extent.heads, extent.queries, extent.keys)
     for dim in range(4):
@@ -206,7 +263,7 @@ def _four_dims(name: str, tensor: Tensor, extent: Extent) -> Tensor:
             continue
         raise InvalidArgument(
             name,
-            f"shape {tuple(sizes[max(missing, 0) :])}",
+            f"shape {tuple(sizes[missing:])}",
             f"broadcastable to [B, Hq, M, N] = {list(full)}"
             + (" (M, N: the longest sequence's, or more)" if extent.ragged else ""),
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument, InvalidType
-from tilewise.variants.program import Instr
+from tilewise.variants.program import LARGEST_COUNT, Instr
 from tilewise.variants.values import Mask, dense_mask
 
 __all__ = ["Mask", "causal", "dense", "document", "lengths", "prefix", "window"]
@@ -129,7 +129,7 @@ def _count(name: str, value: object, note: str = "") -> int:
         raise InvalidType(name, f"a {type(value).__name__}", f"an integer, 0 or more{note}")
     if value < 0:
         raise InvalidArgument(name, str(value), f"an integer, 0 or more{note}")
-    return value
+    return value if value < LARGEST_COUNT else LARGEST_COUNT
 
 
 def _is_integer(tensor: Tensor) -> bool:

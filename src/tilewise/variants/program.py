@@ -16,6 +16,7 @@ Score steps (each maps the running score s of a pair):
     ``bias()[i]``                     s + bias_i[b, h, m, n], a tensor [B|1, Hq|1, M|1, N|1]
 """
 
+import math
 import re
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
@@ -23,10 +24,13 @@ from typing import NamedTuple, TypeAlias
 from tilewise.errors import InvalidArgument
 
 __all__ = [
+    "LARGEST_COUNT",
     "MASK_OPS",
     "SCORE_OPS",
     "Instr",
     "Program",
+    "check_mask",
+    "check_score",
     "decode",
     "encode",
     "shift_slots",
@@ -68,6 +72,9 @@ SCORE_OPS: dict[str, _Form] = {
     "softcap": _Form(((1, 0),)),
     "bias": _Form(((0, 1),)),
 }
+# Constants of masks that are larger mean the same for any problem that memory holds. Kernels add
+# them to positions in 64 bits.
+LARGEST_COUNT = 2**40
 _CONNECTIVES = ("and", "or", "not")
 _TOKEN = re.compile(r"([a-z_]+)(?:\(([^()]*)\)(?:\[([0-9,]+)\])?)?")
 
@@ -111,9 +118,9 @@ def _decode_one(token: str, text: str) -> Instr:
         slots = tuple([int(part) for part in slots_text.split(",")]) if slots_text else ()
     except ValueError:
         raise InvalidArgument("program", repr(token), "numbers as parameters and slots") from None
-    if (len(params), len(slots)) not in form.arities:
-        raise InvalidArgument("program", repr(token), f"(params, slots) in {form.arities}")
-    return Instr(op, params, slots)
+    instr = Instr(op, params, slots)
+    _check_form(instr, form)
+    return instr
 
 
 def _number(text: str) -> Number:
@@ -125,19 +132,71 @@ def _number(text: str) -> Number:
 
 def _check_stack(program: Program, text: str) -> None:
     """A mask leaves exactly one boolean; a score program is a plain sequence of steps."""
-    if not program or all(instr.op in SCORE_OPS for instr in program):
-        return
+    if program and program[0].op in SCORE_OPS:
+        check_score(program, repr(text))
+    else:
+        check_mask(program, repr(text))
+
+
+def check_mask(program: Program, text: str = "") -> None:
+    """A mask's program has known operations, whole and small constants, and leaves one boolean.
+
+    Args:
+        program: what is checked; the empty one is good.
+        text: what to call it in an error; its own form if empty.
+
+    Raises:
+        InvalidArgument: it is no such program.
+    """
     depth = 0
     for instr in program:
         form = MASK_OPS.get(instr.op)
         if form is None:
-            raise InvalidArgument("program", repr(text), "mask operations or score steps, not both")
+            raise InvalidArgument("program", text or repr(program), "mask operations only")
+        _check_form(instr, form)
+        for value in instr.params:
+            if not isinstance(value, int) or not -1 <= value <= LARGEST_COUNT:
+                raise InvalidArgument(
+                    "program", repr(instr), f"whole constants from -1 to {LARGEST_COUNT}"
+                )
         depth -= form.pops
         if depth < 0:
-            raise InvalidArgument("program", repr(text), f"{form.pops} operands before {instr.op}")
+            raise InvalidArgument(
+                "program", text or repr(program), f"{form.pops} operands before {instr.op}"
+            )
         depth += 1
-    if depth != 1:
-        raise InvalidArgument("program", repr(text), f"one value at the end, not {depth}")
+    if program and depth != 1:
+        raise InvalidArgument(
+            "program", text or repr(program), f"one value at the end, not {depth}"
+        )
+
+
+def check_score(program: Program, text: str = "") -> None:
+    """A score's program is a sequence of score steps, each with its own constants and slots.
+
+    Args:
+        program: what is checked; the empty one is good.
+        text: what to call it in an error; its own form if empty.
+
+    Raises:
+        InvalidArgument: it is no such program.
+    """
+    for instr in program:
+        form = SCORE_OPS.get(instr.op)
+        if form is None:
+            raise InvalidArgument("program", text or repr(program), "score steps only")
+        _check_form(instr, form)
+        for value in instr.params:
+            if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise InvalidArgument("program", repr(instr), "finite constants above 0")
+
+
+def _check_form(instr: Instr, form: _Form) -> None:
+    if (len(instr.params), len(instr.slots)) not in form.arities:
+        raise InvalidArgument("program", repr(instr), f"(params, slots) in {form.arities}")
+    for slot in instr.slots:
+        if slot < 0:
+            raise InvalidArgument("program", repr(instr), "slots from 0")
 
 
 def slot_count(program: Program) -> int:

@@ -7,7 +7,15 @@ from torch import Tensor
 from torch import bool as torch_bool
 
 from tilewise.errors import InvalidArgument, InvalidType
-from tilewise.variants.program import Instr, Program, encode, shift_slots, slot_count
+from tilewise.variants.program import (
+    Instr,
+    Program,
+    check_mask,
+    check_score,
+    encode,
+    shift_slots,
+    slot_count,
+)
 
 __all__ = ["Mask", "Score", "as_mask", "as_score", "dense_mask"]
 
@@ -58,6 +66,10 @@ class Mask(_Variant):
 
     __slots__ = ()
 
+    def __init__(self, program: Program, captured: tuple[Tensor, ...] = ()) -> None:
+        check_mask(program)
+        super().__init__(program, captured)
+
     def __and__(self, other: "Mask | Tensor") -> "Mask":
         return _join(self, other, "and")
 
@@ -86,6 +98,10 @@ class Score(_Variant):
     """How a score s = scale * q.k is changed before the softmax. Built by ``tilewise.scores``."""
 
     __slots__ = ()
+
+    def __init__(self, program: Program, captured: tuple[Tensor, ...] = ()) -> None:
+        check_score(program)
+        super().__init__(program, captured)
 
 
 def _join(left: Mask, right: "Mask | Tensor", connective: str) -> Mask:

@@ -3,17 +3,27 @@
 // dS = P * (dP - delta): dV = P^T dO, dK = dS^T Q, dQ = dS K.
 #pragma once
 
+#include <initializer_list>
+
 #include "forward.h"
 
 namespace tilewise::TILEWISE_ISA {
 
+constexpr int kTilesPerSum = 32;   // tiles of queries whose shares of dK and dV are added up in one go
+constexpr int kPartialShare = 4;   // memory of partial dQs, in multiples of the operands'
+
 // Keys are worked through in chunks of whole blocks; the sum over chunks is taken in their order. How many
 // blocks a chunk has depends on the sequence's own length alone.
+constexpr int kChunkBlocks = 8;  // at least
+constexpr int kMostChunks = 8;
+
 struct Chunks {
   KeyBlocks blocks;
   i64 per_chunk, count;
   explicit Chunks(i64 key_limit)
-      : blocks(key_limit), per_chunk(max(8, (blocks.count + 7) / 8)), count((blocks.count + per_chunk - 1) / per_chunk) {}
+      : blocks(key_limit),
+        per_chunk(max(kChunkBlocks, (blocks.count + kMostChunks - 1) / kMostChunks)),
+        count((blocks.count + per_chunk - 1) / per_chunk) {}
   i64 first_block(i64 chunk) const { return chunk * per_chunk; }
   i64 last_block(i64 chunk) const { return min(blocks.count, (chunk + 1) * per_chunk); }
   i64 begin(i64 chunk) const { return blocks.begin(first_block(chunk)); }
@@ -270,15 +280,17 @@ class BackwardKernel {
     if (!rowwise_delta()) return false;
     // Few heads: their chunks become tasks of their own, each with a partial dQ, added up afterwards in the same
     // order in which one task would have done it.
-    const bool split = f_.threads > 1 && f_.batch * f_.kv_heads < 4 * f_.threads;
-    return split ? run_split() : run_whole();
+    const bool few = f_.threads > 1 && f_.batch * f_.kv_heads < 4 * f_.threads;
+    bool done = false;
+    if (few && !run_split(done)) return false;
+    return done || run_whole();
   }
 
  private:
   struct Memory {
     typename Tiles::Memory tile;
     Word *keys, *key_rows, *values;
-    Acc *grad_k, *grad_v, *grad_q, *sums, *ones;
+    Acc *grad_k, *grad_v, *total_k, *total_v, *grad_q, *sums;
     Memory(const Backward& f, void* base, i64 sums_size, std::size_t* bytes = nullptr)
         : Memory(f, Carver(base), sums_size, bytes) {}
 
@@ -290,8 +302,9 @@ class BackwardKernel {
       values = carve.take<Word>(room * f.value_dim);
       grad_k = carve.take<Acc>(room * round_up(f.head_dim, lanes));
       grad_v = carve.take<Acc>(room * round_up(f.value_dim, lanes));
+      total_k = carve.take<Acc>(room * round_up(f.head_dim, lanes));
+      total_v = carve.take<Acc>(room * round_up(f.value_dim, lanes));
       grad_q = carve.take<Acc>(kTileQueries * static_cast<i64>(f.head_dim));
-      ones = carve.take<Acc>(kTileQueries);
       sums = carve.take<Acc>(sums_size);
       if (bytes) *bytes = carve.used();
     }
@@ -348,7 +361,9 @@ class BackwardKernel {
     });
   }
 
-  bool run_split() const {
+  // Leaves `done` false, and nothing done, where the partial sums would take more memory than kPartialShare of the
+  // operands, or than there is.
+  bool run_split(bool& done) const {
     const std::size_t entries = static_cast<std::size_t>(f_.batch + 1) * 2;
     i64* first_task = static_cast<i64*>(std::malloc(entries * sizeof(i64)));
     if (first_task == nullptr) return false;
@@ -361,16 +376,24 @@ class BackwardKernel {
       first_sum[b + 1] = first_sum[b] + (count > 1 ? count * f_.heads * tile_count(seq.queries) * tile_size() : 0);
     }
     const i64 total = first_sum[f_.batch];
+    const i64 bytes = round_up(total * static_cast<i64>(sizeof(Acc)), 4096);
     Acc* partial = nullptr;
+    if (bytes > 0 && bytes <= kPartialShare * operand_bytes())
+      partial = static_cast<Acc*>(std::aligned_alloc(4096, static_cast<std::size_t>(bytes)));
     bool ok = true;
-    if (total > 0) {
-      partial = static_cast<Acc*>(std::aligned_alloc(4096, static_cast<std::size_t>(round_up(total * static_cast<i64>(sizeof(Acc)), 4096))));
-      ok = partial != nullptr;
-    }
-    ok = ok && split_chunks(first_task, first_sum, partial) && (total == 0 || add_chunks(first_sum, partial));
+    done = total == 0 || partial != nullptr;
+    if (done) ok = split_chunks(first_task, first_sum, partial) && (total == 0 || add_chunks(first_sum, partial));
     std::free(partial);
     std::free(first_task);
     return ok;
+  }
+
+  // q, k, v and out.
+  i64 operand_bytes() const {
+    const i64 last = f_.batch;
+    const i64 queries = f_.cu_q ? f_.cu_q[last] : f_.batch * f_.queries;
+    const i64 keys = f_.cu_k ? f_.cu_k[last] : f_.batch * f_.keys;
+    return (queries * f_.heads + keys * f_.kv_heads) * (f_.head_dim + f_.value_dim) * static_cast<i64>(sizeof(Elem));
   }
 
   bool split_chunks(const i64* first_task, const i64* first_sum, Acc* partial) const {
@@ -432,8 +455,10 @@ class BackwardKernel {
     const Words<Word> values = tiles_.value_words(v, f_.v, count, memory.values);
     const Words<Word> key_rows =
         Mode::paired ? Mode::along_rows(k, f_.k.row, f_.k.col, count, f_.head_dim, memory.key_rows) : keys;
-    std::memset(memory.grad_k, 0, static_cast<std::size_t>(count * depth_) * sizeof(Acc));
-    std::memset(memory.grad_v, 0, static_cast<std::size_t>(count * value_) * sizeof(Acc));
+    const i64 size_k = count * depth_, size_v = count * value_;
+    for (Acc* p : {memory.grad_k, memory.total_k}) std::memset(p, 0, static_cast<std::size_t>(size_k) * sizeof(Acc));
+    for (Acc* p : {memory.grad_v, memory.total_v}) std::memset(p, 0, static_cast<std::size_t>(size_v) * sizeof(Acc));
+    int pending = 0;  // tiles in grad_k and grad_v that are not yet in the totals
 
     for (i64 g = 0; g < group_; g++) {
       const i64 h = kv_head * group_ + g;
@@ -441,6 +466,11 @@ class BackwardKernel {
       const ScoreChain<Acc> chain(f_, seq.b, h, seq.queries, seq.keys);
       for (i64 tile = 0; tile < tile_count(seq.queries); tile++) {
         const bool touched = query_tile(seq, h, tile, all, c, mask, chain, keys, values, key_rows, memory);
+        if (touched && ++pending == kTilesPerSum) {
+          settle(memory.total_k, memory.grad_k, size_k);
+          settle(memory.total_v, memory.grad_v, size_v);
+          pending = 0;
+        }
         const int rows = static_cast<int>(min(kTileQueries, seq.queries - tile * kTileQueries));
         const int width = static_cast<int>(round_up(rows, lanes));
         const std::size_t size = static_cast<std::size_t>(width) * static_cast<std::size_t>(f_.head_dim) * sizeof(Acc);
@@ -455,10 +485,20 @@ class BackwardKernel {
         if (last) write_grad_q(seq, h, tile, rows, width, sum);
       }
     }
-    write_rows(memory.grad_k, depth_, count, f_.head_dim, static_cast<Acc>(f_.scale), f_.grad_k, seq, kv_head, n0);
-    write_rows(memory.grad_v, value_, count, f_.value_dim, static_cast<Acc>(1 / (1 - f_.dropout)), f_.grad_v, seq,
+    settle(memory.total_k, memory.grad_k, size_k);
+    settle(memory.total_v, memory.grad_v, size_v);
+    write_rows(memory.total_k, depth_, count, f_.head_dim, static_cast<Acc>(f_.scale), f_.grad_k, seq, kv_head, n0);
+    write_rows(memory.total_v, value_, count, f_.value_dim, static_cast<Acc>(1 / (1 - f_.dropout)), f_.grad_v, seq,
                kv_head, n0);
     if (c + 1 == all.count) zero_beyond(seq, kv_head, all.blocks.limit);
+  }
+
+  // total += part, part = 0: no chain of additions over the tiles is longer than kTilesPerSum.
+  static void settle(Acc* total, Acc* part, i64 size) {
+    for (i64 x = 0; x < size; x += lanes) {
+      store(total + x, load(total + x) + load(part + x));
+      store(part + x, Vec<Acc>{});
+    }
   }
 
   // One tile of queries against a chunk: adds to the chunk's dK and dV, leaves the tile's dQ in memory.grad_q.
@@ -467,14 +507,11 @@ class BackwardKernel {
                   Memory& memory) const {
     const i64 m0 = tile * kTileQueries, n0 = all.begin(c);
     const int rows = static_cast<int>(min(kTileQueries, seq.queries - m0));
-    const Range range = mask.visible(m0, m0 + rows - 1);
     bool touched = false;
     for (i64 x = all.first_block(c); x < all.last_block(c); x++) {
-      const i64 first = max(all.blocks.begin(x), range.begin / kSubKeys * kSubKeys);
-      const i64 last = min(all.blocks.end(x), range.end);
       MaskedTile masked;
       masked.bits = memory.tile.bits;
-      if (!masked.resolve(mask, m0, rows, first, last)) continue;
+      if (!masked.resolve(mask, m0, rows, all.blocks.begin(x), all.blocks.end(x))) continue;
       if (!touched) {
         tiles_.open(seq, h, m0, memory.tile);
         std::memset(memory.grad_q, 0, static_cast<std::size_t>(memory.tile.tile.width) * static_cast<std::size_t>(f_.head_dim) * sizeof(Acc));

@@ -50,7 +50,8 @@ class BiasKernel {
     }
   };
 
-  // `piece`: the keys [piece, piece + 1) * kBlockKeys of the result that the task owns; -1 for all.
+  // `piece`: the columns [piece, piece + 1) * kBlockKeys of the result that the task owns, the last one all that
+  // follow; -1 for all. Blocks of a sequence need not end where pieces do: what sticks out is left to its owner.
   void query_tile(i64 b, i64 h, i64 tile, i64 piece, Memory& memory) const {
     const Sequence seq = sequence(f_, b);
     const i64 m0 = tile * kTileQueries, kv_head = h / (f_.heads / f_.kv_heads);
@@ -58,17 +59,15 @@ class BiasKernel {
     const int rows = static_cast<int>(min(kTileQueries, seq.queries - m0));
     const Mask mask(f_, b, h, seq.queries, seq.keys);
     const ScoreChain<Acc> chain(f_, b, h, seq.queries, seq.keys);
-    const Range range = mask.visible(m0, m0 + rows - 1);
     const KeyBlocks blocks(mask.key_limit());
-    const i64 owned = KeyBlocks(f_.keys).count;
+    const bool last_piece = piece < 0 || piece + 1 == KeyBlocks(f_.keys).count;
+    const Range own{max(piece, 0) * kBlockKeys, last_piece ? blocks.limit : (piece + 1) * kBlockKeys};
     bool opened = false;
     for (i64 x = 0; x < blocks.count; x++) {
-      // The last block of a short sequence may reach into the next piece of a longer one: pieces go by the start.
-      if (piece >= 0 && min(x, owned - 1) != piece) continue;
+      if (blocks.end(x) <= own.begin || blocks.begin(x) >= own.end) continue;
       MaskedTile masked;
       masked.bits = memory.tile.bits;
-      const i64 first = max(blocks.begin(x), range.begin / kSubKeys * kSubKeys), last = min(blocks.end(x), range.end);
-      if (!masked.resolve(mask, m0, rows, first, last)) continue;
+      if (!masked.resolve(mask, m0, rows, blocks.begin(x), blocks.end(x))) continue;
       if (!opened) tiles_.open(seq, h, m0, memory.tile);
       opened = true;
       const int count = static_cast<int>(masked.end - masked.begin);
@@ -78,16 +77,22 @@ class BiasKernel {
       const Words<Word> values =
           tiles_.value_words(Mode::at(f_.v.data, view_at(f_.v, b, kv_head, row)), f_.v, count, memory.values);
       tiles_.template compute<true>(seq, h, masked, keys, values, chain, memory.tile, f_.index + 1);
-      add(b, h, m0, rows, masked.begin, count, memory);
+      const Range part{max(own.begin, masked.begin), min(own.end, masked.end)};
+      if (part.begin >= part.end) continue;
+      const Acc* ds = memory.tile.grads + (part.begin - masked.begin) * memory.tile.tile.width;
+      const i64 at = b * to_.batch + h * to_.head + m0 * to_.row + part.begin * to_.col;
+      const int columns = static_cast<int>(part.end - part.begin);
+      if (f_.wide) add(static_cast<double*>(const_cast<void*>(to_.data)) + at, ds, rows, columns, memory);
+      else add(static_cast<Acc*>(const_cast<void*>(to_.data)) + at, ds, rows, columns, memory);
     }
   }
 
-  void add(i64 b, i64 h, i64 m0, int rows, i64 n0, int count, Memory& memory) const {
+  // to[i][j] += ds[j][i], or the sums over what the bias is broadcast over.
+  template <class To>
+  void add(To* to, const Acc* ds, int rows, int count, Memory& memory) const {
     const int width = memory.tile.tile.width;
-    const Acc* ds = memory.tile.grads;
-    Acc* to = static_cast<Acc*>(const_cast<void*>(to_.data)) + b * to_.batch + h * to_.head + m0 * to_.row + n0 * to_.col;
     if (to_.row == 0) {
-      Acc all = 0;
+      To all = 0;
       for (int j = 0; j < count; j++) {
         Acc sum = 0;
         for (int i = 0; i < rows; i++) sum += ds[static_cast<i64>(j) * width + i];
@@ -108,15 +113,14 @@ class BiasKernel {
     const int turned = static_cast<int>(round_up(count, lanes));
     pack_transposed(ds, width, 1, count, rows, turned, memory.turned);
     for (int i = 0; i < rows; i++) {
-      Acc* row = to + i * to_.row;
-      for (int j = 0; j < count; j += lanes)
-        store_first(row + j, count - j, load_first(row + j, count - j) + load(memory.turned + static_cast<i64>(i) * turned + j));
+      const Acc* from = memory.turned + static_cast<i64>(i) * turned;
+      for (int j = 0; j < count; j++) to[i * to_.row + j] += from[j];
     }
   }
 
   const BiasBackward& f_;
   Tiles tiles_;
-  View to_;  // zeros on entry; col is 1 or 0
+  View to_;  // col is 1 or 0
 };
 
 }  // namespace tilewise::TILEWISE_ISA

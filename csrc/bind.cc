@@ -190,8 +190,9 @@ void forward(const Kernel& kernel, int threads, std::uint64_t seed, std::uintptr
   f.lse = rows(kernel, lse);
   f.row_max = rows(kernel, row_max);
   f.row_sum = rows(kernel, row_sum);
+  const Kernels& kernels = active();
   nb::gil_scoped_release release;
-  check(active().forward(f));
+  check(kernels.forward(f));
 }
 
 // Tensors as (address, strides) in the order q, k, v, out, grad_out, grad_q, grad_k, grad_v.
@@ -211,20 +212,23 @@ void backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple t
   Backward f;
   kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences);
   fill_backward(f, kernel, tensors, row_arrays);
+  const Kernels& kernels = active();
   nb::gil_scoped_release release;
-  check(active().backward(f));
+  check(kernels.backward(f));
 }
 
 void bias_backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple tensors, nb::tuple row_arrays,
                    std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences,
-                   int index, std::uintptr_t grad, nb::tuple grad_strides) {
+                   int index, std::uintptr_t grad, nb::tuple grad_strides, bool wide) {
   BiasBackward f;
   kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences);
   fill_backward(f, kernel, tensors, row_arrays);
   f.index = index;
   f.grad_bias = view(grad, grad_strides);
+  f.wide = wide;
+  const Kernels& kernels = active();
   nb::gil_scoped_release release;
-  check(active().bias_backward(f));
+  check(kernels.bias_backward(f));
 }
 
 std::vector<std::string> isa_available() {
@@ -280,6 +284,9 @@ double peak(const std::string& kind, int threads, const std::string& clock) {
 }  // namespace
 
 NB_MODULE(_core, m) {
+  m.attr("MAX_DIM") = kMaxDim;
+  m.attr("MAX_MASK") = kMaxMask;
+  m.attr("MAX_SCORE") = kMaxScore;
   m.doc() = "The compiled attention kernels: pointers, strides and sizes in, results written in place.";
   nb::set_leak_warnings(false);  // cached plans hold kernels until the process ends
   nb::class_<Kernel>(m, "Kernel")

@@ -38,12 +38,15 @@ const Kernels* const* available(int& count) {
   return table().kernels;
 }
 
-const Kernels& active() { return chosen == nullptr ? *table().kernels[0] : *chosen; }
+const Kernels& active() {
+  const Kernels* kernels = __atomic_load_n(&chosen, __ATOMIC_ACQUIRE);
+  return kernels == nullptr ? *table().kernels[0] : *kernels;
+}
 
 bool choose(const char* name) {
   for (int i = 0; i < table().count; i++) {
     if (std::strcmp(table().kernels[i]->name, name) != 0) continue;
-    chosen = table().kernels[i];
+    __atomic_store_n(&chosen, table().kernels[i], __ATOMIC_RELEASE);
     return true;
   }
   return false;

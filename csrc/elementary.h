@@ -84,7 +84,7 @@ TW_INLINE Vec<T> exp2(Vec<T> x, T) {
   const Vec<T> shifted = x + F::round_magic;
   const Vec<T> r = x - (shifted - F::round_magic);
   const Vec<T> p = exp2_minus_one<kDegree>(r) + static_cast<T>(1);
-  return (Vec<T>)((Vec<SInt<T>>)p + ((Vec<SInt<T>>)shifted << F::mantissa_bits));
+  return (Vec<T>)((Vec<UInt<T>>)p + ((Vec<UInt<T>>)shifted << F::mantissa_bits));
 }
 
 // Natural logarithm of a positive normal number, by the series of atanh; NaN for NaN.
@@ -92,9 +92,10 @@ template <class T>
 TW_INLINE Vec<T> log(Vec<T> x, T) {
   using F = FloatFormat<T>;
   using I = SInt<T>;
-  const Vec<I> bits = (Vec<I>)x;
-  const Vec<I> exponent = (bits - F::sqrt_half) >> F::mantissa_bits;
-  const Vec<T> m = (Vec<T>)(bits - (exponent << F::mantissa_bits));  // in [sqrt(1/2), sqrt(2))
+  using U = UInt<T>;
+  const Vec<U> bits = (Vec<U>)x;
+  const Vec<I> exponent = (Vec<I>)(bits - static_cast<U>(F::sqrt_half)) >> F::mantissa_bits;
+  const Vec<T> m = (Vec<T>)(bits - ((Vec<U>)exponent << F::mantissa_bits));  // in [sqrt(1/2), sqrt(2))
   const Vec<T> s = (m - static_cast<T>(1)) / (m + static_cast<T>(1)), z = s * s;
   constexpr int terms = sizeof(T) == 4 ? 6 : 13;
   Vec<T> series = set(static_cast<T>(0));
@@ -117,7 +118,8 @@ TW_INLINE Vec<T> tanh(Vec<T> x, Vec<T>& slope, T) {
   const Vec<T> y = vmax(set(static_cast<T>(-100)), magnitude * -two_log2e);
   const Vec<T> shifted = y + F::round_magic;
   const Vec<T> r = y - (shifted - F::round_magic);
-  const Vec<T> power = (Vec<T>)(F::one + ((Vec<I>)shifted << F::mantissa_bits));
+  using U = UInt<T>;
+  const Vec<T> power = (Vec<T>)(static_cast<U>(F::one) + ((Vec<U>)shifted << F::mantissa_bits));
   const Vec<T> part = exp2_minus_one<6>(r) * power;
   const Vec<T> m = part + (power - static_cast<T>(1)), e = part + power;
   const Vec<T> whole = m + static_cast<T>(2);

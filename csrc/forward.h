@@ -99,7 +99,7 @@ class ForwardKernel {
     const i64 begin = block * tiles_ * kTileQueries, end = min(seq.queries, begin + tiles_ * kTileQueries);
     const Mask mask(f_, b, h, seq.queries, seq.keys);
     const ScoreChain<Acc> chain(f_, b, h, seq.queries, seq.keys);
-    QueryTile<Mode> tiles[8];
+    QueryTile<Mode> tiles[Mode::query_tiles];
     int count = 0;
     for (i64 first = begin; first < end; first += kTileQueries) tiles[count] = open(seq, h, first, end, count, memory), count++;
 
@@ -140,16 +140,15 @@ class ForwardKernel {
     i64 packed_begin = -1;
     for (int t = 0; t < count; t++) {
       const QueryTile<Mode>& tile = tiles[t];
-      const Range range = mask.visible(tile.first, tile.first + tile.rows - 1);
-      const i64 first = max(n0, range.begin / kSubKeys * kSubKeys), last = min(n1, range.end);
       MaskedTile masked;
       masked.bits = memory.bits;
-      if (!masked.resolve(mask, tile.first, tile.rows, first, last)) continue;
+      if (!masked.resolve(mask, tile.first, tile.rows, n0, n1)) continue;
       if (packed_begin < 0) {
         // Only the keys that some tile of this task may see: what is excluded is never read.
-        const Range all = mask.visible(tiles[0].first, tiles[count - 1].first + tiles[count - 1].rows - 1);
-        packed_begin = max(n0, all.begin / kSubKeys * kSubKeys);
-        const int rows = static_cast<int>(min(n1, all.end) - packed_begin);
+        const QueryTile<Mode>& bottom = tiles[count - 1];
+        const Range all = mask.walked(tiles[0].first, bottom.first + bottom.rows - 1, n0, n1);
+        packed_begin = all.begin;
+        const int rows = static_cast<int>(all.end - all.begin);
         const i64 row = seq.key_begin + packed_begin;
         keys = Mode::along_depth(Mode::at(f_.k.data, view_at(f_.k, seq.b, kv_head, row)), f_.k.row, f_.k.col, rows,
                                  f_.head_dim, memory.keys);
@@ -230,7 +229,7 @@ class ForwardKernel {
       const Vec<Acc> alpha = exp2<5>(before - top[v], Acc{});
       store(memory.alpha + i, alpha);
       store(tile.row_max + i, now);
-      sum[v] = load(tile.row_sum + i) * alpha;
+      sum[v] = Vec<Acc>{};
     }
     if constexpr (Mode::paired) {
 #if defined(__AVX512BF16__)
@@ -261,7 +260,11 @@ class ForwardKernel {
         }
       }
     }
-    TW_UNROLL(4) for (int v = 0; v < kV; v++) store(tile.row_sum + column + v * lanes, sum[v]);
+    // The block's own sum is added last: no chain of additions is longer than a block, or than the blocks.
+    TW_UNROLL(4) for (int v = 0; v < kV; v++) {
+      const int i = column + v * lanes;
+      store(tile.row_sum + i, load(tile.row_sum + i) * load(memory.alpha + i) + sum[v]);
+    }
   }
 
   // Divides by the row sums (the sink's share included) and writes out, lse and the row statistics.

@@ -45,6 +45,13 @@ class Mask {
     return range;
   }
 
+  // The part of the keys [n0, n1) that queries first .. last may see, in whole pieces: what a pass reads must not
+  // depend on which other queries it serves.
+  Range walked(i64 first, i64 last, i64 n0, i64 n1) const {
+    const Range range = visible(first, last);
+    return {max(n0, range.begin / kSubKeys * kSubKeys), min(n1, round_up(range.end, kSubKeys))};
+  }
+
   // Queries m0 .. m1 against keys n0 .. n1, all inclusive.
   Cover classify(i64 m0, i64 m1, i64 n0, i64 n1) const {
     int stack[kMaxMask];
@@ -136,6 +143,14 @@ class Mask {
     return q_low == q_high && k_low == k_high && q_low == k_low ? full : partial;
   }
 
+  // Eight booleans as bytes 0 or 1: a view of other numbers may hold any byte for true.
+  static u64 truth(u64 bytes) {
+    bytes |= bytes >> 4 & 0x0f0f0f0f0f0f0f0fu;
+    bytes |= bytes >> 2 & 0x0303030303030303u;
+    bytes |= bytes >> 1 & 0x0101010101010101u;
+    return bytes & 0x0101010101010101u;
+  }
+
   Cover classify_dense(const MaskInstr& x, i64 m0, i64 m1, i64 n0, i64 n1) const {
     if (x.tensor.row == 0) m1 = m0;
     if (x.tensor.col == 0) n1 = n0;
@@ -148,12 +163,13 @@ class Mask {
         for (; j + 8 <= count; j += 8) {
           u64 word;
           std::memcpy(&word, p + j, 8);
+          word = truth(word);
           any |= word;
           all &= word;
         }
       }
       for (; j < count; j++) {
-        const u64 word = p[j * x.tensor.col] * 0x0101010101010101u;
+        const u64 word = p[j * x.tensor.col] ? 0x0101010101010101u : 0;
         any |= word;
         all &= word;
       }
@@ -208,8 +224,9 @@ class Mask {
           u64 row = 0;
           if (x.tensor.col == 1) {
             std::memcpy(&row, p, static_cast<std::size_t>(columns));
+            row = truth(row);
           } else {
-            for (int c = 0; c < columns; c++) row |= u64{p[c * x.tensor.col]} << (8 * c);
+            for (int c = 0; c < columns; c++) row |= u64{p[c * x.tensor.col] != 0} << (8 * c);
           }
           turned |= row << r;
         }
@@ -228,12 +245,13 @@ class Mask {
 struct MaskedTile {
   i64 begin = 0, end = 0;  // keys
   bool plain = true;       // every pair counts
-  u64* bits = nullptr;     // one word per key from `begin`; room for kMaxBlockKeys
+  u64* bits = nullptr;     // one word per key from `begin`; room for kRoomKeys
 
-  // Finds the keys of [n0, n1) that queries m0 .. m0 + rows - 1 need; false when there are none.
+  // Finds the keys of the block [n0, n1) that queries m0 .. m0 + rows - 1 need; false when there are none.
   bool resolve(const Mask& mask, i64 m0, int rows, i64 n0, i64 n1) {
-    begin = n0;
-    end = n1;
+    const Range range = mask.walked(m0, m0 + rows - 1, n0, n1);
+    n0 = begin = range.begin;
+    n1 = end = range.end;
     plain = true;
     if (n0 >= n1) return false;
     if (mask.everything()) return true;

@@ -30,7 +30,6 @@ struct PlainMode {
   static const E* at(const void* data, i64 offset) { return static_cast<const E*>(data) + offset; }
   static E* at(void* data, i64 offset) { return static_cast<E*>(data) + offset; }
 
-  static bool in_place(i64 col) { return sizeof(E) == sizeof(C) && col == 1; }
   static Words<Word> along_depth(const E* p, i64 row, i64 col, int rows, int depth, Word* room) {
     if constexpr (sizeof(E) == sizeof(C))
       if (col == 1) return {p, row};

@@ -60,6 +60,8 @@ struct IntOf<double> {
 };
 template <class T>
 using SInt = typename IntOf<T>::sint;
+template <class T>
+using UInt = typename IntOf<T>::uint;  // where the sum may wrap, as it does for NaN
 
 struct Bf16 {
   u16 bits;

@@ -13,9 +13,6 @@ from tilewise.variants.program import Instr, Program
 __all__ = ["CpuBackend"]
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-_MAX_DIM = 512
-_MAX_MASK = 32
-_MAX_SCORE = 8
 _threads = torch.get_num_threads
 
 
@@ -31,19 +28,22 @@ class CpuBackend(Backend):
     def why_not(self, problem: Problem) -> list[str]:
         """The limits of the kernels."""
         missing = absence()
-        reasons = [missing] if missing else []
+        if missing:
+            return [missing]
+        limits = core()
+        reasons = []
         if problem.device != "cpu":
             reasons.append(f"it computes on the CPU; the tensors are on {problem.device}")
         if problem.dtype not in _DTYPES:
             reasons.append(f"it computes float32, float64, bfloat16, float16; not {problem.dtype}")
-        for name, width in (("D", problem.head_dim), ("Dv", problem.value_dim)):
-            if width > _MAX_DIM:
-                reasons.append(f"{name} = {width} is over its limit of {_MAX_DIM}")
-        if len(problem.mask) > _MAX_MASK:
-            count = len(problem.mask)
-            reasons.append(f"the mask has {count} instructions; its limit is {_MAX_MASK}")
-        if len(problem.score) > _MAX_SCORE:
-            reasons.append(f"the score has {len(problem.score)} steps; its limit is {_MAX_SCORE}")
+        for what, size, limit in (
+            ("D", problem.head_dim, limits.MAX_DIM),
+            ("Dv", problem.value_dim, limits.MAX_DIM),
+            ("the mask's number of instructions", len(problem.mask), limits.MAX_MASK),
+            ("the score's number of steps", len(problem.score), limits.MAX_SCORE),
+        ):
+            if size > limit:
+                reasons.append(f"{what} = {size} is over its limit of {limit}")
         return reasons
 
     def tiles(self, problem: Problem) -> Tiles:
@@ -260,9 +260,13 @@ class _Kernel:
                 continue
             slot = instr.slots[0]
             bias = operands.score_tensors[slot]
-            grad = torch.zeros(bias.shape, dtype=self._statistics)
+            # Where much is added up, in double: float32 would lose the small terms.
+            sizes = (self._problem.batch, self._problem.heads, *self._problem[3:5])
+            reduced = any(one == 1 < all_ for one, all_ in zip(bias.shape, sizes, strict=True))
+            wide = reduced or self._statistics is torch.float64
+            grad = torch.zeros(bias.shape, dtype=torch.float64 if wide else self._statistics)
             address, strides, _ = _broadcast(grad)
-            core().bias_backward(*arguments, index, address, strides)
+            core().bias_backward(*arguments, index, address, strides, wide)
             grad = grad.to(bias.dtype)
             previous = grads[slot]
             grads[slot] = grad if previous is None else previous + grad
@@ -272,6 +276,7 @@ class _Kernel:
         """The sinks' gradient: -sum over rows of p_sink * delta, p_sink = exp(sink - lse)."""
         sinks = operands.sinks
         assert sinks is not None
-        share = (sinks[:, None] - lse).exp() * delta
+        # A row without keys or sink has no share to give; exp(-inf - -inf) would be NaN.
+        share = torch.where(lse == -torch.inf, 0.0, (sinks[:, None] - lse).exp() * delta)
         over = 1 if self._problem.layout == "varlen" else (0, 2)
         return -share.sum(over)

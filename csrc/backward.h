@@ -3,13 +3,11 @@
 // dS = P * (dP - delta): dV = P^T dO, dK = dS^T Q, dQ = dS K.
 #pragma once
 
-#include <initializer_list>
-
 #include "forward.h"
 
 namespace tilewise::TILEWISE_ISA {
 
-constexpr int kTilesPerSum = 32;   // tiles of queries whose shares of dK and dV are added up in one go
+constexpr int kTilesPerSum = 64;   // tiles of queries whose shares of dK and dV are added up in one go
 constexpr int kPartialShare = 4;   // memory of partial dQs, in multiples of the operands'
 
 // Keys are worked through in chunks of whole blocks; the sum over chunks is taken in their order. How many
@@ -262,6 +260,41 @@ class TileGradients {
   bool bends_ = false;
 };
 
+// The gradients of a chunk's keys or values. Tiles add their shares to `part`; every kTilesPerSum of them go on to
+// `total`, so that no chain of additions is longer.
+template <class Acc>
+class KeySums {
+ public:
+  KeySums(Acc* part, Acc* total, i64 size) : part_(part), total_(total), size_(size) { clear(); }
+
+  void count_tile() {
+    if (++pending_ == kTilesPerSum) settle();
+  }
+  const Acc* finish() {
+    if (!settled_) return part_;
+    if (pending_ > 0) settle();
+    return total_;
+  }
+
+ private:
+  void clear() { std::memset(part_, 0, static_cast<std::size_t>(size_) * sizeof(Acc)); }
+  void settle() {
+    if (!settled_) {
+      std::memcpy(total_, part_, static_cast<std::size_t>(size_) * sizeof(Acc));
+    } else {
+      for (i64 x = 0; x < size_; x += kLanes<Acc>) store(total_ + x, load(total_ + x) + load(part_ + x));
+    }
+    clear();
+    settled_ = true;
+    pending_ = 0;
+  }
+
+  Acc *part_, *total_;
+  i64 size_;
+  int pending_ = 0;
+  bool settled_ = false;
+};
+
 template <class Mode>
 class BackwardKernel {
   using Elem = typename Mode::Elem;
@@ -269,6 +302,7 @@ class BackwardKernel {
   using Word = typename Mode::Word;
   using Product = Gemm<typename Mode::Dot>;
   using Tiles = TileGradients<Mode>;
+  using KeySum = KeySums<Acc>;
   static constexpr int lanes = kLanes<Acc>;
 
  public:
@@ -455,10 +489,7 @@ class BackwardKernel {
     const Words<Word> values = tiles_.value_words(v, f_.v, count, memory.values);
     const Words<Word> key_rows =
         Mode::paired ? Mode::along_rows(k, f_.k.row, f_.k.col, count, f_.head_dim, memory.key_rows) : keys;
-    const i64 size_k = count * depth_, size_v = count * value_;
-    for (Acc* p : {memory.grad_k, memory.total_k}) std::memset(p, 0, static_cast<std::size_t>(size_k) * sizeof(Acc));
-    for (Acc* p : {memory.grad_v, memory.total_v}) std::memset(p, 0, static_cast<std::size_t>(size_v) * sizeof(Acc));
-    int pending = 0;  // tiles in grad_k and grad_v that are not yet in the totals
+    KeySum sum_k(memory.grad_k, memory.total_k, count * depth_), sum_v(memory.grad_v, memory.total_v, count * value_);
 
     for (i64 g = 0; g < group_; g++) {
       const i64 h = kv_head * group_ + g;
@@ -466,10 +497,9 @@ class BackwardKernel {
       const ScoreChain<Acc> chain(f_, seq.b, h, seq.queries, seq.keys);
       for (i64 tile = 0; tile < tile_count(seq.queries); tile++) {
         const bool touched = query_tile(seq, h, tile, all, c, mask, chain, keys, values, key_rows, memory);
-        if (touched && ++pending == kTilesPerSum) {
-          settle(memory.total_k, memory.grad_k, size_k);
-          settle(memory.total_v, memory.grad_v, size_v);
-          pending = 0;
+        if (touched) {
+          sum_k.count_tile();
+          sum_v.count_tile();
         }
         const int rows = static_cast<int>(min(kTileQueries, seq.queries - tile * kTileQueries));
         const int width = static_cast<int>(round_up(rows, lanes));
@@ -485,20 +515,10 @@ class BackwardKernel {
         if (last) write_grad_q(seq, h, tile, rows, width, sum);
       }
     }
-    settle(memory.total_k, memory.grad_k, size_k);
-    settle(memory.total_v, memory.grad_v, size_v);
-    write_rows(memory.total_k, depth_, count, f_.head_dim, static_cast<Acc>(f_.scale), f_.grad_k, seq, kv_head, n0);
-    write_rows(memory.total_v, value_, count, f_.value_dim, static_cast<Acc>(1 / (1 - f_.dropout)), f_.grad_v, seq,
+    write_rows(sum_k.finish(), depth_, count, f_.head_dim, static_cast<Acc>(f_.scale), f_.grad_k, seq, kv_head, n0);
+    write_rows(sum_v.finish(), value_, count, f_.value_dim, static_cast<Acc>(1 / (1 - f_.dropout)), f_.grad_v, seq,
                kv_head, n0);
     if (c + 1 == all.count) zero_beyond(seq, kv_head, all.blocks.limit);
-  }
-
-  // total += part, part = 0: no chain of additions over the tiles is longer than kTilesPerSum.
-  static void settle(Acc* total, Acc* part, i64 size) {
-    for (i64 x = 0; x < size; x += lanes) {
-      store(total + x, load(total + x) + load(part + x));
-      store(part + x, Vec<Acc>{});
-    }
   }
 
   // One tile of queries against a chunk: adds to the chunk's dK and dV, leaves the tile's dQ in memory.grad_q.

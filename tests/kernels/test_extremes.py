@@ -140,6 +140,35 @@ def test_any_sink(target: Target, sink: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_no_sink_in_a_dead_row(target: Target, dtype: torch.dtype) -> None:
+    """A sink of -inf where nothing else is: no weight anywhere, and gradient 0."""
+    case = Case("dead-sink", queries=70, keys=40, mask=("causal",), sinks=True, dtype=dtype)
+    inputs = build(case)
+    assert inputs.sinks is not None
+    inputs.sinks.data[0] = -math.inf
+    got = _run(case, target, inputs)
+    assert bool((got.out[:, :, :30] == 0).all())
+    assert bool((got.lse[:, 0, :30] == -math.inf).all())
+    assert float(got.grads["sinks"][0]) == 0
+    assert all(bool(grad.isfinite().all()) for grad in got.grads.values())
+
+
+def test_any_byte_but_0_is_true(target: Target) -> None:
+    """A boolean tensor may hold other bytes than 0 and 1 (numpy and views make them)."""
+    q, k, v = (torch.randn(1, 2, rows, 16, requires_grad=True) for rows in (70, 130, 130))
+    mask = torch.rand(1, 2, 70, 130) < 0.5
+    expected = tilewise.attention(q, k, v, mask=mask, backend=target.backend)
+    wanted = torch.autograd.grad(expected.sum(), (q, k, v))
+    for byte in (2, 128, 255):
+        odd = (mask.to(torch.uint8) * byte).view(torch.bool)
+        for program in (odd, ~~masks.dense(odd), masks.dense(odd) & mask):
+            out = tilewise.attention(q, k, v, mask=program, backend=target.backend)
+            assert_same_bits(out, expected, f"byte {byte}: out")
+            for grad, right in zip(torch.autograd.grad(out.sum(), (q, k, v)), wanted, strict=True):
+                assert_same_bits(grad, right, f"byte {byte}: grad")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_nan_beyond_lengths_never_leaks(target: Target, dtype: torch.dtype) -> None:
     """What keys past a length hold changes not a bit, forward or backward."""
     case = Case("padding", batch=3, heads=4, keys=200, dtype=dtype)

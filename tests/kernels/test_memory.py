@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -74,6 +75,99 @@ def test_memory_is_linear(dropout_p: float) -> None:
     """On the best target: N = 4096 and 8192, forward and backward."""
     lengths = (4096, 8192) if TARGETS[0].backend == "cpu" else (2048, 4096)
     _check(TARGETS[0], lengths, dropout_p)
+
+
+# Peak resident memory of forward and backward beyond what was there before the call, and the bytes
+# of q, k, v and out, both in MiB: for each kind of call a line per length.
+_KINDS = """
+import sys
+import torch
+import tilewise
+from tilewise import masks
+
+isa, threads, lengths = sys.argv[1], int(sys.argv[2]), [int(n) for n in sys.argv[3].split(",")]
+torch.set_num_threads(threads)
+from tilewise import _core
+_core.set_isa(isa)
+
+def status(field):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) / 1024 for line in file if line.startswith(field))
+
+def measure(call, q, k, v):
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    grad = torch.randn(*q.shape)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = status("VmRSS")
+    out = call(q, k, v)
+    out.backward(grad)
+    taken = status("VmHWM") - before
+    return taken, sum(t.numel() * t.element_size() for t in (q, k, v, out)) / 2**20
+
+def dense(n, heads, kv_heads, mask, batch=1):
+    q = torch.randn(batch, heads, n // batch, 32)
+    k, v = (torch.randn(batch, kv_heads, n // batch, 32) for _ in range(2))
+    return measure(lambda *qkv: tilewise.attention(*qkv, mask=mask, backend="cpu"), q, k, v)
+
+def packed(n):
+    q, k, v = (torch.randn(n, 4, 32) for _ in range(3))
+    cu = torch.tensor([0, n // 2, n // 2 + 1, n * 5 // 8, n])
+    def call(q, k, v):
+        return tilewise.attention_varlen(q, k, v, cu, cu, mask=masks.window(300, 0), backend="cpu")
+    return measure(call, q, k, v)
+
+def documents(n):
+    return masks.document(torch.arange(n) // 512) & masks.causal()
+
+kinds = {
+    "grouped": lambda n: dense(n, 8, 1, masks.window(300, 0)),
+    "grouped-each": lambda n: dense(n, 8, 2, masks.window(100, 100), batch=2),
+    "varlen": packed,
+    "lengths": lambda n: dense(n, 4, 4, masks.lengths(torch.tensor([n // 16]))),
+    "document": lambda n: dense(n, 4, 2, documents(n)),
+}
+for name, kind in kinds.items():
+    kind(300)
+    for n in lengths:
+        print(name, *kind(n))
+"""
+
+
+def _check_kinds(isa: str, threads: int, lengths: tuple[int, int]) -> None:
+    """A few times what q, k, v and out take, whatever the length: linear in N.
+
+    Twice for one thread: gradients are most of it. Threads that share a head's keys take partial
+    sums of grad q beside, as much as kPartialShare in csrc/backward.h lets them.
+    """
+    words = [isa, str(threads), ",".join(map(str, lengths))]
+    # What one call frees must go back to the system, or the next one would seem to take nothing.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(
+        [sys.executable, "-c", _KINDS, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 10
+    times = 2 if threads == 1 else 5
+    wrong = [
+        f"{name}: {taken} MiB beside {held} MiB of q, k, v, out"
+        for name, taken, held in lines
+        if float(taken) > times * float(held) + 4
+    ]
+    assert not wrong, wrong
+
+
+@pytest.mark.skipif(TARGETS[0].backend != "cpu", reason="the compiled core is not built")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_memory_of_masks_and_layouts(threads: int) -> None:
+    """Grouped heads under a window, packed sequences, lengths and documents."""
+    _check_kinds(TARGETS[0].isa, threads, (4096, 8192))
 
 
 @pytest.mark.slow

@@ -1,0 +1,159 @@
+"""Bits where threads share more than tasks: several chunks of keys, split heads, added-up biases.
+
+The backward pass cuts the keys of a head into chunks of max(1024, N / 8) keys; one head's chunks
+may be computed by several threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tests.cases import FLOATS, Case
+from tests.contract import assert_same_bits
+from tests.inputs import Inputs, build
+from tests.kernels.targets import TARGETS, Target
+from tests.oracle import Outcome, attend
+from tilewise import masks, scores
+
+WIDTH: dict[str, Any] = {"batch": 1, "head_dim": 16, "value_dim": 16}
+CHUNKS = [
+    Case("one-head", **WIDTH, heads=1, kv_heads=1, queries=200, keys=4500),
+    Case("grouped", **WIDTH, heads=4, kv_heads=1, queries=70, keys=4500, sinks=True),
+    Case("window", **WIDTH, heads=1, kv_heads=1, queries=4400, keys=4400, mask=("window",)),
+    Case("causal", **WIDTH, heads=1, kv_heads=1, queries=1300, keys=4200, mask=("causal",)),
+    Case("biased", **WIDTH, heads=2, kv_heads=1, queries=65, keys=4200, score=("bias",)),
+    Case("heads", **WIDTH, heads=9, kv_heads=9, queries=70, keys=4200, mask=("document",)),
+    Case("dropout", **WIDTH, heads=2, kv_heads=2, queries=65, keys=9000, dropout_p=0.2),
+    Case(
+        "packed",
+        **WIDTH,
+        heads=2,
+        kv_heads=1,
+        mask=("causal",),
+        sequences=((50, 4500), (30, 1100), (1, 7), (64, 2100), (0, 5), (3, 9000)),
+    ),
+]
+CPU_TARGETS = [target for target in TARGETS if target.backend == "cpu"]
+only_cpu = pytest.mark.parametrize("target", CPU_TARGETS, ids=str, indirect=True)
+
+
+def _same(got: Outcome, expected: Outcome, name: str) -> None:
+    assert_same_bits(got.out, expected.out, f"{name}: out")
+    assert_same_bits(got.lse, expected.lse, f"{name}: lse")
+    for leaf, grad in expected.grads.items():
+        assert_same_bits(got.grads[leaf], grad, f"{name}: grad of {leaf}")
+
+
+def _gradients(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    rows = inputs.q.shape[:-1]
+    grad_out = torch.randn(*rows, inputs.v.size(-1), generator=generator).to(inputs.q.dtype)
+    lse_dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
+    grad_lse = torch.randn(rows, generator=generator).to(lse_dtype)
+    return grad_out, grad_lse if inputs.cu_seqlens is None else grad_lse.T
+
+
+def _check_threads(case: Case, counts: tuple[int, ...]) -> None:
+    inputs = build(case)
+    gradients = _gradients(inputs)
+    torch.set_num_threads(1)
+    expected = attend(inputs, "cpu", *gradients)
+    assert all(bool(grad.isfinite().all()) for grad in expected.grads.values())
+    for threads in counts:
+        torch.set_num_threads(threads)
+        _same(attend(inputs, "cpu", *gradients), expected, f"{case}, {threads} threads")
+
+
+@only_cpu
+@pytest.mark.parametrize("case", CHUNKS, ids=lambda case: case.name)
+def test_chunks(target: Target, case: Case) -> None:
+    """One, two and three threads over several chunks of keys; the dtypes take turns."""
+    dtype = FLOATS[(CHUNKS.index(case) + target.rank) % 4]
+    _check_threads(case.of(dtype), (2, 3))
+
+
+@pytest.mark.slow
+@only_cpu
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("case", CHUNKS, ids=lambda case: case.name)
+def test_chunks_in_every_dtype(target: Target, case: Case, dtype: torch.dtype) -> None:
+    _check_threads(case.of(dtype), (2, 3, 2, 3, 5))
+
+
+@only_cpu
+def test_a_bias_for_a_whole_batch(target: Target) -> None:
+    """Batches of unequal work add to one gradient: the order must not be that of the threads."""
+    runs = 20 if target.rank == 0 else 3
+    q, k, v = (torch.randn(16, 1, rows, 8) for rows in (512, 1000, 1000))
+    bias = torch.randn(1, 1, 512, 1000, requires_grad=True)
+    mask = masks.lengths(torch.tensor([190, 1000] * 8))
+    grad = torch.randn(16, 1, 512, 8)
+
+    def gradient(threads: int) -> Tensor:
+        torch.set_num_threads(threads)
+        out = tilewise.attention(q, k, v, mask=mask, score=scores.bias(bias), backend="cpu")
+        return torch.autograd.grad(out, bias, grad)[0]
+
+    expected = gradient(1)
+    for _ in range(runs):
+        assert_same_bits(gradient(2), expected, "grad of the bias")
+
+
+@only_cpu
+@pytest.mark.parametrize("key", [65, 400])
+def test_nan_values_in_pairs_of_keys(target: Target, key: int) -> None:
+    """bfloat16 takes two keys at once: where NaN goes is a question of tiles, not of threads."""
+    case = Case("nan", batch=1, queries=512, keys=513, mask=("causal",), dtype=torch.bfloat16)
+    inputs = build(case)
+    clean = attend(inputs, "cpu", *_gradients(inputs))
+    with torch.no_grad():
+        inputs.v[:, :, key] = float("nan")
+    expected = attend(inputs, "cpu", *_gradients(inputs))
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        got = attend(inputs, "cpu", *_gradients(inputs))
+        _same(got, expected, f"{threads} threads")
+        assert torch.equal(got.out.isnan(), expected.out.isnan())
+    assert bool(expected.out[:, :, key - 1 :].isnan().all())
+    # Query tiles whose last row does not see the key's tile of 128 do not read it.
+    unseen = max(0, key // 128 * 128 - 1) // 64 * 64
+    assert_same_bits(expected.out[:, :, :unseen], clean.out[:, :, :unseen], "out")
+    assert_same_bits(expected.lse, clean.lse, "lse")
+
+
+@only_cpu
+def test_two_callers_at_once(target: Target) -> None:
+    """Two Python threads that call forward and backward get what one gets."""
+    cases = [
+        Case("first", queries=150, keys=1100, mask=("causal",), score=("bias",)),
+        Case("second", queries=300, keys=260, heads=4, kv_heads=2, sinks=True),
+    ]
+    inputs = [build(case) for case in cases]
+    gradients = [_gradients(each) for each in inputs]
+    torch.set_num_threads(2)
+    expected = [attend(each, "cpu", *grads) for each, grads in zip(inputs, gradients, strict=True)]
+    failures: list[BaseException] = []
+    barrier = threading.Barrier(2)
+
+    def work(index: int) -> None:
+        try:
+            torch.set_num_threads(2)
+            barrier.wait(30)
+            for _ in range(10):
+                got = attend(inputs[index], "cpu", *gradients[index])
+                _same(got, expected[index], cases[index].name)
+        except BaseException as failure:  # a thread's exception would be lost
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures

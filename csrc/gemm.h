@@ -13,7 +13,7 @@ struct PlainDot {
   using Acc = T;
   static constexpr int per_word = 1;
   TW_INLINE Vec<Word> broadcast(Word a) { return set(a); }
-  TW_INLINE Vec<T> multiply_add(Vec<T> acc, Vec<Word> a, Vec<Word> b) { return a * b + acc; }
+  TW_INLINE Vec<T> multiply_add(Vec<T> acc, Vec<Word> a, Vec<Word> b) { return fused(a, b, acc); }
 };
 
 #if defined(__AVX512BF16__)

@@ -87,6 +87,26 @@ TW_INLINE void store(T* p, Vec<T> v) {
   *reinterpret_cast<typename VectorOf<T>::loose*>(p) = v;
 }
 
+// a * b + c with one rounding where the instruction set has it, also when the compiler is told not to optimise.
+TW_INLINE Vec<float> fused(Vec<float> a, Vec<float> b, Vec<float> c) {
+#if TILEWISE_VECTOR_BYTES == 64
+  return (Vec<float>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif TILEWISE_VECTOR_BYTES == 32
+  return (Vec<float>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+TW_INLINE Vec<double> fused(Vec<double> a, Vec<double> b, Vec<double> c) {
+#if TILEWISE_VECTOR_BYTES == 64
+  return (Vec<double>)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif TILEWISE_VECTOR_BYTES == 32
+  return (Vec<double>)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#else
+  return a * b + c;
+#endif
+}
+
 // a > b ? a : b, so that a NaN in `a` is dropped and one in `b` is kept.
 TW_INLINE Vec<float> vmax(Vec<float> a, Vec<float> b) {
 #if TILEWISE_VECTOR_BYTES == 64

@@ -87,15 +87,15 @@ struct Forward : Problem {
 struct Backward : Problem {
   View q, k, v, out, grad_out;
   Rows row_max, row_sum;
-  Rows grad_lse;             // data may be null
-  Rows delta;                // written: rowsum(grad_out * out) - grad_lse (tiles with all keys take their own sum)
+  Rows grad_lse;  // data may be null
+  Rows delta;     // written: rowsum(grad_out * out) - grad_lse (tiles with all keys take their own sum)
   View grad_q, grad_k, grad_v;
 };
 
 // The gradient of one bias of the score chain, reduced over the dimensions that it was broadcast over.
 struct BiasBackward : Backward {
-  int index = 0;  // of the bias in the score chain
-  View grad_bias;  // zeros on entry; stride 0 where the bias is broadcast
+  int index = 0;      // of the bias in the score chain
+  View grad_bias;     // zeros on entry; stride 0 where the bias is broadcast
   bool wide = false;  // grad_bias is in double, as it should be where much is added up; else in the computing type
 };
 

@@ -7,8 +7,8 @@
 
 namespace tilewise::TILEWISE_ISA {
 
-constexpr int kTilesPerSum = 64;   // tiles of queries whose shares of dK and dV are added up in one go
-constexpr int kPartialShare = 4;   // memory of partial dQs, in multiples of the operands'
+constexpr int kTilesPerSum = 64;  // tiles of queries whose shares of dK and dV are added up in one go
+constexpr int kPartialShare = 4;  // memory of partial dQs, in multiples of the operands'
 
 // Keys are worked through in chunks of whole blocks; the sum over chunks is taken in their order. How many
 // blocks a chunk has depends on the sequence's own length alone.
@@ -145,7 +145,8 @@ class TileGradients {
     Product::template run<AOrder::row_major, Into::overwrite>(values.data, values.stride, tile.grad_out, width, count,
                                                               Mode::words(f_.value_dim), width, memory.grads, width);
     Acc* gain = bends_ ? memory.gain : nullptr;
-    if (units_.chain) chain.apply(memory.scores, width, tile.first, tile.rows, masked.begin, count, {gain, from, nullptr});
+    if (units_.chain)
+      chain.apply(memory.scores, width, tile.first, tile.rows, masked.begin, count, {gain, from, nullptr});
     const u64* kept = nullptr;
     if (f_.dropout > 0) {
       dropout_bits(f_.seed, dropout_threshold(f_.dropout), seq.b, h, tile.first,
@@ -157,8 +158,10 @@ class TileGradients {
     for_columns<Acc>(width, [&](auto vectors, int column) {
       constexpr int kV = decltype(vectors)::value;
       if (tile.one_block) add_delta<kV>(column, count, memory, bits, kept);
-      if (special) differentiate<kV, true, kFloat>(column, count, memory, bits, kept, gain);
-      else differentiate<kV, false, kFloat>(column, count, memory, nullptr, nullptr, nullptr);
+      if (special)
+        differentiate<kV, true, kFloat>(column, count, memory, bits, kept, gain);
+      else
+        differentiate<kV, false, kFloat>(column, count, memory, nullptr, nullptr, nullptr);
     });
   }
 
@@ -190,14 +193,15 @@ class TileGradients {
   void add_delta(int column, int count, const Memory& memory, const u64* bits, const u64* kept) const {
     const GradTile<Mode>& tile = memory.tile;
     const Acc factor = units_.to_base2, keep_scale = static_cast<Acc>(1 / (1 - f_.dropout));
-    TW_UNROLL(4) for (int v = 0; v < kV; v++) {
+    TW_UNROLL(4)
+    for (int v = 0; v < kV; v++) {
       const int i = column + v * lanes;
       const Lane lane{load(tile.row_max + i), load(tile.inverse_sum + i), Vec<Acc>{}};
       Vec<Acc> sum{};
       for (int j = 0; j < count; j++) {
         Vec<Acc> p, ds;
-        pair<true>(memory.scores, memory.grads, static_cast<i64>(j) * tile.width + i, lane, bits ? bits[j] >> i : ~u64{0},
-                   kept, kept ? kept[j] >> i : 0, nullptr, factor, keep_scale, p, ds);
+        pair<true>(memory.scores, memory.grads, static_cast<i64>(j) * tile.width + i, lane,
+                   bits ? bits[j] >> i : ~u64{0}, kept, kept ? kept[j] >> i : 0, nullptr, factor, keep_scale, p, ds);
         sum += ds;
       }
       store(tile.delta + i, load(tile.delta + i) + sum);
@@ -211,13 +215,15 @@ class TileGradients {
     const int width = tile.width;
     const Acc factor = units_.to_base2, keep_scale = static_cast<Acc>(1 / (1 - f_.dropout));
     Lane lane[kV];
-    TW_UNROLL(4) for (int v = 0; v < kV; v++) {
+    TW_UNROLL(4)
+    for (int v = 0; v < kV; v++) {
       const int i = column + v * lanes;
       lane[v] = {load(tile.row_max + i), load(tile.inverse_sum + i), load(tile.delta + i)};
     }
     constexpr bool pack = Mode::paired && !kFloat;
     for (int j = 0; j < count; j += pack ? 2 : 1) {
-      TW_UNROLL(4) for (int v = 0; v < kV; v++) {
+      TW_UNROLL(4)
+      for (int v = 0; v < kV; v++) {
         const int i = column + v * lanes;
         const i64 at = static_cast<i64>(j) * width + i;
         const u64 seen = kSpecial && bits ? bits[j] >> i : ~u64{0};
@@ -307,7 +313,10 @@ class BackwardKernel {
 
  public:
   explicit BackwardKernel(const Backward& f)
-      : f_(f), tiles_(f), group_(f.heads / f.kv_heads), depth_(round_up(f.head_dim, lanes)),
+      : f_(f),
+        tiles_(f),
+        group_(f.heads / f.kv_heads),
+        depth_(round_up(f.head_dim, lanes)),
         value_(round_up(f.value_dim, lanes)) {}
 
   bool run() {
@@ -365,7 +374,8 @@ class BackwardKernel {
       const int rows = static_cast<int>(min(kTileQueries, seq.queries - first));
       const int width = static_cast<int>(round_up(rows, lanes));
       Word *o = static_cast<Word*>(base), *g = o + size;
-      Mode::transposed(Mode::at(f_.out.data, view_at(f_.out, b, h, row)), f_.out.row, f_.out.col, rows, f_.value_dim, width, o);
+      Mode::transposed(Mode::at(f_.out.data, view_at(f_.out, b, h, row)), f_.out.row, f_.out.col, rows, f_.value_dim,
+                       width, o);
       Mode::transposed(Mode::at(f_.grad_out.data, view_at(f_.grad_out, b, h, row)), f_.grad_out.row, f_.grad_out.col,
                        rows, f_.value_dim, width, g);
       for (int i = 0; i < width; i += lanes) {
@@ -510,8 +520,10 @@ class BackwardKernel {
           continue;
         }
         Acc* sum = sums + (g * tile_count(seq.queries) + tile) * tile_size();
-        if (first) std::memcpy(sum, memory.grad_q, size);
-        else add(sum, memory.grad_q, width);
+        if (first)
+          std::memcpy(sum, memory.grad_q, size);
+        else
+          add(sum, memory.grad_q, width);
         if (last) write_grad_q(seq, h, tile, rows, width, sum);
       }
     }
@@ -534,7 +546,9 @@ class BackwardKernel {
       if (!masked.resolve(mask, m0, rows, all.blocks.begin(x), all.blocks.end(x))) continue;
       if (!touched) {
         tiles_.open(seq, h, m0, memory.tile);
-        std::memset(memory.grad_q, 0, static_cast<std::size_t>(memory.tile.tile.width) * static_cast<std::size_t>(f_.head_dim) * sizeof(Acc));
+        std::memset(
+            memory.grad_q, 0,
+            static_cast<std::size_t>(memory.tile.tile.width) * static_cast<std::size_t>(f_.head_dim) * sizeof(Acc));
         touched = true;
       }
       const i64 skip = masked.begin - n0;
@@ -554,9 +568,11 @@ class BackwardKernel {
     const Word* ds = Mode::paired ? memory.tile.ds_rows : reinterpret_cast<const Word*>(memory.tile.grads);
     const i64 row = width / Mode::per_word;
     Product::template run<AOrder::row_major, Into::add>(p, row, tile.grad_rows.data, tile.grad_rows.stride, count,
-                                                        queries, static_cast<int>(value_), memory.grad_v + skip * value_, value_);
+                                                        queries, static_cast<int>(value_),
+                                                        memory.grad_v + skip * value_, value_);
     Product::template run<AOrder::row_major, Into::add>(ds, row, tile.q_rows.data, tile.q_rows.stride, count, queries,
-                                                        static_cast<int>(depth_), memory.grad_k + skip * depth_, depth_);
+                                                        static_cast<int>(depth_), memory.grad_k + skip * depth_,
+                                                        depth_);
     Product::template run<AOrder::column_major, Into::add>(
         key_rows.data, key_rows.stride, reinterpret_cast<const Word*>(memory.tile.grads), width, f_.head_dim,
         (count + Mode::per_word - 1) / Mode::per_word, width, memory.grad_q, width);
@@ -573,10 +589,10 @@ class BackwardKernel {
   void zero_beyond(const Sequence& seq, i64 head, i64 from) const {
     for (i64 n = from; n < seq.keys; n++) {
       const i64 row = seq.key_begin + n;
-      std::memset(static_cast<void*>(Mode::at(const_cast<void*>(f_.grad_k.data), view_at(f_.grad_k, seq.b, head, row))), 0,
-                  static_cast<std::size_t>(f_.head_dim) * sizeof(Elem));
-      std::memset(static_cast<void*>(Mode::at(const_cast<void*>(f_.grad_v.data), view_at(f_.grad_v, seq.b, head, row))), 0,
-                  static_cast<std::size_t>(f_.value_dim) * sizeof(Elem));
+      std::memset(static_cast<void*>(Mode::at(const_cast<void*>(f_.grad_k.data), view_at(f_.grad_k, seq.b, head, row))),
+                  0, static_cast<std::size_t>(f_.head_dim) * sizeof(Elem));
+      std::memset(static_cast<void*>(Mode::at(const_cast<void*>(f_.grad_v.data), view_at(f_.grad_v, seq.b, head, row))),
+                  0, static_cast<std::size_t>(f_.value_dim) * sizeof(Elem));
     }
   }
 

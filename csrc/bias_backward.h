@@ -82,8 +82,10 @@ class BiasKernel {
       const Acc* ds = memory.tile.grads + (part.begin - masked.begin) * memory.tile.tile.width;
       const i64 at = b * to_.batch + h * to_.head + m0 * to_.row + part.begin * to_.col;
       const int columns = static_cast<int>(part.end - part.begin);
-      if (f_.wide) add(static_cast<double*>(const_cast<void*>(to_.data)) + at, ds, rows, columns, memory);
-      else add(static_cast<Acc*>(const_cast<void*>(to_.data)) + at, ds, rows, columns, memory);
+      if (f_.wide)
+        add(static_cast<double*>(const_cast<void*>(to_.data)) + at, ds, rows, columns, memory);
+      else
+        add(static_cast<Acc*>(const_cast<void*>(to_.data)) + at, ds, rows, columns, memory);
     }
   }
 

@@ -84,7 +84,8 @@ class Kernel {
   // the instruction reads (-1: none).
   void add_mask(const std::string& op, bool bounds, i64 left, i64 right, bool bottom_right, i64 length, int slot,
                 int second_slot) {
-    if (problem_.mask_length == kMaxMask) bad("a mask program has at most " + std::to_string(kMaxMask) + " instructions");
+    if (problem_.mask_length == kMaxMask)
+      bad("a mask program has at most " + std::to_string(kMaxMask) + " instructions");
     MaskInstr& x = problem_.mask[problem_.mask_length];
     x.op = mask_op(op);
     x.bounds = bounds;

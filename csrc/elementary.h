@@ -63,8 +63,10 @@ TW_INLINE Vec<double> exp2_minus_one(Vec<double> r) {
   Vec<double> p = set(0.0);
   double term[14];
   term[0] = 1;
-  TW_UNROLL(16) for (int n = 1; n < 14; n++) term[n] = term[n - 1] * ln2 / n;
-  TW_UNROLL(16) for (int n = 13; n > 0; n--) p = p * r + term[n];
+  TW_UNROLL(16)
+  for (int n = 1; n < 14; n++) term[n] = term[n - 1] * ln2 / n;
+  TW_UNROLL(16)
+  for (int n = 13; n > 0; n--) p = p * r + term[n];
   return p * r;
 }
 
@@ -99,7 +101,8 @@ TW_INLINE Vec<T> log(Vec<T> x, T) {
   const Vec<T> s = (m - static_cast<T>(1)) / (m + static_cast<T>(1)), z = s * s;
   constexpr int terms = sizeof(T) == 4 ? 6 : 13;
   Vec<T> series = set(static_cast<T>(0));
-  TW_UNROLL(16) for (int n = terms; n > 0; n--) series = series * z + static_cast<T>(1.0 / (2 * n + 1));
+  TW_UNROLL(16)
+  for (int n = terms; n > 0; n--) series = series * z + static_cast<T>(1.0 / (2 * n + 1));
   const Vec<T> log_m = s * 2 + s * 2 * (series * z);
   const Vec<T> e = __builtin_convertvector(exponent, Vec<T>);
   const Vec<T> result = log_m + e * static_cast<T>(0.693147180559945309417);

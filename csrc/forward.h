@@ -22,16 +22,15 @@ struct ScoreUnits {
   bool chain;
   C to_base2;
   explicit ScoreUnits(const Problem& p)
-      : chain(p.score_length > 0 || !(p.scale > 0)),
-        to_base2(static_cast<C>(chain ? kLog2e : p.scale * kLog2e)) {}
+      : chain(p.score_length > 0 || !(p.scale > 0)), to_base2(static_cast<C>(chain ? kLog2e : p.scale * kLog2e)) {}
 };
 
 // What one tile of queries carries from block to block.
 template <class Mode>
 struct QueryTile {
   using Acc = typename Mode::Acc;
-  i64 first;        // query
-  int rows, width;  // width: rows rounded up to whole vectors
+  i64 first;               // query
+  int rows, width;         // width: rows rounded up to whole vectors
   typename Mode::Word* q;  // [words(D)][width]
   Acc* out;                // [Dv][width], not yet divided by the row sum
   Acc* row_max;            // base 2
@@ -101,7 +100,8 @@ class ForwardKernel {
     const ScoreChain<Acc> chain(f_, b, h, seq.queries, seq.keys);
     QueryTile<Mode> tiles[Mode::query_tiles];
     int count = 0;
-    for (i64 first = begin; first < end; first += kTileQueries) tiles[count] = open(seq, h, first, end, count, memory), count++;
+    for (i64 first = begin; first < end; first += kTileQueries)
+      tiles[count] = open(seq, h, first, end, count, memory), count++;
 
     const Range visible = mask.visible(begin, end - 1);
     const KeyBlocks blocks(mask.key_limit());
@@ -129,7 +129,8 @@ class ForwardKernel {
       tile.row_max[i] = tile.deepest[i] = -static_cast<Acc>(__builtin_inf());
       tile.row_sum[i] = 0;
     }
-    std::memset(tile.out, 0, static_cast<std::size_t>(tile.width) * static_cast<std::size_t>(f_.value_dim) * sizeof(Acc));
+    std::memset(tile.out, 0,
+                static_cast<std::size_t>(tile.width) * static_cast<std::size_t>(f_.value_dim) * sizeof(Acc));
     return tile;
   }
 
@@ -166,11 +167,11 @@ class ForwardKernel {
             const Memory& memory) const {
     const int count = static_cast<int>(masked.end - masked.begin), width = tile.width;
     Acc* s = memory.scores;
-    Product::template run<AOrder::row_major, Into::overwrite, true>(keys, key_stride, tile.q, width, count,
-                                                                    Mode::words(f_.head_dim), width, s, width, nullptr,
-                                                                    memory.peak);
+    Product::template run<AOrder::row_major, Into::overwrite, true>(
+        keys, key_stride, tile.q, width, count, Mode::words(f_.head_dim), width, s, width, nullptr, memory.peak);
     if (units_.chain) chain.apply(s, width, tile.first, tile.rows, masked.begin, count, {nullptr, 0, tile.deepest});
-    if (units_.chain || !masked.plain) mask_and_peak(s, width, count, masked.plain ? nullptr : masked.bits, memory.peak);
+    if (units_.chain || !masked.plain)
+      mask_and_peak(s, width, count, masked.plain ? nullptr : masked.bits, memory.peak);
     const u64* kept = nullptr;
     if (f_.dropout > 0) {
       dropout_bits(f_.seed, dropout_threshold(f_.dropout), seq.b, h, tile.first,
@@ -179,13 +180,14 @@ class ForwardKernel {
     }
     for_columns<Acc>(width, [&](auto vectors, int column) {
       constexpr int kV = decltype(vectors)::value;
-      if (kept) softmax<kV, true>(s, width, count, column, tile, kept, memory);
-      else softmax<kV, false>(s, width, count, column, tile, nullptr, memory);
+      if (kept)
+        softmax<kV, true>(s, width, count, column, tile, kept, memory);
+      else
+        softmax<kV, false>(s, width, count, column, tile, nullptr, memory);
     });
-    Product::template run<AOrder::column_major, Into::rescale>(values, value_stride, reinterpret_cast<const Word*>(s),
-                                                               width, f_.value_dim,
-                                                               (count + Mode::per_word - 1) / Mode::per_word, width,
-                                                               tile.out, width, memory.alpha);
+    Product::template run<AOrder::column_major, Into::rescale>(
+        values, value_stride, reinterpret_cast<const Word*>(s), width, f_.value_dim,
+        (count + Mode::per_word - 1) / Mode::per_word, width, tile.out, width, memory.alpha);
   }
 
   // Pairs that the mask excludes become -inf; the largest score of each query is taken again.
@@ -194,10 +196,12 @@ class ForwardKernel {
     for_columns<Acc>(width, [&](auto vectors, int column) {
       constexpr int kV = decltype(vectors)::value;
       Vec<Acc> top[kV];
-      TW_UNROLL(4) for (int v = 0; v < kV; v++) top[v] = none;
+      TW_UNROLL(4)
+      for (int v = 0; v < kV; v++) top[v] = none;
       for (int j = 0; j < count; j++) {
         const u64 seen = bits ? bits[j] : ~u64{0};
-        TW_UNROLL(4) for (int v = 0; v < kV; v++) {
+        TW_UNROLL(4)
+        for (int v = 0; v < kV; v++) {
           const int i = column + v * lanes;
           Acc* p = s + static_cast<i64>(j) * width + i;
           Vec<Acc> value = load(p);
@@ -208,7 +212,8 @@ class ForwardKernel {
           top[v] = vmax(value, top[v]);
         }
       }
-      TW_UNROLL(4) for (int v = 0; v < kV; v++) store(peak + column + v * lanes, top[v]);
+      TW_UNROLL(4)
+      for (int v = 0; v < kV; v++) store(peak + column + v * lanes, top[v]);
     });
   }
 
@@ -219,7 +224,8 @@ class ForwardKernel {
     constexpr int degree = Mode::exp2_degree;
     const Acc factor = units_.to_base2;
     Vec<Acc> top[kV], sum[kV];
-    TW_UNROLL(4) for (int v = 0; v < kV; v++) {
+    TW_UNROLL(4)
+    for (int v = 0; v < kV; v++) {
       const int i = column + v * lanes;
       const Vec<Acc> before = load(tile.row_max + i);
       // Rounded here and below alike, the largest score minus the maximum is exactly 0, however large they are.
@@ -234,11 +240,13 @@ class ForwardKernel {
     if constexpr (Mode::paired) {
 #if defined(__AVX512BF16__)
       for (int j = 0; j < count; j += 2) {
-        TW_UNROLL(4) for (int v = 0; v < kV; v++) {
+        TW_UNROLL(4)
+        for (int v = 0; v < kV; v++) {
           const int i = column + v * lanes;
           const Acc* p = s + static_cast<i64>(j) * width + i;
           Vec<Acc> first = exp2<degree>(rounded(load(p) * factor, Acc{}) - top[v], Acc{});
-          Vec<Acc> second = j + 1 < count ? exp2<degree>(rounded(load(p + width) * factor, Acc{}) - top[v], Acc{}) : Vec<Acc>{};
+          Vec<Acc> second =
+              j + 1 < count ? exp2<degree>(rounded(load(p + width) * factor, Acc{}) - top[v], Acc{}) : Vec<Acc>{};
           sum[v] += first + second;
           if constexpr (kDropout) {
             first = keep_where<Acc>(kept[j] >> i, first);
@@ -250,7 +258,8 @@ class ForwardKernel {
 #endif
     } else {
       for (int j = 0; j < count; j++) {
-        TW_UNROLL(4) for (int v = 0; v < kV; v++) {
+        TW_UNROLL(4)
+        for (int v = 0; v < kV; v++) {
           const int i = column + v * lanes;
           Acc* p = s + static_cast<i64>(j) * width + i;
           Vec<Acc> e = exp2<degree>(rounded(load(p) * factor, Acc{}) - top[v], Acc{});
@@ -261,7 +270,8 @@ class ForwardKernel {
       }
     }
     // The block's own sum is added last: no chain of additions is longer than a block, or than the blocks.
-    TW_UNROLL(4) for (int v = 0; v < kV; v++) {
+    TW_UNROLL(4)
+    for (int v = 0; v < kV; v++) {
       const int i = column + v * lanes;
       store(tile.row_sum + i, load(tile.row_sum + i) * load(memory.alpha + i) + sum[v]);
     }

@@ -33,7 +33,10 @@ struct PairDot {
 #if TILEWISE_VECTOR_BYTES == 64
 constexpr int kColumns = 4;
 template <int kV>
-constexpr int kRows = kV == 4 ? 4 : kV == 3 ? 6 : kV == 2 ? 8 : 16;
+constexpr int kRows = kV == 4   ? 4
+                      : kV == 3 ? 6
+                      : kV == 2 ? 8
+                                : 16;
 #elif TILEWISE_VECTOR_BYTES == 32
 constexpr int kColumns = 2;
 template <int kV>
@@ -41,7 +44,9 @@ constexpr int kRows = kV == 2 ? 6 : 8;
 #elif defined(__aarch64__)
 constexpr int kColumns = 4;
 template <int kV>
-constexpr int kRows = kV == 4 ? 4 : kV == 3 ? 6 : 8;
+constexpr int kRows = kV == 4   ? 4
+                      : kV == 3 ? 6
+                                : 8;
 #else
 constexpr int kColumns = 2;
 template <int kV>
@@ -84,20 +89,26 @@ struct Gemm {
   using Acc = typename Dot::Acc;
 
   template <int kR, int kV, AOrder kOrder, Into kInto, bool kPeak>
-  TW_INLINE void block(const Word* a, i64 lda, const Word* b, i64 ldb, int depth, Acc* c, i64 ldc,
-                       const Acc* alpha, Vec<Acc>* peak) {
+  TW_INLINE void block(const Word* a, i64 lda, const Word* b, i64 ldb, int depth, Acc* c, i64 ldc, const Acc* alpha,
+                       Vec<Acc>* peak) {
     constexpr int lanes = kLanes<Acc>;
     Vec<Acc> acc[kR][kV] = {};
-    TW_UNROLL(2) for (int k = 0; k < depth; k++) {
+    TW_UNROLL(2)
+    for (int k = 0; k < depth; k++) {
       Vec<Word> row[kV];
-      TW_UNROLL(4) for (int v = 0; v < kV; v++) row[v] = load(b + k * ldb + v * lanes);
-      TW_UNROLL(16) for (int r = 0; r < kR; r++) {
+      TW_UNROLL(4)
+      for (int v = 0; v < kV; v++) row[v] = load(b + k * ldb + v * lanes);
+      TW_UNROLL(16)
+      for (int r = 0; r < kR; r++) {
         const Vec<Word> x = Dot::broadcast(kOrder == AOrder::row_major ? a[r * lda + k] : a[k * lda + r]);
-        TW_UNROLL(4) for (int v = 0; v < kV; v++) acc[r][v] = Dot::multiply_add(acc[r][v], x, row[v]);
+        TW_UNROLL(4)
+        for (int v = 0; v < kV; v++) acc[r][v] = Dot::multiply_add(acc[r][v], x, row[v]);
       }
     }
-    TW_UNROLL(16) for (int r = 0; r < kR; r++) {
-      TW_UNROLL(4) for (int v = 0; v < kV; v++) {
+    TW_UNROLL(16)
+    for (int r = 0; r < kR; r++) {
+      TW_UNROLL(4)
+      for (int v = 0; v < kV; v++) {
         Acc* to = c + r * ldc + v * lanes;
         // Adding last keeps the chains of additions short: the depth of one block, then the blocks.
         if constexpr (kInto == Into::add) acc[r][v] += load(to);
@@ -109,12 +120,13 @@ struct Gemm {
   }
 
   template <int kV, AOrder kOrder, Into kInto, bool kPeak>
-  TW_NOINLINE static void columns(const Word* a, i64 lda, const Word* b, i64 ldb, int rows, int depth, Acc* c,
-                                  i64 ldc, const Acc* alpha, Acc* peak_out) {
+  TW_NOINLINE static void columns(const Word* a, i64 lda, const Word* b, i64 ldb, int rows, int depth, Acc* c, i64 ldc,
+                                  const Acc* alpha, Acc* peak_out) {
     constexpr int lanes = kLanes<Acc>;
     const i64 step = kOrder == AOrder::row_major ? lda : 1;
     Vec<Acc> peak[kV];
-    TW_UNROLL(4) for (int v = 0; v < kV; v++) peak[v] = set(-static_cast<Acc>(__builtin_inf()));
+    TW_UNROLL(4)
+    for (int v = 0; v < kV; v++) peak[v] = set(-static_cast<Acc>(__builtin_inf()));
     int r = 0;
     for (; r + kRows<kV> <= rows; r += kRows<kV>)
       block<kRows<kV>, kV, kOrder, kInto, kPeak>(a + r * step, lda, b, ldb, depth, c + r * ldc, ldc, alpha, peak);
@@ -123,7 +135,8 @@ struct Gemm {
     for (; r < rows; r++)
       block<1, kV, kOrder, kInto, kPeak>(a + r * step, lda, b, ldb, depth, c + r * ldc, ldc, alpha, peak);
     if constexpr (kPeak) {
-      TW_UNROLL(4) for (int v = 0; v < kV; v++) store(peak_out + v * lanes, peak[v]);
+      TW_UNROLL(4)
+      for (int v = 0; v < kV; v++) store(peak_out + v * lanes, peak[v]);
     }
   }
 

@@ -40,14 +40,17 @@ TW_NOINLINE static double multiply_add_flops(i64 iterations) {
   constexpr int lanes = kLanes<float>;
   using Word = typename Dot::Word;
   Vec<float> acc[chains];
-  TW_UNROLL(24) for (int c = 0; c < chains; c++) acc[c] = set(static_cast<float>(c));
+  TW_UNROLL(24)
+  for (int c = 0; c < chains; c++) acc[c] = set(static_cast<float>(c));
   Word word{};
   Vec<Word> row{};
   for (i64 i = 0; i < iterations; i++) {
     __asm__ volatile("" : "+r"(word));
-    TW_UNROLL(24) for (int c = 0; c < chains; c++) acc[c] = Dot::multiply_add(acc[c], Dot::broadcast(word), row);
+    TW_UNROLL(24)
+    for (int c = 0; c < chains; c++) acc[c] = Dot::multiply_add(acc[c], Dot::broadcast(word), row);
   }
-  TW_UNROLL(24) for (int c = 1; c < chains; c++) acc[0] += acc[c];
+  TW_UNROLL(24)
+  for (int c = 1; c < chains; c++) acc[0] += acc[c];
   volatile float keep = acc[0][0];
   (void)keep;
   return 2.0 * Dot::per_word * lanes * chains * static_cast<double>(iterations);

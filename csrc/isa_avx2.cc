@@ -6,11 +6,11 @@
 namespace tilewise {
 extern const Kernels kernels_avx2;
 const Kernels kernels_avx2 = {"avx2",
-                            "AVX2 with FMA",
-                            has_avx2,
-                            avx2::forward,
-                            avx2::backward,
-                            avx2::bias_backward,
-                            avx2::multiply_add_flops<avx2::PlainDot<float>>,
-                            nullptr};
+                              "AVX2 with FMA",
+                              has_avx2,
+                              avx2::forward,
+                              avx2::backward,
+                              avx2::bias_backward,
+                              avx2::multiply_add_flops<avx2::PlainDot<float>>,
+                              nullptr};
 }  // namespace tilewise

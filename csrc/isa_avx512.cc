@@ -6,11 +6,11 @@
 namespace tilewise {
 extern const Kernels kernels_avx512;
 const Kernels kernels_avx512 = {"avx512",
-                            "AVX-512",
-                            has_avx512,
-                            avx512::forward,
-                            avx512::backward,
-                            avx512::bias_backward,
-                            avx512::multiply_add_flops<avx512::PlainDot<float>>,
-                            nullptr};
+                                "AVX-512",
+                                has_avx512,
+                                avx512::forward,
+                                avx512::backward,
+                                avx512::bias_backward,
+                                avx512::multiply_add_flops<avx512::PlainDot<float>>,
+                                nullptr};
 }  // namespace tilewise

@@ -4,16 +4,14 @@
 #include "isa.h"
 
 namespace tilewise {
-static bool supported() {
-  return true;
-}
+static bool supported() { return true; }
 extern const Kernels kernels_portable;
 const Kernels kernels_portable = {"portable",
-                            "128-bit vectors, any processor",
-                            supported,
-                            portable::forward,
-                            portable::backward,
-                            portable::bias_backward,
-                            portable::multiply_add_flops<portable::PlainDot<float>>,
-                            nullptr};
+                                  "128-bit vectors, any processor",
+                                  supported,
+                                  portable::forward,
+                                  portable::backward,
+                                  portable::bias_backward,
+                                  portable::multiply_add_flops<portable::PlainDot<float>>,
+                                  nullptr};
 }  // namespace tilewise

@@ -21,7 +21,8 @@ TW_NOINLINE static void pack_transposed(const E* from, i64 row, i64 col, int row
   for (int i = 0; i < width; i += lanes) {
     for (int d = 0; d < depth; d += lanes) {
       Vec<C> r[lanes];
-      TW_UNROLL(16) for (int x = 0; x < lanes; x++)
+      TW_UNROLL(16)
+      for (int x = 0; x < lanes; x++)
         r[x] = i + x < rows ? widen_strided<C>(from + (i + x) * row + d * col, col, depth - d) : Vec<C>{};
       transpose<C>(r);
       for (int x = 0; x < lanes && d + x < depth; x++) store(to + static_cast<i64>(d + x) * width + i, r[x]);
@@ -35,8 +36,10 @@ TW_NOINLINE static void pack_rows(const E* from, i64 row, i64 col, int rows, int
   constexpr int lanes = kLanes<C>;
   for (int j = 0; j < rows; j++) {
     int d = 0;
-    for (; d + lanes <= stride; d += lanes) store(to + j * stride + d, widen_strided<C>(from + j * row + d * col, col, depth - d));
-    if (d < stride) store_first(to + j * stride + d, stride - d, widen_strided<C>(from + j * row + d * col, col, depth - d));
+    for (; d + lanes <= stride; d += lanes)
+      store(to + j * stride + d, widen_strided<C>(from + j * row + d * col, col, depth - d));
+    if (d < stride)
+      store_first(to + j * stride + d, stride - d, widen_strided<C>(from + j * row + d * col, col, depth - d));
   }
 }
 
@@ -49,7 +52,8 @@ TW_NOINLINE static void unpack_transposed(const C* from, int width, int rows, in
     const Vec<C> scale = load(factor + i);
     for (int d = 0; d < depth; d += lanes) {
       Vec<C> r[lanes];
-      TW_UNROLL(16) for (int x = 0; x < lanes; x++)
+      TW_UNROLL(16)
+      for (int x = 0; x < lanes; x++)
         r[x] = d + x < depth ? keep_where<C>(live >> i, load(from + static_cast<i64>(d + x) * width + i) * scale)
                              : Vec<C>{};
       transpose<C>(r);
@@ -85,7 +89,8 @@ TW_NOINLINE static void pack_transposed_pairs(const u16* from, i64 row, i64 col,
   for (int i = 0; i < width; i += lanes) {
     for (int d = 0; d < words; d += lanes) {
       Vec<i32> r[lanes];
-      TW_UNROLL(16) for (int x = 0; x < lanes; x++)
+      TW_UNROLL(16)
+      for (int x = 0; x < lanes; x++)
         r[x] = i + x < rows ? pairs_strided(from + (i + x) * row + 2 * d * col, col, depth - 2 * d) : Vec<i32>{};
       transpose<i32>(r);
       for (int x = 0; x < lanes && d + x < words; x++) store(to + static_cast<i64>(d + x) * width + i, r[x]);

@@ -18,7 +18,8 @@ TW_NOINLINE static void dropout_bits(u64 seed, u32 threshold, i64 b, i64 h, i64 
       Vec<u32> c1 = lane_numbers<u32>() + static_cast<u32>(m0 + i);
       Vec<u32> c2 = set(static_cast<u32>(h)), c3 = set(static_cast<u32>(b));
       u32 k0 = static_cast<u32>(seed), k1 = static_cast<u32>(seed >> 32);
-      TW_UNROLL(10) for (int round = 0; round < 10; round++) {
+      TW_UNROLL(10)
+      for (int round = 0; round < 10; round++) {
         Vec<u32> high0, low0, high2, low2;
         multiply_wide(c0, 0xD2511F53u, high0, low0);
         multiply_wide(c2, 0xCD9E8D57u, high2, low2);

@@ -3,7 +3,7 @@
 
 namespace tilewise {
 
-bool has_avx2();  // with FMA, F16C and BMI2
+bool has_avx2();    // with FMA, F16C and BMI2
 bool has_avx512();  // F, BW, DQ, VL
 bool has_avx512_bf16();
 

@@ -8,8 +8,8 @@
 
 namespace tilewise::TILEWISE_ISA {
 
-constexpr int kBlockKeys = 128;                 // keys of a block; part of the rounding contract
-constexpr int kRoomKeys = kBlockKeys * 3 / 2;   // the last block of a sequence takes a short rest with it
+constexpr int kBlockKeys = 128;                // keys of a block; part of the rounding contract
+constexpr int kRoomKeys = kBlockKeys * 3 / 2;  // the last block of a sequence takes a short rest with it
 
 struct Sequence {
   i64 b, query_begin, key_begin, queries, keys;
@@ -113,8 +113,10 @@ class QueryTasks {
       i64 low = 0, high = p_.batch - 1;
       while (low < high) {
         const i64 middle = (low + high + 1) / 2;
-        if (first_[middle] <= task) low = middle;
-        else high = middle - 1;
+        if (first_[middle] <= task)
+          low = middle;
+        else
+          high = middle - 1;
       }
       b = low;
       task -= first_[b];

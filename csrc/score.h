@@ -27,9 +27,10 @@ static void bias_piece(const E* from, const View& view, int rows, int count, int
   for (int i = 0; i < width; i += lanes) {
     for (int j = 0; j < count; j += lanes) {
       Vec<C> r[lanes];
-      TW_UNROLL(16) for (int x = 0; x < lanes; x++)
-        r[x] = i + x < rows ? widen_strided<C>(from + (i + x) * view.row + j * view.col, view.col, count - j)
-                            : Vec<C>{};
+      TW_UNROLL(16)
+      for (int x = 0; x < lanes; x++)
+        r[x] =
+            i + x < rows ? widen_strided<C>(from + (i + x) * view.row + j * view.col, view.col, count - j) : Vec<C>{};
       transpose<C>(r);
       for (int x = 0; x < lanes && j + x < count; x++) store(to + (j + x) * width + i, r[x]);
     }
@@ -40,7 +41,11 @@ template <class C>
 class ScoreChain {
  public:
   ScoreChain(const Problem& problem, i64 b, i64 h, i64 queries, i64 keys)
-      : code_(problem.score), length_(problem.score_length), b_(b), h_(h), offset_(keys - queries),
+      : code_(problem.score),
+        length_(problem.score_length),
+        b_(b),
+        h_(h),
+        offset_(keys - queries),
         scale_(static_cast<C>(problem.scale)) {}
 
   // What a pass wants besides the scores. `gain` receives d(final score) / d(score after step `from` - 1), from 0:

@@ -137,7 +137,8 @@ TW_INLINE Vec<T> rounded(Vec<T> x, T) {
 template <class T>
 TW_INLINE Vec<T> lane_numbers() {
   Vec<T> v;
-  TW_UNROLL(16) for (int i = 0; i < kLanes<T>; i++) v[i] = static_cast<T>(i);
+  TW_UNROLL(16)
+  for (int i = 0; i < kLanes<T>; i++) v[i] = static_cast<T>(i);
   return v;
 }
 
@@ -151,8 +152,7 @@ TW_INLINE Vec<SInt<T>> lanes_from_bits(u64 bits) {
 template <class T>
 TW_INLINE Vec<T> keep_where(u64 bits, Vec<T> v) {
 #if TILEWISE_VECTOR_BYTES == 64
-  if constexpr (sizeof(T) == 4)
-    return (Vec<T>)_mm512_maskz_mov_ps(static_cast<__mmask16>(bits), (__m512)v);
+  if constexpr (sizeof(T) == 4) return (Vec<T>)_mm512_maskz_mov_ps(static_cast<__mmask16>(bits), (__m512)v);
 #endif
   return lanes_from_bits<T>(bits) ? v : Vec<T>{};
 }
@@ -172,8 +172,7 @@ TW_INLINE Vec<T> load_first(const T* p, i64 count) {
   Vec<T> v{};
   if (count <= 0) return v;
 #if TILEWISE_VECTOR_BYTES == 64
-  if constexpr (sizeof(T) == 4)
-    return (Vec<T>)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), p);
+  if constexpr (sizeof(T) == 4) return (Vec<T>)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), p);
 #endif
   std::memcpy(&v, p, static_cast<std::size_t>(count) * sizeof(T));
   return v;
@@ -289,7 +288,8 @@ TW_INLINE void transpose(Vec<T>* r) {
   constexpr int n = kLanes<T>;
   if constexpr (kStep < n) {
     using Order = std::make_integer_sequence<int, n>;
-    TW_UNROLL(16) for (int i = 0; i < n; i++) {
+    TW_UNROLL(16)
+    for (int i = 0; i < n; i++) {
       if (i & kStep) continue;
       Vec<T> a = r[i], b = r[i + kStep];
       r[i] = exchange<kStep, false>(a, b, Order{});
@@ -313,7 +313,8 @@ TW_INLINE void multiply_wide(Vec<u32> a, u32 b, Vec<u32>& high, Vec<u32>& low) {
   high = (Vec<u32>)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
   low = (Vec<u32>)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
 #else
-  TW_UNROLL(4) for (int i = 0; i < kLanes<u32>; i++) {
+  TW_UNROLL(4)
+  for (int i = 0; i < kLanes<u32>; i++) {
     const u64 product = u64{a[i]} * b;
     high[i] = static_cast<u32>(product >> 32);
     low[i] = static_cast<u32>(product);

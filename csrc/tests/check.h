@@ -20,14 +20,15 @@ inline void expect_near(const Tensor& tensor, const Numbers& truth, const Number
   const Numbers got = tensor.values();
   constexpr double slack = 1;
   for (std::size_t i = 0; i < got.size(); i++) {
-    const double error = got[i] == truth[i] || (std::isnan(got[i]) && std::isnan(truth[i])) ? 0 : std::fabs(got[i] - truth[i]);
+    const double error =
+        got[i] == truth[i] || (std::isnan(got[i]) && std::isnan(truth[i])) ? 0 : std::fabs(got[i] - truth[i]);
     if (error / room[i] > report.worst && error > 0) {
       report.worst = error / room[i];
       report.worst_case = what;
     }
     if (error <= slack * room[i]) continue;
-    fail(what + "[" + std::to_string(i) + "]: got " + number(got[i]) + ", should be " + number(truth[i]) + ", allowed error " +
-         number(slack * room[i]));
+    fail(what + "[" + std::to_string(i) + "]: got " + number(got[i]) + ", should be " + number(truth[i]) +
+         ", allowed error " + number(slack * room[i]));
     return;
   }
 }
@@ -35,7 +36,8 @@ inline void expect_near(const Tensor& tensor, const Numbers& truth, const Number
 inline void expect_same(const Numbers& got, const Numbers& other, const std::string& what) {
   for (std::size_t i = 0; i < got.size(); i++) {
     if (got[i] == other[i] || (std::isnan(got[i]) && std::isnan(other[i]))) continue;
-    return fail(what + "[" + std::to_string(i) + "]: " + number(got[i]) + " and " + number(other[i]) + " should be the same");
+    return fail(what + "[" + std::to_string(i) + "]: " + number(got[i]) + " and " + number(other[i]) +
+                " should be the same");
   }
 }
 
@@ -48,7 +50,8 @@ inline void compare(const Instance& x, const Naive& truth, const std::string& wh
   expect_near(x.grad_k, truth.grad_k, truth.grad_k_room, "grad_k of " + what);
   expect_near(x.grad_v, truth.grad_v, truth.grad_v_room, "grad_v of " + what);
   for (std::size_t i = 0; i < x.bias.size(); i++)
-    if (x.bias[i].view.data) expect_near(x.grad_bias[i], truth.grad_bias[i], truth.grad_bias_room[i], "grad_bias of " + what);
+    if (x.bias[i].view.data)
+      expect_near(x.grad_bias[i], truth.grad_bias[i], truth.grad_bias_room[i], "grad_bias of " + what);
 }
 
 inline int every = 1;  // of so many cases one is run
@@ -69,7 +72,8 @@ inline void check(const Case& c) {
     compare(end, *truth[pairs], what);
     const auto one = end.results(), other = start.results();
     for (std::size_t i = 0; i < one.size(); i++) {
-      expect_same(one[i].second->values(), other[i].second->values(), std::string(one[i].first) + ", 1 and 3 threads, of " + what);
+      expect_same(one[i].second->values(), other[i].second->values(),
+                  std::string(one[i].first) + ", 1 and 3 threads, of " + what);
       expect(one[i].second->gaps_untouched() && other[i].second->gaps_untouched(),
              std::string(one[i].first) + " was written between its elements: " + what);
     }

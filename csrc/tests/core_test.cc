@@ -40,7 +40,9 @@ Case draw(u64 seed) {
   }
   for (int parts = static_cast<int>(pick(0, 1, 1, 2, 3)), i = 0; i < parts; i++) {
     const int leaf = static_cast<int>(pick(0, 0, 0, 1, 2, 3, 4));
-    if (leaf == 0) c.mask.push_back(band(static_cast<i64>(pick(-1, -1, 0, 9, 64)), static_cast<i64>(pick(-1, 0, 0, 5)), pick(0, 1) != 0));
+    if (leaf == 0)
+      c.mask.push_back(
+          band(static_cast<i64>(pick(-1, -1, 0, 9, 64)), static_cast<i64>(pick(-1, 0, 0, 5)), pick(0, 1) != 0));
     if (leaf == 1) c.mask.push_back(below(static_cast<i64>(pick(0, 5, 16, 100))));
     if (leaf == 2) c.mask.push_back(lengths());
     if (leaf == 3) c.mask.push_back(documents(static_cast<i64>(pick(0, 1, 2, 5)), static_cast<int>(pick(0, 1))));
@@ -69,15 +71,16 @@ struct Test {
 };
 
 std::vector<Test> tests() {
-  std::vector<Test> all = {{"philox known answers", test_philox_words},
-                           {"partial loads", test_partial_loads},
-                           {"exp2 float32", [] { test_exp2<float, 5>(3e-7), test_exp2<float, 6>(2.5e-7); }},
-                           {"exp2 bfloat16 and float16", [] { test_exp2<float, 3>(1.2e-4), test_exp2<float, 4>(4e-6); }},
-                           {"exp2 float64", [] { test_exp2<double, 5>(6e-16); }},
-                           {"log", [] { test_log<float>(), test_log<double>(); }},
-                           {"tanh", [] { test_tanh<float>(), test_tanh<double>(); }},
-                           {"half conversions", test_half},
-                           {"bfloat16 conversions", test_bfloat}};
+  std::vector<Test> all = {
+      {"philox known answers", test_philox_words},
+      {"partial loads", test_partial_loads},
+      {"exp2 float32", [] { test_exp2<float, 5>(3e-7), test_exp2<float, 6>(2.5e-7); }},
+      {"exp2 bfloat16 and float16", [] { test_exp2<float, 3>(1.2e-4), test_exp2<float, 4>(4e-6); }},
+      {"exp2 float64", [] { test_exp2<double, 5>(6e-16); }},
+      {"log", [] { test_log<float>(), test_log<double>(); }},
+      {"tanh", [] { test_tanh<float>(), test_tanh<double>(); }},
+      {"half conversions", test_half},
+      {"bfloat16 conversions", test_bfloat}};
   const std::pair<const char*, void (*)(DType)> numeric[] = {{"sizes", test_sizes},
                                                              {"depths", test_depths},
                                                              {"heads", test_heads},
@@ -117,7 +120,8 @@ int run_all(const char* part) {
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
     (report.failures ? failed : passed)++;
     std::printf("%s %-32s %6.2f s", report.failures ? "FAIL" : "ok  ", test.name.c_str(), took.count());
-    if (report.worst > 0) std::printf("   largest error %.2f of the allowed (%s)", report.worst, report.worst_case.c_str());
+    if (report.worst > 0)
+      std::printf("   largest error %.2f of the allowed (%s)", report.worst, report.worst_case.c_str());
     if (report.failures) std::printf("   %d failures", report.failures);
     std::printf("\n");
     std::fflush(stdout);
@@ -132,9 +136,12 @@ int run_all(const char* part) {
 int main(int argc, char** argv) {
   const char* part = "";
   for (int i = 1; i < argc; i++) {
-    if (std::strcmp(argv[i], "--draws") == 0 && i + 1 < argc) tilewise::test::draws = std::atoi(argv[++i]);
-    else if (std::strcmp(argv[i], "--every") == 0 && i + 1 < argc) tilewise::test::every = std::max(1, std::atoi(argv[++i]));
-    else part = argv[i];
+    if (std::strcmp(argv[i], "--draws") == 0 && i + 1 < argc)
+      tilewise::test::draws = std::atoi(argv[++i]);
+    else if (std::strcmp(argv[i], "--every") == 0 && i + 1 < argc)
+      tilewise::test::every = std::max(1, std::atoi(argv[++i]));
+    else
+      part = argv[i];
   }
   return tilewise::test::run_all(part);
 }

@@ -42,7 +42,8 @@ void test_exp2(double largest_error) {
   expect(one(f, T{0}) == 1, "exp2(0) is 1");
   expect(one(f, -T{0}) == 1, "exp2(-0) is 1");
   for (T x : {-infinity, lowest, lowest - 1, lowest * 100, static_cast<T>(sizeof(T) == 4 ? -3.4e38 : -1.7e308)}) {
-    expect(one(f, x) == 0 && !std::signbit(one(f, x)), "exp2 is +0 from the smallest exponent down, at " + std::to_string(x));
+    expect(one(f, x) == 0 && !std::signbit(one(f, x)),
+           "exp2 is +0 from the smallest exponent down, at " + std::to_string(x));
   }
   expect(std::isnan(one(f, static_cast<T>(NAN))), "exp2(NaN) is NaN");
   for (int n = -126; n < 127; n++) expect(one(f, static_cast<T>(n)) == std::ldexp(T{1}, n), "exp2 of whole numbers");
@@ -63,7 +64,8 @@ void test_log() {
   expect(one(f, T{1}) == 0, "log(1) is 0");
   expect(std::isnan(one(f, static_cast<T>(NAN))), "log(NaN) is NaN");
   const auto truth = [](double x) { return std::log(x); };
-  for (auto [low, high] : {std::pair{1e-37, 1e-30}, {0.01, 0.7}, {0.7, 0.999}, {1.001, 1.5}, {1.5, 2.5}, {1.0, 1e5}, {1e30, 1e38}}) {
+  for (auto [low, high] :
+       {std::pair{1e-37, 1e-30}, {0.01, 0.7}, {0.7, 0.999}, {1.001, 1.5}, {1.5, 2.5}, {1.0, 1e5}, {1e30, 1e38}}) {
     const double ulp = worst_ulp<T>(f, truth, low, high, 4000);
     expect(ulp <= 3, "log on " + number(low) + " .. " + number(high) + ": " + number(ulp) + " ulp");
   }
@@ -83,10 +85,18 @@ void test_tanh() {
     expect(one(f, x) == 1 && one(f, -x) == -1 && one(derivative, x) < 1e-20, "tanh saturates at " + std::to_string(x));
   expect(std::isnan(one(f, static_cast<T>(NAN))), "tanh(NaN) is NaN");
   const auto truth = [](double x) { return std::tanh(x); };
-  for (auto [low, high] : {std::pair{1e-30, 1e-20}, {1e-9, 1e-5}, {1e-5, 1e-2}, {0.01, 0.3}, {0.3, 1.0}, {-1.0, -0.3}, {1.0, 4.0}, {4.0, 20.0}}) {
+  for (auto [low, high] : {std::pair{1e-30, 1e-20},
+                           {1e-9, 1e-5},
+                           {1e-5, 1e-2},
+                           {0.01, 0.3},
+                           {0.3, 1.0},
+                           {-1.0, -0.3},
+                           {1.0, 4.0},
+                           {4.0, 20.0}}) {
     const double ulp = worst_ulp<T>(f, truth, low, high, 4000);
     expect(ulp <= 4, "tanh on " + number(low) + " .. " + number(high) + ": " + number(ulp) + " ulp");
-    const double bent = worst_ulp<T>(derivative, [](double x) { return 1 / (std::cosh(x) * std::cosh(x)); }, low, high, 4000);
+    const double bent =
+        worst_ulp<T>(derivative, [](double x) { return 1 / (std::cosh(x) * std::cosh(x)); }, low, high, 4000);
     expect(bent <= 40, "derivative of tanh on " + number(low) + " .. " + number(high) + ": " + number(bent) + " ulp");
   }
 }
@@ -97,7 +107,8 @@ inline void test_half() {
     const core::Half half{static_cast<u16>(bits)};
     const float wide = core::widen_one(&half);
     const double truth = half_value(half.bits);
-    expect(std::isnan(truth) ? std::isnan(wide) : static_cast<double>(wide) == truth && std::signbit(wide) == (bits >= 32768),
+    expect(std::isnan(truth) ? std::isnan(wide)
+                             : static_cast<double>(wide) == truth && std::signbit(wide) == (bits >= 32768),
            "half " + std::to_string(bits) + " widened");
     if (bits >= 31743) continue;  // between each number and the next: the middle and its neighbours
     const float middle = static_cast<float>((half_value(half.bits) + half_value(static_cast<u16>(bits + 1))) / 2);
@@ -120,7 +131,8 @@ inline void test_bfloat() {
     const core::Bf16 b{static_cast<u16>(bits)};
     const float wide = core::widen_one(&b);
     const double truth = bfloat_value(b.bits);
-    expect(std::isnan(truth) ? std::isnan(wide) : static_cast<double>(wide) == truth, "bfloat16 " + std::to_string(bits) + " widened");
+    expect(std::isnan(truth) ? std::isnan(wide) : static_cast<double>(wide) == truth,
+           "bfloat16 " + std::to_string(bits) + " widened");
     for (u32 low : {0u, 1u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu}) {
       const u32 word = static_cast<u32>(bits) << 16 | low;
       float x;
@@ -151,14 +163,13 @@ inline void test_philox_words() {
     u32 key[2];
     Counter word;
   };
-  const Known known[] = {
-      {{{0, 0, 0, 0}}, {0, 0}, {{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}}},
-      {{{0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff}},
-       {0xffffffff, 0xffffffff},
-       {{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}}},
-      {{{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}},
-       {0xa4093822, 0x299f31d0},
-       {{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}}}};
+  const Known known[] = {{{{0, 0, 0, 0}}, {0, 0}, {{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}}},
+                         {{{0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff}},
+                          {0xffffffff, 0xffffffff},
+                          {{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}}},
+                         {{{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}},
+                          {0xa4093822, 0x299f31d0},
+                          {{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}}}};
   for (const Known& x : known) {
     const Counter got = philox(x.counter, x.key[0], x.key[1]);
     for (int i = 0; i < 4; i++) expect(got.word[i] == x.word.word[i], "known answer of Philox4x32-10");

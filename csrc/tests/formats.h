@@ -40,8 +40,8 @@ inline u16 half_of(double x) {
   if (x == 0) return sign;
   const int exponent = std::ilogb(x) < -14 ? -14 : std::ilogb(x);
   const double units = std::nearbyint(std::ldexp(x, 10 - exponent));  // 1024 is the first normal fraction
-  return static_cast<u16>(sign | (units < 1024 ? static_cast<int>(units)
-                                               : (exponent + 15) * 1024 + static_cast<int>(units) - 1024));
+  return static_cast<u16>(
+      sign | (units < 1024 ? static_cast<int>(units) : (exponent + 15) * 1024 + static_cast<int>(units) - 1024));
 }
 
 inline double bfloat_value(u16 bits) {

@@ -23,8 +23,10 @@ class Guarded {
   Guarded(i64 bytes, Place place) : bytes_(bytes) {
     const i64 page = sysconf(_SC_PAGESIZE), body = (bytes + page - 1) / page * page;
     mapped_ = body + 2 * page;
-    base_ = static_cast<char*>(mmap(nullptr, static_cast<std::size_t>(mapped_), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    if (base_ == MAP_FAILED || (body > 0 && mprotect(base_ + page, static_cast<std::size_t>(body), PROT_READ | PROT_WRITE) != 0)) {
+    base_ = static_cast<char*>(
+        mmap(nullptr, static_cast<std::size_t>(mapped_), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    if (base_ == MAP_FAILED ||
+        (body > 0 && mprotect(base_ + page, static_cast<std::size_t>(body), PROT_READ | PROT_WRITE) != 0)) {
       std::perror("core_test: guarded memory");
       std::exit(2);
     }

@@ -28,8 +28,13 @@ class Naive {
   std::vector<Numbers> grad_bias, grad_bias_room;
 
   Naive(const Instance& given, bool paired)
-      : g_(given), c_(given.c), precision_(given.c.dtype, paired), q_(given.q.values()), k_(given.k.values()),
-        v_(given.v.values()), grad_(given.grad_out.values()) {
+      : g_(given),
+        c_(given.c),
+        precision_(given.c.dtype, paired),
+        q_(given.q.values()),
+        k_(given.k.values()),
+        v_(given.v.values()),
+        grad_(given.grad_out.values()) {
     const auto like = [](const Tensor& t) { return Numbers(t.values().size()); };
     for (Numbers* x : {&out, &out_room}) *x = like(g_.out);
     for (Numbers* x : {&lse, &row_max, &delta, &lse_room, &row_room, &delta_room}) *x = like(g_.lse);

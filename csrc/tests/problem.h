@@ -14,12 +14,12 @@ struct MaskSpec {
   MaskOp op;
   i64 left = -1, right = -1;
   bool bottom_right = true;
-  i64 length = -1;          // of `below`; -1: one per sequence
+  i64 length = -1;  // of `below`; -1: one per sequence
   std::vector<i64> lengths = {};
-  int broadcast = 0;        // of `dense`: bit 0 batch, 1 head, 2 row, 3 column
+  int broadcast = 0;  // of `dense`: bit 0 batch, 1 head, 2 row, 3 column
   Layout layout = Layout::plain;
-  double density = 0.7;     // of `dense`
-  i64 documents = 3;        // how many different ids
+  double density = 0.7;  // of `dense`
+  i64 documents = 3;     // how many different ids
 };
 
 struct ScoreSpec {
@@ -55,8 +55,9 @@ struct Case {
     const char* masks[] = {"band", "below", "documents", "dense", "and", "or", "not"};
     const char* scores[] = {"alibi", "softcap", "bias"};
     for (const MaskSpec& m : mask)
-      s += std::string(" ") + masks[static_cast<int>(m.op)] + "(" + std::to_string(m.left) + "," + std::to_string(m.right) +
-           "," + std::to_string(m.bottom_right) + "," + std::to_string(m.length) + "," + std::to_string(m.broadcast) + ")";
+      s += std::string(" ") + masks[static_cast<int>(m.op)] + "(" + std::to_string(m.left) + "," +
+           std::to_string(m.right) + "," + std::to_string(m.bottom_right) + "," + std::to_string(m.length) + "," +
+           std::to_string(m.broadcast) + ")";
     for (const ScoreSpec& x : score)
       s += std::string(" ") + scores[static_cast<int>(x.op)] + "(" + std::to_string(x.broadcast) + ")";
     s += " layouts ";
@@ -77,9 +78,12 @@ inline std::vector<bool> conjuncts(const std::vector<MaskSpec>& mask) {
     const bool conjunct = pending.back();
     pending.pop_back();
     const bool both = conjunct && mask[i].op == MaskOp::all;
-    if (mask[i].op == MaskOp::all || mask[i].op == MaskOp::any) pending.insert(pending.end(), 2, both);
-    else if (mask[i].op == MaskOp::negate) pending.push_back(false);
-    else flags[i] = conjunct;
+    if (mask[i].op == MaskOp::all || mask[i].op == MaskOp::any)
+      pending.insert(pending.end(), 2, both);
+    else if (mask[i].op == MaskOp::negate)
+      pending.push_back(false);
+    else
+      flags[i] = conjunct;
   }
   return flags;
 }
@@ -135,8 +139,8 @@ class Instance {
 
   std::vector<std::pair<const char*, Tensor*>> results() {
     std::vector<std::pair<const char*, Tensor*>> all = {
-        {"out", &out},       {"lse", &lse},       {"row_max", &row_max}, {"row_sum", &row_sum}, {"delta", &delta},
-        {"grad_q", &grad_q}, {"grad_k", &grad_k}, {"grad_v", &grad_v}};
+        {"out", &out},     {"lse", &lse},       {"row_max", &row_max}, {"row_sum", &row_sum},
+        {"delta", &delta}, {"grad_q", &grad_q}, {"grad_k", &grad_k},   {"grad_v", &grad_v}};
     for (Tensor& grad : grad_bias)
       if (grad.view.data != nullptr) all.push_back({"grad_bias", &grad});
     return all;
@@ -186,7 +190,8 @@ class Instance {
       if (spec.op == MaskOp::below && spec.length < 0) {
         std::vector<i64> lengths = spec.lengths;
         for (i64 b = static_cast<i64>(lengths.size()); b < c.batch; b++)
-          lengths.push_back(static_cast<i64>(scramble(c.seed + 77 + static_cast<u64>(b)) % static_cast<u64>(c.keys + 2)));
+          lengths.push_back(
+              static_cast<i64>(scramble(c.seed + 77 + static_cast<u64>(b)) % static_cast<u64>(c.keys + 2)));
         integers_.push_back(Array<i64>(lengths, place));
         x.lengths = integers_.back().data();
         if (c.poison && bounds[i]) poison(lengths);
@@ -206,8 +211,9 @@ class Instance {
     std::vector<i64> ids;
     for (i64 b = 0; b < batch; b++)
       for (i64 i = 0; i < count; i++)
-        ids.push_back(spec.documents > 0 ? (i * spec.documents + b) / std::max<i64>(count, 1)
-                                         : static_cast<i64>(scramble(c.seed + salt * 999 + static_cast<u64>(b * count + i)) % 3));
+        ids.push_back(spec.documents > 0
+                          ? (i * spec.documents + b) / std::max<i64>(count, 1)
+                          : static_cast<i64>(scramble(c.seed + salt * 999 + static_cast<u64>(b * count + i)) % 3));
     stride = batch > 1 ? count : 0;
     integers_.push_back(Array<i64>(ids, place));
     return integers_.back().data();
@@ -258,7 +264,8 @@ class Instance {
       grad_bias[i].broadcast_columns();
       bias[i].fill(c.seed + 9 + i, spec.amplitude);
       if (spec.constant != 0)
-        bias[i].each([&](i64 b, i64 h, i64 r, i64 n) { bias[i].put(b, h, r, n, bias[i].get(b, h, r, n) + spec.constant); });
+        bias[i].each(
+            [&](i64 b, i64 h, i64 r, i64 n) { bias[i].put(b, h, r, n, bias[i].get(b, h, r, n) + spec.constant); });
       x.tensor = bias[i].view;
     }
     args.score_length = static_cast<int>(c.score.size());

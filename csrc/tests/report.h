@@ -9,8 +9,8 @@
 namespace tilewise::test {
 
 struct Report {
-  int failures = 0;       // of the test that runs
-  double worst = 0;       // largest error of the test that runs, as a share of what is allowed
+  int failures = 0;  // of the test that runs
+  double worst = 0;  // largest error of the test that runs, as a share of what is allowed
   std::string worst_case;
 };
 inline Report report;

@@ -13,7 +13,8 @@ inline void test_poisoned_padding(DType dtype) {
     check(c);
     c.mask = {lengths(length), band(-1, 0), kAnd}, c.dropout = 0.2;
     check(c);
-    c.mask = {documents(2), lengths(length), kAnd}, c.score = {bias(3)}, c.k = Layout::odd_columns, c.v = Layout::odd_rows;
+    c.mask = {documents(2), lengths(length), kAnd}, c.score = {bias(3)}, c.k = Layout::odd_columns,
+    c.v = Layout::odd_rows;
     check(c);
   }
 }
@@ -33,17 +34,19 @@ inline void test_extreme_scores(DType dtype) {
       const Numbers v = x.v.values(), out = x.out.values();
       for (int d = 0; d < c.value_dim; d++) {
         double mean = 0;
-        for (i64 n = 0; n < c.keys; n++) mean += v[static_cast<std::size_t>(n * c.value_dim + d)] / static_cast<double>(c.keys);
+        for (i64 n = 0; n < c.keys; n++)
+          mean += v[static_cast<std::size_t>(n * c.value_dim + d)] / static_cast<double>(c.keys);
         expect(std::fabs(out[static_cast<std::size_t>(d)] - mean) < 4e-3,
-               "every bias " + number(constant) + ": " + kernels->name + " gives " + number(out[static_cast<std::size_t>(d)]) +
-                   " for " + number(mean));
+               "every bias " + number(constant) + ": " + kernels->name + " gives " +
+                   number(out[static_cast<std::size_t>(d)]) + " for " + number(mean));
       }
       // Beyond the bound of biases the lowest number of all stands for every one.
       const double bound = dtype == DType::f64 ? -1.7e308 : -3.4e38, lse = x.lse.get(0, 0, 0, 0);
       expect(std::fabs(lse / std::fmax(constant, bound) - 1) < (constant < bound * 0.6 ? 0.1 : 1e-6),
              "lse of every bias " + number(constant) + ": " + kernels->name + " gives " + number(lse));
       for (auto& [name, tensor] : x.results())
-        for (double value : tensor->values()) expect(!std::isnan(value), std::string(name) + " has no NaN where every bias is low: " + kernels->name);
+        for (double value : tensor->values())
+          expect(!std::isnan(value), std::string(name) + " has no NaN where every bias is low: " + kernels->name);
     }
   }
   lowest.constant = -INFINITY;  // every row dead
@@ -59,18 +62,24 @@ inline void test_nan_spreads(DType dtype) {
     x.run(*kernels, 1);
     for (i64 m = 0; m < c.queries; m++) {
       const bool wrong = std::isnan(x.out.get(0, 1, m, 2)) != (m == 7) || std::isnan(x.lse.get(0, 1, 0, m)) != (m == 7);
-      expect(!wrong && !std::isnan(x.out.get(0, 0, m, 2)), std::string("a NaN query spoils its row alone: ") + kernels->name);
+      expect(!wrong && !std::isnan(x.out.get(0, 0, m, 2)),
+             std::string("a NaN query spoils its row alone: ") + kernels->name);
     }
     Instance y(c, Place::end);
     y.k.put(0, 0, 69, 15, NAN);
     y.run(*kernels, 1);
-    for (double out : y.out.values()) expect(std::isnan(out), std::string("an attended NaN key spoils every row: ") + kernels->name);
+    for (double out : y.out.values())
+      expect(std::isnan(out), std::string("an attended NaN key spoils every row: ") + kernels->name);
   }
 }
 
 inline void test_varlen(DType dtype) {
-  const std::vector<std::pair<std::vector<i64>, std::vector<i64>>> packs = {
-      {{5, 0, 66, 1}, {7, 3, 130, 0}}, {{64, 65}, {64, 65}}, {{1, 1, 1}, {260, 1, 33}}, {{0, 0}, {0, 5}}, {{200}, {193}}, {{3, 130}, {150, 40}}};
+  const std::vector<std::pair<std::vector<i64>, std::vector<i64>>> packs = {{{5, 0, 66, 1}, {7, 3, 130, 0}},
+                                                                            {{64, 65}, {64, 65}},
+                                                                            {{1, 1, 1}, {260, 1, 33}},
+                                                                            {{0, 0}, {0, 5}},
+                                                                            {{200}, {193}},
+                                                                            {{3, 130}, {150, 40}}};
   for (const auto& [queries, keys] : packs) {
     Case c = make(dtype, 0, 0, 8, 7);
     c.query_lengths = queries, c.key_lengths = keys;
@@ -102,11 +111,13 @@ inline void test_batch_mates(DType dtype) {
       };
       copy(alone.q, all.q, query), copy(alone.grad_out, all.grad_out, query);
       copy(alone.k, all.k, key), copy(alone.v, all.v, key);
-      alone.grad_lse.each([&](i64 x, i64 h, i64 r, i64 m) { alone.grad_lse.put(x, h, r, m, all.grad_lse.get(0, h, 0, query + m)); });
+      alone.grad_lse.each(
+          [&](i64 x, i64 h, i64 r, i64 m) { alone.grad_lse.put(x, h, r, m, all.grad_lse.get(0, h, 0, query + m)); });
       alone.run(*kernels, 3);
       const auto same = [&](const Tensor& mine, const Tensor& packed, i64 first, const char* name) {
         mine.each([&](i64 x, i64 h, i64 r, i64 d) {
-          expect(mine.get(x, h, r, d) == packed.get(0, h, first + r, d), std::string(name) + " alone and packed, " + kernels->name);
+          expect(mine.get(x, h, r, d) == packed.get(0, h, first + r, d),
+                 std::string(name) + " alone and packed, " + kernels->name);
         });
       };
       same(alone.out, all.out, query, "out"), same(alone.grad_q, all.grad_q, query, "grad_q");
@@ -137,8 +148,8 @@ inline void test_every_value(DType dtype) {
         double rounded;
         test::put(dtype, &rounded, 0, mean);
         rounded = test::get(dtype, &rounded, 0);
-        expect(got == rounded || (std::isnan(got) && std::isnan(rounded)), std::string(kernels->name) + ": of " + number(first) +
-                   " and " + number(second) + " got " + number(got));
+        expect(got == rounded || (std::isnan(got) && std::isnan(rounded)),
+               std::string(kernels->name) + ": of " + number(first) + " and " + number(second) + " got " + number(got));
       });
     }
   }

@@ -5,7 +5,9 @@
 
 namespace tilewise::test {
 
-inline MaskSpec band(i64 left, i64 right, bool bottom_right = true) { return {MaskOp::band, left, right, bottom_right}; }
+inline MaskSpec band(i64 left, i64 right, bool bottom_right = true) {
+  return {MaskOp::band, left, right, bottom_right};
+}
 inline MaskSpec below(i64 length) { return {.op = MaskOp::below, .length = length}; }
 inline MaskSpec lengths(std::vector<i64> values = {}) { return {.op = MaskOp::below, .lengths = std::move(values)}; }
 inline MaskSpec documents(i64 count, int broadcast = 0) {
@@ -57,10 +59,12 @@ inline void test_sizes(DType dtype) {
 }
 
 inline void test_depths(DType dtype) {
-  const int depths[][2] = {{1, 1},   {2, 3},   {3, 2},   {5, 1},    {7, 8},    {8, 16},   {15, 17},   {16, 15},  {31, 33},  {40, 24},
-                           {64, 64}, {65, 63}, {80, 96}, {127, 65}, {128, 40}, {192, 128}, {255, 257}, {512, 31}, {33, 512}, {512, 512}};
+  const int depths[][2] = {{1, 1},    {2, 3},     {3, 2},     {5, 1},    {7, 8},    {8, 16},   {15, 17},
+                           {16, 15},  {31, 33},   {40, 24},   {64, 64},  {65, 63},  {80, 96},  {127, 65},
+                           {128, 40}, {192, 128}, {255, 257}, {512, 31}, {33, 512}, {512, 512}};
   for (const auto& [head_dim, value_dim] : depths) {
-    Case c = make(dtype, head_dim * value_dim > 40000 ? 5 : 37, head_dim * value_dim > 40000 ? 19 : 45, head_dim, value_dim);
+    Case c =
+        make(dtype, head_dim * value_dim > 40000 ? 5 : 37, head_dim * value_dim > 40000 ? 19 : 45, head_dim, value_dim);
     c.heads = 1;
     check(c);
   }
@@ -160,7 +164,8 @@ inline void test_biases(DType dtype) {
     if (broadcast % 3 == 0) c.mask = {band(-1, 0)};
     check(c);
   }
-  for (Layout layout : {Layout::heads_inside, Layout::odd_rows, Layout::odd_columns, Layout::transposed, Layout::shifted}) {
+  for (Layout layout :
+       {Layout::heads_inside, Layout::odd_rows, Layout::odd_columns, Layout::transposed, Layout::shifted}) {
     Case c = make(dtype, 35, 70, 8, 8);
     c.score = {bias(0, layout), softcap(6), bias(2, layout, true)};
     check(c);
@@ -168,7 +173,7 @@ inline void test_biases(DType dtype) {
 }
 
 inline void test_layouts(DType dtype) {
-  const Layout all[] = {Layout::plain,       Layout::heads_inside, Layout::odd_rows, Layout::odd_columns,
+  const Layout all[] = {Layout::plain,      Layout::heads_inside, Layout::odd_rows, Layout::odd_columns,
                         Layout::transposed, Layout::shifted,      Layout::expanded};
   const Layout results[] = {Layout::plain, Layout::heads_inside, Layout::odd_rows, Layout::shifted};
   for (int i = 0; i < 7; i++) {

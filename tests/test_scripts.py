@@ -21,12 +21,15 @@ def _tool(variable: str, name: str) -> str:
 
 
 def _run(script: str, *arguments: str) -> None:
+    # A path of the caller's would hide the package that a script has built.
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
         ["bash", ROOT / "scripts" / script, *arguments],
         capture_output=True,
         text=True,
         check=False,
         cwd=ROOT,
+        env=environment,
     )
     assert done.returncode == 0, f"{script}:\n{done.stdout[-8000:]}\n{done.stderr[-8000:]}"
 

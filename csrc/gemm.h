@@ -88,11 +88,9 @@ struct Gemm {
   using Word = typename Dot::Word;
   using Acc = typename Dot::Acc;
 
-  template <int kR, int kV, AOrder kOrder, Into kInto, bool kPeak>
-  TW_INLINE void block(const Word* a, i64 lda, const Word* b, i64 ldb, int depth, Acc* c, i64 ldc, const Acc* alpha,
-                       Vec<Acc>* peak) {
+  template <int kR, int kV, AOrder kOrder>
+  TW_INLINE void sum(const Word* a, i64 lda, const Word* b, i64 ldb, int depth, Vec<Acc> (&acc)[kR][kV]) {
     constexpr int lanes = kLanes<Acc>;
-    Vec<Acc> acc[kR][kV] = {};
     TW_UNROLL(2)
     for (int k = 0; k < depth; k++) {
       Vec<Word> row[kV];
@@ -103,6 +101,28 @@ struct Gemm {
         const Vec<Word> x = Dot::broadcast(kOrder == AOrder::row_major ? a[r * lda + k] : a[k * lda + r]);
         TW_UNROLL(4)
         for (int v = 0; v < kV; v++) acc[r][v] = Dot::multiply_add(acc[r][v], x, row[v]);
+      }
+    }
+  }
+
+  template <int kR, int kV, AOrder kOrder, Into kInto, bool kPeak>
+  TW_INLINE void block(const Word* a, i64 lda, const Word* b, i64 ldb, int depth, Acc* c, i64 ldc, const Acc* alpha,
+                       Vec<Acc>* peak) {
+    constexpr int lanes = kLanes<Acc>;
+    Vec<Acc> acc[kR][kV] = {};
+    sum<kR, kV, kOrder>(a, lda, b, ldb, depth < kChain ? depth : kChain, acc);
+    // The pieces of a long product meet here, before the entry of C, which may hold many blocks already.
+    if constexpr (kChain < 1 << 10) {
+      const i64 step = kOrder == AOrder::row_major ? 1 : lda;
+      for (int from = kChain; from < depth; from += kChain) {
+        const int count = depth - from < kChain ? depth - from : kChain;
+        Vec<Acc> piece[kR][kV] = {};
+        sum<kR, kV, kOrder>(a + from * step, lda, b + from * ldb, ldb, count, piece);
+        TW_UNROLL(16)
+        for (int r = 0; r < kR; r++) {
+          TW_UNROLL(4)
+          for (int v = 0; v < kV; v++) acc[r][v] += piece[r][v];
+        }
       }
     }
     TW_UNROLL(16)
@@ -144,16 +164,11 @@ struct Gemm {
   template <AOrder kOrder, Into kInto, bool kPeak = false>
   static void run(const Word* a, i64 lda, const Word* b, i64 ldb, int rows, int depth, int width, Acc* c, i64 ldc,
                   const Acc* alpha = nullptr, Acc* peak = nullptr) {
-    const i64 step = kOrder == AOrder::row_major ? 1 : lda;
     for_columns<Acc>(width, [&](auto vectors, int column) {
       constexpr int kV = decltype(vectors)::value;
       const Acc* factor = alpha ? alpha + column : nullptr;
       Acc* top = peak ? peak + column : nullptr;
-      columns<kV, kOrder, kInto, kPeak>(a, lda, b + column, ldb, rows, depth < kChain ? depth : kChain, c + column, ldc,
-                                        factor, top);
-      for (int k = kChain; k < depth; k += kChain)
-        columns<kV, kOrder, Into::add, kPeak>(a + k * step, lda, b + column + k * ldb, ldb, rows,
-                                              depth - k < kChain ? depth - k : kChain, c + column, ldc, factor, top);
+      columns<kV, kOrder, kInto, kPeak>(a, lda, b + column, ldb, rows, depth, c + column, ldc, factor, top);
     });
   }
 };

@@ -24,7 +24,7 @@ struct PlainMode {
   static constexpr int per_word = 1;
   static constexpr bool paired = false;
   static constexpr int exp2_degree = sizeof(E) == 2 ? 4 : 6;
-  static constexpr int query_tiles = sizeof(E) == 2 ? 8 : 4;  // tiles that share a packed block of keys
+  static constexpr int query_tiles = 8;  // that share a block of keys, packed or at least near
 
   static int words(int depth) { return depth; }
   static const E* at(const void* data, i64 offset) { return static_cast<const E*>(data) + offset; }

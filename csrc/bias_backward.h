@@ -3,7 +3,7 @@
 // the same to the bit every time.
 #pragma once
 
-#include "backward.h"
+#include "tile_gradients.h"
 
 namespace tilewise::TILEWISE_ISA {
 

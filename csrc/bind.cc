@@ -282,6 +282,29 @@ double peak(const std::string& kind, int threads, const std::string& clock) {
   return static_cast<double>(shared.operations) / elapsed.count();
 }
 
+// Wall seconds of one team that shares that many operations of the bare loop: what a call of this size costs
+// when nothing but starting and joining the threads stands beside the arithmetic.
+double team_seconds(const std::string& kind, int threads, double operations, int repeats) {
+  if (kind != "fma" && kind != "bf16") bad("team_seconds: kind must be 'fma' or 'bf16', got '" + kind + "'");
+  if (threads < 1 || repeats < 1 || !(operations > 0)) bad("team_seconds: give positive numbers");
+  struct Shared {
+    double (*loop)(i64);
+    i64 iterations;
+  } shared{kind == "fma" ? active().fma_flops : active().bf16_flops, 0};
+  if (shared.loop == nullptr) return 0;
+  constexpr i64 kProbe = 1000;
+  shared.iterations = static_cast<i64>(operations / threads / (shared.loop(kProbe) / kProbe)) + 1;
+  auto body = [](void* context) {
+    const Shared& s = *static_cast<Shared*>(context);
+    s.loop(s.iterations);
+  };
+  nb::gil_scoped_release release;
+  const auto begin = std::chrono::steady_clock::now();
+  for (int i = 0; i < repeats; i++) run_team(threads, body, &shared);
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
+  return elapsed.count() / repeats;
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -304,4 +327,5 @@ NB_MODULE(_core, m) {
   m.def("set_isa", &set_isa, nb::arg("name"));
   m.def("openmp_runtime", [] { return std::string(openmp_runtime()); });
   m.def("peak", &peak, nb::arg("kind"), nb::arg("threads"), nb::arg("clock") = "cpu");
+  m.def("team_seconds", &team_seconds, nb::arg("kind"), nb::arg("threads"), nb::arg("operations"), nb::arg("repeats"));
 }

@@ -1,6 +1,8 @@
 // Work and memory of a call: sequences, tasks handed out one by one, scratch memory cut into arrays.
 #pragma once
 
+#include <pthread.h>
+
 #include <cstdlib>
 
 #include "parallel.h"
@@ -54,6 +56,8 @@ class Carver {
 
 // Runs work(task, memory) for every task, on up to `threads` threads, each with `bytes` of scratch memory.
 // Which thread takes which task has no influence on any result. False when memory ran out.
+// The caller takes the last of many tasks: the first thread at the barrier goes to sleep there, and waking the
+// caller, who has to go on, is what a short call cannot afford.
 template <class Work>
 static bool for_tasks(int threads, i64 tasks, std::size_t bytes, const Work& work) {
   struct Shared {
@@ -61,7 +65,9 @@ static bool for_tasks(int threads, i64 tasks, std::size_t bytes, const Work& wor
     i64 tasks, next;
     std::size_t bytes;
     int failed;
-  } shared{&work, tasks, 0, bytes, 0};
+    i64 for_caller;
+    pthread_t caller;
+  } shared{&work, tasks, 0, bytes, 0, tasks >= 16 * threads, pthread_self()};
   if (tasks < threads) threads = static_cast<int>(max(1, tasks));
   auto body = [](void* context) {
     Shared& s = *static_cast<Shared*>(context);
@@ -70,10 +76,12 @@ static bool for_tasks(int threads, i64 tasks, std::size_t bytes, const Work& wor
       __atomic_store_n(&s.failed, 1, __ATOMIC_RELAXED);
       return;
     }
-    for (;;) {
-      const i64 task = __atomic_fetch_add(&s.next, 1, __ATOMIC_RELAXED);
-      if (task >= s.tasks) break;
+    const i64 end = pthread_equal(pthread_self(), s.caller) ? s.tasks : s.tasks - s.for_caller;
+    i64 task = __atomic_load_n(&s.next, __ATOMIC_RELAXED);
+    while (task < end) {
+      if (!__atomic_compare_exchange_n(&s.next, &task, task + 1, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) continue;
       (*s.work)(task, memory);
+      task = __atomic_load_n(&s.next, __ATOMIC_RELAXED);
     }
     trim_scratch();
   };

@@ -55,7 +55,7 @@ def record() -> Record:
             CaseResult.describing(SMALL, "cpu", wrong="NaN"),
         ],
         [Overhead("attention", [3e-6], [2e-6], 2.0)],
-        [Scaling("small", "float32", [2.0, 2.2], [1.1, 1.0], [10.0], [19.0], True)],
+        [Scaling("small", "float32", [2.0, 2.2], [1.1, 1.0], [10.0], [19.0], [2.0], [1.3], True)],
         [Memory("forward 16k D64", "float32", "ours", 9_000_000, 8_000_000)],
     )
 
@@ -177,9 +177,12 @@ def test_verdict(goal: Goal | None, met: str) -> None:
 
 
 def test_scaling_is_judged_next_to_the_bare_loop() -> None:
-    found = Scaling("small", "float32", [2.0, 2.2], [1.2, 1.25], [10.0, 9.0], [18.0, 17.0], True)
+    peaks = [10.0, 9.0], [18.0, 17.0]
+    teams = [2.0, 2.1], [1.25, 1.3]
+    found = Scaling("small", "float32", [2.0, 2.2], [1.2, 1.25], *peaks, *teams, True)
     assert found.ours == pytest.approx(2.0 / 2.4)
     assert found.bare_loop == pytest.approx(0.9)
+    assert found.same_length == pytest.approx(0.8)
     assert found.met == "yes"
     assert replace(found, two_s=[1.3]).met == "no"
     assert replace(found, has_goal=False).met == ""
@@ -200,7 +203,7 @@ def test_a_record_comes_back_from_its_file(tmp_path: Path) -> None:
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(InvalidArgument, match=r"--from.*format 1"):
+    with pytest.raises(InvalidArgument, match=r"--from.*format 2"):
         Record.read(path)
     with pytest.raises(InvalidArgument, match="--from"):
         Record.read(tmp_path / "absent.json")

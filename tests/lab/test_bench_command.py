@@ -20,7 +20,7 @@ from tilewise.lab.bench.result import Scaling
 
 needs_core = pytest.mark.skipif(absence() is not None, reason="the compiled core is not built")
 Stored = Callable[..., str]
-SCALED = Scaling("short 33", "float32", [2.0], [1.0], [1.0], [2.0], True)
+SCALED = Scaling("short 33", "float32", [2.0], [1.0], [1.0], [2.0], [2.0], [1.0], True)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from tilewise.kernels.cpu.core import core
 
-__all__ = ["Clock", "isa", "loop", "measure"]
+__all__ = ["Clock", "isa", "loop", "measure", "team_s"]
 
 Clock = Literal["cpu", "wall"]
 
@@ -37,3 +37,17 @@ def measure(kind: str, threads: int, clock: Clock) -> float:
         clock: ``"cpu"`` counts the time that each thread ran, ``"wall"`` also what it waited.
     """
     return float(core().peak(kind, threads, clock))
+
+
+def team_s(kind: str, threads: int, operations: float, repeats: int) -> float:
+    """Wall seconds of one team that shares so many operations of the bare loop, mean of repeats.
+
+    A short call pays for waking its threads; so does this loop, which does nothing else.
+
+    Args:
+        kind: as ``loop`` gives it.
+        threads: how many share the operations.
+        operations: of all threads together.
+        repeats: teams started one after the other.
+    """
+    return float(core().team_seconds(kind, threads, operations, repeats))

@@ -20,7 +20,7 @@ from tilewise.lab.bench.result import CaseResult, Memory, Overhead, Scaling
 
 __all__ = ["COMPLETE", "FORMAT", "Record"]
 
-FORMAT = 1
+FORMAT = 2
 COMPLETE = "complete"
 
 
@@ -77,6 +77,7 @@ class Record:
                     **asdict(each),
                     "ours": each.ours,
                     "bare_loop": each.bare_loop,
+                    "same_length": each.same_length,
                     "relative": each.relative,
                     "met": each.met,
                 }
@@ -112,7 +113,7 @@ class Record:
             [CaseResult.from_json(each) for each in values["cases"]],
             [Overhead(**_known(each, "times", "met")) for each in values["overhead"]],
             [
-                Scaling(**_known(each, "ours", "bare_loop", "relative", "met"))
+                Scaling(**_known(each, "ours", "bare_loop", "same_length", "relative", "met"))
                 for each in values["scaling"]
             ],
             [Memory(**each) for each in values["memory"]],

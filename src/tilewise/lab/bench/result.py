@@ -162,6 +162,7 @@ class Scaling:
         name, dtype: of the case.
         one_s, two_s: wall seconds of one call on one and on two threads, one entry per round.
         peak_one, peak_two: the bare loop's operations per second in the same rounds.
+        team_one_s, team_two_s: wall seconds of a bare loop as long as the call on one thread.
         has_goal: False for a case that is only informative.
     """
 
@@ -171,6 +172,8 @@ class Scaling:
     two_s: list[float]
     peak_one: list[float]
     peak_two: list[float]
+    team_one_s: list[float]
+    team_two_s: list[float]
     has_goal: bool
 
     # The best round counts: whatever else runs on the machine can only make a round slower, and
@@ -189,6 +192,11 @@ class Scaling:
     def relative(self) -> float:
         """Ours as a share of the bare loop's."""
         return self.ours / self.bare_loop
+
+    @property
+    def same_length(self) -> float:
+        """The same of a bare loop no longer than the call: what waking a thread costs."""
+        return min(self.team_one_s) / (2 * min(self.team_two_s))
 
     @property
     def met(self) -> Verdict:

@@ -36,20 +36,22 @@ def scaling(key: str, budget_s: float) -> Scaling:
     case = find(key)
     call = build(case, operands(case)).ours
     kind = peaks.loop(case.dtype, peaks.isa())
-    found = Scaling(case.name, case.dtype, [], [], [], [], case.goal is not None)
+    found = Scaling(case.name, case.dtype, [], [], [], [], [], [], case.goal is not None)
     torch.set_num_threads(2)
     once(call)  # starts the team, and gives it its memory
     torch.set_num_threads(1)
     one_s = once(call)[1]
     repeats = repeats_for(one_s)
-    for _ in range(rounds_for(1.6 * one_s * repeats, budget_s, 3, 9)):
-        for threads, times, rates in (
-            (1, found.one_s, found.peak_one),
-            (2, found.two_s, found.peak_two),
+    operations = one_s * peaks.measure(kind, 1, "wall")
+    for _ in range(rounds_for(3.2 * one_s * repeats, budget_s, 3, 9)):
+        for threads, times, rates, teams in (
+            (1, found.one_s, found.peak_one, found.team_one_s),
+            (2, found.two_s, found.peak_two, found.team_two_s),
         ):
             torch.set_num_threads(threads)
             times.append(once(call, repeats)[1])
             rates.append(peaks.measure(kind, threads, "wall"))
+            teams.append(peaks.team_s(kind, threads, operations, repeats))
     return found
 
 

@@ -1,0 +1,1 @@
+"""Training choices: schedules, optimizers and attention variants, each one registered function."""

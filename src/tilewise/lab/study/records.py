@@ -1,0 +1,343 @@
+"""What a run leaves behind: one append-only file of JSON lines, and nothing else is ever believed.
+
+Every line is one event. A line is written whole and flushed, so that a crash loses at most the line in
+flight; a reader drops a torn last line. A run that is resumed writes another ``Start`` with the step it
+goes on from, and a reader forgets the steps and evaluations after it: they are done again, with the same
+bits but other timings.
+
+Losses are in nats per token. A number that is not finite is stored as null, and ``End.status`` says why.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from tilewise.errors import TilewiseError
+
+__all__ = [
+    "Checkpoint",
+    "CorruptRecordError",
+    "End",
+    "Evaluation",
+    "Event",
+    "Kernels",
+    "LayerKernel",
+    "Memory",
+    "RunRecord",
+    "Start",
+    "Step",
+    "Writer",
+]
+
+FORMAT = 1
+
+
+class CorruptRecordError(TilewiseError):
+    """A line in the middle of a record cannot be read."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line; ``event`` names its type."""
+
+    event: ClassVar[str]
+
+    def line(self) -> str:
+        """The event as one line of JSON, newline included."""
+        values = {"event": self.event, **_finite(asdict(self))}
+        return json.dumps(values, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+@dataclass(frozen=True)
+class Start(Event):
+    """A process took up the run.
+
+    Args:
+        run: its name, ``experiment/arm/seed-0`` (a trial of a sweep: ``.../sweep-0.003-seed-1000``).
+        experiment, arm, seed, phase: the same apart; ``phase`` is ``"final"`` or ``"sweep"``.
+        candidate: the swept value of a trial.
+        config: everything of the run but its seed, written out.
+        config_hash: of ``config``.
+        from_step: optimizer steps already done (0 for a new run).
+        time: ISO 8601, UTC.
+        environment: versions, chip, threads, git commit.
+        corpus: name, sha256, tokens and bytes of the training and the held-out text.
+        parameters: trainable numbers, and of them ``embedding`` (looked up, not multiplied).
+        groups: name of each parameter group -> the names of its parameters.
+        flops_per_token: ``full`` (12 L d T) and ``causal`` (6 L d T) conventions.
+        peak_flops_s: measured matrix multiplication of one thread in this precision.
+    """
+
+    event = "start"
+    run: str
+    experiment: str
+    arm: str
+    seed: int
+    phase: Literal["final", "sweep"]
+    candidate: float | None
+    config: dict[str, Any]
+    config_hash: str
+    from_step: int
+    time: str
+    environment: dict[str, Any]
+    corpus: dict[str, Any]
+    parameters: dict[str, int]
+    groups: dict[str, list[str]]
+    flops_per_token: dict[str, float]
+    peak_flops_s: float
+    format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class Step(Event):
+    """One optimizer step is done.
+
+    Args:
+        step: 1 for the first.
+        loss: of the step's batch before the step, without smoothing and z-loss.
+        lr: learning rate used.
+        gradient_norm: before clipping.
+        wall_s, cpu_s: of the step, all its micro-batches; CPU over all threads.
+        warmup: True where the step is left out of throughput (the first ones of a process).
+    """
+
+    event = "step"
+    step: int
+    loss: float | None
+    lr: float
+    gradient_norm: float | None
+    wall_s: float
+    cpu_s: float
+    warmup: bool
+
+
+@dataclass(frozen=True)
+class Evaluation(Event):
+    """The held-out loss after a step.
+
+    Args:
+        step: optimizer steps done; 0 before the first.
+        tokens: trained on so far.
+        train_wall_s, train_cpu_s: spent in optimizer steps so far, over all resumes.
+        loss: mean nats per token on the held-out windows.
+        bits_per_byte: the same per byte of the text, base 2.
+        word_perplexity: exp(total nats / original words), for WikiText; None elsewhere.
+        wall_s: of the evaluation itself.
+    """
+
+    event = "evaluation"
+    step: int
+    tokens: int
+    train_wall_s: float
+    train_cpu_s: float
+    loss: float | None
+    bits_per_byte: float | None
+    word_perplexity: float | None
+    wall_s: float
+
+
+@dataclass(frozen=True)
+class Memory(Event):
+    """Where memory goes: sums of storages, and the process's peak over what it held before the model.
+
+    Args:
+        weights_bytes, gradients_bytes, optimizer_bytes: each storage counted once.
+        activations_bytes: what autograd saves of one micro-batch, weights not counted.
+        peak_bytes: most that the process held during training, less what it held before the model
+            (the allocator's peak on a GPU).
+    """
+
+    event = "memory"
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class LayerKernel:
+    """Which attention kernel a layer ran in training, and how often.
+
+    Args:
+        layer: its index.
+        kernel: e.g. ``"tilewise cpu"``, ``"sdpa flash"``, ``"sdpa math"``, ``"plain"``.
+        calls: forward passes since the run began.
+    """
+
+    layer: int
+    kernel: str
+    calls: int
+
+
+@dataclass(frozen=True)
+class Kernels(Event):
+    """What the guard saw, cumulative over the run."""
+
+    event = "kernels"
+    layers: list[LayerKernel]
+
+
+@dataclass(frozen=True)
+class Checkpoint(Event):
+    """The state after ``step`` is safely on disk."""
+
+    event = "checkpoint"
+    step: int
+
+
+@dataclass(frozen=True)
+class End(Event):
+    """The run is over.
+
+    Args:
+        status: ``"done"``, or ``"diverged"`` (a loss or gradient was not finite).
+        step: the last step that was taken.
+        reason: in words; empty for ``"done"``.
+        weights_sha256: of all weights in the order of their names.
+        state_sha256: of weights, optimizer state and random state.
+    """
+
+    event = "end"
+    status: Literal["done", "diverged"]
+    step: int
+    reason: str
+    weights_sha256: str
+    state_sha256: str
+
+
+_TYPES: dict[str, type[Event]] = {
+    kind.event: kind for kind in (Start, Step, Evaluation, Memory, Kernels, Checkpoint, End)
+}
+
+
+@dataclass
+class RunRecord:
+    """A run as its file tells it. Empty lists and None where it has not come so far."""
+
+    starts: list[Start] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    memory: Memory | None = None
+    kernels: Kernels | None = None
+    checkpoint: int = 0
+    end: End | None = None
+
+    @property
+    def start(self) -> Start:
+        """The first start: what the run is."""
+        return self.starts[0]
+
+    @property
+    def done(self) -> bool:
+        """Whether the run is over, well or not."""
+        return self.end is not None
+
+    @property
+    def diverged(self) -> bool:
+        """Whether it ended because a number was not finite."""
+        return self.end is not None and self.end.status == "diverged"
+
+    @classmethod
+    def read(cls, path: Path) -> RunRecord:
+        """The record in a file; an empty record where there is no file.
+
+        Raises:
+            CorruptRecordError: a line other than the last is not an event.
+        """
+        record = cls()
+        for event in _events(path):
+            record._add(event)
+        return record
+
+    def _add(self, event: Event) -> None:
+        match event:
+            case Start():
+                self.starts.append(event)
+                self.steps = [each for each in self.steps if each.step <= event.from_step]
+                # An evaluation after the step of the checkpoint is in the checkpoint too.
+                kept = [each for each in self.evaluations if each.step <= event.from_step]
+                self.evaluations = kept if event.from_step else []
+            case Step():
+                self.steps.append(event)
+            case Evaluation():
+                self.evaluations.append(event)
+            case Memory():
+                self.memory = event
+            case Kernels():
+                self.kernels = event
+            case Checkpoint():
+                self.checkpoint = event.step
+            case End():
+                self.end = event
+
+
+class Writer:
+    """Appends events to a record; mends a torn last line first.
+
+    Args:
+        path: of the file; its folder exists.
+    """
+
+    def __init__(self, path: Path) -> None:
+        _drop_torn_line(path)
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, event: Event) -> None:
+        """Append one event: one write, so that it is there whole or torn, never mixed."""
+        self._file.write(event.line().encode())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _drop_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+
+
+def _events(path: Path) -> Iterator[Event]:
+    if not path.exists():
+        return
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            yield _event(json.loads(line))
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines):  # no newline after it: torn by a crash
+                return
+            message = (
+                f"{path}, line {number}: not an event of a study ({error}); the file was changed"
+            )
+            raise CorruptRecordError(message) from None
+
+
+def _event(values: dict[str, Any]) -> Event:
+    kind = _TYPES[values.pop("event")]
+    if kind is Kernels:
+        return Kernels([LayerKernel(**each) for each in values["layers"]])
+    known = {each.name for each in fields(kind)}
+    return kind(**{key: value for key, value in values.items() if key in known})
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return value

@@ -1,0 +1,64 @@
+"""A run: one arm of one experiment with one seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tilewise.lab.study.config import RunConfig, config_hash, parse
+
+__all__ = ["RECORD", "Run"]
+
+RECORD = "record.jsonl"  # the file of events in the folder of a run
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one process trains.
+
+    Args:
+        experiment, arm: names.
+        seed: of weights, order of the data and random numbers.
+        config: everything else.
+        phase: ``"sweep"`` for a trial of a sweep, which chooses a value and then counts as cost only.
+        candidate: the swept value of a trial.
+    """
+
+    experiment: str
+    arm: str
+    seed: int
+    config: RunConfig
+    phase: Literal["final", "sweep"] = "final"
+    candidate: float | None = None
+
+    @property
+    def name(self) -> str:
+        """``experiment/arm/seed-0``, or ``experiment/arm/sweep-0.003-seed-1000``."""
+        trial = f"sweep-{self.candidate:g}-" if self.phase == "sweep" else ""
+        return f"{self.experiment}/{self.arm}/{trial}seed-{self.seed}"
+
+    @property
+    def config_hash(self) -> str:
+        """Of the config alone; a checkpoint with another one is refused."""
+        return config_hash(self.config)
+
+    def folder(self, study: Path) -> Path:
+        """Where it writes, inside the folder of its study."""
+        return study / "runs" / self.name
+
+    def as_json(self) -> dict[str, Any]:
+        """The run in JSON's types; ``from_json`` reads it back."""
+        return {
+            "experiment": self.experiment,
+            "arm": self.arm,
+            "seed": self.seed,
+            "config": self.config.model_dump(mode="json"),
+            "phase": self.phase,
+            "candidate": self.candidate,
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Run:
+        """The inverse of ``as_json``."""
+        return cls(**{**values, "config": parse(RunConfig, values["config"])})

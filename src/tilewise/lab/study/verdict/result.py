@@ -1,0 +1,282 @@
+"""What a judged study is: values only, made by ``judge`` from records and shown by the reports.
+
+Effects are differences of the experiment's metric on the held-out text after the last step, arm
+less baseline: below zero is better, as both metrics (nats per token, bits per byte) are losses.
+Every definition is in ``docs/metrics.md``. None stands for what is not known or is withheld.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from tilewise.lab.study.verdict.quantities import (
+    ArmMeasures,
+    Cost,
+    Interval,
+    KernelUse,
+    MemorySplit,
+    Ratio,
+    Summary,
+    TargetResult,
+)
+
+__all__ = [
+    "ArmMeasures",
+    "ArmVerdict",
+    "Baseline",
+    "Candidate",
+    "Cost",
+    "ExperimentVerdict",
+    "Interaction",
+    "InteractionLabel",
+    "Interval",
+    "KernelFlag",
+    "KernelUse",
+    "Label",
+    "MemorySplit",
+    "Ratio",
+    "SeedResult",
+    "StudyVerdict",
+    "Summary",
+    "SweepResult",
+    "TargetResult",
+]
+
+Label = Literal["better", "worse", "no difference", "undecided", "diverged", "incomplete"]
+InteractionLabel = Literal[
+    "better together", "worse together", "additive", "undecided", "diverged", "incomplete"
+]
+Status = Literal["done", "diverged", "incomplete"]
+
+
+@dataclass(frozen=True)
+class KernelFlag:
+    """A difference of attention kernels that a reader has to know of.
+
+    Args:
+        arm: kernels of the arm in ``layers``, e.g. ``"sdpa math"``; ``" and "`` between several.
+        baseline: those of the baseline in the same layers.
+        layers: indices.
+        expected: True where the arm changes the attention by its own words (a systems arm, or a
+            change below ``attention``); False where it is a side effect.
+        words: the whole flag as a sentence.
+    """
+
+    arm: str
+    baseline: str
+    layers: tuple[int, ...]
+    expected: bool
+    words: str
+
+
+@dataclass(frozen=True)
+class SeedResult:
+    """One seed of an arm.
+
+    Args:
+        seed: the seed.
+        status: of the arm's run.
+        metric: of the arm after the last step; None unless done.
+        baseline: the same of the baseline with this seed.
+        difference: ``metric - baseline``; None unless both are done.
+        identical: both runs ended with the same weights, bit for bit.
+    """
+
+    seed: int
+    status: Status
+    metric: float | None
+    baseline: float | None
+    difference: float | None
+    identical: bool
+
+
+@dataclass(frozen=True)
+class ArmVerdict:
+    """What an arm's runs say against the baseline's.
+
+    Args:
+        arm, kind: name, and ``"training"`` or ``"systems"``.
+        label: the decision.
+        reason: the decision as one sentence with its numbers.
+        n: paired seeds that finished in both.
+        effect: mean paired difference; None without a pair.
+        interval: of the effect, at the experiment's confidence, not adjusted for other arms; None
+            for fewer than two pairs.
+        p_value, p_holm: of the two-sided paired t test, as it is and adjusted over the arms.
+        p_equivalence, p_equivalence_holm: of the two one-sided tests against the smallest effect.
+        more_seeds: further seeds that an undecided arm needs; None for other labels.
+        per_seed: every seed of the experiment.
+        diverged: seeds that diverged.
+        identical: every paired seed ended with the same weights, bit for bit.
+        kernel_flags: where attention kernels differ from the baseline's.
+        speed_withheld: why no speed is reported; empty where it is. Then every measure of time in
+            ``measures`` and ``target`` is None.
+        measures, cost, target: see there; target is None where the experiment has none.
+        notes: what else a reader has to know, as sentences.
+    """
+
+    arm: str
+    kind: Literal["training", "systems"]
+    label: Label
+    reason: str
+    n: int
+    effect: float | None
+    interval: Interval | None
+    p_value: float | None
+    p_holm: float | None
+    p_equivalence: float | None
+    p_equivalence_holm: float | None
+    more_seeds: int | None
+    per_seed: tuple[SeedResult, ...]
+    diverged: tuple[int, ...]
+    identical: bool
+    kernel_flags: tuple[KernelFlag, ...]
+    speed_withheld: str
+    measures: ArmMeasures
+    cost: Cost
+    target: TargetResult | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What the arms are compared with; fields as of ``ArmVerdict``.
+
+    Args:
+        name: what the report calls it.
+        status: ``"done"`` where every seed is; ``"diverged"`` where any diverged.
+        n: finished seeds.
+        diverged, incomplete: seeds.
+        measures, cost, target: of its runs.
+    """
+
+    name: str
+    status: Status
+    n: int
+    diverged: tuple[int, ...]
+    incomplete: tuple[int, ...]
+    measures: ArmMeasures
+    cost: Cost
+    target: TargetResult | None
+
+
+@dataclass(frozen=True)
+class Interaction:
+    """Whether choices add up: the effect of all together less what smaller sets of them explain.
+
+    For two: (both - baseline) - (first - baseline) - (second - baseline).
+
+    Args:
+        arms: the single choices, e.g. ``("lion", "wsd")``.
+        together: the arm that has them all, e.g. ``"lion+wsd"``.
+        label: the decision, made like an arm's.
+        n, effect, interval, p_value, p_holm: like an arm's; Holm over the interactions.
+        reason: the decision as a sentence.
+    """
+
+    arms: tuple[str, ...]
+    together: str
+    label: InteractionLabel
+    n: int
+    effect: float | None
+    interval: Interval | None
+    p_value: float | None
+    p_holm: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A value that a sweep tried.
+
+    Args:
+        value: the swept value.
+        status: ``"diverged"`` where any seed did.
+        metric: mean final metric over the sweep's seeds; None unless done.
+    """
+
+    value: float
+    status: Status
+    metric: float | None
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """The trials of one arm.
+
+    Args:
+        arm, path: whose, and what was swept.
+        candidates: in ascending order.
+        chosen: the best mean final metric, the smaller value on a tie; None while trials are
+            missing or where all diverged.
+        survived: smallest and largest value that did not diverge; None where none is known to.
+        at_edge: the chosen value is the smallest or largest tried, so a better one may lie outside.
+        words: all of it as a sentence.
+    """
+
+    arm: str
+    path: str
+    candidates: tuple[Candidate, ...]
+    chosen: float | None
+    survived: Interval | None
+    at_edge: bool
+    words: str
+
+
+@dataclass(frozen=True)
+class ExperimentVerdict:
+    """One question decided, as far as its runs have come.
+
+    Args:
+        experiment, question: name and words.
+        metric, smallest_effect, confidence: how it was decided.
+        baseline, arms: in the config's order.
+        interactions: of arms named ``a+b`` whose parts are arms too.
+        sweeps: of every arm, the baseline first; empty without a sweep.
+        notes: what concerns the whole experiment, as sentences.
+    """
+
+    experiment: str
+    question: str
+    metric: Literal["loss", "bits_per_byte"]
+    smallest_effect: float
+    confidence: float
+    baseline: Baseline
+    arms: tuple[ArmVerdict, ...]
+    interactions: tuple[Interaction, ...]
+    sweeps: tuple[SweepResult, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StudyVerdict:
+    """A study judged from its records.
+
+    Args:
+        study, question: name and words.
+        complete: whether every planned run is over.
+        experiments: in the config's order.
+    """
+
+    study: str
+    question: str
+    complete: bool
+    experiments: tuple[ExperimentVerdict, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it in JSON's types; what is not finite becomes null."""
+        values: dict[str, Any] = json.loads(json.dumps(_plain(asdict(self)), allow_nan=False))
+        return values
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value

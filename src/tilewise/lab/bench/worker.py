@@ -21,7 +21,7 @@ from tilewise.lab.bench.build import build, operands
 from tilewise.lab.bench.cases import Case, Shape, find
 from tilewise.lab.bench.clock import once, repeats_for, rounds_for
 from tilewise.lab.bench.result import Memory, Scaling
-from tilewise.lab.demo.memory import peak_bytes, reset_peak, resident_bytes
+from tilewise.lab.memory import peak_bytes, reset_peak, resident_bytes
 
 __all__ = ["memory", "scaling"]
 

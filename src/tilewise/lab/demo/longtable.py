@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from tilewise.lab.demo.child import Child, ChildError
 from tilewise.lab.demo.corpus import bytes_needed
-from tilewise.lab.demo.memory import available_bytes
 from tilewise.lab.demo.settings import Settings
 from tilewise.lab.demo.worker import Job
+from tilewise.lab.memory import available_bytes
 from tilewise.nn import Implementation
 
 # tilewise comes first: the estimate for plain starts from its memory. sdpa, torch's own fused

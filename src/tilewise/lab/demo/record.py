@@ -14,9 +14,9 @@ from tilewise import chips
 from tilewise.lab.demo.contest import Arm, line_up
 from tilewise.lab.demo.corpus import Corpus
 from tilewise.lab.demo.longtable import Cell
-from tilewise.lab.demo.memory import available_bytes
 from tilewise.lab.demo.settings import Settings
 from tilewise.lab.demo.verdict import Check, checks, pace
+from tilewise.lab.memory import available_bytes
 
 FORMAT = 1
 COMPLETE = "complete"

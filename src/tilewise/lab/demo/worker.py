@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from tilewise.lab.demo.corpus import Windows
-from tilewise.lab.demo.memory import peak_bytes, reset_peak, resident_bytes
 from tilewise.lab.demo.model import GPT, nudge, write
 from tilewise.lab.demo.settings import Settings
+from tilewise.lab.memory import peak_bytes, reset_peak, resident_bytes
 from tilewise.nn import Implementation
 
 PROMPT = b"def "

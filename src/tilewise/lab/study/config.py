@@ -1,8 +1,8 @@
-"""What a study is: typed, frozen and complete, so that its hash names everything that decides a result.
+"""What a study is: typed, frozen and complete: its hash names everything that decides a result.
 
-A ``Study`` holds experiments; an ``Experiment`` compares arms with a baseline over seeds; an ``Arm`` is
-the baseline with some values changed; a ``RunConfig`` is everything of one run but its seed. Standard
-values are written out: a config that is saved says every number that was used.
+A ``Study`` holds experiments; an ``Experiment`` compares arms with a baseline over seeds; an
+``Arm`` is the baseline with some values changed; a ``RunConfig`` is everything of one run but its
+seed. Standard values are written out: a saved config says every number that was used.
 
 Values are addressed by dotted paths, e.g. ``optimizer.lr`` or ``training.clip``; see ``change``.
 """
@@ -152,7 +152,7 @@ class Training(Frozen):
 
 
 class Budget(Frozen):
-    """When a run ends: after so many optimizer steps, or after so many tokens (rounded up to a step)."""
+    """When a run ends: after so many optimizer steps, or tokens (rounded up to a step)."""
 
     steps: int | None = Field(None, ge=1)
     tokens: int | None = Field(None, ge=1)
@@ -168,9 +168,9 @@ class Evaluation(Frozen):
     """The held-out loss, on the same windows in every run.
 
     ``every`` counts optimizer steps; the first weights and the last step are always evaluated.
-    ``windows`` are spread evenly over the held-out text. A ``final_stride`` above 0 scores the whole
-    held-out text after the last step instead: windows move on by that many tokens, and only the
-    tokens that are new in a window count.
+    ``windows`` are spread evenly over the held-out text. A ``final_stride`` above 0 scores the
+    whole held-out text after the last step instead: windows move on by that many tokens, and only
+    the tokens that are new in a window count.
     """
 
     every: int = Field(25, ge=1)
@@ -220,7 +220,7 @@ class Arm(Frozen):
 
 
 class Sweep(Frozen):
-    """Candidates of one value, tried for every arm with an equal budget before the seeds that count.
+    """Candidates of one value, tried for every arm with an equal budget before the final seeds.
 
     Args:
         path: what is swept.
@@ -243,8 +243,8 @@ class Experiment(Frozen):
         baseline_name: what the report calls it.
         arms: the others.
         seeds: of every arm; the same seed gives every arm the same weights and batches.
-        smallest_effect: the smallest difference of the final loss that matters, in the metric's unit.
-        metric: ``"loss"`` in nats per token, or ``"bits_per_byte"``; of the held-out text, at the end.
+        smallest_effect: the smallest difference of the final metric that matters, in its unit.
+        metric: ``"loss"`` in nats per token or ``"bits_per_byte"``, of the final held-out text.
         target: the loss (same unit) whose time and tokens are reported; None for none.
         confidence: of intervals and tests.
         power: of the number of seeds that an undecided arm still needs.
@@ -336,8 +336,8 @@ def parse(kind: type[M], values: Mapping[str, Any]) -> M:
 def change(config: M, changes: Mapping[str, Any]) -> M:
     """The config with the values at some dotted paths replaced.
 
-    A path may name a single value (``optimizer.lr``) or a whole part (``optimizer``, then the value is
-    a mapping). Setting the ``name`` of a choice keeps those of its options that the new one has too.
+    A path may name a single value (``optimizer.lr``) or a whole part (``optimizer``, then the value
+    is a mapping). Setting the ``name`` of a choice keeps those options that the new one has too.
 
     Args:
         config: what to start from; it is not changed.

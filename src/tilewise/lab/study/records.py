@@ -1,11 +1,11 @@
 """What a run leaves behind: one append-only file of JSON lines, and nothing else is ever believed.
 
-Every line is one event. A line is written whole and flushed, so that a crash loses at most the line in
-flight; a reader drops a torn last line. A run that is resumed writes another ``Start`` with the step it
-goes on from, and a reader forgets the steps and evaluations after it: they are done again, with the same
-bits but other timings.
+Every line is one event. A line is written whole and flushed, so that a crash loses at most the line
+in flight; a reader drops a torn last line. A run that is resumed writes another ``Start`` with the
+step it goes on from, and a reader forgets the steps and evaluations after it: they are done again,
+with the same bits but other timings.
 
-Losses are in nats per token. A number that is not finite is stored as null, and ``End.status`` says why.
+Losses are in nats per token. A number that is not finite is stored as null; ``End`` says why.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Start(Event):
     """A process took up the run.
 
     Args:
-        run: its name, ``experiment/arm/seed-0`` (a trial of a sweep: ``.../sweep-0.003-seed-1000``).
+        run: its name, ``experiment/arm/seed-0`` (a sweep's trial: ``.../sweep-0.003-seed-1000``).
         experiment, arm, seed, phase: the same apart; ``phase`` is ``"final"`` or ``"sweep"``.
         candidate: the swept value of a trial.
         config: everything of the run but its seed, written out.
@@ -143,7 +143,7 @@ class Evaluation(Event):
 
 @dataclass(frozen=True)
 class Memory(Event):
-    """Where memory goes: sums of storages, and the process's peak over what it held before the model.
+    """Where memory goes: sums of storages, and the peak over what was held before the model.
 
     Args:
         weights_bytes, gradients_bytes, optimizer_bytes: each storage counted once.

@@ -21,7 +21,7 @@ class Run:
         experiment, arm: names.
         seed: of weights, order of the data and random numbers.
         config: everything else.
-        phase: ``"sweep"`` for a trial of a sweep, which chooses a value and then counts as cost only.
+        phase: ``"sweep"`` for a trial, which chooses a value and then counts as cost only.
         candidate: the swept value of a trial.
     """
 

@@ -1,4 +1,4 @@
-"""The registry of choices: a training choice is one function with a name, and its keywords are its options.
+"""The registry of choices: a choice is one function with a name; its keywords are its options.
 
 Adding one is writing one function::
 

@@ -1,0 +1,301 @@
+"""Synthetic records of a study: arms that behave as told, without training anything.
+
+``study_of()`` makes a small study, ``records_of(study, {"lion": Behaviour(effect=-0.1)})`` the
+records that its runs would have left, and ``write(folder, records)`` puts them where runs put theirs.
+All of it is a function of its arguments: the same call gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from tilewise.lab.study.config import (
+    Arm,
+    Budget,
+    Data,
+    Evaluation,
+    Experiment,
+    Model,
+    RunConfig,
+    Study,
+    Training,
+    change,
+    config_hash,
+)
+from tilewise.lab.study.records import (
+    Checkpoint,
+    End,
+    Kernels,
+    LayerKernel,
+    Memory,
+    RunRecord,
+    Start,
+    Step,
+    Writer,
+)
+from tilewise.lab.study.records import Evaluation as Evaluated
+from tilewise.lab.study.run import RECORD, Run
+
+STEP_S = 0.05  # wall seconds of a step of the baseline
+START_LOSS = math.log(256)  # nats per token of weights that know nothing
+FINAL_LOSS = 1.6  # nats per token of the baseline after the last step, but for its seed
+WARMUP_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """How the runs of an arm (or of the baseline) come out.
+
+    Args:
+        effect: added to the final metric of every seed, in the experiment's metric.
+        noise: standard deviation of what each run adds of its own, in the same unit.
+        finals: seed -> final metric, in place of all that; for tests by hand.
+        diverged: seed -> step at which its loss is not finite.
+        stopped: seed -> steps that it has come to so far; 0 for a run that has only begun.
+        absent: seeds without a record.
+        kernels: of each layer, the last one repeated; a kernel per layer.
+        pace: steps per second over the standard ones.
+        activations: saved bytes over the standard ones.
+        twin: ends with the weights of every other run of its seed that has ``twin``.
+        spikes: steps whose loss jumps.
+        best: value of a sweep at which trials do best.
+        survives: largest value of a sweep that does not diverge.
+        word_perplexity: whether evaluations have one.
+        starts: steps at which processes took the run up again.
+    """
+
+    effect: float = 0.0
+    noise: float = 0.002
+    finals: Mapping[int, float] = field(default_factory=dict)
+    diverged: Mapping[int, int] = field(default_factory=dict)
+    stopped: Mapping[int, int] = field(default_factory=dict)
+    absent: Collection[int] = ()
+    kernels: tuple[str, ...] = ("tilewise cpu",)
+    pace: float = 1.0
+    activations: float = 1.0
+    twin: bool = False
+    spikes: Collection[int] = ()
+    best: float = 1e-3
+    survives: float = math.inf
+    word_perplexity: bool = False
+    starts: tuple[int, ...] = ()
+
+
+def config_of(**changes: Any) -> RunConfig:
+    """A run of 40 steps of 256 tokens each, evaluated every 10; dotted paths change it."""
+    config = RunConfig(
+        model=Model(layers=2, heads=2, width=32, context=64),
+        data=Data(size_cap_bytes=1_000_000),
+        training=Training(batch=4),
+        budget=Budget(steps=40),
+        evaluation=Evaluation(every=10, windows=4),
+    )
+    return change(config, changes)
+
+
+def experiment_of(*arms: Arm | str, **fields: Any) -> Experiment:
+    """An experiment of these arms (a name alone changes nothing) over three seeds."""
+    values: dict[str, Any] = {
+        "name": "optimizers",
+        "question": "Does another optimizer learn more from the same tokens?",
+        "baseline": config_of(),
+        "arms": tuple(Arm(name=arm) if isinstance(arm, str) else arm for arm in arms),
+        "seeds": (0, 1, 2),
+        "smallest_effect": 0.02,
+    }
+    return Experiment(**{**values, **fields})
+
+
+def study_of(*experiments: Experiment) -> Study:
+    """A study of these experiments; of one with the arms ``lion`` and ``wsd`` without any."""
+    return Study(
+        name="synthetic",
+        question="Which choices are worth having?",
+        experiments=experiments or (experiment_of("lion", "wsd"),),
+    )
+
+
+def records_of(
+    study: Study, behaviours: Mapping[str, Behaviour] | None = None
+) -> dict[str, RunRecord]:
+    """The records of every planned run, by its name.
+
+    Args:
+        study: what was planned.
+        behaviours: ``"arm"`` or ``"experiment/arm"`` -> how its runs come out; plainly else.
+    """
+    known = behaviours or {}
+    records = {}
+    for experiment in study.experiments:
+        for arm in (experiment.baseline_name, *(each.name for each in experiment.arms)):
+            behaviour = known.get(f"{experiment.name}/{arm}", known.get(arm, Behaviour()))
+            for run in _runs(experiment, arm):
+                if run.phase == "sweep" or run.seed not in behaviour.absent:
+                    records[run.name] = record_of(run, behaviour, experiment.metric)
+    return records
+
+
+def write(folder: Path, records: Mapping[str, RunRecord]) -> None:
+    """Write every record into its run's folder below the study's folder."""
+    for name, record in records.items():
+        place = folder / "runs" / name
+        place.mkdir(parents=True, exist_ok=True)
+        writer = Writer(place / RECORD)
+        events = [*record.starts, *record.evaluations, *record.steps]
+        for event in (*events, record.memory, record.kernels, record.end):
+            if event is not None:
+                writer.write(event)
+        if record.checkpoint:
+            writer.write(Checkpoint(record.checkpoint))
+        writer.close()
+
+
+def record_of(
+    run: Run, behaviour: Behaviour, metric: Literal["loss", "bits_per_byte"] = "bits_per_byte"
+) -> RunRecord:
+    """The record of one run that behaves so."""
+    config = run.config
+    diverged = behaviour.diverged.get(run.seed) if run.phase == "final" else None
+    if run.phase == "sweep" and (run.candidate or 0.0) > behaviour.survives:
+        diverged = 3
+    taken = min(behaviour.stopped.get(run.seed, config.steps), diverged or config.steps)
+    record = RunRecord(starts=[_start(run, step) for step in (0, *behaviour.starts)])
+    step_s = STEP_S / behaviour.pace
+    final = _final_loss(run, behaviour, metric)
+    noise = random.Random(f"batches {run.seed}")
+    for step in range(taken + 1):
+        loss = final + (START_LOSS - final) * math.exp(-6 * step / config.steps)
+        if step == config.steps:
+            loss = final
+        lost = step == diverged
+        if step:
+            jump = 3.0 if step in behaviour.spikes else 0.0
+            batch_loss = None if lost else loss + noise.gauss(0, 0.02) + jump
+            record.steps.append(_step(step, batch_loss, config, step_s))
+        if not lost and (step in (0, config.steps) or step % config.evaluation.every == 0):
+            record.evaluations.append(_evaluated(step, loss, config, step_s, behaviour))
+    if taken >= min(2, config.steps):
+        record.memory = _memory(behaviour.activations)
+        record.kernels = _kernels(behaviour, config, taken)
+        record.checkpoint = taken
+    if diverged is not None or taken == config.steps:
+        record.end = _end(run, taken, behaviour.twin, diverged is not None)
+    return record
+
+
+def _runs(experiment: Experiment, arm: str) -> list[Run]:
+    config = experiment.config_of(arm)
+    runs = [Run(experiment.name, arm, seed, config) for seed in experiment.seeds]
+    sweep = experiment.sweep
+    if sweep is None:
+        return runs
+    trials = [
+        Run(experiment.name, arm, seed, change(config, {sweep.path: value}), "sweep", value)
+        for value in sweep.values[arm]
+        for seed in sweep.seeds
+    ]
+    return trials + runs
+
+
+def _final_loss(run: Run, behaviour: Behaviour, metric: str) -> float:
+    """Nats per token; a token of the tests is a byte, so that the metrics differ by log 2 alone."""
+    unit = math.log(2) if metric == "bits_per_byte" else 1.0
+    if run.phase == "final" and run.seed in behaviour.finals:
+        return behaviour.finals[run.seed] * unit
+    # Seeds differ more than arms do with one seed: that is what pairing takes out.
+    shared = random.Random(f"seed {run.seed}").gauss(0, 0.05)
+    own = random.Random(f"{run.experiment} {run.arm} {run.seed}").gauss(0, behaviour.noise)
+    if behaviour.twin:
+        own = 0.0
+    loss = FINAL_LOSS + (shared + own + behaviour.effect) * unit
+    if run.candidate is not None:
+        loss += 0.2 * math.log10(run.candidate / behaviour.best) ** 2
+    return loss
+
+
+def _start(run: Run, from_step: int) -> Start:
+    model = run.config.model
+    weights = 12 * model.layers * model.width**2 + 256 * model.width
+    full = 12.0 * model.layers * model.width * model.context
+    return Start(
+        run=run.name,
+        experiment=run.experiment,
+        arm=run.arm,
+        seed=run.seed,
+        phase=run.phase,
+        candidate=run.candidate,
+        config=run.config.model_dump(mode="json"),
+        config_hash=config_hash(run.config),
+        from_step=from_step,
+        time="2026-01-02T03:04:05+00:00",
+        environment={"python": "3.11.2", "torch": "2.13.0", "chip": "test chip", "threads": 1},
+        corpus={
+            "name": "stdlib",
+            "sha256": "0" * 64,
+            "train_tokens": 950_000,
+            "held_out_tokens": 50_000,
+            "train_bytes": 950_000,
+            "held_out_bytes": 50_000,
+        },
+        parameters={
+            "total": weights + model.context * model.width,
+            "embedding": model.context * model.width,
+        },
+        groups={"decay": ["h.0.attn.c_attn.weight"], "no decay": ["h.0.ln_1.weight"]},
+        flops_per_token={"full": 6.0 * weights + full, "causal": 6.0 * weights + full / 2},
+        peak_flops_s=5e10,
+    )
+
+
+def _step(step: int, loss: float | None, config: RunConfig, step_s: float) -> Step:
+    return Step(
+        step=step,
+        loss=loss,
+        lr=1e-3 * (1 - step / config.steps),
+        gradient_norm=None if loss is None else 1.0 + 1.0 / step,
+        wall_s=step_s * (4 if step <= WARMUP_STEPS else 1),
+        cpu_s=step_s * (4 if step <= WARMUP_STEPS else 1) * 0.9,
+        warmup=step <= WARMUP_STEPS,
+    )
+
+
+def _evaluated(
+    step: int, loss: float, config: RunConfig, step_s: float, behaviour: Behaviour
+) -> Evaluated:
+    wall_s = step_s * (step + 3 * min(step, WARMUP_STEPS))
+    return Evaluated(
+        step=step,
+        tokens=step * config.tokens_per_step,
+        train_wall_s=wall_s,
+        train_cpu_s=wall_s * 0.9,
+        loss=loss,
+        bits_per_byte=loss / math.log(2),
+        word_perplexity=math.exp(loss * 4) if behaviour.word_perplexity else None,
+        wall_s=0.02,
+    )
+
+
+def _memory(activations: float) -> Memory:
+    weights, saved = 400_000, round(3_000_000 * activations)
+    return Memory(weights, weights, 2 * weights, saved, 4 * weights + saved + 500_000)
+
+
+def _kernels(behaviour: Behaviour, config: RunConfig, taken: int) -> Kernels:
+    names = behaviour.kernels
+    calls = taken * config.training.accumulation
+    layers = range(config.model.layers)
+    return Kernels([LayerKernel(at, names[min(at, len(names) - 1)], calls) for at in layers])
+
+
+def _end(run: Run, step: int, twin: bool, diverged: bool) -> End:
+    who = f"{run.experiment} {run.seed}" if twin else run.name
+    digest = hashlib.sha256(who.encode()).hexdigest()
+    if diverged:
+        return End("diverged", step, f"the loss of step {step} is not finite", digest, digest)
+    return End("done", step, "", digest, digest)

@@ -1,8 +1,8 @@
 """Synthetic records of a study: arms that behave as told, without training anything.
 
 ``study_of()`` makes a small study, ``records_of(study, {"lion": Behaviour(effect=-0.1)})`` the
-records that its runs would have left, and ``write(folder, records)`` puts them where runs put theirs.
-All of it is a function of its arguments: the same call gives the same numbers.
+records that its runs would have left, and ``write(folder, records)`` puts them where runs put
+theirs. All of it is a function of its arguments: the same call gives the same numbers.
 """
 
 from __future__ import annotations

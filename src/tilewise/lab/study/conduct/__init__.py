@@ -1,0 +1,1 @@
+"""The conductor: plans a study's runs, works through them in processes, keeps their folder."""

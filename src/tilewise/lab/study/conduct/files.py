@@ -1,0 +1,70 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tilewise.errors import TilewiseError
+
+__all__ = ["DiskFullError", "replacing", "write_atomically"]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class DiskFullError(TilewiseError):
+    """There was no room for a file; what was there before is still there."""
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file beside ``path`` that takes its place when the block ends well.
+
+    A crash, an error or a full disk leaves the older file as it was.
+
+    Args:
+        path: of the file to replace or to make; its folder exists.
+
+    Raises:
+        DiskFullError: there is no room.
+    """
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp's is for the owner alone
+        os.replace(temporary, path)
+    except OSError as error:
+        if error.errno in _FULL:
+            message = (
+                f"no room to write {path} ({error.strerror}): free some space and run the same "
+                "command again; nothing that was written before is lost"
+            )
+            raise DiskFullError(message) from None
+        raise
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file that readers see whole, the old one or the new one.
+
+    Raises:
+        DiskFullError: there is no room.
+    """
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

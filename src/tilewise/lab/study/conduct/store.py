@@ -1,0 +1,184 @@
+"""A study on disk: ``<out>/<name>-<hash>/`` holds everything of it, and nothing else is needed.
+
+    study.json      what was asked: the config, the command, where it ran (written once)
+    runs/...        one folder a run, with its record and its checkpoint
+    index.sqlite    the records as tables, made anew from them; for questions in SQL, never believed
+    report.html, report.md
+
+The hash is of the config: the same command finds its folder again and goes on; another config is
+another folder. Token caches belong to the user, not to a study: studies share them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilewise.errors import InvalidArgument, TilewiseError
+from tilewise.lab.study.conduct.files import DiskFullError, write_atomically
+from tilewise.lab.study.config import Study, config_hash, parse
+from tilewise.lab.study.records import RunRecord
+from tilewise.lab.study.run import RECORD
+
+__all__ = [
+    "STUDY",
+    "StoredStudy",
+    "begin",
+    "cache_folder",
+    "folder_of",
+    "locked",
+    "read_records",
+    "read_study",
+    "studies_folder",
+    "study_folders",
+]
+
+FORMAT = 1
+STUDY = "study.json"
+
+
+@dataclass(frozen=True)
+class StoredStudy:
+    """What ``study.json`` says.
+
+    Args:
+        study: the config.
+        command: what repeats the study, as typed in a shell.
+        environment: where it began: versions, chip, cores, threads, git commit.
+        began: ISO 8601, UTC.
+    """
+
+    study: Study
+    command: str
+    environment: dict[str, Any]
+    began: str
+
+
+def studies_folder() -> Path:
+    """Where studies go: ``$TILEWISE_STUDIES``, or ``studies`` in the working folder."""
+    return Path(os.environ.get("TILEWISE_STUDIES") or "studies")
+
+
+def cache_folder() -> Path:
+    """Where token caches go: ``$TILEWISE_CACHE``, or ``tilewise`` in the user's cache folder."""
+    own = os.environ.get("TILEWISE_CACHE")
+    if own:
+        return Path(own)
+    user = os.environ.get("XDG_CACHE_HOME")
+    return (Path(user) if user else Path.home() / ".cache") / "tilewise"
+
+
+def folder_of(study: Study, out: Path) -> Path:
+    """The folder of a study below ``out``; it need not be there."""
+    return out / f"{study.name}-{config_hash(study)}"
+
+
+def begin(folder: Path, stored: StoredStudy) -> StoredStudy:
+    """Make a study's folder, or find it made: then what it says is kept.
+
+    Raises:
+        InvalidArgument: the folder cannot be made.
+        DiskFullError: there is no room.
+    """
+    try:
+        (folder / "runs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        required = "a folder, there or to be made"
+        raise InvalidArgument("--out", f"{folder} ({error.strerror})", required) from None
+    if (folder / STUDY).exists():
+        return read_study(folder)
+    values = {
+        "format": FORMAT,
+        "hash": config_hash(stored.study),
+        "began": stored.began,
+        "command": stored.command,
+        "environment": stored.environment,
+        "study": stored.study.model_dump(mode="json"),
+    }
+    write_atomically(folder / STUDY, json.dumps(values, indent=1) + "\n")
+    return stored
+
+
+def read_study(folder: Path) -> StoredStudy:
+    """What a study's folder says of it.
+
+    Raises:
+        InvalidArgument: it is no study's folder, or its ``study.json`` was changed.
+    """
+    required = f"the folder of a study, with a {STUDY} of format {FORMAT}"
+    try:
+        values = json.loads((folder / STUDY).read_text(encoding="utf-8"))
+        if values["format"] != FORMAT:
+            raise InvalidArgument("folder", f"{folder} of format {values['format']}", required)
+        study = parse(Study, values["study"])
+        if config_hash(study) != values["hash"]:
+            came = f"{folder / STUDY}, whose config does not have its hash {values['hash']}"
+            fix = "It was changed by hand, or written by another version: start a new study."
+            raise InvalidArgument("folder", came, "the config as it was written", fix)
+        return StoredStudy(study, values["command"], values["environment"], values["began"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, InvalidArgument):
+            raise
+        fix = "`tilewise study list` shows what there is."
+        raise InvalidArgument("folder", f"{folder} ({error})", required, fix) from None
+
+
+def read_records(folder: Path) -> dict[str, RunRecord]:
+    """The records of all runs that have begun, by the run's name, in alphabetical order.
+
+    Raises:
+        CorruptRecordError: a line of one cannot be read.
+    """
+    runs = folder / "runs"
+    found = {
+        path.parent.relative_to(runs).as_posix(): RunRecord.read(path)
+        for path in sorted(runs.rglob(RECORD))
+    }
+    # A process that was killed before its first line leaves an empty record.
+    return {name: record for name, record in found.items() if record.starts}
+
+
+def study_folders(out: Path) -> list[Path]:
+    """The folders of all studies below ``out``, the one that was last worked on first."""
+    found = [path.parent for path in out.glob(f"*/{STUDY}")]
+    return sorted(found, key=lambda folder: (-_touched(folder), folder.name))
+
+
+def _touched(folder: Path) -> float:
+    paths = [folder / STUDY, *(folder / "runs").rglob(RECORD)]
+    return max(path.stat().st_mtime for path in paths)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Nobody else runs the study of this folder while the block lasts.
+
+    The lock is the system's: it goes with the process that holds it, however that ends.
+
+    Raises:
+        TilewiseError: another process runs it.
+    """
+    with (folder / ".lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            message = (
+                f"{folder} is being worked on by another process ({holder}): wait for it, end it, "
+                "or choose another folder with --out"
+            )
+            raise TilewiseError(message) from None
+        file.truncate(0)
+        try:
+            file.write(str(os.getpid()))
+            file.flush()
+        except OSError as error:
+            raise DiskFullError(f"no room to write in {folder} ({error.strerror})") from None
+        yield

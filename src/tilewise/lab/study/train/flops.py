@@ -1,0 +1,78 @@
+"""Floating-point operations of a token, and how many the processor can do at most.
+
+A model-FLOPs utilisation (MFU) is operations per token times tokens per second over the peak. It is
+only comparable where its convention is named, so both common ones are recorded.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from tilewise.lab.study.config import RunConfig
+
+__all__ = ["dtype_of", "gemm_peak_flops_s", "per_token"]
+
+_FULL, _CAUSAL = 12, 6
+_SAMPLE_S = 0.02  # a matrix product of at least this long is timed
+_LARGEST = 4096
+_SAMPLES = 5
+_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """The dtype of matrix products in a precision of ``config.Training``."""
+    return _DTYPES[precision]
+
+
+def per_token(config: RunConfig, parameters: dict[str, int]) -> dict[str, float]:
+    """Operations of the forward and backward pass per trained token: 6 (N - E) + c L d T.
+
+    N counts all parameters, E those that are looked up and not multiplied: the positions. The token
+    embedding is tied to the head, where it is multiplied: it counts, once. L layers of width d
+    attend over the context T. What activation checkpointing computes again is not counted.
+
+    * ``full``: c = 12, every query with every key, the custom of PaLM and most others.
+    * ``causal``: c = 6, the half that a causal mask leaves.
+
+    Args:
+        config: of the run.
+        parameters: ``trainable`` (N) and ``embedding`` (E).
+
+    Source: Chowdhery et al., PaLM (2022), appendix B.
+    """
+    model = config.model
+    dense = 6.0 * (parameters["trainable"] - parameters["embedding"])
+    attention = float(model.layers * model.width * model.context)
+    return {"full": dense + _FULL * attention, "causal": dense + _CAUSAL * attention}
+
+
+def gemm_peak_flops_s(dtype: torch.dtype, device: torch.device) -> float:
+    """Operations per second of torch's square matrix product with this process's threads.
+
+    The size doubles until a product takes long enough to be timed; the best of a few samples
+    counts. It takes a fraction of a second, much of it only where the dtype has no fast path.
+    """
+    size = 128
+    _product_s(size, dtype, device)  # the first one starts threads and makes kernels
+    while (taken := _product_s(size, dtype, device)) < _SAMPLE_S and size < _LARGEST:
+        size *= 2
+    best = min([taken, *(_product_s(size, dtype, device) for _ in range(_SAMPLES - 1))])
+    return 2.0 * size**3 / best
+
+
+def _product_s(size: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Seconds of one product, inputs made before."""
+    left = torch.full((size, size), 0.5, dtype=dtype, device=device)
+    right, out = torch.full_like(left, 0.25), torch.empty_like(left)
+    _synchronise(device)
+    begin = time.perf_counter()
+    torch.mm(left, right, out=out)
+    _synchronise(device)
+    return time.perf_counter() - begin
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

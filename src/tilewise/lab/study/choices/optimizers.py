@@ -8,13 +8,14 @@ go on later with the same bits, save ``state_dict()`` and the weights in trainin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import nn
 
 from tilewise.lab.study.choices.groups import Group, parameter_groups
-from tilewise.lab.study.choices.registry import find, register
+from tilewise.lab.study.choices.registry import NotNegative, Positive, Share, find, register
 from tilewise.lab.study.choices.rules import Lion, MuonAdamW, Sgd
 
 if TYPE_CHECKING:  # config imports this module, through the registry
@@ -80,10 +81,10 @@ def evaluation_mode(optimizer: torch.optim.Optimizer) -> None:
 def adamw(
     groups: Sequence[Group],
     *,
-    lr: float = 0.003,
-    weight_decay: float = 0.1,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
+    lr: Positive = 0.003,
+    weight_decay: NotNegative = 0.1,
+    betas: tuple[Share, Share] = (0.9, 0.95),
+    eps: Positive = 1e-8,
 ) -> torch.optim.Optimizer:
     """Adam with decoupled weight decay.
 
@@ -97,9 +98,9 @@ def adamw(
 def lion(
     groups: Sequence[Group],
     *,
-    lr: float = 0.001,
-    weight_decay: float = 0.3,
-    betas: tuple[float, float] = (0.9, 0.99),
+    lr: Positive = 0.001,
+    weight_decay: NotNegative = 0.3,
+    betas: tuple[Share, Share] = (0.9, 0.99),
 ) -> torch.optim.Optimizer:
     """The sign of a momentum: every weight moves by the learning rate.
 
@@ -114,13 +115,13 @@ def lion(
 def muon(
     groups: Sequence[Group],
     *,
-    lr: float = 0.003,
-    weight_decay: float = 0.1,
-    momentum: float = 0.95,
-    adjust: str = "match_rms_adamw",
-    adamw_lr_share: float = 1.0,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
+    lr: Positive = 0.003,
+    weight_decay: NotNegative = 0.1,
+    momentum: Share = 0.95,
+    adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw",
+    adamw_lr_share: Positive = 1.0,
+    betas: tuple[Share, Share] = (0.9, 0.95),
+    eps: Positive = 1e-8,
 ) -> torch.optim.Optimizer:
     """Orthogonalised momentum for hidden matrices, and AdamW for all other weights.
 
@@ -146,10 +147,10 @@ def muon(
 def adafactor(
     groups: Sequence[Group],
     *,
-    lr: float = 0.03,
-    weight_decay: float = 0.1,
-    beta2_decay: float = -0.8,
-    clip: float = 1.0,
+    lr: Positive = 0.03,
+    weight_decay: NotNegative = 0.1,
+    beta2_decay: Annotated[float, Field(lt=0)] = -0.8,
+    clip: Annotated[float, Field(ge=1)] = 1.0,
 ) -> torch.optim.Optimizer:
     """Second moments as rows and columns, so that the state is small; steps relative to weights.
 
@@ -166,9 +167,9 @@ def adafactor(
 def sgd(
     groups: Sequence[Group],
     *,
-    lr: float = 0.3,
-    weight_decay: float = 0.001,
-    momentum: float = 0.9,
+    lr: Positive = 0.3,
+    weight_decay: NotNegative = 0.001,
+    momentum: Share = 0.9,
     nesterov: bool = False,
 ) -> torch.optim.Optimizer:
     """Stochastic gradient descent with momentum, and decay that does not pass through it.
@@ -182,10 +183,10 @@ def sgd(
 def schedule_free(
     groups: Sequence[Group],
     *,
-    lr: float = 0.003,
-    weight_decay: float = 0.1,
-    betas: tuple[float, float] = (0.95, 0.95),
-    eps: float = 1e-8,
+    lr: Positive = 0.003,
+    weight_decay: NotNegative = 0.1,
+    betas: tuple[Share, Share] = (0.95, 0.95),
+    eps: Positive = 1e-8,
 ) -> torch.optim.Optimizer:
     """AdamW whose average of weights takes the place of a schedule; use it with ``constant``.
 

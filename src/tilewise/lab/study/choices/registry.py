@@ -3,11 +3,11 @@
 Adding one is writing one function::
 
     @register("schedule")
-    def cosine(progress: Progress, *, warmup: float = 0.05, floor: float = 0.1) -> float:
+    def cosine(progress: Progress, *, warmup: Share = 0.05, floor: Share = 0.1) -> float:
         ...
 
-Its keyword-only parameters, with their defaults, are what a config may set and what a report shows;
-nothing else has to be touched.
+Its keyword-only parameters, with their types and defaults, are what a config may set and what a
+report shows; nothing else has to be touched. A type may carry pydantic's bounds.
 """
 
 from __future__ import annotations
@@ -17,14 +17,31 @@ import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from tilewise.errors import InvalidArgument
 
-__all__ = ["Entry", "Kind", "Value", "find", "names", "nearest", "register", "resolve"]
+__all__ = [
+    "Entry",
+    "Kind",
+    "NotNegative",
+    "Positive",
+    "Share",
+    "Value",
+    "find",
+    "names",
+    "nearest",
+    "register",
+    "resolve",
+]
 
 Kind = Literal["optimizer", "schedule", "variant"]
 Value = bool | int | float | str | tuple[float, ...]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -36,16 +53,22 @@ class Entry(NamedTuple):
         name: the function's name, with dashes for underscores.
         function: what it does.
         defaults: every option and its standard value.
+        types: checks a value of every option.
         summary: the first line of its docstring.
+        check: raises where options do not fit together.
     """
 
     kind: Kind
     name: str
     function: Callable[..., Any]
     defaults: Mapping[str, Value]
+    types: Mapping[str, TypeAdapter[Any]]
     summary: str
+    check: Callable[..., None]
 
 
+# A whole number may stand for a float, and nothing else for anything else.
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 _ENTRIES: dict[tuple[Kind, str], Entry] = {}
 # Where the choices of a kind are; imported when one is first asked for.
 _MODULES: dict[Kind, str] = {
@@ -55,8 +78,14 @@ _MODULES: dict[Kind, str] = {
 }
 
 
-def register(kind: Kind) -> Callable[[F], F]:
-    """Decorator that makes a function a choice of that kind, under its own name."""
+def register(kind: Kind, check: Callable[..., None] | None = None) -> Callable[[F], F]:
+    """Decorator that makes a function a choice of that kind, under its own name.
+
+    Args:
+        kind: what it is a choice of.
+        check: called with all options by keyword when a config is made; raises InvalidArgument
+            where they do not fit together.
+    """
 
     def add(function: F) -> F:
         options = {
@@ -69,7 +98,19 @@ def register(kind: Kind) -> Callable[[F], F]:
         assert function.__doc__, f"{function.__name__}: say in a docstring what it does"
         name = function.__name__.replace("_", "-")
         summary = function.__doc__.strip().splitlines()[0]
-        _ENTRIES[kind, name] = Entry(kind, name, function, MappingProxyType(options), summary)
+        hints = get_type_hints(function, include_extras=True)
+        types = {key: TypeAdapter[Any](hints[key], config=_STRICT) for key in options}
+        for key, value in options.items():
+            _as(key, value, types[key])  # a standard value obeys its own bounds
+        _ENTRIES[kind, name] = Entry(
+            kind,
+            name,
+            function,
+            MappingProxyType(options),
+            MappingProxyType(types),
+            summary,
+            check or _any_options,
+        )
         return function
 
     return add
@@ -100,7 +141,8 @@ def resolve(kind: Kind, name: str, options: Mapping[str, Any]) -> dict[str, Valu
     """All options of a choice: what was given, and the standard value of the rest.
 
     Raises:
-        InvalidArgument: no such choice, no such option, or a value of another type.
+        InvalidArgument: no such choice, no such option, a value of another type or out of bounds,
+            or options that do not fit together.
     """
     entry = find(kind, name)
     for key, value in options.items():
@@ -109,27 +151,28 @@ def resolve(kind: Kind, name: str, options: Mapping[str, Any]) -> dict[str, Valu
             raise InvalidArgument(
                 f"{kind}.{key}", repr(value), required, nearest(key, entry.defaults)
             )
-    return {
-        key: _as(f"{kind}.{key}", options.get(key, default), default)
+    whole = {
+        key: _as(f"{kind}.{key}", options.get(key, default), entry.types[key])
         for key, default in entry.defaults.items()
     }
+    entry.check(**whole)
+    return whole
 
 
-def _as(path: str, value: Any, default: Value) -> Value:
-    """The value in the type of the standard one; a whole number may stand for a float."""
-    if isinstance(default, tuple):
-        if isinstance(value, (list, tuple)) and len(value) == len(default):
-            return tuple(float(each) for each in value)
-        raise InvalidArgument(path, repr(value), f"{len(default)} numbers")
-    if (
-        isinstance(default, float)
-        and isinstance(value, (int, float))
-        and not isinstance(value, bool)
-    ):
-        return float(value)
-    if type(value) is type(default):
-        return value
-    raise InvalidArgument(path, repr(value), f"a value of type {type(default).__name__}")
+def _as(path: str, value: Any, kind: TypeAdapter[Any]) -> Value:
+    """The value in the type of the option."""
+    try:
+        checked: Value = kind.validate_python(tuple(value) if isinstance(value, list) else value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        at = "".join(f"[{each}]" for each in first["loc"])
+        required = first["msg"].removeprefix("Input should be ")
+        raise InvalidArgument(path + at, repr(first["input"]), required) from None
+    return checked
+
+
+def _any_options(**_: Value) -> None:
+    """All options fit together."""
 
 
 def nearest(word: str, known: Any) -> str:

@@ -10,10 +10,10 @@ reaches its end before the run is over.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.choices.registry import find, register
+from tilewise.lab.study.choices.registry import Share, find, register
 
 if TYPE_CHECKING:  # config imports this module, through the registry
     from tilewise.lab.study.config import Schedule
@@ -51,7 +51,7 @@ def factor(schedule: Schedule, step: int, steps: int) -> float:
         steps: of the whole run.
 
     Raises:
-        InvalidArgument: a step that is not in the run, or options that do not fit together.
+        InvalidArgument: a step that is not in the run.
     """
     if not 0 <= step < steps:
         raise InvalidArgument("step", str(step), f"a step of the run, from 0 to {steps - 1}")
@@ -60,14 +60,14 @@ def factor(schedule: Schedule, step: int, steps: int) -> float:
 
 
 @register("schedule")
-def constant(progress: Progress, *, warmup: float = 0.05) -> float:
+def constant(progress: Progress, *, warmup: Share = 0.05) -> float:
     """The full rate after warm-up."""
     rise, _ = _phases(progress, warmup)
     return rise
 
 
 @register("schedule")
-def linear(progress: Progress, *, warmup: float = 0.05) -> float:
+def linear(progress: Progress, *, warmup: Share = 0.05) -> float:
     """A straight line down to zero: 1 - x.
 
     Source: Bergsma et al., Straight to Zero (2025), which finds it better than cosine to a tenth.
@@ -77,7 +77,7 @@ def linear(progress: Progress, *, warmup: float = 0.05) -> float:
 
 
 @register("schedule")
-def cosine(progress: Progress, *, warmup: float = 0.05, floor: float = 0.1) -> float:
+def cosine(progress: Progress, *, warmup: Share = 0.05, floor: Share = 0.1) -> float:
     """Half a cosine down to the floor f: f + (1 - f) (1 + cos(pi x)) / 2.
 
     Source: Loshchilov and Hutter, SGDR (2017), equation 5, one cycle.
@@ -86,9 +86,19 @@ def cosine(progress: Progress, *, warmup: float = 0.05, floor: float = 0.1) -> f
     return rise * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * x)))
 
 
-@register("schedule")
+def _phases_fit(*, warmup: float, decay: float, **_: object) -> None:
+    if warmup + decay > 1.0:
+        came = f"{decay:g} with warmup {warmup:g}"
+        raise InvalidArgument("schedule.decay", came, "warmup + decay of 1 at most")
+
+
+@register("schedule", check=_phases_fit)
 def wsd(
-    progress: Progress, *, warmup: float = 0.05, decay: float = 0.2, shape: str = "sqrt"
+    progress: Progress,
+    *,
+    warmup: Share = 0.05,
+    decay: Share = 0.2,
+    shape: Literal["sqrt", "linear"] = "sqrt",
 ) -> float:
     """Warmup-stable-decay: 1, and over the last ``decay`` of the run 1 - sqrt(y) or 1 - y.
 
@@ -96,9 +106,6 @@ def wsd(
 
     Sources: Hu et al., MiniCPM (2024), section 4; the square root: Haegele et al. (2024).
     """
-    if warmup + decay > 1.0:
-        came = f"{decay:g} with warmup {warmup:g}"
-        raise InvalidArgument("schedule.decay", came, "warmup + decay of 1 at most")
     rise, _ = _phases(progress, warmup)
     last = min(round(decay * progress.steps), progress.steps - _warmup(progress, warmup))
     y = max(0.0, (progress.step - (progress.steps - last)) / last) if last else 0.0
@@ -106,7 +113,7 @@ def wsd(
 
 
 @register("schedule")
-def inverse_sqrt(progress: Progress, *, warmup: float = 0.05) -> float:
+def inverse_sqrt(progress: Progress, *, warmup: Share = 0.05) -> float:
     """Inverse square root, which never ends: sqrt((W + 1) / (t + 1)).
 
     Source: Vaswani et al., Attention Is All You Need (2017), equation 3.
@@ -118,7 +125,7 @@ def inverse_sqrt(progress: Progress, *, warmup: float = 0.05) -> float:
 
 @register("schedule")
 def one_cycle(
-    progress: Progress, *, warmup: float = 0.3, start: float = 0.04, end: float = 0.0
+    progress: Progress, *, warmup: Share = 0.3, start: Share = 0.04, end: Share = 0.0
 ) -> float:
     """Half a cosine up from ``start`` to 1, and half a cosine down to ``end``.
 

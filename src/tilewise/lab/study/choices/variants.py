@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import torch
+from pydantic import Field
 
 from tilewise import masks, scores
-from tilewise.lab.study.choices.registry import find, register
+from tilewise.lab.study.choices.registry import Positive, find, register
 
 if TYPE_CHECKING:  # config imports this module, through the registry
     from tilewise.lab.study.config import Variant
@@ -54,7 +55,7 @@ def causal(heads: Heads) -> Variation:
 
 
 @register("variant")
-def window(heads: Heads, *, size: int = 256) -> Variation:
+def window(heads: Heads, *, size: Annotated[int, Field(ge=1)] = 256) -> Variation:
     """Every token sees itself and the ``size - 1`` tokens before it."""
     return Variation(masks.window(size - 1, 0), None)
 
@@ -73,7 +74,7 @@ def alibi(heads: Heads) -> Variation:
 
 
 @register("variant")
-def softcap(heads: Heads, *, cap: float = 50.0) -> Variation:
+def softcap(heads: Heads, *, cap: Positive = 50.0) -> Variation:
     """Causal, with scores kept inside (-cap, cap) by cap * tanh(s / cap).
 
     Source: Gemma 2 technical report (2024), section 2.

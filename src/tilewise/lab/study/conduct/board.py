@@ -1,0 +1,169 @@
+"""How far a study is: every run's state, and the time that is left."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tilewise.lab.study.conduct.plan import Task
+from tilewise.lab.study.records import RunRecord
+from tilewise.lab.study.run import Run
+
+__all__ = ["Board", "Lane", "in_words", "makespan"]
+
+Status = Literal["waiting", "running", "done", "diverged"]
+_RECENT = 16  # steps whose median is the pace
+
+
+@dataclass
+class Lane:
+    """One run.
+
+    Args:
+        run: which.
+        status: where it is; a run that was begun and stopped is waiting.
+        step: optimizer steps done.
+        loss: of the last step's batch, nats per token; None where there is none.
+        held_out: the last held-out loss.
+        step_s: wall seconds of recent steps.
+    """
+
+    run: Run
+    status: Status = "waiting"
+    step: int = 0
+    loss: float | None = None
+    held_out: float | None = None
+    step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+
+    @property
+    def pace_s(self) -> float | None:
+        """Seconds of a step; None where none was seen."""
+        return statistics.median(self.step_s) if self.step_s else None
+
+    @property
+    def tokens_s(self) -> float | None:
+        """Tokens per second of recent steps."""
+        pace = self.pace_s
+        return self.run.config.tokens_per_step / pace if pace else None
+
+
+class Board:
+    """Keeps the state of all runs.
+
+    Args:
+        tasks: all runs of the study, in order.
+        records: what there is already.
+        forecast_s: seconds that each run was expected to take, by its name.
+        jobs: runs at once.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        records: Mapping[str, RunRecord],
+        forecast_s: Mapping[str, float],
+        jobs: int,
+    ) -> None:
+        self._tasks, self._forecast_s, self._jobs = tasks, forecast_s, jobs
+        self.lanes = {task.run.name: Lane(task.run) for task in tasks}
+        for name, record in records.items():
+            if name in self.lanes:
+                self._take_over(self.lanes[name], record)
+
+    def started(self, run: Run) -> None:
+        """A process took up a run."""
+        # What a sweep chose is known now.
+        self.lanes[run.name].run = run
+        self.lanes[run.name].status = "running"
+
+    def event(self, run: Run, values: Mapping[str, Any]) -> None:
+        """A line was added to the run's record."""
+        lane = self.lanes[run.name]
+        if values["event"] == "start":
+            lane.step = values["from_step"]
+        elif values["event"] == "step":
+            lane.step, lane.loss = values["step"], values["loss"]
+            if not values["warmup"] or lane.pace_s is None:
+                lane.step_s.append(values["wall_s"])
+        elif values["event"] == "evaluation":
+            lane.held_out = values["loss"]
+
+    def ended(self, run: Run, record: RunRecord) -> None:
+        """A run is over."""
+        self._take_over(self.lanes[run.name], record)
+
+    def stopped(self) -> None:
+        """Nothing runs any more."""
+        for lane in self.lanes.values():
+            if lane.status == "running":
+                lane.status = "waiting"
+
+    @property
+    def done(self) -> int:
+        """Runs that are over."""
+        return sum(lane.status in ("done", "diverged") for lane in self.lanes.values())
+
+    def left_s(self) -> float:
+        """Seconds that the rest takes, from the steps seen so far."""
+        ratios = [
+            pace * lane.run.config.steps / self._forecast_s[name]
+            for name, lane in self.lanes.items()
+            if (pace := lane.pace_s) and self._forecast_s.get(name)
+        ]
+        correction = statistics.median(ratios) if ratios else 1.0
+        return makespan(
+            [(self._left_of(task.run.name, correction), task.alone) for task in self._tasks],
+            self._jobs,
+        )
+
+    def _left_of(self, name: str, correction: float) -> float:
+        lane = self.lanes[name]
+        if lane.status in ("done", "diverged"):
+            return 0.0
+        steps = lane.run.config.steps
+        share = max(0, steps - lane.step) / steps
+        pace = lane.pace_s
+        if pace is not None:
+            return pace * steps * share
+        return self._forecast_s.get(name, 0.0) * correction * share
+
+    def _take_over(self, lane: Lane, record: RunRecord) -> None:
+        if record.end is not None:
+            lane.status = record.end.status
+        if record.steps:
+            lane.step, lane.loss = record.steps[-1].step, record.steps[-1].loss
+        if record.evaluations:
+            lane.held_out = record.evaluations[-1].loss
+        lane.step_s.extend(each.wall_s for each in record.steps[-_RECENT:])
+
+
+def makespan(durations: Sequence[tuple[float, bool]], jobs: int) -> float:
+    """Seconds until the last run ends: each starts, in order, when there is room.
+
+    Args:
+        durations: (seconds, whether it runs alone) of each.
+        jobs: runs at once.
+    """
+    free_at = [0.0] * max(1, jobs)
+    for seconds, alone in durations:
+        if alone:
+            free_at = [max(free_at) + seconds] * len(free_at)
+        else:
+            first = free_at.index(min(free_at))
+            free_at[first] += seconds
+    return max(free_at)
+
+
+def in_words(seconds: float) -> str:
+    """A duration as a reader says it: ``45 s``, ``6:05 min``, ``3:20 h``, ``2.5 days``."""
+    whole = round(seconds)
+    if whole < 90:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02d} min"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours}:{minutes:02d} h" if hours < 48 else f"{seconds / 86400:.1f} days"

@@ -5,28 +5,31 @@ A ``Study`` holds experiments; an ``Experiment`` compares arms with a baseline o
 seed. Standard values are written out: a saved config says every number that was used.
 
 Values are addressed by dotted paths, e.g. ``optimizer.lr`` or ``training.clip``; see ``change``.
+A value that does not fit raises pydantic's ``ValidationError`` from a constructor and
+``tilewise.InvalidArgument`` from ``parse`` and ``change``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.choices.registry import Kind, nearest, resolve
+from tilewise.lab.study.values import Choice, Frozen, change, config_hash, parse
 
 __all__ = [
+    "BASELINE",
     "Arm",
     "Attention",
     "Budget",
+    "Choice",
     "Data",
     "Dropout",
     "Evaluation",
     "Experiment",
+    "Frozen",
     "Model",
     "Optimizer",
     "RunConfig",
@@ -41,36 +44,6 @@ __all__ = [
 ]
 
 BASELINE = "baseline"  # the name of the arm that changes nothing
-
-
-class Frozen(BaseModel):
-    """A value: no field can be added, changed or given the wrong type."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
-
-
-class Choice(Frozen):
-    """A registered choice and all its options, e.g. ``{"name": "adamw", "lr": 0.003, ...}``.
-
-    Options that are not given get the standard values of the registered function.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="allow")
-    kind: ClassVar[Kind]
-    name: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _complete(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping) or "name" not in values:
-            return values
-        options = {key: value for key, value in values.items() if key != "name"}
-        return {"name": values["name"], **resolve(cls.kind, values["name"], options)}
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options by name, each with its value."""
-        return dict(self.model_extra or {})
 
 
 class Optimizer(Choice):
@@ -114,7 +87,9 @@ class Model(Frozen):
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
         if self.width % self.heads:
-            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
+            raise InvalidArgument(
+                "model.width", str(self.width), f"a multiple of heads={self.heads}"
+            )
         return self
 
 
@@ -160,7 +135,8 @@ class Budget(Frozen):
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
         if (self.steps is None) == (self.tokens is None):
-            raise ValueError("give either steps or tokens")
+            came = "neither" if self.steps is None else "both"
+            raise InvalidArgument("budget", came, "either steps or tokens")
         return self
 
 
@@ -218,6 +194,16 @@ class Arm(Frozen):
     changes: dict[str, Any] = Field(default_factory=dict)
     kind: Literal["training", "systems"] = "training"
 
+    @field_validator("changes")
+    @classmethod
+    def _plain(cls, changes: dict[str, Any]) -> dict[str, Any]:
+        """The changes in JSON's types, so that an arm that was saved equals the one that was."""
+        try:
+            plain: dict[str, Any] = json.loads(json.dumps(changes, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument("changes", repr(changes), f"values of JSON ({error})") from None
+        return plain
+
 
 class Sweep(Frozen):
     """Candidates of one value, tried for every arm with an equal budget before the final seeds.
@@ -269,9 +255,9 @@ class Experiment(Frozen):
         names = [self.baseline_name, *(arm.name for arm in self.arms)]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"two arms are called {twice[0]!r}")
+            raise InvalidArgument("arms", f"two called {twice[0]!r}", "a name for each arm")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds {self.seeds}: give at least one, and each once")
+            raise InvalidArgument("seeds", str(self.seeds), "at least one, and each once")
         for arm in self.arms:
             change(self.baseline, arm.changes)
         if self.sweep is not None:
@@ -279,22 +265,33 @@ class Experiment(Frozen):
         return self
 
     def _check_sweep(self, sweep: Sweep, names: list[str]) -> None:
+        came, required = ", ".join(sweep.values) or "none", f"candidates for {', '.join(names)}"
         if set(sweep.values) != set(names):
-            raise ValueError(f"sweep.values: give candidates for exactly {', '.join(names)}")
+            raise InvalidArgument("sweep.values", came, required)
         counts = {len(values) for values in sweep.values.values()}
         if len(counts) > 1 or 0 in counts:
-            raise ValueError(
-                "sweep.values: every arm gets the same number of candidates, 1 or more"
-            )
+            required = "the same number of candidates for every arm, 1 or more"
+            raise InvalidArgument("sweep.values", " and ".join(map(str, sorted(counts))), required)
+        for arm, values in sweep.values.items():
+            # Six digits name the folder of a trial.
+            if len({f"{value:g}" for value in values}) < len(values):
+                required = "candidates that differ in their first six digits"
+                raise InvalidArgument(f"sweep.values.{arm}", str(values), required)
+            for value in values:
+                change(self.config_of(arm), {sweep.path: value})
         if not sweep.seeds or set(sweep.seeds) & set(self.seeds):
-            raise ValueError("sweep.seeds: give at least one, and none of the experiment's own")
-        change(self.baseline, {sweep.path: next(iter(sweep.values.values()))[0]})
+            required = "at least one, and none of the experiment's own"
+            raise InvalidArgument("sweep.seeds", str(sweep.seeds), required)
 
     def config_of(self, arm: str) -> RunConfig:
-        """The config of an arm (without what a sweep chooses)."""
+        """The config of an arm (without what a sweep chooses).
+
+        Raises:
+            KeyError: no arm of that name.
+        """
         if arm == self.baseline_name:
             return self.baseline
-        return change(self.baseline, next(each for each in self.arms if each.name == arm).changes)
+        return change(self.baseline, {each.name: each for each in self.arms}[arm].changes)
 
 
 class Study(Frozen):
@@ -308,81 +305,10 @@ class Study(Frozen):
     def _unique(self) -> Self:
         names = [each.name for each in self.experiments]
         if len(set(names)) < len(names):
-            raise ValueError(f"two experiments have one name: {names}")
+            raise InvalidArgument("experiments", ", ".join(names), "a name for each experiment")
+        # ``--set optimizer.lr=0.1`` has to mean one thing.
+        taken = {*Experiment.model_fields, *RunConfig.model_fields, "experiments"} & set(names)
+        if taken:
+            required = "a name that is no key of an experiment or a run"
+            raise InvalidArgument("experiments", repr(min(taken)), required)
         return self
-
-
-M = TypeVar("M", bound=Frozen)
-
-
-def parse(kind: type[M], values: Mapping[str, Any]) -> M:
-    """A value of that type from plain JSON values.
-
-    Raises:
-        InvalidArgument: an unknown key (the nearest is suggested), a wrong type or a wrong value.
-    """
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        inner = first.get("ctx", {}).get("error")
-        if isinstance(inner, InvalidArgument):
-            raise inner from None
-        path = ".".join(map(str, first["loc"])) or kind.__name__
-        came = repr(first["input"]) if first["loc"] else "values that do not fit together"
-        raise InvalidArgument(path, came, first["msg"]) from None
-
-
-def change(config: M, changes: Mapping[str, Any]) -> M:
-    """The config with the values at some dotted paths replaced.
-
-    A path may name a single value (``optimizer.lr``) or a whole part (``optimizer``, then the value
-    is a mapping). Setting the ``name`` of a choice keeps those options that the new one has too.
-
-    Args:
-        config: what to start from; it is not changed.
-        changes: dotted path -> new value, applied in order.
-
-    Raises:
-        InvalidArgument: an unknown path (the nearest is suggested), or a value that does not fit.
-    """
-    values = config.model_dump(mode="json")
-    for path, value in changes.items():
-        _set(values, path, value)
-    return parse(type(config), values)
-
-
-def _set(values: dict[str, Any], path: str, value: Any) -> None:
-    *parents, last = path.split(".")
-    at: Any = values
-    for depth, part in enumerate((*parents, last)):
-        known = list(at) if isinstance(at, dict) else []
-        # The options of a choice that is being changed are the new one's: its own check names them.
-        if part not in known and not (depth == len(parents) and "name" in known and depth):
-            where = ".".join((*parents, last)[:depth]) or "the config"
-            required = f"a key of {where}: {', '.join(known) or 'none, it is a value'}"
-            raise InvalidArgument(path, "an unknown key", required, nearest(part, known))
-        if depth < len(parents):
-            at = at[part]
-    if last == "name" and parents and at.get("name") != value:
-        kept = {key: at[key] for key in at if key != "name"}
-        at.clear()
-        at.update(_kept_options(parents[-1], value, kept))
-    else:
-        at[last] = value
-
-
-def _kept_options(part: str, name: Any, options: dict[str, Any]) -> dict[str, Any]:
-    kinds: dict[str, Kind] = {
-        "optimizer": "optimizer",
-        "schedule": "schedule",
-        "variant": "variant",
-    }
-    defaults = resolve(kinds[part], name, {})
-    return {"name": name, **{key: value for key, value in options.items() if key in defaults}}
-
-
-def config_hash(config: Frozen) -> str:
-    """Twelve hexadecimal digits of the SHA-256 of the config's canonical JSON."""
-    text = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]

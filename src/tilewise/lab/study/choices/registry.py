@@ -129,11 +129,12 @@ def find(kind: Kind, name: str) -> Entry:
         InvalidArgument: there is none; the message suggests the nearest.
     """
     import_module(_MODULES[kind])
-    found = _ENTRIES.get((kind, name))
+    # Configs come from JSON: the name may be anything.
+    found = _ENTRIES.get((kind, name)) if isinstance(name, str) else None
     if found is None:
         known = names(kind)
         required = f"one of {', '.join(known)}"
-        raise InvalidArgument(f"{kind}.name", repr(name), required, nearest(name, known))
+        raise InvalidArgument(f"{kind}.name", repr(name), required, nearest(str(name), known))
     return found
 
 
@@ -145,11 +146,11 @@ def resolve(kind: Kind, name: str, options: Mapping[str, Any]) -> dict[str, Valu
             or options that do not fit together.
     """
     entry = find(kind, name)
-    for key, value in options.items():
+    for key in options:
         if key not in entry.defaults:
             required = f"one of {', '.join(entry.defaults) or 'none: it has no options'}"
             raise InvalidArgument(
-                f"{kind}.{key}", repr(value), required, nearest(key, entry.defaults)
+                f"{kind}.{key}", "an unknown option", required, nearest(key, entry.defaults)
             )
     whole = {
         key: _as(f"{kind}.{key}", options.get(key, default), entry.types[key])

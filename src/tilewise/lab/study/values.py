@@ -1,0 +1,154 @@
+"""Frozen values and what can be done with them: parse, change by dotted paths, hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import reprlib
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from tilewise.errors import InvalidArgument
+from tilewise.lab.study.choices.registry import Kind, nearest, resolve
+
+__all__ = ["Choice", "Frozen", "as_invalid_argument", "change", "config_hash", "parse"]
+
+
+class Frozen(BaseModel):
+    """A value: no field can be added, changed or given the wrong type."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
+
+
+class Choice(Frozen):
+    """A registered choice and all its options, e.g. ``{"name": "adamw", "lr": 0.003, ...}``.
+
+    A name alone stands for the choice with its standard values, and options that are not given get
+    them too.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    kind: ClassVar[Kind]
+    name: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, values: Any) -> Any:
+        if isinstance(values, str):
+            values = {"name": values}
+        if not isinstance(values, Mapping):
+            return values
+        name = values.get("name", cls.model_fields["name"].default)
+        options = {key: value for key, value in values.items() if key != "name"}
+        return {"name": name, **resolve(cls.kind, name, options)}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options by name, each with its value."""
+        return dict(self.model_extra or {})
+
+
+M = TypeVar("M", bound=Frozen)
+
+
+def parse(kind: type[M], values: Mapping[str, Any]) -> M:
+    """A value of that type from plain JSON values.
+
+    Raises:
+        InvalidArgument: an unknown key (the nearest is suggested), a wrong type or a wrong value.
+    """
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise as_invalid_argument(kind, error) from None
+
+
+def as_invalid_argument(kind: type[Frozen], error: ValidationError) -> InvalidArgument:
+    """The first complaint of pydantic about a value of that type, in the words of tilewise."""
+    first = error.errors()[0]
+    inner = first.get("ctx", {}).get("error")
+    if isinstance(inner, InvalidArgument):
+        return inner
+    path = ".".join(map(str, first["loc"])) or kind.__name__
+    if first["type"] == "extra_forbidden":
+        *parents, last = first["loc"]
+        known = _keys(kind, parents)
+        return InvalidArgument(
+            path, "an unknown key", f"one of {', '.join(known)}", nearest(str(last), known)
+        )
+    if first["type"] == "missing":
+        return InvalidArgument(path, "nothing", "a value: it has no standard one")
+    came = reprlib.repr(first["input"])
+    required = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return InvalidArgument(path, came, required)
+
+
+def change(config: M, changes: Mapping[str, Any]) -> M:
+    """The config with the values at some dotted paths replaced.
+
+    A path may name a single value (``optimizer.lr``) or a whole part (``optimizer``, then the value
+    is a mapping). Setting the ``name`` of a choice keeps those options that the new one has too.
+    Of the steps and the tokens of a budget, setting one clears the other.
+
+    Args:
+        config: what to start from; it is not changed.
+        changes: dotted path -> new value, applied in order.
+
+    Raises:
+        InvalidArgument: an unknown path (the nearest is suggested), or a value that does not fit.
+    """
+    values = config.model_dump(mode="json")
+    for path, value in changes.items():
+        _set(values, path, value)
+    return parse(type(config), values)
+
+
+def config_hash(config: Frozen) -> str:
+    """Twelve hexadecimal digits of the SHA-256 of the config's canonical JSON."""
+    text = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+_CHOICES: dict[str, Kind] = {
+    "optimizer": "optimizer",
+    "schedule": "schedule",
+    "variant": "variant",
+}
+_OTHER = {"budget.steps": "tokens", "budget.tokens": "steps"}
+
+
+def _set(values: dict[str, Any], path: str, value: Any) -> None:
+    *parents, last = path.split(".")
+    at: Any = values
+    for depth, part in enumerate((*parents, last)):
+        known = list(at) if isinstance(at, dict) else []
+        # An option of a choice may be unknown here: its own check names the nearest.
+        is_option = depth == len(parents) and bool(parents) and parents[-1] in _CHOICES
+        if part not in known and not is_option:
+            where = ".".join((*parents, last)[:depth]) or "the config"
+            required = f"a key of {where}: {', '.join(known) or 'none, it is a value'}"
+            raise InvalidArgument(path, "an unknown key", required, nearest(part, known))
+        if depth < len(parents):
+            at = at[part]
+    if last == "name" and parents and parents[-1] in _CHOICES:
+        known_options = resolve(_CHOICES[parents[-1]], value, {})
+        kept = {key: each for key, each in at.items() if key in known_options}
+        at.clear()
+        at.update({"name": value, **kept})
+        return
+    at[last] = value
+    other = _OTHER.get(".".join((*parents[-1:], last)))
+    if other is not None and value is not None:
+        at[other] = None
+
+
+def _keys(kind: type[BaseModel], path: list[str | int]) -> list[str]:
+    """The fields of the part of a model that a path leads to."""
+    at: Any = kind
+    for part in path:
+        at = at.model_fields[part].annotation if isinstance(part, str) else get_args(at)[0]
+        if type(None) in get_args(at):  # ``X | None``
+            at = get_args(at)[0]
+    return list(at.model_fields)

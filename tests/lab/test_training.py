@@ -10,7 +10,8 @@ import torch
 from tilewise.lab.demo.corpus import Windows
 from tilewise.lab.demo.model import GPT, nudge, write
 from tilewise.lab.demo.settings import Settings
-from tilewise.lab.demo.worker import Job, Trainer, saved_bytes, schedule
+from tilewise.lab.demo.worker import Job, Trainer, schedule
+from tilewise.lab.study.train.memory_split import saved_bytes
 
 SMALL = Settings(steps=12, context=40, batch=2, layers=2, heads=2, width=16)
 TEXT = b"".join(b"def f%d(x):\n    return x + %d\n" % (n, n) for n in range(300))
@@ -89,17 +90,6 @@ def test_the_schedule_warms_up_and_ends_near_zero() -> None:
     assert all(
         rate > 0 for steps in (1, 2, 3) for rate in [schedule(s, steps) for s in range(steps)]
     )
-
-
-def test_saved_bytes_count_each_storage_once_and_no_weight() -> None:
-    weight = torch.randn(8, 8, requires_grad=True)
-    x = torch.randn(4, 8)
-    # exp keeps its result and the product keeps x, 4 x 8 floats each; the weight does not count.
-    _, kept = saved_bytes(lambda: (x @ weight).exp().sum(), [weight])
-    assert kept == 2 * 4 * 8 * 4
-    doubled = x.clone().requires_grad_()
-    _, kept = saved_bytes(lambda: (doubled * doubled.view(4, 8)).sum(), [])
-    assert kept == 4 * 8 * 4
 
 
 def _kept(implementation: Any, tokens: torch.Tensor) -> int:

@@ -16,12 +16,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TextIO
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tilewise.lab.demo.corpus import Windows
 from tilewise.lab.demo.model import GPT, nudge, write
 from tilewise.lab.demo.settings import Settings
 from tilewise.lab.memory import peak_bytes, reset_peak, resident_bytes
+from tilewise.lab.study.train.memory_split import saved_bytes
 from tilewise.nn import Implementation
 
 PROMPT = b"def "
@@ -96,24 +97,6 @@ def schedule(step: int, steps: int) -> float:
     warmup = max(steps // 6, 1)
     left = (steps - step) / max(steps - steps // 2, 1)
     return min((step + 1) / warmup, 1.0, left)
-
-
-def saved_bytes(run: Callable[[], Tensor], weights: list[Tensor]) -> tuple[Tensor, int]:
-    """What ``run`` returns, and the bytes that autograd keeps of it for the backward pass.
-
-    Each storage counts once, however many views of it are kept; weights do not count.
-    """
-    storages: dict[int, int] = {}
-    own = {weight.untyped_storage().data_ptr() for weight in weights}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        result = run()
-    return result, sum(size for address, size in storages.items() if address not in own)
 
 
 class Worker:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -289,8 +290,18 @@ class Writer:
         self._file = path.open("ab", buffering=0)
 
     def write(self, event: Event) -> None:
-        """Append one event: one write, so that it is there whole or torn, never mixed."""
-        self._file.write(event.line().encode())
+        """Append one event: one write, so that it is there whole or torn, never mixed.
+
+        Raises:
+            OSError: there is no room. The line is torn then, and the next writer drops it.
+        """
+        line = event.line().encode()
+        while line:  # a disk that fills up takes a part first, and refuses the rest
+            line = line[self._file.write(line) :]
+
+    def sync(self) -> None:
+        """Make what was written outlive a power cut."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""

@@ -38,12 +38,12 @@ def per_token(config: RunConfig, parameters: dict[str, int]) -> dict[str, float]
 
     Args:
         config: of the run.
-        parameters: ``trainable`` (N) and ``embedding`` (E).
+        parameters: ``total`` (N) and ``embedding`` (E).
 
     Source: Chowdhery et al., PaLM (2022), appendix B.
     """
     model = config.model
-    dense = 6.0 * (parameters["trainable"] - parameters["embedding"])
+    dense = 6.0 * (parameters["total"] - parameters["embedding"])
     attention = float(model.layers * model.width * model.context)
     return {"full": dense + _FULL * attention, "causal": dense + _CAUSAL * attention}
 

@@ -89,6 +89,11 @@ class Guard:
             for place, layer in enumerate(self._layers):
                 layer.register_forward_hook(self._hook(place))
 
+    @property
+    def probed(self) -> bool:
+        """Whether ``probe`` was called."""
+        return self._probed is not None
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Count the forward passes of this block.

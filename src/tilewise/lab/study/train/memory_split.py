@@ -92,7 +92,7 @@ class PeakMeter:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device if device.type == "cuda" else None
         self._highest = 0
-        self._base = 0
+        memory.release()  # memory that is freed but kept would count as held before the model
         self._base = self._now()
         self.resume()
 

@@ -1,0 +1,38 @@
+"""Operations per token by hand, and a peak that is one."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from tilewise.lab.study.config import Model, RunConfig
+from tilewise.lab.study.train.flops import dtype_of, gemm_peak_flops_s, per_token
+
+
+def test_operations_per_token_by_hand() -> None:
+    config = RunConfig(model=Model(layers=3, heads=2, width=10, context=7))
+    found = per_token(config, {"total": 1000, "embedding": 70})
+    assert found == {
+        "full": 6 * 930 + 12 * 3 * 10 * 7,
+        "causal": 6 * 930 + 6 * 3 * 10 * 7,
+    }
+
+
+def test_precisions_have_their_dtypes() -> None:
+    assert dtype_of("float32") == torch.float32
+    assert dtype_of("bf16") == torch.bfloat16
+    assert dtype_of("fp16") == torch.float16
+
+
+def test_a_product_is_not_faster_than_the_peak() -> None:
+    peak = gemm_peak_flops_s(torch.float32, torch.device("cpu"))
+    a = torch.ones(256, 256)
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        a @ a
+        times.append(time.perf_counter() - begin)
+    # Generous on both sides: other processes share these cores.
+    assert peak > 0.2 * 2 * 256**3 / min(times)
+    assert peak < 1e15

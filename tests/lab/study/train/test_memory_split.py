@@ -1,0 +1,89 @@
+"""Sums over storages by hand, saved activations, and a peak that leaves pauses out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tilewise.lab.memory import resident_bytes
+from tilewise.lab.models.gpt2 import GPT2, Shape
+from tilewise.lab.study.train.memory_split import (
+    PeakMeter,
+    gradients_bytes,
+    optimizer_bytes,
+    saved_bytes,
+    storage_bytes,
+    weights_bytes,
+)
+
+MIB = 1 << 20
+
+
+def test_a_storage_counts_once_however_many_views_share_it() -> None:
+    x = torch.zeros(6, 4)
+    assert storage_bytes([x, x[1:], x.t(), torch.zeros(3)]) == 6 * 4 * 4 + 3 * 4
+
+
+def test_weights_gradients_and_state_of_a_linear_layer() -> None:
+    model = nn.Linear(8, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert weights_bytes(model) == (24 + 3) * 4
+    assert gradients_bytes(model) == optimizer_bytes(optimizer) == 0
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    assert gradients_bytes(model) == (24 + 3) * 4
+    # Two moments, and for each parameter one number that counts steps.
+    assert optimizer_bytes(optimizer) == 2 * (24 + 3) * 4 + 2 * 4
+
+
+def test_tied_weights_count_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    assert weights_bytes(model) == 4 * 4 * 4
+
+
+def test_saved_bytes_count_each_storage_once_and_no_weight() -> None:
+    weight = torch.randn(8, 8, requires_grad=True)
+    x = torch.randn(4, 8)
+    # exp keeps its result and the product keeps x, 4 x 8 floats each; the weight does not count.
+    _, kept = saved_bytes(lambda: (x @ weight).exp().sum(), [weight])
+    assert kept == 2 * 4 * 8 * 4
+    doubled = x.clone().requires_grad_()
+    _, kept = saved_bytes(lambda: (doubled * doubled.view(4, 8)).sum(), [])
+    assert kept == 4 * 8 * 4
+
+
+def _kept(implementation: Any, checkpointing: bool = False) -> int:
+    shape = Shape(layers=2, heads=2, width=16, context=128, vocabulary=32)
+    model = GPT2(shape, implementation=implementation, checkpointing=checkpointing)
+    tokens = torch.randint(0, 32, (1, 128))
+    return saved_bytes(lambda: model(tokens), list(model.parameters()))[1]
+
+
+def test_plain_keeps_the_matrices_and_tilewise_does_not() -> None:
+    matrices = 2 * 2 * 128 * 128 * 4  # layers, heads
+    plain, tilewise = _kept("plain"), _kept("tilewise")
+    assert plain - tilewise > 0.9 * matrices
+    assert tilewise < 1.5 * matrices
+
+
+def test_checkpointing_keeps_the_input_of_each_layer_only() -> None:
+    assert _kept("tilewise", checkpointing=True) < 0.3 * _kept("tilewise")
+
+
+@pytest.mark.skipif(resident_bytes() == 0, reason="this system does not tell")
+def test_a_pause_does_not_count_towards_the_peak() -> None:
+    meter = PeakMeter(torch.device("cpu"))
+    held = torch.ones(16 * MIB // 4)
+    meter.pause()
+    much = torch.ones(128 * MIB // 4)
+    del much
+    meter.resume()
+    peak = meter.peak_bytes()
+    assert 12 * MIB < peak < 100 * MIB
+    more = torch.ones(64 * MIB // 4)
+    assert meter.peak_bytes() > peak + 30 * MIB
+    del held, more

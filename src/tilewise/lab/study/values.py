@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -62,19 +62,19 @@ def parse(kind: type[M], values: Mapping[str, Any]) -> M:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise as_invalid_argument(kind, error) from None
+        raise as_invalid_argument(error) from None
 
 
-def as_invalid_argument(kind: type[Frozen], error: ValidationError) -> InvalidArgument:
-    """The first complaint of pydantic about a value of that type, in the words of tilewise."""
+def as_invalid_argument(error: ValidationError) -> InvalidArgument:
+    """The first complaint of pydantic about a frozen value, in the words of tilewise."""
     first = error.errors()[0]
     inner = first.get("ctx", {}).get("error")
     if isinstance(inner, InvalidArgument):
         return inner
-    path = ".".join(map(str, first["loc"])) or kind.__name__
+    path = ".".join(map(str, first["loc"])) or error.title
     if first["type"] == "extra_forbidden":
         *parents, last = first["loc"]
-        known = _keys(kind, parents)
+        known = _keys(error.title, parents)
         return InvalidArgument(
             path, "an unknown key", f"one of {', '.join(known)}", nearest(str(last), known)
         )
@@ -144,11 +144,17 @@ def _set(values: dict[str, Any], path: str, value: Any) -> None:
         at[other] = None
 
 
-def _keys(kind: type[BaseModel], path: list[str | int]) -> list[str]:
-    """The fields of the part of a model that a path leads to."""
-    at: Any = kind
+def _keys(kind: str, path: list[str | int]) -> list[str]:
+    """The fields of the part that a path leads to in the type of that name."""
+    at: Any = next(each for each in _kinds(Frozen) if each.__name__ == kind)
     for part in path:
         at = at.model_fields[part].annotation if isinstance(part, str) else get_args(at)[0]
         if type(None) in get_args(at):  # ``X | None``
             at = get_args(at)[0]
     return list(at.model_fields)
+
+
+def _kinds(kind: type[Frozen]) -> Iterator[type[Frozen]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _kinds(each)

@@ -1,0 +1,127 @@
+"""What context buys, and what the memory that attention does not take can be spent on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilewise.errors import InvalidArgument
+from tilewise.lab.study.config import (
+    Attention,
+    Budget,
+    Data,
+    Evaluation,
+    Experiment,
+    Model,
+    Optimizer,
+    RunConfig,
+    Schedule,
+    Study,
+    Training,
+    change,
+)
+from tilewise.lab.study.recipes.arms import one_at_a_time
+from tilewise.lab.study.recipes.registry import recipe
+
+__all__ = ["longer_context"]
+
+SHORTEST, LONGEST = 512, 8192
+TOKENS_PER_STEP = LONGEST
+EVALUATED_TOKENS = 4 * LONGEST  # as much text at every context
+TILEWISE = {"attention.implementation": "tilewise"}
+
+
+@recipe
+def longer_context(*, plain_up_to: int = 2048, steps: int = 100, seeds: int = 3) -> Study:
+    """Contexts of 512 to 8,192 at equal tokens; plain attention until it cannot; memory for batch.
+
+    Three kinds of experiment: ``context`` asks what a longer context learns from the same tokens,
+    at as many tokens a step; ``reach-512`` and on compare plain attention with tilewise at one
+    context; ``spend`` gives the memory saved at the longest of these to a larger batch.
+
+    Args:
+        plain_up_to: the longest context that plain attention has the memory for: one of 512, 1024,
+            2048, 4096, 8192. A step of a sequence of 4,096 saves 3 GiB in 4 layers of 4 heads.
+        steps: of 8,192 tokens, of the runs of ``context`` and ``spend``.
+        seeds: how many, paired.
+    """
+    contexts = [SHORTEST << doubled for doubled in range(5)]
+    if plain_up_to not in contexts:
+        required = f"one of {', '.join(map(str, contexts))}"
+        raise InvalidArgument("plain_up_to", str(plain_up_to), required)
+    numbers = tuple(range(seeds))
+    reach = [_reach(each, numbers) for each in contexts if each <= plain_up_to]
+    return Study(
+        name="longer-context",
+        question="What does a longer context buy, and what else can its memory be spent on?",
+        experiments=(
+            _context(contexts, steps, numbers),
+            *reach,
+            _spend(plain_up_to, steps, numbers),
+        ),
+    )
+
+
+def _at(context: int, steps: int) -> RunConfig:
+    return RunConfig(
+        model=Model(layers=4, heads=4, width=128, context=context),
+        data=Data(source="stdlib"),
+        attention=Attention(implementation="tilewise"),
+        optimizer=Optimizer(name="adamw", lr=0.003),
+        schedule=Schedule(name="linear"),
+        training=Training(batch=TOKENS_PER_STEP // context),
+        budget=Budget(steps=steps),
+        evaluation=Evaluation(every=max(1, steps // 5), windows=EVALUATED_TOKENS // context),
+    )
+
+
+def _context(contexts: list[int], steps: int, seeds: tuple[int, ...]) -> Experiment:
+    longer: dict[str, dict[str, Any]] = {
+        f"context-{each}": {
+            "model.context": each,
+            "training.batch": TOKENS_PER_STEP // each,
+            "evaluation.windows": EVALUATED_TOKENS // each,
+        }
+        for each in contexts[1:]
+    }
+    return Experiment(
+        name="context",
+        question="At equal tokens, what does a longer context learn, and what does it cost?",
+        baseline=_at(SHORTEST, steps),
+        baseline_name=f"context-{SHORTEST}",
+        arms=one_at_a_time(longer),
+        seeds=seeds,
+        smallest_effect=0.02,
+    )
+
+
+def _reach(context: int, seeds: tuple[int, ...]) -> Experiment:
+    plain = {"attention.implementation": "plain", "training.batch": 1}
+    return Experiment(
+        name=f"reach-{context}",
+        question=f"At context {context}, what do speed and memory gain from tilewise?",
+        baseline=change(_at(context, steps=10), plain),
+        baseline_name="plain",
+        arms=one_at_a_time({"tilewise": TILEWISE}, kind="systems"),
+        seeds=seeds,
+        smallest_effect=0.01,
+    )
+
+
+def _spend(context: int, steps: int, seeds: tuple[int, ...]) -> Experiment:
+    plain = {
+        "attention.implementation": "plain",
+        "training.batch": 1,
+        "budget.tokens": steps * TOKENS_PER_STEP,
+    }
+    return Experiment(
+        name="spend",
+        question=f"At context {context} and equal tokens, is the saved memory better in the batch?",
+        baseline=change(_at(context, steps), plain),
+        baseline_name="plain",
+        arms=(
+            *one_at_a_time({"tilewise": TILEWISE}, kind="systems"),
+            *one_at_a_time({"tilewise-batch-4": {**TILEWISE, "training.batch": 4}}),
+        ),
+        seeds=seeds,
+        smallest_effect=0.02,
+    )

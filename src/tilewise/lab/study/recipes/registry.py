@@ -1,0 +1,134 @@
+"""The registry of recipes: a recipe is one function that returns a study.
+
+Adding one to the package is writing one function in a module here and naming that module below::
+
+    @recipe
+    def laptop(*, seeds: int = 3) -> Study:
+        ...
+
+A function in a file of one's own needs no more than its name: ``find("my_study.py:laptop")``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from tilewise.errors import InvalidArgument
+from tilewise.lab.study.choices.registry import nearest
+from tilewise.lab.study.config import Study
+from tilewise.lab.study.values import as_invalid_argument
+
+__all__ = ["Recipe", "find", "names", "recipe"]
+
+_RECIPES: dict[str, Recipe] = {}
+# Where the recipes of the package are; imported when one is first asked for.
+_MODULES = ("kernels", "laptop", "wikitext", "longer_context")
+
+
+class Recipe(NamedTuple):
+    """A function that returns a study.
+
+    Args:
+        name: the function's name, with dashes for underscores; of a user's own, with its file.
+        function: takes keywords only.
+        options: what it takes, with standard values.
+        summary: the first line of its docstring.
+    """
+
+    name: str
+    function: Callable[..., Study]
+    options: Mapping[str, Any]
+    summary: str
+
+    def study(self, **options: Any) -> Study:
+        """The study, with some options given.
+
+        Raises:
+            InvalidArgument: an unknown option (the nearest is suggested), a value that does not
+                fit, or a function that returns something else.
+        """
+        for key, value in options.items():
+            if key not in self.options:
+                required = f"one of {', '.join(self.options) or 'none: it has no options'}"
+                raise InvalidArgument(key, repr(value), required, nearest(key, self.options))
+        try:
+            made = self.function(**options)
+        except ValidationError as error:
+            raise as_invalid_argument(error) from error
+        if not isinstance(made, Study):
+            came = f"a {type(made).__name__} from the function"
+            raise InvalidArgument(self.name, came, "a tilewise.lab.study.config.Study")
+        return made
+
+
+def recipe(function: Callable[..., Study]) -> Callable[..., Study]:
+    """Decorator that makes a function of the package a recipe, under its own name."""
+    name = function.__name__.replace("_", "-")
+    _RECIPES[name] = _described(name, function)
+    return function
+
+
+def names() -> tuple[str, ...]:
+    """The names of the package's recipes, in the order of their modules."""
+    for module in _MODULES:
+        import_module(f"tilewise.lab.study.recipes.{module}")
+    return tuple(_RECIPES)
+
+
+def find(name: str) -> Recipe:
+    """The recipe of that name, or the function ``function`` of the file in ``file.py:function``.
+
+    The file is the user's own and is run.
+
+    Raises:
+        InvalidArgument: no such recipe (the nearest is suggested), file or function, or a function
+            that has arguments without standard values.
+    """
+    file, colon, function = name.rpartition(":")
+    if colon and file.endswith(".py"):
+        return _from_file(Path(file), function)
+    known = names()
+    if name not in _RECIPES:
+        required = f"one of {', '.join(known)}, or file.py:function"
+        raise InvalidArgument("recipe", repr(name), required, nearest(name, known))
+    return _RECIPES[name]
+
+
+def _from_file(file: Path, function: str) -> Recipe:
+    if not file.is_file():
+        raise InvalidArgument("recipe", f"{file}, which is no file", "a Python file and a function")
+    module = _load(file)
+    found = getattr(module, function, None)
+    if not inspect.isfunction(found):
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        required = f"a function of that file: {', '.join(known) or 'it has none'}"
+        raise InvalidArgument("recipe", f"{file}:{function}", required, nearest(function, known))
+    return _described(f"{file}:{function}", found)
+
+
+def _load(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"_tilewise_recipe_{file.stem}", file)
+    assert spec is not None  # a name that ends in .py always has a loader
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _described(name: str, function: Callable[..., Study]) -> Recipe:
+    parameters = inspect.signature(function).parameters.values()
+    without = [each.name for each in parameters if each.default is inspect.Parameter.empty]
+    if without:
+        came = f"arguments without a standard value: {', '.join(without)}"
+        raise InvalidArgument(name, came, "standard values for all arguments")
+    options = {each.name: each.default for each in parameters}
+    summary = (function.__doc__ or "").strip().partition("\n")[0]
+    return Recipe(name, function, MappingProxyType(options), summary)

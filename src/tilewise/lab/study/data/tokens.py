@@ -1,0 +1,187 @@
+"""Tokens of a corpus: made once, kept in a file with a checksum, mapped into memory.
+
+A cache is two files: ``tokens-KEY.bin`` holds the training tokens and then the held-out ones,
+``tokens-KEY.json`` says what they are and has the SHA-256 of the first. The key is made of the
+text's hash, the tokenizer and the format, so that a cache is never stale. The JSON is written last:
+a crash before it leaves nothing that would be read.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilewise.errors import TilewiseError
+from tilewise.lab.study.conduct.files import replacing, write_atomically
+from tilewise.lab.study.config import Data
+from tilewise.lab.study.data import corpus
+from tilewise.lab.study.data.tokenizers import Tokenizer, tokenizer
+
+__all__ = ["CorruptCacheError", "Tokens", "prepare"]
+
+FORMAT = 1
+
+
+class CorruptCacheError(TilewiseError):
+    """A file of a token cache is not what was written."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A tokenized corpus.
+
+    Args:
+        name: of the text, in words.
+        source: as the config says it.
+        tokenizer: ``"bytes"`` or ``"gpt2"``.
+        sha256: of the text and its split, before it was tokenized.
+        vocabulary: token ids.
+        train, held_out: uint8 or uint16, mapped from a file, read only.
+        token_bytes: int64 [vocabulary]: bytes of text that each token stands for.
+        train_bytes, held_out_bytes: of the text.
+        train_words, held_out_words: of WikiText, before it was detokenised; None for other text.
+    """
+
+    name: str
+    source: str
+    tokenizer: str
+    sha256: str
+    vocabulary: int
+    train: NDArray[Any]
+    held_out: NDArray[Any]
+    token_bytes: NDArray[np.int64]
+    train_bytes: int
+    held_out_bytes: int
+    train_words: int | None
+    held_out_words: int | None
+
+    def as_json(self) -> dict[str, Any]:
+        """All but the tokens, for records."""
+        return {
+            "name": self.name,
+            "source": self.source,
+            "tokenizer": self.tokenizer,
+            "sha256": self.sha256,
+            "vocabulary": self.vocabulary,
+            "train_tokens": len(self.train),
+            "held_out_tokens": len(self.held_out),
+            "train_bytes": self.train_bytes,
+            "held_out_bytes": self.held_out_bytes,
+            "train_words": self.train_words,
+            "held_out_words": self.held_out_words,
+        }
+
+
+@dataclass(frozen=True)
+class _Sidecar:
+    """What ``tokens-KEY.json`` says; ``sha256`` is of the file of tokens."""
+
+    dtype: str
+    train_tokens: int
+    held_out_tokens: int
+    train_bytes: int
+    held_out_bytes: int
+    train_words: int | None
+    held_out_words: int | None
+    sha256: str
+
+
+def prepare(data: Data, cache: Path) -> Tokens:
+    """The tokens of a text, from the cache or made now.
+
+    Several processes may ask at once: one makes them, the others wait for it.
+
+    Args:
+        data: the text and the tokenizer.
+        cache: the folder of caches; made where it is missing.
+
+    Raises:
+        InvalidArgument: no such text, or no vocabulary; the message says how to get it.
+        CorruptCacheError: a cache that is not what was written; the message says what to delete.
+        DiskFullError: there is no room for the cache.
+    """
+    text = corpus.load(data.source, data.held_out, data.size_cap_bytes)
+    chosen = tokenizer(data.tokenizer)
+    text_sha256 = text.sha256
+    identity = f"{FORMAT} {text_sha256} {text.is_wikitext} {chosen.sha256}"
+    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    binary = cache / f"tokens-{key}.bin"
+    sidecar = binary.with_suffix(".json")
+    if not sidecar.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with _locked(binary.with_suffix(".lock")):
+            if not sidecar.exists():  # another process may have made them while this one waited
+                _write(text, chosen, binary, sidecar)
+    found, tokens = _open(binary, sidecar)
+    return Tokens(
+        name=text.name,
+        source=data.source,
+        tokenizer=data.tokenizer,
+        sha256=text_sha256,
+        vocabulary=len(chosen.token_bytes),
+        train=tokens[: found.train_tokens],
+        held_out=tokens[found.train_tokens :],
+        token_bytes=chosen.token_bytes,
+        train_bytes=found.train_bytes,
+        held_out_bytes=found.held_out_bytes,
+        train_words=found.train_words,
+        held_out_words=found.held_out_words,
+    )
+
+
+def _write(text: corpus.Corpus, chosen: Tokenizer, binary: Path, sidecar: Path) -> None:
+    prepared = text.prepared()
+    train, held_out = chosen.encode(prepared.train), chosen.encode(prepared.held_out)
+    digest = hashlib.sha256()
+    with replacing(binary) as temporary, temporary.open("wb") as file:
+        for part in (train, held_out):
+            file.write(part.data)
+            digest.update(part.data)
+    said = _Sidecar(
+        dtype=chosen.dtype.name,
+        train_tokens=len(train),
+        held_out_tokens=len(held_out),
+        train_bytes=len(prepared.train),
+        held_out_bytes=len(prepared.held_out),
+        train_words=prepared.train_words,
+        held_out_words=prepared.held_out_words,
+        sha256=digest.hexdigest(),
+    )
+    write_atomically(sidecar, json.dumps(asdict(said), indent=1) + "\n")
+
+
+def _open(binary: Path, sidecar: Path) -> tuple[_Sidecar, NDArray[Any]]:
+    """What the sidecar says, and the tokens, checked."""
+    try:
+        said = _Sidecar(**json.loads(sidecar.read_text(encoding="utf-8")))
+        tokens: NDArray[Any] = np.memmap(binary, np.dtype(said.dtype), mode="r")
+        fits = len(tokens) == said.train_tokens + said.held_out_tokens
+        whole = fits and hashlib.sha256(tokens.data).hexdigest() == said.sha256
+    except (OSError, ValueError, TypeError) as error:
+        raise _corrupt(binary, sidecar, str(error)) from None
+    if not whole:
+        raise _corrupt(binary, sidecar, "its checksum is another one")
+    return said, tokens
+
+
+def _corrupt(binary: Path, sidecar: Path, reason: str) -> CorruptCacheError:
+    return CorruptCacheError(
+        f"the token cache {binary} is damaged ({reason}). Delete {binary} and {sidecar}, "
+        "and run the same command again: they will be made anew."
+    )
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

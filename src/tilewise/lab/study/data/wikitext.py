@@ -1,0 +1,164 @@
+"""WikiText-2 and -103: where their files are, their words, and the text that these stand for.
+
+The files hold words that are set apart by spaces, punctuation too, and three marks for joints
+inside a word or number (``@-@``, ``@,@``, ``@.@``). ``detokenise`` makes ordinary text of them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from tilewise.errors import InvalidArgument
+
+__all__ = ["NAMES", "Files", "detokenise", "find", "inside", "words"]
+
+# source -> suffix of the official files, and the stem of single files that say the source
+# themselves
+_SOURCES = {
+    "wikitext-2": ("tokens", "wikitext2"),
+    "wikitext-103": ("tokens", "wikitext103"),
+    "wikitext-2-raw": ("raw", "wikitext2"),
+    "wikitext-103-raw": ("raw", "wikitext103"),
+}
+NAMES = tuple(_SOURCES)
+
+# Applied in this order to each line. Every rule only takes away spaces, or the marks of a joint.
+_LITERAL = (
+    ("s '", "s'"),
+    (" @-@ ", "-"),
+    (" @,@ ", ","),
+    (" @.@ ", "."),
+    (" : ", ": "),
+    (" ; ", "; "),
+    (" . ", ". "),
+    (" ! ", "! "),
+    (" ? ", "? "),
+    (" , ", ", "),
+)
+_PAIRS = tuple(
+    (re.compile(rf"{opening}[ ]*([^{closing}]*?)[ ]*{closing}"), rf"{before}\1{after}")
+    for opening, closing, before, after in (
+        (r"\(", r"\)", "(", ")"),
+        (r"\[", r"\]", "[", "]"),
+        (r"\{", r"\}", "{", "}"),
+        ('"', '"', '"', '"'),
+        ("'", "'", "'", "'"),
+    )
+)
+_HEADINGS = (("= = = =", "===="), ("= = =", "==="), ("= =", "=="))
+_LAST = ((" °", "°"), (" 's", "'s"))
+
+
+class Files(NamedTuple):
+    """The two files of a WikiText.
+
+    Args:
+        name: of the source, with ``(prefix)`` where the training file is a part of the official
+            one.
+        train: the training text.
+        held_out: the official validation text.
+    """
+
+    name: str
+    train: Path
+    held_out: Path
+
+
+def detokenise(text: str) -> str:
+    """Ordinary text from WikiText's words.
+
+    These are the rules behind published word perplexities of GPT-2 (those of Megatron-LM), with two
+    differences: brackets and quotes pair up within a line, so that one that is not closed does not
+    turn all those after it; and the letter N stays an N. So nothing is added, replaced or lost but
+    spaces and the marks of joints: the text without spaces is the same before and after, with marks
+    read as what they mark. What cannot be told from the result is whether a joint had a space.
+
+    Args:
+        text: one or more lines as they are in the files: a space, words, a space, a newline.
+    """
+    return "\n".join(_detokenise_line(line) for line in text.split("\n"))
+
+
+def _detokenise_line(line: str) -> str:
+    for old, new in _LITERAL:
+        line = line.replace(old, new)
+    for pattern, new in _PAIRS:
+        line = pattern.sub(new, line)
+    for old, new in (*_HEADINGS, *_LAST):
+        line = line.replace(old, new)
+    return line.removeprefix(" ").removesuffix(" ")
+
+
+def words(text: str) -> int:
+    """How many words the original has: pieces between single spaces; a line's end is one too.
+
+    The test set of WikiText-103 has 245,566 by this count, the usual one for word perplexity.
+    """
+    return text.strip().count(" ") + 1
+
+
+def find(name: str, folder: Path | None) -> Files:
+    """The files of a WikiText in a folder of data sets.
+
+    Looked for, with or without ``.gz``: the official ``wiki.train.tokens`` (``.raw``) and
+    ``wiki.valid.tokens`` in ``NAME/`` or ``NAME-v1/``, and ``wikitext103.train.tokens.txt`` and the
+    like beside them or in ``wikitext/``. A file ``...train-prefix...`` is taken where the whole is
+    not.
+
+    Args:
+        name: one of ``NAMES``.
+        folder: of data sets; None where the user named none.
+
+    Raises:
+        InvalidArgument: a file is missing; the message says how to get it.
+    """
+    suffix, stem = _SOURCES[name]
+    if folder is not None:
+        for place in (folder, *(folder / each for each in (name, f"{name}-v1", "wikitext"))):
+            official = place.name.startswith(name.removesuffix("-raw"))
+            found = _pair(place, name, suffix, stem, official)
+            if found is not None:
+                return found
+    came = "no TILEWISE_DATA" if folder is None else f"TILEWISE_DATA={folder} without it"
+    address = f"https://wikitext.smerity.com/{name}-v1.zip"
+    fix = (
+        f"Get it with: mkdir -p data && cd data && curl -LO {address} && unzip {name}-v1.zip && "
+        "export TILEWISE_DATA=$PWD"
+    )
+    required = f"a folder with {name}/wiki.train.{suffix} and wiki.valid.{suffix} ({name})"
+    raise InvalidArgument("data.source", came, required, fix)
+
+
+def inside(folder: Path) -> Files | None:
+    """The official files of a WikiText right in a folder; None where it is no such folder."""
+    for suffix in ("tokens", "raw"):
+        found = _pair(folder, folder.name, suffix, "", official=True)
+        if found is not None:
+            return found
+    return None
+
+
+def _pair(folder: Path, name: str, suffix: str, stem: str, official: bool) -> Files | None:
+    train, part, valid = [], [], []
+    if official:
+        train, valid = [f"wiki.train.{suffix}"], [f"wiki.valid.{suffix}"]
+    if stem:
+        train += [f"{stem}.train.{suffix}.txt"]
+        part = [f"{stem}.train-prefix.{suffix}.txt"]
+        # Raw validation text is the same in WikiText-2 and -103.
+        valid += [f"{stem}.valid.{suffix}.txt"] + ["wikitext.valid.raw.txt"] * (suffix == "raw")
+    whole, held_out = _first(folder, train), _first(folder, valid)
+    prefix = None if whole else _first(folder, part)
+    if held_out is None or (whole is None and prefix is None):
+        return None
+    if prefix is not None:
+        return Files(f"{name} (prefix)", prefix, held_out)
+    assert whole is not None
+    return Files(name, whole, held_out)
+
+
+def _first(folder: Path, names: list[str]) -> Path | None:
+    candidates = [folder / (name + end) for name in names for end in ("", ".gz")]
+    return next((path for path in candidates if path.is_file()), None)

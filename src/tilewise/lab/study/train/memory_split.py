@@ -56,7 +56,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def saved_bytes(run: Callable[[], Tensor], weights: list[Tensor]) -> tuple[Tensor, int]:
+def saved_bytes(run: Callable[[], Tensor], weights: Iterable[Tensor]) -> tuple[Tensor, int]:
     """What ``run`` returns, and the bytes that autograd keeps of it for the backward pass.
 
     Each storage counts once, however many views of it are kept; weights do not count, but the

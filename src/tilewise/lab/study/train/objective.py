@@ -1,4 +1,4 @@
-"""What a step minimises, and what is recorded of it: they differ where a factor changes the loss."""
+"""What a step minimises, and what is recorded of it: a factor may change the first."""
 
 from __future__ import annotations
 

@@ -1,0 +1,210 @@
+"""The process of one run: ``python -m tilewise.lab.study.train.child``.
+
+It reads one line of JSON from standard input, a ``Job``, and writes to the folder of its run. It
+ends when its work is done, and at once when its standard input closes: a parent that is gone,
+killed or not, leaves no process behind.
+
+Exit status: 0, the run is over (done or diverged; its record tells); 3, an error that its user can
+put right, said in the last line of standard error; anything else is a crash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewise.errors import TilewiseError
+from tilewise.lab.study.config import RunConfig
+from tilewise.lab.study.data.tokens import Tokens, prepare
+from tilewise.lab.study.run import Run
+from tilewise.lab.study.train.flops import dtype_of, gemm_peak_flops_s
+from tilewise.lab.study.train.memory_split import PeakMeter
+from tilewise.lab.study.train.session import Session
+from tilewise.lab.study.train.trainer import Trainer, model_of
+
+__all__ = ["EXPECTED_ERROR", "ORPHANED", "Job", "main", "work"]
+
+EXPECTED_ERROR = 3
+ORPHANED = 4
+_LOCK = ".lock"
+_LOCK_WAIT_S = 10.0  # for a process that is just ending
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_RESIDENT_BYTES = 256 << 20  # tokens up to this size are read before memory is measured
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process is told.
+
+    Args:
+        run: what to train.
+        folder: of the study.
+        cache: of token files.
+        threads: of torch.
+        core: to be pinned to; None for no pinning.
+        device: ``"cpu"``, ``"cuda"``.
+        checkpoint_every_s: seconds between checkpoints.
+        environment: where it runs, for the record.
+    """
+
+    run: Run
+    folder: Path
+    cache: Path
+    threads: int = 1
+    core: int | None = None
+    device: str = "cpu"
+    checkpoint_every_s: float = 10.0
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Job:
+        """The job in a line of JSON."""
+        given = {
+            **values,
+            "run": Run.from_json(values["run"]),
+            "folder": Path(values["folder"]),
+            "cache": Path(values["cache"]),
+        }
+        return cls(**given)
+
+
+def main() -> int:
+    """Do the job on standard input; the exit status."""
+    line = sys.stdin.readline()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        work(Job.from_json(json.loads(line)))
+    except TilewiseError as error:
+        return _refuse(str(error))
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        return _refuse(
+            f"no room to write {error.filename or 'the record'} ({error.strerror}): free some "
+            "space and run the same command again; nothing that was written before is lost"
+        )
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        return _refuse(
+            f"out of memory ({str(error).splitlines()[0]}): take a smaller training.batch with "
+            "more training.accumulation, training.checkpointing=true, or fewer --jobs"
+        )
+    return 0
+
+
+def work(job: Job) -> None:
+    """Do a job in this process.
+
+    Raises:
+        TilewiseError: something that the user can put right: data, a checkpoint of another config,
+            a folder in use.
+        OSError: something cannot be written.
+    """
+    if job.core is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {job.core})
+    torch.set_num_threads(job.threads)
+    device = torch.device(job.device)
+    folder = job.run.folder(job.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        tokens = prepare(job.run.config.data, job.cache)
+        _warm(job.run.config, tokens, device)
+        dtype = dtype_of(job.run.config.training.precision)
+        peak_flops_s = gemm_peak_flops_s(dtype, device)  # before the meter: it takes memory
+        meter = PeakMeter(device)
+        session = Session(
+            Trainer(job.run, tokens, device),
+            tokens,
+            folder,
+            meter,
+            peak_flops_s=peak_flops_s,
+            checkpoint_every_s=job.checkpoint_every_s,
+            environment={
+                **job.environment,
+                "threads": job.threads,
+                "core": job.core,
+                "device": _name_of(device),
+            },
+        )
+        session.work()
+
+
+def _warm(config: RunConfig, tokens: Tokens, device: torch.device) -> None:
+    """Let the process take what it takes once, so that no arm is charged for it as memory.
+
+    These are torch's own tens of megabytes, and the pages of the token files, which the system
+    shares between processes but counts in each.
+    """
+    small = config.model.model_copy(update={"layers": 1, "heads": 1, "width": 16, "context": 16})
+    model = model_of(config.model_copy(update={"model": small}), tokens.vocabulary, 0, device)
+    inputs = torch.zeros(1, 16, dtype=torch.int64, device=device)
+    model(inputs).sum().backward()
+    torch.optim.AdamW(model.parameters()).step()
+    for each in (tokens.train, tokens.held_out):
+        if each.nbytes <= _RESIDENT_BYTES:
+            each.max()
+
+
+def _name_of(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return device.type
+
+
+def _end_with_parent() -> None:
+    """Wait for the end of standard input, then end the process, whatever it is doing.
+
+    Read without Python's buffer, whose lock would disturb an orderly end of the interpreter.
+    """
+    with contextlib.suppress(OSError):
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+    os._exit(ORPHANED)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Nobody else works in this folder while the block lasts; the system ends the lock.
+
+    Raises:
+        TilewiseError: another process does.
+    """
+    with (folder / _LOCK).open("a") as file:
+        deadline = time.monotonic() + _LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    message = f"{folder}: another process works on this run; wait for it or end it"
+                    raise TilewiseError(message) from None
+                time.sleep(0.05)
+        yield
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    words = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in words
+
+
+def _refuse(words: str) -> int:
+    print(" ".join(words.split("\n")), file=sys.stderr)
+    return EXPECTED_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""One run in memory: a model, its optimizer and its data, moved on one optimizer step at a time.
+
+Everything follows from the run's config and seed, and from the state of a checkpoint: the same
+steps give the same bits, interrupted or not. Wall-clock time decides nothing here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tilewise.lab.models.gpt2 import GPT2, Shape
+from tilewise.lab.study.choices import optimizers, schedules, variants
+from tilewise.lab.study.config import Model, RunConfig
+from tilewise.lab.study.data.order import Batches
+from tilewise.lab.study.data.tokens import Tokens
+from tilewise.lab.study.run import Run
+from tilewise.lab.study.train.flops import dtype_of
+from tilewise.lab.study.train.guard import Guard
+from tilewise.lab.study.train.memory_split import (
+    gradients_bytes,
+    optimizer_bytes,
+    saved_bytes,
+    weights_bytes,
+)
+from tilewise.lab.study.train.objective import losses
+from tilewise.lab.study.train.state import State, pack, unpack
+
+__all__ = ["Diverged", "Split", "Taken", "Trainer", "model_of"]
+
+_WEIGHT, _CPU_RANDOM, _CUDA_RANDOM = "model.", "random.cpu", "random.cuda"
+
+
+class Diverged(Exception):  # noqa: N818  reads as what happened; it never leaves the lab
+    """A number that training needs is not finite any more."""
+
+
+class Taken(NamedTuple):
+    """An optimizer step that was taken.
+
+    Args:
+        step: 1 for the first.
+        loss: cross-entropy of its batch before it, nats per token.
+        lr: learning rate.
+        gradient_norm: before clipping; not finite where fp16 overflowed and the step was skipped.
+        wall_s, cpu_s: what it took.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    gradient_norm: float
+    wall_s: float
+    cpu_s: float
+
+
+class Split(NamedTuple):
+    """Bytes of ``records.Memory``, all but the peak."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+
+
+def model_of(config: RunConfig, vocabulary: int, seed: int, device: torch.device) -> GPT2:
+    """The model of a run: its weights depend on its shape and the seed alone.
+
+    Args:
+        config: of the run.
+        vocabulary: of its tokens.
+        seed: of the weights.
+        device: where it shall be.
+    """
+    variation = variants.build(config.attention.variant, config.model.heads, device)
+    model = GPT2(
+        _shape(config.model, vocabulary),
+        implementation=config.attention.implementation,
+        mask=variation.mask,
+        score=variation.score,
+        seed=seed,
+        checkpointing=config.training.checkpointing,
+    )
+    return model.to(device)
+
+
+def _shape(model: Model, vocabulary: int) -> Shape:
+    return Shape(
+        layers=model.layers,
+        heads=model.heads,
+        width=model.width,
+        context=model.context,
+        vocabulary=vocabulary,
+        embedding_dropout=model.dropout.embedding,
+        attention_dropout=model.dropout.attention,
+        residual_dropout=model.dropout.residual,
+    )
+
+
+class Trainer:
+    """Trains the model of one run.
+
+    Args:
+        run: what to train.
+        tokens: of its data.
+        device: ``"cpu"``, or a GPU that its attention runs on.
+    """
+
+    def __init__(self, run: Run, tokens: Tokens, device: torch.device) -> None:
+        config, training = run.config, run.config.training
+        self.run, self.config, self.device, self.done = run, config, device, 0
+        self.identity = {
+            "config": run.config_hash,
+            "seed": str(run.seed),
+            "corpus": tokens.sha256,
+        }
+        self.model = model_of(config, tokens.vocabulary, run.seed, device)
+        self.model.train()
+        self._forward: nn.Module | Any = self.model
+        if training.compile:
+            self._forward = torch.compile(self.model)
+        self.guard = Guard(self.model, hooks=not training.compile)
+        self.optimizer, self.groups = optimizers.build(config.optimizer, self.model)
+        self._scaler = torch.amp.GradScaler(device.type, enabled=training.precision == "fp16")
+        self._batches = Batches(
+            tokens, config.model.context, training.batch, training.accumulation, run.seed
+        )
+        torch.manual_seed(run.seed)  # of dropout: a generator of its own makes the weights
+
+    @property
+    def over(self) -> bool:
+        """Whether all steps of the budget are done."""
+        return self.done >= self.config.steps
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """How many numbers are trained, and how many of them only looked up (positions)."""
+        total = sum(each.numel() for each in self.model.parameters() if each.requires_grad)
+        return {"total": total, "embedding": self.model.positions.weight.numel()}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of matrix products; the weights are float32 always."""
+        return dtype_of(self.config.training.precision)
+
+    def autocast(self) -> torch.autocast:
+        """The context of a forward pass in the run's precision."""
+        narrow = self.dtype != torch.float32
+        return torch.autocast(self.device.type, self.dtype if narrow else None, enabled=narrow)
+
+    def step(self) -> Taken:
+        """Take one optimizer step.
+
+        Raises:
+            Diverged: its loss or gradient is not finite; the weights are those before it.
+        """
+        self._synchronise()
+        wall, cpu = time.perf_counter(), time.process_time()
+        factor = schedules.factor(self.config.schedule, self.done, self.config.steps)
+        optimizers.set_lr(self.optimizer, factor)
+        loss = self._gradients()
+        norm = self._update(loss)
+        self.done += 1
+        self._synchronise()
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        rate = float(self.config.optimizer.options["lr"]) * factor
+        return Taken(self.done, loss, rate, norm, wall, cpu)
+
+    def _gradients(self) -> float:
+        """Add up the gradients of the step's micro-batches; their mean loss."""
+        training = self.config.training
+        total = torch.zeros((), device=self.device)
+        self.optimizer.zero_grad(set_to_none=True)
+        batches = self._batches.at(self.done)
+        if training.compile and not self.guard.probed:
+            with self.autocast():
+                self.guard.probe(self.model, batches[0][0].to(self.device))
+        for inputs, targets in batches:
+            objective, plain = self._losses(inputs, targets)
+            self._scaler.scale(objective / len(batches)).backward()  # type: ignore[no-untyped-call]
+            total += plain / len(batches)
+        return total.item()
+
+    def _losses(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        training = self.config.training
+        with self.guard.watching(), self.autocast():
+            logits = self._forward(inputs.to(self.device))
+        return losses(
+            logits,
+            targets.to(self.device),
+            label_smoothing=training.label_smoothing,
+            z_loss=training.z_loss,
+        )
+
+    def _update(self, loss: float) -> float:
+        """Clip the gradient and let the optimizer use it; its norm before that."""
+        number = self.done + 1
+        if not math.isfinite(loss):
+            raise Diverged(f"the loss of step {number} is {loss}")
+        self._scaler.unscale_(self.optimizer)
+        gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        found = norm.item()
+        # With scaled gradients an overflow is routine: the scaler skips the step and scales less.
+        if not math.isfinite(found) and not self._scaler.is_enabled():
+            raise Diverged(f"the norm of the gradient of step {number} is {found}")
+        if self.config.training.clip:
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.training.clip, norm)
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+        if self._scaler.is_enabled() and self._scaler.get_scale() < 1.0:
+            raise Diverged(f"the gradient of step {number} is not finite at any scale")
+        return found
+
+    def split(self) -> Split:
+        """Where memory goes, between two steps; takes one forward pass and changes no bit.
+
+        The gradients of the last step are measured and then dropped, as the next step would.
+        """
+        gradients, state = gradients_bytes(self.model), optimizer_bytes(self.optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
+        inputs, targets = self._batches.at(max(self.done - 1, 0))[0]
+        devices = [self.device] if self.device.type == "cuda" else []
+        weights = list(self.model.parameters())
+
+        def forward() -> Tensor:
+            with self.autocast():
+                logits = self._forward(inputs.to(self.device))
+            return losses(logits, targets.to(self.device))[0]
+
+        with torch.random.fork_rng(devices):
+            _, activations = saved_bytes(forward, weights)
+        return Split(weights_bytes(self.model), gradients, state, activations)
+
+    def state(self, totals: dict[str, Any]) -> State:
+        """All that decides the rest of the run, and what was counted so far."""
+        tensors = {_WEIGHT + name: each for name, each in self.model.state_dict().items()}
+        values = {
+            "optimizer": pack(self.optimizer.state_dict(), "optimizer", tensors),
+            "scaler": pack(self._scaler.state_dict(), "scaler", tensors),
+        }
+        tensors[_CPU_RANDOM] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            tensors[_CUDA_RANDOM] = torch.cuda.get_rng_state(self.device)
+        return State(self.identity, self.done, tensors, values, totals)
+
+    def restore(self, state: State) -> None:
+        """Go on from a state of this very run, to the bit."""
+        weights = {
+            name.removeprefix(_WEIGHT): each
+            for name, each in state.tensors.items()
+            if name.startswith(_WEIGHT)
+        }
+        self.model.load_state_dict(weights)
+        self.optimizer.load_state_dict(unpack(state.values["optimizer"], state.tensors))
+        self._scaler.load_state_dict(unpack(state.values["scaler"], state.tensors))
+        torch.set_rng_state(state.tensors[_CPU_RANDOM])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state.tensors[_CUDA_RANDOM], self.device)
+        self.done = state.step
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

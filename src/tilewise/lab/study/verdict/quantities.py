@@ -37,7 +37,7 @@ class Summary:
 
     Args:
         mean: over the seeds.
-        values: of each finished seed, in the order of the experiment's seeds.
+        values: of each seed that has it, in the order of the experiment's seeds.
         spread: the sample standard deviation; None for a single seed.
     """
 
@@ -137,7 +137,10 @@ class TargetResult:
 
 @dataclass(frozen=True)
 class ArmMeasures:
-    """All measures of an arm (or of the baseline) over its finished seeds; see ``docs/metrics.md``.
+    """All measures of an arm (or of the baseline) over its seeds; see ``docs/metrics.md``.
+
+    Quality is of the seeds that are done; all else of every seed that has come so far, diverged and
+    partial ones too.
 
     Args:
         loss: held-out nats per token after the last step.

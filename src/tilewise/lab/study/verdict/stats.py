@@ -148,7 +148,13 @@ def seeds_for_equivalence(spread: float, gap: float, alpha: float, power: float)
     return _seeds(spread, gap, alpha, (1 + power) / 2)
 
 
-def more_seeds(differences: Sequence[float], smallest: float, alpha: float, power: float) -> int:
+def more_seeds(
+    differences: Sequence[float],
+    smallest: float,
+    alpha: float,
+    power: float,
+    equivalence_wanted: bool = False,
+) -> int:
     """Further seeds that an undecided comparison needs.
 
     As many as find a difference of ``smallest`` with the wished power, taking the spread seen so
@@ -161,6 +167,7 @@ def more_seeds(differences: Sequence[float], smallest: float, alpha: float, powe
         smallest: the smallest effect that matters.
         alpha: level of one comparison.
         power: the wished power.
+        equivalence_wanted: count the seeds that show equivalence where the mean seen allows it.
 
     Returns:
         1 or more.
@@ -169,13 +176,14 @@ def more_seeds(differences: Sequence[float], smallest: float, alpha: float, powe
     if n < 2:
         return 2 - n
     mean, spread = abs(statistics.fmean(differences)), _spread(differences)
+    same = seeds_for_equivalence(spread, smallest - mean, alpha, power) if mean < smallest else None
+    if equivalence_wanted and same is not None:
+        return max(same - n, 1)
     needed = seeds_for_difference(spread, smallest, alpha, power)
     if needed <= n:
-        ways = []
+        ways = [same] if same is not None else []
         if mean > 0:
             ways.append(seeds_for_difference(spread, mean, alpha, power))
-        if mean < smallest:
-            ways.append(seeds_for_equivalence(spread, smallest - mean, alpha, power))
         needed = min(ways)
     return max(needed - n, 1)
 

@@ -1,0 +1,273 @@
+"""The judge: from the records of a study to its verdicts. Nothing but the records is believed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from tilewise.lab.study.conduct.plan import trials
+from tilewise.lab.study.config import Arm, Experiment, Study
+from tilewise.lab.study.records import RunRecord
+from tilewise.lab.study.run import Run
+from tilewise.lab.study.verdict.decide import (
+    Comparison,
+    Decision,
+    Rules,
+    Tested,
+    decide,
+    tested,
+)
+from tilewise.lab.study.verdict.factorial import interactions
+from tilewise.lab.study.verdict.kernels import kernel_flags, kernel_uses
+from tilewise.lab.study.verdict.measures import (
+    RunMeasures,
+    cost,
+    final_metric,
+    measure,
+    over_seeds,
+    status,
+)
+from tilewise.lab.study.verdict.notes import experiment_notes, pairing_note
+from tilewise.lab.study.verdict.quantities import ArmMeasures, Cost, Ratio
+from tilewise.lab.study.verdict.result import (
+    ArmVerdict,
+    Baseline,
+    ExperimentVerdict,
+    SeedResult,
+    Status,
+    StudyVerdict,
+    SweepResult,
+)
+from tilewise.lab.study.verdict.stats import ratio
+from tilewise.lab.study.verdict.sweeps import all_diverged, sweep_results
+from tilewise.lab.study.verdict.targets import target_result, without_time
+
+__all__ = ["judge"]
+
+
+def judge(study: Study, records: Mapping[str, RunRecord]) -> StudyVerdict:
+    """The verdicts of a study, as far as its runs have come.
+
+    Args:
+        study: what was planned.
+        records: of the runs so far, by ``Run.name``; other names are ignored.
+    """
+    experiments = tuple(_experiment(each, records) for each in study.experiments)
+    complete = all(
+        each.baseline.status != "incomplete"
+        and all(seed.status != "incomplete" for arm in each.arms for seed in arm.per_seed)
+        for each in experiments
+    )
+    return StudyVerdict(study.name, study.question, complete, experiments)
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """The runs of an arm.
+
+    Args:
+        finals: seed -> record, an empty one where there is none.
+        trials: of its sweep.
+        lost: every value of the sweep diverged, so that there are no finals.
+        measures: over its finals.
+    """
+
+    finals: Mapping[int, RunRecord]
+    trials: Sequence[RunRecord]
+    lost: bool
+    measures: ArmMeasures
+
+    @property
+    def cost(self) -> Cost:
+        return cost([*self.trials, *self.finals.values()])
+
+
+class _Judged(NamedTuple):
+    """A comparison, its tests and what was decided."""
+
+    compared: Comparison
+    test: Tested
+    decision: Decision
+
+
+def _experiment(experiment: Experiment, records: Mapping[str, RunRecord]) -> ExperimentVerdict:
+    sweeps = sweep_results(experiment, records)
+    names = [experiment.baseline_name, *(arm.name for arm in experiment.arms)]
+    runs = {name: _runs(experiment, name, records, sweeps) for name in names}
+    baseline = runs[experiment.baseline_name]
+    compared = [_compared(experiment, arm, runs[arm.name], baseline) for arm in experiment.arms]
+    rules = Rules.of(experiment, max(len(compared), 1))
+    judged = [
+        _Judged(each, test, decide(each, test, rules))
+        for each, test in zip(compared, tested(compared, rules), strict=True)
+    ]
+    arms = tuple(
+        _arm(experiment, arm, runs[arm.name], baseline, each)
+        for arm, each in zip(experiment.arms, judged, strict=True)
+    )
+    shown = _baseline(experiment, baseline)
+    finals = {name: each.finals for name, each in runs.items()}
+    return ExperimentVerdict(
+        experiment=experiment.name,
+        question=experiment.question,
+        metric=experiment.metric,
+        smallest_effect=experiment.smallest_effect,
+        confidence=experiment.confidence,
+        baseline=shown,
+        arms=arms,
+        interactions=interactions(
+            experiment, {arm.arm: arm.per_seed for arm in arms}, bool(shown.diverged)
+        ),
+        sweeps=sweeps,
+        notes=experiment_notes(experiment, finals, [each.measures for each in runs.values()]),
+    )
+
+
+def _runs(
+    experiment: Experiment,
+    arm: str,
+    records: Mapping[str, RunRecord],
+    sweeps: Sequence[SweepResult],
+) -> _Runs:
+    config = experiment.baseline  # the name of a run does not depend on it
+    finals = {
+        seed: records.get(Run(experiment.name, arm, seed, config).name, RunRecord())
+        for seed in experiment.seeds
+    }
+    tried = [records.get(each.name, RunRecord()) for each in trials(experiment) if each.arm == arm]
+    lost = any(all_diverged(each) for each in sweeps if each.arm == arm)
+    measures = replace(over_seeds(list(finals.values())), kernels=kernel_uses(finals.values()))
+    return _Runs(finals, tried, lost, measures)
+
+
+def _status(experiment: Experiment, runs: _Runs, seed: int) -> Status:
+    return "diverged" if runs.lost else status(runs.finals[seed], experiment.metric)
+
+
+def _compared(experiment: Experiment, arm: Arm, runs: _Runs, baseline: _Runs) -> Comparison:
+    seeds = tuple(_seed(experiment, runs, baseline, seed) for seed in experiment.seeds)
+    diverged = [
+        seed for seed in experiment.seeds if _status(experiment, baseline, seed) == "diverged"
+    ]
+    return Comparison(arm.kind, seeds, diverged, runs.lost)
+
+
+def _seed(experiment: Experiment, runs: _Runs, baseline: _Runs, seed: int) -> SeedResult:
+    mine, theirs = runs.finals[seed], baseline.finals[seed]
+    metric = final_metric(mine, experiment.metric)
+    other = final_metric(theirs, experiment.metric)
+    both = metric is not None and other is not None
+    return SeedResult(
+        seed=seed,
+        status=_status(experiment, runs, seed),
+        metric=metric,
+        baseline=other,
+        difference=metric - other if metric is not None and other is not None else None,
+        identical=both and _weights(mine) == _weights(theirs),
+    )
+
+
+def _weights(record: RunRecord) -> str:
+    return "" if record.end is None else record.end.weights_sha256
+
+
+def _arm(
+    experiment: Experiment,
+    arm: Arm,
+    runs: _Runs,
+    baseline: _Runs,
+    judged: _Judged,
+) -> ArmVerdict:
+    compared, test, decision = judged
+    withheld = _withheld(arm, decision)
+    target = target_result(experiment, runs.finals, baseline.finals)
+    notes = pairing_note(runs.finals, baseline.finals, experiment.metric)
+    if compared.whole and test.paired.spread == 0 and test.paired.mean:
+        notes += ("The difference is the same with every seed: do the seeds change anything?",)
+    return ArmVerdict(
+        arm=arm.name,
+        kind=arm.kind,
+        label=decision.label,
+        reason=decision.reason,
+        n=test.paired.n,
+        effect=test.paired.mean,
+        interval=test.paired.interval,
+        p_value=test.paired.p_value,
+        p_holm=test.p_holm,
+        p_equivalence=test.p_equivalence,
+        p_equivalence_holm=test.p_equivalence_holm,
+        more_seeds=decision.more_seeds,
+        per_seed=tuple(compared.seeds),
+        diverged=compared.diverged,
+        identical=compared.identical,
+        kernel_flags=kernel_flags(
+            experiment, arm.name, runs.measures.kernels, baseline.measures.kernels
+        ),
+        speed_withheld=withheld,
+        measures=_measures(experiment, runs, baseline, bool(withheld)),
+        cost=runs.cost,
+        target=without_time(target) if withheld and target is not None else target,
+        notes=notes,
+    )
+
+
+def _withheld(arm: Arm, decision: Decision) -> str:
+    """Why the speed of a systems arm is not reported; empty where it is."""
+    if arm.kind != "systems" or decision.label == "no difference":
+        return ""
+    return (
+        "A systems arm has to be shown to change nothing of what is learnt before its speed "
+        f"counts: this one is {decision.label}."
+    )
+
+
+def _measures(experiment: Experiment, runs: _Runs, baseline: _Runs, withheld: bool) -> ArmMeasures:
+    mine = {seed: measure(record) for seed, record in runs.finals.items()}
+    theirs = {seed: measure(record) for seed, record in baseline.finals.items()}
+
+    def of(value: Callable[[RunMeasures], float | None]) -> Ratio | None:
+        values = [(value(mine[seed]), value(theirs[seed])) for seed in experiment.seeds]
+        pairs = [(ours, other) for ours, other in values if ours is not None and other is not None]
+        return ratio(pairs, experiment.confidence)
+
+    found = replace(
+        runs.measures,
+        speed_ratio=of(lambda each: each.tokens_per_s),
+        cpu_ratio=of(lambda each: each.tokens_per_cpu_s),
+        memory_ratio=of(lambda each: each.memory.peak_bytes if each.memory else None),
+        activations_ratio=of(lambda each: each.memory.activations_bytes if each.memory else None),
+    )
+    return _without_speed(found) if withheld else found
+
+
+def _without_speed(measures: ArmMeasures) -> ArmMeasures:
+    """The same with everything withheld that is a speed or a time."""
+    return replace(
+        measures,
+        tokens_per_s=None,
+        tokens_per_cpu_s=None,
+        mfu_full=None,
+        mfu_causal=None,
+        step_s=None,
+        step_low_s=None,
+        step_high_s=None,
+        speed_ratio=None,
+        cpu_ratio=None,
+    )
+
+
+def _baseline(experiment: Experiment, runs: _Runs) -> Baseline:
+    states = {seed: _status(experiment, runs, seed) for seed in experiment.seeds}
+    diverged = tuple(seed for seed, state in states.items() if state == "diverged")
+    incomplete = tuple(seed for seed, state in states.items() if state == "incomplete")
+    return Baseline(
+        name=experiment.baseline_name,
+        status="incomplete" if incomplete else "diverged" if diverged else "done",
+        n=len(states) - len(diverged) - len(incomplete),
+        diverged=diverged,
+        incomplete=incomplete,
+        measures=runs.measures,
+        cost=runs.cost,
+        target=target_result(experiment, runs.finals),
+    )

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument
+from tilewise.lab.study.data import corpus as library
 
 SIZE_CAP = 16 * 1024 * 1024
 HELD_OUT_FRACTION = 0.05
-# Third-party packages and test suites differ between distributions of the same Python.
-_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 
 class Corpus(NamedTuple):
@@ -54,25 +53,9 @@ def load(text: Path | None, needed: int) -> Corpus:
 
 def standard_library(folder: Path | None = None) -> Corpus:
     """The ``*.py`` of the Python that runs this, sorted by path, up to ``SIZE_CAP`` bytes."""
-    root = Path(sysconfig.get_path("stdlib")) if folder is None else folder
-    found = [
-        path
-        for path in root.rglob("*.py")
-        if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
-    ]
-    pieces: list[bytes] = []
-    size = 0
-    for path in sorted(found, key=lambda path: path.relative_to(root).as_posix()):
-        try:
-            piece = path.read_bytes()
-        except OSError:  # a dangling link or a file of another user: the hash tells the difference
-            continue
-        if size + len(piece) > SIZE_CAP:
-            break
-        pieces.append(piece)
-        size += len(piece)
+    pieces = library.standard_library(SIZE_CAP, folder)
     name = f"the standard library of Python {sysconfig.get_python_version()}"
-    return _corpus(name, b"".join(pieces), len(pieces))
+    return _corpus(name, b"".join(piece.data for piece in pieces), len(pieces))
 
 
 def _from_file(path: Path) -> Corpus:

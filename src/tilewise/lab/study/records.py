@@ -1,9 +1,9 @@
 """What a run leaves behind: one append-only file of JSON lines, and nothing else is ever believed.
 
 Every line is one event. A line is written whole and flushed, so that a crash loses at most the line
-in flight; a reader drops a torn last line. A run that is resumed writes another ``Start`` with the
-step it goes on from, and a reader forgets the steps and evaluations after it: they are done again,
-with the same bits but other timings.
+in flight; a reader drops a last line that does not end. A run that is resumed writes another
+``Start`` with the step it goes on from, and a reader forgets the steps and evaluations after it:
+they are done again, with the same bits but other timings.
 
 Losses are in nats per token. A number that is not finite is stored as null; ``End`` says why.
 """
@@ -260,6 +260,7 @@ class RunRecord:
         match event:
             case Start():
                 self.starts.append(event)
+                self.checkpoint, self.end = event.from_step, None
                 self.steps = [each for each in self.steps if each.step <= event.from_step]
                 # An evaluation after the step of the checkpoint is in the checkpoint too.
                 kept = [each for each in self.evaluations if each.step <= event.from_step]
@@ -267,7 +268,9 @@ class RunRecord:
             case Step():
                 self.steps.append(event)
             case Evaluation():
-                self.evaluations.append(event)
+                # One that a resumed run makes again takes the place of the first.
+                kept = [each for each in self.evaluations if each.step != event.step]
+                self.evaluations = [*kept, event]
             case Memory():
                 self.memory = event
             case Kernels():
@@ -293,11 +296,16 @@ class Writer:
         """Append one event: one write, so that it is there whole or torn, never mixed.
 
         Raises:
-            OSError: there is no room. The line is torn then, and the next writer drops it.
+            OSError: there is no room. What is in the file already stays as it was.
         """
         line = event.line().encode()
-        while line:  # a disk that fills up takes a part first, and refuses the rest
-            line = line[self._file.write(line) :]
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            while line:  # a disk that fills up takes a part first, and refuses the rest
+                line = line[self._file.write(line) :]
+        except OSError:
+            self._file.truncate(before)
+            raise
 
     def sync(self) -> None:
         """Make what was written outlive a power cut."""
@@ -321,23 +329,25 @@ def _drop_torn_line(path: Path) -> None:
 def _events(path: Path) -> Iterator[Event]:
     if not path.exists():
         return
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, 1):
-        if not line:
-            continue
+    *whole, _torn = path.read_bytes().split(b"\n")
+    for number, line in enumerate(whole, 1):
         try:
             yield _event(json.loads(line))
         except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines):  # no newline after it: torn by a crash
-                return
+            why = f"{type(error).__name__}: {error}"
             message = (
-                f"{path}, line {number}: not an event of a study ({error}); the file was changed"
+                f"{path}, line {number}: not an event of a study ({why}); the file was changed "
+                "or the disk lost it. Move the folder of the run away to train it again."
             )
             raise CorruptRecordError(message) from None
 
 
-def _event(values: dict[str, Any]) -> Event:
+def _event(values: object) -> Event:
+    if not isinstance(values, dict):
+        raise TypeError(f"a {type(values).__name__}")
     kind = _TYPES[values.pop("event")]
+    if kind is Start and values["format"] != FORMAT:
+        raise ValueError(f"format {values['format']}, and this tilewise reads format {FORMAT}")
     if kind is Kernels:
         return Kernels([LayerKernel(**each) for each in values["layers"]])
     known = {each.name for each in fields(kind)}
@@ -349,6 +359,6 @@ def _finite(value: Any) -> Any:
         return None
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [_finite(each) for each in value]
     return value

@@ -1,0 +1,244 @@
+"""Records: what is written is read, what is torn is dropped, what was changed is refused."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tilewise.lab.study.records import (
+    Checkpoint,
+    CorruptRecordError,
+    End,
+    Evaluation,
+    Event,
+    Kernels,
+    LayerKernel,
+    Memory,
+    RunRecord,
+    Start,
+    Step,
+    Writer,
+)
+
+
+def start(from_step: int = 0) -> Start:
+    return Start(
+        run="kernels/sdpa/seed-0",
+        experiment="kernels",
+        arm="sdpa",
+        seed=0,
+        phase="final",
+        candidate=None,
+        config={"model": {"width": 32}},
+        config_hash="0123456789ab",
+        from_step=from_step,
+        time="2025-01-01T00:00:00+00:00",
+        environment={"torch": "2.13"},
+        corpus={"name": "stdlib"},
+        parameters={"all": 10},
+        groups={"decay": ["a"], "no-decay": ["b"]},
+        flops_per_token={"causal": 1.0},
+        peak_flops_s=1e9,
+    )
+
+
+def step(number: int, loss: float | None = 2.0, wall_s: float = 0.5) -> Step:
+    return Step(number, loss, 1e-3, 1.5, wall_s, 0.4, warmup=number == 1)
+
+
+def evaluation(number: int, loss: float | None = 2.5) -> Evaluation:
+    return Evaluation(number, number * 64, 1.0, 0.9, loss, 3.6, None, 0.2)
+
+
+def end(status: Any = "done") -> End:
+    return End(status, 2, "", "aa", "bb")
+
+
+def written(path: Path, *events: Event) -> Path:
+    writer = Writer(path)
+    for event in events:
+        writer.write(event)
+    writer.close()
+    return path
+
+
+def test_everything_that_is_written_is_read(tmp_path: Path) -> None:
+    memory = Memory(1, 2, 3, 4, 5)
+    kernels = Kernels([LayerKernel(0, "sdpa flash", 8), LayerKernel(1, "sdpa math", 8)])
+    events = (start(), evaluation(0), step(1), step(2), memory, kernels, Checkpoint(2), end())
+    record = RunRecord.read(written(tmp_path / "r", *events))
+    assert record == RunRecord(
+        starts=[start()],
+        steps=[step(1), step(2)],
+        evaluations=[evaluation(0)],
+        memory=memory,
+        kernels=kernels,
+        checkpoint=2,
+        end=end(),
+    )
+    assert record.start == start()
+    assert record.done
+    assert not record.diverged
+
+
+def test_no_file_is_an_empty_record(tmp_path: Path) -> None:
+    record = RunRecord.read(tmp_path / "absent")
+    assert record == RunRecord()
+    assert not record.done
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_null(tmp_path: Path, value: float) -> None:
+    path = written(tmp_path / "r", step(1, loss=value), end("diverged"))
+    assert json.loads(path.read_text().splitlines()[0])["loss"] is None
+    record = RunRecord.read(path)
+    assert record.steps[0].loss is None
+    assert record.diverged
+
+
+def test_numbers_inside_lists_and_mappings_are_made_finite_too() -> None:
+    values = json.loads(start().line())
+    assert values["peak_flops_s"] == 1e9
+    nested = Start(**{**start().__dict__, "environment": {"load": [1.0, math.nan, (math.inf,)]}})
+    assert json.loads(nested.line())["environment"] == {"load": [1.0, None, [None]]}
+
+
+def test_a_record_that_is_cut_anywhere_loses_the_line_in_flight_only(tmp_path: Path) -> None:
+    events = (start(), step(1), step(2))
+    data = written(tmp_path / "whole", *events).read_bytes()
+    ends = [position + 1 for position, byte in enumerate(data) if byte == ord("\n")]
+    for length in range(len(data) + 1):
+        path = tmp_path / "torn"
+        path.write_bytes(data[:length])
+        whole = sum(position <= length for position in ends)
+        record = RunRecord.read(path)
+        assert len(record.starts) + len(record.steps) == whole
+        written(path, step(3))  # the next writer mends it
+        mended = RunRecord.read(path)
+        assert mended.steps == [*record.steps, step(3)]
+
+
+def test_a_tail_of_zeros_after_a_power_cut_is_torn(tmp_path: Path) -> None:
+    path = written(tmp_path / "r", step(1))
+    with path.open("ab") as file:
+        file.write(bytes(100))
+    assert RunRecord.read(path).steps == [step(1)]
+    written(path, step(2))
+    assert RunRecord.read(path).steps == [step(1), step(2)]
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("garbage", "JSON"),
+        ("", "JSON"),
+        ("3", "int"),
+        ("null", "None"),
+        ('{"step": 3}', "event"),
+        ('{"event": "dance"}', "dance"),
+        ('{"event": "checkpoint"}', "step"),
+        ('{"event": "kernels", "layers": [{"depth": 3}]}', "depth"),
+        ('{"event": "kernels", "layers": 3}', "int"),
+        ("\x80", "decode"),
+    ],
+)
+def test_a_line_that_is_no_event_is_an_error_that_names_it(
+    tmp_path: Path, line: str, word: str
+) -> None:
+    path = tmp_path / "r"
+    data = step(1).line() + line + "\n" + step(2).line()
+    path.write_bytes(data.encode("latin-1"))
+    with pytest.raises(CorruptRecordError) as error:
+        RunRecord.read(path)
+    assert f"{path}, line 2" in str(error.value)
+    assert word in str(error.value)
+    assert "Move the folder" in str(error.value)
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    path.write_text(json.dumps({**json.loads(start().line()), "format": 2}) + "\n")
+    with pytest.raises(CorruptRecordError, match="format 2"):
+        RunRecord.read(path)
+
+
+def test_fields_that_came_later_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    path.write_text(json.dumps({"event": "checkpoint", "step": 4, "by": "a later version"}) + "\n")
+    assert RunRecord.read(path).checkpoint == 4
+
+
+def test_a_resumed_run_forgets_what_it_does_again(tmp_path: Path) -> None:
+    first = (start(), evaluation(0), step(1), step(2), evaluation(2), Checkpoint(2), step(3))
+    again = (start(from_step=2), step(3, wall_s=9.0), step(4), evaluation(4), Checkpoint(4))
+    record = RunRecord.read(written(tmp_path / "r", *first, evaluation(3), *again))
+    assert [each.step for each in record.steps] == [1, 2, 3, 4]
+    assert record.steps[2].wall_s == 9.0
+    assert [each.step for each in record.evaluations] == [0, 2, 4]
+    assert record.checkpoint == 4
+    assert [each.from_step for each in record.starts] == [0, 2]
+    assert record.start.from_step == 0
+
+
+def test_a_run_that_begins_again_forgets_everything(tmp_path: Path) -> None:
+    first = (start(), evaluation(0), step(1), Checkpoint(1), end())
+    record = RunRecord.read(written(tmp_path / "r", *first, start()))
+    assert record == RunRecord(starts=[start(), start()])
+    assert not record.done
+
+
+def test_an_evaluation_that_is_made_again_counts_once(tmp_path: Path) -> None:
+    first = (start(), step(1), evaluation(1, loss=9.0), Checkpoint(1))
+    path = written(tmp_path / "r", *first, start(from_step=1), evaluation(1))
+    assert RunRecord.read(path).evaluations == [evaluation(1)]
+
+
+class FullDisk:
+    """A file that has room for some bytes."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self.file, self.room = file, room
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        done: int = self.file.write(data[: self.room])
+        self.room -= done
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+@pytest.mark.parametrize("room", [0, 1, 20])
+def test_a_full_disk_is_an_error_and_leaves_what_was_there(tmp_path: Path, room: int) -> None:
+    path = written(tmp_path / "r", step(1))
+    before = path.read_bytes()
+    writer = Writer(path)
+    writer._file = FullDisk(writer._file, room)  # type: ignore[assignment]
+    with pytest.raises(OSError, match="No space"):
+        writer.write(step(2))
+    assert path.read_bytes() == before
+    writer._file.room = 10_000  # type: ignore[attr-defined]
+    writer.write(step(2))  # there is room again
+    writer.sync()
+    writer.close()
+    assert RunRecord.read(path).steps == [step(1), step(2)]
+
+
+def test_a_write_in_parts_makes_one_line(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "r")
+
+    class Slow(FullDisk):
+        def write(self, data: bytes) -> int:
+            return super().write(data[:7])
+
+    writer._file = Slow(writer._file, 10_000)  # type: ignore[assignment]
+    writer.write(step(1))
+    writer.close()
+    assert RunRecord.read(tmp_path / "r").steps == [step(1)]

@@ -1,0 +1,253 @@
+"""Puts the page together: evidence in, words and figures out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tilewise
+from tilewise.lab.study import config
+from tilewise.lab.study.conduct.plan import Agenda
+from tilewise.lab.study.report import words
+from tilewise.lab.study.report.bars import (
+    ArmMemory,
+    ArmTarget,
+    memory_chart,
+    sweep_chart,
+    target_chart,
+)
+from tilewise.lab.study.report.curves import difference_chart, loss_chart
+from tilewise.lab.study.report.definitions import DEFINITIONS
+from tilewise.lab.study.report.gather import Evidence
+from tilewise.lab.study.report.series import curve, difference
+from tilewise.lab.study.report.svg import house_style
+from tilewise.lab.study.report.tables import config_table, evidence_tables
+from tilewise.lab.study.report.verdicts import (
+    UNITS,
+    baseline_row,
+    digits_of,
+    forest_of,
+    meaning,
+    row_of,
+)
+from tilewise.lab.study.report.view import Chart, Experiment, Fact, Page
+from tilewise.lab.study.verdict.result import ExperimentVerdict
+
+__all__ = ["page_of"]
+
+_MOST_NAMED = 12  # runs that are missing, by name
+
+
+def page_of(evidence: Evidence) -> Page:
+    """Everything that the report shows, in words and figures."""
+    stored = evidence.stored
+    agenda = Agenda(stored.study, dict(evidence.records))
+    missing = () if evidence.verdict.complete else _missing(evidence)
+    with house_style():
+        experiments = tuple(
+            _experiment(planned, verdict, evidence, f"e{number}")
+            for number, (planned, verdict) in enumerate(
+                zip(stored.study.experiments, evidence.verdict.experiments, strict=True), 1
+            )
+        )
+    return Page(
+        study=stored.study.name,
+        question=stored.study.question,
+        status=_status(agenda, evidence),
+        missing=missing,
+        facts=_facts(agenda, evidence),
+        experiments=experiments,
+        environment=(Fact("began", stored.began), *_flat_facts(stored.environment)),
+        corpus=_corpus(evidence),
+        command=stored.command,
+        definitions=DEFINITIONS,
+        metrics=_metrics_page(evidence.folder),
+        hash=config.config_hash(stored.study),
+    )
+
+
+def _status(agenda: Agenda, evidence: Evidence) -> str:
+    if evidence.verdict.complete:
+        return ""
+    return (
+        f"This study is not finished: {agenda.done:,} of {words.count(agenda.total, 'run')} are "
+        "over. What follows is what has been seen so far; the command below goes on with it."
+    )
+
+
+def _missing(evidence: Evidence) -> tuple[str, ...]:
+    """The runs that count and are not over, in words."""
+    said = []
+    for planned in evidence.stored.study.experiments:
+        for arm in _names(planned):
+            records = evidence.finals(planned, arm)
+            for seed in planned.seeds:
+                record = records.get(seed)
+                if record is not None and record.done:
+                    continue
+                steps = 0 if record is None or not record.steps else record.steps[-1].step
+                come = f"{steps:,} steps done" if steps else "not begun"
+                said.append(f"{planned.name}/{arm}/seed-{seed}: {come}")
+    if len(said) > _MOST_NAMED:
+        more = len(said) - _MOST_NAMED
+        said[_MOST_NAMED:] = [f"and {words.count(more, 'more run')}".replace("more runs", "more")]
+    return tuple(said)
+
+
+def _names(planned: config.Experiment) -> list[str]:
+    return [planned.baseline_name, *(arm.name for arm in planned.arms)]
+
+
+def _facts(agenda: Agenda, evidence: Evidence) -> tuple[Fact, ...]:
+    steps = [step for record in evidence.records.values() for step in record.steps]
+    tokens = sum(
+        config.parse(config.RunConfig, record.start.config).tokens_per_step * len(record.steps)
+        for record in evidence.records.values()
+    )
+    runs = (
+        f"{agenda.done:,}" if evidence.verdict.complete else f"{agenda.done:,} of {agenda.total:,}"
+    )
+    seeds = {len(planned.seeds) for planned in evidence.stored.study.experiments}
+    found = [
+        Fact("runs", runs),
+        Fact("paired seeds", " and ".join(str(number) for number in sorted(seeds))),
+        Fact("tokens trained on", words.shorten(float(f"{tokens:.3g}"))),
+        Fact("CPU time of training", words.duration(sum(step.cpu_s for step in steps))),
+    ]
+    chip = evidence.stored.environment.get("chip")
+    return (*found, Fact("chip", str(chip))) if chip else tuple(found)
+
+
+def _experiment(
+    planned: config.Experiment, verdict: ExperimentVerdict, evidence: Evidence, slug: str
+) -> Experiment:
+    rows = tuple(row_of(arm, index, verdict, planned) for index, arm in enumerate(verdict.arms, 1))
+    share = f"{verdict.confidence * 100:g} %"
+    unit = UNITS[verdict.metric]
+    digits = digits_of(verdict)
+    steps = planned.baseline.steps
+    protocol = (
+        f"{words.count(len(planned.seeds), 'seed')}; for a seed every arm starts from the same "
+        f"weights and sees the same batches. The baseline trains {words.count(steps, 'step')} of "
+        f"{words.integer(planned.baseline.tokens_per_step)} tokens. Effects are differences of the "
+        f"held-out {unit} with the same seed, with {share} intervals; smaller than "
+        f"{words.plain(verdict.smallest_effect, digits).rstrip('0').rstrip('.')} does not matter."
+    )
+    return Experiment(
+        name=planned.name,
+        slug=slug,
+        question=planned.question,
+        meaning=meaning(verdict),
+        protocol=protocol,
+        unit=unit,
+        confidence=share,
+        baseline=baseline_row(verdict),
+        rows=rows,
+        forest=forest_of(verdict),
+        notes=verdict.notes,
+        charts=tuple(_charts(planned, verdict, evidence, slug)),
+        tables=evidence_tables(verdict),
+        config=config_table(
+            planned.baseline_name,
+            _written_out(planned, planned.baseline_name, evidence),
+            {arm.name: _written_out(planned, arm.name, evidence) for arm in planned.arms},
+        ),
+    )
+
+
+def _written_out(planned: config.Experiment, arm: str, evidence: Evidence) -> Mapping[str, Any]:
+    """The config that ran, with what a sweep chose; the planned one before it ran."""
+    for record in evidence.finals(planned, arm).values():
+        return record.start.config
+    return planned.config_of(arm).model_dump(mode="json")
+
+
+def _charts(
+    planned: config.Experiment, verdict: ExperimentVerdict, evidence: Evidence, slug: str
+) -> Iterator[Chart]:
+    unit, metric = UNITS[verdict.metric], verdict.metric
+    by_arm = {arm: evidence.finals(planned, arm) for arm in _names(planned)}
+    index = {arm: number for number, arm in enumerate(by_arm)}
+    base = by_arm[planned.baseline_name]
+    withheld = {arm.arm for arm in verdict.arms if arm.speed_withheld}
+    timed = [arm for arm in by_arm if arm not in withheld]
+    gaps = [
+        difference(arm.arm, index[arm.arm], by_arm[arm.arm], base, metric) for arm in verdict.arms
+    ]
+    name = planned.baseline_name
+    found = [
+        loss_chart(
+            [curve(arm, index[arm], runs, metric, "tokens") for arm, runs in by_arm.items()],
+            "tokens",
+            unit,
+            f"{slug}-tokens",
+        ),
+        difference_chart(gaps, verdict.smallest_effect, unit, name, f"{slug}-difference"),
+        loss_chart(
+            [curve(arm, index[arm], by_arm[arm], metric, "time") for arm in timed],
+            "time",
+            unit,
+            f"{slug}-time",
+        ),
+        _memory(verdict, index, f"{slug}-memory"),
+        *_targets(verdict, index, slug),
+        sweep_chart(verdict.sweeps, unit, f"{slug}-sweep"),
+    ]
+    for chart in found:
+        if chart is not None:
+            held = withheld and chart.title == "Loss by time"
+            said = f" Withheld: {words.listing(sorted(withheld))}." if held else ""
+            yield chart._replace(caption=chart.caption + said)
+
+
+def _memory(verdict: ExperimentVerdict, index: Mapping[str, int], name: str) -> Chart | None:
+    splits = [(verdict.baseline.name, verdict.baseline.measures.memory)]
+    splits += [(arm.arm, arm.measures.memory) for arm in verdict.arms]
+    known = [ArmMemory(arm, index[arm], split) for arm, split in splits if split is not None]
+    return memory_chart(known, name)
+
+
+def _targets(verdict: ExperimentVerdict, index: Mapping[str, int], slug: str) -> list[Chart | None]:
+    results = [(verdict.baseline.name, verdict.baseline.target)]
+    results += [(arm.arm, arm.target) for arm in verdict.arms]
+    known = [(arm, target) for arm, target in results if target is not None]
+    if not known:
+        return []
+    unit = UNITS[verdict.metric]
+    said = f"{words.plain(known[0][1].target, 3)} {unit}"
+    tokens = [ArmTarget(arm, index[arm], target.tokens) for arm, target in known if target.tokens]
+    time = [ArmTarget(arm, index[arm], target.wall_s) for arm, target in known if target.wall_s]
+    return [
+        target_chart(tokens, "training tokens", f"Tokens to {said}", said, f"{slug}-target-tokens"),
+        target_chart(time, "seconds of training", f"Time to {said}", said, f"{slug}-target-time"),
+    ]
+
+
+def _corpus(evidence: Evidence) -> tuple[Fact, ...]:
+    """What was trained on: one list per different text."""
+    seen: dict[str, Mapping[str, Any]] = {}
+    for record in evidence.records.values():
+        seen.setdefault(json.dumps(record.start.corpus, sort_keys=True), record.start.corpus)
+    return tuple(fact for values in seen.values() for fact in _flat_facts(values))
+
+
+def _flat_facts(values: Mapping[str, Any], before: str = "") -> Iterator[Fact]:
+    for key, value in values.items():
+        name = f"{before}{key}".replace("_", " ")
+        if isinstance(value, Mapping):
+            yield from _flat_facts(value, f"{name} ")
+        elif value not in (None, ""):
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            yield Fact(name, words.integer(value) if whole else str(value))
+
+
+def _metrics_page(folder: Path) -> str:
+    """A link from the report to ``docs/metrics.md`` where both lie in one checkout; else empty."""
+    root = Path(tilewise.__file__).resolve().parents[2]
+    page, here = root / "docs" / "metrics.md", folder.resolve()
+    if not page.exists() or not here.is_relative_to(root):
+        return ""
+    up = "../" * len(here.relative_to(root).parts)
+    return f"{up}docs/metrics.md"

@@ -1,0 +1,199 @@
+"""Line figures of an experiment: the loss along the runs, and the difference to the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from tilewise.lab.study.report import words
+from tilewise.lab.study.report.series import Abscissa, Series
+from tilewise.lab.study.report.svg import (
+    RULE,
+    SOFT,
+    arm_colour,
+    arm_dashes,
+    canvas,
+    finish,
+    place,
+    spread,
+)
+from tilewise.lab.study.report.view import Chart
+
+__all__ = ["difference_chart", "loss_chart"]
+
+WIDTH, HEIGHT = 470, 310
+_LEFT, _BOTTOM, _TOP = 50, 48, 30
+_LETTER = 8.0  # about as wide as a letter of a label
+_LABEL_GAP = 19.0  # between the middles of two labels
+_LONGEST_LABEL = 15  # letters; the table has the whole name
+_AXES = {"tokens": "training tokens", "time": "seconds of training"}
+_TITLES = {"tokens": "Loss by tokens", "time": "Loss by time"}
+
+
+def loss_chart(series: Sequence[Series], along: Abscissa, unit: str, name: str) -> Chart | None:
+    """The held-out loss of every arm, with the outermost seeds as a band.
+
+    Args:
+        series: one per arm, the baseline first; those of fewer than two points are left out.
+        along: what the horizontal axis counts.
+        unit: of the loss.
+        name: of the figure, unique in the page.
+    """
+    drawn = [each for each in series if len(each.x) > 1]
+    if not drawn:
+        return None
+    summary = f"Held-out loss in {unit} by {_AXES[along]}: " + "; ".join(
+        f"{each.arm} from {each.mean[0]:.3f} to {each.mean[-1]:.3f}" for each in drawn
+    )
+    figure, axes = _frame(drawn, f"{unit}, held-out text", _AXES[along])
+    low = min(min(each.low) for each in drawn)
+    high, cut = _top(drawn)
+    axes.set_ylim(low - 0.06 * (high - low), high)
+    _lines(axes, drawn)
+    caption = _band_words(drawn)
+    if cut:
+        caption += " The frame leaves out the steep beginning."
+    return Chart(_TITLES[along], finish(figure, name, summary), caption)
+
+
+def difference_chart(
+    series: Sequence[Series], smallest: float, unit: str, baseline: str, name: str
+) -> Chart | None:
+    """Every arm less the baseline, seed by seed, along the run.
+
+    Args:
+        series: of ``series.difference``.
+        smallest: differences between ``-smallest`` and ``+smallest`` do not matter.
+        unit: of the difference.
+        baseline: its name.
+        name: of the figure, unique in the page.
+    """
+    drawn = [each for each in series if len(each.x) > 1]
+    if not drawn:
+        return None
+    summary = f"Paired difference to {baseline} in {unit} by tokens: " + "; ".join(
+        f"{each.arm} ends at {each.mean[-1]:+.4f}" for each in drawn
+    )
+    figure, axes = _frame(drawn, f"{unit}, arm less {baseline}"[:46], _AXES["tokens"])
+    axes.axhspan(-smallest, smallest, color=RULE, alpha=0.55, linewidth=0, zorder=0)
+    axes.axhline(0, color=SOFT, linewidth=1.2, zorder=1)
+    # The last half decides the frame: what happens in the first steps is large and passes.
+    late = [
+        number
+        for each in drawn
+        for line in (each.low, each.high)
+        for number in line[len(line) // 2 :]
+    ]
+    low, high = min(*late, -1.5 * smallest), max(*late, 1.5 * smallest)
+    margin = 0.12 * (high - low)
+    axes.set_ylim(low - margin, high + margin)
+    _lines(axes, drawn)
+    caption = (
+        f"Each seed against the baseline's same seed; below the line an arm is ahead. "
+        f"Grey: within ±{smallest:g}, too small to matter. {_band_words(drawn)}"
+    )
+    return Chart("Paired difference along the run", finish(figure, name, summary), caption)
+
+
+def _frame(drawn: Sequence[Series], above: str, below: str) -> tuple[Figure, Axes]:
+    longest = min(max(len(each.arm) + 2 * each.broken for each in drawn), _LONGEST_LABEL)
+    figure = canvas(WIDTH, HEIGHT)
+    axes = place(figure, _LEFT, _BOTTOM, 18 + _LETTER * longest, _TOP)
+    axes.set_xlabel(below, color=SOFT, labelpad=7)
+    axes.text(0, 1 + 13 / (HEIGHT - _BOTTOM - _TOP), above, color=SOFT, transform=axes.transAxes)
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda number, _: words.shorten(number)))
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    axes.set_xlim(0, max(each.x[-1] for each in drawn))
+    return figure, axes
+
+
+def _top(drawn: Sequence[Series]) -> tuple[float, bool]:
+    """The upper end of the frame: where the slowest arm is after a tenth of the run."""
+    whole = max(max(each.high) for each in drawn)
+    ends = min(min(each.low) for each in drawn)
+    early = max(each.high[max(1, round(len(each.high) * 0.12))] for each in drawn)
+    high = early + 0.12 * (early - ends)
+    return (high, True) if high < whole else (whole, False)
+
+
+def _lines(axes: Axes, drawn: Sequence[Series]) -> None:
+    for each in drawn:  # bands first: no line is covered by a band
+        if each.seeds > 1:
+            colour = arm_colour(each.place)
+            axes.fill_between(
+                each.x, each.low, each.high, color=colour, alpha=0.16, linewidth=0, zorder=2
+            )
+    for each in drawn:
+        colour = arm_colour(each.place)
+        axes.plot(
+            each.x,
+            each.mean,
+            color=colour,
+            linewidth=2.1,
+            linestyle=arm_dashes(each.place),
+            solid_capstyle="round",
+            zorder=3 + each.place,
+        )
+        axes.plot(
+            each.x[-1:],
+            each.mean[-1:],
+            color=colour,
+            marker="X" if each.broken else "o",
+            markersize=8 if each.broken else 5.5,
+            markeredgewidth=0,
+            clip_on=False,
+            zorder=30,
+        )
+    _labels(axes, drawn)
+
+
+def _labels(axes: Axes, drawn: Sequence[Series]) -> None:
+    """The arms' names beside the ends of their lines, moved apart where they would touch."""
+    to_axes = _vertical(axes)
+    ends = [to_axes(each.mean[-1]) for each in drawn]
+    low, high = axes.get_ylim()
+    height = HEIGHT - _BOTTOM - _TOP
+    places = spread(ends, _LABEL_GAP / height, 0.0, 1.0)
+    for each, end, at in zip(drawn, ends, places, strict=True):
+        name = each.arm if len(each.arm) <= _LONGEST_LABEL else f"{each.arm[:14]}…"
+        axes.annotate(
+            f"{name} \N{MULTIPLICATION SIGN}" if each.broken else name,
+            xy=(each.x[-1], min(max(each.mean[-1], low), high)),
+            xytext=(1 + 13 / (axes.get_position().width * WIDTH), at),
+            textcoords="axes fraction",
+            color=arm_colour(each.place),
+            weight="bold",
+            va="center",
+            parse_math=False,
+            annotation_clip=False,
+            arrowprops=None
+            if abs(at - end) * height < 5 and each.x[-1] == axes.get_xlim()[1]
+            else {
+                "arrowstyle": "-",
+                "color": arm_colour(each.place),
+                "linewidth": 0.8,
+                "alpha": 0.6,
+                "shrinkA": 2,
+                "shrinkB": 5,
+                "relpos": (0, 0.5),
+            },
+        )
+
+
+def _vertical(axes: Axes) -> Callable[[float], float]:
+    low, high = axes.get_ylim()
+    return lambda value: (min(max(value, low), high) - low) / (high - low)
+
+
+def _band_words(drawn: Sequence[Series]) -> str:
+    seeds = {each.seeds for each in drawn}
+    if seeds == {1}:
+        return "One seed."
+    said = words.count(max(seeds), "seed") if len(seeds) == 1 else "the seeds that have come so far"
+    ended = [each.arm for each in drawn if each.broken]
+    crosses = f" Crosses: a run of {words.listing(ended)} diverged there." if ended else ""
+    return f"Lines: the mean of {said}. Bands: from the lowest to the highest.{crosses}"

@@ -1,0 +1,33 @@
+"""Writes the report of a study into its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tilewise.lab.study.conduct.files import write_atomically
+from tilewise.lab.study.report.content import page_of
+from tilewise.lab.study.report.gather import gather
+from tilewise.lab.study.report.page import html, markdown
+
+__all__ = ["write"]
+
+
+def write(folder: Path) -> tuple[Path, Path]:
+    """Write ``report.html`` and ``report.md`` from a study's config and records, and nothing else.
+
+    Args:
+        folder: of a study, finished or not.
+
+    Returns:
+        the paths of the page and of its Markdown twin.
+
+    Raises:
+        InvalidArgument: it is no study's folder.
+        CorruptRecordError: a record was changed.
+        DiskFullError: there is no room; older reports are still there.
+    """
+    page = page_of(gather(folder))
+    paths = folder / "report.html", folder / "report.md"
+    for path, text in zip(paths, (html(page), markdown(page)), strict=True):
+        write_atomically(path, text)
+    return paths

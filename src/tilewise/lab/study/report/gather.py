@@ -1,0 +1,48 @@
+"""What a report is made from: ``study.json`` and the records of a study, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilewise.lab.study.conduct.store import StoredStudy, read_records, read_study
+from tilewise.lab.study.config import Experiment
+from tilewise.lab.study.records import RunRecord
+from tilewise.lab.study.verdict.judge import judge
+from tilewise.lab.study.verdict.result import StudyVerdict
+
+__all__ = ["Evidence", "gather"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A study, what its runs have written, and what that says.
+
+    Args:
+        stored: what was asked, the command, and where it ran.
+        records: of every run that has begun, by the run's name.
+        verdict: of the judge.
+        folder: of the study.
+    """
+
+    stored: StoredStudy
+    records: Mapping[str, RunRecord]
+    verdict: StudyVerdict
+    folder: Path
+
+    def finals(self, experiment: Experiment, arm: str) -> dict[int, RunRecord]:
+        """The runs of an arm that count, by seed; those that have not begun are left out."""
+        names = {seed: f"{experiment.name}/{arm}/seed-{seed}" for seed in experiment.seeds}
+        return {seed: self.records[name] for seed, name in names.items() if name in self.records}
+
+
+def gather(folder: Path) -> Evidence:
+    """Read a study's folder.
+
+    Raises:
+        InvalidArgument: it is no study's folder, or its ``study.json`` was changed.
+        CorruptRecordError: a record was changed.
+    """
+    stored, records = read_study(folder), read_records(folder)
+    return Evidence(stored, records, judge(stored.study, records), folder)

@@ -1,0 +1,121 @@
+"""Numbers of many runs as lines with bands: what the curves of the report show."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from tilewise.lab.study.records import Evaluation, RunRecord
+
+__all__ = ["Abscissa", "Metric", "Series", "curve", "difference", "value"]
+
+Metric = Literal["loss", "bits_per_byte"]
+Abscissa = Literal["tokens", "time"]
+Records = Mapping[int, RunRecord]  # seed -> record
+
+
+class Series(NamedTuple):
+    """The mean over seeds, and how far the seeds reach.
+
+    Args:
+        arm: whose.
+        place: in its experiment, 0 for the baseline; it decides the colour.
+        x, mean, low, high: equally many numbers; low and high are the outermost seeds.
+        seeds: how many went into every point.
+        broken: whether a run of the arm ended because a number was not finite.
+    """
+
+    arm: str
+    place: int
+    x: tuple[float, ...]
+    mean: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    seeds: int
+    broken: bool
+
+
+def value(evaluation: Evaluation, metric: Metric) -> float | None:
+    """The metric of an evaluation; None where it was not finite."""
+    return evaluation.loss if metric == "loss" else evaluation.bits_per_byte
+
+
+def _finite(record: RunRecord, metric: Metric) -> dict[int, Evaluation]:
+    """Step -> evaluation with a number."""
+    return {each.step: each for each in record.evaluations if value(each, metric) is not None}
+
+
+def _common(found: Sequence[Mapping[int, Evaluation]]) -> list[int]:
+    """The steps that every run has reached, in order."""
+    return sorted(set.intersection(*(set(each) for each in found))) if found else []
+
+
+def _number(evaluation: Evaluation, metric: Metric) -> float:
+    number = value(evaluation, metric)
+    assert number is not None  # _finite has left the others out
+    return number
+
+
+def curve(arm: str, place: int, records: Records, metric: Metric, along: Abscissa) -> Series:
+    """The held-out loss of an arm along its runs, at the steps that all its seeds have reached.
+
+    Args:
+        arm: its name.
+        place: in its experiment.
+        records: of the arm, by seed.
+        metric: what is shown.
+        along: ``"tokens"`` trained on, or ``"time"``: seconds in optimizer steps, mean over seeds.
+    """
+    found = [each for record in records.values() if (each := _finite(record, metric))]
+    x, rows = [], []
+    for step in _common(found):
+        here = [each[step] for each in found]
+        x.append(
+            float(here[0].tokens)
+            if along == "tokens"
+            else statistics.fmean(each.train_wall_s for each in here)
+        )
+        rows.append([_number(each, metric) for each in here])
+    broken = any(record.diverged for record in records.values())
+    return _series(arm, place, x, rows, len(found), broken)
+
+
+def difference(arm: str, place: int, records: Records, baseline: Records, metric: Metric) -> Series:
+    """An arm less the baseline, seed by seed, by tokens: below zero the arm is ahead.
+
+    Args:
+        arm: its name.
+        place: in its experiment.
+        records: of the arm, by seed.
+        baseline: of the baseline, by seed.
+        metric: what is subtracted.
+    """
+    pairs = []
+    for seed in records.keys() & baseline.keys():
+        ours = {each.tokens: each for each in _finite(records[seed], metric).values()}
+        theirs = {each.tokens: each for each in _finite(baseline[seed], metric).values()}
+        if ours and theirs:
+            pairs.append(
+                {
+                    tokens: _number(ours[tokens], metric) - _number(theirs[tokens], metric)
+                    for tokens in ours.keys() & theirs.keys()
+                }
+            )
+    common = sorted(set.intersection(*(set(each) for each in pairs))) if pairs else []
+    rows = [[each[tokens] for each in pairs] for tokens in common]
+    broken = any(record.diverged for record in records.values())
+    return _series(arm, place, [float(tokens) for tokens in common], rows, len(pairs), broken)
+
+
+def _series(
+    arm: str,
+    place: int,
+    x: Sequence[float],
+    rows: Sequence[Sequence[float]],
+    seeds: int,
+    broken: bool,
+) -> Series:
+    mean = tuple(statistics.fmean(row) for row in rows)
+    low, high = tuple(min(row) for row in rows), tuple(max(row) for row in rows)
+    return Series(arm, place, tuple(x), mean, low, high, seeds, broken)

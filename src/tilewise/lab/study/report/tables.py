@@ -1,0 +1,343 @@
+"""The tables below the verdicts: every measure, per arm and per seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tilewise.lab.study.report import words
+from tilewise.lab.study.report.verdicts import UNITS, digits_of, spelled
+from tilewise.lab.study.report.view import Cell, Table
+from tilewise.lab.study.verdict.result import (
+    ArmMeasures,
+    Cost,
+    ExperimentVerdict,
+    Interaction,
+    Summary,
+    TargetResult,
+)
+
+__all__ = ["config_table", "evidence_tables"]
+
+_NONE = Cell("\N{EN DASH}", tone="soft")
+
+
+class _Arm(NamedTuple):
+    """What the baseline and an arm have in common."""
+
+    name: str
+    measures: ArmMeasures
+    cost: Cost
+    target: TargetResult | None
+    withheld: bool
+
+
+def _arms(experiment: ExperimentVerdict) -> list[_Arm]:
+    base = experiment.baseline
+    others = [
+        _Arm(each.arm, each.measures, each.cost, each.target, bool(each.speed_withheld))
+        for each in experiment.arms
+    ]
+    return [_Arm(base.name, base.measures, base.cost, base.target, False), *others]
+
+
+def evidence_tables(experiment: ExperimentVerdict) -> tuple[Table, ...]:
+    """Every table that there is something for, in the order in which it is asked."""
+    found = (
+        _interactions(experiment),
+        _seeds(experiment),
+        _quality(experiment),
+        _speed(experiment),
+        _memory(experiment),
+        _target(experiment),
+        _kernels(experiment),
+        _sweeps(experiment),
+        _cost(experiment),
+    )
+    return tuple(table for table in found if table is not None and table.rows)
+
+
+def _number(summary: Summary | None, show: Callable[[float], str]) -> Cell:
+    """The mean, and below it the spread over the seeds."""
+    if summary is None:
+        return _NONE
+    if summary.spread is None:
+        return Cell(show(summary.mean), "one seed")
+    return Cell(show(summary.mean), f"± {show(summary.spread)}")
+
+
+def _fixed(digits: int) -> Callable[[float], str]:
+    return lambda number: words.plain(number, digits)
+
+
+def _percent(number: float) -> str:
+    return f"{number * 100:.3g} %"
+
+
+def _table(
+    title: str,
+    experiment: ExperimentVerdict,
+    columns: Sequence[tuple[str, Callable[[_Arm], Cell]]],
+    notes: tuple[str, ...] = (),
+    key: str = "",
+) -> Table | None:
+    """A row per arm; columns and rows of which nothing is known are left out."""
+    arms = _arms(experiment)
+    shown = [(name, [show(arm) for arm in arms]) for name, show in columns]
+    kept = [(name, cells) for name, cells in shown if any(cell != _NONE for cell in cells)]
+    if not kept:
+        return None
+    rows = tuple((Cell(arm.name), *(cells[at] for _, cells in kept)) for at, arm in enumerate(arms))
+    return Table(title, ("arm", *(name for name, _ in kept)), rows, notes, key)
+
+
+def _quality(experiment: ExperimentVerdict) -> Table | None:
+    digits = max(digits_of(experiment), 4)
+    return _table(
+        "Quality and stability",
+        experiment,
+        [
+            ("bits per byte", lambda arm: _number(arm.measures.bits_per_byte, _fixed(digits))),
+            ("nats per token", lambda arm: _number(arm.measures.loss, _fixed(digits))),
+            ("token perplexity", lambda arm: _number(arm.measures.perplexity, _fixed(2))),
+            ("word perplexity", lambda arm: _number(arm.measures.word_perplexity, _fixed(2))),
+            ("gradient norm", lambda arm: _number(arm.measures.gradient_norm, _fixed(3))),
+            ("largest", lambda arm: _number(arm.measures.gradient_norm_max, _fixed(2))),
+            ("spikes", lambda arm: _number(arm.measures.spike_rate, _percent)),
+        ],
+        ("Held-out text after the last step; mean and standard deviation over the seeds.",),
+        "quality",
+    )
+
+
+def _speed(experiment: ExperimentVerdict) -> Table | None:
+    withheld = [arm.name for arm in _arms(experiment) if arm.withheld]
+    notes = ["Optimizer steps alone: evaluation and the first steps of a process are left out."]
+    if withheld:
+        notes.append(
+            f"Withheld for {words.listing(withheld)}: a systems arm shows its speed only once its "
+            "losses have been found equal."
+        )
+    return _table(
+        "Speed",
+        experiment,
+        [
+            ("tokens/s", lambda arm: _number(arm.measures.tokens_per_s, words.rate)),
+            ("tokens/CPU-s", lambda arm: _number(arm.measures.tokens_per_cpu_s, words.rate)),
+            ("step", lambda arm: _number(arm.measures.step_s, words.duration)),
+            ("first to ninth decile", _spread),
+            ("MFU, c = 12", lambda arm: _number(arm.measures.mfu_full, _percent)),
+            ("MFU, c = 6", lambda arm: _number(arm.measures.mfu_causal, _percent)),
+        ],
+        tuple(notes),
+        "speed",
+    )
+
+
+def _spread(arm: _Arm) -> Cell:
+    low, high = arm.measures.step_low_s, arm.measures.step_high_s
+    if low is None or high is None:
+        return _NONE
+    return Cell(f"{words.duration(low.mean)} to {words.duration(high.mean)}")
+
+
+def _memory(experiment: ExperimentVerdict) -> Table | None:
+    def part(name: str) -> Callable[[_Arm], Cell]:
+        def show(arm: _Arm) -> Cell:
+            split = arm.measures.memory
+            return _NONE if split is None else Cell(words.size(getattr(split, name)))
+
+        return show
+
+    names = ("weights", "gradients", "optimizer", "activations", "peak")
+    columns = [(name, part(f"{name}_bytes")) for name in names]
+    return _table("Memory", experiment, columns, (), "memory")
+
+
+def _target(experiment: ExperimentVerdict) -> Table | None:
+    results = [arm.target for arm in _arms(experiment) if arm.target is not None]
+    if not results:
+        return None
+
+    def shown(name: str, show: Callable[[float], str]) -> Callable[[_Arm], Cell]:
+        def cell(arm: _Arm) -> Cell:
+            value = None if arm.target is None else getattr(arm.target, f"median_{name}")
+            if value is not None:
+                return Cell(show(value))
+            missed = arm.target is not None and arm.target.tokens and not _half(arm.target)
+            return Cell("not reached", tone="soft") if missed else _NONE
+
+        return cell
+
+    def reached(arm: _Arm) -> Cell:
+        if arm.target is None:
+            return _NONE
+        return Cell(f"{arm.target.reached} of {len(arm.target.tokens)}")
+
+    return _table(
+        f"To {words.plain(results[0].target, 3)} {UNITS[experiment.metric]}",
+        experiment,
+        [
+            ("seeds that reached it", reached),
+            ("tokens, median", shown("tokens", words.integer)),
+            ("time", shown("wall_s", words.duration)),
+            ("CPU time", shown("cpu_s", words.duration)),
+        ],
+        ("A miss is censored: it counts as longer than any run that reached the target.",),
+        "target",
+    )
+
+
+def _half(target: TargetResult) -> bool:
+    return target.reached * 2 > len(target.tokens)
+
+
+def _kernels(experiment: ExperimentVerdict) -> Table:
+    rows = []
+    for arm in _arms(experiment):
+        for use in arm.measures.kernels:
+            layers = ", ".join(str(layer) for layer in use.layers)
+            cells = (Cell(use.kernel), Cell(layers), Cell(words.integer(use.calls)))
+            rows.append((Cell(arm.name), *cells))
+    return Table(
+        "Attention kernels that ran",
+        ("arm", "kernel", "layers", "forward passes"),
+        tuple(rows),
+        ("Seen in the autograd graph of each layer in training, over all seeds.",),
+        "kernels",
+    )
+
+
+def _sweeps(experiment: ExperimentVerdict) -> Table | None:
+    if not experiment.sweeps:
+        return None
+    digits = digits_of(experiment)
+    rows = []
+    for sweep in experiment.sweeps:
+        for candidate in sweep.candidates:
+            chosen = candidate.value == sweep.chosen
+            metric = "" if candidate.metric is None else words.plain(candidate.metric, digits)
+            rows.append(
+                (
+                    Cell(sweep.arm),
+                    Cell(f"{candidate.value:g}", tone="best" if chosen else ""),
+                    Cell(metric or candidate.status, tone="" if metric else "bad"),
+                    Cell("chosen" if chosen else "", tone="best"),
+                )
+            )
+    head = ("arm", experiment.sweeps[0].path, UNITS[experiment.metric], "")
+    words_of = tuple(sweep.words for sweep in experiment.sweeps)
+    return Table("Sweep", head, tuple(rows), words_of, "sweep")
+
+
+def _cost(experiment: ExperimentVerdict) -> Table | None:
+    def trials(arm: _Arm) -> Cell:
+        if not arm.cost.sweep_runs:
+            return _NONE
+        runs = words.count(arm.cost.sweep_runs, "run")
+        return Cell(words.duration(arm.cost.sweep_cpu_s), runs)
+
+    def of(name: str, show: Callable[[float], str]) -> Callable[[_Arm], Cell]:
+        return lambda arm: Cell(show(getattr(arm.cost, name))) if arm.cost.runs else _NONE
+
+    return _table(
+        "What it cost",
+        experiment,
+        [
+            ("runs", of("runs", words.integer)),
+            ("tokens", of("tokens", words.integer)),
+            ("CPU time", of("cpu_s", words.duration)),
+            ("wall time, added up", of("wall_s", words.duration)),
+            ("of it trials", trials),
+        ],
+        ("All runs of the arm, trials of a sweep and runs that diverged included.",),
+        "cost",
+    )
+
+
+def _seeds(experiment: ExperimentVerdict) -> Table | None:
+    if not experiment.arms:
+        return None
+    digits = max(digits_of(experiment), 4)
+    first = experiment.arms[0].per_seed
+    rows = []
+    for at, seed in enumerate(first):
+        base = Cell("" if seed.baseline is None else words.plain(seed.baseline, digits))
+        cells = [base if base.text else _NONE]
+        for arm in experiment.arms:
+            result = arm.per_seed[at]
+            if result.difference is not None:
+                same = "the same bits" if result.identical else ""
+                cells.append(Cell(words.signed(result.difference, digits), same))
+            else:
+                tone = "bad" if result.status == "diverged" else "soft"
+                cells.append(Cell(result.status, tone=tone))
+        rows.append((Cell(f"seed {seed.seed}"), *cells))
+    head = ("", experiment.baseline.name, *(f"{arm.arm}, less it" for arm in experiment.arms))
+    unit = UNITS[experiment.metric]
+    note = f"{unit[0].upper()}{unit[1:]}; the difference of every arm with the same seed."
+    return Table("Seed by seed", head, tuple(rows), (note,), "effect")
+
+
+def _interactions(experiment: ExperimentVerdict) -> Table | None:
+    if not experiment.interactions:
+        return None
+    digits = digits_of(experiment)
+
+    def row(each: Interaction) -> tuple[Cell, ...]:
+        effect = _NONE if each.effect is None else Cell(words.signed(each.effect, digits))
+        if each.interval is not None:
+            low, high = (
+                words.signed(end, digits) for end in (each.interval.low, each.interval.high)
+            )
+            effect = Cell(effect.text, f"[{low}, {high}]")
+        p = Cell(words.p_value(each.p_holm))
+        return Cell(each.together), Cell(each.label), effect, p, Cell(each.reason)
+
+    return Table(
+        "Do they add up?",
+        ("together", "verdict", "beyond the sum", "p (Holm)", ""),
+        tuple(row(each) for each in experiment.interactions),
+        (),
+        "interaction",
+    )
+
+
+def config_table(
+    baseline_name: str, baseline: Mapping[str, Any], arms: Mapping[str, Mapping[str, Any]]
+) -> Table:
+    """Every setting of the baseline, and where an arm differs.
+
+    Args:
+        baseline_name: of the baseline.
+        baseline: its config, written out.
+        arms: arm -> its config, written out.
+    """
+    base = dict(_flat(baseline))
+    others = {name: dict(_flat(values)) for name, values in arms.items()}
+    paths = [*base]
+    for values in others.values():
+        paths += [path for path in values if path not in paths]
+    rows = []
+    for path in sorted(paths, key=lambda path: (path.partition(".")[0], paths.index(path))):
+        mine = _shown(base, path)
+        changed = [
+            f"{name}: {_shown(values, path)}"
+            for name, values in others.items()
+            if _shown(values, path) != mine
+        ]
+        cell = Cell("; ".join(changed), tone="changed")
+        rows.append((Cell(path), Cell(mine), cell))
+    return Table("Every setting", ("setting", baseline_name, "changed in"), tuple(rows))
+
+
+def _shown(values: Mapping[str, Any], path: str) -> str:
+    return spelled(values[path]) if path in values else "\N{EN DASH}"
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value

@@ -1,0 +1,217 @@
+"""What the page shows, in words: the HTML page and its Markdown twin are written from these values.
+
+Nothing here is escaped: the templates do that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from markupsafe import Markup
+
+__all__ = ["Band", "Cell", "Chart", "Experiment", "Fact", "Forest", "Mark", "Page", "Table"]
+__all__ += ["VerdictRow"]
+
+
+class Cell(NamedTuple):
+    """One cell of a table.
+
+    Args:
+        text: what it says.
+        note: smaller, below it.
+        tone: ``"best"``, ``"soft"``, ``"bad"``, ``"changed"`` or nothing.
+    """
+
+    text: str
+    note: str = ""
+    tone: str = ""
+
+
+class Table(NamedTuple):
+    """A table in words.
+
+    Args:
+        title: what it shows.
+        head: the columns' names, the first that of the rows.
+        rows: as many cells as columns.
+        notes: sentences below it.
+        key: of its definition in the page; empty for none.
+    """
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    notes: tuple[str, ...] = ()
+    key: str = ""
+
+
+class Chart(NamedTuple):
+    """A figure.
+
+    Args:
+        title: what it shows.
+        svg: the drawing, ready for the page.
+        caption: how to read it.
+        wide: whether it takes the whole width.
+    """
+
+    title: str
+    svg: Markup
+    caption: str
+    wide: bool = False
+
+
+class Fact(NamedTuple):
+    """A name and what it is."""
+
+    name: str
+    value: str
+
+
+class Mark(NamedTuple):
+    """A verdict as people see it: never by colour alone.
+
+    Args:
+        label: the word.
+        symbol: one character.
+        css: the class that gives the colour.
+    """
+
+    label: str
+    symbol: str
+    css: str
+
+
+class Band(NamedTuple):
+    """Where an effect is drawn, in percent of the width.
+
+    Args:
+        point: the mean difference.
+        low, high: the interval, cut off at the frame; None without one.
+        cut_low, cut_high: whether it goes on beyond.
+        seeds: the difference of every seed.
+    """
+
+    point: float
+    low: float | None
+    high: float | None
+    cut_low: bool
+    cut_high: bool
+    seeds: tuple[float, ...]
+
+
+class Forest(NamedTuple):
+    """The common scale of the effects of an experiment.
+
+    Args:
+        zero: where no difference is, in percent of the width.
+        matters_low, matters_high: the differences between them are too small to matter.
+        ticks: place in percent, and label.
+    """
+
+    zero: float
+    matters_low: float
+    matters_high: float
+    ticks: tuple[tuple[float, str], ...]
+
+
+class VerdictRow(NamedTuple):
+    """An arm in the verdict table.
+
+    Args:
+        arm, place: name, and place in the experiment: the colour.
+        change: what it changes, in words.
+        mark: the verdict.
+        effect, interval: the mean paired difference and its interval.
+        band: the same as a drawing; None without an effect.
+        p: Holm-adjusted.
+        seeds: how many pairs, and what is missing.
+        speed, memory: against the baseline.
+        cost: of all its runs.
+        reason: the decision as a sentence.
+        flags: warnings about kernels, as sentences; ``alarm`` where one was not expected.
+        notes: further sentences.
+    """
+
+    arm: str
+    place: int
+    change: str
+    mark: Mark
+    effect: str
+    interval: str
+    band: Band | None
+    p: Cell
+    seeds: str
+    speed: Cell
+    memory: Cell
+    cost: Cell
+    reason: str
+    flags: tuple[str, ...]
+    alarm: bool
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One question and all that was found.
+
+    Args:
+        name, question, slug: the slug is unique in the page.
+        meaning: what the verdicts mean, in a sentence or two.
+        protocol: how it was decided, in a sentence.
+        unit: of effects.
+        confidence: as text, e.g. ``"95 %"``.
+        baseline: the baseline's row: name, final metric, seeds, speed, memory, cost.
+        rows: one per arm.
+        forest: the scale of the effects; None where there are none.
+        notes: of the whole experiment.
+        charts, tables: the evidence.
+        config: the settings, with changes marked.
+    """
+
+    name: str
+    slug: str
+    question: str
+    meaning: str
+    protocol: str
+    unit: str
+    confidence: str
+    baseline: VerdictRow
+    rows: tuple[VerdictRow, ...]
+    forest: Forest | None
+    notes: tuple[str, ...]
+    charts: tuple[Chart, ...]
+    tables: tuple[Table, ...]
+    config: Table
+
+
+@dataclass(frozen=True)
+class Page:
+    """The whole report.
+
+    Args:
+        study, question: name and words.
+        status: what is missing, in a sentence; empty for a complete study.
+        missing: the runs that are not over, in words.
+        facts: the study in figures.
+        experiments: in the config's order.
+        environment, corpus: facts about where it ran and on what.
+        command: the exact command to repeat it; empty where it is not known.
+        definitions: of the words used.
+        metrics: where all definitions are: a relative link, or empty.
+        hash: of the study's config.
+    """
+
+    study: str
+    question: str
+    status: str
+    missing: tuple[str, ...]
+    facts: tuple[Fact, ...]
+    experiments: tuple[Experiment, ...]
+    environment: tuple[Fact, ...]
+    corpus: tuple[Fact, ...]
+    command: str
+    definitions: tuple[Fact, ...]
+    metrics: str
+    hash: str

@@ -1,0 +1,112 @@
+"""Numbers as people read them, the same in the page, in its Markdown twin and in the figures."""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["MINUS", "count", "digits_for", "duration", "integer", "listing", "p_value", "plain"]
+__all__ += ["rate", "ratio", "shorten", "signed", "size", "times"]
+
+MINUS = "\N{MINUS SIGN}"
+
+
+def digits_for(scale: float) -> int:
+    """Decimals that show a number of that size to three figures, e.g. 4 for 0.0123; 0 to 6.
+
+    Args:
+        scale: the size of what has to be told apart.
+    """
+    if not scale or not math.isfinite(scale):
+        return 3
+    return min(max(2 - math.floor(math.log10(abs(scale))), 0), 6)
+
+
+def plain(value: float, digits: int) -> str:
+    """A number with that many decimals and a real minus sign; ``∞`` where it has no end."""
+    if math.isinf(value):
+        return "\N{INFINITY}" if value > 0 else f"{MINUS}\N{INFINITY}"
+    text = f"{value:,.{digits}f}"
+    if float(text.replace(",", "")) == 0:
+        text = text.lstrip("-")
+    return text.replace("-", MINUS)
+
+
+def signed(value: float, digits: int) -> str:
+    """The same with its sign: ``+0.012``; a zero has none."""
+    text = plain(value, digits)
+    return f"+{text}" if value > 0 and any(c in "123456789\N{INFINITY}" for c in text) else text
+
+
+def p_value(p: float | None) -> str:
+    """``0.034``, ``< 0.0001``; a dash where there is none."""
+    if p is None:
+        return "\N{EN DASH}"
+    return "< 0.0001" if p < 1e-4 else f"{p:.4f}" if p < 0.01 else f"{p:.3f}"
+
+
+def duration(seconds: float) -> str:
+    """A time: ``85 ms``, ``3.2 s``, ``4 min 10 s``, ``2 h 05 min``."""
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 99.95:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        whole = round(seconds)
+        return f"{whole // 60} min {whole % 60:02} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60:,} h {minutes % 60:02} min"
+
+
+def size(number_bytes: float) -> str:
+    """An amount of memory in decimal units: ``640 kB``, ``412 MB``, ``26.4 GB``."""
+    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if number_bytes >= 0.9995 * factor:
+            return f"{number_bytes / factor:.3g} {unit}"
+    return f"{number_bytes:.0f} B"
+
+
+def rate(value: float) -> str:
+    """Things per second: ``12,300``, ``3.21``."""
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}"
+
+
+def ratio(value: float) -> str:
+    """A ratio to three figures and a times sign, e.g. of 2.41 or 12.3."""
+    digits = 0 if value >= 99.5 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f}\N{MULTIPLICATION SIGN}"
+
+
+def times(value: float, more: str, less: str) -> str:
+    """A ratio in words, e.g. faster, slower, or ``the same``.
+
+    Args:
+        value: above 1 for ``more``.
+        more: what it is above 1.
+        less: what it is below 1.
+    """
+    if abs(math.log(value)) < 0.005:
+        return "the same"
+    return f"{ratio(max(value, 1 / value))} {more if value > 1 else less}"
+
+
+def integer(number: int | float) -> str:
+    """A whole number of anything: ``1,228,800``."""
+    return f"{number:,.0f}"
+
+
+def shorten(number: float) -> str:
+    """A number for the axis of a figure: ``250``, ``1.2M``, ``0.5``."""
+    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= factor:
+            return f"{number / factor:g}{unit}".replace("-", MINUS)
+    return f"{number:g}".replace("-", MINUS)
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things: ``1 seed``, ``3 seeds``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def listing(items: list[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"

@@ -1,0 +1,87 @@
+"""Numbers as the report says them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tilewise.lab.study.report import words
+
+MINUS, TIMES = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
+
+
+def test_numbers() -> None:
+    assert [words.plain(n, 3) for n in (-0.11249, 1234.5, -0.0001)] == [
+        f"{MINUS}0.112",
+        "1,234.500",
+        "0.000",
+    ]
+    assert words.plain(-math.inf, 2) == f"{MINUS}\N{INFINITY}"
+    assert [words.signed(n, 3) for n in (0.01, -0.01, 0.0, 0.0001, math.inf)] == [
+        "+0.010",
+        f"{MINUS}0.010",
+        "0.000",
+        "0.000",
+        "+\N{INFINITY}",
+    ]
+    assert [words.digits_for(n) for n in (0.0123, 0.5, 7.0, 1234.0, 1e-9, 0.0)] == [
+        4,
+        3,
+        2,
+        0,
+        6,
+        3,
+    ]
+    assert [words.p_value(p) for p in (None, 2e-6, 0.00123, 0.0337, 1.0)] == [
+        "\N{EN DASH}",
+        "< 0.0001",
+        "0.0012",
+        "0.034",
+        "1.000",
+    ]
+
+
+def test_amounts() -> None:
+    assert [words.duration(s) for s in (0.0123, 0.99999, 12.34, 250, 3599.7, 7500)] == [
+        "12.3 ms",
+        "1.0 s",
+        "12.3 s",
+        "4 min 10 s",
+        "60 min 00 s",
+        "2 h 05 min",
+    ]
+    assert [words.size(n) for n in (12, 640e3, 412e6, 999.7e6, 2.64e10)] == [
+        "12 B",
+        "640 kB",
+        "412 MB",
+        "1 GB",
+        "26.4 GB",
+    ]
+    assert [words.rate(n) for n in (12345.6, 3.214)] == ["12,346", "3.21"]
+    assert [words.shorten(n) for n in (0.5, 250, 1_200_000, -2500, 3e9)] == [
+        "0.5",
+        "250",
+        "1.2M",
+        f"{MINUS}2.5k",
+        "3G",
+    ]
+
+
+def test_ratios() -> None:
+    assert [words.ratio(n) for n in (2.414, 12.34, 123.4)] == [
+        f"2.41{TIMES}",
+        f"12.3{TIMES}",
+        f"123{TIMES}",
+    ]
+    assert words.times(1.8, "faster", "slower") == f"1.80{TIMES} faster"
+    assert words.times(0.5, "faster", "slower") == f"2.00{TIMES} slower"
+    assert words.times(1.001, "faster", "slower") == "the same"
+
+
+@pytest.mark.parametrize(
+    ("items", "said"), [(["a"], "a"), (["a", "b"], "a and b"), (["a", "b", "c"], "a, b and c")]
+)
+def test_lists(items: list[str], said: str) -> None:
+    assert words.listing(items) == said
+    assert words.count(len(items), "thing") == f"{len(items)} thing{'s' * (len(items) > 1)}"

@@ -1,4 +1,4 @@
-"""The ``tilewise`` command: doctor, explain, demo, bench.
+"""The ``tilewise`` command: doctor, explain, demo, bench, study.
 
 Each subcommand is imported when it is called, so that a package that only one of them needs is no
 trouble for the others.
@@ -27,6 +27,7 @@ _COMMANDS = (
     _Command("explain", "tilewise.lab.explain", "the plan for a problem given by its shape"),
     _Command("demo", "tilewise.lab.demo.main", "train a small GPT twice and write a report"),
     _Command("bench", "tilewise.lab.bench", "measure against torch's own attention"),
+    _Command("study", "tilewise.lab.study.command", "find out which training choices pay"),
 )
 
 

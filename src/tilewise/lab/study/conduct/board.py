@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -68,6 +69,8 @@ class Board:
         jobs: int,
     ) -> None:
         self._tasks, self._forecast_s, self._jobs = tasks, forecast_s, jobs
+        self._begun: dict[str, tuple[float, float]] = {}  # when, and what share was left then
+        self._ratios: list[float] = []  # seconds that runs took over those that were expected
         self.lanes = {task.run.name: Lane(task.run) for task in tasks}
         for name, record in records.items():
             if name in self.lanes:
@@ -76,8 +79,9 @@ class Board:
     def started(self, run: Run) -> None:
         """A process took up a run."""
         # What a sweep chose is known now.
-        self.lanes[run.name].run = run
-        self.lanes[run.name].status = "running"
+        lane = self.lanes[run.name]
+        lane.run, lane.status = run, "running"
+        self._begun[run.name] = time.monotonic(), _share_left(lane)
 
     def event(self, run: Run, values: Mapping[str, Any]) -> None:
         """A line was added to the run's record."""
@@ -93,6 +97,10 @@ class Board:
 
     def ended(self, run: Run, record: RunRecord) -> None:
         """A run is over."""
+        begun, share = self._begun.pop(run.name, (0.0, 0.0))
+        expected = self._forecast_s.get(run.name, 0.0) * share
+        if expected:
+            self._ratios.append((time.monotonic() - begun) / expected)
         self._take_over(self.lanes[run.name], record)
 
     def stopped(self) -> None:
@@ -107,13 +115,8 @@ class Board:
         return sum(lane.status in ("done", "diverged") for lane in self.lanes.values())
 
     def left_s(self) -> float:
-        """Seconds that the rest takes, from the steps seen so far."""
-        ratios = [
-            pace * lane.run.config.steps / self._forecast_s[name]
-            for name, lane in self.lanes.items()
-            if (pace := lane.pace_s) and self._forecast_s.get(name)
-        ]
-        correction = statistics.median(ratios) if ratios else 1.0
+        """Seconds that the rest takes: as forecast, corrected by what runs took so far."""
+        correction = statistics.median(self._ratios) if self._ratios else 1.0
         return makespan(
             [(self._left_of(task.run.name, correction), task.alone) for task in self._tasks],
             self._jobs,
@@ -123,11 +126,9 @@ class Board:
         lane = self.lanes[name]
         if lane.status in ("done", "diverged"):
             return 0.0
-        steps = lane.run.config.steps
-        share = max(0, steps - lane.step) / steps
-        pace = lane.pace_s
-        if pace is not None:
-            return pace * steps * share
+        pace, share = lane.pace_s, _share_left(lane)
+        if lane.status == "running" and pace is not None:
+            return pace * lane.run.config.steps * share
         return self._forecast_s.get(name, 0.0) * correction * share
 
     def _take_over(self, lane: Lane, record: RunRecord) -> None:
@@ -138,6 +139,11 @@ class Board:
         if record.evaluations:
             lane.held_out = record.evaluations[-1].loss
         lane.step_s.extend(each.wall_s for each in record.steps[-_RECENT:])
+
+
+def _share_left(lane: Lane) -> float:
+    steps = lane.run.config.steps
+    return max(0, steps - lane.step) / steps
 
 
 def makespan(durations: Sequence[tuple[float, bool]], jobs: int) -> float:
@@ -158,7 +164,9 @@ def makespan(durations: Sequence[tuple[float, bool]], jobs: int) -> float:
 
 
 def in_words(seconds: float) -> str:
-    """A duration as a reader says it: ``45 s``, ``6:05 min``, ``3:20 h``, ``2.5 days``."""
+    """A duration as a reader says it: ``4.5 s``, ``45 s``, ``6:05 min``, ``3:20 h``, ``2.5 days``."""
+    if 0 < seconds < 10:
+        return f"{seconds:.1f} s"
     whole = round(seconds)
     if whole < 90:
         return f"{whole} s"

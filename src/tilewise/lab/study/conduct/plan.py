@@ -21,13 +21,13 @@ from tilewise.errors import TilewiseError
 from tilewise.lab.study.config import Experiment, Study, change
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import Run
+from tilewise.lab.study.verdict.measures import final_metric
 
 __all__ = [
     "Agenda",
     "Task",
     "arm_names",
     "chosen_value",
-    "final_metric",
     "finals",
     "planned",
     "trials",
@@ -50,15 +50,6 @@ class Task:
 def arm_names(experiment: Experiment) -> tuple[str, ...]:
     """All arms, the baseline first."""
     return (experiment.baseline_name, *(arm.name for arm in experiment.arms))
-
-
-def final_metric(record: RunRecord, metric: str) -> float:
-    """The last held-out value of a run; infinity for one that diverged or has none."""
-    if record.diverged or not record.evaluations:
-        return math.inf
-    last = record.evaluations[-1]
-    value = last.loss if metric == "loss" else last.bits_per_byte
-    return math.inf if value is None else value
 
 
 def trials(experiment: Experiment) -> list[Run]:
@@ -99,7 +90,7 @@ def chosen_value(
         if run.arm == arm:
             assert run.candidate is not None
             value = final_metric(records[run.name], experiment.metric)
-            means.setdefault(run.candidate, []).append(value)
+            means.setdefault(run.candidate, []).append(math.inf if value is None else value)
     ranked = sorted((sum(values) / len(values), candidate) for candidate, values in means.items())
     best, candidate = ranked[0]
     return candidate if math.isfinite(best) else None

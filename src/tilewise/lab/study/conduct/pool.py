@@ -22,6 +22,7 @@ from tilewise.errors import TilewiseError
 from tilewise.lab.bench.child import environment as same_tilewise
 from tilewise.lab.study.conduct.follow import Follower
 from tilewise.lab.study.conduct.plan import Agenda, Task
+from tilewise.lab.study.conduct.signals import interrupts_ignored
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import RECORD, Run
 
@@ -64,6 +65,7 @@ class Pool:
         jobs: runs at once.
         threads: of each run.
         cores: processors to pin runs of one thread to; empty for none.
+        device: ``"cpu"`` or ``"cuda"``.
         environment: what the records say of where they ran.
         checkpoint_every_s: seconds between checkpoints.
         module: of the child; tests have others.
@@ -74,6 +76,7 @@ class Pool:
     jobs: int
     threads: int = 1
     cores: tuple[int, ...] = ()
+    device: str = "cpu"
     environment: dict[str, Any] = field(default_factory=dict)
     checkpoint_every_s: float = 10.0
     module: str = CHILD
@@ -134,6 +137,7 @@ class Pool:
             "cache": str(self.cache),
             "threads": self.threads,
             "core": core,
+            "device": self.device,
             "checkpoint_every_s": self.checkpoint_every_s,
             "environment": self.environment,
         }
@@ -225,8 +229,9 @@ def _stopping() -> Iterator[list[_Worker]]:
     try:
         yield workers
     finally:
-        for worker in workers:
-            worker.stop()
-        deadline = time.monotonic() + _GRACE_S
-        for worker in workers:
-            worker.close(deadline)
+        with interrupts_ignored():
+            for worker in workers:
+                worker.stop()
+            deadline = time.monotonic() + _GRACE_S
+            for worker in workers:
+                worker.close(deadline)

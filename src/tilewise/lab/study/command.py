@@ -1,0 +1,241 @@
+"""``tilewise study``: run a study, and look at those that were run.
+
+Exit status: 0 done, 1 something is wrong (a run failed, a file is damaged, no memory, a full disk),
+2 wrong usage, 130 stopped with Ctrl-C (what was done by then is reported).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from tilewise.errors import InvalidArgument
+from tilewise.lab.study import overrides, recipes
+from tilewise.lab.study.choices import registry
+from tilewise.lab.study.conduct import compare, conductor, find, show, store
+from tilewise.lab.study.config import Study
+
+__all__ = ["main"]
+
+DEFAULT = "laptop"
+_WIDTH = 160  # of tables where there is no terminal that has one
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; ``run`` if none is named.
+
+    Args:
+        argv: the arguments; None takes them from the command line.
+
+    Returns:
+        the exit status (see the module).
+
+    Raises:
+        TilewiseError: what a user can put right, but for wrong usage.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    name = given[0] if given else ""
+    if name in ("-h", "--help", "help"):
+        _parser().print_help()
+        return 0
+    subcommand = _SUBCOMMANDS.get(name)
+    try:
+        return subcommand(given[1:]) if subcommand else _run(given)
+    except InvalidArgument as error:
+        print(f"tilewise study: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(argv: Sequence[str]) -> int:
+    parser = _parser()
+    options, rest = parser.parse_known_args(argv)
+    study = _study(options.recipe, _recipe_options(parser, rest), options.set)
+    console = _console()
+    for note in overrides.notes(study, options.set):
+        console.print(Text(f"Note: {note}."), soft_wrap=True)
+    request = conductor.Request(
+        study=study,
+        command=shlex.join(["tilewise", "study", "run", *argv] if argv else _BARE),
+        out=options.out,
+        jobs=options.jobs,
+        threads=options.threads,
+        device=options.device,
+        confirm=None if options.yes or not sys.stdin.isatty() else _confirm,
+    )
+    return conductor.conduct(request, console)
+
+
+_BARE = ["tilewise", "study", "run", DEFAULT]
+
+
+def _study(name: str, options: dict[str, Any], changes: Sequence[str]) -> Study:
+    return overrides.apply(recipes.find(name).study(**options), changes)
+
+
+def _recipe_options(parser: argparse.ArgumentParser, rest: Sequence[str]) -> dict[str, Any]:
+    """``--preset h200`` and ``--steps=5``: what is no option of the command is the recipe's."""
+    found: dict[str, Any] = {}
+    words = list(rest)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            parser.error(f"unexpected {word!r}: one recipe at a time")
+        key, equals, value = word[2:].partition("=")
+        if not equals:
+            if not words or words[0].startswith("--"):
+                parser.error(f"{word}: give it a value")
+            value = words.pop(0)
+        try:
+            found[key.replace("-", "_")] = json.loads(value)
+        except ValueError:
+            found[key.replace("-", "_")] = value
+    return found
+
+
+def _confirm(duration: str) -> bool:
+    answer = input(f"This will take about {duration}. Start? [y/N] ")
+    return answer.strip().lower() in ("y", "yes")
+
+
+def _recipes(argv: Sequence[str]) -> int:
+    _no_arguments("recipes", "the studies that are ready to run", argv)
+    console = _console()
+    for name in recipes.names():
+        recipe = recipes.find(name)
+        default = " (the default)" if name == DEFAULT else ""
+        console.print(Text(f"{name}{default}", style="bold"), soft_wrap=True)
+        console.print(Text(f"  {recipe.summary}"), soft_wrap=True)
+        if recipe.options:
+            options = (
+                f"--{key.replace('_', '-')} {value}" for key, value in recipe.options.items()
+            )
+            console.print(Text(f"  {'  '.join(options)}", style="dim"), soft_wrap=True)
+    return 0
+
+
+def _choices(argv: Sequence[str]) -> int:
+    _no_arguments("choices", "the optimizers, schedules and variants there are", argv)
+    console = _console()
+    kinds: tuple[registry.Kind, ...] = ("optimizer", "schedule", "variant")
+    for kind in kinds:
+        console.print(Text(f"{kind}.name", style="bold"))
+        for name in registry.names(kind):
+            entry = registry.find(kind, name)
+            console.print(Text(f"  {name}: {entry.summary}"), soft_wrap=True)
+            if entry.defaults:
+                options = ", ".join(f"{key}={value}" for key, value in entry.defaults.items())
+                console.print(Text(f"    {options}", style="dim"), soft_wrap=True)
+    return 0
+
+
+def _report(argv: Sequence[str]) -> int:
+    parser = _sub("report", "write the report of a study again, from its records")
+    parser.add_argument("study", help="its name or folder")
+    options = parser.parse_args(argv)
+    folder = find.find_study(options.study, options.out)
+    conductor.report_again(folder, _console())
+    return 0
+
+
+def _list(argv: Sequence[str]) -> int:
+    options = _sub("list", "all studies, the newest first").parse_args(argv)
+    show.list_studies(options.out, _console())
+    return 0
+
+
+def _show(argv: Sequence[str]) -> int:
+    parser = _sub("show", "everything that is known of a run, or the runs of an arm or a study")
+    parser.add_argument("run", help="e.g. choices/lion/seed-0, choices/lion, or laptop")
+    options = parser.parse_args(argv)
+    show.show(find.find(options.run, options.out), _console())
+    return 0
+
+
+def _compare(argv: Sequence[str]) -> int:
+    parser = _sub("compare", "two arms, runs or studies, paired where their seeds match")
+    parser.add_argument("a", help="e.g. choices/lion")
+    parser.add_argument(
+        "b", help="e.g. choices/wsd, or an arm of another study: laptop:choices/wsd"
+    )
+    options = parser.parse_args(argv)
+    first, second = (find.find(name, options.out) for name in (options.a, options.b))
+    compare.compare(first, second, _console())
+    return 0
+
+
+_SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "run": _run,
+    "recipes": _recipes,
+    "choices": _choices,
+    "report": _report,
+    "list": _list,
+    "show": _show,
+    "compare": _compare,
+}
+
+
+def _console() -> Console:
+    terminal = sys.stdout.isatty()
+    return Console(width=None if terminal else _WIDTH, highlight=False)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tilewise study",
+        usage="tilewise study [run] [RECIPE | FILE.py:FUNCTION] [options] [the recipe's options]\n"
+        "       tilewise study recipes | choices | list\n"
+        "       tilewise study report STUDY | show RUN | compare A B",
+        description="Train arms that differ in one choice, with paired seeds, and say which "
+        "choices are worth having. The same command goes on with a study that was stopped.",
+        epilog="`tilewise study recipes` says what a recipe's options are, e.g. --preset h200.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("recipe", nargs="?", default=DEFAULT, help=f"what to study ({DEFAULT})")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="change a value, e.g. optimizer.lr=0.001, seeds=0,1, kernels.budget.steps=5 (repeat)",
+    )
+    add("--jobs", type=_positive, metavar="N", help="runs at once (as many as there are cores)")
+    add("--threads", type=_positive, default=1, metavar="N", help="of each run (1, pinned)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where runs train (cpu)")
+    add("--yes", action="store_true", help="start a long study without asking")
+    _add_out(parser)
+    return parser
+
+
+def _sub(name: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"tilewise study {name}", description=f"{description[:1].upper()}{description[1:]}."
+    )
+    _add_out(parser)
+    return parser
+
+
+def _no_arguments(name: str, description: str, argv: Sequence[str]) -> None:
+    _sub(name, description).parse_args(argv)
+
+
+def _add_out(parser: argparse.ArgumentParser) -> None:
+    default = store.studies_folder()
+    parser.add_argument(
+        "--out", type=Path, default=default, metavar="FOLDER", help=f"of all studies ({default})"
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
+    return value

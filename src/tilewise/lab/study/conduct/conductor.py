@@ -1,0 +1,210 @@
+"""A study from its config to its report: everything that ``tilewise study run`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from tilewise.errors import TilewiseError
+from tilewise.lab.study import report
+from tilewise.lab.study.conduct import environment, store, words
+from tilewise.lab.study.conduct.board import Board, in_words
+from tilewise.lab.study.conduct.files import DiskFullError
+from tilewise.lab.study.conduct.forecast import forecast_s
+from tilewise.lab.study.conduct.index import write_index
+from tilewise.lab.study.conduct.need import available_bytes, room_for
+from tilewise.lab.study.conduct.plan import Agenda, Task, planned
+from tilewise.lab.study.conduct.pool import CHILD, Pool
+from tilewise.lab.study.conduct.progress import LineProgress, LiveProgress, showing
+from tilewise.lab.study.conduct.signals import interrupts_ignored
+from tilewise.lab.study.conduct.target import check_target
+from tilewise.lab.study.config import Study
+from tilewise.lab.study.data.tokens import prepare
+from tilewise.lab.study.run import Run
+from tilewise.lab.study.verdict.judge import judge
+
+__all__ = ["Request", "conduct", "report_again"]
+
+INTERRUPTED = 130
+_LONG_S = 30 * 60.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asked for.
+
+    Args:
+        study: the config.
+        command: what repeats it, as typed in a shell.
+        out: folder of studies.
+        jobs: runs at once; None for as many as there are cores.
+        threads: of each run.
+        device: ``"cpu"`` or ``"cuda"``.
+        confirm: asked before a long study starts, with its duration in words; False stops it.
+        checkpoint_every_s: seconds between checkpoints of a run.
+        module: of the child process; tests have others.
+    """
+
+    study: Study
+    command: str
+    out: Path
+    jobs: int | None = None
+    threads: int = 1
+    device: str = "cpu"
+    confirm: Callable[[str], bool] | None = None
+    checkpoint_every_s: float = 10.0
+    module: str = CHILD
+
+
+def conduct(request: Request, console: Console) -> int:
+    """Run what is not done yet, then write the report of all that is.
+
+    Returns:
+        0: every run is over. 1: the user did not want it to start. 130: stopped with Ctrl-C; what
+        was done is reported.
+
+    Raises:
+        TilewiseError: what is asked cannot be done, or a run failed; what was done is reported.
+    """
+    where = environment.describe(request.threads)
+    began = datetime.now(UTC).isoformat(timespec="seconds")
+    folder = store.folder_of(request.study, request.out)
+    store.begin(folder, store.StoredStudy(request.study, request.command, where, began))
+    with store.locked(folder):
+        agenda = Agenda(request.study, store.read_records(folder))
+        try:
+            code = _work(request, folder, agenda, console)
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+        except TilewiseError:
+            with interrupts_ignored():
+                _report_if_possible(request.study, folder, console)
+            raise
+        with interrupts_ignored():
+            if code == INTERRUPTED:
+                _say(console, "Stopped with Ctrl-C. The same command goes on from here.")
+            _report(request.study, folder, console)
+    return code
+
+
+def _work(request: Request, folder: Path, agenda: Agenda, console: Console) -> int:
+    study, tasks = request.study, planned(request.study)
+    _say(console, words.opening(study, folder))
+    for record in agenda.records.values():
+        for each in record.evaluations[:1]:
+            check_target(study, record.start.experiment, vars(each))
+    if agenda.finished:
+        _say(console, f"All {agenda.total} runs are done already.")
+        return 0
+    records = agenda.records
+    todo = [
+        task for task in tasks if task.run.name not in records or not records[task.run.name].done
+    ]
+    jobs = _jobs(request, todo, console)
+    forecast = _forecast(request, todo, console)
+    board = Board(tasks, records, forecast, jobs)
+    expected = board.left_s()
+    _say(console, words.start(len(todo), len(tasks), jobs, request.threads, expected))
+    if expected > _LONG_S and request.confirm and not request.confirm(in_words(expected)):
+        return 1
+    pool = Pool(
+        folder=folder,
+        cache=store.cache_folder(),
+        jobs=jobs,
+        threads=request.threads,
+        cores=environment.pinnable_cores(),
+        device=request.device,
+        environment=environment.describe(request.threads),
+        checkpoint_every_s=request.checkpoint_every_s,
+        module=request.module,
+    )
+    with showing(study, board, console) as progress:
+        pool.work(agenda, _Checked(study, progress))
+    return 0
+
+
+def _jobs(request: Request, todo: Sequence[Task], console: Console) -> int:
+    """Runs at once: as many as were asked for or as there are cores, if memory is enough."""
+    if request.jobs is not None:
+        wished = request.jobs
+    elif request.device == "cuda":
+        wished = 1  # two runs on one GPU would measure each other
+    else:
+        cores = environment.pinnable_cores()
+        wished = max(1, len(cores) // request.threads)
+    room = room_for(todo, wished, available_bytes(request.device))
+    if room < wished:
+        _say(console, f"Memory is enough for {room} of {wished} runs at once: so many will run.")
+    return room
+
+
+def _forecast(request: Request, todo: Sequence[Task], console: Console) -> dict[str, float]:
+    """Seconds of each run. The text is made ready on the way.
+
+    Before any run starts: what is missing is said once, and the runs find their tokens ready.
+    """
+    corpora = {}
+    for data in dict.fromkeys(task.run.config.data for task in todo):
+        corpora[data] = prepare(data, store.cache_folder())
+        _say(console, words.corpus(corpora[data]))
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.threads)
+    try:
+        return forecast_s(todo, corpora)
+    finally:
+        torch.set_num_threads(before)
+
+
+def report_again(folder: Path, console: Console) -> None:
+    """Write the report of a study from its records, and say the verdicts.
+
+    Raises:
+        TilewiseError: it is no study's folder, or a record was changed.
+    """
+    _report(store.read_study(folder).study, folder, console)
+
+
+class _Checked:
+    """Progress, and the checks that need the first numbers."""
+
+    def __init__(self, study: Study, progress: LiveProgress | LineProgress) -> None:
+        self._study = study
+        self.started, self.tick = progress.started, progress.tick
+        self.ended = progress.ended
+        self._progress = progress
+
+    def event(self, run: Run, values: dict[str, Any]) -> None:
+        if values["event"] == "evaluation":
+            check_target(self._study, run.experiment, values)
+        self._progress.event(run, values)
+
+
+def _report(study: Study, folder: Path, console: Console) -> None:
+    """Write the index and the report, and say the verdicts."""
+    records = store.read_records(folder)
+    if not records:
+        _say(console, "Nothing to report yet.")
+        return
+    write_index(folder, records)
+    page, text = report.write(folder)
+    console.print(words.verdicts(judge(study, records)), soft_wrap=True)
+    _say(console, f"Report: {page}\n        {text}")
+
+
+def _report_if_possible(study: Study, folder: Path, console: Console) -> None:
+    """The report of what was done, while another error is on its way to the user."""
+    try:
+        _report(study, folder, console)
+    except (DiskFullError, OSError) as error:
+        _say(console, f"The report could not be written: {error}")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(Text(text), soft_wrap=True)

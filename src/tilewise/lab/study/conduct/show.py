@@ -1,0 +1,219 @@
+"""``tilewise study list`` and ``tilewise study show``: what there is, and what one run was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tilewise.lab.study.conduct.board import in_words
+from tilewise.lab.study.conduct.find import Found
+from tilewise.lab.study.conduct.plan import Agenda, arm_names
+from tilewise.lab.study.conduct.store import STUDY, read_records, read_study, study_folders
+from tilewise.lab.study.records import RunRecord
+from tilewise.lab.study.run import RECORD
+from tilewise.lab.study.verdict.measures import measure
+
+__all__ = ["list_studies", "show"]
+
+_BARS = "▁▂▃▄▅▆▇█"
+_CURVE = 48  # columns of the loss curve
+
+
+def list_studies(out: Path, console: Console) -> None:
+    """Print all studies of a folder, the newest first."""
+    folders = study_folders(out)
+    if not folders:
+        console.print(Text(f"No studies in {out}. `tilewise study recipes` shows what to run."))
+        return
+    table = table_of("study", "runs done", "diverged", "last worked on", "question")
+    for folder in folders:
+        study, records = read_study(folder).study, read_records(folder)
+        agenda = Agenda(study, records)
+        diverged = sum(record.diverged for record in records.values())
+        table.add_row(
+            Text(folder.name),
+            f"{agenda.done}/{agenda.total}",
+            str(diverged or ""),
+            _when(folder),
+            Text(study.question),
+        )
+    console.print(table)
+
+
+def show(found: Found, console: Console) -> None:
+    """Print a run, or a table of the runs of an arm, an experiment or a study."""
+    if list(found.records) == [found.part]:
+        console.print(_run(found))
+        return
+    stored = read_study(found.folder)
+    console.print(Text(f"{found.name}: {stored.study.question}"), soft_wrap=True)
+    console.print(Text(f"Command: {stored.command}"), soft_wrap=True)
+    console.print(_runs(found.records))
+    if not found.part:
+        for experiment in stored.study.experiments:
+            arms = ", ".join(arm_names(experiment))
+            console.print(Text(f"{experiment.name}: {arms}"), soft_wrap=True)
+
+
+def table_of(*columns: str, left: Sequence[str] = ("study", "run", "arm", "question")) -> Table:
+    """An empty table in the house's style; numbers are to the right."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right")
+    return table
+
+
+def _runs(records: Mapping[str, RunRecord]) -> Table:
+    table = table_of("run", "status", "step", "loss", "bits/byte", "tokens/s", "peak memory")
+    for name, record in records.items():
+        found = measure(record)
+        last = record.evaluations[-1] if record.evaluations else None
+        table.add_row(
+            Text(name),
+            _status(record),
+            str(record.steps[-1].step if record.steps else 0),
+            number(last.loss if last else None, ".4f"),
+            number(last.bits_per_byte if last else None, ".4f"),
+            number(found.tokens_per_s, ",.0f"),
+            megabytes(record.memory.peak_bytes if record.memory else None),
+        )
+    return table
+
+
+def _run(found: Found) -> RenderableType:
+    record = found.records[found.part]
+    start, took = record.start, measure(record)
+    head = f"{found.name}: {_status(record)}"
+    if record.end is not None and record.end.reason:
+        head += f" ({record.end.reason})"
+    facts = [
+        ("record", str(found.folder / "runs" / found.part / RECORD)),
+        ("config", start.config_hash),
+        ("weights", f"{start.parameters.get('trainable', 0):,}"),
+        *((f"group {name}", _named(names)) for name, names in start.groups.items()),
+        ("text", _corpus(start.corpus)),
+        ("where", _environment(start.environment)),
+        ("started", ", ".join(f"step {each.from_step} at {each.time}" for each in record.starts)),
+        ("speed", _speed(took.tokens_per_s, took.tokens_per_cpu_s, took.mfu_full, took.mfu_causal)),
+        ("memory", _memory(record)),
+        ("attention", _kernels(record)),
+        ("gradient norm", f"median {number(took.gradient_norm, '.3g')}"),
+        ("train loss", _curve([each.loss for each in record.steps])),
+    ]
+    if record.end is not None:
+        facts.append(("weights sha256", record.end.weights_sha256))
+    table = Table.grid(padding=(0, 2))
+    for name, words in facts:
+        table.add_row(Text(name, style="bold"), Text(words))
+    return Group(Text(head, style="bold"), table, _evaluations(record), _config(start.config))
+
+
+def _evaluations(record: RunRecord) -> Table:
+    words = any(each.word_perplexity is not None for each in record.evaluations)
+    columns = ["step", "tokens", "training time", "held-out loss", "bits/byte"]
+    table = table_of(*columns, *(["word perplexity"] if words else []))
+    for each in record.evaluations:
+        row = [
+            str(each.step),
+            f"{each.tokens:,}",
+            in_words(each.train_wall_s),
+            number(each.loss, ".4f"),
+            number(each.bits_per_byte, ".4f"),
+        ]
+        table.add_row(*row, *([number(each.word_perplexity, ".2f")] if words else []))
+    return table
+
+
+def _config(config: Mapping[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for path, value in flat(config):
+        table.add_row(Text(path, style="dim"), Text(str(value)))
+    return table
+
+
+def flat(values: Mapping[str, Any], above: str = "") -> list[tuple[str, Any]]:
+    """A config as dotted paths with their values."""
+    found: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        path = f"{above}{key}"
+        found += flat(value, f"{path}.") if isinstance(value, Mapping) else [(path, value)]
+    return found
+
+
+def number(value: float | None, form: str) -> str:
+    """A number in that form; empty for none."""
+    return "" if value is None else format(value, form)
+
+
+def megabytes(size: float | None) -> str:
+    """``134 MB``; empty for none."""
+    return "" if size is None else f"{size / 1e6:,.0f} MB"
+
+
+def _status(record: RunRecord) -> str:
+    return "incomplete" if record.end is None else record.end.status
+
+
+def _when(folder: Path) -> str:
+    paths = [folder / STUDY, *(folder / "runs").rglob(RECORD)]
+    latest = max(path.stat().st_mtime for path in paths)
+    return datetime.fromtimestamp(latest, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _named(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return f"{len(names)} tensors: {shown}{', ...' if len(names) > 3 else ''}"
+
+
+def _corpus(corpus: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in corpus.items())
+
+
+def _environment(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in flat(values) if value not in (None, ""))
+
+
+def _speed(
+    wall: float | None, cpu: float | None, mfu_full: float | None, mfu_causal: float | None
+) -> str:
+    if wall is None:
+        return "not known yet"
+    shares = [("12 L d T", mfu_full), ("6 L d T", mfu_causal)]
+    mfu = ", ".join(f"{share:.1%} MFU ({name})" for name, share in shares if share is not None)
+    per_cpu = "" if cpu is None else f", {cpu:,.0f} a CPU-second"
+    return f"{wall:,.0f} tokens/s{per_cpu}{', ' if mfu else ''}{mfu}"
+
+
+def _memory(record: RunRecord) -> str:
+    found = record.memory
+    if found is None:
+        return "not measured yet"
+    parts = ("weights", "gradients", "optimizer", "activations", "peak")
+    return ", ".join(f"{part} {megabytes(getattr(found, f'{part}_bytes'))}" for part in parts)
+
+
+def _kernels(record: RunRecord) -> str:
+    layers = record.kernels.layers if record.kernels else []
+    return ", ".join(f"layer {each.layer}: {each.kernel} x{each.calls}" for each in layers)
+
+
+def _curve(losses: Sequence[float | None]) -> str:
+    """The training loss as a line of blocks, from its highest to its lowest."""
+    known = [loss for loss in losses if loss is not None]
+    if not known:
+        return ""
+    columns = min(_CURVE, len(known))
+    edges = [round(at * len(known) / columns) for at in range(columns + 1)]
+    means = [sum(known[low:high]) / (high - low) for low, high in pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    line = "".join(_BARS[round((mean - low) * scale)] for mean in means)
+    return f"{known[0]:.3f} {line} {known[-1]:.3f}"

@@ -1,0 +1,35 @@
+"""A target that untrained weights reach already would time nothing: it is refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tilewise.errors import InvalidArgument
+from tilewise.lab.study.config import Study
+
+__all__ = ["check_target"]
+
+
+def check_target(study: Study, experiment: str, evaluation: Mapping[str, Any]) -> None:
+    """Compare an experiment's target with the held-out loss of the first weights.
+
+    Args:
+        study: the config.
+        experiment: the name of the run's.
+        evaluation: an event of that type; those after the first step say nothing here.
+
+    Raises:
+        InvalidArgument: the target is not below the first loss.
+    """
+    found = next(each for each in study.experiments if each.name == experiment)
+    first = evaluation["loss" if found.metric == "loss" else "bits_per_byte"]
+    if found.target is None or evaluation["step"] or first is None or found.target < first:
+        return
+    unit = "nats per token" if found.metric == "loss" else "bits per byte"
+    raise InvalidArgument(
+        f"{experiment}.target",
+        f"{found.target:g} {unit}",
+        f"less than {first:.4g}, the held-out loss of weights that are not trained yet",
+        f"Set it, for example: --set {experiment}.target={0.6 * first:.3g}",
+    )

@@ -164,7 +164,7 @@ def makespan(durations: Sequence[tuple[float, bool]], jobs: int) -> float:
 
 
 def in_words(seconds: float) -> str:
-    """A duration as a reader says it: ``4.5 s``, ``45 s``, ``6:05 min``, ``3:20 h``, ``2.5 days``."""
+    """A duration in words: ``4.5 s``, ``45 s``, ``6:05 min``, ``3:20 h``, ``2.5 days``."""
     if 0 < seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)

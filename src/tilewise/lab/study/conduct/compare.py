@@ -17,7 +17,7 @@ from rich.text import Text
 
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study.conduct.find import Found
-from tilewise.lab.study.conduct.show import flat, megabytes, number, table_of
+from tilewise.lab.study.conduct.show import difference, flat, number, size, table_of
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.verdict.measures import final_metric, measure
 from tilewise.lab.study.verdict.stats import paired, ratio
@@ -124,7 +124,7 @@ def _table(found: Pairs) -> Table:
     both = found.of(lambda record: measure(record).tokens_per_s)
     table.add_row("tokens/s", *_ratio_cells(both, lambda value: f"{value:,.0f}"))
     both = found.of(lambda record: record.memory.peak_bytes if record.memory else None)
-    table.add_row("peak memory", *_ratio_cells(both, megabytes))
+    table.add_row("peak memory", *_ratio_cells(both, size))
     return table
 
 
@@ -135,8 +135,8 @@ def _loss_cells(both: list[tuple[float, float]]) -> list[str]:
     interval = test.interval
     return [
         *_means(both, lambda value: f"{value:.4f}"),
-        number(test.mean, "+.4f"),
-        f"[{interval.low:+.4f}, {interval.high:+.4f}]" if interval else "",
+        "" if test.mean is None else difference(test.mean),
+        f"[{difference(interval.low)}, {difference(interval.high)}]" if interval else "",
         number(test.p_value, ".2g"),
     ]
 

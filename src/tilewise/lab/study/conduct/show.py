@@ -25,6 +25,7 @@ __all__ = ["list_studies", "show"]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE = 48  # columns of the loss curve
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def list_studies(out: Path, console: Console) -> None:
@@ -83,7 +84,7 @@ def _runs(records: Mapping[str, RunRecord]) -> Table:
             number(last.loss if last else None, ".4f"),
             number(last.bits_per_byte if last else None, ".4f"),
             number(found.tokens_per_s, ",.0f"),
-            megabytes(record.memory.peak_bytes if record.memory else None),
+            size(record.memory.peak_bytes if record.memory else None),
         )
     return table
 
@@ -97,7 +98,7 @@ def _run(found: Found) -> RenderableType:
     facts = [
         ("record", str(found.folder / "runs" / found.part / RECORD)),
         ("config", start.config_hash),
-        ("weights", f"{start.parameters.get('trainable', 0):,}"),
+        ("parameters", _parameters(start.parameters)),
         *((f"group {name}", _named(names)) for name, names in start.groups.items()),
         ("text", _corpus(start.corpus)),
         ("where", _environment(start.environment)),
@@ -153,9 +154,21 @@ def number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def megabytes(size: float | None) -> str:
-    """``134 MB``; empty for none."""
-    return "" if size is None else f"{size / 1e6:,.0f} MB"
+def difference(value: float) -> str:
+    """A difference with its sign; one of rounding shows its size."""
+    return f"{value:+.4f}" if abs(value) >= 5e-5 or not value else f"{value:+.0e}"
+
+
+def size(count: float | None) -> str:
+    """Bytes as ``850 kB``, ``13.4 MB``, ``1.34 GB``; empty for none."""
+    if count is None:
+        return ""
+    unit, name = next((u, n) for u, n in _UNITS if count >= u or u == 1e3)
+    return f"{count / unit:.3g} {name}" if count < 999.5 * unit else f"{count / unit:,.0f} {name}"
+
+
+def _parameters(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items())
 
 
 def _status(record: RunRecord) -> str:
@@ -197,7 +210,7 @@ def _memory(record: RunRecord) -> str:
     if found is None:
         return "not measured yet"
     parts = ("weights", "gradients", "optimizer", "activations", "peak")
-    return ", ".join(f"{part} {megabytes(getattr(found, f'{part}_bytes'))}" for part in parts)
+    return ", ".join(f"{part} {size(getattr(found, f'{part}_bytes'))}" for part in parts)
 
 
 def _kernels(record: RunRecord) -> str:

@@ -112,7 +112,8 @@ def test_a_record_that_is_cut_anywhere_loses_the_line_in_flight_only(tmp_path: P
     events = (start(), step(1), step(2))
     data = written(tmp_path / "whole", *events).read_bytes()
     ends = [position + 1 for position, byte in enumerate(data) if byte == ord("\n")]
-    for length in range(len(data) + 1):
+    around = {position + by for position in (0, *ends) for by in (-1, 0, 1)}
+    for length in sorted({*range(0, len(data), 29), *around} & set(range(len(data) + 1))):
         path = tmp_path / "torn"
         path.write_bytes(data[:length])
         whole = sum(position <= length for position in ends)

@@ -1,0 +1,283 @@
+"""Optimizers: their rules against arithmetic by hand, their groups, and going on to the bit."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
+from torch import Tensor, nn
+
+from tilewise.lab.study.choices import optimizers
+from tilewise.lab.study.choices.registry import names
+from tilewise.lab.study.config import Optimizer
+
+NAMES = names("optimizer")
+TOKENS = torch.arange(12) % 7
+TARGETS = (TOKENS * 3 + 1) % 7
+LR, DECAY = 0.02, 0.5
+
+
+class Small(nn.Module):
+    """An embedding, two layers, a norm and a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(7, 8)
+        self.wide = nn.Linear(8, 24)
+        self.narrow = nn.Linear(24, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embedding(tokens)
+        x = self.norm(x + self.narrow(self.wide(x).relu()))
+        return x @ self.embedding.weight.T
+
+
+def built(name: str, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    optimizer = Optimizer.model_validate({"name": name, **options})
+    return optimizers.build(optimizer, model).optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> float:
+    """Steps with a learning rate of their own each; the loss of the last."""
+    loss = torch.tensor(math.nan)
+    for step in range(first, first + steps):
+        optimizers.set_lr(optimizer, 1.0 / (1 + step))
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(TOKENS), TARGETS)
+        loss.backward()
+        optimizer.step()
+    return float(loss)
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def one_weight(name: str, gradients: list[float], start: float = 2.0, **options: Any) -> float:
+    """A single decaying weight after steps with these gradients."""
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    nn.init.constant_(model.weight, start)
+    optimizer = built(name, model, lr=LR, weight_decay=DECAY, **options)
+    for gradient in gradients:
+        model.weight.grad = torch.full_like(model.weight, gradient)
+        optimizer.step()
+    return float(model.weight.detach())
+
+
+GRADIENTS = [0.5, -0.25, 1.5, -3.0, 0.125]
+
+
+def test_adamw_by_hand() -> None:
+    weight, first, second = 2.0, 0.0, 0.0
+    for step, gradient in enumerate(GRADIENTS, 1):
+        first = 0.9 * first + 0.1 * gradient
+        second = 0.95 * second + 0.05 * gradient**2
+        move = first / (1 - 0.9**step) / (math.sqrt(second / (1 - 0.95**step)) + 1e-8)
+        weight = weight * (1 - LR * DECAY) - LR * move
+    assert one_weight("adamw", GRADIENTS) == pytest.approx(weight, rel=1e-12)
+
+
+def test_lion_by_hand() -> None:
+    weight, momentum = 2.0, 0.0
+    for gradient in GRADIENTS:
+        sign = math.copysign(1.0, 0.9 * momentum + 0.1 * gradient)
+        weight = weight * (1 - LR * DECAY) - LR * sign
+        momentum = 0.99 * momentum + 0.01 * gradient
+    assert one_weight("lion", GRADIENTS) == pytest.approx(weight, rel=1e-12)
+
+
+def test_lion_does_not_move_without_a_gradient() -> None:
+    assert one_weight("lion", [0.0]) == pytest.approx(2.0 * (1 - LR * DECAY), rel=1e-12)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_by_hand(nesterov: bool) -> None:
+    weight, momentum = 2.0, 0.0
+    for gradient in GRADIENTS:
+        momentum = 0.8 * momentum + gradient
+        move = gradient + 0.8 * momentum if nesterov else momentum
+        weight = weight * (1 - LR * DECAY) - LR * move
+    result = one_weight("sgd", GRADIENTS, momentum=0.8, nesterov=nesterov)
+    assert result == pytest.approx(weight, rel=1e-12)
+
+
+def test_sgd_without_decay_is_torchs() -> None:
+    ours, theirs = Small(), Small()
+    optimizer = built("sgd", ours, lr=LR, weight_decay=0.0, momentum=0.9)
+    reference = torch.optim.SGD(theirs.parameters(), lr=LR, momentum=0.9)
+    for group in reference.param_groups:
+        group["initial_lr"] = LR
+    train(ours, optimizer, 5)
+    train(theirs, reference, 5)
+    for a, b in zip(weights(ours), weights(theirs), strict=True):
+        assert torch.allclose(a, b, atol=1e-7)
+
+
+def test_adafactor_by_hand_for_one_step() -> None:
+    """The first update is the sign, and its length relative to the weight."""
+    step = LR * 2.0  # min(lr, 1 / sqrt(1)) times the weight's root mean square
+    expected = 2.0 * (1 - LR * DECAY) - step
+    assert one_weight("adafactor", [0.5]) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("adjust", "factor"),
+    [("match_rms_adamw", lambda a, b: 0.2 * math.sqrt(max(a, b))), ("original", None)],
+)
+def test_muon_moves_a_matrix_orthogonally(adjust: str, factor: Any) -> None:
+    factor = factor or (lambda a, b: math.sqrt(max(1, a / b)))
+    for shape in ((24, 8), (8, 24)):
+        model = nn.Linear(shape[1], shape[0], bias=False)
+        before = model.weight.detach().clone()
+        optimizer = built("muon", model, lr=LR, weight_decay=0.0, adjust=adjust)
+        model.weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        optimizer.step()
+        singular = torch.linalg.svdvals(before - model.weight.detach()) / LR
+        wanted = factor(*shape)
+        assert singular.min() > 0.5 * wanted  # five iterations bring them to 0.7 .. 1.2
+        assert singular.max() < 1.3 * wanted
+
+
+def test_muon_matches_the_step_of_adamw() -> None:
+    """One rate serves both: root mean square 0.2, which AdamW has in long runs."""
+    model = nn.Linear(64, 64, bias=False)
+    before = model.weight.detach().clone()
+    optimizer = built("muon", model, lr=LR, weight_decay=0.0)
+    model.weight.grad = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    optimizer.step()
+    move = (before - model.weight.detach()).square().mean().sqrt() / LR
+    assert move == pytest.approx(0.2, rel=0.2)
+
+
+def test_muon_leaves_the_rest_to_adamw() -> None:
+    ours, theirs = Small(), Small()
+    optimizer = built("muon", ours, lr=LR, weight_decay=DECAY, adamw_lr_share=0.5)
+    matrices = [theirs.wide.weight, theirs.narrow.weight]
+    kept = {id(each) for each in matrices}
+    others = [each for each in theirs.parameters() if id(each) not in kept]
+    muon = torch.optim.Muon(
+        matrices, lr=LR, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw", momentum=0.95
+    )
+    adamw = torch.optim.AdamW(others, lr=0.5 * LR, weight_decay=0.0, betas=(0.9, 0.95))
+    for _ in range(3):
+        for model in (ours, theirs):
+            model.zero_grad()
+            nn.functional.cross_entropy(model(TOKENS), TARGETS).backward()
+        optimizer.step()
+        muon.step()
+        adamw.step()
+    assert same(weights(ours), weights(theirs))
+
+
+def test_muon_alone_where_all_weights_are_matrices() -> None:
+    assert len(built("muon", nn.Linear(3, 3, bias=False)).param_groups) == 1
+
+
+def test_schedule_free_is_the_package_when_nobody_evaluates() -> None:
+    ours, theirs = Small(), Small()
+    optimizer = built("schedule-free", ours, lr=LR, weight_decay=0.0, betas=(0.9, 0.95))
+    reference = AdamWScheduleFree(theirs.parameters(), lr=LR, betas=(0.9, 0.95))
+    reference.train()
+    for group in reference.param_groups:
+        group["initial_lr"] = LR
+    train(ours, optimizer, 4)
+    train(theirs, reference, 4)
+    assert same(weights(ours), weights(theirs))
+    optimizers.evaluation_mode(optimizer)
+    reference.eval()
+    assert same(weights(ours), weights(theirs))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_evaluations_do_not_change_a_bit_of_the_training(name: str) -> None:
+    evaluated, left_alone = Small(), Small()
+    first, second = built(name, evaluated), built(name, left_alone)
+    for step in range(4):
+        train(evaluated, first, 1, first=step)
+        train(left_alone, second, 1, first=step)
+        before = weights(evaluated)
+        optimizers.evaluation_mode(first)
+        optimizers.evaluation_mode(first)  # twice is once
+        moved = not same(weights(evaluated), before)
+        assert moved == (name == "schedule-free" and step > 0)
+        optimizers.training_mode(first)
+        optimizers.training_mode(first)
+        assert same(weights(evaluated), before)
+    assert same(weights(evaluated), weights(left_alone))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("evaluate", [False, True])
+def test_a_saved_state_goes_on_to_the_bit(name: str, evaluate: bool) -> None:
+    whole = Small()
+    uninterrupted = built(name, whole)
+    train(whole, uninterrupted, 6)
+
+    model = Small()
+    optimizer = built(name, model)
+    train(model, optimizer, 3)
+    if evaluate:
+        optimizers.evaluation_mode(optimizer)
+        optimizers.training_mode(optimizer)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, 3, first=3)  # what goes on does not touch what was saved
+
+    resumed = Small()
+    nn.init.zeros_(resumed.wide.weight)
+    again = built(name, resumed)
+    resumed.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    train(resumed, again, 3, first=3)
+    assert same(weights(resumed), weights(whole))
+    assert same(state_tensors(again), state_tensors(uninterrupted))
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    states = optimizer.state_dict()["state"]
+    return [states[index][key] for index in sorted(states) for key in sorted(states[index])]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_optimizer_learns_and_names_its_groups(name: str) -> None:
+    model = Small()
+    made = optimizers.build(Optimizer(name=name), model)
+    assert made.groups["decay"] == ["wide.weight", "narrow.weight"]
+    assert made.groups["no-decay"][0] == "embedding.weight"
+    assert len(made.groups["no-decay"]) == 5
+    before = train(model, made.optimizer, 1)
+    assert train(model, made.optimizer, 25) < 0.97 * before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_weights_that_decay_do(name: str) -> None:
+    """Without gradients nothing moves but what decays, by lr times the decay."""
+    model = Small()
+    before = weights(model)
+    optimizer = built(name, model, lr=LR, weight_decay=DECAY)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for (key, after), start in zip(model.named_parameters(), before, strict=True):
+        kept = 1 - LR * DECAY if key in ("wide.weight", "narrow.weight") else 1.0
+        assert torch.allclose(after, start * kept, rtol=1e-6, atol=0.0), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_rate_of_every_group_is_a_share_of_its_own(name: str) -> None:
+    options = {"adamw_lr_share": 0.25} if name == "muon" else {}
+    optimizer = built(name, Small(), lr=LR, **options)
+    full = [LR, LR * (0.25 if name == "muon" else 1.0)]
+    assert [group["lr"] for group in optimizer.param_groups] == full
+    for share in (0.5, 0.0, 1.0):
+        optimizers.set_lr(optimizer, share)
+        assert [group["lr"] for group in optimizer.param_groups] == [each * share for each in full]

@@ -52,7 +52,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first:
         loss = nn.functional.cross_entropy(model(TOKENS), TARGETS)
         loss.backward()
         optimizer.step()
-    return float(loss)
+    return loss.item()
 
 
 def weights(model: nn.Module) -> list[Tensor]:

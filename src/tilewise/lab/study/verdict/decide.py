@@ -30,7 +30,7 @@ from tilewise.lab.study.verdict.words import (
     seeds_text,
 )
 
-__all__ = ["Comparison", "Decision", "Rules", "decide", "tested"]
+__all__ = ["Comparison", "Decision", "Examined", "Rules", "decide", "examine"]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Tested:
+class Examined:
     """The tests of a comparison; None for what cannot be tested.
 
     Args:
@@ -131,7 +131,7 @@ class Decision:
     more_seeds: int | None = None
 
 
-def tested(comparisons: Sequence[Comparison], rules: Rules) -> list[Tested]:
+def examine(comparisons: Sequence[Comparison], rules: Rules) -> list[Examined]:
     """All tests of one family.
 
     Where a seed diverged, the effect of the others says nothing about the arm: it has none. What is
@@ -145,10 +145,10 @@ def tested(comparisons: Sequence[Comparison], rules: Rules) -> list[Tested]:
     wholes = zip(comparisons, effects, strict=True)
     different = [effect.p_value if each.whole else None for each, effect in wholes]
     rows = zip(effects, holm(different), same, holm(same), strict=True)
-    return [Tested(*row) for row in rows]
+    return [Examined(*row) for row in rows]
 
 
-def decide(comparison: Comparison, test: Tested, rules: Rules) -> Decision:
+def decide(comparison: Comparison, test: Examined, rules: Rules) -> Decision:
     """The label of a comparison by the order above, with its sentence."""
     if comparison.lost:
         return Decision("diverged", "Every value of its sweep diverged, so no run could count.")
@@ -168,7 +168,7 @@ def decide(comparison: Comparison, test: Tested, rules: Rules) -> Decision:
     return _of_whole(comparison, test, rules)
 
 
-def _of_whole(comparison: Comparison, test: Tested, rules: Rules) -> Decision:
+def _of_whole(comparison: Comparison, test: Examined, rules: Rules) -> Decision:
     effect, interval = test.paired.mean, test.paired.interval
     assert effect is not None
     size = _size_text(effect, interval, rules)

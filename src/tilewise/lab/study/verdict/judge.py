@@ -13,10 +13,10 @@ from tilewise.lab.study.run import Run
 from tilewise.lab.study.verdict.decide import (
     Comparison,
     Decision,
+    Examined,
     Rules,
-    Tested,
     decide,
-    tested,
+    examine,
 )
 from tilewise.lab.study.verdict.factorial import interactions
 from tilewise.lab.study.verdict.kernels import kernel_flags, kernel_uses
@@ -44,6 +44,8 @@ from tilewise.lab.study.verdict.sweeps import all_diverged, sweep_results
 from tilewise.lab.study.verdict.targets import target_result, without_time
 
 __all__ = ["judge"]
+
+_NO_SPREAD = 1e-9  # of an effect: rounding of differences that do not vary
 
 
 def judge(study: Study, records: Mapping[str, RunRecord]) -> StudyVerdict:
@@ -87,7 +89,7 @@ class _Judged(NamedTuple):
     """A comparison, its tests and what was decided."""
 
     compared: Comparison
-    test: Tested
+    test: Examined
     decision: Decision
 
 
@@ -100,7 +102,7 @@ def _experiment(experiment: Experiment, records: Mapping[str, RunRecord]) -> Exp
     rules = Rules.of(experiment, max(len(compared), 1))
     judged = [
         _Judged(each, test, decide(each, test, rules))
-        for each, test in zip(compared, tested(compared, rules), strict=True)
+        for each, test in zip(compared, examine(compared, rules), strict=True)
     ]
     arms = tuple(
         _arm(experiment, arm, runs[arm.name], baseline, each)
@@ -183,7 +185,8 @@ def _arm(
     withheld = _withheld(arm, decision)
     target = target_result(experiment, runs.finals, baseline.finals)
     notes = pairing_note(runs.finals, baseline.finals, experiment.metric)
-    if compared.whole and test.paired.spread == 0 and test.paired.mean:
+    effect, spread = test.paired.mean, test.paired.spread
+    if compared.whole and effect and spread is not None and spread < _NO_SPREAD * abs(effect):
         notes += ("The difference is the same with every seed: do the seeds change anything?",)
     return ArmVerdict(
         arm=arm.name,
@@ -191,7 +194,7 @@ def _arm(
         label=decision.label,
         reason=decision.reason,
         n=test.paired.n,
-        effect=test.paired.mean,
+        effect=effect,
         interval=test.paired.interval,
         p_value=test.paired.p_value,
         p_holm=test.p_holm,

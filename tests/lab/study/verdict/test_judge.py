@@ -1,0 +1,386 @@
+"""The judge on made-up records: every label, what is withheld, and how often it errs."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.lab.study.records_of import Behaviour, config_of, experiment_of, records_of, study_of
+from tilewise.lab.study.config import Arm, Experiment, Sweep
+from tilewise.lab.study.verdict.decide import Comparison, Rules, decide, examine
+from tilewise.lab.study.verdict.judge import judge
+from tilewise.lab.study.verdict.result import ArmVerdict, ExperimentVerdict, SeedResult
+from tilewise.lab.study.verdict.stats import holm, paired, seeds_for_equivalence
+
+SDPA = Arm(name="sdpa", changes={"attention.implementation": "sdpa"}, kind="systems")
+FLAT = {0: 2.0, 1: 2.1, 2: 2.2}  # final metrics of the baseline where they are given by hand
+
+
+def verdict(experiment: Experiment | None = None, **behaviours: Behaviour) -> ExperimentVerdict:
+    study = study_of(experiment or experiment_of("lion"))
+    named = {name.replace("_", "+"): each for name, each in behaviours.items()}
+    return judge(study, records_of(study, named)).experiments[0]
+
+
+def arm(*differences: float, kind: Any = "training", others: int = 0, **fields: Any) -> ArmVerdict:
+    """The verdict of an arm with these differences, among others without any."""
+    seeds = tuple(range(len(differences)))
+    arms = [Arm(name="lion", kind=kind), *(Arm(name=f"o{at}") for at in range(others))]
+    experiment = experiment_of(*arms, seeds=seeds, **fields)
+    finals = {seed: 2.0 + 0.1 * seed + each for seed, each in zip(seeds, differences, strict=True)}
+    base = Behaviour(finals={seed: 2.0 + 0.1 * seed for seed in seeds})
+    rest = {f"o{at}": Behaviour(effect=0, noise=0.001) for at in range(others)}
+    return verdict(experiment, baseline=base, lion=Behaviour(finals=finals), **rest).arms[0]
+
+
+def test_the_trial_of_the_research_is_better() -> None:
+    found = arm(3.125 - 3.224, 3.114 - 3.230, 3.186 - 3.306)
+    assert (found.label, found.n, found.more_seeds) == ("better", 3, None)
+    assert found.effect == pytest.approx(-0.1117, abs=1e-4)
+    assert found.interval is not None
+    assert (found.interval.low, found.interval.high) == pytest.approx((-0.140, -0.083), abs=1e-3)
+    assert found.reason == "-0.112 bits per byte [-0.139, -0.084] (Holm p 0.0033)."
+
+
+def test_worse_is_the_other_side() -> None:
+    assert arm(0.10, 0.11, 0.12).label == "worse"
+
+
+def test_small_for_sure_is_no_difference_even_where_it_is_not_zero() -> None:
+    found = arm(0.004, 0.005, 0.006)
+    assert found.p_value is not None
+    assert found.p_value < 0.05
+    assert found.label == "no difference"
+    assert "shown to be smaller than 0.02" in found.reason
+
+
+def test_a_difference_that_may_not_matter_says_so() -> None:
+    found = arm(0.010, 0.020, 0.030, 0.035, 0.015)
+    assert found.label == "worse"
+    assert found.reason.endswith("It may be smaller than 0.02, the smallest effect that matters.")
+
+
+def test_undecided_needs_more_seeds() -> None:
+    found = arm(0.05, -0.05, 0.0)
+    assert found.label == "undecided"
+    # A spread of 0.05 against 0.02: a standardised effect of 0.4, of the tables 52 seeds.
+    assert found.more_seeds == 52 - 3
+    assert "About 49 more seeds to decide it (power 80%" in found.reason
+
+
+def test_one_seed_decides_nothing() -> None:
+    found = arm(-1.0)
+    assert (found.label, found.interval, found.p_value, found.more_seeds) == (
+        "undecided",
+        None,
+        None,
+        1,
+    )
+    assert found.effect == pytest.approx(-1.0)
+    assert "one seed has no error bar" in found.reason
+    assert found.measures.loss is not None
+
+
+def test_holm_is_over_all_arms_of_the_experiment() -> None:
+    values = (-0.09, -0.15, -0.11)  # p = 0.023 alone
+    alone, among = arm(*values), arm(*values, others=2)
+    assert alone.p_value == pytest.approx(among.p_value)
+    assert alone.label == "better"
+    assert among.p_holm == pytest.approx(3 * (alone.p_value or 0))
+    assert among.label == "undecided"
+
+
+def test_an_arm_that_is_not_there_yet_counts_in_the_family() -> None:
+    experiment = experiment_of("lion", "wsd")
+    lion = Behaviour(finals={0: 1.9, 1: 1.99, 2: 2.08})
+    found = verdict(
+        experiment, baseline=Behaviour(finals=FLAT), lion=lion, wsd=Behaviour(absent=FLAT)
+    )
+    assert found.arms[0].p_holm == pytest.approx(2 * (found.arms[0].p_value or 0))
+    assert found.arms[1].p_holm is None
+    assert found.arms[1].label == "incomplete"
+
+
+def test_more_power_and_more_arms_need_more_seeds() -> None:
+    values = (0.05, -0.05, 0.0)
+    plain = arm(*values).more_seeds or 0
+    assert (arm(*values, power=0.95).more_seeds or 0) > plain
+    assert (arm(*values, others=3).more_seeds or 0) > plain
+    assert (arm(*values, confidence=0.99).more_seeds or 0) > plain
+
+
+def test_the_confidence_decides() -> None:
+    values = (-0.09, -0.15, -0.11)
+    assert arm(*values, confidence=0.95).label == "better"
+    assert arm(*values, confidence=0.99).label == "undecided"
+
+
+def test_a_seed_that_diverged_decides_and_no_effect_of_the_others_is_shown() -> None:
+    found = verdict(lion=Behaviour(effect=-1.0, diverged={1: 9})).arms[0]
+    assert (found.label, found.diverged, found.n) == ("diverged", (1,), 2)
+    assert (found.effect, found.interval, found.p_value, found.p_holm) == (None,) * 4
+    assert found.reason == "Diverged with 1 of 3 seeds (seed 1)."
+    assert [each.status for each in found.per_seed] == ["done", "diverged", "done"]
+    assert found.cost.tokens == (40 + 9 + 40) * 256
+
+
+def test_diverged_goes_before_incomplete() -> None:
+    found = verdict(lion=Behaviour(diverged={1: 9}, absent=(2,))).arms[0]
+    assert found.label == "diverged"
+
+
+def test_where_the_baseline_diverged_there_is_nothing_to_compare_with() -> None:
+    broken = Behaviour(diverged={1: 9})
+    found = verdict(baseline=broken)
+    assert found.baseline.status == "diverged"
+    assert found.baseline.diverged == (1,)
+    assert (found.arms[0].label, found.arms[0].effect) == ("undecided", None)
+    assert found.arms[0].reason == "The baseline diverged with seed 1: nothing to compare with."
+    both = verdict(baseline=broken, lion=Behaviour(diverged={1: 3, 2: 3})).arms[0]
+    assert both.reason == (
+        "Diverged with 2 of 3 seeds (seeds 1 and 2); so did the baseline with seed 1."
+    )
+
+
+def test_a_study_under_way_shows_what_it_has() -> None:
+    found = verdict(lion=Behaviour(effect=-0.1, stopped={2: 12}))
+    lion = found.arms[0]
+    assert (lion.label, lion.n, lion.p_holm) == ("incomplete", 2, None)
+    assert lion.effect == pytest.approx(-0.1, abs=0.01)
+    assert lion.reason.startswith("2 of 3 seeds are done; so far -0.10")
+    assert lion.measures.tokens_per_s is not None
+    assert len(lion.measures.tokens_per_s.values) == 3, "a run under way has a speed"
+    late = verdict(baseline=Behaviour(absent=(0, 2)))
+    assert (late.baseline.status, late.baseline.incomplete) == ("incomplete", (0, 2))
+    assert late.arms[0].label == "incomplete"
+    assert late.arms[0].reason == "The baseline has finished 1 of 3 seeds."
+
+
+def test_nothing_at_all_is_a_verdict_too() -> None:
+    study = study_of()
+    found = judge(study, {})
+    assert not found.complete
+    assert [each.label for each in found.experiments[0].arms] == ["incomplete"] * 2
+    assert found.experiments[0].arms[0].reason == "0 of 3 seeds are done."
+    assert found.experiments[0].baseline.cost.runs == 0
+    json.dumps(found.as_json(), allow_nan=False)
+
+
+def test_a_study_is_complete_when_every_run_is_over() -> None:
+    study = study_of()
+    assert judge(study, records_of(study, {"lion": Behaviour(diverged={0: 3})})).complete
+    assert not judge(study, records_of(study, {"lion": Behaviour(stopped={0: 3})})).complete
+
+
+def test_identical_weights_are_no_difference_even_with_one_seed() -> None:
+    twins = {"baseline": Behaviour(twin=True), "sdpa": Behaviour(twin=True, pace=2.0)}
+    for seeds in ((0,), (0, 1, 2)):
+        found = verdict(experiment_of(SDPA, seeds=seeds), **twins).arms[0]
+        assert (found.label, found.identical, found.effect) == ("no difference", True, 0)
+        assert found.reason.startswith("Identical weights, bit for bit, with ")
+        assert found.speed_withheld == ""
+
+
+def test_a_systems_arm_that_changes_nothing_reports_its_speed() -> None:
+    found = verdict(experiment_of(SDPA), sdpa=Behaviour(noise=1e-7, pace=2.0, activations=0.5))
+    sdpa = found.arms[0]
+    assert (sdpa.label, sdpa.kind, sdpa.speed_withheld) == ("no difference", "systems", "")
+    assert sdpa.measures.speed_ratio is not None
+    assert sdpa.measures.speed_ratio.value == pytest.approx(2.0)
+    assert sdpa.measures.cpu_ratio is not None
+    assert sdpa.measures.activations_ratio is not None
+    assert sdpa.measures.activations_ratio.value == pytest.approx(0.5)
+    assert sdpa.measures.memory_ratio is not None
+    assert 0.5 < sdpa.measures.memory_ratio.value < 1
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "label"),
+    [
+        (Behaviour(effect=-0.5), "better"),
+        (Behaviour(effect=0.5), "worse"),
+        (Behaviour(noise=0.1), "undecided"),
+        (Behaviour(diverged={0: 5}), "diverged"),
+        (Behaviour(absent=(1,)), "incomplete"),
+    ],
+)
+def test_the_speed_of_any_other_systems_arm_is_withheld(behaviour: Behaviour, label: str) -> None:
+    experiment = experiment_of(SDPA, Arm(name="lion"), target=3.0)
+    found = verdict(experiment, sdpa=behaviour, lion=behaviour)
+    sdpa, lion = found.arms
+    assert sdpa.label == lion.label == label
+    assert label in sdpa.speed_withheld
+    measures, target = sdpa.measures, sdpa.target
+    assert target is not None
+    for value in (
+        *(measures.tokens_per_s, measures.tokens_per_cpu_s, measures.mfu_full, measures.mfu_causal),
+        *(measures.step_s, measures.step_low_s, measures.step_high_s),
+        *(measures.speed_ratio, measures.cpu_ratio),
+        *(target.median_wall_s, target.median_cpu_s, target.wall_ratio),
+    ):
+        assert value is None
+    assert (target.wall_s, target.cpu_s) == ((), ())
+    assert measures.memory is not None, "memory is no speed"
+    assert lion.speed_withheld == ""
+    assert lion.measures.tokens_per_s is not None, "a training arm's speed is its own"
+
+
+def test_an_undecided_systems_arm_asks_for_the_seeds_that_show_equivalence() -> None:
+    values = (0.018, 0.002, 0.010)  # half of what matters: equivalence is the harder thing to show
+    systems, training = arm(*values, kind="systems"), arm(*values)
+    assert (systems.label, training.label) == ("undecided", "undecided")
+    assert "to show that nothing changed" in systems.reason
+    wanted = seeds_for_equivalence(0.008, 0.01, 0.05, 0.8)
+    assert (systems.more_seeds, training.more_seeds) == (wanted - 3, 1)
+    assert wanted - 3 > 1
+
+
+def test_differences_that_do_not_vary_are_decided_and_doubted() -> None:
+    for shift in (0.25, 0.3):  # with rounding and without
+        found = arm(shift, shift, shift)
+        assert found.label == "worse"
+        assert found.notes == (
+            "The difference is the same with every seed: do the seeds change anything?",
+        )
+    assert arm(0.25, 0.25, 0.250001).notes == ()
+
+
+def test_the_loss_may_be_the_metric() -> None:
+    experiment = experiment_of("lion", metric="loss")
+    found = verdict(
+        experiment, baseline=Behaviour(finals=FLAT), lion=Behaviour(effect=9, finals=FLAT)
+    )
+    assert found.arms[0].effect == 0
+    seed = found.arms[0].per_seed[1]
+    assert seed.metric == seed.baseline == pytest.approx(2.1)
+    assert seed.difference == 0
+    assert "nats per token" in found.arms[0].reason
+
+
+def test_an_experiment_without_arms_has_measures_of_its_baseline() -> None:
+    found = verdict(experiment_of())
+    assert found.arms == ()
+    assert found.baseline.n == 3
+    assert found.baseline.measures.tokens_per_s is not None
+
+
+def test_targets_are_compared_where_all_reached_them() -> None:
+    experiment = experiment_of("lion", target=2.5)
+    found = verdict(experiment, lion=Behaviour(effect=-0.3, pace=0.5))
+    base, lion = found.baseline.target, found.arms[0].target
+    assert base is not None
+    assert lion is not None
+    assert (base.reached, lion.reached) == (3, 3)
+    assert lion.tokens_ratio is not None
+    assert lion.tokens_ratio.value <= 1
+    assert lion.wall_ratio is not None
+    assert lion.wall_ratio.value == pytest.approx(2 * lion.tokens_ratio.value, rel=0.2)
+
+
+def test_a_miss_is_censored_and_not_left_out() -> None:
+    experiment = experiment_of("lion", target=2.5)
+    base = Behaviour(finals=dict.fromkeys((0, 1, 2), 2.0))
+    one = verdict(experiment, baseline=base, lion=Behaviour(finals={0: 2.0, 1: 2.0, 2: 3.0}))
+    target = one.arms[0].target
+    assert target is not None
+    assert (target.reached, target.tokens[2]) == (2, None)
+    assert target.median_tokens == max(each for each in target.tokens if each is not None)
+    assert target.tokens_ratio is None
+    two = verdict(experiment, baseline=base, lion=Behaviour(finals={0: 2.0, 1: 3.0, 2: 3.0}))
+    target = two.arms[0].target
+    assert target is not None
+    assert (target.reached, target.median_tokens, target.median_wall_s) == (1, None, None)
+    running = verdict(experiment, baseline=base, lion=Behaviour(absent=(1,), stopped={2: 5}))
+    target = running.arms[0].target
+    assert target is not None
+    assert len(target.tokens) == 1, "a run that is not over has not missed yet"
+
+
+def test_the_cost_of_a_sweep_is_charged() -> None:
+    sweep = Sweep(values={"baseline": (1e-3, 3e-3), "lion": (1e-4, 3e-4)})
+    found = verdict(experiment_of("lion", sweep=sweep))
+    assert found.arms[0].cost.sweep_runs == 2
+    assert found.arms[0].cost.runs == 5
+    assert found.arms[0].cost.sweep_tokens == 2 * 40 * 256
+
+
+def test_an_arm_whose_sweep_diverged_everywhere_diverged() -> None:
+    sweep = Sweep(values={"baseline": (1e-3, 3e-3), "lion": (1e-2, 3e-2)})
+    experiment = experiment_of("lion", sweep=sweep)
+    lost = Behaviour(survives=1e-3, absent=(0, 1, 2))
+    study = study_of(experiment)
+    found = judge(study, records_of(study, {"lion": lost}))
+    lion = found.experiments[0].arms[0]
+    assert (lion.label, lion.effect) == ("diverged", None)
+    assert "Every value of its sweep diverged" in lion.reason
+    assert found.complete
+    assert lion.cost.sweep_runs == lion.cost.runs == 2
+
+
+def test_the_verdict_is_json() -> None:
+    experiment = experiment_of("lion", "wsd", "lion+wsd", SDPA, target=2.5)
+    study = study_of(experiment)
+    found = judge(study, records_of(study, {"lion": Behaviour(finals=dict.fromkeys(FLAT, 2e3))}))
+    values = json.loads(json.dumps(found.as_json(), allow_nan=False))
+    lion = values["experiments"][0]["arms"][0]
+    assert lion["arm"] == "lion"
+    assert lion["measures"]["perplexity"]["mean"] is None, "infinite"
+    assert values["experiments"][0]["interactions"][0]["arms"] == ["lion", "wsd"]
+
+
+def test_other_records_are_ignored_and_the_order_does_not_count() -> None:
+    study = study_of()
+    records = records_of(study, {"lion": Behaviour(effect=-0.1)})
+    expected = judge(study, records)
+    others = records_of(study_of(experiment_of("muon", name="other")))
+    assert judge(study, dict(reversed([*records.items(), *others.items()]))) == expected
+
+
+def simulated(rng: np.random.Generator, arms: int, mean: float, spread: float) -> list[str]:
+    """The labels of arms whose true effect is ``mean``, with three seeds."""
+    rules = Rules("bits per byte", 0.02, 0.95, 0.8, arms)
+    compared = []
+    for values in rng.normal(mean, spread, (arms, 3)):
+        seeds = [
+            SeedResult(at, "done", float(each), 0.0, float(each), False)
+            for at, each in enumerate(values)
+        ]
+        compared.append(Comparison("training", seeds))
+    rows = zip(compared, examine(compared, rules), strict=True)
+    return [decide(each, test, rules).label for each, test in rows]
+
+
+def test_arms_that_do_nothing_are_rarely_called_better_or_worse() -> None:
+    rng = np.random.default_rng(11)
+    studies = [simulated(rng, 4, 0.0, 0.03) for _ in range(800)]
+    wrong = sum("better" in labels or "worse" in labels for labels in studies)
+    assert wrong / len(studies) < 0.05 + 3 * math.sqrt(0.05 * 0.95 / len(studies))
+
+
+def test_arms_that_matter_are_rarely_called_no_difference() -> None:
+    rng = np.random.default_rng(12)
+    studies = [simulated(rng, 4, 0.02, 0.004) for _ in range(800)]
+    wrong = sum("no difference" in labels for labels in studies)
+    assert 0 < wrong / len(studies) < 0.05 + 3 * math.sqrt(0.05 * 0.95 / len(studies))
+
+
+def test_clear_effects_are_found() -> None:
+    rng = np.random.default_rng(13)
+    labels = [label for _ in range(50) for label in simulated(rng, 4, -0.1, 0.008)]
+    assert labels.count("better") / len(labels) > 0.9
+
+
+def test_the_judge_uses_the_tests_of_the_statistics() -> None:
+    found = verdict(experiment_of("lion", "wsd"), lion=Behaviour(effect=-0.1))
+    p_values = []
+    for each in found.arms:
+        seen = paired([seed.difference for seed in each.per_seed if seed.difference], 0.95)
+        assert each.p_value == seen.p_value
+        assert each.interval == seen.interval
+        p_values.append(seen.p_value)
+    assert [each.p_holm for each in found.arms] == holm(p_values)
+    assert config_of().steps == 40

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,9 @@ from tilewise.lab.study.data.corpus import data_folder
 
 __all__ = ["Tokenizer", "tokenizer"]
 
-_CHUNK_BYTES = 1 << 18  # text is encoded in pieces: the encoder's own record of a piece is large
+_CHUNK_LENGTH = 1 << 18  # text is encoded in pieces: the encoder's own record of a piece is large
 _CHUNKS_AT_ONCE = 16
+_WORD_END = re.compile(r"(?<=\S)[ \n]")
 _VOCABULARY_NAMES = ("vocab.json", "encoder.json")
 _MERGES_NAMES = ("merges.txt", "vocab.bpe")
 _GPT2_SIZE = 50257
@@ -144,21 +146,13 @@ def _decoded(text: bytes) -> str:
 def _chunks(text: str) -> Iterator[str]:
     """Pieces of some size whose tokens, put together, are those of the whole.
 
-    GPT-2 first cuts text into words, and a word never goes over a single newline that stands
-    between two characters that are no white space: after such a newline is where pieces end.
+    GPT-2 first cuts text into words, from left to right and never looking back. No word has a space
+    or newline after another character, so that text may be cut before these.
     """
     start = 0
-    while len(text) - start > _CHUNK_BYTES:
-        end = _safe_cut(text, start + _CHUNK_BYTES)
+    while len(text) - start > _CHUNK_LENGTH:
+        found = _WORD_END.search(text, start + _CHUNK_LENGTH)
+        end = len(text) if found is None else found.start()
         yield text[start:end]
         start = end
     yield text[start:]
-
-
-def _safe_cut(text: str, at: int) -> int:
-    """The first place after ``at`` where the text may be cut, its end if there is none."""
-    while (newline := text.find("\n", at)) != -1 and newline + 1 < len(text):
-        if not text[newline - 1].isspace() and not text[newline + 1].isspace():
-            return newline + 1
-        at = newline + 1
-    return len(text)

@@ -1,0 +1,102 @@
+"""Notes: what makes a comparison doubtful is said, and nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from tests.lab.study.records_of import Behaviour, config_of, experiment_of, records_of, study_of
+from tilewise.lab.study.config import Arm, Experiment
+from tilewise.lab.study.records import RunRecord
+from tilewise.lab.study.verdict.judge import judge
+from tilewise.lab.study.verdict.result import ExperimentVerdict
+
+Spoil = Callable[[RunRecord], None]
+LION = "optimizers/lion/seed-1"
+
+
+def verdict(
+    experiment: Experiment | None = None, spoil: Spoil = lambda _: None, **behaviours: Behaviour
+) -> ExperimentVerdict:
+    """The verdict after the record of the arm's seed 1 was spoilt."""
+    study = study_of(experiment or experiment_of("lion"))
+    records = records_of(study, behaviours)
+    if LION in records:
+        spoil(records[LION])
+    return judge(study, records).experiments[0]
+
+
+def of_start(**changes: Any) -> Spoil:
+    def spoil(record: RunRecord) -> None:
+        record.starts[0] = replace(record.start, **changes)
+
+    return spoil
+
+
+def start_loss(value: float) -> Spoil:
+    def spoil(record: RunRecord) -> None:
+        record.evaluations[0] = replace(record.evaluations[0], bits_per_byte=value)
+
+    return spoil
+
+
+def test_a_study_in_order_has_no_notes() -> None:
+    found = verdict(lion=Behaviour(effect=-0.1))
+    assert found.notes == ()
+    assert found.arms[0].notes == ()
+
+
+def test_other_text_is_noted() -> None:
+    other = of_start(corpus={"sha256": "1" * 64})
+    only = Behaviour(absent=(0, 2))
+    (note,) = verdict(spoil=other, lion=only).notes
+    assert "The text was not the same" in note
+    arm = Arm(name="lion", changes={"data.size_cap_bytes": 500_000})
+    assert verdict(experiment_of(arm), other, lion=only).notes == (), "the arm asks for other text"
+
+
+def test_another_machine_or_version_is_noted_also_after_a_resume() -> None:
+    environment = {"chip": "another chip", "threads": 1}
+    (note,) = verdict(spoil=of_start(environment=environment)).notes
+    assert note.startswith("The runs were not all made alike (chip differ)")
+
+    def resumed(record: RunRecord) -> None:
+        record.starts.append(replace(record.start, from_step=5, environment={"threads": 2}))
+
+    (note,) = verdict(spoil=resumed).notes
+    assert "(threads differ)" in note
+
+
+def test_an_arm_that_started_from_other_weights_is_noted() -> None:
+    (note,) = verdict(spoil=start_loss(7.0)).arms[0].notes
+    assert note == ("Not paired: the loss before the first step is not the baseline's with seed 1.")
+    assert verdict(spoil=start_loss(8.0 * (1 + 1e-4))).arms[0].notes == (), "rounding"
+
+
+def test_another_model_or_evaluation_cannot_start_with_the_same_loss() -> None:
+    for changes in ({"model.width": 64}, {"evaluation.windows": 8}, {"training.precision": "bf16"}):
+        experiment = experiment_of(Arm(name="lion", changes=changes))
+        assert verdict(experiment, start_loss(7.0)).arms[0].notes == ()
+    dropout = experiment_of(Arm(name="lion", changes={"model.dropout.residual": 0.1}))
+    assert verdict(dropout, start_loss(7.0)).arms[0].notes != ()
+
+
+def test_a_target_nobody_reached_is_noted_when_all_is_over() -> None:
+    experiment = experiment_of("lion", target=0.5)
+    (note,) = verdict(experiment).notes
+    assert note.startswith("No run reached the target of 0.5 bits per byte; the lowest evaluation")
+    assert verdict(experiment, lion=Behaviour(stopped={0: 5})).notes == ()
+    assert verdict(experiment_of("lion", target=7.0)).notes == ()
+
+
+def test_one_seed_is_noted() -> None:
+    (note,) = verdict(experiment_of("lion", seeds=(0,))).notes
+    assert "One seed only" in note
+
+
+def test_a_utilisation_above_one_is_noted() -> None:
+    flops = {"full": 1e30, "causal": 1e30}
+    (note,) = verdict(spoil=of_start(flops_per_token=flops)).notes
+    assert "above 100 %" in note
+    assert config_of().steps == 40

@@ -298,3 +298,11 @@ def test_a_failed_save_leaves_the_old_files(
         GPT2(SMALL, seed=2).save(tmp_path)
     name = "model.safetensors"
     assert (tmp_path / name).read_bytes() == (old / name).read_bytes()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_whole_model_is_one_graph(implementation: Implementation) -> None:
+    model = GPT2(SMALL, implementation=implementation)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert_same_bits(compiled(_tokens()), model(_tokens()), "logits")

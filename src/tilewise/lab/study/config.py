@@ -96,8 +96,9 @@ class Model(Frozen):
 class Data(Frozen):
     """The text, its tokens, and how much of it is kept for evaluation.
 
-    ``source`` is ``"stdlib"`` (the ``*.py`` of Python's standard library), ``"wikitext-2"``,
-    ``"wikitext-103"``, or the path of a text file or a folder of them.
+    ``source`` is ``"stdlib"`` (the ``*.py`` of Python's standard library), ``"wikitext-2"`` or
+    ``"wikitext-103"`` (with ``-raw`` for the form without ``<unk>``; looked for in the folder that
+    ``TILEWISE_DATA`` names), or the path of a text file or a folder of them.
     """
 
     source: str = "stdlib"

@@ -104,6 +104,8 @@ def _shape(model: Model, vocabulary: int) -> Shape:
 class Trainer:
     """Trains the model of one run.
 
+    Dropout draws from torch's global generator, which the trainer seeds: one of them at a time.
+
     Args:
         run: what to train.
         tokens: of its data.

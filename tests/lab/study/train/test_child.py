@@ -1,0 +1,242 @@
+"""The process of a run: killed without warning, orphaned, refused, and out of room."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lab.study.train.toys import run_of, text_file
+from tilewise.errors import InvalidArgument, TilewiseError
+from tilewise.lab.study.records import RunRecord
+from tilewise.lab.study.run import RECORD, Run
+from tilewise.lab.study.train import child
+from tilewise.lab.study.train.child import EXPECTED_ERROR, ORPHANED, Job, work
+
+_WAIT_S = 120.0
+
+
+def _run(tmp_path: Path, changes: dict[str, Any] | None = None) -> Run:
+    """A toy run whose text is a file that another process can read."""
+    return run_of({"data": text_file(tmp_path).model_dump(), **(changes or {})})
+
+
+def _line(run: Run, tmp_path: Path, study: str = "study", **more: Any) -> str:
+    values = {
+        "run": run.as_json(),
+        "folder": str(tmp_path / study),
+        "cache": str(tmp_path / "cache"),
+        "checkpoint_every_s": 0.05,
+        "environment": {"chip": "toy"},
+        **more,
+    }
+    return json.dumps(values) + "\n"
+
+
+@contextmanager
+def _process(line: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A child that was told its job, its input still open."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tilewise.lab.study.train.child"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        **options,
+    )
+    assert process.stdin is not None
+    process.stdin.write(line)
+    process.stdin.flush()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+def _wait_for_steps(path: Path, count: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + _WAIT_S
+    while time.monotonic() < deadline:
+        if path.exists() and path.read_bytes().count(b'"event":"step"') >= count:
+            return
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        time.sleep(0.002)
+    raise AssertionError("the child takes no steps")
+
+
+def _bits(record: RunRecord) -> tuple[Any, ...]:
+    losses = [(each.step, each.loss, each.gradient_norm) for each in record.steps]
+    held_out = [(each.step, each.loss) for each in record.evaluations]
+    return record.end, losses, held_out, record.kernels
+
+
+def test_kill_9_at_random_moments_changes_no_bit(tmp_path: Path) -> None:
+    changes = {"budget.steps": 150, "evaluation.every": 40, "model.dropout.residual": 0.1}
+    run = _run(tmp_path, changes)
+    core = min(os.sched_getaffinity(0))
+    generator = random.Random(0)
+    record = run.folder(tmp_path / "study") / RECORD
+    for least in (1, 60):
+        with _process(_line(run, tmp_path, core=core)) as process:
+            _wait_for_steps(record, least + generator.randrange(30), process)
+            assert os.sched_getaffinity(process.pid) == {core}
+            process.kill()
+            process.wait()
+    killed = len(record.read_bytes().splitlines())
+    with _process(_line(run, tmp_path)) as process:
+        assert process.wait(_WAIT_S) == 0
+    work(Job.from_json(json.loads(_line(run, tmp_path, "whole"))))
+
+    found = RunRecord.read(record)
+    whole = RunRecord.read(run.folder(tmp_path / "whole") / RECORD)
+    assert killed > 2
+    assert len(found.starts) == 3
+    assert found.starts[2].from_step > 0
+    assert _bits(found) == _bits(whole)
+    environment = found.start.environment
+    assert (environment["chip"], environment["threads"]) == ("toy", 1)
+    assert (environment["core"], environment["device"]) == (core, "cpu")
+
+
+def test_a_child_whose_parent_is_gone_ends_at_once(tmp_path: Path) -> None:
+    run = _run(tmp_path, {"budget.steps": 1_000_000})
+    with _process(_line(run, tmp_path)) as process:
+        _wait_for_steps(run.folder(tmp_path / "study") / RECORD, 2, process)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(5.0) == ORPHANED
+
+
+def test_a_file_that_may_not_grow_is_said_and_loses_nothing(tmp_path: Path) -> None:
+    run = _run(tmp_path, {"budget.steps": 1_000_000})
+    record = run.folder(tmp_path / "study") / RECORD
+
+    def small_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+
+    with _process(_line(run, tmp_path), preexec_fn=small_files) as process:
+        assert process.stderr is not None
+        errors = process.stderr.read()  # to the end of the process
+        assert process.wait() == EXPECTED_ERROR, errors
+    assert "no room to write" in errors.splitlines()[-1]
+    assert RunRecord.read(record).starts
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job.from_json(json.loads(_line(_run(tmp_path), tmp_path)))
+
+
+def _told(monkeypatch: pytest.MonkeyPatch, line: str) -> int:
+    """What ``main`` makes of a line, in this process."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(line))
+    monkeypatch.setattr(child, "_end_with_parent", lambda: None)
+    return child.main()
+
+
+def test_a_whole_run_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _run(tmp_path)
+    assert _told(monkeypatch, _line(run, tmp_path)) == 0
+    record = RunRecord.read(run.folder(tmp_path / "study") / RECORD)
+    assert record.done
+    assert record.start.peak_flops_s > 1e6
+    assert record.start.corpus["train_tokens"] > 0
+    assert record.memory is not None
+    assert record.memory.peak_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data.source": "/nowhere/at/all.txt"}, "/nowhere/at/all.txt"),
+        ({"model.context": 100_000}, "model.context"),
+        (
+            {"attention.variant": {"name": "softcap"}, "attention.implementation": "sdpa"},
+            "no softcap",
+        ),
+    ],
+)
+def test_what_the_user_can_put_right_is_one_line(
+    changes: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = _run(tmp_path, changes)
+    assert _told(monkeypatch, _line(run, tmp_path)) == EXPECTED_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (TilewiseError("this\nthat"), "this that"),
+        (OSError(28, "No space left on device", "x.bin"), "no room to write x.bin"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), "smaller training"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), "CUDA out of memory"),
+    ],
+)
+def test_expected_errors(
+    error: Exception,
+    words: str,
+    job: Job,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(_: Job) -> None:
+        raise error
+
+    monkeypatch.setattr(child, "work", fail)
+    assert _told(monkeypatch, _line(job.run, tmp_path)) == EXPECTED_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+@pytest.mark.parametrize("error", [OSError(13, "Permission denied"), RuntimeError("a bug")])
+def test_crashes_are_crashes(
+    error: Exception, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Job) -> None:
+        raise error
+
+    monkeypatch.setattr(child, "work", fail)
+    with pytest.raises(type(error)):
+        _told(monkeypatch, _line(job.run, tmp_path))
+
+
+def test_an_unknown_key_of_a_config_is_refused(job: Job, tmp_path: Path) -> None:
+    values = json.loads(_line(job.run, tmp_path))
+    values["run"]["config"]["optimizer"]["lrr"] = 1.0
+    with pytest.raises(InvalidArgument, match="lrr"):
+        Job.from_json(values)
+
+
+def test_two_processes_do_not_work_on_one_run(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = job.run.folder(job.folder)
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(child, "_LOCK_WAIT_S", 0.1)
+    with (folder / child._LOCK).open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(TilewiseError, match="another process works on this run"):
+            work(job)
+    work(job)
+    assert RunRecord.read(folder / RECORD).done

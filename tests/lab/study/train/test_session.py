@@ -1,0 +1,317 @@
+"""A run that is interrupted anywhere ends with the bits of one that is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import math
+import random
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.lab.study.train.toys import (
+    OPTIMIZERS,
+    STEPS,
+    record_of,
+    session_of,
+    text,
+    tokens_of,
+)
+from tilewise.lab.study.records import RunRecord, Writer
+from tilewise.lab.study.run import RECORD
+from tilewise.lab.study.train import state as states
+from tilewise.lab.study.train.session import Session
+from tilewise.lab.study.train.state import CHECKPOINT, CheckpointError
+
+CHOICES: list[dict[str, Any]] = [
+    *({"optimizer.name": name} for name in OPTIMIZERS),
+    *({"training.precision": name} for name in ("bf16", "fp16")),
+    {"model.dropout": {"embedding": 0.1, "attention": 0.1, "residual": 0.1}},
+    {"model.dropout.attention": 0.1, "attention.implementation": "sdpa"},
+    {"model.dropout.residual": 0.1, "training.checkpointing": True},
+    {"optimizer.name": "schedule-free", "training.precision": "bf16"},
+    {"optimizer.name": "muon", "training.precision": "fp16", "schedule.name": "wsd"},
+]
+
+
+class _Killed(BaseException):
+    """Stands for kill -9: nothing in the session may catch it and tidy up."""
+
+
+def _finished(folder: Path, changes: dict[str, Any] | None = None, **options: Any) -> RunRecord:
+    folder.mkdir(exist_ok=True)
+    session_of(folder, changes, **options).work()
+    return record_of(folder)
+
+
+def _kill_at(session: Session, step: int) -> None:
+    """Work, and stop dead when the given step is about to be taken."""
+    take = session.trainer.step
+
+    def step_or_die() -> Any:
+        if session.trainer.done == step:
+            raise _Killed
+        return take()
+
+    session.trainer.step = step_or_die  # type: ignore[method-assign]
+    with pytest.raises(_Killed):
+        session.work()
+
+
+def _bits(record: RunRecord) -> tuple[Any, ...]:
+    """All of a record that must not depend on how often its run was interrupted."""
+    assert record.end is not None
+    return (
+        record.end,
+        [(each.step, each.loss, each.lr, each.gradient_norm) for each in record.steps],
+        [(each.step, each.tokens, each.loss, each.bits_per_byte) for each in record.evaluations],
+        record.kernels,
+    )
+
+
+@pytest.mark.parametrize("changes", CHOICES, ids=str)
+def test_a_run_that_is_killed_twice_ends_with_the_same_bits(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    whole = _finished(tmp_path / "whole", changes)
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    _kill_at(session_of(folder, changes), 3)
+    torch.manual_seed(99)  # a new process does not know the random state of the old one
+    _kill_at(session_of(folder, changes), 5)
+    torch.manual_seed(98)
+    killed = _finished(folder, changes)
+    assert _bits(killed) == _bits(whole)
+    assert [start.from_step for start in killed.starts] == [0, 3, 5]
+
+
+def test_what_was_trained_after_the_last_checkpoint_is_done_again(tmp_path: Path) -> None:
+    whole = _finished(tmp_path / "whole")
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    _kill_at(session_of(folder), 3)
+    _kill_at(session_of(folder, checkpoint_every_s=1e9), 5)
+    lines = (folder / RECORD).read_text().splitlines()
+    assert sum('"step":5,' in line or '"step":4,' in line for line in lines) > 2
+    killed = _finished(folder)
+    assert [start.from_step for start in killed.starts] == [0, 3, 3]
+    assert _bits(killed) == _bits(whole)
+
+
+def test_a_run_without_a_checkpoint_begins_again(tmp_path: Path) -> None:
+    whole = _finished(tmp_path / "whole")
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    _kill_at(session_of(folder, checkpoint_every_s=1e9), 5)
+    assert not (folder / CHECKPOINT).exists()
+    killed = _finished(folder)
+    assert [start.from_step for start in killed.starts] == [0, 0]
+    assert _bits(killed) == _bits(whole)
+
+
+def test_a_kill_at_any_write_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = _finished(tmp_path / "whole")
+    write, save = Writer.write, states.write
+    generator = random.Random(0)
+    for attempt in range(12):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        left = generator.randrange(1, 30)
+
+        def count() -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise _Killed
+
+        def torn(self: Any, event: Any) -> None:
+            try:
+                count()
+            except _Killed:  # half a line gets to the disk
+                line = event.line().encode()
+                self._file.write(line[: len(line) // 2])
+                raise
+            write(self, event)
+
+        def lost(state: Any, path: Path) -> None:
+            count()
+            save(state, path)
+            count()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Writer, "write", torn)
+            patch.setattr(states, "write", lost)
+            with suppress(_Killed):
+                session_of(folder).work()
+        assert _bits(_finished(folder)) == _bits(whole), attempt
+
+
+def test_a_run_that_is_over_is_not_touched(tmp_path: Path) -> None:
+    _finished(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    _finished(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_kill_between_the_last_checkpoint_and_the_end(tmp_path: Path) -> None:
+    whole = _finished(tmp_path)
+    lines = (tmp_path / RECORD).read_bytes().splitlines(keepends=True)
+    assert b'"event":"end"' in lines[-1]
+    (tmp_path / RECORD).write_bytes(b"".join(lines[:-1]))
+    again = _finished(tmp_path)
+    assert again.end == whole.end
+    assert again.starts[-1].from_step == STEPS
+
+
+def test_the_record_of_a_run(tmp_path: Path) -> None:
+    record = _finished(tmp_path)
+    start, memory = record.start, record.memory
+    assert (start.run, start.seed, start.from_step) == ("toy/arm/seed-0", 0, 0)
+    assert start.corpus["train_tokens"] == 3600
+    assert set(start.flops_per_token) == {"full", "causal"}
+    assert [each.step for each in record.steps] == [1, 2, 3, 4, 5, 6]
+    assert [each.warmup for each in record.steps] == [True, True, False, False, False, False]
+    assert [each.step for each in record.evaluations] == [0, 2, 4, 6]
+    last = record.evaluations[-1]
+    assert last.tokens == 6 * 2 * 2 * 16
+    assert last.train_wall_s == pytest.approx(sum(each.wall_s for each in record.steps))
+    assert last.train_cpu_s == pytest.approx(sum(each.cpu_s for each in record.steps))
+    assert last.loss is not None
+    assert last.bits_per_byte == pytest.approx(last.loss / math.log(2))
+    assert memory is not None
+    assert memory.weights_bytes == 4 * start.parameters["total"]
+    assert min(memory.activations_bytes, memory.gradients_bytes, memory.optimizer_bytes) > 0
+    assert record.kernels is not None
+    assert [(each.kernel, each.calls) for each in record.kernels.layers] == 2 * [
+        ("tilewise cpu", 2 * STEPS)
+    ]
+    assert record.end is not None
+    assert (record.end.status, record.end.step) == ("done", STEPS)
+    assert record.checkpoint == STEPS
+
+
+def test_time_adds_up_over_interruptions(tmp_path: Path) -> None:
+    _kill_at(session_of(tmp_path), 4)
+    record = _finished(tmp_path)
+    assert record.evaluations[-1].train_wall_s == pytest.approx(
+        sum(each.wall_s for each in record.steps)
+    )
+
+
+def test_how_often_a_run_is_evaluated_does_not_change_it(tmp_path: Path) -> None:
+    for name in OPTIMIZERS:
+        often = _finished(tmp_path / f"{name}-often", {"optimizer.name": name})
+        changes = {"optimizer.name": name, "evaluation.every": 100}
+        seldom = _finished(tmp_path / f"{name}-seldom", changes)
+        assert often.end is not None
+        assert seldom.end is not None
+        assert often.end.weights_sha256 == seldom.end.weights_sha256, name
+        assert [each.step for each in seldom.evaluations] == [0, STEPS]
+
+
+def test_a_final_stride_scores_the_whole_held_out_text(tmp_path: Path) -> None:
+    sampled = _finished(tmp_path / "sampled")
+    whole = _finished(tmp_path / "whole", {"evaluation.final_stride": 4})
+    losses = [[each.loss for each in record.evaluations] for record in (sampled, whole)]
+    assert losses[0][:-1] == losses[1][:-1]
+    assert losses[0][-1] != losses[1][-1]
+
+
+def test_divergence_is_an_end_and_comes_out_the_same_after_a_kill(tmp_path: Path) -> None:
+    changes = {"optimizer.name": "sgd", "optimizer.lr": 1e12, "training.clip": 0.0}
+    whole = _finished(tmp_path / "whole", changes)
+    assert whole.diverged
+    assert whole.end is not None
+    assert "not finite" in whole.end.reason or "is nan" in whole.end.reason
+    assert whole.end.step == len(whole.steps) >= 1
+    assert whole.kernels is not None
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    _kill_at(session_of(folder, changes), whole.end.step)
+    assert _bits(_finished(folder, changes)) == _bits(whole)
+
+
+def test_weights_that_are_not_finite_after_the_last_step_are_divergence(tmp_path: Path) -> None:
+    session = session_of(tmp_path)
+    take = session.trainer.step
+
+    def spoil() -> Any:
+        taken = take()
+        if session.trainer.over:
+            with torch.no_grad():
+                session.trainer.model.norm.bias.fill_(math.nan)
+        return taken
+
+    session.trainer.step = spoil  # type: ignore[method-assign]
+    session.work()
+    record = record_of(tmp_path)
+    assert record.end is not None
+    assert record.diverged
+    assert record.end.reason == f"the held-out loss after step {STEPS} is nan"
+    assert record.evaluations[-1].loss is None
+
+
+def test_a_checkpoint_of_another_config_is_refused(tmp_path: Path) -> None:
+    _kill_at(session_of(tmp_path), 3)
+    with pytest.raises(CheckpointError, match="checkpoint of another config"):
+        _finished(tmp_path, {"optimizer.lr": 0.001})
+
+
+def test_a_checkpoint_of_another_text_is_refused(tmp_path: Path) -> None:
+    _kill_at(session_of(tmp_path), 3)
+    other = dataclasses.replace(tokens_of(text(3000)), sha256="1" * 64)
+    with pytest.raises(CheckpointError, match="checkpoint of another corpus"):
+        _finished(tmp_path, tokens=other)
+
+
+def test_a_checkpoint_without_its_record_is_not_believed(tmp_path: Path) -> None:
+    whole = _finished(tmp_path / "whole")
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    _kill_at(session_of(folder), 3)
+    (folder / RECORD).unlink()
+    record = _finished(folder)
+    assert [start.from_step for start in record.starts] == [0]
+    assert _bits(record) == _bits(whole)
+
+
+def test_a_full_disk_stops_the_run_and_loses_nothing_older(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = _finished(tmp_path / "whole")
+    folder = tmp_path / "full"
+    folder.mkdir()
+    save = states.write
+
+    def full(state: Any, path: Path) -> None:
+        if state.step == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(state, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(states, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            session_of(folder).work()
+    record = record_of(folder)
+    assert record.checkpoint == 3
+    assert [each.step for each in record.steps] == [1, 2, 3, 4]
+    assert _bits(_finished(folder)) == _bits(whole)
+
+
+def test_checkpoints_wait_for_their_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = _finished(tmp_path / "seldom", checkpoint_every_s=1e9)
+    lines = (tmp_path / "seldom" / RECORD).read_text()
+    assert lines.count('"event":"checkpoint"') == 1
+    assert record.checkpoint == STEPS
+    _finished(tmp_path / "always")
+    assert (tmp_path / "always" / RECORD).read_text().count('"event":"checkpoint"') == STEPS
+    # One that takes long is followed by a long time without.
+    ticks = iter(np.arange(0.0, 1e6, 30.0))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(ticks)))
+    _finished(tmp_path / "slow", checkpoint_every_s=1.0)
+    assert (tmp_path / "slow" / RECORD).read_text().count('"event":"checkpoint"') == 2

@@ -1,0 +1,218 @@
+"""One step by hand, what is paired between arms, and every option of a step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.lab.study.train.toys import CPU, STEPS, run_of, tokens_of, trainer_of
+from tilewise.lab.study.train.state import weights_sha256
+from tilewise.lab.study.train.trainer import Diverged, Trainer
+
+
+def _bits(trainer: Trainer) -> str:
+    return weights_sha256(trainer.model)
+
+
+def test_a_step_is_the_one_written_out() -> None:
+    changes = {"training.accumulation": 1, "training.clip": 0.5, "optimizer.lr": 0.01}
+    trainer, other = trainer_of(changes), trainer_of(changes)
+    taken = trainer.step()
+
+    model, (inputs, targets) = other.model, other._batches.at(0)[0]
+    loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    no_decay = {name: each for name, each in model.named_parameters() if each.dim() < 2}
+    no_decay |= {f"{name}.weight": getattr(model, name).weight for name in ("tokens", "positions")}
+    decay = [each for name, each in model.named_parameters() if name not in no_decay]
+    # No warm-up fits in so few steps, and a linear schedule starts at the full rate.
+    groups = [
+        {"params": decay, "weight_decay": 0.1},
+        {"params": list(no_decay.values()), "weight_decay": 0.0},
+    ]
+    torch.optim.AdamW(groups, lr=taken.lr, betas=(0.9, 0.95)).step()
+
+    assert taken.step == trainer.done == 1
+    assert taken.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert taken.gradient_norm == pytest.approx(norm.item(), rel=1e-5)
+    assert taken.lr == 0.01
+    assert taken.wall_s > 0
+    assert taken.cpu_s > 0
+    for name, weight in trainer.model.named_parameters():
+        assert torch.allclose(weight, model.state_dict()[name], rtol=1e-5, atol=1e-7), name
+
+
+def test_training_learns_and_the_rate_follows_its_schedule() -> None:
+    trainer = trainer_of({"budget.steps": 30, "optimizer.lr": 0.01, "schedule.warmup": 0.1})
+    taken = [trainer.step() for _ in range(30)]
+    assert trainer.over
+    assert taken[-1].loss < taken[0].loss - 1.0
+    assert [each.lr for each in taken[:4]] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
+    assert taken[-1].lr == pytest.approx(0.01 / 27)
+
+
+def test_accumulation_is_one_large_batch_in_pieces() -> None:
+    whole = trainer_of({"training.batch": 4, "training.accumulation": 1})
+    pieces = trainer_of({"training.batch": 1, "training.accumulation": 4})
+    for _ in range(3):
+        one, other = whole.step(), pieces.step()
+        assert one.loss == pytest.approx(other.loss, rel=1e-5)
+        assert one.gradient_norm == pytest.approx(other.gradient_norm, rel=1e-4)
+
+
+ARMS: list[dict[str, Any]] = [
+    {"attention.implementation": "plain"},
+    {"attention.implementation": "sdpa"},
+    {"optimizer.name": "muon"},
+    {"schedule.name": "wsd"},
+    {"model.dropout.residual": 0.1},
+    {"training.label_smoothing": 0.1},
+    {"training.precision": "bf16"},
+    {"training.checkpointing": True},
+]
+
+
+@pytest.mark.parametrize("changes", ARMS, ids=str)
+def test_a_seed_gives_every_arm_the_same_weights_and_batches(changes: dict[str, Any]) -> None:
+    baseline, arm, other = trainer_of(seed=4), trainer_of(changes, seed=4), trainer_of(seed=5)
+    assert _bits(baseline) == _bits(arm) != _bits(other)
+    for step in range(STEPS):
+        batches = baseline._batches.at(step)
+        pairs = zip(batches, arm._batches.at(step), strict=True)
+        assert all(torch.equal(a, b) for one, two in pairs for a, b in zip(one, two, strict=True))
+        assert not torch.equal(batches[0][0], other._batches.at(step)[0][0])
+
+
+def _three_steps(trainer: Trainer) -> tuple[list[float], str]:
+    """Losses, and the hash of all state. A trainer owns torch's random state: one at a time."""
+    return [trainer.step().loss for _ in range(3)], trainer.state({}).sha256
+
+
+@pytest.mark.parametrize("changes", [{}, *ARMS], ids=str)
+def test_the_same_run_gives_the_same_bits(changes: dict[str, Any]) -> None:
+    assert _three_steps(trainer_of(changes)) == _three_steps(trainer_of(changes))
+
+
+def test_options_change_what_is_learnt_and_not_what_is_recorded_first() -> None:
+    baseline = trainer_of()
+    first = baseline.step().loss
+    for changes in (
+        {"training.label_smoothing": 0.2},
+        {"training.z_loss": 0.1},
+        {"training.clip": 0.01},
+        {"optimizer.weight_decay": 5.0},
+    ):
+        other = trainer_of(changes)
+        assert other.step().loss == pytest.approx(first, rel=1e-6), changes
+        assert _bits(other) != _bits(baseline), changes
+
+
+def test_checkpointing_changes_no_bit() -> None:
+    changes: dict[str, Any] = {"model.dropout.residual": 0.2}
+    expected = _three_steps(trainer_of(changes))
+    assert _three_steps(trainer_of({**changes, "training.checkpointing": True})) == expected
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_narrow_products_and_wide_weights(precision: str) -> None:
+    trainer, wide = trainer_of({"training.precision": precision}), trainer_of()
+    with trainer.autocast():
+        assert trainer.model(trainer._batches.at(0)[0][0]).dtype == trainer.dtype != torch.float32
+    for _ in range(3):
+        assert trainer.step().loss == pytest.approx(wide.step().loss, rel=0.02)
+    assert all(each.dtype == torch.float32 for each in trainer.model.parameters())
+    assert _bits(trainer) != _bits(wide)
+
+
+def test_an_overflow_of_scaled_gradients_is_a_skipped_step() -> None:
+    trainer = trainer_of({"training.precision": "fp16"})
+    trainer._scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    before = _bits(trainer)
+    assert not math.isfinite(trainer.step().gradient_norm)
+    assert _bits(trainer) == before
+    assert trainer.done == 1
+    assert trainer._scaler.get_scale() == 2.0**39
+
+
+def test_gradients_that_overflow_at_any_scale_are_divergence() -> None:
+    trainer = trainer_of({"training.precision": "fp16"})
+    trainer._scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    trainer.model.norm.weight.register_hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(Diverged, match="step 1 is not finite at any scale"):
+        trainer.step()
+
+
+def test_a_loss_that_is_not_finite_is_divergence_and_takes_no_step() -> None:
+    trainer = trainer_of()
+    trainer.step()
+    with torch.no_grad():
+        trainer.model.norm.bias[0] = math.nan
+    before = _bits(trainer)
+    with pytest.raises(Diverged, match="the loss of step 2 is nan"):
+        trainer.step()
+    assert _bits(trainer) == before
+    assert trainer.done == 1
+
+
+def test_a_gradient_that_is_not_finite_is_divergence() -> None:
+    trainer = trainer_of()
+    trainer.model.norm.bias.register_hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(Diverged, match="norm of the gradient of step 1"):
+        trainer.step()
+
+
+def test_where_memory_goes_and_that_asking_changes_nothing() -> None:
+    changes = {"model.dropout.residual": 0.2}
+    undisturbed = _three_steps(trainer_of(changes))
+    trainer = trainer_of(changes)
+    losses = [trainer.step().loss]
+    split = trainer.split()
+    losses += [trainer.step().loss, trainer.step().loss]
+    assert (losses, trainer.state({}).sha256) == undisturbed
+    weights = 4 * trainer.parameters["total"]
+    assert split.weights_bytes == split.gradients_bytes == weights
+    assert 2 * weights <= split.optimizer_bytes < 2 * weights + 1024
+    assert split.activations_bytes > 0
+
+
+def test_parameters_count_the_tied_head_once_and_name_the_positions() -> None:
+    trainer = trainer_of()
+    d, vocabulary, context = 16, 256, 16
+    layer = 4 * (d * d + d) + (8 * d * d + 5 * d) + 4 * d
+    total = vocabulary * d + context * d + 2 * layer + 2 * d
+    assert trainer.parameters == {"total": total, "embedding": context * d}
+
+
+def test_groups_name_every_parameter_once() -> None:
+    trainer = trainer_of()
+    named = [name for names in trainer.groups.values() for name in names]
+    assert sorted(named) == sorted(name for name, _ in trainer.model.named_parameters())
+
+
+def test_variants_reach_the_model() -> None:
+    window = trainer_of({"attention.variant": {"name": "window", "size": 2}})
+    assert _bits(window) == _bits(trainer_of())
+    assert window.step().loss != trainer_of().step().loss
+
+
+def test_the_state_names_its_run() -> None:
+    run = run_of(seed=7)
+    trainer = Trainer(run, tokens_of(), CPU)
+    assert trainer.identity == {"config": run.config_hash, "seed": "7", "corpus": "0" * 64}
+
+
+@pytest.mark.slow
+def test_a_compiled_model_learns_the_same_and_its_kernels_are_probed() -> None:
+    eager, compiled = trainer_of(), trainer_of({"training.compile": True})
+    for _ in range(3):
+        assert compiled.step().loss == pytest.approx(eager.step().loss, rel=1e-5)
+    kernels = compiled.guard.kernels().layers
+    assert [(each.kernel, each.calls) for each in kernels] == 2 * [
+        ("tilewise cpu (eager probe)", 6)
+    ]
+    assert compiled.split().activations_bytes > 0

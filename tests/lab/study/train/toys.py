@@ -1,0 +1,96 @@
+"""Small texts, runs and sessions that train in a fraction of a second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tilewise.lab.study.config import Budget, Data, Evaluation, Model, RunConfig, Training, change
+from tilewise.lab.study.data.tokens import Tokens
+from tilewise.lab.study.records import RunRecord
+from tilewise.lab.study.run import RECORD, Run
+from tilewise.lab.study.train.memory_split import PeakMeter
+from tilewise.lab.study.train.session import Session
+from tilewise.lab.study.train.trainer import Trainer
+
+CPU = torch.device("cpu")
+OPTIMIZERS = ("adafactor", "adamw", "lion", "muon", "schedule-free", "sgd")
+STEPS = 6
+
+CONFIG = RunConfig(
+    model=Model(layers=2, heads=2, width=16, context=16),
+    training=Training(batch=2, accumulation=2),
+    budget=Budget(steps=STEPS),
+    evaluation=Evaluation(every=2, windows=4),
+)
+
+
+def run_of(changes: dict[str, Any] | None = None, seed: int = 0) -> Run:
+    """A run of a tiny model, with some values changed."""
+    return Run("toy", "arm", seed, change(CONFIG, changes or {}))
+
+
+def text(size: int = 4000) -> bytes:
+    """Bytes in which there is a little to learn."""
+    words = [b"tile", b"wise", b"soft", b"max", b"row", b"key"]
+    order = np.random.default_rng(0).integers(0, len(words), size)
+    return b" ".join(words[each] for each in order)[:size]
+
+
+def tokens_of(data: bytes = text()) -> Tokens:
+    """The bytes as a corpus, a tenth of it held out."""
+    numbers = np.frombuffer(data, np.uint8)
+    split = len(numbers) // 10
+    return Tokens(
+        name="toy",
+        source="toy",
+        tokenizer="bytes",
+        sha256="0" * 64,
+        vocabulary=256,
+        train=numbers[split:],
+        held_out=numbers[:split],
+        token_bytes=np.ones(256, np.int64),
+        train_bytes=len(numbers) - split,
+        held_out_bytes=split,
+        train_words=None,
+        held_out_words=None,
+    )
+
+
+def trainer_of(changes: dict[str, Any] | None = None, seed: int = 0) -> Trainer:
+    """A trainer of such a run on the toy text."""
+    return Trainer(run_of(changes, seed), tokens_of(), CPU)
+
+
+def session_of(
+    folder: Path,
+    changes: dict[str, Any] | None = None,
+    *,
+    checkpoint_every_s: float = 0.0,
+    tokens: Tokens | None = None,
+) -> Session:
+    """A session of such a run that works in a folder, saving after every step."""
+    tokens = tokens or tokens_of()
+    return Session(
+        Trainer(run_of(changes), tokens, CPU),
+        tokens,
+        folder,
+        PeakMeter(CPU),
+        peak_flops_s=1e9,
+        checkpoint_every_s=checkpoint_every_s,
+    )
+
+
+def record_of(folder: Path) -> RunRecord:
+    """What a session has written."""
+    return RunRecord.read(folder / RECORD)
+
+
+def text_file(folder: Path) -> Data:
+    """The toy text as a file that a process can read."""
+    path = folder / "toy.txt"
+    path.write_bytes(text())
+    return Data(source=str(path), held_out=0.1)

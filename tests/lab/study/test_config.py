@@ -1,0 +1,329 @@
+"""Configs: complete, frozen, hashed, changed by dotted paths, and clear about what does not fit."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tilewise.errors import InvalidArgument
+from tilewise.lab.study.choices.registry import names
+from tilewise.lab.study.config import (
+    Arm,
+    Attention,
+    Budget,
+    Data,
+    Experiment,
+    Model,
+    Optimizer,
+    RunConfig,
+    Schedule,
+    Study,
+    Sweep,
+    Training,
+    Variant,
+    change,
+    config_hash,
+    parse,
+)
+from tilewise.lab.study.values import as_invalid_argument
+
+LION = Arm(name="lion", changes={"optimizer.name": "lion", "optimizer.lr": 0.001})
+
+
+def experiment(**values: Any) -> Experiment:
+    fields: dict[str, Any] = {
+        "name": "first",
+        "question": "Which?",
+        "baseline": RunConfig(),
+        "arms": (LION,),
+        "smallest_effect": 0.02,
+    }
+    return Experiment(**{**fields, **values})
+
+
+def study(*experiments: Experiment) -> Study:
+    return Study(name="s", question="Which?", experiments=experiments or (experiment(),))
+
+
+def plain(value: Any) -> Any:
+    """What is read back from a file."""
+    return json.loads(value.model_dump_json())
+
+
+def test_a_saved_config_says_every_number() -> None:
+    values = plain(RunConfig())
+    assert values["optimizer"] == {
+        "name": "adamw",
+        "lr": 0.003,
+        "weight_decay": 0.1,
+        "betas": [0.9, 0.95],
+        "eps": 1e-8,
+    }
+    assert values["schedule"] == {"name": "linear", "warmup": 0.05}
+    assert values["attention"]["variant"] == {"name": "causal"}
+    assert set(values) == set(RunConfig.model_fields)
+
+
+@pytest.mark.parametrize("optimizer", names("optimizer"))
+@pytest.mark.parametrize("schedule", names("schedule"))
+@pytest.mark.parametrize("variant", names("variant"))
+def test_every_choice_comes_back_from_a_file(optimizer: str, schedule: str, variant: str) -> None:
+    config = change(
+        RunConfig(),
+        {"optimizer": optimizer, "schedule": schedule, "attention.variant": variant},
+    )
+    again = parse(RunConfig, plain(config))
+    assert again == config
+    assert config_hash(again) == config_hash(config)
+    names_ = (config.optimizer.name, config.schedule.name, config.attention.variant.name)
+    assert names_ == (optimizer, schedule, variant)
+
+
+def test_a_study_comes_back_from_a_file() -> None:
+    sweep = Sweep(values={"baseline": (0.1, 0.2), "lion": (0.3, 0.4)})
+    wsd = Arm(name="wsd", changes={"schedule": {"name": "wsd", "decay": 0.1}}, kind="systems")
+    whole = study(experiment(sweep=sweep), experiment(name="second", arms=(LION, wsd)))
+    assert parse(Study, plain(whole)) == whole
+    assert config_hash(parse(Study, plain(whole))) == config_hash(whole)
+
+
+def test_changes_that_are_tuples_come_back_equal() -> None:
+    arm = Arm(name="a", changes={"optimizer.betas": (0.8, 0.9)})
+    assert parse(Arm, plain(arm)) == arm
+
+
+def test_the_hash_is_of_the_values_and_not_of_how_they_were_written() -> None:
+    written = {"name": "adamw", "betas": [0.9, 0.95], "lr": 0.003, "eps": 1e-8, "weight_decay": 0.1}
+    assert config_hash(parse(RunConfig, {"optimizer": written})) == config_hash(RunConfig())
+    whole, real = (change(RunConfig(), {"optimizer.lr": lr}) for lr in (1, 1.0))
+    assert config_hash(whole) == config_hash(real)
+    assert len(config_hash(whole)) == 12
+
+
+CHANGES: dict[str, Any] = {
+    "model.width": 64,
+    "model.dropout.attention": 0.1,
+    "data.source": "wikitext-2",
+    "attention.implementation": "plain",
+    "attention.variant": {"name": "window", "size": 16},
+    "optimizer.betas": [0.9, 0.96],
+    "optimizer.name": "lion",
+    "schedule.warmup": 0.06,
+    "training.precision": "bf16",
+    "training.compile": True,
+    "budget.tokens": 1000,
+    "evaluation.final_stride": 32,
+}
+
+
+def test_every_change_changes_the_hash() -> None:
+    hashes = [config_hash(change(RunConfig(), {path: value})) for path, value in CHANGES.items()]
+    assert len({config_hash(RunConfig()), *hashes}) == len(CHANGES) + 1
+
+
+@given(st.permutations(list(CHANGES)))
+def test_changes_of_different_values_commute(order: list[str]) -> None:
+    changed = change(RunConfig(), {path: CHANGES[path] for path in order})
+    assert config_hash(changed) == config_hash(change(RunConfig(), CHANGES))
+
+
+def test_a_change_leaves_the_config_that_it_starts_from() -> None:
+    config = RunConfig()
+    before = plain(config)
+    change(config, CHANGES)
+    assert plain(config) == before
+
+
+def test_a_new_name_keeps_the_options_that_it_has_too() -> None:
+    config = change(RunConfig(), {"optimizer.lr": 0.5, "optimizer.name": "lion"})
+    kept = {"lr": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+    assert config.optimizer.options == kept
+    same = change(RunConfig(), {"optimizer.lr": 0.5, "optimizer.name": "adamw"})
+    assert same.optimizer.options["lr"] == 0.5
+
+
+def test_a_whole_choice_has_its_own_standard_values() -> None:
+    lion = {"lr": 0.001, "weight_decay": 0.3, "betas": (0.9, 0.99)}
+    for value in ("lion", {"name": "lion"}):
+        assert change(RunConfig(), {"optimizer": value}).optimizer.options == lion
+    # Without a name it is the standard choice.
+    assert change(RunConfig(), {"optimizer": {"lr": 0.5}}).optimizer.name == "adamw"
+
+
+def test_choices_made_by_hand_are_complete() -> None:
+    assert Optimizer(name="lion").options["lr"] == 0.001
+    assert Optimizer().options == RunConfig().optimizer.options
+    assert Schedule(name="cosine").options == {"warmup": 0.05, "floor": 0.1}
+    assert Variant(name="window").options == {"size": 256}
+
+
+def test_options_are_a_copy() -> None:
+    optimizer = Optimizer(name="adamw")
+    optimizer.options["lr"] = 9.0
+    assert optimizer.options["lr"] == 0.003
+
+
+def test_nothing_can_be_set() -> None:
+    for target, field in [(RunConfig(), "model"), (Model(), "width"), (Optimizer(), "lr")]:
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(target, field, 3)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("optimiser.lr", 1, r"optimiser\.lr: .*optimizer.* Did you mean 'optimizer'\?"),
+        ("training.clp", 1, r"training\.clp: .*a key of training: .*Did you mean 'clip'\?"),
+        ("model.dropout.atention", 0.1, r"model\.dropout: .*Did you mean 'attention'\?"),
+        ("model.width.x", 1, r"model\.width: none, it is a value"),
+        ("", 1, "unknown key"),
+        ("optimizer.lrr", 1, r"optimizer\.lrr: .*Did you mean 'lr'\?"),
+        ("optimizer.momentum", 0.9, r"optimizer\.momentum: got an unknown option"),
+        ("optimizer.name", "adam", r"optimizer\.name: got 'adam'.*Did you mean 'adamw'\?"),
+        ("optimizer.name", 3, r"optimizer\.name: got 3"),
+        ("optimizer", {"name": ["adamw"]}, r"optimizer\.name"),
+        ("optimizer", 3, "optimizer: got 3"),
+        ("optimizer.lr", 0, "greater than 0"),
+        ("optimizer.lr", float("nan"), "finite"),
+        ("optimizer.betas", [0.9, 1.0], r"optimizer\.betas\[1\]: got 1.0; required: less than 1"),
+        ("attention.variant.name", "windows", r"variant\.name: .*Did you mean 'window'\?"),
+        ("attention.implementation", "flash", "'plain', 'sdpa' or 'tilewise'"),
+        ("model.heads", 3, r"model\.width: got 128; required: a multiple of heads=3"),
+        ("model.context", 1, "greater than or equal to 2"),
+        ("model.dropout.residual", 1.0, "less than 1"),
+        ("training.batch", 0, r"training\.batch: got 0; required: greater than or equal to 1"),
+        ("training.batch", "many", "a valid integer"),
+        ("training.clip", float("inf"), "finite"),
+        ("training.precision", "int8", "'float32', 'bf16' or 'fp16'"),
+        ("budget.steps", None, "budget: got neither; required: either steps or tokens"),
+        ("budget", {"steps": 1, "tokens": 1}, "budget: got both"),
+        ("data.held_out", 0.0, "greater than 0"),
+        ("evaluation", {"evry": 3}, r"evaluation\.evry: .*Did you mean 'every'\?"),
+    ],
+)
+def test_what_does_not_fit_is_named(path: str, value: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        change(RunConfig(), {path: value})
+
+
+def test_of_steps_and_tokens_the_last_counts() -> None:
+    config = change(RunConfig(), {"budget.tokens": 5000})
+    assert config.budget == Budget(tokens=5000)
+    assert change(config, {"budget.steps": 7}).budget == Budget(steps=7)
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (96, 1), (97, 2), (192, 2)])
+def test_a_budget_of_tokens_is_rounded_up_to_steps(tokens: int, steps: int) -> None:
+    config = RunConfig(
+        model=Model(context=16),
+        training=Training(batch=2, accumulation=3),
+        budget=Budget(tokens=tokens),
+    )
+    assert config.tokens_per_step == 96
+    assert config.steps == steps
+    assert change(config, {"budget.steps": 5}).steps == 5
+
+
+def test_arms_are_the_baseline_with_their_changes() -> None:
+    made = experiment(baseline_name="adamw")
+    assert made.config_of("adamw") == made.baseline
+    assert made.config_of("lion").optimizer.name == "lion"
+    assert made.config_of("lion").schedule == made.baseline.schedule
+    with pytest.raises(KeyError, match="lino"):
+        made.config_of("lino")
+
+
+RATES = (0.1, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"arms": (LION, LION)}, "arms: got two called 'lion'"),
+        ({"arms": (Arm(name="baseline"),)}, "arms: got two called 'baseline'"),
+        ({"seeds": ()}, r"seeds: got \(\)"),
+        ({"seeds": (1, 1)}, r"seeds: got \(1, 1\)"),
+        ({"arms": (Arm(name="a", changes={"optimizer.rate": 1}),)}, "unknown option"),
+        ({"smallest_effect": 0}, "smallest_effect: got 0"),
+        ({"target": 0}, "target: got 0"),
+        ({"confidence": 1.0}, "less than 1"),
+        ({"name": "a/b"}, "name: got 'a/b'"),
+        ({"name": ".."}, "name"),
+        ({"baseline_name": "a b"}, "baseline_name"),
+        ({"sweep": Sweep(values={"lion": RATES})}, "got lion; required: candidates for baseline"),
+        (
+            {"sweep": Sweep(values={"lion": RATES, "baseline": (0.1,)})},
+            "got 1 and 2; required: the same number",
+        ),
+        ({"sweep": Sweep(values={"lion": (), "baseline": ()})}, "the same number"),
+        (
+            {"sweep": Sweep(values={"lion": RATES, "baseline": (0.1, 0.10000001)})},
+            r"sweep\.values\.baseline: .*six digits",
+        ),
+        ({"sweep": Sweep(values={"lion": RATES, "baseline": (0.1, -1)})}, "greater than 0"),
+        (
+            {"sweep": Sweep(path="optimizer.eps", values={"lion": RATES, "baseline": RATES})},
+            r"optimizer\.eps",  # Lion has none
+        ),
+        (
+            {"sweep": Sweep(values={"lion": RATES, "baseline": RATES}, seeds=(0,))},
+            r"sweep\.seeds: got \(0,\)",
+        ),
+        ({"sweep": Sweep(values={"lion": RATES, "baseline": RATES}, seeds=())}, "seeds"),
+        ({"arm": ()}, "arm: got an unknown key.*Did you mean 'arms'?"),
+    ],
+)
+def test_an_experiment_that_does_not_fit_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        experiment(**values)
+    with pytest.raises(InvalidArgument, match=message):
+        raise as_invalid_argument(error.value)
+
+
+@pytest.mark.parametrize("name", ["a/b", "../up", "", "-a", "a b", "a\n", "ä"])
+def test_a_name_is_a_safe_folder(name: str) -> None:
+    with pytest.raises(ValidationError):
+        Arm(name=name)
+
+
+@pytest.mark.parametrize("value", [float("nan"), {1, 2}, object()])
+def test_changes_are_values_of_json(value: object) -> None:
+    with pytest.raises(ValidationError, match="values of JSON"):
+        Arm(name="a", changes={"optimizer.lr": value})
+
+
+def test_experiments_have_names_that_overrides_can_tell_apart() -> None:
+    with pytest.raises(ValidationError, match="a name for each experiment"):
+        study(experiment(), experiment())
+    for taken in ("optimizer", "seeds", "arms", "experiments"):
+        with pytest.raises(ValidationError, match="no key of an experiment or a run"):
+            study(experiment(name=taken))
+    with pytest.raises(ValidationError, match="at least 1 item"):
+        Study(name="s", question="q", experiments=())
+
+
+def test_unknown_keys_deep_in_a_study_suggest_the_nearest() -> None:
+    values = plain(study(experiment(sweep=Sweep(values={"lion": RATES, "baseline": RATES}))))
+    values["experiments"][0]["baseline"]["model"]["withd"] = 3
+    with pytest.raises(InvalidArgument, match=r"0\.baseline\.model\.withd.*Did you mean 'width'"):
+        parse(Study, values)
+    del values["experiments"][0]["baseline"]["model"]["withd"]
+    values["experiments"][0]["sweep"]["paht"] = 3
+    with pytest.raises(InvalidArgument, match=r"0\.sweep\.paht.*Did you mean 'path'"):
+        parse(Study, values)
+    del values["experiments"][0]["sweep"], values["experiments"][0]["question"]
+    with pytest.raises(InvalidArgument, match=r"question: got nothing; required: a value"):
+        parse(Study, values)
+    with pytest.raises(InvalidArgument, match="Data"):
+        parse(Data, [])  # type: ignore[arg-type]
+
+
+def test_long_values_are_shortened_in_messages() -> None:
+    with pytest.raises(InvalidArgument) as error:
+        parse(Attention, {"implementation": "x" * 10_000})
+    assert len(str(error.value)) < 200

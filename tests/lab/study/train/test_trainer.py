@@ -207,6 +207,7 @@ def test_the_state_names_its_run() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports
 def test_a_compiled_model_learns_the_same_and_its_kernels_are_probed() -> None:
     eager, compiled = trainer_of(), trainer_of({"training.compile": True})
     for _ in range(3):
@@ -216,3 +217,19 @@ def test_a_compiled_model_learns_the_same_and_its_kernels_are_probed() -> None:
         ("tilewise cpu (eager probe)", 6)
     ]
     assert compiled.split().activations_bytes > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_run_goes_on_to_the_bit() -> None:
+    changes = {"training.compile": True, "model.dropout.residual": 0.1}
+    whole = trainer_of(changes)
+    losses = [whole.step().loss for _ in range(4)]
+    first = trainer_of(changes)
+    assert [first.step().loss for _ in range(2)] == losses[:2]
+    state = first.state({})
+    torch.manual_seed(99)
+    second = trainer_of(changes)
+    second.restore(state)
+    assert [second.step().loss for _ in range(2)] == losses[2:]
+    assert second.state({}).sha256 == whole.state({}).sha256

@@ -1,0 +1,47 @@
+"""What a process holds grows with what it touches; the peak stays until it is reset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilewise.lab import memory
+
+MIB = 1 << 20
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="only Linux tells and forgets the peak"
+)
+
+
+def test_resident_memory_and_its_peak() -> None:
+    memory.release()
+    memory.reset_peak()
+    before = memory.resident_bytes()
+    assert memory.peak_bytes() == pytest.approx(before, abs=4 * MIB)
+    held = torch.ones(64 * MIB // 4)
+    assert memory.resident_bytes() > before + 60 * MIB
+    del held
+    assert memory.resident_bytes() < before + 20 * MIB
+    assert memory.peak_bytes() > before + 60 * MIB
+    memory.reset_peak()
+    assert memory.peak_bytes() < before + 20 * MIB
+
+
+def test_release_gives_back_what_was_freed() -> None:
+    memory.release()
+    before = memory.resident_bytes()
+    pieces = [bytes(100_000) for _ in range(600)]  # small: the C library keeps such
+    last = bytes(100_000)
+    assert memory.resident_bytes() > before + 40 * MIB
+    del pieces
+    memory.release()
+    assert memory.resident_bytes() < before + 10 * MIB
+    del last
+
+
+def test_available_memory_is_what_the_machine_has_at_most() -> None:
+    available = memory.available_bytes()
+    assert available is None or 0 < available < 1 << 50

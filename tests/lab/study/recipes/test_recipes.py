@@ -1,0 +1,109 @@
+"""The shipped recipes: what they compare, and that all of it can be made."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tilewise.errors import InvalidArgument
+from tilewise.lab.study import recipes
+from tilewise.lab.study.config import Experiment, Study, config_hash, parse
+
+STUDIES = {name: recipes.find(name).study() for name in recipes.names()}
+ALL = [*STUDIES.values(), recipes.find("wikitext").study(preset="h200")]
+
+
+def experiments(name: str) -> dict[str, Experiment]:
+    return {each.name: each for each in STUDIES[name].experiments}
+
+
+@pytest.mark.parametrize("study", ALL, ids=lambda study: study.name)
+def test_every_study_can_be_made_and_saved(study: Study) -> None:
+    assert config_hash(parse(Study, json.loads(study.model_dump_json()))) == config_hash(study)
+    for experiment in study.experiments:
+        assert experiment.question.endswith("?")
+        assert len(experiment.seeds) >= 3
+        hashes = [config_hash(experiment.baseline)]
+        hashes += [config_hash(experiment.config_of(arm.name)) for arm in experiment.arms]
+        assert len(set(hashes)) == len(hashes), "an arm that changes nothing"
+
+
+@pytest.mark.parametrize("study", ALL, ids=lambda study: study.name)
+def test_arms_see_the_same_text_for_as_many_tokens(study: Study) -> None:
+    for experiment in study.experiments:
+        configs = [experiment.baseline]
+        configs += [experiment.config_of(arm.name) for arm in experiment.arms]
+        assert len({config_hash(each.data) for each in configs}) == 1
+        assert len({each.steps * each.tokens_per_step for each in configs}) == 1
+        assert len({each.evaluation.windows * each.model.context for each in configs}) == 1
+
+
+@pytest.mark.parametrize("study", ALL, ids=lambda study: study.name)
+def test_arms_that_change_the_kernel_only_are_systems_arms(study: Study) -> None:
+    for experiment in study.experiments:
+        for arm in experiment.arms:
+            kernel_only = set(arm.changes) == {"attention.implementation"}
+            assert (arm.kind == "systems") == kernel_only, arm.name
+
+
+def test_every_recipe_says_what_it_is_in_a_line() -> None:
+    for name in STUDIES:
+        assert 20 < len(recipes.find(name).summary) < 100
+
+
+def test_kernels_compares_the_three_implementations() -> None:
+    (only,) = STUDIES["kernels"].experiments
+    assert only.baseline_name == "plain"
+    assert only.baseline.attention.implementation == "plain"
+    assert [arm.name for arm in only.arms] == ["sdpa", "tilewise"]
+    assert (only.baseline.model.context, only.baseline.steps) == (1024, 20)
+    short = recipes.find("kernels").study(context=64, steps=2, seeds=4).experiments[0]
+    assert (short.baseline.model.context, short.baseline.steps) == (64, 2)
+    assert short.seeds == (0, 1, 2, 3)
+
+
+def test_laptop_is_the_kernels_and_two_factors_alone_and_together() -> None:
+    laptop = experiments("laptop")
+    assert list(laptop) == ["kernels", "choices"]
+    assert [arm.name for arm in laptop["choices"].arms] == ["lion", "wsd", "lion+wsd"]
+    both = laptop["choices"].config_of("lion+wsd")
+    assert (both.optimizer.name, both.schedule.name) == ("lion", "wsd")
+    assert all(each.sweep is None for each in laptop.values())
+
+
+def test_laptop_full_sweeps_the_rates_of_optimizers_and_schedules() -> None:
+    full = experiments("laptop-full")
+    assert {name for name, each in full.items() if each.sweep} == {"optimizers", "schedules"}
+    assert [arm.name for arm in full["optimizers"].arms] == ["lion", "muon"]
+    assert "cosine" in [arm.name for arm in full["schedules"].arms]
+    assert not set(full["together"].seeds) & set(full["optimizers"].seeds)
+    assert all(len(each.seeds) == 5 for each in full.values())
+
+
+def test_wikitext_scores_the_whole_held_out_text() -> None:
+    small, real = (
+        recipes.find("wikitext").study(preset=preset).experiments[0].baseline
+        for preset in ("cpu", "h200")
+    )
+    assert {small.data.source, real.data.source} == {"wikitext-103"}
+    assert small.evaluation.final_stride > 0
+    assert real.evaluation.final_stride == 32
+    assert (real.model.layers, real.model.width, real.model.context) == (12, 768, 1024)
+    assert real.tokens_per_step == 512 * 1024
+    with pytest.raises(InvalidArgument, match="'cpu' or 'h200'"):
+        recipes.find("wikitext").study(preset="a100")
+
+
+def test_longer_context_stops_plain_attention_where_it_is_told_to() -> None:
+    study = recipes.find("longer-context").study(plain_up_to=1024)
+    names = [each.name for each in study.experiments]
+    assert names == ["context", "reach-512", "reach-1024", "spend"]
+    for experiment in study.experiments:
+        for arm in [experiment.baseline_name, *(each.name for each in experiment.arms)]:
+            config = experiment.config_of(arm)
+            assert config.attention.implementation == "tilewise" or config.model.context <= 1024
+    context = study.experiments[0]
+    assert context.config_of("context-8192").model.context == 8192
+    with pytest.raises(InvalidArgument, match="one of 512, 1024"):
+        recipes.find("longer-context").study(plain_up_to=1000)

@@ -1,0 +1,114 @@
+"""The registry of recipes: by name, from a file, with options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tilewise.errors import InvalidArgument
+from tilewise.lab.study import recipes
+from tilewise.lab.study.config import Study
+
+MINE = '''
+from __future__ import annotations
+from dataclasses import dataclass
+from tilewise.lab.study.config import Arm, Experiment, Model, RunConfig, Study
+
+def mine(*, width: int = 32, seeds: int = 2):
+    """My own question.
+
+    At length.
+    """
+    experiment = Experiment(
+        name="one", question="?", baseline=RunConfig(model=Model(width=width)),
+        arms=(Arm(name="wsd", changes={"schedule": "wsd"}),), seeds=range(seeds),
+        smallest_effect=0.1,
+    )
+    return Study(name="mine", question="?", experiments=(experiment,))
+
+@dataclass
+class Settings:  # looks its own module up
+    width: int
+
+def needs(width): ...
+def nothing(): ...
+def typo(): return RunConfig(modle=Model())
+def wrong(): return mine().experiments[0].config_of("wsdd")
+seven = 7
+'''
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    path = tmp_path / "my_study.py"
+    path.write_text(MINE)
+    return path
+
+
+def test_the_packages_recipes_by_name() -> None:
+    assert recipes.names() == ("kernels", "laptop", "laptop-full", "wikitext", "longer-context")
+    found = recipes.find("longer-context")
+    assert found.name == "longer-context"
+    assert found.options["seeds"] == 3
+    assert found.summary.startswith("Contexts of 512")
+
+
+def test_an_unknown_name_suggests_the_nearest() -> None:
+    with pytest.raises(InvalidArgument, match=r"or file\.py:function.*Did you mean 'laptop'\?"):
+        recipes.find("labtop")
+
+
+def test_a_function_of_a_file(mine: Path) -> None:
+    found = recipes.find(f"{mine}:mine")
+    assert found.name == f"{mine}:mine"
+    assert found.summary == "My own question."
+    assert dict(found.options) == {"width": 32, "seeds": 2}
+    study = found.study(width=64)
+    assert isinstance(study, Study)
+    assert study.experiments[0].baseline.model.width == 64
+    assert study.experiments[0].seeds == (0, 1)
+    assert "mine" not in recipes.names()
+
+
+def test_a_file_of_the_working_folder(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(mine.parent)
+    assert recipes.find("my_study.py:mine").study().name == "mine"
+
+
+def test_options_that_do_not_fit_are_named(mine: Path) -> None:
+    found = recipes.find(f"{mine}:mine")
+    with pytest.raises(InvalidArgument, match=r"widht: .*one of width, seeds.*Did you mean"):
+        found.study(widht=3)
+    with pytest.raises(InvalidArgument, match=r"model\.width: got 33"):
+        found.study(width=33)
+    with pytest.raises(InvalidArgument, match="none: it has no options"):
+        recipes.find(f"{mine}:nothing").study(width=3)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("mien", r"a function of that file: mine, .*Did you mean 'mine'\?"),
+        ("seven", "a function of that file"),
+        ("needs", "arguments without a standard value: width"),
+        ("", "a function of that file"),
+    ],
+)
+def test_a_function_that_cannot_be_a_recipe(mine: Path, function: str, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        recipes.find(f"{mine}:{function}")
+
+
+def test_a_function_that_returns_something_else(mine: Path) -> None:
+    with pytest.raises(InvalidArgument, match="a NoneType from the function; required: a tile"):
+        recipes.find(f"{mine}:nothing").study()
+    with pytest.raises(InvalidArgument, match=r"modle: .*Did you mean 'model'\?"):
+        recipes.find(f"{mine}:typo").study()
+    with pytest.raises(KeyError, match="wsdd"):  # an error of their own is shown as it is
+        recipes.find(f"{mine}:wrong").study()
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="which is no file"):
+        recipes.find(f"{tmp_path}/absent.py:mine")

@@ -109,7 +109,8 @@ def _from_file(file: Path, function: str) -> Recipe:
     module = _load(file)
     found = getattr(module, function, None)
     if not inspect.isfunction(found):
-        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        own = [each for each in vars(module).values() if inspect.isfunction(each)]
+        known = [each.__name__ for each in own if each.__module__ == module.__name__]
         required = f"a function of that file: {', '.join(known) or 'it has none'}"
         raise InvalidArgument("recipe", f"{file}:{function}", required, nearest(function, known))
     return _described(f"{file}:{function}", found)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from tilewise.lab.study.report import words
-from tilewise.lab.study.report.curves import HEIGHT, WIDTH
+from tilewise.lab.study.report.curves import HEIGHT, WIDTH, LineEnd, label_ends
 from tilewise.lab.study.report.svg import (
     INK,
     PART_COLOURS,
@@ -80,7 +80,8 @@ def memory_chart(arms: Sequence[ArmMemory], name: str) -> Chart | None:
         "Storages counted once; activations are what autograd keeps of one micro-batch. "
         "The mark and the number are the peak of the process (of the allocator on a GPU)."
     )
-    return Chart("Where memory goes", finish(figure, name, summary), caption)
+    legend = tuple((part, f"--part-{number}") for number, part in enumerate(PARTS))
+    return Chart("Where memory goes", finish(figure, name, summary), caption, legend)
 
 
 def target_chart(
@@ -98,7 +99,8 @@ def target_chart(
     numbers = [number for each in arms for number in each.taken if number is not None]
     if not numbers:
         return None
-    figure, axes = _rows([each.arm for each in arms], [each.place for each in arms], 84)
+    right = 118 if any(None in each.taken for each in arms) else 84  # room for "3 of 5"
+    figure, axes = _rows([each.arm for each in arms], [each.place for each in arms], right)
     axes.set_xlim(0, max(numbers) * 1.04)
     told = []
     for row, each in enumerate(arms):
@@ -126,7 +128,8 @@ def target_chart(
             zorder=5,
         )
         label = "not reached" if half else _amount(middle, what)
-        label = f"{label}, {missed} missed" if missed and not half else label
+        if missed and not half:
+            label += f", {len(reached)} of {len(each.taken)}"
         _beside(axes, (axes.get_xlim()[1], row), label, SOFT if half else INK)
         told.append(f"{each.arm}: {label}")
     axes.set_xlabel(what, color=SOFT, labelpad=7)
@@ -165,6 +168,12 @@ def sweep_chart(sweeps: Sequence[SweepResult], unit: str, name: str) -> Chart | 
     axes.set_ylim(low - 0.12 * span, high + 0.24 * span)
     for index, sweep in enumerate(sweeps):
         _sweep_line(axes, sweep, index, high + 0.16 * span)
+    ends = [
+        LineEnd(sweep.arm, index, *_last(sweep))
+        for index, sweep in enumerate(sweeps)
+        if any(candidate.metric is not None for candidate in sweep.candidates)
+    ]
+    label_ends(axes, ends)
     axes.set_xlabel(sweeps[0].path, color=SOFT, labelpad=7, parse_math=False)
     axes.text(
         0, 1 + 13 / (HEIGHT - 78), f"{unit}, end of a trial", color=SOFT, transform=axes.transAxes
@@ -172,6 +181,12 @@ def sweep_chart(sweeps: Sequence[SweepResult], unit: str, name: str) -> Chart | 
     caption = "Ringed: chosen. Crosses on the upper edge: trials that diverged."
     summary = " ".join(sweep.words for sweep in sweeps)
     return Chart(f"Sweep of {sweeps[0].path}", finish(figure, name, summary), caption)
+
+
+def _last(sweep: SweepResult) -> tuple[float, float]:
+    """The largest value that did not diverge, and its metric."""
+    done = [(each.value, each.metric) for each in sweep.candidates if each.metric is not None]
+    return done[-1]
 
 
 def _sweep_line(axes: Axes, sweep: SweepResult, index: int, edge: float) -> None:
@@ -189,16 +204,6 @@ def _sweep_line(axes: Axes, sweep: SweepResult, index: int, edge: float) -> None
             marker="o",
             markersize=5.5,
             clip_on=False,
-        )
-        axes.annotate(
-            sweep.arm[:_LONGEST],
-            xy=(x[-1], y[-1]),
-            xytext=(10, 0),
-            textcoords="offset points",
-            color=colour,
-            weight="bold",
-            va="center",
-            parse_math=False,
         )
     axes.plot(lost, [edge] * len(lost), color=colour, marker="X", markersize=8, linestyle="none")
     for value, metric in done:

@@ -9,30 +9,21 @@ from typing import Any
 
 import tilewise
 from tilewise.lab.study import config
-from tilewise.lab.study.conduct.plan import Agenda
+from tilewise.lab.study.conduct.plan import Agenda, arm_names
 from tilewise.lab.study.report import words
-from tilewise.lab.study.report.bars import (
-    ArmMemory,
-    ArmTarget,
-    memory_chart,
-    sweep_chart,
-    target_chart,
-)
-from tilewise.lab.study.report.curves import difference_chart, loss_chart
 from tilewise.lab.study.report.definitions import DEFINITIONS
+from tilewise.lab.study.report.figures import charts_of, lines_of
 from tilewise.lab.study.report.gather import Evidence
-from tilewise.lab.study.report.series import curve, difference
 from tilewise.lab.study.report.svg import house_style
-from tilewise.lab.study.report.tables import config_table, evidence_tables
+from tilewise.lab.study.report.tables import config_table, curve_tables, evidence_tables
 from tilewise.lab.study.report.verdicts import (
     UNITS,
     baseline_row,
-    digits_of,
     forest_of,
     meaning,
     row_of,
 )
-from tilewise.lab.study.report.view import Chart, Experiment, Fact, Page
+from tilewise.lab.study.report.view import Experiment, Fact, Page
 from tilewise.lab.study.verdict.result import ExperimentVerdict
 
 __all__ = ["page_of"]
@@ -81,7 +72,7 @@ def _missing(evidence: Evidence) -> tuple[str, ...]:
     """The runs that count and are not over, in words."""
     said = []
     for planned in evidence.stored.study.experiments:
-        for arm in _names(planned):
+        for arm in arm_names(planned):
             records = evidence.finals(planned, arm)
             for seed in planned.seeds:
                 record = records.get(seed)
@@ -94,10 +85,6 @@ def _missing(evidence: Evidence) -> tuple[str, ...]:
         more = len(said) - _MOST_NAMED
         said[_MOST_NAMED:] = [f"and {words.count(more, 'more run')}".replace("more runs", "more")]
     return tuple(said)
-
-
-def _names(planned: config.Experiment) -> list[str]:
-    return [planned.baseline_name, *(arm.name for arm in planned.arms)]
 
 
 def _facts(agenda: Agenda, evidence: Evidence) -> tuple[Fact, ...]:
@@ -124,16 +111,16 @@ def _experiment(
     planned: config.Experiment, verdict: ExperimentVerdict, evidence: Evidence, slug: str
 ) -> Experiment:
     rows = tuple(row_of(arm, index, verdict, planned) for index, arm in enumerate(verdict.arms, 1))
+    lines = lines_of(planned, verdict, evidence)
     share = f"{verdict.confidence * 100:g} %"
     unit = UNITS[verdict.metric]
-    digits = digits_of(verdict)
     steps = planned.baseline.steps
     protocol = (
         f"{words.count(len(planned.seeds), 'seed')}; for a seed every arm starts from the same "
         f"weights and sees the same batches. The baseline trains {words.count(steps, 'step')} of "
         f"{words.integer(planned.baseline.tokens_per_step)} tokens. Effects are differences of the "
         f"held-out {unit} with the same seed, with {share} intervals; smaller than "
-        f"{words.plain(verdict.smallest_effect, digits).rstrip('0').rstrip('.')} does not matter."
+        f"{verdict.smallest_effect:g} does not matter."
     )
     return Experiment(
         name=planned.name,
@@ -147,8 +134,8 @@ def _experiment(
         rows=rows,
         forest=forest_of(verdict),
         notes=verdict.notes,
-        charts=tuple(_charts(planned, verdict, evidence, slug)),
-        tables=evidence_tables(verdict),
+        charts=tuple(charts_of(verdict, lines, slug)),
+        tables=(*evidence_tables(verdict), *curve_tables(lines.tokens, lines.time, verdict)),
         config=config_table(
             planned.baseline_name,
             _written_out(planned, planned.baseline_name, evidence),
@@ -162,67 +149,6 @@ def _written_out(planned: config.Experiment, arm: str, evidence: Evidence) -> Ma
     for record in evidence.finals(planned, arm).values():
         return record.start.config
     return planned.config_of(arm).model_dump(mode="json")
-
-
-def _charts(
-    planned: config.Experiment, verdict: ExperimentVerdict, evidence: Evidence, slug: str
-) -> Iterator[Chart]:
-    unit, metric = UNITS[verdict.metric], verdict.metric
-    by_arm = {arm: evidence.finals(planned, arm) for arm in _names(planned)}
-    index = {arm: number for number, arm in enumerate(by_arm)}
-    base = by_arm[planned.baseline_name]
-    withheld = {arm.arm for arm in verdict.arms if arm.speed_withheld}
-    timed = [arm for arm in by_arm if arm not in withheld]
-    gaps = [
-        difference(arm.arm, index[arm.arm], by_arm[arm.arm], base, metric) for arm in verdict.arms
-    ]
-    name = planned.baseline_name
-    found = [
-        loss_chart(
-            [curve(arm, index[arm], runs, metric, "tokens") for arm, runs in by_arm.items()],
-            "tokens",
-            unit,
-            f"{slug}-tokens",
-        ),
-        difference_chart(gaps, verdict.smallest_effect, unit, name, f"{slug}-difference"),
-        loss_chart(
-            [curve(arm, index[arm], by_arm[arm], metric, "time") for arm in timed],
-            "time",
-            unit,
-            f"{slug}-time",
-        ),
-        _memory(verdict, index, f"{slug}-memory"),
-        *_targets(verdict, index, slug),
-        sweep_chart(verdict.sweeps, unit, f"{slug}-sweep"),
-    ]
-    for chart in found:
-        if chart is not None:
-            held = withheld and chart.title == "Loss by time"
-            said = f" Withheld: {words.listing(sorted(withheld))}." if held else ""
-            yield chart._replace(caption=chart.caption + said)
-
-
-def _memory(verdict: ExperimentVerdict, index: Mapping[str, int], name: str) -> Chart | None:
-    splits = [(verdict.baseline.name, verdict.baseline.measures.memory)]
-    splits += [(arm.arm, arm.measures.memory) for arm in verdict.arms]
-    known = [ArmMemory(arm, index[arm], split) for arm, split in splits if split is not None]
-    return memory_chart(known, name)
-
-
-def _targets(verdict: ExperimentVerdict, index: Mapping[str, int], slug: str) -> list[Chart | None]:
-    results = [(verdict.baseline.name, verdict.baseline.target)]
-    results += [(arm.arm, arm.target) for arm in verdict.arms]
-    known = [(arm, target) for arm, target in results if target is not None]
-    if not known:
-        return []
-    unit = UNITS[verdict.metric]
-    said = f"{words.plain(known[0][1].target, 3)} {unit}"
-    tokens = [ArmTarget(arm, index[arm], target.tokens) for arm, target in known if target.tokens]
-    time = [ArmTarget(arm, index[arm], target.wall_s) for arm, target in known if target.wall_s]
-    return [
-        target_chart(tokens, "training tokens", f"Tokens to {said}", said, f"{slug}-target-tokens"),
-        target_chart(time, "seconds of training", f"Time to {said}", said, f"{slug}-target-time"),
-    ]
 
 
 def _corpus(evidence: Evidence) -> tuple[Fact, ...]:

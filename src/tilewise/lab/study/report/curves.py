@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -22,7 +23,7 @@ from tilewise.lab.study.report.svg import (
 )
 from tilewise.lab.study.report.view import Chart
 
-__all__ = ["difference_chart", "loss_chart"]
+__all__ = ["HEIGHT", "WIDTH", "LineEnd", "difference_chart", "label_ends", "loss_chart"]
 
 WIDTH, HEIGHT = 470, 310
 _LEFT, _BOTTOM, _TOP = 50, 48, 30
@@ -31,6 +32,22 @@ _LABEL_GAP = 19.0  # between the middles of two labels
 _LONGEST_LABEL = 15  # letters; the table has the whole name
 _AXES = {"tokens": "training tokens", "time": "seconds of training"}
 _TITLES = {"tokens": "Loss by tokens", "time": "Loss by time"}
+
+
+class LineEnd(NamedTuple):
+    """Where a line ends, for its label.
+
+    Args:
+        arm, place: name, and place in the experiment: the colour.
+        x, y: of the last point.
+        broken: whether the line ends because a run diverged.
+    """
+
+    arm: str
+    place: int
+    x: float
+    y: float
+    broken: bool = False
 
 
 def loss_chart(series: Sequence[Series], along: Abscissa, unit: str, name: str) -> Chart | None:
@@ -148,39 +165,59 @@ def _lines(axes: Axes, drawn: Sequence[Series]) -> None:
             clip_on=False,
             zorder=30,
         )
-    _labels(axes, drawn)
+    label_ends(
+        axes,
+        [LineEnd(each.arm, each.place, each.x[-1], each.mean[-1], each.broken) for each in drawn],
+    )
 
 
-def _labels(axes: Axes, drawn: Sequence[Series]) -> None:
-    """The arms' names beside the ends of their lines, moved apart where they would touch."""
+def label_ends(axes: Axes, ends: Sequence[LineEnd]) -> None:
+    """Names beside the frame, level with the ends of the lines, moved apart where they would touch.
+
+    Args:
+        axes: with the limits that they will keep, and a margin on the right.
+        ends: of the lines.
+    """
     to_axes = _vertical(axes)
-    ends = [to_axes(each.mean[-1]) for each in drawn]
     low, high = axes.get_ylim()
+    right = axes.get_xlim()[1]
     height = HEIGHT - _BOTTOM - _TOP
-    places = spread(ends, _LABEL_GAP / height, 0.0, 1.0)
-    for each, end, at in zip(drawn, ends, places, strict=True):
+    levels = [min(max(each.y, low), high) for each in ends]
+    heights = [to_axes(level) for level in levels]
+    places = spread(heights, _LABEL_GAP / height, 0.0, 1.0)
+    for each, level, wanted, at in zip(ends, levels, heights, places, strict=True):
+        colour = arm_colour(each.place)
+        if not each.broken and each.x < right:  # it has ended; its loss stays what it is
+            axes.plot(
+                [each.x, right],
+                [level, level],
+                color=colour,
+                linewidth=1.1,
+                linestyle=(0, (1, 3)),
+                alpha=0.8,
+                zorder=2,
+            )
         name = each.arm if len(each.arm) <= _LONGEST_LABEL else f"{each.arm[:14]}…"
+        leader = {
+            "arrowstyle": "-",
+            "color": colour,
+            "linewidth": 0.8,
+            "alpha": 0.6,
+            "shrinkA": 2,
+            "shrinkB": 6,
+            "relpos": (0, 0.5),
+        }
         axes.annotate(
             f"{name} \N{MULTIPLICATION SIGN}" if each.broken else name,
-            xy=(each.x[-1], min(max(each.mean[-1], low), high)),
+            xy=(each.x if each.broken else right, level),
             xytext=(1 + 13 / (axes.get_position().width * WIDTH), at),
             textcoords="axes fraction",
-            color=arm_colour(each.place),
+            color=colour,
             weight="bold",
             va="center",
             parse_math=False,
             annotation_clip=False,
-            arrowprops=None
-            if abs(at - end) * height < 5 and each.x[-1] == axes.get_xlim()[1]
-            else {
-                "arrowstyle": "-",
-                "color": arm_colour(each.place),
-                "linewidth": 0.8,
-                "alpha": 0.6,
-                "shrinkA": 2,
-                "shrinkB": 5,
-                "relpos": (0, 0.5),
-            },
+            arrowprops=leader if each.broken or abs(at - wanted) * height >= 5 else None,
         )
 
 

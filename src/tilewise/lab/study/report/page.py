@@ -6,7 +6,7 @@ import re
 from importlib import resources
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Undefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from tilewise.lab.study.report.view import Page
 
@@ -40,6 +40,11 @@ def printable(text: object) -> str:
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", str(text))
 
 
+def breakable(text: object) -> Markup:
+    """A text for HTML in which a dotted path may go on in the next line after each dot."""
+    return escape(printable(text)).replace(".", Markup(".<wbr>"))
+
+
 def fenced(text: object) -> str:
     """A block of code in Markdown; its fence is longer than any row of backticks in the text."""
     body = printable(text)
@@ -61,6 +66,7 @@ def _environment(*, escaped: bool) -> Environment:
     )
     environment.filters["md"] = markdown_text
     environment.filters["fenced"] = fenced
+    environment.filters["breakable"] = breakable
     return environment
 
 

@@ -112,7 +112,8 @@ def quiet(axes: Axes) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(RULE)
-    axes.tick_params(length=0, pad=5, colors=SOFT, which="both")
+    axes.tick_params(length=0, pad=6, colors=SOFT, which="both")
+    axes.tick_params(axis="x", pad=8, which="both")
     axes.grid(axis="y", color=RULE, linewidth=1)
     axes.set_axisbelow(True)
 

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tilewise.lab.study.report import words
-from tilewise.lab.study.report.verdicts import UNITS, digits_of, spelled
+from tilewise.lab.study.report.series import Series
+from tilewise.lab.study.report.verdicts import UNITS, differences, digits_of, spelled
 from tilewise.lab.study.report.view import Cell, Table
 from tilewise.lab.study.verdict.result import (
     ArmMeasures,
+    ArmVerdict,
     Cost,
     ExperimentVerdict,
     Interaction,
@@ -17,9 +19,10 @@ from tilewise.lab.study.verdict.result import (
     TargetResult,
 )
 
-__all__ = ["config_table", "evidence_tables"]
+__all__ = ["config_table", "curve_tables", "evidence_tables"]
 
 _NONE = Cell("\N{EN DASH}", tone="soft")
+_CURVE_ROWS = 12  # of the table of the curves, about
 
 
 class _Arm(NamedTuple):
@@ -71,7 +74,7 @@ def _fixed(digits: int) -> Callable[[float], str]:
 
 
 def _percent(number: float) -> str:
-    return f"{number * 100:.3g} %"
+    return f"{number * 100:.3g} %" if number >= 5e-6 else "0 %"
 
 
 def _table(
@@ -175,7 +178,7 @@ def _target(experiment: ExperimentVerdict) -> Table | None:
         return Cell(f"{arm.target.reached} of {len(arm.target.tokens)}")
 
     return _table(
-        f"To {words.plain(results[0].target, 3)} {UNITS[experiment.metric]}",
+        f"To {results[0].target:g} {UNITS[experiment.metric]}",
         experiment,
         [
             ("seeds that reached it", reached),
@@ -205,6 +208,7 @@ def _kernels(experiment: ExperimentVerdict) -> Table:
         tuple(rows),
         ("Seen in the autograd graph of each layer in training, over all seeds.",),
         "kernels",
+        text=True,
     )
 
 
@@ -260,23 +264,33 @@ def _seeds(experiment: ExperimentVerdict) -> Table | None:
         return None
     digits = max(digits_of(experiment), 4)
     first = experiment.arms[0].per_seed
+    written = [_differences(arm, digits) for arm in experiment.arms]
     rows = []
     for at, seed in enumerate(first):
         base = Cell("" if seed.baseline is None else words.plain(seed.baseline, digits))
         cells = [base if base.text else _NONE]
-        for arm in experiment.arms:
+        for arm, said in zip(experiment.arms, written, strict=True):
             result = arm.per_seed[at]
             if result.difference is not None:
                 same = "the same bits" if result.identical else ""
-                cells.append(Cell(words.signed(result.difference, digits), same))
+                cells.append(Cell(said[result.seed], same))
             else:
                 tone = "bad" if result.status == "diverged" else "soft"
                 cells.append(Cell(result.status, tone=tone))
         rows.append((Cell(f"seed {seed.seed}"), *cells))
-    head = ("", experiment.baseline.name, *(f"{arm.arm}, less it" for arm in experiment.arms))
+    head = (
+        "",
+        experiment.baseline.name,
+        *(f"{arm.arm} {words.MINUS} {experiment.baseline.name}" for arm in experiment.arms),
+    )
     unit = UNITS[experiment.metric]
     note = f"{unit[0].upper()}{unit[1:]}; the difference of every arm with the same seed."
     return Table("Seed by seed", head, tuple(rows), (note,), "effect")
+
+
+def _differences(arm: ArmVerdict, digits: int) -> dict[int, str]:
+    known = {each.seed: each.difference for each in arm.per_seed if each.difference is not None}
+    return dict(zip(known, differences(list(known.values()), digits), strict=True))
 
 
 def _interactions(experiment: ExperimentVerdict) -> Table | None:
@@ -301,6 +315,41 @@ def _interactions(experiment: ExperimentVerdict) -> Table | None:
         (),
         "interaction",
     )
+
+
+def curve_tables(
+    tokens: Sequence[Series], time: Sequence[Series], experiment: ExperimentVerdict
+) -> tuple[Table, ...]:
+    """The curves as numbers, for those who cannot see the figures: one table, or none.
+
+    Args:
+        tokens: every arm by tokens.
+        time: the arms whose time is shown, by time.
+        experiment: of them.
+    """
+    drawn = [each for each in tokens if each.x]
+    if not drawn:
+        return ()
+    digits = digits_of(experiment)
+    seconds = {each.arm: each.x for each in time}
+    every = sorted({x for each in drawn for x in each.x})
+    stride = -(-len(every) // _CURVE_ROWS)
+    shown = sorted({*every[::stride], every[-1]})
+    rows = []
+    for x in shown:
+        cells = [Cell(words.integer(x))]
+        for each in drawn:
+            if x not in each.x:
+                cells.append(_NONE)
+                continue
+            at = each.x.index(x)
+            when = seconds.get(each.arm)
+            note = "" if when is None else words.duration(when[at])
+            cells.append(Cell(words.plain(each.mean[at], digits), note))
+        rows.append(tuple(cells))
+    notes = (f"Mean {UNITS[experiment.metric]} of the held-out text, and the training time.",)
+    head = ("tokens", *(each.arm for each in drawn))
+    return (Table("Loss along the runs", head, tuple(rows), notes, "curve"),)
 
 
 def config_table(
@@ -328,7 +377,8 @@ def config_table(
         ]
         cell = Cell("; ".join(changed), tone="changed")
         rows.append((Cell(path), Cell(mine), cell))
-    return Table("Every setting", ("setting", baseline_name, "changed in"), tuple(rows))
+    head = ("setting", baseline_name, "changed in")
+    return Table("Every setting", head, tuple(rows), text=True)
 
 
 def _shown(values: Mapping[str, Any], path: str) -> str:

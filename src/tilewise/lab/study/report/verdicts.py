@@ -18,7 +18,7 @@ from tilewise.lab.study.verdict.result import (
 )
 
 __all__ = ["MARKS", "UNITS", "baseline_row", "digits_of", "forest_of", "meaning", "row_of"]
-__all__ += ["spelled"]
+__all__ += ["differences", "spelled"]
 
 UNITS = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
 MARKS: dict[Label, Mark] = {
@@ -31,6 +31,8 @@ MARKS: dict[Label, Mark] = {
 }
 _BASELINE = Mark("baseline", "\N{BULLET}", "base")
 _NONE = Cell("\N{EN DASH}", tone="soft")
+# Their reasons are the numbers that the table shows anyway.
+_SAID_BY_NUMBERS = ("better", "worse")
 _LIMIT = 4.0  # an interval further out than so many times the usual one is cut off
 
 
@@ -47,6 +49,8 @@ def spelled(value: object) -> str:
         return f"{value:g}"
     if isinstance(value, (list, tuple)):
         return ", ".join(map(spelled, value))
+    if isinstance(value, int):
+        return f"{value:,}"
     return "none" if value is None else str(value)
 
 
@@ -56,7 +60,7 @@ def forest_of(experiment: ExperimentVerdict) -> Forest | None:
     if not reach:
         return None
     low, high = _domain(experiment)
-    step = _round_step((high - low) / 3.2)
+    step = _round_step((high - low) / 4.6)
     first = -int(-low // step) * step
     digits = max(words.digits_for(step) - 2, 0)
     ticks, at = [], first
@@ -136,11 +140,7 @@ def row_of(
     digits = digits_of(experiment)
     changes = next(each.changes for each in planned.arms if each.name == arm.arm)
     change = ", ".join(f"{path} = {spelled(value)}" for path, value in changes.items())
-    effect = "" if arm.effect is None else words.signed(arm.effect, digits)
-    interval = ""
-    if arm.interval is not None:
-        ends = (words.signed(each, digits) for each in (arm.interval.low, arm.interval.high))
-        interval = f"[{', '.join(ends)}]"
+    effect, interval = _in_words(arm, digits)
     p = Cell(words.p_value(arm.p_holm)) if arm.p_holm is not None else _NONE
     if arm.label == "no difference" and arm.p_equivalence_holm is not None:
         p = Cell(p.text, f"equivalence {words.p_value(arm.p_equivalence_holm)}")
@@ -157,11 +157,31 @@ def row_of(
         speed=_speed(arm),
         memory=_ratio(arm.measures.memory_ratio, better_above=False),
         cost=_cost(arm.cost),
-        reason=arm.reason,
+        reason="" if arm.label in _SAID_BY_NUMBERS else arm.reason,
         flags=tuple(flag.words for flag in arm.kernel_flags),
         alarm=any(not flag.expected for flag in arm.kernel_flags),
         notes=arm.notes,
     )
+
+
+def _in_words(arm: ArmVerdict, digits: int) -> tuple[str, str]:
+    """Effect and interval; where all of it would round to zero, as powers of ten."""
+    if arm.effect is None:
+        return "", ""
+    ends = (arm.interval.low, arm.interval.high) if arm.interval else ()
+    said = differences((arm.effect, *ends), digits)
+    return said[0], f"[{', '.join(said[1:])}]" if ends else ""
+
+
+def differences(values: Sequence[float], digits: int) -> list[str]:
+    """Differences that belong together, all written alike.
+
+    Args:
+        values: of an arm.
+        digits: decimals; where all would be zero, the values are written as powers of ten.
+    """
+    tiny = max(map(abs, values), default=0.0) < 0.5 * 10.0**-digits
+    return [words.power(each) if tiny else words.signed(each, digits) for each in values]
 
 
 def baseline_row(experiment: ExperimentVerdict) -> VerdictRow:
@@ -241,9 +261,9 @@ def _ratio(ratio: Ratio | None, *, better_above: bool) -> Cell:
 def _cost(cost: Cost) -> Cell:
     if not cost.runs:
         return _NONE
-    note = f"{words.shorten(float(f'{cost.tokens:.3g}'))} tokens, {words.count(cost.runs, 'run')}"
+    note = f"{words.shorten(float(f'{cost.tokens:.3g}'))} tokens"
     if cost.sweep_runs:
-        note += f", {words.duration(cost.sweep_cpu_s)} of it in trials"
+        note = f"{words.duration(cost.sweep_cpu_s)} of it trials"
     return Cell(words.duration(cost.cpu_s), note)
 
 
@@ -262,7 +282,8 @@ def meaning(experiment: ExperimentVerdict) -> str:
         ]
     same = groups.get("no difference", [])
     if same:
-        said.append(f"{_arms(same)} changed nothing that matters{_faster(same)}")
+        said.append(f"{_arms(same)} changed nothing that matters")
+        said += _faster(same, experiment.baseline.name)
     if "undecided" in groups:
         said.append(f"{_arms(groups['undecided'])} {_are(groups['undecided'])} undecided")
     if "diverged" in groups:
@@ -281,12 +302,11 @@ def _are(arms: Sequence[ArmVerdict]) -> str:
     return "is" if len(arms) == 1 else "are"
 
 
-def _faster(arms: Sequence[ArmVerdict]) -> str:
+def _faster(arms: Sequence[ArmVerdict], baseline: str) -> list[str]:
     """What systems arms buy, once they have passed."""
     said = [
-        f"{arm.arm} ran {words.times(arm.measures.speed_ratio.value, 'faster', 'slower')}"
+        f"{arm.arm} {words.times(arm.measures.speed_ratio.value, 'faster', 'slower')}"
         for arm in arms
         if arm.kind == "systems" and arm.measures.speed_ratio is not None
     ]
-    said = [each.replace("ran the same", "ran as fast") for each in said]
-    return f", and {words.listing(said)}" if said else ""
+    return [f"against {baseline}, {words.listing(said)}"] if said else []

@@ -36,7 +36,8 @@ class Table(NamedTuple):
         head: the columns' names, the first that of the rows.
         rows: as many cells as columns.
         notes: sentences below it.
-        key: of its definition in the page; empty for none.
+        key: what it is about, in a word.
+        text: whether its cells are words, to be read from the left.
     """
 
     title: str
@@ -44,6 +45,7 @@ class Table(NamedTuple):
     rows: tuple[tuple[Cell, ...], ...]
     notes: tuple[str, ...] = ()
     key: str = ""
+    text: bool = False
 
 
 class Chart(NamedTuple):
@@ -53,13 +55,13 @@ class Chart(NamedTuple):
         title: what it shows.
         svg: the drawing, ready for the page.
         caption: how to read it.
-        wide: whether it takes the whole width.
+        legend: names and the CSS variables of their colours; empty where the lines are labelled.
     """
 
     title: str
     svg: Markup
     caption: str
-    wide: bool = False
+    legend: tuple[tuple[str, str], ...] = ()
 
 
 class Fact(NamedTuple):

@@ -5,9 +5,15 @@ from __future__ import annotations
 import math
 
 __all__ = ["MINUS", "count", "digits_for", "duration", "integer", "listing", "p_value", "plain"]
-__all__ += ["rate", "ratio", "shorten", "signed", "size", "times"]
+__all__ += ["power", "rate", "ratio", "shorten", "signed", "size", "times"]
 
 MINUS = "\N{MINUS SIGN}"
+_RAISED = str.maketrans(
+    "-0123456789",
+    "\N{SUPERSCRIPT MINUS}\N{SUPERSCRIPT ZERO}\N{SUPERSCRIPT ONE}\N{SUPERSCRIPT TWO}"
+    "\N{SUPERSCRIPT THREE}\N{SUPERSCRIPT FOUR}\N{SUPERSCRIPT FIVE}\N{SUPERSCRIPT SIX}"
+    "\N{SUPERSCRIPT SEVEN}\N{SUPERSCRIPT EIGHT}\N{SUPERSCRIPT NINE}",
+)
 
 
 def digits_for(scale: float) -> int:
@@ -35,6 +41,15 @@ def signed(value: float, digits: int) -> str:
     """The same with its sign: ``+0.012``; a zero has none."""
     text = plain(value, digits)
     return f"+{text}" if value > 0 and any(c in "123456789\N{INFINITY}" for c in text) else text
+
+
+def power(value: float) -> str:
+    """A small number as a power of ten: ``+4`` times ten to the minus sixth; ``0`` as it is."""
+    if value == 0 or not math.isfinite(value):
+        return signed(value, 0)
+    mantissa, _, exponent = f"{value:+.0e}".partition("e")
+    raised = str(int(exponent)).translate(_RAISED)
+    return f"{mantissa.replace('-', MINUS)}\N{MULTIPLICATION SIGN}10{raised}"
 
 
 def p_value(p: float | None) -> str:
@@ -67,6 +82,8 @@ def size(number_bytes: float) -> str:
 
 def rate(value: float) -> str:
     """Things per second: ``12,300``, ``3.21``."""
+    if value < 0.005:
+        return "0"
     return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}"
 
 
@@ -77,7 +94,7 @@ def ratio(value: float) -> str:
 
 
 def times(value: float, more: str, less: str) -> str:
-    """A ratio in words, e.g. faster, slower, or ``the same``.
+    """A ratio in words, e.g. of speed: faster, slower, ``as fast``.
 
     Args:
         value: above 1 for ``more``.
@@ -85,7 +102,7 @@ def times(value: float, more: str, less: str) -> str:
         less: what it is below 1.
     """
     if abs(math.log(value)) < 0.005:
-        return "the same"
+        return "as fast"
     return f"{ratio(max(value, 1 / value))} {more if value > 1 else less}"
 
 

@@ -1,0 +1,113 @@
+"""The figures of an experiment, in the order in which they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tilewise.lab.study import config
+from tilewise.lab.study.conduct.plan import arm_names
+from tilewise.lab.study.report import words
+from tilewise.lab.study.report.bars import (
+    ArmMemory,
+    ArmTarget,
+    memory_chart,
+    sweep_chart,
+    target_chart,
+)
+from tilewise.lab.study.report.curves import difference_chart, loss_chart
+from tilewise.lab.study.report.gather import Evidence
+from tilewise.lab.study.report.series import Series, curve, difference
+from tilewise.lab.study.report.verdicts import UNITS
+from tilewise.lab.study.report.view import Chart
+from tilewise.lab.study.verdict.result import ExperimentVerdict
+
+__all__ = ["Lines", "charts_of", "lines_of"]
+
+
+class Lines(NamedTuple):
+    """What the line figures show.
+
+    Args:
+        tokens: held-out metric by tokens, the baseline first.
+        time: the same by time; arms whose speed is withheld are not in it.
+        gaps: every arm less the baseline, by tokens.
+        withheld: those arms.
+    """
+
+    tokens: tuple[Series, ...]
+    time: tuple[Series, ...]
+    gaps: tuple[Series, ...]
+    withheld: tuple[str, ...]
+
+
+def lines_of(planned: config.Experiment, verdict: ExperimentVerdict, evidence: Evidence) -> Lines:
+    """The lines of an experiment.
+
+    Args:
+        planned: its config.
+        verdict: of it.
+        evidence: with the records.
+    """
+    metric = verdict.metric
+    runs = [(arm, evidence.finals(planned, arm)) for arm in arm_names(planned)]
+    withheld = tuple(arm.arm for arm in verdict.arms if arm.speed_withheld)
+    (_, base), *others = runs
+    return Lines(
+        tuple(curve(arm, at, each, metric, "tokens") for at, (arm, each) in enumerate(runs)),
+        tuple(
+            curve(arm, at, each, metric, "time")
+            for at, (arm, each) in enumerate(runs)
+            if arm not in withheld
+        ),
+        tuple(difference(arm, at, each, base, metric) for at, (arm, each) in enumerate(others, 1)),
+        withheld,
+    )
+
+
+def charts_of(verdict: ExperimentVerdict, lines: Lines, slug: str) -> Iterator[Chart]:
+    """The figures for which there is something to show.
+
+    Args:
+        verdict: of the experiment.
+        lines: of it.
+        slug: unique in the page; begins the figures' names.
+    """
+    unit, base = UNITS[verdict.metric], verdict.baseline.name
+    time = loss_chart(lines.time, "time", unit, f"{slug}-time")
+    if time is not None and lines.withheld:
+        held = f" Withheld: {words.listing(list(lines.withheld))}."
+        time = time._replace(caption=time.caption + held)
+    found = (
+        loss_chart(lines.tokens, "tokens", unit, f"{slug}-tokens"),
+        difference_chart(lines.gaps, verdict.smallest_effect, unit, base, f"{slug}-difference"),
+        time,
+        _memory(verdict, f"{slug}-memory"),
+        *_targets(verdict, slug),
+        sweep_chart(verdict.sweeps, unit, f"{slug}-sweep"),
+    )
+    return (chart for chart in found if chart is not None)
+
+
+def _memory(verdict: ExperimentVerdict, name: str) -> Chart | None:
+    splits = [(verdict.baseline.name, verdict.baseline.measures.memory)]
+    splits += [(arm.arm, arm.measures.memory) for arm in verdict.arms]
+    known = [
+        ArmMemory(arm, at, split) for at, (arm, split) in enumerate(splits) if split is not None
+    ]
+    return memory_chart(known, name)
+
+
+def _targets(verdict: ExperimentVerdict, slug: str) -> list[Chart | None]:
+    results = [(verdict.baseline.name, verdict.baseline.target)]
+    results += [(arm.arm, arm.target) for arm in verdict.arms]
+    known = [(arm, at, each) for at, (arm, each) in enumerate(results) if each is not None]
+    if not known:
+        return []
+    said = f"{known[0][2].target:g} {UNITS[verdict.metric]}"
+    tokens = [ArmTarget(arm, at, each.tokens) for arm, at, each in known if each.tokens]
+    time = [ArmTarget(arm, at, each.wall_s) for arm, at, each in known if each.wall_s]
+    return [
+        target_chart(tokens, "training tokens", f"Tokens to {said}", said, f"{slug}-target-tokens"),
+        target_chart(time, "seconds of training", f"Time to {said}", said, f"{slug}-target-time"),
+    ]

@@ -1,0 +1,173 @@
+"""How far a study is and how long the rest takes."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.lab.study.records_of import Behaviour, experiment_of, record_of, records_of, study_of
+from tilewise.lab.study.conduct import board as boards
+from tilewise.lab.study.conduct import progress as progresses
+from tilewise.lab.study.conduct.board import Board, in_words, makespan
+from tilewise.lab.study.conduct.plan import planned
+from tilewise.lab.study.conduct.progress import LineProgress, LiveProgress, showing
+from tilewise.lab.study.config import Study, Sweep
+from tilewise.lab.study.records import RunRecord
+
+STEP = {"event": "step", "loss": 2.5, "wall_s": 2.0, "warmup": False}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(boards, "time", clock)
+    monkeypatch.setattr(progresses, "time", clock)
+    return clock
+
+
+def board_of(
+    study: Study | None = None, records: dict[str, RunRecord] | None = None, jobs: int = 1
+) -> Board:
+    tasks = planned(study or study_of(experiment_of("lion", seeds=(0, 1))))
+    return Board(tasks, records or {}, dict.fromkeys((t.run.name for t in tasks), 60.0), jobs)
+
+
+@pytest.mark.parametrize(
+    ("durations", "jobs", "seconds"),
+    [
+        ([], 2, 0.0),
+        ([(3, False)] * 4, 1, 12.0),
+        ([(3, False)] * 4, 2, 6.0),
+        ([(5, False), (1, False), (1, False)], 2, 5.0),
+        # One that is alone waits for all, and all wait for it.
+        ([(5, False), (1, False), (2, True), (1, False), (1, False)], 2, 8.0),
+    ],
+)
+def test_makespan(durations: list[tuple[float, bool]], jobs: int, seconds: float) -> None:
+    assert makespan(durations, jobs) == seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0, "0 s"), (0.34, "0.3 s"), (45.4, "45 s"), (90, "1:30 min"), (125, "2:05 min"),
+        (3600, "1:00 h"), (12_000, "3:20 h"), (47.99 * 3600, "47:59 h"), (216_000, "2.5 days"),
+    ],
+)  # fmt: skip
+def test_durations_in_words(seconds: float, words: str) -> None:
+    assert in_words(seconds) == words
+
+
+def test_time_left_follows_what_was_seen(clock: Clock) -> None:
+    board = board_of()
+    assert board.left_s() == 4 * 60
+    run = next(iter(board.lanes.values())).run
+    board.started(run)
+    assert board.left_s() == 4 * 60
+    board.event(run, {"event": "start", "from_step": 0})
+    board.event(run, {**STEP, "step": 10})  # of 40, at 2 s a step
+    assert board.left_s() == 30 * 2 + 3 * 60
+    clock.now += 30  # it took half of what was expected: so will the others
+    board.ended(run, record_of(run, Behaviour()))
+    assert board.left_s() == 3 * 30
+    assert board.done == 1
+
+
+def test_a_run_that_is_taken_up_again_counts_for_its_rest_only(clock: Clock) -> None:
+    study = study_of(experiment_of("lion", seeds=(0, 1)))
+    board = board_of(study, records_of(study, {"lion": Behaviour(stopped={0: 30, 1: 0})}))
+    run = board.lanes["optimizers/lion/seed-0"].run
+    assert board.left_s() == 15 + 60
+    board.started(run)
+    clock.now += 15
+    board.ended(run, record_of(run, Behaviour()))
+    assert board.left_s() == 60
+
+
+def lines_of(board: Board, clock: Clock) -> tuple[LineProgress, io.StringIO]:
+    stream = io.StringIO()
+    return LineProgress(board, Console(file=stream, width=60)), stream
+
+
+def test_lines_where_there_is_no_terminal(clock: Clock) -> None:
+    board = board_of()
+    progress, stream = lines_of(board, clock)
+    run = next(iter(board.lanes.values())).run
+    progress.started(run)
+    progress.event(run, {**STEP, "step": 7})
+    progress.tick()
+    assert stream.getvalue() == ""
+    clock.now += 16
+    progress.tick()
+    progress.tick()
+    assert stream.getvalue() == (
+        "0 of 4 runs, 4:06 min left: optimizers/baseline/seed-0 7/40 2.500\n"
+    )
+    stream.truncate(0)
+    progress.ended(run, record_of(run, Behaviour(finals={0: 2.0})))
+    assert "1 of 4 runs" in stream.getvalue()
+    assert "optimizers/baseline/seed-0 done, held-out loss 1.3863, 2.3 s" in stream.getvalue()
+    other = board.lanes["optimizers/lion/seed-1"].run
+    progress.ended(other, record_of(other, Behaviour(diverged={1: 5})))
+    assert "lion/seed-1 diverged: the loss of step 5 is not finite" in stream.getvalue()
+    assert all(len(line) > 60 for line in stream.getvalue().splitlines())  # never wrapped
+
+
+def test_a_live_table_on_a_terminal(clock: Clock) -> None:
+    sweep = Sweep(values={"baseline": (0.1, 0.2), "lion": (0.1, 0.2)}, seeds=(9,))
+    one = experiment_of("lion", name="first")
+    two = experiment_of("lion", name="second", sweep=sweep)
+    study = study_of(one, two)
+    records = {
+        name: record
+        for name, record in records_of(study, {"first/lion": Behaviour(diverged={1: 5})}).items()
+        if name.startswith("first") or "sweep" in name
+    }
+    del records["first/lion/seed-2"]
+    board = board_of(study, records, jobs=2)
+    run = board.lanes["first/lion/seed-2"].run
+    stream = io.StringIO()
+    console = Console(file=stream, width=100, force_terminal=True, _environ={"TERM": "dumb"})
+    with showing(study, board, console) as progress:
+        assert isinstance(progress, LiveProgress)
+        progress.started(run)
+        progress.event(run, {**STEP, "step": 7})
+        shown = text_of(progress, study, board)
+        clock.now += 2
+        progress.tick()
+    assert "first" in shown
+    assert "✗ diverged at step 5" in shown
+    assert "▸ 7/40 2.500" in shown
+    assert "✓ " in shown
+    assert "2/2" in shown  # the trials
+    assert "9 of 16 runs" in shown
+    # Nothing runs any more when the block has ended.
+    assert board.lanes[run.name].status == "waiting"
+
+
+def text_of(progress: Any, study: Study, board: Board) -> str:
+    console = Console(width=100, file=io.StringIO(), record=True)
+    console.print(progresses.picture(study, board))
+    return console.export_text()
+
+
+def test_an_experiment_that_is_over_or_has_not_begun_is_one_line() -> None:
+    study = study_of(experiment_of("lion", name="over"), experiment_of("lion", name="later"))
+    records = {
+        name: record for name, record in records_of(study).items() if name.startswith("over")
+    }
+    shown = text_of(None, study, board_of(study, records))
+    assert "over: 6 runs, done" in shown
+    assert "later: 6 runs, waiting" in shown
+    assert "seed 0" not in shown

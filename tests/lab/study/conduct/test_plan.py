@@ -1,0 +1,166 @@
+"""Which runs a study has, in which order, and what a sweep chooses."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.lab.study.records_of import (
+    Behaviour,
+    config_of,
+    experiment_of,
+    record_of,
+    records_of,
+    study_of,
+)
+from tilewise.errors import TilewiseError
+from tilewise.lab.study.conduct.plan import Agenda, chosen_value, finals, planned, trials
+from tilewise.lab.study.config import Arm, Study, Sweep
+from tilewise.lab.study.records import RunRecord
+from tilewise.lab.study.run import Run
+from tilewise.lab.study.verdict.judge import judge
+
+RATES = {"baseline": (0.001, 0.002), "lion": (0.0001, 0.0004)}
+
+
+def swept(**fields: Any) -> Study:
+    return study_of(experiment_of("lion", sweep=Sweep(values=RATES, seeds=(90, 91)), **fields))
+
+
+def work(agenda: Agenda, behaviour: Behaviour | None = None) -> list[str]:
+    """The names of all runs in the order in which one at a time would be done."""
+    names = []
+    while not agenda.finished:
+        run = agenda.ready()[0].run
+        names.append(run.name.partition("/")[2])
+        agenda.ended(run, record_of(run, behaviour or Behaviour()))
+    return names
+
+
+def test_seeds_are_outside_and_arms_take_turns_at_being_first() -> None:
+    names = work(Agenda(study_of(), {}))
+    assert names == [
+        "baseline/seed-0", "lion/seed-0", "wsd/seed-0",
+        "lion/seed-1", "wsd/seed-1", "baseline/seed-1",
+        "wsd/seed-2", "baseline/seed-2", "lion/seed-2",
+    ]  # fmt: skip
+
+
+def test_what_is_done_is_not_done_again() -> None:
+    study = study_of()
+    records = records_of(study, {"lion": Behaviour(stopped={1: 3}, absent=(2,), diverged={0: 4})})
+    agenda = Agenda(study, records)
+    assert (agenda.done, agenda.total, agenda.finished) == (7, 9, False)
+    assert [task.run.name for task in agenda.ready()] == [
+        "optimizers/lion/seed-1", "optimizers/lion/seed-2",
+    ]  # fmt: skip
+
+
+def test_the_trials_come_before_the_runs_that_count() -> None:
+    study = swept(seeds=(0,))
+    agenda = Agenda(study, {})
+    assert agenda.total == 8 + 2
+    assert len(agenda.ready()) == 8
+    names = work(agenda, Behaviour(best=0.0004))
+    assert names[:4] == [
+        "baseline/sweep-0.001-seed-90", "lion/sweep-0.0001-seed-90",
+        "baseline/sweep-0.002-seed-90", "lion/sweep-0.0004-seed-90",
+    ]  # fmt: skip
+    assert names[8:] == ["baseline/seed-0", "lion/seed-0"]
+    rates = {
+        name: record.start.config["optimizer"]["lr"] for name, record in agenda.records.items()
+    }
+    assert rates["optimizers/baseline/seed-0"] == 0.001
+    assert rates["optimizers/lion/seed-0"] == 0.0004
+
+
+def test_no_arm_counts_before_every_trial_of_its_experiment_has_ended() -> None:
+    other = experiment_of("wsd", name="other", seeds=(0,))
+    study = Study(name="two", question="?", experiments=(*swept(seeds=(0,)).experiments, other))
+    agenda = Agenda(study, {})
+    for run in trials(study.experiments[0])[:-1]:
+        agenda.ended(run, record_of(run, Behaviour()))
+    left = [task.run.name for task in agenda.ready()]
+    # While the last trial runs, the next experiment may.
+    assert left == [
+        "optimizers/lion/sweep-0.0004-seed-91",
+        "other/baseline/seed-0",
+        "other/wsd/seed-0",
+    ]
+
+
+def test_an_arm_whose_candidates_all_diverged_has_no_further_runs() -> None:
+    study = swept()
+    agenda = Agenda(study, {})
+    for run in trials(study.experiments[0]):
+        survives = 0.0 if run.arm == "lion" else 1.0
+        agenda.ended(run, record_of(run, Behaviour(survives=survives)))
+    assert agenda.total == 8 + 3
+    assert {task.run.arm for task in agenda.ready()} == {"baseline"}
+    work(agenda)
+    assert agenda.finished
+    assert judge(study, agenda.records).experiments[0].arms[0].label == "diverged"
+
+
+def test_the_sweep_takes_the_best_mean_and_the_smaller_of_equals() -> None:
+    experiment = swept().experiments[0]
+
+    def chosen(values: dict[tuple[float, int], float | None]) -> float | None:
+        records = {}
+        for run in trials(experiment):
+            assert run.candidate is not None
+            records[run.name] = ended_with(run, values.get((run.candidate, run.seed), 9.0))
+        found = chosen_value(experiment, "lion", records)
+        # The verdict's own reading of the same records is the same.
+        sweeps = judge(swept(), records).experiments[0].sweeps
+        assert next(each for each in sweeps if each.arm == "lion").chosen == found
+        return found
+
+    low, high = RATES["lion"]
+    assert chosen({(low, 90): 2.0, (low, 91): 2.0, (high, 90): 1.0, (high, 91): 2.5}) == high
+    assert chosen({(low, 90): 2.0, (low, 91): 2.0, (high, 90): 1.5, (high, 91): 2.5}) == low
+    # One seed that diverged rules a candidate out, however good the others are.
+    assert chosen({(low, 90): 5.0, (low, 91): 5.0, (high, 90): 1.0, (high, 91): None}) == low
+    assert chosen(dict.fromkeys(itertools.product((low, high), (90, 91)))) is None
+
+
+def ended_with(run: Run, value: float | None) -> RunRecord:
+    record = record_of(run, Behaviour(survives=1.0 if value is not None else 0.0))
+    if value is not None:
+        last = record.evaluations[-1]
+        record.evaluations[-1] = type(last)(**{**vars(last), "bits_per_byte": value})
+    return record
+
+
+def test_an_experiment_that_compares_kernels_runs_alone() -> None:
+    systems = experiment_of(Arm(name="sdpa", kind="systems"), "lion", name="kernels")
+    tasks = planned(study_of(systems, experiment_of("wsd")))
+    assert {(task.run.experiment, task.alone) for task in tasks} == {
+        ("kernels", True), ("optimizers", False),
+    }  # fmt: skip
+
+
+def test_everything_is_planned_before_a_sweep_has_chosen() -> None:
+    tasks = planned(swept())
+    assert len(tasks) == 8 + 6
+    assert len({task.run.name for task in tasks}) == 14
+    agenda = Agenda(swept(), {})
+    work(agenda)
+    assert set(agenda.records) == {task.run.name for task in tasks}
+
+
+def test_a_record_of_another_config_is_refused() -> None:
+    study = study_of()
+    longer = experiment_of("lion", "wsd", baseline=config_of(**{"budget.steps": 50}))
+    name = "optimizers/lion/seed-1"
+    records = {**records_of(study), name: records_of(study_of(longer))[name]}
+    with pytest.raises(TilewiseError, match=f"{name} is of another config"):
+        Agenda(study, records)
+
+
+def test_finals_without_a_sweep_need_no_choice() -> None:
+    experiment = experiment_of("lion")
+    assert len(finals(experiment, {})) == 6
+    assert trials(experiment) == []

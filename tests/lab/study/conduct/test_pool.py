@@ -1,0 +1,208 @@
+"""The pool: order, cores, failures, and that no process is left, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.lab.study.records_of import config_of, experiment_of, study_of
+from tilewise.lab.study.conduct import pool as pools
+from tilewise.lab.study.conduct.follow import Follower
+from tilewise.lab.study.conduct.plan import Agenda
+from tilewise.lab.study.conduct.pool import Pool, RunError
+from tilewise.lab.study.conduct.store import read_records
+from tilewise.lab.study.config import Arm, Study, Sweep
+from tilewise.lab.study.records import RunRecord
+from tilewise.lab.study.run import RECORD, Run
+
+FAKE = "tests.lab.study.conduct.fake_child"
+
+
+@pytest.fixture(autouse=True)
+def _children_find_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+class Watcher:
+    """Remembers what it was told; may interrupt at the first step."""
+
+    def __init__(self, interrupt: type[BaseException] | None = None) -> None:
+        self.told: list[tuple[str, str]] = []
+        self.values: list[dict[str, Any]] = []
+        self.interrupt = interrupt
+
+    def started(self, run: Run) -> None:
+        self.told.append(("started", run.name))
+
+    def event(self, run: Run, values: dict[str, Any]) -> None:
+        self.values.append(values)
+        if self.interrupt is not None and values["event"] == "step":
+            raise self.interrupt
+
+    def ended(self, run: Run, record: RunRecord) -> None:
+        self.told.append(("ended", run.name))
+        assert record.done
+
+    def tick(self) -> None:
+        self.told.append(("tick", ""))
+
+
+def study_that(acts: str, *arms: Arm | str, steps: int = 3, **fields: Any) -> Study:
+    baseline = config_of(**{"data.source": acts, "budget.steps": steps})
+    return study_of(experiment_of(*arms, baseline=baseline, **fields))
+
+
+def pool_in(folder: Path, **fields: Any) -> Pool:
+    (folder / "runs").mkdir(parents=True, exist_ok=True)
+    return Pool(folder, folder / "cache", **{"jobs": 2, "module": FAKE, **fields})
+
+
+def children() -> list[int]:
+    found = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    return [int(pid) for pid in found.split()]
+
+
+def test_it_does_everything_once(tmp_path: Path) -> None:
+    study, watcher = study_that("", "lion"), Watcher()
+    agenda = Agenda(study, {})
+    pool_in(tmp_path, cores=(0, 1), environment={"chip": "x"}).work(agenda, watcher)
+    assert agenda.finished
+    assert agenda.done == 6
+    assert read_records(tmp_path).keys() == agenda.records.keys()
+    starts = [each for each in watcher.values if each["event"] == "start"]
+    assert len(starts) == 6
+    assert all(len(record.steps) == 3 for record in agenda.records.values())
+    assert {each["environment"]["chip"] for each in starts} == {"x"}
+    # Both cores are used, and a core that is free is taken before one that is not.
+    assert {each["environment"]["core"] for each in starts} == {0, 1}
+    for name in agenda.records:
+        assert watcher.told.index(("started", name)) < watcher.told.index(("ended", name))
+    assert ("tick", "") in watcher.told
+    # Everything that the records hold was told, nothing twice.
+    assert sum(each["event"] == "step" for each in watcher.values) == 6 * 3
+    assert sum(each["event"] == "end" for each in watcher.values) == 6
+    again = Watcher()
+    pool_in(tmp_path).work(Agenda(study, read_records(tmp_path)), again)
+    assert again.told == []
+
+
+def test_more_threads_are_not_pinned(tmp_path: Path) -> None:
+    pool = pool_in(tmp_path, cores=(0, 1), threads=2)
+    agenda = Agenda(study_that("", seeds=(0,)), {})
+    pool.work(agenda, Watcher())
+    (record,) = agenda.records.values()
+    assert record.start.environment["core"] is None
+
+
+def test_a_sweep_decides_what_counts(tmp_path: Path) -> None:
+    values = {"baseline": (0.2, 0.1), "lion": (0.4, 2.0), "wsd": (3.0, 4.0)}
+    sweep = Sweep(values=values, seeds=(90,))
+    agenda = Agenda(study_that("", "lion", "wsd", seeds=(0,), sweep=sweep), {})
+    pool_in(tmp_path).work(agenda, Watcher())
+    final = {
+        record.start.arm: record.start.config["optimizer"]["lr"]
+        for record in agenda.records.values()
+        if record.start.phase == "final"
+    }
+    assert final == {"baseline": 0.1, "lion": 0.4}  # all of wsd's diverged
+    assert agenda.done == agenda.total == 6 + 2
+
+
+def test_runs_that_compare_kernels_have_the_machine_to_themselves(tmp_path: Path) -> None:
+    systems = study_that("slow", Arm(name="sdpa", kind="systems"), name="kernels")
+    study = Study(
+        name="s",
+        question="?",
+        experiments=(*systems.experiments, *study_that("slow", "lion").experiments),
+    )
+    agenda = Agenda(study, {})
+    pool_in(tmp_path).work(agenda, Watcher())
+    spans = {
+        name: (record.start.environment["at"], float(record.end.state_sha256))
+        for name, record in agenda.records.items()
+        if record.end is not None
+    }
+    overlapping = {
+        (a, b) for a in spans for b in spans if a < b and spans[a][0] < spans[b][1] > spans[b][0]
+        and spans[b][0] < spans[a][1]
+    }  # fmt: skip
+    assert overlapping, "two runs at once were asked for"
+    assert all(a.startswith("optimizers") and b.startswith("optimizers") for a, b in overlapping)
+
+
+@pytest.mark.parametrize(
+    ("acts", "message"),
+    [
+        ("wrong", r"^optimizers/lion/seed-\d: the text is missing: get it$"),
+        ("crash", r"(?s)optimizers/lion/seed-\d ended with status 1.*ValueError: a bug of ours"),
+        ("killed", r"was ended by signal 9 \(out of memory\?\)"),
+        ("lazy", "ended before its run did"),
+    ],
+)
+def test_a_run_that_fails_stops_the_study(tmp_path: Path, acts: str, message: str) -> None:
+    agenda = Agenda(study_that(f"slow+{acts}", "lion", steps=200), {})
+    began = time.monotonic()
+    with pytest.raises(RunError, match=message):
+        pool_in(tmp_path).work(agenda, Watcher())
+    assert time.monotonic() - began < 8  # whoever runs beside it is not waited for
+    assert not agenda.finished
+    assert children() == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_whatever_stops_it_no_process_is_left(tmp_path: Path, error: type[BaseException]) -> None:
+    agenda = Agenda(study_that("slow", "lion", steps=500), {})
+    with pytest.raises(error):
+        pool_in(tmp_path).work(agenda, Watcher(error))
+    assert children() == []
+    # What was done is there, and is gone on from.
+    steps = {name: len(record.steps) for name, record in read_records(tmp_path).items()}
+    assert len(steps) == 2
+    assert 1 <= max(steps.values()) < 500
+
+
+def test_a_process_that_does_not_end_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "_GRACE_S", 0.2)
+    agenda = Agenda(study_that("slow+stubborn", "lion", steps=500), {})
+    with pytest.raises(KeyboardInterrupt):
+        pool_in(tmp_path).work(agenda, Watcher(KeyboardInterrupt))
+    assert children() == []
+
+
+def test_the_job_says_everything(tmp_path: Path) -> None:
+    run = Agenda(study_that(""), {}).ready()[0].run
+    pool = pool_in(tmp_path, device="cuda", checkpoint_every_s=3.0, threads=4)
+    values = json.loads(pool.job(run, 1))
+    assert Run.from_json(values.pop("run")) == run
+    assert values == {
+        "folder": str(tmp_path),
+        "cache": str(tmp_path / "cache"),
+        "threads": 4,
+        "core": 1,
+        "device": "cuda",
+        "checkpoint_every_s": 3.0,
+        "environment": {},
+    }
+
+
+def test_a_follower_reads_whole_lines_once(tmp_path: Path) -> None:
+    path = tmp_path / RECORD
+    follower = Follower(path)
+    assert follower.new() == []
+    path.write_text('{"event": "step", "step": 1}\n{"event": "st')
+    assert follower.new() == [{"event": "step", "step": 1}]
+    assert follower.new() == []
+    path.write_text('{"event": "step", "step": 1}\n')  # the torn line was cut off
+    assert follower.new() == []
+    with path.open("a") as file:
+        file.write('{"event": "step", "step": 2}\nnonsense\n[]\n{"event": "end"}\n')
+    assert [each["event"] for each in follower.new()] == ["step", "end"]
+    assert Follower(path).new() == []

@@ -1,0 +1,134 @@
+"""A study's folder: found again, checked, locked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.lab.study.records_of import Behaviour, records_of, study_of, write
+from tilewise.errors import InvalidArgument, TilewiseError
+from tilewise.lab.study.conduct import store
+from tilewise.lab.study.conduct.store import StoredStudy
+from tilewise.lab.study.config import change, config_hash
+from tilewise.lab.study.run import RECORD
+
+STORED = StoredStudy(study_of(), "tilewise study run x", {"chip": "test"}, "2026-01-02T03:04:05")
+
+
+def test_the_folder_is_named_by_what_is_asked(tmp_path: Path) -> None:
+    study = study_of()
+    other = change(study, {"question": "Another?"})
+    assert store.folder_of(study, tmp_path) == tmp_path / f"synthetic-{config_hash(study)}"
+    assert store.folder_of(other, tmp_path) != store.folder_of(study, tmp_path)
+
+
+def test_what_was_asked_is_kept_as_it_was_first(tmp_path: Path) -> None:
+    assert store.begin(tmp_path / "new/a", STORED) == STORED
+    later = StoredStudy(STORED.study, "another command", {}, "2027")
+    assert store.begin(tmp_path / "new/a", later) == STORED
+    assert store.read_study(tmp_path / "new/a") == STORED
+
+
+def test_where_no_folder_can_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidArgument, match=r"--out.*a folder"):
+        store.begin(tmp_path / "file" / "a", STORED)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "No such file"),
+        ("[]", "folder of a study"),
+        ("{", "folder of a study"),
+        ('{"format": 9}', "of format 9"),
+        ("other", "does not have its hash"),
+    ],
+)
+def test_a_folder_that_is_no_study(tmp_path: Path, text: str | None, message: str) -> None:
+    store.begin(tmp_path, STORED)
+    path = tmp_path / store.STUDY
+    if text is None:
+        path.unlink()
+    elif text == "other":
+        values = json.loads(path.read_text())
+        values["study"]["question"] = "Which is worse?"
+        path.write_text(json.dumps(values))
+    else:
+        path.write_text(text)
+    with pytest.raises(InvalidArgument, match=message):
+        store.read_study(tmp_path)
+
+
+def test_records_by_the_name_of_their_run(tmp_path: Path) -> None:
+    records = records_of(STORED.study, {"lion": Behaviour(diverged={1: 5}, absent=(2,))})
+    write(tmp_path, records)
+    empty = tmp_path / "runs/optimizers/lion/seed-2"
+    empty.mkdir(parents=True)
+    (empty / RECORD).write_text("")  # killed before its first line
+    found = store.read_records(tmp_path)
+    assert set(found) == set(records)
+    assert found["optimizers/lion/seed-1"].diverged
+    assert store.read_records(tmp_path / "nowhere") == {}
+
+
+def test_the_study_worked_on_last_is_the_first(tmp_path: Path) -> None:
+    for number, name in enumerate("abc"):
+        store.begin(tmp_path / name, STORED)
+        os.utime(tmp_path / name / store.STUDY, (number, number))
+    write(tmp_path / "a", records_of(STORED.study, {}))
+    (tmp_path / "d").mkdir()
+    assert [path.name for path in store.study_folders(tmp_path)] == ["a", "c", "b"]
+    assert store.study_folders(tmp_path / "nowhere") == []
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    with store.locked(tmp_path):
+        words = f"another process.*{os.getpid()}"
+        with pytest.raises(TilewiseError, match=words), store.locked(tmp_path):
+            pass
+        assert (tmp_path / ".lock").read_text() == str(os.getpid())
+    with store.locked(tmp_path):
+        pass
+
+
+def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
+    script = (
+        "import fcntl, os, sys\n"
+        "file = open(sys.argv[1], 'a')\n"
+        "fcntl.flock(file, fcntl.LOCK_EX)\n"
+        "print('held', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / ".lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(TilewiseError, match="another process"), store.locked(tmp_path):
+            pass
+        holder.kill()
+        holder.wait()
+        with store.locked(tmp_path):
+            pass
+
+
+def test_where_studies_and_caches_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TILEWISE_STUDIES", "TILEWISE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/home/you")
+    assert store.studies_folder() == Path("studies")
+    assert store.cache_folder() == Path("/home/you/.cache/tilewise")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert store.cache_folder() == Path("/x/tilewise")
+    monkeypatch.setenv("TILEWISE_CACHE", "/c")
+    monkeypatch.setenv("TILEWISE_STUDIES", "/s")
+    assert (store.cache_folder(), store.studies_folder()) == (Path("/c"), Path("/s"))

@@ -86,6 +86,19 @@ def test_options_that_do_not_fit_are_named(mine: Path) -> None:
         recipes.find(f"{mine}:nothing").study(width=3)
 
 
+@pytest.mark.parametrize("value", ["x", 1.5, True, None, [3]])
+def test_an_option_has_the_type_of_its_standard_value(value: object) -> None:
+    with pytest.raises(InvalidArgument, match=r"seeds: .*a value of type int"):
+        recipes.find("kernels").study(seeds=value)
+
+
+@pytest.mark.parametrize(("steps", "seeds"), [(0, 3), (-5, 3), (5, 0)])
+def test_numbers_that_make_no_study_are_refused(steps: int, seeds: int) -> None:
+    for name in ("kernels", "laptop", "laptop-full", "longer-context"):
+        with pytest.raises(InvalidArgument, match=r"steps|seeds"):
+            recipes.find(name).study(steps=steps, seeds=seeds)
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [

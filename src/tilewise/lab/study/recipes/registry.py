@@ -53,13 +53,15 @@ class Recipe(NamedTuple):
         """The study, with some options given.
 
         Raises:
-            InvalidArgument: an unknown option (the nearest is suggested), a value that does not
-                fit, or a function that returns something else.
+            InvalidArgument: an unknown option (the nearest is suggested), a value of another type
+                than the standard one or that does not fit, or a function that returns something
+                else.
         """
         for key, value in options.items():
             if key not in self.options:
                 required = f"one of {', '.join(self.options) or 'none: it has no options'}"
                 raise InvalidArgument(key, repr(value), required, nearest(key, self.options))
+            _check_type(key, value, self.options[key])
         try:
             made = self.function(**options)
         except ValidationError as error:
@@ -101,6 +103,14 @@ def find(name: str) -> Recipe:
         required = f"one of {', '.join(known)}, or file.py:function"
         raise InvalidArgument("recipe", repr(name), required, nearest(name, known))
     return _RECIPES[name]
+
+
+def _check_type(key: str, value: object, default: object) -> None:
+    kind = type(default)
+    # A bool is an int in Python, and a whole number stands for a float.
+    fits = type(value) is kind or (kind is float and type(value) is int)
+    if kind in (bool, int, float, str) and not fits:
+        raise InvalidArgument(key, repr(value), f"a value of type {kind.__name__}")
 
 
 def _from_file(file: Path, function: str) -> Recipe:

@@ -89,7 +89,7 @@ def test_a_run_that_diverged_or_is_missing_is_said() -> None:
 def test_three_choices_have_three_pairs_and_one_triple() -> None:
     names = ("a", "b", "c", "a+b", "a+c", "b+c", "a+b+c")
     shifts = dict(zip(names, (1, 2, 4, 3, 5, 6, 7.5), strict=True))  # only the triple adds 0.5
-    behaviours = {
+    behaviours: dict[str, Any] = {
         name.replace("+", "_"): at(shift, shift + 0.001, shift - 0.001)
         for name, shift in shifts.items()
     }

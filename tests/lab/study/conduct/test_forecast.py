@@ -1,0 +1,68 @@
+"""The forecast: its sums by hand, and that a calibration measures something."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.lab.study.records_of import config_of, experiment_of, study_of
+from tilewise.lab.study.conduct import forecast
+from tilewise.lab.study.conduct.forecast import Price, price, run_s
+from tilewise.lab.study.conduct.plan import planned
+from tilewise.lab.study.config import Arm, RunConfig
+
+PRICE = Price(layer=0.1, rest=0.2)
+
+
+def seconds(**changes: Any) -> float:
+    return run_s(config_of(**changes), PRICE, held_out_tokens=6400) - forecast._START_S
+
+
+def test_a_run_is_its_steps_and_evaluations() -> None:
+    sequence = 0.2 + 2 * 0.1
+    # 40 steps of 4 sequences; 5 evaluations (the first weights too) of 4 windows, a third each.
+    assert seconds() == pytest.approx(40 * 4 * sequence + 5 * 4 * sequence / 3)
+    assert seconds(**{"training.accumulation": 2}) == pytest.approx(
+        80 * 4 * sequence + 5 * 4 * sequence / 3
+    )
+    assert seconds(**{"training.checkpointing": True}) == pytest.approx(
+        40 * 4 * sequence * 4 / 3 + 5 * 4 * sequence / 3
+    )
+    assert seconds(**{"training.compile": True}) > seconds() + 30
+    # The last evaluation goes over all of the text: 6400 / 32 windows.
+    assert seconds(**{"evaluation.final_stride": 32}) == pytest.approx(
+        40 * 4 * sequence + (4 * 4 + 200) * sequence / 3
+    )
+
+
+def test_a_calibration_gives_seconds() -> None:
+    found = price(config_of(**{"training.precision": "bf16"}), 256)
+    assert 0 <= found.layer < 1
+    assert 0 <= found.rest < 1
+    assert found.layer + found.rest > 1e-5
+
+
+def test_one_calibration_for_all_runs_that_cost_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[RunConfig] = []
+
+    def remember(config: RunConfig, vocabulary: int) -> Price:
+        asked.append(config)
+        assert vocabulary == 256
+        return PRICE
+
+    class Tokens:
+        vocabulary, held_out = 256, range(1000)
+
+    monkeypatch.setattr(forecast, "price", remember)
+    arms = (
+        Arm(name="lion", changes={"optimizer.name": "lion"}),
+        Arm(name="deep", changes={"model.layers": 8}),
+        Arm(name="plain", changes={"attention.implementation": "plain"}),
+    )
+    tasks = planned(study_of(experiment_of(*arms)))
+    corpora: Any = {task.run.config.data: Tokens for task in tasks}
+    found = forecast.forecast_s(tasks, corpora)
+    assert [config.attention.implementation for config in asked] == ["tilewise", "plain"]
+    assert found.keys() == {task.run.name for task in tasks}
+    assert found["optimizers/deep/seed-0"] > found["optimizers/lion/seed-0"]

@@ -1,0 +1,191 @@
+"""The tables of list, show and compare."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.lab.study.records_of import (
+    Behaviour,
+    config_of,
+    experiment_of,
+    records_of,
+    study_of,
+    write,
+)
+from tilewise.errors import InvalidArgument
+from tilewise.lab.study.conduct import show, store
+from tilewise.lab.study.conduct.compare import compare, pairs
+from tilewise.lab.study.conduct.find import Found, find
+from tilewise.lab.study.config import Arm, Study, Sweep
+
+STUDY = study_of(experiment_of(Arm(name="lion", changes={"optimizer.name": "lion"}), "wsd"))
+
+
+def folder_of(out: Path, study: Study, behaviours: dict[str, Behaviour] | None = None) -> Path:
+    folder = store.folder_of(study, out)
+    store.begin(folder, store.StoredStudy(study, "tilewise study run x", {}, "2026"))
+    write(folder, records_of(study, behaviours))
+    return folder
+
+
+def console() -> Console:
+    return Console(width=160, file=io.StringIO(), record=True)
+
+
+def shown(found: Found) -> str:
+    to = console()
+    show.show(found, to)
+    return to.export_text()
+
+
+def compared(first: Found, second: Found) -> str:
+    to = console()
+    compare(first, second, to)
+    return to.export_text()
+
+
+def row(text: str, name: str) -> list[str]:
+    return next(line for line in text.splitlines() if line.strip().startswith(name)).split()
+
+
+def test_the_list(tmp_path: Path) -> None:
+    to = console()
+    show.list_studies(tmp_path, to)
+    assert "No studies" in to.export_text()
+    folder = folder_of(tmp_path, STUDY, {"lion": Behaviour(diverged={0: 3}, absent=(2,))})
+    show.list_studies(tmp_path, to)
+    line = row(to.export_text(), folder.name)
+    assert line[1:3] == ["8/9", "1"]
+    assert " ".join(line).endswith(STUDY.question)
+
+
+def test_a_run(tmp_path: Path) -> None:
+    behaviour = Behaviour(starts=(20,), kernels=("sdpa flash (cpu)", "sdpa math"))
+    folder_of(tmp_path, STUDY, {"lion": behaviour})
+    text = shown(find("optimizers/lion/seed-1", tmp_path))
+    for words in (
+        "optimizers/lion/seed-1: done",
+        "step 0 at 2026-01-02T03:04:05+00:00, step 20 at",
+        "layer 0: sdpa flash (cpu) x40, layer 1: sdpa math x40",
+        "activations 3 MB",
+        "no decay  1 tensors: h.0.ln_1.weight",
+        "chip test chip",
+        "5,120 tokens/s",  # 256 tokens in 0.05 s
+        "optimizer.lr",
+        "█",
+    ):
+        assert words in text, words
+    # An evaluation per line, the last at the end of the budget.
+    assert [row(text, f"{step} ")[0] for step in (0, 10, 20, 30, 40)] == [
+        "0",
+        "10",
+        "20",
+        "30",
+        "40",
+    ]
+
+
+def test_a_run_that_diverged_and_one_that_only_began(tmp_path: Path) -> None:
+    behaviours = {"lion": Behaviour(diverged={0: 3}), "wsd": Behaviour(stopped={0: 0})}
+    folder_of(tmp_path, STUDY, behaviours)
+    text = shown(find("optimizers/lion/seed-0", tmp_path))
+    assert "diverged (the loss of step 3 is not finite)" in text
+    text = shown(find("optimizers/wsd/seed-0", tmp_path))
+    assert "incomplete" in text
+    assert "not measured yet" in text
+    assert "not known yet" in text
+
+
+def test_the_runs_of_a_part(tmp_path: Path) -> None:
+    folder_of(tmp_path, STUDY)
+    text = shown(find("optimizers/lion", tmp_path))
+    assert row(text, "optimizers/lion/seed-2")[1:3] == ["done", "40"]
+    assert "baseline" not in text
+    text = shown(find("synthetic", tmp_path))
+    assert "optimizers: baseline, lion, wsd" in text
+    assert "tilewise study run x" in text
+
+
+def test_arms_are_compared_seed_by_seed(tmp_path: Path) -> None:
+    finals = {0: 2.0, 1: 2.2, 2: 2.4}
+    better = {seed: value - 0.1 for seed, value in finals.items()}
+    folder_of(
+        tmp_path,
+        STUDY,
+        {
+            "lion": Behaviour(finals=better, pace=2.0, kernels=("sdpa math",)),
+            "wsd": Behaviour(finals=finals),
+        },
+    )
+    text = compared(find("optimizers/wsd", tmp_path), find("optimizers/lion", tmp_path))
+    assert "optimizer.name: adamw in A, lion in B" in text
+    # Seeds differ by 0.4, the arms by 0.1 at every one of them.
+    line = row(text, "bits per byte")
+    assert line[3:6] == ["2.2000", "2.1000", "-0.1000"]
+    assert line[6:8] == ["[-0.1000,", "-0.1000]"]
+    assert row(text, "tokens/s")[1:4] == ["5,120", "10,240", "x2.000"]
+    assert "3 paired seeds." in text
+    assert "Attention kernels: tilewise cpu in A, sdpa math in B." in text
+    assert "the same to the last bit" not in text
+
+
+def test_what_did_not_finish_is_left_out_and_named(tmp_path: Path) -> None:
+    folder_of(tmp_path, STUDY, {"lion": Behaviour(diverged={0: 4}, stopped={1: 5})})
+    text = compared(find("optimizers/wsd", tmp_path), find("optimizers/lion", tmp_path))
+    assert "1 paired seed." in text
+    assert (
+        "Left out of B: optimizers/lion/seed-0 (diverged), optimizers/lion/seed-1 (not done)."
+        in text
+    )
+    folder_of(tmp_path / "b", STUDY, {"lion": Behaviour(absent=(0, 1), stopped={2: 4})})
+    text = compared(find("optimizers/wsd", tmp_path), find("optimizers/lion", tmp_path / "b"))
+    assert "nothing is compared" in text
+
+
+def test_two_runs_are_a_pair_whatever_their_seeds(tmp_path: Path) -> None:
+    folder_of(tmp_path, STUDY)
+    first, second = (find(f"optimizers/wsd/seed-{seed}", tmp_path) for seed in (0, 1))
+    assert "1 paired seed." in compared(first, second)
+    assert "the same to the last bit" in compared(first, first)
+
+
+def test_two_studies_arm_by_arm(tmp_path: Path) -> None:
+    one = folder_of(tmp_path, STUDY)
+    sweep = Sweep(values=dict.fromkeys(("baseline", "wsd"), (0.1, 0.2)), seeds=(9,))
+    other = study_of(experiment_of("wsd", baseline=config_of(**{"optimizer.lr": 0.5}), sweep=sweep))
+    two = folder_of(tmp_path, other)
+    first, second = find(str(one), tmp_path), find(str(two), tmp_path)
+    text = compared(first, second)
+    assert "optimizers/baseline\n" in text
+    assert "optimizers/wsd\n" in text
+    assert "optimizers/lion" not in text
+    assert "optimizer.lr: 0.003 in A, 0.5 in B" in text
+    # Trials are no seeds of an arm.
+    assert pairs(first.records, second.records).seeds == [0, 1, 2]
+
+
+def test_nothing_in_common(tmp_path: Path) -> None:
+    one = folder_of(tmp_path, STUDY)
+    two = folder_of(tmp_path, study_of(experiment_of("muon", name="other")))
+    with pytest.raises(InvalidArgument, match="no arm in common"):
+        compared(find(str(one), tmp_path), find(str(two), tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(None, ""), (0, "0 kB"), (850_000, "850 kB"), (13_420_000, "13.4 MB"), (1.34e9, "1.34 GB"),
+     (2.5e12, "2,500 GB")],
+)  # fmt: skip
+def test_sizes(count: float | None, words: str) -> None:
+    assert show.size(count) == words
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(0.0, "+0.0000"), (-0.11234, "-0.1123"), (3e-8, "+3e-08")]
+)
+def test_differences(value: float, words: str) -> None:
+    assert show.difference(value) == words

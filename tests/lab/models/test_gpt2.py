@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,17 @@ def test_wrong_calls_are_clear_errors() -> None:
 def _edit(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_config_without_dropout_has_hugging_faces_standard(tmp_path: Path) -> None:
+    GPT2(SMALL).save(tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({key: values[key] for key in values if "pdrop" not in key}))
+    shape = load(tmp_path).shape
+    assert shape == replace(
+        SMALL, embedding_dropout=0.1, attention_dropout=0.1, residual_dropout=0.1
+    )
 
 
 @pytest.mark.parametrize(

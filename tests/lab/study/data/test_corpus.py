@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,13 @@ def test_a_split_by_file_loses_nothing_and_keeps_to_the_share(
     assert fits or len(split.held_out) == min(sizes)
     again = corpus._split_files("made up", pieces, share)
     assert (again.train, again.held_out) == (split.train, split.held_out)
+
+
+def test_files_are_held_out_by_the_hash_of_their_path() -> None:
+    pieces = [Piece(f"{letter}.txt", letter.encode() * 10) for letter in "abcdefghij"]
+    split = corpus._split_files("made up", pieces, 0.3)
+    ordered = sorted("abcdefghij", key=lambda each: hashlib.sha256(f"{each}.txt".encode()).digest())
+    assert split.held_out.decode() == "".join(each * 10 for each in sorted(ordered[:3]))
 
 
 def test_a_folder_is_read_whole_in_order(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_both_say_what_was_found(rich: tuple[_Reader, str, str]) -> None:
     twin = twin.replace("\\", "")
     for said in (
         "Which training choices, on top of efficient attention, are worth having?",
-        f"against plain, sdpa 1.60{TIMES} faster and tilewise 2.40{TIMES} faster",
+        f"against plain, sdpa is 1.60{TIMES} faster and tilewise is 2.40{TIMES} faster",
         "lion+wsd is better by 0.156 bits per byte",
         "dropout is worse by 0.091 bits per byte",
         "z-loss changed nothing that matters",

@@ -68,7 +68,8 @@ def loss_chart(series: Sequence[Series], along: Abscissa, unit: str, name: str) 
     figure, axes = _frame(drawn, f"{unit}, held-out text", _AXES[along])
     low = min(min(each.low) for each in drawn)
     high, cut = _top(drawn)
-    axes.set_ylim(low - 0.06 * (high - low), high)
+    # Losses that are all one number, as of runs that have only begun, still need a frame.
+    axes.set_ylim(low - (0.06 * (high - low) or 1.0), high)
     _lines(axes, drawn)
     caption = _band_words(drawn)
     if cut:

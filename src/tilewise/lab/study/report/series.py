@@ -46,6 +46,16 @@ def _finite(record: RunRecord, metric: Metric) -> dict[int, Evaluation]:
     return {each.step: each for each in record.evaluations if value(each, metric) is not None}
 
 
+def _furthest(records: Records, metric: Metric) -> list[int]:
+    """The seeds of the runs that have come furthest, and of those that diverged on the way.
+
+    In a study that is not finished, the others would cut the lines off where they are.
+    """
+    last = {seed: max(found) for seed, run in records.items() if (found := _finite(run, metric))}
+    furthest = max(last.values(), default=0)
+    return [seed for seed, step in last.items() if step == furthest or records[seed].diverged]
+
+
 def _common(found: Sequence[Mapping[int, Evaluation]]) -> list[int]:
     """The steps that every run has reached, in order."""
     return sorted(set.intersection(*(set(each) for each in found))) if found else []
@@ -58,7 +68,7 @@ def _number(evaluation: Evaluation, metric: Metric) -> float:
 
 
 def curve(arm: str, place: int, records: Records, metric: Metric, along: Abscissa) -> Series:
-    """The held-out loss of an arm along its runs, at the steps that all its seeds have reached.
+    """The held-out loss of an arm along its runs, those that have come furthest.
 
     Args:
         arm: its name.
@@ -67,7 +77,7 @@ def curve(arm: str, place: int, records: Records, metric: Metric, along: Absciss
         metric: what is shown.
         along: ``"tokens"`` trained on, or ``"time"``: seconds in optimizer steps, mean over seeds.
     """
-    found = [each for record in records.values() if (each := _finite(record, metric))]
+    found = [_finite(records[seed], metric) for seed in _furthest(records, metric)]
     x, rows = [], []
     for step in _common(found):
         here = [each[step] for each in found]
@@ -92,16 +102,16 @@ def difference(arm: str, place: int, records: Records, baseline: Records, metric
         metric: what is subtracted.
     """
     pairs = []
-    for seed in records.keys() & baseline.keys():
+    both = set(_furthest(records, metric)) & set(_furthest(baseline, metric))
+    for seed in sorted(both):
         ours = {each.tokens: each for each in _finite(records[seed], metric).values()}
         theirs = {each.tokens: each for each in _finite(baseline[seed], metric).values()}
-        if ours and theirs:
-            pairs.append(
-                {
-                    tokens: _number(ours[tokens], metric) - _number(theirs[tokens], metric)
-                    for tokens in ours.keys() & theirs.keys()
-                }
-            )
+        pairs.append(
+            {
+                tokens: _number(ours[tokens], metric) - _number(theirs[tokens], metric)
+                for tokens in ours.keys() & theirs.keys()
+            }
+        )
     common = sorted(set.intersection(*(set(each) for each in pairs))) if pairs else []
     rows = [[each[tokens] for each in pairs] for tokens in common]
     broken = any(record.diverged for record in records.values())

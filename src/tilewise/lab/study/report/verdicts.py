@@ -160,7 +160,7 @@ def row_of(
         reason="" if arm.label in _SAID_BY_NUMBERS else arm.reason,
         flags=tuple(flag.words for flag in arm.kernel_flags),
         alarm=any(not flag.expected for flag in arm.kernel_flags),
-        notes=arm.notes,
+        notes=(*([arm.speed_withheld] if arm.speed_withheld else []), *arm.notes),
     )
 
 
@@ -241,7 +241,7 @@ def _seeds(arm: ArmVerdict) -> str:
 
 def _speed(arm: ArmVerdict) -> Cell:
     if arm.speed_withheld:
-        return Cell("withheld", arm.speed_withheld, "soft")
+        return Cell("withheld", tone="soft")
     return _ratio(arm.measures.speed_ratio, better_above=True)
 
 
@@ -305,7 +305,7 @@ def _are(arms: Sequence[ArmVerdict]) -> str:
 def _faster(arms: Sequence[ArmVerdict], baseline: str) -> list[str]:
     """What systems arms buy, once they have passed."""
     said = [
-        f"{arm.arm} {words.times(arm.measures.speed_ratio.value, 'faster', 'slower')}"
+        f"{arm.arm} is {words.times(arm.measures.speed_ratio.value, 'faster', 'slower')}"
         for arm in arms
         if arm.kind == "systems" and arm.measures.speed_ratio is not None
     ]

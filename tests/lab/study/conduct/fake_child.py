@@ -1,6 +1,6 @@
 """Stands in for the child process: writes a record as a run would, without training anything.
 
-It imports nothing of tilewise, so that it starts at once. Its run's ``data.source`` says what it
+It imports nothing of tilewise, so that it starts at once. The name of its run's text says what it
 does besides: ``slow`` takes its time, ``wrong`` refuses, ``crash`` crashes, ``killed`` is killed,
 ``lazy`` ends without having done its run, ``stubborn`` ignores that standard input is closed.
 """
@@ -21,7 +21,7 @@ from typing import Any
 def main() -> int:
     job = json.loads(sys.stdin.readline())
     run = job["run"]
-    acts = run["config"]["data"]["source"].split("+")
+    acts = Path(run["config"]["data"]["source"]).name.split("+")
     if "stubborn" not in acts:
         threading.Thread(target=_end_with_parent, daemon=True).start()
     if "wrong" in acts and run["arm"] != "baseline":
@@ -81,8 +81,9 @@ def _work(job: dict[str, Any], pause_s: float) -> None:
             if step in (0, config["budget"]["steps"]):
                 start = 5.5 if step == 0 else loss
                 write(
-                    "evaluation", step=step, tokens=step, train_wall_s=1.0, train_cpu_s=1.0,
-                    loss=start, bits_per_byte=start, word_perplexity=None, wall_s=0.1,
+                    "evaluation", step=step, tokens=step, loss=start,
+                    train_wall_s=0.1 * step, train_cpu_s=0.1 * step,
+                    bits_per_byte=start, word_perplexity=None, wall_s=0.1,
                 )  # fmt: skip
         write(
             "end",

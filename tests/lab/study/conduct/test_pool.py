@@ -163,7 +163,6 @@ def test_whatever_stops_it_no_process_is_left(tmp_path: Path, error: type[BaseEx
     assert children() == []
     # What was done is there, and is gone on from.
     steps = {name: len(record.steps) for name, record in read_records(tmp_path).items()}
-    assert len(steps) == 2
     assert 1 <= max(steps.values()) < 500
 
 

@@ -1,0 +1,265 @@
+"""A study from its config to its report, with children that only write records."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sqlite3
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.conftest import ROOT
+from tests.lab.study.records_of import config_of, experiment_of, study_of
+from tilewise.errors import InvalidArgument, TilewiseError
+from tilewise.lab.study import report
+from tilewise.lab.study.conduct import conductor, environment, store
+from tilewise.lab.study.conduct.conductor import Request, conduct
+from tilewise.lab.study.conduct.files import DiskFullError
+from tilewise.lab.study.conduct.need import NotEnoughMemoryError
+from tilewise.lab.study.conduct.pool import RunError
+from tilewise.lab.study.config import Study
+from tilewise.lab.study.data.tokens import CorruptCacheError
+from tilewise.lab.study.verdict.judge import judge
+
+FAKE = "tests.lab.study.conduct.fake_child"
+
+
+@pytest.fixture(autouse=True)
+def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture
+def _quick_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes a second: where a test does not look at the page, there is none."""
+
+    def write(folder: Path) -> tuple[Path, Path]:
+        return folder / "report.html", folder / "report.md"
+
+    monkeypatch.setattr(report, "write", write)
+
+
+quick_report = pytest.mark.usefixtures("_quick_report")
+
+
+class Conducted:
+    """A study that is conducted into a folder, and what was said meanwhile."""
+
+    def __init__(self, place: Path, acts: str = "quick", steps: int = 3, **fields: Any) -> None:
+        text = place / acts
+        text.write_text("the cat sat on the mat. " * 400)
+        baseline = config_of(**{"data.source": str(text), "budget.steps": steps})
+        self.study = study_of(experiment_of("lion", baseline=baseline, seeds=(0, 1), **fields))
+        self.out = place / "studies"
+        self.folder = store.folder_of(self.study, self.out)
+        self.said = ""
+
+    def go(self, study: Study | None = None, **fields: Any) -> int:
+        stream = io.StringIO()
+        values: dict[str, Any] = {"jobs": 2, "module": FAKE, **fields}
+        request = Request(study or self.study, "tilewise study run x --jobs 2", self.out, **values)
+        try:
+            return conduct(request, Console(file=stream, width=120))
+        finally:
+            self.said = stream.getvalue()
+
+    @property
+    def page(self) -> str:
+        return (self.folder / "report.html").read_text()
+
+
+def test_everything_is_said_done_and_written(place: Path) -> None:
+    conducted = Conducted(place)
+    assert conducted.go() == 0
+    said = conducted.said
+    order = [
+        "Which choices are worth having?",
+        "optimizers: baseline against lion; 2 seeds, 3 steps",
+        str(conducted.folder),
+        "Text: ",
+        "4 runs to do, 2 at once, 1 thread each. Expected duration: about ",
+        "4 of 4 runs: ",
+        "no difference",
+        str(conducted.folder / "report.html"),
+    ]
+    places = [said.index(words) for words in order]
+    assert places == sorted(places)
+    stored = json.loads((conducted.folder / "study.json").read_text())
+    assert stored["command"] == "tilewise study run x --jobs 2"
+    assert stored["environment"]["threads"] == 1
+    with closing(sqlite3.connect(conducted.folder / "index.sqlite")) as database:
+        assert database.execute("select count(*) from runs").fetchone() == (4,)
+    assert "lion" in conducted.page
+    assert (conducted.folder / "report.md").stat().st_size > 500
+    assert conducted.go() == 0
+    assert "All 4 runs are done already." in conducted.said
+    assert "to do" not in conducted.said
+
+
+def test_ctrl_c_reports_what_was_done_and_the_rest_goes_on(place: Path) -> None:
+    conducted = Conducted(place, "slow", steps=60)
+    threading.Thread(target=_interrupt_when_stepping, args=(conducted.folder,)).start()
+    assert conducted.go() == 130
+    assert "Stopped with Ctrl-C. The same command goes on from here." in conducted.said
+    assert "incomplete" in conducted.said
+    assert "incomplete" in conducted.page.lower()
+    before = {name: len(record.steps) for name, record in _records(conducted).items()}
+    assert 0 < sum(before.values()) < 4 * 60
+    assert conducted.go() == 0
+    after = _records(conducted)
+    assert all(len(record.steps) == 60 for record in after.values())
+    # Steps that were taken are not taken again.
+    resumed = [record for record in after.values() if len(record.starts) == 2]
+    assert resumed
+    assert all(record.starts[1].from_step > 0 for record in resumed)
+
+
+def _records(conducted: Conducted) -> dict[str, Any]:
+    return store.read_records(conducted.folder)
+
+
+def _interrupt_when_stepping(folder: Path) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if any('"step"' in path.read_text() for path in folder.glob("runs/*/*/*/record.jsonl")):
+            break
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_that_fails_leaves_a_report_of_the_others(place: Path) -> None:
+    conducted = Conducted(place, "wrong")
+    with pytest.raises(RunError, match="lion/seed-0: the text is missing: get it"):
+        conducted.go(jobs=1)
+    assert "Report: " in conducted.said
+    assert "incomplete" in conducted.page.lower()
+    assert list(_records(conducted)) == ["optimizers/baseline/seed-0"]
+
+
+@quick_report
+def test_too_little_memory_is_said_before_anything_runs(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conductor, "available_bytes", lambda device: 10**8)
+    conducted = Conducted(place)
+    with pytest.raises(NotEnoughMemoryError, match=r"0\.1 GB are free"):
+        conducted.go()
+    assert _records(conducted) == {}
+    monkeypatch.setattr(conductor, "available_bytes", lambda device: 5 * 10**8)
+    assert conducted.go() == 0
+    assert "Memory is enough for 1 of 2 runs at once" in conducted.said
+    assert "1 at once" in conducted.said
+
+
+@quick_report
+def test_a_corrupt_cache_names_its_file(place: Path) -> None:
+    conducted = Conducted(place)
+    assert conducted.go() == 0
+    (binary,) = (place / "cache").glob("tokens-*.bin")
+    binary.write_bytes(b"x" + binary.read_bytes()[1:])
+    longer = Conducted(place, steps=4)
+    with pytest.raises(CorruptCacheError, match=rf"{binary}.*Delete"):
+        longer.go()
+    assert _records(longer) == {}
+
+
+@quick_report
+def test_missing_text_is_said_before_anything_runs(place: Path) -> None:
+    conducted = Conducted(place)
+    (place / "quick").unlink()
+    with pytest.raises(InvalidArgument, match="quick"):
+        conducted.go()
+    assert _records(conducted) == {}
+
+
+@quick_report
+def test_a_target_that_is_reached_at_once_is_an_error_now_and_later(place: Path) -> None:
+    conducted = Conducted(place, target=6.0)
+    with pytest.raises(InvalidArgument, match=r"optimizers\.target: got 6 bits per byte"):
+        conducted.go()
+    with pytest.raises(InvalidArgument, match=r"less than 5\.5"):
+        conducted.go()
+
+
+@quick_report
+def test_a_target_that_nothing_reaches_is_a_miss(place: Path) -> None:
+    conducted = Conducted(place, target=1e-6)
+    assert conducted.go() == 0
+    (arm,) = judge(conducted.study, _records(conducted)).experiments[0].arms
+    assert arm.target is not None
+    assert (arm.target.reached, arm.target.tokens) == (0, (None, None))
+
+
+@quick_report
+def test_a_long_study_asks_first(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conductor, "_LONG_S", 0.0)
+    asked: list[str] = []
+
+    def refuse(duration: str) -> bool:
+        asked.append(duration)
+        return False
+
+    conducted = Conducted(place)
+    assert conducted.go(confirm=refuse) == 1
+    assert asked
+    assert asked[0] in conducted.said
+    assert _records(conducted) == {}
+    assert conducted.go(confirm=lambda duration: True) == 0
+
+
+@quick_report
+def test_two_commands_cannot_run_one_study(place: Path) -> None:
+    conducted = Conducted(place)
+    assert conducted.go() == 0
+    with store.locked(conducted.folder), pytest.raises(TilewiseError, match="another process"):
+        conducted.go()
+
+
+@quick_report
+def test_a_full_disk_at_the_report(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise DiskFullError("no room to write index.sqlite")
+
+    monkeypatch.setattr(conductor, "write_index", full)
+    conducted = Conducted(place)
+    with pytest.raises(DiskFullError, match="no room"):
+        conducted.go()
+    assert len(_records(conducted)) == 4
+    failing = Conducted(place, "wrong")
+    with pytest.raises(RunError, match="the text is missing"):  # not the later error
+        failing.go(jobs=1)
+    assert "The report could not be written: no room" in failing.said
+
+
+@quick_report
+def test_the_threads_of_this_process_are_as_before(place: Path) -> None:
+    import torch
+
+    before = torch.get_num_threads()
+    conducted = Conducted(place)
+    conducted.go(threads=before + 1)
+    assert torch.get_num_threads() == before
+    assert f"{before + 1} threads each" in conducted.said
+
+
+@pytest.mark.parametrize(
+    ("given", "jobs"),
+    [({}, 3), ({"threads": 2}, 1), ({"threads": 8}, 1), ({"jobs": 5}, 5), ({"device": "cuda"}, 1)],
+)
+def test_jobs_by_default(
+    place: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], jobs: int
+) -> None:
+    monkeypatch.setattr(conductor, "available_bytes", lambda device: None)
+    monkeypatch.setattr(environment, "pinnable_cores", lambda: (0, 1, 2))
+    request = Request(study_of(), "", place, **given)
+    assert conductor._jobs(request, [], Console(file=io.StringIO())) == jobs

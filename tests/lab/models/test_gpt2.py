@@ -210,6 +210,14 @@ def test_each_dropout_is_where_it_says() -> None:
     assert [each.dropout_p for each in layers if isinstance(each, Attention)] == [0.25]
 
 
+def test_residual_dropout_is_on_both_branches() -> None:
+    torch.manual_seed(2)
+    model = GPT2(Shape(2, 2, 16, 12, 31, residual_dropout=0.999999))  # next to nothing is left
+    x = model.tokens(_tokens()) + model.positions(torch.arange(12))
+    expected = functional.linear(model.norm(x), model.tokens.weight)
+    assert_same_bits(model(_tokens()), expected, "logits")
+
+
 def test_wrong_calls_are_clear_errors() -> None:
     model = GPT2(SMALL)
     with pytest.raises(InvalidArgument, match=r"tokens: got shape \[1, 13\].*context 12"):

@@ -26,6 +26,7 @@ from tilewise.errors import InvalidArgument
 from tilewise.lab.study.config import Arm, Study
 from tilewise.lab.study.records import CorruptRecordError, RunRecord
 from tilewise.lab.study.report import write
+from tilewise.lab.study.report.definitions import DEFINITIONS
 
 MINUS, TIMES = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
 
@@ -315,10 +316,17 @@ def test_the_link_to_the_definitions(tmp_path: Path, monkeypatch: pytest.MonkeyP
     study = _study("lion")
     inside = folder_of(checkout / "studies" / "one", study, records_of(study))
     reader, _, twin = _written(inside)
-    assert "../../docs/metrics.md" in reader.links
+    assert {"../../docs/metrics.md", "../../docs/metrics.md#speed"} <= set(reader.links)
     assert "](../../docs/metrics.md)" in twin
     outside = folder_of(tmp_path / "elsewhere", study, records_of(study))
     assert not any("metrics" in link for link in _written(outside)[0].links)
+
+
+def test_the_definitions_are_in_the_documentation() -> None:
+    page = Path(__file__).resolve().parents[4] / "docs" / "metrics.md"
+    headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.M)
+    anchors = {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
+    assert {each.anchor for each in DEFINITIONS} <= anchors
 
 
 def test_study_json_holds_what_the_page_says(tmp_path: Path) -> None:

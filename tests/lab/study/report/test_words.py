@@ -79,6 +79,16 @@ def test_ratios() -> None:
     assert words.times(1.001, "faster", "slower") == "as fast"
 
 
+def test_sentences() -> None:
+    raised = "\N{SUPERSCRIPT MINUS}\N{SUPERSCRIPT SIX}"
+    assert words.power(-4.2e-6) == f"{MINUS}4{TIMES}10{raised}"
+    assert words.power(0.0) == "0"
+    assert (
+        words.typeset("+1e-06 nats [-0.5, +6e-06], lion-2 in a-1, seeds 0-3")
+        == f"+1{TIMES}10{raised} nats [{MINUS}0.5, +6{TIMES}10{raised}], lion-2 in a-1, seeds 0-3"
+    )
+
+
 @pytest.mark.parametrize(
     ("items", "said"), [(["a"], "a"), (["a", "b"], "a and b"), (["a", "b", "c"], "a, b and c")]
 )

@@ -2,68 +2,82 @@
 
 from __future__ import annotations
 
-from tilewise.lab.study.report.view import Fact
+from tilewise.lab.study.report.view import Definition
 
 __all__ = ["DEFINITIONS"]
 
 DEFINITIONS = (
-    Fact(
+    Definition(
         "Effect",
         "The mean over seeds of an arm's final held-out metric less the baseline's with the same "
         "seed. Both metrics are losses: below zero is better.",
+        "verdicts",
     ),
-    Fact(
+    Definition(
         "Interval",
         "The t interval of that mean: what the effect would be with many more seeds, at the stated "
         "confidence and not adjusted for the number of arms.",
+        "verdicts",
     ),
-    Fact(
+    Definition(
         "p (Holm)",
         "Of the paired t test that there is no effect, made larger by Holm's method for the number "
         "of arms that are judged together.",
+        "verdicts",
     ),
-    Fact(
+    Definition(
         "Better, worse",
         "The Holm-adjusted test says that there is an effect, and it was not found too small to "
         "matter.",
+        "verdicts",
     ),
-    Fact(
+    Definition(
         "No difference",
         "Two one-sided tests (Holm-adjusted) say that the effect is smaller than the smallest that "
         "matters, in either direction. This is found, not assumed.",
+        "verdicts",
     ),
-    Fact(
+    Definition(
         "Undecided",
         "Neither was found with these seeds. The number of seeds that it still needs is for the "
         "wished power to see the smallest effect that matters.",
+        "verdicts",
     ),
-    Fact(
+    Definition(
         "Diverged",
-        "A loss or a gradient was not finite. Such a run counts; it is never left out.",
+        "A loss, a gradient or a held-out loss was not finite. Such a run counts; it is never "
+        "left out.",
+        "stability",
     ),
-    Fact(
+    Definition(
         "Speed withheld",
         "An arm that only computes differently (a systems arm) shows its speed once its losses "
         "have been found equal to the baseline's; before that the comparison would mean nothing.",
+        "what-is-withheld-and-what-is-warned-of",
     ),
-    Fact(
+    Definition(
         "tokens/s",
         "Tokens of optimizer steps over the time of these steps; evaluation and the first steps of "
         "a process are left out. Per CPU-second: over the CPU time of all threads.",
+        "speed",
     ),
-    Fact(
+    Definition(
         "MFU",
         "Model operations per second over the measured peak of matrix multiplication: 6 per "
         "multiplied weight and token, and c · layers · width · context for attention, where c = 12 "
         "counts every pair and c = 6 only those that a causal mask lets through.",
+        "speed",
     ),
-    Fact(
+    Definition(
         "Spikes",
-        "The share of steps whose training loss jumped over that of the steps before it.",
+        "The share of steps whose training loss lay more than seven robust standard deviations "
+        "over that of the steps before.",
+        "stability",
     ),
-    Fact(
+    Definition(
         "Kernel flag",
         "In every run the kernel that each attention layer really ran is recorded. An arm whose "
         "kernels differ from the baseline's changed more than it says.",
+        "attention-kernels",
     ),
 )

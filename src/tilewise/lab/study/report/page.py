@@ -14,6 +14,7 @@ __all__ = ["html", "markdown", "markdown_text"]
 
 _PACKAGE = "tilewise.lab.study.report"
 _UNSAFE = re.compile(r"([\\`*_{}\[\]<>#|~$!&])")
+_PATH_DOT = re.compile(r"(?<=[a-z_])\.(?=[a-z_])")
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -42,7 +43,7 @@ def printable(text: object) -> str:
 
 def breakable(text: object) -> Markup:
     """A text for HTML in which a dotted path may go on in the next line after each dot."""
-    return escape(printable(text)).replace(".", Markup(".<wbr>"))
+    return Markup(_PATH_DOT.sub(".<wbr>", str(escape(printable(text)))))
 
 
 def fenced(text: object) -> str:

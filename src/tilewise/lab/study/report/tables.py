@@ -230,7 +230,7 @@ def _sweeps(experiment: ExperimentVerdict) -> Table | None:
                 )
             )
     head = ("arm", experiment.sweeps[0].path, UNITS[experiment.metric], "")
-    words_of = tuple(sweep.words for sweep in experiment.sweeps)
+    words_of = tuple(words.typeset(sweep.words) for sweep in experiment.sweeps)
     return Table("Sweep", head, tuple(rows), words_of, "sweep")
 
 
@@ -306,7 +306,7 @@ def _interactions(experiment: ExperimentVerdict) -> Table | None:
             )
             effect = Cell(effect.text, f"[{low}, {high}]")
         p = Cell(words.p_value(each.p_holm))
-        return Cell(each.together), Cell(each.label), effect, p, Cell(each.reason)
+        return Cell(each.together), Cell(each.label), effect, p, Cell(words.typeset(each.reason))
 
     return Table(
         "Do they add up?",

@@ -157,10 +157,10 @@ def row_of(
         speed=_speed(arm),
         memory=_ratio(arm.measures.memory_ratio, better_above=False),
         cost=_cost(arm.cost),
-        reason="" if arm.label in _SAID_BY_NUMBERS else arm.reason,
+        reason="" if arm.label in _SAID_BY_NUMBERS else words.typeset(arm.reason),
         flags=tuple(flag.words for flag in arm.kernel_flags),
         alarm=any(not flag.expected for flag in arm.kernel_flags),
-        notes=(*([arm.speed_withheld] if arm.speed_withheld else []), *arm.notes),
+        notes=tuple(words.typeset(note) for note in (arm.speed_withheld, *arm.notes) if note),
     )
 
 

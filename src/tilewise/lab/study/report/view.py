@@ -10,7 +10,18 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-__all__ = ["Band", "Cell", "Chart", "Experiment", "Fact", "Forest", "Mark", "Page", "Table"]
+__all__ = [
+    "Band",
+    "Cell",
+    "Chart",
+    "Definition",
+    "Experiment",
+    "Fact",
+    "Forest",
+    "Mark",
+    "Page",
+    "Table",
+]
 __all__ += ["VerdictRow"]
 
 
@@ -69,6 +80,20 @@ class Fact(NamedTuple):
 
     name: str
     value: str
+
+
+class Definition(NamedTuple):
+    """What a word means.
+
+    Args:
+        name: the word.
+        value: a sentence or two.
+        anchor: of the section of ``docs/metrics.md`` that has all of it.
+    """
+
+    name: str
+    value: str
+    anchor: str
 
 
 class Mark(NamedTuple):
@@ -214,6 +239,6 @@ class Page:
     environment: tuple[Fact, ...]
     corpus: tuple[Fact, ...]
     command: str
-    definitions: tuple[Fact, ...]
+    definitions: tuple[Definition, ...]
     metrics: str
     hash: str

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 
 __all__ = ["MINUS", "count", "digits_for", "duration", "integer", "listing", "p_value", "plain"]
-__all__ += ["power", "rate", "ratio", "shorten", "signed", "size", "times"]
+__all__ += ["power", "rate", "ratio", "shorten", "signed", "size", "times", "typeset"]
 
 MINUS = "\N{MINUS SIGN}"
 _RAISED = str.maketrans(
@@ -47,9 +48,18 @@ def power(value: float) -> str:
     """A small number as a power of ten: ``+4`` times ten to the minus sixth; ``0`` as it is."""
     if value == 0 or not math.isfinite(value):
         return signed(value, 0)
-    mantissa, _, exponent = f"{value:+.0e}".partition("e")
-    raised = str(int(exponent)).translate(_RAISED)
-    return f"{mantissa.replace('-', MINUS)}\N{MULTIPLICATION SIGN}10{raised}"
+    return typeset(f"{value:+.0e}")
+
+
+def typeset(sentence: str) -> str:
+    """A sentence with real minus signs, and powers of ten in place of ``1e-06``."""
+
+    def raised(match: re.Match[str]) -> str:
+        exponent = str(int(match[2])).translate(_RAISED)
+        return f"{match[1]}\N{MULTIPLICATION SIGN}10{exponent}"
+
+    powers = re.sub(r"\b(\d+(?:\.\d+)?)e([-+]?\d+)\b", raised, sentence)
+    return re.sub(r"(?<![\w.)])-(?=\d)", MINUS, powers)
 
 
 def p_value(p: float | None) -> str:

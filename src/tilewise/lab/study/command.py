@@ -21,7 +21,6 @@ from tilewise.errors import InvalidArgument
 from tilewise.lab.study import overrides, recipes
 from tilewise.lab.study.choices import registry
 from tilewise.lab.study.conduct import compare, conductor, find, show, store
-from tilewise.lab.study.config import Study
 
 __all__ = ["main"]
 
@@ -57,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str]) -> int:
     parser = _parser()
     options, rest = parser.parse_known_args(argv)
-    study = _study(options.recipe, _recipe_options(parser, rest), options.set)
+    name, recipe_options = _recipe(parser, rest)
+    study = overrides.apply(recipes.find(name).study(**recipe_options), options.set)
     console = _console()
     for note in overrides.notes(study, options.set):
         console.print(Text(f"Note: {note}."), soft_wrap=True)
@@ -76,28 +76,28 @@ def _run(argv: Sequence[str]) -> int:
 _BARE = ["tilewise", "study", "run", DEFAULT]
 
 
-def _study(name: str, options: dict[str, Any], changes: Sequence[str]) -> Study:
-    return overrides.apply(recipes.find(name).study(**options), changes)
-
-
-def _recipe_options(parser: argparse.ArgumentParser, rest: Sequence[str]) -> dict[str, Any]:
-    """``--preset h200`` and ``--steps=5``: what is no option of the command is the recipe's."""
-    found: dict[str, Any] = {}
+def _recipe(parser: argparse.ArgumentParser, rest: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """The recipe's name and options: what is no option of the command, ``--preset h200``."""
+    name: str | None = None
+    options: dict[str, Any] = {}
     words = list(rest)
     while words:
         word = words.pop(0)
-        if not word.startswith("--"):
-            parser.error(f"unexpected {word!r}: one recipe at a time")
-        key, equals, value = word[2:].partition("=")
+        if not word.startswith("-"):
+            if name is not None:
+                parser.error(f"{name!r} and {word!r}: one recipe at a time")
+            name = word
+            continue
+        key, equals, value = word.lstrip("-").partition("=")
         if not equals:
             if not words or words[0].startswith("--"):
                 parser.error(f"{word}: give it a value")
             value = words.pop(0)
         try:
-            found[key.replace("-", "_")] = json.loads(value)
+            options[key.replace("-", "_")] = json.loads(value)
         except ValueError:
-            found[key.replace("-", "_")] = value
-    return found
+            options[key.replace("-", "_")] = value
+    return name or DEFAULT, options
 
 
 def _confirm(duration: str) -> bool:
@@ -194,12 +194,12 @@ def _parser() -> argparse.ArgumentParser:
         "       tilewise study recipes | choices | list\n"
         "       tilewise study report STUDY | show RUN | compare A B",
         description="Train arms that differ in one choice, with paired seeds, and say which "
-        "choices are worth having. The same command goes on with a study that was stopped.",
+        "choices are worth having. The same command goes on with a study that was stopped. "
+        f"The recipe is {DEFAULT} if none is named.",
         epilog="`tilewise study recipes` says what a recipe's options are, e.g. --preset h200.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("recipe", nargs="?", default=DEFAULT, help=f"what to study ({DEFAULT})")
     add(
         "--set",
         action="append",

@@ -1,0 +1,196 @@
+"""``tilewise study``: what is understood, what is refused, what is asked for."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.lab.study.records_of import records_of, study_of, write
+from tilewise import cli
+from tilewise.lab.study import command
+from tilewise.lab.study.choices import registry
+from tilewise.lab.study.conduct import conductor, store
+from tilewise.lab.study.conduct.conductor import Request
+
+RECIPE = '''
+from tilewise.lab.study.config import *
+
+def mine(*, rate: float = 0.1, name: str = "mine") -> Study:
+    """A study of one's own."""
+    run = RunConfig(optimizer=Optimizer(name="adamw", lr=rate))
+    arms = (Arm(name="lion", changes={"optimizer": {"name": "lion", "lr": 0.5}}),)
+    experiment = Experiment(
+        name="e", question="?", baseline=run, arms=arms, smallest_effect=0.1, seeds=(0, 1, 2)
+    )
+    return Study(name=name, question="?", experiments=(experiment,))
+'''
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """What the conductor is asked, in place of its doing it."""
+    requests: list[Request] = []
+
+    def conduct(request: Request, console: Console) -> int:
+        requests.append(request)
+        return 7
+
+    monkeypatch.setattr(conductor, "conduct", conduct)
+    return requests
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "my study.py"
+    path.write_text(RECIPE)
+    return f"{path}:mine"
+
+
+@pytest.mark.parametrize("argv", [[], ["run"], ["laptop"], ["run", "laptop"]])
+def test_the_laptop_is_what_is_run(argv: list[str], asked: list[Request]) -> None:
+    assert command.main(argv) == 7
+    (request,) = asked
+    assert request.study.name == "laptop"
+    assert (request.jobs, request.threads, request.device) == (None, 1, "cpu")
+    assert request.out == store.studies_folder()
+    assert request.command.startswith("tilewise study run")
+
+
+def test_everything_that_can_be_said(
+    recipe: str, asked: list[Request], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["run", recipe, "--rate", "0.25", "--name=other", "--set", "optimizer.lr=0.125"]
+    argv += ["--set", "e.seeds=0,1", "--jobs", "3", "--threads", "2", "--device", "cuda"]
+    argv += ["--out", str(tmp_path / "there"), "--yes"]
+    assert command.main(argv) == 7
+    (request,) = asked
+    (experiment,) = request.study.experiments
+    assert request.study.name == "other"
+    assert experiment.seeds == (0, 1)
+    assert experiment.baseline.optimizer.options["lr"] == 0.125
+    assert (request.jobs, request.threads, request.device) == (3, 2, "cuda")
+    assert request.out == tmp_path / "there"
+    assert request.confirm is None
+    # The command is as it was typed, ready for a shell.
+    assert f"'{recipe}' --rate 0.25 --name=other" in request.command
+    assert request.command.count(" run ") == 1
+    # What an arm changes itself it keeps, and that is said.
+    assert "e/lion keeps its own optimizer.lr: 0.5" in capsys.readouterr().out
+
+
+def test_a_recipes_options_keep_their_types(recipe: str, asked: list[Request]) -> None:
+    command.main(["--rate", "1e-3", "--jobs", "2", recipe])  # in any order
+    assert asked[0].jobs == 2
+    assert asked[0].study.experiments[0].baseline.optimizer.options["lr"] == 0.001
+    assert command.main(["wikitext", "--preset", "h200"]) == 7
+    assert asked[1].study.name == "wikitext-h200"
+
+
+def test_a_long_study_is_asked_about_on_a_terminal_only(
+    asked: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal("y\nno\n\n"))
+    command.main([])
+    confirm = asked[0].confirm
+    assert confirm is not None
+    assert [confirm("3:00 h") for _ in range(3)] == [True, False, False]
+    command.main(["--yes"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    command.main([])
+    assert [request.confirm for request in asked[1:]] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["lap-top"], "Did you mean 'laptop'"),
+        (["--set", "optimiser.lr=1"], "Did you mean 'optimizer'"),
+        (["--set", "optimizer.lr"], "path=value"),
+        (["--stpes", "5"], "Did you mean 'steps'"),
+        (["--jobs", "0"], "0 is not 1 or more"),
+        (["--device", "abacus"], "abacus"),
+        (["laptop", "kernels"], "one recipe at a time"),
+        (["laptop", "--steps"], "--steps: give it a value"),
+        (["nowhere.py:mine"], "no file"),
+        (["show"], "the following arguments are required"),
+        (["show", "x", "--out", "/nonexistent"], "there is none"),
+        (["compare", "x"], "required: b"),
+        (["report", "x", "--out", "/nonexistent"], "there is none"),
+        (["recipes", "more"], "unrecognized"),
+    ],
+)
+def test_wrong_usage_has_status_2(
+    argv: list[str], message: str, asked: list[Request], capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = command.main(argv)
+    except SystemExit as stopped:
+        status = int(str(stopped.code))
+    assert status == 2
+    assert message in capsys.readouterr().err
+    assert asked == []
+
+
+def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for words in (*command._SUBCOMMANDS, "--set", "--jobs", "--threads", "--out", "--yes"):
+        assert words in text
+    for name in ("run", "show", "list"):
+        with pytest.raises(SystemExit):
+            command.main([name, "--help"])
+        assert "--out" in capsys.readouterr().out
+
+
+def test_recipes_and_choices_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["recipes"]) == 0
+    text = capsys.readouterr().out
+    for words in ("laptop (the default)", "laptop-full", "wikitext", "--preset cpu", "kernels"):
+        assert words in text
+    assert command.main(["choices"]) == 0
+    text = capsys.readouterr().out
+    kinds: Any = ("optimizer", "schedule", "variant")
+    for kind in kinds:
+        for name in registry.names(kind):
+            assert f"  {name}: " in text
+    assert "betas=(0.9, 0.95)" in text
+
+
+def test_what_was_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = study_of()
+    folder = store.folder_of(study, tmp_path)
+    store.begin(folder, store.StoredStudy(study, "tilewise study run x", {}, "2026"))
+    write(folder, records_of(study))
+    where = ["--out", str(tmp_path)]
+    assert cli.main(["study", "list", *where]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if folder.name in line]
+    assert line.split()[:2] == [folder.name, "9/9"]
+    assert cli.main(["study", "show", "optimizers/lion/seed-0", *where]) == 0
+    assert "optimizers/lion/seed-0: done" in capsys.readouterr().out
+    assert cli.main(["study", "compare", "optimizers/lion", "optimizers/wsd", *where]) == 0
+    assert "3 paired seeds." in capsys.readouterr().out
+    assert cli.main(["study", "report", "synthetic", *where]) == 0
+    assert f"Report: {folder / 'report.html'}" in capsys.readouterr().out
+    assert (folder / "report.md").exists()
+
+
+def test_a_study_whose_record_was_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = study_of()
+    folder = store.folder_of(study, tmp_path)
+    store.begin(folder, store.StoredStudy(study, "tilewise study run x", {}, "2026"))
+    write(folder, records_of(study))
+    record = folder / "runs/optimizers/lion/seed-0/record.jsonl"
+    record.write_text("nonsense\n" + record.read_text())
+    assert cli.main(["study", "report", "synthetic", "--out", str(tmp_path)]) == 1
+    assert "record.jsonl, line 1: not an event" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import hashlib
 import os
 import sysconfig
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -141,18 +141,15 @@ def standard_library(size_cap_bytes: int, folder: Path | None = None) -> list[Pi
         for path in root.rglob("*.py")
         if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
     ]
-    pieces: list[Piece] = []
-    size = 0
-    for path in sorted(found, key=lambda path: path.relative_to(root).as_posix()):
-        try:
-            data = path.read_bytes()
-        except OSError:  # a dangling link or a file of another user: the hash tells the difference
-            continue
-        size += len(data)
-        if size > size_cap_bytes:
-            break
-        pieces.append(Piece(path.relative_to(root).as_posix(), data))
-    return pieces
+    return _whole_files(root, found, size_cap_bytes, _read_if_possible)
+
+
+def _read_if_possible(path: Path) -> bytes | None:
+    """The bytes; None for a dangling link or a file of another user: the hash tells the difference."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
 
 
 def _text_files(root: Path, size_cap_bytes: int) -> list[Piece]:
@@ -162,10 +159,19 @@ def _text_files(root: Path, size_cap_bytes: int) -> list[Piece]:
         for path in root.rglob("*")
         if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts)
     ]
+    return _whole_files(root, found, size_cap_bytes, _read)
+
+
+def _whole_files(
+    root: Path, found: list[Path], size_cap_bytes: int, read: Callable[[Path], bytes | None]
+) -> list[Piece]:
+    """Files in the order of their paths; the first that goes over the size ends the list."""
     pieces: list[Piece] = []
     size = 0
     for path in sorted(found, key=lambda path: path.relative_to(root).as_posix()):
-        data = _read(path)
+        data = read(path)
+        if data is None:
+            continue
         size += len(data)
         if size > size_cap_bytes:
             break

@@ -145,7 +145,7 @@ def standard_library(size_cap_bytes: int, folder: Path | None = None) -> list[Pi
 
 
 def _read_if_possible(path: Path) -> bytes | None:
-    """The bytes; None for a dangling link or a file of another user (the hash tells these apart)."""
+    """The bytes; None for a dangling link or a file of another user (the hash tells)."""
     try:
         return path.read_bytes()
     except OSError:

@@ -41,7 +41,6 @@ ORPHANED = 4
 _LOCK = ".lock"
 _LOCK_WAIT_S = 10.0  # for a process that is just ending
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_RESIDENT_BYTES = 256 << 20  # tokens up to this size are read before memory is measured
 
 
 @dataclass(frozen=True)
@@ -143,19 +142,16 @@ def work(job: Job) -> None:
 
 
 def _warm(config: RunConfig, tokens: Tokens, device: torch.device) -> None:
-    """Let the process take what it takes once, so that no arm is charged for it as memory.
+    """Let the process take what torch takes once, so that no arm is charged for it as memory.
 
-    These are torch's own tens of megabytes, and the pages of the token files, which the system
-    shares between processes but counts in each.
+    The pages of the token files, which the system counts in every process, are there already: the
+    files' checksum was taken.
     """
     small = config.model.model_copy(update={"layers": 1, "heads": 1, "width": 16, "context": 16})
     model = model_of(config.model_copy(update={"model": small}), tokens.vocabulary, 0, device)
     inputs = torch.zeros(1, 16, dtype=torch.int64, device=device)
     model(inputs).sum().backward()
     torch.optim.AdamW(model.parameters()).step()
-    for each in (tokens.train, tokens.held_out):
-        if each.nbytes <= _RESIDENT_BYTES:
-            each.max()
 
 
 def _name_of(device: torch.device) -> str:

@@ -149,7 +149,7 @@ def test_where_the_baseline_diverged_there_is_nothing_to_compare_with() -> None:
 def test_a_study_under_way_shows_what_it_has() -> None:
     found = verdict(lion=Behaviour(effect=-0.1, stopped={2: 12}))
     lion = found.arms[0]
-    assert (lion.label, lion.n, lion.p_holm) == ("incomplete", 2, None)
+    assert (lion.label, lion.n, lion.p_holm, lion.p_equivalence) == ("incomplete", 2, None, None)
     assert lion.effect == pytest.approx(-0.1, abs=0.01)
     assert lion.reason.startswith("2 of 3 seeds are done; so far -0.10")
     assert lion.measures.tokens_per_s is not None
@@ -183,6 +183,17 @@ def test_identical_weights_are_no_difference_even_with_one_seed() -> None:
         assert (found.label, found.identical, found.effect) == ("no difference", True, 0)
         assert found.reason.startswith("Identical weights, bit for bit, with ")
         assert found.speed_withheld == ""
+
+
+def test_one_seed_with_other_weights_is_not_identical() -> None:
+    study = study_of(experiment_of(SDPA))
+    twins = {"baseline": Behaviour(twin=True), "sdpa": Behaviour(twin=True)}
+    records = records_of(study, twins)
+    records["optimizers/sdpa/seed-2"] = records_of(study, {})["optimizers/sdpa/seed-2"]
+    found = judge(study, records).experiments[0].arms[0]
+    assert [each.identical for each in found.per_seed] == [True, True, False]
+    assert not found.identical
+    assert "Identical" not in found.reason
 
 
 def test_a_systems_arm_that_changes_nothing_reports_its_speed() -> None:

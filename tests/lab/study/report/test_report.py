@@ -265,6 +265,29 @@ def test_speed_is_withheld_until_the_losses_are_equal(tmp_path: Path) -> None:
         assert "397,824" not in text  # its tokens per second
 
 
+def test_a_speed_is_claimed_only_if_it_is_clear(tmp_path: Path) -> None:
+    study = study_of(kernels_experiment())
+    records = records_of(
+        study, {arm: Behaviour(noise=1e-6) for arm in ("plain", "sdpa", "tilewise")}
+    )
+    for seed, pace in enumerate((0.5, 2.0, 1.5)):  # sdpa: sometimes faster, sometimes slower
+        record = records[f"kernels/sdpa/seed-{seed}"]
+        record.steps = [replace(step, wall_s=step.wall_s / pace) for step in record.steps]
+        record = records[f"kernels/tilewise/seed-{seed}"]
+        record.steps = [replace(step, wall_s=step.wall_s / 2) for step in record.steps]
+    reader, _, _ = _written(folder_of(tmp_path, study, records))
+    said = f"against plain, tilewise is 2.00{TIMES} faster; no clear difference in speed for sdpa."
+    assert said in reader.text
+
+
+def test_an_arm_that_changes_a_whole_choice(tmp_path: Path) -> None:
+    whole = {"name": "lion", "lr": 0.0003, "weight_decay": 1.0}
+    study = _study(Arm(name="lion", changes={"optimizer": whole}))
+    reader, _, twin = _written(folder_of(tmp_path, study, records_of(study)))
+    for text in (reader.text, twin.replace("\\", "")):
+        assert "optimizer = lion, lr 0.0003, weight_decay 1" in text
+
+
 def test_everything_diverged(tmp_path: Path) -> None:
     study = _study("lion", target=0.5)
     lost = Behaviour(diverged={0: 3, 1: 4, 2: 5})

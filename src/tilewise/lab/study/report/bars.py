@@ -30,7 +30,7 @@ __all__ = ["PARTS", "ArmMemory", "ArmTarget", "memory_chart", "sweep_chart", "ta
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
 _ROW = 34.0  # height of an arm
-_LETTER = 7.6
+_LETTER = 8.2
 _LONGEST = 15
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tilewise.lab.study import config
 from tilewise.lab.study.report import words
@@ -47,6 +47,9 @@ def spelled(value: object) -> str:
         return "on" if value else "off"
     if isinstance(value, float):
         return f"{value:g}"
+    if isinstance(value, Mapping):  # a choice and its options
+        parts = [f"{key} {spelled(each)}" for key, each in value.items() if key != "name"]
+        return ", ".join([str(value["name"]), *parts] if "name" in value else parts)
     if isinstance(value, (list, tuple)):
         return ", ".join(map(spelled, value))
     if isinstance(value, int):
@@ -252,10 +255,14 @@ def _ratio(ratio: Ratio | None, *, better_above: bool) -> Cell:
     if ratio.interval is None:
         return Cell(words.ratio(ratio.value), "one seed" if ratio.n == 1 else "")
     low, high = ratio.interval.low, ratio.interval.high
-    clear = low > 1.0 or high < 1.0
     good = (ratio.value > 1.0) == better_above
-    tone = ("best" if good else "bad") if clear and abs(ratio.value - 1) >= 0.02 else ""
+    tone = ("best" if good else "bad") if _clear(ratio) and abs(ratio.value - 1) >= 0.02 else ""
     return Cell(words.ratio(ratio.value), f"{low:.2f} to {high:.2f}", tone)
+
+
+def _clear(ratio: Ratio) -> bool:
+    """Whether its whole interval lies on one side of 1."""
+    return ratio.interval is not None and (ratio.interval.low > 1 or ratio.interval.high < 1)
 
 
 def _cost(cost: Cost) -> Cell:
@@ -283,7 +290,7 @@ def meaning(experiment: ExperimentVerdict) -> str:
     same = groups.get("no difference", [])
     if same:
         said.append(f"{_arms(same)} changed nothing that matters")
-        said += _faster(same, experiment.baseline.name)
+        said += _speeds(same, experiment.baseline.name)
     if "undecided" in groups:
         said.append(f"{_arms(groups['undecided'])} {_are(groups['undecided'])} undecided")
     if "diverged" in groups:
@@ -302,11 +309,20 @@ def _are(arms: Sequence[ArmVerdict]) -> str:
     return "is" if len(arms) == 1 else "are"
 
 
-def _faster(arms: Sequence[ArmVerdict], baseline: str) -> list[str]:
-    """What systems arms buy, once they have passed."""
-    said = [
-        f"{arm.arm} is {words.times(arm.measures.speed_ratio.value, 'faster', 'slower')}"
+def _speeds(arms: Sequence[ArmVerdict], baseline: str) -> list[str]:
+    """What systems arms buy, once they have passed: a ratio is claimed only if it is clear."""
+    known = [
+        (arm.arm, arm.measures.speed_ratio)
         for arm in arms
         if arm.kind == "systems" and arm.measures.speed_ratio is not None
     ]
-    return [f"against {baseline}, {words.listing(said)}"] if said else []
+    clear = [
+        f"{arm} is {words.times(ratio.value, 'faster', 'slower')}"
+        for arm, ratio in known
+        if _clear(ratio)
+    ]
+    unclear = [arm for arm, ratio in known if not _clear(ratio)]
+    said = [f"against {baseline}, {words.listing(clear)}"] if clear else []
+    if unclear:
+        said.append(f"no clear difference in speed for {words.listing(unclear)}")
+    return said

@@ -28,6 +28,11 @@ def test_a_run_comes_back_from_json(run: Run) -> None:
     assert Run.from_json(json.loads(json.dumps(run.as_json()))) == run
 
 
+def test_six_digits_of_a_candidate_are_enough() -> None:
+    run = Run("e", "a", 0, RunConfig(), phase="sweep", candidate=0.1 + 0.2)
+    assert run.name == "e/a/sweep-0.3-seed-0"
+
+
 def test_the_hash_is_of_the_config_alone() -> None:
     assert TRIAL.config_hash == config_hash(RunConfig())
     assert FINAL.config_hash != TRIAL.config_hash

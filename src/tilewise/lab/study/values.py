@@ -94,14 +94,16 @@ def change(config: M, changes: Mapping[str, Any]) -> M:
 
     Args:
         config: what to start from; it is not changed.
-        changes: dotted path -> new value, applied in order.
+        changes: dotted path -> new value. Their order does not matter: a part is set before what is
+            in it, and the name of a choice before its options.
 
     Raises:
         InvalidArgument: an unknown path (the nearest is suggested), or a value that does not fit.
     """
     values = config.model_dump(mode="json")
-    for path, value in changes.items():
-        _set(values, path, value)
+    changes = {**_cleared(changes), **changes}
+    for path in sorted(changes, key=_whole_first):
+        _set(values, path, changes[path])
     return parse(type(config), values)
 
 
@@ -116,7 +118,23 @@ _CHOICES: dict[str, Kind] = {
     "schedule": "schedule",
     "variant": "variant",
 }
-_OTHER = {"budget.steps": "tokens", "budget.tokens": "steps"}
+
+
+def _whole_first(path: str) -> tuple[int, bool, str]:
+    """Sorts a part before what is in it, and the name of a choice before its options."""
+    parts = path.split(".")
+    return len(parts), parts[-1] != "name", path
+
+
+def _cleared(changes: Mapping[str, Any]) -> dict[str, None]:
+    """The steps of budgets that get tokens, and the tokens of those that get steps."""
+    other = {"steps": "tokens", "tokens": "steps"}
+    paths = [path.rpartition(".") for path, value in changes.items() if value is not None]
+    return {
+        f"{part}.{other[last]}": None
+        for part, _, last in paths
+        if last in other and part.rpartition(".")[2] == "budget"
+    }
 
 
 def _set(values: dict[str, Any], path: str, value: Any) -> None:
@@ -125,8 +143,8 @@ def _set(values: dict[str, Any], path: str, value: Any) -> None:
     for depth, part in enumerate((*parents, last)):
         known = list(at) if isinstance(at, dict) else []
         # An option of a choice may be unknown here: its own check names the nearest.
-        is_option = depth == len(parents) and bool(parents) and parents[-1] in _CHOICES
-        if part not in known and not is_option:
+        of_choice = isinstance(at, dict) and parents[-1:] and parents[-1] in _CHOICES
+        if part not in known and not (of_choice and depth == len(parents)):
             where = ".".join((*parents, last)[:depth]) or "the config"
             required = f"a key of {where}: {', '.join(known) or 'none, it is a value'}"
             raise InvalidArgument(path, "an unknown key", required, nearest(part, known))
@@ -138,10 +156,7 @@ def _set(values: dict[str, Any], path: str, value: Any) -> None:
         at.clear()
         at.update({"name": value, **kept})
         return
-    at[last] = value
-    other = _OTHER.get(".".join((*parents[-1:], last)))
-    if other is not None and value is not None:
-        at[other] = None
+    at[last] = {"name": value} if last in _CHOICES and isinstance(value, str) else value
 
 
 def _keys(kind: str, path: list[str | int]) -> list[str]:

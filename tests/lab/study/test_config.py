@@ -143,6 +143,13 @@ def test_a_change_leaves_the_config_that_it_starts_from() -> None:
     assert plain(config) == before
 
 
+def test_a_change_leaves_the_changes_as_they_are() -> None:
+    changes = {"optimizer": {"lr": 0.5}, "optimizer.betas": [0.1, 0.2], "optimizer.name": "lion"}
+    before = json.dumps(changes)
+    change(RunConfig(), changes)
+    assert json.dumps(changes) == before
+
+
 def test_a_new_name_keeps_the_options_that_it_has_too() -> None:
     config = change(RunConfig(), {"optimizer.lr": 0.5, "optimizer.name": "lion"})
     kept = {"lr": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.95)}

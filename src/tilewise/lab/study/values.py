@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import reprlib
@@ -101,7 +102,7 @@ def change(config: M, changes: Mapping[str, Any]) -> M:
         InvalidArgument: an unknown path (the nearest is suggested), or a value that does not fit.
     """
     values = config.model_dump(mode="json")
-    changes = {**_cleared(changes), **changes}
+    changes = copy.deepcopy({**_cleared(changes), **changes})  # parts of it go into the values
     for path in sorted(changes, key=_whole_first):
         _set(values, path, changes[path])
     return parse(type(config), values)

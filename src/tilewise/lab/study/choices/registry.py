@@ -134,7 +134,8 @@ def find(kind: Kind, name: str) -> Entry:
     if found is None:
         known = names(kind)
         required = f"one of {', '.join(known)}"
-        raise InvalidArgument(f"{kind}.name", repr(name), required, nearest(str(name), known))
+        suggestion = nearest(name, known) if isinstance(name, str) else ""
+        raise InvalidArgument(f"{kind}.name", repr(name), required, suggestion)
     return found
 
 

@@ -95,11 +95,11 @@ def rich_study() -> tuple[Study, dict[str, RunRecord]]:
         "muon": Behaviour(effect=-0.08, best=1e-2),
     }
     records = records_of(study, behaviours)
-    _choose(study, records)
+    choose(study, records)
     return study, records
 
 
-def _choose(study: Study, records: dict[str, RunRecord]) -> None:
+def choose(study: Study, records: dict[str, RunRecord]) -> None:
     """Give the runs that count what the sweeps chose, as the conductor does."""
     for experiment in study.experiments:
         if experiment.sweep is None:

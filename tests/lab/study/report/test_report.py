@@ -18,12 +18,13 @@ from tests.lab.study.records_of import Behaviour, experiment_of, records_of, stu
 from tests.lab.study.report.samples import (
     COMMAND,
     EVIL,
+    choose,
     folder_of,
     kernels_experiment,
     rich_study,
 )
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.config import Arm, Study
+from tilewise.lab.study.config import Arm, Study, Sweep
 from tilewise.lab.study.records import CorruptRecordError, RunRecord
 from tilewise.lab.study.report import write
 from tilewise.lab.study.report.definitions import DEFINITIONS
@@ -95,6 +96,8 @@ def test_both_say_what_was_found(rich: tuple[_Reader, str, str]) -> None:
         "dropout is worse by 0.091 bits per byte",
         "z-loss changed nothing that matters",
         "noclip is undecided",
+        "Neither a difference nor its absence is shown.",
+        "Shown to be smaller than 0.01, the smallest effect that matters",
         "hot diverged",
         "schedule.name = wsd",
         f"{MINUS}0.108",
@@ -280,6 +283,21 @@ def test_a_speed_is_claimed_only_if_it_is_clear(tmp_path: Path) -> None:
     assert said in reader.text
 
 
+def test_what_the_table_shows_is_not_said_again(tmp_path: Path) -> None:
+    study = _study("wsd", "drop", "gone")
+    behaviours = {
+        "wsd": Behaviour(effect=-0.3),
+        "gone": Behaviour(absent=(0,)),
+        "drop": Behaviour(twin=True),
+        "baseline": Behaviour(twin=True),
+    }
+    reader, source, _ = _written(folder_of(tmp_path, study, records_of(study, behaviours)))
+    assert "<p>Identical weights, bit for bit, with all 3 seeds.</p>" in source
+    assert "<p>2 of 3 seeds are done; so far" in source
+    assert "(Holm p" not in source  # it has a column of its own
+    assert "wsd is better" in reader.text
+
+
 def test_an_arm_that_changes_a_whole_choice(tmp_path: Path) -> None:
     whole = {"name": "lion", "lr": 0.0003, "weight_decay": 1.0}
     study = _study(Arm(name="lion", changes={"optimizer": whole}))
@@ -296,6 +314,17 @@ def test_everything_diverged(tmp_path: Path) -> None:
     )
     assert "lion diverged" in reader.text
     assert "not finished" not in reader.text
+
+
+def test_a_sweep_that_nothing_survived(tmp_path: Path) -> None:
+    sweep = Sweep(values={"baseline": (1e-3, 1e-2), "lion": (1.0, 10.0)})
+    study = _study("lion", sweep=sweep)
+    records = records_of(study, {"lion": Behaviour(survives=0.1, absent=(0, 1, 2))})
+    choose(study, records)
+    reader, _, twin = _written(folder_of(tmp_path, study, records))
+    assert "lion diverged" in reader.text
+    assert "not finished" not in reader.text
+    assert "| lion | 10 | diverged |" in twin
 
 
 def test_a_target_that_nobody_reached(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from tilewise.lab.study.report.verdicts import (
     row_of,
 )
 from tilewise.lab.study.report.view import Experiment, Fact, Page
+from tilewise.lab.study.verdict.measures import tokens_per_step
 from tilewise.lab.study.verdict.result import ExperimentVerdict
 
 __all__ = ["page_of"]
@@ -90,8 +91,7 @@ def _missing(evidence: Evidence) -> tuple[str, ...]:
 def _facts(agenda: Agenda, evidence: Evidence) -> tuple[Fact, ...]:
     steps = [step for record in evidence.records.values() for step in record.steps]
     tokens = sum(
-        config.parse(config.RunConfig, record.start.config).tokens_per_step * len(record.steps)
-        for record in evidence.records.values()
+        tokens_per_step(record) * len(record.steps) for record in evidence.records.values()
     )
     runs = (
         f"{agenda.done:,}" if evidence.verdict.complete else f"{agenda.done:,} of {agenda.total:,}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -31,8 +32,8 @@ MARKS: dict[Label, Mark] = {
 }
 _BASELINE = Mark("baseline", "\N{BULLET}", "base")
 _NONE = Cell("\N{EN DASH}", tone="soft")
-# Their reasons are the numbers that the table shows anyway.
-_SAID_BY_NUMBERS = ("better", "worse")
+# The beginning of a reason that says what the table shows anyway: the effect, its interval, its p.
+_SAID_BY_NUMBERS = re.compile(r"^[-+\d.e]+ [a-z ]+(?: \[[^\]]*\])?(?: \(Holm p [^)]*\)\.|:) *")
 _LIMIT = 4.0  # an interval further out than so many times the usual one is cut off
 
 
@@ -160,11 +161,17 @@ def row_of(
         speed=_speed(arm),
         memory=_ratio(arm.measures.memory_ratio, better_above=False),
         cost=_cost(arm.cost),
-        reason="" if arm.label in _SAID_BY_NUMBERS else words.typeset(arm.reason),
+        reason=_reason(arm.reason),
         flags=tuple(flag.words for flag in arm.kernel_flags),
         alarm=any(not flag.expected for flag in arm.kernel_flags),
         notes=tuple(words.typeset(note) for note in (arm.speed_withheld, *arm.notes) if note),
     )
+
+
+def _reason(sentence: str) -> str:
+    """What a reason says beyond the numbers beside it."""
+    rest = _SAID_BY_NUMBERS.sub("", sentence)
+    return words.typeset(rest[:1].upper() + rest[1:])
 
 
 def _in_words(arm: ArmVerdict, digits: int) -> tuple[str, str]:

@@ -93,7 +93,7 @@ def real_python(tools: Path) -> None:
 def test_help_names_every_command(run: Run) -> None:
     done = run("help")
     assert done.returncode == 0
-    for command in ("demo", "test", "bench", "tilewise", "setup"):
+    for command in ("demo", "study", "test", "bench", "tilewise", "setup"):
         assert f"./run {command}" in done.stdout
     assert run().stdout == done.stdout
 

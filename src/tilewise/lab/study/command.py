@@ -41,11 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         TilewiseError: what a user can put right, but for wrong usage.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    name = given[0] if given else ""
-    if name in ("-h", "--help", "help"):
-        _parser().print_help()
-        return 0
-    subcommand = _SUBCOMMANDS.get(name)
+    subcommand = _SUBCOMMANDS.get(given[0]) if given else None
     try:
         return subcommand(given[1:]) if subcommand else _run(given)
     except InvalidArgument as error:

@@ -157,7 +157,8 @@ def test_a_record_of_another_config_is_refused() -> None:
     name = "optimizers/lion/seed-1"
     records = {**records_of(study), name: records_of(study_of(longer))[name]}
     with pytest.raises(TilewiseError, match=f"{name} is of another config"):
-        Agenda(study, records)
+        Agenda(study, records).check()
+    Agenda(study, records_of(study)).check()
 
 
 def test_finals_without_a_sweep_need_no_choice() -> None:

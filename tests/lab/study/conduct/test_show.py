@@ -63,6 +63,18 @@ def test_the_list(tmp_path: Path) -> None:
     assert " ".join(line).endswith(STUDY.question)
 
 
+def test_a_study_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, STUDY)
+    broken = tmp_path / "broken-1"
+    broken.mkdir()
+    (broken / store.STUDY).write_text("{}")
+    to = console()
+    show.list_studies(tmp_path, to)
+    text = to.export_text()
+    assert row(text, "broken-1")[1] == "unreadable"
+    assert row(text, folder.name)[1] == "9/9"
+
+
 def test_a_run(tmp_path: Path) -> None:
     behaviour = Behaviour(starts=(20,), kernels=("sdpa flash (cpu)", "sdpa math"))
     folder_of(tmp_path, STUDY, {"lion": behaviour})

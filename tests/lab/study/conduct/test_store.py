@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -38,6 +39,18 @@ def test_where_no_folder_can_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidArgument, match=r"--out.*a folder"):
         store.begin(tmp_path / "file" / "a", STORED)
+
+
+def test_a_study_of_an_older_version_can_be_read(tmp_path: Path) -> None:
+    """One whose config lacks what was added since: it gets the standard value."""
+    store.begin(tmp_path, STORED)
+    path = tmp_path / store.STUDY
+    values = json.loads(path.read_text())
+    del values["study"]["experiments"][0]["baseline"]["training"]["z_loss"]
+    text = json.dumps(values["study"], sort_keys=True, separators=(",", ":"))
+    values["hash"] = hashlib.sha256(text.encode()).hexdigest()[:12]
+    path.write_text(json.dumps(values))
+    assert store.read_study(tmp_path).study == STORED.study
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,9 @@ def conduct(request: Request, console: Console) -> int:
     store.begin(folder, store.StoredStudy(request.study, request.command, where, began))
     with store.locked(folder):
         agenda = Agenda(request.study, store.read_records(folder))
+        agenda.check()
         try:
-            code = _work(request, folder, agenda, console)
+            code = _work(request, folder, agenda, where, console)
         except KeyboardInterrupt:
             code = INTERRUPTED
         except TilewiseError:
@@ -94,7 +95,9 @@ def conduct(request: Request, console: Console) -> int:
     return code
 
 
-def _work(request: Request, folder: Path, agenda: Agenda, console: Console) -> int:
+def _work(
+    request: Request, folder: Path, agenda: Agenda, where: dict[str, Any], console: Console
+) -> int:
     study, tasks = request.study, planned(request.study)
     _say(console, words.opening(study, folder))
     for record in agenda.records.values():
@@ -121,7 +124,7 @@ def _work(request: Request, folder: Path, agenda: Agenda, console: Console) -> i
         threads=request.threads,
         cores=environment.pinnable_cores(),
         device=request.device,
-        environment=environment.describe(request.threads),
+        environment=where,
         checkpoint_every_s=request.checkpoint_every_s,
         module=request.module,
     )
@@ -194,7 +197,7 @@ def _report(study: Study, folder: Path, console: Console) -> None:
         return
     write_index(folder, records)
     page, text = report.write(folder)
-    console.print(words.verdicts(judge(study, records)), soft_wrap=True)
+    console.print(words.verdicts(judge(study, records)))
     _say(console, f"Report: {page}\n        {text}")
 
 

@@ -141,9 +141,6 @@ class Agenda:
     Args:
         study: the config.
         records: of runs so far, by name.
-
-    Raises:
-        TilewiseError: a record is not of this study.
     """
 
     def __init__(self, study: Study, records: Mapping[str, RunRecord]) -> None:
@@ -152,8 +149,6 @@ class Agenda:
         self._trials = {each.name: trials(each) for each in study.experiments}
         self._tasks: list[Task] = []
         self._plan()
-        for task in self._tasks:
-            self._check(task.run)
 
     def ended(self, run: Run, record: RunRecord) -> None:
         """A run has ended, and this is its record."""
@@ -183,6 +178,23 @@ class Agenda:
         """The runs that have not ended and that may start now, those first that should be."""
         return [task for task in self._tasks if not self._is_done(task.run)]
 
+    def check(self) -> None:
+        """Make sure that what is there belongs to the study that is to go on.
+
+        A study that is only looked at need not: another version of tilewise may have run it.
+
+        Raises:
+            TilewiseError: a record is of another config.
+        """
+        for task in self._tasks:
+            record, run = self.records.get(task.run.name), task.run
+            if record is not None and record.start.config_hash != run.config_hash:
+                raise TilewiseError(
+                    f"the record of {run.name} is of another config ({record.start.config_hash}; "
+                    f"the study's is {run.config_hash}): it was put there or changed by hand; "
+                    "remove the folder of that run to run it again"
+                )
+
     def _plan(self) -> None:
         """All runs whose config is known, in order."""
         self._tasks = []
@@ -208,12 +220,3 @@ class Agenda:
     def _is_done(self, run: Run) -> bool:
         record = self.records.get(run.name)
         return record is not None and record.done
-
-    def _check(self, run: Run) -> None:
-        record = self.records.get(run.name)
-        if record is not None and record.start.config_hash != run.config_hash:
-            raise TilewiseError(
-                f"the record of {run.name} is of another config ({record.start.config_hash}; the "
-                f"study's is {run.config_hash}): it was put there or changed by hand; remove the "
-                "folder of that run to run it again"
-            )

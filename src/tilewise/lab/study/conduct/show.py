@@ -13,6 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tilewise.errors import TilewiseError
 from tilewise.lab.study.conduct.board import in_words
 from tilewise.lab.study.conduct.find import Found
 from tilewise.lab.study.conduct.plan import Agenda, arm_names
@@ -36,7 +37,11 @@ def list_studies(out: Path, console: Console) -> None:
         return
     table = table_of("study", "runs done", "diverged", "last worked on", "question")
     for folder in folders:
-        study, records = read_study(folder).study, read_records(folder)
+        try:
+            study, records = read_study(folder).study, read_records(folder)
+        except TilewiseError as error:
+            table.add_row(Text(folder.name), "unreadable", "", "", Text(str(error)))
+            continue
         agenda = Agenda(study, records)
         diverged = sum(record.diverged for record in records.values())
         table.add_row(

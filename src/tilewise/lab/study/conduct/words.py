@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from tilewise.lab.study.conduct.board import in_words
 from tilewise.lab.study.conduct.plan import arm_names, trials
 from tilewise.lab.study.config import Experiment, Study
 from tilewise.lab.study.data.tokens import Tokens
-from tilewise.lab.study.verdict.result import ArmVerdict, StudyVerdict
+from tilewise.lab.study.verdict.quantities import ArmMeasures, Ratio
+from tilewise.lab.study.verdict.result import ArmVerdict, ExperimentVerdict, StudyVerdict
 
 __all__ = ["STYLES", "corpus", "count", "opening", "start", "verdicts"]
 
@@ -58,25 +61,46 @@ def start(open_runs: int, runs: int, jobs: int, threads: int, expected_s: float)
     )
 
 
-def verdicts(verdict: StudyVerdict) -> Text:
-    """Every arm's verdict, one paragraph an experiment."""
-    text = Text()
+def verdicts(verdict: StudyVerdict) -> RenderableType:
+    """Every arm's verdict, a table an experiment."""
+    parts: list[RenderableType] = []
     for experiment in verdict.experiments:
-        text.append(f"\n{experiment.experiment}: {experiment.question}\n", style="bold")
-        width = max([0, *(len(arm.arm) for arm in experiment.arms)])
-        for arm in experiment.arms:
-            text.append(f"  {arm.arm:<{width}}  ")
-            text.append(f"{arm.label:<13}", style=STYLES[arm.label])
-            text.append(f"  {arm.reason}\n")
-            for note in _notes(arm):
-                text.append(f"  {'':<{width}}  {'':<13}  {note}\n")
-        for together in experiment.interactions:
-            text.append(f"  {together.together}: {together.label}; {together.reason}\n")
-        for sweep in experiment.sweeps:
-            text.append(f"  {sweep.words}\n")
-        for note in experiment.notes:
-            text.append(f"  {note}\n")
-    return text
+        title = f"\n{experiment.experiment}: {experiment.question}"
+        parts.append(Text(title, style="bold"))
+        parts.append(_arms(experiment))
+        lines = [sweep.words for sweep in experiment.sweeps]
+        parts += [Text(f"  {line}") for line in (*lines, *experiment.notes)]
+    return Group(*parts, "")
+
+
+def _arms(experiment: ExperimentVerdict) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for arm in experiment.arms:
+        reason = " ".join((arm.reason, *_ratios(arm.measures), *_notes(arm)))
+        label = Text(arm.label, style=STYLES[arm.label], no_wrap=True)
+        table.add_row(Text(f"  {arm.arm}", no_wrap=True), label, Text(reason))
+    for together in experiment.interactions:
+        name = Text(f"  {' with '.join(together.arms)}", no_wrap=True)
+        table.add_row(name, Text(together.label, no_wrap=True), Text(together.reason))
+    return table
+
+
+def _ratios(measures: ArmMeasures) -> list[str]:
+    """How much faster and larger than the baseline, e.g. ``Speed x2.41 [x2.30, x2.52].``."""
+    found = {
+        "speed": measures.speed_ratio,
+        "peak memory": measures.memory_ratio,
+        "saved activations": measures.activations_ratio,
+    }
+    parts = [f"{name} {_ratio(ratio)}" for name, ratio in found.items() if ratio is not None]
+    text = ", ".join(parts)
+    return [f"{text[:1].upper()}{text[1:]}."] if parts else []
+
+
+def _ratio(ratio: Ratio) -> str:
+    interval = ratio.interval
+    ends = f" [x{interval.low:.2f}, x{interval.high:.2f}]" if interval is not None else ""
+    return f"x{ratio.value:.2f}{ends}"
 
 
 def _notes(arm: ArmVerdict) -> list[str]:

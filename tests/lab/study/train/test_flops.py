@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 
 from tilewise.lab.study.config import Model, RunConfig
@@ -36,3 +37,16 @@ def test_a_product_is_not_faster_than_the_peak() -> None:
     # Generous on both sides: other processes share these cores.
     assert peak > 0.2 * 2 * 256**3 / min(times)
     assert peak < 1e15
+
+
+def test_waiting_for_a_core_does_not_lower_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    product = torch.mm
+
+    def interrupted(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.03)  # as if another process had the core
+        return product(left, right, out=out)
+
+    alone = gemm_peak_flops_s(torch.float32, device)
+    monkeypatch.setattr(torch, "mm", interrupted)
+    assert gemm_peak_flops_s(torch.float32, device) > 0.2 * alone

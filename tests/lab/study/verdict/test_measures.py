@@ -61,6 +61,8 @@ def test_utilisation_is_operations_over_the_peak_in_both_conventions() -> None:
     assert found.tokens_per_s == pytest.approx(TOKENS / 0.05)
     assert found.mfu_full == pytest.approx(3e6 * TOKENS / 0.05 / 1e11)
     assert found.mfu_causal == pytest.approx(2e6 * TOKENS / 0.05 / 1e11)
+    run.starts.append(replace(run.start, from_step=1, peak_flops_s=2e11))
+    assert measure(run).mfu_full == pytest.approx(3e6 * TOKENS / 0.05 / 2e11), "the best peak"
 
 
 def test_quality_is_that_after_the_last_step() -> None:

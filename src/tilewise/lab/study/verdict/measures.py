@@ -238,7 +238,7 @@ def _over(amount: float, time_s: float) -> float | None:
 
 
 def _mfu(record: RunRecord, convention: str, tokens_per_s: float | None) -> float | None:
-    peak = record.start.peak_flops_s
+    peak = max(each.peak_flops_s for each in record.starts)  # the least disturbed measurement
     flops = record.start.flops_per_token.get(convention)
     if tokens_per_s is None or flops is None or not peak:
         return None

@@ -158,7 +158,7 @@ def test_too_little_memory_is_said_before_anything_runs(
     monkeypatch.setattr(conductor, "available_bytes", lambda device: 5 * 10**8)
     assert conducted.go() == 0
     assert "Memory is enough for 1 of 2 runs at once" in conducted.said
-    assert "1 at once" in conducted.said
+    assert "one at a time" in conducted.said
 
 
 @quick_report

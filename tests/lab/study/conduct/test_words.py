@@ -9,7 +9,8 @@ from rich.console import Console
 
 from tests.lab.study.records_of import Behaviour, experiment_of, records_of, study_of
 from tilewise.lab.study.conduct import words
-from tilewise.lab.study.config import Sweep
+from tilewise.lab.study.conduct.plan import planned
+from tilewise.lab.study.config import Arm, Sweep
 from tilewise.lab.study.verdict.judge import judge
 
 SWEEP = Sweep(values=dict.fromkeys(("baseline", "lion", "wsd", "lion+wsd"), (0.001, 0.002)))
@@ -25,11 +26,22 @@ def test_the_opening_says_what_is_compared() -> None:
 
 
 def test_the_start_says_how_long_it_takes() -> None:
-    assert words.start(9, 9, 2, 1, 125.0) == (
+    tasks = planned(study_of())
+    assert words.start(tasks, 9, 2, 1, 125.0) == (
         "9 runs to do, 2 at once, 1 thread each. Expected duration: about 2:05 min. "
         "Ctrl-C stops; the same command goes on."
     )
-    assert words.start(4, 9, 1, 2, 20.0).startswith("4 of 9 runs to do, 1 at once, 2 threads each")
+    some = words.start(tasks[:4], 9, 1, 2, 20.0)
+    assert some.startswith("4 of 9 runs to do, one at a time, 2 threads each")
+
+
+def test_the_start_says_what_runs_alone() -> None:
+    kernels = experiment_of(Arm(name="sdpa", kind="systems"), name="kernels")
+    alone = planned(study_of(kernels))
+    assert "one at a time (those that compare" in words.start(alone, 6, 2, 1, 1.0)
+    both = [*alone, *planned(study_of())]
+    assert "2 at once (those that compare kernels have" in words.start(both, 15, 2, 1, 1.0)
+    assert "one at a time, 1 thread" in words.start(both, 15, 1, 1, 1.0)
 
 
 def test_every_arm_has_its_verdict() -> None:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study.conduct.find import Found
-from tilewise.lab.study.conduct.show import difference, flat, number, size, table_of
+from tilewise.lab.study.conduct.show import add_row, difference, flat, number, size, table_of
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.verdict.measures import final_metric, measure
 from tilewise.lab.study.verdict.stats import paired, ratio
@@ -118,13 +118,13 @@ def _compare_arms(
 def _table(found: Pairs) -> Table:
     table = table_of("measure", "A", "B", "B - A", "95 % interval", "p", left=("measure",))
     both = found.of(lambda record: final_metric(record, "loss"))
-    table.add_row("loss, nats per token", *_loss_cells(both))
+    add_row(table, "loss, nats per token", *_loss_cells(both))
     both = found.of(lambda record: final_metric(record, "bits_per_byte"))
-    table.add_row("bits per byte", *_loss_cells(both))
+    add_row(table, "bits per byte", *_loss_cells(both))
     both = found.of(lambda record: measure(record).tokens_per_s)
-    table.add_row("tokens/s", *_ratio_cells(both, lambda value: f"{value:,.0f}"))
+    add_row(table, "tokens/s", *_ratio_cells(both, lambda value: f"{value:,.0f}"))
     both = found.of(lambda record: record.memory.peak_bytes if record.memory else None)
-    table.add_row("peak memory", *_ratio_cells(both, size))
+    add_row(table, "peak memory", *_ratio_cells(both, size))
     return table
 
 

@@ -114,7 +114,7 @@ def _work(
     forecast = _forecast(request, todo, console)
     board = Board(tasks, records, forecast, jobs)
     expected = board.left_s()
-    _say(console, words.start(len(todo), len(tasks), jobs, request.threads, expected))
+    _say(console, words.start(todo, len(tasks), jobs, request.threads, expected))
     if expected > _LONG_S and request.confirm and not request.confirm(in_words(expected)):
         return 1
     pool = Pool(

@@ -40,16 +40,17 @@ def list_studies(out: Path, console: Console) -> None:
         try:
             study, records = read_study(folder).study, read_records(folder)
         except TilewiseError as error:
-            table.add_row(Text(folder.name), "unreadable", "", "", Text(str(error)))
+            add_row(table, folder.name, "unreadable", "", "", str(error))
             continue
         agenda = Agenda(study, records)
         diverged = sum(record.diverged for record in records.values())
-        table.add_row(
-            Text(folder.name),
+        add_row(
+            table,
+            folder.name,
             f"{agenda.done}/{agenda.total}",
             str(diverged or ""),
             _when(folder),
-            Text(study.question),
+            study.question,
         )
     console.print(table)
 
@@ -77,13 +78,19 @@ def table_of(*columns: str, left: Sequence[str] = ("study", "run", "arm", "quest
     return table
 
 
+def add_row(table: Table, *cells: str) -> None:
+    """Add a row of plain text: rich would take ``[x]`` in a string for a style."""
+    table.add_row(*map(Text, cells))
+
+
 def _runs(records: Mapping[str, RunRecord]) -> Table:
     table = table_of("run", "status", "step", "loss", "bits/byte", "tokens/s", "peak memory")
     for name, record in records.items():
         found = measure(record)
         last = record.evaluations[-1] if record.evaluations else None
-        table.add_row(
-            Text(name),
+        add_row(
+            table,
+            name,
             _status(record),
             str(record.steps[-1].step if record.steps else 0),
             number(last.loss if last else None, ".4f"),
@@ -134,7 +141,7 @@ def _evaluations(record: RunRecord) -> Table:
             number(each.loss, ".4f"),
             number(each.bits_per_byte, ".4f"),
         ]
-        table.add_row(*row, *([number(each.word_perplexity, ".2f")] if words else []))
+        add_row(table, *row, *([number(each.word_perplexity, ".2f")] if words else []))
     return table
 
 

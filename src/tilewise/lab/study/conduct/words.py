@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -9,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tilewise.lab.study.conduct.board import in_words
-from tilewise.lab.study.conduct.plan import arm_names, trials
+from tilewise.lab.study.conduct.plan import Task, arm_names, trials
 from tilewise.lab.study.config import Experiment, Study
 from tilewise.lab.study.data.tokens import Tokens
 from tilewise.lab.study.verdict.quantities import ArmMeasures, Ratio
@@ -51,10 +52,22 @@ def corpus(tokens: Tokens) -> str:
     return f"Text: {tokens.name}, {learnt:,} tokens to learn from, {held_out:,} held out"
 
 
-def start(open_runs: int, runs: int, jobs: int, threads: int, expected_s: float) -> str:
-    """How much there is to do, and how long it will take."""
-    what = f"{open_runs} of {runs} runs" if open_runs < runs else count(runs, "run")
-    how = f"{jobs} at once, {count(threads, 'thread')} each"
+def start(todo: Sequence[Task], runs: int, jobs: int, threads: int, expected_s: float) -> str:
+    """How much there is to do, and how long it will take.
+
+    Args:
+        todo: what is to be done.
+        runs: of the whole study.
+        jobs: runs at once.
+        threads: of each run.
+        expected_s: the forecast.
+    """
+    what = f"{len(todo)} of {runs} runs" if len(todo) < runs else count(runs, "run")
+    alone = sum(task.alone for task in todo)
+    how = f"{jobs} at once" if jobs > 1 and alone < len(todo) else "one at a time"
+    if jobs > 1 and alone:
+        how += " (those that compare kernels have the machine to themselves)"
+    how += f", {count(threads, 'thread')} each"
     return (
         f"{what} to do, {how}. Expected duration: about {in_words(expected_s)}. "
         "Ctrl-C stops; the same command goes on."

@@ -259,7 +259,14 @@ def test_one_seed_is_no_verdict(tmp_path: Path) -> None:
 def test_speed_is_withheld_until_the_losses_are_equal(tmp_path: Path) -> None:
     study = study_of(kernels_experiment())
     behaviours = {"tilewise": Behaviour(effect=0.5, pace=77.7), "sdpa": Behaviour(noise=1e-6)}
-    reader, _, twin = _written(folder_of(tmp_path, study, records_of(study, behaviours)))
+    reader, source, twin = _written(folder_of(tmp_path, study, records_of(study, behaviours)))
+    assert re.findall(r'data-label="speed"><span>([^<]*)', source)[2] == "withheld"
+    timed = re.search(r'aria-label="Held-out loss [^"]* by seconds of training: ([^"]*)"', source)
+    assert timed is not None
+    assert "plain from" in timed[1]
+    assert "tilewise" not in timed[1]
+    # Of the table of the curves: plain and sdpa have times, tilewise has none.
+    assert re.search(r"10,240 \| [\d.]+ \([^)]*s\) \| [\d.]+ \([^)]*s\) \| [\d.]+ \|", twin)
     for text in (reader.text, twin):
         assert "withheld" in text
         assert "tilewise is worse" in text

@@ -95,6 +95,28 @@ def test_a_run_that_is_taken_up_again_counts_for_its_rest_only(clock: Clock) -> 
     assert board.left_s() == 60
 
 
+def test_an_arm_that_a_sweep_lost_is_not_waited_for() -> None:
+    sweep = Sweep(values={"baseline": (0.1, 0.2), "lion": (0.1, 0.2)}, seeds=(8, 9))
+    study = study_of(experiment_of("lion", sweep=sweep, seeds=(0, 1)))
+    board = board_of(study)
+    lanes = [lane for lane in board.lanes.values() if lane.run.phase == "sweep"]
+    # One seed of each candidate of lion's, and one candidate of the baseline's, diverge.
+    lost = {("lion", 0.1, 8), ("lion", 0.2, 9), ("baseline", 0.1, 8), ("baseline", 0.1, 9)}
+    records = {}
+    for lane in lanes:
+        run = lane.run
+        survives = 0.0 if (run.arm, run.candidate, run.seed) in lost else 1.0
+        records[run.name] = record_of(run, Behaviour(survives=survives))
+        assert board.lanes["optimizers/lion/seed-0"].status == "waiting"
+        board.ended(run, records[run.name])
+    for again in (board, board_of(study, records)):
+        assert again.lanes["optimizers/lion/seed-0"].status == "diverged"
+        assert again.lanes["optimizers/baseline/seed-0"].status == "waiting"
+        assert again.done == 8 + 2
+        assert again.left_s() < 2 * 60 + 1
+    assert "✗ every candidate diverged" in text_of(None, study, board)
+
+
 def lines_of(board: Board, clock: Clock) -> tuple[LineProgress, io.StringIO]:
     stream = io.StringIO()
     return LineProgress(board, Console(file=stream, width=60)), stream

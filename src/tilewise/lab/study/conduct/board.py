@@ -75,6 +75,8 @@ class Board:
         for name, record in records.items():
             if name in self.lanes:
                 self._take_over(self.lanes[name], record)
+        for lane in self.lanes.values():
+            self._give_up_after(lane.run)
 
     def started(self, run: Run) -> None:
         """A process took up a run."""
@@ -102,6 +104,7 @@ class Board:
         if expected:
             self._ratios.append((time.monotonic() - begun) / expected)
         self._take_over(self.lanes[run.name], record)
+        self._give_up_after(run)
 
     def stopped(self) -> None:
         """Nothing runs any more."""
@@ -112,7 +115,7 @@ class Board:
     @property
     def done(self) -> int:
         """Runs that are over."""
-        return sum(lane.status in ("done", "diverged") for lane in self.lanes.values())
+        return sum(map(_over, self.lanes.values()))
 
     def left_s(self) -> float:
         """Seconds that the rest takes: as forecast, corrected by what runs took so far."""
@@ -122,9 +125,25 @@ class Board:
             self._jobs,
         )
 
+    def _give_up_after(self, trial: Run) -> None:
+        """An arm whose every candidate diverged with some seed has no runs that count."""
+        if trial.phase != "sweep":
+            return
+        own = [
+            lane
+            for lane in self.lanes.values()
+            if (lane.run.experiment, lane.run.arm) == (trial.experiment, trial.arm)
+        ]
+        trials = [lane for lane in own if lane.run.phase == "sweep"]
+        lost = {lane.run.candidate for lane in trials if lane.status == "diverged"}
+        if all(map(_over, trials)) and lost == {lane.run.candidate for lane in trials}:
+            for lane in own:
+                if lane.run.phase == "final":
+                    lane.status = "diverged"
+
     def _left_of(self, name: str, correction: float) -> float:
         lane = self.lanes[name]
-        if lane.status in ("done", "diverged"):
+        if _over(lane):
             return 0.0
         pace, share = lane.pace_s, _share_left(lane)
         if lane.status == "running" and pace is not None:
@@ -139,6 +158,10 @@ class Board:
         if record.evaluations:
             lane.held_out = record.evaluations[-1].loss
         lane.step_s.extend(each.wall_s for each in record.steps[-_RECENT:])
+
+
+def _over(lane: Lane) -> bool:
+    return lane.status in ("done", "diverged")
 
 
 def _share_left(lane: Lane) -> float:

@@ -161,7 +161,7 @@ def _cell(lane: Lane) -> Text:
 
 def _cell_words(lane: Lane) -> str:
     if lane.status == "diverged":
-        return f"diverged at step {lane.step}"
+        return f"diverged at step {lane.step}" if lane.step else "every candidate diverged"
     value = lane.held_out if lane.status == "done" else lane.loss
     loss = "" if value is None else f" {value:.3f}"
     if lane.status == "done" or not lane.step:

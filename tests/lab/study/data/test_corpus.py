@@ -78,6 +78,26 @@ def test_files_are_held_out_by_the_hash_of_their_path() -> None:
     assert split.held_out.decode() == "".join(each * 10 for each in sorted(ordered[:3]))
 
 
+def test_near_copies_of_other_files_are_not_held_out() -> None:
+    def lines(name: str) -> bytes:
+        return b"".join(f"line number {at} of the text of {name}\n".encode() for at in range(20))
+
+    family = [Piece(f"{at}.txt", lines("all") + lines(str(at))[:200]) for at in range(40)]
+    others = [Piece(f"other {at}.txt", lines(f"file {at}")) for at in range(10)]
+    split = corpus._split_files("made up", [*family, *others], 0.1)
+    assert split.held_out
+    assert b"text of all" not in split.held_out
+    split = corpus._split_files("made up", family, 0.1)
+    assert split.held_out, "where all are copies, one has to do"
+
+
+def test_little_of_the_standard_library_that_is_held_out_is_trained_on_too() -> None:
+    found = load("stdlib", 0.05, 16 << 20)
+    train = set(found.train.split(b"\n"))
+    held_out = [line for line in found.held_out.split(b"\n") if len(line) > 30]
+    assert sum(line in train for line in held_out) < 0.15 * len(held_out)
+
+
 def test_a_folder_is_read_whole_in_order(tmp_path: Path) -> None:
     _write(tmp_path, {"b/2.txt": "22", "a.md": "1", "c": "3" * 90, ".hidden": "no", ".git/x": "no"})
     (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"packed"))

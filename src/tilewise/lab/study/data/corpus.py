@@ -1,8 +1,8 @@
 """Where a study's text comes from, and which part of it is held out.
 
 A split is decided by content and names alone, so that it is the same on every machine and for every
-seed and arm: files go to one side or the other by the hash of their path, a single file is cut
-once.
+seed and arm: files go to one side or the other by the hash of their path (near copies of others
+always to training), a single file is cut once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import os
 import sysconfig
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ __all__ = ["Corpus", "Piece", "Prepared", "data_folder", "load", "standard_libra
 STDLIB = "stdlib"
 # Third-party packages and test suites differ between distributions of the same Python.
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+_SHORT_LINE = 20  # bytes up to which a line may be anybody's: ``return self``
+_CANDIDATE_SHARES = 4  # of the held-out share: files that are looked at for it
 
 
 class Piece(NamedTuple):
@@ -219,14 +222,17 @@ def _split_file(name: str, data: bytes, held_out: float) -> Corpus:
 def _split_files(name: str, pieces: Sequence[Piece], held_out: float) -> Corpus:
     """Whole files are held out: in the order of their paths' hashes, those that fit into the share.
 
-    Where none fits, it is the smallest. A single file is cut in two.
+    Copies stay in training: their text would be learnt by heart. Where no file fits, the smallest
+    is held out. A single file is cut in two.
     """
     if len(pieces) == 1:
         return _split_file(name, pieces[0].data, held_out)
-    left = int(sum(len(piece.data) for piece in pieces) * held_out)
+    share = left = int(sum(len(piece.data) for piece in pieces) * held_out)
+    candidates = _first_by_hash(pieces, share)
+    copies = _copies(pieces, candidates)
     kept = set()
-    for piece in sorted(pieces, key=lambda piece: hashlib.sha256(piece.path.encode()).digest()):
-        if 0 < len(piece.data) <= left:
+    for piece in candidates:
+        if len(piece.data) <= left and piece.path not in copies:
             kept.add(piece.path)
             left -= len(piece.data)
     if pieces and not kept:
@@ -234,6 +240,40 @@ def _split_files(name: str, pieces: Sequence[Piece], held_out: float) -> Corpus:
     train = b"".join(piece.data for piece in pieces if piece.path not in kept)
     evaluation = b"".join(piece.data for piece in pieces if piece.path in kept)
     return _checked(Corpus(name, train, evaluation, len(pieces)))
+
+
+def _first_by_hash(pieces: Sequence[Piece], share: int) -> list[Piece]:
+    """Files that fit into the share, in the order of their paths' hashes, a few shares of them.
+
+    More would hardly be held out, and what is compared with all of the text should be small.
+    """
+    found, size = [], 0
+    for piece in sorted(pieces, key=lambda piece: hashlib.sha256(piece.path.encode()).digest()):
+        if 0 < len(piece.data) <= share and size <= _CANDIDATE_SHARES * share:
+            found.append(piece)
+            size += len(piece.data)
+    return found
+
+
+def _copies(pieces: Sequence[Piece], candidates: Sequence[Piece]) -> set[str]:
+    """The candidates most of whose text is, line by line, in another file as well.
+
+    The standard library has whole families of them: its tables of code pages differ in a few lines.
+    Short lines say nothing, and licences at the head of every file are less than most of it.
+    """
+    lines_of = {
+        piece.path: {line for line in piece.data.split(b"\n") if len(line) > _SHORT_LINE}
+        for piece in candidates
+    }
+    wanted = set().union(*lines_of.values())
+    files = Counter[bytes]()  # line -> how many files have it
+    for piece in pieces:
+        files.update(wanted.intersection(piece.data.split(b"\n")))
+    return {
+        path
+        for path, lines in lines_of.items()
+        if 2 * sum(len(line) for line in lines if files[line] > 1) > sum(map(len, lines))
+    }
 
 
 def _wikitext(files: wikitext.Files, size_cap_bytes: int) -> Corpus:

@@ -45,6 +45,10 @@ const body = getComputedStyle(document.body);
 parent.postMessage(JSON.stringify({ figures, paper: body.backgroundColor, ink: body.color,
   forests: all("svg.forest").map((each) => [rect(each).width, rect(each).height]),
   rows: all(".verdicts .arm").map((each) => rect(each).width),
+  spill: all(".verdicts .arm").flatMap((row) => all("th *, td *", row)
+    .filter((each) => !each.closest("svg") && (rect(each).right > rect(row).right
+      || (each.matches(".chip") && each.scrollWidth > each.clientWidth)))
+    .map((each) => each.textContent)),
   width: innerWidth, scroll: document.documentElement.scrollWidth }), "*");
 </script></body>"""
 FRAME = """<!doctype html><meta name="color-scheme" content="light dark"><title>nothing seen</title>
@@ -139,6 +143,7 @@ def test_every_figure_is_drawn(
     # Nothing hangs out of the page; wide tables scroll in a frame of their own.
     assert seen["scroll"] <= width
     assert all(row <= width for row in seen["rows"])
+    assert seen["spill"] == []
     paper, ink = (
         [int(number) for number in re.findall(r"\d+", seen[name])[:3]] for name in ("paper", "ink")
     )

@@ -87,3 +87,12 @@ def test_a_pause_does_not_count_towards_the_peak() -> None:
     more = torch.ones(64 * MIB // 4)
     assert meter.peak_bytes() > peak + 30 * MIB
     del held, more
+
+
+def test_a_peak_before_a_pause_stays() -> None:
+    meter = PeakMeter(torch.device("cpu"))
+    held = torch.ones(64 * MIB // 4)
+    del held
+    meter.pause()
+    meter.resume()
+    assert meter.peak_bytes() > 50 * MIB

@@ -56,6 +56,21 @@ def test_training_learns_and_the_rate_follows_its_schedule() -> None:
     assert taken[-1].lr == pytest.approx(0.01 / 27)
 
 
+def test_every_step_learns_from_its_own_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of()
+    asked: list[int] = []
+    at = trainer._batches.at
+
+    def noted(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        asked.append(step)
+        return at(step)
+
+    monkeypatch.setattr(trainer._batches, "at", noted)
+    for _ in range(3):
+        trainer.step()
+    assert asked == [0, 1, 2]
+
+
 def test_accumulation_is_one_large_batch_in_pieces() -> None:
     whole = trainer_of({"training.batch": 4, "training.accumulation": 1})
     pieces = trainer_of({"training.batch": 1, "training.accumulation": 4})

@@ -83,7 +83,8 @@ class PeakMeter:
     """The most memory held while training, less what was held before the model was made.
 
     Make it before the model. What evaluations and checkpoints take on top is left out: call
-    ``pause`` before them and ``resume`` after.
+    ``pause`` before them and ``resume`` after. With ``torch.compile`` the compiler's own memory
+    counts too.
 
     Args:
         device: where the model will be; the process's memory for a CPU, else the allocator's.

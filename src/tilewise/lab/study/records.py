@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal
 from tilewise.errors import TilewiseError
 
 __all__ = [
+    "PROBED",
     "Checkpoint",
     "CorruptRecordError",
     "End",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 FORMAT = 1
+PROBED = " (eager probe)"  # end of a kernel's name: of a compiled model, see ``train/guard.py``
 
 
 class CorruptRecordError(TilewiseError):

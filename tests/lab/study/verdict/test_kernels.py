@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.lab.study.records_of import Behaviour, config_of, experiment_of, records_of, study_of
 from tilewise.lab.study.config import Arm, Experiment
-from tilewise.lab.study.records import Kernels, LayerKernel, RunRecord
+from tilewise.lab.study.records import PROBED, Kernels, LayerKernel, RunRecord
 from tilewise.lab.study.verdict.judge import judge
 from tilewise.lab.study.verdict.kernels import kernel_flags, kernel_uses
 from tilewise.lab.study.verdict.quantities import KernelUse
@@ -52,6 +52,14 @@ def test_an_arm_that_asks_for_another_attention_is_told_and_not_accused() -> Non
 def test_the_same_kernels_are_no_flag() -> None:
     same = Behaviour(kernels=(FLASH,))
     assert flags(DROPOUT, baseline=same, dropout=same) == ()
+
+
+def test_a_compiled_arm_is_not_accused_of_how_its_kernel_was_seen() -> None:
+    arm = Arm(name="compiled", changes={"training.compile": True})
+    eager, probed = Behaviour(kernels=(FLASH,)), Behaviour(kernels=(FLASH + PROBED,))
+    assert flags(arm, baseline=eager, compiled=probed) == ()
+    (flag,) = flags(arm, baseline=eager, compiled=Behaviour(kernels=(MATH + PROBED,)))
+    assert (flag.arm, flag.baseline) == (MATH, FLASH)
 
 
 def test_nothing_is_flagged_before_both_have_run() -> None:

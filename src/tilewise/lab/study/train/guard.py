@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilewise.lab.study.records import Kernels, LayerKernel
+from tilewise.lab.study.records import PROBED, Kernels, LayerKernel
 from tilewise.nn import Attention
 
 __all__ = ["Guard", "kernel_of"]
@@ -120,7 +120,7 @@ class Guard:
         handles = [
             layer.register_forward_hook(
                 lambda layer, args, output, place=place: found.append(
-                    (place, kernel_of(output, args[0], layer.implementation) + " (eager probe)")
+                    (place, kernel_of(output, args[0], layer.implementation) + PROBED)
                 )
             )
             for place, layer in enumerate(self._layers)

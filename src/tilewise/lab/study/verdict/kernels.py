@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tilewise.lab.study.config import Experiment
-from tilewise.lab.study.records import RunRecord
+from tilewise.lab.study.records import PROBED, RunRecord
 from tilewise.lab.study.verdict.quantities import KernelUse
 from tilewise.lab.study.verdict.result import KernelFlag
 from tilewise.lab.study.verdict.words import layers_text
@@ -48,7 +48,7 @@ def kernel_flags(
     if not ran or not baseline:
         return ()
     mine, theirs = _by_layer(ran), _by_layer(baseline)
-    every = frozenset(each.kernel for each in baseline)
+    every = frozenset(map(_kernel, baseline))
     differing: dict[tuple[Names, Names], list[int]] = {}
     for layer, names in sorted(mine.items()):
         other = theirs.get(layer, every)  # an arm with more layers has no counterpart for some
@@ -85,4 +85,11 @@ def _flag(
 
 def _by_layer(uses: Sequence[KernelUse]) -> dict[int, Names]:
     layers = {layer for use in uses for layer in use.layers}
-    return {layer: frozenset(use.kernel for use in uses if layer in use.layers) for layer in layers}
+    return {
+        layer: frozenset(_kernel(use) for use in uses if layer in use.layers) for layer in layers
+    }
+
+
+def _kernel(use: KernelUse) -> str:
+    """The kernel, however it became known: compiling a model is no other attention."""
+    return use.kernel.removesuffix(PROBED)

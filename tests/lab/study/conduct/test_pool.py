@@ -64,8 +64,8 @@ def pool_in(folder: Path, **fields: Any) -> Pool:
 
 
 def children() -> list[int]:
-    found = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
-    return [int(pid) for pid in found.split()]
+    listed = Path(f"/proc/self/task/{os.getpid()}/children")
+    return [int(pid) for pid in listed.read_text().split()] if listed.exists() else []
 
 
 def test_it_does_everything_once(tmp_path: Path) -> None:

@@ -76,13 +76,18 @@ class Dropout(Frozen):
 
 
 class Model(Frozen):
-    """The shape of a GPT-2: ``lab/models/gpt2.py``. The vocabulary is the tokenizer's."""
+    """A GPT-2: ``lab/models/gpt2.py``. The vocabulary is the tokenizer's.
+
+    With ``nudge`` every initial weight is moved to the next number, up or down: an arm that changes
+    nothing else shows what rounding alone does to training.
+    """
 
     layers: int = Field(4, ge=1)
     heads: int = Field(4, ge=1)
     width: int = Field(128, ge=1)
     context: int = Field(256, ge=2)
     dropout: Dropout = Dropout()
+    nudge: bool = False
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:

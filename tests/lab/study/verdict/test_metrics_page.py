@@ -10,7 +10,7 @@ import pytest
 
 from tilewise.lab.study.train.session import WARMUP_STEPS
 from tilewise.lab.study.verdict import measures
-from tilewise.lab.study.verdict.notes import SAME_START
+from tilewise.lab.study.verdict.notes import FIRST_STEPS, SAME_START
 from tilewise.lab.study.verdict.quantities import ArmMeasures, MemorySplit
 from tilewise.lab.study.verdict.result import ArmVerdict, SweepResult
 
@@ -43,6 +43,7 @@ def test_numbers_are_those_of_the_code() -> None:
     assert f"up to {measures.SPIKE_WINDOW} losses before it" in WORDS
     assert f"fewer than {measures.SPIKE_HISTORY} losses before them" in WORDS
     assert f"by more than {SAME_START:.1%}".replace("%", " %") in WORDS
+    assert f"over the first {FIRST_STEPS} steps" in WORDS
     assert WARMUP_STEPS == 2
     assert "the first two steps of every process" in WORDS
 

@@ -100,3 +100,59 @@ def test_a_utilisation_above_one_is_noted() -> None:
     (note,) = verdict(spoil=of_start(flops_per_token=flops)).notes
     assert "above 100 %" in note
     assert config_of().steps == 40
+
+
+TILEWISE = Arm(name="tilewise", changes={"attention.implementation": "tilewise"}, kind="systems")
+ROUNDING = Arm(name="rounding", changes={"model.nudge": True}, kind="systems")
+
+
+def drifts(*arms: Arm, precision: str = "float32", **drift: float) -> dict[str, tuple[str, ...]]:
+    """The notes of these arms, where at step 7 the loss of seed 1 is off by a share of its value.
+
+    At step 21 it is off by much more, and there is no loss at step 3.
+    """
+    baseline = config_of(**{"attention.implementation": "plain", "training.precision": precision})
+    study = study_of(experiment_of(*arms, baseline=baseline))
+    records = records_of(study, {each.name: Behaviour(noise=0.0) for each in arms})
+    for arm in arms:
+        for seed in (0, 1, 2):
+            name = f"optimizers/{arm.name}/seed-{seed}"
+            theirs = records[f"optimizers/baseline/seed-{seed}"].steps
+            record = records[name]
+            record.steps[:] = theirs
+            record.steps[2] = replace(record.steps[2], loss=None)
+            if seed == 1:
+                for step, share in ((7, drift.get(arm.name, 0.0)), (21, 0.5)):
+                    loss = record.steps[step - 1].loss
+                    assert loss is not None
+                    record.steps[step - 1] = replace(
+                        record.steps[step - 1], loss=loss * (1 - share)
+                    )
+    found = judge(study, records).experiments[0]
+    return {arm.arm: arm.notes for arm in found.arms}
+
+
+def test_the_drift_of_a_kernel_stands_beside_that_of_rounding() -> None:
+    notes = drifts(TILEWISE, ROUNDING, tilewise=1e-6, rounding=2e-6)
+    first = "The training loss of the first 20 steps differs from the baseline's by at most"
+    assert notes["tilewise"] == (f"{first} 1.0e-06 of its value (rounding alone: 2.0e-06).",)
+    assert notes["rounding"] == (
+        f"{first} 2.0e-06 of its value: this is what rounding alone does.",
+    )
+    assert drifts(TILEWISE, tilewise=1e-6)["tilewise"] == (f"{first} 1.0e-06 of its value.",)
+
+
+def test_no_drift_is_said_as_well() -> None:
+    (note,) = drifts(TILEWISE)["tilewise"]
+    assert note == "The training loss of the first 20 steps is the baseline's, to the last bit."
+
+
+def test_drift_is_of_systems_arms_in_float32() -> None:
+    assert drifts(Arm(name="tilewise", changes=TILEWISE.changes), tilewise=1e-6)["tilewise"] == ()
+    assert drifts(TILEWISE, precision="bf16", tilewise=1e-6)["tilewise"] == ()
+
+
+def test_a_nudged_start_is_a_paired_one() -> None:
+    arm = Arm(name="lion", changes={"model.nudge": True})
+    (note,) = verdict(experiment_of(arm), start_loss(9.0)).arms[0].notes
+    assert "Not paired" in note

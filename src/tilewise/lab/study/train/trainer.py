@@ -27,6 +27,7 @@ from tilewise.lab.study.train.memory_split import (
     saved_bytes,
     weights_bytes,
 )
+from tilewise.lab.study.train.nudge import nudge
 from tilewise.lab.study.train.objective import losses
 from tilewise.lab.study.train.state import State, pack, unpack
 
@@ -85,6 +86,8 @@ def model_of(config: RunConfig, vocabulary: int, seed: int, device: torch.device
         seed=seed,
         checkpointing=config.training.checkpointing,
     )
+    if config.model.nudge:
+        nudge(model, seed)
     return model.to(device)
 
 

@@ -28,7 +28,7 @@ from tilewise.lab.study.verdict.measures import (
     over_seeds,
     status,
 )
-from tilewise.lab.study.verdict.notes import experiment_notes, pairing_note
+from tilewise.lab.study.verdict.notes import drift_note, experiment_notes, pairing_note
 from tilewise.lab.study.verdict.quantities import ArmMeasures, Cost, Ratio
 from tilewise.lab.study.verdict.result import (
     ArmVerdict,
@@ -105,11 +105,10 @@ def _experiment(experiment: Experiment, records: Mapping[str, RunRecord]) -> Exp
         for each, test in zip(compared, examine(compared, rules), strict=True)
     ]
     arms = tuple(
-        _arm(experiment, arm, runs[arm.name], baseline, each)
-        for arm, each in zip(experiment.arms, judged, strict=True)
+        _arm(experiment, arm, runs, each) for arm, each in zip(experiment.arms, judged, strict=True)
     )
     shown = _baseline(experiment, baseline)
-    finals = {name: each.finals for name, each in runs.items()}
+    finals = _finals(runs)
     return ExperimentVerdict(
         experiment=experiment.name,
         question=experiment.question,
@@ -141,6 +140,10 @@ def _runs(
     lost = any(all_diverged(each) for each in sweeps if each.arm == arm)
     measures = replace(over_seeds(list(finals.values())), kernels=kernel_uses(finals.values()))
     return _Runs(finals, tried, lost, measures)
+
+
+def _finals(runs: Mapping[str, _Runs]) -> dict[str, Mapping[int, RunRecord]]:
+    return {name: each.finals for name, each in runs.items()}
 
 
 def _status(experiment: Experiment, runs: _Runs, seed: int) -> Status:
@@ -177,14 +180,15 @@ def _weights(record: RunRecord) -> str:
 def _arm(
     experiment: Experiment,
     arm: Arm,
-    runs: _Runs,
-    baseline: _Runs,
+    all_runs: Mapping[str, _Runs],
     judged: _Judged,
 ) -> ArmVerdict:
     compared, test, decision = judged
+    runs, baseline = all_runs[arm.name], all_runs[experiment.baseline_name]
     withheld = _withheld(arm, decision)
     target = target_result(experiment, runs.finals, baseline.finals)
     notes = pairing_note(runs.finals, baseline.finals, experiment.metric)
+    notes += drift_note(experiment, arm, _finals(all_runs))
     effect, spread = test.paired.mean, test.paired.spread
     if compared.whole and effect and spread is not None and spread < _NO_SPREAD * abs(effect):
         notes += ("The difference is the same with every seed: do the seeds change anything?",)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tilewise.lab.study.config import Experiment
+from tilewise.lab.study.config import Arm, Experiment, change
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.verdict.measures import Metric, metric_of
 from tilewise.lab.study.verdict.quantities import ArmMeasures
 from tilewise.lab.study.verdict.words import UNITS, seeds_text
 
-__all__ = ["experiment_notes", "pairing_note"]
+__all__ = ["FIRST_STEPS", "drift_note", "experiment_notes", "pairing_note"]
+
+FIRST_STEPS = 20  # later, rounding grows with every step, whatever made it
 
 # Weights that are equal give losses that differ by rounding, also of kernels and of bf16.
 SAME_START = 5e-3
@@ -70,6 +72,54 @@ def pairing_note(
     return (f"Not paired: the loss before the first step is not the baseline's with {seeds}.",)
 
 
+def drift_note(experiment: Experiment, arm: Arm, finals: Finals) -> tuple[str, ...]:
+    """How far the training loss of a systems arm is from the baseline's, step by step.
+
+    Beside it, where there is one, that of an arm that changes nothing but the last bit of its
+    initial weights: how far rounding alone drives a run. In float32 only: narrower types round so
+    much that it would say nothing.
+
+    Args:
+        experiment: its config.
+        arm: one of its arms.
+        finals: the runs that count.
+    """
+    if arm.kind != "systems" or experiment.baseline.training.precision != "float32":
+        return ()
+    baseline = finals[experiment.baseline_name]
+    drift = _drift(finals[arm.name], baseline)
+    if drift is None:
+        return ()
+    first = f"The training loss of the first {min(FIRST_STEPS, experiment.baseline.steps)} steps"
+    if drift == 0:
+        return (f"{first} is the baseline's, to the last bit.",)
+    controls = [each.name for each in experiment.arms if _only_nudged(experiment, each)]
+    if arm.name in controls:
+        end = ": this is what rounding alone does"
+    else:
+        known = {name: _drift(finals[name], baseline) for name in controls}
+        others = [f"{value:.1e}" for value in known.values() if value is not None]
+        end = f" (rounding alone: {', '.join(others)})" if others else ""
+    return (f"{first} differs from the baseline's by at most {drift:.1e} of its value{end}.",)
+
+
+def _drift(arm: Mapping[int, RunRecord], baseline: Mapping[int, RunRecord]) -> float | None:
+    """Largest relative difference of the training loss, over the first steps and all seeds."""
+    found = []
+    for seed, record in arm.items():
+        theirs = {each.step: each.loss for each in baseline[seed].steps}
+        for step in record.steps:
+            other = theirs.get(step.step)
+            if step.step <= FIRST_STEPS and step.loss is not None and other:
+                found.append(abs(step.loss - other) / other)
+    return max(found, default=None)
+
+
+def _only_nudged(experiment: Experiment, arm: Arm) -> bool:
+    nudged = change(experiment.baseline, {"model.nudge": True})
+    return not experiment.baseline.model.nudge and experiment.config_of(arm.name) == nudged
+
+
 def _same_beginning(record: RunRecord, other: RunRecord) -> bool:
     if not record.starts or not other.starts:
         return False
@@ -78,7 +128,8 @@ def _same_beginning(record: RunRecord, other: RunRecord) -> bool:
 
 def _beginning(config: Mapping[str, Any]) -> tuple[Any, ...]:
     """What the loss before the first step depends on."""
-    model = {key: value for key, value in config["model"].items() if key != "dropout"}
+    without = ("dropout", "nudge")
+    model = {key: value for key, value in config["model"].items() if key not in without}
     variant = config["attention"]["variant"]
     precision = config["training"]["precision"]
     return model, config["data"], config["evaluation"], variant, precision

@@ -1,4 +1,4 @@
-"""The ``tilewise`` command: doctor, explain, demo, bench, study.
+"""The ``tilewise`` command: doctor, explain, study, demo, bench.
 
 Each subcommand is imported when it is called, so that a package that only one of them needs is no
 trouble for the others.
@@ -20,14 +20,15 @@ class _Command(NamedTuple):
     name: str
     module: str
     help: str
+    function: str = "main"
 
 
 _COMMANDS = (
     _Command("doctor", "tilewise.doctor", "what runs here, and why the rest does not"),
     _Command("explain", "tilewise.lab.explain", "the plan for a problem given by its shape"),
-    _Command("demo", "tilewise.lab.demo.main", "train a small GPT twice and write a report"),
-    _Command("bench", "tilewise.lab.bench", "measure against torch's own attention"),
     _Command("study", "tilewise.lab.study.command", "find out which training choices pay"),
+    _Command("demo", "tilewise.lab.study.command", "the study of the kernels, for short", "demo"),
+    _Command("bench", "tilewise.lab.bench", "measure against torch's own attention"),
 )
 
 
@@ -39,7 +40,8 @@ def _usage() -> str:
 
 def _load(command: _Command) -> Callable[[Sequence[str]], int | None]:
     try:
-        main: Callable[[Sequence[str]], int | None] = import_module(command.module).main
+        main: Callable[[Sequence[str]], int | None]
+        main = getattr(import_module(command.module), command.function)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("tilewise"):
             raise

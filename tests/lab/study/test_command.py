@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tests.lab.study.records_of import records_of, study_of, write
 from tilewise import cli
-from tilewise.lab.study import command
+from tilewise.lab.study import command, recipes
 from tilewise.lab.study.choices import registry
 from tilewise.lab.study.conduct import conductor, store
 from tilewise.lab.study.conduct.conductor import Request
@@ -195,3 +195,34 @@ def test_a_study_whose_record_was_changed(
     record.write_text("nonsense\n" + record.read_text())
     assert cli.main(["study", "report", "synthetic", "--out", str(tmp_path)]) == 1
     assert "record.jsonl, line 1: not an event" in capsys.readouterr().err
+
+
+def test_the_demo_is_the_study_of_the_kernels(
+    asked: list[Request], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--text", "2024", "--seeds", "2", "--set", "optimizer.lr=0.5", "--jobs", "1"]
+    assert cli.main(["demo", *argv]) == 7
+    assert cli.main(["study", "run", "kernels", *argv]) == 7
+    demo, study = asked
+    assert demo == study
+    assert demo.command == f"tilewise study run kernels {' '.join(argv)}"
+    # A file may be called like a number.
+    assert demo.study.experiments[0].baseline.data.source == "2024"
+    assert cli.main(["demo", "--steps", "many"]) == 2
+    assert capsys.readouterr().err.startswith("tilewise demo: steps: got 'many'")
+    for wrong in (["laptop"], ["--text"]):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["demo", *wrong])
+        assert stopped.value.code == 2
+
+
+def test_the_help_of_the_demo_names_the_options_of_its_recipe(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["demo", "--help"])
+    assert stopped.value.code == 0
+    said = capsys.readouterr().out
+    assert "study run kernels" in " ".join(said.split())
+    for option in recipes.find("kernels").options:
+        assert f"--{option}" in said

@@ -22,9 +22,9 @@ from tilewise.lab.study import overrides, recipes
 from tilewise.lab.study.choices import registry
 from tilewise.lab.study.conduct import compare, conductor, find, show, store
 
-__all__ = ["main"]
+__all__ = ["demo", "main"]
 
-DEFAULT = "laptop"
+DEFAULT, DEMO = "laptop", "kernels"
 _WIDTH = 160  # of tables where there is no terminal that has one
 
 
@@ -49,11 +49,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _run(argv: Sequence[str]) -> int:
-    parser = _parser()
+def demo(argv: Sequence[str] | None = None) -> int:
+    """``tilewise demo``: the study of the kernels; arguments and status as for ``main``."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run([DEMO, *given], _demo_parser())
+    except InvalidArgument as error:
+        print(f"tilewise demo: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(argv: Sequence[str], parser: argparse.ArgumentParser | None = None) -> int:
+    parser = parser or _parser()
     options, rest = parser.parse_known_args(argv)
-    name, recipe_options = _recipe(parser, rest)
-    study = overrides.apply(recipes.find(name).study(**recipe_options), options.set)
+    name, texts = _recipe(parser, rest)
+    recipe = recipes.find(name)
+    values = {key: _value(text, recipe.options.get(key)) for key, text in texts.items()}
+    study = overrides.apply(recipe.study(**values), options.set)
     console = _console()
     for note in overrides.notes(study, options.set):
         console.print(Text(f"Note: {note}."), soft_wrap=True)
@@ -72,10 +84,10 @@ def _run(argv: Sequence[str]) -> int:
 _BARE = ["tilewise", "study", "run", DEFAULT]
 
 
-def _recipe(parser: argparse.ArgumentParser, rest: Sequence[str]) -> tuple[str, dict[str, Any]]:
+def _recipe(parser: argparse.ArgumentParser, rest: Sequence[str]) -> tuple[str, dict[str, str]]:
     """The recipe's name and options: what is no option of the command, ``--preset h200``."""
     name: str | None = None
-    options: dict[str, Any] = {}
+    options: dict[str, str] = {}
     words = list(rest)
     while words:
         word = words.pop(0)
@@ -89,11 +101,18 @@ def _recipe(parser: argparse.ArgumentParser, rest: Sequence[str]) -> tuple[str, 
             if not words or words[0].startswith("--"):
                 parser.error(f"{word}: give it a value")
             value = words.pop(0)
-        try:
-            options[key.replace("-", "_")] = json.loads(value)
-        except ValueError:
-            options[key.replace("-", "_")] = value
+        options[key.replace("-", "_")] = value
     return name or DEFAULT, options
+
+
+def _value(text: str, standard: object) -> Any:
+    """What the text of an option stands for: JSON, unless its standard value is text itself."""
+    if isinstance(standard, str):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _confirm(duration: str) -> bool:
@@ -195,6 +214,26 @@ def _parser() -> argparse.ArgumentParser:
         epilog="`tilewise study recipes` says what a recipe's options are, e.g. --preset h200.",
         allow_abbrev=False,
     )
+    return _with_options(parser)
+
+
+def _demo_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tilewise demo",
+        usage="tilewise demo [--text FILE] [--context N] [--steps N] [--seeds N] [options]",
+        description="Train the same model with plain attention, torch's fused one and tilewise: "
+        f"are the losses equal, and what do speed and memory gain? Short for `tilewise study run "
+        f"{DEMO}`; the same command goes on with a run that was stopped.",
+        epilog="--text: a text file or a folder of them, in place of Python's standard library. "
+        "--context: tokens that attend to one another (1024). --steps: of every run (20). "
+        "--seeds: how many, paired (3).",
+        allow_abbrev=False,
+    )
+    return _with_options(parser)
+
+
+def _with_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The same parser with the options of running any study."""
     add = parser.add_argument
     add(
         "--set",

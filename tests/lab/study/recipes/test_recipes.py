@@ -8,7 +8,7 @@ import pytest
 
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study import recipes
-from tilewise.lab.study.config import Experiment, Study, config_hash, parse
+from tilewise.lab.study.config import Experiment, Study, change, config_hash, parse
 
 STUDIES = {name: recipes.find(name).study() for name in recipes.names()}
 ALL = [*STUDIES.values(), recipes.find("wikitext").study(preset="h200")]
@@ -44,7 +44,8 @@ def test_arms_that_change_the_kernel_only_are_systems_arms(study: Study) -> None
     for experiment in study.experiments:
         for arm in experiment.arms:
             kernel_only = set(arm.changes) == {"attention.implementation"}
-            assert (arm.kind == "systems") == kernel_only, arm.name
+            rounding_only = arm.changes == {"model.nudge": True}
+            assert (arm.kind == "systems") == (kernel_only or rounding_only), arm.name
 
 
 def test_every_recipe_says_what_it_is_in_a_line() -> None:
@@ -56,11 +57,14 @@ def test_kernels_compares_the_three_implementations() -> None:
     (only,) = STUDIES["kernels"].experiments
     assert only.baseline_name == "plain"
     assert only.baseline.attention.implementation == "plain"
-    assert [arm.name for arm in only.arms] == ["sdpa", "tilewise"]
+    assert [arm.name for arm in only.arms] == ["sdpa", "tilewise", "rounding"]
+    assert only.config_of("rounding") == change(only.baseline, {"model.nudge": True})
     assert (only.baseline.model.context, only.baseline.steps) == (1024, 20)
     short = recipes.find("kernels").study(context=64, steps=2, seeds=4).experiments[0]
     assert (short.baseline.model.context, short.baseline.steps) == (64, 2)
     assert short.seeds == (0, 1, 2, 3)
+    own = recipes.find("kernels").study(text="a/file.txt").experiments[0]
+    assert own.baseline.data.source == "a/file.txt"
 
 
 def test_laptop_is_the_kernels_and_two_factors_alone_and_together() -> None:

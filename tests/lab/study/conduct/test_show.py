@@ -201,3 +201,27 @@ def test_sizes(count: float | None, words: str) -> None:
 )
 def test_differences(value: float, words: str) -> None:
     assert show.difference(value) == words
+
+
+def test_the_speed_of_a_systems_arm_that_has_not_passed_is_withheld(tmp_path: Path) -> None:
+    changes = {"attention.implementation": "sdpa"}
+    study = study_of(experiment_of(Arm(name="sdpa", kind="systems", changes=changes)))
+    folder_of(tmp_path, study, {"sdpa": Behaviour(effect=0.5)})
+    runs = shown(find("synthetic", tmp_path))
+    assert "withheld" in row(runs, "optimizers/sdpa/seed-0")
+    assert "withheld" not in row(runs, "optimizers/baseline/seed-0")
+    assert "optimizers/sdpa: A systems arm has to be shown to change nothing" in runs
+    run = shown(find("optimizers/sdpa/seed-0", tmp_path))
+    assert "tokens/s" not in run
+    assert "withheld" in row(run, "10 ")
+    text = compared(*(find(f"optimizers/{arm}", tmp_path) for arm in ("baseline", "sdpa")))
+    assert row(text, "tokens/s")[1:] == ["withheld"] * 3
+    assert "this one is worse" in text
+
+
+def test_the_speed_of_a_systems_arm_that_has_passed_is_shown(tmp_path: Path) -> None:
+    study = study_of(experiment_of(Arm(name="sdpa", kind="systems")))
+    folder_of(tmp_path, study, {"sdpa": Behaviour(effect=0.0)})
+    assert "withheld" not in shown(find("synthetic", tmp_path))
+    text = compared(*(find(f"optimizers/{arm}", tmp_path) for arm in ("baseline", "sdpa")))
+    assert row(text, "tokens/s")[1] == "5,120"

@@ -18,6 +18,7 @@ from rich.text import Text
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study.conduct.find import Found
 from tilewise.lab.study.conduct.show import add_row, difference, flat, number, size, table_of
+from tilewise.lab.study.conduct.withheld import WITHHELD, arm_of, withheld
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.verdict.measures import final_metric, measure
 from tilewise.lab.study.verdict.stats import paired, ratio
@@ -83,9 +84,11 @@ def compare(first: Found, second: Found, console: Console) -> None:
         came = f"{first.name} and {second.name}, which have no arm in common"
         raise InvalidArgument("compare", came, "two arms, two runs, or studies with equal arms")
     console.print(Text(f"A: {first.name}\nB: {second.name}"), soft_wrap=True)
+    held_a, held_b = withheld(first.folder), withheld(second.folder)
     for a, b in matched:
         title = a if a == b else f"{a} (A) and {b} (B)"
-        _compare_arms(title, one[a], other[b], console)
+        held = {arm: why[arm] for arm, why in ((a, held_a), (b, held_b)) if arm in why}
+        _compare_arms(title, one[a], other[b], held, console)
 
 
 def _by_arm(found: Found) -> dict[str, dict[str, RunRecord]]:
@@ -93,7 +96,7 @@ def _by_arm(found: Found) -> dict[str, dict[str, RunRecord]]:
     arms: dict[str, dict[str, RunRecord]] = {}
     for name, record in found.records.items():
         if record.start.phase == "final" or name == found.part:
-            arms.setdefault(name.rpartition("/")[0], {})[name] = record
+            arms.setdefault(arm_of(name), {})[name] = record
     return arms
 
 
@@ -101,6 +104,7 @@ def _compare_arms(
     title: str,
     first: Mapping[str, RunRecord],
     second: Mapping[str, RunRecord],
+    held: Mapping[str, str],
     console: Console,
 ) -> None:
     console.print(Text(f"\n{title}", style="bold"), soft_wrap=True)
@@ -110,19 +114,21 @@ def _compare_arms(
     if not found.seeds:
         console.print(Text("  No seed is finished in both: nothing is compared."))
         return
-    console.print(_table(found))
-    for line in _remarks(first, second, found):
+    console.print(_table(found, timed=not held))
+    reasons = [f"{arm}: {why}" for arm, why in held.items()]
+    for line in (*_remarks(first, second, found), *reasons):
         console.print(Text(f"  {line}"), soft_wrap=True)
 
 
-def _table(found: Pairs) -> Table:
+def _table(found: Pairs, timed: bool) -> Table:
     table = table_of("measure", "A", "B", "B - A", "95 % interval", "p", left=("measure",))
     both = found.of(lambda record: final_metric(record, "loss"))
     add_row(table, "loss, nats per token", *_loss_cells(both))
     both = found.of(lambda record: final_metric(record, "bits_per_byte"))
     add_row(table, "bits per byte", *_loss_cells(both))
     both = found.of(lambda record: measure(record).tokens_per_s)
-    add_row(table, "tokens/s", *_ratio_cells(both, lambda value: f"{value:,.0f}"))
+    speeds = _ratio_cells(both, lambda value: f"{value:,.0f}") if timed else [WITHHELD] * 3
+    add_row(table, "tokens/s", *speeds)
     both = found.of(lambda record: record.memory.peak_bytes if record.memory else None)
     add_row(table, "peak memory", *_ratio_cells(both, size))
     return table

@@ -18,6 +18,7 @@ from tilewise.lab.study.conduct.board import in_words
 from tilewise.lab.study.conduct.find import Found
 from tilewise.lab.study.conduct.plan import Agenda, arm_names
 from tilewise.lab.study.conduct.store import STUDY, read_records, read_study, study_folders
+from tilewise.lab.study.conduct.withheld import WITHHELD, arm_of, withheld
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import RECORD
 from tilewise.lab.study.verdict.measures import measure
@@ -63,7 +64,11 @@ def show(found: Found, console: Console) -> None:
     stored = read_study(found.folder)
     console.print(Text(f"{found.name}: {stored.study.question}"), soft_wrap=True)
     console.print(Text(f"Command: {stored.command}"), soft_wrap=True)
-    console.print(_runs(found.records))
+    held = withheld(found.folder)
+    console.print(_runs(found.records, held))
+    for arm in dict.fromkeys(map(arm_of, found.records)):
+        if arm in held:
+            console.print(Text(f"{arm}: {held[arm]}"), soft_wrap=True)
     if not found.part:
         for experiment in stored.study.experiments:
             arms = ", ".join(arm_names(experiment))
@@ -83,7 +88,7 @@ def add_row(table: Table, *cells: str) -> None:
     table.add_row(*map(Text, cells))
 
 
-def _runs(records: Mapping[str, RunRecord]) -> Table:
+def _runs(records: Mapping[str, RunRecord], held: Mapping[str, str]) -> Table:
     table = table_of("run", "status", "step", "loss", "bits/byte", "tokens/s", "peak memory")
     for name, record in records.items():
         found = measure(record)
@@ -95,7 +100,7 @@ def _runs(records: Mapping[str, RunRecord]) -> Table:
             str(record.steps[-1].step if record.steps else 0),
             number(last.loss if last else None, ".4f"),
             number(last.bits_per_byte if last else None, ".4f"),
-            number(found.tokens_per_s, ",.0f"),
+            WITHHELD if arm_of(name) in held else number(found.tokens_per_s, ",.0f"),
             size(record.memory.peak_bytes if record.memory else None),
         )
     return table
@@ -104,6 +109,8 @@ def _runs(records: Mapping[str, RunRecord]) -> Table:
 def _run(found: Found) -> RenderableType:
     record = found.records[found.part]
     start, took = record.start, measure(record)
+    held = withheld(found.folder).get(arm_of(found.part))
+    speed = _speed(took.tokens_per_s, took.tokens_per_cpu_s, took.mfu_full, took.mfu_causal)
     head = f"{found.name}: {_status(record)}"
     if record.end is not None and record.end.reason:
         head += f" ({record.end.reason})"
@@ -115,7 +122,7 @@ def _run(found: Found) -> RenderableType:
         ("text", _corpus(start.corpus)),
         ("where", _environment(start.environment)),
         ("started", ", ".join(f"step {each.from_step} at {each.time}" for each in record.starts)),
-        ("speed", _speed(took.tokens_per_s, took.tokens_per_cpu_s, took.mfu_full, took.mfu_causal)),
+        ("speed", f"{WITHHELD}. {held}" if held else speed),
         ("memory", _memory(record)),
         ("attention", _kernels(record)),
         ("gradient norm", f"median {number(took.gradient_norm, '.3g')}"),
@@ -126,10 +133,12 @@ def _run(found: Found) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for name, words in facts:
         table.add_row(Text(name, style="bold"), Text(words))
-    return Group(Text(head, style="bold"), table, _evaluations(record), _config(start.config))
+    return Group(
+        Text(head, style="bold"), table, _evaluations(record, timed=not held), _config(start.config)
+    )
 
 
-def _evaluations(record: RunRecord) -> Table:
+def _evaluations(record: RunRecord, timed: bool) -> Table:
     words = any(each.word_perplexity is not None for each in record.evaluations)
     columns = ["step", "tokens", "training time", "held-out loss", "bits/byte"]
     table = table_of(*columns, *(["word perplexity"] if words else []))
@@ -137,7 +146,7 @@ def _evaluations(record: RunRecord) -> Table:
         row = [
             str(each.step),
             f"{each.tokens:,}",
-            in_words(each.train_wall_s),
+            in_words(each.train_wall_s) if timed else WITHHELD,
             number(each.loss, ".4f"),
             number(each.bits_per_byte, ".4f"),
         ]

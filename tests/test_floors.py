@@ -163,7 +163,7 @@ SOUND = {
     "kernels/base.py": "import tilewise.problem\n",
     "kernels/cpu/backend.py": "from .. import base\nfrom tilewise import _core\n",
     "functional.py": "def f():\n    from tilewise.kernels.cpu import backend\n",
-    "lab/demo.py": "import tilewise\nfrom tilewise import masks\n",
+    "lab/tool.py": "import tilewise\nfrom tilewise import masks\n",
 }
 
 

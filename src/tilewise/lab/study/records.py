@@ -75,6 +75,7 @@ class Start(Event):
         flops_per_token: ``full`` (12 L d T) and ``causal`` (6 L d T) conventions.
         peak_flops_s: of matrix products with the run's threads in its precision, as measured (on a
             CPU per second of CPU time, the mean over the threads).
+        weights_sha256: of the weights before the first step; empty where it was not recorded.
     """
 
     event = "start"
@@ -94,6 +95,7 @@ class Start(Event):
     groups: dict[str, list[str]]
     flops_per_token: dict[str, float]
     peak_flops_s: float
+    weights_sha256: str = ""
     format: int = FORMAT
 
 

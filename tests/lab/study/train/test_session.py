@@ -21,12 +21,13 @@ from tests.lab.study.train.toys import (
     session_of,
     text,
     tokens_of,
+    trainer_of,
 )
 from tilewise.lab.study.records import RunRecord, Writer
 from tilewise.lab.study.run import RECORD
 from tilewise.lab.study.train import state as states
 from tilewise.lab.study.train.session import Session
-from tilewise.lab.study.train.state import CHECKPOINT, CheckpointError
+from tilewise.lab.study.train.state import CHECKPOINT, CheckpointError, weights_sha256
 
 CHOICES: list[dict[str, Any]] = [
     *({"optimizer.name": name} for name in OPTIMIZERS),
@@ -193,6 +194,13 @@ def test_the_record_of_a_run(tmp_path: Path) -> None:
     assert record.end is not None
     assert (record.end.status, record.end.step) == ("done", STEPS)
     assert record.checkpoint == STEPS
+
+
+def test_every_start_tells_the_first_weights(tmp_path: Path) -> None:
+    first = weights_sha256(trainer_of().model)
+    _kill_at(session_of(tmp_path), 4)
+    record = _finished(tmp_path)
+    assert [each.weights_sha256 for each in record.starts] == [first, first]
 
 
 def test_time_adds_up_over_interruptions(tmp_path: Path) -> None:

@@ -74,6 +74,25 @@ def test_an_arm_that_started_from_other_weights_is_noted() -> None:
     assert verdict(spoil=start_loss(8.0 * (1 + 1e-4))).arms[0].notes == (), "rounding"
 
 
+def test_first_weights_are_compared_to_the_bit() -> None:
+    def notes(of_arm: str, changes: dict[str, Any]) -> tuple[str, ...]:
+        study = study_of(experiment_of(Arm(name="lion", changes=changes)))
+        records = records_of(study, {})
+        for name, record in records.items():
+            first = of_arm if name == LION else "a" * 64
+            record.starts[0] = replace(record.start, weights_sha256=first)
+        return judge(study, records).experiments[0].arms[0].notes
+
+    same: list[dict[str, Any]] = [{"optimizer.name": "lion"}, {"model.dropout.attention": 0.1}]
+    for changes in same:
+        (note,) = notes("b" * 64, changes)
+        assert note == "Not paired: the first weights are not the baseline's with seed 1."
+        assert notes("a" * 64, changes) == ()
+        assert notes("", changes) == (), "a record that does not tell"
+    for changes in [{"model.width": 64}, {"model.nudge": True}, {"data.tokenizer": "gpt2"}]:
+        assert notes("b" * 64, changes) == (), "other weights by its own words"
+
+
 def test_another_model_or_evaluation_cannot_start_with_the_same_loss() -> None:
     for changes in ({"model.width": 64}, {"evaluation.windows": 8}, {"training.precision": "bf16"}):
         experiment = experiment_of(Arm(name="lion", changes=changes))

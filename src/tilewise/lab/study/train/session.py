@@ -84,6 +84,7 @@ class Session:
         self._record, self._checkpoint = folder / RECORD, folder / states.CHECKPOINT
         self._every_s, self._environment = checkpoint_every_s, environment or {}
         self._peak_flops_s = peak_flops_s
+        self._first_weights = states.weights_sha256(trainer.model)
         self._split: Split | None = None
         self._taken = 0  # steps of this session
         self._next_checkpoint = 0.0
@@ -211,6 +212,7 @@ class Session:
             groups=trainer.groups,
             flops_per_token=per_token(run.config, trainer.parameters),
             peak_flops_s=self._peak_flops_s,
+            weights_sha256=self._first_weights,
         )
 
     def _write_last(self, status: Any, reason: str) -> None:

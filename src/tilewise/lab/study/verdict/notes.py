@@ -50,26 +50,50 @@ def pairing_note(
 ) -> tuple[str, ...]:
     """A warning where an arm did not start from the weights of the baseline.
 
-    Only where the model, the text, the evaluation and the precision are the baseline's: then the
-    loss before the first step has to be the same.
+    Where the shape of the model and the tokenizer are the baseline's, the first weights have to be
+    the same to the bit; where the text, the evaluation and the precision are too, the loss before
+    the first step has to be the same.
 
     Args:
         arm: seed -> record.
         baseline: the same of the baseline.
         metric: of the experiment.
     """
-    apart = []
-    for seed, record in arm.items():
-        other = baseline.get(seed)
-        if other is None or not _same_beginning(record, other):
-            continue
-        mine, theirs = _first(record, metric), _first(other, metric)
-        if mine is not None and theirs is not None and abs(mine - theirs) > SAME_START * theirs:
-            apart.append(seed)
+    pairs = [
+        (seed, record, baseline[seed])
+        for seed, record in arm.items()
+        if record.starts and seed in baseline and baseline[seed].starts
+    ]
+    other = [seed for seed, mine, theirs in pairs if _other_weights(mine, theirs)]
+    apart = [seed for seed, mine, theirs in pairs if _other_loss(mine, theirs, metric)]
+    if other:
+        return (f"Not paired: the first weights are not the baseline's with {seeds_text(other)}.",)
     if not apart:
         return ()
     seeds = seeds_text(apart)
     return (f"Not paired: the loss before the first step is not the baseline's with {seeds}.",)
+
+
+def _other_weights(record: RunRecord, other: RunRecord) -> bool:
+    mine, theirs = record.start, other.start
+    known = bool(mine.weights_sha256 and theirs.weights_sha256)
+    comparable = _shape(mine.config) == _shape(theirs.config)
+    return known and comparable and mine.weights_sha256 != theirs.weights_sha256
+
+
+def _shape(config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What the first weights depend on, beside the seed."""
+    model = {key: value for key, value in config["model"].items() if key != "dropout"}
+    return model, config["data"]["tokenizer"]
+
+
+def _other_loss(record: RunRecord, other: RunRecord, metric: Metric) -> bool:
+    if _beginning(record.start.config) != _beginning(other.start.config):
+        return False
+    mine, theirs = _first(record, metric), _first(other, metric)
+    if mine is None or theirs is None:
+        return False
+    return abs(mine - theirs) > SAME_START * theirs
 
 
 def drift_note(experiment: Experiment, arm: Arm, finals: Finals) -> tuple[str, ...]:
@@ -118,12 +142,6 @@ def _drift(arm: Mapping[int, RunRecord], baseline: Mapping[int, RunRecord]) -> f
 def _only_nudged(experiment: Experiment, arm: Arm) -> bool:
     nudged = change(experiment.baseline, {"model.nudge": True})
     return not experiment.baseline.model.nudge and experiment.config_of(arm.name) == nudged
-
-
-def _same_beginning(record: RunRecord, other: RunRecord) -> bool:
-    if not record.starts or not other.starts:
-        return False
-    return _beginning(record.start.config) == _beginning(other.start.config)
 
 
 def _beginning(config: Mapping[str, Any]) -> tuple[Any, ...]:

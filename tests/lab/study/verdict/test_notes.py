@@ -89,7 +89,8 @@ def test_first_weights_are_compared_to_the_bit() -> None:
         assert note == "Not paired: the first weights are not the baseline's with seed 1."
         assert notes("a" * 64, changes) == ()
         assert notes("", changes) == (), "a record that does not tell"
-    for changes in [{"model.width": 64}, {"model.nudge": True}, {"data.tokenizer": "gpt2"}]:
+    other: list[dict[str, Any]] = [{"model.width": 64}, {"model.nudge": True}]
+    for changes in (*other, {"data.tokenizer": "gpt2"}):
         assert notes("b" * 64, changes) == (), "other weights by its own words"
 
 

@@ -115,8 +115,9 @@ def drift_note(experiment: Experiment, arm: Arm, finals: Finals) -> tuple[str, .
     if drift is None:
         return ()
     first = f"The training loss of the first {min(FIRST_STEPS, experiment.baseline.steps)} steps"
+    apart = f"differs from the baseline's by at most {drift:.1e} of its value"
     if drift == 0:
-        return (f"{first} is the baseline's, to the last bit.",)
+        apart = "is the baseline's, to the last bit"
     controls = [each.name for each in experiment.arms if _only_nudged(experiment, each)]
     if arm.name in controls:
         end = ": this is what rounding alone does"
@@ -124,7 +125,7 @@ def drift_note(experiment: Experiment, arm: Arm, finals: Finals) -> tuple[str, .
         known = {name: _drift(finals[name], baseline) for name in controls}
         others = [f"{value:.1e}" for value in known.values() if value is not None]
         end = f" (rounding alone: {', '.join(others)})" if others else ""
-    return (f"{first} differs from the baseline's by at most {drift:.1e} of its value{end}.",)
+    return (f"{first} {apart}{end}.",)
 
 
 def _drift(arm: Mapping[int, RunRecord], baseline: Mapping[int, RunRecord]) -> float | None:

@@ -261,6 +261,9 @@ def test_speed_is_withheld_until_the_losses_are_equal(tmp_path: Path) -> None:
     behaviours = {"tilewise": Behaviour(effect=0.5, pace=77.7), "sdpa": Behaviour(noise=1e-6)}
     reader, source, twin = _written(folder_of(tmp_path, study, records_of(study, behaviours)))
     assert re.findall(r'data-label="speed"><span>([^<]*)', source)[2] == "withheld"
+    costs = re.findall(r'data-label="cost"><span>([^<]*)', source)
+    assert [each == "withheld" for each in costs] == [False, False, True]
+    assert re.search(r"\| tilewise \| \d+ \| [\d,]+ \| withheld \| withheld \|", twin)
     timed = re.search(r'aria-label="Held-out loss [^"]* by seconds of training: ([^"]*)"', source)
     assert timed is not None
     assert "plain from" in timed[1]

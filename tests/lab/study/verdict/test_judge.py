@@ -232,12 +232,15 @@ def test_the_speed_of_any_other_systems_arm_is_withheld(behaviour: Behaviour, la
         *(measures.step_s, measures.step_low_s, measures.step_high_s),
         *(measures.speed_ratio, measures.cpu_ratio),
         *(target.median_wall_s, target.median_cpu_s, target.wall_ratio),
+        *(sdpa.cost.wall_s, sdpa.cost.cpu_s, sdpa.cost.sweep_wall_s, sdpa.cost.sweep_cpu_s),
     ):
         assert value is None
     assert (target.wall_s, target.cpu_s) == ((), ())
     assert measures.memory is not None, "memory is no speed"
     assert lion.speed_withheld == ""
     assert lion.measures.tokens_per_s is not None, "a training arm's speed is its own"
+    assert lion.cost.wall_s is not None
+    assert sdpa.cost.tokens == lion.cost.tokens
 
 
 def test_an_undecided_systems_arm_asks_for_the_seeds_that_show_equivalence() -> None:

@@ -234,15 +234,19 @@ def _sweeps(experiment: ExperimentVerdict) -> Table | None:
     return Table("Sweep", head, tuple(rows), words_of, "sweep")
 
 
+def _or_withheld(value: float | None, show: Callable[[float], str], note: str = "") -> Cell:
+    return Cell("withheld", note, tone="soft") if value is None else Cell(show(value), note)
+
+
 def _cost(experiment: ExperimentVerdict) -> Table | None:
     def trials(arm: _Arm) -> Cell:
         if not arm.cost.sweep_runs:
             return _NONE
         runs = words.count(arm.cost.sweep_runs, "run")
-        return Cell(words.duration(arm.cost.sweep_cpu_s), runs)
+        return _or_withheld(arm.cost.sweep_cpu_s, words.duration, runs)
 
     def of(name: str, show: Callable[[float], str]) -> Callable[[_Arm], Cell]:
-        return lambda arm: Cell(show(getattr(arm.cost, name))) if arm.cost.runs else _NONE
+        return lambda arm: _or_withheld(getattr(arm.cost, name), show) if arm.cost.runs else _NONE
 
     return _table(
         "What it cost",

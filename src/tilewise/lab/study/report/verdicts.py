@@ -276,7 +276,9 @@ def _cost(cost: Cost) -> Cell:
     if not cost.runs:
         return _NONE
     note = f"{words.shorten(float(f'{cost.tokens:.3g}'))} tokens"
-    if cost.sweep_runs:
+    if cost.cpu_s is None:
+        return Cell("withheld", note, tone="soft")
+    if cost.sweep_runs and cost.sweep_cpu_s is not None:
         note = f"{words.duration(cost.sweep_cpu_s)} of it trials"
     return Cell(words.duration(cost.cpu_s), note)
 

@@ -213,7 +213,7 @@ def _arm(
         ),
         speed_withheld=withheld,
         measures=_measures(experiment, runs, baseline, bool(withheld)),
-        cost=runs.cost,
+        cost=_without_times(runs.cost) if withheld else runs.cost,
         target=without_time(target) if withheld and target is not None else target,
         notes=notes,
     )
@@ -262,6 +262,10 @@ def _without_speed(measures: ArmMeasures) -> ArmMeasures:
         speed_ratio=None,
         cpu_ratio=None,
     )
+
+
+def _without_times(cost: Cost) -> Cost:
+    return replace(cost, wall_s=None, cpu_s=None, sweep_wall_s=None, sweep_cpu_s=None)
 
 
 def _baseline(experiment: Experiment, runs: _Runs) -> Baseline:

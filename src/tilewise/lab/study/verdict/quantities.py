@@ -94,18 +94,19 @@ class Cost:
     Args:
         runs: that were begun, trials included.
         tokens: trained on.
-        wall_s, cpu_s: in optimizer steps (evaluations left out); CPU over all threads.
+        wall_s, cpu_s: in optimizer steps (evaluations left out); CPU over all threads. None where
+            speed is withheld: time for the same tokens is speed.
         sweep_runs, sweep_tokens, sweep_wall_s, sweep_cpu_s: the part that trials of a sweep took.
     """
 
     runs: int
     tokens: int
-    wall_s: float
-    cpu_s: float
+    wall_s: float | None
+    cpu_s: float | None
     sweep_runs: int = 0
     sweep_tokens: int = 0
-    sweep_wall_s: float = 0.0
-    sweep_cpu_s: float = 0.0
+    sweep_wall_s: float | None = 0.0
+    sweep_cpu_s: float | None = 0.0
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -34,7 +35,34 @@ def test_links_and_paths_exist(page: Path) -> None:
     assert missing == []
 
 
-def test_the_measured_table_is_the_stored_one() -> None:
+def test_the_tables_are_the_stored_ones() -> None:
     check = [sys.executable, str(ROOT / "scripts/readme_table.py"), "--check"]
     done = subprocess.run(check, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_verdicts_of_a_report_are_shown_with_their_questions() -> None:
+    spec = importlib.util.spec_from_file_location("made", ROOT / "scripts/readme_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    experiment = (
+        "### Is it?\n\n**It is.**\n\n| arm |\n| --- |\n| lion |\n\n- **lion**: as said.\n\n"
+    )
+    report = f"# Q?\n\nStudy **laptop**.\n\n## Verdicts\n\n{experiment}\n## Evidence\n\n| no |\n"
+    shown = script.verdicts(report)
+    lines = [line for line in shown.splitlines() if line]
+    assert lines[:-1] == [
+        "Study **laptop**.",
+        "**Is it?**",
+        "It is.",
+        "| arm |",
+        "| --- |",
+        "| lion |",
+    ]
+    assert "benchmarks/studies/laptop/report.md" in lines[-1]
+    marks = ("<!-- studied: begin (by) -->", "<!-- studied: end -->")
+    page = f"a\n{marks[0]}\nold\n{marks[1]}\nb"
+    assert script.filled(page, "studied", "new") == f"a\n{marks[0]}\nnew\n{marks[1]}\nb"
+    assert script.filled(page, "measured", "new") == page

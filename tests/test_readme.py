@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tilewise.lab.study import recipes
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -66,3 +68,23 @@ def test_the_verdicts_of_a_report_are_shown_with_their_questions() -> None:
     page = f"a\n{marks[0]}\nold\n{marks[1]}\nb"
     assert script.filled(page, "studied", "new") == f"a\n{marks[0]}\nnew\n{marks[1]}\nb"
     assert script.filled(page, "measured", "new") == page
+
+
+def test_the_design_names_every_room_of_the_study_and_every_variable() -> None:
+    design = (ROOT / "docs/design.md").read_text()
+    rooms = [path.parent.name for path in (ROOT / "src/tilewise/lab/study").glob("*/__init__.py")]
+    assert len(rooms) > 5
+    assert [room for room in rooms if f"{room}/" not in design] == []
+    sources = [ROOT / "run", *(ROOT / "src").rglob("*.py")]
+    variables = {
+        name for path in sources for name in re.findall(r"\bTILEWISE_[A-Z_]+\b", path.read_text())
+    }
+    assert "TILEWISE_STUDIES" in variables
+    assert sorted(name for name in variables if f"`{name}`" not in design) == []
+
+
+def test_every_recipe_is_in_the_changelog() -> None:
+    names = recipes.names()
+    assert "laptop" in names
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert [name for name in names if f"`{name}`" not in changes] == []

@@ -109,5 +109,8 @@ def test_longer_context_stops_plain_attention_where_it_is_told_to() -> None:
             assert config.attention.implementation == "tilewise" or config.model.context <= 1024
     context = study.experiments[0]
     assert context.config_of("context-8192").model.context == 8192
+    for arm in [context.baseline_name, *(each.name for each in context.arms)]:
+        config = context.config_of(arm)
+        assert config.evaluation.final_stride == config.model.context, "all score all of the text"
     with pytest.raises(InvalidArgument, match="one of 512, 1024"):
         recipes.find("longer-context").study(plain_up_to=1000)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from tests.lab.study.records_of import Behaviour, config_of, experiment_of, records_of, study_of
 from tilewise.lab.study.config import Arm, Experiment
 from tilewise.lab.study.records import RunRecord
@@ -91,13 +93,39 @@ def test_first_weights_are_compared_to_the_bit() -> None:
         assert notes("", changes) == (), "a record that does not tell"
     other: list[dict[str, Any]] = [{"model.width": 64}, {"model.nudge": True}]
     for changes in (*other, {"data.tokenizer": "gpt2"}):
-        assert notes("b" * 64, changes) == (), "other weights by its own words"
+        assert not any("Not paired" in note for note in notes("b" * 64, changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data.source": "other.txt"}, "of another held-out text"),
+        ({"data.held_out": 0.1}, "of another held-out text"),
+        ({"evaluation.windows": 7}, "of other windows of the held-out text"),
+        ({"model.context": 128}, "of other windows of the held-out text"),
+        ({"evaluation.final_stride": 8}, "of other windows of the held-out text"),
+        ({"data.tokenizer": "gpt2"}, "per token of another tokenizer"),
+        ({"optimizer.lr": 0.1, "evaluation.every": 3}, ""),
+    ],
+)
+def test_a_final_loss_of_another_text_is_noted(changes: dict[str, Any], words: str) -> None:
+    experiment = experiment_of(Arm(name="lion", changes=changes), metric="loss")
+    notes = verdict(experiment).arms[0].notes
+    whole = f"The final loss is {words} than the baseline's: the effect is that of both changes."
+    assert notes == ((whole,) if words else ())
+
+
+def test_the_whole_text_is_the_same_at_every_context() -> None:
+    whole = config_of(**{"evaluation.final_stride": 16})
+    longer = Arm(name="lion", changes={"model.context": 128, "evaluation.final_stride": 128})
+    assert verdict(experiment_of(longer, baseline=whole)).arms[0].notes == ()
 
 
 def test_another_model_or_evaluation_cannot_start_with_the_same_loss() -> None:
     for changes in ({"model.width": 64}, {"evaluation.windows": 8}, {"training.precision": "bf16"}):
         experiment = experiment_of(Arm(name="lion", changes=changes))
-        assert verdict(experiment, start_loss(7.0)).arms[0].notes == ()
+        notes = verdict(experiment, start_loss(7.0)).arms[0].notes
+        assert not any("Not paired" in note for note in notes)
     dropout = experiment_of(Arm(name="lion", changes={"model.dropout.residual": 0.1}))
     assert verdict(dropout, start_loss(7.0)).arms[0].notes != ()
 

@@ -28,7 +28,12 @@ from tilewise.lab.study.verdict.measures import (
     over_seeds,
     status,
 )
-from tilewise.lab.study.verdict.notes import drift_note, experiment_notes, pairing_note
+from tilewise.lab.study.verdict.notes import (
+    drift_note,
+    experiment_notes,
+    held_out_note,
+    pairing_note,
+)
 from tilewise.lab.study.verdict.quantities import ArmMeasures, Cost, Ratio
 from tilewise.lab.study.verdict.result import (
     ArmVerdict,
@@ -188,6 +193,7 @@ def _arm(
     withheld = _withheld(arm, decision)
     target = target_result(experiment, runs.finals, baseline.finals)
     notes = pairing_note(runs.finals, baseline.finals, experiment.metric)
+    notes += held_out_note(experiment, arm)
     notes += drift_note(experiment, arm, _finals(all_runs))
     effect, spread = test.paired.mean, test.paired.spread
     if compared.whole and effect and spread is not None and spread < _NO_SPREAD * abs(effect):

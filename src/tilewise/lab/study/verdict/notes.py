@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tilewise.lab.study.config import Arm, Experiment, change
+from tilewise.lab.study.config import Arm, Experiment, RunConfig, change
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.verdict.measures import Metric, metric_of
 from tilewise.lab.study.verdict.quantities import ArmMeasures
 from tilewise.lab.study.verdict.words import UNITS, seeds_text
 
-__all__ = ["FIRST_STEPS", "drift_note", "experiment_notes", "pairing_note"]
+__all__ = ["FIRST_STEPS", "drift_note", "experiment_notes", "held_out_note", "pairing_note"]
 
 FIRST_STEPS = 20  # later, rounding grows with every step, whatever made it
 
@@ -94,6 +94,36 @@ def _other_loss(record: RunRecord, other: RunRecord, metric: Metric) -> bool:
     if mine is None or theirs is None:
         return False
     return abs(mine - theirs) > SAME_START * theirs
+
+
+def held_out_note(experiment: Experiment, arm: Arm) -> tuple[str, ...]:
+    """A warning where the final loss of an arm is of another text than the baseline's.
+
+    The same windows go through every seed, so that a difference between two texts looks like an
+    effect that is the same with every seed: no test can tell them apart.
+
+    Args:
+        experiment: its config.
+        arm: one of its arms.
+    """
+    mine, theirs = experiment.config_of(arm.name), experiment.baseline
+    text = {"source", "size_cap_bytes", "held_out"}
+    if mine.data.model_dump(include=text) != theirs.data.model_dump(include=text):
+        what = "of another held-out text"
+    elif experiment.metric == "loss" and mine.data.tokenizer != theirs.data.tokenizer:
+        what = "per token of another tokenizer"
+    elif _scored(mine) != _scored(theirs):
+        what = "of other windows of the held-out text"
+    else:
+        return ()
+    return (f"The final loss is {what} than the baseline's: the effect is that of both changes.",)
+
+
+def _scored(config: RunConfig) -> tuple[int | str, ...]:
+    """Which tokens the final evaluation scores; nothing for all of them."""
+    if config.evaluation.final_stride:
+        return ()
+    return config.evaluation.windows, config.model.context, config.data.tokenizer
 
 
 def drift_note(experiment: Experiment, arm: Arm, finals: Finals) -> tuple[str, ...]:

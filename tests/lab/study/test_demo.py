@@ -85,3 +85,4 @@ def test_a_wrong_text_is_a_clear_error(
     assert said.startswith("tilewise demo: data.source: got ")
     assert "wrong.txt" in said
     assert complaint in said
+    assert store.study_folders(store.studies_folder()) == []

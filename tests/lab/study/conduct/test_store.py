@@ -145,3 +145,25 @@ def test_where_studies_and_caches_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEWISE_CACHE", "/c")
     monkeypatch.setenv("TILEWISE_STUDIES", "/s")
     assert (store.cache_folder(), store.studies_folder()) == (Path("/c"), Path("/s"))
+
+
+def test_a_study_that_never_began_leaves_nothing_and_no_other_is_touched(tmp_path: Path) -> None:
+    folder = tmp_path / "studies" / "s-0"
+    for inside in ("runs/e/a/seed-0", "runs/e/b/seed-0"):
+        (folder / inside).mkdir(parents=True)
+    for name in ("study.json", ".lock"):
+        (folder / name).touch()
+    (folder / "mine.txt").touch()
+    assert store.forget_empty(folder)
+    assert [path.name for path in folder.iterdir()] == ["mine.txt"]
+    (folder / "mine.txt").unlink()
+    assert store.forget_empty(folder)
+    assert not folder.exists()
+
+    record = folder / "runs/e/a/seed-0/record.jsonl"
+    record.parent.mkdir(parents=True)
+    record.touch()
+    (folder / "study.json").touch()
+    assert not store.forget_empty(folder)
+    assert record.exists()
+    assert (folder / "study.json").exists()

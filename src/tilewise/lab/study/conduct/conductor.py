@@ -86,7 +86,8 @@ def conduct(request: Request, console: Console) -> int:
             code = INTERRUPTED
         except TilewiseError:
             with interrupts_ignored():
-                _report_if_possible(request.study, folder, console)
+                if not store.forget_empty(folder):
+                    _report_if_possible(request.study, folder, console)
             raise
         with interrupts_ignored():
             if code == INTERRUPTED:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ __all__ = [
     "begin",
     "cache_folder",
     "folder_of",
+    "forget_empty",
     "locked",
     "read_records",
     "read_study",
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 FORMAT = 1
-STUDY = "study.json"
+STUDY, LOCK = "study.json", ".lock"
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,22 @@ def begin(folder: Path, stored: StoredStudy) -> StoredStudy:
     }
     write_atomically(folder / STUDY, json.dumps(values, indent=1) + "\n")
     return stored
+
+
+def forget_empty(folder: Path) -> bool:
+    """Remove the folder of a study of which no run has begun; nothing else is ever removed.
+
+    Returns:
+        whether it was one.
+    """
+    if any((folder / "runs").rglob(RECORD)):
+        return False
+    for name in (STUDY, LOCK):
+        (folder / name).unlink(missing_ok=True)
+    for path in sorted((folder, *folder.rglob("*")), reverse=True):  # what is inside comes first
+        with suppress(OSError):  # not a folder, or not empty: it is not ours
+            path.rmdir()
+    return True
 
 
 def read_study(folder: Path) -> StoredStudy:
@@ -171,7 +188,7 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         TilewiseError: another process runs it.
     """
-    with (folder / ".lock").open("a+") as file:
+    with (folder / LOCK).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -121,6 +121,15 @@ CHANGES: dict[str, Any] = {
 }
 
 
+def test_what_no_run_could_do_is_refused_at_once() -> None:
+    with pytest.raises(InvalidArgument, match=r"final_stride: got 257.*at most model.context=256"):
+        change(RunConfig(), {"evaluation.final_stride": 257})
+    changes = {"attention.variant.name": "softcap", "attention.implementation": "sdpa"}
+    with pytest.raises(InvalidArgument, match=r"attention.variant: got softcap.*to tilewise"):
+        change(RunConfig(), changes)
+    change(RunConfig(), {**changes, "attention.implementation": "plain"})
+
+
 def test_every_change_changes_the_hash() -> None:
     hashes = [config_hash(change(RunConfig(), {path: value})) for path, value in CHANGES.items()]
     assert len({config_hash(RunConfig()), *hashes}) == len(CHANGES) + 1

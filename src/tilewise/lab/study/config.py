@@ -172,6 +172,19 @@ class RunConfig(Frozen):
     budget: Budget = Budget(steps=300)
     evaluation: Evaluation = Evaluation()
 
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        """What no run could do is refused before the first one, not after hours of others."""
+        stride, context = self.evaluation.final_stride, self.model.context
+        if stride > context:
+            required = f"at most model.context={context}"
+            raise InvalidArgument("evaluation.final_stride", str(stride), required)
+        if self.attention.implementation == "sdpa" and self.attention.variant.name == "softcap":
+            came, required = "softcap", "a variant that scaled_dot_product_attention has"
+            fix = "Or set attention.implementation to tilewise or plain."
+            raise InvalidArgument("attention.variant", came, required, fix)
+        return self
+
     @property
     def tokens_per_step(self) -> int:
         """Tokens that one optimizer step learns from."""

@@ -166,10 +166,6 @@ def test_a_whole_run_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         ({"data.source": "/nowhere/at/all.txt"}, "/nowhere/at/all.txt"),
         ({"model.context": 100_000}, "model.context"),
-        (
-            {"attention.variant": {"name": "softcap"}, "attention.implementation": "sdpa"},
-            "no softcap",
-        ),
     ],
 )
 def test_what_the_user_can_put_right_is_one_line(

@@ -32,8 +32,8 @@ def test_dropout_that_switches_the_kernel_is_flagged_as_unasked() -> None:
 
 
 def test_a_variant_that_switches_the_kernel_is_unasked_too() -> None:
-    arm = Arm(name="softcap", changes={"attention.variant": {"name": "softcap"}})
-    (flag,) = flags(arm, baseline=Behaviour(kernels=(FLASH,)), softcap=Behaviour(kernels=(MATH,)))
+    arm = Arm(name="window", changes={"attention.variant": {"name": "window"}})
+    (flag,) = flags(arm, baseline=Behaviour(kernels=(FLASH,)), window=Behaviour(kernels=(MATH,)))
     assert not flag.expected
 
 

@@ -44,8 +44,8 @@ def _baseline(steps: int) -> RunConfig:
     )
 
 
-# Stored rates: the best of 0.0005 to 0.012 (AdamW, both schedules) and 0.0003 to 0.002 (Lion, both) in
-# 150 steps on seeds that no study here uses. WSD is as good at 0.001 as at AdamW's 0.0014.
+# Stored rates: the best of 0.0005 to 0.012 (AdamW, both schedules) and 0.0003 to 0.002 (Lion, both)
+# in 150 steps on seeds that no study here uses. WSD is as good at 0.001 as at 0.0014.
 LION = {"optimizer": {"name": "lion", "lr": 0.0006, "weight_decay": 0.3}}
 WSD = {"schedule": {"name": "wsd", "warmup": 0.05, "decay": 0.2}}
 MUON = {"optimizer": {"name": "muon", "lr": 0.003}}

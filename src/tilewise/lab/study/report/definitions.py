@@ -65,7 +65,8 @@ DEFINITIONS = (
         "MFU",
         "Model operations per second over the measured peak of matrix multiplication: 6 per "
         "multiplied weight and token, and c · layers · width · context for attention, where c = 12 "
-        "counts every pair and c = 6 only those that a causal mask lets through.",
+        "counts every pair and c = 6 only those that a causal mask lets through. The speed is per "
+        "second of wall time, the peak of a CPU per second of CPU time: waiting lowers it.",
         "speed",
     ),
     Definition(

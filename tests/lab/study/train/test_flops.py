@@ -39,6 +39,20 @@ def test_a_product_is_not_faster_than_the_peak() -> None:
     assert peak < 1e15
 
 
+def test_the_peak_is_that_of_the_better_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = torch.mm
+
+    def slow(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        begin = time.process_time()
+        while right.is_contiguous() and time.process_time() < begin + 0.05:
+            pass
+        return product(left, right, out=out)
+
+    alone = gemm_peak_flops_s(torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(torch, "mm", slow)
+    assert gemm_peak_flops_s(torch.float32, torch.device("cpu")) > 0.2 * alone
+
+
 def test_waiting_for_a_core_does_not_lower_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     product = torch.mm

@@ -58,21 +58,30 @@ def gemm_peak_flops_s(dtype: torch.dtype, device: torch.device) -> float:
     """
     size = 128
     _product_s(size, dtype, device)  # the first one starts threads and makes kernels
+    # Layers multiply by a transposed weight, which torch does several times faster in float16.
+    layouts = (False, True)
+    transposed = min(layouts, key=lambda each: min(_samples(size, dtype, device, each)))
     rates = []
     while True:
-        taken = _product_s(size, dtype, device)
+        taken = _product_s(size, dtype, device, transposed)
         rates.append(2.0 * size**3 / taken)
         if taken >= _SAMPLE_S or size >= _LARGEST:
             break
         size *= 2
-    rates += [2.0 * size**3 / _product_s(size, dtype, device) for _ in range(_SAMPLES - 1)]
-    return max(rates)
+    return max(*rates, 2.0 * size**3 / min(_samples(size, dtype, device, transposed)))
 
 
-def _product_s(size: int, dtype: torch.dtype, device: torch.device) -> float:
+def _samples(size: int, dtype: torch.dtype, device: torch.device, transposed: bool) -> list[float]:
+    return [_product_s(size, dtype, device, transposed) for _ in range(_SAMPLES)]
+
+
+def _product_s(
+    size: int, dtype: torch.dtype, device: torch.device, transposed: bool = False
+) -> float:
     """Seconds of one product, inputs made before."""
     left = torch.full((size, size), 0.5, dtype=dtype, device=device)
     right, out = torch.full_like(left, 0.25), torch.empty_like(left)
+    right = right.t() if transposed else right
     _synchronise(device)
     begin = _now(device)
     torch.mm(left, right, out=out)

@@ -202,6 +202,14 @@ def test_drift_is_of_systems_arms_in_float32() -> None:
     assert drifts(TILEWISE, precision="bf16", tilewise=1e-6)["tilewise"] == ()
 
 
+def test_drift_is_not_told_before_all_runs_are_over() -> None:
+    for unfinished in ("tilewise", "baseline"):
+        study = study_of(experiment_of(TILEWISE))
+        records = records_of(study, {unfinished: Behaviour(stopped={2: 10})})
+        assert judge(study, records).experiments[0].arms[0].notes == ()
+    assert "training loss" in verdict(experiment_of(TILEWISE)).arms[0].notes[0]
+
+
 def test_a_nudged_start_is_a_paired_one() -> None:
     arm = Arm(name="lion", changes={"model.nudge": True})
     (note,) = verdict(experiment_of(arm), start_loss(9.0)).arms[0].notes

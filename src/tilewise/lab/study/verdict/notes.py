@@ -159,7 +159,12 @@ def drift_note(experiment: Experiment, arm: Arm, finals: Finals) -> tuple[str, .
 
 
 def _drift(arm: Mapping[int, RunRecord], baseline: Mapping[int, RunRecord]) -> float | None:
-    """Largest relative difference of the training loss, over the first steps and all seeds."""
+    """Largest relative difference of the training loss, over the first steps and all seeds.
+
+    None before all runs are over: fewer steps would be a smaller difference.
+    """
+    if not all(record.done for runs in (arm, baseline) for record in runs.values()):
+        return None
     found = []
     for seed, record in arm.items():
         theirs = {each.step: each.loss for each in baseline[seed].steps}

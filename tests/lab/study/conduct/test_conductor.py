@@ -22,11 +22,11 @@ from tilewise.errors import InvalidArgument, TilewiseError
 from tilewise.lab.study import report
 from tilewise.lab.study.conduct import conductor, environment, store
 from tilewise.lab.study.conduct.conductor import Request, conduct
-from tilewise.lab.study.conduct.files import DiskFullError
 from tilewise.lab.study.conduct.need import NotEnoughMemoryError
 from tilewise.lab.study.conduct.pool import RunError
 from tilewise.lab.study.config import Study
 from tilewise.lab.study.data.tokens import CorruptCacheError
+from tilewise.lab.study.files import DiskFullError
 from tilewise.lab.study.verdict.judge import judge
 
 FAKE = "tests.lab.study.conduct.fake_child"

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tilewise.lab.study.conduct.files import DiskFullError
 from tilewise.lab.study.config import Data
 from tilewise.lab.study.data import tokens as module
 from tilewise.lab.study.data.tokens import CorruptCacheError, Tokens, prepare
+from tilewise.lab.study.files import DiskFullError
 
 TEXT = "".join(f"line {index} of a text\n" for index in range(200))
 

@@ -16,7 +16,6 @@ from tilewise.errors import TilewiseError
 from tilewise.lab.study import report
 from tilewise.lab.study.conduct import environment, store, words
 from tilewise.lab.study.conduct.board import Board, in_words
-from tilewise.lab.study.conduct.files import DiskFullError
 from tilewise.lab.study.conduct.forecast import forecast_s
 from tilewise.lab.study.conduct.index import write_index
 from tilewise.lab.study.conduct.need import available_bytes, room_for
@@ -27,6 +26,7 @@ from tilewise.lab.study.conduct.signals import interrupts_ignored
 from tilewise.lab.study.conduct.target import check_target
 from tilewise.lab.study.config import Study
 from tilewise.lab.study.data.tokens import prepare
+from tilewise.lab.study.files import DiskFullError
 from tilewise.lab.study.run import Run
 from tilewise.lab.study.verdict.judge import judge
 

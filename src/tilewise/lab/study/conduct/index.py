@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from tilewise.lab.study.conduct.files import DiskFullError, replacing
+from tilewise.lab.study.files import DiskFullError, replacing
 from tilewise.lab.study.records import RunRecord
 
 __all__ = ["INDEX", "write_index"]

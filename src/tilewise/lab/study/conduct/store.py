@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.errors import InvalidArgument, TilewiseError
-from tilewise.lab.study.conduct.files import DiskFullError, write_atomically
 from tilewise.lab.study.config import Study, config_hash, parse
+from tilewise.lab.study.files import DiskFullError, write_atomically
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import RECORD
 

@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilewise.errors import TilewiseError
-from tilewise.lab.study.conduct.files import replacing, write_atomically
 from tilewise.lab.study.config import Data
 from tilewise.lab.study.data import corpus
 from tilewise.lab.study.data.tokenizers import Tokenizer, tokenizer
+from tilewise.lab.study.files import replacing, write_atomically
 
 __all__ = ["CorruptCacheError", "Tokens", "prepare"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tilewise.lab.study.conduct.files import write_atomically
+from tilewise.lab.study.files import write_atomically
 from tilewise.lab.study.report.content import page_of
 from tilewise.lab.study.report.gather import gather
 from tilewise.lab.study.report.page import html, markdown

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from tests.lab.study.records_of import records_of, study_of, write
 from tilewise import cli
-from tilewise.lab.study import command, recipes
+from tilewise.lab.study import command, recipes, store
 from tilewise.lab.study.choices import registry
-from tilewise.lab.study.conduct import conductor, store
+from tilewise.lab.study.conduct import conductor
 from tilewise.lab.study.conduct.conductor import Request
 
 RECIPE = '''

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tilewise import cli
-from tilewise.lab.study.conduct import store
+from tilewise.lab.study import store
 from tilewise.lab.study.records import RunRecord
 
 SMALL = ("--context", "32", "--steps", "4", "--seeds", "1")

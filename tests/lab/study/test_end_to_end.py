@@ -22,7 +22,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tilewise import cli
-from tilewise.lab.study.conduct import store
+from tilewise.lab.study import store
 from tilewise.lab.study.records import RunRecord
 
 pytestmark = pytest.mark.skipif(

@@ -6,5 +6,5 @@ What happens, in order:
 2. ``conduct/`` turns it into runs and works through them, each in a process of its own.
 3. ``train/`` is one run: the model (``lab/models``), the text (``data/``), the choices
    (``choices/``), the measurements; it leaves ``records``.
-4. ``verdict/`` reads records and decides; ``report/`` shows what was decided.
+4. ``verdict/`` reads records and decides; ``report/`` shows what was decided, ``browse/`` any run.
 """

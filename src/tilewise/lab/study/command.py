@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.text import Text
 
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study import overrides, recipes
+from tilewise.lab.study import overrides, recipes, store
+from tilewise.lab.study.browse import compare, find, show
 from tilewise.lab.study.choices import registry
-from tilewise.lab.study.conduct import compare, conductor, find, show, store
+from tilewise.lab.study.conduct import conductor
 
 __all__ = ["demo", "main"]
 

@@ -302,6 +302,11 @@ class Experiment(Frozen):
             required = "at least one, and none of the experiment's own"
             raise InvalidArgument("sweep.seeds", str(sweep.seeds), required)
 
+    @property
+    def arm_names(self) -> tuple[str, ...]:
+        """All arms, the baseline first."""
+        return (self.baseline_name, *(arm.name for arm in self.arms))
+
     def config_of(self, arm: str) -> RunConfig:
         """The config of an arm (without what a sweep chooses).
 

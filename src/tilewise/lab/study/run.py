@@ -1,14 +1,15 @@
-"""A run: one arm of one experiment with one seed."""
+"""A run: one arm of one experiment with one seed; and the runs that an experiment consists of."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tilewise.lab.study.config import RunConfig, config_hash, parse
+from tilewise.lab.study.config import Experiment, RunConfig, change, config_hash, parse
 
-__all__ = ["RECORD", "Run"]
+__all__ = ["RECORD", "Run", "finals", "trials"]
 
 RECORD = "record.jsonl"  # the file of events in the folder of a run
 
@@ -62,3 +63,48 @@ class Run:
     def from_json(cls, values: dict[str, Any]) -> Run:
         """The inverse of ``as_json``."""
         return cls(**{**values, "config": parse(RunConfig, values["config"])})
+
+
+def trials(experiment: Experiment) -> list[Run]:
+    """The runs of the sweep, if there is one."""
+    sweep = experiment.sweep
+    if sweep is None:
+        return []
+    names = experiment.arm_names
+    candidates = range(len(sweep.values[names[0]]))
+    return [
+        Run(
+            experiment.name,
+            name,
+            seed,
+            change(experiment.config_of(name), {sweep.path: sweep.values[name][index]}),
+            "sweep",
+            sweep.values[name][index],
+        )
+        for seed in sweep.seeds
+        for index in candidates
+        for name in names
+    ]
+
+
+def finals(experiment: Experiment, chosen: Mapping[str, float | None]) -> list[Run]:
+    """The runs that count.
+
+    Args:
+        experiment: of them.
+        chosen: for an experiment with a sweep, arm -> what it chose; an arm with None has no runs,
+            one that is missing is not known yet and has none either. Empty without a sweep.
+    """
+    sweep, names = experiment.sweep, experiment.arm_names
+    found = []
+    for turn, seed in enumerate(experiment.seeds):
+        first = turn % len(names)
+        for name in (*names[first:], *names[:first]):
+            config = experiment.config_of(name)
+            if sweep is not None:
+                value = chosen.get(name)
+                if value is None:
+                    continue
+                config = change(config, {sweep.path: value})
+            found.append(Run(experiment.name, name, seed, config))
+    return found

@@ -12,9 +12,9 @@ from tests.lab.study.records_of import Behaviour, experiment_of, record_of, reco
 from tilewise.lab.study.conduct import board as boards
 from tilewise.lab.study.conduct import progress as progresses
 from tilewise.lab.study.conduct.board import Board, in_words, makespan
-from tilewise.lab.study.conduct.plan import planned
 from tilewise.lab.study.conduct.progress import LineProgress, LiveProgress, showing
 from tilewise.lab.study.config import Study, Sweep
+from tilewise.lab.study.plan import planned
 from tilewise.lab.study.records import RunRecord
 
 STEP = {"event": "step", "loss": 2.5, "wall_s": 2.0, "warmup": False}

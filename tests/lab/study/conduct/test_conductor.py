@@ -19,8 +19,8 @@ from rich.console import Console
 from tests.conftest import ROOT
 from tests.lab.study.records_of import config_of, experiment_of, study_of
 from tilewise.errors import InvalidArgument, TilewiseError
-from tilewise.lab.study import report
-from tilewise.lab.study.conduct import conductor, environment, store
+from tilewise.lab.study import report, store
+from tilewise.lab.study.conduct import conductor, environment
 from tilewise.lab.study.conduct.conductor import Request, conduct
 from tilewise.lab.study.conduct.need import NotEnoughMemoryError
 from tilewise.lab.study.conduct.pool import RunError

@@ -9,8 +9,8 @@ import pytest
 from tests.lab.study.records_of import config_of, experiment_of, study_of
 from tilewise.lab.study.conduct import forecast
 from tilewise.lab.study.conduct.forecast import Price, price, run_s
-from tilewise.lab.study.conduct.plan import planned
 from tilewise.lab.study.config import Arm, RunConfig
+from tilewise.lab.study.plan import planned
 
 PRICE = Price(layer=0.1, rest=0.2)
 

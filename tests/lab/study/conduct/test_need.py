@@ -11,9 +11,9 @@ from torch.nn.functional import cross_entropy
 from tests.lab.study.records_of import config_of, experiment_of, study_of
 from tilewise.lab.study.conduct import need as needs
 from tilewise.lab.study.conduct.need import NotEnoughMemoryError, need, parameters, room_for
-from tilewise.lab.study.conduct.plan import planned
 from tilewise.lab.study.config import Arm, RunConfig
 from tilewise.lab.study.data.tokenizers import tokenizer
+from tilewise.lab.study.plan import planned
 from tilewise.lab.study.train.memory_split import saved_bytes, weights_bytes
 from tilewise.lab.study.train.trainer import model_of
 

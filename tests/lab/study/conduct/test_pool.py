@@ -14,12 +14,12 @@ from tests.conftest import ROOT
 from tests.lab.study.records_of import config_of, experiment_of, study_of
 from tilewise.lab.study.conduct import pool as pools
 from tilewise.lab.study.conduct.follow import Follower
-from tilewise.lab.study.conduct.plan import Agenda
 from tilewise.lab.study.conduct.pool import Pool, RunError
-from tilewise.lab.study.conduct.store import read_records
 from tilewise.lab.study.config import Arm, Study, Sweep
+from tilewise.lab.study.plan import Agenda
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import RECORD, Run
+from tilewise.lab.study.store import read_records
 
 FAKE = "tests.lab.study.conduct.fake_child"
 

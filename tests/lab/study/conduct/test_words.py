@@ -9,8 +9,8 @@ from rich.console import Console
 
 from tests.lab.study.records_of import Behaviour, experiment_of, records_of, study_of
 from tilewise.lab.study.conduct import words
-from tilewise.lab.study.conduct.plan import planned
 from tilewise.lab.study.config import Arm, Sweep
+from tilewise.lab.study.plan import planned
 from tilewise.lab.study.verdict.judge import judge
 
 SWEEP = Sweep(values=dict.fromkeys(("baseline", "lion", "wsd", "lion+wsd"), (0.001, 0.002)))

@@ -15,10 +15,11 @@ from tests.lab.study.records_of import (
     study_of,
     write,
 )
-from tilewise.lab.study.conduct.plan import chosen_value, finals
-from tilewise.lab.study.conduct.store import StoredStudy, begin
 from tilewise.lab.study.config import Arm, Study, Sweep
+from tilewise.lab.study.plan import chosen_value
 from tilewise.lab.study.records import RunRecord
+from tilewise.lab.study.run import finals
+from tilewise.lab.study.store import StoredStudy, begin
 
 EVIL = "</pre></table><script>alert('x')</script><img src=x onerror=alert(1)>`|*_[a](b)\u202e&"
 COMMAND = "tilewise study run laptop --set 'seeds=0,1,2'"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.lab.study.records_of import Behaviour, experiment_of, records_of, study_of
-from tilewise.lab.study.conduct.plan import chosen_value
 from tilewise.lab.study.config import Experiment, Sweep
+from tilewise.lab.study.plan import chosen_value
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.verdict.quantities import Interval
 from tilewise.lab.study.verdict.result import SweepResult

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tilewise.lab.study.conduct.plan import Task
+from tilewise.lab.study.plan import Task
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import Run
 

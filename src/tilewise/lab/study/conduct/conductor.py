@@ -13,13 +13,12 @@ from rich.console import Console
 from rich.text import Text
 
 from tilewise.errors import TilewiseError
-from tilewise.lab.study import report
-from tilewise.lab.study.conduct import environment, store, words
+from tilewise.lab.study import report, store
+from tilewise.lab.study.conduct import environment, words
 from tilewise.lab.study.conduct.board import Board, in_words
 from tilewise.lab.study.conduct.forecast import forecast_s
 from tilewise.lab.study.conduct.index import write_index
 from tilewise.lab.study.conduct.need import available_bytes, room_for
-from tilewise.lab.study.conduct.plan import Agenda, Task, planned
 from tilewise.lab.study.conduct.pool import CHILD, Pool
 from tilewise.lab.study.conduct.progress import LineProgress, LiveProgress, showing
 from tilewise.lab.study.conduct.signals import interrupts_ignored
@@ -27,6 +26,7 @@ from tilewise.lab.study.conduct.target import check_target
 from tilewise.lab.study.config import Study
 from tilewise.lab.study.data.tokens import prepare
 from tilewise.lab.study.files import DiskFullError
+from tilewise.lab.study.plan import Agenda, Task, planned
 from tilewise.lab.study.run import Run
 from tilewise.lab.study.verdict.judge import judge
 

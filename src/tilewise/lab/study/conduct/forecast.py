@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import cross_entropy
 
-from tilewise.lab.study.conduct.plan import Task
 from tilewise.lab.study.config import Data, RunConfig, change
 from tilewise.lab.study.data.tokens import Tokens
+from tilewise.lab.study.plan import Task
 from tilewise.lab.study.train.flops import dtype_of
 from tilewise.lab.study.train.trainer import model_of
 

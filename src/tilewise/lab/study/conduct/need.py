@@ -18,8 +18,8 @@ import torch
 
 from tilewise.errors import TilewiseError
 from tilewise.lab import memory
-from tilewise.lab.study.conduct.plan import Task
 from tilewise.lab.study.config import RunConfig
+from tilewise.lab.study.plan import Task
 
 __all__ = ["Need", "NotEnoughMemoryError", "available_bytes", "need", "parameters", "room_for"]
 

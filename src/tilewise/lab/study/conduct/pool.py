@@ -21,8 +21,8 @@ from typing import Any, Protocol
 from tilewise.errors import TilewiseError
 from tilewise.lab.bench.child import environment as same_tilewise
 from tilewise.lab.study.conduct.follow import Follower
-from tilewise.lab.study.conduct.plan import Agenda, Task
 from tilewise.lab.study.conduct.signals import interrupts_ignored
+from tilewise.lab.study.plan import Agenda, Task
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import RECORD, Run
 

@@ -10,9 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tilewise.lab.study.conduct.board import in_words
-from tilewise.lab.study.conduct.plan import Task, arm_names, trials
 from tilewise.lab.study.config import Experiment, Study
 from tilewise.lab.study.data.tokens import Tokens
+from tilewise.lab.study.plan import Task
+from tilewise.lab.study.run import trials
 from tilewise.lab.study.verdict.quantities import ArmMeasures, Ratio
 from tilewise.lab.study.verdict.result import ArmVerdict, ExperimentVerdict, StudyVerdict
 
@@ -36,7 +37,7 @@ def opening(study: Study, folder: Path) -> str:
 
 
 def _experiment(experiment: Experiment) -> str:
-    arms = ", ".join(arm_names(experiment)[1:])
+    arms = ", ".join(experiment.arm_names[1:])
     seeds = count(len(experiment.seeds), "seed")
     steps = count(experiment.baseline.steps, "step")
     tried = len(trials(experiment))

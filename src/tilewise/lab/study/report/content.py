@@ -9,7 +9,7 @@ from typing import Any
 
 import tilewise
 from tilewise.lab.study import config
-from tilewise.lab.study.conduct.plan import Agenda, arm_names
+from tilewise.lab.study.plan import Agenda
 from tilewise.lab.study.report import words
 from tilewise.lab.study.report.definitions import DEFINITIONS
 from tilewise.lab.study.report.figures import charts_of, lines_of
@@ -73,7 +73,7 @@ def _missing(evidence: Evidence) -> tuple[str, ...]:
     """The runs that count and are not over, in words."""
     said = []
     for planned in evidence.stored.study.experiments:
-        for arm in arm_names(planned):
+        for arm in planned.arm_names:
             records = evidence.finals(planned, arm)
             for seed in planned.seeds:
                 record = records.get(seed)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tilewise.lab.study import config
-from tilewise.lab.study.conduct.plan import arm_names
 from tilewise.lab.study.report import words
 from tilewise.lab.study.report.bars import (
     ArmMemory,
@@ -50,7 +49,7 @@ def lines_of(planned: config.Experiment, verdict: ExperimentVerdict, evidence: E
         evidence: with the records.
     """
     metric = verdict.metric
-    runs = [(arm, evidence.finals(planned, arm)) for arm in arm_names(planned)]
+    runs = [(arm, evidence.finals(planned, arm)) for arm in planned.arm_names]
     withheld = tuple(arm.arm for arm in verdict.arms if arm.speed_withheld)
     (_, base), *others = runs
     return Lines(

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilewise.lab.study.conduct.store import StoredStudy, read_records, read_study
 from tilewise.lab.study.config import Experiment
 from tilewise.lab.study.records import RunRecord
+from tilewise.lab.study.store import StoredStudy, read_records, read_study
 from tilewise.lab.study.verdict.judge import judge
 from tilewise.lab.study.verdict.result import StudyVerdict
 

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tilewise.lab.study.conduct.plan import trials
 from tilewise.lab.study.config import Arm, Experiment, Study
 from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.run import Run
+from tilewise.lab.study.run import Run, trials
 from tilewise.lab.study.verdict.decide import (
     Comparison,
     Decision,

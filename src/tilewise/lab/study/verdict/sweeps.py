@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from tilewise.lab.study.conduct.plan import arm_names, trials
 from tilewise.lab.study.config import Experiment
 from tilewise.lab.study.records import RunRecord
+from tilewise.lab.study.run import trials
 from tilewise.lab.study.verdict.measures import Metric, final_metric, status
 from tilewise.lab.study.verdict.quantities import Interval
 from tilewise.lab.study.verdict.result import Candidate, SweepResult
@@ -27,7 +27,7 @@ def sweep_results(
         record = records.get(run.name, RunRecord())
         found.setdefault(run.arm, {}).setdefault(run.candidate, []).append(record)
     path = experiment.sweep.path
-    return tuple(_result(arm, path, found[arm], experiment.metric) for arm in arm_names(experiment))
+    return tuple(_result(arm, path, found[arm], experiment.metric) for arm in experiment.arm_names)
 
 
 def all_diverged(sweep: SweepResult) -> bool:

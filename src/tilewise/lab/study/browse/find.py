@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study.choices.registry import nearest
-from tilewise.lab.study.conduct.store import STUDY, read_records, study_folders
 from tilewise.lab.study.records import RunRecord
+from tilewise.lab.study.store import STUDY, read_records, study_folders
 
 __all__ = ["Found", "find", "find_study"]
 

@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.conduct.find import Found
-from tilewise.lab.study.conduct.show import add_row, difference, flat, number, size, table_of
-from tilewise.lab.study.conduct.withheld import WITHHELD, arm_of, withheld
+from tilewise.lab.study.browse.find import Found
+from tilewise.lab.study.browse.show import add_row, difference, flat, number, size, table_of
+from tilewise.lab.study.browse.withheld import WITHHELD, arm_of, withheld
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.verdict.measures import final_metric, measure
 from tilewise.lab.study.verdict.stats import paired, ratio

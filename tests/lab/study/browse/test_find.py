@@ -10,8 +10,8 @@ import pytest
 
 from tests.lab.study.records_of import experiment_of, records_of, study_of, write
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.conduct import store
-from tilewise.lab.study.conduct.find import find, find_study
+from tilewise.lab.study import store
+from tilewise.lab.study.browse.find import find, find_study
 from tilewise.lab.study.config import Study
 from tilewise.lab.study.run import RECORD
 

@@ -16,10 +16,10 @@ from tests.lab.study.records_of import (
     study_of,
 )
 from tilewise.errors import TilewiseError
-from tilewise.lab.study.conduct.plan import Agenda, chosen_value, finals, planned, trials
 from tilewise.lab.study.config import Arm, Study, Sweep
+from tilewise.lab.study.plan import Agenda, chosen_value, planned
 from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.run import Run
+from tilewise.lab.study.run import Run, finals, trials
 from tilewise.lab.study.verdict.judge import judge
 
 RATES = {"baseline": (0.001, 0.002), "lion": (0.0001, 0.0004)}

@@ -18,19 +18,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tilewise.errors import TilewiseError
-from tilewise.lab.study.config import Experiment, Study, change
+from tilewise.lab.study.config import Experiment, Study
 from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.run import Run
+from tilewise.lab.study.run import Run, finals, trials
 from tilewise.lab.study.verdict.measures import final_metric
 
 __all__ = [
     "Agenda",
     "Task",
-    "arm_names",
     "chosen_value",
-    "finals",
     "planned",
-    "trials",
 ]
 
 
@@ -45,33 +42,6 @@ class Task:
 
     run: Run
     alone: bool
-
-
-def arm_names(experiment: Experiment) -> tuple[str, ...]:
-    """All arms, the baseline first."""
-    return (experiment.baseline_name, *(arm.name for arm in experiment.arms))
-
-
-def trials(experiment: Experiment) -> list[Run]:
-    """The runs of the sweep, if there is one."""
-    sweep = experiment.sweep
-    if sweep is None:
-        return []
-    names = arm_names(experiment)
-    candidates = range(len(sweep.values[names[0]]))
-    return [
-        Run(
-            experiment.name,
-            name,
-            seed,
-            change(experiment.config_of(name), {sweep.path: sweep.values[name][index]}),
-            "sweep",
-            sweep.values[name][index],
-        )
-        for seed in sweep.seeds
-        for index in candidates
-        for name in names
-    ]
 
 
 def chosen_value(
@@ -94,29 +64,6 @@ def chosen_value(
     ranked = sorted((sum(values) / len(values), candidate) for candidate, values in means.items())
     best, candidate = ranked[0]
     return candidate if math.isfinite(best) else None
-
-
-def finals(experiment: Experiment, chosen: Mapping[str, float | None]) -> list[Run]:
-    """The runs that count.
-
-    Args:
-        experiment: of them.
-        chosen: for an experiment with a sweep, arm -> what it chose; an arm with None has no runs,
-            one that is missing is not known yet and has none either. Empty without a sweep.
-    """
-    sweep, names = experiment.sweep, arm_names(experiment)
-    found = []
-    for turn, seed in enumerate(experiment.seeds):
-        first = turn % len(names)
-        for name in (*names[first:], *names[:first]):
-            config = experiment.config_of(name)
-            if sweep is not None:
-                value = chosen.get(name)
-                if value is None:
-                    continue
-                config = change(config, {sweep.path: value})
-            found.append(Run(experiment.name, name, seed, config))
-    return found
 
 
 def planned(study: Study) -> list[Task]:
@@ -165,7 +112,7 @@ class Agenda:
         """Runs of the whole study; an arm whose candidates all diverged has only its trials."""
         return sum(
             len(self._trials[experiment.name])
-            + len(experiment.seeds) * (len(arm_names(experiment)) - self._lost(experiment))
+            + len(experiment.seeds) * (len(experiment.arm_names) - self._lost(experiment))
             for experiment in self.study.experiments
         )
 
@@ -211,7 +158,7 @@ class Agenda:
         known = all(map(self._is_done, self._trials[experiment.name]))
         if experiment.sweep is None or not known:
             return {}
-        names = arm_names(experiment)
+        names = experiment.arm_names
         return {name: chosen_value(experiment, name, self.records) for name in names}
 
     def _lost(self, experiment: Experiment) -> int:

@@ -13,10 +13,10 @@ import pytest
 
 from tests.lab.study.records_of import Behaviour, records_of, study_of, write
 from tilewise.errors import InvalidArgument, TilewiseError
-from tilewise.lab.study.conduct import store
-from tilewise.lab.study.conduct.store import StoredStudy
+from tilewise.lab.study import store
 from tilewise.lab.study.config import change, config_hash
 from tilewise.lab.study.run import RECORD
+from tilewise.lab.study.store import StoredStudy
 
 STORED = StoredStudy(study_of(), "tilewise study run x", {"chip": "test"}, "2026-01-02T03:04:05")
 

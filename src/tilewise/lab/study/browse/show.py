@@ -14,13 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from tilewise.errors import TilewiseError
+from tilewise.lab.study.browse.find import Found
+from tilewise.lab.study.browse.withheld import WITHHELD, arm_of, withheld
 from tilewise.lab.study.conduct.board import in_words
-from tilewise.lab.study.conduct.find import Found
-from tilewise.lab.study.conduct.plan import Agenda, arm_names
-from tilewise.lab.study.conduct.store import STUDY, read_records, read_study, study_folders
-from tilewise.lab.study.conduct.withheld import WITHHELD, arm_of, withheld
+from tilewise.lab.study.plan import Agenda
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import RECORD
+from tilewise.lab.study.store import STUDY, read_records, read_study, study_folders
 from tilewise.lab.study.verdict.measures import measure
 
 __all__ = ["list_studies", "show"]
@@ -71,7 +71,7 @@ def show(found: Found, console: Console) -> None:
             console.print(Text(f"{arm}: {held[arm]}"), soft_wrap=True)
     if not found.part:
         for experiment in stored.study.experiments:
-            arms = ", ".join(arm_names(experiment))
+            arms = ", ".join(experiment.arm_names)
             console.print(Text(f"{experiment.name}: {arms}"), soft_wrap=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tilewise.lab.study.conduct.store import read_records, read_study
+from tilewise.lab.study.store import read_records, read_study
 from tilewise.lab.study.verdict.judge import judge
 
 __all__ = ["WITHHELD", "arm_of", "withheld"]

@@ -17,9 +17,10 @@ from tests.lab.study.records_of import (
     write,
 )
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.conduct import show, store
-from tilewise.lab.study.conduct.compare import compare, pairs
-from tilewise.lab.study.conduct.find import Found, find
+from tilewise.lab.study import store
+from tilewise.lab.study.browse import show
+from tilewise.lab.study.browse.compare import compare, pairs
+from tilewise.lab.study.browse.find import Found, find
 from tilewise.lab.study.config import Arm, Study, Sweep
 
 STUDY = study_of(experiment_of(Arm(name="lion", changes={"optimizer.name": "lion"}), "wsd"))

@@ -1,0 +1,1 @@
+"""Looking at stored studies from the terminal: list, show, compare."""

@@ -1,10 +1,12 @@
-"""The scripts that build the core in other ways: sanitizers here, and aarch64 under an emulator."""
+"""The scripts: the core built in other ways (sanitizers, aarch64), and studies stored small."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,41 @@ def test_the_core_on_aarch64() -> None:
     _tool("AARCH64_CXX", "aarch64-linux-gnu-g++")
     _tool("AARCH64_RUN", "qemu-aarch64")
     _run("cross_test.sh")
+
+
+def test_a_stored_study_is_whole(tmp_path: Path) -> None:
+    """Every record comes back as it was, checkpoints stay behind, and the bytes are repeatable."""
+    study = tmp_path / "study"
+    for run, text in (("a/plain/seed-0", "one\n"), ("a/sdpa/seed-0", "two\n")):
+        (study / "runs" / run).mkdir(parents=True)
+        (study / "runs" / run / "record.jsonl").write_text(text)
+        (study / "runs" / run / "checkpoint.safetensors").write_bytes(b"large")
+    for name in ("study.json", "report.md", "report.html"):
+        (study / name).write_text(name)
+    script = ROOT / "scripts" / "store_study.py"
+    for target in ("first", "second"):
+        subprocess.run([sys.executable, script, study, tmp_path / target], check=True)
+    first, second = (tmp_path / each / "records.tar.gz" for each in ("first", "second"))
+    assert first.read_bytes() == second.read_bytes()
+    assert {path.name for path in (tmp_path / "first").iterdir()} == {
+        "records.tar.gz",
+        "report.md",
+        "study.json",
+    }
+    with tarfile.open(first) as archive:
+        archive.extractall(tmp_path / "first", filter="data")
+    restored = sorted((tmp_path / "first" / "runs").glob("**/*.*"))
+    assert [path.name for path in restored] == ["record.jsonl"] * 2
+    assert [path.read_text() for path in restored] == ["one\n", "two\n"]
+
+
+def test_what_is_no_study_is_not_stored(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "store_study.py", tmp_path, tmp_path / "stored"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "STUDY_FOLDER" in done.stderr
+    assert not (tmp_path / "stored").exists()

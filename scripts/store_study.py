@@ -1,0 +1,45 @@
+#!/usr/bin/env python3
+"""Store a finished study small: scripts/store_study.py STUDY_FOLDER benchmarks/studies/NAME.
+
+Copies ``study.json``, ``report.md`` and every record; the records go into one ``records.tar.gz`` whose
+bytes depend on them alone. Checkpoints, the HTML page and the index stay behind. To have the page
+again: unpack the archive beside ``study.json`` and call ``tilewise study report`` on the folder.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import shutil
+import sys
+import tarfile
+from pathlib import Path
+
+COPIED = ("study.json", "report.md")
+
+
+def store(study: Path, target: Path) -> int:
+    """Write the stored form of a study; the bytes that it takes.
+
+    Args:
+        study: the folder of a study.
+        target: the folder to write, made if need be.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    for name in COPIED:
+        shutil.copyfile(study / name, target / name)
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for record in sorted(study.glob("runs/**/record.jsonl")):
+            member = tarfile.TarInfo(record.relative_to(study).as_posix())
+            member.size = record.stat().st_size
+            with record.open("rb") as file:
+                archive.addfile(member, file)
+    (target / "records.tar.gz").write_bytes(gzip.compress(packed.getvalue(), 9, mtime=0))
+    return sum(path.stat().st_size for path in target.iterdir())
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or not (Path(sys.argv[1]) / "study.json").is_file():
+        sys.exit(__doc__)
+    print(f"{store(Path(sys.argv[1]), Path(sys.argv[2])):,} bytes in {sys.argv[2]}")

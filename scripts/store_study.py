@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Store a finished study small: scripts/store_study.py STUDY_FOLDER benchmarks/studies/NAME.
 
-Copies ``study.json``, ``report.md`` and every record; the records go into one ``records.tar.gz`` whose
-bytes depend on them alone. Checkpoints, the HTML page and the index stay behind. To have the page
-again: unpack the archive beside ``study.json`` and call ``tilewise study report`` on the folder.
+Copies ``study.json``, ``report.md`` and every record; the records go into one ``records.tar.gz``
+whose bytes depend on them alone. Checkpoints, the HTML page and the index stay behind. To have the
+page again: unpack the archive beside ``study.json``, and ``tilewise study report`` on the folder.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def _brief(record: Record) -> Table:
         _title(record),
         ("case", *dtypes),
         rows,
-        (*notes, *_wrong(record.cases), *_tally(record.cases), *_scaling(record).notes),
+        (*notes, *_wrong(record.cases), *_tally(record.cases), *_scaling_notes(record)),
     )
 
 
@@ -241,14 +241,25 @@ def _scaling(record: Record) -> Table:
     ]
     times = ("1 thread ms", "2 threads ms", "t1/2t2")
     head = ("case", "dtype", *times, "bare loop", "as short", "share", "met")
-    judged = [each.met for each in record.scaling if each.has_goal]
-    note = (
-        f"Two threads scale at least {SCALING_GOAL} as well as the bare loop in "
-        f"{judged.count('yes')} of {len(judged)} cases. 'as short' is a bare loop no longer than "
-        "the call: what it lacks of 1 is what waking a sleeping thread costs."
-    )
-    notes = (note,) if judged else ()
+    notes = _scaling_notes(record)
     return Table("Two threads against one, wall time, best round", head, rows, notes)
+
+
+def _scaling_notes(record: Record) -> tuple[str, ...]:
+    """How many cases scale as they should, and beside those that do not a bare loop as short."""
+    judged = [each for each in record.scaling if each.has_goal]
+    if not judged:
+        return ()
+    missed = [each for each in judged if each.met == "no"]
+    count = f"{len(judged) - len(missed)} of {len(judged)} cases"
+    note = f"Two threads scale at least {SCALING_GOAL} as well as the bare loop in {count}."
+    if not missed:
+        return (note,)
+    each_missed = "; ".join(
+        f"{each.name} {each.dtype} {each.ours:.2f} ({each.same_length:.2f})" for each in missed
+    )
+    why = "The others, and a bare loop no longer than they are, which has to wake a thread too"
+    return note, f"{why}: {each_missed}."
 
 
 def _memory(record: Record) -> Table:

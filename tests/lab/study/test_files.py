@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.lab.study.files import DiskFullError, replacing, write_atomically
+from tilewise.lab.study.files import DiskFullError, replacing, telling_full_disk, write_atomically
 
 
 def test_the_new_text_takes_the_place_of_the_old(tmp_path: Path) -> None:
@@ -42,6 +42,14 @@ def test_a_full_disk_loses_nothing_older(tmp_path: Path, code: int) -> None:
         fill_up()
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_a_full_disk_names_what_there_is_no_room_for() -> None:
+    error = OSError(errno.ENOSPC, "No space left on device", "/there/x")
+    with pytest.raises(DiskFullError, match="to write /there/x "), telling_full_disk():
+        raise error
+    with pytest.raises(DiskFullError, match="to write a "), telling_full_disk(Path("a")):
+        raise error
 
 
 def test_other_errors_pass_and_leave_nothing(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,6 +41,19 @@ def test_where_no_folder_can_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidArgument, match=r"--out.*a folder"):
         store.begin(tmp_path / "file" / "a", STORED)
+    folder = tmp_path / "file" / "a"
+    with pytest.raises(InvalidArgument, match=r"--out.*a folder"), store.locked(folder):
+        pass
+
+
+def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    required = r"--out.*Permission denied.*can be written"
+    with pytest.raises(InvalidArgument, match=required), store.locked(tmp_path):
+        pass
 
 
 def test_a_study_of_an_older_version_can_be_read(tmp_path: Path) -> None:
@@ -151,7 +166,7 @@ def test_a_study_that_never_began_leaves_nothing_and_no_other_is_touched(tmp_pat
     folder = tmp_path / "studies" / "s-0"
     for inside in ("runs/e/a/seed-0", "runs/e/b/seed-0"):
         (folder / inside).mkdir(parents=True)
-    for name in ("study.json", ".lock"):
+    for name in ("study.json", ".lock", "runs/e/a/seed-0/.lock"):
         (folder / name).touch()
     (folder / "mine.txt").touch()
     assert store.forget_empty(folder)

@@ -11,13 +11,35 @@ from pathlib import Path
 
 from tilewise.errors import TilewiseError
 
-__all__ = ["DiskFullError", "replacing", "write_atomically"]
+__all__ = ["DiskFullError", "replacing", "telling_full_disk", "write_atomically"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DiskFullError(TilewiseError):
     """There was no room for a file; what was there before is still there."""
+
+
+@contextmanager
+def telling_full_disk(path: Path | None = None) -> Iterator[None]:
+    """Within the block a full disk is a ``DiskFullError``, which says what to do.
+
+    Args:
+        path: what there is no room for; None for what the system names.
+
+    Raises:
+        DiskFullError: there is no room.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        message = (
+            f"no room to write {path or error.filename or 'the record'} ({error.strerror}): free "
+            "some space and run the same command again; nothing that was written before is lost"
+        )
+        raise DiskFullError(message) from None
 
 
 @contextmanager
@@ -32,26 +54,19 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         DiskFullError: there is no room.
     """
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp's is for the owner alone
-        os.replace(temporary, path)
-    except OSError as error:
-        if error.errno in _FULL:
-            message = (
-                f"no room to write {path} ({error.strerror}): free some space and run the same "
-                "command again; nothing that was written before is lost"
-            )
-            raise DiskFullError(message) from None
-        raise
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    with telling_full_disk(path):
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            yield temporary
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o666 & ~_umask())  # mkstemp's is for the owner alone
+            os.replace(temporary, path)
+        finally:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, text: str) -> None:

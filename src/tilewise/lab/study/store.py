@@ -16,14 +16,14 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tilewise.errors import InvalidArgument, TilewiseError
 from tilewise.lab.study.config import Study, config_hash, parse
-from tilewise.lab.study.files import DiskFullError, write_atomically
+from tilewise.lab.study.files import telling_full_disk, write_atomically
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import RECORD
 
@@ -39,6 +39,7 @@ __all__ = [
     "read_study",
     "studies_folder",
     "study_folders",
+    "worked_on",
 ]
 
 FORMAT = 1
@@ -88,11 +89,8 @@ def begin(folder: Path, stored: StoredStudy) -> StoredStudy:
         InvalidArgument: the folder cannot be made.
         DiskFullError: there is no room.
     """
-    try:
+    with _writable(folder):
         (folder / "runs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        required = "a folder, there or to be made"
-        raise InvalidArgument("--out", f"{folder} ({error.strerror})", required) from None
     if (folder / STUDY).exists():
         return read_study(folder)
     values = {
@@ -115,8 +113,8 @@ def forget_empty(folder: Path) -> bool:
     """
     if any((folder / "runs").rglob(RECORD)):
         return False
-    for name in (STUDY, LOCK):
-        (folder / name).unlink(missing_ok=True)
+    for path in (folder / STUDY, *folder.rglob(LOCK)):  # runs have locks too
+        path.unlink(missing_ok=True)
     for path in sorted((folder, *folder.rglob("*")), reverse=True):  # what is inside comes first
         with suppress(OSError):  # not a folder, or not empty: it is not ours
             path.rmdir()
@@ -171,24 +169,30 @@ def read_records(folder: Path) -> dict[str, RunRecord]:
 def study_folders(out: Path) -> list[Path]:
     """The folders of all studies below ``out``, the one that was last worked on first."""
     found = [path.parent for path in out.glob(f"*/{STUDY}")]
-    return sorted(found, key=lambda folder: (-_touched(folder), folder.name))
+    return sorted(found, key=lambda folder: (-worked_on(folder), folder.name))
 
 
-def _touched(folder: Path) -> float:
+def worked_on(folder: Path) -> float:
+    """When a study was last worked on, in seconds since 1970."""
     paths = [folder / STUDY, *(folder / "runs").rglob(RECORD)]
     return max(path.stat().st_mtime for path in paths)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Nobody else runs the study of this folder while the block lasts.
+    """Nobody else runs the study of this folder, which is made, while the block lasts.
 
     The lock is the system's: it goes with the process that holds it, however that ends.
 
     Raises:
         TilewiseError: another process runs it.
+        InvalidArgument: the folder cannot be made, or nothing can be written there.
+        DiskFullError: there is no room.
     """
-    with (folder / LOCK).open("a+") as file:
+    with ExitStack() as stack:
+        with _writable(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((folder / LOCK).open("a+"))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -199,10 +203,18 @@ def locked(folder: Path) -> Iterator[None]:
                 "or choose another folder with --out"
             )
             raise TilewiseError(message) from None
-        file.truncate(0)
-        try:
+        with telling_full_disk(folder / LOCK):
+            file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
-        except OSError as error:
-            raise DiskFullError(f"no room to write in {folder} ({error.strerror})") from None
         yield
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    try:
+        with telling_full_disk(folder):
+            yield
+    except OSError as error:
+        required = "a folder that can be written, there or to be made"
+        raise InvalidArgument("--out", f"{folder} ({error.strerror})", required) from None

@@ -20,7 +20,7 @@ from tilewise.lab.study.conduct.board import in_words
 from tilewise.lab.study.plan import Agenda
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import RECORD
-from tilewise.lab.study.store import STUDY, read_records, read_study, study_folders
+from tilewise.lab.study.store import read_records, read_study, study_folders, worked_on
 from tilewise.lab.study.verdict.measures import measure
 
 __all__ = ["list_studies", "show"]
@@ -50,7 +50,7 @@ def list_studies(out: Path, console: Console) -> None:
             folder.name,
             f"{agenda.done}/{agenda.total}",
             str(diverged or ""),
-            _when(folder),
+            datetime.fromtimestamp(worked_on(folder), UTC).strftime("%Y-%m-%d %H:%M UTC"),
             study.question,
         )
     console.print(table)
@@ -194,12 +194,6 @@ def _parameters(counts: Mapping[str, int]) -> str:
 
 def _status(record: RunRecord) -> str:
     return "incomplete" if record.end is None else record.end.status
-
-
-def _when(folder: Path) -> str:
-    paths = [folder / STUDY, *(folder / "runs").rglob(RECORD)]
-    latest = max(path.stat().st_mtime for path in paths)
-    return datetime.fromtimestamp(latest, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _named(names: Sequence[str]) -> str:

@@ -11,7 +11,6 @@ put right, said in the last line of standard error; anything else is a crash.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -28,6 +27,7 @@ import torch
 from tilewise.errors import TilewiseError
 from tilewise.lab.study.config import RunConfig
 from tilewise.lab.study.data.tokens import Tokens, prepare
+from tilewise.lab.study.files import telling_full_disk
 from tilewise.lab.study.run import Run
 from tilewise.lab.study.train.flops import dtype_of, gemm_peak_flops_s
 from tilewise.lab.study.train.memory_split import PeakMeter
@@ -40,7 +40,6 @@ EXPECTED_ERROR = 3
 ORPHANED = 4
 _LOCK = ".lock"
 _LOCK_WAIT_S = 10.0  # for a process that is just ending
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -84,16 +83,10 @@ def main() -> int:
     line = sys.stdin.readline()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        work(Job.from_json(json.loads(line)))
+        with telling_full_disk():
+            work(Job.from_json(json.loads(line)))
     except TilewiseError as error:
         return _refuse(str(error))
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        return _refuse(
-            f"no room to write {error.filename or 'the record'} ({error.strerror}): free some "
-            "space and run the same command again; nothing that was written before is lost"
-        )
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from tilewise.lab.study.conduct import pool as pools
 from tilewise.lab.study.conduct.follow import Follower
 from tilewise.lab.study.conduct.pool import Pool, RunError
 from tilewise.lab.study.config import Arm, Study, Sweep
+from tilewise.lab.study.files import DiskFullError
 from tilewise.lab.study.plan import Agenda
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import RECORD, Run
@@ -141,7 +144,7 @@ def test_runs_that_compare_kernels_have_the_machine_to_themselves(tmp_path: Path
     [
         ("wrong", r"^optimizers/lion/seed-\d: the text is missing: get it$"),
         ("crash", r"(?s)optimizers/lion/seed-\d ended with status 1.*ValueError: a bug of ours"),
-        ("killed", r"was ended by signal 9 \(out of memory\?\)"),
+        ("killed", r"was ended by signal 9: out of memory\?.*--jobs"),
         ("lazy", "ended before its run did"),
     ],
 )
@@ -205,3 +208,20 @@ def test_a_follower_reads_whole_lines_once(tmp_path: Path) -> None:
         file.write('{"event": "step", "step": 2}\nnonsense\n[]\n{"event": "end"}\n')
     assert [each["event"] for each in follower.new()] == ["step", "end"]
     assert Follower(path).new() == []
+
+
+def test_a_follower_is_not_misled_by_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / RECORD
+    path.write_text('{"event": "step", "step": 1}\n{"event": "st')
+    follower = Follower(path)
+    path.write_text('{"event": "step", "step": 1}\n{"event": "start", "from_step": 0}\n')
+    assert follower.new() == [{"event": "start", "from_step": 0}]
+
+
+def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/x")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    with pytest.raises(DiskFullError, match=r"no room to write /tmp/x .*free some space"):
+        pool_in(tmp_path).work(Agenda(study_that(""), {}), Watcher())

@@ -14,20 +14,19 @@ class Follower:
 
     Args:
         path: of the record; it need not be there yet.
-        from_start: whether to begin with what is there already.
     """
 
-    def __init__(self, path: Path, *, from_start: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset = 0 if from_start or not path.exists() else path.stat().st_size
+        # A torn last line is cut off before the next one is written.
+        self._offset = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
 
     def new(self) -> list[dict[str, Any]]:
         """The new whole lines, parsed; what is no event is left to the reader of the record."""
         try:
             size = self._path.stat().st_size
             if size <= self._offset:
-                # A torn last line was cut off: what comes next begins at the new end.
-                self._offset = min(size, self._offset)
+                self._offset = size  # less, where the file was cut off meanwhile
                 return []
             with self._path.open("rb") as file:
                 file.seek(self._offset)

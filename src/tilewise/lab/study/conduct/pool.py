@@ -22,6 +22,7 @@ from tilewise.errors import TilewiseError
 from tilewise.lab.bench.child import environment as same_tilewise
 from tilewise.lab.study.conduct.follow import Follower
 from tilewise.lab.study.conduct.signals import interrupts_ignored
+from tilewise.lab.study.files import telling_full_disk
 from tilewise.lab.study.plan import Agenda, Task
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import RECORD, Run
@@ -88,6 +89,7 @@ class Pool:
 
         Raises:
             RunError: a run failed; the others were stopped, and all can be taken up again.
+            DiskFullError: there is no room for what a run writes.
             KeyboardInterrupt: Ctrl-C.
         """
         with _stopping() as workers:
@@ -150,25 +152,25 @@ class _Worker:
     def __init__(self, task: Task, pool: Pool, core: int | None) -> None:
         self.task, self.core = task, core
         self._record = task.run.folder(pool.folder) / RECORD
-        self._record.parent.mkdir(parents=True, exist_ok=True)
-        self._follower = Follower(self._record)
-        with ExitStack() as stack:
+        threads = str(pool.threads)
+        with ExitStack() as stack, telling_full_disk():
+            self._record.parent.mkdir(parents=True, exist_ok=True)
+            self._follower = Follower(self._record)
             self._errors = stack.enter_context(
                 tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
             )
+            # A session of its own: Ctrl-C at the terminal is the parent's to deal with.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", pool.module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                text=True,
+                encoding="utf-8",
+                env={**same_tilewise(), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+                start_new_session=True,
+            )
             self._stack = stack.pop_all()
-        threads = str(pool.threads)
-        # A session of its own: Ctrl-C at the terminal is the parent's to deal with.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", pool.module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=self._errors,
-            text=True,
-            encoding="utf-8",
-            env={**same_tilewise(), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
-            start_new_session=True,
-        )
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it ended already: its status tells why
             self._process.stdin.write(pool.job(task.run, core))
@@ -193,7 +195,8 @@ class _Worker:
             raise RunError(f"{self.task.run.name}: {lines[-1]}")
         if code:
             ended = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
-            ended += " (out of memory?)" if code == -9 else ""
+            if code == -9:
+                ended += ": out of memory? The same command goes on; fewer --jobs need less"
             words = "\n".join([f"the process of {self.task.run.name} {ended}", *lines])
             raise RunError(words)
         record = RunRecord.read(self._record)

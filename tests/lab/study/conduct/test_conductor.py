@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from tests.conftest import ROOT
@@ -213,8 +214,16 @@ def test_a_long_study_asks_first(place: Path, monkeypatch: pytest.MonkeyPatch) -
     assert conducted.go(confirm=refuse) == 1
     assert asked
     assert asked[0] in conducted.said
-    assert _records(conducted) == {}
+    assert not conducted.folder.exists()
     assert conducted.go(confirm=lambda duration: True) == 0
+
+
+def test_a_device_that_is_not_there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    conducted = Conducted(place)
+    with pytest.raises(InvalidArgument, match=r"--device.*no GPU.*--device cpu"):
+        conducted.go(device="cuda")
+    assert not conducted.folder.exists()
 
 
 @quick_report
@@ -243,8 +252,6 @@ def test_a_full_disk_at_the_report(place: Path, monkeypatch: pytest.MonkeyPatch)
 
 @quick_report
 def test_the_threads_of_this_process_are_as_before(place: Path) -> None:
-    import torch
-
     before = torch.get_num_threads()
     conducted = Conducted(place)
     conducted.go(threads=before + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.lab.study.records_of import config_of, experiment_of, study_of
 from tilewise.lab.study.conduct import forecast
@@ -13,6 +14,7 @@ from tilewise.lab.study.config import Arm, RunConfig
 from tilewise.lab.study.plan import planned
 
 PRICE = Price(layer=0.1, rest=0.2)
+CPU = torch.device("cpu")
 
 
 def seconds(**changes: Any) -> float:
@@ -37,7 +39,7 @@ def test_a_run_is_its_steps_and_evaluations() -> None:
 
 
 def test_a_calibration_gives_seconds() -> None:
-    found = price(config_of(**{"training.precision": "bf16"}), 256)
+    found = price(config_of(**{"training.precision": "bf16"}), 256, CPU)
     assert 0 <= found.layer < 1
     assert 0 <= found.rest < 1
     assert found.layer + found.rest > 1e-5
@@ -46,9 +48,9 @@ def test_a_calibration_gives_seconds() -> None:
 def test_one_calibration_for_all_runs_that_cost_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[RunConfig] = []
 
-    def remember(config: RunConfig, vocabulary: int) -> Price:
+    def remember(config: RunConfig, vocabulary: int, device: torch.device) -> Price:
         asked.append(config)
-        assert vocabulary == 256
+        assert (vocabulary, device) == (256, CPU)
         return PRICE
 
     class Tokens:
@@ -62,7 +64,7 @@ def test_one_calibration_for_all_runs_that_cost_the_same(monkeypatch: pytest.Mon
     )
     tasks = planned(study_of(experiment_of(*arms)))
     corpora: Any = {task.run.config.data: Tokens for task in tasks}
-    found = forecast.forecast_s(tasks, corpora)
+    found = forecast.forecast_s(tasks, corpora, CPU)
     assert [config.attention.implementation for config in asked] == ["tilewise", "plain"]
     assert found.keys() == {task.run.name for task in tasks}
     assert found["optimizers/deep/seed-0"] > found["optimizers/lion/seed-0"]

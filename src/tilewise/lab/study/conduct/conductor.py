@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from tilewise.errors import TilewiseError
+from tilewise.errors import InvalidArgument, TilewiseError
 from tilewise.lab.study import report, store
 from tilewise.lab.study.conduct import environment, words
 from tilewise.lab.study.conduct.board import Board, in_words
@@ -76,8 +76,9 @@ def conduct(request: Request, console: Console) -> int:
     where = environment.describe(request.threads)
     began = datetime.now(UTC).isoformat(timespec="seconds")
     folder = store.folder_of(request.study, request.out)
-    store.begin(folder, store.StoredStudy(request.study, request.command, where, began))
+    _check_device(request.device)
     with store.locked(folder):
+        store.begin(folder, store.StoredStudy(request.study, request.command, where, began))
         agenda = Agenda(request.study, store.read_records(folder))
         agenda.check()
         try:
@@ -92,8 +93,16 @@ def conduct(request: Request, console: Console) -> int:
         with interrupts_ignored():
             if code == INTERRUPTED:
                 _say(console, "Stopped with Ctrl-C. The same command goes on from here.")
-            _report(request.study, folder, console)
+            if not store.forget_empty(folder):
+                _report(request.study, folder, console)
     return code
+
+
+def _check_device(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        came = f"cuda, and torch {torch.__version__} finds no GPU that it can use"
+        fix = "`--device cpu` is the standard; a GPU needs its driver and torch built for CUDA."
+        raise InvalidArgument("--device", came, "a device that is there", fix)
 
 
 def _work(
@@ -161,7 +170,7 @@ def _forecast(request: Request, todo: Sequence[Task], console: Console) -> dict[
     before = torch.get_num_threads()
     torch.set_num_threads(request.threads)
     try:
-        return forecast_s(todo, corpora)
+        return forecast_s(todo, corpora, torch.device(request.device))
     finally:
         torch.set_num_threads(before)
 

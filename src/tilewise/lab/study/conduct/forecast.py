@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from tilewise.lab.study.config import Data, RunConfig, change
 from tilewise.lab.study.data.tokens import Tokens
 from tilewise.lab.study.plan import Task
-from tilewise.lab.study.train.flops import dtype_of
+from tilewise.lab.study.train.flops import dtype_of, synchronise
 from tilewise.lab.study.train.trainer import model_of
 
 __all__ = ["Price", "forecast_s", "price", "run_s"]
@@ -43,12 +43,15 @@ class Price(NamedTuple):
     rest: float
 
 
-def forecast_s(tasks: Sequence[Task], corpora: Mapping[Data, Tokens]) -> dict[str, float]:
+def forecast_s(
+    tasks: Sequence[Task], corpora: Mapping[Data, Tokens], device: torch.device
+) -> dict[str, float]:
     """Seconds that each run takes, by its name; the calibration takes a second or so.
 
     Args:
         tasks: the runs.
         corpora: their data, ready.
+        device: where they train.
     """
     prices: dict[str, Price] = {}
     found = {}
@@ -56,7 +59,7 @@ def forecast_s(tasks: Sequence[Task], corpora: Mapping[Data, Tokens]) -> dict[st
         config, tokens = task.run.config, corpora[task.run.config.data]
         key = _key(config)
         if key not in prices:
-            prices[key] = price(config, tokens.vocabulary)
+            prices[key] = price(config, tokens.vocabulary, device)
         found[task.run.name] = run_s(config, prices[key], len(tokens.held_out))
     return found
 
@@ -83,9 +86,9 @@ def run_s(config: RunConfig, found: Price, held_out_tokens: int) -> float:
     return start + config.steps * step + evaluated
 
 
-def price(config: RunConfig, vocabulary: int) -> Price:
-    """Measure what a sequence costs on this machine, with this process's threads."""
-    one, two = (_sequence_s(config, vocabulary, layers) for layers in (1, 2))
+def price(config: RunConfig, vocabulary: int, device: torch.device) -> Price:
+    """Measure what a sequence costs on this machine's device, with this process's threads."""
+    one, two = (_sequence_s(config, vocabulary, layers, device) for layers in (1, 2))
     layer = max(two - one, 0.0)
     return Price(layer, max(one - layer, 0.0))
 
@@ -99,21 +102,22 @@ def _key(config: RunConfig) -> str:
     )
 
 
-def _sequence_s(config: RunConfig, vocabulary: int, layers: int) -> float:
+def _sequence_s(config: RunConfig, vocabulary: int, layers: int, device: torch.device) -> float:
     cut = change(config, {"model.layers": layers})
-    model = model_of(cut, vocabulary, 0, torch.device("cpu"))
+    model = model_of(cut, vocabulary, 0, device)
     context = config.model.context
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, (1, context + 1), generator=generator)
+    tokens = torch.randint(vocabulary, (1, context + 1), generator=generator).to(device)
     dtype = dtype_of(config.training.precision)
     narrow = dtype if dtype != torch.float32 else None
     best, began = math.inf, time.perf_counter()
     while best == math.inf or time.perf_counter() - began < _BUDGET_S:
         start = time.perf_counter()
-        with torch.autocast("cpu", narrow) if narrow else nullcontext():
+        with torch.autocast(device.type, narrow) if narrow else nullcontext():
             logits = model(tokens[:, :-1])
             loss = cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         model.zero_grad()
+        synchronise(device)
         best = min(best, time.perf_counter() - start)
     return best

@@ -12,7 +12,7 @@ import torch
 
 from tilewise.lab.study.config import RunConfig
 
-__all__ = ["dtype_of", "gemm_peak_flops_s", "per_token"]
+__all__ = ["dtype_of", "gemm_peak_flops_s", "per_token", "synchronise"]
 
 _FULL, _CAUSAL = 12, 6
 _SAMPLE_S = 0.02  # a matrix product of at least this long is timed
@@ -82,10 +82,10 @@ def _product_s(
     left = torch.full((size, size), 0.5, dtype=dtype, device=device)
     right, out = torch.full_like(left, 0.25), torch.empty_like(left)
     right = right.t() if transposed else right
-    _synchronise(device)
+    synchronise(device)
     begin = _now(device)
     torch.mm(left, right, out=out)
-    _synchronise(device)
+    synchronise(device)
     return max(_now(device) - begin, 1e-9)  # a clock that stands still is no infinite rate
 
 
@@ -96,6 +96,7 @@ def _now(device: torch.device) -> float:
     return time.process_time() / torch.get_num_threads()
 
 
-def _synchronise(device: torch.device) -> None:
+def synchronise(device: torch.device) -> None:
+    """Wait until a device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -19,7 +19,7 @@ from tilewise.lab.study.config import Model, RunConfig
 from tilewise.lab.study.data.order import Batches
 from tilewise.lab.study.data.tokens import Tokens
 from tilewise.lab.study.run import Run
-from tilewise.lab.study.train.flops import dtype_of
+from tilewise.lab.study.train.flops import dtype_of, synchronise
 from tilewise.lab.study.train.guard import Guard
 from tilewise.lab.study.train.memory_split import (
     gradients_bytes,
@@ -163,14 +163,14 @@ class Trainer:
         Raises:
             Diverged: its loss or gradient is not finite; the weights are those before it.
         """
-        self._synchronise()
+        synchronise(self.device)
         wall, cpu = time.perf_counter(), time.process_time()
         factor = schedules.factor(self.config.schedule, self.done, self.config.steps)
         optimizers.set_lr(self.optimizer, factor)
         loss = self._gradients()
         norm = self._update(loss)
         self.done += 1
-        self._synchronise()
+        synchronise(self.device)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         rate = float(self.config.optimizer.options["lr"]) * factor
         return Taken(self.done, loss, rate, norm, wall, cpu)
@@ -267,7 +267,3 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(state.tensors[_CUDA_RANDOM], self.device)
         self.done = state.step
-
-    def _synchronise(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)

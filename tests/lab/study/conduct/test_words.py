@@ -62,11 +62,3 @@ def test_every_arm_has_its_verdict() -> None:
     assert "saved activations x0.50" in " ".join(text.split())
     assert text.count("0.001") >= 4  # what each sweep chose
     assert all(len(line) <= 100 for line in lines)
-
-
-def test_counting() -> None:
-    assert [words.count(number, "run") for number in (0, 1, 1200)] == [
-        "0 runs",
-        "1 run",
-        "1,200 runs",
-    ]

@@ -95,3 +95,11 @@ def test_sentences() -> None:
 def test_lists(items: list[str], said: str) -> None:
     assert words.listing(items) == said
     assert words.count(len(items), "thing") == f"{len(items)} thing{'s' * (len(items) > 1)}"
+
+
+def test_counting() -> None:
+    assert [words.count(number, "run") for number in (0, 1, 1200)] == [
+        "0 runs",
+        "1 run",
+        "1,200 runs",
+    ]

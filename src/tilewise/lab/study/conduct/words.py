@@ -13,13 +13,14 @@ from tilewise.lab.study.conduct.board import in_words
 from tilewise.lab.study.config import Experiment, Study
 from tilewise.lab.study.data.tokens import Tokens
 from tilewise.lab.study.plan import Task
+from tilewise.lab.study.report.words import count
 from tilewise.lab.study.run import trials
 from tilewise.lab.study.verdict.quantities import ArmMeasures, Ratio
 from tilewise.lab.study.verdict.result import ArmVerdict, ExperimentVerdict, StudyVerdict
 
-__all__ = ["STYLES", "corpus", "count", "opening", "start", "verdicts"]
+__all__ = ["corpus", "opening", "start", "verdicts"]
 
-STYLES = {
+_STYLES = {
     "better": "bold green",
     "worse": "bold red",
     "no difference": "bold cyan",
@@ -91,7 +92,7 @@ def _arms(experiment: ExperimentVerdict) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     for arm in experiment.arms:
         reason = " ".join((arm.reason, *_ratios(arm.measures), *_notes(arm)))
-        label = Text(arm.label, style=STYLES[arm.label], no_wrap=True)
+        label = Text(arm.label, style=_STYLES[arm.label], no_wrap=True)
         table.add_row(Text(f"  {arm.arm}", no_wrap=True), label, Text(reason))
     for together in experiment.interactions:
         name = Text(f"  {' with '.join(together.arms)}", no_wrap=True)
@@ -120,8 +121,3 @@ def _ratio(ratio: Ratio) -> str:
 def _notes(arm: ArmVerdict) -> list[str]:
     flags = [flag.words for flag in arm.kernel_flags]
     return [*flags, *([arm.speed_withheld] if arm.speed_withheld else []), *arm.notes]
-
-
-def count(number: int, thing: str) -> str:
-    """``1 run``, ``2 runs``."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"

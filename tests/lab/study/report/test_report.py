@@ -337,6 +337,18 @@ def test_a_sweep_that_nothing_survived(tmp_path: Path) -> None:
     assert "| lion | 10 | diverged |" in twin
 
 
+def test_what_the_target_took_against_the_baseline(tmp_path: Path) -> None:
+    study = _study("lion", target=2.6)
+    records = records_of(study, {"lion": Behaviour(pace=2.0)})
+    _, _, twin = _written(folder_of(tmp_path, study, records))
+    (table,) = (part for part in twin.split("#### ") if part.startswith("To 2.6 "))
+    (lion,) = (line for line in table.splitlines() if line.startswith("| lion"))
+    assert "(1.00\N{MULTIPLICATION SIGN})" in lion
+    assert "(0.50\N{MULTIPLICATION SIGN})" in lion
+    (baseline,) = (line for line in table.splitlines() if line.startswith("| baseline"))
+    assert "\N{MULTIPLICATION SIGN}" not in baseline
+
+
 def test_a_target_that_nobody_reached(tmp_path: Path) -> None:
     study = _study("lion", target=0.5)
     reader, _, twin = _written(folder_of(tmp_path, study, records_of(study)))

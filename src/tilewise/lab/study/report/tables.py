@@ -23,6 +23,7 @@ __all__ = ["config_table", "curve_tables", "evidence_tables"]
 
 _NONE = Cell("\N{EN DASH}", tone="soft")
 _CURVE_ROWS = 12  # of the table of the curves, about
+_Show = Callable[[float], str]
 
 
 class _Arm(NamedTuple):
@@ -60,7 +61,7 @@ def evidence_tables(experiment: ExperimentVerdict) -> tuple[Table, ...]:
     return tuple(table for table in found if table is not None and table.rows)
 
 
-def _number(summary: Summary | None, show: Callable[[float], str]) -> Cell:
+def _number(summary: Summary | None, show: _Show) -> Cell:
     """The mean, and below it the spread over the seeds."""
     if summary is None:
         return _NONE
@@ -69,7 +70,7 @@ def _number(summary: Summary | None, show: Callable[[float], str]) -> Cell:
     return Cell(show(summary.mean), f"± {show(summary.spread)}")
 
 
-def _fixed(digits: int) -> Callable[[float], str]:
+def _fixed(digits: int) -> _Show:
     return lambda number: words.plain(number, digits)
 
 
@@ -162,11 +163,12 @@ def _target(experiment: ExperimentVerdict) -> Table | None:
     if not results:
         return None
 
-    def shown(name: str, show: Callable[[float], str]) -> Callable[[_Arm], Cell]:
+    def shown(name: str, show: _Show, ratio: str = "") -> Callable[[_Arm], Cell]:
         def cell(arm: _Arm) -> Cell:
             value = None if arm.target is None else getattr(arm.target, f"median_{name}")
             if value is not None:
-                return Cell(show(value))
+                found = getattr(arm.target, ratio) if ratio else None
+                return Cell(show(value), "" if found is None else words.ratio(found.value))
             missed = arm.target is not None and arm.target.tokens and not _half(arm.target)
             return Cell("not reached", tone="soft") if missed else _NONE
 
@@ -182,11 +184,14 @@ def _target(experiment: ExperimentVerdict) -> Table | None:
         experiment,
         [
             ("seeds that reached it", reached),
-            ("tokens, median", shown("tokens", words.integer)),
-            ("time", shown("wall_s", words.duration)),
+            ("tokens, median", shown("tokens", words.integer, "tokens_ratio")),
+            ("time", shown("wall_s", words.duration, "wall_ratio")),
             ("CPU time", shown("cpu_s", words.duration)),
         ],
-        ("A miss is censored: it counts as longer than any run that reached the target.",),
+        (
+            "A miss is censored: it counts as longer than any run that reached the target. Ratios "
+            "are to the baseline, where every seed of both reached it.",
+        ),
         "target",
     )
 
@@ -234,7 +239,7 @@ def _sweeps(experiment: ExperimentVerdict) -> Table | None:
     return Table("Sweep", head, tuple(rows), words_of, "sweep")
 
 
-def _or_withheld(value: float | None, show: Callable[[float], str], note: str = "") -> Cell:
+def _or_withheld(value: float | None, show: _Show, note: str = "") -> Cell:
     return Cell("withheld", note, tone="soft") if value is None else Cell(show(value), note)
 
 
@@ -245,7 +250,7 @@ def _cost(experiment: ExperimentVerdict) -> Table | None:
         runs = words.count(arm.cost.sweep_runs, "run")
         return _or_withheld(arm.cost.sweep_cpu_s, words.duration, runs)
 
-    def of(name: str, show: Callable[[float], str]) -> Callable[[_Arm], Cell]:
+    def of(name: str, show: _Show) -> Callable[[_Arm], Cell]:
         return lambda arm: _or_withheld(getattr(arm.cost, name), show) if arm.cost.runs else _NONE
 
     return _table(
@@ -305,10 +310,8 @@ def _interactions(experiment: ExperimentVerdict) -> Table | None:
     def row(each: Interaction) -> tuple[Cell, ...]:
         effect = _NONE if each.effect is None else Cell(words.signed(each.effect, digits))
         if each.interval is not None:
-            low, high = (
-                words.signed(end, digits) for end in (each.interval.low, each.interval.high)
-            )
-            effect = Cell(effect.text, f"[{low}, {high}]")
+            ends = (each.interval.low, each.interval.high)
+            effect = Cell(effect.text, f"[{', '.join(words.signed(end, digits) for end in ends)}]")
         p = Cell(words.p_value(each.p_holm))
         return Cell(each.together), Cell(each.label), effect, p, Cell(words.typeset(each.reason))
 

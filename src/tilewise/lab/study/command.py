@@ -10,7 +10,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,7 @@ def _run(argv: Sequence[str], parser: argparse.ArgumentParser | None = None) -> 
     options, rest = parser.parse_known_args(argv)
     name, texts = _recipe(parser, rest)
     recipe = recipes.find(name)
+    _check_options(texts, (*recipe.options, *vars(options)))
     values = {key: _value(text, recipe.options.get(key)) for key, text in texts.items()}
     study = overrides.apply(recipe.study(**values), options.set)
     console = _console()
@@ -104,6 +105,16 @@ def _recipe(parser: argparse.ArgumentParser, rest: Sequence[str]) -> tuple[str, 
             value = words.pop(0)
         options[key.replace("-", "_")] = value
     return name or DEFAULT, options
+
+
+def _check_options(given: Iterable[str], known: Iterable[str]) -> None:
+    """What is no option of the recipe may be one of the command, spelled in another way."""
+    spelled = [f"--{key.replace('_', '-')}" for key in known]
+    for option in (f"--{key.replace('_', '-')}" for key in given):
+        if option not in spelled:
+            required = f"one of {', '.join(spelled)}"
+            fix = registry.nearest(option, spelled)
+            raise InvalidArgument(option, "an option that is not known", required, fix)
 
 
 def _value(text: str, standard: object) -> Any:
@@ -271,7 +282,6 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return int(text)

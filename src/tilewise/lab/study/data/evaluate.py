@@ -42,11 +42,6 @@ class Score(NamedTuple):
         """Bits per byte of text: comparable between tokenizers."""
         return self.nats / self.bytes / math.log(2)
 
-    @property
-    def token_perplexity(self) -> float:
-        """exp(loss); inf where that overflows."""
-        return _exp(self.loss)
-
 
 @torch.no_grad()
 def evaluate(

@@ -34,6 +34,7 @@ __all__ = [
     "Start",
     "Step",
     "Writer",
+    "finite",
 ]
 
 FORMAT = 1
@@ -52,7 +53,7 @@ class Event:
 
     def line(self) -> str:
         """The event as one line of JSON, newline included."""
-        values = {"event": self.event, **_finite(asdict(self))}
+        values = {"event": self.event, **finite(asdict(self))}
         return json.dumps(values, separators=(",", ":"), allow_nan=False) + "\n"
 
 
@@ -359,11 +360,12 @@ def _event(values: object) -> Event:
     return kind(**{key: value for key, value in values.items() if key in known})
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same with null in JSON for every number that is not finite, however deep inside."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: finite(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
+        return [finite(each) for each in value]
     return value

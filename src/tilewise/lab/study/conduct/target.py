@@ -7,6 +7,7 @@ from typing import Any
 
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study.config import Study
+from tilewise.lab.study.verdict.words import UNITS
 
 __all__ = ["check_target"]
 
@@ -23,13 +24,12 @@ def check_target(study: Study, experiment: str, evaluation: Mapping[str, Any]) -
         InvalidArgument: the target is not below the first loss.
     """
     found = next(each for each in study.experiments if each.name == experiment)
-    first = evaluation["loss" if found.metric == "loss" else "bits_per_byte"]
+    first = evaluation[found.metric]
     if found.target is None or evaluation["step"] or first is None or found.target < first:
         return
-    unit = "nats per token" if found.metric == "loss" else "bits per byte"
     raise InvalidArgument(
         f"{experiment}.target",
-        f"{found.target:g} {unit}",
+        f"{found.target:g} {UNITS[found.metric]}",
         f"less than {first:.4g}, the held-out loss of weights that are not trained yet",
         f"Set it, for example: --set {experiment}.target={0.6 * first:.3g}",
     )

@@ -17,7 +17,6 @@ from tilewise.lab.study.report.gather import Evidence
 from tilewise.lab.study.report.svg import house_style
 from tilewise.lab.study.report.tables import config_table, curve_tables, evidence_tables
 from tilewise.lab.study.report.verdicts import (
-    UNITS,
     baseline_row,
     forest_of,
     meaning,
@@ -26,6 +25,7 @@ from tilewise.lab.study.report.verdicts import (
 from tilewise.lab.study.report.view import Experiment, Fact, Page
 from tilewise.lab.study.verdict.measures import tokens_per_step
 from tilewise.lab.study.verdict.result import ExperimentVerdict
+from tilewise.lab.study.verdict.words import UNITS
 
 __all__ = ["page_of"]
 

@@ -17,9 +17,9 @@ from tilewise.lab.study.report.bars import (
 from tilewise.lab.study.report.curves import difference_chart, loss_chart
 from tilewise.lab.study.report.gather import Evidence
 from tilewise.lab.study.report.series import Series, curve, difference
-from tilewise.lab.study.report.verdicts import UNITS
 from tilewise.lab.study.report.view import Chart
 from tilewise.lab.study.verdict.result import ExperimentVerdict
+from tilewise.lab.study.verdict.words import UNITS
 
 __all__ = ["Lines", "charts_of", "lines_of"]
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from tilewise.lab.study.records import Evaluation, RunRecord
+from tilewise.lab.study.verdict.measures import Metric, metric_of
 
-__all__ = ["Abscissa", "Metric", "Series", "curve", "difference", "value"]
+__all__ = ["Abscissa", "Series", "curve", "difference"]
 
-Metric = Literal["loss", "bits_per_byte"]
 Abscissa = Literal["tokens", "time"]
 Records = Mapping[int, RunRecord]  # seed -> record
 
@@ -36,14 +36,9 @@ class Series(NamedTuple):
     broken: bool
 
 
-def value(evaluation: Evaluation, metric: Metric) -> float | None:
-    """The metric of an evaluation; None where it was not finite."""
-    return evaluation.loss if metric == "loss" else evaluation.bits_per_byte
-
-
 def _finite(record: RunRecord, metric: Metric) -> dict[int, Evaluation]:
     """Step -> evaluation with a number."""
-    return {each.step: each for each in record.evaluations if value(each, metric) is not None}
+    return {each.step: each for each in record.evaluations if metric_of(each, metric) is not None}
 
 
 def _furthest(records: Records, metric: Metric) -> list[int]:
@@ -62,7 +57,7 @@ def _common(found: Sequence[Mapping[int, Evaluation]]) -> list[int]:
 
 
 def _number(evaluation: Evaluation, metric: Metric) -> float:
-    number = value(evaluation, metric)
+    number = metric_of(evaluation, metric)
     assert number is not None  # _finite has left the others out
     return number
 

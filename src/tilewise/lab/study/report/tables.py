@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from tilewise.lab.study.report import words
 from tilewise.lab.study.report.series import Series
-from tilewise.lab.study.report.verdicts import UNITS, differences, digits_of, spelled
+from tilewise.lab.study.report.verdicts import differences, digits_of, spelled
 from tilewise.lab.study.report.view import Cell, Table
 from tilewise.lab.study.verdict.result import (
     ArmMeasures,
@@ -18,6 +18,7 @@ from tilewise.lab.study.verdict.result import (
     Summary,
     TargetResult,
 )
+from tilewise.lab.study.verdict.words import UNITS
 
 __all__ = ["config_table", "curve_tables", "evidence_tables"]
 
@@ -350,8 +351,7 @@ def curve_tables(
                 cells.append(_NONE)
                 continue
             at = each.x.index(x)
-            when = seconds.get(each.arm)
-            note = "" if when is None else words.duration(when[at])
+            note = words.duration(seconds[each.arm][at]) if each.arm in seconds else ""
             cells.append(Cell(words.plain(each.mean[at], digits), note))
         rows.append(tuple(cells))
     notes = (f"Mean {UNITS[experiment.metric]} of the held-out text, and the training time.",)

@@ -17,11 +17,11 @@ from tilewise.lab.study.verdict.result import (
     Label,
     Ratio,
 )
+from tilewise.lab.study.verdict.words import UNITS, seeds_text
 
-__all__ = ["MARKS", "UNITS", "baseline_row", "digits_of", "forest_of", "meaning", "row_of"]
+__all__ = ["MARKS", "baseline_row", "digits_of", "forest_of", "meaning", "row_of"]
 __all__ += ["differences", "spelled"]
 
-UNITS = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
 MARKS: dict[Label, Mark] = {
     "better": Mark("better", "\N{CHECK MARK}", "better"),
     "worse": Mark("worse", "\N{BALLOT X}", "worse"),
@@ -229,14 +229,10 @@ def _baseline_notes(experiment: ExperimentVerdict) -> tuple[str, ...]:
     base = experiment.baseline
     notes = []
     if base.diverged:
-        notes.append(f"Diverged with {_named(base.diverged)}.")
+        notes.append(f"Diverged with {seeds_text(base.diverged)}.")
     if base.incomplete:
-        notes.append(f"Not finished: {_named(base.incomplete)}.")
+        notes.append(f"Not finished: {seeds_text(base.incomplete)}.")
     return tuple(notes)
-
-
-def _named(seeds: Sequence[int]) -> str:
-    return f"seed{'' if len(seeds) == 1 else 's'} {words.listing([str(seed) for seed in seeds])}"
 
 
 def _seeds(arm: ArmVerdict) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 
+from tilewise.lab.study.verdict.words import listing
+
 __all__ = ["MINUS", "count", "digits_for", "duration", "integer", "listing", "p_value", "plain"]
 __all__ += ["power", "rate", "ratio", "shorten", "signed", "size", "times", "typeset"]
 
@@ -132,8 +134,3 @@ def shorten(number: float) -> str:
 def count(number: int, noun: str) -> str:
     """A number of things: ``1 seed``, ``3 seeds``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def listing(items: list[str]) -> str:
-    """``a``, ``a and b``, ``a, b and c``."""
-    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"

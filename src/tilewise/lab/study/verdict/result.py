@@ -8,10 +8,10 @@ Every definition is in ``docs/metrics.md``. None stands for what is not known or
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from tilewise.lab.study.records import finite
 from tilewise.lab.study.verdict.quantities import (
     ArmMeasures,
     Cost,
@@ -268,15 +268,5 @@ class StudyVerdict:
 
     def as_json(self) -> dict[str, Any]:
         """All of it in JSON's types; what is not finite becomes null."""
-        values: dict[str, Any] = json.loads(json.dumps(_plain(asdict(self)), allow_nan=False))
+        values: dict[str, Any] = json.loads(json.dumps(finite(asdict(self)), allow_nan=False))
         return values
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return value

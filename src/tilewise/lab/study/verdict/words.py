@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from tilewise.lab.study.verdict.quantities import Interval
 
-__all__ = ["UNITS", "effect_text", "interval_text", "layers_text", "p_text", "seeds_text"]
+__all__ = ["UNITS", "effect_text", "interval_text", "layers_text", "listing", "p_text"]
+__all__ += ["seeds_text"]
 
 UNITS = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
 
@@ -38,7 +39,7 @@ def p_text(p_value: float) -> str:
 def seeds_text(seeds: Sequence[int]) -> str:
     """``seed 3``, ``seeds 0, 2 and 3``."""
     noun = "seed" if len(seeds) == 1 else "seeds"
-    return f"{noun} {_listed([str(seed) for seed in seeds])}"
+    return f"{noun} {listing([str(seed) for seed in seeds])}"
 
 
 def layers_text(layers: Sequence[int], count: int) -> str:
@@ -57,10 +58,11 @@ def layers_text(layers: Sequence[int], count: int) -> str:
         else:
             runs.append([layer])
     parts = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
-    return f"{'Layer' if len(layers) == 1 else 'Layers'} {_listed(parts)}"
+    return f"{'Layer' if len(layers) == 1 else 'Layers'} {listing(parts)}"
 
 
-def _listed(parts: Sequence[str]) -> str:
+def listing(parts: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
     if len(parts) < 2:
         return "".join(parts)
     return f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -129,6 +129,7 @@ def test_a_long_study_is_asked_about_on_a_terminal_only(
         (["compare", "x"], "required: b"),
         (["report", "x", "--out", "/nonexistent"], "there is none"),
         (["recipes", "more"], "unrecognized"),
+        (["choices", "--out", "x"], "unrecognized"),
     ],
 )
 def test_wrong_usage_has_status_2(

@@ -262,16 +262,18 @@ def _with_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def _sub(name: str, description: str) -> argparse.ArgumentParser:
+def _sub(name: str, description: str, *, stored: bool = True) -> argparse.ArgumentParser:
+    """The parser of a subcommand; of one that looks at stored studies with their folder."""
     parser = argparse.ArgumentParser(
         prog=f"tilewise study {name}", description=f"{description[:1].upper()}{description[1:]}."
     )
-    _add_out(parser)
+    if stored:
+        _add_out(parser)
     return parser
 
 
 def _no_arguments(name: str, description: str, argv: Sequence[str]) -> None:
-    _sub(name, description).parse_args(argv)
+    _sub(name, description, stored=False).parse_args(argv)
 
 
 def _add_out(parser: argparse.ArgumentParser) -> None:

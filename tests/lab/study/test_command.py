@@ -102,7 +102,8 @@ def test_a_long_study_is_asked_about_on_a_terminal_only(
     command.main([])
     confirm = asked[0].confirm
     assert confirm is not None
-    assert [confirm("3:00 h") for _ in range(3)] == [True, False, False]
+    # After the three lines comes the end of the input: Ctrl-D.
+    assert [confirm("3:00 h") for _ in range(4)] == [True, False, False, False]
     command.main(["--yes"])
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     command.main([])

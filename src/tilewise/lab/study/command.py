@@ -128,7 +128,10 @@ def _value(text: str, standard: object) -> Any:
 
 
 def _confirm(duration: str) -> bool:
-    answer = input(f"This will take about {duration}. Start? [y/N] ")
+    try:
+        answer = input(f"This will take about {duration}. Start? [y/N] ")
+    except EOFError:  # Ctrl-D
+        return False
     return answer.strip().lower() in ("y", "yes")
 
 

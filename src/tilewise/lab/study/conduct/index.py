@@ -8,13 +8,14 @@ it, and the next report makes it again.
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from tilewise.lab.study.files import DiskFullError, replacing
+from tilewise.lab.study.files import replacing
 from tilewise.lab.study.records import RunRecord
 
 __all__ = ["INDEX", "write_index"]
@@ -66,10 +67,10 @@ def write_index(folder: Path, records: Mapping[str, RunRecord]) -> Path:
                     _insert(database, "kernels", _kernels(name, record))
                 database.commit()
         except sqlite3.OperationalError as error:
-            # SQLite has its own words for a full disk, and no errno.
+            # SQLite has its own words for a full disk, and no errno: ``replacing`` wants one.
             if getattr(error, "sqlite_errorname", "") not in ("SQLITE_FULL", "SQLITE_IOERR_WRITE"):
                 raise
-            raise DiskFullError(f"no room to write {path} ({error}): free some space") from None
+            raise OSError(errno.ENOSPC, str(error)) from None
     return path
 
 

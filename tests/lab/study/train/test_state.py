@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tilewise.lab.study.files import DiskFullError
 from tilewise.lab.study.train.state import (
     CheckpointError,
     State,
@@ -165,7 +166,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(DiskFullError, match=r"no room to write \S+ \(No space left"):
         write(_state({"w": torch.ones(1000)}), path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["c"]

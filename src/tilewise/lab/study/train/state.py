@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from tilewise.errors import TilewiseError
+from tilewise.lab.study.files import telling_full_disk
 
 __all__ = [
     "CHECKPOINT",
@@ -148,20 +149,22 @@ def write(state: State, path: Path) -> None:
         path: of the checkpoint; its folder exists.
 
     Raises:
-        OSError: the disk is full, or not to be written; the old checkpoint is still there.
+        DiskFullError: there is no room; the old checkpoint is still there.
+        OSError: it cannot be written for another reason; so is it then.
     """
     new = path.with_name(path.name + ".new")
-    try:
-        with new.open("wb") as file:
-            for part in _parts(state):
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    except OSError:
-        with suppress(OSError):
-            new.unlink()
-        raise
+    with telling_full_disk(path):
+        try:
+            with new.open("wb") as file:
+                for part in _parts(state):
+                    file.write(part)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(path)
+        except OSError:
+            with suppress(OSError):
+                new.unlink()
+            raise
     _sync_folder(path.parent)
 
 

@@ -3,7 +3,7 @@
     study.json      what was asked: the config, the command, where it ran (written once)
     runs/...        one folder a run, with its record and its checkpoint
     index.sqlite    the records as tables, made anew from them; for questions in SQL, never believed
-    report.html, report.md
+    report.html, report.md, verdict.json
 
 The hash is of the config: the same command finds its folder again and goes on; another config is
 another folder. Token caches belong to the user, not to a study: studies share them.

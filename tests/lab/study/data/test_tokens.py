@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tilewise.errors import InvalidArgument
 from tilewise.lab.study.config import Data
 from tilewise.lab.study.data import tokens as module
 from tilewise.lab.study.data.tokens import CorruptCacheError, Tokens, prepare
@@ -64,6 +65,12 @@ def test_the_second_time_they_come_from_the_cache(
     first = prepare(data, tmp_path)
     monkeypatch.setattr(module, "_write", None)  # whoever calls it now fails
     assert _same(prepare(data, tmp_path), first)
+
+
+def test_a_cache_folder_that_cannot_be_made(data: Data, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(InvalidArgument, match=r"cache folder.*TILEWISE_CACHE"):
+        prepare(data, tmp_path / "file" / "cache")
 
 
 def test_another_text_or_split_is_another_cache(data: Data, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from tilewise.lab.study.config import Arm, Study, Sweep
 from tilewise.lab.study.records import CorruptRecordError, RunRecord
 from tilewise.lab.study.report import write
 from tilewise.lab.study.report.definitions import DEFINITIONS
+from tilewise.lab.study.report.gather import gather
 
 MINUS, TIMES = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
 
@@ -67,6 +68,8 @@ class _Reader(html.parser.HTMLParser):
 def _written(folder: Path) -> tuple[_Reader, str, str]:
     """The page read, its source, and the Markdown twin."""
     page, twin = write(folder)
+    verdict = json.loads((folder / "verdict.json").read_text())
+    assert verdict == gather(folder).verdict.as_json()
     reader = _Reader()
     source = page.read_text("utf-8")
     reader.feed(source)

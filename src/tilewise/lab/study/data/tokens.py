@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.errors import TilewiseError
+from tilewise.errors import InvalidArgument, TilewiseError
 from tilewise.lab.study.config import Data
 from tilewise.lab.study.data import corpus
 from tilewise.lab.study.data.tokenizers import Tokenizer, tokenizer
@@ -105,7 +105,8 @@ def prepare(data: Data, cache: Path) -> Tokens:
         cache: the folder of caches; made where it is missing.
 
     Raises:
-        InvalidArgument: no such text, or no vocabulary; the message says how to get it.
+        InvalidArgument: no such text or vocabulary (the message says how to get it), or a cache
+            folder that cannot be made.
         CorruptCacheError: a cache that is not what was written; the message says what to delete.
         DiskFullError: there is no room for the cache.
     """
@@ -117,7 +118,7 @@ def prepare(data: Data, cache: Path) -> Tokens:
     binary = cache / f"tokens-{key}.bin"
     sidecar = binary.with_suffix(".json")
     if not sidecar.exists():
-        cache.mkdir(parents=True, exist_ok=True)
+        _make(cache)
         with _locked(binary.with_suffix(".lock")):
             if not sidecar.exists():  # another process may have made them while this one waited
                 _write(text, chosen, binary, sidecar)
@@ -136,6 +137,15 @@ def prepare(data: Data, cache: Path) -> Tokens:
         train_words=found.train_words,
         held_out_words=found.held_out_words,
     )
+
+
+def _make(cache: Path) -> None:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        came = f"{cache} ({error.strerror})"
+        fix = "Name another in the environment variable TILEWISE_CACHE."
+        raise InvalidArgument("cache folder", came, "a folder that can be made", fix) from None
 
 
 def _write(text: corpus.Corpus, chosen: Tokenizer, binary: Path, sidecar: Path) -> None:

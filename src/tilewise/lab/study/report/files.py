@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tilewise.lab.study.files import write_atomically
@@ -13,7 +14,7 @@ __all__ = ["write"]
 
 
 def write(folder: Path) -> tuple[Path, Path]:
-    """Write ``report.html`` and ``report.md`` from a study's config and records, and nothing else.
+    """Write ``report.html``, ``report.md`` and ``verdict.json`` from a study's config and records.
 
     Args:
         folder: of a study, finished or not.
@@ -26,8 +27,11 @@ def write(folder: Path) -> tuple[Path, Path]:
         CorruptRecordError: a record was changed.
         DiskFullError: there is no room; older reports are still there.
     """
-    page = page_of(gather(folder))
+    evidence = gather(folder)
+    page = page_of(evidence)
     paths = folder / "report.html", folder / "report.md"
     for path, text in zip(paths, (html(page), markdown(page)), strict=True):
         write_atomically(path, text)
+    verdict = json.dumps(evidence.verdict.as_json(), indent=1)
+    write_atomically(folder / "verdict.json", verdict + "\n")
     return paths

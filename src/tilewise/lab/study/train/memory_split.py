@@ -72,7 +72,7 @@ def saved_bytes(run: Callable[[], Tensor], weights: Iterable[Tensor]) -> tuple[T
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # a result that its own graph saves would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         result = run()
@@ -108,6 +108,7 @@ class PeakMeter:
     def resume(self) -> None:
         """What comes next counts again."""
         if self._cuda is None:
+            memory.release()  # else what the pause has freed lies beside what training takes anew
             memory.reset_peak()
         else:
             torch.cuda.reset_peak_memory_stats(self._cuda)

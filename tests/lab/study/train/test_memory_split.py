@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -54,6 +56,20 @@ def test_saved_bytes_count_each_storage_once_and_no_weight() -> None:
     doubled = x.clone().requires_grad_()
     _, kept = saved_bytes(lambda: (doubled * doubled.view(4, 8)).sum(), [])
     assert kept == 4 * 8 * 4
+
+
+def test_what_was_counted_is_freed() -> None:
+    weight = torch.randn(8, 8, requires_grad=True)
+    results: list[weakref.ref[torch.Tensor]] = []
+
+    def run() -> torch.Tensor:
+        result = (weight @ weight).exp()  # its own graph saves it
+        results.append(weakref.ref(result))
+        return result.sum()
+
+    saved_bytes(run, [weight])
+    gc.collect()
+    assert [result() for result in results] == [None]
 
 
 def _kept(implementation: Any, checkpointing: bool = False) -> int:

@@ -26,7 +26,7 @@ __all__ = ["longer_context"]
 
 SHORTEST, LONGEST = 512, 8192
 TOKENS_PER_STEP = LONGEST
-EVALUATED_TOKENS = 4 * LONGEST  # as much text at every context
+EVALUATED_TOKENS = 2 * LONGEST  # as much text at every context
 HELD_OUT = 0.02
 TILEWISE = {"attention.implementation": "tilewise"}
 
@@ -72,7 +72,7 @@ def _at(context: int, steps: int) -> RunConfig:
         schedule=Schedule(name="linear", warmup=0.1),
         training=Training(batch=TOKENS_PER_STEP // context),
         budget=Budget(steps=steps),
-        evaluation=Evaluation(every=max(1, steps // 5), windows=EVALUATED_TOKENS // context),
+        evaluation=Evaluation(every=max(1, steps // 3), windows=EVALUATED_TOKENS // context),
     )
 
 
@@ -101,7 +101,12 @@ def _context(contexts: list[int], steps: int, seeds: tuple[int, ...]) -> Experim
 
 
 def _reach(context: int, seeds: tuple[int, ...]) -> Experiment:
-    plain = {"attention.implementation": "plain", "training.batch": 1}
+    plain = {
+        "attention.implementation": "plain",
+        "training.batch": 1,
+        "evaluation.every": 10,
+        "evaluation.windows": 4,
+    }
     return Experiment(
         name=f"reach-{context}",
         question=f"At context {context}, what do speed and memory gain from tilewise?",

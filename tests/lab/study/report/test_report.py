@@ -169,6 +169,7 @@ def test_the_config_marks_what_an_arm_changes(rich: tuple[_Reader, str, str]) ->
     assert (
         "optimizer.lr 0.001 muon: 0.01" in reader.text
     )  # what the sweep chose, not what it began with
+    assert "optimizer.lr = 0.01 by its sweep" in reader.text
 
 
 def test_it_is_made_from_config_and_records_alone(

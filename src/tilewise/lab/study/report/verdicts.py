@@ -142,8 +142,6 @@ def row_of(
         planned: the experiment's config.
     """
     digits = digits_of(experiment)
-    changes = next(each.changes for each in planned.arms if each.name == arm.arm)
-    change = ", ".join(f"{path} = {spelled(value)}" for path, value in changes.items())
     effect, interval = _in_words(arm, digits)
     p = Cell(words.p_value(arm.p_holm)) if arm.p_holm is not None else _NONE
     if arm.label == "no difference" and arm.p_equivalence_holm is not None:
@@ -151,7 +149,7 @@ def row_of(
     return VerdictRow(
         arm=arm.arm,
         place=place,
-        change=change or "nothing changed",
+        change=_change(arm.arm, experiment, planned) or "nothing changed",
         mark=MARKS[arm.label],
         effect=effect,
         interval=interval,
@@ -166,6 +164,20 @@ def row_of(
         alarm=any(not flag.expected for flag in arm.kernel_flags),
         notes=tuple(words.typeset(note) for note in (arm.speed_withheld, *arm.notes) if note),
     )
+
+
+def _change(arm: str, experiment: ExperimentVerdict, planned: config.Experiment) -> str:
+    """What an arm changes; of a swept value, what its sweep chose."""
+    changes = dict(next(each.changes for each in planned.arms if each.name == arm))
+    sweep = next((each for each in experiment.sweeps if each.arm == arm), None)
+    chosen = []
+    if sweep is not None and sweep.chosen is not None:
+        part, _, option = sweep.path.rpartition(".")
+        changes.pop(sweep.path, None)
+        if isinstance(changes.get(part), Mapping):
+            changes[part] = {key: each for key, each in changes[part].items() if key != option}
+        chosen = [f"{sweep.path} = {sweep.chosen:g} by its sweep"]
+    return ", ".join([*(f"{path} = {spelled(each)}" for path, each in changes.items()), *chosen])
 
 
 def _reason(sentence: str) -> str:

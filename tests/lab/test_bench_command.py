@@ -153,7 +153,9 @@ def test_a_failure_late_keeps_what_is_done(
     assert "held plan" in said.out
     (path,) = (tmp_path / "benchmarks").glob("*/cpu-partial.json")
     assert str(tmp_path) not in path.read_text()
-    assert json.loads(path.read_text())["scaling"][0]["met"] == "yes"
+    values = json.loads(path.read_text())
+    judged = [each["met"] for each in values["scaling"]]
+    assert judged == (["yes"] if values["machine"]["cores"] > 1 else [])
 
 
 def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,8 +74,8 @@ class Start(Event):
         parameters: trainable numbers, and of them ``embedding`` (looked up, not multiplied).
         groups: name of each parameter group -> the names of its parameters.
         flops_per_token: ``full`` (12 L d T) and ``causal`` (6 L d T) conventions.
-        peak_flops_s: of matrix products with the run's threads in its precision, as measured (on a
-            CPU per second of CPU time, the mean over the threads).
+        peak_flops_s: the most that the run's threads can do in its precision, as measured (on a CPU
+            per second of CPU time, the mean over the threads).
         weights_sha256: of the weights before the first step; empty where it was not recorded.
     """
 

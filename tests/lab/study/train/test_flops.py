@@ -7,8 +7,10 @@ import time
 import pytest
 import torch
 
+from tilewise.kernels.cpu.core import absence
+from tilewise.lab.bench import peaks
 from tilewise.lab.study.config import Model, RunConfig
-from tilewise.lab.study.train.flops import dtype_of, gemm_peak_flops_s, per_token
+from tilewise.lab.study.train.flops import dtype_of, gemm_peak_flops_s, peak_flops_s, per_token
 
 
 def test_operations_per_token_by_hand() -> None:
@@ -64,3 +66,18 @@ def test_waiting_for_a_core_does_not_lower_the_peak(monkeypatch: pytest.MonkeyPa
     alone = gemm_peak_flops_s(torch.float32, device)
     monkeypatch.setattr(torch, "mm", interrupted)
     assert gemm_peak_flops_s(torch.float32, device) > 0.2 * alone
+
+
+@pytest.mark.skipif(absence() is not None, reason="the compiled core is not built")
+def test_the_peak_is_the_bare_loop_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, asked = torch.device("cpu"), []
+
+    def loop(kind: str, threads: int, clock: str) -> float:
+        asked.append((threads, clock))
+        return 1e18
+
+    monkeypatch.setattr(peaks, "measure", loop)
+    assert peak_flops_s(torch.float32, device) == 1e18
+    assert set(asked) == {(torch.get_num_threads(), "cpu")}
+    monkeypatch.setattr(peaks, "measure", lambda *_: 0.0)
+    assert 1e6 < peak_flops_s(torch.float32, device) < 1e15

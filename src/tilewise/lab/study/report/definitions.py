@@ -63,7 +63,7 @@ DEFINITIONS = (
     ),
     Definition(
         "MFU",
-        "Model operations per second over the measured peak of matrix multiplication: 6 per "
+        "Model operations per second over the measured peak of multiply-adds: 6 per "
         "multiplied weight and token, and c · layers · width · context for attention, where c = 12 "
         "counts every pair and c = 6 only those that a causal mask lets through. The speed is per "
         "second of wall time, the peak of a CPU per second of CPU time: waiting lowers it.",

@@ -29,7 +29,7 @@ from tilewise.lab.study.config import RunConfig
 from tilewise.lab.study.data.tokens import Tokens, prepare
 from tilewise.lab.study.files import telling_full_disk
 from tilewise.lab.study.run import Run
-from tilewise.lab.study.train.flops import dtype_of, gemm_peak_flops_s
+from tilewise.lab.study.train.flops import dtype_of, peak_flops_s
 from tilewise.lab.study.train.memory_split import PeakMeter
 from tilewise.lab.study.train.session import Session
 from tilewise.lab.study.train.trainer import Trainer, model_of
@@ -115,14 +115,14 @@ def work(job: Job) -> None:
         tokens = prepare(job.run.config.data, job.cache)
         _warm(job.run.config, tokens, device)
         dtype = dtype_of(job.run.config.training.precision)
-        peak_flops_s = gemm_peak_flops_s(dtype, device)  # before the meter: it takes memory
+        peak = peak_flops_s(dtype, device)  # before the meter: it takes memory
         meter = PeakMeter(device)
         session = Session(
             Trainer(job.run, tokens, device),
             tokens,
             folder,
             meter,
-            peak_flops_s=peak_flops_s,
+            peak_flops_s=peak,
             checkpoint_every_s=job.checkpoint_every_s,
             environment={
                 **job.environment,

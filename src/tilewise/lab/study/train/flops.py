@@ -10,9 +10,11 @@ import time
 
 import torch
 
+from tilewise.kernels.cpu.core import absence
+from tilewise.lab.bench import peaks
 from tilewise.lab.study.config import RunConfig
 
-__all__ = ["dtype_of", "gemm_peak_flops_s", "per_token", "synchronise"]
+__all__ = ["dtype_of", "gemm_peak_flops_s", "peak_flops_s", "per_token", "synchronise"]
 
 _FULL, _CAUSAL = 12, 6
 _SAMPLE_S = 0.02  # a matrix product of at least this long is timed
@@ -46,6 +48,25 @@ def per_token(config: RunConfig, parameters: dict[str, int]) -> dict[str, float]
     dense = 6.0 * (parameters["total"] - parameters["embedding"])
     attention = float(model.layers * model.width * model.context)
     return {"full": dense + _FULL * attention, "causal": dense + _CAUSAL * attention}
+
+
+def peak_flops_s(dtype: torch.dtype, device: torch.device) -> float:
+    """Operations per second of this process's threads at their best.
+
+    On a CPU with the compiled core that is its bare loop of multiply-adds, which nothing exceeds;
+    torch's matrix product, much slower than that on some processors, counts where it is faster and
+    where there is no such loop.
+
+    Args:
+        dtype: of matrix products.
+        device: where they run.
+    """
+    product = gemm_peak_flops_s(dtype, device)
+    if device.type != "cpu" or absence() is not None:
+        return product
+    kind = peaks.loop(str(dtype).removeprefix("torch."), peaks.isa())
+    threads = torch.get_num_threads()
+    return max(product, *(peaks.measure(kind, threads, "cpu") for _ in range(_SAMPLES)))
 
 
 def gemm_peak_flops_s(dtype: torch.dtype, device: torch.device) -> float:

@@ -62,7 +62,7 @@ class Session:
         tokens: of its data.
         folder: of the run; it exists, and no other process works in it.
         meter: made before the trainer.
-        peak_flops_s: of matrix products in the run's precision.
+        peak_flops_s: the most that its threads can do in the run's precision.
         checkpoint_every_s: seconds between checkpoints, 0 for one after every step.
         environment: where it runs, for the record.
     """

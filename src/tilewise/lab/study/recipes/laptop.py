@@ -29,7 +29,7 @@ EFFECT_BITS_PER_BYTE = 0.02  # some 1 % of what a model of this size learns in t
 # The swept rates of each optimizer: doublings around the best of a coarser sweep.
 ADAMW_RATES = (0.0005, 0.001, 0.002, 0.004)
 LION_RATES = (0.00015, 0.0003, 0.0006, 0.0012)
-MUON_RATES = (0.0015, 0.003, 0.006, 0.012)
+MUON_RATES = (0.003, 0.006, 0.012, 0.024)
 
 
 def _baseline(steps: int) -> RunConfig:

@@ -154,6 +154,9 @@ TILEWISE = Arm(name="tilewise", changes={"attention.implementation": "tilewise"}
 ROUNDING = Arm(name="rounding", changes={"model.nudge": True}, kind="systems")
 
 
+PLAIN = config_of(**{"attention.implementation": "plain"})
+
+
 def drifts(*arms: Arm, precision: str = "float32", **drift: float) -> dict[str, tuple[str, ...]]:
     """The notes of these arms, where at step 7 the loss of seed 1 is off by a share of its value.
 
@@ -214,3 +217,38 @@ def test_a_nudged_start_is_a_paired_one() -> None:
     arm = Arm(name="lion", changes={"model.nudge": True})
     (note,) = verdict(experiment_of(arm), start_loss(9.0)).arms[0].notes
     assert "Not paired" in note
+
+
+def agreeing(gap: float, control: float, drift: float = 0.0) -> list[tuple[bool | None, bool]]:
+    """What is said of a kernel and of a control whose final losses are off by such shares."""
+    study = study_of(experiment_of(TILEWISE, ROUNDING, baseline=PLAIN))
+    records = records_of(study, {each.name: Behaviour(noise=0.0) for each in (TILEWISE, ROUNDING)})
+    for arm, share in ((TILEWISE.name, gap), (ROUNDING.name, control)):
+        for seed in (0, 1, 2):
+            theirs = records[f"optimizers/baseline/seed-{seed}"]
+            record = records[f"optimizers/{arm}/seed-{seed}"]
+            record.steps[:] = theirs.steps
+            record.evaluations[:] = theirs.evaluations
+            loss = theirs.evaluations[-1].loss
+            assert loss is not None
+            record.evaluations[-1] = replace(theirs.evaluations[-1], loss=loss * (1 + share))
+    first = records["optimizers/tilewise/seed-1"].steps
+    assert first[6].loss is not None
+    first[6] = replace(first[6], loss=first[6].loss * (1 + drift))
+    found = judge(study, records).experiments[0].arms
+    return [(arm.agrees, arm.changed_what_is_learnt) for arm in found]
+
+
+def test_a_kernel_agrees_that_differs_by_no_more_than_rounding() -> None:
+    fine, control = (True, False), (None, False)
+    assert agreeing(1e-6, 2e-6) == [fine, control]
+    assert agreeing(1e-7, 0.0) == [fine, control], "one spacing of float32 is nothing"
+    assert agreeing(0.0, 0.0, drift=9e-6) == [fine, control]
+
+
+def test_a_kernel_that_differs_by_more_is_told() -> None:
+    parted = [(False, True), (None, False)]
+    assert agreeing(3e-6, 2e-6) == parted
+    assert agreeing(0.0, 0.0, drift=2e-5) == parted
+    notes = drifts(TILEWISE, ROUNDING, tilewise=1e-3, rounding=2e-6)
+    assert "More than rounding explains" in notes["tilewise"][0]

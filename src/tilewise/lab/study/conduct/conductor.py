@@ -67,7 +67,8 @@ def conduct(request: Request, console: Console) -> int:
     """Run what is not done yet, then write the report of all that is.
 
     Returns:
-        0: every run is over. 1: the user did not want it to start. 130: stopped with Ctrl-C; what
+        0: every run is over. 1: the user did not want it to start, or a systems arm changed what
+        is learnt. 130: stopped with Ctrl-C; what
         was done is reported.
 
     Raises:
@@ -94,7 +95,8 @@ def conduct(request: Request, console: Console) -> int:
             if code == INTERRUPTED:
                 _say(console, "Stopped with Ctrl-C. The same command goes on from here.")
             if not store.forget_empty(folder):
-                _report(request.study, folder, console)
+                parted = _report(request.study, folder, console)
+                code = 1 if parted and code == 0 else code
     return code
 
 
@@ -199,16 +201,23 @@ class _Checked:
         self._progress.event(run, values)
 
 
-def _report(study: Study, folder: Path, console: Console) -> None:
-    """Write the index and the report, and say the verdicts."""
+def _report(study: Study, folder: Path, console: Console) -> bool:
+    """Write the index and the report, and say the verdicts.
+
+    Returns:
+        whether a systems arm changed what is learnt.
+    """
     records = store.read_records(folder)
     if not records:
         _say(console, "Nothing to report yet.")
-        return
+        return False
     write_index(folder, records)
     page, text = report.write(folder)
-    console.print(words.verdicts(judge(study, records)))
+    verdict = judge(study, records)
+    console.print(words.verdicts(verdict))
     _say(console, f"Report: {page}\n        {text}")
+    arms = [arm for experiment in verdict.experiments for arm in experiment.arms]
+    return any(arm.changed_what_is_learnt for arm in arms)
 
 
 def _report_if_possible(study: Study, folder: Path, console: Console) -> None:

@@ -28,6 +28,7 @@ from tilewise.lab.study.verdict.measures import (
     status,
 )
 from tilewise.lab.study.verdict.notes import (
+    agreement,
     drift_note,
     experiment_notes,
     held_out_note,
@@ -221,6 +222,7 @@ def _arm(
         cost=_without_times(runs.cost) if withheld else runs.cost,
         target=without_time(target) if withheld and target is not None else target,
         notes=notes,
+        agrees=agreement(experiment, arm, _finals(all_runs)),
     )
 
 

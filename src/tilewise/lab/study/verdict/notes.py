@@ -7,13 +7,22 @@ from typing import Any
 
 from tilewise.lab.study.config import Arm, Experiment, RunConfig, change
 from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.verdict.measures import Metric, metric_of
+from tilewise.lab.study.verdict.measures import Metric, final_metric, metric_of
 from tilewise.lab.study.verdict.quantities import ArmMeasures
 from tilewise.lab.study.verdict.words import UNITS, seeds_text
 
-__all__ = ["FIRST_STEPS", "drift_note", "experiment_notes", "held_out_note", "pairing_note"]
+__all__ = [
+    "FIRST_STEPS",
+    "agreement",
+    "drift_note",
+    "experiment_notes",
+    "held_out_note",
+    "pairing_note",
+]
 
 FIRST_STEPS = 20  # later, rounding grows with every step, whatever made it
+MOST_DRIFT = 1e-5  # of a loss of the first steps, where nothing but rounding differs
+_SPACING = 2.0**-23  # of float32 numbers, as a share of their size
 
 # Weights that are equal give losses that differ by rounding, also of kernels and of bf16.
 SAME_START = 5e-3
@@ -144,6 +153,7 @@ def drift_note(experiment: Experiment, arm: Arm, finals: Finals) -> tuple[str, .
     drift = _drift(finals[arm.name], baseline)
     if drift is None:
         return ()
+    parted = agreement(experiment, arm, finals) is False
     first = f"The training loss of the first {min(FIRST_STEPS, experiment.baseline.steps)} steps"
     apart = f"differs from the baseline's by at most {drift:.1e} of its value"
     if drift == 0:
@@ -155,7 +165,48 @@ def drift_note(experiment: Experiment, arm: Arm, finals: Finals) -> tuple[str, .
         known = {name: _drift(finals[name], baseline) for name in controls}
         others = [f"{value:.1e}" for value in known.values() if value is not None]
         end = f" (rounding alone: {', '.join(others)})" if others else ""
-    return (f"{first} {apart}{end}.",)
+    limits = f"{MOST_DRIFT:g} in these steps, and at the end what rounding alone does"
+    more = f" More than rounding explains: the limits are {limits}." if parted else ""
+    return (f"{first} {apart}{end}.{more}",)
+
+
+def agreement(experiment: Experiment, arm: Arm, finals: Finals) -> bool | None:
+    """Whether a systems arm in float32 differs from the baseline by rounding only.
+
+    Its training losses of the first steps are within ``MOST_DRIFT`` of the baseline's, and its
+    final loss is no further from the baseline's than that of a control which only rounds otherwise
+    (where there is one), or than one spacing of float32.
+
+    Args:
+        experiment: its config.
+        arm: one of its arms.
+        finals: the runs that count.
+
+    Returns:
+        None where it is not asked: of other arms, other precisions, and before all runs are over.
+    """
+    asked = arm.kind == "systems" and experiment.baseline.training.precision == "float32"
+    if not asked or _only_nudged(experiment, arm):
+        return None
+    baseline = finals[experiment.baseline_name]
+    drift, gap = _drift(finals[arm.name], baseline), _gap(finals[arm.name], baseline)
+    if drift is None or gap is None:
+        return None
+    controls = [each.name for each in experiment.arms if _only_nudged(experiment, each)]
+    known = [_gap(finals[name], baseline) for name in controls]
+    allowed = max((each for each in known if each is not None), default=None)
+    return drift <= MOST_DRIFT and (allowed is None or gap <= max(allowed, _SPACING))
+
+
+def _gap(arm: Mapping[int, RunRecord], baseline: Mapping[int, RunRecord]) -> float | None:
+    """Largest relative difference of the final held-out loss, over all seeds."""
+    found = []
+    for seed, record in arm.items():
+        ours, theirs = (final_metric(each, "loss") for each in (record, baseline[seed]))
+        if ours is None or not theirs:
+            return None
+        found.append(abs(ours - theirs) / theirs)
+    return max(found, default=None)
 
 
 def _drift(arm: Mapping[int, RunRecord], baseline: Mapping[int, RunRecord]) -> float | None:

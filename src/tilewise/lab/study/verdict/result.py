@@ -116,6 +116,7 @@ class ArmVerdict:
             ``measures`` and ``target`` is None.
         measures, cost, target: see there; target is None where the experiment has none.
         notes: what else a reader has to know, as sentences.
+        agrees: of a systems arm in float32, whether its losses differ by rounding only; else None.
     """
 
     arm: str
@@ -139,6 +140,13 @@ class ArmVerdict:
     cost: Cost
     target: TargetResult | None
     notes: tuple[str, ...] = ()
+    agrees: bool | None = None
+
+    @property
+    def changed_what_is_learnt(self) -> bool:
+        """Whether it is a systems arm, which is to change nothing, and did."""
+        changed = self.label in ("better", "worse", "diverged") or self.agrees is False
+        return self.kind == "systems" and changed
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,13 @@ def release() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def total_bytes() -> int | None:
+    """Memory of the machine, or what its container may take of it; None where nobody knows."""
+    limits = [_cgroup_limit(), _meminfo_bytes("MemTotal")]
+    known = [limit for limit in limits if limit is not None]
+    return min(known) if known else None
+
+
 def available_bytes() -> int | None:
     """Memory that a new process could take now without swapping; None where nobody knows."""
     limits = [_cgroup_left(), _meminfo_bytes("MemAvailable")]
@@ -66,12 +73,21 @@ def _kilobyte_field(path: Path, field: str) -> int | None:
     return None
 
 
-def _cgroup_left() -> int | None:
-    """What the container may still take (cgroup version 2), if it has a limit."""
-    folder = Path("/sys/fs/cgroup")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def _cgroup_limit() -> int | None:
+    """What the container may take (cgroup version 2), if it has a limit."""
     try:
-        limit = (folder / "memory.max").read_text().strip()
-        used = int((folder / "memory.current").read_text())
+        return int((_CGROUP / "memory.max").read_text())
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
+
+
+def _cgroup_left() -> int | None:
+    limit = _cgroup_limit()
+    try:
+        used = int((_CGROUP / "memory.current").read_text())
     except (OSError, ValueError):
         return None
-    return None if limit == "max" else max(int(limit) - used, 0)
+    return None if limit is None else max(limit - used, 0)

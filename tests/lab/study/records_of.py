@@ -148,7 +148,7 @@ def write(folder: Path, records: Mapping[str, RunRecord]) -> None:
         place.mkdir(parents=True, exist_ok=True)
         writer = Writer(place / RECORD)
         events = [*record.starts, *record.evaluations, *record.steps]
-        for event in (*events, record.memory, record.kernels, record.end):
+        for event in (*events, record.memory, record.kernels, record.sample, record.end):
             if event is not None:
                 writer.write(event)
         if record.checkpoint:

@@ -11,8 +11,11 @@ from tilewise import cli
 from tilewise.lab.study import store
 from tilewise.lab.study.records import RunRecord
 
-SMALL = ("--context", "32", "--steps", "4", "--seeds", "1")
-SMALLER = ("model.layers=1", "model.heads=2", "model.width=16", "arms=tilewise,rounding")
+SMALL = ("--context", "32", "--steps", "4", "--seeds", "1", "--long-context", "64")
+SMALLER = (
+    *("model.layers=1", "model.heads=2", "model.width=16"),
+    *("kernels.arms=tilewise,rounding", "kernels.evaluation.sample_tokens=24"),
+)
 
 
 @pytest.fixture
@@ -38,7 +41,12 @@ def test_the_demo_compares_kernels_and_reports(
     assert "my text.txt" in said
 
     (folder,) = store.study_folders(store.studies_folder())
-    records = {name.split("/")[1]: each for name, each in store.read_records(folder).items()}
+    every = store.read_records(folder)
+    assert {name for name in every if name.startswith("long/")} == {
+        "long/sdpa/seed-0",
+        "long/tilewise/seed-0",
+    }
+    records = {name.split("/")[1]: each for name, each in every.items() if "kernels/" in name}
     assert records.keys() == {"plain", "tilewise", "rounding"}
     ran = {arm: record.kernels for arm, record in records.items()}
     assert {arm: each.layers[0].kernel.split()[0] for arm, each in ran.items() if each} == {
@@ -51,12 +59,20 @@ def test_the_demo_compares_kernels_and_reports(
     for arm in ("tilewise", "rounding"):
         pairs = zip(losses(records[arm]), losses(records["plain"]), strict=True)
         assert all(abs(mine - theirs) <= 1e-5 * theirs for mine, theirs in pairs), arm
+    samples = {record.sample for record in records.values()}
+    assert len(samples) == 1, "kernels that agree write the same"
+    (sample,) = samples
+    assert sample is not None
+    assert 0 < len(sample.text) <= 24  # two bytes may be one character
     page = (folder / "report.html").read_text()
+    assert "What the models write" in page
+    assert "<h3>plain, tilewise and rounding</h3>" in page
+    assert "One step at context 64" in page
     assert "rounding alone" in page
     assert "my text.txt" in page
 
     assert cli.main(argv) == 0
-    assert "All 3 runs are done already." in capsys.readouterr().out
+    assert "All 5 runs are done already." in capsys.readouterr().out
 
 
 def losses(record: RunRecord) -> list[float]:

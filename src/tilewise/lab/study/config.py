@@ -152,12 +152,14 @@ class Evaluation(Frozen):
     ``every`` counts optimizer steps; the first weights and the last step are always evaluated.
     ``windows`` are spread evenly over the held-out text. A ``final_stride`` above 0 scores the
     whole held-out text after the last step instead: windows move on by that many tokens, and only
-    the tokens that are new in a window count.
+    the tokens that are new in a window count. After the last step the model goes on with the
+    beginning of the held-out text for ``sample_tokens`` tokens; 0 for none.
     """
 
     every: int = Field(25, ge=1)
     windows: int = Field(32, ge=1)
     final_stride: int = Field(0, ge=0)
+    sample_tokens: int = Field(0, ge=0)
 
 
 class RunConfig(Frozen):

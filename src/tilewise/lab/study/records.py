@@ -31,6 +31,7 @@ __all__ = [
     "LayerKernel",
     "Memory",
     "RunRecord",
+    "Sample",
     "Start",
     "Step",
     "Writer",
@@ -199,6 +200,20 @@ class Checkpoint(Event):
 
 
 @dataclass(frozen=True)
+class Sample(Event):
+    """What the model of the last step writes.
+
+    Args:
+        prompt: the beginning of the held-out text, which it was given.
+        text: how it went on. What is no text, or is not seen, is U+FFFD in both.
+    """
+
+    event = "sample"
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
 class End(Event):
     """The run is over.
 
@@ -219,7 +234,7 @@ class End(Event):
 
 
 _TYPES: dict[str, type[Event]] = {
-    kind.event: kind for kind in (Start, Step, Evaluation, Memory, Kernels, Checkpoint, End)
+    kind.event: kind for kind in (Start, Step, Evaluation, Memory, Kernels, Checkpoint, Sample, End)
 }
 
 
@@ -233,6 +248,7 @@ class RunRecord:
     memory: Memory | None = None
     kernels: Kernels | None = None
     checkpoint: int = 0
+    sample: Sample | None = None
     end: End | None = None
 
     @property
@@ -283,6 +299,8 @@ class RunRecord:
                 self.kernels = event
             case Checkpoint():
                 self.checkpoint = event.step
+            case Sample():
+                self.sample = event
             case End():
                 self.end = event
 

@@ -23,8 +23,8 @@ from tilewise.errors import InvalidArgument, TilewiseError
 from tilewise.lab.study import report, store
 from tilewise.lab.study.conduct import conductor, environment
 from tilewise.lab.study.conduct.conductor import Request, conduct
-from tilewise.lab.study.conduct.need import NotEnoughMemoryError
 from tilewise.lab.study.conduct.pool import RunError
+from tilewise.lab.study.conduct.room import NotEnoughMemoryError
 from tilewise.lab.study.config import Study
 from tilewise.lab.study.data.tokens import CorruptCacheError
 from tilewise.lab.study.files import DiskFullError

@@ -9,6 +9,7 @@ import pytest
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study import recipes
 from tilewise.lab.study.config import Experiment, Study, change, config_hash, parse
+from tilewise.lab.study.need import need
 
 STUDIES = {name: recipes.find(name).study() for name in recipes.names()}
 ALL = [*STUDIES.values(), recipes.find("wikitext").study(preset="h200")]
@@ -54,7 +55,7 @@ def test_every_recipe_says_what_it_is_in_a_line() -> None:
 
 
 def test_kernels_compares_the_three_implementations() -> None:
-    (only,) = STUDIES["kernels"].experiments
+    only, _ = STUDIES["kernels"].experiments
     assert only.baseline_name == "plain"
     assert only.baseline.attention.implementation == "plain"
     assert [arm.name for arm in only.arms] == ["sdpa", "tilewise", "rounding"]
@@ -63,8 +64,19 @@ def test_kernels_compares_the_three_implementations() -> None:
     short = recipes.find("kernels").study(context=64, steps=2, seeds=4).experiments[0]
     assert (short.baseline.model.context, short.baseline.steps) == (64, 2)
     assert short.seeds == (0, 1, 2, 3)
-    own = recipes.find("kernels").study(text="a/file.txt").experiments[0]
-    assert own.baseline.data.source == "a/file.txt"
+    own = recipes.find("kernels").study(text="a/file.txt").experiments
+    assert {each.baseline.data.source for each in own} == {"a/file.txt"}
+
+
+def test_kernels_has_a_context_that_plain_attention_has_no_memory_for() -> None:
+    _, long = STUDIES["kernels"].experiments
+    assert long.arm_names == ("sdpa", "tilewise")
+    assert long.baseline.model.context == 16384
+    plain = change(long.baseline, {"attention.implementation": "plain"})
+    assert need(plain).total > 24e9
+    assert max(need(long.config_of(arm)).total for arm in long.arm_names) < 3e9
+    (only,) = recipes.find("kernels").study(long_context=0).experiments
+    assert only.name == "kernels"
 
 
 def test_laptop_is_the_kernels_and_two_factors_alone_and_together() -> None:
@@ -102,11 +114,13 @@ def test_wikitext_scores_the_whole_held_out_text() -> None:
 def test_longer_context_stops_plain_attention_where_it_is_told_to() -> None:
     study = recipes.find("longer-context").study(plain_up_to=1024)
     names = [each.name for each in study.experiments]
-    assert names == ["context", "reach-512", "reach-1024", "spend"]
+    reach = [f"reach-{context}" for context in (512, 1024, 2048, 4096, 8192)]
+    assert names == ["context", *reach, "spend"]
     for experiment in study.experiments:
-        for arm in [experiment.baseline_name, *(each.name for each in experiment.arms)]:
+        for arm in experiment.arm_names:
             config = experiment.config_of(arm)
-            assert config.attention.implementation == "tilewise" or config.model.context <= 1024
+            assert config.attention.implementation != "plain" or config.model.context <= 1024
+    assert [study.experiments[at].baseline_name for at in (2, 3)] == ["plain", "sdpa"]
     context = study.experiments[0]
     assert context.config_of("context-8192").model.context == 8192
     for arm in [context.baseline_name, *(each.name for each in context.arms)]:

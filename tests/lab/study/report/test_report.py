@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 pytest.importorskip("scipy")
 
-from tests.lab.study.records_of import Behaviour, experiment_of, records_of, study_of
+from tests.lab.study.records_of import Behaviour, config_of, experiment_of, records_of, study_of
 from tests.lab.study.report.samples import (
     COMMAND,
     EVIL,
@@ -25,7 +25,7 @@ from tests.lab.study.report.samples import (
 )
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study.config import Arm, Study, Sweep
-from tilewise.lab.study.records import CorruptRecordError, RunRecord
+from tilewise.lab.study.records import CorruptRecordError, RunRecord, Sample
 from tilewise.lab.study.report import write
 from tilewise.lab.study.report.definitions import DEFINITIONS
 from tilewise.lab.study.report.gather import gather
@@ -195,6 +195,7 @@ def _hostile() -> tuple[Study, dict[str, RunRecord]]:
         if name.endswith("lion/seed-1"):
             assert record.end is not None
             record.end = replace(record.end, status="diverged", reason=EVIL)
+        record.sample = Sample(EVIL, EVIL)
     return study, records
 
 
@@ -295,6 +296,42 @@ def test_a_speed_is_claimed_only_if_it_is_clear(tmp_path: Path) -> None:
     reader, _, _ = _written(folder_of(tmp_path, study, records))
     said = f"against plain, tilewise is 2.00{TIMES} faster; no clear difference in speed for sdpa."
     assert said in reader.text
+
+
+def test_arms_that_wrote_the_same_are_shown_together(tmp_path: Path) -> None:
+    study = study_of(kernels_experiment())
+    records = records_of(study, {})
+    wrote = {"plain": "def f():\n```\n", "sdpa": "def f():\n```\n", "tilewise": "other"}
+    for name, record in records.items():
+        _, arm, seed = name.split("/")
+        if seed != "seed-0" or arm != "sdpa":
+            record.sample = Sample("class A:", wrote[arm])
+    # Seed 0 is not the first that all arms have.
+    reader, source, twin = _written(folder_of(tmp_path, study, records))
+    assert "<h3>plain and sdpa</h3>" in source
+    assert '<span class="soft">class A:</span>def f():\n```\n</pre>' in source
+    assert "<h3>tilewise</h3>" in source
+    assert "seed 1: 0 tokens drawn" in reader.text
+    assert "````\ndef f():\n```\n\n````" in twin
+
+
+def test_what_plain_attention_would_need_is_shown_beside_the_fused_ones(tmp_path: Path) -> None:
+    fused = experiment_of(
+        Arm(name="tilewise", changes={"attention.implementation": "tilewise"}, kind="systems"),
+        name="long",
+        baseline=config_of(**{"attention.implementation": "sdpa", "model.context": 16384}),
+        baseline_name="sdpa",
+    )
+    study = study_of(fused, kernels_experiment())
+    quiet = {arm: Behaviour(noise=1e-6) for arm in ("plain", "sdpa", "tilewise")}
+    environment = {"chip": "a chip", "memory_bytes": 8_000_000_000}
+    folder = folder_of(tmp_path, study, records_of(study, quiet), environment=environment)
+    reader, _, twin = _written(folder)
+    assert reader.text.count("One step at context 16,384") == 1
+    # 2 layers x 4 x 2 heads x 16,384^2 x 4 bytes are 17.2 GB, and 3 matrices of one layer 25.8 GB.
+    assert f"2 layers {TIMES} 8 heads {TIMES} 16,384 {TIMES} 16,384 numbers" in reader.text
+    assert "42.9 GB. This machine has 8 GB." in reader.text
+    assert re.search(r"\| plain \(not run\) \| \S \| \d\d(\.\d)? GB \(estimated\) \|", twin)
 
 
 def test_what_the_table_shows_is_not_said_again(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tilewise.lab.study.browse.find import Found
 from tilewise.lab.study.browse.withheld import WITHHELD, arm_of, withheld
 from tilewise.lab.study.conduct.board import in_words
 from tilewise.lab.study.plan import Agenda
-from tilewise.lab.study.records import RunRecord
+from tilewise.lab.study.records import RunRecord, Sample
 from tilewise.lab.study.run import RECORD
 from tilewise.lab.study.store import read_records, read_study, study_folders, worked_on
 from tilewise.lab.study.verdict.measures import measure
@@ -133,9 +133,19 @@ def _run(found: Found) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for name, words in facts:
         table.add_row(Text(name, style="bold"), Text(words))
+    written = [] if record.sample is None else [_sample(record.sample)]
     return Group(
-        Text(head, style="bold"), table, _evaluations(record, timed=not held), _config(start.config)
+        Text(head, style="bold"),
+        table,
+        _evaluations(record, timed=not held),
+        *written,
+        _config(start.config),
     )
+
+
+def _sample(sample: Sample) -> Text:
+    """What the model wrote, after the prompt that it was given."""
+    return Text.assemble((sample.prompt, "dim"), sample.text, "\n")
 
 
 def _evaluations(record: RunRecord, timed: bool) -> Table:

@@ -18,9 +18,9 @@ from tilewise.lab.study.conduct import environment, words
 from tilewise.lab.study.conduct.board import Board, in_words
 from tilewise.lab.study.conduct.forecast import forecast_s
 from tilewise.lab.study.conduct.index import write_index
-from tilewise.lab.study.conduct.need import available_bytes, room_for
 from tilewise.lab.study.conduct.pool import CHILD, Pool
 from tilewise.lab.study.conduct.progress import LineProgress, LiveProgress, showing
+from tilewise.lab.study.conduct.room import available_bytes, room_for
 from tilewise.lab.study.conduct.signals import interrupts_ignored
 from tilewise.lab.study.conduct.target import check_target
 from tilewise.lab.study.config import Study

@@ -13,6 +13,7 @@ from typing import Any
 import tilewise
 from tilewise.chips import detect
 from tilewise.kernels.cpu.core import absence, core
+from tilewise.lab import memory
 
 __all__ = ["describe", "pinnable_cores"]
 
@@ -20,7 +21,7 @@ _PACKAGES = ("tilewise", "torch", "numpy", "schedulefree", "tokenizers", "scipy"
 
 
 def describe(threads: int) -> dict[str, Any]:
-    """Versions, chip, instruction set, git commit and load.
+    """Versions, chip, memory, instruction set, git commit and load.
 
     Args:
         threads: of each run.
@@ -29,6 +30,7 @@ def describe(threads: int) -> dict[str, Any]:
     return {
         "chip": chip.name,
         "cores": chip.cores,
+        "memory_bytes": memory.total_bytes(),
         "threads": threads,
         "instruction_set": absence() or core().isa_active(),
         "system": f"{platform.system()} {platform.machine()}",

@@ -20,6 +20,7 @@ from tilewise.lab.study.config import Data, RunConfig, change
 from tilewise.lab.study.data.tokens import Tokens
 from tilewise.lab.study.plan import Task
 from tilewise.lab.study.train.flops import dtype_of, synchronise
+from tilewise.lab.study.train.sampler import PROMPT_TOKENS
 from tilewise.lab.study.train.trainer import model_of
 
 __all__ = ["Price", "forecast_s", "price", "run_s"]
@@ -81,7 +82,9 @@ def run_s(config: RunConfig, found: Price, held_out_tokens: int) -> float:
     last = evaluation.windows
     if evaluation.final_stride:
         last = math.ceil(held_out_tokens / evaluation.final_stride)
-    evaluated = (windows + last) * sequence * _FORWARD_SHARE
+    seen = min(config.model.context, PROMPT_TOKENS + evaluation.sample_tokens)
+    written = evaluation.sample_tokens * seen / config.model.context
+    evaluated = (windows + last + written) * sequence * _FORWARD_SHARE
     start = _START_S + (_COMPILE_S if training.compile else 0.0)
     return start + config.steps * step + evaluated
 

@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,12 +37,14 @@ class Tokenizer:
         token_bytes: int64 [vocabulary]: the bytes that each token stands for; 0 for a token that
             text never gives.
         encode: UTF-8 to tokens of ``dtype``; raises ``InvalidArgument`` for what it cannot take.
+        decode: tokens to text; bytes that are not UTF-8 become U+FFFD.
     """
 
     sha256: str
     dtype: np.dtype[Any]
     token_bytes: NDArray[np.int64]
     encode: Callable[[bytes], NDArray[Any]]
+    decode: Callable[[Sequence[int]], str]
 
 
 def tokenizer(name: str) -> Tokenizer:
@@ -60,7 +62,11 @@ def _bytes() -> Tokenizer:
     digest = hashlib.sha256(b"bytes").hexdigest()
     dtype = np.dtype(np.uint8)
     return Tokenizer(
-        digest, dtype, np.ones(256, np.int64), lambda text: np.frombuffer(text, np.uint8)
+        digest,
+        dtype,
+        np.ones(256, np.int64),
+        lambda text: np.frombuffer(text, np.uint8),
+        lambda tokens: bytes(tokens).decode(errors="replace"),
     )
 
 
@@ -105,6 +111,7 @@ def _gpt2(files: _Gpt2Files) -> Tokenizer:
     merges = [(left, right) for left, right in (line.split(" ") for line in lines if line)]
     encoder = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
     encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder.decoder = tokenizers.decoders.ByteLevel()
     if len(vocabulary) != _GPT2_SIZE or encoder.encode("Hello world").ids != [15496, 995]:
         came = f"a vocabulary of {len(vocabulary):,}"
         raise InvalidArgument("data.tokenizer", came, "GPT-2's own vocab.json and merges.txt")
@@ -126,7 +133,11 @@ def _gpt2(files: _Gpt2Files) -> Tokenizer:
         return tokens
 
     digest = hashlib.sha256(b"gpt2\n" + files.vocabulary + files.merges).hexdigest()
-    return Tokenizer(digest, np.dtype(np.uint16), token_bytes, encode)
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(encoder.decode(list(tokens), skip_special_tokens=False))
+
+    return Tokenizer(digest, np.dtype(np.uint16), token_bytes, encode, decode)
 
 
 def _encoded(encoder: Any, texts: list[str]) -> list[NDArray[Any]]:

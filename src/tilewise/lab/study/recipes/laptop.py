@@ -19,7 +19,7 @@ from tilewise.lab.study.config import (
     Training,
 )
 from tilewise.lab.study.recipes.arms import factorial, one_at_a_time
-from tilewise.lab.study.recipes.kernels import kernels_experiment
+from tilewise.lab.study.recipes.kernels import SAMPLE_TOKENS, kernels_experiment
 from tilewise.lab.study.recipes.registry import recipe
 
 __all__ = ["laptop", "laptop_full"]
@@ -40,7 +40,7 @@ def _baseline(steps: int) -> RunConfig:
         schedule=Schedule(name="linear", warmup=0.1),
         training=Training(batch=8),
         budget=Budget(steps=steps),
-        evaluation=Evaluation(every=max(1, steps // 6), windows=32),
+        evaluation=Evaluation(every=max(1, steps // 6), windows=32, sample_tokens=SAMPLE_TOKENS),
     )
 
 

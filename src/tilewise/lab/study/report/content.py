@@ -10,10 +10,12 @@ from typing import Any
 import tilewise
 from tilewise.lab.study import config
 from tilewise.lab.study.plan import Agenda
+from tilewise.lab.study.records import Sample
 from tilewise.lab.study.report import words
 from tilewise.lab.study.report.definitions import DEFINITIONS
 from tilewise.lab.study.report.figures import charts_of, lines_of
 from tilewise.lab.study.report.gather import Evidence
+from tilewise.lab.study.report.plain import plain_table
 from tilewise.lab.study.report.svg import house_style
 from tilewise.lab.study.report.tables import config_table, curve_tables, evidence_tables
 from tilewise.lab.study.report.verdicts import (
@@ -22,7 +24,7 @@ from tilewise.lab.study.report.verdicts import (
     meaning,
     row_of,
 )
-from tilewise.lab.study.report.view import Experiment, Fact, Page
+from tilewise.lab.study.report.view import Experiment, Fact, Page, Writing
 from tilewise.lab.study.verdict.measures import tokens_per_step
 from tilewise.lab.study.verdict.result import ExperimentVerdict
 from tilewise.lab.study.verdict.words import UNITS
@@ -115,6 +117,8 @@ def _experiment(
     share = f"{verdict.confidence * 100:g} %"
     unit = UNITS[verdict.metric]
     steps = planned.baseline.steps
+    wrote, wrote_note = _writings(planned, evidence)
+    plain = plain_table(planned, verdict, evidence.stored.environment.get("memory_bytes"))
     protocol = (
         f"{words.count(len(planned.seeds), 'seed')}; for a seed every arm starts from the same "
         f"weights and sees the same batches. The baseline trains {words.count(steps, 'step')} of "
@@ -135,13 +139,43 @@ def _experiment(
         forest=forest_of(verdict),
         notes=verdict.notes,
         charts=tuple(charts_of(verdict, lines, slug)),
-        tables=(*evidence_tables(verdict), *curve_tables(lines.tokens, lines.time, verdict)),
+        tables=(
+            *(() if plain is None else (plain,)),
+            *evidence_tables(verdict),
+            *curve_tables(lines.tokens, lines.time, verdict),
+        ),
+        writings=wrote,
+        writings_note=wrote_note,
         config=config_table(
             planned.baseline_name,
             _written_out(planned, planned.baseline_name, evidence),
             {arm.name: _written_out(planned, arm.name, evidence) for arm in planned.arms},
         ),
     )
+
+
+def _writings(planned: config.Experiment, evidence: Evidence) -> tuple[tuple[Writing, ...], str]:
+    """What the arms wrote with the first seed that all who wrote have; those who agree together."""
+    found: dict[int, dict[str, Sample]] = {}
+    for arm in planned.arm_names:
+        for seed, record in evidence.finals(planned, arm).items():
+            if record.sample is not None:
+                found.setdefault(seed, {})[arm] = record.sample
+    if not found:
+        return (), ""
+    seed = max(found, key=lambda each: (len(found[each]), -each))
+    arms: dict[Sample, list[str]] = {}
+    for arm, sample in found[seed].items():
+        arms.setdefault(sample, []).append(arm)
+    count = planned.baseline.evaluation.sample_tokens
+    note = (
+        f"After the last step, seed {seed}: {words.count(count, 'token')} drawn with the same "
+        "random numbers in every arm, after the beginning of the held-out text."
+    )
+    wrote = tuple(
+        Writing(words.listing(names), each.prompt, each.text) for each, names in arms.items()
+    )
+    return wrote, note
 
 
 def _written_out(planned: config.Experiment, arm: str, evidence: Evidence) -> Mapping[str, Any]:

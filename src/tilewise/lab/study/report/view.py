@@ -21,6 +21,7 @@ __all__ = [
     "Mark",
     "Page",
     "Table",
+    "Writing",
 ]
 __all__ += ["VerdictRow"]
 
@@ -73,6 +74,20 @@ class Chart(NamedTuple):
     svg: Markup
     caption: str
     legend: tuple[tuple[str, str], ...] = ()
+
+
+class Writing(NamedTuple):
+    """What models wrote.
+
+    Args:
+        arms: that wrote it, in words.
+        prompt: what they were given.
+        text: how they went on.
+    """
+
+    arms: str
+    prompt: str
+    text: str
 
 
 class Fact(NamedTuple):
@@ -194,6 +209,7 @@ class Experiment:
         forest: the scale of the effects; None where there are none.
         notes: of the whole experiment.
         charts, tables: the evidence.
+        writings: what the arms wrote with the same prompt, seed and draws, and a sentence on that.
         config: the settings, with changes marked.
     """
 
@@ -210,6 +226,8 @@ class Experiment:
     notes: tuple[str, ...]
     charts: tuple[Chart, ...]
     tables: tuple[Table, ...]
+    writings: tuple[Writing, ...]
+    writings_note: str
     config: Table
 
 

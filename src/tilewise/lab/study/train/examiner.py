@@ -1,18 +1,24 @@
-"""The held-out loss of a run's weights: the same windows whatever the arm."""
+"""What a run's weights are worth: the held-out loss, on the same windows whatever the arm."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from tilewise.lab.study.choices import optimizers
 from tilewise.lab.study.data.evaluate import evaluate, word_perplexity
 from tilewise.lab.study.data.order import evaluation_windows, strided
+from tilewise.lab.study.data.tokenizers import tokenizer
 from tilewise.lab.study.data.tokens import Tokens
+from tilewise.lab.study.records import Sample
+from tilewise.lab.study.train.sampler import PROMPT_TOKENS, printable, sample
 from tilewise.lab.study.train.trainer import Trainer
 
 __all__ = ["Examiner", "Held"]
+
+_T = TypeVar("_T")
 
 
 class Held(NamedTuple):
@@ -37,27 +43,41 @@ class Examiner:
     def __init__(self, trainer: Trainer, tokens: Tokens) -> None:
         evaluation, context = trainer.config.evaluation, trainer.config.model.context
         self._trainer, self._tokens = trainer, tokens
-        self._sample = evaluation_windows(tokens.held_out, context, evaluation.windows)
-        self._whole = self._sample
+        self._windows = evaluation_windows(tokens.held_out, context, evaluation.windows)
+        self._whole = self._windows
         if evaluation.final_stride:
             self._whole = strided(tokens.held_out, context, evaluation.final_stride)
 
     def held_out(self, whole: bool) -> Held:
-        """The loss now; an optimizer that averages is evaluated at its average.
+        """The loss now.
 
         Args:
             whole: after the last step: all of the text, where the config asks for it.
         """
-        trainer = self._trainer
-        dtype = trainer.dtype
-        optimizers.evaluation_mode(trainer.optimizer)
+        windows = self._whole if whole else self._windows
+        model, tokens = self._trainer.model, self._tokens
+        score = self._examined(lambda: evaluate(model, windows, tokens, self._autocast))
+        return Held(score.loss, score.bits_per_byte, word_perplexity(score, tokens))
+
+    def sample(self) -> Sample:
+        """How the model goes on with the held-out text; arms draw the same random numbers."""
+        trainer, count = self._trainer, self._trainer.config.evaluation.sample_tokens
+        decode = tokenizer(trainer.config.data.tokenizer).decode
+        prompt = self._tokens.held_out[: min(PROMPT_TOKENS, trainer.config.model.context)].tolist()
+        written = self._examined(
+            lambda: sample(trainer.model, prompt, count, trainer.run.seed, self._autocast)
+        )
+        return Sample(printable(decode(prompt)), printable(decode(written)))
+
+    @property
+    def _autocast(self) -> torch.dtype | None:
+        dtype = self._trainer.dtype
+        return None if dtype == torch.float32 else dtype
+
+    def _examined(self, look: Callable[[], _T]) -> _T:
+        """What is seen of the weights; an optimizer that averages shows its average."""
+        optimizers.evaluation_mode(self._trainer.optimizer)
         try:
-            score = evaluate(
-                trainer.model,
-                self._whole if whole else self._sample,
-                self._tokens,
-                None if dtype == torch.float32 else dtype,
-            )
+            return look()
         finally:
-            optimizers.training_mode(trainer.optimizer)
-        return Held(score.loss, score.bits_per_byte, word_perplexity(score, self._tokens))
+            optimizers.training_mode(self._trainer.optimizer)

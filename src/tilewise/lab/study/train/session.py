@@ -112,6 +112,8 @@ class Session:
                 self._writer.write(self.trainer.guard.kernels())
                 self._write_last("diverged", str(diverged))
             else:
+                if self.trainer.config.evaluation.sample_tokens:
+                    self._writer.write(self._examiner.sample())
                 self._write_last("done", "")
         finally:
             self._writer.close()

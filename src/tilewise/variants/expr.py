@@ -1,0 +1,406 @@
+"""Expressions: what a mask or a score says of one pair, as an immutable typed graph.
+
+An ``Expr`` is a tuple of nodes in which arguments come before the nodes that use them, each value
+once. Structurally equal expressions are equal, and the text form turns into the same expression
+again. Nodes hold no tensor: a captured tensor is named by its slot.
+
+Leaves: ``s`` (the score, float), ``b h m n`` (batch item, query head, query row, key), ``M N`` (the
+numbers of rows and keys of that sequence), constants, and loads from captured tensors.
+
+Integers are 64 bits wide and divide as Python's and torch's do: ``floordiv`` rounds down, ``mod``
+has the sign of the divisor. Floats are of the type that the kernel computes in. Where a mask is
+false its score does not count, and an index outside of its tensor reads the nearest element.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple, TypeAlias
+
+from tilewise.errors import InvalidArgument
+
+__all__ = ["LEAVES", "OPS", "Expr", "Graph", "Kind", "Node", "Op", "decode", "encode", "kinds"]
+
+Kind: TypeAlias = Literal["bool", "int", "float"]
+Constant: TypeAlias = bool | int | float
+
+
+class Node(NamedTuple):
+    """One value.
+
+    Args:
+        op: a key of ``LEAVES`` or ``OPS``, ``const_<kind>`` or ``load_<kind>``.
+        args: places of the arguments among the nodes; of a load, one index per dimension.
+        value: of a constant; the slot of a load; else None.
+    """
+
+    op: str
+    args: tuple[int, ...] = ()
+    value: Constant | None = None
+
+
+class Expr(NamedTuple):
+    """A graph and the places of its results.
+
+    Args:
+        nodes: each after its arguments.
+        outputs: one for a mask or score; the derivatives of a score have several.
+    """
+
+    nodes: tuple[Node, ...]
+    outputs: tuple[int, ...]
+
+
+class Op(NamedTuple):
+    """An operation: the kinds that its arguments may have, and the kind of its value.
+
+    Args:
+        takes: per argument the kinds allowed, as letters of "bif".
+        gives: the letter of the result; "=" for that of the last argument.
+        fold: its value for constants; None where it is not taken ahead.
+    """
+
+    takes: tuple[str, ...]
+    gives: str
+    fold: Callable[..., Constant] | None = None
+
+
+_LETTERS: dict[str, Kind] = {"b": "bool", "i": "int", "f": "float"}
+LEAVES: dict[str, Kind] = {"s": "float", **dict.fromkeys("bhmnMN", "int")}
+_INT_BITS = 63
+
+
+def _floordiv(a: float, b: float) -> float:
+    return math.nan if isinstance(b, float) and b == 0.0 else a // b
+
+
+def _mod(a: float, b: float) -> float:
+    return math.nan if isinstance(b, float) and b == 0.0 else a % b
+
+
+def _sign(a: float) -> float:
+    return type(a)((a > 0) - (a < 0))
+
+
+# One row per operation; a backend has one row per operation too, and a test lists what is missing.
+# Arguments of one operation have the same kind, but for ``where`` and the casts. Transcendental
+# functions of constants are left to the kernel: Python's are rounded otherwise than torch's.
+OPS: dict[str, Op] = {
+    "add": Op(("if", "if"), "=", lambda a, b: a + b),
+    "sub": Op(("if", "if"), "=", lambda a, b: a - b),
+    "mul": Op(("if", "if"), "=", lambda a, b: a * b),
+    "floordiv": Op(("if", "if"), "=", _floordiv),
+    "mod": Op(("if", "if"), "=", _mod),
+    "min": Op(("if", "if"), "=", min),
+    "max": Op(("if", "if"), "=", max),
+    "neg": Op(("if",), "=", lambda a: -a),
+    "abs": Op(("if",), "=", abs),
+    "sign": Op(("if",), "=", _sign),
+    "div": Op(("f", "f"), "f"),
+    "pow": Op(("f", "f"), "f"),
+    **{
+        name: Op(("f",), "f")
+        for name in ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos")
+    },
+    **{name: Op(("f",), "f") for name in ("floor", "ceil", "round", "trunc")},
+    "shl": Op(("i", "i"), "i"),
+    "shr": Op(("i", "i"), "i"),
+    "and": Op(("bi", "bi"), "=", lambda a, b: a & b),
+    "or": Op(("bi", "bi"), "=", lambda a, b: a | b),
+    "xor": Op(("bi", "bi"), "=", lambda a, b: a ^ b),
+    "not": Op(("bi",), "=", lambda a: not a if isinstance(a, bool) else ~a),
+    "lt": Op(("if", "if"), "b", lambda a, b: a < b),
+    "le": Op(("if", "if"), "b", lambda a, b: a <= b),
+    "eq": Op(("bif", "bif"), "b", lambda a, b: a == b),
+    "ne": Op(("bif", "bif"), "b", lambda a, b: a != b),
+    "where": Op(("b", "bif", "bif"), "=", lambda c, a, b: a if c else b),
+    "to_float": Op(("bif",), "f", float),
+    "to_int": Op(("bif",), "i"),
+}
+
+
+class Graph:
+    """Collects nodes: equal ones once, constants folded, what changes nothing left out."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.kinds: list[Kind] = []
+        self._places: dict[Node, int] = {}
+
+    def leaf(self, name: str) -> int:
+        """The place of a leaf of ``LEAVES``."""
+        return self._place(Node(name), LEAVES[name])
+
+    def constant(self, value: Constant) -> int:
+        """The place of a constant: its kind is that of its Python type.
+
+        Raises:
+            InvalidArgument: an integer of more than 64 bits.
+        """
+        if isinstance(value, bool):
+            return self._place(Node("const_bool", (), value), "bool")
+        if isinstance(value, int):
+            if not -(2**_INT_BITS) <= value < 2**_INT_BITS:
+                raise InvalidArgument("constant", str(value), "an integer of 64 bits")
+            return self._place(Node("const_int", (), value), "int")
+        return self._place(Node("const_float", (), float(value)), "float")
+
+    def load(self, kind: Kind, slot: int, indices: Sequence[int]) -> int:
+        """The place of an element of a captured tensor, one integer index per dimension."""
+        return self._place(Node(f"load_{kind}", tuple(indices), slot), kind)
+
+    def apply(self, op: str, *args: int) -> int:
+        """The place of an operation's value.
+
+        Raises:
+            InvalidArgument: arguments of a kind that it does not take.
+        """
+        given = [self.kinds[arg] for arg in args]
+        kind = _kind_of(op, given)
+        simpler = self._simplified(op, args)
+        if simpler is not None:
+            return simpler
+        values = [self._constant(arg) for arg in args]
+        fold = OPS[op].fold
+        if fold is not None and all(value is not None for value in values):
+            found = _folded(fold, values)
+            if found is not None:
+                return self.constant(found)
+        return self._place(Node(op, args), kind)
+
+    def include(
+        self, expr: Expr, leaves: dict[str, int] | None = None, shift: int = 0
+    ) -> list[int]:
+        """Add the nodes of an expression.
+
+        Args:
+            expr: what to add.
+            leaves: places to put in the stead of leaves.
+            shift: added to the slots of its loads.
+
+        Returns:
+            the places of its outputs here.
+        """
+        places: list[int] = []
+        for node in expr.nodes:
+            args = tuple([places[arg] for arg in node.args])
+            if leaves is not None and node.op in leaves:
+                places.append(leaves[node.op])
+            elif node.op in LEAVES:
+                places.append(self.leaf(node.op))
+            elif node.op.startswith("const_"):
+                places.append(self._place(node, _stored_kind(node)))
+            elif node.op.startswith("load_"):
+                assert node.value is not None
+                places.append(self.load(_stored_kind(node), int(node.value) + shift, args))
+            else:
+                places.append(self.apply(node.op, *args))
+        return [places[output] for output in expr.outputs]
+
+    def expr(self, *outputs: int) -> Expr:
+        """The expression with these results: what they need, in a canonical order."""
+        order: dict[int, int] = {}
+        for output in outputs:
+            self._visit(output, order)
+        nodes = tuple(
+            [
+                self.nodes[place]._replace(
+                    args=tuple([order[arg] for arg in self.nodes[place].args])
+                )
+                for place in order
+            ]
+        )
+        return Expr(nodes, tuple([order[output] for output in outputs]))
+
+    def _visit(self, root: int, order: dict[int, int]) -> None:
+        """Depth first, without recursion: graphs may be deep."""
+        stack = [root]
+        while stack:
+            place = stack[-1]
+            waiting = [arg for arg in self.nodes[place].args if arg not in order]
+            if waiting:
+                stack.extend(reversed(waiting))
+                continue
+            stack.pop()
+            if place not in order:
+                order[place] = len(order)
+
+    def _place(self, node: Node, kind: Kind) -> int:
+        # To Python 0.0 and -0.0 are equal, and nan is not equal to itself.
+        key = node
+        if node.op == "const_float":
+            key = Node("const_float", (), repr(node.value))  # type: ignore[arg-type]
+        place = self._places.get(key)
+        if place is None:
+            place = self._places[key] = len(self.nodes)
+            self.nodes.append(node)
+            self.kinds.append(kind)
+        return place
+
+    def _constant(self, place: int) -> Constant | None:
+        node = self.nodes[place]
+        return node.value if node.op.startswith("const_") else None
+
+    def _simplified(self, op: str, args: tuple[int, ...]) -> int | None:
+        """The place of an argument that the operation would only repeat."""
+        first = self._constant(args[0])
+        second = self._constant(args[1]) if len(args) > 1 else None
+        kind = self.kinds[args[-1]]
+        match op:
+            case "add" | "sub" | "or" | "xor" if kind == "int" and _is(second, 0):
+                return args[0]
+            case "add" | "or" | "xor" if kind == "int" and _is(first, 0):
+                return args[1]
+            case "mul" | "floordiv" | "div" if kind != "bool" and _is(second, 1):
+                return args[0] if op != "floordiv" or kind == "int" else None
+            case "mul" if _is(first, 1):
+                return args[1]
+            case "and" if kind == "bool" and (first is True or second is True):
+                return args[1] if first is True else args[0]
+            case "or" if kind == "bool" and (first is False or second is False):
+                return args[1] if first is False else args[0]
+            case "and" | "or" if kind == "bool" and (first is not None or second is not None):
+                return args[0] if first is not None else args[1]
+            case "and" | "or" | "min" | "max" if args[0] == args[1]:
+                return args[0]
+            case "not" if self.nodes[args[0]].op == "not":
+                return self.nodes[args[0]].args[0]
+            case "where" if first is not None:
+                return args[1] if first else args[2]
+            case "where" if args[1] == args[2]:
+                return args[1]
+            case "to_float" | "to_int" if kind == op.removeprefix("to_"):
+                return args[0]
+        return None
+
+
+def _is(value: Constant | None, number: int) -> bool:
+    return value is not None and not isinstance(value, bool) and value == number
+
+
+def _folded(fold: Callable[..., Constant], values: list[Constant | None]) -> Constant | None:
+    """A constant's value; None where Python has none or it does not fit 64 bits."""
+    try:
+        found = fold(*values)
+    except (ArithmeticError, ValueError):
+        return None
+    if isinstance(found, int) and not -(2**_INT_BITS) <= found < 2**_INT_BITS:
+        return None
+    return found
+
+
+def _kind_of(op: str, given: Sequence[Kind]) -> Kind:
+    row = OPS.get(op)
+    if row is None:
+        raise InvalidArgument("expression", f"the operation {op!r}", f"one of {', '.join(OPS)}")
+    fits = len(given) == len(row.takes) and all(
+        kind[0] in takes for kind, takes in zip(given, row.takes, strict=True)
+    )
+    same = len(set(given[1:] if op == "where" else given)) <= 1
+    if not fits or not same:
+        wanted = ", ".join([" or ".join([_LETTERS[x] for x in takes]) for takes in row.takes])
+        raise InvalidArgument(
+            f"expression ({op})",
+            f"arguments of kinds {', '.join(given)}",
+            f"({wanted}) of one kind",
+        )
+    return given[-1] if row.gives == "=" else _LETTERS[row.gives]
+
+
+def _stored_kind(node: Node) -> Kind:
+    """The kind of a constant or load, from its operation's name."""
+    return _LETTERS[node.op.partition("_")[2][0]]
+
+
+@lru_cache(maxsize=1024)
+def kinds(expr: Expr) -> tuple[Kind, ...]:
+    """The kind of every node.
+
+    Raises:
+        InvalidArgument: it is no expression: see ``check``.
+    """
+    found: list[Kind] = []
+    for place, node in enumerate(expr.nodes):
+        if any(not 0 <= arg < place for arg in node.args):
+            raise InvalidArgument("expression", f"{node}", "arguments that come before it")
+        given = [found[arg] for arg in node.args]
+        if node.op in LEAVES and not given:
+            found.append(LEAVES[node.op])
+        elif node.op in ("const_bool", "const_int", "const_float") and not given:
+            found.append(_stored_kind(node))
+        elif node.op in ("load_bool", "load_int", "load_float"):
+            if any(kind != "int" for kind in given) or not isinstance(node.value, int):
+                raise InvalidArgument("expression", f"{node}", "a slot and integer indices")
+            found.append(_stored_kind(node))
+        else:
+            found.append(_kind_of(node.op, given))
+    if not expr.outputs or any(not 0 <= output < len(found) for output in expr.outputs):
+        raise InvalidArgument("expression", f"outputs {expr.outputs}", "places of its nodes")
+    return tuple(found)
+
+
+def encode(expr: Expr) -> str:
+    """The text of an expression, without blanks: ``m;n;sub(0,1);const_int:3;lt(2,3)``.
+
+    More than one output, or one that is not the last node, is named at the end: ``...;=4,2``.
+    """
+    parts = []
+    for node in expr.nodes:
+        value = "" if node.value is None else f":{_spelled(node.value)}"
+        args = f"({','.join(map(str, node.args))})" if node.args else ""
+        parts.append(f"{node.op}{value}{args}")
+    if expr.outputs != (len(expr.nodes) - 1,):
+        parts.append("=" + ",".join(map(str, expr.outputs)))
+    return ";".join(parts)
+
+
+def _spelled(value: Constant) -> str:
+    return repr(value).lower() if isinstance(value, bool) else repr(value)
+
+
+@lru_cache(maxsize=1024)
+def decode(text: str) -> Expr:
+    """The expression that a text stands for: ``decode(encode(e)) == e``.
+
+    Raises:
+        InvalidArgument: the text is no expression.
+    """
+    nodes: list[Node] = []
+    outputs: tuple[int, ...] | None = None
+    try:
+        for part in text.split(";"):
+            if outputs is not None:
+                raise ValueError
+            if part.startswith("="):
+                outputs = tuple([int(place) for place in part[1:].split(",")])
+                continue
+            head, _, rest = part.partition("(")
+            if bool(rest) != part.endswith(")"):
+                raise ValueError
+            args = tuple([int(place) for place in rest[:-1].split(",")]) if rest else ()
+            op, _, value = head.partition(":")
+            nodes.append(Node(op, args, _value(op, value)))
+    except ValueError:
+        required = "nodes such as sub(0,1), separated by ;"
+        raise InvalidArgument("expression", repr(text), required) from None
+    expr = Expr(tuple(nodes), (len(nodes) - 1,) if outputs is None else outputs)
+    kinds(expr)
+    return expr
+
+
+def _value(op: str, text: str) -> Constant | None:
+    if not text:
+        if op.startswith(("const_", "load_")):
+            raise ValueError
+        return None
+    if op == "const_bool":
+        return {"true": True, "false": False}[text] if text in ("true", "false") else _refuse()
+    if op == "const_float":
+        return float(text)
+    if op == "const_int" or op.startswith("load_"):
+        return int(text)
+    raise ValueError
+
+
+def _refuse() -> bool:
+    raise ValueError

@@ -204,7 +204,7 @@ def canonical(program: Program) -> Program:
     """The program for tensors that have been lowered: they fit exactly."""
     return tuple(
         [
-            instr._replace(params=())
+            Instr(instr.op, (), instr.slots)
             if instr.op not in (EXPR, "softcap", "band") and instr.slots
             else instr
             for instr in program

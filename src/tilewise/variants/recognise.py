@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
+
 from tilewise.variants.expr import Expr, Graph, Node, decode, encode
 from tilewise.variants.program import BY_USER, LARGEST_COUNT, Instr, Program
 
@@ -32,16 +34,13 @@ class Recognised(NamedTuple):
     sources: tuple[int, ...]
 
 
-@lru_cache(maxsize=1024)
 def mask_program(expr: Expr) -> Recognised:
     """The program of a mask's expression."""
-    nodes, place = expr.nodes, expr.outputs[0]
-    if nodes[place].op == "const_bool" and nodes[place].value is True:
-        return Recognised((), ())
-    return _apart(_mask(expr, place))
+    if torch.compiler.is_compiling():
+        return Recognised(*_mask_while_compiling(encode(expr)))
+    return _mask_program(expr)
 
 
-@lru_cache(maxsize=1024)
 def score_program(expr: Expr, learned: tuple[bool, ...] = ()) -> Recognised:
     """The program of a score's expression.
 
@@ -49,6 +48,33 @@ def score_program(expr: Expr, learned: tuple[bool, ...] = ()) -> Recognised:
         expr: of one float.
         learned: for every slot, whether a gradient of its tensor is wanted.
     """
+    if torch.compiler.is_compiling():
+        return Recognised(*_score_while_compiling(encode(expr), learned))
+    return _score_program(expr, learned)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _mask_while_compiling(text: str) -> tuple[Program, tuple[int, ...]]:
+    program, sources = _mask_program(decode(text))
+    return program, sources
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _score_while_compiling(text: str, learned: tuple[bool, ...]) -> tuple[Program, tuple[int, ...]]:
+    program, sources = _score_program(decode(text), learned)
+    return program, sources
+
+
+@lru_cache(maxsize=1024)
+def _mask_program(expr: Expr) -> Recognised:
+    nodes, place = expr.nodes, expr.outputs[0]
+    if nodes[place].op == "const_bool" and nodes[place].value is True:
+        return Recognised((), ())
+    return _apart(_mask(expr, place))
+
+
+@lru_cache(maxsize=1024)
+def _score_program(expr: Expr, learned: tuple[bool, ...]) -> Recognised:
     return _apart(_score(expr, expr.outputs[0], learned))
 
 

@@ -7,16 +7,22 @@ addition of a tensor indexed by positions, ALiBi's penalty, a soft cap. What is 
 expression (the operation ``expr``), which kernels interpret.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from tilewise.variants.expr import Expr, Graph, Node, decode, encode
 from tilewise.variants.program import BY_USER, LARGEST_COUNT, Instr, Program
 
-__all__ = ["Recognised", "as_expression", "mask_program", "score_program"]
+__all__ = [
+    "Recognised",
+    "as_expression",
+    "constant_while_compiling",
+    "mask_program",
+    "score_program",
+]
 
 _AXES = {"b": 0, "h": 1, "m": 2, "n": 3}
 _FIRST = 4  # the axis code of a dimension whose index is the constant 0
@@ -32,6 +38,18 @@ class Recognised(NamedTuple):
 
     program: Program
     sources: tuple[int, ...]
+
+
+_F = TypeVar("_F", bound=Callable[..., object])
+
+
+def constant_while_compiling(function: _F) -> _F:
+    """Let torch.compile run a function of constants, and not trace it.
+
+    This is torch.compiler.assume_constant_result, which would load the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def mask_program(expr: Expr) -> Recognised:
@@ -53,13 +71,13 @@ def score_program(expr: Expr, learned: tuple[bool, ...] = ()) -> Recognised:
     return _score_program(expr, learned)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_while_compiling
 def _mask_while_compiling(text: str) -> tuple[Program, tuple[int, ...]]:
     program, sources = _mask_program(decode(text))
     return program, sources
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_while_compiling
 def _score_while_compiling(text: str, learned: tuple[bool, ...]) -> tuple[Program, tuple[int, ...]]:
     program, sources = _score_program(decode(text), learned)
     return program, sources
@@ -112,6 +130,8 @@ def _joined_band(left: Program, right: Program) -> Instr | None:
 
 
 def _leaf(expr: Expr, node: Node) -> Instr | None:
+    if node.op == "const_bool":  # False: True is nowhere but alone
+        return Instr("below", (0,))
     if node.op in ("lt", "le"):
         return _length(expr, node) or _distance(expr, node) or _bound(expr, node)
     if node.op == "eq":
@@ -226,7 +246,7 @@ def _last_step(expr: Expr, node: Node, learned: Sequence[bool]) -> tuple[int, In
     if node.op == "sub" and _has_score(expr, node.args[0]):
         slot, axes = _penalty(expr, expr.nodes[node.args[1]])
         if axes and not (slot < len(learned) and learned[slot]):
-            return node.args[0], Instr("alibi", (BY_USER,), (slot,))
+            return node.args[0], Instr("alibi", (BY_USER, *axes), (slot,))
     if node.op == "mul":
         for factor, curve in (node.args, node.args[::-1]):
             cap, inner_place = _cap(expr, factor, curve)

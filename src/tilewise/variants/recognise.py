@@ -151,6 +151,8 @@ def _bound(expr: Expr, node: Node) -> Instr | None:
         return None
     rest = _difference(second, first)  # not below zero where the comparison holds
     spare = rest.constant - (1 if node.op == "lt" else 0)
+    if (rest.m, rest.n, rest.keys, rest.queries) == (0, -1, 0, 0) and not (rest.b or rest.h):
+        return Instr("below", (min(max(spare + 1, 0), LARGEST_COUNT),))
     if not 0 <= spare <= LARGEST_COUNT:
         return None
     anchor = {(0, 0): 0, (1, -1): 1, (-1, 1): 1}.get((rest.keys, rest.queries))
@@ -160,8 +162,6 @@ def _bound(expr: Expr, node: Node) -> Instr | None:
         return Instr("band", (-1, spare, anchor))
     if (rest.m, rest.n) == (-1, 1) and rest.keys <= 0:
         return Instr("band", (spare, -1, anchor))
-    if (rest.m, rest.n, anchor) == (0, -1, 0) and spare < LARGEST_COUNT:
-        return Instr("below", (spare + 1,))
     return None
 
 

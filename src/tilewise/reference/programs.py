@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewise.errors import Unsupported
 from tilewise.problem import Operands, Problem
-from tilewise.variants.program import Instr, Program
+from tilewise.variants.program import Instr, Number, Program
 
 
 class Block(NamedTuple):
@@ -169,7 +169,7 @@ class _Possible(NamedTuple):
     hidden: bool
 
 
-def _band_possible(params: Sequence[int | float], block: Block) -> _Possible:
+def _band_possible(params: Sequence[Number], block: Block) -> _Possible:
     left, right, anchor = (int(p) for p in params)
     shift = block.total_keys - block.total_queries if anchor else 0
     low = block.keys.start - (block.queries.stop - 1) - shift

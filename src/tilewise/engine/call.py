@@ -218,7 +218,7 @@ def build_operands(
     if mask_tensors:
         if problem.device != "cpu":
             extent = extent._replace(check_values=False)
-        mask_tensors = lower_mask(problem.mask, mask_tensors, extent, q.device)
+        mask_tensors = lower_mask(problem.mask, mask_tensors, extent, q.device, q.dtype)
     if score_tensors:
         score_tensors = lower_score(problem.score, score_tensors, extent, q.dtype, q.device)
     number = 0 if seed is None and not problem.dropout_p else _seed_number(seed)

@@ -6,16 +6,18 @@ float32 (float64 for float64). Lowering what is already lowered returns it as it
 bias is a differentiable torch operation, so that autograd itself reduces and reshapes its gradient.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument
-from tilewise.variants.program import Instr, Program
+from tilewise.variants.program import BY_USER, EXPR, Instr, Number, Program
 
 __all__ = [
     "Extent",
+    "canonical",
     "check_caps",
     "largest_factor",
     "lower_mask",
@@ -25,6 +27,7 @@ __all__ = [
 
 # Up to this many values a Python list is quicker to search than a tensor.
 _LIST_LIMIT = 512
+_FIRST = 4  # the code of a dimension whose index is the constant 0
 _LARGEST_SINGLE = torch.finfo(torch.float32).max / 2
 _LARGEST_WIDE = torch.finfo(torch.float64).max / 2
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -69,7 +72,7 @@ def check_caps(program: Program, dtype: torch.dtype) -> None:
     """
     largest = largest_factor(dtype)
     for instr in program:
-        if instr.op == "softcap" and not 2 / largest <= instr.params[0] <= largest:
+        if instr.op == "softcap" and not 2 / largest <= float(instr.params[0]) <= largest:
             raise InvalidArgument(
                 "score (softcap)",
                 f"the cap {instr.params[0]}",
@@ -79,9 +82,13 @@ def check_caps(program: Program, dtype: torch.dtype) -> None:
 
 
 def lower_mask(
-    program: Program, captured: tuple[Tensor, ...], extent: Extent, device: torch.device
+    program: Program,
+    captured: tuple[Tensor, ...],
+    extent: Extent,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, ...]:
-    """The captured tensors of a mask in kernel form, in slot order.
+    """The captured tensors of a mask in kernel form, in slot order (``dtype`` is the query's).
 
     Raises:
         InvalidArgument: a tensor does not broadcast, lies elsewhere, or a length is out of range.
@@ -91,7 +98,11 @@ def lower_mask(
         for position, slot in enumerate(instr.slots):
             tensor = captured[slot]
             _check_device(_mask_name(instr, position), tensor, device)
-            if instr.op == "below":
+            if instr.op == EXPR:
+                lowered[slot] = _element(tensor, dtype)
+            elif instr.params and instr.params[0] == BY_USER:
+                lowered[slot] = _as_indexed(instr, position, tensor, extent)
+            elif instr.op == "below":
                 lowered[slot] = _lengths(tensor, extent)
             elif instr.op == "same_document":
                 lowered[slot] = _ids(tensor, position, extent)
@@ -120,11 +131,85 @@ def lower_score(
         for slot in instr.slots:
             tensor = captured[slot]
             _check_device(_score_name(instr), tensor, device)
+            if instr.op == EXPR:
+                lowered[slot] = _element(tensor, dtype)
+                continue
+            if instr.params and instr.params[0] == BY_USER:
+                tensor = _arranged(tensor, instr.params[1:], extent)
+                tensor = tensor[..., 0, 0] if instr.op == "alibi" else tensor
             if instr.op == "alibi":
                 lowered[slot] = _slopes(tensor, extent, dtype)
             else:
                 lowered[slot] = _four_dims("score (bias)", _bias_dtype(tensor, dtype), extent)
     return tuple(lowered)
+
+
+def _element(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor whose elements an expression reads: booleans, int64, or the statistics' floats."""
+    if tensor.dtype is torch.bool:
+        return tensor
+    if tensor.dtype.is_floating_point:
+        return tensor.to(statistics_dtype(dtype)).resolve_neg()
+    return tensor.to(torch.int64)
+
+
+def _as_indexed(instr: Instr, position: int, tensor: Tensor, extent: Extent) -> Tensor:
+    """A tensor that a user's mask indexes, as the kernels of the built-in ones read it."""
+    if instr.op == "below":
+        return _reaching(tensor, 0, extent.batch).to(torch.int64).contiguous()
+    if instr.op == "same_document":
+        ids = tensor[None] if tensor.dim() == 1 else tensor
+        size = (extent.queries, extent.keys)[position]
+        if ids.shape[0] > 1:
+            ids = _reaching(ids, 0, extent.batch)
+        return (_reaching(ids, 1, size) if size else ids).to(torch.int64)
+    return _arranged(tensor, instr.params[1:], extent)
+
+
+def _arranged(tensor: Tensor, axes: Sequence[Number], extent: Extent) -> Tensor:
+    """A 4-D view [B|1, Hq|1, M|1, N|1] of a tensor that the positions ``axes`` index."""
+    codes = [int(axis) for axis in axes]
+    if tensor.dim() != len(codes):
+        raise InvalidArgument(
+            "mask or score", f"a tensor of {tensor.dim()} dimensions", f"{len(codes)}, as indexed"
+        )
+    for dim in reversed(range(len(codes))):
+        if codes[dim] == _FIRST:
+            tensor = tensor.select(dim, 0)
+            del codes[dim]
+    tensor = tensor.permute(sorted(range(len(codes)), key=codes.__getitem__))
+    sizes = (extent.batch, extent.heads, extent.queries, extent.keys)
+    for axis, size in enumerate(sizes):
+        if axis not in codes:
+            tensor = tensor.unsqueeze(axis)
+        elif size and not (extent.ragged and axis > 1 and tensor.shape[axis] >= size):
+            tensor = _reaching(tensor, axis, size)
+    return tensor
+
+
+def _reaching(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """``size`` elements along a dimension: the first ones, the last one again where they end."""
+    held = tensor.shape[dim]
+    if held == size:
+        return tensor
+    if held > size:
+        return tensor.narrow(dim, 0, size)
+    if held == 1:
+        return tensor.expand(*(size if at == dim else -1 for at in range(tensor.dim())))
+    places = torch.arange(size, device=tensor.device).clamp_(max=held - 1)
+    return tensor.index_select(dim, places)
+
+
+def canonical(program: Program) -> Program:
+    """The program for tensors that have been lowered: they fit exactly."""
+    return tuple(
+        [
+            instr._replace(params=())
+            if instr.op not in (EXPR, "softcap", "band") and instr.slots
+            else instr
+            for instr in program
+        ]
+    )
 
 
 def _mask_name(instr: Instr, position: int) -> str:

@@ -14,6 +14,14 @@ Score steps (each maps the running score s of a pair):
     ``alibi()[i]``                    s - slope_i[b, h] * |m + (N - M) - n|
     ``softcap(cap)``                  cap * tanh(s / cap)
     ``bias()[i]``                     s + bias_i[b, h, m, n], a tensor [B|1, Hq|1, M|1, N|1]
+In both:
+    ``expr{...}[i,j]``                any expression of ``variants/expr.py``: a leaf of a mask, the
+                                      first step of a score; slots in its text count in [i, j]
+
+A tensor that a user indexed is named by another form: ``below(1)[i]``, ``same_document(1)[i,j]``,
+and ``dense(1,axes)[i]``, ``bias(1,axes)[i]``, ``alibi(1,axes)[i]`` with the position that indexes
+each dimension (0 to 3 for b, h, m, n; 4 for the constant 0). It may be longer than the call needs,
+or shorter: then its last element counts for all that follow. The other forms fit exactly.
 """
 
 import math
@@ -22,12 +30,16 @@ from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 from tilewise.errors import InvalidArgument
+from tilewise.variants import expr as expressions
 
 __all__ = [
+    "BY_USER",
+    "EXPR",
     "LARGEST_COUNT",
     "MASK_OPS",
     "SCORE_OPS",
     "Instr",
+    "Number",
     "Program",
     "check_mask",
     "check_score",
@@ -37,7 +49,7 @@ __all__ = [
     "slot_count",
 ]
 
-Number: TypeAlias = int | float
+Number: TypeAlias = int | float | str
 
 
 class Instr(NamedTuple):
@@ -58,25 +70,34 @@ class _Form(NamedTuple):
     pops: int = 0
 
 
+EXPR = "expr"
+BY_USER = 1  # the first parameter of the forms of tensors that a user indexed
+MOST_AXES = 6
+_ANY_AXES = tuple([(1 + axes, 1) for axes in range(1, MOST_AXES + 1)])
+
+
 MASK_OPS: dict[str, _Form] = {
     "band": _Form(((3, 0),)),
-    "below": _Form(((1, 0), (0, 1))),
-    "same_document": _Form(((0, 2),)),
-    "dense": _Form(((0, 1),)),
+    "below": _Form(((1, 0), (0, 1), (1, 1))),
+    "same_document": _Form(((0, 2), (1, 2))),
+    "dense": _Form(((0, 1), *_ANY_AXES)),
+    EXPR: _Form(()),
     "and": _Form(((0, 0),), pops=2),
     "or": _Form(((0, 0),), pops=2),
     "not": _Form(((0, 0),), pops=1),
 }
 SCORE_OPS: dict[str, _Form] = {
-    "alibi": _Form(((0, 1),)),
+    "alibi": _Form(((0, 1), *_ANY_AXES)),
     "softcap": _Form(((1, 0),)),
-    "bias": _Form(((0, 1),)),
+    "bias": _Form(((0, 1), *_ANY_AXES)),
+    EXPR: _Form(()),
 }
 # Constants of masks that are larger mean the same for any problem that memory holds. Kernels add
 # them to positions in 64 bits.
 LARGEST_COUNT = 2**40
 _CONNECTIVES = ("and", "or", "not")
 _TOKEN = re.compile(r"([a-z_]+)(?:\(([^()]*)\)(?:\[([0-9,]+)\])?)?")
+_EXPR_TOKEN = re.compile(r"expr\{([^{}]*)\}(?:\[([0-9,]+)\])?")
 
 
 def encode(program: Program) -> str:
@@ -87,8 +108,10 @@ def encode(program: Program) -> str:
 def _encode_one(instr: Instr) -> str:
     if instr.op in _CONNECTIVES:
         return instr.op
-    params = ",".join([repr(value) for value in instr.params])
     slots = ",".join([str(slot) for slot in instr.slots])
+    if instr.op == EXPR:
+        return f"expr{{{instr.params[0]}}}" + (f"[{slots}]" if slots else "")
+    params = ",".join([repr(value) for value in instr.params])
     return f"{instr.op}({params})[{slots}]" if slots else f"{instr.op}({params})"
 
 
@@ -105,6 +128,12 @@ def decode(text: str) -> Program:
 
 
 def _decode_one(token: str, text: str) -> Instr:
+    found = _EXPR_TOKEN.fullmatch(token)
+    if found is not None:
+        named = tuple([int(part) for part in found[2].split(",")]) if found[2] else ()
+        instr = Instr(EXPR, (found[1],), named)
+        _check_form(instr, MASK_OPS[EXPR])
+        return instr
     match = _TOKEN.fullmatch(token)
     if match is None:
         raise InvalidArgument("program", f"{token!r} in {text!r}", "op(params)[slots]")
@@ -132,7 +161,9 @@ def _number(text: str) -> Number:
 
 def _check_stack(program: Program, text: str) -> None:
     """A mask leaves exactly one boolean; a score program is a plain sequence of steps."""
-    if program and program[0].op in SCORE_OPS:
+    first = program[0] if program else None
+    by_name = first is not None and first.op in SCORE_OPS and first.op != EXPR
+    if by_name or (first is not None and first.op == EXPR and _kind(first) == "float"):
         check_score(program, repr(text))
     else:
         check_mask(program, repr(text))
@@ -154,7 +185,9 @@ def check_mask(program: Program, text: str = "") -> None:
         if form is None:
             raise InvalidArgument("program", text or repr(program), "mask operations only")
         _check_form(instr, form)
-        for value in instr.params:
+        if instr.op == EXPR and _kind(instr) != "bool":
+            raise InvalidArgument("program", repr(instr), "an expression that gives a boolean")
+        for value in () if instr.op == EXPR else instr.params:
             if not isinstance(value, int) or not -1 <= value <= LARGEST_COUNT:
                 raise InvalidArgument(
                     "program", repr(instr), f"whole constants from -1 to {LARGEST_COUNT}"
@@ -181,22 +214,42 @@ def check_score(program: Program, text: str = "") -> None:
     Raises:
         InvalidArgument: it is no such program.
     """
-    for instr in program:
+    for index, instr in enumerate(program):
         form = SCORE_OPS.get(instr.op)
         if form is None:
             raise InvalidArgument("program", text or repr(program), "score steps only")
         _check_form(instr, form)
-        for value in instr.params:
+        if instr.op == EXPR and (index or _kind(instr) != "float"):
+            required = "an expression as the first step only, and one that gives a float"
+            raise InvalidArgument("program", repr(instr), required)
+        for value in instr.params if instr.op == "softcap" else ():
             if not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 raise InvalidArgument("program", repr(instr), "finite constants above 0")
 
 
+def _kind(instr: Instr) -> str:
+    """The kind of what the expression of an instruction gives."""
+    expr = expressions.decode(str(instr.params[0]))
+    return expressions.kinds(expr)[expr.outputs[0]]
+
+
 def _check_form(instr: Instr, form: _Form) -> None:
-    if (len(instr.params), len(instr.slots)) not in form.arities:
+    if instr.op == EXPR:
+        _check_expr(instr)
+    elif (len(instr.params), len(instr.slots)) not in form.arities:
         raise InvalidArgument("program", repr(instr), f"(params, slots) in {form.arities}")
     for slot in instr.slots:
         if slot < 0:
             raise InvalidArgument("program", repr(instr), "slots from 0")
+
+
+def _check_expr(instr: Instr) -> None:
+    if len(instr.params) != 1 or not isinstance(instr.params[0], str):
+        raise InvalidArgument("program", repr(instr), "the text of an expression")
+    nodes = expressions.decode(instr.params[0]).nodes
+    named = {node.value for node in nodes if node.op.startswith("load_")}
+    if named != set(range(len(instr.slots))):
+        raise InvalidArgument("program", repr(instr), f"the {len(named)} slots of its expression")
 
 
 def slot_count(program: Program) -> int:

@@ -1,6 +1,6 @@
 """The public values ``Mask`` and ``Score``: a program and the tensors it captures, immutable."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import bool as torch_bool
 
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.variants.program import (
+    EXPR,
     Instr,
     Program,
     check_mask,
@@ -16,8 +17,10 @@ from tilewise.variants.program import (
     shift_slots,
     slot_count,
 )
+from tilewise.variants.recognise import as_expression, mask_program, score_program
+from tilewise.variants.trace import trace_mask, trace_score
 
-__all__ = ["Mask", "Score", "as_mask", "as_score", "dense_mask"]
+__all__ = ["Mask", "Score", "as_mask", "as_score", "dense_mask", "mask_of", "score_of"]
 
 
 class _Variant:
@@ -60,8 +63,9 @@ class Mask(_Variant):
     """Which pairs (query row m, key n) may attend. Built by ``tilewise.masks``.
 
     Masks compose: ``a & b`` (both allow), ``a | b`` (either allows), ``~a`` (a does not). A boolean
-    tensor may stand on either side of ``&`` and ``|``. (torch.compile traces ``&`` and ``|``, but
-    does not know ``~`` on a value like this: build inverted masks outside of what is compiled.)
+    tensor or a function ``(b, h, m, n) -> bool`` may stand on either side of ``&`` and ``|``.
+    (torch.compile traces ``&`` and ``|``, but does not know ``~`` on a value like this: build
+    inverted masks outside of what is compiled.)
     """
 
     __slots__ = ()
@@ -70,16 +74,16 @@ class Mask(_Variant):
         check_mask(program)
         super().__init__(program, captured)
 
-    def __and__(self, other: "Mask | Tensor") -> "Mask":
+    def __and__(self, other: "Mask | Tensor | Callable[..., Any]") -> "Mask":
         return _join(self, other, "and")
 
-    def __or__(self, other: "Mask | Tensor") -> "Mask":
+    def __or__(self, other: "Mask | Tensor | Callable[..., Any]") -> "Mask":
         return _join(self, other, "or")
 
-    def __rand__(self, other: Tensor) -> "Mask":
+    def __rand__(self, other: Tensor | Callable[..., Any]) -> "Mask":
         return as_mask(other) & self
 
-    def __ror__(self, other: Tensor) -> "Mask":
+    def __ror__(self, other: Tensor | Callable[..., Any]) -> "Mask":
         return as_mask(other) | self
 
     def __invert__(self) -> "Mask":
@@ -104,7 +108,7 @@ class Score(_Variant):
         super().__init__(program, captured)
 
 
-def _join(left: Mask, right: "Mask | Tensor", connective: str) -> Mask:
+def _join(left: Mask, right: Mask | Tensor | Callable[..., Any], connective: str) -> Mask:
     if not isinstance(right, Mask):
         right = as_mask(right)
     moved = shift_slots(right.program, len(left.captured))
@@ -128,38 +132,80 @@ def dense_mask(tensor: Tensor, argument: str = "mask") -> Mask:
     return Mask((Instr("dense", (), (0,)),), (tensor,))
 
 
+def mask_of(function: Callable[..., Any]) -> Mask:
+    """The mask of a function ``(b, h, m, n) -> bool``, as it is now: it is called once."""
+    expr, captured = trace_mask(function)
+    program, sources = mask_program(expr)
+    return Mask(program, tuple([captured[slot] for slot in sources]))
+
+
+def score_of(function: Callable[..., Any]) -> Score:
+    """The score of a function ``(s, b, h, m, n) -> s``, as it is now: it is called once."""
+    expr, captured = trace_score(function)
+    program, sources = score_program(expr, tuple([x.requires_grad for x in captured]))
+    return Score(program, tuple([captured[slot] for slot in sources]))
+
+
 def as_mask(value: object) -> Mask:
-    """A mask from what ``mask=`` takes: a Mask or a boolean tensor."""
+    """A mask from what ``mask=`` takes: a Mask, a boolean tensor or a function."""
     if isinstance(value, Mask):
         return value
     if isinstance(value, Tensor):
         return dense_mask(value)
     if isinstance(value, Score):
         raise InvalidType("mask", "a Score", "a Mask or a boolean tensor", "Pass it as score=.")
-    raise InvalidType("mask", _type_name(value), "a Mask of tilewise.masks or a boolean tensor")
+    if callable(value) and not isinstance(value, type):
+        return mask_of(value)
+    required = "a Mask of tilewise.masks, a boolean tensor, or a function (b, h, m, n) -> bool"
+    raise InvalidType("mask", _type_name(value), required)
 
 
 def as_score(value: object) -> Score:
-    """One score from what ``score=`` takes: a Score, or a sequence applied in order."""
+    """One score from what ``score=`` takes: a Score or function, or a sequence applied in order."""
     if isinstance(value, Score):
         return value
     if isinstance(value, Sequence) and not isinstance(value, str):
         program: Program = ()
         captured: tuple[Tensor, ...] = ()
-        for index, step in enumerate(value):
-            if not isinstance(step, Score):
-                raise InvalidType(f"score[{index}]", _type_name(step), "a Score of tilewise.scores")
+        for index, each in enumerate(value):
+            step = each if isinstance(each, Score) else _step(each, index)
             program += shift_slots(step.program, len(captured))
             captured += step.captured
-        return Score(program, captured)
+        return _in_one(program, captured)
+    if callable(value) and not isinstance(value, Mask | Tensor | type):
+        return score_of(value)
     fix = ""
     if isinstance(value, Tensor):
         fix = "An additive tensor is score=tilewise.scores.bias(tensor)."
     if isinstance(value, Mask):
         fix = "Pass it as mask=."
     raise InvalidType(
-        "score", _type_name(value), "a Score of tilewise.scores, or a sequence of them", fix
+        "score",
+        _type_name(value),
+        "a Score of tilewise.scores, a function (s, b, h, m, n) -> s, or a sequence of them",
+        fix,
     )
+
+
+def _step(value: object, index: int) -> Score:
+    if callable(value) and not isinstance(value, Mask | Tensor | type):
+        return score_of(value)
+    required = "a Score of tilewise.scores or a function (s, b, h, m, n) -> s"
+    raise InvalidType(f"score[{index}]", _type_name(value), required)
+
+
+def _in_one(program: Program, captured: tuple[Tensor, ...]) -> Score:
+    """A chain of steps: one expression up to the last step that kernels do not know by name."""
+    unknown = [index for index, instr in enumerate(program) if instr.op == EXPR]
+    if not unknown or unknown[-1] == 0:
+        return Score(program, captured)
+    cut = unknown[-1] + 1
+    expr = as_expression(program[:cut], [tensor.dim() for tensor in captured])
+    first, sources = score_program(expr, tuple([x.requires_grad for x in captured]))
+    rest = program[cut:]
+    held = slot_count(program[:cut])
+    moved = shift_slots(rest, len(sources) - held)
+    return Score((*first, *moved), (*(captured[slot] for slot in sources), *captured[held:]))
 
 
 def _type_name(value: object) -> str:

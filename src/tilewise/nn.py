@@ -23,8 +23,9 @@ from torch.nn.functional import dropout, scaled_dot_product_attention
 
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.functional import attention
-from tilewise.reference.programs import Block, apply_score, visible
-from tilewise.variants.lower import Extent, lower_mask, lower_score
+from tilewise.reference.blocks import Block
+from tilewise.reference.programs import apply_score, visible
+from tilewise.variants.lower import Extent, lower_mask, lower_score, statistics_dtype
 from tilewise.variants.masks import Mask, causal
 from tilewise.variants.scores import Score
 from tilewise.variants.values import as_mask, as_score
@@ -290,9 +291,11 @@ def _sdpa_mask(q: Tensor, k: Tensor, ask: _Ask) -> Tensor | None:
     seen = None if ask.mask is None else _visible(ask.mask, q, k)
     if ask.score is None:
         return seen
-    if any(instr.op == "softcap" for instr in ask.score.program):
-        fix = "use implementation='tilewise' or 'plain'"
-        raise Unsupported("scaled_dot_product_attention has no softcap", fix=fix)
+    for instr in ask.score.program:
+        if instr.op in ("softcap", "expr"):
+            what = "softcap" if instr.op == "softcap" else "score function"
+            fix = "use implementation='tilewise' or 'plain'"
+            raise Unsupported(f"scaled_dot_product_attention has no {what}", fix=fix)
     # Every other score is additive, so that its effect on a zero score is the tensor to add.
     added = _scored(ask.score, q.new_zeros(1, 1, q.shape[2], k.shape[2]), q, k)
     return added if seen is None else added.masked_fill(~seen, -math.inf)
@@ -338,9 +341,11 @@ def _implementation(name: str) -> Callable[[Tensor, Tensor, Tensor, _Ask], Tenso
     return run
 
 
-def _block(queries: int, keys: int) -> Block:
+def _block(q: Tensor, k: Tensor) -> Block:
     """The whole score matrix as one block."""
-    return Block(range(queries), range(keys), queries, keys)
+    (batch, heads, queries, _), keys = q.shape, k.shape[2]
+    floats = statistics_dtype(q.dtype)
+    return Block(range(queries), range(keys), queries, keys, range(batch), range(heads), floats)
 
 
 def _extent(q: Tensor, k: Tensor) -> Extent:
@@ -353,14 +358,14 @@ def _visible(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
     queries, keys = q.shape[2], k.shape[2]
     if mask.program == causal().program:  # what everybody writes, and no int64 M x N on the way
         return torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
-    captured = lower_mask(mask.program, mask.captured, _extent(q, k), q.device)
-    return visible(mask.program, captured, _block(queries, keys), q.device)
+    captured = lower_mask(mask.program, mask.captured, _extent(q, k), q.device, q.dtype)
+    return visible(mask.program, captured, _block(q, k), q.device)
 
 
 def _scored(score: Score, scores: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """The scores (broadcastable to [B, Hq, M, N]) after the score's program."""
     captured = lower_score(score.program, score.captured, _extent(q, k), q.dtype, q.device)
-    return apply_score(score.program, captured, scores, _block(q.shape[2], k.shape[2]))[0]
+    return apply_score(score.program, captured, scores, _block(q, k))[0]
 
 
 def _is_causal(mask: Mask | None, queries: int, keys: int) -> bool:

@@ -13,10 +13,11 @@ from tests.cases import TABLE, Case
 from tests.inputs import Inputs, build
 from tests.oracle import problem_of
 from tilewise import masks
+from tilewise.reference.blocks import Block
 from tilewise.reference.dense import dense
 from tilewise.reference.extended import extended, has_extended_precision
 from tilewise.reference.philox import keep_mask
-from tilewise.reference.programs import Block, visible
+from tilewise.reference.programs import visible
 
 
 def _case(name: str) -> Case:
@@ -43,7 +44,8 @@ def _score(inputs: Inputs, b: int, h: int, m: int, n: int) -> float:
 
     for instr in problem.score:
         if instr.op == "softcap":
-            s = instr.params[0] * math.tanh(s / instr.params[0])
+            cap = float(instr.params[0])
+            s = cap * math.tanh(s / cap)
         elif instr.op == "alibi":
             distance = abs(m + problem.keys - problem.queries - n)
             s -= pick(operands.score_tensors[instr.slots[0]], b, h) * distance
@@ -136,7 +138,7 @@ def test_runs_in_any_dtype(dtype: torch.dtype) -> None:
 
 def test_masks_mean_what_they_say() -> None:
     """The mask leaves on a rectangle, cell by cell."""
-    block, device = Block(range(4), range(6), 4, 6), torch.device("cpu")
+    block, device = Block(range(4), range(6), 4, 6, range(1), range(1)), torch.device("cpu")
     cells = [(m, n) for m in range(4) for n in range(6)]
 
     def grid(mask: masks.Mask, tensors: tuple[Tensor, ...] = ()) -> list[bool]:

@@ -12,7 +12,8 @@ from tests.inputs import build
 from tests.oracle import problem_of
 from tilewise.problem import Needs
 from tilewise.reference import tiled, tiles
-from tilewise.reference.programs import Block, Cover, cover, visible
+from tilewise.reference.blocks import Block
+from tilewise.reference.programs import Cover, cover, visible
 
 
 @given(
@@ -33,6 +34,8 @@ def test_covers_are_sound(
         range(left, data.draw(st.integers(left + 1, keys))),
         queries,
         keys,
+        range(2),
+        range(case.heads),
     )
     found = cover(problem.mask, operands.mask_tensors, block)
     seen = visible(problem.mask, operands.mask_tensors, block, torch.device("cpu"))
@@ -55,7 +58,9 @@ def test_covers_are_tight(word: str, expected: list[Cover]) -> None:
     """The tile left of the diagonal, on it, and right of it."""
     case = Case("tight", queries=48, keys=48, mask=(word,))
     problem, operands = problem_of(build(case))
-    blocks = [Block(range(16, 32), range(n, n + 16), 48, 48) for n in (0, 16, 32)]
+    blocks = [
+        Block(range(16, 32), range(n, n + 16), 48, 48, range(2), range(2)) for n in (0, 16, 32)
+    ]
     assert [cover(problem.mask, operands.mask_tensors, block) for block in blocks] == expected
 
 

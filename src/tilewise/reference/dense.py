@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from tilewise.problem import Operands, Problem, Result
+from tilewise.reference.blocks import Part, parts
 from tilewise.reference.philox import keep_mask
-from tilewise.reference.programs import Block, Part, apply_score, parts, visible
+from tilewise.reference.programs import apply_score, visible
 
 LOG2E = math.log2(math.e)
 
@@ -55,11 +56,13 @@ def _attend(part: Part, dtype: torch.dtype) -> Result:
     q = operands.q.to(dtype)
     k = operands.k.to(dtype).repeat_interleave(group, dim=1)
     v = operands.v.to(dtype).repeat_interleave(group, dim=1)
-    block = Block(range(problem.queries), range(problem.keys), problem.queries, problem.keys)
+    block = part.block(range(problem.queries), range(problem.keys))
     s = (q @ k.transpose(-1, -2)) * problem.scale
-    s, _ = apply_score(problem.score, operands.score_tensors, s, block)
+    seen = None
     if problem.mask:
         seen = visible(problem.mask, operands.mask_tensors, block, s.device)
+    s, _ = apply_score(problem.score, operands.score_tensors, s, block, seen)
+    if seen is not None:
         s = s.masked_fill(~seen, -math.inf)
     logits = s
     if operands.sinks is not None:

@@ -13,8 +13,9 @@ import numpy.typing as npt
 from torch import Tensor
 
 from tilewise.problem import Operands, Problem
+from tilewise.reference.blocks import Block, Part, parts
 from tilewise.reference.philox import keep_mask
-from tilewise.reference.programs import Block, Part, parts, visible
+from tilewise.reference.programs import visible
 
 Array = npt.NDArray[np.longdouble]
 
@@ -128,7 +129,7 @@ class _Forward:
         self.q = _long(operands.q)
         self.k = np.repeat(_long(operands.k), self.group, axis=1)
         self.v = np.repeat(_long(operands.v), self.group, axis=1)
-        block = Block(range(problem.queries), range(problem.keys), problem.queries, problem.keys)
+        block = part.block(range(problem.queries), range(problem.keys))
         self.saved: list[Array] = []
         scores = self._scores(block)
         self.sinks = None if operands.sinks is None else _long(operands.sinks)[:, None]

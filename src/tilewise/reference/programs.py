@@ -8,7 +8,7 @@ differentiated through it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -16,17 +16,9 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import Unsupported
-from tilewise.problem import Operands, Problem
-from tilewise.variants.program import Instr, Number, Program
-
-
-class Block(NamedTuple):
-    """A rectangle of the score matrix of a sequence pair with M queries and N keys."""
-
-    queries: range
-    keys: range
-    total_queries: int
-    total_keys: int
+from tilewise.reference import expression_blocks
+from tilewise.reference.blocks import Block, sum_to
+from tilewise.variants.program import EXPR, Instr, Number, Program
 
 
 class Cover(Enum):
@@ -35,68 +27,6 @@ class Cover(Enum):
     EMPTY = 0
     PARTIAL = 1
     FULL = 2
-
-
-class Part(NamedTuple):
-    """One rectangular problem of a call: the whole batch (dense) or one sequence (varlen).
-
-    ``queries`` and ``keys`` are the rows of the packed tensors that the part covers, and
-    ``first_batch`` is the index of its first batch entry (it enters the dropout counter).
-    """
-
-    problem: Problem
-    operands: Operands
-    first_batch: int
-    queries: slice
-    keys: slice
-
-
-def parts(problem: Problem, operands: Operands) -> Iterator[Part]:
-    """The rectangular problems of a call, in order: one if dense, else one per sequence.
-
-    In a varlen part q, k and v are ``[1, H, S, D]`` views, and captured tensors are cut to the
-    sequence (batch entry b, its first m queries and first n keys).
-    """
-    if problem.layout == "dense":
-        every = slice(None)
-        yield Part(problem, operands, 0, every, every)
-        return
-    assert operands.cu_seqlens_q is not None
-    assert operands.cu_seqlens_k is not None
-    bounds_q, bounds_k = operands.cu_seqlens_q.tolist(), operands.cu_seqlens_k.tolist()
-    for b in range(problem.batch):
-        rows, columns = slice(*bounds_q[b : b + 2]), slice(*bounds_k[b : b + 2])
-        m, n = rows.stop - rows.start, columns.stop - columns.start
-        yield Part(
-            problem._replace(layout="dense", batch=1, queries=m, keys=n),
-            operands._replace(
-                q=operands.q[rows].transpose(0, 1)[None],
-                k=operands.k[columns].transpose(0, 1)[None],
-                v=operands.v[columns].transpose(0, 1)[None],
-                mask_tensors=cut(problem.mask, operands.mask_tensors, b, m, n),
-                score_tensors=cut(problem.score, operands.score_tensors, b, m, n),
-                cu_seqlens_q=None,
-                cu_seqlens_k=None,
-            ),
-            b,
-            rows,
-            columns,
-        )
-
-
-def cut(program: Program, tensors: Sequence[Tensor], b: int, m: int, n: int) -> tuple[Tensor, ...]:
-    """Views of captured tensors for sequence ``b`` with ``m`` queries and ``n`` keys."""
-    views = list(tensors)
-    for instr in program:
-        for position, slot in enumerate(instr.slots):
-            tensor = tensors[slot]
-            view = tensor[b : b + 1] if tensor.size(0) > 1 else tensor
-            if instr.op == "same_document":
-                view = view[:, : (m, n)[position]]
-            elif instr.op in ("dense", "bias"):
-                view = view[:, :, : m if view.size(2) > 1 else 1, : n if view.size(3) > 1 else 1]
-            views[slot] = view
-    return tuple(views)
 
 
 def _positions(block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -152,6 +82,8 @@ def visible(
             stack.append(ids_q == ids_k[:, None, None, block.keys.start : block.keys.stop])
         elif instr.op == "dense":
             stack.append(_cut4(tensors[instr.slots[0]], block))
+        elif instr.op == EXPR:
+            stack.append(expression_blocks.visible(instr, tensors, block, device))
         elif instr.op == "not":
             stack.append(~stack.pop())
         elif instr.op in ("and", "or"):
@@ -193,9 +125,9 @@ def _document_possible(ids_q: Tensor, ids_k: Tensor, block: Block) -> _Possible:
 def cover(program: Program, tensors: Sequence[Tensor], block: Block) -> Cover:
     """Whether a mask leaves nothing, something or everything of a (non-empty) block.
 
-    Leaves answer by interval arithmetic (band, below, same_document) or by any/all (dense), and
-    connectives combine the answers by Kleene's logic, so PARTIAL may be said of a block that is
-    in truth empty or full, but never the other way round. One answer serves all batch entries
+    Leaves answer by interval arithmetic (band, below, same_document, expr) or by any/all (dense),
+    and connectives combine the answers by Kleene's logic, so PARTIAL may be said of a block that
+    is in truth empty or full, but never the other way round. One answer serves all batch entries
     and heads.
     """
     stack: list[_Possible] = []
@@ -212,6 +144,9 @@ def cover(program: Program, tensors: Sequence[Tensor], block: Block) -> Cover:
         elif instr.op == "dense":
             piece = _cut4(tensors[instr.slots[0]], block)
             stack.append(_Possible(bool(piece.any()), not bool(piece.all())))
+        elif instr.op == EXPR:
+            proven = expression_blocks.proven(instr, tensors, block)
+            stack.append(_Possible(proven is not False, proven is not True))
         elif instr.op == "not":
             seen, hidden = stack.pop()
             stack.append(_Possible(hidden, seen))
@@ -232,7 +167,11 @@ def cover(program: Program, tensors: Sequence[Tensor], block: Block) -> Cover:
 
 
 def apply_score(
-    program: Program, tensors: Sequence[Tensor], s: Tensor, block: Block
+    program: Program,
+    tensors: Sequence[Tensor],
+    s: Tensor,
+    block: Block,
+    seen: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """The scores after a score program.
 
@@ -241,10 +180,12 @@ def apply_score(
         tensors: its captured tensors.
         s: ``[B, Hq, m, n]`` scores, ``scale * q.k`` in natural units.
         block: the rectangle that ``s`` is.
+        seen: which pairs count, where autograd is to differentiate this: an expression is then
+            not evaluated for the others, so that no NaN of theirs gets into a gradient.
 
     Returns:
         The new scores, same shape and dtype, and what ``score_gradient`` needs of the way there
-        (the tanh of each softcap).
+        (the tanh of each softcap, the scores before an expression).
     """
     saved: list[Tensor] = []
     for instr in program:
@@ -260,6 +201,9 @@ def apply_score(
             s = cap * saved[-1]
         elif instr.op == "bias":
             s = s + _cut4(tensors[instr.slots[0]], block).to(s.dtype)
+        elif instr.op == EXPR:
+            saved.append(s)
+            s = expression_blocks.scored(instr, tensors, s, block, seen)
         else:
             raise _unknown(instr, "score")
     return s, saved
@@ -267,45 +211,39 @@ def apply_score(
 
 def score_gradient(
     program: Program,
+    tensors: Sequence[Tensor],
     saved: Sequence[Tensor],
     grad: Tensor,
     block: Block,
-    bias_grads: Sequence[Tensor | None],
+    totals: Sequence[Tensor | None],
 ) -> Tensor:
     """The gradient before a score program from the one after it.
 
     Args:
         program: the program that ``apply_score`` ran.
+        tensors: its captured tensors.
         saved: what it saved.
         grad: ``[B, Hq, m, n]``, gradient of the final scores.
         block: the rectangle.
-        bias_grads: one 4-D accumulator per captured tensor (None where not wanted); the bias
-            gradients of this block, summed over what was broadcast, are added to them in place.
+        totals: one accumulator per captured tensor (None where not wanted), a bias's 4-D, an
+            expression's of double precision; the gradients of this block, summed over what was
+            broadcast, are added to them in place.
 
     Returns:
         Gradient of ``scale * q.k``, same shape.
     """
-    tanhs = list(saved)
+    left = list(saved)
     for instr in reversed(program):
         if instr.op == "softcap":
-            tanh = tanhs.pop()
+            tanh = left.pop()
             # A masked pair has gradient 0 and possibly a NaN score: keep the 0.
             grad = torch.where(grad == 0, grad, grad * (1 - tanh * tanh))
         elif instr.op == "bias":
-            total = bias_grads[instr.slots[0]]
+            total = totals[instr.slots[0]]
             if total is not None:
                 piece = _cut4(total, block)
                 piece += sum_to(grad, piece)
+        elif instr.op == EXPR:
+            s = left.pop()
+            grad = expression_blocks.gradient(instr, tensors, s, grad, block, totals)
     return grad
-
-
-def sum_to(tensor: Tensor, like: Tensor) -> Tensor:
-    """``tensor`` summed over the dimensions in which ``like`` has size 1.
-
-    One dimension at a time: torch splits a full reduction among threads, which would make the
-    bits depend on their number.
-    """
-    for dim in reversed(range(tensor.dim())):
-        if like.size(dim) == 1 and tensor.size(dim) != 1:
-            tensor = tensor.sum(dim, keepdim=True)
-    return tensor

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from tilewise.problem import Grads, Needs, Operands, Problem, Result
-from tilewise.reference.programs import Part, cut, parts, score_gradient
+from tilewise.reference.blocks import Part, cut, parts
+from tilewise.reference.programs import score_gradient
 from tilewise.reference.tiles import (
     KEY_TILE,
     QUERY_TILE,
@@ -41,6 +42,7 @@ from tilewise.reference.tiles import (
     product,
     query_tiles,
 )
+from tilewise.variants.program import EXPR
 
 __all__ = ["KEY_TILE", "QUERY_TILE", "backward", "forward"]
 
@@ -103,10 +105,7 @@ def backward(
         _accumulator(operands.q, needs.q, dtype),
         _accumulator(operands.k, needs.k, dtype),
         _accumulator(operands.v, needs.v, dtype),
-        tuple(
-            _accumulator(tensor, need, dtype)
-            for tensor, need in zip(operands.score_tensors, needs.score_tensors, strict=True)
-        ),
+        _score_accumulators(problem, operands, needs, dtype),
         _accumulator(operands.sinks, needs.sinks, dtype),
     )
     for part in parts(problem, operands):
@@ -189,6 +188,19 @@ def _accumulator(tensor: Tensor | None, wanted: bool, dtype: torch.dtype) -> Ten
     if tensor is None or not wanted:
         return None
     return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
+
+
+def _score_accumulators(
+    problem: Problem, operands: Operands, needs: Needs, dtype: torch.dtype
+) -> tuple[Tensor | None, ...]:
+    """Of what scores captured. An element that an expression loads may sum over all pairs."""
+    loaded = {slot for instr in problem.score if instr.op == EXPR for slot in instr.slots}
+    return tuple(
+        _accumulator(tensor, need, torch.float64 if slot in loaded else dtype)
+        for slot, (tensor, need) in enumerate(
+            zip(operands.score_tensors, needs.score_tensors, strict=True)
+        )
+    )
 
 
 def _forward_rows(part: Part, rows: range, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -289,7 +301,14 @@ def _backward_rows(part: Part, rows: range, state: _RowState, totals: _Totals) -
         if tile.seen is not None:
             ds = torch.where(tile.seen, ds, 0.0)
             q_used = torch.where(tile.seen.any(-1, keepdim=True), q, 0.0)
-        ds = score_gradient(problem.score, tile.saved, ds, tile.block, totals.score_tensors)
+        ds = score_gradient(
+            problem.score,
+            part.operands.score_tensors,
+            tile.saved,
+            ds,
+            tile.block,
+            totals.score_tensors,
+        )
         ds = ds * problem.scale
         if totals.q is not None:
             totals.q[:, :, span] += product(ds, tile.k)

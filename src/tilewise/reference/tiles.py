@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from tilewise.problem import Problem
+from tilewise.reference.blocks import Block, Part
 from tilewise.reference.dense import LOG2E
 from tilewise.reference.philox import keep_mask
-from tilewise.reference.programs import Block, Cover, Part, apply_score, cover, visible
+from tilewise.reference.programs import Cover, apply_score, cover, visible
 
 QUERY_TILE = 128
 KEY_TILE = 128
@@ -73,7 +74,7 @@ def key_tiles(part: Part, rows: range, q: Tensor) -> Iterator[Tile]:
     problem, operands = part.problem, part.operands
     group = problem.heads // problem.kv_heads
     for columns in _spans(problem.keys, KEY_TILE):
-        block = Block(rows, columns, problem.queries, problem.keys)
+        block = part.block(rows, columns)
         covered = cover(problem.mask, operands.mask_tensors, block)
         if covered is Cover.EMPTY:
             continue

@@ -1,0 +1,117 @@
+"""The rectangles that the references work on: one problem of a call, and a block of its pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.problem import Operands, Problem
+from tilewise.variants.lower import statistics_dtype
+from tilewise.variants.program import EXPR, Program
+
+
+class Block(NamedTuple):
+    """A rectangle of the score matrix of a sequence pair with M queries and N keys.
+
+    ``batches`` and ``heads`` are the batch items (or the sequence) and query heads that share it,
+    ``floats`` is what expressions compute in (a mask's, and so which pairs it shows).
+    """
+
+    queries: range
+    keys: range
+    total_queries: int
+    total_keys: int
+    batches: range
+    heads: range
+    floats: torch.dtype = torch.float32
+
+
+class Part(NamedTuple):
+    """One rectangular problem of a call: the whole batch (dense) or one sequence (varlen).
+
+    ``queries`` and ``keys`` are the rows of the packed tensors that the part covers, and
+    ``first_batch`` is the index of its first batch entry (it enters the dropout counter).
+    """
+
+    problem: Problem
+    operands: Operands
+    first_batch: int
+    queries: slice
+    keys: slice
+
+    def block(self, queries: range, keys: range) -> Block:
+        """A rectangle of this part."""
+        problem = self.problem
+        return Block(
+            queries,
+            keys,
+            problem.queries,
+            problem.keys,
+            range(self.first_batch, self.first_batch + problem.batch),
+            range(problem.heads),
+            statistics_dtype(problem.dtype),
+        )
+
+
+def parts(problem: Problem, operands: Operands) -> Iterator[Part]:
+    """The rectangular problems of a call, in order: one if dense, else one per sequence.
+
+    In a varlen part q, k and v are ``[1, H, S, D]`` views, and captured tensors are cut to the
+    sequence (batch entry b, its first m queries and first n keys); an expression indexes its own
+    by the sequence, and they stay whole.
+    """
+    if problem.layout == "dense":
+        every = slice(None)
+        yield Part(problem, operands, 0, every, every)
+        return
+    assert operands.cu_seqlens_q is not None
+    assert operands.cu_seqlens_k is not None
+    bounds_q, bounds_k = operands.cu_seqlens_q.tolist(), operands.cu_seqlens_k.tolist()
+    for b in range(problem.batch):
+        rows, columns = slice(*bounds_q[b : b + 2]), slice(*bounds_k[b : b + 2])
+        m, n = rows.stop - rows.start, columns.stop - columns.start
+        yield Part(
+            problem._replace(layout="dense", batch=1, queries=m, keys=n),
+            operands._replace(
+                q=operands.q[rows].transpose(0, 1)[None],
+                k=operands.k[columns].transpose(0, 1)[None],
+                v=operands.v[columns].transpose(0, 1)[None],
+                mask_tensors=cut(problem.mask, operands.mask_tensors, b, m, n),
+                score_tensors=cut(problem.score, operands.score_tensors, b, m, n),
+                cu_seqlens_q=None,
+                cu_seqlens_k=None,
+            ),
+            b,
+            rows,
+            columns,
+        )
+
+
+def cut(program: Program, tensors: Sequence[Tensor], b: int, m: int, n: int) -> tuple[Tensor, ...]:
+    """Views of captured tensors for sequence ``b`` with ``m`` queries and ``n`` keys."""
+    views = list(tensors)
+    for instr in program:
+        for position, slot in enumerate(() if instr.op == EXPR else instr.slots):
+            tensor = tensors[slot]
+            view = tensor[b : b + 1] if tensor.size(0) > 1 else tensor
+            if instr.op == "same_document":
+                view = view[:, : (m, n)[position]]
+            elif instr.op in ("dense", "bias"):
+                view = view[:, :, : m if view.size(2) > 1 else 1, : n if view.size(3) > 1 else 1]
+            views[slot] = view
+    return tuple(views)
+
+
+def sum_to(tensor: Tensor, like: Tensor) -> Tensor:
+    """``tensor`` summed over the dimensions in which ``like`` has size 1.
+
+    One dimension at a time: torch splits a full reduction among threads, which would make the
+    bits depend on their number.
+    """
+    for dim in reversed(range(tensor.dim())):
+        if like.size(dim) == 1 and tensor.size(dim) != 1:
+            tensor = tensor.sum(dim, keepdim=True)
+    return tensor

@@ -1,0 +1,173 @@
+"""Expressions evaluated in plain torch, on whatever broadcasts: pairs, rows, tiles.
+
+Every node is a tensor of the shape that its leaves give it, so that what depends on the row alone
+is computed once per row. Integers are int64 and divide as Python's, floats are of one dtype.
+torch's autograd differentiates floats through all of it, with respect to ``s`` and the captured
+tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tilewise.variants.expr import LEAVES, Expr, Node, kinds
+
+__all__ = ["evaluate", "load_indices"]
+
+_LARGEST_SHIFT = 63
+
+
+def evaluate(
+    expr: Expr,
+    *,
+    s: Tensor | None,
+    b: Tensor,
+    h: Tensor,
+    m: Tensor,
+    n: Tensor,
+    queries: int,
+    keys: int,
+    loads: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """The results of an expression.
+
+    Args:
+        expr: what is evaluated.
+        s: the score, of ``dtype``; None for a mask, which has none.
+        b: the batch item, an int64 tensor; b, h, m, n and ``s`` broadcast against one another.
+        h: the query head.
+        m: the query row.
+        n: the key.
+        queries: M.
+        keys: N.
+        loads: the captured tensors by slot: bool, integer or floating (converted to ``dtype``).
+        dtype: of all floats.
+
+    Returns:
+        a tensor for each output: bool, int64 or ``dtype``, of a shape that broadcasts to the
+        common one.
+    """
+    leaves = {"b": b, "h": h, "m": m, "n": n}
+    device = m.device
+    values: list[Tensor] = []
+    for node, kind in zip(expr.nodes, kinds(expr), strict=True):
+        args = [values[arg] for arg in node.args]
+        if node.op in LEAVES:
+            values.append(_leaf(node.op, leaves, s, {"M": queries, "N": keys}, device))
+        elif node.op.startswith("const_"):
+            types = {"bool": torch.bool, "int": torch.int64, "float": dtype}
+            values.append(torch.tensor(node.value, dtype=types[kind], device=device))
+        elif node.op.startswith("load_"):
+            values.append(_load(node, loads, args, dtype))
+        elif node.op == "to_float":
+            values.append(args[0].to(dtype))
+        else:
+            values.append(_FUNCTIONS[node.op](*args))
+    return [values[output] for output in expr.outputs]
+
+
+def _leaf(
+    name: str,
+    leaves: dict[str, Tensor],
+    s: Tensor | None,
+    counts: dict[str, int],
+    device: torch.device,
+) -> Tensor:
+    if name == "s":
+        assert s is not None, "the expression of a mask has no score"
+        return s
+    if name in counts:
+        return torch.tensor(counts[name], device=device)
+    return leaves[name]
+
+
+def load_indices(tensor: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Indices moved into their dimensions, the nearest ones; the tensor has elements."""
+    return tuple(
+        [index.clamp(0, size - 1) for index, size in zip(indices, tensor.shape, strict=True)]
+    )
+
+
+def _load(node: Node, loads: Sequence[Tensor], indices: list[Tensor], dtype: torch.dtype) -> Tensor:
+    assert isinstance(node.value, int)
+    tensor = loads[node.value]
+    if node.op == "load_float":
+        tensor = tensor.to(dtype)
+    elif node.op == "load_int":
+        tensor = tensor.to(torch.int64)
+    if tensor.numel() == 0:
+        shape = sum(indices[1:], indices[0]).shape
+        return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+    # An index without dimensions would make a view that a later write could change.
+    return tensor[load_indices(tensor, indices)] if indices else tensor
+
+
+def _by_safe(divide: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
+    """Of integers: torch raises for b = 0, and the processor may trap for the least a by -1."""
+    return divide(a, torch.where((b == 0) | (b == -1), 1, b))
+
+
+def _floordiv(a: Tensor, b: Tensor) -> Tensor:
+    if a.is_floating_point():
+        return torch.floor_divide(a.detach(), b.detach())  # a step: torch refuses its derivative
+    return torch.where(b == -1, -a, _by_safe(torch.floor_divide, a, b))
+
+
+def _mod(a: Tensor, b: Tensor) -> Tensor:
+    if a.is_floating_point():
+        return torch.remainder(a, b)
+    return _by_safe(torch.remainder, a, b)
+
+
+def _shl(a: Tensor, b: Tensor) -> Tensor:
+    return torch.bitwise_left_shift(a, b.clamp(0, _LARGEST_SHIFT))
+
+
+def _shr(a: Tensor, b: Tensor) -> Tensor:
+    return torch.bitwise_right_shift(a, b.clamp(0, _LARGEST_SHIFT))
+
+
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "floordiv": _floordiv,
+    "mod": _mod,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "neg": torch.neg,
+    "abs": torch.abs,
+    "sign": torch.sign,
+    "div": torch.div,
+    "pow": torch.pow,
+    "exp": torch.exp,
+    "exp2": torch.exp2,
+    "log": torch.log,
+    "log2": torch.log2,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "floor": torch.floor,
+    "ceil": torch.ceil,
+    "round": torch.round,
+    "trunc": torch.trunc,
+    "shl": _shl,
+    "shr": _shr,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
+    "not": torch.bitwise_not,
+    "lt": torch.lt,
+    "le": torch.le,
+    "eq": torch.eq,
+    "ne": torch.ne,
+    "where": torch.where,
+    "to_int": lambda a: a.to(torch.int64),
+}

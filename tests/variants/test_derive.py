@@ -1,0 +1,260 @@
+"""Derivatives against torch's autograd, and that they cost what they should."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.variants.drawn import EXTENTS, SHAPES, Extents, expressions, quarters, run
+from tilewise.errors import InvalidArgument
+from tilewise.reference.expressions import load_indices
+from tilewise.variants.derive import Derivative, differentiate
+from tilewise.variants.expr import Expr, Graph, encode
+
+KINDS = ("float",) * len(SHAPES)
+
+
+def scattered(
+    derivative: Derivative, found: list[Tensor], loads: list[Tensor], s: Tensor
+) -> list[Tensor]:
+    """What the derivatives of a sum over all pairs say of each captured tensor."""
+    nodes = derivative.expr.nodes
+    totals = [torch.zeros_like(tensor) for tensor in loads]
+    for place, by_load in zip(derivative.loads, found[2:], strict=True):
+        slot = nodes[place].value
+        assert isinstance(slot, int)
+        if totals[slot].numel() == 0:
+            continue
+        indices = run(Expr(nodes, nodes[place].args), loads, s=s) if nodes[place].args else []
+        clamped = load_indices(totals[slot], indices)
+        if clamped:
+            totals[slot].index_put_(clamped, by_load, accumulate=True)
+        else:
+            totals[slot] += by_load.sum()
+    return totals
+
+
+@given(expr=expressions("float", kinds=KINDS, with_s=True), seed=st.integers(0, 99))
+@settings(max_examples=300)
+def test_derivatives_are_those_of_autograd(expr: Expr, seed: int) -> None:
+    """Through every operation, at kinks too, with respect to s and every captured tensor."""
+    s = quarters(tuple(EXTENTS), seed)
+    loads = [quarters(shape, seed + slot) for slot, shape in enumerate(SHAPES)]
+    every = run(Expr(expr.nodes, tuple(range(len(expr.nodes)))), loads, s=s)
+    floats = [value for value in every if value.is_floating_point()]
+    assume(all(bool((value.abs() < 1e6).all()) for value in floats))
+    leaves = [tensor.clone().requires_grad_() for tensor in (s, *loads)]
+    (value,) = run(expr, leaves[1:], s=leaves[0])
+    expected: tuple[Tensor, ...] = tuple(torch.zeros_like(leaf) for leaf in leaves)
+    if value.requires_grad:
+        expected = torch.autograd.grad(
+            value.sum(), leaves, allow_unused=True, materialize_grads=True
+        )
+    assume(all(bool((grad.abs() < 1e6).all()) for grad in expected))
+    derivative = differentiate(expr)
+    found = run(derivative.expr, loads, s=s)
+    torch.testing.assert_close(found[0], value.detach(), rtol=0, atol=0)
+    torch.testing.assert_close(found[1], expected[0])
+    for got, wanted in zip(scattered(derivative, found, loads, s), expected[1:], strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "neg": torch.neg,
+    "abs": torch.abs,
+    "sign": torch.sign,
+    "exp": torch.exp,
+    "exp2": torch.exp2,
+    "log": torch.log,
+    "log2": torch.log2,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "floor": torch.floor,
+    "ceil": torch.ceil,
+    "round": torch.round,
+    "trunc": torch.trunc,
+}
+BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "mod": torch.remainder,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "pow": torch.pow,
+}
+POINTS = torch.tensor([-2.0, -1.5, -1.0, -0.5, -0.0, 0.0, 0.3, 0.5, 1.0, 2.0, 3.0]).double()
+
+
+def at_points(expr: Expr, tables: list[Tensor]) -> list[Tensor]:
+    """The results for every row m and key n of a square of points."""
+    extents = Extents(1, 1, len(POINTS), len(POINTS))
+    return [value[0, 0] for value in run(expr, tables, extents=extents)]
+
+
+@pytest.mark.parametrize("name", UNARY)
+def test_every_function_follows_torch_at_its_edges(name: str) -> None:
+    """At 0, where the argument has no value, and at halves."""
+    graph = Graph()
+    expr = graph.expr(graph.apply(name, graph.load("float", 0, [graph.leaf("m")])))
+    derivative = differentiate(expr)
+    found = at_points(derivative.expr, [POINTS])
+    x = POINTS.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(UNARY[name](x).sum(), x)
+    got = found[2][:, 0] if derivative.loads else torch.zeros_like(expected)
+    torch.testing.assert_close(got, expected, equal_nan=True)
+    assert bool((found[1] == 0).all()), "it does not depend on s"
+
+
+@pytest.mark.parametrize("fixed", [None, 0, 1], ids=["both", "a-constant", "b-constant"])
+@pytest.mark.parametrize("name", BINARY)
+def test_every_pair_follows_torch_at_its_edges(name: str, fixed: int | None) -> None:
+    """Ties, zeros of either sign, powers of negatives; also with a constant on one side."""
+    for constant in POINTS.tolist() if fixed is not None else [0.0]:
+        graph = Graph()
+        args = [graph.load("float", i, [graph.leaf(leaf)]) for i, leaf in enumerate("mn")]
+        tables = [POINTS, POINTS]
+        if fixed is not None:
+            args[fixed] = graph.constant(constant)
+            tables[fixed] = torch.full_like(POINTS, constant)
+        expr = graph.expr(graph.apply(name, *args))
+        derivative = differentiate(expr)
+        found = at_points(derivative.expr, tables)
+        a = tables[0][:, None].expand(-1, len(POINTS)).clone().requires_grad_()
+        b = tables[1].expand(len(POINTS), -1).clone().requires_grad_()
+        expected = torch.autograd.grad(BINARY[name](a, b).sum(), [a, b])
+        slots = [derivative.expr.nodes[place].value for place in derivative.loads]
+        got = dict(zip(slots, found[2:], strict=True))
+        for slot in {0, 1} - {fixed}:
+            ours = got.get(slot, torch.zeros_like(a))
+            torch.testing.assert_close(ours, expected[slot], equal_nan=True)
+
+
+def test_where_selects_its_share() -> None:
+    """Each side gets what the condition gives it, ties of a clamp half."""
+    graph = Graph()
+    x = graph.load("float", 0, [graph.leaf("n")])
+    picked = graph.apply("where", graph.apply("lt", x, graph.constant(0.5)), x, graph.leaf("s"))
+    derivative = differentiate(graph.expr(picked))
+    found = run(
+        derivative.expr, [POINTS], s=torch.ones(()).double(), extents=Extents(1, 1, 1, len(POINTS))
+    )
+    assert found[1].flatten().tolist() == (POINTS >= 0.5).double().tolist()
+    assert found[2].flatten().tolist() == (POINTS < 0.5).double().tolist()
+
+
+def test_floor_division_is_a_step() -> None:
+    graph = Graph()
+    x = graph.load("float", 0, [graph.leaf("m")])
+    expr = graph.expr(graph.apply("floordiv", x, graph.leaf("s")))
+    assert differentiate(expr) == Derivative(
+        Expr((*expr.nodes, graph.nodes[graph.constant(0.0)]), (expr.outputs[0], len(expr.nodes))),
+        (),
+    )
+
+
+def text_of_derivative(place: int, graph: Graph, output: int = 1) -> str:
+    """One derivative's own text."""
+    whole = differentiate(graph.expr(place)).expr
+    alone = Graph()
+    return encode(alone.expr(alone.include(whole)[output]))
+
+
+def test_an_added_term_costs_nothing() -> None:
+    graph = Graph()
+    distance = graph.apply("to_float", graph.apply("sub", graph.leaf("m"), graph.leaf("n")))
+    bias = graph.load("float", 0, [graph.leaf("h"), graph.leaf("n")])
+    place = graph.apply("add", graph.leaf("s"), graph.apply("mul", bias, distance))
+    assert text_of_derivative(place, graph) == "const_float:1.0"
+    assert text_of_derivative(place, graph, 2) == "m;n;sub(0,1);to_float(2)"
+    place = graph.apply("sub", graph.leaf("s"), bias)
+    assert text_of_derivative(place, graph, 2) == "const_float:-1.0"
+
+
+def test_constants_of_a_softcap_cancel() -> None:
+    graph = Graph()
+    cap = graph.constant(30.0)
+    tanh = graph.apply("tanh", graph.apply("div", graph.leaf("s"), cap))
+    expected = "const_float:1.0;s;const_float:30.0;div(1,2);tanh(3);mul(4,4);sub(0,5)"
+    assert text_of_derivative(graph.apply("mul", cap, tanh), graph) == expected
+
+
+def test_powers_with_constants_are_short() -> None:
+    graph = Graph()
+    s = graph.leaf("s")
+    square = graph.apply("pow", s, graph.constant(2.0))
+    assert text_of_derivative(square, graph) == "const_float:2.0;s;mul(0,1)"
+    assert text_of_derivative(graph.apply("mul", s, s), graph) == "s;add(0,0)"
+
+
+def test_opposite_shares_are_subtracted() -> None:
+    graph = Graph()
+    s = graph.leaf("s")
+    tanh, sin = graph.apply("tanh", s), graph.apply("sin", s)
+    x = torch.tensor(0.3).double()
+    expected = float(1 - x.tanh() ** 2 - x.cos())
+    for first, second, sign in ((tanh, sin, 1), (sin, tanh, -1)):
+        derivative = differentiate(graph.expr(graph.apply("sub", first, second)))
+        found = run(derivative.expr, [], s=x, extents=Extents(1, 1, 1, 1))
+        assert float(found[1]) == pytest.approx(sign * expected)
+
+
+def test_a_load_used_twice_is_one() -> None:
+    """Equal loads are one; other indices or another slot make another."""
+    graph = Graph()
+    h, m, n = (graph.leaf(name) for name in "hmn")
+    total = graph.leaf("s")
+    for slot, index in ((0, m), (0, n), (0, m), (1, m), (1, h)):
+        total = graph.apply("add", total, graph.load("float", slot, [index]))
+    derivative = differentiate(graph.expr(total))
+    loads = {derivative.expr.nodes[place] for place in derivative.loads}
+    assert len(loads) == len(derivative.loads) == 4
+    assert len(derivative.expr.outputs) == 2 + 4
+    assert text_of_derivative(total, graph, 2) == "const_float:2.0"
+
+
+def test_what_goes_through_integers_has_no_derivative() -> None:
+    graph = Graph()
+    x = graph.load("float", 0, [graph.leaf("m")])
+    step = graph.apply("to_float", graph.apply("to_int", x))
+    derivative = differentiate(graph.expr(graph.apply("add", graph.leaf("s"), step)))
+    assert derivative.loads == ()
+
+
+def test_deep_graphs_are_differentiated() -> None:
+    """Without recursion, and the work grows with the number of nodes only."""
+    graph = Graph()
+    place = graph.leaf("s")
+    for _ in range(5000):
+        place = graph.apply("tanh", graph.apply("mul", place, place))
+    assert len(differentiate(graph.expr(place)).expr.nodes) < 10 * 5000
+
+
+def test_only_one_float_is_differentiated() -> None:
+    graph = Graph()
+    below = graph.apply("lt", graph.leaf("n"), graph.leaf("m"))
+    for outputs in ((below,), (graph.leaf("n"),), (graph.leaf("s"), graph.leaf("s"))):
+        with pytest.raises(InvalidArgument, match="one float"):
+            differentiate(graph.expr(*outputs))
+
+
+def test_derivatives_are_finite_where_the_factor_would_not_be() -> None:
+    """A constant that is no number stays a node, and is never part of a factor."""
+    graph = Graph()
+    s = graph.leaf("s")
+    for special in (0.0, -0.0, math.inf, math.nan):
+        by = graph.apply("mul", s, graph.constant(special))
+        one = torch.ones(()).double()
+        got = run(differentiate(graph.expr(by)).expr, [], s=one, extents=Extents(1, 1, 1, 1))[1]
+        torch.testing.assert_close(got.flatten(), torch.tensor([special]).double(), equal_nan=True)

@@ -29,13 +29,14 @@ class Ranges {
   void run() {
     for (int at = 0; at < p_.begin[4]; at++) {
       const ExprValue& x = p_.values[at];
-      out_[at] = x.op == ExprOp::load || x.count == 0       ? stored(x)
-                 : x.op == ExprOp::where                    ? where(x)
-                 : x.arg_kind == ExprKind::real             ? of_reals(x, arg(x, 0), arg(x, x.count - 1))
-                 : x.op == ExprOp::to_float                 ? real(static_cast<double>(arg(x, 0).least),
-                                                                   static_cast<double>(arg(x, 0).most))
-                 : x.arg_kind == ExprKind::boolean && x.kind == ExprKind::boolean ? of_booleans(x)
-                                                            : of_integers(x, arg(x, 0), arg(x, x.count - 1));
+      out_[at] = x.op == ExprOp::load || x.count == 0 ? stored(x)
+                 : x.op == ExprOp::where              ? where(x)
+                 : x.arg_kind == ExprKind::real       ? of_reals(x, arg(x, 0), arg(x, x.count - 1))
+                 : x.op == ExprOp::to_float
+                     ? real(static_cast<double>(arg(x, 0).least), static_cast<double>(arg(x, 0).most))
+                 : x.arg_kind == ExprKind::boolean && x.kind == ExprKind::boolean
+                     ? of_booleans(x)
+                     : of_integers(x, arg(x, 0), arg(x, x.count - 1));
     }
   }
 
@@ -215,7 +216,7 @@ class Ranges {
       case ExprOp::to_int:
         return a;
       default:
-        return compared(x.op, a.most < b.least, a.most <= b.least, a.least >= b.most, a.least > b.most,
+        return compared(x.op, a.most<b.least, a.most <= b.least, a.least >= b.most, a.least> b.most,
                         a.least == a.most && b.least == b.most && a.least == b.least,
                         a.most < b.least || b.most < a.least);
     }
@@ -402,7 +403,7 @@ class Ranges {
     const bool nan = a.nan || b.nan;
     const bool apart = a_high < b_low || b_high < a_low;
     // With NaN the first three are false, `ne` is true.
-    Range r = compared(op, a_high < b_low, a_high <= b_low, a_low >= b_high, a_low > b_high,
+    Range r = compared(op, a_high<b_low, a_high <= b_low, a_low >= b_high, a_low> b_high,
                        a_low == a_high && b_low == b_high && a_low == b_low, apart);
     if (nan && op == ExprOp::ne) r.most = 1;
     if (nan && op != ExprOp::ne) r.least = 0;

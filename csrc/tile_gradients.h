@@ -29,7 +29,7 @@ class TileGradients {
 
  public:
   explicit TileGradients(const Backward& f) : f_(f), units_(f) {
-    for (int i = 0; i < f.score_length; i++) 
+    for (int i = 0; i < f.score_length; i++)
       bends_ |= f.score[i].op == ScoreOp::softcap || f.score[i].op == ScoreOp::expr;
   }
 

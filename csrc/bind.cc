@@ -169,6 +169,8 @@ class Kernel {
     GivenExpr e = given_expr(nodes, std::move(outputs), {}, std::move(slots), kMaxNodes);
     if (e.outputs.size() != 1 || e.kinds[static_cast<std::size_t>(e.outputs[0])] != ExprKind::boolean)
       bad("a mask's expression has one output, a boolean");
+    for (const ExprNode& node : e.nodes)
+      if (node.op == ExprOp::score) bad("a mask's expression knows no score");
     next_mask(MaskOp::expr);
     mask_exprs_.push_back(std::move(e));
   }

@@ -73,9 +73,9 @@ struct ExprTensor {
 
 // What values a node may have. Of floats `low` and `high` bound the finite ones.
 struct ExprRange {
-  i64 least = 0, most = 0;  // booleans: 0 and 1
-  double low = 0, high = 0;
-  bool nan = false, minus_infinity = false, infinity = false;
+  i64 least, most;  // booleans: 0 and 1
+  double low, high;
+  bool nan, minus_infinity, infinity;
 };
 
 // The pairs that ranges are asked for; all bounds inclusive.

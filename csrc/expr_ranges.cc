@@ -14,7 +14,7 @@ constexpr i64 kLeast = INT64_MIN, kMost = INT64_MAX;
 constexpr i64 kScanned = 512;  // elements of a tensor that are looked at for one box
 
 Range whole(i64 least, i64 most) {
-  Range r;
+  Range r{};
   r.least = least, r.most = most;
   return r;
 }
@@ -45,7 +45,7 @@ class Ranges {
 
   // Finite bounds moved outwards by more than rounding and the functions' errors can be.
   Range real(double low, double high) const {
-    Range r;
+    Range r{};
     r.low = low - std::fabs(low) * 1e-6 - 1e-37;
     r.high = high + std::fabs(high) * 1e-6 + 1e-37;
     if (!(r.low >= -limit_)) r.low = -limit_, r.minus_infinity = true;
@@ -54,7 +54,7 @@ class Ranges {
     return r;
   }
   Range any_real() const {
-    Range r;
+    Range r{};
     r.low = -limit_, r.high = limit_;
     r.nan = r.infinity = r.minus_infinity = true;
     return r;
@@ -100,7 +100,7 @@ class Ranges {
       if (x.kind == ExprKind::boolean) return whole(0, 1);
       return x.kind == ExprKind::real ? any_real() : whole(p_.held[x.slot].least, p_.held[x.slot].most);
     }
-    Range r;
+    Range r{};
     r.least = kMost, r.most = kLeast, r.low = INFINITY, r.high = -INFINITY;
     scan(t, x.kind, low, high, 0, 0, r);
     if (x.kind == ExprKind::real && r.low > r.high) r.low = r.high = 0;
@@ -128,7 +128,7 @@ class Ranges {
   }
 
   static Range hull(const Range& a, const Range& b) {
-    Range r;
+    Range r{};
     r.least = std::min(a.least, b.least), r.most = std::max(a.most, b.most);
     r.low = std::min(a.low, b.low), r.high = std::max(a.high, b.high);
     r.nan = a.nan || b.nan, r.infinity = a.infinity || b.infinity;

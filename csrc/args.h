@@ -23,7 +23,10 @@ struct View {
 //   below:         n < length, or n < lengths[b]
 //   same_document: query_ids[b, m] == key_ids[b, n]
 //   dense:         a boolean tensor (bytes 0 or 1)
-enum class MaskOp : int { band, below, same_document, dense, all, any, negate };
+//   expr:          a boolean expression (expr.h)
+enum class MaskOp : int { band, below, same_document, dense, all, any, negate, expr };
+
+struct ExprProgram;
 
 struct MaskInstr {
   MaskOp op = MaskOp::all;
@@ -35,24 +38,32 @@ struct MaskInstr {
   const i64* key_ids = nullptr;
   i64 query_batch = 0, key_batch = 0;  // strides of the ids over the batch
   View tensor;                         // of `dense`
+  const ExprProgram* expr = nullptr;
 };
 
 // One step of the score chain, applied in order to s = scale * q.k (natural units).
 //   alibi:   s - slope[b, h] * |m + keys - queries - n|
 //   softcap: cap * tanh(s / cap)
 //   bias:    s + tensor[b, h, m, n]
-enum class ScoreOp : int { alibi, softcap, bias };
+//   expr:    an expression of s (expr.h); only the first step can be one
+enum class ScoreOp : int { alibi, softcap, bias, expr };
 
 struct ScoreInstr {
   ScoreOp op = ScoreOp::softcap;
   double cap = 0;
   View tensor;  // slopes (batch and head strides) or the bias
   DType dtype = DType::f32;
+  const ExprProgram* value = nullptr;  // outputs: the new score
+  const ExprProgram* slope = nullptr;  // the new score and its derivative; of a backward pass
 };
 
 constexpr int kMaxMask = 32;
 constexpr int kMaxScore = 8;
 constexpr int kMaxDim = 512;  // the backend refuses wider heads
+constexpr int kMaxNodes = 256;  // of an expression; its derivatives may have kMaxDerivativeNodes
+constexpr int kMaxDerivativeNodes = 8192;
+constexpr int kMaxLoads = 16;
+constexpr int kMaxRank = 6;  // of a tensor that an expression reads
 
 struct Problem {
   DType dtype = DType::f32;
@@ -68,6 +79,7 @@ struct Problem {
   int mask_length = 0, score_length = 0;
   MaskInstr mask[kMaxMask];
   ScoreInstr score[kMaxScore];
+  i64 expr_room = 0;  // bytes of scratch memory that the expressions need
   int threads = 1;
 };
 
@@ -99,6 +111,24 @@ struct BiasBackward : Backward {
   bool wide = false;  // grad_bias is in double, as it should be where much is added up; else in the computing type
 };
 
+// The gradients of what the expression of the score chain loads.
+struct LoadBackward : Backward {
+  const ExprProgram* loads = nullptr;  // outputs: the derivatives of the new score by each of its loads
+  int tensors = 0;
+  double* grad[kMaxLoads] = {};  // of each tensor, contiguous; written
+  i64 size[kMaxLoads] = {};      // in elements
+  int tensor[kMaxLoads] = {};    // per load, whose element it is
+};
+
+// One piece of an expression, by itself: for tests.
+struct ExprPiece {
+  const ExprProgram* program = nullptr;
+  i64 b = 0, h = 0, queries = 0, keys = 0, m0 = 0, n0 = 0;
+  int rows = 0, count = 0;
+  const double* s = nullptr;  // [count][rows]
+  double* out = nullptr;      // [outputs][count][rows]; integers as bits
+};
+
 // What one instruction set offers. A function returns false when memory ran out.
 struct Kernels {
   const char* name;
@@ -107,6 +137,8 @@ struct Kernels {
   bool (*forward)(const Forward&);
   bool (*backward)(const Backward&);
   bool (*bias_backward)(const BiasBackward&);
+  bool (*load_backward)(const LoadBackward&);
+  bool (*expr_piece)(const ExprPiece&);
   double (*fma_flops)(i64 iterations);   // runs a bare multiply-add loop, returns its operations
   double (*bf16_flops)(i64 iterations);  // the same for bfloat16 dot products; null where there are none
 };

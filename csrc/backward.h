@@ -266,8 +266,8 @@ class BackwardKernel {
 
     for (i64 g = 0; g < group_; g++) {
       const i64 h = kv_head * group_ + g;
-      const Mask mask(f_, seq.b, h, seq.queries, seq.keys);
-      const ScoreChain<Acc> chain(f_, seq.b, h, seq.queries, seq.keys);
+      const Mask mask(f_, seq.b, h, seq.queries, seq.keys, memory.tile.expr);
+      const ScoreChain<Acc> chain(f_, seq.b, h, seq.queries, seq.keys, memory.tile.expr);
       for (i64 tile = 0; tile < tile_count(seq.queries); tile++) {
         const bool touched = query_tile(seq, h, tile, all, c, mask, chain, keys, values, key_rows, memory);
         if (touched) {

@@ -57,8 +57,8 @@ class BiasKernel {
     const i64 m0 = tile * kTileQueries, kv_head = h / (f_.heads / f_.kv_heads);
     if (m0 >= seq.queries) return;
     const int rows = static_cast<int>(min(kTileQueries, seq.queries - m0));
-    const Mask mask(f_, b, h, seq.queries, seq.keys);
-    const ScoreChain<Acc> chain(f_, b, h, seq.queries, seq.keys);
+    const Mask mask(f_, b, h, seq.queries, seq.keys, memory.tile.expr);
+    const ScoreChain<Acc> chain(f_, b, h, seq.queries, seq.keys, memory.tile.expr);
     const KeyBlocks blocks(mask.key_limit());
     const bool last_piece = piece < 0 || piece + 1 == KeyBlocks(f_.keys).count;
     const Range own{max(piece, 0) * kBlockKeys, last_piece ? blocks.limit : (piece + 1) * kBlockKeys};

@@ -6,11 +6,13 @@
 
 #include <atomic>
 #include <chrono>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "dispatch.h"
+#include "expr_compile.h"
 #include "parallel.h"
 
 namespace nb = nanobind;
@@ -64,6 +66,68 @@ ScoreOp score_op(const std::string& name) {
   bad("no score operation is called '" + name + "'");
 }
 
+// An expression as the backend gives it: its nodes, and of each slot of its text the place among the captured tensors.
+struct GivenExpr {
+  std::vector<ExprNode> nodes;
+  std::vector<ExprKind> kinds;
+  std::vector<int> slots, outputs, loads;
+};
+
+// One node as (name, arguments, value).
+ExprNode expr_node(nb::handle given) {
+  const std::string name = nb::cast<std::string>(given[0]);
+  const auto args = nb::cast<std::vector<int>>(given[1]);
+  ExprNode node;
+  if (!expr_op(name, node)) bad("no operation of an expression is called '" + name + "'");
+  if (args.size() > kMaxRank)
+    bad("'" + name + "' has " + std::to_string(args.size()) + " arguments; " + std::to_string(kMaxRank) + " are the most");
+  for (int arg : args) node.arg[node.count++] = arg;
+  nb::object value = nb::borrow(given[2]);
+  const bool stored = node.op == ExprOp::constant || node.op == ExprOp::load;
+  if (stored == value.is_none()) bad("'" + name + "' has a value that it should not have, or none");
+  if (!stored) return node;
+  if (node.op == ExprOp::constant && node.kind == ExprKind::boolean)
+    node.integer = PyObject_IsTrue(value.ptr()) == 1;
+  else if (node.op == ExprOp::constant && node.kind == ExprKind::real)
+    node.real = nb::cast<double>(value);
+  else
+    node.integer = nb::cast<i64>(value);
+  return node;
+}
+
+// `most`: nodes. Errors name what is wrong.
+GivenExpr given_expr(nb::handle nodes, std::vector<int> outputs, std::vector<int> loads, std::vector<int> slots,
+                     int most) {
+  GivenExpr e;
+  for (nb::handle node : nodes) e.nodes.push_back(expr_node(node));
+  const int count = static_cast<int>(e.nodes.size());
+  if (count > most) bad("an expression has at most " + std::to_string(most) + " nodes, not " + std::to_string(count));
+  const std::string wrong = check_nodes(e.nodes, e.kinds);
+  if (!wrong.empty()) bad("expression: " + wrong);
+  int all_loads = 0;
+  for (const ExprNode& node : e.nodes) {
+    if (node.op != ExprOp::load) continue;
+    all_loads++;
+    if (node.integer < 0 || node.integer >= static_cast<i64>(slots.size()))
+      bad("an expression loads from slot " + std::to_string(node.integer) + " of " + std::to_string(slots.size()));
+  }
+  if (all_loads > kMaxLoads)
+    bad("an expression has at most " + std::to_string(kMaxLoads) + " loads, not " + std::to_string(all_loads));
+  if (outputs.empty() || outputs.size() > kMaxOutputs) bad("an expression has the wrong number of outputs");
+  for (int output : outputs)
+    if (output < 0 || output >= count) bad("an expression's output is not one of its nodes");
+  for (int load : loads)
+    if (load < 0 || load >= count || e.nodes[static_cast<std::size_t>(load)].op != ExprOp::load)
+      bad("a gradient is asked for what is no load");
+  e.outputs = std::move(outputs), e.loads = std::move(loads), e.slots = std::move(slots);
+  return e;
+}
+
+constexpr int kIntegerCode = 4, kBooleanCode = 5;  // dtypes of captured tensors besides DType's
+
+// The compiled expressions of one call.
+using CompiledExprs = std::vector<std::unique_ptr<CompiledExpr>>;
+
 // A problem without its tensors, made once per plan; a call copies it and fills the pointers in.
 class Kernel {
  public:
@@ -107,10 +171,36 @@ class Kernel {
     problem_.score_length++;
   }
 
-  // captured: (address, strides, dtype) per mask slot and per score slot. sequences: (cu_q, cu_k, longest query,
+  void add_mask_expr(nb::tuple nodes, std::vector<int> outputs, std::vector<int> slots) {
+    add_mask("expr", false, -1, -1, false, 0, -1, -1);
+    mask_exprs_.push_back(given_expr(nodes, std::move(outputs), {}, std::move(slots), kMaxNodes));
+    const GivenExpr& e = mask_exprs_.back();
+    if (e.outputs.size() != 1 || e.kinds[static_cast<std::size_t>(e.outputs[0])] != ExprKind::boolean)
+      bad("a mask's expression has one output, a boolean");
+  }
+
+  void add_score_expr(nb::tuple nodes, std::vector<int> outputs, std::vector<int> slots) {
+    if (problem_.score_length != 0) bad("an expression is the first step of a score");
+    add_score("expr", 0, -1);
+    value_ = given_expr(nodes, std::move(outputs), {}, std::move(slots), kMaxNodes);
+    if (value_.outputs.size() != 1 || value_.kinds[static_cast<std::size_t>(value_.outputs[0])] != ExprKind::real)
+      bad("a score's expression has one output, a float");
+  }
+
+  // outputs: the value, its derivative by s, and by each of `loads` (their nodes). Before any backward pass.
+  void set_score_derivative(nb::tuple nodes, std::vector<int> outputs, std::vector<int> loads) {
+    if (value_.outputs.empty()) bad("a derivative needs its expression first");
+    if (outputs.size() != loads.size() + 2) bad("a derivative has an output per load, and two");
+    derivative_ = given_expr(nodes, std::move(outputs), std::move(loads), value_.slots, kMaxDerivativeNodes);
+    for (int output : derivative_.outputs)
+      if (derivative_.kinds[static_cast<std::size_t>(output)] != ExprKind::real) bad("a derivative is a float");
+  }
+
+  // captured: (address, strides, dtype) per mask slot and per score slot, with the sizes too where an expression reads
+  // it. sequences: (cu_q, cu_k, longest query,
   // longest key) of a variable-length call, else empty.
   void fill(Problem& p, int threads, std::uint64_t seed, std::uintptr_t sinks, nb::handle mask_tensors,
-            nb::handle score_tensors, nb::handle sequences) const {
+            nb::handle score_tensors, nb::handle sequences, CompiledExprs& exprs, bool backward = false) const {
     p = problem_;
     p.threads = threads;
     p.seed = seed;
@@ -121,13 +211,50 @@ class Kernel {
       p.queries = number(sequences, 2);
       p.keys = number(sequences, 3);
     }
-    for (int i = 0; i < p.mask_length; i++) bind_mask(p.mask[i], mask_slots_[i], mask_tensors);
+    std::size_t mask_expr = 0;
+    for (int i = 0; i < p.mask_length; i++) {
+      if (p.mask[i].op == MaskOp::expr)
+        p.mask[i].expr =
+            compiled(mask_exprs_[mask_expr], mask_exprs_[mask_expr].outputs, {}, mask_tensors, p, exprs), mask_expr++;
+      else
+        bind_mask(p.mask[i], mask_slots_[i], mask_tensors);
+    }
     for (int i = 0; i < p.score_length; i++) {
+      if (p.score[i].op == ScoreOp::expr) {
+        p.score[i].value = compiled(value_, value_.outputs, {}, score_tensors, p, exprs);
+        if (backward && derivative_.outputs.empty()) bad("a backward pass needs the score's derivative");
+        if (backward)
+          p.score[i].slope = compiled(derivative_, {derivative_.outputs[0], derivative_.outputs[1]}, {},
+                                      score_tensors, p, exprs);
+      }
       if (score_slots_[i] < 0) continue;
       nb::handle entry = PyTuple_GET_ITEM(score_tensors.ptr(), score_slots_[i]);
       p.score[i].tensor = captured(entry, p.score[i].op == ScoreOp::alibi);
       p.score[i].dtype = static_cast<DType>(number(entry, 2));
     }
+  }
+
+  // What the gradients of the loads need, of tensors with an address in `grads` (by score slot; else 0).
+  void fill_loads(LoadBackward& f, nb::handle score_tensors, nb::tuple grads, CompiledExprs& exprs) const {
+    std::vector<int> outputs, loads;
+    for (std::size_t i = 0; i < derivative_.loads.size(); i++) {
+      const ExprNode& load = derivative_.nodes[static_cast<std::size_t>(derivative_.loads[i])];
+      const int slot = derivative_.slots[static_cast<std::size_t>(load.integer)];
+      double* grad = reinterpret_cast<double*>(number(grads, slot));
+      if (grad == nullptr) continue;
+      int tensor = 0;
+      while (tensor < f.tensors && f.grad[tensor] != grad) tensor++;
+      if (tensor == f.tensors) {
+        f.grad[f.tensors] = grad;
+        f.size[f.tensors++] = 1;
+        nb::handle sizes = PyTuple_GET_ITEM(PyTuple_GET_ITEM(score_tensors.ptr(), slot), 3);
+        for (nb::handle size : sizes) f.size[tensor] *= nb::cast<i64>(size);
+      }
+      f.tensor[loads.size()] = tensor;
+      outputs.push_back(derivative_.outputs[i + 2]);
+      loads.push_back(derivative_.loads[i]);
+    }
+    f.loads = compiled(derivative_, outputs, loads, score_tensors, f, exprs);
   }
 
   bool varlen() const { return varlen_; }
@@ -143,6 +270,35 @@ class Kernel {
     v.batch = number(strides, 0);
     v.head = number(strides, 1);
     return v;
+  }
+  // An expression cut to these outputs, and to the loads of which a gradient is wanted, with what it captures.
+  static const ExprProgram* compiled(const GivenExpr& e, std::vector<int> outputs, const std::vector<int>& loads,
+                                     nb::handle tensors, Problem& p, CompiledExprs& exprs) {
+    std::vector<ExprTensor> captured(e.slots.size());
+    for (const ExprNode& node : e.nodes)
+      if (node.op == ExprOp::load) {
+        const std::size_t slot = static_cast<std::size_t>(node.integer);
+        captured[slot] = expr_tensor(PyTuple_GET_ITEM(tensors.ptr(), e.slots[slot]), node, p.dtype);
+      }
+    exprs.push_back(std::make_unique<CompiledExpr>(e.nodes, e.kinds, outputs, loads, captured, p));
+    return &exprs.back()->program();
+  }
+  static ExprTensor expr_tensor(nb::handle entry, const ExprNode& load, DType dtype) {
+    if (PyTuple_GET_SIZE(entry.ptr()) != 4) bad("a tensor of an expression comes with its sizes");
+    nb::handle strides = PyTuple_GET_ITEM(entry.ptr(), 1), sizes = PyTuple_GET_ITEM(entry.ptr(), 3);
+    ExprTensor t;
+    t.data = pointer<void>(static_cast<std::uintptr_t>(number(entry, 0)));
+    t.kind = load.kind;
+    t.rank = static_cast<int>(PyTuple_GET_SIZE(sizes.ptr()));
+    if (t.rank != load.count) bad("a tensor is loaded with another number of indices than it has dimensions");
+    for (int d = 0; d < t.rank; d++) {
+      t.size[d] = number(sizes, d);
+      t.stride[d] = number(strides, d);
+    }
+    const int real = static_cast<int>(dtype == DType::f64 ? DType::f64 : DType::f32);
+    const int wanted = load.kind == ExprKind::real ? real : load.kind == ExprKind::integer ? kIntegerCode : kBooleanCode;
+    if (number(entry, 2) != wanted) bad("a tensor is loaded as what it is not");
+    return t;
   }
   static void bind_mask(MaskInstr& x, const int* slots, nb::handle tensors) {
     if (slots[0] < 0) return;
@@ -163,6 +319,8 @@ class Kernel {
   bool varlen_;
   int mask_slots_[kMaxMask][2];
   int score_slots_[kMaxScore];
+  std::vector<GivenExpr> mask_exprs_;
+  GivenExpr value_, derivative_;
 };
 
 // lse and the row statistics are contiguous: [batch, heads, queries], or [heads, all queries].
@@ -183,7 +341,8 @@ void forward(const Kernel& kernel, int threads, std::uint64_t seed, std::uintptr
              nb::tuple out_strides, std::uintptr_t lse, std::uintptr_t row_max, std::uintptr_t row_sum,
              std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences) {
   Forward f;
-  kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences);
+  CompiledExprs exprs;
+  kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences, exprs);
   f.q = view(q, q_strides);
   f.k = view(k, k_strides);
   f.v = view(v, v_strides);
@@ -211,7 +370,8 @@ void fill_backward(Arguments& f, const Kernel& kernel, nb::tuple tensors, nb::tu
 void backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple tensors, nb::tuple row_arrays,
               std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences) {
   Backward f;
-  kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences);
+  CompiledExprs exprs;
+  kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences, exprs, true);
   fill_backward(f, kernel, tensors, row_arrays);
   const Kernels& kernels = active();
   nb::gil_scoped_release release;
@@ -222,7 +382,8 @@ void bias_backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tu
                    std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences,
                    int index, std::uintptr_t grad, nb::tuple grad_strides, bool wide) {
   BiasBackward f;
-  kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences);
+  CompiledExprs exprs;
+  kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences, exprs, true);
   fill_backward(f, kernel, tensors, row_arrays);
   f.index = index;
   f.grad_bias = view(grad, grad_strides);
@@ -230,6 +391,20 @@ void bias_backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tu
   const Kernels& kernels = active();
   nb::gil_scoped_release release;
   check(kernels.bias_backward(f));
+}
+
+// grads: per score slot the address of a contiguous tensor of doubles, or 0 where no gradient is wanted.
+void load_backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple tensors, nb::tuple row_arrays,
+                   std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences,
+                   nb::tuple grads) {
+  LoadBackward f;
+  CompiledExprs exprs;
+  kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences, exprs, true);
+  fill_backward(f, kernel, tensors, row_arrays);
+  kernel.fill_loads(f, score_tensors, grads, exprs);
+  const Kernels& kernels = active();
+  nb::gil_scoped_release release;
+  check(kernels.load_backward(f));
 }
 
 std::vector<std::string> isa_available() {
@@ -311,16 +486,23 @@ NB_MODULE(_core, m) {
   m.attr("MAX_DIM") = kMaxDim;
   m.attr("MAX_MASK") = kMaxMask;
   m.attr("MAX_SCORE") = kMaxScore;
+  m.attr("MAX_NODES") = kMaxNodes;
+  m.attr("MAX_LOADS") = kMaxLoads;
+  m.attr("MAX_RANK") = kMaxRank;
   m.doc() = "The compiled attention kernels: pointers, strides and sizes in, results written in place.";
   nb::set_leak_warnings(false);  // cached plans hold kernels until the process ends
   nb::class_<Kernel>(m, "Kernel")
       .def(nb::init<int, nb::tuple, double, double, bool>(), nb::arg("dtype"), nb::arg("dims"), nb::arg("scale"),
            nb::arg("dropout"), nb::arg("varlen"))
       .def("add_mask", &Kernel::add_mask)
-      .def("add_score", &Kernel::add_score);
+      .def("add_score", &Kernel::add_score)
+      .def("add_mask_expr", &Kernel::add_mask_expr)
+      .def("add_score_expr", &Kernel::add_score_expr)
+      .def("set_score_derivative", &Kernel::set_score_derivative);
   m.def("forward", &forward);
   m.def("backward", &backward);
   m.def("bias_backward", &bias_backward);
+  m.def("load_backward", &load_backward);
   m.def("isa_available", &isa_available);
   m.def("isa_active", [] { return std::string(active().name); });
   m.def("isa_description", [] { return std::string(active().description); });

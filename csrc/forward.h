@@ -69,6 +69,7 @@ class ForwardKernel {
     Word *q, *keys, *values;
     Acc *out, *scores, *row_max, *row_sum, *deepest, *alpha, *peak;
     u64 *bits, *kept;
+    char* expr;
     std::size_t bytes;
     Memory(const Forward& f, int tiles, void* base) {
       Carver carve(base);
@@ -83,6 +84,7 @@ class ForwardKernel {
       peak = carve.take<Acc>(kTileQueries);
       bits = carve.take<u64>(kRoomKeys);
       kept = carve.take<u64>(kRoomKeys + 4);
+      expr = carve.take<char>(f.expr_room);
       keys = carve.take<Word>(kRoomKeys * Mode::words(f.head_dim));
       values = carve.take<Word>(kRoomKeys * f.value_dim);
       bytes = carve.used();
@@ -96,8 +98,8 @@ class ForwardKernel {
   void work(i64 b, i64 h, i64 block, const Memory& memory) const {
     const Sequence seq = sequence(f_, b);
     const i64 begin = block * tiles_ * kTileQueries, end = min(seq.queries, begin + tiles_ * kTileQueries);
-    const Mask mask(f_, b, h, seq.queries, seq.keys);
-    const ScoreChain<Acc> chain(f_, b, h, seq.queries, seq.keys);
+    const Mask mask(f_, b, h, seq.queries, seq.keys, memory.expr);
+    const ScoreChain<Acc> chain(f_, b, h, seq.queries, seq.keys, memory.expr);
     QueryTile<Mode> tiles[Mode::query_tiles];
     int count = 0;
     for (i64 first = begin; first < end; first += kTileQueries)

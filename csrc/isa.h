@@ -5,6 +5,7 @@
 #include "backward.h"
 #include "bias_backward.h"
 #include "forward.h"
+#include "load_backward.h"
 
 namespace tilewise::TILEWISE_ISA {
 
@@ -32,6 +33,44 @@ static bool run(const Arguments& arguments) {
 static bool forward(const Forward& f) { return run<ForwardKernel>(f); }
 static bool backward(const Backward& f) { return run<BackwardKernel>(f); }
 static bool bias_backward(const BiasBackward& f) { return run<BiasKernel>(f); }
+static bool load_backward(const LoadBackward& f) { return run<LoadKernel>(f); }
+
+template <class C>
+static void run_piece(const ExprPiece& f, char* room, C* s) {
+  ExprRun<C> run(*f.program, room);
+  run.open(f.b, f.h, f.queries, f.keys);
+  run.tile(f.m0, f.rows);
+  const int width = run.width();
+  for (int j = 0; j < f.count; j++)
+    for (int i = 0; i < width; i++) s[j * width + i] = static_cast<C>(f.s[j * f.rows + (i < f.rows ? i : 0)]);
+  run.piece(s, f.n0, f.count);
+  double* out = f.out;
+  for (int x = 0; x < f.program->outputs; x++) {
+    const ExprKind kind = f.program->values[f.program->output[x]].kind;
+    const Operand from = run.output(x);
+    for (int j = 0; j < f.count; j++) {
+      for (int i = 0; i < f.rows; i++, out++) {
+        if (kind == ExprKind::real) {
+          *out = static_cast<double>(*from.at<C>(j, i));
+          continue;
+        }
+        const bool narrow = sizeof(C) == 4 && (kind == ExprKind::boolean || !f.program->wide);
+        const i64 whole = narrow ? i64{*from.at<i32>(j, i)} : *from.at<i64>(j, i);
+        std::memcpy(out, &whole, sizeof whole);
+      }
+    }
+  }
+}
+static bool expr_piece(const ExprPiece& f) {
+  const i64 size = kSubKeys * kTileQueries * 8;
+  char* room = static_cast<char*>(scratch(static_cast<std::size_t>(size + f.program->room + f.program->bytes)));
+  if (room == nullptr) return false;
+  if (f.program->wide_floats)
+    run_piece(f, room + size, reinterpret_cast<double*>(room));
+  else
+    run_piece(f, room + size, reinterpret_cast<float*>(room));
+  return true;
+}
 
 // A bare loop of independent multiply-adds, as many as hide the latency: the ceiling to compare with.
 template <class Dot>

@@ -11,6 +11,8 @@ const Kernels kernels_avx2 = {"avx2",
                               avx2::forward,
                               avx2::backward,
                               avx2::bias_backward,
+                              avx2::load_backward,
+                              avx2::expr_piece,
                               avx2::multiply_add_flops<avx2::PlainDot<float>>,
                               nullptr};
 }  // namespace tilewise

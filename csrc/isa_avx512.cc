@@ -11,6 +11,8 @@ const Kernels kernels_avx512 = {"avx512",
                                 avx512::forward,
                                 avx512::backward,
                                 avx512::bias_backward,
+                                avx512::load_backward,
+                                avx512::expr_piece,
                                 avx512::multiply_add_flops<avx512::PlainDot<float>>,
                                 nullptr};
 }  // namespace tilewise

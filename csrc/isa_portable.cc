@@ -12,6 +12,8 @@ const Kernels kernels_portable = {"portable",
                                   portable::forward,
                                   portable::backward,
                                   portable::bias_backward,
+                                  portable::load_backward,
+                                  portable::expr_piece,
                                   portable::multiply_add_flops<portable::PlainDot<float>>,
                                   nullptr};
 }  // namespace tilewise

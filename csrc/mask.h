@@ -2,12 +2,9 @@
 // (three-valued logic over the leaves' intervals), and for partial tiles one bit per pair.
 #pragma once
 
-#include "simd.h"
+#include "expr_run.h"
 
 namespace tilewise::TILEWISE_ISA {
-
-constexpr int kTileQueries = 64;  // one bit of a u64 each
-constexpr int kSubKeys = 16;      // keys of the smallest piece of a tile that is classified
 
 enum Cover : int { empty = 0, partial = 1, full = 2 };
 
@@ -17,8 +14,28 @@ struct Range {
 
 class Mask {
  public:
-  Mask(const Problem& problem, i64 b, i64 h, i64 queries, i64 keys)
-      : code_(problem.mask), length_(problem.mask_length), b_(b), h_(h), offset_(keys - queries), keys_(keys) {}
+  // `room`: the thread's scratch memory for expressions; without it only lengths and ranges may be asked for.
+  Mask(const Problem& problem, i64 b, i64 h, i64 queries, i64 keys, char* room = nullptr)
+      : code_(problem.mask),
+        length_(problem.mask_length),
+        b_(b),
+        h_(h),
+        offset_(keys - queries),
+        keys_(keys),
+        room_(room) {
+    if (problem.expr_room == 0 || room == nullptr) return;
+    for (int i = 0; i < length_; i++) {
+      if (code_[i].op != MaskOp::expr) continue;
+      computed_ = true;
+      if (code_[i].expr->wide_floats)
+        ExprRun<double>(*code_[i].expr, room).open(b, h, queries, keys);
+      else
+        ExprRun<float>(*code_[i].expr, room).open(b, h, queries, keys);
+    }
+  }
+
+  // Whether bits are computed whose tile might be all false or all true for all that was known before.
+  bool computed() const { return computed_; }
 
   bool everything() const { return length_ == 0; }
 
@@ -123,6 +140,11 @@ class Mask {
       }
       case MaskOp::same_document:
         return classify_documents(x, m0, m1, n0, n1);
+      case MaskOp::expr: {
+        const i64 queries = keys_ - offset_;
+        return static_cast<Cover>(
+            expr_cover(*x.expr, {{b_, b_}, {h_, h_}, {m0, m1}, {n0, n1}, {queries, queries}, {keys_, keys_}}));
+      }
       default:
         return classify_dense(x, m0, m1, n0, n1);
     }
@@ -206,8 +228,27 @@ class Mask {
         }
         break;
       }
+      case MaskOp::expr:
+        if (x.expr->wide_floats)
+          expr_bits<double>(*x.expr, m0, rows, n0, count, out);
+        else
+          expr_bits<float>(*x.expr, m0, rows, n0, count, out);
+        break;
       default:
         dense_bits(x, m0, rows, n0, count, out);
+    }
+  }
+
+  template <class C>
+  void expr_bits(const ExprProgram& program, i64 m0, int rows, i64 n0, int count, u64* out) const {
+    ExprRun<C> run(program, room_);
+    run.tile(m0, rows);
+    run.piece(nullptr, n0, count);
+    const Operand truth = run.output(0);
+    for (int j = 0; j < count; j++) {
+      u64 seen = 0;
+      for (int i = 0; i < rows; i += kLanes<C>) seen |= bits_of_mask<SInt<C>>(load(truth.at<SInt<C>>(j, i))) << i;
+      out[j] = seen;
     }
   }
 
@@ -238,6 +279,8 @@ class Mask {
   const MaskInstr* code_;
   int length_;
   i64 b_, h_, offset_, keys_;
+  char* room_;
+  bool computed_ = false;
 };
 
 // A tile after the mask has been asked: the keys from the first piece that is not empty to the last, and the
@@ -260,20 +303,31 @@ struct MaskedTile {
     begin = end = -1;
     for (i64 n = n0; n < n1; n += kSubKeys) {
       const i64 last = min(n + kSubKeys, n1) - 1;
-      const Cover cover = mask.classify(m0, m0 + rows - 1, n, last);
+      Cover cover = mask.classify(m0, m0 + rows - 1, n, last);
       if (cover == empty && begin < 0) continue;
-      if (begin < 0) begin = n;
       const int count = static_cast<int>(last - n + 1);
-      u64* out = bits + (n - begin);
+      u64* out = begin < 0 ? bits : bits + (n - begin);
       if (cover == partial) {
         mask.bits(m0, rows, n, count, out);
-      } else {
+        if (mask.computed()) cover = cover_of(out, rows, count);
+        if (cover == empty && begin < 0) continue;
+      }
+      if (begin < 0) begin = n;
+      if (cover != partial) {
         for (int j = 0; j < count; j++) out[j] = cover == full ? ~u64{0} : 0;
       }
       if (cover != full) plain = false;
       if (cover != empty) end = last + 1;
     }
     return begin >= 0;
+  }
+
+ private:
+  static Cover cover_of(const u64* bits, int rows, int count) {
+    const u64 all = rows == 64 ? ~u64{0} : (u64{1} << rows) - 1;
+    u64 some = 0, every = all;
+    for (int j = 0; j < count; j++) some |= bits[j] & all, every &= bits[j];
+    return some == 0 ? empty : every == all ? full : partial;
   }
 };
 

@@ -40,20 +40,28 @@ static void bias_piece(const E* from, const View& view, int rows, int count, int
 template <class C>
 class ScoreChain {
  public:
-  ScoreChain(const Problem& problem, i64 b, i64 h, i64 queries, i64 keys)
+  // `room`: the thread's scratch memory for expressions.
+  ScoreChain(const Problem& problem, i64 b, i64 h, i64 queries, i64 keys, char* room)
       : code_(problem.score),
         length_(problem.score_length),
         b_(b),
         h_(h),
         offset_(keys - queries),
-        scale_(static_cast<C>(problem.scale)) {}
+        scale_(static_cast<C>(problem.scale)),
+        room_(room) {
+    if (length_ == 0 || code_[0].op != ScoreOp::expr) return;
+    ExprRun<C>(*code_[0].value, room).open(b, h, queries, keys);
+    if (code_[0].slope) ExprRun<C>(*code_[0].slope, room).open(b, h, queries, keys);
+  }
 
   // What a pass wants besides the scores. `gain` receives d(final score) / d(score after step `from` - 1), from 0:
   // d / d(scale * q.k). `deepest` collects, per query, the largest score that a bias below kLowestBias made.
+  // `raw` receives scale * q.k.
   struct Extras {
     C* gain = nullptr;
     int from = 0;
     C* deepest = nullptr;
+    C* raw = nullptr;
   };
 
   // Scores in place: s[j * width + i] for queries m0 + i, keys n0 + j; on entry q.k, on return the final score.
@@ -67,6 +75,7 @@ class ScoreChain {
       for (int x = 0; x < size; x += lanes) store(rows_s + x, load(rows_s + x) * scale_);
       if (rows_gain)
         for (int x = 0; x < size; x += lanes) store(rows_gain + x, set(static_cast<C>(1)));
+      if (extras.raw) std::memcpy(extras.raw + (rows_s - s), rows_s, static_cast<std::size_t>(size) * sizeof(C));
       for (int step = 0; step < length_; step++) {
         const ScoreInstr& x = code_[step];
         switch (x.op) {
@@ -78,6 +87,9 @@ class ScoreChain {
             break;
           case ScoreOp::bias:
             bias(x, rows_s, width, m0, rows, n0 + j, piece, extras.deepest);
+            break;
+          case ScoreOp::expr:
+            expr(x, rows_s, width, m0, rows, n0 + j, piece, extras.from == 0 ? rows_gain : nullptr, extras.deepest);
             break;
         }
       }
@@ -136,10 +148,32 @@ class ScoreChain {
     }
   }
 
+  void expr(const ScoreInstr& x, C* s, int width, i64 m0, int rows, i64 n0, int count, C* gain, C* deepest) const {
+    constexpr int lanes = kLanes<C>;
+    ExprRun<C> run(gain ? *x.slope : *x.value, room_);
+    run.tile(m0, rows);
+    run.piece(s, n0, count);
+    const Operand value = run.output(0), slope = run.output(gain ? 1 : 0);
+    // As with a bias: finite numbers stay finite in base-2 units.
+    const Vec<C> floor = set(kLowestBias<C>);
+    const Vec<C> none = set(-static_cast<C>(__builtin_inf()));
+    for (int i = 0; i < width; i += lanes) {
+      Vec<C> deep = deepest ? load(deepest + i) : none;
+      for (int j = 0; j < count; j++) {
+        const Vec<C> score = load(value.at<C>(j, i));
+        if (gain) store(gain + j * width + i, load(gain + j * width + i) * load(slope.at<C>(j, i)));
+        deep = vmax(score < floor ? score : none, deep);
+        store(s + j * width + i, score == none ? none : vmax(floor, score));
+      }
+      if (deepest) store(deepest + i, deep);
+    }
+  }
+
   const ScoreInstr* code_;
   int length_;
   i64 b_, h_, offset_;
   C scale_;
+  char* room_;
 };
 
 }  // namespace tilewise::TILEWISE_ISA

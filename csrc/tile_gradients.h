@@ -29,7 +29,8 @@ class TileGradients {
 
  public:
   explicit TileGradients(const Backward& f) : f_(f), units_(f) {
-    for (int i = 0; i < f.score_length; i++) bends_ |= f.score[i].op == ScoreOp::softcap;
+    for (int i = 0; i < f.score_length; i++) 
+      bends_ |= f.score[i].op == ScoreOp::softcap || f.score[i].op == ScoreOp::expr;
   }
 
   struct Memory {
@@ -38,6 +39,7 @@ class TileGradients {
     Acc *scores, *grads, *gain;
     Word *p_rows, *ds_rows;  // of the paired mode: the lanes packed in pairs
     u64 *bits, *kept;
+    char* expr;
     Memory(const Backward& f, Carver& carve) {
       const i64 depth = round_up(f.head_dim, lanes), value = round_up(f.value_dim, lanes);
       tile.q = carve.take<Word>(kTileQueries * depth);
@@ -54,6 +56,7 @@ class TileGradients {
       ds_rows = carve.take<Word>(kRoomKeys * kTileQueries / 2);
       bits = carve.take<u64>(kRoomKeys);
       kept = carve.take<u64>(kRoomKeys + 4);
+      expr = carve.take<char>(f.expr_room);
     }
   };
 
@@ -110,10 +113,10 @@ class TileGradients {
 
   // P (with dropped pairs zero) and dS = d loss / d (score after step `from` - 1 of the chain). Plain modes:
   // floats in memory.scores and memory.grads; the paired mode: rows and pairs, see Memory. With `kFloat` dS stays
-  // in floats in any mode.
+  // in floats in any mode. `raw` receives the scores before the chain.
   template <bool kFloat = false>
   void compute(const Sequence& seq, i64 h, const MaskedTile& masked, Words<Word> keys, Words<Word> values,
-               const ScoreChain<Acc>& chain, const Memory& memory, int from = 0) const {
+               const ScoreChain<Acc>& chain, const Memory& memory, int from = 0, Acc* raw = nullptr) const {
     const GradTile<Mode>& tile = memory.tile;
     const int count = static_cast<int>(masked.end - masked.begin), width = tile.width;
     Product::template run<AOrder::row_major, Into::overwrite>(keys.data, keys.stride, tile.q, width, count,
@@ -122,7 +125,7 @@ class TileGradients {
                                                               Mode::words(f_.value_dim), width, memory.grads, width);
     Acc* gain = bends_ ? memory.gain : nullptr;
     if (units_.chain)
-      chain.apply(memory.scores, width, tile.first, tile.rows, masked.begin, count, {gain, from, nullptr});
+      chain.apply(memory.scores, width, tile.first, tile.rows, masked.begin, count, {gain, from, nullptr, raw});
     const u64* kept = nullptr;
     if (f_.dropout > 0) {
       dropout_bits(f_.seed, dropout_threshold(f_.dropout), seq.b, h, tile.first,

@@ -104,7 +104,7 @@ def meaning(mask: Mask) -> Tensor:
             stack.append(left & right if instr.op == "and" else left | right)
         else:
             stack.append(_leaf(instr, mask.captured))
-    (result,) = stack
+    (result,) = stack or [torch.ones(M, N, dtype=torch.bool)]
     return result
 
 

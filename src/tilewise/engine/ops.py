@@ -29,8 +29,8 @@ from tilewise.problem import (
     lower_sinks,
     output_like,
 )
-from tilewise.variants.lower import Extent, canonical, lower_score, statistics_dtype
-from tilewise.variants.program import decode, encode
+from tilewise.variants.lower import Extent, lower_score, statistics_dtype
+from tilewise.variants.program import decode, encode, fitted
 from tilewise.variants.values import Mask, Score
 
 __all__ = ["call"]
@@ -59,7 +59,7 @@ def call(q: Tensor, k: Tensor, v: Tensor, asked: Asked, seed: int | Tensor | Non
         cu_q,
         cu_k,
         asked.mask.text,
-        encode(canonical(asked.score.program)),
+        encode(fitted(asked.score.program)),
         None if asked.scale is None else problem.scale,
         problem.dropout_p,
         asked.backend,

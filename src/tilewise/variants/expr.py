@@ -125,7 +125,7 @@ class Graph:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.kinds: list[Kind] = []
-        self._places: dict[Node, int] = {}
+        self._places: dict[tuple[object, ...], int] = {}
 
     def leaf(self, name: str) -> int:
         """The place of a leaf of ``LEAVES``."""
@@ -227,9 +227,8 @@ class Graph:
 
     def _place(self, node: Node, kind: Kind) -> int:
         # To Python 0.0 and -0.0 are equal, and nan is not equal to itself.
-        key = node
-        if node.op == "const_float":
-            key = Node("const_float", (), repr(node.value))  # type: ignore[arg-type]
+        value = repr(node.value) if node.op == "const_float" else node.value
+        key = (node.op, node.args, value)
         place = self._places.get(key)
         if place is None:
             place = self._places[key] = len(self.nodes)

@@ -17,7 +17,6 @@ from tilewise.variants.program import BY_USER, EXPR, Instr, Number, Program
 
 __all__ = [
     "Extent",
-    "canonical",
     "check_caps",
     "largest_factor",
     "lower_mask",
@@ -198,18 +197,6 @@ def _reaching(tensor: Tensor, dim: int, size: int) -> Tensor:
         return tensor.expand(*(size if at == dim else -1 for at in range(tensor.dim())))
     places = torch.arange(size, device=tensor.device).clamp_(max=held - 1)
     return tensor.index_select(dim, places)
-
-
-def canonical(program: Program) -> Program:
-    """The program for tensors that have been lowered: they fit exactly."""
-    return tuple(
-        [
-            instr._replace(params=())
-            if instr.op not in (EXPR, "softcap", "band") and instr.slots
-            else instr
-            for instr in program
-        ]
-    )
 
 
 def _mask_name(instr: Instr, position: int) -> str:

@@ -50,8 +50,14 @@ class Recording:
                 came = "a value of another function, or of an earlier call"
                 raise InvalidArgument(self.argument, came, "values of this call", _where_am_i())
             return value
-        if isinstance(value, bool | int | float):
+        if isinstance(value, bool):
             return Traced(self, self.graph.constant(value))
+        # A number that torch.compile lets vary becomes the one that it is now, and another graph is
+        # made for another one: of the ways to say so, dynamo knows these methods.
+        if isinstance(value, int | torch.SymInt):
+            return Traced(self, self.graph.constant(value.__int__()))
+        if isinstance(value, float | torch.SymFloat):
+            return Traced(self, self.graph.constant(value.__float__()))
         if isinstance(value, Tensor):
             return self.load(value, ())
         if isinstance(value, Row):
@@ -327,6 +333,8 @@ class Traced:
 
     def __getattr__(self, name: str) -> Any:
         """The methods that tensors have: ``s.exp()``, ``s.clamp(min=0)``."""
+        if name.startswith("__") or name in ("place", "recording"):
+            raise AttributeError(name)  # asked by who looks at objects, or before there is a value
         handler = _TORCH.get(name)
         if handler is None:
             required = f"operators, or one of: {', '.join(sorted(_TORCH))}"
@@ -349,17 +357,13 @@ class Traced:
     ) -> "Traced":
         """A function of torch, or an operator of a tensor, of operands that are traced."""
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", str(func))
-        bare = name.strip("_")
         operands = [value for value in (*args, *kwargs.values()) if isinstance(value, Traced)]
         recording = operands[0].recording
-        handler = _TORCH.get(bare)
-        if handler is None and bare.startswith("r") and name.startswith("__"):
-            handler, args = _TORCH.get(bare[1:]), args[::-1]
+        handler = _FUNCTIONS.get(func)
         if handler is None:
             required = f"one of: {', '.join(sorted(_TORCH))}"
             raise InvalidArgument(
-                recording.argument, f"torch's {name} of a traced value", required, _where_am_i()
+                recording.argument, f"{func} of a traced value", required, _where_am_i()
             )
         return handler(recording, *args, **kwargs)
 
@@ -600,6 +604,27 @@ _TORCH: dict[str, Callable[..., Traced]] = {
     "zeros_like": _filled(0.0),
     "ones_like": _filled(1.0),
 }
+
+
+def _functions() -> dict[Any, Callable[..., Traced]]:
+    """The table above by the functions and methods themselves, reflected operators too."""
+    found: dict[Any, Callable[..., Traced]] = {}
+    for name, handler in _TORCH.items():
+        for owner in (torch, Tensor, torch.nn.functional):
+            if hasattr(owner, name):
+                found[getattr(owner, name)] = handler
+        if hasattr(Tensor, f"__{name}__"):
+            found[getattr(Tensor, f"__{name}__")] = handler
+        if hasattr(Tensor, f"__r{name}__"):
+            found[getattr(Tensor, f"__r{name}__")] = _reflected(handler)
+    return found
+
+
+def _reflected(handler: Callable[..., Traced]) -> Callable[..., Traced]:
+    return lambda recording, x, y: handler(recording, y, x)
+
+
+_FUNCTIONS = _functions()
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:

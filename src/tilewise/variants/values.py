@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
-from torch import bool as torch_bool
 
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.variants.program import (
@@ -14,6 +14,7 @@ from tilewise.variants.program import (
     check_mask,
     check_score,
     encode,
+    fitted,
     shift_slots,
     slot_count,
 )
@@ -87,6 +88,8 @@ class Mask(_Variant):
         return as_mask(other) | self
 
     def __invert__(self) -> "Mask":
+        if not self.program:
+            return Mask((Instr("below", (0,)),))  # nothing: the opposite of everything
         return Mask((*self.program, Instr("not")), self.captured)
 
     def __bool__(self) -> NoReturn:
@@ -111,6 +114,9 @@ class Score(_Variant):
 def _join(left: Mask, right: Mask | Tensor | Callable[..., Any], connective: str) -> Mask:
     if not isinstance(right, Mask):
         right = as_mask(right)
+    if not left.program or not right.program:  # one of them lets everything through
+        other = right if not left.program else left
+        return other if connective == "and" else Mask(())
     moved = shift_slots(right.program, len(left.captured))
     program = (*left.program, *moved, Instr(connective))
     return Mask(program, left.captured + right.captured)
@@ -118,7 +124,7 @@ def _join(left: Mask, right: Mask | Tensor | Callable[..., Any], connective: str
 
 def dense_mask(tensor: Tensor, argument: str = "mask") -> Mask:
     """The mask that a boolean tensor spells out (True = attend)."""
-    if tensor.dtype is not torch_bool:
+    if tensor.dtype is not torch.bool:
         raise InvalidArgument(
             argument,
             f"a tensor of {tensor.dtype}",
@@ -129,7 +135,7 @@ def dense_mask(tensor: Tensor, argument: str = "mask") -> Mask:
         raise InvalidArgument(
             argument, f"shape {tuple(tensor.shape)}", "broadcastable to [B, Hq, M, N]"
         )
-    return Mask((Instr("dense", (), (0,)),), (tensor,))
+    return Mask(_DENSE, (tensor,))
 
 
 def mask_of(function: Callable[..., Any]) -> Mask:
@@ -144,6 +150,10 @@ def score_of(function: Callable[..., Any]) -> Score:
     expr, captured = trace_score(function)
     program, sources = score_program(expr, tuple([x.requires_grad for x in captured]))
     return Score(program, tuple([captured[slot] for slot in sources]))
+
+
+_FULL = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+_DENSE = fitted(mask_of(lambda b, h, m, n: _FULL[b, h, m, n]).program)
 
 
 def as_mask(value: object) -> Mask:

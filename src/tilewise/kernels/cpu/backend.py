@@ -1,6 +1,6 @@
 """The CPU backend: allocates results and hands pointers, strides and sizes to the compiled core."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,11 +8,14 @@ from torch import Tensor
 from tilewise.kernels.base import Backend, Needs, Prepared, Tiles, output_like
 from tilewise.kernels.cpu.core import absence, core
 from tilewise.problem import Grads, Operands, Problem, Result
+from tilewise.variants.derive import Derivative, differentiate
+from tilewise.variants.expr import Expr, decode
 from tilewise.variants.program import Instr, Program
 
 __all__ = ["CpuBackend"]
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+_CODES = {**_DTYPES, torch.int64: 4, torch.bool: 5}
 _threads = torch.get_num_threads
 
 
@@ -44,6 +47,9 @@ class CpuBackend(Backend):
         ):
             if size > limit:
                 reasons.append(f"{what} = {size} is over its limit of {limit}")
+        for what, program in (("mask", problem.mask), ("score", problem.score)):
+            for expr in _exprs(program):
+                reasons += _why_not_expr(what, expr)
         return reasons
 
     def tiles(self, problem: Problem) -> Tiles:
@@ -72,6 +78,26 @@ class CpuBackend(Backend):
         return Prepared(kernel.forward, kernel.backward)
 
 
+def _exprs(program: Program) -> list[Expr]:
+    return [decode(str(instr.params[0])) for instr in program if instr.op == "expr"]
+
+
+def _why_not_expr(what: str, expr: Expr) -> list[str]:
+    """The limits on expressions."""
+    limits = core()
+    loads = [node for node in expr.nodes if node.op.startswith("load_")]
+    rank = max([len(node.args) for node in loads], default=0)
+    return [
+        f"the {what}'s expression has {size} {parts}; its limit is {limit}"
+        for parts, size, limit in (
+            ("nodes", len(expr.nodes), limits.MAX_NODES),
+            ("elements that it loads", len(loads), limits.MAX_LOADS),
+            ("dimensions in a tensor that it loads", rank, limits.MAX_RANK),
+        )
+        if size > limit
+    ]
+
+
 def _bounds(program: Program) -> set[int]:
     """Instructions that are conjuncts of the whole mask: what they exclude nothing else lets in."""
     spans: list[tuple[int, ...]] = []  # the conjuncts of each value on the stack
@@ -97,6 +123,10 @@ def _build(problem: Problem) -> Any:
     )
     bounds = _bounds(problem.mask)
     for index, instr in enumerate(problem.mask):
+        if instr.op == "expr":
+            expr = decode(str(instr.params[0]))
+            kernel.add_mask_expr(expr.nodes, expr.outputs, instr.slots)
+            continue
         band = instr.op == "band"
         left, right, anchor = instr.params if band else (-1, -1, 0)
         length = instr.params[0] if instr.op == "below" and instr.params else 0
@@ -104,6 +134,10 @@ def _build(problem: Problem) -> Any:
             instr.op, index in bounds, left, right, bool(anchor), length, *_two_slots(instr)
         )
     for instr in problem.score:
+        if instr.op == "expr":
+            expr = decode(str(instr.params[0]))
+            kernel.add_score_expr(expr.nodes, expr.outputs, instr.slots)
+            continue
         cap = instr.params[0] if instr.op == "softcap" else 0.0
         kernel.add_score(instr.op, cap, instr.slots[0] if instr.slots else -1)
     return kernel
@@ -127,18 +161,48 @@ def _broadcast(tensor: Tensor) -> tuple[int, tuple[int, ...], int]:
     return tensor.data_ptr(), strides, _DTYPES.get(tensor.dtype, 0)
 
 
+def _sized(tensor: Tensor) -> tuple[int, tuple[int, ...], int, tuple[int, ...]]:
+    """What an expression reads: address, strides, dtype code, sizes."""
+    return tensor.data_ptr(), tensor.stride(), _CODES[tensor.dtype], tuple(tensor.shape)
+
+
+class _Loaded(NamedTuple):
+    """The slots of the captured tensors that expressions read."""
+
+    mask: frozenset[int] = frozenset()
+    score: frozenset[int] = frozenset()
+
+
+_NO_LOADS = _Loaded()
+
+
+def _loaded(program: Program) -> frozenset[int]:
+    return frozenset(slot for instr in program if instr.op == "expr" for slot in instr.slots)
+
+
 class _Call:
     """What the forward and the backward pass of one call have in common, as the core takes it."""
 
     __slots__ = ("held", "mask", "score", "sequences", "sinks")
 
-    def __init__(self, operands: Operands) -> None:
+    def __init__(self, operands: Operands, loaded: _Loaded = _NO_LOADS) -> None:
         # Ids are read along their rows; contiguous copies must live as long as the call.
         self.held = [
-            tensor.contiguous() if tensor.dim() < 4 else tensor for tensor in operands.mask_tensors
+            tensor.contiguous() if tensor.dim() < 4 and slot not in loaded.mask else tensor
+            for slot, tensor in enumerate(operands.mask_tensors)
         ]
-        self.mask = tuple([_broadcast(tensor) for tensor in self.held])
-        self.score = tuple([_broadcast(tensor) for tensor in operands.score_tensors])
+        self.mask = tuple(
+            [
+                _sized(tensor) if slot in loaded.mask else _broadcast(tensor)
+                for slot, tensor in enumerate(self.held)
+            ]
+        )
+        self.score = tuple(
+            [
+                _sized(tensor) if slot in loaded.score else _broadcast(tensor)
+                for slot, tensor in enumerate(operands.score_tensors)
+            ]
+        )
         self.sinks = 0 if operands.sinks is None else operands.sinks.data_ptr()
         self.sequences: tuple[int, ...] = ()
         cu_q, cu_k = operands.cu_seqlens_q, operands.cu_seqlens_k
@@ -177,6 +241,8 @@ class _Kernel:
         # Nothing but q, k, v and out has an address to hand over.
         slots = any(instr.slots for instr in (*problem.mask, *problem.score))
         self._plain = not (slots or problem.sinks) and problem.layout == "dense"
+        self._loaded = _Loaded(_loaded(problem.mask), _loaded(problem.score))
+        self._derivative: Derivative | None = None
 
     def forward(self, operands: Operands) -> Result:
         q, k, v = operands.q, operands.k, operands.v
@@ -184,7 +250,7 @@ class _Kernel:
         lse = torch.empty_like(self._lse, memory_format=torch.contiguous_format)
         stats = torch.empty_like(self._stats, memory_format=torch.contiguous_format)
         address = stats.data_ptr()
-        call = _NOTHING if self._plain else _Call(operands)
+        call = _NOTHING if self._plain else _Call(operands, self._loaded)
         self._forward(
             self._kernel,
             _threads(),
@@ -230,7 +296,8 @@ class _Kernel:
             0 if grad_lse is None else grad_lse.data_ptr(),
             delta.data_ptr(),
         )
-        call = _Call(operands)
+        call = _Call(operands, self._loaded)
+        self._differentiate()
         arguments = (
             self._kernel,
             _threads(),
@@ -251,10 +318,44 @@ class _Kernel:
             self._sink_grads(operands, lse, delta) if needs.sinks else None,
         )
 
+    def _differentiate(self) -> None:
+        """Hand the derivatives of the score's expression over, if there is one, once."""
+        score = self._problem.score
+        if self._derivative is None and score and score[0].op == "expr":
+            self._derivative = differentiate(decode(str(score[0].params[0])))
+            expr, loads = self._derivative
+            self._kernel.set_score_derivative(expr.nodes, expr.outputs, loads)
+
+    def _load_grads(
+        self,
+        arguments: tuple[Any, ...],
+        operands: Operands,
+        needs: Needs,
+        grads: list[Tensor | None],
+    ) -> None:
+        """Put the gradients of what the expression loads at their slots of ``grads``."""
+        if self._derivative is None:
+            return
+        expr, loads = self._derivative
+        slots = self._problem.score[0].slots
+        wide: dict[int, Tensor] = {}
+        for place in loads:
+            slot = slots[int(expr.nodes[place].value or 0)]
+            if needs.score_tensors[slot] and slot not in wide:
+                shape = operands.score_tensors[slot].shape
+                wide[slot] = torch.zeros(shape, dtype=torch.float64)
+        if not wide:
+            return
+        addresses = [wide[slot].data_ptr() if slot in wide else 0 for slot in range(len(grads))]
+        core().load_backward(*arguments, tuple(addresses))
+        for slot, grad in wide.items():
+            grads[slot] = grad.to(operands.score_tensors[slot].dtype)
+
     def _score_grads(
         self, arguments: tuple[Any, ...], operands: Operands, needs: Needs
     ) -> tuple[Tensor | None, ...]:
         grads: list[Tensor | None] = [None] * len(operands.score_tensors)
+        self._load_grads(arguments, operands, needs, grads)
         for index, instr in enumerate(self._problem.score):
             if instr.op != "bias" or not needs.score_tensors[instr.slots[0]]:
                 continue

@@ -1,0 +1,559 @@
+// Runs the program of an expression over a piece of a tile: queries in the lanes, up to kSubKeys keys. Every value is
+// computed at its own extent: once per tile, per query, per key or per pair.
+#pragma once
+
+#include <type_traits>
+
+#include "expr.h"
+#include "functions.h"
+#include "tile_sizes.h"
+
+namespace tilewise::TILEWISE_ISA {
+
+// Where a value's elements lie: element (j, i), key j and lane i, at data[j * row + (i & lane)]. What does not depend
+// on the query fills one vector (lane is 0), what does not depend on the key has one row (row is 0).
+struct Operand {
+  char* data;
+  int row, lane;
+  template <class T>
+  T* at(int j, int i) const {
+    return reinterpret_cast<T*>(data) + j * row + (i & lane);
+  }
+};
+
+template <class T>
+using SameSize = std::conditional_t<sizeof(T) == 4, i32, i64>;
+
+// Vectors of integers next to vectors of C: of the same number of lanes, or twice as wide and two for one.
+template <class I, class Truth>
+TW_INLINE void store_truth(Truth* to, Vec<I> mask) {
+  if constexpr (sizeof(I) == sizeof(Truth)) {
+    store(to, mask);
+  } else {
+    const HalfInts half = __builtin_convertvector(mask, HalfInts);
+    std::memcpy(to, &half, sizeof half);
+  }
+}
+TW_INLINE Vec<i64> truth_as(const i32* from, i64) {
+  HalfInts half;
+  std::memcpy(&half, from, sizeof half);
+  return __builtin_convertvector(half, Vec<i64>);
+}
+TW_INLINE Vec<i32> truth_as(const i32* from, i32) { return load(from); }
+TW_INLINE Vec<i64> truth_as(const i64* from, i64) { return load(from); }
+
+TW_INLINE void store_converted(float* to, Vec<i32> x) { store(to, __builtin_convertvector(x, Vec<float>)); }
+TW_INLINE void store_converted(double* to, Vec<i64> x) { store(to, __builtin_convertvector(x, Vec<double>)); }
+TW_INLINE void store_converted(float* to, Vec<i64> x) {
+  const HalfFloats half = __builtin_convertvector(x, HalfFloats);
+  std::memcpy(to, &half, sizeof half);
+}
+TW_INLINE Vec<i32> to_integers(const float* from, i32) { return __builtin_convertvector(load(from), Vec<i32>); }
+TW_INLINE Vec<i64> to_integers(const double* from, i64) { return __builtin_convertvector(load(from), Vec<i64>); }
+TW_INLINE Vec<i64> to_integers(const float* from, i64) {
+  HalfFloats half;
+  std::memcpy(&half, from, sizeof half);
+  return __builtin_convertvector(half, Vec<i64>);
+}
+
+// Integer division rounded down. Of 32-bit numbers by way of double, whose quotient rounds to a whole number only where
+// it is one. What is divided by 0 has any value.
+TW_INLINE Vec<double> floors(const i32* a, const i32* b) {
+  HalfInts x, y;
+  std::memcpy(&x, a, sizeof x);
+  std::memcpy(&y, b, sizeof y);
+  const Vec<double> q = __builtin_convertvector(x, Vec<double>) / __builtin_convertvector(y, Vec<double>);
+  return round_to<Toward::down>(q, double{});
+}
+TW_INLINE Vec<i32> floor_divide(Vec<i32> a, Vec<i32> b) {
+  b = b == 0 ? set<i32>(1) : b;
+  const i32 *p = reinterpret_cast<const i32*>(&a), *q = reinterpret_cast<const i32*>(&b);
+  constexpr int half = kLanes<i32> / 2;
+  HalfInts parts[2];
+  parts[0] = __builtin_convertvector(floors(p, q), HalfInts);
+  parts[1] = __builtin_convertvector(floors(p + half, q + half), HalfInts);
+  Vec<i32> r;
+  std::memcpy(&r, parts, sizeof r);
+  return r;
+}
+TW_INLINE Vec<i64> floor_divide(Vec<i64> a, Vec<i64> b) {
+  for (int i = 0; i < kLanes<i64>; i++) {
+    const i64 x = a[i], y = b[i];
+    if (y == 0 || y == -1) {
+      a[i] = static_cast<i64>(-static_cast<u64>(x));  // also of the least number, whose quotient does not fit
+      continue;
+    }
+    const i64 q = x / y;
+    a[i] = q - (x % y != 0 && (x < 0) != (y < 0));
+  }
+  return a;
+}
+
+template <class C>
+class ExprRun {
+  using Truth = SInt<C>;
+  static constexpr int lanes = kLanes<C>;
+
+  // At the start of the program's scratch memory: what the values that are kept were computed for.
+  struct State {
+    i64 b, h, queries, keys, m0;
+    int rows, width;
+  };
+  static_assert(sizeof(State) <= kExprHeader && kRegisterElements[per_query] == kTileQueries &&
+                kRegisterElements[per_pair] == kTileQueries * kSubKeys);
+
+ public:
+  // `room`: the thread's scratch memory for expressions.
+  ExprRun(const ExprProgram& program, char* room)
+      : p_(program), state_(*reinterpret_cast<State*>(room + program.room)), s_(nullptr), n0_(0) {
+    char* at = room + program.room + kExprHeader;
+    for (int extent = 0; extent < 4; extent++) {
+      size_[extent] = kRegisterElements[extent] * (program.wide ? 8 : 4);
+      base_[extent] = at;
+      at += size_[extent] * program.registers[extent];
+    }
+  }
+
+  // A sequence and a head: computes what holds for all of it.
+  void open(i64 b, i64 h, i64 queries, i64 keys) const {
+    state_ = {b, h, queries, keys, -1, 0, 0};
+    run(whole_tile, 1);
+  }
+
+  // A tile of queries: computes what holds for each of them.
+  void tile(i64 m0, int rows) const {
+    if (state_.m0 == m0 && state_.rows == rows) return;
+    state_.m0 = m0, state_.rows = rows;
+    state_.width = static_cast<int>(round_up(rows, lanes));
+    run(per_query, 1);
+  }
+
+  // The keys n0 .. n0 + count - 1; s[j * width + i] are the scores.
+  void piece(C* s, i64 n0, int count) {
+    s_ = s, n0_ = n0;
+    run(per_key, count);
+    run(per_pair, count);
+  }
+
+  int width() const { return state_.width; }
+  Operand output(int index) const { return operand(p_.output[index]); }
+  Operand operand(int index) const {
+    const ExprValue& x = p_.values[index];
+    const int extent = x.extent;
+    char* data = x.reg < 0 ? reinterpret_cast<char*>(s_) : base_[extent] + x.reg * size_[extent];
+    const bool queries = extent & 1;
+    return {data, extent & 2 ? (queries ? state_.width : lanes) : 0, queries ? -1 : 0};
+  }
+
+ private:
+  // Over elements of one type, one vector after the other.
+  template <class T, class F>
+  static void map(Operand to, Operand a, int rows, int columns, const F& f) {
+    for (int j = 0; j < rows; j++) {
+      T *r = to.at<T>(j, 0), *x = a.at<T>(j, 0);
+      for (int i = 0; i < columns; i += lanes)
+        for (int v = 0; v < lanes; v += kLanes<T>) store(r + i + v, f(load(x + (i & a.lane) + v)));
+    }
+  }
+  template <class T, class F>
+  static void map(Operand to, Operand a, Operand b, int rows, int columns, const F& f) {
+    for (int j = 0; j < rows; j++) {
+      T *r = to.at<T>(j, 0), *x = a.at<T>(j, 0), *y = b.at<T>(j, 0);
+      for (int i = 0; i < columns; i += lanes)
+        for (int v = 0; v < lanes; v += kLanes<T>)
+          store(r + i + v, f(load(x + (i & a.lane) + v), load(y + (i & b.lane) + v)));
+    }
+  }
+  // From elements of one type to another: f(to, from) for each vector of the wider type W.
+  template <class To, class From, class W, class F>
+  static void turn(Operand to, Operand a, int rows, int columns, const F& f) {
+    for (int j = 0; j < rows; j++)
+      for (int i = 0; i < columns; i += lanes)
+        for (int v = 0; v < lanes; v += kLanes<W>) f(to.at<To>(j, 0) + i + v, a.at<From>(j, i) + v);
+  }
+  template <class T, class F>
+  static void compare(Operand to, Operand a, Operand b, int rows, int columns, const F& f) {
+    using Same = SameSize<T>;
+    for (int j = 0; j < rows; j++)
+      for (int i = 0; i < columns; i += lanes)
+        for (int v = 0; v < lanes; v += kLanes<T>)
+          store_truth<Same>(to.at<Truth>(j, 0) + i + v, f(load(a.at<T>(j, i) + v), load(b.at<T>(j, i) + v)));
+  }
+  template <class T>
+  static void choose(Operand to, Operand c, Operand a, Operand b, int rows, int columns) {
+    using Same = SameSize<T>;
+    for (int j = 0; j < rows; j++)
+      for (int i = 0; i < columns; i += lanes)
+        for (int v = 0; v < lanes; v += kLanes<T>)
+          store(to.at<T>(j, 0) + i + v, truth_as(c.at<Truth>(j, i) + v, Same{}) ? load(a.at<T>(j, i) + v)
+                                                                                : load(b.at<T>(j, i) + v));
+  }
+  template <class T>
+  static void fill(Operand to, T value) {
+    for (int v = 0; v < lanes; v++) to.at<T>(0, 0)[v] = value;
+  }
+
+  void run(int extent, int rows) const {
+    const int columns = extent & 1 ? state_.width : lanes;
+    if (extent == whole_tile || extent == per_query) rows = 1;
+    for (int at = p_.begin[extent]; at < p_.begin[extent + 1]; at++) {
+      if constexpr (sizeof(C) == 8) {
+        compute<i64>(at, rows, columns);
+      } else if (p_.wide) {
+        compute<i64>(at, rows, columns);
+      } else {
+        compute<i32>(at, rows, columns);
+      }
+    }
+  }
+
+  template <class I>
+  TW_NOINLINE void compute(int at, int rows, int columns) const {
+    const ExprValue& x = p_.values[at];
+    const Operand to = operand(at);
+    if (x.op == ExprOp::load) return gather<I>(x, to, rows, columns);
+    if (x.count == 0) return leaf<I>(x, to, rows, columns);
+    const Operand a = operand(x.arg[0]), b = operand(x.arg[x.count > 1 ? 1 : 0]);
+    if (x.op == ExprOp::where) {
+      const Operand c = operand(x.arg[2]);
+      if (x.kind == ExprKind::real) return choose<C>(to, a, b, c, rows, columns);
+      if (x.kind == ExprKind::boolean) return choose<Truth>(to, a, b, c, rows, columns);
+      return choose<I>(to, a, b, c, rows, columns);
+    }
+    switch (x.arg_kind) {
+      case ExprKind::boolean:
+        return of_booleans<I>(x, to, a, b, rows, columns);
+      case ExprKind::integer:
+        return of_integers<I>(x, to, a, b, rows, columns);
+      case ExprKind::real:
+        if (x.count > 1) return of_two_reals(x, to, a, b, rows, columns);
+        return of_real<I>(x, to, a, rows, columns);
+    }
+  }
+
+  template <class I>
+  void leaf(const ExprValue& x, Operand to, int rows, int columns) const {
+    switch (x.op) {
+      case ExprOp::score:
+        return;
+      case ExprOp::query:
+        // Lanes behind the last query repeat it: no value is out of what was proved.
+        for (int i = 0; i < columns; i++)
+          to.at<I>(0, 0)[i] = static_cast<I>(min(state_.m0 + i, state_.m0 + state_.rows - 1));
+        return;
+      case ExprOp::key:
+        for (int j = 0; j < rows; j++)
+          for (int v = 0; v < lanes; v++) to.at<I>(j, 0)[v] = static_cast<I>(n0_ + j);
+        return;
+      case ExprOp::batch:
+        return fill(to, static_cast<I>(state_.b));
+      case ExprOp::head:
+        return fill(to, static_cast<I>(state_.h));
+      case ExprOp::queries:
+        return fill(to, static_cast<I>(state_.queries));
+      case ExprOp::keys:
+        return fill(to, static_cast<I>(state_.keys));
+      default:
+        if (x.kind == ExprKind::real) return fill(to, static_cast<C>(x.real));
+        if (x.kind == ExprKind::integer) return fill(to, static_cast<I>(x.integer));
+        return fill(to, static_cast<Truth>(-x.integer));
+    }
+  }
+
+  template <class I>
+  void of_booleans(const ExprValue& x, Operand to, Operand a, Operand b, int rows, int columns) const {
+    using V = Vec<Truth>;
+    switch (x.op) {
+      case ExprOp::all:
+        return map<Truth>(to, a, b, rows, columns, [](V p, V q) { return p & q; });
+      case ExprOp::any:
+        return map<Truth>(to, a, b, rows, columns, [](V p, V q) { return p | q; });
+      case ExprOp::differ:
+      case ExprOp::ne:
+        return map<Truth>(to, a, b, rows, columns, [](V p, V q) { return p ^ q; });
+      case ExprOp::eq:
+        return map<Truth>(to, a, b, rows, columns, [](V p, V q) { return ~(p ^ q); });
+      case ExprOp::negate:
+        return map<Truth>(to, a, rows, columns, [](V p) { return ~p; });
+      case ExprOp::to_float:
+        return turn<C, Truth, C>(to, a, rows, columns, [](C* r, const Truth* p) {
+          store(r, __builtin_convertvector(-load(p), Vec<C>));
+        });
+      default:  // to_int
+        return turn<I, Truth, I>(to, a, rows, columns, [](I* r, const Truth* p) { store(r, -truth_as(p, I{})); });
+    }
+  }
+
+  template <class I>
+  void of_integers(const ExprValue& x, Operand to, Operand a, Operand b, int rows, int columns) const {
+    using V = Vec<I>;
+    using N = std::conditional_t<sizeof(I) == 4, u32, u64>;  // whose overflow wraps
+    using U = Vec<N>;
+    constexpr I top = 8 * sizeof(I) - 1;
+    const I by = static_cast<I>(x.integer);
+    switch (x.op) {
+      case ExprOp::add:
+        return map<I>(to, a, b, rows, columns, [](V p, V q) { return (V)((U)p + (U)q); });
+      case ExprOp::sub:
+        return map<I>(to, a, b, rows, columns, [](V p, V q) { return (V)((U)p - (U)q); });
+      case ExprOp::mul:
+        return map<I>(to, a, b, rows, columns, [](V p, V q) { return (V)((U)p * (U)q); });
+      case ExprOp::floordiv:
+        return map<I>(to, a, b, rows, columns, [](V p, V q) { return floor_divide(p, q); });
+      case ExprOp::mod:
+        return map<I>(to, a, b, rows, columns,
+                      [](V p, V q) { return (V)((U)p - (U)floor_divide(p, q) * (U)q); });
+      case ExprOp::min:
+        return map<I>(to, a, b, rows, columns, [](V p, V q) { return p < q ? p : q; });
+      case ExprOp::max:
+        return map<I>(to, a, b, rows, columns, [](V p, V q) { return p > q ? p : q; });
+      case ExprOp::neg:
+        return map<I>(to, a, rows, columns, [](V p) { return (V)(U{} - (U)p); });
+      case ExprOp::abs:
+        return map<I>(to, a, rows, columns, [](V p) { return p < 0 ? (V)(U{} - (U)p) : p; });
+      case ExprOp::sign:
+        return map<I>(to, a, rows, columns, [](V p) { return (V)(p < 0) - (V)(p > 0); });
+      case ExprOp::shl:
+        return map<I>(to, a, b, rows, columns, [](V p, V q) { return (V)((U)p << ((U)q & static_cast<N>(top))); });
+      case ExprOp::shr:
+        return map<I>(to, a, b, rows, columns, [](V p, V q) { return p >> (((U)q > static_cast<N>(top)) ? set<I>(top) : q); });
+      case ExprOp::shr_by:
+        return map<I>(to, a, rows, columns, [=](V p) { return p >> (by < top ? by : top); });
+      case ExprOp::bits_of:
+        return map<I>(to, a, rows, columns, [=](V p) { return p & by; });
+      case ExprOp::all:
+        return map<I>(to, a, b, rows, columns, [](V p, V q) { return p & q; });
+      case ExprOp::any:
+        return map<I>(to, a, b, rows, columns, [](V p, V q) { return p | q; });
+      case ExprOp::differ:
+        return map<I>(to, a, b, rows, columns, [](V p, V q) { return p ^ q; });
+      case ExprOp::negate:
+        return map<I>(to, a, rows, columns, [](V p) { return ~p; });
+      case ExprOp::lt:
+        return compare<I>(to, a, b, rows, columns, [](V p, V q) { return p < q; });
+      case ExprOp::le:
+        return compare<I>(to, a, b, rows, columns, [](V p, V q) { return p <= q; });
+      case ExprOp::eq:
+        return compare<I>(to, a, b, rows, columns, [](V p, V q) { return p == q; });
+      case ExprOp::ne:
+        return compare<I>(to, a, b, rows, columns, [](V p, V q) { return p != q; });
+      case ExprOp::to_float:
+        return turn<C, I, I>(to, a, rows, columns, [](C* r, const I* p) { store_converted(r, load(p)); });
+      default:  // to_int
+        return map<I>(to, a, rows, columns, [](V p) { return p; });
+    }
+  }
+
+  void of_two_reals(const ExprValue& x, Operand to, Operand a, Operand b, int rows, int columns) const {
+    using V = Vec<C>;
+    switch (x.op) {
+      case ExprOp::add:
+        return map<C>(to, a, b, rows, columns, [](V p, V q) { return p + q; });
+      case ExprOp::sub:
+        return map<C>(to, a, b, rows, columns, [](V p, V q) { return p - q; });
+      case ExprOp::mul:
+        return map<C>(to, a, b, rows, columns, [](V p, V q) { return p * q; });
+      case ExprOp::div:
+        return map<C>(to, a, b, rows, columns, [](V p, V q) { return p / q; });
+      case ExprOp::floordiv:
+        return map<C>(to, a, b, rows, columns, [](V p, V q) {
+          return each_lane<C>(p, q, [](C y, C z) { return floor_divided<C>(y, z); });
+        });
+      case ExprOp::mod:
+        return map<C>(to, a, b, rows, columns, [](V p, V q) {
+          return each_lane<C>(p, q, [](C y, C z) { return remainder_of(y, z); });
+        });
+      case ExprOp::pow:
+        return map<C>(to, a, b, rows, columns, [](V p, V q) {
+          return each_lane<C>(p, q, [](C y, C z) { return power_of(y, z); });
+        });
+      case ExprOp::min:
+        return map<C>(to, a, b, rows, columns, [](V p, V q) { return least(p, q, C{}); });
+      case ExprOp::max:
+        return map<C>(to, a, b, rows, columns, [](V p, V q) { return largest(p, q, C{}); });
+      case ExprOp::lt:
+        return compare<C>(to, a, b, rows, columns, [](V p, V q) { return p < q; });
+      case ExprOp::le:
+        return compare<C>(to, a, b, rows, columns, [](V p, V q) { return p <= q; });
+      case ExprOp::eq:
+        return compare<C>(to, a, b, rows, columns, [](V p, V q) { return p == q; });
+      default:  // ne
+        return compare<C>(to, a, b, rows, columns, [](V p, V q) { return p != q; });
+    }
+  }
+
+  template <class I>
+  void of_real(const ExprValue& x, Operand to, Operand a, int rows, int columns) const {
+    using V = Vec<C>;
+    switch (x.op) {
+      case ExprOp::neg:
+        return map<C>(to, a, rows, columns, [](V p) { return opposite(p, C{}); });
+      case ExprOp::abs:
+        return map<C>(to, a, rows, columns, [](V p) { return magnitude(p, C{}); });
+      case ExprOp::sign:
+        return map<C>(to, a, rows, columns, [](V p) { return sign_of(p, C{}); });
+      case ExprOp::exp:
+        return map<C>(to, a, rows, columns, [](V p) { return exp_full(p, C{}); });
+      case ExprOp::exp2:
+        return map<C>(to, a, rows, columns, [](V p) { return exp2_full(p, C{}); });
+      case ExprOp::log:
+        return map<C>(to, a, rows, columns, [](V p) { return log_full(p, C{}); });
+      case ExprOp::log2:
+        return map<C>(to, a, rows, columns, [](V p) { return log2_full(p, C{}); });
+      case ExprOp::tanh:
+        return map<C>(to, a, rows, columns, [](V p) { return tanh_of(p, C{}); });
+      case ExprOp::sigmoid:
+        return map<C>(to, a, rows, columns, [](V p) { return sigmoid(p, C{}); });
+      case ExprOp::sqrt:
+        return map<C>(to, a, rows, columns, [](V p) { return square_root(p); });
+      case ExprOp::rsqrt:
+        return map<C>(to, a, rows, columns, [](V p) { return static_cast<C>(1) / square_root(p); });
+      case ExprOp::sin:
+        return map<C>(to, a, rows, columns, [](V p) { return sin_or_cos<false>(p); });
+      case ExprOp::cos:
+        return map<C>(to, a, rows, columns, [](V p) { return sin_or_cos<true>(p); });
+      case ExprOp::floor:
+        return map<C>(to, a, rows, columns, [](V p) { return round_to<Toward::down>(p, C{}); });
+      case ExprOp::ceil:
+        return map<C>(to, a, rows, columns, [](V p) { return round_to<Toward::up>(p, C{}); });
+      case ExprOp::round:
+        return map<C>(to, a, rows, columns, [](V p) { return round_to<Toward::nearest>(p, C{}); });
+      case ExprOp::trunc:
+        return map<C>(to, a, rows, columns, [](V p) { return round_to<Toward::zero>(p, C{}); });
+      case ExprOp::to_int:
+        return turn<I, C, I>(to, a, rows, columns, [](I* r, const C* p) { store(r, to_integers(p, I{})); });
+      default:  // to_float
+        return map<C>(to, a, rows, columns, [](V p) { return p; });
+    }
+  }
+
+ public:
+  // Where the elements of a tensor lie that a load reads: offsets by `stride`, every index moved into its dimension.
+  template <class I>
+  class Places {
+   public:
+    Places(const ExprRun& run, const ExprValue& x, const i64* stride) : stride_(stride), count_(x.count) {
+      const ExprTensor& t = run.p_.tensors[x.slot];
+      extent_ = 0;
+      bool queries = false;
+      for (int d = 0; d < count_; d++) {
+        last_[d] = t.size[d] - 1;
+        index_[d] = run.operand(x.arg[d]);
+        kind_[d] = run.p_.values[x.arg[d]].extent;
+        extent_ |= kind_[d];
+        if (kind_[d] == whole_tile) base_ += moved(index_[d].at<I>(0, 0)[0], d);
+        queries |= kind_[d] == per_query;
+      }
+      by_query_ = queries;
+      if (!queries) return;
+      for (int i = 0; i < run.state_.width; i += kLanes<I>) {
+        Vec<I> sum{};
+        for (int d = 0; d < count_; d++)
+          if (kind_[d] == per_query) sum += moved(load(index_[d].at<I>(0, i)), d);
+        store(queries_ + i, sum);
+      }
+    }
+    int extent() const { return extent_; }
+    // What the tile and key j contribute.
+    i64 row(int j) const {
+      i64 at = base_;
+      for (int d = 0; d < count_; d++)
+        if (kind_[d] == per_key) at += moved(index_[d].at<I>(j, 0)[0], d);
+      return at;
+    }
+    // Of the lanes from i on, kLanes<I> of them.
+    Vec<I> vector(i64 row, int j, int i) const {
+      Vec<I> at = set(static_cast<I>(row));
+      if (by_query_) at += load(queries_ + i);
+      for (int d = 0; d < count_; d++)
+        if (kind_[d] == per_pair) at += moved(load(index_[d].at<I>(j, i)), d);
+      return at;
+    }
+
+   private:
+    i64 moved(I index, int d) const { return max(0, min(index, last_[d])) * stride_[d]; }
+    Vec<I> moved(Vec<I> index, int d) const {
+      const Vec<I> none{}, last = set(static_cast<I>(last_[d]));
+      index = index > last ? last : index;
+      return (index < none ? none : index) * static_cast<I>(stride_[d]);
+    }
+    const i64* stride_;
+    int count_, extent_;
+    bool by_query_;
+    i64 base_ = 0, last_[kMaxRank];
+    int kind_[kMaxRank];
+    Operand index_[kMaxRank];
+    alignas(kVectorBytes) I queries_[kTileQueries];
+  };
+
+ private:
+  static C element(const C* data, i64 at, C) { return data[at]; }
+  template <class I>
+  static I element(const i64* data, i64 at, I) {
+    return static_cast<I>(data[at]);
+  }
+  static Truth element(const unsigned char* data, i64 at, Truth) { return data[at] ? -1 : 0; }
+
+  // The elements at `at`; neighbours are read as they lie.
+  template <class T, class I, class From>
+  static void pick(T* to, const From* data, Vec<I> at) {
+    const i64 first = at[0];
+    const Vec<I> row = lane_numbers<I>() + static_cast<I>(first);
+    if (bits_of_mask<I>(at == row) == kAllLanes<I>) {
+      for (int i = 0; i < kLanes<I>; i++) to[i] = element(data, first + i, T{});
+      return;
+    }
+#if TILEWISE_VECTOR_BYTES == 64
+    if constexpr (sizeof(T) == 4 && sizeof(From) == 4 && sizeof(I) == 4) {
+      const __m512 picked = _mm512_i32gather_ps((__m512i)at, reinterpret_cast<const float*>(data), 4);
+      std::memcpy(to, &picked, sizeof picked);
+      return;
+    }
+#endif
+    for (int i = 0; i < kLanes<I>; i++) to[i] = element(data, at[i], T{});
+  }
+
+  template <class I>
+  void gather(const ExprValue& x, Operand to, int rows, int columns) const {
+    const ExprTensor& t = p_.tensors[x.slot];
+    switch (x.kind) {
+      case ExprKind::real:
+        return gather<I, C>(x, to, rows, columns, static_cast<const C*>(t.data));
+      case ExprKind::integer:
+        return gather<I, I>(x, to, rows, columns, static_cast<const i64*>(t.data));
+      case ExprKind::boolean:
+        return gather<I, Truth>(x, to, rows, columns, static_cast<const unsigned char*>(t.data));
+    }
+  }
+  template <class I, class T, class From>
+  void gather(const ExprValue& x, Operand to, int rows, int columns, const From* data) const {
+    const ExprTensor& t = p_.tensors[x.slot];
+    bool none = false;
+    for (int d = 0; d < t.rank; d++) none |= t.size[d] == 0;
+    if (none) {
+      for (int j = 0; j < rows; j++)
+        for (int i = 0; i < columns; i++) to.at<T>(j, 0)[i] = T{};
+      return;
+    }
+    const Places<I> places(*this, x, t.stride);
+    for (int j = 0; j < rows; j++) {
+      T* r = to.at<T>(j, 0);
+      const i64 row = places.row(j);
+      if (!(x.extent & 1)) {
+        const T value = element(data, row, T{});
+        for (int v = 0; v < lanes; v++) r[v] = value;
+        continue;
+      }
+      for (int i = 0; i < columns; i += kLanes<I>) pick<T, I>(r + i, data, places.vector(row, j, i));
+    }
+  }
+
+  const ExprProgram& p_;
+  State& state_;
+  char* base_[4];
+  i64 size_[4];
+  C* s_;
+  i64 n0_;
+};
+
+}  // namespace tilewise::TILEWISE_ISA

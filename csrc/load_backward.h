@@ -1,0 +1,176 @@
+// The gradients of what the expression of the score chain loads: for every pair dS (after the expression) times the
+// derivative by the load, added to the element that was read. Tiles are dealt out to fixed chunks; each adds in a fixed
+// order to sums of its own, in double, which are then added in order of the chunks: no bit depends on threads.
+#pragma once
+
+#include "tile_gradients.h"
+
+namespace tilewise::TILEWISE_ISA {
+
+constexpr i64 kMostLoadChunks = 16;
+constexpr i64 kLoadSums = i64{1} << 23;  // numbers that all chunks together may keep, if they are more than one
+
+template <class Mode>
+class LoadKernel {
+  using Acc = typename Mode::Acc;
+  using Word = typename Mode::Word;
+  using Tiles = TileGradients<Mode>;
+  using Run = ExprRun<Acc>;
+  static constexpr int lanes = kLanes<Acc>;
+
+ public:
+  explicit LoadKernel(const LoadBackward& f) : f_(f), program_(*f.loads), tiles_(f) {}
+
+  bool run() {
+    const QueryTasks tasks(f_, kTileQueries);
+    if (tasks.count() < 0) return false;
+    i64 first[kMaxLoads + 1] = {};  // of each tensor among a chunk's sums
+    for (int t = 0; t < f_.tensors; t++) first[t + 1] = first[t] + f_.size[t];
+    const i64 size = first[f_.tensors];
+    if (size == 0) return true;
+    const i64 chunks = max(1, min(min(kMostLoadChunks, kLoadSums / size), tasks.count()));
+    double* sums = static_cast<double*>(std::calloc(static_cast<std::size_t>(chunks * size), sizeof(double)));
+    if (sums == nullptr) return false;
+    std::size_t bytes;
+    Memory(f_, nullptr, &bytes);
+    const bool done = for_tasks(f_.threads, chunks, bytes, [&](i64 chunk, void* base) {
+      Memory memory(f_, base);
+      for (int t = 0; t < f_.tensors; t++) memory.sums[t] = sums + chunk * size + first[t];
+      for (i64 task = chunk; task < tasks.count(); task += chunks) {
+        i64 b, h, tile;
+        tasks.locate(task, b, h, tile);
+        query_tile(b, h, tile, memory);
+      }
+    });
+    if (done)
+      for (int t = 0; t < f_.tensors; t++) add_chunks(sums + first[t], size, chunks, f_.size[t], f_.grad[t]);
+    std::free(sums);
+    return done;
+  }
+
+ private:
+  struct Memory {
+    typename Tiles::Memory tile;
+    Word *keys, *values;
+    Acc *raw, *share;
+    double* sums[kMaxLoads] = {};
+    Memory(const Backward& f, void* base, std::size_t* bytes = nullptr) : Memory(f, Carver(base), bytes) {}
+
+   private:
+    Memory(const Backward& f, Carver carve, std::size_t* bytes) : tile(f, carve) {
+      keys = carve.take<Word>(kRoomKeys * static_cast<i64>(f.head_dim));
+      values = carve.take<Word>(kRoomKeys * static_cast<i64>(f.value_dim));
+      raw = carve.take<Acc>(kRoomKeys * kTileQueries);
+      share = carve.take<Acc>(kSubKeys * kTileQueries);
+      if (bytes) *bytes = carve.used();
+    }
+  };
+
+  static void add_chunks(const double* sums, i64 stride, i64 chunks, i64 size, double* to) {
+    for (i64 x = 0; x < size; x++) {
+      double sum = sums[x];
+      for (i64 c = 1; c < chunks; c++) sum += sums[c * stride + x];
+      to[x] = sum;
+    }
+  }
+
+  void query_tile(i64 b, i64 h, i64 tile, Memory& memory) const {
+    const Sequence seq = sequence(f_, b);
+    const i64 m0 = tile * kTileQueries, kv_head = h / (f_.heads / f_.kv_heads);
+    const int rows = static_cast<int>(min(kTileQueries, seq.queries - m0));
+    const Mask mask(f_, b, h, seq.queries, seq.keys, memory.tile.expr);
+    const ScoreChain<Acc> chain(f_, b, h, seq.queries, seq.keys, memory.tile.expr);
+    Run run(program_, memory.tile.expr);
+    run.open(b, h, seq.queries, seq.keys);
+    const KeyBlocks blocks(mask.key_limit());
+    bool opened = false;
+    for (i64 x = 0; x < blocks.count; x++) {
+      MaskedTile masked;
+      masked.bits = memory.tile.bits;
+      if (!masked.resolve(mask, m0, rows, blocks.begin(x), blocks.end(x))) continue;
+      if (!opened) {
+        tiles_.open(seq, h, m0, memory.tile);
+        run.tile(m0, rows);
+      }
+      opened = true;
+      const int count = static_cast<int>(masked.end - masked.begin);
+      const i64 row = seq.key_begin + masked.begin;
+      const Words<Word> keys = Mode::along_depth(Mode::at(f_.k.data, view_at(f_.k, b, kv_head, row)), f_.k.row,
+                                                 f_.k.col, count, f_.head_dim, memory.keys);
+      const Words<Word> values =
+          tiles_.value_words(Mode::at(f_.v.data, view_at(f_.v, b, kv_head, row)), f_.v, count, memory.values);
+      tiles_.template compute<true>(seq, h, masked, keys, values, chain, memory.tile, 1, memory.raw);
+      for (int j = 0; j < count; j += kSubKeys)
+        piece(run, masked, j, static_cast<int>(min(kSubKeys, count - j)), memory);
+    }
+  }
+
+  // Keys masked.begin + j .. + count - 1.
+  void piece(Run& run, const MaskedTile& masked, int j, int count, Memory& memory) const {
+    const int width = memory.tile.tile.width;
+    run.piece(memory.raw + static_cast<i64>(j) * width, masked.begin + j, count);
+    for (int x = 0; x < program_.loads; x++) {
+      share(run.output(x), memory.tile.grads + static_cast<i64>(j) * width, masked.plain ? nullptr : masked.bits + j,
+            count, memory);
+      if constexpr (sizeof(Acc) == 8) {
+        scatter<i64>(run, x, count, memory);
+      } else if (program_.wide) {
+        scatter<i64>(run, x, count, memory);
+      } else {
+        scatter<i32>(run, x, count, memory);
+      }
+    }
+  }
+
+  // dS times the derivative; 0 for pairs that are hidden or not there, whatever the derivative is.
+  void share(Operand derivative, const Acc* ds, const u64* bits, int count, Memory& memory) const {
+    const int width = memory.tile.tile.width, rows = memory.tile.tile.rows;
+    const u64 there = rows == 64 ? ~u64{0} : (u64{1} << rows) - 1;
+    for (int j = 0; j < count; j++) {
+      const u64 seen = bits ? bits[j] & there : there;
+      for (int i = 0; i < width; i += lanes)
+        store(memory.share + j * width + i,
+              keep_where<Acc>(seen >> i, load(ds + j * width + i) * load(derivative.at<Acc>(j, i))));
+    }
+  }
+
+  template <class I>
+  TW_NOINLINE void scatter(const Run& run, int x, int count, Memory& memory) const {
+    const ExprValue& value = program_.load[x];
+    const ExprTensor& tensor = program_.tensors[value.slot];
+    i64 stride[kMaxRank], size = 1;
+    for (int d = tensor.rank; d-- > 0; size *= tensor.size[d]) stride[d] = size;
+    if (size == 0) return;
+    double* sums = memory.sums[f_.tensor[x]];
+    const int width = memory.tile.tile.width, rows = memory.tile.tile.rows;
+    const typename Run::template Places<I> places(run, value, stride);
+    alignas(kVectorBytes) I at[kTileQueries];
+    if (places.extent() == per_query) {
+      for (int i = 0; i < width; i += kLanes<I>) store(at + i, places.vector(places.row(0), 0, i));
+      for (int i = 0; i < rows; i++) {
+        double sum = 0;
+        for (int j = 0; j < count; j++) sum += memory.share[j * width + i];
+        sums[at[i]] += sum;
+      }
+      return;
+    }
+    for (int j = 0; j < count; j++) {
+      const i64 row = places.row(j);
+      const Acc* share = memory.share + j * width;
+      if (!(places.extent() & 1)) {
+        double sum = 0;
+        for (int i = 0; i < rows; i++) sum += share[i];
+        sums[row] += sum;
+        continue;
+      }
+      for (int i = 0; i < width; i += kLanes<I>) store(at + i, places.vector(row, j, i));
+      for (int i = 0; i < rows; i++) sums[at[i]] += share[i];
+    }
+  }
+
+  const LoadBackward& f_;
+  const ExprProgram& program_;
+  Tiles tiles_;
+};
+
+}  // namespace tilewise::TILEWISE_ISA

@@ -89,11 +89,12 @@ def _node_bounds(
         return _converted(op, args[0])
     if op in _LOGIC and not any(isinstance(arg, Interval) for arg in args):
         return _LOGIC[op](*args)
-    if not all(isinstance(arg, Interval) for arg in args):
+    intervals = [arg for arg in args if isinstance(arg, Interval)]
+    if len(intervals) < len(args):
         return None
     if kind == "bool":
-        return _COMPARISONS[op](*args)
-    return _OF_INTS[op](*args) if kind == "int" else OF_FLOATS[op](*args)
+        return _COMPARISONS[op](*intervals)
+    return _OF_INTS[op](*intervals) if kind == "int" else OF_FLOATS[op](*intervals)
 
 
 # Booleans: Kleene's logic.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor
 import tilewise
 from tests.contract import assert_exact, assert_same_bits
 from tests.variants_catalogue import CATALOGUE, Sizes, Variant, plain_attention
-from tilewise.problem import Operands, dense_problem, lower_sinks
+from tilewise.problem import Operands, Problem, dense_problem, lower_sinks
 from tilewise.reference import tiles
 from tilewise.reference.dense import dense
+from tilewise.reference.extended import extended, has_extended_precision
 from tilewise.variants.lower import Extent, lower_mask, lower_score
 from tilewise.variants.values import as_mask, as_score
 
@@ -74,19 +76,21 @@ class Call:
             *plain_attention(*self.qkv, self.made, scale=SCALE, sinks=self.leaves.get("sinks"))
         )
 
+    def keywords(self) -> dict[str, Any]:
+        return {
+            "mask": self.made.mask,
+            "score": self.made.score,
+            "scale": SCALE,
+            "sinks": self.leaves.get("sinks"),
+            "return_lse": True,
+            "backend": "tiled",
+        }
+
     def tiled(self) -> dict[str, Tensor]:
-        out, lse, _ = tilewise.attention(
-            *self.qkv,
-            mask=self.made.mask,
-            score=self.made.score,
-            scale=SCALE,
-            sinks=self.leaves.get("sinks"),
-            return_lse=True,
-            backend="tiled",
-        )
+        out, lse, _ = tilewise.attention(*self.qkv, **self.keywords())
         return self.results(out, lse)
 
-    def dense(self, dtype: torch.dtype) -> dict[str, Tensor]:
+    def asked(self) -> tuple[Problem, Operands]:
         q, k, v = self.qkv
         mask = None if self.made.mask is None else as_mask(self.made.mask)
         score = None if self.made.score is None else as_score(self.made.score)
@@ -108,16 +112,18 @@ class Call:
             mask_tensors = lower_mask(mask.program, mask.captured, extent, q.device, q.dtype)
         if score is not None:
             score_tensors = lower_score(score.program, score.captured, extent, q.dtype, q.device)
-        operands = Operands(q, k, v, mask_tensors, score_tensors, lower_sinks(sinks, q.dtype))
-        result = dense(problem, operands, dtype=dtype)
+        return problem, Operands(q, k, v, mask_tensors, score_tensors, lower_sinks(sinks, q.dtype))
+
+    def dense(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        result = dense(*self.asked(), dtype=dtype)
         return self.results(result.out, result.lse)
 
 
 def assert_all_close(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(
-            got[name], tensor, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        message = f"{name}: {got[name]} and {tensor}"
+        torch.testing.assert_close(got[name], tensor, rtol=1e-9, atol=1e-9, msg=message)
 
 
 each_variant = pytest.mark.parametrize("variant", CATALOGUE, ids=str)
@@ -152,6 +158,27 @@ def test_odd_sizes(variant: Variant, sizes: Sizes) -> None:
     expected = call.plain()
     assert_all_close(call.dense(torch.float64), expected)
     assert_all_close(call.tiled(), expected)
+
+
+@pytest.mark.skipif(not has_extended_precision(), reason="longdouble is float64 here")
+@each_variant
+def test_the_extended_oracle_is_plain_torch(variant: Variant) -> None:
+    """To the precision of float64; and the captured gradients are in it."""
+    call = Call(variant, torch.float64)
+    result = extended(*call.asked(), call.grad_out, call.grad_lse)
+    assert result.grads is not None
+    expected = call.plain()
+    got = {"out": result.out, "lse": result.lse, **dict(zip("qkv", result.grads[:3], strict=True))}
+    if call.made.score is not None:
+        score = as_score(call.made.score)
+        for tensor, grad in zip(score.captured, result.grads.score_tensors, strict=True):
+            names = [name for name, leaf in call.leaves.items() if leaf is tensor]
+            if names:
+                got[names[0]] = grad
+    if result.grads.sinks is not None:
+        got["sinks"] = result.grads.sinks
+    as_doubles = {name: torch.from_numpy(grad.astype("float64")) for name, grad in got.items()}
+    assert_all_close(as_doubles, expected)
 
 
 SINGLE = ("alibi", "t5", "swin", "learned-softcap", "kerple", "forgetting", "power", "everything")
@@ -198,18 +225,8 @@ def test_b_is_the_sequence_of_a_variable_length_call(variant: Variant) -> None:
         name: torch.cat([leaf[i, :, : rows[where]] for i, rows in enumerate(LENGTHS)], dim=1)
         for name, leaf, where in zip("qkv", call.qkv, (0, 1, 1), strict=True)
     }
-    sinks = call.leaves.get("sinks")
-    out, lse, _ = tilewise.attention_varlen(
-        *(packed[name].transpose(0, 1) for name in "qkv"),
-        starts_q,
-        starts_k,
-        mask=call.made.mask,
-        score=call.made.score,
-        scale=SCALE,
-        sinks=sinks,
-        return_lse=True,
-        backend="tiled",
-    )
+    q, k, v = (packed[name].transpose(0, 1) for name in "qkv")
+    out, lse, _ = tilewise.attention_varlen(q, k, v, starts_q, starts_k, **call.keywords())
     q, k, v = call.qkv
     parts = [
         plain_attention(
@@ -218,7 +235,7 @@ def test_b_is_the_sequence_of_a_variable_length_call(variant: Variant) -> None:
             v[i : i + 1, :, :keys],
             call.made,
             scale=SCALE,
-            sinks=sinks,
+            sinks=call.leaves.get("sinks"),
             first_batch=i,
         )
         for i, (rows, keys) in enumerate(LENGTHS)

@@ -13,9 +13,11 @@ import numpy.typing as npt
 from torch import Tensor
 
 from tilewise.problem import Operands, Problem
+from tilewise.reference import extended_expressions
 from tilewise.reference.blocks import Block, Part, parts
 from tilewise.reference.philox import keep_mask
 from tilewise.reference.programs import visible
+from tilewise.variants.program import EXPR
 
 Array = npt.NDArray[np.longdouble]
 
@@ -90,8 +92,12 @@ def extended(
         _packed(totals.q, q_rows, varlen)[...] += grads.q
         _packed(totals.k, k_rows, varlen)[...] += grads.k
         _packed(totals.v, k_rows, varlen)[...] += grads.v
-        for total, grad in zip(totals.score_tensors, grads.score_tensors, strict=True):
-            if total.ndim == 4:
+        loaded = {slot for instr in problem.score if instr.op == EXPR for slot in instr.slots}
+        for slot, grad in enumerate(grads.score_tensors):
+            total = totals.score_tensors[slot]
+            if slot in loaded:
+                total[...] += grad
+            elif total.ndim == 4:
                 entry = slice(part.first_batch, part.first_batch + 1) if varlen else slice(None)
                 first = entry if total.shape[0] > 1 else slice(None)
                 total[first, :, : grad.shape[2], : grad.shape[3]] += grad
@@ -129,9 +135,9 @@ class _Forward:
         self.q = _long(operands.q)
         self.k = np.repeat(_long(operands.k), self.group, axis=1)
         self.v = np.repeat(_long(operands.v), self.group, axis=1)
-        block = part.block(range(problem.queries), range(problem.keys))
+        self.block = part.block(range(problem.queries), range(problem.keys))
         self.saved: list[Array] = []
-        scores = self._scores(block)
+        scores = self._scores(self.block)
         self.sinks = None if operands.sinks is None else _long(operands.sinks)[:, None]
         top = scores.max(axis=-1, initial=-np.inf)
         if self.sinks is not None:
@@ -163,6 +169,9 @@ class _Forward:
                 scores = scores - _long(operands.score_tensors[instr.slots[0]])[
                     :, :, None, None
                 ] * (distance)
+            elif instr.op == EXPR:
+                self.saved.append(scores)
+                scores = extended_expressions.scored(instr, operands.score_tensors, scores, block)
             else:
                 scores = scores + _long(operands.score_tensors[instr.slots[0]])
         seen = visible(problem.mask, operands.mask_tensors, block, operands.q.device)
@@ -196,6 +205,10 @@ class _Forward:
                 ds = ds * (1 - tanh * tanh)
             elif instr.op == "bias":
                 scores[instr.slots[0]] += _sum_to(ds, scores[instr.slots[0]].shape)
+            elif instr.op == EXPR:
+                ds = extended_expressions.gradient(
+                    instr, operands.score_tensors, saved.pop(), ds, self.block, scores
+                )
         ds = ds * self.scale
         sinks = None
         if self.p_sink is not None:

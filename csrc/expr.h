@@ -100,6 +100,25 @@ struct ExprValue {
   double real;
 };
 
+// What a program is run for, which says where compiled code leaves its outputs: a mask's in `bits`, a score and its
+// derivative in the place of the scores and in `gain`, all others in their registers.
+enum class ExprUse : unsigned char { mask, score, loads };
+
+// What compiled code is given for a piece: the registers by extent, of which those of a tile and of its queries are
+// filled; element (j, i) of the scores, of any width in bytes, at j * width + i.
+struct ExprFrame {
+  char* const* registers;
+  const ExprTensor* tensors;
+  void *s, *gain;        // `gain` may be null
+  std::uint64_t* bits;   // of a mask, a word per key
+  i64 n0;
+  int count, width, rows;
+  double scale;          // the scores are yet to be multiplied by it
+  double lowest;
+  bool low;              // told by a score: finite ones below `lowest` are among them
+};
+using ExprCompiled = void (*)(ExprFrame*);
+
 enum ExprExtent : int { whole_tile = 0, per_query = 1, per_key = 2, per_pair = 3 };
 
 // An expression as it is run: the values that the outputs need, first those that hold for a whole tile, then those
@@ -116,6 +135,7 @@ struct ExprProgram {
   bool wide;                  // 64-bit integers
   bool wide_floats;           // float64
   i64 room, bytes;            // where its scratch memory begins, and its size
+  ExprCompiled compiled;      // does the work of all values per key and per pair; null where nothing is compiled
 };
 
 // Ranges of all values over a box. `proof`: what has any value (x // 0, a shift too far, NaN as an integer) may be

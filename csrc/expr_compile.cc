@@ -141,6 +141,14 @@ bool expr_op(const std::string& name, ExprNode& node) {
   return false;
 }
 
+const char* expr_name(ExprOp op) {
+  if (op == ExprOp::shr_by) return "shr_by";
+  if (op == ExprOp::bits_of) return "bits_of";
+  if (op == ExprOp::constant) return "constant";
+  const Row* row = row_of(op);
+  return row ? row->name : "load";
+}
+
 std::string check_nodes(const std::vector<ExprNode>& nodes, std::vector<ExprKind>& kinds) {
   kinds.clear();
   for (const ExprNode& node : nodes) {
@@ -223,6 +231,7 @@ CompiledExpr::CompiledExpr(const std::vector<ExprNode>& nodes, const std::vector
     program_.load[i] = all[static_cast<std::size_t>(loads[i])];
     moved(program_.load[i]);
   }
+  program_.compiled = nullptr;
   program_.values = values_.data();
   program_.tensors = tensors_.data();
   look_at_tensors();

@@ -104,18 +104,20 @@ struct ExprValue {
 // derivative in the place of the scores and in `gain`, all others in their registers.
 enum class ExprUse : unsigned char { mask, score, loads };
 
-// What compiled code is given for a piece: the registers by extent, of which those of a tile and of its queries are
+constexpr int kExprKeys = 256;
+
+// What compiled code is given for some keys of a tile: the registers by extent, of which those of a tile and of its queries are
 // filled; element (j, i) of the scores, of any width in bytes, at j * width + i.
 struct ExprFrame {
   char* const* registers;
   const ExprTensor* tensors;
-  void *s, *gain;        // `gain` may be null
-  std::uint64_t* bits;   // of a mask, a word per key
+  void *s, *gain, *peak;  // of a score; `gain` may be null, `peak` receives the largest score of each query
+  std::uint64_t* bits;    // of a mask, a word per key
   i64 n0;
-  int count, width, rows;
-  double scale;          // the scores are yet to be multiplied by it
+  int count, width, rows;  // at most kExprKeys keys
+  double scale;            // the scores are yet to be multiplied by it
   double lowest;
-  bool low;              // told by a score: finite ones below `lowest` are among them
+  bool low;                // told by a score: some are below `lowest`, and `settle` of score.h is still to be done
 };
 using ExprCompiled = void (*)(ExprFrame*);
 

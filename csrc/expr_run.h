@@ -71,7 +71,7 @@ class ExprRun {
 
   // What compiled code is given for such a piece.
   ExprFrame frame(C* s, i64 n0, int count) const {
-    return {base_, p_.tensors, s, nullptr, nullptr, n0, count, state_.width, state_.rows, 1, 0, false};
+    return {base_, p_.tensors, s, nullptr, nullptr, nullptr, n0, count, state_.width, state_.rows, 1, 0, false};
   }
 
   int width() const { return state_.width; }

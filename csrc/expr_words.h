@@ -34,14 +34,14 @@ TW_INLINE void read(const ExprFrame& f, int extent, int reg, int at, Reals& to) 
 TW_INLINE void read(const ExprFrame& f, int extent, int reg, int at, Wholes& to) {
   for (int p = 0; p < kParts; p++) to.part[p] = load(held<Whole>(f, extent, reg, at) + p * kLanes<Whole>);
 }
+TW_INLINE void read(const ExprFrame& f, int extent, int reg, int at, Truths& to) {
+  to = load(held<Truth>(f, extent, reg, at));
+}
 template <class T>
 TW_INLINE T read(const ExprFrame& f, int extent, int reg, int at) {
   T to;
   read(f, extent, reg, at, to);
   return to;
-}
-TW_INLINE Truths read_truths(const ExprFrame& f, int extent, int reg, int at) {
-  return load(held<Truth>(f, extent, reg, at));
 }
 TW_INLINE void write(const ExprFrame& f, int extent, int reg, int at, Reals x) {
   store(held<Real>(f, extent, reg, at), x);
@@ -57,6 +57,10 @@ TW_INLINE Wholes wholes(i64 x) {
   return r;
 }
 TW_INLINE Truths truths(bool x) { return set(static_cast<Truth>(-static_cast<int>(x))); }
+
+TW_INLINE Real first(Reals x) { return x[0]; }
+TW_INLINE Truth first(Truths x) { return x[0]; }
+TW_INLINE Whole first(const Wholes& x) { return x.part[0][0]; }
 
 template <class F>
 TW_INLINE Wholes each(const Wholes& a, const F& f) {
@@ -113,8 +117,8 @@ TW_INLINE Source<From> source(const ExprTensor& t) {
 }
 // How far an index goes, moved into its dimension.
 template <class From>
-TW_INLINE i64 moved_first(const Source<From>& s, int d, const Wholes& index) {
-  return max(0, min(index.part[0][0], s.last[d])) * s.stride[d];
+TW_INLINE i64 moved_first(const Source<From>& s, int d, Whole index) {
+  return max(0, min(index, s.last[d])) * s.stride[d];
 }
 template <class From>
 TW_INLINE Wholes moved(const Source<From>& s, int d, const Wholes& index) {
@@ -272,6 +276,22 @@ TW_INLINE Reals op_add(Reals a, Reals b) { return a + b; }
 TW_INLINE Reals op_sub(Reals a, Reals b) { return a - b; }
 TW_INLINE Reals op_mul(Reals a, Reals b) { return rounded(a * b, Real{}); }
 TW_INLINE Reals op_div(Reals a, Reals b) { return a / b; }
+// By a constant: by way of its inverse, and of what that leaves over. Infinite quotients leave NaN over.
+TW_INLINE Reals op_div_by(Reals a, double b) {
+#if defined(__FMA__) || defined(__aarch64__)
+  const Reals by = reals(b), inverse = set(static_cast<Real>(1) / static_cast<Real>(b));
+  const Reals q = rounded(a * inverse, Real{});
+  const Reals exact = fused(fused(-q, by, a), inverse, q);
+  return exact != exact ? q : exact;
+#else
+  return a / reals(b);
+#endif
+}
+// Of a score that is yet to be scaled.
+TW_INLINE Reals op_scaled_add(Reals s, Reals scale, Reals x) { return fused(s, scale, x); }
+TW_INLINE Reals op_scaled_sub(Reals s, Reals scale, Reals x) { return fused(s, scale, -x); }
+TW_INLINE Reals op_scaled_add_from(Reals s, Reals scale, Reals x) { return fused(s, scale, x); }
+TW_INLINE Reals op_scaled_sub_from(Reals s, Reals scale, Reals x) { return fused(-s, scale, x); }
 TW_INLINE Reals op_floordiv(Reals a, Reals b) {
   return each_lane<Real>(a, b, [](Real p, Real q) { return floor_divided<Real>(p, q); });
 }
@@ -313,23 +333,51 @@ TW_INLINE Reals op_to_float(const Wholes& a) {
   return r;
 }
 
-// ---- results
+// ---- scores
 
-// Lanes without a query hold no score.
-TW_INLINE Reals there(Reals x, int i, int rows) {
-  if (i + kStep <= rows) return x;
-  return keep_where<Real>(i < rows ? (u64{1} << (rows - i)) - 1 : 0, x);
-}
-// One bit per lane of finite scores below `lowest`.
-TW_INLINE u64 too_low(Reals x, Real lowest) {
-  const Real none = -static_cast<Real>(__builtin_inf());
-#if TILEWISE_VECTOR_BYTES == 64
-  if constexpr (sizeof(Real) == 4) {
-    const __mmask16 low = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(lowest), _CMP_LT_OQ);
-    return _mm512_mask_cmp_ps_mask(low, (__m512)x, _mm512_set1_ps(none), _CMP_GT_OQ);
+// The scores of some columns on their way out.
+template <int kV>
+struct Score {
+  Real *scores, *gain, *peak;
+  int from, rows;
+  Reals lowest, top[kV], least[kV];
+
+  __attribute__((always_inline)) Score(const ExprFrame& f, int first)
+      : scores(static_cast<Real*>(f.s)),
+        gain(static_cast<Real*>(f.gain)),
+        peak(static_cast<Real*>(f.peak)),
+        from(first),
+        rows(f.rows),
+        lowest(reals(f.lowest)) {
+    for (int v = 0; v < kV; v++) top[v] = reals(-__builtin_inf()), least[v] = reals(0);
   }
-#endif
-  return bits_of_mask<Truth>((x < lowest) & (x > none));
-}
+  // Lanes without a query hold no score.
+  __attribute__((always_inline)) Reals there(int v, Reals x) const {
+    const int i = from + v * kStep;
+    if (i + kStep <= rows) return x;
+    return keep_where<Real>(i < rows ? (u64{1} << (rows - i)) - 1 : 0, x);
+  }
+  __attribute__((always_inline)) void put(int v, int at, Reals x) {
+    x = there(v, x);
+    store(scores + at, x);
+    top[v] = vmax(x, top[v]);
+    least[v] = x < least[v] ? x : least[v];
+  }
+  // Where -inf is a score like others.
+  __attribute__((always_inline)) void put_hiding(int v, int at, Reals x) {
+    x = there(v, x);
+    store(scores + at, x);
+    top[v] = vmax(x, top[v]);
+    const Reals finite = x == reals(-__builtin_inf()) ? reals(0) : x;
+    least[v] = finite < least[v] ? finite : least[v];
+  }
+  __attribute__((always_inline)) void put_gain(int v, int at, Reals x) const { store(gain + at, there(v, x)); }
+  __attribute__((always_inline)) void close(ExprFrame& f) const {
+    for (int v = 0; v < kV; v++) {
+      store(peak + from + v * kStep, top[v]);
+      f.low |= bits_of_mask<Truth>(least[v] < lowest) != 0;
+    }
+  }
+};
 
 }  // namespace tilewise::TILEWISE_ISA

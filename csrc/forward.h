@@ -171,8 +171,10 @@ class ForwardKernel {
     Acc* s = memory.scores;
     Product::template run<AOrder::row_major, Into::overwrite, true>(
         keys, key_stride, tile.q, width, count, Mode::words(f_.head_dim), width, s, width, nullptr, memory.peak);
-    if (units_.chain) chain.apply(s, width, tile.first, tile.rows, masked.begin, count, {nullptr, 0, tile.deepest});
-    if (units_.chain || !masked.plain)
+    const bool peaked =
+        !units_.chain || chain.apply(s, width, tile.first, tile.rows, masked.begin, count,
+                                     {nullptr, 0, tile.deepest, nullptr, memory.peak});
+    if (!peaked || !masked.plain)
       mask_and_peak(s, width, count, masked.plain ? nullptr : masked.bits, memory.peak);
     const u64* kept = nullptr;
     if (f_.dropout > 0) {

@@ -6,6 +6,7 @@
 #include "mask.h"
 #include "elementary.h"
 #include "pack.h"
+#include "schedule.h"
 
 namespace tilewise::TILEWISE_ISA {
 
@@ -56,24 +57,28 @@ class ScoreChain {
 
   // What a pass wants besides the scores. `gain` receives d(final score) / d(score after step `from` - 1), from 0:
   // d / d(scale * q.k). `deepest` collects, per query, the largest score that a bias below kLowestBias made.
-  // `raw` receives scale * q.k.
+  // `raw` receives scale * q.k, `peak` the largest final score of each query where that is told (see apply).
   struct Extras {
     C* gain = nullptr;
     int from = 0;
     C* deepest = nullptr;
     C* raw = nullptr;
+    C* peak = nullptr;
   };
 
   // Scores in place: s[j * width + i] for queries m0 + i, keys n0 + j; on entry q.k, on return the final score.
-  TW_NOINLINE void apply(C* s, int width, i64 m0, int rows, i64 n0, int count, const Extras& extras) const {
+  // True if the peak was told.
+  TW_NOINLINE bool apply(C* s, int width, i64 m0, int rows, i64 n0, int count, const Extras& extras) const {
     constexpr int lanes = kLanes<C>;
+    const bool done = length_ > 0 && compiled(code_[0], extras);
+    const bool peaked = done && expr(code_[0], s, width, m0, rows, n0, count, extras, scale_);
+    if (done && length_ == 1) return peaked;
     for (int j = 0; j < count; j += kSubKeys) {
       const int piece = static_cast<int>(min(kSubKeys, count - j));
       C* rows_s = s + static_cast<i64>(j) * width;
       C* rows_gain = extras.gain ? extras.gain + static_cast<i64>(j) * width : nullptr;
       const int size = piece * width;
-      if (length_ > 0 && compiled(code_[0], extras)) {
-        expr(code_[0], rows_s, width, m0, rows, n0 + j, piece, rows_gain, extras.deepest, scale_);
+      if (done) {
         steps(1, rows_s, rows_gain, width, m0, rows, n0 + j, piece, extras);
         continue;
       }
@@ -83,6 +88,7 @@ class ScoreChain {
       if (extras.raw) std::memcpy(extras.raw + (rows_s - s), rows_s, static_cast<std::size_t>(size) * sizeof(C));
       steps(0, rows_s, rows_gain, width, m0, rows, n0 + j, piece, extras);
     }
+    return false;
   }
 
  private:
@@ -107,7 +113,7 @@ class ScoreChain {
           bias(x, s, width, m0, rows, n0, count, extras.deepest);
           break;
         case ScoreOp::expr:
-          expr(x, s, width, m0, rows, n0, count, extras.from == 0 ? gain : nullptr, extras.deepest, 1);
+          expr(x, s, width, m0, rows, n0, count, {extras.from == 0 ? gain : nullptr, 0, extras.deepest}, 1);
           break;
       }
     }
@@ -164,23 +170,30 @@ class ScoreChain {
     }
   }
 
-  // `scale`: what the scores are yet to be multiplied by, where the expression is compiled.
-  void expr(const ScoreInstr& x, C* s, int width, i64 m0, int rows, i64 n0, int count, C* gain, C* deepest,
+  // `scale`: what the scores are yet to be multiplied by, where the expression is compiled. More keys than a piece has
+  // only then. True if the peak was told.
+  bool expr(const ScoreInstr& x, C* s, int width, i64 m0, int rows, i64 n0, int count, const Extras& extras,
             C scale) const {
+    static_assert(kRoomKeys <= kExprKeys);
+    C* gain = extras.gain;
     const ExprProgram& program = gain ? *x.slope : *x.value;
     ExprRun<C> run(program, room_);
     run.tile(m0, rows);
     if (program.compiled == nullptr) {
       run.piece(s, n0, count);
-      return settle(run.output(0), run.output(gain ? 1 : 0), s, width, rows, count, gain, deepest);
+      settle(run.output(0), run.output(gain ? 1 : 0), s, width, rows, count, gain, extras.deepest);
+      return false;
     }
+    alignas(kVectorBytes) C peak[kTileQueries];
     ExprFrame frame = run.frame(s, n0, count);
     frame.gain = gain;
+    frame.peak = extras.peak ? extras.peak : peak;
     frame.scale = static_cast<double>(scale);
     frame.lowest = static_cast<double>(kLowestBias<C>);
     program.compiled(&frame);
     const Operand done = {reinterpret_cast<char*>(s), width, -1};
-    if (frame.low) settle(done, done, s, width, rows, count, nullptr, deepest);
+    if (frame.low) settle(done, done, s, width, rows, count, nullptr, extras.deepest);
+    return !frame.low;
   }
 
   // Scores and derivatives to their places.

@@ -15,10 +15,12 @@ __all__ = ["MOST_VALUES", "Program", "Value", "emit", "program_of"]
 
 # Compilers take seconds for some hundred values, and minutes for thousands.
 MOST_VALUES = 1500
+_MOST_UNROLLED = 120
 
 _WHOLE_TILE, _PER_QUERY, _PER_KEY, _PER_PAIR = range(4)
 _BOOL, _INT, _FLOAT = range(3)
 _TYPES = ("Truths", "Wholes", "Reals")
+_ELEMENTS = ("Truth", "Whole", "Real")
 _STORED = ("unsigned char", "i64", "Real")
 
 
@@ -96,179 +98,257 @@ def emit(program: Program, headers: str) -> str:
 
 
 class _Writer:
-    """The lines of one function."""
+    """The lines of the code: values per key into arrays first, then column by column of queries.
+
+    A column is one vector of queries; four of them go through the keys together.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.values = program.values
-        self.loads = [
-            place
-            for place, value in enumerate(self.values)
-            if value.op == "load" and value.extent >= _PER_KEY
-        ]
+        self.score = self._lonely_score()
 
     def lines(self) -> Iterator[str]:
         yield "namespace tilewise::TILEWISE_ISA {"
-        yield "static void piece(ExprFrame& f) {"
-        yield "  const int width = f.width, count = f.count;"
-        yield "  const i64 n0 = f.n0;"
-        yield from self._before()
-        yield "  for (int j = 0; j < count; j++) {"
-        yield from self._per_key()
-        yield "    for (int i = 0; i < width; i += kStep) {"
-        yield from self._per_pair()
-        yield "    }"
-        if self.program.use == "mask":
-            yield "    f.bits[j] = seen;"
-        yield "  }"
-        if self.program.use == "score":
-            yield "  f.low = low != 0;"
+        yield "struct Keys {"
+        for place in self._of_keys():
+            yield f"  alignas(64) {_ELEMENTS[self.values[place].kind]} v{place}[kExprKeys];"
+        yield "};"
+        yield from self._keys()
+        yield "template <int kV>"
+        yield "static void columns(ExprFrame& f, const Keys& keys, int from) {"
+        yield from self._columns()
         yield "}"
         yield "}  // namespace tilewise::TILEWISE_ISA"
-        yield "#pragma GCC visibility push(default)"
-        yield 'extern "C" void tilewise_expression(tilewise::ExprFrame* f) {'
-        yield "  tilewise::TILEWISE_ISA::piece(*f);"
+        yield from _ENTRY
+        # Four copies of a long text would take a compiler long, and gain nothing.
+        if len(self.values) <= _MOST_UNROLLED:
+            yield "  for (; i + 4 * kStep <= f->width; i += 4 * kStep) columns<4>(*f, keys, i);"
+        yield "  for (; i < f->width; i += kStep) columns<1>(*f, keys, i);"
         yield "}"
-        yield "#pragma GCC visibility pop"
 
-    def _before(self) -> Iterator[str]:
-        """What holds for the piece: where results go, values of the tile, sources of loads."""
-        if self.program.use == "score":
-            yield "  const int rows = f.rows;"
+    def _keys(self) -> Iterator[str]:
+        """The function that fills the arrays."""
+        yield "static void fill(ExprFrame& f, Keys& keys) {"
+        yield "  const i64 n0 = f.n0;"
+        yield from self._tile(_PER_KEY)
+        yield "  for (int j = 0; j < f.count; j++) {"
+        for place in self._of_keys():
+            value, kind = self.values[place], _TYPES[self.values[place].kind]
+            text = self._computed(place)
+            if value.op == "load":
+                rows = [
+                    f"moved_first(t{place}, {dim}, first(v{arg}))"
+                    for dim, arg in self._indices(place, _PER_KEY)
+                ]
+                text = f"pick_one<{kind}>(t{place}, {' + '.join([f'base{place}', *rows])})"
+            yield f"    const {kind} v{place} = {text};"
+            yield f"    keys.v{place}[j] = first(v{place});"
+            if self._is_left(place):
+                yield f"    write(f, {_PER_KEY}, {value.reg}, j * kStep, v{place});"
+        yield "  }"
+        yield "}"
+
+    def _columns(self) -> Iterator[str]:
+        """The body of the function that goes through the keys with some columns."""
+        use = self.program.use
+        yield "  const int width = f.width, count = f.count;"
+        yield from self._tile(_PER_PAIR)
+        yield from self._queries()
+        if self._has("s"):
             yield "  Real* const scores = static_cast<Real*>(f.s);"
-            yield "  Real* const gain = static_cast<Real*>(f.gain);"
-            yield "  const Real lowest = static_cast<Real>(f.lowest);"
-            yield "  u64 low = 0;"
-        elif any(value.op == "s" for value in self.values):
-            yield "  const Real* const scores = static_cast<const Real*>(f.s);"
-        if any(value.op == "s" for value in self.values):
             yield "  const Reals scale = reals(f.scale);"
-        for place in sorted(self._read(_WHOLE_TILE)):
-            yield f"  const {self._type(place)} v{place} = {self._tile_value(place)};"
-        for place in self.loads:
+        if use == "score":
+            yield "  Score<kV> score(f, from);"
+        yield "  for (int j = 0; j < count; j++) {"
+        read = self._read(_PER_KEY, _PER_PAIR) | self._results(_PER_KEY)
+        for place in sorted(read):
+            kind = _TYPES[self.values[place].kind]
+            yield f"    const {kind} v{place} = filled(keys.v{place}[j], {kind}{{}});"
+        pairs = [at for at, value in enumerate(self.values) if value.extent == _PER_PAIR]
+        for place in pairs:
+            if self.values[place].op == "load":
+                rows = [
+                    f"moved_first(t{place}, {dim}, keys.v{arg}[j])"
+                    for dim, arg in self._indices(place, _PER_KEY)
+                ]
+                yield f"    const i64 row{place} = {' + '.join([f'base{place}', *rows])};"
+        yield "    TW_UNROLL(4)"
+        yield "    for (int v = 0; v < kV; v++) {"
+        yield "      const int at = j * width + from + v * kStep;"
+        for place in sorted(self._read(_PER_QUERY, _PER_PAIR) | self._results(_PER_QUERY)):
+            yield f"      const {_TYPES[self.values[place].kind]} v{place} = q{place}[v];"
+        for place in pairs:
             value = self.values[place]
-            yield (
-                f"  const Source<{_STORED[value.kind]}> t{place} = "
-                f"source<{_STORED[value.kind]}>(f.tensors[{value.slot}]);"
-            )
+            yield f"      const {_TYPES[value.kind]} v{place} = {self._computed(place)};"
+            if self._is_left(place):
+                yield f"      write(f, {_PER_PAIR}, {value.reg}, at, v{place});"
+        outputs = self.program.outputs
+        if use == "mask":
+            yield f"      f.bits[j] |= bits_of_mask<Truth>(v{outputs[0]}) << (from + v * kStep);"
+        elif use == "score":
+            yield f"      score.{self._put()}(v, at, v{outputs[0]});"
+            if len(outputs) > 1:
+                yield f"      score.put_gain(v, at, v{outputs[1]});"
+        yield "    }"
+        yield "  }"
+        if use == "score":
+            yield "  score.close(f);"
+
+    def _put(self) -> str:
+        """Where an infinite score is no accident, it is not taken for one that is too low."""
+        return "put_hiding" if any(x.real == -math.inf for x in self.values) else "put"
+
+    def _tile(self, extent: int) -> Iterator[str]:
+        """What holds for the tile, as far as values of an extent need it, and their sources."""
+        loads = [
+            place
+            for place, value in enumerate(self.values)
+            if value.op == "load" and value.extent == extent
+        ]
+        read = self._read(_WHOLE_TILE, extent)
+        read |= {arg for place in loads for _, arg in self._indices(place, _WHOLE_TILE)}
+        if extent == _PER_PAIR:
+            read |= self._results(_WHOLE_TILE)
+        for place in sorted(read):
+            yield f"  const {_TYPES[self.values[place].kind]} v{place} = {self._held(place, '0')};"
+        for place in loads:
+            value = self.values[place]
+            kind = _STORED[value.kind]
+            yield f"  const Source<{kind}> t{place} = source<{kind}>(f.tensors[{value.slot}]);"
             yield f"  i64 base{place} = 0;"
             for dim, arg in self._indices(place, _WHOLE_TILE):
-                yield f"  base{place} += moved_first(t{place}, {dim}, v{arg});"
-            queries = self._indices(place, _PER_QUERY)
-            if queries:
-                yield f"  Wholes query{place}[kTileQueries / kStep];"
-                terms = [
-                    f"moved(t{place}, {dim}, {self._register(arg, 'i')})" for dim, arg in queries
-                ]
-                yield "  for (int i = 0; i < width; i += kStep)"
-                yield f"    query{place}[i / kStep] = {_sum(terms)};"
+                yield f"  base{place} += moved_first(t{place}, {dim}, first(v{arg}));"
 
-    def _per_key(self) -> Iterator[str]:
-        if self.program.use == "mask":
-            yield "    u64 seen = 0;"
-        for place, value in enumerate(self.values):
-            if value.extent == _PER_KEY:
-                if value.op == "load":
-                    text = f"pick_one<{self._type(place)}>(t{place}, {self._row(place)})"
-                else:
-                    text = self._computed(place)
-                yield f"    const {self._type(place)} v{place} = {text};"
-                if self._is_left(place):
-                    yield f"    write(f, {_PER_KEY}, {value.reg}, j * kStep, v{place});"
-        for place in self.loads:
-            if self.values[place].extent == _PER_PAIR:
-                yield f"    const i64 row{place} = {self._row(place)};"
-
-    def _row(self, place: int) -> str:
-        """Where a load's elements begin: what tile and key contribute."""
-        terms = [f"base{place}"]
-        for dim, arg in self._indices(place, _PER_KEY):
-            terms.append(f"moved_first(t{place}, {dim}, v{arg})")
-        return " + ".join(terms)
-
-    def _per_pair(self) -> Iterator[str]:
-        for place in sorted(self._read(_PER_QUERY)):
-            yield f"      const {self._type(place)} v{place} = {self._register(place, 'i')};"
-        for place, value in enumerate(self.values):
-            if value.extent != _PER_PAIR:
-                continue
-            text = self._picked(place) if value.op == "load" else self._computed(place)
-            yield f"      const {self._type(place)} v{place} = {text};"
-            if self._is_left(place):
-                yield f"      write(f, {_PER_PAIR}, {value.reg}, j * width + i, v{place});"
-        yield from self._results()
-
-    def _results(self) -> Iterator[str]:
-        outputs = self.program.outputs
-        if self.program.use == "mask":
-            yield f"      seen |= bits_of_mask<Truth>(v{outputs[0]}) << i;"
-        elif self.program.use == "score":
-            yield f"      const Reals score = there(v{outputs[0]}, i, rows);"
-            yield "      low |= too_low(score, lowest);"
-            yield "      store(scores + j * width + i, score);"
-            if len(outputs) > 1:
-                yield f"      store(gain + j * width + i, there(v{outputs[1]}, i, rows));"
-
-    def _picked(self, place: int) -> str:
-        terms = [f"wholes(row{place})"]
-        if self._indices(place, _PER_QUERY):
-            terms.append(f"query{place}[i / kStep]")
-        terms += [f"moved(t{place}, {dim}, v{arg})" for dim, arg in self._indices(place, _PER_PAIR)]
-        return f"pick<{self._type(place)}>(t{place}, {_sum(terms)})"
+    def _queries(self) -> Iterator[str]:
+        """What holds for the queries of the columns."""
+        read = sorted(self._read(_PER_QUERY, _PER_PAIR) | self._results(_PER_QUERY))
+        loads = [
+            place
+            for place, value in enumerate(self.values)
+            if value.op == "load" and value.extent == _PER_PAIR and self._queries_of(place)
+        ]
+        for place in read:
+            yield f"  {_TYPES[self.values[place].kind]} q{place}[kV];"
+        for place in loads:
+            yield f"  Wholes query{place}[kV];"
+        if not read and not loads:
+            return
+        yield "  TW_UNROLL(4)"
+        yield "  for (int v = 0; v < kV; v++) {"
+        for place in read:
+            yield f"    q{place}[v] = {self._held(place, 'from + v * kStep')};"
+        for place in loads:
+            terms = [
+                f"moved(t{place}, {dim}, {self._held(arg, 'from + v * kStep')})"
+                for dim, arg in self._queries_of(place)
+            ]
+            yield f"    query{place}[v] = {_sum(terms)};"
+        yield "  }"
 
     def _computed(self, place: int) -> str:
         value = self.values[place]
         match value.op:
             case "s":
-                return "op_mul(load(scores + j * width + i), scale)"
+                loaded = "load(scores + at)"
+                return loaded if self.score == place else f"op_mul({loaded}, scale)"
             case "n":
                 return "wholes(n0 + j)"
+            case "load":
+                return self._picked(place)
             case "shr_by" | "bits_of":
                 return f"op_{value.op}(v{value.args[0]}, {_integer(value.integer)})"
+            case "add" | "sub" if self.score in value.args:
+                scaled = "op_scaled_" + value.op + ("" if value.args[0] == self.score else "_from")
+                other = value.args[1] if value.args[0] == self.score else value.args[0]
+                return f"{scaled}(v{self.score}, scale, v{other})"
+            case "div" if self._divides(value.args[1]):
+                return f"op_div_by(v{value.args[0]}, {_float(self.values[value.args[1]].real)})"
         args = ", ".join([f"v{arg}" for arg in value.args])
         return f"op_{value.op}({args})"
 
-    def _tile_value(self, place: int) -> str:
-        value = self.values[place]
-        if value.op != "constant":
-            return self._register(place, "0")
-        if value.kind == _FLOAT:
-            return f"reals({_float(value.real)})"
-        if value.kind == _INT:
-            return f"wholes({_integer(value.integer)})"
-        return f"truths({'true' if value.integer else 'false'})"
+    def _lonely_score(self) -> int:
+        """The score's place where one sum is all that uses it: then it is scaled there; else -1."""
+        for place, value in enumerate(self.values):
+            if value.op == "s":
+                users = [user for user in self.values if place in user.args]
+                alone = len(users) == 1 and users[0].args.count(place) == 1
+                if alone and users[0].op in ("add", "sub") and place not in self.program.outputs:
+                    return place
+        return -1
 
-    def _register(self, place: int, at: str) -> str:
+    def _divides(self, place: int) -> bool:
+        """Whether it is a constant far from the ends of its type, whose inverse has all bits."""
         value = self.values[place]
-        read = "read_truths" if value.kind == _BOOL else f"read<{self._type(place)}>"
-        return f"{read}(f, {value.extent}, {value.reg}, {at})"
+        return value.op == "constant" and 2.0**-60 < abs(value.real) < 2.0**60
 
-    def _type(self, place: int) -> str:
-        return _TYPES[self.values[place].kind]
+    def _picked(self, place: int) -> str:
+        terms = [f"wholes(row{place})"]
+        if self._queries_of(place):
+            terms.append(f"query{place}[v]")
+        terms += [f"moved(t{place}, {dim}, v{arg})" for dim, arg in self._indices(place, _PER_PAIR)]
+        return f"pick<{_TYPES[self.values[place].kind]}>(t{place}, {_sum(terms)})"
+
+    def _held(self, place: int, at: str) -> str:
+        """A value of the tile or of its queries."""
+        value = self.values[place]
+        if value.op == "constant":
+            if value.kind == _FLOAT:
+                return f"reals({_float(value.real)})"
+            if value.kind == _INT:
+                return f"wholes({_integer(value.integer)})"
+            return f"truths({'true' if value.integer else 'false'})"
+        return f"read<{_TYPES[value.kind]}>(f, {value.extent}, {value.reg}, {at})"
+
+    def _has(self, op: str) -> bool:
+        return any(value.op == op for value in self.values)
+
+    def _of_keys(self) -> list[int]:
+        return [place for place, value in enumerate(self.values) if value.extent == _PER_KEY]
 
     def _indices(self, place: int, extent: int) -> list[tuple[int, int]]:
         """The dimensions of a load whose index has that extent, with the index's place."""
         args = self.values[place].args
         return [(dim, arg) for dim, arg in enumerate(args) if self.values[arg].extent == extent]
 
-    def _read(self, extent: int) -> set[int]:
-        """Places of that extent that the code reads."""
-        read = {
+    def _queries_of(self, place: int) -> list[tuple[int, int]]:
+        return self._indices(place, _PER_QUERY)
+
+    def _read(self, extent: int, by: int) -> set[int]:
+        """Places of one extent that values of another compute with; indices of loads aside."""
+        return {
             arg
             for value in self.values
-            if value.extent >= _PER_KEY
+            if value.extent == by and value.op != "load"
             for arg in value.args
-            if value.op != "load" or extent == _WHOLE_TILE
+            if self.values[arg].extent == extent
         }
-        if self.program.use != "loads":
-            read |= set(self.program.outputs)
-        return {place for place in read if self.values[place].extent == extent}
+
+    def _results(self, extent: int) -> set[int]:
+        """Places of outputs that are not left in registers."""
+        if self.program.use == "loads":
+            return set()
+        return {place for place in self.program.outputs if self.values[place].extent == extent}
 
     def _is_left(self, place: int) -> bool:
         """Whether the value is left in its register."""
         if self.program.use != "loads" or self.values[place].reg < 0:
             return False
         return place in self.program.outputs or place in self.program.kept
+
+
+_ENTRY = (
+    "#pragma GCC visibility push(default)",
+    'extern "C" void tilewise_expression(tilewise::ExprFrame*);',
+    "#pragma GCC visibility pop",
+    'extern "C" void tilewise_expression(tilewise::ExprFrame* f) {',
+    "  using namespace tilewise::TILEWISE_ISA;",
+    "  Keys keys;",
+    "  fill(*f, keys);",
+    "  f->low = false;",
+    "  for (int j = 0; f->bits != nullptr && j < f->count; j++) f->bits[j] = 0;",
+    "  int i = 0;",
+)
 
 
 def _sum(terms: list[str]) -> str:

@@ -287,6 +287,8 @@ TW_INLINE Reals op_div_by(Reals a, double b) {
   return a / reals(b);
 #endif
 }
+// For what is tanh or sigmoid of it alone, which have no steps: an error of a unit more is not seen.
+TW_INLINE Reals op_over(Reals a, double b) { return rounded(a * static_cast<Real>(1 / b), Real{}); }
 // Of a score that is yet to be scaled.
 TW_INLINE Reals op_scaled_add(Reals s, Reals scale, Reals x) { return fused(s, scale, x); }
 TW_INLINE Reals op_scaled_sub(Reals s, Reals scale, Reals x) { return fused(s, scale, -x); }
@@ -310,7 +312,21 @@ TW_INLINE Reals op_exp(Reals a) { return rounded(exp_full(a, Real{}), Real{}); }
 TW_INLINE Reals op_exp2(Reals a) { return rounded(exp2_full(a, Real{}), Real{}); }
 TW_INLINE Reals op_log(Reals a) { return log_full(a, Real{}); }
 TW_INLINE Reals op_log2(Reals a) { return log2_full(a, Real{}); }
-TW_INLINE Reals op_tanh(Reals a) { return tanh_of(a, Real{}); }
+TW_INLINE Reals op_tanh(Reals a) {
+#if TILEWISE_VECTOR_BYTES == 64
+  // As `tanh` of elementary.h without its slope, in fewer operations.
+  if constexpr (sizeof(Real) == 4) {
+    const Reals y = vmax(reals(-100), magnitude(a, Real{}) * static_cast<Real>(-2.88539008177792681472));
+    const __m512 k = (__m512)round_to<Toward::nearest>(y, Real{});
+    const __m512 power = _mm512_scalef_ps(_mm512_set1_ps(1), k);
+    const __m512 part = _mm512_scalef_ps((__m512)exp2_minus_one<6>(y - (Reals)k), k);
+    const Reals m = (reals(1) - (Reals)power) - (Reals)part;
+    const __m512i t = (__m512i)(m / (reals(2) - m));
+    return (Reals)_mm512_ternarylogic_epi32(_mm512_set1_epi32(INT32_MIN), (__m512i)a, t, 0xca);
+  }
+#endif
+  return tanh_of(a, Real{});
+}
 TW_INLINE Reals op_sigmoid(Reals a) { return sigmoid(a, Real{}); }
 TW_INLINE Reals op_sqrt(Reals a) { return square_root(a); }
 TW_INLINE Reals op_rsqrt(Reals a) { return static_cast<Real>(1) / square_root(a); }

@@ -16,6 +16,7 @@ __all__ = ["MOST_VALUES", "Program", "Value", "emit", "program_of"]
 # Compilers take seconds for some hundred values, and minutes for thousands.
 MOST_VALUES = 1500
 _MOST_UNROLLED = 120
+_SMOOTH = {"tanh", "sigmoid"}
 
 _WHOLE_TILE, _PER_QUERY, _PER_KEY, _PER_PAIR = range(4)
 _BOOL, _INT, _FLOAT = range(3)
@@ -263,7 +264,9 @@ class _Writer:
                 other = value.args[1] if value.args[0] == self.score else value.args[0]
                 return f"{scaled}(v{self.score}, scale, v{other})"
             case "div" if self._divides(value.args[1]):
-                return f"op_div_by(v{value.args[0]}, {_float(self.values[value.args[1]].real)})"
+                number = _float(self.values[value.args[1]].real)
+                word = "op_over" if self._is_smoothed(place) else "op_div_by"
+                return f"{word}(v{value.args[0]}, {number})"
         args = ", ".join([f"v{arg}" for arg in value.args])
         return f"op_{value.op}({args})"
 
@@ -281,6 +284,11 @@ class _Writer:
         """Whether it is a constant far from the ends of its type, whose inverse has all bits."""
         value = self.values[place]
         return value.op == "constant" and 2.0**-60 < abs(value.real) < 2.0**60
+
+    def _is_smoothed(self, place: int) -> bool:
+        """Whether nothing but functions without steps, and of small slope, see a value."""
+        users = {value.op for value in self.values if place in value.args}
+        return users <= _SMOOTH and place not in (*self.program.outputs, *self.program.kept)
 
     def _picked(self, place: int) -> str:
         terms = [f"wholes(row{place})"]

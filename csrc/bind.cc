@@ -351,6 +351,7 @@ class Kernel {
     const int epoch = compile_epoch;
     const auto address = nb::cast<std::uintptr_t>(compiler_(described(program, use)));
     const auto run = reinterpret_cast<ExprCompiled>(address);
+    std::erase_if(codes_, [&](const Code& code) { return code.epoch != epoch; });
     codes_.push_back({&e, use, outputs, loads, program.wide, isa, epoch, run});
     return run;
   }

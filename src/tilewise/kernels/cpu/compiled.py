@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from tilewise.errors import SlowPathWarning
 from tilewise.kernels.cpu.cache import Cache, folder
 from tilewise.kernels.cpu.core import core
-from tilewise.kernels.cpu.emit import MOST_VALUES, emit, program_of
+from tilewise.kernels.cpu.emit import emit, program_of, why_not
 
 __all__ = ["bind", "compiling", "state", "wanted"]
 
@@ -67,7 +67,7 @@ class _Memory:
 
     def __init__(self) -> None:
         self.asked = 0
-        self.outcomes: dict[str, dict[tuple[object, ...], str]] = {}
+        self.outcomes: dict[str, dict[int, str]] = {}
         self.functions: dict[str, int] = {}
         self.warned: set[str] = set()
 
@@ -124,9 +124,9 @@ def _address(label: str, described: tuple[object, ...]) -> int:
     outcomes = _memory.outcomes.setdefault(label, {})
     try:
         address = _function(described)
-        outcomes[described] = f"compiled by {_compiler().version}"
+        outcomes[hash(described)] = f"compiled by {_compiler().version}"
     except _Failure as why:
-        outcomes[described] = f"interpreted: {why}"
+        outcomes[hash(described)] = f"interpreted: {why}"
         _warn(str(why))
         return 0
     return address
@@ -146,10 +146,9 @@ def _warn(why: str) -> None:
 
 def _function(described: tuple[object, ...]) -> int:
     program = program_of(described)
-    if len(program.values) > MOST_VALUES:
-        raise _Failure(
-            f"it has {len(program.values)} values; more than {MOST_VALUES} take too long"
-        )
+    refused = why_not(program)
+    if refused is not None:
+        raise _Failure(refused)
     compiler, kept = _compiler(), _cache()
     source = emit(program, _headers())
     flags = (*_FLAGS, *_ISA_FLAGS[program.isa])

@@ -11,10 +11,11 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["MOST_VALUES", "Program", "Value", "emit", "program_of"]
+__all__ = ["Program", "Value", "emit", "program_of", "why_not"]
 
 # Compilers take seconds for some hundred values, and minutes for thousands.
-MOST_VALUES = 1500
+_MOST_VALUES = 1500
+_MOST_LISTED = 128  # arrays of kExprKeys elements
 _MOST_UNROLLED = 120
 _SMOOTH = {"tanh", "sigmoid"}
 
@@ -78,6 +79,16 @@ def program_of(described: tuple[object, ...]) -> Program:
     return program._replace(values=tuple([Value(*value) for value in program.values]))
 
 
+def why_not(program: Program) -> str | None:
+    """Why a program is not for compilers; None if it is."""
+    count, listed = len(program.values), len(_Writer(program).listed)
+    if count > _MOST_VALUES:
+        return f"it has {count} values; more than {_MOST_VALUES} take a compiler too long"
+    if listed > _MOST_LISTED:
+        return f"it has {listed} values per key; more than {_MOST_LISTED} fill a thread's stack"
+    return None
+
+
 def emit(program: Program, headers: str) -> str:
     """The source of ``extern "C" void tilewise_expression(tilewise::ExprFrame*)``.
 
@@ -108,11 +119,12 @@ class _Writer:
         self.program = program
         self.values = program.values
         self.score = self._lonely_score()
+        self.listed = self._listed()
 
     def lines(self) -> Iterator[str]:
         yield "namespace tilewise::TILEWISE_ISA {"
         yield "struct Keys {"
-        for place in self._of_keys():
+        for place in sorted(self.listed):
             yield f"  alignas(64) {_ELEMENTS[self.values[place].kind]} v{place}[kExprKeys];"
         yield "};"
         yield from self._keys()
@@ -144,7 +156,8 @@ class _Writer:
                 ]
                 text = f"pick_one<{kind}>(t{place}, {' + '.join([f'base{place}', *rows])})"
             yield f"    const {kind} v{place} = {text};"
-            yield f"    keys.v{place}[j] = first(v{place});"
+            if place in self.listed:
+                yield f"    keys.v{place}[j] = first(v{place});"
             if self._is_left(place):
                 yield f"    write(f, {_PER_KEY}, {value.reg}, j * kStep, v{place});"
         yield "  }"
@@ -156,14 +169,13 @@ class _Writer:
         yield "  const int width = f.width, count = f.count;"
         yield from self._tile(_PER_PAIR)
         yield from self._queries()
-        if self._has("s"):
+        if any(value.op == "s" for value in self.values):
             yield "  Real* const scores = static_cast<Real*>(f.s);"
             yield "  const Reals scale = reals(f.scale);"
         if use == "score":
             yield "  Score<kV> score(f, from);"
         yield "  for (int j = 0; j < count; j++) {"
-        read = self._read(_PER_KEY, _PER_PAIR) | self._results(_PER_KEY)
-        for place in sorted(read):
+        for place in sorted(self._read(_PER_KEY, _PER_PAIR) | self._results(_PER_KEY)):
             kind = _TYPES[self.values[place].kind]
             yield f"    const {kind} v{place} = filled(keys.v{place}[j], {kind}{{}});"
         pairs = [at for at, value in enumerate(self.values) if value.extent == _PER_PAIR]
@@ -227,7 +239,7 @@ class _Writer:
         loads = [
             place
             for place, value in enumerate(self.values)
-            if value.op == "load" and value.extent == _PER_PAIR and self._queries_of(place)
+            if value.op == "load" and value.extent == _PER_PAIR and self._indices(place, _PER_QUERY)
         ]
         for place in read:
             yield f"  {_TYPES[self.values[place].kind]} q{place}[kV];"
@@ -242,7 +254,7 @@ class _Writer:
         for place in loads:
             terms = [
                 f"moved(t{place}, {dim}, {self._held(arg, 'from + v * kStep')})"
-                for dim, arg in self._queries_of(place)
+                for dim, arg in self._indices(place, _PER_QUERY)
             ]
             yield f"    query{place}[v] = {_sum(terms)};"
         yield "  }"
@@ -292,7 +304,7 @@ class _Writer:
 
     def _picked(self, place: int) -> str:
         terms = [f"wholes(row{place})"]
-        if self._queries_of(place):
+        if self._indices(place, _PER_QUERY):
             terms.append(f"query{place}[v]")
         terms += [f"moved(t{place}, {dim}, v{arg})" for dim, arg in self._indices(place, _PER_PAIR)]
         return f"pick<{_TYPES[self.values[place].kind]}>(t{place}, {_sum(terms)})"
@@ -308,8 +320,15 @@ class _Writer:
             return f"truths({'true' if value.integer else 'false'})"
         return f"read<{_TYPES[value.kind]}>(f, {value.extent}, {value.reg}, {at})"
 
-    def _has(self, op: str) -> bool:
-        return any(value.op == op for value in self.values)
+    def _listed(self) -> set[int]:
+        """Places of the values per key that are kept in arrays, for the columns."""
+        indices = {
+            arg
+            for place, value in enumerate(self.values)
+            if value.op == "load" and value.extent == _PER_PAIR
+            for _, arg in self._indices(place, _PER_KEY)
+        }
+        return self._read(_PER_KEY, _PER_PAIR) | self._results(_PER_KEY) | indices
 
     def _of_keys(self) -> list[int]:
         return [place for place, value in enumerate(self.values) if value.extent == _PER_KEY]
@@ -318,9 +337,6 @@ class _Writer:
         """The dimensions of a load whose index has that extent, with the index's place."""
         args = self.values[place].args
         return [(dim, arg) for dim, arg in enumerate(args) if self.values[arg].extent == extent]
-
-    def _queries_of(self, place: int) -> list[tuple[int, int]]:
-        return self._indices(place, _PER_QUERY)
 
     def _read(self, extent: int, by: int) -> set[int]:
         """Places of one extent that values of another compute with; indices of loads aside."""

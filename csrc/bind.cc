@@ -145,10 +145,10 @@ nb::tuple places(const short* args, int count) {
   return nb::tuple(list);
 }
 
-// A program for what writes code from it: (instruction set, bits of floats, bits of integers, use, values, outputs,
-// index arguments that are kept); a value as (name, kind, kind of the last argument, extent, arguments, register, slot,
+// A program for what writes code from it: (instruction set, bits of floats, bits of integers, whether the operands have
+// 16 bits, use, values, outputs, index arguments that are kept); a value as (name, kind, kind of the last argument, extent, arguments, register, slot,
 // integer, real).
-nb::tuple described(const ExprProgram& p, ExprUse use) {
+nb::tuple described(const ExprProgram& p, ExprUse use, DType dtype) {
   nb::list values, outputs, kept;
   for (int at = 0; at < p.begin[4]; at++) {
     const ExprValue& x = p.values[at];
@@ -159,7 +159,8 @@ nb::tuple described(const ExprProgram& p, ExprUse use) {
   for (int i = 0; i < p.outputs; i++) outputs.append(p.output[i]);
   for (int i = 0; i < p.loads; i++)
     for (int d = 0; d < p.load[i].count; d++) kept.append(static_cast<int>(p.load[i].arg[d]));
-  return nb::make_tuple(active().name, p.wide_floats ? 64 : 32, p.wide ? 64 : 32, name_of(use), nb::tuple(values),
+  return nb::make_tuple(active().name, p.wide_floats ? 64 : 32, p.wide ? 64 : 32,
+                        dtype == DType::bf16 || dtype == DType::f16, name_of(use), nb::tuple(values),
                         nb::tuple(outputs), nb::tuple(kept));
 }
 
@@ -349,7 +350,7 @@ class Kernel {
           code.use == use && code.outputs == outputs && code.loads == loads)
         return code.run;
     const int epoch = compile_epoch;
-    const auto address = nb::cast<std::uintptr_t>(compiler_(described(program, use)));
+    const auto address = nb::cast<std::uintptr_t>(compiler_(described(program, use, problem_.dtype)));
     const auto run = reinterpret_cast<ExprCompiled>(address);
     std::erase_if(codes_, [&](const Code& code) { return code.epoch != epoch; });
     codes_.push_back({&e, use, outputs, loads, program.wide, isa, epoch, run});

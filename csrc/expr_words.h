@@ -327,6 +327,19 @@ TW_INLINE Reals op_tanh(Reals a) {
 #endif
   return tanh_of(a, Real{});
 }
+// For scores of operands of 16 bits: by less than 3e-5 of itself too small. A quotient of polynomials up to 6, its
+// values fitted for the least relative error.
+TW_INLINE Reals op_tanh_coarse(Reals a) {
+  const Reals low = reals(-6), high = reals(6);
+  Reals x = low > a ? low : a;  // of NaN stays NaN
+  x = high < x ? high : x;
+  const Reals t = x * x;
+  const Reals p = (t * static_cast<Real>(0.0015145628713071346) + static_cast<Real>(0.114829882979393)) * t +
+                  static_cast<Real>(0.9999853372573853);
+  const Reals q = ((t * static_cast<Real>(5.627159771393053e-05) + static_cast<Real>(0.017611145973205566)) * t +
+                   static_cast<Real>(0.44811397790908813)) * t + static_cast<Real>(1);
+  return x * p / q;
+}
 TW_INLINE Reals op_sigmoid(Reals a) { return sigmoid(a, Real{}); }
 TW_INLINE Reals op_sqrt(Reals a) { return square_root(a); }
 TW_INLINE Reals op_rsqrt(Reals a) { return static_cast<Real>(1) / square_root(a); }

@@ -385,7 +385,7 @@ def test_source_depends_on_the_program_alone() -> None:
         ("mul", 1, 1, 2, (1, 2), 1, -1, 0, 0.0),
         ("lt", 0, 1, 3, (0, 3), 0, -1, 0, 0.0),
     )
-    program = program_of(("avx2", 32, 64, "mask", values, (4,), ()))
+    program = program_of(("avx2", 32, 64, False, "mask", values, (4,), ()))
     assert emit(program, "") == emit(program, "")
     assert "(-9223372036854775807LL - 1)" in emit(program, "")
 

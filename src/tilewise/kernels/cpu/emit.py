@@ -58,6 +58,7 @@ class Program(NamedTuple):
     Args:
         isa: the instruction set that it is for.
         float_bits, int_bits: widths.
+        coarse: whether operands and results have 16 bits.
         use: "mask" (one bit per pair), "score" (the score, and its derivative if there are two
             outputs) or "loads" (outputs and kept values are left in registers).
         values: by extent, each after its arguments.
@@ -67,6 +68,7 @@ class Program(NamedTuple):
     isa: str
     float_bits: int
     int_bits: int
+    coarse: bool
     use: str
     values: tuple[Value, ...]
     outputs: tuple[int, ...]
@@ -275,6 +277,8 @@ class _Writer:
                 scaled = "op_scaled_" + value.op + ("" if value.args[0] == self.score else "_from")
                 other = value.args[1] if value.args[0] == self.score else value.args[0]
                 return f"{scaled}(v{self.score}, scale, v{other})"
+            case "tanh" if self.program.coarse and self.program.use != "mask":
+                return f"op_tanh_coarse(v{value.args[0]})"
             case "div" if self._divides(value.args[1]):
                 number = _float(self.values[value.args[1]].real)
                 word = "op_over" if self._is_smoothed(place) else "op_div_by"

@@ -135,9 +135,7 @@ void set_compile_exprs(bool wanted) {
   compile_epoch++;
 }
 
-const char* name_of(ExprUse use) {
-  return use == ExprUse::mask ? "mask" : use == ExprUse::score ? "score" : "loads";
-}
+const char* name_of(ExprUse use) { return use == ExprUse::mask ? "mask" : use == ExprUse::score ? "score" : "loads"; }
 
 nb::tuple places(const short* args, int count) {
   nb::list list;
@@ -146,8 +144,8 @@ nb::tuple places(const short* args, int count) {
 }
 
 // A program for what writes code from it: (instruction set, bits of floats, bits of integers, whether the operands have
-// 16 bits, use, values, outputs, index arguments that are kept); a value as (name, kind, kind of the last argument, extent, arguments, register, slot,
-// integer, real).
+// 16 bits, use, values, outputs, index arguments that are kept); a value as (name, kind, kind of the last argument,
+// extent, arguments, register, slot, integer, real).
 nb::tuple described(const ExprProgram& p, ExprUse use, DType dtype) {
   nb::list values, outputs, kept;
   for (int at = 0; at < p.begin[4]; at++) {
@@ -254,8 +252,8 @@ class Kernel {
     std::size_t mask_expr = 0;
     for (int i = 0; i < p.mask_length; i++) {
       if (p.mask[i].op == MaskOp::expr)
-        p.mask[i].expr = compiled(mask_exprs_[mask_expr], mask_exprs_[mask_expr].outputs, {}, mask_tensors, p, exprs,
-                                  ExprUse::mask),
+        p.mask[i].expr =
+            compiled(mask_exprs_[mask_expr], mask_exprs_[mask_expr].outputs, {}, mask_tensors, p, exprs, ExprUse::mask),
         mask_expr++;
       else
         bind_mask(p.mask[i], mask_slots_[i], mask_tensors);
@@ -265,9 +263,8 @@ class Kernel {
         p.score[i].value = compiled(value_, value_.outputs, {}, score_tensors, p, exprs, ExprUse::score);
         if (backward && derivative_.outputs.empty()) bad("a backward pass needs the score's derivative");
         if (backward)
-          p.score[i].slope =
-              compiled(derivative_, {derivative_.outputs[0], derivative_.outputs[1]}, {}, score_tensors, p, exprs,
-                       ExprUse::score);
+          p.score[i].slope = compiled(derivative_, {derivative_.outputs[0], derivative_.outputs[1]}, {}, score_tensors,
+                                      p, exprs, ExprUse::score);
       }
       if (score_slots_[i] < 0) continue;
       nb::handle entry = PyTuple_GET_ITEM(score_tensors.ptr(), score_slots_[i]);
@@ -337,8 +334,9 @@ class Kernel {
         captured[slot] = expr_tensor(PyTuple_GET_ITEM(tensors.ptr(), e.slots[slot]), node, p.dtype);
       }
     exprs.push_back(std::make_unique<CompiledExpr>(e.nodes, e.kinds, outputs, loads, captured, p));
-    if (compile_exprs && compiler_.is_valid()) exprs.back()->run_by(code_of(e, outputs, loads, exprs.back()->program(), use));
-    return &exprs.back()->program();
+    CompiledExpr& expr = *exprs.back();
+    if (compile_exprs && compiler_.is_valid()) expr.run_by(code_of(e, outputs, loads, expr.program(), use));
+    return &expr.program();
   }
   // The compiled code of a program, asked for when it first runs; null where there is none. What else a program is made
   // of follows from what is compared here.

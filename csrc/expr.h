@@ -106,8 +106,8 @@ enum class ExprUse : unsigned char { mask, score, loads };
 
 constexpr int kExprKeys = 256;
 
-// What compiled code is given for some keys of a tile: the registers by extent, of which those of a tile and of its queries are
-// filled; element (j, i) of the scores, of any width in bytes, at j * width + i.
+// What compiled code is given for some keys of a tile: the registers by extent, of which those of a tile and of its
+// queries are filled; element (j, i) of the scores at j * width + i.
 struct ExprFrame {
   char* const* registers;
   const ExprTensor* tensors;
@@ -117,7 +117,7 @@ struct ExprFrame {
   int count, width, rows;  // at most kExprKeys keys
   double scale;            // the scores are yet to be multiplied by it
   double lowest;
-  bool low;                // told by a score: some are below `lowest`, and `settle` of score.h is still to be done
+  bool low;  // told by a score: some are below `lowest`, and `settle` of score.h is still to be done
 };
 using ExprCompiled = void (*)(ExprFrame*);
 

@@ -337,7 +337,9 @@ TW_INLINE Reals op_tanh_coarse(Reals a) {
   const Reals p = (t * static_cast<Real>(0.0015145628713071346) + static_cast<Real>(0.114829882979393)) * t +
                   static_cast<Real>(0.9999853372573853);
   const Reals q = ((t * static_cast<Real>(5.627159771393053e-05) + static_cast<Real>(0.017611145973205566)) * t +
-                   static_cast<Real>(0.44811397790908813)) * t + static_cast<Real>(1);
+                   static_cast<Real>(0.44811397790908813)) *
+                      t +
+                  static_cast<Real>(1);
   return x * p / q;
 }
 TW_INLINE Reals op_sigmoid(Reals a) { return sigmoid(a, Real{}); }

@@ -180,8 +180,7 @@ class ForwardKernel {
       Product::template run<AOrder::row_major, Into::overwrite, true>(keys, key_stride, tile.q, width, count, depth,
                                                                       width, s, width, nullptr, memory.peak);
     }
-    if (!peaked || !masked.plain)
-      mask_and_peak(s, width, count, masked.plain ? nullptr : masked.bits, memory.peak);
+    if (!peaked || !masked.plain) mask_and_peak(s, width, count, masked.plain ? nullptr : masked.bits, memory.peak);
     const u64* kept = nullptr;
     if (f_.dropout > 0) {
       dropout_bits(f_.seed, dropout_threshold(f_.dropout), seq.b, h, tile.first,

@@ -40,12 +40,13 @@ class Cache:
     """
 
     def __init__(self, where: Path) -> None:
-        self.where = where
         missing = [path for path in (where, *where.parents) if not path.exists()]
         for path in reversed(missing):
             # Each with its own mode: what mkdir makes on the way may be open to the group.
             path.mkdir(mode=0o700, exist_ok=True)
         _check_private(where)
+        # By the names that were checked: a link on the way could be bent later.
+        self.where = where.resolve()
 
     def find(self, name: str) -> Path | None:
         """The file of that name; None if it is not there, or not as it was written."""

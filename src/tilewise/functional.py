@@ -1,7 +1,7 @@
 """Floor 6: the calls: attention, attention_varlen, plan and explain."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -25,6 +25,8 @@ from tilewise.variants.values import Mask, Score
 __all__ = [
     "AttentionResult",
     "Explanation",
+    "MaskLike",
+    "ScoreLike",
     "SoftmaxStats",
     "attention",
     "attention_varlen",
@@ -33,8 +35,10 @@ __all__ = [
 ]
 
 _LN2 = math.log(2.0)
-MaskLike: TypeAlias = Mask | Tensor | None
-ScoreLike: TypeAlias = Score | Sequence[Score] | None
+MaskFunction: TypeAlias = Callable[..., Any]  # (b, h, m, n) -> bool
+ScoreFunction: TypeAlias = Callable[..., Any]  # (s, b, h, m, n) -> s
+MaskLike: TypeAlias = Mask | Tensor | MaskFunction | None
+ScoreLike: TypeAlias = Score | ScoreFunction | Sequence[Score | ScoreFunction] | None
 
 
 class SoftmaxStats(NamedTuple):
@@ -85,9 +89,11 @@ def attention(
         q: [B, Hq, M, D], any strides. The output follows its memory order.
         k: [B, Hk, N, D]; Hq must be a multiple of Hk (grouped queries: head h reads h // (Hq/Hk)).
         v: [B, Hk, N, Dv].
-        mask: which pairs attend: a Mask of ``tilewise.masks``, or a boolean tensor (True = attend)
-            that broadcasts to [B, Hq, M, N]. A row that sees no key gives 0 and lse -inf.
-        score: a Score of ``tilewise.scores`` or a sequence of them, applied in order.
+        mask: which pairs attend: a function ``(b, h, m, n) -> bool`` (see ``masks.function``), a
+            Mask of ``tilewise.masks``, or a boolean tensor (True = attend) that broadcasts to
+            [B, Hq, M, N]. A row that sees no key gives 0 and lse -inf.
+        score: a function ``(s, b, h, m, n) -> s``, a Score of ``tilewise.scores``, or a sequence
+            of them, applied in order.
         scale: s = scale * q.k; 1/sqrt(D) if None.
         sinks: floating [Hq]: one extra logit per query head in the denominator.
         dropout_p: the probability in [0, 1) of dropping a pair; what stays is divided by 1 - p.
@@ -100,7 +106,8 @@ def attention(
 
     Returns:
         The output [B, Hq, M, Dv], or an AttentionResult where more is asked for. Gradients are
-        defined for q, k, v, bias tensors and sinks, through the output and lse.
+        defined for q, k, v, sinks and the floating tensors that a score reads, through the output
+        and lse.
 
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.

@@ -9,6 +9,7 @@ from tilewise.functional import (
     attention_varlen,
     explain,
     plan,
+    visible_pairs,
 )
 from tilewise.plan.plan import Plan
 from tilewise.variants import masks, scores
@@ -29,5 +30,6 @@ __all__ = [
     "nn",
     "plan",
     "scores",
+    "visible_pairs",
     "where",
 ]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from tilewise.engine import registry
@@ -20,7 +21,10 @@ from tilewise.engine.run import run
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.plan.plan import Plan
 from tilewise.problem import Result
-from tilewise.variants.values import Mask, Score
+from tilewise.reference.blocks import Block
+from tilewise.reference.programs import visible
+from tilewise.variants.lower import Extent, lower_mask
+from tilewise.variants.values import Mask, Score, as_mask
 
 __all__ = [
     "AttentionResult",
@@ -32,6 +36,7 @@ __all__ = [
     "attention_varlen",
     "explain",
     "plan",
+    "visible_pairs",
 ]
 
 _LN2 = math.log(2.0)
@@ -176,6 +181,34 @@ def _full(result: Result, return_lse: bool, return_stats: bool) -> AttentionResu
         # The kernels count in powers of two; people in powers of e.
         stats = SoftmaxStats(result.stats[0].detach() * _LN2)
     return AttentionResult(result.out, result.lse if return_lse else None, stats)
+
+
+def visible_pairs(
+    mask: MaskLike, queries: int, keys: int, *, batch: int = 1, heads: int = 1
+) -> Tensor:
+    """Which pairs a mask lets attend, written out: to look at, or to test with.
+
+    Args:
+        mask: what ``attention`` takes.
+        queries: M.
+        keys: N.
+        batch: B.
+        heads: Hq.
+
+    Returns:
+        bool [B, Hq, M, N] on the CPU.
+
+    Raises:
+        InvalidArgument, InvalidType: it is no mask, or captures tensors of other sizes.
+    """
+    shape = (batch, heads, queries, keys)
+    if mask is None:
+        return torch.ones(shape, dtype=torch.bool)
+    read = as_mask(mask)
+    device = torch.device("cpu")
+    captured = lower_mask(read.program, read.captured, Extent(*shape), device)
+    block = Block(range(queries), range(keys), queries, keys, range(batch), range(heads))
+    return visible(read.program, captured, block, device).expand(shape).clone()
 
 
 class Explanation(NamedTuple):

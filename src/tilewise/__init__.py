@@ -13,6 +13,7 @@ from tilewise.functional import (
 )
 from tilewise.plan.plan import Plan
 from tilewise.variants import masks, scores
+from tilewise.variants.checked import checked
 from tilewise.variants.vocabulary import maximum, minimum, where
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "SoftmaxStats",
     "attention",
     "attention_varlen",
+    "checked",
     "errors",
     "explain",
     "masks",

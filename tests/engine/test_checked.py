@@ -35,7 +35,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "of a mask": (
         {"mask": lambda b, h, m, n: IDS[b, m + 1] == IDS[b, n]},
-        r"mask: got the index 9 into dimension 1 of a tensor of shape \[2, 9\], at b 0, h 0, m 8, n 0",
+        r"mask: got the index 9 into dimension 1 .* \[2, 9\], at b 0, h 0, m 8, n 0",
     ),
     "too short for a bias": (
         {"score": lambda s, b, h, m, n: s + SMALL[h, m, n]},
@@ -89,7 +89,7 @@ def test_packed_sequences_are_checked_each_by_itself() -> None:
 
     with tilewise.checked():
         attention_varlen(q, q, q, starts, starts, score=score(0))
-        with pytest.raises(InvalidArgument, match="the index 5 .* at b 1, h 0, m 0, n 4"):
+        with pytest.raises(InvalidArgument, match=r"the index 5 .* at b 1, h 0, m 0, n 4"):
             attention_varlen(q, q, q, starts, starts, score=score(1))
 
 

@@ -42,7 +42,8 @@ struct QueryTile {
   // For statistics only.
   Acc* row_moment;  // the sum of exp2(score - row_max) * (score - row_max)
   Acc* best;        // the largest score as the matrix product and the score chain left it
-  i64* best_key;    // the first key that has it
+  // The first key that has it: piece * kSubKeys + place, either exact in any type.
+  Acc *best_piece, *best_place;
 };
 
 template <class Mode>
@@ -74,9 +75,9 @@ class ForwardKernel {
  private:
   struct Memory {
     Word *q, *keys, *values;
-    Acc *out, *scores, *row_max, *row_sum, *deepest, *alpha, *peak, *row_moment, *best;
+    Acc *out, *scores, *row_max, *row_sum, *deepest, *alpha, *peak;
+    Acc *row_moment, *best, *best_piece, *best_place;
     u64 *bits, *kept;
-    i64* best_key;
     std::size_t bytes;
     Memory(const Forward& f, int tiles, void* base) {
       Carver carve(base);
@@ -94,8 +95,7 @@ class ForwardKernel {
       keys = carve.take<Word>(kRoomKeys * Mode::words(f.head_dim));
       values = carve.take<Word>(kRoomKeys * f.value_dim);
       row_moment = carve.take<Acc>(f.entropy.data ? queries : 0);
-      best = carve.take<Acc>(f.top_key.data ? queries : 0);
-      best_key = carve.take<i64>(f.top_key.data ? queries : 0);
+      for (Acc** array : {&best, &best_piece, &best_place}) *array = carve.take<Acc>(f.top_key.data ? queries : 0);
       bytes = carve.used();
     }
   };
@@ -136,14 +136,15 @@ class ForwardKernel {
     tile.deepest = memory.deepest + at;
     tile.row_moment = memory.row_moment + at;
     tile.best = memory.best + at;
-    tile.best_key = memory.best_key + at;
+    tile.best_piece = memory.best_piece + at;
+    tile.best_place = memory.best_place + at;
     const Elem* q = Mode::at(f_.q.data, view_at(f_.q, seq.b, h, seq.query_begin + first));
     Mode::transposed(q, f_.q.row, f_.q.col, tile.rows, f_.head_dim, tile.width, tile.q);
     for (int i = 0; i < tile.width; i++) {
       tile.row_max[i] = tile.deepest[i] = -static_cast<Acc>(__builtin_inf());
       tile.row_sum[i] = 0;
       if (f_.entropy.data) tile.row_moment[i] = 0;
-      if (f_.top_key.data) tile.best[i] = -static_cast<Acc>(__builtin_inf()), tile.best_key[i] = -1;
+      if (f_.top_key.data) tile.best[i] = -static_cast<Acc>(__builtin_inf());
     }
     std::memset(tile.out, 0,
                 static_cast<std::size_t>(tile.width) * static_cast<std::size_t>(f_.value_dim) * sizeof(Acc));
@@ -231,28 +232,29 @@ class ForwardKernel {
     });
   }
 
-  // Of the queries whose maximum grows, the first key of the block that has the new one.
+  // For the queries whose maximum grows, the first key of the block that has the new one.
   static void track_top(const Acc* s, int width, int count, i64 n0, const QueryTile<Mode>& tile, const Acc* peak) {
-    alignas(kVectorBytes) Acc place[kTileQueries];
+    const Vec<Acc> piece = set(static_cast<Acc>(n0 / kSubKeys));
     for_columns<Acc>(width, [&](auto vectors, int column) {
       constexpr int kV = decltype(vectors)::value;
-      Vec<Acc> top[kV], found[kV];
+      Vec<Acc> top[kV], place[kV], here = set(static_cast<Acc>(count));
       TW_UNROLL(4)
-      for (int v = 0; v < kV; v++) top[v] = load(peak + column + v * lanes), found[v] = Vec<Acc>{};
+      for (int v = 0; v < kV; v++) top[v] = load(peak + column + v * lanes), place[v] = Vec<Acc>{};
       for (int j = count - 1; j >= 0; j--) {
-        const Vec<Acc> here = set(static_cast<Acc>(j));
+        here -= static_cast<Acc>(1);
         TW_UNROLL(4)
         for (int v = 0; v < kV; v++)
-          found[v] = load(s + static_cast<i64>(j) * width + column + v * lanes) == top[v] ? here : found[v];
+          place[v] = load(s + static_cast<i64>(j) * width + column + v * lanes) == top[v] ? here : place[v];
       }
       TW_UNROLL(4)
-      for (int v = 0; v < kV; v++) store(place + column + v * lanes, found[v]);
+      for (int v = 0; v < kV; v++) {
+        const int i = column + v * lanes;
+        const Vec<Acc> before = load(tile.best + i);
+        store(tile.best + i, top[v] > before ? top[v] : before);
+        store(tile.best_piece + i, top[v] > before ? piece : load(tile.best_piece + i));
+        store(tile.best_place + i, top[v] > before ? place[v] : load(tile.best_place + i));
+      }
     });
-    for (int i = 0; i < tile.rows; i++) {
-      if (!(peak[i] > tile.best[i])) continue;
-      tile.best[i] = peak[i];
-      tile.best_key[i] = n0 + static_cast<i64>(place[i]);
-    }
   }
 
   template <bool kMoment>
@@ -410,9 +412,12 @@ class ForwardKernel {
     std::memcpy(rows_at<Acc>(f_.row_mean, seq.b, h, row), mean, size);
     std::memcpy(rows_at<Acc>(f_.entropy, seq.b, h, row), entropy, size);
     std::memcpy(rows_at<Acc>(f_.max_logit, seq.b, h, row), max_logit, size);
-    if (f_.top_key.data)
-      std::memcpy(rows_at<i64>(f_.top_key, seq.b, h, row), tile.best_key,
-                  static_cast<std::size_t>(tile.rows) * sizeof(i64));
+    if (!f_.top_key.data) return;
+    i64* top_key = rows_at<i64>(f_.top_key, seq.b, h, row);
+    for (int i = 0; i < tile.rows; i++) {
+      const bool found = tile.best[i] != -infinity;
+      top_key[i] = found ? static_cast<i64>(tile.best_piece[i]) * kSubKeys + static_cast<i64>(tile.best_place[i]) : -1;
+    }
   }
 
   const Forward& f_;

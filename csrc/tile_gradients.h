@@ -154,13 +154,12 @@ class TileGradients {
       kept = memory.kept;
     }
     const u64* bits = masked.plain ? nullptr : masked.bits;
+    if (f_.grad_entropy.data) return differentiate_entropy<kFloat>(count, memory, bits, kept, gain);
     const bool special = bits || kept || gain;
     for_columns<Acc>(width, [&](auto vectors, int column) {
       constexpr int kV = decltype(vectors)::value;
       if (tile.one_block) add_delta<kV>(column, count, memory, bits, kept);
-      if (f_.grad_entropy.data)
-        differentiate<kV, true, kFloat, true>(column, count, memory, bits, kept, gain);
-      else if (special)
+      if (special)
         differentiate<kV, true, kFloat, false>(column, count, memory, bits, kept, gain);
       else
         differentiate<kV, false, kFloat, false>(column, count, memory, nullptr, nullptr, nullptr);
@@ -212,6 +211,17 @@ class TileGradients {
       }
       store(tile.delta + i, load(tile.delta + i) + sum);
     }
+  }
+
+  // A function of its own: beside the loops for calls without an entropy it would change how those are compiled.
+  template <bool kFloat>
+  TW_NOINLINE void differentiate_entropy(int count, const Memory& memory, const u64* bits, const u64* kept,
+                                         const Acc* gain) const {
+    for_columns<Acc>(memory.tile.width, [&](auto vectors, int column) {
+      constexpr int kV = decltype(vectors)::value;
+      if (memory.tile.one_block) add_delta<kV>(column, count, memory, bits, kept);
+      differentiate<kV, true, kFloat, true>(column, count, memory, bits, kept, gain);
+    });
   }
 
   template <int kV, bool kSpecial, bool kFloat, bool kEntropy>

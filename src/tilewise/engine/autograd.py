@@ -11,18 +11,19 @@ from torch import Tensor
 
 from tilewise.errors import Unsupported
 from tilewise.plan.plan import Plan
-from tilewise.problem import Grads, Needs, Operands, Result
+from tilewise.problem import Grads, Needs, Operands, Result, Statistics
 
 __all__ = ["Attention", "differentiable"]
 
 # The position of the first captured tensor among the arguments of forward after ctx.
-_FIRST_CAPTURED = 9
+_FIRST_CAPTURED = 10
 
 
-def differentiable(operands: Operands, plan: Plan) -> Result:
+def differentiable(operands: Operands, plan: Plan, statistics: Statistics = "") -> Result:
     """Run a plan's forward so that autograd knows its backward."""
-    out, lse, stats = Attention.apply(  # type: ignore[no-untyped-call]
+    results = Attention.apply(  # type: ignore[no-untyped-call]
         plan,
+        statistics,
         operands.seed,
         operands.q,
         operands.k,
@@ -34,7 +35,7 @@ def differentiable(operands: Operands, plan: Plan) -> Result:
         *operands.mask_tensors,
         *operands.score_tensors,
     )
-    return Result(out, lse, stats)
+    return Result(*results)
 
 
 class Attention(torch.autograd.Function):
@@ -44,6 +45,7 @@ class Attention(torch.autograd.Function):
     def forward(
         ctx: Any,
         plan: Plan,
+        statistics: Statistics,
         seed: int,
         q: Tensor,
         k: Tensor,
@@ -53,7 +55,7 @@ class Attention(torch.autograd.Function):
         cu_seqlens_k: Tensor | None,
         mask_count: int,
         *captured: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor | None, ...]:
         """Run the kernel and keep what its backward reads."""
         operands = Operands(
             q,
@@ -66,17 +68,26 @@ class Attention(torch.autograd.Function):
             cu_seqlens_k,
             seed,
         )
-        result = plan.forward(operands)
         ctx.plan, ctx.seed, ctx.mask_count = plan, seed, mask_count
-        ctx.save_for_backward(*result, q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *captured)
-        ctx.mark_non_differentiable(result.stats)
         # An lse that nobody used then comes back as None and costs the kernel nothing.
         ctx.set_materialize_grads(False)
+        result: Result = plan.forward(operands, statistics)
+        out, lse, stats = result[:3]
+        ctx.save_for_backward(
+            out, lse, stats, q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *captured
+        )
+        if not statistics:
+            ctx.mark_non_differentiable(stats)
+            return out, lse, stats
+        fixed = [x for x in (stats, result.max_logit, result.top_key) if x is not None]
+        ctx.mark_non_differentiable(*fixed)
         return tuple(result)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> Any:
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *rest: Any) -> Any:
         """The gradients that autograd asks for, in the order of forward's arguments."""
+        # Those of stats, max_logit, entropy and top_key, as far as the call had them.
+        grad_entropy = rest[2] if len(rest) > 1 else None
         out, lse, stats, q, k, v, sinks, cu_q, cu_k, *captured = ctx.saved_tensors
         split = ctx.mask_count
         operands = Operands(
@@ -84,16 +95,21 @@ class Attention(torch.autograd.Function):
         )
         wanted = ctx.needs_input_grad
         score_needs = wanted[_FIRST_CAPTURED + split :]
-        needs = Needs(wanted[2], wanted[3], wanted[4], score_needs, wanted[5])
+        needs = Needs(wanted[3], wanted[4], wanted[5], score_needs, wanted[6])
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.resolve_neg()
         if grad_lse is not None:
             grad_lse = grad_lse.resolve_neg()
+        if grad_entropy is not None:
+            grad_entropy = grad_entropy.resolve_neg()
         with torch.no_grad():
-            grads = ctx.plan.backward(operands, Result(out, lse, stats), grad_out, grad_lse, needs)
+            result = Result(out, lse, stats)
+            grads = ctx.plan.backward(operands, result, grad_out, grad_lse, needs, grad_entropy)
         if torch.is_grad_enabled():
-            grads = _without_second_derivative(grads, (grad_out, grad_lse, *ctx.saved_tensors[3:]))
+            sources = (grad_out, grad_lse, grad_entropy, *ctx.saved_tensors[3:])
+            grads = _without_second_derivative(grads, sources)
         mask_grads = (None,) * split
         return (
+            None,
             None,
             None,
             grads.q,

@@ -24,7 +24,14 @@ from tilewise.engine.call import (
 from tilewise.engine.modes import refuse_transforms
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.plan.plan import Plan
-from tilewise.problem import Operands, Problem, Result, check_cu_tensors, check_sinks
+from tilewise.problem import (
+    Operands,
+    Problem,
+    Result,
+    Statistics,
+    check_cu_tensors,
+    check_sinks,
+)
 from tilewise.variants.values import Mask, Score
 
 __all__ = ["run"]
@@ -46,6 +53,7 @@ def run(
     asked: Asked,
     seed: int | Tensor | None,
     plan: Plan | None = None,
+    statistics: Statistics = "",
 ) -> Result:
     """Attention as asked (``functional.attention``), by a held plan if one is given.
 
@@ -63,12 +71,12 @@ def run(
         or type(v) not in _PLAIN
         or _jit_tracing() is not None
     ):
-        return _run_traced(q, k, v, asked, seed, plan)
+        return _run_traced(q, k, v, asked, seed, plan, statistics)
     if q.is_cpu:
         if _autocast_enabled("cpu"):
             q, k, v = _autocast(q, k, v)
     elif q.is_meta:
-        return _run_traced(q, k, v, asked, seed, plan)
+        return _run_traced(q, k, v, asked, seed, plan, statistics)
     else:
         q, k, v = _autocast(q, k, v)
     if plan is None:
@@ -88,8 +96,8 @@ def run(
         or v.requires_grad
         or (not asked.plain and _captured_gradient(asked))
     ):
-        return differentiable(operands, plan)
-    result: Result = plan.forward(operands)
+        return differentiable(operands, plan, statistics)
+    result: Result = plan.forward(operands, statistics)
     return result
 
 
@@ -106,13 +114,14 @@ def _run_traced(
     asked: Asked,
     seed: int | Tensor | None,
     plan: Plan | None,
+    statistics: Statistics,
 ) -> Result:
     """Attention through the torch ops; a held plan then only fills in keywords."""
     if plan is not None:
         _check_keywords(plan, asked)
         asked = _asked_of(plan, asked)
     q, k, v = _autocast(q, k, v)
-    return ops.call(q, k, v, asked, seed)
+    return ops.call(q, k, v, asked, seed, statistics)
 
 
 def _check_plan(plan: Plan, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> None:

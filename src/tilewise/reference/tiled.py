@@ -42,7 +42,15 @@ from tilewise.reference.tiles import (
     query_tiles,
 )
 
-__all__ = ["KEY_TILE", "QUERY_TILE", "backward", "forward"]
+__all__ = [
+    "KEY_TILE",
+    "QUERY_TILE",
+    "Totals",
+    "accumulator",
+    "backward",
+    "forward",
+    "sum_group",
+]
 
 
 def forward(problem: Problem, operands: Operands) -> Result:
@@ -99,15 +107,15 @@ def backward(
         The wanted gradients, each in its operand's shape and dtype; None elsewhere.
     """
     dtype = compute_dtype(problem.dtype)
-    totals = _Totals(
-        _accumulator(operands.q, needs.q, dtype),
-        _accumulator(operands.k, needs.k, dtype),
-        _accumulator(operands.v, needs.v, dtype),
+    totals = Totals(
+        accumulator(operands.q, needs.q, dtype),
+        accumulator(operands.k, needs.k, dtype),
+        accumulator(operands.v, needs.v, dtype),
         tuple(
-            _accumulator(tensor, need, dtype)
+            accumulator(tensor, need, dtype)
             for tensor, need in zip(operands.score_tensors, needs.score_tensors, strict=True)
         ),
-        _accumulator(operands.sinks, needs.sinks, dtype),
+        accumulator(operands.sinks, needs.sinks, dtype),
     )
     for part in parts(problem, operands):
         views = totals.of(part, problem)
@@ -141,7 +149,7 @@ class _RowState(NamedTuple):
     sink: Tensor | None
 
 
-class _Totals(NamedTuple):
+class Totals(NamedTuple):
     """Accumulators of the gradients in the compute dtype; None where not wanted."""
 
     q: Tensor | None
@@ -150,7 +158,7 @@ class _Totals(NamedTuple):
     score_tensors: tuple[Tensor | None, ...]
     sinks: Tensor | None
 
-    def of(self, part: Part, problem: Problem) -> _Totals:
+    def of(self, part: Part, problem: Problem) -> Totals:
         """Views of the accumulators for one part."""
         if problem.layout == "dense":
             return self
@@ -167,7 +175,7 @@ class _Totals(NamedTuple):
                 self.score_tensors, cut(problem.score, filled, b, m, n), strict=True
             )
         )
-        return _Totals(q, k, v, scores, self.sinks)
+        return Totals(q, k, v, scores, self.sinks)
 
     def grads(self, operands: Operands) -> Grads:
         """The gradients in the dtypes of their operands."""
@@ -185,7 +193,8 @@ class _Totals(NamedTuple):
         return Grads(q, k, v, scores, sinks)
 
 
-def _accumulator(tensor: Tensor | None, wanted: bool, dtype: torch.dtype) -> Tensor | None:
+def accumulator(tensor: Tensor | None, wanted: bool, dtype: torch.dtype) -> Tensor | None:
+    """Zeros of the tensor's shape in ``dtype``; None where its gradient is not wanted."""
     if tensor is None or not wanted:
         return None
     return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
@@ -269,7 +278,7 @@ def _row_shift(part: Part, rows: range, q: Tensor, state: _RowState) -> Tensor:
     return shift
 
 
-def _backward_rows(part: Part, rows: range, state: _RowState, totals: _Totals) -> None:
+def _backward_rows(part: Part, rows: range, state: _RowState, totals: Totals) -> None:
     """Adds the gradients that come from a tile of query rows to the totals."""
     problem = part.problem
     span = slice(rows.start, rows.stop)
@@ -283,7 +292,7 @@ def _backward_rows(part: Part, rows: range, state: _RowState, totals: _Totals) -
         columns = slice(tile.block.keys.start, tile.block.keys.stop)
         if totals.v is not None:
             grad_v = product(dropped.transpose(-1, -2), tile_grad)
-            totals.v[:, :, columns] += _sum_group(grad_v, group)
+            totals.v[:, :, columns] += sum_group(grad_v, group)
         ds = p * (dp + shift[..., None])
         q_used = q
         if tile.seen is not None:
@@ -295,10 +304,10 @@ def _backward_rows(part: Part, rows: range, state: _RowState, totals: _Totals) -
             totals.q[:, :, span] += product(ds, tile.k)
         if totals.k is not None:
             grad_k = product(ds.transpose(-1, -2), q_used)
-            totals.k[:, :, columns] += _sum_group(grad_k, group)
+            totals.k[:, :, columns] += sum_group(grad_k, group)
 
 
-def _sum_group(grad: Tensor, group: int) -> Tensor:
+def sum_group(grad: Tensor, group: int) -> Tensor:
     """``[B, Hk, n, D]`` from ``[B, Hq, n, D]``: each key head serves ``group`` query heads."""
     batch, heads, length, width = grad.shape
     return grad.view(batch, heads // group, group, length, width).sum(2)

@@ -70,14 +70,14 @@ def gradients(
 
 
 def _seconds(
-    call: Call, needs: Sequence[bool], stats: Tensor, cotangents: Tensors, u: Tensors, x: Tensors
+    call: Call, needs: Sequence[bool], cotangents: Tensors, u: Tensors, x: Tensors
 ) -> list[Tensor | None]:
     """``Second`` of the leaves that are needed, None for the others."""
     if not any(needs) or all(tangent is None for tangent in u):
         return [None] * len(needs)
     fenced = Fence.apply(*cotangents, *x)  # type: ignore[no-untyped-call]
     found = iter(
-        Second.apply(call, tuple(needs), stats.detach(), *fenced[:2], *u, *fenced[2:])  # type: ignore[no-untyped-call]
+        Second.apply(call, tuple(needs), *fenced[:2], *u, *fenced[2:])  # type: ignore[no-untyped-call]
     )
     return [next(found) if need else None for need in needs]
 
@@ -184,7 +184,7 @@ class Gradients(_Nested):
         came = iter(cotangents)
         u = [next(came) if need else None for need in ctx.needs]
         needs_out, needs_lse, *needs_x = ctx.needs_input_grad[5:]
-        grads = _seconds(call, call.leaves(needs_x), stats, (grad_out, grad_lse), u, x)
+        grads = _seconds(call, call.leaves(needs_x), (grad_out, grad_lse), u, x)
         by_out = by_lse = None
         if needs_out or needs_lse:
             by_out, by_lse = _tangents(call, (out, lse, stats), u, x)
@@ -200,7 +200,7 @@ class Gradients(_Nested):
         """``Gradients`` of what the cotangents move by, and ``Second`` of what the operands do."""
         call, (out, lse, stats, grad_out, grad_lse, *x) = ctx.call, ctx.saved_tensors
         move_out, move_lse, *move_x = moves[5:]
-        parts = [_seconds(call, ctx.needs, stats, (grad_out, grad_lse), call.leaves(move_x), x)]
+        parts = [_seconds(call, ctx.needs, (grad_out, grad_lse), call.leaves(move_x), x)]
         if move_out is not None or move_lse is not None:
             parts.append(gradients(call, ctx.needs, (out, lse, stats), (move_out, move_lse), x))
         found = []
@@ -222,7 +222,7 @@ class Tangents(_Nested):
         u, x = split(call, rest)
         operands = call.operands(x)
         with _plain_arithmetic(call):
-            return tangents(call.plan.problem, operands, _toward(operands, u), stats)
+            return tangents(call.plan.problem, operands, _toward(operands, u))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -240,7 +240,7 @@ class Tangents(_Nested):
             grad_out = torch.zeros_like(out)
         cotangents = (grad_out, grad_lse)
         by_u = gradients(call, needs_u, (out, lse, stats), cotangents, x)
-        by_x = _seconds(call, call.leaves(needs_x), stats, cotangents, u, x)
+        by_x = _seconds(call, call.leaves(needs_x), cotangents, u, x)
         return (*(None,) * 4, *by_u, *call.spread(by_x))
 
     @staticmethod
@@ -259,7 +259,6 @@ class Second(_Nested):
     def forward(
         call: Call,
         needs: tuple[bool, ...],
-        stats: Tensor,
         grad_out: Tensor,
         grad_lse: Tensor | None,
         *rest: Tensor | None,
@@ -270,7 +269,7 @@ class Second(_Nested):
         toward = _toward(operands, u)
         problem = call.plan.problem
         with _plain_arithmetic(call):
-            grads = second(problem, operands, toward, stats, grad_out, grad_lse, needs_of(needs))
+            grads = second(problem, operands, toward, grad_out, grad_lse, needs_of(needs))
         return wanted(call, grads, needs, x)
 
     @staticmethod
@@ -282,26 +281,26 @@ class Second(_Nested):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         """By the tangents ``Second`` again, for the Hessian is symmetric; the rest is fenced."""
-        call, (stats, grad_out, grad_lse, *rest) = ctx.call, ctx.saved_tensors
+        call, (grad_out, grad_lse, *rest) = ctx.call, ctx.saved_tensors
         u, x = split(call, rest)
-        needs_u, _ = split(call, ctx.needs_input_grad[5:])
+        needs_u, _ = split(call, ctx.needs_input_grad[4:])
         came = iter(cotangents)
         w = [next(came) if need else None for need in ctx.needs]
-        by_u = _seconds(call, needs_u, stats, (grad_out, grad_lse), w, x)
+        by_u = _seconds(call, needs_u, (grad_out, grad_lse), w, x)
         # The fence takes these for what they are: a sign that a third derivative is wanted.
         signs = [
             tensor.new_zeros(()).expand(tensor.shape) if need else None
             for tensor, need in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
         ]
-        return (None, None, None, *signs[1:3], *by_u, *signs[3 + len(u) :])
+        return (None, None, *signs[:2], *by_u, *signs[2 + len(u) :])
 
     @staticmethod
     def jvp(ctx: Any, *moves: Tensor | None) -> Any:
         """``Second`` of what the tangents move by; the fence lets nothing else move."""
-        call, (stats, grad_out, grad_lse, *rest) = ctx.call, ctx.saved_tensors
+        call, (grad_out, grad_lse, *rest) = ctx.call, ctx.saved_tensors
         _, x = split(call, rest)
-        moves_u, _ = split(call, moves[5:])
-        found = _seconds(call, ctx.needs, stats, (grad_out, grad_lse), moves_u, x)
+        moves_u, _ = split(call, moves[4:])
+        found = _seconds(call, ctx.needs, (grad_out, grad_lse), moves_u, x)
         return tuple(grad for grad, need in zip(found, ctx.needs, strict=True) if need)
 
 

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from tilewise.problem import Operands
 from tilewise.reference.programs import Block, Part, apply_score, score_gradient
-from tilewise.reference.tiles import base2, exp2, keep_tile, key_tiles, product
+from tilewise.reference.tiles import base2, keep_tile, key_tiles, product
 from tilewise.variants.program import Instr, Program
 
-__all__ = ["JetTile", "Rows", "direction", "drop", "jet_tiles", "pull_score"]
+__all__ = ["JetTile", "Rows", "direction", "drop", "jet_tiles", "pull_score", "rows_of"]
 
 
 def direction(
@@ -55,23 +55,18 @@ def direction(
 
 
 class Rows(NamedTuple):
-    """A tile of query rows in the compute dtype, and how to make probabilities of its scores.
-
-    Args:
-        queries: the rows.
-        q, q_t: queries and their tangents, ``[B, Hq, m, D]``.
-        base, weight: ``p = exp2(s - base) * weight``, ``[B, Hq, m]`` (``tiles.normaliser``).
-        sink: the probability that went to the sink, ``[B, Hq, m]``; None without one.
-        sink_t: tangents of the sinks, ``[Hq, 1]``; None without.
-    """
+    """A tile of query rows: which, and q and its tangent ``[B, Hq, m, D]`` (compute dtype)."""
 
     queries: range
     q: Tensor
     q_t: Tensor
-    base: Tensor
-    weight: Tensor
-    sink: Tensor | None
-    sink_t: Tensor | None
+
+
+def rows_of(part: Part, toward: Part, queries: range, dtype: torch.dtype) -> Rows:
+    """A tile of query rows."""
+    span = slice(queries.start, queries.stop)
+    q, q_t = (each.operands.q[:, :, span].to(dtype) for each in (part, toward))
+    return Rows(queries, q, q_t)
 
 
 class _Step(NamedTuple):
@@ -88,8 +83,8 @@ class JetTile(NamedTuple):
     Args:
         k, v: ``[B, Hq, n, .]``, 0 where no row of the tile sees the key.
         k_t, v_t: their tangents, likewise.
-        p: probabilities ``[B, Hq, m, n]``, 0 where hidden.
-        s_t: tangents of the final scores, 0 where hidden.
+        s: final scores ``[B, Hq, m, n]`` in units of exp2, -inf where hidden.
+        s_t: tangents of the final scores in natural units, 0 where hidden.
         steps: what ``pull_score`` needs.
         seen: which pairs attend; None for all.
         block: the rectangle.
@@ -99,7 +94,7 @@ class JetTile(NamedTuple):
     v: Tensor
     k_t: Tensor
     v_t: Tensor
-    p: Tensor
+    s: Tensor
     s_t: Tensor
     steps: list[_Step]
     seen: Tensor | None
@@ -125,10 +120,10 @@ def jet_tiles(part: Part, toward: Part, rows: Rows) -> Iterator[JetTile]:
         if problem.score:
             s = product(rows.q, tile.k.transpose(-1, -2)) * problem.scale
             s_t, steps = _push_score(part, toward, s, s_t, tile.block)
-        p = exp2(base2(tile.scores) - rows.base[..., None]) * rows.weight[..., None]
         if tile.seen is not None:
-            p, s_t = torch.where(tile.seen, p, 0.0), torch.where(tile.seen, s_t, 0.0)
-        yield JetTile(tile.k, tile.v, k_t, v_t, p, s_t, steps, tile.seen, tile.block)
+            s_t = torch.where(tile.seen, s_t, 0.0)
+        s = base2(tile.scores)
+        yield JetTile(tile.k, tile.v, k_t, v_t, s, s_t, steps, tile.seen, tile.block)
 
 
 def drop(part: Part, block: Block, tensors: Sequence[Tensor]) -> list[Tensor]:

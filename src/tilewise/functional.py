@@ -100,7 +100,8 @@ def attention(
 
     Returns:
         The output [B, Hq, M, Dv], or an AttentionResult where more is asked for. Gradients are
-        defined for q, k, v, bias tensors and sinks, through the output and lse.
+        defined for q, k, v, bias tensors and sinks, through the output and lse; in eager calls also
+        tangents (torch.func.jvp, forward_ad) and second derivatives (create_graph=True).
 
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.

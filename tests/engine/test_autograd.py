@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import tilewise
 from tests.engine.samples import packed, qkv
 from tilewise import masks, scores
-from tilewise.errors import Unsupported
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 1), (4, 1, 7), (2, 1, 5, 7), (1, 4, 1, 1), ()])
@@ -94,20 +93,6 @@ def test_stats_have_no_gradient(backend: str) -> None:
     result = tilewise.attention(*qkv(), return_stats=True, backend=backend)
     assert result.lse is None
     assert not result.stats.row_max.requires_grad
-
-
-def test_the_second_derivative_is_refused(backend: str) -> None:
-    q, k, v = qkv()
-
-    def attend(q: Tensor) -> Tensor:
-        out: Tensor = tilewise.attention(q, k, v, backend=backend)
-        return out
-
-    (grad,) = torch.autograd.grad(attend(q).sum(), q, create_graph=True)
-    assert torch.equal(grad, torch.autograd.grad(attend(q).sum(), q)[0])
-    assert grad.requires_grad
-    with pytest.raises(Unsupported, match="second derivative"):
-        torch.autograd.grad(grad.sum() + (q * q).sum(), q)
 
 
 def test_changing_an_input_in_place_is_noticed(backend: str) -> None:

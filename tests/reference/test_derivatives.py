@@ -91,7 +91,7 @@ def test_memory_is_linear() -> None:
     """A byte for each pair, a quarter of one float32 matrix, is never reached."""
     # What one call frees must go back to the system, or the next one would seem to take nothing.
     done = subprocess.run(
-        [sys.executable, "-c", _MEMORY, "2048", "4096"],
+        [sys.executable, "-c", _MEMORY, "1024", "4096"],
         capture_output=True,
         text=True,
         check=False,
@@ -101,4 +101,4 @@ def test_memory_is_linear() -> None:
     for line in done.stdout.splitlines():
         small, large = (float(word) for word in line.split())
         assert large < 4096 * 4096 / 2**20, f"{large:.1f} MiB at N = 4096"
-        assert large < 1.3 * 2 * small + 6, f"{small:.1f} MiB grew to {large:.1f} MiB"
+        assert large < 1.3 * 4 * small + 6, f"{small:.1f} MiB grew to {large:.1f} MiB"

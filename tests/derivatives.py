@@ -74,7 +74,7 @@ def _dual(inputs: Inputs, toward: Directions) -> Inputs:
 
     def dual(name: str, tensor: Tensor) -> Tensor:
         tangent = toward.tangents[name].to(tensor.dtype)
-        found: Tensor = forward_ad.make_dual(tensor.detach(), tangent)  # type: ignore[no-untyped-call]
+        found: Tensor = forward_ad.make_dual(tensor.detach(), tangent)
         return found
 
     score = inputs.score
@@ -99,7 +99,7 @@ def tangents(attend: Attend, inputs: Inputs, toward: Directions) -> dict[str, Te
     with forward_ad.dual_level():
         moved = attend(_dual(inputs, toward))
         for name, dual in zip(("out", "lse"), moved, strict=True):
-            primal, tangent = forward_ad.unpack_dual(dual)  # type: ignore[no-untyped-call]
+            primal, tangent = forward_ad.unpack_dual(dual)
             found[name] = torch.zeros_like(primal) if tangent is None else tangent.clone()
     return found
 

@@ -124,7 +124,8 @@ def attention(
     Returns:
         The output [B, Hq, M, Dv], or an AttentionResult where more is asked for. Gradients are
         defined for q, k, v, sinks and the floating tensors that a score reads, through the output,
-        lse and the entropy.
+        lse and the entropy; in eager calls also tangents (torch.func.jvp, forward_ad) and second
+        derivatives (create_graph=True), but for the entropy.
 
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.

@@ -112,23 +112,8 @@ def test_entropy_alone_may_be_used(backend: str) -> None:
 def test_the_second_derivative_of_the_entropy_is_refused(backend: str) -> None:
     q, k, v = qkv()
     stats = tilewise.attention(q, k, v, return_stats=True, backend=backend).stats
-    (grad,) = torch.autograd.grad(stats.entropy.sum(), q, create_graph=True)
-    with pytest.raises(Unsupported, match="second derivative"):
-        torch.autograd.grad(grad.sum(), q)
-
-
-def test_the_second_derivative_is_refused(backend: str) -> None:
-    q, k, v = qkv()
-
-    def attend(q: Tensor) -> Tensor:
-        out: Tensor = tilewise.attention(q, k, v, backend=backend)
-        return out
-
-    (grad,) = torch.autograd.grad(attend(q).sum(), q, create_graph=True)
-    assert torch.equal(grad, torch.autograd.grad(attend(q).sum(), q)[0])
-    assert grad.requires_grad
-    with pytest.raises(Unsupported, match="second derivative"):
-        torch.autograd.grad(grad.sum() + (q * q).sum(), q)
+    with pytest.raises(Unsupported, match="second derivative of the entropy"):
+        torch.autograd.grad(stats.entropy.sum(), q, create_graph=True)
 
 
 def test_changing_an_input_in_place_is_noticed(backend: str) -> None:

@@ -1,7 +1,7 @@
 """The eager path's autograd: one Function over a plan's two kernels.
 
 A torch custom op in Python costs 10 to 25 us a call, so eager calls come here; ``ops.py`` serves
-torch.compile and export over the same kernels.
+torch.compile and export over the same kernels, ``derivatives.py`` what goes beyond one gradient.
 """
 
 from typing import Any
@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.engine.derivatives import gradients
+from tilewise.engine.flat import Call, flat
+from tilewise.engine.modes import transforms_active
 from tilewise.errors import Unsupported
 from tilewise.plan.plan import Plan
-from tilewise.problem import Grads, Needs, Operands, Result, Statistics
+from tilewise.problem import Needs, Operands, Result, Statistics
 
 __all__ = ["Attention", "differentiable"]
 
@@ -95,18 +98,26 @@ class Attention(torch.autograd.Function):
         )
         wanted = ctx.needs_input_grad
         score_needs = wanted[_FIRST_CAPTURED + split :]
+        if torch.is_grad_enabled() or transforms_active():
+            # With create_graph, or inside of transforms: the gradients have derivatives too.
+            if grad_entropy is not None:
+                raise Unsupported(
+                    "tilewise has no second derivative of the entropy",
+                    fix="use the mathematics in plain torch where its gradient is differentiated",
+                )
+            call, x = Call(ctx.plan, ctx.seed, split), flat(operands)
+            wishes, cotangents = (*wanted[3:7], *score_needs), (grad_out, grad_lse)
+            leaves = gradients(call, wishes, (out, lse, stats[:2]), cotangents, x)
+            spread = call.spread(leaves)
+            return (None, None, None, *spread[:6], None, *spread[6:])
         needs = Needs(wanted[3], wanted[4], wanted[5], score_needs, wanted[6])
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.resolve_neg()
         if grad_lse is not None:
             grad_lse = grad_lse.resolve_neg()
         if grad_entropy is not None:
             grad_entropy = grad_entropy.resolve_neg()
-        with torch.no_grad():
-            result = Result(out, lse, stats)
-            grads = ctx.plan.backward(operands, result, grad_out, grad_lse, needs, grad_entropy)
-        if torch.is_grad_enabled():
-            sources = (grad_out, grad_lse, grad_entropy, *ctx.saved_tensors[3:])
-            grads = _without_second_derivative(grads, sources)
+        result = Result(out, lse, stats)
+        grads = ctx.plan.backward(operands, result, grad_out, grad_lse, needs, grad_entropy)
         mask_grads = (None,) * split
         return (
             None,
@@ -122,32 +133,3 @@ class Attention(torch.autograd.Function):
             *mask_grads,
             *grads.score_tensors,
         )
-
-
-class _Fence(torch.autograd.Function):
-    """Passes gradients on as functions of what they came from, whose derivative is an error."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The first ``count`` tensors as they are; the others are what they depend on."""
-        return tuple([tensor.view_as(tensor) for tensor in tensors[:count]])
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        """Refuse."""
-        raise Unsupported(
-            "tilewise has no second derivative yet",
-            fix="use the mathematics in plain torch where a gradient is differentiated again",
-        )
-
-
-def _without_second_derivative(grads: Grads, sources: tuple[Tensor | None, ...]) -> Grads:
-    """The gradients of a backward with create_graph: constants would be silently wrong."""
-    flat = (grads.q, grads.k, grads.v, grads.sinks, *grads.score_tensors)
-    found = [grad for grad in flat if grad is not None]
-    depends = [tensor for tensor in sources if tensor is not None]
-    fenced = iter(_Fence.apply(len(found), *found, *depends))  # type: ignore[no-untyped-call]
-    grad_q, grad_k, grad_v, grad_sinks, *rest = [
-        grad if grad is None else next(fenced) for grad in flat
-    ]
-    return Grads(grad_q, grad_k, grad_v, tuple(rest), grad_sinks)

@@ -19,7 +19,12 @@ from tilewise.engine.call import (
     draw_seed,
     read_keywords,
 )
-from tilewise.engine.modes import refuse_forward_mode, refuse_vmap, transforms_active
+from tilewise.engine.modes import (
+    refuse_forward_mode,
+    refuse_second_derivative,
+    refuse_vmap,
+    transforms_active,
+)
 from tilewise.plan.plan import Plan
 from tilewise.problem import (
     Needs,
@@ -366,5 +371,6 @@ def _op_backward(
 
 
 _attention.register_autograd(_op_backward, setup_context=_setup_context)
+_backward.register_autograd(refuse_second_derivative)
 _attention.register_vmap(refuse_vmap)
 _backward.register_vmap(refuse_vmap)

@@ -21,8 +21,9 @@ from tilewise.engine.call import (
     cached_plan,
     signature,
 )
-from tilewise.engine.modes import refuse_transforms
-from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.engine.derivatives import attend
+from tilewise.engine.modes import refuse_constants, refuse_transforms
+from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.plan.plan import Plan
 from tilewise.problem import (
     Operands,
@@ -62,7 +63,10 @@ def run(
     a constant: such calls go through the torch ops.
     """
     if _functorch_active() or forward_ad._current_level >= 0:
-        refuse_transforms((q, k, v, asked.sinks, *asked.mask.captured, *asked.score.captured))
+        if statistics:
+            fix = "ask for return_stats outside of them"
+            raise Unsupported("tilewise has no statistics inside of torch.func transforms", fix=fix)
+        return _run_transformed(q, k, v, asked, seed, plan)
     if (
         _is_compiling()
         or _dispatch_modes() > 0
@@ -105,6 +109,35 @@ def _captured_gradient(asked: Asked) -> bool:
     """Whether sinks or something that the score captured may want a gradient."""
     tensors = asked.score.captured if asked.sinks is None else (asked.sinks, *asked.score.captured)
     return any(tensor.requires_grad for tensor in tensors)
+
+
+def _run_transformed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    asked: Asked,
+    seed: int | Tensor | None,
+    plan: Plan | None,
+) -> Result:
+    """Attention inside of torch.func transforms or of a forward-mode level."""
+    tensors = (q, k, v, asked.sinks, *asked.mask.captured, *asked.score.captured)
+    traced = (
+        _is_compiling()
+        or _dispatch_modes() > 0
+        or _jit_tracing() is not None
+        or any(type(x) not in _PLAIN or x.is_meta for x in (q, k, v))
+    )
+    refuse_transforms(tensors, traced)
+    if traced:
+        return _run_traced(q, k, v, asked, seed, plan, "")
+    refuse_constants(asked.score)
+    q, k, v = _autocast(q, k, v)
+    if plan is None:
+        plan = cached_plan(q, k, v, asked)
+    else:
+        _check_plan(plan, q, k, v, asked)
+    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+    return attend(build_operands(plan.problem, q, k, v, asked, seed), plan)
 
 
 def _run_traced(

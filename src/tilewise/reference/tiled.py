@@ -50,7 +50,15 @@ from tilewise.reference.tiles import (
 )
 from tilewise.variants.program import EXPR
 
-__all__ = ["KEY_TILE", "QUERY_TILE", "backward", "forward"]
+__all__ = [
+    "KEY_TILE",
+    "QUERY_TILE",
+    "Totals",
+    "accumulator",
+    "backward",
+    "forward",
+    "sum_group",
+]
 
 
 def forward(problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
@@ -115,12 +123,12 @@ def backward(
         The wanted gradients, each in its operand's shape and dtype; None elsewhere.
     """
     dtype = compute_dtype(problem.dtype)
-    totals = _Totals(
-        _accumulator(operands.q, needs.q, dtype),
-        _accumulator(operands.k, needs.k, dtype),
-        _accumulator(operands.v, needs.v, dtype),
+    totals = Totals(
+        accumulator(operands.q, needs.q, dtype),
+        accumulator(operands.k, needs.k, dtype),
+        accumulator(operands.v, needs.v, dtype),
         _score_accumulators(problem, operands, needs, dtype),
-        _accumulator(operands.sinks, needs.sinks, dtype),
+        accumulator(operands.sinks, needs.sinks, dtype),
     )
     for part in parts(problem, operands):
         views = totals.of(part, problem)
@@ -179,7 +187,7 @@ def _tilt(part: Part, stats: Tensor, grad: Tensor) -> _Tilt:
     return _Tilt(slope, -above - stats[2], None if sink is None else sink - stats[2])
 
 
-class _Totals(NamedTuple):
+class Totals(NamedTuple):
     """Accumulators of the gradients in the compute dtype; None where not wanted."""
 
     q: Tensor | None
@@ -188,7 +196,7 @@ class _Totals(NamedTuple):
     score_tensors: tuple[Tensor | None, ...]
     sinks: Tensor | None
 
-    def of(self, part: Part, problem: Problem) -> _Totals:
+    def of(self, part: Part, problem: Problem) -> Totals:
         """Views of the accumulators for one part."""
         if problem.layout == "dense":
             return self
@@ -205,7 +213,7 @@ class _Totals(NamedTuple):
                 self.score_tensors, cut(problem.score, filled, b, m, n), strict=True
             )
         )
-        return _Totals(q, k, v, scores, self.sinks)
+        return Totals(q, k, v, scores, self.sinks)
 
     def grads(self, operands: Operands) -> Grads:
         """The gradients in the dtypes of their operands."""
@@ -223,7 +231,8 @@ class _Totals(NamedTuple):
         return Grads(q, k, v, scores, sinks)
 
 
-def _accumulator(tensor: Tensor | None, wanted: bool, dtype: torch.dtype) -> Tensor | None:
+def accumulator(tensor: Tensor | None, wanted: bool, dtype: torch.dtype) -> Tensor | None:
+    """Zeros of the tensor's shape in ``dtype``; None where its gradient is not wanted."""
     if tensor is None or not wanted:
         return None
     return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
@@ -235,7 +244,7 @@ def _score_accumulators(
     """Of what scores captured. An element that an expression loads may sum over all pairs."""
     loaded = {slot for instr in problem.score if instr.op == EXPR for slot in instr.slots}
     return tuple(
-        _accumulator(tensor, need, torch.float64 if slot in loaded else dtype)
+        accumulator(tensor, need, torch.float64 if slot in loaded else dtype)
         for slot, (tensor, need) in enumerate(
             zip(operands.score_tensors, needs.score_tensors, strict=True)
         )
@@ -336,7 +345,7 @@ def _row_shift(part: Part, rows: range, q: Tensor, state: _RowState) -> Tensor:
     return shift
 
 
-def _backward_rows(part: Part, rows: range, state: _RowState, totals: _Totals) -> None:
+def _backward_rows(part: Part, rows: range, state: _RowState, totals: Totals) -> None:
     """Adds the gradients that come from a tile of query rows to the totals."""
     problem = part.problem
     span = slice(rows.start, rows.stop)
@@ -353,7 +362,7 @@ def _backward_rows(part: Part, rows: range, state: _RowState, totals: _Totals) -
         columns = slice(tile.block.keys.start, tile.block.keys.stop)
         if totals.v is not None:
             grad_v = product(dropped.transpose(-1, -2), tile_grad)
-            totals.v[:, :, columns] += _sum_group(grad_v, group)
+            totals.v[:, :, columns] += sum_group(grad_v, group)
         moved = dp + shift[..., None]
         if state.tilt is not None:
             away = far(exponent) + state.tilt.center[..., None]
@@ -376,10 +385,10 @@ def _backward_rows(part: Part, rows: range, state: _RowState, totals: _Totals) -
             totals.q[:, :, span] += product(ds, tile.k)
         if totals.k is not None:
             grad_k = product(ds.transpose(-1, -2), q_used)
-            totals.k[:, :, columns] += _sum_group(grad_k, group)
+            totals.k[:, :, columns] += sum_group(grad_k, group)
 
 
-def _sum_group(grad: Tensor, group: int) -> Tensor:
+def sum_group(grad: Tensor, group: int) -> Tensor:
     """``[B, Hk, n, D]`` from ``[B, Hq, n, D]``: each key head serves ``group`` query heads."""
     batch, heads, length, width = grad.shape
     return grad.view(batch, heads // group, group, length, width).sum(2)

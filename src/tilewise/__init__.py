@@ -12,6 +12,7 @@ from tilewise.functional import (
 )
 from tilewise.plan.plan import Plan
 from tilewise.variants import masks, scores
+from tilewise.variants.vocabulary import maximum, minimum, where
 
 __all__ = [
     "AttentionResult",
@@ -23,7 +24,10 @@ __all__ = [
     "errors",
     "explain",
     "masks",
+    "maximum",
+    "minimum",
     "nn",
     "plan",
     "scores",
+    "where",
 ]

@@ -155,14 +155,14 @@ class Graph:
         Raises:
             InvalidArgument: arguments of a kind that it does not take.
         """
-        given = [self.kinds[arg] for arg in args]
-        kind = _kind_of(op, given)
-        simpler = self._simplified(op, args)
-        if simpler is not None:
-            return simpler
+        kind = _kind_of(op, tuple([self.kinds[arg] for arg in args]))
         values = [self._constant(arg) for arg in args]
+        if op in _REPEATING:
+            simpler = self._simplified(op, args, values)
+            if simpler is not None:
+                return simpler
         fold = OPS[op].fold
-        if fold is not None and all(value is not None for value in values):
+        if fold is not None and None not in values:
             found = _folded(fold, values)
             if found is not None:
                 return self.constant(found)
@@ -202,15 +202,11 @@ class Graph:
         order: dict[int, int] = {}
         for output in outputs:
             self._visit(output, order)
-        nodes = tuple(
-            [
-                self.nodes[place]._replace(
-                    args=tuple([order[arg] for arg in self.nodes[place].args])
-                )
-                for place in order
-            ]
-        )
-        return Expr(nodes, tuple([order[output] for output in outputs]))
+        nodes = []
+        for place in order:
+            op, args, value = node = self.nodes[place]
+            nodes.append(Node(op, tuple([order[arg] for arg in args]), value) if args else node)
+        return Expr(tuple(nodes), tuple([order[output] for output in outputs]))
 
     def _visit(self, root: int, order: dict[int, int]) -> None:
         """Depth first, without recursion: graphs may be deep."""
@@ -240,10 +236,11 @@ class Graph:
         node = self.nodes[place]
         return node.value if node.op.startswith("const_") else None
 
-    def _simplified(self, op: str, args: tuple[int, ...]) -> int | None:
+    def _simplified(
+        self, op: str, args: tuple[int, ...], values: list[Constant | None]
+    ) -> int | None:
         """The place of an argument that the operation would only repeat."""
-        first = self._constant(args[0])
-        second = self._constant(args[1]) if len(args) > 1 else None
+        first, second = values[0], values[1] if len(args) > 1 else None
         kind = self.kinds[args[-1]]
         match op:
             case "add" | "sub" | "or" | "xor" if kind == "int" and _is(second, 0):
@@ -288,22 +285,54 @@ def _folded(fold: Callable[..., Constant], values: list[Constant | None]) -> Con
     return found
 
 
-def _kind_of(op: str, given: Sequence[Kind]) -> Kind:
-    row = OPS.get(op)
-    if row is None:
-        raise InvalidArgument("expression", f"the operation {op!r}", f"one of {', '.join(OPS)}")
-    fits = len(given) == len(row.takes) and all(
-        kind[0] in takes for kind, takes in zip(given, row.takes, strict=True)
-    )
-    same = len(set(given[1:] if op == "where" else given)) <= 1
-    if not fits or not same:
+# Operations that may do nothing but repeat an argument.
+_REPEATING = frozenset(
+    [
+        "add",
+        "sub",
+        "mul",
+        "floordiv",
+        "div",
+        "and",
+        "or",
+        "xor",
+        "min",
+        "max",
+        "not",
+        "where",
+        "to_float",
+        "to_int",
+    ]
+)
+
+
+def _all_kinds() -> dict[tuple[str, tuple[Kind, ...]], Kind]:
+    """The kind of every operation's value, for each of the kinds that its arguments may have."""
+    found: dict[tuple[str, tuple[Kind, ...]], Kind] = {}
+    for op, row in OPS.items():
+        for letter in row.takes[-1]:
+            kind = _LETTERS[letter]
+            given = tuple([_LETTERS[takes] if takes == "b" else kind for takes in row.takes])
+            found[op, given] = kind if row.gives == "=" else _LETTERS[row.gives]
+    return found
+
+
+_KINDS = _all_kinds()
+
+
+def _kind_of(op: str, given: tuple[Kind, ...]) -> Kind:
+    found = _KINDS.get((op, given))
+    if found is None:
+        row = OPS.get(op)
+        if row is None:
+            raise InvalidArgument("expression", f"the operation {op!r}", f"one of {', '.join(OPS)}")
         wanted = ", ".join([" or ".join([_LETTERS[x] for x in takes]) for takes in row.takes])
         raise InvalidArgument(
             f"expression ({op})",
             f"arguments of kinds {', '.join(given)}",
             f"({wanted}) of one kind",
         )
-    return given[-1] if row.gives == "=" else _LETTERS[row.gives]
+    return found
 
 
 def _stored_kind(node: Node) -> Kind:
@@ -332,7 +361,7 @@ def kinds(expr: Expr) -> tuple[Kind, ...]:
                 raise InvalidArgument("expression", f"{node}", "a slot and integer indices")
             found.append(_stored_kind(node))
         else:
-            found.append(_kind_of(node.op, given))
+            found.append(_kind_of(node.op, tuple(given)))
     if not expr.outputs or any(not 0 <= output < len(found) for output in expr.outputs):
         raise InvalidArgument("expression", f"outputs {expr.outputs}", "places of its nodes")
     return tuple(found)

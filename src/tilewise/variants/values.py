@@ -1,7 +1,7 @@
 """The public values ``Mask`` and ``Score``: a program and the tensors it captures, immutable."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -138,18 +138,30 @@ def dense_mask(tensor: Tensor, argument: str = "mask") -> Mask:
     return Mask(_DENSE, (tensor,))
 
 
+_V = TypeVar("_V", bound=_Variant)
+
+
 def mask_of(function: Callable[..., Any]) -> Mask:
     """The mask of a function ``(b, h, m, n) -> bool``, as it is now: it is called once."""
     expr, captured = trace_mask(function)
-    program, sources = mask_program(expr)
-    return Mask(program, tuple([captured[slot] for slot in sources]))
+    program, sources, text = mask_program(expr)
+    return _known(Mask, program, tuple([captured[slot] for slot in sources]), text)
 
 
 def score_of(function: Callable[..., Any]) -> Score:
     """The score of a function ``(s, b, h, m, n) -> s``, as it is now: it is called once."""
     expr, captured = trace_score(function)
-    program, sources = score_program(expr, tuple([x.requires_grad for x in captured]))
-    return Score(program, tuple([captured[slot] for slot in sources]))
+    program, sources, text = score_program(expr, tuple([x.requires_grad for x in captured]))
+    return _known(Score, program, tuple([captured[slot] for slot in sources]), text)
+
+
+def _known(kind: type[_V], program: Program, captured: tuple[Tensor, ...], text: str) -> _V:
+    """A Mask or Score of a program that was recognised: there is nothing to check."""
+    found = object.__new__(kind)
+    object.__setattr__(found, "program", program)
+    object.__setattr__(found, "captured", captured)
+    object.__setattr__(found, "text", text)
+    return found
 
 
 _FULL = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
@@ -211,7 +223,7 @@ def _in_one(program: Program, captured: tuple[Tensor, ...]) -> Score:
         return Score(program, captured)
     cut = unknown[-1] + 1
     expr = as_expression(program[:cut], [tensor.dim() for tensor in captured])
-    first, sources = score_program(expr, tuple([x.requires_grad for x in captured]))
+    first, sources, _ = score_program(expr, tuple([x.requires_grad for x in captured]))
     rest = program[cut:]
     held = slot_count(program[:cut])
     moved = shift_slots(rest, len(sources) - held)

@@ -253,3 +253,15 @@ def test_a_nan_among_captured_floats_is_not_compared() -> None:
     ranges = {"m": Interval(0, 3)}
     assert bounds(expr, ranges, lambda slot, indices: Interval(1.0, 1.0)) is True
     assert bounds(expr, ranges, lambda slot, indices: Interval(math.nan, math.nan)) is None
+
+
+def test_what_may_be_flushed_to_zero_may_be_zero() -> None:
+    """A product below the least normal float32 is positive, or 0 on some processors."""
+    tiny = Interval(1e-20, 2e-20)
+    found = OF_FLOATS["mul"](tiny, tiny)
+    assert found is not None
+    assert found.low == 0.0
+    assert found.high >= 4e-40
+    small = OF_FLOATS["mul"](tiny, Interval(1.0, 1.0))
+    assert small is not None
+    assert small.low > 0.0

@@ -178,3 +178,19 @@ def test_b_is_the_sequence_of_a_variable_length_call(variant: Variant) -> None:
     assert oracle.grads is not None
     for name, grad in captured_gradients(call, oracle.grads.score_tensors).items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-9, atol=1e-9)
+
+
+def test_what_only_hidden_pairs_load_does_not_leak() -> None:
+    """NaN in a table, for keys after the row: results and gradients are as with zeros there."""
+    relative = next(variant for variant in CATALOGUE if variant.name == "relative")
+    causal = next(variant for variant in CATALOGUE if variant.name == "causal")
+    variant = relative._replace(mask=causal.mask)
+    results = []
+    for filler in (0.0, float("nan")):
+        call = Call(variant, torch.float64)
+        call.made.captured["table"].data[:, : Sizes().keys - 1] = filler
+        results += [call.dense(torch.float64), call.run("tiled")]
+    for result in results[1:]:
+        assert_all_close(result, results[0])
+    assert not bool(results[-1]["table"][:, : Sizes().keys - 1].any())
+    assert bool((results[-1]["table"][:, Sizes().keys - 1 :] != 0).any())

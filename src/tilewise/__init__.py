@@ -9,9 +9,11 @@ from tilewise.functional import (
     attention_varlen,
     explain,
     plan,
+    visible_pairs,
 )
 from tilewise.plan.plan import Plan
 from tilewise.variants import masks, scores
+from tilewise.variants.checked import checked
 from tilewise.variants.vocabulary import maximum, minimum, where
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "SoftmaxStats",
     "attention",
     "attention_varlen",
+    "checked",
     "errors",
     "explain",
     "masks",
@@ -29,5 +32,6 @@ __all__ = [
     "nn",
     "plan",
     "scores",
+    "visible_pairs",
     "where",
 ]

@@ -1,9 +1,10 @@
 """Floor 6: the calls: attention, attention_varlen, plan and explain."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from tilewise.engine import registry
@@ -20,21 +21,29 @@ from tilewise.engine.run import run
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.plan.plan import Plan
 from tilewise.problem import Result
-from tilewise.variants.values import Mask, Score
+from tilewise.reference.blocks import Block
+from tilewise.reference.programs import visible
+from tilewise.variants.lower import Extent, lower_mask
+from tilewise.variants.values import Mask, Score, as_mask
 
 __all__ = [
     "AttentionResult",
     "Explanation",
+    "MaskLike",
+    "ScoreLike",
     "SoftmaxStats",
     "attention",
     "attention_varlen",
     "explain",
     "plan",
+    "visible_pairs",
 ]
 
 _LN2 = math.log(2.0)
-MaskLike: TypeAlias = Mask | Tensor | None
-ScoreLike: TypeAlias = Score | Sequence[Score] | None
+MaskFunction: TypeAlias = Callable[..., Any]  # (b, h, m, n) -> bool
+ScoreFunction: TypeAlias = Callable[..., Any]  # (s, b, h, m, n) -> s
+MaskLike: TypeAlias = Mask | Tensor | MaskFunction | None
+ScoreLike: TypeAlias = Score | ScoreFunction | Sequence[Score | ScoreFunction] | None
 
 
 class SoftmaxStats(NamedTuple):
@@ -85,9 +94,11 @@ def attention(
         q: [B, Hq, M, D], any strides. The output follows its memory order.
         k: [B, Hk, N, D]; Hq must be a multiple of Hk (grouped queries: head h reads h // (Hq/Hk)).
         v: [B, Hk, N, Dv].
-        mask: which pairs attend: a Mask of ``tilewise.masks``, or a boolean tensor (True = attend)
-            that broadcasts to [B, Hq, M, N]. A row that sees no key gives 0 and lse -inf.
-        score: a Score of ``tilewise.scores`` or a sequence of them, applied in order.
+        mask: which pairs attend: a function ``(b, h, m, n) -> bool`` (see ``masks.function``), a
+            Mask of ``tilewise.masks``, or a boolean tensor (True = attend) that broadcasts to
+            [B, Hq, M, N]. A row that sees no key gives 0 and lse -inf.
+        score: a function ``(s, b, h, m, n) -> s``, a Score of ``tilewise.scores``, or a sequence
+            of them, applied in order.
         scale: s = scale * q.k; 1/sqrt(D) if None.
         sinks: floating [Hq]: one extra logit per query head in the denominator.
         dropout_p: the probability in [0, 1) of dropping a pair; what stays is divided by 1 - p.
@@ -100,7 +111,8 @@ def attention(
 
     Returns:
         The output [B, Hq, M, Dv], or an AttentionResult where more is asked for. Gradients are
-        defined for q, k, v, bias tensors and sinks, through the output and lse.
+        defined for q, k, v, sinks and the floating tensors that a score reads, through the output
+        and lse.
 
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
@@ -169,6 +181,34 @@ def _full(result: Result, return_lse: bool, return_stats: bool) -> AttentionResu
         # The kernels count in powers of two; people in powers of e.
         stats = SoftmaxStats(result.stats[0].detach() * _LN2)
     return AttentionResult(result.out, result.lse if return_lse else None, stats)
+
+
+def visible_pairs(
+    mask: MaskLike, queries: int, keys: int, *, batch: int = 1, heads: int = 1
+) -> Tensor:
+    """Which pairs a mask lets attend, written out: to look at, or to test with.
+
+    Args:
+        mask: what ``attention`` takes.
+        queries: M.
+        keys: N.
+        batch: B.
+        heads: Hq.
+
+    Returns:
+        bool [B, Hq, M, N] on the CPU.
+
+    Raises:
+        InvalidArgument, InvalidType: it is no mask, or captures tensors of other sizes.
+    """
+    shape = (batch, heads, queries, keys)
+    if mask is None:
+        return torch.ones(shape, dtype=torch.bool)
+    read = as_mask(mask)
+    device = torch.device("cpu")
+    captured = lower_mask(read.program, read.captured, Extent(*shape), device)
+    block = Block(range(queries), range(keys), queries, keys, range(batch), range(heads))
+    return visible(read.program, captured, block, device).expand(shape).clone()
 
 
 class Explanation(NamedTuple):

@@ -237,3 +237,12 @@ def test_batch_items_that_differ_make_a_block_partial() -> None:
     ):
         block = Block(range(64), range(64), 64, 64, batches, range(1))
         assert cover((instr,), captured, block) is expected
+
+
+def test_each_batch_item_is_looked_at_by_itself() -> None:
+    """Two items with one document each, not the same one."""
+    ids = torch.arange(2)[:, None].expand(2, 64)
+    expr, captured = trace_mask(lambda b, h, m, n: ids[b, m] == ids[b, n])
+    instr = Instr("expr", (encode(expr),), (0,))
+    block = Block(range(64), range(64), 64, 64, range(2), range(1))
+    assert cover((instr,), captured, block) is Cover.FULL

@@ -214,6 +214,7 @@ SHARP: dict[str, tuple[Callable[..., Any], dict[tuple[int, int, int, int], bool 
         {(0, 63, 0, 64): True, (0, 63, 0, 65): None, (0, 63, 128, 200): False},
     ),
     "always": (lambda b, h, m, n: (m >= 0) & (n % 7 < 7), {(0, 511, 0, 511): True}),
+    "masked-bits": (lambda b, h, m, n: (m & 5) < 6, {(0, 511, 0, 511): True}),
     "never": (lambda b, h, m, n: (n < 0) | (h > 1), {(0, 511, 0, 511): False}),
 }
 

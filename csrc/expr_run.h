@@ -450,6 +450,17 @@ class ExprRun {
       }
     }
     int extent() const { return extent_; }
+    // Whether the keys' elements lie side by side, each query's by themselves.
+    bool rows_of_keys(int rows) const {
+      for (int d = 0; d < count_; d++)
+        if (kind_[d] == per_pair) return false;
+      if (!by_query_ || rows < 2) return false;
+      const i64 first = row(0);
+      for (int j = 1; j < rows; j++)
+        if (row(j) != first + j) return false;
+      return true;
+    }
+    i64 query(int i) const { return queries_[i]; }
     // What the tile and key j contribute.
     i64 row(int j) const {
       i64 at = base_;
@@ -532,6 +543,9 @@ class ExprRun {
       return;
     }
     const Places<I> places(*this, x, t.stride);
+    if constexpr (std::is_same_v<T, From> && std::is_same_v<T, C>) {
+      if (x.extent == per_pair && places.rows_of_keys(rows)) return turn_rows(places, to, rows, columns, data);
+    }
     for (int j = 0; j < rows; j++) {
       T* r = to.at<T>(j, 0);
       const i64 row = places.row(j);
@@ -541,6 +555,21 @@ class ExprRun {
         continue;
       }
       for (int i = 0; i < columns; i += kLanes<I>) pick<T, I>(r + i, data, places.vector(row, j, i));
+    }
+  }
+
+  // Rows along the keys, one per query, turned so that queries lie side by side.
+  template <class P>
+  static void turn_rows(const P& places, Operand to, int rows, int columns, const C* data) {
+    data += places.row(0);
+    for (int i = 0; i < columns; i += lanes) {
+      for (int j = 0; j < rows; j += lanes) {
+        Vec<C> r[lanes];
+        TW_UNROLL(16)
+        for (int x = 0; x < lanes; x++) r[x] = load_first(data + places.query(i + x) + j, rows - j);
+        transpose<C>(r);
+        for (int x = 0; x < lanes && j + x < rows; x++) store(to.at<C>(j + x, i), r[x]);
+      }
     }
   }
 

@@ -328,18 +328,26 @@ class ExprRun {
         return map<I>(to, a, b, rows, columns, [](V p, V q) { return p ^ q; });
       case ExprOp::negate:
         return map<I>(to, a, rows, columns, [](V p) { return ~p; });
+      case ExprOp::to_float:
+        return turn<C, I, I>(to, a, rows, columns, [](C* r, const I* p) { store_converted(r, load(p)); });
+      case ExprOp::to_int:
+        return map<I>(to, a, rows, columns, [](V p) { return p; });
+      default:
+        return compare_integers<I>(x.op, to, a, b, rows, columns);
+    }
+  }
+  template <class I>
+  void compare_integers(ExprOp op, Operand to, Operand a, Operand b, int rows, int columns) const {
+    using V = Vec<I>;
+    switch (op) {
       case ExprOp::lt:
         return compare<I>(to, a, b, rows, columns, [](V p, V q) { return p < q; });
       case ExprOp::le:
         return compare<I>(to, a, b, rows, columns, [](V p, V q) { return p <= q; });
       case ExprOp::eq:
         return compare<I>(to, a, b, rows, columns, [](V p, V q) { return p == q; });
-      case ExprOp::ne:
+      default:  // ne
         return compare<I>(to, a, b, rows, columns, [](V p, V q) { return p != q; });
-      case ExprOp::to_float:
-        return turn<C, I, I>(to, a, rows, columns, [](C* r, const I* p) { store_converted(r, load(p)); });
-      default:  // to_int
-        return map<I>(to, a, rows, columns, [](V p) { return p; });
     }
   }
 

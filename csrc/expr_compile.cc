@@ -141,6 +141,11 @@ ExprValue described(const std::vector<ExprNode>& nodes, const std::vector<ExprKi
       value.count = 1;
     }
   }
+  if (node.op == ExprOp::pow && nodes[static_cast<std::size_t>(node.arg[1])].op == ExprOp::constant) {
+    value.op = ExprOp::power_by;
+    value.real = nodes[static_cast<std::size_t>(node.arg[1])].real;
+    value.count = 1;
+  }
   int extent = extent_of_leaf(value.op);
   for (int i = 0; i < value.count; i++) {
     value.arg[i] = static_cast<short>(node.arg[i]);

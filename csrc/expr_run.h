@@ -424,11 +424,26 @@ class ExprRun {
         return map<C>(to, a, rows, columns, [](V p) { return round_to<Toward::nearest>(p, C{}); });
       case ExprOp::trunc:
         return map<C>(to, a, rows, columns, [](V p) { return round_to<Toward::zero>(p, C{}); });
+      case ExprOp::power_by:
+        return power(static_cast<C>(x.real), to, a, rows, columns);
       case ExprOp::to_int:
         return turn<I, C, I>(to, a, rows, columns, [](I* r, const C* p) { store(r, to_integers(p, I{})); });
       default:  // to_float
         return map<C>(to, a, rows, columns, [](V p) { return p; });
     }
+  }
+
+  // The exponents that torch has short forms for, and any other.
+  static void power(C by, Operand to, Operand a, int rows, int columns) {
+    using V = Vec<C>;
+    constexpr C one = 1;
+    if (by == 2) return map<C>(to, a, rows, columns, [](V p) { return p * p; });
+    if (by == 3) return map<C>(to, a, rows, columns, [](V p) { return p * p * p; });
+    if (by == -1) return map<C>(to, a, rows, columns, [](V p) { return one / p; });
+    if (by == -2) return map<C>(to, a, rows, columns, [](V p) { return one / (p * p); });
+    if (by == static_cast<C>(0.5)) return map<C>(to, a, rows, columns, [](V p) { return square_root(p); });
+    if (by == static_cast<C>(-0.5)) return map<C>(to, a, rows, columns, [](V p) { return one / square_root(p); });
+    map<C>(to, a, rows, columns, [=](V p) { return each_lane<C>(p, [=](C y) { return power_of(y, by); }); });
   }
 
  public:

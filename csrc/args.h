@@ -121,7 +121,7 @@ struct BiasBackward : Backward {
 struct LoadBackward : Backward {
   const ExprProgram* loads = nullptr;  // outputs: the derivatives of the new score by each of its loads
   int tensors = 0;
-  double* grad[kMaxLoads] = {};  // of each tensor, contiguous; written
+  double* grad[kMaxLoads] = {};  // of each tensor, contiguous; zeros on entry
   i64 size[kMaxLoads] = {};      // in elements
   int tensor[kMaxLoads] = {};    // per load, whose element it is
 };

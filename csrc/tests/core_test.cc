@@ -103,11 +103,9 @@ std::vector<Test> tests() {
     for (DType dtype : kTypes)
       all.push_back({std::string(each.first) + " " + name_of(dtype), [dtype, run = each.second] { run(dtype); }});
   all.push_back({"expressions: checks", test_expr_checks});
-  const std::pair<const char*, void (*)(DType)> expressions[] = {{"graphs", test_expr_graphs},
-                                                                 {"extents", test_expr_extents},
-                                                                 {"covers", test_expr_cover},
-                                                                 {"functions", test_expr_functions},
-                                                                 {"specials", test_expr_specials}};
+  const std::pair<const char*, void (*)(DType)> expressions[] = {
+      {"graphs", test_expr_graphs},       {"extents", test_expr_extents}, {"covers", test_expr_cover},
+      {"functions", test_expr_functions}, {"powers", test_expr_powers},   {"specials", test_expr_specials}};
   for (const auto& each : expressions)
     for (DType dtype : {DType::f32, DType::f64})
       all.push_back({std::string("expressions: ") + each.first + " " + name_of(dtype),

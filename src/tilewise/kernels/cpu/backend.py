@@ -167,21 +167,28 @@ def _broadcast(tensor: Tensor) -> tuple[int, tuple[int, ...], int]:
 
 def _sized(tensor: Tensor) -> tuple[int, tuple[int, ...], int, tuple[int, ...]]:
     """What an expression reads: address, strides, dtype code, sizes."""
-    return tensor.data_ptr(), tensor.stride(), _CODES[tensor.dtype], tuple(tensor.shape)
+    address, strides, _ = _broadcast(tensor)
+    return address, strides, _CODES[tensor.dtype], tuple(tensor.shape)
 
 
 class _Loaded(NamedTuple):
-    """The slots of the captured tensors that expressions read."""
+    """The slots of the captured tensors that expressions read; of ``strided`` nothing else does."""
 
     mask: frozenset[int] = frozenset()
     score: frozenset[int] = frozenset()
+    strided: frozenset[int] = frozenset()
 
 
 _NO_LOADS = _Loaded()
 
 
-def _loaded(program: Program) -> frozenset[int]:
-    return frozenset(slot for instr in program if instr.op == "expr" for slot in instr.slots)
+def _loaded(problem: Problem) -> _Loaded:
+    mask, score = (
+        frozenset(slot for instr in program if instr.op == "expr" for slot in instr.slots)
+        for program in (problem.mask, problem.score)
+    )
+    others = {slot for instr in problem.mask if instr.op != "expr" for slot in instr.slots}
+    return _Loaded(mask, score, mask - others)
 
 
 class _Call:
@@ -192,7 +199,7 @@ class _Call:
     def __init__(self, operands: Operands, loaded: _Loaded = _NO_LOADS) -> None:
         # Ids are read along their rows; contiguous copies must live as long as the call.
         self.held = [
-            tensor.contiguous() if tensor.dim() < 4 and slot not in loaded.mask else tensor
+            tensor.contiguous() if tensor.dim() < 4 and slot not in loaded.strided else tensor
             for slot, tensor in enumerate(operands.mask_tensors)
         ]
         self.mask = tuple(
@@ -245,7 +252,7 @@ class _Kernel:
         # Nothing but q, k, v and out has an address to hand over.
         slots = any(instr.slots for instr in (*problem.mask, *problem.score))
         self._plain = not (slots or problem.sinks) and problem.layout == "dense"
-        self._loaded = _Loaded(_loaded(problem.mask), _loaded(problem.score))
+        self._loaded = _loaded(problem)
         self._derivative: Derivative | None = None
 
     def forward(self, operands: Operands, statistics: Statistics = "") -> Result:
@@ -347,9 +354,10 @@ class _Kernel:
         """Hand the derivatives of the score's expression over, if there is one, once."""
         score = self._problem.score
         if self._derivative is None and score and score[0].op == "expr":
-            self._derivative = differentiate(decode(str(score[0].params[0])))
-            expr, loads = self._derivative
+            derivative = differentiate(decode(str(score[0].params[0])))
+            expr, loads = derivative
             self._kernel.set_score_derivative(expr.nodes, expr.outputs, loads)
+            self._derivative = derivative  # last: another thread may be here too
 
     def _load_grads(
         self,

@@ -63,6 +63,7 @@ Case draw(u64 seed) {
   c.dropout = pick(0, 0, 0.25, 0.8);
   c.sinks = pick(0, 0, 1) != 0;
   c.grad_lse = pick(0, 1) != 0;
+  c.statistics = pick(0, 0, 1) != 0;
   return c;
 }
 
@@ -93,6 +94,7 @@ std::vector<Test> tests() {
                                                              {"options", test_options},
                                                              {"dropout", test_dropout},
                                                              {"poisoned padding", test_poisoned_padding},
+                                                             {"statistics", test_statistics},
                                                              {"extreme scores", test_extreme_scores},
                                                              {"NaN spreads", test_nan_spreads},
                                                              {"varlen", test_varlen},

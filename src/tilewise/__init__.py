@@ -9,9 +9,12 @@ from tilewise.functional import (
     attention_varlen,
     explain,
     plan,
+    visible_pairs,
 )
 from tilewise.plan.plan import Plan
 from tilewise.variants import masks, scores
+from tilewise.variants.checked import checked
+from tilewise.variants.vocabulary import maximum, minimum, where
 
 __all__ = [
     "AttentionResult",
@@ -20,10 +23,15 @@ __all__ = [
     "SoftmaxStats",
     "attention",
     "attention_varlen",
+    "checked",
     "errors",
     "explain",
     "masks",
+    "maximum",
+    "minimum",
     "nn",
     "plan",
     "scores",
+    "visible_pairs",
+    "where",
 ]

@@ -17,7 +17,6 @@ from tilewise.variants.program import BY_USER, EXPR, Instr, Number, Program
 
 __all__ = [
     "Extent",
-    "canonical",
     "check_caps",
     "largest_factor",
     "lower_mask",
@@ -196,20 +195,10 @@ def _reaching(tensor: Tensor, dim: int, size: int) -> Tensor:
         return tensor.narrow(dim, 0, size)
     if held == 1:
         return tensor.expand(*(size if at == dim else -1 for at in range(tensor.dim())))
+    if held == 0:  # there is nothing to read: 0
+        return tensor.new_zeros([*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]])
     places = torch.arange(size, device=tensor.device).clamp_(max=held - 1)
     return tensor.index_select(dim, places)
-
-
-def canonical(program: Program) -> Program:
-    """The program for tensors that have been lowered: they fit exactly."""
-    return tuple(
-        [
-            instr._replace(params=())
-            if instr.op not in (EXPR, "softcap", "band") and instr.slots
-            else instr
-            for instr in program
-        ]
-    )
 
 
 def _mask_name(instr: Instr, position: int) -> str:

@@ -2,20 +2,84 @@
 
 ``m`` counts query rows and ``n`` keys, both from 0; ``M`` and ``N`` are their numbers. In a
 variable-length call all four belong to one sequence. Masks compose with ``&``, ``|`` and ``~``.
+
+Each is a function in the language of ``function``, like a user's own.
 """
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument, InvalidType
-from tilewise.variants.program import LARGEST_COUNT, Instr
-from tilewise.variants.values import Mask, dense_mask
+from tilewise.variants.program import LARGEST_COUNT, Program, fitted
+from tilewise.variants.recognise import constant_while_compiling
+from tilewise.variants.values import Mask, dense_mask, mask_of
 
-__all__ = ["Mask", "causal", "dense", "document", "lengths", "prefix", "window"]
+__all__ = [
+    "Mask",
+    "causal",
+    "dense",
+    "document",
+    "function",
+    "lengths",
+    "prefix",
+    "window",
+]
 
-_ANCHORS = {"bottom_right": 1, "top_left": 0}
-# Built once: a model asks for the same causal mask in every layer of every step.
-_CAUSAL = {align: Mask((Instr("band", (-1, 0, anchor)),)) for align, anchor in _ANCHORS.items()}
+_ALIGNS = ("bottom_right", "top_left")
+
+
+def _own(m: Any, n: Any, align: str) -> Any:
+    """The key at a row's own position."""
+    return m + (n.length - m.length) if align == "bottom_right" else m
+
+
+@constant_while_compiling
+def _band(left: int | None, right: int | None, align: str) -> Program:
+    """A + m - left <= n <= a + m + right."""
+
+    def inside(b: Any, h: Any, m: Any, n: Any) -> Any:
+        own = _own(m, n, align)
+        seen: Any = True
+        if left is not None:
+            seen = n >= own - left
+        if right is not None:
+            seen = seen & (n <= own + right)
+        return seen
+
+    return mask_of(inside).program
+
+
+@constant_while_compiling
+def _below(length: int) -> Program:
+    return mask_of(lambda b, h, m, n: n < length).program
+
+
+# Built once: a model asks for the same mask in every layer of every step.
+_kept_band, _kept_below = lru_cache(_band), lru_cache(_below)
+_CAUSAL = {align: Mask(_band(None, 0, align)) for align in _ALIGNS}
+_COUNTS, _IDS = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
+_OTHER_IDS = torch.zeros(1, 1, dtype=torch.int64)
+_LENGTHS = fitted(mask_of(lambda b, h, m, n: n < _COUNTS[b]).program)
+_DOCUMENT = fitted(mask_of(lambda b, h, m, n: _IDS[b, m] == _OTHER_IDS[b, n]).program)
+
+
+def function(f: Callable[..., Any]) -> Mask:
+    """The mask of ``f(b, h, m, n) -> bool``, as it is now; ``mask=f`` says the same.
+
+    Args:
+        f: plain Python and torch over the batch item, query head, query row and key: ``+ - * / //
+            % ** < <= == & | ^ ~``, ``abs min max``, ``tilewise.where``, functions of torch, and
+            tensors indexed by integers. ``m.length`` and ``n.length`` are M and N. It is called
+            once; what it reads is captured.
+
+    Raises:
+        InvalidArgument, InvalidType: it does something that is not in the language.
+    """
+    return mask_of(f)
 
 
 def causal(align: str = "bottom_right") -> Mask:
@@ -28,8 +92,7 @@ def causal(align: str = "bottom_right") -> Mask:
     Raises:
         InvalidArgument: another ``align``.
     """
-    _anchor(align)
-    return _CAUSAL[align]
+    return _CAUSAL[_align(align)]
 
 
 def window(left: int | None, right: int | None, align: str = "bottom_right") -> Mask:
@@ -44,8 +107,8 @@ def window(left: int | None, right: int | None, align: str = "bottom_right") -> 
     Raises:
         InvalidArgument, InvalidType: a negative or non-integer bound, another ``align``.
     """
-    bounds = (_bound("left", left), _bound("right", right))
-    return Mask((Instr("band", (*bounds, _anchor(align))),))
+    bounds = (_bound("left", left), _bound("right", right), _align(align))
+    return Mask(_band(*bounds) if torch.compiler.is_compiling() else _kept_band(*bounds))
 
 
 def prefix(length: int | Tensor) -> Mask:
@@ -57,12 +120,12 @@ def prefix(length: int | Tensor) -> Mask:
     Raises:
         InvalidArgument, InvalidType: a negative number, a tensor that is not integer [B].
     """
-    causal_band = Instr("band", (-1, 0, 1))
     if isinstance(length, Tensor):
         _check_lengths("length", length)
-        return Mask((causal_band, Instr("below", (), (0,)), Instr("or")), (length,))
-    below = Instr("below", (_count("length", length),))
-    return Mask((causal_band, below, Instr("or")))
+        return _CAUSAL["bottom_right"] | Mask(_LENGTHS, (length,))
+    count = _count("length", length)
+    below = _below(count) if torch.compiler.is_compiling() else _kept_below(count)
+    return _CAUSAL["bottom_right"] | Mask(below)
 
 
 def lengths(tensor: Tensor) -> Mask:
@@ -77,7 +140,7 @@ def lengths(tensor: Tensor) -> Mask:
     if not isinstance(tensor, Tensor):
         raise InvalidType("lengths", f"a {type(tensor).__name__}", "an integer tensor [B]")
     _check_lengths("lengths", tensor)
-    return Mask((Instr("below", (), (0,)),), (tensor,))
+    return Mask(_LENGTHS, (tensor,))
 
 
 def document(ids: Tensor, query_ids: Tensor | None = None) -> Mask:
@@ -96,7 +159,7 @@ def document(ids: Tensor, query_ids: Tensor | None = None) -> Mask:
         query_ids = ids
     else:
         _check_ids("query_ids", query_ids)
-    return Mask((Instr("same_document", (), (0, 1)),), (query_ids, ids))
+    return Mask(_DOCUMENT, (query_ids, ids))
 
 
 def dense(tensor: Tensor) -> Mask:
@@ -113,15 +176,14 @@ def dense(tensor: Tensor) -> Mask:
     return dense_mask(tensor, "tensor")
 
 
-def _anchor(align: str) -> int:
-    anchor = _ANCHORS.get(align) if isinstance(align, str) else None
-    if anchor is None:
+def _align(align: str) -> str:
+    if not isinstance(align, str) or align not in _ALIGNS:
         raise InvalidArgument("align", repr(align), "'bottom_right' or 'top_left'")
-    return anchor
+    return align
 
 
-def _bound(name: str, value: int | None) -> int:
-    return -1 if value is None else _count(name, value, " (None for open)")
+def _bound(name: str, value: int | None) -> int | None:
+    return None if value is None else _count(name, value, " (None for open)")
 
 
 def _count(name: str, value: object, note: str = "") -> int:
@@ -129,7 +191,8 @@ def _count(name: str, value: object, note: str = "") -> int:
         raise InvalidType(name, f"a {type(value).__name__}", f"an integer, 0 or more{note}")
     if value < 0:
         raise InvalidArgument(name, str(value), f"an integer, 0 or more{note}")
-    return value if value < LARGEST_COUNT else LARGEST_COUNT
+    # A method, for torch.compile: of a number that varies, the one that it is now.
+    return min(value.__int__(), LARGEST_COUNT)
 
 
 def _is_integer(tensor: Tensor) -> bool:

@@ -45,6 +45,7 @@ __all__ = [
     "check_score",
     "decode",
     "encode",
+    "fitted",
     "shift_slots",
     "slot_count",
 ]
@@ -225,6 +226,22 @@ def check_score(program: Program, text: str = "") -> None:
         for value in instr.params if instr.op == "softcap" else ():
             if not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 raise InvalidArgument("program", repr(instr), "finite constants above 0")
+
+
+def fitted(program: Program) -> Program:
+    """The program for tensors that fit exactly, or broadcast: of the built-ins, and lowered ones.
+
+    Args:
+        program: whose operations may be of the forms that users' functions give.
+    """
+    return tuple(
+        [
+            Instr(instr.op, (), instr.slots)
+            if instr.op not in (EXPR, "softcap", "band") and instr.slots
+            else instr
+            for instr in program
+        ]
+    )
 
 
 def _kind(instr: Instr) -> str:

@@ -7,14 +7,25 @@ addition of a tensor indexed by positions, ALiBi's penalty, a soft cap. What is 
 expression (the operation ``expr``), which kernels interpret.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import torch
 
 from tilewise.variants.expr import Expr, Graph, Node, decode, encode
 from tilewise.variants.program import BY_USER, LARGEST_COUNT, Instr, Program
+from tilewise.variants.program import decode as program_of
+from tilewise.variants.program import encode as program_text
 
-__all__ = ["Recognised", "as_expression", "mask_program", "score_program"]
+__all__ = [
+    "Recognised",
+    "as_expression",
+    "constant_while_compiling",
+    "in_one_step",
+    "mask_program",
+    "score_program",
+]
 
 _AXES = {"b": 0, "h": 1, "m": 2, "n": 3}
 _FIRST = 4  # the axis code of a dimension whose index is the constant 0
@@ -26,22 +37,33 @@ class Recognised(NamedTuple):
     Args:
         program: every operation has slots of its own: it wants its tensors in a form of its own.
         sources: for each of its slots, that of the expression.
+        text: of the program.
     """
 
     program: Program
     sources: tuple[int, ...]
+    text: str
 
 
-@lru_cache(maxsize=1024)
+_F = TypeVar("_F", bound=Callable[..., object])
+
+
+def constant_while_compiling(function: _F) -> _F:
+    """Let torch.compile run a function of constants, and not trace it.
+
+    This is torch.compiler.assume_constant_result, which would load the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def mask_program(expr: Expr) -> Recognised:
     """The program of a mask's expression."""
-    nodes, place = expr.nodes, expr.outputs[0]
-    if nodes[place].op == "const_bool" and nodes[place].value is True:
-        return Recognised((), ())
-    return _apart(_mask(expr, place))
+    if torch.compiler.is_compiling():
+        return Recognised(*_mask_while_compiling(encode(expr)))
+    return _mask_program(expr)
 
 
-@lru_cache(maxsize=1024)
 def score_program(expr: Expr, learned: tuple[bool, ...] = ()) -> Recognised:
     """The program of a score's expression.
 
@@ -49,7 +71,58 @@ def score_program(expr: Expr, learned: tuple[bool, ...] = ()) -> Recognised:
         expr: of one float.
         learned: for every slot, whether a gradient of its tensor is wanted.
     """
+    if torch.compiler.is_compiling():
+        return Recognised(*_score_while_compiling(encode(expr), learned))
+    return _score_program(expr, learned)
+
+
+@constant_while_compiling
+def _mask_while_compiling(text: str) -> tuple[Program, tuple[int, ...], str]:
+    program, sources, own = _mask_program(decode(text))
+    return program, sources, own
+
+
+@constant_while_compiling
+def _score_while_compiling(
+    text: str, learned: tuple[bool, ...]
+) -> tuple[Program, tuple[int, ...], str]:
+    program, sources, own = _score_program(decode(text), learned)
+    return program, sources, own
+
+
+@lru_cache(maxsize=1024)
+def _mask_program(expr: Expr) -> Recognised:
+    nodes, place = expr.nodes, expr.outputs[0]
+    if nodes[place].op == "const_bool" and nodes[place].value is True:
+        return Recognised((), (), "")
+    return _apart(_mask(expr, place))
+
+
+@lru_cache(maxsize=1024)
+def _score_program(expr: Expr, learned: tuple[bool, ...]) -> Recognised:
     return _apart(_score(expr, expr.outputs[0], learned))
+
+
+def in_one_step(program: Program, ranks: tuple[int, ...], learned: tuple[bool, ...]) -> Recognised:
+    """A score's program whose steps are computed in one piece, as far as kernels do not know them.
+
+    Args:
+        program: its steps.
+        ranks: dimensions of every tensor that it captures.
+        learned: for each of them, whether its gradient is wanted.
+    """
+    if torch.compiler.is_compiling():
+        return Recognised(*_chain_while_compiling(program_text(program), ranks, learned))
+    return _score_program(as_expression(program, ranks), learned)
+
+
+@constant_while_compiling
+def _chain_while_compiling(
+    text: str, ranks: tuple[int, ...], learned: tuple[bool, ...]
+) -> tuple[Program, tuple[int, ...], str]:
+    steps = tuple([step for token in text.split() for step in program_of(token)])
+    program, sources, own = _score_program(as_expression(steps, ranks), learned)
+    return program, sources, own
 
 
 def _apart(program: Program) -> Recognised:
@@ -60,7 +133,7 @@ def _apart(program: Program) -> Recognised:
             instr._replace(slots=tuple(range(len(sources), len(sources) + len(instr.slots))))
         )
         sources += instr.slots
-    return Recognised(tuple(instrs), tuple(sources))
+    return Recognised(tuple(instrs), tuple(sources), program_text(tuple(instrs)))
 
 
 def _mask(expr: Expr, place: int) -> Program:
@@ -86,6 +159,8 @@ def _joined_band(left: Program, right: Program) -> Instr | None:
 
 
 def _leaf(expr: Expr, node: Node) -> Instr | None:
+    if node.op == "const_bool":  # False: True is nowhere but alone
+        return Instr("below", (0,))
     if node.op in ("lt", "le"):
         return _length(expr, node) or _distance(expr, node) or _bound(expr, node)
     if node.op == "eq":
@@ -105,6 +180,8 @@ def _bound(expr: Expr, node: Node) -> Instr | None:
         return None
     rest = _difference(second, first)  # not below zero where the comparison holds
     spare = rest.constant - (1 if node.op == "lt" else 0)
+    if (rest.m, rest.n, rest.keys, rest.queries) == (0, -1, 0, 0) and not (rest.b or rest.h):
+        return Instr("below", (min(max(spare + 1, 0), LARGEST_COUNT),))
     if not 0 <= spare <= LARGEST_COUNT:
         return None
     anchor = {(0, 0): 0, (1, -1): 1, (-1, 1): 1}.get((rest.keys, rest.queries))
@@ -114,8 +191,6 @@ def _bound(expr: Expr, node: Node) -> Instr | None:
         return Instr("band", (-1, spare, anchor))
     if (rest.m, rest.n) == (-1, 1) and rest.keys <= 0:
         return Instr("band", (spare, -1, anchor))
-    if (rest.m, rest.n, anchor) == (0, -1, 0) and spare < LARGEST_COUNT:
-        return Instr("below", (spare + 1,))
     return None
 
 
@@ -134,7 +209,7 @@ def _distance(expr: Expr, node: Node) -> Instr | None:
     if offset.m > 0:
         offset = _Affine(*(-x for x in offset))
     for anchor in (0, 1):
-        if offset == _Affine(0, 0, -1, 1, anchor, -anchor, 0):
+        if offset == _Affine(0, 0, -1, 1, -anchor, anchor, 0):
             return Instr("band", (spare, spare, anchor))
     return None
 
@@ -200,7 +275,7 @@ def _last_step(expr: Expr, node: Node, learned: Sequence[bool]) -> tuple[int, In
     if node.op == "sub" and _has_score(expr, node.args[0]):
         slot, axes = _penalty(expr, expr.nodes[node.args[1]])
         if axes and not (slot < len(learned) and learned[slot]):
-            return node.args[0], Instr("alibi", (BY_USER,), (slot,))
+            return node.args[0], Instr("alibi", (BY_USER, *axes), (slot,))
     if node.op == "mul":
         for factor, curve in (node.args, node.args[::-1]):
             cap, inner_place = _cap(expr, factor, curve)

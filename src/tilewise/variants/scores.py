@@ -2,17 +2,50 @@
 
 Every score works on s = scale * q.k in natural units; ``score=`` takes one, or a sequence that is
 applied in order (``[softcap(50.0), bias(b)]`` caps first and then adds).
+
+Each is a function in the language of ``masks.function``, like a user's own.
 """
 
 import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument, InvalidType
-from tilewise.variants.program import Instr
-from tilewise.variants.values import Score
+from tilewise.variants.program import Program, fitted
+from tilewise.variants.recognise import constant_while_compiling
+from tilewise.variants.values import Score, score_of
 
-__all__ = ["Score", "alibi", "bias", "softcap"]
+__all__ = ["Score", "alibi", "bias", "function", "softcap"]
+
+
+@constant_while_compiling
+def _softcap(cap: float) -> Program:
+    return score_of(lambda s, b, h, m, n: cap * torch.tanh(s / cap)).program
+
+
+_kept_softcap = lru_cache(_softcap)
+_SLOPES, _FULL = torch.zeros(1, 1), torch.zeros(1, 1, 1, 1)
+_ALIBI = fitted(
+    score_of(lambda s, b, h, m, n: s - _SLOPES[b, h] * abs(m + (n.length - m.length) - n)).program
+)
+_BIAS = fitted(score_of(lambda s, b, h, m, n: s + _FULL[b, h, m, n]).program)
+
+
+def function(f: Callable[..., Any]) -> Score:
+    """The score of ``f(s, b, h, m, n) -> s``, as it is now; ``score=f`` says the same.
+
+    Args:
+        f: as for ``masks.function``, over the score s too. Gradients are defined for s and for
+            every floating tensor that it indexes.
+
+    Raises:
+        InvalidArgument, InvalidType: it does something that is not in the language.
+    """
+    return score_of(f)
 
 
 def alibi(slopes: Tensor) -> Score:
@@ -30,7 +63,7 @@ def alibi(slopes: Tensor) -> Score:
     _check_floating("slopes", slopes)
     if slopes.dim() not in (1, 2):
         raise InvalidArgument("slopes", f"shape {tuple(slopes.shape)}", "[Hq] or [B, Hq]")
-    return Score((Instr("alibi", (), (0,)),), (slopes,))
+    return Score(_ALIBI, (slopes,))
 
 
 def softcap(cap: float) -> Score:
@@ -48,7 +81,8 @@ def softcap(cap: float) -> Score:
         raise InvalidType("cap", f"a {type(cap).__name__}", "a finite number above 0")
     if not (math.isfinite(cap) and cap > 0):
         raise InvalidArgument("cap", str(cap), "a finite number above 0")
-    return Score((Instr("softcap", (float(cap),)),))
+    number = float(cap).__float__()  # for torch.compile: of a number that varies, that of now
+    return Score(_softcap(number) if torch.compiler.is_compiling() else _kept_softcap(number))
 
 
 def bias(tensor: Tensor) -> Score:
@@ -66,7 +100,7 @@ def bias(tensor: Tensor) -> Score:
         raise InvalidArgument(
             "tensor", f"shape {tuple(tensor.shape)}", "broadcastable to [B, Hq, M, N]"
         )
-    return Score((Instr("bias", (), (0,)),), (tensor,))
+    return Score(_BIAS, (tensor,))
 
 
 def _check_floating(name: str, tensor: object, fix: str = "") -> None:

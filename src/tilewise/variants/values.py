@@ -1,10 +1,10 @@
 """The public values ``Mask`` and ``Score``: a program and the tensors it captures, immutable."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import Tensor
-from torch import bool as torch_bool
 
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.variants.program import (
@@ -14,10 +14,11 @@ from tilewise.variants.program import (
     check_mask,
     check_score,
     encode,
+    fitted,
     shift_slots,
     slot_count,
 )
-from tilewise.variants.recognise import as_expression, mask_program, score_program
+from tilewise.variants.recognise import in_one_step, mask_program, score_program
 from tilewise.variants.trace import trace_mask, trace_score
 
 __all__ = ["Mask", "Score", "as_mask", "as_score", "dense_mask", "mask_of", "score_of"]
@@ -87,6 +88,8 @@ class Mask(_Variant):
         return as_mask(other) | self
 
     def __invert__(self) -> "Mask":
+        if not self.program:
+            return Mask((Instr("below", (0,)),))  # nothing: the opposite of everything
         return Mask((*self.program, Instr("not")), self.captured)
 
     def __bool__(self) -> NoReturn:
@@ -111,14 +114,17 @@ class Score(_Variant):
 def _join(left: Mask, right: Mask | Tensor | Callable[..., Any], connective: str) -> Mask:
     if not isinstance(right, Mask):
         right = as_mask(right)
+    if not left.program or not right.program:  # one of them lets everything through
+        other = right if not left.program else left
+        return other if connective == "and" else Mask(())
     moved = shift_slots(right.program, len(left.captured))
     program = (*left.program, *moved, Instr(connective))
-    return Mask(program, left.captured + right.captured)
+    return _known(Mask, program, left.captured + right.captured, encode(program))
 
 
 def dense_mask(tensor: Tensor, argument: str = "mask") -> Mask:
     """The mask that a boolean tensor spells out (True = attend)."""
-    if tensor.dtype is not torch_bool:
+    if tensor.dtype is not torch.bool:
         raise InvalidArgument(
             argument,
             f"a tensor of {tensor.dtype}",
@@ -129,21 +135,37 @@ def dense_mask(tensor: Tensor, argument: str = "mask") -> Mask:
         raise InvalidArgument(
             argument, f"shape {tuple(tensor.shape)}", "broadcastable to [B, Hq, M, N]"
         )
-    return Mask((Instr("dense", (), (0,)),), (tensor,))
+    return Mask(_DENSE, (tensor,))
+
+
+_V = TypeVar("_V", bound=_Variant)
 
 
 def mask_of(function: Callable[..., Any]) -> Mask:
     """The mask of a function ``(b, h, m, n) -> bool``, as it is now: it is called once."""
     expr, captured = trace_mask(function)
-    program, sources = mask_program(expr)
-    return Mask(program, tuple([captured[slot] for slot in sources]))
+    program, sources, text = mask_program(expr)
+    return _known(Mask, program, tuple([captured[slot] for slot in sources]), text)
 
 
 def score_of(function: Callable[..., Any]) -> Score:
     """The score of a function ``(s, b, h, m, n) -> s``, as it is now: it is called once."""
     expr, captured = trace_score(function)
-    program, sources = score_program(expr, tuple([x.requires_grad for x in captured]))
-    return Score(program, tuple([captured[slot] for slot in sources]))
+    program, sources, text = score_program(expr, tuple([x.requires_grad for x in captured]))
+    return _known(Score, program, tuple([captured[slot] for slot in sources]), text)
+
+
+def _known(kind: type[_V], program: Program, captured: tuple[Tensor, ...], text: str) -> _V:
+    """A Mask or Score of a program that was made here: there is nothing to check."""
+    found = object.__new__(kind)
+    object.__setattr__(found, "program", program)
+    object.__setattr__(found, "captured", captured)
+    object.__setattr__(found, "text", text)
+    return found
+
+
+_FULL = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+_DENSE = fitted(mask_of(lambda b, h, m, n: _FULL[b, h, m, n]).program)
 
 
 def as_mask(value: object) -> Mask:
@@ -198,14 +220,17 @@ def _in_one(program: Program, captured: tuple[Tensor, ...]) -> Score:
     """A chain of steps: one expression up to the last step that kernels do not know by name."""
     unknown = [index for index, instr in enumerate(program) if instr.op == EXPR]
     if not unknown or unknown[-1] == 0:
-        return Score(program, captured)
+        return _known(Score, program, captured, encode(program))
     cut = unknown[-1] + 1
-    expr = as_expression(program[:cut], [tensor.dim() for tensor in captured])
-    first, sources = score_program(expr, tuple([x.requires_grad for x in captured]))
+    ranks = tuple([tensor.dim() for tensor in captured])
+    learned = tuple([tensor.requires_grad for tensor in captured])
+    first, sources, _ = in_one_step(program[:cut], ranks, learned)
     rest = program[cut:]
     held = slot_count(program[:cut])
     moved = shift_slots(rest, len(sources) - held)
-    return Score((*first, *moved), (*(captured[slot] for slot in sources), *captured[held:]))
+    whole = (*first, *moved)
+    tensors = (*[captured[slot] for slot in sources], *captured[held:])
+    return _known(Score, whole, tensors, encode(whole))
 
 
 def _type_name(value: object) -> str:

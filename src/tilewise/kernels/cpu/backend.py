@@ -1,5 +1,6 @@
 """The CPU backend: allocates results and hands pointers, strides and sizes to the compiled core."""
 
+import math
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from tilewise.kernels.base import Backend, Needs, Prepared, Tiles, output_like
 from tilewise.kernels.cpu.core import absence, core
-from tilewise.problem import Grads, Operands, Problem, Result
+from tilewise.problem import Grads, Operands, Problem, Result, Statistics
 from tilewise.variants.derive import Derivative, differentiate
 from tilewise.variants.expr import Expr, decode
 from tilewise.variants.program import Instr, Program
@@ -16,6 +17,7 @@ __all__ = ["CpuBackend"]
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _CODES = {**_DTYPES, torch.int64: 4, torch.bool: 5}
+_LOG2E, _LN2 = math.log2(math.e), math.log(2.0)
 _threads = torch.get_num_threads
 
 
@@ -56,9 +58,9 @@ class CpuBackend(Backend):
         """64 queries in the lanes against 128 keys; part of the rounding contract."""
         return Tiles(64, 128)
 
-    def forward(self, problem: Problem, operands: Operands) -> Result:
+    def forward(self, problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
         """The forward pass."""
-        return self.prepare(problem).forward(operands)
+        return self.prepare(problem).forward(operands, statistics)
 
     def backward(
         self,
@@ -68,9 +70,11 @@ class CpuBackend(Backend):
         grad_out: Tensor,
         grad_lse: Tensor | None,
         needs: Needs,
+        grad_entropy: Tensor | None = None,
     ) -> Grads:
         """The backward pass."""
-        return self.prepare(problem).backward(operands, result, grad_out, grad_lse, needs)
+        prepared = self.prepare(problem)
+        return prepared.backward(operands, result, grad_out, grad_lse, needs, grad_entropy)
 
     def prepare(self, problem: Problem) -> Prepared:
         """Both passes with the programs already handed to the core."""
@@ -251,11 +255,15 @@ class _Kernel:
         self._loaded = _loaded(problem)
         self._derivative: Derivative | None = None
 
-    def forward(self, operands: Operands) -> Result:
+    def forward(self, operands: Operands, statistics: Statistics = "") -> Result:
         q, k, v = operands.q, operands.k, operands.v
         out = output_like(q, self._problem.value_dim)
         lse = torch.empty_like(self._lse, memory_format=torch.contiguous_format)
-        stats = torch.empty_like(self._stats, memory_format=torch.contiguous_format)
+        if statistics:
+            stats, more, addresses = self._room(statistics == "top1")
+        else:
+            stats = torch.empty_like(self._stats, memory_format=torch.contiguous_format)
+            more, addresses = (), ()
         address = stats.data_ptr()
         call = _NOTHING if self._plain else _Call(operands, self._loaded)
         self._forward(
@@ -277,8 +285,20 @@ class _Kernel:
             call.mask,
             call.score,
             call.sequences,
+            addresses,
         )
-        return Result(out, lse, stats)
+        return Result(out, lse, stats, *more)
+
+    def _room(self, top1: bool) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[int, ...]]:
+        """Stats with a third row, the statistics to be filled in, and where the core puts them."""
+        stats = torch.empty((3, *self._rows), dtype=self._statistics)
+        max_logit = torch.empty(self._rows, dtype=self._statistics)
+        entropy = torch.empty(self._rows, dtype=self._statistics)
+        top_key = torch.empty(self._rows, dtype=torch.int64) if top1 else None
+        mean = stats.data_ptr() + 2 * self._step
+        key = 0 if top_key is None else top_key.data_ptr()
+        addresses = (max_logit.data_ptr(), entropy.data_ptr(), mean, key)
+        return stats, (max_logit, entropy, top_key), addresses
 
     def backward(
         self,
@@ -287,6 +307,7 @@ class _Kernel:
         grad_out: Tensor,
         grad_lse: Tensor | None,
         needs: Needs,
+        grad_entropy: Tensor | None = None,
     ) -> Grads:
         q, k, v = operands.q, operands.k, operands.v
         grad_q, grad_k, grad_v = (output_like(x, x.shape[-1]) for x in (q, k, v))
@@ -294,6 +315,8 @@ class _Kernel:
         delta = torch.empty(self._rows, dtype=self._statistics)
         if grad_lse is not None:
             grad_lse = grad_lse.to(self._statistics).contiguous()
+        if grad_entropy is not None:
+            grad_entropy = grad_entropy.to(self._statistics).contiguous()
         tensors = tuple(
             _address(x) for x in (q, k, v, result.out, grad_out, grad_q, grad_k, grad_v)
         )
@@ -302,6 +325,8 @@ class _Kernel:
             stats[1].data_ptr(),
             0 if grad_lse is None else grad_lse.data_ptr(),
             delta.data_ptr(),
+            0 if grad_entropy is None else stats[2].data_ptr(),
+            0 if grad_entropy is None else grad_entropy.data_ptr(),
         )
         call = _Call(operands, self._loaded)
         self._differentiate()
@@ -322,7 +347,7 @@ class _Kernel:
             grad_k if needs.k else None,
             grad_v if needs.v else None,
             self._score_grads(arguments, operands, needs),
-            self._sink_grads(operands, lse, delta) if needs.sinks else None,
+            self._sink_grads(operands, lse, delta, stats, grad_entropy) if needs.sinks else None,
         )
 
     def _differentiate(self) -> None:
@@ -378,10 +403,26 @@ class _Kernel:
             grads[slot] = grad if previous is None else previous + grad
         return tuple(grads)
 
-    def _sink_grads(self, operands: Operands, lse: Tensor, delta: Tensor) -> Tensor:
-        """The sinks' gradient: -sum over rows of p_sink * delta, p_sink = exp(sink - lse)."""
+    def _sink_grads(
+        self,
+        operands: Operands,
+        lse: Tensor,
+        delta: Tensor,
+        stats: Tensor,
+        grad_entropy: Tensor | None,
+    ) -> Tensor:
+        """The sinks' gradient: -sum over rows of p_sink * delta, p_sink = exp(sink - lse).
+
+        A gradient of the entropy adds to delta grad * (log p_sink + entropy).
+        """
         sinks = operands.sinks
         assert sinks is not None
+        if grad_entropy is not None:
+            # As in the kernels: base-2 units, less the largest logit, less their mean. A NaN is
+            # that of -inf - -inf, in a row without keys.
+            exponent = (sinks * _LOG2E)[:, None] - stats[0]
+            exponent = exponent.nan_to_num(nan=0.0).clamp(-2000.0, 0.0)
+            delta = delta + grad_entropy * (exponent - stats[2]) * _LN2
         # A row without keys or sink has no share to give; exp(-inf - -inf) would be NaN.
         share = torch.where(lse == -torch.inf, 0.0, (sinks[:, None] - lse).exp() * delta)
         over = 1 if self._problem.layout == "varlen" else (0, 2)

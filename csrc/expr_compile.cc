@@ -123,6 +123,18 @@ void scan(const ExprTensor& t, int dim, const i64* data, ExprRange& range) {
   }
 }
 
+// Finds sums of a position and what holds for the tile, and the difference of two such.
+void follow(ExprValue& value, const std::vector<ExprValue>& before) {
+  if (value.op == ExprOp::query || value.op == ExprOp::key) value.follows = value.op == ExprOp::query ? 1 : 2;
+  if (value.kind != ExprKind::integer || (value.op != ExprOp::add && value.op != ExprOp::sub)) return;
+  const ExprValue &a = before[static_cast<std::size_t>(value.arg[0])],
+                  &b = before[static_cast<std::size_t>(value.arg[1])];
+  if (b.extent == whole_tile) value.follows = a.follows;
+  if (a.extent == whole_tile && value.op == ExprOp::add) value.follows = b.follows;
+  if (value.op == ExprOp::sub && a.follows + b.follows == 3 && a.follows != 0 && b.follows != 0)
+    value.op = ExprOp::difference;
+}
+
 // A node as a value whose arguments are still nodes; `before`: the values of all nodes before it.
 ExprValue described(const std::vector<ExprNode>& nodes, const std::vector<ExprKind>& kinds, std::size_t at,
                     const std::vector<ExprValue>& before) {
@@ -149,8 +161,12 @@ ExprValue described(const std::vector<ExprNode>& nodes, const std::vector<ExprKi
   int extent = extent_of_leaf(value.op);
   for (int i = 0; i < value.count; i++) {
     value.arg[i] = static_cast<short>(node.arg[i]);
-    extent |= before[static_cast<std::size_t>(node.arg[i])].extent;
+    const int other = before[static_cast<std::size_t>(node.arg[i])].extent;
+    // Two different ones together depend on the pair.
+    extent = other == whole_tile || other == extent ? extent : extent == whole_tile ? other : int{per_pair};
   }
+  follow(value, before);
+  if (value.op == ExprOp::difference) extent = per_diagonal;
   value.extent = static_cast<unsigned char>(extent);
   if (value.count > 0) value.arg_kind = kinds[static_cast<std::size_t>(node.arg[value.count - 1])];
   return value;
@@ -219,7 +235,7 @@ CompiledExpr::CompiledExpr(const std::vector<ExprNode>& nodes, const std::vector
     return value;
   };
   // Arguments stand before what uses them, and never have more extent.
-  for (int extent = 0; extent < 4; extent++) {
+  for (int extent = 0; extent < kExtents; extent++) {
     program_.begin[extent] = static_cast<int>(values_.size());
     for (std::size_t at = 0; at < nodes.size(); at++) {
       if (!needed[at] || all[at].extent != extent) continue;
@@ -227,7 +243,7 @@ CompiledExpr::CompiledExpr(const std::vector<ExprNode>& nodes, const std::vector
       values_.push_back(moved(all[at]));
     }
   }
-  program_.begin[4] = static_cast<int>(values_.size());
+  program_.begin[kExtents] = static_cast<int>(values_.size());
   program_.outputs = static_cast<int>(outputs.size());
   for (std::size_t i = 0; i < outputs.size(); i++) program_.output[i] = place[static_cast<std::size_t>(outputs[i])];
   program_.loads = static_cast<int>(loads.size());
@@ -302,7 +318,7 @@ void CompiledExpr::assign_registers() {
   for (int x = 0; x < program_.loads; x++)
     for (int i = 0; i < program_.load[x].count; i++)
       last[static_cast<std::size_t>(program_.load[x].arg[i])] = INT32_MAX;
-  std::vector<short> free[4];
+  std::vector<short> free[kExtents];
   for (int& registers : program_.registers) registers = 0;
   for (std::size_t at = 0; at < count; at++) {
     ExprValue& value = values_[at];
@@ -330,7 +346,7 @@ void CompiledExpr::assign_registers() {
   }
   const i64 size = program_.wide ? 8 : 4;
   program_.bytes = kExprHeader;
-  for (int extent = 0; extent < 4; extent++)
+  for (int extent = 0; extent < kExtents; extent++)
     program_.bytes += program_.registers[extent] * kRegisterElements[extent] * size;
 }
 

@@ -27,7 +27,7 @@ class Ranges {
       : p_(program), box_(box), proof_(proof), out_(out), limit_(program.wide_floats ? 1.7e308 : 3.4e38) {}
 
   void run() {
-    for (int at = 0; at < p_.begin[4]; at++) {
+    for (int at = 0; at < p_.begin[kExtents]; at++) {
       const ExprValue& x = p_.values[at];
       out_[at] = x.op == ExprOp::load || x.count == 0 ? stored(x)
                  : x.op == ExprOp::where              ? where(x)
@@ -182,6 +182,7 @@ class Ranges {
       case ExprOp::add:
         return corners(a, b, [](i64 p, i64 q, i64& to) { return __builtin_add_overflow(p, q, &to); });
       case ExprOp::sub:
+      case ExprOp::difference:
         return corners(a, b, [](i64 p, i64 q, i64& to) { return __builtin_sub_overflow(p, q, &to); });
       case ExprOp::mul:
         return corners(a, b, [](i64 p, i64 q, i64& to) { return __builtin_mul_overflow(p, q, &to); });

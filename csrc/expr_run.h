@@ -107,7 +107,7 @@ class ExprRun {
   ExprRun(const ExprProgram& program, char* room)
       : p_(program), state_(*reinterpret_cast<State*>(room + program.room)), s_(nullptr), n0_(0) {
     char* at = room + program.room + kExprHeader;
-    for (int extent = 0; extent < 4; extent++) {
+    for (int extent = 0; extent < kExtents; extent++) {
       size_[extent] = kRegisterElements[extent] * (program.wide ? 8 : 4);
       base_[extent] = at;
       at += size_[extent] * program.registers[extent];
@@ -132,17 +132,34 @@ class ExprRun {
   void piece(C* s, i64 n0, int count) {
     s_ = s, n0_ = n0;
     run(per_key, count);
+    run(per_diagonal, 1);
     run(per_pair, count);
   }
 
   int width() const { return state_.width; }
   Operand output(int index) const { return operand(p_.output[index]); }
-  Operand operand(int index) const {
+  // `along`: as the elements of a register of diagonals lie, for values of that extent.
+  Operand operand(int index, bool along = false) const {
     const ExprValue& x = p_.values[index];
-    const int extent = x.extent;
-    char* data = x.reg < 0 ? reinterpret_cast<char*>(s_) : base_[extent] + x.reg * size_[extent];
-    const bool queries = extent & 1;
-    return {data, extent & 2 ? (queries ? state_.width : lanes) : 0, queries ? -1 : 0};
+    char* data = x.reg < 0 ? reinterpret_cast<char*>(s_) : base_[x.extent] + x.reg * size_[x.extent];
+    switch (x.extent) {
+      case per_query:
+        return {data, 0, -1};
+      case per_key:
+        return {data, lanes, 0};
+      case per_diagonal:
+        if (along) return {data, 0, -1};
+        return {data + kDiagonals * (p_.wide && x.kind == ExprKind::integer ? 8 : static_cast<int>(sizeof(C))), -1, -1};
+      case per_pair:
+        return {data, state_.width, -1};
+      default:
+        return {data, 0, 0};
+    }
+  }
+  // What there is of a value per row of keys.
+  int columns(int extent) const {
+    if (extent == whole_tile || extent == per_key) return lanes;
+    return extent == per_diagonal ? kDiagonals + state_.width : state_.width;
   }
 
  private:
@@ -194,8 +211,7 @@ class ExprRun {
   }
 
   void run(int extent, int rows) const {
-    const int columns = extent & 1 ? state_.width : lanes;
-    if (extent == whole_tile || extent == per_query) rows = 1;
+    const int columns = this->columns(extent);
     for (int at = p_.begin[extent]; at < p_.begin[extent + 1]; at++) {
       if constexpr (sizeof(C) == 8) {
         compute<i64>(at, rows, columns);
@@ -210,12 +226,14 @@ class ExprRun {
   template <class I>
   TW_NOINLINE void compute(int at, int rows, int columns) const {
     const ExprValue& x = p_.values[at];
-    const Operand to = operand(at);
+    const bool along = x.extent == per_diagonal;
+    const Operand to = operand(at, along);
+    if (x.op == ExprOp::difference) return difference<I>(x, to, columns);
     if (x.op == ExprOp::load) return gather<I>(x, to, rows, columns);
     if (x.count == 0) return leaf<I>(x, to, rows, columns);
-    const Operand a = operand(x.arg[0]), b = operand(x.arg[x.count > 1 ? 1 : 0]);
+    const Operand a = operand(x.arg[0], along), b = operand(x.arg[x.count > 1 ? 1 : 0], along);
     if (x.op == ExprOp::where) {
-      const Operand c = operand(x.arg[2]);
+      const Operand c = operand(x.arg[2], along);
       if (x.kind == ExprKind::real) return choose<C>(to, a, b, c, rows, columns);
       if (x.kind == ExprKind::boolean) return choose<Truth>(to, a, b, c, rows, columns);
       return choose<I>(to, a, b, c, rows, columns);
@@ -257,6 +275,19 @@ class ExprRun {
         if (x.kind == ExprKind::real) return fill(to, static_cast<C>(x.real));
         if (x.kind == ExprKind::integer) return fill(to, static_cast<I>(x.integer));
         return fill(to, static_cast<Truth>(-x.integer));
+    }
+  }
+
+  // Of a query's position and a key's, or the other way round, from those of the first query and the first key.
+  template <class I>
+  void difference(const ExprValue& x, Operand to, int columns) const {
+    using N = std::conditional_t<sizeof(I) == 4, u32, u64>;
+    const N first = static_cast<N>(*operand(x.arg[0]).template at<I>(0, 0)) -
+                    static_cast<N>(*operand(x.arg[1]).template at<I>(0, 0));
+    const bool forward = p_.values[x.arg[0]].extent == per_query;
+    for (int i = 0; i < columns; i++) {
+      const N step = static_cast<N>(i - kDiagonals);
+      to.at<I>(0, 0)[i] = static_cast<I>(forward ? first + step : first - step);
     }
   }
 
@@ -453,13 +484,11 @@ class ExprRun {
    public:
     Places(const ExprRun& run, const ExprValue& x, const i64* stride) : stride_(stride), count_(x.count) {
       const ExprTensor& t = run.p_.tensors[x.slot];
-      extent_ = 0;
       bool queries = false;
       for (int d = 0; d < count_; d++) {
         last_[d] = t.size[d] - 1;
-        index_[d] = run.operand(x.arg[d]);
+        index_[d] = run.operand(x.arg[d], x.extent == per_diagonal);
         kind_[d] = run.p_.values[x.arg[d]].extent;
-        extent_ |= kind_[d];
         if (kind_[d] == whole_tile) base_ += moved(index_[d].at<I>(0, 0)[0], d);
         queries |= kind_[d] == per_query;
       }
@@ -472,11 +501,10 @@ class ExprRun {
         store(queries_ + i, sum);
       }
     }
-    int extent() const { return extent_; }
     // Whether the keys' elements lie side by side, each query's by themselves.
     bool rows_of_keys(int rows) const {
       for (int d = 0; d < count_; d++)
-        if (kind_[d] == per_pair) return false;
+        if (kind_[d] >= per_diagonal) return false;
       if (!by_query_ || rows < 2) return false;
       const i64 first = row(0);
       for (int j = 1; j < rows; j++)
@@ -496,7 +524,7 @@ class ExprRun {
       Vec<I> at = set(static_cast<I>(row));
       if (by_query_) at += load(queries_ + i);
       for (int d = 0; d < count_; d++)
-        if (kind_[d] == per_pair) at += moved(load(index_[d].at<I>(j, i)), d);
+        if (kind_[d] >= per_diagonal) at += moved(load(index_[d].at<I>(j, i)), d);
       return at;
     }
 
@@ -508,7 +536,7 @@ class ExprRun {
       return (index < none ? none : index) * static_cast<I>(stride_[d]);
     }
     const i64* stride_;
-    int count_, extent_;
+    int count_;
     bool by_query_;
     i64 base_ = 0, last_[kMaxRank];
     int kind_[kMaxRank];
@@ -572,7 +600,7 @@ class ExprRun {
     for (int j = 0; j < rows; j++) {
       T* r = to.at<T>(j, 0);
       const i64 row = places.row(j);
-      if (!(x.extent & 1)) {
+      if (x.extent == whole_tile || x.extent == per_key) {
         const T value = element(data, row, T{});
         for (int v = 0; v < lanes; v++) r[v] = value;
         continue;
@@ -598,8 +626,8 @@ class ExprRun {
 
   const ExprProgram& p_;
   State& state_;
-  char* base_[4];
-  i64 size_[4];
+  char* base_[kExtents];
+  i64 size_[kExtents];
   C* s_;
   i64 n0_;
 };

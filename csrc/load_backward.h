@@ -196,7 +196,8 @@ class LoadKernel {
     const int width = memory.tile.tile.width, rows = memory.tile.tile.rows;
     const typename Run::template Places<I> places(run, value, stride);
     alignas(kVectorBytes) I at[kTileQueries];
-    if (places.extent() == per_query) {
+    if (value.extent == per_diagonal) return scatter_diagonals<I>(run, places, count, sums, memory);
+    if (value.extent == per_query) {
       for (int i = 0; i < width; i += kLanes<I>) store(at + i, places.vector(places.row(0), 0, i));
       for (int i = 0; i < rows; i++) {
         double sum = 0;
@@ -208,7 +209,7 @@ class LoadKernel {
     for (int j = 0; j < count; j++) {
       const i64 row = places.row(j);
       const Acc* share = memory.share + j * width;
-      if (!(places.extent() & 1)) {
+      if (value.extent == whole_tile || value.extent == per_key) {
         double sum = 0;
         for (int i = 0; i < rows; i++) sum += share[i];
         sums[row] += sum;
@@ -228,6 +229,21 @@ class LoadKernel {
       }
       sums[last] += sum;
     }
+  }
+
+  // What depends on m - n alone: the sum of a diagonal at a time.
+  template <class I, class P>
+  void scatter_diagonals(const Run& run, const P& places, int count, double* sums, Memory& memory) const {
+    const int width = memory.tile.tile.width, rows = memory.tile.tile.rows;
+    double diagonal[kDiagonals + kTileQueries] = {};
+    for (int j = 0; j < count; j++) {
+      const Acc* share = memory.share + j * width;
+      double* to = diagonal + kDiagonals - j;
+      for (int i = 0; i < rows; i++) to[i] += share[i];
+    }
+    alignas(kVectorBytes) I at[kDiagonals + kTileQueries];
+    for (int i = 0; i < run.columns(per_diagonal); i += kLanes<I>) store(at + i, places.vector(places.row(0), 0, i));
+    for (int i = kDiagonals + 1 - count; i < kDiagonals + rows; i++) sums[at[i]] += diagonal[i];
   }
 
   const LoadBackward& f_;

@@ -350,6 +350,9 @@ inline void draw_nodes(Drawing& d, u64 seed, int count) {
   for (ExprOp leaf :
        {ExprOp::score, ExprOp::batch, ExprOp::head, ExprOp::query, ExprOp::key, ExprOp::queries, ExprOp::keys})
     d.add(leaf);
+  // Relative positions: query 3, key 4, numbers of both 5 and 6.
+  d.add(ExprOp::sub, {3, 4}), d.add(ExprOp::sub, {4, 3});
+  d.add(ExprOp::sub, {d.add(ExprOp::add, {6, 3}), d.add(ExprOp::sub, {4, 5})});
   d.whole(3), d.whole(-2), d.whole(16), d.whole(seed % 5 == 0 ? i64{1} << 40 : 7);
   d.real(0.5), d.real(-3), d.real(seed % 3 ? 2 : INFINITY), d.real(seed % 4 ? 0.25 : NAN);
   d.add(ExprOp::constant, {}, ExprKind::boolean, 1);
@@ -484,7 +487,8 @@ inline void test_expr_extents(DType dtype) {
     Drawing d;
     const int m = d.add(ExprOp::query), n = d.add(ExprOp::key), h = d.add(ExprOp::head), s = d.add(ExprOp::score);
     const int distance = d.add(ExprOp::sub, {m, n});
-    std::vector<int> wholes = {m, n, h, distance}, reals = {s}, outputs;
+    const int aligned = d.add(ExprOp::sub, {d.add(ExprOp::sub, {n, h}), m});
+    std::vector<int> wholes = {m, n, h, distance, aligned}, reals = {s}, outputs;
     for (int x : wholes) reals.push_back(d.add(ExprOp::to_float, {x}));
     for (int a : wholes)
       for (int b : wholes) outputs.push_back(d.add(ExprOp::lt, {a, b}));

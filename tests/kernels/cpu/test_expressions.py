@@ -185,6 +185,23 @@ def test_later_steps(target: Target) -> None:
 
 
 @only_cpu
+def test_gradient_of_the_entropy(target: Target) -> None:
+    """It reaches what an expression loads as it reaches a bias."""
+    torch.manual_seed(6)
+    q, k, v = (torch.randn(1, 2, 150, 8, dtype=torch.float64) for _ in "qkv")
+    table = torch.randn(2, 300, dtype=torch.float64, requires_grad=True)
+    score = as_score(lambda s, b, h, m, n: s * table[h, m - n + 150])
+    result = tilewise.attention(q, k, v, score=score, backend="cpu", return_stats=True)
+    m, n = torch.arange(150)[:, None], torch.arange(150)
+    s = q @ k.transpose(-1, -2) / 8**0.5
+    log_p = torch.log_softmax(s * table[torch.arange(2)[:, None, None], m - n + 150], -1)
+    (expected,) = torch.autograd.grad(-(log_p.exp() * log_p).sum(), table)
+    assert result.stats is not None
+    (got,) = torch.autograd.grad(result.stats.entropy.sum(), table)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
+
+
+@only_cpu
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_nan_in_hidden_pairs(target: Target, dtype: torch.dtype) -> None:
     """What an expression makes of a hidden pair is never seen, forward or backward."""

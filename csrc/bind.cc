@@ -80,7 +80,8 @@ ExprNode expr_node(nb::handle given) {
   ExprNode node;
   if (!expr_op(name, node)) bad("no operation of an expression is called '" + name + "'");
   if (args.size() > kMaxRank)
-    bad("'" + name + "' has " + std::to_string(args.size()) + " arguments; " + std::to_string(kMaxRank) + " are the most");
+    bad("'" + name + "' has " + std::to_string(args.size()) + " arguments; " + std::to_string(kMaxRank) +
+        " are the most");
   for (int arg : args) node.arg[node.count++] = arg;
   nb::object value = nb::borrow(given[2]);
   const bool stored = node.op == ExprOp::constant || node.op == ExprOp::load;
@@ -148,43 +149,39 @@ class Kernel {
   // the instruction reads (-1: none).
   void add_mask(const std::string& op, bool bounds, i64 left, i64 right, bool bottom_right, i64 length, int slot,
                 int second_slot) {
-    if (problem_.mask_length == kMaxMask)
-      bad("a mask program has at most " + std::to_string(kMaxMask) + " instructions");
-    MaskInstr& x = problem_.mask[problem_.mask_length];
-    x.op = mask_op(op);
+    const MaskOp known = mask_op(op);
+    MaskInstr& x = next_mask(known);
     x.bounds = bounds;
     x.left = left;
     x.right = right;
     x.bottom_right = bottom_right;
     x.length = length;
-    mask_slots_[problem_.mask_length][0] = slot;
-    mask_slots_[problem_.mask_length][1] = second_slot;
-    problem_.mask_length++;
+    mask_slots_[problem_.mask_length - 1][0] = slot;
+    mask_slots_[problem_.mask_length - 1][1] = second_slot;
   }
 
   void add_score(const std::string& op, double cap, int slot) {
-    if (problem_.score_length == kMaxScore) bad("a score chain has at most " + std::to_string(kMaxScore) + " steps");
-    ScoreInstr& x = problem_.score[problem_.score_length];
-    x.op = score_op(op);
-    x.cap = cap;
-    score_slots_[problem_.score_length] = slot;
-    problem_.score_length++;
+    const ScoreOp known = score_op(op);
+    next_score(known, slot).cap = cap;
   }
 
   void add_mask_expr(nb::tuple nodes, std::vector<int> outputs, std::vector<int> slots) {
-    add_mask("expr", false, -1, -1, false, 0, -1, -1);
-    mask_exprs_.push_back(given_expr(nodes, std::move(outputs), {}, std::move(slots), kMaxNodes));
-    const GivenExpr& e = mask_exprs_.back();
+    GivenExpr e = given_expr(nodes, std::move(outputs), {}, std::move(slots), kMaxNodes);
     if (e.outputs.size() != 1 || e.kinds[static_cast<std::size_t>(e.outputs[0])] != ExprKind::boolean)
       bad("a mask's expression has one output, a boolean");
+    for (const ExprNode& node : e.nodes)
+      if (node.op == ExprOp::score) bad("a mask's expression knows no score");
+    next_mask(MaskOp::expr);
+    mask_exprs_.push_back(std::move(e));
   }
 
   void add_score_expr(nb::tuple nodes, std::vector<int> outputs, std::vector<int> slots) {
     if (problem_.score_length != 0) bad("an expression is the first step of a score");
-    add_score("expr", 0, -1);
-    value_ = given_expr(nodes, std::move(outputs), {}, std::move(slots), kMaxNodes);
-    if (value_.outputs.size() != 1 || value_.kinds[static_cast<std::size_t>(value_.outputs[0])] != ExprKind::real)
+    GivenExpr e = given_expr(nodes, std::move(outputs), {}, std::move(slots), kMaxNodes);
+    if (e.outputs.size() != 1 || e.kinds[static_cast<std::size_t>(e.outputs[0])] != ExprKind::real)
       bad("a score's expression has one output, a float");
+    next_score(ScoreOp::expr, -1);
+    value_ = std::move(e);
   }
 
   // outputs: the value, its derivative by s, and by each of `loads` (their nodes). Before any backward pass.
@@ -214,8 +211,8 @@ class Kernel {
     std::size_t mask_expr = 0;
     for (int i = 0; i < p.mask_length; i++) {
       if (p.mask[i].op == MaskOp::expr)
-        p.mask[i].expr =
-            compiled(mask_exprs_[mask_expr], mask_exprs_[mask_expr].outputs, {}, mask_tensors, p, exprs), mask_expr++;
+        p.mask[i].expr = compiled(mask_exprs_[mask_expr], mask_exprs_[mask_expr].outputs, {}, mask_tensors, p, exprs),
+        mask_expr++;
       else
         bind_mask(p.mask[i], mask_slots_[i], mask_tensors);
     }
@@ -224,8 +221,8 @@ class Kernel {
         p.score[i].value = compiled(value_, value_.outputs, {}, score_tensors, p, exprs);
         if (backward && derivative_.outputs.empty()) bad("a backward pass needs the score's derivative");
         if (backward)
-          p.score[i].slope = compiled(derivative_, {derivative_.outputs[0], derivative_.outputs[1]}, {},
-                                      score_tensors, p, exprs);
+          p.score[i].slope =
+              compiled(derivative_, {derivative_.outputs[0], derivative_.outputs[1]}, {}, score_tensors, p, exprs);
       }
       if (score_slots_[i] < 0) continue;
       nb::handle entry = PyTuple_GET_ITEM(score_tensors.ptr(), score_slots_[i]);
@@ -261,6 +258,20 @@ class Kernel {
   const Problem& problem() const { return problem_; }
 
  private:
+  MaskInstr& next_mask(MaskOp op) {
+    if (problem_.mask_length == kMaxMask)
+      bad("a mask program has at most " + std::to_string(kMaxMask) + " instructions");
+    MaskInstr& x = problem_.mask[problem_.mask_length++];
+    x.op = op;
+    return x;
+  }
+  ScoreInstr& next_score(ScoreOp op, int slot) {
+    if (problem_.score_length == kMaxScore) bad("a score chain has at most " + std::to_string(kMaxScore) + " steps");
+    score_slots_[problem_.score_length] = slot;
+    ScoreInstr& x = problem_.score[problem_.score_length++];
+    x.op = op;
+    return x;
+  }
   static View captured(nb::handle entry, bool heads_only) {
     nb::handle strides = PyTuple_GET_ITEM(entry.ptr(), 1);
     const auto address = static_cast<std::uintptr_t>(number(entry, 0));
@@ -296,7 +307,9 @@ class Kernel {
       t.stride[d] = number(strides, d);
     }
     const int real = static_cast<int>(dtype == DType::f64 ? DType::f64 : DType::f32);
-    const int wanted = load.kind == ExprKind::real ? real : load.kind == ExprKind::integer ? kIntegerCode : kBooleanCode;
+    const int wanted = load.kind == ExprKind::real      ? real
+                       : load.kind == ExprKind::integer ? kIntegerCode
+                                                        : kBooleanCode;
     if (number(entry, 2) != wanted) bad("a tensor is loaded as what it is not");
     return t;
   }

@@ -8,13 +8,56 @@ namespace tilewise {
 
 // Which operation takes which kinds is said in expr_compile.cc.
 enum class ExprOp : unsigned char {
-  score, batch, head, query, key, queries, keys,  // leaves: s b h m n M N
-  constant, load,
-  add, sub, mul, floordiv, mod, min, max, neg, abs, sign, div, pow,
-  exp, exp2, log, log2, tanh, sigmoid, sqrt, rsqrt, sin, cos, floor, ceil, round, trunc,
-  shl, shr, all, any, differ, negate,  // the last four: and, or, xor, not of booleans or of bits
-  lt, le, eq, ne, where, to_float, to_int,
-  shr_by, bits_of  // integers shifted by, and cut to the bits of, a constant: what becomes of a division
+  score,
+  batch,
+  head,
+  query,
+  key,
+  queries,
+  keys,  // leaves: s b h m n M N
+  constant,
+  load,
+  add,
+  sub,
+  mul,
+  floordiv,
+  mod,
+  min,
+  max,
+  neg,
+  abs,
+  sign,
+  div,
+  pow,
+  exp,
+  exp2,
+  log,
+  log2,
+  tanh,
+  sigmoid,
+  sqrt,
+  rsqrt,
+  sin,
+  cos,
+  floor,
+  ceil,
+  round,
+  trunc,
+  shl,
+  shr,
+  all,
+  any,
+  differ,
+  negate,  // the last four: and, or, xor, not of booleans or of bits
+  lt,
+  le,
+  eq,
+  ne,
+  where,
+  to_float,
+  to_int,
+  shr_by,
+  bits_of  // integers shifted by, and cut to the bits of, a constant: what becomes of a division
 };
 enum class ExprKind : unsigned char { boolean, integer, real };
 
@@ -30,9 +73,9 @@ struct ExprTensor {
 
 // What values a node may have. Of floats `low` and `high` bound the finite ones.
 struct ExprRange {
-  i64 least = 0, most = 0;  // booleans: 0 and 1
-  double low = 0, high = 0;
-  bool nan = false, minus_infinity = false, infinity = false;
+  i64 least, most;  // booleans: 0 and 1
+  double low, high;
+  bool nan, minus_infinity, infinity;
 };
 
 // The pairs that ranges are asked for; all bounds inclusive.
@@ -68,11 +111,11 @@ struct ExprProgram {
   int begin[5];               // the first value of each extent, and the end
   int registers[4];
   int outputs, output[kMaxOutputs];
-  int loads;                    // of which a gradient is wanted
-  ExprValue load[kMaxLoads];    // their index arguments are kept like outputs
-  bool wide;                    // 64-bit integers
-  bool wide_floats;             // float64
-  i64 room, bytes;              // where its scratch memory begins, and its size
+  int loads;                  // of which a gradient is wanted
+  ExprValue load[kMaxLoads];  // their index arguments are kept like outputs
+  bool wide;                  // 64-bit integers
+  bool wide_floats;           // float64
+  i64 room, bytes;            // where its scratch memory begins, and its size
 };
 
 // Ranges of all values over a box. `proof`: what has any value (x // 0, a shift too far, NaN as an integer) may be

@@ -15,30 +15,52 @@ struct Row {
   const char* takes;  // of every argument; of `where` the last two
   char gives;
 };
-constexpr Row kRows[] = {
-    {"s", ExprOp::score, 0, "", 'f'},       {"b", ExprOp::batch, 0, "", 'i'},
-    {"h", ExprOp::head, 0, "", 'i'},        {"m", ExprOp::query, 0, "", 'i'},
-    {"n", ExprOp::key, 0, "", 'i'},         {"M", ExprOp::queries, 0, "", 'i'},
-    {"N", ExprOp::keys, 0, "", 'i'},        {"add", ExprOp::add, 2, "if", '='},
-    {"sub", ExprOp::sub, 2, "if", '='},     {"mul", ExprOp::mul, 2, "if", '='},
-    {"floordiv", ExprOp::floordiv, 2, "if", '='}, {"mod", ExprOp::mod, 2, "if", '='},
-    {"min", ExprOp::min, 2, "if", '='},     {"max", ExprOp::max, 2, "if", '='},
-    {"neg", ExprOp::neg, 1, "if", '='},     {"abs", ExprOp::abs, 1, "if", '='},
-    {"sign", ExprOp::sign, 1, "if", '='},   {"div", ExprOp::div, 2, "f", 'f'},
-    {"pow", ExprOp::pow, 2, "f", 'f'},      {"exp", ExprOp::exp, 1, "f", 'f'},
-    {"exp2", ExprOp::exp2, 1, "f", 'f'},    {"log", ExprOp::log, 1, "f", 'f'},
-    {"log2", ExprOp::log2, 1, "f", 'f'},    {"tanh", ExprOp::tanh, 1, "f", 'f'},
-    {"sigmoid", ExprOp::sigmoid, 1, "f", 'f'}, {"sqrt", ExprOp::sqrt, 1, "f", 'f'},
-    {"rsqrt", ExprOp::rsqrt, 1, "f", 'f'},  {"sin", ExprOp::sin, 1, "f", 'f'},
-    {"cos", ExprOp::cos, 1, "f", 'f'},      {"floor", ExprOp::floor, 1, "f", 'f'},
-    {"ceil", ExprOp::ceil, 1, "f", 'f'},    {"round", ExprOp::round, 1, "f", 'f'},
-    {"trunc", ExprOp::trunc, 1, "f", 'f'},  {"shl", ExprOp::shl, 2, "i", 'i'},
-    {"shr", ExprOp::shr, 2, "i", 'i'},      {"and", ExprOp::all, 2, "bi", '='},
-    {"or", ExprOp::any, 2, "bi", '='},      {"xor", ExprOp::differ, 2, "bi", '='},
-    {"not", ExprOp::negate, 1, "bi", '='},  {"lt", ExprOp::lt, 2, "if", 'b'},
-    {"le", ExprOp::le, 2, "if", 'b'},       {"eq", ExprOp::eq, 2, "bif", 'b'},
-    {"ne", ExprOp::ne, 2, "bif", 'b'},      {"where", ExprOp::where, 3, "bif", '='},
-    {"to_float", ExprOp::to_float, 1, "bif", 'f'}, {"to_int", ExprOp::to_int, 1, "bif", 'i'}};
+constexpr Row kRows[] = {{"s", ExprOp::score, 0, "", 'f'},
+                         {"b", ExprOp::batch, 0, "", 'i'},
+                         {"h", ExprOp::head, 0, "", 'i'},
+                         {"m", ExprOp::query, 0, "", 'i'},
+                         {"n", ExprOp::key, 0, "", 'i'},
+                         {"M", ExprOp::queries, 0, "", 'i'},
+                         {"N", ExprOp::keys, 0, "", 'i'},
+                         {"add", ExprOp::add, 2, "if", '='},
+                         {"sub", ExprOp::sub, 2, "if", '='},
+                         {"mul", ExprOp::mul, 2, "if", '='},
+                         {"floordiv", ExprOp::floordiv, 2, "if", '='},
+                         {"mod", ExprOp::mod, 2, "if", '='},
+                         {"min", ExprOp::min, 2, "if", '='},
+                         {"max", ExprOp::max, 2, "if", '='},
+                         {"neg", ExprOp::neg, 1, "if", '='},
+                         {"abs", ExprOp::abs, 1, "if", '='},
+                         {"sign", ExprOp::sign, 1, "if", '='},
+                         {"div", ExprOp::div, 2, "f", 'f'},
+                         {"pow", ExprOp::pow, 2, "f", 'f'},
+                         {"exp", ExprOp::exp, 1, "f", 'f'},
+                         {"exp2", ExprOp::exp2, 1, "f", 'f'},
+                         {"log", ExprOp::log, 1, "f", 'f'},
+                         {"log2", ExprOp::log2, 1, "f", 'f'},
+                         {"tanh", ExprOp::tanh, 1, "f", 'f'},
+                         {"sigmoid", ExprOp::sigmoid, 1, "f", 'f'},
+                         {"sqrt", ExprOp::sqrt, 1, "f", 'f'},
+                         {"rsqrt", ExprOp::rsqrt, 1, "f", 'f'},
+                         {"sin", ExprOp::sin, 1, "f", 'f'},
+                         {"cos", ExprOp::cos, 1, "f", 'f'},
+                         {"floor", ExprOp::floor, 1, "f", 'f'},
+                         {"ceil", ExprOp::ceil, 1, "f", 'f'},
+                         {"round", ExprOp::round, 1, "f", 'f'},
+                         {"trunc", ExprOp::trunc, 1, "f", 'f'},
+                         {"shl", ExprOp::shl, 2, "i", 'i'},
+                         {"shr", ExprOp::shr, 2, "i", 'i'},
+                         {"and", ExprOp::all, 2, "bi", '='},
+                         {"or", ExprOp::any, 2, "bi", '='},
+                         {"xor", ExprOp::differ, 2, "bi", '='},
+                         {"not", ExprOp::negate, 1, "bi", '='},
+                         {"lt", ExprOp::lt, 2, "if", 'b'},
+                         {"le", ExprOp::le, 2, "if", 'b'},
+                         {"eq", ExprOp::eq, 2, "bif", 'b'},
+                         {"ne", ExprOp::ne, 2, "bif", 'b'},
+                         {"where", ExprOp::where, 3, "bif", '='},
+                         {"to_float", ExprOp::to_float, 1, "bif", 'f'},
+                         {"to_int", ExprOp::to_int, 1, "bif", 'i'}};
 constexpr const char* kStored[] = {"bool", "int", "float"};
 
 const Row* row_of(ExprOp op) {
@@ -137,7 +159,8 @@ std::string check_nodes(const std::vector<ExprNode>& nodes, std::vector<ExprKind
     }
     const Row* row = row_of(node.op);
     if (row == nullptr || !fits(*row, node, kinds)) return place + " has arguments that its operation does not take";
-    kinds.push_back(row->gives == '=' ? kinds[static_cast<std::size_t>(node.arg[node.count - 1])] : kind_of(row->gives));
+    kinds.push_back(row->gives == '=' ? kinds[static_cast<std::size_t>(node.arg[node.count - 1])]
+                                      : kind_of(row->gives));
   }
   return "";
 }
@@ -156,8 +179,8 @@ CompiledExpr::CompiledExpr(const std::vector<ExprNode>& nodes, const std::vector
   for (std::size_t at = count; at-- > 0;) {
     const ExprNode& node = nodes[at];
     ExprValue& value = all[at];
-    value = {node.op, kinds[at], ExprKind::boolean, 0, static_cast<unsigned char>(node.count), -1, {}, 0, node.integer,
-             node.real};
+    value = {node.op, kinds[at], ExprKind::boolean, 0,        static_cast<unsigned char>(node.count), -1,
+             {},      0,         node.integer,      node.real};
     value.slot = static_cast<short>(node.op == ExprOp::load ? node.integer : -1);
     if (node.count == 2 && (node.op == ExprOp::floordiv || node.op == ExprOp::mod)) {
       // By a power of two both are exact without a division, also of negative numbers.
@@ -262,7 +285,8 @@ void CompiledExpr::assign_registers() {
   const std::size_t count = values_.size();
   std::vector<int> last(count, -1);
   for (std::size_t at = 0; at < count; at++)
-    for (int i = 0; i < values_[at].count; i++) last[static_cast<std::size_t>(values_[at].arg[i])] = static_cast<int>(at);
+    for (int i = 0; i < values_[at].count; i++)
+      last[static_cast<std::size_t>(values_[at].arg[i])] = static_cast<int>(at);
   for (int i = 0; i < program_.outputs; i++) last[static_cast<std::size_t>(program_.output[i])] = INT32_MAX;
   for (int x = 0; x < program_.loads; x++)
     for (int i = 0; i < program_.load[x].count; i++)

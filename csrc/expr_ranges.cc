@@ -14,7 +14,7 @@ constexpr i64 kLeast = INT64_MIN, kMost = INT64_MAX;
 constexpr i64 kScanned = 512;  // elements of a tensor that are looked at for one box
 
 Range whole(i64 least, i64 most) {
-  Range r;
+  Range r{};
   r.least = least, r.most = most;
   return r;
 }
@@ -29,13 +29,14 @@ class Ranges {
   void run() {
     for (int at = 0; at < p_.begin[4]; at++) {
       const ExprValue& x = p_.values[at];
-      out_[at] = x.op == ExprOp::load || x.count == 0       ? stored(x)
-                 : x.op == ExprOp::where                    ? where(x)
-                 : x.arg_kind == ExprKind::real             ? of_reals(x, arg(x, 0), arg(x, x.count - 1))
-                 : x.op == ExprOp::to_float                 ? real(static_cast<double>(arg(x, 0).least),
-                                                                   static_cast<double>(arg(x, 0).most))
-                 : x.arg_kind == ExprKind::boolean && x.kind == ExprKind::boolean ? of_booleans(x)
-                                                            : of_integers(x, arg(x, 0), arg(x, x.count - 1));
+      out_[at] = x.op == ExprOp::load || x.count == 0 ? stored(x)
+                 : x.op == ExprOp::where              ? where(x)
+                 : x.arg_kind == ExprKind::real       ? of_reals(x, arg(x, 0), arg(x, x.count - 1))
+                 : x.op == ExprOp::to_float
+                     ? real(static_cast<double>(arg(x, 0).least), static_cast<double>(arg(x, 0).most))
+                 : x.arg_kind == ExprKind::boolean && x.kind == ExprKind::boolean
+                     ? of_booleans(x)
+                     : of_integers(x, arg(x, 0), arg(x, x.count - 1));
     }
   }
 
@@ -44,7 +45,7 @@ class Ranges {
 
   // Finite bounds moved outwards by more than rounding and the functions' errors can be.
   Range real(double low, double high) const {
-    Range r;
+    Range r{};
     r.low = low - std::fabs(low) * 1e-6 - 1e-37;
     r.high = high + std::fabs(high) * 1e-6 + 1e-37;
     if (!(r.low >= -limit_)) r.low = -limit_, r.minus_infinity = true;
@@ -53,7 +54,7 @@ class Ranges {
     return r;
   }
   Range any_real() const {
-    Range r;
+    Range r{};
     r.low = -limit_, r.high = limit_;
     r.nan = r.infinity = r.minus_infinity = true;
     return r;
@@ -99,7 +100,7 @@ class Ranges {
       if (x.kind == ExprKind::boolean) return whole(0, 1);
       return x.kind == ExprKind::real ? any_real() : whole(p_.held[x.slot].least, p_.held[x.slot].most);
     }
-    Range r;
+    Range r{};
     r.least = kMost, r.most = kLeast, r.low = INFINITY, r.high = -INFINITY;
     scan(t, x.kind, low, high, 0, 0, r);
     if (x.kind == ExprKind::real && r.low > r.high) r.low = r.high = 0;
@@ -127,7 +128,7 @@ class Ranges {
   }
 
   static Range hull(const Range& a, const Range& b) {
-    Range r;
+    Range r{};
     r.least = std::min(a.least, b.least), r.most = std::max(a.most, b.most);
     r.low = std::min(a.low, b.low), r.high = std::max(a.high, b.high);
     r.nan = a.nan || b.nan, r.infinity = a.infinity || b.infinity;
@@ -215,7 +216,7 @@ class Ranges {
       case ExprOp::to_int:
         return a;
       default:
-        return compared(x.op, a.most < b.least, a.most <= b.least, a.least >= b.most, a.least > b.most,
+        return compared(x.op, a.most<b.least, a.most <= b.least, a.least >= b.most, a.least> b.most,
                         a.least == a.most && b.least == b.most && a.least == b.least,
                         a.most < b.least || b.most < a.least);
     }
@@ -402,7 +403,7 @@ class Ranges {
     const bool nan = a.nan || b.nan;
     const bool apart = a_high < b_low || b_high < a_low;
     // With NaN the first three are false, `ne` is true.
-    Range r = compared(op, a_high < b_low, a_high <= b_low, a_low >= b_high, a_low > b_high,
+    Range r = compared(op, a_high<b_low, a_high <= b_low, a_low >= b_high, a_low> b_high,
                        a_low == a_high && b_low == b_high && a_low == b_low, apart);
     if (nan && op == ExprOp::ne) r.most = 1;
     if (nan && op != ExprOp::ne) r.least = 0;

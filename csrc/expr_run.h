@@ -185,8 +185,8 @@ class ExprRun {
     for (int j = 0; j < rows; j++)
       for (int i = 0; i < columns; i += lanes)
         for (int v = 0; v < lanes; v += kLanes<T>)
-          store(to.at<T>(j, 0) + i + v, truth_as(c.at<Truth>(j, i) + v, Same{}) ? load(a.at<T>(j, i) + v)
-                                                                                : load(b.at<T>(j, i) + v));
+          store(to.at<T>(j, 0) + i + v,
+                truth_as(c.at<Truth>(j, i) + v, Same{}) ? load(a.at<T>(j, i) + v) : load(b.at<T>(j, i) + v));
   }
   template <class T>
   static void fill(Operand to, T value) {
@@ -276,9 +276,8 @@ class ExprRun {
       case ExprOp::negate:
         return map<Truth>(to, a, rows, columns, [](V p) { return ~p; });
       case ExprOp::to_float:
-        return turn<C, Truth, C>(to, a, rows, columns, [](C* r, const Truth* p) {
-          store(r, __builtin_convertvector(-load(p), Vec<C>));
-        });
+        return turn<C, Truth, C>(to, a, rows, columns,
+                                 [](C* r, const Truth* p) { store(r, __builtin_convertvector(-load(p), Vec<C>)); });
       default:  // to_int
         return turn<I, Truth, I>(to, a, rows, columns, [](I* r, const Truth* p) { store(r, -truth_as(p, I{})); });
     }
@@ -301,8 +300,7 @@ class ExprRun {
       case ExprOp::floordiv:
         return map<I>(to, a, b, rows, columns, [](V p, V q) { return floor_divide(p, q); });
       case ExprOp::mod:
-        return map<I>(to, a, b, rows, columns,
-                      [](V p, V q) { return (V)((U)p - (U)floor_divide(p, q) * (U)q); });
+        return map<I>(to, a, b, rows, columns, [](V p, V q) { return (V)((U)p - (U)floor_divide(p, q) * (U)q); });
       case ExprOp::min:
         return map<I>(to, a, b, rows, columns, [](V p, V q) { return p < q ? p : q; });
       case ExprOp::max:
@@ -316,7 +314,8 @@ class ExprRun {
       case ExprOp::shl:
         return map<I>(to, a, b, rows, columns, [](V p, V q) { return (V)((U)p << ((U)q & static_cast<N>(top))); });
       case ExprOp::shr:
-        return map<I>(to, a, b, rows, columns, [](V p, V q) { return p >> (((U)q > static_cast<N>(top)) ? set<I>(top) : q); });
+        return map<I>(to, a, b, rows, columns,
+                      [](V p, V q) { return p >> (((U)q > static_cast<N>(top)) ? set<I>(top) : q); });
       case ExprOp::shr_by:
         return map<I>(to, a, rows, columns, [=](V p) { return p >> (by < top ? by : top); });
       case ExprOp::bits_of:
@@ -356,17 +355,14 @@ class ExprRun {
       case ExprOp::div:
         return map<C>(to, a, b, rows, columns, [](V p, V q) { return p / q; });
       case ExprOp::floordiv:
-        return map<C>(to, a, b, rows, columns, [](V p, V q) {
-          return each_lane<C>(p, q, [](C y, C z) { return floor_divided<C>(y, z); });
-        });
+        return map<C>(to, a, b, rows, columns,
+                      [](V p, V q) { return each_lane<C>(p, q, [](C y, C z) { return floor_divided<C>(y, z); }); });
       case ExprOp::mod:
-        return map<C>(to, a, b, rows, columns, [](V p, V q) {
-          return each_lane<C>(p, q, [](C y, C z) { return remainder_of(y, z); });
-        });
+        return map<C>(to, a, b, rows, columns,
+                      [](V p, V q) { return each_lane<C>(p, q, [](C y, C z) { return remainder_of(y, z); }); });
       case ExprOp::pow:
-        return map<C>(to, a, b, rows, columns, [](V p, V q) {
-          return each_lane<C>(p, q, [](C y, C z) { return power_of(y, z); });
-        });
+        return map<C>(to, a, b, rows, columns,
+                      [](V p, V q) { return each_lane<C>(p, q, [](C y, C z) { return power_of(y, z); }); });
       case ExprOp::min:
         return map<C>(to, a, b, rows, columns, [](V p, V q) { return least(p, q, C{}); });
       case ExprOp::max:

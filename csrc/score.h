@@ -159,9 +159,11 @@ class ScoreChain {
     const Vec<C> none = set(-static_cast<C>(__builtin_inf()));
     for (int i = 0; i < width; i += lanes) {
       Vec<C> deep = deepest ? load(deepest + i) : none;
+      // Lanes without a query hold no score, of which an expression could make NaN.
+      const u64 there = i + lanes <= rows ? ~u64{0} : i < rows ? (u64{1} << (rows - i)) - 1 : 0;
       for (int j = 0; j < count; j++) {
-        const Vec<C> score = load(value.at<C>(j, i));
-        if (gain) store(gain + j * width + i, load(gain + j * width + i) * load(slope.at<C>(j, i)));
+        const Vec<C> score = keep_where<C>(there, load(value.at<C>(j, i)));
+        if (gain) store(gain + j * width + i, keep_where<C>(there, load(slope.at<C>(j, i))));
         deep = vmax(score < floor ? score : none, deep);
         store(s + j * width + i, score == none ? none : vmax(floor, score));
       }

@@ -29,8 +29,8 @@ class TileGradients {
 
  public:
   explicit TileGradients(const Backward& f) : f_(f), units_(f) {
-    for (int i = 0; i < f.score_length; i++) 
-      bends_ |= f.score[i].op == ScoreOp::softcap || f.score[i].op == ScoreOp::expr;
+    for (int i = 0; i < f.score_length; i++)
+      bends_ |= f.score[i].op == ScoreOp::softcap || (f.score[i].op == ScoreOp::expr && !adds(*f.score[i].slope));
   }
 
   struct Memory {
@@ -145,6 +145,12 @@ class TileGradients {
   }
 
  private:
+  // Whether the derivative of an expression by the score is 1 everywhere.
+  static bool adds(const ExprProgram& slope) {
+    const ExprValue& by_score = slope.values[slope.output[1]];
+    return by_score.op == ExprOp::constant && by_score.real == 1;
+  }
+
   struct Lane {
     Vec<Acc> top, inverse, delta;
   };

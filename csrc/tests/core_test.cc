@@ -6,6 +6,7 @@
 #include <functional>
 
 #include "elementary_tests.h"
+#include "expr_tests.h"
 #include "special_tests.h"
 
 namespace tilewise::test {
@@ -99,6 +100,16 @@ std::vector<Test> tests() {
   for (const auto& each : numeric)
     for (DType dtype : kTypes)
       all.push_back({std::string(each.first) + " " + name_of(dtype), [dtype, run = each.second] { run(dtype); }});
+  all.push_back({"expressions: checks", test_expr_checks});
+  const std::pair<const char*, void (*)(DType)> expressions[] = {{"graphs", test_expr_graphs},
+                                                                 {"extents", test_expr_extents},
+                                                                 {"covers", test_expr_cover},
+                                                                 {"functions", test_expr_functions},
+                                                                 {"specials", test_expr_specials}};
+  for (const auto& each : expressions)
+    for (DType dtype : {DType::f32, DType::f64})
+      all.push_back({std::string("expressions: ") + each.first + " " + name_of(dtype),
+                     [dtype, run = each.second] { run(dtype); }});
   for (DType dtype : {DType::bf16, DType::f16})
     all.push_back({std::string("every value ") + name_of(dtype), [=] { test_every_value(dtype); }});
   all.push_back({"drawn problems", [] {

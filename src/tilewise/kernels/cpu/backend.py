@@ -336,14 +336,11 @@ class _Kernel:
         """Put the gradients of what the expression loads at their slots of ``grads``."""
         if self._derivative is None:
             return
-        expr, loads = self._derivative
-        slots = self._problem.score[0].slots
-        wide: dict[int, Tensor] = {}
-        for place in loads:
-            slot = slots[int(expr.nodes[place].value or 0)]
-            if needs.score_tensors[slot] and slot not in wide:
-                shape = operands.score_tensors[slot].shape
-                wide[slot] = torch.zeros(shape, dtype=torch.float64)
+        wide = {
+            slot: torch.zeros(operands.score_tensors[slot].shape, dtype=torch.float64)
+            for slot in self._problem.score[0].slots
+            if needs.score_tensors[slot]
+        }
         if not wide:
             return
         addresses = [wide[slot].data_ptr() if slot in wide else 0 for slot in range(len(grads))]

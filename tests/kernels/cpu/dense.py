@@ -1,0 +1,218 @@
+"""Attention by a score and a mask in Python, in plain torch: what expressions are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import tilewise
+from tests.contract import assert_exact, assert_same_bits
+from tilewise.reference.philox import keep_mask
+from tilewise.variants.expr import encode
+from tilewise.variants.lower import statistics_dtype
+from tilewise.variants.program import Instr
+from tilewise.variants.trace import trace_mask, trace_score
+from tilewise.variants.values import Mask, Score
+
+Function = Callable[..., Any]
+
+
+class Variant(NamedTuple):
+    """A score and a mask, made anew for captured tensors of another dtype.
+
+    Args:
+        name: of the test.
+        score: from the captured floats to the function of (s, b, h, m, n); None for none.
+        mask: the function of (b, h, m, n); None for none.
+        shapes: of the captured floats.
+    """
+
+    name: str
+    score: Callable[..., Function] | None = None
+    mask: Function | None = None
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Sizes(NamedTuple):
+    """Of a problem; ``sequences`` are the (queries, keys) of a packed one."""
+
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    queries: int = 70
+    keys: int = 150
+    head_dim: int = 16
+    value_dim: int = 9
+    dropout_p: float = 0.0
+    sequences: tuple[tuple[int, int], ...] = ()
+
+
+class Inputs(NamedTuple):
+    """The operands and what the score captures, all of them leaves."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    captured: tuple[Tensor, ...]
+    grads: tuple[Tensor, Tensor]
+    sizes: Sizes
+
+    def leaves(self) -> list[Tensor]:
+        return [self.q, self.k, self.v, *self.captured]
+
+
+def inputs(variant: Variant, sizes: Sizes, dtype: torch.dtype, seed: int = 1) -> Inputs:
+    """Random operands; captured floats of the dtype that kernels read."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, wide: bool = False) -> Tensor:
+        to = statistics_dtype(dtype) if wide else dtype
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(to)
+
+    heads, kv = sizes.heads, sizes.kv_heads
+    if sizes.sequences:
+        rows, keys = (sum(pair[side] for pair in sizes.sequences) for side in (0, 1))
+        shapes = [(rows, heads, sizes.head_dim), (keys, kv, sizes.head_dim)]
+        shapes += [(keys, kv, sizes.value_dim), (rows, heads, sizes.value_dim), (heads, rows)]
+    else:
+        b, m, n = sizes.batch, sizes.queries, sizes.keys
+        shapes = [(b, heads, m, sizes.head_dim), (b, kv, n, sizes.head_dim)]
+        shapes += [(b, kv, n, sizes.value_dim), (b, heads, m, sizes.value_dim), (b, heads, m)]
+    q, k, v, grad_out = (draw(*shape) for shape in shapes[:4])
+    captured = tuple(draw(*shape, wide=True).requires_grad_() for shape in variant.shapes)
+    leaves = (x.requires_grad_() for x in (q, k, v))
+    return Inputs(*leaves, captured, (grad_out, draw(*shapes[4], wide=True)), sizes)
+
+
+def as_score(function: Function) -> Score:
+    """The score of a function as an expression, whatever kernels may know it by."""
+    expr, tensors = trace_score(function)
+    return Score((Instr("expr", (encode(expr),), tuple(range(len(tensors)))),), tensors)
+
+
+def as_mask(function: Function) -> Mask:
+    """The same of a mask."""
+    expr, tensors = trace_mask(function)
+    return Mask((Instr("expr", (encode(expr),), tuple(range(len(tensors)))),), tensors)
+
+
+def run(variant: Variant, x: Inputs) -> list[Tensor]:
+    """out, lse and the gradients of all leaves, by the core."""
+    keywords: dict[str, Any] = {"backend": "cpu", "return_lse": True}
+    if variant.score is not None:
+        keywords["score"] = as_score(variant.score(*x.captured))
+    if variant.mask is not None:
+        keywords["mask"] = as_mask(variant.mask)
+    if x.sizes.dropout_p:
+        keywords |= {"dropout_p": x.sizes.dropout_p, "seed": 11}
+    if x.sizes.sequences:
+        bounds = [cumulative(x.sizes, side) for side in (0, 1)]
+        found = tilewise.attention_varlen(x.q, x.k, x.v, *bounds, **keywords)
+    else:
+        found = tilewise.attention(x.q, x.k, x.v, **keywords)
+    results = list(found[:2])
+    return results + list(torch.autograd.grad(results, x.leaves(), x.grads))
+
+
+def cumulative(sizes: Sizes, side: int) -> Tensor:
+    lengths = [pair[side] for pair in sizes.sequences]
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def plain(variant: Variant, x: Inputs, dtype: torch.dtype) -> list[Tensor]:
+    """The same with every matrix in ``dtype``."""
+    leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in x.leaves()]
+    q, k, v, *captured = leaves
+    if x.sizes.sequences:
+        results = _packed(variant, x.sizes, q, k, v, captured)
+    else:
+        results = _dense(variant, x.sizes, q, k, v, captured, 0)
+    sent = [grad.to(dtype) for grad in x.grads]
+    return list(results) + list(torch.autograd.grad(results, leaves, sent))
+
+
+def _packed(
+    variant: Variant, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, captured: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    outs, lses = [], []
+    rows, keys = (cumulative(sizes, side).tolist() for side in (0, 1))
+    for index in range(len(sizes.sequences)):
+        q_part = q[rows[index] : rows[index + 1]].transpose(0, 1)[None]
+        k_part, v_part = (t[keys[index] : keys[index + 1]].transpose(0, 1)[None] for t in (k, v))
+        out, lse = _dense(variant, sizes, q_part, k_part, v_part, captured, index)
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0])
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def _dense(
+    variant: Variant,
+    sizes: Sizes,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    captured: Sequence[Tensor],
+    first: int,
+) -> tuple[Tensor, Tensor]:
+    group = sizes.heads // sizes.kv_heads
+    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+    s = q @ k.transpose(-1, -2) / sizes.head_dim**0.5
+    b = torch.arange(first, first + q.shape[0])[:, None, None, None]
+    h = torch.arange(sizes.heads)[:, None, None]
+    m, n = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    if variant.score is not None:
+        s = variant.score(*captured)(s, b, h, m, n).to(s.dtype)
+    if variant.mask is not None:
+        s = torch.where(variant.mask(b, h, m, n), s, -torch.inf)
+    dead = (s == -torch.inf).all(-1)
+    safe = s.masked_fill(dead[..., None], 0.0)
+    p = torch.softmax(safe, -1).masked_fill(dead[..., None], 0.0)
+    lse = torch.logsumexp(safe, -1).masked_fill(dead, -torch.inf)
+    if sizes.dropout_p:
+        keep = keep_mask(
+            11,
+            sizes.dropout_p,
+            batches=range(first, first + q.shape[0]),
+            heads=range(sizes.heads),
+            queries=range(q.shape[2]),
+            keys=range(k.shape[2]),
+        )
+        p = torch.where(keep, p / (1 - sizes.dropout_p), 0.0)
+    return p @ v, lse
+
+
+def check(variant: Variant, sizes: Sizes, dtype: torch.dtype) -> None:
+    """The contract for out, lse and every gradient."""
+    x = inputs(variant, sizes, dtype)
+    names = ["out", "lse", "q", "k", "v", *(f"captured {i}" for i in range(len(x.captured)))]
+    truth = plain(variant, x, torch.float64)
+    if dtype is torch.float64:
+        for name, got, right in zip(names, run(variant, x), truth, strict=True):
+            torch.testing.assert_close(
+                got, right, rtol=1e-11, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+            )
+        return
+    for name, got, near, right in zip(
+        names, run(variant, x), plain(variant, x, dtype), truth, strict=True
+    ):
+        assert_exact(got, near, right, f"{variant}: {name}")
+
+
+def check_bits(variant: Variant, x: Inputs, threads: Sequence[int]) -> None:
+    """The same bits on any number of threads."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = run(variant, x)
+        for count in threads:
+            torch.set_num_threads(count)
+            for index, (got, one) in enumerate(zip(run(variant, x), expected, strict=True)):
+                assert_same_bits(got, one, f"{variant}, {count} threads, result {index}")
+    finally:
+        torch.set_num_threads(before)

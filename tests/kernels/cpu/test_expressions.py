@@ -1,0 +1,314 @@
+"""Expressions in the core: masks, scores, and the gradients of what they load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tests.cases import FLOATS
+from tests.contract import assert_same_bits
+from tests.kernels.cpu.dense import (
+    Sizes,
+    Variant,
+    as_mask,
+    as_score,
+    check,
+    check_bits,
+    inputs,
+    run,
+)
+from tests.kernels.targets import TARGETS, Target
+from tilewise import masks, scores
+from tilewise.errors import Unsupported
+from tilewise.variants.expr import Expr, Graph, encode
+from tilewise.variants.program import Instr
+from tilewise.variants.values import Mask, Score
+
+CPU_TARGETS = [target for target in TARGETS if target.backend == "cpu"]
+only_cpu = pytest.mark.parametrize("target", CPU_TARGETS, ids=str, indirect=True)
+
+_GENERATOR = torch.Generator().manual_seed(3)
+DOCUMENTS = torch.arange(1500) // 23
+BLOCKS = torch.rand(4, 60, 100, generator=_GENERATOR) < 0.4
+LENGTHS = torch.tensor([31, 140, 0, 66])
+
+
+def _relative(table: Tensor) -> Any:
+    return lambda s, b, h, m, n: s + table[h, m - n + 1500]
+
+
+def _decay(slopes: Tensor) -> Any:
+    return lambda s, b, h, m, n: s * torch.exp(-0.01 * slopes[h] * (m - n).abs())
+
+
+def _capped(bias: Tensor) -> Any:
+    return lambda s, b, h, m, n: 5.0 * torch.tanh(s / 5.0) + bias[b, n]
+
+
+def _parted(by_query: Tensor, by_key: Tensor) -> Any:
+    return lambda s, b, h, m, n: torch.where(
+        (m // 16) % 2 == 0, s * by_query[m], s + by_key[h, n % 5]
+    )
+
+
+def _twice(weights: Tensor, one: Tensor) -> Any:
+    return lambda s, b, h, m, n: s * torch.sigmoid(weights[m] + weights[n]) + one[b - b]
+
+
+def _bent(_: Tensor) -> Any:
+    return lambda s, b, h, m, n: (
+        torch.sign(s) * torch.log(1.0 + s.abs()) + torch.sin(s * (m - n) * 0.1)
+    )
+
+
+def _hashed(b: Any, h: Any, m: Any, n: Any) -> Any:
+    return (m * 7 + n * 13) % 5 < 2
+
+
+def _wide(b: Any, h: Any, m: Any, n: Any) -> Any:
+    return (m * 2**33 + n * 2**31) % 3 != 0
+
+
+VARIANTS = [
+    Variant("relative", _relative, None, ((4, 3000),)),
+    Variant("decay", _decay, lambda b, h, m, n: m + 80 >= n, ((4,),)),
+    Variant("capped", _capped, lambda b, h, m, n: (n < LENGTHS[b]) | (n == 2), ((4, 1500),)),
+    Variant("parted", _parted, lambda b, h, m, n: DOCUMENTS[m] == DOCUMENTS[n], ((1500,), (4, 5))),
+    Variant("twice", _twice, _hashed, ((1500,), (1,))),
+    Variant("bent", _bent, _wide, ((1,),)),
+    Variant("blocks", None, lambda b, h, m, n: BLOCKS[h, m // 32, n // 16]),
+    Variant("floats", None, lambda b, h, m, n: torch.sin(0.3 * m) * torch.cos(0.2 * n) > -0.2),
+]
+PACKED = Sizes(sequences=((70, 150), (1, 33), (65, 64), (130, 17)))
+GRADED = [variant for variant in VARIANTS if variant.name not in ("bent", "blocks", "floats")]
+
+
+def _pairs() -> list[Any]:
+    """Every variant in every dtype; all but a sample are slow below the best instruction set."""
+    return [
+        pytest.param(
+            target,
+            variant,
+            dtype,
+            marks=() if target.rank == 0 or (i + j) % 4 == target.rank else (pytest.mark.slow,),
+            id=f"{target}-{variant}-{dtype}",
+        )
+        for target in CPU_TARGETS
+        for i, variant in enumerate(VARIANTS)
+        for j, dtype in enumerate(FLOATS)
+    ]
+
+
+def _used(variant: Variant) -> Variant:
+    """ "bent" captures nothing that its value depends on."""
+    return (
+        variant._replace(shapes=(), score=lambda: _bent(torch.zeros(1)))
+        if (variant.name == "bent")
+        else variant
+    )
+
+
+@pytest.mark.parametrize(("target", "variant", "dtype"), _pairs(), indirect=["target"])
+def test_exact(target: Target, variant: Variant, dtype: torch.dtype) -> None:
+    """The 2x rule against torch's autograd over dense attention."""
+    check(_used(variant), Sizes(), dtype)
+
+
+@pytest.mark.parametrize(("target", "variant", "dtype"), _pairs()[::3], indirect=["target"])
+def test_packed(target: Target, variant: Variant, dtype: torch.dtype) -> None:
+    """Sequences of unequal lengths: b is the sequence, m and n count within it."""
+    check(_used(variant), PACKED, dtype)
+
+
+@only_cpu
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (0, 5), (3, 0), (64, 16), (65, 129)])
+def test_sizes(target: Target, queries: int, keys: int) -> None:
+    """One row, no row, no key; whole tiles and odd ones."""
+    dtype = FLOATS[(queries + target.rank) % 4]
+    check(VARIANTS[0], Sizes(queries=queries, keys=keys), dtype)
+    check(VARIANTS[3], Sizes(queries=queries, keys=keys, heads=4, kv_heads=1), dtype)
+
+
+@only_cpu
+def test_dropout(target: Target) -> None:
+    """Dropped pairs have no share in the gradient of what is loaded."""
+    check(VARIANTS[0], Sizes(dropout_p=0.3), torch.float32)
+    check(VARIANTS[3], Sizes(dropout_p=0.3), torch.bfloat16)
+
+
+@only_cpu
+def test_threads(target: Target) -> None:
+    """Bits depend on no number of threads: several chunks of keys, few heads, many tiles."""
+    for index, variant in enumerate(GRADED):
+        dtype = FLOATS[(index + target.rank) % 4]
+        sizes = Sizes(1, 2, 1, 400, 1300) if index % 2 else Sizes(3, 4, 4, 140, 200)
+        check_bits(variant, inputs(variant, sizes, dtype), (2, 3))
+
+
+@only_cpu
+def test_later_steps(target: Target) -> None:
+    """An expression, a cap behind it, and a bias behind that: each gradient of its own step."""
+    torch.manual_seed(5)
+    q, k, v = (torch.randn(1, 2, 40, 8, dtype=torch.float64, requires_grad=True) for _ in "qkv")
+    table = torch.randn(2, 80, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(1, 2, 1, 40, dtype=torch.float64, requires_grad=True)
+    first = as_score(lambda s, b, h, m, n: s * table[h, m - n + 40])
+    leaves = [q, k, v, table, bias]
+    score = [first, scores.softcap(3.0), scores.bias(bias)]
+    out = tilewise.attention(q, k, v, score=score, mask=masks.causal(), backend="cpu")
+    m, n = torch.arange(40)[:, None], torch.arange(40)
+    s = q @ k.transpose(-1, -2) / 8**0.5 * table[torch.arange(2)[:, None, None], m - n + 40]
+    s = (3 * torch.tanh(s / 3) + bias).masked_fill(n > m, -torch.inf)
+    expected = torch.softmax(s, -1) @ v
+    grad = torch.randn_like(out)
+    torch.testing.assert_close(out, expected)
+    for got, right in zip(
+        torch.autograd.grad(out, leaves, grad),
+        torch.autograd.grad(expected, leaves, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, right, rtol=1e-11, atol=1e-12)
+
+
+@only_cpu
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_nan_in_hidden_pairs(target: Target, dtype: torch.dtype) -> None:
+    """What an expression makes of a hidden pair is never seen, forward or backward."""
+    hidden = Variant(
+        "hidden",
+        lambda weights: lambda s, b, h, m, n: s + torch.log(m - n + 1.0) * weights[m] / (m - n + 1),
+        lambda b, h, m, n: n <= m,
+        ((1500,),),
+    )
+    for result in run(hidden, inputs(hidden, Sizes(queries=77, keys=77), dtype)):
+        assert bool(result.isfinite().all())
+
+
+@only_cpu
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_keys_that_only_evaluation_finds_hidden(target: Target, dtype: torch.dtype) -> None:
+    """A piece whose pairs all turn out hidden is not read, whatever its keys hold."""
+    variant = Variant("odd", None, lambda b, h, m, n: ((n ^ 5) < 96) & (n <= m + 90))
+    x = inputs(variant, Sizes(queries=70, keys=128), dtype)
+    clean = run(variant, x)
+    with torch.no_grad():
+        x.k[:, :, 96:] = torch.nan
+        x.v[:, :, 96:] = torch.nan
+    for index, (got, expected) in enumerate(zip(run(variant, x), clean, strict=True)):
+        assert_same_bits(got, expected, f"result {index}")
+    assert bool((clean[3][:, :, 96:] == 0).all())
+
+
+@only_cpu
+def test_indices_are_clamped(target: Target) -> None:
+    """An index outside of its tensor reads the nearest element; nothing reads an empty tensor."""
+    torch.manual_seed(7)
+    table = torch.randn(3, 5).requires_grad_()
+    q, k, v = (torch.randn(2, 2, 40, 8) for _ in "qkv")
+    out = tilewise.attention(
+        q, k, v, score=as_score(lambda s, b, h, m, n: s + table[h + 2, m - n]), backend="cpu"
+    )
+    m, n = torch.arange(40)[:, None], torch.arange(40)
+    picked = table[2, (m - n).clamp(0, 4)]
+    expected = torch.softmax(q @ k.transpose(-1, -2) / 8**0.5 + picked, -1) @ v
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    got, right = (torch.autograd.grad(x, table, torch.ones_like(x))[0] for x in (out, expected))
+    torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
+    empty = torch.zeros(0, 3)
+    same = tilewise.attention(
+        q, k, v, score=as_score(lambda s, b, h, m, n: s + empty[m, n]), backend="cpu"
+    )
+    torch.testing.assert_close(same, tilewise.attention(q, k, v, backend="cpu"))
+
+
+@only_cpu
+def test_lowest_numbers_as_masks(target: Target) -> None:
+    """The lowest float is a mask in disguise, yet a row of nothing else is a row with keys."""
+    lowest = torch.finfo(torch.float32).min
+    q, k, v = (torch.randn(1, 1, 20, 8, requires_grad=True) for _ in "qkv")
+    score = as_score(lambda s, b, h, m, n: torch.where((n <= m) & (m > 0), s, lowest))
+    out, lse = tilewise.attention(q, k, v, score=score, backend="cpu", return_lse=True)[:2]
+    torch.testing.assert_close(out[:, :, 0], v.mean(2))
+    causal = tilewise.attention(q, k, v, mask=masks.causal(), backend="cpu")
+    torch.testing.assert_close(out[:, :, 1:], causal[:, :, 1:])
+    assert lse[0, 0, 0].item() == pytest.approx(lowest, rel=1e-6)
+
+
+def _expr_score(expr: Expr, *tensors: Tensor) -> Score:
+    return Score((Instr("expr", (encode(expr),), tuple(range(len(tensors)))),), tensors)
+
+
+def _reason(score: Score) -> str:
+    q = torch.randn(1, 1, 3, 4)
+    with pytest.raises(Unsupported) as caught:
+        tilewise.attention(q, q, q, score=score, backend="cpu")
+    return str(caught.value)
+
+
+def test_limits() -> None:
+    """Each limit is a reason why not, by name."""
+    if not CPU_TARGETS:
+        pytest.skip("the compiled core is not built")
+    graph = Graph()
+    value = graph.leaf("s")
+    for i in range(150):
+        value = graph.apply("add", value, graph.constant(float(i + 2)))
+    assert "301 nodes; its limit is 256" in _reason(_expr_score(graph.expr(value)))
+    graph = Graph()
+    value = graph.leaf("s")
+    for i in range(17):
+        value = graph.apply("add", value, graph.load("float", 0, [graph.constant(i)]))
+    assert "17 elements that it loads; its limit is 16" in _reason(
+        _expr_score(graph.expr(value), torch.randn(20))
+    )
+    graph = Graph()
+    load = graph.load("float", 0, [graph.leaf("m")] * 7)
+    assert "7 dimensions in a tensor that it loads; its limit is 6" in _reason(
+        _expr_score(graph.expr(graph.apply("add", graph.leaf("s"), load)), torch.randn([1] * 7))
+    )
+
+
+def test_the_core_checks_what_it_is_given() -> None:
+    """Nothing that is no expression reaches a kernel."""
+    core = pytest.importorskip("tilewise._core")
+    kernel = core.Kernel(0, (1, 1, 1, 3, 3, 4, 4), 1.0, 0.0, False)
+    s, m = ("s", (), None), ("m", (), None)
+    with pytest.raises(ValueError, match="no operation of an expression is called 'nothing'"):
+        kernel.add_score_expr((("nothing", (), None),), (0,), ())
+    with pytest.raises(ValueError, match="node 2 has arguments"):
+        kernel.add_score_expr((s, m, ("add", (0, 1), None)), (2,), ())
+    with pytest.raises(ValueError, match="later argument"):
+        kernel.add_score_expr((("neg", (0,), None),), (0,), ())
+    with pytest.raises(ValueError, match="slot 1 of 1"):
+        kernel.add_score_expr((m, ("load_float", (0,), 1)), (1,), (0,))
+    with pytest.raises(ValueError, match="one output, a float"):
+        kernel.add_score_expr((m,), (0,), ())
+    with pytest.raises(ValueError, match="one output, a boolean"):
+        kernel.add_mask_expr((m,), (0,), ())
+    with pytest.raises(ValueError, match="knows no score"):
+        kernel.add_mask_expr((s, ("lt", (0, 0), None)), (1,), ())
+    with pytest.raises(ValueError, match="a value that it should not have, or none"):
+        kernel.add_mask_expr((("const_bool", (), None),), (0,), ())
+    with pytest.raises(ValueError, match="no mask operation is called 'expr'"):
+        kernel.add_mask("expr", False, 0, 0, False, 0, -1, -1)
+    kernel.add_score("softcap", 3.0, -1)
+    with pytest.raises(ValueError, match="first step"):
+        kernel.add_score_expr((s,), (0,), ())
+
+
+@only_cpu
+def test_composed_masks(target: Target) -> None:
+    """Expressions among other leaves and connectives."""
+    torch.manual_seed(2)
+    q, k, v = (torch.randn(2, 2, 150, 8) for _ in "qkv")
+    mask = (masks.causal() & as_mask(_hashed)) | ~as_mask(lambda b, h, m, n: (m ^ n) % 4 < 3)
+    m, n = torch.arange(150)[:, None], torch.arange(150)
+    dense = ((n <= m) & _hashed(0, 0, m, n)) | ~((m ^ n) % 4 < 3)
+    got = tilewise.attention(q, k, v, mask=mask, backend="cpu")
+    expected = tilewise.attention(q, k, v, mask=dense, backend="cpu")
+    torch.testing.assert_close(got, expected)
+    assert isinstance(mask, Mask)

@@ -155,11 +155,25 @@ class BackwardKernel {
     });
   }
 
+  // Of the task that takes the queries of a group against the keys n0 .. n1 - 1.
+  i64 weight(const MaskInstr& table, const Sequence& seq, i64 kv_head, i64 n0, i64 n1) const {
+    i64 sum = 0;
+    for (i64 g = 0; g < group_; g++)
+      sum += table_weight(table, seq.b, kv_head * group_ + g, 0, seq.queries - 1, n0, n1);
+    return sum;
+  }
+
   bool run_whole() const {
     const i64 sums = Chunks(f_.keys).count > 1 ? group_ * tile_count(f_.queries) * tile_size() : 0;
     std::size_t bytes;
     Memory(f_, nullptr, sums, &bytes);
-    return for_tasks(f_.threads, f_.batch * f_.kv_heads, bytes, [&](i64 task, void* base) {
+    const i64 tasks = f_.batch * f_.kv_heads;
+    const TaskOrder order(f_, tasks, [&](i64 task, const MaskInstr& table) {
+      const Sequence seq = sequence(f_, task / f_.kv_heads);
+      return weight(table, seq, task % f_.kv_heads, 0, seq.keys);
+    });
+    return for_tasks(f_.threads, tasks, bytes, [&](i64 place, void* base) {
+      const i64 task = order[place];
       Memory memory(f_, base, sums);
       const Sequence seq = sequence(f_, task / f_.kv_heads);
       const i64 kv_head = task % f_.kv_heads;
@@ -203,17 +217,28 @@ class BackwardKernel {
     return (queries * f_.heads + keys * f_.kv_heads) * (f_.head_dim + f_.value_dim) * static_cast<i64>(sizeof(Elem));
   }
 
+  static i64 sequence_of(const i64* first_task, i64 task) {
+    i64 b = 0;
+    while (first_task[b + 1] <= task) b++;
+    return b;
+  }
+
   bool split_chunks(const i64* first_task, const i64* first_sum, Acc* partial) const {
     std::size_t bytes;
     Memory(f_, nullptr, 0, &bytes);
-    return for_tasks(f_.threads, first_task[f_.batch], bytes, [&](i64 task, void* base) {
-      Memory memory(f_, base, 0);
-      i64 b = 0;
-      while (first_task[b + 1] <= task) b++;
+    const TaskOrder order(f_, first_task[f_.batch], [&](i64 task, const MaskInstr& table) {
+      const i64 b = sequence_of(first_task, task);
       const Sequence seq = sequence(f_, b);
       const Chunks all = chunks(seq);
-      task -= first_task[b];
-      const i64 kv_head = task / all.count, c = task % all.count;
+      const i64 at = task - first_task[b];
+      return weight(table, seq, at / all.count, all.begin(at % all.count), all.end(at % all.count));
+    });
+    return for_tasks(f_.threads, first_task[f_.batch], bytes, [&](i64 place, void* base) {
+      Memory memory(f_, base, 0);
+      const i64 task = order[place], b = sequence_of(first_task, task);
+      const Sequence seq = sequence(f_, b);
+      const Chunks all = chunks(seq);
+      const i64 at = task - first_task[b], kv_head = at / all.count, c = at % all.count;
       const i64 slot = group_ * tile_count(seq.queries) * tile_size();
       Acc* sums = all.count > 1 ? partial + first_sum[b] + (c * f_.kv_heads + kv_head) * slot : nullptr;
       chunk(seq, kv_head, all, c, memory, sums, true, all.count == 1);
@@ -303,6 +328,7 @@ class BackwardKernel {
     const i64 m0 = tile * kTileQueries, n0 = all.begin(c);
     const int rows = static_cast<int>(min(kTileQueries, seq.queries - m0));
     bool touched = false;
+    if (mask.skips(m0, m0 + rows - 1, n0, all.end(c))) return false;
     for (i64 x = all.first_block(c); x < all.last_block(c); x++) {
       MaskedTile masked;
       masked.bits = memory.tile.bits;

@@ -11,10 +11,12 @@ from tilewise.functional import (
     plan,
 )
 from tilewise.plan.plan import Plan
-from tilewise.variants import masks, scores
+from tilewise.sparse.block_mask import BlockMask
+from tilewise.variants import masks, patterns, scores
 
 __all__ = [
     "AttentionResult",
+    "BlockMask",
     "Explanation",
     "Plan",
     "SoftmaxStats",
@@ -24,6 +26,7 @@ __all__ = [
     "explain",
     "masks",
     "nn",
+    "patterns",
     "plan",
     "scores",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,14 +25,15 @@ LARGE, ODD = Sizes(1, 2, 1030, 4100), (Sizes(1, 1, 1, 1), Sizes(2, 2, 0, 5), Siz
 
 
 @pytest.fixture(params=["core", "reference"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The table by the core, or as where the core is missing."""
     missing = registry.load("cpu").absence()
     if request.param == "reference":
         monkeypatch.setattr(CpuBackend, "absence", lambda self: "hidden by a test")
     elif missing:
         pytest.skip(missing)
-    yield request.param
+    name: str = request.param
+    return name
 
 
 def _check(mask: Any, sizes: Sizes, block: tuple[int, int]) -> BlockMask:
@@ -96,12 +96,10 @@ class Defined(Drawing):
         return self.graph.apply(op, *args)
 
 
-@given(st.data())
-@settings(max_examples=80, deadline=None)
-def test_drawn_expressions(data: st.DataObject) -> None:
-    """Of any expression in the language: intervals prove nothing that is not so."""
-    kinds = data.draw(st.lists(st.sampled_from(["bool", "int"]), max_size=4))
-    expr = Defined(data.draw, kinds, with_s=False).expr("bool", depth=4)
+@st.composite
+def drawn_masks(draw: st.DrawFn) -> Mask:
+    kinds = draw(st.lists(st.sampled_from(["bool", "int"]), max_size=4))
+    expr = Defined(draw, kinds, with_s=False).expr("bool", depth=4)
     used = sorted({int(x.value or 0) for x in expr.nodes if x.op.startswith("load_")})
     nodes = [
         node._replace(value=used.index(int(node.value or 0)))
@@ -114,12 +112,18 @@ def test_drawn_expressions(data: st.DataObject) -> None:
         (quarters(SHAPES[slot % len(SHAPES)], slot) * 4).to(types[kinds[slot]]) for slot in used
     )
     text = encode(expr._replace(nodes=tuple(nodes)))
-    mask = Mask((Instr("expr", (text,), tuple(range(len(used)))),), captured)
-    _check(mask, Sizes(2, 2, 21, 50), data.draw(st.sampled_from([(4, 5), (8, 16), (64, 128)])))
+    return Mask((Instr("expr", (text,), tuple(range(len(used)))),), captured)
+
+
+@given(drawn_masks(), st.sampled_from([(4, 5), (8, 16), (64, 128)]))
+@settings(max_examples=80, deadline=None)
+def test_drawn_expressions(mask: Mask, block: tuple[int, int]) -> None:
+    """Of any expression in the language: intervals prove nothing that is not so."""
+    _check(mask, Sizes(2, 2, 21, 50), block)
 
 
 def test_one_table_where_one_serves_all() -> None:
-    many = {"batch": 4, "heads": 6}
+    many: dict[str, Any] = {"batch": 4, "heads": 6}
     ids = torch.zeros(4, 9, dtype=torch.int64)
     cases: list[tuple[Any, tuple[int, int]]] = [
         (masks.causal(), (1, 1)),
@@ -145,9 +149,7 @@ def test_memory_is_of_tiles() -> None:
 def test_varlen() -> None:
     """Each sequence has its own corner, its own documents, and nothing past its end."""
     lengths = [(70, 200), (0, 10), (300, 130), (5, 0), (64, 128)]
-    cu_q, cu_k = (
-        torch.tensor([0, *(pair[side] for pair in lengths)]).cumsum(0) for side in (0, 1)
-    )
+    cu_q, cu_k = (torch.tensor([0, *(pair[side] for pair in lengths)]).cumsum(0) for side in (0, 1))
     ids = torch.arange(300).expand(5, 300) // torch.tensor([40, 50, 60, 70, 80])[:, None]
     mask = masks.causal() | masks.document(ids, ids)
     found = BlockMask.of(mask, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, block=(32, 48))

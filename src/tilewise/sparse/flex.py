@@ -70,7 +70,15 @@ def read(block_mask: Any) -> Given:
 
 
 def write(mask: Mask, covers: Tensor, block: tuple[int, int], queries: int, keys: int) -> Any:
-    """The BlockMask of FlexAttention with this table, whose ``mask_mod`` is the mask."""
+    """The BlockMask of FlexAttention with this table, whose ``mask_mod`` is the mask.
+
+    As there, a block that reaches past M or N is not called full.
+    """
+    covers = covers.clone()
+    if queries % block[0]:
+        covers[:, :, -1].clamp_(max=1)
+    if keys % block[1]:
+        covers[..., -1].clamp_(max=1)
     partial, full = (_listed(covers == cover) for cover in (1, 2))
     return flex_attention.BlockMask.from_kv_blocks(
         *partial,
@@ -139,7 +147,7 @@ def mask_mod(mask: Mask, queries: int, keys: int) -> Callable[..., Tensor]:
             only = Instr(instr.op, instr.params, (0,))
             (first,) = lower_mask((only,), (first,), extent, first.device)
         else:
-            first = first[(None,) * (4 - first.dim())]
+            first = first.reshape((1,) * (4 - first.dim()) + first.shape)
         return first[_at(b, first, 0), _at(h, first, 1), _at(m, first, 2), _at(n, first, 3)]
 
     setattr(says, _OURS, mask)

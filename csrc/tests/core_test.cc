@@ -5,6 +5,7 @@
 #include <chrono>
 #include <functional>
 
+#include "cover_tests.h"
 #include "elementary_tests.h"
 #include "expr_tests.h"
 #include "special_tests.h"
@@ -96,7 +97,8 @@ std::vector<Test> tests() {
                                                              {"extreme scores", test_extreme_scores},
                                                              {"NaN spreads", test_nan_spreads},
                                                              {"varlen", test_varlen},
-                                                             {"batch mates", test_batch_mates}};
+                                                             {"batch mates", test_batch_mates},
+                                                             {"tables", test_covers}};
   for (const auto& each : numeric)
     for (DType dtype : kTypes)
       all.push_back({std::string(each.first) + " " + name_of(dtype), [dtype, run = each.second] { run(dtype); }});

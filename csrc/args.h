@@ -98,13 +98,19 @@ struct Forward : Problem {
   Rows lse;      // natural log, sink included
   Rows row_max;  // of the scores in base-2 units, before the sink
   Rows row_sum;  // of exp2(score - row_max), before the sink
+  // Statistics, together or not at all (data is null): written for whoever asks for them.
+  Rows max_logit;  // natural units, before the sink
+  Rows entropy;    // of the probabilities, natural units; the sink is one of the outcomes
+  Rows row_mean;   // the mean logit less the largest one, base-2 units, the sink included
+  Rows top_key;    // i64: the first key with the largest score, -1 for none; data may be null by itself
 };
 
 struct Backward : Problem {
   View q, k, v, out, grad_out;
   Rows row_max, row_sum;
-  Rows grad_lse;  // data may be null
-  Rows delta;     // written: rowsum(grad_out * out) - grad_lse (tiles with all keys take their own sum)
+  Rows grad_lse;                // data may be null
+  Rows row_mean, grad_entropy;  // data is null without a gradient of the entropy
+  Rows delta;                   // written: rowsum(grad_out * out) - grad_lse (tiles with all keys take their own sum)
   View grad_q, grad_k, grad_v;
 };
 
@@ -119,7 +125,7 @@ struct BiasBackward : Backward {
 struct LoadBackward : Backward {
   const ExprProgram* loads = nullptr;  // outputs: the derivatives of the new score by each of its loads
   int tensors = 0;
-  double* grad[kMaxLoads] = {};  // of each tensor, contiguous; written
+  double* grad[kMaxLoads] = {};  // of each tensor, contiguous; zeros on entry
   i64 size[kMaxLoads] = {};      // in elements
   int tensor[kMaxLoads] = {};    // per load, whose element it is
 };

@@ -361,7 +361,8 @@ void check(bool done) {
 void forward(const Kernel& kernel, int threads, std::uint64_t seed, std::uintptr_t q, nb::tuple q_strides,
              std::uintptr_t k, nb::tuple k_strides, std::uintptr_t v, nb::tuple v_strides, std::uintptr_t out,
              nb::tuple out_strides, std::uintptr_t lse, std::uintptr_t row_max, std::uintptr_t row_sum,
-             std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences) {
+             std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences,
+             nb::tuple statistics) {
   Forward f;
   CompiledExprs exprs;
   kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences, exprs);
@@ -372,6 +373,10 @@ void forward(const Kernel& kernel, int threads, std::uint64_t seed, std::uintptr
   f.lse = rows(kernel, lse);
   f.row_max = rows(kernel, row_max);
   f.row_sum = rows(kernel, row_sum);
+  if (PyTuple_GET_SIZE(statistics.ptr()) > 0) {  // addresses, 0 for a top_key that is not wanted
+    Rows* arrays[] = {&f.max_logit, &f.entropy, &f.row_mean, &f.top_key};
+    for (int i = 0; i < 4; i++) *arrays[i] = rows(kernel, static_cast<std::uintptr_t>(number(statistics, i)));
+  }
   const Kernels& kernels = active();
   nb::gil_scoped_release release;
   check(kernels.forward(f));
@@ -385,8 +390,8 @@ void fill_backward(Arguments& f, const Kernel& kernel, nb::tuple tensors, nb::tu
     nb::handle entry = PyTuple_GET_ITEM(tensors.ptr(), i);
     *views[i] = view(static_cast<std::uintptr_t>(number(entry, 0)), PyTuple_GET_ITEM(entry.ptr(), 1));
   }
-  Rows* arrays[] = {&f.row_max, &f.row_sum, &f.grad_lse, &f.delta};
-  for (int i = 0; i < 4; i++) *arrays[i] = rows(kernel, static_cast<std::uintptr_t>(number(row_arrays, i)));
+  Rows* arrays[] = {&f.row_max, &f.row_sum, &f.grad_lse, &f.delta, &f.row_mean, &f.grad_entropy};
+  for (int i = 0; i < 6; i++) *arrays[i] = rows(kernel, static_cast<std::uintptr_t>(number(row_arrays, i)));
 }
 
 void backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple tensors, nb::tuple row_arrays,

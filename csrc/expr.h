@@ -7,58 +7,17 @@
 namespace tilewise {
 
 // Which operation takes which kinds is said in expr_compile.cc.
+// clang-format off
 enum class ExprOp : unsigned char {
-  score,
-  batch,
-  head,
-  query,
-  key,
-  queries,
-  keys,  // leaves: s b h m n M N
-  constant,
-  load,
-  add,
-  sub,
-  mul,
-  floordiv,
-  mod,
-  min,
-  max,
-  neg,
-  abs,
-  sign,
-  div,
-  pow,
-  exp,
-  exp2,
-  log,
-  log2,
-  tanh,
-  sigmoid,
-  sqrt,
-  rsqrt,
-  sin,
-  cos,
-  floor,
-  ceil,
-  round,
-  trunc,
-  shl,
-  shr,
-  all,
-  any,
-  differ,
-  negate,  // the last four: and, or, xor, not of booleans or of bits
-  lt,
-  le,
-  eq,
-  ne,
-  where,
-  to_float,
-  to_int,
-  shr_by,
-  bits_of  // integers shifted by, and cut to the bits of, a constant: what becomes of a division
+  score, batch, head, query, key, queries, keys,  // leaves: s b h m n M N
+  constant, load,
+  add, sub, mul, floordiv, mod, min, max, neg, abs, sign, div, pow,
+  exp, exp2, log, log2, tanh, sigmoid, sqrt, rsqrt, sin, cos, floor, ceil, round, trunc,
+  shl, shr, all, any, differ, negate,  // the last four: and, or, xor, not of booleans or of bits
+  lt, le, eq, ne, where, to_float, to_int,
+  shr_by, bits_of, power_by  // by a constant: what becomes of divisions of integers, and of pow
 };
+// clang-format on
 enum class ExprKind : unsigned char { boolean, integer, real };
 
 constexpr int kMaxOutputs = kMaxLoads + 2;

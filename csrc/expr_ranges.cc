@@ -246,10 +246,9 @@ class Ranges {
   }
   Range remainder(const Range& a, const Range& b) const {
     if (!proof_ && b.least <= 0 && b.most >= 0) return any_integer();
-    if (b.least == b.most && b.least > 0) {
+    if (b.least == b.most && b.least > 0 && a.least > kLeast / 2) {
       const i64 first = floor_divide(a.least, b.least);
-      if (first == floor_divide(a.most, b.least) && a.least != kLeast)
-        return whole(a.least - first * b.least, a.most - first * b.least);
+      if (first == floor_divide(a.most, b.least)) return whole(a.least - first * b.least, a.most - first * b.least);
     }
     Range r = whole(b.least < 0 ? (b.least == kLeast ? kLeast : b.least + 1) : 0, b.most > 0 ? b.most - 1 : 0);
     if (a.least >= 0 && b.least > 0) r.most = std::min(r.most, a.most);
@@ -322,6 +321,8 @@ class Ranges {
         return any_real();
       case ExprOp::pow:
         return power(a, b);
+      case ExprOp::power_by:
+        return std::isfinite(x.real) ? power(a, real(x.real, x.real)) : any_real();
       case ExprOp::floordiv:
         return any_real();
       case ExprOp::to_float:

@@ -328,18 +328,26 @@ class ExprRun {
         return map<I>(to, a, b, rows, columns, [](V p, V q) { return p ^ q; });
       case ExprOp::negate:
         return map<I>(to, a, rows, columns, [](V p) { return ~p; });
+      case ExprOp::to_float:
+        return turn<C, I, I>(to, a, rows, columns, [](C* r, const I* p) { store_converted(r, load(p)); });
+      case ExprOp::to_int:
+        return map<I>(to, a, rows, columns, [](V p) { return p; });
+      default:
+        return compare_integers<I>(x.op, to, a, b, rows, columns);
+    }
+  }
+  template <class I>
+  void compare_integers(ExprOp op, Operand to, Operand a, Operand b, int rows, int columns) const {
+    using V = Vec<I>;
+    switch (op) {
       case ExprOp::lt:
         return compare<I>(to, a, b, rows, columns, [](V p, V q) { return p < q; });
       case ExprOp::le:
         return compare<I>(to, a, b, rows, columns, [](V p, V q) { return p <= q; });
       case ExprOp::eq:
         return compare<I>(to, a, b, rows, columns, [](V p, V q) { return p == q; });
-      case ExprOp::ne:
+      default:  // ne
         return compare<I>(to, a, b, rows, columns, [](V p, V q) { return p != q; });
-      case ExprOp::to_float:
-        return turn<C, I, I>(to, a, rows, columns, [](C* r, const I* p) { store_converted(r, load(p)); });
-      default:  // to_int
-        return map<I>(to, a, rows, columns, [](V p) { return p; });
     }
   }
 
@@ -416,11 +424,26 @@ class ExprRun {
         return map<C>(to, a, rows, columns, [](V p) { return round_to<Toward::nearest>(p, C{}); });
       case ExprOp::trunc:
         return map<C>(to, a, rows, columns, [](V p) { return round_to<Toward::zero>(p, C{}); });
+      case ExprOp::power_by:
+        return power(static_cast<C>(x.real), to, a, rows, columns);
       case ExprOp::to_int:
         return turn<I, C, I>(to, a, rows, columns, [](I* r, const C* p) { store(r, to_integers(p, I{})); });
       default:  // to_float
         return map<C>(to, a, rows, columns, [](V p) { return p; });
     }
+  }
+
+  // The exponents that torch has short forms for, and any other.
+  static void power(C by, Operand to, Operand a, int rows, int columns) {
+    using V = Vec<C>;
+    constexpr C one = 1;
+    if (by == 2) return map<C>(to, a, rows, columns, [](V p) { return p * p; });
+    if (by == 3) return map<C>(to, a, rows, columns, [](V p) { return p * p * p; });
+    if (by == -1) return map<C>(to, a, rows, columns, [](V p) { return one / p; });
+    if (by == -2) return map<C>(to, a, rows, columns, [](V p) { return one / (p * p); });
+    if (by == static_cast<C>(0.5)) return map<C>(to, a, rows, columns, [](V p) { return square_root(p); });
+    if (by == static_cast<C>(-0.5)) return map<C>(to, a, rows, columns, [](V p) { return one / square_root(p); });
+    map<C>(to, a, rows, columns, [=](V p) { return each_lane<C>(p, [=](C y) { return power_of(y, by); }); });
   }
 
  public:
@@ -450,6 +473,17 @@ class ExprRun {
       }
     }
     int extent() const { return extent_; }
+    // Whether the keys' elements lie side by side, each query's by themselves.
+    bool rows_of_keys(int rows) const {
+      for (int d = 0; d < count_; d++)
+        if (kind_[d] == per_pair) return false;
+      if (!by_query_ || rows < 2) return false;
+      const i64 first = row(0);
+      for (int j = 1; j < rows; j++)
+        if (row(j) != first + j) return false;
+      return true;
+    }
+    i64 query(int i) const { return queries_[i]; }
     // What the tile and key j contribute.
     i64 row(int j) const {
       i64 at = base_;
@@ -532,6 +566,9 @@ class ExprRun {
       return;
     }
     const Places<I> places(*this, x, t.stride);
+    if constexpr (std::is_same_v<T, From> && std::is_same_v<T, C>) {
+      if (x.extent == per_pair && places.rows_of_keys(rows)) return turn_rows(places, to, rows, columns, data);
+    }
     for (int j = 0; j < rows; j++) {
       T* r = to.at<T>(j, 0);
       const i64 row = places.row(j);
@@ -541,6 +578,21 @@ class ExprRun {
         continue;
       }
       for (int i = 0; i < columns; i += kLanes<I>) pick<T, I>(r + i, data, places.vector(row, j, i));
+    }
+  }
+
+  // Rows along the keys, one per query, turned so that queries lie side by side.
+  template <class P>
+  static void turn_rows(const P& places, Operand to, int rows, int columns, const C* data) {
+    data += places.row(0);
+    for (int i = 0; i < columns; i += lanes) {
+      for (int j = 0; j < rows; j += lanes) {
+        Vec<C> r[lanes];
+        TW_UNROLL(16)
+        for (int x = 0; x < lanes; x++) r[x] = load_first(data + places.query(i + x) + j, rows - j);
+        transpose<C>(r);
+        for (int x = 0; x < lanes && j + x < rows; x++) store(to.at<C>(j + x, i), r[x]);
+      }
     }
   }
 

@@ -76,7 +76,7 @@ any_score = st.lists(
 def _leaf(instr: Instr, captured: tuple[Tensor, ...]) -> Tensor:
     rows, keys = torch.arange(M)[:, None], torch.arange(N)[None]
     if instr.op == "band":
-        left, right, anchor = instr.params
+        left, right, anchor = map(int, instr.params)
         offset = keys - rows - (N - M if anchor else 0)
         seen = torch.ones(M, N, dtype=torch.bool)
         if left != -1:
@@ -85,7 +85,7 @@ def _leaf(instr: Instr, captured: tuple[Tensor, ...]) -> Tensor:
             seen &= offset <= right
         return seen
     if instr.op == "below":
-        length = captured[instr.slots[0]] if instr.slots else torch.tensor(instr.params)
+        length = captured[instr.slots[0]] if instr.slots else torch.tensor(int(instr.params[0]))
         return (keys < length).expand(M, N)
     if instr.op == "same_document":
         queries, ids = (captured[slot] for slot in instr.slots)

@@ -677,23 +677,34 @@ inline void test_expr_specials(DType dtype) {
                  number(c.x) + " is " + number(out) + ", should be " + number(c.truth));
     }
   }
-  // pow, lane by lane from the C library.
-  Drawing d;
-  const int s = d.add(ExprOp::score);
-  d.add(ExprOp::pow, {s, d.real(3)});
-  Spot spot = draw_spot(5, dtype, 70);
-  for (double& x : spot.s) x = std::round(x);
-  Problem problem = spot.problem;
-  const CompiledExpr compiled(d.nodes, d.kinds, {2}, {}, d.tensors, problem);
-  std::vector<double> out(spot.s.size());
-  ExprPiece piece;
-  piece.program = &compiled.program(), piece.queries = problem.queries, piece.keys = problem.keys;
-  piece.m0 = spot.m0, piece.n0 = spot.n0, piece.rows = spot.rows, piece.count = spot.count;
-  piece.s = spot.s.data(), piece.out = out.data();
-  for (const Kernels* kernels : instruction_sets()) {
-    if (!kernels->expr_piece(piece)) return fail("out of memory");
-    for (std::size_t i = 0; i < out.size(); i++)
-      expect(out[i] == spot.s[i] * spot.s[i] * spot.s[i], std::string(kernels->name) + ": pow");
+}
+
+// By constants, of which torch has short forms, and by whatever a node gives.
+inline void test_expr_powers(DType dtype) {
+  for (const double by : {2.0, 3.0, 1.0, 0.0, 4.0, 0.5, -1.0, -0.5, -2.0, 2.5}) {
+    Drawing d;
+    const int s = d.add(ExprOp::abs, {d.add(ExprOp::score)}), constant = d.real(by);
+    const int zero = d.add(ExprOp::sub, {d.add(ExprOp::to_float, {d.add(ExprOp::key)}), d.real(0)});
+    const int same = d.add(ExprOp::where, {d.add(ExprOp::lt, {zero, zero}), zero, constant});
+    const std::vector<int> outputs = {d.add(ExprOp::pow, {s, constant}), d.add(ExprOp::pow, {s, same})};
+    Spot spot = draw_spot(5, dtype, 70);
+    Problem problem = spot.problem;
+    const CompiledExpr compiled(d.nodes, d.kinds, outputs, {}, d.tensors, problem);
+    std::vector<double> out(2 * spot.s.size());
+    ExprPiece piece;
+    piece.program = &compiled.program(), piece.queries = problem.queries, piece.keys = problem.keys;
+    piece.m0 = spot.m0, piece.n0 = spot.n0, piece.rows = spot.rows, piece.count = spot.count;
+    piece.s = spot.s.data(), piece.out = out.data();
+    for (const Kernels* kernels : instruction_sets()) {
+      if (!kernels->expr_piece(piece)) return fail("out of memory");
+      for (std::size_t i = 0; i < out.size(); i++) {
+        const double truth = std::pow(std::fabs(spot.s[i % spot.s.size()]), by);
+        const double allowed = (dtype == DType::f64 ? 5e-16 : 3e-7) * truth;
+        expect(out[i] == truth || std::fabs(out[i] - truth) <= allowed, std::string(kernels->name) + ": pow by " +
+                                                                            number(by) + " is " + number(out[i]) +
+                                                                            ", should be " + number(truth));
+      }
+    }
   }
 }
 

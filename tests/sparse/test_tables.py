@@ -99,7 +99,7 @@ class Defined(Drawing):
 @st.composite
 def drawn_masks(draw: st.DrawFn) -> Mask:
     kinds = draw(st.lists(st.sampled_from(["bool", "int"]), max_size=4))
-    expr = Defined(draw, kinds, with_s=False).expr("bool", depth=4)
+    expr = Defined(draw, kinds, with_s=False, floats=False).expr("bool", depth=4)
     used = sorted({int(x.value or 0) for x in expr.nodes if x.op.startswith("load_")})
     nodes = [
         node._replace(value=used.index(int(node.value or 0)))

@@ -70,14 +70,6 @@ LEAVES: dict[str, Kind] = {"s": "float", **dict.fromkeys("bhmnMN", "int")}
 _INT_BITS = 63
 
 
-def _floordiv(a: float, b: float) -> float:
-    return math.nan if isinstance(b, float) and b == 0.0 else a // b
-
-
-def _mod(a: float, b: float) -> float:
-    return math.nan if isinstance(b, float) and b == 0.0 else a % b
-
-
 def _sign(a: float) -> float:
     return type(a)((a > 0) - (a < 0))
 
@@ -89,8 +81,8 @@ OPS: dict[str, Op] = {
     "add": Op(("if", "if"), "=", lambda a, b: a + b),
     "sub": Op(("if", "if"), "=", lambda a, b: a - b),
     "mul": Op(("if", "if"), "=", lambda a, b: a * b),
-    "floordiv": Op(("if", "if"), "=", _floordiv),
-    "mod": Op(("if", "if"), "=", _mod),
+    "floordiv": Op(("if", "if"), "=", lambda a, b: a // b),
+    "mod": Op(("if", "if"), "=", lambda a, b: a % b),
     "min": Op(("if", "if"), "=", min),
     "max": Op(("if", "if"), "=", max),
     "neg": Op(("if",), "=", lambda a: -a),
@@ -137,6 +129,9 @@ class Graph:
         Raises:
             InvalidArgument: an integer of more than 64 bits.
         """
+        if isinstance(value, float) and value == 0.0 and math.copysign(1.0, value) < 0.0:
+            # To Python -0.0 equals 0.0, and so would the expressions: no constant is -0.0.
+            return self._place(Node("neg", (self.constant(0.0),)), "float")
         if isinstance(value, bool):
             return self._place(Node("const_bool", (), value), "bool")
         if isinstance(value, int):
@@ -155,14 +150,14 @@ class Graph:
         Raises:
             InvalidArgument: arguments of a kind that it does not take.
         """
-        given = [self.kinds[arg] for arg in args]
-        kind = _kind_of(op, given)
-        simpler = self._simplified(op, args)
-        if simpler is not None:
-            return simpler
+        kind = _kind_of(op, tuple([self.kinds[arg] for arg in args]))
         values = [self._constant(arg) for arg in args]
+        if op in _REPEATING:
+            simpler = self._simplified(op, args, values)
+            if simpler is not None:
+                return simpler
         fold = OPS[op].fold
-        if fold is not None and all(value is not None for value in values):
+        if fold is not None and None not in values:
             found = _folded(fold, values)
             if found is not None:
                 return self.constant(found)
@@ -202,15 +197,11 @@ class Graph:
         order: dict[int, int] = {}
         for output in outputs:
             self._visit(output, order)
-        nodes = tuple(
-            [
-                self.nodes[place]._replace(
-                    args=tuple([order[arg] for arg in self.nodes[place].args])
-                )
-                for place in order
-            ]
-        )
-        return Expr(nodes, tuple([order[output] for output in outputs]))
+        nodes = []
+        for place in order:
+            op, args, value = node = self.nodes[place]
+            nodes.append(Node(op, tuple([order[arg] for arg in args]), value) if args else node)
+        return Expr(tuple(nodes), tuple([order[output] for output in outputs]))
 
     def _visit(self, root: int, order: dict[int, int]) -> None:
         """Depth first, without recursion: graphs may be deep."""
@@ -226,8 +217,7 @@ class Graph:
                 order[place] = len(order)
 
     def _place(self, node: Node, kind: Kind) -> int:
-        # To Python 0.0 and -0.0 are equal, and nan is not equal to itself.
-        value = repr(node.value) if node.op == "const_float" else node.value
+        value = repr(node.value) if node.op == "const_float" else node.value  # nan is not nan
         key = (node.op, node.args, value)
         place = self._places.get(key)
         if place is None:
@@ -240,10 +230,11 @@ class Graph:
         node = self.nodes[place]
         return node.value if node.op.startswith("const_") else None
 
-    def _simplified(self, op: str, args: tuple[int, ...]) -> int | None:
+    def _simplified(
+        self, op: str, args: tuple[int, ...], values: list[Constant | None]
+    ) -> int | None:
         """The place of an argument that the operation would only repeat."""
-        first = self._constant(args[0])
-        second = self._constant(args[1]) if len(args) > 1 else None
+        first, second = values[0], values[1] if len(args) > 1 else None
         kind = self.kinds[args[-1]]
         match op:
             case "add" | "sub" | "or" | "xor" if kind == "int" and _is(second, 0):
@@ -283,27 +274,61 @@ def _folded(fold: Callable[..., Constant], values: list[Constant | None]) -> Con
         found = fold(*values)
     except (ArithmeticError, ValueError):
         return None
+    if isinstance(found, float) and found == 0.0 and math.copysign(1.0, found) < 0.0:
+        return None  # see ``constant``
     if isinstance(found, int) and not -(2**_INT_BITS) <= found < 2**_INT_BITS:
         return None
     return found
 
 
-def _kind_of(op: str, given: Sequence[Kind]) -> Kind:
-    row = OPS.get(op)
-    if row is None:
-        raise InvalidArgument("expression", f"the operation {op!r}", f"one of {', '.join(OPS)}")
-    fits = len(given) == len(row.takes) and all(
-        kind[0] in takes for kind, takes in zip(given, row.takes, strict=True)
-    )
-    same = len(set(given[1:] if op == "where" else given)) <= 1
-    if not fits or not same:
+# Operations that may do nothing but repeat an argument.
+_REPEATING = frozenset(
+    [
+        "add",
+        "sub",
+        "mul",
+        "floordiv",
+        "div",
+        "and",
+        "or",
+        "xor",
+        "min",
+        "max",
+        "not",
+        "where",
+        "to_float",
+        "to_int",
+    ]
+)
+
+
+def _all_kinds() -> dict[tuple[str, tuple[Kind, ...]], Kind]:
+    """The kind of every operation's value, for each of the kinds that its arguments may have."""
+    found: dict[tuple[str, tuple[Kind, ...]], Kind] = {}
+    for op, row in OPS.items():
+        for letter in row.takes[-1]:
+            kind = _LETTERS[letter]
+            given = tuple([_LETTERS[takes] if takes == "b" else kind for takes in row.takes])
+            found[op, given] = kind if row.gives == "=" else _LETTERS[row.gives]
+    return found
+
+
+_KINDS = _all_kinds()
+
+
+def _kind_of(op: str, given: tuple[Kind, ...]) -> Kind:
+    found = _KINDS.get((op, given))
+    if found is None:
+        row = OPS.get(op)
+        if row is None:
+            raise InvalidArgument("expression", f"the operation {op!r}", f"one of {', '.join(OPS)}")
         wanted = ", ".join([" or ".join([_LETTERS[x] for x in takes]) for takes in row.takes])
         raise InvalidArgument(
             f"expression ({op})",
             f"arguments of kinds {', '.join(given)}",
             f"({wanted}) of one kind",
         )
-    return given[-1] if row.gives == "=" else _LETTERS[row.gives]
+    return found
 
 
 def _stored_kind(node: Node) -> Kind:
@@ -332,7 +357,7 @@ def kinds(expr: Expr) -> tuple[Kind, ...]:
                 raise InvalidArgument("expression", f"{node}", "a slot and integer indices")
             found.append(_stored_kind(node))
         else:
-            found.append(_kind_of(node.op, given))
+            found.append(_kind_of(node.op, tuple(given)))
     if not expr.outputs or any(not 0 <= output < len(found) for output in expr.outputs):
         raise InvalidArgument("expression", f"outputs {expr.outputs}", "places of its nodes")
     return tuple(found)

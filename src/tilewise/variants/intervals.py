@@ -12,7 +12,7 @@ from typing import TypeAlias
 from tilewise.variants.expr import LEAVES, Expr, Kind, Node, kinds
 from tilewise.variants.float_intervals import OF_BOTH, OF_FLOATS, Interval, rounded
 
-__all__ = ["EVERY_INT", "Bounds", "Extremes", "Interval", "bounds"]
+__all__ = ["EVERY_INT", "Bounds", "Extremes", "Interval", "bounds", "every_bound"]
 
 # What is known of a value: of integers and floats an interval, of booleans which one it is; None
 # where nothing is known (a float may then be NaN).
@@ -35,13 +35,24 @@ def bounds(expr: Expr, ranges: Mapping[str, Interval], extremes: Extremes | None
     Returns:
         an ``Interval`` of all its values, or the boolean that it always is; None if not known.
     """
+    return every_bound(expr, ranges, extremes)[expr.outputs[0]]
+
+
+def every_bound(
+    expr: Expr, ranges: Mapping[str, Interval], extremes: Extremes | None = None
+) -> list[Bounds]:
+    """What each node can be (arguments as of ``bounds``)."""
     known: list[Bounds] = []
     for node, kind in zip(expr.nodes, kinds(expr), strict=True):
         found = _node_bounds(node, kind, known, ranges, extremes)
         if kind == "int" and not _fits(found):
             found = EVERY_INT
+        elif kind == "float" and isinstance(found, Interval):
+            found = Interval(float(found.low), float(found.high))
+            if math.isnan(found.low) or math.isnan(found.high):
+                found = None
         known.append(found)
-    return known[expr.outputs[0]]
+    return known
 
 
 def _fits(found: Bounds) -> bool:
@@ -78,11 +89,12 @@ def _node_bounds(
         return _converted(op, args[0])
     if op in _LOGIC and not any(isinstance(arg, Interval) for arg in args):
         return _LOGIC[op](*args)
-    if not all(isinstance(arg, Interval) for arg in args):
+    intervals = [arg for arg in args if isinstance(arg, Interval)]
+    if len(intervals) < len(args):
         return None
     if kind == "bool":
-        return _COMPARISONS[op](*args)
-    return _OF_INTS[op](*args) if kind == "int" else OF_FLOATS[op](*args)
+        return _COMPARISONS[op](*intervals)
+    return _OF_INTS[op](*intervals) if kind == "int" else OF_FLOATS[op](*intervals)
 
 
 # Booleans: Kleene's logic.

@@ -172,6 +172,8 @@ def _reaching(tensor: Tensor, dim: int, size: int) -> Tensor:
         return tensor.narrow(dim, 0, size)
     if held == 1:
         return tensor.expand(*(size if at == dim else -1 for at in range(tensor.dim())))
+    if held == 0:  # there is nothing to read: 0
+        return tensor.new_zeros([*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]])
     places = torch.arange(size, device=tensor.device).clamp_(max=held - 1)
     return tensor.index_select(dim, places)
 

@@ -15,11 +15,14 @@ import torch
 
 from tilewise.variants.expr import Expr, Graph, Node, decode, encode
 from tilewise.variants.program import BY_USER, LARGEST_COUNT, Instr, Program
+from tilewise.variants.program import decode as program_of
+from tilewise.variants.program import encode as program_text
 
 __all__ = [
     "Recognised",
     "as_expression",
     "constant_while_compiling",
+    "in_one_step",
     "mask_program",
     "score_program",
 ]
@@ -34,10 +37,12 @@ class Recognised(NamedTuple):
     Args:
         program: every operation has slots of its own: it wants its tensors in a form of its own.
         sources: for each of its slots, that of the expression.
+        text: of the program.
     """
 
     program: Program
     sources: tuple[int, ...]
+    text: str
 
 
 _F = TypeVar("_F", bound=Callable[..., object])
@@ -72,28 +77,52 @@ def score_program(expr: Expr, learned: tuple[bool, ...] = ()) -> Recognised:
 
 
 @constant_while_compiling
-def _mask_while_compiling(text: str) -> tuple[Program, tuple[int, ...]]:
-    program, sources = _mask_program(decode(text))
-    return program, sources
+def _mask_while_compiling(text: str) -> tuple[Program, tuple[int, ...], str]:
+    program, sources, own = _mask_program(decode(text))
+    return program, sources, own
 
 
 @constant_while_compiling
-def _score_while_compiling(text: str, learned: tuple[bool, ...]) -> tuple[Program, tuple[int, ...]]:
-    program, sources = _score_program(decode(text), learned)
-    return program, sources
+def _score_while_compiling(
+    text: str, learned: tuple[bool, ...]
+) -> tuple[Program, tuple[int, ...], str]:
+    program, sources, own = _score_program(decode(text), learned)
+    return program, sources, own
 
 
 @lru_cache(maxsize=1024)
 def _mask_program(expr: Expr) -> Recognised:
     nodes, place = expr.nodes, expr.outputs[0]
     if nodes[place].op == "const_bool" and nodes[place].value is True:
-        return Recognised((), ())
+        return Recognised((), (), "")
     return _apart(_mask(expr, place))
 
 
 @lru_cache(maxsize=1024)
 def _score_program(expr: Expr, learned: tuple[bool, ...]) -> Recognised:
     return _apart(_score(expr, expr.outputs[0], learned))
+
+
+def in_one_step(program: Program, ranks: tuple[int, ...], learned: tuple[bool, ...]) -> Recognised:
+    """A score's program whose steps are computed in one piece, as far as kernels do not know them.
+
+    Args:
+        program: its steps.
+        ranks: dimensions of every tensor that it captures.
+        learned: for each of them, whether its gradient is wanted.
+    """
+    if torch.compiler.is_compiling():
+        return Recognised(*_chain_while_compiling(program_text(program), ranks, learned))
+    return _score_program(as_expression(program, ranks), learned)
+
+
+@constant_while_compiling
+def _chain_while_compiling(
+    text: str, ranks: tuple[int, ...], learned: tuple[bool, ...]
+) -> tuple[Program, tuple[int, ...], str]:
+    steps = tuple([step for token in text.split() for step in program_of(token)])
+    program, sources, own = _score_program(as_expression(steps, ranks), learned)
+    return program, sources, own
 
 
 def _apart(program: Program) -> Recognised:
@@ -104,7 +133,7 @@ def _apart(program: Program) -> Recognised:
             instr._replace(slots=tuple(range(len(sources), len(sources) + len(instr.slots))))
         )
         sources += instr.slots
-    return Recognised(tuple(instrs), tuple(sources))
+    return Recognised(tuple(instrs), tuple(sources), program_text(tuple(instrs)))
 
 
 def _mask(expr: Expr, place: int) -> Program:
@@ -180,7 +209,7 @@ def _distance(expr: Expr, node: Node) -> Instr | None:
     if offset.m > 0:
         offset = _Affine(*(-x for x in offset))
     for anchor in (0, 1):
-        if offset == _Affine(0, 0, -1, 1, anchor, -anchor, 0):
+        if offset == _Affine(0, 0, -1, 1, -anchor, anchor, 0):
             return Instr("band", (spare, spare, anchor))
     return None
 

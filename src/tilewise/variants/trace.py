@@ -23,10 +23,9 @@ from tilewise.variants.traced import (
     Recording,
     Row,
     Traced,
-    maximum,
-    minimum,
     named,
 )
+from tilewise.variants.vocabulary import maximum, minimum
 
 __all__ = ["trace_mask", "trace_score"]
 

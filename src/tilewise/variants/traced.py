@@ -9,7 +9,7 @@ import numbers
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,13 +18,33 @@ from torch.overrides import TorchFunctionMode
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.variants.expr import Graph, Kind
 
-__all__ = ["Indexing", "Recording", "Row", "Traced", "maximum", "minimum", "named", "where"]
+__all__ = [
+    "FLOATING",
+    "FUNCTIONS",
+    "METHODS",
+    "ROUNDING",
+    "Handler",
+    "Indexing",
+    "Recording",
+    "Row",
+    "Traced",
+    "apply",
+    "cast",
+    "common",
+    "named",
+    "whereabouts",
+]
+
+# What torch's methods and functions mean here: filled in by ``vocabulary.py``, which says it in
+# terms of what is below.
+Handler: TypeAlias = Callable[..., "Traced"]
+METHODS: dict[str, Handler] = {}
+FUNCTIONS: dict[Any, Handler] = {}
 
 _LENGTHS = {"m": "M", "n": "N"}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _HERE = os.path.dirname(__file__)
-_FEW = 32  # the largest exponent that is written out as products
 
 
 def named(value: object) -> str:
@@ -48,7 +68,7 @@ class Recording:
         if isinstance(value, Traced):
             if value.recording is not self:
                 came = "a value of another function, or of an earlier call"
-                raise InvalidArgument(self.argument, came, "values of this call", _where_am_i())
+                raise InvalidArgument(self.argument, came, "values of this call", whereabouts())
             return value
         if isinstance(value, bool):
             return Traced(self, self.graph.constant(value))
@@ -67,7 +87,7 @@ class Recording:
         if isinstance(value, numbers.Real):
             return Traced(self, self.graph.constant(float(value)))
         required = "numbers, tensors that are indexed, and what is computed from them"
-        raise InvalidType(self.argument, named(value), required, _where_am_i())
+        raise InvalidType(self.argument, named(value), required, whereabouts())
 
     def load(self, tensor: Tensor, indices: tuple[object, ...]) -> "Traced":
         """An element of a captured tensor."""
@@ -77,7 +97,7 @@ class Recording:
                 f"a tensor of shape {list(tensor.shape)} with "
                 f"{len(indices)} ind{'ex' if len(indices) == 1 else 'ices'}",
                 "an index for each of its dimensions",
-                _where_am_i(),
+                whereabouts(),
             )
         places = [self._index(index) for index in indices]
         kind: Kind | None = (
@@ -97,13 +117,13 @@ class Recording:
     def _index(self, index: object) -> int:
         if isinstance(index, int) and not isinstance(index, bool) and index < 0:
             required = "an index of 0 or more: negative ones do not wrap here"
-            raise InvalidArgument(self.argument, f"the index {index}", required, _where_am_i())
+            raise InvalidArgument(self.argument, f"the index {index}", required, whereabouts())
         lifted = None if isinstance(index, bool | float) else self.lift(index)
         if lifted is None or lifted.kind != "int":
             came = f"an index that is a {'bool' if isinstance(index, bool) else 'float'}"
             if lifted is not None:
                 came = f"an index that is a {lifted.kind}"
-            raise InvalidType(self.argument, came, "an integer for each dimension", _where_am_i())
+            raise InvalidType(self.argument, came, "an integer for each dimension", whereabouts())
         return lifted.place
 
     def _slot(self, tensor: Tensor) -> int:
@@ -117,8 +137,22 @@ class Recording:
 class Row:
     """A tensor with fewer indices than dimensions: the rest may follow, as in ``bias[h][m]``."""
 
+    __hash__ = None  # type: ignore[assignment]
+
     def __init__(self, tensor: Tensor, indices: tuple[object, ...]) -> None:
         self.tensor, self.indices = tensor, indices
+
+    def _refuse(self, *_: object) -> NoReturn:
+        """Nothing but another index may follow."""
+        recording = next(x.recording for x in self.indices if isinstance(x, Traced))
+        recording.load(self.tensor, self.indices)
+        raise AssertionError("an element has as many indices as its tensor has dimensions")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refuse
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __neg__ = __abs__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __invert__ = __bool__ = __index__ = __float__ = _refuse
+    __eq__ = __ne__ = _refuse
 
     def __getitem__(self, index: object) -> "Traced | Row":
         return _indexed(self.tensor, (*self.indices, *_as_tuple(index)))
@@ -151,10 +185,25 @@ def _indexed(tensor: Tensor, indices: tuple[object, ...]) -> "Traced | Row":
     for index in indices:
         if index is None or index is Ellipsis or isinstance(index, slice):
             required = "an integer for each dimension"
-            raise InvalidType(recording.argument, f"the index {index}", required, _where_am_i())
+            raise InvalidType(recording.argument, f"the index {index}", required, whereabouts())
     if len(indices) < tensor.dim():
         return Row(tensor, indices)
     return recording.load(tensor, indices)
+
+
+_Operator: TypeAlias = Callable[["Traced", object], "Traced"]
+
+
+def _operators(op: str) -> tuple[_Operator, _Operator]:
+    """An operator, and the same with its operands exchanged."""
+
+    def straight(self: "Traced", other: object) -> "Traced":
+        return apply(self.recording, op, (self, other))
+
+    def exchanged(self: "Traced", other: object) -> "Traced":
+        return apply(self.recording, op, (other, self))
+
+    return straight, exchanged
 
 
 class Traced:
@@ -183,7 +232,7 @@ class Traced:
         if name is None:
             required = "m.length or n.length of the function's own m and n"
             raise InvalidArgument(
-                self.recording.argument, ".length of another value", required, _where_am_i()
+                self.recording.argument, ".length of another value", required, whereabouts()
             )
         return self.recording.leaf(name)
 
@@ -192,50 +241,29 @@ class Traced:
 
     def _apply(self, op: str, *others: object) -> "Traced":
         """An operation on this value and others, which are brought to one kind."""
-        return _operation(self.recording, op, (self, *others))
+        return apply(self.recording, op, (self, *others))
 
-    # Arithmetic.
-    def __add__(self, other: object) -> "Traced":
-        return self._apply("add", other)
-
-    def __radd__(self, other: object) -> "Traced":
-        return self.recording.lift(other)._apply("add", self)
-
-    def __sub__(self, other: object) -> "Traced":
-        return self._apply("sub", other)
-
-    def __rsub__(self, other: object) -> "Traced":
-        return self.recording.lift(other)._apply("sub", self)
-
-    def __mul__(self, other: object) -> "Traced":
-        return self._apply("mul", other)
-
-    def __rmul__(self, other: object) -> "Traced":
-        return self.recording.lift(other)._apply("mul", self)
-
-    def __truediv__(self, other: object) -> "Traced":
-        return self._apply("div", other)
-
-    def __rtruediv__(self, other: object) -> "Traced":
-        return self.recording.lift(other)._apply("div", self)
-
-    def __floordiv__(self, other: object) -> "Traced":
-        return self._apply("floordiv", other)
-
-    def __rfloordiv__(self, other: object) -> "Traced":
-        return self.recording.lift(other)._apply("floordiv", self)
-
-    def __mod__(self, other: object) -> "Traced":
-        return self._apply("mod", other)
-
-    def __rmod__(self, other: object) -> "Traced":
-        return self.recording.lift(other)._apply("mod", self)
+    __add__, __radd__ = _operators("add")
+    __sub__, __rsub__ = _operators("sub")
+    __mul__, __rmul__ = _operators("mul")
+    __truediv__, __rtruediv__ = _operators("div")
+    __floordiv__, __rfloordiv__ = _operators("floordiv")
+    __mod__, __rmod__ = _operators("mod")
+    __and__, __rand__ = _operators("and")
+    __or__, __ror__ = _operators("or")
+    __xor__, __rxor__ = _operators("xor")
+    __lshift__, __rlshift__ = _operators("shl")
+    __rshift__, __rrshift__ = _operators("shr")
+    __lt__, __gt__ = _operators("lt")
+    __le__, __ge__ = _operators("le")
+    __eq__ = _operators("eq")[0]  # type: ignore[assignment]
+    __ne__ = _operators("ne")[0]  # type: ignore[assignment]
 
     def __pow__(self, other: object) -> "Traced":
-        return _power(self, other)
+        return METHODS["pow"](self.recording, self, other)
 
     def __rpow__(self, other: object) -> "Traced":
-        return _power(self.recording.lift(other), self)
+        return METHODS["pow"](self.recording, other, self)
 
     def __neg__(self) -> "Traced":
         return self._apply("neg")
@@ -246,58 +274,8 @@ class Traced:
     def __abs__(self) -> "Traced":
         return self._apply("abs")
 
-    # Bits and logic.
-    def __and__(self, other: object) -> "Traced":
-        return self._apply("and", other)
-
-    def __rand__(self, other: object) -> "Traced":
-        return self.recording.lift(other)._apply("and", self)
-
-    def __or__(self, other: object) -> "Traced":
-        return self._apply("or", other)
-
-    def __ror__(self, other: object) -> "Traced":
-        return self.recording.lift(other)._apply("or", self)
-
-    def __xor__(self, other: object) -> "Traced":
-        return self._apply("xor", other)
-
-    def __rxor__(self, other: object) -> "Traced":
-        return self.recording.lift(other)._apply("xor", self)
-
     def __invert__(self) -> "Traced":
         return self._apply("not")
-
-    def __lshift__(self, other: object) -> "Traced":
-        return self._apply("shl", other)
-
-    def __rlshift__(self, other: object) -> "Traced":
-        return self.recording.lift(other)._apply("shl", self)
-
-    def __rshift__(self, other: object) -> "Traced":
-        return self._apply("shr", other)
-
-    def __rrshift__(self, other: object) -> "Traced":
-        return self.recording.lift(other)._apply("shr", self)
-
-    # Comparisons.
-    def __lt__(self, other: object) -> "Traced":
-        return self._apply("lt", other)
-
-    def __le__(self, other: object) -> "Traced":
-        return self._apply("le", other)
-
-    def __gt__(self, other: object) -> "Traced":
-        return self.recording.lift(other)._apply("lt", self)
-
-    def __ge__(self, other: object) -> "Traced":
-        return self.recording.lift(other)._apply("le", self)
-
-    def __eq__(self, other: object) -> "Traced":  # type: ignore[override]
-        return self._apply("eq", other)
-
-    def __ne__(self, other: object) -> "Traced":  # type: ignore[override]
-        return self._apply("ne", other)
 
     # Casts and methods of tensors.
     def float(self) -> "Traced":
@@ -335,11 +313,11 @@ class Traced:
         """The methods that tensors have: ``s.exp()``, ``s.clamp(min=0)``."""
         if name.startswith("__") or name in ("place", "recording"):
             raise AttributeError(name)  # asked by who looks at objects, or before there is a value
-        handler = _TORCH.get(name)
+        handler = METHODS.get(name)
         if handler is None:
-            required = f"operators, or one of: {', '.join(sorted(_TORCH))}"
+            required = f"operators, or one of: {', '.join(sorted(METHODS))}"
             raise InvalidArgument(
-                self.recording.argument, f".{name} of a traced value", required, _where_am_i()
+                self.recording.argument, f".{name} of a traced value", required, whereabouts()
             )
 
         def method(*args: object, **kwargs: object) -> Traced:
@@ -359,11 +337,11 @@ class Traced:
         kwargs = kwargs or {}
         operands = [value for value in (*args, *kwargs.values()) if isinstance(value, Traced)]
         recording = operands[0].recording
-        handler = _FUNCTIONS.get(func)
+        handler = FUNCTIONS.get(func)
         if handler is None:
-            required = f"one of: {', '.join(sorted(_TORCH))}"
+            required = f"one of: {', '.join(sorted(METHODS))}"
             raise InvalidArgument(
-                recording.argument, f"{func} of a traced value", required, _where_am_i()
+                recording.argument, f"{func} of a traced value", required, whereabouts()
             )
         return handler(recording, *args, **kwargs)
 
@@ -371,7 +349,8 @@ class Traced:
         raise InvalidType(
             self.recording.argument,
             f"the truth value of a traced {self.kind}{_line()}",
-            "&, | and ~ for 'and', 'or' and 'not', tilewise.where(condition, x, y) for 'if'",
+            "&, | and ~ for 'and', 'or' and 'not', tilewise.where(condition, x, y) for 'if', "
+            "tilewise.minimum and maximum for min and max in functions that it calls",
             "Write a < b < c as (a < b) & (b < c). What is decided here must hold for every pair.",
         )
 
@@ -417,12 +396,13 @@ def _line() -> str:
     return f" ({found[0]}:{found[1]}{': ' + source if source else ''})"
 
 
-def _where_am_i() -> str:
+def whereabouts() -> str:
+    """The line of the code that is being traced, for the end of an error."""
     line = _line()
     return f"At{line.replace(' (', ' ', 1)[:-1]}" if line else ""
 
 
-def _operation(recording: Recording, op: str, operands: tuple[object, ...]) -> Traced:
+def apply(recording: Recording, op: str, operands: tuple[object, ...]) -> Traced:
     """An operation, its operands lifted and brought to the kinds that it takes."""
     values = [recording.lift(operand) for operand in operands]
     graph = recording.graph
@@ -430,220 +410,34 @@ def _operation(recording: Recording, op: str, operands: tuple[object, ...]) -> T
     if op in ("and", "or", "xor", "not", "shl", "shr") and "float" in given:
         required = "booleans or integers"
         raise InvalidType(
-            recording.argument, f"a float as operand of {_SIGNS[op]}", required, _where_am_i()
+            recording.argument, f"a float as operand of {_SIGNS[op]}", required, whereabouts()
         )
-    kind = _common(given)
-    if op in _FLOATING:
+    kind = common(given)
+    if op in _TAKE_FLOATS:
         kind = "float"
     elif kind == "bool" and op not in ("and", "or", "xor", "not", "eq", "ne"):
         kind = "int"
     if op in ("to_float", "to_int"):
         return Traced(recording, graph.apply(op, values[0].place))
-    places = [_cast(graph, value.place, kind) for value in values]
+    places = [cast(graph, value.place, kind) for value in values]
     return Traced(recording, graph.apply(op, *places))
 
 
 _SIGNS = {"and": "&", "or": "|", "xor": "^", "not": "~", "shl": "<<", "shr": ">>"}
-_UNARY = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos")
-_ROUNDING = ("floor", "ceil", "round", "trunc")
-_FLOATING = frozenset(("div", "pow", *_UNARY, *_ROUNDING))
+FLOATING = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos")
+ROUNDING = ("floor", "ceil", "round", "trunc")
+_TAKE_FLOATS = frozenset(("div", "pow", *FLOATING, *ROUNDING))
 
 
-def _common(given: list[Kind]) -> Kind:
+def common(given: list[Kind]) -> Kind:
+    """The kind that values of different kinds meet in."""
     return "float" if "float" in given else "int" if "int" in given else "bool"
 
 
-def _cast(graph: Graph, place: int, kind: Kind) -> int:
+def cast(graph: Graph, place: int, kind: Kind) -> int:
+    """The place of a value as one of another kind."""
     if graph.kinds[place] == kind:
         return place
     if kind == "bool":
-        return graph.apply("ne", _cast(graph, place, graph.kinds[place]), graph.constant(0))
+        return graph.apply("ne", cast(graph, place, graph.kinds[place]), graph.constant(0))
     return graph.apply(f"to_{kind}", place)
-
-
-def _power(base: Traced, exponent: object) -> Traced:
-    """Whole small powers as products, as torch takes them; the others by ``pow``."""
-    if isinstance(exponent, int | float) and not isinstance(exponent, bool):
-        whole = int(exponent) if exponent == int(exponent) else None
-        if base.kind == "float":
-            if whole in (1, 2, 3):
-                return base if whole == 1 else base * base if whole == 2 else base * base * base
-            return (
-                base**2 / base**4
-                if whole == -2
-                else base._apply("pow", float(exponent))
-                if (exponent not in (0.5, -0.5, -1))
-                else _ROOTS[float(exponent)](base)
-            )
-        if isinstance(exponent, int) and 0 <= exponent <= _FEW:
-            found = base.recording.lift(1)
-            for _ in range(exponent):
-                found = found * base
-            return found
-    raised = base.recording.lift(exponent)
-    if base.kind != "float" and raised.kind != "float":
-        raise InvalidArgument(
-            base.recording.argument,
-            "an integer to the power of an integer",
-            f"an exponent that is a number from 0 to {_FEW}",
-            "x.float() ** y, or 1 << y for powers of two." + " " + _where_am_i(),
-        )
-    return base._apply("pow", raised)
-
-
-_ROOTS: dict[float, Callable[[Traced], Traced]] = {
-    0.5: lambda x: x._apply("sqrt"),
-    -0.5: lambda x: x._apply("rsqrt"),
-    -1.0: lambda x: 1.0 / x,
-}
-
-
-def _select(recording: Recording, condition: object, x: object, y: object) -> Traced:
-    chosen = recording.lift(condition).bool()
-    first, second = recording.lift(x), recording.lift(y)
-    graph = recording.graph
-    kind = _common([first.kind, second.kind])
-    places = [_cast(graph, value.place, kind) for value in (first, second)]
-    return Traced(recording, graph.apply("where", chosen.place, *places))
-
-
-def _clamp(recording: Recording, x: object, min: object = None, max: object = None) -> Traced:
-    found = recording.lift(x)
-    if min is not None:
-        found = found._apply("max", min)
-    return found if max is None else found._apply("min", max)
-
-
-def _divide(recording: Recording, x: object, y: object, rounding_mode: str | None = None) -> Traced:
-    if rounding_mode is None:
-        return _operation(recording, "div", (x, y))
-    if rounding_mode == "floor":
-        return _operation(recording, "floordiv", (x, y))
-    came = f"torch.div(rounding_mode={rounding_mode!r})"
-    raise InvalidArgument(recording.argument, came, "None or 'floor'", _where_am_i())
-
-
-def _logical(op: str) -> Callable[..., Traced]:
-    def handler(recording: Recording, *operands: object) -> Traced:
-        return _operation(recording, op, tuple([recording.lift(x).bool() for x in operands]))
-
-    return handler
-
-
-def _plain(op: str) -> Callable[..., Traced]:
-    def handler(recording: Recording, *operands: object) -> Traced:
-        return _operation(recording, op, operands)
-
-    return handler
-
-
-def _swapped(op: str) -> Callable[..., Traced]:
-    def handler(recording: Recording, x: object, y: object) -> Traced:
-        return _operation(recording, op, (y, x))
-
-    return handler
-
-
-def _round(recording: Recording, x: object) -> Traced:
-    return _operation(recording, "round", (x,))
-
-
-def _softplus(recording: Recording, x: object) -> Traced:
-    value = recording.lift(x).float()
-    tail = _operation(recording, "log", (1.0 + (-abs(value))._apply("exp"),))
-    return value._apply("max", 0.0) + tail
-
-
-def _filled(number: float) -> Callable[..., Traced]:
-    def handler(recording: Recording, like: object, **_: object) -> Traced:
-        return (
-            recording.lift(number)
-            if recording.lift(like).kind == "float"
-            else recording.lift(int(number))
-        )
-
-    return handler
-
-
-# What torch's functions and methods mean here, by their names.
-_TORCH: dict[str, Callable[..., Traced]] = {
-    **{name: _plain(name) for name in (*_UNARY, *_ROUNDING)},
-    **{name: _plain("abs") for name in ("abs", "absolute")},
-    **{name: _plain("neg") for name in ("neg", "negative")},
-    "sign": _plain("sign"),
-    "round": _round,
-    "add": _plain("add"),
-    **{name: _plain("sub") for name in ("sub", "subtract")},
-    **{name: _plain("mul") for name in ("mul", "multiply")},
-    **dict.fromkeys(("div", "divide", "true_divide", "truediv"), _divide),
-    **{name: _plain("floordiv") for name in ("floor_divide", "floordiv")},
-    **{name: _plain("mod") for name in ("remainder", "mod")},
-    "pow": lambda recording, x, y: _power(recording.lift(x), y),
-    "minimum": _plain("min"),
-    "maximum": _plain("max"),
-    **{name: _plain("lt") for name in ("lt", "less")},
-    **{name: _plain("le") for name in ("le", "less_equal")},
-    **{name: _swapped("lt") for name in ("gt", "greater")},
-    **{name: _swapped("le") for name in ("ge", "greater_equal")},
-    "eq": _plain("eq"),
-    **{name: _plain("ne") for name in ("ne", "not_equal")},
-    **{name: _plain("and") for name in ("and", "bitwise_and")},
-    **{name: _plain("or") for name in ("or", "bitwise_or")},
-    **{name: _plain("xor") for name in ("xor", "bitwise_xor")},
-    **{name: _plain("not") for name in ("invert", "bitwise_not")},
-    **{f"logical_{name}": _logical(name) for name in ("and", "or", "xor", "not")},
-    **{name: _plain("shl") for name in ("lshift", "bitwise_left_shift")},
-    **{name: _plain("shr") for name in ("rshift", "bitwise_right_shift")},
-    "where": _select,
-    **dict.fromkeys(("clamp", "clip"), _clamp),
-    "square": lambda recording, x: recording.lift(x) * x,
-    "reciprocal": lambda recording, x: 1.0 / recording.lift(x),
-    "relu": lambda recording, x, inplace=False: recording.lift(x)._apply("max", 0),
-    "silu": lambda recording, x, inplace=False: recording.lift(x) * recording.lift(x).sigmoid(),
-    "softplus": _softplus,
-    "zeros_like": _filled(0.0),
-    "ones_like": _filled(1.0),
-}
-
-
-def _functions() -> dict[Any, Callable[..., Traced]]:
-    """The table above by the functions and methods themselves, reflected operators too."""
-    found: dict[Any, Callable[..., Traced]] = {}
-    for name, handler in _TORCH.items():
-        for owner in (torch, Tensor, torch.nn.functional):
-            if hasattr(owner, name):
-                found[getattr(owner, name)] = handler
-        if hasattr(Tensor, f"__{name}__"):
-            found[getattr(Tensor, f"__{name}__")] = handler
-        if hasattr(Tensor, f"__r{name}__"):
-            found[getattr(Tensor, f"__r{name}__")] = _reflected(handler)
-    return found
-
-
-def _reflected(handler: Callable[..., Traced]) -> Callable[..., Traced]:
-    return lambda recording, x, y: handler(recording, y, x)
-
-
-_FUNCTIONS = _functions()
-
-
-def where(condition: Any, x: Any, y: Any) -> Any:
-    """``x`` where the condition holds, else ``y``, in a mask or score; of tensors, torch's."""
-    return _dispatched("where", torch.where, condition, x, y)
-
-
-def minimum(x: Any, y: Any) -> Any:
-    """The smaller of two values of a mask or score; of tensors, torch's. NaN if one is NaN."""
-    return _dispatched("minimum", torch.minimum, x, y)
-
-
-def maximum(x: Any, y: Any) -> Any:
-    """The larger of two values of a mask or score; of tensors, torch's. NaN if one is NaN."""
-    return _dispatched("maximum", torch.maximum, x, y)
-
-
-def _dispatched(name: str, otherwise: Callable[..., Any], *operands: Any) -> Any:
-    for operand in operands:
-        if isinstance(operand, Traced):
-            return _TORCH[name](operand.recording, *operands)
-    return otherwise(*operands)

@@ -1,7 +1,7 @@
 """The public values ``Mask`` and ``Score``: a program and the tensors it captures, immutable."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from tilewise.variants.program import (
     shift_slots,
     slot_count,
 )
-from tilewise.variants.recognise import as_expression, mask_program, score_program
+from tilewise.variants.recognise import in_one_step, mask_program, score_program
 from tilewise.variants.trace import trace_mask, trace_score
 
 __all__ = ["Mask", "Score", "as_mask", "as_score", "dense_mask", "mask_of", "score_of"]
@@ -123,7 +123,7 @@ def _join(left: Mask, right: Mask | Tensor | Callable[..., Any], connective: str
         return other if connective == "and" else Mask(())
     moved = shift_slots(right.program, len(left.captured))
     program = (*left.program, *moved, Instr(connective))
-    return Mask(program, left.captured + right.captured)
+    return _known(Mask, program, left.captured + right.captured, encode(program))
 
 
 def dense_mask(tensor: Tensor, argument: str = "mask") -> Mask:
@@ -142,18 +142,30 @@ def dense_mask(tensor: Tensor, argument: str = "mask") -> Mask:
     return Mask(_DENSE, (tensor,))
 
 
+_V = TypeVar("_V", bound=_Variant)
+
+
 def mask_of(function: Callable[..., Any]) -> Mask:
     """The mask of a function ``(b, h, m, n) -> bool``, as it is now: it is called once."""
     expr, captured = trace_mask(function)
-    program, sources = mask_program(expr)
-    return Mask(program, tuple([captured[slot] for slot in sources]))
+    program, sources, text = mask_program(expr)
+    return _known(Mask, program, tuple([captured[slot] for slot in sources]), text)
 
 
 def score_of(function: Callable[..., Any]) -> Score:
     """The score of a function ``(s, b, h, m, n) -> s``, as it is now: it is called once."""
     expr, captured = trace_score(function)
-    program, sources = score_program(expr, tuple([x.requires_grad for x in captured]))
-    return Score(program, tuple([captured[slot] for slot in sources]))
+    program, sources, text = score_program(expr, tuple([x.requires_grad for x in captured]))
+    return _known(Score, program, tuple([captured[slot] for slot in sources]), text)
+
+
+def _known(kind: type[_V], program: Program, captured: tuple[Tensor, ...], text: str) -> _V:
+    """A Mask or Score of a program that was made here: there is nothing to check."""
+    found = object.__new__(kind)
+    object.__setattr__(found, "program", program)
+    object.__setattr__(found, "captured", captured)
+    object.__setattr__(found, "text", text)
+    return found
 
 
 _FULL = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
@@ -212,14 +224,17 @@ def _in_one(program: Program, captured: tuple[Tensor, ...]) -> Score:
     """A chain of steps: one expression up to the last step that kernels do not know by name."""
     unknown = [index for index, instr in enumerate(program) if instr.op == EXPR]
     if not unknown or unknown[-1] == 0:
-        return Score(program, captured)
+        return _known(Score, program, captured, encode(program))
     cut = unknown[-1] + 1
-    expr = as_expression(program[:cut], [tensor.dim() for tensor in captured])
-    first, sources = score_program(expr, tuple([x.requires_grad for x in captured]))
+    ranks = tuple([tensor.dim() for tensor in captured])
+    learned = tuple([tensor.requires_grad for tensor in captured])
+    first, sources, _ = in_one_step(program[:cut], ranks, learned)
     rest = program[cut:]
     held = slot_count(program[:cut])
     moved = shift_slots(rest, len(sources) - held)
-    return Score((*first, *moved), (*(captured[slot] for slot in sources), *captured[held:]))
+    whole = (*first, *moved)
+    tensors = (*[captured[slot] for slot in sources], *captured[held:])
+    return _known(Score, whole, tensors, encode(whole))
 
 
 def _type_name(value: object) -> str:

@@ -76,6 +76,7 @@ def inputs(variant: Variant, sizes: Sizes, dtype: torch.dtype, seed: int = 1) ->
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(to)
 
     heads, kv = sizes.heads, sizes.kv_heads
+    shapes: list[tuple[int, ...]]
     if sizes.sequences:
         rows, keys = (sum(pair[side] for pair in sizes.sequences) for side in (0, 1))
         shapes = [(rows, heads, sizes.head_dim), (keys, kv, sizes.head_dim)]
@@ -86,8 +87,9 @@ def inputs(variant: Variant, sizes: Sizes, dtype: torch.dtype, seed: int = 1) ->
         shapes += [(b, kv, n, sizes.value_dim), (b, heads, m, sizes.value_dim), (b, heads, m)]
     q, k, v, grad_out = (draw(*shape) for shape in shapes[:4])
     captured = tuple(draw(*shape, wide=True).requires_grad_() for shape in variant.shapes)
-    leaves = (x.requires_grad_() for x in (q, k, v))
-    return Inputs(*leaves, captured, (grad_out, draw(*shapes[4], wide=True)), sizes)
+    for operand in (q, k, v):
+        operand.requires_grad_()
+    return Inputs(q, k, v, captured, (grad_out, draw(*shapes[4], wide=True)), sizes)
 
 
 def as_score(function: Function) -> Score:
@@ -193,10 +195,8 @@ def check(variant: Variant, sizes: Sizes, dtype: torch.dtype) -> None:
     names = ["out", "lse", "q", "k", "v", *(f"captured {i}" for i in range(len(x.captured)))]
     truth = plain(variant, x, torch.float64)
     if dtype is torch.float64:
-        for name, got, right in zip(names, run(variant, x), truth, strict=True):
-            torch.testing.assert_close(
-                got, right, rtol=1e-11, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
-            )
+        for got, right in zip(run(variant, x), truth, strict=True):
+            torch.testing.assert_close(got, right, rtol=1e-11, atol=1e-12)
         return
     for name, got, near, right in zip(
         names, run(variant, x), plain(variant, x, dtype), truth, strict=True

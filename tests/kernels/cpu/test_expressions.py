@@ -65,6 +65,14 @@ def _bent(_: Tensor) -> Any:
     )
 
 
+def _gated(gate: Tensor) -> Any:
+    return lambda s, b, h, m, n: s * gate[b, h, m, n] + gate[b, h, m, 0]
+
+
+def _crossed(table: Tensor) -> Any:
+    return lambda s, b, h, m, n: s * table[b, h] + table[h, b]
+
+
 def _hashed(b: Any, h: Any, m: Any, n: Any) -> Any:
     return (m * 7 + n * 13) % 5 < 2
 
@@ -80,6 +88,8 @@ VARIANTS = [
     Variant("parted", _parted, lambda b, h, m, n: DOCUMENTS[m] == DOCUMENTS[n], ((1500,), (4, 5))),
     Variant("twice", _twice, _hashed, ((1500,), (1,))),
     Variant("bent", _bent, _wide, ((1,),)),
+    Variant("gated", _gated, lambda b, h, m, n: (m + n) % 7 > 0, ((4, 4, 130, 150),)),
+    Variant("crossed", _crossed, None, ((4, 4),)),
     Variant("blocks", None, lambda b, h, m, n: BLOCKS[h, m // 32, n // 16]),
     Variant("floats", None, lambda b, h, m, n: torch.sin(0.3 * m) * torch.cos(0.2 * n) > -0.2),
 ]

@@ -1,0 +1,232 @@
+"""What torch's functions, and the methods of its tensors, mean of values that are traced.
+
+By name: ``torch.exp(s)`` and ``s.exp()`` are one row. ``where``, ``minimum`` and ``maximum`` are
+public too, as functions that take traced values and tensors alike.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import InvalidArgument
+from tilewise.variants.traced import (
+    FLOATING,
+    FUNCTIONS,
+    METHODS,
+    ROUNDING,
+    Recording,
+    Traced,
+    apply,
+    cast,
+    common,
+    whereabouts,
+)
+
+__all__ = ["maximum", "minimum", "where"]
+
+_FEW = 32  # the largest exponent that is written out as products
+
+
+def _power(base: Traced, exponent: object) -> Traced:
+    """Whole small powers as products, as torch takes them; the others by ``pow``."""
+    if isinstance(exponent, int | float) and not isinstance(exponent, bool):
+        whole = int(exponent) if exponent == int(exponent) else None
+        if base.kind == "float":
+            if whole in (1, 2, 3):
+                return base if whole == 1 else base * base if whole == 2 else base * base * base
+            return (
+                base**2 / base**4
+                if whole == -2
+                else base._apply("pow", float(exponent))
+                if (exponent not in (0.5, -0.5, -1))
+                else _ROOTS[float(exponent)](base)
+            )
+        if isinstance(exponent, int) and 0 <= exponent <= _FEW:
+            found = base.recording.lift(1)
+            for _ in range(exponent):
+                found = found * base
+            return found
+    raised = base.recording.lift(exponent)
+    if base.kind != "float" and raised.kind != "float":
+        raise InvalidArgument(
+            base.recording.argument,
+            "an integer to the power of an integer",
+            f"an exponent that is a number from 0 to {_FEW}",
+            "x.float() ** y, or 1 << y for powers of two." + " " + whereabouts(),
+        )
+    return base._apply("pow", raised)
+
+
+_ROOTS: dict[float, Callable[[Traced], Traced]] = {
+    0.5: lambda x: x._apply("sqrt"),
+    -0.5: lambda x: x._apply("rsqrt"),
+    -1.0: lambda x: 1.0 / x,
+}
+
+
+def _select(recording: Recording, condition: object, x: object, y: object) -> Traced:
+    chosen = recording.lift(condition).bool()
+    first, second = recording.lift(x), recording.lift(y)
+    graph = recording.graph
+    kind = common([first.kind, second.kind])
+    places = [cast(graph, value.place, kind) for value in (first, second)]
+    return Traced(recording, graph.apply("where", chosen.place, *places))
+
+
+def _clamp(recording: Recording, x: object, min: object = None, max: object = None) -> Traced:
+    """Of floats a choice, as in torch: at a bound the gradient is that of x, and not half of it."""
+    found = recording.lift(x)
+    for bound, op in ((min, "max"), (max, "min")):
+        if bound is None:
+            continue
+        limit = recording.lift(bound)
+        if found.kind != "float" and limit.kind != "float":
+            found = apply(recording, op, (found, limit))
+        elif op == "max":
+            found = _select(recording, found < limit, limit, found)
+        else:
+            found = _select(recording, found > limit, limit, found)
+    return found
+
+
+def _relu(recording: Recording, x: object, inplace: bool = False) -> Traced:
+    value = recording.lift(x)
+    return _select(recording, value <= 0, 0, value)
+
+
+def _divide(recording: Recording, x: object, y: object, rounding_mode: str | None = None) -> Traced:
+    if rounding_mode is None:
+        return apply(recording, "div", (x, y))
+    if rounding_mode == "floor":
+        return apply(recording, "floordiv", (x, y))
+    came = f"torch.div(rounding_mode={rounding_mode!r})"
+    raise InvalidArgument(recording.argument, came, "None or 'floor'", whereabouts())
+
+
+def _logical(op: str) -> Callable[..., Traced]:
+    def handler(recording: Recording, *operands: object) -> Traced:
+        return apply(recording, op, tuple([recording.lift(x).bool() for x in operands]))
+
+    return handler
+
+
+def _plain(op: str) -> Callable[..., Traced]:
+    def handler(recording: Recording, *operands: object) -> Traced:
+        return apply(recording, op, operands)
+
+    return handler
+
+
+def _swapped(op: str) -> Callable[..., Traced]:
+    def handler(recording: Recording, x: object, y: object) -> Traced:
+        return apply(recording, op, (y, x))
+
+    return handler
+
+
+def _round(recording: Recording, x: object) -> Traced:
+    return apply(recording, "round", (x,))
+
+
+def _softplus(recording: Recording, x: object) -> Traced:
+    value = recording.lift(x).float()
+    tail = apply(recording, "log", (1.0 + (-abs(value))._apply("exp"),))
+    return value._apply("max", 0.0) + tail
+
+
+def _filled(number: float) -> Callable[..., Traced]:
+    def handler(recording: Recording, like: object, **_: object) -> Traced:
+        return (
+            recording.lift(number)
+            if recording.lift(like).kind == "float"
+            else recording.lift(int(number))
+        )
+
+    return handler
+
+
+# What torch's functions and methods mean here, by their names.
+_TORCH: dict[str, Callable[..., Traced]] = {
+    **{name: _plain(name) for name in (*FLOATING, *ROUNDING)},
+    **{name: _plain("abs") for name in ("abs", "absolute")},
+    **{name: _plain("neg") for name in ("neg", "negative")},
+    "sign": _plain("sign"),
+    "round": _round,
+    "add": _plain("add"),
+    **{name: _plain("sub") for name in ("sub", "subtract")},
+    **{name: _plain("mul") for name in ("mul", "multiply")},
+    **dict.fromkeys(("div", "divide", "true_divide", "truediv"), _divide),
+    **{name: _plain("floordiv") for name in ("floor_divide", "floordiv")},
+    **{name: _plain("mod") for name in ("remainder", "mod")},
+    "pow": lambda recording, x, y: _power(recording.lift(x), y),
+    "minimum": _plain("min"),
+    "maximum": _plain("max"),
+    **{name: _plain("lt") for name in ("lt", "less")},
+    **{name: _plain("le") for name in ("le", "less_equal")},
+    **{name: _swapped("lt") for name in ("gt", "greater")},
+    **{name: _swapped("le") for name in ("ge", "greater_equal")},
+    "eq": _plain("eq"),
+    **{name: _plain("ne") for name in ("ne", "not_equal")},
+    **{name: _plain("and") for name in ("and", "bitwise_and")},
+    **{name: _plain("or") for name in ("or", "bitwise_or")},
+    **{name: _plain("xor") for name in ("xor", "bitwise_xor")},
+    **{name: _plain("not") for name in ("invert", "bitwise_not")},
+    **{f"logical_{name}": _logical(name) for name in ("and", "or", "xor", "not")},
+    **{name: _plain("shl") for name in ("lshift", "bitwise_left_shift")},
+    **{name: _plain("shr") for name in ("rshift", "bitwise_right_shift")},
+    "where": _select,
+    **dict.fromkeys(("clamp", "clip"), _clamp),
+    "square": lambda recording, x: recording.lift(x) * x,
+    "reciprocal": lambda recording, x: 1.0 / recording.lift(x),
+    "relu": _relu,
+    "silu": lambda recording, x, inplace=False: recording.lift(x) * recording.lift(x).sigmoid(),
+    "softplus": _softplus,
+    "zeros_like": _filled(0.0),
+    "ones_like": _filled(1.0),
+}
+
+
+def _functions() -> dict[Any, Callable[..., Traced]]:
+    """The table above by the functions and methods themselves, reflected operators too."""
+    found: dict[Any, Callable[..., Traced]] = {}
+    for name, handler in _TORCH.items():
+        for owner in (torch, Tensor, torch.nn.functional):
+            if hasattr(owner, name):
+                found[getattr(owner, name)] = handler
+        if hasattr(Tensor, f"__{name}__"):
+            found[getattr(Tensor, f"__{name}__")] = handler
+        if hasattr(Tensor, f"__r{name}__"):
+            found[getattr(Tensor, f"__r{name}__")] = _reflected(handler)
+    return found
+
+
+def _reflected(handler: Callable[..., Traced]) -> Callable[..., Traced]:
+    return lambda recording, x, y: handler(recording, y, x)
+
+
+METHODS.update(_TORCH)
+FUNCTIONS.update(_functions())
+
+
+def where(condition: Any, x: Any, y: Any) -> Any:
+    """``x`` where the condition holds, else ``y``, in a mask or score; of tensors, torch's."""
+    return _dispatched("where", torch.where, condition, x, y)
+
+
+def minimum(x: Any, y: Any) -> Any:
+    """The smaller of two values of a mask or score; of tensors, torch's. NaN if one is NaN."""
+    return _dispatched("minimum", torch.minimum, x, y)
+
+
+def maximum(x: Any, y: Any) -> Any:
+    """The larger of two values of a mask or score; of tensors, torch's. NaN if one is NaN."""
+    return _dispatched("maximum", torch.maximum, x, y)
+
+
+def _dispatched(name: str, otherwise: Callable[..., Any], *operands: Any) -> Any:
+    for operand in operands:
+        if isinstance(operand, Traced):
+            return _TORCH[name](operand.recording, *operands)
+    return otherwise(*operands)

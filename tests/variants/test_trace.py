@@ -1,0 +1,269 @@
+"""Python functions as expressions: what they say, and what is refused with its line."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise
+from tilewise.errors import InvalidArgument, InvalidType, TilewiseError
+from tilewise.reference.expressions import evaluate
+from tilewise.variants.expr import Expr, decode, encode, kinds
+from tilewise.variants.trace import trace_mask, trace_score
+
+B, H, M, N = 2, 3, 5, 7
+IDS = torch.tensor([[0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 2, 3]])
+TABLE = torch.randn(H, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+FACTOR = torch.tensor(1.5, dtype=torch.float64)
+OFFSET = torch.tensor(2)
+
+
+def positions() -> tuple[torch.Tensor, ...]:
+    sizes = (B, H, M, N)
+    return tuple(
+        torch.arange(size).view([size if at == dim else 1 for at in range(4)])
+        for dim, size in enumerate(sizes)
+    )
+
+
+def drawn_scores() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(B, H, M, N, dtype=torch.float64, generator=generator)
+
+
+def value(expr: Expr, captured: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    b, h, m, n = positions()
+    (found,) = evaluate(
+        expr,
+        s=drawn_scores(),
+        b=b,
+        h=h,
+        m=m,
+        n=n,
+        queries=M,
+        keys=N,
+        loads=captured,
+        dtype=torch.float64,
+    )
+    return found.expand(B, H, M, N)
+
+
+SCORES: dict[str, Callable[..., Any]] = {
+    "arithmetic": lambda s, b, h, m, n: 2 * s - (m + 1) / (n + 2) + 3 - h * b,
+    "reflected": lambda s, b, h, m, n: 1 - (2 / (1 + s * s)) + 7 // (m + 1) + 9 % (n + 1),
+    "floor": lambda s, b, h, m, n: (m - n) // 3 + (m - n) % 3 + s // 0.5 + s % 0.75,
+    "powers": lambda s, b, h, m, n: s**2 + s**3 + (m + 1) ** 2 + (n + 1) ** 0.5 + abs(s) ** 1.5,
+    "inverse powers": lambda s, b, h, m, n: (n + 1.0) ** -1 + (n + 1.0) ** -2 + (n + 2.0) ** -0.5,
+    "power of a value": lambda s, b, h, m, n: 2.0 ** (-0.1 * m) + (n + 1.0) ** (0.5 * s),
+    "unary": lambda s, b, h, m, n: -s + abs(m - n) + (+s) - abs(-s),
+    "min and max": lambda s, b, h, m, n: min(s, m, 2) + max(n - m, 0) * min([n, 3]),
+    "functions": lambda s, b, h, m, n: torch.exp(s) + torch.tanh(s).sigmoid() + s.sin() * s.cos(),
+    "logarithms": lambda s, b, h, m, n: torch.log(n + 1) + torch.log2(m + 1.0) + s.exp2(),
+    "roots": lambda s, b, h, m, n: torch.sqrt(m) + torch.rsqrt(n + 1) + s.square(),
+    "rounding": lambda s, b, h, m, n: torch.floor(s) + s.ceil() + torch.round(s) + s.trunc(),
+    "clamp": lambda s, b, h, m, n: s.clamp(-0.5, 0.5) + torch.clamp(m - n, min=0),
+    "where": lambda s, b, h, m, n: torch.where(m < n, s, tilewise.where(h == 1, m, 0.5)),
+    "extremes": lambda s, b, h, m, n: torch.minimum(s, m) + tilewise.maximum(s, n),
+    "activations": lambda s, b, h, m, n: torch.relu(s) + torch.nn.functional.softplus(s),
+    "division": lambda s, b, h, m, n: torch.div(m, n + 1, rounding_mode="floor") + s.div(3),
+    "casts": lambda s, b, h, m, n: s.long() + m.float() / 2 + (s > 0).to(torch.int64) + (m < n),
+    "bits": lambda s, b, h, m, n: ((m ^ n) & 3) + (m << 2) + (n >> 1) + ~m + (m | 4),
+    "logic": lambda s, b, h, m, n: s + ((m < n) ^ (n != 2)) + torch.logical_not(m == n),
+    "table": lambda s, b, h, m, n: s + TABLE[h, m - n + 7],
+    "scalar tensors": lambda s, b, h, m, n: FACTOR * s + s * FACTOR - (m + OFFSET) + OFFSET * n,
+    "tensor of a tensor": lambda s, b, h, m, n: s * TABLE[h, IDS[b, n]],
+    "torch on a captured tensor": lambda s, b, h, m, n: s + (TABLE * 2).exp()[h, m],
+    "lengths": lambda s, b, h, m, n: s * (n.length - m.length) + m.length,
+    "sum of a list": lambda s, b, h, m, n: sum([s, m, n]),
+    "reduce": lambda s, b, h, m, n: functools.reduce(operator.mul, [s, s, s]),
+    "infinity": lambda s, b, h, m, n: torch.where((m + n) % 2 == 0, s, -math.inf),
+    "a constant": lambda s, b, h, m, n: 3.0,
+}
+MASKS: dict[str, Callable[..., Any]] = {
+    "comparisons": lambda b, h, m, n: (m < n) | (m >= n + 2) | (n == 3) | (m != 4) & (n > 1),
+    "documents": lambda b, h, m, n: (IDS[b, m] == IDS[b, n]) & (n <= m + n.length - m.length),
+    "negation": lambda b, h, m, n: ~(m <= n) & ~((n % 2) == 0),
+    "shuffled": lambda b, h, m, n: ((m * 7 + n * 13 + h * 5) % 11) < 4,
+    "logical": lambda b, h, m, n: torch.logical_and(m > 0, torch.logical_or(n < 3, h)),
+    "boolean": lambda b, h, m, n: (IDS == 2)[b, n],
+    "everything": lambda b, h, m, n: True,
+    "nothing": lambda b, h, m, n: False,
+}
+
+
+@pytest.fixture(autouse=True)
+def doubles() -> Iterator[None]:
+    """Torch divides integers in its default type; ours are computed in that of the scores."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def meant(function: Callable[..., Any], first: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The same function of real tensors: what torch says it is."""
+
+    class Position(torch.Tensor):
+        """Positions know their number."""
+
+        length: int
+
+    b, h, m, n = positions()
+    sized = [x.as_subclass(Position) for x in (m, n)]
+    sized[0].length, sized[1].length = M, N
+    found = function(*first, b, h, *sized)
+    return torch.as_tensor(found).as_subclass(torch.Tensor).expand(B, H, M, N)
+
+
+@pytest.mark.parametrize("name", [name for name in SCORES if name != "min and max"])
+def test_a_score_means_what_torch_computes(name: str) -> None:
+    expr, captured = trace_score(SCORES[name])
+    expected = meant(SCORES[name], (drawn_scores(),)).to(torch.float64)
+    torch.testing.assert_close(value(expr, captured), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_indices_may_come_one_after_the_other() -> None:
+    apart = trace_score(lambda s, b, h, m, n: s + TABLE[h][n])
+    assert apart == trace_score(lambda s, b, h, m, n: s + TABLE[h, n])
+
+
+def test_pythons_min_and_max_are_known() -> None:
+    expr, captured = trace_score(SCORES["min and max"])
+    s, (_, _, m, n) = drawn_scores(), positions()
+    smallest = torch.minimum(torch.minimum(s, m), torch.tensor(2))
+    expected = smallest + (n - m).clamp(min=0) * n.clamp(max=3)
+    torch.testing.assert_close(value(expr, captured), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_means_what_torch_computes(name: str) -> None:
+    expr, captured = trace_mask(MASKS[name])
+    assert torch.equal(value(expr, captured), meant(MASKS[name], ()))
+
+
+@pytest.mark.parametrize("function", [*SCORES.values(), *MASKS.values()], ids=[*SCORES, *MASKS])
+def test_text_and_back(function: Callable[..., Any]) -> None:
+    trace = trace_score if function in SCORES.values() else trace_mask
+    expr, captured = trace(function)
+    assert decode(encode(expr)) == expr
+    assert len(kinds(expr)) == len(expr.nodes)
+    assert trace(function)[0] == expr
+    slots = {x.value for x in expr.nodes if x.op.startswith("load_")}
+    assert slots == set(range(len(captured)))
+
+
+def test_functions_with_the_same_meaning_are_the_same_expression() -> None:
+    def windowed(width: int) -> Callable[..., Any]:
+        return lambda b, h, m, n: (n <= m) & (m - n < width)
+
+    def spelled(b: Any, h: Any, row: Any, key: Any) -> Any:
+        near = row - key < 2 * 4
+        return (key <= row) & near
+
+    assert trace_mask(windowed(8)) == trace_mask(windowed(8)) == trace_mask(spelled)
+    assert trace_mask(windowed(8)) != trace_mask(windowed(9))
+
+
+def test_constants_keep_their_kind_and_their_sign() -> None:
+    texts = [
+        encode(trace_score(lambda s, b, h, m, n, x=x: s * x)[0])
+        for x in (0.0, -0.0, 2, 2.5, -math.inf)
+    ]
+    assert len(set(texts)) == 5
+
+
+def test_what_a_function_closes_over_may_change() -> None:
+    width = 3
+
+    def near(b: Any, h: Any, m: Any, n: Any) -> Any:
+        return abs(m - n) < width
+
+    first = trace_mask(near)
+    width = 4
+    assert trace_mask(near) != first
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.randn(H, M, N))
+        self.unused = torch.nn.Parameter(torch.randn(3))
+
+    def score(self, s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+        _ = self.unused[h]
+        return s + max(self.bias[h, m, n], 0)
+
+    def forward(self, s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+        return s + tilewise.maximum(self.bias[h, m, n], 0)
+
+
+def test_methods_modules_and_partials_are_functions_too() -> None:
+    model = Model()
+    expr, captured = trace_score(model.score)
+    assert [x is model.bias for x in captured] == [True], "what is not used is not captured"
+    assert trace_score(model)[0] == expr
+    twice = functools.partial(lambda factor, s, b, h, m, n: factor * s, 2.0)
+    assert encode(trace_score(twice)[0]) == "const_float:2.0;s;mul(0,1)"
+
+
+def test_a_tensor_that_is_read_twice_is_captured_once() -> None:
+    _, captured = trace_score(lambda s, b, h, m, n: s + TABLE[h, m] - TABLE[h, n])
+    assert [x is TABLE for x in captured] == [True]
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "a chain": (lambda b, h, m, n: 0 <= m - n < 4, r"'and'.*where.*\(a < b\) & \(b < c\)"),
+    "and": (lambda b, h, m, n: m > n and n > 2, r"test_trace.py:\d+: .*m > n and n > 2"),
+    "if": (lambda b, h, m, n: n > 2 if h == 0 else n > 1, "tilewise.where"),
+    "not": (lambda b, h, m, n: not (m < n), "~ for"),
+    "too few indices": (lambda b, h, m, n: IDS[n] == 0, "an index for each of its dimensions"),
+    "a bare tensor": (lambda b, h, m, n: n < IDS, "an index for each of its dimensions"),
+    "a slice": (lambda b, h, m, n: IDS[b, :][n] == 0, "the index slice"),
+    "a negative index": (lambda b, h, m, n: IDS[b, -1] == 0, "negative ones do not wrap"),
+    "a float index": (lambda b, h, m, n: IDS[b, n / 2] == 0, "an index that is a float"),
+    "a boolean index": (lambda b, h, m, n: IDS[b, n < 2] == 0, "an index that is a bool"),
+    "another function": (lambda b, h, m, n: torch.cumsum(m, 0) < n, "one of: abs, "),
+    "another method": (lambda b, h, m, n: m.median() < n, "operators, or one of: abs, "),
+    "bits of floats": (lambda b, h, m, n: (m / 2) & 1, "a float as operand of &"),
+    "an integer": (lambda b, h, m, n: m - n, "a function that returns an? int.*Compare"),
+    "nothing at all": (lambda b, h, m, n: None, "a function that returns nothing"),
+    "a range": (lambda b, h, m, n: sum(range(m)) < n, "used as a Python integer"),
+    "math": (lambda b, h, m, n: math.sqrt(m) < n, "used as a Python float"),
+    "a string": (lambda b, h, m, n: m < "n", "got a str"),
+    "a length of something else": (lambda b, h, m, n: (m + 1).length < n, r"\.length of another"),
+    "complex numbers": (lambda b, h, m, n: torch.ones(3, dtype=torch.complex64)[n] == 0, "complex"),
+    "a power of integers": (lambda b, h, m, n: m**n < 3, "a number from 0 to 32"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_in_the_language_is_refused(name: str) -> None:
+    function, message = REFUSED[name]
+    with pytest.raises(TilewiseError, match=message) as caught:
+        trace_mask(function)
+    assert str(caught.value).startswith("mask")
+    assert isinstance(caught.value, InvalidArgument | InvalidType)
+
+
+def test_a_value_of_another_call_is_refused() -> None:
+    kept: list[Any] = []
+
+    def first(b: Any, h: Any, m: Any, n: Any) -> Any:
+        kept.append(m)
+        return m < n
+
+    trace_mask(first)
+    with pytest.raises(InvalidArgument, match="a value of another function, or of an earlier call"):
+        trace_mask(lambda b, h, m, n: kept[0] < n)
+
+
+def test_tracing_leaves_tensors_as_they_are() -> None:
+    trace_mask(lambda b, h, m, n: IDS[b, m] == 0)
+    with pytest.raises((TypeError, IndexError)):
+        IDS[object()]  # type: ignore[index]
+    assert int(IDS[1, 6]) == 3

@@ -105,6 +105,7 @@ std::vector<Test> tests() {
     for (DType dtype : kTypes)
       all.push_back({std::string(each.first) + " " + name_of(dtype), [dtype, run = each.second] { run(dtype); }});
   all.push_back({"expressions: checks", test_expr_checks});
+  all.push_back({"order of tasks", test_order});
   const std::pair<const char*, void (*)(DType)> expressions[] = {
       {"graphs", test_expr_graphs},       {"extents", test_expr_extents}, {"covers", test_expr_cover},
       {"functions", test_expr_functions}, {"powers", test_expr_powers},   {"specials", test_expr_specials}};

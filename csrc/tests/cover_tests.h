@@ -1,6 +1,7 @@
 // The table of a mask against its definition, pair by pair; and that with it every kernel gives what it gives without.
 #pragma once
 
+#include "order.h"
 #include "variant_tests.h"
 
 namespace tilewise::test {
@@ -70,6 +71,21 @@ inline void check_table(const Case& c, i64 block_queries, i64 block_keys) {
                     std::string(results[i].first) + " with a table and without, " + kernels->name + ", " + what);
     }
   }
+}
+
+inline void test_order() {
+  std::vector<Weighted> tasks;
+  for (i64 task = 0; task < 100; task++) tasks.push_back({static_cast<i64>(scramble(static_cast<u64>(task)) % 7), task});
+  heaviest_first(tasks.data(), 100);
+  std::vector<bool> taken(100);
+  for (std::size_t i = 0; i < 100; i++) {
+    taken[static_cast<std::size_t>(tasks[i].task)] = true;
+    if (i == 0) continue;
+    const Weighted &before = tasks[i - 1], &now = tasks[i];
+    expect(before.weight > now.weight || (before.weight == now.weight && before.task < now.task),
+           "tasks " + std::to_string(before.task) + " and " + std::to_string(now.task) + " stand in the wrong order");
+  }
+  expect(std::find(taken.begin(), taken.end(), false) == taken.end(), "a task is lost");
 }
 
 inline void test_covers(DType dtype) {

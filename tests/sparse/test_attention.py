@@ -268,3 +268,47 @@ def test_compiled() -> None:
         assert one.grad is not None
         assert other.grad is not None
         assert_same_bits(one.grad, other.grad, "grad")
+
+
+def test_in_a_module() -> None:
+    """One table for the layer, narrowed by a call's own mask; a line of its representation."""
+    x = torch.randn(2, 100, 16)
+    layer = tilewise.nn.Attention(16, 2, mask=FITTING)
+    state = layer.state_dict()
+    plain = tilewise.nn.Attention(16, 2, mask=masks.causal())
+    plain.load_state_dict(state)
+    assert torch.equal(layer(x), plain(x))
+    near = masks.window(30, None)
+    assert torch.equal(layer(x, mask=near), plain(x, mask=near))
+    assert "\n" not in layer.extra_repr()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_second_derivatives_and_forward_mode() -> None:
+    """The roads beside the kernels read a mask with a table as they read the mask."""
+    ids = torch.arange(100) // 30
+    mask = BlockMask.of(lambda b, h, m, n: (ids[m] == ids[n]) & (n <= m), 100)
+    q, k, v = (torch.randn(1, 1, 100, 4, dtype=torch.float64).requires_grad_() for _ in range(3))
+    found = []
+    for each in (mask, mask.to_mask(), BlockMask.from_layout(mask.covers > 0) & mask):
+        tangent = torch.func.jvp(
+            lambda x, each=each: tilewise.attention(x, k.detach(), v.detach(), mask=each),
+            (q.detach(),),
+            (torch.ones_like(q),),
+        )[1]
+        out = tilewise.attention(q, k, v, mask=each)
+        (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        found.append((tangent, *torch.autograd.grad(grad.square().sum(), (q, k, v))))
+    for other in found[1:]:
+        for got, expected in zip(other, found[0], strict=True):
+            assert_same_bits(got, expected, "second order")
+
+
+def test_statistics() -> None:
+    q = torch.randn(1, 2, 100, 8)
+    one, other = (
+        tilewise.attention(q, q, q, mask=mask, return_stats="top1")
+        for mask in (FITTING, masks.causal())
+    )
+    for got, expected in zip(one.stats, other.stats, strict=True):
+        assert got is None or torch.equal(got, expected)

@@ -9,9 +9,13 @@ namespace tilewise::TILEWISE_ISA {
 
 enum Cover : int { empty = 0, partial = 1, full = 2 };
 
+TW_INLINE const unsigned char* table_at(const MaskInstr& x, i64 b, i64 h) {
+  return static_cast<const unsigned char*>(x.tensor.data) + b * x.tensor.batch + h * x.tensor.head;
+}
+
 // The table of instruction x (`blocks` or `tiles`) over queries m0 .. m1 and keys n0 .. n1, all inclusive.
 TW_INLINE Cover table_cover(const MaskInstr& x, i64 b, i64 h, i64 m0, i64 m1, i64 n0, i64 n1) {
-  const unsigned char* table = static_cast<const unsigned char*>(x.tensor.data) + b * x.tensor.batch + h * x.tensor.head;
+  const unsigned char* table = table_at(x, b, h);
   const i64 first = n0 / x.block_keys, last = n1 / x.block_keys;
   const i64 top = m0 / x.block_queries, bottom = m1 / x.block_queries;
   const unsigned char cover = table[top * x.tensor.row + first * x.tensor.col];
@@ -25,7 +29,7 @@ TW_INLINE Cover table_cover(const MaskInstr& x, i64 b, i64 h, i64 m0, i64 m1, i6
 
 // Of a table of booleans: bit i of bits[j] tells whether query m0 + i sees key n0 + j.
 TW_INLINE void table_bits(const MaskInstr& x, i64 b, i64 h, i64 m0, int rows, i64 n0, int count, u64* bits) {
-  const unsigned char* table = static_cast<const unsigned char*>(x.tensor.data) + b * x.tensor.batch + h * x.tensor.head;
+  const unsigned char* table = table_at(x, b, h);
   for (int j = 0; j < count; j++) {
     if (j > 0 && (n0 + j) % x.block_keys != 0) {
       bits[j] = bits[j - 1];
@@ -53,7 +57,7 @@ TW_INLINE const MaskInstr* table_of(const Problem& p) {
 // How many rectangles of the table that are not empty touch queries m0 .. m1 and keys n0 .. n1 - 1.
 TW_INLINE i64 table_weight(const MaskInstr& x, i64 b, i64 h, i64 m0, i64 m1, i64 n0, i64 n1) {
   if (m0 > m1 || n0 >= n1) return 0;
-  const unsigned char* table = static_cast<const unsigned char*>(x.tensor.data) + b * x.tensor.batch + h * x.tensor.head;
+  const unsigned char* table = table_at(x, b, h);
   i64 weight = 0;
   for (i64 t = m0 / x.block_queries; t <= m1 / x.block_queries; t++)
     for (i64 c = n0 / x.block_keys; c <= (n1 - 1) / x.block_keys; c++)

@@ -45,7 +45,8 @@ inline int cover_by_pairs(const Naive& truth, const Instance& x, const Covers& f
 }
 
 inline void check_table(const Case& c, i64 block_queries, i64 block_keys) {
-  const std::string what = c.text() + ", tiles of " + std::to_string(block_queries) + " x " + std::to_string(block_keys);
+  const std::string what =
+      c.text() + ", tiles of " + std::to_string(block_queries) + " x " + std::to_string(block_keys);
   for (Place place : {Place::end, Place::start}) {
     Instance x(c, place);
     const Naive truth(x, false);
@@ -75,7 +76,8 @@ inline void check_table(const Case& c, i64 block_queries, i64 block_keys) {
 
 inline void test_order() {
   std::vector<Weighted> tasks;
-  for (i64 task = 0; task < 100; task++) tasks.push_back({static_cast<i64>(scramble(static_cast<u64>(task)) % 7), task});
+  for (i64 task = 0; task < 100; task++)
+    tasks.push_back({static_cast<i64>(scramble(static_cast<u64>(task)) % 7), task});
   heaviest_first(tasks.data(), 100);
   std::vector<bool> taken(100);
   for (std::size_t i = 0; i < 100; i++) {

@@ -57,6 +57,8 @@ MaskOp mask_op(const std::string& name) {
   if (name == "and") return MaskOp::all;
   if (name == "or") return MaskOp::any;
   if (name == "not") return MaskOp::negate;
+  if (name == "blocks") return MaskOp::blocks;
+  if (name == "tiles") return MaskOp::tiles;
   bad("no mask operation is called '" + name + "'");
 }
 
@@ -148,7 +150,7 @@ nb::tuple places(const short* args, int count) {
 // extent, arguments, register, slot, integer, real).
 nb::tuple described(const ExprProgram& p, ExprUse use, DType dtype) {
   nb::list values, outputs, kept;
-  for (int at = 0; at < p.begin[4]; at++) {
+  for (int at = 0; at < p.begin[kExtents]; at++) {
     const ExprValue& x = p.values[at];
     values.append(nb::make_tuple(expr_name(x.op), static_cast<int>(x.kind), static_cast<int>(x.arg_kind),
                                  static_cast<int>(x.extent), places(x.arg, x.count), static_cast<int>(x.reg),
@@ -183,15 +185,22 @@ class Kernel {
     problem_.dropout = dropout;
   }
 
-  // left, right and length are the parameters of a band or of a fixed length; slots say which captured tensors
+  // left, right and length are the parameters of a band or of a fixed length; left and right also the queries and keys
+  // of a table's rectangles; slots say which captured tensors
   // the instruction reads (-1: none).
   void add_mask(const std::string& op, bool bounds, i64 left, i64 right, bool bottom_right, i64 length, int slot,
                 int second_slot) {
     const MaskOp known = mask_op(op);
     MaskInstr& x = next_mask(known);
     x.bounds = bounds;
-    x.left = left;
-    x.right = right;
+    if (known == MaskOp::blocks || known == MaskOp::tiles) {
+      if (left < 1 || right < 1 || slot < 0) bad("a table has a tensor, and rectangles of at least one pair");
+      x.block_queries = left;
+      x.block_keys = right;
+    } else {
+      x.left = left;
+      x.right = right;
+    }
     x.bottom_right = bottom_right;
     x.length = length;
     mask_slots_[problem_.mask_length - 1][0] = slot;
@@ -379,7 +388,7 @@ class Kernel {
     const auto address = static_cast<std::uintptr_t>(number(first, 0));
     nb::handle strides = PyTuple_GET_ITEM(first.ptr(), 1);
     if (x.op == MaskOp::below) x.lengths = pointer<i64>(address);
-    if (x.op == MaskOp::dense) x.tensor = view(address, strides);
+    if (x.op == MaskOp::dense || x.op == MaskOp::blocks || x.op == MaskOp::tiles) x.tensor = view(address, strides);
     if (x.op != MaskOp::same_document) return;
     nb::handle second = PyTuple_GET_ITEM(tensors.ptr(), slots[1]);
     x.query_ids = pointer<i64>(address);
@@ -423,7 +432,8 @@ void check(bool done) {
 void forward(const Kernel& kernel, int threads, std::uint64_t seed, std::uintptr_t q, nb::tuple q_strides,
              std::uintptr_t k, nb::tuple k_strides, std::uintptr_t v, nb::tuple v_strides, std::uintptr_t out,
              nb::tuple out_strides, std::uintptr_t lse, std::uintptr_t row_max, std::uintptr_t row_sum,
-             std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences) {
+             std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences,
+             nb::tuple statistics) {
   Forward f;
   CompiledExprs exprs;
   kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences, exprs);
@@ -434,6 +444,10 @@ void forward(const Kernel& kernel, int threads, std::uint64_t seed, std::uintptr
   f.lse = rows(kernel, lse);
   f.row_max = rows(kernel, row_max);
   f.row_sum = rows(kernel, row_sum);
+  if (PyTuple_GET_SIZE(statistics.ptr()) > 0) {  // addresses, 0 for a top_key that is not wanted
+    Rows* arrays[] = {&f.max_logit, &f.entropy, &f.row_mean, &f.top_key};
+    for (int i = 0; i < 4; i++) *arrays[i] = rows(kernel, static_cast<std::uintptr_t>(number(statistics, i)));
+  }
   const Kernels& kernels = active();
   nb::gil_scoped_release release;
   check(kernels.forward(f));
@@ -447,8 +461,8 @@ void fill_backward(Arguments& f, const Kernel& kernel, nb::tuple tensors, nb::tu
     nb::handle entry = PyTuple_GET_ITEM(tensors.ptr(), i);
     *views[i] = view(static_cast<std::uintptr_t>(number(entry, 0)), PyTuple_GET_ITEM(entry.ptr(), 1));
   }
-  Rows* arrays[] = {&f.row_max, &f.row_sum, &f.grad_lse, &f.delta};
-  for (int i = 0; i < 4; i++) *arrays[i] = rows(kernel, static_cast<std::uintptr_t>(number(row_arrays, i)));
+  Rows* arrays[] = {&f.row_max, &f.row_sum, &f.grad_lse, &f.delta, &f.row_mean, &f.grad_entropy};
+  for (int i = 0; i < 6; i++) *arrays[i] = rows(kernel, static_cast<std::uintptr_t>(number(row_arrays, i)));
 }
 
 void backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple tensors, nb::tuple row_arrays,
@@ -489,6 +503,21 @@ void load_backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tu
   const Kernels& kernels = active();
   nb::gil_scoped_release release;
   check(kernels.load_backward(f));
+}
+
+// grid: queries and keys of a rectangle, then the sizes of the table, which is contiguous at `address`.
+void covers(const Kernel& kernel, int threads, nb::tuple mask_tensors, nb::tuple sequences, nb::tuple grid,
+            std::uintptr_t address) {
+  Covers f;
+  CompiledExprs exprs;
+  kernel.fill(f, threads, 0, 0, mask_tensors, nb::tuple(), sequences, exprs);
+  i64* sizes[] = {&f.block_queries, &f.block_keys, &f.batches, &f.heads_apart, &f.rows, &f.columns};
+  for (int i = 0; i < 6; i++) *sizes[i] = number(grid, i);
+  if (f.block_queries < 1 || f.block_keys < 1) bad("a rectangle has at least one pair");
+  f.table = reinterpret_cast<unsigned char*>(address);
+  const Kernels& kernels = active();
+  nb::gil_scoped_release release;
+  check(kernels.covers(f));
 }
 
 std::vector<std::string> isa_available() {
@@ -590,6 +619,7 @@ NB_MODULE(_core, m) {
   m.def("backward", &backward);
   m.def("bias_backward", &bias_backward);
   m.def("load_backward", &load_backward);
+  m.def("covers", &covers);
   m.def("isa_available", &isa_available);
   m.def("isa_active", [] { return std::string(active().name); });
   m.def("isa_description", [] { return std::string(active().description); });

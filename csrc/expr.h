@@ -7,58 +7,18 @@
 namespace tilewise {
 
 // Which operation takes which kinds is said in expr_compile.cc.
+// clang-format off
 enum class ExprOp : unsigned char {
-  score,
-  batch,
-  head,
-  query,
-  key,
-  queries,
-  keys,  // leaves: s b h m n M N
-  constant,
-  load,
-  add,
-  sub,
-  mul,
-  floordiv,
-  mod,
-  min,
-  max,
-  neg,
-  abs,
-  sign,
-  div,
-  pow,
-  exp,
-  exp2,
-  log,
-  log2,
-  tanh,
-  sigmoid,
-  sqrt,
-  rsqrt,
-  sin,
-  cos,
-  floor,
-  ceil,
-  round,
-  trunc,
-  shl,
-  shr,
-  all,
-  any,
-  differ,
-  negate,  // the last four: and, or, xor, not of booleans or of bits
-  lt,
-  le,
-  eq,
-  ne,
-  where,
-  to_float,
-  to_int,
-  shr_by,
-  bits_of  // integers shifted by, and cut to the bits of, a constant: what becomes of a division
+  score, batch, head, query, key, queries, keys,  // leaves: s b h m n M N
+  constant, load,
+  add, sub, mul, floordiv, mod, min, max, neg, abs, sign, div, pow,
+  exp, exp2, log, log2, tanh, sigmoid, sqrt, rsqrt, sin, cos, floor, ceil, round, trunc,
+  shl, shr, all, any, differ, negate,  // the last four: and, or, xor, not of booleans or of bits
+  lt, le, eq, ne, where, to_float, to_int,
+  shr_by, bits_of, power_by,  // by a constant: what becomes of divisions of integers, and of pow
+  difference                  // of positions: what becomes of m - n and n - m
 };
+// clang-format on
 enum class ExprKind : unsigned char { boolean, integer, real };
 
 constexpr int kMaxOutputs = kMaxLoads + 2;
@@ -86,14 +46,19 @@ struct ExprBox {
 // Scratch memory of a program: a header, then the registers by extent, each with room for so many elements. What does
 // not depend on the query fills a vector, of at most 16 lanes; a piece has 16 keys, a tile 64 queries.
 constexpr i64 kExprHeader = 64;
-constexpr i64 kRegisterElements[4] = {16, 64, 16 * 16, 16 * 64};
+constexpr int kExtents = 5;
+constexpr i64 kRegisterElements[kExtents] = {16, 64, 16 * 16, 16 + 64, 16 * 64};
+constexpr int kDiagonals = 16;  // where the diagonal of the first key and the first query lies in its register
 
-// One value of a program. `extent`: bit 0, it depends on the query (the lane); bit 1, on the key. Values of one
-// extent share a set of registers.
+// What a value depends on. Of m - n alone (as relative positions are): it is the same along a diagonal of the tile.
+enum ExprExtent : int { whole_tile = 0, per_query = 1, per_key = 2, per_diagonal = 3, per_pair = 4 };
+
+// One value of a program. Values of one extent share a set of registers.
 struct ExprValue {
   ExprOp op;
   ExprKind kind, arg_kind;  // arg_kind: of the last argument
   unsigned char extent, count;
+  unsigned char follows;  // 1: m plus what holds for the tile, 2: n plus that
   short reg, arg[kMaxRank];
   short slot;
   i64 integer;
@@ -121,16 +86,15 @@ struct ExprFrame {
 };
 using ExprCompiled = void (*)(ExprFrame*);
 
-enum ExprExtent : int { whole_tile = 0, per_query = 1, per_key = 2, per_pair = 3 };
-
 // An expression as it is run: the values that the outputs need, first those that hold for a whole tile, then those
-// per query, per key, per pair. Integers are 32 bits wide where they all fit, else 64 (with float64 always).
+// per query, per key, per diagonal, per pair. Integers are 32 bits wide where they all fit, else 64 (with float64
+// always).
 struct ExprProgram {
   const ExprValue* values;
   const ExprTensor* tensors;  // by slot
   const ExprRange* held;      // by slot: what an integer tensor holds
-  int begin[5];               // the first value of each extent, and the end
-  int registers[4];
+  int begin[kExtents + 1];    // the first value of each extent, and the end
+  int registers[kExtents];
   int outputs, output[kMaxOutputs];
   int loads;                  // of which a gradient is wanted
   ExprValue load[kMaxLoads];  // their index arguments are kept like outputs

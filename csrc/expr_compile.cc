@@ -123,6 +123,55 @@ void scan(const ExprTensor& t, int dim, const i64* data, ExprRange& range) {
   }
 }
 
+// Finds sums of a position and what holds for the tile, and the difference of two such.
+void follow(ExprValue& value, const std::vector<ExprValue>& before) {
+  if (value.op == ExprOp::query || value.op == ExprOp::key) value.follows = value.op == ExprOp::query ? 1 : 2;
+  if (value.kind != ExprKind::integer || (value.op != ExprOp::add && value.op != ExprOp::sub)) return;
+  const ExprValue &a = before[static_cast<std::size_t>(value.arg[0])],
+                  &b = before[static_cast<std::size_t>(value.arg[1])];
+  if (b.extent == whole_tile) value.follows = a.follows;
+  if (a.extent == whole_tile && value.op == ExprOp::add) value.follows = b.follows;
+  if (value.op == ExprOp::sub && a.follows + b.follows == 3 && a.follows != 0 && b.follows != 0)
+    value.op = ExprOp::difference;
+}
+
+// A node as a value whose arguments are still nodes; `before`: the values of all nodes before it.
+ExprValue described(const std::vector<ExprNode>& nodes, const std::vector<ExprKind>& kinds, std::size_t at,
+                    const std::vector<ExprValue>& before) {
+  const ExprNode& node = nodes[at];
+  ExprValue value{};
+  value.op = node.op, value.kind = kinds[at], value.count = static_cast<unsigned char>(node.count);
+  value.reg = -1, value.slot = static_cast<short>(node.op == ExprOp::load ? node.integer : -1);
+  value.integer = node.integer, value.real = node.real;
+  if (node.op == ExprOp::floordiv || node.op == ExprOp::mod) {
+    // By a power of two both are exact without a division, also of negative numbers.
+    const ExprNode& divisor = nodes[static_cast<std::size_t>(node.arg[1])];
+    const int power = power_of_two(divisor);
+    if (power >= 0) {
+      value.op = node.op == ExprOp::floordiv ? ExprOp::shr_by : ExprOp::bits_of;
+      value.integer = node.op == ExprOp::floordiv ? power : divisor.integer - 1;
+      value.count = 1;
+    }
+  }
+  if (node.op == ExprOp::pow && nodes[static_cast<std::size_t>(node.arg[1])].op == ExprOp::constant) {
+    value.op = ExprOp::power_by;
+    value.real = nodes[static_cast<std::size_t>(node.arg[1])].real;
+    value.count = 1;
+  }
+  int extent = extent_of_leaf(value.op);
+  for (int i = 0; i < value.count; i++) {
+    value.arg[i] = static_cast<short>(node.arg[i]);
+    const int other = before[static_cast<std::size_t>(node.arg[i])].extent;
+    // Two different ones together depend on the pair.
+    extent = other == whole_tile || other == extent ? extent : extent == whole_tile ? other : int{per_pair};
+  }
+  follow(value, before);
+  if (value.op == ExprOp::difference) extent = per_diagonal;
+  value.extent = static_cast<unsigned char>(extent);
+  if (value.count > 0) value.arg_kind = kinds[static_cast<std::size_t>(node.arg[value.count - 1])];
+  return value;
+}
+
 }  // namespace
 
 bool expr_op(const std::string& name, ExprNode& node) {
@@ -144,6 +193,8 @@ bool expr_op(const std::string& name, ExprNode& node) {
 const char* expr_name(ExprOp op) {
   if (op == ExprOp::shr_by) return "shr_by";
   if (op == ExprOp::bits_of) return "bits_of";
+  if (op == ExprOp::power_by) return "power_by";
+  if (op == ExprOp::difference) return "difference";
   if (op == ExprOp::constant) return "constant";
   const Row* row = row_of(op);
   return row ? row->name : "load";
@@ -177,61 +228,37 @@ CompiledExpr::CompiledExpr(const std::vector<ExprNode>& nodes, const std::vector
                            const std::vector<int>& outputs, const std::vector<int>& loads,
                            const std::vector<ExprTensor>& tensors, Problem& problem)
     : tensors_(tensors) {
-  const std::size_t count = nodes.size();
-  std::vector<char> needed(count, 0);
+  std::vector<ExprValue> all;
+  for (std::size_t at = 0; at < nodes.size(); at++) all.push_back(described(nodes, kinds, at, all));
+  std::vector<char> needed(nodes.size(), 0);
   for (int output : outputs) needed[static_cast<std::size_t>(output)] = 1;
-  for (int load : loads)
-    for (int i = 0; i < nodes[static_cast<std::size_t>(load)].count; i++)
-      needed[static_cast<std::size_t>(nodes[static_cast<std::size_t>(load)].arg[i])] = 1;
-  std::vector<ExprValue> all(count);
-  for (std::size_t at = count; at-- > 0;) {
-    const ExprNode& node = nodes[at];
-    ExprValue& value = all[at];
-    value = {node.op, kinds[at], ExprKind::boolean, 0,        static_cast<unsigned char>(node.count), -1,
-             {},      0,         node.integer,      node.real};
-    value.slot = static_cast<short>(node.op == ExprOp::load ? node.integer : -1);
-    if (node.count == 2 && (node.op == ExprOp::floordiv || node.op == ExprOp::mod)) {
-      // By a power of two both are exact without a division, also of negative numbers.
-      const int power = power_of_two(nodes[static_cast<std::size_t>(node.arg[1])]);
-      if (power >= 0) {
-        value.op = node.op == ExprOp::floordiv ? ExprOp::shr_by : ExprOp::bits_of;
-        value.integer = node.op == ExprOp::floordiv ? power : nodes[static_cast<std::size_t>(node.arg[1])].integer - 1;
-        value.count = 1;
-      }
-    }
-    for (int i = 0; i < value.count; i++) {
-      value.arg[i] = static_cast<short>(node.arg[i]);
-      if (needed[at]) needed[static_cast<std::size_t>(node.arg[i])] = 1;
-    }
-    if (value.count > 0) value.arg_kind = kinds[static_cast<std::size_t>(value.arg[value.count - 1])];
-  }
-  for (std::size_t at = 0; at < count; at++) {
-    int extent = extent_of_leaf(all[at].op);
-    for (int i = 0; i < all[at].count; i++) extent |= all[static_cast<std::size_t>(all[at].arg[i])].extent;
-    all[at].extent = static_cast<unsigned char>(extent);
-  }
-  std::vector<short> place(count, -1);
-  for (int extent = 0; extent < 4; extent++) {
+  const auto need_arguments = [&](const ExprValue& value) {
+    for (int i = 0; i < value.count; i++) needed[static_cast<std::size_t>(value.arg[i])] = 1;
+  };
+  for (int load : loads) need_arguments(all[static_cast<std::size_t>(load)]);
+  for (std::size_t at = nodes.size(); at-- > 0;)
+    if (needed[at]) need_arguments(all[at]);
+
+  std::vector<short> place(nodes.size(), -1);
+  const auto moved = [&](ExprValue value) {
+    for (int i = 0; i < value.count; i++) value.arg[i] = place[static_cast<std::size_t>(value.arg[i])];
+    return value;
+  };
+  // Arguments stand before what uses them, and never have more extent.
+  for (int extent = 0; extent < kExtents; extent++) {
     program_.begin[extent] = static_cast<int>(values_.size());
-    for (std::size_t at = 0; at < count; at++) {
+    for (std::size_t at = 0; at < nodes.size(); at++) {
       if (!needed[at] || all[at].extent != extent) continue;
       place[at] = static_cast<short>(values_.size());
-      values_.push_back(all[at]);
+      values_.push_back(moved(all[at]));
     }
   }
-  program_.begin[4] = static_cast<int>(values_.size());
-  const auto moved = [&](ExprValue& value) {
-    for (int i = 0; i < value.count; i++) value.arg[i] = place[static_cast<std::size_t>(value.arg[i])];
-  };
-  for (ExprValue& value : values_) moved(value);
+  program_.begin[kExtents] = static_cast<int>(values_.size());
   program_.outputs = static_cast<int>(outputs.size());
   for (std::size_t i = 0; i < outputs.size(); i++) program_.output[i] = place[static_cast<std::size_t>(outputs[i])];
   program_.loads = static_cast<int>(loads.size());
-  for (std::size_t i = 0; i < loads.size(); i++) {
-    program_.load[i] = all[static_cast<std::size_t>(loads[i])];
-    moved(program_.load[i]);
-  }
   program_.compiled = nullptr;
+  for (std::size_t i = 0; i < loads.size(); i++) program_.load[i] = moved(all[static_cast<std::size_t>(loads[i])]);
   program_.values = values_.data();
   program_.tensors = tensors_.data();
   look_at_tensors();
@@ -243,8 +270,10 @@ CompiledExpr::CompiledExpr(const std::vector<ExprNode>& nodes, const std::vector
 
 void CompiledExpr::look_at_tensors() {
   held_.resize(tensors_.size());
+  std::vector<char> seen(tensors_.size(), 0);
   for (const ExprValue& value : values_) {
     if (value.op != ExprOp::load || value.kind != ExprKind::integer) continue;
+    if (seen[static_cast<std::size_t>(value.slot)]++) continue;
     const ExprTensor& tensor = tensors_[static_cast<std::size_t>(value.slot)];
     ExprRange& range = held_[static_cast<std::size_t>(value.slot)];
     const i64 count = elements(tensor);
@@ -300,7 +329,7 @@ void CompiledExpr::assign_registers() {
   for (int x = 0; x < program_.loads; x++)
     for (int i = 0; i < program_.load[x].count; i++)
       last[static_cast<std::size_t>(program_.load[x].arg[i])] = INT32_MAX;
-  std::vector<short> free[4];
+  std::vector<short> free[kExtents];
   for (int& registers : program_.registers) registers = 0;
   for (std::size_t at = 0; at < count; at++) {
     ExprValue& value = values_[at];
@@ -328,7 +357,7 @@ void CompiledExpr::assign_registers() {
   }
   const i64 size = program_.wide ? 8 : 4;
   program_.bytes = kExprHeader;
-  for (int extent = 0; extent < 4; extent++)
+  for (int extent = 0; extent < kExtents; extent++)
     program_.bytes += program_.registers[extent] * kRegisterElements[extent] * size;
 }
 

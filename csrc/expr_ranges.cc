@@ -27,7 +27,7 @@ class Ranges {
       : p_(program), box_(box), proof_(proof), out_(out), limit_(program.wide_floats ? 1.7e308 : 3.4e38) {}
 
   void run() {
-    for (int at = 0; at < p_.begin[4]; at++) {
+    for (int at = 0; at < p_.begin[kExtents]; at++) {
       const ExprValue& x = p_.values[at];
       out_[at] = x.op == ExprOp::load || x.count == 0 ? stored(x)
                  : x.op == ExprOp::where              ? where(x)
@@ -182,6 +182,7 @@ class Ranges {
       case ExprOp::add:
         return corners(a, b, [](i64 p, i64 q, i64& to) { return __builtin_add_overflow(p, q, &to); });
       case ExprOp::sub:
+      case ExprOp::difference:
         return corners(a, b, [](i64 p, i64 q, i64& to) { return __builtin_sub_overflow(p, q, &to); });
       case ExprOp::mul:
         return corners(a, b, [](i64 p, i64 q, i64& to) { return __builtin_mul_overflow(p, q, &to); });
@@ -246,10 +247,9 @@ class Ranges {
   }
   Range remainder(const Range& a, const Range& b) const {
     if (!proof_ && b.least <= 0 && b.most >= 0) return any_integer();
-    if (b.least == b.most && b.least > 0) {
+    if (b.least == b.most && b.least > 0 && a.least > kLeast / 2) {
       const i64 first = floor_divide(a.least, b.least);
-      if (first == floor_divide(a.most, b.least) && a.least != kLeast)
-        return whole(a.least - first * b.least, a.most - first * b.least);
+      if (first == floor_divide(a.most, b.least)) return whole(a.least - first * b.least, a.most - first * b.least);
     }
     Range r = whole(b.least < 0 ? (b.least == kLeast ? kLeast : b.least + 1) : 0, b.most > 0 ? b.most - 1 : 0);
     if (a.least >= 0 && b.least > 0) r.most = std::min(r.most, a.most);
@@ -322,6 +322,8 @@ class Ranges {
         return any_real();
       case ExprOp::pow:
         return power(a, b);
+      case ExprOp::power_by:
+        return std::isfinite(x.real) ? power(a, real(x.real, x.real)) : any_real();
       case ExprOp::floordiv:
         return any_real();
       case ExprOp::to_float:

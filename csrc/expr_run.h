@@ -37,7 +37,7 @@ class ExprRun {
   ExprRun(const ExprProgram& program, char* room)
       : p_(program), state_(*reinterpret_cast<State*>(room + program.room)), s_(nullptr), n0_(0) {
     char* at = room + program.room + kExprHeader;
-    for (int extent = 0; extent < 4; extent++) {
+    for (int extent = 0; extent < kExtents; extent++) {
       size_[extent] = kRegisterElements[extent] * (program.wide ? 8 : 4);
       base_[extent] = at;
       at += size_[extent] * program.registers[extent];
@@ -62,10 +62,15 @@ class ExprRun {
   void piece(C* s, i64 n0, int count) {
     s_ = s, n0_ = n0;
     if (p_.compiled != nullptr) {
+      if (p_.registers[per_diagonal] > 0) {
+        run(per_key, count);
+        run(per_diagonal, 1);
+      }
       ExprFrame given = frame(s, n0, count);
       return p_.compiled(&given);
     }
     run(per_key, count);
+    run(per_diagonal, 1);
     run(per_pair, count);
   }
 
@@ -76,12 +81,28 @@ class ExprRun {
 
   int width() const { return state_.width; }
   Operand output(int index) const { return operand(p_.output[index]); }
-  Operand operand(int index) const {
+  // `along`: as the elements of a register of diagonals lie, for values of that extent.
+  Operand operand(int index, bool along = false) const {
     const ExprValue& x = p_.values[index];
-    const int extent = x.extent;
-    char* data = x.reg < 0 ? reinterpret_cast<char*>(s_) : base_[extent] + x.reg * size_[extent];
-    const bool queries = extent & 1;
-    return {data, extent & 2 ? (queries ? state_.width : lanes) : 0, queries ? -1 : 0};
+    char* data = x.reg < 0 ? reinterpret_cast<char*>(s_) : base_[x.extent] + x.reg * size_[x.extent];
+    switch (x.extent) {
+      case per_query:
+        return {data, 0, -1};
+      case per_key:
+        return {data, lanes, 0};
+      case per_diagonal:
+        if (along) return {data, 0, -1};
+        return {data + kDiagonals * (p_.wide && x.kind == ExprKind::integer ? 8 : static_cast<int>(sizeof(C))), -1, -1};
+      case per_pair:
+        return {data, state_.width, -1};
+      default:
+        return {data, 0, 0};
+    }
+  }
+  // What there is of a value per row of keys.
+  int columns(int extent) const {
+    if (extent == whole_tile || extent == per_key) return lanes;
+    return extent == per_diagonal ? kDiagonals + state_.width : state_.width;
   }
 
  private:
@@ -133,8 +154,7 @@ class ExprRun {
   }
 
   void run(int extent, int rows) const {
-    const int columns = extent & 1 ? state_.width : lanes;
-    if (extent == whole_tile || extent == per_query) rows = 1;
+    const int columns = this->columns(extent);
     for (int at = p_.begin[extent]; at < p_.begin[extent + 1]; at++) {
       if constexpr (sizeof(C) == 8) {
         compute<i64>(at, rows, columns);
@@ -149,12 +169,14 @@ class ExprRun {
   template <class I>
   TW_NOINLINE void compute(int at, int rows, int columns) const {
     const ExprValue& x = p_.values[at];
-    const Operand to = operand(at);
+    const bool along = x.extent == per_diagonal;
+    const Operand to = operand(at, along);
+    if (x.op == ExprOp::difference) return difference<I>(x, to, columns);
     if (x.op == ExprOp::load) return gather<I>(x, to, rows, columns);
     if (x.count == 0) return leaf<I>(x, to, rows, columns);
-    const Operand a = operand(x.arg[0]), b = operand(x.arg[x.count > 1 ? 1 : 0]);
+    const Operand a = operand(x.arg[0], along), b = operand(x.arg[x.count > 1 ? 1 : 0], along);
     if (x.op == ExprOp::where) {
-      const Operand c = operand(x.arg[2]);
+      const Operand c = operand(x.arg[2], along);
       if (x.kind == ExprKind::real) return choose<C>(to, a, b, c, rows, columns);
       if (x.kind == ExprKind::boolean) return choose<Truth>(to, a, b, c, rows, columns);
       return choose<I>(to, a, b, c, rows, columns);
@@ -196,6 +218,19 @@ class ExprRun {
         if (x.kind == ExprKind::real) return fill(to, static_cast<C>(x.real));
         if (x.kind == ExprKind::integer) return fill(to, static_cast<I>(x.integer));
         return fill(to, static_cast<Truth>(-x.integer));
+    }
+  }
+
+  // Of a query's position and a key's, or the other way round, from those of the first query and the first key.
+  template <class I>
+  void difference(const ExprValue& x, Operand to, int columns) const {
+    using N = std::conditional_t<sizeof(I) == 4, u32, u64>;
+    const N first = static_cast<N>(*operand(x.arg[0]).template at<I>(0, 0)) -
+                    static_cast<N>(*operand(x.arg[1]).template at<I>(0, 0));
+    const bool forward = p_.values[x.arg[0]].extent == per_query;
+    for (int i = 0; i < columns; i++) {
+      const N step = static_cast<N>(i - kDiagonals);
+      to.at<I>(0, 0)[i] = static_cast<I>(forward ? first + step : first - step);
     }
   }
 
@@ -267,18 +302,26 @@ class ExprRun {
         return map<I>(to, a, b, rows, columns, [](V p, V q) { return p ^ q; });
       case ExprOp::negate:
         return map<I>(to, a, rows, columns, [](V p) { return ~p; });
+      case ExprOp::to_float:
+        return turn<C, I, I>(to, a, rows, columns, [](C* r, const I* p) { store_converted(r, load(p)); });
+      case ExprOp::to_int:
+        return map<I>(to, a, rows, columns, [](V p) { return p; });
+      default:
+        return compare_integers<I>(x.op, to, a, b, rows, columns);
+    }
+  }
+  template <class I>
+  void compare_integers(ExprOp op, Operand to, Operand a, Operand b, int rows, int columns) const {
+    using V = Vec<I>;
+    switch (op) {
       case ExprOp::lt:
         return compare<I>(to, a, b, rows, columns, [](V p, V q) { return p < q; });
       case ExprOp::le:
         return compare<I>(to, a, b, rows, columns, [](V p, V q) { return p <= q; });
       case ExprOp::eq:
         return compare<I>(to, a, b, rows, columns, [](V p, V q) { return p == q; });
-      case ExprOp::ne:
+      default:  // ne
         return compare<I>(to, a, b, rows, columns, [](V p, V q) { return p != q; });
-      case ExprOp::to_float:
-        return turn<C, I, I>(to, a, rows, columns, [](C* r, const I* p) { store_converted(r, load(p)); });
-      default:  // to_int
-        return map<I>(to, a, rows, columns, [](V p) { return p; });
     }
   }
 
@@ -355,11 +398,26 @@ class ExprRun {
         return map<C>(to, a, rows, columns, [](V p) { return round_to<Toward::nearest>(p, C{}); });
       case ExprOp::trunc:
         return map<C>(to, a, rows, columns, [](V p) { return round_to<Toward::zero>(p, C{}); });
+      case ExprOp::power_by:
+        return power(static_cast<C>(x.real), to, a, rows, columns);
       case ExprOp::to_int:
         return turn<I, C, I>(to, a, rows, columns, [](I* r, const C* p) { store(r, to_integers(p, I{})); });
       default:  // to_float
         return map<C>(to, a, rows, columns, [](V p) { return p; });
     }
+  }
+
+  // The exponents that torch has short forms for, and any other.
+  static void power(C by, Operand to, Operand a, int rows, int columns) {
+    using V = Vec<C>;
+    constexpr C one = 1;
+    if (by == 2) return map<C>(to, a, rows, columns, [](V p) { return p * p; });
+    if (by == 3) return map<C>(to, a, rows, columns, [](V p) { return p * p * p; });
+    if (by == -1) return map<C>(to, a, rows, columns, [](V p) { return one / p; });
+    if (by == -2) return map<C>(to, a, rows, columns, [](V p) { return one / (p * p); });
+    if (by == static_cast<C>(0.5)) return map<C>(to, a, rows, columns, [](V p) { return square_root(p); });
+    if (by == static_cast<C>(-0.5)) return map<C>(to, a, rows, columns, [](V p) { return one / square_root(p); });
+    map<C>(to, a, rows, columns, [=](V p) { return each_lane<C>(p, [=](C y) { return power_of(y, by); }); });
   }
 
  public:
@@ -369,13 +427,11 @@ class ExprRun {
    public:
     Places(const ExprRun& run, const ExprValue& x, const i64* stride) : stride_(stride), count_(x.count) {
       const ExprTensor& t = run.p_.tensors[x.slot];
-      extent_ = 0;
       bool queries = false;
       for (int d = 0; d < count_; d++) {
         last_[d] = t.size[d] - 1;
-        index_[d] = run.operand(x.arg[d]);
+        index_[d] = run.operand(x.arg[d], x.extent == per_diagonal);
         kind_[d] = run.p_.values[x.arg[d]].extent;
-        extent_ |= kind_[d];
         if (kind_[d] == whole_tile) base_ += moved(index_[d].at<I>(0, 0)[0], d);
         queries |= kind_[d] == per_query;
       }
@@ -388,7 +444,17 @@ class ExprRun {
         store(queries_ + i, sum);
       }
     }
-    int extent() const { return extent_; }
+    // Whether the keys' elements lie side by side, each query's by themselves.
+    bool rows_of_keys(int rows) const {
+      for (int d = 0; d < count_; d++)
+        if (kind_[d] >= per_diagonal) return false;
+      if (!by_query_ || rows < 2) return false;
+      const i64 first = row(0);
+      for (int j = 1; j < rows; j++)
+        if (row(j) != first + j) return false;
+      return true;
+    }
+    i64 query(int i) const { return queries_[i]; }
     // What the tile and key j contribute.
     i64 row(int j) const {
       i64 at = base_;
@@ -401,7 +467,7 @@ class ExprRun {
       Vec<I> at = set(static_cast<I>(row));
       if (by_query_) at += load(queries_ + i);
       for (int d = 0; d < count_; d++)
-        if (kind_[d] == per_pair) at += moved(load(index_[d].at<I>(j, i)), d);
+        if (kind_[d] >= per_diagonal) at += moved(load(index_[d].at<I>(j, i)), d);
       return at;
     }
 
@@ -413,7 +479,7 @@ class ExprRun {
       return (index < none ? none : index) * static_cast<I>(stride_[d]);
     }
     const i64* stride_;
-    int count_, extent_;
+    int count_;
     bool by_query_;
     i64 base_ = 0, last_[kMaxRank];
     int kind_[kMaxRank];
@@ -471,10 +537,13 @@ class ExprRun {
       return;
     }
     const Places<I> places(*this, x, t.stride);
+    if constexpr (std::is_same_v<T, From> && std::is_same_v<T, C>) {
+      if (x.extent == per_pair && places.rows_of_keys(rows)) return turn_rows(places, to, rows, columns, data);
+    }
     for (int j = 0; j < rows; j++) {
       T* r = to.at<T>(j, 0);
       const i64 row = places.row(j);
-      if (!(x.extent & 1)) {
+      if (x.extent == whole_tile || x.extent == per_key) {
         const T value = element(data, row, T{});
         for (int v = 0; v < lanes; v++) r[v] = value;
         continue;
@@ -483,10 +552,25 @@ class ExprRun {
     }
   }
 
+  // Rows along the keys, one per query, turned so that queries lie side by side.
+  template <class P>
+  static void turn_rows(const P& places, Operand to, int rows, int columns, const C* data) {
+    data += places.row(0);
+    for (int i = 0; i < columns; i += lanes) {
+      for (int j = 0; j < rows; j += lanes) {
+        Vec<C> r[lanes];
+        TW_UNROLL(16)
+        for (int x = 0; x < lanes; x++) r[x] = load_first(data + places.query(i + x) + j, rows - j);
+        transpose<C>(r);
+        for (int x = 0; x < lanes && j + x < rows; x++) store(to.at<C>(j + x, i), r[x]);
+      }
+    }
+  }
+
   const ExprProgram& p_;
   State& state_;
-  char* base_[4];
-  i64 size_[4];
+  char* base_[kExtents];
+  i64 size_[kExtents];
   C* s_;
   i64 n0_;
 };

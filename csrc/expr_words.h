@@ -303,6 +303,17 @@ TW_INLINE Reals op_mod(Reals a, Reals b) {
 TW_INLINE Reals op_pow(Reals a, Reals b) {
   return each_lane<Real>(a, b, [](Real p, Real q) { return power_of(p, q); });
 }
+// A constant exponent: those that torch has short forms for, and any other.
+TW_INLINE Reals op_power_by(Reals a, double exponent) {
+  const Real by = static_cast<Real>(exponent), one = 1;
+  if (by == 2) return op_mul(a, a);
+  if (by == 3) return op_mul(op_mul(a, a), a);
+  if (by == -1) return one / a;
+  if (by == -2) return one / op_mul(a, a);
+  if (by == static_cast<Real>(0.5)) return square_root(a);
+  if (by == static_cast<Real>(-0.5)) return one / square_root(a);
+  return each_lane<Real>(a, [=](Real p) { return power_of(p, by); });
+}
 TW_INLINE Reals op_min(Reals a, Reals b) { return least(a, b, Real{}); }
 TW_INLINE Reals op_max(Reals a, Reals b) { return largest(a, b, Real{}); }
 TW_INLINE Reals op_neg(Reals a) { return opposite(a, Real{}); }

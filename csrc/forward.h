@@ -11,6 +11,9 @@ namespace tilewise::TILEWISE_ISA {
 
 constexpr double kLog2e = 1.44269504088896340736;
 constexpr double kLn2 = 0.693147180559945309417;
+// 2^x is 0 from here down in every type. Stands for lower ones, -inf too, where x is multiplied by such a 0.
+template <class C>
+constexpr C kFar = static_cast<C>(-2000);
 
 TW_INLINE u32 dropout_threshold(double p) {
   return static_cast<u32>(min(static_cast<i64>(p * 4294967296.0 + 0.5), 0xffffffff));
@@ -36,6 +39,11 @@ struct QueryTile {
   Acc* row_max;            // base 2
   Acc* row_sum;
   Acc* deepest;  // see ScoreChain::Extras
+  // For statistics only.
+  Acc* row_moment;  // the sum of exp2(score - row_max) * (score - row_max)
+  Acc* best;        // the largest score as the matrix product and the score chain left it
+  // The first key that has it: piece * kSubKeys + place, either exact in any type.
+  Acc *best_piece, *best_place;
 };
 
 template <class Mode>
@@ -56,10 +64,17 @@ class ForwardKernel {
     tiles_ = tiles;
     const QueryTasks tasks(f_, static_cast<i64>(tiles) * kTileQueries);
     if (tasks.count() < 0) return false;
+    const i64 rows = static_cast<i64>(tiles) * kTileQueries;
+    const TaskOrder order(f_, tasks.count(), [&](i64 task, const MaskInstr& table) {
+      i64 b, h, block;
+      tasks.locate(task, b, h, block);
+      const Sequence seq = sequence(f_, b);
+      return table_weight(table, b, h, block * rows, min((block + 1) * rows, seq.queries) - 1, 0, seq.keys);
+    });
     Memory sizes(f_, tiles, nullptr);
     return for_tasks(f_.threads, tasks.count(), sizes.bytes, [&](i64 task, void* memory) {
       i64 b, h, block;
-      tasks.locate(task, b, h, block);
+      tasks.locate(order[task], b, h, block);
       work(b, h, block, Memory(f_, tiles_, memory));
     });
   }
@@ -68,6 +83,7 @@ class ForwardKernel {
   struct Memory {
     Word *q, *keys, *values;
     Acc *out, *scores, *row_max, *row_sum, *deepest, *alpha, *peak;
+    Acc *row_moment, *best, *best_piece, *best_place;
     u64 *bits, *kept;
     char* expr;
     std::size_t bytes;
@@ -87,6 +103,8 @@ class ForwardKernel {
       expr = carve.take<char>(f.expr_room);
       keys = carve.take<Word>(kRoomKeys * Mode::words(f.head_dim));
       values = carve.take<Word>(kRoomKeys * f.value_dim);
+      row_moment = carve.take<Acc>(f.entropy.data ? queries : 0);
+      for (Acc** array : {&best, &best_piece, &best_place}) *array = carve.take<Acc>(f.top_key.data ? queries : 0);
       bytes = carve.used();
     }
   };
@@ -109,7 +127,8 @@ class ForwardKernel {
     const KeyBlocks blocks(mask.key_limit());
     if (visible.begin < visible.end) {
       for (i64 x = blocks.containing(visible.begin); x < blocks.count && blocks.begin(x) < visible.end; x++)
-        key_block(seq, h, blocks.begin(x), blocks.end(x), mask, chain, tiles, count, memory);
+        if (!mask.skips(begin, end - 1, blocks.begin(x), blocks.end(x)))
+          key_block(seq, h, blocks.begin(x), blocks.end(x), mask, chain, tiles, count, memory);
     }
     for (int t = 0; t < count; t++) close(seq, h, tiles[t], memory);
   }
@@ -125,11 +144,17 @@ class ForwardKernel {
     tile.row_max = memory.row_max + at;
     tile.row_sum = memory.row_sum + at;
     tile.deepest = memory.deepest + at;
+    tile.row_moment = memory.row_moment + at;
+    tile.best = memory.best + at;
+    tile.best_piece = memory.best_piece + at;
+    tile.best_place = memory.best_place + at;
     const Elem* q = Mode::at(f_.q.data, view_at(f_.q, seq.b, h, seq.query_begin + first));
     Mode::transposed(q, f_.q.row, f_.q.col, tile.rows, f_.head_dim, tile.width, tile.q);
     for (int i = 0; i < tile.width; i++) {
       tile.row_max[i] = tile.deepest[i] = -static_cast<Acc>(__builtin_inf());
       tile.row_sum[i] = 0;
+      if (f_.entropy.data) tile.row_moment[i] = 0;
+      if (f_.top_key.data) tile.best[i] = -static_cast<Acc>(__builtin_inf());
     }
     std::memset(tile.out, 0,
                 static_cast<std::size_t>(tile.width) * static_cast<std::size_t>(f_.value_dim) * sizeof(Acc));
@@ -181,19 +206,17 @@ class ForwardKernel {
                                                                       width, s, width, nullptr, memory.peak);
     }
     if (!peaked || !masked.plain) mask_and_peak(s, width, count, masked.plain ? nullptr : masked.bits, memory.peak);
+    if (f_.top_key.data) track_top(s, width, count, masked.begin, tile, memory.peak);
     const u64* kept = nullptr;
     if (f_.dropout > 0) {
       dropout_bits(f_.seed, dropout_threshold(f_.dropout), seq.b, h, tile.first,
                    static_cast<int>(round_up(width, kLanes<u32>)), masked.begin, count, memory.kept);
       kept = memory.kept;
     }
-    for_columns<Acc>(width, [&](auto vectors, int column) {
-      constexpr int kV = decltype(vectors)::value;
-      if (kept)
-        softmax<kV, true>(s, width, count, column, tile, kept, memory);
-      else
-        softmax<kV, false>(s, width, count, column, tile, nullptr, memory);
-    });
+    if (f_.entropy.data)
+      softmax_columns<true>(s, count, tile, kept, memory);
+    else
+      softmax_columns<false>(s, count, tile, kept, memory);
     Product::template run<AOrder::column_major, Into::rescale>(
         values, value_stride, reinterpret_cast<const Word*>(s), width, f_.value_dim,
         (count + Mode::per_word - 1) / Mode::per_word, width, tile.out, width, memory.alpha);
@@ -226,13 +249,49 @@ class ForwardKernel {
     });
   }
 
+  // For the queries whose maximum grows, the first key of the block that has the new one.
+  static void track_top(const Acc* s, int width, int count, i64 n0, const QueryTile<Mode>& tile, const Acc* peak) {
+    const Vec<Acc> piece = set(static_cast<Acc>(n0 / kSubKeys));
+    for_columns<Acc>(width, [&](auto vectors, int column) {
+      constexpr int kV = decltype(vectors)::value;
+      Vec<Acc> top[kV], place[kV], here = set(static_cast<Acc>(count));
+      TW_UNROLL(4)
+      for (int v = 0; v < kV; v++) top[v] = load(peak + column + v * lanes), place[v] = Vec<Acc>{};
+      for (int j = count - 1; j >= 0; j--) {
+        here -= static_cast<Acc>(1);
+        TW_UNROLL(4)
+        for (int v = 0; v < kV; v++)
+          place[v] = load(s + static_cast<i64>(j) * width + column + v * lanes) == top[v] ? here : place[v];
+      }
+      TW_UNROLL(4)
+      for (int v = 0; v < kV; v++) {
+        const int i = column + v * lanes;
+        const Vec<Acc> before = load(tile.best + i);
+        store(tile.best + i, top[v] > before ? top[v] : before);
+        store(tile.best_piece + i, top[v] > before ? piece : load(tile.best_piece + i));
+        store(tile.best_place + i, top[v] > before ? place[v] : load(tile.best_place + i));
+      }
+    });
+  }
+
+  template <bool kMoment>
+  void softmax_columns(Acc* s, int count, const QueryTile<Mode>& tile, const u64* kept, const Memory& memory) const {
+    for_columns<Acc>(tile.width, [&](auto vectors, int column) {
+      constexpr int kV = decltype(vectors)::value;
+      if (kept)
+        softmax<kV, true, kMoment>(s, tile.width, count, column, tile, kept, memory);
+      else
+        softmax<kV, false, kMoment>(s, tile.width, count, column, tile, nullptr, memory);
+    });
+  }
+
   // Scores become probabilities relative to the new row maximum, in the layout that the second product reads.
-  template <int kV, bool kDropout>
+  template <int kV, bool kDropout, bool kMoment>
   void softmax(Acc* s, int width, int count, int column, const QueryTile<Mode>& tile, const u64* kept,
                const Memory& memory) const {
     constexpr int degree = Mode::exp2_degree;
     const Acc factor = units_.to_base2;
-    Vec<Acc> top[kV], sum[kV];
+    Vec<Acc> top[kV], sum[kV], moment[kV];
     TW_UNROLL(4)
     for (int v = 0; v < kV; v++) {
       const int i = column + v * lanes;
@@ -244,7 +303,12 @@ class ForwardKernel {
       const Vec<Acc> alpha = exp2<5>(before - top[v], Acc{});
       store(memory.alpha + i, alpha);
       store(tile.row_max + i, now);
-      sum[v] = Vec<Acc>{};
+      sum[v] = moment[v] = Vec<Acc>{};
+      if constexpr (kMoment) {
+        // What was relative to the maximum before becomes relative to the one now.
+        const Vec<Acc> moved = vmax(set(kFar<Acc>), before - top[v]);
+        store(tile.row_moment + i, (load(tile.row_moment + i) + moved * load(tile.row_sum + i)) * alpha);
+      }
     }
     if constexpr (Mode::paired) {
 #if defined(__AVX512BF16__)
@@ -253,9 +317,14 @@ class ForwardKernel {
         for (int v = 0; v < kV; v++) {
           const int i = column + v * lanes;
           const Acc* p = s + static_cast<i64>(j) * width + i;
-          Vec<Acc> first = exp2<degree>(rounded(load(p) * factor, Acc{}) - top[v], Acc{});
-          Vec<Acc> second =
-              j + 1 < count ? exp2<degree>(rounded(load(p + width) * factor, Acc{}) - top[v], Acc{}) : Vec<Acc>{};
+          const Vec<Acc> x = rounded(load(p) * factor, Acc{}) - top[v];
+          Vec<Acc> first = exp2<degree>(x, Acc{}), second{};
+          if constexpr (kMoment) moment[v] = fused(first, vmax(set(kFar<Acc>), x), moment[v]);
+          if (j + 1 < count) {
+            const Vec<Acc> y = rounded(load(p + width) * factor, Acc{}) - top[v];
+            second = exp2<degree>(y, Acc{});
+            if constexpr (kMoment) moment[v] = fused(second, vmax(set(kFar<Acc>), y), moment[v]);
+          }
           sum[v] += first + second;
           if constexpr (kDropout) {
             first = keep_where<Acc>(kept[j] >> i, first);
@@ -271,8 +340,10 @@ class ForwardKernel {
         for (int v = 0; v < kV; v++) {
           const int i = column + v * lanes;
           Acc* p = s + static_cast<i64>(j) * width + i;
-          Vec<Acc> e = exp2<degree>(rounded(load(p) * factor, Acc{}) - top[v], Acc{});
+          const Vec<Acc> x = rounded(load(p) * factor, Acc{}) - top[v];
+          Vec<Acc> e = exp2<degree>(x, Acc{});
           sum[v] += e;
+          if constexpr (kMoment) moment[v] = fused(e, vmax(set(kFar<Acc>), x), moment[v]);
           if constexpr (kDropout) e = keep_where<Acc>(kept[j] >> i, e);
           store(p, e);
         }
@@ -283,6 +354,7 @@ class ForwardKernel {
     for (int v = 0; v < kV; v++) {
       const int i = column + v * lanes;
       store(tile.row_sum + i, load(tile.row_sum + i) * load(memory.alpha + i) + sum[v]);
+      if constexpr (kMoment) store(tile.row_moment + i, load(tile.row_moment + i) + moment[v]);
     }
   }
 
@@ -310,6 +382,7 @@ class ForwardKernel {
         store(largest + i, now);
       }
     }
+    if (f_.entropy.data) write_statistics(seq, h, tile, total, largest);
     for (int i = 0; i < tile.width; i += lanes) {
       const Vec<Acc> sum = load(total + i), top = load(largest + i);
       // Scores at the bound of biases stood for lower ones.
@@ -325,6 +398,43 @@ class ForwardKernel {
     std::memcpy(rows_at<Acc>(f_.row_sum, seq.b, h, row), tile.row_sum, size);
     Elem* out = Mode::at(const_cast<void*>(f_.out.data), view_at(f_.out, seq.b, h, row));
     unpack_transposed(tile.out, tile.width, tile.rows, f_.value_dim, memory.alpha, live, out, f_.out.row);
+  }
+
+  // With t the logits less the largest of them, in base-2 units: entropy = log(sum of 2^t) - ln(2) * mean of t, of
+  // which neither term is negative. `total` and `largest`: the row sum and maximum with the sink.
+  void write_statistics(const Sequence& seq, i64 h, const QueryTile<Mode>& tile, const Acc* total,
+                        const Acc* largest) const {
+    const Acc infinity = static_cast<Acc>(__builtin_inf()), ln2 = static_cast<Acc>(kLn2);
+    alignas(kVectorBytes) Acc mean[kTileQueries], entropy[kTileQueries], max_logit[kTileQueries];
+    for (int i = 0; i < tile.width; i += lanes) {
+      const Vec<Acc> sum = load(total + i), before = load(tile.row_max + i), now = load(largest + i);
+      const Vec<Acc> safe = now == -infinity ? Vec<Acc>{} : now;
+      const Vec<Acc> moved = vmax(set(kFar<Acc>), before - safe);
+      Vec<Acc> moment = (load(tile.row_moment + i) + moved * load(tile.row_sum + i)) * exp2<5>(before - safe, Acc{});
+      if (f_.sinks != nullptr) {
+        const Acc sink = static_cast<const Acc*>(f_.sinks)[h] * static_cast<Acc>(kLog2e);
+        moment += exp2<5>(set(sink) - safe, Acc{}) * vmax(set(kFar<Acc>), set(sink) - safe);
+      }
+      const Vec<Acc> average = sum == 0 ? Vec<Acc>{} : moment / sum;
+      store(mean + i, average);
+      store(entropy + i, sum == 0 ? Vec<Acc>{} : log(sum, Acc{}) - average * ln2);
+      // Scores at the bound of biases stood for lower ones.
+      const Vec<Acc> deep = load(tile.deepest + i);
+      const Vec<Acc> lowest = deep == -infinity ? before * ln2 : deep;
+      const Vec<Acc> top = before < kLowestBias<Acc> ? lowest : before * ln2;
+      store(max_logit + i, before == -infinity ? before : top);
+    }
+    const std::size_t size = static_cast<std::size_t>(tile.rows) * sizeof(Acc);
+    const i64 row = seq.query_begin + tile.first;
+    std::memcpy(rows_at<Acc>(f_.row_mean, seq.b, h, row), mean, size);
+    std::memcpy(rows_at<Acc>(f_.entropy, seq.b, h, row), entropy, size);
+    std::memcpy(rows_at<Acc>(f_.max_logit, seq.b, h, row), max_logit, size);
+    if (!f_.top_key.data) return;
+    i64* top_key = rows_at<i64>(f_.top_key, seq.b, h, row);
+    for (int i = 0; i < tile.rows; i++) {
+      const bool found = tile.best[i] != -infinity;
+      top_key[i] = found ? static_cast<i64>(tile.best_piece[i]) * kSubKeys + static_cast<i64>(tile.best_place[i]) : -1;
+    }
   }
 
   const Forward& f_;

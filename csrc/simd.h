@@ -12,6 +12,7 @@
 #if defined(__GNUC__) && !defined(__clang__)
 // GCC 12 warns of "uninitialized" operands inside its own AVX-512 headers (GCC bug 105593).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 #if defined(TILEWISE_X86)
 #include <immintrin.h>

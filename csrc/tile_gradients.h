@@ -15,7 +15,8 @@ struct GradTile {
   Word *q, *grad_out;  // transposed: [words(D)][width], [words(Dv)][width]
   Words<Word> q_rows, grad_rows;
   Acc *row_max, *inverse_sum, *delta;
-  bool one_block;  // all keys of the sequence are in one block: delta is summed from the tile itself
+  Acc *slope, *center;  // of the entropy's gradient, see open
+  bool one_block;       // all keys of the sequence are in one block: delta is summed from the tile itself
 };
 
 // Computes P and dS of a tile; shared by the gradients of the operands and of a bias.
@@ -49,6 +50,8 @@ class TileGradients {
       tile.row_max = carve.take<Acc>(kTileQueries);
       tile.inverse_sum = carve.take<Acc>(kTileQueries);
       tile.delta = carve.take<Acc>(kTileQueries);
+      tile.slope = carve.take<Acc>(kTileQueries);
+      tile.center = carve.take<Acc>(kTileQueries);
       scores = carve.take<Acc>(kRoomKeys * kTileQueries);
       grads = carve.take<Acc>(kRoomKeys * kTileQueries);
       gain = carve.take<Acc>(kRoomKeys * kTileQueries);
@@ -93,6 +96,27 @@ class TileGradients {
       }
       tile.inverse_sum[i] = static_cast<Acc>(1 / sum);
     }
+    if (f_.grad_entropy.data) open_entropy(seq, h, row, tile);
+  }
+
+  // d entropy / d s = -p * (log p + entropy) = -p * ln(2) * (t - mean of t), t the logits less the largest of them in
+  // base-2 units. A tile subtracts the largest score, which a sink may exceed: t = exponent + row_max - largest.
+  void open_entropy(const Sequence& seq, i64 h, i64 row, GradTile<Mode>& tile) const {
+    const Acc* row_max = rows_at<Acc>(f_.row_max, seq.b, h, row);
+    const Acc* row_sum = rows_at<Acc>(f_.row_sum, seq.b, h, row);
+    const Acc* row_mean = rows_at<Acc>(f_.row_mean, seq.b, h, row);
+    const Acc* grad = rows_at<Acc>(f_.grad_entropy, seq.b, h, row);
+    for (int i = 0; i < tile.width; i++) {
+      tile.slope[i] = tile.center[i] = 0;
+      if (i >= tile.rows || row_sum[i] == 0) continue;
+      Acc above = 0;
+      if (f_.sinks != nullptr) {
+        const Acc sink = static_cast<const Acc*>(f_.sinks)[h] * static_cast<Acc>(kLog2e);
+        if (sink > row_max[i]) above = row_max[i] - sink < kFar<Acc> ? -kFar<Acc> : sink - row_max[i];
+      }
+      tile.slope[i] = grad[i] * static_cast<Acc>(kLn2);
+      tile.center[i] = -above - row_mean[i];
+    }
   }
 
   // Values for dP, times 1 / (1 - p) under dropout: scaled as the output is, so that where one key has all the
@@ -133,14 +157,15 @@ class TileGradients {
       kept = memory.kept;
     }
     const u64* bits = masked.plain ? nullptr : masked.bits;
+    if (f_.grad_entropy.data) return differentiate_entropy<kFloat>(count, memory, bits, kept, gain);
     const bool special = bits || kept || gain;
     for_columns<Acc>(width, [&](auto vectors, int column) {
       constexpr int kV = decltype(vectors)::value;
       if (tile.one_block) add_delta<kV>(column, count, memory, bits, kept);
       if (special)
-        differentiate<kV, true, kFloat>(column, count, memory, bits, kept, gain);
+        differentiate<kV, true, kFloat, false>(column, count, memory, bits, kept, gain);
       else
-        differentiate<kV, false, kFloat>(column, count, memory, nullptr, nullptr, nullptr);
+        differentiate<kV, false, kFloat, false>(column, count, memory, nullptr, nullptr, nullptr);
     });
   }
 
@@ -152,19 +177,23 @@ class TileGradients {
   }
 
   struct Lane {
-    Vec<Acc> top, inverse, delta;
+    Vec<Acc> top, inverse, delta, slope, center;
   };
 
-  template <bool kSpecial>
+  template <bool kSpecial, bool kEntropy = false>
   TW_INLINE void pair(const Acc* s, const Acc* g, i64 at, const Lane& lane, u64 seen, const u64* kept, u64 keep,
                       const Acc* gain, Acc factor, Acc keep_scale, Vec<Acc>& p, Vec<Acc>& ds) {
-    p = exp2<Mode::exp2_degree>(rounded(load(s + at) * factor, Acc{}) - lane.top, Acc{}) * lane.inverse;
+    const Vec<Acc> exponent = rounded(load(s + at) * factor, Acc{}) - lane.top;
+    p = exp2<Mode::exp2_degree>(exponent, Acc{}) * lane.inverse;
     Vec<Acc> dp = load(g + at);
     if constexpr (kSpecial) {
       p = keep_where<Acc>(seen, p);
       if (kept) dp = keep_where<Acc>(keep, Mode::paired ? dp * keep_scale : dp);
     }
-    ds = p * (dp - lane.delta);
+    if constexpr (kEntropy)
+      ds = p * (dp - lane.delta - lane.slope * (vmax(set(kFar<Acc>), exponent) + lane.center));
+    else
+      ds = p * (dp - lane.delta);
     if constexpr (kSpecial) {
       if (gain) ds *= load(gain + at);
       ds = keep_where<Acc>(seen, ds);
@@ -181,7 +210,7 @@ class TileGradients {
     TW_UNROLL(4)
     for (int v = 0; v < kV; v++) {
       const int i = column + v * lanes;
-      const Lane lane{load(tile.row_max + i), load(tile.inverse_sum + i), Vec<Acc>{}};
+      const Lane lane{load(tile.row_max + i), load(tile.inverse_sum + i), Vec<Acc>{}, Vec<Acc>{}, Vec<Acc>{}};
       Vec<Acc> sum{};
       for (int j = 0; j < count; j++) {
         Vec<Acc> p, ds;
@@ -193,7 +222,18 @@ class TileGradients {
     }
   }
 
-  template <int kV, bool kSpecial, bool kFloat>
+  // A function of its own: beside the loops for calls without an entropy it would change how those are compiled.
+  template <bool kFloat>
+  TW_NOINLINE void differentiate_entropy(int count, const Memory& memory, const u64* bits, const u64* kept,
+                                         const Acc* gain) const {
+    for_columns<Acc>(memory.tile.width, [&](auto vectors, int column) {
+      constexpr int kV = decltype(vectors)::value;
+      if (memory.tile.one_block) add_delta<kV>(column, count, memory, bits, kept);
+      differentiate<kV, true, kFloat, true>(column, count, memory, bits, kept, gain);
+    });
+  }
+
+  template <int kV, bool kSpecial, bool kFloat, bool kEntropy>
   void differentiate(int column, int count, const Memory& memory, const u64* bits, const u64* kept,
                      const Acc* gain) const {
     const GradTile<Mode>& tile = memory.tile;
@@ -203,7 +243,8 @@ class TileGradients {
     TW_UNROLL(4)
     for (int v = 0; v < kV; v++) {
       const int i = column + v * lanes;
-      lane[v] = {load(tile.row_max + i), load(tile.inverse_sum + i), load(tile.delta + i)};
+      lane[v] = {load(tile.row_max + i), load(tile.inverse_sum + i), load(tile.delta + i), Vec<Acc>{}, Vec<Acc>{}};
+      if constexpr (kEntropy) lane[v].slope = load(tile.slope + i), lane[v].center = load(tile.center + i);
     }
     constexpr bool pack = Mode::paired && !kFloat;
     for (int j = 0; j < count; j += pack ? 2 : 1) {
@@ -213,8 +254,8 @@ class TileGradients {
         const i64 at = static_cast<i64>(j) * width + i;
         const u64 seen = kSpecial && bits ? bits[j] >> i : ~u64{0};
         Vec<Acc> p, ds;
-        pair<kSpecial>(memory.scores, memory.grads, at, lane[v], seen, kept, kSpecial && kept ? kept[j] >> i : 0, gain,
-                       factor, keep_scale, p, ds);
+        pair<kSpecial, kEntropy>(memory.scores, memory.grads, at, lane[v], seen, kept,
+                                 kSpecial && kept ? kept[j] >> i : 0, gain, factor, keep_scale, p, ds);
         if constexpr (!pack) {
           store(memory.scores + at, p);
           store(memory.grads + at, ds);
@@ -223,8 +264,8 @@ class TileGradients {
           Vec<Acc> p2{}, ds2{};
           if (j + 1 < count) {
             const u64 seen2 = kSpecial && bits ? bits[j + 1] >> i : ~u64{0};
-            pair<kSpecial>(memory.scores, memory.grads, at + width, lane[v], seen2, kept,
-                           kSpecial && kept ? kept[j + 1] >> i : 0, gain, factor, keep_scale, p2, ds2);
+            pair<kSpecial, kEntropy>(memory.scores, memory.grads, at + width, lane[v], seen2, kept,
+                                     kSpecial && kept ? kept[j + 1] >> i : 0, gain, factor, keep_scale, p2, ds2);
           }
           store_row_pairs(memory.p_rows, memory.ds_rows, j, i, width, p, p2, ds, ds2);
           store(reinterpret_cast<Word*>(memory.grads) + static_cast<i64>(j / 2) * width + i, pair_rows(ds, ds2));

@@ -5,8 +5,9 @@ same dtype, plus rounding of the output itself::
 
     max|actual - oracle| <= 2 max|plain - oracle| + 4 eps max(1, max|oracle|)
 
-for out, lse and every gradient, where eps belongs to the dtype of that output. The oracle is the
-plain mathematics in float64 (beyond it for float64). NaN and infinities stand in the same places.
+for out, lse, the statistics of rows and every gradient, where eps belongs to the dtype of that
+output. The oracle is the plain mathematics in float64 (beyond it for float64). NaN and infinities
+stand in the same places.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def cu(*values: int, dtype: torch.dtype = torch.int64) -> Tensor:
 
 def op(mask: str, *tensors: Tensor, score: str = "", score_tensors: Sequence[Tensor] = ()) -> Call:
     """The torch op with these programs and captured tensors."""
-    rest = (None, None, None, None, mask, score, None, 0.0, "tiled")
+    rest = (None, None, None, None, mask, score, None, 0.0, "tiled", "")
     return lambda: torch.ops.tilewise.attention(
         q(), kv(), kv(), list(tensors), list(score_tensors), *rest
     )
@@ -127,6 +127,10 @@ VALUES: dict[str, tuple[Call, str]] = {
     ),
     "dropout 1": (with_keywords(dropout_p=1.0), r"^dropout_p: got 1.0; .*\[0, 1\)"),
     "dropout below 0": (with_keywords(dropout_p=-0.1), r"^dropout_p: got -0.1"),
+    "return_stats of a word": (
+        with_keywords(return_stats="entropy"),
+        r"^return_stats: got 'entropy'; .*True, False or \"top1\"",
+    ),
     "NaN dropout": (with_keywords(dropout_p=float("nan")), r"^dropout_p: got nan"),
     "seed of 65 bits": (with_keywords(seed=2**64), "^seed: got .*64 bits"),
     "float seed tensor": (with_keywords(seed=torch.tensor(1.0)), "^seed: got a tensor of"),
@@ -253,6 +257,7 @@ TYPES: dict[str, tuple[Call, str]] = {
     "scale": (with_keywords(scale=torch.tensor(1.0)), "^scale: got a Tensor"),
     "scale text": (with_keywords(scale="1"), "^scale: got a str"),
     "dropout": (with_keywords(dropout_p=None), "^dropout_p: got a NoneType"),
+    "return_stats": (with_keywords(return_stats=None), "^return_stats: got a NoneType"),
     "unhashable dropout": (with_keywords(dropout_p=[0.1]), "^dropout_p: got a list"),
     "dropout tensor": (
         lambda: tilewise.attention(q(), kv(), kv(), dropout_p=cu(1, 2)),  # type: ignore[arg-type]

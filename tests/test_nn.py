@@ -46,6 +46,7 @@ SAID_BY_ALL: dict[str, Options] = {
     "documents": lambda: {"mask": masks.causal() & masks.document(IDS)},
     "not": lambda: {"mask": ~masks.window(4, 4)},
     "boolean": lambda: {"mask": HIDDEN},
+    "function": lambda: {"mask": lambda b, h, m, n: (m // 4 + n // 5 + h) % 3 != b},
     "alibi": lambda: {"mask": masks.causal(), "score": scores.alibi(SLOPES)},
     "bias": lambda: {"score": scores.bias(_bias())},
     "bias of -inf": lambda: {"mask": masks.causal(), "score": scores.bias(_bias_with_dead_row())},
@@ -58,6 +59,7 @@ SAID_BY_ALL: dict[str, Options] = {
 NOT_BY_SDPA: dict[str, Options] = {
     "softcap": lambda: {"score": scores.softcap(1.5), "mask": masks.causal()},
     "softcap then bias": lambda: {"score": [scores.softcap(2.0), scores.bias(_bias())]},
+    "function": lambda: {"score": lambda s, b, h, m, n: s * (1 + h) - ((m - n) % 5) * SLOPES[h]},
     "sinks": lambda: {"sinks": True, "mask": masks.causal()},
     "sinks and dead rows": lambda: {"sinks": True, "mask": masks.lengths(torch.tensor([0, 9]))},
 }

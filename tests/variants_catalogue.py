@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from tests.variants import some_masks as masks
 from tests.variants import some_scores as scores
+from tests.variants.calls import SCALE, Call, assert_all_close
 from tests.variants.making import Made, Sizes, Variant, plain_attention
 
-__all__ = ["CATALOGUE", "Made", "Sizes", "Variant", "plain_attention"]
+__all__ = [
+    "CATALOGUE",
+    "SCALE",
+    "Call",
+    "Made",
+    "Sizes",
+    "Variant",
+    "assert_all_close",
+    "plain_attention",
+]
 
 CATALOGUE: tuple[Variant, ...] = (
     Variant("causal", masks.causal),

@@ -41,6 +41,22 @@ inline void expect_same(const Numbers& got, const Numbers& other, const std::str
   }
 }
 
+inline void compare_statistics(const Instance& x, const Naive& truth, const std::string& what) {
+  expect_near(x.max_logit, truth.max_logit, truth.row_room, "max_logit of " + what);
+  expect_near(x.entropy, truth.entropy, truth.entropy_room, "entropy of " + what);
+  Numbers room = truth.entropy_room;
+  for (double& one : room) one *= 2;  // in base-2 units
+  expect_near(x.row_mean, truth.row_mean, room, "row_mean of " + what);
+  for (std::size_t i = 0; i < truth.tops.size(); i++) {
+    const i64 key = x.top_key.data()[i];
+    const std::vector<bool>& tops = truth.tops[i];
+    const bool right = tops.empty()
+                           ? key == -1
+                           : key >= 0 && key < static_cast<i64>(tops.size()) && tops[static_cast<std::size_t>(key)];
+    expect(right, "top_key of " + what + "[" + std::to_string(i) + "]: got " + std::to_string(key));
+  }
+}
+
 inline void compare(const Instance& x, const Naive& truth, const std::string& what) {
   expect_near(x.out, truth.out, truth.out_room, "out of " + what);
   expect_near(x.lse, truth.lse, truth.lse_room, "lse of " + what);
@@ -49,6 +65,7 @@ inline void compare(const Instance& x, const Naive& truth, const std::string& wh
   expect_near(x.grad_q, truth.grad_q, truth.grad_q_room, "grad_q of " + what);
   expect_near(x.grad_k, truth.grad_k, truth.grad_k_room, "grad_k of " + what);
   expect_near(x.grad_v, truth.grad_v, truth.grad_v_room, "grad_v of " + what);
+  if (x.c.statistics) compare_statistics(x, truth, what);
   for (std::size_t i = 0; i < x.bias.size(); i++)
     if (x.bias[i].view.data)
       expect_near(x.grad_bias[i], truth.grad_bias[i], truth.grad_bias_room[i], "grad_bias of " + what);

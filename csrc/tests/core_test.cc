@@ -5,6 +5,7 @@
 #include <chrono>
 #include <functional>
 
+#include "cover_tests.h"
 #include "elementary_tests.h"
 #include "expr_tests.h"
 #include "special_tests.h"
@@ -63,6 +64,7 @@ Case draw(u64 seed) {
   c.dropout = pick(0, 0, 0.25, 0.8);
   c.sinks = pick(0, 0, 1) != 0;
   c.grad_lse = pick(0, 1) != 0;
+  c.statistics = pick(0, 0, 1) != 0;
   return c;
 }
 
@@ -93,19 +95,20 @@ std::vector<Test> tests() {
                                                              {"options", test_options},
                                                              {"dropout", test_dropout},
                                                              {"poisoned padding", test_poisoned_padding},
+                                                             {"statistics", test_statistics},
                                                              {"extreme scores", test_extreme_scores},
                                                              {"NaN spreads", test_nan_spreads},
                                                              {"varlen", test_varlen},
-                                                             {"batch mates", test_batch_mates}};
+                                                             {"batch mates", test_batch_mates},
+                                                             {"tables", test_covers}};
   for (const auto& each : numeric)
     for (DType dtype : kTypes)
       all.push_back({std::string(each.first) + " " + name_of(dtype), [dtype, run = each.second] { run(dtype); }});
   all.push_back({"expressions: checks", test_expr_checks});
-  const std::pair<const char*, void (*)(DType)> expressions[] = {{"graphs", test_expr_graphs},
-                                                                 {"extents", test_expr_extents},
-                                                                 {"covers", test_expr_cover},
-                                                                 {"functions", test_expr_functions},
-                                                                 {"specials", test_expr_specials}};
+  all.push_back({"order of tasks", test_order});
+  const std::pair<const char*, void (*)(DType)> expressions[] = {
+      {"graphs", test_expr_graphs},       {"extents", test_expr_extents}, {"covers", test_expr_cover},
+      {"functions", test_expr_functions}, {"powers", test_expr_powers},   {"specials", test_expr_specials}};
   for (const auto& each : expressions)
     for (DType dtype : {DType::f32, DType::f64})
       all.push_back({std::string("expressions: ") + each.first + " " + name_of(dtype),

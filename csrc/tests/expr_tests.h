@@ -350,6 +350,9 @@ inline void draw_nodes(Drawing& d, u64 seed, int count) {
   for (ExprOp leaf :
        {ExprOp::score, ExprOp::batch, ExprOp::head, ExprOp::query, ExprOp::key, ExprOp::queries, ExprOp::keys})
     d.add(leaf);
+  // Relative positions: query 3, key 4, numbers of both 5 and 6.
+  d.add(ExprOp::sub, {3, 4}), d.add(ExprOp::sub, {4, 3});
+  d.add(ExprOp::sub, {d.add(ExprOp::add, {6, 3}), d.add(ExprOp::sub, {4, 5})});
   d.whole(3), d.whole(-2), d.whole(16), d.whole(seed % 5 == 0 ? i64{1} << 40 : 7);
   d.real(0.5), d.real(-3), d.real(seed % 3 ? 2 : INFINITY), d.real(seed % 4 ? 0.25 : NAN);
   d.add(ExprOp::constant, {}, ExprKind::boolean, 1);
@@ -484,7 +487,8 @@ inline void test_expr_extents(DType dtype) {
     Drawing d;
     const int m = d.add(ExprOp::query), n = d.add(ExprOp::key), h = d.add(ExprOp::head), s = d.add(ExprOp::score);
     const int distance = d.add(ExprOp::sub, {m, n});
-    std::vector<int> wholes = {m, n, h, distance}, reals = {s}, outputs;
+    const int aligned = d.add(ExprOp::sub, {d.add(ExprOp::sub, {n, h}), m});
+    std::vector<int> wholes = {m, n, h, distance, aligned}, reals = {s}, outputs;
     for (int x : wholes) reals.push_back(d.add(ExprOp::to_float, {x}));
     for (int a : wholes)
       for (int b : wholes) outputs.push_back(d.add(ExprOp::lt, {a, b}));
@@ -677,23 +681,34 @@ inline void test_expr_specials(DType dtype) {
                  number(c.x) + " is " + number(out) + ", should be " + number(c.truth));
     }
   }
-  // pow, lane by lane from the C library.
-  Drawing d;
-  const int s = d.add(ExprOp::score);
-  d.add(ExprOp::pow, {s, d.real(3)});
-  Spot spot = draw_spot(5, dtype, 70);
-  for (double& x : spot.s) x = std::round(x);
-  Problem problem = spot.problem;
-  const CompiledExpr compiled(d.nodes, d.kinds, {2}, {}, d.tensors, problem);
-  std::vector<double> out(spot.s.size());
-  ExprPiece piece;
-  piece.program = &compiled.program(), piece.queries = problem.queries, piece.keys = problem.keys;
-  piece.m0 = spot.m0, piece.n0 = spot.n0, piece.rows = spot.rows, piece.count = spot.count;
-  piece.s = spot.s.data(), piece.out = out.data();
-  for (const Kernels* kernels : instruction_sets()) {
-    if (!kernels->expr_piece(piece)) return fail("out of memory");
-    for (std::size_t i = 0; i < out.size(); i++)
-      expect(out[i] == spot.s[i] * spot.s[i] * spot.s[i], std::string(kernels->name) + ": pow");
+}
+
+// By constants, of which torch has short forms, and by whatever a node gives.
+inline void test_expr_powers(DType dtype) {
+  for (const double by : {2.0, 3.0, 1.0, 0.0, 4.0, 0.5, -1.0, -0.5, -2.0, 2.5}) {
+    Drawing d;
+    const int s = d.add(ExprOp::abs, {d.add(ExprOp::score)}), constant = d.real(by);
+    const int zero = d.add(ExprOp::sub, {d.add(ExprOp::to_float, {d.add(ExprOp::key)}), d.real(0)});
+    const int same = d.add(ExprOp::where, {d.add(ExprOp::lt, {zero, zero}), zero, constant});
+    const std::vector<int> outputs = {d.add(ExprOp::pow, {s, constant}), d.add(ExprOp::pow, {s, same})};
+    Spot spot = draw_spot(5, dtype, 70);
+    Problem problem = spot.problem;
+    const CompiledExpr compiled(d.nodes, d.kinds, outputs, {}, d.tensors, problem);
+    std::vector<double> out(2 * spot.s.size());
+    ExprPiece piece;
+    piece.program = &compiled.program(), piece.queries = problem.queries, piece.keys = problem.keys;
+    piece.m0 = spot.m0, piece.n0 = spot.n0, piece.rows = spot.rows, piece.count = spot.count;
+    piece.s = spot.s.data(), piece.out = out.data();
+    for (const Kernels* kernels : instruction_sets()) {
+      if (!kernels->expr_piece(piece)) return fail("out of memory");
+      for (std::size_t i = 0; i < out.size(); i++) {
+        const double truth = std::pow(std::fabs(spot.s[i % spot.s.size()]), by);
+        const double allowed = (dtype == DType::f64 ? 5e-16 : 3e-7) * truth;
+        expect(out[i] == truth || std::fabs(out[i] - truth) <= allowed, std::string(kernels->name) + ": pow by " +
+                                                                            number(by) + " is " + number(out[i]) +
+                                                                            ", should be " + number(truth));
+      }
+    }
   }
 }
 

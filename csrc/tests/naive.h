@@ -25,6 +25,8 @@ class Naive {
  public:
   Numbers out, lse, row_max, delta, grad_q, grad_k, grad_v;
   Numbers out_room, lse_room, row_room, delta_room, grad_q_room, grad_k_room, grad_v_room;
+  Numbers max_logit, entropy, row_mean, entropy_room;
+  std::vector<std::vector<bool>> tops;  // per row: which keys may be on top; none in a dead row
   std::vector<Numbers> grad_bias, grad_bias_room;
 
   Naive(const Instance& given, bool paired)
@@ -38,6 +40,8 @@ class Naive {
     const auto like = [](const Tensor& t) { return Numbers(t.values().size()); };
     for (Numbers* x : {&out, &out_room}) *x = like(g_.out);
     for (Numbers* x : {&lse, &row_max, &delta, &lse_room, &row_room, &delta_room}) *x = like(g_.lse);
+    for (Numbers* x : {&max_logit, &entropy, &row_mean, &entropy_room}) *x = like(g_.lse);
+    tops.resize(lse.size());
     for (Numbers* x : {&grad_q, &grad_q_room}) *x = like(g_.q);
     for (Numbers* x : {&grad_k, &grad_k_room}) *x = like(g_.k);
     for (Numbers* x : {&grad_v, &grad_v_room}) *x = like(g_.v);
@@ -153,6 +157,16 @@ class Naive {
     row_room[r_at] = 8 * unit * (size + 1) / std::log(2.0);
     lse_room[r_at] = loss + 4 * unit * std::fabs(shift == -INFINITY ? 0 : lse[r_at]);
 
+    max_logit[r_at] = top;
+    if (top != -INFINITY)
+      for (double x : s) tops[r_at].push_back(x >= top - row_room[r_at]);
+    double mean = 0, spread = 0;  // of the logits less the largest: how far they are from their mean
+    for (double x : s) mean += x == -INFINITY ? 0 : std::exp(x - shift) / total * (x - shift);
+    if (sink != -INFINITY) mean += std::exp(sink - shift) / total * (sink - shift);
+    for (double x : s) spread += x == -INFINITY ? 0 : std::exp(x - shift) / total * std::fabs(x - shift - mean);
+    if (shift != -INFINITY) row_mean[r_at] = mean / std::log(2.0), entropy[r_at] = std::log(total) - mean;
+    entropy_room[r_at] = loss * (2 + std::fabs(mean) + spread) + 8 * unit * (1 + std::fabs(entropy[r_at]));
+
     for (std::size_t n = 0; n < s.size(); n++) {
       p[n] = p[n] == 0 ? 0 : p[n] / total;
       if (p[n] == 0 || drop[n]) continue;
@@ -187,7 +201,12 @@ class Naive {
         grad_v_room[v_at + d] += loss * p[n] * keep * std::fabs(grad_[o_at + d]);
       }
       double ds = p[n] * (dp - sum);
-      const double room = p[n] * (loss * (dp_size + sum_size) + delta_room[r_at]);
+      double room = p[n] * (loss * (dp_size + sum_size) + delta_room[r_at]);
+      if (c_.statistics) {
+        const double away = s[n] - shift - mean, grad = g_.grad_entropy.get(block, h, 0, first_query + m);
+        ds -= p[n] * grad * away;
+        room += p[n] * std::fabs(grad) * (loss * std::fabs(away) + 2 * entropy_room[r_at]);
+      }
       for (std::size_t i = steps; i-- > 0;) {
         if (c_.score[i].op == ScoreOp::bias) {
           const Tensor& t = g_.bias[i];

@@ -38,6 +38,7 @@ struct Case {
   double scale = -99;  // -99: 1 / sqrt(head_dim)
   double dropout = 0;
   bool sinks = false, grad_lse = true;
+  bool statistics = false;  // asked for, and a gradient of the entropy comes back
   double amplitude = 1;
   std::vector<MaskSpec> mask;
   std::vector<ScoreSpec> score;
@@ -64,6 +65,7 @@ struct Case {
     for (Layout layout : {q, k, v, out}) s += std::to_string(static_cast<int>(layout));
     if (dropout > 0) s += " dropout " + std::to_string(dropout);
     if (sinks) s += " sinks";
+    if (statistics) s += " statistics";
     if (varlen()) s += " varlen";
     return s + " seed " + std::to_string(seed);
   }
@@ -93,6 +95,8 @@ class Instance {
   Case c;
   Tensor q, k, v, out, grad_out, grad_q, grad_k, grad_v;
   Tensor row_max, row_sum, lse, delta, grad_lse;  // [B, H, 1, M], packed: [1, H, 1, all queries]
+  Tensor max_logit, entropy, row_mean, grad_entropy;
+  Array<i64> top_key;
   Tensor slopes;
   std::vector<Tensor> bias, grad_bias;  // one per step of the score chain; empty for other steps
   Array<char> sinks;
@@ -122,9 +126,11 @@ class Instance {
     grad_q = Tensor(c.dtype, {batch, c.heads, queries, c.head_dim}, c.out, place);
     grad_k = Tensor(c.dtype, {batch, c.kv_heads, keys, c.head_dim}, c.out, place);
     grad_v = Tensor(c.dtype, {batch, c.kv_heads, keys, c.value_dim}, c.out, place);
-    for (Tensor* rows : {&row_max, &row_sum, &lse, &delta, &grad_lse})
+    for (Tensor* rows : {&row_max, &row_sum, &lse, &delta, &grad_lse, &max_logit, &entropy, &row_mean, &grad_entropy})
       *rows = Tensor(acc, {batch, c.heads, 1, queries}, Layout::plain, place);
     grad_lse.fill(c.seed + 5, 1);
+    grad_entropy.fill(c.seed + 7, 1);
+    top_key = Array<i64>(std::vector<i64>(static_cast<std::size_t>(batch * c.heads * queries)), place);
     std::vector<char> sink_values(static_cast<std::size_t>(c.heads * size_of(acc)));
     for (i64 h = 0; h < c.heads; h++) put(acc, sink_values.data(), h, 2 * uniform(c.seed + 6, static_cast<u64>(h)));
     sinks = Array<char>(sink_values, place);
@@ -143,6 +149,8 @@ class Instance {
         {"delta", &delta}, {"grad_q", &grad_q}, {"grad_k", &grad_k},   {"grad_v", &grad_v}};
     for (Tensor& grad : grad_bias)
       if (grad.view.data != nullptr) all.push_back({"grad_bias", &grad});
+    if (c.statistics)
+      all.insert(all.end(), {{"max_logit", &max_logit}, {"entropy", &entropy}, {"row_mean", &row_mean}});
     return all;
   }
 
@@ -169,6 +177,9 @@ class Instance {
     static_cast<tilewise::Problem&>(f) = args;
     f.q = q.view, f.k = k.view, f.v = v.view, f.out = out.view;
     f.lse = rows(lse), f.row_max = rows(row_max), f.row_sum = rows(row_sum);
+    if (!c.statistics) return f;
+    f.max_logit = rows(max_logit), f.entropy = rows(entropy), f.row_mean = rows(row_mean);
+    f.top_key = {const_cast<i64*>(top_key.data()), f.lse.batch, f.lse.head};
     return f;
   }
   static Rows rows(const Tensor& t) { return {const_cast<void*>(t.view.data), t.view.batch, t.view.head}; }
@@ -286,6 +297,7 @@ class Instance {
     args.q = q.view, args.k = k.view, args.v = v.view, args.out = out.view, args.grad_out = grad_out.view;
     args.row_max = rows(row_max), args.row_sum = rows(row_sum), args.delta = rows(delta);
     if (c.grad_lse) args.grad_lse = rows(grad_lse);
+    if (c.statistics) args.row_mean = rows(row_mean), args.grad_entropy = rows(grad_entropy);
     args.grad_q = grad_q.view, args.grad_k = grad_k.view, args.grad_v = grad_v.view;
   }
 

@@ -19,6 +19,27 @@ inline void test_poisoned_padding(DType dtype) {
   }
 }
 
+// Row statistics and the gradient of the entropy, beside everything that may stand in their way.
+inline void test_statistics(DType dtype) {
+  for (i64 keys : {1, 17, 130, 420}) {
+    Case c = make(dtype, 66, keys);
+    c.statistics = true;
+    check(c);
+    c.sinks = true, c.mask = {band(-1, 0)}, c.batch = 2;
+    check(c);
+    c.dropout = 0.4, c.score = {softcap(3), bias(1)}, c.mask = {lengths(), band(40, 9), kAnd};
+    check(c);
+    c.mask = {below(0)};
+    check(c);
+  }
+  Case c = make(dtype, 66, 130);
+  c.statistics = true, c.amplitude = dtype == DType::f16 ? 30 : 60, c.scale = 2;
+  check(c);
+  c = make(dtype, 1, 1);
+  c.statistics = true, c.query_lengths = {0, 70, 1}, c.key_lengths = {5, 200, 0}, c.mask = {band(-1, 0)};
+  check(c);
+}
+
 inline void test_extreme_scores(DType dtype) {
   Case c = make(dtype, 66, 130);
   c.amplitude = dtype == DType::f16 ? 30 : 60, c.scale = 2;

@@ -9,25 +9,32 @@ from tilewise.functional import (
     attention_varlen,
     explain,
     plan,
+    visible_pairs,
 )
 from tilewise.plan.plan import Plan
-from tilewise.variants import masks, scores
+from tilewise.sparse.block_mask import BlockMask
+from tilewise.variants import masks, patterns, scores
+from tilewise.variants.checked import checked
 from tilewise.variants.vocabulary import maximum, minimum, where
 
 __all__ = [
     "AttentionResult",
+    "BlockMask",
     "Explanation",
     "Plan",
     "SoftmaxStats",
     "attention",
     "attention_varlen",
+    "checked",
     "errors",
     "explain",
     "masks",
     "maximum",
     "minimum",
     "nn",
+    "patterns",
     "plan",
     "scores",
+    "visible_pairs",
     "where",
 ]

@@ -1,9 +1,9 @@
 """Floor 6: the calls: attention, attention_varlen, plan and explain."""
 
-import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from tilewise.engine import registry
@@ -17,35 +17,56 @@ from tilewise.engine.call import (
 )
 from tilewise.engine.dispatch import candidates
 from tilewise.engine.run import run
-from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.plan.plan import Plan
-from tilewise.problem import Result
-from tilewise.variants.values import Mask, Score
+from tilewise.problem import Result, Statistics
+from tilewise.reference.blocks import Block
+from tilewise.reference.programs import visible
+from tilewise.variants.lower import Extent, lower_mask
+from tilewise.variants.values import Mask, Score, as_mask
 
 __all__ = [
     "AttentionResult",
     "Explanation",
+    "MaskLike",
+    "ScoreLike",
     "SoftmaxStats",
     "attention",
     "attention_varlen",
     "explain",
     "plan",
+    "visible_pairs",
 ]
 
-_LN2 = math.log(2.0)
-MaskLike: TypeAlias = Mask | Tensor | None
-ScoreLike: TypeAlias = Score | Sequence[Score] | None
+MaskFunction: TypeAlias = Callable[..., Any]  # (b, h, m, n) -> bool
+ScoreFunction: TypeAlias = Callable[..., Any]  # (s, b, h, m, n) -> s
+MaskLike: TypeAlias = Mask | Tensor | MaskFunction | None
+ScoreLike: TypeAlias = Score | ScoreFunction | Sequence[Score | ScoreFunction] | None
 
 
 class SoftmaxStats(NamedTuple):
-    """Facts about each row's scores, without gradient.
+    """What a row's softmax looked like, from the same pass; each [B, Hq, M] (varlen [Hq, Tq]).
+
+    With p[n] = exp(s[n] - lse), the probabilities before dropout of the keys that the row sees, and
+    with sinks p[sink] = exp(sink - lse) as one more outcome beside them. Floats are float32
+    (float64 for float64).
 
     Args:
-        row_max: the largest score of each row in natural-log units, before sinks, [B, Hq, M]
-            (varlen [Hq, Tq]); -inf for a row that sees no key.
+        max_logit: the largest score s[n] of a key, natural-log units; the sink does not count; -inf
+            for a row that sees no key. Without gradient.
+        lse: the natural-log sum of exponentials, sink included; -inf for a row without keys and
+            sink. Differentiable.
+        entropy: -sum of p log p over the outcomes, in nats: 0 where one has all the weight, at most
+            log of their number. A row that sees no key has 0. Differentiable.
+        top1: int64, the key with the largest score, the first of equal ones; -1 for a row that sees
+            no key. In a variable-length call keys count within their sequence. None unless
+            ``return_stats="top1"``.
     """
 
-    row_max: Tensor
+    max_logit: Tensor
+    lse: Tensor
+    entropy: Tensor
+    top1: Tensor | None
 
 
 class AttentionResult(NamedTuple):
@@ -75,7 +96,7 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
     return_lse: bool = False,
-    return_stats: bool = False,
+    return_stats: bool | Literal["top1"] = False,
     backend: str | None = None,
     plan: Plan | None = None,
 ) -> Any:
@@ -85,22 +106,26 @@ def attention(
         q: [B, Hq, M, D], any strides. The output follows its memory order.
         k: [B, Hk, N, D]; Hq must be a multiple of Hk (grouped queries: head h reads h // (Hq/Hk)).
         v: [B, Hk, N, Dv].
-        mask: which pairs attend: a Mask of ``tilewise.masks``, or a boolean tensor (True = attend)
-            that broadcasts to [B, Hq, M, N]. A row that sees no key gives 0 and lse -inf.
-        score: a Score of ``tilewise.scores`` or a sequence of them, applied in order.
+        mask: which pairs attend: a function ``(b, h, m, n) -> bool`` (see ``masks.function``), a
+            Mask of ``tilewise.masks``, or a boolean tensor (True = attend) that broadcasts to
+            [B, Hq, M, N]. A row that sees no key gives 0 and lse -inf.
+        score: a function ``(s, b, h, m, n) -> s``, a Score of ``tilewise.scores``, or a sequence
+            of them, applied in order.
         scale: s = scale * q.k; 1/sqrt(D) if None.
         sinks: floating [Hq]: one extra logit per query head in the denominator.
         dropout_p: the probability in [0, 1) of dropping a pair; what stays is divided by 1 - p.
         seed: 64 bits that choose what is dropped, as a number or an int64 tensor of one element;
             None draws one from torch's generator.
         return_lse: ask for an AttentionResult with lse.
-        return_stats: ask for an AttentionResult with stats.
+        return_stats: ask for an AttentionResult with stats; "top1" has the top key of each row too.
         backend: None (choose), or a name of ``explain``; a named one never falls back.
         plan: a held Plan of ``tilewise.plan`` for a call like this one, to skip choosing.
 
     Returns:
         The output [B, Hq, M, Dv], or an AttentionResult where more is asked for. Gradients are
-        defined for q, k, v, bias tensors and sinks, through the output and lse.
+        defined for q, k, v, sinks and the floating tensors that a score reads, through the output,
+        lse and the entropy; in eager calls also tangents (torch.func.jvp, forward_ad) and second
+        derivatives (create_graph=True), but for the entropy.
 
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
@@ -114,10 +139,10 @@ def attention(
         asked = NO_KEYWORDS
     else:
         asked = read_keywords(mask, score, scale, dropout_p, sinks, backend)
+    if return_stats is not False:
+        return _with_stats(run(q, k, v, asked, seed, plan, _wanted(return_stats)), return_lse)
     result = run(q, k, v, asked, seed, plan)
-    if return_lse or return_stats:
-        return _full(result, return_lse, return_stats)
-    return result.out
+    return AttentionResult(result.out, result.lse, None) if return_lse else result.out
 
 
 def attention_varlen(
@@ -134,7 +159,7 @@ def attention_varlen(
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
     return_lse: bool = False,
-    return_stats: bool = False,
+    return_stats: bool | Literal["top1"] = False,
     backend: str | None = None,
     plan: Plan | None = None,
 ) -> Any:
@@ -157,18 +182,59 @@ def attention_varlen(
     """
     packed = (cu_seqlens_q, cu_seqlens_k)
     asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed)
+    if return_stats is not False:
+        return _with_stats(run(q, k, v, asked, seed, plan, _wanted(return_stats)), return_lse)
     result = run(q, k, v, asked, seed, plan)
-    if return_lse or return_stats:
-        return _full(result, return_lse, return_stats)
-    return result.out
+    return AttentionResult(result.out, result.lse, None) if return_lse else result.out
 
 
-def _full(result: Result, return_lse: bool, return_stats: bool) -> AttentionResult:
-    stats = None
-    if return_stats:
-        # The kernels count in powers of two; people in powers of e.
-        stats = SoftmaxStats(result.stats[0].detach() * _LN2)
-    return AttentionResult(result.out, result.lse if return_lse else None, stats)
+def _wanted(return_stats: object) -> Statistics:
+    if return_stats is True:
+        return "rows"
+    if return_stats is False:
+        return ""
+    required = 'True, False or "top1"'
+    if not isinstance(return_stats, str):
+        raise InvalidType("return_stats", f"a {type(return_stats).__name__}", required)
+    if return_stats != "top1":
+        raise InvalidArgument("return_stats", repr(return_stats), required)
+    return "top1"
+
+
+def _with_stats(result: Result, return_lse: bool) -> AttentionResult:
+    out, lse, _, max_logit, entropy, top_key = result
+    assert max_logit is not None
+    assert entropy is not None
+    stats = SoftmaxStats(max_logit, lse, entropy, top_key)
+    return AttentionResult(out, lse if return_lse else None, stats)
+
+
+def visible_pairs(
+    mask: MaskLike, queries: int, keys: int, *, batch: int = 1, heads: int = 1
+) -> Tensor:
+    """Which pairs a mask lets attend, written out: to look at, or to test with.
+
+    Args:
+        mask: what ``attention`` takes.
+        queries: M.
+        keys: N.
+        batch: B.
+        heads: Hq.
+
+    Returns:
+        bool [B, Hq, M, N] on the CPU.
+
+    Raises:
+        InvalidArgument, InvalidType: it is no mask, or captures tensors of other sizes.
+    """
+    shape = (batch, heads, queries, keys)
+    if mask is None:
+        return torch.ones(shape, dtype=torch.bool)
+    read = as_mask(mask)
+    device = torch.device("cpu")
+    captured = lower_mask(read.program, read.captured, Extent(*shape), device)
+    block = Block(range(queries), range(keys), queries, keys, range(batch), range(heads))
+    return visible(read.program, captured, block, device).expand(shape).clone()
 
 
 class Explanation(NamedTuple):

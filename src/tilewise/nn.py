@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
-from tilewise.functional import attention
+from tilewise.functional import MaskLike, ScoreLike, attention
 from tilewise.reference.blocks import Block
 from tilewise.reference.programs import apply_score, visible
 from tilewise.variants.lower import Extent, lower_mask, lower_score, statistics_dtype
@@ -121,9 +121,10 @@ class Attention(nn.Module):
         qk_norm: normalise queries and keys.
         rotary: rotate queries and keys by their positions; None for no rotation.
         sinks: learn one logit per query head that joins the softmax's denominator.
-        mask: who sees whom, in every call; ``forward`` may narrow it further. Tensors that a mask
-            or score captures here are no buffers: ``.to(device)`` does not move them.
-        score: change of the scores in every call; ``forward`` may append to it.
+        mask: who sees whom, in every call; ``forward`` may narrow it further. A function is read
+            anew in every call; one that is a module is a submodule. Tensors that a Mask or Score
+            captures are no buffers: ``.to(device)`` does not move them.
+        score: change of the scores in every call, likewise; ``forward`` may append to it.
         scale: factor of q.k; None for 1 / sqrt(head_dim).
         dropout_p: dropout of the probabilities in training mode, in [0, 1). The mask of
             ``"tilewise"`` is not the one that torch draws for the other two.
@@ -149,8 +150,8 @@ class Attention(nn.Module):
         qk_norm: bool = False,
         rotary: Rotary | None = None,
         sinks: bool = False,
-        mask: Mask | Tensor | None = None,
-        score: Score | Sequence[Score] | None = None,
+        mask: MaskLike = None,
+        score: ScoreLike = None,
         scale: float | None = None,
         dropout_p: float = 0.0,
         implementation: Implementation = "tilewise",
@@ -168,8 +169,8 @@ class Attention(nn.Module):
             raise InvalidArgument("dropout_p", str(dropout_p), "a number in [0, 1)")
         _implementation(implementation)
         self.rotary = rotary
-        self.mask = None if mask is None else as_mask(mask)
-        self.score = None if score is None else as_score(score)
+        self.mask = None if mask is None else _mask_to_keep(mask)
+        self.score = None if score is None else _score_to_keep(score)
         self.scale = 1.0 / math.sqrt(self.head_dim) if scale is None else float(scale)
         self.dropout_p = dropout_p
         self.implementation: Implementation = implementation
@@ -189,8 +190,8 @@ class Attention(nn.Module):
         x: Tensor,
         context: Tensor | None = None,
         *,
-        mask: Mask | Tensor | None = None,
-        score: Score | Sequence[Score] | None = None,
+        mask: MaskLike = None,
+        score: ScoreLike = None,
         positions: Tensor | None = None,
         context_positions: Tensor | None = None,
     ) -> Tensor:
@@ -243,7 +244,7 @@ class Attention(nn.Module):
         """The settings that the submodules do not show."""
         parts = [f"heads={self.heads}", f"kv_heads={self.kv_heads}", f"head_dim={self.head_dim}"]
         optional = {"rotary": self.rotary, "mask": self.mask, "score": self.score}
-        parts += [f"{name}={value}" for name, value in optional.items() if value is not None]
+        parts += [f"{name}={value!r}" for name, value in optional.items() if value is not None]
         return ", ".join([*parts, f"implementation={self.implementation!r}"])
 
     def _heads(self, projected: Tensor, heads: int) -> Tensor:
@@ -376,16 +377,30 @@ def _is_causal(mask: Mask | None, queries: int, keys: int) -> bool:
     return square or mask.program == causal("top_left").program
 
 
-def _both(first: Mask | None, second: Mask | Tensor | None) -> Mask | None:
-    if first is None or second is None:
-        return first if second is None else as_mask(second)
-    return first & second
+def _mask_to_keep(mask: MaskLike) -> MaskLike:
+    """A mask that is known to be one; a function stays a function, for what it reads changes."""
+    found = as_mask(mask)
+    return mask if callable(mask) else found
 
 
-def _then(first: Score | None, second: Score | Sequence[Score] | None) -> Score | None:
+def _score_to_keep(score: ScoreLike) -> ScoreLike:
+    found = as_score(score)
+    changing = callable(score) or (isinstance(score, Sequence) and any(map(callable, score)))
+    return score if changing else found
+
+
+def _both(first: MaskLike, second: MaskLike) -> Mask | None:
     if first is None or second is None:
-        return first if second is None else as_score(second)
-    return as_score([first, as_score(second)])
+        only = first if second is None else second
+        return None if only is None else as_mask(only)
+    return as_mask(first) & as_mask(second)
+
+
+def _then(first: ScoreLike, second: ScoreLike) -> Score | None:
+    if first is None or second is None:
+        only = first if second is None else second
+        return None if only is None else as_score(only)
+    return as_score([as_score(first), as_score(second)])
 
 
 def _positive(name: str, value: object) -> int:

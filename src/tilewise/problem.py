@@ -9,7 +9,7 @@ width, Dv value width; in a variable-length call Tq and Tk are the packed totals
 
 import math
 from numbers import Real
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ __all__ = [
     "Operands",
     "Problem",
     "Result",
+    "Statistics",
     "check_cu_seqlens",
     "check_cu_tensors",
     "check_sinks",
@@ -33,6 +34,9 @@ __all__ = [
     "output_like",
     "varlen_problem",
 ]
+
+# What a call wants to know about its rows: nothing, the statistics, or the top key too.
+Statistics: TypeAlias = Literal["", "rows", "top1"]
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat)
 _NUMBERS = (int, float, *_SYMBOLS, Real)
@@ -108,11 +112,19 @@ class Result(NamedTuple):
             [Hq, Tq]), float32 (float64 for float64); -inf for a row that sees nothing.
         stats: [2, *lse.shape] in lse's dtype, before sinks: row_max in base-2 units
             (log2(e) * score), and row_sum = sum of exp2(score2 - row_max). For the backward pass.
+            With statistics [3, *lse.shape]: row_mean too, the mean under the probabilities (the
+            sink's among them) of the logits less the largest of them, in base-2 units.
+        max_logit, entropy: shaped as lse, natural units; None without statistics.
+        top_key: int64, shaped as lse: the first key with the largest score, -1 for none; None
+            without the statistics "top1".
     """
 
     out: Tensor
     lse: Tensor
     stats: Tensor
+    max_logit: Tensor | None = None
+    entropy: Tensor | None = None
+    top_key: Tensor | None = None
 
 
 class Needs(NamedTuple):
@@ -169,22 +181,10 @@ def dense_problem(
                 "Batches do not broadcast; expand() costs no memory.",
             )
     _check_pairing(q, k, v, heads_dim=1, keys_dim=2)
-    return Problem(
-        batch,
-        heads,
-        kv_heads,
-        queries,
-        keys,
-        head_dim,
-        v.shape[3],
-        q.dtype,
-        q.device.type,
-        "dense",
-        mask,
-        score,
-        *_check_numbers(scale, dropout_p, q),
-        check_sinks(sinks, heads, q.device.type),
-    )
+    sizes = (batch, heads, kv_heads, queries, keys, head_dim, v.shape[3])
+    numbers = _check_numbers(scale, dropout_p, q)
+    has_sinks = check_sinks(sinks, heads, q.device.type)
+    return Problem(*sizes, q.dtype, q.device.type, "dense", mask, score, *numbers, has_sinks)
 
 
 def varlen_problem(
@@ -210,22 +210,11 @@ def varlen_problem(
     check_cu_tensors(cu_seqlens_q, cu_seqlens_k)
     check_caps(score, q.dtype)
     (queries, heads, head_dim), (keys, kv_heads, _) = q.shape, k.shape
-    return Problem(
-        cu_seqlens_q.shape[0] - 1,
-        heads,
-        kv_heads,
-        queries,
-        keys,
-        head_dim,
-        v.shape[2],
-        q.dtype,
-        q.device.type,
-        "varlen",
-        mask,
-        score,
-        *_check_numbers(scale, dropout_p, q),
-        check_sinks(sinks, heads, q.device.type),
-    )
+    batch = cu_seqlens_q.shape[0] - 1
+    sizes = (batch, heads, kv_heads, queries, keys, head_dim, v.shape[2])
+    numbers = _check_numbers(scale, dropout_p, q)
+    has_sinks = check_sinks(sinks, heads, q.device.type)
+    return Problem(*sizes, q.dtype, q.device.type, "varlen", mask, score, *numbers, has_sinks)
 
 
 def check_cu_tensors(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:

@@ -68,6 +68,16 @@ def _everything(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor, **keywords: Any)
     return result.out * live[..., None]
 
 
+def _statistics(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor, **keywords: Any) -> Tensor:
+    (sinks,) = rest
+    result = tilewise.attention(
+        q, k, v, mask=masks.causal(), sinks=sinks, return_stats="top1", **keywords
+    )
+    stats = result.stats
+    found = result.out * stats.entropy[..., None]
+    return found + (stats.lse + stats.max_logit * stats.top1)[..., None]
+
+
 def samples() -> dict[str, Sample]:
     """By name: what the traced paths are compared on with the eager one."""
     lengths = torch.tensor([3, 7])
@@ -78,6 +88,14 @@ def samples() -> dict[str, Sample]:
         "swapped": Sample(tilewise.attention, qkv(swapped=True)),
         "bfloat16": Sample(tilewise.attention, qkv(dtype=torch.bfloat16)),
         "everything": Sample(_everything, [*qkv(), lengths, _normal(4, 1, 7), _normal(4)]),
+        "statistics": Sample(_statistics, [*qkv(), _normal(4)]),
+        "statistics in bfloat16": Sample(_statistics, [*qkv(dtype=torch.bfloat16), _normal(4)]),
+        "statistics of packed ones": Sample(
+            lambda *tensors, **rest: (
+                tilewise.attention_varlen(*tensors, return_stats=True, **rest).stats.entropy
+            ),
+            packed(),
+        ),
         "boolean mask": Sample(
             lambda q, k, v, m, **rest: tilewise.attention(q, k, v, mask=m, **rest),
             [*qkv(), torch.arange(35).reshape(5, 7) % 3 > 0],

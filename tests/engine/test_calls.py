@@ -30,8 +30,26 @@ def test_more_comes_as_a_named_tuple(backend: str) -> None:
     logits = q @ k.repeat_interleave(2, 1).mT / math.sqrt(8)
     assert torch.equal(result.out, out)
     torch.testing.assert_close(result.lse, logits.logsumexp(-1))
-    torch.testing.assert_close(result.stats.row_max, logits.amax(-1))
     assert tilewise.attention(q, k, v, return_lse=True, backend=backend).stats is None
+    max_logit, lse, entropy, top1 = result.stats
+    assert lse is result.lse
+    torch.testing.assert_close(max_logit, logits.amax(-1))
+    torch.testing.assert_close(entropy, torch.special.entr(logits.softmax(-1)).sum(-1))
+    assert top1 is None
+    result = tilewise.attention(q, k, v, return_stats="top1", backend=backend)
+    assert result.lse is None
+    assert torch.equal(result.stats.top1, logits.argmax(-1))
+    assert torch.equal(result.stats.entropy, entropy)
+
+
+def test_statistics_of_a_held_plan(backend: str) -> None:
+    q, k, v = qkv(False)
+    plan = tilewise.plan(q, k, v, backend=backend)
+    result = tilewise.attention(q, k, v, return_stats="top1", plan=plan)
+    wanted = tilewise.attention(q, k, v, return_stats="top1", backend=backend)
+    assert torch.equal(result.out, tilewise.attention(q, k, v, plan=plan))
+    for mine, theirs in zip(result.stats, wanted.stats, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_the_output_follows_the_memory_order_of_q(backend: str) -> None:
@@ -171,10 +189,15 @@ def test_without_dropout_torch_s_generator_is_left_alone(backend: str) -> None:
 def test_empty_problems(batch: int, queries: int, keys: int, backend: str) -> None:
     q = torch.randn(batch, 4, queries, 8, requires_grad=True)
     k = torch.randn(batch, 2, keys, 8, requires_grad=True)
-    result = tilewise.attention(q, k, k, mask=masks.causal(), return_lse=True, backend=backend)
+    result = tilewise.attention(
+        q, k, k, mask=masks.causal(), return_lse=True, return_stats="top1", backend=backend
+    )
     assert torch.equal(result.out, torch.zeros_like(result.out))
     assert torch.equal(result.lse, torch.full_like(result.lse, -math.inf))
-    result.out.sum().backward()
+    assert torch.equal(result.stats.max_logit, result.lse)
+    assert torch.equal(result.stats.entropy, torch.zeros_like(result.lse))
+    assert bool((result.stats.top1 == -1).all())
+    (result.out.sum() + result.stats.entropy.sum()).backward()
     for tensor in (q, k):
         assert tensor.grad is not None
         assert torch.equal(tensor.grad, torch.zeros_like(tensor))

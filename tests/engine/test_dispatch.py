@@ -20,7 +20,7 @@ from tilewise.errors import SlowPathWarning, Unsupported
 from tilewise.kernels.base import Backend, Tiles
 from tilewise.plan.choose import Candidate, choose
 from tilewise.plan.plan import Plan
-from tilewise.problem import Grads, Operands, Problem, Result
+from tilewise.problem import Grads, Operands, Problem, Result, Statistics
 
 
 class Pretend(Backend):
@@ -40,7 +40,7 @@ class Pretend(Backend):
     def tiles(self, problem: Problem) -> Tiles:
         return Tiles(16, 32, 3)
 
-    def forward(self, problem: Problem, operands: Operands) -> Result:
+    def forward(self, problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
         self.calls += 1
         rows = operands.q.shape[:-1]
         out = torch.zeros(*rows, problem.value_dim)

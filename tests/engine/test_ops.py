@@ -21,7 +21,7 @@ ours = "ignore:`torch.jit:DeprecationWarning"  # torch's own, inside torch.compi
 pytestmark = pytest.mark.filterwarnings(ours)
 
 
-def _op_arguments(name: str, grad: bool, backend: str) -> tuple[Any, ...]:
+def _op_arguments(name: str, grad: bool, backend: str, statistics: str = "") -> tuple[Any, ...]:
     swapped = name == "swapped"
     q, k, v = qkv(grad, swapped=swapped)
     bias = torch.zeros(1, 4, 1, 7, requires_grad=grad)
@@ -30,34 +30,47 @@ def _op_arguments(name: str, grad: bool, backend: str) -> tuple[Any, ...]:
     mask, score = "band(-1,0,1) below()[0] and", "softcap(9.0) bias()[0]"
     if name == "everything":
         captured = ([lengths], [bias], sinks, seed, None, None, mask, score, 0.3, 0.2)
-        return (q, k, v, *captured, backend)
+        return (q, k, v, *captured, backend, statistics)
     if name == "varlen":
         q, k, v, cu_q, cu_k = packed(grad)
-        return (q, k, v, [], [], None, None, cu_q, cu_k, "band(-1,0,1)", "", None, 0.0, backend)
-    return (q, k, v, [], [], None, None, None, None, "", "", None, 0.0, backend)
+        text = ("band(-1,0,1)", "", None, 0.0, backend, statistics)
+        return (q, k, v, [], [], None, None, cu_q, cu_k, *text)
+    return (q, k, v, [], [], None, None, None, None, "", "", None, 0.0, backend, statistics)
 
 
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("name", ["plain", "swapped", "everything", "varlen"])
-def test_opcheck(name: str, grad: bool, backend: str) -> None:
-    arguments = _op_arguments(name, grad, backend)
+@pytest.mark.parametrize(
+    ("name", "statistics"),
+    [
+        *((name, "") for name in ("plain", "swapped", "everything", "varlen")),
+        *((name, "top1") for name in ("plain", "everything", "varlen")),
+        ("swapped", "rows"),
+    ],
+)
+def test_opcheck(name: str, statistics: str, grad: bool, backend: str) -> None:
+    arguments = _op_arguments(name, grad, backend, statistics)
     torch.library.opcheck(torch.ops.tilewise.attention.default, arguments)
 
 
+@pytest.mark.parametrize("statistics", ["", "rows"])
 @pytest.mark.parametrize("name", ["plain", "everything"])
-def test_opcheck_of_the_backward(name: str, backend: str) -> None:
-    arguments = _op_arguments(name, False, backend)
-    out, lse, stats = torch.ops.tilewise.attention(*arguments)
+def test_opcheck_of_the_backward(name: str, statistics: str, backend: str) -> None:
+    arguments = _op_arguments(name, False, backend, statistics)
+    out, lse, stats, _, entropy, _ = torch.ops.tilewise.attention(*arguments)
+    grad_entropy = torch.ones_like(entropy) if statistics else None
     needs = [True, False, True, name == "everything", *[True] * len(arguments[4])]
     torch.library.opcheck(
         torch.ops.tilewise.attention_backward.default,
-        (torch.ones_like(out), None, out, lse, stats, needs, *arguments),
+        (torch.ones_like(out), None, grad_entropy, out, lse, stats, needs, *arguments[:-1]),
     )
 
 
 @pytest.mark.parametrize(
     ("name", "dynamic"),
-    [*((name, False) for name in samples()), ("everything", True), ("varlen", True)],
+    [
+        *((name, False) for name in samples()),
+        *((name, True) for name in ("everything", "varlen", "statistics")),
+    ],
 )
 def test_compiled_equals_eager(name: str, dynamic: bool, backend: str) -> None:
     torch._dynamo.reset()
@@ -161,8 +174,9 @@ def test_fake_and_meta_tensors_give_shapes() -> None:
         assert q.grad is not None
         assert (out.shape, q.grad.shape) == (q.shape, q.shape)
     meta = torch.empty(2, 4, 5, 8, device="meta")
-    result = tilewise.attention(meta, meta, meta, return_lse=True, return_stats=True)
+    result = tilewise.attention(meta, meta, meta, return_lse=True, return_stats="top1")
     assert (result.out.shape, result.lse.shape) == ((2, 4, 5, 8), (2, 4, 5))
+    assert all(rows.shape == (2, 4, 5) for rows in result.stats)
 
 
 def test_dispatch_modes_see_the_op(backend: str) -> None:
@@ -208,6 +222,6 @@ def test_a_graph_break_lets_the_error_through(backend: str) -> None:
 @pytest.mark.parametrize("text", ["below()[0]", "dense()[3]"])
 def test_the_op_wants_a_tensor_for_each_slot(text: str) -> None:
     q = torch.zeros(1, 1, 2, 4)
-    rest = (None, None, None, None, text, "", None, 0.0, None)
+    rest = (None, None, None, None, text, "", None, 0.0, None, "")
     with pytest.raises(InvalidArgument, match=r"^captured: got 0 tensors"):
         torch.ops.tilewise.attention(q, q, q, [], [], *rest)

@@ -279,8 +279,8 @@ def test_nan_bias_at_a_visible_pair(target: Target) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_row_max(target: Target, dtype: torch.dtype) -> None:
-    """stats.row_max: the largest score of each row in natural units, before sinks."""
+def test_max_logit(target: Target, dtype: torch.dtype) -> None:
+    """stats.max_logit: the largest score of each row in natural units, before sinks."""
     case = Case("stats", queries=70, keys=50, dtype=dtype, sinks=True, mask=("causal",))
     inputs = build(case)
     _, _, stats = tilewise.attention(
@@ -295,9 +295,9 @@ def test_row_max(target: Target, dtype: torch.dtype) -> None:
     s = inputs.q.double() @ inputs.k.double().mT / math.sqrt(case.head_dim)
     hidden = torch.ones(70, 50, dtype=torch.bool).triu(1 - 20)
     expected = s.masked_fill(hidden, -math.inf).amax(-1).detach()
-    assert not stats.row_max.requires_grad
+    assert not stats.max_logit.requires_grad
     rounding = 1e-5 if dtype != torch.float64 else 1e-13
-    torch.testing.assert_close(stats.row_max.double(), expected, atol=rounding, rtol=rounding)
+    torch.testing.assert_close(stats.max_logit.double(), expected, atol=rounding, rtol=rounding)
 
 
 def test_softcap_saturates_quietly(target: Target) -> None:

@@ -54,8 +54,8 @@ CASES = [
 ]
 
 
-def _call(inputs: Inputs, leaves: dict[str, Tensor], backend: str) -> tuple[Tensor, Tensor]:
-    """out and lse as a function of the leaves; the lse of dead rows, which is -inf, as 0."""
+def replaced(inputs: Inputs, leaves: dict[str, Tensor]) -> Inputs:
+    """The inputs with other tensors in the place of their leaves."""
     score = inputs.score
     if score is not None:
         captured = list(score.captured)
@@ -63,8 +63,14 @@ def _call(inputs: Inputs, leaves: dict[str, Tensor], backend: str) -> tuple[Tens
         for index, slot in enumerate(slots):
             captured[slot] = leaves[f"bias{index}"]
         score = Score(score.program, tuple(captured))
-    keywords = {**inputs.keywords(), "score": score, "sinks": leaves.get("sinks")}
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
+    return inputs._replace(q=q, k=k, v=v, score=score, sinks=leaves.get("sinks"))
+
+
+def _call(inputs: Inputs, leaves: dict[str, Tensor], backend: str) -> tuple[Tensor, Tensor]:
+    """out and lse as a function of the leaves; the lse of dead rows, which is -inf, as 0."""
+    changed = replaced(inputs, leaves)
+    q, k, v, keywords = changed.q, changed.k, changed.v, changed.keywords()
     if inputs.cu_seqlens is None:
         out, lse, _ = tilewise.attention(q, k, v, **keywords, return_lse=True, backend=backend)
     else:

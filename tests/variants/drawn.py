@@ -60,8 +60,9 @@ def quarters(shape: Sequence[int], seed: int) -> Tensor:
 class Drawing:
     """Draws nodes into a graph. Loads of one slot are of one kind and rank."""
 
-    def __init__(self, draw: st.DrawFn, kinds: Sequence[str], with_s: bool) -> None:
+    def __init__(self, draw: st.DrawFn, kinds: Sequence[str], with_s: bool, floats: bool) -> None:
         self.draw = draw
+        self.floats = floats
         self.kinds = kinds
         self.with_s = with_s
         self.graph = Graph()
@@ -107,7 +108,7 @@ class Drawing:
             return leaf
         op = self._one(
             *("add", "sub", "mul", "floordiv", "mod", "min", "max", "and", "or", "xor"),
-            *("neg", "abs", "sign", "not", "shl", "shr", "where", "to_int"),
+            *("neg", "abs", "sign", "not", "shl", "shr", "where", *["to_int"] * self.floats),
         )
         first = self._int(depth - 1)
         if op in ("neg", "abs", "sign", "not"):
@@ -124,7 +125,7 @@ class Drawing:
             return leaf
         op = self._one("lt", "le", "eq", "ne", "and", "or", "xor", "not", "where", "lt", "le")
         if op in ("lt", "le", "eq", "ne"):
-            kind = self._one("int", "int", "float")
+            kind = self._one("int", "int", *["float"] * self.floats)
             return self.graph.apply(op, self.place(kind, depth - 1), self.place(kind, depth - 1))
         args = [self._bool(depth - 1) for _ in range({"not": 1, "where": 3}.get(op, 2))]
         return self.graph.apply(op, *args)
@@ -150,7 +151,13 @@ class Drawing:
 
 @st.composite
 def expressions(
-    draw: st.DrawFn, kind: str, *, kinds: Sequence[str] = (), with_s: bool = False, depth: int = 4
+    draw: st.DrawFn,
+    kind: str,
+    *,
+    kinds: Sequence[str] = (),
+    with_s: bool = False,
+    floats: bool = True,
+    depth: int = 4,
 ) -> Expr:
     """An expression of a kind; ``kinds`` says what each slot holds (its rank is of ``SHAPES``)."""
-    return Drawing(draw, kinds, with_s).expr(kind, depth)
+    return Drawing(draw, kinds, with_s, floats).expr(kind, depth)

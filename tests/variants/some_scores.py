@@ -203,7 +203,7 @@ def undefined_above(drawn: Drawn) -> PairFunction:
         distance = (m - n).double()
         if isinstance(s, Tensor):  # plain torch, whose autograd lets that NaN through
             distance = distance.clamp(min=0.0)
-        return s + rate[h] * torch.sqrt(distance + 0.25)
+        return s * (1.0 + rate[h] * torch.sqrt(distance + 0.25))
 
     return undefined
 

@@ -11,17 +11,19 @@ from torch import Tensor
 
 import tilewise
 from tests.contract import assert_exact, assert_same_bits
-from tests.variants_catalogue import CATALOGUE, Sizes, Variant, plain_attention
-from tilewise.problem import Operands, Problem, dense_problem, lower_sinks
+from tests.variants_catalogue import (
+    CATALOGUE,
+    SCALE,
+    Call,
+    Sizes,
+    Variant,
+    assert_all_close,
+    plain_attention,
+)
 from tilewise.reference import tiles
 from tilewise.reference.dense import dense
 from tilewise.reference.extended import extended, has_extended_precision
-from tilewise.variants.lower import Extent, lower_mask, lower_score
-from tilewise.variants.values import as_mask, as_score
-
-SIZES = Sizes()
-WIDTH = 8
-SCALE = 0.4
+from tilewise.variants.values import as_score
 
 
 @pytest.fixture(autouse=True)
@@ -32,98 +34,6 @@ def small_tiles() -> Iterator[None]:
         patch.setattr(tiles, "QUERY_TILE", 16)
         patch.setattr(tiles, "KEY_TILE", 16)
         yield
-
-
-class Call:
-    """The tensors of one call of a variant."""
-
-    def __init__(self, variant: Variant, dtype: torch.dtype, sizes: Sizes = SIZES) -> None:
-        generator = torch.Generator().manual_seed(3)
-
-        def leaf(*shape: int) -> Tensor:
-            drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
-            return drawn.to(dtype).requires_grad_()
-
-        self.made = variant.make(sizes, dtype)
-        self.leaves = {
-            "q": leaf(sizes.batch, sizes.heads, sizes.queries, WIDTH),
-            "k": leaf(sizes.batch, 2, sizes.keys, WIDTH),
-            "v": leaf(sizes.batch, 2, sizes.keys, WIDTH),
-            **self.made.captured,
-        }
-        if variant.sinks:
-            self.leaves["sinks"] = leaf(sizes.heads)
-        self.grad_out = leaf(sizes.batch, sizes.heads, sizes.queries, WIDTH).detach()
-        self.grad_lse = leaf(sizes.batch, sizes.heads, sizes.queries).detach()
-
-    @property
-    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.leaves["q"], self.leaves["k"], self.leaves["v"]
-
-    def results(self, out: Tensor, lse: Tensor) -> dict[str, Tensor]:
-        """out, lse and the gradient of every leaf, by name."""
-        grads = torch.autograd.grad(
-            [out, lse],
-            list(self.leaves.values()),
-            [self.grad_out.to(out.dtype), self.grad_lse.to(lse.dtype)],
-            materialize_grads=True,  # an empty captured tensor may not be in the graph
-        )
-        found = {"out": out.detach(), "lse": lse.detach()}
-        return found | dict(zip(self.leaves, grads, strict=True))
-
-    def plain(self) -> dict[str, Tensor]:
-        return self.results(
-            *plain_attention(*self.qkv, self.made, scale=SCALE, sinks=self.leaves.get("sinks"))
-        )
-
-    def keywords(self) -> dict[str, Any]:
-        return {
-            "mask": self.made.mask,
-            "score": self.made.score,
-            "scale": SCALE,
-            "sinks": self.leaves.get("sinks"),
-            "return_lse": True,
-            "backend": "tiled",
-        }
-
-    def tiled(self) -> dict[str, Tensor]:
-        out, lse, _ = tilewise.attention(*self.qkv, **self.keywords())
-        return self.results(out, lse)
-
-    def asked(self) -> tuple[Problem, Operands]:
-        q, k, v = self.qkv
-        mask = None if self.made.mask is None else as_mask(self.made.mask)
-        score = None if self.made.score is None else as_score(self.made.score)
-        sinks = self.leaves.get("sinks")
-        problem = dense_problem(
-            q,
-            k,
-            v,
-            mask=() if mask is None else mask.program,
-            score=() if score is None else score.program,
-            scale=SCALE,
-            dropout_p=0.0,
-            sinks=sinks,
-        )
-        extent = Extent(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        mask_tensors: tuple[Tensor, ...] = ()
-        score_tensors: tuple[Tensor, ...] = ()
-        if mask is not None:
-            mask_tensors = lower_mask(mask.program, mask.captured, extent, q.device, q.dtype)
-        if score is not None:
-            score_tensors = lower_score(score.program, score.captured, extent, q.dtype, q.device)
-        return problem, Operands(q, k, v, mask_tensors, score_tensors, lower_sinks(sinks, q.dtype))
-
-    def dense(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        result = dense(*self.asked(), dtype=dtype)
-        return self.results(result.out, result.lse)
-
-
-def assert_all_close(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    for name, tensor in expected.items():
-        message = f"{name}: {got[name]} and {tensor}"
-        torch.testing.assert_close(got[name], tensor, rtol=1e-9, atol=1e-9, msg=message)
 
 
 each_variant = pytest.mark.parametrize("variant", CATALOGUE, ids=str)
@@ -138,7 +48,7 @@ def test_the_dense_reference_is_plain_torch(variant: Variant) -> None:
 @each_variant
 def test_the_tiled_reference_is_plain_torch(variant: Variant) -> None:
     call = Call(variant, torch.float64)
-    assert_all_close(call.tiled(), call.plain())
+    assert_all_close(call.run("tiled"), call.plain())
 
 
 ODD = (
@@ -157,7 +67,18 @@ def test_odd_sizes(variant: Variant, sizes: Sizes) -> None:
     call = Call(variant, torch.float64, sizes)
     expected = call.plain()
     assert_all_close(call.dense(torch.float64), expected)
-    assert_all_close(call.tiled(), expected)
+    assert_all_close(call.run("tiled"), expected)
+
+
+def captured_gradients(call: Call, grads: tuple[Any, ...]) -> dict[str, Tensor]:
+    """Of the extended oracle, by the name of the captured tensor."""
+    captured = () if call.made.score is None else as_score(call.made.score).captured
+    return {
+        name: torch.from_numpy(grad.astype("float64"))
+        for tensor, grad in zip(captured, grads, strict=True)
+        for name, leaf in call.made.captured.items()
+        if leaf is tensor
+    }
 
 
 @pytest.mark.skipif(not has_extended_precision(), reason="longdouble is float64 here")
@@ -169,16 +90,11 @@ def test_the_extended_oracle_is_plain_torch(variant: Variant) -> None:
     assert result.grads is not None
     expected = call.plain()
     got = {"out": result.out, "lse": result.lse, **dict(zip("qkv", result.grads[:3], strict=True))}
-    if call.made.score is not None:
-        score = as_score(call.made.score)
-        for tensor, grad in zip(score.captured, result.grads.score_tensors, strict=True):
-            names = [name for name, leaf in call.leaves.items() if leaf is tensor]
-            if names:
-                got[names[0]] = grad
     if result.grads.sinks is not None:
         got["sinks"] = result.grads.sinks
-    as_doubles = {name: torch.from_numpy(grad.astype("float64")) for name, grad in got.items()}
-    assert_all_close(as_doubles, expected)
+    doubles = {name: torch.from_numpy(grad.astype("float64")) for name, grad in got.items()}
+    doubles |= captured_gradients(call, result.grads.score_tensors)
+    assert_all_close(doubles, expected)
 
 
 SINGLE = ("alibi", "t5", "swin", "learned-softcap", "kerple", "forgetting", "power", "everything")
@@ -192,19 +108,27 @@ def test_the_tiled_reference_is_exact_in_float32(variant: Variant) -> None:
     for name, leaf in wide.leaves.items():
         leaf.data.copy_(call.leaves[name].data)
     wide.grad_out, wide.grad_lse = call.grad_out.double(), call.grad_lse.double()
-    got, plain, oracle = call.tiled(), call.dense(torch.float32), wide.plain()
+    got, plain, oracle = call.run("tiled"), call.dense(torch.float32), wide.plain()
     for name, tensor in got.items():
         assert_exact(tensor, plain[name], oracle[name], name)
 
 
 @pytest.mark.parametrize("variant", [v for v in CATALOGUE if v.name in SINGLE], ids=str)
-def test_captured_gradients_keep_their_bits(variant: Variant) -> None:
-    """Whatever the number of threads."""
+def test_captured_gradients_keep_their_bits(
+    variant: Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the number of threads, and without torch's own deterministic algorithms."""
     call = Call(variant, torch.float32, Sizes(2, 4, 130, 170))
+    monkeypatch.setattr(tiles, "QUERY_TILE", 128)
+    monkeypatch.setattr(tiles, "KEY_TILE", 128)
     results = []
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
-        results.append(call.tiled())
+    torch.use_deterministic_algorithms(False)
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            results.append(call.run("tiled"))
+    finally:
+        torch.use_deterministic_algorithms(True)
     for name, tensor in results[0].items():
         assert_same_bits(tensor, results[1][name], name)
 
@@ -221,18 +145,16 @@ def test_b_is_the_sequence_of_a_variable_length_call(variant: Variant) -> None:
         torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         for lengths in zip(*LENGTHS, strict=True)
     )
-    packed = {
-        name: torch.cat([leaf[i, :, : rows[where]] for i, rows in enumerate(LENGTHS)], dim=1)
-        for name, leaf, where in zip("qkv", call.qkv, (0, 1, 1), strict=True)
-    }
-    q, k, v = (packed[name].transpose(0, 1) for name in "qkv")
-    out, lse, _ = tilewise.attention_varlen(q, k, v, starts_q, starts_k, **call.keywords())
-    q, k, v = call.qkv
+    q, k, v = (
+        torch.cat([leaf[i, :, : rows[where]] for i, rows in enumerate(LENGTHS)], dim=1)
+        for leaf, where in zip(call.qkv, (0, 1, 1), strict=True)
+    )
+    packed = (q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1))
     parts = [
         plain_attention(
-            q[i : i + 1, :, :rows],
-            k[i : i + 1, :, :keys],
-            v[i : i + 1, :, :keys],
+            call.leaves["q"][i : i + 1, :, :rows],
+            call.leaves["k"][i : i + 1, :, :keys],
+            call.leaves["v"][i : i + 1, :, :keys],
             call.made,
             scale=SCALE,
             sinks=call.leaves.get("sinks"),
@@ -240,8 +162,35 @@ def test_b_is_the_sequence_of_a_variable_length_call(variant: Variant) -> None:
         )
         for i, (rows, keys) in enumerate(LENGTHS)
     ]
-    expected_out = torch.cat([part[0][0] for part in parts], dim=1).transpose(0, 1)
-    expected_lse = torch.cat([part[1][0] for part in parts], dim=1)
-    call.grad_out = torch.linspace(-1, 1, expected_out.numel()).double().view(expected_out.shape)
-    call.grad_lse = torch.linspace(-1, 1, expected_lse.numel()).double().view(expected_lse.shape)
-    assert_all_close(call.results(out, lse), call.results(expected_out, expected_lse))
+    out = torch.cat([part[0][0] for part in parts], dim=1).transpose(0, 1)
+    lse = torch.cat([part[1][0] for part in parts], dim=1)
+    call.grad_out = torch.linspace(-1, 1, out.numel()).double().view(out.shape)
+    call.grad_lse = torch.linspace(-1, 1, lse.numel()).double().view(lse.shape)
+    expected = call.results(out, lse)
+    out, lse, _ = tilewise.attention_varlen(*packed, starts_q, starts_k, **call.keywords("tiled"))
+    assert_all_close(call.results(out, lse), expected)
+    asked = call.asked_packed(packed, (starts_q, starts_k))
+    result = dense(*asked)
+    assert_all_close(call.results(result.out, result.lse), expected)
+    if not has_extended_precision():
+        return
+    oracle = extended(*asked, call.grad_out, call.grad_lse)
+    assert oracle.grads is not None
+    for name, grad in captured_gradients(call, oracle.grads.score_tensors).items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-9, atol=1e-9)
+
+
+def test_what_only_hidden_pairs_load_does_not_leak() -> None:
+    """NaN in a table, for keys after the row: results and gradients are as with zeros there."""
+    relative = next(variant for variant in CATALOGUE if variant.name == "relative")
+    causal = next(variant for variant in CATALOGUE if variant.name == "causal")
+    variant = relative._replace(mask=causal.mask)
+    results = []
+    for filler in (0.0, float("nan")):
+        call = Call(variant, torch.float64)
+        call.made.captured["table"].data[:, : Sizes().keys - 1] = filler
+        results += [call.dense(torch.float64), call.run("tiled")]
+    for result in results[1:]:
+        assert_all_close(result, results[0])
+    assert not bool(results[-1]["table"][:, : Sizes().keys - 1].any())
+    assert bool((results[-1]["table"][:, Sizes().keys - 1 :] != 0).any())

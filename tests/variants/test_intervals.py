@@ -214,6 +214,7 @@ SHARP: dict[str, tuple[Callable[..., Any], dict[tuple[int, int, int, int], bool 
         {(0, 63, 0, 64): True, (0, 63, 0, 65): None, (0, 63, 128, 200): False},
     ),
     "always": (lambda b, h, m, n: (m >= 0) & (n % 7 < 7), {(0, 511, 0, 511): True}),
+    "masked-bits": (lambda b, h, m, n: (m & 5) < 6, {(0, 511, 0, 511): True}),
     "never": (lambda b, h, m, n: (n < 0) | (h > 1), {(0, 511, 0, 511): False}),
 }
 
@@ -253,3 +254,15 @@ def test_a_nan_among_captured_floats_is_not_compared() -> None:
     ranges = {"m": Interval(0, 3)}
     assert bounds(expr, ranges, lambda slot, indices: Interval(1.0, 1.0)) is True
     assert bounds(expr, ranges, lambda slot, indices: Interval(math.nan, math.nan)) is None
+
+
+def test_what_may_be_flushed_to_zero_may_be_zero() -> None:
+    """A product below the least normal float32 is positive, or 0 on some processors."""
+    tiny = Interval(1e-20, 2e-20)
+    found = OF_FLOATS["mul"](tiny, tiny)
+    assert found is not None
+    assert found.low == 0.0
+    assert found.high >= 4e-40
+    small = OF_FLOATS["mul"](tiny, Interval(1.0, 1.0))
+    assert small is not None
+    assert small.low > 0.0

@@ -1,7 +1,7 @@
 """The eager path's autograd: one Function over a plan's two kernels.
 
 A torch custom op in Python costs 10 to 25 us a call, so eager calls come here; ``ops.py`` serves
-torch.compile and export over the same kernels.
+torch.compile and export over the same kernels, ``derivatives.py`` what goes beyond one gradient.
 """
 
 from typing import Any
@@ -9,20 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.engine.derivatives import gradients
+from tilewise.engine.flat import Call, flat
+from tilewise.engine.modes import transforms_active
 from tilewise.errors import Unsupported
 from tilewise.plan.plan import Plan
-from tilewise.problem import Grads, Needs, Operands, Result
+from tilewise.problem import Needs, Operands, Result, Statistics
 
 __all__ = ["Attention", "differentiable"]
 
 # The position of the first captured tensor among the arguments of forward after ctx.
-_FIRST_CAPTURED = 9
+_FIRST_CAPTURED = 10
 
 
-def differentiable(operands: Operands, plan: Plan) -> Result:
+def differentiable(operands: Operands, plan: Plan, statistics: Statistics = "") -> Result:
     """Run a plan's forward so that autograd knows its backward."""
-    out, lse, stats = Attention.apply(  # type: ignore[no-untyped-call]
+    results = Attention.apply(  # type: ignore[no-untyped-call]
         plan,
+        statistics,
         operands.seed,
         operands.q,
         operands.k,
@@ -34,7 +38,7 @@ def differentiable(operands: Operands, plan: Plan) -> Result:
         *operands.mask_tensors,
         *operands.score_tensors,
     )
-    return Result(out, lse, stats)
+    return Result(*results)
 
 
 class Attention(torch.autograd.Function):
@@ -44,6 +48,7 @@ class Attention(torch.autograd.Function):
     def forward(
         ctx: Any,
         plan: Plan,
+        statistics: Statistics,
         seed: int,
         q: Tensor,
         k: Tensor,
@@ -53,7 +58,7 @@ class Attention(torch.autograd.Function):
         cu_seqlens_k: Tensor | None,
         mask_count: int,
         *captured: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor | None, ...]:
         """Run the kernel and keep what its backward reads."""
         operands = Operands(
             q,
@@ -66,17 +71,26 @@ class Attention(torch.autograd.Function):
             cu_seqlens_k,
             seed,
         )
-        result = plan.forward(operands)
         ctx.plan, ctx.seed, ctx.mask_count = plan, seed, mask_count
-        ctx.save_for_backward(*result, q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *captured)
-        ctx.mark_non_differentiable(result.stats)
         # An lse that nobody used then comes back as None and costs the kernel nothing.
         ctx.set_materialize_grads(False)
+        result: Result = plan.forward(operands, statistics)
+        out, lse, stats = result[:3]
+        ctx.save_for_backward(
+            out, lse, stats, q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *captured
+        )
+        if not statistics:
+            ctx.mark_non_differentiable(stats)
+            return out, lse, stats
+        fixed = [x for x in (stats, result.max_logit, result.top_key) if x is not None]
+        ctx.mark_non_differentiable(*fixed)
         return tuple(result)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> Any:
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *rest: Any) -> Any:
         """The gradients that autograd asks for, in the order of forward's arguments."""
+        # Those of stats, max_logit, entropy and top_key, as far as the call had them.
+        grad_entropy = rest[2] if len(rest) > 1 else None
         out, lse, stats, q, k, v, sinks, cu_q, cu_k, *captured = ctx.saved_tensors
         split = ctx.mask_count
         operands = Operands(
@@ -84,16 +98,29 @@ class Attention(torch.autograd.Function):
         )
         wanted = ctx.needs_input_grad
         score_needs = wanted[_FIRST_CAPTURED + split :]
-        needs = Needs(wanted[2], wanted[3], wanted[4], score_needs, wanted[5])
+        if torch.is_grad_enabled() or transforms_active():
+            # With create_graph, or inside of transforms: the gradients have derivatives too.
+            if grad_entropy is not None:
+                raise Unsupported(
+                    "tilewise has no second derivative of the entropy",
+                    fix="use the mathematics in plain torch where its gradient is differentiated",
+                )
+            call, x = Call(ctx.plan, ctx.seed, split), flat(operands)
+            wishes, cotangents = (*wanted[3:7], *score_needs), (grad_out, grad_lse)
+            leaves = gradients(call, wishes, (out, lse, stats[:2]), cotangents, x)
+            spread = call.spread(leaves)
+            return (None, None, None, *spread[:6], None, *spread[6:])
+        needs = Needs(wanted[3], wanted[4], wanted[5], score_needs, wanted[6])
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.resolve_neg()
         if grad_lse is not None:
             grad_lse = grad_lse.resolve_neg()
-        with torch.no_grad():
-            grads = ctx.plan.backward(operands, Result(out, lse, stats), grad_out, grad_lse, needs)
-        if torch.is_grad_enabled():
-            grads = _without_second_derivative(grads, (grad_out, grad_lse, *ctx.saved_tensors[3:]))
+        if grad_entropy is not None:
+            grad_entropy = grad_entropy.resolve_neg()
+        result = Result(out, lse, stats)
+        grads = ctx.plan.backward(operands, result, grad_out, grad_lse, needs, grad_entropy)
         mask_grads = (None,) * split
         return (
+            None,
             None,
             None,
             grads.q,
@@ -106,32 +133,3 @@ class Attention(torch.autograd.Function):
             *mask_grads,
             *grads.score_tensors,
         )
-
-
-class _Fence(torch.autograd.Function):
-    """Passes gradients on as functions of what they came from, whose derivative is an error."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The first ``count`` tensors as they are; the others are what they depend on."""
-        return tuple([tensor.view_as(tensor) for tensor in tensors[:count]])
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        """Refuse."""
-        raise Unsupported(
-            "tilewise has no second derivative yet",
-            fix="use the mathematics in plain torch where a gradient is differentiated again",
-        )
-
-
-def _without_second_derivative(grads: Grads, sources: tuple[Tensor | None, ...]) -> Grads:
-    """The gradients of a backward with create_graph: constants would be silently wrong."""
-    flat = (grads.q, grads.k, grads.v, grads.sinks, *grads.score_tensors)
-    found = [grad for grad in flat if grad is not None]
-    depends = [tensor for tensor in sources if tensor is not None]
-    fenced = iter(_Fence.apply(len(found), *found, *depends))  # type: ignore[no-untyped-call]
-    grad_q, grad_k, grad_v, grad_sinks, *rest = [
-        grad if grad is None else next(fenced) for grad in flat
-    ]
-    return Grads(grad_q, grad_k, grad_v, tuple(rest), grad_sinks)

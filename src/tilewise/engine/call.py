@@ -24,6 +24,8 @@ from tilewise.problem import (
     lower_sinks,
     varlen_problem,
 )
+from tilewise.reference.checking import check_indices
+from tilewise.variants.checked import is_checked
 from tilewise.variants.lower import Extent, lower_mask, lower_score
 from tilewise.variants.values import Mask, Score, as_mask, as_score
 
@@ -221,14 +223,18 @@ def build_operands(
         mask_tensors = lower_mask(problem.mask, mask_tensors, extent, q.device, q.dtype)
     if score_tensors:
         score_tensors = lower_score(problem.score, score_tensors, extent, q.dtype, q.device)
+    checks = is_checked() and (mask_tensors or score_tensors)
     number = 0 if seed is None and not problem.dropout_p else _seed_number(seed)
-    return Operands(
+    operands = Operands(
         q, k, v, mask_tensors, score_tensors, lower_sinks(asked.sinks, q.dtype), cu_q, cu_k, number
     )
+    if checks:
+        check_indices(problem, operands, asked.mask.captured, asked.score.captured)
+    return operands
 
 
 def _ragged_extent(problem: Problem, starts_q: list[int], starts_k: list[int]) -> Extent:
-    query_counts = [end - start for start, end in pairwise(starts_q)]
+    query_counts = tuple([end - start for start, end in pairwise(starts_q)])
     key_counts = tuple([end - start for start, end in pairwise(starts_k)])
     return Extent(
         problem.batch,
@@ -237,6 +243,7 @@ def _ragged_extent(problem: Problem, starts_q: list[int], starts_k: list[int]) -
         max(key_counts, default=0),
         ragged=True,
         key_counts=key_counts,
+        query_counts=query_counts,
     )
 
 

@@ -7,10 +7,13 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 
-from tilewise.errors import Unsupported
+from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.variants.values import Score
 
 __all__ = [
+    "refuse_constants",
     "refuse_forward_mode",
+    "refuse_second_derivative",
     "refuse_transforms",
     "refuse_vmap",
     "transforms_active",
@@ -24,29 +27,53 @@ def transforms_active() -> bool:
     return _functorch_active() or forward_ad._current_level >= 0
 
 
-def refuse_transforms(tensors: tuple[Tensor | None, ...]) -> None:
-    """Refuse transforms whose rules are not written: their results would be silently wrong.
+def refuse_transforms(tensors: tuple[Tensor | None, ...], traced: bool) -> None:
+    """Refuse what has no rule: vmap, and any transform of a call that goes through the torch ops.
+
+    Args:
+        tensors: the tensors of the call.
+        traced: whether it goes through the ops (``run.run``), which have no rules for transforms.
 
     Raises:
-        Unsupported: under torch.func (grad, vjp, jvp, vmap, ...), or with a forward-mode tangent.
+        Unsupported: under vmap; or ``traced`` with a transform or a tangent.
     """
-    if _functorch_active():
-        raise Unsupported(
-            "tilewise does not run inside torch.func transforms (grad, vjp, jvp, vmap, jacrev, "
-            "hessian, ...) yet",
-            fix="use torch.autograd.grad or .backward() for gradients, and put a vmapped "
-            "dimension into the batch: x.flatten(0, 1)",
-        )
-    for tensor in tensors:
-        if isinstance(tensor, Tensor) and _has_tangent(tensor):
-            refuse_forward_mode()
+    if traced:
+        if _functorch_active():
+            _refuse_traced("torch.func transforms (grad, vjp, jvp, vmap, jacrev, hessian, ...)")
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and _is_tracked(tensor):
+                refuse_forward_mode()
+    elif _vmap_active():
+        refuse_vmap()
+
+
+def refuse_constants(score: Score) -> None:
+    """Refuse derivatives by ALiBi's slopes, which are constants: they would silently be 0.
+
+    Raises:
+        InvalidArgument: slopes carry a tangent, or a transform differentiates by them.
+    """
+    for instr in score.program:
+        if instr.op == "alibi" and _is_tracked(score.captured[instr.slots[0]]):
+            raise InvalidArgument(
+                "score (alibi slopes)",
+                "a tensor that a transform differentiates by",
+                "no derivative: ALiBi's slopes are constants here",
+                "Pass slopes.detach(); a learned additive term is scores.bias(tensor).",
+            )
 
 
 def refuse_forward_mode() -> NoReturn:
     """Raise Unsupported: a traced graph in a forward-mode level does not even see its tangents."""
+    _refuse_traced("forward-mode derivatives (jvp, torch.autograd.forward_ad)")
+
+
+def _refuse_traced(what: str) -> NoReturn:
     raise Unsupported(
-        "tilewise has no forward-mode derivative (jvp, torch.autograd.forward_ad) yet",
-        fix="use reverse mode: torch.autograd.grad or .backward()",
+        f"tilewise has no {what} in torch.compile, exported graphs, torch.jit.trace, tensor "
+        "subclasses and dispatch modes yet",
+        fix="call it eagerly with plain tensors, where torch.func.grad, vjp and jvp, forward_ad "
+        "and create_graph=True work",
     )
 
 
@@ -54,11 +81,31 @@ def refuse_vmap(*_: Any) -> NoReturn:
     """Raise Unsupported: the batching rule of the ops."""
     raise Unsupported(
         "tilewise has no batching rule for torch.func.vmap yet",
-        fix="put the vmapped dimension into the batch: x.flatten(0, 1)",
+        fix="put the vmapped dimension into the batch: x.flatten(0, 1); for a Jacobian call "
+        "torch.func.jvp or vjp once for each direction",
     )
+
+
+def refuse_second_derivative(*_: Any) -> NoReturn:
+    """Raise Unsupported: the derivative of the op of the gradients."""
+    _refuse_traced("second derivative")
+
+
+def _vmap_active() -> bool:
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
 
 
 # While it traces, torch.compile takes the inputs of a graph for tensors without tangents.
 @_disable_dynamo
+def _is_tracked(tensor: Tensor) -> bool:
+    """Whether a tensor has a tangent or, inside of torch.func, a gradient at any level."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if tensor.requires_grad or _has_tangent(tensor):
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return _has_tangent(tensor)
+
+
 def _has_tangent(tensor: Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]

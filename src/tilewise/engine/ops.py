@@ -19,13 +19,19 @@ from tilewise.engine.call import (
     draw_seed,
     read_keywords,
 )
-from tilewise.engine.modes import refuse_forward_mode, refuse_vmap, transforms_active
+from tilewise.engine.modes import (
+    refuse_forward_mode,
+    refuse_second_derivative,
+    refuse_vmap,
+    transforms_active,
+)
 from tilewise.plan.plan import Plan
 from tilewise.problem import (
     Needs,
     Operands,
     Problem,
     Result,
+    Statistics,
     lower_sinks,
     output_like,
 )
@@ -36,7 +42,14 @@ from tilewise.variants.values import Mask, Score
 __all__ = ["call"]
 
 
-def call(q: Tensor, k: Tensor, v: Tensor, asked: Asked, seed: int | Tensor | None) -> Result:
+def call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    asked: Asked,
+    seed: int | Tensor | None,
+    statistics: Statistics = "",
+) -> Result:
     """Attention through the op, while tracing or over tensors that are not plain."""
     problem = build_problem(q, k, v, asked)
     # Biases and sinks are brought to kernel form out here, where autograd sees it.
@@ -48,7 +61,7 @@ def call(q: Tensor, k: Tensor, v: Tensor, asked: Asked, seed: int | Tensor | Non
     elif isinstance(seed, int):
         seed = torch.full((), _signed(seed), dtype=torch.int64)
     cu_q, cu_k = asked.cu_seqlens or (None, None)
-    out, lse, stats = torch.ops.tilewise.attention(
+    out, lse, stats, max_logit, entropy, top_key = torch.ops.tilewise.attention(
         q,
         k,
         v,
@@ -63,8 +76,11 @@ def call(q: Tensor, k: Tensor, v: Tensor, asked: Asked, seed: int | Tensor | Non
         None if asked.scale is None else problem.scale,
         problem.dropout_p,
         asked.backend,
+        statistics,
     )
-    return Result(out, lse, stats)
+    if not statistics:
+        return Result(out, lse, stats)
+    return Result(out, lse, stats, max_logit, entropy, top_key if statistics == "top1" else None)
 
 
 def _signed(seed: int) -> int:
@@ -131,6 +147,9 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor if at_start else tensor.clone(memory_format=torch.contiguous_format)
 
 
+_KEYS = torch.empty(0, dtype=torch.int64)
+
+
 @torch.library.custom_op("tilewise::attention", mutates_args=())
 def _attention(
     q: Tensor,
@@ -147,7 +166,8 @@ def _attention(
     scale: float | None,
     dropout_p: float,
     backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    statistics: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     asked = _asked(
         mask_tensors,
         score_tensors,
@@ -161,8 +181,13 @@ def _attention(
         backend,
     )
     plan, operands = _planned(q, k, v, asked, seed)
-    result = plan.forward(operands)
-    return _laid_out(result.out, q), _own(result.lse), _own(result.stats)
+    result: Result = plan.forward(operands, statistics)
+    max_logit, entropy, top_key = (
+        _absent(like) if found is None else _own(found)
+        for found, like in zip(result[3:], (result.lse, result.lse, _KEYS), strict=True)
+    )
+    out, lse, stats = _laid_out(result.out, q), _own(result.lse), _own(result.stats)
+    return out, lse, stats, max_logit, entropy, top_key
 
 
 @_attention.register_fake
@@ -181,13 +206,18 @@ def _attention_fake(
     scale: float | None,
     dropout_p: float,
     backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    statistics: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows = q.shape[:-1] if cu_seqlens_q is None else (q.shape[1], q.shape[0])
     dtype = statistics_dtype(q.dtype)
+    facts = rows if statistics else (0,)
     return (
         output_like(q, v.shape[-1]),
         q.new_empty(rows, dtype=dtype),
-        q.new_empty((2, *rows), dtype=dtype),
+        q.new_empty((3 if statistics else 2, *rows), dtype=dtype),
+        q.new_empty(facts, dtype=dtype),
+        q.new_empty(facts, dtype=dtype),
+        q.new_empty(rows if statistics == "top1" else (0,), dtype=torch.int64),
     )
 
 
@@ -195,6 +225,7 @@ def _attention_fake(
 def _backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
+    grad_entropy: Tensor | None,
     out: Tensor,
     lse: Tensor,
     stats: Tensor,
@@ -228,7 +259,8 @@ def _backward(
     )
     plan, operands = _planned(q, k, v, asked, seed)
     wanted = Needs(needs[0], needs[1], needs[2], tuple(needs[4:]), needs[3])
-    grads = plan.backward(operands, Result(out, lse, stats), grad_out, grad_lse, wanted)
+    result = Result(out, lse, stats)
+    grads = plan.backward(operands, result, grad_out, grad_lse, wanted, grad_entropy)
     found = [
         *(
             _absent(like) if grad is None else _laid_out(grad, like)
@@ -246,6 +278,7 @@ def _backward(
 def _backward_fake(
     grad_out: Tensor,
     grad_lse: Tensor | None,
+    grad_entropy: Tensor | None,
     out: Tensor,
     lse: Tensor,
     stats: Tensor,
@@ -276,19 +309,31 @@ def _backward_fake(
 
 
 def _absent(like: Tensor) -> Tensor:
-    """Stands for a gradient that was not wanted: an op must return a tensor."""
+    """Stands for what was not wanted: an op must return a tensor."""
     return like.new_empty((0,))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, mask_tensors, score_tensors, sinks, seed, cu_q, cu_k, *constants = inputs
+    out, lse, stats, max_logit, _, top_key = output
+    statistics = constants.pop()
     ctx.mask_count, ctx.constants = len(mask_tensors), tuple(constants)
-    ctx.mark_non_differentiable(output[2])
+    fixed = (stats, max_logit, top_key) if statistics else output[2:]
+    ctx.mark_non_differentiable(*fixed)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output, q, k, v, sinks, seed, cu_q, cu_k, *mask_tensors, *score_tensors)
+    saved = (out, lse, stats, q, k, v, sinks, seed, cu_q, cu_k)
+    ctx.save_for_backward(*saved, *mask_tensors, *score_tensors)
 
 
-def _op_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> Any:
+def _op_backward(
+    ctx: Any,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    _stats: Any,
+    _max_logit: Any,
+    grad_entropy: Tensor | None,
+    _top_key: Any,
+) -> Any:
     out, lse, stats, q, k, v, sinks, seed, cu_q, cu_k, *captured = ctx.saved_tensors
     mask_tensors, score_tensors = captured[: ctx.mask_count], captured[ctx.mask_count :]
     need_q, need_k, need_v, _, need_scores, need_sinks, *_ = ctx.needs_input_grad
@@ -298,6 +343,7 @@ def _op_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: 
     grads = torch.ops.tilewise.attention_backward(
         grad_out,
         grad_lse,
+        grad_entropy,
         out,
         lse,
         stats,
@@ -320,10 +366,11 @@ def _op_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: 
         [None] * len(mask_tensors),
         [grad if need else None for grad, need in zip(grads[4:], need_scores, strict=True)],
         grads[3] if need_sinks else None,
-        *(None,) * (3 + len(ctx.constants)),
+        *(None,) * (4 + len(ctx.constants)),
     )
 
 
 _attention.register_autograd(_op_backward, setup_context=_setup_context)
+_backward.register_autograd(refuse_second_derivative)
 _attention.register_vmap(refuse_vmap)
 _backward.register_vmap(refuse_vmap)

@@ -21,10 +21,18 @@ from tilewise.engine.call import (
     cached_plan,
     signature,
 )
-from tilewise.engine.modes import refuse_transforms
-from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.engine.derivatives import attend
+from tilewise.engine.modes import refuse_constants, refuse_transforms
+from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.plan.plan import Plan
-from tilewise.problem import Operands, Problem, Result, check_cu_tensors, check_sinks
+from tilewise.problem import (
+    Operands,
+    Problem,
+    Result,
+    Statistics,
+    check_cu_tensors,
+    check_sinks,
+)
 from tilewise.variants.values import Mask, Score
 
 __all__ = ["run"]
@@ -46,6 +54,7 @@ def run(
     asked: Asked,
     seed: int | Tensor | None,
     plan: Plan | None = None,
+    statistics: Statistics = "",
 ) -> Result:
     """Attention as asked (``functional.attention``), by a held plan if one is given.
 
@@ -54,7 +63,10 @@ def run(
     a constant: such calls go through the torch ops.
     """
     if _functorch_active() or forward_ad._current_level >= 0:
-        refuse_transforms((q, k, v, asked.sinks, *asked.mask.captured, *asked.score.captured))
+        if statistics:
+            fix = "ask for return_stats outside of them"
+            raise Unsupported("tilewise has no statistics inside of torch.func transforms", fix=fix)
+        return _run_transformed(q, k, v, asked, seed, plan)
     if (
         _is_compiling()
         or _dispatch_modes() > 0
@@ -63,12 +75,12 @@ def run(
         or type(v) not in _PLAIN
         or _jit_tracing() is not None
     ):
-        return _run_traced(q, k, v, asked, seed, plan)
+        return _run_traced(q, k, v, asked, seed, plan, statistics)
     if q.is_cpu:
         if _autocast_enabled("cpu"):
             q, k, v = _autocast(q, k, v)
     elif q.is_meta:
-        return _run_traced(q, k, v, asked, seed, plan)
+        return _run_traced(q, k, v, asked, seed, plan, statistics)
     else:
         q, k, v = _autocast(q, k, v)
     if plan is None:
@@ -88,8 +100,8 @@ def run(
         or v.requires_grad
         or (not asked.plain and _captured_gradient(asked))
     ):
-        return differentiable(operands, plan)
-    result: Result = plan.forward(operands)
+        return differentiable(operands, plan, statistics)
+    result: Result = plan.forward(operands, statistics)
     return result
 
 
@@ -99,7 +111,7 @@ def _captured_gradient(asked: Asked) -> bool:
     return any(tensor.requires_grad for tensor in tensors)
 
 
-def _run_traced(
+def _run_transformed(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -107,12 +119,42 @@ def _run_traced(
     seed: int | Tensor | None,
     plan: Plan | None,
 ) -> Result:
+    """Attention inside of torch.func transforms or of a forward-mode level."""
+    tensors = (q, k, v, asked.sinks, *asked.mask.captured, *asked.score.captured)
+    traced = (
+        _is_compiling()
+        or _dispatch_modes() > 0
+        or _jit_tracing() is not None
+        or any(type(x) not in _PLAIN or x.is_meta for x in (q, k, v))
+    )
+    refuse_transforms(tensors, traced)
+    if traced:
+        return _run_traced(q, k, v, asked, seed, plan, "")
+    refuse_constants(asked.score)
+    q, k, v = _autocast(q, k, v)
+    if plan is None:
+        plan = cached_plan(q, k, v, asked)
+    else:
+        _check_plan(plan, q, k, v, asked)
+    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+    return attend(build_operands(plan.problem, q, k, v, asked, seed), plan)
+
+
+def _run_traced(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    asked: Asked,
+    seed: int | Tensor | None,
+    plan: Plan | None,
+    statistics: Statistics,
+) -> Result:
     """Attention through the torch ops; a held plan then only fills in keywords."""
     if plan is not None:
         _check_keywords(plan, asked)
         asked = _asked_of(plan, asked)
     q, k, v = _autocast(q, k, v)
-    return ops.call(q, k, v, asked, seed)
+    return ops.call(q, k, v, asked, seed, statistics)
 
 
 def _check_plan(plan: Plan, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> None:

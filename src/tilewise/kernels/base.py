@@ -12,7 +12,8 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from tilewise.plan.plan import Tiles
-from tilewise.problem import Grads, Needs, Operands, Problem, Result, output_like
+from tilewise.problem import Grads, Needs, Operands, Problem, Result, Statistics, output_like
+from tilewise.reference.covers import Grid, covers
 
 __all__ = ["Backend", "Needs", "Prepared", "Tiles", "output_like"]
 
@@ -21,12 +22,12 @@ class Prepared(NamedTuple):
     """A backend's passes bound to one problem; a Plan holds them.
 
     Args:
-        forward: ``(operands) -> Result``.
-        backward: ``(operands, result, grad_out, grad_lse, needs) -> Grads``.
+        forward: ``(operands, statistics="") -> Result``.
+        backward: ``(operands, result, grad_out, grad_lse, needs, grad_entropy=None) -> Grads``.
     """
 
-    forward: Callable[[Operands], Result]
-    backward: Callable[[Operands, Result, Tensor, Tensor | None, Needs], Grads]
+    forward: Callable[..., Result]
+    backward: Callable[..., Grads]
 
 
 class Backend(ABC):
@@ -53,8 +54,8 @@ class Backend(ABC):
         """The blocks in which it would be done."""
 
     @abstractmethod
-    def forward(self, problem: Problem, operands: Operands) -> Result:
-        """The forward pass."""
+    def forward(self, problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
+        """The forward pass; what it gives has the statistics that are asked for."""
 
     @abstractmethod
     def backward(
@@ -65,6 +66,7 @@ class Backend(ABC):
         grad_out: Tensor,
         grad_lse: Tensor | None,
         needs: Needs,
+        grad_entropy: Tensor | None = None,
     ) -> Grads:
         """The backward pass: the gradients that ``needs`` names.
 
@@ -75,7 +77,21 @@ class Backend(ABC):
             grad_out: shaped as ``result.out``, any strides.
             grad_lse: shaped as ``result.lse``, or None where lse was not used.
             needs: which gradients are wanted.
+            grad_entropy: shaped as ``result.entropy``, or None where it was not used.
         """
+
+    def covers(self, problem: Problem, operands: Operands, grid: Grid) -> Tensor:
+        """Of every rectangle of a grid whether the mask hides all (0), some (1) or none (2).
+
+        Args:
+            problem: with the mask, for which ``why_not`` has nothing to say.
+            operands: q, k and v are not read.
+            grid: the rectangles.
+
+        Returns:
+            uint8 [grid.batches, grid.heads, grid.rows, grid.columns].
+        """
+        return covers(problem, operands, grid)
 
     def prepare(self, problem: Problem) -> Prepared:
         """Both passes bound to a problem. Override to keep what can be computed once."""

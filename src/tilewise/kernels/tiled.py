@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.base import Backend, Needs, Tiles
-from tilewise.problem import Grads, Operands, Problem, Result
+from tilewise.problem import Grads, Operands, Problem, Result, Statistics
 from tilewise.reference import tiled
 
 __all__ = ["TiledBackend"]
@@ -26,10 +26,10 @@ class TiledBackend(Backend):
         """The blocks of the reference."""
         return Tiles(tiled.QUERY_TILE, tiled.KEY_TILE)
 
-    def forward(self, problem: Problem, operands: Operands) -> Result:
+    def forward(self, problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
         """The forward pass (see ``reference.tiled.forward``)."""
         with _plain_arithmetic(problem):
-            return tiled.forward(problem, operands)
+            return tiled.forward(problem, operands, statistics)
 
     def backward(
         self,
@@ -39,10 +39,13 @@ class TiledBackend(Backend):
         grad_out: Tensor,
         grad_lse: Tensor | None,
         needs: Needs,
+        grad_entropy: Tensor | None = None,
     ) -> Grads:
         """The backward pass (see ``reference.tiled.backward``)."""
         with _plain_arithmetic(problem):
-            return tiled.backward(problem, operands, result, grad_out, grad_lse, needs)
+            return tiled.backward(
+                problem, operands, result, grad_out, grad_lse, needs, grad_entropy
+            )
 
 
 def _plain_arithmetic(problem: Problem) -> torch.autocast:

@@ -7,6 +7,7 @@ For every query head h and query m, over the keys n that the mask lets through::
     p[m, n] = exp(s[m, n]) / z[m]
     out[m]  = sum_n dropout(p[m, n]) v[n]
     lse[m]  = log z[m]
+    entropy[m] = -sum_n p[m, n] log p[m, n]     with a sink: it is one of the outcomes
 
 torch's autograd differentiates it. In float64 it is the oracle of the tests; in the problem's own
 dtype it is the plain implementation whose error the kernels are measured against.
@@ -37,17 +38,21 @@ def dense(problem: Problem, operands: Operands, *, dtype: torch.dtype = torch.fl
 
     Returns:
         ``Result`` in ``dtype``: out ``[B, Hq, M, Dv]`` (varlen ``[Tq, Hq, Dv]``), lse
-        ``[B, Hq, M]`` (varlen ``[Hq, Tq]``), stats ``[2, *lse.shape]`` (detached).
+        ``[B, Hq, M]`` (varlen ``[Hq, Tq]``), stats ``[2, *lse.shape]`` (detached), and the row
+        statistics max_logit (detached), entropy and top_key.
     """
     results = [_attend(part, dtype) for part in parts(problem, operands)]
     if problem.layout == "dense":
         return results[0]
     if not results:
         out = operands.q.to(dtype)[..., :1].expand(-1, -1, problem.value_dim)
-        return Result(out, out[..., 0].T, out.new_empty(2, problem.heads, 0))
+        rows = out[..., 0].T
+        return Result(out, rows, rows.new_empty(2, *rows.shape), rows, rows, rows.long())
     out = torch.cat([r.out[0].transpose(0, 1) for r in results], dim=0)
     lse = torch.cat([r.lse[0] for r in results], dim=1)
-    return Result(out, lse, torch.cat([r.stats[:, 0] for r in results], dim=2))
+    stats = torch.cat([r.stats[:, 0] for r in results], dim=2)
+    facts = zip(*[(r.max_logit, r.entropy, r.top_key) for r in results], strict=True)
+    return Result(out, lse, stats, *[torch.cat([x[0] for x in fact], dim=1) for fact in facts])
 
 
 def _attend(part: Part, dtype: torch.dtype) -> Result:
@@ -71,13 +76,18 @@ def _attend(part: Part, dtype: torch.dtype) -> Result:
     # A row without a single finite logit has no softmax: its output is 0 and its lse -inf.
     dead = (logits == -math.inf).all(-1)
     safe = logits.masked_fill(dead[..., None], 0.0)
-    p = torch.softmax(safe, dim=-1)[..., : problem.keys].masked_fill(dead[..., None], 0.0)
+    whole = torch.softmax(safe, dim=-1).masked_fill(dead[..., None], 0.0)
+    # An outcome of no weight has no part in the entropy, and no derivative (0 * inf) either.
+    logs = torch.log_softmax(safe, dim=-1).masked_fill(whole == 0, 0.0)
+    entropy = -(whole * logs).sum(-1)
+    p = whole[..., : problem.keys]
     # As torch.logsumexp, but its gradient stays a softmax where log z vanishes next to the maximum.
     top = safe.detach().amax(-1) if safe.size(-1) else safe.new_zeros(dead.shape)
     lse = (top + torch.exp(safe - top[..., None]).sum(-1).log()).masked_fill(dead, -math.inf)
     if problem.dropout_p:
         p = torch.where(_keep(part), p / (1 - problem.dropout_p), 0.0)
-    return Result(p @ v, lse, _stats(s.detach()))
+    stats, max_logit, top_key = _stats(s.detach())
+    return Result(p @ v, lse, stats, max_logit, entropy, top_key)
 
 
 def _keep(part: Part) -> Tensor:
@@ -92,8 +102,16 @@ def _keep(part: Part) -> Tensor:
     )
 
 
-def _stats(s: Tensor) -> Tensor:
-    """Row maximum in base-2 units and row sum relative to it, ``[2, B, Hq, M]``."""
-    top = s.amax(-1) if s.size(-1) else s.new_full(s.shape[:-1], -math.inf)
+def _stats(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Row maximum in base-2 units and row sum, the maximum in natural units, and its first key.
+
+    ``[2, B, Hq, M]``, ``[B, Hq, M]`` and again; the key of a row that sees none is -1.
+    """
+    if s.size(-1):
+        top, place = s.max(-1)
+    else:
+        top = s.new_full(s.shape[:-1], -math.inf)
+        place = torch.zeros_like(top, dtype=torch.int64)
     base = torch.where(top == -math.inf, 0.0, top)
-    return torch.stack([top * LOG2E, torch.exp(s - base[..., None]).sum(-1)])
+    stats = torch.stack([top * LOG2E, torch.exp(s - base[..., None]).sum(-1)])
+    return stats, top, torch.where(top == -math.inf, -1, place)

@@ -33,11 +33,13 @@ class ExtendedGrads(NamedTuple):
 
 
 class ExtendedResult(NamedTuple):
-    """out and lse in the shapes of ``Result``; ``grads`` None unless asked for."""
+    """out, lse, ... in the shapes of ``Result``; ``grads`` None unless asked for."""
 
     out: Array
     lse: Array
     grads: ExtendedGrads | None
+    max_logit: Array
+    entropy: Array
 
 
 def has_extended_precision() -> bool:
@@ -50,24 +52,27 @@ def extended(
     operands: Operands,
     grad_out: Tensor | None = None,
     grad_lse: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
 ) -> ExtendedResult:
-    """Attention, and its gradients where ``grad_out`` or ``grad_lse`` is given.
+    """Attention, and its gradients where a gradient of something that it gives is given.
 
     Args:
         problem: what is asked.
         operands: its tensors, of any floating dtype.
         grad_out: gradient of out, its shape; None for zero.
         grad_lse: gradient of lse, its shape; None for zero.
+        grad_entropy: gradient of the entropy, its shape; None for zero.
 
     Returns:
-        out, lse and gradients in longdouble.
+        out, lse, max_logit, entropy and gradients in longdouble.
     """
     varlen = problem.layout == "varlen"
-    rows = (problem.heads, problem.queries)
     out = _zeros((*operands.q.shape[:-1], problem.value_dim))
-    lse = np.full(rows if varlen else (problem.batch, *rows), -np.inf, dtype=np.longdouble)
+    rows = (problem.heads, problem.queries) if varlen else operands.q.shape[:-1]
+    lse = np.full(rows, -np.inf, dtype=np.longdouble)
+    max_logit, entropy = lse.copy(), np.zeros_like(lse)
     totals = None
-    if grad_out is not None or grad_lse is not None:
+    if not (grad_out is None and grad_lse is None and grad_entropy is None):
         totals = ExtendedGrads(
             _zeros(operands.q.shape),
             _zeros(operands.k.shape),
@@ -79,16 +84,18 @@ def extended(
         q_rows, k_rows = part.queries, part.keys
         forward = _Forward(part)
         _packed(out, q_rows, varlen)[...] = forward.out
-        (lse[None, :, q_rows] if varlen else lse)[...] = forward.lse
+        _rows(lse, q_rows, varlen)[...] = forward.lse
+        _rows(max_logit, q_rows, varlen)[...] = forward.max_logit
+        _rows(entropy, q_rows, varlen)[...] = forward.entropy
         if totals is None:
             continue
-        d_out = np.zeros_like(forward.out)
-        if grad_out is not None:
-            d_out = _packed(_long(grad_out), q_rows, varlen)
-        d_lse = np.zeros_like(forward.lse)
-        if grad_lse is not None:
-            d_lse = _long(grad_lse)[None, :, q_rows] if varlen else _long(grad_lse)
-        grads = forward.backward(d_out, d_lse)
+        none = np.zeros_like(forward.out)
+        d_out = none if grad_out is None else _packed(_long(grad_out), q_rows, varlen)
+        d_lse, d_entropy = (
+            np.zeros_like(forward.lse) if grad is None else _rows(_long(grad), q_rows, varlen)
+            for grad in (grad_lse, grad_entropy)
+        )
+        grads = forward.backward(d_out, d_lse, d_entropy)
         _packed(totals.q, q_rows, varlen)[...] += grads.q
         _packed(totals.k, k_rows, varlen)[...] += grads.k
         _packed(totals.v, k_rows, varlen)[...] += grads.v
@@ -103,7 +110,7 @@ def extended(
                 total[first, :, : grad.shape[2], : grad.shape[3]] += grad
         if totals.sinks is not None and grads.sinks is not None:
             totals.sinks[...] += grads.sinks
-    return ExtendedResult(out, lse, totals)
+    return ExtendedResult(out, lse, totals, max_logit, entropy)
 
 
 def _long(tensor: Tensor) -> Array:
@@ -117,6 +124,11 @@ def _zeros(shape: tuple[int, ...]) -> Array:
 def _packed(array: Array, rows: slice, varlen: bool) -> Array:
     """The ``[B, H, S, D]`` view of a part's rows."""
     return array[rows].swapaxes(0, 1)[None] if varlen else array
+
+
+def _rows(array: Array, rows: slice, varlen: bool) -> Array:
+    """The ``[B, H, M]`` view of a part's numbers per row."""
+    return array[None, :, rows] if varlen else array
 
 
 def _sum_to(array: Array, shape: tuple[int, ...]) -> Array:
@@ -139,7 +151,7 @@ class _Forward:
         self.saved: list[Array] = []
         scores = self._scores(self.block)
         self.sinks = None if operands.sinks is None else _long(operands.sinks)[:, None]
-        top = scores.max(axis=-1, initial=-np.inf)
+        top = self.max_logit = scores.max(axis=-1, initial=-np.inf)
         if self.sinks is not None:
             top = np.maximum(top, self.sinks)
         base = np.where(np.isneginf(top), np.longdouble(0), top)
@@ -151,6 +163,12 @@ class _Forward:
         self.p = weights / safe[..., None]
         self.lse = np.where(total == 0, np.longdouble(-np.inf), base + np.log(safe))
         self.p_sink = None if self.sinks is None else np.exp(self.sinks - base) / safe
+        # Logarithms of the probabilities, 0 in the place of those of none.
+        self.log_p = self._logs(scores - base[..., None], safe[..., None])
+        self.entropy = -(self.p * self.log_p).sum(axis=-1)
+        if self.p_sink is not None and self.sinks is not None:
+            self.log_p_sink = self._logs(self.sinks - base, safe)
+            self.entropy = self.entropy - self.p_sink * self.log_p_sink
         self.kept = self._kept()
         self.out = (self.p * self.kept) @ self.v
 
@@ -177,6 +195,11 @@ class _Forward:
         seen = visible(problem.mask, operands.mask_tensors, block, operands.q.device)
         return np.where(seen.numpy(), scores, np.longdouble(-np.inf))
 
+    @staticmethod
+    def _logs(exponents: Array, total: Array) -> Array:
+        logs: Array = np.where(np.isneginf(exponents), np.longdouble(0), exponents - np.log(total))
+        return logs
+
     def _kept(self) -> Array:
         """What dropout multiplies the probabilities by: 0 or 1 / (1 - p)."""
         problem, first = self.part.problem, self.part.first_batch
@@ -192,11 +215,12 @@ class _Forward:
         )
         return keep.numpy() / (np.longdouble(1) - np.longdouble(problem.dropout_p))
 
-    def backward(self, d_out: Array, d_lse: Array) -> ExtendedGrads:
-        """Gradients from those of out ``[B, Hq, M, Dv]`` and lse ``[B, Hq, M]``."""
+    def backward(self, d_out: Array, d_lse: Array, d_entropy: Array) -> ExtendedGrads:
+        """Gradients from those of out ``[B, Hq, M, Dv]``, lse and entropy ``[B, Hq, M]``."""
         operands = self.part.operands
         shift = (d_lse - (d_out * self.out).sum(axis=-1))[..., None]
-        ds = self.p * ((d_out @ self.v.swapaxes(-1, -2)) * self.kept + shift)
+        tilt = d_entropy[..., None] * (self.log_p + self.entropy[..., None])
+        ds = self.p * ((d_out @ self.v.swapaxes(-1, -2)) * self.kept + shift - tilt)
         scores = [_zeros(tuple(t.shape)) for t in operands.score_tensors]
         saved = list(self.saved)
         for instr in reversed(self.part.problem.score):
@@ -212,7 +236,8 @@ class _Forward:
         ds = ds * self.scale
         sinks = None
         if self.p_sink is not None:
-            sinks = (self.p_sink * shift[..., 0]).sum(axis=(0, 2))
+            tilt = d_entropy * (self.log_p_sink + self.entropy)
+            sinks = (self.p_sink * (shift[..., 0] - tilt)).sum(axis=(0, 2))
         return ExtendedGrads(
             ds @ self.k,
             self._over_group(ds.swapaxes(-1, -2) @ self.q),

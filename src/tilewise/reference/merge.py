@@ -31,7 +31,8 @@ def merge(*results: Result) -> Result:
             ``[T, H, Dv]`` with ``[H, T]``; stats ``[2, *lse.shape]``.
 
     Returns:
-        The result over the union. stats are merged too (and detached, as they always are).
+        The result over the union. stats are merged too (and detached, as they always are); the
+        statistics of rows are not.
 
     Raises:
         InvalidArgument: no result, or shapes that differ.

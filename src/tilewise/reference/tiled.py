@@ -6,6 +6,8 @@ recompute the probabilities from the saved row maximum and row sum, and use
 
     dS = P * (dP - delta + dlse),   delta = rowsum(P * dP),   dP = dropout(dO V^T)
 
+A gradient g of the entropy adds -g P (log P + entropy) to dS.
+
 Memory beyond inputs and outputs: one tile of the matrix for all batch entries and heads, and in
 the backward float32 accumulators of the size of k and v. Arithmetic is float32, or float64 for
 float64. Keys that no query of a tile may see are taken as 0, so that what they hold cannot leak.
@@ -22,17 +24,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.problem import Grads, Needs, Operands, Problem, Result
+from tilewise.problem import Grads, Needs, Operands, Problem, Result, Statistics
 from tilewise.reference.blocks import Part, cut, parts
 from tilewise.reference.programs import score_gradient
 from tilewise.reference.tiles import (
     KEY_TILE,
+    LN2,
     QUERY_TILE,
     Tile,
     base2,
     compute_dtype,
     empty_in_order_of,
     exp2,
+    far,
     finite_or_zero,
     keep_tile,
     key_tiles,
@@ -41,42 +45,58 @@ from tilewise.reference.tiles import (
     part_view,
     product,
     query_tiles,
+    row_entropy,
+    sink_exponents,
 )
 from tilewise.variants.program import EXPR
 
-__all__ = ["KEY_TILE", "QUERY_TILE", "backward", "forward"]
+__all__ = [
+    "KEY_TILE",
+    "QUERY_TILE",
+    "Totals",
+    "accumulator",
+    "backward",
+    "forward",
+    "sum_group",
+]
 
 
-def forward(problem: Problem, operands: Operands) -> Result:
+def forward(problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
     """Attention by tiles.
 
     Args:
         problem: what is asked.
         operands: q ``[B, Hq, M, D]``, k ``[B, Hk, N, D]``, v ``[B, Hk, N, Dv]`` (varlen
             ``[T, H, D]``) of any strides, captured tensors, sinks, seed.
+        statistics: which of them the result has.
 
     Returns:
         out in q's dtype and memory order; lse (natural, with the sink) and stats (row maximum in
-        base-2 units and row sum, without the sink) in the compute dtype.
+        base-2 units and row sum, without the sink) in the compute dtype; the statistics.
     """
     dtype = compute_dtype(problem.dtype)
     q = operands.q
     out = empty_in_order_of(q, problem.value_dim).zero_()
     shape = q.shape[:-1] if problem.layout == "dense" else (problem.heads, problem.queries)
     lse = torch.full(shape, -math.inf, dtype=dtype, device=q.device)
-    stats = torch.zeros(2, *shape, dtype=dtype, device=q.device)
+    stats = torch.zeros(3 if statistics else 2, *shape, dtype=dtype, device=q.device)
     stats[0] = -math.inf
+    whole = Result(out, lse, stats)
+    if statistics:
+        whole = whole._replace(max_logit=lse.clone(), entropy=torch.zeros_like(lse))
+    if statistics == "top1":
+        whole = whole._replace(top_key=torch.full(shape, -1, device=q.device))
     for part in parts(problem, operands):
         part_out = part_view(out, part.queries, problem)
-        part_lse = part_rows(lse, part.queries, problem)
-        part_stats = part_rows(stats, part.queries, problem)
+        wanted = [None if x is None else part_rows(x, part.queries, problem) for x in whole[1:]]
         for rows in query_tiles(part.problem):
             span = slice(rows.start, rows.stop)
-            tile_out, tile_lse, tile_stats = _forward_rows(part, rows, dtype)
-            part_out[:, :, span] = tile_out.to(out.dtype)
-            part_lse[..., span] = tile_lse
-            part_stats[..., span] = tile_stats
-    return Result(out, lse, stats)
+            tile = _forward_rows(part, rows, dtype, statistics)
+            part_out[:, :, span] = tile.out.to(out.dtype)
+            for to, of in zip(wanted, tile[1:], strict=True):
+                if to is not None and of is not None:
+                    to[..., span] = of
+    return whole
 
 
 def backward(
@@ -86,6 +106,7 @@ def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     needs: Needs,
+    grad_entropy: Tensor | None = None,
 ) -> Grads:
     """Gradients by tiles, from the saved result.
 
@@ -96,31 +117,35 @@ def backward(
         grad_out: gradient of out, its shape.
         grad_lse: gradient of lse, its shape; None for zero.
         needs: which gradients are wanted.
+        grad_entropy: gradient of the entropy, its shape; None for zero.
 
     Returns:
         The wanted gradients, each in its operand's shape and dtype; None elsewhere.
     """
     dtype = compute_dtype(problem.dtype)
-    totals = _Totals(
-        _accumulator(operands.q, needs.q, dtype),
-        _accumulator(operands.k, needs.k, dtype),
-        _accumulator(operands.v, needs.v, dtype),
+    totals = Totals(
+        accumulator(operands.q, needs.q, dtype),
+        accumulator(operands.k, needs.k, dtype),
+        accumulator(operands.v, needs.v, dtype),
         _score_accumulators(problem, operands, needs, dtype),
-        _accumulator(operands.sinks, needs.sinks, dtype),
+        accumulator(operands.sinks, needs.sinks, dtype),
     )
     for part in parts(problem, operands):
         views = totals.of(part, problem)
         rows_grad = part_view(grad_out, part.queries, problem)
         rows_stats = part_rows(result.stats, part.queries, problem)
-        rows_grad_lse = None
-        if grad_lse is not None:
-            rows_grad_lse = part_rows(grad_lse, part.queries, problem)
+        of_lse, of_entropy = (
+            None if grad is None else part_rows(grad, part.queries, problem)
+            for grad in (grad_lse, grad_entropy)
+        )
         for rows in query_tiles(part.problem):
             span = slice(rows.start, rows.stop)
+            tile_stats = rows_stats[..., span]
             state = _RowState(
                 rows_grad[:, :, span].to(dtype),
-                None if rows_grad_lse is None else rows_grad_lse[..., span].to(dtype),
-                *normaliser(part, rows_stats[..., span], dtype),
+                None if of_lse is None else of_lse[..., span].to(dtype),
+                *normaliser(part, tile_stats, dtype),
+                None if of_entropy is None else _tilt(part, tile_stats, of_entropy[..., span]),
             )
             _backward_rows(part, rows, state, views)
     return totals.grads(operands)
@@ -130,7 +155,8 @@ class _RowState(NamedTuple):
     """What the backward holds for a tile of query rows, ``[B, Hq, m(, Dv)]``.
 
     ``base`` is the row maximum (0 for a dead row), ``weight`` what ``exp2(s - base)`` is multiplied
-    by to give a probability, ``sink`` the probability that went to the sink (None without one).
+    by to give a probability, ``sink`` the probability that went to the sink (None without one),
+    ``tilt`` the gradient of the entropy (None without one).
     """
 
     grad_out: Tensor
@@ -138,9 +164,30 @@ class _RowState(NamedTuple):
     base: Tensor
     weight: Tensor
     sink: Tensor | None
+    tilt: _Tilt | None
 
 
-class _Totals(NamedTuple):
+class _Tilt(NamedTuple):
+    """The gradient g of the entropy, ``[B, Hq, m]``, as it enters dS.
+
+    d entropy / dS = -P (log P + entropy) = -P ln(2) (t - mean of t), with t the logits less the
+    largest of them in base-2 units: ``t - mean of t`` is a tile's exponent plus ``center``, and
+    ``sink`` for the sink. ``slope`` is g ln(2).
+    """
+
+    slope: Tensor
+    center: Tensor
+    sink: Tensor | None
+
+
+def _tilt(part: Part, stats: Tensor, grad: Tensor) -> _Tilt:
+    sink, above = sink_exponents(part, stats[0], stats.dtype)
+    dead = stats[1] == 0
+    slope = torch.where(dead, 0.0, grad.to(stats.dtype) * LN2)
+    return _Tilt(slope, -above - stats[2], None if sink is None else sink - stats[2])
+
+
+class Totals(NamedTuple):
     """Accumulators of the gradients in the compute dtype; None where not wanted."""
 
     q: Tensor | None
@@ -149,7 +196,7 @@ class _Totals(NamedTuple):
     score_tensors: tuple[Tensor | None, ...]
     sinks: Tensor | None
 
-    def of(self, part: Part, problem: Problem) -> _Totals:
+    def of(self, part: Part, problem: Problem) -> Totals:
         """Views of the accumulators for one part."""
         if problem.layout == "dense":
             return self
@@ -166,7 +213,7 @@ class _Totals(NamedTuple):
                 self.score_tensors, cut(problem.score, filled, b, m, n), strict=True
             )
         )
-        return _Totals(q, k, v, scores, self.sinks)
+        return Totals(q, k, v, scores, self.sinks)
 
     def grads(self, operands: Operands) -> Grads:
         """The gradients in the dtypes of their operands."""
@@ -184,7 +231,8 @@ class _Totals(NamedTuple):
         return Grads(q, k, v, scores, sinks)
 
 
-def _accumulator(tensor: Tensor | None, wanted: bool, dtype: torch.dtype) -> Tensor | None:
+def accumulator(tensor: Tensor | None, wanted: bool, dtype: torch.dtype) -> Tensor | None:
+    """Zeros of the tensor's shape in ``dtype``; None where its gradient is not wanted."""
     if tensor is None or not wanted:
         return None
     return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
@@ -196,29 +244,37 @@ def _score_accumulators(
     """Of what scores captured. An element that an expression loads may sum over all pairs."""
     loaded = {slot for instr in problem.score if instr.op == EXPR for slot in instr.slots}
     return tuple(
-        _accumulator(tensor, need, torch.float64 if slot in loaded else dtype)
+        accumulator(tensor, need, torch.float64 if slot in loaded else dtype)
         for slot, (tensor, need) in enumerate(
             zip(operands.score_tensors, needs.score_tensors, strict=True)
         )
     )
 
 
-def _forward_rows(part: Part, rows: range, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Output ``[B, Hq, m, Dv]``, lse ``[B, Hq, m]`` and stats ``[2, B, Hq, m]`` of a query tile."""
+def _forward_rows(part: Part, rows: range, dtype: torch.dtype, statistics: Statistics) -> Result:
+    """The result of a query tile: out ``[B, Hq, m, Dv]``, lse ``[B, Hq, m]``, and so on."""
     problem = part.problem
     q = part.operands.q[:, :, rows.start : rows.stop].to(dtype)
     shape = (problem.batch, problem.heads, len(rows))
     top = q.new_full(shape, -math.inf)
     top_natural = top
-    total = q.new_zeros(shape)
+    total, moment = q.new_zeros(shape), q.new_zeros(shape)
+    top_key = torch.full(shape, -1, device=q.device)
     out = q.new_zeros(*shape, problem.value_dim)
     for tile in key_tiles(part, rows, q):
         scores = base2(tile.scores)
         new_top = torch.maximum(top, scores.amax(-1))
         base = finite_or_zero(new_top)
-        p = exp2(scores - base[..., None])
+        exponent = scores - base[..., None]
+        p = exp2(exponent)
         fade = exp2(top - base)
+        if statistics:
+            moved = (moment + far(top - base) * total) * fade
+            moment = moved + (p * far(exponent)).sum(-1)
         total = total * fade + p.sum(-1)
+        if statistics == "top1":
+            best, place = tile.scores.max(-1)
+            top_key = torch.where(best > top_natural, tile.block.keys.start + place, top_key)
         if problem.dropout_p:
             p = torch.where(keep_tile(part, tile.block), p / (1 - problem.dropout_p), 0.0)
         out = out * fade[..., None] + product(p, tile.v)
@@ -228,7 +284,11 @@ def _forward_rows(part: Part, rows: range, dtype: torch.dtype) -> tuple[Tensor, 
     if part.operands.sinks is not None:
         lse = _log_add_exp(lse, part.operands.sinks.to(dtype)[:, None])
     _, weight, _ = normaliser(part, stats, dtype)
-    return out * weight[..., None], lse, stats
+    result = Result(out * weight[..., None], lse, stats)
+    if not statistics:
+        return result
+    entropy, mean = row_entropy(part, stats, moment, dtype)
+    return Result(*result[:2], torch.cat([stats, mean[None]]), top_natural, entropy, top_key)
 
 
 def _log_add_exp(a: Tensor, b: Tensor) -> Tensor:
@@ -240,10 +300,12 @@ def _log_add_exp(a: Tensor, b: Tensor) -> Tensor:
 class _TileGradient(NamedTuple):
     """The backward of one tile up to the row sums.
 
-    ``p`` and ``dropped`` are the probabilities before and after dropout, ``dp`` the gradient of
-    ``p``, ``grad_out`` the gradient rows with those that see no key of the tile set to 0.
+    ``p`` and ``dropped`` are the probabilities before and after dropout, ``p`` being the power
+    of two of ``exponent`` times a weight; ``dp`` is the gradient of ``p``, ``grad_out`` the
+    gradient rows with those that see no key of the tile set to 0.
     """
 
+    exponent: Tensor
     p: Tensor
     dropped: Tensor
     dp: Tensor
@@ -253,16 +315,18 @@ class _TileGradient(NamedTuple):
 def _tile_gradient(part: Part, tile: Tile, state: _RowState) -> _TileGradient:
     dropout_p = part.problem.dropout_p
     grad_out = state.grad_out
-    p = exp2(base2(tile.scores) - state.base[..., None]) * state.weight[..., None]
+    exponent = base2(tile.scores) - state.base[..., None]
+    p = exp2(exponent) * state.weight[..., None]
     if tile.seen is not None:
         grad_out = torch.where(tile.seen.any(-1, keepdim=True), grad_out, 0.0)
         p = torch.where(tile.seen, p, 0.0)
     dp = product(grad_out, tile.v.transpose(-1, -2))
     if not dropout_p:
-        return _TileGradient(p, p, dp, grad_out)
+        return _TileGradient(exponent, p, p, dp, grad_out)
     keep = keep_tile(part, tile.block)
     dp = torch.where(keep, dp / (1 - dropout_p), 0.0)
-    return _TileGradient(p, torch.where(keep, p / (1 - dropout_p), 0.0), dp, grad_out)
+    dropped = torch.where(keep, p / (1 - dropout_p), 0.0)
+    return _TileGradient(exponent, p, dropped, dp, grad_out)
 
 
 def _row_shift(part: Part, rows: range, q: Tensor, state: _RowState) -> Tensor:
@@ -281,7 +345,7 @@ def _row_shift(part: Part, rows: range, q: Tensor, state: _RowState) -> Tensor:
     return shift
 
 
-def _backward_rows(part: Part, rows: range, state: _RowState, totals: _Totals) -> None:
+def _backward_rows(part: Part, rows: range, state: _RowState, totals: Totals) -> None:
     """Adds the gradients that come from a tile of query rows to the totals."""
     problem = part.problem
     span = slice(rows.start, rows.stop)
@@ -289,14 +353,21 @@ def _backward_rows(part: Part, rows: range, state: _RowState, totals: _Totals) -
     group = problem.heads // problem.kv_heads
     shift = _row_shift(part, rows, q, state)
     if totals.sinks is not None and state.sink is not None:
-        totals.sinks.add_((state.sink * shift).sum(-1).sum(0))
+        by_sink = shift
+        if state.tilt is not None and state.tilt.sink is not None:
+            by_sink = shift - state.tilt.slope * state.tilt.sink
+        totals.sinks.add_((state.sink * by_sink).sum(-1).sum(0))
     for tile in key_tiles(part, rows, q):
-        p, dropped, dp, tile_grad = _tile_gradient(part, tile, state)
+        exponent, p, dropped, dp, tile_grad = _tile_gradient(part, tile, state)
         columns = slice(tile.block.keys.start, tile.block.keys.stop)
         if totals.v is not None:
             grad_v = product(dropped.transpose(-1, -2), tile_grad)
-            totals.v[:, :, columns] += _sum_group(grad_v, group)
-        ds = p * (dp + shift[..., None])
+            totals.v[:, :, columns] += sum_group(grad_v, group)
+        moved = dp + shift[..., None]
+        if state.tilt is not None:
+            away = far(exponent) + state.tilt.center[..., None]
+            moved = moved - state.tilt.slope[..., None] * away
+        ds = p * moved
         q_used = q
         if tile.seen is not None:
             ds = torch.where(tile.seen, ds, 0.0)
@@ -314,10 +385,10 @@ def _backward_rows(part: Part, rows: range, state: _RowState, totals: _Totals) -
             totals.q[:, :, span] += product(ds, tile.k)
         if totals.k is not None:
             grad_k = product(ds.transpose(-1, -2), q_used)
-            totals.k[:, :, columns] += _sum_group(grad_k, group)
+            totals.k[:, :, columns] += sum_group(grad_k, group)
 
 
-def _sum_group(grad: Tensor, group: int) -> Tensor:
+def sum_group(grad: Tensor, group: int) -> Tensor:
     """``[B, Hk, n, D]`` from ``[B, Hq, n, D]``: each key head serves ``group`` query heads."""
     batch, heads, length, width = grad.shape
     return grad.view(batch, heads // group, group, length, width).sum(2)

@@ -124,6 +124,49 @@ def finite_or_zero(top: Tensor) -> Tensor:
     return torch.where(top == -math.inf, 0.0, top)
 
 
+def far(exponent: Tensor) -> Tensor:
+    """An exponent whose power of two may be 0, made finite: 0 times it is then 0."""
+    return exponent.clamp(min=-2000.0)
+
+
+class RowEntropy(NamedTuple):
+    """Of a query tile ``[B, Hq, m]``: see ``row_entropy``."""
+
+    entropy: Tensor
+    mean: Tensor
+
+
+def row_entropy(part: Part, stats: Tensor, moment: Tensor, dtype: torch.dtype) -> RowEntropy:
+    """The entropy of each row and the mean of its logits less the largest, sink included.
+
+    With t those differences in base-2 units, entropy = log(sum of 2^t) - ln(2) * mean of t, of
+    which neither term is negative.
+
+    Args:
+        part: what is asked.
+        stats: row maximum and row sum of the keys, ``[2, B, Hq, m]``.
+        moment: sum over the keys of 2^(score - row maximum) times that exponent.
+        dtype: of the arithmetic.
+    """
+    top, total = stats[0], stats[1]
+    sink, above = sink_exponents(part, top, dtype)
+    whole = total * exp2(-above)
+    moment = (moment - above * total) * exp2(-above)
+    if sink is not None:
+        whole, moment = whole + exp2(sink), moment + exp2(sink) * sink
+    mean = torch.where(whole == 0, 0.0, moment / whole)
+    return RowEntropy(torch.where(whole == 0, 0.0, torch.log(whole) - LN2 * mean), mean)
+
+
+def sink_exponents(part: Part, top: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, Tensor]:
+    """How far the sink is from the largest logit (0 or less), and how far that is above ``top``."""
+    if part.operands.sinks is None:
+        return None, torch.zeros_like(top)
+    sink = base2(part.operands.sinks.to(dtype))[:, None]
+    highest = finite_or_zero(torch.maximum(top, sink))
+    return far(sink - highest), -far(top - highest)
+
+
 def normaliser(
     part: Part, stats: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:

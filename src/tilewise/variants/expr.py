@@ -70,14 +70,6 @@ LEAVES: dict[str, Kind] = {"s": "float", **dict.fromkeys("bhmnMN", "int")}
 _INT_BITS = 63
 
 
-def _floordiv(a: float, b: float) -> float:
-    return math.nan if isinstance(b, float) and b == 0.0 else a // b
-
-
-def _mod(a: float, b: float) -> float:
-    return math.nan if isinstance(b, float) and b == 0.0 else a % b
-
-
 def _sign(a: float) -> float:
     return type(a)((a > 0) - (a < 0))
 
@@ -89,8 +81,8 @@ OPS: dict[str, Op] = {
     "add": Op(("if", "if"), "=", lambda a, b: a + b),
     "sub": Op(("if", "if"), "=", lambda a, b: a - b),
     "mul": Op(("if", "if"), "=", lambda a, b: a * b),
-    "floordiv": Op(("if", "if"), "=", _floordiv),
-    "mod": Op(("if", "if"), "=", _mod),
+    "floordiv": Op(("if", "if"), "=", lambda a, b: a // b),
+    "mod": Op(("if", "if"), "=", lambda a, b: a % b),
     "min": Op(("if", "if"), "=", min),
     "max": Op(("if", "if"), "=", max),
     "neg": Op(("if",), "=", lambda a: -a),
@@ -137,6 +129,9 @@ class Graph:
         Raises:
             InvalidArgument: an integer of more than 64 bits.
         """
+        if isinstance(value, float) and value == 0.0 and math.copysign(1.0, value) < 0.0:
+            # To Python -0.0 equals 0.0, and so would the expressions: no constant is -0.0.
+            return self._place(Node("neg", (self.constant(0.0),)), "float")
         if isinstance(value, bool):
             return self._place(Node("const_bool", (), value), "bool")
         if isinstance(value, int):
@@ -222,8 +217,7 @@ class Graph:
                 order[place] = len(order)
 
     def _place(self, node: Node, kind: Kind) -> int:
-        # To Python 0.0 and -0.0 are equal, and nan is not equal to itself.
-        value = repr(node.value) if node.op == "const_float" else node.value
+        value = repr(node.value) if node.op == "const_float" else node.value  # nan is not nan
         key = (node.op, node.args, value)
         place = self._places.get(key)
         if place is None:
@@ -280,6 +274,8 @@ def _folded(fold: Callable[..., Constant], values: list[Constant | None]) -> Con
         found = fold(*values)
     except (ArithmeticError, ValueError):
         return None
+    if isinstance(found, float) and found == 0.0 and math.copysign(1.0, found) < 0.0:
+        return None  # see ``constant``
     if isinstance(found, int) and not -(2**_INT_BITS) <= found < 2**_INT_BITS:
         return None
     return found

@@ -15,12 +15,14 @@ import torch
 
 from tilewise.variants.expr import Expr, Graph, Node, decode, encode
 from tilewise.variants.program import BY_USER, LARGEST_COUNT, Instr, Program
+from tilewise.variants.program import decode as program_of
 from tilewise.variants.program import encode as program_text
 
 __all__ = [
     "Recognised",
     "as_expression",
     "constant_while_compiling",
+    "in_one_step",
     "mask_program",
     "score_program",
 ]
@@ -99,6 +101,28 @@ def _mask_program(expr: Expr) -> Recognised:
 @lru_cache(maxsize=1024)
 def _score_program(expr: Expr, learned: tuple[bool, ...]) -> Recognised:
     return _apart(_score(expr, expr.outputs[0], learned))
+
+
+def in_one_step(program: Program, ranks: tuple[int, ...], learned: tuple[bool, ...]) -> Recognised:
+    """A score's program whose steps are computed in one piece, as far as kernels do not know them.
+
+    Args:
+        program: its steps.
+        ranks: dimensions of every tensor that it captures.
+        learned: for each of them, whether its gradient is wanted.
+    """
+    if torch.compiler.is_compiling():
+        return Recognised(*_chain_while_compiling(program_text(program), ranks, learned))
+    return _score_program(as_expression(program, ranks), learned)
+
+
+@constant_while_compiling
+def _chain_while_compiling(
+    text: str, ranks: tuple[int, ...], learned: tuple[bool, ...]
+) -> tuple[Program, tuple[int, ...], str]:
+    steps = tuple([step for token in text.split() for step in program_of(token)])
+    program, sources, own = _score_program(as_expression(steps, ranks), learned)
+    return program, sources, own
 
 
 def _apart(program: Program) -> Recognised:

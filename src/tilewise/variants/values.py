@@ -18,7 +18,7 @@ from tilewise.variants.program import (
     shift_slots,
     slot_count,
 )
-from tilewise.variants.recognise import as_expression, mask_program, score_program
+from tilewise.variants.recognise import in_one_step, mask_program, score_program
 from tilewise.variants.trace import trace_mask, trace_score
 
 __all__ = ["Mask", "Score", "as_mask", "as_score", "dense_mask", "mask_of", "score_of"]
@@ -92,6 +92,10 @@ class Mask(_Variant):
             return Mask((Instr("below", (0,)),))  # nothing: the opposite of everything
         return Mask((*self.program, Instr("not")), self.captured)
 
+    def current(self) -> "Mask":
+        """The mask as a call uses it; where it knows more than its program it looks at that."""
+        return self
+
     def __bool__(self) -> NoReturn:
         raise InvalidType(
             "mask",
@@ -119,7 +123,7 @@ def _join(left: Mask, right: Mask | Tensor | Callable[..., Any], connective: str
         return other if connective == "and" else Mask(())
     moved = shift_slots(right.program, len(left.captured))
     program = (*left.program, *moved, Instr(connective))
-    return Mask(program, left.captured + right.captured)
+    return _known(Mask, program, left.captured + right.captured, encode(program))
 
 
 def dense_mask(tensor: Tensor, argument: str = "mask") -> Mask:
@@ -156,7 +160,7 @@ def score_of(function: Callable[..., Any]) -> Score:
 
 
 def _known(kind: type[_V], program: Program, captured: tuple[Tensor, ...], text: str) -> _V:
-    """A Mask or Score of a program that was recognised: there is nothing to check."""
+    """A Mask or Score of a program that was made here: there is nothing to check."""
     found = object.__new__(kind)
     object.__setattr__(found, "program", program)
     object.__setattr__(found, "captured", captured)
@@ -171,7 +175,7 @@ _DENSE = fitted(mask_of(lambda b, h, m, n: _FULL[b, h, m, n]).program)
 def as_mask(value: object) -> Mask:
     """A mask from what ``mask=`` takes: a Mask, a boolean tensor or a function."""
     if isinstance(value, Mask):
-        return value
+        return value.current()
     if isinstance(value, Tensor):
         return dense_mask(value)
     if isinstance(value, Score):
@@ -220,14 +224,17 @@ def _in_one(program: Program, captured: tuple[Tensor, ...]) -> Score:
     """A chain of steps: one expression up to the last step that kernels do not know by name."""
     unknown = [index for index, instr in enumerate(program) if instr.op == EXPR]
     if not unknown or unknown[-1] == 0:
-        return Score(program, captured)
+        return _known(Score, program, captured, encode(program))
     cut = unknown[-1] + 1
-    expr = as_expression(program[:cut], [tensor.dim() for tensor in captured])
-    first, sources, _ = score_program(expr, tuple([x.requires_grad for x in captured]))
+    ranks = tuple([tensor.dim() for tensor in captured])
+    learned = tuple([tensor.requires_grad for tensor in captured])
+    first, sources, _ = in_one_step(program[:cut], ranks, learned)
     rest = program[cut:]
     held = slot_count(program[:cut])
     moved = shift_slots(rest, len(sources) - held)
-    return Score((*first, *moved), (*(captured[slot] for slot in sources), *captured[held:]))
+    whole = (*first, *moved)
+    tensors = (*[captured[slot] for slot in sources], *captured[held:])
+    return _known(Score, whole, tensors, encode(whole))
 
 
 def _type_name(value: object) -> str:

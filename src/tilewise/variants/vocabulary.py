@@ -76,10 +76,24 @@ def _select(recording: Recording, condition: object, x: object, y: object) -> Tr
 
 
 def _clamp(recording: Recording, x: object, min: object = None, max: object = None) -> Traced:
+    """Of floats a choice, as in torch: at a bound the gradient is that of x, and not half of it."""
     found = recording.lift(x)
-    if min is not None:
-        found = found._apply("max", min)
-    return found if max is None else found._apply("min", max)
+    for bound, op in ((min, "max"), (max, "min")):
+        if bound is None:
+            continue
+        limit = recording.lift(bound)
+        if found.kind != "float" and limit.kind != "float":
+            found = apply(recording, op, (found, limit))
+        elif op == "max":
+            found = _select(recording, found < limit, limit, found)
+        else:
+            found = _select(recording, found > limit, limit, found)
+    return found
+
+
+def _relu(recording: Recording, x: object, inplace: bool = False) -> Traced:
+    value = recording.lift(x)
+    return _select(recording, value <= 0, 0, value)
 
 
 def _divide(recording: Recording, x: object, y: object, rounding_mode: str | None = None) -> Traced:
@@ -166,7 +180,7 @@ _TORCH: dict[str, Callable[..., Traced]] = {
     **dict.fromkeys(("clamp", "clip"), _clamp),
     "square": lambda recording, x: recording.lift(x) * x,
     "reciprocal": lambda recording, x: 1.0 / recording.lift(x),
-    "relu": lambda recording, x, inplace=False: recording.lift(x)._apply("max", 0),
+    "relu": _relu,
     "silu": lambda recording, x, inplace=False: recording.lift(x) * recording.lift(x).sigmoid(),
     "softplus": _softplus,
     "zeros_like": _filled(0.0),

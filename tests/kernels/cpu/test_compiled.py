@@ -23,7 +23,8 @@ from tilewise import masks
 from tilewise.engine.dispatch import PLANS
 from tilewise.errors import SlowPathWarning
 from tilewise.kernels.cpu import compiled
-from tilewise.kernels.cpu.emit import emit, program_of
+from tilewise.kernels.cpu.described import program_of
+from tilewise.kernels.cpu.emit import emit
 
 SLOPE = as_score(lambda s, b, h, m, n: s * 0.5 + (m % 3 - n % 5) * 0.25)
 
@@ -194,7 +195,7 @@ def test_source_depends_on_the_program_alone() -> None:
         ("constant", 1, 0, 0, (), 0, -1, -(2**63), 0.0),
         ("n", 1, 0, 2, (), 0, -1, 0, 0.0),
         ("mul", 1, 1, 2, (1, 2), 1, -1, 0, 0.0),
-        ("lt", 0, 1, 3, (0, 3), 0, -1, 0, 0.0),
+        ("lt", 0, 1, 4, (0, 3), 0, -1, 0, 0.0),
     )
     program = program_of(("avx2", 32, 64, False, "mask", values, (4,), ()))
     assert emit(program, "") == emit(program, "")

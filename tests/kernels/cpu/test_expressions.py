@@ -65,6 +65,14 @@ def _bent(_: Tensor) -> Any:
     )
 
 
+def _gated(gate: Tensor) -> Any:
+    return lambda s, b, h, m, n: s * gate[b, h, m, n] + gate[b, h, m, 0]
+
+
+def _crossed(table: Tensor) -> Any:
+    return lambda s, b, h, m, n: s * table[b, h] + table[h, b]
+
+
 def _hashed(b: Any, h: Any, m: Any, n: Any) -> Any:
     return (m * 7 + n * 13) % 5 < 2
 
@@ -80,6 +88,8 @@ VARIANTS = [
     Variant("parted", _parted, lambda b, h, m, n: DOCUMENTS[m] == DOCUMENTS[n], ((1500,), (4, 5))),
     Variant("twice", _twice, _hashed, ((1500,), (1,))),
     Variant("bent", _bent, _wide, ((1,),)),
+    Variant("gated", _gated, lambda b, h, m, n: (m + n) % 7 > 0, ((4, 4, 130, 150),)),
+    Variant("crossed", _crossed, None, ((4, 4),)),
     Variant("blocks", None, lambda b, h, m, n: BLOCKS[h, m // 32, n // 16]),
     Variant("floats", None, lambda b, h, m, n: torch.sin(0.3 * m) * torch.cos(0.2 * n) > -0.2),
 ]
@@ -172,6 +182,23 @@ def test_later_steps(target: Target) -> None:
         strict=True,
     ):
         torch.testing.assert_close(got, right, rtol=1e-11, atol=1e-12)
+
+
+@only_cpu
+def test_gradient_of_the_entropy(target: Target) -> None:
+    """It reaches what an expression loads as it reaches a bias."""
+    torch.manual_seed(6)
+    q, k, v = (torch.randn(1, 2, 150, 8, dtype=torch.float64) for _ in "qkv")
+    table = torch.randn(2, 300, dtype=torch.float64, requires_grad=True)
+    score = as_score(lambda s, b, h, m, n: s * table[h, m - n + 150])
+    result = tilewise.attention(q, k, v, score=score, backend="cpu", return_stats=True)
+    m, n = torch.arange(150)[:, None], torch.arange(150)
+    s = q @ k.transpose(-1, -2) / 8**0.5
+    log_p = torch.log_softmax(s * table[torch.arange(2)[:, None, None], m - n + 150], -1)
+    (expected,) = torch.autograd.grad(-(log_p.exp() * log_p).sum(), table)
+    assert result.stats is not None
+    (got,) = torch.autograd.grad(result.stats.entropy.sum(), table)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
 
 
 @only_cpu

@@ -1,5 +1,6 @@
 """The CPU backend: allocates results and hands pointers, strides and sizes to the compiled core."""
 
+import math
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor
 from tilewise.kernels.base import Backend, Needs, Prepared, Tiles, output_like
 from tilewise.kernels.cpu import compiled
 from tilewise.kernels.cpu.core import absence, core
-from tilewise.problem import Grads, Operands, Problem, Result
+from tilewise.problem import Grads, Operands, Problem, Result, Statistics
+from tilewise.reference.covers import Grid
 from tilewise.variants.derive import Derivative, differentiate
 from tilewise.variants.expr import Expr, decode
 from tilewise.variants.program import Instr, Program, encode
@@ -17,6 +19,7 @@ __all__ = ["CpuBackend"]
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _CODES = {**_DTYPES, torch.int64: 4, torch.bool: 5}
+_LOG2E, _LN2 = math.log2(math.e), math.log(2.0)
 _threads = torch.get_num_threads
 
 
@@ -63,9 +66,9 @@ class CpuBackend(Backend):
         """64 queries in the lanes against 128 keys; part of the rounding contract."""
         return Tiles(64, 128)
 
-    def forward(self, problem: Problem, operands: Operands) -> Result:
+    def forward(self, problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
         """The forward pass."""
-        return self.prepare(problem).forward(operands)
+        return self.prepare(problem).forward(operands, statistics)
 
     def backward(
         self,
@@ -75,9 +78,19 @@ class CpuBackend(Backend):
         grad_out: Tensor,
         grad_lse: Tensor | None,
         needs: Needs,
+        grad_entropy: Tensor | None = None,
     ) -> Grads:
         """The backward pass."""
-        return self.prepare(problem).backward(operands, result, grad_out, grad_lse, needs)
+        prepared = self.prepare(problem)
+        return prepared.backward(operands, result, grad_out, grad_lse, needs, grad_entropy)
+
+    def covers(self, problem: Problem, operands: Operands, grid: Grid) -> Tensor:
+        """The table of a mask, by the core."""
+        table = torch.empty(grid[2:], dtype=torch.uint8)
+        call = _Call(operands, _loaded(problem))
+        arguments = (call.mask, call.sequences, tuple(grid), table.data_ptr())
+        core().covers(_build(problem), _threads(), *arguments)
+        return table
 
     def prepare(self, problem: Problem) -> Prepared:
         """Both passes with the programs already handed to the core."""
@@ -121,6 +134,8 @@ def _bounds(program: Program) -> set[int]:
             spans[-1] = ()
         elif instr.op == "not":
             spans[-1] = ()
+        elif instr.op == "tiles":
+            continue
         else:
             spans.append((index,))
     return set(spans[0]) if spans else set()
@@ -138,12 +153,10 @@ def _build(problem: Problem) -> Any:
             expr = decode(str(instr.params[0]))
             kernel.add_mask_expr(expr.nodes, expr.outputs, instr.slots)
             continue
-        band = instr.op == "band"
-        left, right, anchor = instr.params if band else (-1, -1, 0)
+        numbers = instr.params[:2] if instr.op in ("band", "blocks", "tiles") else (-1, -1)
+        anchor = instr.op == "band" and bool(instr.params[2])
         length = instr.params[0] if instr.op == "below" and instr.params else 0
-        kernel.add_mask(
-            instr.op, index in bounds, left, right, bool(anchor), length, *_two_slots(instr)
-        )
+        kernel.add_mask(instr.op, index in bounds, *numbers, anchor, length, *_two_slots(instr))
     for instr in problem.score:
         if instr.op == "expr":
             expr = decode(str(instr.params[0]))
@@ -176,21 +189,28 @@ def _broadcast(tensor: Tensor) -> tuple[int, tuple[int, ...], int]:
 
 def _sized(tensor: Tensor) -> tuple[int, tuple[int, ...], int, tuple[int, ...]]:
     """What an expression reads: address, strides, dtype code, sizes."""
-    return tensor.data_ptr(), tensor.stride(), _CODES[tensor.dtype], tuple(tensor.shape)
+    address, strides, _ = _broadcast(tensor)
+    return address, strides, _CODES[tensor.dtype], tuple(tensor.shape)
 
 
 class _Loaded(NamedTuple):
-    """The slots of the captured tensors that expressions read."""
+    """The slots of the captured tensors that expressions read; of ``strided`` nothing else does."""
 
     mask: frozenset[int] = frozenset()
     score: frozenset[int] = frozenset()
+    strided: frozenset[int] = frozenset()
 
 
 _NO_LOADS = _Loaded()
 
 
-def _loaded(program: Program) -> frozenset[int]:
-    return frozenset(slot for instr in program if instr.op == "expr" for slot in instr.slots)
+def _loaded(problem: Problem) -> _Loaded:
+    mask, score = (
+        frozenset(slot for instr in program if instr.op == "expr" for slot in instr.slots)
+        for program in (problem.mask, problem.score)
+    )
+    others = {slot for instr in problem.mask if instr.op != "expr" for slot in instr.slots}
+    return _Loaded(mask, score, mask - others)
 
 
 class _Call:
@@ -201,7 +221,7 @@ class _Call:
     def __init__(self, operands: Operands, loaded: _Loaded = _NO_LOADS) -> None:
         # Ids are read along their rows; contiguous copies must live as long as the call.
         self.held = [
-            tensor.contiguous() if tensor.dim() < 4 and slot not in loaded.mask else tensor
+            tensor.contiguous() if tensor.dim() < 4 and slot not in loaded.strided else tensor
             for slot, tensor in enumerate(operands.mask_tensors)
         ]
         self.mask = tuple(
@@ -254,14 +274,18 @@ class _Kernel:
         # Nothing but q, k, v and out has an address to hand over.
         slots = any(instr.slots for instr in (*problem.mask, *problem.score))
         self._plain = not (slots or problem.sinks) and problem.layout == "dense"
-        self._loaded = _Loaded(_loaded(problem.mask), _loaded(problem.score))
+        self._loaded = _loaded(problem)
         self._derivative: Derivative | None = None
 
-    def forward(self, operands: Operands) -> Result:
+    def forward(self, operands: Operands, statistics: Statistics = "") -> Result:
         q, k, v = operands.q, operands.k, operands.v
         out = output_like(q, self._problem.value_dim)
         lse = torch.empty_like(self._lse, memory_format=torch.contiguous_format)
-        stats = torch.empty_like(self._stats, memory_format=torch.contiguous_format)
+        if statistics:
+            stats, more, addresses = self._room(statistics == "top1")
+        else:
+            stats = torch.empty_like(self._stats, memory_format=torch.contiguous_format)
+            more, addresses = (), ()
         address = stats.data_ptr()
         call = _NOTHING if self._plain else _Call(operands, self._loaded)
         self._forward(
@@ -283,8 +307,20 @@ class _Kernel:
             call.mask,
             call.score,
             call.sequences,
+            addresses,
         )
-        return Result(out, lse, stats)
+        return Result(out, lse, stats, *more)
+
+    def _room(self, top1: bool) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[int, ...]]:
+        """Stats with a third row, the statistics to be filled in, and where the core puts them."""
+        stats = torch.empty((3, *self._rows), dtype=self._statistics)
+        max_logit = torch.empty(self._rows, dtype=self._statistics)
+        entropy = torch.empty(self._rows, dtype=self._statistics)
+        top_key = torch.empty(self._rows, dtype=torch.int64) if top1 else None
+        mean = stats.data_ptr() + 2 * self._step
+        key = 0 if top_key is None else top_key.data_ptr()
+        addresses = (max_logit.data_ptr(), entropy.data_ptr(), mean, key)
+        return stats, (max_logit, entropy, top_key), addresses
 
     def backward(
         self,
@@ -293,6 +329,7 @@ class _Kernel:
         grad_out: Tensor,
         grad_lse: Tensor | None,
         needs: Needs,
+        grad_entropy: Tensor | None = None,
     ) -> Grads:
         q, k, v = operands.q, operands.k, operands.v
         grad_q, grad_k, grad_v = (output_like(x, x.shape[-1]) for x in (q, k, v))
@@ -300,6 +337,8 @@ class _Kernel:
         delta = torch.empty(self._rows, dtype=self._statistics)
         if grad_lse is not None:
             grad_lse = grad_lse.to(self._statistics).contiguous()
+        if grad_entropy is not None:
+            grad_entropy = grad_entropy.to(self._statistics).contiguous()
         tensors = tuple(
             _address(x) for x in (q, k, v, result.out, grad_out, grad_q, grad_k, grad_v)
         )
@@ -308,6 +347,8 @@ class _Kernel:
             stats[1].data_ptr(),
             0 if grad_lse is None else grad_lse.data_ptr(),
             delta.data_ptr(),
+            0 if grad_entropy is None else stats[2].data_ptr(),
+            0 if grad_entropy is None else grad_entropy.data_ptr(),
         )
         call = _Call(operands, self._loaded)
         self._differentiate()
@@ -328,16 +369,17 @@ class _Kernel:
             grad_k if needs.k else None,
             grad_v if needs.v else None,
             self._score_grads(arguments, operands, needs),
-            self._sink_grads(operands, lse, delta) if needs.sinks else None,
+            self._sink_grads(operands, lse, delta, stats, grad_entropy) if needs.sinks else None,
         )
 
     def _differentiate(self) -> None:
         """Hand the derivatives of the score's expression over, if there is one, once."""
         score = self._problem.score
         if self._derivative is None and score and score[0].op == "expr":
-            self._derivative = differentiate(decode(str(score[0].params[0])))
-            expr, loads = self._derivative
+            derivative = differentiate(decode(str(score[0].params[0])))
+            expr, loads = derivative
             self._kernel.set_score_derivative(expr.nodes, expr.outputs, loads)
+            self._derivative = derivative  # last: another thread may be here too
 
     def _load_grads(
         self,
@@ -383,10 +425,26 @@ class _Kernel:
             grads[slot] = grad if previous is None else previous + grad
         return tuple(grads)
 
-    def _sink_grads(self, operands: Operands, lse: Tensor, delta: Tensor) -> Tensor:
-        """The sinks' gradient: -sum over rows of p_sink * delta, p_sink = exp(sink - lse)."""
+    def _sink_grads(
+        self,
+        operands: Operands,
+        lse: Tensor,
+        delta: Tensor,
+        stats: Tensor,
+        grad_entropy: Tensor | None,
+    ) -> Tensor:
+        """The sinks' gradient: -sum over rows of p_sink * delta, p_sink = exp(sink - lse).
+
+        A gradient of the entropy adds to delta grad * (log p_sink + entropy).
+        """
         sinks = operands.sinks
         assert sinks is not None
+        if grad_entropy is not None:
+            # As in the kernels: base-2 units, less the largest logit, less their mean. A NaN is
+            # that of -inf - -inf, in a row without keys.
+            exponent = (sinks * _LOG2E)[:, None] - stats[0]
+            exponent = exponent.nan_to_num(nan=0.0).clamp(-2000.0, 0.0)
+            delta = delta + grad_entropy * (exponent - stats[2]) * _LN2
         # A row without keys or sink has no share to give; exp(-inf - -inf) would be NaN.
         share = torch.where(lse == -torch.inf, 0.0, (sinks[:, None] - lse).exp() * delta)
         over = 1 if self._problem.layout == "varlen" else (0, 2)

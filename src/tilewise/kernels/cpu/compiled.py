@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 from tilewise.errors import SlowPathWarning
 from tilewise.kernels.cpu.cache import Cache, folder
 from tilewise.kernels.cpu.core import core
-from tilewise.kernels.cpu.emit import emit, program_of, why_not
+from tilewise.kernels.cpu.described import program_of
+from tilewise.kernels.cpu.emit import emit, why_not
 
 __all__ = ["bind", "compiling", "state", "wanted"]
 

@@ -9,9 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
-__all__ = ["Program", "Value", "emit", "program_of", "why_not"]
+from tilewise.kernels.cpu.described import (
+    PER_KEY,
+    PER_PAIR,
+    PER_QUERY,
+    WHOLE_TILE,
+    Program,
+)
+
+__all__ = ["emit", "why_not"]
 
 # Compilers take seconds for some hundred values, and minutes for thousands.
 _MOST_VALUES = 1500
@@ -19,66 +26,10 @@ _MOST_LISTED = 128  # arrays of kExprKeys elements
 _MOST_UNROLLED = 120
 _SMOOTH = {"tanh", "sigmoid"}
 
-_WHOLE_TILE, _PER_QUERY, _PER_KEY, _PER_PAIR = range(4)
 _BOOL, _INT, _FLOAT = range(3)
 _TYPES = ("Truths", "Wholes", "Reals")
 _ELEMENTS = ("Truth", "Whole", "Real")
 _STORED = ("unsigned char", "i64", "Real")
-
-
-class Value(NamedTuple):
-    """One value of a program.
-
-    Args:
-        op: its operation, as in variants/expr.py but for "constant", "load", and the quotients by
-            powers of two "shr_by" and "bits_of".
-        kind: 0 boolean, 1 integer, 2 float.
-        arg_kind: of its last argument.
-        extent: bit 0, it depends on the query; bit 1, on the key.
-        args: places of its arguments; of a load, one index per dimension.
-        reg: its register among those of its extent; -1 for the score.
-        slot: of a load.
-        integer, real: of a constant; of "shr_by" and "bits_of" the number of bits, and the bits.
-    """
-
-    op: str
-    kind: int
-    arg_kind: int
-    extent: int
-    args: tuple[int, ...]
-    reg: int
-    slot: int
-    integer: int
-    real: float
-
-
-class Program(NamedTuple):
-    """A program as the core describes it.
-
-    Args:
-        isa: the instruction set that it is for.
-        float_bits, int_bits: widths.
-        coarse: whether operands and results have 16 bits.
-        use: "mask" (one bit per pair), "score" (the score, and its derivative if there are two
-            outputs) or "loads" (outputs and kept values are left in registers).
-        values: by extent, each after its arguments.
-        outputs, kept: places.
-    """
-
-    isa: str
-    float_bits: int
-    int_bits: int
-    coarse: bool
-    use: str
-    values: tuple[Value, ...]
-    outputs: tuple[int, ...]
-    kept: tuple[int, ...]
-
-
-def program_of(described: tuple[object, ...]) -> Program:
-    """The program from the core's plain tuples."""
-    program = Program(*described)  # type: ignore[arg-type]
-    return program._replace(values=tuple([Value(*value) for value in program.values]))
 
 
 def why_not(program: Program) -> str | None:
@@ -146,7 +97,7 @@ class _Writer:
         """The function that fills the arrays."""
         yield "static void fill(ExprFrame& f, Keys& keys) {"
         yield "  const i64 n0 = f.n0;"
-        yield from self._tile(_PER_KEY)
+        yield from self._tile(PER_KEY)
         yield "  for (int j = 0; j < f.count; j++) {"
         for place in self._of_keys():
             value, kind = self.values[place], _TYPES[self.values[place].kind]
@@ -154,14 +105,14 @@ class _Writer:
             if value.op == "load":
                 rows = [
                     f"moved_first(t{place}, {dim}, first(v{arg}))"
-                    for dim, arg in self._indices(place, _PER_KEY)
+                    for dim, arg in self._indices(place, PER_KEY)
                 ]
                 text = f"pick_one<{kind}>(t{place}, {' + '.join([f'base{place}', *rows])})"
             yield f"    const {kind} v{place} = {text};"
             if place in self.listed:
                 yield f"    keys.v{place}[j] = first(v{place});"
             if self._is_left(place):
-                yield f"    write(f, {_PER_KEY}, {value.reg}, j * kStep, v{place});"
+                yield f"    write(f, {PER_KEY}, {value.reg}, j * kStep, v{place});"
         yield "  }"
         yield "}"
 
@@ -169,7 +120,7 @@ class _Writer:
         """The body of the function that goes through the keys with some columns."""
         use = self.program.use
         yield "  const int width = f.width, count = f.count;"
-        yield from self._tile(_PER_PAIR)
+        yield from self._tile(PER_PAIR)
         yield from self._queries()
         if any(value.op == "s" for value in self.values):
             yield "  Real* const scores = static_cast<Real*>(f.s);"
@@ -177,27 +128,27 @@ class _Writer:
         if use == "score":
             yield "  Score<kV> score(f, from);"
         yield "  for (int j = 0; j < count; j++) {"
-        for place in sorted(self._read(_PER_KEY, _PER_PAIR) | self._results(_PER_KEY)):
+        for place in sorted(self._read(PER_KEY, PER_PAIR) | self._results(PER_KEY)):
             kind = _TYPES[self.values[place].kind]
             yield f"    const {kind} v{place} = filled(keys.v{place}[j], {kind}{{}});"
-        pairs = [at for at, value in enumerate(self.values) if value.extent == _PER_PAIR]
+        pairs = [at for at, value in enumerate(self.values) if value.extent == PER_PAIR]
         for place in pairs:
             if self.values[place].op == "load":
                 rows = [
                     f"moved_first(t{place}, {dim}, keys.v{arg}[j])"
-                    for dim, arg in self._indices(place, _PER_KEY)
+                    for dim, arg in self._indices(place, PER_KEY)
                 ]
                 yield f"    const i64 row{place} = {' + '.join([f'base{place}', *rows])};"
         yield "    TW_UNROLL(4)"
         yield "    for (int v = 0; v < kV; v++) {"
         yield "      const int at = j * width + from + v * kStep;"
-        for place in sorted(self._read(_PER_QUERY, _PER_PAIR) | self._results(_PER_QUERY)):
+        for place in sorted(self._read(PER_QUERY, PER_PAIR) | self._results(PER_QUERY)):
             yield f"      const {_TYPES[self.values[place].kind]} v{place} = q{place}[v];"
         for place in pairs:
             value = self.values[place]
             yield f"      const {_TYPES[value.kind]} v{place} = {self._computed(place)};"
             if self._is_left(place):
-                yield f"      write(f, {_PER_PAIR}, {value.reg}, at, v{place});"
+                yield f"      write(f, {PER_PAIR}, {value.reg}, at, v{place});"
         outputs = self.program.outputs
         if use == "mask":
             yield f"      f.bits[j] |= bits_of_mask<Truth>(v{outputs[0]}) << (from + v * kStep);"
@@ -221,10 +172,10 @@ class _Writer:
             for place, value in enumerate(self.values)
             if value.op == "load" and value.extent == extent
         ]
-        read = self._read(_WHOLE_TILE, extent)
-        read |= {arg for place in loads for _, arg in self._indices(place, _WHOLE_TILE)}
-        if extent == _PER_PAIR:
-            read |= self._results(_WHOLE_TILE)
+        read = self._read(WHOLE_TILE, extent)
+        read |= {arg for place in loads for _, arg in self._indices(place, WHOLE_TILE)}
+        if extent == PER_PAIR:
+            read |= self._results(WHOLE_TILE)
         for place in sorted(read):
             yield f"  const {_TYPES[self.values[place].kind]} v{place} = {self._held(place, '0')};"
         for place in loads:
@@ -232,16 +183,16 @@ class _Writer:
             kind = _STORED[value.kind]
             yield f"  const Source<{kind}> t{place} = source<{kind}>(f.tensors[{value.slot}]);"
             yield f"  i64 base{place} = 0;"
-            for dim, arg in self._indices(place, _WHOLE_TILE):
+            for dim, arg in self._indices(place, WHOLE_TILE):
                 yield f"  base{place} += moved_first(t{place}, {dim}, first(v{arg}));"
 
     def _queries(self) -> Iterator[str]:
         """What holds for the queries of the columns."""
-        read = sorted(self._read(_PER_QUERY, _PER_PAIR) | self._results(_PER_QUERY))
+        read = sorted(self._read(PER_QUERY, PER_PAIR) | self._results(PER_QUERY))
         loads = [
             place
             for place, value in enumerate(self.values)
-            if value.op == "load" and value.extent == _PER_PAIR and self._indices(place, _PER_QUERY)
+            if value.op == "load" and value.extent == PER_PAIR and self._indices(place, PER_QUERY)
         ]
         for place in read:
             yield f"  {_TYPES[self.values[place].kind]} q{place}[kV];"
@@ -256,7 +207,7 @@ class _Writer:
         for place in loads:
             terms = [
                 f"moved(t{place}, {dim}, {self._held(arg, 'from + v * kStep')})"
-                for dim, arg in self._indices(place, _PER_QUERY)
+                for dim, arg in self._indices(place, PER_QUERY)
             ]
             yield f"    query{place}[v] = {_sum(terms)};"
         yield "  }"
@@ -271,6 +222,10 @@ class _Writer:
                 return "wholes(n0 + j)"
             case "load":
                 return self._picked(place)
+            case "difference":
+                return f"op_sub(v{value.args[0]}, v{value.args[1]})"
+            case "power_by":
+                return f"op_power_by(v{value.args[0]}, {_float(value.real)})"
             case "shr_by" | "bits_of":
                 return f"op_{value.op}(v{value.args[0]}, {_integer(value.integer)})"
             case "add" | "sub" if self.score in value.args:
@@ -308,9 +263,9 @@ class _Writer:
 
     def _picked(self, place: int) -> str:
         terms = [f"wholes(row{place})"]
-        if self._indices(place, _PER_QUERY):
+        if self._indices(place, PER_QUERY):
             terms.append(f"query{place}[v]")
-        terms += [f"moved(t{place}, {dim}, v{arg})" for dim, arg in self._indices(place, _PER_PAIR)]
+        terms += [f"moved(t{place}, {dim}, v{arg})" for dim, arg in self._indices(place, PER_PAIR)]
         return f"pick<{_TYPES[self.values[place].kind]}>(t{place}, {_sum(terms)})"
 
     def _held(self, place: int, at: str) -> str:
@@ -329,13 +284,13 @@ class _Writer:
         indices = {
             arg
             for place, value in enumerate(self.values)
-            if value.op == "load" and value.extent == _PER_PAIR
-            for _, arg in self._indices(place, _PER_KEY)
+            if value.op == "load" and value.extent == PER_PAIR
+            for _, arg in self._indices(place, PER_KEY)
         }
-        return self._read(_PER_KEY, _PER_PAIR) | self._results(_PER_KEY) | indices
+        return self._read(PER_KEY, PER_PAIR) | self._results(PER_KEY) | indices
 
     def _of_keys(self) -> list[int]:
-        return [place for place, value in enumerate(self.values) if value.extent == _PER_KEY]
+        return [place for place, value in enumerate(self.values) if value.extent == PER_KEY]
 
     def _indices(self, place: int, extent: int) -> list[tuple[int, int]]:
         """The dimensions of a load whose index has that extent, with the index's place."""

@@ -1,0 +1,339 @@
+"""Derivatives beyond the first gradient: four Functions that are one another's derivatives.
+
+With x the operands (q, k, v, sinks, score tensors), u tangents of x, c cotangents of (out, lse):
+
+    Attend(x)          out, lse
+    Gradients(x, c)    J(x)^T c                          the plan's backward kernel
+    Tangents(x, u)     J(x) u                            reference/tangents.py, for every backend
+    Second(x, u, c)    the gradient by x of <c, J(x) u>  reference/second.py, for every backend
+
+    function    its gradient, for cotangents                 its tangent, for tangents
+    Attend      Gradients(x, c)                              Tangents(x, u)
+    Gradients   by x: Second(x, w, c); by c: Tangents(x, w)  Gradients(x, c') + Second(x, u, c)
+    Tangents    by x: Second(x, u, c); by u: Gradients(x, c) refused
+    Second      by u: Second(x, w, c); by x and c: refused   likewise
+
+They have ``setup_context``, so that torch.func transforms nest over them in any order; that costs
+some microseconds a call, which is why plain eager calls go through ``autograd.py`` and come here
+only from its backward.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from tilewise.engine.flat import Call, Tensors, flat, needs_of, split, wanted
+from tilewise.engine.modes import refuse_vmap
+from tilewise.errors import Unsupported
+from tilewise.plan.plan import Plan
+from tilewise.problem import Operands, Result
+from tilewise.reference.jets import direction
+from tilewise.reference.second import second
+from tilewise.reference.tangents import tangents
+
+__all__ = ["attend", "gradients"]
+
+
+def attend(operands: Operands, plan: Plan) -> Result:
+    """Run a plan's forward inside of transforms or of a forward-mode level."""
+    call = Call(plan, operands.seed, len(operands.mask_tensors))
+    return Result(*Attend.apply(call, *flat(operands)))  # type: ignore[no-untyped-call]
+
+
+def gradients(
+    call: Call, needs: Sequence[bool], result: Tensors, cotangents: Tensors, x: Tensors
+) -> list[Tensor | None]:
+    """``Gradients`` of the leaves that are needed, None for the others.
+
+    Args:
+        call: the call.
+        needs: for each leaf.
+        result: out, lse, stats.
+        cotangents: of out and lse; None for zero.
+        x: the tensors of the call.
+    """
+    if not any(needs):
+        return [None] * len(needs)
+    # Derivatives are taken through x: of the result only the values count.
+    out, lse, stats = (tensor.detach() for tensor in result if tensor is not None)
+    grad_out, grad_lse = cotangents
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    found = iter(
+        Gradients.apply(  # type: ignore[no-untyped-call]
+            call, tuple(needs), out, lse, stats, grad_out, grad_lse, *x
+        )
+    )
+    return [next(found) if need else None for need in needs]
+
+
+def _seconds(
+    call: Call, needs: Sequence[bool], cotangents: Tensors, u: Tensors, x: Tensors
+) -> list[Tensor | None]:
+    """``Second`` of the leaves that are needed, None for the others."""
+    if not any(needs) or all(tangent is None for tangent in u):
+        return [None] * len(needs)
+    fenced = Fence.apply(*cotangents, *x)  # type: ignore[no-untyped-call]
+    found = iter(
+        Second.apply(call, tuple(needs), *fenced[:2], *u, *fenced[2:])  # type: ignore[no-untyped-call]
+    )
+    return [next(found) if need else None for need in needs]
+
+
+def _tangents(call: Call, result: Tensors, u: Tensors, x: Tensors) -> tuple[Tensor, Tensor]:
+    """``Tangents`` of out and lse."""
+    out, lse, stats = (tensor.detach() for tensor in result if tensor is not None)
+    found: tuple[Tensor, Tensor] = Tangents.apply(  # type: ignore[no-untyped-call]
+        call, out, lse, stats, *u, *x
+    )
+    return found
+
+
+def _keep(ctx: Any, tensors: Tensors) -> None:
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+    # What nobody used then comes as None and costs nothing.
+    ctx.set_materialize_grads(False)
+
+
+def _plain_arithmetic(call: Call) -> torch.autocast:
+    return torch.autocast(call.plan.problem.device, enabled=False)
+
+
+def _toward(operands: Operands, u: Sequence[Any]) -> Operands:
+    q, k, v, sinks, *score_tensors = u
+    return direction(operands, q, k, v, sinks, score_tensors)
+
+
+def _refuse(what: str, fix: str) -> NoReturn:
+    raise Unsupported(f"tilewise has no {what}", fix=fix)
+
+
+class _Nested(torch.autograd.Function):
+    """What the four have in common: no batching rule."""
+
+    @staticmethod
+    def vmap(*_: Any) -> Any:
+        """Refuse."""
+        refuse_vmap()
+
+
+class Attend(_Nested):
+    """Attention inside of transforms: out, lse and stats."""
+
+    @staticmethod
+    def forward(call: Call, *x: Tensor | None) -> tuple[Tensor, ...]:
+        """Run the plan's forward kernel."""
+        out, lse, stats, *_ = call.plan.forward(call.operands(x))
+        return out, lse, stats
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Keep everything."""
+        ctx.call, *x = inputs
+        ctx.mark_non_differentiable(output[2])
+        _keep(ctx, (*output, *x))
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> Any:
+        """``Gradients``."""
+        call, (out, lse, stats, *x) = ctx.call, ctx.saved_tensors
+        needs = call.leaves(ctx.needs_input_grad[1:])
+        grads = gradients(call, needs, (out, lse, stats), (grad_out, grad_lse), x)
+        return (None, *call.spread(grads))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *moves: Tensor | None) -> Any:
+        """``Tangents``."""
+        call, (out, lse, stats, *x) = ctx.call, ctx.saved_tensors
+        return (*_tangents(call, (out, lse, stats), call.leaves(moves), x), None)
+
+
+class Gradients(_Nested):
+    """The gradients by the needed leaves, as a function of the operands and the cotangents."""
+
+    @staticmethod
+    def forward(
+        call: Call,
+        needs: tuple[bool, ...],
+        out: Tensor,
+        lse: Tensor,
+        stats: Tensor,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        *x: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """Run the plan's backward kernel."""
+        grad_out = grad_out.resolve_neg()
+        grad_lse = None if grad_lse is None else grad_lse.resolve_neg()
+        result = Result(out, lse, stats)
+        grads = call.plan.backward(call.operands(x), result, grad_out, grad_lse, needs_of(needs))
+        return wanted(call, grads, needs, x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Keep everything but the gradients."""
+        ctx.call, ctx.needs, *tensors = inputs
+        _keep(ctx, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        """``Second`` by the operands, ``Tangents`` by the cotangents."""
+        call, (out, lse, stats, grad_out, grad_lse, *x) = ctx.call, ctx.saved_tensors
+        came = iter(cotangents)
+        u = [next(came) if need else None for need in ctx.needs]
+        needs_out, needs_lse, *needs_x = ctx.needs_input_grad[5:]
+        grads = _seconds(call, call.leaves(needs_x), (grad_out, grad_lse), u, x)
+        by_out = by_lse = None
+        if needs_out or needs_lse:
+            by_out, by_lse = _tangents(call, (out, lse, stats), u, x)
+        return (
+            *(None,) * 5,
+            by_out if needs_out else None,
+            by_lse if needs_lse else None,
+            *call.spread(grads),
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, *moves: Tensor | None) -> Any:
+        """``Gradients`` of what the cotangents move by, and ``Second`` of what the operands do."""
+        call, (out, lse, stats, grad_out, grad_lse, *x) = ctx.call, ctx.saved_tensors
+        move_out, move_lse, *move_x = moves[5:]
+        parts = [_seconds(call, ctx.needs, (grad_out, grad_lse), call.leaves(move_x), x)]
+        if move_out is not None or move_lse is not None:
+            parts.append(gradients(call, ctx.needs, (out, lse, stats), (move_out, move_lse), x))
+        found = []
+        for need, leaf, *terms in zip(ctx.needs, call.leaves(x), *parts, strict=True):
+            if need:
+                there = [term for term in terms if term is not None]
+                found.append(sum(there[1:], there[0]) if there else torch.zeros_like(leaf))
+        return tuple(found)
+
+
+class Tangents(_Nested):
+    """The tangents of out and lse, as a function of the operands and their tangents."""
+
+    @staticmethod
+    def forward(
+        call: Call, out: Tensor, lse: Tensor, stats: Tensor, *rest: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Walk over the tiles."""
+        u, x = split(call, rest)
+        operands = call.operands(x)
+        with _plain_arithmetic(call):
+            return tangents(call.plan.problem, operands, _toward(operands, u))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Keep everything but the tangents of out and lse."""
+        ctx.call, *tensors = inputs
+        _keep(ctx, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
+        """``Second`` by the operands, ``Gradients`` by the tangents."""
+        call, (out, lse, stats, *rest) = ctx.call, ctx.saved_tensors
+        u, x = split(call, rest)
+        needs_u, needs_x = split(call, ctx.needs_input_grad[4:])
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        cotangents = (grad_out, grad_lse)
+        by_u = gradients(call, needs_u, (out, lse, stats), cotangents, x)
+        by_x = _seconds(call, call.leaves(needs_x), cotangents, u, x)
+        return (*(None,) * 4, *by_u, *call.spread(by_x))
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        """Refuse."""
+        _refuse(
+            "tangent of a tangent (torch.func.jvp inside of jvp) yet",
+            "let one of the two be reverse mode: torch.func.grad or vjp, inside or outside",
+        )
+
+
+class Second(_Nested):
+    """The gradient by the needed leaves of the cotangents times the tangents of out and lse."""
+
+    @staticmethod
+    def forward(
+        call: Call,
+        needs: tuple[bool, ...],
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        *rest: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """Walk over the tiles."""
+        u, x = split(call, rest)
+        operands = call.operands(x)
+        toward = _toward(operands, u)
+        problem = call.plan.problem
+        with _plain_arithmetic(call):
+            grads = second(problem, operands, toward, grad_out, grad_lse, needs_of(needs))
+        return wanted(call, grads, needs, x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Keep everything but the gradients."""
+        ctx.call, ctx.needs, *tensors = inputs
+        _keep(ctx, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        """By the tangents ``Second`` again, for the Hessian is symmetric; the rest is fenced."""
+        call, (grad_out, grad_lse, *rest) = ctx.call, ctx.saved_tensors
+        u, x = split(call, rest)
+        needs_u, _ = split(call, ctx.needs_input_grad[4:])
+        came = iter(cotangents)
+        w = [next(came) if need else None for need in ctx.needs]
+        by_u = _seconds(call, needs_u, (grad_out, grad_lse), w, x)
+        # The fence takes these for what they are: a sign that a third derivative is wanted.
+        signs = [
+            tensor.new_zeros(()).expand(tensor.shape) if need else None
+            for tensor, need in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
+        ]
+        return (None, None, *signs[:2], *by_u, *signs[2 + len(u) :])
+
+    @staticmethod
+    def jvp(ctx: Any, *moves: Tensor | None) -> Any:
+        """``Second`` of what the tangents move by; the fence lets nothing else move."""
+        call, (grad_out, grad_lse, *rest) = ctx.call, ctx.saved_tensors
+        _, x = split(call, rest)
+        moves_u, _ = split(call, moves[4:])
+        found = _seconds(call, ctx.needs, (grad_out, grad_lse), moves_u, x)
+        return tuple(grad for grad, need in zip(found, ctx.needs, strict=True) if need)
+
+
+class Fence(_Nested):
+    """Passes tensors on; a derivative through here would be a third one, and is refused.
+
+    autograd calls only nodes that lead to what it was asked for, so that it does not come here
+    where ``Second`` is differentiated by its tangents alone (``torch.autograd.functional.hvp``).
+    """
+
+    @staticmethod
+    def forward(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The tensors as they are."""
+        return tuple(None if tensor is None else tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        """Keep nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        """Refuse."""
+        _refuse_third()
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        """Refuse."""
+        _refuse_third()
+
+
+def _refuse_third() -> NoReturn:
+    _refuse(
+        "third derivative",
+        "use the mathematics in plain torch where a second derivative is differentiated again",
+    )

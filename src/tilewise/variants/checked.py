@@ -1,0 +1,32 @@
+"""Checked mode: whether a call looks at every index of a mask or score before it runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+__all__ = ["checked", "is_checked"]
+
+_CHECKED = ContextVar("tilewise_checked", default=os.environ.get("TILEWISE_CHECKED") == "1")
+
+
+@contextmanager
+def checked() -> Iterator[None]:
+    """Let an index that leaves its tensor, at a pair that attends, be an error.
+
+    Elsewhere such an index reads the nearest element. Inside of the block (or everywhere, with
+    ``TILEWISE_CHECKED=1`` in the environment) each eager call of attention first evaluates the
+    indices of its mask and score for all pairs, in plain torch: to find mistakes, not for speed.
+    """
+    token = _CHECKED.set(True)
+    try:
+        yield
+    finally:
+        _CHECKED.reset(token)
+
+
+def is_checked() -> bool:
+    """Whether the caller is in checked mode."""
+    return _CHECKED.get()

@@ -1,0 +1,397 @@
+"""The row statistics: max_logit, lse, entropy and top key, and the gradients of the entropy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tests.cases import FLOATS, TABLE, Case
+from tests.contract import assert_exact, assert_same_bits
+from tests.inputs import Inputs, build
+from tests.kernels.targets import Target, pairs
+from tests.kernels.test_gradcheck import CASES as GRADCHECK_CASES
+from tests.kernels.test_gradcheck import replaced
+from tests.oracle import problem_of
+from tilewise import masks, scores
+from tilewise.reference.blocks import parts
+from tilewise.reference.dense import dense
+from tilewise.reference.extended import extended
+from tilewise.reference.programs import apply_score, visible
+from tilewise.variants.lower import statistics_dtype
+
+EVERY = [case.of(dtype) for dtype in FLOATS for case in TABLE]
+
+
+class Seen(NamedTuple):
+    """max_logit, lse, entropy, and gradients by name (tensors or extended arrays)."""
+
+    max_logit: Any
+    lse: Any
+    entropy: Any
+    grads: dict[str, Any]
+
+
+class Sent(NamedTuple):
+    """The gradients that are sent into out, lse and entropy; None for zero."""
+
+    out: Tensor | None
+    lse: Tensor | None
+    entropy: Tensor | None
+
+
+def run(inputs: Inputs, backend: str | None, **keywords: Any) -> Any:
+    """The public call on a case's inputs."""
+    keywords = {**inputs.keywords(), "backend": backend, **keywords}
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if inputs.cu_seqlens is None:
+        return tilewise.attention(q, k, v, **keywords)
+    return tilewise.attention_varlen(q, k, v, *inputs.cu_seqlens, **keywords)
+
+
+def _gradients(inputs: Inputs, outputs: tuple[Tensor, ...], sent: Sent) -> dict[str, Tensor]:
+    leaves = inputs.leaves
+    used = [(output, grad) for output, grad in zip(outputs, sent, strict=True) if grad is not None]
+    weights = [grad.to(output.dtype) for output, grad in used]
+    grads = torch.autograd.grad(
+        [output for output, _ in used], list(leaves.values()), weights, allow_unused=True
+    )
+    return {
+        name: torch.zeros_like(leaf) if grad is None else grad
+        for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
+    }
+
+
+def attend(inputs: Inputs, backend: str, sent: Sent) -> Seen:
+    """What the public API says."""
+    out, lse, stats = run(inputs, backend, return_lse=True, return_stats=True)
+    assert lse is stats.lse
+    grads = _gradients(inputs, (out, lse, stats.entropy), sent)
+    return Seen(stats.max_logit, lse.detach(), stats.entropy.detach(), grads)
+
+
+def _plain(inputs: Inputs, sent: Sent, dtype: torch.dtype) -> Seen:
+    result = dense(*problem_of(inputs), dtype=dtype)
+    assert result.entropy is not None
+    grads = _gradients(inputs, (result.out, result.lse, result.entropy), sent)
+    return Seen(result.max_logit, result.lse.detach(), result.entropy.detach(), grads)
+
+
+def _oracle(inputs: Inputs, sent: Sent) -> Seen:
+    """In float64, or beyond it for float64 inputs."""
+    if inputs.q.dtype != torch.float64:
+        return _plain(inputs.convert(lambda tensor: tensor.double()), sent, torch.float64)
+    problem, operands = problem_of(inputs)
+    result = extended(problem, operands, *sent)
+    assert result.grads is not None
+    grads = {"q": result.grads.q, "k": result.grads.k, "v": result.grads.v}
+    leaves = inputs.leaves
+    slots = [instr.slots[0] for instr in problem.score if instr.op == "bias"]
+    for i, slot in enumerate(slots):
+        shape = tuple(leaves[f"bias{i}"].shape)
+        grads[f"bias{i}"] = result.grads.score_tensors[slot].reshape(shape)
+    if result.grads.sinks is not None:
+        grads["sinks"] = result.grads.sinks
+    return Seen(result.max_logit, result.lse, result.entropy, grads)
+
+
+def send(inputs: Inputs) -> Sent:
+    """Random gradients of out, lse and entropy."""
+    generator = torch.Generator().manual_seed(5)
+    rows, dtype = inputs.q.shape[:-1], inputs.q.dtype
+    of_rows = rows if inputs.cu_seqlens is None else rows[::-1]
+    out = torch.randn(*rows, inputs.v.size(-1), generator=generator).to(dtype)
+    lse, entropy = torch.randn(2, *of_rows, generator=generator).to(statistics_dtype(dtype))
+    return Sent(out, lse, entropy)
+
+
+def refer(inputs: Inputs, sent: Sent) -> tuple[Seen, Seen]:
+    """The plain implementation's numbers and the oracle's."""
+    return _plain(inputs, sent, inputs.q.dtype), _oracle(inputs, sent)
+
+
+@cache
+def refer_cached(case: Case) -> tuple[Inputs, Sent, Seen, Seen]:
+    """The inputs of a case and their references, kept (every instruction set asks for them)."""
+    inputs = build(case)
+    sent = send(inputs)._replace(out=None)
+    return inputs, sent, *refer(inputs, sent)
+
+
+def check(actual: Seen, plain: Seen, truth: Seen, name: str) -> None:
+    """Assert the contract for every statistic and every gradient."""
+    for field in ("max_logit", "lse", "entropy"):
+        got, naive, right = (getattr(seen, field) for seen in (actual, plain, truth))
+        assert_exact(got, naive, right, f"{name}: {field}")
+    for leaf, grad in actual.grads.items():
+        assert_exact(grad, plain.grads[leaf], truth.grads[leaf], f"{name}: grad of {leaf}")
+
+
+@pytest.mark.parametrize(("target", "case"), pairs(EVERY, 5), indirect=["target"])
+def test_case_table(target: Target, case: Case) -> None:
+    """The 2x rule for the statistics, and for gradients through lse and entropy."""
+    inputs, sent, plain, truth = refer_cached(case)
+    check(attend(inputs, target.backend, sent), plain, truth, str(case))
+
+
+@pytest.mark.parametrize(("target", "case"), pairs(EVERY, 7), indirect=["target"])
+def test_they_cost_no_bit(target: Target, case: Case) -> None:
+    """out, lse and their gradients are the same with statistics and without."""
+    inputs = build(case)
+    sent = send(inputs)._replace(entropy=None)
+    found = []
+    for return_stats in (False, "top1"):
+        out, lse, _ = run(inputs, target.backend, return_lse=True, return_stats=return_stats)
+        found.append({"out": out, "lse": lse, **_gradients(inputs, (out, lse, lse), sent)})
+    for name, expected in found[0].items():
+        assert_same_bits(found[1][name], expected, name)
+
+
+def _scores_of(inputs: Inputs) -> list[Tensor]:
+    """The score matrices in float64, [B, Hq, M, N] of each part of the problem."""
+    found = []
+    for part in parts(*problem_of(inputs)):
+        problem, operands = part.problem, part.operands
+        block = part.block(range(problem.queries), range(problem.keys))
+        k = operands.k.double().repeat_interleave(problem.heads // problem.kv_heads, dim=1)
+        s = operands.q.double() @ k.mT * problem.scale
+        s, _ = apply_score(problem.score, operands.score_tensors, s, block)
+        seen = visible(problem.mask, operands.mask_tensors, block, s.device)
+        found.append(s.masked_fill(~seen, -math.inf).detach())
+    return found
+
+
+@pytest.mark.parametrize(("target", "case"), pairs(EVERY, 5), indirect=["target"])
+def test_the_top_key_has_the_largest_score(target: Target, case: Case) -> None:
+    """But for rounding; -1 in dead rows; the first of scores that are all alike."""
+    inputs = build(case)
+    stats = run(inputs, target.backend, return_stats="top1").stats
+    assert stats.top1.dtype == torch.int64
+    assert stats.top1.shape == stats.entropy.shape
+    keys = [stats.top1]
+    if inputs.cu_seqlens is not None:
+        keys = [part[None] for part in stats.top1.split(inputs.cu_seqlens[0].diff().tolist(), 1)]
+    for s, top in zip(_scores_of(inputs), keys, strict=True):
+        if s.size(-1) == 0:
+            assert bool((top == -1).all())
+            continue
+        best = s.amax(-1)
+        assert torch.equal(top == -1, best == -math.inf)
+        chosen = s.gather(-1, top.clamp(min=0)[..., None])[..., 0]
+        rounding = 1e-12 if case.dtype == torch.float64 else 1e-5
+        torch.testing.assert_close(chosen, best, atol=rounding, rtol=rounding)
+        ties = (s == best[..., None]).all(-1) & (best > -math.inf)
+        assert bool((top[ties] == 0).all())
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_first_of_equal_keys_is_on_top(target: Target, dtype: torch.dtype) -> None:
+    """Small integers are exact in every type, and tie within blocks of keys and across them."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randint(-2, 3, (2, 3, rows, 8), generator=generator).to(dtype)
+        for rows in (70, 300, 300)
+    )
+    s = (q.double() @ k.double().mT).masked_fill(torch.ones(70, 300).triu(231) > 0, -math.inf)
+    result = tilewise.attention(
+        q, k, v, scale=1.0, mask=masks.causal(), return_stats="top1", backend=target.backend
+    )
+    assert torch.equal(result.stats.top1, s.argmax(-1))
+    assert bool(((s == s.amax(-1, keepdim=True)).sum(-1) > 1).any())
+
+
+@pytest.mark.parametrize(("target", "case"), pairs(GRADCHECK_CASES, 3), indirect=["target"])
+def test_gradcheck(target: Target, case: Case) -> None:
+    """Derivatives of lse and entropy by every leaf, and of all three together."""
+    inputs = build(case)
+    names = list(inputs.leaves)
+
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        changed = replaced(inputs, dict(zip(names, tensors, strict=True)))
+        out, _, stats = run(changed, target.backend, return_stats=True)
+        return out, torch.where(stats.lse.isinf(), 0.0, stats.lse), stats.entropy
+
+    torch.autograd.gradcheck(function, tuple(inputs.leaves.values()), atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_dead_rows(target: Target, dtype: torch.dtype, sinks: bool) -> None:
+    """One outcome or none: entropy 0, no gradient, no key on top."""
+    case = Case("dead", queries=150, keys=70, mask=("causal",), sinks=sinks, dtype=dtype)
+    inputs, dead = build(case), slice(0, 80)
+    stats = run(inputs, target.backend, return_stats="top1").stats
+    assert bool((stats.entropy[:, :, dead] == 0).all())
+    assert bool((stats.entropy[:, :, 82:] > 0).all())
+    assert bool((stats.max_logit[:, :, dead] == -math.inf).all())
+    assert bool((stats.top1[:, :, dead] == -1).all())
+    assert bool((stats.top1[:, :, 80:] >= 0).all())
+    grads = torch.autograd.grad(stats.entropy[:, :, dead].sum(), list(inputs.leaves.values()))
+    assert not any(bool(grad.any()) for grad in grads)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_one_key(target: Target, dtype: torch.dtype) -> None:
+    """One outcome: entropy and its gradients are exactly 0. A sink of the same logit: log 2."""
+    inputs = build(Case("one", queries=33, keys=1, dtype=dtype))
+    stats = run(inputs, target.backend, return_stats="top1").stats
+    assert bool((stats.entropy == 0).all())
+    assert bool((stats.top1 == 0).all())
+    grads = torch.autograd.grad(stats.entropy.sum(), (inputs.q, inputs.k))
+    assert not any(bool(grad.any()) for grad in grads)
+    sinks = torch.zeros(2, dtype=statistics_dtype(dtype))
+    zero = inputs._replace(q=torch.zeros_like(inputs.q), sinks=sinks)
+    entropy = run(zero, target.backend, return_stats=True).stats.entropy
+    torch.testing.assert_close(entropy, torch.full_like(entropy, math.log(2.0)))
+
+
+def test_equal_scores_have_the_largest_entropy(target: Target) -> None:
+    """log N, its gradient 0, whatever the score."""
+    q, k = torch.full((1, 1, 3, 16), 100.0), torch.full((1, 1, 300, 16), 100.0)
+    q.requires_grad_()
+    stats = tilewise.attention(q, k, k, return_stats=True, backend=target.backend).stats
+    torch.testing.assert_close(stats.entropy, torch.full((1, 1, 3), math.log(300)))
+    (grad,) = torch.autograd.grad(stats.entropy.sum(), q)
+    assert not bool(grad.any())
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("sinks", [None, -1e4, 0.0, 1e4])
+def test_scores_near_ten_thousand(target: Target, sinks: float | None, dtype: torch.dtype) -> None:
+    """Scores of 1e4 that differ by a few, beside sinks far below, and level."""
+    case = Case("near", queries=65, keys=200, mask=("causal",), sinks=sinks is not None)
+    inputs = build(case.of(dtype))
+    with torch.no_grad():
+        inputs.q[..., 0] = inputs.k[..., 0] = 238.0
+        if inputs.sinks is not None and sinks is not None:
+            inputs.sinks.fill_(sinks)
+    sent = send(inputs)
+    plain, truth = refer(inputs, sent)
+    check(attend(inputs, target.backend, sent), plain, truth, f"{case} {sinks}")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("sinks", [None, -1e4, 1e4])
+def test_scores_within_ten_thousand(
+    target: Target, sinks: float | None, dtype: torch.dtype
+) -> None:
+    """Scores from -1e4 to 1e4, exact in any type: rows of one key, or of a few in a tie."""
+    inputs = build(Case("within", queries=65, keys=200, scale=64.0, sinks=sinks is not None))
+    inputs = inputs.convert(lambda tensor: tensor.to(dtype))
+    with torch.no_grad():
+        for tensor in (inputs.q, inputs.k):
+            tensor.copy_((tensor.double() * 4).round().clamp(-8, 8))
+    if sinks is not None:
+        filled = torch.full((2,), sinks, dtype=statistics_dtype(dtype), requires_grad=True)
+        inputs = inputs._replace(sinks=filled)
+    sent = send(inputs)
+    plain, truth = refer(inputs, sent)
+    check(attend(inputs, target.backend, sent), plain, truth, f"within {sinks}")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("infinite", [True, False], ids=["-inf", "min"])
+def test_lowest_biases(target: Target, dtype: torch.dtype, infinite: bool) -> None:
+    """-inf excludes a key; finfo.min does too, unless every key of a row has it."""
+    inputs = build(Case("lowest", queries=66, keys=130, score=("bias",), dtype=dtype))
+    assert inputs.score is not None
+    bias = inputs.score.captured[0]
+    low = -math.inf if infinite else torch.finfo(dtype).min
+    with torch.no_grad():
+        bias[:, :, :, ::3] = low
+        bias[:, :, 5] = low  # a row of nothing else
+        bias[:, :, 7, :128] = low  # one key left, the last but one
+        inputs.k[:, :, :] *= 0.1  # keeps score + min in range
+    sent = send(inputs)
+    plain, truth = refer(inputs, sent)
+    check(attend(inputs, target.backend, sent), plain, truth, f"lowest {low}")
+    stats = run(inputs, target.backend, return_stats="top1").stats
+    assert bool((stats.top1[:, :, 5] == -1).all()) == infinite
+    assert bool((stats.top1[:, :, 7] >= 128).all())
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_hidden_keys_do_not_leak(target: Target, dtype: torch.dtype) -> None:
+    """NaN beyond a length reaches neither the statistics nor their gradients."""
+    case = Case("hidden", queries=65, keys=200, dtype=dtype)
+    inputs = build(case)._replace(mask=masks.lengths(torch.tensor([77, 130])))
+    sent, found = send(inputs), []
+    for hole in (0.0, math.nan):
+        with torch.no_grad():
+            for b, length in enumerate((77, 130)):
+                inputs.k[b, :, length:] = inputs.v[b, :, length:] = hole
+        found.append(attend(inputs, target.backend, sent))
+    for field in ("max_logit", "lse", "entropy"):
+        assert_same_bits(getattr(found[1], field), getattr(found[0], field), field)
+    for name in "qkv":
+        assert_same_bits(found[1].grads[name], found[0].grads[name], name)
+
+
+THREADS = [
+    Case("causal", batch=1, heads=4, queries=300, keys=1100, mask=("causal",), sinks=True),
+    Case("biased", queries=200, keys=130, score=("softcap", "bias_keys"), dropout_p=0.2),
+    Case("packed", sequences=((70, 70), (0, 3), (129, 200)), mask=("causal",)),
+]
+
+
+@pytest.mark.parametrize("case", [case.of(dtype) for case in THREADS for dtype in FLOATS], ids=str)
+def test_threads(target: Target, case: Case) -> None:
+    """The same bits again, and with two and three threads."""
+    inputs = build(case)
+    sent = send(inputs)
+    expected = attend(inputs, target.backend, sent)
+    top = run(inputs, target.backend, return_stats="top1").stats.top1
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        got = attend(inputs, target.backend, sent)
+        for field in ("max_logit", "lse", "entropy"):
+            assert_same_bits(getattr(got, field), getattr(expected, field), field)
+        for name, grad in expected.grads.items():
+            assert_same_bits(got.grads[name], grad, name)
+        assert torch.equal(run(inputs, target.backend, return_stats="top1").stats.top1, top)
+
+
+def test_a_sequence_alone_has_its_bits(target: Target) -> None:
+    """A packed sequence's do not depend on its neighbours; keys count from its first."""
+    case = Case("packed", sequences=((70, 70), (1, 200), (129, 65)), mask=("causal",), heads=4)
+    inputs = build(case)
+    whole = run(inputs, target.backend, return_stats="top1").stats
+    assert inputs.cu_seqlens is not None
+    rows, keys = slice(71, 200), slice(270, 335)
+    alone = inputs._replace(
+        q=inputs.q[rows],
+        k=inputs.k[keys],
+        v=inputs.v[keys],
+        cu_seqlens=(torch.tensor([0, 129]), torch.tensor([0, 65])),
+    )
+    stats = run(alone, target.backend, return_stats="top1").stats
+    for field in ("max_logit", "lse", "entropy", "top1"):
+        assert_same_bits(getattr(whole, field)[:, rows], getattr(stats, field), field)
+
+
+def test_dropout_leaves_them_alone(target: Target) -> None:
+    """They are of the probabilities before dropout."""
+    inputs = build(Case("dropped", queries=65, keys=200, mask=("causal",)))
+    plain = run(inputs, target.backend, return_stats="top1").stats
+    dropped = run(inputs, target.backend, return_stats="top1", dropout_p=0.6, seed=3).stats
+    for field in ("max_logit", "lse", "entropy", "top1"):
+        assert_same_bits(getattr(dropped, field), getattr(plain, field), field)
+
+
+def test_a_bias_step_between_caps(target: Target) -> None:
+    """The gradient of the entropy goes back through every step of a chain."""
+    case = Case("chain", queries=5, keys=7, head_dim=3, value_dim=2, dtype=torch.float64)
+    inputs = build(replace(case, heads=4))
+    bias = torch.linspace(-1, 1, 28, dtype=torch.float64).reshape(4, 1, 7).requires_grad_()
+
+    def entropy(bias: Tensor) -> Any:
+        score = [scores.softcap(2.0), scores.bias(bias), scores.softcap(3.0)]
+        return run(inputs, target.backend, score=score, return_stats=True).stats.entropy
+
+    assert torch.autograd.gradcheck(entropy, (bias,))

@@ -32,11 +32,12 @@ from tilewise.variants.values import Score
 # Of 16-bit operands, tanh is the worst.
 _CLOSE = {torch.float32: 5e-7, torch.float64: 1e-14, torch.bfloat16: 4e-5}
 
-# What takes the score and its scale in one rounding, and what must not.
+# What takes the score and its scale in one rounding, and what must not. Plain torch multiplies
+# integers in float32, so by what is exact there.
 SUMS = {
-    "score first": lambda s, b, h, m, n: s - 0.01 * (m + n),
-    "score last": lambda s, b, h, m, n: 0.01 * (m + n) - s,
-    "plus": lambda s, b, h, m, n: 0.01 * (m - n) + s,
+    "score first": lambda s, b, h, m, n: s - 0.015625 * (m + n),
+    "score last": lambda s, b, h, m, n: 0.015625 * (m + n) - s,
+    "plus": lambda s, b, h, m, n: 0.015625 * (m - n) + s,
     "twice": lambda s, b, h, m, n: (s - torch.maximum(s, s * 0)) * 50 + s,
     "capped": lambda s, b, h, m, n: 20 * torch.tanh(s / 20),
     "deep": lambda s, b, h, m, n: torch.where((m + n) % 3 == 0, s, -3e38 + s),

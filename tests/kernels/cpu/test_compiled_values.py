@@ -23,7 +23,12 @@ from tests.kernels.cpu.dense import (
 )
 from tests.kernels.cpu.test_expressions import CPU_TARGETS, PACKED, VARIANTS, _used, only_cpu
 from tests.kernels.targets import Target
+from tests.kernels.test_catalogue import test_a_variant_is_exact as exact
+from tests.kernels.test_catalogue import test_over_several_tiles as over_several_tiles
+from tests.variants_catalogue import CATALOGUE
+from tests.variants_catalogue import Variant as CatalogueVariant
 from tilewise import masks
+from tilewise.errors import SlowPathWarning
 from tilewise.kernels.cpu import compiled
 from tilewise.variants.expr import OPS, Graph, encode
 from tilewise.variants.program import Instr
@@ -31,6 +36,8 @@ from tilewise.variants.values import Score
 
 # Of 16-bit operands, tanh is the worst.
 _CLOSE = {torch.float32: 5e-7, torch.float64: 1e-14, torch.bfloat16: 4e-5}
+
+NATIVE = CPU_TARGETS[:1]
 
 # What takes the score and its scale in one rounding, and what must not. Plain torch multiplies
 # integers in float32, so by what is exact there.
@@ -229,3 +236,20 @@ def test_sizes(target: Target, here: Path) -> None:
         )
         assert found.lse is not None
         assert bool(found.lse.isfinite().all())
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", CATALOGUE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("target", NATIVE, ids=str, indirect=True)
+def test_the_catalogue(
+    target: Target, here: Path, variant: CatalogueVariant, dtype: torch.dtype
+) -> None:
+    """What people write: the contract, and in float64 plain torch, over several tiles."""
+    with warnings.catch_warnings(), compiled.compiling():
+        warnings.simplefilter("error", SlowPathWarning)
+        if dtype is torch.float64:
+            over_several_tiles(target, variant)
+        else:
+            exact(target, variant, dtype)

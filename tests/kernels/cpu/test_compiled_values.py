@@ -86,10 +86,12 @@ def _every_op(wide: bool, half: int) -> tuple[Score, int]:
             if name == "to_int" and letter == "f":
                 args[0] = graph.apply("tanh", graph.apply("min", s, graph.constant(2.0)))
             found.append(graph.apply(name, *args))
-    # Quotients by constants, exact ones among them.
+    # Quotients by constants, exact ones among them, and powers.
     for number in (7.0, -0.3, 1e-30):
         found.append(graph.apply("div", real[0], graph.constant(number)))
         found.append(graph.apply("tanh", graph.apply("div", real[1], graph.constant(number))))
+    powers = (2.0, 3.0, -2.0, -0.5, 1.7)
+    found += [graph.apply("pow", real[1], graph.constant(number)) for number in powers]
     seventh = graph.apply("div", graph.apply("to_float", whole[0]), graph.constant(7.0))
     found.append(graph.apply("floor", seventh))
     found = found[half::2]

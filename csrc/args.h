@@ -24,7 +24,10 @@ struct View {
 //   same_document: query_ids[b, m] == key_ids[b, n]
 //   dense:         a boolean tensor (bytes 0 or 1)
 //   expr:          a boolean expression (expr.h)
-enum class MaskOp : int { band, below, same_document, dense, all, any, negate, expr };
+//   blocks:        a boolean per rectangle of block_queries x block_keys pairs (bytes 0 or 1)
+//   tiles:         the value before it, of which a table says rectangle by rectangle whether no pair is visible (0),
+//                  or all of them (2); it tells the truth
+enum class MaskOp : int { band, below, same_document, dense, all, any, negate, expr, blocks, tiles };
 
 struct ExprProgram;
 
@@ -37,7 +40,8 @@ struct MaskInstr {
   const i64* query_ids = nullptr;
   const i64* key_ids = nullptr;
   i64 query_batch = 0, key_batch = 0;  // strides of the ids over the batch
-  View tensor;                         // of `dense`
+  View tensor;                         // of `dense`; the table of `blocks` and `tiles`
+  i64 block_queries = 0, block_keys = 0;
   const ExprProgram* expr = nullptr;
 };
 
@@ -126,6 +130,15 @@ struct LoadBackward : Backward {
   int tensor[kMaxLoads] = {};    // per load, whose element it is
 };
 
+// The table of a mask: of every rectangle of block_queries x block_keys pairs whether the mask hides all (0), some (1)
+// or none (2) of its pairs; 0 for those past the end of their sequence.
+struct Covers : Problem {
+  i64 block_queries = 0, block_keys = 0;
+  i64 batches = 0, heads_apart = 0;  // of the table: 1 where one answer serves all
+  i64 rows = 0, columns = 0;         // rectangles along queries and keys
+  unsigned char* table = nullptr;    // [batches][heads_apart][rows][columns], written
+};
+
 // One piece of an expression, by itself: for tests.
 struct ExprPiece {
   const ExprProgram* program = nullptr;
@@ -144,6 +157,7 @@ struct Kernels {
   bool (*backward)(const Backward&);
   bool (*bias_backward)(const BiasBackward&);
   bool (*load_backward)(const LoadBackward&);
+  bool (*covers)(const Covers&);
   bool (*expr_piece)(const ExprPiece&);
   double (*fma_flops)(i64 iterations);   // runs a bare multiply-add loop, returns its operations
   double (*bf16_flops)(i64 iterations);  // the same for bfloat16 dot products; null where there are none

@@ -155,11 +155,25 @@ class BackwardKernel {
     });
   }
 
+  // Of the task that takes the queries of a group against the keys n0 .. n1 - 1.
+  i64 weight(const MaskInstr& table, const Sequence& seq, i64 kv_head, i64 n0, i64 n1) const {
+    i64 sum = 0;
+    for (i64 g = 0; g < group_; g++)
+      sum += table_weight(table, seq.b, kv_head * group_ + g, 0, seq.queries - 1, n0, n1);
+    return sum;
+  }
+
   bool run_whole() const {
     const i64 sums = Chunks(f_.keys).count > 1 ? group_ * tile_count(f_.queries) * tile_size() : 0;
     std::size_t bytes;
     Memory(f_, nullptr, sums, &bytes);
-    return for_tasks(f_.threads, f_.batch * f_.kv_heads, bytes, [&](i64 task, void* base) {
+    const i64 tasks = f_.batch * f_.kv_heads;
+    const TaskOrder order(f_, tasks, [&](i64 task, const MaskInstr& table) {
+      const Sequence seq = sequence(f_, task / f_.kv_heads);
+      return weight(table, seq, task % f_.kv_heads, 0, seq.keys);
+    });
+    return for_tasks(f_.threads, tasks, bytes, [&](i64 place, void* base) {
+      const i64 task = order[place];
       Memory memory(f_, base, sums);
       const Sequence seq = sequence(f_, task / f_.kv_heads);
       const i64 kv_head = task % f_.kv_heads;
@@ -182,14 +196,17 @@ class BackwardKernel {
       first_task[b + 1] = first_task[b] + count * f_.kv_heads;
       first_sum[b + 1] = first_sum[b] + (count > 1 ? count * f_.heads * tile_count(seq.queries) * tile_size() : 0);
     }
-    const i64 total = first_sum[f_.batch];
-    const i64 bytes = round_up(total * static_cast<i64>(sizeof(Acc)), 4096);
+    const i64 total = first_sum[f_.batch], sums = total * static_cast<i64>(sizeof(Acc));
+    const i64 bytes = round_up(sums + total / tile_size(), 4096);
     Acc* partial = nullptr;
     if (bytes > 0 && bytes <= kPartialShare * operand_bytes())
       partial = static_cast<Acc*>(std::aligned_alloc(4096, static_cast<std::size_t>(bytes)));
     bool ok = true;
     done = total == 0 || partial != nullptr;
-    if (done) ok = split_chunks(first_task, first_sum, partial) && (total == 0 || add_chunks(first_sum, partial));
+    unsigned char* touched = partial ? reinterpret_cast<unsigned char*>(partial) + sums : nullptr;
+    if (done)
+      ok = split_chunks(first_task, first_sum, partial, touched) &&
+           (total == 0 || add_chunks(first_sum, partial, touched));
     std::free(partial);
     std::free(first_task);
     return ok;
@@ -203,24 +220,35 @@ class BackwardKernel {
     return (queries * f_.heads + keys * f_.kv_heads) * (f_.head_dim + f_.value_dim) * static_cast<i64>(sizeof(Elem));
   }
 
-  bool split_chunks(const i64* first_task, const i64* first_sum, Acc* partial) const {
+  static i64 sequence_of(const i64* first_task, i64 task) {
+    i64 b = 0;
+    while (first_task[b + 1] <= task) b++;
+    return b;
+  }
+
+  bool split_chunks(const i64* first_task, const i64* first_sum, Acc* partial, unsigned char* touched) const {
     std::size_t bytes;
     Memory(f_, nullptr, 0, &bytes);
-    return for_tasks(f_.threads, first_task[f_.batch], bytes, [&](i64 task, void* base) {
-      Memory memory(f_, base, 0);
-      i64 b = 0;
-      while (first_task[b + 1] <= task) b++;
+    const TaskOrder order(f_, first_task[f_.batch], [&](i64 task, const MaskInstr& table) {
+      const i64 b = sequence_of(first_task, task);
       const Sequence seq = sequence(f_, b);
       const Chunks all = chunks(seq);
-      task -= first_task[b];
-      const i64 kv_head = task / all.count, c = task % all.count;
+      const i64 at = task - first_task[b];
+      return weight(table, seq, at / all.count, all.begin(at % all.count), all.end(at % all.count));
+    });
+    return for_tasks(f_.threads, first_task[f_.batch], bytes, [&](i64 place, void* base) {
+      Memory memory(f_, base, 0);
+      const i64 task = order[place], b = sequence_of(first_task, task);
+      const Sequence seq = sequence(f_, b);
+      const Chunks all = chunks(seq);
+      const i64 at = task - first_task[b], kv_head = at / all.count, c = at % all.count;
       const i64 slot = group_ * tile_count(seq.queries) * tile_size();
-      Acc* sums = all.count > 1 ? partial + first_sum[b] + (c * f_.kv_heads + kv_head) * slot : nullptr;
-      chunk(seq, kv_head, all, c, memory, sums, true, all.count == 1);
+      const i64 first = all.count > 1 ? first_sum[b] + (c * f_.kv_heads + kv_head) * slot : 0;
+      chunk(seq, kv_head, all, c, memory, partial + first, true, all.count == 1, touched + first / tile_size());
     });
   }
 
-  bool add_chunks(const i64* first_sum, Acc* partial) const {
+  bool add_chunks(const i64* first_sum, Acc* partial, const unsigned char* touched) const {
     const QueryTasks tasks(f_, kTileQueries);
     if (tasks.count() < 0) return false;
     return for_tasks(f_.threads, tasks.count(), 64, [&](i64 task, void*) {
@@ -229,13 +257,20 @@ class BackwardKernel {
       const Sequence seq = sequence(f_, b);
       const i64 count = chunks(seq).count;
       if (count == 1) return;
-      const i64 stride = f_.heads * tile_count(seq.queries) * tile_size();
-      Acc* sum = partial + first_sum[b] + (h * tile_count(seq.queries) + tile) * tile_size();
+      const i64 tiles = f_.heads * tile_count(seq.queries), stride = tiles * tile_size();
+      const i64 at = first_sum[b] / tile_size() + h * tile_count(seq.queries) + tile;
+      Acc* sum = partial + at * tile_size();
       const int rows = static_cast<int>(min(kTileQueries, seq.queries - tile * kTileQueries));
       const int width = static_cast<int>(round_up(rows, lanes));
-      for (i64 c = 1; c < count; c++) add(sum, sum + c * stride, width);
+      if (!touched[at]) std::memset(sum, 0, tile_bytes(width));
+      for (i64 c = 1; c < count; c++)
+        if (touched[at + c * tiles]) add(sum, sum + c * stride, width);
       write_grad_q(seq, h, tile, rows, width, sum);
     });
+  }
+
+  std::size_t tile_bytes(int width) const {
+    return static_cast<std::size_t>(width) * static_cast<std::size_t>(f_.head_dim) * sizeof(Acc);
   }
 
   void add(Acc* to, const Acc* from, int width) const {
@@ -251,9 +286,10 @@ class BackwardKernel {
   }
 
   // All queries of a group against one chunk of keys: dK and dV of the chunk, and the chunk's share of dQ, which
-  // goes to `sums` (replacing on `first`, else adding) or, when it is the only chunk, straight to the result.
+  // goes to `sums` (replacing on `first`, else adding) or, when it is the only chunk, straight to the result. Where
+  // there is `touched` it tells of each tile of queries whether it has such a share at all; if not none is written.
   void chunk(const Sequence& seq, i64 kv_head, const Chunks& all, i64 c, Memory& memory, Acc* sums, bool first,
-             bool last) const {
+             bool last, unsigned char* touched = nullptr) const {
     const i64 n0 = all.begin(c), n1 = all.end(c);
     const int count = static_cast<int>(n1 - n0);
     const Elem* k = Mode::at(f_.k.data, view_at(f_.k, seq.b, kv_head, seq.key_begin + n0));
@@ -269,24 +305,27 @@ class BackwardKernel {
       const Mask mask(f_, seq.b, h, seq.queries, seq.keys, memory.tile.expr);
       const ScoreChain<Acc> chain(f_, seq.b, h, seq.queries, seq.keys, memory.tile.expr);
       for (i64 tile = 0; tile < tile_count(seq.queries); tile++) {
-        const bool touched = query_tile(seq, h, tile, all, c, mask, chain, keys, values, key_rows, memory);
-        if (touched) {
+        const bool any = query_tile(seq, h, tile, all, c, mask, chain, keys, values, key_rows, memory);
+        if (any) {
           sum_k.count_tile();
           sum_v.count_tile();
         }
         const int rows = static_cast<int>(min(kTileQueries, seq.queries - tile * kTileQueries));
         const int width = static_cast<int>(round_up(rows, lanes));
-        const std::size_t size = static_cast<std::size_t>(width) * static_cast<std::size_t>(f_.head_dim) * sizeof(Acc);
-        if (!touched) std::memset(memory.grad_q, 0, size);
         if (first && last) {
+          if (!any) std::memset(memory.grad_q, 0, tile_bytes(width));
           write_grad_q(seq, h, tile, rows, width, memory.grad_q);
           continue;
         }
-        Acc* sum = sums + (g * tile_count(seq.queries) + tile) * tile_size();
-        if (first)
-          std::memcpy(sum, memory.grad_q, size);
-        else
+        const i64 at = g * tile_count(seq.queries) + tile;
+        Acc* sum = sums + at * tile_size();
+        if (touched != nullptr) touched[at] = any;
+        if (any && first)
+          std::memcpy(sum, memory.grad_q, tile_bytes(width));
+        else if (any)
           add(sum, memory.grad_q, width);
+        else if (first && touched == nullptr)
+          std::memset(sum, 0, tile_bytes(width));
         if (last) write_grad_q(seq, h, tile, rows, width, sum);
       }
     }
@@ -303,6 +342,7 @@ class BackwardKernel {
     const i64 m0 = tile * kTileQueries, n0 = all.begin(c);
     const int rows = static_cast<int>(min(kTileQueries, seq.queries - m0));
     bool touched = false;
+    if (mask.skips(m0, m0 + rows - 1, n0, all.end(c))) return false;
     for (i64 x = all.first_block(c); x < all.last_block(c); x++) {
       MaskedTile masked;
       masked.bits = memory.tile.bits;

@@ -56,6 +56,8 @@ MaskOp mask_op(const std::string& name) {
   if (name == "and") return MaskOp::all;
   if (name == "or") return MaskOp::any;
   if (name == "not") return MaskOp::negate;
+  if (name == "blocks") return MaskOp::blocks;
+  if (name == "tiles") return MaskOp::tiles;
   bad("no mask operation is called '" + name + "'");
 }
 
@@ -145,15 +147,22 @@ class Kernel {
     problem_.dropout = dropout;
   }
 
-  // left, right and length are the parameters of a band or of a fixed length; slots say which captured tensors
+  // left, right and length are the parameters of a band or of a fixed length; left and right also the queries and keys
+  // of a table's rectangles; slots say which captured tensors
   // the instruction reads (-1: none).
   void add_mask(const std::string& op, bool bounds, i64 left, i64 right, bool bottom_right, i64 length, int slot,
                 int second_slot) {
     const MaskOp known = mask_op(op);
     MaskInstr& x = next_mask(known);
     x.bounds = bounds;
-    x.left = left;
-    x.right = right;
+    if (known == MaskOp::blocks || known == MaskOp::tiles) {
+      if (left < 1 || right < 1 || slot < 0) bad("a table has a tensor, and rectangles of at least one pair");
+      x.block_queries = left;
+      x.block_keys = right;
+    } else {
+      x.left = left;
+      x.right = right;
+    }
     x.bottom_right = bottom_right;
     x.length = length;
     mask_slots_[problem_.mask_length - 1][0] = slot;
@@ -319,7 +328,7 @@ class Kernel {
     const auto address = static_cast<std::uintptr_t>(number(first, 0));
     nb::handle strides = PyTuple_GET_ITEM(first.ptr(), 1);
     if (x.op == MaskOp::below) x.lengths = pointer<i64>(address);
-    if (x.op == MaskOp::dense) x.tensor = view(address, strides);
+    if (x.op == MaskOp::dense || x.op == MaskOp::blocks || x.op == MaskOp::tiles) x.tensor = view(address, strides);
     if (x.op != MaskOp::same_document) return;
     nb::handle second = PyTuple_GET_ITEM(tensors.ptr(), slots[1]);
     x.query_ids = pointer<i64>(address);
@@ -425,6 +434,21 @@ void load_backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tu
   check(kernels.load_backward(f));
 }
 
+// grid: queries and keys of a rectangle, then the sizes of the table, which is contiguous at `address`.
+void covers(const Kernel& kernel, int threads, nb::tuple mask_tensors, nb::tuple sequences, nb::tuple grid,
+            std::uintptr_t address) {
+  Covers f;
+  CompiledExprs exprs;
+  kernel.fill(f, threads, 0, 0, mask_tensors, nb::tuple(), sequences, exprs);
+  i64* sizes[] = {&f.block_queries, &f.block_keys, &f.batches, &f.heads_apart, &f.rows, &f.columns};
+  for (int i = 0; i < 6; i++) *sizes[i] = number(grid, i);
+  if (f.block_queries < 1 || f.block_keys < 1) bad("a rectangle has at least one pair");
+  f.table = reinterpret_cast<unsigned char*>(address);
+  const Kernels& kernels = active();
+  nb::gil_scoped_release release;
+  check(kernels.covers(f));
+}
+
 std::vector<std::string> isa_available() {
   int count;
   const Kernels* const* kernels = available(count);
@@ -521,6 +545,7 @@ NB_MODULE(_core, m) {
   m.def("backward", &backward);
   m.def("bias_backward", &bias_backward);
   m.def("load_backward", &load_backward);
+  m.def("covers", &covers);
   m.def("isa_available", &isa_available);
   m.def("isa_active", [] { return std::string(active().name); });
   m.def("isa_description", [] { return std::string(active().description); });

@@ -64,10 +64,17 @@ class ForwardKernel {
     tiles_ = tiles;
     const QueryTasks tasks(f_, static_cast<i64>(tiles) * kTileQueries);
     if (tasks.count() < 0) return false;
+    const i64 rows = static_cast<i64>(tiles) * kTileQueries;
+    const TaskOrder order(f_, tasks.count(), [&](i64 task, const MaskInstr& table) {
+      i64 b, h, block;
+      tasks.locate(task, b, h, block);
+      const Sequence seq = sequence(f_, b);
+      return table_weight(table, b, h, block * rows, min((block + 1) * rows, seq.queries) - 1, 0, seq.keys);
+    });
     Memory sizes(f_, tiles, nullptr);
     return for_tasks(f_.threads, tasks.count(), sizes.bytes, [&](i64 task, void* memory) {
       i64 b, h, block;
-      tasks.locate(task, b, h, block);
+      tasks.locate(order[task], b, h, block);
       work(b, h, block, Memory(f_, tiles_, memory));
     });
   }
@@ -120,7 +127,8 @@ class ForwardKernel {
     const KeyBlocks blocks(mask.key_limit());
     if (visible.begin < visible.end) {
       for (i64 x = blocks.containing(visible.begin); x < blocks.count && blocks.begin(x) < visible.end; x++)
-        key_block(seq, h, blocks.begin(x), blocks.end(x), mask, chain, tiles, count, memory);
+        if (!mask.skips(begin, end - 1, blocks.begin(x), blocks.end(x)))
+          key_block(seq, h, blocks.begin(x), blocks.end(x), mask, chain, tiles, count, memory);
     }
     for (int t = 0; t < count; t++) close(seq, h, tiles[t], memory);
   }

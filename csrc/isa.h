@@ -4,6 +4,7 @@
 
 #include "backward.h"
 #include "bias_backward.h"
+#include "cover.h"
 #include "forward.h"
 #include "load_backward.h"
 
@@ -34,6 +35,8 @@ static bool forward(const Forward& f) { return run<ForwardKernel>(f); }
 static bool backward(const Backward& f) { return run<BackwardKernel>(f); }
 static bool bias_backward(const BiasBackward& f) { return run<BiasKernel>(f); }
 static bool load_backward(const LoadBackward& f) { return run<LoadKernel>(f); }
+
+static bool covers(const Covers& f) { return CoverKernel(f).run(); }
 
 template <class C>
 static void run_piece(const ExprPiece& f, char* room, C* s) {

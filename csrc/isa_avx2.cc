@@ -12,6 +12,7 @@ const Kernels kernels_avx2 = {"avx2",
                               avx2::backward,
                               avx2::bias_backward,
                               avx2::load_backward,
+                              avx2::covers,
                               avx2::expr_piece,
                               avx2::multiply_add_flops<avx2::PlainDot<float>>,
                               nullptr};

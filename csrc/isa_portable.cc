@@ -13,6 +13,7 @@ const Kernels kernels_portable = {"portable",
                                   portable::backward,
                                   portable::bias_backward,
                                   portable::load_backward,
+                                  portable::covers,
                                   portable::expr_piece,
                                   portable::multiply_add_flops<portable::PlainDot<float>>,
                                   nullptr};

@@ -3,10 +3,9 @@
 #pragma once
 
 #include "expr_run.h"
+#include "tables.h"
 
 namespace tilewise::TILEWISE_ISA {
-
-enum Cover : int { empty = 0, partial = 1, full = 2 };
 
 struct Range {
   i64 begin, end;
@@ -22,20 +21,17 @@ class Mask {
         h_(h),
         offset_(keys - queries),
         keys_(keys),
-        room_(room) {
+        room_(room),
+        table_(table_of(problem)) {
     if (problem.expr_room == 0 || room == nullptr) return;
     for (int i = 0; i < length_; i++) {
       if (code_[i].op != MaskOp::expr) continue;
-      computed_ = true;
       if (code_[i].expr->wide_floats)
         ExprRun<double>(*code_[i].expr, room).open(b, h, queries, keys);
       else
         ExprRun<float>(*code_[i].expr, room).open(b, h, queries, keys);
     }
   }
-
-  // Whether bits are computed whose tile might be all false or all true for all that was known before.
-  bool computed() const { return computed_; }
 
   bool everything() const { return length_ == 0; }
 
@@ -69,8 +65,17 @@ class Mask {
     return {max(n0, range.begin / kSubKeys * kSubKeys), min(n1, round_up(range.end, kSubKeys))};
   }
 
+  // Whether a table says that queries m0 .. m1 see none of the keys n0 .. n1 - 1.
+  bool skips(i64 m0, i64 m1, i64 n0, i64 n1) const {
+    return table_ != nullptr && m0 <= m1 && n0 < n1 && table_cover(*table_, b_, h_, m0, m1, n0, n1 - 1) == empty;
+  }
+
   // Queries m0 .. m1 against keys n0 .. n1, all inclusive.
   Cover classify(i64 m0, i64 m1, i64 n0, i64 n1) const {
+    if (table_ != nullptr) {
+      const Cover known = table_cover(*table_, b_, h_, m0, m1, n0, n1);
+      if (known != partial) return known;
+    }
     int stack[kMaxMask];
     int top = 0;
     for (int i = 0; i < length_; i++) {
@@ -87,11 +92,21 @@ class Mask {
         case MaskOp::negate:
           stack[top - 1] = full - stack[top - 1];
           break;
+        case MaskOp::tiles: {
+          const Cover known = &x == table_ ? partial : table_cover(x, b_, h_, m0, m1, n0, n1);
+          if (known != partial) stack[top - 1] = known;
+          break;
+        }
         default:
           stack[top++] = classify_leaf(x, m0, m1, n0, n1);
       }
     }
     return top == 0 ? full : static_cast<Cover>(stack[0]);
+  }
+
+  // The same of one leaf of the program.
+  Cover classify_leaf(int leaf, i64 m0, i64 m1, i64 n0, i64 n1) const {
+    return classify_leaf(code_[leaf], m0, m1, n0, n1);
   }
 
   // bits[j] for keys n0 + j, j < count <= kSubKeys: bit i tells whether query m0 + i (i < rows) sees the key.
@@ -111,6 +126,8 @@ class Mask {
           break;
         case MaskOp::negate:
           for (int j = 0; j < count; j++) stack[top - 1][j] = ~stack[top - 1][j];
+          break;
+        case MaskOp::tiles:
           break;
         default:
           leaf_bits(x, m0, rows, n0, count, stack[top++]);
@@ -145,6 +162,8 @@ class Mask {
         return static_cast<Cover>(
             expr_cover(*x.expr, {{b_, b_}, {h_, h_}, {m0, m1}, {n0, n1}, {queries, queries}, {keys_, keys_}}));
       }
+      case MaskOp::blocks:
+        return table_cover(x, b_, h_, m0, m1, n0, n1);
       default:
         return classify_dense(x, m0, m1, n0, n1);
     }
@@ -234,6 +253,9 @@ class Mask {
         else
           expr_bits<float>(*x.expr, m0, rows, n0, count, out);
         break;
+      case MaskOp::blocks:
+        table_bits(x, b_, h_, m0, rows, n0, count, out);
+        break;
       default:
         dense_bits(x, m0, rows, n0, count, out);
     }
@@ -280,7 +302,7 @@ class Mask {
   int length_;
   i64 b_, h_, offset_, keys_;
   char* room_;
-  bool computed_ = false;
+  const MaskInstr* table_;
 };
 
 // A tile after the mask has been asked: the keys from the first piece that is not empty to the last, and the
@@ -309,7 +331,7 @@ struct MaskedTile {
       u64* out = begin < 0 ? bits : bits + (n - begin);
       if (cover == partial) {
         mask.bits(m0, rows, n, count, out);
-        if (mask.computed()) cover = cover_of(out, rows, count);
+        cover = cover_of(out, rows, count);
         if (cover == empty && begin < 0) continue;
       }
       if (begin < 0) begin = n;

@@ -27,7 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("_core",),
     ("kernels",),
     ("engine",),
-    ("functional",),
+    ("functional", "sparse"),
     ("nn",),
     ("serving", "distributed"),
     ("",),

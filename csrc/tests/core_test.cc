@@ -5,6 +5,7 @@
 #include <chrono>
 #include <functional>
 
+#include "cover_tests.h"
 #include "elementary_tests.h"
 #include "expr_tests.h"
 #include "special_tests.h"
@@ -98,11 +99,13 @@ std::vector<Test> tests() {
                                                              {"extreme scores", test_extreme_scores},
                                                              {"NaN spreads", test_nan_spreads},
                                                              {"varlen", test_varlen},
-                                                             {"batch mates", test_batch_mates}};
+                                                             {"batch mates", test_batch_mates},
+                                                             {"tables", test_covers}};
   for (const auto& each : numeric)
     for (DType dtype : kTypes)
       all.push_back({std::string(each.first) + " " + name_of(dtype), [dtype, run = each.second] { run(dtype); }});
   all.push_back({"expressions: checks", test_expr_checks});
+  all.push_back({"order of tasks", test_order});
   const std::pair<const char*, void (*)(DType)> expressions[] = {
       {"graphs", test_expr_graphs},       {"extents", test_expr_extents}, {"covers", test_expr_cover},
       {"functions", test_expr_functions}, {"powers", test_expr_powers},   {"specials", test_expr_specials}};

@@ -12,12 +12,14 @@ from tilewise.functional import (
     visible_pairs,
 )
 from tilewise.plan.plan import Plan
-from tilewise.variants import masks, scores
+from tilewise.sparse.block_mask import BlockMask
+from tilewise.variants import masks, patterns, scores
 from tilewise.variants.checked import checked
 from tilewise.variants.vocabulary import maximum, minimum, where
 
 __all__ = [
     "AttentionResult",
+    "BlockMask",
     "Explanation",
     "Plan",
     "SoftmaxStats",
@@ -30,6 +32,7 @@ __all__ = [
     "maximum",
     "minimum",
     "nn",
+    "patterns",
     "plan",
     "scores",
     "visible_pairs",

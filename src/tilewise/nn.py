@@ -244,7 +244,7 @@ class Attention(nn.Module):
         """The settings that the submodules do not show."""
         parts = [f"heads={self.heads}", f"kv_heads={self.kv_heads}", f"head_dim={self.head_dim}"]
         optional = {"rotary": self.rotary, "mask": self.mask, "score": self.score}
-        parts += [f"{name}={value}" for name, value in optional.items() if value is not None]
+        parts += [f"{name}={value!r}" for name, value in optional.items() if value is not None]
         return ", ".join([*parts, f"implementation={self.implementation!r}"])
 
     def _heads(self, projected: Tensor, heads: int) -> Tensor:

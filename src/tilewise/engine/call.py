@@ -234,7 +234,7 @@ def build_operands(
 
 
 def _ragged_extent(problem: Problem, starts_q: list[int], starts_k: list[int]) -> Extent:
-    query_counts = [end - start for start, end in pairwise(starts_q)]
+    query_counts = tuple([end - start for start, end in pairwise(starts_q)])
     key_counts = tuple([end - start for start, end in pairwise(starts_k)])
     return Extent(
         problem.batch,
@@ -243,6 +243,7 @@ def _ragged_extent(problem: Problem, starts_q: list[int], starts_k: list[int]) -
         max(key_counts, default=0),
         ragged=True,
         key_counts=key_counts,
+        query_counts=query_counts,
     )
 
 

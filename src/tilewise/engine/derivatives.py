@@ -126,7 +126,8 @@ class Attend(_Nested):
     @staticmethod
     def forward(call: Call, *x: Tensor | None) -> tuple[Tensor, ...]:
         """Run the plan's forward kernel."""
-        return tuple(call.plan.forward(call.operands(x)))
+        out, lse, stats, *_ = call.plan.forward(call.operands(x))
+        return out, lse, stats
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tilewise.plan.plan import Tiles
 from tilewise.problem import Grads, Needs, Operands, Problem, Result, Statistics, output_like
+from tilewise.reference.covers import Grid, covers
 
 __all__ = ["Backend", "Needs", "Prepared", "Tiles", "output_like"]
 
@@ -74,6 +75,19 @@ class Backend(ABC):
             needs: which gradients are wanted.
             grad_entropy: shaped as ``result.entropy``, or None where it was not used.
         """
+
+    def covers(self, problem: Problem, operands: Operands, grid: Grid) -> Tensor:
+        """Of every rectangle of a grid whether the mask hides all (0), some (1) or none (2).
+
+        Args:
+            problem: with the mask, for which ``why_not`` has nothing to say.
+            operands: q, k and v are not read.
+            grid: the rectangles.
+
+        Returns:
+            uint8 [grid.batches, grid.heads, grid.rows, grid.columns].
+        """
+        return covers(problem, operands, grid)
 
     def prepare(self, problem: Problem) -> Prepared:
         """Both passes bound to a problem. Override to keep what can be computed once."""

@@ -82,6 +82,11 @@ def visible(
             stack.append(ids_q == ids_k[:, None, None, block.keys.start : block.keys.stop])
         elif instr.op == "dense":
             stack.append(_cut4(tensors[instr.slots[0]], block))
+        elif instr.op == "blocks":
+            across, along = (int(size) for size in instr.params)
+            stack.append(tensors[instr.slots[0]][:, :, rows // across, columns // along])
+        elif instr.op == "tiles":
+            continue
         elif instr.op == EXPR:
             stack.append(expression_blocks.visible(instr, tensors, block, device))
         elif instr.op == "not":
@@ -122,6 +127,14 @@ def _document_possible(ids_q: Tensor, ids_k: Tensor, block: Block) -> _Possible:
     return _Possible(bool(overlap.any()), not bool(same.all()))
 
 
+def _table_possible(instr: Instr, tensors: Sequence[Tensor], block: Block, full: int) -> _Possible:
+    across, along = (int(size) for size in instr.params[:2])
+    rows = slice(block.queries.start // across, (block.queries.stop - 1) // across + 1)
+    columns = slice(block.keys.start // along, (block.keys.stop - 1) // along + 1)
+    piece = tensors[instr.slots[0]][:, :, rows, columns]
+    return _Possible(bool((piece != 0).any()), bool((piece != full).any()))
+
+
 def cover(program: Program, tensors: Sequence[Tensor], block: Block) -> Cover:
     """Whether a mask leaves nothing, something or everything of a (non-empty) block.
 
@@ -144,6 +157,11 @@ def cover(program: Program, tensors: Sequence[Tensor], block: Block) -> Cover:
         elif instr.op == "dense":
             piece = _cut4(tensors[instr.slots[0]], block)
             stack.append(_Possible(bool(piece.any()), not bool(piece.all())))
+        elif instr.op == "blocks":
+            stack.append(_table_possible(instr, tensors, block, full=1))
+        elif instr.op == "tiles":
+            known, before = _table_possible(instr, tensors, block, full=2), stack.pop()
+            stack.append(_Possible(known.seen and before.seen, known.hidden and before.hidden))
         elif instr.op == EXPR:
             proven = expression_blocks.proven(instr, tensors, block)
             stack.append(_Possible(proven is not False, proven is not True))

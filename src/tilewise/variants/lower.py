@@ -7,12 +7,13 @@ bias is a differentiable torch operation, so that autograd itself reduces and re
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument
+from tilewise.variants.extent import Extent, statistics_dtype
+from tilewise.variants.lower_table import lower_table
 from tilewise.variants.program import BY_USER, EXPR, Instr, Number, Program
 
 __all__ = [
@@ -30,32 +31,6 @@ _FIRST = 4  # the code of a dimension whose index is the constant 0
 _LARGEST_SINGLE = torch.finfo(torch.float32).max / 2
 _LARGEST_WIDE = torch.finfo(torch.float64).max / 2
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-class Extent(NamedTuple):
-    """What captured tensors are broadcast against.
-
-    Args:
-        batch, heads: B (sequences in a variable-length call) and Hq.
-        queries, keys: M and N; the longest sequence's in a variable-length call, and 0 where that
-            is not known yet (while tracing).
-        ragged: a variable-length call: captured dimensions may then be longer than needed.
-        key_counts: the keys of each sequence, where lengths are checked one by one.
-        check_values: whether values may be read (false for fake and device tensors).
-    """
-
-    batch: int
-    heads: int
-    queries: int
-    keys: int
-    ragged: bool = False
-    key_counts: tuple[int, ...] = ()
-    check_values: bool = True
-
-
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of lse, slopes and sinks: float32, and float64 for float64."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def largest_factor(dtype: torch.dtype) -> float:
@@ -99,6 +74,8 @@ def lower_mask(
             _check_device(_mask_name(instr, position), tensor, device)
             if instr.op == EXPR:
                 lowered[slot] = _element(tensor, dtype)
+            elif instr.op in ("blocks", "tiles"):
+                lowered[slot] = lower_table(instr, position, tensor, extent, dtype)
             elif instr.params and instr.params[0] == BY_USER:
                 lowered[slot] = _as_indexed(instr, position, tensor, extent)
             elif instr.op == "below":

@@ -9,7 +9,16 @@ Mask leaves (they push one boolean per pair of query row m and key n):
     ``below(length)`` | ``below()[i]``  n < length, a number or the int64 tensor [B] in slot i
     ``same_document()[i,j]``          ids_i[b, m] == ids_j[b, n], int64 [B|1, M] and [B|1, N]
     ``dense()[i]``                    a boolean tensor [B|1, Hq|1, M|1, N|1]
+    ``blocks(q,k)[i]``                a boolean per rectangle of q queries x k keys, a tensor
+                                      [B|1, Hq|1, ceil(M/q), ceil(N/k)]
 Mask connectives (they pop and push booleans): ``and``, ``or``, ``not``.
+What changes nothing, but is known of the boolean before it:
+    ``tiles(q,k,B,H,M,N,w)[i]``       of each rectangle of q queries x k keys whether the mask hides
+                                      all of its pairs (0), some (1) or none (2), a uint8 tensor
+                                      [B|1, Hq|1, ceil(M/q), ceil(N/k)]. It holds for M queries and
+                                      N keys, for B batch items, H heads and floats of width w
+                                      (1: float32, 2: float64), 0 where any will do; of a
+                                      variable-length call for the lengths in [i, j, k]
 Score steps (each maps the running score s of a pair):
     ``alibi()[i]``                    s - slope_i[b, h] * |m + (N - M) - n|
     ``softcap(cap)``                  cap * tanh(s / cap)
@@ -86,6 +95,8 @@ MASK_OPS: dict[str, _Form] = {
     "and": _Form(((0, 0),), pops=2),
     "or": _Form(((0, 0),), pops=2),
     "not": _Form(((0, 0),), pops=1),
+    "blocks": _Form(((2, 1),)),
+    "tiles": _Form(((7, 1), (7, 3)), pops=1),
 }
 SCORE_OPS: dict[str, _Form] = {
     "alibi": _Form(((0, 1), *_ANY_AXES)),
@@ -237,7 +248,7 @@ def fitted(program: Program) -> Program:
     return tuple(
         [
             Instr(instr.op, (), instr.slots)
-            if instr.op not in (EXPR, "softcap", "band") and instr.slots
+            if instr.op not in (EXPR, "softcap", "band", "blocks", "tiles") and instr.slots
             else instr
             for instr in program
         ]

@@ -92,6 +92,10 @@ class Mask(_Variant):
             return Mask((Instr("below", (0,)),))  # nothing: the opposite of everything
         return Mask((*self.program, Instr("not")), self.captured)
 
+    def current(self) -> "Mask":
+        """The mask as a call uses it; where it knows more than its program it looks at that."""
+        return self
+
     def __bool__(self) -> NoReturn:
         raise InvalidType(
             "mask",
@@ -171,7 +175,7 @@ _DENSE = fitted(mask_of(lambda b, h, m, n: _FULL[b, h, m, n]).program)
 def as_mask(value: object) -> Mask:
     """A mask from what ``mask=`` takes: a Mask, a boolean tensor or a function."""
     if isinstance(value, Mask):
-        return value
+        return value.current()
     if isinstance(value, Tensor):
         return dense_mask(value)
     if isinstance(value, Score):

@@ -9,6 +9,7 @@ from torch import Tensor
 from tilewise.kernels.base import Backend, Needs, Prepared, Tiles, output_like
 from tilewise.kernels.cpu.core import absence, core
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
+from tilewise.reference.covers import Grid
 from tilewise.variants.derive import Derivative, differentiate
 from tilewise.variants.expr import Expr, decode
 from tilewise.variants.program import Instr, Program
@@ -76,6 +77,14 @@ class CpuBackend(Backend):
         prepared = self.prepare(problem)
         return prepared.backward(operands, result, grad_out, grad_lse, needs, grad_entropy)
 
+    def covers(self, problem: Problem, operands: Operands, grid: Grid) -> Tensor:
+        """The table of a mask, by the core."""
+        table = torch.empty(grid[2:], dtype=torch.uint8)
+        call = _Call(operands, _loaded(problem))
+        arguments = (call.mask, call.sequences, tuple(grid), table.data_ptr())
+        core().covers(_build(problem), _threads(), *arguments)
+        return table
+
     def prepare(self, problem: Problem) -> Prepared:
         """Both passes with the programs already handed to the core."""
         kernel = _Kernel(problem)
@@ -114,6 +123,8 @@ def _bounds(program: Program) -> set[int]:
             spans[-1] = ()
         elif instr.op == "not":
             spans[-1] = ()
+        elif instr.op == "tiles":
+            continue
         else:
             spans.append((index,))
     return set(spans[0]) if spans else set()
@@ -131,12 +142,10 @@ def _build(problem: Problem) -> Any:
             expr = decode(str(instr.params[0]))
             kernel.add_mask_expr(expr.nodes, expr.outputs, instr.slots)
             continue
-        band = instr.op == "band"
-        left, right, anchor = instr.params if band else (-1, -1, 0)
+        numbers = instr.params[:2] if instr.op in ("band", "blocks", "tiles") else (-1, -1)
+        anchor = instr.op == "band" and bool(instr.params[2])
         length = instr.params[0] if instr.op == "below" and instr.params else 0
-        kernel.add_mask(
-            instr.op, index in bounds, left, right, bool(anchor), length, *_two_slots(instr)
-        )
+        kernel.add_mask(instr.op, index in bounds, *numbers, anchor, length, *_two_slots(instr))
     for instr in problem.score:
         if instr.op == "expr":
             expr = decode(str(instr.params[0]))

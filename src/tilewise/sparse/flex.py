@@ -1,0 +1,159 @@
+"""FlexAttention's BlockMask read and written."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention
+
+from tilewise.errors import InvalidType
+from tilewise.reference.expressions import evaluate
+from tilewise.variants import expr as expressions
+from tilewise.variants.lower import Extent, lower_mask
+from tilewise.variants.program import EXPR, Instr
+from tilewise.variants.values import Mask
+
+__all__ = ["Given", "read", "write"]
+
+_OURS = "_tilewise_mask"  # the attribute of a mask_mod of ours that says what it was made of
+
+
+class Given(NamedTuple):
+    """What a BlockMask of FlexAttention says.
+
+    Args:
+        covers: uint8 [B|1, Hq|1, rows, columns]: 0 left out, 1 asks ``mask_mod``, 2 all pairs.
+        mask: the ``mask_mod``, or the mask that it was made of; None where it says nothing.
+        block: queries and keys of a block.
+        queries, keys: M and N.
+    """
+
+    covers: Tensor
+    mask: Mask | Callable[..., Any] | None
+    block: tuple[int, int]
+    queries: int
+    keys: int
+
+
+def read(block_mask: Any) -> Given:
+    """What a BlockMask of FlexAttention says.
+
+    Raises:
+        InvalidType: it is none.
+    """
+    if not isinstance(block_mask, flex_attention.BlockMask):
+        required = "a torch.nn.attention.flex_attention.BlockMask"
+        raise InvalidType("block_mask", f"a {type(block_mask).__name__}", required)
+    queries, keys = block_mask.shape[-2:]
+    block = (int(block_mask.BLOCK_SIZE[0]), int(block_mask.BLOCK_SIZE[1]))
+    columns = -(-keys // block[1])
+    lists = [(block_mask.kv_num_blocks, block_mask.kv_indices, 1)]
+    full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+    if full[0] is not None and full[1] is not None:
+        lists.append((full[0], full[1], 2))
+    counts = lists[0][0]
+    covers = torch.zeros(*counts.shape, columns, dtype=torch.uint8, device=counts.device)
+    for numbers, indices, cover in lists:
+        named = torch.arange(indices.shape[-1], device=counts.device) < numbers[..., None]
+        # What a list does not name goes to a column that is cut off.
+        places = torch.where(named, indices.to(torch.int64), columns)
+        wide = torch.nn.functional.pad(covers, (0, 1))
+        covers = wide.scatter(-1, places, cover)[..., :columns]
+    while covers.dim() < 4:
+        covers = covers[None]
+    given: Any = block_mask.mask_mod
+    if given is flex_attention.noop_mask:
+        given = None
+    mask = getattr(given, _OURS, given)
+    return Given(covers.contiguous(), mask, block, int(queries), int(keys))
+
+
+def write(mask: Mask, covers: Tensor, block: tuple[int, int], queries: int, keys: int) -> Any:
+    """The BlockMask of FlexAttention with this table, whose ``mask_mod`` is the mask.
+
+    As there, a block that reaches past M or N is not called full.
+    """
+    covers = covers.clone()
+    if queries % block[0]:
+        covers[:, :, -1].clamp_(max=1)
+    if keys % block[1]:
+        covers[..., -1].clamp_(max=1)
+    partial, full = (_listed(covers == cover) for cover in (1, 2))
+    return flex_attention.BlockMask.from_kv_blocks(
+        *partial,
+        *full,
+        BLOCK_SIZE=block,
+        mask_mod=mask_mod(mask, queries, keys),
+        seq_lengths=(queries, keys),
+    )
+
+
+def _listed(named: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks each row names, and which, those first."""
+    order = torch.argsort(named.to(torch.int32), dim=-1, descending=True, stable=True)
+    return named.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def mask_mod(mask: Mask, queries: int, keys: int) -> Callable[..., Tensor]:
+    """The mask as a function ``(b, h, m, n) -> bool`` of integer tensors, for M x N pairs."""
+    program, tensors = mask.program, mask.captured
+
+    def says(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
+        stack: list[Tensor] = []
+        for instr in program:
+            if instr.op == "not":
+                stack.append(~stack.pop())
+            elif instr.op in ("and", "or"):
+                second, first = stack.pop(), stack.pop()
+                stack.append(first & second if instr.op == "and" else first | second)
+            elif instr.op != "tiles":
+                stack.append(_leaf(instr, tensors, b, h, m, n))
+        return stack.pop()
+
+    def _leaf(
+        instr: Instr, held: tuple[Tensor, ...], b: Tensor, h: Tensor, m: Tensor, n: Tensor
+    ) -> Tensor:
+        if instr.op == "band":
+            left, right, anchor = (int(value) for value in instr.params)
+            own = m + (keys - queries if anchor else 0)
+            seen = torch.ones_like(m + n, dtype=torch.bool)
+            seen = seen & (n >= own - left) if left >= 0 else seen
+            return seen & (n <= own + right) if right >= 0 else seen
+        if instr.op == EXPR:
+            loads = [held[slot] for slot in instr.slots]
+            expr = expressions.decode(str(instr.params[0]))
+            floats = torch.float32
+            asked: dict[str, Any] = {"b": b, "h": h, "m": m, "n": n, "loads": loads}
+            return evaluate(expr, s=None, queries=queries, keys=keys, dtype=floats, **asked)[0]
+        return _stored(instr, held, b, h, m, n)
+
+    def _stored(
+        instr: Instr, held: tuple[Tensor, ...], b: Tensor, h: Tensor, m: Tensor, n: Tensor
+    ) -> Tensor:
+        if not instr.slots:
+            return n < int(instr.params[0])
+        extent = Extent(0, 0, queries, keys, ragged=True, check_values=False)
+        (first, *rest) = (held[slot] for slot in instr.slots)
+        if instr.op == "below":
+            return n < first[b]
+        if instr.op == "same_document":
+            ids_q, ids_k = (x if x.dim() == 2 else x[None] for x in (first, *rest))
+            return ids_q[_at(b, ids_q, 0), m] == ids_k[_at(b, ids_k, 0), n]
+        if instr.op == "blocks":
+            across, along = (int(value) for value in instr.params)
+            m, n = m // across, n // along
+        elif instr.params:
+            only = Instr(instr.op, instr.params, (0,))
+            (first,) = lower_mask((only,), (first,), extent, first.device)
+        else:
+            first = first.reshape((1,) * (4 - first.dim()) + first.shape)
+        return first[_at(b, first, 0), _at(h, first, 1), _at(m, first, 2), _at(n, first, 3)]
+
+    setattr(says, _OURS, mask)
+    return says
+
+
+def _at(index: Tensor, tensor: Tensor, dim: int) -> Tensor:
+    """An index, or the first where a dimension broadcasts."""
+    return index if tensor.shape[dim] > 1 else torch.zeros_like(index)

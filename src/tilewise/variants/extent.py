@@ -1,0 +1,35 @@
+"""What captured tensors are brought to: the sizes of a call, and the dtype of its statistics."""
+
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Extent", "statistics_dtype"]
+
+
+class Extent(NamedTuple):
+    """What captured tensors are broadcast against.
+
+    Args:
+        batch, heads: B (sequences in a variable-length call) and Hq.
+        queries, keys: M and N; the longest sequence's in a variable-length call, and 0 where that
+            is not known yet (while tracing).
+        ragged: a variable-length call: captured dimensions may then be longer than needed.
+        key_counts, query_counts: the keys and queries of each sequence, where lengths are checked
+            one by one.
+        check_values: whether values may be read (false for fake and device tensors).
+    """
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    ragged: bool = False
+    key_counts: tuple[int, ...] = ()
+    query_counts: tuple[int, ...] = ()
+    check_values: bool = True
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of lse, slopes and sinks: float32, and float64 for float64."""
+    return torch.float64 if dtype is torch.float64 else torch.float32

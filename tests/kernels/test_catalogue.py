@@ -1,0 +1,79 @@
+"""The catalogue of variants on every backend and instruction set, against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tests.contract import assert_exact, assert_same_bits
+from tests.kernels.targets import TARGETS, Target
+from tests.variants_catalogue import CATALOGUE, Call, Sizes, Variant, assert_all_close
+
+NATIVE = next((target for target in TARGETS if target.backend == "cpu"), TARGETS[-1])
+# Two tiles of queries and two blocks of keys, whole ones in neither.
+SPREAD = Sizes(1, 4, 81, 207)
+
+each_variant = pytest.mark.parametrize("variant", CATALOGUE, ids=str)
+on_the_best = pytest.mark.parametrize("target", [NATIVE], ids=str, indirect=True)
+
+
+@each_variant
+def test_a_variant_is_plain_torch(target: Target, variant: Variant) -> None:
+    """Output, lse and the gradient of everything, captured tensors too, in float64."""
+    call = Call(variant, torch.float64)
+    assert_all_close(call.run(target.backend), call.plain())
+
+
+@on_the_best
+@each_variant
+def test_over_several_tiles(target: Target, variant: Variant) -> None:
+    call = Call(variant, torch.float64, SPREAD)
+    assert_all_close(call.run(target.backend), call.plain())
+
+
+@on_the_best
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_variant
+def test_a_variant_is_exact(target: Target, variant: Variant, dtype: torch.dtype) -> None:
+    """The contract, with the captured gradients in it."""
+    call, wide = Call(variant, dtype), Call(variant, torch.float64)
+    for name, leaf in wide.leaves.items():
+        leaf.data.copy_(call.leaves[name].data)
+    wide.grad_out, wide.grad_lse = call.grad_out.double(), call.grad_lse.double()
+    got, plain, oracle = call.run(target.backend), call.dense(dtype), wide.dense(torch.float64)
+    for name, tensor in got.items():
+        assert_exact(tensor, plain[name], oracle[name], name)
+
+
+@on_the_best
+@each_variant
+def test_a_variant_has_the_same_bits_with_any_number_of_threads(
+    target: Target, variant: Variant
+) -> None:
+    call = Call(variant, torch.float32, SPREAD)
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(call.run(target.backend))
+    for other in results[1:]:
+        for name, tensor in results[0].items():
+            assert_same_bits(tensor, other[name], name)
+
+
+@on_the_best
+@each_variant
+def test_gradients_by_differences(target: Target, variant: Variant) -> None:
+    """gradcheck of the real kernel, by everything that a gradient is defined for."""
+    if variant.name == "ties":
+        pytest.skip("ties have no derivative: what torch takes for one is compared elsewhere")
+    call = Call(variant, torch.float64, Sizes(1, 4, 6, 9))
+    leaves = list(call.leaves.values())
+
+    def attend(*_: Tensor) -> tuple[Tensor, Tensor]:
+        # The functions close over the very tensors that are moved.
+        out, lse, _ = tilewise.attention(*call.qkv, **call.keywords(target.backend))
+        return out, torch.where(lse == -torch.inf, 0.0, lse)
+
+    assert torch.autograd.gradcheck(attend, leaves, fast_mode=True, atol=1e-6, rtol=1e-5)

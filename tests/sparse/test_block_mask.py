@@ -1,0 +1,214 @@
+"""BlockMask as a value: what it says of itself, equality, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.sparse.pairs import SIZES, catalogue, shown, table_of
+from tilewise import BlockMask, masks
+from tilewise.errors import InvalidArgument, InvalidType, Unsupported
+from tilewise.variants.program import Instr
+from tilewise.variants.values import Mask
+
+CATALOGUE = catalogue()
+KEYWORDS: dict[str, Any] = {"batch": SIZES.batch, "heads": SIZES.heads}
+
+
+def of(name: str) -> BlockMask:
+    return BlockMask.of(CATALOGUE[name], SIZES.queries, SIZES.keys, **KEYWORDS)
+
+
+def test_what_it_says() -> None:
+    found = BlockMask.of(masks.causal(), 256, 384, block=(64, 128))
+    assert found.covers.tolist() == [[[[2, 1, 0], [2, 1, 0], [2, 2, 1], [2, 2, 1]]]]
+    assert found.counts == (2, 4, 6)
+    assert found.density == 10 / 12
+    assert (found.block, found.queries, found.keys) == ((64, 128), 256, 384)
+    assert repr(found) == (
+        "BlockMask(4 x 3 tiles of 64 x 128, density 0.833: 2 empty, 4 partial, 6 full)"
+    )
+    assert found.picture() == "█▒·\n█▒·\n██▒\n██▒"
+    assert str(found) == f"{found!r}\n{found.picture()}"
+
+
+def test_the_default_is_a_square_of_the_kernels_tiles() -> None:
+    found = BlockMask.of(masks.causal(), 300)
+    assert (found.queries, found.keys, found.block) == (300, 300, (64, 128))
+    assert BlockMask.of(None, 300).counts == (0, 0, 15)
+
+
+def test_large_pictures_are_small() -> None:
+    found = BlockMask.of(masks.window(40, 0), 2**14, block=(16, 16))
+    lines = found.picture(width=32).splitlines()
+    assert len(lines) == 16
+    assert {len(line) for line in lines} == {32}
+    for row, line in enumerate(lines):
+        assert set(line[: max(0, 2 * row - 1)]) <= {"·"}
+        assert set(line[2 * row : 2 * row + 2]) == {"░"}
+        assert set(line[2 * row + 2 :]) <= {"·"}
+    heads = BlockMask.of(lambda b, h, m, n: n < 8 * h, 8, 16, heads=3, block=(8, 8))
+    assert [heads.picture(head=head) for head in range(3)] == ["··", "█·", "██"]
+    assert repr(heads).startswith("BlockMask(1 x 3 x 1 x 2 tiles")
+    assert BlockMask.of(masks.causal(), 0, 5).picture() == ""
+
+
+def test_layout() -> None:
+    tiles = torch.tensor([[True, False, True], [False, True, True]])
+    found = BlockMask.from_layout(tiles, (5, 4))
+    assert found.counts == (2, 0, 4)
+    assert (found.queries, found.keys) == (None, None)
+    assert found.picture() == "█·█\n·██"
+    each = BlockMask.from_layout(torch.stack([tiles, ~tiles]), (5, 4))
+    assert each.covers.shape == (1, 2, 2, 3)
+    sizes = SIZES._replace(batch=1, heads=2, queries=8, keys=11)
+    assert torch.equal(each.covers, table_of(shown(each, sizes), (5, 4)))
+    tiles.zero_()
+    assert found.counts == (2, 0, 4)
+
+
+@pytest.mark.parametrize("name", ["causal", "mixed", "layout", "heads", "looked-up"])
+def test_equality(name: str) -> None:
+    """Made again, copied, pickled: equal; another mask, size or tensor: not."""
+    found = of(name)
+    others = [of(name), pickle.loads(pickle.dumps(found)), copy.deepcopy(found), found.to("cpu")]
+    for other in others:
+        assert other == found
+        assert hash(other) == hash(found)
+    assert found != of("window")
+    assert of("causal") != BlockMask.of(masks.causal(), SIZES.queries, SIZES.keys + 1)
+    assert found != CATALOGUE["causal"]
+    ids = torch.zeros(9, dtype=torch.int64)
+    assert BlockMask.of(masks.document(ids), 9) != BlockMask.of(masks.document(ids + 1), 9)
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_to_mask(name: str) -> None:
+    """The mask without its table, with it, and with the table of a table show the same pairs."""
+    found = of(name)
+    expected = shown(CATALOGUE[name])
+    assert torch.equal(shown(found), expected)
+    assert torch.equal(shown(found.to_mask()), expected)
+    assert type(found.to_mask()) is Mask
+    again = BlockMask.of(found, SIZES.queries, SIZES.keys, **KEYWORDS)
+    assert again == found
+
+
+def test_algebra() -> None:
+    """Masks with tables compose as masks do."""
+    one, other = of("mixed"), of("layout")
+    whole, part = shown(one), shown(other)
+    for made, expected in (
+        (one & other, whole & part),
+        (one | masks.causal(), whole | shown(masks.causal())),
+        (~other, ~part),
+        (torch.ones(1, dtype=torch.bool) & one, whole),
+    ):
+        assert type(made) is Mask
+        assert torch.equal(shown(made), expected)
+        found = BlockMask.of(made, SIZES.queries, SIZES.keys, **KEYWORDS)
+        table = table_of(expected, (64, 128))
+        assert torch.equal(found.covers.expand_as(table), table)
+
+
+def test_immutable() -> None:
+    found = of("causal")
+    with pytest.raises(AttributeError, match="immutable"):
+        found.covers = torch.zeros(1)  # type: ignore[misc]
+    with pytest.raises(InvalidType, match="truth value"):
+        bool(found)
+
+
+def test_changed_tensors_are_refused() -> None:
+    """What was captured changes in place: no call goes on with the table of before."""
+    ids = torch.arange(64) // 8
+    found = BlockMask.of(masks.document(ids), 64)
+    assert found.current() is found
+    ids[5] = 9
+    with pytest.raises(InvalidArgument, match="changed in place since it was made"):
+        found.current()
+    assert BlockMask.of(masks.document(ids), 64).current().counts == (0, 1, 0)
+    with torch.inference_mode():
+        fixed = torch.arange(64) // 8
+        assert BlockMask.of(masks.document(fixed), 64).counts == (0, 1, 0)
+
+
+MASK = masks.causal()
+PER_HEAD: Callable[..., Any] = lambda b, h, m, n: n < h  # noqa: E731
+REFUSED: list[tuple[str, Callable[[], object], type[Exception], str]] = [
+    ("no-queries", lambda: BlockMask.of(MASK), InvalidArgument, "queries"),
+    ("negative", lambda: BlockMask.of(MASK, 8, -1), InvalidArgument, "keys: got -1"),
+    ("half", lambda: BlockMask.of(MASK, 8.0), InvalidType, "queries"),  # type: ignore[arg-type]
+    ("no-heads", lambda: BlockMask.of(PER_HEAD, 8), InvalidArgument, "heads: got None"),
+    ("zero-heads", lambda: BlockMask.of(PER_HEAD, 8, heads=0), InvalidArgument, "heads: got 0"),
+    (
+        "no-batch",
+        lambda: BlockMask.of(masks.lengths(torch.tensor([1, 2])), 8),
+        InvalidArgument,
+        "batch: got None",
+    ),
+    (
+        "other-batch",
+        lambda: BlockMask.of(masks.lengths(torch.tensor([1, 2])), 8, batch=3),
+        InvalidArgument,
+        "with B = 3",
+    ),
+    ("block", lambda: BlockMask.of(MASK, 8, block=(64, 0)), InvalidArgument, r"block\[1\]: got 0"),
+    ("blocks", lambda: BlockMask.of(MASK, 8, block=64), InvalidType, "a pair"),  # type: ignore[arg-type]
+    ("mask", lambda: BlockMask.of(3, 8), InvalidType, "mask"),  # type: ignore[arg-type]
+    ("dtype", lambda: BlockMask.of(MASK, 8, dtype=torch.int64), InvalidArgument, "dtype"),
+    (
+        "one-cu",
+        lambda: BlockMask.of(MASK, cu_seqlens_q=torch.tensor([0, 5])),
+        InvalidArgument,
+        "cu_seqlens_k: got None",
+    ),
+    (
+        "both-ways",
+        lambda: BlockMask.of(
+            MASK, 5, cu_seqlens_q=torch.tensor([0, 5]), cu_seqlens_k=torch.tensor([0, 5])
+        ),
+        InvalidArgument,
+        "queries: got 5; required: nothing beside",
+    ),
+    (
+        "falling",
+        lambda: BlockMask.of(
+            MASK, cu_seqlens_q=torch.tensor([0, 5, 4]), cu_seqlens_k=torch.tensor([0, 5, 9])
+        ),
+        InvalidArgument,
+        "never decrease",
+    ),
+    ("layout", lambda: BlockMask.from_layout(torch.ones(2, 2)), InvalidArgument, "tiles"),
+    (
+        "layout-1d",
+        lambda: BlockMask.from_layout(torch.ones(2, dtype=torch.bool)),
+        InvalidArgument,
+        "tiles",
+    ),
+    ("layout-list", lambda: BlockMask.from_layout([[True]]), InvalidType, "tiles"),  # type: ignore[arg-type]
+    ("no-table", lambda: BlockMask((Instr("band", (-1, 0, 1)),)), InvalidArgument, "table"),
+    ("empty", lambda: BlockMask(()), InvalidArgument, "table"),
+    ("picture", lambda: of("heads").picture(head=3), InvalidArgument, "head: got 3"),
+    ("width", lambda: of("heads").picture(width=0), InvalidArgument, "width"),
+    ("iteration", lambda: list(of("heads")), InvalidType, "iteration"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"), [each[1:] for each in REFUSED], ids=[each[0] for each in REFUSED]
+)
+def test_refused(make: Callable[[], object], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        make()
+
+
+def test_not_while_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(Unsupported, match="outside of what is compiled"):
+        BlockMask.of(masks.causal(), 8)

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "dispatch.h"
+#include "expr_code.h"
 #include "expr_compile.h"
 #include "parallel.h"
 
@@ -126,6 +127,43 @@ GivenExpr given_expr(nb::handle nodes, std::vector<int> outputs, std::vector<int
   return e;
 }
 
+// Whether expressions are compiled, and how often that was said: what was known before then is forgotten.
+bool compile_exprs = false;
+int compile_epoch = 0;
+
+void set_compile_exprs(bool wanted) {
+  if (wanted == compile_exprs) return;
+  compile_exprs = wanted;
+  compile_epoch++;
+}
+
+const char* name_of(ExprUse use) { return use == ExprUse::mask ? "mask" : use == ExprUse::score ? "score" : "loads"; }
+
+nb::tuple places(const short* args, int count) {
+  nb::list list;
+  for (int i = 0; i < count; i++) list.append(static_cast<int>(args[i]));
+  return nb::tuple(list);
+}
+
+// A program for what writes code from it: (instruction set, bits of floats, bits of integers, whether the operands have
+// 16 bits, use, values, outputs, index arguments that are kept); a value as (name, kind, kind of the last argument,
+// extent, arguments, register, slot, integer, real).
+nb::tuple described(const ExprProgram& p, ExprUse use, DType dtype) {
+  nb::list values, outputs, kept;
+  for (int at = 0; at < p.begin[kExtents]; at++) {
+    const ExprValue& x = p.values[at];
+    values.append(nb::make_tuple(expr_name(x.op), static_cast<int>(x.kind), static_cast<int>(x.arg_kind),
+                                 static_cast<int>(x.extent), places(x.arg, x.count), static_cast<int>(x.reg),
+                                 static_cast<int>(x.slot), x.integer, x.real));
+  }
+  for (int i = 0; i < p.outputs; i++) outputs.append(p.output[i]);
+  for (int i = 0; i < p.loads; i++)
+    for (int d = 0; d < p.load[i].count; d++) kept.append(static_cast<int>(p.load[i].arg[d]));
+  return nb::make_tuple(active().name, p.wide_floats ? 64 : 32, p.wide ? 64 : 32,
+                        dtype == DType::bf16 || dtype == DType::f16, name_of(use), nb::tuple(values),
+                        nb::tuple(outputs), nb::tuple(kept));
+}
+
 constexpr int kIntegerCode = 4, kBooleanCode = 5;  // dtypes of captured tensors besides DType's
 
 // The compiled expressions of one call.
@@ -202,6 +240,9 @@ class Kernel {
       if (derivative_.kinds[static_cast<std::size_t>(output)] != ExprKind::real) bad("a derivative is a float");
   }
 
+  // compiler: from a program as `described` has it to the address of its code, or 0.
+  void set_compiler(nb::object compiler) { compiler_ = std::move(compiler); }
+
   // captured: (address, strides, dtype) per mask slot and per score slot, with the sizes too where an expression reads
   // it. sequences: (cu_q, cu_k, longest query,
   // longest key) of a variable-length call, else empty.
@@ -220,18 +261,19 @@ class Kernel {
     std::size_t mask_expr = 0;
     for (int i = 0; i < p.mask_length; i++) {
       if (p.mask[i].op == MaskOp::expr)
-        p.mask[i].expr = compiled(mask_exprs_[mask_expr], mask_exprs_[mask_expr].outputs, {}, mask_tensors, p, exprs),
+        p.mask[i].expr =
+            compiled(mask_exprs_[mask_expr], mask_exprs_[mask_expr].outputs, {}, mask_tensors, p, exprs, ExprUse::mask),
         mask_expr++;
       else
         bind_mask(p.mask[i], mask_slots_[i], mask_tensors);
     }
     for (int i = 0; i < p.score_length; i++) {
       if (p.score[i].op == ScoreOp::expr) {
-        p.score[i].value = compiled(value_, value_.outputs, {}, score_tensors, p, exprs);
+        p.score[i].value = compiled(value_, value_.outputs, {}, score_tensors, p, exprs, ExprUse::score);
         if (backward && derivative_.outputs.empty()) bad("a backward pass needs the score's derivative");
         if (backward)
-          p.score[i].slope =
-              compiled(derivative_, {derivative_.outputs[0], derivative_.outputs[1]}, {}, score_tensors, p, exprs);
+          p.score[i].slope = compiled(derivative_, {derivative_.outputs[0], derivative_.outputs[1]}, {}, score_tensors,
+                                      p, exprs, ExprUse::score);
       }
       if (score_slots_[i] < 0) continue;
       nb::handle entry = PyTuple_GET_ITEM(score_tensors.ptr(), score_slots_[i]);
@@ -260,7 +302,7 @@ class Kernel {
       outputs.push_back(derivative_.outputs[i + 2]);
       loads.push_back(derivative_.loads[i]);
     }
-    f.loads = compiled(derivative_, outputs, loads, score_tensors, f, exprs);
+    f.loads = compiled(derivative_, outputs, loads, score_tensors, f, exprs, ExprUse::loads);
   }
 
   bool varlen() const { return varlen_; }
@@ -292,8 +334,8 @@ class Kernel {
     return v;
   }
   // An expression cut to these outputs, and to the loads of which a gradient is wanted, with what it captures.
-  static const ExprProgram* compiled(const GivenExpr& e, std::vector<int> outputs, const std::vector<int>& loads,
-                                     nb::handle tensors, Problem& p, CompiledExprs& exprs) {
+  const ExprProgram* compiled(const GivenExpr& e, const std::vector<int>& outputs, const std::vector<int>& loads,
+                              nb::handle tensors, Problem& p, CompiledExprs& exprs, ExprUse use) const {
     std::vector<ExprTensor> captured(e.slots.size());
     for (const ExprNode& node : e.nodes)
       if (node.op == ExprOp::load) {
@@ -301,7 +343,25 @@ class Kernel {
         captured[slot] = expr_tensor(PyTuple_GET_ITEM(tensors.ptr(), e.slots[slot]), node, p.dtype);
       }
     exprs.push_back(std::make_unique<CompiledExpr>(e.nodes, e.kinds, outputs, loads, captured, p));
-    return &exprs.back()->program();
+    CompiledExpr& expr = *exprs.back();
+    if (compile_exprs && compiler_.is_valid()) expr.run_by(code_of(e, outputs, loads, expr.program(), use));
+    return &expr.program();
+  }
+  // The compiled code of a program, asked for when it first runs; null where there is none. What else a program is made
+  // of follows from what is compared here.
+  ExprCompiled code_of(const GivenExpr& e, const std::vector<int>& outputs, const std::vector<int>& loads,
+                       const ExprProgram& program, ExprUse use) const {
+    const char* isa = active().name;
+    for (const Code& code : codes_)
+      if (code.expr == &e && code.wide == program.wide && code.isa == isa && code.epoch == compile_epoch &&
+          code.use == use && code.outputs == outputs && code.loads == loads)
+        return code.run;
+    const int epoch = compile_epoch;
+    const auto address = nb::cast<std::uintptr_t>(compiler_(described(program, use, problem_.dtype)));
+    const auto run = reinterpret_cast<ExprCompiled>(address);
+    std::erase_if(codes_, [&](const Code& code) { return code.epoch != epoch; });
+    codes_.push_back({&e, use, outputs, loads, program.wide, isa, epoch, run});
+    return run;
   }
   static ExprTensor expr_tensor(nb::handle entry, const ExprNode& load, DType dtype) {
     if (PyTuple_GET_SIZE(entry.ptr()) != 4) bad("a tensor of an expression comes with its sizes");
@@ -343,6 +403,17 @@ class Kernel {
   int score_slots_[kMaxScore];
   std::vector<GivenExpr> mask_exprs_;
   GivenExpr value_, derivative_;
+  struct Code {
+    const GivenExpr* expr;
+    ExprUse use;
+    std::vector<int> outputs, loads;
+    bool wide;
+    const char* isa;
+    int epoch;
+    ExprCompiled run;
+  };
+  mutable std::vector<Code> codes_;
+  nb::object compiler_;
 };
 
 // lse and the row statistics are contiguous: [batch, heads, queries], or [heads, all queries].
@@ -540,7 +611,10 @@ NB_MODULE(_core, m) {
       .def("add_score", &Kernel::add_score)
       .def("add_mask_expr", &Kernel::add_mask_expr)
       .def("add_score_expr", &Kernel::add_score_expr)
-      .def("set_score_derivative", &Kernel::set_score_derivative);
+      .def("set_score_derivative", &Kernel::set_score_derivative)
+      .def("set_compiler", &Kernel::set_compiler);
+  m.def("set_compile_exprs", &set_compile_exprs, nb::arg("wanted"));
+  m.def("expr_code", [] { return std::string(kExprCode); });
   m.def("forward", &forward);
   m.def("backward", &backward);
   m.def("bias_backward", &bias_backward);

@@ -65,6 +65,27 @@ struct ExprValue {
   double real;
 };
 
+// What a program is run for, which says where compiled code leaves its outputs: a mask's in `bits`, a score and its
+// derivative in the place of the scores and in `gain`, all others in their registers.
+enum class ExprUse : unsigned char { mask, score, loads };
+
+constexpr int kExprKeys = 256;
+
+// What compiled code is given for some keys of a tile: the registers by extent, of which those of a tile and of its
+// queries are filled; element (j, i) of the scores at j * width + i.
+struct ExprFrame {
+  char* const* registers;
+  const ExprTensor* tensors;
+  void *s, *gain, *peak;  // of a score; `gain` may be null, `peak` receives the largest score of each query
+  std::uint64_t* bits;    // of a mask, a word per key
+  i64 n0;
+  int count, width, rows;  // at most kExprKeys keys
+  double scale;            // the scores are yet to be multiplied by it
+  double lowest;
+  bool low;  // told by a score: some are below `lowest`, and `settle` of score.h is still to be done
+};
+using ExprCompiled = void (*)(ExprFrame*);
+
 // An expression as it is run: the values that the outputs need, first those that hold for a whole tile, then those
 // per query, per key, per diagonal, per pair. Integers are 32 bits wide where they all fit, else 64 (with float64
 // always).
@@ -80,6 +101,7 @@ struct ExprProgram {
   bool wide;                  // 64-bit integers
   bool wide_floats;           // float64
   i64 room, bytes;            // where its scratch memory begins, and its size
+  ExprCompiled compiled;      // does the work of all values per key and per pair; null where nothing is compiled
 };
 
 // Ranges of all values over a box. `proof`: what has any value (x // 0, a shift too far, NaN as an integer) may be

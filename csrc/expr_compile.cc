@@ -190,6 +190,16 @@ bool expr_op(const std::string& name, ExprNode& node) {
   return false;
 }
 
+const char* expr_name(ExprOp op) {
+  if (op == ExprOp::shr_by) return "shr_by";
+  if (op == ExprOp::bits_of) return "bits_of";
+  if (op == ExprOp::power_by) return "power_by";
+  if (op == ExprOp::difference) return "difference";
+  if (op == ExprOp::constant) return "constant";
+  const Row* row = row_of(op);
+  return row ? row->name : "load";
+}
+
 std::string check_nodes(const std::vector<ExprNode>& nodes, std::vector<ExprKind>& kinds) {
   kinds.clear();
   for (const ExprNode& node : nodes) {
@@ -247,6 +257,7 @@ CompiledExpr::CompiledExpr(const std::vector<ExprNode>& nodes, const std::vector
   program_.outputs = static_cast<int>(outputs.size());
   for (std::size_t i = 0; i < outputs.size(); i++) program_.output[i] = place[static_cast<std::size_t>(outputs[i])];
   program_.loads = static_cast<int>(loads.size());
+  program_.compiled = nullptr;
   for (std::size_t i = 0; i < loads.size(); i++) program_.load[i] = moved(all[static_cast<std::size_t>(loads[i])]);
   program_.values = values_.data();
   program_.tensors = tensors_.data();

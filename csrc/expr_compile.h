@@ -21,6 +21,9 @@ struct ExprNode {
 // The operation of that name in variants/expr.py, with its kind if the name has one; false when there is none.
 bool expr_op(const std::string& name, ExprNode& node);
 
+// The name of what a program's value does: as above, or "constant", "load", "shr_by", "bits_of".
+const char* expr_name(ExprOp op);
+
 // Checks the nodes of an expression and gives their kinds; what is wrong with them, or "".
 std::string check_nodes(const std::vector<ExprNode>& nodes, std::vector<ExprKind>& kinds);
 
@@ -34,6 +37,7 @@ class CompiledExpr {
   CompiledExpr(const CompiledExpr&) = delete;
   CompiledExpr& operator=(const CompiledExpr&) = delete;
   const ExprProgram& program() const { return program_; }
+  void run_by(ExprCompiled compiled) { program_.compiled = compiled; }
 
  private:
   void look_at_tensors();

@@ -2,10 +2,8 @@
 // computed at its own extent: once per tile, per query, per key or per pair.
 #pragma once
 
-#include <type_traits>
-
 #include "expr.h"
-#include "functions.h"
+#include "expr_integers.h"
 #include "tile_sizes.h"
 
 namespace tilewise::TILEWISE_ISA {
@@ -20,74 +18,6 @@ struct Operand {
     return reinterpret_cast<T*>(data) + j * row + (i & lane);
   }
 };
-
-template <class T>
-using SameSize = std::conditional_t<sizeof(T) == 4, i32, i64>;
-
-// Vectors of integers next to vectors of C: of the same number of lanes, or twice as wide and two for one.
-template <class I, class Truth>
-TW_INLINE void store_truth(Truth* to, Vec<I> mask) {
-  if constexpr (sizeof(I) == sizeof(Truth)) {
-    store(to, mask);
-  } else {
-    const HalfInts half = __builtin_convertvector(mask, HalfInts);
-    std::memcpy(to, &half, sizeof half);
-  }
-}
-TW_INLINE Vec<i64> truth_as(const i32* from, i64) {
-  HalfInts half;
-  std::memcpy(&half, from, sizeof half);
-  return __builtin_convertvector(half, Vec<i64>);
-}
-TW_INLINE Vec<i32> truth_as(const i32* from, i32) { return load(from); }
-TW_INLINE Vec<i64> truth_as(const i64* from, i64) { return load(from); }
-
-TW_INLINE void store_converted(float* to, Vec<i32> x) { store(to, __builtin_convertvector(x, Vec<float>)); }
-TW_INLINE void store_converted(double* to, Vec<i64> x) { store(to, __builtin_convertvector(x, Vec<double>)); }
-TW_INLINE void store_converted(float* to, Vec<i64> x) {
-  const HalfFloats half = __builtin_convertvector(x, HalfFloats);
-  std::memcpy(to, &half, sizeof half);
-}
-TW_INLINE Vec<i32> to_integers(const float* from, i32) { return __builtin_convertvector(load(from), Vec<i32>); }
-TW_INLINE Vec<i64> to_integers(const double* from, i64) { return __builtin_convertvector(load(from), Vec<i64>); }
-TW_INLINE Vec<i64> to_integers(const float* from, i64) {
-  HalfFloats half;
-  std::memcpy(&half, from, sizeof half);
-  return __builtin_convertvector(half, Vec<i64>);
-}
-
-// Integer division rounded down. Of 32-bit numbers by way of double, whose quotient rounds to a whole number only where
-// it is one. What is divided by 0 has any value.
-TW_INLINE Vec<double> floors(const i32* a, const i32* b) {
-  HalfInts x, y;
-  std::memcpy(&x, a, sizeof x);
-  std::memcpy(&y, b, sizeof y);
-  const Vec<double> q = __builtin_convertvector(x, Vec<double>) / __builtin_convertvector(y, Vec<double>);
-  return round_to<Toward::down>(q, double{});
-}
-TW_INLINE Vec<i32> floor_divide(Vec<i32> a, Vec<i32> b) {
-  b = b == 0 ? set<i32>(1) : b;
-  const i32 *p = reinterpret_cast<const i32*>(&a), *q = reinterpret_cast<const i32*>(&b);
-  constexpr int half = kLanes<i32> / 2;
-  HalfInts parts[2];
-  parts[0] = __builtin_convertvector(floors(p, q), HalfInts);
-  parts[1] = __builtin_convertvector(floors(p + half, q + half), HalfInts);
-  Vec<i32> r;
-  std::memcpy(&r, parts, sizeof r);
-  return r;
-}
-TW_INLINE Vec<i64> floor_divide(Vec<i64> a, Vec<i64> b) {
-  for (int i = 0; i < kLanes<i64>; i++) {
-    const i64 x = a[i], y = b[i];
-    if (y == 0 || y == -1) {
-      a[i] = static_cast<i64>(-static_cast<u64>(x));  // also of the least number, whose quotient does not fit
-      continue;
-    }
-    const i64 q = x / y;
-    a[i] = q - (x % y != 0 && (x < 0) != (y < 0));
-  }
-  return a;
-}
 
 template <class C>
 class ExprRun {
@@ -131,9 +61,22 @@ class ExprRun {
   // The keys n0 .. n0 + count - 1; s[j * width + i] are the scores.
   void piece(C* s, i64 n0, int count) {
     s_ = s, n0_ = n0;
+    if (p_.compiled != nullptr) {
+      if (p_.registers[per_diagonal] > 0) {
+        run(per_key, count);
+        run(per_diagonal, 1);
+      }
+      ExprFrame given = frame(s, n0, count);
+      return p_.compiled(&given);
+    }
     run(per_key, count);
     run(per_diagonal, 1);
     run(per_pair, count);
+  }
+
+  // What compiled code is given for such a piece.
+  ExprFrame frame(C* s, i64 n0, int count) const {
+    return {base_, p_.tensors, s, nullptr, nullptr, nullptr, n0, count, state_.width, state_.rows, 1, 0, false};
   }
 
   int width() const { return state_.width; }

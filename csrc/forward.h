@@ -194,11 +194,18 @@ class ForwardKernel {
             const Memory& memory) const {
     const int count = static_cast<int>(masked.end - masked.begin), width = tile.width;
     Acc* s = memory.scores;
-    Product::template run<AOrder::row_major, Into::overwrite, true>(
-        keys, key_stride, tile.q, width, count, Mode::words(f_.head_dim), width, s, width, nullptr, memory.peak);
-    if (units_.chain) chain.apply(s, width, tile.first, tile.rows, masked.begin, count, {nullptr, 0, tile.deepest});
-    if (units_.chain || !masked.plain)
-      mask_and_peak(s, width, count, masked.plain ? nullptr : masked.bits, memory.peak);
+    const i64 depth = Mode::words(f_.head_dim);
+    bool peaked = true;
+    if (units_.chain) {
+      Product::template run<AOrder::row_major, Into::overwrite>(keys, key_stride, tile.q, width, count, depth, width, s,
+                                                                width);
+      peaked = chain.apply(s, width, tile.first, tile.rows, masked.begin, count,
+                           {nullptr, 0, tile.deepest, nullptr, memory.peak});
+    } else {
+      Product::template run<AOrder::row_major, Into::overwrite, true>(keys, key_stride, tile.q, width, count, depth,
+                                                                      width, s, width, nullptr, memory.peak);
+    }
+    if (!peaked || !masked.plain) mask_and_peak(s, width, count, masked.plain ? nullptr : masked.bits, memory.peak);
     if (f_.top_key.data) track_top(s, width, count, masked.begin, tile, memory.peak);
     const u64* kept = nullptr;
     if (f_.dropout > 0) {

@@ -265,6 +265,11 @@ class Mask {
   void expr_bits(const ExprProgram& program, i64 m0, int rows, i64 n0, int count, u64* out) const {
     ExprRun<C> run(program, room_);
     run.tile(m0, rows);
+    if (program.compiled != nullptr) {
+      ExprFrame frame = run.frame(nullptr, n0, count);
+      frame.bits = out;
+      return program.compiled(&frame);
+    }
     run.piece(nullptr, n0, count);
     const Operand truth = run.output(0);
     for (int j = 0; j < count; j++) {

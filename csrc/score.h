@@ -6,6 +6,7 @@
 #include "mask.h"
 #include "elementary.h"
 #include "pack.h"
+#include "schedule.h"
 
 namespace tilewise::TILEWISE_ISA {
 
@@ -56,47 +57,68 @@ class ScoreChain {
 
   // What a pass wants besides the scores. `gain` receives d(final score) / d(score after step `from` - 1), from 0:
   // d / d(scale * q.k). `deepest` collects, per query, the largest score that a bias below kLowestBias made.
-  // `raw` receives scale * q.k.
+  // `raw` receives scale * q.k, `peak` the largest final score of each query where that is told (see apply).
   struct Extras {
     C* gain = nullptr;
     int from = 0;
     C* deepest = nullptr;
     C* raw = nullptr;
+    C* peak = nullptr;
   };
 
   // Scores in place: s[j * width + i] for queries m0 + i, keys n0 + j; on entry q.k, on return the final score.
-  TW_NOINLINE void apply(C* s, int width, i64 m0, int rows, i64 n0, int count, const Extras& extras) const {
+  // True if the peak was told.
+  TW_NOINLINE bool apply(C* s, int width, i64 m0, int rows, i64 n0, int count, const Extras& extras) const {
     constexpr int lanes = kLanes<C>;
+    const bool done = length_ > 0 && compiled(code_[0], extras);
+    const bool peaked = done && expr(code_[0], s, width, m0, rows, n0, count, extras, scale_);
+    if (done && length_ == 1) return peaked;
     for (int j = 0; j < count; j += kSubKeys) {
       const int piece = static_cast<int>(min(kSubKeys, count - j));
       C* rows_s = s + static_cast<i64>(j) * width;
       C* rows_gain = extras.gain ? extras.gain + static_cast<i64>(j) * width : nullptr;
       const int size = piece * width;
+      if (done) {
+        steps(1, rows_s, rows_gain, width, m0, rows, n0 + j, piece, extras);
+        continue;
+      }
       for (int x = 0; x < size; x += lanes) store(rows_s + x, load(rows_s + x) * scale_);
       if (rows_gain)
         for (int x = 0; x < size; x += lanes) store(rows_gain + x, set(static_cast<C>(1)));
       if (extras.raw) std::memcpy(extras.raw + (rows_s - s), rows_s, static_cast<std::size_t>(size) * sizeof(C));
-      for (int step = 0; step < length_; step++) {
-        const ScoreInstr& x = code_[step];
-        switch (x.op) {
-          case ScoreOp::alibi:
-            alibi(x, rows_s, width, m0, n0 + j, piece);
-            break;
-          case ScoreOp::softcap:
-            softcap(x, rows_s, size, step >= extras.from ? rows_gain : nullptr);
-            break;
-          case ScoreOp::bias:
-            bias(x, rows_s, width, m0, rows, n0 + j, piece, extras.deepest);
-            break;
-          case ScoreOp::expr:
-            expr(x, rows_s, width, m0, rows, n0 + j, piece, extras.from == 0 ? rows_gain : nullptr, extras.deepest);
-            break;
-        }
+      steps(0, rows_s, rows_gain, width, m0, rows, n0 + j, piece, extras);
+    }
+    return false;
+  }
+
+ private:
+  // Whether compiled code takes scores as they come from the product, and writes the gain.
+  static bool compiled(const ScoreInstr& x, const Extras& extras) {
+    if (x.op != ScoreOp::expr || extras.raw != nullptr || (extras.gain != nullptr && extras.from > 0)) return false;
+    return (extras.gain ? x.slope : x.value)->compiled != nullptr;
+  }
+
+  // The steps from `first` on, for a piece.
+  void steps(int first, C* s, C* gain, int width, i64 m0, int rows, i64 n0, int count, const Extras& extras) const {
+    for (int step = first; step < length_; step++) {
+      const ScoreInstr& x = code_[step];
+      switch (x.op) {
+        case ScoreOp::alibi:
+          alibi(x, s, width, m0, n0, count);
+          break;
+        case ScoreOp::softcap:
+          softcap(x, s, count * width, step >= extras.from ? gain : nullptr);
+          break;
+        case ScoreOp::bias:
+          bias(x, s, width, m0, rows, n0, count, extras.deepest);
+          break;
+        case ScoreOp::expr:
+          expr(x, s, width, m0, rows, n0, count, {extras.from == 0 ? gain : nullptr, 0, extras.deepest}, 1);
+          break;
       }
     }
   }
 
- private:
   void alibi(const ScoreInstr& x, C* s, int width, i64 m0, i64 n0, int count) const {
     constexpr int lanes = kLanes<C>;
     const C slope = static_cast<const C*>(x.tensor.data)[b_ * x.tensor.batch + h_ * x.tensor.head];
@@ -148,12 +170,35 @@ class ScoreChain {
     }
   }
 
-  void expr(const ScoreInstr& x, C* s, int width, i64 m0, int rows, i64 n0, int count, C* gain, C* deepest) const {
-    constexpr int lanes = kLanes<C>;
-    ExprRun<C> run(gain ? *x.slope : *x.value, room_);
+  // `scale`: what the scores are yet to be multiplied by, where the expression is compiled. More keys than a piece has
+  // only then. True if the peak was told.
+  bool expr(const ScoreInstr& x, C* s, int width, i64 m0, int rows, i64 n0, int count, const Extras& extras,
+            C scale) const {
+    static_assert(kRoomKeys <= kExprKeys);
+    C* gain = extras.gain;
+    const ExprProgram& program = gain ? *x.slope : *x.value;
+    ExprRun<C> run(program, room_);
     run.tile(m0, rows);
-    run.piece(s, n0, count);
-    const Operand value = run.output(0), slope = run.output(gain ? 1 : 0);
+    if (program.compiled == nullptr) {
+      run.piece(s, n0, count);
+      settle(run.output(0), run.output(gain ? 1 : 0), s, width, rows, count, gain, extras.deepest);
+      return false;
+    }
+    alignas(kVectorBytes) C peak[kTileQueries];
+    ExprFrame frame = run.frame(s, n0, count);
+    frame.gain = gain;
+    frame.peak = extras.peak ? extras.peak : peak;
+    frame.scale = static_cast<double>(scale);
+    frame.lowest = static_cast<double>(kLowestBias<C>);
+    program.compiled(&frame);
+    const Operand done = {reinterpret_cast<char*>(s), width, -1};
+    if (frame.low) settle(done, done, s, width, rows, count, nullptr, extras.deepest);
+    return !frame.low;
+  }
+
+  // Scores and derivatives to their places.
+  static void settle(Operand value, Operand slope, C* s, int width, int rows, int count, C* gain, C* deepest) {
+    constexpr int lanes = kLanes<C>;
     // As with a bias: finite numbers stay finite in base-2 units.
     const Vec<C> floor = set(kLowestBias<C>);
     const Vec<C> none = set(-static_cast<C>(__builtin_inf()));

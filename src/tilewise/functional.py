@@ -243,10 +243,12 @@ class Explanation(NamedTuple):
     Args:
         plan: the plan, or None if nothing can do the call.
         reasons: for every backend not chosen, its name and why not.
+        notes: what else the chosen backend says of how it does the call, as (name, text) pairs.
     """
 
     plan: Plan | None
     reasons: tuple[tuple[str, tuple[str, ...]], ...]
+    notes: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         lines = ["nothing here can do this call"]
@@ -265,6 +267,7 @@ class Explanation(NamedTuple):
                 f"dropout   {problem.dropout_p:g}",
                 f"sinks     {'yes' if problem.sinks else 'no'}",
             ]
+        lines += [f"{name:9} {text}" for name, text in self.notes]
         for name, why in self.reasons:
             lines.append(f"not {name}:")
             lines += [f"  {reason}" for reason in why]
@@ -341,7 +344,8 @@ def explain(
         for candidate in candidates(problem, registry.BACKEND_NAMES)
         if candidate.name != chosen
     ]
-    return Explanation(made, tuple(reasons))
+    notes = () if made is None else registry.load(made.backend).notes(problem)
+    return Explanation(made, tuple(reasons), notes)
 
 
 def _passed_over(chosen: str | None, asked_for: str | None) -> str:

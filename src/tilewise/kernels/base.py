@@ -45,6 +45,10 @@ class Backend(ABC):
     def why_not(self, problem: Problem) -> list[str]:
         """Why this backend cannot do the problem, one reason a line; empty if it can."""
 
+    def notes(self, problem: Problem) -> tuple[tuple[str, str], ...]:
+        """What else there is to say of how it does the problem, as (name, text) pairs."""
+        return ()
+
     @abstractmethod
     def tiles(self, problem: Problem) -> Tiles:
         """The blocks in which it would be done."""

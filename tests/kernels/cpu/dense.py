@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -18,6 +20,8 @@ from tilewise.variants.trace import trace_mask, trace_score
 from tilewise.variants.values import Mask, Score
 
 Function = Callable[..., Any]
+HAS_COMPILER = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
+needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler here")
 
 
 class Variant(NamedTuple):

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.base import Backend, Needs, Prepared, Tiles, output_like
+from tilewise.kernels.cpu import compiled
 from tilewise.kernels.cpu.core import absence, core
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
 from tilewise.reference.covers import Grid
 from tilewise.variants.derive import Derivative, differentiate
 from tilewise.variants.expr import Expr, decode
-from tilewise.variants.program import Instr, Program
+from tilewise.variants.program import Instr, Program, encode
 
 __all__ = ["CpuBackend"]
 
@@ -55,6 +56,12 @@ class CpuBackend(Backend):
                 reasons += _why_not_expr(what, expr)
         return reasons
 
+    def notes(self, problem: Problem) -> tuple[tuple[str, str], ...]:
+        """How expressions run: interpreted, compiled, and why."""
+        if not (_exprs(problem.mask) or _exprs(problem.score)):
+            return ()
+        return (("functions", compiled.state(_label(problem))),)
+
     def tiles(self, problem: Problem) -> Tiles:
         """64 queries in the lanes against 128 keys; part of the rounding contract."""
         return Tiles(64, 128)
@@ -93,6 +100,10 @@ class CpuBackend(Backend):
 
 def _exprs(program: Program) -> list[Expr]:
     return [decode(str(instr.params[0])) for instr in program if instr.op == "expr"]
+
+
+def _label(problem: Problem) -> str:
+    return f"{problem.dtype} mask {encode(problem.mask)} score {encode(problem.score)}"
 
 
 def _why_not_expr(what: str, expr: Expr) -> list[str]:
@@ -153,6 +164,8 @@ def _build(problem: Problem) -> Any:
             continue
         cap = instr.params[0] if instr.op == "softcap" else 0.0
         kernel.add_score(instr.op, cap, instr.slots[0] if instr.slots else -1)
+    if _exprs(problem.mask) or _exprs(problem.score):
+        compiled.bind(kernel, _label(problem))
     return kernel
 
 

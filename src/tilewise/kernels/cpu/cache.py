@@ -1,0 +1,106 @@
+"""Compiled code on disk: in a folder that only its user can write, whole or not at all.
+
+Code that a process loads is code that it runs, so nothing is loaded that another user could have
+put there: the folder is the user's own with no rights for others, no folder above it lets others
+rename things, and what is found is checked against a digest that a cut file does not have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+__all__ = ["Cache", "NotPrivate", "folder"]
+
+_DIGEST = hashlib.sha256().digest_size
+
+
+class NotPrivate(OSError):  # noqa: N818  reads as what is wrong
+    """Others could write where code is to be kept."""
+
+
+def folder() -> Path:
+    """``kernels`` in ``$TILEWISE_CACHE``, else in ``tilewise`` of the user's cache folder."""
+    own = os.environ.get("TILEWISE_CACHE")
+    if own:
+        return Path(own).absolute() / "kernels"
+    user = os.environ.get("XDG_CACHE_HOME")
+    return (Path(user) if user else Path.home() / ".cache").absolute() / "tilewise" / "kernels"
+
+
+class Cache:
+    """The shared objects in a folder, by name.
+
+    Raises:
+        NotPrivate: the folder or one above it could be written by another user.
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, where: Path) -> None:
+        missing = [path for path in (where, *where.parents) if not path.exists()]
+        for path in reversed(missing):
+            # Each with its own mode: what mkdir makes on the way may be open to the group.
+            path.mkdir(mode=0o700, exist_ok=True)
+        _check_private(where)
+        # By the names that were checked: a link on the way could be bent later.
+        self.where = where.resolve()
+
+    def find(self, name: str) -> Path | None:
+        """The file of that name; None if it is not there, or not as it was written."""
+        path = self.where / name
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return None
+        with os.fdopen(file, "rb") as opened:
+            found = os.fstat(opened.fileno())
+            if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+                return None
+            content = opened.read()
+        body, digest = content[:-_DIGEST], content[-_DIGEST:]
+        return path if hashlib.sha256(body).digest() == digest else None
+
+    def draft(self) -> Path:
+        """A new file with a name of its own, for ``keep``; the caller removes what is not kept."""
+        file, path = tempfile.mkstemp(prefix="draft-", suffix=".so", dir=self.where)
+        os.close(file)
+        return Path(path)
+
+    def keep(self, draft: Path, name: str) -> Path:
+        """Give a finished draft its name, in one step: no process sees half of it."""
+        content = draft.read_bytes()
+        path = self.where / name
+        # What stands behind the sections of a shared object is not looked at by who loads it.
+        with draft.open("ab") as opened:
+            opened.write(hashlib.sha256(content).digest())
+            opened.flush()
+            os.fsync(opened.fileno())
+        draft.chmod(0o700)
+        draft.replace(path)
+        return path
+
+
+def _check_private(where: Path) -> None:
+    """Refuse a folder that is not the user's alone, or that others could replace."""
+    if not hasattr(os, "geteuid"):
+        raise NotPrivate("who can write a folder is only known on POSIX systems")
+    me = os.geteuid()
+    found = where.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotPrivate(f"{where} is no folder of its own (a link, perhaps)")
+    if found.st_uid != me or found.st_mode & 0o077:
+        raise NotPrivate(
+            f"{where} is not private: it has owner {found.st_uid} and mode "
+            f"{stat.S_IMODE(found.st_mode):o}; required are owner {me} and mode 700"
+        )
+    for parent in where.resolve().parents:
+        above = parent.stat()
+        shared = above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX
+        if shared or above.st_uid not in (0, me):
+            raise NotPrivate(
+                f"{where} is not private: {parent}, above it, has owner {above.st_uid} and mode "
+                f"{stat.S_IMODE(above.st_mode):o}, so that others could replace it"
+            )

@@ -76,7 +76,7 @@ def test_the_design_names_every_room_of_the_study_and_every_variable() -> None:
     assert len(rooms) > 5
     assert [room for room in rooms if f"{room}/" not in design] == []
     sources = [ROOT / "run", *(ROOT / "src").rglob("*.py")]
-    # In Python a variable of the environment is a string of its own; a macro of generated code is not.
+    # In Python a variable is a string of its own; a macro of generated code is not.
     quoted, bare = r"[\"'](TILEWISE_[A-Z_]+)[\"']", r"\b(TILEWISE_[A-Z_]+)\b"
     variables = {
         name

@@ -1,6 +1,6 @@
 // What the code of a compiled expression is written in (kernels/cpu/emit.py): one function per operation, on as many
 // lanes as a vector of floats has. The core does not include this; generated code does, behind the headers it needs,
-// with TILEWISE_REAL and TILEWISE_WHOLE defined as its floats and integers.
+// with TW_REAL and TW_WHOLE defined as its floats and integers.
 #pragma once
 
 #include "expr.h"
@@ -9,8 +9,8 @@
 
 namespace tilewise::TILEWISE_ISA {
 
-using Real = TILEWISE_REAL;
-using Whole = TILEWISE_WHOLE;
+using Real = TW_REAL;
+using Whole = TW_WHOLE;
 using Truth = SInt<Real>;
 constexpr int kStep = kLanes<Real>;
 constexpr int kParts = kStep / kLanes<Whole>;  // vectors of integers to one of floats

@@ -266,7 +266,10 @@ TYPES: dict[str, tuple[Call, str]] = {
     "seed": (with_keywords(seed=1.5), "^seed: got a float"),
     "backend": (with_keywords(backend=3), "^backend: got a int"),
     "sinks": (with_keywords(sinks=[0.0] * 4), "^sinks: got a list"),
-    "mask": (with_keywords(mask=lambda m, n: m >= n), "^mask: got a function"),
+    "mask": (
+        with_keywords(mask=lambda m, n: m >= n),
+        r"^mask: got a function of \(m, n\); required: .*\(b, h, m, n\)",
+    ),
     "score as mask": (with_keywords(mask=scores.softcap(1.0)), "^mask: got a Score.*score="),
     "mask as score": (with_keywords(score=masks.causal()), "^score: got a Mask.*mask="),
     "tensor as score": (with_keywords(score=torch.zeros(3, 5)), "^score: got a Tensor.*bias"),

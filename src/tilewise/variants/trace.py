@@ -9,6 +9,7 @@ over may change.
 """
 
 import builtins
+import inspect
 import numbers
 from collections.abc import Callable
 from types import CodeType, FunctionType, MethodType
@@ -54,7 +55,11 @@ def _trace(
     recording = Recording(argument)
     values = [recording.leaf(name) for name in leaves]
     with Indexing():
-        found = _own_builtins(function)(*values)
+        try:
+            found = _own_builtins(function)(*values)
+        except TypeError:
+            _check_signature(argument, function, leaves)
+            raise
     if isinstance(found, numbers.Number | Tensor | Row):
         found = recording.lift(found)
     if not isinstance(found, Traced) or found.recording is not recording:
@@ -72,6 +77,17 @@ def _trace(
     if used != list(range(len(recording.captured))):
         expr = _with_slots(expr, {slot: at for at, slot in enumerate(used)})
     return expr, tuple([recording.captured[slot] for slot in used])
+
+
+def _check_signature(argument: str, function: Callable[..., Any], leaves: str) -> None:
+    """Refuse a function that cannot be called with one value for each leaf."""
+    try:
+        inspect.signature(function).bind(*leaves)
+    except TypeError:
+        came = f"a function of {inspect.signature(function)}"
+        raise InvalidType(argument, came, f"a function of ({', '.join(leaves)})") from None
+    except ValueError:  # a function of C, which says nothing of its arguments
+        return
 
 
 _RETURNS = {"bool": "one boolean for a pair", "float": "one number for a pair"}

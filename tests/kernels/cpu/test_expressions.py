@@ -217,6 +217,17 @@ def test_nan_in_hidden_pairs(target: Target, dtype: torch.dtype) -> None:
 
 @only_cpu
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_lanes_without_a_query(target: Target, dtype: torch.dtype) -> None:
+    """A tile's last lanes may hold no query: what is made of their zeros stays there."""
+    variant = Variant(
+        "logarithmic", lambda w: lambda s, b, h, m, n: w[h] * s * torch.log(s.abs()), None, ((4,),)
+    )
+    for result in run(variant, inputs(variant, Sizes(queries=71, keys=150), dtype)):
+        assert bool(result.isfinite().all())
+
+
+@only_cpu
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_keys_that_only_evaluation_finds_hidden(target: Target, dtype: torch.dtype) -> None:
     """A piece whose pairs all turn out hidden is not read, whatever its keys hold."""
     variant = Variant("odd", None, lambda b, h, m, n: ((n ^ 5) < 96) & (n <= m + 90))

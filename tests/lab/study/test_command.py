@@ -230,4 +230,4 @@ def test_the_help_of_the_demo_names_the_options_of_its_recipe(
     said = capsys.readouterr().out
     assert "study run kernels" in " ".join(said.split())
     for option in recipes.find("kernels").options:
-        assert f"--{option}" in said
+        assert f"--{option.replace('_', '-')}" in said

@@ -53,8 +53,8 @@ def emit(program: Program, headers: str) -> str:
     defines = [
         f"#define TILEWISE_ISA {program.isa}",
         f"#define TILEWISE_VECTOR_BYTES {vector_bytes}",
-        f"#define TILEWISE_REAL {'double' if program.float_bits == 64 else 'float'}",
-        f"#define TILEWISE_WHOLE i{program.int_bits}",
+        f"#define TW_REAL {'double' if program.float_bits == 64 else 'float'}",
+        f"#define TW_WHOLE i{program.int_bits}",
         "#if defined(__x86_64__)",
         "#define TILEWISE_X86 1",
         "#endif",

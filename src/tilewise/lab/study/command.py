@@ -236,7 +236,8 @@ def _parser() -> argparse.ArgumentParser:
 def _demo_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tilewise demo",
-        usage="tilewise demo [--text FILE] [--context N] [--steps N] [--seeds N] [options]",
+        usage="tilewise demo [--text FILE] [--context N] [--steps N] [--seeds N] "
+        "[--long-context N] [options]",
         description="Train the same model with plain attention, torch's fused one and tilewise: "
         f"are the losses equal, and what do speed and memory gain? Short for `tilewise study run "
         f"{DEMO}`; the same command goes on with a run that was stopped.",

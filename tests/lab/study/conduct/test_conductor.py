@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,15 @@ def test_everything_is_said_done_and_written(place: Path) -> None:
     assert "to do" not in conducted.said
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """Whoever started the tests: what a shell runs in the background is to ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_reports_what_was_done_and_the_rest_goes_on(place: Path) -> None:
     conducted = Conducted(place, "slow", steps=60)
     threading.Thread(target=_interrupt_when_stepping, args=(conducted.folder,)).start()

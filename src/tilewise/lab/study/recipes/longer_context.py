@@ -44,7 +44,7 @@ def longer_context(*, plain_up_to: int = 4096, steps: int = 100, seeds: int = 3)
     Args:
         plain_up_to: the longest context that plain attention has the memory for: one of 512, 1024,
             2048, 4096, 8192. One sequence of 4,096 keeps 1 GiB of probabilities for the backward
-            pass, one of 8,192 keeps 4 GiB; the peak of a step is some three times that.
+            pass, one of 8,192 keeps 4 GiB; the peak of a step is about twice that.
         steps: of 8,192 tokens, of the runs of ``context``; those of ``spend`` get a quarter.
         seeds: how many, paired.
     """

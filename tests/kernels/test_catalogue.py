@@ -9,7 +9,15 @@ from torch import Tensor
 import tilewise
 from tests.contract import assert_exact, assert_same_bits
 from tests.kernels.targets import TARGETS, Target
-from tests.variants_catalogue import CATALOGUE, Call, Sizes, Variant, assert_all_close
+from tests.variants_catalogue import (
+    CATALOGUE,
+    SCALE,
+    Call,
+    Sizes,
+    Variant,
+    assert_all_close,
+    plain_attention,
+)
 
 NATIVE = next((target for target in TARGETS if target.backend == "cpu"), TARGETS[-1])
 # Two tiles of queries and two blocks of keys, whole ones in neither.
@@ -77,3 +85,31 @@ def test_gradients_by_differences(target: Target, variant: Variant) -> None:
         return out, torch.where(lse == -torch.inf, 0.0, lse)
 
     assert torch.autograd.gradcheck(attend, leaves, fast_mode=True, atol=1e-6, rtol=1e-5)
+
+
+@on_the_best
+@each_variant
+def test_second_derivatives_are_plain_torch(target: Target, variant: Variant) -> None:
+    """By everything that a gradient is defined for, captured tensors too."""
+    call = Call(variant, torch.float64, Sizes(1, 4, 7, 9))
+    leaves = list(call.leaves.values())
+    generator = torch.Generator().manual_seed(5)
+    weights = [torch.randn(leaf.shape, generator=generator).double() for leaf in leaves]
+
+    def second(out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        grads = torch.autograd.grad(
+            [out, lse],
+            leaves,
+            [call.grad_out, call.grad_lse],
+            create_graph=True,
+            materialize_grads=True,
+        )
+        total = torch.stack([(x * y).sum() for x, y in zip(grads, weights, strict=True)]).sum()
+        return torch.autograd.grad(total, leaves, materialize_grads=True)
+
+    out, lse, _ = tilewise.attention(*call.qkv, **call.keywords(target.backend))
+    plain = plain_attention(*call.qkv, call.made, scale=SCALE, sinks=call.leaves.get("sinks"))
+    for name, mine, theirs in zip(call.leaves, second(out, lse), second(*plain), strict=True):
+        said = f"{name}: {mine} and {theirs}"
+        # torch has no second derivative of 0 to a power either.
+        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-8, equal_nan=True, msg=said)

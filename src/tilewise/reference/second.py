@@ -30,7 +30,7 @@ from torch import Tensor
 from tilewise.problem import Grads, Needs, Operands, Problem
 from tilewise.reference.blocks import Part, parts
 from tilewise.reference.jets import JetTile, Rows, drop, jet_tiles, pull_score, rows_of
-from tilewise.reference.tiled import Totals, accumulator, sum_group
+from tilewise.reference.tiled import Totals, accumulators, sum_group
 from tilewise.reference.tiles import (
     base2,
     compute_dtype,
@@ -69,16 +69,7 @@ def second(
         The wanted gradients, each in its operand's shape and dtype; None elsewhere.
     """
     dtype = compute_dtype(problem.dtype)
-    totals = Totals(
-        accumulator(operands.q, needs.q, dtype),
-        accumulator(operands.k, needs.k, dtype),
-        accumulator(operands.v, needs.v, dtype),
-        tuple(
-            accumulator(tensor, need, dtype)
-            for tensor, need in zip(operands.score_tensors, needs.score_tensors, strict=True)
-        ),
-        accumulator(operands.sinks, needs.sinks, dtype),
-    )
+    totals = accumulators(problem, operands, needs, dtype)
     for part, part_toward in zip(parts(problem, operands), parts(problem, toward), strict=True):
         views = totals.of(part, problem)
         part_grad = part_view(grad_out, part.queries, problem)

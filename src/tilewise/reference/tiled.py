@@ -54,7 +54,7 @@ __all__ = [
     "KEY_TILE",
     "QUERY_TILE",
     "Totals",
-    "accumulator",
+    "accumulators",
     "backward",
     "forward",
     "sum_group",
@@ -123,13 +123,7 @@ def backward(
         The wanted gradients, each in its operand's shape and dtype; None elsewhere.
     """
     dtype = compute_dtype(problem.dtype)
-    totals = Totals(
-        accumulator(operands.q, needs.q, dtype),
-        accumulator(operands.k, needs.k, dtype),
-        accumulator(operands.v, needs.v, dtype),
-        _score_accumulators(problem, operands, needs, dtype),
-        accumulator(operands.sinks, needs.sinks, dtype),
-    )
+    totals = accumulators(problem, operands, needs, dtype)
     for part in parts(problem, operands):
         views = totals.of(part, problem)
         rows_grad = part_view(grad_out, part.queries, problem)
@@ -231,23 +225,28 @@ class Totals(NamedTuple):
         return Grads(q, k, v, scores, sinks)
 
 
-def accumulator(tensor: Tensor | None, wanted: bool, dtype: torch.dtype) -> Tensor | None:
-    """Zeros of the tensor's shape in ``dtype``; None where its gradient is not wanted."""
-    if tensor is None or not wanted:
-        return None
-    return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
+def accumulators(problem: Problem, operands: Operands, needs: Needs, dtype: torch.dtype) -> Totals:
+    """Zeros in the operands' shapes; in double precision for what expressions load.
 
+    An element of that may sum over all pairs.
+    """
 
-def _score_accumulators(
-    problem: Problem, operands: Operands, needs: Needs, dtype: torch.dtype
-) -> tuple[Tensor | None, ...]:
-    """Of what scores captured. An element that an expression loads may sum over all pairs."""
+    def zeros(tensor: Tensor | None, wanted: bool, of: torch.dtype = dtype) -> Tensor | None:
+        if tensor is None or not wanted:
+            return None
+        return torch.zeros(tensor.shape, dtype=of, device=tensor.device)
+
     loaded = {slot for instr in problem.score if instr.op == EXPR for slot in instr.slots}
-    return tuple(
-        accumulator(tensor, need, torch.float64 if slot in loaded else dtype)
-        for slot, (tensor, need) in enumerate(
-            zip(operands.score_tensors, needs.score_tensors, strict=True)
-        )
+    pairs = zip(operands.score_tensors, needs.score_tensors, strict=True)
+    return Totals(
+        zeros(operands.q, needs.q),
+        zeros(operands.k, needs.k),
+        zeros(operands.v, needs.v),
+        tuple(
+            zeros(tensor, need, torch.float64 if slot in loaded else dtype)
+            for slot, (tensor, need) in enumerate(pairs)
+        ),
+        zeros(operands.sinks, needs.sinks),
     )
 
 

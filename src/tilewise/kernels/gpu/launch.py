@@ -1,0 +1,39 @@
+"""A kernel launch as a value: what runs it, compiles it for another chip, or shows it.
+
+Host code of the passes makes Launches and nothing else, from tensors on any device, ``meta``
+included; whoever wants the work done calls ``run``. The gate compiles the same values for chips
+that are not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+__all__ = ["Launch", "run"]
+
+
+class Launch(NamedTuple):
+    """One kernel launch.
+
+    Args:
+        kernel: a ``triton.jit`` function.
+        grid: programs along up to three axes.
+        arguments: by name: tensors, numbers, tuples of both; no constexprs.
+        constants: the constexprs by name: numbers, strings, jit functions, None.
+        warps, stages: as ``triton.jit`` knows them.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+    warps: int = 4
+    stages: int = 2
+
+
+def run(launches: Iterable[Launch]) -> None:
+    """Run launches in order on the current stream; an empty grid is no launch."""
+    for kernel, grid, arguments, constants, warps, stages in launches:
+        if all(grid):
+            kernel[grid](**arguments, **constants, num_warps=warps, num_stages=stages)

@@ -1,0 +1,79 @@
+"""What forward and backward kernels do to a tile of pairs: score it, hide it, drop from it.
+
+A tile has queries ``m`` and keys ``n``, integer blocks that broadcast against one another:
+``[BM, 1]`` and ``[1, BN]``, or transposed. ``b`` and ``h`` are numbers: the batch item (in a
+variable-length call the sequence) and the query head; ``M`` and ``N`` count its queries and keys.
+
+The functions of a variant (``emit.py``) come as constexprs, and what they read as four tuples:
+tensors and shape numbers of the mask's captures, and of the score's.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def pair_scores(
+    products,
+    scale,
+    b,
+    h,
+    m,
+    n,
+    M,
+    N,
+    mask_tensors,
+    mask_shapes,
+    score_tensors,
+    score_shapes,
+    SCORE: tl.constexpr,
+    SEEN: tl.constexpr,
+):
+    """Scores of a tile in base-2 units, from its products q.k in float32; hidden pairs -inf.
+
+    ``SCORE(s, b, h, m, n, M, N, tensors, shapes)`` changes ``s = scale * q.k``; None leaves it.
+    ``SEEN(b, h, m, n, M, N, tensors, shapes)`` is the mask; None where it hides no pair of this
+    tile. Pairs beyond M and N are hidden in any case.
+    """
+    if SCORE is None:
+        scores = products * (scale * LOG2E)
+    else:
+        scores = SCORE(products * scale, b, h, m, n, M, N, score_tensors, score_shapes) * LOG2E
+    inside = (m < M) & (n < N)
+    if SEEN is not None:
+        inside = inside & SEEN(b, h, m, n, M, N, mask_tensors, mask_shapes)
+    return tl.where(inside, scores, float("-inf"))
+
+
+@triton.jit
+def _philox_round(c0, c1, c2, c3, k0, k1):
+    low0 = (c0 * 0xD2511F53).to(tl.uint32)
+    low1 = (c2 * 0xCD9E8D57).to(tl.uint32)
+    high0 = tl.umulhi(c0, 0xD2511F53)
+    high1 = tl.umulhi(c2, 0xCD9E8D57)
+    return high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+
+
+@triton.jit
+def kept(seed_low, seed_high, threshold, b, h, m, n):
+    """Whether dropout keeps each pair: ``reference/philox.py``, bit for bit.
+
+    The halves of the seed and the threshold, below which a word means "dropped", are 32 bits each.
+    """
+    zero = (m + n).to(tl.uint32) * 0
+    c0 = (n // 4).to(tl.uint32) + zero
+    c1 = m.to(tl.uint32) + zero
+    c2 = zero + h.to(tl.uint32)
+    c3 = zero + b.to(tl.uint32)
+    k0 = seed_low.to(tl.uint32, bitcast=True) + zero
+    k1 = seed_high.to(tl.uint32, bitcast=True) + zero
+    for _ in tl.static_range(10):
+        c0, c1, c2, c3 = _philox_round(c0, c1, c2, c3, k0, k1)
+        k0 = k0 + 0x9E3779B9
+        k1 = k1 + 0xBB67AE85
+    lane = (n % 4) + zero.to(tl.int32)
+    word = tl.where(lane == 0, c0, tl.where(lane == 1, c1, tl.where(lane == 2, c2, c3)))
+    return word >= threshold.to(tl.uint32, bitcast=True)

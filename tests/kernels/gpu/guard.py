@@ -79,7 +79,7 @@ class Watch:
         self.launches = 0
         self.kernel = ""
         self.regions: dict[int, Region] = {}
-        self.grid = (1, 1, 1)
+        self.grid: tuple[int, ...] = (1, 1, 1)
         self.order = np.zeros(1, np.int64)
         self.program = 1
 
@@ -92,7 +92,7 @@ class Watch:
         self.kernel = kernel
         self.regions = regions_of(named)
 
-    def lay_out(self, grid: tuple[int, int, int]) -> None:
+    def lay_out(self, grid: tuple[int, ...]) -> None:
         """Draw the order of a launch's programs."""
         self.grid = grid
         self.launches += 1
@@ -100,7 +100,7 @@ class Watch:
         if self.seed is not None:
             np.random.default_rng((self.seed, self.launches)).shuffle(self.order)
 
-    def step(self, place: tuple[int, int, int]) -> tuple[int, ...]:
+    def step(self, place: tuple[int, ...]) -> tuple[int, ...]:
         """The program that runs when upstream would run the one at a place."""
         number = self.order[np.ravel_multi_index(place, self.grid)]
         self.program = int(number) + 1

@@ -38,13 +38,13 @@ _TF32 = upstream._ir.INPUT_PRECISION.TF32
 _TF32X3 = upstream._ir.INPUT_PRECISION.TF32x3
 _PROPAGATE = upstream._ir.PROPAGATE_NAN.ALL
 
-_convert_float = upstream._convert_float
 _cast = Builder.cast_impl
 _binary = Builder.binary_op
 _argument = upstream._implicit_cvt
 _patch_lang = upstream._patch_lang
 _patch_lang_tensor = upstream._patch_lang_tensor
 _min_max = upstream.ReduceOps.min_max
+_sum_upstream = upstream.ReduceOps.sum
 _call = upstream.GridExecutor.__call__
 _run = upstream.InterpretedFunction.run
 
@@ -54,10 +54,11 @@ _run = upstream.InterpretedFunction.run
 
 def _codes_of(data: Array, source: Any, target: Any, rounding: Any) -> Array:
     """Stands in for upstream's conversion between floats: bits in, bits out."""
-    if rounding not in (None, _RTNE):
-        return _convert_float(data, source, target, rounding)
-    codes = encoded(decoded(data, source), target)
-    return codes.view(f"uint{target.primitive_bitwidth}")
+    values = decoded(data, source)
+    codes = encoded(values, target).view(f"uint{target.primitive_bitwidth}")
+    if rounding not in (None, _RTNE):  # towards zero: the code before
+        codes = codes - (np.abs(decoded(codes, target)) > np.abs(values)).astype(codes.dtype)
+    return codes
 
 
 def _nearest_integers(values: Array, dtype: Any) -> Array:
@@ -84,9 +85,12 @@ def _cast_faithfully(self: Any, handle: Any, target: Any) -> Any:
 def _binary_faithfully(self: Any, left: Any, right: Any, operation: Any) -> Any:
     dtype = left.dtype.scalar
     if dtype not in NARROW:
-        return _binary(self, left, right, operation)
-    result = operation(decoded(left.data, dtype), decoded(right.data, right.dtype.scalar))
-    return Handle(result if result.dtype == np.bool_ else encoded(result, dtype), dtype)
+        result = _binary(self, left, right, operation).data
+    else:
+        values = operation(decoded(left.data, dtype), decoded(right.data, dtype))
+        result = values if values.dtype == np.bool_ else encoded(values, dtype)
+    # Upstream says that a comparison of floats is a float.
+    return Handle(result, tl.int1 if result.dtype == np.bool_ else dtype)
 
 
 def _fma(self: Any, x: Any, y: Any, z: Any) -> Any:
@@ -144,6 +148,23 @@ def _reduce(self: Any, values: Any, val_reduce_op: Any, idx_reduce_op: Any = Non
     return _min_max(self, values, silent.get(val_reduce_op, val_reduce_op), idx_reduce_op)
 
 
+def _sum(self: Any, block: Any) -> Any:
+    """A sum of narrow floats has narrow partial sums: of halves, in the way of a tree."""
+    dtype = block.dtype.scalar
+    if dtype not in NARROW:
+        return _sum_upstream(self, block)
+    values = decoded(block.handle.data, dtype)
+    values = values.reshape(-1) if self.axis is None else np.moveaxis(values, self.axis, 0)
+    while len(values) > 1:
+        half = len(values) // 2
+        values = decoded(encoded(values[:half] + values[half:], dtype), dtype)
+    total = encoded(values[0], dtype).reshape(values.shape[1:])
+    if self.keep_dims:
+        whole = tuple(range(block.handle.data.ndim))
+        total = np.expand_dims(total, whole if self.axis is None else self.axis)
+    return self.to_tensor(total, block.dtype)
+
+
 # ---- arguments, loops, launches ------------------------------------------------------------------
 
 
@@ -195,7 +216,7 @@ def _typed_range(first: Any, last: Any = None, step: Any = 1, **_options: Any) -
         yield tl.tensor(Handle(np.array([number], kind), dtype), dtype)
 
 
-class _Rewriter(upstream.ASTTransformer):
+class _Rewriter(upstream.ASTTransformer):  # type: ignore[misc]
     """Upstream's, which makes assigned values tensors, and loop variables too."""
 
     def visit_For(self, node: ast.For) -> ast.For:  # noqa: N802  (ast's name)
@@ -261,7 +282,7 @@ def faithful() -> Iterator[None]:
             "create_dot": _dot,
             "get_bf16": _bfloat16,
         },
-        upstream.ReduceOps: {"min_max": _reduce},
+        upstream.ReduceOps: {"min_max": _reduce, "sum": _sum},
         upstream.FunctionRewriter: {"ast_transformer": _Rewriter()},
         upstream.InterpretedFunction: {"run": _run_specialized},
         upstream.GridExecutor: {"__call__": lambda self, *a, **k: launches.call(self, *a, **k)},

@@ -21,123 +21,39 @@ mask leaves a tile are loaded as 0, and a hidden pair's dS is selected to be 0.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.gpu.config import Blocks, Config, Pass, padded
-from tilewise.kernels.gpu.emit import Variant, captures
+from tilewise.kernels.gpu.captured import captured_launches
+from tilewise.kernels.gpu.config import Config
+from tilewise.kernels.gpu.emit import Variant
+from tilewise.kernels.gpu.gradients import Backward, pair_gradients
 from tilewise.kernels.gpu.launch import Launch
-from tilewise.kernels.gpu.lists import tile_lists
-from tilewise.kernels.gpu.pairs import LOG2E, kept, shown
+from tilewise.kernels.gpu.pairs import shown
 from tilewise.kernels.gpu.rows import (
-    FAR,
     Upstream,
-    folds,
     planes_of,
     row_launches,
     row_values,
-    whole,
 )
 from tilewise.kernels.gpu.walk import (
     counts_in,
     head_of,
     head_strides,
-    knows_whole_tiles,
     launch_of,
     list_of,
-    lists_of,
     load_tile,
-    meets_empty_tiles,
-    number_strides,
     place_of,
     programs_of,
     slots_of,
     split_range,
     store_tile,
     tile_in,
-    wide,
-    word,
 )
 from tilewise.problem import Grads, Needs, Operands, Problem, Result
-from tilewise.reference.philox import split_seed
-from tilewise.reference.philox import threshold as dropout_threshold
 
-__all__ = ["Backward", "backward_launches", "pair_gradients"]
-
-
-_LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
-
-
-@triton.jit
-def pair_gradients(
-    products,
-    value_products,
-    row,
-    numbers,
-    pairs,
-    m,
-    n,
-    captured,
-    visible,
-    SCORE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    MASKED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    FOLD: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    KEY_AXIS: tl.constexpr,
-):
-    """(p, ds) of a tile of pairs from its products q.k and grad_out.v.
-
-    p is 0 where dropout drops, and not divided by what it keeps. ds is the gradient of the score,
-    times ``FACTOR`` (arguments as SCORE) if there is one. ``visible`` says which
-    pairs attend if MASKED; else all of them do.
-
-    ``row`` is of ``row_values``; ``numbers`` are (scale, 1 / (1 - dropout_p), the two halves of the
-    seed, the threshold), ``pairs`` (b, h, M, N), ``captured`` tensors and shape numbers of the mask
-    and of the score.
-    """
-    base, shift, weight, slope, center = row
-    scale, inverse_keep, seed_low, seed_high, threshold = numbers
-    b, h, M, N = pairs
-    _, _, tensors, shapes = captured
-    if SCORE is None:
-        scores = products * (scale * LOG2E)
-    else:
-        natural = SCORE(products * scale, b, h, m, n, M, N, tensors, shapes)
-        # The lowest float, by which some hide pairs, stays one; a NaN stays, too.
-        scores = natural * LOG2E
-        scores = tl.where((scores < _LOWEST) & (natural >= _LOWEST), _LOWEST, scores)
-    if MASKED:
-        scores = tl.where(visible, scores, float("-inf"))
-    exponent = scores - base
-    p = tl.exp2(exponent)
-    if not FOLD:
-        p = p * weight
-    dp = value_products
-    if DROPOUT:
-        keep = kept(seed_low, seed_high, threshold, b, h, m, n)
-        dp = tl.where(keep, dp * inverse_keep, 0.0)
-    if WHOLE:
-        summed = p * dp
-        if MASKED:
-            summed = tl.where(scores == float("-inf"), 0.0, summed)
-        shift = shift + tl.sum(summed, KEY_AXIS, keep_dims=True)
-    moved = dp - shift
-    if ENTROPY:
-        moved = moved - slope * (tl.maximum(exponent, FAR) + center)
-    ds = p * moved
-    if FACTOR is not None:
-        ds = ds * FACTOR(products * scale, b, h, m, n, M, N, tensors, shapes)
-    if MASKED:
-        ds = tl.where(scores == float("-inf"), 0.0, ds)
-    if DROPOUT:
-        p = tl.where(keep, p, 0.0)
-    return p, ds
+__all__ = ["backward_launches"]
 
 
 _NUMBERS = ["batch", "heads", "group", "queries", "keys", "tiles", "plane"]
@@ -184,7 +100,6 @@ def query_kernel(
     SKIPS: tl.constexpr,
     DROPOUT: tl.constexpr,
     FOLD: tl.constexpr,
-    WHOLE: tl.constexpr,
     ENTROPY: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
@@ -221,6 +136,8 @@ def query_kernel(
     if KEYS_OF is not None:
         m1 = tl.minimum(m0 + BLOCK_M, M)
         low, full_low, full_high, high = KEYS_OF(b, m0, m1, M, N, captured[0], captured[1])
+    if BLIND:
+        full_high = 0
     spans = split_range(low, full_low, full_high, high, N, BLOCK_N)
     if order is None:
         whole_tiles, partial = counts_in(spans, BLOCK_N)
@@ -280,9 +197,7 @@ def query_kernel(
                     MASKED,
                     DROPOUT,
                     FOLD,
-                    WHOLE,
                     ENTROPY,
-                    1,
                 )
                 total = tl.dot(ds.to(k_tile.dtype), k_tile, total, input_precision=PRECISION)
     head = head_of(grad_q, grad_q_strides, b, h, begin)
@@ -331,7 +246,6 @@ def key_kernel(
     SKIPS: tl.constexpr,
     DROPOUT: tl.constexpr,
     FOLD: tl.constexpr,
-    WHOLE: tl.constexpr,
     ENTROPY: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
@@ -372,6 +286,8 @@ def key_kernel(
     if QUERIES_OF is not None:
         n1 = tl.minimum(n0 + BLOCK_N, N)
         low, full_low, full_high, high = QUERIES_OF(b, n0, n1, M, N, captured[0], captured[1])
+    if BLIND:
+        full_high = 0
     spans = split_range(low, full_low, full_high, high, M, BLOCK_M)
     if order is None:
         whole_tiles, partial = counts_in(spans, BLOCK_M)
@@ -450,9 +366,7 @@ def key_kernel(
                         MASKED,
                         DROPOUT,
                         FOLD,
-                        WHOLE,
                         ENTROPY,
-                        0,
                     )
                     if grad_v is not None:
                         p = p.to(grad_tile.dtype)
@@ -468,82 +382,6 @@ def key_kernel(
             total_v = total_v * inverse_keep
         head = head_of(grad_v, grad_v_strides, b, key_head, begin_k)
         store_tile(head, n0, grad_v_strides, N, total_v, BLOCK_N, VALUE_DIM, VALUE_PADDED)
-
-
-class Backward(NamedTuple):
-    """One backward pass: what its walks over the pairs share.
-
-    Args:
-        problem, operands, config, variant: as ``backward_launches`` takes them.
-        upstream: the gradients that come in.
-        rows: float32 [planes, *lse.shape], see ``row_values``.
-    """
-
-    problem: Problem
-    operands: Operands
-    upstream: Upstream
-    config: Config
-    variant: Variant
-    rows: Tensor
-
-    def walk(self, name: Pass, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any], Blocks]:
-        """(arguments, constants, blocks) of a walk in the blocks of a pass."""
-        problem, operands = self.problem, self.operands
-        blocks = self.config.blocks(name, problem)
-        q, k, v, cu_q, cu_k = (*operands[:3], operands.cu_seqlens_q, operands.cu_seqlens_k)
-        low, high = split_seed(operands.seed)
-        mask, score = captures(operands.mask_tensors), captures(operands.score_tensors)
-        shared = {
-            "q": q,
-            "k": k,
-            "v": v,
-            "grad_out": self.upstream.out,
-            "rows": self.rows,
-            "q_strides": head_strides(q, problem),
-            "k_strides": head_strides(k, problem),
-            "v_strides": head_strides(v, problem),
-            "grad_out_strides": head_strides(self.upstream.out, problem),
-            "row_strides": number_strides(self.rows[0], problem),
-            "cu_q": cu_q,
-            "cu_k": cu_k,
-            "captured": (*mask, *score),
-            "batch": problem.batch,
-            "heads": problem.heads,
-            "group": problem.heads // problem.kv_heads,
-            "queries": problem.queries,
-            "keys": problem.keys,
-            "plane": self.rows[0].numel(),
-            "scale": problem.scale,
-            "inverse_keep": 1 / (1 - problem.dropout_p),
-            "seed_low": word(low),
-            "seed_high": word(high),
-            "threshold": word(dropout_threshold(problem.dropout_p)),
-        }
-        tables, by_keys = self.variant.tables, name == "dkdv"
-        lists = tile_lists(problem, operands, tables, blocks.queries, blocks.keys, by_keys)
-        return shared | lists_of(lists) | arguments, self._constants(blocks), blocks
-
-    def _constants(self, blocks: Blocks) -> dict[str, Any]:
-        problem, variant = self.problem, self.variant
-        return {
-            "SCORE": variant.score,
-            "GAIN": variant.gain,
-            "SEEN": variant.seen,
-            "BLIND": int(not knows_whole_tiles(problem, variant)),
-            "SKIPS": meets_empty_tiles(problem, variant),
-            "DROPOUT": problem.dropout_p > 0,
-            "FOLD": folds(problem),
-            "WHOLE": whole(problem, self.config),
-            "ENTROPY": self.upstream.entropy is not None,
-            "HEAD_DIM": problem.head_dim,
-            "HEAD_PADDED": padded(problem.head_dim),
-            "VALUE_DIM": problem.value_dim,
-            "VALUE_PADDED": padded(problem.value_dim),
-            "BLOCK_M": blocks.queries,
-            "BLOCK_N": blocks.keys,
-            "PRECISION": self.config.precision,
-            "WIDE": wide((*self.operands[:3], self.upstream.out), problem, blocks),
-        }
 
 
 def backward_launches(
@@ -583,6 +421,8 @@ def backward_launches(
         )
     if needs.q and grads.q is not None:
         launches.append(_query_launch(call, grads.q))
+    if any(needs.score_tensors):
+        launches += captured_launches(call, needs.score_tensors, grads.score_tensors)
     return launches
 
 

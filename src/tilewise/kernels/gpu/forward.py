@@ -12,10 +12,8 @@ which is subtracted before it is scaled, so that even the lowest float stays fin
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -159,9 +157,7 @@ def _update(
     if DROPOUT:
         p = tl.where(kept(seed_low, seed_high, drop_below, b, h, m, n), p, 0.0)
     acc = acc * fade[:, None]
-    v = load_rows(
-        v_base, n0, offsets, low, high, v_strides[2], v_strides[3], DV, DV_PADDED, MASKED
-    )
+    v = load_rows(v_base, n0, offsets, low, high, v_strides[2], v_strides[3], DV, DV_PADDED, MASKED)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, new_top, total, moment, top_key
 
@@ -286,9 +282,10 @@ def _finish(top, total, scale, SCORE: tl.constexpr, FOLDED: tl.constexpr):
 
 @triton.jit
 def _with_sink(natural, base2, total, sink):
-    """lse with a sink, the weight that makes a probability of an exponential, and two exponents:
+    """Of rows with a sink (lse, weight, of_sink, above).
 
-    how far the sink is below the largest logit, and how far that is above the row's own.
+    The weight makes a probability of an exponential; ``of_sink`` is how far the sink is from the
+    largest logit (0 or less), ``above`` how far that is above the row's own.
     """
     sink2 = tl.minimum(tl.maximum(sink * LOG2E, _LOWEST), -_LOWEST)
     sink2 = tl.where(sink == float("-inf"), sink, sink2)
@@ -433,7 +430,9 @@ def attend(
         low, full_low = (m0 * 0 + low).to(tl.int32), (m0 * 0 + full_low).to(tl.int32)
         full_high, high = (m0 * 0 + full_high).to(tl.int32), (m0 * 0 + high).to(tl.int32)
     if ORDER is not None:
-        row = batch * list_numbers[0] + long_h * list_numbers[1] + tile.to(tl.int64) * list_numbers[4]
+        row = (
+            batch * list_numbers[0] + long_h * list_numbers[1] + tile.to(tl.int64) * list_numbers[4]
+        )
         counts = COUNTS + batch * list_numbers[2] + long_h * list_numbers[3] + 2 * tile
         whole, partial = tl.load(counts), tl.load(counts + 1)
         listed, first, edge, left, gap = ORDER + row, m0 * 0, m0 * 0, m0 * 0, m0 * 0
@@ -609,7 +608,10 @@ def forward_launches(
         "BN": blocks.keys,
         "PRECISION": config.precision,
     }
-    return [Launch(attend, (grid.programs,), arguments, constants, blocks.warps, blocks.stages)]
+    missing = {name: None for name, value in arguments.items() if value is None}
+    present = {name: value for name, value in arguments.items() if value is not None}
+    constants |= missing
+    return [Launch(attend, (grid.programs,), present, constants, blocks.warps, blocks.stages)]
 
 
 def _grid(problem: Problem, blocks: Blocks) -> Grid:
@@ -671,7 +673,7 @@ def strides_of(tensor: Tensor) -> tuple[int, ...]:
 
 def _listed(lists: TileLists | None) -> dict[str, Any]:
     if lists is None:
-        return {"ORDER": None, "COUNTS": None, "list_numbers": ()}
+        return {"ORDER": None, "COUNTS": None, "list_numbers": None}
     numbers = (*lists.numbers(), lists.order.shape[3])
     return {"ORDER": lists.order, "COUNTS": lists.counts, "list_numbers": numbers}
 
@@ -693,8 +695,12 @@ def signed(word: int) -> int:
 
 
 def is_exact_band(problem: Problem) -> bool:
-    """Whether ``keys_of`` and ``queries_of`` leave no block in which nothing attends."""
-    return all(instr.op in ("band", "below", "and") for instr in problem.mask)
+    """Whether ``keys_of`` and ``queries_of`` leave no block in which nothing attends.
+
+    Two bands may have nothing in common in any row, and yet ranges that overlap.
+    """
+    bands = sum(instr.op == "band" for instr in problem.mask)
+    return bands < 2 and all(instr.op in ("band", "below", "and") for instr in problem.mask)
 
 
 def skips(problem: Problem, variant: Variant) -> bool:

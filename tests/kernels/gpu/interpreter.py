@@ -9,11 +9,12 @@ after another. What it gets wrong by itself, silently, and ``faithful`` puts rig
 * ``tl.fma`` rounded twice; ``tl.umulhi`` of negative numbers was another number;
 * ``tl.maximum``, ``minimum``, ``clamp`` and ``tl.max`` handed a NaN on, or warned of it; a float
   that no integer holds became any integer instead of the nearest;
-* float arguments and loop variables were Python's own, with Python's precision and ``//``, and the
-  argument 1 was a number, which a compiled kernel sees as a constant.
+* float arguments and loop variables were Python's own, with Python's precision and ``//``; an
+  integer argument of 32 to 64 bits had 32; and the argument 1 was a number, which a compiled
+  kernel sees as a constant.
 
 Not modelled: the order of sums, approximate exponentials, fp8's short accumulators, warps, shared
-memory, and anything that happens at the same time.
+memory, barriers, and anything that happens at the same time.
 """
 
 from __future__ import annotations
@@ -180,7 +181,10 @@ def _typed_argument(argument: Any) -> Any:
         return tl.tensor(Handle(np.array([argument], np.bool_), tl.int1), tl.int1)
     if isinstance(argument, float):
         return tl.tensor(Handle(np.array([argument], np.float32), tl.float32), tl.float32)
-    return _argument(argument)
+    made = _argument(argument)
+    if isinstance(argument, int):  # upstream keeps the wide in too few bits
+        made.handle.data = made.handle.data.astype(upstream._get_np_dtype(made.dtype))
+    return made
 
 
 def _specialized(argument: Any) -> Any:

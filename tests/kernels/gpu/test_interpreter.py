@@ -406,6 +406,19 @@ def test_float_and_bool_arguments_are_the_chips() -> None:
 
 
 @triton.jit
+def multiply_numbers(left, right, out):
+    tl.store(out, left * right)
+
+
+def test_wide_integers_are_wide() -> None:
+    out = torch.empty(1, dtype=torch.int64)
+    multiply_numbers[(1,)](1 << 31, 3 << 30, out)
+    assert out.item() == 3 << 61
+    multiply_numbers[(1,)](-5, 7, out)
+    assert out.item() == -35
+
+
+@triton.jit
 def pass_through(tensors, out, BLOCK: tl.constexpr):
     tl.store(out + tl.arange(0, BLOCK), tl.load(tensors[0] + tl.arange(0, BLOCK)) * tensors[1])
 

@@ -179,3 +179,28 @@ def test_tf32_reads_ten_bits() -> None:
     assert torch.equal(multiplied(a, one, "tf32x3"), a)
     half = a.bfloat16()  # not for other types
     assert torch.equal(multiplied(half, one.bfloat16(), "tf32"), half.float())
+
+
+@triton.jit
+def rows_by_columns(a, b, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    m, k, n = tl.arange(0, M), tl.arange(0, K), tl.arange(0, N)
+    left = tl.load(a + m[:, None] * K + k[None, :])
+    right = tl.load(b + n[:, None] * K + k[None, :])
+    product = tl.dot(left, tl.trans(right), input_precision="ieee")
+    tl.store(out + m[:, None] * N + n[None, :], product)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_an_element_of_a_dot_has_the_same_bits_in_any_block(dtype: torch.dtype) -> None:
+    """Of any shape, and transposed."""
+    a, b = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(4)).to(dtype)
+    whole = torch.empty(64, 64)
+    rows_by_columns[(1,)](a, b, whole, M=64, N=64, K=64)
+    assert (whole.double() - a.double() @ b.double().T).abs().max() < 2e-5
+    for m, n in ((16, 64), (64, 16), (16, 16), (32, 64)):
+        out = torch.empty(m, n)
+        rows_by_columns[(1,)](a, b, out, M=m, N=n, K=64)
+        assert torch.equal(out, whole[:m, :n])
+        turned = torch.empty(n, m)
+        rows_by_columns[(1,)](b, a, turned, M=n, N=m, K=64)
+        assert torch.equal(turned.T, whole[:m, :n])

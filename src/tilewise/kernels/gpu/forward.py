@@ -282,9 +282,10 @@ def _finish(top, total, scale, SCORE: tl.constexpr, FOLDED: tl.constexpr):
 
 @triton.jit
 def _with_sink(natural, base2, total, sink):
-    """Lse with a sink, the weight that makes a probability of an exponential, and two exponents:
+    """Of rows with a sink (lse, weight, of_sink, above).
 
-    how far the sink is below the largest logit, and how far that is above the row's own.
+    The weight makes a probability of an exponential; ``of_sink`` is how far the sink is from the
+    largest logit (0 or less), ``above`` how far that is above the row's own.
     """
     sink2 = tl.minimum(tl.maximum(sink * LOG2E, _LOWEST), -_LOWEST)
     sink2 = tl.where(sink == float("-inf"), sink, sink2)

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
 
-from tests.cases import TABLE, Case
-from tests.contract import assert_exact
+from tests.cases import TABLE, Case, cases
+from tests.contract import assert_exact, assert_same_bits
+from tests.kernels.gpu.guard import Watch
 from tests.kernels.targets import Target
-from tests.oracle import check_case
+from tests.oracle import attend, check_case, check_drawn, refer_cached
 from tests.variants_catalogue import CATALOGUE, Call, Variant
 
 GPU = Target("gpu", "", 0)
@@ -52,6 +54,31 @@ def _sampled(table: Any) -> list[Any]:
 @pytest.mark.parametrize(("case", "dtype"), _sampled(SMALL))
 def test_a_case_is_exact(case: Case, dtype: torch.dtype) -> None:
     check_case(case.of(dtype), GPU.backend)
+
+
+@given(case=cases())
+@settings(max_examples=30)
+def test_a_drawn_case_is_exact(case: Case) -> None:
+    assume(_pairs(case) <= MOST_PAIRS // 4)
+    check_drawn(case.of(torch.float32) if case.dtype == torch.float64 else case, GPU.backend, 16)
+
+
+@pytest.mark.parametrize(
+    "name", ["no-keys-sinks", "grouped", "dropout-all", "bias-rows", "prefix-each", "varlen-all"]
+)
+def test_any_order_of_programs_gives_the_same_bits(watched: Watch, name: str) -> None:
+    case = next(case for case in TABLE if case.name == name)
+    inputs, reference = refer_cached(case)
+    outcomes = []
+    for seed in (None, 1, 2):
+        watched.reseed(seed)
+        outcomes.append(attend(inputs, GPU.backend, reference.grad_out, reference.grad_lse))
+    first = outcomes[0]
+    for other in outcomes[1:]:
+        assert_same_bits(other.out, first.out, "out")
+        assert_same_bits(other.lse, first.lse, "lse")
+        for leaf, grad in first.grads.items():
+            assert_same_bits(other.grads[leaf], grad, f"grad of {leaf}")
 
 
 @pytest.mark.parametrize(("variant", "dtype"), _sampled(CATALOGUE))

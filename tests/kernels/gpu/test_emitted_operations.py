@@ -21,7 +21,7 @@ _FLOATS = tuple(
     [sign * size for size in (*_SIZES, float("inf"), float("nan")) for sign in (1.0, -1.0)]
 )
 # Units in the last place of float32 by which values may be off.
-_ULPS = {"exp": 2, "tanh": 2, "sigmoid": 3, "pow": 4, "rsqrt": 2}
+_ULPS = {"exp": 2, "log": 2, "log2": 2, "tanh": 2, "sigmoid": 3, "pow": 4, "rsqrt": 2}
 # By which positions arguments are told: rows, columns and numbers in every mixture.
 _PLACES = (("m", "n"), ("n", "h"), ("h", "m"), ("h", "h"))
 _HEADS, _HEAD_STEP = 5, 7

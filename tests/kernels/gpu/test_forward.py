@@ -237,7 +237,7 @@ def test_launches_need_no_values(family: str) -> None:
     tensors = [_meta(tensor) for tensor in operands[:3]]
     captured = [tuple(map(_meta, tensors)) for tensors in operands[3:5]]
     rest = [_meta(tensor) for tensor in operands[5:8]]
-    elsewhere = Operands(*tensors, *captured, *rest, operands.seed)  # type: ignore[arg-type]
+    elsewhere = Operands(*[*tensors, *captured, *rest, operands.seed])
     ranks = [tuple(x.dim() for x in captured) for captured in operands[3:5]]
     variant = variant_of(problem, *ranks)
     result = empty_result(problem, elsewhere.q, "top1")

@@ -32,6 +32,7 @@ import triton.language as tl
 from triton.runtime import interpreter as upstream
 
 from tests.kernels.gpu.floats import NARROW, Array, decoded, encoded, fused, to_tf32
+from tilewise.kernels.gpu.backend import GpuBackend
 
 Handle = upstream.TensorHandle
 Builder = upstream.InterpreterBuilder
@@ -304,6 +305,7 @@ def faithful() -> Iterator[None]:
         upstream.ReduceOps: {"min_max": _reduce, "sum": _sum},
         upstream.FunctionRewriter: {"ast_transformer": _Rewriter()},
         upstream.InterpretedFunction: {"run": _run_specialized},
+        GpuBackend: {"interprets_bfloat16": True},
         upstream.GridExecutor: {"__call__": lambda self, *a, **k: launches.call(self, *a, **k)},
     }
     with ExitStack() as stack:

@@ -104,6 +104,11 @@ def test_absence_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "_has_triton", lambda: True)
     assert backend.absence() is None
     assert backend.why_not(_problem()) == ["it computes on cuda; the tensors are on cpu"]
+    with monkeypatch.context() as interpreting:
+        interpreting.setattr(gpu, "_interprets", lambda: True)
+        assert backend.why_not(_problem(dtype=torch.float16)) == []
+        (reason,) = backend.why_not(_problem())
+        assert "products of bfloat16 wrong" in reason
     monkeypatch.setattr(gpu, "_family", lambda device: None)
     assert backend.why_not(_problem(device="cuda")) == ["it has no blocks for this chip"]
     monkeypatch.setattr(gpu, "_family", lambda device: "sm_90")

@@ -31,6 +31,9 @@ class GpuBackend(Backend):
     """Runs the Triton kernels of this folder."""
 
     name: ClassVar[str] = "gpu"
+    # Triton's own interpreter multiplies the bits of bfloat16 as if they were integers, silently.
+    # The tests mend that (tests/kernels/gpu/interpreter.py) and say so here.
+    interprets_bfloat16: ClassVar[bool] = False
 
     def absence(self) -> str | None:
         """Whether Triton or a GPU is missing."""
@@ -55,6 +58,8 @@ class GpuBackend(Backend):
             reasons.append("it has no blocks for this chip")
         if problem.dtype not in _DTYPES:
             reasons.append(f"it computes float32, bfloat16, float16; not {problem.dtype}")
+        if problem.dtype is torch.bfloat16 and _interprets() and not self.interprets_bfloat16:
+            reasons.append("Triton's interpreter gets products of bfloat16 wrong; use float16")
         for what, size in (("D", problem.head_dim), ("Dv", problem.value_dim)):
             if size > LARGEST_WIDTH:
                 reasons.append(f"{what} = {size} is over its limit of {LARGEST_WIDTH}")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import tilewise
+from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.lab.gpu_check.exact import Verdict, judge
 from tilewise.lab.gpu_check.outcomes import SEED, Outcome, attend, build, refer, sized
 from tilewise.lab.gpu_check.problems import PROBLEMS, ProblemCase, find
@@ -18,7 +19,7 @@ from tilewise.reference.philox import keep_mask
 __all__ = ["check", "differing", "jobs", "judged", "run"]
 
 STEP = "accuracy"
-_BITS, _STATISTICS = "dropout bits", "statistics"
+_BITS, _STATISTICS, _EIGHT_BITS = "dropout bits", "statistics", "fp8"
 _SEEDS = (0, 2**32, -1, SEED)
 
 
@@ -27,7 +28,7 @@ def jobs(setting: Setting) -> list[str]:
     main = _name(setting.dtype)
     others = [name for name in ("float16", "float32") if name != main]
     found = [f"{main} {case.name}" for case in PROBLEMS]
-    found[8:8] = [_BITS, _STATISTICS]
+    found[8:8] = [_BITS, _STATISTICS, _EIGHT_BITS]
     return found + [
         f"{each} {case.name}" for each in others for case in PROBLEMS if case.every_dtype
     ]
@@ -39,6 +40,8 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
         yield _dropout_bits(setting)
     elif job == _STATISTICS:
         yield _statistics(setting)
+    elif job == _EIGHT_BITS:
+        yield _eight_bits(setting)
     else:
         dtype, _, name = job.partition(" ")
         yield check(setting, STEP, job, sized(setting, find(name)), getattr(torch, dtype))
@@ -90,9 +93,9 @@ def _dropout_bits(setting: Setting) -> Row:
     """
     shrink = setting.sizes.shrink
     batch, heads, size, width = 2, 3, -(-250 // shrink), -(-64 // shrink)
-    made = {"dtype": setting.dtype, "device": setting.device}
-    q = torch.zeros(batch, heads, size, width, **made)  # type: ignore[arg-type]
-    v = torch.eye(size, **made).repeat(batch, heads, 1, 1)  # type: ignore[arg-type]
+    with setting.device:
+        q = torch.zeros(batch, heads, size, width, dtype=setting.dtype)
+        v = torch.eye(size, dtype=setting.dtype).repeat(batch, heads, 1, 1)
     wrong = []
     for seed in _SEEDS:
         for p in (0.1, 0.5):
@@ -137,3 +140,20 @@ def _statistics(setting: Setting) -> Row:
     own = plain(setting.dtype)
     verdicts = {key: judge(actual[key], own[key], oracle[key]) for key in actual}
     return judged(STEP, _STATISTICS, verdicts)
+
+
+def _eight_bits(setting: Setting) -> Row:
+    """The forward pass in float8 e4m3; the plain implementation rounds its weights to it."""
+    case, kind = sized(setting, find("full D128")), torch.float8_e4m3fn
+    inputs = build(setting, case, torch.float32)
+    q, k, v = (x.detach().to(kind) for x in (inputs.q, inputs.k, inputs.v))
+    try:
+        out = tilewise.attention(q, k, v, backend=setting.backend)
+    except InvalidArgument as error:  # a dtype that no call knows
+        raise Unsupported(str(error)) from None
+    s = (q.double() @ k.double().mT) * case.head_dim**-0.5
+    weights = (s - s.amax(-1, keepdim=True)).exp()
+    sums = weights.sum(-1, keepdim=True)
+    plain = weights.to(kind).double() @ v.double() / sums
+    oracle = weights @ v.double() / sums
+    return judged(STEP, _EIGHT_BITS, {"out": judge(out, plain, oracle)})

@@ -48,8 +48,9 @@ def once(setting: Setting, call: Call, repeats: int = 1) -> float:
         for _ in range(repeats):
             call()
         return (time.perf_counter() - begin) / repeats
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(_HEAD_START_CYCLES)
+    event: Callable[..., Any] = torch.cuda.Event
+    first, last = (event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
     first.record()
     for _ in range(repeats):
         call()

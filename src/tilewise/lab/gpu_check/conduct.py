@@ -19,6 +19,7 @@ __all__ = ["Clock", "conduct"]
 Clock = Callable[[], float]
 _SPARE_CORES = 3
 _MOST_PROCESSES = 12
+_SELF_TEST_PATIENCE = 10  # the interpreter is slow, and no GPU waits
 _LEAST_S = 2.0  # with less than that left, no job begins
 
 
@@ -44,16 +45,19 @@ def conduct(
         start: makes a worker process, given whether there are others beside it.
     """
     end = clock() + limit_s
+    patience = _SELF_TEST_PATIENCE if setting.self_test else 1
     single = start(setting, False)
     try:
         for step in steps:
             begun = clock()
-            until = min(begun + step.budget_s, end)
+            until = min(begun + patience * step.budget_s, end)
             children = [single]
             if step.parallel and not setting.self_test:
                 children = [start(setting, True) for _ in range(_processes())]
             try:
-                _conduct_step(setting, step, record, children, until, changed, clock)
+                _conduct_step(
+                    setting, step, record, children, until, patience * step.job_s, changed, clock
+                )
             finally:
                 for child in children:
                     if child is not single:
@@ -73,6 +77,7 @@ def _conduct_step(
     record: Record,
     children: Sequence[Child],
     until: float,
+    job_s: float,
     changed: Callable[[], None],
     clock: Clock,
 ) -> None:
@@ -88,7 +93,7 @@ def _conduct_step(
             if left < _LEAST_S:
                 rows = [Row(step.name, job, "skipped", "no time was left")]
             else:
-                rows = child.ask(step.name, job, min(step.job_s, left))
+                rows = child.ask(step.name, job, min(job_s, left))
             with lock:
                 record.rows.extend(rows)
                 changed()

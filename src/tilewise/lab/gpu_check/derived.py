@@ -44,7 +44,7 @@ def fraction(rows: Sequence[Row], row: Row) -> float | None:
 
 
 def goal(row: Row) -> Goal:
-    """The goal of a row of the speed step."""
+    """The goal of what was timed beside others; of anything else an empty one."""
     values = row.values
     if "direction" not in values:
         return Goal()
@@ -71,7 +71,7 @@ def met(row: Row) -> str:
 
 
 def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The rows of the speed step in numbers for people and other programs."""
+    """What was timed beside others, in numbers for people and other programs."""
     return [
         {
             "name": row.name,
@@ -82,5 +82,5 @@ def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "met": met(row),
         }
         for row in rows
-        if row.step == "speed" and row.values.get("samples_s")
+        if "direction" in row.values and row.values.get("samples_s")
     ]

@@ -57,11 +57,19 @@ def _huge(setting: Setting) -> Row:
         actual = [x[part].detach() for x in (out, *grads)]
         found = []
         for dtype in (setting.dtype, torch.float64):
-            own = tuple(x[part].detach().to(dtype).requires_grad_() for x in (q, k, v))
-            keywords = {"score": (), "scale": None, "dropout_p": 0.0, "sinks": None}
-            problem = dense_problem(*own, mask=masks.causal().program, **keywords)  # type: ignore[arg-type]
-            result = dense(problem, Operands(*own), dtype=dtype).out
-            back = torch.autograd.grad(result, own, grad[part].to(dtype))
+            a, b, c = (x[part].detach().to(dtype).requires_grad_() for x in (q, k, v))
+            problem = dense_problem(
+                a,
+                b,
+                c,
+                mask=masks.causal().program,
+                score=(),
+                scale=None,
+                dropout_p=0.0,
+                sinks=None,
+            )
+            result = dense(problem, Operands(a, b, c), dtype=dtype).out
+            back = torch.autograd.grad(result, (a, b, c), grad[part].to(dtype))
             found.append([result.detach(), *back])
         names = ("out", "grad of q", "grad of k", "grad of v")
         for name, *three in zip(names, actual, *found, strict=True):

@@ -60,7 +60,7 @@ def _extra_bytes(setting: Setting, length: int, direction: str, *, plain: bool) 
         if plain:
             s = (q @ k.mT) * _WIDTH**-0.5
             hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-            return s.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+            return torch.matmul(s.masked_fill(hidden, float("-inf")).softmax(-1), v)
         out: Tensor = tilewise.attention(q, k, v, mask=masks.causal(), backend=setting.backend)
         return out
 

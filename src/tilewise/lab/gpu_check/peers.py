@@ -6,7 +6,6 @@ Nothing here is called before it is timed; what is not there raises when it is c
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,12 +59,13 @@ def _torch_varlen(things: Given, case: Timed) -> Attend:
         # New in torch, and said differently in each release.
         from torch.nn.attention.varlen import varlen_attn
 
-        ends: Any = things.ends
-        call: Callable[..., Tensor] = varlen_attn
+        call: Any = varlen_attn
+        given = (q, k, v, things.ends, things.ends, longest, longest)
         try:
-            return call(q, k, v, ends, ends, longest, longest, is_causal=True)
+            out: Tensor = call(*given, is_causal=True)
         except TypeError:
-            return call(q, k, v, ends, ends, longest, longest, window_size=(-1, 0))
+            out = call(*given, window_size=(-1, 0))
+        return out
 
     return attend
 

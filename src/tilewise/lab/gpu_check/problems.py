@@ -6,7 +6,7 @@ Lengths are odd on purpose: no tile divides them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class ProblemCase:
     Args:
         name: of it.
         batch, heads, kv_heads, queries, keys, head_dim, value_dim: its shape; keys 0: as many as
-            queries; value_dim 0: as head_dim.
+            queries; value_dim 0: as head_dim; queries and head_dim -1: the setting's long ones.
         mask, score: made from a Draw; None for none.
         sinks: whether there are.
         dropout_p: of the probabilities.
@@ -172,7 +172,6 @@ def _everything(draw: Draw) -> Any:
     return [_temperature(draw), scores.softcap(20.0), _relative(draw), _alibi(draw)]
 
 
-_GROUPED = {"heads": 8, "kv_heads": 2}
 _SEQUENCES = ((321, 321), (1, 1), (65, 130), (0, 5), (7, 0), (200, 200))
 
 PROBLEMS: tuple[ProblemCase, ...] = (
@@ -182,13 +181,13 @@ PROBLEMS: tuple[ProblemCase, ...] = (
     ProblemCase("causal D128", head_dim=128, mask=_causal, every_dtype=True),
     ProblemCase("full D256", head_dim=256, heads=2, kv_heads=2),
     ProblemCase("causal D256", head_dim=256, heads=2, kv_heads=2, mask=_causal),
-    ProblemCase("grouped 8:2", **_GROUPED, mask=_causal, head_dim=128),
+    ProblemCase("grouped 8:2", heads=8, kv_heads=2, mask=_causal, head_dim=128),
     ProblemCase("multi-query", heads=5, kv_heads=1, keys=200),
     ProblemCase("window", mask=_window, every_dtype=True),
     ProblemCase("document", mask=_document, every_dtype=True),
     ProblemCase("alibi", mask=_causal, score=_alibi, every_dtype=True),
     ProblemCase("table of tiles", mask=_table),
-    ProblemCase("varlen", lengths=_SEQUENCES, mask=_causal, every_dtype=True, **_GROUPED),
+    ProblemCase("varlen", lengths=_SEQUENCES, mask=_causal, every_dtype=True, heads=8, kv_heads=2),
     ProblemCase("dropout", dropout_p=0.2, every_dtype=True),
     ProblemCase("sinks", sinks=True, mask=_causal),
     ProblemCase("softcap", score=lambda draw: scores.softcap(5.0)),
@@ -196,7 +195,7 @@ PROBLEMS: tuple[ProblemCase, ...] = (
     ProblemCase("odd widths", head_dim=80, value_dim=40, mask=_causal),
     ProblemCase("narrow", head_dim=3, value_dim=111),
     ProblemCase("D192 Dv128", head_dim=192, value_dim=128, mask=_causal),
-    ProblemCase("one row", queries=1, keys=1000, **_GROUPED, head_dim=128),
+    ProblemCase("one row", queries=1, keys=1000, heads=8, kv_heads=2, head_dim=128),
     ProblemCase("one key", queries=33, keys=1),
     ProblemCase("no rows", queries=0, keys=65),
     ProblemCase("dead rows", queries=321, keys=100, mask=_causal, sinks=True),
@@ -212,11 +211,11 @@ PROBLEMS: tuple[ProblemCase, ...] = (
     ProblemCase("buckets", score=_buckets),
     ProblemCase("temperature", score=_temperature, mask=_causal),
     ProblemCase("rows and keys", score=_rows_keys),
-    ProblemCase("everything", score=_everything, mask=_document, sinks=True, **_GROUPED),
-    ProblemCase("dropout, grouped", dropout_p=0.5, mask=_causal, sinks=True, **_GROUPED),
+    ProblemCase("everything", score=_everything, mask=_document, sinks=True, heads=8, kv_heads=2),
+    ProblemCase("dropout, grouped", dropout_p=0.5, mask=_causal, sinks=True, heads=8, kv_heads=2),
     ProblemCase("varlen, variants", lengths=_SEQUENCES, mask=_window, score=_alibi, sinks=True),
     ProblemCase("varlen, dropout", lengths=_SEQUENCES, dropout_p=0.3),
-    ProblemCase("heads last", layout="bshd", mask=_causal, **_GROUPED),
+    ProblemCase("heads last", layout="bshd", mask=_causal, heads=8, kv_heads=2),
     ProblemCase("strided", layout="strided", queries=129),
     ProblemCase("scale below 0", scale=-0.3, mask=_causal),
     ProblemCase("D512", head_dim=512, batch=1, heads=2, kv_heads=2, queries=129),
@@ -224,16 +223,16 @@ PROBLEMS: tuple[ProblemCase, ...] = (
 
 # One head: the whole matrix in float64 is 2 GB, and the reference has a dozen of them.
 LONG: tuple[ProblemCase, ...] = tuple(
-    ProblemCase(batch=1, heads=1, kv_heads=1, queries=-1, head_dim=-1, **keywords)
-    for keywords in (
-        {"name": "full"},
-        {"name": "causal", "mask": _causal},
-        {"name": "alibi", "mask": _causal, "score": _alibi},
-        {"name": "document", "mask": _document},
-        {"name": "window", "mask": _window},
-        {"name": "table of tiles", "mask": _table},
-        {"name": "dropout", "dropout_p": 0.1},
-        {"name": "relative table", "score": _relative},
+    replace(case, batch=1, heads=1, kv_heads=1, queries=-1, head_dim=-1)
+    for case in (
+        ProblemCase("full"),
+        ProblemCase("causal", mask=_causal),
+        ProblemCase("alibi", mask=_causal, score=_alibi),
+        ProblemCase("document", mask=_document),
+        ProblemCase("window", mask=_window),
+        ProblemCase("table of tiles", mask=_table),
+        ProblemCase("dropout", dropout_p=0.1),
+        ProblemCase("relative table", score=_relative),
     )
 )
 

@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
 
     Args:
         tokens, hidden: of every speed case: batch = tokens / length, heads = hidden / width.
-        lengths, widths: of the speed cases.
+        lengths, widths: of the speed cases; the two greatest lengths have goals.
         variant_length, window, documents: of the cases with variants; documents are the mean
             length of a document.
         decode_batch, decode_keys: of decoding, with 32 query heads on 8.
@@ -89,13 +89,13 @@ REAL = Sizes(
         ("BERT-large", Model(24, 16, 1024, 30592, 512, 32, False)),
         ("GPT-2 medium", Model(24, 16, 1024, 50304, 1024, 8, True)),
     ),
-    steps=6,
+    steps=10,
 )
 
 TINY = Sizes(
     tokens=64,
     hidden=32,
-    lengths=(64, 32),
+    lengths=(64, 48, 32),
     widths=(16,),
     variant_length=64,
     window=8,

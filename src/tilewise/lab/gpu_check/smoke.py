@@ -82,7 +82,7 @@ def _machine(setting: Setting) -> dict[str, Any]:
 
 def _version(package: str) -> str:
     try:
-        return metadata.version(package)
+        return metadata.version(package)  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
     except metadata.PackageNotFoundError:
         return "run from its source tree" if package == "tilewise" else "not installed"
 

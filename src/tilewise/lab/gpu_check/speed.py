@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +26,10 @@ from tilewise.lab.gpu_check.setting import Setting
 from tilewise.lab.gpu_check.timed import Attend, Given, Timed
 from tilewise.lab.gpu_check.worker import in_short
 
-__all__ = ["attempt", "jobs", "marker", "run"]
+__all__ = ["attempt", "jobs", "marker", "measure", "run"]
 
 STEP = "speed"
-_BUDGET_S = 0.7  # of the rounds of one pass of one case
+_BUDGET_S = 0.5  # of the rounds of one pass of one case
 _ROWS = 48
 
 
@@ -43,24 +44,29 @@ class Tried(NamedTuple):
 
 
 def jobs(setting: Setting) -> list[str]:
-    """A job for each case."""
-    return [case.name for case in timed.cases(setting.sizes)]
+    """A job for each case with a goal."""
+    return [case.name for case in timed.with_goals(setting.sizes)]
 
 
 def run(setting: Setting, job: str) -> Iterator[Row]:
     """The forward pass of a case, and where it has one the backward pass."""
+    return measure(setting, STEP, job)
+
+
+def measure(setting: Setting, step: str, job: str) -> Iterator[Row]:
+    """The rows of a case, for a step."""
     case = timed.find(setting.sizes, job)
     things = timed.given(setting, case)
     ways = {**timed.ours(setting, case, things), **peers(setting, case, things)}
     absent: dict[str, str] = {}
-    if setting.scratch and not marker(setting, case).exists():
-        ways.pop(FLEX, None)
+    ready = not setting.scratch or marker(setting, case).exists()
+    if not ready and ways.pop(FLEX, None) is not None:
         absent[FLEX] = "its compilation did not end in time"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of others, about themselves
-        yield _pass(setting, case, things, ways, absent, backward=False)
+        yield _pass(setting, step, case, things, ways, absent, backward=False)
         if case.has_backward:
-            yield _pass(setting, case, things, ways, absent, backward=True)
+            yield _pass(setting, step, case, things, ways, absent, backward=True)
 
 
 def marker(setting: Setting, case: Timed) -> Path:
@@ -70,6 +76,7 @@ def marker(setting: Setting, case: Timed) -> Path:
 
 def _pass(
     setting: Setting,
+    step: str,
     case: Timed,
     things: Given,
     ways: dict[str, Attend],
@@ -94,7 +101,7 @@ def _pass(
         name: call for name, call in tried.calls.items() if status == "ok" or name not in OURS
     }
     values["samples_s"] = interleave(setting, timed_calls, _BUDGET_S)
-    return Row(STEP, f"{direction} {case.name}", status, note, values)
+    return Row(step, f"{direction} {case.name}", status, note, values)
 
 
 def _verdict(case: Timed, things: Given, tried: Tried, backward: bool) -> tuple[Status, str]:
@@ -116,7 +123,8 @@ def attempt(setting: Setting, things: Given, ways: dict[str, Attend], *, backwar
     found = Tried({}, {}, {}, {}, {})
     for name, attend in ways.items():
         try:
-            seconds = once(setting, lambda a=attend, n=name: _first(things, a, n, backward, found))
+            first = partial(_first, things, attend, name, backward, found)
+            seconds = once(setting, first)
         except Unsupported as error:
             found.declined[name] = in_short(error)
         except Exception as error:
@@ -137,7 +145,7 @@ def _first(things: Given, attend: Attend, name: str, backward: bool, found: Trie
         return
     leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
     out = attend(*leaves)
-    call = lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)  # noqa: E731
+    call = partial(torch.autograd.grad, out, leaves, grad, retain_graph=True)
     found.outs[name] = call()
     found.calls[name] = call
 

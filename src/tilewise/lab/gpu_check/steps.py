@@ -48,12 +48,13 @@ STEPS = (
     Step("ceilings", 25, 20),
     Step("accuracy", 130, 60, parallel=True),
     Step("prepare", 100, 60, parallel=True),
-    Step("speed", 130, 30),
+    Step("speed", 150, 30),
     Step("training", 60, 40),
     Step("host", 30, 20),
     Step("memory", 30, 20),
     Step("repeat", 30, 15),
     Step("long", 60, 30),
+    Step("lengths", 200, 30),
 )
 
 

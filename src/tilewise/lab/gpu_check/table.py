@@ -40,10 +40,12 @@ def _heading(record: Record) -> Iterator[str]:
 
 
 def _speed(record: Record) -> Iterator[str]:
-    rows = [row for row in record.of("speed") if row.values.get("samples_s")]
+    both = record.of("speed") + record.of("lengths")
+    rows = [row for row in both if row.values.get("samples_s")]
     if not rows:
         return
     yield "Speed, medians, TFLOP/s (decode TB/s); +- half the range; % of the ceiling"
+    lines: list[tuple[str, ...]]
     lines = [("case", "ours", "+-", "%", *(name[:5] for name in _PEERS), "goal", "met")]
     lines += [_speed_cells(record, row) for row in rows]
     yield from _aligned(lines)
@@ -76,6 +78,7 @@ def _training(record: Record) -> Iterator[str]:
     if not rows:
         return
     yield "Training step: thousand tokens/s (GB at the peak)"
+    lines: list[tuple[str, ...]]
     lines = [("model", "plain", "sdpa", "tilewise", "x plain", "x sdpa")]
     for row in rows:
         took = {name: statistics.median(each) for name, each in row.values["samples_s"].items()}

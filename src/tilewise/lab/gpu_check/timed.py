@@ -29,9 +29,11 @@ __all__ = [
     "cases",
     "find",
     "given",
+    "other_lengths",
     "ours",
     "plain",
     "visible",
+    "with_goals",
 ]
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -90,18 +92,28 @@ class Given(NamedTuple):
 
 def cases(sizes: Sizes) -> list[Timed]:
     """Every case, those with a goal first."""
-    goals = [length for length in sizes.lengths if length >= sizes.lengths[0] // 2]
+    return [*with_goals(sizes), *other_lengths(sizes)]
+
+
+def with_goals(sizes: Sizes) -> list[Timed]:
+    """The two greatest lengths, the variants, and what is no square problem."""
+    goals = sizes.lengths[:2]
     found = [Timed(k, width, n) for n in goals for width in sizes.widths for k in PLAIN_KINDS]
     for width in sizes.widths[:2]:
         found += [Timed(kind, width, sizes.variant_length) for kind in VARIANTS]
     width = sizes.widths[0]
-    found += [
+    return [
+        *found,
         Timed("varlen", width, sizes.tokens),
         Timed("decode", width, sizes.decode_keys),
         Timed("fp8", width, sizes.lengths[0]),
     ]
-    rest = [length for length in sizes.lengths if length not in goals]
-    return found + [Timed(k, width, n) for n in rest for width in sizes.widths for k in PLAIN_KINDS]
+
+
+def other_lengths(sizes: Sizes) -> list[Timed]:
+    """Shorter lengths, at the same number of tokens."""
+    lengths = sizes.lengths[2:]
+    return [Timed(k, width, n) for n in lengths for width in sizes.widths for k in PLAIN_KINDS]
 
 
 def find(sizes: Sizes, name: str) -> Timed:

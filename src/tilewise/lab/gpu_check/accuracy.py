@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -35,26 +36,30 @@ def jobs(setting: Setting) -> list[str]:
 
 
 def run(setting: Setting, job: str) -> Iterator[Row]:
-    """One row."""
+    """The rows of a job."""
     if job == _BITS:
-        yield _dropout_bits(setting)
+        yield from _dropout_bits(setting)
     elif job == _STATISTICS:
         yield _statistics(setting)
     elif job == _EIGHT_BITS:
         yield _eight_bits(setting)
     else:
         dtype, _, name = job.partition(" ")
-        yield check(setting, STEP, job, sized(setting, find(name)), getattr(torch, dtype))
+        case = sized(setting, find(name))
+        yield from check(setting, STEP, job, case, getattr(torch, dtype))
 
 
-def check(setting: Setting, step: str, name: str, case: ProblemCase, dtype: torch.dtype) -> Row:
-    """Hold out, lse and every gradient of a sized problem to the rule; twice the same bits."""
+def check(
+    setting: Setting, step: str, name: str, case: ProblemCase, dtype: torch.dtype
+) -> Iterator[Row]:
+    """Hold a sized problem to the rule, done twice: a row of out and lse, one of the gradients."""
     inputs = build(setting, case, dtype)
-    actual = attend(setting, case, inputs)
-    again = attend(setting, case, inputs)
     plain, oracle = refer(case, inputs, dtype), refer(case, inputs, torch.float64)
-    verdicts = {key: judge(actual[key], plain[key], oracle[key]) for key in actual}
-    return judged(step, name, verdicts, differing(actual, again))
+    for gradients in (False, True):
+        actual, again = (attend(setting, case, inputs, gradients=gradients) for _ in range(2))
+        verdicts = {key: judge(actual[key], plain[key], oracle[key]) for key in actual}
+        what = f"{name}, gradients" if gradients else name
+        yield judged(step, what, verdicts, differing(actual, again))
 
 
 def judged(step: str, name: str, verdicts: Mapping[str, Verdict], unequal: str = "") -> Row:
@@ -85,7 +90,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dropout_bits(setting: Setting) -> Row:
+def _dropout_bits(setting: Setting) -> Iterator[Row]:
     """What is dropped, forward and backward, read off uniform weights; against ``philox.py``.
 
     Queries and keys of 0 give every pair the same weight; the values are an identity, and so is
@@ -96,25 +101,24 @@ def _dropout_bits(setting: Setting) -> Row:
     with setting.device:
         q = torch.zeros(batch, heads, size, width, dtype=setting.dtype)
         v = torch.eye(size, dtype=setting.dtype).repeat(batch, heads, 1, 1)
-    wrong = []
-    for seed in _SEEDS:
-        for p in (0.1, 0.5):
+    for backward in (False, True):
+        wrong = []
+        for seed, p in itertools.product(_SEEDS, (0.1, 0.5)):
             values = v.clone().requires_grad_()
-            out = tilewise.attention(q, q, values, dropout_p=p, seed=seed, backend=setting.backend)
-            (grad,) = torch.autograd.grad(out, values, v)
-            kept = keep_mask(
-                seed,
-                p,
-                batches=range(batch),
-                heads=range(heads),
-                queries=range(size),
-                keys=range(size),
-            ).to(setting.device)
-            for name, found in (("out", out > 0), ("gradient of v", (grad > 0).mT)):
-                if not torch.equal(found, kept):
-                    wrong.append(f"{name}, seed {seed}, p {p}: {int((found != kept).sum())}")
-    note = f"bits that differ: {'; '.join(wrong)}" if wrong else ""
-    return Row(STEP, _BITS, "wrong" if wrong else "ok", note, {"pairs": batch * heads * size**2})
+            found = tilewise.attention(
+                q, q, values, dropout_p=p, seed=seed, backend=setting.backend
+            )
+            if backward:
+                found = torch.autograd.grad(found, values, v)[0].mT
+            ranges = {"batches": batch, "heads": heads, "queries": size, "keys": size}
+            kept = keep_mask(seed, p, **{name: range(n) for name, n in ranges.items()})
+            unequal = int(((found > 0) != kept.to(setting.device)).sum())
+            if unequal:
+                wrong.append(f"{unequal} with seed {seed}, p {p}")
+        note = f"bits that differ: {'; '.join(wrong)}" if wrong else ""
+        name = f"{_BITS}, gradients" if backward else _BITS
+        checked = batch * heads * size**2 * 2 * len(_SEEDS)
+        yield Row(STEP, name, "wrong" if wrong else "ok", note, {"pairs": checked})
 
 
 def _statistics(setting: Setting) -> Row:

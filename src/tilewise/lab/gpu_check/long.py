@@ -36,7 +36,7 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
         yield _huge(setting)
         return
     case = sized(setting, next(case for case in LONG if case.name == job))
-    yield check(setting, STEP, job, case, setting.dtype)
+    yield from check(setting, STEP, job, case, setting.dtype)
 
 
 def _huge(setting: Setting) -> Row:

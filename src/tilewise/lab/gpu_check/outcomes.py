@@ -122,8 +122,8 @@ def _laid_out(values: Tensor, layout: str) -> Tensor:
     return values
 
 
-def attend(setting: Setting, case: ProblemCase, inputs: Inputs) -> Outcome:
-    """What the public call gives, gradients included."""
+def attend(setting: Setting, case: ProblemCase, inputs: Inputs, *, gradients: bool) -> Outcome:
+    """What the public call gives: out and lse, or the gradients."""
     keywords: dict[str, Any] = {
         "mask": inputs.mask,
         "score": inputs.score,
@@ -139,17 +139,21 @@ def attend(setting: Setting, case: ProblemCase, inputs: Inputs) -> Outcome:
         out, lse, _ = tilewise.attention(q, k, v, **keywords)
     else:
         out, lse, _ = tilewise.attention_varlen(q, k, v, *inputs.cu_seqlens, **keywords)
-    return _outcome(inputs, out, lse)
+    return _gradients(inputs, out, lse) if gradients else _forward(out, lse)
 
 
-def _outcome(inputs: Inputs, out: Tensor, lse: Tensor) -> Outcome:
+def _forward(out: Tensor, lse: Tensor) -> Outcome:
+    return {"out": out.detach(), "lse": lse.detach()}
+
+
+def _gradients(inputs: Inputs, out: Tensor, lse: Tensor) -> Outcome:
     leaves = inputs.leaves
     sent = [inputs.grad_out.to(out.dtype), inputs.grad_lse.to(lse.dtype)]
     grads = torch.autograd.grad([out, lse], list(leaves.values()), sent, allow_unused=True)
-    found = {"out": out.detach(), "lse": lse.detach()}
-    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
-        found[f"grad of {name}"] = torch.zeros_like(leaf) if grad is None else grad
-    return found
+    return {
+        f"grad of {name}": torch.zeros_like(leaf) if grad is None else grad
+        for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
+    }
 
 
 def refer(case: ProblemCase, inputs: Inputs, dtype: torch.dtype) -> Outcome:
@@ -159,7 +163,8 @@ def refer(case: ProblemCase, inputs: Inputs, dtype: torch.dtype) -> Outcome:
     problem, operands = _problem(case, inputs)
     with inputs.q.device:  # the reference makes what it needs on the default device
         result = dense(problem, operands, dtype=dtype)
-        return _outcome(inputs, result.out, result.lse)
+        forward = _forward(result.out, result.lse)
+        return forward | _gradients(inputs, result.out, result.lse)
 
 
 def _widened(inputs: Inputs) -> Inputs:

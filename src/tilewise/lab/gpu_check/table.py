@@ -155,26 +155,29 @@ def _ratios(row: Row) -> list[float]:
 def _failures(record: Record) -> Iterator[str]:
     rows = [row for row in record.failures if row.status != "skipped"]
     skipped = [row for row in record.failures if row.status == "skipped"]
-    for row in rows[:_MOST_FAILURES]:
-        yield f"{row.status.upper()} {row.step}, {row.name}: {row.note[:_NOTE]}"
-    if len(rows) > _MOST_FAILURES:
-        yield f"... and {len(rows) - _MOST_FAILURES} more in the JSON"
+    yield from _by_reason(rows, _MOST_FAILURES)
     if skipped:
         steps = ", ".join(dict.fromkeys(row.step for row in skipped))
         yield f"SKIPPED for want of time: {len(skipped)} jobs of {steps}"
 
 
 def _declined(record: Record) -> Iterator[str]:
-    """What the backend says that it cannot do, by reason."""
-    reasons: dict[str, list[str]] = {}
-    for row in record.rows:
-        if row.status == "unsupported":
-            reasons.setdefault(row.note, []).append(f"{row.step}: {row.name}")
-    for note, names in list(reasons.items())[:_MOST_DECLINED]:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        yield f"unsupported: {names[0]}{more}: {note[:_NOTE]}"
-    if len(reasons) > _MOST_DECLINED:
-        yield f"... and {len(reasons) - _MOST_DECLINED} other reasons in the JSON"
+    """What the backend says that it cannot do."""
+    rows = [row for row in record.rows if row.status == "unsupported"]
+    yield from _by_reason(rows, _MOST_DECLINED)
+
+
+def _by_reason(rows: Sequence[Row], most: int) -> Iterator[str]:
+    """One line for rows of one status and note."""
+    reasons: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        reasons.setdefault((row.status, row.note), []).append(row)
+    for (status, note), found in list(reasons.items())[:most]:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        said = status if status == "unsupported" else status.upper()
+        yield f"{said} {found[0].step}, {found[0].name}{more}: {note[:_NOTE]}"
+    if len(reasons) > most:
+        yield f"... and {len(reasons) - most} other reasons in the JSON"
 
 
 def _aligned(lines: Sequence[tuple[str, ...]]) -> Iterator[str]:

@@ -23,6 +23,9 @@ from tilewise.lab.gpu_check.setting import Setting
 __all__ = ["Child", "environment"]
 
 
+_LAST_S = 10.0  # for a process that has closed its end to be gone
+
+
 class Child:
     """A worker process, started when it is first asked and again after it has ended.
 
@@ -106,7 +109,10 @@ class Child:
             return f"ended after {seconds:.0f} s: it had no more time"
         assert self._process is not None
         assert self._errors is not None
-        status = self._process.wait()
+        try:
+            status = self._process.wait(_LAST_S)
+        except subprocess.TimeoutExpired:
+            return f"after {seconds:.0f} s the process said what nobody understands"
         self._errors.seek(0)
         words = " ".join(deque((line.strip() for line in self._errors), maxlen=3))
         return f"the process ended with {status} after {seconds:.0f} s: {words[-300:]}"

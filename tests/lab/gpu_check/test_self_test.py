@@ -1,0 +1,66 @@
+"""The command as a user calls it: the self-test, small with the reference and whole with Triton."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tilewise.lab.gpu_check.steps import STEPS
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def call(*arguments: object, out: Path) -> subprocess.CompletedProcess[str]:
+    """The script, from another folder and without a path to the package."""
+    hidden = ("PYTHONPATH", "TRITON_INTERPRET", "OUT")
+    environment = {key: value for key, value in os.environ.items() if key not in hidden}
+    return subprocess.run(
+        [sys.executable, ROOT / "scripts" / "gpu_check.py", "--self-test", "--out", out]
+        + [str(argument) for argument in arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=out.parent,
+        env=environment,
+    )
+
+
+def test_some_steps_of_the_self_test(tmp_path: Path) -> None:
+    steps = ("smoke", "ceilings", "host")
+    done = call("--backend", "tiled", "--only", *steps, out=tmp_path / "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    values = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    assert {row["step"] for row in values["rows"]} == set(steps)
+    assert values["status"] == "only smoke, ceilings, host"
+    text = (tmp_path / "out" / "gpu_check.txt").read_text()
+    assert done.stdout == text
+    assert "no number is a measurement" in text
+    assert done.stderr == ""
+
+
+def test_what_fails_ends_with_1(tmp_path: Path) -> None:
+    done = call("--backend", "unknown", "--only", "smoke", out=tmp_path / "out")
+    assert done.returncode == 1
+    assert "ERROR smoke, first call: InvalidArgument" in done.stdout
+    assert "1 ok, 1 error" in done.stdout, "the machine is known all the same"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tiled", "gpu"])
+def test_the_whole_self_test(backend: str, tmp_path: Path) -> None:
+    """Every step and every job; with "gpu" all kernels run in Triton's interpreter."""
+    if backend == "gpu" and find_spec("triton") is None:
+        pytest.skip("Triton is not installed (pip install triton)")
+    done = call("--backend", backend, out=tmp_path / "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    values = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    assert values["status"] == "complete"
+    assert {row["step"] for row in values["rows"]} == {step.name for step in STEPS}
+    declined = [row for row in values["rows"] if row["status"] == "unsupported"]
+    assert all("fp8" in row["name"] or "float8" in row["note"] for row in declined), declined

@@ -12,10 +12,8 @@ which is subtracted before it is scaled, so that even the lowest float stays fin
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -284,9 +282,10 @@ def _finish(top, total, scale, SCORE: tl.constexpr, FOLDED: tl.constexpr):
 
 @triton.jit
 def _with_sink(natural, base2, total, sink):
-    """lse with a sink, the weight that makes a probability of an exponential, and two exponents:
+    """Of rows with a sink (lse, weight, of_sink, above).
 
-    how far the sink is below the largest logit, and how far that is above the row's own.
+    The weight makes a probability of an exponential; ``of_sink`` is how far the sink is from the
+    largest logit (0 or less), ``above`` how far that is above the row's own.
     """
     sink2 = tl.minimum(tl.maximum(sink * LOG2E, _LOWEST), -_LOWEST)
     sink2 = tl.where(sink == float("-inf"), sink, sink2)
@@ -696,8 +695,12 @@ def signed(word: int) -> int:
 
 
 def is_exact_band(problem: Problem) -> bool:
-    """Whether ``keys_of`` and ``queries_of`` leave no block in which nothing attends."""
-    return all(instr.op in ("band", "below", "and") for instr in problem.mask)
+    """Whether ``keys_of`` and ``queries_of`` leave no block in which nothing attends.
+
+    Two bands may have nothing in common in any row, and yet ranges that overlap.
+    """
+    bands = sum(instr.op == "band" for instr in problem.mask)
+    return bands < 2 and all(instr.op in ("band", "below", "and") for instr in problem.mask)
 
 
 def skips(problem: Problem, variant: Variant) -> bool:

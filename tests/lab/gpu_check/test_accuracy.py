@@ -22,7 +22,7 @@ TILED = Setting("tiled", self_test=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("noise", [0.5, 1.2, 6.0])
+@pytest.mark.parametrize("noise", [0.5, 1.2, 30.0])
 def test_the_rule_is_that_of_the_tests(dtype: torch.dtype, noise: float) -> None:
     """The same ratio and the same verdict as tests/contract.py."""
     generator = torch.Generator().manual_seed(1)
@@ -183,7 +183,7 @@ def test_a_wrong_case_is_not_timed(kind: str, monkeypatch: pytest.MonkeyPatch) -
     assert "gradient of q" in rows[1].note
     for row in rows:
         assert not set(row.values["samples_s"]) & {"ours", "table"}
-        assert row.values["samples_s"], "the others are timed all the same"
+    assert "flex" in rows[0].values["samples_s"], "the others are timed all the same"
 
 
 def test_long_and_huge_problems_pass_on_the_reference() -> None:

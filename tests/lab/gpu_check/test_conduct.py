@@ -81,11 +81,11 @@ def test_an_error_loses_nothing_else() -> None:
 
 def test_a_step_has_its_budget_and_no_more() -> None:
     """What has not begun by then is skipped, and the next step has its own time."""
-    answers = Answers(took_s=4.0)
+    answers = Answers(took_s=4.5)
     record = answers.conduct([Planned("a b c d", 10, 9), Planned("e", 10, 9)], 100)
     assert [row.status for row in record.rows] == ["ok", "ok", "skipped", "skipped", "ok"]
-    assert answers.asked == [("a", 9), ("b", 6), ("e", 9)]
-    assert record.seconds == {"a b c d": 8.0, "e": 4.0}
+    assert answers.asked == [("a", 9), ("b", 5.5), ("e", 9)]
+    assert record.seconds == {"a b c d": 9.0, "e": 4.5}
 
 
 def test_the_whole_has_a_limit() -> None:
@@ -93,6 +93,15 @@ def test_the_whole_has_a_limit() -> None:
     record = answers.conduct([Planned("a b", 100, 9), Planned("c d", 100, 9)], 11)
     assert [row.status for row in record.rows] == ["ok", "ok", "ok", "skipped"]
     assert answers.asked[-1] == ("c", 3)
+
+
+def test_a_child_that_cannot_start_is_an_error() -> None:
+    class Broken(Answers):
+        def ask(self, step: str, job: str, limit_s: float) -> list[Row]:
+            raise OSError("no process")
+
+    record = Broken().conduct([Planned("a b", 10, 5)], 100)
+    assert [(row.status, row.note) for row in record.rows] == [("error", "OSError: no process")] * 2
 
 
 def test_the_record_is_kept_after_each_job() -> None:
@@ -176,12 +185,11 @@ def test_what_a_job_raises_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
             raise {"odd": ValueError("two\nlines"), "not": Unsupported("it", {"gpu": ["why"]})}[job]
 
     monkeypatch.setattr(steps, "find", lambda name: Raising())
-    rows, error = worker.do(SELF_TEST, "s", "odd")
-    assert isinstance(error, ValueError)
+    rows = worker.do(SELF_TEST, "s", "odd")
     assert [row.status for row in rows] == ["ok", "error"]
     assert rows[1].note == "ValueError: two lines"
     assert "test_conduct.py" in rows[1].values["traceback"]
-    rows, error = worker.do(SELF_TEST, "s", "not")
+    rows = worker.do(SELF_TEST, "s", "not")
     assert [(row.status, row.note) for row in rows] == [("ok", ""), ("unsupported", "why")]
 
 

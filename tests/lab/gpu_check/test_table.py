@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.lab.gpu_check.records import speed_row, whole
 from tilewise.errors import InvalidArgument
@@ -121,6 +122,15 @@ def test_a_stored_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str
     record.write(path)
     assert main(["--from", str(path)]) == 1
     assert "NOT EVERYTHING IS HERE" in capsys.readouterr().out
+
+
+def test_without_a_gpu_nothing_is_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["--out", str(tmp_path / "out")]) == 2
+    assert "torch sees no GPU here" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 0}'])

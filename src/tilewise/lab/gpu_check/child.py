@@ -23,7 +23,7 @@ from tilewise.lab.gpu_check.setting import Setting
 __all__ = ["Child", "environment"]
 
 
-_LAST_S = 10.0  # for a process that has closed its end to be gone
+_LAST_S = 3.0  # for a process that has closed its end to be gone
 
 
 class Child:

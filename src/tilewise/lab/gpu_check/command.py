@@ -10,6 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from tilewise.lab.gpu_check.conduct import conduct
 from tilewise.lab.gpu_check.record import COMPLETE, ONLY, Record
 from tilewise.lab.gpu_check.setting import Setting
@@ -23,8 +25,15 @@ _MINUTES, _SELF_TEST_MINUTES = 8.7, 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the check; 0 only where everything was done and nothing is wrong."""
+    """Run the check.
+
+    Returns:
+        0 only where everything was done and nothing is wrong, else 1; 2 without a GPU.
+    """
     options = _parser().parse_args(argv)
+    if options.stored is None and not options.self_test and not torch.cuda.is_available():
+        print("gpu_check: torch sees no GPU here; --self-test needs none", file=sys.stderr)
+        return 2
     record = Record.read(options.stored) if options.stored is not None else _run(options)
     sys.stdout.write(table(record))
     sys.stdout.flush()

@@ -71,6 +71,14 @@ def _processes() -> int:
     return max(1, min(_MOST_PROCESSES, (os.cpu_count() or 1) - _SPARE_CORES))
 
 
+def _ask(child: Child, step: str, job: str, limit_s: float) -> list[Row]:
+    """The rows of a job, whatever happens."""
+    try:
+        return child.ask(step, job, limit_s)
+    except Exception as error:  # a thread that ended would leave its jobs to nobody
+        return [Row(step, job, "error", f"{type(error).__name__}: {error}")]
+
+
 def _conduct_step(
     setting: Setting,
     step: Step,
@@ -93,7 +101,7 @@ def _conduct_step(
             if left < _LEAST_S:
                 rows = [Row(step.name, job, "skipped", "no time was left")]
             else:
-                rows = child.ask(step.name, job, min(job_s, left))
+                rows = _ask(child, step.name, job, min(job_s, left))
             with lock:
                 record.rows.extend(rows)
                 changed()

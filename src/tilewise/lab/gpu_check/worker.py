@@ -27,20 +27,18 @@ _LOST = 3  # the exit status of a process whose GPU context is lost
 _LONGEST_NOTE = 300
 
 
-def do(setting: Setting, step: str, job: str) -> tuple[list[Row], BaseException | None]:
-    """The rows of a job; with what it raised, which is a row already."""
+def do(setting: Setting, step: str, job: str) -> list[Row]:
+    """The rows of a job; what it raised is one of them."""
     rows: list[Row] = []
     try:
         for row in steps.find(step).run(setting, job):
             rows.append(row)  # noqa: PERF402  those before an error are kept
     except Unsupported as error:
         rows.append(Row(step, job, "unsupported", in_short(error)))
-        return rows, error
     except Exception as error:
         where = traceback.format_exc(limit=-6)
         rows.append(Row(step, job, "error", in_short(error), {"traceback": where}))
-        return rows, error
-    return rows, None
+    return rows
 
 
 def in_short(error: BaseException) -> str:
@@ -52,9 +50,9 @@ def in_short(error: BaseException) -> str:
     return f"{type(error).__name__}: {words}"[:_LONGEST_NOTE]
 
 
-def _context_is_lost(setting: Setting, error: BaseException | None) -> bool:
-    """After an illegal access every later call on the GPU fails as well."""
-    if setting.self_test or error is None or isinstance(error, Unsupported):
+def _context_is_lost(setting: Setting) -> bool:
+    """After an illegal access, whoever caught it, every later call on the GPU fails as well."""
+    if setting.self_test:
         return False
     try:
         torch.cuda.synchronize()
@@ -67,13 +65,11 @@ def _context_is_lost(setting: Setting, error: BaseException | None) -> bool:
 def _serve(setting: Setting, out: IO[str]) -> None:
     for line in sys.stdin:
         asked: dict[str, Any] = json.loads(line)
-        rows, error = do(setting, asked["step"], asked["job"])
-        for row in rows:
+        for row in do(setting, asked["step"], asked["job"]):
             print(json.dumps({"row": row.as_json()}), file=out, flush=True)
         print(json.dumps({"done": True}), file=out, flush=True)
-        if _context_is_lost(setting, error):
+        if _context_is_lost(setting):
             sys.exit(_LOST)
-        del rows, error
         gc.collect()
         if not setting.self_test:
             torch.cuda.empty_cache()

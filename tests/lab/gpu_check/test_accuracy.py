@@ -10,13 +10,14 @@ from torch import Tensor
 
 import tilewise
 from tests.contract import InexactError, assert_exact
-from tilewise.lab.gpu_check import accuracy, outcomes, speed, timed
+from tilewise.lab.gpu_check import accuracy, speed, timed
 from tilewise.lab.gpu_check.exact import judge
 from tilewise.lab.gpu_check.outcomes import build, refer, sized
-from tilewise.lab.gpu_check.problems import LONG, PROBLEMS, find
+from tilewise.lab.gpu_check.problems import LONG, PROBLEMS, ProblemCase, find
 from tilewise.lab.gpu_check.row import Row
 from tilewise.lab.gpu_check.setting import Setting
 from tilewise.lab.gpu_check.timed import Attend, Given, Timed
+from tilewise.reference.philox import keep_mask
 
 TILED = Setting("tiled", self_test=True)
 
@@ -70,7 +71,7 @@ def test_problems_are_many_and_named_once() -> None:
 
 
 @pytest.mark.parametrize("case", PROBLEMS, ids=lambda case: case.name)
-def test_the_reference_backend_is_exact(case: outcomes.ProblemCase) -> None:
+def test_the_reference_backend_is_exact(case: ProblemCase) -> None:
     """Every problem can be built, referred to and judged."""
     dtype = torch.float32 if case.every_dtype else torch.float16
     rows = list(accuracy.check(TILED, "accuracy", case.name, sized(TILED, case), dtype))
@@ -136,12 +137,11 @@ def test_other_bits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_generator_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row.status for row in accuracy.run(TILED, "dropout bits")] == ["ok", "ok"]
-    keep = accuracy.keep_mask
 
     def shifted(seed: int, p: float, **ranges: range) -> Tensor:
-        return keep(seed + 1, p, **ranges)
+        return keep_mask(seed + 1, p, **ranges)
 
-    monkeypatch.setattr(accuracy, "keep_mask", shifted)
+    monkeypatch.setattr("tilewise.lab.gpu_check.accuracy.keep_mask", shifted)
     rows = list(accuracy.run(TILED, "dropout bits"))
     assert [row.status for row in rows] == ["wrong", "wrong"]
 
@@ -171,10 +171,10 @@ def test_a_wrong_case_is_not_timed(kind: str, monkeypatch: pytest.MonkeyPatch) -
     ours = timed.ours
 
     def wrong(setting: Setting, case: Timed, things: Given) -> dict[str, Attend]:
-        return {
-            name: (lambda q, k, v, attend=attend: 1.05 * attend(q, k, v))
-            for name, attend in ours(setting, case, things).items()
-        }
+        def larger(attend: Attend) -> Attend:
+            return lambda q, k, v: 1.05 * attend(q, k, v)
+
+        return {name: larger(attend) for name, attend in ours(setting, case, things).items()}
 
     monkeypatch.setattr(timed, "ours", wrong)
     rows: list[Row] = list(speed.run(TILED, name))

@@ -14,15 +14,20 @@ import pytest
 from tilewise.lab.gpu_check.steps import STEPS
 
 ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = str(ROOT / "scripts" / "gpu_check.py")
+# What the lab and the tests have, and a bare GPU machine has not.
+MISSING = (
+    *("tilewise._core", "pydantic", "rich", "scipy", "matplotlib", "jinja2", "safetensors"),
+    *("schedulefree", "tokenizers", "hypothesis", "pytest", "triton"),
+)
 
 
-def call(*arguments: object, out: Path) -> subprocess.CompletedProcess[str]:
+def call(*arguments: str, out: Path) -> subprocess.CompletedProcess[str]:
     """The script, from another folder and without a path to the package."""
     hidden = ("PYTHONPATH", "TRITON_INTERPRET", "OUT")
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
     return subprocess.run(
-        [sys.executable, ROOT / "scripts" / "gpu_check.py", "--self-test", "--out", out]
-        + [str(argument) for argument in arguments],
+        [sys.executable, SCRIPT, "--self-test", "--out", str(out), *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -42,6 +47,18 @@ def test_some_steps_of_the_self_test(tmp_path: Path) -> None:
     assert done.stdout == text
     assert "no number is a measurement" in text
     assert done.stderr == ""
+
+
+def test_nothing_else_is_imported() -> None:
+    """Every module, where only torch and numpy are installed; Triton belongs to the backend."""
+    folder = ROOT / "src" / "tilewise" / "lab" / "gpu_check"
+    names = [f"tilewise.lab.gpu_check.{path.stem}" for path in folder.glob("*.py")]
+    code = (
+        f"import sys, importlib\nfor name in {MISSING}: sys.modules[name] = None\n"
+        f"for name in {names}: importlib.import_module(name)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 def test_what_fails_ends_with_1(tmp_path: Path) -> None:

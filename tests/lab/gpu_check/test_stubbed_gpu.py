@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from tilewise.lab.gpu_check import steps, worker
 from tilewise.lab.gpu_check.clock import interleave, once
@@ -80,10 +81,13 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Setting, "device", property(lambda self: torch.device("cpu")))
     monkeypatch.setattr(Setting, "sizes", property(lambda self: TINY))
 
-    def uncompiled(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
-        return function
+    def compiled(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
+        def attend(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
+            return scaled_dot_product_attention(q, k, v, enable_gqa=keywords["enable_gqa"])
 
-    monkeypatch.setattr(torch, "compile", uncompiled)
+        return attend
+
+    monkeypatch.setattr(torch, "compile", compiled)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's profiler, that there is no GPU
         yield

@@ -19,7 +19,7 @@ __all__ = ["Clock", "conduct"]
 Clock = Callable[[], float]
 _SPARE_CORES = 3
 _MOST_PROCESSES = 12
-_SELF_TEST_PATIENCE = 10  # the interpreter is slow, and no GPU waits
+_SELF_TEST_PATIENCE = 100  # the interpreter is slow, and no GPU waits
 _LEAST_S = 2.0  # with less than that left, no job begins
 
 

@@ -17,6 +17,7 @@ from tilewise.chips import detect
 from tilewise.errors import InvalidArgument
 from tilewise.lab.bench import peaks
 from tilewise.lab.bench.result import CaseResult, Memory, Overhead, Scaling
+from tilewise.lab.compact import compact_json
 
 __all__ = ["COMPLETE", "FORMAT", "Record"]
 
@@ -89,7 +90,7 @@ class Record:
     def write(self, path: Path) -> None:
         """Write the JSON, making its folder."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_compact(json.dumps(_rounded(self.as_json()), indent=1)) + "\n")
+        path.write_text(compact_json(self.as_json()))
 
     @classmethod
     def read(cls, path: Path) -> Record:
@@ -122,24 +123,6 @@ class Record:
 
 def _known(values: dict[str, Any], *derived: str) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in derived}
-
-
-def _rounded(value: Any) -> Any:
-    """Numbers to six digits, which is more than any clock here is worth."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
-    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _compact(text: str) -> str:
-    """Lists of numbers on one line each."""
-    return re.sub(
-        r"\[\s+([^\[\]{}\"]*?)\s+\]",
-        lambda found: "[" + re.sub(r"\s+", " ", found[1]) + "]",
-        text,
-    )
 
 
 def _machine() -> dict[str, Any]:

@@ -1,0 +1,152 @@
+"""On what the check runs, and how large its problems are: on a GPU, or in the self-test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["REAL", "TINY", "Model", "Setting", "Sizes"]
+
+
+class Model(NamedTuple):
+    """A model of the training step.
+
+    Args:
+        layers, heads, width, vocabulary: of the transformer.
+        context: positions of a sequence.
+        batch: sequences of a step.
+        causal: a decoder as GPT-2 is, and not an encoder as BERT is.
+    """
+
+    layers: int
+    heads: int
+    width: int
+    vocabulary: int
+    context: int
+    batch: int
+    causal: bool
+
+
+class Sizes(NamedTuple):
+    """How large things are.
+
+    Args:
+        tokens, hidden: of every speed case: batch = tokens / length, heads = hidden / width.
+        lengths, widths: of the speed cases; the two greatest lengths have goals.
+        variant_length, window, documents: of the cases with variants; documents are the mean
+            length of a document.
+        decode_batch, decode_keys: of decoding, with 32 query heads on 8.
+        shrink: what lengths of the accuracy cases are divided by; their widths by the root of it.
+        long, long_width: the long accuracy cases.
+        huge: batch items of the case whose operands pass 2^31 elements.
+        memory: lengths at which memory is measured.
+        matrix, copy_bytes: of the ceilings.
+        models: by name.
+        steps: training steps that are timed.
+    """
+
+    tokens: int
+    hidden: int
+    lengths: tuple[int, ...]
+    widths: tuple[int, ...]
+    variant_length: int
+    window: int
+    documents: int
+    decode_batch: int
+    decode_keys: int
+    shrink: int
+    long: int
+    long_width: int
+    huge: int
+    memory: tuple[int, ...]
+    matrix: int
+    copy_bytes: int
+    models: tuple[tuple[str, Model], ...]
+    steps: int
+
+
+REAL = Sizes(
+    tokens=16384,
+    hidden=2048,
+    lengths=(16384, 8192, 4096, 2048, 1024, 512),
+    widths=(128, 64, 256),
+    variant_length=16384,
+    window=1024,
+    documents=1024,
+    decode_batch=16,
+    decode_keys=32768,
+    shrink=1,
+    long=16384,
+    long_width=128,
+    huge=8200,
+    memory=(4096, 8192, 16384, 32768),
+    matrix=8192,
+    copy_bytes=2**32,
+    models=(
+        ("GPT-2 small", Model(12, 12, 768, 50304, 1024, 16, True)),
+        ("BERT-large", Model(24, 16, 1024, 30592, 512, 32, False)),
+        ("GPT-2 medium", Model(24, 16, 1024, 50304, 1024, 8, True)),
+    ),
+    steps=10,
+)
+
+TINY = Sizes(
+    tokens=64,
+    hidden=32,
+    lengths=(64, 48, 32),
+    widths=(16,),
+    variant_length=64,
+    window=8,
+    documents=16,
+    decode_batch=1,
+    decode_keys=96,
+    shrink=16,
+    long=80,
+    long_width=16,
+    huge=2,
+    memory=(32, 64),
+    matrix=32,
+    copy_bytes=2**16,
+    models=(
+        ("GPT-2 small", Model(1, 2, 32, 64, 32, 1, True)),
+        ("BERT-large", Model(1, 2, 32, 64, 32, 1, False)),
+        ("GPT-2 medium", Model(1, 2, 32, 64, 24, 1, True)),
+    ),
+    steps=1,
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a job runs.
+
+    Args:
+        backend: of ``tilewise.attention``; it never falls back.
+        self_test: on the CPU in Triton's interpreter, tiny, with no claim about time.
+        scratch: a folder in which jobs leave word for later ones; "" for none.
+    """
+
+    backend: str = "gpu"
+    self_test: bool = False
+    scratch: str = ""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are; a GPU with its index, as tensors on it say."""
+        return torch.device("cpu") if self.self_test else torch.device("cuda", 0)
+
+    @property
+    def sizes(self) -> Sizes:
+        """How large things are."""
+        return TINY if self.self_test else REAL
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is timed.
+
+        Triton's interpreter multiplies the bits of bfloat16 as if they were whole numbers, so that
+        the self-test has none.
+        """
+        return torch.float16 if self.self_test else torch.bfloat16

@@ -1,0 +1,193 @@
+"""The rule of exactness on a device, and the accuracy step itself, on the reference backend."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tests.contract import InexactError, assert_exact
+from tilewise.lab.gpu_check import accuracy, speed, timed
+from tilewise.lab.gpu_check.exact import judge
+from tilewise.lab.gpu_check.outcomes import build, refer, sized
+from tilewise.lab.gpu_check.problems import LONG, PROBLEMS, ProblemCase, find
+from tilewise.lab.gpu_check.row import Row
+from tilewise.lab.gpu_check.setting import Setting
+from tilewise.lab.gpu_check.timed import Attend, Given, Timed
+from tilewise.reference.philox import keep_mask
+
+TILED = Setting("tiled", self_test=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("noise", [0.5, 1.2, 30.0])
+def test_the_rule_is_that_of_the_tests(dtype: torch.dtype, noise: float) -> None:
+    """The same ratio and the same verdict as tests/contract.py."""
+    generator = torch.Generator().manual_seed(1)
+    truth = torch.randn(40, 9, generator=generator, dtype=torch.float64)
+    truth[3, 4] = -math.inf
+    plain = (truth + 0.01 * torch.randn(40, 9, generator=generator)).to(dtype)
+    actual = (truth + noise * 0.01 * torch.randn(40, 9, generator=generator)).to(dtype)
+    verdict = judge(actual, plain, truth)
+    if noise < 2:
+        assert_exact(actual, plain, truth, "x")
+        assert verdict.passes
+        assert verdict.ratio <= 1
+        return
+    with pytest.raises(InexactError) as caught:
+        assert_exact(actual, plain, truth, "x")
+    assert not verdict.passes
+    assert verdict.ratio == pytest.approx(caught.value.ratio, rel=1e-6)
+
+
+def test_wrong_shapes_nan_and_infinities_fail() -> None:
+    truth = torch.tensor([1.0, -math.inf, 2.0], dtype=torch.float64)
+    good = truth.float()
+    assert judge(good, good, truth).passes
+    for bad, word in (
+        (good[:2], "shape"),
+        (torch.tensor([1.0, math.nan, 2.0]), "NaN"),
+        (torch.tensor([1.0, -math.inf, math.inf]), "inf"),
+        (torch.tensor([1.0, 3.0, 2.0]), "-inf"),
+    ):
+        verdict = judge(bad, good, truth)
+        assert not verdict.passes
+        assert word in verdict.complaint
+    nothing = torch.empty(0, 3)
+    assert judge(nothing, nothing, nothing.double()).passes
+
+
+def test_problems_are_many_and_named_once() -> None:
+    names = [case.name for case in PROBLEMS]
+    assert len(set(names)) == len(names) > 40
+    assert {case.head_dim for case in PROBLEMS} >= {64, 128, 256, 80, 3, 192}
+    real = [sized(Setting(), case) for case in LONG]
+    assert {(case.queries, case.keys, case.head_dim) for case in real} == {(16384, 16384, 128)}
+    tiny = [sized(TILED, case) for case in PROBLEMS]
+    assert max(max(case.queries, case.keys) for case in tiny) <= 64
+
+
+@pytest.mark.parametrize("case", PROBLEMS, ids=lambda case: case.name)
+def test_the_reference_backend_is_exact(case: ProblemCase) -> None:
+    """Every problem can be built, referred to and judged."""
+    dtype = torch.float32 if case.every_dtype else torch.float16
+    rows = list(accuracy.check(TILED, "accuracy", case.name, sized(TILED, case), dtype))
+    assert [row.status for row in rows] == ["ok", "ok"], rows
+    assert rows[1].name == f"{case.name}, gradients"
+    leaves = build(TILED, sized(TILED, case), dtype).leaves
+    assert set(rows[1].values["ratios"]) == {f"grad of {name}" for name in leaves}
+
+
+def test_inputs_are_the_same_every_time() -> None:
+    case = sized(TILED, find("everything"))
+    first, second = (build(TILED, case, torch.float16) for _ in range(2))
+    assert torch.equal(first.q, second.q)
+    assert first.leaves.keys() == second.leaves.keys()
+    for name, leaf in first.leaves.items():
+        assert torch.equal(leaf, second.leaves[name])
+
+
+def test_the_oracle_is_float64_and_the_plain_one_is_not() -> None:
+    case = sized(TILED, find("causal D64"))
+    inputs = build(TILED, case, torch.float16)
+    assert refer(case, inputs, torch.float64)["out"].dtype == torch.float64
+    assert refer(case, inputs, torch.float16)["out"].dtype == torch.float16
+
+
+def _changed(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """Make every output of a call of ours larger by a little."""
+    call = tilewise.attention
+
+    def attention(*arguments: Tensor, **keywords: object) -> object:
+        found = call(*arguments, **keywords)  # type: ignore[arg-type]
+        if isinstance(found, Tensor):
+            return found * factor
+        return found._replace(out=found.out * factor)
+
+    monkeypatch.setattr(tilewise, "attention", attention)
+
+
+def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    _changed(monkeypatch, 1.02)
+    case = sized(TILED, find("full D64"))
+    forward, backward = accuracy.check(TILED, "accuracy", "x", case, torch.float32)
+    assert forward.status == backward.status == "wrong"
+    assert "out: " in forward.note
+    assert "grad of v: " in backward.note
+
+
+def test_other_bits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = iter(range(100))
+    call = tilewise.attention
+
+    def attention(*arguments: Tensor, **keywords: object) -> object:
+        found = call(*arguments, **keywords)  # type: ignore[arg-type]
+        return found._replace(lse=found.lse * (1 + 2e-7 * next(turns)))
+
+    monkeypatch.setattr(tilewise, "attention", attention)
+    case = sized(TILED, find("full D64"))
+    forward, _ = accuracy.check(TILED, "accuracy", "x", case, torch.float16)
+    assert forward.status == "wrong"
+    assert "lse differs when it is done again" in forward.note
+    assert not forward.values["same_bits"]
+
+
+def test_another_generator_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [row.status for row in accuracy.run(TILED, "dropout bits")] == ["ok", "ok"]
+
+    def shifted(seed: int, p: float, **ranges: range) -> Tensor:
+        return keep_mask(seed + 1, p, **ranges)
+
+    monkeypatch.setattr("tilewise.lab.gpu_check.accuracy.keep_mask", shifted)
+    rows = list(accuracy.run(TILED, "dropout bits"))
+    assert [row.status for row in rows] == ["wrong", "wrong"]
+
+
+def test_statistics_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    (row,) = accuracy.run(TILED, "statistics")
+    assert row.status == "ok"
+    assert set(row.values["ratios"]) == {"max_logit", "entropy", "score of top1"}
+    call = tilewise.attention
+
+    def attention(*arguments: Tensor, **keywords: object) -> object:
+        found = call(*arguments, **keywords)  # type: ignore[arg-type]
+        top1 = (found.stats.top1 + 1) % arguments[1].shape[2]
+        return found._replace(stats=found.stats._replace(top1=top1))
+
+    monkeypatch.setattr(tilewise, "attention", attention)
+    (row,) = accuracy.run(TILED, "statistics")
+    assert row.status == "wrong"
+    assert row.note.startswith("score of top1")
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "alibi", "document", "window", "varlen"])
+def test_a_wrong_case_is_not_timed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampled rows of the output and of the gradient of q are held to the rule."""
+    name = next(case.name for case in timed.with_goals(TILED.sizes) if case.kind == kind)
+    assert [row.status for row in speed.run(TILED, name)] == ["ok", "ok"]
+    ours = timed.ours
+
+    def wrong(setting: Setting, case: Timed, things: Given) -> dict[str, Attend]:
+        def larger(attend: Attend) -> Attend:
+            return lambda q, k, v: 1.05 * attend(q, k, v)
+
+        return {name: larger(attend) for name, attend in ours(setting, case, things).items()}
+
+    monkeypatch.setattr(timed, "ours", wrong)
+    rows: list[Row] = list(speed.run(TILED, name))
+    assert [row.status for row in rows] == ["wrong", "wrong"]
+    assert "output" in rows[0].note
+    assert "gradient of q" in rows[1].note
+    for row in rows:
+        assert not set(row.values["samples_s"]) & {"ours", "table"}
+    assert "flex" in rows[0].values["samples_s"], "the others are timed all the same"
+
+
+def test_long_and_huge_problems_pass_on_the_reference() -> None:
+    from tilewise.lab.gpu_check import long
+
+    for job in ("causal", "past 2^31 elements"):
+        assert {row.status for row in long.run(TILED, job)} == {"ok"}

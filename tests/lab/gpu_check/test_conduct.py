@@ -1,0 +1,210 @@
+"""Steps, jobs and processes: time that runs out, processes that die, and what is left after."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tilewise.errors import Unsupported
+from tilewise.lab.gpu_check import conduct as conducting
+from tilewise.lab.gpu_check import steps, worker
+from tilewise.lab.gpu_check.child import Child, environment
+from tilewise.lab.gpu_check.conduct import conduct
+from tilewise.lab.gpu_check.record import Record
+from tilewise.lab.gpu_check.row import Row
+from tilewise.lab.gpu_check.setting import Setting
+from tilewise.lab.gpu_check.steps import STEPS, Step
+
+REAL, SELF_TEST = Setting(), Setting(self_test=True)
+FAKE = [sys.executable, str(Path(__file__).with_name("fake_worker.py"))]
+
+
+class Planned(Step):
+    """A step with these jobs, for the name's sake: "a b c" has three."""
+
+    def jobs(self, setting: Setting) -> list[str]:
+        return self.name.split()
+
+
+class Answers:
+    """Stands for a child: answers at once, and remembers what it was asked."""
+
+    def __init__(self, took_s: float = 0.0) -> None:
+        self.asked: list[tuple[str, float]] = []
+        self.now, self.took_s, self.closed = 0.0, took_s, 0
+
+    def ask(self, step: str, job: str, limit_s: float) -> list[Row]:
+        self.asked.append((job, limit_s))
+        self.now += self.took_s
+        return [Row(step, job, "error" if job == "bad" else "ok")]
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def conduct(self, planned: list[Step], limit_s: float) -> Record:
+        record = Record(False, "gpu")
+        conduct(
+            REAL,
+            planned,
+            record,
+            limit_s,
+            clock=lambda: self.now,
+            start=lambda setting, parallel: self,  # type: ignore[arg-type,return-value]
+        )
+        return record
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    found = Child(SELF_TEST, command=FAKE)
+    yield found
+    found.close()
+
+
+def test_an_error_loses_nothing_else() -> None:
+    answers = Answers()
+    record = answers.conduct([Planned("a bad c", 10, 5), Planned("d", 10, 5)], 100)
+    assert [(row.name, row.status) for row in record.rows] == [
+        ("a", "ok"),
+        ("bad", "error"),
+        ("c", "ok"),
+        ("d", "ok"),
+    ]
+    assert [row.name for row in record.failures] == ["bad"]
+    assert answers.closed == 1
+
+
+def test_a_step_has_its_budget_and_no_more() -> None:
+    """What has not begun by then is skipped, and the next step has its own time."""
+    answers = Answers(took_s=4.5)
+    record = answers.conduct([Planned("a b c d", 10, 9), Planned("e", 10, 9)], 100)
+    assert [row.status for row in record.rows] == ["ok", "ok", "skipped", "skipped", "ok"]
+    assert answers.asked == [("a", 9), ("b", 5.5), ("e", 9)]
+    assert record.seconds == {"a b c d": 9.0, "e": 4.5}
+
+
+def test_the_whole_has_a_limit() -> None:
+    answers = Answers(took_s=4.0)
+    record = answers.conduct([Planned("a b", 100, 9), Planned("c d", 100, 9)], 11)
+    assert [row.status for row in record.rows] == ["ok", "ok", "ok", "skipped"]
+    assert answers.asked[-1] == ("c", 3)
+
+
+def test_a_child_that_cannot_start_is_an_error() -> None:
+    class Broken(Answers):
+        def ask(self, step: str, job: str, limit_s: float) -> list[Row]:
+            raise OSError("no process")
+
+    record = Broken().conduct([Planned("a b", 10, 5)], 100)
+    assert [(row.status, row.note) for row in record.rows] == [("error", "OSError: no process")] * 2
+
+
+def test_the_record_is_kept_after_each_job() -> None:
+    lengths: list[int] = []
+    answers, record = Answers(), Record(False, "gpu")
+    conduct(
+        REAL,
+        [Planned("a b", 10, 5)],
+        record,
+        100,
+        changed=lambda: lengths.append(len(record.rows)),
+        start=lambda setting, parallel: answers,  # type: ignore[arg-type,return-value]
+    )
+    assert lengths == [1, 2]
+
+
+def test_parallel_steps_share_their_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conducting, "_processes", lambda: 3)
+    made: list[Child] = []
+
+    def start(setting: Setting, parallel: bool) -> Child:
+        made.append(Child(setting, parallel, command=FAKE))
+        return made[-1]
+
+    names = " ".join(f"job{i}" for i in range(9))
+    record = Record(False, "gpu")
+    conduct(REAL, [Planned(names, 60, 60, parallel=True)], record, 60, start=start)
+    assert sorted(row.name for row in record.rows) == sorted(names.split())
+    assert len(made) == 4  # the single one was not needed, and is there for other steps
+    assert len({row.values["pid"] for row in record.rows}) <= 3
+
+
+def test_one_process_serves_many_jobs(child: Child) -> None:
+    first, second = (child.ask("s", job, 30) for job in ("a", "b"))
+    assert [row.name for row in first + second] == ["a", "b"]
+    assert first[0].values["pid"] == second[0].values["pid"]
+
+
+def test_a_process_that_takes_too_long_is_ended(child: Child) -> None:
+    child.ask("s", "first", 60)
+    begun = time.perf_counter()
+    rows = child.ask("s", "sleep", 3)
+    assert time.perf_counter() - begun < 30
+    assert [(row.name, row.status) for row in rows] == [("sleep", "ok"), ("sleep", "error")]
+    assert "no more time" in rows[1].note
+    assert child.ask("s", "next", 30)[0].status == "ok"
+
+
+def test_a_process_that_dies_leaves_its_last_words(child: Child) -> None:
+    (row,) = child.ask("s", "die", 30)
+    assert row.status == "error"
+    assert "ended with 7" in row.note
+    assert "the last words" in row.note
+    assert child.ask("s", "next", 30)[0].status == "ok"
+
+
+def test_a_process_that_talks_nonsense_is_replaced(child: Child) -> None:
+    before = child.ask("s", "a", 30)[0].values["pid"]
+    (row,) = child.ask("s", "babble", 30)
+    assert row.status == "error"
+    assert "nobody understands" in row.note
+    assert child.ask("s", "b", 30)[0].values["pid"] != before
+
+
+def test_a_process_that_lost_its_gpu_is_replaced(child: Child) -> None:
+    before = child.ask("s", "a", 30)[0].values["pid"]
+    (row,) = child.ask("s", "lost", 30)
+    assert row.note == "illegal access"
+    time.sleep(0.5)
+    (after,) = child.ask("s", "b", 30)
+    assert (after.name, after.status) == ("b", "ok")
+    assert after.values["pid"] != before
+
+
+def test_what_a_job_raises_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it found before stays; what the backend cannot do is no error."""
+
+    class Raising:
+        def run(self, setting: Setting, job: str) -> Iterator[Row]:
+            yield Row("s", job)
+            raise {"odd": ValueError("two\nlines"), "not": Unsupported("it", {"gpu": ["why"]})}[job]
+
+    monkeypatch.setattr(steps, "find", lambda name: Raising())
+    rows = worker.do(SELF_TEST, "s", "odd")
+    assert [row.status for row in rows] == ["ok", "error"]
+    assert rows[1].note == "ValueError: two lines"
+    assert "test_conduct.py" in rows[1].values["traceback"]
+    rows = worker.do(SELF_TEST, "s", "not")
+    assert [(row.status, row.note) for row in rows] == [("ok", ""), ("unsupported", "why")]
+
+
+def test_the_interpreter_is_asked_for_before_triton_is_there() -> None:
+    assert environment(SELF_TEST, False)["TRITON_INTERPRET"] == "1"
+    assert environment(REAL, True)["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
+    assert "TORCHINDUCTOR_COMPILE_THREADS" not in environment(REAL, False)
+    source = Path(conducting.__file__).resolve().parents[3]
+    assert environment(REAL, False)["PYTHONPATH"].split(":")[0] == str(source)
+
+
+def test_every_step_has_jobs_of_different_names() -> None:
+    assert len({step.name for step in STEPS}) == len(STEPS)
+    for step, setting in itertools.product(STEPS, (REAL, SELF_TEST)):
+        jobs = step.jobs(setting)
+        assert jobs
+        assert len(set(jobs)) == len(jobs)
+        assert step.job_s <= step.budget_s

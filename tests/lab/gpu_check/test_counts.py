@@ -1,0 +1,145 @@
+"""Operations, goals, and what follows from samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.lab.gpu_check.records import ceilings, speed_row
+from tilewise.lab.gpu_check import timed
+from tilewise.lab.gpu_check.derived import best, fraction, met, rate, summary
+from tilewise.lab.gpu_check.flops import (
+    backward_flops,
+    causal_pairs,
+    forward_flops,
+    full_pairs,
+    window_pairs,
+)
+from tilewise.lab.gpu_check.goals import Goal, goal_for
+from tilewise.lab.gpu_check.setting import REAL, TINY, Setting
+from tilewise.lab.gpu_check.timed import Timed
+
+SELF_TEST = Setting(self_test=True)
+
+
+def test_two_products_forward_and_five_backward() -> None:
+    """16k, 16 heads of 128: 4 N^2 D a head; the backward pass is 2.5 times that."""
+    pairs = full_pairs(16384, 16384)
+    assert forward_flops(pairs, 16, 128) == 4 * 16384**2 * 128 * 16
+    assert backward_flops(pairs, 16, 128) == 2.5 * forward_flops(pairs, 16, 128)
+    assert forward_flops(10, 3, 64, 32) == 10 * 3 * 2 * (64 + 32)
+
+
+def test_causal_is_half() -> None:
+    assert causal_pairs([4096]) == full_pairs(4096, 4096) / 2
+    assert causal_pairs([100, 20, 0]) == (100**2 + 20**2) / 2
+
+
+@pytest.mark.parametrize(("length", "width"), [(64, 8), (64, 64), (5, 9), (1, 1), (100, 1)])
+def test_pairs_of_a_window_are_counted(length: int, width: int) -> None:
+    m, n = torch.arange(length)[:, None], torch.arange(length)
+    assert window_pairs(length, width) == int(((n <= m) & (m - n < width)).sum())
+
+
+@pytest.mark.parametrize("case", timed.cases(TINY), ids=lambda case: case.name)
+def test_the_amount_is_that_of_the_visible_pairs(case: Timed) -> None:
+    """Causal parts count as half of their square; everything else pair by pair."""
+    things = timed.given(SELF_TEST, case)
+    found = timed.amount(case, things, backward=False)
+    if case.kind == "decode":
+        assert found == 2 * 8 * TINY.decode_keys * case.head_dim * 2  # bytes of k and v, float16
+        return
+    heads, batch = TINY.hidden // case.head_dim, TINY.tokens // case.length
+    seen = timed.visible(case, things)
+    m, n = torch.arange(case.length)[:, None], torch.arange(case.length)
+    pairs = float(case.length**2) if seen is None else float(seen(m, n).sum())
+    if case.kind in ("causal", "alibi", "document", "varlen"):
+        pairs -= case.length / 2  # the diagonal, half of which the convention leaves out
+    assert found == 4 * pairs * batch * heads * case.head_dim
+    assert timed.amount(case, things, backward=True) == 2.5 * found
+
+
+def test_every_case_is_there_once() -> None:
+    for sizes in (REAL, TINY):
+        names = [case.name for case in timed.cases(sizes)]
+        assert len(set(names)) == len(names)
+        assert all(timed.find(sizes, name).name == name for name in names)
+    kinds = {case.kind for case in timed.with_goals(REAL)}
+    assert kinds == {"full", "causal", "alibi", "document", "window", "varlen", "decode", "fp8"}
+    plain = [case for case in timed.cases(REAL) if case.kind in ("full", "causal")]
+    assert {case.length for case in plain} == {512, 1024, 2048, 4096, 8192, 16384}
+    assert {case.head_dim for case in plain} == {64, 128, 256}
+    assert len(plain) == 2 * 6 * 3
+
+
+def test_16k_tokens_of_hidden_2048() -> None:
+    """Of the sizes, not of tensors: these would be large."""
+    for case in timed.cases(REAL):
+        if case.kind in ("full", "causal"):
+            assert REAL.tokens % case.length == 0
+            assert REAL.hidden % case.head_dim == 0
+    assert (REAL.tokens, REAL.hidden) == (16384, 2048)
+
+
+def test_documents_cover_the_length() -> None:
+    things = timed.given(SELF_TEST, Timed("document", 16, 64))
+    ends = things.ends.tolist()
+    assert (ends[0], ends[-1]) == (0, 64)
+    assert len(set(things.ends.diff().tolist())) > 1
+    assert things.ids.bincount().tolist() == things.ends.diff().tolist()
+
+
+def test_goals_are_those_of_long_problems() -> None:
+    assert goal_for("forward", "full", 128, 16384) == Goal(450.0)
+    assert goal_for("backward", "causal", 128, 8192) == Goal(290.0, 1.0)
+    assert goal_for("backward", "causal", 256, 8192) == Goal(None, 1.0)
+    assert goal_for("forward", "alibi", 64, 16384) == Goal(None, 1.0)
+    assert goal_for("forward", "full", 128, 4096) == Goal()
+    assert goal_for("forward", "decode", 128, 32768) == Goal(3.6)
+
+
+def test_rates_and_fractions() -> None:
+    row = speed_row(Timed("full", 128, 8192), rates={"ours": 400.0, "table": 410.0, "flex": 300.0})
+    ours = best(row)
+    assert ours is not None
+    assert ours.median == pytest.approx(410)
+    assert ours.low == pytest.approx(410 * 0.98)
+    assert ours.high == pytest.approx(410 * 1.02)
+    assert rate(row, "cudnn") is None
+    assert fraction([row, *ceilings(matrix=820.0)], row) == pytest.approx(0.5)
+    assert fraction([row], row) is None
+    decode = speed_row(Timed("decode", 128, 32768), rates={"ours": 3.0})
+    assert fraction(ceilings(copy=4.0), decode) == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(
+    ("direction", "kind", "rates", "expected"),
+    [
+        ("forward", "full", {"ours": 460.0}, "yes"),
+        ("forward", "full", {"ours": 440.0}, "no: rate"),
+        ("backward", "full", {"ours": 330.0, "flex": 320.0}, "yes"),
+        ("backward", "full", {"ours": 330.0, "flex": 340.0}, "no: flex"),
+        ("backward", "full", {"ours": 310.0, "flex": 340.0}, "no: rate, flex"),
+        ("backward", "full", {"ours": 330.0}, "yes"),
+        ("forward", "alibi", {"ours": 330.0, "flex": 100.0}, "yes"),
+        ("forward", "alibi", {"ours": 330.0}, ""),
+        ("forward", "document", {"ours": 1.0, "table": 200.0, "flex": 100.0}, "yes"),
+        ("forward", "full", {"flex": 100.0}, ""),
+    ],
+)
+def test_goals_met(direction: str, kind: str, rates: dict[str, float], expected: str) -> None:
+    assert met(speed_row(Timed(kind, 128, 16384), direction, rates)) == expected
+
+
+def test_short_problems_are_not_judged() -> None:
+    assert met(speed_row(Timed("full", 128, 512), rates={"ours": 1.0, "flex": 2.0})) == ""
+
+
+def test_the_summary_says_it_in_numbers() -> None:
+    row = speed_row(Timed("causal", 128, 16384))
+    (said,) = summary([*ceilings(), row])
+    assert said["name"] == "forward D128 causal 16384"
+    assert said["rates"]["cudnn"].median == pytest.approx(590)
+    assert said["fraction"] == pytest.approx(410 / 800)
+    assert said["goal"] == {"rate": 400.0, "over_flex": None}
+    assert said["met"] == "yes"

@@ -1,0 +1,83 @@
+"""The command as a user calls it: the self-test, small with the reference and whole with Triton."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tilewise.lab.gpu_check.steps import STEPS
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = str(ROOT / "scripts" / "gpu_check.py")
+# What the lab and the tests have, and a bare GPU machine has not.
+MISSING = (
+    *("tilewise._core", "pydantic", "rich", "scipy", "matplotlib", "jinja2", "safetensors"),
+    *("schedulefree", "tokenizers", "hypothesis", "pytest", "triton"),
+)
+
+
+def call(*arguments: str, out: Path) -> subprocess.CompletedProcess[str]:
+    """The script, from another folder and without a path to the package."""
+    hidden = ("PYTHONPATH", "TRITON_INTERPRET", "OUT")
+    environment = {key: value for key, value in os.environ.items() if key not in hidden}
+    return subprocess.run(
+        [sys.executable, SCRIPT, "--self-test", "--out", str(out), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=out.parent,
+        env=environment,
+    )
+
+
+def test_some_steps_of_the_self_test(tmp_path: Path) -> None:
+    steps = ("smoke", "ceilings", "host")
+    done = call("--backend", "tiled", "--only", *steps, out=tmp_path / "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    values = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    assert {row["step"] for row in values["rows"]} == set(steps)
+    assert values["status"] == "only smoke, ceilings, host"
+    text = (tmp_path / "out" / "gpu_check.txt").read_text()
+    assert done.stdout == text
+    assert "no number is a measurement" in text
+    assert done.stderr == ""
+
+
+def test_nothing_else_is_imported() -> None:
+    """Every module, where only torch and numpy are installed; Triton belongs to the backend."""
+    folder = ROOT / "src" / "tilewise" / "lab" / "gpu_check"
+    names = [f"tilewise.lab.gpu_check.{path.stem}" for path in folder.glob("*.py")]
+    code = (
+        f"import sys, importlib\nfor name in {MISSING}: sys.modules[name] = None\n"
+        f"for name in {names}: importlib.import_module(name)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_what_fails_ends_with_1(tmp_path: Path) -> None:
+    done = call("--backend", "unknown", "--only", "smoke", out=tmp_path / "out")
+    assert done.returncode == 1
+    assert "ERROR smoke, first call: InvalidArgument" in done.stdout
+    assert "1 ok, 1 error" in done.stdout, "the machine is known all the same"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tiled", "gpu"])
+def test_the_whole_self_test(backend: str, tmp_path: Path) -> None:
+    """Every step and every job; with "gpu" all kernels run in Triton's interpreter."""
+    if backend == "gpu" and find_spec("triton") is None:
+        pytest.skip("Triton is not installed (pip install triton)")
+    done = call("--backend", backend, out=tmp_path / "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    values = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    assert values["status"] == "complete"
+    assert {row["step"] for row in values["rows"]} == {step.name for step in STEPS}
+    declined = [row for row in values["rows"] if row["status"] == "unsupported"]
+    assert all("fp8" in row["name"] or "float8" in row["note"] for row in declined), declined

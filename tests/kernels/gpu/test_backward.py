@@ -159,7 +159,7 @@ BIASES = [
 ]
 
 
-# Over forty draws the error of this scalar's gradient is 2.2 times plain's in the mean and 2.3 times
+# Over forty draws the error of this scalar is 2.2 times that of plain in the mean and 2.3 times
 # at most (the CPU core's 1.6 and 1.2): delta is rounded once more than dP, and all of it adds up.
 _MISSED = pytest.mark.xfail(raises=InexactError, reason="a scalar bias is over the 2x rule by 7 %")
 

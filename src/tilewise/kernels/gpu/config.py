@@ -1,0 +1,406 @@
+"""Chip families, and the blocks that each kernel works in on them: one table, no measuring.
+
+A block decides how a row is rounded. So it depends on the family, the pass, the dtype, the widths
+and on whether there is a mask or a score, and on nothing else of a call.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+
+from tilewise.problem import Problem
+
+__all__ = [
+    "FAMILIES",
+    "LARGEST_WIDTH",
+    "Blocks",
+    "Config",
+    "Family",
+    "Pass",
+    "config_for",
+    "family_of",
+    "padded",
+    "shared_need",
+    "tiles_for",
+]
+
+Pass: TypeAlias = Literal["forward", "dkdv", "dq"]
+
+LARGEST_WIDTH = 512
+_LEAST = 16  # of a block's sides: what matrix instructions take
+_INTERPRETER = "interpreter"
+
+
+class Family(NamedTuple):
+    """Chips that run the same machine code.
+
+    Args:
+        name: "sm_90", "gfx942" and so on.
+        maker: "cuda" or "hip"; "" for Triton's interpreter.
+        shared_bytes: on-chip memory that one program may take.
+        unit: the matrix instructions.
+        warp: threads in a warp.
+        table: whose rows of the table it takes.
+    """
+
+    name: str
+    maker: str
+    shared_bytes: int
+    unit: str
+    warp: int
+    table: str
+
+
+class Blocks(NamedTuple):
+    """How a kernel is launched: queries and keys of a block, warps, and stages of its pipeline."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+_KB = 1024
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family("sm_75", "cuda", 64 * _KB, "mma", 32, "turing"),
+        Family("sm_80", "cuda", 163 * _KB, "mma", 32, "ampere"),
+        Family("sm_86", "cuda", 99 * _KB, "mma", 32, "small"),
+        Family("sm_89", "cuda", 99 * _KB, "mma", 32, "small"),
+        Family("sm_90", "cuda", 227 * _KB, "wgmma", 32, "hopper"),
+        Family("sm_100", "cuda", 227 * _KB, "tcgen05", 32, "blackwell"),
+        Family("sm_120", "cuda", 99 * _KB, "mma", 32, "small"),
+        Family("gfx90a", "hip", 64 * _KB, "mfma", 64, "cdna"),
+        Family("gfx942", "hip", 64 * _KB, "mfma", 64, "cdna"),
+        Family("gfx950", "hip", 160 * _KB, "mfma", 64, "cdna4"),
+        Family("gfx1100", "hip", 64 * _KB, "wmma", 32, "rdna3"),
+        Family("gfx1201", "hip", 64 * _KB, "wmma", 32, "rdna4"),
+        Family(_INTERPRETER, "", 1024 * _KB, "", 32, _INTERPRETER),
+    )
+}
+
+# The widest of D and Dv, padded, up to which a row of the table holds.
+_WIDTHS = (64, 128, 256, LARGEST_WIDTH)
+_Row: TypeAlias = tuple[Blocks, Blocks, Blocks, Blocks]
+
+# By table and pass, for 16-bit operands; one entry for each of _WIDTHS.
+_HALF: dict[tuple[str, str], _Row] = {
+    ("turing", "forward"): (
+        Blocks(64, 32, 4, 1),
+        Blocks(64, 32, 4, 1),
+        Blocks(32, 32, 4, 1),
+        Blocks(16, 16, 4, 1),
+    ),
+    ("ampere", "forward"): (
+        Blocks(128, 64, 4, 3),
+        Blocks(128, 64, 8, 3),
+        Blocks(64, 32, 8, 2),
+        Blocks(32, 32, 8, 2),
+    ),
+    ("small", "forward"): (
+        Blocks(128, 64, 4, 2),
+        Blocks(64, 64, 4, 2),
+        Blocks(64, 32, 8, 2),
+        Blocks(32, 32, 8, 1),
+    ),
+    ("hopper", "forward"): (
+        Blocks(128, 128, 8, 3),
+        Blocks(128, 128, 8, 2),
+        Blocks(128, 64, 8, 2),
+        Blocks(64, 32, 8, 2),
+    ),
+    ("blackwell", "forward"): (
+        Blocks(128, 128, 8, 3),
+        Blocks(128, 128, 8, 2),
+        Blocks(128, 64, 8, 2),
+        Blocks(64, 32, 8, 2),
+    ),
+    ("cdna", "forward"): (
+        Blocks(128, 64, 4, 1),
+        Blocks(128, 64, 8, 1),
+        Blocks(64, 32, 8, 1),
+        Blocks(32, 16, 8, 1),
+    ),
+    ("cdna4", "forward"): (
+        Blocks(128, 64, 4, 2),
+        Blocks(128, 64, 8, 2),
+        Blocks(64, 32, 8, 2),
+        Blocks(32, 32, 8, 1),
+    ),
+    ("rdna3", "forward"): (
+        Blocks(64, 32, 4, 1),
+        Blocks(64, 32, 8, 1),
+        Blocks(32, 32, 8, 1),
+        Blocks(16, 16, 8, 1),
+    ),
+    ("rdna4", "forward"): (
+        Blocks(128, 32, 8, 1),
+        Blocks(64, 32, 8, 1),
+        Blocks(32, 32, 8, 1),
+        Blocks(16, 16, 8, 1),
+    ),
+    ("turing", "dkdv"): (
+        Blocks(32, 32, 4, 1),
+        Blocks(32, 32, 8, 1),
+        Blocks(16, 32, 8, 1),
+        Blocks(16, 16, 8, 1),
+    ),
+    ("ampere", "dkdv"): (
+        Blocks(64, 64, 8, 2),
+        Blocks(32, 64, 8, 2),
+        Blocks(32, 32, 8, 1),
+        Blocks(16, 16, 8, 1),
+    ),
+    ("small", "dkdv"): (
+        Blocks(32, 64, 4, 2),
+        Blocks(32, 64, 8, 1),
+        Blocks(16, 32, 8, 1),
+        Blocks(16, 16, 8, 1),
+    ),
+    ("hopper", "dkdv"): (
+        Blocks(64, 64, 8, 2),
+        Blocks(64, 64, 8, 2),
+        Blocks(32, 64, 8, 1),
+        Blocks(16, 32, 8, 1),
+    ),
+    ("blackwell", "dkdv"): (
+        Blocks(64, 128, 8, 2),
+        Blocks(64, 64, 8, 2),
+        Blocks(32, 64, 8, 1),
+        Blocks(16, 32, 8, 1),
+    ),
+    ("cdna", "dkdv"): (
+        Blocks(32, 64, 8, 1),
+        Blocks(32, 32, 8, 1),
+        Blocks(16, 32, 8, 1),
+        Blocks(16, 16, 8, 1),
+    ),
+    ("cdna4", "dkdv"): (
+        Blocks(64, 64, 8, 1),
+        Blocks(32, 64, 8, 1),
+        Blocks(16, 32, 8, 1),
+        Blocks(16, 16, 8, 1),
+    ),
+    ("rdna3", "dkdv"): (
+        Blocks(32, 32, 8, 1),
+        Blocks(16, 32, 8, 1),
+        Blocks(16, 16, 8, 1),
+        Blocks(16, 16, 8, 1),
+    ),
+    ("rdna4", "dkdv"): (
+        Blocks(32, 32, 8, 1),
+        Blocks(16, 32, 8, 1),
+        Blocks(16, 16, 8, 1),
+        Blocks(16, 16, 8, 1),
+    ),
+    ("turing", "dq"): (
+        Blocks(32, 32, 4, 1),
+        Blocks(32, 32, 8, 1),
+        Blocks(32, 16, 8, 1),
+        Blocks(16, 16, 8, 1),
+    ),
+    ("ampere", "dq"): (
+        Blocks(64, 64, 8, 2),
+        Blocks(64, 32, 8, 2),
+        Blocks(32, 32, 8, 1),
+        Blocks(16, 16, 8, 1),
+    ),
+    ("small", "dq"): (
+        Blocks(64, 32, 4, 2),
+        Blocks(64, 32, 8, 1),
+        Blocks(32, 16, 8, 1),
+        Blocks(16, 16, 8, 1),
+    ),
+    ("hopper", "dq"): (
+        Blocks(128, 64, 8, 2),
+        Blocks(64, 64, 8, 2),
+        Blocks(64, 32, 8, 1),
+        Blocks(32, 16, 8, 1),
+    ),
+    ("blackwell", "dq"): (
+        Blocks(128, 64, 8, 2),
+        Blocks(64, 64, 8, 2),
+        Blocks(64, 32, 8, 1),
+        Blocks(32, 16, 8, 1),
+    ),
+    ("cdna", "dq"): (
+        Blocks(64, 32, 8, 1),
+        Blocks(32, 32, 8, 1),
+        Blocks(32, 16, 8, 1),
+        Blocks(16, 16, 8, 1),
+    ),
+    ("cdna4", "dq"): (
+        Blocks(64, 64, 8, 1),
+        Blocks(64, 32, 8, 1),
+        Blocks(32, 16, 8, 1),
+        Blocks(16, 16, 8, 1),
+    ),
+    ("rdna3", "dq"): (
+        Blocks(32, 32, 8, 1),
+        Blocks(32, 16, 8, 1),
+        Blocks(16, 16, 8, 1),
+        Blocks(16, 16, 8, 1),
+    ),
+    ("rdna4", "dq"): (
+        Blocks(32, 32, 8, 1),
+        Blocks(32, 16, 8, 1),
+        Blocks(16, 16, 8, 1),
+        Blocks(16, 16, 8, 1),
+    ),
+}
+
+# float32 is multiplied without matrix instructions, or with tf32's: small blocks everywhere.
+_SINGLE: dict[str, _Row] = {
+    "forward": (
+        Blocks(64, 32, 4, 2),
+        Blocks(32, 32, 4, 2),
+        Blocks(32, 16, 8, 1),
+        Blocks(16, 16, 8, 1),
+    ),
+    "dkdv": (
+        Blocks(32, 32, 4, 1),
+        Blocks(16, 32, 8, 1),
+        Blocks(16, 16, 8, 1),
+        Blocks(16, 16, 8, 1),
+    ),
+    "dq": (
+        Blocks(32, 32, 4, 1),
+        Blocks(32, 16, 8, 1),
+        Blocks(16, 16, 8, 1),
+        Blocks(16, 16, 8, 1),
+    ),
+}
+
+# The interpreter has no registers to run out of; small blocks put many edges into small tests.
+_INTERPRETED = {
+    "forward": Blocks(64, 32, 4, 1),
+    "dkdv": Blocks(32, 64, 4, 1),
+    "dq": Blocks(64, 32, 4, 1),
+}
+
+
+class Config(NamedTuple):
+    """What host code of a pass has to know of the chip.
+
+    Args:
+        family: a name of FAMILIES.
+        precision: of products of float32: "ieee", or "tf32" where torch allows it.
+        overrides: (pass, blocks) pairs that stand before the table.
+    """
+
+    family: str
+    precision: str = "ieee"
+    overrides: tuple[tuple[str, Blocks], ...] = ()
+
+    def blocks(self, pass_name: Pass, problem: Problem) -> Blocks:
+        """The blocks of a pass for a problem."""
+        for name, blocks in self.overrides:
+            if name == pass_name:
+                return blocks
+        return tiles_for(
+            self.family,
+            pass_name,
+            problem.dtype,
+            problem.head_dim,
+            problem.value_dim,
+            bool(problem.mask or problem.score),
+        )
+
+
+def padded(width: int) -> int:
+    """A width as kernels hold it: the next power of two, at least 16."""
+    return max(_LEAST, 1 << (width - 1).bit_length())
+
+
+def tiles_for(
+    family: str,
+    pass_name: Pass,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    has_variant: bool,
+) -> Blocks:
+    """The blocks of a pass, small enough for the shared memory of the family.
+
+    Args:
+        family: a name of FAMILIES.
+        pass_name: "forward", "dkdv" or "dq".
+        dtype: of q, k and v.
+        head_dim, value_dim: D and Dv.
+        has_variant: whether there is a mask or a score; they need registers.
+    """
+    chip = FAMILIES[family]
+    widest = max(padded(head_dim), padded(value_dim))
+    index = next(i for i, width in enumerate(_WIDTHS) if widest <= width)
+    if chip.table == _INTERPRETER:
+        return _INTERPRETED[pass_name]
+    if dtype.itemsize > 2:
+        blocks = _SINGLE[pass_name][index]
+    else:
+        blocks = _HALF[chip.table, pass_name][index]
+    if has_variant and blocks.queries * blocks.keys > 128 * 64:
+        blocks = blocks._replace(keys=blocks.keys // 2)
+    return _fitting(blocks, pass_name, chip, dtype.itemsize, head_dim, value_dim)
+
+
+def shared_need(
+    pass_name: Pass, blocks: Blocks, itemsize: int, head_dim: int, value_dim: int
+) -> int:
+    """About how many bytes of shared memory a pass needs: operands held, and those in flight."""
+    both = (padded(head_dim) + padded(value_dim)) * itemsize
+    if pass_name == "forward":
+        held, moving = blocks.queries * padded(head_dim) * itemsize, blocks.keys * both
+    elif pass_name == "dq":
+        held, moving = blocks.queries * both, blocks.keys * both
+    else:
+        held, moving = blocks.keys * both, blocks.queries * both
+    return held + blocks.stages * moving
+
+
+def _fitting(
+    blocks: Blocks, pass_name: Pass, chip: Family, itemsize: int, head_dim: int, value_dim: int
+) -> Blocks:
+    """The blocks with fewer stages, then smaller, until they fit."""
+    while shared_need(pass_name, blocks, itemsize, head_dim, value_dim) > chip.shared_bytes:
+        queries, keys, warps, stages = blocks
+        if stages > 1:
+            blocks = Blocks(queries, keys, warps, stages - 1)
+        elif max(queries, keys) == _LEAST:
+            break
+        elif keys >= queries:
+            blocks = Blocks(queries, keys // 2, warps, stages)
+        else:
+            blocks = Blocks(queries // 2, keys, warps, stages)
+    return blocks
+
+
+def family_of(device: torch.device) -> str | None:
+    """The family of the chip of a device; None where it is of none that is known.
+
+    The CPU's is the interpreter. Chips newer than a family of their kind run its code's blocks.
+    """
+    if device.type == "cpu":
+        return _INTERPRETER
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        name = str(properties.gcnArchName).split(":", maxsplit=1)[0]
+        return name if name in FAMILIES else None
+    return _cuda_family(properties.major * 10 + properties.minor)
+
+
+def _cuda_family(capability: int) -> str | None:
+    """Of compute capability 8.7 that of 8.6, of 10.3 that of 10.0, of 12.1 that of 12.0."""
+    known = [int(f.name[3:]) for f in FAMILIES.values() if f.maker == "cuda"]
+    below = [each for each in known if each <= capability and each // 10 == capability // 10]
+    return f"sm_{max(below)}" if below else None
+
+
+def config_for(family: str) -> Config:
+    """The configuration of a family, with the precision that torch allows at this time."""
+    tf32 = torch.backends.cuda.matmul.allow_tf32 and FAMILIES[family].maker == "cuda"
+    return Config(family, "tf32" if tf32 and family != "sm_75" else "ieee")

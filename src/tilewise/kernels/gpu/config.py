@@ -6,6 +6,7 @@ and on whether there is a mask or a score, and on nothing else of a call.
 
 from __future__ import annotations
 
+import re
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -86,200 +87,58 @@ FAMILIES = {
 _WIDTHS = (64, 128, 256, LARGEST_WIDTH)
 _Row: TypeAlias = tuple[Blocks, Blocks, Blocks, Blocks]
 
-# By table and pass, for 16-bit operands; one entry for each of _WIDTHS.
-_HALF: dict[tuple[str, str], _Row] = {
-    ("turing", "forward"): (
-        Blocks(64, 32, 4, 1),
-        Blocks(64, 32, 4, 1),
-        Blocks(32, 32, 4, 1),
-        Blocks(16, 16, 4, 1),
-    ),
-    ("ampere", "forward"): (
-        Blocks(128, 64, 4, 3),
-        Blocks(128, 64, 8, 3),
-        Blocks(64, 32, 8, 2),
-        Blocks(32, 32, 8, 2),
-    ),
-    ("small", "forward"): (
-        Blocks(128, 64, 4, 2),
-        Blocks(64, 64, 4, 2),
-        Blocks(64, 32, 8, 2),
-        Blocks(32, 32, 8, 1),
-    ),
-    ("hopper", "forward"): (
-        Blocks(128, 128, 8, 3),
-        Blocks(128, 128, 8, 2),
-        Blocks(128, 64, 8, 2),
-        Blocks(64, 32, 8, 2),
-    ),
-    ("blackwell", "forward"): (
-        Blocks(128, 128, 8, 3),
-        Blocks(128, 128, 8, 2),
-        Blocks(128, 64, 8, 2),
-        Blocks(64, 32, 8, 2),
-    ),
-    ("cdna", "forward"): (
-        Blocks(128, 64, 4, 1),
-        Blocks(128, 64, 8, 1),
-        Blocks(64, 32, 8, 1),
-        Blocks(32, 16, 8, 1),
-    ),
-    ("cdna4", "forward"): (
-        Blocks(128, 64, 4, 2),
-        Blocks(128, 64, 8, 2),
-        Blocks(64, 32, 8, 2),
-        Blocks(32, 32, 8, 1),
-    ),
-    ("rdna3", "forward"): (
-        Blocks(64, 32, 4, 1),
-        Blocks(64, 32, 8, 1),
-        Blocks(32, 32, 8, 1),
-        Blocks(16, 16, 8, 1),
-    ),
-    ("rdna4", "forward"): (
-        Blocks(128, 32, 8, 1),
-        Blocks(64, 32, 8, 1),
-        Blocks(32, 32, 8, 1),
-        Blocks(16, 16, 8, 1),
-    ),
-    ("turing", "dkdv"): (
-        Blocks(32, 32, 4, 1),
-        Blocks(32, 32, 8, 1),
-        Blocks(16, 32, 8, 1),
-        Blocks(16, 16, 8, 1),
-    ),
-    ("ampere", "dkdv"): (
-        Blocks(64, 64, 8, 2),
-        Blocks(32, 64, 8, 2),
-        Blocks(32, 32, 8, 1),
-        Blocks(16, 16, 8, 1),
-    ),
-    ("small", "dkdv"): (
-        Blocks(32, 64, 4, 2),
-        Blocks(32, 64, 8, 1),
-        Blocks(16, 32, 8, 1),
-        Blocks(16, 16, 8, 1),
-    ),
-    ("hopper", "dkdv"): (
-        Blocks(64, 64, 8, 2),
-        Blocks(64, 64, 8, 2),
-        Blocks(32, 64, 8, 1),
-        Blocks(16, 32, 8, 1),
-    ),
-    ("blackwell", "dkdv"): (
-        Blocks(64, 128, 8, 2),
-        Blocks(64, 64, 8, 2),
-        Blocks(32, 64, 8, 1),
-        Blocks(16, 32, 8, 1),
-    ),
-    ("cdna", "dkdv"): (
-        Blocks(32, 64, 8, 1),
-        Blocks(32, 32, 8, 1),
-        Blocks(16, 32, 8, 1),
-        Blocks(16, 16, 8, 1),
-    ),
-    ("cdna4", "dkdv"): (
-        Blocks(64, 64, 8, 1),
-        Blocks(32, 64, 8, 1),
-        Blocks(16, 32, 8, 1),
-        Blocks(16, 16, 8, 1),
-    ),
-    ("rdna3", "dkdv"): (
-        Blocks(32, 32, 8, 1),
-        Blocks(16, 32, 8, 1),
-        Blocks(16, 16, 8, 1),
-        Blocks(16, 16, 8, 1),
-    ),
-    ("rdna4", "dkdv"): (
-        Blocks(32, 32, 8, 1),
-        Blocks(16, 32, 8, 1),
-        Blocks(16, 16, 8, 1),
-        Blocks(16, 16, 8, 1),
-    ),
-    ("turing", "dq"): (
-        Blocks(32, 32, 4, 1),
-        Blocks(32, 32, 8, 1),
-        Blocks(32, 16, 8, 1),
-        Blocks(16, 16, 8, 1),
-    ),
-    ("ampere", "dq"): (
-        Blocks(64, 64, 8, 2),
-        Blocks(64, 32, 8, 2),
-        Blocks(32, 32, 8, 1),
-        Blocks(16, 16, 8, 1),
-    ),
-    ("small", "dq"): (
-        Blocks(64, 32, 4, 2),
-        Blocks(64, 32, 8, 1),
-        Blocks(32, 16, 8, 1),
-        Blocks(16, 16, 8, 1),
-    ),
-    ("hopper", "dq"): (
-        Blocks(128, 64, 8, 2),
-        Blocks(64, 64, 8, 2),
-        Blocks(64, 32, 8, 1),
-        Blocks(32, 16, 8, 1),
-    ),
-    ("blackwell", "dq"): (
-        Blocks(128, 64, 8, 2),
-        Blocks(64, 64, 8, 2),
-        Blocks(64, 32, 8, 1),
-        Blocks(32, 16, 8, 1),
-    ),
-    ("cdna", "dq"): (
-        Blocks(64, 32, 8, 1),
-        Blocks(32, 32, 8, 1),
-        Blocks(32, 16, 8, 1),
-        Blocks(16, 16, 8, 1),
-    ),
-    ("cdna4", "dq"): (
-        Blocks(64, 64, 8, 1),
-        Blocks(64, 32, 8, 1),
-        Blocks(32, 16, 8, 1),
-        Blocks(16, 16, 8, 1),
-    ),
-    ("rdna3", "dq"): (
-        Blocks(32, 32, 8, 1),
-        Blocks(32, 16, 8, 1),
-        Blocks(16, 16, 8, 1),
-        Blocks(16, 16, 8, 1),
-    ),
-    ("rdna4", "dq"): (
-        Blocks(32, 32, 8, 1),
-        Blocks(32, 16, 8, 1),
-        Blocks(16, 16, 8, 1),
-        Blocks(16, 16, 8, 1),
-    ),
-}
 
-# float32 is multiplied without matrix instructions, or with tf32's: small blocks everywhere.
-_SINGLE: dict[str, _Row] = {
-    "forward": (
-        Blocks(64, 32, 4, 2),
-        Blocks(32, 32, 4, 2),
-        Blocks(32, 16, 8, 1),
-        Blocks(16, 16, 8, 1),
-    ),
-    "dkdv": (
-        Blocks(32, 32, 4, 1),
-        Blocks(16, 32, 8, 1),
-        Blocks(16, 16, 8, 1),
-        Blocks(16, 16, 8, 1),
-    ),
-    "dq": (
-        Blocks(32, 32, 4, 1),
-        Blocks(32, 16, 8, 1),
-        Blocks(16, 16, 8, 1),
-        Blocks(16, 16, 8, 1),
-    ),
-}
+def _rows(text: str) -> dict[tuple[str, str], _Row]:
+    """The lines "table pass", then "queries x keys / warps / stages" for each of _WIDTHS."""
+    rows = {}
+    for line in text.strip().splitlines():
+        table, name, *cells = line.split()
+        first, second, third, fourth = (
+            Blocks(*(int(number) for number in re.split("[x/]", cell))) for cell in cells
+        )
+        rows[table, name] = (first, second, third, fourth)
+    return rows
 
-# The interpreter has no registers to run out of; small blocks put many edges into small tests.
-_INTERPRETED = {
-    "forward": Blocks(64, 32, 4, 1),
-    "dkdv": Blocks(32, 64, 4, 1),
-    "dq": Blocks(64, 32, 4, 1),
-}
+
+# 16-bit operands. float32 ("single") is multiplied without matrix instructions, or with tf32's. The
+# interpreter has no registers to run out of; small blocks put many edges into small tests.
+_TABLE = _rows(
+    """
+    turing       forward  64x32/4/1     64x32/4/1     32x32/4/1     16x16/4/1
+    ampere       forward  128x64/4/3    128x64/8/3    64x32/8/2     32x32/8/2
+    small        forward  128x64/4/2    64x64/4/2     64x32/8/2     32x32/8/1
+    hopper       forward  128x128/8/3   128x128/8/2   128x64/8/2    64x32/8/2
+    blackwell    forward  128x128/8/3   128x128/8/2   128x64/8/2    64x32/8/2
+    cdna         forward  128x64/4/1    128x64/8/1    64x32/8/1     32x16/8/1
+    cdna4        forward  128x64/4/2    128x64/8/2    64x32/8/2     32x32/8/1
+    rdna3        forward  64x32/4/1     64x32/8/1     32x32/8/1     16x16/8/1
+    rdna4        forward  128x32/8/1    64x32/8/1     32x32/8/1     16x16/8/1
+    turing       dkdv     32x32/4/1     32x32/8/1     16x32/8/1     16x16/8/1
+    ampere       dkdv     64x64/8/2     32x64/8/2     32x32/8/1     16x16/8/1
+    small        dkdv     32x64/4/2     32x64/8/1     16x32/8/1     16x16/8/1
+    hopper       dkdv     64x64/8/2     64x64/8/2     32x64/8/1     16x32/8/1
+    blackwell    dkdv     64x128/8/2    64x64/8/2     32x64/8/1     16x32/8/1
+    cdna         dkdv     32x64/8/1     32x32/8/1     16x32/8/1     16x16/8/1
+    cdna4        dkdv     64x64/8/1     32x64/8/1     16x32/8/1     16x16/8/1
+    rdna3        dkdv     32x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
+    rdna4        dkdv     32x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
+    turing       dq       32x32/4/1     32x32/8/1     32x16/8/1     16x16/8/1
+    ampere       dq       64x64/8/2     64x32/8/2     32x32/8/1     16x16/8/1
+    small        dq       64x32/4/2     64x32/8/1     32x16/8/1     16x16/8/1
+    hopper       dq       128x64/8/2    64x64/8/2     64x32/8/1     32x16/8/1
+    blackwell    dq       128x64/8/2    64x64/8/2     64x32/8/1     32x16/8/1
+    cdna         dq       64x32/8/1     32x32/8/1     32x16/8/1     16x16/8/1
+    cdna4        dq       64x64/8/1     64x32/8/1     32x16/8/1     16x16/8/1
+    rdna3        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
+    rdna4        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
+    single       forward  64x32/4/2     32x32/4/2     32x16/8/1     16x16/8/1
+    single       dkdv     32x32/4/1     16x32/8/1     16x16/8/1     16x16/8/1
+    single       dq       32x32/4/1     32x16/8/1     16x16/8/1     16x16/8/1
+    interpreter  forward  64x32/4/1     64x32/4/1     64x32/4/1     64x32/4/1
+    interpreter  dkdv     32x64/4/1     32x64/4/1     32x64/4/1     32x64/4/1
+    interpreter  dq       64x32/4/1     64x32/4/1     64x32/4/1     64x32/4/1
+    """
+)
 
 
 class Config(NamedTuple):
@@ -329,18 +188,15 @@ def tiles_for(
         family: a name of FAMILIES.
         pass_name: "forward", "dkdv" or "dq".
         dtype: of q, k and v.
-        head_dim, value_dim: D and Dv.
+        head_dim: D.
+        value_dim: Dv.
         has_variant: whether there is a mask or a score; they need registers.
     """
     chip = FAMILIES[family]
     widest = max(padded(head_dim), padded(value_dim))
     index = next(i for i, width in enumerate(_WIDTHS) if widest <= width)
-    if chip.table == _INTERPRETER:
-        return _INTERPRETED[pass_name]
-    if dtype.itemsize > 2:
-        blocks = _SINGLE[pass_name][index]
-    else:
-        blocks = _HALF[chip.table, pass_name][index]
+    single = dtype.itemsize > 2 and chip.table != _INTERPRETER
+    blocks = _TABLE["single" if single else chip.table, pass_name][index]
     if has_variant and blocks.queries * blocks.keys > 128 * 64:
         blocks = blocks._replace(keys=blocks.keys // 2)
     return _fitting(blocks, pass_name, chip, dtype.itemsize, head_dim, value_dim)

@@ -16,6 +16,15 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def shown(b, h, m, n, M, N, mask_tensors, mask_shapes, SEEN: tl.constexpr):
+    """Which pairs of a tile attend: within M and N, and shown by the mask ``SEEN`` if not None."""
+    inside = (m < M) & (n < N)
+    if SEEN is not None:
+        inside = inside & SEEN(b, h, m, n, M, N, mask_tensors, mask_shapes)
+    return inside
+
+
+@triton.jit
 def pair_scores(
     products,
     scale,
@@ -42,9 +51,7 @@ def pair_scores(
         scores = products * (scale * LOG2E)
     else:
         scores = SCORE(products * scale, b, h, m, n, M, N, score_tensors, score_shapes) * LOG2E
-    inside = (m < M) & (n < N)
-    if SEEN is not None:
-        inside = inside & SEEN(b, h, m, n, M, N, mask_tensors, mask_shapes)
+    inside = shown(b, h, m, n, M, N, mask_tensors, mask_shapes, SEEN)
     return tl.where(inside, scores, float("-inf"))
 
 

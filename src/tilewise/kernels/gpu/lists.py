@@ -1,0 +1,119 @@
+"""Lists of the tiles that a BlockMask leaves, made on the device without reading a value.
+
+A table of rectangles (the operation ``tiles``) becomes, for every row of a kernel's own tiles, the
+list of those that it has to visit: first the full ones, which need no mask, then the partial ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.gpu.emit import Table
+from tilewise.problem import Operands, Problem
+
+__all__ = ["TileLists", "tile_lists"]
+
+
+class TileLists(NamedTuple):
+    """Which tiles to visit.
+
+    Args:
+        order: int32 [B|1, Hq|1, rows, columns]: of each row of tiles the columns of the full ones,
+            then of the partial ones, both rising, then the others.
+        counts: int32 [B|1, Hq|1, rows, 2]: how many are full, and how many partial.
+    """
+
+    order: Tensor
+    counts: Tensor
+
+    def numbers(self) -> tuple[int, ...]:
+        """Strides of batch item and head in ``order`` and ``counts`` (0 where one serves all)."""
+        return tuple(
+            0 if tensor.shape[dim] == 1 else tensor.stride(dim)
+            for tensor in self
+            for dim in (0, 1)
+        )
+
+
+def tile_lists(
+    problem: Problem,
+    operands: Operands,
+    tables: Sequence[Table],
+    queries: int,
+    keys: int,
+    by_keys: bool = False,
+) -> TileLists | None:
+    """The lists for tiles of ``queries`` x ``keys``, or None where the mask has no table.
+
+    A tile that reaches past the last query or key is never full: kernels bound it as they mask it.
+
+    Args:
+        problem: with the mask.
+        operands: with its tensors, and the lengths of a variable-length call.
+        tables: what the emitter found (``Variant.tables``).
+        queries: the rows of a tile.
+        keys: its columns.
+        by_keys: whether a list is wanted for each tile of keys, of tiles of queries.
+    """
+    if not tables:
+        return None
+    full = some = None
+    for table in tables:
+        least, most = _coarse(problem, operands.mask_tensors[table.slot], table, queries, keys)
+        one_full = (least == 2) if table.whole else torch.zeros_like(least, dtype=torch.bool)
+        full = one_full if full is None else full | one_full
+        some = most > 0 if some is None else some & (most > 0)
+    assert full is not None
+    assert some is not None
+    past = _past(problem.queries, operands.cu_seqlens_q, queries, full, 2)
+    full = full & some & ~(past | _past(problem.keys, operands.cu_seqlens_k, keys, full, 3))
+    partial = some & ~full
+    if by_keys:
+        full, partial = full.transpose(2, 3), partial.transpose(2, 3)
+    kinds = 2 - 2 * full.to(torch.int8) - partial.to(torch.int8)
+    order = torch.sort(kinds, dim=3, stable=True).indices.to(torch.int32).contiguous()
+    counts = torch.stack([full.sum(3), partial.sum(3)], dim=3).to(torch.int32)
+    return TileLists(order, counts)
+
+
+def _coarse(
+    problem: Problem, covers: Tensor, table: Table, queries: int, keys: int
+) -> tuple[Tensor, Tensor]:
+    """The least and the most that a table says of the rectangles that each tile touches."""
+    least = most = covers
+    dense = problem.layout == "dense"
+    for dim, rectangle, tile, size in (
+        (2, table.queries, queries, problem.queries),
+        (3, table.keys, keys, problem.keys),
+    ):
+        held = covers.shape[dim]
+        tiles = -(-(size if dense else held * rectangle) // tile)
+        if rectangle == tile or not held:
+            continue
+        start = torch.arange(tiles, device=covers.device) * tile
+        last = ((start + (tile - 1)) // rectangle).clamp_(max=held - 1)
+        touched = 1 if rectangle % tile == 0 else (tile - 2) // rectangle + 2
+        steps = torch.arange(touched, device=covers.device)
+        places = torch.minimum((start // rectangle)[:, None] + steps, last[:, None])
+        least = _gathered(least, dim, places).amin(dim + 1)
+        most = _gathered(most, dim, places).amax(dim + 1)
+    return least, most
+
+
+def _gathered(covers: Tensor, dim: int, places: Tensor) -> Tensor:
+    return covers.index_select(dim, places.flatten()).unflatten(dim, places.shape)
+
+
+def _past(size: int, cu_seqlens: Tensor | None, tile: int, like: Tensor, dim: int) -> Tensor:
+    """Which tiles reach past the end, broadcasting against ``like`` along its dimension ``dim``."""
+    ends = torch.arange(1, like.shape[dim] + 1, device=like.device) * tile
+    shape = [1, 1, 1, 1]
+    shape[dim] = like.shape[dim]
+    past = ends.view(shape)
+    if cu_seqlens is None:
+        return past > size
+    return past > cu_seqlens.diff()[:, None, None, None]

@@ -71,7 +71,7 @@ CASES = (
     Case("broken", _broken),
     Case("twice", _twice),
     Case("crash", _crash),
-    Case("hang", _hang),
+    Case("hang", _hang, families=("gfx942",)),
     Case("unmade", _unmade),
     Case("hopper only", _square(64), families=("sm_90",)),
 )

@@ -114,7 +114,7 @@ def _chosen(cases: dict[str, Case], target: Target, options: argparse.Namespace)
         for case in cases.values()
         if options.cases in case.name
         and (case.key or not options.quick)
-        and (not case.families or target.family in case.families)
+        and (not case.families or target.family.name in case.families)
     ]
 
 
@@ -127,9 +127,7 @@ def _show(compiled: Compiled, cases: dict[str, Case], baseline: Baseline) -> lis
         for record in compiled.records
     ]
     print(table(target, judged), flush=True)
-    return [
-        f"{target.name} {record.key}: {fault}" for record, found in judged for fault in found
-    ]
+    return [f"{target.name} {record.key}: {fault}" for record, found in judged for fault in found]
 
 
 def _show_left_out(compiled: Compiled) -> list[str]:

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> None:
     for name in names:
         tell({"case": name})
         seen: Counter[str] = Counter()
-        for launch in cases[name].launches(target.family):
+        for launch in cases[name].launches(target.family.name):
             kernel = launch.kernel.__name__
             seen[kernel] += 1
             if seen[kernel] > 1:

@@ -77,7 +77,7 @@ def compile_launch(case: str, name: str, launch: Launch, target: Target) -> Reco
 
 
 def _gpu(target: Target) -> GPUTarget:
-    return GPUTarget(target.backend, target.arch, target.warp)
+    return GPUTarget(target.family.maker, target.arch, target.family.warp)
 
 
 def _machine(compiled: Any) -> Machine:

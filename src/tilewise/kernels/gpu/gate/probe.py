@@ -14,7 +14,7 @@ __all__ = ["CASES"]
 
 @triton.jit
 def product(a, b, out, SIZE: tl.constexpr):
-    """out = a b, all of them [SIZE, SIZE] and contiguous."""
+    """The product a b, all of them [SIZE, SIZE] and contiguous."""
     row = tl.arange(0, SIZE)[:, None] * SIZE
     column = tl.arange(0, SIZE)[None, :]
     value = tl.dot(tl.load(a + row + column), tl.load(b + row + column))

@@ -46,7 +46,7 @@ def _cells(record: Record, target: Target, faults: list[str]) -> tuple[str, ...]
         str(record.registers),
         str(record.spills),
         str(record.scratch_bytes),
-        f"{record.shared_bytes / 1024:.1f}/{target.shared_bytes // 1024}",
+        f"{record.shared_bytes / 1024:.1f}/{target.family.shared_bytes // 1024}",
         _counts(record.matrix),
         _counts(record.copies),
         str(record.instructions),

@@ -26,17 +26,14 @@ def faults(record: Record, case: Case, target: Target, before: Entry | None) -> 
     found = []
     if record.spills or record.scratch_bytes:
         found.append(f"{record.spills} spills, {record.scratch_bytes} bytes of scratch")
-    if record.shared_bytes > target.shared_bytes:
-        found.append(
-            f"{record.shared_bytes} bytes of shared memory, the chip has {target.shared_bytes}"
-        )
+    shared_bytes, most = record.shared_bytes, target.family.shared_bytes
+    if shared_bytes > most:
+        found.append(f"{shared_bytes} bytes of shared memory, the chip has {most}")
     if case.sixteen_bit and record.kernel.partition(" ")[0] not in case.without_products:
         found += _matrix_faults(record, target)
     if before is not None:
         found += _growth("registers", before.registers, record.registers, before, record)
-        found += _growth(
-            "instructions", before.instructions, record.instructions, before, record
-        )
+        found += _growth("instructions", before.instructions, record.instructions, before, record)
     return found
 
 
@@ -52,8 +49,8 @@ def out_of_date(record: Record, target: Target) -> str:
 def _matrix_faults(record: Record, target: Target) -> list[str]:
     if not record.matrix:
         return ["no matrix instruction"]
-    if target.unit not in record.matrix:
-        return [f"{'/'.join(record.matrix)} instead of {target.unit}"]
+    if target.family.unit not in record.matrix:
+        return [f"{'/'.join(record.matrix)} instead of {target.family.unit}"]
     return []
 
 

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from tilewise.kernels.gpu.config import Config, config_for
-from tilewise.kernels.gpu.emit import Variant, variant_of
 from tilewise.kernels.gpu.gate.calls import Asked, backward_tensors, operands_of, result_of
 from tilewise.kernels.gpu.gate.case import Case
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.problem import Operands, Problem
+
+if TYPE_CHECKING:
+    from tilewise.kernels.gpu.emit import Variant
 
 __all__ = ["CASES", "backward", "forward"]
 
@@ -58,6 +61,8 @@ def backward(asked: Asked, family: str, config: Config | None = None) -> Sequenc
 
 
 def _variant(problem: Problem, operands: Operands) -> Variant:
+    from tilewise.kernels.gpu.emit import variant_of
+
     ranks = (
         tuple(tensor.dim() for tensor in tensors)
         for tensors in (operands.mask_tensors, operands.score_tensors)

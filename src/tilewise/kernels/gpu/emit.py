@@ -11,15 +11,38 @@ blocks that broadcast against one another (``[BM, 1]`` and ``[1, BN]``, or trans
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import linecache
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.gpu import words
+from tilewise.kernels.gpu.ranges import range_lines
+from tilewise.kernels.gpu.text import Source, body, place_in_tensor
 from tilewise.problem import Problem
-from tilewise.variants.expr import Expr
+from tilewise.variants.derive import differentiate
+from tilewise.variants.expr import Expr, Graph
+from tilewise.variants.intervals import Interval
+from tilewise.variants.mask_expression import exactly_sized, mask_expression
+from tilewise.variants.program import MASK_OPS, Program, fitted
+from tilewise.variants.recognise import as_expression
 
 __all__ = ["Captures", "Table", "Variant", "captures", "shape_numbers", "variant_of"]
+
+_OF_MASK = "b, h, m, n, M, N, tensors, shapes"
+_OF_SCORE = f"s, {_OF_MASK}"
+_OF_QUERIES = "b, m0, m1, M, N, tensors, shapes"
+_OF_KEYS = "b, n0, n1, M, N, tensors, shapes"
+# Integers are small where positions lie below the first numbers; else below the last one.
+_MANY_POSITIONS = 2**24
+_MANY_OUTER = 2**16
+_ALL = 2**31
+_LARGEST_TILE = 2**10
 
 
 class Captures(NamedTuple):
@@ -97,8 +120,15 @@ def _filled(tensor: Tensor) -> Tensor:
 
 
 def shape_numbers(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Sizes and strides of every tensor in turn."""
-    return tuple([number for each in tensors for number in (*each.shape, *each.stride())])
+    """Sizes and strides of every tensor in turn; a dimension of size 1 has a stride of 0."""
+    return tuple([number for each in tensors for number in (*each.shape, *_strides(each))])
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    return [
+        0 if size == 1 else stride
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
 
 
 def variant_of(
@@ -108,6 +138,120 @@ def variant_of(
 
     Args:
         problem: its programs and sizes.
-        mask_ranks, score_ranks: dimensions of the lowered tensors, by slot.
+        mask_ranks: dimensions of the mask's lowered tensors, by slot.
+        score_ranks: of the score's.
     """
-    raise NotImplementedError
+    # Positions in the last tile may lie past the end, by less than a tile.
+    most = max(problem.queries, problem.keys) + _LARGEST_TILE
+    largest = _MANY_POSITIONS if most <= _MANY_POSITIONS else _ALL
+    outer = _MANY_OUTER if max(problem.batch, problem.heads) <= _MANY_OUTER else _ALL
+    return _variant(problem.mask, problem.score, mask_ranks, score_ranks, largest, outer)
+
+
+@lru_cache(maxsize=256)
+def _variant(
+    mask: Program,
+    score: Program,
+    mask_ranks: tuple[int, ...],
+    score_ranks: tuple[int, ...],
+    largest: int,
+    outer: int,
+) -> Variant:
+    ranges = {name: Interval(0, largest - 1) for name in "mnMN"}
+    ranges |= {name: Interval(0, outer - 1) for name in "bh"}
+    leaves = tuple(ranges.items())
+    found = Variant()
+    if mask:
+        source = Source(mask_ranks, exactly_sized(mask), leaves)
+        found = found._replace(
+            seen=_function("seen", _OF_MASK, body(mask_expression(mask), source)),
+            keys_of=_function(
+                "keys_of",
+                _OF_QUERIES,
+                range_lines(mask, mask_ranks, of_keys=True, largest=largest),
+            ),
+            queries_of=_function(
+                "queries_of",
+                _OF_KEYS,
+                range_lines(mask, mask_ranks, of_keys=False, largest=largest),
+            ),
+            tables=_tables(mask),
+        )
+    if score:
+        expr = as_expression(fitted(score), score_ranks)
+        found = _scored(found, expr, Source(score_ranks, exactly_sized(score), leaves))
+    return found
+
+
+def _scored(found: Variant, expr: Expr, source: Source) -> Variant:
+    """The variant with the functions of a score."""
+    whole = differentiate(expr)
+    nodes, (_, by_s, *by_loads) = whole.expr
+    gain = nodes[by_s]
+    loads = [nodes[place] for place in whole.loads]
+    slots = tuple([int(load.value or 0) for load in loads])
+    forms = tuple([_part(whole.expr, *load.args) for load in loads])
+    return found._replace(
+        score=_of_score("score", body(expr, source)),
+        gain=None
+        if gain.op == "const_float" and gain.value == 1.0
+        else _of_score("gain", body(_part(whole.expr, by_s), source)),
+        loads=tuple(
+            [_of_score("by_load", body(_part(whole.expr, place), source)) for place in by_loads]
+        ),
+        load_slots=slots,
+        load_indices=tuple(
+            [
+                _of_score("load_index", place_in_tensor(form, slot, source))
+                for form, slot in zip(forms, slots, strict=True)
+            ]
+        ),
+        load_forms=forms,
+    )
+
+
+def _part(expr: Expr, *outputs: int) -> Expr:
+    """Some values of an expression, and what they need."""
+    graph = Graph()
+    return graph.expr(*graph.include(expr._replace(outputs=outputs)))
+
+
+def _tables(mask: Program) -> tuple[Table, ...]:
+    """The tables of the program's parts that all have to hold."""
+    stack: list[tuple[Table, ...]] = []
+    for instr in mask:
+        if instr.op == "tiles":
+            queries, keys = (int(size) for size in instr.params[:2])
+            stack.append((*stack.pop(), Table(instr.slots[0], queries, keys, True)))
+        elif instr.op == "and":
+            second, first = stack.pop(), stack.pop()
+            stack.append(tuple([table._replace(whole=False) for table in (*first, *second)]))
+        elif instr.op in ("or", "not"):
+            del stack[-MASK_OPS[instr.op].pops :]
+            stack.append(())
+        else:
+            stack.append(())
+    return stack.pop()
+
+
+def _of_score(name: str, lines: Iterable[str]) -> Any:
+    return _function(name, _OF_SCORE, lines)
+
+
+def _function(name: str, parameters: str, lines: Iterable[str]) -> Any:
+    """A ``triton.jit`` function; the same one for the same text."""
+    text = "\n".join([f"({parameters}):", *lines, "return result"])
+    return _compiled(name, text.replace("\n", "\n    ") + "\n")
+
+
+@lru_cache(maxsize=2048)
+def _compiled(kind: str, text: str) -> Any:
+    """The function ``def <kind>_<hash><text>``."""
+    name = f"{kind}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    source = f"def {name}{text}"
+    # Triton reads the source of a function again; linecache keeps what is of no file.
+    path = f"<tilewise {name}>"
+    linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
+    names: dict[str, Any] = {"__name__": __name__, "tl": tl, "words": words}
+    exec(compile(source, path, "exec"), names)
+    return triton.jit(names[name])

@@ -1,0 +1,611 @@
+"""The backward pass in Triton: values of each row, then dQ by query tiles and dK, dV by key tiles.
+
+Both walks recompute the scores of a tile from q and k. With ``t = s2 - row_max`` in base-2 units
+
+    p  = exp2(t) / row_sum                      the sink is in the sum
+    dp = (grad_out . v) * keep / (1 - dropout_p)
+    ds = p * (dp - shift - slope * (t + center)) * gain
+    shift = rowsum(grad_out * out) - grad_lse,    slope = ln(2) * grad_entropy
+
+so that dq = scale * ds . k, dk = scale * ds^T . q, dv = (p * keep)^T . grad_out / (1 - dropout_p).
+Every sum has a fixed order and one owner: a program owns a tile of queries of one head, or a tile
+of keys of one key head, whose group of query heads it walks. So the gradients are the same bits in
+every run, and nothing is added atomically.
+
+The key tiles are worked on transposed, ``[keys, queries]``, so that P and dS enter their products
+as they were computed.
+
+Nothing leaks from what is not there: rows beyond a sequence and keys outside of the range that the
+mask leaves a tile are loaded as 0, and a hidden pair's dS is selected to be 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.kernels.gpu.config import Blocks, Config, Pass, padded
+from tilewise.kernels.gpu.emit import Variant, captures
+from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu.lists import tile_lists
+from tilewise.kernels.gpu.pairs import LOG2E, kept, shown
+from tilewise.kernels.gpu.rows import (
+    FAR,
+    Upstream,
+    folds,
+    planes_of,
+    row_launches,
+    row_values,
+    whole,
+)
+from tilewise.kernels.gpu.walk import (
+    counts_in,
+    head_of,
+    head_strides,
+    knows_whole_tiles,
+    launch_of,
+    list_of,
+    lists_of,
+    load_tile,
+    meets_empty_tiles,
+    number_strides,
+    place_of,
+    programs_of,
+    slots_of,
+    split_range,
+    store_tile,
+    tile_in,
+    wide,
+    word,
+)
+from tilewise.problem import Grads, Needs, Operands, Problem, Result
+from tilewise.reference.philox import split_seed
+from tilewise.reference.philox import threshold as dropout_threshold
+
+__all__ = ["Backward", "backward_launches", "pair_gradients"]
+
+
+_LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def pair_gradients(
+    products,
+    value_products,
+    row,
+    numbers,
+    pairs,
+    m,
+    n,
+    captured,
+    visible,
+    SCORE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    MASKED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FOLD: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    KEY_AXIS: tl.constexpr,
+):
+    """(p, ds) of a tile of pairs from its products q.k and grad_out.v.
+
+    p is 0 where dropout drops, and not divided by what it keeps. ds is the gradient of the score,
+    times ``FACTOR`` (arguments as SCORE) if there is one. ``visible`` says which
+    pairs attend if MASKED; else all of them do.
+
+    ``row`` is of ``row_values``; ``numbers`` are (scale, 1 / (1 - dropout_p), the two halves of the
+    seed, the threshold), ``pairs`` (b, h, M, N), ``captured`` tensors and shape numbers of the mask
+    and of the score.
+    """
+    base, shift, weight, slope, center = row
+    scale, inverse_keep, seed_low, seed_high, threshold = numbers
+    b, h, M, N = pairs
+    _, _, tensors, shapes = captured
+    if SCORE is None:
+        scores = products * (scale * LOG2E)
+    else:
+        natural = SCORE(products * scale, b, h, m, n, M, N, tensors, shapes)
+        # The lowest float, by which some hide pairs, stays one; a NaN stays, too.
+        scores = natural * LOG2E
+        scores = tl.where((scores < _LOWEST) & (natural >= _LOWEST), _LOWEST, scores)
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    exponent = scores - base
+    p = tl.exp2(exponent)
+    if not FOLD:
+        p = p * weight
+    dp = value_products
+    if DROPOUT:
+        keep = kept(seed_low, seed_high, threshold, b, h, m, n)
+        dp = tl.where(keep, dp * inverse_keep, 0.0)
+    if WHOLE:
+        summed = p * dp
+        if MASKED:
+            summed = tl.where(scores == float("-inf"), 0.0, summed)
+        shift = shift + tl.sum(summed, KEY_AXIS, keep_dims=True)
+    moved = dp - shift
+    if ENTROPY:
+        moved = moved - slope * (tl.maximum(exponent, FAR) + center)
+    ds = p * moved
+    if FACTOR is not None:
+        ds = ds * FACTOR(products * scale, b, h, m, n, M, N, tensors, shapes)
+    if MASKED:
+        ds = tl.where(scores == float("-inf"), 0.0, ds)
+    if DROPOUT:
+        p = tl.where(keep, p, 0.0)
+    return p, ds
+
+
+_NUMBERS = ["batch", "heads", "group", "queries", "keys", "tiles", "plane"]
+_WORDS = ["seed_low", "seed_high", "threshold"]
+
+
+@triton.jit(do_not_specialize=[*_NUMBERS, *_WORDS])
+def query_kernel(
+    q,
+    k,
+    v,
+    grad_out,
+    rows,
+    grad_q,
+    q_strides,
+    k_strides,
+    v_strides,
+    grad_out_strides,
+    row_strides,
+    grad_q_strides,
+    cu_q,
+    cu_k,
+    order,
+    counts,
+    list_numbers,
+    captured,
+    batch,
+    heads,
+    group,
+    queries,
+    keys,
+    tiles,
+    plane,
+    scale,
+    inverse_keep,
+    seed_low,
+    seed_high,
+    threshold,
+    SCORE: tl.constexpr,
+    GAIN: tl.constexpr,
+    SEEN: tl.constexpr,
+    KEYS_OF: tl.constexpr,
+    BLIND: tl.constexpr,
+    SKIPS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FOLD: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Gradient of one tile of queries of one head, over the keys that the mask leaves it."""
+    program = tl.program_id(0)
+    tile = tiles - 1 - program % tiles  # under a causal mask the last tiles have the most to do
+    if cu_q is None:
+        h = (program // tiles) % heads
+        b = program // tiles // heads
+        begin = 0
+        begin_k = 0
+        m0 = tile * BLOCK_M
+        M = queries
+        N = keys
+    else:
+        h = program // tiles
+        b, m0, begin = place_of(tile, cu_q, batch, BLOCK_M)
+        begin_k = tl.load(cu_k + b)
+        M = (tl.load(cu_q + b + 1) - begin).to(tl.int32)
+        N = (tl.load(cu_k + b + 1) - begin_k).to(tl.int32)
+    if m0 >= M:
+        return
+    low = 0
+    full_low = 0
+    full_high = N
+    high = N
+    if KEYS_OF is not None:
+        m1 = tl.minimum(m0 + BLOCK_M, M)
+        low, full_low, full_high, high = KEYS_OF(b, m0, m1, M, N, captured[0], captured[1])
+    spans = split_range(low, full_low, full_high, high, N, BLOCK_N)
+    if order is None:
+        whole_tiles, partial = counts_in(spans, BLOCK_N)
+    else:
+        tile = m0 // BLOCK_M
+        listed, whole_tiles, partial = list_of(order, counts, list_numbers, b, h, tile)
+
+    head = head_of(q, q_strides, b, h, begin)
+    q_tile = load_tile(head, m0, q_strides, 0, M, BLOCK_M, HEAD_DIM, HEAD_PADDED, True, WIDE)
+    head = head_of(grad_out, grad_out_strides, b, h, begin)
+    grad_tile = load_tile(
+        head, m0, grad_out_strides, 0, M, BLOCK_M, VALUE_DIM, VALUE_PADDED, True, WIDE
+    )
+    k_head = head_of(k, k_strides, b, h // group, begin_k)
+    v_head = head_of(v, v_strides, b, h // group, begin_k)
+    m = m0 + tl.arange(0, BLOCK_M)[:, None]
+    row = row_values(head_of(rows, row_strides, b, h, begin), plane, m, M, FOLD, ENTROPY)
+    numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
+    pairs = (b, h, M, N)
+    total = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
+    # The tiles that need no mask first; there are none where nothing is known of a mask.
+    for PHASE in tl.static_range(BLIND, 2):
+        MASKED: tl.constexpr = PHASE == 1
+        for i in range(partial if MASKED else whole_tiles):
+            if order is None:
+                n0 = tile_in(i, spans, BLOCK_N, MASKED)
+            else:
+                n0 = tl.load(listed + i + (whole_tiles if MASKED else 0)) * BLOCK_N
+            n = n0 + tl.arange(0, BLOCK_N)[None, :]
+            visible = None
+            wanted = True
+            if MASKED:
+                visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
+                if SKIPS:
+                    wanted = tl.max(visible.to(tl.int32)) > 0
+            if wanted:
+                k_tile = load_tile(
+                    k_head, n0, k_strides, low, high, BLOCK_N, HEAD_DIM, HEAD_PADDED, MASKED, WIDE
+                )
+                v_tile = load_tile(
+                    v_head, n0, v_strides, low, high, BLOCK_N, VALUE_DIM, VALUE_PADDED, MASKED, WIDE
+                )
+                products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+                by_value = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
+                _, ds = pair_gradients(
+                    products,
+                    by_value,
+                    row,
+                    numbers,
+                    pairs,
+                    m,
+                    n,
+                    captured,
+                    visible,
+                    SCORE,
+                    GAIN,
+                    MASKED,
+                    DROPOUT,
+                    FOLD,
+                    WHOLE,
+                    ENTROPY,
+                    1,
+                )
+                total = tl.dot(ds.to(k_tile.dtype), k_tile, total, input_precision=PRECISION)
+    head = head_of(grad_q, grad_q_strides, b, h, begin)
+    store_tile(head, m0, grad_q_strides, M, total * scale, BLOCK_M, HEAD_DIM, HEAD_PADDED)
+
+
+@triton.jit(do_not_specialize=[*_NUMBERS, *_WORDS])
+def key_kernel(
+    q,
+    k,
+    v,
+    grad_out,
+    rows,
+    grad_k,
+    grad_v,
+    q_strides,
+    k_strides,
+    v_strides,
+    grad_out_strides,
+    row_strides,
+    grad_k_strides,
+    grad_v_strides,
+    cu_q,
+    cu_k,
+    order,
+    counts,
+    list_numbers,
+    captured,
+    batch,
+    heads,
+    group,
+    queries,
+    keys,
+    tiles,
+    plane,
+    scale,
+    inverse_keep,
+    seed_low,
+    seed_high,
+    threshold,
+    SCORE: tl.constexpr,
+    GAIN: tl.constexpr,
+    SEEN: tl.constexpr,
+    QUERIES_OF: tl.constexpr,
+    BLIND: tl.constexpr,
+    SKIPS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FOLD: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Gradients of one tile of keys and values of one key head, over its group's queries.
+
+    ``grad_k`` or ``grad_v`` may be None. Blocks of pairs are [keys, queries].
+    """
+    program = tl.program_id(0)
+    tile = program % tiles
+    key_heads = heads // group
+    if cu_q is None:
+        key_head = (program // tiles) % key_heads
+        b = program // tiles // key_heads
+        begin = 0
+        begin_k = 0
+        n0 = tile * BLOCK_N
+        M = queries
+        N = keys
+    else:
+        key_head = program // tiles
+        b, n0, begin_k = place_of(tile, cu_k, batch, BLOCK_N)
+        begin = tl.load(cu_q + b)
+        M = (tl.load(cu_q + b + 1) - begin).to(tl.int32)
+        N = (tl.load(cu_k + b + 1) - begin_k).to(tl.int32)
+    if n0 >= N:
+        return
+    low = 0
+    full_low = 0
+    full_high = M
+    high = M
+    if QUERIES_OF is not None:
+        n1 = tl.minimum(n0 + BLOCK_N, N)
+        low, full_low, full_high, high = QUERIES_OF(b, n0, n1, M, N, captured[0], captured[1])
+    spans = split_range(low, full_low, full_high, high, M, BLOCK_M)
+    if order is None:
+        whole_tiles, partial = counts_in(spans, BLOCK_M)
+
+    head = head_of(k, k_strides, b, key_head, begin_k)
+    k_tile = load_tile(head, n0, k_strides, 0, N, BLOCK_N, HEAD_DIM, HEAD_PADDED, True, WIDE)
+    head = head_of(v, v_strides, b, key_head, begin_k)
+    v_tile = load_tile(head, n0, v_strides, 0, N, BLOCK_N, VALUE_DIM, VALUE_PADDED, True, WIDE)
+    n = n0 + tl.arange(0, BLOCK_N)[:, None]
+    numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
+    total_k = tl.zeros([BLOCK_N, HEAD_PADDED], tl.float32)
+    total_v = tl.zeros([BLOCK_N, VALUE_PADDED], tl.float32)
+    for member in range(group):
+        h = key_head * group + member
+        q_head = head_of(q, q_strides, b, h, begin)
+        grad_head = head_of(grad_out, grad_out_strides, b, h, begin)
+        row_head = head_of(rows, row_strides, b, h, begin)
+        pairs = (b, h, M, N)
+        if order is not None:
+            tile = n0 // BLOCK_N
+            listed, whole_tiles, partial = list_of(order, counts, list_numbers, b, h, tile)
+        for PHASE in tl.static_range(BLIND, 2):
+            MASKED: tl.constexpr = PHASE == 1
+            for i in range(partial if MASKED else whole_tiles):
+                if order is None:
+                    m0 = tile_in(i, spans, BLOCK_M, MASKED)
+                else:
+                    m0 = tl.load(listed + i + (whole_tiles if MASKED else 0)) * BLOCK_M
+                m = m0 + tl.arange(0, BLOCK_M)[None, :]
+                visible = None
+                wanted = True
+                if MASKED:
+                    visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
+                    if SKIPS:
+                        wanted = tl.max(visible.to(tl.int32)) > 0
+                if wanted:
+                    q_tile = load_tile(
+                        q_head,
+                        m0,
+                        q_strides,
+                        low,
+                        high,
+                        BLOCK_M,
+                        HEAD_DIM,
+                        HEAD_PADDED,
+                        MASKED,
+                        WIDE,
+                    )
+                    grad_tile = load_tile(
+                        grad_head,
+                        m0,
+                        grad_out_strides,
+                        low,
+                        high,
+                        BLOCK_M,
+                        VALUE_DIM,
+                        VALUE_PADDED,
+                        MASKED,
+                        WIDE,
+                    )
+                    row = row_values(row_head, plane, m, M, FOLD, ENTROPY)
+                    products = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+                    by_value = tl.dot(v_tile, tl.trans(grad_tile), input_precision=PRECISION)
+                    p, ds = pair_gradients(
+                        products,
+                        by_value,
+                        row,
+                        numbers,
+                        pairs,
+                        m,
+                        n,
+                        captured,
+                        visible,
+                        SCORE,
+                        GAIN,
+                        MASKED,
+                        DROPOUT,
+                        FOLD,
+                        WHOLE,
+                        ENTROPY,
+                        0,
+                    )
+                    if grad_v is not None:
+                        p = p.to(grad_tile.dtype)
+                        total_v = tl.dot(p, grad_tile, total_v, input_precision=PRECISION)
+                    if grad_k is not None:
+                        ds = ds.to(q_tile.dtype)
+                        total_k = tl.dot(ds, q_tile, total_k, input_precision=PRECISION)
+    if grad_k is not None:
+        head = head_of(grad_k, grad_k_strides, b, key_head, begin_k)
+        store_tile(head, n0, grad_k_strides, N, total_k * scale, BLOCK_N, HEAD_DIM, HEAD_PADDED)
+    if grad_v is not None:
+        if DROPOUT:
+            total_v = total_v * inverse_keep
+        head = head_of(grad_v, grad_v_strides, b, key_head, begin_k)
+        store_tile(head, n0, grad_v_strides, N, total_v, BLOCK_N, VALUE_DIM, VALUE_PADDED)
+
+
+class Backward(NamedTuple):
+    """One backward pass: what its walks over the pairs share.
+
+    Args:
+        problem, operands, config, variant: as ``backward_launches`` takes them.
+        upstream: the gradients that come in.
+        rows: float32 [planes, *lse.shape], see ``row_values``.
+    """
+
+    problem: Problem
+    operands: Operands
+    upstream: Upstream
+    config: Config
+    variant: Variant
+    rows: Tensor
+
+    def walk(self, name: Pass, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any], Blocks]:
+        """(arguments, constants, blocks) of a walk in the blocks of a pass."""
+        problem, operands = self.problem, self.operands
+        blocks = self.config.blocks(name, problem)
+        q, k, v, cu_q, cu_k = (*operands[:3], operands.cu_seqlens_q, operands.cu_seqlens_k)
+        low, high = split_seed(operands.seed)
+        mask, score = captures(operands.mask_tensors), captures(operands.score_tensors)
+        shared = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "grad_out": self.upstream.out,
+            "rows": self.rows,
+            "q_strides": head_strides(q, problem),
+            "k_strides": head_strides(k, problem),
+            "v_strides": head_strides(v, problem),
+            "grad_out_strides": head_strides(self.upstream.out, problem),
+            "row_strides": number_strides(self.rows[0], problem),
+            "cu_q": cu_q,
+            "cu_k": cu_k,
+            "captured": (*mask, *score),
+            "batch": problem.batch,
+            "heads": problem.heads,
+            "group": problem.heads // problem.kv_heads,
+            "queries": problem.queries,
+            "keys": problem.keys,
+            "plane": self.rows[0].numel(),
+            "scale": problem.scale,
+            "inverse_keep": 1 / (1 - problem.dropout_p),
+            "seed_low": word(low),
+            "seed_high": word(high),
+            "threshold": word(dropout_threshold(problem.dropout_p)),
+        }
+        tables, by_keys = self.variant.tables, name == "dkdv"
+        lists = tile_lists(problem, operands, tables, blocks.queries, blocks.keys, by_keys)
+        return shared | lists_of(lists) | arguments, self._constants(blocks), blocks
+
+    def _constants(self, blocks: Blocks) -> dict[str, Any]:
+        problem, variant = self.problem, self.variant
+        return {
+            "SCORE": variant.score,
+            "GAIN": variant.gain,
+            "SEEN": variant.seen,
+            "BLIND": int(not knows_whole_tiles(problem, variant)),
+            "SKIPS": meets_empty_tiles(problem, variant),
+            "DROPOUT": problem.dropout_p > 0,
+            "FOLD": folds(problem),
+            "WHOLE": whole(problem, self.config),
+            "ENTROPY": self.upstream.entropy is not None,
+            "HEAD_DIM": problem.head_dim,
+            "HEAD_PADDED": padded(problem.head_dim),
+            "VALUE_DIM": problem.value_dim,
+            "VALUE_PADDED": padded(problem.value_dim),
+            "BLOCK_M": blocks.queries,
+            "BLOCK_N": blocks.keys,
+            "PRECISION": self.config.precision,
+            "WIDE": wide((*self.operands[:3], self.upstream.out), problem, blocks),
+        }
+
+
+def backward_launches(
+    problem: Problem,
+    operands: Operands,
+    result: Result,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    needs: Needs,
+    grad_entropy: Tensor | None,
+    grads: Grads,
+    config: Config,
+    variant: Variant,
+) -> list[Launch]:
+    """The launches of a backward pass, for tensors on any device; no value is read.
+
+    Args:
+        problem: what was asked.
+        operands: with what.
+        result: what the forward pass gave for them.
+        grad_out: shaped as ``result.out``, any strides.
+        grad_lse: shaped as ``result.lse``, any strides, or None for zero.
+        needs: which gradients are wanted.
+        grad_entropy: shaped as ``result.entropy``, any strides, or None for zero.
+        grads: where the wanted ones go; every element is written.
+        config: tiles and precision.
+        variant: the functions of mask and score.
+    """
+    upstream = Upstream(grad_out, grad_lse, grad_entropy)
+    rows = result.lse.new_empty((planes_of(upstream), *result.lse.shape))
+    grad_sinks = grads.sinks if needs.sinks else None
+    launches = row_launches(problem, operands, result, upstream, grad_sinks, rows, config)
+    call = Backward(problem, operands, upstream, config, variant, rows)
+    if needs.k or needs.v:
+        launches.append(
+            _key_launch(call, grads.k if needs.k else None, grads.v if needs.v else None)
+        )
+    if needs.q and grads.q is not None:
+        launches.append(_query_launch(call, grads.q))
+    return launches
+
+
+def _key_launch(call: Backward, grad_k: Tensor | None, grad_v: Tensor | None) -> Launch:
+    problem = call.problem
+    arguments, constants, blocks = call.walk(
+        "dkdv",
+        grad_k=grad_k,
+        grad_v=grad_v,
+        grad_k_strides=None if grad_k is None else head_strides(grad_k, problem),
+        grad_v_strides=None if grad_v is None else head_strides(grad_v, problem),
+    )
+    slots = slots_of(problem, problem.keys, blocks.keys)
+    grid = (programs_of(problem, problem.kv_heads, slots),)
+    constants["QUERIES_OF"] = call.variant.queries_of
+    return launch_of(key_kernel, grid, arguments | {"tiles": slots}, constants, blocks)
+
+
+def _query_launch(call: Backward, grad_q: Tensor) -> Launch:
+    problem = call.problem
+    strides = head_strides(grad_q, problem)
+    arguments, constants, blocks = call.walk("dq", grad_q=grad_q, grad_q_strides=strides)
+    slots = slots_of(problem, problem.queries, blocks.queries)
+    grid = (programs_of(problem, problem.heads, slots),)
+    constants["KEYS_OF"] = call.variant.keys_of
+    return launch_of(query_kernel, grid, arguments | {"tiles": slots}, constants, blocks)

@@ -1,0 +1,264 @@
+"""What the walks of the backward pass read of each row of queries, and the sinks' gradient.
+
+With a row's largest score and sum from the forward pass, and grad_out, out and the gradients of
+lse and entropy, a pair's probability and gradient take no more than the row's five numbers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.kernels.gpu.config import Config, padded
+from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu.pairs import LN2, LOG2E
+from tilewise.kernels.gpu.walk import (
+    head_of,
+    head_strides,
+    launch_of,
+    load_tile,
+    number_strides,
+    place_of,
+    programs_of,
+    slots_of,
+)
+from tilewise.problem import Operands, Problem, Result
+
+__all__ = ["FAR", "Upstream", "folds", "planes_of", "row_launches", "row_values", "whole"]
+
+# The power of two of an exponent below this is 0: see ``far`` of reference/tiles.py.
+FAR: tl.constexpr = tl.constexpr(-2000.0)
+_BLOCK = 64
+_SHARES = 256
+
+
+class Upstream(NamedTuple):
+    """The gradients that come in.
+
+    Args:
+        out: shaped as ``result.out``, any strides.
+        lse, entropy: shaped as ``result.lse``, any strides, or None for zero.
+    """
+
+    out: Tensor
+    lse: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+def planes_of(upstream: Upstream) -> int:
+    """How many numbers there are of each row."""
+    return 3 if upstream.entropy is None else 5
+
+
+def folds(problem: Problem) -> bool:
+    """Whether the row sum goes into the exponent: its rounding is nothing beside 16 bits."""
+    return problem.dtype is not torch.float32
+
+
+def whole(problem: Problem, config: Config) -> bool:
+    """Whether every walk has all keys of a row in one block, and sums delta from what it makes.
+
+    For a row with one key dP - delta then cancels to the bit. In a packed call the keys of other
+    sequences would decide it, and with it the bits of this one.
+    """
+    least = min(config.blocks("dq", problem).keys, config.blocks("dkdv", problem).keys)
+    return problem.layout == "dense" and problem.keys <= least
+
+
+@triton.jit(do_not_specialize=["plane", "batch", "heads", "queries", "tiles"])
+def row_kernel(
+    out,
+    grad_out,
+    stats,
+    grad_lse,
+    grad_entropy,
+    sinks,
+    cu_q,
+    rows,
+    shares,
+    out_strides,
+    grad_out_strides,
+    lse_strides,
+    entropy_strides,
+    row_strides,
+    plane,
+    batch,
+    heads,
+    queries,
+    tiles,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FOLD: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """What both walks read of each row: see ``row_values``; and of each tile its sinks' gradient.
+
+    FOLD: the row sum goes into the base as its logarithm. WHOLE: the walks sum delta themselves.
+    """
+    program = tl.program_id(0)
+    tile = program % tiles
+    if cu_q is None:
+        h = (program // tiles) % heads
+        b = program // tiles // heads
+        begin = 0
+        first = tile * BLOCK
+        M = queries
+    else:
+        h = program // tiles
+        b, first, begin = place_of(tile, cu_q, batch, BLOCK)
+        M = (tl.load(cu_q + b + 1) - begin).to(tl.int32)
+    m = first + tl.arange(0, BLOCK)
+    inside = m < M
+    head = head_of(out, out_strides, b, h, begin)
+    o = load_tile(head, first, out_strides, 0, M, BLOCK, VALUE_DIM, VALUE_PADDED, True, True)
+    head = head_of(grad_out, grad_out_strides, b, h, begin)
+    g = load_tile(head, first, grad_out_strides, 0, M, BLOCK, VALUE_DIM, VALUE_PADDED, True, True)
+    delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    by_lse = tl.zeros([BLOCK], tl.float32)
+    if grad_lse is not None:
+        places = head_of(grad_lse, lse_strides, b, h, begin)
+        places = places + m.to(tl.int64) * lse_strides[2]
+        by_lse = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+
+    at = head_of(stats, row_strides, b, h, begin) + m
+    top = tl.load(at, mask=inside, other=float("-inf"))
+    total = tl.load(at + plane, mask=inside, other=0.0)
+    highest = top
+    if sinks is not None:
+        sink = tl.load(sinks + h) * LOG2E
+        highest = tl.maximum(top, sink)
+    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    whole = tl.exp2(top - highest) * total
+    if sinks is not None:
+        share = tl.exp2(sink - highest)
+        whole = whole + share
+        share = tl.where(whole == 0.0, 0.0, share / tl.where(whole == 0.0, 1.0, whole))
+    dead = total == 0.0
+    some = tl.where(dead, 1.0, whole)
+
+    place = head_of(rows, row_strides, b, h, begin) + m
+    tl.store(place + plane, -by_lse if WHOLE else delta - by_lse, mask=inside)
+    if FOLD:
+        base = highest + tl.log2(some)
+    else:
+        base = top
+        tl.store(place + 2 * plane, tl.exp2(top - highest) / some, mask=inside)
+    tl.store(place, tl.where(dead, float("inf"), base), mask=inside)
+    if grad_entropy is not None:
+        places = head_of(grad_entropy, entropy_strides, b, h, begin)
+        places = places + m.to(tl.int64) * entropy_strides[2]
+        slope = tl.load(places, mask=inside, other=0.0).to(tl.float32) * LN2
+        slope = tl.where(dead, 0.0, slope)
+        mean = tl.load(at + 2 * plane, mask=inside, other=0.0)
+        above = tl.log2(some) if FOLD else tl.maximum(top - highest, FAR)
+        tl.store(place + 3 * plane, slope, mask=inside)
+        tl.store(place + 4 * plane, tl.where(dead, 0.0, above - mean), mask=inside)
+    if shares is not None:
+        by_sink = by_lse - delta
+        if grad_entropy is not None:
+            by_sink = by_sink - slope * (tl.maximum(sink - highest, FAR) - mean)
+        total_share = tl.sum(tl.where(inside, share * by_sink, 0.0), 0)
+        if cu_q is None:
+            tl.store(shares + (h.to(tl.int64) * batch + b) * tiles + tile, total_share)
+        else:
+            tl.store(shares + h.to(tl.int64) * tiles + tile, total_share)
+
+
+@triton.jit(do_not_specialize=["count"])
+def sink_kernel(shares, grad_sinks, count, BLOCK: tl.constexpr):
+    """The gradient of one head's sink: the sum of its shares, in their order."""
+    h = tl.program_id(0)
+    total = tl.zeros([BLOCK], tl.float64)
+    for first in range(0, count, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        share = tl.load(shares + h.to(tl.int64) * count + i, mask=i < count, other=0.0)
+        total += share.to(tl.float64)
+    tl.store(grad_sinks + h, tl.sum(total, 0).to(grad_sinks.dtype.element_ty))
+
+
+@triton.jit
+def row_values(rows, plane, m, M, FOLD: tl.constexpr, ENTROPY: tl.constexpr):
+    """(base, shift, weight, slope, center) of rows ``m``, shaped as it is; those beyond M are dead.
+
+    ``exp2(s2 - base) * weight`` is p: the base is infinite in a dead row. FOLD has no weight, and
+    only ENTROPY has slope and center.
+    """
+    inside = m < M
+    places = rows + m
+    base = tl.load(places, mask=inside, other=float("inf"))
+    shift = tl.load(places + plane, mask=inside, other=0.0)
+    weight = base
+    slope = base
+    center = base
+    if not FOLD:
+        weight = tl.load(places + 2 * plane, mask=inside, other=0.0)
+    if ENTROPY:
+        slope = tl.load(places + 3 * plane, mask=inside, other=0.0)
+        center = tl.load(places + 4 * plane, mask=inside, other=0.0)
+    return base, shift, weight, slope, center
+
+
+def row_launches(
+    problem: Problem,
+    operands: Operands,
+    result: Result,
+    upstream: Upstream,
+    grad_sinks: Tensor | None,
+    rows: Tensor,
+    config: Config,
+) -> list[Launch]:
+    """The launches that make the values of each row and, where wanted, the sinks' gradient.
+
+    Args:
+        problem: what was asked.
+        operands: with what.
+        result: what the forward pass gave for them.
+        upstream: the gradients that come in.
+        grad_sinks: where that of the sinks goes, or None.
+        rows: float32 [planes, *lse.shape], where the values go.
+        config: of the walks.
+    """
+    _, by_lse, by_entropy = upstream
+    stats = result.stats.contiguous()
+    slots = slots_of(problem, problem.queries, _BLOCK)
+    count = slots * (problem.batch if problem.layout == "dense" else 1)
+    shares = None if grad_sinks is None else rows.new_empty((problem.heads, count))
+    arguments = {
+        "out": result.out,
+        "grad_out": upstream.out,
+        "stats": stats,
+        "grad_lse": by_lse,
+        "grad_entropy": by_entropy,
+        "sinks": operands.sinks,
+        "cu_q": operands.cu_seqlens_q,
+        "rows": rows,
+        "shares": shares,
+        "out_strides": head_strides(result.out, problem),
+        "grad_out_strides": head_strides(upstream.out, problem),
+        "lse_strides": None if by_lse is None else number_strides(by_lse, problem),
+        "entropy_strides": None if by_entropy is None else number_strides(by_entropy, problem),
+        "row_strides": number_strides(rows[0], problem),
+        "plane": rows[0].numel(),
+        "batch": problem.batch,
+        "heads": problem.heads,
+        "queries": problem.queries,
+        "tiles": slots,
+    }
+    constants = {
+        "VALUE_DIM": problem.value_dim,
+        "VALUE_PADDED": padded(problem.value_dim),
+        "BLOCK": _BLOCK,
+        "FOLD": folds(problem),
+        "WHOLE": whole(problem, config),
+    }
+    grid = (programs_of(problem, problem.heads, slots),)
+    launches = [launch_of(row_kernel, grid, arguments, constants)]
+    if shares is not None:
+        summed = {"shares": shares, "grad_sinks": grad_sinks, "count": count}
+        launches.append(launch_of(sink_kernel, (problem.heads,), summed, {"BLOCK": _SHARES}))
+    return launches

@@ -1,0 +1,325 @@
+"""Expressions as the text of Triton code: one line per value, operations as Triton or ``words``.
+
+Integers are int32 where intervals prove that they, and what they are made of, fit; else int64.
+Floats are float32. A value has the shape that its leaves give it, so that what depends on the
+query alone is computed once per query.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from tilewise.variants.expr import LEAVES, Expr, Kind, Node, kinds
+from tilewise.variants.intervals import Bounds, Interval, every_bound
+
+__all__ = ["OPERATIONS", "Source", "body", "place_in_tensor"]
+
+_SMALL = Interval(-(2**31), 2**31 - 1)
+_WHOLE_TILE = "tl.broadcast_to({0}, (m + n).shape)"
+_TYPES: dict[Kind, str] = {"bool": "tl.int1", "float": "tl.float32"}
+
+
+class Source(NamedTuple):
+    """What the text of an expression is made for.
+
+    Args:
+        ranks: dimensions of the captured tensors, by slot.
+        fitting: slots whose tensors are as long as the call needs, or of size 1, in every
+            dimension that a position indexes.
+        ranges: of the leaves.
+    """
+
+    ranks: tuple[int, ...]
+    fitting: frozenset[int]
+    ranges: tuple[tuple[str, Interval], ...]
+
+
+class _Value(NamedTuple):
+    """A value that has a name.
+
+    Args:
+        name: of it.
+        kind: of it.
+        known: its interval.
+        bits: of an integer.
+        node: what it is.
+    """
+
+    name: str
+    kind: Kind
+    known: Bounds
+    bits: int
+    node: Node
+
+
+# One row per operation and kind of its last argument. ``{0}`` and so on are the arguments.
+OPERATIONS: dict[tuple[str, Kind], str] = {
+    **{
+        (op, kind): f"{{0}} {sign} {{1}}"
+        for kind in ("int", "float")
+        for op, sign in (("add", "+"), ("sub", "-"), ("mul", "*"), ("lt", "<"), ("le", "<="))
+    },
+    **{
+        (op, kind): f"{{0}} {sign} {{1}}"
+        for kind in ("bool", "int")
+        for op, sign in (("and", "&"), ("or", "|"), ("xor", "^"))
+    },
+    **{
+        (op, kind): f"{{0}} {sign} {{1}}"
+        for kind in ("int", "float")
+        for op, sign in (("eq", "=="), ("ne", "!="))
+    },
+    ("eq", "bool"): "({0} ^ {1}) == 0",
+    ("ne", "bool"): "{0} ^ {1}",
+    ("floordiv", "int"): "words.floordiv_any({0}, {1})",
+    ("mod", "int"): "words.mod_any({0}, {1})",
+    ("min", "int"): "tl.minimum({0}, {1})",
+    ("max", "int"): "tl.maximum({0}, {1})",
+    ("neg", "int"): "0 - {0}",
+    ("abs", "int"): "tl.abs({0})",
+    ("sign", "int"): "words.sign_int({0})",
+    ("shl", "int"): "{0} << words.clamped({1}, {bits})",
+    ("shr", "int"): "{0} >> words.clamped({1}, {bits})",
+    ("not", "int"): "-1 - {0}",
+    ("not", "bool"): "{0} == 0",
+    ("floordiv", "float"): "words.floordiv_float({0}, {1})",
+    ("mod", "float"): "words.mod_float({0}, {1})",
+    ("min", "float"): "words.least({0}, {1})",
+    ("max", "float"): "words.largest({0}, {1})",
+    ("neg", "float"): "{0} * -1.0",  # Triton's minus is a difference from +0
+    ("abs", "float"): "tl.abs({0})",
+    ("sign", "float"): "words.sign_float({0})",
+    ("div", "float"): "tl.div_rn({0}, {1})",
+    ("pow", "float"): "words.power({0}, {1})",
+    ("exp", "float"): "words.exponential({0})",
+    ("exp2", "float"): "tl.exp2({0})",
+    ("log", "float"): "tl.log({0})",
+    ("log2", "float"): "tl.log2({0})",
+    ("tanh", "float"): "words.tangent({0})",
+    ("sigmoid", "float"): "words.logistic({0})",
+    ("sqrt", "float"): "tl.sqrt_rn({0})",
+    ("rsqrt", "float"): "tl.rsqrt({0})",
+    ("sin", "float"): "tl.sin({0})",
+    ("cos", "float"): "tl.cos({0})",
+    ("floor", "float"): "tl.floor({0})",
+    ("ceil", "float"): "tl.ceil({0})",
+    ("round", "float"): "words.round_even({0})",
+    ("trunc", "float"): "words.truncated({0})",
+    ("where", "bool"): "({0} & {1}) | (({0} == 0) & {2})",
+    ("where", "int"): "tl.where({0}, {1}, {2})",
+    ("where", "float"): "tl.where({0}, {1}, {2})",
+    ("to_float", "bool"): "{0}.to(tl.float32)",
+    ("to_float", "int"): "{0}.to(tl.float32)",
+    ("to_float", "float"): "{0}",
+    ("to_int", "bool"): "{0}.to({type})",
+    ("to_int", "int"): "{0}",
+    ("to_int", "float"): "words.to_int({0})",
+}
+_COMPARISONS = ("lt", "le", "eq", "ne")
+# Where the interval of a float is in 32 bits.
+_TO_SMALL = "{0}.to(tl.int32)"
+# Integer division where the divisor is positive, and where the dividend is not negative either.
+_BY_POSITIVE = {
+    "floordiv": ("words.floordiv_positive({0}, {1})", "{0} // {1}", "{0} >> {power}"),
+    "mod": ("words.mod_positive({0}, {1})", "{0} % {1}", "{0} & {ones}"),
+}
+# Powers that torch has short forms for.
+_POWERS = {
+    2.0: "{0} * {0}",
+    3.0: "({0} * {0}) * {0}",
+    -1.0: "tl.div_rn(1.0, {0})",
+    -2.0: "tl.div_rn(1.0, {0} * {0})",
+}
+# Functions without steps and of small slope: what they are given need not be rounded correctly.
+_SMOOTH = ("tanh", "sigmoid")
+
+
+def body(expr: Expr, source: Source) -> Iterator[str]:
+    """Lines that give every node of an expression a name, and then its only output: ``result``.
+
+    Args:
+        expr: of one output. The names of its leaves, ``tensors`` and ``shapes`` are there.
+        source: what it is made for.
+    """
+    (output,) = expr.outputs
+    writer = _Writer(expr, source)
+    yield from writer.lines()
+    result = writer.values[output]
+    if writer.depends(output, "s"):  # loads may find dimensions of size 1, but a score is whole
+        yield f"result = {result.name}"
+    else:
+        yield f"result = {_WHOLE_TILE.format(result.name)}"
+
+
+class _Writer:
+    """Gives names to the values of an expression, in order."""
+
+    def __init__(self, expr: Expr, source: Source) -> None:
+        self.nodes = expr.nodes
+        self.source = source
+        self.kinds = kinds(expr)
+        self.known = every_bound(expr, dict(source.ranges))
+        self.values: list[_Value] = []
+        self.leaves: list[set[str]] = []
+        for node in expr.nodes:
+            own = {node.op} if node.op in LEAVES else set()
+            self.leaves.append(own.union(*(self.leaves[arg] for arg in node.args)))
+        self.users: list[list[str]] = [[] for _ in expr.nodes]
+        for node in expr.nodes:
+            for arg in node.args:
+                self.users[arg].append(node.op)
+        for output in expr.outputs:
+            self.users[output].append("output")
+
+    def lines(self) -> Iterator[str]:
+        for place, (node, kind) in enumerate(zip(self.nodes, self.kinds, strict=True)):
+            known = self.known[place]
+            bits = 32 if kind == "int" and _is_small(known) else 64
+            value = _Value(f"v{place}", kind, known, bits, node)
+            if node.op.startswith("load_"):
+                yield from self._load(value)
+            else:
+                yield f"{value.name} = {self._text(place, value)}"
+            self.values.append(value)
+
+    def depends(self, place: int, leaves: str) -> bool:
+        """Whether a value is made of one of these leaves."""
+        return any(leaf in leaves for leaf in self.leaves[place])
+
+    def _text(self, place: int, value: _Value) -> str:
+        node, kind = value.node, value.kind
+        if node.op in LEAVES:
+            return "s" if node.op == "s" else f"tl.cast({node.op}, tl.int{value.bits})"
+        if node.op.startswith("const_"):
+            assert node.value is not None
+            return f"tl.cast({_literal(node.value)}, {_type(kind, value.bits)})"
+        args = [self.values[arg] for arg in node.args]
+        whole = [arg.bits for arg in (*args, value) if arg.kind == "int"]
+        bits = max(whole, default=value.bits)
+        texts = [_wide(arg, bits) for arg in args]
+        row = self._row(place, value, args)
+        found = row.format(
+            *texts,
+            bits=bits,
+            type=f"tl.int{bits}",
+            **_divisor(args[-1]),
+        )
+        if node.op in _COMPARISONS and not self.depends(place, "smn"):
+            return f"words.truth({found})"
+        return f"({found}).to(tl.int32)" if kind == "int" and bits > value.bits else found
+
+    def _row(self, place: int, value: _Value, args: Sequence[_Value]) -> str:
+        """The text of an operation, the short one where what is known of its arguments allows."""
+        op, last = value.node.op, args[-1]
+        if op in _BY_POSITIVE and last.kind == "int":
+            return _whole_division(op, *args) or OPERATIONS[op, "int"]
+        if op == "to_int" and value.bits == 32 and last.kind == "float":
+            return _TO_SMALL
+        number = last.node.value if last.node.op == "const_float" else None
+        if op == "pow" and number in _POWERS:
+            return _POWERS[float(number)]
+        if op == "div" and number is not None:
+            inverse = _inverse(float(number))
+            if inverse is not None and (_is_power(float(number)) or self._is_smoothed(place)):
+                return f"{{0}} * {inverse!r}"
+        return OPERATIONS[op, last.kind]
+
+    def _is_smoothed(self, place: int) -> bool:
+        """Whether nothing but smooth functions uses a value."""
+        return set(self.users[place]) <= set(_SMOOTH)
+
+    def _load(self, value: _Value) -> Iterator[str]:
+        node, name = value.node, value.name
+        slot, indices = int(node.value or 0), [self.values[arg] for arg in node.args]
+        sizes, strides = _numbers(self.source.ranks, slot)
+        fits = slot in self.source.fitting
+        yield f"{name} = tl.cast(0, tl.int64)"
+        kept = [at for at, index in enumerate(indices) if fits and index.node.op in ("m", "n")]
+        for at, index in enumerate(indices):
+            leaf = fits and index.node.op in ("b", "h", "m", "n")
+            word = "moved" if leaf else "nearest"
+            where = f"shapes[{sizes + at}], shapes[{strides + at}]"
+            yield f"{name} = words.{word}({name}, {index.name}, {where})"
+        masked = ""
+        if kept:
+            yield f"k{name} = tl.cast(True, tl.int1)"
+            for at in kept:
+                size = f"shapes[{sizes + at}]"
+                yield f"k{name} = words.inside(k{name}, {indices[at].name}, {size})"
+            masked = f", mask=k{name}, other=0"
+        loaded = f"tl.load(tensors[{slot}] + {name}{masked})"
+        yield f"{name} = {loaded}.to({_type(value.kind, value.bits)})"
+
+
+def _numbers(ranks: Sequence[int], slot: int) -> tuple[int, int]:
+    """Where the sizes and the strides of a slot begin among the shape numbers."""
+    start = 2 * sum(ranks[:slot])
+    return start, start + ranks[slot]
+
+
+def place_in_tensor(expr: Expr, slot: int, source: Source) -> Iterator[str]:
+    """Lines that give ``result``: the element that a load reads, counted in a contiguous tensor.
+
+    Args:
+        expr: its outputs are the indices, one per dimension; none of a number.
+        slot: of the tensor.
+        source: what it is made for.
+    """
+    yield "result = tl.cast(0, tl.int64)"
+    if expr.outputs:
+        writer = _Writer(expr, source)
+        yield from writer.lines()
+        sizes, _ = _numbers(source.ranks, slot)
+        for at, output in enumerate(expr.outputs):
+            index = writer.values[output].name
+            yield f"result = words.element(result, {index}, shapes[{sizes + at}])"
+    yield f"result = {_WHOLE_TILE.format('result')}"
+
+
+def _is_small(known: Bounds) -> bool:
+    return isinstance(known, Interval) and known.low >= _SMALL.low and known.high <= _SMALL.high
+
+
+def _type(kind: Kind, bits: int) -> str:
+    return f"tl.int{bits}" if kind == "int" else _TYPES[kind]
+
+
+def _wide(arg: _Value, bits: int) -> str:
+    return f"{arg.name}.to(tl.int{bits})" if arg.kind == "int" and arg.bits < bits else arg.name
+
+
+def _literal(value: bool | int | float) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    return repr(value)
+
+
+def _whole_division(op: str, a: _Value, b: _Value) -> str | None:
+    """The text of a division by a positive divisor; None for another one."""
+    if not isinstance(b.known, Interval) or b.known.low <= 0:
+        return None
+    by_any, by_natural, by_power = _BY_POSITIVE[op]
+    if _divisor(b):
+        return by_power
+    natural = isinstance(a.known, Interval) and a.known.low >= 0
+    return by_natural if natural else by_any
+
+
+def _divisor(value: _Value) -> dict[str, int]:
+    """Of a constant power of two its exponent and the number before it; else nothing."""
+    number = value.node.value
+    if value.node.op != "const_int" or number is None or number <= 0 or int(number).bit_count() > 1:
+        return {}
+    return {"power": int(number).bit_length() - 1, "ones": int(number) - 1}
+
+
+def _inverse(number: float) -> float | None:
+    """``1 / number`` where it is far from the ends of float32; else None."""
+    return 1.0 / number if 2.0**-60 < abs(number) < 2.0**60 else None
+
+
+def _is_power(number: float) -> bool:
+    """Whether it is a power of two: its inverse is exact."""
+    return abs(math.frexp(number)[0]) == 0.5

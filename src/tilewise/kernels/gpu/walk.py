@@ -1,0 +1,252 @@
+"""How every walk over the pairs finds its way: tiles in memory, ranges of them, packed sequences.
+
+Grids are along one axis: all tiles of a head, then the next head, then the next batch item, so that
+programs that run together share their keys. Offsets from the beginning of a head take 64 bits,
+those within a tile 32 unless the strides are extraordinary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.kernels.gpu.config import Blocks, padded
+from tilewise.kernels.gpu.emit import Variant
+from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu.lists import TileLists
+from tilewise.problem import Problem
+
+__all__ = [
+    "counts_in",
+    "head_of",
+    "head_strides",
+    "knows_whole_tiles",
+    "launch_of",
+    "list_of",
+    "lists_of",
+    "load_tile",
+    "meets_empty_tiles",
+    "number_strides",
+    "place_of",
+    "programs_of",
+    "slots_of",
+    "split_range",
+    "store_tile",
+    "tile_in",
+    "wide",
+    "word",
+]
+
+
+@triton.jit
+def place_of(tile, cu, batch, BLOCK: tl.constexpr):
+    """Of the tile slots of a packed call the sequence, and its tile, that one stands for.
+
+    Sequence ``b`` has the slots from ``cu[b] // BLOCK + b`` on, at least as many as it has tiles;
+    what is left over lies beyond its end. No slot count depends on the values of ``cu``.
+    """
+    low = tile * 0
+    high = low + batch
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(cu + middle) // BLOCK + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    begin = tl.load(cu + low)
+    first = (tile - (begin // BLOCK + low)) * BLOCK
+    return low, first.to(tl.int32), begin
+
+
+@triton.jit
+def load_tile(
+    base,
+    first,
+    strides,
+    low,
+    high,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    MASKED: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Rows ``first`` and on of a matrix, ``[BLOCK, PADDED]``; 0 beyond WIDTH.
+
+    Where MASKED, rows outside of [low, high) are 0 too. WIDE: offsets in a tile take 64 bits.
+    """
+    rows = tl.arange(0, BLOCK)
+    columns = tl.arange(0, PADDED)
+    places = base + tl.cast(strides[2], tl.int64) * first
+    if WIDE:
+        places = places + rows[:, None].to(tl.int64) * strides[2]
+        places = places + columns[None, :].to(tl.int64) * strides[3]
+    else:
+        places = places + rows[:, None] * strides[2] + columns[None, :] * strides[3]
+    if MASKED:
+        inside = ((first + rows >= low) & (first + rows < high))[:, None]
+        if WIDTH != PADDED:
+            inside = inside & (columns < WIDTH)[None, :]
+        return tl.load(places, mask=inside, other=0.0)
+    if WIDTH != PADDED:
+        return tl.load(places, mask=(columns < WIDTH)[None, :], other=0.0)
+    return tl.load(places)
+
+
+@triton.jit
+def store_tile(
+    base,
+    first,
+    strides,
+    high,
+    values,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Rows ``first`` up to ``high`` of a matrix from ``values [BLOCK, PADDED]``."""
+    rows = first + tl.arange(0, BLOCK).to(tl.int64)
+    columns = tl.arange(0, PADDED).to(tl.int64)
+    places = base + rows[:, None] * strides[2] + columns[None, :] * strides[3]
+    inside = (rows < high)[:, None] & (columns < WIDTH)[None, :]
+    tl.store(places, values.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def head_of(base, strides, b, h, begin):
+    """Where the rows of one head of one batch item, or sequence, begin."""
+    offset = tl.cast(strides[0], tl.int64) * b + tl.cast(strides[1], tl.int64) * h
+    return base + (offset + tl.cast(strides[2], tl.int64) * begin)
+
+
+@triton.jit
+def split_range(low, full_low, full_high, high, end, BLOCK: tl.constexpr):
+    """A range in tiles: (first, full, beyond, last): tiles of [full, beyond) need no mask.
+
+    Those of [first, full) and [beyond, last) do. All but the last are multiples of BLOCK; the full
+    part lies within [full_low, full_high), and no tile of it goes beyond ``end``.
+    """
+    high = tl.minimum(high, end).to(tl.int32)
+    first = (tl.maximum(low, 0) // BLOCK * BLOCK).to(tl.int32)
+    last = tl.maximum(high, first)
+    full = tl.maximum((full_low + BLOCK - 1) // BLOCK * BLOCK, first).to(tl.int32)
+    beyond = (tl.minimum(tl.minimum(full_high, end), last) // BLOCK * BLOCK).to(tl.int32)
+    stop = (last + BLOCK - 1) // BLOCK * BLOCK
+    none = beyond <= full
+    return first, tl.where(none, stop, full), tl.where(none, stop, beyond), last
+
+
+@triton.jit
+def counts_in(spans, BLOCK: tl.constexpr):
+    """How many tiles of a split range need no mask, and how many do."""
+    first, full, beyond, last = spans
+    left = (full - first) // BLOCK
+    right = (tl.maximum(last - beyond, 0) + BLOCK - 1) // BLOCK
+    return (beyond - full) // BLOCK, left + right
+
+
+@triton.jit
+def tile_in(i, spans, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Where tile ``i`` of those that need a mask begins, or of those that need none."""
+    first, full, beyond, _ = spans
+    if MASKED:
+        start = first + i * BLOCK
+        return tl.where(start >= full, start + (beyond - full), start)
+    return full + i * BLOCK
+
+
+@triton.jit
+def list_of(order, counts, numbers, b, h, tile):
+    """(list, whole, partial): the tiles to visit from a tile, whole ones before partial ones.
+
+    ``numbers`` are the strides of batch item and head in ``order`` and ``counts``, and the length
+    of a list.
+    """
+    at = tl.cast(numbers[0], tl.int64) * b + tl.cast(numbers[1], tl.int64) * h
+    counted = tl.cast(numbers[2], tl.int64) * b + tl.cast(numbers[3], tl.int64) * h
+    place = counts + (counted + 2 * tile)
+    listed = order + (at + tl.cast(numbers[4], tl.int64) * tile)
+    return listed, tl.load(place), tl.load(place + 1)
+
+
+def launch_of(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: dict[str, Any],
+    constants: dict[str, Any],
+    blocks: Blocks | None = None,
+) -> Launch:
+    """A Launch; arguments that are None are constants."""
+    missing = {name: None for name, value in arguments.items() if value is None}
+    present = {name: value for name, value in arguments.items() if value is not None}
+    if blocks is None:
+        return Launch(kernel, grid, present, constants | missing)
+    return Launch(kernel, grid, present, constants | missing, blocks.warps, blocks.stages)
+
+
+def word(bits: int) -> int:
+    """32 bits as the signed number that a kernel takes without widening it."""
+    return bits - 2**32 if bits >= 2**31 else bits
+
+
+def head_strides(tensor: Tensor, problem: Problem) -> tuple[int, int, int, int]:
+    """Strides along (b, h, row, column) of a tensor with a row per query or key."""
+    if problem.layout == "dense":
+        b, h, row, column = tensor.stride()
+        return b, h, row, column
+    row, h, column = tensor.stride()
+    return 0, h, row, column
+
+
+def number_strides(tensor: Tensor, problem: Problem) -> tuple[int, int, int]:
+    """Strides along (b, h, m) of a tensor with one number per row, shaped as lse."""
+    if problem.layout == "dense":
+        b, h, row = tensor.stride()
+        return b, h, row
+    h, row = tensor.stride()
+    return 0, h, row
+
+
+def slots_of(problem: Problem, length: int, block: int) -> int:
+    """How many tiles there are of a head's ``length`` rows, or slots for them in a packed call."""
+    if problem.layout == "dense":
+        return -(-length // block)
+    return length // block + problem.batch if problem.batch else 0
+
+
+def programs_of(problem: Problem, heads: int, slots: int) -> int:
+    """How many programs a walk has that gives each slot of each head one."""
+    return slots * heads * (problem.batch if problem.layout == "dense" else 1)
+
+
+def lists_of(lists: TileLists | None) -> dict[str, Any]:
+    """Lists of tiles as arguments."""
+    if lists is None:
+        return {"order": None, "counts": None, "list_numbers": None}
+    numbers = (*lists.numbers(), lists.order.shape[3])
+    return {"order": lists.order, "counts": lists.counts, "list_numbers": numbers}
+
+
+def knows_whole_tiles(problem: Problem, variant: Variant) -> bool:
+    """Whether a walk may find tiles of which the mask is known to hide nothing."""
+    known = {instr.op for instr in problem.mask} <= {"band", "below", "and", "or", "tiles"}
+    return known or any(table.whole for table in variant.tables)
+
+
+def meets_empty_tiles(problem: Problem, variant: Variant) -> bool:
+    """Whether a walk may meet a tile of which no pair attends: nothing of it is to be read."""
+    exact = all(instr.op in ("band", "below", "and") for instr in problem.mask)
+    return not exact and not any(table.whole for table in variant.tables)
+
+
+def wide(tensors: tuple[Tensor, ...], problem: Problem, blocks: Blocks) -> bool:
+    """Whether an offset within a tile may take more than 31 bits."""
+    most = max(blocks.queries, blocks.keys)
+    return any(
+        (most - 1) * row + (padded(tensor.shape[-1]) - 1) * column >= 2**31
+        for tensor in tensors
+        for _, _, row, column in [head_strides(tensor, problem)]
+    )

@@ -1,0 +1,100 @@
+"""The expression of a mask's program, to be computed in one piece.
+
+The counterpart for scores is ``recognise.as_expression``. The captured tensors are in kernel form
+(``lower.py``): a dimension of size 1 is read by an index past it, which gives its only element.
+"""
+
+from collections.abc import Sequence
+from functools import reduce
+
+from tilewise.variants.expr import Expr, Graph, Kind, decode
+from tilewise.variants.program import EXPR, Instr, Program
+
+__all__ = ["exactly_sized", "mask_expression"]
+
+
+def mask_expression(program: Program) -> Expr:
+    """The boolean that a mask's program gives; its slots are the same. No program shows all.
+
+    Args:
+        program: of tensors in kernel form.
+    """
+    graph = Graph()
+    stack: list[int] = []
+    for instr in program:
+        if instr.op == "not":
+            stack.append(graph.apply("not", stack.pop()))
+        elif instr.op in ("and", "or"):
+            second, first = stack.pop(), stack.pop()
+            stack.append(graph.apply(instr.op, first, second))
+        elif instr.op != "tiles":
+            stack.append(_leaf(graph, instr))
+    return graph.expr(stack.pop() if stack else graph.constant(True))
+
+
+def exactly_sized(program: Program) -> frozenset[int]:
+    """Slots whose tensors, lowered, have every position of a call or size 1, in each dimension.
+
+    Args:
+        program: of a mask or a score.
+    """
+    named = {slot for instr in program if instr.op != EXPR for slot in instr.slots}
+    return frozenset(named.difference(*(instr.slots for instr in program if instr.op == EXPR)))
+
+
+def _leaf(graph: Graph, instr: Instr) -> int:
+    if instr.op == EXPR:
+        return _included(graph, instr)
+    if instr.op == "band":
+        return _band(graph, *(int(number) for number in instr.params))
+    if instr.op == "below":
+        key = graph.leaf("n")
+        if instr.slots:
+            return graph.apply("lt", key, _load(graph, "int", instr.slots[0], ("b",)))
+        return graph.apply("lt", key, graph.constant(int(instr.params[0])))
+    if instr.op == "same_document":
+        ids = [
+            _load(graph, "int", slot, ("b", position))
+            for slot, position in zip(instr.slots, ("m", "n"), strict=True)
+        ]
+        return graph.apply("eq", *ids)
+    (slot,) = instr.slots
+    if instr.op == "dense":
+        return _load(graph, "bool", slot, ("b", "h", "m", "n"))
+    sizes = [graph.constant(int(size)) for size in instr.params]
+    block = [
+        graph.apply("floordiv", graph.leaf(position), size)
+        for position, size in zip(("m", "n"), sizes, strict=True)
+    ]
+    return graph.load("bool", slot, [graph.leaf("b"), graph.leaf("h"), *block])
+
+
+def _included(graph: Graph, instr: Instr) -> int:
+    """The expression of an instruction, whose slots count in the instruction's."""
+    expr = decode(str(instr.params[0]))
+    nodes = [
+        node._replace(value=instr.slots[int(node.value)])
+        if node.op.startswith("load_") and node.value is not None
+        else node
+        for node in expr.nodes
+    ]
+    return graph.include(expr._replace(nodes=tuple(nodes)))[0]
+
+
+def _load(graph: Graph, kind: Kind, slot: int, positions: Sequence[str]) -> int:
+    return graph.load(kind, slot, [graph.leaf(position) for position in positions])
+
+
+def _band(graph: Graph, left: int, right: int, anchor: int) -> int:
+    row, key = graph.leaf("m"), graph.leaf("n")
+    if anchor:
+        more = graph.apply("sub", graph.leaf("N"), graph.leaf("M"))
+        row = graph.apply("add", row, more)
+    bounds = []
+    if left >= 0:
+        first = graph.apply("sub", row, graph.constant(left))
+        bounds.append(graph.apply("le", first, key))
+    if right >= 0:
+        last = graph.apply("add", row, graph.constant(right))
+        bounds.append(graph.apply("le", key, last))
+    return reduce(lambda one, other: graph.apply("and", one, other), bounds, graph.constant(True))

@@ -21,6 +21,9 @@ import torch  # before the core: the core borrows torch's OpenMP runtime
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
 NO_CORE = "no core"
+# Triton's interpreter is on in the whole process or not at all: see tests/kernels/gpu/conftest.py.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+INTERPRETED_FOLDER = ROOT / "tests" / "kernels" / "gpu"
 
 hypothesis.settings.register_profile(
     "tilewise",
@@ -73,11 +76,23 @@ def shared_data() -> Path:
     return folder
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that need a GPU where there is none."""
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Where Triton interprets, look at the tests of the GPU kernels only."""
+    folder, path = INTERPRETED_FOLDER, collection_path
+    related = path.is_relative_to(folder) or folder.is_relative_to(path)
+    return True if INTERPRETED and not related else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests that need a GPU where there is none; run one process's tests only."""
+    if INTERPRETED:
+        kept = [item for item in items if item.path.is_relative_to(INTERPRETED_FOLDER)]
+        others = [item for item in items if not item.path.is_relative_to(INTERPRETED_FOLDER)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = kept
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no GPU")
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):  # not its keywords: a folder's name is one of them
             item.add_marker(skip)

@@ -121,7 +121,8 @@ def _cache_check(chip: Chip) -> Check:
 
 def _backend_check(name: str) -> Check:
     absence = registry.load(name).absence()
-    return Check(f"backend {name}", absence or "ready", absence is None)
+    no_gpu = name == "gpu" and not torch.cuda.is_available()
+    return Check(f"backend {name}", absence or "ready", absence is None or no_gpu)
 
 
 def _openmp_check(runtimes: Sequence[str]) -> Check:

@@ -88,7 +88,8 @@ class Operands(NamedTuple):
             variable-length call their first dimension counts sequences, their rows and keys
             count within a sequence and may be longer than any of them.
         sinks: [Hq], contiguous, float32 (float64 for float64), or None.
-        cu_seqlens_q, cu_seqlens_k: int64 [B + 1] on the CPU, contiguous, checked; None if dense.
+        cu_seqlens_q, cu_seqlens_k: int64 [B + 1], contiguous; None if dense. On the CPU, checked;
+            for the GPU backend's tensors on their device, where their values are not read.
         seed: 64 random bits as a number in [0, 2**64); 0 without dropout.
     """
 

@@ -211,12 +211,18 @@ def build_operands(
     extent = Extent(problem.batch, problem.heads, problem.queries, problem.keys)
     if asked.cu_seqlens is not None:
         cu_q, cu_k = asked.cu_seqlens
-        starts_q = check_cu_seqlens("cu_seqlens_q", cu_q, problem.queries)
-        starts_k = check_cu_seqlens("cu_seqlens_k", cu_k, problem.keys)
-        cu_q = cu_q.to("cpu", torch.int64).contiguous()
-        cu_k = cu_k.to("cpu", torch.int64).contiguous()
+        stays = _stay_on_device(problem, asked)
+        starts: list[list[int]] = []
+        if not stays or is_checked():
+            starts = [
+                check_cu_seqlens("cu_seqlens_q", cu_q, problem.queries),
+                check_cu_seqlens("cu_seqlens_k", cu_k, problem.keys),
+            ]
+        device = q.device if stays else torch.device("cpu")
+        cu_q = cu_q.to(device, torch.int64).contiguous()
+        cu_k = cu_k.to(device, torch.int64).contiguous()
         if mask_tensors or score_tensors:
-            extent = _ragged_extent(problem, starts_q, starts_k)
+            extent = _ragged_extent(problem, *starts) if starts else _unread_extent(problem)
     if mask_tensors:
         if problem.device != "cpu":
             extent = extent._replace(check_values=False)
@@ -231,6 +237,16 @@ def build_operands(
     if checks:
         check_indices(problem, operands, asked.mask.captured, asked.score.captured)
     return operands
+
+
+def _stay_on_device(problem: Problem, asked: Asked) -> bool:
+    """Whether cu_seqlens go to the kernels as they are: reading them would stall the device."""
+    return problem.device != "cpu" and asked.backend != "tiled"
+
+
+def _unread_extent(problem: Problem) -> Extent:
+    """The extent of a variable-length call whose lengths only the kernels know."""
+    return Extent(problem.batch, problem.heads, 0, 0, ragged=True)
 
 
 def _ragged_extent(problem: Problem, starts_q: list[int], starts_k: list[int]) -> Extent:

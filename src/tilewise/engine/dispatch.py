@@ -26,7 +26,7 @@ def plan_problem(problem: Problem, backend: str | None = None) -> Plan:
         Unsupported: the named backend, or every one, declines; with all reasons.
     """
     names = registry.BACKEND_NAMES if backend is None else (backend,)
-    asked = candidates(problem, names)
+    asked = candidates(problem, names, by_name=backend is not None)
     choice = Choice(backend if not asked[0].reasons else None) if backend else choose(asked)
     reasons = {candidate.name: candidate.reasons for candidate in asked if candidate.reasons}
     if choice.name is None:
@@ -48,11 +48,19 @@ def plan_problem(problem: Problem, backend: str | None = None) -> Plan:
     )
 
 
-def candidates(problem: Problem, names: tuple[str, ...]) -> list[Candidate]:
-    """What each of the named backends says to a problem."""
+def candidates(problem: Problem, names: tuple[str, ...], by_name: bool = False) -> list[Candidate]:
+    """What each of the named backends says to a problem.
+
+    Args:
+        problem: what is asked.
+        names: of backends.
+        by_name: the caller asked for them; else those that are not in question are left out.
+    """
     found = []
     for name in names:
         backend = registry.load(name)
+        if not (by_name or backend.in_question(problem)):
+            continue
         absence = backend.absence()
         reasons = (absence,) if absence is not None else tuple(backend.why_not(problem))
         found.append(Candidate(name, reasons, absence is not None, backend.last_resort))

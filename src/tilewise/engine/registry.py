@@ -18,6 +18,7 @@ class _Entry(NamedTuple):
 
 _ENTRIES = (
     _Entry("cpu", "tilewise.kernels.cpu.backend", "CpuBackend"),
+    _Entry("gpu", "tilewise.kernels.gpu.backend", "GpuBackend"),
     _Entry("tiled", "tilewise.kernels.tiled", "TiledBackend"),
 )
 

@@ -41,6 +41,10 @@ class Backend(ABC):
         """Why this backend is not there at all (not built, no device); None if it is there."""
         return None
 
+    def in_question(self, problem: Problem) -> bool:
+        """Whether it is asked at all where the caller names no backend."""
+        return True
+
     @abstractmethod
     def why_not(self, problem: Problem) -> list[str]:
         """Why this backend cannot do the problem, one reason a line; empty if it can."""

@@ -107,8 +107,8 @@ _TABLE = _rows(
     turing       forward  64x32/4/1     64x32/4/1     32x32/4/1     16x16/4/1
     ampere       forward  128x64/4/3    128x64/8/3    64x32/8/2     32x32/8/2
     small        forward  128x64/4/2    64x64/4/2     64x32/8/2     32x32/8/1
-    hopper       forward  128x128/8/3   128x128/8/2   128x64/8/2    64x32/8/2
-    blackwell    forward  128x128/8/3   128x128/8/2   128x64/8/2    64x32/8/2
+    hopper       forward  128x128/8/2   128x128/8/2   128x32/8/2    32x32/8/2
+    blackwell    forward  128x128/8/2   128x128/8/2   128x32/8/2    32x32/8/2
     cdna         forward  128x64/4/1    128x64/8/1    64x32/8/1     32x16/8/1
     cdna4        forward  128x64/4/2    128x64/8/2    64x32/8/2     32x32/8/1
     rdna3        forward  64x32/4/1     64x32/8/1     32x32/8/1     16x16/8/1
@@ -131,7 +131,7 @@ _TABLE = _rows(
     cdna4        dq       64x64/8/1     64x32/8/1     32x16/8/1     16x16/8/1
     rdna3        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
     rdna4        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
-    single       forward  64x32/4/2     32x32/4/2     32x16/8/1     16x16/8/1
+    single       forward  32x32/4/2     32x32/8/2     32x16/8/1     16x16/8/1
     single       dkdv     32x32/4/1     16x32/8/1     16x16/8/1     16x16/8/1
     single       dq       32x32/4/1     32x16/8/1     16x16/8/1     16x16/8/1
     interpreter  forward  64x32/4/1     64x32/4/1     64x32/4/1     64x32/4/1
@@ -165,8 +165,14 @@ class Config(NamedTuple):
             problem.dtype,
             problem.head_dim,
             problem.value_dim,
-            bool(problem.mask or problem.score),
+            _is_heavy(problem),
         )
+
+
+def _is_heavy(problem: Problem) -> bool:
+    """Whether a kernel computes more for a pair than to compare its place with a bound or two."""
+    bands = all(instr.op in ("band", "below", "and") for instr in problem.mask)
+    return bool(problem.score or problem.dropout_p or problem.layout == "varlen") or not bands
 
 
 def padded(width: int) -> int:
@@ -190,7 +196,7 @@ def tiles_for(
         dtype: of q, k and v.
         head_dim: D.
         value_dim: Dv.
-        has_variant: whether there is a mask or a score; they need registers.
+        has_variant: whether there is a mask or a score that needs registers.
     """
     chip = FAMILIES[family]
     widest = max(padded(head_dim), padded(value_dim))

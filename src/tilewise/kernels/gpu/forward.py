@@ -159,9 +159,7 @@ def _update(
     if DROPOUT:
         p = tl.where(kept(seed_low, seed_high, drop_below, b, h, m, n), p, 0.0)
     acc = acc * fade[:, None]
-    v = load_rows(
-        v_base, n0, offsets, low, high, v_strides[2], v_strides[3], DV, DV_PADDED, MASKED
-    )
+    v = load_rows(v_base, n0, offsets, low, high, v_strides[2], v_strides[3], DV, DV_PADDED, MASKED)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, new_top, total, moment, top_key
 
@@ -433,7 +431,9 @@ def attend(
         low, full_low = (m0 * 0 + low).to(tl.int32), (m0 * 0 + full_low).to(tl.int32)
         full_high, high = (m0 * 0 + full_high).to(tl.int32), (m0 * 0 + high).to(tl.int32)
     if ORDER is not None:
-        row = batch * list_numbers[0] + long_h * list_numbers[1] + tile.to(tl.int64) * list_numbers[4]
+        row = (
+            batch * list_numbers[0] + long_h * list_numbers[1] + tile.to(tl.int64) * list_numbers[4]
+        )
         counts = COUNTS + batch * list_numbers[2] + long_h * list_numbers[3] + 2 * tile
         whole, partial = tl.load(counts), tl.load(counts + 1)
         listed, first, edge, left, gap = ORDER + row, m0 * 0, m0 * 0, m0 * 0, m0 * 0
@@ -609,7 +609,10 @@ def forward_launches(
         "BN": blocks.keys,
         "PRECISION": config.precision,
     }
-    return [Launch(attend, (grid.programs,), arguments, constants, blocks.warps, blocks.stages)]
+    missing = {name: None for name, value in arguments.items() if value is None}
+    present = {name: value for name, value in arguments.items() if value is not None}
+    constants |= missing
+    return [Launch(attend, (grid.programs,), present, constants, blocks.warps, blocks.stages)]
 
 
 def _grid(problem: Problem, blocks: Blocks) -> Grid:
@@ -671,7 +674,7 @@ def strides_of(tensor: Tensor) -> tuple[int, ...]:
 
 def _listed(lists: TileLists | None) -> dict[str, Any]:
     if lists is None:
-        return {"ORDER": None, "COUNTS": None, "list_numbers": ()}
+        return {"ORDER": None, "COUNTS": None, "list_numbers": None}
     numbers = (*lists.numbers(), lists.order.shape[3])
     return {"ORDER": lists.order, "COUNTS": lists.counts, "list_numbers": numbers}
 

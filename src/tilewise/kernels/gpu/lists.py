@@ -33,9 +33,7 @@ class TileLists(NamedTuple):
     def numbers(self) -> tuple[int, ...]:
         """Strides of batch item and head in ``order`` and ``counts`` (0 where one serves all)."""
         return tuple(
-            0 if tensor.shape[dim] == 1 else tensor.stride(dim)
-            for tensor in self
-            for dim in (0, 1)
+            0 if tensor.shape[dim] == 1 else tensor.stride(dim) for tensor in self for dim in (0, 1)
         )
 
 

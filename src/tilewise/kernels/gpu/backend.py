@@ -1,0 +1,215 @@
+"""The GPU backend: allocates results and runs the launches of the passes. It imports Triton late."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import Unsupported
+from tilewise.kernels.base import Backend, Needs, Prepared, Tiles, output_like
+from tilewise.kernels.gpu.config import FAMILIES, LARGEST_WIDTH, Config, config_for, family_of
+from tilewise.problem import Grads, Operands, Problem, Result, Statistics
+
+if TYPE_CHECKING:
+    from tilewise.kernels.gpu.emit import Variant
+
+__all__ = ["GpuBackend"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What the emitter takes for granted where it computes in 32 bits.
+_MOST_ROWS, _MOST_HEADS = 2**24, 2**16
+
+
+class GpuBackend(Backend):
+    """Runs the Triton kernels of this folder."""
+
+    name: ClassVar[str] = "gpu"
+
+    def absence(self) -> str | None:
+        """Whether Triton or a GPU is missing."""
+        if not _interprets() and not torch.cuda.is_available():
+            return "torch sees no GPU"
+        if not _has_triton():
+            return "Triton is not installed (pip install triton)"
+        return None
+
+    def in_question(self, problem: Problem) -> bool:
+        """CPU tensors only go through Triton's interpreter, which nobody wants by chance."""
+        return problem.device != "cpu"
+
+    def why_not(self, problem: Problem) -> list[str]:
+        """The limits of the kernels."""
+        reasons = []
+        where = ("cpu",) if _interprets() else ("cuda",)
+        if problem.device not in where:
+            told = " (TRITON_INTERPRET is set)" if _interprets() else ""
+            reasons.append(f"it computes on {where[0]}{told}; the tensors are on {problem.device}")
+        elif _family(problem.device) is None:
+            reasons.append("it has no blocks for this chip")
+        if problem.dtype not in _DTYPES:
+            reasons.append(f"it computes float32, bfloat16, float16; not {problem.dtype}")
+        for what, size in (("D", problem.head_dim), ("Dv", problem.value_dim)):
+            if size > LARGEST_WIDTH:
+                reasons.append(f"{what} = {size} is over its limit of {LARGEST_WIDTH}")
+        for what, size, limit in (
+            ("queries", problem.queries, _MOST_ROWS),
+            ("keys", problem.keys, _MOST_ROWS),
+            ("batch items", problem.batch, _MOST_HEADS),
+            ("heads", problem.heads, _MOST_HEADS),
+        ):
+            if (problem.mask or problem.score) and size > limit:
+                reasons.append(f"{size} {what} are over its limit of {limit} with a mask or score")
+        return reasons
+
+    def tiles(self, problem: Problem) -> Tiles:
+        """The blocks of the forward pass."""
+        blocks = _config(problem).blocks("forward", problem)
+        return Tiles(blocks.queries, blocks.keys)
+
+    def forward(self, problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
+        """The forward pass."""
+        return self.prepare(problem).forward(operands, statistics)
+
+    def backward(
+        self,
+        problem: Problem,
+        operands: Operands,
+        result: Result,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        needs: Needs,
+        grad_entropy: Tensor | None = None,
+    ) -> Grads:
+        """The backward pass."""
+        prepared = self.prepare(problem)
+        return prepared.backward(operands, result, grad_out, grad_lse, needs, grad_entropy)
+
+    def prepare(self, problem: Problem) -> Prepared:
+        """Both passes, with the functions of mask and score kept from the first call on."""
+        passes = _Passes(problem)
+        return Prepared(passes.forward, passes.backward)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _interprets() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPU tensors: as Triton itself asks."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
+def _family(device: str) -> str | None:
+    return family_of(torch.device(device))
+
+
+def _config(problem: Problem) -> Config:
+    family = _family(problem.device)
+    if family is None:
+        raise Unsupported("the GPU backend has no blocks for this chip")
+    return config_for(family)
+
+
+def empty_result(problem: Problem, q: Tensor, statistics: Statistics) -> Result:
+    """Memory for a result, on the device of q."""
+    shape = (
+        (problem.heads, problem.queries)
+        if problem.layout == "varlen"
+        else (problem.batch, problem.heads, problem.queries)
+    )
+    lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    stats = lse.new_empty((3 if statistics else 2, *shape))
+    result = Result(output_like(q, problem.value_dim), lse, stats)
+    if statistics:
+        result = result._replace(max_logit=torch.empty_like(lse), entropy=torch.empty_like(lse))
+    if statistics == "top1":
+        result = result._replace(top_key=torch.empty_like(lse, dtype=torch.int64))
+    return result
+
+
+class _Passes:
+    """A problem with the jit functions of its mask and score."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._variant: Variant | None = None
+
+    def forward(self, operands: Operands, statistics: Statistics = "") -> Result:
+        from tilewise.kernels.gpu.forward import forward_launches
+
+        problem = self._problem
+        with _device_of(operands.q):
+            result = empty_result(problem, operands.q, statistics)
+            config = _config(problem)
+            _run(forward_launches(problem, operands, result, config, self._functions(operands)))
+        return result
+
+    def backward(
+        self,
+        operands: Operands,
+        result: Result,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        needs: Needs,
+        grad_entropy: Tensor | None = None,
+    ) -> Grads:
+        from tilewise.kernels.gpu.backward import backward_launches
+
+        with _device_of(operands.q):
+            grads = _empty_grads(operands, needs)
+            launches = backward_launches(
+                self._problem,
+                operands,
+                result,
+                grad_out,
+                grad_lse,
+                needs,
+                grad_entropy,
+                grads,
+                _config(self._problem),
+                self._functions(operands),
+            )
+            _run(launches)
+        return grads
+
+    def _functions(self, operands: Operands) -> Variant:
+        """The functions; the ranks of captured tensors are the program's, so any call's will do."""
+        if self._variant is None:
+            from tilewise.kernels.gpu.emit import variant_of
+
+            mask_ranks = tuple(tensor.dim() for tensor in operands.mask_tensors)
+            score_ranks = tuple(tensor.dim() for tensor in operands.score_tensors)
+            self._variant = variant_of(self._problem, mask_ranks, score_ranks)
+        return self._variant
+
+
+def _empty_grads(operands: Operands, needs: Needs) -> Grads:
+    """Memory for the gradients that are wanted."""
+    q, k, v = (
+        output_like(tensor, tensor.shape[-1]) if wanted else None
+        for tensor, wanted in zip(operands[:3], needs[:3], strict=True)
+    )
+    scores = tuple(
+        torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if wanted else None
+        for tensor, wanted in zip(operands.score_tensors, needs.score_tensors, strict=True)
+    )
+    sinks = torch.empty_like(operands.sinks) if needs.sinks and operands.sinks is not None else None
+    return Grads(q, k, v, scores, sinks)
+
+
+def _device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Launches go to the current device; make it the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def _run(launches: list) -> None:
+    from tilewise.kernels.gpu.launch import run
+
+    run(launches)

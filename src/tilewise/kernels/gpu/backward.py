@@ -242,8 +242,7 @@ def query_kernel(
     pairs = (b, h, M, N)
     total = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
     # The tiles that need no mask first; there are none where nothing is known of a mask.
-    for PHASE in tl.static_range(BLIND, 2):
-        MASKED: tl.constexpr = PHASE == 1
+    for MASKED in tl.static_range(BLIND, 2):
         for i in range(partial if MASKED else whole_tiles):
             if order is None:
                 n0 = tile_in(i, spans, BLOCK_N, MASKED)
@@ -393,8 +392,7 @@ def key_kernel(
         if order is not None:
             tile = n0 // BLOCK_N
             listed, whole_tiles, partial = list_of(order, counts, list_numbers, b, h, tile)
-        for PHASE in tl.static_range(BLIND, 2):
-            MASKED: tl.constexpr = PHASE == 1
+        for MASKED in tl.static_range(BLIND, 2):
             for i in range(partial if MASKED else whole_tiles):
                 if order is None:
                     m0 = tile_in(i, spans, BLOCK_M, MASKED)

@@ -92,11 +92,15 @@ def _tile(launch: Launch) -> dict[str, int]:
     return {
         name: value
         for name, value in launch.constants.items()
-        if type(value) is int and name.startswith("B")
+        if type(value) is int and name.startswith(("BM", "BN", "BLOCK"))
     }
 
 
 def _words(error: Exception) -> str:
-    """The error in one line: Triton's messages quote the source and end with what is wrong."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
-    return f"{type(error).__name__}: {lines[-1] if lines else ''}"[:300]
+    """The error in one line.
+
+    Triton's messages begin with the place in the kernel, quote it, and end with what is wrong.
+    """
+    lines = [line.strip(" ^:") for line in str(error).splitlines() if line.strip(" ^")]
+    place = f" ({lines[0]})" if len(lines) > 1 and lines[0].startswith("at ") else ""
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}{place}"[:300]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilewise.errors import Unsupported
 from tilewise.kernels.base import Backend, Needs, Prepared, Tiles, output_like
-from tilewise.kernels.gpu.config import FAMILIES, LARGEST_WIDTH, Config, config_for, family_of
+from tilewise.kernels.gpu.config import LARGEST_WIDTH, Config, config_for, family_of
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
 
 if TYPE_CHECKING:

@@ -12,10 +12,8 @@ which is subtracted before it is scaled, so that even the lowest float stays fin
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -284,7 +282,7 @@ def _finish(top, total, scale, SCORE: tl.constexpr, FOLDED: tl.constexpr):
 
 @triton.jit
 def _with_sink(natural, base2, total, sink):
-    """lse with a sink, the weight that makes a probability of an exponential, and two exponents:
+    """Lse with a sink, the weight that makes a probability of an exponential, and two exponents:
 
     how far the sink is below the largest logit, and how far that is above the row's own.
     """

@@ -39,7 +39,6 @@ from tilewise.kernels.gpu.rows import (
     planes_of,
     row_launches,
     row_values,
-    whole,
 )
 from tilewise.kernels.gpu.walk import (
     counts_in,
@@ -87,9 +86,7 @@ def pair_gradients(
     MASKED: tl.constexpr,
     DROPOUT: tl.constexpr,
     FOLD: tl.constexpr,
-    WHOLE: tl.constexpr,
     ENTROPY: tl.constexpr,
-    KEY_AXIS: tl.constexpr,
 ):
     """(p, ds) of a tile of pairs from its products q.k and grad_out.v.
 
@@ -122,11 +119,6 @@ def pair_gradients(
     if DROPOUT:
         keep = kept(seed_low, seed_high, threshold, b, h, m, n)
         dp = tl.where(keep, dp * inverse_keep, 0.0)
-    if WHOLE:
-        summed = p * dp
-        if MASKED:
-            summed = tl.where(scores == float("-inf"), 0.0, summed)
-        shift = shift + tl.sum(summed, KEY_AXIS, keep_dims=True)
     moved = dp - shift
     if ENTROPY:
         moved = moved - slope * (tl.maximum(exponent, FAR) + center)
@@ -184,7 +176,6 @@ def query_kernel(
     SKIPS: tl.constexpr,
     DROPOUT: tl.constexpr,
     FOLD: tl.constexpr,
-    WHOLE: tl.constexpr,
     ENTROPY: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
@@ -221,6 +212,8 @@ def query_kernel(
     if KEYS_OF is not None:
         m1 = tl.minimum(m0 + BLOCK_M, M)
         low, full_low, full_high, high = KEYS_OF(b, m0, m1, M, N, captured[0], captured[1])
+    if BLIND:
+        full_high = 0
     spans = split_range(low, full_low, full_high, high, N, BLOCK_N)
     if order is None:
         whole_tiles, partial = counts_in(spans, BLOCK_N)
@@ -279,9 +272,7 @@ def query_kernel(
                     MASKED,
                     DROPOUT,
                     FOLD,
-                    WHOLE,
                     ENTROPY,
-                    1,
                 )
                 total = tl.dot(ds.to(k_tile.dtype), k_tile, total, input_precision=PRECISION)
     head = head_of(grad_q, grad_q_strides, b, h, begin)
@@ -330,7 +321,6 @@ def key_kernel(
     SKIPS: tl.constexpr,
     DROPOUT: tl.constexpr,
     FOLD: tl.constexpr,
-    WHOLE: tl.constexpr,
     ENTROPY: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
@@ -371,6 +361,8 @@ def key_kernel(
     if QUERIES_OF is not None:
         n1 = tl.minimum(n0 + BLOCK_N, N)
         low, full_low, full_high, high = QUERIES_OF(b, n0, n1, M, N, captured[0], captured[1])
+    if BLIND:
+        full_high = 0
     spans = split_range(low, full_low, full_high, high, M, BLOCK_M)
     if order is None:
         whole_tiles, partial = counts_in(spans, BLOCK_M)
@@ -448,9 +440,7 @@ def key_kernel(
                         MASKED,
                         DROPOUT,
                         FOLD,
-                        WHOLE,
                         ENTROPY,
-                        0,
                     )
                     if grad_v is not None:
                         p = p.to(grad_tile.dtype)
@@ -531,7 +521,6 @@ class Backward(NamedTuple):
             "SKIPS": meets_empty_tiles(problem, variant),
             "DROPOUT": problem.dropout_p > 0,
             "FOLD": folds(problem),
-            "WHOLE": whole(problem, self.config),
             "ENTROPY": self.upstream.entropy is not None,
             "HEAD_DIM": problem.head_dim,
             "HEAD_PADDED": padded(problem.head_dim),

@@ -28,11 +28,11 @@ from tilewise.kernels.gpu.walk import (
 )
 from tilewise.problem import Operands, Problem, Result
 
-__all__ = ["FAR", "Upstream", "folds", "planes_of", "row_launches", "row_values", "whole"]
+__all__ = ["FAR", "Upstream", "folds", "planes_of", "row_launches", "row_values"]
 
 # The power of two of an exponent below this is 0: see ``far`` of reference/tiles.py.
 FAR: tl.constexpr = tl.constexpr(-2000.0)
-_BLOCK = 64
+_BLOCK, _SMALL_BLOCK = 64, 16
 _SHARES = 256
 
 
@@ -57,16 +57,6 @@ def planes_of(upstream: Upstream) -> int:
 def folds(problem: Problem) -> bool:
     """Whether the row sum goes into the exponent: its rounding is nothing beside 16 bits."""
     return problem.dtype is not torch.float32
-
-
-def whole(problem: Problem, config: Config) -> bool:
-    """Whether every walk has all keys of a row in one block, and sums delta from what it makes.
-
-    For a row with one key dP - delta then cancels to the bit. In a packed call the keys of other
-    sequences would decide it, and with it the bits of this one.
-    """
-    least = min(config.blocks("dq", problem).keys, config.blocks("dkdv", problem).keys)
-    return problem.layout == "dense" and problem.keys <= least
 
 
 @triton.jit(do_not_specialize=["plane", "batch", "heads", "queries", "tiles"])
@@ -94,11 +84,11 @@ def row_kernel(
     VALUE_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     FOLD: tl.constexpr,
-    WHOLE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """What both walks read of each row: see ``row_values``; and of each tile its sinks' gradient.
 
-    FOLD: the row sum goes into the base as its logarithm. WHOLE: the walks sum delta themselves.
+    FOLD: the row sum goes into the base as its logarithm.
     """
     program = tl.program_id(0)
     tile = program % tiles
@@ -118,7 +108,13 @@ def row_kernel(
     o = load_tile(head, first, out_strides, 0, M, BLOCK, VALUE_DIM, VALUE_PADDED, True, True)
     head = head_of(grad_out, grad_out_strides, b, h, begin)
     g = load_tile(head, first, grad_out_strides, 0, M, BLOCK, VALUE_DIM, VALUE_PADDED, True, True)
-    delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    if FOLD:
+        delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    else:
+        # Summed as the walks sum grad_out . v: where a row has one key the two then cancel.
+        i = tl.arange(0, BLOCK)
+        all_pairs = tl.dot(g, tl.trans(o), input_precision=PRECISION)
+        delta = tl.sum(tl.where(i[:, None] == i[None, :], all_pairs, 0.0), 1)
     by_lse = tl.zeros([BLOCK], tl.float32)
     if grad_lse is not None:
         places = head_of(grad_lse, lse_strides, b, h, begin)
@@ -142,7 +138,7 @@ def row_kernel(
     some = tl.where(dead, 1.0, whole)
 
     place = head_of(rows, row_strides, b, h, begin) + m
-    tl.store(place + plane, -by_lse if WHOLE else delta - by_lse, mask=inside)
+    tl.store(place + plane, delta - by_lse, mask=inside)
     if FOLD:
         base = highest + tl.log2(some)
     else:
@@ -225,7 +221,8 @@ def row_launches(
     """
     _, by_lse, by_entropy = upstream
     stats = result.stats.contiguous()
-    slots = slots_of(problem, problem.queries, _BLOCK)
+    block = _BLOCK if folds(problem) else _SMALL_BLOCK
+    slots = slots_of(problem, problem.queries, block)
     count = slots * (problem.batch if problem.layout == "dense" else 1)
     shares = None if grad_sinks is None else rows.new_empty((problem.heads, count))
     arguments = {
@@ -252,9 +249,9 @@ def row_launches(
     constants = {
         "VALUE_DIM": problem.value_dim,
         "VALUE_PADDED": padded(problem.value_dim),
-        "BLOCK": _BLOCK,
+        "BLOCK": block,
         "FOLD": folds(problem),
-        "WHOLE": whole(problem, config),
+        "PRECISION": config.precision,
     }
     grid = (programs_of(problem, problem.heads, slots),)
     launches = [launch_of(row_kernel, grid, arguments, constants)]

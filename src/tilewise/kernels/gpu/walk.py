@@ -232,8 +232,8 @@ def lists_of(lists: TileLists | None) -> dict[str, Any]:
 
 def knows_whole_tiles(problem: Problem, variant: Variant) -> bool:
     """Whether a walk may find tiles of which the mask is known to hide nothing."""
-    known = {instr.op for instr in problem.mask} <= {"band", "below", "and", "or", "tiles"}
-    return known or any(table.whole for table in variant.tables)
+    known = any(instr.op in ("band", "below") for instr in problem.mask)
+    return known or not problem.mask or any(table.whole for table in variant.tables)
 
 
 def meets_empty_tiles(problem: Problem, variant: Variant) -> bool:

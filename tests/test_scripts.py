@@ -97,3 +97,60 @@ def test_what_is_no_study_is_not_stored(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "STUDY_FOLDER" in done.stderr
     assert not (tmp_path / "stored").exists()
+
+
+# A Python in whose place a shell script stands: it writes down the calls of pytest, and answers
+# each with the exit code that it is told to.
+STAND_IN = """\
+#!/bin/sh
+if [ "$1" = -c ]; then exit "$NO_TRITON"; fi
+printf '%s %s\\n' "${TRITON_INTERPRET:-0}" "$*" >>"$CALLS"
+if [ "${TRITON_INTERPRET:-0}" = 1 ]; then exit "$INTERPRETED"; fi
+exit "$ORDINARY"
+"""
+
+
+@pytest.mark.parametrize(
+    ("ordinary", "interpreted", "code"),
+    [(0, 0, 0), (1, 0, 1), (0, 1, 1), (5, 0, 0), (0, 5, 0), (1, 5, 1), (5, 1, 1), (5, 5, 5)],
+)
+def test_tests_run_in_two_processes(
+    tmp_path: Path, ordinary: int, interpreted: int, code: int
+) -> None:
+    """The interpreter's with the same arguments; 5, which is nothing collected, is no failure."""
+    calls, done = _test(tmp_path, ordinary, interpreted)
+    assert calls == ["0 -m pytest -k a b", "1 -m pytest -k a b"]
+    assert done == code
+
+
+@pytest.mark.parametrize("ordinary", [0, 1, 5])
+def test_tests_without_triton(tmp_path: Path, ordinary: int) -> None:
+    assert _test(tmp_path, ordinary, 0, no_triton=1) == (["0 -m pytest -k a b"], ordinary)
+
+
+def test_tests_that_are_interrupted(tmp_path: Path) -> None:
+    """Or called wrongly: no second process."""
+    assert _test(tmp_path, 2, 0) == (["0 -m pytest -k a b"], 2)
+
+
+def _test(
+    folder: Path, ordinary: int, interpreted: int, no_triton: int = 0
+) -> tuple[list[str], int]:
+    """The calls that scripts/test.sh makes where they end so, and how it ends."""
+    python, calls = folder / "python", folder / "calls"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", ROOT / "scripts" / "test.sh", python, "-k", "a b"],
+        env=os.environ
+        | {
+            "TRITON_INTERPRET": "1",  # a caller's own does not reach the ordinary process
+            "CALLS": str(calls),
+            "ORDINARY": str(ordinary),
+            "INTERPRETED": str(interpreted),
+            "NO_TRITON": str(no_triton),
+        },
+        capture_output=True,
+        check=False,
+    )
+    return calls.read_text().splitlines(), done.returncode

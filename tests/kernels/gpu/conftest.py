@@ -23,7 +23,8 @@ import pytest
 from tests.conftest import INTERPRETED
 
 
-def _why_skipped(path: Path) -> str | None:
+def why_skipped(path: Path) -> str | None:
+    """Why this process does not run the tests of a module; None if it does."""
     if path.name.startswith("test_host_"):
         return (
             "compiles, does not interpret: runs without TRITON_INTERPRET" if INTERPRETED else None
@@ -39,12 +40,12 @@ class _SkippedModule(pytest.Module):
     """A module that is not even imported: it may need a Triton that is not there."""
 
     def collect(self) -> Any:
-        pytest.skip(str(_why_skipped(self.path)), allow_module_level=True)
+        pytest.skip(str(why_skipped(self.path)), allow_module_level=True)
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module | None:
     """Skip a module before it imports Triton."""
-    if _why_skipped(module_path) is None:
+    if why_skipped(module_path) is None:
         return None
     return _SkippedModule.from_parent(parent, path=module_path)
 

@@ -71,7 +71,8 @@ def _length(instr: Instr, ranks: Sequence[int], most: int) -> str:
     if not instr.slots:
         return str(min(int(instr.params[0]), most))
     (slot,) = instr.slots
-    return f"tl.load(tensors[{slot}] + words.clamped(b, shapes[{2 * sum(ranks[:slot])}]))"
+    loaded = f"tl.load(tensors[{slot}] + words.clamped(b, shapes[{2 * sum(ranks[:slot])}]))"
+    return f"words.clamped({loaded}, {most})"
 
 
 def _band(instr: Instr, of_keys: bool, most: int) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The GPU backend: allocates results and runs the launches of the passes. It imports Triton late."""
+"""The GPU backend: allocates results and runs the launches of the passes; imports Triton late."""
 
 from __future__ import annotations
 

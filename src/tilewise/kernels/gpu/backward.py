@@ -21,21 +21,18 @@ mask leaves a tile are loaded as 0, and a hidden pair's dS is selected to be 0.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.gpu.config import Blocks, Config, Pass, padded
-from tilewise.kernels.gpu.emit import Variant, captures
+from tilewise.kernels.gpu.captured import captured_launches
+from tilewise.kernels.gpu.config import Config
+from tilewise.kernels.gpu.emit import Variant
+from tilewise.kernels.gpu.gradients import Backward, pair_gradients
 from tilewise.kernels.gpu.launch import Launch
-from tilewise.kernels.gpu.lists import tile_lists
-from tilewise.kernels.gpu.pairs import LOG2E, kept, shown
+from tilewise.kernels.gpu.pairs import shown
 from tilewise.kernels.gpu.rows import (
-    FAR,
     Upstream,
-    folds,
     planes_of,
     row_launches,
     row_values,
@@ -44,92 +41,19 @@ from tilewise.kernels.gpu.walk import (
     counts_in,
     head_of,
     head_strides,
-    knows_whole_tiles,
     launch_of,
     list_of,
-    lists_of,
     load_tile,
-    meets_empty_tiles,
-    number_strides,
     place_of,
     programs_of,
     slots_of,
     split_range,
     store_tile,
     tile_in,
-    wide,
-    word,
 )
 from tilewise.problem import Grads, Needs, Operands, Problem, Result
-from tilewise.reference.philox import split_seed
-from tilewise.reference.philox import threshold as dropout_threshold
 
-__all__ = ["Backward", "backward_launches", "pair_gradients"]
-
-
-_LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
-
-
-@triton.jit
-def pair_gradients(
-    products,
-    value_products,
-    row,
-    numbers,
-    pairs,
-    m,
-    n,
-    captured,
-    visible,
-    SCORE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    MASKED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    FOLD: tl.constexpr,
-    ENTROPY: tl.constexpr,
-):
-    """(p, ds) of a tile of pairs from its products q.k and grad_out.v.
-
-    p is 0 where dropout drops, and not divided by what it keeps. ds is the gradient of the score,
-    times ``FACTOR`` (arguments as SCORE) if there is one. ``visible`` says which
-    pairs attend if MASKED; else all of them do.
-
-    ``row`` is of ``row_values``; ``numbers`` are (scale, 1 / (1 - dropout_p), the two halves of the
-    seed, the threshold), ``pairs`` (b, h, M, N), ``captured`` tensors and shape numbers of the mask
-    and of the score.
-    """
-    base, shift, weight, slope, center = row
-    scale, inverse_keep, seed_low, seed_high, threshold = numbers
-    b, h, M, N = pairs
-    _, _, tensors, shapes = captured
-    if SCORE is None:
-        scores = products * (scale * LOG2E)
-    else:
-        natural = SCORE(products * scale, b, h, m, n, M, N, tensors, shapes)
-        # The lowest float, by which some hide pairs, stays one; a NaN stays, too.
-        scores = natural * LOG2E
-        scores = tl.where((scores < _LOWEST) & (natural >= _LOWEST), _LOWEST, scores)
-    if MASKED:
-        scores = tl.where(visible, scores, float("-inf"))
-    exponent = scores - base
-    p = tl.exp2(exponent)
-    if not FOLD:
-        p = p * weight
-    dp = value_products
-    if DROPOUT:
-        keep = kept(seed_low, seed_high, threshold, b, h, m, n)
-        dp = tl.where(keep, dp * inverse_keep, 0.0)
-    moved = dp - shift
-    if ENTROPY:
-        moved = moved - slope * (tl.maximum(exponent, FAR) + center)
-    ds = p * moved
-    if FACTOR is not None:
-        ds = ds * FACTOR(products * scale, b, h, m, n, M, N, tensors, shapes)
-    if MASKED:
-        ds = tl.where(scores == float("-inf"), 0.0, ds)
-    if DROPOUT:
-        p = tl.where(keep, p, 0.0)
-    return p, ds
+__all__ = ["backward_launches"]
 
 
 _NUMBERS = ["batch", "heads", "group", "queries", "keys", "tiles", "plane"]
@@ -458,81 +382,6 @@ def key_kernel(
         store_tile(head, n0, grad_v_strides, N, total_v, BLOCK_N, VALUE_DIM, VALUE_PADDED)
 
 
-class Backward(NamedTuple):
-    """One backward pass: what its walks over the pairs share.
-
-    Args:
-        problem, operands, config, variant: as ``backward_launches`` takes them.
-        upstream: the gradients that come in.
-        rows: float32 [planes, *lse.shape], see ``row_values``.
-    """
-
-    problem: Problem
-    operands: Operands
-    upstream: Upstream
-    config: Config
-    variant: Variant
-    rows: Tensor
-
-    def walk(self, name: Pass, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any], Blocks]:
-        """(arguments, constants, blocks) of a walk in the blocks of a pass."""
-        problem, operands = self.problem, self.operands
-        blocks = self.config.blocks(name, problem)
-        q, k, v, cu_q, cu_k = (*operands[:3], operands.cu_seqlens_q, operands.cu_seqlens_k)
-        low, high = split_seed(operands.seed)
-        mask, score = captures(operands.mask_tensors), captures(operands.score_tensors)
-        shared = {
-            "q": q,
-            "k": k,
-            "v": v,
-            "grad_out": self.upstream.out,
-            "rows": self.rows,
-            "q_strides": head_strides(q, problem),
-            "k_strides": head_strides(k, problem),
-            "v_strides": head_strides(v, problem),
-            "grad_out_strides": head_strides(self.upstream.out, problem),
-            "row_strides": number_strides(self.rows[0], problem),
-            "cu_q": cu_q,
-            "cu_k": cu_k,
-            "captured": (*mask, *score),
-            "batch": problem.batch,
-            "heads": problem.heads,
-            "group": problem.heads // problem.kv_heads,
-            "queries": problem.queries,
-            "keys": problem.keys,
-            "plane": self.rows[0].numel(),
-            "scale": problem.scale,
-            "inverse_keep": 1 / (1 - problem.dropout_p),
-            "seed_low": word(low),
-            "seed_high": word(high),
-            "threshold": word(dropout_threshold(problem.dropout_p)),
-        }
-        tables, by_keys = self.variant.tables, name == "dkdv"
-        lists = tile_lists(problem, operands, tables, blocks.queries, blocks.keys, by_keys)
-        return shared | lists_of(lists) | arguments, self._constants(blocks), blocks
-
-    def _constants(self, blocks: Blocks) -> dict[str, Any]:
-        problem, variant = self.problem, self.variant
-        return {
-            "SCORE": variant.score,
-            "GAIN": variant.gain,
-            "SEEN": variant.seen,
-            "BLIND": int(not knows_whole_tiles(problem, variant)),
-            "SKIPS": meets_empty_tiles(problem, variant),
-            "DROPOUT": problem.dropout_p > 0,
-            "FOLD": folds(problem),
-            "ENTROPY": self.upstream.entropy is not None,
-            "HEAD_DIM": problem.head_dim,
-            "HEAD_PADDED": padded(problem.head_dim),
-            "VALUE_DIM": problem.value_dim,
-            "VALUE_PADDED": padded(problem.value_dim),
-            "BLOCK_M": blocks.queries,
-            "BLOCK_N": blocks.keys,
-            "PRECISION": self.config.precision,
-            "WIDE": wide((*self.operands[:3], self.upstream.out), problem, blocks),
-        }
-
-
 def backward_launches(
     problem: Problem,
     operands: Operands,
@@ -570,6 +419,8 @@ def backward_launches(
         )
     if needs.q and grads.q is not None:
         launches.append(_query_launch(call, grads.q))
+    if any(needs.score_tensors):
+        launches += captured_launches(call, needs.score_tensors, grads.score_tensors)
     return launches
 
 

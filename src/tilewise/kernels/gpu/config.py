@@ -1,7 +1,7 @@
 """Chip families, and the blocks that each kernel works in on them: one table, no measuring.
 
-A block decides how a row is rounded. So it depends on the family, the pass, the dtype, the widths
-and on whether there is a mask or a score, and on nothing else of a call.
+A block decides how a row is rounded. So it depends on the family, the pass, the dtype, the widths,
+the layout and the kind of mask and score, and on nothing else of a call.
 """
 
 from __future__ import annotations

@@ -58,11 +58,11 @@ class Captures(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table of the mask's rectangles (the operation ``tiles``) that holds for all of the mask.
+    """A table of the mask's rectangles (``tiles``, ``blocks``) that holds for all of the mask.
 
     Args:
         slot: of the uint8 tensor [B|1, Hq|1, rows, columns]; 0 says that the mask hides every pair
-            of the rectangle.
+            of the rectangle. That of ``blocks`` is of booleans: true is for it what 2 is here.
         queries, keys: the sizes of a rectangle.
         whole: whether 2 says that it hides none of them.
     """
@@ -223,6 +223,9 @@ def _tables(mask: Program) -> tuple[Table, ...]:
         if instr.op == "tiles":
             queries, keys = (int(size) for size in instr.params[:2])
             stack.append((*stack.pop(), Table(instr.slots[0], queries, keys, True)))
+        elif instr.op == "blocks":  # its own table: what it says of a rectangle is all of it
+            queries, keys = (int(size) for size in instr.params[:2])
+            stack.append((Table(instr.slots[0], queries, keys, True),))
         elif instr.op == "and":
             second, first = stack.pop(), stack.pop()
             stack.append(tuple([table._replace(whole=False) for table in (*first, *second)]))

@@ -16,94 +16,62 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from tilewise.kernels.gpu.config import Blocks, Config, padded
 from tilewise.kernels.gpu.emit import Variant, captures
 from tilewise.kernels.gpu.launch import Launch
-from tilewise.kernels.gpu.lists import TileLists, tile_lists
+from tilewise.kernels.gpu.lists import tile_lists
 from tilewise.kernels.gpu.pairs import LN2, LOG2E, kept, shown
+from tilewise.kernels.gpu.walk import (
+    counts_in,
+    head_of,
+    head_strides,
+    launch_of,
+    list_of,
+    lists_of,
+    load_tile,
+    meets_empty_tiles,
+    place_of,
+    slots_of,
+    split_range,
+    store_tile,
+    tile_in,
+    wide,
+    word,
+)
 from tilewise.problem import Operands, Problem, Result
 from tilewise.reference.philox import split_seed, threshold
 
-__all__ = ["attend", "forward_launches", "is_exact_band"]
+__all__ = ["attend", "forward_launches"]
 
-_FAR: tl.constexpr = tl.constexpr(-2000.0)  # an exponent whose power of two is 0, but finite
-_LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
-_NEVER: tl.constexpr = tl.constexpr(2147483647)
-
-
-@triton.jit
-def rows_of(base, start, offsets, columns, row_stride, column_stride):
-    """Pointers to a block of rows: 64 bits to where it starts, 32 bits within it."""
-    within = offsets[:, None] * row_stride + columns[None, :] * column_stride
-    return base + start.to(tl.int64) * row_stride + within
+FAR: tl.constexpr = tl.constexpr(-2000.0)  # an exponent whose power of two is 0, but finite
+LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
+NEVER: tl.constexpr = tl.constexpr(2147483647)
+_CACHED_BYTES = 32 << 20  # of keys and values, which heads that run together may share a cache for
+_LEAST_FOLDED = 1e-30  # a scale that may stand in the exponent: positive, and no denormal
 
 
 @triton.jit
-def load_rows(
-    base,
-    start,
-    offsets,
-    low,
-    high,
-    row_stride,
-    column_stride,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    BOUNDED: tl.constexpr,
-):
-    """Rows ``start + offsets`` of a matrix, 0 where they are not in [low, high) or past its width.
-
-    Not BOUNDED says that all of them are.
-    """
-    columns = tl.arange(0, PADDED)
-    at = rows_of(base, start, offsets, columns, row_stride, column_stride)
-    if BOUNDED:
-        rows = start + offsets
-        held = ((rows >= low) & (rows < high))[:, None]
-        if WIDTH < PADDED:
-            held = held & (columns < WIDTH)[None, :]
-        return tl.load(at, mask=held, other=0.0)
-    if WIDTH < PADDED:
-        return tl.load(at, mask=(columns < WIDTH)[None, :], other=0.0)
-    return tl.load(at)
+def scaled_scores(products, scale, n, place, captured, SCORE: tl.constexpr, FOLDED: tl.constexpr):
+    """Scores of a tile in the units of the walk."""
+    if FOLDED:
+        return products
+    scores = products * scale
+    if SCORE is not None:
+        b, h, m, M, N = place
+        scores = SCORE(scores, b, h, m, n, M, N, captured[2], captured[3])
+    return scores
 
 
 @triton.jit
-def sequence_of(index, cu_q, sequences, steps, BM: tl.constexpr):
-    """Which sequence a program works for, and on which of its tiles, by bisection.
-
-    The tiles of sequence b are counted from ``cu[b] // BM + b``, which leaves room for all of them
-    and can be told without the others.
-    """
-    low = index * 0
-    high = low + sequences
-    for _ in range(steps):
-        middle = (low + high) // 2
-        start = (tl.load(cu_q + middle) // BM).to(tl.int32) + middle
-        mine = start <= index
-        low = tl.where(mine & (middle > low), middle, low)
-        high = tl.where(mine, high, tl.maximum(middle, low + 1))
-    first = (tl.load(cu_q + low) // BM).to(tl.int32) + low
-    return low, index - first
-
-
-@triton.jit
-def _update(
+def absorb(
     state,
     q,
-    k_base,
-    v_base,
-    k_strides,
-    v_strides,
+    sides,
     n0,
-    low,
-    high,
     place,
     numbers,
-    mask_captures,
-    score_captures,
+    captured,
     visible,
     SCORE: tl.constexpr,
     FOLDED: tl.constexpr,
@@ -113,22 +81,18 @@ def _update(
     D: tl.constexpr,
     DV: tl.constexpr,
     BN: tl.constexpr,
+    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One block of keys in the online softmax; ``visible`` says which pairs attend if MASKED."""
     acc, top, total, moment, top_key = state
-    b, h, m, M, N = place
+    k_head, k_strides, v_head, v_strides, low, high = sides
+    b, h, m, _, _ = place
     scale, seed_low, seed_high, drop_below = numbers
-    offsets = tl.arange(0, BN)
-    n = (n0 + offsets)[None, :]
-    D_PADDED: tl.constexpr = q.shape[1]
-    DV_PADDED: tl.constexpr = acc.shape[1]
-    k = load_rows(k_base, n0, offsets, low, high, k_strides[2], k_strides[3], D, D_PADDED, MASKED)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if not FOLDED:
-        scores = scores * scale
-        if SCORE is not None:
-            scores = SCORE(scores, b, h, m, n, M, N, score_captures[0], score_captures[1])
+    n = (n0 + tl.arange(0, BN))[None, :]
+    k = load_tile(k_head, n0, k_strides, low, high, BN, D, q.shape[1], MASKED, WIDE)
+    products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    scores = scaled_scores(products, scale, n, place, captured, SCORE, FOLDED)
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
     best = tl.max(scores, 1)
@@ -146,115 +110,71 @@ def _update(
     p = tl.math.exp2(exponent)
     fade = tl.math.exp2(moved)
     if STATS > 0:
-        moment = (moment + tl.maximum(moved, _FAR) * total) * fade
-        moment = moment + tl.sum(p * tl.maximum(exponent, _FAR), 1)
+        moment = (moment + tl.maximum(moved, FAR) * total) * fade
+        moment = moment + tl.sum(p * tl.maximum(exponent, FAR), 1)
     total = total * fade + tl.sum(p, 1)
     if STATS > 1:
-        first = tl.min(tl.where(scores == best[:, None], n, _NEVER), 1)
+        first = tl.min(tl.where(scores == best[:, None], n, NEVER), 1)
         better = tl.where(best == top, tl.minimum(first, top_key), top_key)
         better = tl.where(best > top, first, better)
         top_key = tl.where(best == float("-inf"), top_key, better)
     if DROPOUT:
         p = tl.where(kept(seed_low, seed_high, drop_below, b, h, m, n), p, 0.0)
     acc = acc * fade[:, None]
-    v = load_rows(v_base, n0, offsets, low, high, v_strides[2], v_strides[3], DV, DV_PADDED, MASKED)
+    v = load_tile(v_head, n0, v_strides, low, high, BN, DV, acc.shape[1], MASKED, WIDE)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, new_top, total, moment, top_key
 
 
 @triton.jit
-def _walk(
+def walk_keys(
     state,
     q,
-    k_base,
-    v_base,
-    k_strides,
-    v_strides,
-    first,
-    left,
-    gap,
-    count,
+    sides,
+    spans,
     listed,
-    low,
-    high,
+    count,
     place,
     numbers,
-    mask_captures,
-    score_captures,
+    captured,
     SEEN: tl.constexpr,
     SCORE: tl.constexpr,
     FOLDED: tl.constexpr,
     MASKED: tl.constexpr,
     SKIPS: tl.constexpr,
-    LISTED: tl.constexpr,
     DROPOUT: tl.constexpr,
     STATS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     BN: tl.constexpr,
+    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``count`` blocks of keys: those at ``listed``, or from ``first`` on with one gap.
+    """``count`` blocks of keys: those that are ``listed``, or without a list those of ``spans``.
 
-    The first ``left`` blocks follow ``first``, the others come ``gap`` keys later. SKIPS: blocks of
-    which no pair attends may be among them. Neither their keys nor their values are touched then.
+    SKIPS: blocks of which no pair attends may be among them. Neither their keys nor their values
+    are touched then.
     """
     acc, top, total, moment, top_key = state
     b, h, m, M, N = place
     for i in tl.range(0, count):
-        if LISTED:
-            n0 = tl.load(listed + i) * BN
-        elif MASKED:
-            n0 = first + i * BN + tl.where(i < left, 0, gap)
-        else:
-            n0 = first + i * BN
+        n0 = tl.load(listed + i) * BN if listed is not None else tile_in(i, spans, BN, MASKED)
         n0 = tl.multiple_of(n0, BN)
-        visible = None
+        visible, met = None, True
         if MASKED:
             n = (n0 + tl.arange(0, BN))[None, :]
-            visible = shown(b, h, m, n, M, N, mask_captures[0], mask_captures[1], SEEN)
-        if SKIPS:
-            if tl.max(tl.max(visible.to(tl.int32), 1), 0) > 0:
-                acc, top, total, moment, top_key = _update(
-                    (acc, top, total, moment, top_key),
-                    q,
-                    k_base,
-                    v_base,
-                    k_strides,
-                    v_strides,
-                    n0,
-                    low,
-                    high,
-                    place,
-                    numbers,
-                    mask_captures,
-                    score_captures,
-                    visible,
-                    SCORE,
-                    FOLDED,
-                    MASKED,
-                    DROPOUT,
-                    STATS,
-                    D,
-                    DV,
-                    BN,
-                    PRECISION,
-                )
-        else:
-            acc, top, total, moment, top_key = _update(
+            visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
+            if SKIPS:
+                met = tl.max(tl.max(visible.to(tl.int32), 1), 0) > 0
+        if met:
+            acc, top, total, moment, top_key = absorb(
                 (acc, top, total, moment, top_key),
                 q,
-                k_base,
-                v_base,
-                k_strides,
-                v_strides,
+                sides,
                 n0,
-                low,
-                high,
                 place,
                 numbers,
-                mask_captures,
-                score_captures,
+                captured,
                 visible,
                 SCORE,
                 FOLDED,
@@ -264,30 +184,29 @@ def _walk(
                 D,
                 DV,
                 BN,
+                WIDE,
                 PRECISION,
             )
     return acc, top, total, moment, top_key
 
 
 @triton.jit
-def _finish(top, total, scale, SCORE: tl.constexpr, FOLDED: tl.constexpr):
-    """The row maximum in natural and in base-2 units, both finite but for a dead row."""
-    natural = top * scale if FOLDED else top
-    limited = tl.minimum(tl.maximum(natural * LOG2E, _LOWEST), -_LOWEST)
-    base2 = tl.where(natural == float("-inf"), natural, limited)
+def tops(top, scale, FOLDED: tl.constexpr):
+    """Row maxima in natural and in base-2 units; only those of dead rows are -inf."""
     if FOLDED:
-        base2 = tl.where(natural == float("-inf"), natural, top * (scale * LOG2E))
-    return natural, base2
+        return top * scale, top * (scale * LOG2E)
+    limited = tl.minimum(tl.maximum(top * LOG2E, LOWEST), -LOWEST)
+    return top, tl.where(top == float("-inf"), top, limited)
 
 
 @triton.jit
-def _with_sink(natural, base2, total, sink):
-    """Lse with a sink, the weight that makes a probability of an exponential, and two exponents:
+def with_sink(natural, base2, total, sink):
+    """Of rows with a sink (lse, weight, of_sink, above).
 
-    how far the sink is below the largest logit, and how far that is above the row's own.
+    The weight makes a probability of an exponential; ``of_sink`` is how far the sink is from the
+    largest logit (0 or less), ``above`` how far that is above the row's own.
     """
-    sink2 = tl.minimum(tl.maximum(sink * LOG2E, _LOWEST), -_LOWEST)
-    sink2 = tl.where(sink == float("-inf"), sink, sink2)
+    _, sink2 = tops(sink, 1.0, False)
     highest = tl.maximum(base2, sink2)
     highest = tl.where(highest == float("-inf"), 0.0, highest)
     of_sink, of_keys = sink2 - highest, base2 - highest
@@ -298,56 +217,70 @@ def _with_sink(natural, base2, total, sink):
     larger = tl.maximum(own, sink)
     larger = tl.where(larger == float("-inf"), 0.0, larger)
     lse = larger + tl.log(tl.exp(own - larger) + tl.exp(sink - larger))
-    return lse, weight, tl.maximum(of_sink, _FAR), -tl.maximum(of_keys, _FAR)
+    return lse, weight, tl.maximum(of_sink, FAR), -tl.maximum(of_keys, FAR)
+
+
+@triton.jit
+def slot_of(tiles, section, lines, REVERSED: tl.constexpr):
+    """The tile and the line (a head of a batch item) of this program.
+
+    Programs are numbered by sections of so many lines, within these by tiles, and then by lines, so
+    that those that run together find their keys in the cache. REVERSED: the last tiles come first.
+    """
+    program = tl.program_id(0)
+    first = program // (section * tiles) * section
+    within = program % (section * tiles)
+    here = tl.minimum(section, lines - first)
+    tile = within // here
+    if REVERSED:
+        tile = tiles - 1 - tile
+    return tile, first + within % here
 
 
 @triton.jit(
     do_not_specialize=[
-        "sequences",
+        "batch",
         "heads",
         "group",
         "queries",
         "keys",
         "tiles",
         "section",
-        "steps",
         "seed_low",
         "seed_high",
         "drop_below",
     ]
 )
 def attend(
-    Q,
-    K,
-    V,
-    OUT,
-    LSE,
-    ROW_MAX,
-    ROW_SUM,
-    ROW_MEAN,
-    MAX_LOGIT,
-    ENTROPY,
-    TOP_KEY,
-    SINKS,
-    CU_Q,
-    CU_K,
-    ORDER,
-    COUNTS,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    row_max,
+    row_sum,
+    row_mean,
+    max_logit,
+    entropy,
+    top_key,
+    sinks,
+    cu_q,
+    cu_k,
+    order,
+    counts,
     q_strides,
     k_strides,
     v_strides,
     out_strides,
     list_numbers,
-    mask_captures,
-    score_captures,
-    sequences,
+    captured,
+    batch,
     heads,
     group,
     queries,
     keys,
     tiles,
     section,
-    steps,
     scale,
     seed_low,
     seed_high,
@@ -367,196 +300,145 @@ def attend(
     DV_PADDED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Attention of a block of BM queries of one head.
 
-    Programs are numbered by sections of so many heads, within these by tiles, and then by heads, so
-    that the heads that run together find their keys in the cache. In a variable-length call (CU_Q
-    is not None) there is a tile too many for most sequences, and the program of that one ends.
-
-    Strides are (batch, head, row, column); of packed tensors the first is 0.
+    In a variable-length call (``cu_q`` is not None) there are slots for more tiles than there are;
+    a program without one ends. Strides are (b, h, row, column).
     """
-    program = tl.program_id(0)
-    in_section = section * tiles
-    first_head = program // in_section * section
-    within = program % in_section
-    here = tl.minimum(section, sequences * heads - first_head)
-    if CU_Q is not None:
-        here = tl.minimum(section, heads - first_head)
-    tile = within // here
-    head = first_head + within % here
-    if REVERSED:
-        tile = tiles - 1 - tile
-    if CU_Q is None:
-        b, h = head // heads, head % heads
-        M, N = queries, keys
-        q_start, k_start = b * 0, b * 0
-        line = head.to(tl.int64) * queries
+    if cu_q is None:
+        tile, line = slot_of(tiles, section, batch * heads, REVERSED)
+        b, h = line // heads, line % heads
+        m0, M, N = tile * BM, queries, keys
+        begin_q, begin_k = 0, 0
+        at = tl.cast(line, tl.int64) * queries
     else:
-        b, tile = sequence_of(tile, CU_Q, sequences, steps, BM)
-        h = head
-        q_start, k_start = tl.load(CU_Q + b), tl.load(CU_K + b)
-        M = (tl.load(CU_Q + b + 1) - q_start).to(tl.int32)
-        N = (tl.load(CU_K + b + 1) - k_start).to(tl.int32)
-        line = h.to(tl.int64) * queries + q_start
-    m0 = tile * BM
+        tile, h = slot_of(tiles, section, heads, REVERSED)
+        b, m0, begin_q = place_of(tile, cu_q, batch, BM)
+        begin_k = tl.load(cu_k + b)
+        M = (tl.load(cu_q + b + 1) - begin_q).to(tl.int32)
+        N = (tl.load(cu_k + b + 1) - begin_k).to(tl.int32)
+        at = tl.cast(h, tl.int64) * queries + begin_q
     if m0 >= M:
         return
-    kv_head = (h // group).to(tl.int64)
-    batch, long_h = b.to(tl.int64), h.to(tl.int64)
-    q_base = Q + batch * q_strides[0] + long_h * q_strides[1] + q_start * q_strides[2]
-    k_base = K + batch * k_strides[0] + kv_head * k_strides[1] + k_start * k_strides[2]
-    v_base = V + batch * v_strides[0] + kv_head * v_strides[1] + k_start * v_strides[2]
-    offsets = tl.arange(0, BM)
-    m = m0 + offsets
-    q = load_rows(q_base, m0, offsets, 0, M, q_strides[2], q_strides[3], D, D_PADDED, True)
+    m = m0 + tl.arange(0, BM)
+    q_head = head_of(q, q_strides, b, h, begin_q)
+    k_head = head_of(k, k_strides, b, h // group, begin_k)
+    v_head = head_of(v, v_strides, b, h // group, begin_k)
+    q_tile = load_tile(q_head, m0, q_strides, 0, M, BM, D, D_PADDED, True, WIDE)
 
-    top = tl.full([BM], float("-inf"), tl.float32)
-    total = tl.zeros([BM], tl.float32)
-    moment = tl.zeros([BM], tl.float32)
-    top_key = tl.full([BM], -1, tl.int32)
-    acc = tl.zeros([BM, DV_PADDED], tl.float32)
-    state = (acc, top, total, moment, top_key)
+    state = (
+        tl.zeros([BM, DV_PADDED], tl.float32),
+        tl.full([BM], float("-inf"), tl.float32),
+        tl.zeros([BM], tl.float32),
+        tl.zeros([BM], tl.float32),
+        tl.full([BM], -1, tl.int32),
+    )
     place = (b, h, m[:, None], M, N)
     numbers = (scale, seed_low, seed_high, drop_below)
-
     low, full_low, full_high, high = m0 * 0, m0 * 0, m0 * 0 + N, m0 * 0 + N
     if KEYS_OF is not None:
         low, full_low, full_high, high = KEYS_OF(
-            b, m0, tl.minimum(m0 + BM, M), M, N, mask_captures[0], mask_captures[1]
+            b, m0, tl.minimum(m0 + BM, M), M, N, captured[0], captured[1]
         )
-        low, full_low = (m0 * 0 + low).to(tl.int32), (m0 * 0 + full_low).to(tl.int32)
-        full_high, high = (m0 * 0 + full_high).to(tl.int32), (m0 * 0 + high).to(tl.int32)
-    if ORDER is not None:
-        row = (
-            batch * list_numbers[0] + long_h * list_numbers[1] + tile.to(tl.int64) * list_numbers[4]
-        )
-        counts = COUNTS + batch * list_numbers[2] + long_h * list_numbers[3] + 2 * tile
-        whole, partial = tl.load(counts), tl.load(counts + 1)
-        listed, first, edge, left, gap = ORDER + row, m0 * 0, m0 * 0, m0 * 0, m0 * 0
+    sides = (k_head, k_strides, v_head, v_strides, low, high)
+    spans = split_range(low, full_low, full_high, high, N, BN)
+    if order is None:
+        whole, partial = counts_in(spans, BN)
+        listed = None
+        listed_partial = None
     else:
-        start = low // BN * BN
-        first = (full_low + BN - 1) // BN * BN
-        whole = tl.maximum(full_high // BN - first // BN, 0)
-        if SEEN is not None:
-            # Without whole blocks all of the range is on the right.
-            first = tl.where(whole > 0, first, start)
-        edge = start
-        left = (first - start) // BN
-        gap = whole * BN
-        partial = left + tl.maximum((high - first - gap + BN - 1) // BN, 0)
-        listed = 0
-    state = _walk(
+        listed, whole, partial = list_of(order, counts, list_numbers, b, h, m0 // BM)
+        listed_partial = listed + whole
+    state = walk_keys(
         state,
-        q,
-        k_base,
-        v_base,
-        k_strides,
-        v_strides,
-        first,
-        left,
-        gap,
-        whole,
+        q_tile,
+        sides,
+        spans,
         listed,
-        low,
-        high,
+        whole,
         place,
         numbers,
-        mask_captures,
-        score_captures,
+        captured,
         None,
         SCORE,
         FOLDED,
         False,
         False,
-        ORDER is not None,
         DROPOUT,
         STATS,
         D,
         DV,
         BN,
+        WIDE,
         PRECISION,
     )
-    if ORDER is not None:
-        listed = listed + whole
-    state = _walk(
+    acc, top, total, moment, first_key = walk_keys(
         state,
-        q,
-        k_base,
-        v_base,
-        k_strides,
-        v_strides,
-        edge,
-        left,
-        gap,
+        q_tile,
+        sides,
+        spans,
+        listed_partial,
         partial,
-        listed,
-        low,
-        high,
         place,
         numbers,
-        mask_captures,
-        score_captures,
+        captured,
         SEEN,
         SCORE,
         FOLDED,
         True,
         SKIPS,
-        ORDER is not None,
         DROPOUT,
         STATS,
         D,
         DV,
         BN,
+        WIDE,
         PRECISION,
     )
-    acc, top, total, moment, top_key = state
 
-    natural, base2 = _finish(top, total, scale, SCORE, FOLDED)
-    if SINKS is not None:
-        sink = tl.load(SINKS + h)
-        lse, weight, of_sink, above = _with_sink(natural, base2, total, sink)
+    natural, base2 = tops(top, scale, FOLDED)
+    dead = total == 0
+    if sinks is not None:
+        sink = tl.load(sinks + h)
+        row_lse, weight, of_sink, above = with_sink(natural, base2, total, sink)
     else:
-        dead = total == 0
         weight = tl.where(dead, 0.0, 1.0 / tl.where(dead, 1.0, total))
-        lse = natural + tl.log(tl.where(dead, 1.0, total))
-        lse = tl.where(dead, float("-inf"), lse)
-    out_columns = tl.arange(0, DV_PADDED)
-    out_base = OUT + batch * out_strides[0] + long_h * out_strides[1] + q_start * out_strides[2]
-    at = rows_of(out_base, m0, offsets, out_columns, out_strides[2], out_strides[3])
-    inside = m < M
-    held = inside[:, None] & (out_columns < DV)[None, :]
+        row_lse = natural + tl.log(tl.where(dead, 1.0, total))
+        row_lse = tl.where(dead, float("-inf"), row_lse)
     if DROPOUT:
         weight = weight * keep_factor
-    tl.store(at, (acc * weight[:, None]).to(OUT.dtype.element_ty), mask=held)
-    line = line + m
-    tl.store(LSE + line, lse, mask=inside)
-    tl.store(ROW_MAX + line, base2, mask=inside)
-    tl.store(ROW_SUM + line, total, mask=inside)
+    out_head = head_of(out, out_strides, b, h, begin_q)
+    store_tile(out_head, m0, out_strides, M, acc * weight[:, None], BM, DV, DV_PADDED)
+    inside = m < M
+    at = at + m
+    tl.store(lse + at, row_lse, mask=inside)
+    tl.store(row_max + at, base2, mask=inside)
+    tl.store(row_sum + at, total, mask=inside)
     if STATS > 0:
-        tl.store(MAX_LOGIT + line, natural, mask=inside)
-        if SINKS is not None:
+        if sinks is not None:
             fade = tl.math.exp2(-above)
             sunk = tl.math.exp2(of_sink)
             moment = (moment - above * total) * fade + sunk * of_sink
             total = total * fade + sunk
-        dead = total == 0
+            dead = total == 0
         mean = tl.where(dead, 0.0, moment / tl.where(dead, 1.0, total))
-        entropy = tl.log(tl.where(dead, 1.0, total)) - LN2 * mean
-        tl.store(ROW_MEAN + line, mean, mask=inside)
-        tl.store(ENTROPY + line, tl.where(dead, 0.0, entropy), mask=inside)
+        spread = tl.log(tl.where(dead, 1.0, total)) - LN2 * mean
+        tl.store(max_logit + at, natural, mask=inside)
+        tl.store(row_mean + at, mean, mask=inside)
+        tl.store(entropy + at, tl.where(dead, 0.0, spread), mask=inside)
     if STATS > 1:
-        tl.store(TOP_KEY + line, top_key.to(tl.int64), mask=inside)
+        tl.store(top_key + at, first_key.to(tl.int64), mask=inside)
 
 
 class Grid(NamedTuple):
-    """How programs are spread over the tiles of heads: see ``attend``."""
+    """How programs are spread over the tiles of heads: see ``slot_of``."""
 
     tiles: int
     section: int
     programs: int
-    steps: int
 
 
 def forward_launches(
@@ -572,30 +454,27 @@ def forward_launches(
         variant: the functions of the problem's mask and score.
     """
     blocks = config.blocks("forward", problem)
-    lists = tile_lists(problem, operands, variant.tables, blocks.queries, blocks.keys)
     grid = _grid(problem, blocks)
     arguments = {
-        **_tensors(operands, result),
-        **_listed(lists),
-        "mask_captures": tuple(captures(operands.mask_tensors)),
-        "score_captures": tuple(captures(operands.score_tensors)),
-        "sequences": problem.batch,
+        **_tensors(problem, operands, result),
+        **lists_of(tile_lists(problem, operands, variant.tables, blocks.queries, blocks.keys)),
+        "captured": (*captures(operands.mask_tensors), *captures(operands.score_tensors)),
+        "batch": problem.batch,
         "heads": problem.heads,
         "group": problem.heads // problem.kv_heads,
         "queries": problem.queries,
         "keys": problem.keys,
         "tiles": grid.tiles,
         "section": grid.section,
-        "steps": grid.steps,
         "scale": problem.scale,
-        **dropout_numbers(problem, operands),
+        **_dropout(problem, operands),
     }
     constants = {
         "SEEN": variant.seen,
         "SCORE": variant.score,
         "KEYS_OF": variant.keys_of,
-        "FOLDED": variant.score is None and problem.scale > 1e-30,
-        "SKIPS": skips(problem, variant),
+        "FOLDED": variant.score is None and problem.scale > _LEAST_FOLDED,
+        "SKIPS": meets_empty_tiles(problem, variant),
         "REVERSED": _grows(problem),
         "DROPOUT": problem.dropout_p > 0,
         "STATS": 0 if result.entropy is None else 1 if result.top_key is None else 2,
@@ -605,109 +484,63 @@ def forward_launches(
         "DV_PADDED": padded(problem.value_dim),
         "BM": blocks.queries,
         "BN": blocks.keys,
+        "WIDE": wide(operands[:3], problem, blocks),
         "PRECISION": config.precision,
     }
-    missing = {name: None for name, value in arguments.items() if value is None}
-    present = {name: value for name, value in arguments.items() if value is not None}
-    constants |= missing
-    return [Launch(attend, (grid.programs,), present, constants, blocks.warps, blocks.stages)]
+    return [launch_of(attend, (grid.programs,), arguments, constants, blocks)]
 
 
 def _grid(problem: Problem, blocks: Blocks) -> Grid:
     """Tiles and sections; in a variable-length call a bound that needs no lengths."""
-    heads = problem.heads
-    group = heads // problem.kv_heads
-    steps = 0
-    if problem.layout == "varlen":
-        tiles = problem.queries // blocks.queries + problem.batch if problem.queries else 0
-        steps = max(problem.batch, 1).bit_length()
-        lines, keys = heads, problem.keys
-    else:
-        tiles = -(-problem.queries // blocks.queries)
-        lines, keys = heads * problem.batch, problem.keys
-    section = group
+    tiles = slots_of(problem, problem.queries, blocks.queries)
+    lines = problem.heads * (problem.batch if problem.layout == "dense" else 1)
+    section = problem.heads // problem.kv_heads
     if _grows(problem):
-        # As many heads at once as have their keys and values in the cache together.
-        size = keys * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
-        section = max(1, _CACHED_BYTES // max(size, 1)) * group
-    section = max(1, min(section, lines))
-    return Grid(tiles, section, tiles * lines, steps)
+        # Long and short tiles of many heads balance: as many as the cache has room for.
+        widths = (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
+        section *= max(1, _CACHED_BYTES // max(problem.keys * widths, 1))
+    return Grid(tiles, max(1, min(section, lines)), tiles * lines)
 
 
-_CACHED_BYTES = 32 << 20
-
-
-def _tensors(operands: Operands, result: Result) -> dict[str, Any]:
-    """The pointers and strides of a call."""
+def _tensors(problem: Problem, operands: Operands, result: Result) -> dict[str, Any]:
+    """The tensors of a call and their strides."""
     stats = result.stats
     return {
-        "Q": operands.q,
-        "K": operands.k,
-        "V": operands.v,
-        "OUT": result.out,
-        "LSE": result.lse,
-        "ROW_MAX": stats[0],
-        "ROW_SUM": stats[1],
-        "ROW_MEAN": None if result.entropy is None else stats[2],
-        "MAX_LOGIT": result.max_logit,
-        "ENTROPY": result.entropy,
-        "TOP_KEY": result.top_key,
-        "SINKS": operands.sinks,
-        "CU_Q": operands.cu_seqlens_q,
-        "CU_K": operands.cu_seqlens_k,
-        "q_strides": strides_of(operands.q),
-        "k_strides": strides_of(operands.k),
-        "v_strides": strides_of(operands.v),
-        "out_strides": strides_of(result.out),
+        "q": operands.q,
+        "k": operands.k,
+        "v": operands.v,
+        "out": result.out,
+        "lse": result.lse,
+        "row_max": stats[0],
+        "row_sum": stats[1],
+        "row_mean": None if result.entropy is None else stats[2],
+        "max_logit": result.max_logit,
+        "entropy": result.entropy,
+        "top_key": result.top_key,
+        "sinks": operands.sinks,
+        "cu_q": operands.cu_seqlens_q,
+        "cu_k": operands.cu_seqlens_k,
+        "q_strides": head_strides(operands.q, problem),
+        "k_strides": head_strides(operands.k, problem),
+        "v_strides": head_strides(operands.v, problem),
+        "out_strides": head_strides(result.out, problem),
     }
 
 
-def strides_of(tensor: Tensor) -> tuple[int, ...]:
-    """(batch, head, row, column) of [B, H, S, D], or of packed [T, H, D]."""
-    if tensor.dim() == 4:
-        return tensor.stride()
-    row, head, column = tensor.stride()
-    return 0, head, row, column
-
-
-def _listed(lists: TileLists | None) -> dict[str, Any]:
-    if lists is None:
-        return {"ORDER": None, "COUNTS": None, "list_numbers": None}
-    numbers = (*lists.numbers(), lists.order.shape[3])
-    return {"ORDER": lists.order, "COUNTS": lists.counts, "list_numbers": numbers}
-
-
-def dropout_numbers(problem: Problem, operands: Operands) -> dict[str, Any]:
-    """Seed and threshold as 32-bit numbers with a sign, and the factor of what is kept."""
+def _dropout(problem: Problem, operands: Operands) -> dict[str, Any]:
+    """Seed and threshold as 32-bit words, and the factor of what is kept."""
     low, high = split_seed(operands.seed)
     return {
-        "seed_low": signed(low),
-        "seed_high": signed(high),
-        "drop_below": signed(threshold(problem.dropout_p)),
+        "seed_low": word(low),
+        "seed_high": word(high),
+        "drop_below": word(threshold(problem.dropout_p)),
         "keep_factor": 1.0 / (1.0 - problem.dropout_p),
     }
 
 
-def signed(word: int) -> int:
-    """The int32 with the bits of a 32-bit word."""
-    return word - 2**32 if word >= 2**31 else word
-
-
-def is_exact_band(problem: Problem) -> bool:
-    """Whether ``keys_of`` and ``queries_of`` leave no block in which nothing attends."""
-    return all(instr.op in ("band", "below", "and") for instr in problem.mask)
-
-
-def skips(problem: Problem, variant: Variant) -> bool:
-    """Whether a walk may meet a block of which no pair attends, whose keys it must not read."""
-    listed = any(table.whole for table in variant.tables)
-    return variant.seen is not None and not listed and not is_exact_band(problem)
-
-
 def _grows(problem: Problem) -> bool:
     """Whether later queries see more keys: the longest tiles then come first."""
-    if not problem.mask or any(instr.op == "tiles" for instr in problem.mask):
+    if any(instr.op not in ("band", "below", "and") for instr in problem.mask):
         return False
-    ends = [instr for instr in problem.mask if instr.op == "band"]
-    only = all(instr.op in ("band", "below", "and") for instr in problem.mask)
-    return only and any(left < 0 <= right for left, right, _ in (end.params for end in ends))
+    bands = [instr.params for instr in problem.mask if instr.op == "band"]
+    return any(left == -1 and right != -1 for left, right, _ in bands)

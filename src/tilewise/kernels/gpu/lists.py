@@ -1,7 +1,8 @@
 """Lists of the tiles that a BlockMask leaves, made on the device without reading a value.
 
-A table of rectangles (the operation ``tiles``) becomes, for every row of a kernel's own tiles, the
-list of those that it has to visit: first the full ones, which need no mask, then the partial ones.
+A table of rectangles (the operations ``tiles`` and ``blocks``) becomes, for every row of a kernel's
+own tiles, the list of those that it has to visit: first the full ones, which need no mask, then the
+partial ones.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ def _coarse(
     problem: Problem, covers: Tensor, table: Table, queries: int, keys: int
 ) -> tuple[Tensor, Tensor]:
     """The least and the most that a table says of the rectangles that each tile touches."""
+    if covers.dtype is torch.bool:  # of ``blocks``
+        covers = covers.to(torch.uint8) * 2
     least = most = covers
     dense = problem.layout == "dense"
     for dim, rectangle, tile, size in (

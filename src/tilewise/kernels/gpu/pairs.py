@@ -1,11 +1,11 @@
-"""What forward and backward kernels do to a tile of pairs: score it, hide it, drop from it.
+"""What forward and backward kernels do to a tile of pairs: hide some, drop some.
 
 A tile has queries ``m`` and keys ``n``, integer blocks that broadcast against one another:
 ``[BM, 1]`` and ``[1, BN]``, or transposed. ``b`` and ``h`` are numbers: the batch item (in a
 variable-length call the sequence) and the query head; ``M`` and ``N`` count its queries and keys.
 
-The functions of a variant (``emit.py``) come as constexprs, and what they read as four tuples:
-tensors and shape numbers of the mask's captures, and of the score's.
+The functions of a variant (``emit.py``) come as constexprs, and what they read as tuples: tensors
+and shape numbers of its captures.
 """
 
 import triton
@@ -22,37 +22,6 @@ def shown(b, h, m, n, M, N, mask_tensors, mask_shapes, SEEN: tl.constexpr):
     if SEEN is not None:
         inside = inside & SEEN(b, h, m, n, M, N, mask_tensors, mask_shapes)
     return inside
-
-
-@triton.jit
-def pair_scores(
-    products,
-    scale,
-    b,
-    h,
-    m,
-    n,
-    M,
-    N,
-    mask_tensors,
-    mask_shapes,
-    score_tensors,
-    score_shapes,
-    SCORE: tl.constexpr,
-    SEEN: tl.constexpr,
-):
-    """Scores of a tile in base-2 units, from its products q.k in float32; hidden pairs -inf.
-
-    ``SCORE(s, b, h, m, n, M, N, tensors, shapes)`` changes ``s = scale * q.k``; None leaves it.
-    ``SEEN(b, h, m, n, M, N, tensors, shapes)`` is the mask; None where it hides no pair of this
-    tile. Pairs beyond M and N are hidden in any case.
-    """
-    if SCORE is None:
-        scores = products * (scale * LOG2E)
-    else:
-        scores = SCORE(products * scale, b, h, m, n, M, N, score_tensors, score_shapes) * LOG2E
-    inside = shown(b, h, m, n, M, N, mask_tensors, mask_shapes, SEEN)
-    return tl.where(inside, scores, float("-inf"))
 
 
 @triton.jit

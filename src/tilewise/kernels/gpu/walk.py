@@ -237,8 +237,13 @@ def knows_whole_tiles(problem: Problem, variant: Variant) -> bool:
 
 
 def meets_empty_tiles(problem: Problem, variant: Variant) -> bool:
-    """Whether a walk may meet a tile of which no pair attends: nothing of it is to be read."""
-    exact = all(instr.op in ("band", "below", "and") for instr in problem.mask)
+    """Whether a walk may meet a tile of which no pair attends: nothing of it is to be read.
+
+    Two bands may have nothing in common in any row, and yet ranges that overlap. What a table lists
+    counts as met by its own rectangles.
+    """
+    bands = sum(instr.op == "band" for instr in problem.mask)
+    exact = bands < 2 and all(instr.op in ("band", "below", "and") for instr in problem.mask)
     return not exact and not any(table.whole for table in variant.tables)
 
 

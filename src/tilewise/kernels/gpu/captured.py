@@ -1,0 +1,291 @@
+"""Gradients of what a score captures: of every tensor element, the sum over the pairs that load it.
+
+A pair's share is ``ds * d score / d load``. How the shares are added up follows from how the load
+is indexed; the same sums are made in the same order, or in integers, so that every run gives the
+same bits:
+
+* by m and n themselves (a dense bias): a program owns a tile of the tensor and walks over the batch
+  items and heads that it is broadcast over;
+* by m or n alone, or neither: a program adds up a line of pairs in double precision, and a second
+  kernel the lines;
+* anything else: shares that must go to the same element, all of a row of pairs, of a column or of
+  a diagonal (``m - n`` constant), are added up first. What is left is added atomically, as 64-bit
+  integers, whose sum does not depend on its order. Their unit is 2**-60 of a power of two above the
+  sum of all absolute values, so that they cannot overflow.
+
+A share that is not finite makes all of a gradient of the last kind NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.gpu.config import Blocks
+from tilewise.kernels.gpu.forms import Form, form_of
+from tilewise.kernels.gpu.gradients import Backward
+from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu.shares import (
+    diagonal_kernel,
+    factor_kernel,
+    fold_kernel,
+    line_kernel,
+    number_kernel,
+    pair_kernel,
+    spread_lines_kernel,
+    spread_pairs_kernel,
+)
+from tilewise.kernels.gpu.walk import (
+    launch_of,
+    programs_of,
+    slots_of,
+)
+
+__all__ = ["captured_launches"]
+
+_LINE = 128
+_ELEMENTS = 1024
+
+
+class _Load(NamedTuple):
+    """One load of the score, and where its gradient goes.
+
+    Args:
+        by_load: the derivative of the score with respect to it.
+        index: which element it is.
+        form: how that is indexed.
+        out: the gradient of the tensor, contiguous.
+        add: whether to add to what is there.
+    """
+
+    by_load: Any
+    index: Any
+    form: Form
+    out: Tensor
+    add: bool
+
+
+class _Captured:
+    """Makes the launches of one backward pass."""
+
+    def __init__(self, call: Backward) -> None:
+        self.call = call
+        self.problem = call.problem
+        self.blocks = call.config.blocks("dq", call.problem)
+        self.lines = 1 if call.problem.layout == "varlen" else call.problem.batch
+
+    def launches(self, load: _Load) -> list[Launch]:
+        """The launches of one load."""
+        axes = load.form.axes
+        if axes is not None and {"m", "n"} <= axes.keys():
+            return [self._pairs(load, axes)]
+        if axes is not None:
+            by_keys = "n" in axes
+            sums, launch = self._sums_of_lines(load, by_keys)
+            return [launch, self._fold(load, axes, sums, by_keys)]
+        return self._spread(load)
+
+    def _walk(
+        self, load: _Load, blocks: Blocks, **arguments: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Arguments and constants of every walk."""
+        shared, form = self.call.inputs(blocks)
+        constants = {
+            "SCORE": self.call.variant.score,
+            "FACTOR": load.by_load,
+            "SEEN": self.call.variant.seen,
+            "FORM": form,
+        }
+        return shared | arguments, constants
+
+    def _pairs(self, load: _Load, axes: dict[str, int]) -> Launch:
+        arguments, constants = self._walk(load, self.blocks)
+        rows, columns = (load.out.shape[axes[name]] for name in "mn")
+        row_tiles = -(-rows // self.blocks.queries)
+        column_tiles = -(-columns // self.blocks.keys)
+        arguments |= {
+            "out": load.out,
+            "out_strides": _strides(load.out, axes, "bhmn"),
+            "rows": rows,
+            "columns": columns,
+            "row_tiles": row_tiles,
+            "column_tiles": column_tiles,
+        }
+        constants |= _kept(axes) | {"ADD": load.add}
+        programs = row_tiles * column_tiles * self._owners(axes)
+        return launch_of(pair_kernel, (programs,), arguments, constants, self.blocks)
+
+    def _owners(self, axes: dict[str, int]) -> int:
+        """How many batch items and heads have elements of their own."""
+        count = self.problem.batch if "b" in axes else 1
+        return count * (self.problem.heads if "h" in axes else 1)
+
+    def _sums_of_lines(self, load: _Load, by_keys: bool) -> tuple[Tensor, Launch]:
+        """Room for the sums of rows or columns, [B, Hq, S] or packed [Hq, T], and what fills it."""
+        problem, blocks = self.problem, self.blocks
+        length = problem.keys if by_keys else problem.queries
+        shape = (problem.heads, length)
+        if problem.layout == "dense":
+            shape = (problem.batch, *shape)
+        sums = torch.empty(shape, dtype=torch.float64, device=load.out.device)
+        tiles = slots_of(problem, length, blocks.keys if by_keys else blocks.queries)
+        variant = self.call.variant
+        arguments, constants = self._walk(
+            load, blocks, sums=sums, sum_strides=_line_strides(sums), tiles=tiles
+        )
+        constants["RANGE"] = variant.queries_of if by_keys else variant.keys_of
+        constants["BY_KEYS"] = by_keys
+        grid = (programs_of(problem, problem.heads, tiles),)
+        return sums, launch_of(line_kernel, grid, arguments, constants, blocks)
+
+    def _fold(self, load: _Load, axes: dict[str, int], sums: Tensor, by_keys: bool) -> Launch:
+        problem, operands = self.problem, self.call.operands
+        name = "n" if by_keys else "m"
+        out_length = load.out.shape[axes[name]] if name in axes else 1
+        blocks = -(-out_length // _LINE)
+        strides = _strides(load.out, axes, "bh" + name)
+        arguments = {
+            "sums": sums,
+            "sum_strides": _line_strides(sums),
+            "out": load.out,
+            "out_strides": strides,
+            "cu": operands.cu_seqlens_k if by_keys else operands.cu_seqlens_q,
+            "batch": problem.batch,
+            "heads": problem.heads,
+            "length": problem.keys if by_keys else problem.queries,
+            "out_length": out_length,
+            "blocks": blocks,
+        }
+        constants = _kept(axes) | {"KEEP_I": name in axes, "BLOCK": _LINE, "ADD": load.add}
+        return launch_of(fold_kernel, (blocks * self._owners(axes),), arguments, constants)
+
+    def _spread(self, load: _Load) -> list[Launch]:
+        """Sums of lines, where they help, and then integers that are added atomically."""
+        device = load.out.device
+        fixed = torch.zeros(load.out.numel(), dtype=torch.int64, device=device)
+        factors = torch.empty(2, dtype=torch.float32, device=device)
+        launches, spread = self._spreading(load)
+        kernel, grid, arguments, constants, blocks = spread
+        totals = torch.empty(max(grid[0], 1), dtype=torch.float64, device=device)
+        first = arguments | {"totals": totals, "fixed": None, "factors": None}
+        second = arguments | {"totals": None, "fixed": fixed, "factors": factors}
+        launches.append(launch_of(kernel, grid, first, constants, blocks))
+        counted = {"totals": totals, "factors": factors, "count": grid[0]}
+        launches.append(launch_of(factor_kernel, (1,), counted, {"BLOCK": _ELEMENTS}))
+        launches.append(launch_of(kernel, grid, second, constants, blocks))
+        launches.append(number_launch(fixed, factors, load.out, load.add))
+        return launches
+
+    def _spreading(self, load: _Load) -> tuple[list[Launch], tuple[Any, ...]]:
+        """(launches before it, the parts of the launch that spreads)."""
+        problem, lines = self.problem, load.form.lines
+        if lines == "pairs":
+            tiles = slots_of(problem, problem.queries, self.blocks.queries)
+            arguments, constants = self._walk(load, self.blocks, tiles=tiles)
+            constants |= {"RANGE": self.call.variant.keys_of, "INDEX": load.index}
+            grid = (programs_of(problem, problem.heads, tiles),)
+            return [], (spread_pairs_kernel, grid, arguments, constants, self.blocks)
+        by_keys = lines == "columns"
+        if lines == "diagonals":
+            sums, launch, size, count = self._sums_of_diagonals(load)
+            column_tiles = -(-problem.keys // size)
+            origin = column_tiles * size - 1
+            length = problem.queries + origin if problem.queries and problem.keys else 0
+        else:
+            sums, launch = self._sums_of_lines(load, by_keys)
+            size = origin = count = 0
+            length = problem.keys if by_keys else problem.queries
+        tiles = slots_of(problem, length, _LINE)
+        operands = self.call.operands
+        arguments = {
+            "sums": sums,
+            "sum_strides": _line_strides(sums),
+            "captured": self.call.captured(),
+            "cu_q": operands.cu_seqlens_q,
+            "cu_k": operands.cu_seqlens_k,
+            "batch": problem.batch,
+            "heads": problem.heads,
+            "queries": problem.queries,
+            "keys": problem.keys,
+            "tiles": tiles,
+            "origin": origin,
+            "diagonals": count,
+        }
+        constants = {"INDEX": load.index, "BY_KEYS": by_keys, "DIAGONAL": size, "BLOCK": _LINE}
+        grid = (programs_of(problem, problem.heads, tiles),)
+        return [launch], (spread_lines_kernel, grid, arguments, constants, None)
+
+    def _sums_of_diagonals(self, load: _Load) -> tuple[Tensor, Launch, int, int]:
+        """Room for the sums of diagonals, what fills it, and the size and number of its tiles."""
+        problem = self.problem
+        size = self.blocks.keys
+        blocks = self.blocks._replace(queries=size)
+        row_tiles, column_tiles = -(-problem.queries // size), -(-problem.keys // size)
+        tiles = max(row_tiles + column_tiles - 1, 0) if row_tiles and column_tiles else 0
+        shape = (problem.batch, problem.heads, tiles, 2 * size)
+        sums = torch.empty(shape, dtype=torch.float64, device=load.out.device)
+        arguments, constants = self._walk(load, blocks, sums=sums, tiles=tiles, row_tiles=row_tiles)
+        for name in ("cu_q", "cu_k"):
+            del arguments[name]
+        grid = (programs_of(problem, problem.heads, tiles),)
+        launch = launch_of(diagonal_kernel, grid, arguments, constants, blocks)
+        return sums, launch, size, tiles
+
+
+def _kept(axes: dict[str, int]) -> dict[str, Any]:
+    return {"KEEP_B": "b" in axes, "KEEP_H": "h" in axes}
+
+
+def _strides(out: Tensor, axes: dict[str, int], names: str) -> tuple[int, ...]:
+    return tuple([out.stride(axes[name]) if name in axes else 0 for name in names])
+
+
+def _line_strides(sums: Tensor) -> tuple[int, int, int]:
+    """Strides along (b, h, line) of sums of lines; of diagonals, along (b, h, tile)."""
+    if sums.dim() == 2:
+        return 0, sums.stride(0), 1
+    return sums.stride(0), sums.stride(1), sums.stride(2)
+
+
+def number_launch(fixed: Tensor, factors: Tensor | None, out: Tensor, add: bool) -> Launch:
+    """The launch that puts numbers into a gradient."""
+    count = out.numel()
+    arguments = {"fixed": fixed, "factors": factors, "out": out, "count": count}
+    constants = {"BLOCK": _ELEMENTS, "ADD": add}
+    return launch_of(number_kernel, (-(-count // _ELEMENTS),), arguments, constants)
+
+
+def captured_launches(
+    call: Backward, wanted: tuple[bool, ...], grads: tuple[Tensor | None, ...]
+) -> list[Launch]:
+    """The launches that make the gradients of what the score captured.
+
+    Args:
+        call: the backward pass; the values of its rows are made by earlier launches.
+        wanted: by slot, which gradients are.
+        grads: by slot, contiguous and shaped as the lowered tensor: where they go. Every element
+            is written.
+    """
+    variant, problem = call.variant, call.problem
+    biases = {instr.slots[0] for instr in problem.score if instr.op == "bias"}
+    maker = _Captured(call)
+    launches: list[Launch] = []
+    for slot, (need, grad) in enumerate(zip(wanted, grads, strict=True)):
+        if not need or grad is None:
+            continue
+        places = [place for place, of in enumerate(variant.load_slots) if of == slot]
+        several = len(places) > 1
+        out = grad
+        if not places:
+            grad.zero_()
+        if several:
+            out = torch.zeros(grad.shape, dtype=torch.float64, device=grad.device)
+        for place in places:
+            form = form_of(variant.load_forms[place], grad.shape, problem, fits=slot in biases)
+            load = _Load(variant.loads[place], variant.load_indices[place], form, out, several)
+            launches += maker.launches(load)
+        if several:
+            launches.append(number_launch(out, None, grad, False))
+    return launches

@@ -1,0 +1,195 @@
+"""What every walk of the backward pass over the pairs shares: its inputs, a tile's gradient."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.kernels.gpu.config import Blocks, Config, Pass, padded
+from tilewise.kernels.gpu.emit import Variant, captures
+from tilewise.kernels.gpu.lists import tile_lists
+from tilewise.kernels.gpu.pairs import LOG2E, kept
+from tilewise.kernels.gpu.rows import (
+    FAR,
+    Upstream,
+    folds,
+)
+from tilewise.kernels.gpu.walk import (
+    head_strides,
+    knows_whole_tiles,
+    lists_of,
+    meets_empty_tiles,
+    number_strides,
+    wide,
+    word,
+)
+from tilewise.problem import Operands, Problem
+from tilewise.reference.philox import split_seed
+from tilewise.reference.philox import threshold as dropout_threshold
+
+__all__ = ["Backward", "pair_gradients"]
+
+_LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def pair_gradients(
+    products,
+    value_products,
+    row,
+    numbers,
+    pairs,
+    m,
+    n,
+    captured,
+    visible,
+    SCORE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    MASKED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FOLD: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """(p, ds) of a tile of pairs from its products q.k and grad_out.v.
+
+    p is 0 where dropout drops, and not divided by what it keeps. ds is the gradient of the score,
+    times ``FACTOR`` (arguments as SCORE) if there is one. ``visible`` says which
+    pairs attend if MASKED; else all of them do.
+
+    ``row`` is of ``row_values``; ``numbers`` are (scale, 1 / (1 - dropout_p), the two halves of the
+    seed, the threshold), ``pairs`` (b, h, M, N), ``captured`` tensors and shape numbers of the mask
+    and of the score.
+    """
+    base, shift, weight, slope, center = row
+    scale, inverse_keep, seed_low, seed_high, threshold = numbers
+    b, h, M, N = pairs
+    _, _, tensors, shapes = captured
+    if SCORE is None:
+        scores = products * (scale * LOG2E)
+    else:
+        natural = SCORE(products * scale, b, h, m, n, M, N, tensors, shapes)
+        # The lowest float, by which some hide pairs, stays one; a NaN stays, too.
+        scores = natural * LOG2E
+        scores = tl.where((scores < _LOWEST) & (natural >= _LOWEST), _LOWEST, scores)
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    exponent = scores - base
+    p = tl.exp2(exponent)
+    if not FOLD:
+        p = p * weight
+    dp = value_products
+    if DROPOUT:
+        keep = kept(seed_low, seed_high, threshold, b, h, m, n)
+        dp = tl.where(keep, dp * inverse_keep, 0.0)
+    moved = dp - shift
+    if ENTROPY:
+        moved = moved - slope * (tl.maximum(exponent, FAR) + center)
+    ds = p * moved
+    if FACTOR is not None:
+        ds = ds * FACTOR(products * scale, b, h, m, n, M, N, tensors, shapes)
+    if MASKED:
+        ds = tl.where(scores == float("-inf"), 0.0, ds)
+    if DROPOUT:
+        p = tl.where(keep, p, 0.0)
+    return p, ds
+
+
+class Backward(NamedTuple):
+    """One backward pass: what its walks over the pairs share.
+
+    Args:
+        problem, operands, config, variant: as ``backward_launches`` takes them.
+        upstream: the gradients that come in.
+        rows: float32 [planes, *lse.shape], see ``row_values``.
+    """
+
+    problem: Problem
+    operands: Operands
+    upstream: Upstream
+    config: Config
+    variant: Variant
+    rows: Tensor
+
+    def captured(self) -> tuple[Any, ...]:
+        """Tensors and shape numbers of the mask, and of the score."""
+        operands = self.operands
+        return (*captures(operands.mask_tensors), *captures(operands.score_tensors))
+
+    def _shared(self) -> dict[str, Any]:
+        """The arguments of all walks."""
+        problem, operands = self.problem, self.operands
+        low, high = split_seed(operands.seed)
+        return {
+            "cu_q": operands.cu_seqlens_q,
+            "cu_k": operands.cu_seqlens_k,
+            "captured": self.captured(),
+            "batch": problem.batch,
+            "heads": problem.heads,
+            "group": problem.heads // problem.kv_heads,
+            "queries": problem.queries,
+            "keys": problem.keys,
+            "plane": self.rows[0].numel(),
+            "scale": problem.scale,
+            "inverse_keep": 1 / (1 - problem.dropout_p),
+            "seed_low": word(low),
+            "seed_high": word(high),
+            "threshold": word(dropout_threshold(problem.dropout_p)),
+        }
+
+    def inputs(self, blocks: Blocks) -> tuple[dict[str, Any], tuple[Any, ...]]:
+        """Arguments and form of the walks of ``captured.py``."""
+        problem, (q, k, v, *_) = self.problem, self.operands
+        tensors = (q, k, v, self.upstream.out)
+        strides = [head_strides(tensor, problem) for tensor in tensors]
+        strides.append((*number_strides(self.rows[0], problem), 0))
+        constants = self._constants(blocks)
+        names = ("BLOCK_M", "BLOCK_N", "HEAD_DIM", "HEAD_PADDED", "VALUE_DIM", "VALUE_PADDED")
+        flags = ("DROPOUT", "FOLD", "ENTROPY", "PRECISION", "WIDE")
+        form = tuple([constants[name] for name in (*names, *flags)])
+        return self._shared() | {"inputs": (*tensors, self.rows), "strides": tuple(strides)}, form
+
+    def walk(self, name: Pass, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any], Blocks]:
+        """(arguments, constants, blocks) of a walk in the blocks of a pass."""
+        problem, operands = self.problem, self.operands
+        blocks = self.config.blocks(name, problem)
+        q, k, v = operands.q, operands.k, operands.v
+        tensors = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "grad_out": self.upstream.out,
+            "rows": self.rows,
+            "q_strides": head_strides(q, problem),
+            "k_strides": head_strides(k, problem),
+            "v_strides": head_strides(v, problem),
+            "grad_out_strides": head_strides(self.upstream.out, problem),
+            "row_strides": number_strides(self.rows[0], problem),
+        }
+        tables, by_keys = self.variant.tables, name == "dkdv"
+        lists = tile_lists(problem, operands, tables, blocks.queries, blocks.keys, by_keys)
+        shared = self._shared() | tensors | lists_of(lists)
+        return shared | arguments, self._constants(blocks), blocks
+
+    def _constants(self, blocks: Blocks) -> dict[str, Any]:
+        problem, variant = self.problem, self.variant
+        return {
+            "SCORE": variant.score,
+            "GAIN": variant.gain,
+            "SEEN": variant.seen,
+            "BLIND": int(not knows_whole_tiles(problem, variant)),
+            "SKIPS": meets_empty_tiles(problem, variant),
+            "DROPOUT": problem.dropout_p > 0,
+            "FOLD": folds(problem),
+            "ENTROPY": self.upstream.entropy is not None,
+            "HEAD_DIM": problem.head_dim,
+            "HEAD_PADDED": padded(problem.head_dim),
+            "VALUE_DIM": problem.value_dim,
+            "VALUE_PADDED": padded(problem.value_dim),
+            "BLOCK_M": blocks.queries,
+            "BLOCK_N": blocks.keys,
+            "PRECISION": self.config.precision,
+            "WIDE": wide((*self.operands[:3], self.upstream.out), problem, blocks),
+        }

@@ -1,0 +1,601 @@
+"""The kernels that add up shares of pairs in gradients of captured tensors: see ``captured``."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.gpu.gradients import pair_gradients
+from tilewise.kernels.gpu.pairs import shown
+from tilewise.kernels.gpu.rows import row_values
+from tilewise.kernels.gpu.walk import (
+    head_of,
+    load_tile,
+    place_of,
+)
+
+__all__ = [
+    "diagonal_kernel",
+    "factor_kernel",
+    "fold_kernel",
+    "line_kernel",
+    "number_kernel",
+    "pair_kernel",
+    "spread_lines_kernel",
+    "spread_pairs_kernel",
+]
+
+# Sums stay below 2**62, also where a logarithm is rounded to the next integer.
+_BITS: tl.constexpr = tl.constexpr(60)
+_LARGEST_SUM: tl.constexpr = tl.constexpr(1e38)
+_LARGEST_POWER: tl.constexpr = tl.constexpr(120)
+_COUNTS = ["batch", "heads", "group", "queries", "keys", "tiles", "plane"]
+_WORDS = ["seed_low", "seed_high", "threshold"]
+
+
+@triton.jit
+def line_place(tile, line, cu_q, cu_k, batch, heads, queries, keys, BLOCK, BY_KEYS: tl.constexpr):
+    """(b, h, begin, begin_k, M, N) and where tile ``tile`` of rows, or of keys, begins.
+
+    ``line`` counts heads and batch items, or heads in a packed call.
+    """
+    if cu_q is None:
+        b = line // heads
+        return (b, line % heads, 0, 0, queries, keys), tile * BLOCK
+    if BY_KEYS:
+        b, first, begin_k = place_of(tile, cu_k, batch, BLOCK)
+        begin = tl.load(cu_q + b)
+    else:
+        b, first, begin = place_of(tile, cu_q, batch, BLOCK)
+        begin_k = tl.load(cu_k + b)
+    M = (tl.load(cu_q + b + 1) - begin).to(tl.int32)
+    N = (tl.load(cu_k + b + 1) - begin_k).to(tl.int32)
+    return (b, line, begin, begin_k, M, N), first
+
+
+@triton.jit
+def terms_of(
+    inputs,
+    strides,
+    captured,
+    numbers,
+    plane,
+    group,
+    place,
+    m0,
+    n0,
+    SCORE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    SEEN: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """The shares of a tile of pairs, ``[BLOCK_M, BLOCK_N]``; 0 for those that do not attend.
+
+    ``inputs`` are q, k, v, grad_out and the values of rows, ``strides`` theirs; FORM is (BLOCK_M,
+    BLOCK_N, HEAD_DIM, HEAD_PADDED, VALUE_DIM, VALUE_PADDED, DROPOUT, FOLD, ENTROPY, PRECISION,
+    WIDE).
+    """
+    BLOCK_M: tl.constexpr = FORM[0]
+    BLOCK_N: tl.constexpr = FORM[1]
+    WIDE: tl.constexpr = FORM[10]
+    b, h, begin, begin_k, M, N = place
+    q, k, v, grad_out, rows = inputs
+    m = m0 + tl.arange(0, BLOCK_M)[:, None]
+    n = n0 + tl.arange(0, BLOCK_N)[None, :]
+    visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
+    terms = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if tl.max(visible.to(tl.int32)) > 0:
+        at = head_of(q, strides[0], b, h, begin)
+        q_tile = load_tile(at, m0, strides[0], 0, M, BLOCK_M, FORM[2], FORM[3], True, WIDE)
+        at = head_of(k, strides[1], b, h // group, begin_k)
+        k_tile = load_tile(at, n0, strides[1], 0, N, BLOCK_N, FORM[2], FORM[3], True, WIDE)
+        at = head_of(v, strides[2], b, h // group, begin_k)
+        v_tile = load_tile(at, n0, strides[2], 0, N, BLOCK_N, FORM[4], FORM[5], True, WIDE)
+        at = head_of(grad_out, strides[3], b, h, begin)
+        g_tile = load_tile(at, m0, strides[3], 0, M, BLOCK_M, FORM[4], FORM[5], True, WIDE)
+        row = row_values(head_of(rows, strides[4], b, h, begin), plane, m, M, FORM[7], FORM[8])
+        products = tl.dot(q_tile, tl.trans(k_tile), input_precision=FORM[9])
+        by_value = tl.dot(g_tile, tl.trans(v_tile), input_precision=FORM[9])
+        _, terms = pair_gradients(
+            products,
+            by_value,
+            row,
+            numbers,
+            (b, h, M, N),
+            m,
+            n,
+            captured,
+            visible,
+            SCORE,
+            FACTOR,
+            True,
+            FORM[6],
+            FORM[7],
+            FORM[8],
+        )
+    return terms
+
+
+@triton.jit
+def range_of(place, first, captured, RANGE: tl.constexpr, BLOCK, OTHER, BY_KEYS: tl.constexpr):
+    """(start, stop) of the walk of a tile of queries over keys, or of keys over queries."""
+    b, _, _, _, M, N = place
+    length = N if BY_KEYS else M
+    low = 0
+    high = M if BY_KEYS else N
+    if RANGE is not None:
+        last = tl.minimum(first + BLOCK, length)
+        low, _, _, high = RANGE(b, first, last, M, N, captured[0], captured[1])
+    return (tl.maximum(low, 0) // OTHER * OTHER).to(tl.int32), tl.cast(high, tl.int32)
+
+
+@triton.jit(do_not_specialize=[*_COUNTS, *_WORDS])
+def line_kernel(
+    inputs,
+    strides,
+    captured,
+    sums,
+    sum_strides,
+    cu_q,
+    cu_k,
+    batch,
+    heads,
+    group,
+    queries,
+    keys,
+    tiles,
+    plane,
+    scale,
+    inverse_keep,
+    seed_low,
+    seed_high,
+    threshold,
+    SCORE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    SEEN: tl.constexpr,
+    RANGE: tl.constexpr,
+    FORM: tl.constexpr,
+    BY_KEYS: tl.constexpr,
+):
+    """Sums of the shares of each row of pairs, or (BY_KEYS) of each column, in float64."""
+    program = tl.program_id(0)
+    BLOCK: tl.constexpr = FORM[1] if BY_KEYS else FORM[0]
+    OTHER: tl.constexpr = FORM[0] if BY_KEYS else FORM[1]
+    place, first = line_place(
+        program % tiles, program // tiles, cu_q, cu_k, batch, heads, queries, keys, BLOCK, BY_KEYS
+    )
+    length = place[5] if BY_KEYS else place[4]
+    if first >= length:
+        return
+    numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
+    start, stop = range_of(place, first, captured, RANGE, BLOCK, OTHER, BY_KEYS)
+    total = tl.zeros([BLOCK], tl.float64)
+    for other in range(start, stop, OTHER):
+        m0 = other if BY_KEYS else first
+        n0 = first if BY_KEYS else other
+        terms = terms_of(
+            inputs,
+            strides,
+            captured,
+            numbers,
+            plane,
+            group,
+            place,
+            m0,
+            n0,
+            SCORE,
+            FACTOR,
+            SEEN,
+            FORM,
+        )
+        total += tl.sum(terms, 0 if BY_KEYS else 1).to(tl.float64)
+    at = head_of(sums, sum_strides, place[0], place[1], place[3] if BY_KEYS else place[2])
+    i = first + tl.arange(0, BLOCK)
+    tl.store(at + i, total, mask=i < length)
+
+
+@triton.jit(do_not_specialize=["batch", "heads", "length", "out_length", "blocks"])
+def fold_kernel(
+    sums,
+    sum_strides,
+    out,
+    out_strides,
+    cu,
+    batch,
+    heads,
+    length,
+    out_length,
+    blocks,
+    KEEP_B: tl.constexpr,
+    KEEP_H: tl.constexpr,
+    KEEP_I: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """Adds up the sums of lines over the batch items, heads and lines that are not kept.
+
+    ``out_strides`` are along (b, h, line); ADD adds to what is there.
+    """
+    program = tl.program_id(0)
+    block = program % blocks
+    kept_h = (program // blocks) % heads if KEEP_H else 0
+    kept_b = program // blocks // heads if KEEP_H else program // blocks
+    first_b = kept_b if KEEP_B else 0
+    last_b = kept_b + 1 if KEEP_B else batch
+    first_h = kept_h
+    last_h = kept_h + 1 if KEEP_H else heads
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float64)
+    for batch_item in range(first_b, last_b):
+        b = program * 0 + batch_item
+        begin = 0
+        count = length
+        if cu is not None:
+            begin = tl.load(cu + b)
+            count = (tl.load(cu + b + 1) - begin).to(tl.int32)
+        for head in range(first_h, last_h):
+            h = program * 0 + head
+            at = head_of(sums, sum_strides, b, h, begin)
+            if KEEP_I:
+                total += tl.load(at + i, mask=i < count, other=0.0)
+            else:
+                for start in range(0, count, BLOCK):
+                    j = start + tl.arange(0, BLOCK)
+                    total += tl.load(at + j, mask=j < count, other=0.0)
+    to = out + tl.cast(out_strides[0], tl.int64) * kept_b
+    to = to + tl.cast(out_strides[1], tl.int64) * kept_h
+    if KEEP_I:
+        to = to + i.to(tl.int64) * out_strides[2]
+        inside = i < out_length
+        if ADD:
+            total += tl.load(to, mask=inside, other=0.0).to(tl.float64)
+        tl.store(to, total.to(out.dtype.element_ty), mask=inside)
+    else:
+        whole = tl.sum(total, 0)
+        if ADD:
+            whole += tl.load(to).to(tl.float64)
+        tl.store(to, whole.to(out.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=[*_COUNTS, *_WORDS, "rows", "columns", "row_tiles", "column_tiles"])
+def pair_kernel(
+    inputs,
+    strides,
+    captured,
+    out,
+    out_strides,
+    cu_q,
+    cu_k,
+    batch,
+    heads,
+    group,
+    queries,
+    keys,
+    rows,
+    columns,
+    row_tiles,
+    column_tiles,
+    plane,
+    scale,
+    inverse_keep,
+    seed_low,
+    seed_high,
+    threshold,
+    SCORE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    SEEN: tl.constexpr,
+    FORM: tl.constexpr,
+    KEEP_B: tl.constexpr,
+    KEEP_H: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """The shares of a tile of pairs, summed over the batch items and heads that are not kept.
+
+    The sum is compensated: what a float32 loses is carried along. ``out_strides`` are along
+    (b, h, m, n); ``rows`` and ``columns`` are the sizes of ``out`` along m and n.
+    """
+    BLOCK_M: tl.constexpr = FORM[0]
+    BLOCK_N: tl.constexpr = FORM[1]
+    program = tl.program_id(0)
+    n0 = program % column_tiles * BLOCK_N
+    m0 = program // column_tiles % row_tiles * BLOCK_M
+    line = program // column_tiles // row_tiles
+    kept_h = line % heads if KEEP_H else 0
+    kept_b = line // heads if KEEP_H else line
+    first_b = kept_b if KEEP_B else 0
+    last_b = kept_b + 1 if KEEP_B else batch
+    first_h = kept_h
+    last_h = kept_h + 1 if KEEP_H else heads
+    numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    lost = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for batch_item in range(first_b, last_b):
+        b = program * 0 + batch_item
+        begin = 0
+        begin_k = 0
+        M = queries
+        N = keys
+        if cu_q is not None:
+            begin = tl.load(cu_q + b)
+            begin_k = tl.load(cu_k + b)
+            M = (tl.load(cu_q + b + 1) - begin).to(tl.int32)
+            N = (tl.load(cu_k + b + 1) - begin_k).to(tl.int32)
+        for head in range(first_h, last_h):
+            h = program * 0 + head
+            place = (b, h, begin, begin_k, M, N)
+            terms = terms_of(
+                inputs,
+                strides,
+                captured,
+                numbers,
+                plane,
+                group,
+                place,
+                m0,
+                n0,
+                SCORE,
+                FACTOR,
+                SEEN,
+                FORM,
+            )
+            more = terms - lost
+            larger = total + more
+            lost = (larger - total) - more
+            total = larger
+    m = m0 + tl.arange(0, BLOCK_M)
+    n = n0 + tl.arange(0, BLOCK_N)
+    to = out + tl.cast(out_strides[0], tl.int64) * kept_b
+    to = to + tl.cast(out_strides[1], tl.int64) * kept_h
+    to = to + m[:, None].to(tl.int64) * out_strides[2]
+    to = to + n[None, :].to(tl.int64) * out_strides[3]
+    inside = (m < rows)[:, None] & (n < columns)[None, :]
+    if ADD:
+        whole = tl.load(to, mask=inside, other=0.0).to(tl.float64) + total.to(tl.float64)
+        tl.store(to, whole.to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(to, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=[*_COUNTS, *_WORDS, "row_tiles"])
+def diagonal_kernel(
+    inputs,
+    strides,
+    captured,
+    sums,
+    batch,
+    heads,
+    group,
+    queries,
+    keys,
+    tiles,
+    row_tiles,
+    plane,
+    scale,
+    inverse_keep,
+    seed_low,
+    seed_high,
+    threshold,
+    SCORE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    SEEN: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Sums of shares along diagonals: a program adds up the tiles of one diagonal of tiles.
+
+    ``sums`` is float64 [B, Hq, tiles, 2 * BLOCK]: of a diagonal of tiles its ``m - n`` from
+    ``1 - BLOCK`` to ``BLOCK - 1``, counted from that of the tiles' first pairs. Tiles are square.
+    """
+    BLOCK: tl.constexpr = FORM[0]
+    program = tl.program_id(0)
+    column_tiles = tiles + 1 - row_tiles
+    offset = program % tiles - (column_tiles - 1)
+    line = program // tiles
+    place = (line // heads, line % heads, 0, 0, queries, keys)
+    numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
+    total = tl.zeros([BLOCK, BLOCK], tl.float32)
+    lost = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for i in range(tl.maximum(offset, 0), tl.minimum(row_tiles, column_tiles + offset)):
+        terms = terms_of(
+            inputs,
+            strides,
+            captured,
+            numbers,
+            plane,
+            group,
+            place,
+            i * BLOCK,
+            (i - offset) * BLOCK,
+            SCORE,
+            FACTOR,
+            SEEN,
+            FORM,
+        )
+        more = terms - lost
+        larger = total + more
+        lost = (larger - total) - more
+        total = larger
+    wide = total.to(tl.float64) - lost.to(tl.float64)
+    i = tl.arange(0, BLOCK)
+    distance = i[:, None] - i[None, :]
+    at = sums + program.to(tl.int64) * (2 * BLOCK)
+    for d in range(2 * BLOCK - 1):
+        tl.store(at + d, tl.sum(tl.where(distance == d + 1 - BLOCK, wide, 0.0)))
+
+
+@triton.jit(do_not_specialize=[*_COUNTS, *_WORDS])
+def spread_pairs_kernel(
+    inputs,
+    strides,
+    captured,
+    totals,
+    fixed,
+    factors,
+    cu_q,
+    cu_k,
+    batch,
+    heads,
+    group,
+    queries,
+    keys,
+    tiles,
+    plane,
+    scale,
+    inverse_keep,
+    seed_low,
+    seed_high,
+    threshold,
+    SCORE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    SEEN: tl.constexpr,
+    RANGE: tl.constexpr,
+    INDEX: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Adds every share of a tile of rows to its element of ``fixed``.
+
+    Without ``fixed``, puts the sum of their absolute values into ``totals``.
+    """
+    BLOCK_M: tl.constexpr = FORM[0]
+    BLOCK_N: tl.constexpr = FORM[1]
+    program = tl.program_id(0)
+    place, m0 = line_place(
+        program % tiles, program // tiles, cu_q, cu_k, batch, heads, queries, keys, BLOCK_M, False
+    )
+    b, h, _, _, M, N = place
+    numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
+    total = tl.zeros([BLOCK_M], tl.float64)
+    if m0 < M:
+        start, stop = range_of(place, m0, captured, RANGE, BLOCK_M, BLOCK_N, False)
+        for n0 in range(start, stop, BLOCK_N):
+            terms = terms_of(
+                inputs,
+                strides,
+                captured,
+                numbers,
+                plane,
+                group,
+                place,
+                m0,
+                n0,
+                SCORE,
+                FACTOR,
+                SEEN,
+                FORM,
+            )
+            if fixed is None:
+                total += tl.sum(tl.abs(terms), 1).to(tl.float64)
+            else:
+                m = m0 + tl.arange(0, BLOCK_M)[:, None]
+                n = n0 + tl.arange(0, BLOCK_N)[None, :]
+                element = INDEX(terms, b, h, m, n, M, N, captured[2], captured[3])
+                whole = tl.floor(terms * tl.load(factors) + 0.5).to(tl.int64)
+                tl.atomic_add(fixed + element, whole, mask=whole != 0, sem="relaxed")
+    if fixed is None:
+        tl.store(totals + program, tl.sum(total, 0))
+
+
+@triton.jit
+def line_value(sums, sum_strides, b, h, begin, i, inside, diagonals, DIAGONAL: tl.constexpr):
+    """The sums of lines ``i``; of diagonals, of which the halves of two tiles are parts."""
+    if DIAGONAL == 0:
+        return tl.load(head_of(sums, sum_strides, b, h, begin) + i, mask=inside, other=0.0)
+    # Of line i, m - n + (columns of tiles) * DIAGONAL - 1, a diagonal t of tiles has those from
+    # t * DIAGONAL on, 2 * DIAGONAL - 1 of them.
+    tile = i // DIAGONAL
+    rest = i % DIAGONAL
+    at = head_of(sums, sum_strides, b, h, 0) + i * 0
+    own = inside & (tile < diagonals)
+    value = tl.load(at + tile * sum_strides[2] + rest, mask=own, other=0.0)
+    before = inside & (tile > 0) & (rest < DIAGONAL - 1)
+    at = at + (tile - 1) * sum_strides[2] + (rest + DIAGONAL)
+    return value + tl.load(at, mask=before, other=0.0)
+
+
+@triton.jit(do_not_specialize=["batch", "heads", "queries", "keys", "tiles", "origin", "diagonals"])
+def spread_lines_kernel(
+    sums,
+    sum_strides,
+    captured,
+    totals,
+    fixed,
+    factors,
+    cu_q,
+    cu_k,
+    batch,
+    heads,
+    queries,
+    keys,
+    tiles,
+    origin,
+    diagonals,
+    INDEX: tl.constexpr,
+    BY_KEYS: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """As ``spread_pairs_kernel``, for the sums of rows, of columns or of diagonals.
+
+    DIAGONAL is 0, or the size of the tiles that gave the sums; ``origin`` is then the line whose
+    ``m - n`` is 0.
+    """
+    program = tl.program_id(0)
+    place, first = line_place(
+        program % tiles, program // tiles, cu_q, cu_k, batch, heads, queries, keys, BLOCK, BY_KEYS
+    )
+    b, h, begin, begin_k, M, N = place
+    i = first + tl.arange(0, BLOCK)
+    if DIAGONAL > 0:
+        m = tl.maximum(i - origin, 0)
+        n = tl.maximum(origin - i, 0)
+        inside = (m < M) & (n < N)
+    elif BY_KEYS:
+        m = i * 0
+        n = i
+        inside = i < N
+    else:
+        m = i
+        n = i * 0
+        inside = i < M
+    value = line_value(
+        sums, sum_strides, b, h, begin_k if BY_KEYS else begin, i, inside, diagonals, DIAGONAL
+    )
+    if fixed is None:
+        tl.store(totals + program, tl.sum(tl.abs(value), 0))
+    else:
+        m = m[:, None]
+        n = n[:, None]
+        whole = tl.floor(value * tl.load(factors).to(tl.float64) + 0.5).to(tl.int64)[:, None]
+        none = tl.zeros([BLOCK, 1], tl.float32)
+        element = INDEX(none, b, h, m, n, M, N, captured[2], captured[3])
+        tl.atomic_add(fixed + element, whole, mask=(whole != 0) & inside[:, None], sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["count"])
+def factor_kernel(totals, factors, count, BLOCK: tl.constexpr):
+    """From sums of absolute values, what turns numbers into integers, and integers into numbers."""
+    total = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, count, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        total += tl.load(totals + i, mask=i < count, other=0.0)
+    whole = tl.sum(total, 0)
+    finite = whole < _LARGEST_SUM
+    some = tl.where(finite & (whole > 0.0), whole, 1.0)
+    power = _BITS - tl.ceil(tl.log2(some.to(tl.float32)))
+    power = tl.minimum(power, _LARGEST_POWER).to(tl.int32)
+    factor = ((power + 127) << 23).to(tl.float32, bitcast=True)
+    inverse = ((127 - power) << 23).to(tl.float32, bitcast=True)
+    tl.store(factors, tl.where(finite, factor, 0.0))
+    tl.store(factors + 1, tl.where(finite, inverse, float("nan")))
+
+
+@triton.jit(do_not_specialize=["count"])
+def number_kernel(fixed, factors, out, count, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    """Integers, or (without ``factors``) float64, as the numbers of a gradient."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < count
+    value = tl.load(fixed + i, mask=inside, other=0).to(tl.float64)
+    if factors is not None:
+        value = value * tl.load(factors + 1).to(tl.float64)
+    if ADD:
+        value += tl.load(out + i, mask=inside, other=0.0).to(tl.float64)
+    tl.store(out + i, value.to(out.dtype.element_ty), mask=inside)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
 NO_CORE = "no core"
 # Triton's interpreter is on in the whole process or not at all: see tests/kernels/gpu/conftest.py.
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 INTERPRETED_FOLDER = ROOT / "tests" / "kernels" / "gpu"
 
 hypothesis.settings.register_profile(

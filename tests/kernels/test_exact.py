@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given, settings
 
 from tests.cases import FLOATS, LENGTHS, TABLE, WIDTHS, Case, cases
-from tests.contract import InexactError
-from tests.inputs import build
 from tests.kernels.targets import TARGETS, Target, forced, pairs
-from tests.oracle import check_case, check_pooled
+from tests.oracle import check_case, check_drawn
 
 ALL_DTYPES = [case.of(dtype) for dtype in FLOATS for case in TABLE]
 
@@ -67,26 +65,12 @@ def test_lengths(target: Target, case: Case) -> None:
     check_case(case, target.backend)
 
 
-def _check_drawn(case: Case, target: Target) -> None:
-    leaves = build(case).leaves
-    least = min(leaves[name].numel() for name in "qkv")
-    draws = max(4, min(64, 2000 // (1 + least)))
-    try:
-        check_pooled(case, target.backend, range(draws))
-    except InexactError as inexact:
-        # Among thousands of drawn maxima some pair of equally good ones differs by more than 2.
-        # Luck does not survive four times as many new numbers; a wrong kernel does not get better.
-        if inexact.ratio > 2:
-            raise
-        check_pooled(case, target.backend, range(draws, 5 * draws))
-
-
 @given(case=cases())
 @settings(max_examples=40)
 def test_drawn(case: Case) -> None:
     """Whatever hypothesis draws, on the best instruction set there is."""
     with forced(TARGETS[0]):
-        _check_drawn(case, TARGETS[0])
+        check_drawn(case, TARGETS[0].backend)
 
 
 @pytest.mark.slow
@@ -94,4 +78,4 @@ def test_drawn(case: Case) -> None:
 @settings(max_examples=400)
 def test_drawn_everywhere(target: Target, case: Case) -> None:
     """The same at length, on every target."""
-    _check_drawn(case, target)
+    check_drawn(case, target.backend)

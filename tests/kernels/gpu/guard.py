@@ -6,8 +6,8 @@ Within ``guarded`` a kernel fails with ``GuardError`` where it
 * reads or writes outside of the tensor that its pointer came from: beyond its ends, or in the
   gaps of a strided view, even if other memory of the caller's is there;
 * lets two programs of a launch touch the same element, one of them writing: whatever the later
-  one sees, on a chip there is no later one. Integer atomics that commute may meet one another;
-  sums of floats may not, for their bits depend on the order;
+  one sees, on a chip there is no later one. Atomic operations on integers may meet their own
+  kind; sums of floats may not, for their bits depend on the order;
 * writes two different values to one element in one store;
 * computes a signed number that its type does not hold, which on a chip wraps.
 
@@ -34,9 +34,10 @@ from tests.kernels.gpu.memory import Region, regions_of, tensors_in
 
 MANY = -1  # programs; 0 is none, and a program's number is its place in the grid plus one
 FAR_OFF = 0x5A5A5  # an index that no small tensor has and that no product of which overflows
-_COMMUTE = {
-    getattr(upstream._ir.ATOMIC_OP, name)
-    for name in ("ADD", "MAX", "MIN", "UMAX", "UMIN", "AND", "OR", "XOR")
+# Atomic operations on integers that commute with themselves; any other one is number 0.
+_COMMUTING = {
+    getattr(upstream._ir.ATOMIC_OP, name): number
+    for number, name in enumerate(("ADD", "MAX", "MIN", "UMAX", "UMIN", "AND", "OR", "XOR"), 1)
 }
 _EXACTLY = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
@@ -160,18 +161,18 @@ class Watch:
         self._meet(memory.read[cells], "writes an element that was read", region)
         memory.stored[cells] = self.program
 
-    def update(self, pointers: Any, mask: Array, commutes: bool) -> None:
+    def update(self, pointers: Any, mask: Array, operation: int) -> None:
+        """An atomic one: programs may share an element by one operation that commutes."""
         region, cells = self.touch("atomic", pointers, mask)
         memory = region.memory
         memory.written = True
         self._meet(memory.stored[cells], "updates an element that was written", region)
         self._meet(memory.read[cells], "updates an element that was read", region)
-        if not commutes:
-            deed = (
-                "updates, in a way whose result depends on the order, an element that was updated"
-            )
-            self._meet(memory.updated[cells], deed, region)
+        clash = (operation == 0) | (memory.operation[cells] != operation)
+        deed = "updates, in a way whose result depends on the order, an element that was updated"
+        self._meet(np.where(clash, memory.updated[cells], 0), deed, region)
         memory.updated[cells] = _joined(memory.updated[cells], self.program)
+        memory.operation[cells] = operation
 
     def settle(self, pointers: Any, value: Any, mask: Array) -> None:
         """Fail unless a store left its value: two lanes of it may have met."""
@@ -229,9 +230,9 @@ def _memory_hooks(watch: Watch) -> dict[str, Any]:
     def masked_load(
         self: Any, pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any
     ) -> Any:
-        hidden = _truth(mask)
-        watch.load(pointers, hidden)
-        if other is None and not hidden.all():
+        chosen = _truth(mask)
+        watch.load(pointers, chosen)
+        if other is None and not chosen.all():
             other = _undefined(pointers)
         return load(self, pointers, mask, other, *rest, **named)
 
@@ -242,11 +243,11 @@ def _memory_hooks(watch: Watch) -> dict[str, Any]:
         return done
 
     def atomic(self: Any, operation: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        watch.update(pointers, _truth(mask), operation in _COMMUTE)
+        watch.update(pointers, _truth(mask), _COMMUTING.get(operation, 0))
         return update(self, operation, pointers, value, mask, *rest)
 
     def compare_and_swap(self: Any, pointers: Any, *rest: Any) -> Any:
-        watch.update(pointers, np.ones(1, np.bool_), commutes=False)
+        watch.update(pointers, np.ones(1, np.bool_), 0)
         return swap(self, pointers, *rest)
 
     return {

@@ -4,16 +4,18 @@ Triton runs kernels in numpy where ``TRITON_INTERPRET=1`` was set when it was im
 after another. What it gets wrong by itself, silently, and ``faithful`` puts right:
 
 * dots, casts, sums and comparisons of bfloat16 and fp8 worked on raw bits or rounded half up;
-  fp8 did not saturate;
+  fp8 did not saturate; the bits of any dot depended on the shape of its block;
 * tf32 was ignored: tensor cores read 10 bits of a float32's fraction;
 * ``tl.fma`` rounded twice; ``tl.umulhi`` of negative numbers was another number;
 * ``tl.maximum``, ``minimum``, ``clamp`` and ``tl.max`` handed a NaN on, or warned of it; a float
   that no integer holds became any integer instead of the nearest;
-* float arguments and loop variables were Python's own, with Python's precision and ``//``, and the
-  argument 1 was a number, which a compiled kernel sees as a constant.
+* float arguments and loop variables were Python's own, with Python's precision and ``//``; an
+  integer argument of 32 to 64 bits had 32; and the argument 1 was a number, which a compiled
+  kernel sees as a constant.
 
-Not modelled: the order of sums, approximate exponentials, fp8's short accumulators, warps, shared
-memory, and anything that happens at the same time.
+Not modelled: the order of sums in ``tl.sum`` and within one matrix instruction, approximate
+exponentials, fp8's short accumulators, warps, shared memory, barriers, and anything that happens at
+the same time.
 """
 
 from __future__ import annotations
@@ -122,24 +124,38 @@ def _bfloat16(self: Any, value: float) -> Any:
     return Handle(encoded(np.array([value], np.float32), tl.bfloat16), tl.bfloat16)
 
 
-def _products(left: Array, right: Array, precision: Any) -> Array:
-    if precision not in (_TF32, _TF32X3) or left.dtype != np.float32:
-        return np.matmul(left, right)
-    a, b = to_tf32(left), to_tf32(right)
-    if precision == _TF32:
-        return np.matmul(a, b)
-    rest_a, rest_b = to_tf32(left - a), to_tf32(right - b)
-    return np.matmul(rest_a, b) + np.matmul(a, rest_b) + np.matmul(a, b)
+def _accumulated(left: Array, right: Array, start: Array, step: int) -> Array:
+    """start + left @ right in float32, rounded every ``step`` products: the same sums anywhere.
+
+    A matrix library adds in an order that depends on the shape; a chip does not, and kernels may
+    count on two dots that have the same rows giving the same numbers.
+    """
+    total, left, right = start.astype(np.float32), left.astype(np.float64), right.astype(np.float64)
+    for first in range(0, left.shape[-1], step):
+        chosen = slice(first, first + step)
+        products = np.matmul(left[..., chosen], right[..., chosen, :])
+        total = (total + products).astype(np.float32)
+    return total
 
 
 def _dot(self: Any, a: Any, b: Any, d: Any, precision: Any, _short_accumulator: Any) -> Any:
     dtype = a.dtype.scalar
-    if dtype.is_int():
-        left, right = a.data.astype(np.int32), b.data.astype(np.int32)
+    if dtype == tl.float64 or dtype.is_int():
+        wide = d.data.dtype
+        return Handle(np.matmul(a.data.astype(wide), b.data.astype(wide)) + d.data, d.dtype.scalar)
+    left, right = decoded(a.data, dtype), decoded(b.data, b.dtype.scalar)
+    if dtype != tl.float32:
+        step = 256 // dtype.primitive_bitwidth
+        total = _accumulated(left, right, d.data, step)
+    elif precision not in (_TF32, _TF32X3):
+        total = _accumulated(left, right, d.data, 1)
     else:
-        left, right = decoded(a.data, dtype), decoded(b.data, b.dtype.scalar)
-    products = _products(left, right, precision if dtype == tl.float32 else None)
-    return Handle((products + d.data).astype(d.data.dtype), d.dtype.scalar)
+        high_left, high_right, total = to_tf32(left), to_tf32(right), d.data
+        if precision == _TF32X3:
+            total = _accumulated(to_tf32(left - high_left), high_right, total, 8)
+            total = _accumulated(high_left, to_tf32(right - high_right), total, 8)
+        total = _accumulated(high_left, high_right, total, 8)
+    return Handle(total.astype(d.data.dtype), d.dtype.scalar)
 
 
 def _reduce(self: Any, values: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
@@ -180,7 +196,10 @@ def _typed_argument(argument: Any) -> Any:
         return tl.tensor(Handle(np.array([argument], np.bool_), tl.int1), tl.int1)
     if isinstance(argument, float):
         return tl.tensor(Handle(np.array([argument], np.float32), tl.float32), tl.float32)
-    return _argument(argument)
+    made = _argument(argument)
+    if isinstance(argument, int):  # upstream keeps the wide in too few bits
+        made.handle.data = made.handle.data.astype(upstream._get_np_dtype(made.dtype))
+    return made
 
 
 def _specialized(argument: Any) -> Any:

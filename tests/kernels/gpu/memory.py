@@ -22,6 +22,7 @@ class Memory:
         self.cell_bytes = cell_bytes
         self.cells = (end - start) // cell_bytes
         self.stored, self.updated, self.read = np.zeros((3, self.cells), np.int32)
+        self.operation = np.zeros(self.cells, np.int8)  # of the last atomic update
         self.written = False
 
     def cells_of(self, addresses: Array, width_bytes: int) -> Array:

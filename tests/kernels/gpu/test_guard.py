@@ -167,6 +167,30 @@ def test_float_atomics_may_not_meet() -> None:
 
 
 @triton.jit
+def mix(totals, KIND: tl.constexpr):
+    """Odd programs add, even ones do something that does not commute with it."""
+    if tl.program_id(0) % 2 == 1:
+        tl.atomic_add(totals, 3)
+    elif KIND == "max":
+        tl.atomic_max(totals, 5)
+    elif KIND == "exchange":
+        tl.atomic_xchg(totals, 5)
+    elif KIND == "swap":
+        tl.atomic_cas(totals, tl.full((), 0, tl.int64), tl.full((), 5, tl.int64))
+    else:
+        tl.atomic_add(totals, 5)
+
+
+@pytest.mark.parametrize("kind", ["max", "exchange", "swap"])
+def test_atomics_of_several_kinds_may_not_meet(kind: str) -> None:
+    with pytest.raises(GuardError, match=r"depends on the order, .* of totals by program"):
+        mix[(4,)](torch.zeros((), dtype=torch.int64), KIND=kind)
+    totals = torch.zeros((), dtype=torch.int64)
+    mix[(4,)](totals, KIND="add")
+    assert totals.item() == 16
+
+
+@triton.jit
 def count_and_look(totals, seen, WIDTH: tl.constexpr):
     column = tl.arange(0, WIDTH)
     tl.atomic_add(totals + column, column.to(tl.int64))

@@ -1,0 +1,494 @@
+"""The backward kernels in Triton's interpreter: exactness, leaks, bits, and their host side."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cases import Case
+from tests.contract import assert_exact, assert_same_bits
+from tests.inputs import Inputs, build
+from tests.kernels.gpu.test_forward import BLOCKS, CASES, GQA, SMALL, forward
+from tests.oracle import Reference, problem_of, refer, refer_cached
+from tests.variants import some_masks
+from tests.variants.making import Drawn, Sizes
+from tests.variants_catalogue import CATALOGUE, Call, Variant
+from tilewise import masks
+from tilewise.kernels.gpu.backward import backward_launches
+from tilewise.kernels.gpu.config import Blocks, Config
+from tilewise.kernels.gpu.emit import variant_of
+from tilewise.kernels.gpu.forms import form_of
+from tilewise.kernels.gpu.launch import Launch, run
+from tilewise.problem import Grads, Needs, Operands, Problem, Result, Statistics
+from tilewise.reference import tiled
+from tilewise.sparse.block_mask import BlockMask
+
+NAN = math.nan
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class Upstream(NamedTuple):
+    """The gradients that come in."""
+
+    out: Tensor
+    lse: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+def all_needs(operands: Operands) -> Needs:
+    floats = tuple(tensor.is_floating_point() for tensor in operands.score_tensors)
+    return Needs(True, True, True, floats, operands.sinks is not None)
+
+
+def launches(
+    problem: Problem,
+    operands: Operands,
+    result: Result,
+    upstream: Upstream,
+    blocks: Blocks,
+    needs: Needs | None = None,
+) -> tuple[Grads, list[Launch]]:
+    """Gradients that hold NaN still, and the launches that fill them, in small blocks."""
+    needs = all_needs(operands) if needs is None else needs
+
+    def room(tensor: Tensor | None, need: bool) -> Tensor | None:
+        return torch.full_like(tensor, NAN) if need and tensor is not None else None
+
+    captured = zip(operands.score_tensors, needs.score_tensors, strict=True)
+    grads = Grads(
+        *(room(tensor, need) for tensor, need in zip(operands[:3], needs[:3], strict=True)),
+        tuple(
+            torch.full(tensor.shape, NAN, dtype=tensor.dtype) if need else None
+            for tensor, need in captured
+        ),
+        room(operands.sinks, needs.sinks),
+    )
+    ranks = [
+        tuple(x.dim() for x in tensors)
+        for tensors in (operands.mask_tensors, operands.score_tensors)
+    ]
+    config = Config("interpreter", overrides=(("dq", blocks), ("dkdv", blocks)))
+    variant = variant_of(problem, *ranks)
+    incoming = (upstream.out, upstream.lse, needs, upstream.entropy)
+    return grads, backward_launches(problem, operands, result, *incoming, grads, config, variant)
+
+
+def backward(
+    problem: Problem,
+    operands: Operands,
+    upstream: Upstream,
+    blocks: Blocks,
+    needs: Needs | None = None,
+    statistics: Statistics = "",
+) -> Grads:
+    """Both passes in small blocks."""
+    result = forward(problem, operands, blocks, statistics)
+    grads, todo = launches(problem, operands, result, upstream, blocks, needs)
+    run(todo)
+    return grads
+
+
+def named(inputs: Inputs, problem: Problem, grads: Grads) -> dict[str, Tensor]:
+    """The gradients of the leaves of the inputs, by their names."""
+    found = {"q": grads.q, "k": grads.k, "v": grads.v, "sinks": grads.sinks}
+    slots = [instr.slots[0] for instr in problem.score if instr.op == "bias"]
+    found |= {f"bias{i}": grads.score_tensors[slot] for i, slot in enumerate(slots)}
+    leaves = inputs.leaves
+    return {
+        name: grad.reshape(leaves[name].shape).to(leaves[name].dtype)
+        for name, grad in found.items()
+        if grad is not None
+    }
+
+
+def _check(case: Case, blocks: Blocks, inputs: Inputs, reference: Reference) -> None:
+    problem, operands = problem_of(inputs.detached())
+    upstream = Upstream(reference.grad_out, reference.grad_lse)
+    got = named(inputs, problem, backward(problem, operands, upstream, blocks))
+    assert got.keys() == inputs.leaves.keys()
+    for name, grad in got.items():
+        plain, truth = reference.plain.grads[name], reference.oracle.grads[name]
+        assert_exact(grad, plain, truth, f"{case}: grad of {name}")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_2x_rule_in_small_blocks(case: Case) -> None:
+    """Every gradient, at sizes where each tile has an edge, in float32."""
+    _check(case, BLOCKS[CASES.index(case) % len(BLOCKS)], *refer_cached(case))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("case", CASES[1::3], ids=lambda case: case.name)
+def test_the_2x_rule_of_halves(case: Case, dtype: torch.dtype) -> None:
+    """A sample of the same in 16 bits."""
+    case = case.of(dtype)
+    _check(case, BLOCKS[0], *refer_cached(case))
+
+
+BIASES = [
+    Case(name, **SMALL | more, score=words)
+    for name, words, more in (
+        ("heads", ("bias_heads",), {"batch": 3, "mask": ("causal",)}),
+        ("keys", ("bias_keys",), {"batch": 2, "mask": ("window",)}),
+        ("rows", ("bias_rows",), {"batch": 2}),
+        ("one", ("bias_one",), {"mask": ("lengths",)}),
+        ("chain", ("bias_heads", "softcap_tight", "bias_keys"), {"sinks": True}),
+        ("dropped", ("bias", "bias_rows"), {"dropout_p": 0.3}),
+        ("no-rows", ("bias_keys", "bias_one"), {"queries": 0}),
+        ("no-keys", ("bias_rows", "bias_heads"), {"keys": 0}),
+        ("packed", ("bias_rows", "bias_one"), {"sequences": ((20, 33), (0, 5), (35, 18))}),
+        ("packed-keys", ("bias_keys", "bias_heads"), {"sequences": ((20, 33), (7, 0), (5, 18))}),
+    )
+]
+
+
+@pytest.mark.parametrize("case", BIASES, ids=lambda case: case.name)
+def test_biases(case: Case) -> None:
+    """A bias of every shape, alone and behind others."""
+    _check(case, BLOCKS[1 if case.dropout_p else 0], *refer_cached(case))
+
+
+SIZES = Sizes(batch=2, heads=2, queries=21, keys=35)
+
+
+def _buckets(d: Drawn) -> Any:
+    table = d.learned("table", 2, 7)
+    return lambda s, b, h, m, n: s + table[h, abs(m - n) // 7]
+
+
+def _relative(d: Drawn) -> Any:
+    table = d.learned("table", 60)
+    return lambda s, b, h, m, n: s * table[m - n + 34]
+
+
+def _clipped(d: Drawn) -> Any:
+    table = d.learned("table", 2, 3)
+    return lambda s, b, h, m, n: s + table[b, 2 * (n - m)] * s
+
+
+def _hashed(d: Drawn) -> Any:
+    table = d.learned("table", 5, 3)
+    return lambda s, b, h, m, n: s + table[(m * n) % 5, (m + n) % 3]
+
+
+def _of_rows(d: Drawn) -> Any:
+    table = d.learned("table", 6)
+    return lambda s, b, h, m, n: s * table[m // 4]
+
+
+def _of_columns(d: Drawn) -> Any:
+    table = d.learned("table", 7, 2)
+    return lambda s, b, h, m, n: s + table[n // 5, h] * s
+
+
+def _twice(d: Drawn) -> Any:
+    table = d.learned("table", 64)
+    return lambda s, b, h, m, n: s + table[m] - s * table[n]
+
+
+def _by_itself(d: Drawn) -> Any:
+    table = d.learned("table", 40, 50)
+    return lambda s, b, h, m, n: s * table[m, n]
+
+
+def _cut_short(d: Drawn) -> Any:
+    table = d.learned("table", 9, 20)
+    return lambda s, b, h, m, n: s * table[m, n]
+
+
+def _of_heads(d: Drawn) -> Any:
+    table = d.learned("table", 2, 1)
+    return lambda s, b, h, m, n: s * table[h, m]
+
+
+def _exchanged(d: Drawn) -> Any:
+    table = d.learned("table", 35, 2, 21)
+    return lambda s, b, h, m, n: s * table[n, b, m]
+
+
+def _unused(d: Drawn) -> Any:
+    table = d.learned("table", 3)
+    return lambda s, b, h, m, n: s + table[m % 3].floor()
+
+
+FORMS: dict[str, Any] = {
+    "buckets": _buckets,
+    "relative": _relative,
+    "clipped": _clipped,
+    "hashed": _hashed,
+    "rows": _of_rows,
+    "columns": _of_columns,
+    "twice": _twice,
+    "by-itself": _by_itself,
+    "cut-short": _cut_short,
+    "heads": _of_heads,
+    "exchanged": _exchanged,
+    "unused": _unused,
+}
+
+
+def _check_call(variant: Variant, blocks: Blocks = BLOCKS[0]) -> Call:
+    """All gradients of a call of a variant, by the 2x rule in float32."""
+    call = Call(variant, torch.float32, SIZES)
+    problem, operands = call.asked()
+    upstream = Upstream(call.grad_out, call.grad_lse)
+    with torch.no_grad():
+        needs = Needs(True, True, True, tuple(x.requires_grad for x in operands.score_tensors))
+        needs = needs._replace(sinks=operands.sinks is not None)
+        grads = backward(problem, operands, upstream, blocks, needs)
+    wanted = [x for x in operands.score_tensors if x.requires_grad]
+    learned = [call.leaves[name] for name in call.made.captured]
+    by_slot = [grad for grad in grads.score_tensors if grad is not None]
+    captured = torch.autograd.grad(wanted, learned, by_slot, materialize_grads=True)
+    got = {"q": grads.q, "k": grads.k, "v": grads.v, "sinks": grads.sinks}
+    got |= dict(zip(call.made.captured, captured, strict=True))
+    plain, truth = call.dense(torch.float32), call.dense(torch.float64)
+    for name, grad in got.items():
+        if grad is not None:
+            assert_exact(grad, plain[name], truth[name], f"{variant}: grad of {name}")
+    return call
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_loads_of_every_form(name: str) -> None:
+    """What expressions load: by lines, by pairs, twice, and where indices are clamped."""
+    mask = some_masks.causal if len(name) % 2 else None
+    _check_call(Variant(name, mask, FORMS[name]))
+
+
+QUICK = ("t5", "swin", "temperature-of-rows", "forgetting", "undefined-above", "everything")
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(each, marks=() if each.name in QUICK else (pytest.mark.slow,))
+        for each in CATALOGUE
+    ],
+    ids=str,
+)
+def test_catalogue(variant: Variant) -> None:
+    """Masks and scores as people write them."""
+    _check_call(variant, BLOCKS[1])
+
+
+def test_forms() -> None:
+    """Which pairs load the same element is told by the indices alone."""
+    found = {}
+    for name, maker in FORMS.items():
+        problem, operands = Call(Variant(name, None, maker), torch.float32, SIZES).asked()
+        variant = variant_of(problem, (), tuple(x.dim() for x in operands.score_tensors))
+        found[name] = [
+            form_of(form, operands.score_tensors[slot].shape, problem, fits=False)
+            for form, slot in zip(variant.load_forms, variant.load_slots, strict=True)
+        ]
+    assert {name: [form.lines for form in forms] for name, forms in found.items()} == {
+        "buckets": ["diagonals"],
+        "relative": ["diagonals"],
+        "clipped": ["diagonals"],
+        "hashed": ["pairs"],
+        "rows": ["rows"],
+        "columns": ["columns"],
+        "twice": ["rows", "columns"],
+        "by-itself": ["pairs"],
+        "cut-short": ["pairs"],
+        "heads": ["rows"],
+        "exchanged": ["pairs"],
+        "unused": [],
+    }
+    axes = {name: [form.axes for form in forms] for name, forms in found.items()}
+    assert axes["by-itself"] == [{"m": 0, "n": 1}]
+    assert axes["cut-short"] == [None]
+    assert axes["heads"] == [{"h": 0}]
+    assert axes["twice"] == [{"m": 0}, {"n": 0}]
+    assert axes["exchanged"] == [{"n": 0, "b": 1, "m": 2}]
+
+
+@pytest.mark.parametrize("case", [CASES[8], CASES[14], CASES[-3]], ids=lambda case: case.name)
+def test_gradient_of_the_entropy(case: Case) -> None:
+    """Beside those of out and lse, sinks included, in float32 and in halves."""
+    inputs = build(case)
+    problem, operands = problem_of(inputs.detached())
+    reference = refer(case, inputs)
+    grad_entropy = torch.randn(reference.grad_lse.shape)
+    upstream = Upstream(reference.grad_out, reference.grad_lse, grad_entropy)
+    got = backward(problem, operands, upstream, BLOCKS[0], statistics="rows")
+    needs = all_needs(operands)
+
+    def by_tiles(dtype: torch.dtype) -> Grads:
+        changed = [
+            tensor.to(dtype) if isinstance(tensor, Tensor) else tensor for tensor in operands[:3]
+        ]
+        wide = operands._replace(
+            q=changed[0],
+            k=changed[1],
+            v=changed[2],
+            score_tensors=tuple(x.to(dtype) for x in operands.score_tensors),
+            sinks=None if operands.sinks is None else operands.sinks.to(dtype),
+        )
+        asked = problem._replace(dtype=dtype)
+        result = tiled.forward(asked, wide, "rows")
+        grads = [None if x is None else x.to(dtype) for x in upstream]
+        assert grads[0] is not None
+        return tiled.backward(asked, wide, result, grads[0], grads[1], needs, grads[2])
+
+    plain, truth = by_tiles(torch.float32), by_tiles(torch.float64)
+    for name in ("q", "k", "v", "sinks"):
+        mine, near, far = (getattr(each, name) for each in (got, plain, truth))
+        assert (mine is None) == (far is None)
+        if mine is not None:
+            assert_exact(mine, near, far, f"{case}: grad of {name}")
+
+
+@pytest.mark.parametrize("case", [CASES[15], CASES[-2]], ids=lambda case: case.name)
+def test_only_what_is_needed(case: Case) -> None:
+    """Nothing is launched for a gradient that is not wanted; the others have the same bits."""
+    inputs, reference = refer_cached(case)
+    problem, operands = problem_of(inputs.detached())
+    upstream = Upstream(reference.grad_out)
+    every = all_needs(operands)
+    whole = backward(problem, operands, upstream, BLOCKS[0])
+    for name, kernels in (("q", 2), ("k", 2), ("v", 2)):
+        none = Needs(False, False, False, (False,) * len(every.score_tensors))
+        needs = none._replace(**{name: True})
+        result = forward(problem, operands, BLOCKS[0])
+        grads, todo = launches(problem, operands, result, upstream, BLOCKS[0], needs)
+        assert len(todo) == kernels
+        run(todo)
+        assert_same_bits(getattr(grads, name), getattr(whole, name), name)
+        assert all(getattr(grads, other) is None for other in "qkv" if other != name)
+
+
+def test_keys_past_a_length_do_not_leak() -> None:
+    """NaN there changes not a bit, and gets a gradient of 0."""
+    lengths = torch.tensor([17, 0, 40])
+    case = Case("padding", **SMALL | {"batch": 3}, **GQA)
+    inputs = build(case).detached()._replace(mask=masks.lengths(lengths))
+    problem, operands = problem_of(inputs)
+    upstream = Upstream(torch.randn(3, 4, 37, 16))
+    clean = backward(problem, operands, upstream, BLOCKS[0])
+    for b, length in enumerate(lengths.tolist()):
+        inputs.k[b, :, length:] = NAN
+        inputs.v[b, :, length:] = NAN
+    got = backward(problem, operands, upstream, BLOCKS[0])
+    for name in "qkv":
+        assert_same_bits(getattr(got, name), getattr(clean, name), name)
+    for b, length in enumerate(lengths.tolist()):
+        assert bool((clean.k[b, :, length:] == 0).all())
+        assert bool((clean.v[b, :, length:] == 0).all())
+
+
+@pytest.mark.parametrize("banded", [True, False])
+def test_hidden_tiles_do_not_leak(banded: bool) -> None:
+    """Keys and rows in tiles that the mask hides, known from its bands or seen in the tile."""
+    case = Case("far", **SMALL | {"queries": 64, "keys": 64})
+    mask = masks.window(0, 0) if banded else masks.dense(torch.eye(64, dtype=torch.bool))
+    inputs = build(case).detached()._replace(mask=mask)
+    problem, operands = problem_of(inputs)
+    upstream = Upstream(torch.randn(1, 2, 64, 16))
+    clean = backward(problem, operands, upstream, BLOCKS[0])
+    for tensor in (inputs.q, inputs.k, inputs.v, upstream.out):
+        tensor[:, :, 32:48] = NAN
+    got = backward(problem, operands, upstream, BLOCKS[0])
+    keep = torch.tensor([*range(32), *range(48, 64)])
+    for name in "qkv":
+        mine, expected = getattr(got, name)[:, :, keep], getattr(clean, name)[:, :, keep]
+        assert_same_bits(mine, expected, name)
+        assert bool(getattr(got, name)[:, :, 32:48].isnan().all())
+
+
+@pytest.mark.parametrize("rectangle", [(8, 8), (16, 32), (24, 40)])
+def test_tables(rectangle: tuple[int, int]) -> None:
+    """A BlockMask changes no gradient, whatever its rectangles are to the tiles."""
+    case = Case("table", **SMALL | {"batch": 2}, **GQA, mask=("document_each",), score=("bias",))
+    inputs = build(case).detached()
+    problem, operands = problem_of(inputs)
+    upstream = Upstream(torch.randn(2, 4, 37, 16))
+    expected = backward(problem, operands, upstream, BLOCKS[0])
+    mask = BlockMask.of(inputs.mask, 37, 45, batch=2, heads=4, block=rectangle)
+    tabled, with_table = problem_of(inputs._replace(mask=mask))
+    assert tabled.mask[-1].op == "tiles"
+    got = backward(tabled, with_table, upstream, BLOCKS[0])
+    for name in "qkv":
+        torch.testing.assert_close(getattr(got, name), getattr(expected, name))
+    torch.testing.assert_close(got.score_tensors, expected.score_tensors)
+
+
+def test_upstream_of_any_strides() -> None:
+    """Expanded, transposed and sparse gradients come in; results lie in any order."""
+    case = Case("strides", **SMALL, score=("softcap",), sinks=True)
+    inputs, reference = refer_cached(case)
+    problem, operands = problem_of(inputs.detached())
+    out, lse = reference.grad_out, reference.grad_lse
+    expected = backward(problem, operands, Upstream(out, lse), BLOCKS[0])
+    sparse = torch.full((*lse.shape, 3), NAN)
+    sparse[..., 1] = lse
+    moved = out.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0)
+    got = backward(problem, operands, Upstream(moved, sparse[..., 1]), BLOCKS[0])
+    for name in ("q", "k", "v", "sinks"):
+        assert_same_bits(getattr(got, name), getattr(expected, name), name)
+    ones = torch.ones(()).expand(out.shape)
+    got = backward(problem, operands, Upstream(ones), BLOCKS[0])
+    expected = backward(problem, operands, Upstream(ones.contiguous()), BLOCKS[0])
+    for name in ("q", "k", "v", "sinks"):
+        assert_same_bits(getattr(got, name), getattr(expected, name), name)
+
+
+def test_same_bits_in_every_run() -> None:
+    """The guard shuffles the programs of each run; sums that are atomic are of integers."""
+    call = Call(Variant("hashed", some_masks.causal, _hashed), torch.float32, SIZES)
+    problem, operands = call.asked()
+    operands = operands._replace(score_tensors=tuple(x.detach() for x in operands.score_tensors))
+    upstream = Upstream(call.grad_out, call.grad_lse)
+    first, second = (
+        backward(problem, operands._replace(q=q.detach()), upstream, BLOCKS[0])
+        for q in (operands.q, operands.q)
+    )
+    assert first.score_tensors[0] is not None
+    assert second.score_tensors[0] is not None
+    assert_same_bits(first.score_tensors[0], second.score_tensors[0], "table")
+
+
+def test_a_share_that_is_not_finite() -> None:
+    """It makes a gradient that is summed as integers NaN, and not some number."""
+    call = Call(Variant("hashed", None, _hashed), torch.float32, SIZES)
+    problem, operands = call.asked()
+    operands = operands._replace(score_tensors=tuple(x.detach() for x in operands.score_tensors))
+    call.grad_out[0, 0, 3, 1] = NAN
+    with torch.no_grad():
+        grads = backward(problem, operands, Upstream(call.grad_out), BLOCKS[0])
+    assert grads.score_tensors[0] is not None
+    assert bool(grads.score_tensors[0].isnan().all())
+
+
+def test_launches_without_values() -> None:
+    """Host code reads no tensor: it makes the same launches for tensors without memory."""
+    case = CASES[-2]
+    problem, operands = problem_of(build(case).detached())
+    result = tiled.forward(problem, operands)
+    upstream = Upstream(torch.empty_like(result.out), torch.empty_like(result.lse))
+
+    def empty(value: Any) -> Any:
+        return value.to("meta") if isinstance(value, Tensor) else value
+
+    bare = Operands(
+        *(
+            tuple(map(empty, value)) if isinstance(value, tuple) else empty(value)
+            for value in operands
+        )
+    )
+    _, real = launches(problem, operands, result, upstream, BLOCKS[0])
+    _, meta = launches(
+        problem,
+        bare,
+        Result(*map(empty, result)),
+        Upstream(*map(empty, upstream)),
+        BLOCKS[0],
+    )
+    assert [(one.kernel, one.grid, one.constants) for one in real] == [
+        (one.kernel, one.grid, one.constants) for one in meta
+    ]

@@ -1,0 +1,127 @@
+"""The table of blocks, and what the GPU backend says where there is no GPU or no Triton."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tilewise import masks, scores
+from tilewise.kernels.gpu import backend as gpu
+from tilewise.kernels.gpu import config
+from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config, Pass, shared_need, tiles_for
+from tilewise.problem import Problem, dense_problem
+from tilewise.variants.program import Program
+
+PASSES: tuple[Pass, ...] = ("forward", "dkdv", "dq")
+WIDTHS = (1, 16, 40, 64, 65, 128, 200, 256, 300, 512)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _problem(**changed: Any) -> Problem:
+    q = torch.empty(1, 2, 8, 64, dtype=torch.bfloat16)
+    program: dict[str, Program] = {"mask": (), "score": ()}
+    problem = dense_problem(q, q, q, **program, scale=None, dropout_p=0.0, sinks=None)
+    return problem._replace(**changed)
+
+
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_fit_for_every_width(family: str, name: Pass) -> None:
+    """Powers of two of at least 16, within the shared memory of the chip."""
+    for dtype in DTYPES:
+        for head_dim in WIDTHS:
+            for value_dim in (head_dim, 512):
+                for variant in (False, True):
+                    blocks = tiles_for(family, name, dtype, head_dim, value_dim, variant)
+                    need = shared_need(name, blocks, dtype.itemsize, head_dim, value_dim)
+                    least = blocks.queries == blocks.keys == 16 and blocks.stages == 1
+                    assert need <= FAMILIES[family].shared_bytes or least
+                    for size in blocks[:3]:
+                        assert size & (size - 1) == 0
+                    assert min(blocks[:2]) >= 16
+
+
+def test_stages_go_before_blocks_shrink() -> None:
+    """What does not fit loses its pipeline first, and then its longer side."""
+    roomy, tight = (
+        config._fitting(Blocks(64, 128, 4, 4), "forward", FAMILIES[name], 2, 128, 128)
+        for name in ("sm_90", "sm_75")
+    )
+    assert roomy == Blocks(64, 128, 4, 3)
+    assert tight == Blocks(64, 64, 4, 1)
+
+
+def test_a_variant_that_needs_registers_has_smaller_blocks() -> None:
+    """Bands do not; documents, scores, dropout and packed sequences do."""
+    chip = Config("sm_90")
+    plain = chip.blocks("forward", _problem())
+    assert plain.keys == 128
+    band = masks.causal().program
+    assert chip.blocks("forward", _problem(mask=band)) == plain
+    heavy: tuple[dict[str, Any], ...] = (
+        {"mask": (~masks.causal()).program},
+        {"score": scores.softcap(2.0).program},
+        {"dropout_p": 0.5},
+        {"layout": "varlen"},
+    )
+    for changed in heavy:
+        assert chip.blocks("forward", _problem(**changed)).keys == 64, changed
+
+
+def test_overrides_stand_before_the_table() -> None:
+    """For the passes that they name."""
+    mine = Blocks(16, 64, 2, 1)
+    chip = Config("sm_80", overrides=(("dq", mine),))
+    assert chip.blocks("dq", _problem()) == mine
+    assert chip.blocks("forward", _problem()) == Config("sm_80").blocks("forward", _problem())
+
+
+@pytest.mark.parametrize(
+    ("capability", "family"),
+    [(70, None), (75, "sm_75"), (80, "sm_80"), (87, "sm_86"), (89, "sm_89"), (90, "sm_90"),
+     (100, "sm_100"), (103, "sm_100"), (110, None), (120, "sm_120"), (121, "sm_120")],
+)  # fmt: skip
+def test_chips_run_the_blocks_of_an_older_one_of_their_kind(
+    capability: int, family: str | None
+) -> None:
+    """And are declined where there is none."""
+    assert config._cuda_family(capability) == family
+
+
+def test_absence_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, without Triton, with either in the wrong place."""
+    backend = gpu.GpuBackend()
+    for name in ("_interprets", "_has_triton"):
+        monkeypatch.setattr(gpu, name, lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert backend.absence() == "torch sees no GPU"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "Triton is not installed" in str(backend.absence())
+    monkeypatch.setattr(gpu, "_has_triton", lambda: True)
+    assert backend.absence() is None
+    assert backend.why_not(_problem()) == ["it computes on cuda; the tensors are on cpu"]
+    monkeypatch.setattr(gpu, "_family", lambda device: None)
+    assert backend.why_not(_problem(device="cuda")) == ["it has no blocks for this chip"]
+    monkeypatch.setattr(gpu, "_family", lambda device: "sm_90")
+    assert backend.why_not(_problem(device="cuda")) == []
+    long = _problem(device="cuda", keys=2**24 + 1)
+    assert backend.why_not(long) == []
+    assert "over its limit of 16777216" in str(
+        backend.why_not(long._replace(mask=masks.causal().program))
+    )
+    assert backend.tiles(_problem(device="cuda")).key_tile == 128
+
+
+def test_nothing_imports_triton_before_it_is_needed() -> None:
+    """Not the package, not the backend, not the question whether it is there."""
+    code = (
+        "import sys, tilewise, tilewise.kernels.gpu.backend as b; b.GpuBackend().absence();"
+        "import torch; q = torch.ones(1, 1, 2, 4); tilewise.attention(q, q, q, backend='tiled');"
+        "sys.exit('triton' in sys.modules and 'triton.language' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()

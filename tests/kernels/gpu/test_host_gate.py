@@ -80,6 +80,9 @@ def test_the_chips_own_matrix_instruction() -> None:
     assert faults(GOOD, PRODUCTS, HOPPER, None) == ["mma instead of wgmma"]
     both = GOOD._replace(matrix={"mma": 1, "wgmma": 1})
     assert faults(both, PRODUCTS, HOPPER, None) == []
+    assert faults(GOOD._replace(tile={"BM": 32, "BN": 32}), PRODUCTS, HOPPER, None) == []
+    assert faults(GOOD._replace(tile={"BM": 32, "BN": 64}), PRODUCTS, HOPPER, None)
+    assert faults(GOOD._replace(tile={}), PRODUCTS, HOPPER, None)
 
 
 def test_kernels_without_products() -> None:

@@ -49,7 +49,8 @@ def out_of_date(record: Record, target: Target) -> str:
 def _matrix_faults(record: Record, target: Target) -> list[str]:
     if not record.matrix:
         return ["no matrix instruction"]
-    if target.family.unit not in record.matrix:
+    # Hopper's and Blackwell's own instructions take 64 rows; smaller products keep to the old ones.
+    if target.family.unit not in record.matrix and max(record.tile.values(), default=64) >= 64:
         return [f"{'/'.join(record.matrix)} instead of {target.family.unit}"]
     return []
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tilewise.kernels.gpu.config import Pass, shared_need
 from tilewise.kernels.gpu.gate.__main__ import main
 from tilewise.kernels.gpu.gate.baseline import Entry, baseline_path, load, store
 from tilewise.kernels.gpu.gate.case import Case, cases_of
@@ -21,6 +22,7 @@ from tilewise.kernels.gpu.gate.cases import CASES
 from tilewise.kernels.gpu.gate.conduct import compile_all, environment
 from tilewise.kernels.gpu.gate.machine import of_amdgcn, of_sass
 from tilewise.kernels.gpu.gate.record import Record
+from tilewise.kernels.gpu.gate.search import ladder
 from tilewise.kernels.gpu.gate.table import table
 from tilewise.kernels.gpu.gate.targets import TARGETS, target_named
 from tilewise.kernels.gpu.gate.verdicts import faults, out_of_date
@@ -220,6 +222,21 @@ def test_targets_and_cases() -> None:
     for target in TARGETS:
         name = target.family.name
         assert any(case.key and (not case.families or name in case.families) for case in CASES)
+
+
+@pytest.mark.parametrize("pass_name", ["forward", "dkdv", "dq"])
+def test_ladder(pass_name: Pass) -> None:
+    """Falling sizes that fit; the longer side is of what a program owns."""
+    for target in TARGETS:
+        rungs = list(ladder(target.family, pass_name, 128, 2))
+        areas = [blocks.queries * blocks.keys for blocks in rungs]
+        assert areas == sorted(areas, reverse=True)
+        assert len(set(rungs)) == len(rungs) > 5
+        for blocks in rungs:
+            need = shared_need(pass_name, blocks, 2, 128, 128)
+            assert need <= target.family.shared_bytes
+            sides = (blocks.queries, blocks.keys)
+            assert sides == tuple(sorted(sides, reverse=pass_name != "dkdv"))
 
 
 def test_table() -> None:

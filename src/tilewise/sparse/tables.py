@@ -133,6 +133,7 @@ def build(mask: Mask, asked: Sizes, block: tuple[int, int]) -> Table:
     ragged = asked.cu_seqlens is not None
     extent = Extent(batch, heads, *longest, ragged, asked.key_counts, asked.query_counts)
     device = mask.captured[0].device if mask.captured else torch.device("cpu")
+    extent = extent._replace(check_values=device.type == "cpu")
     tensors = lower_mask(mask.program, mask.captured, extent, device, asked.dtype)
     layout = "varlen" if ragged else "dense"
     widths = (heads, heads, asked.queries, asked.keys, 1, 1)

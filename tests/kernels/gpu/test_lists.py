@@ -12,9 +12,12 @@ from torch import Tensor
 import tilewise
 from tests.contract import assert_same_bits
 from tilewise import BlockMask, masks
+from tilewise.kernels.gpu.backend import GpuBackend
 from tilewise.kernels.gpu.emit import Table
 from tilewise.kernels.gpu.lists import tile_lists
 from tilewise.problem import Operands, Problem, dense_problem, varlen_problem
+from tilewise.reference.covers import Grid, covers
+from tilewise.variants.lower import Extent, lower_mask
 
 NAN = math.nan
 
@@ -130,6 +133,40 @@ def test_packed_ends_are_bounded_by_their_own_lengths() -> None:
     assert _listed(found.order[0, 0, 0], found.counts[0, 0, 0]) == ([0, 1], [2])
     assert _listed(found.order[1, 0, 0], found.counts[1, 0, 0]) == ([0], [1, 2])
     assert tile_lists(problem, _operands(), [], 16, 16) is None
+
+
+MASKS = {
+    "causal": masks.causal(),
+    "window": masks.window(30, 5, align="top_left"),
+    "documents": masks.document(torch.arange(150) // 40),
+    "each": ~masks.document(torch.randint(0, 2, (3, 150)))
+    & masks.lengths(torch.tensor([9, 0, 99])),
+    "heads": masks.dense(torch.rand(1, 2, 1, 150) < 0.5),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_tables_are_those_of_the_reference(name: str) -> None:
+    """Every rectangle, those at the ends too; with and without batch items and heads."""
+    mask, q = MASKS[name], torch.empty(3, 2, 150, 8)
+    nothing: dict[str, Any] = {"scale": None, "dropout_p": 0.0, "sinks": None}
+    problem = dense_problem(q, q, q, mask=mask.program, score=(), **nothing)
+    tensors = lower_mask(mask.program, mask.captured, Extent(3, 2, 150, 150), q.device)
+    for block in ((64, 32), (70, 9), (150, 200)):
+        rows, columns = (-(-150 // size) for size in block)
+        grid = Grid(*block, 3 if name == "each" else 1, 2 if name == "heads" else 1, rows, columns)
+        found = GpuBackend().covers(problem, Operands(q, q, q, tensors), grid)
+        assert torch.equal(found, covers(problem, Operands(q, q, q, tensors), grid))
+
+
+def test_a_packed_table_is_that_of_the_reference() -> None:
+    """What lies past the end of a sequence is empty."""
+    mask, cu, q = masks.causal(), torch.tensor([0, 40, 40, 150]), torch.empty(150, 2, 8)
+    nothing: dict[str, Any] = {"scale": None, "dropout_p": 0.0, "sinks": None}
+    problem = varlen_problem(q, q, q, cu, cu, mask=mask.program, score=(), **nothing)
+    operands, grid = Operands(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu), Grid(32, 16, 3, 1, 4, 7)
+    found = GpuBackend().covers(problem, operands, grid)
+    assert torch.equal(found, covers(problem, operands, grid))
 
 
 def _agree(mask: Any, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -15,6 +15,7 @@ from tilewise.errors import Unsupported
 from tilewise.kernels.base import Backend, Needs, Prepared, Tiles, output_like
 from tilewise.kernels.gpu.config import LARGEST_WIDTH, Config, config_for, family_of
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
+from tilewise.reference.covers import Grid
 
 if TYPE_CHECKING:
     from tilewise.kernels.gpu.emit import Variant
@@ -89,6 +90,23 @@ class GpuBackend(Backend):
         """The backward pass."""
         prepared = self.prepare(problem)
         return prepared.backward(operands, result, grad_out, grad_lse, needs, grad_entropy)
+
+    def covers(self, problem: Problem, operands: Operands, grid: Grid) -> Tensor:
+        """The table of a mask, made on the device of its tensors."""
+        from tilewise.kernels.gpu.cover import cover_launches
+        from tilewise.kernels.gpu.emit import variant_of
+
+        device = operands.q.device
+        starts = [
+            None if cu is None else cu.to(device)
+            for cu in (operands.cu_seqlens_q, operands.cu_seqlens_k)
+        ]
+        operands = operands._replace(cu_seqlens_q=starts[0], cu_seqlens_k=starts[1])
+        variant = variant_of(problem, tuple(x.dim() for x in operands.mask_tensors), ())
+        with _device_of(operands.q):
+            table = torch.empty(grid[2:], dtype=torch.uint8, device=device)
+            _run(cover_launches(problem, operands, grid, table, variant))
+        return table
 
     def prepare(self, problem: Problem) -> Prepared:
         """Both passes, with the functions of mask and score kept from the first call on."""

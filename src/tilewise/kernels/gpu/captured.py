@@ -126,9 +126,8 @@ class _Captured:
         """Room for the sums of rows or columns, [B, Hq, S] or packed [Hq, T], and what fills it."""
         problem, blocks = self.problem, self.blocks
         length = problem.keys if by_keys else problem.queries
-        shape = (problem.heads, length)
-        if problem.layout == "dense":
-            shape = (problem.batch, *shape)
+        outer = (problem.batch,) if problem.layout == "dense" else ()
+        shape = (*outer, problem.heads, length)
         sums = torch.empty(shape, dtype=torch.float64, device=load.out.device)
         tiles = slots_of(problem, length, blocks.keys if by_keys else blocks.queries)
         variant = self.call.variant

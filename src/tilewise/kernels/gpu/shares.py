@@ -34,23 +34,41 @@ _WORDS = ["seed_low", "seed_high", "threshold"]
 
 
 @triton.jit
-def line_place(tile, line, cu_q, cu_k, batch, heads, queries, keys, BLOCK, BY_KEYS: tl.constexpr):
-    """(b, h, begin, begin_k, M, N) and where tile ``tile`` of rows, or of keys, begins.
+def line_place(
+    tile,
+    line,
+    cu_q,
+    cu_k,
+    batch,
+    heads,
+    queries,
+    keys,
+    BLOCK: tl.constexpr,
+    BY_KEYS: tl.constexpr,
+):
+    """(b, h, begin, begin_k, M, N, first): tile ``tile`` of rows, or of keys, begins at the last.
 
     ``line`` counts heads and batch items, or heads in a packed call.
     """
     if cu_q is None:
         b = line // heads
-        return (b, line % heads, 0, 0, queries, keys), tile * BLOCK
-    if BY_KEYS:
-        b, first, begin_k = place_of(tile, cu_k, batch, BLOCK)
-        begin = tl.load(cu_q + b)
+        h = line % heads
+        begin = line * 0
+        begin_k = line * 0
+        M = queries
+        N = keys
+        first = tile * BLOCK
     else:
-        b, first, begin = place_of(tile, cu_q, batch, BLOCK)
-        begin_k = tl.load(cu_k + b)
-    M = (tl.load(cu_q + b + 1) - begin).to(tl.int32)
-    N = (tl.load(cu_k + b + 1) - begin_k).to(tl.int32)
-    return (b, line, begin, begin_k, M, N), first
+        h = line
+        if BY_KEYS:
+            b, first, begin_k = place_of(tile, cu_k, batch, BLOCK)
+            begin = tl.load(cu_q + b)
+        else:
+            b, first, begin = place_of(tile, cu_q, batch, BLOCK)
+            begin_k = tl.load(cu_k + b)
+        M = (tl.load(cu_q + b + 1) - begin).to(tl.int32)
+        N = (tl.load(cu_k + b + 1) - begin_k).to(tl.int32)
+    return b, h, begin, begin_k, M, N, first
 
 
 @triton.jit
@@ -161,10 +179,11 @@ def line_kernel(
     program = tl.program_id(0)
     BLOCK: tl.constexpr = FORM[1] if BY_KEYS else FORM[0]
     OTHER: tl.constexpr = FORM[0] if BY_KEYS else FORM[1]
-    place, first = line_place(
+    b, h, begin, begin_k, M, N, first = line_place(
         program % tiles, program // tiles, cu_q, cu_k, batch, heads, queries, keys, BLOCK, BY_KEYS
     )
-    length = place[5] if BY_KEYS else place[4]
+    place = (b, h, begin, begin_k, M, N)
+    length = N if BY_KEYS else M
     if first >= length:
         return
     numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
@@ -189,7 +208,7 @@ def line_kernel(
             FORM,
         )
         total += tl.sum(terms, 0 if BY_KEYS else 1).to(tl.float64)
-    at = head_of(sums, sum_strides, place[0], place[1], place[3] if BY_KEYS else place[2])
+    at = head_of(sums, sum_strides, b, h, begin_k if BY_KEYS else begin)
     i = first + tl.arange(0, BLOCK)
     tl.store(at + i, total, mask=i < length)
 
@@ -458,10 +477,10 @@ def spread_pairs_kernel(
     BLOCK_M: tl.constexpr = FORM[0]
     BLOCK_N: tl.constexpr = FORM[1]
     program = tl.program_id(0)
-    place, m0 = line_place(
+    b, h, begin, begin_k, M, N, m0 = line_place(
         program % tiles, program // tiles, cu_q, cu_k, batch, heads, queries, keys, BLOCK_M, False
     )
-    b, h, _, _, M, N = place
+    place = (b, h, begin, begin_k, M, N)
     numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
     total = tl.zeros([BLOCK_M], tl.float64)
     if m0 < M:
@@ -539,10 +558,9 @@ def spread_lines_kernel(
     ``m - n`` is 0.
     """
     program = tl.program_id(0)
-    place, first = line_place(
+    b, h, begin, begin_k, M, N, first = line_place(
         program % tiles, program // tiles, cu_q, cu_k, batch, heads, queries, keys, BLOCK, BY_KEYS
     )
-    b, h, begin, begin_k, M, N = place
     i = first + tl.arange(0, BLOCK)
     if DIAGONAL > 0:
         m = tl.maximum(i - origin, 0)

@@ -82,7 +82,8 @@ def compiled(
     variant: Variant, mask: Sequence[Tensor], score: Sequence[Tensor], target: GPUTarget
 ) -> Any:
     """All functions of a variant in one kernel, for a target."""
-    arguments = dict(zip(_everything.arg_names[:5], ("*fp32", "*i64", "*fp32", "i32", "i32")))
+    arguments: dict[str, Any] = {"out": "*fp32", "indices": "*i64", "scores": "*fp32"}
+    arguments |= {"M": "i32", "N": "i32"}
     constants: dict[tuple[int, ...], Any] = {}
     for name, tensors in (("mask", mask), ("score", score)):
         given = captures([tensor.detach() for tensor in tensors])

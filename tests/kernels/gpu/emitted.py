@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-import pytest
 import torch
 import triton
 import triton.language as tl
@@ -15,9 +12,11 @@ from torch import Tensor
 
 from tilewise.kernels.gpu.emit import Variant, captures, variant_of
 from tilewise.problem import Problem
-from tilewise.variants.program import Program
+from tilewise.reference.expressions import evaluate
+from tilewise.variants.expr import Expr, encode, kinds
+from tilewise.variants.program import Instr, Program
 
-BLOCK = 16
+BLOCK = 64
 
 
 class Extents(NamedTuple):
@@ -27,20 +26,6 @@ class Extents(NamedTuple):
     heads: int = 3
     queries: int = 5
     keys: int = 7
-
-
-@contextmanager
-def faithful(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within: ``tl.fma`` rounds once, as on every chip, and infinite results are no warning."""
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    def fused(_builder: Any, x: Any, y: Any, z: Any) -> Any:
-        exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data
-        return TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_fma", fused)
-    with np.errstate(all="ignore"):
-        yield
 
 
 def problem(extents: Extents, mask: Program = (), score: Program = ()) -> Problem:
@@ -56,6 +41,52 @@ def emitted(
     """The functions of a problem."""
     ranks = [tuple([each.dim() for each in given]) for given in (mask_tensors, score_tensors)]
     return variant_of(asked, ranks[0], ranks[1])
+
+
+def reference(
+    expr: Expr,
+    extents: Extents,
+    loads: Sequence[Tensor],
+    s: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """The results of an expression for all pairs."""
+    B, H, M, N = extents
+    found = evaluate(
+        expr,
+        s=torch.zeros((), dtype=dtype) if s is None else s.to(dtype),
+        b=torch.arange(B)[:, None, None, None],
+        h=torch.arange(H)[:, None, None],
+        m=torch.arange(M)[:, None],
+        n=torch.arange(N),
+        queries=M,
+        keys=N,
+        loads=[each.detach() for each in loads],
+        dtype=dtype,
+    )
+    return [value.expand(*extents) for value in found]
+
+
+def instruction(expr: Expr, loads: Sequence[Tensor]) -> tuple[Program, list[Tensor]]:
+    """The program of an expression, and those of the tensors that are left after folding."""
+    slots = sorted({int(node.value or 0) for node in expr.nodes if node.op.startswith("load_")})
+    nodes = [
+        node._replace(value=slots.index(int(node.value or 0)))
+        if node.op.startswith("load_")
+        else node
+        for node in expr.nodes
+    ]
+    text = encode(expr._replace(nodes=tuple(nodes)))
+    return (Instr("expr", (text,), tuple(range(len(slots)))),), [loads[slot] for slot in slots]
+
+
+def value(expr: Expr, extents: Extents, loads: Sequence[Tensor], s: Tensor | None = None) -> Tensor:
+    """What the emitted function of a boolean or float expression gives for all pairs."""
+    program, used = instruction(expr, loads)
+    if kinds(expr)[expr.outputs[0]] == "bool":
+        return seen(emitted(problem(extents, program), used).seen, extents, used)
+    function = emitted(problem(extents, (), program), (), used).score
+    return scored(function, extents, used, torch.zeros(()) if s is None else s)
 
 
 @triton.jit
@@ -97,13 +128,13 @@ def _ranges(out, B, M, N, tensors, shapes, F: tl.constexpr, SIZE: tl.constexpr):
     tl.store(at + 3, high)
 
 
-def seen(function: Any, extents: Extents, tensors: Sequence[Tensor], block: int = BLOCK) -> Tensor:
+def seen(function: Any, extents: Extents, tensors: Sequence[Tensor]) -> Tensor:
     """What a mask's function says of all pairs, bool [B, H, M, N]."""
     B, H, M, N = extents
     out = torch.full((B, H, M, N), 7, dtype=torch.int8)
-    grid = (B * H, triton.cdiv(M, block), triton.cdiv(N, block))
+    grid = (B * H, triton.cdiv(M, BLOCK), triton.cdiv(N, BLOCK))
     given, shapes = captures(tensors)
-    _mask_pairs[grid](out, H, M, N, given, shapes, F=function, BM=block, BN=block)
+    _mask_pairs[grid](out, H, M, N, given, shapes, F=function, BM=BLOCK, BN=BLOCK)
     assert ((out == 0) | (out == 1)).all()
     return out.bool()
 
@@ -114,15 +145,14 @@ def scored(
     tensors: Sequence[Tensor],
     s: Tensor,
     dtype: torch.dtype = torch.float32,
-    block: int = BLOCK,
 ) -> Tensor:
     """What a score's function gives for all pairs, [B, H, M, N] of ``dtype``."""
     B, H, M, N = extents
     out = torch.full((B, H, M, N), 77, dtype=dtype)
-    grid = (B * H, triton.cdiv(M, block), triton.cdiv(N, block))
+    grid = (B * H, triton.cdiv(M, BLOCK), triton.cdiv(N, BLOCK))
     given, shapes = captures(tensors)
     before = s.float().expand(B, H, M, N).contiguous()
-    _score_pairs[grid](out, before, H, M, N, given, shapes, F=function, BM=block, BN=block)
+    _score_pairs[grid](out, before, H, M, N, given, shapes, F=function, BM=BLOCK, BN=BLOCK)
     return out
 
 

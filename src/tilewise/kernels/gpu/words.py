@@ -220,9 +220,9 @@ def power(a, b):
     found = tl.where(exponent != exponent, _NAN, found * (1.0 + missing * _LN2))
     whole = truth(tl.floor(b) == b)
     odd = whole & truth(tl.floor(b * 0.5) != b * 0.5)
-    negative = truth(a < 0)
-    found = tl.where(negative & odd, -found, found)
-    found = tl.where(negative & truth(a > -_INF) & (whole == 0), _NAN, found)
+    signed = truth(a.to(tl.int32, bitcast=True) < 0)  # -0 too
+    found = tl.where(signed & odd, -found, found)
+    found = tl.where(truth(a < 0) & truth(a > -_INF) & (whole == 0), _NAN, found)
     one = truth(b == 0) | truth(a == 1.0) | (truth(a == -1.0) & truth(tl.abs(b) == _INF))
     return tl.where(one, 1.0, found)
 

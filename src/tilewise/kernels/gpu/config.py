@@ -100,8 +100,8 @@ def _rows(text: str) -> dict[tuple[str, str], _Row]:
     return rows
 
 
-# "pass+" is of calls that are heavy, "pass*" of masks that may leave blocks in which nothing attends
-# without saying where; a row that is missing is that of the name before it.
+# "pass+" is of calls that are heavy, "pass*" of masks that may leave blocks in which nothing
+# attends without saying where; a row that is missing is that of the name before it.
 # 16-bit operands. float32 ("single") is multiplied without matrix instructions, or with tf32's. The
 # interpreter has no registers to run out of; small blocks put many edges into small tests.
 _TABLE = _rows(

@@ -204,6 +204,42 @@ def test_a_total_that_is_read_while_it_grows() -> None:
 
 
 @triton.jit
+def do_one(x, out, DEED: tl.constexpr):
+    if DEED == "read":
+        tl.store(out, tl.load(x))
+    elif DEED == "write":
+        tl.store(x, 7)
+    else:
+        tl.atomic_add(x, 7)
+
+
+@triton.jit
+def meet(x, out, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """Two programs do something to one element."""
+    if tl.program_id(0) == 0:
+        do_one(x, out, FIRST)
+    else:
+        do_one(x, out + 1, SECOND)
+
+
+@pytest.mark.parametrize("second", ["read", "write", "update"])
+@pytest.mark.parametrize("first", ["read", "write", "update"])
+def test_every_way_of_meeting(watched: Watch, first: str, second: str) -> None:
+    """In this order of the two; only readers, and only updaters, may meet."""
+    watched.reseed(None)
+    x, out = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    if first == second != "write":
+        meet[(2,)](x, out, FIRST=first, SECOND=second)
+        assert x.item() == (14 if first == "update" else 0)
+        return
+    past = {"read": "read", "write": "written", "update": "updated"}[first]
+    present = {"read": "reads", "write": "writes", "update": "updates"}[second]
+    told = rf"program \(1, 0, 0\).*{present} an element that was {past} of x by program \(0, 0, 0\)"
+    with pytest.raises(GuardError, match=told):
+        meet[(2,)](x, out, FIRST=first, SECOND=second)
+
+
+@triton.jit
 def take_numbers(counter, out):
     """Programs take the next free place: right in any order, and another result in each."""
     tl.store(out + tl.program_id(0), tl.atomic_add(counter, 1))

@@ -100,13 +100,15 @@ def _rows(text: str) -> dict[tuple[str, str], _Row]:
     return rows
 
 
+# "pass+" is of calls that are heavy, "pass*" of masks that may leave blocks in which nothing
+# attends without saying where; a row that is missing is that of the name before it.
 # 16-bit operands. float32 ("single") is multiplied without matrix instructions, or with tf32's. The
 # interpreter has no registers to run out of; small blocks put many edges into small tests.
 _TABLE = _rows(
     """
     turing       forward  64x32/4/1     64x32/4/1     32x32/4/1     16x16/4/1
     ampere       forward  128x64/4/3    128x64/8/3    64x32/8/2     32x32/8/2
-    small        forward  128x64/4/2    64x64/4/2     64x32/8/2     32x32/8/1
+    small        forward  128x64/8/3    64x64/8/3     64x32/8/2     32x32/8/1
     hopper       forward  128x128/8/2   128x128/8/2   128x32/8/2    32x32/8/2
     blackwell    forward  128x128/8/2   128x128/8/2   128x32/8/2    32x32/8/2
     cdna         forward  128x64/4/1    128x64/8/1    64x32/8/1     32x16/8/1
@@ -116,9 +118,9 @@ _TABLE = _rows(
     turing       dkdv     32x32/4/1     32x32/8/1     16x32/8/1     16x16/8/1
     ampere       dkdv     64x64/8/2     32x64/8/2     32x32/8/1     16x16/8/1
     small        dkdv     32x64/4/2     32x64/8/1     16x32/8/1     16x16/8/1
-    hopper       dkdv     64x64/8/2     64x64/8/2     32x64/8/1     16x32/8/1
+    hopper       dkdv     64x64/8/2     32x128/8/1    32x64/8/1     16x32/8/1
     blackwell    dkdv     64x128/8/2    64x64/8/2     32x64/8/1     16x32/8/1
-    cdna         dkdv     32x64/8/1     32x32/8/1     16x32/8/1     16x16/8/1
+    cdna         dkdv     32x64/8/1     16x32/8/1     16x32/8/1     16x16/8/1
     cdna4        dkdv     64x64/8/1     32x64/8/1     16x32/8/1     16x16/8/1
     rdna3        dkdv     32x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
     rdna4        dkdv     32x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
@@ -131,6 +133,12 @@ _TABLE = _rows(
     cdna4        dq       64x64/8/1     64x32/8/1     32x16/8/1     16x16/8/1
     rdna3        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
     rdna4        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
+    small        forward+ 64x64/8/3     64x64/8/3     64x32/8/2     32x32/8/1
+    hopper       forward+ 128x64/8/2    128x64/8/2    128x32/8/2    32x32/8/2
+    hopper       forward* 64x64/8/3     64x64/8/3     32x32/8/2     32x32/8/2
+    hopper       dkdv*    32x128/8/2    32x64/8/1     16x32/8/1     16x32/8/1
+    cdna         dkdv+    32x64/4/1     32x32/4/1     16x32/8/1     16x16/8/1
+    cdna         dq+      64x32/8/1     32x32/4/1     32x16/8/1     16x16/8/1
     single       forward  32x32/4/2     32x32/8/2     32x16/8/1     16x16/8/1
     single       dkdv     32x32/4/1     16x32/8/1     16x16/8/1     16x16/8/1
     single       dq       32x32/4/1     32x16/8/1     16x16/8/1     16x16/8/1
@@ -166,6 +174,7 @@ class Config(NamedTuple):
             problem.head_dim,
             problem.value_dim,
             _is_heavy(problem),
+            _is_scattered(problem),
         )
 
 
@@ -173,6 +182,12 @@ def _is_heavy(problem: Problem) -> bool:
     """Whether a kernel computes more for a pair than to compare its place with a bound or two."""
     bands = all(instr.op in ("band", "below", "and") for instr in problem.mask)
     return bool(problem.score or problem.dropout_p or problem.layout == "varlen") or not bands
+
+
+def _is_scattered(problem: Problem) -> bool:
+    """Whether a walk asks of every block if anything attends: a branch that needs registers."""
+    names = {instr.op for instr in problem.mask}
+    return not names <= {"band", "below", "and"} and "tiles" not in names
 
 
 def padded(width: int) -> int:
@@ -187,6 +202,7 @@ def tiles_for(
     head_dim: int,
     value_dim: int,
     has_variant: bool,
+    scattered: bool = False,
 ) -> Blocks:
     """The blocks of a pass, small enough for the shared memory of the family.
 
@@ -197,12 +213,17 @@ def tiles_for(
         head_dim: D.
         value_dim: Dv.
         has_variant: whether there is a mask or a score that needs registers.
+        scattered: whether blocks in which nothing attends are found out on the way.
     """
     chip = FAMILIES[family]
     widest = max(padded(head_dim), padded(value_dim))
     index = next(i for i, width in enumerate(_WIDTHS) if widest <= width)
     single = dtype.itemsize > 2 and chip.table != _INTERPRETER
-    blocks = _TABLE["single" if single else chip.table, pass_name][index]
+    table = "single" if single else chip.table
+    plain = _TABLE[table, pass_name]
+    heavy = _TABLE.get((table, f"{pass_name}+"), plain) if has_variant else plain
+    row = _TABLE.get((table, f"{pass_name}*"), heavy) if scattered else heavy
+    blocks = row[index]
     if has_variant and blocks.queries * blocks.keys > 128 * 64:
         blocks = blocks._replace(keys=blocks.keys // 2)
     return _fitting(blocks, pass_name, chip, dtype.itemsize, head_dim, value_dim)

@@ -1,0 +1,36 @@
+"""A case: what a pass would launch on a chip, made when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+from tilewise.kernels.gpu.launch import Launch
+
+__all__ = ["Case", "cases_of"]
+
+
+class Case(NamedTuple):
+    """What a pass would launch.
+
+    Args:
+        name: short, unique.
+        launches: from a chip family ("sm_90", "gfx942") to the launches.
+        sixteen_bit: the products are of 16-bit types, so matrix instructions are due.
+        without_products: kernels by name that multiply no matrices.
+        key: part of the quick run.
+        families: only for these families; empty for all.
+    """
+
+    name: str
+    launches: Callable[[str], Sequence[Launch]]
+    sixteen_bit: bool = True
+    without_products: frozenset[str] = frozenset()
+    key: bool = False
+    families: tuple[str, ...] = ()
+
+
+def cases_of(module: str) -> dict[str, Case]:
+    """The cases by name that a module lists as ``CASES``."""
+    return {case.name: case for case in import_module(module).CASES}

@@ -1,0 +1,112 @@
+"""The cases: what the passes launch for the calls that matter, in the tiles that ship.
+
+Importing this module imports no Triton; making a case's launches does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from tilewise.kernels.gpu.config import Config, config_for
+from tilewise.kernels.gpu.gate.calls import Asked, backward_tensors, operands_of, result_of
+from tilewise.kernels.gpu.gate.case import Case
+from tilewise.kernels.gpu.launch import Launch
+from tilewise.problem import Operands, Problem
+
+if TYPE_CHECKING:
+    from tilewise.kernels.gpu.emit import Variant
+
+__all__ = ["CASES", "backward", "forward"]
+
+
+def forward(asked: Asked, family: str, config: Config | None = None) -> Sequence[Launch]:
+    """The launches of the forward pass on a family of chips.
+
+    Args:
+        asked: the call.
+        family: a name of ``config.FAMILIES``.
+        config: in the place of the family's own.
+    """
+    from tilewise.kernels.gpu.forward import forward_launches
+
+    problem, operands = operands_of(asked)
+    result = result_of(asked, problem, operands)
+    variant = _variant(problem, operands)
+    return forward_launches(problem, operands, result, config or config_for(family), variant)
+
+
+def backward(asked: Asked, family: str, config: Config | None = None) -> Sequence[Launch]:
+    """The launches of the backward pass, every gradient wanted; arguments as for ``forward``."""
+    from tilewise.kernels.gpu.backward import backward_launches
+
+    problem, operands = operands_of(asked)
+    result = result_of(asked, problem, operands)
+    grad_out, needs, grads = backward_tensors(problem, operands)
+    return backward_launches(
+        problem,
+        operands,
+        result,
+        grad_out,
+        None,
+        needs,
+        None,
+        grads,
+        config or config_for(family),
+        _variant(problem, operands),
+    )
+
+
+def _variant(problem: Problem, operands: Operands) -> Variant:
+    from tilewise.kernels.gpu.emit import variant_of
+
+    ranks = (
+        tuple(tensor.dim() for tensor in tensors)
+        for tensors in (operands.mask_tensors, operands.score_tensors)
+    )
+    return variant_of(problem, *ranks)
+
+
+_HALF, _SINGLE = torch.float16, torch.float32
+_KEY = ("D128 causal", "D64 causal", "D128 alibi softcap causal")
+_CALLS = {
+    "D64 full": Asked(64),
+    "D64 causal": Asked(64, mask="causal"),
+    "D128 full": Asked(128),
+    "D128 causal": Asked(128, mask="causal"),
+    "D256 full": Asked(256),
+    "D256 causal": Asked(256, mask="causal"),
+    "D64 causal fp16": Asked(64, _HALF, mask="causal"),
+    "D128 causal fp16": Asked(128, _HALF, mask="causal"),
+    "D64 causal fp32": Asked(64, _SINGLE, mask="causal"),
+    "D128 causal fp32": Asked(128, _SINGLE, mask="causal"),
+    "D80 causal": Asked(80, mask="causal"),
+    "D128 window": Asked(128, mask="window"),
+    "D128 document": Asked(128, mask="document"),
+    "D128 table": Asked(128, mask="table"),
+    "D128 alibi softcap causal": Asked(128, mask="causal", score="alibi softcap"),
+    "D64 bias": Asked(64, score="bias"),
+    "D128 bias": Asked(128, score="bias"),
+    "D128 dropout causal": Asked(128, mask="causal", dropout_p=0.1),
+    "D128 varlen causal": Asked(128, mask="causal", varlen=True),
+    "D64 sinks statistics": Asked(64, mask="causal", sinks=True, statistics="top1"),
+}
+# Kernels of a pass that multiply no matrices: they read rows once.
+_PLAIN = frozenset({"row_kernel", "sink_kernel"})
+
+
+def _cases() -> list[Case]:
+    found = []
+    for name, asked in _CALLS.items():
+        sixteen, key = asked.dtype.itemsize == 2, name in _KEY
+        found.append(Case(f"forward {name}", partial(forward, asked), sixteen, key=key))
+        if not asked.statistics:
+            launches = partial(backward, asked)
+            found.append(Case(f"backward {name}", launches, sixteen, _PLAIN, key))
+    return found
+
+
+CASES = _cases()

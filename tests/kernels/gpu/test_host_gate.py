@@ -1,0 +1,397 @@
+"""The gate sees what it is there to see, and says nothing of a good kernel.
+
+It compiles in processes of its own and runs with or without Triton's interpreter around it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tilewise.kernels.gpu.config import Pass, shared_need
+from tilewise.kernels.gpu.gate.__main__ import main
+from tilewise.kernels.gpu.gate.baseline import Entry, baseline_path, load, store
+from tilewise.kernels.gpu.gate.case import Case, cases_of
+from tilewise.kernels.gpu.gate.cases import CASES
+from tilewise.kernels.gpu.gate.conduct import compile_all, environment
+from tilewise.kernels.gpu.gate.machine import of_amdgcn, of_sass
+from tilewise.kernels.gpu.gate.record import Record
+from tilewise.kernels.gpu.gate.search import ladder
+from tilewise.kernels.gpu.gate.table import table
+from tilewise.kernels.gpu.gate.targets import TARGETS, target_named
+from tilewise.kernels.gpu.gate.verdicts import faults, out_of_date
+
+OWN = "tests.kernels.gpu.gate_cases"
+AMPERE, HOPPER = target_named("sm_80"), target_named("sm_90a")
+PRODUCTS = Case("c", lambda family: [])
+GOOD = Record(
+    "sm_80", "c", "k", {"BM": 64}, 4, 2, 100, 0, 0, 4096, 1000, {"mma": 32}, {"cp.async": 8}, 1.0
+)
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+
+def compiled(target: str, *names: str, limit_s: int = 300) -> list[Record]:
+    """What the gate's children make of the small cases on one chip."""
+    chip = target_named(target)
+    (found,) = compile_all([chip], {target: list(names)}, OWN, 1, limit_s)
+    assert found.target == chip
+    return found.records
+
+
+def gate(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """The gate's exit status and what it printed, on the small cases."""
+    status = main(["--module", OWN, "--jobs", "1", *arguments])
+    return status, capsys.readouterr().out
+
+
+# ---- verdicts ----------------------------------------------------------------------------------
+
+
+def test_good_has_no_fault() -> None:
+    assert faults(GOOD, PRODUCTS, AMPERE, None) == []
+    assert faults(GOOD, PRODUCTS, AMPERE, Entry(100, 1000, "")) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"spills": 3, "scratch_bytes": 12}, "3 spills, 12 bytes of scratch"),
+        ({"scratch_bytes": 4}, "0 spills, 4 bytes of scratch"),
+        ({"shared_bytes": 163 * 1024 + 1}, "166913 bytes of shared memory, the chip has 166912"),
+        ({"matrix": {}}, "no matrix instruction"),
+        ({"error": "RuntimeError: no"}, "RuntimeError: no"),
+    ],
+)
+def test_fault(change: dict[str, Any], words: str) -> None:
+    assert faults(GOOD._replace(**change), PRODUCTS, AMPERE, None) == [words]
+
+
+def test_as_much_as_there_is() -> None:
+    assert not faults(GOOD._replace(shared_bytes=163 * 1024), PRODUCTS, AMPERE, None)
+
+
+def test_the_chips_own_matrix_instruction() -> None:
+    """Old instructions run on a newer chip, at a fraction of its speed."""
+    assert faults(GOOD, PRODUCTS, HOPPER, None) == ["mma instead of wgmma"]
+    both = GOOD._replace(matrix={"mma": 1, "wgmma": 1})
+    assert faults(both, PRODUCTS, HOPPER, None) == []
+    assert faults(GOOD._replace(tile={"BM": 32, "BN": 32}), PRODUCTS, HOPPER, None) == []
+    assert faults(GOOD._replace(tile={"BM": 32, "BN": 64}), PRODUCTS, HOPPER, None)
+    assert faults(GOOD._replace(tile={}), PRODUCTS, HOPPER, None)
+
+
+def test_kernels_without_products() -> None:
+    bare = GOOD._replace(matrix={}, kernel="k 2")
+    assert faults(bare, PRODUCTS, AMPERE, None)
+    assert not faults(bare, PRODUCTS._replace(without_products=frozenset({"k"})), AMPERE, None)
+    assert faults(bare, PRODUCTS._replace(without_products=frozenset({"other"})), AMPERE, None)
+    assert not faults(bare, PRODUCTS._replace(sixteen_bit=False), AMPERE, None)
+
+
+@pytest.mark.parametrize("field", ["registers", "instructions"])
+def test_growth(field: str) -> None:
+    """Five per cent more is within reason; more is not, and a new tile is named."""
+    before = Entry(100, 1000, GOOD.choice)
+    most = round(getattr(before, field) * 1.05)
+    assert not faults(GOOD._replace(**{field: most}), PRODUCTS, AMPERE, before)
+    grown = GOOD._replace(**{field: most + 1})
+    (words,) = faults(grown, PRODUCTS, AMPERE, before)
+    assert words.startswith(f"{field} {getattr(before, field)} -> {most + 1} (+")
+    (words,) = faults(grown, PRODUCTS, AMPERE, before._replace(choice="BM=32 4 warps 2 stages"))
+    assert "was BM=32 4 warps 2 stages, is BM=64 4 warps 2 stages" in words
+
+
+def test_a_chip_left_out() -> None:
+    """The reason is borne out by the probe, or it is out of date."""
+    old = target_named("sm_75")
+    assert out_of_date(GOOD._replace(matrix={}), old) == ""
+    assert "out of date" in out_of_date(GOOD, old)
+    assert "failed: no" in out_of_date(GOOD._replace(error="no"), old)
+
+
+# ---- baselines ---------------------------------------------------------------------------------
+
+
+def test_baseline_file(tmp_path: Path) -> None:
+    path = baseline_path("3.9.9+git1234", tmp_path / "new")
+    assert path.name == "3.9.9.json"
+    assert load(path) == {}
+    other = GOOD._replace(case="d", registers=7)
+    store(path, [GOOD, other, GOOD._replace(case="e", error="no")], whole=True)
+    first = Entry(100, 1000, "BM=64 4 warps 2 stages")
+    assert load(path) == {"sm_80": {"c / k": first, "d / k": first._replace(registers=7)}}
+    # A part of the cases leaves the others; all of them are all there is. Other chips stay.
+    store(path, [GOOD._replace(registers=5)], whole=False)
+    assert load(path)["sm_80"].keys() == {"c / k", "d / k"}
+    assert load(path)["sm_80"]["c / k"].registers == 5
+    store(path, [GOOD._replace(target="sm_86")], whole=True)
+    store(path, [GOOD], whole=True)
+    assert load(path) == {"sm_80": {"c / k": first}, "sm_86": {"c / k": first}}
+
+
+# ---- machine code ------------------------------------------------------------------------------
+
+USAGE = """
+Resource usage:
+ Common:
+  GLOBAL:0
+ Function good:
+  REG:77 STACK:40 SHARED:1024 LOCAL:8 CONSTANT[0]:592 TEXTURE:0 SURFACE:0 SAMPLER:0
+"""
+SASS = """
+	.sectionflags	@"SHF_BARRIERS=1"
+good:
+.text.good:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/               @P0 STL [R1+0x8], R3 ;
+.L_x_0:
+        /*0020*/             @!UP1 LDL.LU R3, [R1+0x8] ;
+        /*0030*/              @!P0 LDGSTS.E.BYPASS.128 [R7+0x4000], desc[UR14][R4.64] ;
+        /*0040*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
+        /*0050*/                   HMMA.16816.F32.BF16 R4, R16, R20, R4 ;
+        /*0060*/                   UTMALDG.2D [UR8], [UR4] ;
+        /*0070*/             @!PT  LDS RZ, [RZ] ;
+        /*0080*/                   BRA `(.L_x_0);
+        /*0090*/                   NOP ;
+"""
+
+
+def test_sass() -> None:
+    found = of_sass(USAGE, SASS)
+    assert found.registers == 77
+    assert found.spills == 2
+    assert found.scratch_bytes == 48
+    assert found.matrix == {"mma": 1, "wgmma": 1}
+    assert found.copies == {"cp.async": 1, "tma": 1}
+    assert found.instructions == 8
+
+
+@pytest.mark.parametrize(("usage", "code"), [("", SASS), (USAGE, "")])
+def test_sass_of_a_tool_that_said_nothing(usage: str, code: str) -> None:
+    with pytest.raises(RuntimeError, match="nothing of use"):
+        of_sass(usage, code)
+
+
+GCN = """
+good:
+	s_load_dwordx2 s[2:3], s[0:1], 0x0
+	; v_mfma_remark
+	v_mfma_f32_32x32x8_bf16_1k a[0:15], v[4:5], v[6:7], a[0:15]
+	v_wmma_f32_16x16x16_bf16 v[82:89], v[49:52], v[114:117], 0
+	buffer_load_dword v1, s[0:3], 0 offen lds
+	buffer_load_dwordx4 v[1:4], v5, s[0:3], 0 offen
+	global_load_lds_dwordx4 v[1:2], off
+	s_nop 0
+	s_endpgm
+	.amdgpu_metadata
+    .private_segment_fixed_size: 28
+    .sgpr_spill_count: 9
+    .vgpr_count:     132
+    .vgpr_spill_count: 6
+"""
+
+
+def test_amdgcn() -> None:
+    found = of_amdgcn(GCN)
+    assert found.registers == 132
+    assert found.spills == 6
+    assert found.scratch_bytes == 28
+    assert found.matrix == {"mfma": 1, "wmma": 1}
+    assert found.copies == {"lds": 2}
+    assert found.instructions == 7
+    with pytest.raises(RuntimeError, match="does not say vgpr_count"):
+        of_amdgcn("")
+
+
+# ---- cases and the table -----------------------------------------------------------------------
+
+
+def test_targets_and_cases() -> None:
+    """The chips of the project, cases with names of their own, a quick part on each chip."""
+    assert " ".join(target.name for target in TARGETS) == (
+        "sm_75 sm_80 sm_86 sm_89 sm_90a sm_100a sm_120a gfx90a gfx942 gfx950 gfx1100 gfx1201"
+    )
+    assert len({case.name for case in CASES}) == len(CASES)
+    for target in TARGETS:
+        name = target.family.name
+        assert any(case.key and (not case.families or name in case.families) for case in CASES)
+
+
+@pytest.mark.parametrize("pass_name", ["forward", "dkdv", "dq"])
+def test_ladder(pass_name: Pass) -> None:
+    """Falling sizes that fit; the longer side is of what a program owns."""
+    for target in TARGETS:
+        rungs = list(ladder(target.family, pass_name, 128, 2))
+        areas = [blocks.queries * blocks.keys for blocks in rungs]
+        assert areas == sorted(areas, reverse=True)
+        assert len(set(rungs)) == len(rungs) > 5
+        for blocks in rungs:
+            need = shared_need(pass_name, blocks, 2, 128, 128)
+            assert need <= target.family.shared_bytes
+            sides = (blocks.queries, blocks.keys)
+            assert sides == tuple(sorted(sides, reverse=pass_name != "dkdv"))
+
+
+def test_table() -> None:
+    broken = Record("sm_80", "other", "k", {}, 0, 0, error="RuntimeError: no")
+    text = table(AMPERE, [(GOOD, []), (broken, ["RuntimeError: no"])])
+    head, names, good, bad = text.splitlines()
+    assert head == "sm_80"
+    assert " ".join(names.split()) == (
+        "case kernel tile regs spill scratch shared KB matrix async instr s verdict"
+    )
+    assert " ".join(good.split()) == "c k BM=64 w4 s2 100 0 0 4.0/163 32 mma 8 cp.async 1000 1.0 ok"
+    assert bad.endswith("FAIL: RuntimeError: no")
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--targets", "sm_80,sm_1"])
+    assert "unknown: sm_1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--jobs", "0"])
+
+
+def test_imports_no_triton() -> None:
+    """Neither the gate nor the lists of cases do: the children must come first."""
+    code = (
+        "import sys, tilewise.kernels.gpu.gate.__main__ as gate; "
+        f"gate.cases_of(gate.DEFAULT_CASES); gate.cases_of({OWN!r}); "
+        "sys.exit('triton' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment("unused"))
+
+
+def test_without_triton(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tilewise.kernels.gpu.gate.__main__.find_spec", lambda name: None)
+    assert main([]) == 2
+    assert capsys.readouterr().err == "gate: Triton is not installed\n"
+
+
+# ---- compiling ---------------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_gate_sees(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A good kernel passes; each bad one fails with its own reason; the JSON has all of them."""
+    file = tmp_path / "made" / "records.json"
+    status, said = gate(capsys, "--targets", "sm_80", "--json", str(file))
+    assert status == 1
+    failed = [line for line in said.splitlines() if line.startswith("FAIL ")]
+    expected = [
+        ("spills / good", "bytes of scratch"),
+        ("shared / good", "262144 bytes of shared memory, the chip has 166912"),
+        ("by hand / by_hand", "no matrix instruction"),
+        ("broken / broken", "CompileTimeAssertionFailure: broken on purpose"),
+        ("twice / by_hand", "no matrix instruction"),
+        ("twice / by_hand 2", "no matrix instruction"),
+        ("crash / -", "the compiler died of SIGSEGV"),
+        ("unmade / -", "ValueError: nothing to launch on sm_80"),
+    ]
+    assert len(failed) == len(expected)
+    for line, (key, reason) in zip(failed, expected, strict=True):
+        assert line.startswith(f"FAIL sm_80 {key}: ")
+        assert reason in line
+    records = [Record(**each) for each in json.loads(file.read_text())]
+    assert len(records) == len(expected) + 3
+    good = records[0]
+    assert good.matrix["mma"] == 32
+    assert good.copies["cp.async"] > 0
+    assert good.shared_bytes == 16384
+    assert 40 < good.registers < 256
+    assert not faults(good, cases_of(OWN)["good"], AMPERE, None)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [target.name for target in TARGETS if not target.why_not])
+def test_every_chip(target: str) -> None:
+    """A product is good on every chip; where code is larger than before, it fails."""
+    (record,) = compiled(target, "good")
+    case, chip = cases_of(OWN)["good"], target_named(target)
+    assert faults(record, case, chip, None) == []
+    assert record.matrix.keys() == {chip.family.unit}
+    small = Entry(record.registers * 2, record.instructions // 2, record.choice)
+    (words,) = faults(record, case, chip, small)
+    assert words.startswith("instructions")
+
+
+@needs_triton
+@pytest.mark.slow
+def test_a_crash_costs_only_its_case() -> None:
+    crash, hang, good = compiled("gfx942", "crash", "hang", "good", limit_s=8)
+    assert crash.error.startswith("the compiler died of SIGSEGV")
+    assert hang.error == "not compiled in 8 s"
+    assert hang.kernel == "sleeper"
+    assert good.matrix["mfma"] > 0
+
+
+@needs_triton
+@pytest.mark.slow
+def test_baseline_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Stored, held to, and failed when the file says that it was less."""
+    chosen = ("--quick", "--targets", "gfx950,sm_75", "--baselines", str(tmp_path))
+    status, said = gate(capsys, *chosen)
+    assert status == 0
+    assert "1 kernels have no baseline" in said
+    assert "left out: Triton makes no matrix instructions" in said
+    assert gate(capsys, *chosen, "--store")[0] == 0
+    (file,) = tmp_path.iterdir()
+    status, said = gate(capsys, *chosen)
+    assert status == 0
+    assert "no baseline" not in said
+    content = json.loads(file.read_text())
+    content["gfx950"]["good / good"][0] //= 2
+    file.write_text(json.dumps(content))
+    status, said = gate(capsys, *chosen)
+    assert status == 1
+    assert "FAIL gfx950 good / good: registers" in said
+
+
+@needs_triton
+@pytest.mark.slow
+def test_signature() -> None:
+    """Types, constants and divisibility as Triton itself sees them in a launch."""
+    code = """
+import json, torch
+from tests.kernels.gpu.gate_kernels import many_kinds
+from tilewise.kernels.gpu.gate.compiling import signature
+from tilewise.kernels.gpu.gate.targets import target_named
+from tilewise.kernels.gpu.launch import Launch
+whole = torch.empty(64, dtype=torch.bfloat16, device="meta")
+given = dict(tensor=whole, number=48, one=1, tuples=((whole[1:], whole[8:]), 3, 1), floating=0.5,
+             nothing=None, flag=True)
+source, options = signature(Launch(many_kinds, (1,), given, {"FUNCTION": 7}, 8, 3),
+                            target_named("sm_90a"))
+divisible = [k for k, v in source.attrs.items() if ["tt.divisibility", 16] in v]
+print(json.dumps([source.signature, sorted(map(str, source.constants.items())),
+                  sorted(map(str, divisible)), options["num_warps"], options["num_stages"]]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment("unused")
+    )
+    assert done.returncode == 0, done.stderr
+    types, constants, divisible, warps, stages = json.loads(done.stdout)
+    assert types == {
+        "tensor": "*bf16",
+        "number": "i32",
+        "one": "constexpr",
+        "tuples": [["*bf16", "*bf16"], "i32", "constexpr"],
+        "floating": "fp32",
+        "nothing": "constexpr",
+        "flag": "u1",
+        "FUNCTION": "constexpr",
+    }
+    assert constants == ["((2,), 1)", "((3, 2), 1)", "((5,), None)", "((7,), 7)"]
+    assert divisible == ["(0,)", "(1,)", "(3, 0, 1)"]
+    assert (warps, stages) == (8, 3)

@@ -138,11 +138,20 @@ class ForwardKernel {
     for (i64 x = next(blocks.containing(visible.begin)), y = 0; x < last; x = y) {
       y = next(x + 1);
       Ahead ahead;
-      if (y > x + 1 && y < last) look_ahead(seq, h, blocks.begin(y), blocks.end(y), ahead);
+      if (y < last && stands_alone(tiles, count, blocks.begin(x), blocks.end(x), y > x + 1))
+        look_ahead(seq, h, blocks.begin(y), blocks.end(y), ahead);
       key_block(seq, h, blocks.begin(x), blocks.end(x), mask, chain, tiles, count, memory,
                 ahead.any() ? &ahead : nullptr);
     }
     for (int t = 0; t < count; t++) close(seq, h, tiles[t], memory);
+  }
+
+  // Whether little is computed with keys n0 .. n1 - 1 before the next block of keys is needed.
+  static bool stands_alone(const QueryTile<Mode>* tiles, int count, i64 n0, i64 n1, bool gap) {
+    if (gap || count == 0 || !tiles[0].table.known()) return gap;
+    int visited = 0;
+    for (int t = 0; t < count; t++) visited += !tiles[t].table.skips(n0, n1);
+    return 2 * visited <= count;
   }
 
   void look_ahead(const Sequence& seq, i64 h, i64 n0, i64 n1, Ahead& ahead) const {

@@ -268,13 +268,13 @@ def draw(record: Record, path: Path) -> None:
     with matplotlib.rc_context(style):
         count = len(record["lengths"])
         figure, axes = pyplot.subplots(
-            1, count, figsize=(3.6 * count, 3.9), sharey=True, layout="constrained", squeeze=False
+            1, count, figsize=(3.6 * count, 4.2), sharey=True, layout="constrained", squeeze=False
         )
         for axis, measured in zip(axes.flat, record["lengths"], strict=True):
             _panel(axis, measured)
         axes.flat[0].set_ylabel("time, relative to no mask")
         figure.legend(
-            *axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=5
+            *axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=3
         )
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": "tilewise"})
         pyplot.close(figure)

@@ -4,7 +4,7 @@
 
 #include "expr.h"
 #include "expr_integers.h"
-#include "tile_sizes.h"
+#include "leave.h"
 
 namespace tilewise::TILEWISE_ISA {
 
@@ -35,7 +35,7 @@ class ExprRun {
  public:
   // `room`: the thread's scratch memory for expressions.
   ExprRun(const ExprProgram& program, char* room)
-      : p_(program), state_(*reinterpret_cast<State*>(room + program.room)), s_(nullptr), n0_(0) {
+      : p_(program), state_(*reinterpret_cast<State*>(room + program.room)) {
     char* at = room + program.room + kExprHeader;
     for (int extent = 0; extent < kExtents; extent++) {
       size_[extent] = kRegisterElements[extent] * (program.wide ? 8 : 4);
@@ -60,7 +60,7 @@ class ExprRun {
 
   // The keys n0 .. n0 + count - 1; s[j * width + i] are the scores.
   void piece(C* s, i64 n0, int count) {
-    s_ = s, n0_ = n0;
+    s_ = s, n0_ = n0, diagonal_ = diagonals_ = kDiagonals;
     if (p_.compiled != nullptr) {
       if (p_.registers[per_diagonal] > 0) {
         run(per_key, count);
@@ -72,6 +72,28 @@ class ExprRun {
     run(per_key, count);
     run(per_diagonal, 1);
     run(per_pair, count);
+  }
+
+  // The same of a score and up to kExprKeys keys, as the tail has it: s is multiplied by `scale`, and becomes the new
+  // score. True if one is below kLowestBias.
+  bool block(C* s, i64 n0, int keys, C scale, C* peak) {
+    diagonal_ = diagonals_ = static_cast<int>(round_up(keys, lanes));
+    s_ = s, n0_ = n0;
+    if (p_.registers[per_diagonal] > 0) {
+      run(per_key, 1);
+      run(per_diagonal, 1);
+    }
+    bool low = false;
+    for (int j = 0; j < keys; j += kSubKeys) {
+      const int count = static_cast<int>(min(kSubKeys, keys - j)), width = state_.width;
+      s_ = s + static_cast<i64>(j) * width, n0_ = n0 + j, diagonal_ = diagonals_ - j;
+      if (p_.tail.keys) run(per_key, count);
+      if (!p_.tail.scales)
+        for (int x = 0; x < count * width; x += lanes) store(s_ + x, load(s_ + x) * scale);
+      for (int at = p_.begin[per_pair]; at < p_.tail.begin; at++) run_one(at, count, width);
+      low |= end({s_, peak, width, state_.rows, count}, p_.tail.scales ? scale : static_cast<C>(1));
+    }
+    return low;
   }
 
   // What compiled code is given for such a piece.
@@ -92,7 +114,7 @@ class ExprRun {
         return {data, lanes, 0};
       case per_diagonal:
         if (along) return {data, 0, -1};
-        return {data + kDiagonals * (p_.wide && x.kind == ExprKind::integer ? 8 : static_cast<int>(sizeof(C))), -1, -1};
+        return {data + diagonal_ * (p_.wide && x.kind == ExprKind::integer ? 8 : static_cast<int>(sizeof(C))), -1, -1};
       case per_pair:
         return {data, state_.width, -1};
       default:
@@ -102,7 +124,7 @@ class ExprRun {
   // What there is of a value per row of keys.
   int columns(int extent) const {
     if (extent == whole_tile || extent == per_key) return lanes;
-    return extent == per_diagonal ? kDiagonals + state_.width : state_.width;
+    return extent == per_diagonal ? diagonals_ + state_.width : state_.width;
   }
 
  private:
@@ -155,15 +177,86 @@ class ExprRun {
 
   void run(int extent, int rows) const {
     const int columns = this->columns(extent);
-    for (int at = p_.begin[extent]; at < p_.begin[extent + 1]; at++) {
-      if constexpr (sizeof(C) == 8) {
-        compute<i64>(at, rows, columns);
-      } else if (p_.wide) {
-        compute<i64>(at, rows, columns);
-      } else {
-        compute<i32>(at, rows, columns);
+    for (int at = p_.begin[extent]; at < p_.begin[extent + 1]; at++) run_one(at, rows, columns);
+  }
+  void run_one(int at, int rows, int columns) const {
+    if constexpr (sizeof(C) == 8) {
+      compute<i64>(at, rows, columns);
+    } else if (p_.wide) {
+      compute<i64>(at, rows, columns);
+    } else {
+      compute<i32>(at, rows, columns);
+    }
+  }
+
+  // ---- the tail of a score
+
+  bool end(const Leaving<C>& to, C scale) const {
+    using V = Vec<C>;
+    const ExprTail& t = p_.tail;
+    switch (t.end) {
+      case ExprEnd::add:
+        return end_of_two(to, scale, [](V x, V y) { return x + y; });
+      case ExprEnd::sub:
+        return end_of_two(to, scale, [](V x, V y) { return x - y; });
+      case ExprEnd::sub_from:
+        return end_of_two(to, scale, [](V x, V y) { return y - x; });
+      case ExprEnd::mul:
+        return end_of_two(to, scale, [](V x, V y) { return x * y; });
+      case ExprEnd::where:
+        return end_where(to, scale, [](Vec<Truth> c, V x, V y) { return c ? x : y; });
+      case ExprEnd::where_not:
+        return end_where(to, scale, [](Vec<Truth> c, V x, V y) { return c ? y : x; });
+      case ExprEnd::tanh:
+        return end_function(to, scale, [](auto& x) { tanh_of_all(x); });
+      case ExprEnd::sigmoid:
+        return end_function(to, scale, [](auto& x) {
+          for (auto& y : x) y = sigmoid(y, C{});
+        });
+      default: {
+        const Operand x = operand(t.x);
+        return leave(to, [=](int j, int i, auto& out) {
+          const C* from = x.at<C>(j, 0);
+          for (auto& y : out) y = load(from + (i & x.lane)) * scale, i += lanes;
+        });
       }
     }
+  }
+  // Rounded after it was scaled, as where that is done by itself.
+  static Vec<C> scaled(const C* p, C scale) { return rounded(load(p) * scale, C{}); }
+  template <class F>
+  bool end_of_two(const Leaving<C>& to, C scale, const F& f) const {
+    const Operand x = operand(p_.tail.x), y = operand(p_.tail.before);
+    return leave(to, [=](int j, int i, auto& out) {
+      const C *p = x.at<C>(j, i), *q = y.at<C>(j, 0);
+      TW_UNROLL(4)
+      for (auto& z : out) z = f(scaled(p, scale), load(q + (i & y.lane))), i += lanes, p += lanes;
+    });
+  }
+  template <class F>
+  bool end_where(const Leaving<C>& to, C scale, const F& f) const {
+    const Operand x = operand(p_.tail.x), y = operand(p_.tail.before), c = operand(p_.tail.after);
+    return leave(to, [=](int j, int i, auto& out) {
+      const C *p = x.at<C>(j, i), *q = y.at<C>(j, 0);
+      const Truth* r = c.at<Truth>(j, 0);
+      TW_UNROLL(4)
+      for (auto& z : out)
+        z = f(load(r + (i & c.lane)), scaled(p, scale), load(q + (i & y.lane))), i += lanes, p += lanes;
+    });
+  }
+  template <class F>
+  bool end_function(const Leaving<C>& to, C scale, const F& f) const {
+    const ExprTail& t = p_.tail;
+    const Operand x = operand(t.x);
+    const C one = 1, before = t.before < 0 ? one : *operand(t.before).template at<C>(0, 0);
+    const C after = t.after < 0 ? one : *operand(t.after).template at<C>(0, 0);
+    const bool over = t.over;
+    return leave(to, [=](int j, int i, auto& out) {
+      const C* p = x.at<C>(j, i);
+      for (auto& z : out) z = scaled(p, scale), z = over ? z / before : z * before, p += lanes;
+      f(out);
+      for (auto& z : out) z = z * after;
+    });
   }
 
   template <class I>
@@ -229,7 +322,7 @@ class ExprRun {
                     static_cast<N>(*operand(x.arg[1]).template at<I>(0, 0));
     const bool forward = p_.values[x.arg[0]].extent == per_query;
     for (int i = 0; i < columns; i++) {
-      const N step = static_cast<N>(i - kDiagonals);
+      const N step = static_cast<N>(i - diagonals_);
       to.at<I>(0, 0)[i] = static_cast<I>(forward ? first + step : first - step);
     }
   }
@@ -571,8 +664,11 @@ class ExprRun {
   State& state_;
   char* base_[kExtents];
   i64 size_[kExtents];
-  C* s_;
-  i64 n0_;
+  C* s_ = nullptr;
+  i64 n0_ = 0;
+  // Where the diagonal of the first key and the first query lies in its register: of the keys that diagonals were
+  // computed for, and of those now looked at.
+  int diagonals_ = kDiagonals, diagonal_ = kDiagonals;
 };
 
 }  // namespace tilewise::TILEWISE_ISA

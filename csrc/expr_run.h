@@ -215,7 +215,7 @@ class ExprRun {
         });
       default: {
         const Operand x = operand(t.x);
-        return leave(to, [=](int j, int i, auto& out) {
+        return leave<true>(to, [=](int j, int i, auto& out) {
           const C* from = x.at<C>(j, 0);
           for (auto& y : out) y = load(from + (i & x.lane)) * scale, i += lanes;
         });
@@ -227,7 +227,7 @@ class ExprRun {
   template <class F>
   bool end_of_two(const Leaving<C>& to, C scale, const F& f) const {
     const Operand x = operand(p_.tail.x), y = operand(p_.tail.before);
-    return leave(to, [=](int j, int i, auto& out) {
+    return leave<true>(to, [=](int j, int i, auto& out) {
       const C *p = x.at<C>(j, i), *q = y.at<C>(j, 0);
       TW_UNROLL(4)
       for (auto& z : out) z = f(scaled(p, scale), load(q + (i & y.lane))), i += lanes, p += lanes;
@@ -236,7 +236,7 @@ class ExprRun {
   template <class F>
   bool end_where(const Leaving<C>& to, C scale, const F& f) const {
     const Operand x = operand(p_.tail.x), y = operand(p_.tail.before), c = operand(p_.tail.after);
-    return leave(to, [=](int j, int i, auto& out) {
+    return leave<true>(to, [=](int j, int i, auto& out) {
       const C *p = x.at<C>(j, i), *q = y.at<C>(j, 0);
       const Truth* r = c.at<Truth>(j, 0);
       TW_UNROLL(4)
@@ -251,7 +251,7 @@ class ExprRun {
     const C one = 1, before = t.before < 0 ? one : *operand(t.before).template at<C>(0, 0);
     const C after = t.after < 0 ? one : *operand(t.after).template at<C>(0, 0);
     const bool over = t.over;
-    return leave(to, [=](int j, int i, auto& out) {
+    return leave<true>(to, [=](int j, int i, auto& out) {
       const C* p = x.at<C>(j, i);
       for (auto& z : out) z = scaled(p, scale), z = over ? z / before : z * before, p += lanes;
       f(out);

@@ -323,24 +323,10 @@ TW_INLINE Reals op_exp(Reals a) { return rounded(exp_full(a, Real{}), Real{}); }
 TW_INLINE Reals op_exp2(Reals a) { return rounded(exp2_full(a, Real{}), Real{}); }
 TW_INLINE Reals op_log(Reals a) { return log_full(a, Real{}); }
 TW_INLINE Reals op_log2(Reals a) { return log2_full(a, Real{}); }
-TW_INLINE Reals op_tanh(Reals a) {
-#if TILEWISE_VECTOR_BYTES == 64
-  // As `tanh` of elementary.h without its slope, in fewer operations.
-  if constexpr (sizeof(Real) == 4) {
-    const Reals y = vmax(reals(-100), magnitude(a, Real{}) * static_cast<Real>(-2.88539008177792681472));
-    const __m512 k = (__m512)round_to<Toward::nearest>(y, Real{});
-    const __m512 power = _mm512_scalef_ps(_mm512_set1_ps(1), k);
-    const __m512 part = _mm512_scalef_ps((__m512)exp2_minus_one<6>(y - (Reals)k), k);
-    const Reals m = (reals(1) - (Reals)power) - (Reals)part;
-    const __m512i t = (__m512i)(m / (reals(2) - m));
-    return (Reals)_mm512_ternarylogic_epi32(_mm512_set1_epi32(INT32_MIN), (__m512i)a, t, 0xca);
-  }
-#endif
-  return tanh_of(a, Real{});
-}
-// For scores of operands of 16 bits: by less than 3e-5 of itself too small. A quotient of polynomials up to 6, its
-// values fitted for the least relative error.
-TW_INLINE Reals op_tanh_coarse(Reals a) {
+TW_INLINE Reals op_tanh(Reals a) { return tanh_of(a, Real{}); }
+// For scores of operands of 16 bits: by less than 3e-5 of itself too small far from zero. A quotient of polynomials up
+// to 6, its values fitted for the least relative error.
+TW_INLINE Reals coarse_far(Reals a) {
   const Reals low = reals(-6), high = reals(6);
   Reals x = low > a ? low : a;  // of NaN stays NaN
   x = high < x ? high : x;
@@ -352,6 +338,16 @@ TW_INLINE Reals op_tanh_coarse(Reals a) {
                       t +
                   static_cast<Real>(1);
   return x * p / q;
+}
+TW_INLINE Reals op_tanh_coarse(Reals a) {
+  if constexpr (sizeof(Real) == 8) {
+    return coarse_far(a);
+  } else {
+    const Reals square = a * a, near = (Reals)tanh_near((Vec<float>)a, (Vec<float>)square);
+    const u64 far = bits_not_below((Vec<float>)square, kTanhNear);
+    if (__builtin_expect(far == 0, 1)) return near;
+    return select_bits<Real>(far, coarse_far(a), near);
+  }
 }
 TW_INLINE Reals op_sigmoid(Reals a) { return sigmoid(a, Real{}); }
 TW_INLINE Reals op_sqrt(Reals a) { return square_root(a); }
@@ -383,6 +379,9 @@ struct Score {
   Real *scores, *gain, *peak;
   int from, rows;
   Reals lowest, top[kV], least[kV];
+  using Bits = UInt<Real>;
+  Bits bound, span;
+  Vec<Bits> deepest[kV];
 
   __attribute__((always_inline)) Score(const ExprFrame& f, int first)
       : scores(static_cast<Real*>(f.s)),
@@ -390,8 +389,10 @@ struct Score {
         peak(static_cast<Real*>(f.peak)),
         from(first),
         rows(f.rows),
-        lowest(reals(f.lowest)) {
-    for (int v = 0; v < kV; v++) top[v] = reals(-__builtin_inf()), least[v] = reals(0);
+        lowest(reals(f.lowest)),
+        bound(__builtin_bit_cast(Bits, static_cast<Real>(f.lowest))),
+        span(__builtin_bit_cast(Bits, -static_cast<Real>(__builtin_inf())) - bound) {
+    for (int v = 0; v < kV; v++) top[v] = reals(-__builtin_inf()), least[v] = reals(0), deepest[v] = set<Bits>(span);
   }
   // Lanes without a query hold no score.
   __attribute__((always_inline)) Reals there(int v, Reals x) const {
@@ -405,19 +406,20 @@ struct Score {
     top[v] = vmax(x, top[v]);
     least[v] = x < least[v] ? x : least[v];
   }
-  // Where -inf is a score like others.
+  // Where -inf is a score like others. As unsigned integers numbers from the bound down to the lowest follow one
+  // another, and -inf comes next.
   __attribute__((always_inline)) void put_hiding(int v, int at, Reals x) {
     x = there(v, x);
     store(scores + at, x);
     top[v] = vmax(x, top[v]);
-    const Reals finite = x == reals(-__builtin_inf()) ? reals(0) : x;
-    least[v] = finite < least[v] ? finite : least[v];
+    const Vec<Bits> depth = (Vec<Bits>)x - bound;
+    deepest[v] = depth < deepest[v] ? depth : deepest[v];
   }
   __attribute__((always_inline)) void put_gain(int v, int at, Reals x) const { store(gain + at, there(v, x)); }
   __attribute__((always_inline)) void close(ExprFrame& f) const {
     for (int v = 0; v < kV; v++) {
       store(peak + from + v * kStep, top[v]);
-      f.low |= bits_of_mask<Truth>(least[v] < lowest) != 0;
+      f.low |= bits_of_mask<Truth>((Truths)(least[v] < lowest) | (Truths)(deepest[v] < span)) != 0;
     }
   }
 };

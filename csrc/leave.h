@@ -18,7 +18,7 @@ struct Leaving {
 };
 
 // f(j, i, x) makes the vectors x of key j from query i on. Lanes without a query hold no score.
-template <int kV, class C, class F>
+template <int kV, bool kLow, class C, class F>
 TW_INLINE bool leave_columns(const Leaving<C>& to, int column, const F& f) {
   using U = UInt<C>;
   constexpr int lanes = kLanes<C>;
@@ -43,8 +43,10 @@ TW_INLINE bool leave_columns(const Leaving<C>& to, int column, const F& f) {
       if (!all) x[v] = keep_where<C>(there[v], x[v]);
       store(to.s + static_cast<i64>(j) * to.width + column + v * lanes, x[v]);
       top[v] = vmax(x[v], top[v]);
-      const Vec<U> depth = (Vec<U>)x[v] - bound;
-      low[v] = depth < low[v] ? depth : low[v];
+      if constexpr (kLow) {
+        const Vec<U> depth = (Vec<U>)x[v] - bound;
+        low[v] = depth < low[v] ? depth : low[v];
+      }
     }
   }
   u64 some = 0;
@@ -56,14 +58,14 @@ TW_INLINE bool leave_columns(const Leaving<C>& to, int column, const F& f) {
   return some != 0;
 }
 
-// True if a score is below kLowestBias, -inf aside.
-template <class C, class F>
+// True if a score is below kLowestBias, -inf aside, where that is asked for.
+template <bool kLow, class C, class F>
 static bool leave(const Leaving<C>& to, const F& f) {
   constexpr int lanes = kLanes<C>;
   bool low = false;
   int i = 0;
-  for (; i + 4 * lanes <= to.width; i += 4 * lanes) low |= leave_columns<4>(to, i, f);
-  for (; i < to.width; i += lanes) low |= leave_columns<1>(to, i, f);
+  for (; i + 4 * lanes <= to.width; i += 4 * lanes) low |= leave_columns<4, kLow>(to, i, f);
+  for (; i < to.width; i += lanes) low |= leave_columns<1, kLow>(to, i, f);
   return low;
 }
 

@@ -111,7 +111,7 @@ class ScoreChain {
     }
     const C scale = scale_;
     if (x.op == ScoreOp::alibi) {
-      leave(to, [=, this, slope = slope_of(x)](int j, int i, auto& out) {
+      leave<false>(to, [=, this, slope = slope_of(x)](int j, int i, auto& out) {
         const C* p = s + static_cast<i64>(j) * width + i;
         for (auto& z : out)
           z = with_alibi(rounded(load(p) * scale, C{}), slope, m0 + i, n0 + j), p += kLanes<C>, i += kLanes<C>;
@@ -119,7 +119,7 @@ class ScoreChain {
       return true;
     }
     const C cap = static_cast<C>(x.cap), inverse = static_cast<C>(1 / x.cap);
-    leave(to, [=](int j, int i, auto& out) {
+    leave<false>(to, [=](int j, int i, auto& out) {
       const C* p = s + static_cast<i64>(j) * width + i;
       for (auto& z : out) z = rounded(load(p) * scale, C{}) * inverse, p += kLanes<C>;
       tanh_of_all(out);

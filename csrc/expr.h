@@ -46,7 +46,8 @@ struct ExprBox {
 // Scratch memory of a program: a header, then the registers by extent, each with room for so many elements. What does
 // not depend on the query fills a vector, of at most 16 lanes; a piece has 16 keys, a tile 64 queries, a block of
 // pieces at most kExprKeys keys.
-constexpr i64 kExprHeader = 64;
+constexpr i64 kExprHeader = 192;
+constexpr int kExprTiles = 8;  // of which the values per query are kept
 constexpr int kExtents = 5;
 constexpr int kExprKeys = 256;
 constexpr i64 kRegisterElements[kExtents] = {16, 64, 16 * 16, kExprKeys + 64, 16 * 64};

@@ -359,7 +359,8 @@ void CompiledExpr::assign_registers() {
   const i64 size = program_.wide ? 8 : 4;
   program_.bytes = kExprHeader;
   for (int extent = 0; extent < kExtents; extent++)
-    program_.bytes += program_.registers[extent] * kRegisterElements[extent] * size;
+    program_.bytes +=
+        program_.registers[extent] * kRegisterElements[extent] * size * (extent == per_query ? kExprTiles : 1);
 }
 
 // What it makes in one pass are the program's last values, each taken by the next alone.

@@ -26,8 +26,8 @@ class ExprRun {
 
   // At the start of the program's scratch memory: what the values that are kept were computed for.
   struct State {
-    i64 b, h, queries, keys, m0;
-    int rows, width;
+    i64 b, h, queries, keys, m0[kExprTiles];
+    int rows[kExprTiles];
   };
   static_assert(sizeof(State) <= kExprHeader && kRegisterElements[per_query] == kTileQueries &&
                 kRegisterElements[per_pair] == kTileQueries * kSubKeys);
@@ -40,21 +40,24 @@ class ExprRun {
     for (int extent = 0; extent < kExtents; extent++) {
       size_[extent] = kRegisterElements[extent] * (program.wide ? 8 : 4);
       base_[extent] = at;
-      at += size_[extent] * program.registers[extent];
+      at += size_[extent] * program.registers[extent] * (extent == per_query ? kExprTiles : 1);
     }
+    queries_ = base_[per_query];
   }
 
   // A sequence and a head: computes what holds for all of it.
   void open(i64 b, i64 h, i64 queries, i64 keys) const {
-    state_ = {b, h, queries, keys, -1, 0, 0};
+    state_ = {b, h, queries, keys, {}, {}};
     run(whole_tile, 1);
   }
 
-  // A tile of queries: computes what holds for each of them.
-  void tile(i64 m0, int rows) const {
-    if (state_.m0 == m0 && state_.rows == rows) return;
-    state_.m0 = m0, state_.rows = rows;
-    state_.width = static_cast<int>(round_up(rows, lanes));
+  // A tile of queries: computes what holds for each of them. Kernels come back to a few tiles for every block of keys.
+  void tile(i64 m0, int rows) {
+    const i64 place = m0 / kTileQueries % kExprTiles;
+    m0_ = m0, rows_ = rows, width_ = static_cast<int>(round_up(rows, lanes));
+    base_[per_query] = queries_ + place * size_[per_query] * p_.registers[per_query];
+    if (state_.rows[place] == rows && state_.m0[place] == m0) return;
+    state_.m0[place] = m0, state_.rows[place] = rows;
     run(per_query, 1);
   }
 
@@ -85,23 +88,23 @@ class ExprRun {
     }
     bool low = false;
     for (int j = 0; j < keys; j += kSubKeys) {
-      const int count = static_cast<int>(min(kSubKeys, keys - j)), width = state_.width;
+      const int count = static_cast<int>(min(kSubKeys, keys - j)), width = width_;
       s_ = s + static_cast<i64>(j) * width, n0_ = n0 + j, diagonal_ = diagonals_ - j;
       if (p_.tail.keys) run(per_key, count);
       if (!p_.tail.scales)
         for (int x = 0; x < count * width; x += lanes) store(s_ + x, load(s_ + x) * scale);
       for (int at = p_.begin[per_pair]; at < p_.tail.begin; at++) run_one(at, count, width);
-      low |= end({s_, peak, width, state_.rows, count}, p_.tail.scales ? scale : static_cast<C>(1));
+      low |= end({s_, peak, width, rows_, count}, p_.tail.scales ? scale : static_cast<C>(1));
     }
     return low;
   }
 
   // What compiled code is given for such a piece.
   ExprFrame frame(C* s, i64 n0, int count) const {
-    return {base_, p_.tensors, s, nullptr, nullptr, nullptr, n0, count, state_.width, state_.rows, 1, 0, false};
+    return {base_, p_.tensors, s, nullptr, nullptr, nullptr, n0, count, width_, rows_, 1, 0, false};
   }
 
-  int width() const { return state_.width; }
+  int width() const { return width_; }
   Operand output(int index) const { return operand(p_.output[index]); }
   // `along`: as the elements of a register of diagonals lie, for values of that extent.
   Operand operand(int index, bool along = false) const {
@@ -116,7 +119,7 @@ class ExprRun {
         if (along) return {data, 0, -1};
         return {data + diagonal_ * (p_.wide && x.kind == ExprKind::integer ? 8 : static_cast<int>(sizeof(C))), -1, -1};
       case per_pair:
-        return {data, state_.width, -1};
+        return {data, width_, -1};
       default:
         return {data, 0, 0};
     }
@@ -124,7 +127,7 @@ class ExprRun {
   // What there is of a value per row of keys.
   int columns(int extent) const {
     if (extent == whole_tile || extent == per_key) return lanes;
-    return extent == per_diagonal ? diagonals_ + state_.width : state_.width;
+    return extent == per_diagonal ? diagonals_ + width_ : width_;
   }
 
  private:
@@ -292,8 +295,7 @@ class ExprRun {
         return;
       case ExprOp::query:
         // Lanes behind the last query repeat it: no value is out of what was proved.
-        for (int i = 0; i < columns; i++)
-          to.at<I>(0, 0)[i] = static_cast<I>(min(state_.m0 + i, state_.m0 + state_.rows - 1));
+        for (int i = 0; i < columns; i++) to.at<I>(0, 0)[i] = static_cast<I>(min(m0_ + i, m0_ + rows_ - 1));
         return;
       case ExprOp::key:
         for (int j = 0; j < rows; j++)
@@ -530,7 +532,7 @@ class ExprRun {
       }
       by_query_ = queries;
       if (!queries) return;
-      for (int i = 0; i < run.state_.width; i += kLanes<I>) {
+      for (int i = 0; i < run.width_; i += kLanes<I>) {
         Vec<I> sum{};
         for (int d = 0; d < count_; d++)
           if (kind_[d] == per_query) sum += moved(load(index_[d].at<I>(0, i)), d);
@@ -662,8 +664,10 @@ class ExprRun {
 
   const ExprProgram& p_;
   State& state_;
-  char* base_[kExtents];
+  char *base_[kExtents], *queries_;
   i64 size_[kExtents];
+  i64 m0_ = 0;
+  int rows_ = 0, width_ = 0;
   C* s_ = nullptr;
   i64 n0_ = 0;
   // Where the diagonal of the first key and the first query lies in its register: of the keys that diagonals were

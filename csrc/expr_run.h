@@ -323,9 +323,10 @@ class ExprRun {
     const N first = static_cast<N>(*operand(x.arg[0]).template at<I>(0, 0)) -
                     static_cast<N>(*operand(x.arg[1]).template at<I>(0, 0));
     const bool forward = p_.values[x.arg[0]].extent == per_query;
-    for (int i = 0; i < columns; i++) {
-      const N step = static_cast<N>(i - diagonals_);
-      to.at<I>(0, 0)[i] = static_cast<I>(forward ? first + step : first - step);
+    I* data = to.at<I>(0, 0);
+    for (int i = 0; i < columns; i += kLanes<I>) {
+      const Vec<N> step = lane_numbers<N>() + static_cast<N>(i - diagonals_);
+      store(data + i, (Vec<I>)(forward ? first + step : first - step));
     }
   }
 

@@ -17,9 +17,10 @@ struct Leaving {
   int width, rows, count;
 };
 
-// f(j, i, x) makes the vectors x of key j from query i on. Lanes without a query hold no score.
+// f(j, i, x) makes the vectors x of key j from query i on. Lanes without a query hold no score. Taken by value: what is
+// stored might lie over anything that is not in a register.
 template <int kV, bool kLow, class C, class F>
-TW_INLINE bool leave_columns(const Leaving<C>& to, int column, const F& f) {
+TW_INLINE bool leave_columns(const Leaving<C> to, int column, const F f) {
   using U = UInt<C>;
   constexpr int lanes = kLanes<C>;
   // As unsigned integers numbers from the bound down to the lowest follow one another, and -inf comes next.
@@ -60,7 +61,7 @@ TW_INLINE bool leave_columns(const Leaving<C>& to, int column, const F& f) {
 
 // True if a score is below kLowestBias, -inf aside, where that is asked for.
 template <bool kLow, class C, class F>
-static bool leave(const Leaving<C>& to, const F& f) {
+static bool leave(const Leaving<C> to, const F f) {
   constexpr int lanes = kLanes<C>;
   bool low = false;
   int i = 0;

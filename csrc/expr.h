@@ -96,6 +96,7 @@ struct ExprTail {
   bool over = false;                    // x is divided
   bool scales = false;                  // x is the score, which nothing else takes
   bool keys = false;                    // a value of a pair takes one of a key
+  bool alone = false;                   // no other value is of a pair, nor is one of a key taken
   int begin = 0;                        // the first value made so
   int x = -1, before = -1, after = -1;  // places; `before` of an operation: the other argument, `after`: a condition
 };

@@ -389,7 +389,11 @@ void CompiledExpr::plan_tail() {
     }
     return -1;
   };
-  const auto finish = [&] { tail.scales = is_score(tail.x) && used_once(tail.x); };
+  const auto finish = [&] {
+    tail.scales = is_score(tail.x) && used_once(tail.x);
+    tail.alone = !tail.keys;
+    for (int at = first; at < tail.begin; at++) tail.alone &= is_score(at);
+  };
   if (out != end - 1 || value(out).extent != per_pair || program_.outputs != 1 || program_.loads > 0) return finish();
 
   int function = out, after = -1;

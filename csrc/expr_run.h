@@ -87,8 +87,9 @@ class ExprRun {
       run(per_diagonal, 1);
     }
     bool low = false;
-    for (int j = 0; j < keys; j += kSubKeys) {
-      const int count = static_cast<int>(min(kSubKeys, keys - j)), width = width_;
+    const int step = p_.tail.alone ? keys : kSubKeys;
+    for (int j = 0; j < keys; j += step) {
+      const int count = static_cast<int>(min(step, keys - j)), width = width_;
       s_ = s + static_cast<i64>(j) * width, n0_ = n0 + j, diagonal_ = diagonals_ - j;
       if (p_.tail.keys) run(per_key, count);
       if (!p_.tail.scales)
@@ -253,13 +254,16 @@ class ExprRun {
     const Operand x = operand(t.x);
     const C one = 1, before = t.before < 0 ? one : *operand(t.before).template at<C>(0, 0);
     const C after = t.after < 0 ? one : *operand(t.after).template at<C>(0, 0);
-    const bool over = t.over;
-    return leave<true>(to, [=](int j, int i, auto& out) {
-      const C* p = x.at<C>(j, i);
-      for (auto& z : out) z = scaled(p, scale), z = over ? z / before : z * before, p += lanes;
-      f(out);
-      for (auto& z : out) z = z * after;
-    });
+    const auto with = [&](const auto& inner) {
+      return leave<true>(to, [=](int j, int i, auto& out) {
+        const C* p = x.at<C>(j, i);
+        for (auto& z : out) z = inner(scaled(p, scale), before), p += lanes;
+        f(out);
+        for (auto& z : out) z = z * after;
+      });
+    };
+    if (t.over) return with([](Vec<C> z, C by) { return z / by; });
+    return with([](Vec<C> z, C by) { return z * by; });
   }
 
   template <class I>

@@ -270,6 +270,19 @@ TW_INLINE Truths op_eq(Truths a, Truths b) { return ~(a ^ b); }
 TW_INLINE Truths op_not(Truths a) { return ~a; }
 TW_INLINE Truths op_where(Truths c, Truths a, Truths b) { return c ? a : b; }
 
+// Conditions along diagonals, a bit each: those of a key's queries, which begin at bit `from`.
+constexpr int kDiagonalWords = (kExprKeys + 64) / 64 + 1;
+TW_INLINE u64 row_bits(const u64* words, int from) {
+  const u64* p = words + from / 64;
+  return p[0] >> from % 64 | p[1] << 1 << (63 - from % 64);
+}
+TW_INLINE void add_bits(u64* words, int at, Truths x) { words[at / 64] |= bits_of_mask<Truth>(x) << at % 64; }
+TW_INLINE Wholes lanes_from(i64 first) {
+  Wholes r;
+  for (int p = 0; p < kParts; p++) r.part[p] = lane_numbers<Whole>() + static_cast<Whole>(first + p * kLanes<Whole>);
+  return r;
+}
+
 // ---- floats: each operation rounded by itself, as the interpreter has it
 
 TW_INLINE Reals op_add(Reals a, Reals b) { return a + b; }
@@ -363,6 +376,7 @@ TW_INLINE Truths op_le(Reals a, Reals b) { return a <= b; }
 TW_INLINE Truths op_eq(Reals a, Reals b) { return a == b; }
 TW_INLINE Truths op_ne(Reals a, Reals b) { return a != b; }
 TW_INLINE Reals op_where(Truths c, Reals a, Reals b) { return c ? a : b; }
+TW_INLINE Reals op_where_bits(u64 c, Reals a, Reals b) { return select_bits<Real>(c, a, b); }
 TW_INLINE Reals op_to_float(Reals a) { return a; }
 TW_INLINE Reals op_to_float(Truths a) { return __builtin_convertvector(-a, Reals); }
 TW_INLINE Reals op_to_float(const Wholes& a) {

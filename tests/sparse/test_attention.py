@@ -270,6 +270,23 @@ def test_compiled() -> None:
         assert_same_bits(one.grad, other.grad, "grad")
 
 
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
+def test_explain_says_how_dense_the_table_is(backend: str) -> None:
+    """Of every backend; of a layout too; first what is known of the mask, then what of its way."""
+    of = BlockMask.of(lambda b, h, m, n: n * n <= m * m, 100, block=(50, 50))
+    layout = BlockMask.from_layout(torch.tensor([[[True, False]]] * 4), (100, 50))
+    for mask, said in (
+        (of, "2 x 2 tiles of 50 x 50, density 0.750: 1 empty, 2 partial, 1 full"),
+        (layout, "1 x 4 x 1 x 2 tiles of 100 x 50, density 0.500: 4 empty, 0 partial, 4 full"),
+    ):
+        explanation = tilewise.explain(*QKV, mask=mask, backend=backend)
+        assert explanation.notes[0] == ("table", said)
+        assert f"\ntable     {said}\n" in str(explanation)
+        functions = [("functions", "interpreted")] if mask is of and backend == "cpu" else []
+        assert [(name, text[:11]) for name, text in explanation.notes[1:]] == functions
+    assert tilewise.explain(*QKV, mask=FITTING.to_mask(), backend=backend).notes == ()
+
+
 def test_in_a_module() -> None:
     """One table for the layer, narrowed by a call's own mask; a line of its representation."""
     x = torch.randn(2, 100, 16)

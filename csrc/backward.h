@@ -3,66 +3,15 @@
 // dS = P * (dP - delta): dV = P^T dO, dK = dS^T Q, dQ = dS K.
 #pragma once
 
+#include "key_sums.h"
 #include "tile_gradients.h"
 
 namespace tilewise::TILEWISE_ISA {
 
-constexpr int kTilesPerSum = 64;  // tiles of queries whose shares of dK and dV are added up in one go
 constexpr int kPartialShare = 4;  // memory of partial dQs, in multiples of the operands'
 
-// Keys are worked through in chunks of whole blocks; the sum over chunks is taken in their order. How many
-// blocks a chunk has depends on the sequence's own length alone.
-constexpr int kChunkBlocks = 8;  // at least
-constexpr int kMostChunks = 8;
-
-struct Chunks {
-  KeyBlocks blocks;
-  i64 per_chunk, count;
-  explicit Chunks(i64 key_limit)
-      : blocks(key_limit),
-        per_chunk(max(kChunkBlocks, (blocks.count + kMostChunks - 1) / kMostChunks)),
-        count((blocks.count + per_chunk - 1) / per_chunk) {}
-  i64 first_block(i64 chunk) const { return chunk * per_chunk; }
-  i64 last_block(i64 chunk) const { return min(blocks.count, (chunk + 1) * per_chunk); }
-  i64 begin(i64 chunk) const { return blocks.begin(first_block(chunk)); }
-  i64 end(i64 chunk) const { return blocks.end(last_block(chunk) - 1); }
-  i64 room() const { return per_chunk * kBlockKeys + kBlockKeys / 2; }
-};
-
-// The gradients of a chunk's keys or values. Tiles add their shares to `part`; every kTilesPerSum of them go on to
-// `total`, so that no chain of additions is longer.
-template <class Acc>
-class KeySums {
- public:
-  KeySums(Acc* part, Acc* total, i64 size) : part_(part), total_(total), size_(size) { clear(); }
-
-  void count_tile() {
-    if (++pending_ == kTilesPerSum) settle();
-  }
-  const Acc* finish() {
-    if (!settled_) return part_;
-    if (pending_ > 0) settle();
-    return total_;
-  }
-
- private:
-  void clear() { std::memset(part_, 0, static_cast<std::size_t>(size_) * sizeof(Acc)); }
-  void settle() {
-    if (!settled_) {
-      std::memcpy(total_, part_, static_cast<std::size_t>(size_) * sizeof(Acc));
-    } else {
-      for (i64 x = 0; x < size_; x += kLanes<Acc>) store(total_ + x, load(total_ + x) + load(part_ + x));
-    }
-    clear();
-    settled_ = true;
-    pending_ = 0;
-  }
-
-  Acc *part_, *total_;
-  i64 size_;
-  int pending_ = 0;
-  bool settled_ = false;
-};
+// What became of the dQ of a tile of queries so far, chunk of keys after chunk: a sum of shares, or the result already.
+enum class SoFar : unsigned char { nothing = 0, sum = 1, result = 2 };
 
 template <class Mode>
 class BackwardKernel {
@@ -97,12 +46,18 @@ class BackwardKernel {
     typename Tiles::Memory tile;
     Word *keys, *key_rows, *values;
     Acc *grad_k, *grad_v, *total_k, *total_v, *grad_q, *sums;
-    Memory(const Backward& f, void* base, i64 sums_size, std::size_t* bytes = nullptr)
-        : Memory(f, Carver(base), sums_size, bytes) {}
+    typename KeySum::Block *blocks_k, *blocks_v;
+    SoFar* so_far;
+    Memory(const Backward& f, void* base, i64 tiles, std::size_t* bytes = nullptr)
+        : Memory(f, Carver(base), tiles, bytes) {}
 
    private:
-    Memory(const Backward& f, Carver carve, i64 sums_size, std::size_t* bytes) : tile(f, carve) {
-      const i64 room = Chunks(f.keys).room();
+    Memory(const Backward& f, Carver carve, i64 tiles, std::size_t* bytes) : tile(f, carve) {
+      const Chunks chunks(f.keys);
+      const i64 room = chunks.room();
+      blocks_k = carve.take<typename KeySum::Block>(chunks.per_chunk);
+      blocks_v = carve.take<typename KeySum::Block>(chunks.per_chunk);
+      so_far = carve.take<SoFar>(tiles);
       keys = carve.take<Word>(room * f.head_dim);
       key_rows = carve.take<Word>(Mode::paired ? room * f.head_dim : 0);
       values = carve.take<Word>(room * f.value_dim);
@@ -111,9 +66,17 @@ class BackwardKernel {
       total_k = carve.take<Acc>(room * round_up(f.head_dim, lanes));
       total_v = carve.take<Acc>(room * round_up(f.value_dim, lanes));
       grad_q = carve.take<Acc>(kTileQueries * static_cast<i64>(f.head_dim));
-      sums = carve.take<Acc>(sums_size);
+      sums = carve.take<Acc>(tiles * kTileQueries * static_cast<i64>(f.head_dim));
       if (bytes) *bytes = carve.used();
     }
+  };
+
+  struct Chunk {
+    const Sequence& seq;
+    const Chunks& all;
+    i64 c;
+    Words<Word> keys, values, key_rows;
+    KeySum sum_k, sum_v;
   };
 
   static i64 tile_count(i64 queries) { return (queries + kTileQueries - 1) / kTileQueries; }
@@ -164,9 +127,9 @@ class BackwardKernel {
   }
 
   bool run_whole() const {
-    const i64 sums = Chunks(f_.keys).count > 1 ? group_ * tile_count(f_.queries) * tile_size() : 0;
+    const i64 tiles = Chunks(f_.keys).count > 1 ? group_ * tile_count(f_.queries) : 0;
     std::size_t bytes;
-    Memory(f_, nullptr, sums, &bytes);
+    Memory(f_, nullptr, tiles, &bytes);
     const i64 tasks = f_.batch * f_.kv_heads;
     const TaskOrder order(f_, tasks, [&](i64 task, const MaskInstr& table) {
       const Sequence seq = sequence(f_, task / f_.kv_heads);
@@ -174,11 +137,19 @@ class BackwardKernel {
     });
     return for_tasks(f_.threads, tasks, bytes, [&](i64 place, void* base) {
       const i64 task = order[place];
-      Memory memory(f_, base, sums);
+      Memory memory(f_, base, tiles);
       const Sequence seq = sequence(f_, task / f_.kv_heads);
       const i64 kv_head = task % f_.kv_heads;
       const Chunks all = chunks(seq);
-      for (i64 c = 0; c < all.count; c++) chunk(seq, kv_head, all, c, memory, memory.sums, c == 0, c + 1 == all.count);
+      std::memset(memory.so_far, 0, static_cast<std::size_t>(tiles));
+      for (i64 c = 0; c < all.count; c++) {
+        chunk(seq, kv_head, all, c, memory, [&](i64 h, i64 tile, const TableRows& table, bool any) {
+          if (all.count == 1) return write_share(seq, h, tile, any, memory.grad_q);
+          const i64 at = (h - kv_head * group_) * tile_count(seq.queries) + tile;
+          const bool last = c + 1 == all.count || table.skips(all.end(c), all.blocks.limit);
+          add_share(seq, h, tile, any, last, memory.sums + at * tile_size(), memory.so_far[at], memory.grad_q);
+        });
+      }
     });
   }
 
@@ -244,7 +215,12 @@ class BackwardKernel {
       const i64 at = task - first_task[b], kv_head = at / all.count, c = at % all.count;
       const i64 slot = group_ * tile_count(seq.queries) * tile_size();
       const i64 first = all.count > 1 ? first_sum[b] + (c * f_.kv_heads + kv_head) * slot : 0;
-      chunk(seq, kv_head, all, c, memory, partial + first, true, all.count == 1, touched + first / tile_size());
+      chunk(seq, kv_head, all, c, memory, [&](i64 h, i64 tile, const TableRows&, bool any) {
+        if (all.count == 1) return write_share(seq, h, tile, any, memory.grad_q);
+        const i64 at = (h - kv_head * group_) * tile_count(seq.queries) + tile;
+        touched[first / tile_size() + at] = any;
+        if (any) std::memcpy(partial + first + at * tile_size(), memory.grad_q, tile_bytes(width_of(seq, tile)));
+      });
     });
   }
 
@@ -260,12 +236,11 @@ class BackwardKernel {
       const i64 tiles = f_.heads * tile_count(seq.queries), stride = tiles * tile_size();
       const i64 at = first_sum[b] / tile_size() + h * tile_count(seq.queries) + tile;
       Acc* sum = partial + at * tile_size();
-      const int rows = static_cast<int>(min(kTileQueries, seq.queries - tile * kTileQueries));
-      const int width = static_cast<int>(round_up(rows, lanes));
+      const int width = width_of(seq, tile);
       if (!touched[at]) std::memset(sum, 0, tile_bytes(width));
       for (i64 c = 1; c < count; c++)
         if (touched[at + c * tiles]) add(sum, sum + c * stride, width);
-      write_grad_q(seq, h, tile, rows, width, sum);
+      write_grad_q(seq, h, tile, sum);
     });
   }
 
@@ -277,7 +252,31 @@ class BackwardKernel {
     for (i64 x = 0; x < static_cast<i64>(width) * f_.head_dim; x += lanes) store(to + x, load(to + x) + load(from + x));
   }
 
-  void write_grad_q(const Sequence& seq, i64 h, i64 tile, int rows, int width, const Acc* from) const {
+  // A chunk's share of the dQ of one tile of queries; `last` when no chunk after it can have one.
+  void add_share(const Sequence& seq, i64 h, i64 tile, bool any, bool last, Acc* sum, SoFar& so_far,
+                 Acc* grad_q) const {
+    const int width = width_of(seq, tile);
+    if (any && so_far == SoFar::sum) add(sum, grad_q, width);
+    if (last && so_far != SoFar::result) {
+      if (so_far == SoFar::sum)
+        write_grad_q(seq, h, tile, sum);
+      else
+        write_share(seq, h, tile, any, grad_q);
+      so_far = SoFar::result;
+    } else if (any && so_far == SoFar::nothing) {
+      std::memcpy(sum, grad_q, tile_bytes(width));
+      so_far = SoFar::sum;
+    }
+  }
+
+  // The only share there is.
+  void write_share(const Sequence& seq, i64 h, i64 tile, bool any, Acc* grad_q) const {
+    if (!any) std::memset(grad_q, 0, tile_bytes(width_of(seq, tile)));
+    write_grad_q(seq, h, tile, grad_q);
+  }
+
+  void write_grad_q(const Sequence& seq, i64 h, i64 tile, const Acc* from) const {
+    const int rows = rows_of(seq, tile), width = width_of(seq, tile);
     alignas(kVectorBytes) Acc factor[kTileQueries];
     for (int i = 0; i < kTileQueries; i++) factor[i] = static_cast<Acc>(f_.scale);
     Elem* to = Mode::at(const_cast<void*>(f_.grad_q.data),
@@ -285,11 +284,10 @@ class BackwardKernel {
     unpack_transposed(from, width, rows, f_.head_dim, factor, ~u64{0}, to, f_.grad_q.row);
   }
 
-  // All queries of a group against one chunk of keys: dK and dV of the chunk, and the chunk's share of dQ, which
-  // goes to `sums` (replacing on `first`, else adding) or, when it is the only chunk, straight to the result. Where
-  // there is `touched` it tells of each tile of queries whether it has such a share at all; if not none is written.
-  void chunk(const Sequence& seq, i64 kv_head, const Chunks& all, i64 c, Memory& memory, Acc* sums, bool first,
-             bool last, unsigned char* touched = nullptr) const {
+  // All queries of a group against one chunk of keys: dK and dV of the chunk. share(h, tile, table, any) is called of
+  // each tile of queries, with the chunk's share of dQ in memory.grad_q if there is any.
+  template <class Share>
+  void chunk(const Sequence& seq, i64 kv_head, const Chunks& all, i64 c, Memory& memory, const Share& share) const {
     const i64 n0 = all.begin(c), n1 = all.end(c);
     const int count = static_cast<int>(n1 - n0);
     const Elem* k = Mode::at(f_.k.data, view_at(f_.k, seq.b, kv_head, seq.key_begin + n0));
@@ -298,72 +296,118 @@ class BackwardKernel {
     const Words<Word> values = tiles_.value_words(v, f_.v, count, memory.values);
     const Words<Word> key_rows =
         Mode::paired ? Mode::along_rows(k, f_.k.row, f_.k.col, count, f_.head_dim, memory.key_rows) : keys;
-    KeySum sum_k(memory.grad_k, memory.total_k, count * depth_), sum_v(memory.grad_v, memory.total_v, count * value_);
-
-    for (i64 g = 0; g < group_; g++) {
-      const i64 h = kv_head * group_ + g;
+    Chunk x{seq,
+            all,
+            c,
+            keys,
+            values,
+            key_rows,
+            KeySum(memory.grad_k, memory.total_k, depth_, memory.blocks_k, all, c),
+            KeySum(memory.grad_v, memory.total_v, value_, memory.blocks_v, all, c)};
+    for (i64 h = kv_head * group_; h < (kv_head + 1) * group_; h++) {
       const Mask mask(f_, seq.b, h, seq.queries, seq.keys, memory.tile.expr);
       const ScoreChain<Acc> chain(f_, seq.b, h, seq.queries, seq.keys, memory.tile.expr);
       for (i64 tile = 0; tile < tile_count(seq.queries); tile++) {
-        const bool any = query_tile(seq, h, tile, all, c, mask, chain, keys, values, key_rows, memory);
+        const TableRows table = table_rows(seq, mask, tile);
+        const bool any = !table.skips(n0, n1) && query_tile(x, h, tile, table, mask, chain, memory);
         if (any) {
-          sum_k.count_tile();
-          sum_v.count_tile();
+          x.sum_k.count_tile();
+          x.sum_v.count_tile();
         }
-        const int rows = static_cast<int>(min(kTileQueries, seq.queries - tile * kTileQueries));
-        const int width = static_cast<int>(round_up(rows, lanes));
-        if (first && last) {
-          if (!any) std::memset(memory.grad_q, 0, tile_bytes(width));
-          write_grad_q(seq, h, tile, rows, width, memory.grad_q);
-          continue;
-        }
-        const i64 at = g * tile_count(seq.queries) + tile;
-        Acc* sum = sums + at * tile_size();
-        if (touched != nullptr) touched[at] = any;
-        if (any && first)
-          std::memcpy(sum, memory.grad_q, tile_bytes(width));
-        else if (any)
-          add(sum, memory.grad_q, width);
-        else if (first && touched == nullptr)
-          std::memset(sum, 0, tile_bytes(width));
-        if (last) write_grad_q(seq, h, tile, rows, width, sum);
+        share(h, tile, table, any);
       }
     }
-    write_rows(sum_k.finish(), depth_, count, f_.head_dim, static_cast<Acc>(f_.scale), f_.grad_k, seq, kv_head, n0);
-    write_rows(sum_v.finish(), value_, count, f_.value_dim, static_cast<Acc>(1 / (1 - f_.dropout)), f_.grad_v, seq,
-               kv_head, n0);
-    if (c + 1 == all.count) zero_beyond(seq, kv_head, all.blocks.limit);
+    const Acc drop = static_cast<Acc>(1 / (1 - f_.dropout));
+    for (i64 block = all.first_block(c); block < all.last_block(c); block++) {
+      const i64 begin = all.blocks.begin(block), end = all.blocks.end(block);
+      write_rows(x.sum_k.finish(block), depth_, f_.head_dim, static_cast<Acc>(f_.scale), f_.grad_k, seq, kv_head, begin,
+                 end);
+      write_rows(x.sum_v.finish(block), value_, f_.value_dim, drop, f_.grad_v, seq, kv_head, begin, end);
+    }
+    if (c + 1 < all.count) return;
+    // Keys that no query may see.
+    write_rows(nullptr, depth_, f_.head_dim, 1, f_.grad_k, seq, kv_head, all.blocks.limit, seq.keys);
+    write_rows(nullptr, value_, f_.value_dim, 1, f_.grad_v, seq, kv_head, all.blocks.limit, seq.keys);
+  }
+
+  int rows_of(const Sequence& seq, i64 tile) const {
+    return static_cast<int>(min(kTileQueries, seq.queries - tile * kTileQueries));
+  }
+  int width_of(const Sequence& seq, i64 tile) const { return static_cast<int>(round_up(rows_of(seq, tile), lanes)); }
+  TableRows table_rows(const Sequence& seq, const Mask& mask, i64 tile) const {
+    return mask.table(tile * kTileQueries, tile * kTileQueries + rows_of(seq, tile) - 1);
+  }
+
+  // The first block of the chunk, from block `from` on, that a tile of queries may see.
+  static i64 next_block(const Chunk& x, const TableRows& table, i64 from) {
+    const i64 last = x.all.last_block(x.c);
+    while (from < last && table.skips(x.all.blocks.begin(from), x.all.blocks.end(from))) from++;
+    return from;
   }
 
   // One tile of queries against a chunk: adds to the chunk's dK and dV, leaves the tile's dQ in memory.grad_q.
-  bool query_tile(const Sequence& seq, i64 h, i64 tile, const Chunks& all, i64 c, const Mask& mask,
-                  const ScoreChain<Acc>& chain, Words<Word> keys, Words<Word> values, Words<Word> key_rows,
+  bool query_tile(Chunk& x, i64 h, i64 tile, const TableRows& table, const Mask& mask, const ScoreChain<Acc>& chain,
                   Memory& memory) const {
-    const i64 m0 = tile * kTileQueries, n0 = all.begin(c);
-    const int rows = static_cast<int>(min(kTileQueries, seq.queries - m0));
-    bool touched = false;
-    if (mask.skips(m0, m0 + rows - 1, n0, all.end(c))) return false;
-    for (i64 x = all.first_block(c); x < all.last_block(c); x++) {
+    const KeyBlocks& blocks = x.all.blocks;
+    const i64 m0 = tile * kTileQueries, n0 = x.all.begin(x.c), last = x.all.last_block(x.c);
+    const int rows = rows_of(x.seq, tile);
+    int visited = 0;
+    for (i64 block = next_block(x, table, x.all.first_block(x.c)), next = 0; block < last; block = next) {
+      next = next_block(x, table, block + 1);
       MaskedTile masked;
       masked.bits = memory.tile.bits;
-      if (!masked.resolve(mask, m0, rows, all.blocks.begin(x), all.blocks.end(x))) continue;
-      if (!touched) {
-        tiles_.open(seq, h, m0, memory.tile);
-        std::memset(
-            memory.grad_q, 0,
-            static_cast<std::size_t>(memory.tile.tile.width) * static_cast<std::size_t>(f_.head_dim) * sizeof(Acc));
-        touched = true;
+      if (!masked.resolve(mask, m0, rows, blocks.begin(block), blocks.end(block))) continue;
+      if (visited++ == 0) {
+        tiles_.open(x.seq, h, m0, memory.tile);
+        std::memset(memory.grad_q, 0, tile_bytes(memory.tile.tile.width));
       }
-      const i64 skip = masked.begin - n0;
-      const Words<Word> k{keys.data + skip * keys.stride, keys.stride};
-      const Words<Word> v{values.data + skip * values.stride, values.stride};
-      tiles_.compute(seq, h, masked, k, v, chain, memory.tile);
-      products(masked, skip, {key_rows.data + skip / Mode::per_word * key_rows.stride, key_rows.stride}, memory);
+      Ahead ahead;
+      if (next == last)
+        look_down(x, h, tile, mask, visited, ahead);
+      else if (next > block + 1)
+        look_ahead(x, next, ahead);
+      Ahead* fetched = ahead.any() ? &ahead : nullptr;
+      const i64 skip = masked.begin - n0, at = masked.begin - blocks.begin(block);
+      const Words<Word> k{x.keys.data + skip * x.keys.stride, x.keys.stride};
+      const Words<Word> v{x.values.data + skip * x.values.stride, x.values.stride};
+      tiles_.compute(x.seq, h, masked, k, v, chain, memory.tile, 0, nullptr, fetched);
+      products(masked, {x.key_rows.data + skip / Mode::per_word * x.key_rows.stride, x.key_rows.stride},
+               x.sum_k.part(block) + at * depth_, x.sum_v.part(block) + at * value_, memory, fetched);
     }
-    return touched;
+    return visited > 0;
   }
 
-  void products(const MaskedTile& masked, i64 skip, Words<Word> key_rows, Memory& memory) const {
+  // What a tile reads of a block of keys.
+  void look_ahead(const Chunk& x, i64 block, Ahead& ahead) const {
+    const i64 size = sizeof(Word), skip = x.all.blocks.begin(block) - x.all.begin(x.c);
+    const i64 count = x.all.blocks.end(block) - x.all.blocks.begin(block);
+    ahead.add(x.keys.data + skip * x.keys.stride, x.keys.stride * size, count, Mode::words(f_.head_dim) * size);
+    ahead.add(x.values.data + skip * x.values.stride, x.values.stride * size, count, Mode::words(f_.value_dim) * size);
+    x.sum_k.look_ahead(block, ahead);
+    x.sum_v.look_ahead(block, ahead);
+  }
+
+  // The same of the first block of the next tile of queries, and what that tile reads of its queries. Where a tile
+  // has many blocks its neighbours have them too.
+  void look_down(const Chunk& x, i64 h, i64 tile, const Mask& mask, int visited, Ahead& ahead) const {
+    constexpr int kFew = 4, kRows = 8;
+    if (visited > kFew) return;
+    const i64 last = min(tile_count(x.seq.queries), tile + 1 + kRows);
+    for (i64 below = tile + 1; below < last; below++) {
+      const TableRows table = table_rows(x.seq, mask, below);
+      if (!table.known()) return;
+      const i64 block = next_block(x, table, x.all.first_block(x.c));
+      if (block == x.all.last_block(x.c)) continue;
+      const i64 row = x.seq.query_begin + below * kTileQueries, rows = rows_of(x.seq, below), size = sizeof(Elem);
+      const View &q = f_.q, &g = f_.grad_out;
+      if (q.col == 1) ahead.add(Mode::at(q.data, view_at(q, x.seq.b, h, row)), q.row * size, rows, f_.head_dim * size);
+      if (g.col == 1) ahead.add(Mode::at(g.data, view_at(g, x.seq.b, h, row)), g.row * size, rows, f_.value_dim * size);
+      return look_ahead(x, block, ahead);
+    }
+  }
+
+  void products(const MaskedTile& masked, Words<Word> key_rows, Acc* grad_k, Acc* grad_v, Memory& memory,
+                Ahead* ahead) const {
     const GradTile<Mode>& tile = memory.tile.tile;
     const int count = static_cast<int>(masked.end - masked.begin), width = tile.width;
     const int queries = (tile.rows + Mode::per_word - 1) / Mode::per_word;
@@ -371,31 +415,26 @@ class BackwardKernel {
     const Word* ds = Mode::paired ? memory.tile.ds_rows : reinterpret_cast<const Word*>(memory.tile.grads);
     const i64 row = width / Mode::per_word;
     Product::template run<AOrder::row_major, Into::add>(p, row, tile.grad_rows.data, tile.grad_rows.stride, count,
-                                                        queries, static_cast<int>(value_),
-                                                        memory.grad_v + skip * value_, value_);
+                                                        queries, static_cast<int>(value_), grad_v, value_, nullptr,
+                                                        nullptr, ahead);
     Product::template run<AOrder::row_major, Into::add>(ds, row, tile.q_rows.data, tile.q_rows.stride, count, queries,
-                                                        static_cast<int>(depth_), memory.grad_k + skip * depth_,
-                                                        depth_);
+                                                        static_cast<int>(depth_), grad_k, depth_, nullptr, nullptr,
+                                                        ahead);
     Product::template run<AOrder::column_major, Into::add>(
         key_rows.data, key_rows.stride, reinterpret_cast<const Word*>(memory.tile.grads), width, f_.head_dim,
-        (count + Mode::per_word - 1) / Mode::per_word, width, memory.grad_q, width);
+        (count + Mode::per_word - 1) / Mode::per_word, width, memory.grad_q, width, nullptr, nullptr, ahead);
   }
 
-  void write_rows(const Acc* from, i64 stride, int count, int depth, Acc factor, const View& to, const Sequence& seq,
-                  i64 head, i64 n0) const {
-    for (int j = 0; j < count; j++) {
-      Elem* row = Mode::at(const_cast<void*>(to.data), view_at(to, seq.b, head, seq.key_begin + n0 + j));
-      for (int d = 0; d < depth; d += lanes) narrow(row + d, depth - d, load(from + j * stride + d) * factor);
-    }
-  }
-  // Keys that no query may see were not visited; their gradients are zero.
-  void zero_beyond(const Sequence& seq, i64 head, i64 from) const {
-    for (i64 n = from; n < seq.keys; n++) {
-      const i64 row = seq.key_begin + n;
-      std::memset(static_cast<void*>(Mode::at(const_cast<void*>(f_.grad_k.data), view_at(f_.grad_k, seq.b, head, row))),
-                  0, static_cast<std::size_t>(f_.head_dim) * sizeof(Elem));
-      std::memset(static_cast<void*>(Mode::at(const_cast<void*>(f_.grad_v.data), view_at(f_.grad_v, seq.b, head, row))),
-                  0, static_cast<std::size_t>(f_.value_dim) * sizeof(Elem));
+  // Keys n0 .. n1 - 1 of a gradient; zeros where there is no sum.
+  void write_rows(const Acc* from, i64 stride, int depth, Acc factor, const View& to, const Sequence& seq, i64 head,
+                  i64 n0, i64 n1) const {
+    for (i64 n = n0; n < n1; n++) {
+      Elem* row = Mode::at(const_cast<void*>(to.data), view_at(to, seq.b, head, seq.key_begin + n));
+      if (from == nullptr) {
+        std::memset(static_cast<void*>(row), 0, static_cast<std::size_t>(depth) * sizeof(Elem));
+        continue;
+      }
+      for (int d = 0; d < depth; d += lanes) narrow(row + d, depth - d, load(from + (n - n0) * stride + d) * factor);
     }
   }
 

@@ -44,11 +44,14 @@ struct ExprBox {
 };
 
 // Scratch memory of a program: a header, then the registers by extent, each with room for so many elements. What does
-// not depend on the query fills a vector, of at most 16 lanes; a piece has 16 keys, a tile 64 queries.
-constexpr i64 kExprHeader = 64;
+// not depend on the query fills a vector, of at most 16 lanes; a piece has 16 keys, a tile 64 queries, a block of
+// pieces at most kExprKeys keys.
+constexpr i64 kExprHeader = 192;
+constexpr int kExprTiles = 8;  // of which the values per query are kept
 constexpr int kExtents = 5;
-constexpr i64 kRegisterElements[kExtents] = {16, 64, 16 * 16, 16 + 64, 16 * 64};
-constexpr int kDiagonals = 16;  // where the diagonal of the first key and the first query lies in its register
+constexpr int kExprKeys = 256;
+constexpr i64 kRegisterElements[kExtents] = {16, 64, 16 * 16, kExprKeys + 64, 16 * 64};
+constexpr int kDiagonals = 16;  // where the diagonal of a piece's first key and the first query lies in its register
 
 // What a value depends on. Of m - n alone (as relative positions are): it is the same along a diagonal of the tile.
 enum ExprExtent : int { whole_tile = 0, per_query = 1, per_key = 2, per_diagonal = 3, per_pair = 4 };
@@ -69,8 +72,6 @@ struct ExprValue {
 // derivative in the place of the scores and in `gain`, all others in their registers.
 enum class ExprUse : unsigned char { mask, score, loads };
 
-constexpr int kExprKeys = 256;
-
 // What compiled code is given for some keys of a tile: the registers by extent, of which those of a tile and of its
 // queries are filled; element (j, i) of the scores at j * width + i.
 struct ExprFrame {
@@ -86,6 +87,20 @@ struct ExprFrame {
 };
 using ExprCompiled = void (*)(ExprFrame*);
 
+// How the interpreter makes the last values of a score: in one pass over a piece, the scores scaled before and the
+// largest of each query found on the way. An operation with a value x of every pair and another one; `from` and `not`:
+// x is the second argument. Or a function of x times (or over) one number, times another, each of them or none.
+enum class ExprEnd : unsigned char { copy, add, sub, sub_from, mul, where, where_not, tanh, sigmoid };
+struct ExprTail {
+  ExprEnd end = ExprEnd::copy;
+  bool over = false;                    // x is divided
+  bool scales = false;                  // x is the score, which nothing else takes
+  bool keys = false;                    // a value of a pair takes one of a key
+  bool alone = false;                   // no other value is of a pair, nor is one of a key taken
+  int begin = 0;                        // the first value made so
+  int x = -1, before = -1, after = -1;  // places; `before` of an operation: the other argument, `after`: a condition
+};
+
 // An expression as it is run: the values that the outputs need, first those that hold for a whole tile, then those
 // per query, per key, per diagonal, per pair. Integers are 32 bits wide where they all fit, else 64 (with float64
 // always).
@@ -100,6 +115,7 @@ struct ExprProgram {
   ExprValue load[kMaxLoads];  // their index arguments are kept like outputs
   bool wide;                  // 64-bit integers
   bool wide_floats;           // float64
+  ExprTail tail;              // of a score
   i64 room, bytes;            // where its scratch memory begins, and its size
   ExprCompiled compiled;      // does the work of all values per key and per pair; null where nothing is compiled
 };

@@ -264,6 +264,7 @@ CompiledExpr::CompiledExpr(const std::vector<ExprNode>& nodes, const std::vector
   look_at_tensors();
   choose_width(problem);
   assign_registers();
+  plan_tail();
   program_.room = problem.expr_room;
   problem.expr_room += program_.bytes;
 }
@@ -358,7 +359,70 @@ void CompiledExpr::assign_registers() {
   const i64 size = program_.wide ? 8 : 4;
   program_.bytes = kExprHeader;
   for (int extent = 0; extent < kExtents; extent++)
-    program_.bytes += program_.registers[extent] * kRegisterElements[extent] * size;
+    program_.bytes +=
+        program_.registers[extent] * kRegisterElements[extent] * size * (extent == per_query ? kExprTiles : 1);
+}
+
+// What it makes in one pass are the program's last values, each taken by the next alone.
+void CompiledExpr::plan_tail() {
+  const int end = program_.begin[kExtents], first = program_.begin[per_pair], out = program_.output[0];
+  const auto value = [&](int place) -> const ExprValue& { return values_[static_cast<std::size_t>(place)]; };
+  std::vector<int> uses(values_.size(), 0);
+  ExprTail& tail = program_.tail;
+  tail.keys = value(out).extent == per_key;
+  for (int at = 0; at < end; at++) {
+    for (int i = 0; i < value(at).count; i++) {
+      uses[static_cast<std::size_t>(value(at).arg[i])]++;
+      tail.keys |= at >= first && value(value(at).arg[i]).extent == per_key;
+    }
+  }
+  tail.begin = end, tail.x = out;
+  const auto is_score = [&](int place) { return value(place).op == ExprOp::score; };
+  const auto used_once = [&](int place) { return uses[static_cast<std::size_t>(place)] == 1; };
+  // Of a product (or quotient) with a number that holds for the tile: that number's place, and the other's in `x`.
+  const auto factor = [&](int place, int& x) {
+    const ExprValue& product = value(place);
+    if (product.kind != ExprKind::real || (product.op != ExprOp::mul && product.op != ExprOp::div)) return -1;
+    for (int i = product.op == ExprOp::div ? 1 : 0; i < 2; i++) {
+      x = product.arg[1 - i];
+      if (value(product.arg[i]).extent == whole_tile && value(x).extent == per_pair) return int{product.arg[i]};
+    }
+    return -1;
+  };
+  const auto finish = [&] {
+    tail.scales = is_score(tail.x) && used_once(tail.x);
+    tail.alone = !tail.keys;
+    for (int at = first; at < tail.begin; at++) tail.alone &= is_score(at);
+  };
+  if (out != end - 1 || value(out).extent != per_pair || program_.outputs != 1 || program_.loads > 0) return finish();
+
+  int function = out, after = -1;
+  if (value(out).op == ExprOp::mul && out > first && used_once(out - 1)) {
+    after = factor(out, function);
+    if (after < 0 || function != out - 1) function = out, after = -1;
+  }
+  const ExprValue& last = value(function);
+  if (last.op == ExprOp::tanh || last.op == ExprOp::sigmoid) {
+    tail.end = last.op == ExprOp::tanh ? ExprEnd::tanh : ExprEnd::sigmoid;
+    tail.begin = function, tail.after = after, tail.x = last.arg[0];
+    int x = -1;
+    const int before = tail.x == function - 1 && tail.x >= first && used_once(tail.x) ? factor(tail.x, x) : -1;
+    if (before >= 0) tail.over = value(tail.x).op == ExprOp::div, tail.before = before, tail.begin--, tail.x = x;
+    return finish();
+  }
+  const ExprValue& op = value(out);
+  if (op.kind != ExprKind::real) return finish();
+  const int skip = op.op == ExprOp::where ? 1 : 0;
+  const bool known = op.op == ExprOp::add || op.op == ExprOp::sub || op.op == ExprOp::mul || op.op == ExprOp::where;
+  const auto rank = [&](int place) { return is_score(place) ? 2 : value(place).extent == per_pair ? 1 : 0; };
+  if (!known || std::max(rank(op.arg[skip]), rank(op.arg[skip + 1])) == 0) return finish();
+  const bool second = rank(op.arg[skip + 1]) > rank(op.arg[skip]);
+  tail.x = op.arg[skip + second], tail.before = op.arg[skip + !second], tail.begin = out;
+  if (op.op == ExprOp::add) tail.end = ExprEnd::add;
+  if (op.op == ExprOp::mul) tail.end = ExprEnd::mul;
+  if (op.op == ExprOp::sub) tail.end = second ? ExprEnd::sub_from : ExprEnd::sub;
+  if (op.op == ExprOp::where) tail.end = second ? ExprEnd::where_not : ExprEnd::where, tail.after = op.arg[0];
+  finish();
 }
 
 }  // namespace tilewise

@@ -43,6 +43,7 @@ class CompiledExpr {
   void look_at_tensors();
   void choose_width(const Problem& problem);
   void assign_registers();
+  void plan_tail();
 
   std::vector<ExprValue> values_;
   std::vector<ExprTensor> tensors_;

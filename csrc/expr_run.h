@@ -4,7 +4,7 @@
 
 #include "expr.h"
 #include "expr_integers.h"
-#include "tile_sizes.h"
+#include "leave.h"
 
 namespace tilewise::TILEWISE_ISA {
 
@@ -26,8 +26,8 @@ class ExprRun {
 
   // At the start of the program's scratch memory: what the values that are kept were computed for.
   struct State {
-    i64 b, h, queries, keys, m0;
-    int rows, width;
+    i64 b, h, queries, keys, m0[kExprTiles];
+    int rows[kExprTiles];
   };
   static_assert(sizeof(State) <= kExprHeader && kRegisterElements[per_query] == kTileQueries &&
                 kRegisterElements[per_pair] == kTileQueries * kSubKeys);
@@ -35,32 +35,35 @@ class ExprRun {
  public:
   // `room`: the thread's scratch memory for expressions.
   ExprRun(const ExprProgram& program, char* room)
-      : p_(program), state_(*reinterpret_cast<State*>(room + program.room)), s_(nullptr), n0_(0) {
+      : p_(program), state_(*reinterpret_cast<State*>(room + program.room)) {
     char* at = room + program.room + kExprHeader;
     for (int extent = 0; extent < kExtents; extent++) {
       size_[extent] = kRegisterElements[extent] * (program.wide ? 8 : 4);
       base_[extent] = at;
-      at += size_[extent] * program.registers[extent];
+      at += size_[extent] * program.registers[extent] * (extent == per_query ? kExprTiles : 1);
     }
+    queries_ = base_[per_query];
   }
 
   // A sequence and a head: computes what holds for all of it.
   void open(i64 b, i64 h, i64 queries, i64 keys) const {
-    state_ = {b, h, queries, keys, -1, 0, 0};
+    state_ = {b, h, queries, keys, {}, {}};
     run(whole_tile, 1);
   }
 
-  // A tile of queries: computes what holds for each of them.
-  void tile(i64 m0, int rows) const {
-    if (state_.m0 == m0 && state_.rows == rows) return;
-    state_.m0 = m0, state_.rows = rows;
-    state_.width = static_cast<int>(round_up(rows, lanes));
+  // A tile of queries: computes what holds for each of them. Kernels come back to a few tiles for every block of keys.
+  void tile(i64 m0, int rows) {
+    const i64 place = m0 / kTileQueries % kExprTiles;
+    m0_ = m0, rows_ = rows, width_ = static_cast<int>(round_up(rows, lanes));
+    base_[per_query] = queries_ + place * size_[per_query] * p_.registers[per_query];
+    if (state_.rows[place] == rows && state_.m0[place] == m0) return;
+    state_.m0[place] = m0, state_.rows[place] = rows;
     run(per_query, 1);
   }
 
   // The keys n0 .. n0 + count - 1; s[j * width + i] are the scores.
   void piece(C* s, i64 n0, int count) {
-    s_ = s, n0_ = n0;
+    s_ = s, n0_ = n0, diagonal_ = diagonals_ = kDiagonals;
     if (p_.compiled != nullptr) {
       if (p_.registers[per_diagonal] > 0) {
         run(per_key, count);
@@ -74,12 +77,35 @@ class ExprRun {
     run(per_pair, count);
   }
 
-  // What compiled code is given for such a piece.
-  ExprFrame frame(C* s, i64 n0, int count) const {
-    return {base_, p_.tensors, s, nullptr, nullptr, nullptr, n0, count, state_.width, state_.rows, 1, 0, false};
+  // The same of a score and up to kExprKeys keys, as the tail has it: s is multiplied by `scale`, and becomes the new
+  // score. True if one is below kLowestBias.
+  bool block(C* s, i64 n0, int keys, C scale, C* peak) {
+    diagonal_ = diagonals_ = static_cast<int>(round_up(keys, lanes));
+    s_ = s, n0_ = n0;
+    if (p_.registers[per_diagonal] > 0) {
+      run(per_key, 1);
+      run(per_diagonal, 1);
+    }
+    bool low = false;
+    const int step = p_.tail.alone ? keys : kSubKeys;
+    for (int j = 0; j < keys; j += step) {
+      const int count = static_cast<int>(min(step, keys - j)), width = width_;
+      s_ = s + static_cast<i64>(j) * width, n0_ = n0 + j, diagonal_ = diagonals_ - j;
+      if (p_.tail.keys) run(per_key, count);
+      if (!p_.tail.scales)
+        for (int x = 0; x < count * width; x += lanes) store(s_ + x, load(s_ + x) * scale);
+      for (int at = p_.begin[per_pair]; at < p_.tail.begin; at++) run_one(at, count, width);
+      low |= end({s_, peak, width, rows_, count}, p_.tail.scales ? scale : static_cast<C>(1));
+    }
+    return low;
   }
 
-  int width() const { return state_.width; }
+  // What compiled code is given for such a piece.
+  ExprFrame frame(C* s, i64 n0, int count) const {
+    return {base_, p_.tensors, s, nullptr, nullptr, nullptr, n0, count, width_, rows_, 1, 0, false};
+  }
+
+  int width() const { return width_; }
   Operand output(int index) const { return operand(p_.output[index]); }
   // `along`: as the elements of a register of diagonals lie, for values of that extent.
   Operand operand(int index, bool along = false) const {
@@ -92,9 +118,9 @@ class ExprRun {
         return {data, lanes, 0};
       case per_diagonal:
         if (along) return {data, 0, -1};
-        return {data + kDiagonals * (p_.wide && x.kind == ExprKind::integer ? 8 : static_cast<int>(sizeof(C))), -1, -1};
+        return {data + diagonal_ * (p_.wide && x.kind == ExprKind::integer ? 8 : static_cast<int>(sizeof(C))), -1, -1};
       case per_pair:
-        return {data, state_.width, -1};
+        return {data, width_, -1};
       default:
         return {data, 0, 0};
     }
@@ -102,7 +128,7 @@ class ExprRun {
   // What there is of a value per row of keys.
   int columns(int extent) const {
     if (extent == whole_tile || extent == per_key) return lanes;
-    return extent == per_diagonal ? kDiagonals + state_.width : state_.width;
+    return extent == per_diagonal ? diagonals_ + width_ : width_;
   }
 
  private:
@@ -155,15 +181,89 @@ class ExprRun {
 
   void run(int extent, int rows) const {
     const int columns = this->columns(extent);
-    for (int at = p_.begin[extent]; at < p_.begin[extent + 1]; at++) {
-      if constexpr (sizeof(C) == 8) {
-        compute<i64>(at, rows, columns);
-      } else if (p_.wide) {
-        compute<i64>(at, rows, columns);
-      } else {
-        compute<i32>(at, rows, columns);
+    for (int at = p_.begin[extent]; at < p_.begin[extent + 1]; at++) run_one(at, rows, columns);
+  }
+  void run_one(int at, int rows, int columns) const {
+    if constexpr (sizeof(C) == 8) {
+      compute<i64>(at, rows, columns);
+    } else if (p_.wide) {
+      compute<i64>(at, rows, columns);
+    } else {
+      compute<i32>(at, rows, columns);
+    }
+  }
+
+  // ---- the tail of a score
+
+  bool end(const Leaving<C>& to, C scale) const {
+    using V = Vec<C>;
+    const ExprTail& t = p_.tail;
+    switch (t.end) {
+      case ExprEnd::add:
+        return end_of_two(to, scale, [](V x, V y) { return x + y; });
+      case ExprEnd::sub:
+        return end_of_two(to, scale, [](V x, V y) { return x - y; });
+      case ExprEnd::sub_from:
+        return end_of_two(to, scale, [](V x, V y) { return y - x; });
+      case ExprEnd::mul:
+        return end_of_two(to, scale, [](V x, V y) { return x * y; });
+      case ExprEnd::where:
+        return end_where(to, scale, [](Vec<Truth> c, V x, V y) { return c ? x : y; });
+      case ExprEnd::where_not:
+        return end_where(to, scale, [](Vec<Truth> c, V x, V y) { return c ? y : x; });
+      case ExprEnd::tanh:
+        return end_function(to, scale, [](auto& x) { tanh_of_all(x); });
+      case ExprEnd::sigmoid:
+        return end_function(to, scale, [](auto& x) {
+          for (auto& y : x) y = sigmoid(y, C{});
+        });
+      default: {
+        const Operand x = operand(t.x);
+        return leave<true>(to, [=](int j, int i, auto& out) {
+          const C* from = x.at<C>(j, 0);
+          for (auto& y : out) y = load(from + (i & x.lane)) * scale, i += lanes;
+        });
       }
     }
+  }
+  // Rounded after it was scaled, as where that is done by itself.
+  static Vec<C> scaled(const C* p, C scale) { return rounded(load(p) * scale, C{}); }
+  template <class F>
+  bool end_of_two(const Leaving<C>& to, C scale, const F& f) const {
+    const Operand x = operand(p_.tail.x), y = operand(p_.tail.before);
+    return leave<true>(to, [=](int j, int i, auto& out) {
+      const C *p = x.at<C>(j, i), *q = y.at<C>(j, 0);
+      TW_UNROLL(4)
+      for (auto& z : out) z = f(scaled(p, scale), load(q + (i & y.lane))), i += lanes, p += lanes;
+    });
+  }
+  template <class F>
+  bool end_where(const Leaving<C>& to, C scale, const F& f) const {
+    const Operand x = operand(p_.tail.x), y = operand(p_.tail.before), c = operand(p_.tail.after);
+    return leave<true>(to, [=](int j, int i, auto& out) {
+      const C *p = x.at<C>(j, i), *q = y.at<C>(j, 0);
+      const Truth* r = c.at<Truth>(j, 0);
+      TW_UNROLL(4)
+      for (auto& z : out)
+        z = f(load(r + (i & c.lane)), scaled(p, scale), load(q + (i & y.lane))), i += lanes, p += lanes;
+    });
+  }
+  template <class F>
+  bool end_function(const Leaving<C>& to, C scale, const F& f) const {
+    const ExprTail& t = p_.tail;
+    const Operand x = operand(t.x);
+    const C one = 1, before = t.before < 0 ? one : *operand(t.before).template at<C>(0, 0);
+    const C after = t.after < 0 ? one : *operand(t.after).template at<C>(0, 0);
+    const auto with = [&](const auto& inner) {
+      return leave<true>(to, [=](int j, int i, auto& out) {
+        const C* p = x.at<C>(j, i);
+        for (auto& z : out) z = inner(scaled(p, scale), before), p += lanes;
+        f(out);
+        for (auto& z : out) z = z * after;
+      });
+    };
+    if (t.over) return with([](Vec<C> z, C by) { return z / by; });
+    return with([](Vec<C> z, C by) { return z * by; });
   }
 
   template <class I>
@@ -199,8 +299,7 @@ class ExprRun {
         return;
       case ExprOp::query:
         // Lanes behind the last query repeat it: no value is out of what was proved.
-        for (int i = 0; i < columns; i++)
-          to.at<I>(0, 0)[i] = static_cast<I>(min(state_.m0 + i, state_.m0 + state_.rows - 1));
+        for (int i = 0; i < columns; i++) to.at<I>(0, 0)[i] = static_cast<I>(min(m0_ + i, m0_ + rows_ - 1));
         return;
       case ExprOp::key:
         for (int j = 0; j < rows; j++)
@@ -228,9 +327,10 @@ class ExprRun {
     const N first = static_cast<N>(*operand(x.arg[0]).template at<I>(0, 0)) -
                     static_cast<N>(*operand(x.arg[1]).template at<I>(0, 0));
     const bool forward = p_.values[x.arg[0]].extent == per_query;
-    for (int i = 0; i < columns; i++) {
-      const N step = static_cast<N>(i - kDiagonals);
-      to.at<I>(0, 0)[i] = static_cast<I>(forward ? first + step : first - step);
+    I* data = to.at<I>(0, 0);
+    for (int i = 0; i < columns; i += kLanes<I>) {
+      const Vec<N> step = lane_numbers<N>() + static_cast<N>(i - diagonals_);
+      store(data + i, (Vec<I>)(forward ? first + step : first - step));
     }
   }
 
@@ -437,7 +537,7 @@ class ExprRun {
       }
       by_query_ = queries;
       if (!queries) return;
-      for (int i = 0; i < run.state_.width; i += kLanes<I>) {
+      for (int i = 0; i < run.width_; i += kLanes<I>) {
         Vec<I> sum{};
         for (int d = 0; d < count_; d++)
           if (kind_[d] == per_query) sum += moved(load(index_[d].at<I>(0, i)), d);
@@ -569,10 +669,15 @@ class ExprRun {
 
   const ExprProgram& p_;
   State& state_;
-  char* base_[kExtents];
+  char *base_[kExtents], *queries_;
   i64 size_[kExtents];
-  C* s_;
-  i64 n0_;
+  i64 m0_ = 0;
+  int rows_ = 0, width_ = 0;
+  C* s_ = nullptr;
+  i64 n0_ = 0;
+  // Where the diagonal of the first key and the first query lies in its register: of the keys that diagonals were
+  // computed for, and of those now looked at.
+  int diagonals_ = kDiagonals, diagonal_ = kDiagonals;
 };
 
 }  // namespace tilewise::TILEWISE_ISA

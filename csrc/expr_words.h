@@ -270,6 +270,19 @@ TW_INLINE Truths op_eq(Truths a, Truths b) { return ~(a ^ b); }
 TW_INLINE Truths op_not(Truths a) { return ~a; }
 TW_INLINE Truths op_where(Truths c, Truths a, Truths b) { return c ? a : b; }
 
+// Conditions along diagonals, a bit each: those of a key's queries, which begin at bit `from`.
+constexpr int kDiagonalWords = (kExprKeys + 64) / 64 + 1;
+TW_INLINE u64 row_bits(const u64* words, int from) {
+  const u64* p = words + from / 64;
+  return p[0] >> from % 64 | p[1] << 1 << (63 - from % 64);
+}
+TW_INLINE void add_bits(u64* words, int at, Truths x) { words[at / 64] |= bits_of_mask<Truth>(x) << at % 64; }
+TW_INLINE Wholes lanes_from(i64 first) {
+  Wholes r;
+  for (int p = 0; p < kParts; p++) r.part[p] = lane_numbers<Whole>() + static_cast<Whole>(first + p * kLanes<Whole>);
+  return r;
+}
+
 // ---- floats: each operation rounded by itself, as the interpreter has it
 
 TW_INLINE Reals op_add(Reals a, Reals b) { return a + b; }
@@ -323,24 +336,10 @@ TW_INLINE Reals op_exp(Reals a) { return rounded(exp_full(a, Real{}), Real{}); }
 TW_INLINE Reals op_exp2(Reals a) { return rounded(exp2_full(a, Real{}), Real{}); }
 TW_INLINE Reals op_log(Reals a) { return log_full(a, Real{}); }
 TW_INLINE Reals op_log2(Reals a) { return log2_full(a, Real{}); }
-TW_INLINE Reals op_tanh(Reals a) {
-#if TILEWISE_VECTOR_BYTES == 64
-  // As `tanh` of elementary.h without its slope, in fewer operations.
-  if constexpr (sizeof(Real) == 4) {
-    const Reals y = vmax(reals(-100), magnitude(a, Real{}) * static_cast<Real>(-2.88539008177792681472));
-    const __m512 k = (__m512)round_to<Toward::nearest>(y, Real{});
-    const __m512 power = _mm512_scalef_ps(_mm512_set1_ps(1), k);
-    const __m512 part = _mm512_scalef_ps((__m512)exp2_minus_one<6>(y - (Reals)k), k);
-    const Reals m = (reals(1) - (Reals)power) - (Reals)part;
-    const __m512i t = (__m512i)(m / (reals(2) - m));
-    return (Reals)_mm512_ternarylogic_epi32(_mm512_set1_epi32(INT32_MIN), (__m512i)a, t, 0xca);
-  }
-#endif
-  return tanh_of(a, Real{});
-}
-// For scores of operands of 16 bits: by less than 3e-5 of itself too small. A quotient of polynomials up to 6, its
-// values fitted for the least relative error.
-TW_INLINE Reals op_tanh_coarse(Reals a) {
+TW_INLINE Reals op_tanh(Reals a) { return tanh_of(a, Real{}); }
+// For scores of operands of 16 bits: by less than 3e-5 of itself too small far from zero. A quotient of polynomials up
+// to 6, its values fitted for the least relative error.
+TW_INLINE Reals coarse_far(Reals a) {
   const Reals low = reals(-6), high = reals(6);
   Reals x = low > a ? low : a;  // of NaN stays NaN
   x = high < x ? high : x;
@@ -352,6 +351,16 @@ TW_INLINE Reals op_tanh_coarse(Reals a) {
                       t +
                   static_cast<Real>(1);
   return x * p / q;
+}
+TW_INLINE Reals op_tanh_coarse(Reals a) {
+  if constexpr (sizeof(Real) == 8) {
+    return coarse_far(a);
+  } else {
+    const Reals square = a * a, near = (Reals)tanh_near((Vec<float>)a, (Vec<float>)square);
+    const u64 far = bits_not_below((Vec<float>)square, kTanhNear);
+    if (__builtin_expect(far == 0, 1)) return near;
+    return select_bits<Real>(far, coarse_far(a), near);
+  }
 }
 TW_INLINE Reals op_sigmoid(Reals a) { return sigmoid(a, Real{}); }
 TW_INLINE Reals op_sqrt(Reals a) { return square_root(a); }
@@ -367,6 +376,7 @@ TW_INLINE Truths op_le(Reals a, Reals b) { return a <= b; }
 TW_INLINE Truths op_eq(Reals a, Reals b) { return a == b; }
 TW_INLINE Truths op_ne(Reals a, Reals b) { return a != b; }
 TW_INLINE Reals op_where(Truths c, Reals a, Reals b) { return c ? a : b; }
+TW_INLINE Reals op_where_bits(u64 c, Reals a, Reals b) { return select_bits<Real>(c, a, b); }
 TW_INLINE Reals op_to_float(Reals a) { return a; }
 TW_INLINE Reals op_to_float(Truths a) { return __builtin_convertvector(-a, Reals); }
 TW_INLINE Reals op_to_float(const Wholes& a) {
@@ -383,6 +393,9 @@ struct Score {
   Real *scores, *gain, *peak;
   int from, rows;
   Reals lowest, top[kV], least[kV];
+  using Bits = UInt<Real>;
+  Bits bound, span;
+  Vec<Bits> deepest[kV];
 
   __attribute__((always_inline)) Score(const ExprFrame& f, int first)
       : scores(static_cast<Real*>(f.s)),
@@ -390,8 +403,10 @@ struct Score {
         peak(static_cast<Real*>(f.peak)),
         from(first),
         rows(f.rows),
-        lowest(reals(f.lowest)) {
-    for (int v = 0; v < kV; v++) top[v] = reals(-__builtin_inf()), least[v] = reals(0);
+        lowest(reals(f.lowest)),
+        bound(__builtin_bit_cast(Bits, static_cast<Real>(f.lowest))),
+        span(__builtin_bit_cast(Bits, -static_cast<Real>(__builtin_inf())) - bound) {
+    for (int v = 0; v < kV; v++) top[v] = reals(-__builtin_inf()), least[v] = reals(0), deepest[v] = set<Bits>(span);
   }
   // Lanes without a query hold no score.
   __attribute__((always_inline)) Reals there(int v, Reals x) const {
@@ -405,19 +420,20 @@ struct Score {
     top[v] = vmax(x, top[v]);
     least[v] = x < least[v] ? x : least[v];
   }
-  // Where -inf is a score like others.
+  // Where -inf is a score like others. As unsigned integers numbers from the bound down to the lowest follow one
+  // another, and -inf comes next.
   __attribute__((always_inline)) void put_hiding(int v, int at, Reals x) {
     x = there(v, x);
     store(scores + at, x);
     top[v] = vmax(x, top[v]);
-    const Reals finite = x == reals(-__builtin_inf()) ? reals(0) : x;
-    least[v] = finite < least[v] ? finite : least[v];
+    const Vec<Bits> depth = (Vec<Bits>)x - bound;
+    deepest[v] = depth < deepest[v] ? depth : deepest[v];
   }
   __attribute__((always_inline)) void put_gain(int v, int at, Reals x) const { store(gain + at, there(v, x)); }
   __attribute__((always_inline)) void close(ExprFrame& f) const {
     for (int v = 0; v < kV; v++) {
       store(peak + from + v * kStep, top[v]);
-      f.low |= bits_of_mask<Truth>(least[v] < lowest) != 0;
+      f.low |= bits_of_mask<Truth>((Truths)(least[v] < lowest) | (Truths)(deepest[v] < span)) != 0;
     }
   }
 };

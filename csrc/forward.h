@@ -44,6 +44,7 @@ struct QueryTile {
   Acc* best;        // the largest score as the matrix product and the score chain left it
   // The first key that has it: piece * kSubKeys + place, either exact in any type.
   Acc *best_piece, *best_place;
+  TableRows table;
 };
 
 template <class Mode>
@@ -120,17 +121,45 @@ class ForwardKernel {
     const ScoreChain<Acc> chain(f_, b, h, seq.queries, seq.keys, memory.expr);
     QueryTile<Mode> tiles[Mode::query_tiles];
     int count = 0;
-    for (i64 first = begin; first < end; first += kTileQueries)
-      tiles[count] = open(seq, h, first, end, count, memory), count++;
+    for (i64 first = begin; first < end; first += kTileQueries) {
+      tiles[count] = open(seq, h, first, end, count, memory);
+      tiles[count].table = mask.table(first, min(first + kTileQueries, end) - 1);
+      count++;
+    }
 
     const Range visible = mask.visible(begin, end - 1);
     const KeyBlocks blocks(mask.key_limit());
-    if (visible.begin < visible.end) {
-      for (i64 x = blocks.containing(visible.begin); x < blocks.count && blocks.begin(x) < visible.end; x++)
-        if (!mask.skips(begin, end - 1, blocks.begin(x), blocks.end(x)))
-          key_block(seq, h, blocks.begin(x), blocks.end(x), mask, chain, tiles, count, memory);
+    const TableRows table = mask.table(begin, end - 1);
+    const i64 last = visible.begin < visible.end ? blocks.containing(visible.end - 1) + 1 : 0;
+    const auto next = [&](i64 x) {  // from x on
+      while (x < last && table.skips(blocks.begin(x), blocks.end(x))) x++;
+      return x;
+    };
+    for (i64 x = next(blocks.containing(visible.begin)), y = 0; x < last; x = y) {
+      y = next(x + 1);
+      Ahead ahead;
+      if (y < last && stands_alone(tiles, count, blocks.begin(x), blocks.end(x), y > x + 1))
+        look_ahead(seq, h, blocks.begin(y), blocks.end(y), ahead);
+      key_block(seq, h, blocks.begin(x), blocks.end(x), mask, chain, tiles, count, memory,
+                ahead.any() ? &ahead : nullptr);
     }
     for (int t = 0; t < count; t++) close(seq, h, tiles[t], memory);
+  }
+
+  // Whether little is computed with keys n0 .. n1 - 1 before the next block of keys is needed.
+  static bool stands_alone(const QueryTile<Mode>* tiles, int count, i64 n0, i64 n1, bool gap) {
+    if (gap || count == 0 || !tiles[0].table.known()) return gap;
+    int visited = 0;
+    for (int t = 0; t < count; t++) visited += !tiles[t].table.skips(n0, n1);
+    return 2 * visited <= count;
+  }
+
+  void look_ahead(const Sequence& seq, i64 h, i64 n0, i64 n1, Ahead& ahead) const {
+    const i64 kv_head = h / (f_.heads / f_.kv_heads), row = seq.key_begin + n0, size = sizeof(Elem);
+    if (f_.k.col == 1)
+      ahead.add(Mode::at(f_.k.data, view_at(f_.k, seq.b, kv_head, row)), f_.k.row * size, n1 - n0, f_.head_dim * size);
+    if (f_.v.col == 1)
+      ahead.add(Mode::at(f_.v.data, view_at(f_.v, seq.b, kv_head, row)), f_.v.row * size, n1 - n0, f_.value_dim * size);
   }
 
   QueryTile<Mode> open(const Sequence& seq, i64 h, i64 first, i64 end, int index, const Memory& memory) const {
@@ -162,12 +191,13 @@ class ForwardKernel {
   }
 
   void key_block(const Sequence& seq, i64 h, i64 n0, i64 n1, const Mask& mask, const ScoreChain<Acc>& chain,
-                 const QueryTile<Mode>* tiles, int count, const Memory& memory) const {
+                 const QueryTile<Mode>* tiles, int count, const Memory& memory, Ahead* ahead) const {
     const i64 kv_head = h / (f_.heads / f_.kv_heads);
     Words<Word> keys{}, values{};
     i64 packed_begin = -1;
     for (int t = 0; t < count; t++) {
       const QueryTile<Mode>& tile = tiles[t];
+      if (tile.table.skips(n0, n1)) continue;
       MaskedTile masked;
       masked.bits = memory.bits;
       if (!masked.resolve(mask, tile.first, tile.rows, n0, n1)) continue;
@@ -185,25 +215,25 @@ class ForwardKernel {
       }
       const i64 skip = masked.begin - packed_begin;
       step(tile, seq, h, masked, keys.data + skip * keys.stride, keys.stride,
-           values.data + skip / Mode::per_word * values.stride, values.stride, chain, memory);
+           values.data + skip / Mode::per_word * values.stride, values.stride, chain, memory, ahead);
     }
   }
 
   void step(const QueryTile<Mode>& tile, const Sequence& seq, i64 h, const MaskedTile& masked, const Word* keys,
-            i64 key_stride, const Word* values, i64 value_stride, const ScoreChain<Acc>& chain,
-            const Memory& memory) const {
+            i64 key_stride, const Word* values, i64 value_stride, const ScoreChain<Acc>& chain, const Memory& memory,
+            Ahead* ahead) const {
     const int count = static_cast<int>(masked.end - masked.begin), width = tile.width;
     Acc* s = memory.scores;
     const i64 depth = Mode::words(f_.head_dim);
     bool peaked = true;
     if (units_.chain) {
       Product::template run<AOrder::row_major, Into::overwrite>(keys, key_stride, tile.q, width, count, depth, width, s,
-                                                                width);
+                                                                width, nullptr, nullptr, ahead);
       peaked = chain.apply(s, width, tile.first, tile.rows, masked.begin, count,
                            {nullptr, 0, tile.deepest, nullptr, memory.peak});
     } else {
       Product::template run<AOrder::row_major, Into::overwrite, true>(keys, key_stride, tile.q, width, count, depth,
-                                                                      width, s, width, nullptr, memory.peak);
+                                                                      width, s, width, nullptr, memory.peak, ahead);
     }
     if (!peaked || !masked.plain) mask_and_peak(s, width, count, masked.plain ? nullptr : masked.bits, memory.peak);
     if (f_.top_key.data) track_top(s, width, count, masked.begin, tile, memory.peak);
@@ -219,7 +249,7 @@ class ForwardKernel {
       softmax_columns<false>(s, count, tile, kept, memory);
     Product::template run<AOrder::column_major, Into::rescale>(
         values, value_stride, reinterpret_cast<const Word*>(s), width, f_.value_dim,
-        (count + Mode::per_word - 1) / Mode::per_word, width, tile.out, width, memory.alpha);
+        (count + Mode::per_word - 1) / Mode::per_word, width, tile.out, width, memory.alpha, nullptr, ahead);
   }
 
   // Pairs that the mask excludes become -inf; the largest score of each query is taken again.

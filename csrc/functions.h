@@ -6,24 +6,6 @@
 
 namespace tilewise::TILEWISE_ISA {
 
-// One bit per lane of a mask (all ones or zeros) of integers I.
-template <class I>
-TW_INLINE u64 bits_of_mask(Vec<I> mask) {
-#if TILEWISE_VECTOR_BYTES == 64
-  if constexpr (sizeof(I) == 4) return _mm512_movepi32_mask((__m512i)mask);
-  return _mm512_movepi64_mask((__m512i)mask);
-#elif TILEWISE_VECTOR_BYTES == 32
-  if constexpr (sizeof(I) == 4) return static_cast<u32>(_mm256_movemask_ps((__m256)mask));
-  return static_cast<u32>(_mm256_movemask_pd((__m256d)mask));
-#elif defined(TILEWISE_X86)
-  if constexpr (sizeof(I) == 4) return static_cast<u32>(_mm_movemask_ps((__m128)mask));
-  return static_cast<u32>(_mm_movemask_pd((__m128d)mask));
-#else
-  u64 bits = 0;
-  for (int i = 0; i < kLanes<I>; i++) bits |= u64{mask[i] != 0} << i;
-  return bits;
-#endif
-}
 template <class T>
 constexpr u64 kAllLanes = (u64{1} << kLanes<T>)-1;
 

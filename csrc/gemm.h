@@ -2,7 +2,7 @@
 // A is read one word at a time and broadcast, so keys and values are used where they lie in memory.
 #pragma once
 
-#include "simd.h"
+#include "ahead.h"
 
 namespace tilewise::TILEWISE_ISA {
 
@@ -141,15 +141,17 @@ struct Gemm {
 
   template <int kV, AOrder kOrder, Into kInto, bool kPeak>
   TW_NOINLINE static void columns(const Word* a, i64 lda, const Word* b, i64 ldb, int rows, int depth, Acc* c, i64 ldc,
-                                  const Acc* alpha, Acc* peak_out) {
+                                  const Acc* alpha, Acc* peak_out, Ahead* ahead) {
     constexpr int lanes = kLanes<Acc>;
     const i64 step = kOrder == AOrder::row_major ? lda : 1;
     Vec<Acc> peak[kV];
     TW_UNROLL(4)
     for (int v = 0; v < kV; v++) peak[v] = set(-static_cast<Acc>(__builtin_inf()));
     int r = 0;
-    for (; r + kRows<kV> <= rows; r += kRows<kV>)
+    for (; r + kRows<kV> <= rows; r += kRows<kV>) {
       block<kRows<kV>, kV, kOrder, kInto, kPeak>(a + r * step, lda, b, ldb, depth, c + r * ldc, ldc, alpha, peak);
+      if (ahead != nullptr) ahead->step();
+    }
     for (; r + 2 <= rows; r += 2)
       block<2, kV, kOrder, kInto, kPeak>(a + r * step, lda, b, ldb, depth, c + r * ldc, ldc, alpha, peak);
     for (; r < rows; r++)
@@ -160,15 +162,16 @@ struct Gemm {
     }
   }
 
-  // width is a multiple of the lanes; alpha and peak (the largest entry of each column) hold `width` numbers.
+  // width is a multiple of the lanes; alpha and peak (the largest entry of each column) hold `width` numbers. `ahead`:
+  // what is fetched on the way.
   template <AOrder kOrder, Into kInto, bool kPeak = false>
   static void run(const Word* a, i64 lda, const Word* b, i64 ldb, int rows, int depth, int width, Acc* c, i64 ldc,
-                  const Acc* alpha = nullptr, Acc* peak = nullptr) {
+                  const Acc* alpha = nullptr, Acc* peak = nullptr, Ahead* ahead = nullptr) {
     for_columns<Acc>(width, [&](auto vectors, int column) {
       constexpr int kV = decltype(vectors)::value;
       const Acc* factor = alpha ? alpha + column : nullptr;
       Acc* top = peak ? peak + column : nullptr;
-      columns<kV, kOrder, kInto, kPeak>(a, lda, b + column, ldb, rows, depth, c + column, ldc, factor, top);
+      columns<kV, kOrder, kInto, kPeak>(a, lda, b + column, ldb, rows, depth, c + column, ldc, factor, top, ahead);
     });
   }
 };

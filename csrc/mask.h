@@ -65,9 +65,9 @@ class Mask {
     return {max(n0, range.begin / kSubKeys * kSubKeys), min(n1, round_up(range.end, kSubKeys))};
   }
 
-  // Whether a table says that queries m0 .. m1 see none of the keys n0 .. n1 - 1.
-  bool skips(i64 m0, i64 m1, i64 n0, i64 n1) const {
-    return table_ != nullptr && m0 <= m1 && n0 < n1 && table_cover(*table_, b_, h_, m0, m1, n0, n1 - 1) == empty;
+  // What a table that speaks for the whole mask says of queries m0 .. m1.
+  TableRows table(i64 m0, i64 m1) const {
+    return table_ != nullptr && m0 <= m1 ? TableRows(*table_, b_, h_, m0, m1) : TableRows();
   }
 
   // Queries m0 .. m1 against keys n0 .. n1, all inclusive.

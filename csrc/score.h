@@ -10,10 +10,6 @@
 
 namespace tilewise::TILEWISE_ISA {
 
-// A finite bias is not let below this, so that the score stays finite in base-2 units.
-template <class C>
-constexpr C kLowestBias = static_cast<C>(sizeof(C) == 4 ? -2.3e38 : -1.2e308);
-
 // bias[m0 + i][n0 + j] for a piece of kSubKeys keys, lanes along the queries: to[j * width + i].
 template <class C, class E>
 static void bias_piece(const E* from, const View& view, int rows, int count, int width, C* to) {
@@ -70,8 +66,8 @@ class ScoreChain {
   // True if the peak was told.
   TW_NOINLINE bool apply(C* s, int width, i64 m0, int rows, i64 n0, int count, const Extras& extras) const {
     constexpr int lanes = kLanes<C>;
-    const bool done = length_ > 0 && compiled(code_[0], extras);
-    const bool peaked = done && expr(code_[0], s, width, m0, rows, n0, count, extras, scale_);
+    const bool done = length_ > 0 && at_once(code_[0], extras);
+    const bool peaked = done && first_step(s, width, m0, rows, n0, count, extras);
     if (done && length_ == 1) return peaked;
     for (int j = 0; j < count; j += kSubKeys) {
       const int piece = static_cast<int>(min(kSubKeys, count - j));
@@ -92,10 +88,51 @@ class ScoreChain {
   }
 
  private:
-  // Whether compiled code takes scores as they come from the product, and writes the gain.
-  static bool compiled(const ScoreInstr& x, const Extras& extras) {
-    if (x.op != ScoreOp::expr || extras.raw != nullptr || (extras.gain != nullptr && extras.from > 0)) return false;
-    return (extras.gain ? x.slope : x.value)->compiled != nullptr;
+  // Whether a step takes scores as they come from the product, and a whole block of them.
+  static bool at_once(const ScoreInstr& x, const Extras& extras) {
+    if (x.op == ScoreOp::bias || extras.raw != nullptr) return false;
+    if (extras.gain == nullptr) return true;
+    return x.op == ScoreOp::expr && extras.from == 0 && x.slope->compiled != nullptr;
+  }
+
+  // The first step, with the scale before it. True if the peak was told.
+  bool first_step(C* s, int width, i64 m0, int rows, i64 n0, int count, const Extras& extras) const {
+    static_assert(kRoomKeys <= kExprKeys);
+    alignas(kVectorBytes) C room[kTileQueries];
+    const Leaving<C> to = {s, extras.peak ? extras.peak : room, width, rows, count};
+    const ScoreInstr& x = code_[0];
+    if (x.op == ScoreOp::expr && (extras.gain ? x.slope : x.value)->compiled != nullptr)
+      return run_compiled(extras.gain ? *x.slope : *x.value, to, m0, n0, extras, scale_);
+    for (int i = 0; i < width; i += kLanes<C>) store(to.peak + i, set(-static_cast<C>(__builtin_inf())));
+    if (x.op == ScoreOp::expr) {
+      ExprRun<C> run(*x.value, room_);
+      run.tile(m0, rows);
+      return !run.block(s, n0, count, scale_, to.peak) || settle_all(to, extras);
+    }
+    const C scale = scale_;
+    if (x.op == ScoreOp::alibi) {
+      leave<false>(to, [=, this, slope = slope_of(x)](int j, int i, auto& out) {
+        const C* p = s + static_cast<i64>(j) * width + i;
+        for (auto& z : out)
+          z = with_alibi(rounded(load(p) * scale, C{}), slope, m0 + i, n0 + j), p += kLanes<C>, i += kLanes<C>;
+      });
+      return true;
+    }
+    const C cap = static_cast<C>(x.cap), inverse = static_cast<C>(1 / x.cap);
+    leave<false>(to, [=](int j, int i, auto& out) {
+      const C* p = s + static_cast<i64>(j) * width + i;
+      for (auto& z : out) z = rounded(load(p) * scale, C{}) * inverse, p += kLanes<C>;
+      tanh_of_all(out);
+      for (auto& z : out) z = z * cap;
+    });
+    return true;
+  }
+
+  // Scores below kLowestBias are put where they belong; false.
+  bool settle_all(const Leaving<C>& to, const Extras& extras) const {
+    const Operand done = {reinterpret_cast<char*>(to.s), to.width, -1};
+    settle(done, done, to.s, to.width, to.rows, to.count, nullptr, extras.deepest);
+    return false;
   }
 
   // The steps from `first` on, for a piece.
@@ -113,22 +150,25 @@ class ScoreChain {
           bias(x, s, width, m0, rows, n0, count, extras.deepest);
           break;
         case ScoreOp::expr:
-          expr(x, s, width, m0, rows, n0, count, {extras.from == 0 ? gain : nullptr, 0, extras.deepest}, 1);
+          expr(x, s, width, m0, rows, n0, count, {extras.from == 0 ? gain : nullptr, 0, extras.deepest});
           break;
       }
     }
   }
 
+  C slope_of(const ScoreInstr& x) const {
+    return static_cast<const C*>(x.tensor.data)[b_ * x.tensor.batch + h_ * x.tensor.head];
+  }
+  // Of the queries from m on and key n.
+  Vec<C> with_alibi(Vec<C> score, C slope, i64 m, i64 n) const {
+    const Vec<C> distance = lane_numbers<C>() + static_cast<C>(m + offset_ - n);
+    return score - slope * vmax(distance, -distance);
+  }
   void alibi(const ScoreInstr& x, C* s, int width, i64 m0, i64 n0, int count) const {
-    constexpr int lanes = kLanes<C>;
-    const C slope = static_cast<const C*>(x.tensor.data)[b_ * x.tensor.batch + h_ * x.tensor.head];
-    for (int j = 0; j < count; j++) {
-      for (int i = 0; i < width; i += lanes) {
-        const Vec<C> distance = lane_numbers<C>() + static_cast<C>(m0 + i + offset_ - n0 - j);
-        C* p = s + j * width + i;
-        store(p, load(p) - slope * vmax(distance, -distance));
-      }
-    }
+    const C slope = slope_of(x);
+    for (int j = 0; j < count; j++)
+      for (int i = 0; i < width; i += kLanes<C>)
+        store(s + j * width + i, with_alibi(load(s + j * width + i), slope, m0 + i, n0 + j));
   }
 
   void softcap(const ScoreInstr& x, C* s, int size, C* gain) const {
@@ -170,30 +210,32 @@ class ScoreChain {
     }
   }
 
-  // `scale`: what the scores are yet to be multiplied by, where the expression is compiled. More keys than a piece has
-  // only then. True if the peak was told.
-  bool expr(const ScoreInstr& x, C* s, int width, i64 m0, int rows, i64 n0, int count, const Extras& extras,
-            C scale) const {
-    static_assert(kRoomKeys <= kExprKeys);
+  // A piece, scaled.
+  void expr(const ScoreInstr& x, C* s, int width, i64 m0, int rows, i64 n0, int count, const Extras& extras) const {
     C* gain = extras.gain;
     const ExprProgram& program = gain ? *x.slope : *x.value;
+    if (program.compiled != nullptr) {
+      alignas(kVectorBytes) C peak[kTileQueries];
+      run_compiled(program, {s, peak, width, rows, count}, m0, n0, extras, 1);
+      return;
+    }
     ExprRun<C> run(program, room_);
     run.tile(m0, rows);
-    if (program.compiled == nullptr) {
-      run.piece(s, n0, count);
-      settle(run.output(0), run.output(gain ? 1 : 0), s, width, rows, count, gain, extras.deepest);
-      return false;
-    }
-    alignas(kVectorBytes) C peak[kTileQueries];
-    ExprFrame frame = run.frame(s, n0, count);
-    frame.gain = gain;
-    frame.peak = extras.peak ? extras.peak : peak;
+    run.piece(s, n0, count);
+    settle(run.output(0), run.output(gain ? 1 : 0), s, width, rows, count, gain, extras.deepest);
+  }
+  // `scale`: what the scores are yet to be multiplied by. True if the peak was told.
+  bool run_compiled(const ExprProgram& program, const Leaving<C>& to, i64 m0, i64 n0, const Extras& extras,
+                    C scale) const {
+    ExprRun<C> run(program, room_);
+    run.tile(m0, to.rows);
+    ExprFrame frame = run.frame(to.s, n0, to.count);
+    frame.gain = extras.gain;
+    frame.peak = to.peak;
     frame.scale = static_cast<double>(scale);
     frame.lowest = static_cast<double>(kLowestBias<C>);
     program.compiled(&frame);
-    const Operand done = {reinterpret_cast<char*>(s), width, -1};
-    if (frame.low) settle(done, done, s, width, rows, count, nullptr, extras.deepest);
-    return !frame.low;
+    return !frame.low || settle_all(to, extras);
   }
 
   // Scores and derivatives to their places.

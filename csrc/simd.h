@@ -166,6 +166,33 @@ TW_INLINE Vec<T> select_bits(u64 bits, Vec<T> yes, Vec<T> no) {
   return lanes_from_bits<T>(bits) ? yes : no;
 }
 
+// One bit per lane of a mask (all ones or zeros) of integers I.
+template <class I>
+TW_INLINE u64 bits_of_mask(Vec<I> mask) {
+#if TILEWISE_VECTOR_BYTES == 64
+  if constexpr (sizeof(I) == 4) return _mm512_movepi32_mask((__m512i)mask);
+  return _mm512_movepi64_mask((__m512i)mask);
+#elif TILEWISE_VECTOR_BYTES == 32
+  if constexpr (sizeof(I) == 4) return static_cast<u32>(_mm256_movemask_ps((__m256)mask));
+  return static_cast<u32>(_mm256_movemask_pd((__m256d)mask));
+#elif defined(TILEWISE_X86)
+  if constexpr (sizeof(I) == 4) return static_cast<u32>(_mm_movemask_ps((__m128)mask));
+  return static_cast<u32>(_mm_movemask_pd((__m128d)mask));
+#else
+  u64 bits = 0;
+  for (int i = 0; i < kLanes<I>; i++) bits |= u64{mask[i] != 0} << i;
+  return bits;
+#endif
+}
+// One bit per lane: not below the bound, so of NaN too.
+TW_INLINE u64 bits_not_below(Vec<float> x, float bound) {
+#if TILEWISE_VECTOR_BYTES == 64
+  return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(bound), _CMP_NLT_UQ);
+#else
+  return bits_of_mask<i32>(~(x < set(bound)));
+#endif
+}
+
 // The first `count` elements, zeros behind them; never reads past them.
 template <class T>
 TW_INLINE Vec<T> load_first(const T* p, i64 count) {

@@ -54,6 +54,37 @@ TW_INLINE const MaskInstr* table_of(const Problem& p) {
   return last.op == MaskOp::tiles || (last.op == MaskOp::blocks && p.mask_length == 1) ? &last : nullptr;
 }
 
+// The rows of a table that some queries are in, to be asked block of keys by block of keys.
+class TableRows {
+ public:
+  TableRows() = default;  // of no table, which knows nothing
+  TableRows(const MaskInstr& x, i64 b, i64 h, i64 m0, i64 m1)
+      : at_(table_at(x, b, h) + m0 / x.block_queries * x.tensor.row),
+        rows_(m1 / x.block_queries - m0 / x.block_queries + 1),
+        row_(x.tensor.row),
+        col_(x.tensor.col),
+        keys_(x.block_keys),
+        shift_((keys_ & (keys_ - 1)) == 0 ? __builtin_ctzll(static_cast<u64>(keys_)) : -1) {}
+
+  bool known() const { return rows_ > 0; }
+  // Whether no query sees any of the keys n0 .. n1 - 1.
+  bool skips(i64 n0, i64 n1) const {
+    if (rows_ == 0 || n0 >= n1) return false;
+    const i64 first = column(n0), last = column(n1 - 1);
+    for (i64 t = 0; t < rows_; t++)
+      for (i64 c = first; c <= last; c++)
+        if (at_[t * row_ + c * col_] != empty) return false;
+    return true;
+  }
+
+ private:
+  i64 column(i64 key) const { return shift_ < 0 ? key / keys_ : key >> shift_; }
+
+  const unsigned char* at_ = nullptr;
+  i64 rows_ = 0, row_ = 0, col_ = 0, keys_ = 1;
+  int shift_ = 0;
+};
+
 // How many rectangles of the table that are not empty touch queries m0 .. m1 and keys n0 .. n1 - 1.
 TW_INLINE i64 table_weight(const MaskInstr& x, i64 b, i64 h, i64 m0, i64 m1, i64 n0, i64 n1) {
   if (m0 > m1 || n0 >= n1) return 0;

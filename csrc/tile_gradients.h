@@ -140,13 +140,16 @@ class TileGradients {
   // in floats in any mode. `raw` receives the scores before the chain.
   template <bool kFloat = false>
   void compute(const Sequence& seq, i64 h, const MaskedTile& masked, Words<Word> keys, Words<Word> values,
-               const ScoreChain<Acc>& chain, const Memory& memory, int from = 0, Acc* raw = nullptr) const {
+               const ScoreChain<Acc>& chain, const Memory& memory, int from = 0, Acc* raw = nullptr,
+               Ahead* ahead = nullptr) const {
     const GradTile<Mode>& tile = memory.tile;
     const int count = static_cast<int>(masked.end - masked.begin), width = tile.width;
     Product::template run<AOrder::row_major, Into::overwrite>(keys.data, keys.stride, tile.q, width, count,
-                                                              Mode::words(f_.head_dim), width, memory.scores, width);
+                                                              Mode::words(f_.head_dim), width, memory.scores, width,
+                                                              nullptr, nullptr, ahead);
     Product::template run<AOrder::row_major, Into::overwrite>(values.data, values.stride, tile.grad_out, width, count,
-                                                              Mode::words(f_.value_dim), width, memory.grads, width);
+                                                              Mode::words(f_.value_dim), width, memory.grads, width,
+                                                              nullptr, nullptr, ahead);
     Acc* gain = bends_ ? memory.gain : nullptr;
     if (units_.chain)
       chain.apply(memory.scores, width, tile.first, tile.rows, masked.begin, count, {gain, from, nullptr, raw});

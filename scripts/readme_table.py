@@ -1,15 +1,18 @@
-"""Fill the README's tables from stored results: python scripts/readme_table.py [--check].
+"""Fill the READMEs' tables from stored results: python scripts/readme_table.py [--check].
 
 The text between the two ``measured`` marks (of the bench) and between the two ``studied`` marks (of
-the study) belongs to this script. With ``--check`` nothing is written, and the exit status is 1
-where the README differs from benchmarks/.
+the study) of README.md belongs to this script, and that between the two ``sparse`` marks of
+benchmarks/README.md. With ``--check`` nothing is written, and the exit status is 1 where a README
+differs from benchmarks/.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -47,25 +50,45 @@ def verdicts(report: str) -> str:
     return "\n".join([*facts, *shown, "", f"The whole report: [{STUDY}]({STUDY})."])
 
 
+def sparse(stored: Path) -> str:
+    """What empty tiles save, as ``scripts/bench_sparse.py`` prints it, with its plot."""
+    report = runpy.run_path(str(ROOT / "scripts" / "bench_sparse.py"))["report"]
+    picture = stored.with_suffix(".svg").relative_to(ROOT / "benchmarks")
+    return f"![Time against density]({picture})\n\n{report(json.loads(stored.read_text()))}"
+
+
 def filled(readme: str, mark: str, text: str) -> str:
     """The README with a text between two marks."""
     block = re.compile(BLOCK.format(mark), re.DOTALL)
     return block.sub(lambda found: f"{found[1]}{text}\n{found[2]}", readme)
 
 
-def main(arguments: list[str]) -> int:
-    """Write the README, or compare."""
-    readme = ROOT / "README.md"
-    before = after = readme.read_text()
+def pages() -> dict[Path, str]:
+    """Every page with tables, as it should be."""
+    readme, measurements = ROOT / "README.md", ROOT / "benchmarks" / "README.md"
+    found = {path: path.read_text() for path in (readme, measurements)}
     measured = [table(path) for path in sorted((ROOT / "benchmarks").glob("*/cpu.json"))]
     if measured:
-        after = filled(after, "measured", "\n\n".join(measured))
+        found[readme] = filled(found[readme], "measured", "\n\n".join(measured))
     if (ROOT / STUDY).exists():
-        after = filled(after, "studied", verdicts((ROOT / STUDY).read_text()))
+        found[readme] = filled(found[readme], "studied", verdicts((ROOT / STUDY).read_text()))
+    stored = [sparse(path) for path in sorted((ROOT / "benchmarks").glob("*/sparse.json"))]
+    if stored:
+        found[measurements] = filled(found[measurements], "sparse", "\n\n".join(stored))
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    """Write the READMEs, or compare."""
+    pending = {path: text for path, text in pages().items() if path.read_text() != text}
     if arguments == ["--check"]:
-        print("the README shows benchmarks/" if after == before else "the README is out of date")
-        return int(after != before)
-    readme.write_text(after)
+        for path in pending:
+            print(f"{path.relative_to(ROOT)} is out of date")
+        if not pending:
+            print("the READMEs show benchmarks/")
+        return int(bool(pending))
+    for path, text in pending.items():
+        path.write_text(text)
     return 0
 
 

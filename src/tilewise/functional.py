@@ -243,7 +243,8 @@ class Explanation(NamedTuple):
     Args:
         plan: the plan, or None if nothing can do the call.
         reasons: for every backend not chosen, its name and why not.
-        notes: what else the chosen backend says of how it does the call, as (name, text) pairs.
+        notes: what a mask with a table says of it, and what else the chosen backend says of how
+            it does the call, as (name, text) pairs.
     """
 
     plan: Plan | None
@@ -344,7 +345,9 @@ def explain(
         for candidate in candidates(problem, registry.BACKEND_NAMES)
         if candidate.name != chosen
     ]
-    notes = () if made is None else registry.load(made.backend).notes(problem)
+    notes = asked.mask.notes()
+    if made is not None:
+        notes += registry.load(made.backend).notes(problem)
     return Explanation(made, tuple(reasons), notes)
 
 

@@ -116,6 +116,34 @@ def test_a_layout_is_its_pairs_spelled_out(target: Target) -> None:  # noqa: F81
         _same(one, other, target.backend, str(block))
 
 
+@pytest.mark.parametrize(("keys", "heads"), [(600, 2), (1200, 1)])
+def test_the_gradients_of_keys_that_many_tiles_share(keys: int, heads: int) -> None:
+    """More tiles of queries than settle at once, of which blocks see many, few, one and none."""
+    generator = torch.Generator().manual_seed(6)
+    queries, columns = 9_000, -(-keys // 128)
+    share = torch.linspace(0, 0.9, columns)
+    tiles = torch.rand(heads, -(-queries // 64), columns, generator=generator) < share
+    tiles[:, 100, 0], tiles[:, :, 1] = True, False
+    seen = tiles.repeat_interleave(64, 1).repeat_interleave(128, 2)[:, :queries, :keys]
+    q, k, v, grad = (
+        torch.randn(1, heads, size, 4, generator=generator, dtype=torch.float64)
+        for size in (queries, keys, keys, queries)
+    )
+    found, expected = ([x.clone().requires_grad_() for x in (q, k, v)] for _ in range(2))
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        out = tilewise.attention(*found, mask=BlockMask.from_layout(tiles))
+        got = torch.autograd.grad(out, found, grad)
+        logits = (expected[0] @ expected[1].mT / 2).masked_fill(~seen, -torch.inf)
+        weights = logits.softmax(-1).nan_to_num()
+        wanted = torch.autograd.grad(weights @ expected[2], expected, grad)
+        for a, b in zip(got[1:], wanted[1:], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+        live = seen.any(-1)[None]
+        torch.testing.assert_close(got[0][live], wanted[0][live], rtol=1e-9, atol=1e-11)
+        assert not got[0][~live].any()
+
+
 def _with_table(mask: Mask, table: Tensor, keys: int) -> BlockMask:
     """The mask with a table that does not say what it says."""
     made = BlockMask.of(mask, table.shape[0] * 64, keys)
@@ -268,6 +296,23 @@ def test_compiled() -> None:
         assert one.grad is not None
         assert other.grad is not None
         assert_same_bits(one.grad, other.grad, "grad")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
+def test_explain_says_how_dense_the_table_is(backend: str) -> None:
+    """Of every backend; of a layout too; first what is known of the mask, then what of its way."""
+    of = BlockMask.of(lambda b, h, m, n: n * n <= m * m, 100, block=(50, 50))
+    layout = BlockMask.from_layout(torch.tensor([[[True, False]]] * 4), (100, 50))
+    for mask, said in (
+        (of, "2 x 2 tiles of 50 x 50, density 0.750: 1 empty, 2 partial, 1 full"),
+        (layout, "1 x 4 x 1 x 2 tiles of 100 x 50, density 0.500: 4 empty, 0 partial, 4 full"),
+    ):
+        explanation = tilewise.explain(*QKV, mask=mask, backend=backend)
+        assert explanation.notes[0] == ("table", said)
+        assert f"\ntable     {said}\n" in str(explanation)
+        functions = [("functions", "interpreted")] if mask is of and backend == "cpu" else []
+        assert [(name, text[:11]) for name, text in explanation.notes[1:]] == functions
+    assert tilewise.explain(*QKV, mask=FITTING.to_mask(), backend=backend).notes == ()
 
 
 def test_in_a_module() -> None:

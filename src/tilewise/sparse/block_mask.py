@@ -244,14 +244,21 @@ class BlockMask(Mask):
             "Make it again with BlockMask.of, or capture a copy.",
         )
 
-    def __repr__(self) -> str:
+    def notes(self) -> tuple[tuple[str, str], ...]:
+        """What its table says, as ``tilewise.explain`` shows it."""
+        return (("table", self._summary()),)
+
+    def _summary(self) -> str:
         empty, partial, full = self.counts
         batch, heads, rows, columns = self.covers.shape
         apart = f"{batch} x {heads} x " if batch * heads != 1 else ""
         return (
-            f"BlockMask({apart}{rows} x {columns} tiles of {self.block[0]} x {self.block[1]}, "
-            f"density {self.density:.3f}: {empty} empty, {partial} partial, {full} full)"
+            f"{apart}{rows} x {columns} tiles of {self.block[0]} x {self.block[1]}, "
+            f"density {self.density:.3f}: {empty} empty, {partial} partial, {full} full"
         )
+
+    def __repr__(self) -> str:
+        return f"BlockMask({self._summary()})"
 
     def __str__(self) -> str:
         drawn = self.picture()

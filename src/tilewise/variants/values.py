@@ -96,6 +96,10 @@ class Mask(_Variant):
         """The mask as a call uses it; where it knows more than its program it looks at that."""
         return self
 
+    def notes(self) -> tuple[tuple[str, str], ...]:
+        """What it knows beyond its program, as (name, text) pairs for ``tilewise.explain``."""
+        return ()
+
     def __bool__(self) -> NoReturn:
         raise InvalidType(
             "mask",

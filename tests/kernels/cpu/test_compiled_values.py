@@ -49,6 +49,10 @@ SUMS = {
     "capped": lambda s, b, h, m, n: 20 * torch.tanh(s / 20),
     "deep": lambda s, b, h, m, n: torch.where((m + n) % 3 == 0, s, -3e38 + s),
     "hidden": lambda s, b, h, m, n: torch.where((m + n) % 3 == 0, s, -torch.inf),
+    "window": lambda s, b, h, m, n: torch.where((m - n < 40) & (n - m < 90), s, -torch.inf),
+    "bands": lambda s, b, h, m, n: torch.where(
+        (m - n) % 5 < 3, s * 2, torch.where(n + 7 - m > 3, s + (n + 7 - m) * 0.015625, s)
+    ),
 }
 
 

@@ -159,6 +159,59 @@ def test_threads(target: Target) -> None:
         check_bits(variant, inputs(variant, sizes, dtype), (2, 3))
 
 
+# The last operations of a score, which the interpreter does in one pass with the scaling.
+ENDS = {
+    "plus": lambda s, b, h, m, n: s + 0.015625 * (m + n),
+    "plus what is of the key": lambda s, b, h, m, n: 0.25 * (n % 7) + s,
+    "minus": lambda s, b, h, m, n: s - 0.015625 * (m - n),
+    "taken from": lambda s, b, h, m, n: 0.015625 * (m - n) - s,
+    "times": lambda s, b, h, m, n: s * (1 + 0.015625 * (m - n).abs()),
+    "squared": lambda s, b, h, m, n: s * s,
+    "window": lambda s, b, h, m, n: torch.where((m - n < 40) & (n - m < 90), s, -torch.inf),
+    "hidden": lambda s, b, h, m, n: torch.where((m + n) % 3 == 0, -torch.inf, s),
+    "deep": lambda s, b, h, m, n: torch.where((m + n) % 3 == 0, s, -3e38 + s),
+    "deep sum": lambda s, b, h, m, n: s + torch.where(n > m, -3e38, 0.0),
+    "capped": lambda s, b, h, m, n: 3 * torch.tanh(s * 0.75),
+    "capped by a quotient": lambda s, b, h, m, n: torch.tanh(s / 0.75) * 3,
+    "capped far": lambda s, b, h, m, n: 12 * torch.tanh(s * 4),
+    "tanh": lambda s, b, h, m, n: torch.tanh(s + 0.015625 * n),
+    "gated": lambda s, b, h, m, n: 5 * torch.sigmoid(s * 2),
+    "exponential": lambda s, b, h, m, n: torch.exp(0.5 * s),
+    "of both": lambda s, b, h, m, n: torch.exp(0.5 * s) - s,
+}
+
+
+@only_cpu
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_ends(target: Target, name: str, dtype: torch.dtype) -> None:
+    """Each with rows and keys that fill no vector and no piece."""
+    check(Variant(name, lambda: ENDS[name]), Sizes(queries=135, keys=150), dtype)
+
+
+@only_cpu
+def test_tanh_near_and_far(target: Target) -> None:
+    """Both of its forms, and what lanes get that have neighbours of the other kind."""
+    values = torch.cat([torch.linspace(-1.2, 1.2, 60), torch.tensor([0.0, 1e-30, 40.0, -40.0])])
+    q = torch.zeros(1, 1, 64, 4)
+    q[0, 0, :, 0] = values
+    k = torch.ones(1, 1, 1, 4)
+
+    def lse(x: Tensor) -> Tensor:
+        score = as_score(lambda s, b, h, m, n: 2 * torch.tanh(s * 1.0))
+        found = tilewise.attention(
+            x, k, k, score=score, scale=1.0, backend="cpu", return_lse=True
+        ).lse
+        assert found is not None
+        return found[0, 0]
+
+    together = lse(q)
+    expected = (2 * torch.tanh(values.double())).float()
+    torch.testing.assert_close(together, expected, rtol=4e-7, atol=0)
+    alone = torch.cat([lse(q[:, :, i : i + 1]) for i in range(64)])
+    assert_same_bits(together, alone, "lse")
+
+
 @only_cpu
 def test_later_steps(target: Target) -> None:
     """An expression, a cap behind it, and a bias behind that: each gradient of its own step."""

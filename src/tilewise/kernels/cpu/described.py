@@ -23,6 +23,7 @@ class Value(NamedTuple):
         slot: of a load.
         integer, real: of a constant; the number of bits of "shr_by", the bits of "bits_of", the
             exponent of "power_by".
+        diagonal: whether it depends on the difference of query and key alone.
     """
 
     op: str
@@ -34,6 +35,7 @@ class Value(NamedTuple):
     slot: int
     integer: int
     real: float
+    diagonal: bool = False
 
 
 class Program(NamedTuple):
@@ -66,6 +68,6 @@ def program_of(described: tuple[object, ...]) -> Program:
     for value in [Value(*each) for each in program.values]:
         # What depends on the diagonal is computed per pair, and its register is the interpreter's.
         if value.extent == _PER_DIAGONAL:
-            value = value._replace(extent=PER_PAIR, reg=-1)
+            value = value._replace(extent=PER_PAIR, reg=-1, diagonal=True)
         values.append(value)
     return program._replace(values=tuple(values))

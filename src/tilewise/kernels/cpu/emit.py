@@ -73,20 +73,29 @@ class _Writer:
         self.values = program.values
         self.score = self._lonely_score()
         self.listed = self._listed()
+        self.words = self._words()
+        self.hidden = self._hidden()
 
     def lines(self) -> Iterator[str]:
         yield "namespace tilewise::TILEWISE_ISA {"
         yield "struct Keys {"
         for place in sorted(self.listed):
             yield f"  alignas(64) {_ELEMENTS[self.values[place].kind]} v{place}[kExprKeys];"
+        for place in sorted(self.words):
+            yield f"  u64 w{place}[kDiagonalWords];"
         yield "};"
         yield from self._keys()
+        if self.words:
+            yield from self._diagonals()
         yield "template <int kV>"
         yield "static void columns(ExprFrame& f, const Keys& keys, int from) {"
         yield from self._columns()
         yield "}"
         yield "}  // namespace tilewise::TILEWISE_ISA"
         yield from _ENTRY
+        if self.words:
+            yield "  diagonals(*f, keys);"
+        yield "  int i = 0;"
         # Four copies of a long text would take a compiler long, and gain nothing.
         if len(self.values) <= _MOST_UNROLLED:
             yield "  for (; i + 4 * kStep <= f->width; i += 4 * kStep) columns<4>(*f, keys, i);"
@@ -116,6 +125,35 @@ class _Writer:
         yield "  }"
         yield "}"
 
+    def _diagonals(self) -> Iterator[str]:
+        """The function that finds conditions along diagonals: key j, query i at bit count + i - j."""
+        chain = sorted(set().union(*[self._along(place) for place in self.words]))
+        yield "static void diagonals(ExprFrame& f, Keys& keys) {"
+        for place in sorted({arg for at in chain for arg in self.values[at].args}):
+            if self.values[place].extent == WHOLE_TILE:
+                kind = _TYPES[self.values[place].kind]
+                yield f"  const {kind} v{place} = {self._held(place, '0')};"
+        for place in sorted(self.words):
+            yield f"  for (u64& word : keys.w{place}) word = 0;"
+        yield "  for (int at = 0; at < f.count + f.width; at += kStep) {"
+        for place in chain:
+            value = self.values[place]
+            text = self._computed(place)
+            if value.op == "difference":
+                ends = [
+                    f"wholes(first({self._held(arg, '0')}))"
+                    if self.values[arg].extent == PER_QUERY
+                    else f"wholes(keys.v{arg}[0])"
+                    for arg in value.args
+                ]
+                step = "op_add" if self.values[value.args[0]].extent == PER_QUERY else "op_sub"
+                text = f"{step}(op_sub({ends[0]}, {ends[1]}), lanes_from(at - f.count))"
+            yield f"    const {_TYPES[value.kind]} v{place} = {text};"
+            if place in self.words:
+                yield f"    add_bits(keys.w{place}, at, v{place});"
+        yield "  }"
+        yield "}"
+
     def _columns(self) -> Iterator[str]:
         """The body of the function that goes through the keys with some columns."""
         use = self.program.use
@@ -131,7 +169,13 @@ class _Writer:
         for place in sorted(self._read(PER_KEY, PER_PAIR) | self._results(PER_KEY)):
             kind = _TYPES[self.values[place].kind]
             yield f"    const {kind} v{place} = filled(keys.v{place}[j], {kind}{{}});"
-        pairs = [at for at, value in enumerate(self.values) if value.extent == PER_PAIR]
+        for place in sorted(self.words):
+            yield f"    const u64 row{place} = row_bits(keys.w{place}, count - j) >> from;"
+        pairs = [
+            at
+            for at, value in enumerate(self.values)
+            if value.extent == PER_PAIR and at not in self.hidden
+        ]
         for place in pairs:
             if self.values[place].op == "load":
                 rows = [
@@ -232,6 +276,11 @@ class _Writer:
                 scaled = "op_scaled_" + value.op + ("" if value.args[0] == self.score else "_from")
                 other = value.args[1] if value.args[0] == self.score else value.args[0]
                 return f"{scaled}(v{self.score}, scale, v{other})"
+            case "where" if value.args[0] in self.words:
+                return (
+                    f"op_where_bits(row{value.args[0]} >> (v * kStep), "
+                    f"v{value.args[1]}, v{value.args[2]})"
+                )
             case "tanh" if self.program.coarse and self.program.use != "mask":
                 return f"op_tanh_coarse(v{value.args[0]})"
             case "div" if self._divides(value.args[1]):
@@ -289,6 +338,47 @@ class _Writer:
         }
         return self._read(PER_KEY, PER_PAIR) | self._results(PER_KEY) | indices
 
+    def _words(self) -> set[int]:
+        """Places of conditions along diagonals that choose between floats, and do nothing else."""
+        kept = {*self.program.outputs, *self.program.kept}
+        found = set()
+        for place, value in enumerate(self.values):
+            users = [user for user in self.values if place in user.args]
+            chooses = all(
+                user.op == "where"
+                and user.kind == _FLOAT
+                and not user.diagonal
+                and user.args.count(place) == 1
+                for user in users
+            )
+            if value.kind == _BOOL and value.diagonal and users and chooses and place not in kept:
+                found.add(place)
+        return {
+            place
+            for place in found
+            if all(self.values[at].op != "load" for at in self._along(place))
+        }
+
+    def _along(self, place: int) -> set[int]:
+        """What a value along diagonals is made of, itself included, as far as that is too."""
+        found, open_ = set(), [place]
+        while open_:
+            at = open_.pop()
+            if self.values[at].diagonal and at not in found:
+                found.add(at)
+                open_ += self.values[at].args
+        return found
+
+    def _hidden(self) -> set[int]:
+        """Places of what nothing but those conditions takes."""
+        kept = {*self.program.outputs, *self.program.kept}
+        hidden = set(self.words)
+        for place in reversed(range(len(self.values))):
+            users = {at for at, user in enumerate(self.values) if place in user.args}
+            if self.values[place].diagonal and users and users <= hidden and place not in kept:
+                hidden.add(place)
+        return hidden
+
     def _of_keys(self) -> list[int]:
         return [place for place, value in enumerate(self.values) if value.extent == PER_KEY]
 
@@ -330,7 +420,6 @@ _ENTRY = (
     "  fill(*f, keys);",
     "  f->low = false;",
     "  for (int j = 0; f->bits != nullptr && j < f->count; j++) f->bits[j] = 0;",
-    "  int i = 0;",
 )
 
 

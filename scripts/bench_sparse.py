@@ -1,0 +1,365 @@
+"""What empty tiles save: scripts/bench_sparse.py [--json FILE] [--plot FILE] [--from FILE].
+
+Forward and backward of random layouts of tiles at falling density, and of the published patterns,
+against attention without a mask: one thread, processor time of the calling thread, all cases of a
+length in turn; medians, and the least and the largest ratio of any round. ``--from`` shows a
+stored run instead. The plot needs the extra ``lab`` (matplotlib).
+
+Times of random layouts are fitted as ``row cost x rows of tiles + tile cost x tiles that are not
+empty``. If time went with the tiles alone, the row cost would be 0 and the tile cost that of
+attention without a mask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import tilewise
+from tilewise import BlockMask, masks, patterns
+from tilewise.chips import detect
+from tilewise.kernels.cpu.core import core
+from tilewise.lab.bench.clock import interleave, once, repeats_for
+
+WIDTH = 64
+HEADS = {4096: 4, 16384: 2, 65536: 1}  # fewer where a call takes long; times are by the tile
+ROUNDS = {4096: 15, 16384: 7, 65536: 5}
+DENSITIES = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02)
+LONG = (
+    32768  # from here on without layouts of more than LONG_DENSITY, and patterns with no empty tile
+)
+LONG_DENSITY = 0.2
+QUERIES, KEYS = 64, 128  # of a tile
+PASSES = ("forward", "backward")
+DENSE, RANDOM, PATTERN = "dense", "random", "pattern"
+
+Record = dict[str, Any]
+
+
+class Fit(NamedTuple):
+    """``time = row_s * rows + tile_s * tiles``, by least squares of the relative residuals.
+
+    Args:
+        row_s: of a row of tiles, whether any of them is visited or not.
+        tile_s: of a tile that is not empty.
+        slope: tile_s over the time of a tile without a mask; 1 is proportional.
+        exponent: of the tiles in ``time ~ tiles ** exponent``; 1 is proportional.
+        worst: the largest relative residual.
+    """
+
+    row_s: float
+    tile_s: float
+    slope: float
+    exponent: float
+    worst: float
+
+
+def published(length: int) -> dict[str, masks.Mask]:
+    """The published patterns at one length, by name."""
+    stride = 2 ** round(math.log2(length) / 2)
+    found = {
+        "butterfly(128)": patterns.butterfly(128),
+        "local_global(256, 64), Longformer": patterns.local_global(256, 64),
+        "bigbird, blocks of 64": patterns.bigbird(length),
+        "bigbird, blocks of 128": patterns.bigbird(length, block=128),
+        "dilated(64, 4)": patterns.dilated(64, 4),
+    }
+    if length < LONG:
+        found[f"strided({stride})"] = patterns.strided(stride)
+        found[f"fixed({stride}, 8)"] = patterns.fixed(stride, 8)
+    return found
+
+
+def block_masks(length: int) -> Iterator[tuple[str, str, BlockMask | None]]:
+    """What is measured at one length: kind, name and mask."""
+    yield DENSE, "no mask", None
+    generator = torch.Generator().manual_seed(length)
+    grid = (-(-length // QUERIES), -(-length // KEYS))
+    for density in DENSITIES:
+        if length >= LONG and density > LONG_DENSITY:
+            continue
+        tiles = torch.rand(grid, generator=generator) < density
+        yield RANDOM, f"random {density:g}", BlockMask.from_layout(tiles)
+    for name, mask in published(length).items():
+        yield PATTERN, name, BlockMask.of(mask, length)
+
+
+def measure(length: int, heads: int, rounds: int) -> Record:
+    """Every case of one length, forward and backward, in turn."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (1, heads, length, WIDTH)
+    q, k, v, grad = (torch.randn(shape, generator=generator) for _ in range(4))
+    cases: list[Record] = []
+    calls: list[Callable[[], Any]] = []
+    rows = heads * -(-length // QUERIES)
+    for kind, name, mask in block_masks(length):
+        all_of_them = (0, 0, rows // heads * -(-length // KEYS))
+        empty, partial, full = all_of_them if mask is None else mask.counts
+        cases.append(
+            {
+                "kind": kind,
+                "name": name,
+                "density": (partial + full) / (empty + partial + full),
+                "tiles": heads * (partial + full),
+                "partial": heads * partial,
+            }
+        )
+        calls += both_passes(q, k, v, grad, mask)
+    repeats = [repeats_for(once(call)[1]) for call in calls]
+    samples = interleave(calls, repeats, rounds)
+    for place, case in enumerate(cases):
+        for index, name in enumerate(PASSES):
+            case[name] = samples[2 * place + index].cpu_s
+    return {"length": length, "heads": heads, "rows": rows, "cases": cases}
+
+
+def both_passes(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    grad: torch.Tensor,
+    mask: BlockMask | None,
+) -> list[Callable[[], Any]]:
+    """The forward pass, and the backward pass by q, k and v."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = tilewise.attention(*leaves, mask=mask)
+    return [
+        lambda: tilewise.attention(q, k, v, mask=mask),
+        lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True),
+    ]
+
+
+def whole(length: int, heads: int, threads: int, rounds: int) -> Record:
+    """The butterfly with all heads of a layer on several threads: wall time."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (1, heads, length, WIDTH)
+    q, k, v, grad = (torch.randn(shape, generator=generator) for _ in range(4))
+    mask = BlockMask.of(patterns.butterfly(128), length)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    calls = both_passes(q, k, v, grad, mask)
+    samples = interleave(calls, [1, 1], rounds)
+    torch.set_num_threads(before)
+    found = {name: samples[index].wall_s for index, name in enumerate(PASSES)}
+    return {"length": length, "heads": heads, "threads": threads, "density": mask.density, **found}
+
+
+def fit(measured: Record, name: str) -> Fit:
+    """The two costs of one pass, from the random layouts of one length.
+
+    Args:
+        measured: what ``measure`` gave.
+        name: of the pass.
+    """
+    rows = measured["rows"]
+    found = [x for x in measured["cases"] if x["kind"] == RANDOM and x["tiles"]]
+    times = [statistics.median(x[name]) for x in found]
+    tiles = [x["tiles"] for x in found]
+    # Each equation divided by its time: a share of 1 = row_s * a + tile_s * b.
+    a = [rows / t for t in times]
+    b = [count / t for count, t in zip(tiles, times, strict=True)]
+    aa, ab, bb = _dot(a, a), _dot(a, b), _dot(b, b)
+    determinant = aa * bb - ab * ab
+    row_s = (sum(a) * bb - sum(b) * ab) / determinant
+    tile_s = (sum(b) * aa - sum(a) * ab) / determinant
+    worst = max(abs(row_s * x + tile_s * y - 1) for x, y in zip(a, b, strict=True))
+    dense = next(x for x in measured["cases"] if x["kind"] == DENSE)
+    exponent = statistics.linear_regression(
+        [math.log(count) for count in tiles], [math.log(t) for t in times]
+    ).slope
+    slope = tile_s / (statistics.median(dense[name]) / dense["tiles"])
+    return Fit(row_s, tile_s, slope, exponent, worst)
+
+
+def _dot(a: Iterable[float], b: Iterable[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def _ratio(dense: list[float], other: list[float]) -> str:
+    """How many times faster, with the least and the largest of any round."""
+    ratios = [x / y for x, y in zip(dense, other, strict=True)]
+    middle = statistics.median(dense) / statistics.median(other)
+    return f"{middle:.1f} ({min(ratios):.1f} to {max(ratios):.1f})"
+
+
+def cost_table(record: Record) -> list[str]:
+    """The fits, as lines of Markdown."""
+    lines = [
+        "| N, heads | pass | a tile without a mask, us | a tile, us | against proportional "
+        "| exponent | a row of tiles, us | its share at density 0.1, 0.02 | residual |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for measured in record["lengths"]:
+        dense = next(x for x in measured["cases"] if x["kind"] == DENSE)
+        for name in PASSES:
+            found = fit(measured, name)
+            plain = statistics.median(dense[name]) / dense["tiles"]
+            whole_grid = dense["tiles"] / measured["rows"]  # tiles of a row
+            shares = [
+                found.row_s / (found.row_s + found.tile_s * density * whole_grid)
+                for density in (0.1, 0.02)
+            ]
+            lines.append(
+                f"| {measured['length']}, {measured['heads']} | {name} | {plain * 1e6:.2f} "
+                f"| {found.tile_s * 1e6:.2f} | {(found.slope - 1) * 100:+.0f} % "
+                f"| {found.exponent:.2f} | {found.row_s * 1e6:.1f} "
+                f"| {shares[0] * 100:.0f} %, {shares[1] * 100:.0f} % | {found.worst * 100:.0f} % |"
+            )
+    return lines
+
+
+def time_table(measured: Record) -> list[str]:
+    """The cases of one length, as lines of Markdown."""
+    lines = [
+        "| mask | density | forward, ms | times faster than without | backward, ms "
+        "| times faster than without |",
+        "|---|---|---|---|---|---|",
+    ]
+    dense = next(x for x in measured["cases"] if x["kind"] == DENSE)
+    for case in measured["cases"]:
+        cells = []
+        for name in PASSES:
+            cells.append(f"{statistics.median(case[name]) * 1e3:.1f}")
+            cells.append("" if case is dense else _ratio(dense[name], case[name]))
+        lines.append(f"| {case['name']} | {case['density']:.3f} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def report(record: Record) -> str:
+    """Everything that was stored, as Markdown."""
+    parts = ["\n".join(cost_table(record))]
+    for measured in record["lengths"]:
+        heads = f"{measured['heads']} head" + ("s" if measured["heads"] > 1 else "")
+        title = f"N = {measured['length']}, {heads}, D = {record['width']}, {record['dtype']}:"
+        parts += [title, "\n".join(time_table(measured))]
+    if record.get("whole"):
+        run = record["whole"]
+        times = [f"{name} {statistics.median(run[name]):.2f} s" for name in PASSES]
+        parts.append(
+            f"The butterfly over {run['length']} tokens with {run['heads']} heads on "
+            f"{run['threads']} threads (density {run['density']:.3f}), wall time: "
+            f"{', '.join(times)}."
+        )
+    return "\n\n".join(parts)
+
+
+def draw(record: Record, path: Path) -> None:
+    """Time against density, both relative to attention without a mask, as SVG.
+
+    Args:
+        record: what was measured.
+        path: of the file; the same record gives the same bytes.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    style = {"svg.hashsalt": "tilewise", "font.family": "DejaVu Sans", "svg.fonttype": "path"}
+    with matplotlib.rc_context(style):
+        count = len(record["lengths"])
+        figure, axes = pyplot.subplots(
+            1, count, figsize=(3.6 * count, 4.2), sharey=True, layout="constrained", squeeze=False
+        )
+        for axis, measured in zip(axes.flat, record["lengths"], strict=True):
+            _panel(axis, measured)
+        axes.flat[0].set_ylabel("time, relative to no mask")
+        figure.legend(
+            *axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=3
+        )
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": "tilewise"})
+        pyplot.close(figure)
+
+
+def _panel(axis: Any, measured: Record) -> None:
+    """One length: points, what was fitted through them, and the line of proportion."""
+    dense = next(x for x in measured["cases"] if x["kind"] == DENSE)
+    ends = (0.01, 1.0)
+    axis.plot(ends, ends, color="#999999", linestyle=":", label="proportional")
+    line = [ends[0] ** (1 - step / 40) for step in range(41)]
+    for name, colour in zip(PASSES, ("#1f6fb4", "#c2571a"), strict=True):
+        base = statistics.median(dense[name])
+        found = fit(measured, name)
+        fitted = [
+            (found.row_s * measured["rows"] + found.tile_s * x * dense["tiles"]) / base
+            for x in line
+        ]
+        axis.plot(line, fitted, color=colour, linewidth=1)
+        for kind, marker, fill in ((RANDOM, "o", colour), (PATTERN, "D", "none")):
+            cases = [x for x in measured["cases"] if x["kind"] == kind]
+            axis.plot(
+                [x["density"] for x in cases],
+                [statistics.median(x[name]) / base for x in cases],
+                marker,
+                color=colour,
+                markerfacecolor=fill,
+                markersize=5,
+                label=f"{name}, {'random tiles' if kind == RANDOM else 'published patterns'}",
+            )
+    axis.set(xscale="log", yscale="log", xlim=(0.0085, 1.2), ylim=(0.0085, 1.7))
+    axis.set_xlabel("share of tiles that are not empty")
+    axis.set_title(f"N = {measured['length']}", fontsize=10)
+    axis.grid(which="major", color="#e4e4e4", linewidth=0.6)
+
+
+def run(lengths: list[int], rounds: int | None, heads: int) -> Record:
+    """Measure everything on this machine, on one thread but for the run with all heads.
+
+    Args:
+        lengths: of HEADS.
+        rounds: for every length; None for ROUNDS.
+        heads: of the run with all heads; 0 leaves it out.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    record: Record = {
+        "chip": detect().name,
+        "isa": core().isa_active(),
+        "system": platform.platform(terse=True),
+        "torch": torch.__version__,
+        "dtype": "float32",
+        "width": WIDTH,
+        "tile": [QUERIES, KEYS],
+        "lengths": [],
+    }
+    begin = time.monotonic()
+    for length in lengths:
+        record["lengths"].append(measure(length, HEADS[length], rounds or ROUNDS[length]))
+    if heads:
+        record["whole"] = whole(max(lengths), heads, threads, 3)
+    record["seconds"] = round(time.monotonic() - begin, 1)
+    return record
+
+
+def main() -> None:
+    """Measure or read, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", type=Path, help="where to store the samples")
+    parser.add_argument("--plot", type=Path, help="where to draw time against density (SVG)")
+    parser.add_argument("--from", dest="stored", type=Path, help="show a stored run")
+    parser.add_argument("--lengths", type=int, nargs="+", choices=HEADS, default=list(HEADS))
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--heads", type=int, default=8, help="of the run with all heads; 0: none")
+    options = parser.parse_args()
+    if options.stored is not None:
+        record = json.loads(options.stored.read_text())
+    else:
+        record = run(options.lengths, options.rounds, options.heads)
+    if options.json is not None:
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    if options.plot is not None:
+        draw(record, options.plot)
+    print(report(record))
+
+
+if __name__ == "__main__":
+    main()

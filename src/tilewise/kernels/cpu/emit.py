@@ -126,7 +126,7 @@ class _Writer:
         yield "}"
 
     def _diagonals(self) -> Iterator[str]:
-        """The function that finds conditions along diagonals: key j, query i at bit count + i - j."""
+        """The function that finds conditions along diagonals: key j, query i: bit count + i - j."""
         chain = sorted(set().union(*[self._along(place) for place in self.words]))
         yield "static void diagonals(ExprFrame& f, Keys& keys) {"
         for place in sorted({arg for at in chain for arg in self.values[at].args}):

@@ -7,6 +7,8 @@
 # same arguments; there tests/conftest.py looks at tests/kernels/gpu only. An exit code of 5 means that the arguments chose
 # no test of that process.
 set -uo pipefail
+# A thread that waits sleeps: beside other work one that spins costs the test minutes.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 
 python=$1
 shift

@@ -17,7 +17,7 @@ class CoverKernel {
   bool run() {
     if (!sum_up_documents()) return false;
     Memory sizes(f_, nullptr);
-    const i64 tasks = f_.batches * f_.heads_apart * f_.rows;
+    const i64 tasks = f_.columns == 0 ? 0 : f_.batches * f_.heads_apart * f_.rows;  // no keys: no table to fill
     // A small table is done before a team of threads has started.
     const int threads = tasks * f_.columns < kSmallTable ? 1 : f_.threads;
     return for_tasks(threads, tasks, sizes.bytes, [&](i64 task, void* base) {

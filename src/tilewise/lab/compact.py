@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
-__all__ = ["compact_json"]
+from tilewise.errors import InvalidArgument
+
+__all__ = ["compact_json", "read_json"]
 
 
 def compact_json(values: Any) -> str:
@@ -23,6 +26,27 @@ def compact_json(values: Any) -> str:
         text,
     )
     return one_line + "\n"
+
+
+def read_json(path: Path, form: int, kind: str) -> dict[str, Any]:
+    """The record in the file that ``--from`` names.
+
+    Args:
+        path: the file.
+        form: the number of its format.
+        kind: what it should be, in words.
+
+    Raises:
+        InvalidArgument: there is none, or it is not of this format.
+    """
+    required = f"{kind}, format {form}"
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidArgument("--from", f"{path} ({error})", required) from None
+    if not isinstance(values, dict) or values.get("format") != form:
+        raise InvalidArgument("--from", f"{path} of another kind", required)
+    return values
 
 
 def _rounded(value: Any) -> Any:

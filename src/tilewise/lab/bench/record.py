@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -14,10 +13,9 @@ from typing import Any
 import torch
 
 from tilewise.chips import detect
-from tilewise.errors import InvalidArgument
 from tilewise.lab.bench import peaks
 from tilewise.lab.bench.result import CaseResult, Memory, Overhead, Scaling
-from tilewise.lab.compact import compact_json
+from tilewise.lab.compact import compact_json, read_json
 
 __all__ = ["COMPLETE", "FORMAT", "Record"]
 
@@ -99,13 +97,7 @@ class Record:
         Raises:
             InvalidArgument: there is none that this version can read.
         """
-        required = f"a JSON file of the bench, format {FORMAT}"
-        try:
-            values = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise InvalidArgument("--from", f"{path} ({error})", required) from None
-        if not isinstance(values, dict) or values.get("format") != FORMAT:
-            raise InvalidArgument("--from", f"{path} of another kind", required)
+        values = read_json(path, FORMAT, "a JSON file of the bench")
         return cls(
             values["machine"],
             values["threads"],

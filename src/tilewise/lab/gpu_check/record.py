@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tilewise.errors import InvalidArgument
-from tilewise.lab.compact import compact_json
+from tilewise.lab.compact import compact_json, read_json
 from tilewise.lab.gpu_check.derived import summary
 from tilewise.lab.gpu_check.row import FAILURES, Row
 
@@ -80,13 +78,7 @@ class Record:
         Raises:
             InvalidArgument: there is none that this version can read.
         """
-        required = f"a JSON file of the GPU check, format {FORMAT}"
-        try:
-            values = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise InvalidArgument("--from", f"{path} ({error})", required) from None
-        if not isinstance(values, dict) or values.get("format") != FORMAT:
-            raise InvalidArgument("--from", f"{path} of another kind", required)
+        values = read_json(path, FORMAT, "a JSON file of the GPU check")
         return cls(
             values["self_test"],
             values["backend"],

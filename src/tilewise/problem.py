@@ -59,6 +59,8 @@ class Problem(NamedTuple):
         scale: s = scale * q.k.
         dropout_p: the probability of dropping, in [0, 1).
         sinks: whether each head has one extra logit in its denominator.
+        page_size: keys and values lie in pages of so many rows, which a block table finds; ``keys``
+            is then the most that a sequence may have. 0: they do not.
     """
 
     batch: int
@@ -76,6 +78,7 @@ class Problem(NamedTuple):
     scale: float
     dropout_p: float
     sinks: bool
+    page_size: int = 0
 
 
 class Operands(NamedTuple):
@@ -91,6 +94,13 @@ class Operands(NamedTuple):
         cu_seqlens_q, cu_seqlens_k: int64 [B + 1], contiguous; None if dense. On the CPU, checked;
             for the GPU backend's tensors on their device, where their values are not read.
         seed: 64 random bits as a number in [0, 2**64); 0 without dropout.
+        block_table: int32 [B, P], contiguous: key n of sequence b is row ``n % page_size`` of page
+            ``block_table[b, n // page_size]``; k and v are then [pages, Hk, page_size, D or Dv] of
+            any strides. Entries beyond a sequence's keys are not looked at. None without pages.
+        key_lengths: int32 [B], contiguous: how many keys each sequence has, at most P * page_size.
+        q_scale, k_scale, v_scale: float32 [B, Hq], [B, Hk], [B, Hk] (one row per sequence in a
+            variable-length call), contiguous: what a stored float8 number stands for is it times
+            its head's scale. None where it is 1.
     """
 
     q: Tensor
@@ -102,6 +112,11 @@ class Operands(NamedTuple):
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     seed: int = 0
+    block_table: Tensor | None = None
+    key_lengths: Tensor | None = None
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 class Result(NamedTuple):

@@ -47,7 +47,7 @@ class Call:
 
 def flat(operands: Operands) -> tuple[Tensor | None, ...]:
     """The tensors of operands in the order of ``Call``."""
-    q, k, v, mask_tensors, score_tensors, sinks, cu_q, cu_k, _ = operands
+    q, k, v, mask_tensors, score_tensors, sinks, cu_q, cu_k, *_ = operands
     return (q, k, v, sinks, cu_q, cu_k, *mask_tensors, *score_tensors)
 
 

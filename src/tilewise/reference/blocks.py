@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.problem import Operands, Problem
+from tilewise.reference.ledger import WALK, Walk
 from tilewise.variants.lower import statistics_dtype
 from tilewise.variants.program import EXPR, Program
 
@@ -32,8 +33,9 @@ class Block(NamedTuple):
 class Part(NamedTuple):
     """One rectangular problem of a call: the whole batch (dense) or one sequence (varlen).
 
-    ``queries`` and ``keys`` are the rows of the packed tensors that the part covers, and
-    ``first_batch`` is the index of its first batch entry (it enters the dropout counter).
+    ``queries`` and ``keys`` are the rows of the packed tensors that the part covers,
+    ``first_batch`` is the index of its first batch entry (it enters the dropout counter), and
+    ``walk`` is how it is gone over.
     """
 
     problem: Problem
@@ -41,6 +43,7 @@ class Part(NamedTuple):
     first_batch: int
     queries: slice
     keys: slice
+    walk: Walk = WALK
 
     def block(self, queries: range, keys: range) -> Block:
         """A rectangle of this part."""
@@ -56,16 +59,17 @@ class Part(NamedTuple):
         )
 
 
-def parts(problem: Problem, operands: Operands) -> Iterator[Part]:
+def parts(problem: Problem, operands: Operands, walk: Walk | None = None) -> Iterator[Part]:
     """The rectangular problems of a call, in order: one if dense, else one per sequence.
 
     In a varlen part q, k and v are ``[1, H, S, D]`` views, and captured tensors are cut to the
     sequence (batch entry b, its first m queries and first n keys); an expression indexes its own
-    by the sequence, and they stay whole.
+    by the sequence, and they stay whole. ``walk`` None is ``WALK``.
     """
+    walk = walk or WALK
     if problem.layout == "dense":
         every = slice(None)
-        yield Part(problem, operands, 0, every, every)
+        yield Part(problem, operands, 0, every, every, walk)
         return
     assert operands.cu_seqlens_q is not None
     assert operands.cu_seqlens_k is not None
@@ -87,6 +91,7 @@ def parts(problem: Problem, operands: Operands) -> Iterator[Part]:
             b,
             rows,
             columns,
+            walk,
         )
 
 

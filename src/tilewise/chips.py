@@ -41,6 +41,7 @@ class Chip:
         exponentials_s: powers per second of the whole chip; None where that is unknown.
         memory_bytes: memory of the whole chip; None where it is the machine's.
         source: where the figures are from.
+        family: the machine code that a GPU runs, e.g. "sm_90".
     """
 
     name: str
@@ -54,6 +55,7 @@ class Chip:
     exponentials_s: float | None = None
     memory_bytes: int | None = None
     source: str = ""
+    family: str = ""
 
     @property
     def last_cache_bytes(self) -> int | None:
@@ -115,6 +117,7 @@ _GB, _KIB, _MIB = 10**9, 2**10, 2**20
 
 def _gpu(
     name: str,
+    family: str,
     cores: int,
     clock_hz: float,
     caches: tuple[int, int, int | None],
@@ -134,6 +137,7 @@ def _gpu(
         exponentials_s=powers_a_clock * cores * clock_hz,
         memory_bytes=memory[0] * _GB,
         source=source,
+        family=family,
     )
 
 
@@ -178,6 +182,7 @@ _HOPPER = {
 CHIPS: Mapping[str, Chip] = {
     "a100": _gpu(
         "NVIDIA A100 SXM 80 GB",
+        "sm_80",
         108,
         1.41e9,
         (163 * _KIB, 40 * _MIB, None),
@@ -187,6 +192,7 @@ CHIPS: Mapping[str, Chip] = {
     ),
     "a100-40gb": _gpu(
         "NVIDIA A100 SXM 40 GB",
+        "sm_80",
         108,
         1.41e9,
         (163 * _KIB, 40 * _MIB, None),
@@ -196,6 +202,7 @@ CHIPS: Mapping[str, Chip] = {
     ),
     "h100": _gpu(
         "NVIDIA H100 SXM",
+        "sm_90",
         132,
         1.83e9,
         (227 * _KIB, 50 * _MIB, None),
@@ -205,6 +212,7 @@ CHIPS: Mapping[str, Chip] = {
     ),
     "h200": _gpu(
         "NVIDIA H200 SXM",
+        "sm_90",
         132,
         1.83e9,
         (227 * _KIB, 50 * _MIB, None),
@@ -214,6 +222,7 @@ CHIPS: Mapping[str, Chip] = {
     ),
     "b200": _gpu(
         "NVIDIA B200 (HGX)",
+        "sm_100",
         148,
         1.86e9,
         (227 * _KIB, 126 * _MIB, None),
@@ -229,6 +238,7 @@ CHIPS: Mapping[str, Chip] = {
     ),
     "rtx4090": _gpu(
         "NVIDIA GeForce RTX 4090",
+        "sm_89",
         128,
         2.52e9,
         (99 * _KIB, 72 * _MIB, None),
@@ -244,6 +254,7 @@ CHIPS: Mapping[str, Chip] = {
     ),
     "mi300x": _gpu(
         "AMD Instinct MI300X",
+        "gfx942",
         304,
         2.1e9,
         (64 * _KIB, 32 * _MIB, 256 * _MIB),
@@ -260,6 +271,7 @@ CHIPS: Mapping[str, Chip] = {
     ),
     "t4": _gpu(
         "NVIDIA T4",
+        "sm_75",
         40,
         1.59e9,
         (64 * _KIB, 4 * _MIB, None),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import Unsupported
-from tilewise.kernels.base import Backend, Needs, Prepared, Tiles, output_like
+from tilewise.kernels.base import Backend, Loops, Needs, Prepared, Tiles, output_like
 from tilewise.kernels.gpu.config import LARGEST_WIDTH, Config, config_for, family_of
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
 from tilewise.reference.covers import Grid
@@ -77,6 +77,15 @@ class GpuBackend(Backend):
         """The blocks of the forward pass."""
         blocks = _config(problem).blocks("forward", problem)
         return Tiles(blocks.queries, blocks.keys)
+
+    def loops(self, problem: Problem, family: str = "") -> Loops:
+        """A walk over the keys for dQ, and one over the queries for dK and dV."""
+        config = config_for(family) if family else _config(problem)
+        forward, dq, dkdv = (
+            (blocks.queries, blocks.keys)
+            for blocks in (config.blocks(name, problem) for name in ("forward", "dq", "dkdv"))
+        )
+        return Loops(forward, "by_tiles", dq, dkdv)
 
     def forward(self, problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
         """The forward pass."""

@@ -151,9 +151,9 @@ def forward_in_parts(
     repeated = tiles = partial = 0
     for each in visits.extents:
         count = max(1, -(-each.keys // split_keys))
-        rows = visits.heads * each.count * each.queries
+        rows = visits.heads * each.items * each.queries
         repeated += rows * count
-        tiles += visits.heads * each.count * -(-each.queries // visits.tile[0]) * count
+        tiles += visits.heads * each.items * -(-each.queries // visits.tile[0]) * count
         partial += rows * count * (problem.value_dim + 2) * size.f if count > 1 else 0
     group = visits.heads // visits.kv_heads if shared else 1
     k, v = (each._replace(read=each.read // group) for each in size.keys_walked())
@@ -210,14 +210,21 @@ def forward_keys_outside(
     return Traffic((one,), visits.omitted)
 
 
-def backward_by_tiles(problem: Problem, visits: Visits) -> Traffic:
+def backward_by_tiles(
+    problem: Problem, visits: Visits, key_visits: Visits | None = None
+) -> Traffic:
     """Three passes, each sum with one owner, as the GPU backend has them.
 
     A pass over the rows makes two numbers a row of the statistics and delta = rowsum(dO * O); dQ by
     tiles of queries walks over the keys; dK and dV by tiles of keys walk over the queries of their
     group. The scores are computed twice: seven products in place of five.
+
+    Args:
+        problem: what is asked.
+        visits: of the tiles of the walk for dQ.
+        key_visits: of those of the walk for dK and dV; None for the same.
     """
-    size = _Sizes(problem, visits)
+    size, held = _Sizes(problem, visits), _Sizes(problem, key_visits or visits)
     rows, two = visits.rows, 2 * size.f
     head_dim, value_dim = size.widths
     first = (
@@ -235,21 +242,20 @@ def backward_by_tiles(problem: Problem, visits: Visits) -> Traffic:
         Operand("grad_q", written=rows * size.head),
     )
     by_keys = (
-        *size.keys_held(),
-        size.rows_walked("q", size.head),
-        size.rows_walked("grad_out", size.value),
-        size.rows_walked("delta", two),
-        *size.captured(),
-        *size.key_gradients(),
+        *held.keys_held(),
+        held.rows_walked("q", size.head),
+        held.rows_walked("grad_out", size.value),
+        held.rows_walked("delta", two),
+        *held.captured(),
+        *held.key_gradients(),
     )
-    pairs = visits.pairs
+    walk, pairs = visits.pairs, held.visits.pairs
+    products = 2 * pairs * (2 * head_dim + 2 * value_dim)
     return Traffic(
         (
             Pass("delta", first),
-            Pass("dq", by_rows, 2 * pairs * (2 * head_dim + value_dim), pairs, size.of_keys()),
-            Pass(
-                "dkdv", by_keys, 2 * pairs * (2 * head_dim + 2 * value_dim), pairs, size.of_rows()
-            ),
+            Pass("dq", by_rows, 2 * walk * (2 * head_dim + value_dim), walk, size.of_keys()),
+            Pass("dkdv", by_keys, products, pairs, held.of_rows()),
         ),
         visits.omitted,
     )

@@ -55,7 +55,8 @@ def predict(traffic: Traffic, chip: Chip, dtype: str) -> Seconds:
         sums = [total + share for total, share in zip(sums, times, strict=True)]
     names: tuple[Bound, ...] = ("memory", "matrix", "exponential")
     bound = names[max(range(3), key=lambda index: held[index])]
-    return Seconds(*sums, sum(held), bound)
+    memory, matrix, exponential = sums
+    return Seconds(memory, matrix, exponential, sum(held), bound)
 
 
 def balance(chip: Chip, dtype: str) -> float:

@@ -26,9 +26,9 @@ MOST_TILES = 2**16
 
 
 class Extent(NamedTuple):
-    """So many score matrices of M x N, ``count`` of them for each query head."""
+    """Score matrices of M x N: so many ``items`` of them for each query head."""
 
-    count: int
+    items: int
     queries: int
     keys: int
 
@@ -68,17 +68,17 @@ class Visits(NamedTuple):
     @property
     def rows(self) -> int:
         """Query rows of all heads."""
-        return self.heads * sum(each.count * each.queries for each in self.extents)
+        return self.heads * sum(each.items * each.queries for each in self.extents)
 
     @property
     def keys(self) -> int:
         """Keys of all key heads."""
-        return self.kv_heads * sum(each.count * each.keys for each in self.extents)
+        return self.kv_heads * sum(each.items * each.keys for each in self.extents)
 
     @property
     def all_pairs(self) -> int:
         """Pairs, whether they attend or not."""
-        return self.heads * sum(each.count * each.queries * each.keys for each in self.extents)
+        return self.heads * sum(each.items * each.queries * each.keys for each in self.extents)
 
     @property
     def density(self) -> float:
@@ -88,7 +88,7 @@ class Visits(NamedTuple):
     @property
     def groups(self) -> int:
         """Key heads of all batch items or sequences."""
-        return self.kv_heads * sum(each.count for each in self.extents)
+        return self.kv_heads * sum(each.items for each in self.extents)
 
 
 class _Counts(NamedTuple):
@@ -264,7 +264,8 @@ def _looked_up(matrix: _Matrix, tile: tuple[int, int]) -> Tensor | None:
     table = table[:, :, :rows, :columns]
     tall, wide = (size // one for size, one in zip(tile, block, strict=True))
     padded = torch.nn.functional.pad(table, (0, -columns % wide, 0, -rows % tall))
-    split = padded.unflatten(3, (-1, wide)).unflatten(2, (-1, tall))
+    height, width = padded.shape[2] // tall, padded.shape[3] // wide
+    split: Tensor = padded.reshape(*padded.shape[:2], height, tall, width, wide)
     return split.any(5).any(3)
 
 

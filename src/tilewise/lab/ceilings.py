@@ -26,14 +26,22 @@ _REPEATS = 5
 def measure(chip: Chip, stream: int = _STREAM) -> Chip:
     """The row with its ceilings: bandwidth of reads, peaks of the products, rate of exponentials.
 
-    On all threads that torch has, by the time that they ran and not that they waited for a core. The
-    best of some runs each: a ceiling is what was ever reached.
+    On all its cores, by the time that threads ran and not that they waited. The best of some runs
+    each: a ceiling is what was ever reached.
 
     Args:
         chip: what the system says of the processor.
         stream: float32 numbers that are read.
     """
-    threads = torch.get_num_threads()
+    before = torch.get_num_threads()
+    torch.set_num_threads(chip.cores)
+    try:
+        return _measured(chip, stream, chip.cores)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measured(chip: Chip, stream: int, threads: int) -> Chip:
     single = peaks.measure("fma", threads, "cpu")
     pairs = peaks.loop("bfloat16", peaks.isa())
     half = peaks.measure(pairs, threads, "cpu") if pairs != "fma" else single

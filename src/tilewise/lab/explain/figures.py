@@ -68,7 +68,7 @@ def roofline(account: Account, chip: Chip) -> Markup:
         colour = _OURS if kind.ours else _PLAIN
         axes.plot([x], [y], marker="o", markersize=8, color=colour, linewidth=0, clip_on=False)
         under = (0, -20) if "backward" in kind.name else (0, 12)
-        _label(axes, kind.name, (x, y), colour, (10, -6) if x < ridge else under)
+        _label(axes, kind.name, (x, y), colour, under if kind.ours else (10, -6))
     _logarithmic(axes)
     axes.set_xlabel("operations for a byte of memory traffic", color=SOFT, labelpad=7)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: amount(y, "FLOP/s")))

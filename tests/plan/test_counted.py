@@ -14,7 +14,7 @@ import tilewise
 from tests.cases import Case
 from tests.inputs import build
 from tests.oracle import problem_of
-from tilewise.plan.traffic import Traffic, visits
+from tilewise.plan.traffic import Traffic, visits_of
 from tilewise.plan.traffic import tiled as model
 from tilewise.plan.traffic.visits import Visits
 from tilewise.problem import Needs, Operands, Problem
@@ -69,7 +69,7 @@ def drawn_cases(draw: st.DrawFn) -> Case:
         mask=draw(st.sampled_from(MASKS)),
         score=draw(st.sampled_from(((), ("softcap",), ("alibi",), ("bias",), ("bias_keys",)))),
         dropout_p=draw(st.sampled_from((0.0, 0.3))),
-        sequences=draw(st.none() | st.lists(st.tuples(length, length), max_size=3)),
+        sequences=draw(st.none() | st.lists(st.tuples(length, length), max_size=3).map(tuple)),
     )
 
 
@@ -89,7 +89,7 @@ def assert_counted(traffic: Traffic, ledger: Ledger) -> None:
 def prepared(case: Case, tile: tuple[int, int]) -> tuple[Problem, Operands, Walk, Visits]:
     problem, operands = problem_of(build(case).detached())
     walk = Walk(*tile, Ledger())
-    return problem, operands, walk, visits(problem, tile, operands, together=True)
+    return problem, operands, walk, visits_of(problem, tile, operands, together=True)
 
 
 @given(case=drawn_cases(), tile=TILES, sinks=st.booleans(), wanted=st.sampled_from(("", "top1")))
@@ -207,9 +207,9 @@ def test_block_masks(queries: int, keys: int, block: Any, times: Any, odd: bool,
     walk = Walk(*tile, Ledger())
     assert walk.ledger is not None
     tiled.forward(problem, operands, walk=walk)
-    visited = visits(problem, tile, operands, together=True)
+    visited = visits_of(problem, tile, operands, together=True)
     assert_counted(model.forward(problem, visited), walk.ledger)
-    apart = visits(problem, tile, operands)
+    apart = visits_of(problem, tile, operands)
     assert apart.pairs <= visited.pairs
 
 
@@ -222,8 +222,8 @@ def test_a_table_of_heads_counts_each_head() -> None:
     plain, operands = problem_of(build(case).detached())
     problem = plain._replace(mask=mask.program)
     operands = operands._replace(mask_tensors=mask.captured)
-    assert visits(problem, (8, 8), operands).density == 0.5
-    assert visits(problem, (8, 8), operands, together=True).density == 1.0
+    assert visits_of(problem, (8, 8), operands).density == 0.5
+    assert visits_of(problem, (8, 8), operands, together=True).density == 1.0
 
 
 def test_counting_changes_no_bit() -> None:

@@ -13,6 +13,6 @@ Source: Dao, Fu, Ermon, Rudra and Re, "FlashAttention", NeurIPS 2022.
 """
 
 from tilewise.plan.traffic.count import Operand, Pass, Traffic
-from tilewise.plan.traffic.visits import Visits, visits
+from tilewise.plan.traffic.visits import Visits, visits_of
 
-__all__ = ["Operand", "Pass", "Traffic", "Visits", "visits"]
+__all__ = ["Operand", "Pass", "Traffic", "Visits", "visits_of"]

@@ -10,7 +10,7 @@ from tilewise.chips import Chip
 from tilewise.plan.traffic import memory, plain, tiled
 from tilewise.plan.traffic.count import Traffic
 from tilewise.plan.traffic.time import Seconds, predict
-from tilewise.plan.traffic.visits import Visits, visits
+from tilewise.plan.traffic.visits import Visits, visits_of
 from tilewise.problem import Operands, Problem
 
 __all__ = ["Account", "BackwardOrder", "Comparison", "Loops", "account", "cached", "cost"]
@@ -100,7 +100,7 @@ def account(
         lengths: of a variable-length call without operands.
 
     Raises:
-        InvalidArgument, Unsupported: as ``visits``.
+        InvalidArgument, Unsupported: as ``visits_of``.
     """
     if operands is not None and operands.cu_seqlens_q is not None:
         assert operands.cu_seqlens_k is not None
@@ -110,7 +110,7 @@ def account(
 
     def of(tile: tuple[int, int]) -> Visits:
         if tile not in found:
-            found[tile] = visits(problem, tile, operands, lengths)
+            found[tile] = visits_of(problem, tile, operands, lengths)
         return found[tile]
 
     visited = of(loops.forward)

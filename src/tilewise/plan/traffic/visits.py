@@ -19,7 +19,7 @@ from tilewise.reference.blocks import Block, parts
 from tilewise.reference.programs import Cover, cover
 from tilewise.variants.program import EXPR, Instr, Program
 
-__all__ = ["MOST_TILES", "Extent", "Visits", "visits"]
+__all__ = ["MOST_TILES", "Extent", "Visits", "visits_of"]
 
 # Tiles that are judged one by one at the most: some seconds.
 MOST_TILES = 2**16
@@ -110,7 +110,7 @@ class _Matrix(NamedTuple):
     score_tensors: tuple[Tensor, ...]
 
 
-def visits(
+def visits_of(
     problem: Problem,
     tile: tuple[int, int],
     operands: Operands | None = None,

@@ -102,6 +102,17 @@ def test_a_plan_without_its_tensors_says_where_they_are_wanted() -> None:
         _ = held.account
 
 
+def test_keys_in_parts() -> None:
+    """A group that walks together reads its keys once; partial results come on top."""
+    asked = problem(2, 8, 2, 1, 4096)
+    whole = account(asked, LARGE).forward.ours
+    split = account(asked, LARGE._replace(split_keys=512, shared=True)).forward.ours
+    named = {one.name: one for one in split.operands}
+    assert named["k"].read * 4 == next(x for x in whole.operands if x.name == "k").read
+    assert named["partial"].read == named["partial"].written == 2 * 8 * 8 * (32 + 2) * 4
+    assert split.flops == whole.flops
+
+
 def test_sequences_are_accounted_for() -> None:
     x = torch.zeros(30, 2, 8)
     cu = torch.tensor([0, 10, 30])

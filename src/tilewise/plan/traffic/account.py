@@ -26,12 +26,17 @@ class Loops(NamedTuple):
         order: of the backward: a function of ``plan.traffic.tiled``.
         backward: of the backward; where it has two walks, of that for dQ.
         keys: of the walk for dK and dV, where there is one; None for ``backward``.
+        split_keys: keys that one program of the forward walks over, whose result is then merged
+            with the others'; 0 for all of them.
+        shared: whether a group of query heads walks together in such a forward.
     """
 
     forward: tuple[int, int]
     order: BackwardOrder
     backward: tuple[int, int]
     keys: tuple[int, int] | None = None
+    split_keys: int = 0
+    shared: bool = False
 
 
 class Comparison(NamedTuple):
@@ -122,11 +127,15 @@ def account(
         ours = tiled.backward_keys_outside(problem, of(loops.backward))
     else:
         ours = tiled.backward_rows_outside(problem, of(loops.backward))
+    if loops.split_keys:
+        forward = tiled.forward_in_parts(problem, visited, loops.split_keys, loops.shared)
+    else:
+        forward = tiled.forward(problem, visited)
     return Account(
         problem,
         loops,
         visited,
-        Comparison(tiled.forward(problem, visited), plain.forward(problem, lengths)),
+        Comparison(forward, plain.forward(problem, lengths)),
         Comparison(ours, plain.backward(problem, lengths)),
     )
 

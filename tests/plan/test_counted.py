@@ -213,6 +213,26 @@ def test_block_masks(queries: int, keys: int, block: Any, times: Any, odd: bool,
     assert apart.pairs <= visited.pairs
 
 
+@pytest.mark.parametrize("tile", [(8, 16), (16, 16), (5, 9)])
+def test_a_table_of_sequences(tile: tuple[int, int]) -> None:
+    """Of a variable-length call: each sequence has its own piece of the table."""
+    case = Case("ragged", sequences=((20, 31), (0, 4), (37, 17)), mask=("document_each",))
+    inputs = build(case).detached()
+    assert inputs.mask is not None
+    assert inputs.cu_seqlens is not None
+    cu = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), inputs.cu_seqlens, strict=True))
+    mask = tilewise.BlockMask.of(inputs.mask, block=(8, 16), **cu)
+    plain, operands = problem_of(inputs)
+    problem = plain._replace(mask=mask.program)
+    operands = operands._replace(mask_tensors=mask.captured)
+    walk = Walk(*tile, Ledger())
+    assert walk.ledger is not None
+    tiled.forward(problem, operands, walk=walk)
+    visited = visits_of(problem, tile, operands, together=True)
+    assert_counted(model.forward(problem, visited), walk.ledger)
+    assert visited.density < 1
+
+
 def test_a_table_of_heads_counts_each_head() -> None:
     """Head 0 sees everything and head 1 nothing: half the pairs, though the union is all."""
     layout = torch.ones(1, 2, 4, 4, dtype=torch.bool)

@@ -66,6 +66,16 @@ def test_sequences_add_up() -> None:
     assert whole.keys_walked == sum(one.keys_walked for one in each)
 
 
+def test_batch_items_with_masks_of_their_own() -> None:
+    """Item 0 sees 10 keys and item 1 all of them; the reference judges both at once."""
+    asked = problem(2, 3, 1, 40, 64, mask=masks.lengths(torch.tensor([1, 2])).program)
+    nothing = torch.empty(2, 1, 1, 1)
+    operands = Operands(nothing, nothing, nothing, (torch.tensor([10, 64]),))
+    apart = visits_of(asked, (40, 16), operands)
+    assert apart.pairs == 3 * 40 * (16 + 64)
+    assert visits_of(asked, (40, 16), operands, together=True).pairs == 3 * 40 * (64 + 64)
+
+
 def test_what_makes_no_sense_is_refused() -> None:
     asked = problem()
     with pytest.raises(InvalidArgument, match=r"key_tile.*at least 1"):

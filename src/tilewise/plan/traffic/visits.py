@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.problem import Operands, Problem
-from tilewise.reference.blocks import Block, parts
+from tilewise.reference.blocks import Block, cut, parts
 from tilewise.reference.programs import Cover, cover
 from tilewise.variants.program import EXPR, Instr, Program
 
@@ -125,7 +125,7 @@ def visits_of(
         operands: with what; may be left out where mask and score capture no tensor.
         lengths: of a variable-length call without operands: each sequence's queries and keys.
         together: one answer serves all batch items and heads, as in the reference; else a mask
-            with a table is looked up for each. Without a table it is always one answer.
+            with a table is looked up for each, and one with tensors judged for each batch item.
 
     Raises:
         InvalidArgument: a tile or the lengths make no sense, or tensors are missing.
@@ -203,11 +203,12 @@ def _visited(matrix: _Matrix, tile: tuple[int, int], together: bool) -> tuple[_C
         return _runs(problem, tile), each
     grid = _looked_up(matrix, tile)
     if grid is None:
-        return _of_grid(_judged(matrix, tile), problem, tile), each
+        items = [matrix] if together else list(_by_item(matrix))
+        grids = torch.stack([_judged(item, tile, len(items)) for item in items])
+        return _of_grid(grids, problem, tile), each // len(items)
     if together:
         return _of_grid(grid.any(0).any(0), problem, tile), each
-    whole = grid.expand(grid.shape[0], grid.shape[1], *grid.shape[2:])
-    return _of_grid(whole, problem, tile), each // (whole.shape[0] * whole.shape[1])
+    return _of_grid(grid, problem, tile), each // (grid.shape[0] * grid.shape[1])
 
 
 def _is_run(mask: Program) -> bool:
@@ -256,9 +257,7 @@ def _looked_up(matrix: _Matrix, tile: tuple[int, int]) -> Tensor | None:
     block = (int(last.params[0]), int(last.params[1]))
     if any(size % one for size, one in zip(tile, block, strict=True)):
         return None
-    table = matrix.mask_tensors[last.slots[0]] != 0
-    if last.op == "tiles" and table.shape[0] > 1 and matrix.problem.batch == 1:
-        table = table[matrix.first_batch : matrix.first_batch + 1]
+    table = (matrix.mask_tensors[last.slots[0]] != 0).cpu()
     rows = -(-matrix.problem.queries // block[0])
     columns = -(-matrix.problem.keys // block[1])
     table = table[:, :, :rows, :columns]
@@ -269,13 +268,25 @@ def _looked_up(matrix: _Matrix, tile: tuple[int, int]) -> Tensor | None:
     return split.any(5).any(3)
 
 
-def _judged(matrix: _Matrix, tile: tuple[int, int]) -> Tensor:
-    """Visited tiles [rows, columns], each asked for by itself."""
+def _by_item(matrix: _Matrix) -> Iterator[_Matrix]:
+    """The batch items, each by itself where the tensors of the mask tell them apart."""
+    problem, tensors = matrix.problem, matrix.mask_tensors
+    named = {slot for instr in problem.mask if instr.op != EXPR for slot in instr.slots}
+    if problem.batch == 1 or all(tensors[slot].shape[0] == 1 for slot in named):
+        yield matrix
+        return
+    for b in range(problem.batch):
+        own = cut(problem.mask, tensors, b, problem.queries, problem.keys)
+        yield _Matrix(problem._replace(batch=1), b, own, matrix.score_tensors)
+
+
+def _judged(matrix: _Matrix, tile: tuple[int, int], times: int = 1) -> Tensor:
+    """Visited tiles [rows, columns], each asked for by itself, for so many matrices."""
     problem, (across, along) = matrix.problem, tile
     rows, columns = -(-problem.queries // across), -(-problem.keys // along)
-    if rows * columns > MOST_TILES:
+    if rows * columns * times > MOST_TILES:
         raise Unsupported(
-            f"an account of {rows} x {columns} tiles of a mask that has to be judged tile by tile",
+            f"an account of {times} x {rows} x {columns} tiles of a mask that is judged tile by tile",
             fix="make it a table first: tilewise.BlockMask.of(mask, ...).",
         )
     whose = range(matrix.first_batch, matrix.first_batch + problem.batch), range(problem.heads)

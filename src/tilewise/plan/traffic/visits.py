@@ -286,7 +286,7 @@ def _judged(matrix: _Matrix, tile: tuple[int, int], times: int = 1) -> Tensor:
     rows, columns = -(-problem.queries // across), -(-problem.keys // along)
     if rows * columns * times > MOST_TILES:
         raise Unsupported(
-            f"an account of {times} x {rows} x {columns} tiles of a mask that is judged tile by tile",
+            f"an account of {times} x {rows} x {columns} tiles of a mask that is judged one by one",
             fix="make it a table first: tilewise.BlockMask.of(mask, ...).",
         )
     whose = range(matrix.first_batch, matrix.first_batch + problem.batch), range(problem.heads)

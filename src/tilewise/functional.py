@@ -224,8 +224,14 @@ def attention_paged(
         block_table: int32 (or int64) [B, P], P pages for the longest sequence or more.
         key_lengths: int32 (or int64) [B], each at most P * page_size.
         cu_seqlens_q: int32 or int64 [B + 1], or None.
-        mask, score, scale, sinks, return_lse, return_stats, backend, plan: as in ``attention``. A
-            BlockMask is one for a variable-length call of these lengths.
+        mask: as in ``attention``; a BlockMask is one for a variable-length call of these lengths.
+        score: as in ``attention``.
+        scale: s = scale * q.k; 1/sqrt(D) if None.
+        sinks: floating [Hq], as in ``attention``.
+        return_lse: ask for an AttentionResult with lse.
+        return_stats: ask for an AttentionResult with stats; "top1" has the top key of each row too.
+        backend: None (choose), or a name of ``explain``.
+        plan: a held Plan of ``tilewise.plan`` for a call like this one.
 
     Values of block_table, key_lengths and cu_seqlens_q are checked where they are on the CPU. On a
     device they are not read (but in checked mode); kernels clamp lengths and page numbers to what
@@ -358,8 +364,8 @@ def plan(
     The plan keeps no tensor: a mask or score that captures tensors, sinks and cu_seqlens are passed
     again at the call; one that captures none may be left out there.
 
-    Every argument is as the call will have it; cu_seqlens only for ``attention_varlen``, block_table
-    and key_lengths for ``attention_paged``, whose cu_seqlens_q may be there too.
+    Every argument is as the call will have it; cu_seqlens only for ``attention_varlen``,
+    block_table and key_lengths for ``attention_paged``, whose cu_seqlens_q may be there too.
 
     Raises:
         InvalidArgument, InvalidType, Unsupported: as the call.

@@ -274,10 +274,9 @@ def paged_problem(
     queries, heads = (q.shape[0], q.shape[1]) if packed else (q.shape[2], q.shape[1])
     sizes = (batch, heads, kv_heads, queries, slots * page_size, head_dim, v_pages.shape[3])
     layout = "varlen" if packed else "dense"
-    scale, dropout_p = _check_numbers(scale, 0.0, q)
-    has_sinks = check_sinks(sinks, heads, q.device.type)
-    numbers = (scale, dropout_p, has_sinks, page_size)
-    return Problem(*sizes, q.dtype, q.device.type, layout, mask, score, *numbers)
+    numbers = _check_numbers(scale, 0.0, q)
+    rest = (*numbers, check_sinks(sinks, heads, q.device.type), page_size)
+    return Problem(*sizes, q.dtype, q.device.type, layout, mask, score, *rest)
 
 
 def check_page_tensors(
@@ -410,10 +409,12 @@ def _check_pairing(
         raise InvalidArgument(
             v_name, f"{v.shape[keys_dim]} keys", f"k's number of keys, {k.shape[keys_dim]}"
         )
-    if paged and (k.shape[0] != v.shape[0] or k.shape[2] == 0):
-        name, came = (k_name, "page_size 0") if k.shape[2] == 0 else (v_name, f"{v.shape[0]} pages")
-        required = "at least one row" if k.shape[2] == 0 else f"as many as k_pages, {k.shape[0]}"
-        raise InvalidArgument(name, came, required)
+    if paged and k.shape[2] == 0:
+        raise InvalidArgument(k_name, "page_size 0", "at least one row in a page")
+    if paged and v.shape[0] != k.shape[0]:
+        raise InvalidArgument(
+            v_name, f"{v.shape[0]} pages", f"k_pages' number of pages, {k.shape[0]}"
+        )
     heads, kv_heads = q.shape[heads_dim], k.shape[heads_dim]
     if v.shape[heads_dim] != kv_heads:
         raise InvalidArgument(v_name, f"{v.shape[heads_dim]} heads", f"k's heads, {kv_heads}")

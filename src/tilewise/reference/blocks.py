@@ -60,9 +60,10 @@ class Part(NamedTuple):
 def parts(problem: Problem, operands: Operands) -> Iterator[Part]:
     """The rectangular problems of a call, in order: one if dense, else one per sequence.
 
-    With pages too there is one per sequence, whose keys are gathered. In a varlen part q, k and v are ``[1, H, S, D]`` views, and captured tensors are cut to the
+    In a varlen part q, k and v are ``[1, H, S, D]`` views, and captured tensors are cut to the
     sequence (batch entry b, its first m queries and first n keys); an expression indexes its own
-    by the sequence, and they stay whole.
+    by the sequence, and they stay whole. With pages too there is a part per sequence; its keys and
+    values are gathered.
     """
     if problem.page_size:
         yield from _paged_parts(problem, operands)

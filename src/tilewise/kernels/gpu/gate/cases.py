@@ -94,6 +94,10 @@ _CALLS = {
     "D128 varlen causal": Asked(128, mask="causal", varlen=True),
     "D64 sinks statistics": Asked(64, mask="causal", sinks=True, statistics="top1"),
 }
+_PAGED = {
+    "D128 causal pages of 16": Asked(128, mask="causal", page_size=16),
+    "D128 causal pages of 128": Asked(128, mask="causal", page_size=128),
+}
 # Kernels of a pass that multiply no matrices: they read rows once.
 _PLAIN = frozenset({"row_kernel", "sink_kernel"})
 
@@ -106,6 +110,7 @@ def _cases() -> list[Case]:
         if not asked.statistics:
             launches = partial(backward, asked)
             found.append(Case(f"backward {name}", launches, sixteen, _PLAIN, key))
+    found += [Case(f"forward {name}", partial(forward, asked)) for name, asked in _PAGED.items()]
     return found
 
 

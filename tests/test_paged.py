@@ -42,9 +42,9 @@ def paged_of(inputs: Inputs, page_size: int, **keywords: Any) -> Paged:
     keys, values = sequences_of(inputs)
     if keys:
         return in_pages(keys, values, page_size, **keywords)
-    pools = (x.new_empty(3, x.shape[1], page_size, x.shape[2]) for x in (inputs.k, inputs.v))
+    k, v = (x.new_empty(3, x.shape[1], page_size, x.shape[2]) for x in (inputs.k, inputs.v))
     empty = torch.empty(0, 4, dtype=torch.int32)
-    return Paged(*pools, empty, empty[:, 0])
+    return Paged(k, v, empty, empty[:, 0])
 
 
 def keywords_of(inputs: Inputs) -> dict[str, Any]:
@@ -260,7 +260,7 @@ def test_wrong_arguments_are_named(name: str) -> None:
 @pytest.mark.parametrize("name", ["q", "k_pages", "block_table", "key_lengths"])
 def test_what_is_no_tensor_is_named(name: str) -> None:
     with pytest.raises(InvalidType, match=f"^{name}: got a list"):
-        tilewise.attention_paged(**small(**{name: [1]}))
+        tilewise.attention_paged(**{**small(), name: [1]})
     with pytest.raises(InvalidType, match=r"^cu_seqlens_q: "):
         check_page_tensors(torch.zeros(1, 1).int(), torch.zeros(1).int(), 7)  # type: ignore[arg-type]
 
@@ -281,7 +281,7 @@ def test_nobody_else_reads_pages_and_says_so() -> None:
 
 def test_a_held_plan() -> None:
     asked = small(mask=masks.causal())
-    arguments = [asked.pop(name) for name in ("q", "k_pages", "v_pages")]
+    arguments = tuple(asked.pop(name) for name in ("q", "k_pages", "v_pages"))
     plan = tilewise.plan(*arguments, **asked)
     expected = tilewise.attention_paged(*arguments, **asked)
     assert_same_bits(tilewise.attention_paged(*arguments, **asked, plan=plan), expected, "out")
@@ -294,7 +294,7 @@ def test_a_held_plan() -> None:
         with pytest.raises(InvalidArgument, match=f"^{missing}: got None"):
             tilewise.plan(*arguments, **{**asked, missing: None})
     with pytest.raises(InvalidArgument, match=r"^cu_seqlens_k: "):
-        tilewise.plan(*arguments, None, _cu(0, 3), **asked)
+        tilewise.plan(*arguments, **{**asked, "cu_seqlens_k": _cu(0, 3)})
     with pytest.raises(InvalidArgument, match=r"^dropout_p: "):
         tilewise.plan(*arguments, **asked, dropout_p=0.1)
 

@@ -150,7 +150,7 @@ def _score(name: str, dtype: torch.dtype) -> Score:
         from tilewise.kernels.gpu.gate.raw_pair import weigh, weigh_slope
 
         scores.register_triton("gate_weigh", weigh, weigh_slope)
-        return scores.raw("gate_weigh", meta(KEYS))
+        return scores.raw("gate_weigh", meta(HEADS))
     if name:
         raise KeyError(name)
     return Score(())

@@ -10,11 +10,11 @@ __all__ = ["weigh", "weigh_slope"]
 
 @triton.jit
 def weigh(s, b, h, m, n, M, N, tensors, shapes):
-    """The score times a weight of each key."""
-    return s * tl.load(tensors[0] + n * shapes[1], mask=n < N, other=0.0)
+    """The score times a weight of each head."""
+    return s * tl.load(tensors[0] + h * shapes[1])
 
 
 @triton.jit
 def weigh_slope(s, b, h, m, n, M, N, tensors, shapes):
     """The weight."""
-    return tl.load(tensors[0] + n * shapes[1], mask=n < N, other=0.0)
+    return tl.load(tensors[0] + h * shapes[1])

@@ -42,7 +42,7 @@ class Asked(NamedTuple):
         dtype: of all of them.
         mask: "", "causal", "window", "document" (causal too), or "table", which is "document" with
             a table of tiles.
-        score: "", "alibi softcap" or "bias".
+        score: "", "alibi softcap", "bias" or "raw".
         dropout_p, sinks, varlen: as in a call.
         statistics: "", "all" or "top1".
         page_size: of the pages that keys and values lie in; 0: they do not.
@@ -165,6 +165,11 @@ def _score(name: str, dtype: torch.dtype) -> Score:
         return as_score((scores.alibi(meta(HEADS)), scores.softcap(30.0)))
     if name == "bias":
         return scores.bias(meta(HEADS, QUERIES, KEYS, dtype=dtype))
+    if name == "raw":
+        from tilewise.kernels.gpu.gate.raw_pair import weigh, weigh_slope
+
+        scores.register_triton("gate_weigh", weigh, weigh_slope)
+        return scores.raw("gate_weigh", meta(HEADS))
     if name:
         raise KeyError(name)
     return Score(())

@@ -90,6 +90,7 @@ _CALLS = {
     "D128 alibi softcap causal": Asked(128, mask="causal", score="alibi softcap"),
     "D64 bias": Asked(64, score="bias"),
     "D128 bias": Asked(128, score="bias"),
+    "D128 raw causal": Asked(128, mask="causal", score="raw"),
     "D128 dropout causal": Asked(128, mask="causal", dropout_p=0.1),
     "D128 varlen causal": Asked(128, mask="causal", varlen=True),
     "D64 sinks statistics": Asked(64, mask="causal", sinks=True, statistics="top1"),

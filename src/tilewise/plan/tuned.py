@@ -36,6 +36,7 @@ __all__ = [
     "installed_triton",
     "path_for",
     "read",
+    "refusal",
     "shown",
     "write",
 ]
@@ -121,7 +122,7 @@ def path_for(chip: str) -> Path | None:
 
 
 def file_name(chip: str) -> str:
-    """ "NVIDIA H200" -> "nvidia-h200.json"."""
+    """Of "NVIDIA H200" it is "nvidia-h200.json"."""
     return re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-") + ".json"
 
 
@@ -191,15 +192,26 @@ def _look(chip: str, family: str, check: Check) -> Found:
             return NOTHING._replace(path=path, refusal=f"{VARIABLE} names it and it is not there")
         return NOTHING
     except OSError as error:
-        refusal = f"it cannot be read ({error.strerror or error})"
-        return NOTHING._replace(path=path, refusal=refusal)
+        why = f"it cannot be read ({error.strerror or error})"
+        return NOTHING._replace(path=path, refusal=why)
     except Malformed as error:
         return NOTHING._replace(path=path, refusal=str(error))
-    refusal = _stale(tuned, chip, family) or _unfit(tuned, family, check)
-    if refusal:
-        return NOTHING._replace(path=path, refusal=refusal)
+    if why := refusal(tuned, chip, family, check):
+        return NOTHING._replace(path=path, refusal=why)
     entries = MappingProxyType({entry.place: entry for entry in tuned.entries})
     return Found(entries, tuned.date, path)
+
+
+def refusal(tuned: Tuned, chip: str, family: str, check: Check) -> str:
+    """Why a file is not used on a chip; "" if it is.
+
+    Args:
+        tuned: what it says.
+        chip: the maker's name of this one.
+        family: its own.
+        check: says of an entry why it cannot be taken.
+    """
+    return _stale(tuned, chip, family) or _unfit(tuned, family, check)
 
 
 def _stale(tuned: Tuned, chip: str, family: str) -> str:

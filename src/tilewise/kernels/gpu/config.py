@@ -32,6 +32,7 @@ __all__ = [
     "padded",
     "shared_need",
     "tiles_for",
+    "why_unfit",
 ]
 
 Pass: TypeAlias = Literal["forward", "dkdv", "dq"]
@@ -219,7 +220,7 @@ def _class_of(head_dim: int, value_dim: int) -> int:
     return next(width for width in WIDTHS if widest <= width)
 
 
-def _why_unfit(family: str, entry: Entry) -> str:
+def why_unfit(family: str, entry: Entry) -> str:
     """Why the blocks of an entry cannot be taken on a family; "" if they can."""
     (pass_name, dtype, width, kind), blocks = entry.place, entry.blocks
     for what, value, known in (
@@ -362,5 +363,5 @@ def config_for(family: str, chip: str = "") -> Config:
         chip: whose measured blocks stand before the table; "" for the table alone.
     """
     tf32 = torch.backends.cuda.matmul.allow_tf32 and FAMILIES[family].maker == "cuda"
-    measured = STORE.find(chip, family, _why_unfit) if chip else NOTHING
+    measured = STORE.find(chip, family, why_unfit) if chip else NOTHING
     return Config(family, "tf32" if tf32 and family != "sm_75" else "ieee", (), measured)

@@ -117,7 +117,7 @@ def path_for(chip: str) -> Path | None:
         return None
     if not named:
         return cache_folder() / "tuned" / file_name(chip)
-    path = Path(named)
+    path = Path(named).expanduser()
     return path / file_name(chip) if path.is_dir() else path
 
 
@@ -188,7 +188,8 @@ def _look(chip: str, family: str, check: Check) -> Found:
     try:
         tuned = read(path)
     except FileNotFoundError:
-        if os.environ.get(VARIABLE) and path == Path(os.environ[VARIABLE]):
+        named = os.environ.get(VARIABLE)
+        if named and path == Path(named).expanduser():
             return NOTHING._replace(path=path, refusal=f"{VARIABLE} names it and it is not there")
         return NOTHING
     except OSError as error:

@@ -69,6 +69,7 @@ class Team:
         made = [Child(setting, count > 1, list(command) or module) for _ in range(count)]
         self._children = made
         self._free: SimpleQueue[Child] = SimpleQueue()
+        self._over = False
         for child in made:
             self._free.put(child)
 
@@ -78,6 +79,8 @@ class Team:
         def one(each: Blocks) -> Row:
             child = self._free.get()
             try:
+                if self._over:  # a process that began now would be waited for
+                    raise KeyboardInterrupt
                 return _only(child.ask("check", f"{job} {each}", self._patience * _CHECK_S))
             finally:
                 self._free.put(child)
@@ -97,6 +100,7 @@ class Team:
 
     def close(self) -> None:
         """End the processes."""
+        self._over = True
         for child in self._children:
             child.close()
 

@@ -53,8 +53,9 @@ def table_blocks(family: str, job: Job) -> Blocks:
 def candidates(family: str, job: Job, most: int) -> list[Blocks]:
     """Other blocks worth a try: the nearest to the table's that fit the chip.
 
-    The distance counts doublings of sides and of warps, and stages. Of equally near ones the
-    larger come first.
+    The distance counts doublings of sides and of warps, and stages; one more for those that give
+    a thread more pairs than the table's do: that has the most that did not spill. Of equally near
+    ones the larger come first.
 
     Args:
         family: a name of FAMILIES.
@@ -69,7 +70,12 @@ def candidates(family: str, job: Job, most: int) -> list[Blocks]:
 
 def _distance(one: Blocks, other: Blocks) -> float:
     doublings = sum(abs(math.log2(a / b)) for a, b in zip(one[:3], other[:3], strict=True))
-    return doublings + abs(one.stages - other.stages)
+    return doublings + abs(one.stages - other.stages) + (_pairs(one) > _pairs(other))
+
+
+def _pairs(blocks: Blocks) -> int:
+    """Of a warp."""
+    return blocks.queries * blocks.keys // blocks.warps
 
 
 def read_job(words: str) -> tuple[Job, list[Blocks]]:

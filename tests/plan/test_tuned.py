@@ -9,6 +9,7 @@ import stat
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -134,7 +135,7 @@ def test_the_variable_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, p
         ({"triton": "4.6.0"}, "of Triton 4.6.0"),
     ],
 )
-def test_what_is_stale_is_refused(place: Path, changed: dict[str, str], match: str) -> None:
+def test_what_is_stale_is_refused(place: Path, changed: dict[str, Any], match: str) -> None:
     tuned.write(place, FILE._replace(**changed))
     refused(match)
 
@@ -209,16 +210,16 @@ def test_the_version_of_triton_is_read_without_importing_it(
 
     def version(package: str) -> str:
         if package != "pytorch-triton-rocm":
-            raise tuned.metadata.PackageNotFoundError(package)
+            raise metadata.PackageNotFoundError(package)
         return "3.6.0"
 
-    monkeypatch.setattr(tuned.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
     assert tuned.installed_triton() == "3.6.0"
 
     def absent(package: str) -> str:
-        raise tuned.metadata.PackageNotFoundError(package)
+        raise metadata.PackageNotFoundError(package)
 
-    monkeypatch.setattr(tuned.metadata, "version", absent)
+    monkeypatch.setattr(metadata, "version", absent)
     assert tuned.installed_triton() == ""
 
 

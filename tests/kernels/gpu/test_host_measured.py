@@ -96,9 +96,16 @@ def test_the_wider_of_both_widths_counts(place: Path) -> None:
 def test_blocks_depend_on_nothing_else(place: Path) -> None:
     keep(place, entry())
     chip = config_for(FAMILY, CHIP)
-    others = {"batch": 7, "heads": 16, "queries": 1, "keys": 10**6, "scale": 2.0, "sinks": True}
-    for changed in ({name: value} for name, value in others.items()):
-        assert chip.blocks("forward", problem(**changed)) == MINE, changed
+    others: dict[str, Any] = {
+        "batch": 7,
+        "heads": 16,
+        "queries": 1,
+        "keys": 10**6,
+        "scale": 2.0,
+        "sinks": True,
+    }
+    for name, value in others.items():
+        assert chip.blocks("forward", problem(**{name: value})) == MINE, name
 
 
 def test_overrides_stand_before_what_is_measured(place: Path) -> None:

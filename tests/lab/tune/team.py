@@ -31,6 +31,7 @@ class FakeTeam:
         samples: seconds of blocks, given whether they are the table's.
         checked: rows of blocks by text that are not good.
         before: called before each job is checked.
+        failed: blocks by text that fail when they are timed.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class FakeTeam:
         samples: Samples,
         checked: dict[str, Row] | None = None,
         before: Callable[[Job], None] = lambda job: None,
+        failed: Sequence[str] = (),
     ) -> None:
         self.samples, self.checked, self.before = samples, checked or {}, before
+        self.failed = failed
         self.measured: list[list[str]] = []
         self.closed = False
 
@@ -52,9 +55,12 @@ class FakeTeam:
         self.measured.append([str(each) for each in blocks])
         table = table_blocks(FAMILY, job)
         values: dict[str, Any] = {
-            str(each): list(self.samples(each, each == table)) for each in blocks
+            str(each): list(self.samples(each, each == table))
+            for each in blocks
+            if str(each) not in self.failed
         }
-        return Row("measure", str(job), values={"samples_s": values})
+        failed = {str(each): "OutOfMemory" for each in blocks if str(each) in self.failed}
+        return Row("measure", str(job), values={"samples_s": values, "failed": failed})
 
     def close(self) -> None:
         self.closed = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,23 @@ def test_wrong_spilling_and_failing_candidates_are_dropped() -> None:
         "    dropped 128x128/8/1: 14 registers spilled",
         "    dropped 128x64/8/2: OutOfResources: shared memory",
     ]
+
+
+def test_what_fails_when_it_is_timed_is_dropped() -> None:
+    team = FakeTeam(gain({"128x128/8/3": 0.5, "128x64/8/2": 0.9}), failed=["128x128/8/3"])
+    finding = tuned(team)
+    assert finding.best is not None
+    assert str(finding.best[0]) == "128x64/8/2"
+    assert list(lines_of(finding))[1:] == ["    dropped 128x128/8/3: OutOfMemory"]
+
+
+def test_a_timing_that_comes_to_nothing() -> None:
+    class Broken(FakeTeam):
+        def measure(self, job: Job, blocks: Sequence[Blocks]) -> Row:
+            return Row("measure", str(job), "error", "ended after 120 s")
+
+    finding = tuned(Broken(gain({})))
+    assert (finding.failure, finding.entry) == ("timing: ended after 120 s", None)
 
 
 def test_nothing_is_timed_where_the_table_s_own_fail() -> None:

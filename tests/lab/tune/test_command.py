@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -269,7 +270,7 @@ def test_one_job_of_the_self_test(tmp_path: Path) -> None:
     options = ("--passes", "dkdv", "--kinds", "*", "--out", str(out))
     checked(call(*options, folder=tmp_path), 1, tmp_path)
     values: Any = json.loads(out.read_text())
-    assert (values["chip"], values["triton"]) == ("interpreter", tuned.metadata.version("triton"))
+    assert (values["chip"], values["triton"]) == ("interpreter", metadata.version("triton"))
     (entry,) = values["entries"]
     assert (entry["pass"], entry["dtype"], entry["kind"]) == ("dkdv", "float16", "*")
 

@@ -120,35 +120,42 @@ def tune(setting: Setting, team: Team, family: str, job: Job) -> Finding:
     rows = team.check(job, [table, *tried])
     if rows[0].status != "ok":
         return Finding(job, (table, None), failure=f"the table's own {table}: {rows[0].note}")
-    checked = list(zip(tried, rows[1:], strict=True))
-    dropped = tuple((blocks, why) for blocks, row in checked if (why := _why_dropped(row)))
-    good = [blocks for blocks, row in checked if not _why_dropped(row)]
-    found = _fastest(team, job, table, good)
-    if isinstance(found, str):
-        return Finding(job, (table, None), dropped=dropped, failure=found)
-    timing, best = found
+    why = {blocks: _why_dropped(row) for blocks, row in zip(tried, rows[1:], strict=True)}
+    good = [blocks for blocks in tried if not why[blocks]]
+    timing, best, failed = _fastest(team, job, table, good)
+    dropped = tuple((blocks, text) for blocks, text in (why | failed).items() if text)
+    if timing is None:
+        return Finding(job, (table, None), failure=failed[table])
     kept = best is not None and (setting.self_test or beats(best[1], timing))
     return Finding(job, (table, timing), best, kept, dropped)
 
 
-def _fastest(
-    team: Team, job: Job, table: Blocks, others: Sequence[Blocks]
-) -> tuple[Timing, tuple[Blocks, Timing] | None] | str:
-    """The table's timing and the best of the others with its own; or what went wrong.
+class _Raced(NamedTuple):
+    """The timing of the table's blocks (None: it failed), of the best others, and who failed."""
+
+    table: Timing | None
+    best: tuple[Blocks, Timing] | None
+    failed: dict[Blocks, str]
+
+
+def _fastest(team: Team, job: Job, table: Blocks, others: Sequence[Blocks]) -> _Raced:
+    """Time blocks in turn.
 
     The winner is timed again with the table's alone: the least of many is too good to be believed.
     """
-    timed = [table, *others]
+    failed: dict[Blocks, str] = {}
     for _ in range(2):
-        row = team.measure(job, timed)
+        row = team.measure(job, [table, *others])
         if row.status != "ok":
-            return f"timing: {row.note}"
-        timings = {blocks: Timing.of(row.values["samples_s"][str(blocks)]) for blocks in timed}
-        rivals = sorted(timed[1:], key=lambda blocks: timings[blocks].seconds)
-        if len(rivals) < 1:
-            return timings[table], None
-        timed = [table, rivals[0]]
-    return timings[table], (rivals[0], timings[rivals[0]])
+            return _Raced(None, None, {table: f"timing: {row.note}"})
+        failed |= {each: why for each in others if (why := row.values["failed"].get(str(each)))}
+        samples = row.values["samples_s"]
+        found = {b: Timing.of(samples[str(b)]) for b in (table, *others) if b not in failed}
+        rivals = sorted(found.keys() - {table}, key=lambda blocks: found[blocks].seconds)
+        if not rivals:
+            return _Raced(found[table], None, failed)
+        others = rivals[:1]
+    return _Raced(found[table], (rivals[0], found[rivals[0]]), failed)
 
 
 def _why_dropped(row: Row) -> str:

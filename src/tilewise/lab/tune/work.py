@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from tilewise.kernels.gpu.launch import Launch, run
 from tilewise.lab.gpu_check.outcomes import SEED, Outcome, build
 from tilewise.lab.gpu_check.problems import ProblemCase
 from tilewise.lab.gpu_check.setting import Setting
-from tilewise.problem import Grads, Needs
+from tilewise.problem import Grads, Needs, Result
 
 __all__ = ["Work", "spills_in"]
 
@@ -57,24 +58,31 @@ class Work:
         ]
         self._variant = variant_of(self._problem, *ranks)
         self._config = config_for(family)
-        self._result = empty_result(self._problem, q, "")
-        run(self._forward(self._config))
+        self._result, self._other = (empty_result(self._problem, q, "") for _ in range(2))
+        self._rooms: Outcome = {}
+        run(self._forward(self._config, self._result))
 
     def launches(self, pass_name: Pass, blocks: Blocks) -> tuple[list[Launch], Outcome]:
-        """What a pass launches in these blocks, and where its results will be."""
+        """What a pass launches in these blocks, and where its results will be.
+
+        That is the same memory for all blocks, with NaN in it now: nobody gets another's results.
+        """
         config = self._config._replace(overrides=((pass_name, blocks),))
         if pass_name == "forward":
-            self._result = empty_result(self._problem, self._operands.q, "")
-            outcome = {"out": self._result.out, "lse": self._result.lse}
-            return self._forward(config), outcome
-        return self._backward(pass_name, config)
+            outcome = {"out": self._other.out, "lse": self._other.lse}
+            launches = self._forward(config, self._other)
+        else:
+            launches, outcome = self._backward(pass_name, config)
+        for room in outcome.values():
+            room.fill_(math.nan)
+        return launches, outcome
 
     def own(self, pass_name: Pass, launches: list[Launch]) -> list[Launch]:
         """Those that walk over the pairs: what is timed."""
         return [launch for launch in launches if launch.kernel is _KERNELS[pass_name]]
 
-    def _forward(self, config: Config) -> list[Launch]:
-        return forward_launches(self._problem, self._operands, self._result, config, self._variant)
+    def _forward(self, config: Config, result: Result) -> list[Launch]:
+        return forward_launches(self._problem, self._operands, result, config, self._variant)
 
     def _backward(self, pass_name: Pass, config: Config) -> tuple[list[Launch], Outcome]:
         """Gradients of keys and values, or of the queries and of what the score captured."""
@@ -84,9 +92,11 @@ class Work:
         wanted: Outcome = {}
 
         def room(name: str, tensor: Tensor, need: bool) -> Tensor | None:
-            if need:
-                wanted[f"grad of {name}"] = torch.empty_like(tensor)
-            return wanted.get(f"grad of {name}")
+            if not need:
+                return None
+            key = f"grad of {name}"
+            wanted[key] = self._rooms.setdefault(key, torch.empty_like(tensor))
+            return wanted[key]
 
         captured = zip(operands.score_tensors, learned, strict=True)
         grads = Grads(

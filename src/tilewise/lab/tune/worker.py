@@ -19,7 +19,7 @@ from tilewise.lab.gpu_check.outcomes import Outcome, refer
 from tilewise.lab.gpu_check.problems import ProblemCase
 from tilewise.lab.gpu_check.row import Row
 from tilewise.lab.gpu_check.setting import Setting
-from tilewise.lab.gpu_check.worker import main
+from tilewise.lab.gpu_check.worker import in_short, main
 from tilewise.lab.tune import probes
 from tilewise.lab.tune.jobs import Job, read_job
 from tilewise.lab.tune.work import Work, spills_in
@@ -69,18 +69,33 @@ def _small(
 
 
 def _measure(setting: Setting, job: Job, blocks: list[Blocks]) -> Row:
-    """Seconds of a pass on the large problems in each of these blocks, in turn."""
+    """Seconds of a pass on the large problems in each of these blocks, in turn.
+
+    Others than the table's may fail where there is more to do; the row says so.
+    """
     works = _large(setting, job)
-    calls = {}
-    for each in blocks:
-        own: list[Launch] = []
-        for work in works:
-            launches, _ = work.launches(job.pass_name, each)
-            run(launches)
-            own += work.own(job.pass_name, launches)
-        calls[str(each)] = partial(run, own)
-    synchronize(setting)
-    return Row("measure", str(job), values={"samples_s": interleave(setting, calls, _BUDGET_S)})
+    calls, failed = {}, {}
+    for number, each in enumerate(blocks):
+        try:
+            calls[str(each)] = partial(run, _timed(works, job, each))
+            synchronize(setting)
+        except Exception as error:
+            if number == 0:
+                raise
+            calls.pop(str(each), None)
+            failed[str(each)] = in_short(error)
+    samples = interleave(setting, calls, _BUDGET_S)
+    return Row("measure", str(job), values={"samples_s": samples, "failed": failed})
+
+
+def _timed(works: list[Work], job: Job, blocks: Blocks) -> list[Launch]:
+    """The launches that are timed; whatever they read is there, and they are compiled."""
+    own: list[Launch] = []
+    for work in works:
+        launches, _ = work.launches(job.pass_name, blocks)
+        run(launches)
+        own += work.own(job.pass_name, launches)
+    return own
 
 
 @lru_cache(maxsize=1)

@@ -21,7 +21,7 @@ __all__ = ["MOST", "Finding", "Team", "tune"]
 
 _CHECK_S, _MEASURE_S = 180.0, 120.0
 _SELF_TEST_PATIENCE = 10
-_MOST_PROCESSES, _SPARE_CORES = 4, 2  # each holds a context on the GPU
+_MOST_PROCESSES, _SPARE_CORES = 8, 2  # each holds a context on the GPU
 MOST, _MOST_IN_SELF_TEST = 7, 2  # candidates of a job
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +14,7 @@ from tilewise.kernels.gpu.launch import Launch, run
 from tilewise.lab.gpu_check.row import Row
 from tilewise.lab.gpu_check.setting import Setting
 from tilewise.lab.gpu_check.worker import do
-from tilewise.lab.tune import worker
+from tilewise.lab.tune import probes, worker
 from tilewise.lab.tune.jobs import read_job
 
 SETTING = Setting(self_test=True)
@@ -115,3 +116,34 @@ def test_only_the_kernel_of_the_pass_is_timed() -> None:
     job, (blocks,) = read_job("dq float16 64 * 16x16/4/1")
     own = worker._timed(works, job, blocks)
     assert [launch.kernel.__name__ for launch in own] == ["query_kernel"]
+
+
+class Event:
+    """A CUDA event of a device that does everything at once."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        assert self.at
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1e3 * (other.at - self.at)
+
+
+def test_what_only_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the processor, with a stub for ``torch.cuda``: real sizes made small, timed by events."""
+    stubs = {"_sleep": lambda cycles: None, "synchronize": lambda: None, "Event": Event}
+    for name, stub in stubs.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr(Setting, "device", property(lambda self: torch.device("cpu")))
+    for name, size in (("_HIDDEN", 16), ("_BATCH", 1), ("_LENGTH", 32)):
+        monkeypatch.setattr(probes, name, size)
+    case = probes.large(read_job("dq float16 128 *")[0], tiny=False)[0]
+    assert (case.head_dim, case.value_dim, case.queries, case.keys) == (128, 128, 32, 32)
+    (row,) = do(Setting(), "measure", "dq float16 64 * 64x32/4/1 16x16/4/1", worker.perform)
+    assert row.status == "ok", row.note
+    assert all(len(each) >= 5 for each in row.values["samples_s"].values())

@@ -13,7 +13,7 @@ import tilewise
 from tilewise import masks, scores
 from tilewise.errors import TunedBlocksWarning
 from tilewise.kernels.gpu import backend as gpu
-from tilewise.kernels.gpu import config
+from tilewise.kernels.gpu import measured
 from tilewise.kernels.gpu.config import (
     KINDS,
     PASSES,
@@ -23,8 +23,8 @@ from tilewise.kernels.gpu.config import (
     Pass,
     config_for,
     tiles_for,
-    why_unfit,
 )
+from tilewise.kernels.gpu.measured import measured_on, origin, why_unfit
 from tilewise.plan import tuned
 from tilewise.plan.tuned import Entry, Place, Store, Tuned, write
 from tilewise.problem import Problem, dense_problem
@@ -60,7 +60,7 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where the file of the chip is looked for, in a process that has looked for none."""
     monkeypatch.delenv("TILEWISE_TUNED", raising=False)
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
-    monkeypatch.setattr(config, "STORE", Store())
+    monkeypatch.setattr(measured, "STORE", Store())
     monkeypatch.setattr(tuned, "installed_triton", lambda: "3.6.0")
     return tmp_path / "tuned" / "nvidia-h200.json"
 
@@ -72,7 +72,7 @@ def keep(place: Path, *entries: Entry) -> None:
 def test_a_measured_entry_is_of_its_place_and_no_other(place: Path) -> None:
     """Of one pass, dtype, class of widths and kind; the table is there for all the rest."""
     keep(place, entry("dq", torch.float16, 128, "+"))
-    chip = config_for(FAMILY, CHIP)
+    chip = config_for(FAMILY, measured_on(CHIP, FAMILY))
     changed = 0
     for name in PASSES:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -88,14 +88,14 @@ def test_a_measured_entry_is_of_its_place_and_no_other(place: Path) -> None:
 
 def test_the_wider_of_both_widths_counts(place: Path) -> None:
     keep(place, entry(width=128))
-    chip = config_for(FAMILY, CHIP)
+    chip = config_for(FAMILY, measured_on(CHIP, FAMILY))
     assert chip.blocks("forward", problem(64, value_dim=128)) == MINE
     assert chip.blocks("forward", problem(64, value_dim=64)) != MINE
 
 
 def test_blocks_depend_on_nothing_else(place: Path) -> None:
     keep(place, entry())
-    chip = config_for(FAMILY, CHIP)
+    chip = config_for(FAMILY, measured_on(CHIP, FAMILY))
     others: dict[str, Any] = {
         "batch": 7,
         "heads": 16,
@@ -111,16 +111,18 @@ def test_blocks_depend_on_nothing_else(place: Path) -> None:
 def test_overrides_stand_before_what_is_measured(place: Path) -> None:
     keep(place, entry("dq"))
     other = Blocks(16, 16, 1, 1)
-    chip = config_for(FAMILY, CHIP)._replace(overrides=(("dq", other),))
+    chip = config_for(FAMILY, measured_on(CHIP, FAMILY))._replace(overrides=(("dq", other),))
     assert chip.blocks("dq", problem()) == other
-    assert chip.origin("dq", problem()) == "blocks that were asked for"
+    assert origin(chip, "dq", problem()) == "blocks that were asked for"
 
 
 def test_the_table_alone_without_a_chip_or_for_another(place: Path) -> None:
     """The gate asks for no chip, so that a file on the machine does not change what it judges."""
     keep(place, entry())
     assert config_for(FAMILY).measured == tuned.NOTHING
-    assert config_for(FAMILY, "NVIDIA H100").blocks("forward", problem()) != MINE
+    assert (
+        config_for(FAMILY, measured_on("NVIDIA H100", FAMILY)).blocks("forward", problem()) != MINE
+    )
 
 
 def test_tf32_is_asked_at_every_call(place: Path) -> None:
@@ -129,7 +131,7 @@ def test_tf32_is_asked_at_every_call(place: Path) -> None:
     try:
         for allowed, precision in ((True, "tf32"), (False, "ieee"), (True, "tf32")):
             torch.backends.cuda.matmul.allow_tf32 = allowed
-            assert config_for(FAMILY, CHIP).precision == precision
+            assert config_for(FAMILY, measured_on(CHIP, FAMILY)).precision == precision
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
 
@@ -155,7 +157,7 @@ def test_what_does_not_fit_is_refused_with_all_the_rest(
     if wrong.place.kind:  # an empty one is refused before it is looked at
         keep(place, fine, wrong)
         with pytest.warns(TunedBlocksWarning, match=f"entry 1: {match}"):
-            assert config_for(FAMILY, CHIP).measured.entries == {}
+            assert measured_on(CHIP, FAMILY).entries == {}
     assert not why_unfit(FAMILY, fine)
     assert why_unfit(FAMILY, wrong)
 

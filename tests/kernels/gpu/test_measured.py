@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tilewise
 from tilewise import masks
-from tilewise.kernels.gpu import config, launch
+from tilewise.kernels.gpu import launch, measured
 from tilewise.kernels.gpu.config import Blocks, Pass, tiles_for
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.plan.tuned import Entry, Place, Store, Tuned, installed_triton, write
@@ -72,7 +72,7 @@ def test_one_pass_alone_is_changed(
     outputs, used = [], []
     for named in ("off", str(path)):
         monkeypatch.setenv("TILEWISE_TUNED", named)
-        monkeypatch.setattr(config, "STORE", Store())
+        monkeypatch.setattr(measured, "STORE", Store())
         outputs.append(run())
         used.append(dict(sides))
     kernel, may_change = OF_PASS[pass_name]

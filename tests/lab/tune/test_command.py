@@ -19,7 +19,8 @@ from tests.lab.gpu_check.test_self_test import MISSING
 from tests.lab.tune.team import CHIP, FAMILY, FakeTeam, gain
 from tilewise import cli
 from tilewise.errors import InvalidArgument
-from tilewise.kernels.gpu.config import Blocks, why_unfit
+from tilewise.kernels.gpu.config import Blocks
+from tilewise.kernels.gpu.measured import why_unfit
 from tilewise.lab.tune import command
 from tilewise.lab.tune.command import main
 from tilewise.lab.tune.jobs import Job, table_blocks

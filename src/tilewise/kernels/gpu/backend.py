@@ -13,14 +13,8 @@ from torch import Tensor
 
 from tilewise.errors import Unsupported
 from tilewise.kernels.base import Backend, Needs, Prepared, Tiles, output_like
-from tilewise.kernels.gpu.config import (
-    LARGEST_WIDTH,
-    PASSES,
-    Config,
-    chip_of,
-    config_for,
-    family_of,
-)
+from tilewise.kernels.gpu.config import LARGEST_WIDTH, PASSES, Config, config_for, family_of
+from tilewise.kernels.gpu.measured import chip_of, measured_on, origin
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
 from tilewise.reference.covers import Grid
 
@@ -84,7 +78,7 @@ class GpuBackend(Backend):
         """Each pass with its blocks, and where they come from."""
         config = _config(problem)
         return tuple(
-            (name, f"{config.blocks(name, problem)}: {config.origin(name, problem)}")
+            (name, f"{config.blocks(name, problem)}: {origin(config, name, problem)}")
             for name in PASSES
         )
 
@@ -156,7 +150,7 @@ def _config(problem: Problem) -> Config:
     family = _family(problem.device)
     if family is None:
         raise Unsupported("the GPU backend has no blocks for this chip")
-    return config_for(family, _chip(problem.device))
+    return config_for(family, measured_on(_chip(problem.device), family))
 
 
 def empty_result(problem: Problem, q: Tensor, statistics: Statistics) -> Result:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
-from tilewise.plan.tuned import NOTHING, STORE, Blocks, Entry, Found, Place, shown
+from tilewise.plan.tuned import NOTHING, Blocks, Found, Place
 from tilewise.problem import Problem
 
 __all__ = [
@@ -26,13 +26,12 @@ __all__ = [
     "Config",
     "Family",
     "Pass",
-    "chip_of",
     "config_for",
     "family_of",
     "padded",
+    "place_of",
     "shared_need",
     "tiles_for",
-    "why_unfit",
 ]
 
 Pass: TypeAlias = Literal["forward", "dkdv", "dq"]
@@ -177,7 +176,7 @@ class Config(NamedTuple):
             if name == pass_name:
                 return blocks
         if self.measured.entries:
-            entry = self.measured.entries.get(_place_of(pass_name, problem))
+            entry = self.measured.entries.get(place_of(pass_name, problem))
             if entry is not None:
                 return entry.blocks
         return tiles_for(
@@ -190,24 +189,8 @@ class Config(NamedTuple):
             _is_scattered(problem),
         )
 
-    def origin(self, pass_name: Pass, problem: Problem) -> str:
-        """Where the blocks of a pass for a problem come from, in words."""
-        if any(name == pass_name for name, _ in self.overrides):
-            return "blocks that were asked for"
-        found = self.measured
-        entry = found.entries.get(_place_of(pass_name, problem))
-        file = "" if found.path is None else shown(found.path)
-        if entry is not None:
-            gain = f"{entry.ratio:.2f} times as fast as the table's {entry.table_blocks}"
-            return f"blocks measured by tilewise tune on {found.date} ({gain}), from {file}"
-        if found.refusal:
-            return f"blocks of the table; {file} is not used: {found.refusal}"
-        if found.path is not None:
-            return f"blocks of the table; {file} has no faster ones"
-        return "blocks of the table"
 
-
-def _place_of(pass_name: Pass, problem: Problem) -> Place:
+def place_of(pass_name: Pass, problem: Problem) -> Place:
     """What the blocks of a pass for a problem may depend on."""
     kind = "*" if _is_scattered(problem) else "+" if _is_heavy(problem) else "plain"
     width = _class_of(problem.head_dim, problem.value_dim)
@@ -218,27 +201,6 @@ def _class_of(head_dim: int, value_dim: int) -> int:
     """The width whose row of the table holds for these; LARGEST_WIDTH is not exceeded."""
     widest = max(padded(head_dim), padded(value_dim))
     return next(width for width in WIDTHS if widest <= width)
-
-
-def why_unfit(family: str, entry: Entry) -> str:
-    """Why the blocks of an entry cannot be taken on a family; "" if they can."""
-    (pass_name, dtype, width, kind), blocks = entry.place, entry.blocks
-    for what, value, known in (
-        ("pass", pass_name, PASSES),
-        ("width", width, WIDTHS),
-        ("kind", kind, KINDS),
-    ):
-        if value not in known:
-            return f"{what} {value!r} is none of {', '.join(str(each) for each in known)}"
-    name: Pass = next(each for each in PASSES if each == pass_name)
-    need = shared_need(name, blocks, dtype.itemsize, width, width)
-    if need > FAMILIES[family].shared_bytes:
-        most = FAMILIES[family].shared_bytes
-        return f"{blocks} need {need} bytes of shared memory, {family} has {most}"
-    table = tiles_for(family, name, dtype, width, width, kind != "plain", kind == "*")
-    if table != entry.table_blocks:
-        return f"the table now has {table}, and they were compared with {entry.table_blocks}"
-    return ""
 
 
 def _is_heavy(problem: Problem) -> bool:
@@ -348,21 +310,12 @@ def _cuda_family(capability: int) -> str | None:
     return f"sm_{max(below)}" if below else None
 
 
-def chip_of(device: torch.device) -> str:
-    """The name of the chip of a device, as its maker gives it; the CPU's is the interpreter."""
-    if device.type == "cpu":
-        return _INTERPRETER
-    properties = torch.cuda.get_device_properties(device)
-    return str(properties.name or getattr(properties, "gcnArchName", ""))
-
-
-def config_for(family: str, chip: str = "") -> Config:
+def config_for(family: str, measured: Found = NOTHING) -> Config:
     """The configuration of a family, with the precision that torch allows at this time.
 
     Args:
         family: a name of FAMILIES.
-        chip: whose measured blocks stand before the table; "" for the table alone.
+        measured: what stands before the table.
     """
     tf32 = torch.backends.cuda.matmul.allow_tf32 and FAMILIES[family].maker == "cuda"
-    measured = STORE.find(chip, family, why_unfit) if chip else NOTHING
     return Config(family, "tf32" if tf32 and family != "sm_75" else "ieee", (), measured)

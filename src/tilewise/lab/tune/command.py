@@ -17,7 +17,8 @@ import torch
 
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.folders import cache_folder
-from tilewise.kernels.gpu.config import KINDS, PASSES, WIDTHS, chip_of, family_of, why_unfit
+from tilewise.kernels.gpu.config import KINDS, PASSES, WIDTHS, family_of
+from tilewise.kernels.gpu.measured import chip_of, why_unfit
 from tilewise.lab.gpu_check.setting import Setting
 from tilewise.lab.tune.conduct import MOST, Finding, Team, tune
 from tilewise.lab.tune.jobs import Job

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tilewise.errors import Unsupported
 from tilewise.kernels.base import Backend, Needs, Prepared, Tiles, output_like
-from tilewise.kernels.gpu.config import LARGEST_WIDTH, Config, config_for, family_of
+from tilewise.kernels.gpu.config import LARGEST_WIDTH, PASSES, Config, config_for, family_of
+from tilewise.kernels.gpu.measured import chip_of, measured_on, origin
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
 from tilewise.reference.covers import Grid
 
@@ -78,6 +79,14 @@ class GpuBackend(Backend):
                 reasons.append(f"{size} {what} are over its limit of {limit} with a mask or score")
         return reasons
 
+    def notes(self, problem: Problem) -> tuple[tuple[str, str], ...]:
+        """Each pass with its blocks, and where they come from."""
+        config = _config(problem)
+        return tuple(
+            (name, f"{config.blocks(name, problem)}: {origin(config, name, problem)}")
+            for name in PASSES
+        )
+
     def tiles(self, problem: Problem) -> Tiles:
         """The blocks of the forward pass."""
         blocks = _config(problem).blocks("forward", problem)
@@ -138,11 +147,15 @@ def _family(device: str) -> str | None:
     return family_of(torch.device(device))
 
 
+def _chip(device: str) -> str:
+    return chip_of(torch.device(device))
+
+
 def _config(problem: Problem) -> Config:
     family = _family(problem.device)
     if family is None:
         raise Unsupported("the GPU backend has no blocks for this chip")
-    return config_for(family)
+    return config_for(family, measured_on(_chip(problem.device), family))
 
 
 def empty_result(problem: Problem, q: Tensor, statistics: Statistics) -> Result:

@@ -42,7 +42,7 @@ class Asked(NamedTuple):
         dtype: of all of them.
         mask: "", "causal", "window", "document" (causal too), or "table", which is "document" with
             a table of tiles.
-        score: "", "alibi softcap" or "bias".
+        score: "", "alibi softcap", "bias" (of each pair), or "head bias".
         dropout_p, sinks, varlen: as in a call.
         statistics: "", "all" or "top1".
     """
@@ -146,6 +146,8 @@ def _score(name: str, dtype: torch.dtype) -> Score:
         return as_score((scores.alibi(meta(HEADS)), scores.softcap(30.0)))
     if name == "bias":
         return scores.bias(meta(HEADS, QUERIES, KEYS, dtype=dtype))
+    if name == "head bias":
+        return scores.bias(meta(HEADS, 1, 1, dtype=dtype))
     if name:
         raise KeyError(name)
     return Score(())

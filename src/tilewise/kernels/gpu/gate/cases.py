@@ -90,12 +90,15 @@ _CALLS = {
     "D128 alibi softcap causal": Asked(128, mask="causal", score="alibi softcap"),
     "D64 bias": Asked(64, score="bias"),
     "D128 bias": Asked(128, score="bias"),
+    "D64 head bias": Asked(64, score="head bias"),
+    "D128 head bias": Asked(128, score="head bias"),
+    "D64 head bias fp32": Asked(64, _SINGLE, score="head bias"),
     "D128 dropout causal": Asked(128, mask="causal", dropout_p=0.1),
     "D128 varlen causal": Asked(128, mask="causal", varlen=True),
     "D64 sinks statistics": Asked(64, mask="causal", sinks=True, statistics="top1"),
 }
-# Kernels of a pass that multiply no matrices: they read rows once.
-_PLAIN = frozenset({"row_kernel", "sink_kernel"})
+# Kernels of a pass that multiply no matrices: they read rows, or sums of them, once.
+_PLAIN = frozenset({"row_kernel", "sink_kernel", "fold_kernel"})
 
 
 def _cases() -> list[Case]:

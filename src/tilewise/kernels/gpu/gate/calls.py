@@ -42,7 +42,7 @@ class Asked(NamedTuple):
         dtype: of all of them.
         mask: "", "causal", "window", "document" (causal too), or "table", which is "document" with
             a table of tiles.
-        score: "", "alibi softcap", "bias" or "raw".
+        score: "", "alibi softcap", "bias" (of each pair), "head bias" or "raw".
         dropout_p, sinks, varlen: as in a call.
         statistics: "", "all" or "top1".
         page_size: of the pages that keys and values lie in; 0: they do not.
@@ -170,6 +170,8 @@ def _score(name: str, dtype: torch.dtype) -> Score:
 
         scores.register_triton("gate_weigh", weigh, weigh_slope)
         return scores.raw("gate_weigh", meta(HEADS))
+    if name == "head bias":
+        return scores.bias(meta(HEADS, 1, 1, dtype=dtype))
     if name:
         raise KeyError(name)
     return Score(())

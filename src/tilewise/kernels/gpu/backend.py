@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilewise.errors import Unsupported
 from tilewise.kernels.base import Backend, Needs, Prepared, Tiles, output_like
-from tilewise.kernels.gpu.config import LARGEST_WIDTH, Config, config_for, family_of
+from tilewise.kernels.gpu.config import LARGEST_WIDTH, Config, config_for, decodes, family_of
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
 from tilewise.reference.covers import Grid
 
@@ -75,7 +75,11 @@ class GpuBackend(Backend):
 
     def tiles(self, problem: Problem) -> Tiles:
         """The blocks of the forward pass."""
-        blocks = _config(problem).blocks("forward", problem)
+        config = _config(problem)
+        if decodes(problem):
+            blocks = config.blocks("decode", problem)
+            return Tiles(blocks.queries, blocks.keys, config.splitting().splits(problem.keys))
+        blocks = config.blocks("forward", problem)
         return Tiles(blocks.queries, blocks.keys)
 
     def forward(self, problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
@@ -165,13 +169,15 @@ class _Passes:
         self._variant: Variant | None = None
 
     def forward(self, operands: Operands, statistics: Statistics = "") -> Result:
+        from tilewise.kernels.gpu.decode import decode_launches
         from tilewise.kernels.gpu.forward import forward_launches
 
         problem = self._problem
+        launches = decode_launches if decodes(problem) else forward_launches
         with _device_of(operands.q):
             result = empty_result(problem, operands.q, statistics)
             config = _config(problem)
-            _run(forward_launches(problem, operands, result, config, self._functions(operands)))
+            _run(launches(problem, operands, result, config, self._functions(operands)))
         return result
 
     def backward(

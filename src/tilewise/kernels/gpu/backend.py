@@ -77,8 +77,9 @@ class GpuBackend(Backend):
         """The blocks of the forward pass."""
         config = _config(problem)
         if decodes(problem):
-            blocks = config.blocks("decode", problem)
-            return Tiles(blocks.queries, blocks.keys, config.splitting().splits(problem.keys))
+            blocks, splitting = config.blocks("decode", problem), config.splitting()
+            count = splitting.splits_within if problem.page_size else splitting.splits
+            return Tiles(blocks.queries, blocks.keys, count(problem.keys))
         blocks = config.blocks("forward", problem)
         return Tiles(blocks.queries, blocks.keys)
 

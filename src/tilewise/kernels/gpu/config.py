@@ -243,7 +243,8 @@ def decodes(problem: Problem) -> bool:
 def _is_heavy(problem: Problem) -> bool:
     """Whether a kernel computes more for a pair than to compare its place with a bound or two."""
     bands = all(instr.op in ("band", "below", "and") for instr in problem.mask)
-    return bool(problem.score or problem.dropout_p or problem.layout == "varlen") or not bands
+    found = problem.layout == "varlen" or problem.page_size > 0
+    return bool(problem.score or problem.dropout_p) or found or not bands
 
 
 def _is_scattered(problem: Problem) -> bool:

@@ -20,6 +20,7 @@ from tilewise.kernels.gpu.emit import Variant, captures
 from tilewise.kernels.gpu.forward import (
     constants_of,
     dropout_of,
+    paging_of,
     settled,
     store_numbers,
     tensors_of,
@@ -30,8 +31,10 @@ from tilewise.kernels.gpu.merge import empty_partials, merge_launch, split_size
 from tilewise.kernels.gpu.walk import (
     counts_in,
     head_of,
+    keys_in,
     launch_of,
     meets_empty_tiles,
+    pages_of,
     split_range,
 )
 from tilewise.problem import Operands, Problem, Result
@@ -53,6 +56,7 @@ def rows_of(base, strides, h, m):
         "group",
         "queries",
         "keys",
+        "last_page",
         "blocks",
         "slots",
         "seed_low",
@@ -73,6 +77,8 @@ def attend_split(
     entropy,
     top_key,
     sinks,
+    block_table,
+    key_lengths,
     partial_out,
     partial_numbers,
     partial_keys,
@@ -86,6 +92,7 @@ def attend_split(
     group,
     queries,
     keys,
+    last_page,
     blocks,
     slots,
     scale,
@@ -108,6 +115,7 @@ def attend_split(
     BN: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PAGE: tl.constexpr,
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
 ):
@@ -122,6 +130,8 @@ def attend_split(
     line = program // blocks // slots
     b, kv_head = line // kv_heads, line % kv_heads
     M, N = queries, keys
+    if PAGE > 0:
+        N = keys_in(key_lengths, b, keys)
     size, splits = split_size(N, LEAST, MOST)
     if split >= splits:
         return
@@ -134,8 +144,6 @@ def attend_split(
     places = rows_of(q + tl.cast(q_strides[0], tl.int64) * b, q_strides, h, m)
     places = places + columns[None, :].to(tl.int64) * q_strides[3]
     q_tile = tl.load(places, mask=inside[:, None] & (columns < D)[None, :], other=0.0)
-    k_head = head_of(k, k_strides, b, kv_head, 0)
-    v_head = head_of(v, v_strides, b, kv_head, 0)
 
     state = (
         tl.zeros([BM, DV_PADDED], tl.float32),
@@ -153,7 +161,14 @@ def attend_split(
         low, full_low, full_high, high = KEYS_OF(b, M * 0, M, M, N, captured[0], captured[1])
         low, full_low = tl.maximum(low, begin), tl.maximum(full_low, begin)
         full_high, high = tl.minimum(full_high, end), tl.minimum(high, end)
-    sides = (k_head, k_strides, v_head, v_strides, low, high)
+    if PAGE == 0:
+        k_side = head_of(k, k_strides, b, kv_head, 0), k_strides
+        v_side = head_of(v, v_strides, b, kv_head, 0), v_strides
+    else:
+        pages = pages_of(block_table, b, keys, last_page, PAGE)
+        k_side = head_of(k, k_strides, 0, kv_head, 0), k_strides, pages
+        v_side = head_of(v, v_strides, 0, kv_head, 0), v_strides, pages
+    sides = (k_side, v_side, low, high)
     spans = split_range(low, full_low, full_high, high, end, BN)
     whole, partial = counts_in(spans, BN)
     state = walk_keys(
@@ -178,6 +193,7 @@ def attend_split(
         BN,
         WIDE,
         PRECISION,
+        PAGE,
     )
     acc, top, total, moment, first_key = walk_keys(
         state,
@@ -201,6 +217,7 @@ def attend_split(
         BN,
         WIDE,
         PRECISION,
+        PAGE,
     )
 
     columns = tl.arange(0, DV_PADDED)
@@ -242,7 +259,8 @@ def decode_launches(
     """
     tiles = config.blocks("decode", problem)
     splitting = config.splitting()
-    slots = splitting.splits(problem.keys)
+    count = splitting.splits_within if problem.page_size else splitting.splits
+    slots = count(problem.keys)
     group = problem.heads // problem.kv_heads
     blocks = -(-group * problem.queries // tiles.queries)
     partials = empty_partials(problem, result, slots)
@@ -256,7 +274,7 @@ def decode_launches(
         "kv_heads": problem.kv_heads,
         "group": group,
         "queries": problem.queries,
-        "keys": problem.keys,
+        **paging_of(problem, operands),
         "blocks": blocks,
         "slots": slots,
         "scale": problem.scale,

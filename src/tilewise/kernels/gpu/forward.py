@@ -26,11 +26,14 @@ from tilewise.kernels.gpu.walk import (
     counts_in,
     head_of,
     head_strides,
+    keys_in,
     launch_of,
     list_of,
     lists_of,
+    load_keys,
     load_tile,
     meets_empty_tiles,
+    pages_of,
     place_of,
     slots_of,
     split_range,
@@ -83,14 +86,18 @@ def absorb(
     BN: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PAGE: tl.constexpr = 0,
 ):
-    """One block of keys in the online softmax; ``visible`` says which pairs attend if MASKED."""
+    """One block of keys in the online softmax; ``visible`` says which pairs attend if MASKED.
+
+    ``sides`` are (keys, values, low, high): what ``load_keys`` takes.
+    """
     acc, top, total, moment, top_key = state
-    k_head, k_strides, v_head, v_strides, low, high = sides
+    k_side, v_side, low, high = sides
     b, h, m, _, _ = place
     scale, seed_low, seed_high, drop_below = numbers
     n = (n0 + tl.arange(0, BN))[None, :]
-    k = load_tile(k_head, n0, k_strides, low, high, BN, D, q.shape[1], MASKED, WIDE)
+    k = load_keys(k_side, n0, low, high, BN, D, q.shape[1], MASKED, WIDE, PAGE)
     products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     scores = scaled_scores(products, scale, n, place, captured, SCORE, FOLDED)
     if MASKED:
@@ -121,7 +128,7 @@ def absorb(
     if DROPOUT:
         p = tl.where(kept(seed_low, seed_high, drop_below, b, h, m, n), p, 0.0)
     acc = acc * fade[:, None]
-    v = load_tile(v_head, n0, v_strides, low, high, BN, DV, acc.shape[1], MASKED, WIDE)
+    v = load_keys(v_side, n0, low, high, BN, DV, acc.shape[1], MASKED, WIDE, PAGE)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, new_top, total, moment, top_key
 
@@ -149,6 +156,7 @@ def walk_keys(
     BN: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PAGE: tl.constexpr = 0,
 ):
     """``count`` blocks of keys: those that are ``listed``, or without a list those of ``spans``.
 
@@ -186,6 +194,7 @@ def walk_keys(
                 BN,
                 WIDE,
                 PRECISION,
+                PAGE,
             )
     return acc, top, total, moment, top_key
 
@@ -300,6 +309,7 @@ def slot_of(tiles, section, lines, REVERSED: tl.constexpr):
         "group",
         "queries",
         "keys",
+        "last_page",
         "tiles",
         "section",
         "seed_low",
@@ -322,6 +332,8 @@ def attend(
     sinks,
     cu_q,
     cu_k,
+    block_table,
+    key_lengths,
     order,
     counts,
     q_strides,
@@ -335,6 +347,7 @@ def attend(
     group,
     queries,
     keys,
+    last_page,
     tiles,
     section,
     scale,
@@ -358,11 +371,13 @@ def attend(
     BN: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
     """Attention of a block of BM queries of one head.
 
     In a variable-length call (``cu_q`` is not None) there are slots for more tiles than there are;
-    a program without one ends. Strides are (b, h, row, column).
+    a program without one ends. Strides are (b, h, row, column). With pages (PAGE is not 0) the
+    lengths of sequences are their ``key_lengths``, and ``keys`` is the most that these may be.
     """
     if cu_q is None:
         tile, line = slot_of(tiles, section, batch * heads, REVERSED)
@@ -373,16 +388,20 @@ def attend(
     else:
         tile, h = slot_of(tiles, section, heads, REVERSED)
         b, m0, begin_q = place_of(tile, cu_q, batch, BM)
-        begin_k = tl.load(cu_k + b)
+        begin_k = tl.load(cu_k + b) if PAGE == 0 else 0
         M = (tl.load(cu_q + b + 1) - begin_q).to(tl.int32)
-        N = (tl.load(cu_k + b + 1) - begin_k).to(tl.int32)
+        N = (tl.load(cu_k + b + 1) - begin_k).to(tl.int32) if PAGE == 0 else keys
         at = tl.cast(h, tl.int64) * queries + begin_q
     if m0 >= M:
         return
     m = m0 + tl.arange(0, BM)
     q_head = head_of(q, q_strides, b, h, begin_q)
-    k_head = head_of(k, k_strides, b, h // group, begin_k)
-    v_head = head_of(v, v_strides, b, h // group, begin_k)
+    b_k = b
+    if PAGE > 0:
+        N = keys_in(key_lengths, b, keys)
+        b_k = 0  # no sequence has a place of its own
+    k_head = head_of(k, k_strides, b_k, h // group, begin_k)
+    v_head = head_of(v, v_strides, b_k, h // group, begin_k)
     q_tile = load_tile(q_head, m0, q_strides, 0, M, BM, D, D_PADDED, True, WIDE)
 
     state = (
@@ -399,7 +418,11 @@ def attend(
         low, full_low, full_high, high = KEYS_OF(
             b, m0, tl.minimum(m0 + BM, M), M, N, captured[0], captured[1]
         )
-    sides = (k_head, k_strides, v_head, v_strides, low, high)
+    if PAGE == 0:
+        sides = ((k_head, k_strides), (v_head, v_strides), low, high)
+    else:
+        pages = pages_of(block_table, b, keys, last_page, PAGE)
+        sides = ((k_head, k_strides, pages), (v_head, v_strides, pages), low, high)
     spans = split_range(low, full_low, full_high, high, N, BN)
     if order is None:
         whole, partial = counts_in(spans, BN)
@@ -430,6 +453,7 @@ def attend(
         BN,
         WIDE,
         PRECISION,
+        PAGE,
     )
     acc, top, total, moment, first_key = walk_keys(
         state,
@@ -453,6 +477,7 @@ def attend(
         BN,
         WIDE,
         PRECISION,
+        PAGE,
     )
 
     sink = None if sinks is None else tl.load(sinks + h)
@@ -497,7 +522,7 @@ def forward_launches(
         "heads": problem.heads,
         "group": problem.heads // problem.kv_heads,
         "queries": problem.queries,
-        "keys": problem.keys,
+        **paging_of(problem, operands),
         "tiles": grid.tiles,
         "section": grid.section,
         "scale": problem.scale,
@@ -543,6 +568,7 @@ def constants_of(
         "BN": blocks.keys,
         "WIDE": wide(operands[:3], problem, blocks),
         "PRECISION": config.precision,
+        "PAGE": problem.page_size,
     }
 
 
@@ -577,6 +603,17 @@ def tensors_of(problem: Problem, operands: Operands, result: Result) -> dict[str
         "k_strides": head_strides(operands.k, problem),
         "v_strides": head_strides(operands.v, problem),
         "out_strides": head_strides(result.out, problem),
+    }
+
+
+def paging_of(problem: Problem, operands: Operands) -> dict[str, Any]:
+    """The block table, the lengths, and the bounds that kernels clamp both to."""
+    held = operands.k.shape[0] if problem.page_size else 1
+    return {
+        "block_table": operands.block_table,
+        "key_lengths": operands.key_lengths,
+        "keys": problem.keys if held else 0,
+        "last_page": held - 1 if problem.page_size else None,
     }
 
 

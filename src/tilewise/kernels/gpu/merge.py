@@ -27,13 +27,14 @@ from tilewise.kernels.gpu.forward import (
     NEVER,
     dropout_of,
     finishing_of,
+    paging_of,
     settled,
     store_numbers,
     tensors_of,
 )
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.pairs import LOG2E
-from tilewise.kernels.gpu.walk import head_of, launch_of
+from tilewise.kernels.gpu.walk import head_of, keys_in, launch_of
 from tilewise.problem import Operands, Problem, Result
 
 __all__ = ["Partials", "empty_partials", "merge_launch", "merge_splits", "split_size"]
@@ -84,6 +85,7 @@ def merge_splits(
     entropy,
     top_key,
     sinks,
+    key_lengths,
     partial_out,
     partial_numbers,
     partial_keys,
@@ -107,7 +109,10 @@ def merge_splits(
     row = tl.program_id(0)
     line = row // queries
     b, h, m = line // heads, line % heads, row % queries
-    _, splits = split_size(keys, LEAST, MOST)
+    N = keys
+    if key_lengths is not None:
+        N = keys_in(key_lengths, b, keys)
+    _, splits = split_size(N, LEAST, MOST)
     if splits == 1:
         return
     split = tl.arange(0, MOST)
@@ -158,7 +163,7 @@ def merge_launch(
 ) -> Launch:
     """The launch that fills a result from what its splits left; arguments as of ``decode``."""
     rows, slots = partials.out.shape[:2]
-    given = tensors_of(problem, operands, result)
+    given, paging = tensors_of(problem, operands, result), paging_of(problem, operands)
     arguments: dict[str, Any] = {
         **{name: value for name, value in given.items() if name not in _OF_INPUTS},
         "keep_factor": dropout_of(problem, operands)["keep_factor"],
@@ -167,7 +172,8 @@ def merge_launch(
         "partial_keys": partials.keys,
         "heads": problem.heads,
         "queries": problem.queries,
-        "keys": problem.keys,
+        "keys": paging["keys"],
+        "key_lengths": paging["key_lengths"],
         "rows": rows,
         "slots": slots,
         "scale": problem.scale,

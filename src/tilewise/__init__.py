@@ -11,6 +11,7 @@ from tilewise.functional import (
     plan,
     visible_pairs,
 )
+from tilewise.merging import merge
 from tilewise.plan.plan import Plan
 from tilewise.sparse.block_mask import BlockMask
 from tilewise.variants import masks, patterns, scores
@@ -30,6 +31,7 @@ __all__ = [
     "explain",
     "masks",
     "maximum",
+    "merge",
     "minimum",
     "nn",
     "patterns",

@@ -481,9 +481,7 @@ def attend(
     )
 
     sink = None if sinks is None else tl.load(sinks + h)
-    weight, row = settled(
-        top, total, moment, sink, scale, keep_factor, FOLDED, DROPOUT, STATS
-    )
+    weight, row = settled(top, total, moment, sink, scale, keep_factor, FOLDED, DROPOUT, STATS)
     out_head = head_of(out, out_strides, b, h, begin_q)
     store_tile(out_head, m0, out_strides, M, acc * weight[:, None], BM, DV, DV_PADDED)
     numbers_of = (lse, row_max, row_sum, row_mean, max_logit, entropy, top_key)

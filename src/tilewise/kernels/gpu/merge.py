@@ -63,8 +63,8 @@ def empty_partials(problem: Problem, result: Result, splits: int) -> Partials:
     rows = result.lse.numel() if splits > 1 else 0
     out = result.lse.new_empty((rows, splits, problem.value_dim))
     numbers = out.new_empty((2 if result.entropy is None else 3, rows, splits))
-    asked = result.top_key is not None
-    return Partials(out, numbers, out.new_empty((rows, splits), dtype=torch.int32) if asked else None)
+    keys = None if result.top_key is None else out.new_empty((rows, splits), dtype=torch.int32)
+    return Partials(out, numbers, keys)
 
 
 @triton.jit

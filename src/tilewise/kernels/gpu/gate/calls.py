@@ -133,9 +133,7 @@ def _mask(asked: Asked) -> Mask:
     if name == "window":
         return masks.window(1023, 0)
     if name == "document":
-        of_queries, of_keys = (
-            meta(BATCH, length, dtype=torch.int64) for length in (queries, KEYS)
-        )
+        of_queries, of_keys = (meta(BATCH, length, dtype=torch.int64) for length in (queries, KEYS))
         return masks.document(of_keys, of_queries) & masks.causal()
     if name == "table":
         plain = _mask(asked._replace(mask="document"))

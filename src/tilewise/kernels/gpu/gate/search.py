@@ -60,9 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rungs = rungs[rungs.index(_blocks(options.after)) :]
     os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
     for blocks in rungs:
-        wrong = _wrong(
-            target, options.pass_name, _calls(options, dtype), blocks
-        )
+        wrong = _wrong(target, options.pass_name, _calls(options, dtype), blocks)
         print("{}x{}/{}/{}".format(*blocks), wrong or "good", flush=True)
         if not wrong:
             return 0

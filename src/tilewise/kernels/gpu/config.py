@@ -73,7 +73,7 @@ class Splitting(NamedTuple):
 
     Args:
         least: keys of a split, a multiple of every block of keys of the pass "decode".
-        most: splits.
+        most: splits, a power of two.
     """
 
     least: int
@@ -183,13 +183,13 @@ _TABLE = _rows(
     turing       decode   16x64/4/1     16x64/4/1     16x32/4/1     16x16/4/1
     ampere       decode   16x64/4/3     16x64/4/2     16x32/4/2     16x32/4/2
     small        decode   16x64/4/2     16x32/4/3     16x32/4/2     16x16/4/2
-    hopper       decode   16x128/4/3    16x64/4/3     16x64/4/2     16x32/4/2
-    blackwell    decode   16x128/4/3    16x64/4/3     16x64/4/2     16x32/4/2
+    hopper       decode   16x64/4/3     16x64/4/3     16x32/4/3     16x16/4/2
+    blackwell    decode   16x64/4/3     16x64/4/3     16x32/4/3     16x16/4/2
     cdna         decode   16x64/4/1     16x64/4/1     16x32/4/1     16x16/4/1
     cdna4        decode   16x64/4/2     16x64/4/2     16x32/4/2     16x32/4/1
     rdna3        decode   16x64/4/1     16x32/4/1     16x16/4/1     16x16/4/1
     rdna4        decode   16x64/4/1     16x32/4/1     16x16/4/1     16x16/4/1
-    single       decode   16x32/4/2     16x32/4/2     16x16/4/1     16x16/4/1
+    single       decode   16x32/4/2     16x16/4/2     16x16/4/1     16x16/4/1
     interpreter  forward  64x32/4/1     64x32/4/1     64x32/4/1     64x32/4/1
     interpreter  decode   16x32/4/1     16x32/4/1     16x32/4/1     16x32/4/1
     interpreter  dkdv     32x64/4/1     32x64/4/1     32x64/4/1     32x64/4/1

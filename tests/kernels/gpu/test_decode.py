@@ -17,12 +17,13 @@ from tests.inputs import Inputs, build
 from tests.kernels.test_dropout import SEEDS
 from tests.oracle import check_case, problem_of, refer_cached
 from tilewise import BlockMask, masks, scores
-from tilewise.kernels.gpu import decode as module
+from tilewise.kernels.gpu import decode
 from tilewise.kernels.gpu.backend import GpuBackend, empty_result
 from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config, Splitting, config_for, decodes
 from tilewise.kernels.gpu.decode import decode_launches
 from tilewise.kernels.gpu.emit import variant_of
 from tilewise.kernels.gpu.launch import Launch, run
+from tilewise.kernels.gpu.merge import empty_partials
 from tilewise.problem import Operands, Problem, Result, Statistics
 from tilewise.reference import tiled
 from tilewise.reference.philox import keep_mask
@@ -216,15 +217,14 @@ def test_a_visible_nan_is_seen() -> None:
 
 def test_scratch_may_hold_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a split does not write is not read: of a hidden split, a dead row, a block's rest."""
-    made = module.empty_partials
 
     def poisoned(*given: Any) -> Any:
-        partials = made(*given)
+        partials = empty_partials(*given)
         partials.out.fill_(NAN)
         partials.numbers.fill_(NAN)
         return partials
 
-    monkeypatch.setattr(module, "empty_partials", poisoned)
+    monkeypatch.setattr(decode, "empty_partials", poisoned)
     for case in (CASES[10], CASES[14], CASES[18], CASES[20]):
         _check(case, 16)
 
@@ -359,7 +359,11 @@ def test_launches_need_no_values(family: str, monkeypatch: pytest.MonkeyPatch) -
     problem, operands = problem_of(build(case).detached())
     ranks = [tuple(x.dim() for x in captured) for captured in operands[3:5]]
     variant = variant_of(problem, *ranks)
-    meta = Operands(*(x.to("meta") for x in operands[:3]))._replace(
+    q, k, v = (x.to("meta") for x in operands[:3])
+    meta = Operands(
+        q,
+        k,
+        v,
         mask_tensors=tuple(x.to("meta") for x in operands.mask_tensors),
         score_tensors=tuple(x.to("meta") for x in operands.score_tensors),
     )

@@ -33,7 +33,6 @@ from tilewise.kernels.gpu.walk import (
     head_of,
     keys_in,
     launch_of,
-    meets_empty_tiles,
     pages_of,
     split_range,
 )
@@ -104,6 +103,7 @@ def attend_split(
     SCORE: tl.constexpr,
     KEYS_OF: tl.constexpr,
     FOLDED: tl.constexpr,
+    BLIND: tl.constexpr,
     SKIPS: tl.constexpr,
     DROPOUT: tl.constexpr,
     STATS: tl.constexpr,
@@ -172,30 +172,31 @@ def attend_split(
         sides = ((k_head, k_strides, pages), (v_head, v_strides, pages), low, high)
     spans = split_range(low, full_low, full_high, high, end, BN)
     whole, partial = counts_in(spans, BN)
-    state = walk_keys(
-        state,
-        q_tile,
-        sides,
-        spans,
-        None,
-        whole,
-        place,
-        numbers,
-        captured,
-        None,
-        SCORE,
-        FOLDED,
-        False,
-        False,
-        DROPOUT,
-        STATS,
-        D,
-        DV,
-        BN,
-        WIDE,
-        PRECISION,
-        PAGE,
-    )
+    if not BLIND:
+        state = walk_keys(
+            state,
+            q_tile,
+            sides,
+            spans,
+            None,
+            whole,
+            place,
+            numbers,
+            captured,
+            None,
+            SCORE,
+            FOLDED,
+            False,
+            False,
+            DROPOUT,
+            STATS,
+            D,
+            DV,
+            BN,
+            WIDE,
+            PRECISION,
+            PAGE,
+        )
     acc, top, total, moment, first_key = walk_keys(
         state,
         q_tile,
@@ -258,6 +259,7 @@ def decode_launches(
         config: of the chip.
         variant: the functions of the problem's mask and score.
     """
+    unlisted = variant._replace(tables=())
     tiles = config.blocks("decode", problem)
     splitting = config.splitting()
     count = splitting.splits_within if problem.page_size else splitting.splits
@@ -282,8 +284,7 @@ def decode_launches(
         **dropout_of(problem, operands),
     }
     constants = {
-        **constants_of(problem, operands, result, config, variant, tiles),
-        "SKIPS": meets_empty_tiles(problem, variant._replace(tables=())),
+        **constants_of(problem, operands, result, config, unlisted, tiles),
         "LEAST": splitting.least,
         "MOST": splitting.most,
     }

@@ -27,6 +27,7 @@ from tilewise.kernels.gpu.walk import (
     head_of,
     head_strides,
     keys_in,
+    knows_whole_tiles,
     launch_of,
     list_of,
     lists_of,
@@ -134,6 +135,81 @@ def absorb(
 
 
 @triton.jit
+def take_block(
+    i,
+    state,
+    q,
+    sides,
+    spans,
+    listed,
+    place,
+    numbers,
+    captured,
+    SEEN: tl.constexpr,
+    SCORE: tl.constexpr,
+    FOLDED: tl.constexpr,
+    MASKED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    STATS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BN: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """Block ``i`` of a walk in the online softmax."""
+    b, h, m, M, N = place
+    n0 = block_start(i, spans, listed, BN, MASKED)
+    visible = None
+    if MASKED:
+        n = (n0 + tl.arange(0, BN))[None, :]
+        visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
+    return absorb(
+        state,
+        q,
+        sides,
+        n0,
+        place,
+        numbers,
+        captured,
+        visible,
+        SCORE,
+        FOLDED,
+        MASKED,
+        DROPOUT,
+        STATS,
+        D,
+        DV,
+        BN,
+        WIDE,
+        PRECISION,
+        PAGE,
+    )
+
+
+@triton.jit
+def block_start(i, spans, listed, BN: tl.constexpr, MASKED: tl.constexpr):
+    """Where block ``i`` of a walk begins: see ``walk_keys``."""
+    n0 = tl.load(listed + i) * BN if listed is not None else tile_in(i, spans, BN, MASKED)
+    return tl.multiple_of(n0, BN)
+
+
+@triton.jit
+def next_met(i, spans, listed, count, place, captured, SEEN: tl.constexpr, BN: tl.constexpr):
+    """The first block from ``i`` on of which a pair attends; ``count`` where there is none."""
+    b, h, m, M, N = place
+    found = i >= count
+    while not found:
+        n = (block_start(i, spans, listed, BN, True) + tl.arange(0, BN))[None, :]
+        visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
+        met = tl.max(tl.max(visible.to(tl.int32), 1), 0) > 0
+        i = tl.where(met, i, i + 1)
+        found = met | (i >= count)
+    return i
+
+
+@triton.jit
 def walk_keys(
     state,
     q,
@@ -161,29 +237,50 @@ def walk_keys(
     """``count`` blocks of keys: those that are ``listed``, or without a list those of ``spans``.
 
     SKIPS: blocks of which no pair attends may be among them. Neither their keys nor their values
-    are touched then.
+    are touched then. They are passed over in a loop of their own: a state that went through a
+    branch would take its registers twice.
     """
     acc, top, total, moment, top_key = state
-    b, h, m, M, N = place
-    for i in tl.range(0, count):
-        n0 = tl.load(listed + i) * BN if listed is not None else tile_in(i, spans, BN, MASKED)
-        n0 = tl.multiple_of(n0, BN)
-        visible, met = None, True
-        if MASKED:
-            n = (n0 + tl.arange(0, BN))[None, :]
-            visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
-            if SKIPS:
-                met = tl.max(tl.max(visible.to(tl.int32), 1), 0) > 0
-        if met:
-            acc, top, total, moment, top_key = absorb(
+    if SKIPS:
+        i = next_met(count * 0, spans, listed, count, place, captured, SEEN, BN)
+        while i < count:
+            acc, top, total, moment, top_key = take_block(
+                i,
                 (acc, top, total, moment, top_key),
                 q,
                 sides,
-                n0,
+                spans,
+                listed,
                 place,
                 numbers,
                 captured,
-                visible,
+                SEEN,
+                SCORE,
+                FOLDED,
+                MASKED,
+                DROPOUT,
+                STATS,
+                D,
+                DV,
+                BN,
+                WIDE,
+                PRECISION,
+                PAGE,
+            )
+            i = next_met(i + 1, spans, listed, count, place, captured, SEEN, BN)
+    else:
+        for i in tl.range(0, count):
+            acc, top, total, moment, top_key = take_block(
+                i,
+                (acc, top, total, moment, top_key),
+                q,
+                sides,
+                spans,
+                listed,
+                place,
+                numbers,
+                captured,
+                SEEN,
                 SCORE,
                 FOLDED,
                 MASKED,
@@ -359,6 +456,7 @@ def attend(
     SCORE: tl.constexpr,
     KEYS_OF: tl.constexpr,
     FOLDED: tl.constexpr,
+    BLIND: tl.constexpr,
     SKIPS: tl.constexpr,
     REVERSED: tl.constexpr,
     DROPOUT: tl.constexpr,
@@ -431,30 +529,31 @@ def attend(
     else:
         listed, whole, partial = list_of(order, counts, list_numbers, b, h, m0 // BM)
         listed_partial = listed + whole
-    state = walk_keys(
-        state,
-        q_tile,
-        sides,
-        spans,
-        listed,
-        whole,
-        place,
-        numbers,
-        captured,
-        None,
-        SCORE,
-        FOLDED,
-        False,
-        False,
-        DROPOUT,
-        STATS,
-        D,
-        DV,
-        BN,
-        WIDE,
-        PRECISION,
-        PAGE,
-    )
+    if not BLIND:
+        state = walk_keys(
+            state,
+            q_tile,
+            sides,
+            spans,
+            listed,
+            whole,
+            place,
+            numbers,
+            captured,
+            None,
+            SCORE,
+            FOLDED,
+            False,
+            False,
+            DROPOUT,
+            STATS,
+            D,
+            DV,
+            BN,
+            WIDE,
+            PRECISION,
+            PAGE,
+        )
     acc, top, total, moment, first_key = walk_keys(
         state,
         q_tile,
@@ -528,7 +627,6 @@ def forward_launches(
     }
     constants = {
         **constants_of(problem, operands, result, config, variant, blocks),
-        "SKIPS": meets_empty_tiles(problem, variant),
         "REVERSED": _grows(problem),
     }
     return [launch_of(attend, (grid.programs,), arguments, constants, blocks)]
@@ -559,6 +657,8 @@ def constants_of(
         "SEEN": variant.seen,
         "SCORE": variant.score,
         "KEYS_OF": variant.keys_of,
+        "BLIND": not knows_whole_tiles(problem, variant),
+        "SKIPS": meets_empty_tiles(problem, variant),
         **finishing_of(problem, result, variant),
         "D": problem.head_dim,
         "D_PADDED": padded(problem.head_dim),

@@ -18,6 +18,7 @@ from tilewise.kernels.gpu.emit import Variant
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.lists import TileLists
 from tilewise.problem import Problem
+from tilewise.variants.program import Program
 
 __all__ = [
     "counts_in",
@@ -316,8 +317,21 @@ def lists_of(lists: TileLists | None) -> dict[str, Any]:
 
 def knows_whole_tiles(problem: Problem, variant: Variant) -> bool:
     """Whether a walk may find tiles of which the mask is known to hide nothing."""
-    known = any(instr.op in ("band", "below") for instr in problem.mask)
-    return known or not problem.mask or any(table.whole for table in variant.tables)
+    return _has_whole_ranges(problem.mask) or any(table.whole for table in variant.tables)
+
+
+def _has_whole_ranges(mask: Program) -> bool:
+    """Whether ``ranges.py`` can tell of any range of pairs that a mask shows all of it."""
+    stack = [True]
+    for instr in mask:
+        if instr.op in ("and", "or"):
+            second, first = stack.pop(), stack.pop()
+            stack.append(first and second if instr.op == "and" else first or second)
+        elif instr.op == "not":
+            stack[-1] = False
+        elif instr.op != "tiles":
+            stack.append(instr.op in ("band", "below"))
+    return stack.pop()
 
 
 def meets_empty_tiles(problem: Problem, variant: Variant) -> bool:

@@ -89,10 +89,10 @@ class Splitting(NamedTuple):
         return max(1, min(self.most, -(-keys // self.least)))
 
 
-# 8 heads of keys in one batch item make 256 programs of 8k keys, and 512 of 32k: two and four for
-# each multiprocessor of the largest chips, which a memory needs to be busy. More of them, or longer
-# sequences, do not need smaller splits; what is added for a split is a row of floats per query, at
-# 512 keys to a split and four heads to a group 1.5 % of the bytes that are read.
+# 8 heads of keys of one sequence make 256 programs of 8k keys, and 512 of 32k: two and four for
+# each multiprocessor of the largest chips, enough to keep a memory busy. Longer sequences and
+# larger batches need no smaller splits; each adds a row of floats per query, written and read
+# again: of 512 keys, with D = 128 and four heads to a group, 1.6 % of the bytes.
 _SPLITTING = Splitting(256, 64)
 _SPLITTING_INTERPRETED = Splitting(64, 4)
 
@@ -181,15 +181,15 @@ _TABLE = _rows(
     single       dkdv     32x32/4/1     16x32/8/1     16x16/8/1     16x16/8/1
     single       dq       32x32/4/1     32x16/8/1     16x16/8/1     16x16/8/1
     turing       decode   16x64/4/1     16x64/4/1     16x32/4/1     16x16/4/1
-    ampere       decode   16x64/4/3     16x64/4/2     16x32/4/2     16x32/4/2
-    small        decode   16x64/4/2     16x32/4/3     16x32/4/2     16x16/4/2
-    hopper       decode   16x64/4/3     16x64/4/3     16x32/4/3     16x16/4/2
-    blackwell    decode   16x64/4/3     16x64/4/3     16x32/4/3     16x16/4/2
+    ampere       decode   16x64/4/3     16x64/4/2     16x64/8/2     16x16/4/2
+    small        decode   16x32/4/3     16x32/4/3     16x32/8/2     16x16/4/2
+    hopper       decode   16x64/4/3     16x64/4/3     16x64/8/2     16x16/4/2
+    blackwell    decode   16x64/4/3     16x64/4/3     16x64/8/2     16x16/4/2
     cdna         decode   16x64/4/1     16x64/4/1     16x32/4/1     16x16/4/1
     cdna4        decode   16x64/4/2     16x64/4/2     16x32/4/2     16x32/4/1
-    rdna3        decode   16x64/4/1     16x32/4/1     16x16/4/1     16x16/4/1
+    rdna3        decode   16x64/4/1     16x32/4/1     16x16/8/1     16x16/8/1
     rdna4        decode   16x64/4/1     16x32/4/1     16x16/4/1     16x16/4/1
-    single       decode   16x32/4/2     16x16/4/2     16x16/4/1     16x16/4/1
+    single       decode   16x32/4/2     16x16/4/2     16x16/8/1     16x16/8/1
     interpreter  forward  64x32/4/1     64x32/4/1     64x32/4/1     64x32/4/1
     interpreter  decode   16x32/4/1     16x32/4/1     16x32/4/1     16x32/4/1
     interpreter  dkdv     32x64/4/1     32x64/4/1     32x64/4/1     32x64/4/1

@@ -183,8 +183,8 @@ _TABLE = _rows(
     turing       decode   16x64/4/1     16x64/4/1     16x32/4/1     16x16/4/1
     ampere       decode   16x64/4/3     16x64/4/2     16x64/8/2     16x16/4/2
     small        decode   16x32/4/3     16x32/4/3     16x32/8/2     16x16/4/2
-    hopper       decode   16x64/4/3     16x64/4/3     16x64/8/2     16x16/4/2
-    blackwell    decode   16x64/4/3     16x64/4/3     16x64/8/2     16x16/4/2
+    hopper       decode   16x128/4/3    16x64/4/3     16x64/8/2     16x16/4/2
+    blackwell    decode   16x128/4/3    16x64/4/3     16x64/8/2     16x16/4/2
     cdna         decode   16x64/4/1     16x64/4/1     16x32/4/1     16x16/4/1
     cdna4        decode   16x64/4/2     16x64/4/2     16x32/4/2     16x32/4/1
     rdna3        decode   16x64/4/1     16x32/4/1     16x16/8/1     16x16/8/1

@@ -137,13 +137,12 @@ def attend_split(
         return
     rows = group * M
     row = block * BM + tl.arange(0, BM)
-    inside = row < rows
-    nearest = tl.minimum(row, rows - 1)  # so that what heads capture is not read beyond its end
+    nearest = tl.minimum(row, rows - 1)  # what is beyond the last row does the same as that
     h, m = kv_head * group + nearest // M, nearest % M
     columns = tl.arange(0, D_PADDED)
     places = rows_of(q + tl.cast(q_strides[0], tl.int64) * b, q_strides, h, m)
     places = places + columns[None, :].to(tl.int64) * q_strides[3]
-    q_tile = tl.load(places, mask=inside[:, None] & (columns < D)[None, :], other=0.0)
+    q_tile = tl.load(places, mask=(columns < D)[None, :], other=0.0)
 
     state = (
         tl.zeros([BM, DV_PADDED], tl.float32),
@@ -223,6 +222,7 @@ def attend_split(
     )
 
     columns = tl.arange(0, DV_PADDED)
+    inside = row < rows
     kept_columns = inside[:, None] & (columns < DV)[None, :]
     at = tl.cast(line, tl.int64) * rows + row
     if splits == 1:

@@ -41,6 +41,8 @@ class CpuBackend(Backend):
         reasons = []
         if problem.device != "cpu":
             reasons.append(f"it computes on the CPU; the tensors are on {problem.device}")
+        if problem.page_size:
+            reasons.append("it reads no pages yet")
         if problem.dtype not in _DTYPES:
             reasons.append(f"it computes float32, float64, bfloat16, float16; not {problem.dtype}")
         for what, size, limit in (

@@ -25,6 +25,7 @@ __all__ = ["GpuBackend"]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What the emitter takes for granted where it computes in 32 bits.
 _MOST_ROWS, _MOST_HEADS = 2**24, 2**16
+_MOST_KEYS = 2**31 - 2**10  # of a block table: positions in the last tile still take 32 bits
 
 
 class GpuBackend(Backend):
@@ -60,6 +61,10 @@ class GpuBackend(Backend):
             reasons.append(f"it computes float32, bfloat16, float16; not {problem.dtype}")
         if problem.dtype is torch.bfloat16 and _interprets() and not self.interprets_bfloat16:
             reasons.append("Triton's interpreter gets products of bfloat16 wrong; use float16")
+        if problem.page_size and problem.keys >= _MOST_KEYS:
+            reasons.append(
+                f"a block table for {problem.keys} keys is over its limit of {_MOST_KEYS}"
+            )
         for what, size in (("D", problem.head_dim), ("Dv", problem.value_dim)):
             if size > LARGEST_WIDTH:
                 reasons.append(f"{what} = {size} is over its limit of {LARGEST_WIDTH}")

@@ -494,10 +494,11 @@ def attend(
         return
     m = m0 + tl.arange(0, BM)
     q_head = head_of(q, q_strides, b, h, begin_q)
-    b_k = b
+    b_k, pages = b, 0
     if PAGE > 0:
         N = keys_in(key_lengths, b, keys)
         b_k = 0  # no sequence has a place of its own
+        pages = pages_of(block_table, b, keys, last_page, PAGE)
     k_head = head_of(k, k_strides, b_k, h // group, begin_k)
     v_head = head_of(v, v_strides, b_k, h // group, begin_k)
     q_tile = load_tile(q_head, m0, q_strides, 0, M, BM, D, D_PADDED, True, WIDE)
@@ -516,11 +517,7 @@ def attend(
         low, full_low, full_high, high = KEYS_OF(
             b, m0, tl.minimum(m0 + BM, M), M, N, captured[0], captured[1]
         )
-    if PAGE == 0:
-        sides = ((k_head, k_strides), (v_head, v_strides), low, high)
-    else:
-        pages = pages_of(block_table, b, keys, last_page, PAGE)
-        sides = ((k_head, k_strides, pages), (v_head, v_strides, pages), low, high)
+    sides = ((k_head, k_strides, pages), (v_head, v_strides, pages), low, high)
     spans = split_range(low, full_low, full_high, high, N, BN)
     if order is None:
         whole, partial = counts_in(spans, BN)

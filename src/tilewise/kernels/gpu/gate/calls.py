@@ -46,6 +46,7 @@ class Asked(NamedTuple):
         dropout_p, sinks, varlen: as in a call.
         statistics: "", "all" or "top1".
         queries: of each head; fewer than keys are the last ones.
+        page_size: of the pages that keys and values lie in; 0: they do not.
     """
 
     width: int
@@ -57,6 +58,7 @@ class Asked(NamedTuple):
     varlen: bool = False
     statistics: str = ""
     queries: int = QUERIES
+    page_size: int = 0
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -89,7 +91,7 @@ def operands_of(asked: Asked) -> tuple[Problem, Operands]:
         cu_seqlens if asked.varlen else None,
         2**63 + 1 if asked.dropout_p else 0,
     )
-    return problem, operands
+    return _in_pages(asked, problem, operands) if asked.page_size else (problem, operands)
 
 
 def result_of(asked: Asked, problem: Problem, operands: Operands) -> Result:
@@ -118,6 +120,23 @@ def backward_tensors(problem: Problem, operands: Operands) -> tuple[Tensor, Need
         None if operands.sinks is None else torch.empty_like(operands.sinks),
     )
     return output_like(operands.q, problem.value_dim), needs, grads
+
+
+def _in_pages(asked: Asked, problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
+    """The same call with its keys and values in pages, their rows first in memory."""
+    size, slots = asked.page_size, KEYS // asked.page_size
+    k, v = (
+        meta(BATCH * slots, size, KV_HEADS, asked.width, dtype=asked.dtype).transpose(1, 2)
+        for _ in range(2)
+    )
+    operands = operands._replace(
+        k=k,
+        v=v,
+        cu_seqlens_k=None,
+        block_table=meta(BATCH, slots, dtype=torch.int32),
+        key_lengths=meta(BATCH, dtype=torch.int32),
+    )
+    return problem._replace(keys=KEYS, page_size=size), operands
 
 
 def _rows(asked: Asked, length: int, heads: int) -> Tensor:

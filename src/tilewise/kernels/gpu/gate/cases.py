@@ -112,6 +112,9 @@ _DECODED = {
     "D128 document": Asked(128, mask="document", queries=4),
     "D128 alibi softcap causal": Asked(128, mask="causal", score="alibi softcap", queries=4),
     "D128 sinks statistics": Asked(128, sinks=True, statistics="top1", queries=1),
+    "D128 causal pages of 16": Asked(128, mask="causal", queries=1, page_size=16),
+    "D128 causal pages of 128": Asked(128, mask="causal", queries=1, page_size=128),
+}
 _PAGED = {
     "D128 causal pages of 16": Asked(128, mask="causal", page_size=16),
     "D128 causal pages of 128": Asked(128, mask="causal", page_size=128),

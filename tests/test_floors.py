@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
     ("engine",),
     ("functional", "sparse"),
-    ("nn",),
+    ("merging", "nn"),
     ("serving", "distributed"),
     ("",),
     ("compat", "integrations", "lab"),

@@ -26,7 +26,9 @@ __all__ = [
     "Config",
     "Family",
     "Pass",
+    "Splitting",
     "config_for",
+    "decodes",
     "family_of",
     "padded",
     "place_of",
@@ -34,10 +36,11 @@ __all__ = [
     "tiles_for",
 ]
 
-Pass: TypeAlias = Literal["forward", "dkdv", "dq"]
+Pass: TypeAlias = Literal["forward", "dkdv", "dq", "decode"]
 PASSES: tuple[Pass, ...] = get_args(Pass)
 
 LARGEST_WIDTH = 512
+_FEW = 16  # queries of a head, up to which its keys are split among programs
 _LEAST = 16  # of a block's sides: what matrix instructions take
 _INTERPRETER = "interpreter"
 
@@ -61,6 +64,36 @@ class Family(NamedTuple):
     warp: int
     table: str
 
+
+class Splitting(NamedTuple):
+    """How the keys of a decoding call are split: by their own number, and by nothing else.
+
+    A split is the least multiple of ``least`` keys of which ``most`` are enough.
+
+    Args:
+        least: keys of a split, a multiple of every block of keys of the pass "decode".
+        most: splits, a power of two.
+    """
+
+    least: int
+    most: int
+
+    def splits(self, keys: int) -> int:
+        """Into how many splits so many keys fall, at least one."""
+        size = self.least * max(1, -(-keys // (self.least * self.most)))
+        return max(1, -(-keys // size))
+
+    def splits_within(self, keys: int) -> int:
+        """The most splits of any sequence of up to so many keys."""
+        return max(1, min(self.most, -(-keys // self.least)))
+
+
+# 8 heads of keys of one sequence make 256 programs of 8k keys, and 512 of 32k: two and four for
+# each multiprocessor of the largest chips, enough to keep a memory busy. Longer sequences and
+# larger batches need no smaller splits; each adds a row of floats per query, written and read
+# again: of 512 keys, with D = 128 and four heads to a group, 1.6 % of the bytes.
+_SPLITTING = Splitting(256, 64)
+_SPLITTING_INTERPRETED = Splitting(64, 4)
 
 _KB = 1024
 FAMILIES = {
@@ -147,7 +180,18 @@ _TABLE = _rows(
     single       forward  32x32/4/2     32x32/8/2     32x16/8/1     16x16/8/1
     single       dkdv     32x32/4/1     16x32/8/1     16x16/8/1     16x16/8/1
     single       dq       32x32/4/1     32x16/8/1     16x16/8/1     16x16/8/1
+    turing       decode   16x64/4/1     16x64/4/1     16x32/4/1     16x16/4/1
+    ampere       decode   16x64/4/3     16x64/4/2     16x64/8/2     16x16/4/2
+    small        decode   16x32/4/3     16x32/4/3     16x32/8/2     16x16/4/2
+    hopper       decode   16x128/4/3    16x64/4/3     16x64/8/2     16x16/4/2
+    blackwell    decode   16x128/4/3    16x64/4/3     16x64/8/2     16x16/4/2
+    cdna         decode   16x64/4/1     16x64/4/1     16x32/4/1     16x16/4/1
+    cdna4        decode   16x64/4/2     16x64/4/2     16x32/4/2     16x32/4/1
+    rdna3        decode   16x64/4/1     16x32/4/1     16x16/8/1     16x16/8/1
+    rdna4        decode   16x64/4/1     16x32/4/1     16x16/4/1     16x16/4/1
+    single       decode   16x32/4/2     16x16/4/2     16x16/8/1     16x16/8/1
     interpreter  forward  64x32/4/1     64x32/4/1     64x32/4/1     64x32/4/1
+    interpreter  decode   16x32/4/1     16x32/4/1     16x32/4/1     16x32/4/1
     interpreter  dkdv     32x64/4/1     32x64/4/1     32x64/4/1     32x64/4/1
     interpreter  dq       64x32/4/1     64x32/4/1     64x32/4/1     64x32/4/1
     """
@@ -188,6 +232,19 @@ class Config(NamedTuple):
             _is_heavy(problem),
             _is_scattered(problem),
         )
+
+    def splitting(self) -> Splitting:
+        """How the pass "decode" splits keys."""
+        return _SPLITTING_INTERPRETED if self.family == _INTERPRETER else _SPLITTING
+
+
+def decodes(problem: Problem) -> bool:
+    """Whether the forward pass is that of few queries.
+
+    In a packed call nobody knows how many a sequence has without reading them, and what the call
+    has in all says something of the others: such a call takes the ordinary road.
+    """
+    return problem.layout == "dense" and problem.queries <= _FEW
 
 
 def place_of(pass_name: Pass, problem: Problem) -> Place:
@@ -235,7 +292,7 @@ def tiles_for(
 
     Args:
         family: a name of FAMILIES.
-        pass_name: "forward", "dkdv" or "dq".
+        pass_name: "forward", "dkdv", "dq" or "decode".
         dtype: of q, k and v.
         head_dim: D.
         value_dim: Dv.
@@ -260,7 +317,7 @@ def shared_need(
 ) -> int:
     """About how many bytes of shared memory a pass needs: operands held, and those in flight."""
     both = (padded(head_dim) + padded(value_dim)) * itemsize
-    if pass_name == "forward":
+    if pass_name in ("forward", "decode"):
         held, moving = blocks.queries * padded(head_dim) * itemsize, blocks.keys * both
     elif pass_name == "dq":
         held, moving = blocks.queries * both, blocks.keys * both

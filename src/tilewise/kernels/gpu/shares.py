@@ -124,9 +124,7 @@ def terms_of(
     visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
     terms = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if tl.max(visible.to(tl.int32)) > 0:
-        products, by_value, row = products_of(
-            inputs, strides, plane, group, place, m0, n0, FORM
-        )
+        products, by_value, row = products_of(inputs, strides, plane, group, place, m0, n0, FORM)
         _, terms = pair_gradients(
             products,
             by_value,
@@ -174,9 +172,7 @@ def row_sums_of(
     plain = tl.zeros([BLOCK_M], tl.float32)
     weights = tl.zeros([BLOCK_M], tl.float32)
     if tl.max(visible.to(tl.int32)) > 0:
-        products, by_value, row = products_of(
-            inputs, strides, plane, group, place, m0, n0, FORM
-        )
+        products, by_value, row = products_of(inputs, strides, plane, group, place, m0, n0, FORM)
         shares, plain, weights = row_gradients(
             products,
             by_value,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from tilewise.errors import InvalidArgument
+from tilewise.folders import cache_folder
 
 __all__ = ["CHIPS", "KNOWN", "Chip", "ceilings_file", "detect", "measured", "named"]
 
@@ -315,12 +316,8 @@ def named(name: str | None = None) -> Chip:
 
 
 def ceilings_file() -> Path:
-    """Where measured ceilings are kept: in ``$TILEWISE_CACHE``, else in the user's cache folder."""
-    own = os.environ.get("TILEWISE_CACHE")
-    if own:
-        return Path(own).absolute() / "ceilings.json"
-    user = os.environ.get("XDG_CACHE_HOME")
-    return (Path(user) if user else Path.home() / ".cache").absolute() / "tilewise/ceilings.json"
+    """Where measured ceilings are kept: in the folder of what can be made again."""
+    return cache_folder().absolute() / "ceilings.json"
 
 
 def measured(chip: Chip, path: Path | None = None) -> Chip:

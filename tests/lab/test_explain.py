@@ -210,6 +210,33 @@ def test_explain_in_python() -> None:
         tilewise.explain(x, x, x, chip="abacus")
 
 
+def test_decoding_on_a_chip_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    """One query a sequence is as fast as its keys can be read."""
+    decode = ("--queries", "1", "--keys", "8192", "--batch", "64", "--chip", "h200")
+    text = run(capsys, "--model", "llama-3-8b", "--dtype", "bf16", *decode)
+    assert "32 splits" in text
+    keys = 64 * 8 * 8192 * 128 * 2 * 2
+    forward = re.search(r"forward +([\d.]+) GB to memory", text)
+    assert forward is not None
+    assert float(forward[1]) == pytest.approx(keys / 1e9, rel=0.05)
+    assert "memory-bound" in text
+
+
+def test_explain_of_pages() -> None:
+    q, pages = torch.zeros(2, 4, 1, 16), torch.zeros(8, 2, 16, 16)
+    table = torch.arange(8, dtype=torch.int32).view(2, 4)
+    lengths = torch.tensor([5, 60], dtype=torch.int32)
+    found = tilewise.explain(
+        q, pages, pages, block_table=table, key_lengths=lengths, backend="tiled"
+    )
+    assert found.account is not None
+    assert found.account.visits.all_pairs == 4 * 65
+    assert found.account.forward.plain.exponentials == 4 * 65
+    assert found.account.backward.ours.bytes == 0
+    assert "pages     of 16 keys" in str(found)
+    assert "backward" not in str(found)
+
+
 def test_explain_takes_captured_tensors_and_tables_into_account() -> None:
     x = torch.zeros(2, 2, 256, 16)
     ids = torch.arange(256) // 64

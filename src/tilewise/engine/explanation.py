@@ -58,6 +58,7 @@ def told(
     """The lines that say what is asked, and how it is done."""
     sizes = [f"{name} {value}" for name, value in zip(_SIZES, problem[:7], strict=True)]
     dtype = str(problem.dtype).removeprefix("torch.")
+    pages = [("pages", f"of {problem.page_size} keys")] if problem.page_size else []
     return _aligned(
         (
             ("backend", backend),
@@ -67,6 +68,7 @@ def told(
                 f"{tiles.splits} split" + ("s" if tiles.splits != 1 else ""),
             ),
             ("problem", f"{problem.layout}, {dtype} on {problem.device}, " + ", ".join(sizes)),
+            *pages,
             ("mask", mask_text or "none: every pair attends"),
             ("score", score_text or "unchanged"),
             ("scale", f"{problem.scale:g}"),

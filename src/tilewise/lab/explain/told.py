@@ -88,7 +88,8 @@ def _elsewhere(asked: Asked, chip: Chip, dropout_p: float, backend: str | None) 
     loops = chosen.loops(problem, chip.family)
     found = account(problem, loops)
     texts = encode(problem.mask), encode(problem.score)
-    text = told(problem, "gpu", Tiles(*loops.forward), *texts)
+    splits = -(-problem.keys // loops.split_keys) if loops.split_keys else 1
+    text = told(problem, "gpu", Tiles(*loops.forward, max(1, splits)), *texts)
     text += [f"{name:9} {line}" for name, line in lines(found, chip)]
     for name in registry.BACKEND_NAMES:
         if name != "gpu":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -13,7 +13,7 @@ from tilewise.plan.traffic.time import Seconds, predict
 from tilewise.plan.traffic.visits import Visits, visits_of
 from tilewise.problem import Operands, Problem
 
-__all__ = ["Account", "BackwardOrder", "Comparison", "Loops", "account", "cached", "cost"]
+__all__ = ["Account", "BackwardOrder", "Comparison", "Loops", "account", "cached", "cost", "trains"]
 
 BackwardOrder: TypeAlias = Literal["by_tiles", "keys_outside", "rows_outside"]
 
@@ -83,8 +83,8 @@ class Account(NamedTuple):
         return predict(self.reaching(traffic, chip), chip, dtype)
 
     def held(self, training: bool = True) -> tuple[int, int] | None:
-        """Bytes held at the highest, ours and plain; None for a variable-length call."""
-        if self.problem.layout != "dense":
+        """Bytes held at the highest, ours and plain; None where sequences differ in length."""
+        if self.problem.layout != "dense" or self.problem.page_size:
             return None
         ours = memory.tiled_held(self.problem, training).peak()
         return ours, memory.plain_held(self.problem, training).peak()
@@ -107,10 +107,8 @@ def account(
     Raises:
         InvalidArgument, Unsupported: as ``visits_of``.
     """
-    if operands is not None and operands.cu_seqlens_q is not None:
-        assert operands.cu_seqlens_k is not None
-        pairs = operands.cu_seqlens_q.diff().tolist(), operands.cu_seqlens_k.diff().tolist()
-        lengths = list(zip(*pairs, strict=True))
+    if operands is not None:
+        lengths = _lengths(problem, operands) or lengths
     found: dict[tuple[int, int], Visits] = {}
 
     def of(tile: tuple[int, int]) -> Visits:
@@ -119,25 +117,44 @@ def account(
         return found[tile]
 
     visited = of(loops.forward)
-    if loops.order == "by_tiles":
-        ours = tiled.backward_by_tiles(
-            problem, of(loops.backward), of(loops.keys or loops.backward)
-        )
-    elif loops.order == "keys_outside":
-        ours = tiled.backward_keys_outside(problem, of(loops.backward))
+    if not trains(problem):
+        nothing = Traffic(())
+        backward = Comparison(nothing, nothing)
     else:
-        ours = tiled.backward_rows_outside(problem, of(loops.backward))
+        backward = Comparison(_backward(problem, loops, of), plain.backward(problem, lengths))
     if loops.split_keys:
         forward = tiled.forward_in_parts(problem, visited, loops.split_keys, loops.shared)
     else:
         forward = tiled.forward(problem, visited)
-    return Account(
-        problem,
-        loops,
-        visited,
-        Comparison(forward, plain.forward(problem, lengths)),
-        Comparison(ours, plain.backward(problem, lengths)),
-    )
+    ours = Comparison(forward, plain.forward(problem, lengths))
+    return Account(problem, loops, visited, ours, backward)
+
+
+def trains(problem: Problem) -> bool:
+    """Whether there is a backward pass: not with pages, and not of eight bits."""
+    return problem.page_size == 0 and problem.dtype.itemsize > 1
+
+
+def _backward(problem: Problem, loops: Loops, of: Callable[[tuple[int, int]], Visits]) -> Traffic:
+    if loops.order == "by_tiles":
+        held = of(loops.keys or loops.backward)
+        return tiled.backward_by_tiles(problem, of(loops.backward), held)
+    if loops.order == "keys_outside":
+        return tiled.backward_keys_outside(problem, of(loops.backward))
+    return tiled.backward_rows_outside(problem, of(loops.backward))
+
+
+def _lengths(problem: Problem, operands: Operands) -> list[tuple[int, int]] | None:
+    """Queries and keys of each sequence, where they differ; None for a dense call."""
+    if operands.key_lengths is not None:
+        keys: list[int] = operands.key_lengths.tolist()
+    elif operands.cu_seqlens_k is not None:
+        keys = operands.cu_seqlens_k.diff().tolist()
+    else:
+        return None
+    if operands.cu_seqlens_q is None:
+        return [(problem.queries, count) for count in keys]
+    return list(zip(operands.cu_seqlens_q.diff().tolist(), keys, strict=True))
 
 
 @lru_cache(maxsize=256)
@@ -152,7 +169,11 @@ def cost(problem: Problem, loops: Loops) -> int | None:
     A choice decides how rows are rounded, and so may depend on a row's own sequence but not on the
     batch or the heads. None where tensors would have to be looked at.
     """
-    if problem.layout != "dense" or any(instr.slots for instr in problem.mask + problem.score):
+    if (
+        problem.layout != "dense"
+        or problem.page_size
+        or any(instr.slots for instr in problem.mask + problem.score)
+    ):
         return None
     one = problem._replace(batch=1, heads=1, kv_heads=1)
     return cached(one, loops).forward.ours.bytes

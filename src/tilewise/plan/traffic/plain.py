@@ -41,7 +41,7 @@ class _Sizes:
         self.pairs = problem.heads * sum(m * n for m, n in shapes)
         self.matrix = self.pairs * e
         # One mask serves the batch; sequences of their own have masks of their own.
-        longest = shapes[:1] if problem.layout == "dense" else shapes
+        longest = shapes[:1] if lengths is None else shapes
         self.mask = sum(m * n for m, n in longest) * e if problem.mask else 0
         rows, keys = (sum(shape[side] for shape in shapes) for side in (0, 1))
         self.q = problem.heads * rows * problem.head_dim * e

@@ -41,6 +41,8 @@ class _Sizes:
         self.problem, self.visits = problem, visits
         self.e, self.f = problem.dtype.itemsize, statistic_bytes(problem.dtype)
         self.head, self.value = problem.head_dim * self.e, problem.value_dim * self.e
+        # What is stored in eight bits gives sixteen.
+        self.out = problem.value_dim * max(2, self.e)
         self.widths = problem.head_dim, problem.value_dim
 
     def keys_walked(self, times: int = 1) -> tuple[Operand, Operand]:
@@ -116,7 +118,7 @@ def forward(problem: Problem, visits: Visits, statistics: Statistics = "") -> Tr
         *size.sinks(),
         *size.keys_walked(),
         *size.captured(),
-        Operand("out", written=rows * size.value),
+        Operand("out", written=rows * size.out),
         Operand("lse", written=row),
         Operand("stats", written=(3 if statistics else 2) * row),
         Operand("max_logit", written=row if statistics else 0),
@@ -141,7 +143,8 @@ def forward_in_parts(
         problem: what is asked.
         visits: of its tiles.
         split_keys: keys of a part, a whole number of tiles.
-        shared: whether a group of query heads walks together, and reads its keys once.
+        shared: whether the queries of a group of heads walk together, in blocks of as many rows as
+            a tile has, each of which reads the keys once. A tile then holds all queries of a head.
     """
     if split_keys < 1 or split_keys % visits.tile[1]:
         raise InvalidArgument(
@@ -155,8 +158,11 @@ def forward_in_parts(
         repeated += rows * count
         tiles += visits.heads * each.items * -(-each.queries // visits.tile[0]) * count
         partial += rows * count * (problem.value_dim + 2) * size.f if count > 1 else 0
-    group = visits.heads // visits.kv_heads if shared else 1
-    k, v = (each._replace(read=each.read // group) for each in size.keys_walked())
+    k, v = size.keys_walked()
+    if shared:
+        group = visits.heads // visits.kv_heads
+        blocks = _shared_blocks(visits, group)
+        k, v = (each._replace(read=each.read // group * blocks) for each in (k, v))
     rows = visits.rows
     sinks = (Operand("sinks", tiles * size.f),) if problem.sinks else ()
     attend = (
@@ -169,7 +175,7 @@ def forward_in_parts(
     )
     results = (
         Operand("partial", read=partial),
-        Operand("out", written=rows * size.value),
+        Operand("out", written=rows * size.out),
         Operand("lse", written=rows * size.f),
         Operand("stats", written=2 * rows * size.f),
     )
@@ -177,6 +183,18 @@ def forward_in_parts(
     powers = visits.pairs + visits.rows_walked
     passes = Pass("parts", attend, flops, powers, size.of_keys()), Pass("merge", results)
     return Traffic(passes, visits.omitted)
+
+
+def _shared_blocks(visits: Visits, group: int) -> int:
+    """Blocks of rows in which the queries of a group walk together."""
+    counts = {each.queries for each in visits.extents if each.items}
+    if len(counts) > 1 or max(counts, default=0) > visits.tile[0]:
+        raise InvalidArgument(
+            "shared",
+            f"tiles of {visits.tile[0]} queries for {sorted(counts)} of them",
+            "one number of queries, all of them in one tile",
+        )
+    return max(1, -(-group * max(counts, default=0) // visits.tile[0]))
 
 
 def forward_keys_outside(

@@ -17,7 +17,7 @@ from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.problem import Operands, Problem
 from tilewise.reference.blocks import Block, cut, parts
 from tilewise.reference.programs import Cover, cover
-from tilewise.variants.program import EXPR, Instr, Program
+from tilewise.variants.program import EXPR, RAW, Instr, Program
 
 __all__ = ["MOST_TILES", "Extent", "Visits", "visits_of"]
 
@@ -142,7 +142,7 @@ def visits_of(
     sums = Visits(tile, problem.heads, problem.kv_heads, ())
     for matrix in _matrices(problem, operands, lengths):
         sums = _with(sums, matrix, together)
-    expressions = any(instr.op == EXPR and instr.slots for instr in named)
+    expressions = any(instr.op in (EXPR, RAW) and instr.slots for instr in named)
     return sums._replace(omitted=("what expressions load",) if expressions else ())
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tilewise.chips import Chip
 from tilewise.errors import InvalidArgument
-from tilewise.plan.traffic.account import Account, Comparison
+from tilewise.plan.traffic.account import Account, Comparison, trains
 from tilewise.plan.traffic.time import Seconds, balance
 
 __all__ = ["amount", "duration", "lines"]
@@ -44,6 +44,7 @@ def lines(account: Account, chip: Chip | None, training: bool = True) -> list[tu
         chip: whose ceilings and caches count; None where it is not known.
         training: whether the backward is told of too.
     """
+    training = training and trains(account.problem)
     found = [("chip", _chip_line(chip, account))]
     directions = [("forward", account.forward)]
     if training:

@@ -126,7 +126,8 @@ def forward_in_parts(
         operands: with what.
         walk: tile sizes and ledger.
         split_keys: keys of one part, a whole number of tiles.
-        shared: whether a group of query heads walks together, and reads its keys once.
+        shared: whether the queries of a group of heads walk together, in blocks of as many rows as
+            a tile has, each of which reads the keys once. A tile then holds all queries of a head.
 
     Returns:
         out in q's dtype and memory order, and lse.
@@ -136,7 +137,7 @@ def forward_in_parts(
     out = empty_in_order_of(q, problem.value_dim).to(dtype).zero_()
     shape = q.shape[:-1] if problem.layout == "dense" else (problem.heads, problem.queries)
     lse = torch.full(shape, -math.inf, dtype=dtype, device=q.device)
-    group = problem.heads // problem.kv_heads if shared else 1
+    group = problem.heads // problem.kv_heads
     for part in parts(problem, operands, walk):
         views = part_view(out, part.queries, problem), part_rows(lse, part.queries, problem)
         keys = part.problem.keys
@@ -144,8 +145,9 @@ def forward_in_parts(
         for rows in query_tiles(part):
             before = ledger.read["k"], ledger.read["v"]
             found = [forward_rows(part, rows, dtype, "", span) for span in spans or [range(0)]]
+            blocks = -(-group * len(rows) // walk.query_tile) if shared else group
             for name, was in zip("kv", before, strict=True):
-                ledger.read[name] = was + (ledger.read[name] - was) // group
+                ledger.read[name] = was + (ledger.read[name] - was) // group * blocks
             merged = merge_partial([each.out for each in found], [each.lse for each in found])
             for view, tile in zip(views, merged, strict=True):
                 view[:, :, rows.start : rows.stop] = tile

@@ -54,11 +54,11 @@ def paper_tiles(width: int, fast: int) -> tuple[int, int]:
 def tiles_for(width: int, fast: int) -> tuple[int, int]:
     """Tiles with queries outside that fill fast memory: m queries by n keys.
 
-    m rows of Q and O, n of K and V and the m x n scores fit into M; the keys are few, because only
-    the queries that stay save anything: n is the square root of what a row of queries leaves.
+    m rows of Q and O, n of K and V and the m x n scores fit into M. The keys are few, at most the
+    16 that matrix instructions take, because only queries that stay save anything.
     """
     _check(1, width, fast)
-    keys = max(1, min(width, math.isqrt(fast // 8)))
+    keys = max(1, min(16, fast // (8 * width)))
     queries = (fast - 2 * keys * width) // (2 * width + keys)
     return max(1, queries), keys
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from tilewise.engine.call import build_operands, build_problem, read_keywords
 from tilewise.kernels.gpu.backend import empty_result
 from tilewise.kernels.gpu.backward import backward_launches, key_kernel, query_kernel
-from tilewise.kernels.gpu.config import Blocks, Config, Pass, config_for
+from tilewise.kernels.gpu.config import Blocks, Config, Pass, config_for, decodes
+from tilewise.kernels.gpu.decode import attend_split, decode_launches
 from tilewise.kernels.gpu.emit import variant_of
 from tilewise.kernels.gpu.forward import attend, forward_launches
 from tilewise.kernels.gpu.launch import Launch, run
@@ -22,7 +23,12 @@ from tilewise.problem import Grads, Needs, Result
 
 __all__ = ["Work", "spills_in"]
 
-_KERNELS: dict[Pass, Any] = {"forward": attend, "dkdv": key_kernel, "dq": query_kernel}
+_KERNELS: dict[Pass, Any] = {
+    "forward": attend,
+    "dkdv": key_kernel,
+    "dq": query_kernel,
+    "decode": attend_split,
+}
 
 
 class Work:
@@ -68,7 +74,7 @@ class Work:
         That is the same memory for all blocks, with NaN in it now: nobody gets another's results.
         """
         config = self._config._replace(overrides=((pass_name, blocks),))
-        if pass_name == "forward":
+        if pass_name in ("forward", "decode"):
             outcome = {"out": self._other.out, "lse": self._other.lse}
             launches = self._forward(config, self._other)
         else:
@@ -82,7 +88,8 @@ class Work:
         return [launch for launch in launches if launch.kernel is _KERNELS[pass_name]]
 
     def _forward(self, config: Config, result: Result) -> list[Launch]:
-        return forward_launches(self._problem, self._operands, result, config, self._variant)
+        make = decode_launches if decodes(self._problem) else forward_launches
+        return make(self._problem, self._operands, result, config, self._variant)
 
     def _backward(self, pass_name: Pass, config: Config) -> tuple[list[Launch], Outcome]:
         """Gradients of keys and values, or of the queries and of what the score captured."""

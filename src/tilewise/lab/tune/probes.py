@@ -9,8 +9,9 @@ from tilewise import masks, scores
 from tilewise.lab.gpu_check.problems import Draw, ProblemCase
 from tilewise.lab.tune.jobs import Job
 
-__all__ = ["large", "small"]
+__all__ = ["PAGED", "large", "small"]
 
+PAGED = "paged"  # a layout of keys and values that ``Work`` makes
 _HIDDEN, _BATCH, _LENGTH, _DOCUMENT = 2048, 4, 4096, 1024
 _CACHED, _KEYS, _GROUP = 1024, 16384, 4  # of decoding: the width of the heads that share keys
 _SEQUENCES = ((321, 321), (1, 1), (65, 130), (0, 5), (7, 0))
@@ -50,6 +51,7 @@ _SMALL: _Cases = {
         ProblemCase("bias", score=_bias, keys=200),
         ProblemCase("causal dropout", mask=_causal, dropout_p=0.2),
         ProblemCase("causal varlen", mask=_causal, lengths=_SEQUENCES, kv_heads=2),
+        ProblemCase("causal in pages", mask=_causal, keys=400, kv_heads=2, layout=PAGED),
     ),
     "*": (
         ProblemCase("document", mask=_document, keys=400, kv_heads=2),
@@ -71,6 +73,7 @@ _FEW_SMALL: _Cases = {
         replace(_FEW, name="causal alibi softcap", mask=_causal, score=_alibi_softcap),
         replace(_FEW, name="bias", score=_bias),
         replace(_FEW, name="causal dropout", mask=_causal, dropout_p=0.2),
+        replace(_FEW, name="causal in pages", mask=_causal, layout=PAGED),
     ),
     "*": (
         replace(_FEW, name="document", mask=_document),
@@ -93,8 +96,10 @@ def small(job: Job, tiny: bool) -> list[ProblemCase]:
         job: whose kind they are of.
         tiny: for the interpreter.
     """
-    cases = _FEW_SMALL if job.pass_name == "decode" else _SMALL
-    return [_sized(case, job, tiny) for case in cases[job.kind]]
+    cases = (_FEW_SMALL if job.pass_name == "decode" else _SMALL)[job.kind]
+    if job.pass_name not in ("forward", "decode"):  # no gradient knows pages
+        cases = tuple(case for case in cases if case.layout != PAGED)
+    return [_sized(case, job, tiny) for case in cases]
 
 
 def large(job: Job, tiny: bool) -> list[ProblemCase]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.engine.call import build_operands, build_problem, read_keywords
+from tilewise.engine.pages import Pages
 from tilewise.kernels.gpu.backend import empty_result
 from tilewise.kernels.gpu.backward import backward_launches, key_kernel, query_kernel
 from tilewise.kernels.gpu.config import Blocks, Config, Pass, config_for, decodes
@@ -19,6 +20,7 @@ from tilewise.kernels.gpu.launch import Launch, run
 from tilewise.lab.gpu_check.outcomes import SEED, Outcome, build
 from tilewise.lab.gpu_check.problems import ProblemCase
 from tilewise.lab.gpu_check.setting import Setting
+from tilewise.lab.tune.probes import PAGED
 from tilewise.problem import Grads, Needs, Result
 
 __all__ = ["Work", "spills_in"]
@@ -29,6 +31,7 @@ _KERNELS: dict[Pass, Any] = {
     "dq": query_kernel,
     "decode": attend_split,
 }
+_PAGE = 16
 
 
 class Work:
@@ -49,10 +52,13 @@ class Work:
     ) -> None:
         self.inputs = inputs = build(setting, case, dtype)
         dropout_p, cu = case.dropout_p, inputs.cu_seqlens
-        asked = read_keywords(
-            inputs.mask, inputs.score, case.scale, dropout_p, inputs.sinks, setting.backend, cu
-        )
         q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+        pages = None
+        if case.layout == PAGED:
+            pages = _pages(k)
+            k, v = (_in_pages(x, pages.block_table) for x in (k, v))
+        said = (inputs.mask, inputs.score, case.scale, dropout_p, inputs.sinks)
+        asked = read_keywords(*said, setting.backend, cu, pages)
         self._problem = build_problem(q, k, v, asked)
         seed = SEED if dropout_p else None
         operands = build_operands(self._problem, q, k, v, asked, seed)
@@ -127,6 +133,28 @@ class Work:
             self._variant,
         )
         return launches, wanted
+
+
+def _pages(k: Tensor) -> Pages:
+    """A block table for keys [B, Hk, N, D]: pages in no order, and every sequence with N keys."""
+    batch, keys = k.shape[0], k.shape[2]
+    per_sequence = -(-keys // _PAGE)
+    generator = torch.Generator().manual_seed(3)
+    order = torch.randperm(batch * per_sequence, generator=generator).to(k.device, torch.int32)
+    lengths = torch.full((batch,), keys, dtype=torch.int32, device=k.device)
+    return Pages(order.view(batch, per_sequence), lengths, None)
+
+
+def _in_pages(rows: Tensor, block_table: Tensor) -> Tensor:
+    """Rows [B, Hk, N, D] in pages [pages, Hk, page_size, D]; NaN behind the last."""
+    batch, heads, keys, width = rows.shape
+    count = block_table.shape[1]
+    filled = rows.new_full((batch, heads, count * _PAGE, width), math.nan)
+    filled[:, :, :keys] = rows
+    cut = filled.view(batch, heads, count, _PAGE, width).transpose(1, 2).flatten(0, 1)
+    pages = torch.empty_like(cut)
+    pages[block_table.flatten().long()] = cut
+    return pages
 
 
 def spills_in(launches: list[Launch]) -> int:

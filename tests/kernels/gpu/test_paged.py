@@ -34,7 +34,7 @@ CASES = [
     Case("document", **GQA, sequences=LENGTHS, mask=("document_each",), score=("alibi_each",)),
     Case("scored", **GQA, sequences=LENGTHS, mask=("lengths",), score=("softcap", "bias")),
     Case("nested", **GQA, sequences=LENGTHS, mask=("causal", "bool", "not", "or"), scale=-0.7),
-    Case("equal", **GQA, sequences=((7, 20), (7, 0), (7, 70)), mask=("causal",), sinks=True),
+    Case("equal", **GQA, sequences=((7, 20), (7, 0), (7, 70)), mask=("window",), sinks=True),
 ]
 BLOCKS = (Blocks(16, 16, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1))
 PAGES = (1, 3, 16, 17, 32, 64, 128)

@@ -186,7 +186,7 @@ def test_a_table_of_tiles_skips_and_does_not_mask(page_size: int) -> None:
 def _small() -> tuple[Problem, Operands]:
     """Two sequences of 20 and 37 keys in pages of 8."""
     inputs = build(Case("small", **GQA, sequences=((5, 20), (5, 37)))).detached()
-    return paged_problem_of(inputs, in_pages(*sequences_of(inputs), 8), True)
+    return paged_problem_of(inputs, in_pages(*sequences_of(inputs), 8, spare=3), True)
 
 
 def test_what_is_out_of_range_is_clamped() -> None:
@@ -208,6 +208,8 @@ def test_what_is_out_of_range_is_clamped() -> None:
             block_table=table.clamp(0, len(pages[0]) - 1),
         )
         assert_same_bits(found.out, forward(problem, wanted, BLOCKS[0]).out, f"{lengths}")
+    nothing = operands._replace(k=pages[0][:0], v=pages[1][:0])
+    assert bool((forward(problem, nothing, BLOCKS[0]).out == 0).all())
 
 
 def test_entries_beyond_a_sequence_are_not_even_read() -> None:

@@ -168,7 +168,8 @@ def test_statistics_count_within_a_sequence() -> None:
 )
 def test_a_table_of_tiles_skips_and_does_not_mask(page_size: int) -> None:
     """A BlockMask of the lengths, and a layout, whose rectangles are not the kernel's blocks."""
-    inputs = build(Case("table", **GQA, sequences=((40, 70), (9, 33), (33, 0)))).detached()
+    sizes = {**GQA, "heads": 2, "kv_heads": 1}  # whole tiles of the kernel's among them
+    inputs = build(Case("table", **sizes, sequences=((64, 70), (64, 33), (9, 0)))).detached()
     assert inputs.cu_seqlens is not None
     cu_q, cu_k = inputs.cu_seqlens
     paged = in_pages(*sequences_of(inputs), page_size, spare=4)
@@ -177,10 +178,10 @@ def test_a_table_of_tiles_skips_and_does_not_mask(page_size: int) -> None:
     for block in ((16, 16), (48, 24)):
         table = BlockMask.of(window, block=block, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
         torch.testing.assert_close(attend(inputs, paged, mask=table).out, found.out)
-    layout = BlockMask.from_layout(torch.rand(3, 5) < 0.5, (16, 16))
-    asked: dict[str, Any] = {"mask": layout}
-    expected = attend(inputs, paged, **asked, backend="tiled")
-    torch.testing.assert_close(attend(inputs, paged, **asked), expected)
+    for tiles in (torch.rand(4, 5) < 0.5, torch.ones(4, 5).bool()):
+        layout = BlockMask.from_layout(tiles, (16, 16))
+        expected = attend(inputs, paged, mask=layout, backend="tiled")
+        torch.testing.assert_close(attend(inputs, paged, mask=layout), expected)
 
 
 def _small() -> tuple[Problem, Operands]:

@@ -41,14 +41,15 @@ def attend_pages(
     assert inputs.cu_seqlens is not None
     cu_q, cu_k = inputs.cu_seqlens
     table = _table(cu_k, page_size, seed)
-    pools = (_pool(each.detach(), cu_k, table, page_size) for each in (inputs.k, inputs.v))
+    k, v = (_pool(each.detach(), cu_k, table, page_size) for each in (inputs.k, inputs.v))
     q = inputs.q.detach()
     if not packed:
-        q = q.unflatten(0, (table.shape[0], -1)).transpose(1, 2)
+        q = q.reshape(table.shape[0], -1, *q.shape[1:]).transpose(1, 2)
     with torch.no_grad():
         out, lse, _ = tilewise.attention_paged(
             q,
-            *pools,
+            k,
+            v,
             table,
             cu_k.diff(),
             cu_q if packed else None,

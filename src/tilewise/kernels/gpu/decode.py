@@ -160,15 +160,13 @@ def attend_split(
         low, full_low, full_high, high = KEYS_OF(b, M * 0, M, M, N, captured[0], captured[1])
         low, full_low = tl.maximum(low, begin), tl.maximum(full_low, begin)
         full_high, high = tl.minimum(full_high, end), tl.minimum(high, end)
-    if PAGE == 0:
-        k_head = head_of(k, k_strides, b, kv_head, 0)
-        v_head = head_of(v, v_strides, b, kv_head, 0)
-        sides = ((k_head, k_strides), (v_head, v_strides), low, high)
-    else:
+    b_k, pages = b, 0
+    if PAGE > 0:
+        b_k = 0  # no sequence has a place of its own
         pages = pages_of(block_table, b, keys, last_page, PAGE)
-        k_head = head_of(k, k_strides, 0, kv_head, 0)
-        v_head = head_of(v, v_strides, 0, kv_head, 0)
-        sides = ((k_head, k_strides, pages), (v_head, v_strides, pages), low, high)
+    k_head = head_of(k, k_strides, b_k, kv_head, 0)
+    v_head = head_of(v, v_strides, b_k, kv_head, 0)
+    sides = ((k_head, k_strides, pages), (v_head, v_strides, pages), low, high)
     spans = split_range(low, full_low, full_high, high, end, BN)
     whole, partial = counts_in(spans, BN)
     if not BLIND:

@@ -138,6 +138,7 @@ def test_absence_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "_family", lambda device: None)
     assert backend.why_not(_problem(device="cuda")) == ["it has no blocks for this chip"]
     monkeypatch.setattr(gpu, "_family", lambda device: "sm_90")
+    monkeypatch.setattr(gpu, "_chip", lambda device: "")
     assert backend.why_not(_problem(device="cuda")) == []
     long = _problem(device="cuda", keys=2**24 + 1)
     assert backend.why_not(long) == []

@@ -1,21 +1,27 @@
 """Chip families, and the blocks that each kernel works in on them: one table, no measuring.
 
 A block decides how a row is rounded. So it depends on the family, the pass, the dtype, the widths,
-the layout and the kind of mask and score, and on nothing else of a call.
+the layout and the kind of mask and score, and on nothing else of a call. Blocks that ``tilewise
+tune`` measured on the chip stand before the table (``plan/tuned.py``), and depend on the same.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Literal, NamedTuple, TypeAlias
+from functools import cache, lru_cache
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
+from tilewise.plan.tuned import NOTHING, Blocks, Found, Place
 from tilewise.problem import Problem
 
 __all__ = [
     "FAMILIES",
+    "KINDS",
     "LARGEST_WIDTH",
+    "PASSES",
+    "WIDTHS",
     "Blocks",
     "Config",
     "Family",
@@ -25,11 +31,13 @@ __all__ = [
     "decodes",
     "family_of",
     "padded",
+    "place_of",
     "shared_need",
     "tiles_for",
 ]
 
 Pass: TypeAlias = Literal["forward", "dkdv", "dq", "decode"]
+PASSES: tuple[Pass, ...] = get_args(Pass)
 
 LARGEST_WIDTH = 512
 _FEW = 16  # queries of a head, up to which its keys are split among programs
@@ -55,15 +63,6 @@ class Family(NamedTuple):
     unit: str
     warp: int
     table: str
-
-
-class Blocks(NamedTuple):
-    """How a kernel is launched: queries and keys of a block, warps, and stages of its pipeline."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
 
 
 class Splitting(NamedTuple):
@@ -117,12 +116,13 @@ FAMILIES = {
 }
 
 # The widest of D and Dv, padded, up to which a row of the table holds.
-_WIDTHS = (64, 128, 256, LARGEST_WIDTH)
+WIDTHS = (64, 128, 256, LARGEST_WIDTH)
+KINDS = ("plain", "+", "*")  # of mask and score: see the table
 _Row: TypeAlias = tuple[Blocks, Blocks, Blocks, Blocks]
 
 
 def _rows(text: str) -> dict[tuple[str, str], _Row]:
-    """The lines "table pass", then "queries x keys / warps / stages" for each of _WIDTHS."""
+    """The lines "table pass", then "queries x keys / warps / stages" for each of WIDTHS."""
     rows = {}
     for line in text.strip().splitlines():
         table, name, *cells = line.split()
@@ -205,18 +205,25 @@ class Config(NamedTuple):
     Args:
         family: a name of FAMILIES.
         precision: of products of float32: "ieee", or "tf32" where torch allows it.
-        overrides: (pass, blocks) pairs that stand before the table.
+        overrides: (pass, blocks) pairs that stand before everything, for whatever is asked: of the
+            tests, the gate and the tuner.
+        measured: blocks by place that stand before the table.
     """
 
     family: str
     precision: str = "ieee"
     overrides: tuple[tuple[str, Blocks], ...] = ()
+    measured: Found = NOTHING
 
     def blocks(self, pass_name: Pass, problem: Problem) -> Blocks:
         """The blocks of a pass for a problem."""
         for name, blocks in self.overrides:
             if name == pass_name:
                 return blocks
+        if self.measured.entries:
+            entry = self.measured.entries.get(place_of(pass_name, problem))
+            if entry is not None:
+                return entry.blocks
         return tiles_for(
             self.family,
             pass_name,
@@ -241,6 +248,19 @@ def decodes(problem: Problem) -> bool:
     return problem.layout == "dense" and problem.queries <= _FEW
 
 
+def place_of(pass_name: Pass, problem: Problem) -> Place:
+    """What the blocks of a pass for a problem may depend on."""
+    kind = "*" if _is_scattered(problem) else "+" if _is_heavy(problem) else "plain"
+    width = _class_of(problem.head_dim, problem.value_dim)
+    return Place(pass_name, problem.dtype, width, kind)
+
+
+def _class_of(head_dim: int, value_dim: int) -> int:
+    """The width whose row of the table holds for these; LARGEST_WIDTH is not exceeded."""
+    widest = max(padded(head_dim), padded(value_dim))
+    return next(width for width in WIDTHS if widest <= width)
+
+
 def _is_heavy(problem: Problem) -> bool:
     """Whether a kernel computes more for a pair than to compare its place with a bound or two."""
     bands = all(instr.op in ("band", "below", "and") for instr in problem.mask)
@@ -259,6 +279,7 @@ def padded(width: int) -> int:
     return max(_LEAST, 1 << (width - 1).bit_length())
 
 
+@lru_cache(maxsize=1024)
 def tiles_for(
     family: str,
     pass_name: Pass,
@@ -280,8 +301,7 @@ def tiles_for(
         scattered: whether blocks in which nothing attends are found out on the way.
     """
     chip = FAMILIES[family]
-    widest = max(padded(head_dim), padded(value_dim))
-    index = next(i for i, width in enumerate(_WIDTHS) if widest <= width)
+    index = WIDTHS.index(_class_of(head_dim, value_dim))
     single = dtype.itemsize > 2 and chip.table != _INTERPRETER
     table = "single" if single else chip.table
     plain = _TABLE[table, pass_name]
@@ -340,6 +360,7 @@ def family_of(device: torch.device) -> str | None:
     return _cuda_family(properties.major * 10 + properties.minor)
 
 
+@cache
 def _cuda_family(capability: int) -> str | None:
     """Of compute capability 8.7 that of 8.6, of 10.3 that of 10.0, of 12.1 that of 12.0."""
     known = [int(f.name[3:]) for f in FAMILIES.values() if f.maker == "cuda"]
@@ -347,7 +368,12 @@ def _cuda_family(capability: int) -> str | None:
     return f"sm_{max(below)}" if below else None
 
 
-def config_for(family: str) -> Config:
-    """The configuration of a family, with the precision that torch allows at this time."""
+def config_for(family: str, measured: Found = NOTHING) -> Config:
+    """The configuration of a family, with the precision that torch allows at this time.
+
+    Args:
+        family: a name of FAMILIES.
+        measured: what stands before the table.
+    """
     tf32 = torch.backends.cuda.matmul.allow_tf32 and FAMILIES[family].maker == "cuda"
-    return Config(family, "tf32" if tf32 and family != "sm_75" else "ieee")
+    return Config(family, "tf32" if tf32 and family != "sm_75" else "ieee", (), measured)

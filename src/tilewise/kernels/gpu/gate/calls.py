@@ -42,7 +42,7 @@ class Asked(NamedTuple):
         dtype: of all of them.
         mask: "", "causal", "window", "document" (causal too), or "table", which is "document" with
             a table of tiles.
-        score: "", "alibi softcap" or "bias".
+        score: "", "alibi softcap", "bias" (of each pair), "head bias" or "raw".
         dropout_p, sinks, varlen: as in a call.
         statistics: "", "all" or "top1".
         queries: of each head; fewer than keys are the last ones.
@@ -170,6 +170,13 @@ def _score(asked: Asked) -> Score:
         return as_score((scores.alibi(meta(HEADS)), scores.softcap(30.0)))
     if asked.score == "bias":
         return scores.bias(meta(HEADS, asked.queries, KEYS, dtype=asked.dtype))
+    if asked.score == "head bias":
+        return scores.bias(meta(HEADS, 1, 1, dtype=asked.dtype))
+    if asked.score == "raw":
+        from tilewise.kernels.gpu.gate.raw_pair import weigh, weigh_slope
+
+        scores.register_triton("gate_weigh", weigh, weigh_slope)
+        return scores.raw("gate_weigh", meta(HEADS))
     if asked.score:
         raise KeyError(asked.score)
     return Score(())

@@ -100,6 +100,10 @@ _CALLS = {
     "D128 alibi softcap causal": Asked(128, mask="causal", score="alibi softcap"),
     "D64 bias": Asked(64, score="bias"),
     "D128 bias": Asked(128, score="bias"),
+    "D128 raw causal": Asked(128, mask="causal", score="raw"),
+    "D64 head bias": Asked(64, score="head bias"),
+    "D128 head bias": Asked(128, score="head bias"),
+    "D64 head bias fp32": Asked(64, _SINGLE, score="head bias"),
     "D128 dropout causal": Asked(128, mask="causal", dropout_p=0.1),
     "D128 varlen causal": Asked(128, mask="causal", varlen=True),
     "D64 sinks statistics": Asked(64, mask="causal", sinks=True, statistics="top1"),
@@ -119,8 +123,8 @@ _PAGED = {
     "D128 causal pages of 16": Asked(128, mask="causal", page_size=16),
     "D128 causal pages of 128": Asked(128, mask="causal", page_size=128),
 }
-# Kernels of a pass that multiply no matrices: they read rows once.
-_PLAIN = frozenset({"row_kernel", "sink_kernel", "merge_splits"})
+# Kernels of a pass that multiply no matrices: they read rows, or sums of them, once.
+_PLAIN = frozenset({"row_kernel", "sink_kernel", "fold_kernel", "merge_splits"})
 
 
 def _cases() -> list[Case]:

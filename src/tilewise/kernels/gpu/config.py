@@ -15,6 +15,7 @@ import torch
 
 from tilewise.plan.tuned import NOTHING, Blocks, Found, Place
 from tilewise.problem import Problem
+from tilewise.variants.program import RAW
 
 __all__ = [
     "FAMILIES",
@@ -243,9 +244,11 @@ def decodes(problem: Problem) -> bool:
     """Whether the forward pass is that of few queries.
 
     In a packed call nobody knows how many a sequence has without reading them, and what the call
-    has in all says something of the others: such a call takes the ordinary road.
+    has in all says something of the others: such a call takes the ordinary road. So does a raw
+    score, which takes the head for a number; rows of several heads share a block here.
     """
-    return problem.layout == "dense" and problem.queries <= _FEW
+    raw = any(instr.op == RAW for instr in problem.score)
+    return problem.layout == "dense" and problem.queries <= _FEW and not raw
 
 
 def place_of(pass_name: Pass, problem: Problem) -> Place:

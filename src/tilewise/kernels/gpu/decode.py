@@ -158,8 +158,7 @@ def attend_split(
     low, full_low, full_high, high = begin, begin, end, end
     if KEYS_OF is not None:
         low, full_low, full_high, high = KEYS_OF(b, M * 0, M, M, N, captured[0], captured[1])
-        low, full_low = tl.maximum(low, begin), tl.maximum(full_low, begin)
-        full_high, high = tl.minimum(full_high, end), tl.minimum(high, end)
+        low, high = tl.maximum(low, begin), tl.minimum(high, end)
     b_k, pages = b, 0
     if PAGE > 0:
         b_k = 0  # no sequence has a place of its own
@@ -238,7 +237,8 @@ def attend_split(
         at = at * slots + split
         tl.store(partial_numbers + at, top, mask=inside)
         tl.store(partial_numbers + stride + at, total, mask=inside)
-        tl.store(partial_out + at[:, None] * DV + columns[None, :], acc, mask=kept_columns)
+        seen = kept_columns & (total != 0)[:, None]
+        tl.store(partial_out + at[:, None] * DV + columns[None, :], acc, mask=seen)
         if STATS > 0:
             tl.store(partial_numbers + 2 * stride + at, moment, mask=inside)
         if STATS > 1:

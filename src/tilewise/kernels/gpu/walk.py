@@ -115,10 +115,11 @@ def load_keys(
 ):
     """Rows ``first`` and on of the keys or the values of a head: what ``load_tile`` gives.
 
-    ``side`` is (head, strides), the rows one after the other. Where PAGE is not 0 it is (head,
-    strides, pages): a row lies in the page of PAGE rows that ``pages`` (``pages_of``) has for it,
-    pages are ``strides[0]`` apart, and ``head`` is where the rows of page 0 begin. Entries for rows
-    outside of [low, high) are not read where MASKED. ``first`` is a multiple of BLOCK.
+    ``side`` is (head, strides, pages). Where PAGE is 0, rows follow one another from ``head`` on
+    and ``pages`` means nothing. Else a row lies in the page of PAGE rows that ``pages`` (made by
+    ``pages_of``) has for it, pages are ``strides[0]`` apart, and ``head`` is where the rows of page
+    0 begin. Entries for rows outside of [low, high) are not read where MASKED. ``first`` is a
+    multiple of BLOCK.
     """
     head, strides = side[0], side[1]
     if PAGE == 0:

@@ -58,6 +58,7 @@ from tilewise.kernels.gpu.walk import (
 __all__ = ["captured_launches"]
 
 _LINE = 128
+_WIDE = 128  # columns, above which blocks are smaller
 _ELEMENTS = 1024
 
 
@@ -85,7 +86,7 @@ class _Captured:
     def __init__(self, call: Backward) -> None:
         self.call = call
         self.problem = call.problem
-        self.blocks = call.config.blocks("dq", call.problem)
+        self.blocks = _blocks(call)
         self.lists: dict[bool, dict[str, Any]] = {}
 
     def launches(self, load: _Load) -> list[Launch]:
@@ -254,6 +255,15 @@ class _Captured:
         grid = (programs_of(problem, problem.heads, tiles),)
         launch = launch_of(diagonal_kernel, grid, arguments, constants, blocks)
         return sums, launch, size, tiles
+
+
+def _blocks(call: Backward) -> Blocks:
+    """Those of dQ, cut down: more is added up, and a branch passes over tiles that are empty."""
+    problem = call.problem
+    queries, keys, warps, stages = call.config.blocks("dq", problem)
+    wide = max(problem.head_dim, problem.value_dim) > _WIDE
+    most_queries, most_keys = (32, 16) if wide else (64, 32)
+    return Blocks(min(queries, most_queries), min(keys, most_keys), warps, min(stages, 2))
 
 
 def _kept(axes: dict[str, int]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from tilewise.chips import Chip
 from tilewise.plan.traffic import memory, plain, tiled
 from tilewise.plan.traffic.count import Traffic
 from tilewise.plan.traffic.time import Seconds, predict
-from tilewise.plan.traffic.visits import Visits, visits_of
+from tilewise.plan.traffic.visits import Visits, lengths_of, visits_of
 from tilewise.problem import Operands, Problem
 
 __all__ = ["Account", "BackwardOrder", "Comparison", "Loops", "account", "cached", "cost", "trains"]
@@ -108,7 +108,7 @@ def account(
         InvalidArgument, Unsupported: as ``visits_of``.
     """
     if operands is not None:
-        lengths = _lengths(problem, operands) or lengths
+        lengths = lengths_of(problem, operands) or lengths
     found: dict[tuple[int, int], Visits] = {}
 
     def of(tile: tuple[int, int]) -> Visits:
@@ -142,19 +142,6 @@ def _backward(problem: Problem, loops: Loops, of: Callable[[tuple[int, int]], Vi
     if loops.order == "keys_outside":
         return tiled.backward_keys_outside(problem, of(loops.backward))
     return tiled.backward_rows_outside(problem, of(loops.backward))
-
-
-def _lengths(problem: Problem, operands: Operands) -> list[tuple[int, int]] | None:
-    """Queries and keys of each sequence, where they differ; None for a dense call."""
-    if operands.key_lengths is not None:
-        keys: list[int] = operands.key_lengths.tolist()
-    elif operands.cu_seqlens_k is not None:
-        keys = operands.cu_seqlens_k.diff().tolist()
-    else:
-        return None
-    if operands.cu_seqlens_q is None:
-        return [(problem.queries, count) for count in keys]
-    return list(zip(operands.cu_seqlens_q.diff().tolist(), keys, strict=True))
 
 
 @lru_cache(maxsize=256)

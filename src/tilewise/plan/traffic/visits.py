@@ -15,11 +15,11 @@ from torch import Tensor
 
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.problem import Operands, Problem
-from tilewise.reference.blocks import Block, cut, parts
+from tilewise.reference.blocks import Block, cut
 from tilewise.reference.programs import Cover, cover
 from tilewise.variants.program import EXPR, RAW, Instr, Program
 
-__all__ = ["MOST_TILES", "Extent", "Visits", "visits_of"]
+__all__ = ["MOST_TILES", "Extent", "Visits", "lengths_of", "visits_of"]
 
 # Tiles that are judged one by one at the most: some seconds.
 MOST_TILES = 2**16
@@ -146,31 +146,60 @@ def visits_of(
     return sums._replace(omitted=("what expressions load",) if expressions else ())
 
 
+def lengths_of(problem: Problem, operands: Operands) -> list[tuple[int, int]] | None:
+    """Queries and keys of each sequence, where they differ; None for a dense call."""
+    if operands.key_lengths is not None:
+        keys: list[int] = operands.key_lengths.tolist()
+    elif operands.cu_seqlens_k is not None:
+        keys = operands.cu_seqlens_k.diff().tolist()
+    else:
+        return None
+    if operands.cu_seqlens_q is None:
+        return [(problem.queries, count) for count in keys]
+    return list(zip(operands.cu_seqlens_q.diff().tolist(), keys, strict=True))
+
+
 def _matrices(
     problem: Problem, operands: Operands | None, lengths: Sequence[tuple[int, int]] | None
 ) -> Iterator[_Matrix]:
+    """The score matrices of a call: one if dense, else one per sequence."""
+    masks = () if operands is None else operands.mask_tensors
+    scores = () if operands is None else operands.score_tensors
     if operands is not None:
-        for part in parts(problem, operands):
-            own = part.operands
-            yield _Matrix(part.problem, part.first_batch, own.mask_tensors, own.score_tensors)
-    elif problem.layout == "dense":
-        yield _Matrix(problem, 0, (), ())
+        lengths = lengths_of(problem, operands)
+    elif problem.layout != "dense" or problem.page_size:
+        _check_lengths(problem, lengths)
     else:
-        counts = [] if lengths is None else list(lengths)
-        totals = tuple(map(sum, zip(*counts, strict=True))) if counts else (0, 0)
-        if (len(counts), *totals) != (problem.batch, problem.queries, problem.keys):
-            raise InvalidArgument(
-                "lengths",
-                f"{len(counts)} sequences with {totals[0]} queries and {totals[1]} keys"
-                if counts
-                else "None",
-                f"{problem.batch} sequences that add up to {problem.queries} queries and "
-                f"{problem.keys} keys",
-                "Give lengths, or the operands with their cu_seqlens.",
-            )
-        for b, (m, n) in enumerate(counts):
-            one = problem._replace(layout="dense", batch=1, queries=m, keys=n)
-            yield _Matrix(one, b, (), ())
+        lengths = None
+    if lengths is None:
+        yield _Matrix(problem, 0, masks, scores)
+        return
+    for b, (m, n) in enumerate(lengths):
+        yield _Matrix(
+            problem._replace(layout="dense", batch=1, queries=m, keys=n, page_size=0),
+            b,
+            cut(problem.mask, masks, b, m, n),
+            cut(problem.score, scores, b, m, n),
+        )
+
+
+def _check_lengths(problem: Problem, lengths: Sequence[tuple[int, int]] | None) -> None:
+    fix = "Give lengths, or the operands with their cu_seqlens."
+    if lengths is None:
+        raise InvalidArgument("lengths", "None", "queries and keys of every sequence", fix)
+    sums = tuple(sum(each[side] for each in lengths) for side in (0, 1))
+    if not problem.page_size and (len(lengths), *sums) != (
+        problem.batch,
+        problem.queries,
+        problem.keys,
+    ):
+        raise InvalidArgument(
+            "lengths",
+            f"{len(lengths)} sequences with {sums[0]} queries and {sums[1]} keys",
+            f"{problem.batch} sequences that add up to {problem.queries} queries and "
+            f"{problem.keys} keys",
+            fix,
+        )
 
 
 def _with(sums: Visits, matrix: _Matrix, together: bool) -> Visits:

@@ -191,7 +191,7 @@ _TABLE = _rows(
     cdna4        decode   16x64/4/2     16x64/4/2     16x32/4/2     16x32/4/1
     rdna3        decode   16x64/4/1     16x32/4/1     16x16/8/1     16x16/8/1
     rdna4        decode   16x64/4/1     16x32/4/1     16x16/4/1     16x16/4/1
-    single       decode   16x32/4/2     16x16/4/2     16x16/8/1     16x16/8/1
+    single       decode   16x16/4/2     16x16/8/2     16x16/8/1     16x16/8/1
     interpreter  forward  64x32/4/1     64x32/4/1     64x32/4/1     64x32/4/1
     interpreter  decode   16x32/4/1     16x32/4/1     16x32/4/1     16x32/4/1
     interpreter  dkdv     32x64/4/1     32x64/4/1     32x64/4/1     32x64/4/1

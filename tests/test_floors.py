@@ -21,7 +21,7 @@ ROOT = "tilewise"
 # a circle); units of one floor do not.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("chips", "variants"),
+    ("chips", "float8", "variants"),
     ("problem",),
     ("reference", "plan"),
     ("_core",),

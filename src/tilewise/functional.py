@@ -18,6 +18,7 @@ from tilewise.engine.call import (
 from tilewise.engine.dispatch import candidates
 from tilewise.engine.run import run
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
+from tilewise.float8 import scales_of
 from tilewise.plan.plan import Plan
 from tilewise.problem import Result, Statistics
 from tilewise.reference.blocks import Block
@@ -93,6 +94,9 @@ def attention(
     score: ScoreLike = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
     return_lse: bool = False,
@@ -113,6 +117,10 @@ def attention(
             of them, applied in order.
         scale: s = scale * q.k; 1/sqrt(D) if None.
         sinks: floating [Hq]: one extra logit per query head in the denominator.
+        q_scale, k_scale, v_scale: of float8 (e4m3fn) q, k and v: what their numbers are to be
+            multiplied by. Floating tensors of one element, [heads] or [B, heads] of that operand,
+            on its device, finite; None is 1. float8 is computed forward only, and the output is
+            bfloat16.
         dropout_p: the probability in [0, 1) of dropping a pair; what stays is divided by 1 - p.
         seed: 64 bits that choose what is dropped, as a number or an int64 tensor of one element;
             None draws one from torch's generator.
@@ -133,12 +141,14 @@ def attention(
     """
     if (
         (mask is None and score is None and scale is None and sinks is None and backend is None)
+        and (q_scale is None and k_scale is None and v_scale is None)
         and type(dropout_p) is float
         and dropout_p == 0.0
     ):
         asked = NO_KEYWORDS
     else:
-        asked = read_keywords(mask, score, scale, dropout_p, sinks, backend)
+        scales = scales_of(q_scale, k_scale, v_scale)
+        asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, scales=scales)
     if return_stats is not False:
         return _with_stats(run(q, k, v, asked, seed, plan, _wanted(return_stats)), return_lse)
     result = run(q, k, v, asked, seed, plan)
@@ -156,6 +166,9 @@ def attention_varlen(
     score: ScoreLike = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
     return_lse: bool = False,
@@ -170,9 +183,9 @@ def attention_varlen(
     and m, n, M, N count within it: captured tensors have sequences as their first dimension, and
     rows or keys up to the longest sequence's at least.
 
-    The keywords are those of ``attention``. q is [Tq, Hq, D], k [Tk, Hk, D] and v [Tk, Hk, Dv], of
-    any strides; cu_seqlens_q and cu_seqlens_k are int32 or int64 [sequences + 1] that start at 0,
-    never decrease and end at Tq and Tk.
+    The keywords are those of ``attention`` (a scale [B, heads] has a row per sequence). q is
+    [Tq, Hq, D], k [Tk, Hk, D] and v [Tk, Hk, Dv], of any strides; cu_seqlens_q and cu_seqlens_k
+    are int32 or int64 [sequences + 1] that start at 0, never decrease and end at Tq and Tk.
 
     Returns:
         The output [Tq, Hq, Dv], or an AttentionResult with lse [Hq, Tq].
@@ -181,7 +194,8 @@ def attention_varlen(
         InvalidArgument, InvalidType, Unsupported: as ``attention``.
     """
     packed = (cu_seqlens_q, cu_seqlens_k)
-    asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed)
+    scales = scales_of(q_scale, k_scale, v_scale)
+    asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed, scales)
     if return_stats is not False:
         return _with_stats(run(q, k, v, asked, seed, plan, _wanted(return_stats)), return_lse)
     result = run(q, k, v, asked, seed, plan)

@@ -15,6 +15,7 @@ from torch import Tensor
 from tilewise.engine import registry
 from tilewise.engine.dispatch import PLANS, plan_problem
 from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.float8 import FLOAT8, NO_SCALES, Scales, lower_scales, refuse_gradients
 from tilewise.plan.plan import Plan
 from tilewise.problem import (
     Operands,
@@ -35,10 +36,12 @@ __all__ = [
     "build_operands",
     "build_problem",
     "cached_plan",
+    "check_forward_only",
     "draw_seed",
     "make_plan",
     "read_keywords",
     "signature",
+    "with_scales",
 ]
 
 _NO_MASK = Mask(())
@@ -54,6 +57,7 @@ class Asked(NamedTuple):
     Args:
         cu_seqlens: the pair (queries, keys) of a variable-length call, or None.
         plain: no tensor beside q, k and v comes with the call.
+        scales: of float8 q, k and v.
     """
 
     mask: Mask
@@ -64,6 +68,7 @@ class Asked(NamedTuple):
     backend: str | None
     cu_seqlens: tuple[Tensor, Tensor] | None
     plain: bool
+    scales: Scales = NO_SCALES
 
 
 def read_keywords(
@@ -74,13 +79,14 @@ def read_keywords(
     sinks: Tensor | None,
     backend: str | None,
     cu_seqlens: tuple[Tensor, Tensor] | None = None,
+    scales: Scales = NO_SCALES,
 ) -> Asked:
     """The keywords of a call as one value; mask and score as programs, empty ones for None."""
     read_mask = _NO_MASK if mask is None else mask if type(mask) is Mask else as_mask(mask)
     read_score = _NO_SCORE if score is None else score if type(score) is Score else as_score(score)
     captured = len(read_mask.captured) + len(read_score.captured)
-    plain = captured == 0 and sinks is None and cu_seqlens is None
-    return Asked(read_mask, read_score, scale, dropout_p, sinks, backend, cu_seqlens, plain)
+    plain = captured == 0 and sinks is None and cu_seqlens is None and scales is NO_SCALES
+    return Asked(read_mask, read_score, scale, dropout_p, sinks, backend, cu_seqlens, plain, scales)
 
 
 NO_KEYWORDS = read_keywords(None, None, None, 0.0, None, None)
@@ -110,7 +116,7 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
     Raises:
         InvalidArgument, InvalidType, Unsupported: as ``make_plan``.
     """
-    mask, score, scale, dropout_p, sinks, backend, cu_seqlens, plain = asked
+    mask, score, scale, dropout_p, sinks, backend, cu_seqlens, plain, scales = asked
     try:
         key: Hashable = (
             q.shape,
@@ -130,7 +136,7 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
             scale,
             dropout_p,
             backend,
-            None if plain else _tensors_key(sinks, cu_seqlens),
+            None if plain else _tensors_key(sinks, cu_seqlens, scales),
         )
         return PLANS.young[key]
     except KeyError:
@@ -144,9 +150,11 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
     return plan
 
 
-def _tensors_key(sinks: Tensor | None, cu_seqlens: tuple[Tensor, Tensor] | None) -> tuple[Any, ...]:
-    """What a plan depends on in sinks and cu_seqlens."""
-    tensors = (sinks, *(cu_seqlens or (None, None)))
+def _tensors_key(
+    sinks: Tensor | None, cu_seqlens: tuple[Tensor, Tensor] | None, scales: Scales
+) -> tuple[Any, ...]:
+    """What a plan depends on in sinks, cu_seqlens and scales."""
+    tensors = (sinks, *(cu_seqlens or (None, None)), *scales)
     return tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
 
 
@@ -179,6 +187,7 @@ def build_problem(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Problem:
             scale=asked.scale,
             dropout_p=asked.dropout_p,
             sinks=asked.sinks,
+            scales=asked.scales,
         )
     return varlen_problem(
         q,
@@ -190,6 +199,7 @@ def build_problem(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Problem:
         scale=asked.scale,
         dropout_p=asked.dropout_p,
         sinks=asked.sinks,
+        scales=asked.scales,
     )
 
 
@@ -234,9 +244,28 @@ def build_operands(
     operands = Operands(
         q, k, v, mask_tensors, score_tensors, lower_sinks(asked.sinks, q.dtype), cu_q, cu_k, number
     )
+    if asked.scales is not NO_SCALES:
+        operands = with_scales(operands, asked.scales, problem)
     if checks:
         check_indices(problem, operands, asked.mask.captured, asked.score.captured)
     return operands
+
+
+def with_scales(operands: Operands, scales: Scales, problem: Problem) -> Operands:
+    """The operands with the scales of a call in kernel form."""
+    heads = (problem.heads, problem.kv_heads, problem.kv_heads)
+    q, k, v = lower_scales(scales, problem.batch, heads)
+    return operands._replace(q_scale=q, k_scale=k, v_scale=v)
+
+
+def check_forward_only(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> None:
+    """Refuse a call of float8 of which a gradient may be wanted.
+
+    Raises:
+        Unsupported: it is one.
+    """
+    if q.dtype is FLOAT8:
+        refuse_gradients((q, k, v, asked.sinks, *asked.scales, *asked.score.captured))
 
 
 def _stay_on_device(problem: Problem, asked: Asked) -> bool:

@@ -16,6 +16,7 @@ from tilewise.engine.call import (
     build_operands,
     build_problem,
     cached_plan,
+    check_forward_only,
     draw_seed,
     read_keywords,
 )
@@ -25,6 +26,7 @@ from tilewise.engine.modes import (
     refuse_vmap,
     transforms_active,
 )
+from tilewise.float8 import FLOAT8, NO_SCALES, Scales, refuse_backward, scales_of
 from tilewise.plan.plan import Plan
 from tilewise.problem import (
     Needs,
@@ -52,6 +54,7 @@ def call(
 ) -> Result:
     """Attention through the op, while tracing or over tensors that are not plain."""
     problem = build_problem(q, k, v, asked)
+    check_forward_only(q, k, v, asked)
     # Biases and sinks are brought to kernel form out here, where autograd sees it.
     score_tensors = lower_score(
         asked.score.program, asked.score.captured, _traced_extent(problem), q.dtype, q.device
@@ -71,6 +74,7 @@ def call(
         seed,
         cu_q,
         cu_k,
+        *asked.scales,
         asked.mask.text,
         encode(fitted(asked.score.program)),
         None if asked.scale is None else problem.scale,
@@ -106,6 +110,7 @@ def _asked(
     scale: float | None,
     dropout_p: float,
     backend: str | None,
+    scales: Scales = NO_SCALES,
 ) -> Asked:
     cu_seqlens = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
@@ -118,6 +123,7 @@ def _asked(
         sinks,
         backend,
         cu_seqlens,
+        scales,
     )
 
 
@@ -161,6 +167,9 @@ def _attention(
     seed: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     mask: str,
     score: str,
     scale: float | None,
@@ -179,6 +188,7 @@ def _attention(
         scale,
         dropout_p,
         backend,
+        scales_of(q_scale, k_scale, v_scale),
     )
     plan, operands = _planned(q, k, v, asked, seed)
     result: Result = plan.forward(operands, statistics)
@@ -201,6 +211,9 @@ def _attention_fake(
     seed: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     mask: str,
     score: str,
     scale: float | None,
@@ -314,7 +327,7 @@ def _absent(like: Tensor) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, mask_tensors, score_tensors, sinks, seed, cu_q, cu_k, *constants = inputs
+    q, k, v, mask_tensors, score_tensors, sinks, seed, cu_q, cu_k, _, _, _, *constants = inputs
     out, lse, stats, max_logit, _, top_key = output
     statistics = constants.pop()
     ctx.mask_count, ctx.constants = len(mask_tensors), tuple(constants)
@@ -335,6 +348,8 @@ def _op_backward(
     _top_key: Any,
 ) -> Any:
     out, lse, stats, q, k, v, sinks, seed, cu_q, cu_k, *captured = ctx.saved_tensors
+    if q.dtype is FLOAT8:
+        refuse_backward()
     mask_tensors, score_tensors = captured[: ctx.mask_count], captured[ctx.mask_count :]
     need_q, need_k, need_v, _, need_scores, need_sinks, *_ = ctx.needs_input_grad
     need_scores = list(need_scores) if score_tensors else []
@@ -366,7 +381,7 @@ def _op_backward(
         [None] * len(mask_tensors),
         [grad if need else None for grad, need in zip(grads[4:], need_scores, strict=True)],
         grads[3] if need_sinks else None,
-        *(None,) * (4 + len(ctx.constants)),
+        *(None,) * (7 + len(ctx.constants)),
     )
 
 

@@ -19,11 +19,13 @@ from tilewise.engine.call import (
     build_operands,
     build_problem,
     cached_plan,
+    check_forward_only,
     signature,
 )
 from tilewise.engine.derivatives import attend
 from tilewise.engine.modes import refuse_constants, refuse_transforms
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
+from tilewise.float8 import FLOAT8, check_scales
 from tilewise.plan.plan import Plan
 from tilewise.problem import (
     Operands,
@@ -100,15 +102,16 @@ def run(
         or v.requires_grad
         or (not asked.plain and _captured_gradient(asked))
     ):
+        check_forward_only(q, k, v, asked)
         return differentiable(operands, plan, statistics)
     result: Result = plan.forward(operands, statistics)
     return result
 
 
 def _captured_gradient(asked: Asked) -> bool:
-    """Whether sinks or something that the score captured may want a gradient."""
-    tensors = asked.score.captured if asked.sinks is None else (asked.sinks, *asked.score.captured)
-    return any(tensor.requires_grad for tensor in tensors)
+    """Whether sinks, scales or something that the score captured may want a gradient."""
+    tensors = (asked.sinks, *asked.scales, *asked.score.captured)
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _run_transformed(
@@ -128,6 +131,12 @@ def _run_transformed(
         or any(type(x) not in _PLAIN or x.is_meta for x in (q, k, v))
     )
     refuse_transforms(tensors, traced)
+    if q.dtype is FLOAT8:
+        raise Unsupported(
+            "tilewise computes float8 forward only, and not inside of torch.func transforms or of "
+            "forward-mode derivatives",
+            fix="call it outside of them; to differentiate, compute in bfloat16",
+        )
     if traced:
         return _run_traced(q, k, v, asked, seed, plan, "")
     refuse_constants(asked.score)
@@ -185,7 +194,7 @@ def _check_keywords(plan: Plan, asked: Asked) -> None:
     if type(plan) is not Plan:
         raise InvalidType("plan", f"a {type(plan).__name__}", "a Plan made by tilewise.plan()")
     problem = plan.problem
-    mask, score, scale, dropout_p, sinks, backend, cu_seqlens, _ = asked
+    mask, score, scale, dropout_p, sinks, backend, cu_seqlens, _, scales = asked
     # Text with a "[" names slots: such a mask or score has tensors to bring.
     if (
         (mask.text != plan.mask_text and (mask.text or "[" in plan.mask_text))
@@ -205,6 +214,8 @@ def _check_keywords(plan: Plan, asked: Asked) -> None:
             "Say the same keywords as to tilewise.plan(); a mask or score that captures tensors "
             "must be passed again.",
         )
+    heads = (problem.heads, problem.kv_heads, problem.kv_heads)
+    check_scales(scales, problem.dtype, problem.batch, heads, problem.device)
     if sinks is not None or cu_seqlens is not None:
         _check_plan_tensors(problem, sinks, cu_seqlens)
 

@@ -83,11 +83,25 @@ def parts(problem: Problem, operands: Operands) -> Iterator[Part]:
                 score_tensors=cut(problem.score, operands.score_tensors, b, m, n),
                 cu_seqlens_q=None,
                 cu_seqlens_k=None,
+                **_scales(operands, b),
             ),
             b,
             rows,
             columns,
         )
+
+
+def _scales(operands: Operands, b: int) -> dict[str, Tensor | None]:
+    """The scales of sequence ``b``, [1, H]."""
+    names = ("q_scale", "k_scale", "v_scale")
+    scales = zip(names, operands[-len(names) :], strict=True)
+    return {name: None if scale is None else scale[b : b + 1] for name, scale in scales}
+
+
+def multiplied(tensor: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What [B, H, S, D] stands for in ``dtype``: float8 times the scales [B, H] of its heads."""
+    numbers = tensor.to(dtype)
+    return numbers if scale is None else numbers * scale.to(dtype)[:, :, None, None]
 
 
 def cut(program: Program, tensors: Sequence[Tensor], b: int, m: int, n: int) -> tuple[Tensor, ...]:

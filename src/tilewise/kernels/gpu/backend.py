@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import Unsupported
+from tilewise.float8 import FLOAT8
 from tilewise.kernels.base import Backend, Needs, Prepared, Tiles, output_like
 from tilewise.kernels.gpu.config import LARGEST_WIDTH, Config, config_for, family_of
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GpuBackend"]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, FLOAT8)
 # What the emitter takes for granted where it computes in 32 bits.
 _MOST_ROWS, _MOST_HEADS = 2**24, 2**16
 
@@ -57,9 +58,12 @@ class GpuBackend(Backend):
         elif _family(problem.device) is None:
             reasons.append("it has no blocks for this chip")
         if problem.dtype not in _DTYPES:
-            reasons.append(f"it computes float32, bfloat16, float16; not {problem.dtype}")
-        if problem.dtype is torch.bfloat16 and _interprets() and not self.interprets_bfloat16:
-            reasons.append("Triton's interpreter gets products of bfloat16 wrong; use float16")
+            named = ", ".join([str(dtype).removeprefix("torch.") for dtype in _DTYPES])
+            reasons.append(f"it computes {named}; not {problem.dtype}")
+        wrong = problem.dtype in (torch.bfloat16, FLOAT8) and not self.interprets_bfloat16
+        if wrong and _interprets():
+            name = str(problem.dtype).removeprefix("torch.")
+            reasons.append(f"Triton's interpreter gets products of {name} wrong; use float16")
         for what, size in (("D", problem.head_dim), ("Dv", problem.value_dim)):
             if size > LARGEST_WIDTH:
                 reasons.append(f"{what} = {size} is over its limit of {LARGEST_WIDTH}")

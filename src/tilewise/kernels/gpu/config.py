@@ -44,6 +44,9 @@ class Family(NamedTuple):
         unit: the matrix instructions.
         warp: threads in a warp.
         table: whose rows of the table it takes.
+        eight: how it multiplies float8 e4m3: "halves", as float16, for want of instructions or of
+            a compiler that makes them; "short", by units that add with few bits; "whole", by
+            units that add in float32.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Family(NamedTuple):
     unit: str
     warp: int
     table: str
+    eight: str
 
 
 class Blocks(NamedTuple):
@@ -67,19 +71,19 @@ _KB = 1024
 FAMILIES = {
     family.name: family
     for family in (
-        Family("sm_75", "cuda", 64 * _KB, "mma", 32, "turing"),
-        Family("sm_80", "cuda", 163 * _KB, "mma", 32, "ampere"),
-        Family("sm_86", "cuda", 99 * _KB, "mma", 32, "small"),
-        Family("sm_89", "cuda", 99 * _KB, "mma", 32, "small"),
-        Family("sm_90", "cuda", 227 * _KB, "wgmma", 32, "hopper"),
-        Family("sm_100", "cuda", 227 * _KB, "tcgen05", 32, "blackwell"),
-        Family("sm_120", "cuda", 99 * _KB, "mma", 32, "small"),
-        Family("gfx90a", "hip", 64 * _KB, "mfma", 64, "cdna"),
-        Family("gfx942", "hip", 64 * _KB, "mfma", 64, "cdna"),
-        Family("gfx950", "hip", 160 * _KB, "mfma", 64, "cdna4"),
-        Family("gfx1100", "hip", 64 * _KB, "wmma", 32, "rdna3"),
-        Family("gfx1201", "hip", 64 * _KB, "wmma", 32, "rdna4"),
-        Family(_INTERPRETER, "", 1024 * _KB, "", 32, _INTERPRETER),
+        Family("sm_75", "cuda", 64 * _KB, "mma", 32, "turing", "halves"),
+        Family("sm_80", "cuda", 163 * _KB, "mma", 32, "ampere", "halves"),
+        Family("sm_86", "cuda", 99 * _KB, "mma", 32, "small", "halves"),
+        Family("sm_89", "cuda", 99 * _KB, "mma", 32, "small", "short"),
+        Family("sm_90", "cuda", 227 * _KB, "wgmma", 32, "hopper", "short"),
+        Family("sm_100", "cuda", 227 * _KB, "tcgen05", 32, "blackwell", "whole"),
+        Family("sm_120", "cuda", 99 * _KB, "mma", 32, "small", "whole"),
+        Family("gfx90a", "hip", 64 * _KB, "mfma", 64, "cdna", "halves"),
+        Family("gfx942", "hip", 64 * _KB, "mfma", 64, "cdna", "halves"),
+        Family("gfx950", "hip", 160 * _KB, "mfma", 64, "cdna4", "whole"),
+        Family("gfx1100", "hip", 64 * _KB, "wmma", 32, "rdna3", "halves"),
+        Family("gfx1201", "hip", 64 * _KB, "wmma", 32, "rdna4", "whole"),
+        Family(_INTERPRETER, "", 1024 * _KB, "", 32, _INTERPRETER, "whole"),
     )
 }
 

@@ -18,6 +18,16 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.gpu.config import Blocks, Config, padded
+from tilewise.kernels.gpu.eight import (
+    decoded,
+    eight_bits,
+    foldable,
+    folded,
+    lowered,
+    raised_by,
+    scaled_for,
+    with_codes,
+)
 from tilewise.kernels.gpu.emit import Variant, captures
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.lists import tile_lists
@@ -83,6 +93,8 @@ def absorb(
     BN: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    EIGHT: tl.constexpr,
+    RAISED: tl.constexpr,
 ):
     """One block of keys in the online softmax; ``visible`` says which pairs attend if MASKED."""
     acc, top, total, moment, top_key = state
@@ -91,6 +103,7 @@ def absorb(
     scale, seed_low, seed_high, drop_below = numbers
     n = (n0 + tl.arange(0, BN))[None, :]
     k = load_tile(k_head, n0, k_strides, low, high, BN, D, q.shape[1], MASKED, WIDE)
+    k = decoded(k, EIGHT)
     products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     scores = scaled_scores(products, scale, n, place, captured, SCORE, FOLDED)
     if MASKED:
@@ -102,15 +115,22 @@ def absorb(
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
     if FOLDED:
         unit = scale * LOG2E
-        exponent = scores * unit - (base * unit)[:, None]
+        least = base * unit
+        if RAISED:
+            least = least - RAISED
+        exponent = scores * unit - least[:, None]
         moved = (top - base) * unit
     else:
         exponent = (scores - base[:, None]) * LOG2E
+        if RAISED:
+            exponent = exponent + RAISED
         moved = (top - base) * LOG2E
     p = tl.math.exp2(exponent)
     fade = tl.math.exp2(moved)
     if STATS > 0:
         moment = (moment + tl.maximum(moved, FAR) * total) * fade
+        if RAISED:
+            exponent = exponent - RAISED
         moment = moment + tl.sum(p * tl.maximum(exponent, FAR), 1)
     total = total * fade + tl.sum(p, 1)
     if STATS > 1:
@@ -122,7 +142,11 @@ def absorb(
         p = tl.where(kept(seed_low, seed_high, drop_below, b, h, m, n), p, 0.0)
     acc = acc * fade[:, None]
     v = load_tile(v_head, n0, v_strides, low, high, BN, DV, acc.shape[1], MASKED, WIDE)
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    v = decoded(v, EIGHT)
+    if EIGHT == "short":
+        acc = acc + tl.dot(p.to(v.dtype), v)
+    else:
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, new_top, total, moment, top_key
 
 
@@ -149,6 +173,8 @@ def walk_keys(
     BN: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    EIGHT: tl.constexpr,
+    RAISED: tl.constexpr,
 ):
     """``count`` blocks of keys: those that are ``listed``, or without a list those of ``spans``.
 
@@ -186,6 +212,8 @@ def walk_keys(
                 BN,
                 WIDE,
                 PRECISION,
+                EIGHT,
+                RAISED,
             )
     return acc, top, total, moment, top_key
 
@@ -264,6 +292,9 @@ def attend(
     entropy,
     top_key,
     sinks,
+    q_scale,
+    k_scale,
+    v_scale,
     cu_q,
     cu_k,
     order,
@@ -302,6 +333,8 @@ def attend(
     BN: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    EIGHT: tl.constexpr,
+    RAISED: tl.constexpr,
 ):
     """Attention of a block of BM queries of one head.
 
@@ -328,6 +361,10 @@ def attend(
     k_head = head_of(k, k_strides, b, h // group, begin_k)
     v_head = head_of(v, v_strides, b, h // group, begin_k)
     q_tile = load_tile(q_head, m0, q_strides, 0, M, BM, D, D_PADDED, True, WIDE)
+    q_tile = decoded(q_tile, EIGHT)
+    scale = scaled_for(scale, q_scale, k_scale, b, h, heads, group)
+    if FOLDED and (q_scale is not None or k_scale is not None):
+        q_tile, scale = folded(q_tile, scale)
 
     state = (
         tl.zeros([BM, DV_PADDED], tl.float32),
@@ -374,6 +411,8 @@ def attend(
         BN,
         WIDE,
         PRECISION,
+        EIGHT,
+        RAISED,
     )
     acc, top, total, moment, first_key = walk_keys(
         state,
@@ -397,9 +436,12 @@ def attend(
         BN,
         WIDE,
         PRECISION,
+        EIGHT,
+        RAISED,
     )
 
     natural, base2 = tops(top, scale, FOLDED)
+    total, moment = lowered(total, RAISED), lowered(moment, RAISED)
     dead = total == 0
     if sinks is not None:
         sink = tl.load(sinks + h)
@@ -410,6 +452,10 @@ def attend(
         row_lse = tl.where(dead, float("-inf"), row_lse)
     if DROPOUT:
         weight = weight * keep_factor
+    weight = lowered(weight, RAISED)
+    if v_scale is not None:
+        of_values = tl.load(v_scale + b * (heads // group) + h // group)
+        weight = tl.where(dead, 0.0, weight * of_values)
     out_head = head_of(out, out_strides, b, h, begin_q)
     store_tile(out_head, m0, out_strides, M, acc * weight[:, None], BM, DV, DV_PADDED)
     inside = m < M
@@ -454,6 +500,8 @@ def forward_launches(
         variant: the functions of the problem's mask and score.
     """
     blocks = config.blocks("forward", problem)
+    eight = eight_bits(problem, config.family)
+    operands = with_codes(operands, eight)
     grid = _grid(problem, blocks)
     arguments = {
         **_tensors(problem, operands, result),
@@ -473,7 +521,7 @@ def forward_launches(
         "SEEN": variant.seen,
         "SCORE": variant.score,
         "KEYS_OF": variant.keys_of,
-        "FOLDED": variant.score is None and problem.scale > _LEAST_FOLDED,
+        "FOLDED": variant.score is None and foldable(problem, operands, _LEAST_FOLDED),
         "SKIPS": meets_empty_tiles(problem, variant),
         "REVERSED": _grows(problem),
         "DROPOUT": problem.dropout_p > 0,
@@ -486,6 +534,8 @@ def forward_launches(
         "BN": blocks.keys,
         "WIDE": wide(operands[:3], problem, blocks),
         "PRECISION": config.precision,
+        "EIGHT": eight,
+        "RAISED": raised_by(eight),
     }
     return [launch_of(attend, (grid.programs,), arguments, constants, blocks)]
 
@@ -518,6 +568,9 @@ def _tensors(problem: Problem, operands: Operands, result: Result) -> dict[str, 
         "entropy": result.entropy,
         "top_key": result.top_key,
         "sinks": operands.sinks,
+        "q_scale": operands.q_scale,
+        "k_scale": operands.k_scale,
+        "v_scale": operands.v_scale,
         "cu_q": operands.cu_seqlens_q,
         "cu_k": operands.cu_seqlens_k,
         "q_strides": head_strides(operands.q, problem),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.float8 import FLOAT8
 from tilewise.problem import (
     Grads,
     Needs,
@@ -39,7 +40,7 @@ class Asked(NamedTuple):
 
     Args:
         width: of queries, keys and values.
-        dtype: of all of them.
+        dtype: of all of them; float8 comes with scales.
         mask: "", "causal", "window", "document" (causal too), or "table", which is "document" with
             a table of tiles.
         score: "", "alibi softcap" or "bias".
@@ -85,6 +86,9 @@ def operands_of(asked: Asked) -> tuple[Problem, Operands]:
         cu_seqlens if asked.varlen else None,
         cu_seqlens if asked.varlen else None,
         2**63 + 1 if asked.dropout_p else 0,
+        q_scale=_scales(asked, HEADS),
+        k_scale=_scales(asked, KV_HEADS),
+        v_scale=_scales(asked, KV_HEADS),
     )
     return problem, operands
 
@@ -115,6 +119,11 @@ def backward_tensors(problem: Problem, operands: Operands) -> tuple[Tensor, Need
         None if operands.sinks is None else torch.empty_like(operands.sinks),
     )
     return output_like(operands.q, problem.value_dim), needs, grads
+
+
+def _scales(asked: Asked, heads: int) -> Tensor | None:
+    """Of float8; none for any other dtype."""
+    return meta(BATCH, heads) if asked.dtype is FLOAT8 else None
 
 
 def _rows(asked: Asked, heads: int) -> Tensor:

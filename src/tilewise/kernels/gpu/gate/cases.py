@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tilewise.float8 import FLOAT8
 from tilewise.kernels.gpu.config import Config, config_for
 from tilewise.kernels.gpu.gate.calls import Asked, backward_tensors, operands_of, result_of
 from tilewise.kernels.gpu.gate.case import Case
@@ -71,6 +72,14 @@ def _variant(problem: Problem, operands: Operands) -> Variant:
 
 
 _HALF, _SINGLE = torch.float16, torch.float32
+_EIGHTS = {
+    "D64 full fp8": Asked(64, FLOAT8),
+    "D64 causal fp8": Asked(64, FLOAT8, mask="causal"),
+    "D128 full fp8": Asked(128, FLOAT8),
+    "D128 causal fp8": Asked(128, FLOAT8, mask="causal"),
+    "D256 full fp8": Asked(256, FLOAT8),
+    "D256 causal fp8": Asked(256, FLOAT8, mask="causal"),
+}
 _KEY = ("D128 causal", "D64 causal", "D128 alibi softcap causal")
 _CALLS = {
     "D64 full": Asked(64),
@@ -99,7 +108,7 @@ _PLAIN = frozenset({"row_kernel", "sink_kernel"})
 
 
 def _cases() -> list[Case]:
-    found = []
+    found = [Case(f"forward {name}", partial(forward, asked)) for name, asked in _EIGHTS.items()]
     for name, asked in _CALLS.items():
         sixteen, key = asked.dtype.itemsize == 2, name in _KEY
         found.append(Case(f"forward {name}", partial(forward, asked), sixteen, key=key))

@@ -1,0 +1,111 @@
+"""What the forward kernel does with float8 e4m3: operands, scales, and probabilities of 8 bits.
+
+How a chip multiplies it is its family's (``config.EightBits``), and the constexpr ``EIGHT`` here:
+
+* "" is another dtype;
+* "halves": the chip has no matrix instructions for it, or Triton no such type. Operands come as
+  their codes, uint8, and become float16, which holds every e4m3 number exactly; so do the
+  probabilities;
+* "short": its matrix units add with few bits, and an accumulator of many blocks would drift. Each
+  block's product begins at 0 and is added in float32;
+* "whole": they add in float32.
+
+Where probabilities have 8 bits they are raised by 2^8 on the way: the largest is then 256 of 448,
+and those down to 2^-14 of it keep all their digits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewise.float8 import FLOAT8
+from tilewise.kernels.gpu.config import FAMILIES
+from tilewise.problem import Operands, Problem
+
+__all__ = [
+    "decoded",
+    "eight_bits",
+    "foldable",
+    "folded",
+    "lowered",
+    "raised_by",
+    "scaled_for",
+    "with_codes",
+]
+
+_LEAST = tl.constexpr(1e-30)  # a scale below it makes no difference between any two e4m3 products
+_MOST = tl.constexpr(3.4e38)
+
+
+def eight_bits(problem: Problem, family: str) -> str:
+    """The constexpr ``EIGHT`` of a problem on a family of chips."""
+    return FAMILIES[family].eight if problem.dtype is FLOAT8 else ""
+
+
+def with_codes(operands: Operands, eight: str) -> Operands:
+    """The operands as a kernel takes them: codes in the place of numbers that it decodes itself."""
+    if eight != "halves":
+        return operands
+    q, k, v = (tensor.view(torch.uint8) for tensor in operands[:3])
+    return operands._replace(q=q, k=k, v=v)
+
+
+def foldable(problem: Problem, operands: Operands, least: float) -> bool:
+    """Whether the scale of the scores is positive, or will be made so: see ``scaled_for``."""
+    scaled = operands.q_scale is not None or operands.k_scale is not None
+    return scaled or problem.scale > least
+
+
+def raised_by(eight: str) -> int:
+    """The power of two by which probabilities are raised."""
+    return 8 if eight in ("short", "whole") else 0
+
+
+@triton.jit
+def decoded(tile, EIGHT: tl.constexpr):
+    """A tile of codes as float16 where EIGHT says so; any other as it is.
+
+    Exponent and fraction of a code, moved to where float16 has them, are a number 2^8 too small.
+    """
+    if EIGHT == "halves":
+        wide = tile.to(tl.uint16)
+        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        halves = bits.to(tl.float16, bitcast=True) * 256.0
+        tile = tl.where((wide & 0x7F) == 0x7F, float("nan"), halves)
+    return tile
+
+
+@triton.jit
+def scaled_for(scale, q_scale, k_scale, b, h, heads, group):
+    """The scale of the scores of one head, with the scales of its q and k if there are any."""
+    if q_scale is not None:
+        scale = scale * tl.load(q_scale + b * heads + h)
+    if k_scale is not None:
+        scale = scale * tl.load(k_scale + b * (heads // group) + h // group)
+    return scale
+
+
+@triton.jit
+def folded(q, scale):
+    """(q, scale) with a positive scale, for scores in units of the bare product q.k.
+
+    Its sign goes to q, which costs no bit. A scale of 0 makes q 0, one that is no number makes it
+    NaN, and the scale 1.
+    """
+    size = tl.abs(scale)
+    usual = (size >= _LEAST) & (size <= _MOST)
+    factor = tl.where(usual, tl.where(scale < 0, -1.0, 1.0), (scale - scale) * 0.0)
+    q = (q.to(tl.float32) * factor).to(q.dtype)
+    return q, tl.where(usual, size, 1.0)
+
+
+@triton.jit
+def lowered(values, RAISED: tl.constexpr):
+    """What was summed of probabilities that were raised, without that: a power of two, exactly."""
+    if RAISED == 8:
+        values = values * 0.00390625
+    return values

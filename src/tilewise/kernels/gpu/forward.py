@@ -32,6 +32,7 @@ from tilewise.kernels.gpu.emit import Variant, captures
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.lists import tile_lists
 from tilewise.kernels.gpu.pairs import LN2, LOG2E, kept, shown
+from tilewise.kernels.gpu.turn import begin_turned, turn_values, turns
 from tilewise.kernels.gpu.walk import (
     counts_in,
     head_of,
@@ -95,6 +96,7 @@ def absorb(
     PRECISION: tl.constexpr,
     EIGHT: tl.constexpr,
     RAISED: tl.constexpr,
+    TURNED: tl.constexpr,
 ):
     """One block of keys in the online softmax; ``visible`` says which pairs attend if MASKED."""
     acc, top, total, moment, top_key = state
@@ -141,8 +143,14 @@ def absorb(
     if DROPOUT:
         p = tl.where(kept(seed_low, seed_high, drop_below, b, h, m, n), p, 0.0)
     acc = acc * fade[:, None]
-    v = load_tile(v_head, n0, v_strides, low, high, BN, DV, acc.shape[1], MASKED, WIDE)
-    v = decoded(v, EIGHT)
+    if TURNED:  # blocks are there whole: loads that ask for every key would go byte by byte
+        v = load_tile(v_head, n0, v_strides, low, high, BN, DV, acc.shape[1], False, WIDE)
+        if MASKED:
+            row = (n0 + tl.arange(0, BN))[:, None]
+            v = tl.where((row >= low) & (row < high), v, tl.zeros_like(v))
+    else:
+        v = load_tile(v_head, n0, v_strides, low, high, BN, DV, acc.shape[1], MASKED, WIDE)
+        v = decoded(v, EIGHT)
     if EIGHT == "short":
         acc = acc + tl.dot(p.to(v.dtype), v)
     else:
@@ -175,6 +183,7 @@ def walk_keys(
     PRECISION: tl.constexpr,
     EIGHT: tl.constexpr,
     RAISED: tl.constexpr,
+    TURNED: tl.constexpr,
 ):
     """``count`` blocks of keys: those that are ``listed``, or without a list those of ``spans``.
 
@@ -214,6 +223,7 @@ def walk_keys(
                 PRECISION,
                 EIGHT,
                 RAISED,
+                TURNED,
             )
     return acc, top, total, moment, top_key
 
@@ -335,6 +345,7 @@ def attend(
     PRECISION: tl.constexpr,
     EIGHT: tl.constexpr,
     RAISED: tl.constexpr,
+    TURNED: tl.constexpr,
 ):
     """Attention of a block of BM queries of one head.
 
@@ -359,7 +370,10 @@ def attend(
     m = m0 + tl.arange(0, BM)
     q_head = head_of(q, q_strides, b, h, begin_q)
     k_head = head_of(k, k_strides, b, h // group, begin_k)
-    v_head = head_of(v, v_strides, b, h // group, begin_k)
+    begin_v = begin_k
+    if TURNED and cu_q is not None:
+        begin_v = begin_turned(begin_k, b)
+    v_head = head_of(v, v_strides, b, h // group, begin_v)
     q_tile = load_tile(q_head, m0, q_strides, 0, M, BM, D, D_PADDED, True, WIDE)
     q_tile = decoded(q_tile, EIGHT)
     scale = scaled_for(scale, q_scale, k_scale, b, h, heads, group)
@@ -413,6 +427,7 @@ def attend(
         PRECISION,
         EIGHT,
         RAISED,
+        TURNED,
     )
     acc, top, total, moment, first_key = walk_keys(
         state,
@@ -438,6 +453,7 @@ def attend(
         PRECISION,
         EIGHT,
         RAISED,
+        TURNED,
     )
 
     natural, base2 = tops(top, scale, FOLDED)
@@ -501,7 +517,10 @@ def forward_launches(
     """
     blocks = config.blocks("forward", problem)
     eight = eight_bits(problem, config.family)
-    operands = with_codes(operands, eight)
+    operands, before = with_codes(operands, eight), []
+    turned = turns(eight, config.family)
+    if turned:
+        operands, before = turn_values(problem, operands, blocks)
     grid = _grid(problem, blocks)
     arguments = {
         **_tensors(problem, operands, result),
@@ -536,8 +555,9 @@ def forward_launches(
         "PRECISION": config.precision,
         "EIGHT": eight,
         "RAISED": raised_by(eight),
+        "TURNED": turned,
     }
-    return [launch_of(attend, (grid.programs,), arguments, constants, blocks)]
+    return [*before, launch_of(attend, (grid.programs,), arguments, constants, blocks)]
 
 
 def _grid(problem: Problem, blocks: Blocks) -> Grid:

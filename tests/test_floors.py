@@ -21,7 +21,7 @@ ROOT = "tilewise"
 # a circle); units of one floor do not.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("chips", "float8", "variants"),
+    ("chips", "variants"),
     ("problem",),
     ("reference", "plan"),
     ("_core",),

@@ -18,11 +18,11 @@ from tilewise.engine.call import (
 from tilewise.engine.dispatch import candidates
 from tilewise.engine.run import run
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
-from tilewise.float8 import scales_of
 from tilewise.plan.plan import Plan
 from tilewise.problem import Result, Statistics
 from tilewise.reference.blocks import Block
 from tilewise.reference.programs import visible
+from tilewise.variants.float8 import scales_of
 from tilewise.variants.lower import Extent, lower_mask
 from tilewise.variants.values import Mask, Score, as_mask
 
@@ -74,7 +74,7 @@ class AttentionResult(NamedTuple):
     """What a call gives when more than the output is asked for.
 
     Args:
-        out: [B, Hq, M, Dv] (varlen [Tq, Hq, Dv]), q's dtype.
+        out: [B, Hq, M, Dv] (varlen [Tq, Hq, Dv]), q's dtype (bfloat16 for float8).
         lse: natural-log sum of exponentials, sink included, [B, Hq, M] (varlen [Hq, Tq]), float32
             (float64 for float64), differentiable; None unless ``return_lse``.
         stats: None unless ``return_stats``.
@@ -117,10 +117,11 @@ def attention(
             of them, applied in order.
         scale: s = scale * q.k; 1/sqrt(D) if None.
         sinks: floating [Hq]: one extra logit per query head in the denominator.
-        q_scale, k_scale, v_scale: of float8 (e4m3fn) q, k and v: what their numbers are to be
-            multiplied by. Floating tensors of one element, [heads] or [B, heads] of that operand,
-            on its device, finite; None is 1. float8 is computed forward only, and the output is
-            bfloat16.
+        q_scale: what the numbers of a float8 (e4m3fn) q are to be multiplied by: a floating tensor
+            of one element, [Hq] or [B, Hq], on q's device and finite; None is 1. float8 is computed
+            forward only, and its output is bfloat16.
+        k_scale: of k in the same way, with k's heads.
+        v_scale: of v in the same way, with v's heads.
         dropout_p: the probability in [0, 1) of dropping a pair; what stays is divided by 1 - p.
         seed: 64 bits that choose what is dropped, as a number or an int64 tensor of one element;
             None draws one from torch's generator.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument, InvalidType
-from tilewise.float8 import FLOAT8, NO_SCALES, Scales, check_scales, fix_for, output_dtype
+from tilewise.variants.float8 import FLOAT8, NO_SCALES, Scales, check_scales, fix_for, output_dtype
 from tilewise.variants.lower import check_caps, largest_factor, statistics_dtype
 from tilewise.variants.program import Program
 
@@ -309,9 +309,7 @@ def _check_tensors(q: Any, k: Any, v: Any, *, rank: int, shape: str) -> None:
             raise InvalidArgument(name, f"device {tensor.device}", f"q's device, {q.device}")
         if tensor.dtype not in DTYPES:
             names = ", ".join([str(dtype) for dtype in DTYPES])
-            raise InvalidArgument(
-                name, f"{tensor.dtype}", f"one of {names}", fix_for(tensor.dtype)
-            )
+            raise InvalidArgument(name, f"{tensor.dtype}", f"one of {names}", fix_for(tensor.dtype))
         if tensor.dtype != q.dtype:
             raise InvalidArgument(
                 name, f"{tensor.dtype}", f"q's dtype, {q.dtype}", "Cast one of them, or autocast."

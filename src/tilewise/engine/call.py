@@ -15,7 +15,6 @@ from torch import Tensor
 from tilewise.engine import registry
 from tilewise.engine.dispatch import PLANS, plan_problem
 from tilewise.errors import InvalidArgument, InvalidType
-from tilewise.float8 import FLOAT8, NO_SCALES, Scales, lower_scales, refuse_gradients
 from tilewise.plan.plan import Plan
 from tilewise.problem import (
     Operands,
@@ -27,6 +26,7 @@ from tilewise.problem import (
 )
 from tilewise.reference.checking import check_indices
 from tilewise.variants.checked import is_checked
+from tilewise.variants.float8 import FLOAT8, NO_SCALES, Scales, lower_scales, refuse_gradients
 from tilewise.variants.lower import Extent, lower_mask, lower_score
 from tilewise.variants.values import Mask, Score, as_mask, as_score
 

@@ -26,7 +26,6 @@ from tilewise.engine.modes import (
     refuse_vmap,
     transforms_active,
 )
-from tilewise.float8 import FLOAT8, NO_SCALES, Scales, refuse_backward, scales_of
 from tilewise.plan.plan import Plan
 from tilewise.problem import (
     Needs,
@@ -37,6 +36,7 @@ from tilewise.problem import (
     lower_sinks,
     output_like,
 )
+from tilewise.variants.float8 import FLOAT8, NO_SCALES, Scales, refuse_backward, scales_of
 from tilewise.variants.lower import Extent, lower_score, statistics_dtype
 from tilewise.variants.program import decode, encode, fitted
 from tilewise.variants.values import Mask, Score
@@ -74,13 +74,13 @@ def call(
         seed,
         cu_q,
         cu_k,
-        *asked.scales,
         asked.mask.text,
         encode(fitted(asked.score.program)),
         None if asked.scale is None else problem.scale,
         problem.dropout_p,
         asked.backend,
         statistics,
+        *asked.scales,
     )
     if not statistics:
         return Result(out, lse, stats)
@@ -167,15 +167,15 @@ def _attention(
     seed: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
-    q_scale: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
     mask: str,
     score: str,
     scale: float | None,
     dropout_p: float,
     backend: str | None,
     statistics: str,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     asked = _asked(
         mask_tensors,
@@ -211,15 +211,15 @@ def _attention_fake(
     seed: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
-    q_scale: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
     mask: str,
     score: str,
     scale: float | None,
     dropout_p: float,
     backend: str | None,
     statistics: str,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows = q.shape[:-1] if cu_seqlens_q is None else (q.shape[1], q.shape[0])
     dtype = statistics_dtype(q.dtype)
@@ -327,9 +327,9 @@ def _absent(like: Tensor) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, mask_tensors, score_tensors, sinks, seed, cu_q, cu_k, _, _, _, *constants = inputs
+    q, k, v, mask_tensors, score_tensors, sinks, seed, cu_q, cu_k, *constants = inputs
     out, lse, stats, max_logit, _, top_key = output
-    statistics = constants.pop()
+    *constants, statistics, _, _, _ = constants
     ctx.mask_count, ctx.constants = len(mask_tensors), tuple(constants)
     fixed = (stats, max_logit, top_key) if statistics else output[2:]
     ctx.mark_non_differentiable(*fixed)

@@ -25,7 +25,6 @@ from tilewise.engine.call import (
 from tilewise.engine.derivatives import attend
 from tilewise.engine.modes import refuse_constants, refuse_transforms
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
-from tilewise.float8 import FLOAT8, check_scales
 from tilewise.plan.plan import Plan
 from tilewise.problem import (
     Operands,
@@ -35,6 +34,7 @@ from tilewise.problem import (
     check_cu_tensors,
     check_sinks,
 )
+from tilewise.variants.float8 import FLOAT8, check_scales
 from tilewise.variants.values import Mask, Score
 
 __all__ = ["run"]

@@ -83,7 +83,9 @@ def parts(problem: Problem, operands: Operands) -> Iterator[Part]:
                 score_tensors=cut(problem.score, operands.score_tensors, b, m, n),
                 cu_seqlens_q=None,
                 cu_seqlens_k=None,
-                **_scales(operands, b),
+                q_scale=_row(operands.q_scale, b),
+                k_scale=_row(operands.k_scale, b),
+                v_scale=_row(operands.v_scale, b),
             ),
             b,
             rows,
@@ -91,11 +93,9 @@ def parts(problem: Problem, operands: Operands) -> Iterator[Part]:
         )
 
 
-def _scales(operands: Operands, b: int) -> dict[str, Tensor | None]:
+def _row(scale: Tensor | None, b: int) -> Tensor | None:
     """The scales of sequence ``b``, [1, H]."""
-    names = ("q_scale", "k_scale", "v_scale")
-    scales = zip(names, operands[-len(names) :], strict=True)
-    return {name: None if scale is None else scale[b : b + 1] for name, scale in scales}
+    return None if scale is None else scale[b : b + 1]
 
 
 def multiplied(tensor: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

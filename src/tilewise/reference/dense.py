@@ -25,11 +25,11 @@ import math
 import torch
 from torch import Tensor
 
-from tilewise.float8 import FLOAT8, output_dtype
 from tilewise.problem import Operands, Problem, Result
 from tilewise.reference.blocks import Part, multiplied, parts
 from tilewise.reference.philox import keep_mask
 from tilewise.reference.programs import apply_score, visible
+from tilewise.variants.float8 import FLOAT8, output_dtype
 
 LOG2E = math.log2(math.e)
 _RAISED = 256.0  # times a probability at most 1: of the 448 that e4m3 has
@@ -44,9 +44,10 @@ def dense(problem: Problem, operands: Operands, *, dtype: torch.dtype = torch.fl
         dtype: dtype of all arithmetic; float8 e4m3 as above.
 
     Returns:
-        ``Result`` in ``dtype`` (float8: out in bfloat16, the rest in float32): out ``[B, Hq, M, Dv]`` (varlen ``[Tq, Hq, Dv]``), lse
-        ``[B, Hq, M]`` (varlen ``[Hq, Tq]``), stats ``[2, *lse.shape]`` (detached), and the row
-        statistics max_logit (detached), entropy and top_key.
+        ``Result`` in ``dtype`` (float8: out in bfloat16, the rest in float32): out
+        ``[B, Hq, M, Dv]`` (varlen ``[Tq, Hq, Dv]``), lse ``[B, Hq, M]`` (varlen ``[Hq, Tq]``),
+        stats ``[2, *lse.shape]`` (detached), and the row statistics max_logit (detached), entropy
+        and top_key.
     """
     results = [_attend(part, dtype) for part in parts(problem, operands)]
     if problem.layout == "dense":

@@ -71,8 +71,9 @@ def forward(problem: Problem, operands: Operands, statistics: Statistics = "") -
         statistics: which of them the result has.
 
     Returns:
-        out in q's dtype (bfloat16 for float8) and memory order; lse (natural, with the sink) and stats (row maximum in
-        base-2 units and row sum, without the sink) in the compute dtype; the statistics.
+        out in q's dtype (bfloat16 for float8) and memory order; lse (natural, with the sink) and
+        stats (row maximum in base-2 units and row sum, without the sink) in the compute dtype; the
+        statistics.
     """
     dtype = compute_dtype(problem.dtype)
     q = operands.q

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.float8 import output_dtype
 from tilewise.problem import Problem
 from tilewise.reference.blocks import Block, Part, multiplied
 from tilewise.reference.dense import LOG2E
 from tilewise.reference.philox import keep_mask
 from tilewise.reference.programs import Cover, apply_score, cover, visible
+from tilewise.variants.float8 import output_dtype
 
 QUERY_TILE = 128
 KEY_TILE = 128

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from tilewise.engine import registry
 from tilewise.errors import InvalidArgument, InvalidType
-from tilewise.float8 import FLOAT8
 from tilewise.problem import DTYPES, Operands, Problem, check_cu_seqlens, check_cu_tensors
 from tilewise.reference.covers import Grid, covers
 from tilewise.variants import expr as expressions
+from tilewise.variants.float8 import FLOAT8
 from tilewise.variants.lower import Extent, lower_mask, statistics_dtype
 from tilewise.variants.program import BY_USER, EXPR, Instr
 from tilewise.variants.values import Mask

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import Unsupported
-from tilewise.float8 import FLOAT8
 from tilewise.kernels.base import Backend, Needs, Prepared, Tiles, output_like
 from tilewise.kernels.gpu.config import LARGEST_WIDTH, Config, config_for, family_of
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
 from tilewise.reference.covers import Grid
+from tilewise.variants.float8 import FLOAT8
 
 if TYPE_CHECKING:
     from tilewise.kernels.gpu.emit import Variant

@@ -16,15 +16,13 @@ and those down to 2^-14 of it keep all their digits.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from tilewise.float8 import FLOAT8
 from tilewise.kernels.gpu.config import FAMILIES
 from tilewise.problem import Operands, Problem
+from tilewise.variants.float8 import FLOAT8
 
 __all__ = [
     "decoded",

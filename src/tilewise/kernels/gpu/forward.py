@@ -517,7 +517,8 @@ def forward_launches(
     """
     blocks = config.blocks("forward", problem)
     eight = eight_bits(problem, config.family)
-    operands, before = with_codes(operands, eight), []
+    operands = with_codes(operands, eight)
+    before: list[Launch] = []
     turned = turns(eight, config.family)
     if turned:
         operands, before = turn_values(problem, operands, blocks)

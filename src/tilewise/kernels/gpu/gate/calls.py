@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.float8 import FLOAT8
 from tilewise.problem import (
     Grads,
     Needs,
@@ -25,6 +24,7 @@ from tilewise.problem import (
 )
 from tilewise.variants import masks, scores
 from tilewise.variants.extent import Extent
+from tilewise.variants.float8 import FLOAT8
 from tilewise.variants.lower import lower_mask, lower_score
 from tilewise.variants.program import Instr
 from tilewise.variants.values import Mask, Score, as_score

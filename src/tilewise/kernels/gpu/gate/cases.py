@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tilewise.float8 import FLOAT8
 from tilewise.kernels.gpu.config import Config, config_for
 from tilewise.kernels.gpu.gate.calls import Asked, backward_tensors, operands_of, result_of
 from tilewise.kernels.gpu.gate.case import Case
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.problem import Operands, Problem
+from tilewise.variants.float8 import FLOAT8
 
 if TYPE_CHECKING:
     from tilewise.kernels.gpu.emit import Variant

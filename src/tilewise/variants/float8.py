@@ -1,4 +1,4 @@
-"""Floor 1: float8 operands: which ones there are, and the scales that they stand for numbers by.
+"""float8 operands: which ones there are, and the scales that they stand for numbers by.
 
 A float8 number in q, k or v stands for itself times the scale of its head. The scales are float32
 tensors whose values are never read by the host.
@@ -125,9 +125,9 @@ def refuse_gradients(tensors: Iterable[Tensor | None]) -> None:
     Raises:
         Unsupported: one of the call's tensors requires a gradient, and torch records them.
     """
-    if torch.is_grad_enabled():
-        if any(tensor is not None and tensor.requires_grad for tensor in tensors):
-            refuse_backward()
+    wanted = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if wanted and torch.is_grad_enabled():
+        refuse_backward()
 
 
 def refuse_backward() -> NoReturn:

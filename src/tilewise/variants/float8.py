@@ -96,10 +96,19 @@ def check_scales(
             raise InvalidArgument(name, f"a scale for {letter} of {dtype}", f"{FLOAT8}", fix)
         if not scale.dtype.is_floating_point or scale.dtype.itemsize < 2:
             raise InvalidArgument(name, f"a tensor of {scale.dtype}", required)
-        if scale.numel() != 1 and tuple(scale.shape) not in ((count,), (batch, count)):
+        if not _fits(scale, batch, count):
             raise InvalidArgument(name, f"shape {tuple(scale.shape)}", required)
         if scale.device.type != device:
             raise InvalidArgument(name, f"device {scale.device}", f"q's device, {device}")
+
+
+def _fits(scale: Tensor, batch: int, heads: int) -> bool:
+    """Whether a scale has one of the shapes; one by one, as torch.compile traces them."""
+    if scale.dim() == 1 and scale.shape[0] == heads:
+        return True
+    if scale.dim() == 2 and scale.shape[0] == batch and scale.shape[1] == heads:
+        return True
+    return scale.numel() == 1
 
 
 def lower_scales(scales: Scales, batch: int, heads: tuple[int, int, int]) -> Scales:

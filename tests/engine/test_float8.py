@@ -180,7 +180,7 @@ def test_other_float8_types() -> None:
         other = q.to(dtype)
         with pytest.raises(Unsupported, match=r"gfx942.*\n *fix: convert it: x.float\(\)"):
             tilewise.attention(other, other, other)
-    with pytest.raises(InvalidArgument, match="^k: got torch.float32; required: q's dtype"):
+    with pytest.raises(InvalidArgument, match=r"^k: got torch.float32; required: q's dtype"):
         tilewise.attention(q.to(FLOAT8), q, q)
 
 

@@ -17,7 +17,7 @@ from tilewise.problem import Problem, dense_problem
 
 PASSES: tuple[Pass, ...] = ("forward", "dkdv", "dq")
 WIDTHS = (1, 16, 40, 64, 65, 128, 200, 256, 300, 512)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
 def _problem(**changed: Any) -> Problem:

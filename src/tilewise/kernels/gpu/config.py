@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 
 from tilewise.problem import Problem
+from tilewise.variants.float8 import FLOAT8
 
 __all__ = [
     "FAMILIES",
@@ -105,7 +106,8 @@ def _rows(text: str) -> dict[tuple[str, str], _Row]:
 
 
 # "pass+" is of calls that are heavy, "pass*" of masks that may leave blocks in which nothing
-# attends without saying where; a row that is missing is that of the name before it.
+# attends without saying where; a row that is missing is that of the name before it. "pass8" is of
+# float8, whatever the call, on chips whose other rows spill with it.
 # 16-bit operands. float32 ("single") is multiplied without matrix instructions, or with tf32's. The
 # interpreter has no registers to run out of; small blocks put many edges into small tests.
 _TABLE = _rows(
@@ -146,6 +148,9 @@ _TABLE = _rows(
     blackwell    dq+      128x64/8/2    128x64/8/3    64x32/8/1     32x16/8/1
     cdna4        dkdv+    32x32/4/1     32x32/4/1     16x32/8/1     16x16/8/1
     rdna3        dq+      32x32/8/1     16x16/4/1     16x16/8/1     16x16/8/1
+    ampere       forward8 128x64/4/3    64x64/8/3     64x32/8/2     32x32/8/2
+    hopper       forward8 128x128/8/2   128x128/8/2   64x64/8/2     32x32/8/2
+    rdna3        forward8 64x32/4/1     32x32/8/1     32x32/8/1     16x16/8/1
     cdna         dkdv+    32x64/4/1     16x32/8/1     16x32/8/1     16x16/8/1
     cdna         dq+      64x32/8/1     32x32/4/1     32x16/8/1     16x16/8/1
     single       forward  32x32/4/2     32x32/8/2     32x16/8/1     16x16/8/1
@@ -232,10 +237,14 @@ def tiles_for(
     plain = _TABLE[table, pass_name]
     heavy = _TABLE.get((table, f"{pass_name}+"), plain) if has_variant else plain
     row = _TABLE.get((table, f"{pass_name}*"), heavy) if scattered else heavy
+    if dtype is FLOAT8:
+        row = _TABLE.get((table, f"{pass_name}8"), row)
     blocks = row[index]
     if has_variant and blocks.queries * blocks.keys > 128 * 64:
         blocks = blocks._replace(keys=blocks.keys // 2)
-    return _fitting(blocks, pass_name, chip, dtype.itemsize, head_dim, value_dim)
+    # What is decoded on the way is held in 16 bits.
+    itemsize = 2 if dtype is FLOAT8 and chip.eight == "halves" else dtype.itemsize
+    return _fitting(blocks, pass_name, chip, itemsize, head_dim, value_dim)
 
 
 def shared_need(

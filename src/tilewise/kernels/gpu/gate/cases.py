@@ -105,10 +105,14 @@ _CALLS = {
 }
 # Kernels of a pass that multiply no matrices: they read rows once.
 _PLAIN = frozenset({"row_kernel", "sink_kernel"})
+_TURNS = frozenset({"turn_kernel"})
 
 
 def _cases() -> list[Case]:
-    found = [Case(f"forward {name}", partial(forward, asked)) for name, asked in _EIGHTS.items()]
+    found = [
+        Case(f"forward {name}", partial(forward, asked), without_products=_TURNS)
+        for name, asked in _EIGHTS.items()
+    ]
     for name, asked in _CALLS.items():
         sixteen, key = asked.dtype.itemsize == 2, name in _KEY
         found.append(Case(f"forward {name}", partial(forward, asked), sixteen, key=key))

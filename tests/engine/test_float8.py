@@ -153,8 +153,9 @@ def test_no_backend_takes_it_by_chance() -> None:
 )
 def test_scales_that_do_not_fit(name: str, scale: Tensor, words: str) -> None:
     q, k, v = _qkv()
+    keywords: dict[str, Any] = {name: scale, **TILED}
     with pytest.raises(InvalidArgument, match=f"^{name}: {words}"):
-        tilewise.attention(q, k, v, **{name: scale}, **TILED)
+        tilewise.attention(q, k, v, **keywords)
 
 
 def test_a_scale_that_is_a_number() -> None:

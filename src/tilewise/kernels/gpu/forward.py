@@ -152,7 +152,8 @@ def absorb(
         v = load_tile(v_head, n0, v_strides, low, high, BN, DV, acc.shape[1], MASKED, WIDE)
         v = decoded(v, EIGHT)
     if EIGHT == "short":
-        acc = acc + tl.dot(p.to(v.dtype), v)
+        # The number only keeps the compiler from adding to acc within the matrix units after all.
+        acc = acc + tl.dot(p.to(v.dtype), v, max_num_imprecise_acc=BN)
     else:
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, new_top, total, moment, top_key

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilewise.engine import registry
 from tilewise.engine.dispatch import PLANS, plan_problem
+from tilewise.engine.pages import Pages, lower_pages
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.plan.plan import Plan
 from tilewise.problem import (
@@ -22,11 +23,19 @@ from tilewise.problem import (
     check_cu_seqlens,
     dense_problem,
     lower_sinks,
+    paged_problem,
     varlen_problem,
 )
 from tilewise.reference.checking import check_indices
 from tilewise.variants.checked import is_checked
-from tilewise.variants.float8 import FLOAT8, NO_SCALES, Scales, lower_scales, refuse_gradients
+from tilewise.variants.float8 import (
+    FLOAT8,
+    NO_SCALES,
+    Scales,
+    check_scales,
+    lower_scales,
+    refuse_gradients,
+)
 from tilewise.variants.lower import Extent, lower_mask, lower_score
 from tilewise.variants.values import Mask, Score, as_mask, as_score
 
@@ -36,6 +45,7 @@ __all__ = [
     "build_operands",
     "build_problem",
     "cached_plan",
+    "check_call_scales",
     "check_forward_only",
     "draw_seed",
     "make_plan",
@@ -58,6 +68,7 @@ class Asked(NamedTuple):
         cu_seqlens: the pair (queries, keys) of a variable-length call, or None.
         plain: no tensor beside q, k and v comes with the call.
         scales: of float8 q, k and v.
+        pages: what finds the keys of a paged call, whose ``cu_seqlens`` is None.
     """
 
     mask: Mask
@@ -68,6 +79,7 @@ class Asked(NamedTuple):
     backend: str | None
     cu_seqlens: tuple[Tensor, Tensor] | None
     plain: bool
+    pages: Pages | None = None
     scales: Scales = NO_SCALES
 
 
@@ -79,14 +91,17 @@ def read_keywords(
     sinks: Tensor | None,
     backend: str | None,
     cu_seqlens: tuple[Tensor, Tensor] | None = None,
+    pages: Pages | None = None,
     scales: Scales = NO_SCALES,
 ) -> Asked:
     """The keywords of a call as one value; mask and score as programs, empty ones for None."""
     read_mask = _NO_MASK if mask is None else mask if type(mask) is Mask else as_mask(mask)
     read_score = _NO_SCORE if score is None else score if type(score) is Score else as_score(score)
     captured = len(read_mask.captured) + len(read_score.captured)
-    plain = captured == 0 and sinks is None and cu_seqlens is None and scales is NO_SCALES
-    return Asked(read_mask, read_score, scale, dropout_p, sinks, backend, cu_seqlens, plain, scales)
+    alone = cu_seqlens is None and pages is None and scales is NO_SCALES
+    plain = captured == 0 and sinks is None and alone
+    numbers = (scale, dropout_p)
+    return Asked(read_mask, read_score, *numbers, sinks, backend, cu_seqlens, plain, pages, scales)
 
 
 NO_KEYWORDS = read_keywords(None, None, None, 0.0, None, None)
@@ -116,7 +131,7 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
     Raises:
         InvalidArgument, InvalidType, Unsupported: as ``make_plan``.
     """
-    mask, score, scale, dropout_p, sinks, backend, cu_seqlens, plain, scales = asked
+    mask, score, scale, dropout_p, _, backend, _, plain, *_ = asked
     try:
         key: Hashable = (
             q.shape,
@@ -136,7 +151,7 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
             scale,
             dropout_p,
             backend,
-            None if plain else _tensors_key(sinks, cu_seqlens, scales),
+            None if plain else _tensors_key(asked),
         )
         return PLANS.young[key]
     except KeyError:
@@ -150,11 +165,10 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
     return plan
 
 
-def _tensors_key(
-    sinks: Tensor | None, cu_seqlens: tuple[Tensor, Tensor] | None, scales: Scales
-) -> tuple[Any, ...]:
-    """What a plan depends on in sinks, cu_seqlens and scales."""
-    tensors = (sinks, *(cu_seqlens or (None, None)), *scales)
+def _tensors_key(asked: Asked) -> tuple[Any, ...]:
+    """What a plan depends on in sinks, cu_seqlens, pages and scales."""
+    packed = asked.cu_seqlens or (None, None)
+    tensors = (asked.sinks, *packed, *(asked.pages or ()), *asked.scales)
     return tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
 
 
@@ -170,6 +184,7 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
     # Text with a "[" names slots: such a mask or score has tensors to bring at every call.
     bare = (
         not (problem.dropout_p or problem.sinks or asked.cu_seqlens is not None)
+        and asked.pages is None
         and "[" not in plan.mask_text + plan.score_text
     )
     return plan._replace(signature=signature(q, k, v), bare=bare)
@@ -177,6 +192,34 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
 
 def build_problem(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Problem:
     """The problem of a call, checked (all but captured tensors and values)."""
+    problem = _problem_of(q, k, v, asked)
+    check_call_scales(problem, asked.scales)
+    return problem
+
+
+def check_call_scales(problem: Problem, scales: Scales) -> None:
+    """The scales of a call are for its operands.
+
+    Raises:
+        InvalidArgument, InvalidType: naming the one that is not.
+    """
+    if scales is not NO_SCALES:
+        heads = (problem.heads, problem.kv_heads, problem.kv_heads)
+        check_scales(scales, problem.dtype, problem.batch, heads, problem.device)
+
+
+def _problem_of(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Problem:
+    if asked.pages is not None:
+        return paged_problem(
+            q,
+            k,
+            v,
+            *asked.pages,
+            mask=asked.mask.program,
+            score=asked.score.program,
+            scale=asked.scale,
+            sinks=asked.sinks,
+        )
     if asked.cu_seqlens is None:
         return dense_problem(
             q,
@@ -187,7 +230,6 @@ def build_problem(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Problem:
             scale=asked.scale,
             dropout_p=asked.dropout_p,
             sinks=asked.sinks,
-            scales=asked.scales,
         )
     return varlen_problem(
         q,
@@ -199,7 +241,6 @@ def build_problem(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Problem:
         scale=asked.scale,
         dropout_p=asked.dropout_p,
         sinks=asked.sinks,
-        scales=asked.scales,
     )
 
 
@@ -216,10 +257,13 @@ def build_operands(
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
     """
-    cu_q = cu_k = None
+    cu_q = cu_k = block_table = key_lengths = None
     mask_tensors, score_tensors = asked.mask.captured, asked.score.captured
     extent = Extent(problem.batch, problem.heads, problem.queries, problem.keys)
-    if asked.cu_seqlens is not None:
+    if asked.pages is not None:
+        stays = _stay_on_device(problem, asked)
+        (block_table, key_lengths, cu_q), extent = lower_pages(problem, asked.pages, q, k, stays)
+    elif asked.cu_seqlens is not None:
         cu_q, cu_k = asked.cu_seqlens
         stays = _stay_on_device(problem, asked)
         starts: list[list[int]] = []
@@ -242,7 +286,17 @@ def build_operands(
     checks = is_checked() and (mask_tensors or score_tensors)
     number = 0 if seed is None and not problem.dropout_p else _seed_number(seed)
     operands = Operands(
-        q, k, v, mask_tensors, score_tensors, lower_sinks(asked.sinks, q.dtype), cu_q, cu_k, number
+        q,
+        k,
+        v,
+        mask_tensors,
+        score_tensors,
+        lower_sinks(asked.sinks, q.dtype),
+        cu_q,
+        cu_k,
+        number,
+        block_table,
+        key_lengths,
     )
     if asked.scales is not NO_SCALES:
         operands = with_scales(operands, asked.scales, problem)

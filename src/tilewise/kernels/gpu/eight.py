@@ -8,13 +8,17 @@ How a chip multiplies it is its family's (``config.EightBits``), and the constex
   probabilities;
 * "short": its matrix units add with few bits, and an accumulator of many blocks would drift. Each
   block's product begins at 0 and is added in float32;
-* "whole": they add in float32.
+* "whole": they add in float32;
+* "casts": few queries, or keys in pages, on any of these chips: bytes are what such a call waits
+  for, and its values are not turned round (``turn.py``). Operands are float8 and cast to float16.
 
 Where probabilities have 8 bits they are raised by 2^8 on the way: the largest is then 256 of 448,
 and those down to 2^-14 of it keep all their digits.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -27,11 +31,10 @@ from tilewise.variants.float8 import FLOAT8
 __all__ = [
     "decoded",
     "eight_bits",
-    "foldable",
     "folded",
     "lowered",
-    "raised_by",
     "scaled_for",
+    "scales_of",
     "with_codes",
 ]
 
@@ -39,9 +42,20 @@ _LEAST = tl.constexpr(1e-30)  # a scale below it makes no difference between any
 _MOST = tl.constexpr(3.4e38)
 
 
-def eight_bits(problem: Problem, family: str) -> str:
-    """The constexpr ``EIGHT`` of a problem on a family of chips."""
-    return FAMILIES[family].eight if problem.dtype is FLOAT8 else ""
+def eight_bits(problem: Problem, family: str, *, whole_walk: bool = True) -> str:
+    """The constexpr ``EIGHT`` of a problem on a family of chips.
+
+    Args:
+        problem: what is asked.
+        family: a name of ``config.FAMILIES``.
+        whole_walk: whether a program walks over all keys of its queries, and these are many.
+    """
+    if problem.dtype is not FLOAT8:
+        return ""
+    eight = FAMILIES[family].eight
+    if eight == "halves" or (whole_walk and not problem.page_size):
+        return eight
+    return "casts"
 
 
 def with_codes(operands: Operands, eight: str) -> Operands:
@@ -52,20 +66,18 @@ def with_codes(operands: Operands, eight: str) -> Operands:
     return operands._replace(q=q, k=k, v=v)
 
 
-def foldable(problem: Problem, operands: Operands, least: float) -> bool:
-    """Whether the scale of the scores is positive, or will be made so: see ``scaled_for``."""
-    scaled = operands.q_scale is not None or operands.k_scale is not None
-    return scaled or problem.scale > least
-
-
-def raised_by(eight: str) -> int:
-    """The power of two by which probabilities are raised."""
-    return 8 if eight in ("short", "whole") else 0
+def scales_of(operands: Operands) -> dict[str, Any]:
+    """The scales as arguments."""
+    return {
+        "q_scale": operands.q_scale,
+        "k_scale": operands.k_scale,
+        "v_scale": operands.v_scale,
+    }
 
 
 @triton.jit
 def decoded(tile, EIGHT: tl.constexpr):
-    """A tile of codes as float16 where EIGHT says so; any other as it is.
+    """A tile of codes, or of float8, as float16 where EIGHT says so; any other as it is.
 
     Exponent and fraction of a code, moved to where float16 has them, are a number 2^8 too small.
     """
@@ -74,6 +86,8 @@ def decoded(tile, EIGHT: tl.constexpr):
         bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
         halves = bits.to(tl.float16, bitcast=True) * 256.0
         tile = tl.where((wide & 0x7F) == 0x7F, float("nan"), halves)
+    elif EIGHT == "casts":
+        tile = tile.to(tl.float16)
     return tile
 
 
@@ -102,8 +116,8 @@ def folded(q, scale):
 
 
 @triton.jit
-def lowered(values, RAISED: tl.constexpr):
+def lowered(values, EIGHT: tl.constexpr):
     """What was summed of probabilities that were raised, without that: a power of two, exactly."""
-    if RAISED == 8:
+    if (EIGHT == "short") | (EIGHT == "whole"):
         values = values * 0.00390625
     return values

@@ -21,11 +21,10 @@ from tilewise.kernels.gpu.config import Blocks, Config, padded
 from tilewise.kernels.gpu.eight import (
     decoded,
     eight_bits,
-    foldable,
     folded,
     lowered,
-    raised_by,
     scaled_for,
+    scales_of,
     with_codes,
 )
 from tilewise.kernels.gpu.emit import Variant, captures
@@ -37,11 +36,15 @@ from tilewise.kernels.gpu.walk import (
     counts_in,
     head_of,
     head_strides,
+    keys_in,
+    knows_whole_tiles,
     launch_of,
     list_of,
     lists_of,
+    load_keys,
     load_tile,
     meets_empty_tiles,
+    pages_of,
     place_of,
     slots_of,
     split_range,
@@ -55,6 +58,7 @@ from tilewise.reference.philox import split_seed, threshold
 
 __all__ = ["attend", "forward_launches"]
 
+RAISED: tl.constexpr = tl.constexpr(8.0)  # the power of two of probabilities of 8 bits
 FAR: tl.constexpr = tl.constexpr(-2000.0)  # an exponent whose power of two is 0, but finite
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
 NEVER: tl.constexpr = tl.constexpr(2147483647)
@@ -94,17 +98,21 @@ def absorb(
     BN: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
-    EIGHT: tl.constexpr,
-    RAISED: tl.constexpr,
-    TURNED: tl.constexpr,
+    PAGE: tl.constexpr = 0,
+    EIGHT: tl.constexpr = "",
+    TURNED: tl.constexpr = False,
 ):
-    """One block of keys in the online softmax; ``visible`` says which pairs attend if MASKED."""
+    """One block of keys in the online softmax; ``visible`` says which pairs attend if MASKED.
+
+    ``sides`` are (keys, values, low, high): what ``load_keys`` takes.
+    """
     acc, top, total, moment, top_key = state
-    k_head, k_strides, v_head, v_strides, low, high = sides
+    k_side, v_side, low, high = sides
     b, h, m, _, _ = place
     scale, seed_low, seed_high, drop_below = numbers
+    EIGHTS: tl.constexpr = (EIGHT == "short") | (EIGHT == "whole")
     n = (n0 + tl.arange(0, BN))[None, :]
-    k = load_tile(k_head, n0, k_strides, low, high, BN, D, q.shape[1], MASKED, WIDE)
+    k = load_keys(k_side, n0, low, high, BN, D, q.shape[1], MASKED, WIDE, PAGE)
     k = decoded(k, EIGHT)
     products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     scores = scaled_scores(products, scale, n, place, captured, SCORE, FOLDED)
@@ -118,20 +126,20 @@ def absorb(
     if FOLDED:
         unit = scale * LOG2E
         least = base * unit
-        if RAISED:
+        if EIGHTS:
             least = least - RAISED
         exponent = scores * unit - least[:, None]
         moved = (top - base) * unit
     else:
         exponent = (scores - base[:, None]) * LOG2E
-        if RAISED:
+        if EIGHTS:
             exponent = exponent + RAISED
         moved = (top - base) * LOG2E
     p = tl.math.exp2(exponent)
     fade = tl.math.exp2(moved)
     if STATS > 0:
         moment = (moment + tl.maximum(moved, FAR) * total) * fade
-        if RAISED:
+        if EIGHTS:
             exponent = exponent - RAISED
         moment = moment + tl.sum(p * tl.maximum(exponent, FAR), 1)
     total = total * fade + tl.sum(p, 1)
@@ -144,12 +152,12 @@ def absorb(
         p = tl.where(kept(seed_low, seed_high, drop_below, b, h, m, n), p, 0.0)
     acc = acc * fade[:, None]
     if TURNED:  # blocks are there whole: loads that ask for every key would go byte by byte
-        v = load_tile(v_head, n0, v_strides, low, high, BN, DV, acc.shape[1], False, WIDE)
+        v = load_tile(v_side[0], n0, v_side[1], low, high, BN, DV, acc.shape[1], False, WIDE)
         if MASKED:
             row = (n0 + tl.arange(0, BN))[:, None]
             v = tl.where((row >= low) & (row < high), v, tl.zeros_like(v))
     else:
-        v = load_tile(v_head, n0, v_strides, low, high, BN, DV, acc.shape[1], MASKED, WIDE)
+        v = load_keys(v_side, n0, low, high, BN, DV, acc.shape[1], MASKED, WIDE, PAGE)
         v = decoded(v, EIGHT)
     if EIGHT == "short":
         # The number only keeps the compiler from adding to acc within the matrix units after all.
@@ -157,6 +165,85 @@ def absorb(
     else:
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, new_top, total, moment, top_key
+
+
+@triton.jit
+def take_block(
+    i,
+    state,
+    q,
+    sides,
+    spans,
+    listed,
+    place,
+    numbers,
+    captured,
+    SEEN: tl.constexpr,
+    SCORE: tl.constexpr,
+    FOLDED: tl.constexpr,
+    MASKED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    STATS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BN: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PAGE: tl.constexpr,
+    EIGHT: tl.constexpr,
+    TURNED: tl.constexpr,
+):
+    """Block ``i`` of a walk in the online softmax."""
+    b, h, m, M, N = place
+    n0 = block_start(i, spans, listed, BN, MASKED)
+    visible = None
+    if MASKED:
+        n = (n0 + tl.arange(0, BN))[None, :]
+        visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
+    return absorb(
+        state,
+        q,
+        sides,
+        n0,
+        place,
+        numbers,
+        captured,
+        visible,
+        SCORE,
+        FOLDED,
+        MASKED,
+        DROPOUT,
+        STATS,
+        D,
+        DV,
+        BN,
+        WIDE,
+        PRECISION,
+        PAGE,
+        EIGHT,
+        TURNED,
+    )
+
+
+@triton.jit
+def block_start(i, spans, listed, BN: tl.constexpr, MASKED: tl.constexpr):
+    """Where block ``i`` of a walk begins: see ``walk_keys``."""
+    n0 = tl.load(listed + i) * BN if listed is not None else tile_in(i, spans, BN, MASKED)
+    return tl.multiple_of(n0, BN)
+
+
+@triton.jit
+def next_met(i, spans, listed, count, place, captured, SEEN: tl.constexpr, BN: tl.constexpr):
+    """The first block from ``i`` on of which a pair attends; ``count`` where there is none."""
+    b, h, m, M, N = place
+    found = i >= count
+    while not found:
+        n = (block_start(i, spans, listed, BN, True) + tl.arange(0, BN))[None, :]
+        visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
+        met = tl.max(tl.max(visible.to(tl.int32), 1), 0) > 0
+        i = tl.where(met, i, i + 1)
+        found = met | (i >= count)
+    return i
 
 
 @triton.jit
@@ -182,36 +269,31 @@ def walk_keys(
     BN: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
-    EIGHT: tl.constexpr,
-    RAISED: tl.constexpr,
-    TURNED: tl.constexpr,
+    PAGE: tl.constexpr = 0,
+    EIGHT: tl.constexpr = "",
+    TURNED: tl.constexpr = False,
 ):
     """``count`` blocks of keys: those that are ``listed``, or without a list those of ``spans``.
 
     SKIPS: blocks of which no pair attends may be among them. Neither their keys nor their values
-    are touched then.
+    are touched then. They are passed over in a loop of their own: a state that went through a
+    branch would take its registers twice.
     """
     acc, top, total, moment, top_key = state
-    b, h, m, M, N = place
-    for i in tl.range(0, count):
-        n0 = tl.load(listed + i) * BN if listed is not None else tile_in(i, spans, BN, MASKED)
-        n0 = tl.multiple_of(n0, BN)
-        visible, met = None, True
-        if MASKED:
-            n = (n0 + tl.arange(0, BN))[None, :]
-            visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
-            if SKIPS:
-                met = tl.max(tl.max(visible.to(tl.int32), 1), 0) > 0
-        if met:
-            acc, top, total, moment, top_key = absorb(
+    if SKIPS:
+        i = next_met(count * 0, spans, listed, count, place, captured, SEEN, BN)
+        while i < count:
+            acc, top, total, moment, top_key = take_block(
+                i,
                 (acc, top, total, moment, top_key),
                 q,
                 sides,
-                n0,
+                spans,
+                listed,
                 place,
                 numbers,
                 captured,
-                visible,
+                SEEN,
                 SCORE,
                 FOLDED,
                 MASKED,
@@ -222,8 +304,36 @@ def walk_keys(
                 BN,
                 WIDE,
                 PRECISION,
+                PAGE,
                 EIGHT,
-                RAISED,
+                TURNED,
+            )
+            i = next_met(i + 1, spans, listed, count, place, captured, SEEN, BN)
+    else:
+        for i in tl.range(0, count):
+            acc, top, total, moment, top_key = take_block(
+                i,
+                (acc, top, total, moment, top_key),
+                q,
+                sides,
+                spans,
+                listed,
+                place,
+                numbers,
+                captured,
+                SEEN,
+                SCORE,
+                FOLDED,
+                MASKED,
+                DROPOUT,
+                STATS,
+                D,
+                DV,
+                BN,
+                WIDE,
+                PRECISION,
+                PAGE,
+                EIGHT,
                 TURNED,
             )
     return acc, top, total, moment, top_key
@@ -260,6 +370,62 @@ def with_sink(natural, base2, total, sink):
 
 
 @triton.jit
+def settled(
+    top,
+    total,
+    moment,
+    sink,
+    scale,
+    keep_factor,
+    FOLDED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    STATS: tl.constexpr,
+):
+    """What a walk comes to: (weight, (row_max, lse, max_logit, row_mean, entropy)).
+
+    The output is the unfinished one times the weight. Without STATS the last three mean nothing.
+    """
+    natural, base2 = tops(top, scale, FOLDED)
+    dead = total == 0
+    if sink is not None:
+        lse, weight, of_sink, above = with_sink(natural, base2, total, sink)
+    else:
+        weight = tl.where(dead, 0.0, 1.0 / tl.where(dead, 1.0, total))
+        lse = natural + tl.log(tl.where(dead, 1.0, total))
+        lse = tl.where(dead, float("-inf"), lse)
+    if DROPOUT:
+        weight = weight * keep_factor
+    mean = moment
+    entropy = moment
+    if STATS > 0:
+        if sink is not None:
+            fade = tl.math.exp2(-above)
+            sunk = tl.math.exp2(of_sink)
+            moment = (moment - above * total) * fade + sunk * of_sink
+            total = total * fade + sunk
+            dead = total == 0
+        mean = tl.where(dead, 0.0, moment / tl.where(dead, 1.0, total))
+        spread = tl.log(tl.where(dead, 1.0, total)) - LN2 * mean
+        entropy = tl.where(dead, 0.0, spread)
+    return weight, (base2, lse, natural, mean, entropy)
+
+
+@triton.jit
+def store_numbers(places, at, inside, row, total, first_key, STATS: tl.constexpr):
+    """The numbers of rows: what ``settled`` gave for them, their sums and their first keys."""
+    lse, row_max, row_sum, row_mean, max_logit, entropy, top_key = places
+    tl.store(lse + at, row[1], mask=inside)
+    tl.store(row_max + at, row[0], mask=inside)
+    tl.store(row_sum + at, total, mask=inside)
+    if STATS > 0:
+        tl.store(max_logit + at, row[2], mask=inside)
+        tl.store(row_mean + at, row[3], mask=inside)
+        tl.store(entropy + at, row[4], mask=inside)
+    if STATS > 1:
+        tl.store(top_key + at, first_key.to(tl.int64), mask=inside)
+
+
+@triton.jit
 def slot_of(tiles, section, lines, REVERSED: tl.constexpr):
     """The tile and the line (a head of a batch item) of this program.
 
@@ -283,6 +449,7 @@ def slot_of(tiles, section, lines, REVERSED: tl.constexpr):
         "group",
         "queries",
         "keys",
+        "last_page",
         "tiles",
         "section",
         "seed_low",
@@ -308,6 +475,8 @@ def attend(
     v_scale,
     cu_q,
     cu_k,
+    block_table,
+    key_lengths,
     order,
     counts,
     q_strides,
@@ -321,6 +490,7 @@ def attend(
     group,
     queries,
     keys,
+    last_page,
     tiles,
     section,
     scale,
@@ -332,6 +502,7 @@ def attend(
     SCORE: tl.constexpr,
     KEYS_OF: tl.constexpr,
     FOLDED: tl.constexpr,
+    BLIND: tl.constexpr,
     SKIPS: tl.constexpr,
     REVERSED: tl.constexpr,
     DROPOUT: tl.constexpr,
@@ -344,14 +515,15 @@ def attend(
     BN: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PAGE: tl.constexpr,
     EIGHT: tl.constexpr,
-    RAISED: tl.constexpr,
     TURNED: tl.constexpr,
 ):
     """Attention of a block of BM queries of one head.
 
     In a variable-length call (``cu_q`` is not None) there are slots for more tiles than there are;
-    a program without one ends. Strides are (b, h, row, column).
+    a program without one ends. Strides are (b, h, row, column). With pages (PAGE is not 0) the
+    lengths of sequences are their ``key_lengths``, and ``keys`` is the most that these may be.
     """
     if cu_q is None:
         tile, line = slot_of(tiles, section, batch * heads, REVERSED)
@@ -362,19 +534,24 @@ def attend(
     else:
         tile, h = slot_of(tiles, section, heads, REVERSED)
         b, m0, begin_q = place_of(tile, cu_q, batch, BM)
-        begin_k = tl.load(cu_k + b)
+        begin_k = tl.load(cu_k + b) if PAGE == 0 else 0
         M = (tl.load(cu_q + b + 1) - begin_q).to(tl.int32)
-        N = (tl.load(cu_k + b + 1) - begin_k).to(tl.int32)
+        N = (tl.load(cu_k + b + 1) - begin_k).to(tl.int32) if PAGE == 0 else keys
         at = tl.cast(h, tl.int64) * queries + begin_q
     if m0 >= M:
         return
     m = m0 + tl.arange(0, BM)
     q_head = head_of(q, q_strides, b, h, begin_q)
-    k_head = head_of(k, k_strides, b, h // group, begin_k)
+    b_k, pages = b, 0
+    if PAGE > 0:
+        N = keys_in(key_lengths, b, keys)
+        b_k = 0  # no sequence has a place of its own
+        pages = pages_of(block_table, b, keys, last_page, PAGE)
+    k_head = head_of(k, k_strides, b_k, h // group, begin_k)
     begin_v = begin_k
     if TURNED and cu_q is not None:
         begin_v = begin_turned(begin_k, b)
-    v_head = head_of(v, v_strides, b, h // group, begin_v)
+    v_head = head_of(v, v_strides, b_k, h // group, begin_v)
     q_tile = load_tile(q_head, m0, q_strides, 0, M, BM, D, D_PADDED, True, WIDE)
     q_tile = decoded(q_tile, EIGHT)
     scale = scaled_for(scale, q_scale, k_scale, b, h, heads, group)
@@ -395,7 +572,7 @@ def attend(
         low, full_low, full_high, high = KEYS_OF(
             b, m0, tl.minimum(m0 + BM, M), M, N, captured[0], captured[1]
         )
-    sides = (k_head, k_strides, v_head, v_strides, low, high)
+    sides = ((k_head, k_strides, pages), (v_head, v_strides, pages), low, high)
     spans = split_range(low, full_low, full_high, high, N, BN)
     if order is None:
         whole, partial = counts_in(spans, BN)
@@ -404,32 +581,33 @@ def attend(
     else:
         listed, whole, partial = list_of(order, counts, list_numbers, b, h, m0 // BM)
         listed_partial = listed + whole
-    state = walk_keys(
-        state,
-        q_tile,
-        sides,
-        spans,
-        listed,
-        whole,
-        place,
-        numbers,
-        captured,
-        None,
-        SCORE,
-        FOLDED,
-        False,
-        False,
-        DROPOUT,
-        STATS,
-        D,
-        DV,
-        BN,
-        WIDE,
-        PRECISION,
-        EIGHT,
-        RAISED,
-        TURNED,
-    )
+    if not BLIND:
+        state = walk_keys(
+            state,
+            q_tile,
+            sides,
+            spans,
+            listed,
+            whole,
+            place,
+            numbers,
+            captured,
+            None,
+            SCORE,
+            FOLDED,
+            False,
+            False,
+            DROPOUT,
+            STATS,
+            D,
+            DV,
+            BN,
+            WIDE,
+            PRECISION,
+            PAGE,
+            EIGHT,
+            TURNED,
+        )
     acc, top, total, moment, first_key = walk_keys(
         state,
         q_tile,
@@ -452,48 +630,22 @@ def attend(
         BN,
         WIDE,
         PRECISION,
+        PAGE,
         EIGHT,
-        RAISED,
         TURNED,
     )
 
-    natural, base2 = tops(top, scale, FOLDED)
-    total, moment = lowered(total, RAISED), lowered(moment, RAISED)
-    dead = total == 0
-    if sinks is not None:
-        sink = tl.load(sinks + h)
-        row_lse, weight, of_sink, above = with_sink(natural, base2, total, sink)
-    else:
-        weight = tl.where(dead, 0.0, 1.0 / tl.where(dead, 1.0, total))
-        row_lse = natural + tl.log(tl.where(dead, 1.0, total))
-        row_lse = tl.where(dead, float("-inf"), row_lse)
-    if DROPOUT:
-        weight = weight * keep_factor
-    weight = lowered(weight, RAISED)
+    sink = None if sinks is None else tl.load(sinks + h)
+    total, moment = lowered(total, EIGHT), lowered(moment, EIGHT)
+    weight, row = settled(top, total, moment, sink, scale, keep_factor, FOLDED, DROPOUT, STATS)
+    weight = lowered(weight, EIGHT)
     if v_scale is not None:
         of_values = tl.load(v_scale + b * (heads // group) + h // group)
-        weight = tl.where(dead, 0.0, weight * of_values)
+        weight = tl.where(total == 0, 0.0, weight * of_values)
     out_head = head_of(out, out_strides, b, h, begin_q)
     store_tile(out_head, m0, out_strides, M, acc * weight[:, None], BM, DV, DV_PADDED)
-    inside = m < M
-    at = at + m
-    tl.store(lse + at, row_lse, mask=inside)
-    tl.store(row_max + at, base2, mask=inside)
-    tl.store(row_sum + at, total, mask=inside)
-    if STATS > 0:
-        if sinks is not None:
-            fade = tl.math.exp2(-above)
-            sunk = tl.math.exp2(of_sink)
-            moment = (moment - above * total) * fade + sunk * of_sink
-            total = total * fade + sunk
-            dead = total == 0
-        mean = tl.where(dead, 0.0, moment / tl.where(dead, 1.0, total))
-        spread = tl.log(tl.where(dead, 1.0, total)) - LN2 * mean
-        tl.store(max_logit + at, natural, mask=inside)
-        tl.store(row_mean + at, mean, mask=inside)
-        tl.store(entropy + at, tl.where(dead, 0.0, spread), mask=inside)
-    if STATS > 1:
-        tl.store(top_key + at, first_key.to(tl.int64), mask=inside)
+    numbers_of = (lse, row_max, row_sum, row_mean, max_logit, entropy, top_key)
+    store_numbers(numbers_of, at + m, m < M, row, total, first_key, STATS)
 
 
 class Grid(NamedTuple):
@@ -525,40 +677,30 @@ def forward_launches(
         operands, before = turn_values(problem, operands, blocks)
     grid = _grid(problem, blocks)
     arguments = {
-        **_tensors(problem, operands, result),
+        **tensors_of(problem, operands, result),
+        **scales_of(operands),
+        "cu_q": operands.cu_seqlens_q,
+        "cu_k": operands.cu_seqlens_k,
         **lists_of(tile_lists(problem, operands, variant.tables, blocks.queries, blocks.keys)),
         "captured": (*captures(operands.mask_tensors), *captures(operands.score_tensors)),
         "batch": problem.batch,
         "heads": problem.heads,
         "group": problem.heads // problem.kv_heads,
         "queries": problem.queries,
-        "keys": problem.keys,
+        **paging_of(problem, operands),
         "tiles": grid.tiles,
         "section": grid.section,
         "scale": problem.scale,
-        **_dropout(problem, operands),
+        **dropout_of(problem, operands),
     }
     constants = {
-        "SEEN": variant.seen,
-        "SCORE": variant.score,
-        "KEYS_OF": variant.keys_of,
-        "FOLDED": variant.score is None and foldable(problem, operands, _LEAST_FOLDED),
-        "SKIPS": meets_empty_tiles(problem, variant),
+        **constants_of(problem, operands, result, config, variant, blocks),
         "REVERSED": _grows(problem),
-        "DROPOUT": problem.dropout_p > 0,
-        "STATS": 0 if result.entropy is None else 1 if result.top_key is None else 2,
-        "D": problem.head_dim,
-        "DV": problem.value_dim,
-        "D_PADDED": padded(problem.head_dim),
-        "DV_PADDED": padded(problem.value_dim),
-        "BM": blocks.queries,
-        "BN": blocks.keys,
-        "WIDE": wide(operands[:3], problem, blocks),
-        "PRECISION": config.precision,
         "EIGHT": eight,
-        "RAISED": raised_by(eight),
         "TURNED": turned,
     }
+    if operands.q_scale is not None or operands.k_scale is not None:
+        constants["FOLDED"] = variant.score is None  # ``folded`` makes it positive
     return [*before, launch_of(attend, (grid.programs,), arguments, constants, blocks)]
 
 
@@ -574,8 +716,48 @@ def _grid(problem: Problem, blocks: Blocks) -> Grid:
     return Grid(tiles, max(1, min(section, lines)), tiles * lines)
 
 
-def _tensors(problem: Problem, operands: Operands, result: Result) -> dict[str, Any]:
-    """The tensors of a call and their strides."""
+def constants_of(
+    problem: Problem,
+    operands: Operands,
+    result: Result,
+    config: Config,
+    variant: Variant,
+    blocks: Blocks,
+) -> dict[str, Any]:
+    """The constants of every walk over the keys; arguments as for ``forward_launches``."""
+    return {
+        "SEEN": variant.seen,
+        "SCORE": variant.score,
+        "KEYS_OF": variant.keys_of,
+        "BLIND": not knows_whole_tiles(problem, variant),
+        "SKIPS": meets_empty_tiles(problem, variant),
+        **finishing_of(problem, operands, result, variant),
+        "D": problem.head_dim,
+        "D_PADDED": padded(problem.head_dim),
+        "BM": blocks.queries,
+        "BN": blocks.keys,
+        "WIDE": wide(operands[:3], problem, blocks),
+        "PRECISION": config.precision,
+        "PAGE": problem.page_size,
+    }
+
+
+def finishing_of(
+    problem: Problem, operands: Operands, result: Result, variant: Variant
+) -> dict[str, Any]:
+    """The constants of what ends a walk: ``settled``, and the rows of the output."""
+    scaled = operands.q_scale is not None or operands.k_scale is not None
+    return {
+        "FOLDED": variant.score is None and problem.scale > _LEAST_FOLDED and not scaled,
+        "DROPOUT": problem.dropout_p > 0,
+        "STATS": 0 if result.entropy is None else 1 if result.top_key is None else 2,
+        "DV": problem.value_dim,
+        "DV_PADDED": padded(problem.value_dim),
+    }
+
+
+def tensors_of(problem: Problem, operands: Operands, result: Result) -> dict[str, Any]:
+    """The tensors of a call, but for cu_seqlens, and their strides."""
     stats = result.stats
     return {
         "q": operands.q,
@@ -590,11 +772,6 @@ def _tensors(problem: Problem, operands: Operands, result: Result) -> dict[str, 
         "entropy": result.entropy,
         "top_key": result.top_key,
         "sinks": operands.sinks,
-        "q_scale": operands.q_scale,
-        "k_scale": operands.k_scale,
-        "v_scale": operands.v_scale,
-        "cu_q": operands.cu_seqlens_q,
-        "cu_k": operands.cu_seqlens_k,
         "q_strides": head_strides(operands.q, problem),
         "k_strides": head_strides(operands.k, problem),
         "v_strides": head_strides(operands.v, problem),
@@ -602,7 +779,18 @@ def _tensors(problem: Problem, operands: Operands, result: Result) -> dict[str, 
     }
 
 
-def _dropout(problem: Problem, operands: Operands) -> dict[str, Any]:
+def paging_of(problem: Problem, operands: Operands) -> dict[str, Any]:
+    """The block table, the lengths, and the bounds that kernels clamp both to."""
+    held = operands.k.shape[0] if problem.page_size else 1
+    return {
+        "block_table": operands.block_table,
+        "key_lengths": operands.key_lengths,
+        "keys": problem.keys if held else 0,
+        "last_page": held - 1 if problem.page_size else None,
+    }
+
+
+def dropout_of(problem: Problem, operands: Operands) -> dict[str, Any]:
     """Seed and threshold as 32-bit words, and the factor of what is kept."""
     low, high = split_seed(operands.seed)
     return {

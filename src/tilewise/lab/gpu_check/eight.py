@@ -34,7 +34,6 @@ def references(
         scale=None,
         dropout_p=0.0,
         sinks=None,
-        scales=scales,
     )
     operands = with_scales(Operands(q, k, v), scales, problem)
     return dense(problem, operands, dtype=FLOAT8), dense(problem, operands)

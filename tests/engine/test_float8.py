@@ -266,6 +266,24 @@ def test_on_meta_tensors() -> None:
     assert result.out.shape == (2, 4, 33, 24)
 
 
+def test_keys_in_pages() -> None:
+    """As if the pages were laid out; a gradient of a scale is refused there too."""
+    q, k, v = _qkv(batch=1)
+    table, lengths = torch.tensor([[2, 0, 1]]), torch.tensor([45])
+    scales: dict[str, Any] = {"k_scale": torch.tensor([[0.5, 2.0]]), "v_scale": torch.tensor(3.0)}
+    in_pages = [
+        x.view(torch.uint8)[0].unflatten(1, (3, 15)).transpose(0, 1)[[1, 2, 0]].view(FLOAT8)
+        for x in (k, v)
+    ]
+    k_pages, v_pages = in_pages
+    expected = tilewise.attention(q, k, v, **scales, **TILED)
+    got = tilewise.attention_paged(q, k_pages, v_pages, table, lengths, **scales, **TILED)
+    assert_same_bits(got, expected, "out")
+    scales["v_scale"].requires_grad_()
+    with pytest.raises(Unsupported, match="no gradients of paged keys"):
+        tilewise.attention_paged(q, k_pages, v_pages, table, lengths, **scales, **TILED)
+
+
 def test_a_block_mask() -> None:
     """Made for float8, it is that of float32: masks compute in float32 for both."""
     q, k, v = _qkv(heads=2, rows=45)

@@ -19,11 +19,13 @@ import tilewise
 from tests.cases import Case
 from tests.contract import assert_exact, assert_same_bits
 from tests.inputs import build
+from tests.kernels.gpu.test_decode import SHORT
+from tests.kernels.gpu.test_decode import forward as decoded
 from tests.kernels.gpu.test_forward import GQA, forward, launches
 from tests.oracle import problem_of
 from tilewise import masks, scores
 from tilewise.engine.call import with_scales
-from tilewise.kernels.gpu.config import FAMILIES, Blocks
+from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config
 from tilewise.problem import Operands, Problem, Statistics
 from tilewise.reference import tiled
 from tilewise.reference.dense import dense
@@ -161,6 +163,49 @@ def test_numbers_at_the_edge(scale: float, how: str) -> None:
 def _of(q: Tensor, k: Tensor, v: Tensor, scale: float, scales: Scales) -> tuple[Problem, Operands]:
     problem = tilewise.plan(q, k, v, scale=scale, backend="tiled").problem
     return problem, with_scales(Operands(q, k, v), scales, problem)
+
+
+FEW = [
+    Case("one", **{**SMALL, "queries": 1, "keys": 130}, **GQA),
+    Case("some", **{**SMALL, "queries": 5, "keys": 77}, **GQA, mask=("causal",), sinks=True),
+    Case("dead", **{**SMALL, "queries": 16, "keys": 9}, mask=("causal",)),
+    Case("one-split", **{**SMALL, "queries": 3, "keys": 31}, **GQA, score=("softcap_tight",)),
+]
+
+
+@_turns(FEW)
+def test_few_queries(case: Case, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the road of decoding, in several splits: rows of heads with scales of their own."""
+    monkeypatch.setattr(Config, "splitting", lambda _: SHORT)
+    for kind in ("items", "none"):
+        problem, operands = _call(case, kind)
+        got = decoded(problem, operands, "top1")
+        plain = dense(problem, operands, dtype=FLOAT8)
+        oracle = dense(problem, operands, dtype=torch.float64)
+        for name in ("out", "lse", "max_logit", "entropy"):
+            assert_exact(getattr(got, name), getattr(plain, name), getattr(oracle, name), name)
+
+
+@pytest.mark.parametrize("page_size", [3, 16])
+@pytest.mark.parametrize("packed", [False, True])
+def test_keys_in_pages(packed: bool, page_size: int, how: str) -> None:
+    """By the public call: few queries, and packed ones; against the reference."""
+    torch.manual_seed(6)
+    lengths = torch.tensor([20, 0, 33])
+    slots = 33 // page_size + 1
+    table = torch.randperm(3 * slots).view(3, slots).int()
+    k, v = (torch.randn(3 * slots, 2, page_size, 16).to(FLOAT8) for _ in range(2))
+    q = torch.randn((47, 4, 16) if packed else (3, 4, 5, 16)).to(FLOAT8)
+    cu = torch.tensor([0, 20, 22, 47]) if packed else None
+    call: dict[str, Any] = {"mask": masks.causal(), "return_lse": True}
+    call |= {"q_scale": torch.rand(3, 4) - 0.5, "k_scale": torch.rand(2), "v_scale": torch.ones(1)}
+    found = [
+        tilewise.attention_paged(q, k, v, table, lengths, cu, backend=backend, **call)
+        for backend in ("gpu", "tiled")
+    ]
+    torch.testing.assert_close(found[0].lse, found[1].lse)
+    torch.testing.assert_close(found[0].out, found[1].out, rtol=0.02, atol=0.005)
+    assert found[0].out.dtype is torch.bfloat16
 
 
 def test_every_number_is_itself(how: str) -> None:

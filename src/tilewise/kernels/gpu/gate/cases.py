@@ -125,12 +125,14 @@ _DECODED = {
     "D128 document": Asked(128, mask="document", queries=4),
     "D128 alibi softcap causal": Asked(128, mask="causal", score="alibi softcap", queries=4),
     "D128 sinks statistics": Asked(128, sinks=True, statistics="top1", queries=1),
+    "D128 causal fp8": Asked(128, FLOAT8, mask="causal", queries=1),
     "D128 causal pages of 16": Asked(128, mask="causal", queries=1, page_size=16),
     "D128 causal pages of 128": Asked(128, mask="causal", queries=1, page_size=128),
 }
 _PAGED = {
     "D128 causal pages of 16": Asked(128, mask="causal", page_size=16),
     "D128 causal pages of 128": Asked(128, mask="causal", page_size=128),
+    "D128 causal pages of 16 fp8": Asked(128, FLOAT8, mask="causal", page_size=16),
 }
 # Kernels of a pass that multiply no matrices: they read rows, or sums of them, once.
 _PLAIN = frozenset({"row_kernel", "sink_kernel", "fold_kernel", "merge_splits"})
@@ -149,7 +151,7 @@ def _cases() -> list[Case]:
             launches = partial(backward, asked)
             found.append(Case(f"backward {name}", launches, sixteen, _PLAIN, key))
     for name, asked in _DECODED.items():
-        sixteen, key = asked.dtype.itemsize == 2, name == _KEY[0]
+        sixteen, key = asked.dtype.itemsize <= 2, name == _KEY[0]
         found.append(Case(f"decode {name}", partial(decode, asked), sixteen, _PLAIN, key))
     found += [Case(f"forward {name}", partial(forward, asked)) for name, asked in _PAGED.items()]
     return found

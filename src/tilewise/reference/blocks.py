@@ -32,9 +32,9 @@ class Block(NamedTuple):
 class Part(NamedTuple):
     """One rectangular problem of a call: the whole batch (dense) or one sequence (varlen).
 
-    ``queries`` and ``keys`` are the rows of the packed tensors that the part covers (with pages,
-    ``queries`` are batch items where q is not packed, and ``keys`` is empty), and ``first_batch``
-    is the index of its first batch entry (it enters the dropout counter).
+    ``queries`` and ``keys`` are the rows of the packed tensors that the part covers, or where they
+    are dense its batch items (``keys`` is empty with pages), and ``first_batch`` is the index of
+    its first batch entry (it enters the dropout counter).
     """
 
     problem: Problem

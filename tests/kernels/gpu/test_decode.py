@@ -27,6 +27,7 @@ from tilewise.kernels.gpu.merge import empty_partials
 from tilewise.problem import Operands, Problem, Result, Statistics
 from tilewise.reference import tiled
 from tilewise.reference.philox import keep_mask
+from tilewise.variants.program import Instr
 
 NAN = math.nan
 HALVES = (torch.float16, torch.bfloat16)
@@ -340,12 +341,13 @@ def test_equal_to_the_merge_of_its_parts() -> None:
 
 
 def test_who_decodes() -> None:
-    """Up to 16 queries, whatever the heads; no packed call, which does not say."""
+    """Up to 16 queries, whatever the heads; no packed call, which does not say; no raw score."""
     few, _ = problem_of(build(Case("few", queries=16, heads=8, kv_heads=1)).detached())
     assert decodes(few)
     assert not decodes(few._replace(queries=17))
     packed = build(Case("packed", sequences=((1, 9), (2, 30)))).detached()
     assert not decodes(problem_of(packed)[0])
+    assert not decodes(few._replace(score=(Instr("raw", ("mine",)),)))
     tiles = GpuBackend().tiles(few._replace(keys=130))
     assert tuple(tiles) == (16, 32, 3)
     assert GpuBackend().tiles(few._replace(queries=17)).splits == 1

@@ -16,6 +16,7 @@ import torch
 from tilewise.plan.tuned import NOTHING, Blocks, Found, Place
 from tilewise.problem import Problem
 from tilewise.variants.float8 import FLOAT8
+from tilewise.variants.program import RAW
 
 __all__ = [
     "FAMILIES",
@@ -173,6 +174,7 @@ _TABLE = _rows(
     rdna3        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
     rdna4        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
     small        forward+ 64x64/8/3     64x64/8/3     64x32/8/2     32x32/8/1
+    ampere       decode*  16x32/4/3     16x64/4/2     16x64/8/2     16x16/4/2
     hopper       forward+ 128x64/8/2    128x64/8/2    128x32/8/2    32x32/8/2
     hopper       forward* 64x64/8/3     64x64/8/3     32x32/8/2     32x32/8/2
     hopper       dkdv+    64x64/8/1     32x64/8/1     32x64/8/1     16x32/8/1
@@ -252,9 +254,11 @@ def decodes(problem: Problem) -> bool:
     """Whether the forward pass is that of few queries.
 
     In a packed call nobody knows how many a sequence has without reading them, and what the call
-    has in all says something of the others: such a call takes the ordinary road.
+    has in all says something of the others: such a call takes the ordinary road. So does a raw
+    score, which takes the head for a number; rows of several heads share a block here.
     """
-    return problem.layout == "dense" and problem.queries <= _FEW
+    raw = any(instr.op == RAW for instr in problem.score)
+    return problem.layout == "dense" and problem.queries <= _FEW and not raw
 
 
 def place_of(pass_name: Pass, problem: Problem) -> Place:

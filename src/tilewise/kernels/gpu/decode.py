@@ -168,17 +168,14 @@ def attend_split(
     low, full_low, full_high, high = begin, begin, end, end
     if KEYS_OF is not None:
         low, full_low, full_high, high = KEYS_OF(b, M * 0, M, M, N, captured[0], captured[1])
-        low, full_low = tl.maximum(low, begin), tl.maximum(full_low, begin)
-        full_high, high = tl.minimum(full_high, end), tl.minimum(high, end)
-    if PAGE == 0:
-        k_head = head_of(k, k_strides, b, kv_head, 0)
-        v_head = head_of(v, v_strides, b, kv_head, 0)
-        sides = ((k_head, k_strides), (v_head, v_strides), low, high)
-    else:
+        low, high = tl.maximum(low, begin), tl.minimum(high, end)
+    b_k, pages = b, 0
+    if PAGE > 0:
+        b_k = 0  # no sequence has a place of its own
         pages = pages_of(block_table, b, keys, last_page, PAGE)
-        k_head = head_of(k, k_strides, 0, kv_head, 0)
-        v_head = head_of(v, v_strides, 0, kv_head, 0)
-        sides = ((k_head, k_strides, pages), (v_head, v_strides, pages), low, high)
+    k_head = head_of(k, k_strides, b_k, kv_head, 0)
+    v_head = head_of(v, v_strides, b_k, kv_head, 0)
+    sides = ((k_head, k_strides, pages), (v_head, v_strides, pages), low, high)
     spans = split_range(low, full_low, full_high, high, end, BN)
     whole, partial = counts_in(spans, BN)
     if not BLIND:
@@ -255,7 +252,8 @@ def attend_split(
         at = at * slots + split
         tl.store(partial_numbers + at, top, mask=inside)
         tl.store(partial_numbers + stride + at, total, mask=inside)
-        tl.store(partial_out + at[:, None] * DV + columns[None, :], acc, mask=kept_columns)
+        seen = kept_columns & (total != 0)[:, None]
+        tl.store(partial_out + at[:, None] * DV + columns[None, :], acc, mask=seen)
         if STATS > 0:
             tl.store(partial_numbers + 2 * stride + at, moment, mask=inside)
         if STATS > 1:

@@ -15,6 +15,7 @@ import torch
 
 from tilewise.plan.tuned import NOTHING, Blocks, Found, Place
 from tilewise.problem import Problem
+from tilewise.variants.float8 import FLOAT8
 from tilewise.variants.program import RAW
 
 __all__ = [
@@ -56,6 +57,9 @@ class Family(NamedTuple):
         unit: the matrix instructions.
         warp: threads in a warp.
         table: whose rows of the table it takes.
+        eight: how it multiplies float8 e4m3: "halves", as float16, for want of instructions or of
+            a compiler that makes them; "short", by units that add with few bits; "whole", by
+            units that add in float32.
     """
 
     name: str
@@ -64,6 +68,7 @@ class Family(NamedTuple):
     unit: str
     warp: int
     table: str
+    eight: str
 
 
 class Splitting(NamedTuple):
@@ -100,19 +105,19 @@ _KB = 1024
 FAMILIES = {
     family.name: family
     for family in (
-        Family("sm_75", "cuda", 64 * _KB, "mma", 32, "turing"),
-        Family("sm_80", "cuda", 163 * _KB, "mma", 32, "ampere"),
-        Family("sm_86", "cuda", 99 * _KB, "mma", 32, "small"),
-        Family("sm_89", "cuda", 99 * _KB, "mma", 32, "small"),
-        Family("sm_90", "cuda", 227 * _KB, "wgmma", 32, "hopper"),
-        Family("sm_100", "cuda", 227 * _KB, "tcgen05", 32, "blackwell"),
-        Family("sm_120", "cuda", 99 * _KB, "mma", 32, "small"),
-        Family("gfx90a", "hip", 64 * _KB, "mfma", 64, "cdna"),
-        Family("gfx942", "hip", 64 * _KB, "mfma", 64, "cdna"),
-        Family("gfx950", "hip", 160 * _KB, "mfma", 64, "cdna4"),
-        Family("gfx1100", "hip", 64 * _KB, "wmma", 32, "rdna3"),
-        Family("gfx1201", "hip", 64 * _KB, "wmma", 32, "rdna4"),
-        Family(_INTERPRETER, "", 1024 * _KB, "", 32, _INTERPRETER),
+        Family("sm_75", "cuda", 64 * _KB, "mma", 32, "turing", "halves"),
+        Family("sm_80", "cuda", 163 * _KB, "mma", 32, "ampere", "halves"),
+        Family("sm_86", "cuda", 99 * _KB, "mma", 32, "small", "halves"),
+        Family("sm_89", "cuda", 99 * _KB, "mma", 32, "small", "short"),
+        Family("sm_90", "cuda", 227 * _KB, "wgmma", 32, "hopper", "short"),
+        Family("sm_100", "cuda", 227 * _KB, "tcgen05", 32, "blackwell", "whole"),
+        Family("sm_120", "cuda", 99 * _KB, "mma", 32, "small", "whole"),
+        Family("gfx90a", "hip", 64 * _KB, "mfma", 64, "cdna", "halves"),
+        Family("gfx942", "hip", 64 * _KB, "mfma", 64, "cdna", "halves"),
+        Family("gfx950", "hip", 160 * _KB, "mfma", 64, "cdna4", "whole"),
+        Family("gfx1100", "hip", 64 * _KB, "wmma", 32, "rdna3", "halves"),
+        Family("gfx1201", "hip", 64 * _KB, "wmma", 32, "rdna4", "whole"),
+        Family(_INTERPRETER, "", 1024 * _KB, "", 32, _INTERPRETER, "whole"),
     )
 }
 
@@ -135,7 +140,8 @@ def _rows(text: str) -> dict[tuple[str, str], _Row]:
 
 
 # "pass+" is of calls that are heavy, "pass*" of masks that may leave blocks in which nothing
-# attends without saying where; a row that is missing is that of the name before it.
+# attends without saying where; a row that is missing is that of the name before it. "pass8" is of
+# float8, whatever the call, on chips whose other rows spill with it.
 # 16-bit operands. float32 ("single") is multiplied without matrix instructions, or with tf32's. The
 # interpreter has no registers to run out of; small blocks put many edges into small tests.
 _TABLE = _rows(
@@ -177,6 +183,10 @@ _TABLE = _rows(
     blackwell    dq+      128x64/8/2    128x64/8/3    64x32/8/1     32x16/8/1
     cdna4        dkdv+    32x32/4/1     32x32/4/1     16x32/8/1     16x16/8/1
     rdna3        dq+      32x32/8/1     16x16/4/1     16x16/8/1     16x16/8/1
+    ampere       forward8 128x64/4/3    64x64/8/3     64x32/8/2     32x32/8/2
+    hopper       forward8 128x128/8/2   128x128/8/2   64x64/8/2     32x32/8/2
+    cdna         forward8 128x64/4/1    128x32/8/1    64x32/8/1     32x16/8/1
+    rdna3        forward8 64x32/4/1     32x32/8/1     16x16/8/1     16x16/8/1
     cdna         dkdv+    32x64/4/1     16x32/8/1     16x32/8/1     16x16/8/1
     cdna         dq+      64x32/8/1     32x32/4/1     32x16/8/1     16x16/8/1
     single       forward  32x32/4/2     32x32/8/2     32x16/8/1     16x16/8/1
@@ -310,10 +320,14 @@ def tiles_for(
     plain = _TABLE[table, pass_name]
     heavy = _TABLE.get((table, f"{pass_name}+"), plain) if has_variant else plain
     row = _TABLE.get((table, f"{pass_name}*"), heavy) if scattered else heavy
+    if dtype is FLOAT8:
+        row = _TABLE.get((table, f"{pass_name}8"), row)
     blocks = row[index]
     if has_variant and blocks.queries * blocks.keys > 128 * 64:
         blocks = blocks._replace(keys=blocks.keys // 2)
-    return _fitting(blocks, pass_name, chip, dtype.itemsize, head_dim, value_dim)
+    # What is decoded on the way is held in 16 bits.
+    itemsize = 2 if dtype is FLOAT8 and chip.eight == "halves" else dtype.itemsize
+    return _fitting(blocks, pass_name, chip, itemsize, head_dim, value_dim)
 
 
 def shared_need(

@@ -24,6 +24,7 @@ from tilewise.kernels.gpu.lists import tile_lists
 from tilewise.kernels.gpu.pairs import LN2, LOG2E, kept, shown
 from tilewise.kernels.gpu.walk import (
     counts_in,
+    described,
     head_of,
     head_strides,
     keys_in,
@@ -377,6 +378,8 @@ def attend(
     key_lengths,
     order,
     counts,
+    k_rows,
+    v_rows,
     q_strides,
     k_strides,
     v_strides,
@@ -461,7 +464,12 @@ def attend(
         low, full_low, full_high, high = KEYS_OF(
             b, m0, tl.minimum(m0 + BM, M), M, N, captured[0], captured[1]
         )
-    sides = ((k_head, k_strides, pages), (v_head, v_strides, pages), low, high)
+    k_side, v_side = (k_head, k_strides, pages), (v_head, v_strides, pages)
+    if k_rows is not None:
+        k_side = (k_head, k_strides, pages, k_rows, (b_k, h // group, begin_k))
+    if v_rows is not None:
+        v_side = (v_head, v_strides, pages, v_rows, (b_k, h // group, begin_k))
+    sides = (k_side, v_side, low, high)
     spans = split_range(low, full_low, full_high, high, N, BN)
     if order is None:
         whole, partial = counts_in(spans, BN)
@@ -585,6 +593,8 @@ def forward_launches(
         "group": problem.heads // problem.kv_heads,
         "queries": problem.queries,
         **_paging(problem, operands),
+        "k_rows": described(operands.k, problem, blocks.keys),
+        "v_rows": described(operands.v, problem, blocks.keys),
         "tiles": grid.tiles,
         "section": grid.section,
         "scale": problem.scale,

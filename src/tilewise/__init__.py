@@ -12,6 +12,7 @@ from tilewise.functional import (
     plan,
     visible_pairs,
 )
+from tilewise.merging import merge
 from tilewise.plan.plan import Plan
 from tilewise.sparse.block_mask import BlockMask
 from tilewise.variants import masks, patterns, scores
@@ -32,6 +33,7 @@ __all__ = [
     "explain",
     "masks",
     "maximum",
+    "merge",
     "minimum",
     "nn",
     "patterns",

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.kernels.base import Backend, Needs, Prepared, Tiles, output_like
+from tilewise.kernels.base import Backend, Needs, Prepared, Tiles, output_like, raw_reasons
 from tilewise.kernels.cpu import compiled
 from tilewise.kernels.cpu.core import absence, core
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
@@ -38,7 +38,7 @@ class CpuBackend(Backend):
         if missing:
             return [missing]
         limits = core()
-        reasons = []
+        reasons = raw_reasons(problem)
         if problem.device != "cpu":
             reasons.append(f"it computes on the CPU; the tensors are on {problem.device}")
         if problem.page_size:

@@ -14,6 +14,14 @@ same bits:
   sum of all absolute values, so that they cannot overflow.
 
 A share that is not finite makes all of a gradient of the last kind NaN.
+
+Along a row ``ds = p * (dP - shift)``, and what ``shift`` was rounded by has one sign in all of it:
+a sum over the row would grow by that times ``sum(p * d score / d load)``. But it is known what
+``ds`` itself adds up to, ``due``: the gradient of the row's lse, less the sink's part. So
+
+    sum(ds * factor) - (sum(ds) - due) * sum(p * factor)
+
+is what sums of rows are, as if the shift had been summed from the very p and dP of the walk.
 """
 
 from __future__ import annotations
@@ -27,6 +35,7 @@ from tilewise.kernels.gpu.config import Blocks
 from tilewise.kernels.gpu.forms import Form, form_of
 from tilewise.kernels.gpu.gradients import Backward
 from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu.rows import due_plane
 from tilewise.kernels.gpu.shares import (
     diagonal_kernel,
     factor_kernel,
@@ -135,7 +144,7 @@ class _Captured:
             load, blocks, sums=sums, sum_strides=_line_strides(sums), tiles=tiles
         )
         constants["RANGE"] = variant.queries_of if by_keys else variant.keys_of
-        constants["BY_KEYS"] = by_keys
+        constants |= {"BY_KEYS": by_keys, "DUE": due_plane(self.call.upstream)}
         grid = (programs_of(problem, problem.heads, tiles),)
         return sums, launch_of(line_kernel, grid, arguments, constants, blocks)
 

@@ -1,37 +1,62 @@
 """Chip families, and the blocks that each kernel works in on them: one table, no measuring.
 
 A block decides how a row is rounded. So it depends on the family, the pass, the dtype, the widths,
-the layout and the kind of mask and score, and on nothing else of a call.
+the layout and the kind of mask and score, and on nothing else of a call. Blocks that ``tilewise
+tune`` measured on the chip stand before the table (``plan/tuned.py``), and depend on the same.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Literal, NamedTuple, TypeAlias
+from functools import cache, lru_cache
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
+from tilewise.plan.tuned import NOTHING, Blocks, Found, Place
 from tilewise.problem import Problem
 
 __all__ = [
     "FAMILIES",
+    "KINDS",
     "LARGEST_WIDTH",
+    "PASSES",
+    "WIDTHS",
     "Blocks",
     "Config",
+    "Descriptors",
     "Family",
     "Pass",
+    "Splitting",
     "config_for",
+    "decodes",
     "family_of",
     "padded",
+    "place_of",
     "shared_need",
     "tiles_for",
 ]
 
-Pass: TypeAlias = Literal["forward", "dkdv", "dq"]
+Pass: TypeAlias = Literal["forward", "dkdv", "dq", "decode"]
+PASSES: tuple[Pass, ...] = get_args(Pass)
 
 LARGEST_WIDTH = 512
+_FEW = 16  # queries of a head, up to which its keys are split among programs
 _LEAST = 16  # of a block's sides: what matrix instructions take
 _INTERPRETER = "interpreter"
+
+
+class Descriptors(NamedTuple):
+    """When the forward pass loads whole blocks of keys and values by tensor descriptors.
+
+    Args:
+        keys: the fewest of a call for which they pay: a descriptor costs the host some microseconds.
+        edge_stages: of the walk over the few blocks at the edges of bands, where blocks are large;
+            None for those of the kernel.
+    """
+
+    keys: int
+    edge_stages: int | None = None
 
 
 class Family(NamedTuple):
@@ -44,6 +69,7 @@ class Family(NamedTuple):
         unit: the matrix instructions.
         warp: threads in a warp.
         table: whose rows of the table it takes.
+        descriptors: None where it has none, or does not gain by them.
     """
 
     name: str
@@ -52,16 +78,38 @@ class Family(NamedTuple):
     unit: str
     warp: int
     table: str
+    descriptors: Descriptors | None = None
 
 
-class Blocks(NamedTuple):
-    """How a kernel is launched: queries and keys of a block, warps, and stages of its pipeline."""
+class Splitting(NamedTuple):
+    """How the keys of a decoding call are split: by their own number, and by nothing else.
 
-    queries: int
-    keys: int
-    warps: int
-    stages: int
+    A split is the least multiple of ``least`` keys of which ``most`` are enough.
 
+    Args:
+        least: keys of a split, a multiple of every block of keys of the pass "decode".
+        most: splits, a power of two.
+    """
+
+    least: int
+    most: int
+
+    def splits(self, keys: int) -> int:
+        """Into how many splits so many keys fall, at least one."""
+        size = self.least * max(1, -(-keys // (self.least * self.most)))
+        return max(1, -(-keys // size))
+
+    def splits_within(self, keys: int) -> int:
+        """The most splits of any sequence of up to so many keys."""
+        return max(1, min(self.most, -(-keys // self.least)))
+
+
+# 8 heads of keys of one sequence make 256 programs of 8k keys, and 512 of 32k: two and four for
+# each multiprocessor of the largest chips, enough to keep a memory busy. Longer sequences and
+# larger batches need no smaller splits; each adds a row of floats per query, written and read
+# again: of 512 keys, with D = 128 and four heads to a group, 1.6 % of the bytes.
+_SPLITTING = Splitting(256, 64)
+_SPLITTING_INTERPRETED = Splitting(64, 4)
 
 _KB = 1024
 FAMILIES = {
@@ -71,8 +119,8 @@ FAMILIES = {
         Family("sm_80", "cuda", 163 * _KB, "mma", 32, "ampere"),
         Family("sm_86", "cuda", 99 * _KB, "mma", 32, "small"),
         Family("sm_89", "cuda", 99 * _KB, "mma", 32, "small"),
-        Family("sm_90", "cuda", 227 * _KB, "wgmma", 32, "hopper"),
-        Family("sm_100", "cuda", 227 * _KB, "tcgen05", 32, "blackwell"),
+        Family("sm_90", "cuda", 227 * _KB, "wgmma", 32, "hopper", Descriptors(2048, 1)),
+        Family("sm_100", "cuda", 227 * _KB, "tcgen05", 32, "blackwell", Descriptors(2048)),
         Family("sm_120", "cuda", 99 * _KB, "mma", 32, "small"),
         Family("gfx90a", "hip", 64 * _KB, "mfma", 64, "cdna"),
         Family("gfx942", "hip", 64 * _KB, "mfma", 64, "cdna"),
@@ -84,12 +132,13 @@ FAMILIES = {
 }
 
 # The widest of D and Dv, padded, up to which a row of the table holds.
-_WIDTHS = (64, 128, 256, LARGEST_WIDTH)
+WIDTHS = (64, 128, 256, LARGEST_WIDTH)
+KINDS = ("plain", "+", "*")  # of mask and score: see the table
 _Row: TypeAlias = tuple[Blocks, Blocks, Blocks, Blocks]
 
 
 def _rows(text: str) -> dict[tuple[str, str], _Row]:
-    """The lines "table pass", then "queries x keys / warps / stages" for each of _WIDTHS."""
+    """The lines "table pass", then "queries x keys / warps / stages" for each of WIDTHS."""
     rows = {}
     for line in text.strip().splitlines():
         table, name, *cells = line.split()
@@ -147,7 +196,18 @@ _TABLE = _rows(
     single       forward  32x32/4/2     32x32/8/2     32x16/8/1     16x16/8/1
     single       dkdv     32x32/4/1     16x32/8/1     16x16/8/1     16x16/8/1
     single       dq       32x32/4/1     32x16/8/1     16x16/8/1     16x16/8/1
+    turing       decode   16x64/4/1     16x64/4/1     16x32/4/1     16x16/4/1
+    ampere       decode   16x64/4/3     16x64/4/2     16x64/8/2     16x16/4/2
+    small        decode   16x32/4/3     16x32/4/3     16x32/8/2     16x16/4/2
+    hopper       decode   16x128/4/3    16x64/4/3     16x64/8/2     16x16/4/2
+    blackwell    decode   16x128/4/3    16x64/4/3     16x64/8/2     16x16/4/2
+    cdna         decode   16x64/4/1     16x64/4/1     16x32/4/1     16x16/4/1
+    cdna4        decode   16x64/4/2     16x64/4/2     16x32/4/2     16x32/4/1
+    rdna3        decode   16x64/4/1     16x32/4/1     16x16/8/1     16x16/8/1
+    rdna4        decode   16x64/4/1     16x32/4/1     16x16/4/1     16x16/4/1
+    single       decode   16x32/4/2     16x16/4/2     16x16/8/1     16x16/8/1
     interpreter  forward  64x32/4/1     64x32/4/1     64x32/4/1     64x32/4/1
+    interpreter  decode   16x32/4/1     16x32/4/1     16x32/4/1     16x32/4/1
     interpreter  dkdv     32x64/4/1     32x64/4/1     32x64/4/1     32x64/4/1
     interpreter  dq       64x32/4/1     64x32/4/1     64x32/4/1     64x32/4/1
     """
@@ -160,18 +220,27 @@ class Config(NamedTuple):
     Args:
         family: a name of FAMILIES.
         precision: of products of float32: "ieee", or "tf32" where torch allows it.
-        overrides: (pass, blocks) pairs that stand before the table.
+        overrides: (pass, blocks) pairs that stand before everything, for whatever is asked: of the
+            tests, the gate and the tuner.
+        measured: blocks by place that stand before the table.
+        descriptors: as in FAMILIES. They change no bit of any result.
     """
 
     family: str
     precision: str = "ieee"
     overrides: tuple[tuple[str, Blocks], ...] = ()
+    measured: Found = NOTHING
+    descriptors: Descriptors | None = None
 
     def blocks(self, pass_name: Pass, problem: Problem) -> Blocks:
         """The blocks of a pass for a problem."""
         for name, blocks in self.overrides:
             if name == pass_name:
                 return blocks
+        if self.measured.entries:
+            entry = self.measured.entries.get(place_of(pass_name, problem))
+            if entry is not None:
+                return entry.blocks
         return tiles_for(
             self.family,
             pass_name,
@@ -181,6 +250,32 @@ class Config(NamedTuple):
             _is_heavy(problem),
             _is_scattered(problem),
         )
+
+    def splitting(self) -> Splitting:
+        """How the pass "decode" splits keys."""
+        return _SPLITTING_INTERPRETED if self.family == _INTERPRETER else _SPLITTING
+
+
+def decodes(problem: Problem) -> bool:
+    """Whether the forward pass is that of few queries.
+
+    In a packed call nobody knows how many a sequence has without reading them, and what the call
+    has in all says something of the others: such a call takes the ordinary road.
+    """
+    return problem.layout == "dense" and problem.queries <= _FEW
+
+
+def place_of(pass_name: Pass, problem: Problem) -> Place:
+    """What the blocks of a pass for a problem may depend on."""
+    kind = "*" if _is_scattered(problem) else "+" if _is_heavy(problem) else "plain"
+    width = _class_of(problem.head_dim, problem.value_dim)
+    return Place(pass_name, problem.dtype, width, kind)
+
+
+def _class_of(head_dim: int, value_dim: int) -> int:
+    """The width whose row of the table holds for these; LARGEST_WIDTH is not exceeded."""
+    widest = max(padded(head_dim), padded(value_dim))
+    return next(width for width in WIDTHS if widest <= width)
 
 
 def _is_heavy(problem: Problem) -> bool:
@@ -201,6 +296,7 @@ def padded(width: int) -> int:
     return max(_LEAST, 1 << (width - 1).bit_length())
 
 
+@lru_cache(maxsize=1024)
 def tiles_for(
     family: str,
     pass_name: Pass,
@@ -214,7 +310,7 @@ def tiles_for(
 
     Args:
         family: a name of FAMILIES.
-        pass_name: "forward", "dkdv" or "dq".
+        pass_name: "forward", "dkdv", "dq" or "decode".
         dtype: of q, k and v.
         head_dim: D.
         value_dim: Dv.
@@ -222,8 +318,7 @@ def tiles_for(
         scattered: whether blocks in which nothing attends are found out on the way.
     """
     chip = FAMILIES[family]
-    widest = max(padded(head_dim), padded(value_dim))
-    index = next(i for i, width in enumerate(_WIDTHS) if widest <= width)
+    index = WIDTHS.index(_class_of(head_dim, value_dim))
     single = dtype.itemsize > 2 and chip.table != _INTERPRETER
     table = "single" if single else chip.table
     plain = _TABLE[table, pass_name]
@@ -240,7 +335,7 @@ def shared_need(
 ) -> int:
     """About how many bytes of shared memory a pass needs: operands held, and those in flight."""
     both = (padded(head_dim) + padded(value_dim)) * itemsize
-    if pass_name == "forward":
+    if pass_name in ("forward", "decode"):
         held, moving = blocks.queries * padded(head_dim) * itemsize, blocks.keys * both
     elif pass_name == "dq":
         held, moving = blocks.queries * both, blocks.keys * both
@@ -282,6 +377,7 @@ def family_of(device: torch.device) -> str | None:
     return _cuda_family(properties.major * 10 + properties.minor)
 
 
+@cache
 def _cuda_family(capability: int) -> str | None:
     """Of compute capability 8.7 that of 8.6, of 10.3 that of 10.0, of 12.1 that of 12.0."""
     known = [int(f.name[3:]) for f in FAMILIES.values() if f.maker == "cuda"]
@@ -289,7 +385,13 @@ def _cuda_family(capability: int) -> str | None:
     return f"sm_{max(below)}" if below else None
 
 
-def config_for(family: str) -> Config:
-    """The configuration of a family, with the precision that torch allows at this time."""
-    tf32 = torch.backends.cuda.matmul.allow_tf32 and FAMILIES[family].maker == "cuda"
-    return Config(family, "tf32" if tf32 and family != "sm_75" else "ieee")
+def config_for(family: str, measured: Found = NOTHING) -> Config:
+    """The configuration of a family, with the precision that torch allows at this time.
+
+    Args:
+        family: a name of FAMILIES.
+        measured: what stands before the table.
+    """
+    chip = FAMILIES[family]
+    tf32 = torch.backends.cuda.matmul.allow_tf32 and chip.maker == "cuda" and family != "sm_75"
+    return Config(family, "tf32" if tf32 else "ieee", (), measured, chip.descriptors)

@@ -18,13 +18,13 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.gpu.config import Blocks, Config, padded
+from tilewise.kernels.gpu.descriptors import key_rows
 from tilewise.kernels.gpu.emit import Variant, captures
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.lists import tile_lists
 from tilewise.kernels.gpu.pairs import LN2, LOG2E, kept, shown
 from tilewise.kernels.gpu.walk import (
     counts_in,
-    described,
     head_of,
     head_strides,
     keys_in,
@@ -234,12 +234,13 @@ def walk_keys(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     PAGE: tl.constexpr = 0,
+    STAGES: tl.constexpr = None,
 ):
     """``count`` blocks of keys: those that are ``listed``, or without a list those of ``spans``.
 
     SKIPS: blocks of which no pair attends may be among them. Neither their keys nor their values
     are touched then. They are passed over in a loop of their own: a state that went through a
-    branch would take its registers twice.
+    branch would take its registers twice. STAGES: of the walk, where it has not the kernel's.
     """
     acc, top, total, moment, top_key = state
     if SKIPS:
@@ -270,7 +271,7 @@ def walk_keys(
             )
             i = next_met(i + 1, spans, listed, count, place, captured, SEEN, BN)
     else:
-        for i in tl.range(0, count):
+        for i in tl.range(0, count, num_stages=STAGES):
             acc, top, total, moment, top_key = take_block(
                 i,
                 (acc, top, total, moment, top_key),
@@ -325,6 +326,62 @@ def with_sink(natural, base2, total, sink):
     larger = tl.where(larger == float("-inf"), 0.0, larger)
     lse = larger + tl.log(tl.exp(own - larger) + tl.exp(sink - larger))
     return lse, weight, tl.maximum(of_sink, FAR), -tl.maximum(of_keys, FAR)
+
+
+@triton.jit
+def settled(
+    top,
+    total,
+    moment,
+    sink,
+    scale,
+    keep_factor,
+    FOLDED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    STATS: tl.constexpr,
+):
+    """What a walk comes to: (weight, (row_max, lse, max_logit, row_mean, entropy)).
+
+    The output is the unfinished one times the weight. Without STATS the last three mean nothing.
+    """
+    natural, base2 = tops(top, scale, FOLDED)
+    dead = total == 0
+    if sink is not None:
+        lse, weight, of_sink, above = with_sink(natural, base2, total, sink)
+    else:
+        weight = tl.where(dead, 0.0, 1.0 / tl.where(dead, 1.0, total))
+        lse = natural + tl.log(tl.where(dead, 1.0, total))
+        lse = tl.where(dead, float("-inf"), lse)
+    if DROPOUT:
+        weight = weight * keep_factor
+    mean = moment
+    entropy = moment
+    if STATS > 0:
+        if sink is not None:
+            fade = tl.math.exp2(-above)
+            sunk = tl.math.exp2(of_sink)
+            moment = (moment - above * total) * fade + sunk * of_sink
+            total = total * fade + sunk
+            dead = total == 0
+        mean = tl.where(dead, 0.0, moment / tl.where(dead, 1.0, total))
+        spread = tl.log(tl.where(dead, 1.0, total)) - LN2 * mean
+        entropy = tl.where(dead, 0.0, spread)
+    return weight, (base2, lse, natural, mean, entropy)
+
+
+@triton.jit
+def store_numbers(places, at, inside, row, total, first_key, STATS: tl.constexpr):
+    """The numbers of rows: what ``settled`` gave for them, their sums and their first keys."""
+    lse, row_max, row_sum, row_mean, max_logit, entropy, top_key = places
+    tl.store(lse + at, row[1], mask=inside)
+    tl.store(row_max + at, row[0], mask=inside)
+    tl.store(row_sum + at, total, mask=inside)
+    if STATS > 0:
+        tl.store(max_logit + at, row[2], mask=inside)
+        tl.store(row_mean + at, row[3], mask=inside)
+        tl.store(entropy + at, row[4], mask=inside)
+    if STATS > 1:
+        tl.store(top_key + at, first_key.to(tl.int64), mask=inside)
 
 
 @triton.jit
@@ -417,6 +474,7 @@ def attend(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     PAGE: tl.constexpr,
+    EDGE_STAGES: tl.constexpr,
 ):
     """Attention of a block of BM queries of one head.
 
@@ -465,10 +523,11 @@ def attend(
             b, m0, tl.minimum(m0 + BM, M), M, N, captured[0], captured[1]
         )
     k_side, v_side = (k_head, k_strides, pages), (v_head, v_strides, pages)
+    start = (b_k if cu_q is None else b_k * 0, h // group, begin_k)  # packed rows have no batch
     if k_rows is not None:
-        k_side = (k_head, k_strides, pages, k_rows, (b_k, h // group, begin_k))
+        k_side = (k_head, k_strides, pages, k_rows, start)
     if v_rows is not None:
-        v_side = (v_head, v_strides, pages, v_rows, (b_k, h // group, begin_k))
+        v_side = (v_head, v_strides, pages, v_rows, start)
     sides = (k_side, v_side, low, high)
     spans = split_range(low, full_low, full_high, high, N, BN)
     if order is None:
@@ -526,40 +585,15 @@ def attend(
         WIDE,
         PRECISION,
         PAGE,
+        EDGE_STAGES,
     )
 
-    natural, base2 = tops(top, scale, FOLDED)
-    dead = total == 0
-    if sinks is not None:
-        sink = tl.load(sinks + h)
-        row_lse, weight, of_sink, above = with_sink(natural, base2, total, sink)
-    else:
-        weight = tl.where(dead, 0.0, 1.0 / tl.where(dead, 1.0, total))
-        row_lse = natural + tl.log(tl.where(dead, 1.0, total))
-        row_lse = tl.where(dead, float("-inf"), row_lse)
-    if DROPOUT:
-        weight = weight * keep_factor
+    sink = None if sinks is None else tl.load(sinks + h)
+    weight, row = settled(top, total, moment, sink, scale, keep_factor, FOLDED, DROPOUT, STATS)
     out_head = head_of(out, out_strides, b, h, begin_q)
     store_tile(out_head, m0, out_strides, M, acc * weight[:, None], BM, DV, DV_PADDED)
-    inside = m < M
-    at = at + m
-    tl.store(lse + at, row_lse, mask=inside)
-    tl.store(row_max + at, base2, mask=inside)
-    tl.store(row_sum + at, total, mask=inside)
-    if STATS > 0:
-        if sinks is not None:
-            fade = tl.math.exp2(-above)
-            sunk = tl.math.exp2(of_sink)
-            moment = (moment - above * total) * fade + sunk * of_sink
-            total = total * fade + sunk
-            dead = total == 0
-        mean = tl.where(dead, 0.0, moment / tl.where(dead, 1.0, total))
-        spread = tl.log(tl.where(dead, 1.0, total)) - LN2 * mean
-        tl.store(max_logit + at, natural, mask=inside)
-        tl.store(row_mean + at, mean, mask=inside)
-        tl.store(entropy + at, tl.where(dead, 0.0, spread), mask=inside)
-    if STATS > 1:
-        tl.store(top_key + at, first_key.to(tl.int64), mask=inside)
+    numbers_of = (lse, row_max, row_sum, row_mean, max_logit, entropy, top_key)
+    store_numbers(numbers_of, at + m, m < M, row, total, first_key, STATS)
 
 
 class Grid(NamedTuple):
@@ -584,41 +618,28 @@ def forward_launches(
     """
     blocks = config.blocks("forward", problem)
     grid = _grid(problem, blocks)
+    rows = key_rows(problem, operands, config, variant, blocks)
     arguments = {
-        **_tensors(problem, operands, result),
+        **tensors_of(problem, operands, result),
+        "cu_q": operands.cu_seqlens_q,
+        "cu_k": operands.cu_seqlens_k,
         **lists_of(tile_lists(problem, operands, variant.tables, blocks.queries, blocks.keys)),
         "captured": (*captures(operands.mask_tensors), *captures(operands.score_tensors)),
         "batch": problem.batch,
         "heads": problem.heads,
         "group": problem.heads // problem.kv_heads,
         "queries": problem.queries,
-        **_paging(problem, operands),
-        "k_rows": described(operands.k, problem, blocks.keys),
-        "v_rows": described(operands.v, problem, blocks.keys),
+        **paging_of(problem, operands),
+        **rows.arguments(),
         "tiles": grid.tiles,
         "section": grid.section,
         "scale": problem.scale,
-        **_dropout(problem, operands),
+        **dropout_of(problem, operands),
     }
     constants = {
-        "SEEN": variant.seen,
-        "SCORE": variant.score,
-        "KEYS_OF": variant.keys_of,
-        "FOLDED": variant.score is None and problem.scale > _LEAST_FOLDED,
-        "BLIND": not knows_whole_tiles(problem, variant),
-        "SKIPS": meets_empty_tiles(problem, variant),
+        **constants_of(problem, operands, result, config, variant, blocks),
         "REVERSED": _grows(problem),
-        "DROPOUT": problem.dropout_p > 0,
-        "STATS": 0 if result.entropy is None else 1 if result.top_key is None else 2,
-        "D": problem.head_dim,
-        "DV": problem.value_dim,
-        "D_PADDED": padded(problem.head_dim),
-        "DV_PADDED": padded(problem.value_dim),
-        "BM": blocks.queries,
-        "BN": blocks.keys,
-        "WIDE": wide(operands[:3], problem, blocks),
-        "PRECISION": config.precision,
-        "PAGE": problem.page_size,
+        "EDGE_STAGES": rows.edge_stages,
     }
     return [launch_of(attend, (grid.programs,), arguments, constants, blocks)]
 
@@ -635,8 +656,45 @@ def _grid(problem: Problem, blocks: Blocks) -> Grid:
     return Grid(tiles, max(1, min(section, lines)), tiles * lines)
 
 
-def _tensors(problem: Problem, operands: Operands, result: Result) -> dict[str, Any]:
-    """The tensors of a call and their strides."""
+def constants_of(
+    problem: Problem,
+    operands: Operands,
+    result: Result,
+    config: Config,
+    variant: Variant,
+    blocks: Blocks,
+) -> dict[str, Any]:
+    """The constants of every walk over the keys; arguments as for ``forward_launches``."""
+    return {
+        "SEEN": variant.seen,
+        "SCORE": variant.score,
+        "KEYS_OF": variant.keys_of,
+        "BLIND": not knows_whole_tiles(problem, variant),
+        "SKIPS": meets_empty_tiles(problem, variant),
+        **finishing_of(problem, result, variant),
+        "D": problem.head_dim,
+        "D_PADDED": padded(problem.head_dim),
+        "BM": blocks.queries,
+        "BN": blocks.keys,
+        "WIDE": wide(operands[:3], problem, blocks),
+        "PRECISION": config.precision,
+        "PAGE": problem.page_size,
+    }
+
+
+def finishing_of(problem: Problem, result: Result, variant: Variant) -> dict[str, Any]:
+    """The constants of what ends a walk: ``settled``, and the rows of the output."""
+    return {
+        "FOLDED": variant.score is None and problem.scale > _LEAST_FOLDED,
+        "DROPOUT": problem.dropout_p > 0,
+        "STATS": 0 if result.entropy is None else 1 if result.top_key is None else 2,
+        "DV": problem.value_dim,
+        "DV_PADDED": padded(problem.value_dim),
+    }
+
+
+def tensors_of(problem: Problem, operands: Operands, result: Result) -> dict[str, Any]:
+    """The tensors of a call, but for cu_seqlens, and their strides."""
     stats = result.stats
     return {
         "q": operands.q,
@@ -651,8 +709,6 @@ def _tensors(problem: Problem, operands: Operands, result: Result) -> dict[str, 
         "entropy": result.entropy,
         "top_key": result.top_key,
         "sinks": operands.sinks,
-        "cu_q": operands.cu_seqlens_q,
-        "cu_k": operands.cu_seqlens_k,
         "q_strides": head_strides(operands.q, problem),
         "k_strides": head_strides(operands.k, problem),
         "v_strides": head_strides(operands.v, problem),
@@ -660,7 +716,7 @@ def _tensors(problem: Problem, operands: Operands, result: Result) -> dict[str, 
     }
 
 
-def _paging(problem: Problem, operands: Operands) -> dict[str, Any]:
+def paging_of(problem: Problem, operands: Operands) -> dict[str, Any]:
     """The block table, the lengths, and the bounds that kernels clamp both to."""
     held = operands.k.shape[0] if problem.page_size else 1
     return {
@@ -671,7 +727,7 @@ def _paging(problem: Problem, operands: Operands) -> dict[str, Any]:
     }
 
 
-def _dropout(problem: Problem, operands: Operands) -> dict[str, Any]:
+def dropout_of(problem: Problem, operands: Operands) -> dict[str, Any]:
     """Seed and threshold as 32-bit words, and the factor of what is kept."""
     low, high = split_seed(operands.seed)
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.kernels.gpu.gradients import pair_gradients
+from tilewise.kernels.gpu.gradients import pair_gradients, row_gradients
 from tilewise.kernels.gpu.pairs import shown
 from tilewise.kernels.gpu.rows import row_values
 from tilewise.kernels.gpu.walk import (
@@ -72,6 +72,29 @@ def line_place(
 
 
 @triton.jit
+def products_of(inputs, strides, plane, group, place, m0, n0, FORM: tl.constexpr):
+    """(q.k, grad_out.v, values of rows) of a tile of pairs; arguments as for ``terms_of``."""
+    BLOCK_M: tl.constexpr = FORM[0]
+    BLOCK_N: tl.constexpr = FORM[1]
+    WIDE: tl.constexpr = FORM[10]
+    b, h, begin, begin_k, M, N = place
+    q, k, v, grad_out, rows = inputs
+    at = head_of(q, strides[0], b, h, begin)
+    q_tile = load_tile(at, m0, strides[0], 0, M, BLOCK_M, FORM[2], FORM[3], True, WIDE)
+    at = head_of(k, strides[1], b, h // group, begin_k)
+    k_tile = load_tile(at, n0, strides[1], 0, N, BLOCK_N, FORM[2], FORM[3], True, WIDE)
+    at = head_of(v, strides[2], b, h // group, begin_k)
+    v_tile = load_tile(at, n0, strides[2], 0, N, BLOCK_N, FORM[4], FORM[5], True, WIDE)
+    at = head_of(grad_out, strides[3], b, h, begin)
+    g_tile = load_tile(at, m0, strides[3], 0, M, BLOCK_M, FORM[4], FORM[5], True, WIDE)
+    m = m0 + tl.arange(0, BLOCK_M)[:, None]
+    row = row_values(head_of(rows, strides[4], b, h, begin), plane, m, M, FORM[7], FORM[8])
+    products = tl.dot(q_tile, tl.trans(k_tile), input_precision=FORM[9])
+    by_value = tl.dot(g_tile, tl.trans(v_tile), input_precision=FORM[9])
+    return products, by_value, row
+
+
+@triton.jit
 def terms_of(
     inputs,
     strides,
@@ -95,25 +118,13 @@ def terms_of(
     """
     BLOCK_M: tl.constexpr = FORM[0]
     BLOCK_N: tl.constexpr = FORM[1]
-    WIDE: tl.constexpr = FORM[10]
-    b, h, begin, begin_k, M, N = place
-    q, k, v, grad_out, rows = inputs
+    b, h, _, _, M, N = place
     m = m0 + tl.arange(0, BLOCK_M)[:, None]
     n = n0 + tl.arange(0, BLOCK_N)[None, :]
     visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
     terms = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if tl.max(visible.to(tl.int32)) > 0:
-        at = head_of(q, strides[0], b, h, begin)
-        q_tile = load_tile(at, m0, strides[0], 0, M, BLOCK_M, FORM[2], FORM[3], True, WIDE)
-        at = head_of(k, strides[1], b, h // group, begin_k)
-        k_tile = load_tile(at, n0, strides[1], 0, N, BLOCK_N, FORM[2], FORM[3], True, WIDE)
-        at = head_of(v, strides[2], b, h // group, begin_k)
-        v_tile = load_tile(at, n0, strides[2], 0, N, BLOCK_N, FORM[4], FORM[5], True, WIDE)
-        at = head_of(grad_out, strides[3], b, h, begin)
-        g_tile = load_tile(at, m0, strides[3], 0, M, BLOCK_M, FORM[4], FORM[5], True, WIDE)
-        row = row_values(head_of(rows, strides[4], b, h, begin), plane, m, M, FORM[7], FORM[8])
-        products = tl.dot(q_tile, tl.trans(k_tile), input_precision=FORM[9])
-        by_value = tl.dot(g_tile, tl.trans(v_tile), input_precision=FORM[9])
+        products, by_value, row = products_of(inputs, strides, plane, group, place, m0, n0, FORM)
         _, terms = pair_gradients(
             products,
             by_value,
@@ -132,6 +143,53 @@ def terms_of(
             FORM[8],
         )
     return terms
+
+
+@triton.jit
+def row_sums_of(
+    inputs,
+    strides,
+    captured,
+    numbers,
+    plane,
+    group,
+    place,
+    m0,
+    n0,
+    SCORE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    SEEN: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Sums along the rows of a tile as of ``row_gradients``; arguments as for ``terms_of``."""
+    BLOCK_M: tl.constexpr = FORM[0]
+    BLOCK_N: tl.constexpr = FORM[1]
+    b, h, _, _, M, N = place
+    m = m0 + tl.arange(0, BLOCK_M)[:, None]
+    n = n0 + tl.arange(0, BLOCK_N)[None, :]
+    visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
+    shares = tl.zeros([BLOCK_M], tl.float32)
+    plain = tl.zeros([BLOCK_M], tl.float32)
+    weights = tl.zeros([BLOCK_M], tl.float32)
+    if tl.max(visible.to(tl.int32)) > 0:
+        products, by_value, row = products_of(inputs, strides, plane, group, place, m0, n0, FORM)
+        shares, plain, weights = row_gradients(
+            products,
+            by_value,
+            row,
+            numbers,
+            (b, h, M, N),
+            m,
+            n,
+            captured,
+            visible,
+            SCORE,
+            FACTOR,
+            FORM[6],
+            FORM[7],
+            FORM[8],
+        )
+    return shares, plain, weights
 
 
 @triton.jit
@@ -174,8 +232,13 @@ def line_kernel(
     RANGE: tl.constexpr,
     FORM: tl.constexpr,
     BY_KEYS: tl.constexpr,
+    DUE: tl.constexpr,
 ):
-    """Sums of the shares of each row of pairs, or (BY_KEYS) of each column, in float64."""
+    """Sums of the shares of each row of pairs, or (BY_KEYS) of each column, in float64.
+
+    Those of rows are rid of what the shift of a row was rounded by; DUE is the plane of ``rows``
+    that says what the gradients of its scores add up to.
+    """
     program = tl.program_id(0)
     BLOCK: tl.constexpr = FORM[1] if BY_KEYS else FORM[0]
     OTHER: tl.constexpr = FORM[0] if BY_KEYS else FORM[1]
@@ -188,28 +251,53 @@ def line_kernel(
         return
     numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
     start, stop = range_of(place, first, captured, RANGE, BLOCK, OTHER, BY_KEYS)
-    total = tl.zeros([BLOCK], tl.float64)
-    for other in range(start, stop, OTHER):
-        m0 = other if BY_KEYS else first
-        n0 = first if BY_KEYS else other
-        terms = terms_of(
-            inputs,
-            strides,
-            captured,
-            numbers,
-            plane,
-            group,
-            place,
-            m0,
-            n0,
-            SCORE,
-            FACTOR,
-            SEEN,
-            FORM,
-        )
-        total += tl.sum(terms, 0 if BY_KEYS else 1).to(tl.float64)
-    at = head_of(sums, sum_strides, b, h, begin_k if BY_KEYS else begin)
     i = first + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float64)
+    if BY_KEYS:
+        for m0 in range(start, stop, OTHER):
+            terms = terms_of(
+                inputs,
+                strides,
+                captured,
+                numbers,
+                plane,
+                group,
+                place,
+                m0,
+                first,
+                SCORE,
+                FACTOR,
+                SEEN,
+                FORM,
+            )
+            total += tl.sum(terms, 0).to(tl.float64)
+    else:
+        gathered = tl.zeros([BLOCK], tl.float64)
+        weight = tl.zeros([BLOCK], tl.float64)
+        for n0 in range(start, stop, OTHER):
+            shares, plain, weights = row_sums_of(
+                inputs,
+                strides,
+                captured,
+                numbers,
+                plane,
+                group,
+                place,
+                first,
+                n0,
+                SCORE,
+                FACTOR,
+                SEEN,
+                FORM,
+            )
+            total += shares.to(tl.float64)
+            gathered += plain.to(tl.float64)
+            weight += weights.to(tl.float64)
+        values = head_of(inputs[4], strides[4], b, h, begin) + DUE * plane
+        over = (gathered - tl.load(values + i, mask=i < length, other=0.0)) * weight
+        # What is infinite or NaN in a row stays what it is.
+        total = total - tl.where(tl.abs(over) < float("inf"), over, 0.0)
+    at = head_of(sums, sum_strides, b, h, begin_k if BY_KEYS else begin)
     tl.store(at + i, total, mask=i < length)
 
 

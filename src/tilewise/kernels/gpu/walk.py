@@ -12,7 +12,6 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.gpu.config import Blocks, padded
 from tilewise.kernels.gpu.emit import Variant
@@ -23,7 +22,6 @@ from tilewise.variants.program import Program
 
 __all__ = [
     "counts_in",
-    "described",
     "head_of",
     "head_strides",
     "keys_in",
@@ -45,9 +43,6 @@ __all__ = [
     "wide",
     "word",
 ]
-
-
-_LONELY = 1 << 20  # a stride that nobody takes, of a dimension of size 1
 
 
 @triton.jit
@@ -125,10 +120,20 @@ def load_keys(
     ``pages_of``) has for it, pages are ``strides[0]`` apart, and ``head`` is where the rows of page
     0 begin. Entries for rows outside of [low, high) are not read where MASKED. ``first`` is a
     multiple of BLOCK.
+
+    ``side`` may have two parts more: a descriptor of blocks of BLOCK rows (``descriptors.py``), and
+    where in it the head's rows begin, (b, h, row). Blocks of which every row is there, those that
+    are not MASKED, are then copied by it.
     """
     head, strides = side[0], side[1]
     if len(side) > 3 and not MASKED:
-        tile = described_tile(side[3], side[4], first, BLOCK, PADDED)
+        b, h, begin = side[4]
+        row = begin + first
+        if PAGE > 0:
+            b = page_of(side[2], first // PAGE, True, MASKED)
+            row = first % PAGE
+        at = [tl.cast(b, tl.int32), tl.cast(h, tl.int32), tl.cast(row, tl.int32), 0]
+        tile = tl.reshape(side[3].load(at), [BLOCK, PADDED])
     elif PAGE == 0:
         tile = load_tile(head, first, strides, low, high, BLOCK, WIDTH, PADDED, MASKED, WIDE)
     elif PAGE % BLOCK == 0:  # one page has all of the tile
@@ -157,14 +162,6 @@ def load_keys(
         else:
             tile = tl.load(places)
     return tile
-
-
-@triton.jit
-def described_tile(rows, place, first, BLOCK: tl.constexpr, PADDED: tl.constexpr):
-    """Rows ``first`` and on of a matrix by its descriptor; ``place`` is (b, h, row before them)."""
-    b, h, begin = place
-    at = [tl.cast(b, tl.int32), tl.cast(h, tl.int32), tl.cast(begin + first, tl.int32), 0]
-    return tl.reshape(rows.load(at), [BLOCK, PADDED])
 
 
 @triton.jit
@@ -321,34 +318,6 @@ def slots_of(problem: Problem, length: int, block: int) -> int:
 def programs_of(problem: Problem, heads: int, slots: int) -> int:
     """How many programs a walk has that gives each slot of each head one."""
     return slots * heads * (problem.batch if problem.layout == "dense" else 1)
-
-
-def described(tensor: Tensor, problem: Problem, rows: int) -> TensorDescriptor | None:
-    """A descriptor of blocks of so many rows of a tensor's heads; None where there can be none.
-
-    What the copy engine asks for: 16 bytes between what it steps over, no step of zero, columns
-    side by side, a start at a multiple of 16 bytes. Strides and the address decide it alone.
-
-    Args:
-        tensor: with a row per query or key, of any layout of the problem.
-        problem: whose.
-        rows: of a block.
-    """
-    sizes = list(tensor.shape if problem.layout == "dense" else (1, *tensor.transpose(0, 1).shape))
-    strides = list(head_strides(tensor, problem))
-    unit = 16 // tensor.dtype.itemsize
-    if not all(sizes) or (sizes[3] > 1 and strides[3] != 1) or sizes[3] < unit:
-        return None
-    for axis in range(3):
-        if sizes[axis] == 1:
-            strides[axis] = _LONELY
-        elif strides[axis] % unit or not 0 < strides[axis] * tensor.dtype.itemsize < 2**40:
-            return None
-    if tensor.data_ptr() % 16 or max(sizes) >= 2**31:
-        return None
-    strides[3] = 1
-    block = [1, 1, rows, padded(tensor.shape[-1])]
-    return TensorDescriptor(tensor, sizes, strides, block)
 
 
 def lists_of(lists: TileLists | None) -> dict[str, Any]:

@@ -42,9 +42,10 @@ class Asked(NamedTuple):
         dtype: of all of them.
         mask: "", "causal", "window", "document" (causal too), or "table", which is "document" with
             a table of tiles.
-        score: "", "alibi softcap" or "bias".
+        score: "", "alibi softcap", "bias" (of each pair), "head bias" or "raw".
         dropout_p, sinks, varlen: as in a call.
         statistics: "", "all" or "top1".
+        queries: of each head; fewer than keys are the last ones.
         page_size: of the pages that keys and values lie in; 0: they do not.
     """
 
@@ -56,6 +57,7 @@ class Asked(NamedTuple):
     sinks: bool = False
     varlen: bool = False
     statistics: str = ""
+    queries: int = QUERIES
     page_size: int = 0
 
 
@@ -66,9 +68,10 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def operands_of(asked: Asked) -> tuple[Problem, Operands]:
     """The problem, and operands in kernel form."""
-    mask, score = _mask(asked.mask), _score(asked.score, asked.dtype)
+    mask, score = _mask(asked), _score(asked)
     sinks = meta(HEADS) if asked.sinks else None
-    q, k, v = (_rows(asked, heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    q = _rows(asked, asked.queries, HEADS)
+    k, v = (_rows(asked, KEYS, KV_HEADS) for _ in range(2))
     cu_seqlens = meta(BATCH + 1, dtype=torch.int64)
     said: dict[str, Any] = {"scale": None, "dropout_p": asked.dropout_p, "sinks": sinks}
     said |= {"mask": mask.program, "score": score.program}
@@ -76,7 +79,7 @@ def operands_of(asked: Asked) -> tuple[Problem, Operands]:
         problem = varlen_problem(q, k, v, cu_seqlens, cu_seqlens, **said)
     else:
         problem = dense_problem(q, k, v, **said)
-    extent = Extent(BATCH, HEADS, QUERIES, KEYS, ragged=asked.varlen, check_values=False)
+    extent = Extent(BATCH, HEADS, asked.queries, KEYS, ragged=asked.varlen, check_values=False)
     operands = Operands(
         q,
         k,
@@ -136,23 +139,25 @@ def _in_pages(asked: Asked, problem: Problem, operands: Operands) -> tuple[Probl
     return problem._replace(keys=KEYS, page_size=size), operands
 
 
-def _rows(asked: Asked, heads: int) -> Tensor:
+def _rows(asked: Asked, length: int, heads: int) -> Tensor:
     if asked.varlen:
-        return meta(BATCH * KEYS, heads, asked.width, dtype=asked.dtype)
-    return meta(BATCH, KEYS, heads, asked.width, dtype=asked.dtype).transpose(1, 2)
+        return meta(BATCH * length, heads, asked.width, dtype=asked.dtype)
+    return meta(BATCH, length, heads, asked.width, dtype=asked.dtype).transpose(1, 2)
 
 
-def _mask(name: str) -> Mask:
+def _mask(asked: Asked) -> Mask:
+    name, queries = asked.mask, asked.queries
     if name == "causal":
         return masks.causal()
     if name == "window":
         return masks.window(1023, 0)
     if name == "document":
-        return masks.document(meta(BATCH, KEYS, dtype=torch.int64)) & masks.causal()
+        of_queries, of_keys = (meta(BATCH, length, dtype=torch.int64) for length in (queries, KEYS))
+        return masks.document(of_keys, of_queries) & masks.causal()
     if name == "table":
-        plain = _mask("document")
-        sides = (BLOCK, BLOCK, 0, 0, QUERIES, KEYS, 0)
-        covers = meta(1, 1, QUERIES // BLOCK, KEYS // BLOCK, dtype=torch.uint8)
+        plain = _mask(asked._replace(mask="document"))
+        sides = (BLOCK, BLOCK, 0, 0, queries, KEYS, 0)
+        covers = meta(1, 1, -(-queries // BLOCK), KEYS // BLOCK, dtype=torch.uint8)
         table = Instr("tiles", sides, (len(plain.captured),))
         return Mask((*plain.program, table), (*plain.captured, covers))
     if name:
@@ -160,11 +165,18 @@ def _mask(name: str) -> Mask:
     return Mask(())
 
 
-def _score(name: str, dtype: torch.dtype) -> Score:
-    if name == "alibi softcap":
+def _score(asked: Asked) -> Score:
+    if asked.score == "alibi softcap":
         return as_score((scores.alibi(meta(HEADS)), scores.softcap(30.0)))
-    if name == "bias":
-        return scores.bias(meta(HEADS, QUERIES, KEYS, dtype=dtype))
-    if name:
-        raise KeyError(name)
+    if asked.score == "bias":
+        return scores.bias(meta(HEADS, asked.queries, KEYS, dtype=asked.dtype))
+    if asked.score == "head bias":
+        return scores.bias(meta(HEADS, 1, 1, dtype=asked.dtype))
+    if asked.score == "raw":
+        from tilewise.kernels.gpu.gate.raw_pair import weigh, weigh_slope
+
+        scores.register_triton("gate_weigh", weigh, weigh_slope)
+        return scores.raw("gate_weigh", meta(HEADS))
+    if asked.score:
+        raise KeyError(asked.score)
     return Score(())

@@ -8,6 +8,9 @@ tune`` measured on the chip stand before the table (``plan/tuned.py``), and depe
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, lru_cache
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -28,6 +31,7 @@ __all__ = [
     "Family",
     "Pass",
     "Splitting",
+    "by_pointers",
     "config_for",
     "decodes",
     "family_of",
@@ -44,13 +48,14 @@ LARGEST_WIDTH = 512
 _FEW = 16  # queries of a head, up to which its keys are split among programs
 _LEAST = 16  # of a block's sides: what matrix instructions take
 _INTERPRETER = "interpreter"
+_DESCRIBED = ContextVar("tilewise_described", default=True)
 
 
 class Descriptors(NamedTuple):
     """When the forward pass loads whole blocks of keys and values by tensor descriptors.
 
     Args:
-        keys: the fewest of a call for which they pay: a descriptor costs the host some microseconds.
+        keys: the fewest of a call for which they pay: making one costs the host microseconds.
         edge_stages: of the walk over the few blocks at the edges of bands, where blocks are large;
             None for those of the kernel.
     """
@@ -394,4 +399,15 @@ def config_for(family: str, measured: Found = NOTHING) -> Config:
     """
     chip = FAMILIES[family]
     tf32 = torch.backends.cuda.matmul.allow_tf32 and chip.maker == "cuda" and family != "sm_75"
-    return Config(family, "tf32" if tf32 else "ieee", (), measured, chip.descriptors)
+    descriptors = chip.descriptors if _DESCRIBED.get() else None
+    return Config(family, "tf32" if tf32 else "ieee", (), measured, descriptors)
+
+
+@contextmanager
+def by_pointers() -> Iterator[None]:
+    """Meanwhile nothing is loaded by descriptors: for measuring what they gain."""
+    before = _DESCRIBED.set(False)
+    try:
+        yield
+    finally:
+        _DESCRIBED.reset(before)

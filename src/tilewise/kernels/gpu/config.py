@@ -8,6 +8,9 @@ tune`` measured on the chip stand before the table (``plan/tuned.py``), and depe
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, lru_cache
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -26,9 +29,11 @@ __all__ = [
     "WIDTHS",
     "Blocks",
     "Config",
+    "Descriptors",
     "Family",
     "Pass",
     "Splitting",
+    "by_pointers",
     "config_for",
     "decodes",
     "family_of",
@@ -45,6 +50,20 @@ LARGEST_WIDTH = 512
 _FEW = 16  # queries of a head, up to which its keys are split among programs
 _LEAST = 16  # of a block's sides: what matrix instructions take
 _INTERPRETER = "interpreter"
+_DESCRIBED = ContextVar("tilewise_described", default=True)
+
+
+class Descriptors(NamedTuple):
+    """When the forward pass loads whole blocks of keys and values by tensor descriptors.
+
+    Args:
+        keys: the fewest of a call for which they pay: making one costs the host microseconds.
+        edge_stages: of the walk over the few blocks at the edges of bands, where blocks are large;
+            None for those of the kernel.
+    """
+
+    keys: int
+    edge_stages: int | None = None
 
 
 class Family(NamedTuple):
@@ -60,6 +79,7 @@ class Family(NamedTuple):
         eight: how it multiplies float8 e4m3: "halves", as float16, for want of instructions or of
             a compiler that makes them; "short", by units that add with few bits; "whole", by
             units that add in float32.
+        descriptors: None where it has none, or does not gain by them.
     """
 
     name: str
@@ -69,6 +89,7 @@ class Family(NamedTuple):
     warp: int
     table: str
     eight: str
+    descriptors: Descriptors | None = None
 
 
 class Splitting(NamedTuple):
@@ -109,8 +130,8 @@ FAMILIES = {
         Family("sm_80", "cuda", 163 * _KB, "mma", 32, "ampere", "halves"),
         Family("sm_86", "cuda", 99 * _KB, "mma", 32, "small", "halves"),
         Family("sm_89", "cuda", 99 * _KB, "mma", 32, "small", "short"),
-        Family("sm_90", "cuda", 227 * _KB, "wgmma", 32, "hopper", "short"),
-        Family("sm_100", "cuda", 227 * _KB, "tcgen05", 32, "blackwell", "whole"),
+        Family("sm_90", "cuda", 227 * _KB, "wgmma", 32, "hopper", "short", Descriptors(2048, 1)),
+        Family("sm_100", "cuda", 227 * _KB, "tcgen05", 32, "blackwell", "whole", Descriptors(2048)),
         Family("sm_120", "cuda", 99 * _KB, "mma", 32, "small", "whole"),
         Family("gfx90a", "hip", 64 * _KB, "mfma", 64, "cdna", "halves"),
         Family("gfx942", "hip", 64 * _KB, "mfma", 64, "cdna", "halves"),
@@ -219,12 +240,14 @@ class Config(NamedTuple):
         overrides: (pass, blocks) pairs that stand before everything, for whatever is asked: of the
             tests, the gate and the tuner.
         measured: blocks by place that stand before the table.
+        descriptors: as in FAMILIES. They change no bit of any result.
     """
 
     family: str
     precision: str = "ieee"
     overrides: tuple[tuple[str, Blocks], ...] = ()
     measured: Found = NOTHING
+    descriptors: Descriptors | None = None
 
     def blocks(self, pass_name: Pass, problem: Problem) -> Blocks:
         """The blocks of a pass for a problem."""
@@ -392,5 +415,17 @@ def config_for(family: str, measured: Found = NOTHING) -> Config:
         family: a name of FAMILIES.
         measured: what stands before the table.
     """
-    tf32 = torch.backends.cuda.matmul.allow_tf32 and FAMILIES[family].maker == "cuda"
-    return Config(family, "tf32" if tf32 and family != "sm_75" else "ieee", (), measured)
+    chip = FAMILIES[family]
+    tf32 = torch.backends.cuda.matmul.allow_tf32 and chip.maker == "cuda" and family != "sm_75"
+    descriptors = chip.descriptors if _DESCRIBED.get() else None
+    return Config(family, "tf32" if tf32 else "ieee", (), measured, descriptors)
+
+
+@contextmanager
+def by_pointers() -> Iterator[None]:
+    """Meanwhile nothing is loaded by descriptors: for measuring what they gain."""
+    before = _DESCRIBED.set(False)
+    try:
+        yield
+    finally:
+        _DESCRIBED.reset(before)

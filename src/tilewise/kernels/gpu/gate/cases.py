@@ -146,7 +146,8 @@ def _cases() -> list[Case]:
     ]
     for name, asked in _CALLS.items():
         sixteen, key = asked.dtype.itemsize == 2, name in _KEY
-        found.append(Case(f"forward {name}", partial(forward, asked), sixteen, key=key))
+        launches = partial(forward, asked)
+        found.append(Case(f"forward {name}", launches, sixteen, key=key, described=key))
         if not asked.statistics:
             launches = partial(backward, asked)
             found.append(Case(f"backward {name}", launches, sixteen, _PLAIN, key))

@@ -28,6 +28,7 @@ from tilewise.kernels.gpu.emit import variant_of
 from tilewise.kernels.gpu.forward import forward_launches
 from tilewise.kernels.gpu.launch import Launch, run
 from tilewise.problem import Operands, Problem, Result
+from tilewise.variants.program import decode
 
 BLOCKS = Blocks(16, 16, 4, 1)
 SMALL: dict[str, Any] = {"batch": 2, "queries": 37, "keys": 61, "head_dim": 16, "value_dim": 16}
@@ -199,12 +200,13 @@ def test_packed_rows_have_one() -> None:
         {"dtype": torch.float32},
         {"head_dim": 130},
         {"dropout_p": 0.5},
+        {"score": decode("softcap(2.0) bias()[0]")},
         {"page_size": 96},
     ],
     ids=str,
 )
 def test_when_they_do_not_pay(change: dict[str, Any]) -> None:
-    """Few keys, other dtypes, wide heads, dropout, pages that cut blocks, other chips."""
+    """Few keys, float32, wide heads, dropout, a bias, pages that cut blocks, other chips."""
     problem = DENSE._replace(keys=2048)
     k = _tensor(1, 2, 2048, 32).expand(1, 2, 2048, 32)
     operands = Operands(k, k, k)

@@ -24,7 +24,8 @@ _STEP_BYTES = 16  # of the engine: addresses and steps are multiples of it, a ro
 _MOST_BYTES = 2**40  # of a step
 _MOST_ROWS = 256  # of a block
 _LONELY = 2**20  # the step along a dimension of size 1, which nobody takes
-# Wider heads, other dtypes and dropout take more registers by descriptors than by pointers.
+# Wider heads, dropout and biases take more registers or longer loops by descriptors than by
+# pointers, and float32 multiplies without them: see docs/performance-log.md.
 _WIDEST, _ITEM_BYTES = 128, 2
 _LARGE_BLOCK = 128 * 64
 
@@ -82,6 +83,7 @@ def key_rows(
         or problem.dtype.itemsize != _ITEM_BYTES
         or widest > _WIDEST
         or problem.dropout_p
+        or any(instr.op == "bias" for instr in problem.score)
         or not knows_whole_tiles(problem, variant)
     ):
         return KeyRows()

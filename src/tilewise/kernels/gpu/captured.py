@@ -73,7 +73,7 @@ class _Captured:
     def __init__(self, call: Backward) -> None:
         self.call = call
         self.problem = call.problem
-        self.blocks = call.config.blocks("dq", call.problem)
+        self.blocks = call.config.blocks("shares", call.problem)
         self.lines = 1 if call.problem.layout == "varlen" else call.problem.batch
 
     def launches(self, load: _Load) -> list[Launch]:

@@ -27,7 +27,7 @@ __all__ = [
     "tiles_for",
 ]
 
-Pass: TypeAlias = Literal["forward", "dkdv", "dq"]
+Pass: TypeAlias = Literal["forward", "dkdv", "dq", "shares"]
 
 LARGEST_WIDTH = 512
 _LEAST = 16  # of a block's sides: what matrix instructions take
@@ -154,6 +154,10 @@ _TABLE = _rows(
 )
 
 
+# A pass without rows or overrides of its own takes those of another one.
+_STANDS_FOR: dict[str, tuple[str, ...]] = {"shares": ("dq",)}
+
+
 class Config(NamedTuple):
     """What host code of a pass has to know of the chip.
 
@@ -169,9 +173,10 @@ class Config(NamedTuple):
 
     def blocks(self, pass_name: Pass, problem: Problem) -> Blocks:
         """The blocks of a pass for a problem."""
-        for name, blocks in self.overrides:
-            if name == pass_name:
-                return blocks
+        given = dict(self.overrides)
+        for name in (pass_name, *_STANDS_FOR.get(pass_name, ())):
+            if name in given:
+                return given[name]
         return tiles_for(
             self.family,
             pass_name,
@@ -213,7 +218,7 @@ def tiles_for(
 
     Args:
         family: a name of FAMILIES.
-        pass_name: "forward", "dkdv" or "dq".
+        pass_name: "forward", "dkdv", "dq", or "shares": the walks of ``captured.py``.
         dtype: of q, k and v.
         head_dim: D.
         value_dim: Dv.
@@ -221,17 +226,29 @@ def tiles_for(
         scattered: whether blocks in which nothing attends are found out on the way.
     """
     chip = FAMILIES[family]
+    # Columns that are not there are hidden one by one, in registers.
+    has_variant |= padded(head_dim) != head_dim or padded(value_dim) != value_dim
     widest = max(padded(head_dim), padded(value_dim))
     index = next(i for i, width in enumerate(_WIDTHS) if widest <= width)
-    single = dtype.itemsize > 2 and chip.table != _INTERPRETER
-    table = "single" if single else chip.table
-    plain = _TABLE[table, pass_name]
-    heavy = _TABLE.get((table, f"{pass_name}+"), plain) if has_variant else plain
-    row = _TABLE.get((table, f"{pass_name}*"), heavy) if scattered else heavy
+    row = _row(chip.table, pass_name, dtype, has_variant, scattered)
     blocks = row[index]
     if has_variant and blocks.queries * blocks.keys > 128 * 64:
         blocks = blocks._replace(keys=blocks.keys // 2)
     return _fitting(blocks, pass_name, chip, dtype.itemsize, head_dim, value_dim)
+
+
+def _row(table: str, pass_name: Pass, dtype: torch.dtype, heavy: bool, scattered: bool) -> _Row:
+    """The most particular row that there is."""
+    tables = (f"{table}:single", "single") if dtype.itemsize > 2 else (table,)
+    if table == _INTERPRETER:
+        tables = (table,)
+    marks = ("*",) * scattered + ("+",) * heavy + ("",)
+    for name in (pass_name, *_STANDS_FOR.get(pass_name, ())):
+        for where in tables:
+            for mark in marks:
+                if (where, name + mark) in _TABLE:
+                    return _TABLE[where, name + mark]
+    raise KeyError(f"no blocks for {pass_name} on {table}")
 
 
 def shared_need(
@@ -241,7 +258,7 @@ def shared_need(
     both = (padded(head_dim) + padded(value_dim)) * itemsize
     if pass_name == "forward":
         held, moving = blocks.queries * padded(head_dim) * itemsize, blocks.keys * both
-    elif pass_name == "dq":
+    elif pass_name in ("dq", "shares"):
         held, moving = blocks.queries * both, blocks.keys * both
     else:
         held, moving = blocks.keys * both, blocks.queries * both

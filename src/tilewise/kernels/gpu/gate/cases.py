@@ -20,7 +20,7 @@ from tilewise.problem import Operands, Problem
 if TYPE_CHECKING:
     from tilewise.kernels.gpu.emit import Variant
 
-__all__ = ["CASES", "backward", "forward"]
+__all__ = ["CASES", "backward", "captured", "forward"]
 
 
 def forward(asked: Asked, family: str, config: Config | None = None) -> Sequence[Launch]:
@@ -60,6 +60,13 @@ def backward(asked: Asked, family: str, config: Config | None = None) -> Sequenc
     )
 
 
+def captured(asked: Asked, family: str, config: Config | None = None) -> Sequence[Launch]:
+    """The launches of ``backward`` that make gradients of what the score captured."""
+    launches = backward(asked, family, config)
+    names = [launch.kernel.__name__ for launch in launches]
+    return launches[names.index("query_kernel") + 1 :]
+
+
 def _variant(problem: Problem, operands: Operands) -> Variant:
     from tilewise.kernels.gpu.emit import variant_of
 
@@ -72,6 +79,7 @@ def _variant(problem: Problem, operands: Operands) -> Variant:
 
 _HALF, _SINGLE = torch.float16, torch.float32
 _KEY = ("D128 causal", "D64 causal", "D128 alibi softcap causal")
+# Every row of the table of blocks at every width: plain, heavy and scattered, 16 bits and float32.
 _CALLS = {
     "D64 full": Asked(64),
     "D64 causal": Asked(64, mask="causal"),
@@ -79,23 +87,42 @@ _CALLS = {
     "D128 causal": Asked(128, mask="causal"),
     "D256 full": Asked(256),
     "D256 causal": Asked(256, mask="causal"),
+    "D512 causal": Asked(512, mask="causal"),
     "D64 causal fp16": Asked(64, _HALF, mask="causal"),
     "D128 causal fp16": Asked(128, _HALF, mask="causal"),
     "D64 causal fp32": Asked(64, _SINGLE, mask="causal"),
     "D128 causal fp32": Asked(128, _SINGLE, mask="causal"),
+    "D256 causal fp32": Asked(256, _SINGLE, mask="causal"),
+    "D512 causal fp32": Asked(512, _SINGLE, mask="causal"),
+    "D64 alibi softcap causal fp32": Asked(64, _SINGLE, "causal", "alibi softcap"),
+    "D128 alibi softcap causal fp32": Asked(128, _SINGLE, "causal", "alibi softcap"),
     "D80 causal": Asked(80, mask="causal"),
     "D128 window": Asked(128, mask="window"),
+    "D64 document": Asked(64, mask="document"),
     "D128 document": Asked(128, mask="document"),
+    "D256 document": Asked(256, mask="document"),
     "D128 table": Asked(128, mask="table"),
     "D128 alibi softcap causal": Asked(128, mask="causal", score="alibi softcap"),
+    "D256 alibi softcap causal": Asked(256, mask="causal", score="alibi softcap"),
+    "D512 alibi softcap causal": Asked(512, mask="causal", score="alibi softcap"),
     "D64 bias": Asked(64, score="bias"),
     "D128 bias": Asked(128, score="bias"),
     "D128 dropout causal": Asked(128, mask="causal", dropout_p=0.1),
     "D128 varlen causal": Asked(128, mask="causal", varlen=True),
     "D64 sinks statistics": Asked(64, mask="causal", sinks=True, statistics="top1"),
+    "D128 sinks statistics": Asked(128, mask="causal", sinks=True, statistics="top1"),
 }
-# Kernels of a pass that multiply no matrices: they read rows once.
-_PLAIN = frozenset({"row_kernel", "sink_kernel"})
+# Kernels that multiply no matrices: they read rows once, or sums that others made.
+_PLAIN = frozenset(
+    {
+        "row_kernel",
+        "sink_kernel",
+        "fold_kernel",
+        "spread_lines_kernel",
+        "factor_kernel",
+        "number_kernel",
+    }
+)
 
 
 def _cases() -> list[Case]:
@@ -106,6 +133,10 @@ def _cases() -> list[Case]:
         if not asked.statistics:
             launches = partial(backward, asked)
             found.append(Case(f"backward {name}", launches, sixteen, _PLAIN, key))
+    for width in (64, 128, 256):
+        asked = Asked(width, mask="causal", score="learned")
+        launches = partial(captured, asked)
+        found.append(Case(f"captured D{width} causal", launches, without_products=_PLAIN))
     return found
 
 

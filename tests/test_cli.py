@@ -24,11 +24,11 @@ MAPS = """\
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    for command in ("doctor", "explain", "demo", "bench", "study"):
+    for command in ("doctor", "explain", "demo", "bench", "study", "tune"):
         assert command in text
 
 
-@pytest.mark.parametrize("command", ["explain", "demo", "bench", "study"])
+@pytest.mark.parametrize("command", ["explain", "demo", "bench", "study", "tune"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         cli.main([command, "--help"])

@@ -20,7 +20,7 @@ ROOT = "tilewise"
 # own face, ``tilewise/__init__.py``. Within a unit modules import one another freely (but never in
 # a circle); units of one floor do not.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "folders"),
     ("chips", "variants"),
     ("problem",),
     ("reference", "plan"),
@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
     ("engine",),
     ("functional", "sparse"),
-    ("nn",),
+    ("merging", "nn"),
     ("serving", "distributed"),
     ("",),
     ("compat", "integrations", "lab"),

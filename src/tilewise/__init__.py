@@ -6,11 +6,13 @@ from tilewise.functional import (
     Explanation,
     SoftmaxStats,
     attention,
+    attention_paged,
     attention_varlen,
     explain,
     plan,
     visible_pairs,
 )
+from tilewise.merging import merge
 from tilewise.plan.plan import Plan
 from tilewise.sparse.block_mask import BlockMask
 from tilewise.variants import masks, patterns, scores
@@ -24,12 +26,14 @@ __all__ = [
     "Plan",
     "SoftmaxStats",
     "attention",
+    "attention_paged",
     "attention_varlen",
     "checked",
     "errors",
     "explain",
     "masks",
     "maximum",
+    "merge",
     "minimum",
     "nn",
     "patterns",

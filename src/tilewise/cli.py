@@ -1,4 +1,4 @@
-"""The ``tilewise`` command: doctor, explain, study, demo, bench.
+"""The ``tilewise`` command: doctor, explain, study, demo, bench, tune.
 
 Each subcommand is imported when it is called, so that a package that only one of them needs is no
 trouble for the others.
@@ -29,6 +29,7 @@ _COMMANDS = (
     _Command("study", "tilewise.lab.study.command", "find out which training choices pay"),
     _Command("demo", "tilewise.lab.study.command", "the study of the kernels, for short", "demo"),
     _Command("bench", "tilewise.lab.bench", "measure against torch's own attention"),
+    _Command("tune", "tilewise.lab.tune", "measure blocks for the GPU that is there"),
 )
 
 

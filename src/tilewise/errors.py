@@ -10,6 +10,7 @@ __all__ = [
     "InvalidType",
     "SlowPathWarning",
     "TilewiseError",
+    "TunedBlocksWarning",
     "Unsupported",
 ]
 
@@ -76,3 +77,7 @@ class Unsupported(TilewiseError, NotImplementedError):  # noqa: N818  reads as w
 
 class SlowPathWarning(UserWarning):
     """The call runs and is exact, but on a path that is slow (the core is not compiled)."""
+
+
+class TunedBlocksWarning(UserWarning):
+    """A file of measured blocks is not used; the calls run in the blocks of the table."""

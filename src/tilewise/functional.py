@@ -1,4 +1,4 @@
-"""Floor 6: the calls: attention, attention_varlen, plan and explain."""
+"""Floor 6: the calls: attention, attention_varlen, attention_paged, plan and explain."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -16,7 +16,8 @@ from tilewise.engine.call import (
     read_keywords,
 )
 from tilewise.engine.dispatch import candidates
-from tilewise.engine.run import run
+from tilewise.engine.pages import Pages
+from tilewise.engine.run import run, run_paged
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.plan.plan import Plan
 from tilewise.problem import Result, Statistics
@@ -32,6 +33,7 @@ __all__ = [
     "ScoreLike",
     "SoftmaxStats",
     "attention",
+    "attention_paged",
     "attention_varlen",
     "explain",
     "plan",
@@ -188,6 +190,68 @@ def attention_varlen(
     return AttentionResult(result.out, result.lse, None) if return_lse else result.out
 
 
+def attention_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    key_lengths: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    *,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    return_stats: bool | Literal["top1"] = False,
+    backend: str | None = None,
+    plan: Plan | None = None,
+) -> Any:
+    """Attention over keys and values that lie in pages, which a block table finds. Forward only.
+
+    Sequence b has N = key_lengths[b] keys; key n is row n % page_size of the page
+    block_table[b, n // page_size]. In masks and scores, b is the sequence's index, and m, n, M, N
+    count within it: captured tensors have sequences as their first dimension, and keys up to the
+    longest sequence's at least. What rows and pages hold that no sequence has keys in, and what
+    the block table says beyond a sequence's keys, does not matter.
+
+    Args:
+        q: [B, Hq, M, D]; or [Tq, Hq, D], packed as for ``attention_varlen``, with cu_seqlens_q.
+        k_pages: [pages, Hk, page_size, D], any strides: memory [pages, page_size, Hk, D] is passed
+            as ``k_pages.transpose(1, 2)``. Any page_size; multiples of the kernel's blocks of keys
+            (of 128) read fastest.
+        v_pages: [pages, Hk, page_size, Dv].
+        block_table: int32 (or int64) [B, P], P pages for the longest sequence or more.
+        key_lengths: int32 (or int64) [B], each at most P * page_size.
+        cu_seqlens_q: int32 or int64 [B + 1], or None.
+        mask: as in ``attention``; a BlockMask is one for a variable-length call of these lengths.
+        score: as in ``attention``.
+        scale: s = scale * q.k; 1/sqrt(D) if None.
+        sinks: floating [Hq], as in ``attention``.
+        return_lse: ask for an AttentionResult with lse.
+        return_stats: ask for an AttentionResult with stats; "top1" has the top key of each row too.
+        backend: None (choose), or a name of ``explain``.
+        plan: a held Plan of ``tilewise.plan`` for a call like this one.
+
+    Values of block_table, key_lengths and cu_seqlens_q are checked where they are on the CPU. On a
+    device they are not read (but in checked mode); kernels clamp lengths and page numbers to what
+    there is.
+
+    Returns:
+        The output [B, Hq, M, Dv] (packed [Tq, Hq, Dv]), or an AttentionResult.
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+        Unsupported: nothing here can do it, with each backend's reason; or a gradient is wanted.
+    """
+    pages = Pages(block_table, key_lengths, cu_seqlens_q)
+    asked = read_keywords(mask, score, scale, 0.0, sinks, backend, pages=pages)
+    result = run_paged(q, k_pages, v_pages, asked, plan, _wanted(return_stats))
+    if return_stats is not False:
+        return _with_stats(result, return_lse)
+    return AttentionResult(result.out, result.lse, None) if return_lse else result.out
+
+
 def _wanted(return_stats: object) -> Statistics:
     if return_stats is True:
         return "rows"
@@ -262,6 +326,7 @@ class Explanation(NamedTuple):
                 f"tiles     {tiles.query_tile} query rows x {tiles.key_tile} keys, "
                 f"{tiles.splits} split" + ("s" if tiles.splits != 1 else ""),
                 f"problem   {problem.layout}, {dtype} on {problem.device}, " + ", ".join(sizes),
+                *([f"pages     of {problem.page_size} keys"] if problem.page_size else []),
                 f"mask      {self.plan.mask_text or 'none: every pair attends'}",
                 f"score     {self.plan.score_text or 'unchanged'}",
                 f"scale     {problem.scale:g}",
@@ -290,6 +355,8 @@ def plan(
     scale: float | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
+    block_table: Tensor | None = None,
+    key_lengths: Tensor | None = None,
     backend: str | None = None,
 ) -> Plan:
     """The plan of a call, to hold and to pass as ``plan=`` to calls of the same shapes.
@@ -297,13 +364,14 @@ def plan(
     The plan keeps no tensor: a mask or score that captures tensors, sinks and cu_seqlens are passed
     again at the call; one that captures none may be left out there.
 
-    Every argument is as the call will have it; cu_seqlens only for ``attention_varlen``.
+    Every argument is as the call will have it; cu_seqlens only for ``attention_varlen``,
+    block_table and key_lengths for ``attention_paged``, whose cu_seqlens_q may be there too.
 
     Raises:
         InvalidArgument, InvalidType, Unsupported: as the call.
     """
-    packed = _packed(cu_seqlens_q, cu_seqlens_k)
-    asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed)
+    packed, pages = _packed(cu_seqlens_q, cu_seqlens_k, block_table, key_lengths, dropout_p)
+    asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed, pages)
     made = make_plan(q, k, v, asked)
     _check_captured(made, q, k, v, asked)
     return made
@@ -321,6 +389,8 @@ def explain(
     scale: float | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
+    block_table: Tensor | None = None,
+    key_lengths: Tensor | None = None,
     backend: str | None = None,
 ) -> Explanation:
     """How a call would be done, and why no other backend would do it. Nothing is computed.
@@ -330,8 +400,8 @@ def explain(
     Raises:
         InvalidArgument, InvalidType: as the call. A call that nothing can do is explained.
     """
-    packed = _packed(cu_seqlens_q, cu_seqlens_k)
-    asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed)
+    packed, pages = _packed(cu_seqlens_q, cu_seqlens_k, block_table, key_lengths, dropout_p)
+    asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed, pages)
     problem = build_problem(q, k, v, asked)
     try:
         made: Plan | None = make_plan(q, k, v, asked)
@@ -360,14 +430,29 @@ def _passed_over(chosen: str | None, asked_for: str | None) -> str:
 
 
 def _packed(
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
-) -> tuple[Tensor, Tensor] | None:
-    if cu_seqlens_q is None and cu_seqlens_k is None:
-        return None
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
-        raise InvalidArgument(name, "None", "both of cu_seqlens_q and cu_seqlens_k, or neither")
-    return cu_seqlens_q, cu_seqlens_k
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    block_table: Tensor | None,
+    key_lengths: Tensor | None,
+    dropout_p: float,
+) -> tuple[tuple[Tensor, Tensor] | None, Pages | None]:
+    """cu_seqlens of a variable-length call, or the pages of a paged one."""
+    if block_table is not None and key_lengths is not None:
+        for name, came in (("cu_seqlens_k", cu_seqlens_k), ("dropout_p", dropout_p or None)):
+            if came is not None:
+                raise InvalidArgument(name, "one with a block_table", "none: keys lie in pages")
+        return None, Pages(block_table, key_lengths, cu_seqlens_q)
+    _both("block_table", block_table, "key_lengths", key_lengths)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        return (cu_seqlens_q, cu_seqlens_k), None
+    _both("cu_seqlens_q", cu_seqlens_q, "cu_seqlens_k", cu_seqlens_k)
+    return None, None
+
+
+def _both(first: str, one: Tensor | None, second: str, other: Tensor | None) -> None:
+    if (one is None) != (other is None):
+        name = first if one is None else second
+        raise InvalidArgument(name, "None", f"both of {first} and {second}, or neither")
 
 
 def _check_captured(made: Plan, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> None:

@@ -28,10 +28,12 @@ __all__ = [
     "Statistics",
     "check_cu_seqlens",
     "check_cu_tensors",
+    "check_page_tensors",
     "check_sinks",
     "dense_problem",
     "lower_sinks",
     "output_like",
+    "paged_problem",
     "varlen_problem",
 ]
 
@@ -233,6 +235,87 @@ def varlen_problem(
     return Problem(*sizes, q.dtype, q.device.type, "varlen", mask, score, *numbers, has_sinks)
 
 
+def paged_problem(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    key_lengths: Tensor,
+    cu_seqlens_q: Tensor | None,
+    *,
+    mask: Program,
+    score: Program,
+    scale: float | None,
+    sinks: Tensor | None,
+) -> Problem:
+    """The problem of ``attention_paged``, checked but for the values of its integer tensors.
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+    """
+    packed = cu_seqlens_q is not None
+    _check_tensors(
+        q,
+        k_pages,
+        v_pages,
+        rank=3 if packed else 4,
+        shape="[T, Hq, D]" if packed else "[B, Hq, M, D]",
+        paged=True,
+    )
+    _check_pairing(q, k_pages, v_pages, heads_dim=1, keys_dim=2, paged=True)
+    check_caps(score, q.dtype)
+    check_page_tensors(block_table, key_lengths, cu_seqlens_q)
+    batch, slots = block_table.shape
+    if not packed and q.shape[0] != batch:
+        raise InvalidArgument(
+            "block_table", f"{batch} rows", f"one for each of q's {q.shape[0]} batch items"
+        )
+    _, kv_heads, page_size, head_dim = k_pages.shape
+    queries, heads = (q.shape[0], q.shape[1]) if packed else (q.shape[2], q.shape[1])
+    sizes = (batch, heads, kv_heads, queries, slots * page_size, head_dim, v_pages.shape[3])
+    layout = "varlen" if packed else "dense"
+    numbers = _check_numbers(scale, 0.0, q)
+    rest = (*numbers, check_sinks(sinks, heads, q.device.type), page_size)
+    return Problem(*sizes, q.dtype, q.device.type, layout, mask, score, *rest)
+
+
+def check_page_tensors(
+    block_table: Tensor, key_lengths: Tensor, cu_seqlens_q: Tensor | None
+) -> None:
+    """Types, dtypes and shapes of what finds pages (their values: ``engine/pages.py``).
+
+    Raises:
+        InvalidArgument, InvalidType: naming the one that is wrong.
+    """
+    _check_integers("block_table", block_table, 2, "[sequences, pages of the longest]")
+    _check_integers("key_lengths", key_lengths, 1, "[sequences]")
+    batch = block_table.shape[0]
+    if key_lengths.shape[0] != batch:
+        raise InvalidArgument(
+            "key_lengths",
+            f"{key_lengths.shape[0]} entries",
+            f"one for each row of block_table, {batch}",
+        )
+    if cu_seqlens_q is None:
+        return
+    _check_integers("cu_seqlens_q", cu_seqlens_q, 1, "[sequences + 1]")
+    if cu_seqlens_q.shape[0] != batch + 1:
+        raise InvalidArgument(
+            "cu_seqlens_q",
+            f"{cu_seqlens_q.shape[0]} entries",
+            f"one more than block_table has rows, {batch + 1}",
+        )
+
+
+def _check_integers(name: str, tensor: object, rank: int, shape: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise InvalidType(name, _named(tensor), f"an int32 or int64 tensor {shape}")
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise InvalidArgument(name, f"a tensor of {tensor.dtype}", "torch.int32 or torch.int64")
+    if tensor.dim() != rank:
+        raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", shape)
+
+
 def check_cu_tensors(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
     """Types, dtypes and shapes of cu_seqlens (their values: ``check_cu_seqlens``).
 
@@ -240,11 +323,8 @@ def check_cu_tensors(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
         InvalidArgument, InvalidType: naming the one that is wrong.
     """
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if not isinstance(tensor, Tensor):
-            raise InvalidType(name, _named(tensor), "an int32 or int64 tensor [sequences + 1]")
-        if tensor.dtype not in (torch.int32, torch.int64):
-            raise InvalidArgument(name, f"a tensor of {tensor.dtype}", "torch.int32 or torch.int64")
-        if tensor.dim() != 1 or tensor.shape[0] < 1:
+        _check_integers(name, tensor, 1, "[sequences + 1]")
+        if tensor.shape[0] < 1:
             raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", "[sequences + 1]")
     if cu_seqlens_q.shape[0] != cu_seqlens_k.shape[0]:
         raise InvalidArgument(
@@ -285,20 +365,24 @@ def _named(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _check_tensors(q: Any, k: Any, v: Any, *, rank: int, shape: str) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+def _check_tensors(q: Any, k: Any, v: Any, *, rank: int, shape: str, paged: bool = False) -> None:
+    of_keys = (4, "[pages, Hk, page_size, D]") if paged else (rank, shape)
+    k_name, v_name = _key_names(paged)
+    for name, tensor, dims, form in (
+        ("q", q, rank, shape),
+        (k_name, k, *of_keys),
+        (v_name, v, *of_keys),
+    ):
         if not isinstance(tensor, Tensor):
-            raise InvalidType(name, _named(tensor), f"a tensor {shape}")
+            raise InvalidType(name, _named(tensor), f"a tensor {form}")
         if tensor.is_nested or tensor.layout is not torch.strided:
             came = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
             raise InvalidArgument(name, came, "strided, or packed for attention_varlen")
-        if tensor.dim() != rank:
+        if tensor.dim() != dims:
             fix = ""
-            if rank == 4 and tensor.dim() == 3:
+            if dims == 4 and tensor.dim() == 3 and not paged:
                 fix = "For packed sequences call attention_varlen; else add the batch: x[None]."
-            raise InvalidArgument(
-                name, f"shape {tuple(tensor.shape)}", f"{shape}, rank {rank}", fix
-            )
+            raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", f"{form}, rank {dims}", fix)
         if tensor.device != q.device:
             raise InvalidArgument(name, f"device {tensor.device}", f"q's device, {q.device}")
         if tensor.dtype not in DTYPES:
@@ -310,28 +394,41 @@ def _check_tensors(q: Any, k: Any, v: Any, *, rank: int, shape: str) -> None:
             )
 
 
-def _check_pairing(q: Tensor, k: Tensor, v: Tensor, *, heads_dim: int, keys_dim: int) -> None:
+def _key_names(paged: bool) -> tuple[str, str]:
+    return ("k_pages", "v_pages") if paged else ("k", "v")
+
+
+def _check_pairing(
+    q: Tensor, k: Tensor, v: Tensor, *, heads_dim: int, keys_dim: int, paged: bool = False
+) -> None:
     """K and v belong together, and q's heads divide over theirs."""
+    k_name, v_name = _key_names(paged)
     if k.shape[-1] != q.shape[-1]:
-        raise InvalidArgument("k", f"width D = {k.shape[-1]}", f"q's width, {q.shape[-1]}")
+        raise InvalidArgument(k_name, f"width D = {k.shape[-1]}", f"q's width, {q.shape[-1]}")
     if v.shape[keys_dim] != k.shape[keys_dim]:
         raise InvalidArgument(
-            "v", f"{v.shape[keys_dim]} keys", f"k's number of keys, {k.shape[keys_dim]}"
+            v_name, f"{v.shape[keys_dim]} keys", f"k's number of keys, {k.shape[keys_dim]}"
+        )
+    if paged and k.shape[2] == 0:
+        raise InvalidArgument(k_name, "page_size 0", "at least one row in a page")
+    if paged and v.shape[0] != k.shape[0]:
+        raise InvalidArgument(
+            v_name, f"{v.shape[0]} pages", f"k_pages' number of pages, {k.shape[0]}"
         )
     heads, kv_heads = q.shape[heads_dim], k.shape[heads_dim]
     if v.shape[heads_dim] != kv_heads:
-        raise InvalidArgument("v", f"{v.shape[heads_dim]} heads", f"k's heads, {kv_heads}")
+        raise InvalidArgument(v_name, f"{v.shape[heads_dim]} heads", f"k's heads, {kv_heads}")
     if kv_heads == 0 or heads == 0:
-        name, came = ("k", kv_heads) if kv_heads == 0 else ("q", heads)
+        name, came = (k_name, kv_heads) if kv_heads == 0 else ("q", heads)
         raise InvalidArgument(name, f"{came} heads", "at least one head")
     if heads % kv_heads != 0:
         raise InvalidArgument(
-            "k",
+            k_name,
             f"{kv_heads} key/value heads for {heads} query heads",
             "a number of heads that divides q's",
             "Grouped-query attention shares each key head among Hq / Hk query heads.",
         )
-    for name, width in (("q", q.shape[-1]), ("v", v.shape[-1])):
+    for name, width in (("q", q.shape[-1]), (v_name, v.shape[-1])):
         if width == 0:
             raise InvalidArgument(name, "width 0", "a width of at least 1")
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilewise.engine import registry
 from tilewise.engine.dispatch import PLANS, plan_problem
+from tilewise.engine.pages import Pages, lower_pages
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.plan.plan import Plan
 from tilewise.problem import (
@@ -22,6 +23,7 @@ from tilewise.problem import (
     check_cu_seqlens,
     dense_problem,
     lower_sinks,
+    paged_problem,
     varlen_problem,
 )
 from tilewise.reference.checking import check_indices
@@ -54,6 +56,7 @@ class Asked(NamedTuple):
     Args:
         cu_seqlens: the pair (queries, keys) of a variable-length call, or None.
         plain: no tensor beside q, k and v comes with the call.
+        pages: what finds the keys of a paged call, whose ``cu_seqlens`` is None.
     """
 
     mask: Mask
@@ -64,6 +67,7 @@ class Asked(NamedTuple):
     backend: str | None
     cu_seqlens: tuple[Tensor, Tensor] | None
     plain: bool
+    pages: Pages | None = None
 
 
 def read_keywords(
@@ -74,13 +78,14 @@ def read_keywords(
     sinks: Tensor | None,
     backend: str | None,
     cu_seqlens: tuple[Tensor, Tensor] | None = None,
+    pages: Pages | None = None,
 ) -> Asked:
     """The keywords of a call as one value; mask and score as programs, empty ones for None."""
     read_mask = _NO_MASK if mask is None else mask if type(mask) is Mask else as_mask(mask)
     read_score = _NO_SCORE if score is None else score if type(score) is Score else as_score(score)
     captured = len(read_mask.captured) + len(read_score.captured)
-    plain = captured == 0 and sinks is None and cu_seqlens is None
-    return Asked(read_mask, read_score, scale, dropout_p, sinks, backend, cu_seqlens, plain)
+    plain = captured == 0 and sinks is None and cu_seqlens is None and pages is None
+    return Asked(read_mask, read_score, scale, dropout_p, sinks, backend, cu_seqlens, plain, pages)
 
 
 NO_KEYWORDS = read_keywords(None, None, None, 0.0, None, None)
@@ -110,7 +115,7 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
     Raises:
         InvalidArgument, InvalidType, Unsupported: as ``make_plan``.
     """
-    mask, score, scale, dropout_p, sinks, backend, cu_seqlens, plain = asked
+    mask, score, scale, dropout_p, sinks, backend, cu_seqlens, plain, *_ = asked
     try:
         key: Hashable = (
             q.shape,
@@ -130,7 +135,7 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
             scale,
             dropout_p,
             backend,
-            None if plain else _tensors_key(sinks, cu_seqlens),
+            None if plain else _tensors_key(sinks, cu_seqlens, asked.pages),
         )
         return PLANS.young[key]
     except KeyError:
@@ -144,9 +149,11 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
     return plan
 
 
-def _tensors_key(sinks: Tensor | None, cu_seqlens: tuple[Tensor, Tensor] | None) -> tuple[Any, ...]:
-    """What a plan depends on in sinks and cu_seqlens."""
-    tensors = (sinks, *(cu_seqlens or (None, None)))
+def _tensors_key(
+    sinks: Tensor | None, cu_seqlens: tuple[Tensor, Tensor] | None, pages: Pages | None
+) -> tuple[Any, ...]:
+    """What a plan depends on in sinks, cu_seqlens and pages."""
+    tensors = (sinks, *(cu_seqlens or (None, None)), *(pages or ()))
     return tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
 
 
@@ -162,6 +169,7 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
     # Text with a "[" names slots: such a mask or score has tensors to bring at every call.
     bare = (
         not (problem.dropout_p or problem.sinks or asked.cu_seqlens is not None)
+        and asked.pages is None
         and "[" not in plan.mask_text + plan.score_text
     )
     return plan._replace(signature=signature(q, k, v), bare=bare)
@@ -169,6 +177,17 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
 
 def build_problem(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Problem:
     """The problem of a call, checked (all but captured tensors and values)."""
+    if asked.pages is not None:
+        return paged_problem(
+            q,
+            k,
+            v,
+            *asked.pages,
+            mask=asked.mask.program,
+            score=asked.score.program,
+            scale=asked.scale,
+            sinks=asked.sinks,
+        )
     if asked.cu_seqlens is None:
         return dense_problem(
             q,
@@ -206,10 +225,13 @@ def build_operands(
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
     """
-    cu_q = cu_k = None
+    cu_q = cu_k = block_table = key_lengths = None
     mask_tensors, score_tensors = asked.mask.captured, asked.score.captured
     extent = Extent(problem.batch, problem.heads, problem.queries, problem.keys)
-    if asked.cu_seqlens is not None:
+    if asked.pages is not None:
+        stays = _stay_on_device(problem, asked)
+        (block_table, key_lengths, cu_q), extent = lower_pages(problem, asked.pages, q, k, stays)
+    elif asked.cu_seqlens is not None:
         cu_q, cu_k = asked.cu_seqlens
         stays = _stay_on_device(problem, asked)
         starts: list[list[int]] = []
@@ -232,7 +254,17 @@ def build_operands(
     checks = is_checked() and (mask_tensors or score_tensors)
     number = 0 if seed is None and not problem.dropout_p else _seed_number(seed)
     operands = Operands(
-        q, k, v, mask_tensors, score_tensors, lower_sinks(asked.sinks, q.dtype), cu_q, cu_k, number
+        q,
+        k,
+        v,
+        mask_tensors,
+        score_tensors,
+        lower_sinks(asked.sinks, q.dtype),
+        cu_q,
+        cu_k,
+        number,
+        block_table,
+        key_lengths,
     )
     if checks:
         check_indices(problem, operands, asked.mask.captured, asked.score.captured)

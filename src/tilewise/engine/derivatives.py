@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tilewise.engine.flat import Call, Tensors, flat, needs_of, split, wanted
-from tilewise.engine.modes import refuse_vmap
+from tilewise.engine.modes import refuse_beyond_first, refuse_vmap
 from tilewise.errors import Unsupported
 from tilewise.plan.plan import Plan
 from tilewise.problem import Operands, Result
@@ -75,6 +75,7 @@ def _seconds(
     """``Second`` of the leaves that are needed, None for the others."""
     if not any(needs) or all(tangent is None for tangent in u):
         return [None] * len(needs)
+    refuse_beyond_first(call.plan.problem.score)
     fenced = Fence.apply(*cotangents, *x)  # type: ignore[no-untyped-call]
     found = iter(
         Second.apply(call, tuple(needs), *fenced[:2], *u, *fenced[2:])  # type: ignore[no-untyped-call]
@@ -84,6 +85,7 @@ def _seconds(
 
 def _tangents(call: Call, result: Tensors, u: Tensors, x: Tensors) -> tuple[Tensor, Tensor]:
     """``Tangents`` of out and lse."""
+    refuse_beyond_first(call.plan.problem.score)
     out, lse, stats = (tensor.detach() for tensor in result if tensor is not None)
     found: tuple[Tensor, Tensor] = Tangents.apply(  # type: ignore[no-untyped-call]
         call, out, lse, stats, *u, *x

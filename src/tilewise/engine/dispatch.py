@@ -75,8 +75,9 @@ def _explicit_reference(asked: list[Candidate]) -> str:
 def _describe(problem: Problem, backend: str | None) -> str:
     who = "no backend can" if backend is None else f"backend {backend!r}, asked for, cannot"
     dtype = str(problem.dtype).removeprefix("torch.")
+    paged = f", keys in pages of {problem.page_size}," if problem.page_size else ""
     return (
-        f"{who} run this attention: {problem.layout} on {problem.device}, {dtype}, "
+        f"{who} run this attention: {problem.layout}{paged} on {problem.device}, {dtype}, "
         f"D = {problem.head_dim}, Dv = {problem.value_dim}, mask {encode(problem.mask)!r}, "
         f"score {encode(problem.score)!r}"
     )

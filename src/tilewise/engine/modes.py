@@ -8,9 +8,11 @@ from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 
 from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.variants.program import RAW, Program
 from tilewise.variants.values import Score
 
 __all__ = [
+    "refuse_beyond_first",
     "refuse_constants",
     "refuse_forward_mode",
     "refuse_second_derivative",
@@ -48,18 +50,40 @@ def refuse_transforms(tensors: tuple[Tensor | None, ...], traced: bool) -> None:
 
 
 def refuse_constants(score: Score) -> None:
-    """Refuse derivatives by ALiBi's slopes, which are constants: they would silently be 0.
+    """Refuse derivatives by what is constant here: they would silently be 0.
 
     Raises:
-        InvalidArgument: slopes carry a tangent, or a transform differentiates by them.
+        InvalidArgument: ALiBi's slopes carry a tangent, or a transform differentiates by them.
+        Unsupported: so it is with a tensor of a raw score.
     """
     for instr in score.program:
+        if instr.op == RAW and any(_is_tracked(score.captured[slot]) for slot in instr.slots):
+            raise Unsupported(
+                f"the raw score {instr.params[0]!r} has no derivative with respect to a tensor "
+                "that it is given",
+                fix="pass tensor.detach()",
+            )
         if instr.op == "alibi" and _is_tracked(score.captured[instr.slots[0]]):
             raise InvalidArgument(
                 "score (alibi slopes)",
                 "a tensor that a transform differentiates by",
                 "no derivative: ALiBi's slopes are constants here",
                 "Pass slopes.detach(); a learned additive term is scores.bias(tensor).",
+            )
+
+
+def refuse_beyond_first(score: Program) -> None:
+    """Refuse tangents and second derivatives of a score of which only the slope is known.
+
+    Raises:
+        Unsupported: there is a raw score in the program.
+    """
+    for instr in score:
+        if instr.op == RAW:
+            raise Unsupported(
+                f"the raw score {instr.params[0]!r} has no forward-mode and no second derivative: "
+                "only d score / d s was registered",
+                fix="write the score in the language of variants (tilewise.scores.function)",
             )
 
 

@@ -39,7 +39,7 @@ from tilewise.variants.lower import Extent, lower_score, statistics_dtype
 from tilewise.variants.program import decode, encode, fitted
 from tilewise.variants.values import Mask, Score
 
-__all__ = ["call"]
+__all__ = ["call", "promised", "returned"]
 
 
 def call(
@@ -182,6 +182,11 @@ def _attention(
     )
     plan, operands = _planned(q, k, v, asked, seed)
     result: Result = plan.forward(operands, statistics)
+    return returned(result, q)
+
+
+def returned(result: Result, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """A result as an op returns it; ``promised`` says how."""
     max_logit, entropy, top_key = (
         _absent(like) if found is None else _own(found)
         for found, like in zip(result[3:], (result.lse, result.lse, _KEYS), strict=True)
@@ -208,11 +213,18 @@ def _attention_fake(
     backend: str | None,
     statistics: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rows = q.shape[:-1] if cu_seqlens_q is None else (q.shape[1], q.shape[0])
+    return promised(q, v.shape[-1], statistics)
+
+
+def promised(
+    q: Tensor, width: int, statistics: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What an op over q, dense or packed, returns for values of a width: without values."""
+    rows = q.shape[:-1] if q.dim() == 4 else (q.shape[1], q.shape[0])
     dtype = statistics_dtype(q.dtype)
     facts = rows if statistics else (0,)
     return (
-        output_like(q, v.shape[-1]),
+        output_like(q, width),
         q.new_empty(rows, dtype=dtype),
         q.new_empty((3 if statistics else 2, *rows), dtype=dtype),
         q.new_empty(facts, dtype=dtype),

@@ -23,6 +23,8 @@ from tilewise.engine.call import (
 )
 from tilewise.engine.derivatives import attend
 from tilewise.engine.modes import refuse_constants, refuse_transforms
+from tilewise.engine.paged import attend_pages, call_paged, refuse_paged_transforms
+from tilewise.engine.pages import Pages
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.plan.plan import Plan
 from tilewise.problem import (
@@ -31,11 +33,12 @@ from tilewise.problem import (
     Result,
     Statistics,
     check_cu_tensors,
+    check_page_tensors,
     check_sinks,
 )
 from tilewise.variants.values import Mask, Score
 
-__all__ = ["run"]
+__all__ = ["run", "run_paged"]
 
 _is_compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
@@ -103,6 +106,33 @@ def run(
         return differentiable(operands, plan, statistics)
     result: Result = plan.forward(operands, statistics)
     return result
+
+
+def run_paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    asked: Asked,
+    plan: Plan | None = None,
+    statistics: Statistics = "",
+) -> Result:
+    """Attention over pages as asked (``functional.attention_paged``), or through its op."""
+    refuse_paged_transforms()
+    traced = (
+        _is_compiling()
+        or _dispatch_modes() > 0
+        or any(type(x) not in _PLAIN or x.is_meta for x in (q, k, v))
+        or _jit_tracing() is not None
+    )
+    q, k, v = _autocast(q, k, v)
+    if traced:
+        if plan is not None:
+            _check_keywords(plan, asked)
+            asked = _asked_of(plan, asked)
+        return call_paged(q, k, v, asked, statistics)
+    if plan is not None:
+        _check_plan(plan, q, k, v, asked)
+    return attend_pages(q, k, v, asked, plan, statistics)
 
 
 def _captured_gradient(asked: Asked) -> bool:
@@ -185,7 +215,9 @@ def _check_keywords(plan: Plan, asked: Asked) -> None:
     if type(plan) is not Plan:
         raise InvalidType("plan", f"a {type(plan).__name__}", "a Plan made by tilewise.plan()")
     problem = plan.problem
-    mask, score, scale, dropout_p, sinks, backend, cu_seqlens, _ = asked
+    mask, score, scale, dropout_p, sinks, backend, cu_seqlens, *_ = asked
+    pages = asked.pages
+    packed = cu_seqlens is not None if pages is None else pages.cu_seqlens_q is not None
     # Text with a "[" names slots: such a mask or score has tensors to bring.
     if (
         (mask.text != plan.mask_text and (mask.text or "[" in plan.mask_text))
@@ -194,7 +226,8 @@ def _check_keywords(plan: Plan, asked: Asked) -> None:
         or dropout_p != problem.dropout_p
         or (backend is not None and backend != plan.backend)
         or (sinks is not None) != problem.sinks
-        or (cu_seqlens is not None) != (problem.layout == "varlen")
+        or packed != (problem.layout == "varlen")
+        or (pages is not None) != (problem.page_size > 0)
     ):
         raise InvalidArgument(
             "plan",
@@ -207,6 +240,8 @@ def _check_keywords(plan: Plan, asked: Asked) -> None:
         )
     if sinks is not None or cu_seqlens is not None:
         _check_plan_tensors(problem, sinks, cu_seqlens)
+    if pages is not None:
+        _check_plan_pages(problem, pages)
 
 
 def _check_plan_tensors(
@@ -222,6 +257,18 @@ def _check_plan_tensors(
                 f"a plan for {problem.batch} sequences",
                 f"one for {cu_seqlens[0].shape[0] - 1}",
             )
+
+
+def _check_plan_pages(problem: Problem, pages: Pages) -> None:
+    """The block table of a call by a held plan has the shape of the plan's."""
+    check_page_tensors(*pages)
+    made = (problem.batch, problem.keys // problem.page_size)
+    if tuple(pages.block_table.shape) != made:
+        raise InvalidArgument(
+            "plan",
+            f"a plan for a block table {list(made)}",
+            f"one for {list(pages.block_table.shape)}",
+        )
 
 
 def _asked_of(plan: Plan, asked: Asked) -> Asked:

@@ -14,8 +14,9 @@ from torch import Tensor
 from tilewise.plan.plan import Tiles
 from tilewise.problem import Grads, Needs, Operands, Problem, Result, Statistics, output_like
 from tilewise.reference.covers import Grid, covers
+from tilewise.variants.program import RAW
 
-__all__ = ["Backend", "Needs", "Prepared", "Tiles", "output_like"]
+__all__ = ["Backend", "Needs", "Prepared", "Tiles", "output_like", "raw_reasons"]
 
 
 class Prepared(NamedTuple):
@@ -28,6 +29,12 @@ class Prepared(NamedTuple):
 
     forward: Callable[..., Result]
     backward: Callable[..., Grads]
+
+
+def raw_reasons(problem: Problem) -> list[str]:
+    """Why a backend that does not run Triton code cannot do a problem."""
+    names = [str(instr.params[0]) for instr in problem.score if instr.op == RAW]
+    return [f"the score {name!r} is Triton code" for name in names]
 
 
 class Backend(ABC):

@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tilewise.kernels.base import Backend, Needs, Tiles
+from tilewise.kernels.base import Backend, Needs, Tiles, raw_reasons
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
 from tilewise.reference import tiled
 
@@ -19,8 +19,8 @@ class TiledBackend(Backend):
     last_resort: ClassVar[bool] = True
 
     def why_not(self, problem: Problem) -> list[str]:
-        """Nothing: the reference does every problem that passes validation."""
-        return []
+        """Only what is Triton code: the reference does all else that passes validation."""
+        return raw_reasons(problem)
 
     def tiles(self, problem: Problem) -> Tiles:
         """The blocks of the reference."""

@@ -1,1 +1,1 @@
-"""Floor 3: how a problem is done: the plan and the choice of its backend."""
+"""Floor 3: how a problem is done: the plan, the choice of its backend, measured blocks."""

@@ -32,8 +32,9 @@ class Block(NamedTuple):
 class Part(NamedTuple):
     """One rectangular problem of a call: the whole batch (dense) or one sequence (varlen).
 
-    ``queries`` and ``keys`` are the rows of the packed tensors that the part covers, and
-    ``first_batch`` is the index of its first batch entry (it enters the dropout counter).
+    ``queries`` and ``keys`` are the rows of the packed tensors that the part covers, or where they
+    are dense its batch items (``keys`` is empty with pages), and ``first_batch`` is the index of
+    its first batch entry (it enters the dropout counter).
     """
 
     problem: Problem
@@ -61,8 +62,12 @@ def parts(problem: Problem, operands: Operands) -> Iterator[Part]:
 
     In a varlen part q, k and v are ``[1, H, S, D]`` views, and captured tensors are cut to the
     sequence (batch entry b, its first m queries and first n keys); an expression indexes its own
-    by the sequence, and they stay whole.
+    by the sequence, and they stay whole. With pages too there is a part per sequence; its keys and
+    values are gathered.
     """
+    if problem.page_size:
+        yield from _paged_parts(problem, operands)
+        return
     if problem.layout == "dense":
         every = slice(None)
         yield Part(problem, operands, 0, every, every)
@@ -87,6 +92,38 @@ def parts(problem: Problem, operands: Operands) -> Iterator[Part]:
             b,
             rows,
             columns,
+        )
+
+
+def _paged_parts(problem: Problem, operands: Operands) -> Iterator[Part]:
+    """One part per sequence, with a copy of its keys and values."""
+    assert operands.block_table is not None
+    assert operands.key_lengths is not None
+    bounds = None if operands.cu_seqlens_q is None else operands.cu_seqlens_q.tolist()
+    for b, n in enumerate(operands.key_lengths.tolist()):
+        rows = slice(b, b + 1) if bounds is None else slice(*bounds[b : b + 2])
+        m = problem.queries if bounds is None else rows.stop - rows.start
+        q = operands.q[rows]
+        used = operands.block_table[b, : -(-n // problem.page_size)].long()
+        k, v = (
+            pages[used.to(pages.device)].transpose(0, 1).flatten(1, 2)[None, :, :n]
+            for pages in (operands.k, operands.v)
+        )
+        yield Part(
+            problem._replace(layout="dense", batch=1, queries=m, keys=n, page_size=0),
+            operands._replace(
+                q=q if bounds is None else q.transpose(0, 1)[None],
+                k=k,
+                v=v,
+                mask_tensors=cut(problem.mask, operands.mask_tensors, b, m, n),
+                score_tensors=cut(problem.score, operands.score_tensors, b, m, n),
+                cu_seqlens_q=None,
+                block_table=None,
+                key_lengths=None,
+            ),
+            b,
+            rows,
+            slice(0, 0),
         )
 
 

@@ -42,17 +42,25 @@ def dense(problem: Problem, operands: Operands, *, dtype: torch.dtype = torch.fl
         statistics max_logit (detached), entropy and top_key.
     """
     results = [_attend(part, dtype) for part in parts(problem, operands)]
-    if problem.layout == "dense":
-        return results[0]
+    if problem.layout == "dense" and results:
+        return results[0] if len(results) == 1 else _batched(results)
     if not results:
-        out = operands.q.to(dtype)[..., :1].expand(-1, -1, problem.value_dim)
-        rows = out[..., 0].T
+        out = operands.q.to(dtype)[..., :1].expand(*operands.q.shape[:-1], problem.value_dim)
+        rows = out[..., 0] if problem.layout == "dense" else out[..., 0].T
         return Result(out, rows, rows.new_empty(2, *rows.shape), rows, rows, rows.long())
     out = torch.cat([r.out[0].transpose(0, 1) for r in results], dim=0)
     lse = torch.cat([r.lse[0] for r in results], dim=1)
     stats = torch.cat([r.stats[:, 0] for r in results], dim=2)
     facts = zip(*[(r.max_logit, r.entropy, r.top_key) for r in results], strict=True)
     return Result(out, lse, stats, *[torch.cat([x[0] for x in fact], dim=1) for fact in facts])
+
+
+def _batched(results: list[Result]) -> Result:
+    """The Result of a batch whose items were done one by one."""
+    out, lse = torch.cat([r.out for r in results]), torch.cat([r.lse for r in results])
+    facts = zip(*[(r.max_logit, r.entropy, r.top_key) for r in results], strict=True)
+    stats = torch.cat([r.stats for r in results], dim=1)
+    return Result(out, lse, stats, *[torch.cat(fact) for fact in facts])
 
 
 def _attend(part: Part, dtype: torch.dtype) -> Result:

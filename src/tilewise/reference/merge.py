@@ -59,7 +59,7 @@ def merge_partial(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tenso
     Raises:
         InvalidArgument: nothing to merge, or shapes that differ.
     """
-    _check(outs, lses)
+    check_partials(outs, lses)
     lse = torch.stack(list(lses))
     # The largest lse only keeps exp in range; the result does not depend on it.
     top = _finite_or_zero(lse.detach().amax(0))
@@ -86,7 +86,8 @@ def _per_row(rows: Tensor, out: Tensor) -> Tensor:
     return (rows.transpose(0, 1) if out.dim() == 3 else rows)[..., None]
 
 
-def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
+def check_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
+    """Raises InvalidArgument where there is nothing to merge, or shapes are not as they must be."""
     if not outs or len(outs) != len(lses):
         raise InvalidArgument(
             "results", f"{len(outs)} outputs and {len(lses)} lses", "as many of each, at least one"

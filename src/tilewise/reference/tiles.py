@@ -37,12 +37,14 @@ def empty_in_order_of(q: Tensor, width: int) -> Tensor:
 
 def part_view(tensor: Tensor, rows: slice, problem: Problem) -> Tensor:
     """The part ``[B, H, S, D]`` of a dense or packed tensor."""
-    return tensor if problem.layout == "dense" else tensor[rows].transpose(0, 1)[None]
+    return tensor[rows] if problem.layout == "dense" else tensor[rows].transpose(0, 1)[None]
 
 
 def part_rows(tensor: Tensor, rows: slice, problem: Problem) -> Tensor:
     """The part ``[..., B, H, M]`` of a tensor with one number per query row."""
-    return tensor if problem.layout == "dense" else tensor[..., rows].unsqueeze(-3)
+    if problem.layout == "dense":
+        return tensor[..., rows, :, :]
+    return tensor[..., rows].unsqueeze(-3)
 
 
 def _spans(total: int, size: int) -> Iterator[range]:

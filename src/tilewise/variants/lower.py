@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilewise.errors import InvalidArgument
+from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.variants.extent import Extent, statistics_dtype
 from tilewise.variants.lower_table import lower_table
-from tilewise.variants.program import BY_USER, EXPR, Instr, Number, Program
+from tilewise.variants.program import BY_USER, EXPR, RAW, Instr, Number, Program
 
 __all__ = [
     "Extent",
@@ -101,6 +101,7 @@ def lower_score(
     Raises:
         InvalidArgument: a tensor does not broadcast, lies elsewhere, or requires a gradient that
             is not defined.
+        Unsupported: a tensor of a raw score requires a gradient.
     """
     lowered = list(captured)
     for instr in program:
@@ -110,6 +111,9 @@ def lower_score(
             if instr.op == EXPR:
                 lowered[slot] = _element(tensor, dtype)
                 continue
+            if instr.op == RAW:
+                lowered[slot] = _as_given(str(instr.params[0]), tensor)
+                continue
             if instr.params and instr.params[0] == BY_USER:
                 tensor = _arranged(tensor, instr.params[1:], extent)
                 tensor = tensor[..., 0, 0] if instr.op == "alibi" else tensor
@@ -118,6 +122,20 @@ def lower_score(
             else:
                 lowered[slot] = _four_dims("score (bias)", _bias_dtype(tensor, dtype), extent)
     return tuple(lowered)
+
+
+def _as_given(name: str, tensor: Tensor) -> Tensor:
+    """A tensor of a raw score: its functions read it as it is."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise Unsupported(
+            f"the raw score {name!r} has no gradient with respect to a tensor that it is given",
+            fix="pass tensor.detach(); what is to be learnt goes into a score of the language of "
+            "variants, before or after it in the list",
+        )
+    if tensor.is_complex():
+        required = "real or integer numbers, or booleans"
+        raise InvalidArgument("score (raw)", f"a tensor of {tensor.dtype}", required)
+    return tensor.detach().resolve_neg()
 
 
 def _element(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,9 +23,12 @@ Score steps (each maps the running score s of a pair):
     ``alibi()[i]``                    s - slope_i[b, h] * |m + (N - M) - n|
     ``softcap(cap)``                  cap * tanh(s / cap)
     ``bias()[i]``                     s + bias_i[b, h, m, n], a tensor [B|1, Hq|1, M|1, N|1]
+    ``raw(name)[i,j]``                the Triton functions registered as ``name`` (``raw.py``), with
+                                      any number of tensors
 In both:
     ``expr{...}[i,j]``                any expression of ``variants/expr.py``: a leaf of a mask, the
-                                      first step of a score; slots in its text count in [i, j]
+                                      first step of a score or the first one after a ``raw``; slots
+                                      in its text count in [i, j]
 
 A tensor that a user indexed is named by another form: ``below(1)[i]``, ``same_document(1)[i,j]``,
 and ``dense(1,axes)[i]``, ``bias(1,axes)[i]``, ``alibi(1,axes)[i]`` with the position that indexes
@@ -40,12 +43,14 @@ from typing import NamedTuple, TypeAlias
 
 from tilewise.errors import InvalidArgument
 from tilewise.variants import expr as expressions
+from tilewise.variants.raw import NAME, registered
 
 __all__ = [
     "BY_USER",
     "EXPR",
     "LARGEST_COUNT",
     "MASK_OPS",
+    "RAW",
     "SCORE_OPS",
     "Instr",
     "Number",
@@ -81,6 +86,7 @@ class _Form(NamedTuple):
 
 
 EXPR = "expr"
+RAW = "raw"
 BY_USER = 1  # the first parameter of the forms of tensors that a user indexed
 MOST_AXES = 6
 _ANY_AXES = tuple([(1 + axes, 1) for axes in range(1, MOST_AXES + 1)])
@@ -103,6 +109,7 @@ SCORE_OPS: dict[str, _Form] = {
     "softcap": _Form(((1, 0),)),
     "bias": _Form(((0, 1), *_ANY_AXES)),
     EXPR: _Form(()),
+    RAW: _Form(()),
 }
 # Constants of masks that are larger mean the same for any problem that memory holds. Kernels add
 # them to positions in 64 bits.
@@ -123,6 +130,8 @@ def _encode_one(instr: Instr) -> str:
     slots = ",".join([str(slot) for slot in instr.slots])
     if instr.op == EXPR:
         return f"expr{{{instr.params[0]}}}" + (f"[{slots}]" if slots else "")
+    if instr.op == RAW:
+        return f"raw({instr.params[0]})" + (f"[{slots}]" if slots else "")
     params = ",".join([repr(value) for value in instr.params])
     return f"{instr.op}({params})[{slots}]" if slots else f"{instr.op}({params})"
 
@@ -155,7 +164,11 @@ def _decode_one(token: str, text: str) -> Instr:
         known = ", ".join([*MASK_OPS, *SCORE_OPS])
         raise InvalidArgument("program", f"the operation {op!r}", f"one of {known}")
     try:
-        params = tuple([_number(part) for part in params_text.split(",")]) if params_text else ()
+        params: tuple[Number, ...] = ()
+        if op == RAW:
+            params = (params_text or "",)
+        elif params_text:
+            params = tuple([_number(part) for part in params_text.split(",")])
         slots = tuple([int(part) for part in slots_text.split(",")]) if slots_text else ()
     except ValueError:
         raise InvalidArgument("program", repr(token), "numbers as parameters and slots") from None
@@ -231,8 +244,9 @@ def check_score(program: Program, text: str = "") -> None:
         if form is None:
             raise InvalidArgument("program", text or repr(program), "score steps only")
         _check_form(instr, form)
-        if instr.op == EXPR and (index or _kind(instr) != "float"):
-            required = "an expression as the first step only, and one that gives a float"
+        is_first = index == 0 or program[index - 1].op == RAW
+        if instr.op == EXPR and not (is_first and _kind(instr) == "float"):
+            required = "an expression as the first step (or after raw) only, and of one float"
             raise InvalidArgument("program", repr(instr), required)
         for value in instr.params if instr.op == "softcap" else ():
             if not isinstance(value, (int, float)) or not 0 < value < math.inf:
@@ -248,7 +262,7 @@ def fitted(program: Program) -> Program:
     return tuple(
         [
             Instr(instr.op, (), instr.slots)
-            if instr.op not in (EXPR, "softcap", "band", "blocks", "tiles") and instr.slots
+            if instr.op not in (EXPR, RAW, "softcap", "band", "blocks", "tiles") and instr.slots
             else instr
             for instr in program
         ]
@@ -264,6 +278,8 @@ def _kind(instr: Instr) -> str:
 def _check_form(instr: Instr, form: _Form) -> None:
     if instr.op == EXPR:
         _check_expr(instr)
+    elif instr.op == RAW:
+        _check_raw(instr)
     elif (len(instr.params), len(instr.slots)) not in form.arities:
         raise InvalidArgument("program", repr(instr), f"(params, slots) in {form.arities}")
     for slot in instr.slots:
@@ -278,6 +294,13 @@ def _check_expr(instr: Instr) -> None:
     named = {node.value for node in nodes if node.op.startswith("load_")}
     if named != set(range(len(instr.slots))):
         raise InvalidArgument("program", repr(instr), f"the {len(named)} slots of its expression")
+
+
+def _check_raw(instr: Instr) -> None:
+    name = instr.params[0] if len(instr.params) == 1 else None
+    if not isinstance(name, str) or NAME.fullmatch(name) is None:
+        raise InvalidArgument("program", repr(instr), "the name of a registered score")
+    registered(name)
 
 
 def slot_count(program: Program) -> int:

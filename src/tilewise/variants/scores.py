@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument, InvalidType
-from tilewise.variants.program import Program, fitted
+from tilewise.variants.program import RAW, Instr, Program, fitted
+from tilewise.variants.raw import register_triton, registered
 from tilewise.variants.recognise import constant_while_compiling
 from tilewise.variants.values import Score, score_of
 
-__all__ = ["Score", "alibi", "bias", "function", "softcap"]
+__all__ = ["Score", "alibi", "bias", "function", "raw", "register_triton", "softcap"]
 
 
 @constant_while_compiling
@@ -101,6 +102,33 @@ def bias(tensor: Tensor) -> Score:
             "tensor", f"shape {tuple(tensor.shape)}", "broadcastable to [B, Hq, M, N]"
         )
     return Score(_BIAS, (tensor,))
+
+
+@constant_while_compiling
+def _raw(name: str, count: int) -> Program:
+    registered(name)
+    return (Instr(RAW, (name,), tuple(range(count))),)
+
+
+def raw(name: str, *tensors: Tensor) -> Score:
+    """A score that is Triton code: the pair of jit functions registered as ``name``.
+
+    It composes with other scores and with every mask, and runs on the GPU backend only. Gradients
+    are defined for s, and for nothing that it is given; there is no second derivative.
+
+    Args:
+        name: said to ``register_triton`` in this process.
+        tensors: what the functions read, in their order: as they are, with any strides.
+
+    Raises:
+        InvalidArgument, InvalidType: the name is not registered, or something is no tensor.
+    """
+    if not isinstance(name, str):
+        raise InvalidType("name", f"a {type(name).__name__}", "the name of a registered score")
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
+            raise InvalidType(f"tensors[{index}]", f"a {type(tensor).__name__}", "a tensor")
+    return Score(_raw(name, len(tensors)), tensors)
 
 
 def _check_floating(name: str, tensor: object, fix: str = "") -> None:

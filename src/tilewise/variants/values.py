@@ -9,6 +9,7 @@ from torch import Tensor
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.variants.program import (
     EXPR,
+    RAW,
     Instr,
     Program,
     check_mask,
@@ -195,13 +196,12 @@ def as_score(value: object) -> Score:
     if isinstance(value, Score):
         return value
     if isinstance(value, Sequence) and not isinstance(value, str):
-        program: Program = ()
-        captured: tuple[Tensor, ...] = ()
-        for index, each in enumerate(value):
-            step = each if isinstance(each, Score) else _step(each, index)
-            program += shift_slots(step.program, len(captured))
-            captured += step.captured
-        return _in_one(program, captured)
+        steps = [
+            each if isinstance(each, Score) else _step(each, index)
+            for index, each in enumerate(value)
+        ]
+        whole = _in_order(*steps)
+        return _in_one(whole.program, whole.captured)
     if callable(value) and not isinstance(value, Mask | Tensor | type):
         return score_of(value)
     fix = ""
@@ -225,7 +225,16 @@ def _step(value: object, index: int) -> Score:
 
 
 def _in_one(program: Program, captured: tuple[Tensor, ...]) -> Score:
-    """A chain of steps: one expression up to the last step that kernels do not know by name."""
+    """A chain of steps: one expression up to the last step that kernels do not know by name.
+
+    Nobody can look into a raw step: what is before it and after it are chains by themselves.
+    """
+    raw = [index for index, instr in enumerate(program) if instr.op == RAW]
+    if raw:
+        steps = (program[: raw[0]], program[raw[0] : raw[0] + 1], program[raw[0] + 1 :])
+        parts = [_apart(part, captured) for part in steps]
+        before, after = (_in_one(*parts[place]) for place in (0, 2))
+        return _in_order(before, _known(Score, *parts[1], ""), after)
     unknown = [index for index, instr in enumerate(program) if instr.op == EXPR]
     if not unknown or unknown[-1] == 0:
         return _known(Score, program, captured, encode(program))
@@ -239,6 +248,27 @@ def _in_one(program: Program, captured: tuple[Tensor, ...]) -> Score:
     whole = (*first, *moved)
     tensors = (*[captured[slot] for slot in sources], *captured[held:])
     return _known(Score, whole, tensors, encode(whole))
+
+
+def _in_order(*steps: Score) -> Score:
+    """Scores one after another, as they are."""
+    program: Program = ()
+    captured: tuple[Tensor, ...] = ()
+    for step in steps:
+        program += shift_slots(step.program, len(captured))
+        captured += step.captured
+    return _known(Score, program, captured, encode(program))
+
+
+def _apart(program: Program, captured: tuple[Tensor, ...]) -> tuple[Program, tuple[Tensor, ...]]:
+    """Some steps of a program, with the tensors that they name in slots from 0 on."""
+    instrs: list[Instr] = []
+    tensors: list[Tensor] = []
+    for instr in program:
+        slots = tuple(range(len(tensors), len(tensors) + len(instr.slots)))
+        instrs.append(Instr(instr.op, instr.params, slots))  # torch.compile has no _replace
+        tensors += [captured[slot] for slot in instr.slots]
+    return tuple(instrs), tuple(tensors)
 
 
 def _type_name(value: object) -> str:

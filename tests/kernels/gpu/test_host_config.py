@@ -16,7 +16,7 @@ from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config, Pass, shared_n
 from tilewise.problem import Problem, dense_problem
 from tilewise.variants.program import Program
 
-PASSES: tuple[Pass, ...] = ("forward", "dkdv", "dq")
+PASSES: tuple[Pass, ...] = ("forward", "dkdv", "dq", "decode")
 WIDTHS = (1, 16, 40, 64, 65, 128, 200, 256, 300, 512)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -80,6 +80,32 @@ def test_overrides_stand_before_the_table() -> None:
     assert chip.blocks("forward", _problem()) == Config("sm_80").blocks("forward", _problem())
 
 
+def test_a_split_depends_on_the_keys_alone() -> None:
+    """Short sequences have short splits, long ones no more than so many; none is empty."""
+    splitting = Config("sm_90").splitting()
+    counts = {n: splitting.splits(n) for n in (0, 1, 256, 257, 8192, 16384, 16385, 32768, 2**20)}
+    assert counts == {0: 1, 1: 1, 256: 1, 257: 2, 8192: 32, 16384: 64, 16385: 33, 32768: 64,
+                      2**20: 64}  # fmt: skip
+    for keys in (*range(1, 70000, 997), 2**24 - 1):
+        splits = splitting.splits(keys)
+        size = splitting.least * -(-keys // (splitting.least * splitting.most))
+        assert (splits - 1) * size < keys <= splits * size
+    most = [max(splitting.splits(n) for n in range(keys + 1)) for keys in range(0, 20000, 1999)]
+    assert most == [splitting.splits_within(keys) for keys in range(0, 20000, 1999)]
+
+
+def test_a_split_is_whole_blocks_of_keys() -> None:
+    """In every family, width and dtype; the rows of a block are as many in all of them."""
+    for family in FAMILIES:
+        least = Config(family).splitting().least
+        for dtype in DTYPES:
+            for width in WIDTHS:
+                for heavy, scattered in ((False, False), (True, False), (True, True)):
+                    blocks = tiles_for(family, "decode", dtype, width, width, heavy, scattered)
+                    assert blocks.queries == 16
+                    assert least % blocks.keys == 0
+
+
 @pytest.mark.parametrize(
     ("capability", "family"),
     [(70, None), (75, "sm_75"), (80, "sm_80"), (87, "sm_86"), (89, "sm_89"), (90, "sm_90"),
@@ -112,13 +138,14 @@ def test_absence_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "_family", lambda device: None)
     assert backend.why_not(_problem(device="cuda")) == ["it has no blocks for this chip"]
     monkeypatch.setattr(gpu, "_family", lambda device: "sm_90")
+    monkeypatch.setattr(gpu, "_chip", lambda device: "")
     assert backend.why_not(_problem(device="cuda")) == []
     long = _problem(device="cuda", keys=2**24 + 1)
     assert backend.why_not(long) == []
     assert "over its limit of 16777216" in str(
         backend.why_not(long._replace(mask=masks.causal().program))
     )
-    assert backend.tiles(_problem(device="cuda")).key_tile == 128
+    assert backend.tiles(_problem(device="cuda", queries=64)).key_tile == 128
 
 
 def test_nothing_imports_triton_before_it_is_needed() -> None:

@@ -83,7 +83,9 @@ def test_the_chips_own_matrix_instruction() -> None:
     both = GOOD._replace(matrix={"mma": 1, "wgmma": 1})
     assert faults(both, PRODUCTS, HOPPER, None) == []
     assert faults(GOOD._replace(tile={"BM": 32, "BN": 32}), PRODUCTS, HOPPER, None) == []
-    assert faults(GOOD._replace(tile={"BM": 32, "BN": 64}), PRODUCTS, HOPPER, None)
+    assert faults(GOOD._replace(tile={"BM": 16, "BN": 64}), PRODUCTS, HOPPER, None) == []
+    assert faults(GOOD._replace(tile={"BM": 64, "BN": 32}), PRODUCTS, HOPPER, None)
+    assert faults(GOOD._replace(tile={"BLOCK_M": 32, "BLOCK_N": 64}), PRODUCTS, HOPPER, None)
     assert faults(GOOD._replace(tile={}), PRODUCTS, HOPPER, None)
 
 

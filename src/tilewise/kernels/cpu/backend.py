@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.kernels.base import Backend, Needs, Prepared, Tiles, output_like
+from tilewise.kernels.base import Backend, Needs, Prepared, Tiles, output_like, raw_reasons
 from tilewise.kernels.cpu import compiled
 from tilewise.kernels.cpu.core import absence, core
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
@@ -38,9 +38,11 @@ class CpuBackend(Backend):
         if missing:
             return [missing]
         limits = core()
-        reasons = []
+        reasons = raw_reasons(problem)
         if problem.device != "cpu":
             reasons.append(f"it computes on the CPU; the tensors are on {problem.device}")
+        if problem.page_size:
+            reasons.append("it reads no pages yet")
         if problem.dtype not in _DTYPES:
             reasons.append(f"it computes float32, float64, bfloat16, float16; not {problem.dtype}")
         for what, size, limit in (

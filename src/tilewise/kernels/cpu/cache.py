@@ -13,6 +13,8 @@ import stat
 import tempfile
 from pathlib import Path
 
+from tilewise.folders import cache_folder
+
 __all__ = ["Cache", "NotPrivate", "folder"]
 
 _DIGEST = hashlib.sha256().digest_size
@@ -24,11 +26,7 @@ class NotPrivate(OSError):  # noqa: N818  reads as what is wrong
 
 def folder() -> Path:
     """``kernels`` in ``$TILEWISE_CACHE``, else in ``tilewise`` of the user's cache folder."""
-    own = os.environ.get("TILEWISE_CACHE")
-    if own:
-        return Path(own).absolute() / "kernels"
-    user = os.environ.get("XDG_CACHE_HOME")
-    return (Path(user) if user else Path.home() / ".cache").absolute() / "tilewise" / "kernels"
+    return cache_folder().absolute() / "kernels"
 
 
 class Cache:

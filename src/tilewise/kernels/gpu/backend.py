@@ -13,7 +13,15 @@ from torch import Tensor
 
 from tilewise.errors import Unsupported
 from tilewise.kernels.base import Backend, Needs, Prepared, Tiles, output_like
-from tilewise.kernels.gpu.config import LARGEST_WIDTH, Config, config_for, family_of
+from tilewise.kernels.gpu.config import (
+    LARGEST_WIDTH,
+    PASSES,
+    Config,
+    config_for,
+    decodes,
+    family_of,
+)
+from tilewise.kernels.gpu.measured import chip_of, measured_on, origin
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
 from tilewise.reference.covers import Grid
 
@@ -25,6 +33,7 @@ __all__ = ["GpuBackend"]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What the emitter takes for granted where it computes in 32 bits.
 _MOST_ROWS, _MOST_HEADS = 2**24, 2**16
+_MOST_KEYS = 2**31 - 2**10  # of a block table: positions in the last tile still take 32 bits
 
 
 class GpuBackend(Backend):
@@ -60,6 +69,10 @@ class GpuBackend(Backend):
             reasons.append(f"it computes float32, bfloat16, float16; not {problem.dtype}")
         if problem.dtype is torch.bfloat16 and _interprets() and not self.interprets_bfloat16:
             reasons.append("Triton's interpreter gets products of bfloat16 wrong; use float16")
+        if problem.page_size and problem.keys >= _MOST_KEYS:
+            reasons.append(
+                f"a block table for {problem.keys} keys is over its limit of {_MOST_KEYS}"
+            )
         for what, size in (("D", problem.head_dim), ("Dv", problem.value_dim)):
             if size > LARGEST_WIDTH:
                 reasons.append(f"{what} = {size} is over its limit of {LARGEST_WIDTH}")
@@ -73,9 +86,26 @@ class GpuBackend(Backend):
                 reasons.append(f"{size} {what} are over its limit of {limit} with a mask or score")
         return reasons
 
+    def notes(self, problem: Problem) -> tuple[tuple[str, str], ...]:
+        """Each pass of the call with its blocks, and where they come from."""
+        config = _config(problem)
+        left_out = {"forward" if decodes(problem) else "decode"}
+        if problem.page_size:
+            left_out |= {"dkdv", "dq"}
+        return tuple(
+            (name, f"{config.blocks(name, problem)}: {origin(config, name, problem)}")
+            for name in PASSES
+            if name not in left_out
+        )
+
     def tiles(self, problem: Problem) -> Tiles:
         """The blocks of the forward pass."""
-        blocks = _config(problem).blocks("forward", problem)
+        config = _config(problem)
+        if decodes(problem):
+            blocks, splitting = config.blocks("decode", problem), config.splitting()
+            count = splitting.splits_within if problem.page_size else splitting.splits
+            return Tiles(blocks.queries, blocks.keys, count(problem.keys))
+        blocks = config.blocks("forward", problem)
         return Tiles(blocks.queries, blocks.keys)
 
     def forward(self, problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
@@ -133,11 +163,15 @@ def _family(device: str) -> str | None:
     return family_of(torch.device(device))
 
 
+def _chip(device: str) -> str:
+    return chip_of(torch.device(device))
+
+
 def _config(problem: Problem) -> Config:
     family = _family(problem.device)
     if family is None:
         raise Unsupported("the GPU backend has no blocks for this chip")
-    return config_for(family)
+    return config_for(family, measured_on(_chip(problem.device), family))
 
 
 def empty_result(problem: Problem, q: Tensor, statistics: Statistics) -> Result:
@@ -165,13 +199,15 @@ class _Passes:
         self._variant: Variant | None = None
 
     def forward(self, operands: Operands, statistics: Statistics = "") -> Result:
+        from tilewise.kernels.gpu.decode import decode_launches
         from tilewise.kernels.gpu.forward import forward_launches
 
         problem = self._problem
+        launches = decode_launches if decodes(problem) else forward_launches
         with _device_of(operands.q):
             result = empty_result(problem, operands.q, statistics)
             config = _config(problem)
-            _run(forward_launches(problem, operands, result, config, self._functions(operands)))
+            _run(launches(problem, operands, result, config, self._functions(operands)))
         return result
 
     def backward(

@@ -409,7 +409,8 @@ def backward_launches(
         variant: the functions of mask and score.
     """
     upstream = Upstream(grad_out, grad_lse, grad_entropy)
-    rows = result.lse.new_empty((planes_of(upstream), *result.lse.shape))
+    planes = planes_of(upstream, any(needs.score_tensors))
+    rows = result.lse.new_empty((planes, *result.lse.shape))
     grad_sinks = grads.sinks if needs.sinks else None
     launches = row_launches(problem, operands, result, upstream, grad_sinks, rows, config)
     call = Backward(problem, operands, upstream, config, variant, rows)

@@ -1,35 +1,47 @@
 """Chip families, and the blocks that each kernel works in on them: one table, no measuring.
 
 A block decides how a row is rounded. So it depends on the family, the pass, the dtype, the widths,
-the layout and the kind of mask and score, and on nothing else of a call.
+the layout and the kind of mask and score, and on nothing else of a call. Blocks that ``tilewise
+tune`` measured on the chip stand before the table (``plan/tuned.py``), and depend on the same.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Literal, NamedTuple, TypeAlias
+from functools import cache, lru_cache
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
+from tilewise.plan.tuned import NOTHING, Blocks, Found, Place
 from tilewise.problem import Problem
+from tilewise.variants.program import RAW
 
 __all__ = [
     "FAMILIES",
+    "KINDS",
     "LARGEST_WIDTH",
+    "PASSES",
+    "WIDTHS",
     "Blocks",
     "Config",
     "Family",
     "Pass",
+    "Splitting",
     "config_for",
+    "decodes",
     "family_of",
     "padded",
+    "place_of",
     "shared_need",
     "tiles_for",
 ]
 
-Pass: TypeAlias = Literal["forward", "dkdv", "dq", "shares"]
+Pass: TypeAlias = Literal["forward", "dkdv", "dq", "decode"]
+PASSES: tuple[Pass, ...] = get_args(Pass)
 
 LARGEST_WIDTH = 512
+_FEW = 16  # queries of a head, up to which its keys are split among programs
 _LEAST = 16  # of a block's sides: what matrix instructions take
 _INTERPRETER = "interpreter"
 
@@ -54,14 +66,35 @@ class Family(NamedTuple):
     table: str
 
 
-class Blocks(NamedTuple):
-    """How a kernel is launched: queries and keys of a block, warps, and stages of its pipeline."""
+class Splitting(NamedTuple):
+    """How the keys of a decoding call are split: by their own number, and by nothing else.
 
-    queries: int
-    keys: int
-    warps: int
-    stages: int
+    A split is the least multiple of ``least`` keys of which ``most`` are enough.
 
+    Args:
+        least: keys of a split, a multiple of every block of keys of the pass "decode".
+        most: splits, a power of two.
+    """
+
+    least: int
+    most: int
+
+    def splits(self, keys: int) -> int:
+        """Into how many splits so many keys fall, at least one."""
+        size = self.least * max(1, -(-keys // (self.least * self.most)))
+        return max(1, -(-keys // size))
+
+    def splits_within(self, keys: int) -> int:
+        """The most splits of any sequence of up to so many keys."""
+        return max(1, min(self.most, -(-keys // self.least)))
+
+
+# 8 heads of keys of one sequence make 256 programs of 8k keys, and 512 of 32k: two and four for
+# each multiprocessor of the largest chips, enough to keep a memory busy. Longer sequences and
+# larger batches need no smaller splits; each adds a row of floats per query, written and read
+# again: of 512 keys, with D = 128 and four heads to a group, 1.6 % of the bytes.
+_SPLITTING = Splitting(256, 64)
+_SPLITTING_INTERPRETED = Splitting(64, 4)
 
 _KB = 1024
 FAMILIES = {
@@ -84,12 +117,13 @@ FAMILIES = {
 }
 
 # The widest of D and Dv, padded, up to which a row of the table holds.
-_WIDTHS = (64, 128, 256, LARGEST_WIDTH)
+WIDTHS = (64, 128, 256, LARGEST_WIDTH)
+KINDS = ("plain", "+", "*")  # of mask and score: see the table
 _Row: TypeAlias = tuple[Blocks, Blocks, Blocks, Blocks]
 
 
 def _rows(text: str) -> dict[tuple[str, str], _Row]:
-    """The lines "table pass", then "queries x keys / warps / stages" for each of _WIDTHS."""
+    """The lines "table pass", then "queries x keys / warps / stages" for each of WIDTHS."""
     rows = {}
     for line in text.strip().splitlines():
         table, name, *cells = line.split()
@@ -134,6 +168,7 @@ _TABLE = _rows(
     rdna3        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
     rdna4        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
     small        forward+ 64x64/8/3     64x64/8/3     64x32/8/2     32x32/8/1
+    ampere       decode*  16x32/4/3     16x64/4/2     16x64/8/2     16x16/4/2
     hopper       forward+ 128x64/8/2    128x64/8/2    128x32/8/2    32x32/8/2
     hopper       forward* 64x64/8/3     64x64/8/3     32x32/8/2     32x32/8/2
     hopper       dkdv+    64x64/8/1     32x64/8/1     32x64/8/1     16x32/8/1
@@ -147,15 +182,22 @@ _TABLE = _rows(
     single       forward  32x32/4/2     32x32/8/2     32x16/8/1     16x16/8/1
     single       dkdv     32x32/4/1     16x32/8/1     16x16/8/1     16x16/8/1
     single       dq       32x32/4/1     32x16/8/1     16x16/8/1     16x16/8/1
+    turing       decode   16x64/4/1     16x64/4/1     16x32/4/1     16x16/4/1
+    ampere       decode   16x64/4/3     16x64/4/2     16x64/8/2     16x16/4/2
+    small        decode   16x32/4/3     16x32/4/3     16x32/8/2     16x16/4/2
+    hopper       decode   16x128/4/3    16x64/4/3     16x64/8/2     16x16/4/2
+    blackwell    decode   16x128/4/3    16x64/4/3     16x64/8/2     16x16/4/2
+    cdna         decode   16x64/4/1     16x64/4/1     16x32/4/1     16x16/4/1
+    cdna4        decode   16x64/4/2     16x64/4/2     16x32/4/2     16x32/4/1
+    rdna3        decode   16x64/4/1     16x32/4/1     16x16/8/1     16x16/8/1
+    rdna4        decode   16x64/4/1     16x32/4/1     16x16/4/1     16x16/4/1
+    single       decode   16x32/4/2     16x16/4/2     16x16/8/1     16x16/8/1
     interpreter  forward  64x32/4/1     64x32/4/1     64x32/4/1     64x32/4/1
+    interpreter  decode   16x32/4/1     16x32/4/1     16x32/4/1     16x32/4/1
     interpreter  dkdv     32x64/4/1     32x64/4/1     32x64/4/1     32x64/4/1
     interpreter  dq       64x32/4/1     64x32/4/1     64x32/4/1     64x32/4/1
     """
 )
-
-
-# A pass without rows or overrides of its own takes those of another one.
-_STANDS_FOR: dict[str, tuple[str, ...]] = {"shares": ("dq",)}
 
 
 class Config(NamedTuple):
@@ -164,19 +206,25 @@ class Config(NamedTuple):
     Args:
         family: a name of FAMILIES.
         precision: of products of float32: "ieee", or "tf32" where torch allows it.
-        overrides: (pass, blocks) pairs that stand before the table.
+        overrides: (pass, blocks) pairs that stand before everything, for whatever is asked: of the
+            tests, the gate and the tuner.
+        measured: blocks by place that stand before the table.
     """
 
     family: str
     precision: str = "ieee"
     overrides: tuple[tuple[str, Blocks], ...] = ()
+    measured: Found = NOTHING
 
     def blocks(self, pass_name: Pass, problem: Problem) -> Blocks:
         """The blocks of a pass for a problem."""
-        given = dict(self.overrides)
-        for name in (pass_name, *_STANDS_FOR.get(pass_name, ())):
-            if name in given:
-                return given[name]
+        for name, blocks in self.overrides:
+            if name == pass_name:
+                return blocks
+        if self.measured.entries:
+            entry = self.measured.entries.get(place_of(pass_name, problem))
+            if entry is not None:
+                return entry.blocks
         return tiles_for(
             self.family,
             pass_name,
@@ -187,11 +235,40 @@ class Config(NamedTuple):
             _is_scattered(problem),
         )
 
+    def splitting(self) -> Splitting:
+        """How the pass "decode" splits keys."""
+        return _SPLITTING_INTERPRETED if self.family == _INTERPRETER else _SPLITTING
+
+
+def decodes(problem: Problem) -> bool:
+    """Whether the forward pass is that of few queries.
+
+    In a packed call nobody knows how many a sequence has without reading them, and what the call
+    has in all says something of the others: such a call takes the ordinary road. So does a raw
+    score, which takes the head for a number; rows of several heads share a block here.
+    """
+    raw = any(instr.op == RAW for instr in problem.score)
+    return problem.layout == "dense" and problem.queries <= _FEW and not raw
+
+
+def place_of(pass_name: Pass, problem: Problem) -> Place:
+    """What the blocks of a pass for a problem may depend on."""
+    kind = "*" if _is_scattered(problem) else "+" if _is_heavy(problem) else "plain"
+    width = _class_of(problem.head_dim, problem.value_dim)
+    return Place(pass_name, problem.dtype, width, kind)
+
+
+def _class_of(head_dim: int, value_dim: int) -> int:
+    """The width whose row of the table holds for these; LARGEST_WIDTH is not exceeded."""
+    widest = max(padded(head_dim), padded(value_dim))
+    return next(width for width in WIDTHS if widest <= width)
+
 
 def _is_heavy(problem: Problem) -> bool:
     """Whether a kernel computes more for a pair than to compare its place with a bound or two."""
     bands = all(instr.op in ("band", "below", "and") for instr in problem.mask)
-    return bool(problem.score or problem.dropout_p or problem.layout == "varlen") or not bands
+    found = problem.layout == "varlen" or problem.page_size > 0
+    return bool(problem.score or problem.dropout_p) or found or not bands
 
 
 def _is_scattered(problem: Problem) -> bool:
@@ -205,6 +282,7 @@ def padded(width: int) -> int:
     return max(_LEAST, 1 << (width - 1).bit_length())
 
 
+@lru_cache(maxsize=1024)
 def tiles_for(
     family: str,
     pass_name: Pass,
@@ -218,7 +296,7 @@ def tiles_for(
 
     Args:
         family: a name of FAMILIES.
-        pass_name: "forward", "dkdv", "dq", or "shares": the walks of ``captured.py``.
+        pass_name: "forward", "dkdv", "dq" or "decode".
         dtype: of q, k and v.
         head_dim: D.
         value_dim: Dv.
@@ -228,8 +306,7 @@ def tiles_for(
     chip = FAMILIES[family]
     # Columns that are not there are hidden one by one, in registers.
     has_variant |= padded(head_dim) != head_dim or padded(value_dim) != value_dim
-    widest = max(padded(head_dim), padded(value_dim))
-    index = next(i for i, width in enumerate(_WIDTHS) if widest <= width)
+    index = WIDTHS.index(_class_of(head_dim, value_dim))
     row = _row(chip.table, pass_name, dtype, has_variant, scattered)
     blocks = row[index]
     if has_variant and blocks.queries * blocks.keys > 128 * 64:
@@ -243,11 +320,10 @@ def _row(table: str, pass_name: Pass, dtype: torch.dtype, heavy: bool, scattered
     if table == _INTERPRETER:
         tables = (table,)
     marks = ("*",) * scattered + ("+",) * heavy + ("",)
-    for name in (pass_name, *_STANDS_FOR.get(pass_name, ())):
-        for where in tables:
-            for mark in marks:
-                if (where, name + mark) in _TABLE:
-                    return _TABLE[where, name + mark]
+    for where in tables:
+        for mark in marks:
+            if (where, pass_name + mark) in _TABLE:
+                return _TABLE[where, pass_name + mark]
     raise KeyError(f"no blocks for {pass_name} on {table}")
 
 
@@ -256,9 +332,9 @@ def shared_need(
 ) -> int:
     """About how many bytes of shared memory a pass needs: operands held, and those in flight."""
     both = (padded(head_dim) + padded(value_dim)) * itemsize
-    if pass_name == "forward":
+    if pass_name in ("forward", "decode"):
         held, moving = blocks.queries * padded(head_dim) * itemsize, blocks.keys * both
-    elif pass_name in ("dq", "shares"):
+    elif pass_name == "dq":
         held, moving = blocks.queries * both, blocks.keys * both
     else:
         held, moving = blocks.keys * both, blocks.queries * both
@@ -298,6 +374,7 @@ def family_of(device: torch.device) -> str | None:
     return _cuda_family(properties.major * 10 + properties.minor)
 
 
+@cache
 def _cuda_family(capability: int) -> str | None:
     """Of compute capability 8.7 that of 8.6, of 10.3 that of 10.0, of 12.1 that of 12.0."""
     known = [int(f.name[3:]) for f in FAMILIES.values() if f.maker == "cuda"]
@@ -305,7 +382,12 @@ def _cuda_family(capability: int) -> str | None:
     return f"sm_{max(below)}" if below else None
 
 
-def config_for(family: str) -> Config:
-    """The configuration of a family, with the precision that torch allows at this time."""
+def config_for(family: str, measured: Found = NOTHING) -> Config:
+    """The configuration of a family, with the precision that torch allows at this time.
+
+    Args:
+        family: a name of FAMILIES.
+        measured: what stands before the table.
+    """
     tf32 = torch.backends.cuda.matmul.allow_tf32 and FAMILIES[family].maker == "cuda"
-    return Config(family, "tf32" if tf32 and family != "sm_75" else "ieee")
+    return Config(family, "tf32" if tf32 and family != "sm_75" else "ieee", (), measured)

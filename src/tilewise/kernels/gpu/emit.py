@@ -15,13 +15,14 @@ import hashlib
 import linecache
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels.gpu import words
+from tilewise.kernels.gpu.chain import Chain, Stage, Text, raw_text, stages_of
 from tilewise.kernels.gpu.ranges import range_lines
 from tilewise.kernels.gpu.text import Source, body, place_in_tensor
 from tilewise.problem import Problem
@@ -29,10 +30,13 @@ from tilewise.variants.derive import differentiate
 from tilewise.variants.expr import Expr, Graph
 from tilewise.variants.intervals import Interval
 from tilewise.variants.mask_expression import exactly_sized, mask_expression
-from tilewise.variants.program import MASK_OPS, Program, fitted
+from tilewise.variants.program import MASK_OPS, RAW, Program, fitted
+from tilewise.variants.raw import registered
 from tilewise.variants.recognise import as_expression
 
 __all__ = ["Captures", "Table", "Variant", "captures", "shape_numbers", "variant_of"]
+
+_Uses: TypeAlias = tuple[tuple[str, Any], ...]
 
 _OF_MASK = "b, h, m, n, M, N, tensors, shapes"
 _OF_SCORE = f"s, {_OF_MASK}"
@@ -178,20 +182,57 @@ def _variant(
             tables=_tables(mask),
         )
     if score:
-        expr = as_expression(fitted(score), score_ranks)
-        found = _scored(found, expr, Source(score_ranks, exactly_sized(score), leaves))
+        stages = [_stage(steps, score_ranks, leaves, score) for steps in stages_of(fitted(score))]
+        whole = stages[0] if len(stages) == 1 else _chained(stages)
+        found = whole._replace(
+            seen=found.seen,
+            keys_of=found.keys_of,
+            queries_of=found.queries_of,
+            tables=found.tables,
+        )
     return found
 
 
-def _scored(found: Variant, expr: Expr, source: Source) -> Variant:
-    """The variant with the functions of a score."""
+def _stage(
+    steps: Program,
+    ranks: tuple[int, ...],
+    leaves: tuple[tuple[str, Interval], ...],
+    whole: Program,
+) -> Variant:
+    """The functions of a stage of a score; ``whole`` is all of it."""
+    if steps[0].op != RAW:
+        return _scored(as_expression(steps, ranks), Source(ranks, exactly_sized(whole), leaves))
+    (instr,) = steps
+    name = str(instr.params[0])
+    pair = registered(name)
+    return Variant(
+        score=_of_text("score", raw_text(instr, ranks, f"score_{name}", pair.score)),
+        gain=_of_text("gain", raw_text(instr, ranks, f"derivative_{name}", pair.derivative)),
+    )
+
+
+def _chained(stages: Sequence[Variant]) -> Variant:
+    """The functions of a score in several stages."""
+    chain = Chain([Stage(x.score, x.gain, x.loads, x.load_indices) for x in stages])
+    return Variant(
+        score=_of_text("score", chain.score()),
+        gain=_of_text("gain", chain.gain()),
+        loads=tuple([_of_text("by_load", text) for text in chain.loads()]),
+        load_slots=tuple([slot for stage in stages for slot in stage.load_slots]),
+        load_indices=tuple([_of_text("load_index", text) for text in chain.load_indices()]),
+        load_forms=tuple([form for stage in stages for form in stage.load_forms]),
+    )
+
+
+def _scored(expr: Expr, source: Source) -> Variant:
+    """The functions of a score that is one expression."""
     whole = differentiate(expr)
     nodes, (_, by_s, *by_loads) = whole.expr
     gain = nodes[by_s]
     loads = [nodes[place] for place in whole.loads]
     slots = tuple([int(load.value or 0) for load in loads])
     forms = tuple([_part(whole.expr, *load.args) for load in loads])
-    return found._replace(
+    return Variant(
         score=_of_score("score", body(expr, source)),
         gain=None
         if gain.op == "const_float" and gain.value == 1.0
@@ -241,20 +282,27 @@ def _of_score(name: str, lines: Iterable[str]) -> Any:
     return _function(name, _OF_SCORE, lines)
 
 
-def _function(name: str, parameters: str, lines: Iterable[str]) -> Any:
-    """A ``triton.jit`` function; the same one for the same text."""
+def _of_text(name: str, text: Text) -> Any:
+    return _function(name, _OF_SCORE, text.lines, text.uses)
+
+
+def _function(name: str, parameters: str, lines: Iterable[str], uses: _Uses = ()) -> Any:
+    """A ``triton.jit`` function; the same one for the same text and the same functions in it."""
     text = "\n".join([f"({parameters}):", *lines, "return result"])
-    return _compiled(name, text.replace("\n", "\n    ") + "\n")
+    return _compiled(name, text.replace("\n", "\n    ") + "\n", uses)
 
 
 @lru_cache(maxsize=2048)
-def _compiled(kind: str, text: str) -> Any:
-    """The function ``def <kind>_<hash><text>``."""
+def _compiled(kind: str, text: str, uses: _Uses) -> Any:
+    """The function ``def <kind>_<hash><text>``, which calls others by the names given.
+
+    Triton hashes the sources of these too, and compiles anew where one has changed.
+    """
     name = f"{kind}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     source = f"def {name}{text}"
     # Triton reads the source of a function again; linecache keeps what is of no file.
     path = f"<tilewise {name}>"
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
-    names: dict[str, Any] = {"__name__": __name__, "tl": tl, "words": words}
+    names: dict[str, Any] = {"__name__": __name__, "tl": tl, "words": words, **dict(uses)}
     exec(compile(source, path, "exec"), names)
     return triton.jit(names[name])

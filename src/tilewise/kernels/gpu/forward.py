@@ -26,12 +26,15 @@ from tilewise.kernels.gpu.walk import (
     counts_in,
     head_of,
     head_strides,
+    keys_in,
     knows_whole_tiles,
     launch_of,
     list_of,
     lists_of,
+    load_keys,
     load_tile,
     meets_empty_tiles,
+    pages_of,
     place_of,
     slots_of,
     split_range,
@@ -84,14 +87,18 @@ def absorb(
     BN: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PAGE: tl.constexpr = 0,
 ):
-    """One block of keys in the online softmax; ``visible`` says which pairs attend if MASKED."""
+    """One block of keys in the online softmax; ``visible`` says which pairs attend if MASKED.
+
+    ``sides`` are (keys, values, low, high): what ``load_keys`` takes.
+    """
     acc, top, total, moment, top_key = state
-    k_head, k_strides, v_head, v_strides, low, high = sides
+    k_side, v_side, low, high = sides
     b, h, m, _, _ = place
     scale, seed_low, seed_high, drop_below = numbers
     n = (n0 + tl.arange(0, BN))[None, :]
-    k = load_tile(k_head, n0, k_strides, low, high, BN, D, q.shape[1], MASKED, WIDE)
+    k = load_keys(k_side, n0, low, high, BN, D, q.shape[1], MASKED, WIDE, PAGE)
     products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     scores = scaled_scores(products, scale, n, place, captured, SCORE, FOLDED)
     if MASKED:
@@ -122,7 +129,7 @@ def absorb(
     if DROPOUT:
         p = tl.where(kept(seed_low, seed_high, drop_below, b, h, m, n), p, 0.0)
     acc = acc * fade[:, None]
-    v = load_tile(v_head, n0, v_strides, low, high, BN, DV, acc.shape[1], MASKED, WIDE)
+    v = load_keys(v_side, n0, low, high, BN, DV, acc.shape[1], MASKED, WIDE, PAGE)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, new_top, total, moment, top_key
 
@@ -149,6 +156,7 @@ def take_block(
     BN: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
     """Block ``i`` of a walk in the online softmax."""
     b, h, m, M, N = place
@@ -176,6 +184,7 @@ def take_block(
         BN,
         WIDE,
         PRECISION,
+        PAGE,
     )
 
 
@@ -223,6 +232,7 @@ def walk_keys(
     BN: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PAGE: tl.constexpr = 0,
 ):
     """``count`` blocks of keys: those that are ``listed``, or without a list those of ``spans``.
 
@@ -255,6 +265,7 @@ def walk_keys(
                 BN,
                 WIDE,
                 PRECISION,
+                PAGE,
             )
             i = next_met(i + 1, spans, listed, count, place, captured, SEEN, BN)
     else:
@@ -280,6 +291,7 @@ def walk_keys(
                 BN,
                 WIDE,
                 PRECISION,
+                PAGE,
             )
     return acc, top, total, moment, top_key
 
@@ -315,6 +327,62 @@ def with_sink(natural, base2, total, sink):
 
 
 @triton.jit
+def settled(
+    top,
+    total,
+    moment,
+    sink,
+    scale,
+    keep_factor,
+    FOLDED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    STATS: tl.constexpr,
+):
+    """What a walk comes to: (weight, (row_max, lse, max_logit, row_mean, entropy)).
+
+    The output is the unfinished one times the weight. Without STATS the last three mean nothing.
+    """
+    natural, base2 = tops(top, scale, FOLDED)
+    dead = total == 0
+    if sink is not None:
+        lse, weight, of_sink, above = with_sink(natural, base2, total, sink)
+    else:
+        weight = tl.where(dead, 0.0, 1.0 / tl.where(dead, 1.0, total))
+        lse = natural + tl.log(tl.where(dead, 1.0, total))
+        lse = tl.where(dead, float("-inf"), lse)
+    if DROPOUT:
+        weight = weight * keep_factor
+    mean = moment
+    entropy = moment
+    if STATS > 0:
+        if sink is not None:
+            fade = tl.math.exp2(-above)
+            sunk = tl.math.exp2(of_sink)
+            moment = (moment - above * total) * fade + sunk * of_sink
+            total = total * fade + sunk
+            dead = total == 0
+        mean = tl.where(dead, 0.0, moment / tl.where(dead, 1.0, total))
+        spread = tl.log(tl.where(dead, 1.0, total)) - LN2 * mean
+        entropy = tl.where(dead, 0.0, spread)
+    return weight, (base2, lse, natural, mean, entropy)
+
+
+@triton.jit
+def store_numbers(places, at, inside, row, total, first_key, STATS: tl.constexpr):
+    """The numbers of rows: what ``settled`` gave for them, their sums and their first keys."""
+    lse, row_max, row_sum, row_mean, max_logit, entropy, top_key = places
+    tl.store(lse + at, row[1], mask=inside)
+    tl.store(row_max + at, row[0], mask=inside)
+    tl.store(row_sum + at, total, mask=inside)
+    if STATS > 0:
+        tl.store(max_logit + at, row[2], mask=inside)
+        tl.store(row_mean + at, row[3], mask=inside)
+        tl.store(entropy + at, row[4], mask=inside)
+    if STATS > 1:
+        tl.store(top_key + at, first_key.to(tl.int64), mask=inside)
+
+
+@triton.jit
 def slot_of(tiles, section, lines, REVERSED: tl.constexpr):
     """The tile and the line (a head of a batch item) of this program.
 
@@ -338,6 +406,7 @@ def slot_of(tiles, section, lines, REVERSED: tl.constexpr):
         "group",
         "queries",
         "keys",
+        "last_page",
         "tiles",
         "section",
         "seed_low",
@@ -360,6 +429,8 @@ def attend(
     sinks,
     cu_q,
     cu_k,
+    block_table,
+    key_lengths,
     order,
     counts,
     q_strides,
@@ -373,6 +444,7 @@ def attend(
     group,
     queries,
     keys,
+    last_page,
     tiles,
     section,
     scale,
@@ -397,11 +469,13 @@ def attend(
     BN: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
     """Attention of a block of BM queries of one head.
 
     In a variable-length call (``cu_q`` is not None) there are slots for more tiles than there are;
-    a program without one ends. Strides are (b, h, row, column).
+    a program without one ends. Strides are (b, h, row, column). With pages (PAGE is not 0) the
+    lengths of sequences are their ``key_lengths``, and ``keys`` is the most that these may be.
     """
     if cu_q is None:
         tile, line = slot_of(tiles, section, batch * heads, REVERSED)
@@ -412,16 +486,21 @@ def attend(
     else:
         tile, h = slot_of(tiles, section, heads, REVERSED)
         b, m0, begin_q = place_of(tile, cu_q, batch, BM)
-        begin_k = tl.load(cu_k + b)
+        begin_k = tl.load(cu_k + b) if PAGE == 0 else 0
         M = (tl.load(cu_q + b + 1) - begin_q).to(tl.int32)
-        N = (tl.load(cu_k + b + 1) - begin_k).to(tl.int32)
+        N = (tl.load(cu_k + b + 1) - begin_k).to(tl.int32) if PAGE == 0 else keys
         at = tl.cast(h, tl.int64) * queries + begin_q
     if m0 >= M:
         return
     m = m0 + tl.arange(0, BM)
     q_head = head_of(q, q_strides, b, h, begin_q)
-    k_head = head_of(k, k_strides, b, h // group, begin_k)
-    v_head = head_of(v, v_strides, b, h // group, begin_k)
+    b_k, pages = b, 0
+    if PAGE > 0:
+        N = keys_in(key_lengths, b, keys)
+        b_k = 0  # no sequence has a place of its own
+        pages = pages_of(block_table, b, keys, last_page, PAGE)
+    k_head = head_of(k, k_strides, b_k, h // group, begin_k)
+    v_head = head_of(v, v_strides, b_k, h // group, begin_k)
     q_tile = load_tile(q_head, m0, q_strides, 0, M, BM, D, D_PADDED, True, WIDE)
 
     state = (
@@ -438,7 +517,7 @@ def attend(
         low, full_low, full_high, high = KEYS_OF(
             b, m0, tl.minimum(m0 + BM, M), M, N, captured[0], captured[1]
         )
-    sides = (k_head, k_strides, v_head, v_strides, low, high)
+    sides = ((k_head, k_strides, pages), (v_head, v_strides, pages), low, high)
     spans = split_range(low, full_low, full_high, high, N, BN)
     if order is None:
         whole, partial = counts_in(spans, BN)
@@ -470,6 +549,7 @@ def attend(
             BN,
             WIDE,
             PRECISION,
+            PAGE,
         )
     acc, top, total, moment, first_key = walk_keys(
         state,
@@ -493,40 +573,15 @@ def attend(
         BN,
         WIDE,
         PRECISION,
+        PAGE,
     )
 
-    natural, base2 = tops(top, scale, FOLDED)
-    dead = total == 0
-    if sinks is not None:
-        sink = tl.load(sinks + h)
-        row_lse, weight, of_sink, above = with_sink(natural, base2, total, sink)
-    else:
-        weight = tl.where(dead, 0.0, 1.0 / tl.where(dead, 1.0, total))
-        row_lse = natural + tl.log(tl.where(dead, 1.0, total))
-        row_lse = tl.where(dead, float("-inf"), row_lse)
-    if DROPOUT:
-        weight = weight * keep_factor
+    sink = None if sinks is None else tl.load(sinks + h)
+    weight, row = settled(top, total, moment, sink, scale, keep_factor, FOLDED, DROPOUT, STATS)
     out_head = head_of(out, out_strides, b, h, begin_q)
     store_tile(out_head, m0, out_strides, M, acc * weight[:, None], BM, DV, DV_PADDED)
-    inside = m < M
-    at = at + m
-    tl.store(lse + at, row_lse, mask=inside)
-    tl.store(row_max + at, base2, mask=inside)
-    tl.store(row_sum + at, total, mask=inside)
-    if STATS > 0:
-        if sinks is not None:
-            fade = tl.math.exp2(-above)
-            sunk = tl.math.exp2(of_sink)
-            moment = (moment - above * total) * fade + sunk * of_sink
-            total = total * fade + sunk
-            dead = total == 0
-        mean = tl.where(dead, 0.0, moment / tl.where(dead, 1.0, total))
-        spread = tl.log(tl.where(dead, 1.0, total)) - LN2 * mean
-        tl.store(max_logit + at, natural, mask=inside)
-        tl.store(row_mean + at, mean, mask=inside)
-        tl.store(entropy + at, tl.where(dead, 0.0, spread), mask=inside)
-    if STATS > 1:
-        tl.store(top_key + at, first_key.to(tl.int64), mask=inside)
+    numbers_of = (lse, row_max, row_sum, row_mean, max_logit, entropy, top_key)
+    store_numbers(numbers_of, at + m, m < M, row, total, first_key, STATS)
 
 
 class Grid(NamedTuple):
@@ -552,37 +607,24 @@ def forward_launches(
     blocks = config.blocks("forward", problem)
     grid = _grid(problem, blocks)
     arguments = {
-        **_tensors(problem, operands, result),
+        **tensors_of(problem, operands, result),
+        "cu_q": operands.cu_seqlens_q,
+        "cu_k": operands.cu_seqlens_k,
         **lists_of(tile_lists(problem, operands, variant.tables, blocks.queries, blocks.keys)),
         "captured": (*captures(operands.mask_tensors), *captures(operands.score_tensors)),
         "batch": problem.batch,
         "heads": problem.heads,
         "group": problem.heads // problem.kv_heads,
         "queries": problem.queries,
-        "keys": problem.keys,
+        **paging_of(problem, operands),
         "tiles": grid.tiles,
         "section": grid.section,
         "scale": problem.scale,
-        **_dropout(problem, operands),
+        **dropout_of(problem, operands),
     }
     constants = {
-        "SEEN": variant.seen,
-        "SCORE": variant.score,
-        "KEYS_OF": variant.keys_of,
-        "FOLDED": variant.score is None and problem.scale > _LEAST_FOLDED,
-        "BLIND": not knows_whole_tiles(problem, variant),
-        "SKIPS": meets_empty_tiles(problem, variant),
+        **constants_of(problem, operands, result, config, variant, blocks),
         "REVERSED": _grows(problem),
-        "DROPOUT": problem.dropout_p > 0,
-        "STATS": 0 if result.entropy is None else 1 if result.top_key is None else 2,
-        "D": problem.head_dim,
-        "DV": problem.value_dim,
-        "D_PADDED": padded(problem.head_dim),
-        "DV_PADDED": padded(problem.value_dim),
-        "BM": blocks.queries,
-        "BN": blocks.keys,
-        "WIDE": wide(operands[:3], problem, blocks),
-        "PRECISION": config.precision,
     }
     return [launch_of(attend, (grid.programs,), arguments, constants, blocks)]
 
@@ -599,8 +641,45 @@ def _grid(problem: Problem, blocks: Blocks) -> Grid:
     return Grid(tiles, max(1, min(section, lines)), tiles * lines)
 
 
-def _tensors(problem: Problem, operands: Operands, result: Result) -> dict[str, Any]:
-    """The tensors of a call and their strides."""
+def constants_of(
+    problem: Problem,
+    operands: Operands,
+    result: Result,
+    config: Config,
+    variant: Variant,
+    blocks: Blocks,
+) -> dict[str, Any]:
+    """The constants of every walk over the keys; arguments as for ``forward_launches``."""
+    return {
+        "SEEN": variant.seen,
+        "SCORE": variant.score,
+        "KEYS_OF": variant.keys_of,
+        "BLIND": not knows_whole_tiles(problem, variant),
+        "SKIPS": meets_empty_tiles(problem, variant),
+        **finishing_of(problem, result, variant),
+        "D": problem.head_dim,
+        "D_PADDED": padded(problem.head_dim),
+        "BM": blocks.queries,
+        "BN": blocks.keys,
+        "WIDE": wide(operands[:3], problem, blocks),
+        "PRECISION": config.precision,
+        "PAGE": problem.page_size,
+    }
+
+
+def finishing_of(problem: Problem, result: Result, variant: Variant) -> dict[str, Any]:
+    """The constants of what ends a walk: ``settled``, and the rows of the output."""
+    return {
+        "FOLDED": variant.score is None and problem.scale > _LEAST_FOLDED,
+        "DROPOUT": problem.dropout_p > 0,
+        "STATS": 0 if result.entropy is None else 1 if result.top_key is None else 2,
+        "DV": problem.value_dim,
+        "DV_PADDED": padded(problem.value_dim),
+    }
+
+
+def tensors_of(problem: Problem, operands: Operands, result: Result) -> dict[str, Any]:
+    """The tensors of a call, but for cu_seqlens, and their strides."""
     stats = result.stats
     return {
         "q": operands.q,
@@ -615,8 +694,6 @@ def _tensors(problem: Problem, operands: Operands, result: Result) -> dict[str, 
         "entropy": result.entropy,
         "top_key": result.top_key,
         "sinks": operands.sinks,
-        "cu_q": operands.cu_seqlens_q,
-        "cu_k": operands.cu_seqlens_k,
         "q_strides": head_strides(operands.q, problem),
         "k_strides": head_strides(operands.k, problem),
         "v_strides": head_strides(operands.v, problem),
@@ -624,7 +701,18 @@ def _tensors(problem: Problem, operands: Operands, result: Result) -> dict[str, 
     }
 
 
-def _dropout(problem: Problem, operands: Operands) -> dict[str, Any]:
+def paging_of(problem: Problem, operands: Operands) -> dict[str, Any]:
+    """The block table, the lengths, and the bounds that kernels clamp both to."""
+    held = operands.k.shape[0] if problem.page_size else 1
+    return {
+        "block_table": operands.block_table,
+        "key_lengths": operands.key_lengths,
+        "keys": problem.keys if held else 0,
+        "last_page": held - 1 if problem.page_size else None,
+    }
+
+
+def dropout_of(problem: Problem, operands: Operands) -> dict[str, Any]:
     """Seed and threshold as 32-bit words, and the factor of what is kept."""
     low, high = split_seed(operands.seed)
     return {

@@ -30,9 +30,59 @@ from tilewise.problem import Operands, Problem
 from tilewise.reference.philox import split_seed
 from tilewise.reference.philox import threshold as dropout_threshold
 
-__all__ = ["Backward", "pair_gradients"]
+__all__ = ["Backward", "pair_gradients", "row_gradients"]
 
 _LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def _gradients(
+    products,
+    value_products,
+    row,
+    numbers,
+    pairs,
+    m,
+    n,
+    captured,
+    visible,
+    SCORE: tl.constexpr,
+    MASKED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FOLD: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """(scores, p, ds, keep) of a tile of pairs: as ``pair_gradients``, before dropout and factor.
+
+    Scores are in base-2 units, infinitely low where a pair does not attend. There ds may be NaN.
+    ``keep`` says what dropout keeps, if DROPOUT.
+    """
+    base, shift, weight, slope, center = row
+    scale, inverse_keep, seed_low, seed_high, threshold = numbers
+    b, h, M, N = pairs
+    _, _, tensors, shapes = captured
+    if SCORE is None:
+        scores = products * (scale * LOG2E)
+    else:
+        natural = SCORE(products * scale, b, h, m, n, M, N, tensors, shapes)
+        # The lowest float, by which some hide pairs, stays one; a NaN stays, too.
+        scores = natural * LOG2E
+        scores = tl.where((scores < _LOWEST) & (natural >= _LOWEST), _LOWEST, scores)
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    exponent = scores - base
+    p = tl.exp2(exponent)
+    if not FOLD:
+        p = p * weight
+    dp = value_products
+    keep = p
+    if DROPOUT:
+        keep = kept(seed_low, seed_high, threshold, b, h, m, n)
+        dp = tl.where(keep, dp * inverse_keep, 0.0)
+    moved = dp - shift
+    if ENTROPY:
+        moved = moved - slope * (tl.maximum(exponent, FAR) + center)
+    return scores, p, p * moved, keep
 
 
 @triton.jit
@@ -63,38 +113,75 @@ def pair_gradients(
     seed, the threshold), ``pairs`` (b, h, M, N), ``captured`` tensors and shape numbers of the mask
     and of the score.
     """
-    base, shift, weight, slope, center = row
-    scale, inverse_keep, seed_low, seed_high, threshold = numbers
-    b, h, M, N = pairs
-    _, _, tensors, shapes = captured
-    if SCORE is None:
-        scores = products * (scale * LOG2E)
-    else:
-        natural = SCORE(products * scale, b, h, m, n, M, N, tensors, shapes)
-        # The lowest float, by which some hide pairs, stays one; a NaN stays, too.
-        scores = natural * LOG2E
-        scores = tl.where((scores < _LOWEST) & (natural >= _LOWEST), _LOWEST, scores)
-    if MASKED:
-        scores = tl.where(visible, scores, float("-inf"))
-    exponent = scores - base
-    p = tl.exp2(exponent)
-    if not FOLD:
-        p = p * weight
-    dp = value_products
-    if DROPOUT:
-        keep = kept(seed_low, seed_high, threshold, b, h, m, n)
-        dp = tl.where(keep, dp * inverse_keep, 0.0)
-    moved = dp - shift
-    if ENTROPY:
-        moved = moved - slope * (tl.maximum(exponent, FAR) + center)
-    ds = p * moved
+    scores, p, ds, keep = _gradients(
+        products,
+        value_products,
+        row,
+        numbers,
+        pairs,
+        m,
+        n,
+        captured,
+        visible,
+        SCORE,
+        MASKED,
+        DROPOUT,
+        FOLD,
+        ENTROPY,
+    )
     if FACTOR is not None:
-        ds = ds * FACTOR(products * scale, b, h, m, n, M, N, tensors, shapes)
+        b, h, M, N = pairs
+        ds = ds * FACTOR(products * numbers[0], b, h, m, n, M, N, captured[2], captured[3])
     if MASKED:
         ds = tl.where(scores == float("-inf"), 0.0, ds)
     if DROPOUT:
         p = tl.where(keep, p, 0.0)
     return p, ds
+
+
+@triton.jit
+def row_gradients(
+    products,
+    value_products,
+    row,
+    numbers,
+    pairs,
+    m,
+    n,
+    captured,
+    visible,
+    SCORE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    FOLD: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """Sums along the rows of a tile, ``[BLOCK_M]`` each, of (ds * FACTOR, ds, p * FACTOR).
+
+    Arguments as for ``pair_gradients``; p is that without dropout.
+    """
+    scores, p, ds, _ = _gradients(
+        products,
+        value_products,
+        row,
+        numbers,
+        pairs,
+        m,
+        n,
+        captured,
+        visible,
+        SCORE,
+        True,
+        DROPOUT,
+        FOLD,
+        ENTROPY,
+    )
+    b, h, M, N = pairs
+    factor = FACTOR(products * numbers[0], b, h, m, n, M, N, captured[2], captured[3])
+    hidden = scores == float("-inf")
+    shares = tl.sum(tl.where(hidden, 0.0, ds * factor), 1)
+    weights = tl.sum(tl.where(hidden, 0.0, p * factor), 1)
+    return shares, tl.sum(tl.where(hidden, 0.0, ds), 1), weights
 
 
 class Backward(NamedTuple):
@@ -103,7 +190,7 @@ class Backward(NamedTuple):
     Args:
         problem, operands, config, variant: as ``backward_launches`` takes them.
         upstream: the gradients that come in.
-        rows: float32 [planes, *lse.shape], see ``row_values``.
+        rows: float32 [planes, *lse.shape], see ``row_values`` and ``planes_of``.
     """
 
     problem: Problem

@@ -68,8 +68,13 @@ def tile_lists(
         some = most > 0 if some is None else some & (most > 0)
     assert full is not None
     assert some is not None
-    past = _past(problem.queries, operands.cu_seqlens_q, queries, full, 2)
-    full = full & some & ~(past | _past(problem.keys, operands.cu_seqlens_k, keys, full, 3))
+    counts_q, counts_k = (
+        None if cu is None else cu.diff() for cu in (operands.cu_seqlens_q, operands.cu_seqlens_k)
+    )
+    if operands.key_lengths is not None:
+        counts_k = operands.key_lengths.clamp(0, problem.keys)  # as kernels do
+    past = _past(problem.queries, counts_q, queries, full, 2)
+    full = full & some & ~(past | _past(problem.keys, counts_k, keys, full, 3))
     partial = some & ~full
     if by_keys:
         full, partial = full.transpose(2, 3), partial.transpose(2, 3)
@@ -87,12 +92,12 @@ def _coarse(
         covers = covers.to(torch.uint8) * 2
     least = most = covers
     dense = problem.layout == "dense"
-    for dim, rectangle, tile, size in (
-        (2, table.queries, queries, problem.queries),
-        (3, table.keys, keys, problem.keys),
+    for dim, rectangle, tile, size, exact in (
+        (2, table.queries, queries, problem.queries, dense),
+        (3, table.keys, keys, problem.keys, dense and not problem.page_size),
     ):
         held = covers.shape[dim]
-        tiles = -(-(size if dense else held * rectangle) // tile)
+        tiles = -(-(size if exact else held * rectangle) // tile)
         if rectangle == tile or not held:
             continue
         start = torch.arange(tiles, device=covers.device) * tile
@@ -109,12 +114,12 @@ def _gathered(covers: Tensor, dim: int, places: Tensor) -> Tensor:
     return covers.index_select(dim, places.flatten()).unflatten(dim, places.shape)
 
 
-def _past(size: int, cu_seqlens: Tensor | None, tile: int, like: Tensor, dim: int) -> Tensor:
+def _past(size: int, counts: Tensor | None, tile: int, like: Tensor, dim: int) -> Tensor:
     """Which tiles reach past the end, broadcasting against ``like`` along its dimension ``dim``."""
     ends = torch.arange(1, like.shape[dim] + 1, device=like.device) * tile
     shape = [1, 1, 1, 1]
     shape[dim] = like.shape[dim]
     past = ends.view(shape)
-    if cu_seqlens is None:
+    if counts is None:
         return past > size
-    return past > cu_seqlens.diff()[:, None, None, None]
+    return past > counts[:, None, None, None]

@@ -1,7 +1,8 @@
 """What the walks of the backward pass read of each row of queries, and the sinks' gradient.
 
 With a row's largest score and sum from the forward pass, and grad_out, out and the gradients of
-lse and entropy, a pair's probability and gradient take no more than the row's five numbers.
+lse and entropy, a pair's probability and gradient take no more than the row's five numbers. A sixth
+is what the gradients of all its scores add up to: where no sink takes a part, that of lse.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tilewise.kernels.gpu.walk import (
 )
 from tilewise.problem import Operands, Problem, Result
 
-__all__ = ["FAR", "Upstream", "folds", "planes_of", "row_launches", "row_values"]
+__all__ = ["FAR", "Upstream", "due_plane", "folds", "planes_of", "row_launches", "row_values"]
 
 # The power of two of an exponent below this is 0: see ``far`` of reference/tiles.py.
 FAR: tl.constexpr = tl.constexpr(-2000.0)
@@ -49,8 +50,13 @@ class Upstream(NamedTuple):
     entropy: Tensor | None = None
 
 
-def planes_of(upstream: Upstream) -> int:
-    """How many numbers there are of each row."""
+def planes_of(upstream: Upstream, captured: bool) -> int:
+    """How many numbers there are of each row; one more where captured tensors have gradients."""
+    return due_plane(upstream) + captured
+
+
+def due_plane(upstream: Upstream) -> int:
+    """Which of the numbers is what the gradients of a row's scores add up to."""
     return 3 if upstream.entropy is None else 5
 
 
@@ -84,11 +90,13 @@ def row_kernel(
     VALUE_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     FOLD: tl.constexpr,
+    DUE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """What both walks read of each row: see ``row_values``; and of each tile its sinks' gradient.
 
-    FOLD: the row sum goes into the base as its logarithm.
+    FOLD: the row sum goes into the base as its logarithm. DUE: the plane of what the gradients of
+    a row's scores add up to, 0 for none.
     """
     program = tl.program_id(0)
     tile = program % tiles
@@ -154,11 +162,17 @@ def row_kernel(
         above = tl.log2(some) if FOLD else tl.maximum(top - highest, FAR)
         tl.store(place + 3 * plane, slope, mask=inside)
         tl.store(place + 4 * plane, tl.where(dead, 0.0, above - mean), mask=inside)
-    if shares is not None:
+    due = by_lse
+    if sinks is not None:
         by_sink = by_lse - delta
         if grad_entropy is not None:
             by_sink = by_sink - slope * (tl.maximum(sink - highest, FAR) - mean)
-        total_share = tl.sum(tl.where(inside, share * by_sink, 0.0), 0)
+        by_sink = share * by_sink
+        due = due - by_sink
+    if DUE > 0:
+        tl.store(place + DUE * plane, due, mask=inside)
+    if shares is not None:
+        total_share = tl.sum(tl.where(inside, by_sink, 0.0), 0)
         if cu_q is None:
             tl.store(shares + (h.to(tl.int64) * batch + b) * tiles + tile, total_share)
         else:
@@ -216,10 +230,11 @@ def row_launches(
         result: what the forward pass gave for them.
         upstream: the gradients that come in.
         grad_sinks: where that of the sinks goes, or None.
-        rows: float32 [planes, *lse.shape], where the values go.
+        rows: float32 [planes, *lse.shape], where the values go; ``planes_of`` says how many.
         config: of the walks.
     """
     _, by_lse, by_entropy = upstream
+    due = due_plane(upstream)
     stats = result.stats.contiguous()
     block = _BLOCK if folds(problem) else _SMALL_BLOCK
     slots = slots_of(problem, problem.queries, block)
@@ -251,6 +266,7 @@ def row_launches(
         "VALUE_PADDED": padded(problem.value_dim),
         "BLOCK": block,
         "FOLD": folds(problem),
+        "DUE": due if due < rows.shape[0] else 0,
         "PRECISION": config.precision,
     }
     grid = (programs_of(problem, problem.heads, slots),)

@@ -24,13 +24,16 @@ __all__ = [
     "counts_in",
     "head_of",
     "head_strides",
+    "keys_in",
     "knows_whole_tiles",
     "launch_of",
     "list_of",
     "lists_of",
+    "load_keys",
     "load_tile",
     "meets_empty_tiles",
     "number_strides",
+    "pages_of",
     "place_of",
     "programs_of",
     "slots_of",
@@ -95,6 +98,85 @@ def load_tile(
     if WIDTH != PADDED:
         return tl.load(places, mask=(columns < WIDTH)[None, :], other=0.0)
     return tl.load(places)
+
+
+@triton.jit
+def load_keys(
+    side,
+    first,
+    low,
+    high,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    MASKED: tl.constexpr,
+    WIDE: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """Rows ``first`` and on of the keys or the values of a head: what ``load_tile`` gives.
+
+    ``side`` is (head, strides, pages). Where PAGE is 0, rows follow one another from ``head`` on
+    and ``pages`` means nothing. Else a row lies in the page of PAGE rows that ``pages`` (made by
+    ``pages_of``) has for it, pages are ``strides[0]`` apart, and ``head`` is where the rows of page
+    0 begin. Entries for rows outside of [low, high) are not read where MASKED. ``first`` is a
+    multiple of BLOCK.
+    """
+    head, strides = side[0], side[1]
+    if PAGE == 0:
+        tile = load_tile(head, first, strides, low, high, BLOCK, WIDTH, PADDED, MASKED, WIDE)
+    elif PAGE % BLOCK == 0:  # one page has all of the tile
+        within = first % PAGE
+        before = first - within
+        page = page_of(side[2], first // PAGE, first < high, MASKED)
+        head += page * strides[0]
+        low -= before
+        high -= before
+        tile = load_tile(head, within, strides, low, high, BLOCK, WIDTH, PADDED, MASKED, WIDE)
+    else:
+        rows = first + tl.arange(0, BLOCK)
+        columns = tl.arange(0, PADDED)
+        inside = (rows >= low) & (rows < high)
+        page = page_of(side[2], rows // PAGE, inside, MASKED)
+        places = head + (page * strides[0] + (rows % PAGE).to(tl.int64) * strides[2])[:, None]
+        if WIDE:
+            places = places + columns[None, :].to(tl.int64) * strides[3]
+        else:
+            places = places + columns[None, :] * strides[3]
+        known = (columns < WIDTH)[None, :]
+        if MASKED:
+            tile = tl.load(places, mask=inside[:, None] & known, other=0.0)
+        elif WIDTH != PADDED:
+            tile = tl.load(places, mask=known, other=0.0)
+        else:
+            tile = tl.load(places)
+    return tile
+
+
+@triton.jit
+def page_of(pages, slot, inside, MASKED: tl.constexpr):
+    """The number of the page in each slot of a sequence's row of the block table, as int64.
+
+    Where MASKED, slots that are not ``inside`` are not read. What the entries are is the caller's
+    promise, which nobody reads on a device: they are clamped to the pages that there are.
+    """
+    entries, last = pages
+    page = tl.load(entries + slot, mask=inside, other=0) if MASKED else tl.load(entries + slot)
+    return tl.minimum(tl.maximum(page, 0), last).to(tl.int64)
+
+
+@triton.jit
+def pages_of(block_table, b, keys, last_page, PAGE: tl.constexpr):
+    """The ``pages`` of sequence ``b`` for ``load_keys``: its row of the block table, the last page.
+
+    ``keys`` is the most that a sequence may have, so many entries has a row of the table.
+    """
+    return block_table + tl.cast(b, tl.int64) * (keys // PAGE), last_page
+
+
+@triton.jit
+def keys_in(key_lengths, b, keys):
+    """How many keys sequence ``b`` has, clamped to what its row of the block table holds."""
+    return tl.minimum(tl.maximum(tl.load(key_lengths + b), 0), keys)
 
 
 @triton.jit
@@ -194,8 +276,11 @@ def word(bits: int) -> int:
 
 
 def head_strides(tensor: Tensor, problem: Problem) -> tuple[int, int, int, int]:
-    """Strides along (b, h, row, column) of a tensor with a row per query or key."""
-    if problem.layout == "dense":
+    """Strides along (b, h, row, column) of a tensor with a row per query or key.
+
+    Of keys or values in pages, along (page, h, row of a page, column).
+    """
+    if problem.layout == "dense" or tensor.dim() == 4:
         b, h, row, column = tensor.stride()
         return b, h, row, column
     row, h, column = tensor.stride()

@@ -12,6 +12,7 @@ import tilewise
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.lab.gpu_check.exact import Verdict, judge
 from tilewise.lab.gpu_check.outcomes import SEED, Outcome, attend, build, refer, sized
+from tilewise.lab.gpu_check.pages import PAGE_SIZES, attend_pages, few_queries
 from tilewise.lab.gpu_check.problems import PROBLEMS, ProblemCase, find
 from tilewise.lab.gpu_check.row import Row
 from tilewise.lab.gpu_check.setting import Setting
@@ -21,6 +22,7 @@ __all__ = ["check", "differing", "jobs", "judged", "run"]
 
 STEP = "accuracy"
 _BITS, _STATISTICS, _EIGHT_BITS = "dropout bits", "statistics", "fp8"
+_PAGES = "pages"
 _SEEDS = (0, 2**32, -1, SEED)
 
 
@@ -29,7 +31,7 @@ def jobs(setting: Setting) -> list[str]:
     main = _name(setting.dtype)
     others = [name for name in ("float16", "float32") if name != main]
     found = [f"{main} {case.name}" for case in PROBLEMS]
-    found[8:8] = [_BITS, _STATISTICS, _EIGHT_BITS]
+    found[8:8] = [_BITS, _STATISTICS, _EIGHT_BITS, _PAGES]
     return found + [
         f"{each} {case.name}" for each in others for case in PROBLEMS if case.every_dtype
     ]
@@ -43,6 +45,8 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
         yield _statistics(setting)
     elif job == _EIGHT_BITS:
         yield _eight_bits(setting)
+    elif job == _PAGES:
+        yield from _in_pages(setting)
     else:
         dtype, _, name = job.partition(" ")
         case = sized(setting, find(name))
@@ -144,6 +148,21 @@ def _statistics(setting: Setting) -> Row:
     own = plain(setting.dtype)
     verdicts = {key: judge(actual[key], own[key], oracle[key]) for key in actual}
     return judged(STEP, _STATISTICS, verdicts)
+
+
+def _in_pages(setting: Setting) -> Iterator[Row]:
+    """Keys in pages, of packed queries and of few; in another order they must give the bits."""
+    for packed, problem in ((True, find("varlen")), (False, few_queries())):
+        case = sized(setting, problem)
+        inputs = build(setting, case, setting.dtype)
+        plain, oracle = (refer(case, inputs, dtype) for dtype in (setting.dtype, torch.float64))
+        for size in PAGE_SIZES:
+            actual, again = (
+                attend_pages(setting, inputs, size, packed=packed, seed=seed) for seed in (1, 5)
+            )
+            verdicts = {key: judge(actual[key], plain[key], oracle[key]) for key in actual}
+            what = f"{_PAGES} of {size}, {case.name}"
+            yield judged(STEP, what, verdicts, differing(actual, again))
 
 
 def _eight_bits(setting: Setting) -> Row:

@@ -62,10 +62,11 @@ def sized(setting: Setting, case: ProblemCase) -> ProblemCase:
     narrow = math.isqrt(shrink)
     rows = sizes.long if case.queries < 0 else -(-case.queries // shrink)
     width = sizes.long_width if case.head_dim < 0 else -(-case.head_dim // narrow)
+    keys = sizes.decode_keys + 1 if case.keys < 0 else -(-case.keys // shrink) or rows
     return replace(
         case,
         queries=rows,
-        keys=-(-case.keys // shrink) or rows,
+        keys=keys,
         head_dim=width,
         value_dim=-(-case.value_dim // narrow) or width,
         lengths=tuple((-(-m // shrink), -(-n // shrink)) for m, n in case.lengths),

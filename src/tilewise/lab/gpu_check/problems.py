@@ -27,7 +27,8 @@ class ProblemCase:
     Args:
         name: of it.
         batch, heads, kv_heads, queries, keys, head_dim, value_dim: its shape; keys 0: as many as
-            queries; value_dim 0: as head_dim; queries and head_dim -1: the setting's long ones.
+            queries, -1: one more than the setting decodes with; value_dim 0: as head_dim; queries
+            and head_dim -1: the setting's long ones.
         mask, score: made from a Draw; None for none.
         sinks: whether there are.
         dropout_p: of the probabilities.
@@ -196,6 +197,28 @@ PROBLEMS: tuple[ProblemCase, ...] = (
     ProblemCase("narrow", head_dim=3, value_dim=111),
     ProblemCase("D192 Dv128", head_dim=192, value_dim=128, mask=_causal),
     ProblemCase("one row", queries=1, keys=1000, heads=8, kv_heads=2, head_dim=128),
+    ProblemCase(
+        "one row, long keys",
+        queries=1,
+        keys=-1,
+        heads=8,
+        kv_heads=2,
+        head_dim=128,
+        mask=_causal,
+        every_dtype=True,
+    ),
+    ProblemCase(
+        "few rows, long keys",
+        queries=7,
+        keys=-1,
+        heads=6,
+        kv_heads=1,
+        mask=_lengths,
+        score=_alibi,
+        sinks=True,
+    ),
+    ProblemCase("few rows, dropout", queries=16, keys=-1, mask=_causal, dropout_p=0.2),
+    ProblemCase("few rows, window", queries=5, keys=-1, mask=_window, head_dim=256),
     ProblemCase("one key", queries=33, keys=1),
     ProblemCase("no rows", queries=0, keys=65),
     ProblemCase("dead rows", queries=321, keys=100, mask=_causal, sinks=True),

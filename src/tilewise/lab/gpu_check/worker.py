@@ -12,7 +12,8 @@ import json
 import os
 import sys
 import traceback
-from typing import IO, Any
+from collections.abc import Callable, Iterator
+from typing import IO, Any, TypeAlias
 
 import torch
 
@@ -21,17 +22,23 @@ from tilewise.lab.gpu_check import steps
 from tilewise.lab.gpu_check.row import Row
 from tilewise.lab.gpu_check.setting import Setting
 
-__all__ = ["do", "in_short"]
+__all__ = ["Run", "do", "in_short", "main"]
 
+# The rows of a job of a step.
+Run: TypeAlias = Callable[[Setting, str, str], Iterator[Row]]
 _LOST = 3  # the exit status of a process whose GPU context is lost
 _LONGEST_NOTE = 300
 
 
-def do(setting: Setting, step: str, job: str) -> list[Row]:
+def _run_step(setting: Setting, step: str, job: str) -> Iterator[Row]:
+    return steps.find(step).run(setting, job)
+
+
+def do(setting: Setting, step: str, job: str, run: Run = _run_step) -> list[Row]:
     """The rows of a job; what it raised is one of them."""
     rows: list[Row] = []
     try:
-        for row in steps.find(step).run(setting, job):
+        for row in run(setting, step, job):
             rows.append(row)  # noqa: PERF402  those before an error are kept
     except Unsupported as error:
         rows.append(Row(step, job, "unsupported", in_short(error)))
@@ -62,10 +69,17 @@ def _context_is_lost(setting: Setting) -> bool:
     return False
 
 
-def _serve(setting: Setting, out: IO[str]) -> None:
+def main(run: Run = _run_step) -> None:
+    """Do jobs until there are no more; the setting is the argument of the command."""
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # nobody else writes between our lines
+    _serve(Setting(**json.loads(sys.argv[1])), channel, run)
+
+
+def _serve(setting: Setting, out: IO[str], run: Run) -> None:
     for line in sys.stdin:
         asked: dict[str, Any] = json.loads(line)
-        for row in do(setting, asked["step"], asked["job"]):
+        for row in do(setting, asked["step"], asked["job"], run):
             print(json.dumps({"row": row.as_json()}), file=out, flush=True)
         print(json.dumps({"done": True}), file=out, flush=True)
         if _context_is_lost(setting):
@@ -76,6 +90,4 @@ def _serve(setting: Setting, out: IO[str]) -> None:
 
 
 if __name__ == "__main__":
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # nobody else writes between our lines
-    _serve(Setting(**json.loads(sys.argv[1])), channel)
+    main()

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.errors import InvalidArgument, TilewiseError
+from tilewise.folders import cache_folder
 from tilewise.lab.study.config import Study, config_hash, parse
 from tilewise.lab.study.files import telling_full_disk, write_atomically
 from tilewise.lab.study.records import RunRecord
@@ -66,15 +67,6 @@ class StoredStudy:
 def studies_folder() -> Path:
     """Where studies go: ``$TILEWISE_STUDIES``, or ``studies`` in the working folder."""
     return Path(os.environ.get("TILEWISE_STUDIES") or "studies")
-
-
-def cache_folder() -> Path:
-    """Where token caches go: ``$TILEWISE_CACHE``, or ``tilewise`` in the user's cache folder."""
-    own = os.environ.get("TILEWISE_CACHE")
-    if own:
-        return Path(own)
-    user = os.environ.get("XDG_CACHE_HOME")
-    return (Path(user) if user else Path.home() / ".cache") / "tilewise"
 
 
 def folder_of(study: Study, out: Path) -> Path:

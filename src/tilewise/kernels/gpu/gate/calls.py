@@ -43,10 +43,13 @@ class Asked(NamedTuple):
         dtype: of all of them.
         mask: "", "causal", "window", "document" (causal too), or "table", which is "document" with
             a table of tiles.
-        score: "", "alibi softcap", "bias", or "learned": a factor, a table by distance and a table
-            in which every pair looks up its place, all of which want gradients.
+        score: "", "alibi softcap", "bias" (of each pair), "head bias", "raw", or "learned": a
+            factor, a table by distance and one in which every pair looks up its place, all of which
+            want gradients.
         dropout_p, sinks, varlen: as in a call.
         statistics: "", "all" or "top1".
+        queries: of each head; fewer than keys are the last ones.
+        page_size: of the pages that keys and values lie in; 0: they do not.
     """
 
     width: int
@@ -57,6 +60,8 @@ class Asked(NamedTuple):
     sinks: bool = False
     varlen: bool = False
     statistics: str = ""
+    queries: int = QUERIES
+    page_size: int = 0
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -66,9 +71,10 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def operands_of(asked: Asked) -> tuple[Problem, Operands]:
     """The problem, and operands in kernel form."""
-    mask, score = _mask(asked.mask), _score(asked.score, asked.dtype)
+    mask, score = _mask(asked), _score(asked)
     sinks = meta(HEADS) if asked.sinks else None
-    q, k, v = (_rows(asked, heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    q = _rows(asked, asked.queries, HEADS)
+    k, v = (_rows(asked, KEYS, KV_HEADS) for _ in range(2))
     cu_seqlens = meta(BATCH + 1, dtype=torch.int64)
     said: dict[str, Any] = {"scale": None, "dropout_p": asked.dropout_p, "sinks": sinks}
     said |= {"mask": mask.program, "score": score.program}
@@ -76,7 +82,7 @@ def operands_of(asked: Asked) -> tuple[Problem, Operands]:
         problem = varlen_problem(q, k, v, cu_seqlens, cu_seqlens, **said)
     else:
         problem = dense_problem(q, k, v, **said)
-    extent = Extent(BATCH, HEADS, QUERIES, KEYS, ragged=asked.varlen, check_values=False)
+    extent = Extent(BATCH, HEADS, asked.queries, KEYS, ragged=asked.varlen, check_values=False)
     operands = Operands(
         q,
         k,
@@ -88,7 +94,7 @@ def operands_of(asked: Asked) -> tuple[Problem, Operands]:
         cu_seqlens if asked.varlen else None,
         2**63 + 1 if asked.dropout_p else 0,
     )
-    return problem, operands
+    return _in_pages(asked, problem, operands) if asked.page_size else (problem, operands)
 
 
 def result_of(asked: Asked, problem: Problem, operands: Operands) -> Result:
@@ -125,23 +131,42 @@ def backward_tensors(problem: Problem, operands: Operands) -> tuple[Tensor, Need
     return output_like(operands.q, problem.value_dim), needs, grads
 
 
-def _rows(asked: Asked, heads: int) -> Tensor:
+def _in_pages(asked: Asked, problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
+    """The same call with its keys and values in pages, their rows first in memory."""
+    size, slots = asked.page_size, KEYS // asked.page_size
+    k, v = (
+        meta(BATCH * slots, size, KV_HEADS, asked.width, dtype=asked.dtype).transpose(1, 2)
+        for _ in range(2)
+    )
+    operands = operands._replace(
+        k=k,
+        v=v,
+        cu_seqlens_k=None,
+        block_table=meta(BATCH, slots, dtype=torch.int32),
+        key_lengths=meta(BATCH, dtype=torch.int32),
+    )
+    return problem._replace(keys=KEYS, page_size=size), operands
+
+
+def _rows(asked: Asked, length: int, heads: int) -> Tensor:
     if asked.varlen:
-        return meta(BATCH * KEYS, heads, asked.width, dtype=asked.dtype)
-    return meta(BATCH, KEYS, heads, asked.width, dtype=asked.dtype).transpose(1, 2)
+        return meta(BATCH * length, heads, asked.width, dtype=asked.dtype)
+    return meta(BATCH, length, heads, asked.width, dtype=asked.dtype).transpose(1, 2)
 
 
-def _mask(name: str) -> Mask:
+def _mask(asked: Asked) -> Mask:
+    name, queries = asked.mask, asked.queries
     if name == "causal":
         return masks.causal()
     if name == "window":
         return masks.window(1023, 0)
     if name == "document":
-        return masks.document(meta(BATCH, KEYS, dtype=torch.int64)) & masks.causal()
+        of_queries, of_keys = (meta(BATCH, length, dtype=torch.int64) for length in (queries, KEYS))
+        return masks.document(of_keys, of_queries) & masks.causal()
     if name == "table":
-        plain = _mask("document")
-        sides = (BLOCK, BLOCK, 0, 0, QUERIES, KEYS, 0)
-        covers = meta(1, 1, QUERIES // BLOCK, KEYS // BLOCK, dtype=torch.uint8)
+        plain = _mask(asked._replace(mask="document"))
+        sides = (BLOCK, BLOCK, 0, 0, queries, KEYS, 0)
+        covers = meta(1, 1, -(-queries // BLOCK), KEYS // BLOCK, dtype=torch.uint8)
         table = Instr("tiles", sides, (len(plain.captured),))
         return Mask((*plain.program, table), (*plain.captured, covers))
     if name:
@@ -149,15 +174,22 @@ def _mask(name: str) -> Mask:
     return Mask(())
 
 
-def _score(name: str, dtype: torch.dtype) -> Score:
-    if name == "alibi softcap":
+def _score(asked: Asked) -> Score:
+    if asked.score == "alibi softcap":
         return as_score((scores.alibi(meta(HEADS)), scores.softcap(30.0)))
-    if name == "bias":
-        return scores.bias(meta(HEADS, QUERIES, KEYS, dtype=dtype))
-    if name == "learned":
+    if asked.score == "bias":
+        return scores.bias(meta(HEADS, asked.queries, KEYS, dtype=asked.dtype))
+    if asked.score == "head bias":
+        return scores.bias(meta(HEADS, 1, 1, dtype=asked.dtype))
+    if asked.score == "raw":
+        from tilewise.kernels.gpu.gate.raw_pair import weigh, weigh_slope
+
+        scores.register_triton("gate_weigh", weigh, weigh_slope)
+        return scores.raw("gate_weigh", meta(HEADS))
+    if asked.score == "learned":
         return as_score(_learned_score())
-    if name:
-        raise KeyError(name)
+    if asked.score:
+        raise KeyError(asked.score)
     return Score(())
 
 

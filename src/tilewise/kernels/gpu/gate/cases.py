@@ -20,7 +20,7 @@ from tilewise.problem import Operands, Problem
 if TYPE_CHECKING:
     from tilewise.kernels.gpu.emit import Variant
 
-__all__ = ["CASES", "backward", "captured", "forward"]
+__all__ = ["CASES", "backward", "captured", "decode", "forward"]
 
 
 def forward(asked: Asked, family: str, config: Config | None = None) -> Sequence[Launch]:
@@ -37,6 +37,16 @@ def forward(asked: Asked, family: str, config: Config | None = None) -> Sequence
     result = result_of(asked, problem, operands)
     variant = _variant(problem, operands)
     return forward_launches(problem, operands, result, config or config_for(family), variant)
+
+
+def decode(asked: Asked, family: str, config: Config | None = None) -> Sequence[Launch]:
+    """The launches of the forward pass of few queries; arguments as for ``forward``."""
+    from tilewise.kernels.gpu.decode import decode_launches
+
+    problem, operands = operands_of(asked)
+    result = result_of(asked, problem, operands)
+    variant = _variant(problem, operands)
+    return decode_launches(problem, operands, result, config or config_for(family), variant)
 
 
 def backward(asked: Asked, family: str, config: Config | None = None) -> Sequence[Launch]:
@@ -107,10 +117,29 @@ _CALLS = {
     "D512 alibi softcap causal": Asked(512, mask="causal", score="alibi softcap"),
     "D64 bias": Asked(64, score="bias"),
     "D128 bias": Asked(128, score="bias"),
+    "D128 raw causal": Asked(128, mask="causal", score="raw"),
+    "D64 head bias": Asked(64, score="head bias"),
+    "D128 head bias": Asked(128, score="head bias"),
+    "D64 head bias fp32": Asked(64, _SINGLE, score="head bias"),
     "D128 dropout causal": Asked(128, mask="causal", dropout_p=0.1),
     "D128 varlen causal": Asked(128, mask="causal", varlen=True),
     "D64 sinks statistics": Asked(64, mask="causal", sinks=True, statistics="top1"),
     "D128 sinks statistics": Asked(128, mask="causal", sinks=True, statistics="top1"),
+}
+_DECODED = {
+    "D64 causal": Asked(64, mask="causal", queries=1),
+    "D128 causal": Asked(128, mask="causal", queries=1),
+    "D256 causal": Asked(256, mask="causal", queries=1),
+    "D128 causal fp32": Asked(128, _SINGLE, mask="causal", queries=1),
+    "D128 document": Asked(128, mask="document", queries=4),
+    "D128 alibi softcap causal": Asked(128, mask="causal", score="alibi softcap", queries=4),
+    "D128 sinks statistics": Asked(128, sinks=True, statistics="top1", queries=1),
+    "D128 causal pages of 16": Asked(128, mask="causal", queries=1, page_size=16),
+    "D128 causal pages of 128": Asked(128, mask="causal", queries=1, page_size=128),
+}
+_PAGED = {
+    "D128 causal pages of 16": Asked(128, mask="causal", page_size=16),
+    "D128 causal pages of 128": Asked(128, mask="causal", page_size=128),
 }
 # Kernels that multiply no matrices: they read rows once, or sums that others made.
 _PLAIN = frozenset(
@@ -118,6 +147,7 @@ _PLAIN = frozenset(
         "row_kernel",
         "sink_kernel",
         "fold_kernel",
+        "merge_splits",
         "spread_lines_kernel",
         "factor_kernel",
         "number_kernel",
@@ -137,6 +167,10 @@ def _cases() -> list[Case]:
         asked = Asked(width, mask="causal", score="learned")
         launches = partial(captured, asked)
         found.append(Case(f"captured D{width} causal", launches, without_products=_PLAIN))
+    for name, asked in _DECODED.items():
+        sixteen, key = asked.dtype.itemsize == 2, name == _KEY[0]
+        found.append(Case(f"decode {name}", partial(decode, asked), sixteen, _PLAIN, key))
+    found += [Case(f"forward {name}", partial(forward, asked)) for name, asked in _PAGED.items()]
     return found
 
 

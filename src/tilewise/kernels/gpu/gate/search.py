@@ -20,13 +20,20 @@ import torch
 from tilewise.kernels.gpu.config import Blocks, Family, Pass, config_for, shared_need
 from tilewise.kernels.gpu.gate.calls import Asked
 from tilewise.kernels.gpu.gate.case import Case
-from tilewise.kernels.gpu.gate.cases import backward, forward
+from tilewise.kernels.gpu.gate.cases import backward, decode, forward
 from tilewise.kernels.gpu.gate.targets import TARGETS, Target, target_named
 from tilewise.kernels.gpu.gate.verdicts import faults
 
 __all__ = ["ladder", "main"]
 
-_KERNELS: dict[Pass, str] = {"forward": "attend", "dkdv": "key_kernel", "dq": "query_kernel"}
+_KERNELS: dict[Pass, str] = {
+    "forward": "attend",
+    "dkdv": "key_kernel",
+    "dq": "query_kernel",
+    "decode": "attend_split",
+}
+_MAKERS = {"forward": forward, "decode": decode}
+_ROWS = 16  # of a block of the pass "decode"
 _SIDES = ((128, 128), (128, 64), (64, 64), (128, 32), (64, 32), (32, 32), (32, 16), (16, 16))
 _MOST = 240  # accumulators of a thread, in registers; AMD's wide warps have twice as many
 
@@ -53,9 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rungs = rungs[rungs.index(_blocks(options.after)) :]
     os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
     for blocks in rungs:
-        wrong = _wrong(
-            target, options.pass_name, _calls(options.width, dtype, options.heavy), blocks
-        )
+        wrong = _wrong(target, options.pass_name, _calls(options, dtype), blocks)
         print("{}x{}/{}/{}".format(*blocks), wrong or "good", flush=True)
         if not wrong:
             return 0
@@ -65,13 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def ladder(family: Family, pass_name: Pass, width: int, itemsize: int) -> Iterator[Blocks]:
     """Blocks worth trying, the most pairs first, of these the most warps and stages.
 
-    The longer side is of what a program owns: queries, and keys in the pass "dkdv". Left out is
-    what cannot fit into shared memory, or whose accumulators alone fill the registers.
+    The longer side is of what a program owns: queries, and keys in the pass "dkdv". That of few
+    queries, "decode", owns as few rows, and has the warps for no more. Left out is what cannot fit
+    into shared memory, or whose accumulators alone fill the registers.
     """
     owner = 2 if pass_name == "dkdv" else 1
-    for long, short in _SIDES:
+    few = pass_name == "decode"
+    for long, short in ((_ROWS, keys) for keys in (128, 64, 32, 16)) if few else _SIDES:
         queries, keys = (short, long) if pass_name == "dkdv" else (long, short)
-        for warps in (8, 4):
+        for warps in (4,) if few else (8, 4):
             held = (owner * long * width + long * short) / (warps * family.warp)
             if held > _MOST * family.warp // 32:
                 continue
@@ -82,17 +89,21 @@ def ladder(family: Family, pass_name: Pass, width: int, itemsize: int) -> Iterat
                     yield blocks
 
 
-def _calls(width: int, dtype: torch.dtype, heavy: bool) -> tuple[Asked, ...]:
-    causal = Asked(width, dtype, mask="causal")
-    if not heavy:
-        return causal, Asked(width, dtype)
-    return (
-        Asked(width, dtype, mask="document"),
+def _calls(options: argparse.Namespace, dtype: torch.dtype) -> tuple[Asked, ...]:
+    full = Asked(options.width, dtype)
+    few = options.pass_name == "decode"
+    if few:
+        full = full._replace(queries=4)
+    causal = full._replace(mask="causal")
+    if not options.heavy:
+        return causal, full
+    heavy = (
+        full._replace(mask="document"),
         causal._replace(score="alibi softcap"),
         causal._replace(dropout_p=0.1),
-        causal._replace(varlen=True),
-        Asked(width, dtype, score="bias"),
+        full._replace(score="bias"),
     )
+    return heavy if few else (*heavy, causal._replace(varlen=True))
 
 
 def _wrong(target: Target, pass_name: Pass, calls: Sequence[Asked], blocks: Blocks) -> str:
@@ -100,7 +111,7 @@ def _wrong(target: Target, pass_name: Pass, calls: Sequence[Asked], blocks: Bloc
     from tilewise.kernels.gpu.gate.compiling import compile_launch
 
     config = config_for(target.family.name)._replace(overrides=((pass_name, blocks),))
-    make = forward if pass_name == "forward" else backward
+    make = _MAKERS.get(pass_name, backward)
     for asked in calls:
         case = Case("search", lambda family: [], asked.dtype.itemsize == 2)
         for launch in make(asked, target.family.name, config):

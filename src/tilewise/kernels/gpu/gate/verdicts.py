@@ -14,6 +14,7 @@ KNOWN_SPILLS = frozenset(
     [
         ("gfx1100", "backward D128 causal / key_kernel"),
         ("gfx1100", "backward D128 alibi softcap causal / key_kernel"),
+        ("gfx1100", "backward D128 raw causal / key_kernel"),
     ]
 )
 GROWTH = 1.05  # of registers or instructions over the baseline; more is a fault
@@ -62,7 +63,9 @@ def _matrix_faults(record: Record, target: Target) -> list[str]:
     if not record.matrix:
         return ["no matrix instruction"]
     # Hopper's and Blackwell's own instructions take 64 rows; smaller products keep to the old ones.
-    if target.family.unit not in record.matrix and max(record.tile.values(), default=64) >= 64:
+    # Those of the forward pass have a row per query, those of the backward one per query or key.
+    rows = record.tile.get("BM", max(record.tile.values(), default=64))
+    if target.family.unit not in record.matrix and rows >= 64:
         return [f"{'/'.join(record.matrix)} instead of {target.family.unit}"]
     return []
 

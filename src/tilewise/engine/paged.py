@@ -1,0 +1,149 @@
+"""Calls whose keys lie in pages: eagerly, and as the torch op that everything that traces sees.
+
+There are no gradients: a call that could want one is refused, and so are transforms.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from tilewise.engine.call import (
+    Asked,
+    build_operands,
+    build_problem,
+    cached_plan,
+    read_keywords,
+)
+from tilewise.engine.modes import refuse_vmap, transforms_active
+from tilewise.engine.ops import promised, returned
+from tilewise.engine.pages import Pages
+from tilewise.errors import Unsupported
+from tilewise.plan.plan import Plan
+from tilewise.problem import Result, Statistics
+from tilewise.variants.program import decode
+from tilewise.variants.values import Mask, Score
+
+__all__ = ["attend_pages", "call_paged", "refuse_paged_transforms"]
+
+
+def refuse_paged_transforms() -> None:
+    """Refuse a call inside of torch.func transforms or of a forward-mode level.
+
+    Raises:
+        Unsupported: it is.
+    """
+    if transforms_active():
+        raise Unsupported(
+            "tilewise has no torch.func transforms and no forward-mode derivatives of paged keys",
+            fix="call attention_paged outside of them",
+        )
+
+
+def _check_undifferentiated(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> None:
+    """Refuse a call that could want a gradient."""
+    tensors = (q, k, v, asked.sinks, *asked.score.captured)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        _refuse_gradient()
+
+
+def _refuse_gradient(*_: Any) -> NoReturn:
+    raise Unsupported(
+        "tilewise has no gradients of paged keys",
+        fix="call attention_paged in torch.no_grad() or inference_mode(), or detach; to "
+        "differentiate, lay the keys out one after the other for attention or attention_varlen",
+    )
+
+
+def attend_pages(
+    q: Tensor, k: Tensor, v: Tensor, asked: Asked, plan: Plan | None, statistics: Statistics
+) -> Result:
+    """Attention over plain tensors, by a held plan if one is given."""
+    if plan is None:
+        plan = cached_plan(q, k, v, asked)
+    _check_undifferentiated(q, k, v, asked)
+    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+    operands = build_operands(plan.problem, q, k, v, asked, None)
+    result: Result = plan.forward(operands, statistics)
+    return result
+
+
+def call_paged(q: Tensor, k: Tensor, v: Tensor, asked: Asked, statistics: Statistics) -> Result:
+    """Attention through the op, while tracing or over tensors that are not plain."""
+    problem = build_problem(q, k, v, asked)
+    _check_undifferentiated(q, k, v, asked)
+    assert asked.pages is not None
+    out, lse, stats, max_logit, entropy, top_key = torch.ops.tilewise.attention_paged(
+        q,
+        k,
+        v,
+        *asked.pages,
+        list(asked.mask.captured),
+        list(asked.score.captured),
+        asked.sinks,
+        asked.mask.text,
+        asked.score.text,
+        None if asked.scale is None else problem.scale,
+        asked.backend,
+        statistics,
+    )
+    if not statistics:
+        return Result(out, lse, stats)
+    return Result(out, lse, stats, max_logit, entropy, top_key if statistics == "top1" else None)
+
+
+@torch.library.custom_op("tilewise::attention_paged", mutates_args=())
+def _attention_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    key_lengths: Tensor,
+    cu_seqlens_q: Tensor | None,
+    mask_tensors: Sequence[Tensor],
+    score_tensors: Sequence[Tensor],
+    sinks: Tensor | None,
+    mask: str,
+    score: str,
+    scale: float | None,
+    backend: str | None,
+    statistics: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    asked = read_keywords(
+        Mask(decode(mask), tuple(mask_tensors)),
+        Score(decode(score), tuple(score_tensors)),
+        scale,
+        0.0,
+        sinks,
+        backend,
+        pages=Pages(block_table, key_lengths, cu_seqlens_q),
+    )
+    # A graph made outside of a transform and run inside of one comes straight here.
+    refuse_paged_transforms()
+    wanted: Statistics = "top1" if statistics == "top1" else "rows" if statistics else ""
+    return returned(attend_pages(q, k_pages, v_pages, asked, None, wanted), q)
+
+
+@_attention_paged.register_fake
+def _attention_paged_fake(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    key_lengths: Tensor,
+    cu_seqlens_q: Tensor | None,
+    mask_tensors: Sequence[Tensor],
+    score_tensors: Sequence[Tensor],
+    sinks: Tensor | None,
+    mask: str,
+    score: str,
+    scale: float | None,
+    backend: str | None,
+    statistics: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return promised(q, v_pages.shape[-1], statistics)
+
+
+_attention_paged.register_autograd(_refuse_gradient)
+_attention_paged.register_vmap(refuse_vmap)

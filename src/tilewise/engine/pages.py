@@ -1,0 +1,108 @@
+"""What finds the keys of a paged call: its integer tensors, checked and in kernel form."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import InvalidArgument
+from tilewise.problem import Problem, check_cu_seqlens
+from tilewise.variants.checked import is_checked
+from tilewise.variants.lower import Extent
+
+__all__ = ["Pages", "lower_pages"]
+
+
+class Pages(NamedTuple):
+    """The integer tensors of ``functional.attention_paged``.
+
+    Args:
+        block_table: [B, P], the page of each run of page_size keys of each sequence.
+        key_lengths: [B], how many keys each sequence has.
+        cu_seqlens_q: [B + 1] of packed queries, or None.
+    """
+
+    block_table: Tensor
+    key_lengths: Tensor
+    cu_seqlens_q: Tensor | None
+
+
+def lower_pages(
+    problem: Problem, pages: Pages, q: Tensor, k: Tensor, stays: bool
+) -> tuple[Pages, Extent]:
+    """What finds pages as kernels read it, and what captured tensors are broadcast against.
+
+    Values are looked at where that stalls no device: on the CPU, and for the reference; of
+    tensors on a device in checked mode.
+
+    Args:
+        problem: of the call.
+        pages: as given, of the right shapes and dtypes.
+        q: the queries.
+        k: the pages of keys.
+        stays: whether the kernels read the tensors on q's device.
+
+    Raises:
+        InvalidArgument: naming the tensor that says something impossible.
+    """
+    block_table, key_lengths, cu_q = pages
+    on_cpu = all(tensor is None or tensor.is_cpu for tensor in pages)
+    packed = cu_q is not None
+    extent = Extent(
+        problem.batch, problem.heads, 0 if packed else problem.queries, 0, True, check_values=False
+    )
+    if on_cpu or not stays or is_checked():
+        query_counts = (problem.queries,) * problem.batch
+        if cu_q is not None:
+            starts = check_cu_seqlens("cu_seqlens_q", cu_q, problem.queries)
+            query_counts = tuple([end - start for start, end in pairwise(starts)])
+        key_counts = _checked_lengths(problem, key_lengths)
+        _check_entries(problem, block_table, key_counts, k.shape[0])
+        extent = extent._replace(
+            queries=max(query_counts, default=0),
+            keys=max(key_counts, default=0),
+            key_counts=key_counts,
+            query_counts=query_counts,
+            check_values=True,
+        )
+    device = q.device if stays else torch.device("cpu")
+    lowered = Pages(
+        block_table.to(device, torch.int32).contiguous(),
+        key_lengths.to(device, torch.int32).contiguous(),
+        None if cu_q is None else cu_q.to(device, torch.int64).contiguous(),
+    )
+    return lowered, extent
+
+
+def _checked_lengths(problem: Problem, key_lengths: Tensor) -> tuple[int, ...]:
+    lengths: list[int] = key_lengths.tolist()
+    for index, length in enumerate(lengths):
+        if not 0 <= length <= problem.keys:
+            slots = problem.keys // problem.page_size
+            raise InvalidArgument(
+                "key_lengths",
+                f"{length} for sequence {index}",
+                f"in [0, {problem.keys}]: block_table has {slots} pages of {problem.page_size} "
+                "rows for a sequence",
+            )
+    return tuple(lengths)
+
+
+def _check_entries(
+    problem: Problem, block_table: Tensor, key_counts: tuple[int, ...], held: int
+) -> None:
+    """Entries that a sequence has keys in name pages that there are; nobody reads the others."""
+    slots = torch.arange(block_table.shape[1])
+    used = slots * problem.page_size < torch.tensor(key_counts, dtype=torch.int64)[:, None]
+    entries = block_table.cpu()
+    wrong = used & ((entries < 0) | (entries >= held))
+    if not bool(wrong.any()):
+        return
+    index, slot = wrong.nonzero()[0].tolist()
+    raise InvalidArgument(
+        "block_table",
+        f"page {int(entries[index, slot])} in slot {slot} of sequence {index}, which has "
+        f"{key_counts[index]} keys",
+        f"the number of one of the {held} pages",
+    )

@@ -1,0 +1,293 @@
+"""The forward pass of few queries: the keys of a head are split among programs.
+
+A program takes a block of rows and one split of their keys. Rows are the queries of all heads that
+share the keys, head by head, so that a key is loaded once for all of them; a block has the same
+number of rows whatever the group. Splits are cut by the number of the sequence's own keys
+(``config.Splitting``): what else is in the call changes no bit. What a split leaves is merged in
+the order of the keys (``merge.py``). A sequence of one split is finished at once.
+
+A mask's range of keys is that of all queries of a head; a split that it leaves out reads nothing.
+Of a ``BlockMask`` blocks of keys in which nothing attends are found on the way, by the mask itself.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.gpu.config import Config
+from tilewise.kernels.gpu.emit import Variant, captures
+from tilewise.kernels.gpu.forward import (
+    constants_of,
+    dropout_of,
+    paging_of,
+    settled,
+    store_numbers,
+    tensors_of,
+    walk_keys,
+)
+from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu.merge import empty_partials, merge_launch, split_size
+from tilewise.kernels.gpu.walk import (
+    counts_in,
+    head_of,
+    keys_in,
+    launch_of,
+    pages_of,
+    split_range,
+)
+from tilewise.problem import Operands, Problem, Result
+
+__all__ = ["attend_split", "decode_launches"]
+
+
+@triton.jit
+def rows_of(base, strides, h, m):
+    """Where the row of each query of each head begins, as a column."""
+    offset = h.to(tl.int64) * strides[1] + m.to(tl.int64) * strides[2]
+    return (base + offset)[:, None]
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch",
+        "kv_heads",
+        "group",
+        "queries",
+        "keys",
+        "last_page",
+        "blocks",
+        "slots",
+        "seed_low",
+        "seed_high",
+        "drop_below",
+    ]
+)
+def attend_split(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    row_max,
+    row_sum,
+    row_mean,
+    max_logit,
+    entropy,
+    top_key,
+    sinks,
+    block_table,
+    key_lengths,
+    partial_out,
+    partial_numbers,
+    partial_keys,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
+    captured,
+    batch,
+    kv_heads,
+    group,
+    queries,
+    keys,
+    last_page,
+    blocks,
+    slots,
+    scale,
+    seed_low,
+    seed_high,
+    drop_below,
+    keep_factor,
+    SEEN: tl.constexpr,
+    SCORE: tl.constexpr,
+    KEYS_OF: tl.constexpr,
+    FOLDED: tl.constexpr,
+    BLIND: tl.constexpr,
+    SKIPS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    STATS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    DV_PADDED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PAGE: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    """Attention of BM rows of the heads that share one head of keys, over one split of these.
+
+    Programs are numbered by blocks of rows, of these by splits, heads of keys and batch items.
+    There are ``slots`` for splits; a program without one ends. Strides are (b, h, row, column).
+    """
+    program = tl.program_id(0)
+    block = program % blocks
+    split = program // blocks % slots
+    line = program // blocks // slots
+    b, kv_head = line // kv_heads, line % kv_heads
+    M, N = queries, keys
+    if PAGE > 0:
+        N = keys_in(key_lengths, b, keys)
+    size, splits = split_size(N, LEAST, MOST)
+    if split >= splits:
+        return
+    rows = group * M
+    row = block * BM + tl.arange(0, BM)
+    nearest = tl.minimum(row, rows - 1)  # what is beyond the last row does the same as that
+    h, m = kv_head * group + nearest // M, nearest % M
+    columns = tl.arange(0, D_PADDED)
+    places = rows_of(q + tl.cast(q_strides[0], tl.int64) * b, q_strides, h, m)
+    places = places + columns[None, :].to(tl.int64) * q_strides[3]
+    q_tile = tl.load(places, mask=(columns < D)[None, :], other=0.0)
+
+    state = (
+        tl.zeros([BM, DV_PADDED], tl.float32),
+        tl.full([BM], float("-inf"), tl.float32),
+        tl.zeros([BM], tl.float32),
+        tl.zeros([BM], tl.float32),
+        tl.full([BM], -1, tl.int32),
+    )
+    place = (b, h[:, None], m[:, None], M, N)
+    numbers = (scale, seed_low, seed_high, drop_below)
+    begin = split * size
+    end = tl.minimum(begin + size, N)
+    low, full_low, full_high, high = begin, begin, end, end
+    if KEYS_OF is not None:
+        low, full_low, full_high, high = KEYS_OF(b, M * 0, M, M, N, captured[0], captured[1])
+        low, high = tl.maximum(low, begin), tl.minimum(high, end)
+    b_k, pages = b, 0
+    if PAGE > 0:
+        b_k = 0  # no sequence has a place of its own
+        pages = pages_of(block_table, b, keys, last_page, PAGE)
+    k_head = head_of(k, k_strides, b_k, kv_head, 0)
+    v_head = head_of(v, v_strides, b_k, kv_head, 0)
+    sides = ((k_head, k_strides, pages), (v_head, v_strides, pages), low, high)
+    spans = split_range(low, full_low, full_high, high, end, BN)
+    whole, partial = counts_in(spans, BN)
+    if not BLIND:
+        state = walk_keys(
+            state,
+            q_tile,
+            sides,
+            spans,
+            None,
+            whole,
+            place,
+            numbers,
+            captured,
+            None,
+            SCORE,
+            FOLDED,
+            False,
+            False,
+            DROPOUT,
+            STATS,
+            D,
+            DV,
+            BN,
+            WIDE,
+            PRECISION,
+            PAGE,
+        )
+    acc, top, total, moment, first_key = walk_keys(
+        state,
+        q_tile,
+        sides,
+        spans,
+        None,
+        partial,
+        place,
+        numbers,
+        captured,
+        SEEN,
+        SCORE,
+        FOLDED,
+        True,
+        SKIPS,
+        DROPOUT,
+        STATS,
+        D,
+        DV,
+        BN,
+        WIDE,
+        PRECISION,
+        PAGE,
+    )
+
+    columns = tl.arange(0, DV_PADDED)
+    inside = row < rows
+    kept_columns = inside[:, None] & (columns < DV)[None, :]
+    at = tl.cast(line, tl.int64) * rows + row
+    if splits == 1:
+        sink = None if sinks is None else tl.load(sinks + h)
+        weight, row_numbers = settled(
+            top, total, moment, sink, scale, keep_factor, FOLDED, DROPOUT, STATS
+        )
+        to = rows_of(out + tl.cast(out_strides[0], tl.int64) * b, out_strides, h, m)
+        to = to + columns[None, :].to(tl.int64) * out_strides[3]
+        tl.store(to, (acc * weight[:, None]).to(out.dtype.element_ty), mask=kept_columns)
+        numbers_of = (lse, row_max, row_sum, row_mean, max_logit, entropy, top_key)
+        store_numbers(numbers_of, at, inside, row_numbers, total, first_key, STATS)
+    else:
+        stride = tl.cast(batch * kv_heads, tl.int64) * rows * slots
+        at = at * slots + split
+        tl.store(partial_numbers + at, top, mask=inside)
+        tl.store(partial_numbers + stride + at, total, mask=inside)
+        seen = kept_columns & (total != 0)[:, None]
+        tl.store(partial_out + at[:, None] * DV + columns[None, :], acc, mask=seen)
+        if STATS > 0:
+            tl.store(partial_numbers + 2 * stride + at, moment, mask=inside)
+        if STATS > 1:
+            tl.store(partial_keys + at, first_key, mask=inside)
+
+
+def decode_launches(
+    problem: Problem, operands: Operands, result: Result, config: Config, variant: Variant
+) -> list[Launch]:
+    """The launches that fill the result of few queries; nothing here reads a tensor's values.
+
+    Args:
+        problem: one of which ``config.decodes`` is true.
+        operands: with what.
+        result: with memory for everything that is wanted; statistics are asked for by theirs.
+        config: of the chip.
+        variant: the functions of the problem's mask and score.
+    """
+    unlisted = variant._replace(tables=())
+    tiles = config.blocks("decode", problem)
+    splitting = config.splitting()
+    count = splitting.splits_within if problem.page_size else splitting.splits
+    slots = count(problem.keys)
+    group = problem.heads // problem.kv_heads
+    blocks = -(-group * problem.queries // tiles.queries)
+    partials = empty_partials(problem, result, slots)
+    arguments = {
+        **tensors_of(problem, operands, result),
+        "partial_out": partials.out,
+        "partial_numbers": partials.numbers,
+        "partial_keys": partials.keys,
+        "captured": (*captures(operands.mask_tensors), *captures(operands.score_tensors)),
+        "batch": problem.batch,
+        "kv_heads": problem.kv_heads,
+        "group": group,
+        "queries": problem.queries,
+        **paging_of(problem, operands),
+        "blocks": blocks,
+        "slots": slots,
+        "scale": problem.scale,
+        **dropout_of(problem, operands),
+    }
+    constants = {
+        **constants_of(problem, operands, result, config, unlisted, tiles),
+        "LEAST": splitting.least,
+        "MOST": splitting.most,
+    }
+    programs = blocks * slots * problem.kv_heads * problem.batch
+    launches = [launch_of(attend_split, (programs,), arguments, constants, tiles)]
+    if slots > 1:
+        launches.append(merge_launch(problem, operands, result, partials, variant, splitting))
+    return launches

@@ -1,0 +1,187 @@
+"""The end of a decoding call: what the splits of a row's keys come to, merged in their order.
+
+A split leaves of every row the unfinished output, the row maximum in the units of the walk, and the
+row sum (``Partials``). With ``w_i = exp2(unit * (top_i - top))`` for ``top = max_i top_i``::
+
+    sum = sum_i w_i sum_i,    acc = sum_i w_i acc_i
+
+and then a row ends as any other does (``forward.settled``); its sink is added here, once. A split
+of which a row sees no key has the sum 0, and its output is not read.
+
+Source: Milakov and Gimelshein, 2018, section 3.1; Dao et al., "Flash-Decoding", 2023.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.kernels.gpu.config import Blocks, Splitting, padded
+from tilewise.kernels.gpu.emit import Variant
+from tilewise.kernels.gpu.forward import (
+    FAR,
+    NEVER,
+    dropout_of,
+    finishing_of,
+    paging_of,
+    settled,
+    store_numbers,
+    tensors_of,
+)
+from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu.pairs import LOG2E
+from tilewise.kernels.gpu.walk import head_of, keys_in, launch_of
+from tilewise.problem import Operands, Problem, Result
+
+__all__ = ["Partials", "empty_partials", "merge_launch", "merge_splits", "split_size"]
+
+_OF_INPUTS = ("q", "k", "v", "q_strides", "k_strides", "v_strides")
+_WIDE_VALUE = 128  # from where on a program that holds all splits of a row needs more warps
+
+
+class Partials(NamedTuple):
+    """What splits leave of rows, which count as those of lse do: by batch item, head and query.
+
+    Args:
+        out: float32 [rows, splits, Dv], not yet divided by the row sum.
+        numbers: float32 [2, rows, splits]: row maximum in the units of the walk, and row sum. With
+            statistics [3, rows, splits]: the moment too.
+        keys: int32 [rows, splits]: the first key with the largest score; None where nobody asks.
+    """
+
+    out: Tensor
+    numbers: Tensor
+    keys: Tensor | None
+
+
+def empty_partials(problem: Problem, result: Result, splits: int) -> Partials:
+    """Memory for the partial results of so many splits; a call of one split needs none."""
+    rows = result.lse.numel() if splits > 1 else 0
+    out = result.lse.new_empty((rows, splits, problem.value_dim))
+    numbers = out.new_empty((2 if result.entropy is None else 3, rows, splits))
+    keys = None if result.top_key is None else out.new_empty((rows, splits), dtype=torch.int32)
+    return Partials(out, numbers, keys)
+
+
+@triton.jit
+def split_size(N, LEAST: tl.constexpr, MOST: tl.constexpr):
+    """Keys of a split, and how many splits so many keys make: ``config.Splitting``."""
+    size = LEAST * tl.maximum(1, (N + LEAST * MOST - 1) // (LEAST * MOST))
+    return size, tl.maximum(1, (N + size - 1) // size)
+
+
+@triton.jit(do_not_specialize=["heads", "queries", "keys", "rows", "slots"])
+def merge_splits(
+    out,
+    lse,
+    row_max,
+    row_sum,
+    row_mean,
+    max_logit,
+    entropy,
+    top_key,
+    sinks,
+    key_lengths,
+    partial_out,
+    partial_numbers,
+    partial_keys,
+    out_strides,
+    heads,
+    queries,
+    keys,
+    rows,
+    slots,
+    scale,
+    keep_factor,
+    FOLDED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    STATS: tl.constexpr,
+    DV: tl.constexpr,
+    DV_PADDED: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    """One row of the result. Rows of a sequence of one split are there already."""
+    row = tl.program_id(0)
+    line = row // queries
+    b, h, m = line // heads, line % heads, row % queries
+    N = keys
+    if key_lengths is not None:
+        N = keys_in(key_lengths, b, keys)
+    _, splits = split_size(N, LEAST, MOST)
+    if splits == 1:
+        return
+    split = tl.arange(0, MOST)
+    first = tl.cast(row, tl.int64) * slots
+    stride = tl.cast(rows, tl.int64) * slots
+    numbers = partial_numbers + first + split
+    top = tl.load(numbers, mask=split < splits, other=float("-inf"))
+    total = tl.load(numbers + stride, mask=split < splits, other=0.0)
+    highest = tl.max(top, 0)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    moved = (top - base) * (scale * LOG2E if FOLDED else LOG2E)
+    weight = tl.math.exp2(moved)
+    whole = tl.sum(weight * total, 0)
+    moment = whole
+    if STATS > 0:
+        of_split = tl.load(numbers + 2 * stride, mask=split < splits, other=0.0)
+        moment = tl.sum((of_split + tl.maximum(moved, FAR) * total) * weight, 0)
+    first_key = 0
+    if STATS > 1:
+        found = tl.load(partial_keys + first + split, mask=split < splits, other=-1)
+        found = tl.where((top == highest) & (found >= 0), found, NEVER)
+        first_key = tl.min(found, 0)
+        first_key = tl.where(first_key == NEVER, -1, first_key)
+
+    columns = tl.arange(0, DV_PADDED)
+    places = partial_out + (first + split)[:, None] * DV + columns[None, :]
+    met = (split < splits) & (total != 0)
+    some = tl.load(places, mask=met[:, None] & (columns < DV)[None, :], other=0.0)
+    acc = tl.sum(some * weight[:, None], 0)
+
+    sink = None if sinks is None else tl.load(sinks + h)
+    factor, numbers_of_row = settled(
+        highest, whole, moment, sink, scale, keep_factor, FOLDED, DROPOUT, STATS
+    )
+    to = head_of(out, out_strides, b, h, m) + columns.to(tl.int64) * out_strides[3]
+    tl.store(to, (acc * factor).to(out.dtype.element_ty), mask=columns < DV)
+    places_of_row = (lse, row_max, row_sum, row_mean, max_logit, entropy, top_key)
+    store_numbers(places_of_row, row, row < rows, numbers_of_row, whole, first_key, STATS)
+
+
+def merge_launch(
+    problem: Problem,
+    operands: Operands,
+    result: Result,
+    partials: Partials,
+    variant: Variant,
+    splitting: Splitting,
+) -> Launch:
+    """The launch that fills a result from what its splits left; arguments as of ``decode``."""
+    rows, slots = partials.out.shape[:2]
+    given, paging = tensors_of(problem, operands, result), paging_of(problem, operands)
+    arguments: dict[str, Any] = {
+        **{name: value for name, value in given.items() if name not in _OF_INPUTS},
+        "keep_factor": dropout_of(problem, operands)["keep_factor"],
+        "partial_out": partials.out,
+        "partial_numbers": partials.numbers,
+        "partial_keys": partials.keys,
+        "heads": problem.heads,
+        "queries": problem.queries,
+        "keys": paging["keys"],
+        "key_lengths": paging["key_lengths"],
+        "rows": rows,
+        "slots": slots,
+        "scale": problem.scale,
+    }
+    constants = {
+        **finishing_of(problem, result, variant),
+        "LEAST": splitting.least,
+        "MOST": splitting.most,
+    }
+    warps = 4 if padded(problem.value_dim) <= _WIDE_VALUE else 8
+    return launch_of(merge_splits, (rows,), arguments, constants, Blocks(1, 1, warps, 1))

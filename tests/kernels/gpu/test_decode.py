@@ -1,0 +1,377 @@
+"""Decoding in Triton's interpreter: exactness, leaks, and bits that depend on a sequence alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tests.cases import Case
+from tests.contract import assert_exact, assert_same_bits
+from tests.inputs import Inputs, build
+from tests.kernels.test_dropout import SEEDS
+from tests.oracle import check_case, problem_of, refer_cached
+from tilewise import BlockMask, masks, scores
+from tilewise.kernels.gpu import decode
+from tilewise.kernels.gpu.backend import GpuBackend, empty_result
+from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config, Splitting, config_for, decodes
+from tilewise.kernels.gpu.decode import decode_launches
+from tilewise.kernels.gpu.emit import variant_of
+from tilewise.kernels.gpu.launch import Launch, run
+from tilewise.kernels.gpu.merge import empty_partials
+from tilewise.problem import Operands, Problem, Result, Statistics
+from tilewise.reference import tiled
+from tilewise.reference.philox import keep_mask
+from tilewise.variants.program import Instr
+
+NAN = math.nan
+HALVES = (torch.float16, torch.bfloat16)
+SMALL: dict[str, Any] = {"batch": 1, "queries": 1, "keys": 77, "head_dim": 16, "value_dim": 16}
+GQA: dict[str, Any] = {"heads": 4, "kv_heads": 2}
+SHORT = Splitting(32, 4)  # 96 keys are three splits, and so are 130, twice as long ones
+
+
+def launches(
+    problem: Problem, operands: Operands, statistics: Statistics = "", keys: int = 16
+) -> tuple[Result, list[Launch]]:
+    """A result that is still empty, and the launches that fill it in blocks of so many keys."""
+    ranks = [tuple(x.dim() for x in captured) for captured in operands[3:5]]
+    config = Config("interpreter", overrides=(("decode", Blocks(16, keys, 4, 1)),))
+    result = empty_result(problem, operands.q, statistics)
+    return result, decode_launches(problem, operands, result, config, variant_of(problem, *ranks))
+
+
+def forward(
+    problem: Problem, operands: Operands, statistics: Statistics = "", keys: int = 16
+) -> Result:
+    """The forward pass of few queries."""
+    result, todo = launches(problem, operands, statistics, keys)
+    run(todo)
+    return result
+
+
+@pytest.fixture(autouse=True)
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits so short that small problems have several."""
+    monkeypatch.setattr(Config, "splitting", lambda _: SHORT)
+
+
+CASES = [
+    Case("plain", **SMALL),
+    Case("one-split", **{**SMALL, "keys": 31}),
+    Case("even", **{**SMALL, "keys": 96, "queries": 16}),
+    Case("growing", **{**SMALL, "keys": 130}, mask=("causal",)),
+    Case("one-key", **{**SMALL, "keys": 1, "queries": 3}),
+    Case("no-rows", **{**SMALL, "queries": 0}),
+    Case("no-keys", **{**SMALL, "keys": 0, "queries": 2}, sinks=True),
+    Case("no-batch", **{**SMALL, "batch": 0}),
+    Case("narrow", **{**SMALL, "head_dim": 3, "value_dim": 33, "queries": 5}, **GQA),
+    Case("wide", **{**SMALL, "head_dim": 130, "value_dim": 256}, mask=("causal",)),
+    Case("causal", **{**SMALL, "batch": 2, "queries": 7}, **GQA, mask=("causal",), layout="bshd"),
+    Case("causal-top", **{**SMALL, "queries": 9}, mask=("causal_top",), layout="strided"),
+    Case("dead", **{**SMALL, "queries": 16, "keys": 9}, mask=("causal",), sinks=True),
+    Case("window", **{**SMALL, "queries": 4}, **GQA, mask=("window",), layout="sliced"),
+    Case("lengths", **{**SMALL, "batch": 3}, mask=("lengths", "causal", "and"), sinks=True),
+    Case("document", **{**SMALL, "batch": 2, "queries": 3}, **GQA, mask=("document_each",)),
+    Case("heads", **{**SMALL, "queries": 5}, **GQA, mask=("bool",), score=("bias_heads",)),
+    Case("rows", **{**SMALL, "queries": 5}, **GQA, mask=("bool_rows",), score=("bias_rows",)),
+    Case("nothing", **{**SMALL, "queries": 2}, mask=("nothing",)),
+    Case("scored", **SMALL, heads=6, kv_heads=2, score=("softcap_tight", "alibi"), sinks=True),
+    Case("holes", **{**SMALL, "queries": 6}, score=("bias_inf",), mask=("causal",)),
+    Case("negative", **SMALL, scale=-0.7, layout="expanded"),
+    Case("zero", **SMALL, scale=0.0, **GQA),
+    Case("dropout", **{**SMALL, "queries": 3}, heads=8, kv_heads=1, dropout_p=0.4, sinks=True),
+    Case("steep", **{**SMALL, "batch": 4}, **GQA, gain=3.0),
+]
+
+
+def some(cases: list[Case], step: int) -> list[Any]:
+    """All of them as parameters, of which one in so many is quick."""
+    slow = pytest.mark.slow
+    return [
+        pytest.param(case, marks=() if at % step == 0 else slow) for at, case in enumerate(cases)
+    ]
+
+
+def _check(case: Case, keys: int) -> None:
+    inputs, reference = refer_cached(case)
+    got = forward(*problem_of(inputs.detached()), keys=keys)
+    assert_exact(got.out, reference.plain.out, reference.oracle.out, f"{case}: out")
+    assert_exact(got.lse, reference.plain.lse, reference.oracle.lse, f"{case}: lse")
+
+
+@pytest.mark.parametrize("case", some(CASES, 2), ids=str)
+def test_the_2x_rule(case: Case) -> None:
+    """Whole splits, short ones, one and none, with every kind of mask and score."""
+    _check(case, (16, 32)[CASES.index(case) % 2])
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("case", CASES[::6], ids=lambda case: case.name)
+def test_the_2x_rule_of_halves(case: Case, dtype: torch.dtype) -> None:
+    """A sample of the same in 16 bits."""
+    _check(case.of(dtype), 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [16, 32])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_2x_rule_everywhere(case: Case, dtype: torch.dtype, keys: int) -> None:
+    """All of them in all dtypes and blocks."""
+    _check(case.of(dtype), keys)
+
+
+SHAPES = [(group, queries) for group in (1, 2, 3, 8) for queries in (1, 2, 5, 16)]
+LATTICE = [
+    Case(
+        f"group-{group}-queries-{queries}",
+        **{**SMALL, "queries": queries, "head_dim": 8, "value_dim": 8},
+        heads=2 * group,
+        kv_heads=2,
+        mask=("causal",),
+        score=("alibi",),
+    )
+    for group, queries in SHAPES
+]
+
+
+@pytest.mark.parametrize("case", LATTICE[::5], ids=lambda case: case.name)
+def test_groups_and_queries(case: Case) -> None:
+    """Rows fill a block, share it with other heads, or need several."""
+    _check(case, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("queries", range(1, 17))
+@pytest.mark.parametrize("group", range(1, 9))
+def test_all_groups_and_queries(group: int, queries: int) -> None:
+    """Every one of them."""
+    shape = {**SMALL, "queries": queries, "keys": 41, "head_dim": 8, "value_dim": 8}
+    _check(Case("all", **shape, heads=2 * group, kv_heads=2, mask=("causal",)), 16)
+
+
+@pytest.mark.parametrize("case", some(CASES, 4), ids=str)
+def test_statistics(case: Case) -> None:
+    """They are the reference's, the first of several top keys too, and change no bit of out."""
+    problem, operands = problem_of(build(case).detached())
+    got = forward(problem, operands, "top1")
+    expected = tiled.forward(problem, operands, "top1")
+    for name in ("max_logit", "entropy", "lse"):
+        torch.testing.assert_close(getattr(got, name), getattr(expected, name), msg=name)
+    torch.testing.assert_close(got.stats, expected.stats, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.top_key, expected.top_key)
+    bare = forward(problem, operands)
+    assert_same_bits(got.out, bare.out, "out")
+    assert_same_bits(got.lse, bare.lse, "lse")
+    assert_same_bits(got.stats[:2], bare.stats, "stats")
+
+
+def test_the_first_of_equal_keys_is_the_top_one() -> None:
+    """Wherever the split begins that has it."""
+    q, k, v = torch.ones(1, 1, 2, 16), torch.ones(1, 1, 90, 16), torch.ones(1, 1, 90, 16)
+    for first in (0, 40, 89):
+        k[:, :, :first] = 0.5
+        keywords: dict[str, Any] = {"return_stats": "top1", "backend": "gpu"}
+        assert bool((tilewise.attention(q, k, v, **keywords).stats.top1 == first).all())
+
+
+@pytest.mark.parametrize("of", ["k", "v"])
+def test_keys_that_are_excluded_may_be_nan(of: str) -> None:
+    """Beyond a length, in a split of nothing, in a block that a document or a table leaves out."""
+    q, k, v = (torch.randn(2, 2, n, 16) for n in (3, 130, 130))
+    ids = (torch.arange(130) >= 64).long()
+    table = BlockMask.of(masks.document(ids, ids[:3]), 3, 130, block=(16, 32))
+    for mask, where in (
+        (masks.lengths(torch.tensor([41, 130])), (0, slice(None), slice(41, None))),
+        (masks.lengths(torch.tensor([0, 130])), (0, slice(None), slice(None))),
+        (masks.window(20, 0), (slice(None), slice(None), slice(0, 96))),
+        (masks.causal(align="top_left"), (slice(None), slice(None), slice(3, None))),
+        (masks.document(ids, ids[:3]), (slice(None), slice(None), slice(64, None))),
+        (table, (slice(None), slice(None), slice(64, None))),
+    ):
+        bad = {"k": k.clone(), "v": v.clone()}
+        bad[of][where] = NAN
+        keywords: dict[str, Any] = {"mask": mask, "backend": "gpu", "return_lse": True}
+        good = tilewise.attention(q, k, v, **keywords)
+        got = tilewise.attention(q, bad["k"], bad["v"], **keywords)
+        assert_same_bits(got.out, good.out, str(mask))
+        assert_same_bits(got.lse, good.lse, str(mask))
+
+
+def test_a_visible_nan_is_seen() -> None:
+    """In whatever split: it reaches the rows that see it, and no other."""
+    q, k, v = (torch.randn(1, 2, n, 16) for n in (2, 130, 130))
+    good = tilewise.attention(q, k, v, backend="gpu", return_lse=True)
+    for at in (0, 70, 129):
+        bad = k.clone()
+        bad[:, 1, at] = NAN
+        out, lse, _ = tilewise.attention(q, bad, v, backend="gpu", return_lse=True)
+        assert bool(out[:, 1].isnan().all() & lse[:, 1].isnan().all())
+        assert_same_bits(out[:, 0], good.out[:, 0], "the other head")
+
+
+def test_scratch_may_hold_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a split does not write is not read: of a hidden split, a dead row, a block's rest."""
+
+    def poisoned(*given: Any) -> Any:
+        partials = empty_partials(*given)
+        partials.out.fill_(NAN)
+        partials.numbers.fill_(NAN)
+        return partials
+
+    monkeypatch.setattr(decode, "empty_partials", poisoned)
+    for case in (CASES[10], CASES[14], CASES[18], CASES[20]):
+        _check(case, 16)
+
+
+def _alone(inputs: Inputs, item: int, heads: slice, kv_heads: slice) -> Tensor:
+    """The output of some heads of a batch item, called by themselves."""
+    q, k, v = inputs.q[item, heads], inputs.k[item, kv_heads], inputs.v[item, kv_heads]
+    score = scores.bias(inputs.score.captured[0][:, heads]) if inputs.score else None
+    out: Tensor = tilewise.attention(
+        q[None].clone(), k[None].clone(), v[None].clone(), mask=masks.causal(), score=score,
+        backend="gpu",
+    )  # fmt: skip
+    return out[0]
+
+
+@pytest.mark.parametrize("queries", [1, pytest.param(5, marks=pytest.mark.slow), 16])
+def test_rows_keep_their_bits_in_any_company(queries: int) -> None:
+    """Of batch items, of heads, and of the group that shares the keys."""
+    shape = {**SMALL, "batch": 3, "queries": queries, "keys": 70, "head_dim": 8}
+    case = Case("company", **shape, heads=6, kv_heads=2, mask=("causal",), score=("bias_heads",))
+    inputs = build(case).detached()
+    keywords: dict[str, Any] = {"mask": inputs.mask, "score": inputs.score, "backend": "gpu"}
+    whole = tilewise.attention(inputs.q, inputs.k, inputs.v, **keywords)
+    for item, heads, kv_heads in (
+        (0, slice(0, 6), slice(0, 2)),
+        (1, slice(3, 6), slice(1, 2)),
+        (2, slice(4, 5), slice(1, 2)),
+    ):
+        got = _alone(inputs, item, heads, kv_heads)
+        assert_same_bits(got, whole[item, heads], f"item {item}, heads {heads}")
+
+
+def test_keys_beyond_a_length_change_no_bit() -> None:
+    """Of a sequence with a table of pages the capacity; here the merge of one split."""
+    problem, operands = problem_of(build(Case("length", **{**SMALL, "keys": 20})).detached())
+    short = forward(problem, operands)
+    rest = torch.full((1, 2, 60, 16), NAN)
+    k, v = (torch.cat([x, rest], 2).unflatten(2, (5, 16)).transpose(1, 2) for x in operands[1:3])
+    paged = operands._replace(
+        k=k.reshape(5, 2, 16, 16),
+        v=v.reshape(5, 2, 16, 16),
+        block_table=torch.arange(5, dtype=torch.int32)[None],
+        key_lengths=torch.tensor([20], dtype=torch.int32),
+    )
+    got = forward(problem._replace(keys=80, page_size=16), paged)
+    assert_same_bits(got.out, short.out, "out")
+    assert_same_bits(got.lse, short.lse, "lse")
+
+
+@pytest.mark.parametrize("page", [8, pytest.param(48, marks=pytest.mark.slow), 64])
+def test_pages(page: int) -> None:
+    """Sequences of all lengths, pages in any order: the bits of the same keys side by side."""
+    generator = torch.Generator().manual_seed(page)
+    lengths = [0, 50, 130]
+    held = -(-130 // page)
+    keys = torch.randn(2, 3, 2, held * page, 16, generator=generator)
+    place = torch.randperm(3 * held, generator=generator).int()
+    pools = torch.full((2, 3 * held, 2, page, 16), NAN)
+    table = place.view(3, held)
+    for b, n in enumerate(lengths):
+        for at in range(n):
+            pools[:, int(table[b, at // page]), :, at % page] = keys[:, b, :, at]
+        table[b, -(-n // page) :] = -1
+    q = torch.randn(3, 4, 3, 16, generator=generator)
+    case = Case("pages", **{**SMALL, "batch": 3, "queries": 3, "keys": held * page})
+    problem, operands = problem_of(build(replace(case, heads=4, kv_heads=2)).detached())
+    problem = problem._replace(page_size=page, mask=masks.causal().program)
+    paged = Operands(
+        q,
+        pools[0],
+        pools[1],
+        block_table=table,
+        key_lengths=torch.tensor(lengths, dtype=torch.int32),
+    )
+    got = forward(problem, paged, "top1")
+    for b, n in enumerate(lengths):
+        dense = operands._replace(
+            q=q[b : b + 1], k=keys[0, b : b + 1, :, :n], v=keys[1, b : b + 1, :, :n]
+        )
+        alone = forward(problem._replace(batch=1, keys=n, page_size=0), dense, "top1")
+        for name in ("out", "lse", "entropy", "top_key"):
+            assert_same_bits(getattr(got, name)[b], getattr(alone, name)[0], f"{name} of {b}")
+
+
+@pytest.mark.parametrize("seed", SEEDS[-1:])
+def test_dropout_is_philox(seed: int) -> None:
+    """Bit for bit, with heads packed into blocks: read off uniform weights and an identity."""
+    q, k = torch.zeros(2, 6, 5, 8), torch.zeros(2, 2, 77, 8)
+    v = torch.eye(77).expand(2, 2, 77, 77)
+    out = tilewise.attention(q, k, v, dropout_p=0.3, seed=seed, backend="gpu")
+    kept = keep_mask(seed, 0.3, batches=range(2), heads=range(6), queries=range(5), keys=range(77))
+    assert torch.equal(out > 0, kept)
+
+
+@pytest.mark.parametrize("case", [CASES[at] for at in (10, 12, 19)], ids=str)
+def test_backward(case: Case) -> None:
+    """Gradients after a decoding forward pass: the public call, by the 2x rule."""
+    check_case(case, "gpu")
+
+
+def test_equal_to_the_merge_of_its_parts() -> None:
+    """The kernel's merge is the public one."""
+    q, k, v = (torch.randn(2, h, n, 16) for h, n in ((4, 2), (2, 100), (2, 100)))
+    keywords: dict[str, Any] = {"return_lse": True, "backend": "gpu"}
+    sinks = torch.randn(4)
+    parts = [
+        tilewise.attention(q, k[:, :, a:b], v[:, :, a:b], **keywords)
+        for a, b in ((0, 37), (37, 100))
+    ]
+    whole = tilewise.attention(q, k, v, sinks=sinks, **keywords)
+    merged = tilewise.merge(*parts, sinks=sinks)
+    torch.testing.assert_close(merged[:2], whole[:2])
+
+
+def test_who_decodes() -> None:
+    """Up to 16 queries, whatever the heads; no packed call, which does not say; no raw score."""
+    few, _ = problem_of(build(Case("few", queries=16, heads=8, kv_heads=1)).detached())
+    assert decodes(few)
+    assert not decodes(few._replace(queries=17))
+    packed = build(Case("packed", sequences=((1, 9), (2, 30)))).detached()
+    assert not decodes(problem_of(packed)[0])
+    assert not decodes(few._replace(score=(Instr("raw", ("mine",)),)))
+    tiles = GpuBackend().tiles(few._replace(keys=130))
+    assert tuple(tiles) == (16, 32, 3)
+    assert GpuBackend().tiles(few._replace(queries=17)).splits == 1
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "interpreter"])
+def test_launches_need_no_values(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On meta tensors, for every chip: a program for each split, and one launch where one does."""
+    monkeypatch.setattr(Config, "splitting", lambda _: Splitting(256, 64))
+    case = Case("meta", **{**SMALL, "keys": 1000}, **GQA, mask=("lengths",), score=("bias",))
+    problem, operands = problem_of(build(case).detached())
+    ranks = [tuple(x.dim() for x in captured) for captured in operands[3:5]]
+    variant = variant_of(problem, *ranks)
+    q, k, v = (x.to("meta") for x in operands[:3])
+    meta = Operands(
+        q,
+        k,
+        v,
+        mask_tensors=tuple(x.to("meta") for x in operands.mask_tensors),
+        score_tensors=tuple(x.to("meta") for x in operands.score_tensors),
+    )
+    result = empty_result(problem, meta.q, "top1")
+    first, second = decode_launches(problem, meta, result, config_for(family), variant)
+    assert (first.grid, second.grid) == ((4 * 2,), (4,))
+    assert first.constants["BM"] == 16
+    short = problem._replace(keys=256)
+    assert len(decode_launches(short, meta, result, config_for(family), variant)) == 1

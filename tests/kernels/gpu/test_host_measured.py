@@ -1,0 +1,228 @@
+"""Measured blocks before the table: for what they are, what is refused, and what is said."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise
+from tilewise import masks, scores
+from tilewise.errors import TunedBlocksWarning
+from tilewise.kernels.gpu import backend as gpu
+from tilewise.kernels.gpu import measured
+from tilewise.kernels.gpu.config import (
+    KINDS,
+    PASSES,
+    WIDTHS,
+    Blocks,
+    Config,
+    Pass,
+    config_for,
+    tiles_for,
+)
+from tilewise.kernels.gpu.measured import measured_on, origin, why_unfit
+from tilewise.plan import tuned
+from tilewise.plan.tuned import Entry, Place, Store, Tuned, write
+from tilewise.problem import Problem, dense_problem
+
+CHIP, FAMILY = "NVIDIA H200", "sm_90"
+MINE = Blocks(64, 32, 4, 2)
+KIND_OF: dict[str, dict[str, Any]] = {
+    "plain": {"mask": masks.causal().program},
+    "+": {"score": scores.softcap(2.0).program},
+    "*": {"mask": (~masks.causal()).program},
+}
+
+
+def problem(width: int = 64, dtype: torch.dtype = torch.bfloat16, **changed: Any) -> Problem:
+    q = torch.empty(1, 2, 40, width, dtype=dtype)
+    made = dense_problem(q, q, q, mask=(), score=(), scale=None, dropout_p=0.0, sinks=None)
+    return made._replace(**changed)
+
+
+def entry(
+    pass_name: Pass = "forward",
+    dtype: torch.dtype = torch.bfloat16,
+    width: int = 64,
+    kind: str = "plain",
+    blocks: Blocks = MINE,
+) -> Entry:
+    table = tiles_for(FAMILY, pass_name, dtype, width, width, kind != "plain", kind == "*")
+    return Entry(Place(pass_name, dtype, width, kind), blocks, 1e-3, 0.01, table, 1.1e-3, 0.01)
+
+
+@pytest.fixture(autouse=True)
+def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where the file of the chip is looked for, in a process that has looked for none."""
+    monkeypatch.delenv("TILEWISE_TUNED", raising=False)
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(measured, "STORE", Store())
+    monkeypatch.setattr(tuned, "installed_triton", lambda: "3.6.0")
+    return tmp_path / "tuned" / "nvidia-h200.json"
+
+
+def keep(place: Path, *entries: Entry) -> None:
+    write(place, Tuned(CHIP, FAMILY, "2.11.0", "3.6.0", "2026-11-20", entries))
+
+
+def test_a_measured_entry_is_of_its_place_and_no_other(place: Path) -> None:
+    """Of one pass, dtype, class of widths and kind; the table is there for all the rest."""
+    keep(place, entry("dq", torch.float16, 128, "+"))
+    chip = config_for(FAMILY, measured_on(CHIP, FAMILY))
+    changed = 0
+    for name in PASSES:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for width in (1, 64, 65, 100, 128, 129, 512):
+                for kind, said in KIND_OF.items():
+                    asked = problem(width, dtype, **said)
+                    own = (name, dtype, kind) == ("dq", torch.float16, "+") and 64 < width <= 128
+                    table = Config(FAMILY).blocks(name, asked)
+                    assert chip.blocks(name, asked) == (MINE if own else table)
+                    changed += own
+    assert changed == 3
+
+
+def test_the_wider_of_both_widths_counts(place: Path) -> None:
+    keep(place, entry(width=128))
+    chip = config_for(FAMILY, measured_on(CHIP, FAMILY))
+    assert chip.blocks("forward", problem(64, value_dim=128)) == MINE
+    assert chip.blocks("forward", problem(64, value_dim=64)) != MINE
+
+
+def test_blocks_depend_on_nothing_else(place: Path) -> None:
+    keep(place, entry())
+    chip = config_for(FAMILY, measured_on(CHIP, FAMILY))
+    others: dict[str, Any] = {
+        "batch": 7,
+        "heads": 16,
+        "queries": 1,
+        "keys": 10**6,
+        "scale": 2.0,
+        "sinks": True,
+    }
+    for name, value in others.items():
+        assert chip.blocks("forward", problem(**{name: value})) == MINE, name
+
+
+def test_overrides_stand_before_what_is_measured(place: Path) -> None:
+    keep(place, entry("dq"))
+    other = Blocks(16, 16, 1, 1)
+    chip = config_for(FAMILY, measured_on(CHIP, FAMILY))._replace(overrides=(("dq", other),))
+    assert chip.blocks("dq", problem()) == other
+    assert origin(chip, "dq", problem()) == "blocks that were asked for"
+
+
+def test_the_table_alone_without_a_chip_or_for_another(place: Path) -> None:
+    """The gate asks for no chip, so that a file on the machine does not change what it judges."""
+    keep(place, entry())
+    assert config_for(FAMILY).measured == tuned.NOTHING
+    assert (
+        config_for(FAMILY, measured_on("NVIDIA H100", FAMILY)).blocks("forward", problem()) != MINE
+    )
+
+
+def test_tf32_is_asked_at_every_call(place: Path) -> None:
+    keep(place, entry())
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        for allowed, precision in ((True, "tf32"), (False, "ieee"), (True, "tf32")):
+            torch.backends.cuda.matmul.allow_tf32 = allowed
+            assert config_for(FAMILY, measured_on(CHIP, FAMILY)).precision == precision
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        (entry(blocks=Blocks(256, 256, 8, 4)), r"256x256/8/4 need \d+ bytes .* sm_90 has 232448"),
+        (
+            entry(width=512, blocks=Blocks(64, 128, 4, 2)),
+            "64x128/4/2 need 589824 bytes of shared memory",
+        ),
+        (entry("decode", blocks=Blocks(16, 512, 4, 1)), "do not divide a split of 256 keys"),
+        (entry()._replace(table_blocks=MINE), "the table now has 128x128/8/2"),
+        (entry()._replace(place=Place("prefill", torch.float16, 64, "+")), "pass 'prefill'"),
+        (entry()._replace(place=Place("dq", torch.float16, 80, "+")), "width 80 is none of 64"),
+        (entry()._replace(place=Place("dq", torch.float16, 64, "")), "kind '' is none of plain"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_all_the_rest(
+    place: Path, wrong: Entry, match: str
+) -> None:
+    fine = entry("dkdv", torch.float32)
+    if wrong.place.kind:  # an empty one is refused before it is looked at
+        keep(place, fine, wrong)
+        with pytest.warns(TunedBlocksWarning, match=f"entry 1: .*{match}"):
+            assert measured_on(CHIP, FAMILY).entries == {}
+    assert not why_unfit(FAMILY, fine)
+    assert why_unfit(FAMILY, wrong)
+
+
+def test_every_row_of_the_table_would_fit() -> None:
+    """So that the tuner's own candidates are judged by what the table is."""
+    for name in PASSES:
+        for width in WIDTHS:
+            for kind in KINDS:
+                own = entry(name, width=width, kind=kind)
+                fits = why_unfit(FAMILY, own._replace(blocks=own.table_blocks))
+                assert fits == "", own.place
+
+
+def explained(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What is said of a call on a chip that is not there."""
+    monkeypatch.setattr(gpu, "_family", lambda device: FAMILY)
+    monkeypatch.setattr(gpu, "_chip", lambda device: CHIP)
+    return dict(gpu.GpuBackend().notes(problem(device="cuda")))
+
+
+def test_the_notes_say_where_blocks_come_from(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(place.parent))
+    keep(place, entry("forward"))
+    notes = explained(monkeypatch)
+    assert list(notes) == ["forward", "dkdv", "dq"]
+    assert notes["forward"] == (
+        "64x32/4/2: blocks measured by tilewise tune on 2026-11-20 (1.10 times as fast as the "
+        "table's 128x128/8/2), from ~/nvidia-h200.json"
+    )
+    assert notes["dq"] == "128x64/8/2: blocks of the table; ~/nvidia-h200.json has no faster ones"
+    assert gpu.GpuBackend().tiles(problem(device="cuda")) == (64, 32, 1), "and so does the plan"
+
+
+def test_few_queries_have_a_pass_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_family", lambda device: FAMILY)
+    monkeypatch.setattr(gpu, "_chip", lambda device: CHIP)
+    notes = dict(gpu.GpuBackend().notes(problem(device="cuda", queries=16)))
+    assert set(notes) == {"decode", "dkdv", "dq"}
+    few_in_pages = problem(device="cuda", queries=16, page_size=16)
+    assert [name for name, _ in gpu.GpuBackend().notes(few_in_pages)] == ["decode"]
+
+
+def test_the_notes_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert explained(monkeypatch)["forward"] == "128x128/8/2: blocks of the table"
+
+
+def test_the_notes_say_why_a_file_is_not_used(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.parent.mkdir()
+    place.write_text("{")
+    with pytest.warns(TunedBlocksWarning, match="it is no JSON"):
+        said = explained(monkeypatch)["dkdv"]
+    assert said.startswith("64x64/8/1: blocks of the table; ")
+    assert "nvidia-h200.json is not used: it is no JSON" in said
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert explained(monkeypatch)["dkdv"] == said, "said once, and explained always"
+
+
+def test_explain_has_the_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process where Triton interprets: the chip is then the interpreter."""
+    monkeypatch.setattr(gpu, "_interprets", lambda: True)
+    monkeypatch.setattr(gpu, "_has_triton", lambda: True)
+    q = torch.empty(1, 1, 40, 16, dtype=torch.float16)
+    text = str(tilewise.explain(q, q, q, backend="gpu"))
+    assert "forward   64x32/4/1: blocks of the table" in text
+    assert "dkdv      32x64/4/1: blocks of the table" in text

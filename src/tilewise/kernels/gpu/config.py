@@ -31,6 +31,7 @@ __all__ = [
     "config_for",
     "decodes",
     "family_of",
+    "holds",
     "padded",
     "place_of",
     "shared_need",
@@ -352,6 +353,14 @@ def shared_need(
     else:
         held, moving = blocks.keys * both, blocks.queries * both
     return held + blocks.stages * moving
+
+
+def holds(family: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
+    """Whether a family has the shared memory for the smallest blocks of both passes."""
+    chip = FAMILIES[family]
+    least = Blocks(_LEAST, _LEAST, 1, 1)
+    needs = (shared_need(name, least, dtype.itemsize, head_dim, value_dim) for name in PASSES)
+    return max(needs) <= chip.shared_bytes
 
 
 def _fitting(

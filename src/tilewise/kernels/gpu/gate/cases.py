@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tilewise.kernels.gpu.config import Config, config_for
+from tilewise.kernels.gpu.config import FAMILIES, Config, config_for, holds
 from tilewise.kernels.gpu.gate.calls import Asked, backward_tensors, operands_of, result_of
 from tilewise.kernels.gpu.gate.case import Case
 from tilewise.kernels.gpu.launch import Launch
@@ -159,10 +159,12 @@ def _cases() -> list[Case]:
     found = []
     for name, asked in _CALLS.items():
         sixteen, key = asked.dtype.itemsize == 2, name in _KEY
-        found.append(Case(f"forward {name}", partial(forward, asked), sixteen, key=key))
+        where = _families(asked)
+        launches = partial(forward, asked)
+        found.append(Case(f"forward {name}", launches, sixteen, key=key, families=where))
         if not asked.statistics:
             launches = partial(backward, asked)
-            found.append(Case(f"backward {name}", launches, sixteen, _PLAIN, key))
+            found.append(Case(f"backward {name}", launches, sixteen, _PLAIN, key, where))
     for width in (64, 128, 256):
         asked = Asked(width, mask="causal", score="learned")
         launches = partial(captured, asked)
@@ -172,6 +174,11 @@ def _cases() -> list[Case]:
         found.append(Case(f"decode {name}", partial(decode, asked), sixteen, _PLAIN, key))
     found += [Case(f"forward {name}", partial(forward, asked)) for name, asked in _PAGED.items()]
     return found
+
+
+def _families(asked: Asked) -> tuple[str, ...]:
+    """The families that the backend does not decline such widths on."""
+    return tuple(name for name in FAMILIES if holds(name, asked.dtype, asked.width, asked.width))
 
 
 CASES = _cases()

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tilewise.problem import Grads, Needs, Operands, Problem, Result, Statistics
-from tilewise.reference.blocks import Part, parts
+from tilewise.reference.blocks import Part, multiplied, parts
 from tilewise.reference.entries import enter_reads, enter_result, enter_totals
 from tilewise.reference.ledger import WALK, Walk
 from tilewise.reference.programs import score_gradient
@@ -73,8 +73,9 @@ def forward(
         walk: tile sizes, and where accesses to slow memory are entered; None is ``WALK``.
 
     Returns:
-        out in q's dtype and memory order; lse (natural, with the sink) and stats (row maximum in
-        base-2 units and row sum, without the sink) in the compute dtype; the statistics.
+        out in q's dtype (bfloat16 for float8) and memory order; lse (natural, with the sink) and
+        stats (row maximum in base-2 units and row sum, without the sink) in the compute dtype; the
+        statistics.
     """
     dtype = compute_dtype(problem.dtype)
     q = operands.q
@@ -209,7 +210,8 @@ def forward_rows(
     ``keys`` are those that it is over, from the first of a tile of keys on; None for all.
     """
     problem, ledger = part.problem, part.walk.ledger
-    q = part.operands.q[:, :, rows.start : rows.stop].to(dtype)
+    q = part.operands.q[:, :, rows.start : rows.stop]
+    q = multiplied(q, part.operands.q_scale, dtype)
     if ledger is not None:
         enter_reads(part, rows)
     shape = (problem.batch, problem.heads, len(rows))

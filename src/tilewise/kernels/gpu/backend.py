@@ -20,6 +20,7 @@ from tilewise.kernels.gpu.config import (
     config_for,
     decodes,
     family_of,
+    holds,
 )
 from tilewise.kernels.gpu.measured import chip_of, measured_on, origin
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
@@ -80,6 +81,11 @@ class GpuBackend(Backend):
         for what, size in (("D", problem.head_dim), ("Dv", problem.value_dim)):
             if size > LARGEST_WIDTH:
                 reasons.append(f"{what} = {size} is over its limit of {LARGEST_WIDTH}")
+        if not _holds(problem):
+            reasons.append(
+                f"the shared memory of this chip is too small for D = {problem.head_dim} and Dv = "
+                f"{problem.value_dim} in {problem.dtype}; 16-bit operands or smaller widths fit"
+            )
         for what, size, limit in (
             ("queries", problem.queries, _MOST_ROWS),
             ("keys", problem.keys, _MOST_ROWS),
@@ -169,6 +175,14 @@ def _family(device: str) -> str | None:
 
 def _chip(device: str) -> str:
     return chip_of(torch.device(device))
+
+
+def _holds(problem: Problem) -> bool:
+    """Whether the chip has room for the widths; where nobody knows the chip, that is the reason."""
+    family = _family(problem.device)
+    if family is None or max(problem.head_dim, problem.value_dim) > LARGEST_WIDTH:
+        return True
+    return holds(family, problem.dtype, problem.head_dim, problem.value_dim)
 
 
 def _config(problem: Problem) -> Config:

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.gpu.config import Blocks, Config, padded
+from tilewise.kernels.gpu.descriptors import key_rows
 from tilewise.kernels.gpu.eight import (
     decoded,
     eight_bits,
@@ -119,6 +120,11 @@ def absorb(
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
     best = tl.max(scores, 1)
+    if STATS > 1:
+        first = tl.min(tl.where(scores == best[:, None], n, NEVER), 1)
+        better = tl.where(best == top, tl.minimum(first, top_key), top_key)
+        better = tl.where(best > top, first, better)
+        top_key = tl.where(best == float("-inf"), top_key, better)
     new_top = tl.maximum(top, best)
     base = new_top
     if MASKED or SCORE is not None:  # a row may have seen nothing yet
@@ -143,11 +149,6 @@ def absorb(
             exponent = exponent - RAISED
         moment = moment + tl.sum(p * tl.maximum(exponent, FAR), 1)
     total = total * fade + tl.sum(p, 1)
-    if STATS > 1:
-        first = tl.min(tl.where(scores == best[:, None], n, NEVER), 1)
-        better = tl.where(best == top, tl.minimum(first, top_key), top_key)
-        better = tl.where(best > top, first, better)
-        top_key = tl.where(best == float("-inf"), top_key, better)
     if DROPOUT:
         p = tl.where(kept(seed_low, seed_high, drop_below, b, h, m, n), p, 0.0)
     acc = acc * fade[:, None]
@@ -272,12 +273,13 @@ def walk_keys(
     PAGE: tl.constexpr = 0,
     EIGHT: tl.constexpr = "",
     TURNED: tl.constexpr = False,
+    STAGES: tl.constexpr = None,
 ):
     """``count`` blocks of keys: those that are ``listed``, or without a list those of ``spans``.
 
     SKIPS: blocks of which no pair attends may be among them. Neither their keys nor their values
     are touched then. They are passed over in a loop of their own: a state that went through a
-    branch would take its registers twice.
+    branch would take its registers twice. STAGES: of the walk, where it has not the kernel's.
     """
     acc, top, total, moment, top_key = state
     if SKIPS:
@@ -310,7 +312,7 @@ def walk_keys(
             )
             i = next_met(i + 1, spans, listed, count, place, captured, SEEN, BN)
     else:
-        for i in tl.range(0, count):
+        for i in tl.range(0, count, num_stages=STAGES):
             acc, top, total, moment, top_key = take_block(
                 i,
                 (acc, top, total, moment, top_key),
@@ -479,6 +481,8 @@ def attend(
     key_lengths,
     order,
     counts,
+    k_rows,
+    v_rows,
     q_strides,
     k_strides,
     v_strides,
@@ -518,6 +522,7 @@ def attend(
     PAGE: tl.constexpr,
     EIGHT: tl.constexpr,
     TURNED: tl.constexpr,
+    EDGE_STAGES: tl.constexpr,
 ):
     """Attention of a block of BM queries of one head.
 
@@ -572,7 +577,13 @@ def attend(
         low, full_low, full_high, high = KEYS_OF(
             b, m0, tl.minimum(m0 + BM, M), M, N, captured[0], captured[1]
         )
-    sides = ((k_head, k_strides, pages), (v_head, v_strides, pages), low, high)
+    k_side, v_side = (k_head, k_strides, pages), (v_head, v_strides, pages)
+    start = (b_k if cu_q is None else b_k * 0, h // group, begin_k)  # packed rows have no batch
+    if k_rows is not None:
+        k_side = (k_head, k_strides, pages, k_rows, start)
+    if v_rows is not None:
+        v_side = (v_head, v_strides, pages, v_rows, start)
+    sides = (k_side, v_side, low, high)
     spans = split_range(low, full_low, full_high, high, N, BN)
     if order is None:
         whole, partial = counts_in(spans, BN)
@@ -633,6 +644,7 @@ def attend(
         PAGE,
         EIGHT,
         TURNED,
+        EDGE_STAGES,
     )
 
     sink = None if sinks is None else tl.load(sinks + h)
@@ -676,6 +688,7 @@ def forward_launches(
     if turned:
         operands, before = turn_values(problem, operands, blocks)
     grid = _grid(problem, blocks)
+    rows = key_rows(problem, operands, config, variant, blocks)
     arguments = {
         **tensors_of(problem, operands, result),
         **scales_of(operands),
@@ -688,6 +701,7 @@ def forward_launches(
         "group": problem.heads // problem.kv_heads,
         "queries": problem.queries,
         **paging_of(problem, operands),
+        **rows.arguments(),
         "tiles": grid.tiles,
         "section": grid.section,
         "scale": problem.scale,
@@ -698,6 +712,7 @@ def forward_launches(
         "REVERSED": _grows(problem),
         "EIGHT": eight,
         "TURNED": turned,
+        "EDGE_STAGES": rows.edge_stages,
     }
     if operands.q_scale is not None or operands.k_scale is not None:
         constants["FOLDED"] = variant.score is None  # ``folded`` makes it positive

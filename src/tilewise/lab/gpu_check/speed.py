@@ -67,6 +67,7 @@ def measure(setting: Setting, step: str, job: str) -> Iterator[Row]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of others, about themselves
         yield _pass(setting, step, case, things, ways, absent, backward=False)
+        ways.pop(timed.POINTERS, None)  # of the forward pass alone
         if case.has_backward:
             yield _pass(setting, step, case, things, ways, absent, backward=True)
 

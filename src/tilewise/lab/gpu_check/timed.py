@@ -11,6 +11,7 @@ from torch import Tensor
 
 import tilewise
 from tilewise import BlockMask, masks, scores
+from tilewise.kernels.gpu.config import by_pointers
 from tilewise.lab.gpu_check.eight import quantised
 from tilewise.lab.gpu_check.flops import (
     backward_flops,
@@ -23,6 +24,7 @@ from tilewise.lab.gpu_check.setting import Setting, Sizes
 from tilewise.variants.float8 import NO_SCALES, Scales
 
 __all__ = [
+    "POINTERS",
     "Attend",
     "Given",
     "Timed",
@@ -39,6 +41,7 @@ __all__ = [
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+POINTERS = "pointers"
 PLAIN_KINDS = ("full", "causal")
 VARIANTS = ("alibi", "document", "window")
 _DECODE_HEADS, _DECODE_KV_HEADS = 32, 8
@@ -191,7 +194,10 @@ def visible(case: Timed, things: Given) -> Callable[[Any, Any], Any] | None:
 
 
 def ours(setting: Setting, case: Timed, things: Given) -> dict[str, Attend]:
-    """Our ways of doing a case: ``ours``, and ``table`` where a BlockMask may serve better."""
+    """Our ways of doing a case: ``ours``, and ``table`` where a BlockMask may serve better.
+
+    ``pointers`` is the forward pass without tensor descriptors, for what these gain.
+    """
     backend = setting.backend
     if case.kind == "varlen":
         ends = things.ends
@@ -220,6 +226,8 @@ def ours(setting: Setting, case: Timed, things: Given) -> dict[str, Attend]:
         return lambda q, k, v: tilewise.attention(q, k, v, mask=mask, score=score, backend=backend)
 
     found = {"ours": attend(mask)}
+    if case.kind in (*PLAIN_KINDS, "alibi"):
+        found[POINTERS] = _by_pointers(attend(mask))
     if case.kind == "document":
         made: list[BlockMask] = []
 
@@ -231,6 +239,14 @@ def ours(setting: Setting, case: Timed, things: Given) -> dict[str, Attend]:
 
         found["table"] = with_table
     return found
+
+
+def _by_pointers(attend: Attend) -> Attend:
+    def without(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with by_pointers():
+            return attend(q, k, v)
+
+    return without
 
 
 def plain(case: Timed, things: Given, rows: Tensor | None = None) -> Attend:

@@ -21,6 +21,7 @@ class Case(NamedTuple):
         without_products: kernels by name that multiply no matrices.
         key: part of the quick run.
         families: only for these families; empty for all.
+        described: whole blocks come by tensor descriptors, on families that have them.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Case(NamedTuple):
     without_products: frozenset[str] = frozenset()
     key: bool = False
     families: tuple[str, ...] = ()
+    described: bool = False
 
 
 def cases_of(module: str) -> dict[str, Case]:

@@ -8,6 +8,9 @@ tune`` measured on the chip stand before the table (``plan/tuned.py``), and depe
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, lru_cache
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -15,6 +18,7 @@ import torch
 
 from tilewise.plan.tuned import NOTHING, Blocks, Found, Place
 from tilewise.problem import Problem
+from tilewise.variants.float8 import FLOAT8
 from tilewise.variants.program import RAW
 
 __all__ = [
@@ -25,12 +29,15 @@ __all__ = [
     "WIDTHS",
     "Blocks",
     "Config",
+    "Descriptors",
     "Family",
     "Pass",
     "Splitting",
+    "by_pointers",
     "config_for",
     "decodes",
     "family_of",
+    "holds",
     "padded",
     "place_of",
     "shared_need",
@@ -44,6 +51,20 @@ LARGEST_WIDTH = 512
 _FEW = 16  # queries of a head, up to which its keys are split among programs
 _LEAST = 16  # of a block's sides: what matrix instructions take
 _INTERPRETER = "interpreter"
+_DESCRIBED = ContextVar("tilewise_described", default=True)
+
+
+class Descriptors(NamedTuple):
+    """When the forward pass loads whole blocks of keys and values by tensor descriptors.
+
+    Args:
+        keys: the fewest of a call for which they pay: making one costs the host microseconds.
+        edge_stages: of the walk over the few blocks at the edges of bands, where blocks are large;
+            None for those of the kernel.
+    """
+
+    keys: int
+    edge_stages: int | None = None
 
 
 class Family(NamedTuple):
@@ -56,6 +77,10 @@ class Family(NamedTuple):
         unit: the matrix instructions.
         warp: threads in a warp.
         table: whose rows of the table it takes.
+        eight: how it multiplies float8 e4m3: "halves", as float16, for want of instructions or of
+            a compiler that makes them; "short", by units that add with few bits; "whole", by
+            units that add in float32.
+        descriptors: None where it has none, or does not gain by them.
     """
 
     name: str
@@ -64,6 +89,8 @@ class Family(NamedTuple):
     unit: str
     warp: int
     table: str
+    eight: str
+    descriptors: Descriptors | None = None
 
 
 class Splitting(NamedTuple):
@@ -100,19 +127,19 @@ _KB = 1024
 FAMILIES = {
     family.name: family
     for family in (
-        Family("sm_75", "cuda", 64 * _KB, "mma", 32, "turing"),
-        Family("sm_80", "cuda", 163 * _KB, "mma", 32, "ampere"),
-        Family("sm_86", "cuda", 99 * _KB, "mma", 32, "small"),
-        Family("sm_89", "cuda", 99 * _KB, "mma", 32, "small"),
-        Family("sm_90", "cuda", 227 * _KB, "wgmma", 32, "hopper"),
-        Family("sm_100", "cuda", 227 * _KB, "tcgen05", 32, "blackwell"),
-        Family("sm_120", "cuda", 99 * _KB, "mma", 32, "small"),
-        Family("gfx90a", "hip", 64 * _KB, "mfma", 64, "cdna"),
-        Family("gfx942", "hip", 64 * _KB, "mfma", 64, "cdna"),
-        Family("gfx950", "hip", 160 * _KB, "mfma", 64, "cdna4"),
-        Family("gfx1100", "hip", 64 * _KB, "wmma", 32, "rdna3"),
-        Family("gfx1201", "hip", 64 * _KB, "wmma", 32, "rdna4"),
-        Family(_INTERPRETER, "", 1024 * _KB, "", 32, _INTERPRETER),
+        Family("sm_75", "cuda", 64 * _KB, "mma", 32, "turing", "halves"),
+        Family("sm_80", "cuda", 163 * _KB, "mma", 32, "ampere", "halves"),
+        Family("sm_86", "cuda", 99 * _KB, "mma", 32, "small", "halves"),
+        Family("sm_89", "cuda", 99 * _KB, "mma", 32, "small", "short"),
+        Family("sm_90", "cuda", 227 * _KB, "wgmma", 32, "hopper", "short", Descriptors(2048, 1)),
+        Family("sm_100", "cuda", 227 * _KB, "tcgen05", 32, "blackwell", "whole", Descriptors(2048)),
+        Family("sm_120", "cuda", 99 * _KB, "mma", 32, "small", "whole"),
+        Family("gfx90a", "hip", 64 * _KB, "mfma", 64, "cdna", "halves"),
+        Family("gfx942", "hip", 64 * _KB, "mfma", 64, "cdna", "halves"),
+        Family("gfx950", "hip", 160 * _KB, "mfma", 64, "cdna4", "whole"),
+        Family("gfx1100", "hip", 64 * _KB, "wmma", 32, "rdna3", "halves"),
+        Family("gfx1201", "hip", 64 * _KB, "wmma", 32, "rdna4", "whole"),
+        Family(_INTERPRETER, "", 1024 * _KB, "", 32, _INTERPRETER, "whole"),
     )
 }
 
@@ -135,7 +162,8 @@ def _rows(text: str) -> dict[tuple[str, str], _Row]:
 
 
 # "pass+" is of calls that are heavy, "pass*" of masks that may leave blocks in which nothing
-# attends without saying where; a row that is missing is that of the name before it.
+# attends without saying where; a row that is missing is that of the name before it. "pass8" is of
+# float8, whatever the call, on chips whose other rows spill with it.
 # 16-bit operands. float32 ("single") is multiplied without matrix instructions, or with tf32's. The
 # interpreter has no registers to run out of; small blocks put many edges into small tests.
 _TABLE = _rows(
@@ -152,7 +180,7 @@ _TABLE = _rows(
     turing       dkdv     32x32/4/1     32x32/8/1     16x32/8/1     16x16/8/1
     ampere       dkdv     32x64/8/1     32x64/8/2     32x32/8/1     16x16/8/1
     small        dkdv     32x64/8/1     32x64/8/1     16x32/8/1     16x16/8/1
-    hopper       dkdv     64x64/8/1     32x128/8/1    32x64/8/1     16x32/8/1
+    hopper       dkdv     64x64/8/1     32x128/8/1    16x64/8/2     16x32/8/2
     blackwell    dkdv     64x128/8/1    64x128/8/1    32x64/8/1     16x32/8/1
     cdna         dkdv     32x64/8/1     16x32/8/1     16x32/8/1     16x16/8/1
     cdna4        dkdv     32x64/8/1     32x32/4/1     16x32/8/1     16x16/8/1
@@ -161,29 +189,46 @@ _TABLE = _rows(
     turing       dq       32x32/4/1     32x32/8/1     32x16/8/1     16x16/8/1
     ampere       dq       64x64/8/2     64x32/8/2     32x32/8/1     16x16/8/1
     small        dq       64x32/4/2     64x64/8/2     32x16/8/1     16x16/8/1
-    hopper       dq       128x64/8/2    64x64/8/2     64x32/8/1     32x16/8/1
+    hopper       dq       128x64/8/2    64x64/8/2     128x32/8/2    32x16/8/1
     blackwell    dq       128x64/8/2    64x64/8/2     64x32/8/1     32x16/8/1
     cdna         dq       64x32/8/1     32x32/8/1     32x16/8/1     16x16/8/1
     cdna4        dq       64x64/8/1     64x32/8/1     32x16/8/1     16x16/8/1
     rdna3        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
     rdna4        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
     small        forward+ 64x64/8/3     64x64/8/3     64x32/8/2     32x32/8/1
-    ampere       decode*  16x32/4/3     16x64/4/2     16x32/8/2     16x16/4/2
+    ampere       decode*  16x32/4/3     16x32/4/3     16x32/8/2     16x16/4/2
     hopper       forward+ 128x64/8/2    128x64/8/2    128x32/8/2    32x32/8/2
-    hopper       forward* 64x64/8/3     64x64/8/3     32x32/8/2     32x32/8/2
-    hopper       dkdv+    64x64/8/1     32x64/8/1     32x64/8/1     16x32/8/1
+    hopper       forward* 64x64/8/3     128x64/8/2    64x16/8/3     32x32/8/2
+    hopper       dkdv+    64x64/8/1     16x128/8/3    16x32/8/3     16x32/8/2
     hopper       dkdv*    32x128/8/2    32x32/8/3     16x32/8/1     16x32/8/1
     blackwell    dkdv+    64x128/8/1    32x64/8/1     32x64/8/1     16x32/8/1
     blackwell    dq+      128x64/8/2    128x64/8/3    64x32/8/1     32x16/8/1
     cdna4        dkdv+    32x32/4/1     32x32/4/1     16x32/8/1     16x16/8/1
     rdna3        dq+      32x32/8/1     16x16/4/1     16x16/8/1     16x16/8/1
+    ampere       forward8 128x64/4/3    64x64/8/3     64x32/8/2     32x32/8/2
+    hopper       forward8 128x128/8/2   128x128/8/2   64x64/8/2     32x32/8/2
+    cdna         forward8 128x64/4/1    128x32/8/1    64x32/8/1     32x16/8/1
+    rdna3        forward8 64x32/4/1     32x32/8/1     16x16/8/1     16x16/8/1
     cdna         dkdv+    32x64/4/1     16x32/8/1     16x32/8/1     16x16/8/1
     cdna         dq+      64x32/8/1     32x32/4/1     32x16/8/1     16x16/8/1
-    single       forward  32x32/4/2     32x32/8/2     32x16/8/1     16x16/8/1
+    ampere       forward+ 128x64/8/3    128x64/8/3    64x32/8/2     32x32/8/2
+    ampere       forward* 128x64/4/3    128x32/8/3    32x16/8/3     32x32/8/2
+    ampere       dkdv+    32x64/8/1     16x128/8/1    32x32/8/1     16x16/8/1
+    ampere       dkdv*    32x64/8/1     32x64/8/2     32x32/8/1     16x16/8/1
+    ampere       dq*      128x32/8/3    64x32/8/2     32x32/8/1     16x16/8/1
+    small        forward* 64x64/8/3     128x16/8/3    32x16/8/3     32x32/8/1
+    small        dq+      64x32/4/2     64x64/8/2     32x16/4/3     16x16/8/1
+    small        dq*      64x32/4/2     64x64/8/2     32x16/8/1     16x16/8/1
+    hopper       dq+      128x64/8/2    128x32/8/3    64x16/8/3     32x16/8/1
+    hopper       dq*      128x32/8/3    128x16/8/3    32x16/8/3     32x16/8/1
+    ampere:single forward  32x32/4/2     64x16/8/3     32x16/8/1     16x16/8/1
+    ampere:single dkdv+    16x64/8/1     16x32/8/1     16x16/8/1     16x16/8/1
+    hopper:single forward  64x16/8/3     32x16/8/2     32x16/8/1     16x16/8/1
+    single       forward  32x32/4/2     32x16/8/2     32x16/8/1     16x16/8/1
     single       dkdv     32x32/4/1     16x32/8/1     16x16/8/1     16x16/8/1
     single       dq       32x32/4/1     32x16/8/1     16x16/8/1     16x16/8/1
     turing       decode   16x64/4/1     16x64/4/1     16x32/4/1     16x16/4/1
-    ampere       decode   16x64/4/3     16x64/4/2     16x32/8/2     16x16/4/2
+    ampere       decode   16x64/4/3     16x32/4/3     16x32/8/2     16x16/4/2
     small        decode   16x32/4/3     16x32/4/3     16x32/8/2     16x16/4/2
     hopper       decode   16x128/4/3    16x64/4/3     16x64/8/2     16x16/4/2
     blackwell    decode   16x128/4/3    16x64/4/3     16x64/8/2     16x16/4/2
@@ -209,12 +254,14 @@ class Config(NamedTuple):
         overrides: (pass, blocks) pairs that stand before everything, for whatever is asked: of the
             tests, the gate and the tuner.
         measured: blocks by place that stand before the table.
+        descriptors: as in FAMILIES. They change no bit of any result.
     """
 
     family: str
     precision: str = "ieee"
     overrides: tuple[tuple[str, Blocks], ...] = ()
     measured: Found = NOTHING
+    descriptors: Descriptors | None = None
 
     def blocks(self, pass_name: Pass, problem: Problem) -> Blocks:
         """The blocks of a pass for a problem."""
@@ -304,16 +351,29 @@ def tiles_for(
         scattered: whether blocks in which nothing attends are found out on the way.
     """
     chip = FAMILIES[family]
+    # Columns that are not there are hidden one by one, in registers.
+    has_variant |= padded(head_dim) != head_dim or padded(value_dim) != value_dim
     index = WIDTHS.index(_class_of(head_dim, value_dim))
-    single = dtype.itemsize > 2 and chip.table != _INTERPRETER
-    table = "single" if single else chip.table
-    plain = _TABLE[table, pass_name]
-    heavy = _TABLE.get((table, f"{pass_name}+"), plain) if has_variant else plain
-    row = _TABLE.get((table, f"{pass_name}*"), heavy) if scattered else heavy
+    row = _row(chip.table, pass_name, dtype, has_variant, scattered)
     blocks = row[index]
     if has_variant and blocks.queries * blocks.keys > 128 * 64:
         blocks = blocks._replace(keys=blocks.keys // 2)
-    return _fitting(blocks, pass_name, chip, dtype.itemsize, head_dim, value_dim)
+    # What is decoded on the way is held in 16 bits.
+    itemsize = 2 if dtype is FLOAT8 and chip.eight == "halves" else dtype.itemsize
+    return _fitting(blocks, pass_name, chip, itemsize, head_dim, value_dim)
+
+
+def _row(table: str, pass_name: Pass, dtype: torch.dtype, heavy: bool, scattered: bool) -> _Row:
+    """The most particular row that there is."""
+    tables = (f"{table}:single", "single") if dtype.itemsize > 2 else (table,)
+    if table == _INTERPRETER:
+        tables = (table,)
+    marks = ("8",) * (dtype is FLOAT8) + ("*",) * scattered + ("+",) * heavy + ("",)
+    for where in tables:
+        for mark in marks:
+            if (where, pass_name + mark) in _TABLE:
+                return _TABLE[where, pass_name + mark]
+    raise KeyError(f"no blocks for {pass_name} on {table}")
 
 
 def shared_need(
@@ -328,6 +388,14 @@ def shared_need(
     else:
         held, moving = blocks.keys * both, blocks.queries * both
     return held + blocks.stages * moving
+
+
+def holds(family: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
+    """Whether a family has the shared memory for the smallest blocks of both passes."""
+    chip = FAMILIES[family]
+    least = Blocks(_LEAST, _LEAST, 1, 1)
+    needs = (shared_need(name, least, dtype.itemsize, head_dim, value_dim) for name in PASSES)
+    return max(needs) <= chip.shared_bytes
 
 
 def _fitting(
@@ -378,5 +446,17 @@ def config_for(family: str, measured: Found = NOTHING) -> Config:
         family: a name of FAMILIES.
         measured: what stands before the table.
     """
-    tf32 = torch.backends.cuda.matmul.allow_tf32 and FAMILIES[family].maker == "cuda"
-    return Config(family, "tf32" if tf32 and family != "sm_75" else "ieee", (), measured)
+    chip = FAMILIES[family]
+    tf32 = torch.backends.cuda.matmul.allow_tf32 and chip.maker == "cuda" and family != "sm_75"
+    descriptors = chip.descriptors if _DESCRIBED.get() else None
+    return Config(family, "tf32" if tf32 else "ieee", (), measured, descriptors)
+
+
+@contextmanager
+def by_pointers() -> Iterator[None]:
+    """Meanwhile nothing is loaded by descriptors: for measuring what they gain."""
+    before = _DESCRIBED.set(False)
+    try:
+        yield
+    finally:
+        _DESCRIBED.reset(before)

@@ -6,6 +6,7 @@ as models have them: [B, S, H, D] in memory. Importing this module imports no Tr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from tilewise.problem import (
 )
 from tilewise.variants import masks, scores
 from tilewise.variants.extent import Extent
+from tilewise.variants.float8 import FLOAT8
 from tilewise.variants.lower import lower_mask, lower_score
 from tilewise.variants.program import Instr
 from tilewise.variants.values import Mask, Score, as_score
@@ -39,10 +41,12 @@ class Asked(NamedTuple):
 
     Args:
         width: of queries, keys and values.
-        dtype: of all of them.
+        dtype: of all of them; float8 comes with scales.
         mask: "", "causal", "window", "document" (causal too), or "table", which is "document" with
             a table of tiles.
-        score: "", "alibi softcap", "bias" (of each pair), "head bias" or "raw".
+        score: "", "alibi softcap", "bias" (of each pair), "head bias", "raw", or "learned": a
+            factor, a table by distance and one in which every pair looks up its place, all of which
+            want gradients.
         dropout_p, sinks, varlen: as in a call.
         statistics: "", "all" or "top1".
         queries: of each head; fewer than keys are the last ones.
@@ -90,6 +94,9 @@ def operands_of(asked: Asked) -> tuple[Problem, Operands]:
         cu_seqlens if asked.varlen else None,
         cu_seqlens if asked.varlen else None,
         2**63 + 1 if asked.dropout_p else 0,
+        q_scale=_scales(asked, HEADS),
+        k_scale=_scales(asked, KV_HEADS),
+        v_scale=_scales(asked, KV_HEADS),
     )
     return _in_pages(asked, problem, operands) if asked.page_size else (problem, operands)
 
@@ -110,16 +117,27 @@ def result_of(asked: Asked, problem: Problem, operands: Operands) -> Result:
 
 def backward_tensors(problem: Problem, operands: Operands) -> tuple[Tensor, Needs, Grads]:
     """The gradient of the output, and all gradients of tensors wanted with memory for them."""
-    biases = operands.score_tensors if "bias" in str(problem.score) else ()
-    needs = Needs(True, True, True, (True,) * len(biases), problem.sinks)
+    fixed = any(instr.op == "alibi" for instr in problem.score)  # slopes have no gradient
+    learned = tuple(
+        tensor.dtype.is_floating_point and not fixed for tensor in operands.score_tensors
+    )
+    needs = Needs(True, True, True, learned, problem.sinks)
     grads = Grads(
         torch.empty_like(operands.q),
         torch.empty_like(operands.k),
         torch.empty_like(operands.v),
-        tuple(torch.empty_like(bias) for bias in biases),
+        tuple(
+            torch.empty_like(tensor) if wanted else None
+            for tensor, wanted in zip(operands.score_tensors, learned, strict=True)
+        ),
         None if operands.sinks is None else torch.empty_like(operands.sinks),
     )
     return output_like(operands.q, problem.value_dim), needs, grads
+
+
+def _scales(asked: Asked, heads: int) -> Tensor | None:
+    """Of float8; none for any other dtype."""
+    return meta(BATCH, heads) if asked.dtype is FLOAT8 else None
 
 
 def _in_pages(asked: Asked, problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
@@ -177,6 +195,18 @@ def _score(asked: Asked) -> Score:
 
         scores.register_triton("gate_weigh", weigh, weigh_slope)
         return scores.raw("gate_weigh", meta(HEADS))
+    if asked.score == "learned":
+        return as_score(_learned_score())
     if asked.score:
         raise KeyError(asked.score)
     return Score(())
+
+
+def _learned_score() -> Callable[..., Any]:
+    factors, table = meta(HEADS), meta(HEADS, QUERIES + KEYS - 1)
+    places, of_places = meta(QUERIES, KEYS, dtype=torch.int32), meta(4096, HEADS)
+
+    def score(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+        return s * factors[h] + table[h, m - n + KEYS - 1] + of_places[places[m, n], h]
+
+    return score

@@ -18,7 +18,10 @@ from tests.inputs import Inputs, build
 from tests.paged import Paged, in_pages, sequences_of
 from tilewise import BlockMask, masks, scores
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
-from tilewise.problem import check_page_tensors
+from tilewise.problem import Operands, check_page_tensors, paged_problem
+from tilewise.reference import tiled
+from tilewise.reference.dense import dense
+from tilewise.reference.extended import extended
 
 ours = "ignore:`torch.jit:DeprecationWarning"  # torch's own, inside torch.compile
 pytestmark = pytest.mark.filterwarnings(ours)
@@ -103,6 +106,25 @@ def test_dense_queries(dtype: torch.dtype) -> None:
             )
             assert_same_bits(got[b : b + 1], alone.out, f"out {b}")
             assert_same_bits(lse[b : b + 1], alone.lse, f"lse {b}")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_oracles_read_pages_too(packed: bool) -> None:
+    """Plain attention in float64 and beyond it."""
+    keys, values = ([torch.randn(2, n, 8).double() for n in (20, 0, 7)] for _ in range(2))
+    paged = in_pages(keys, values, 4)
+    q = torch.randn(3, 2, 5, 8).double()
+    q, cu = (q.transpose(1, 2).flatten(0, 1), 5 * torch.arange(4)) if packed else (q, None)
+    none: dict[str, Any] = {"mask": (), "score": (), "scale": None, "sinks": None}
+    problem = paged_problem(q, *paged, cu, **none)
+    operands = Operands(q, *paged[:2], (), (), None, cu, None, 0, *paged[2:])
+    expected = tiled.forward(problem, operands, "top1")
+    plain, wide = dense(problem, operands), extended(problem, operands)
+    for name in ("out", "lse", "max_logit", "entropy", "top_key"):
+        torch.testing.assert_close(getattr(plain, name), getattr(expected, name), msg=name)
+        if name != "top_key":
+            found = torch.from_numpy(getattr(wide, name).astype("float64"))
+            torch.testing.assert_close(found, getattr(expected, name), msg=name)
 
 
 def small(seed: int = 0, **changes: Any) -> dict[str, Any]:

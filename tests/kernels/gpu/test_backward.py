@@ -439,7 +439,8 @@ def test_hidden_tiles_do_not_leak(banded: bool) -> None:
 @pytest.mark.parametrize("rectangle", [(8, 8), (16, 32), (24, 40)])
 def test_tables(rectangle: tuple[int, int]) -> None:
     """A BlockMask changes no gradient, whatever its rectangles are to the tiles."""
-    case = Case("table", **SMALL, mask=("document",), score=("bias",))
+    biases = ("bias", "bias_rows", "bias_keys")
+    case = Case("table", **SMALL, mask=("document",), score=biases)
     inputs = build(case).detached()
     problem, operands = problem_of(inputs)
     upstream = Upstream(torch.randn(1, 2, 37, 16))
@@ -451,6 +452,36 @@ def test_tables(rectangle: tuple[int, int]) -> None:
     for name in "qkv":
         torch.testing.assert_close(getattr(got, name), getattr(expected, name))
     torch.testing.assert_close(got.score_tensors, expected.score_tensors)
+
+
+def _asked(call: Call) -> tuple[Problem, Operands]:
+    """The problem of a call, without what autograd would record."""
+    problem, operands = call.asked()
+    q, k, v = (each.detach() for each in operands[:3])
+    loaded = tuple(each.detach() for each in operands.score_tensors)
+    return problem, operands._replace(q=q, k=k, v=v, score_tensors=loaded)
+
+
+@pytest.mark.parametrize("name", ["hashed", "rows", "columns", "buckets"])
+def test_tables_and_loads_of_every_form(name: str) -> None:
+    """Walks that gather shares visit the tiles that a table lists, and the sums are the same."""
+    call = Call(Variant(name, some_masks.documents, FORMS[name]), torch.float32, SIZES)
+    upstream = Upstream(call.grad_out, call.grad_lse)
+    plain = backward(*_asked(call), upstream, BLOCKS[0])
+    mask = BlockMask.of(call.made.mask, 21, 35, batch=2, heads=2, block=(8, 16))
+    call.made = call.made._replace(mask=mask)
+    problem, operands = _asked(call)
+    assert problem.mask[-1].op == "tiles"
+    torch.testing.assert_close(
+        backward(problem, operands, upstream, BLOCKS[0]).score_tensors, plain.score_tensors
+    )
+    result = forward(problem, operands, BLOCKS[0])
+    _, todo = launches(problem, operands, result, upstream, BLOCKS[0])
+    walks = [
+        each for each in todo if each.kernel.__name__ in ("line_kernel", "spread_pairs_kernel")
+    ]
+    assert all("order" in each.arguments for each in walks)
+    assert len(walks) == {"hashed": 2, "buckets": 0}.get(name, 1)
 
 
 def test_upstream_of_any_strides() -> None:

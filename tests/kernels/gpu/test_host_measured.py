@@ -39,7 +39,7 @@ KIND_OF: dict[str, dict[str, Any]] = {
 
 
 def problem(width: int = 64, dtype: torch.dtype = torch.bfloat16, **changed: Any) -> Problem:
-    q = torch.empty(1, 2, 8, width, dtype=dtype)
+    q = torch.empty(1, 2, 40, width, dtype=dtype)
     made = dense_problem(q, q, q, mask=(), score=(), scale=None, dropout_p=0.0, sinks=None)
     return made._replace(**changed)
 
@@ -144,8 +144,9 @@ def test_tf32_is_asked_at_every_call(place: Path) -> None:
             entry(width=512, blocks=Blocks(64, 128, 4, 2)),
             "64x128/4/2 need 589824 bytes of shared memory",
         ),
+        (entry("decode", blocks=Blocks(16, 512, 4, 1)), "do not divide a split of 256 keys"),
         (entry()._replace(table_blocks=MINE), "the table now has 128x128/8/2"),
-        (entry()._replace(place=Place("decode?", torch.float16, 64, "+")), "pass 'decode.'"),
+        (entry()._replace(place=Place("prefill", torch.float16, 64, "+")), "pass 'prefill'"),
         (entry()._replace(place=Place("dq", torch.float16, 80, "+")), "width 80 is none of 64"),
         (entry()._replace(place=Place("dq", torch.float16, 64, "")), "kind '' is none of plain"),
     ],
@@ -156,7 +157,7 @@ def test_what_does_not_fit_is_refused_with_all_the_rest(
     fine = entry("dkdv", torch.float32)
     if wrong.place.kind:  # an empty one is refused before it is looked at
         keep(place, fine, wrong)
-        with pytest.warns(TunedBlocksWarning, match=f"entry 1: {match}"):
+        with pytest.warns(TunedBlocksWarning, match=f"entry 1: .*{match}"):
             assert measured_on(CHIP, FAMILY).entries == {}
     assert not why_unfit(FAMILY, fine)
     assert why_unfit(FAMILY, wrong)
@@ -183,13 +184,22 @@ def test_the_notes_say_where_blocks_come_from(place: Path, monkeypatch: pytest.M
     monkeypatch.setenv("HOME", str(place.parent))
     keep(place, entry("forward"))
     notes = explained(monkeypatch)
-    assert list(notes) == list(PASSES)
+    assert list(notes) == ["forward", "dkdv", "dq"]
     assert notes["forward"] == (
         "64x32/4/2: blocks measured by tilewise tune on 2026-11-20 (1.10 times as fast as the "
         "table's 128x128/8/2), from ~/nvidia-h200.json"
     )
     assert notes["dq"] == "128x64/8/2: blocks of the table; ~/nvidia-h200.json has no faster ones"
     assert gpu.GpuBackend().tiles(problem(device="cuda")) == (64, 32, 1), "and so does the plan"
+
+
+def test_few_queries_have_a_pass_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_family", lambda device: FAMILY)
+    monkeypatch.setattr(gpu, "_chip", lambda device: CHIP)
+    notes = dict(gpu.GpuBackend().notes(problem(device="cuda", queries=16)))
+    assert set(notes) == {"decode", "dkdv", "dq"}
+    few_in_pages = problem(device="cuda", queries=16, page_size=16)
+    assert [name for name, _ in gpu.GpuBackend().notes(few_in_pages)] == ["decode"]
 
 
 def test_the_notes_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +222,7 @@ def test_explain_has_the_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process where Triton interprets: the chip is then the interpreter."""
     monkeypatch.setattr(gpu, "_interprets", lambda: True)
     monkeypatch.setattr(gpu, "_has_triton", lambda: True)
-    q = torch.empty(1, 1, 8, 16, dtype=torch.float16)
+    q = torch.empty(1, 1, 40, 16, dtype=torch.float16)
     text = str(tilewise.explain(q, q, q, backend="gpu"))
     assert "forward   64x32/4/1: blocks of the table" in text
     assert "dkdv      32x64/4/1: blocks of the table" in text

@@ -24,12 +24,15 @@ OF_PASS: dict[Pass, tuple[str, set[str]]] = {
     "forward": ("attend", set(OUTPUTS)),
     "dkdv": ("key_kernel", {"dk", "dv"}),
     "dq": ("query_kernel", {"dq"}),
+    "decode": ("attend_split", set(OUTPUTS)),
 }
 
 
-def run() -> dict[str, Tensor]:
+def run(queries: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(5)
-    q, k, v, sent = (torch.randn(1, 2, rows, 24, generator=generator) for rows in (37, 75, 75, 37))
+    q, k, v, sent = (
+        torch.randn(1, 2, rows, 24, generator=generator) for rows in (queries, 75, 75, queries)
+    )
     leaves = tuple(x.requires_grad_() for x in (q, k, v))
     mask = masks.causal()
     out, lse, _ = tilewise.attention(*leaves, mask=mask, return_lse=True, backend="gpu")
@@ -73,7 +76,7 @@ def test_one_pass_alone_is_changed(
     for named in ("off", str(path)):
         monkeypatch.setenv("TILEWISE_TUNED", named)
         monkeypatch.setattr(measured, "STORE", Store())
-        outputs.append(run())
+        outputs.append(run(3 if pass_name == "decode" else 37))
         used.append(dict(sides))
     kernel, may_change = OF_PASS[pass_name]
     assert len(used[0]) >= 3

@@ -34,7 +34,7 @@ CASES = [
     Case("document", **GQA, sequences=LENGTHS, mask=("document_each",), score=("alibi_each",)),
     Case("scored", **GQA, sequences=LENGTHS, mask=("lengths",), score=("softcap", "bias")),
     Case("nested", **GQA, sequences=LENGTHS, mask=("causal", "bool", "not", "or"), scale=-0.7),
-    Case("equal", **GQA, sequences=((7, 20), (7, 0), (7, 70)), mask=("causal",), sinks=True),
+    Case("equal", **GQA, sequences=((7, 20), (7, 0), (7, 70)), mask=("window",), sinks=True),
 ]
 BLOCKS = (Blocks(16, 16, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1))
 PAGES = (1, 3, 16, 17, 32, 64, 128)
@@ -168,7 +168,8 @@ def test_statistics_count_within_a_sequence() -> None:
 )
 def test_a_table_of_tiles_skips_and_does_not_mask(page_size: int) -> None:
     """A BlockMask of the lengths, and a layout, whose rectangles are not the kernel's blocks."""
-    inputs = build(Case("table", **GQA, sequences=((40, 70), (9, 33), (33, 0)))).detached()
+    sizes = {**GQA, "heads": 2, "kv_heads": 1}  # whole tiles of the kernel's among them
+    inputs = build(Case("table", **sizes, sequences=((64, 70), (64, 33), (9, 0)))).detached()
     assert inputs.cu_seqlens is not None
     cu_q, cu_k = inputs.cu_seqlens
     paged = in_pages(*sequences_of(inputs), page_size, spare=4)
@@ -177,16 +178,16 @@ def test_a_table_of_tiles_skips_and_does_not_mask(page_size: int) -> None:
     for block in ((16, 16), (48, 24)):
         table = BlockMask.of(window, block=block, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
         torch.testing.assert_close(attend(inputs, paged, mask=table).out, found.out)
-    layout = BlockMask.from_layout(torch.rand(3, 5) < 0.5, (16, 16))
-    asked: dict[str, Any] = {"mask": layout}
-    expected = attend(inputs, paged, **asked, backend="tiled")
-    torch.testing.assert_close(attend(inputs, paged, **asked), expected)
+    for tiles in (torch.rand(4, 5) < 0.5, torch.ones(4, 5).bool()):
+        layout = BlockMask.from_layout(tiles, (16, 16))
+        expected = attend(inputs, paged, mask=layout, backend="tiled")
+        torch.testing.assert_close(attend(inputs, paged, mask=layout), expected)
 
 
 def _small() -> tuple[Problem, Operands]:
     """Two sequences of 20 and 37 keys in pages of 8."""
     inputs = build(Case("small", **GQA, sequences=((5, 20), (5, 37)))).detached()
-    return paged_problem_of(inputs, in_pages(*sequences_of(inputs), 8), True)
+    return paged_problem_of(inputs, in_pages(*sequences_of(inputs), 8, spare=3), True)
 
 
 def test_what_is_out_of_range_is_clamped() -> None:
@@ -208,6 +209,8 @@ def test_what_is_out_of_range_is_clamped() -> None:
             block_table=table.clamp(0, len(pages[0]) - 1),
         )
         assert_same_bits(found.out, forward(problem, wanted, BLOCKS[0]).out, f"{lengths}")
+    nothing = operands._replace(k=pages[0][:0], v=pages[1][:0])
+    assert bool((forward(problem, nothing, BLOCKS[0]).out == 0).all())
 
 
 def test_entries_beyond_a_sequence_are_not_even_read() -> None:

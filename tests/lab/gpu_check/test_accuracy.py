@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +134,22 @@ def test_other_bits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert forward.status == "wrong"
     assert "lse differs when it is done again" in forward.note
     assert not forward.values["same_bits"]
+
+
+def test_pages_are_held_to_the_rule_and_to_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = list(accuracy.run(TILED, "pages"))
+    assert [row.status for row in rows] == ["ok"] * 6, rows
+    assert rows[0].name == "pages of 16, varlen"
+    assert rows[-1].name == "pages of 128, few rows"
+    call = tilewise.attention_paged
+
+    def attention_paged(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor, **keywords: Any) -> Any:
+        """One that reads a row too many."""
+        table, lengths, starts = rest
+        return call(q, k.nan_to_num(), v, table.clamp(min=0), lengths + 1, starts, **keywords)
+
+    monkeypatch.setattr(tilewise, "attention_paged", attention_paged)
+    assert {row.status for row in accuracy.run(TILED, "pages")} == {"wrong"}
 
 
 def test_another_generator_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from tilewise.kernels.gpu.config import Blocks
 from tilewise.kernels.gpu.forms import Form, form_of
 from tilewise.kernels.gpu.gradients import Backward
 from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu.lists import tile_lists
 from tilewise.kernels.gpu.rows import due_plane
 from tilewise.kernels.gpu.shares import (
     diagonal_kernel,
@@ -48,6 +49,8 @@ from tilewise.kernels.gpu.shares import (
 )
 from tilewise.kernels.gpu.walk import (
     launch_of,
+    lists_of,
+    meets_empty_tiles,
     programs_of,
     slots_of,
 )
@@ -55,6 +58,7 @@ from tilewise.kernels.gpu.walk import (
 __all__ = ["captured_launches"]
 
 _LINE = 128
+_WIDE = 128  # columns, above which blocks are smaller
 _ELEMENTS = 1024
 
 
@@ -82,8 +86,8 @@ class _Captured:
     def __init__(self, call: Backward) -> None:
         self.call = call
         self.problem = call.problem
-        self.blocks = call.config.blocks("dq", call.problem)
-        self.lines = 1 if call.problem.layout == "varlen" else call.problem.batch
+        self.blocks = _blocks(call)
+        self.lists: dict[bool, dict[str, Any]] = {}
 
     def launches(self, load: _Load) -> list[Launch]:
         """The launches of one load."""
@@ -108,6 +112,15 @@ class _Captured:
             "FORM": form,
         }
         return shared | arguments, constants
+
+    def _met(self, by_keys: bool) -> tuple[dict[str, Any], bool]:
+        """Lists of the tiles that a walk along rows or columns meets, and if some are empty."""
+        problem, variant = self.problem, self.call.variant
+        if by_keys not in self.lists:
+            queries, keys, *_ = self.blocks
+            found = tile_lists(problem, self.call.operands, variant.tables, queries, keys, by_keys)
+            self.lists[by_keys] = lists_of(found)
+        return self.lists[by_keys], meets_empty_tiles(problem, variant)
 
     def _pairs(self, load: _Load, axes: dict[str, int]) -> Launch:
         arguments, constants = self._walk(load, self.blocks)
@@ -145,8 +158,9 @@ class _Captured:
         )
         constants["RANGE"] = variant.queries_of if by_keys else variant.keys_of
         constants |= {"BY_KEYS": by_keys, "DUE": due_plane(self.call.upstream)}
+        lists, constants["SKIPS"] = self._met(by_keys)
         grid = (programs_of(problem, problem.heads, tiles),)
-        return sums, launch_of(line_kernel, grid, arguments, constants, blocks)
+        return sums, launch_of(line_kernel, grid, arguments | lists, constants, blocks)
 
     def _fold(self, load: _Load, axes: dict[str, int], sums: Tensor, by_keys: bool) -> Launch:
         problem, operands = self.problem, self.call.operands
@@ -193,8 +207,9 @@ class _Captured:
             tiles = slots_of(problem, problem.queries, self.blocks.queries)
             arguments, constants = self._walk(load, self.blocks, tiles=tiles)
             constants |= {"RANGE": self.call.variant.keys_of, "INDEX": load.index}
+            lists, constants["SKIPS"] = self._met(False)
             grid = (programs_of(problem, problem.heads, tiles),)
-            return [], (spread_pairs_kernel, grid, arguments, constants, self.blocks)
+            return [], (spread_pairs_kernel, grid, arguments | lists, constants, self.blocks)
         by_keys = lines == "columns"
         if lines == "diagonals":
             sums, launch, size, count = self._sums_of_diagonals(load)
@@ -240,6 +255,15 @@ class _Captured:
         grid = (programs_of(problem, problem.heads, tiles),)
         launch = launch_of(diagonal_kernel, grid, arguments, constants, blocks)
         return sums, launch, size, tiles
+
+
+def _blocks(call: Backward) -> Blocks:
+    """Those of dQ, cut down: more is added up, and a branch passes over tiles that are empty."""
+    problem = call.problem
+    queries, keys, warps, stages = call.config.blocks("dq", problem)
+    wide = max(problem.head_dim, problem.value_dim) > _WIDE
+    most_queries, most_keys = (32, 16) if wide else (64, 32)
+    return Blocks(min(queries, most_queries), min(keys, most_keys), warps, min(stages, 2))
 
 
 def _kept(axes: dict[str, int]) -> dict[str, Any]:

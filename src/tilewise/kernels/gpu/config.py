@@ -18,6 +18,8 @@ import torch
 
 from tilewise.plan.tuned import NOTHING, Blocks, Found, Place
 from tilewise.problem import Problem
+from tilewise.variants.float8 import FLOAT8
+from tilewise.variants.program import RAW
 
 __all__ = [
     "FAMILIES",
@@ -74,6 +76,9 @@ class Family(NamedTuple):
         unit: the matrix instructions.
         warp: threads in a warp.
         table: whose rows of the table it takes.
+        eight: how it multiplies float8 e4m3: "halves", as float16, for want of instructions or of
+            a compiler that makes them; "short", by units that add with few bits; "whole", by
+            units that add in float32.
         descriptors: None where it has none, or does not gain by them.
     """
 
@@ -83,6 +88,7 @@ class Family(NamedTuple):
     unit: str
     warp: int
     table: str
+    eight: str
     descriptors: Descriptors | None = None
 
 
@@ -120,19 +126,19 @@ _KB = 1024
 FAMILIES = {
     family.name: family
     for family in (
-        Family("sm_75", "cuda", 64 * _KB, "mma", 32, "turing"),
-        Family("sm_80", "cuda", 163 * _KB, "mma", 32, "ampere"),
-        Family("sm_86", "cuda", 99 * _KB, "mma", 32, "small"),
-        Family("sm_89", "cuda", 99 * _KB, "mma", 32, "small"),
-        Family("sm_90", "cuda", 227 * _KB, "wgmma", 32, "hopper", Descriptors(2048, 1)),
-        Family("sm_100", "cuda", 227 * _KB, "tcgen05", 32, "blackwell", Descriptors(2048)),
-        Family("sm_120", "cuda", 99 * _KB, "mma", 32, "small"),
-        Family("gfx90a", "hip", 64 * _KB, "mfma", 64, "cdna"),
-        Family("gfx942", "hip", 64 * _KB, "mfma", 64, "cdna"),
-        Family("gfx950", "hip", 160 * _KB, "mfma", 64, "cdna4"),
-        Family("gfx1100", "hip", 64 * _KB, "wmma", 32, "rdna3"),
-        Family("gfx1201", "hip", 64 * _KB, "wmma", 32, "rdna4"),
-        Family(_INTERPRETER, "", 1024 * _KB, "", 32, _INTERPRETER),
+        Family("sm_75", "cuda", 64 * _KB, "mma", 32, "turing", "halves"),
+        Family("sm_80", "cuda", 163 * _KB, "mma", 32, "ampere", "halves"),
+        Family("sm_86", "cuda", 99 * _KB, "mma", 32, "small", "halves"),
+        Family("sm_89", "cuda", 99 * _KB, "mma", 32, "small", "short"),
+        Family("sm_90", "cuda", 227 * _KB, "wgmma", 32, "hopper", "short", Descriptors(2048, 1)),
+        Family("sm_100", "cuda", 227 * _KB, "tcgen05", 32, "blackwell", "whole", Descriptors(2048)),
+        Family("sm_120", "cuda", 99 * _KB, "mma", 32, "small", "whole"),
+        Family("gfx90a", "hip", 64 * _KB, "mfma", 64, "cdna", "halves"),
+        Family("gfx942", "hip", 64 * _KB, "mfma", 64, "cdna", "halves"),
+        Family("gfx950", "hip", 160 * _KB, "mfma", 64, "cdna4", "whole"),
+        Family("gfx1100", "hip", 64 * _KB, "wmma", 32, "rdna3", "halves"),
+        Family("gfx1201", "hip", 64 * _KB, "wmma", 32, "rdna4", "whole"),
+        Family(_INTERPRETER, "", 1024 * _KB, "", 32, _INTERPRETER, "whole"),
     )
 }
 
@@ -155,7 +161,8 @@ def _rows(text: str) -> dict[tuple[str, str], _Row]:
 
 
 # "pass+" is of calls that are heavy, "pass*" of masks that may leave blocks in which nothing
-# attends without saying where; a row that is missing is that of the name before it.
+# attends without saying where; a row that is missing is that of the name before it. "pass8" is of
+# float8, whatever the call, on chips whose other rows spill with it.
 # 16-bit operands. float32 ("single") is multiplied without matrix instructions, or with tf32's. The
 # interpreter has no registers to run out of; small blocks put many edges into small tests.
 _TABLE = _rows(
@@ -188,6 +195,7 @@ _TABLE = _rows(
     rdna3        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
     rdna4        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
     small        forward+ 64x64/8/3     64x64/8/3     64x32/8/2     32x32/8/1
+    ampere       decode*  16x32/4/3     16x64/4/2     16x64/8/2     16x16/4/2
     hopper       forward+ 128x64/8/2    128x64/8/2    128x32/8/2    32x32/8/2
     hopper       forward* 64x64/8/3     64x64/8/3     32x32/8/2     32x32/8/2
     hopper       dkdv+    64x64/8/1     32x64/8/1     32x64/8/1     16x32/8/1
@@ -196,6 +204,10 @@ _TABLE = _rows(
     blackwell    dq+      128x64/8/2    128x64/8/3    64x32/8/1     32x16/8/1
     cdna4        dkdv+    32x32/4/1     32x32/4/1     16x32/8/1     16x16/8/1
     rdna3        dq+      32x32/8/1     16x16/4/1     16x16/8/1     16x16/8/1
+    ampere       forward8 128x64/4/3    64x64/8/3     64x32/8/2     32x32/8/2
+    hopper       forward8 128x128/8/2   128x128/8/2   64x64/8/2     32x32/8/2
+    cdna         forward8 128x64/4/1    128x32/8/1    64x32/8/1     32x16/8/1
+    rdna3        forward8 64x32/4/1     32x32/8/1     16x16/8/1     16x16/8/1
     cdna         dkdv+    32x64/4/1     16x32/8/1     16x32/8/1     16x16/8/1
     cdna         dq+      64x32/8/1     32x32/4/1     32x16/8/1     16x16/8/1
     single       forward  32x32/4/2     32x32/8/2     32x16/8/1     16x16/8/1
@@ -210,7 +222,7 @@ _TABLE = _rows(
     cdna4        decode   16x64/4/2     16x64/4/2     16x32/4/2     16x32/4/1
     rdna3        decode   16x64/4/1     16x32/4/1     16x16/8/1     16x16/8/1
     rdna4        decode   16x64/4/1     16x32/4/1     16x16/4/1     16x16/4/1
-    single       decode   16x32/4/2     16x16/4/2     16x16/8/1     16x16/8/1
+    single       decode   16x16/4/2     16x16/8/2     16x16/8/1     16x16/8/1
     interpreter  forward  64x32/4/1     64x32/4/1     64x32/4/1     64x32/4/1
     interpreter  decode   16x32/4/1     16x32/4/1     16x32/4/1     16x32/4/1
     interpreter  dkdv     32x64/4/1     32x64/4/1     32x64/4/1     32x64/4/1
@@ -265,9 +277,11 @@ def decodes(problem: Problem) -> bool:
     """Whether the forward pass is that of few queries.
 
     In a packed call nobody knows how many a sequence has without reading them, and what the call
-    has in all says something of the others: such a call takes the ordinary road.
+    has in all says something of the others: such a call takes the ordinary road. So does a raw
+    score, which takes the head for a number; rows of several heads share a block here.
     """
-    return problem.layout == "dense" and problem.queries <= _FEW
+    raw = any(instr.op == RAW for instr in problem.score)
+    return problem.layout == "dense" and problem.queries <= _FEW and not raw
 
 
 def place_of(pass_name: Pass, problem: Problem) -> Place:
@@ -329,10 +343,14 @@ def tiles_for(
     plain = _TABLE[table, pass_name]
     heavy = _TABLE.get((table, f"{pass_name}+"), plain) if has_variant else plain
     row = _TABLE.get((table, f"{pass_name}*"), heavy) if scattered else heavy
+    if dtype is FLOAT8:
+        row = _TABLE.get((table, f"{pass_name}8"), row)
     blocks = row[index]
     if has_variant and blocks.queries * blocks.keys > 128 * 64:
         blocks = blocks._replace(keys=blocks.keys // 2)
-    return _fitting(blocks, pass_name, chip, dtype.itemsize, head_dim, value_dim)
+    # What is decoded on the way is held in 16 bits.
+    itemsize = 2 if dtype is FLOAT8 and chip.eight == "halves" else dtype.itemsize
+    return _fitting(blocks, pass_name, chip, itemsize, head_dim, value_dim)
 
 
 def shared_need(

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.gpu.config import Config
+from tilewise.kernels.gpu.eight import decoded, eight_bits, scales_of, with_codes
 from tilewise.kernels.gpu.emit import Variant, captures
 from tilewise.kernels.gpu.forward import (
     constants_of,
@@ -76,6 +77,9 @@ def attend_split(
     entropy,
     top_key,
     sinks,
+    q_scale,
+    k_scale,
+    v_scale,
     block_table,
     key_lengths,
     partial_out,
@@ -116,6 +120,7 @@ def attend_split(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     PAGE: tl.constexpr,
+    EIGHT: tl.constexpr,
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
 ):
@@ -143,6 +148,11 @@ def attend_split(
     places = rows_of(q + tl.cast(q_strides[0], tl.int64) * b, q_strides, h, m)
     places = places + columns[None, :].to(tl.int64) * q_strides[3]
     q_tile = tl.load(places, mask=(columns < D)[None, :], other=0.0)
+    q_tile = decoded(q_tile, EIGHT)
+    if q_scale is not None:  # rows of a block may be of several heads
+        scale = scale * tl.load(q_scale + b * (kv_heads * group) + h)[:, None]
+    if k_scale is not None:
+        scale = scale * tl.load(k_scale + b * kv_heads + kv_head)
 
     state = (
         tl.zeros([BM, DV_PADDED], tl.float32),
@@ -158,17 +168,14 @@ def attend_split(
     low, full_low, full_high, high = begin, begin, end, end
     if KEYS_OF is not None:
         low, full_low, full_high, high = KEYS_OF(b, M * 0, M, M, N, captured[0], captured[1])
-        low, full_low = tl.maximum(low, begin), tl.maximum(full_low, begin)
-        full_high, high = tl.minimum(full_high, end), tl.minimum(high, end)
-    if PAGE == 0:
-        k_head = head_of(k, k_strides, b, kv_head, 0)
-        v_head = head_of(v, v_strides, b, kv_head, 0)
-        sides = ((k_head, k_strides), (v_head, v_strides), low, high)
-    else:
+        low, high = tl.maximum(low, begin), tl.minimum(high, end)
+    b_k, pages = b, 0
+    if PAGE > 0:
+        b_k = 0  # no sequence has a place of its own
         pages = pages_of(block_table, b, keys, last_page, PAGE)
-        k_head = head_of(k, k_strides, 0, kv_head, 0)
-        v_head = head_of(v, v_strides, 0, kv_head, 0)
-        sides = ((k_head, k_strides, pages), (v_head, v_strides, pages), low, high)
+    k_head = head_of(k, k_strides, b_k, kv_head, 0)
+    v_head = head_of(v, v_strides, b_k, kv_head, 0)
+    sides = ((k_head, k_strides, pages), (v_head, v_strides, pages), low, high)
     spans = split_range(low, full_low, full_high, high, end, BN)
     whole, partial = counts_in(spans, BN)
     if not BLIND:
@@ -195,6 +202,7 @@ def attend_split(
             WIDE,
             PRECISION,
             PAGE,
+            EIGHT,
         )
     acc, top, total, moment, first_key = walk_keys(
         state,
@@ -219,6 +227,7 @@ def attend_split(
         WIDE,
         PRECISION,
         PAGE,
+        EIGHT,
     )
 
     columns = tl.arange(0, DV_PADDED)
@@ -230,6 +239,9 @@ def attend_split(
         weight, row_numbers = settled(
             top, total, moment, sink, scale, keep_factor, FOLDED, DROPOUT, STATS
         )
+        if v_scale is not None:
+            of_values = tl.load(v_scale + b * kv_heads + kv_head)
+            weight = tl.where(total == 0, 0.0, weight * of_values)
         to = rows_of(out + tl.cast(out_strides[0], tl.int64) * b, out_strides, h, m)
         to = to + columns[None, :].to(tl.int64) * out_strides[3]
         tl.store(to, (acc * weight[:, None]).to(out.dtype.element_ty), mask=kept_columns)
@@ -240,7 +252,8 @@ def attend_split(
         at = at * slots + split
         tl.store(partial_numbers + at, top, mask=inside)
         tl.store(partial_numbers + stride + at, total, mask=inside)
-        tl.store(partial_out + at[:, None] * DV + columns[None, :], acc, mask=kept_columns)
+        seen = kept_columns & (total != 0)[:, None]
+        tl.store(partial_out + at[:, None] * DV + columns[None, :], acc, mask=seen)
         if STATS > 0:
             tl.store(partial_numbers + 2 * stride + at, moment, mask=inside)
         if STATS > 1:
@@ -260,6 +273,8 @@ def decode_launches(
         variant: the functions of the problem's mask and score.
     """
     unlisted = variant._replace(tables=())
+    eight = eight_bits(problem, config.family, whole_walk=False)
+    operands = with_codes(operands, eight)
     tiles = config.blocks("decode", problem)
     splitting = config.splitting()
     count = splitting.splits_within if problem.page_size else splitting.splits
@@ -269,6 +284,7 @@ def decode_launches(
     partials = empty_partials(problem, result, slots)
     arguments = {
         **tensors_of(problem, operands, result),
+        **scales_of(operands),
         "partial_out": partials.out,
         "partial_numbers": partials.numbers,
         "partial_keys": partials.keys,
@@ -285,6 +301,7 @@ def decode_launches(
     }
     constants = {
         **constants_of(problem, operands, result, config, unlisted, tiles),
+        "EIGHT": eight,
         "LEAST": splitting.least,
         "MOST": splitting.most,
     }

@@ -51,6 +51,9 @@ def why_unfit(family: str, entry: Entry) -> str:
     if need > FAMILIES[family].shared_bytes:
         most = FAMILIES[family].shared_bytes
         return f"{blocks} need {need} bytes of shared memory, {family} has {most}"
+    least = Config(family).splitting().least
+    if name == "decode" and least % blocks.keys:
+        return f"{blocks} do not divide a split of {least} keys"
     table = tiles_for(family, name, dtype, width, width, kind != "plain", kind == "*")
     if table != entry.table_blocks:
         return f"the table now has {table}, and they were compared with {entry.table_blocks}"

@@ -8,11 +8,7 @@ import triton.language as tl
 from tilewise.kernels.gpu.gradients import pair_gradients, row_gradients
 from tilewise.kernels.gpu.pairs import shown
 from tilewise.kernels.gpu.rows import row_values
-from tilewise.kernels.gpu.walk import (
-    head_of,
-    load_tile,
-    place_of,
-)
+from tilewise.kernels.gpu.walk import head_of, list_of, load_tile, place_of
 
 __all__ = [
     "diagonal_kernel",
@@ -72,137 +68,150 @@ def line_place(
 
 
 @triton.jit
-def products_of(inputs, strides, plane, group, place, m0, n0, FORM: tl.constexpr):
-    """(q.k, grad_out.v, values of rows) of a tile of pairs; arguments as for ``terms_of``."""
-    BLOCK_M: tl.constexpr = FORM[0]
-    BLOCK_N: tl.constexpr = FORM[1]
-    WIDE: tl.constexpr = FORM[10]
-    b, h, begin, begin_k, M, N = place
-    q, k, v, grad_out, rows = inputs
-    at = head_of(q, strides[0], b, h, begin)
-    q_tile = load_tile(at, m0, strides[0], 0, M, BLOCK_M, FORM[2], FORM[3], True, WIDE)
-    at = head_of(k, strides[1], b, h // group, begin_k)
-    k_tile = load_tile(at, n0, strides[1], 0, N, BLOCK_N, FORM[2], FORM[3], True, WIDE)
-    at = head_of(v, strides[2], b, h // group, begin_k)
-    v_tile = load_tile(at, n0, strides[2], 0, N, BLOCK_N, FORM[4], FORM[5], True, WIDE)
-    at = head_of(grad_out, strides[3], b, h, begin)
-    g_tile = load_tile(at, m0, strides[3], 0, M, BLOCK_M, FORM[4], FORM[5], True, WIDE)
-    m = m0 + tl.arange(0, BLOCK_M)[:, None]
-    row = row_values(head_of(rows, strides[4], b, h, begin), plane, m, M, FORM[7], FORM[8])
-    products = tl.dot(q_tile, tl.trans(k_tile), input_precision=FORM[9])
-    by_value = tl.dot(g_tile, tl.trans(v_tile), input_precision=FORM[9])
-    return products, by_value, row
+def query_side(inputs, strides, plane, place, m0, FORM: tl.constexpr):
+    """(q, grad_out, values of rows) of a tile of queries; arguments as for ``terms_of``."""
+    b, h, begin, _, M, _ = place
+    at = head_of(inputs[0], strides[0], b, h, begin)
+    q = load_tile(at, m0, strides[0], 0, M, FORM[0], FORM[2], FORM[3], True, FORM[10])
+    at = head_of(inputs[3], strides[3], b, h, begin)
+    grad_out = load_tile(at, m0, strides[3], 0, M, FORM[0], FORM[4], FORM[5], True, FORM[10])
+    m = m0 + tl.arange(0, FORM[0])[:, None]
+    rows = head_of(inputs[4], strides[4], b, h, begin)
+    return q, grad_out, row_values(rows, plane, m, M, FORM[7], FORM[8])
+
+
+@triton.jit
+def key_side(inputs, strides, group, place, n0, FORM: tl.constexpr):
+    """(k, v) of a tile of keys; arguments as for ``terms_of``."""
+    b, h, _, begin_k, _, N = place
+    at = head_of(inputs[1], strides[1], b, h // group, begin_k)
+    k = load_tile(at, n0, strides[1], 0, N, FORM[1], FORM[2], FORM[3], True, FORM[10])
+    at = head_of(inputs[2], strides[2], b, h // group, begin_k)
+    v = load_tile(at, n0, strides[2], 0, N, FORM[1], FORM[4], FORM[5], True, FORM[10])
+    return k, v
+
+
+@triton.jit
+def seen_in(place, m0, n0, captured, SEEN: tl.constexpr, SKIPS: tl.constexpr, FORM: tl.constexpr):
+    """(visible, met): which pairs of a tile attend, and whether any does; without SKIPS it does."""
+    b, h, _, _, M, N = place
+    m = m0 + tl.arange(0, FORM[0])[:, None]
+    n = n0 + tl.arange(0, FORM[1])[None, :]
+    visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
+    met = True
+    if SKIPS:
+        met = tl.max(visible.to(tl.int32)) > 0
+    return visible, met
 
 
 @triton.jit
 def terms_of(
-    inputs,
-    strides,
-    captured,
+    queries,
+    keys,
     numbers,
-    plane,
-    group,
     place,
     m0,
     n0,
+    captured,
+    visible,
     SCORE: tl.constexpr,
     FACTOR: tl.constexpr,
-    SEEN: tl.constexpr,
     FORM: tl.constexpr,
 ):
     """The shares of a tile of pairs, ``[BLOCK_M, BLOCK_N]``; 0 for those that do not attend.
 
-    ``inputs`` are q, k, v, grad_out and the values of rows, ``strides`` theirs; FORM is (BLOCK_M,
-    BLOCK_N, HEAD_DIM, HEAD_PADDED, VALUE_DIM, VALUE_PADDED, DROPOUT, FOLD, ENTROPY, PRECISION,
-    WIDE).
+    ``queries`` are of ``query_side``, ``keys`` of ``key_side``: they take ``inputs``, which are q,
+    k, v, grad_out and the values of rows, and ``strides`` of them. ``place`` is (b, h, begin,
+    begin_k, M, N). FORM is (BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_PADDED, VALUE_DIM, VALUE_PADDED,
+    DROPOUT, FOLD, ENTROPY, PRECISION, WIDE).
     """
-    BLOCK_M: tl.constexpr = FORM[0]
-    BLOCK_N: tl.constexpr = FORM[1]
     b, h, _, _, M, N = place
-    m = m0 + tl.arange(0, BLOCK_M)[:, None]
-    n = n0 + tl.arange(0, BLOCK_N)[None, :]
-    visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
-    terms = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if tl.max(visible.to(tl.int32)) > 0:
-        products, by_value, row = products_of(inputs, strides, plane, group, place, m0, n0, FORM)
-        _, terms = pair_gradients(
-            products,
-            by_value,
-            row,
-            numbers,
-            (b, h, M, N),
-            m,
-            n,
-            captured,
-            visible,
-            SCORE,
-            FACTOR,
-            True,
-            FORM[6],
-            FORM[7],
-            FORM[8],
-        )
+    _, terms = pair_gradients(
+        tl.dot(queries[0], tl.trans(keys[0]), input_precision=FORM[9]),
+        tl.dot(queries[1], tl.trans(keys[1]), input_precision=FORM[9]),
+        queries[2],
+        numbers,
+        (b, h, M, N),
+        m0 + tl.arange(0, FORM[0])[:, None],
+        n0 + tl.arange(0, FORM[1])[None, :],
+        captured,
+        visible,
+        SCORE,
+        FACTOR,
+        True,
+        FORM[6],
+        FORM[7],
+        FORM[8],
+    )
     return terms
 
 
 @triton.jit
 def row_sums_of(
-    inputs,
-    strides,
-    captured,
+    queries,
+    keys,
     numbers,
-    plane,
-    group,
     place,
     m0,
     n0,
+    captured,
+    visible,
     SCORE: tl.constexpr,
     FACTOR: tl.constexpr,
-    SEEN: tl.constexpr,
     FORM: tl.constexpr,
 ):
     """Sums along the rows of a tile as of ``row_gradients``; arguments as for ``terms_of``."""
-    BLOCK_M: tl.constexpr = FORM[0]
-    BLOCK_N: tl.constexpr = FORM[1]
     b, h, _, _, M, N = place
-    m = m0 + tl.arange(0, BLOCK_M)[:, None]
-    n = n0 + tl.arange(0, BLOCK_N)[None, :]
-    visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
-    shares = tl.zeros([BLOCK_M], tl.float32)
-    plain = tl.zeros([BLOCK_M], tl.float32)
-    weights = tl.zeros([BLOCK_M], tl.float32)
-    if tl.max(visible.to(tl.int32)) > 0:
-        products, by_value, row = products_of(inputs, strides, plane, group, place, m0, n0, FORM)
-        shares, plain, weights = row_gradients(
-            products,
-            by_value,
-            row,
-            numbers,
-            (b, h, M, N),
-            m,
-            n,
-            captured,
-            visible,
-            SCORE,
-            FACTOR,
-            FORM[6],
-            FORM[7],
-            FORM[8],
-        )
-    return shares, plain, weights
+    return row_gradients(
+        tl.dot(queries[0], tl.trans(keys[0]), input_precision=FORM[9]),
+        tl.dot(queries[1], tl.trans(keys[1]), input_precision=FORM[9]),
+        queries[2],
+        numbers,
+        (b, h, M, N),
+        m0 + tl.arange(0, FORM[0])[:, None],
+        n0 + tl.arange(0, FORM[1])[None, :],
+        captured,
+        visible,
+        SCORE,
+        FACTOR,
+        FORM[6],
+        FORM[7],
+        FORM[8],
+    )
 
 
 @triton.jit
-def range_of(place, first, captured, RANGE: tl.constexpr, BLOCK, OTHER, BY_KEYS: tl.constexpr):
-    """(start, stop) of the walk of a tile of queries over keys, or of keys over queries."""
-    b, _, _, _, M, N = place
-    length = N if BY_KEYS else M
-    low = 0
-    high = M if BY_KEYS else N
-    if RANGE is not None:
-        last = tl.minimum(first + BLOCK, length)
-        low, _, _, high = RANGE(b, first, last, M, N, captured[0], captured[1])
-    return (tl.maximum(low, 0) // OTHER * OTHER).to(tl.int32), tl.cast(high, tl.int32)
+def walk_from(
+    place, first, captured, lists, RANGE: tl.constexpr, BLOCK, OTHER, BY_KEYS: tl.constexpr
+):
+    """(start, count, listed) of the walk of a tile of queries over keys, or of keys over queries.
+
+    ``lists`` are (order, counts, numbers), or None three times; without them ``listed`` is nothing.
+    """
+    b, h, _, _, M, N = place
+    start = first * 0
+    listed = start
+    if lists[0] is not None:
+        listed, whole, partial = list_of(lists[0], lists[1], lists[2], b, h, first // BLOCK)
+        count = whole + partial
+    else:
+        low = start
+        high = M if BY_KEYS else N
+        if RANGE is not None:
+            last = tl.minimum(first + BLOCK, N if BY_KEYS else M)
+            low, _, _, high = RANGE(b, first, last, M, N, captured[0], captured[1])
+        start = (tl.maximum(low, 0) // OTHER * OTHER).to(tl.int32)
+        count = tl.cast((tl.maximum(high - start, 0) + OTHER - 1) // OTHER, tl.int32)
+    return start, count, listed
+
+
+@triton.jit
+def step_of(i, walk, lists, OTHER):
+    """Where tile ``i`` of a walk begins."""
+    at = walk[0] + i * OTHER
+    if lists[0] is not None:
+        at = tl.load(walk[2] + i) * OTHER
+    return at
 
 
 @triton.jit(do_not_specialize=[*_COUNTS, *_WORDS])
@@ -212,6 +221,9 @@ def line_kernel(
     captured,
     sums,
     sum_strides,
+    order,
+    counts,
+    list_numbers,
     cu_q,
     cu_k,
     batch,
@@ -230,6 +242,7 @@ def line_kernel(
     FACTOR: tl.constexpr,
     SEEN: tl.constexpr,
     RANGE: tl.constexpr,
+    SKIPS: tl.constexpr,
     FORM: tl.constexpr,
     BY_KEYS: tl.constexpr,
     DUE: tl.constexpr,
@@ -250,49 +263,56 @@ def line_kernel(
     if first >= length:
         return
     numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
-    start, stop = range_of(place, first, captured, RANGE, BLOCK, OTHER, BY_KEYS)
+    lists = (order, counts, list_numbers)
+    walk = walk_from(place, first, captured, lists, RANGE, BLOCK, OTHER, BY_KEYS)
     i = first + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float64)
     if BY_KEYS:
-        for m0 in range(start, stop, OTHER):
-            terms = terms_of(
-                inputs,
-                strides,
-                captured,
-                numbers,
-                plane,
-                group,
-                place,
-                m0,
-                first,
-                SCORE,
-                FACTOR,
-                SEEN,
-                FORM,
-            )
-            total += tl.sum(terms, 0).to(tl.float64)
+        key_tiles = key_side(inputs, strides, group, place, first, FORM)
+        for step in range(walk[1]):
+            m0 = step_of(step, walk, lists, OTHER)
+            visible, met = seen_in(place, m0, first, captured, SEEN, SKIPS, FORM)
+            if met:
+                query_tiles = query_side(inputs, strides, plane, place, m0, FORM)
+                terms = terms_of(
+                    query_tiles,
+                    key_tiles,
+                    numbers,
+                    place,
+                    m0,
+                    first,
+                    captured,
+                    visible,
+                    SCORE,
+                    FACTOR,
+                    FORM,
+                )
+                total += tl.sum(terms, 0).to(tl.float64)
     else:
+        query_tiles = query_side(inputs, strides, plane, place, first, FORM)
         gathered = tl.zeros([BLOCK], tl.float64)
         weight = tl.zeros([BLOCK], tl.float64)
-        for n0 in range(start, stop, OTHER):
-            shares, plain, weights = row_sums_of(
-                inputs,
-                strides,
-                captured,
-                numbers,
-                plane,
-                group,
-                place,
-                first,
-                n0,
-                SCORE,
-                FACTOR,
-                SEEN,
-                FORM,
-            )
-            total += shares.to(tl.float64)
-            gathered += plain.to(tl.float64)
-            weight += weights.to(tl.float64)
+        for step in range(walk[1]):
+            n0 = step_of(step, walk, lists, OTHER)
+            visible, met = seen_in(place, first, n0, captured, SEEN, SKIPS, FORM)
+            if met:
+                key_tiles = key_side(inputs, strides, group, place, n0, FORM)
+                shares, plain, weights = row_sums_of(
+                    query_tiles,
+                    key_tiles,
+                    numbers,
+                    place,
+                    first,
+                    n0,
+                    captured,
+                    visible,
+                    SCORE,
+                    FACTOR,
+                    FORM,
+                )
+                total += shares.to(tl.float64)
+                gathered += plain.to(tl.float64)
+                weight += weights.to(tl.float64)
         values = head_of(inputs[4], strides[4], b, h, begin) + DUE * plane
         over = (gathered - tl.load(values + i, mask=i < length, other=0.0)) * weight
         # What is infinite or NaN in a row stays what it is.
@@ -430,25 +450,27 @@ def pair_kernel(
         for head in range(first_h, last_h):
             h = program * 0 + head
             place = (b, h, begin, begin_k, M, N)
-            terms = terms_of(
-                inputs,
-                strides,
-                captured,
-                numbers,
-                plane,
-                group,
-                place,
-                m0,
-                n0,
-                SCORE,
-                FACTOR,
-                SEEN,
-                FORM,
-            )
-            more = terms - lost
-            larger = total + more
-            lost = (larger - total) - more
-            total = larger
+            visible, met = seen_in(place, m0, n0, captured, SEEN, True, FORM)
+            if met:
+                query_tiles = query_side(inputs, strides, plane, place, m0, FORM)
+                key_tiles = key_side(inputs, strides, group, place, n0, FORM)
+                terms = terms_of(
+                    query_tiles,
+                    key_tiles,
+                    numbers,
+                    place,
+                    m0,
+                    n0,
+                    captured,
+                    visible,
+                    SCORE,
+                    FACTOR,
+                    FORM,
+                )
+                more = terms - lost
+                larger = total + more
+                lost = (larger - total) - more
+                total = larger
     m = m0 + tl.arange(0, BLOCK_M)
     n = n0 + tl.arange(0, BLOCK_N)
     to = out + tl.cast(out_strides[0], tl.int64) * kept_b
@@ -502,25 +524,29 @@ def diagonal_kernel(
     total = tl.zeros([BLOCK, BLOCK], tl.float32)
     lost = tl.zeros([BLOCK, BLOCK], tl.float32)
     for i in range(tl.maximum(offset, 0), tl.minimum(row_tiles, column_tiles + offset)):
-        terms = terms_of(
-            inputs,
-            strides,
-            captured,
-            numbers,
-            plane,
-            group,
-            place,
-            i * BLOCK,
-            (i - offset) * BLOCK,
-            SCORE,
-            FACTOR,
-            SEEN,
-            FORM,
-        )
-        more = terms - lost
-        larger = total + more
-        lost = (larger - total) - more
-        total = larger
+        m0 = i * BLOCK
+        n0 = (i - offset) * BLOCK
+        visible, met = seen_in(place, m0, n0, captured, SEEN, True, FORM)
+        if met:
+            query_tiles = query_side(inputs, strides, plane, place, m0, FORM)
+            key_tiles = key_side(inputs, strides, group, place, n0, FORM)
+            terms = terms_of(
+                query_tiles,
+                key_tiles,
+                numbers,
+                place,
+                m0,
+                n0,
+                captured,
+                visible,
+                SCORE,
+                FACTOR,
+                FORM,
+            )
+            more = terms - lost
+            larger = total + more
+            lost = (larger - total) - more
+            total = larger
     wide = total.to(tl.float64) - lost.to(tl.float64)
     i = tl.arange(0, BLOCK)
     distance = i[:, None] - i[None, :]
@@ -537,6 +563,9 @@ def spread_pairs_kernel(
     totals,
     fixed,
     factors,
+    order,
+    counts,
+    list_numbers,
     cu_q,
     cu_k,
     batch,
@@ -556,6 +585,7 @@ def spread_pairs_kernel(
     SEEN: tl.constexpr,
     RANGE: tl.constexpr,
     INDEX: tl.constexpr,
+    SKIPS: tl.constexpr,
     FORM: tl.constexpr,
 ):
     """Adds every share of a tile of rows to its element of ``fixed``.
@@ -572,31 +602,35 @@ def spread_pairs_kernel(
     numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
     total = tl.zeros([BLOCK_M], tl.float64)
     if m0 < M:
-        start, stop = range_of(place, m0, captured, RANGE, BLOCK_M, BLOCK_N, False)
-        for n0 in range(start, stop, BLOCK_N):
-            terms = terms_of(
-                inputs,
-                strides,
-                captured,
-                numbers,
-                plane,
-                group,
-                place,
-                m0,
-                n0,
-                SCORE,
-                FACTOR,
-                SEEN,
-                FORM,
-            )
-            if fixed is None:
-                total += tl.sum(tl.abs(terms), 1).to(tl.float64)
-            else:
-                m = m0 + tl.arange(0, BLOCK_M)[:, None]
-                n = n0 + tl.arange(0, BLOCK_N)[None, :]
-                element = INDEX(terms, b, h, m, n, M, N, captured[2], captured[3])
-                whole = tl.floor(terms * tl.load(factors) + 0.5).to(tl.int64)
-                tl.atomic_add(fixed + element, whole, mask=whole != 0, sem="relaxed")
+        lists = (order, counts, list_numbers)
+        walk = walk_from(place, m0, captured, lists, RANGE, BLOCK_M, BLOCK_N, False)
+        query_tiles = query_side(inputs, strides, plane, place, m0, FORM)
+        for step in range(walk[1]):
+            n0 = step_of(step, walk, lists, BLOCK_N)
+            visible, met = seen_in(place, m0, n0, captured, SEEN, SKIPS, FORM)
+            if met:
+                key_tiles = key_side(inputs, strides, group, place, n0, FORM)
+                terms = terms_of(
+                    query_tiles,
+                    key_tiles,
+                    numbers,
+                    place,
+                    m0,
+                    n0,
+                    captured,
+                    visible,
+                    SCORE,
+                    FACTOR,
+                    FORM,
+                )
+                if fixed is None:
+                    total += tl.sum(tl.abs(terms), 1).to(tl.float64)
+                else:
+                    m = m0 + tl.arange(0, BLOCK_M)[:, None]
+                    n = n0 + tl.arange(0, BLOCK_N)[None, :]
+                    element = INDEX(terms, b, h, m, n, M, N, captured[2], captured[3])
+                    whole = tl.floor(terms * tl.load(factors) + 0.5).to(tl.int64)
+                    tl.atomic_add(fixed + element, whole, mask=whole != 0, sem="relaxed")
     if fixed is None:
         tl.store(totals + program, tl.sum(total, 0))
 

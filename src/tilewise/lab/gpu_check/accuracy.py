@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import tilewise
-from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.lab.gpu_check.eight import quantised, references
 from tilewise.lab.gpu_check.exact import Verdict, judge
 from tilewise.lab.gpu_check.outcomes import SEED, Outcome, attend, build, refer, sized
+from tilewise.lab.gpu_check.pages import PAGE_SIZES, attend_pages, few_queries
 from tilewise.lab.gpu_check.problems import PROBLEMS, ProblemCase, find
 from tilewise.lab.gpu_check.row import Row
 from tilewise.lab.gpu_check.setting import Setting
 from tilewise.reference.philox import keep_mask
+from tilewise.variants.float8 import Scales
 
 __all__ = ["check", "differing", "jobs", "judged", "run"]
 
 STEP = "accuracy"
 _BITS, _STATISTICS, _EIGHT_BITS = "dropout bits", "statistics", "fp8"
+_EIGHT_BITS_OF = ("full D64", "full D128", "causal D128", "causal D256", "grouped 8:2", "one row")
+_PAGES = "pages"
 _SEEDS = (0, 2**32, -1, SEED)
 
 
@@ -29,7 +34,7 @@ def jobs(setting: Setting) -> list[str]:
     main = _name(setting.dtype)
     others = [name for name in ("float16", "float32") if name != main]
     found = [f"{main} {case.name}" for case in PROBLEMS]
-    found[8:8] = [_BITS, _STATISTICS, _EIGHT_BITS]
+    found[8:8] = [_BITS, _STATISTICS, _EIGHT_BITS, _PAGES]
     return found + [
         f"{each} {case.name}" for each in others for case in PROBLEMS if case.every_dtype
     ]
@@ -42,7 +47,9 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
     elif job == _STATISTICS:
         yield _statistics(setting)
     elif job == _EIGHT_BITS:
-        yield _eight_bits(setting)
+        yield from _eight_bits(setting)
+    elif job == _PAGES:
+        yield from _in_pages(setting)
     else:
         dtype, _, name = job.partition(" ")
         case = sized(setting, find(name))
@@ -146,18 +153,40 @@ def _statistics(setting: Setting) -> Row:
     return judged(STEP, _STATISTICS, verdicts)
 
 
-def _eight_bits(setting: Setting) -> Row:
-    """The forward pass in float8 e4m3; the plain implementation rounds its weights to it."""
-    case, kind = sized(setting, find("full D128")), torch.float8_e4m3fn
-    inputs = build(setting, case, torch.float32)
-    q, k, v = (x.detach().to(kind) for x in (inputs.q, inputs.k, inputs.v))
-    try:
-        out = tilewise.attention(q, k, v, backend=setting.backend)
-    except InvalidArgument as error:  # a dtype that no call knows
-        raise Unsupported(str(error)) from None
-    s = (q.double() @ k.double().mT) * case.head_dim**-0.5
-    weights = (s - s.amax(-1, keepdim=True)).exp()
-    sums = weights.sum(-1, keepdim=True)
-    plain = weights.to(kind).double() @ v.double() / sums
-    oracle = weights @ v.double() / sums
-    return judged(STEP, _EIGHT_BITS, {"out": judge(out, plain, oracle)})
+def _in_pages(setting: Setting) -> Iterator[Row]:
+    """Keys in pages, of packed queries and of few; in another order they must give the bits."""
+    for packed, problem in ((True, find("varlen")), (False, few_queries())):
+        case = sized(setting, problem)
+        inputs = build(setting, case, setting.dtype)
+        plain, oracle = (refer(case, inputs, dtype) for dtype in (setting.dtype, torch.float64))
+        for size in PAGE_SIZES:
+            actual, again = (
+                attend_pages(setting, inputs, size, packed=packed, seed=seed) for seed in (1, 5)
+            )
+            verdicts = {key: judge(actual[key], plain[key], oracle[key]) for key in actual}
+            what = f"{_PAGES} of {size}, {case.name}"
+            yield judged(STEP, what, verdicts, differing(actual, again))
+
+
+def _eight_bits(setting: Setting) -> Iterator[Row]:
+    """The forward pass in float8 e4m3 with a scale per head.
+
+    The error of lse is told and not judged: matrix units that add float8 with few bits, as those of
+    sm_89 and sm_90 do, have no float32 result that the plain implementation could be asked for.
+    """
+    for name in _EIGHT_BITS_OF:
+        case = sized(setting, find(name))
+        inputs = build(setting, case, torch.float32)
+        pairs = [quantised(x) for x in (inputs.q, inputs.k, inputs.v)]
+        (q, k, v), scales = (x for x, _ in pairs), Scales(*[scale for _, scale in pairs])
+        keywords: dict[str, Any] = {"mask": inputs.mask, "backend": setting.backend}
+        keywords |= {"q_scale": scales.q, "k_scale": scales.k, "v_scale": scales.v}
+        keywords["return_lse"] = True
+        found, again = (tilewise.attention(q, k, v, **keywords) for _ in range(2))
+        plain, oracle = references(q, k, v, scales, inputs.mask)
+        both = ({"out": each.out, "lse": each.lse} for each in (found, again))
+        unequal = differing(*both)
+        verdicts = {"out": judge(found.out, plain.out, oracle.out)}
+        row = judged(STEP, f"{_EIGHT_BITS} {name}", verdicts, unequal)
+        row.values["errors"]["lse"] = judge(found.lse, plain.lse, oracle.lse).error
+        yield row

@@ -9,20 +9,29 @@ import torch
 from torch import Tensor
 
 from tilewise.engine.call import build_operands, build_problem, read_keywords
+from tilewise.engine.pages import Pages
 from tilewise.kernels.gpu.backend import empty_result
 from tilewise.kernels.gpu.backward import backward_launches, key_kernel, query_kernel
-from tilewise.kernels.gpu.config import Blocks, Config, Pass, config_for
+from tilewise.kernels.gpu.config import Blocks, Config, Pass, config_for, decodes
+from tilewise.kernels.gpu.decode import attend_split, decode_launches
 from tilewise.kernels.gpu.emit import variant_of
 from tilewise.kernels.gpu.forward import attend, forward_launches
 from tilewise.kernels.gpu.launch import Launch, run
 from tilewise.lab.gpu_check.outcomes import SEED, Outcome, build
 from tilewise.lab.gpu_check.problems import ProblemCase
 from tilewise.lab.gpu_check.setting import Setting
+from tilewise.lab.tune.probes import PAGED
 from tilewise.problem import Grads, Needs, Result
 
 __all__ = ["Work", "spills_in"]
 
-_KERNELS: dict[Pass, Any] = {"forward": attend, "dkdv": key_kernel, "dq": query_kernel}
+_KERNELS: dict[Pass, Any] = {
+    "forward": attend,
+    "dkdv": key_kernel,
+    "dq": query_kernel,
+    "decode": attend_split,
+}
+_PAGE = 16
 
 
 class Work:
@@ -43,10 +52,13 @@ class Work:
     ) -> None:
         self.inputs = inputs = build(setting, case, dtype)
         dropout_p, cu = case.dropout_p, inputs.cu_seqlens
-        asked = read_keywords(
-            inputs.mask, inputs.score, case.scale, dropout_p, inputs.sinks, setting.backend, cu
-        )
         q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+        pages = None
+        if case.layout == PAGED:
+            pages = _pages(k)
+            k, v = (_in_pages(x, pages.block_table) for x in (k, v))
+        said = (inputs.mask, inputs.score, case.scale, dropout_p, inputs.sinks)
+        asked = read_keywords(*said, setting.backend, cu, pages)
         self._problem = build_problem(q, k, v, asked)
         seed = SEED if dropout_p else None
         operands = build_operands(self._problem, q, k, v, asked, seed)
@@ -68,7 +80,7 @@ class Work:
         That is the same memory for all blocks, with NaN in it now: nobody gets another's results.
         """
         config = self._config._replace(overrides=((pass_name, blocks),))
-        if pass_name == "forward":
+        if pass_name in ("forward", "decode"):
             outcome = {"out": self._other.out, "lse": self._other.lse}
             launches = self._forward(config, self._other)
         else:
@@ -82,7 +94,8 @@ class Work:
         return [launch for launch in launches if launch.kernel is _KERNELS[pass_name]]
 
     def _forward(self, config: Config, result: Result) -> list[Launch]:
-        return forward_launches(self._problem, self._operands, result, config, self._variant)
+        make = decode_launches if decodes(self._problem) else forward_launches
+        return make(self._problem, self._operands, result, config, self._variant)
 
     def _backward(self, pass_name: Pass, config: Config) -> tuple[list[Launch], Outcome]:
         """Gradients of keys and values, or of the queries and of what the score captured."""
@@ -120,6 +133,28 @@ class Work:
             self._variant,
         )
         return launches, wanted
+
+
+def _pages(k: Tensor) -> Pages:
+    """A block table for keys [B, Hk, N, D]: pages in no order, and every sequence with N keys."""
+    batch, keys = k.shape[0], k.shape[2]
+    per_sequence = -(-keys // _PAGE)
+    generator = torch.Generator().manual_seed(3)
+    order = torch.randperm(batch * per_sequence, generator=generator).to(k.device, torch.int32)
+    lengths = torch.full((batch,), keys, dtype=torch.int32, device=k.device)
+    return Pages(order.view(batch, per_sequence), lengths, None)
+
+
+def _in_pages(rows: Tensor, block_table: Tensor) -> Tensor:
+    """Rows [B, Hk, N, D] in pages [pages, Hk, page_size, D]; NaN behind the last."""
+    batch, heads, keys, width = rows.shape
+    count = block_table.shape[1]
+    filled = rows.new_full((batch, heads, count * _PAGE, width), math.nan)
+    filled[:, :, :keys] = rows
+    cut = filled.view(batch, heads, count, _PAGE, width).transpose(1, 2).flatten(0, 1)
+    pages = torch.empty_like(cut)
+    pages[block_table.flatten().long()] = cut
+    return pages
 
 
 def spills_in(launches: list[Launch]) -> int:

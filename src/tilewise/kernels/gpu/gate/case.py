@@ -17,7 +17,7 @@ class Case(NamedTuple):
     Args:
         name: short, unique.
         launches: from a chip family ("sm_90", "gfx942") to the launches.
-        sixteen_bit: the products are of 16-bit types, so matrix instructions are due.
+        sixteen_bit: the products are of types of 16 bits or 8, so matrix instructions are due.
         without_products: kernels by name that multiply no matrices.
         key: part of the quick run.
         families: only for these families; empty for all.

@@ -43,6 +43,45 @@ def test_blocks_fit_for_every_width(family: str, name: Pass) -> None:
                     assert min(blocks[:2]) >= 16
 
 
+def test_a_width_is_declined_where_no_block_of_it_fits() -> None:
+    """The smallest blocks of dK and dV hold 16 rows of four operands: 128 KiB at 512 floats."""
+    small = {name for name, chip in FAMILIES.items() if chip.shared_bytes < 128 * 1024}
+    assert {"sm_86", "sm_120", "gfx942"} < small
+    for name in FAMILIES:
+        assert config.holds(name, torch.float32, 512, 512) == (name not in small), name
+        assert config.holds(name, torch.float32, 256, 256)
+        assert config.holds(name, torch.bfloat16, 512, 512)
+
+
+def test_an_error_names_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_interprets", lambda: False)
+    monkeypatch.setattr(gpu, "_family", lambda device: "sm_86")
+    wide = _problem(device="cuda", head_dim=300, value_dim=512)
+    backend = gpu.GpuBackend()
+    assert backend.why_not(wide) == []
+    (reason,) = backend.why_not(wide._replace(dtype=torch.float32))
+    assert reason == (
+        "the shared memory of this chip is too small for D = 300 and Dv = 512 in torch.float32; "
+        "16-bit operands or smaller widths fit"
+    )
+
+
+@pytest.mark.parametrize(("family", "own"), [("sm_80", True), ("sm_90", True), ("gfx942", False)])
+def test_float32_has_rows_of_its_own(family: str, own: bool) -> None:
+    """Those of the family where there are any, else those of all."""
+    table = FAMILIES[family].table
+    assert ((f"{table}:single", "forward") in config._TABLE) == own
+    row = config._TABLE[f"{table}:single" if own else "single", "forward"]
+    assert tiles_for(family, "forward", torch.float32, 64, 64, False) == row[0]
+
+
+def test_columns_that_are_padded_need_registers() -> None:
+    """D = 80 is held as 128, of which 48 are hidden: it takes the blocks of a heavy call."""
+    plain, padded = (tiles_for("sm_90", "forward", torch.float16, d, d, False) for d in (128, 80))
+    assert plain.queries * plain.keys > padded.queries * padded.keys
+    assert padded == tiles_for("sm_90", "forward", torch.float16, 128, 128, True)
+
+
 def test_stages_go_before_blocks_shrink() -> None:
     """What does not fit loses its pipeline first, and then its longer side."""
     roomy, tight = (

@@ -341,6 +341,15 @@ def test_every_chip(target: str) -> None:
 
 @needs_triton
 @pytest.mark.slow
+@pytest.mark.parametrize("target", [target.name for target in TARGETS])
+def test_the_whole_gate(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every kernel for every chip is good; some minutes each."""
+    status = main(["--targets", target, "--jobs", "1"])
+    assert status == 0, capsys.readouterr().out
+
+
+@needs_triton
+@pytest.mark.slow
 def test_a_crash_costs_only_its_case() -> None:
     crash, hang, good = compiled("gfx942", "crash", "hang", "good", limit_s=8)
     assert crash.error.startswith("the compiler died of SIGSEGV")

@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import Unsupported
-from tilewise.kernels.base import Backend, Needs, Prepared, Tiles, output_like
+from tilewise.kernels.base import Backend, Loops, Needs, Prepared, Tiles, output_like
 from tilewise.kernels.gpu.config import (
     LARGEST_WIDTH,
     PASSES,
     Config,
+    Pass,
     config_for,
     decodes,
     family_of,
+    holds,
 )
 from tilewise.kernels.gpu.measured import chip_of, measured_on, origin
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
@@ -80,6 +82,11 @@ class GpuBackend(Backend):
         for what, size in (("D", problem.head_dim), ("Dv", problem.value_dim)):
             if size > LARGEST_WIDTH:
                 reasons.append(f"{what} = {size} is over its limit of {LARGEST_WIDTH}")
+        if not _holds(problem):
+            reasons.append(
+                f"the shared memory of this chip is too small for D = {problem.head_dim} and Dv = "
+                f"{problem.value_dim} in {problem.dtype}; 16-bit operands or smaller widths fit"
+            )
         for what, size, limit in (
             ("queries", problem.queries, _MOST_ROWS),
             ("keys", problem.keys, _MOST_ROWS),
@@ -111,6 +118,19 @@ class GpuBackend(Backend):
             return Tiles(blocks.queries, blocks.keys, count(problem.keys))
         blocks = config.blocks("forward", problem)
         return Tiles(blocks.queries, blocks.keys)
+
+    def loops(self, problem: Problem, family: str = "") -> Loops:
+        """A walk over the keys for dQ, and one over the queries for dK and dV."""
+        config = config_for(family) if family else _config(problem)
+        names: tuple[Pass, ...] = ("decode" if decodes(problem) else "forward", "dq", "dkdv")
+        forward, dq, dkdv = (
+            (blocks.queries, blocks.keys)
+            for blocks in (config.blocks(name, problem) for name in names)
+        )
+        found = Loops(forward, "by_tiles", dq, dkdv)
+        if not decodes(problem):
+            return found
+        return found._replace(split_keys=config.splitting().size(problem.keys), shared=True)
 
     def forward(self, problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
         """The forward pass."""
@@ -169,6 +189,14 @@ def _family(device: str) -> str | None:
 
 def _chip(device: str) -> str:
     return chip_of(torch.device(device))
+
+
+def _holds(problem: Problem) -> bool:
+    """Whether the chip has room for the widths; where nobody knows the chip, that is the reason."""
+    family = _family(problem.device)
+    if family is None or max(problem.head_dim, problem.value_dim) > LARGEST_WIDTH:
+        return True
+    return holds(family, problem.dtype, problem.head_dim, problem.value_dim)
 
 
 def _config(problem: Problem) -> Config:

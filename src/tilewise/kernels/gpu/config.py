@@ -37,6 +37,7 @@ __all__ = [
     "config_for",
     "decodes",
     "family_of",
+    "holds",
     "padded",
     "place_of",
     "shared_need",
@@ -105,10 +106,13 @@ class Splitting(NamedTuple):
     least: int
     most: int
 
+    def size(self, keys: int) -> int:
+        """Of how many keys a split of so many is."""
+        return self.least * max(1, -(-keys // (self.least * self.most)))
+
     def splits(self, keys: int) -> int:
         """Into how many splits so many keys fall, at least one."""
-        size = self.least * max(1, -(-keys // (self.least * self.most)))
-        return max(1, -(-keys // size))
+        return max(1, -(-keys // self.size(keys)))
 
     def splits_within(self, keys: int) -> int:
         """The most splits of any sequence of up to so many keys."""
@@ -179,7 +183,7 @@ _TABLE = _rows(
     turing       dkdv     32x32/4/1     32x32/8/1     16x32/8/1     16x16/8/1
     ampere       dkdv     32x64/8/1     32x64/8/2     32x32/8/1     16x16/8/1
     small        dkdv     32x64/8/1     32x64/8/1     16x32/8/1     16x16/8/1
-    hopper       dkdv     64x64/8/1     32x128/8/1    32x64/8/1     16x32/8/1
+    hopper       dkdv     64x64/8/1     32x128/8/1    16x64/8/2     16x32/8/2
     blackwell    dkdv     64x128/8/1    64x128/8/1    32x64/8/1     16x32/8/1
     cdna         dkdv     32x64/8/1     16x32/8/1     16x32/8/1     16x16/8/1
     cdna4        dkdv     32x64/8/1     32x32/4/1     16x32/8/1     16x16/8/1
@@ -188,7 +192,7 @@ _TABLE = _rows(
     turing       dq       32x32/4/1     32x32/8/1     32x16/8/1     16x16/8/1
     ampere       dq       64x64/8/2     64x32/8/2     32x32/8/1     16x16/8/1
     small        dq       64x32/4/2     64x64/8/2     32x16/8/1     16x16/8/1
-    hopper       dq       128x64/8/2    64x64/8/2     64x32/8/1     32x16/8/1
+    hopper       dq       128x64/8/2    64x64/8/2     128x32/8/2    32x16/8/1
     blackwell    dq       128x64/8/2    64x64/8/2     64x32/8/1     32x16/8/1
     cdna         dq       64x32/8/1     32x32/8/1     32x16/8/1     16x16/8/1
     cdna4        dq       64x64/8/1     64x32/8/1     32x16/8/1     16x16/8/1
@@ -197,8 +201,8 @@ _TABLE = _rows(
     small        forward+ 64x64/8/3     64x64/8/3     64x32/8/2     32x32/8/1
     ampere       decode*  16x32/4/3     16x64/4/2     16x64/8/2     16x16/4/2
     hopper       forward+ 128x64/8/2    128x64/8/2    128x32/8/2    32x32/8/2
-    hopper       forward* 64x64/8/3     64x64/8/3     32x32/8/2     32x32/8/2
-    hopper       dkdv+    64x64/8/1     32x64/8/1     32x64/8/1     16x32/8/1
+    hopper       forward* 64x64/8/3     128x64/8/2    64x16/8/3     32x32/8/2
+    hopper       dkdv+    64x64/8/1     16x128/8/3    16x32/8/3     16x32/8/2
     hopper       dkdv*    32x128/8/2    32x32/8/3     16x32/8/1     16x32/8/1
     blackwell    dkdv+    64x128/8/1    32x64/8/1     32x64/8/1     16x32/8/1
     blackwell    dq+      128x64/8/2    128x64/8/3    64x32/8/1     32x16/8/1
@@ -210,7 +214,20 @@ _TABLE = _rows(
     rdna3        forward8 64x32/4/1     32x32/8/1     16x16/8/1     16x16/8/1
     cdna         dkdv+    32x64/4/1     16x32/8/1     16x32/8/1     16x16/8/1
     cdna         dq+      64x32/8/1     32x32/4/1     32x16/8/1     16x16/8/1
-    single       forward  32x32/4/2     32x32/8/2     32x16/8/1     16x16/8/1
+    ampere       forward+ 128x64/8/3    128x64/8/3    64x32/8/2     32x32/8/2
+    ampere       forward* 128x64/4/3    128x32/8/3    32x16/8/3     32x32/8/2
+    ampere       dkdv+    32x64/8/1     16x128/8/1    32x32/8/1     16x16/8/1
+    ampere       dkdv*    32x64/8/1     32x64/8/2     32x32/8/1     16x16/8/1
+    ampere       dq*      128x32/8/3    64x32/8/2     32x32/8/1     16x16/8/1
+    small        forward* 64x64/8/3     128x16/8/3    32x16/8/3     32x32/8/1
+    small        dq+      64x32/4/2     64x64/8/2     32x16/4/3     16x16/8/1
+    small        dq*      64x32/4/2     64x64/8/2     32x16/8/1     16x16/8/1
+    hopper       dq+      128x64/8/2    128x32/8/3    64x16/8/3     32x16/8/1
+    hopper       dq*      128x32/8/3    128x16/8/3    32x16/8/3     32x16/8/1
+    ampere:single forward  32x32/4/2     64x16/8/3     32x16/8/1     16x16/8/1
+    ampere:single dkdv+    16x64/8/1     16x32/8/1     16x16/8/1     16x16/8/1
+    hopper:single forward  64x16/8/3     32x16/8/2     32x16/8/1     16x16/8/1
+    single       forward  32x32/4/2     32x16/8/2     32x16/8/1     16x16/8/1
     single       dkdv     32x32/4/1     16x32/8/1     16x16/8/1     16x16/8/1
     single       dq       32x32/4/1     32x16/8/1     16x16/8/1     16x16/8/1
     turing       decode   16x64/4/1     16x64/4/1     16x32/4/1     16x16/4/1
@@ -337,20 +354,29 @@ def tiles_for(
         scattered: whether blocks in which nothing attends are found out on the way.
     """
     chip = FAMILIES[family]
+    # Columns that are not there are hidden one by one, in registers.
+    has_variant |= padded(head_dim) != head_dim or padded(value_dim) != value_dim
     index = WIDTHS.index(_class_of(head_dim, value_dim))
-    single = dtype.itemsize > 2 and chip.table != _INTERPRETER
-    table = "single" if single else chip.table
-    plain = _TABLE[table, pass_name]
-    heavy = _TABLE.get((table, f"{pass_name}+"), plain) if has_variant else plain
-    row = _TABLE.get((table, f"{pass_name}*"), heavy) if scattered else heavy
-    if dtype is FLOAT8:
-        row = _TABLE.get((table, f"{pass_name}8"), row)
+    row = _row(chip.table, pass_name, dtype, has_variant, scattered)
     blocks = row[index]
     if has_variant and blocks.queries * blocks.keys > 128 * 64:
         blocks = blocks._replace(keys=blocks.keys // 2)
     # What is decoded on the way is held in 16 bits.
     itemsize = 2 if dtype is FLOAT8 and chip.eight == "halves" else dtype.itemsize
     return _fitting(blocks, pass_name, chip, itemsize, head_dim, value_dim)
+
+
+def _row(table: str, pass_name: Pass, dtype: torch.dtype, heavy: bool, scattered: bool) -> _Row:
+    """The most particular row that there is."""
+    tables = (f"{table}:single", "single") if dtype.itemsize > 2 else (table,)
+    if table == _INTERPRETER:
+        tables = (table,)
+    marks = ("8",) * (dtype is FLOAT8) + ("*",) * scattered + ("+",) * heavy + ("",)
+    for where in tables:
+        for mark in marks:
+            if (where, pass_name + mark) in _TABLE:
+                return _TABLE[where, pass_name + mark]
+    raise KeyError(f"no blocks for {pass_name} on {table}")
 
 
 def shared_need(
@@ -365,6 +391,14 @@ def shared_need(
     else:
         held, moving = blocks.keys * both, blocks.queries * both
     return held + blocks.stages * moving
+
+
+def holds(family: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
+    """Whether a family has the shared memory for the smallest blocks of both passes."""
+    chip = FAMILIES[family]
+    least = Blocks(_LEAST, _LEAST, 1, 1)
+    needs = (shared_need(name, least, dtype.itemsize, head_dim, value_dim) for name in PASSES)
+    return max(needs) <= chip.shared_bytes
 
 
 def _fitting(

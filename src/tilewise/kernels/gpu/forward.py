@@ -120,6 +120,11 @@ def absorb(
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
     best = tl.max(scores, 1)
+    if STATS > 1:
+        first = tl.min(tl.where(scores == best[:, None], n, NEVER), 1)
+        better = tl.where(best == top, tl.minimum(first, top_key), top_key)
+        better = tl.where(best > top, first, better)
+        top_key = tl.where(best == float("-inf"), top_key, better)
     new_top = tl.maximum(top, best)
     base = new_top
     if MASKED or SCORE is not None:  # a row may have seen nothing yet
@@ -144,11 +149,6 @@ def absorb(
             exponent = exponent - RAISED
         moment = moment + tl.sum(p * tl.maximum(exponent, FAR), 1)
     total = total * fade + tl.sum(p, 1)
-    if STATS > 1:
-        first = tl.min(tl.where(scores == best[:, None], n, NEVER), 1)
-        better = tl.where(best == top, tl.minimum(first, top_key), top_key)
-        better = tl.where(best > top, first, better)
-        top_key = tl.where(best == float("-inf"), top_key, better)
     if DROPOUT:
         p = tl.where(kept(seed_low, seed_high, drop_below, b, h, m, n), p, 0.0)
     acc = acc * fade[:, None]

@@ -6,6 +6,7 @@ as models have them: [B, S, H, D] in memory. Importing this module imports no Tr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +44,9 @@ class Asked(NamedTuple):
         dtype: of all of them; float8 comes with scales.
         mask: "", "causal", "window", "document" (causal too), or "table", which is "document" with
             a table of tiles.
-        score: "", "alibi softcap", "bias" (of each pair), "head bias" or "raw".
+        score: "", "alibi softcap", "bias" (of each pair), "head bias", "raw", or "learned": a
+            factor, a table by distance and one in which every pair looks up its place, all of which
+            want gradients.
         dropout_p, sinks, varlen: as in a call.
         statistics: "", "all" or "top1".
         queries: of each head; fewer than keys are the last ones.
@@ -114,13 +117,19 @@ def result_of(asked: Asked, problem: Problem, operands: Operands) -> Result:
 
 def backward_tensors(problem: Problem, operands: Operands) -> tuple[Tensor, Needs, Grads]:
     """The gradient of the output, and all gradients of tensors wanted with memory for them."""
-    biases = operands.score_tensors if "bias" in str(problem.score) else ()
-    needs = Needs(True, True, True, (True,) * len(biases), problem.sinks)
+    fixed = any(instr.op == "alibi" for instr in problem.score)  # slopes have no gradient
+    learned = tuple(
+        tensor.dtype.is_floating_point and not fixed for tensor in operands.score_tensors
+    )
+    needs = Needs(True, True, True, learned, problem.sinks)
     grads = Grads(
         torch.empty_like(operands.q),
         torch.empty_like(operands.k),
         torch.empty_like(operands.v),
-        tuple(torch.empty_like(bias) for bias in biases),
+        tuple(
+            torch.empty_like(tensor) if wanted else None
+            for tensor, wanted in zip(operands.score_tensors, learned, strict=True)
+        ),
         None if operands.sinks is None else torch.empty_like(operands.sinks),
     )
     return output_like(operands.q, problem.value_dim), needs, grads
@@ -186,6 +195,18 @@ def _score(asked: Asked) -> Score:
 
         scores.register_triton("gate_weigh", weigh, weigh_slope)
         return scores.raw("gate_weigh", meta(HEADS))
+    if asked.score == "learned":
+        return as_score(_learned_score())
     if asked.score:
         raise KeyError(asked.score)
     return Score(())
+
+
+def _learned_score() -> Callable[..., Any]:
+    factors, table = meta(HEADS), meta(HEADS, QUERIES + KEYS - 1)
+    places, of_places = meta(QUERIES, KEYS, dtype=torch.int32), meta(4096, HEADS)
+
+    def score(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+        return s * factors[h] + table[h, m - n + KEYS - 1] + of_places[places[m, n], h]
+
+    return score

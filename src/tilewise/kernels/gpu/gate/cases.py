@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tilewise.kernels.gpu.config import Config, config_for
+from tilewise.kernels.gpu.config import FAMILIES, Config, config_for, holds
 from tilewise.kernels.gpu.gate.calls import Asked, backward_tensors, operands_of, result_of
 from tilewise.kernels.gpu.gate.case import Case
 from tilewise.kernels.gpu.launch import Launch
@@ -21,7 +21,7 @@ from tilewise.variants.float8 import FLOAT8
 if TYPE_CHECKING:
     from tilewise.kernels.gpu.emit import Variant
 
-__all__ = ["CASES", "backward", "decode", "forward"]
+__all__ = ["CASES", "backward", "captured", "decode", "forward"]
 
 
 def forward(asked: Asked, family: str, config: Config | None = None) -> Sequence[Launch]:
@@ -71,6 +71,13 @@ def backward(asked: Asked, family: str, config: Config | None = None) -> Sequenc
     )
 
 
+def captured(asked: Asked, family: str, config: Config | None = None) -> Sequence[Launch]:
+    """The launches of ``backward`` that make gradients of what the score captured."""
+    launches = backward(asked, family, config)
+    names = [launch.kernel.__name__ for launch in launches]
+    return launches[names.index("query_kernel") + 1 :]
+
+
 def _variant(problem: Problem, operands: Operands) -> Variant:
     from tilewise.kernels.gpu.emit import variant_of
 
@@ -91,6 +98,7 @@ _EIGHTS = {
     "D256 causal fp8": Asked(256, FLOAT8, mask="causal"),
 }
 _KEY = ("D128 causal", "D64 causal", "D128 alibi softcap causal")
+# Every row of the table of blocks at every width: plain, heavy and scattered, 16 bits and float32.
 _CALLS = {
     "D64 full": Asked(64),
     "D64 causal": Asked(64, mask="causal"),
@@ -98,15 +106,24 @@ _CALLS = {
     "D128 causal": Asked(128, mask="causal"),
     "D256 full": Asked(256),
     "D256 causal": Asked(256, mask="causal"),
+    "D512 causal": Asked(512, mask="causal"),
     "D64 causal fp16": Asked(64, _HALF, mask="causal"),
     "D128 causal fp16": Asked(128, _HALF, mask="causal"),
     "D64 causal fp32": Asked(64, _SINGLE, mask="causal"),
     "D128 causal fp32": Asked(128, _SINGLE, mask="causal"),
+    "D256 causal fp32": Asked(256, _SINGLE, mask="causal"),
+    "D512 causal fp32": Asked(512, _SINGLE, mask="causal"),
+    "D64 alibi softcap causal fp32": Asked(64, _SINGLE, "causal", "alibi softcap"),
+    "D128 alibi softcap causal fp32": Asked(128, _SINGLE, "causal", "alibi softcap"),
     "D80 causal": Asked(80, mask="causal"),
     "D128 window": Asked(128, mask="window"),
+    "D64 document": Asked(64, mask="document"),
     "D128 document": Asked(128, mask="document"),
+    "D256 document": Asked(256, mask="document"),
     "D128 table": Asked(128, mask="table"),
     "D128 alibi softcap causal": Asked(128, mask="causal", score="alibi softcap"),
+    "D256 alibi softcap causal": Asked(256, mask="causal", score="alibi softcap"),
+    "D512 alibi softcap causal": Asked(512, mask="causal", score="alibi softcap"),
     "D64 bias": Asked(64, score="bias"),
     "D128 bias": Asked(128, score="bias"),
     "D128 raw causal": Asked(128, mask="causal", score="raw"),
@@ -116,6 +133,7 @@ _CALLS = {
     "D128 dropout causal": Asked(128, mask="causal", dropout_p=0.1),
     "D128 varlen causal": Asked(128, mask="causal", varlen=True),
     "D64 sinks statistics": Asked(64, mask="causal", sinks=True, statistics="top1"),
+    "D128 sinks statistics": Asked(128, mask="causal", sinks=True, statistics="top1"),
 }
 _DECODED = {
     "D64 causal": Asked(64, mask="causal", queries=1),
@@ -134,8 +152,18 @@ _PAGED = {
     "D128 causal pages of 128": Asked(128, mask="causal", page_size=128),
     "D128 causal pages of 16 fp8": Asked(128, FLOAT8, mask="causal", page_size=16),
 }
-# Kernels of a pass that multiply no matrices: they read rows, or sums of them, once.
-_PLAIN = frozenset({"row_kernel", "sink_kernel", "fold_kernel", "merge_splits"})
+# Kernels that multiply no matrices: they read rows once, or sums that others made.
+_PLAIN = frozenset(
+    {
+        "row_kernel",
+        "sink_kernel",
+        "fold_kernel",
+        "merge_splits",
+        "spread_lines_kernel",
+        "factor_kernel",
+        "number_kernel",
+    }
+)
 _TURNS = frozenset({"turn_kernel"})
 
 
@@ -146,16 +174,28 @@ def _cases() -> list[Case]:
     ]
     for name, asked in _CALLS.items():
         sixteen, key = asked.dtype.itemsize == 2, name in _KEY
+        where = _families(asked)
         launches = partial(forward, asked)
-        found.append(Case(f"forward {name}", launches, sixteen, key=key, described=key))
+        found.append(
+            Case(f"forward {name}", launches, sixteen, key=key, families=where, described=key)
+        )
         if not asked.statistics:
             launches = partial(backward, asked)
-            found.append(Case(f"backward {name}", launches, sixteen, _PLAIN, key))
+            found.append(Case(f"backward {name}", launches, sixteen, _PLAIN, key, where))
+    for width in (64, 128, 256):
+        asked = Asked(width, mask="causal", score="learned")
+        launches = partial(captured, asked)
+        found.append(Case(f"captured D{width} causal", launches, without_products=_PLAIN))
     for name, asked in _DECODED.items():
         sixteen, key = asked.dtype.itemsize <= 2, name == _KEY[0]
         found.append(Case(f"decode {name}", partial(decode, asked), sixteen, _PLAIN, key))
     found += [Case(f"forward {name}", partial(forward, asked)) for name, asked in _PAGED.items()]
     return found
+
+
+def _families(asked: Asked) -> tuple[str, ...]:
+    """The families that the backend does not decline such widths on."""
+    return tuple(name for name in FAMILIES if holds(name, asked.dtype, asked.width, asked.width))
 
 
 CASES = _cases()

@@ -88,10 +88,16 @@ def _machine(compiled: Any) -> Machine:
 
 
 def _tile(launch: Launch) -> dict[str, int]:
-    """The numbers among the constants that are set by choice and not by the problem."""
+    """The numbers among the constants that are set by choice and not by the problem.
+
+    Those of the walks of ``captured.py`` come first in their form.
+    """
+    constants = launch.constants
+    if "FORM" in constants:
+        return dict(zip(("BLOCK_M", "BLOCK_N"), constants["FORM"], strict=False))
     return {
         name: value
-        for name, value in launch.constants.items()
+        for name, value in constants.items()
         if type(value) is int and name.startswith(("BM", "BN", "BLOCK"))
     }
 

@@ -23,6 +23,7 @@ from tilewise.plan.plan import Plan
 from tilewise.problem import Result, Statistics
 from tilewise.reference.blocks import Block
 from tilewise.reference.programs import visible
+from tilewise.variants.float8 import scales_of
 from tilewise.variants.lower import Extent, lower_mask
 from tilewise.variants.values import Mask, Score, as_mask
 
@@ -75,7 +76,7 @@ class AttentionResult(NamedTuple):
     """What a call gives when more than the output is asked for.
 
     Args:
-        out: [B, Hq, M, Dv] (varlen [Tq, Hq, Dv]), q's dtype.
+        out: [B, Hq, M, Dv] (varlen [Tq, Hq, Dv]), q's dtype (bfloat16 for float8).
         lse: natural-log sum of exponentials, sink included, [B, Hq, M] (varlen [Hq, Tq]), float32
             (float64 for float64), differentiable; None unless ``return_lse``.
         stats: None unless ``return_stats``.
@@ -95,6 +96,9 @@ def attention(
     score: ScoreLike = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
     return_lse: bool = False,
@@ -115,6 +119,11 @@ def attention(
             of them, applied in order.
         scale: s = scale * q.k; 1/sqrt(D) if None.
         sinks: floating [Hq]: one extra logit per query head in the denominator.
+        q_scale: what the numbers of a float8 (e4m3fn) q are to be multiplied by: a floating tensor
+            of one element, [Hq] or [B, Hq], on q's device and finite; None is 1. float8 is computed
+            forward only, and its output is bfloat16.
+        k_scale: of k in the same way, with k's heads.
+        v_scale: of v in the same way, with v's heads.
         dropout_p: the probability in [0, 1) of dropping a pair; what stays is divided by 1 - p.
         seed: 64 bits that choose what is dropped, as a number or an int64 tensor of one element;
             None draws one from torch's generator.
@@ -135,12 +144,14 @@ def attention(
     """
     if (
         (mask is None and score is None and scale is None and sinks is None and backend is None)
+        and (q_scale is None and k_scale is None and v_scale is None)
         and type(dropout_p) is float
         and dropout_p == 0.0
     ):
         asked = NO_KEYWORDS
     else:
-        asked = read_keywords(mask, score, scale, dropout_p, sinks, backend)
+        scales = scales_of(q_scale, k_scale, v_scale)
+        asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, scales=scales)
     if return_stats is not False:
         return _with_stats(run(q, k, v, asked, seed, plan, _wanted(return_stats)), return_lse)
     result = run(q, k, v, asked, seed, plan)
@@ -158,6 +169,9 @@ def attention_varlen(
     score: ScoreLike = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
     return_lse: bool = False,
@@ -172,9 +186,9 @@ def attention_varlen(
     and m, n, M, N count within it: captured tensors have sequences as their first dimension, and
     rows or keys up to the longest sequence's at least.
 
-    The keywords are those of ``attention``. q is [Tq, Hq, D], k [Tk, Hk, D] and v [Tk, Hk, Dv], of
-    any strides; cu_seqlens_q and cu_seqlens_k are int32 or int64 [sequences + 1] that start at 0,
-    never decrease and end at Tq and Tk.
+    The keywords are those of ``attention`` (a scale [B, heads] has a row per sequence). q is
+    [Tq, Hq, D], k [Tk, Hk, D] and v [Tk, Hk, Dv], of any strides; cu_seqlens_q and cu_seqlens_k
+    are int32 or int64 [sequences + 1] that start at 0, never decrease and end at Tq and Tk.
 
     Returns:
         The output [Tq, Hq, Dv], or an AttentionResult with lse [Hq, Tq].
@@ -183,7 +197,8 @@ def attention_varlen(
         InvalidArgument, InvalidType, Unsupported: as ``attention``.
     """
     packed = (cu_seqlens_q, cu_seqlens_k)
-    asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed)
+    scales = scales_of(q_scale, k_scale, v_scale)
+    asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed, scales=scales)
     if return_stats is not False:
         return _with_stats(run(q, k, v, asked, seed, plan, _wanted(return_stats)), return_lse)
     result = run(q, k, v, asked, seed, plan)
@@ -202,6 +217,9 @@ def attention_paged(
     score: ScoreLike = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     return_lse: bool = False,
     return_stats: bool | Literal["top1"] = False,
     backend: str | None = None,
@@ -228,6 +246,9 @@ def attention_paged(
         score: as in ``attention``.
         scale: s = scale * q.k; 1/sqrt(D) if None.
         sinks: floating [Hq], as in ``attention``.
+        q_scale: of float8 queries, as in ``attention``; [B, Hq] has a row per sequence.
+        k_scale: of float8 keys in the same way.
+        v_scale: of float8 values in the same way.
         return_lse: ask for an AttentionResult with lse.
         return_stats: ask for an AttentionResult with stats; "top1" has the top key of each row too.
         backend: None (choose), or a name of ``explain``.
@@ -245,7 +266,8 @@ def attention_paged(
         Unsupported: nothing here can do it, with each backend's reason; or a gradient is wanted.
     """
     pages = Pages(block_table, key_lengths, cu_seqlens_q)
-    asked = read_keywords(mask, score, scale, 0.0, sinks, backend, pages=pages)
+    scales = scales_of(q_scale, k_scale, v_scale)
+    asked = read_keywords(mask, score, scale, 0.0, sinks, backend, pages=pages, scales=scales)
     result = run_paged(q, k_pages, v_pages, asked, plan, _wanted(return_stats))
     if return_stats is not False:
         return _with_stats(result, return_lse)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.variants.float8 import FLOAT8, fix_for, output_dtype
 from tilewise.variants.lower import check_caps, largest_factor, statistics_dtype
 from tilewise.variants.program import Program
 
@@ -42,7 +43,7 @@ Statistics: TypeAlias = Literal["", "rows", "top1"]
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat)
 _NUMBERS = (int, float, *_SYMBOLS, Real)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, FLOAT8)
 
 
 class Problem(NamedTuple):
@@ -53,7 +54,7 @@ class Problem(NamedTuple):
         heads, kv_heads: Hq and Hk.
         queries, keys: M and N, or the packed totals Tq and Tk (varlen).
         head_dim, value_dim: D and Dv.
-        dtype: of q, k, v and out.
+        dtype: of q, k, v and out; float8's out is bfloat16.
         device: the device type, e.g. ``"cpu"``.
         layout: ``"dense"`` ([B, H, S, D]) or ``"varlen"`` ([T, H, D] with cu_seqlens).
         mask: which pairs attend; ``()`` is all of them.
@@ -125,7 +126,8 @@ class Result(NamedTuple):
     """What a forward pass gives.
 
     Args:
-        out: [B, Hq, M, Dv] in q's dtype and memory order; varlen [Tq, Hq, Dv].
+        out: [B, Hq, M, Dv] in q's dtype (bfloat16 for float8) and memory order; varlen
+            [Tq, Hq, Dv].
         lse: natural-log sum of exponentials of each row, sink included, [B, Hq, M] (varlen
             [Hq, Tq]), float32 (float64 for float64); -inf for a row that sees nothing.
         stats: [2, *lse.shape] in lse's dtype, before sinks: row_max in base-2 units
@@ -387,7 +389,7 @@ def _check_tensors(q: Any, k: Any, v: Any, *, rank: int, shape: str, paged: bool
             raise InvalidArgument(name, f"device {tensor.device}", f"q's device, {q.device}")
         if tensor.dtype not in DTYPES:
             names = ", ".join([str(dtype) for dtype in DTYPES])
-            raise InvalidArgument(name, f"{tensor.dtype}", f"one of {names}")
+            raise InvalidArgument(name, f"{tensor.dtype}", f"one of {names}", fix_for(tensor.dtype))
         if tensor.dtype != q.dtype:
             raise InvalidArgument(
                 name, f"{tensor.dtype}", f"q's dtype, {q.dtype}", "Cast one of them, or autocast."
@@ -485,18 +487,20 @@ def lower_sinks(sinks: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def output_like(like: Tensor, width: int) -> Tensor:
     """An uninitialised tensor shaped as ``like`` but for its last dimension, in its memory order.
 
+    Its dtype is that of an output for ``like``: like's own, or bfloat16 for float8.
+
     Args:
         like: [B, H, S, D] or [T, H, D]. A [B, S, H, D] memory seen as its transpose gives a result
             laid out the same way; any other strides give a plain contiguous one.
         width: the last dimension of the result.
     """
-    shape = like.shape
+    shape, dtype = like.shape, output_dtype(like.dtype)
     if width == shape[-1] and like.is_contiguous():
-        return torch.empty_like(like)
+        return torch.empty_like(like, dtype=dtype)
     if len(shape) == 4:
         batch, heads, rows, _ = shape
         _, head_stride, row_stride, _ = like.stride()
         if row_stride > head_stride:
             strides = (rows * heads * width, width, heads * width, 1)
-            return like.new_empty_strided((batch, heads, rows, width), strides)
-    return like.new_empty((*shape[:-1], width))
+            return like.new_empty_strided((batch, heads, rows, width), strides, dtype=dtype)
+    return like.new_empty((*shape[:-1], width), dtype=dtype)

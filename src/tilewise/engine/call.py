@@ -28,6 +28,14 @@ from tilewise.problem import (
 )
 from tilewise.reference.checking import check_indices
 from tilewise.variants.checked import is_checked
+from tilewise.variants.float8 import (
+    FLOAT8,
+    NO_SCALES,
+    Scales,
+    check_scales,
+    lower_scales,
+    refuse_gradients,
+)
 from tilewise.variants.lower import Extent, lower_mask, lower_score
 from tilewise.variants.values import Mask, Score, as_mask, as_score
 
@@ -37,10 +45,13 @@ __all__ = [
     "build_operands",
     "build_problem",
     "cached_plan",
+    "check_call_scales",
+    "check_forward_only",
     "draw_seed",
     "make_plan",
     "read_keywords",
     "signature",
+    "with_scales",
 ]
 
 _NO_MASK = Mask(())
@@ -56,6 +67,7 @@ class Asked(NamedTuple):
     Args:
         cu_seqlens: the pair (queries, keys) of a variable-length call, or None.
         plain: no tensor beside q, k and v comes with the call.
+        scales: of float8 q, k and v.
         pages: what finds the keys of a paged call, whose ``cu_seqlens`` is None.
     """
 
@@ -68,6 +80,7 @@ class Asked(NamedTuple):
     cu_seqlens: tuple[Tensor, Tensor] | None
     plain: bool
     pages: Pages | None = None
+    scales: Scales = NO_SCALES
 
 
 def read_keywords(
@@ -79,13 +92,16 @@ def read_keywords(
     backend: str | None,
     cu_seqlens: tuple[Tensor, Tensor] | None = None,
     pages: Pages | None = None,
+    scales: Scales = NO_SCALES,
 ) -> Asked:
     """The keywords of a call as one value; mask and score as programs, empty ones for None."""
     read_mask = _NO_MASK if mask is None else mask if type(mask) is Mask else as_mask(mask)
     read_score = _NO_SCORE if score is None else score if type(score) is Score else as_score(score)
     captured = len(read_mask.captured) + len(read_score.captured)
-    plain = captured == 0 and sinks is None and cu_seqlens is None and pages is None
-    return Asked(read_mask, read_score, scale, dropout_p, sinks, backend, cu_seqlens, plain, pages)
+    alone = cu_seqlens is None and pages is None and scales is NO_SCALES
+    plain = captured == 0 and sinks is None and alone
+    numbers = (scale, dropout_p)
+    return Asked(read_mask, read_score, *numbers, sinks, backend, cu_seqlens, plain, pages, scales)
 
 
 NO_KEYWORDS = read_keywords(None, None, None, 0.0, None, None)
@@ -115,7 +131,7 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
     Raises:
         InvalidArgument, InvalidType, Unsupported: as ``make_plan``.
     """
-    mask, score, scale, dropout_p, sinks, backend, cu_seqlens, plain, *_ = asked
+    mask, score, scale, dropout_p, _, backend, _, plain, *_ = asked
     try:
         key: Hashable = (
             q.shape,
@@ -135,7 +151,7 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
             scale,
             dropout_p,
             backend,
-            None if plain else _tensors_key(sinks, cu_seqlens, asked.pages),
+            None if plain else _tensors_key(asked),
         )
         return PLANS.young[key]
     except KeyError:
@@ -149,11 +165,10 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
     return plan
 
 
-def _tensors_key(
-    sinks: Tensor | None, cu_seqlens: tuple[Tensor, Tensor] | None, pages: Pages | None
-) -> tuple[Any, ...]:
-    """What a plan depends on in sinks, cu_seqlens and pages."""
-    tensors = (sinks, *(cu_seqlens or (None, None)), *(pages or ()))
+def _tensors_key(asked: Asked) -> tuple[Any, ...]:
+    """What a plan depends on in sinks, cu_seqlens, pages and scales."""
+    packed = asked.cu_seqlens or (None, None)
+    tensors = (asked.sinks, *packed, *(asked.pages or ()), *asked.scales)
     return tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
 
 
@@ -177,6 +192,23 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
 
 def build_problem(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Problem:
     """The problem of a call, checked (all but captured tensors and values)."""
+    problem = _problem_of(q, k, v, asked)
+    check_call_scales(problem, asked.scales)
+    return problem
+
+
+def check_call_scales(problem: Problem, scales: Scales) -> None:
+    """The scales of a call are for its operands.
+
+    Raises:
+        InvalidArgument, InvalidType: naming the one that is not.
+    """
+    if scales is not NO_SCALES:
+        heads = (problem.heads, problem.kv_heads, problem.kv_heads)
+        check_scales(scales, problem.dtype, problem.batch, heads, problem.device)
+
+
+def _problem_of(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Problem:
     if asked.pages is not None:
         return paged_problem(
             q,
@@ -266,9 +298,28 @@ def build_operands(
         block_table,
         key_lengths,
     )
+    if asked.scales is not NO_SCALES:
+        operands = with_scales(operands, asked.scales, problem)
     if checks:
         check_indices(problem, operands, asked.mask.captured, asked.score.captured)
     return operands
+
+
+def with_scales(operands: Operands, scales: Scales, problem: Problem) -> Operands:
+    """The operands with the scales of a call in kernel form."""
+    heads = (problem.heads, problem.kv_heads, problem.kv_heads)
+    q, k, v = lower_scales(scales, problem.batch, heads)
+    return operands._replace(q_scale=q, k_scale=k, v_scale=v)
+
+
+def check_forward_only(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> None:
+    """Refuse a call of float8 of which a gradient may be wanted.
+
+    Raises:
+        Unsupported: it is one.
+    """
+    if q.dtype is FLOAT8:
+        refuse_gradients((q, k, v, asked.sinks, *asked.scales, *asked.score.captured))
 
 
 def _stay_on_device(problem: Problem, asked: Asked) -> bool:

@@ -16,6 +16,7 @@ from tilewise.engine.call import (
     build_operands,
     build_problem,
     cached_plan,
+    check_forward_only,
     draw_seed,
     read_keywords,
 )
@@ -35,6 +36,7 @@ from tilewise.problem import (
     lower_sinks,
     output_like,
 )
+from tilewise.variants.float8 import FLOAT8, NO_SCALES, Scales, refuse_backward, scales_of
 from tilewise.variants.lower import Extent, lower_score, statistics_dtype
 from tilewise.variants.program import decode, encode, fitted
 from tilewise.variants.values import Mask, Score
@@ -52,6 +54,7 @@ def call(
 ) -> Result:
     """Attention through the op, while tracing or over tensors that are not plain."""
     problem = build_problem(q, k, v, asked)
+    check_forward_only(q, k, v, asked)
     # Biases and sinks are brought to kernel form out here, where autograd sees it.
     score_tensors = lower_score(
         asked.score.program, asked.score.captured, _traced_extent(problem), q.dtype, q.device
@@ -77,6 +80,7 @@ def call(
         problem.dropout_p,
         asked.backend,
         statistics,
+        *asked.scales,
     )
     if not statistics:
         return Result(out, lse, stats)
@@ -106,6 +110,7 @@ def _asked(
     scale: float | None,
     dropout_p: float,
     backend: str | None,
+    scales: Scales = NO_SCALES,
 ) -> Asked:
     cu_seqlens = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
@@ -118,6 +123,7 @@ def _asked(
         sinks,
         backend,
         cu_seqlens,
+        scales=scales,
     )
 
 
@@ -167,6 +173,9 @@ def _attention(
     dropout_p: float,
     backend: str | None,
     statistics: str,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     asked = _asked(
         mask_tensors,
@@ -179,6 +188,7 @@ def _attention(
         scale,
         dropout_p,
         backend,
+        scales_of(q_scale, k_scale, v_scale),
     )
     plan, operands = _planned(q, k, v, asked, seed)
     result: Result = plan.forward(operands, statistics)
@@ -212,6 +222,9 @@ def _attention_fake(
     dropout_p: float,
     backend: str | None,
     statistics: str,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return promised(q, v.shape[-1], statistics)
 
@@ -328,7 +341,7 @@ def _absent(like: Tensor) -> Tensor:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, mask_tensors, score_tensors, sinks, seed, cu_q, cu_k, *constants = inputs
     out, lse, stats, max_logit, _, top_key = output
-    statistics = constants.pop()
+    *constants, statistics, _, _, _ = constants
     ctx.mask_count, ctx.constants = len(mask_tensors), tuple(constants)
     fixed = (stats, max_logit, top_key) if statistics else output[2:]
     ctx.mark_non_differentiable(*fixed)
@@ -347,6 +360,8 @@ def _op_backward(
     _top_key: Any,
 ) -> Any:
     out, lse, stats, q, k, v, sinks, seed, cu_q, cu_k, *captured = ctx.saved_tensors
+    if q.dtype is FLOAT8:
+        refuse_backward()
     mask_tensors, score_tensors = captured[: ctx.mask_count], captured[ctx.mask_count :]
     need_q, need_k, need_v, _, need_scores, need_sinks, *_ = ctx.needs_input_grad
     need_scores = list(need_scores) if score_tensors else []
@@ -378,7 +393,7 @@ def _op_backward(
         [None] * len(mask_tensors),
         [grad if need else None for grad, need in zip(grads[4:], need_scores, strict=True)],
         grads[3] if need_sinks else None,
-        *(None,) * (4 + len(ctx.constants)),
+        *(None,) * (7 + len(ctx.constants)),
     )
 
 

@@ -22,6 +22,7 @@ from tilewise.engine.pages import Pages
 from tilewise.errors import Unsupported
 from tilewise.plan.plan import Plan
 from tilewise.problem import Result, Statistics
+from tilewise.variants.float8 import scales_of
 from tilewise.variants.program import decode
 from tilewise.variants.values import Mask, Score
 
@@ -43,7 +44,7 @@ def refuse_paged_transforms() -> None:
 
 def _check_undifferentiated(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> None:
     """Refuse a call that could want a gradient."""
-    tensors = (q, k, v, asked.sinks, *asked.score.captured)
+    tensors = (q, k, v, asked.sinks, *asked.scales, *asked.score.captured)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         _refuse_gradient()
 
@@ -87,6 +88,7 @@ def call_paged(q: Tensor, k: Tensor, v: Tensor, asked: Asked, statistics: Statis
         None if asked.scale is None else problem.scale,
         asked.backend,
         statistics,
+        *asked.scales,
     )
     if not statistics:
         return Result(out, lse, stats)
@@ -109,6 +111,9 @@ def _attention_paged(
     scale: float | None,
     backend: str | None,
     statistics: str,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     asked = read_keywords(
         Mask(decode(mask), tuple(mask_tensors)),
@@ -118,6 +123,7 @@ def _attention_paged(
         sinks,
         backend,
         pages=Pages(block_table, key_lengths, cu_seqlens_q),
+        scales=scales_of(q_scale, k_scale, v_scale),
     )
     # A graph made outside of a transform and run inside of one comes straight here.
     refuse_paged_transforms()
@@ -141,6 +147,9 @@ def _attention_paged_fake(
     scale: float | None,
     backend: str | None,
     statistics: str,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return promised(q, v_pages.shape[-1], statistics)
 

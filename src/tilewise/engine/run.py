@@ -19,6 +19,8 @@ from tilewise.engine.call import (
     build_operands,
     build_problem,
     cached_plan,
+    check_call_scales,
+    check_forward_only,
     signature,
 )
 from tilewise.engine.derivatives import attend
@@ -36,6 +38,7 @@ from tilewise.problem import (
     check_page_tensors,
     check_sinks,
 )
+from tilewise.variants.float8 import FLOAT8
 from tilewise.variants.values import Mask, Score
 
 __all__ = ["run", "run_paged"]
@@ -103,6 +106,7 @@ def run(
         or v.requires_grad
         or (not asked.plain and _captured_gradient(asked))
     ):
+        check_forward_only(q, k, v, asked)
         return differentiable(operands, plan, statistics)
     result: Result = plan.forward(operands, statistics)
     return result
@@ -136,9 +140,9 @@ def run_paged(
 
 
 def _captured_gradient(asked: Asked) -> bool:
-    """Whether sinks or something that the score captured may want a gradient."""
-    tensors = asked.score.captured if asked.sinks is None else (asked.sinks, *asked.score.captured)
-    return any(tensor.requires_grad for tensor in tensors)
+    """Whether sinks, scales or something that the score captured may want a gradient."""
+    tensors = (asked.sinks, *asked.scales, *asked.score.captured)
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _run_transformed(
@@ -158,6 +162,12 @@ def _run_transformed(
         or any(type(x) not in _PLAIN or x.is_meta for x in (q, k, v))
     )
     refuse_transforms(tensors, traced)
+    if q.dtype is FLOAT8:
+        raise Unsupported(
+            "tilewise computes float8 forward only, and not inside of torch.func transforms or of "
+            "forward-mode derivatives",
+            fix="call it outside of them; to differentiate, compute in bfloat16",
+        )
     if traced:
         return _run_traced(q, k, v, asked, seed, plan, "")
     refuse_constants(asked.score)
@@ -238,6 +248,7 @@ def _check_keywords(plan: Plan, asked: Asked) -> None:
             "Say the same keywords as to tilewise.plan(); a mask or score that captures tensors "
             "must be passed again.",
         )
+    check_call_scales(problem, asked.scales)
     if sinks is not None or cu_seqlens is not None:
         _check_plan_tensors(problem, sinks, cu_seqlens)
     if pages is not None:

@@ -88,11 +88,25 @@ def parts(problem: Problem, operands: Operands) -> Iterator[Part]:
                 score_tensors=cut(problem.score, operands.score_tensors, b, m, n),
                 cu_seqlens_q=None,
                 cu_seqlens_k=None,
+                q_scale=_row(operands.q_scale, b),
+                k_scale=_row(operands.k_scale, b),
+                v_scale=_row(operands.v_scale, b),
             ),
             b,
             rows,
             columns,
         )
+
+
+def _row(scale: Tensor | None, b: int) -> Tensor | None:
+    """The scales of sequence ``b``, [1, H]."""
+    return None if scale is None else scale[b : b + 1]
+
+
+def multiplied(tensor: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What [B, H, S, D] stands for in ``dtype``: float8 times the scales [B, H] of its heads."""
+    numbers = tensor.to(dtype)
+    return numbers if scale is None else numbers * scale.to(dtype)[:, :, None, None]
 
 
 def _paged_parts(problem: Problem, operands: Operands) -> Iterator[Part]:
@@ -120,6 +134,9 @@ def _paged_parts(problem: Problem, operands: Operands) -> Iterator[Part]:
                 cu_seqlens_q=None,
                 block_table=None,
                 key_lengths=None,
+                q_scale=_row(operands.q_scale, b),
+                k_scale=_row(operands.k_scale, b),
+                v_scale=_row(operands.v_scale, b),
             ),
             b,
             rows,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewise.errors import InvalidArgument
 from tilewise.problem import Operands, Problem
-from tilewise.reference.blocks import Block, Part, parts
+from tilewise.reference.blocks import Block, Part, multiplied, parts
 from tilewise.reference.expressions import evaluate
 from tilewise.reference.programs import visible
 from tilewise.variants.expr import Expr, Graph, decode
@@ -121,8 +121,9 @@ def _numbers(span: range, dims: int, device: torch.device) -> Tensor:
 
 def _scores(part: Part, block: Block) -> Tensor:
     problem, operands = part.problem, part.operands
-    q = operands.q[:, :, block.queries.start : block.queries.stop].to(block.floats)
-    k = operands.k[:, :, block.keys.start : block.keys.stop].to(block.floats)
+    rows, keys = (slice(span.start, span.stop) for span in (block.queries, block.keys))
+    q = multiplied(operands.q[:, :, rows], operands.q_scale, block.floats)
+    k = multiplied(operands.k[:, :, keys], operands.k_scale, block.floats)
     k = k.repeat_interleave(problem.heads // problem.kv_heads, 1)
     return q @ k.transpose(-1, -2) * problem.scale
 

@@ -11,6 +11,11 @@ For every query head h and query m, over the keys n that the mask lets through::
 
 torch's autograd differentiates it. In float64 it is the oracle of the tests; in the problem's own
 dtype it is the plain implementation whose error the kernels are measured against.
+
+In float8 e4m3 that means: q and k times their scales are multiplied in float32; p, after the
+softmax, is multiplied by 2^8, rounded to e4m3 and divided by 2^8 again (so that what is under 2^-9,
+the least e4m3 number, is not lost); p v is summed in float32 over the stored numbers of v, then
+multiplied by v's scale and rounded to bfloat16.
 """
 
 from __future__ import annotations
@@ -21,11 +26,13 @@ import torch
 from torch import Tensor
 
 from tilewise.problem import Operands, Problem, Result
-from tilewise.reference.blocks import Part, parts
+from tilewise.reference.blocks import Part, multiplied, parts
 from tilewise.reference.philox import keep_mask
 from tilewise.reference.programs import apply_score, visible
+from tilewise.variants.float8 import FLOAT8, output_dtype
 
 LOG2E = math.log2(math.e)
+_RAISED = 256.0  # times a probability at most 1: of the 448 that e4m3 has
 
 
 def dense(problem: Problem, operands: Operands, *, dtype: torch.dtype = torch.float64) -> Result:
@@ -34,19 +41,21 @@ def dense(problem: Problem, operands: Operands, *, dtype: torch.dtype = torch.fl
     Args:
         problem: what is asked.
         operands: its tensors, of any floating dtype (they are converted, differentiably).
-        dtype: dtype of all arithmetic.
+        dtype: dtype of all arithmetic; float8 e4m3 as above.
 
     Returns:
-        ``Result`` in ``dtype``: out ``[B, Hq, M, Dv]`` (varlen ``[Tq, Hq, Dv]``), lse
-        ``[B, Hq, M]`` (varlen ``[Hq, Tq]``), stats ``[2, *lse.shape]`` (detached), and the row
-        statistics max_logit (detached), entropy and top_key.
+        ``Result`` in ``dtype`` (float8: out in bfloat16, the rest in float32): out
+        ``[B, Hq, M, Dv]`` (varlen ``[Tq, Hq, Dv]``), lse ``[B, Hq, M]`` (varlen ``[Hq, Tq]``),
+        stats ``[2, *lse.shape]`` (detached), and the row statistics max_logit (detached), entropy
+        and top_key.
     """
     results = [_attend(part, dtype) for part in parts(problem, operands)]
     if problem.layout == "dense" and results:
         return results[0] if len(results) == 1 else _batched(results)
     if not results:
-        out = operands.q.to(dtype)[..., :1].expand(*operands.q.shape[:-1], problem.value_dim)
-        rows = out[..., 0] if problem.layout == "dense" else out[..., 0].T
+        like, kind = operands.q.to(output_dtype(dtype)), torch.float32 if dtype is FLOAT8 else dtype
+        out = like[..., :1].expand(*like.shape[:-1], problem.value_dim)
+        rows = (out[..., 0] if problem.layout == "dense" else out[..., 0].T).to(kind)
         return Result(out, rows, rows.new_empty(2, *rows.shape), rows, rows, rows.long())
     out = torch.cat([r.out[0].transpose(0, 1) for r in results], dim=0)
     lse = torch.cat([r.lse[0] for r in results], dim=1)
@@ -66,9 +75,12 @@ def _batched(results: list[Result]) -> Result:
 def _attend(part: Part, dtype: torch.dtype) -> Result:
     problem, operands = part.problem, part.operands
     group = problem.heads // problem.kv_heads if problem.kv_heads else 1
-    q = operands.q.to(dtype)
-    k = operands.k.to(dtype).repeat_interleave(group, dim=1)
-    v = operands.v.to(dtype).repeat_interleave(group, dim=1)
+    eight = dtype is FLOAT8
+    dtype, out_dtype = torch.float32 if eight else dtype, output_dtype(dtype)
+    v_scale = operands.v_scale
+    q = multiplied(operands.q, operands.q_scale, dtype)
+    k = multiplied(operands.k, operands.k_scale, dtype).repeat_interleave(group, dim=1)
+    v = multiplied(operands.v, None if eight else v_scale, dtype).repeat_interleave(group, dim=1)
     block = part.block(range(problem.queries), range(problem.keys))
     s = (q @ k.transpose(-1, -2)) * problem.scale
     seen = None
@@ -89,13 +101,18 @@ def _attend(part: Part, dtype: torch.dtype) -> Result:
     logs = torch.log_softmax(safe, dim=-1).masked_fill(whole == 0, 0.0)
     entropy = -(whole * logs).sum(-1)
     p = whole[..., : problem.keys]
+    if eight:
+        p = (p * _RAISED).to(FLOAT8).to(dtype) / _RAISED
     # As torch.logsumexp, but its gradient stays a softmax where log z vanishes next to the maximum.
     top = safe.detach().amax(-1) if safe.size(-1) else safe.new_zeros(dead.shape)
     lse = (top + torch.exp(safe - top[..., None]).sum(-1).log()).masked_fill(dead, -math.inf)
     if problem.dropout_p:
         p = torch.where(_keep(part), p / (1 - problem.dropout_p), 0.0)
     stats, max_logit, top_key = _stats(s.detach())
-    return Result(p @ v, lse, stats, max_logit, entropy, top_key)
+    out = p @ v
+    if eight and v_scale is not None:
+        out = out * v_scale.repeat_interleave(group, dim=1)[:, :, None, None]
+    return Result(out.to(out_dtype), lse, stats, max_logit, entropy, top_key)
 
 
 def _keep(part: Part) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tilewise.problem import Grads, Needs, Operands, Problem, Result, Statistics
-from tilewise.reference.blocks import Part, cut, parts
+from tilewise.reference.blocks import Part, cut, multiplied, parts
 from tilewise.reference.programs import score_gradient
 from tilewise.reference.tiles import (
     KEY_TILE,
@@ -71,8 +71,9 @@ def forward(problem: Problem, operands: Operands, statistics: Statistics = "") -
         statistics: which of them the result has.
 
     Returns:
-        out in q's dtype and memory order; lse (natural, with the sink) and stats (row maximum in
-        base-2 units and row sum, without the sink) in the compute dtype; the statistics.
+        out in q's dtype (bfloat16 for float8) and memory order; lse (natural, with the sink) and
+        stats (row maximum in base-2 units and row sum, without the sink) in the compute dtype; the
+        statistics.
     """
     dtype = compute_dtype(problem.dtype)
     q = operands.q
@@ -253,7 +254,8 @@ def accumulators(problem: Problem, operands: Operands, needs: Needs, dtype: torc
 def _forward_rows(part: Part, rows: range, dtype: torch.dtype, statistics: Statistics) -> Result:
     """The result of a query tile: out ``[B, Hq, m, Dv]``, lse ``[B, Hq, m]``, and so on."""
     problem = part.problem
-    q = part.operands.q[:, :, rows.start : rows.stop].to(dtype)
+    q = part.operands.q[:, :, rows.start : rows.stop]
+    q = multiplied(q, part.operands.q_scale, dtype)
     shape = (problem.batch, problem.heads, len(rows))
     top = q.new_full(shape, -math.inf)
     top_natural = top

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from tilewise.problem import Problem
-from tilewise.reference.blocks import Block, Part
+from tilewise.reference.blocks import Block, Part, multiplied
 from tilewise.reference.dense import LOG2E
 from tilewise.reference.philox import keep_mask
 from tilewise.reference.programs import Cover, apply_score, cover, visible
+from tilewise.variants.float8 import output_dtype
 
 QUERY_TILE = 128
 KEY_TILE = 128
@@ -27,11 +28,15 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def empty_in_order_of(q: Tensor, width: int) -> Tensor:
-    """Uninitialised ``[*q.shape[:-1], width]``, its dimensions in the memory order of q's."""
+    """Uninitialised ``[*q.shape[:-1], width]``, its dimensions in the memory order of q's.
+
+    bfloat16 where q is float8, else of q's dtype.
+    """
     strides = q.stride()
     order = [*sorted(range(q.dim() - 1), key=lambda dim: -strides[dim]), q.dim() - 1]
     sizes = (*q.shape[:-1], width)
-    out = torch.empty([sizes[dim] for dim in order], dtype=q.dtype, device=q.device)
+    dtype = output_dtype(q.dtype)
+    out = torch.empty([sizes[dim] for dim in order], dtype=dtype, device=q.device)
     return out.permute([order.index(dim) for dim in range(q.dim())])
 
 
@@ -81,8 +86,9 @@ def key_tiles(part: Part, rows: range, q: Tensor) -> Iterator[Tile]:
         if covered is Cover.EMPTY:
             continue
         span = slice(columns.start, columns.stop)
-        k = operands.k[:, :, span].to(q.dtype).repeat_interleave(group, dim=1)
-        v = operands.v[:, :, span].to(q.dtype).repeat_interleave(group, dim=1)
+        k = multiplied(operands.k[:, :, span], operands.k_scale, q.dtype)
+        v = multiplied(operands.v[:, :, span], operands.v_scale, q.dtype)
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         seen = None
         if covered is Cover.PARTIAL:
             seen = visible(problem.mask, operands.mask_tensors, block, q.device)

@@ -10,6 +10,7 @@ from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.problem import DTYPES, Operands, Problem, check_cu_seqlens, check_cu_tensors
 from tilewise.reference.covers import Grid, covers
 from tilewise.variants import expr as expressions
+from tilewise.variants.float8 import FLOAT8
 from tilewise.variants.lower import Extent, lower_mask, statistics_dtype
 from tilewise.variants.program import BY_USER, EXPR, Instr
 from tilewise.variants.values import Mask
@@ -70,6 +71,7 @@ def sizes(
     """
     if dtype not in DTYPES:
         raise InvalidArgument("dtype", str(dtype), f"one of {', '.join(map(str, DTYPES))}")
+    dtype = torch.float32 if dtype is FLOAT8 else dtype  # what masks of float8 compute in
     batch = None if batch is None else whole("batch", batch)
     heads = None if heads is None else whole("heads", heads, least=1)
     if cu_seqlens_q is None and cu_seqlens_k is None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.variants.extent import Extent, statistics_dtype
+from tilewise.variants.float8 import output_dtype
 from tilewise.variants.lower_table import lower_table
 from tilewise.variants.program import BY_USER, EXPR, RAW, Instr, Number, Program
 
@@ -311,9 +312,9 @@ def _slopes(tensor: Tensor, extent: Extent, dtype: torch.dtype) -> Tensor:
 
 
 def _bias_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Kernels read biases in the query's dtype or in the dtype of the statistics."""
+    """Kernels read biases in the output's dtype or in the dtype of the statistics."""
     _check_floating("score (bias)", tensor)
-    if tensor.dtype is not dtype:
+    if tensor.dtype is not output_dtype(dtype):
         tensor = tensor.to(statistics_dtype(dtype))
     return tensor.resolve_neg()
 

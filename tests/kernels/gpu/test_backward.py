@@ -468,7 +468,7 @@ def test_tables_and_loads_of_every_form(name: str) -> None:
     call = Call(Variant(name, some_masks.documents, FORMS[name]), torch.float32, SIZES)
     upstream = Upstream(call.grad_out, call.grad_lse)
     plain = backward(*_asked(call), upstream, BLOCKS[0])
-    mask = BlockMask.of(call.made.mask, 21, 35, batch=2, heads=2, block=(8, 16))
+    mask: Any = BlockMask.of(call.made.mask, 21, 35, batch=2, heads=2, block=(8, 16))
     call.made = call.made._replace(mask=mask)
     problem, operands = _asked(call)
     assert problem.mask[-1].op == "tiles"

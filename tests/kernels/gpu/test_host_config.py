@@ -14,17 +14,15 @@ from tilewise.kernels.gpu import backend as gpu
 from tilewise.kernels.gpu import config
 from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config, Pass, shared_need, tiles_for
 from tilewise.problem import Problem, dense_problem
-from tilewise.variants.program import Program
 
 PASSES: tuple[Pass, ...] = ("forward", "dkdv", "dq", "decode")
 WIDTHS = (1, 16, 40, 64, 65, 128, 200, 256, 300, 512)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
 def _problem(**changed: Any) -> Problem:
     q = torch.empty(1, 2, 8, 64, dtype=torch.bfloat16)
-    program: dict[str, Program] = {"mask": (), "score": ()}
-    problem = dense_problem(q, q, q, **program, scale=None, dropout_p=0.0, sinks=None)
+    problem = dense_problem(q, q, q, mask=(), score=(), scale=None, dropout_p=0.0, sinks=None)
     return problem._replace(**changed)
 
 

@@ -89,6 +89,17 @@ def test_the_chips_own_matrix_instruction() -> None:
     assert faults(GOOD._replace(tile={}), PRODUCTS, HOPPER, None)
 
 
+def test_descriptors_that_a_family_has_are_used() -> None:
+    """By the cases that say so, on families that have them."""
+    case = PRODUCTS._replace(described=True)
+    found = GOOD._replace(matrix={"wgmma": 8}, copies={"cp.async": 4})
+    assert faults(found, case, HOPPER, None) == ["no copy by a tensor descriptor"]
+    assert not faults(found._replace(copies={"tma": 2}), case, HOPPER, None)
+    assert not faults(found, PRODUCTS, HOPPER, None)
+    assert not faults(GOOD, case, AMPERE, None)
+    assert any(each.described and each.key for each in CASES)
+
+
 def test_kernels_without_products() -> None:
     bare = GOOD._replace(matrix={}, kernel="k 2")
     assert faults(bare, PRODUCTS, AMPERE, None)

@@ -25,13 +25,14 @@ from tilewise.kernels.gpu.config import (
 from tilewise.kernels.gpu.measured import chip_of, measured_on, origin
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
 from tilewise.reference.covers import Grid
+from tilewise.variants.float8 import FLOAT8
 
 if TYPE_CHECKING:
     from tilewise.kernels.gpu.emit import Variant
 
 __all__ = ["GpuBackend"]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, FLOAT8)
 # What the emitter takes for granted where it computes in 32 bits.
 _MOST_ROWS, _MOST_HEADS = 2**24, 2**16
 _MOST_KEYS = 2**31 - 2**10  # of a block table: positions in the last tile still take 32 bits
@@ -67,9 +68,12 @@ class GpuBackend(Backend):
         elif _family(problem.device) is None:
             reasons.append("it has no blocks for this chip")
         if problem.dtype not in _DTYPES:
-            reasons.append(f"it computes float32, bfloat16, float16; not {problem.dtype}")
-        if problem.dtype is torch.bfloat16 and _interprets() and not self.interprets_bfloat16:
-            reasons.append("Triton's interpreter gets products of bfloat16 wrong; use float16")
+            named = ", ".join([str(dtype).removeprefix("torch.") for dtype in _DTYPES])
+            reasons.append(f"it computes {named}; not {problem.dtype}")
+        wrong = problem.dtype in (torch.bfloat16, FLOAT8) and not self.interprets_bfloat16
+        if wrong and _interprets():
+            name = str(problem.dtype).removeprefix("torch.")
+            reasons.append(f"Triton's interpreter gets products of {name} wrong; use float16")
         if problem.page_size and problem.keys >= _MOST_KEYS:
             reasons.append(
                 f"a block table for {problem.keys} keys is over its limit of {_MOST_KEYS}"

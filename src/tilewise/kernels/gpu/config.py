@@ -8,6 +8,9 @@ tune`` measured on the chip stand before the table (``plan/tuned.py``), and depe
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, lru_cache
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -15,6 +18,7 @@ import torch
 
 from tilewise.plan.tuned import NOTHING, Blocks, Found, Place
 from tilewise.problem import Problem
+from tilewise.variants.float8 import FLOAT8
 from tilewise.variants.program import RAW
 
 __all__ = [
@@ -25,9 +29,11 @@ __all__ = [
     "WIDTHS",
     "Blocks",
     "Config",
+    "Descriptors",
     "Family",
     "Pass",
     "Splitting",
+    "by_pointers",
     "config_for",
     "decodes",
     "family_of",
@@ -45,6 +51,20 @@ LARGEST_WIDTH = 512
 _FEW = 16  # queries of a head, up to which its keys are split among programs
 _LEAST = 16  # of a block's sides: what matrix instructions take
 _INTERPRETER = "interpreter"
+_DESCRIBED = ContextVar("tilewise_described", default=True)
+
+
+class Descriptors(NamedTuple):
+    """When the forward pass loads whole blocks of keys and values by tensor descriptors.
+
+    Args:
+        keys: the fewest of a call for which they pay: making one costs the host microseconds.
+        edge_stages: of the walk over the few blocks at the edges of bands, where blocks are large;
+            None for those of the kernel.
+    """
+
+    keys: int
+    edge_stages: int | None = None
 
 
 class Family(NamedTuple):
@@ -57,6 +77,10 @@ class Family(NamedTuple):
         unit: the matrix instructions.
         warp: threads in a warp.
         table: whose rows of the table it takes.
+        eight: how it multiplies float8 e4m3: "halves", as float16, for want of instructions or of
+            a compiler that makes them; "short", by units that add with few bits; "whole", by
+            units that add in float32.
+        descriptors: None where it has none, or does not gain by them.
     """
 
     name: str
@@ -65,6 +89,8 @@ class Family(NamedTuple):
     unit: str
     warp: int
     table: str
+    eight: str
+    descriptors: Descriptors | None = None
 
 
 class Splitting(NamedTuple):
@@ -101,19 +127,19 @@ _KB = 1024
 FAMILIES = {
     family.name: family
     for family in (
-        Family("sm_75", "cuda", 64 * _KB, "mma", 32, "turing"),
-        Family("sm_80", "cuda", 163 * _KB, "mma", 32, "ampere"),
-        Family("sm_86", "cuda", 99 * _KB, "mma", 32, "small"),
-        Family("sm_89", "cuda", 99 * _KB, "mma", 32, "small"),
-        Family("sm_90", "cuda", 227 * _KB, "wgmma", 32, "hopper"),
-        Family("sm_100", "cuda", 227 * _KB, "tcgen05", 32, "blackwell"),
-        Family("sm_120", "cuda", 99 * _KB, "mma", 32, "small"),
-        Family("gfx90a", "hip", 64 * _KB, "mfma", 64, "cdna"),
-        Family("gfx942", "hip", 64 * _KB, "mfma", 64, "cdna"),
-        Family("gfx950", "hip", 160 * _KB, "mfma", 64, "cdna4"),
-        Family("gfx1100", "hip", 64 * _KB, "wmma", 32, "rdna3"),
-        Family("gfx1201", "hip", 64 * _KB, "wmma", 32, "rdna4"),
-        Family(_INTERPRETER, "", 1024 * _KB, "", 32, _INTERPRETER),
+        Family("sm_75", "cuda", 64 * _KB, "mma", 32, "turing", "halves"),
+        Family("sm_80", "cuda", 163 * _KB, "mma", 32, "ampere", "halves"),
+        Family("sm_86", "cuda", 99 * _KB, "mma", 32, "small", "halves"),
+        Family("sm_89", "cuda", 99 * _KB, "mma", 32, "small", "short"),
+        Family("sm_90", "cuda", 227 * _KB, "wgmma", 32, "hopper", "short", Descriptors(2048, 1)),
+        Family("sm_100", "cuda", 227 * _KB, "tcgen05", 32, "blackwell", "whole", Descriptors(2048)),
+        Family("sm_120", "cuda", 99 * _KB, "mma", 32, "small", "whole"),
+        Family("gfx90a", "hip", 64 * _KB, "mfma", 64, "cdna", "halves"),
+        Family("gfx942", "hip", 64 * _KB, "mfma", 64, "cdna", "halves"),
+        Family("gfx950", "hip", 160 * _KB, "mfma", 64, "cdna4", "whole"),
+        Family("gfx1100", "hip", 64 * _KB, "wmma", 32, "rdna3", "halves"),
+        Family("gfx1201", "hip", 64 * _KB, "wmma", 32, "rdna4", "whole"),
+        Family(_INTERPRETER, "", 1024 * _KB, "", 32, _INTERPRETER, "whole"),
     )
 }
 
@@ -136,7 +162,8 @@ def _rows(text: str) -> dict[tuple[str, str], _Row]:
 
 
 # "pass+" is of calls that are heavy, "pass*" of masks that may leave blocks in which nothing
-# attends without saying where; a row that is missing is that of the name before it.
+# attends without saying where; a row that is missing is that of the name before it. "pass8" is of
+# float8, whatever the call, on chips whose other rows spill with it.
 # 16-bit operands. float32 ("single") is multiplied without matrix instructions, or with tf32's. The
 # interpreter has no registers to run out of; small blocks put many edges into small tests.
 _TABLE = _rows(
@@ -178,6 +205,10 @@ _TABLE = _rows(
     blackwell    dq+      128x64/8/2    128x64/8/3    64x32/8/1     32x16/8/1
     cdna4        dkdv+    32x32/4/1     32x32/4/1     16x32/8/1     16x16/4/1
     rdna3        dq+      32x32/8/1     16x16/4/1     16x16/8/1     16x16/8/1
+    ampere       forward8 128x64/4/3    64x64/8/3     64x32/8/2     32x32/8/2
+    hopper       forward8 128x128/8/2   128x128/8/2   64x64/8/2     32x32/8/2
+    cdna         forward8 128x64/4/1    128x32/8/1    64x32/8/1     32x16/8/1
+    rdna3        forward8 64x32/4/1     32x32/8/1     16x16/8/1     16x16/8/1
     cdna         dkdv+    32x64/4/1     16x32/8/1     16x32/8/1     16x16/4/1
     cdna         dq+      64x32/8/1     32x32/4/1     32x16/8/1     16x16/4/1
     ampere       forward+ 128x64/8/3    128x64/8/3    64x32/8/2     32x32/8/2
@@ -212,7 +243,7 @@ _TABLE = _rows(
     cdna4        decode   16x64/4/2     16x64/4/2     16x32/4/2     16x32/4/1
     rdna3        decode   16x64/4/1     16x32/4/1     16x16/8/1     16x16/8/1
     rdna4        decode   16x64/4/1     16x32/4/1     16x16/4/1     16x16/4/1
-    single       decode   16x32/4/2     16x16/4/2     16x16/8/1     16x16/8/1
+    single       decode   16x16/4/2     16x16/8/2     16x16/8/1     16x16/8/1
     interpreter  forward  64x32/4/1     64x32/4/1     64x32/4/1     64x32/4/1
     interpreter  decode   16x32/4/1     16x32/4/1     16x32/4/1     16x32/4/1
     interpreter  dkdv     32x64/4/1     32x64/4/1     32x64/4/1     32x64/4/1
@@ -230,12 +261,14 @@ class Config(NamedTuple):
         overrides: (pass, blocks) pairs that stand before everything, for whatever is asked: of the
             tests, the gate and the tuner.
         measured: blocks by place that stand before the table.
+        descriptors: as in FAMILIES. They change no bit of any result.
     """
 
     family: str
     precision: str = "ieee"
     overrides: tuple[tuple[str, Blocks], ...] = ()
     measured: Found = NOTHING
+    descriptors: Descriptors | None = None
 
     def blocks(self, pass_name: Pass, problem: Problem) -> Blocks:
         """The blocks of a pass for a problem."""
@@ -332,7 +365,9 @@ def tiles_for(
     blocks = row[index]
     if has_variant and blocks.queries * blocks.keys > 128 * 64:
         blocks = blocks._replace(keys=blocks.keys // 2)
-    return _fitting(blocks, pass_name, chip, dtype.itemsize, head_dim, value_dim)
+    # What is decoded on the way is held in 16 bits.
+    itemsize = 2 if dtype is FLOAT8 and chip.eight == "halves" else dtype.itemsize
+    return _fitting(blocks, pass_name, chip, itemsize, head_dim, value_dim)
 
 
 def _row(table: str, pass_name: Pass, dtype: torch.dtype, heavy: bool, scattered: bool) -> _Row:
@@ -340,7 +375,7 @@ def _row(table: str, pass_name: Pass, dtype: torch.dtype, heavy: bool, scattered
     tables = (f"{table}:single", "single") if dtype.itemsize > 2 else (table,)
     if table == _INTERPRETER:
         tables = (table,)
-    marks = ("*",) * scattered + ("+",) * heavy + ("",)
+    marks = ("8",) * (dtype is FLOAT8) + ("*",) * scattered + ("+",) * heavy + ("",)
     for where in tables:
         for mark in marks:
             if (where, pass_name + mark) in _TABLE:
@@ -418,5 +453,17 @@ def config_for(family: str, measured: Found = NOTHING) -> Config:
         family: a name of FAMILIES.
         measured: what stands before the table.
     """
-    tf32 = torch.backends.cuda.matmul.allow_tf32 and FAMILIES[family].maker == "cuda"
-    return Config(family, "tf32" if tf32 and family != "sm_75" else "ieee", (), measured)
+    chip = FAMILIES[family]
+    tf32 = torch.backends.cuda.matmul.allow_tf32 and chip.maker == "cuda" and family != "sm_75"
+    descriptors = chip.descriptors if _DESCRIBED.get() else None
+    return Config(family, "tf32" if tf32 else "ieee", (), measured, descriptors)
+
+
+@contextmanager
+def by_pointers() -> Iterator[None]:
+    """Meanwhile nothing is loaded by descriptors: for measuring what they gain."""
+    before = _DESCRIBED.set(False)
+    try:
+        yield
+    finally:
+        _DESCRIBED.reset(before)

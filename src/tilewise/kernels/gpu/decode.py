@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.gpu.config import Config
+from tilewise.kernels.gpu.eight import decoded, eight_bits, scales_of, with_codes
 from tilewise.kernels.gpu.emit import Variant, captures
 from tilewise.kernels.gpu.forward import (
     constants_of,
@@ -76,6 +77,9 @@ def attend_split(
     entropy,
     top_key,
     sinks,
+    q_scale,
+    k_scale,
+    v_scale,
     block_table,
     key_lengths,
     partial_out,
@@ -116,6 +120,7 @@ def attend_split(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     PAGE: tl.constexpr,
+    EIGHT: tl.constexpr,
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
 ):
@@ -143,6 +148,11 @@ def attend_split(
     places = rows_of(q + tl.cast(q_strides[0], tl.int64) * b, q_strides, h, m)
     places = places + columns[None, :].to(tl.int64) * q_strides[3]
     q_tile = tl.load(places, mask=(columns < D)[None, :], other=0.0)
+    q_tile = decoded(q_tile, EIGHT)
+    if q_scale is not None:  # rows of a block may be of several heads
+        scale = scale * tl.load(q_scale + b * (kv_heads * group) + h)[:, None]
+    if k_scale is not None:
+        scale = scale * tl.load(k_scale + b * kv_heads + kv_head)
 
     state = (
         tl.zeros([BM, DV_PADDED], tl.float32),
@@ -192,6 +202,7 @@ def attend_split(
             WIDE,
             PRECISION,
             PAGE,
+            EIGHT,
         )
     acc, top, total, moment, first_key = walk_keys(
         state,
@@ -216,6 +227,7 @@ def attend_split(
         WIDE,
         PRECISION,
         PAGE,
+        EIGHT,
     )
 
     columns = tl.arange(0, DV_PADDED)
@@ -227,6 +239,9 @@ def attend_split(
         weight, row_numbers = settled(
             top, total, moment, sink, scale, keep_factor, FOLDED, DROPOUT, STATS
         )
+        if v_scale is not None:
+            of_values = tl.load(v_scale + b * kv_heads + kv_head)
+            weight = tl.where(total == 0, 0.0, weight * of_values)
         to = rows_of(out + tl.cast(out_strides[0], tl.int64) * b, out_strides, h, m)
         to = to + columns[None, :].to(tl.int64) * out_strides[3]
         tl.store(to, (acc * weight[:, None]).to(out.dtype.element_ty), mask=kept_columns)
@@ -258,6 +273,8 @@ def decode_launches(
         variant: the functions of the problem's mask and score.
     """
     unlisted = variant._replace(tables=())
+    eight = eight_bits(problem, config.family, whole_walk=False)
+    operands = with_codes(operands, eight)
     tiles = config.blocks("decode", problem)
     splitting = config.splitting()
     count = splitting.splits_within if problem.page_size else splitting.splits
@@ -267,6 +284,7 @@ def decode_launches(
     partials = empty_partials(problem, result, slots)
     arguments = {
         **tensors_of(problem, operands, result),
+        **scales_of(operands),
         "partial_out": partials.out,
         "partial_numbers": partials.numbers,
         "partial_keys": partials.keys,
@@ -283,6 +301,7 @@ def decode_launches(
     }
     constants = {
         **constants_of(problem, operands, result, config, unlisted, tiles),
+        "EIGHT": eight,
         "LEAST": splitting.least,
         "MOST": splitting.most,
     }

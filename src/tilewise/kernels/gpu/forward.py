@@ -18,10 +18,21 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.gpu.config import Blocks, Config, padded
+from tilewise.kernels.gpu.descriptors import key_rows
+from tilewise.kernels.gpu.eight import (
+    decoded,
+    eight_bits,
+    folded,
+    lowered,
+    scaled_for,
+    scales_of,
+    with_codes,
+)
 from tilewise.kernels.gpu.emit import Variant, captures
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.lists import tile_lists
 from tilewise.kernels.gpu.pairs import LN2, LOG2E, kept, shown
+from tilewise.kernels.gpu.turn import begin_turned, turn_values, turns
 from tilewise.kernels.gpu.walk import (
     counts_in,
     head_of,
@@ -48,6 +59,7 @@ from tilewise.reference.philox import split_seed, threshold
 
 __all__ = ["attend", "forward_launches"]
 
+RAISED: tl.constexpr = tl.constexpr(8.0)  # the power of two of probabilities of 8 bits
 FAR: tl.constexpr = tl.constexpr(-2000.0)  # an exponent whose power of two is 0, but finite
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
 NEVER: tl.constexpr = tl.constexpr(2147483647)
@@ -88,6 +100,8 @@ def absorb(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     PAGE: tl.constexpr = 0,
+    EIGHT: tl.constexpr = "",
+    TURNED: tl.constexpr = False,
 ):
     """One block of keys in the online softmax; ``visible`` says which pairs attend if MASKED.
 
@@ -97,8 +111,10 @@ def absorb(
     k_side, v_side, low, high = sides
     b, h, m, _, _ = place
     scale, seed_low, seed_high, drop_below = numbers
+    EIGHTS: tl.constexpr = (EIGHT == "short") | (EIGHT == "whole")
     n = (n0 + tl.arange(0, BN))[None, :]
     k = load_keys(k_side, n0, low, high, BN, D, q.shape[1], MASKED, WIDE, PAGE)
+    k = decoded(k, EIGHT)
     products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     scores = scaled_scores(products, scale, n, place, captured, SCORE, FOLDED)
     if MASKED:
@@ -115,22 +131,40 @@ def absorb(
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
     if FOLDED:
         unit = scale * LOG2E
-        exponent = scores * unit - (base * unit)[:, None]
+        least = base * unit
+        if EIGHTS:
+            least = least - RAISED
+        exponent = scores * unit - least[:, None]
         moved = (top - base) * unit
     else:
         exponent = (scores - base[:, None]) * LOG2E
+        if EIGHTS:
+            exponent = exponent + RAISED
         moved = (top - base) * LOG2E
     p = tl.math.exp2(exponent)
     fade = tl.math.exp2(moved)
     if STATS > 0:
         moment = (moment + tl.maximum(moved, FAR) * total) * fade
+        if EIGHTS:
+            exponent = exponent - RAISED
         moment = moment + tl.sum(p * tl.maximum(exponent, FAR), 1)
     total = total * fade + tl.sum(p, 1)
     if DROPOUT:
         p = tl.where(kept(seed_low, seed_high, drop_below, b, h, m, n), p, 0.0)
     acc = acc * fade[:, None]
-    v = load_keys(v_side, n0, low, high, BN, DV, acc.shape[1], MASKED, WIDE, PAGE)
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    if TURNED:  # blocks are there whole: loads that ask for every key would go byte by byte
+        v = load_tile(v_side[0], n0, v_side[1], low, high, BN, DV, acc.shape[1], False, WIDE)
+        if MASKED:
+            row = (n0 + tl.arange(0, BN))[:, None]
+            v = tl.where((row >= low) & (row < high), v, tl.zeros_like(v))
+    else:
+        v = load_keys(v_side, n0, low, high, BN, DV, acc.shape[1], MASKED, WIDE, PAGE)
+        v = decoded(v, EIGHT)
+    if EIGHT == "short":
+        # The number only keeps the compiler from adding to acc within the matrix units after all.
+        acc = acc + tl.dot(p.to(v.dtype), v, max_num_imprecise_acc=BN)
+    else:
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, new_top, total, moment, top_key
 
 
@@ -157,6 +191,8 @@ def take_block(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     PAGE: tl.constexpr,
+    EIGHT: tl.constexpr,
+    TURNED: tl.constexpr,
 ):
     """Block ``i`` of a walk in the online softmax."""
     b, h, m, M, N = place
@@ -185,6 +221,8 @@ def take_block(
         WIDE,
         PRECISION,
         PAGE,
+        EIGHT,
+        TURNED,
     )
 
 
@@ -233,12 +271,15 @@ def walk_keys(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     PAGE: tl.constexpr = 0,
+    EIGHT: tl.constexpr = "",
+    TURNED: tl.constexpr = False,
+    STAGES: tl.constexpr = None,
 ):
     """``count`` blocks of keys: those that are ``listed``, or without a list those of ``spans``.
 
     SKIPS: blocks of which no pair attends may be among them. Neither their keys nor their values
     are touched then. They are passed over in a loop of their own: a state that went through a
-    branch would take its registers twice.
+    branch would take its registers twice. STAGES: of the walk, where it has not the kernel's.
     """
     acc, top, total, moment, top_key = state
     if SKIPS:
@@ -266,10 +307,12 @@ def walk_keys(
                 WIDE,
                 PRECISION,
                 PAGE,
+                EIGHT,
+                TURNED,
             )
             i = next_met(i + 1, spans, listed, count, place, captured, SEEN, BN)
     else:
-        for i in tl.range(0, count):
+        for i in tl.range(0, count, num_stages=STAGES):
             acc, top, total, moment, top_key = take_block(
                 i,
                 (acc, top, total, moment, top_key),
@@ -292,6 +335,8 @@ def walk_keys(
                 WIDE,
                 PRECISION,
                 PAGE,
+                EIGHT,
+                TURNED,
             )
     return acc, top, total, moment, top_key
 
@@ -427,12 +472,17 @@ def attend(
     entropy,
     top_key,
     sinks,
+    q_scale,
+    k_scale,
+    v_scale,
     cu_q,
     cu_k,
     block_table,
     key_lengths,
     order,
     counts,
+    k_rows,
+    v_rows,
     q_strides,
     k_strides,
     v_strides,
@@ -470,6 +520,9 @@ def attend(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     PAGE: tl.constexpr,
+    EIGHT: tl.constexpr,
+    TURNED: tl.constexpr,
+    EDGE_STAGES: tl.constexpr,
 ):
     """Attention of a block of BM queries of one head.
 
@@ -500,8 +553,15 @@ def attend(
         b_k = 0  # no sequence has a place of its own
         pages = pages_of(block_table, b, keys, last_page, PAGE)
     k_head = head_of(k, k_strides, b_k, h // group, begin_k)
-    v_head = head_of(v, v_strides, b_k, h // group, begin_k)
+    begin_v = begin_k
+    if TURNED and cu_q is not None:
+        begin_v = begin_turned(begin_k, b)
+    v_head = head_of(v, v_strides, b_k, h // group, begin_v)
     q_tile = load_tile(q_head, m0, q_strides, 0, M, BM, D, D_PADDED, True, WIDE)
+    q_tile = decoded(q_tile, EIGHT)
+    scale = scaled_for(scale, q_scale, k_scale, b, h, heads, group)
+    if FOLDED and (q_scale is not None or k_scale is not None):
+        q_tile, scale = folded(q_tile, scale)
 
     state = (
         tl.zeros([BM, DV_PADDED], tl.float32),
@@ -517,7 +577,13 @@ def attend(
         low, full_low, full_high, high = KEYS_OF(
             b, m0, tl.minimum(m0 + BM, M), M, N, captured[0], captured[1]
         )
-    sides = ((k_head, k_strides, pages), (v_head, v_strides, pages), low, high)
+    k_side, v_side = (k_head, k_strides, pages), (v_head, v_strides, pages)
+    start = (b_k if cu_q is None else b_k * 0, h // group, begin_k)  # packed rows have no batch
+    if k_rows is not None:
+        k_side = (k_head, k_strides, pages, k_rows, start)
+    if v_rows is not None:
+        v_side = (v_head, v_strides, pages, v_rows, start)
+    sides = (k_side, v_side, low, high)
     spans = split_range(low, full_low, full_high, high, N, BN)
     if order is None:
         whole, partial = counts_in(spans, BN)
@@ -550,6 +616,8 @@ def attend(
             WIDE,
             PRECISION,
             PAGE,
+            EIGHT,
+            TURNED,
         )
     acc, top, total, moment, first_key = walk_keys(
         state,
@@ -574,10 +642,18 @@ def attend(
         WIDE,
         PRECISION,
         PAGE,
+        EIGHT,
+        TURNED,
+        EDGE_STAGES,
     )
 
     sink = None if sinks is None else tl.load(sinks + h)
+    total, moment = lowered(total, EIGHT), lowered(moment, EIGHT)
     weight, row = settled(top, total, moment, sink, scale, keep_factor, FOLDED, DROPOUT, STATS)
+    weight = lowered(weight, EIGHT)
+    if v_scale is not None:
+        of_values = tl.load(v_scale + b * (heads // group) + h // group)
+        weight = tl.where(total == 0, 0.0, weight * of_values)
     out_head = head_of(out, out_strides, b, h, begin_q)
     store_tile(out_head, m0, out_strides, M, acc * weight[:, None], BM, DV, DV_PADDED)
     numbers_of = (lse, row_max, row_sum, row_mean, max_logit, entropy, top_key)
@@ -605,9 +681,17 @@ def forward_launches(
         variant: the functions of the problem's mask and score.
     """
     blocks = config.blocks("forward", problem)
+    eight = eight_bits(problem, config.family)
+    operands = with_codes(operands, eight)
+    before: list[Launch] = []
+    turned = turns(eight, config.family)
+    if turned:
+        operands, before = turn_values(problem, operands, blocks)
     grid = _grid(problem, blocks)
+    rows = key_rows(problem, operands, config, variant, blocks)
     arguments = {
         **tensors_of(problem, operands, result),
+        **scales_of(operands),
         "cu_q": operands.cu_seqlens_q,
         "cu_k": operands.cu_seqlens_k,
         **lists_of(tile_lists(problem, operands, variant.tables, blocks.queries, blocks.keys)),
@@ -617,6 +701,7 @@ def forward_launches(
         "group": problem.heads // problem.kv_heads,
         "queries": problem.queries,
         **paging_of(problem, operands),
+        **rows.arguments(),
         "tiles": grid.tiles,
         "section": grid.section,
         "scale": problem.scale,
@@ -625,8 +710,13 @@ def forward_launches(
     constants = {
         **constants_of(problem, operands, result, config, variant, blocks),
         "REVERSED": _grows(problem),
+        "EIGHT": eight,
+        "TURNED": turned,
+        "EDGE_STAGES": rows.edge_stages,
     }
-    return [launch_of(attend, (grid.programs,), arguments, constants, blocks)]
+    if operands.q_scale is not None or operands.k_scale is not None:
+        constants["FOLDED"] = variant.score is None  # ``folded`` makes it positive
+    return [*before, launch_of(attend, (grid.programs,), arguments, constants, blocks)]
 
 
 def _grid(problem: Problem, blocks: Blocks) -> Grid:
@@ -656,7 +746,7 @@ def constants_of(
         "KEYS_OF": variant.keys_of,
         "BLIND": not knows_whole_tiles(problem, variant),
         "SKIPS": meets_empty_tiles(problem, variant),
-        **finishing_of(problem, result, variant),
+        **finishing_of(problem, operands, result, variant),
         "D": problem.head_dim,
         "D_PADDED": padded(problem.head_dim),
         "BM": blocks.queries,
@@ -667,10 +757,13 @@ def constants_of(
     }
 
 
-def finishing_of(problem: Problem, result: Result, variant: Variant) -> dict[str, Any]:
+def finishing_of(
+    problem: Problem, operands: Operands, result: Result, variant: Variant
+) -> dict[str, Any]:
     """The constants of what ends a walk: ``settled``, and the rows of the output."""
+    scaled = operands.q_scale is not None or operands.k_scale is not None
     return {
-        "FOLDED": variant.score is None and problem.scale > _LEAST_FOLDED,
+        "FOLDED": variant.score is None and problem.scale > _LEAST_FOLDED and not scaled,
         "DROPOUT": problem.dropout_p > 0,
         "STATS": 0 if result.entropy is None else 1 if result.top_key is None else 2,
         "DV": problem.value_dim,

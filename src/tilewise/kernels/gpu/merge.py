@@ -74,7 +74,7 @@ def split_size(N, LEAST: tl.constexpr, MOST: tl.constexpr):
     return size, tl.maximum(1, (N + size - 1) // size)
 
 
-@triton.jit(do_not_specialize=["heads", "queries", "keys", "rows", "slots"])
+@triton.jit(do_not_specialize=["heads", "group", "queries", "keys", "rows", "slots"])
 def merge_splits(
     out,
     lse,
@@ -85,12 +85,14 @@ def merge_splits(
     entropy,
     top_key,
     sinks,
+    v_scale,
     key_lengths,
     partial_out,
     partial_numbers,
     partial_keys,
     out_strides,
     heads,
+    group,
     queries,
     keys,
     rows,
@@ -147,6 +149,9 @@ def merge_splits(
     factor, numbers_of_row = settled(
         highest, whole, moment, sink, scale, keep_factor, FOLDED, DROPOUT, STATS
     )
+    if v_scale is not None:
+        kv_heads = heads // group
+        factor = tl.where(whole == 0, 0.0, factor * tl.load(v_scale + b * kv_heads + h // group))
     to = head_of(out, out_strides, b, h, m) + columns.to(tl.int64) * out_strides[3]
     tl.store(to, (acc * factor).to(out.dtype.element_ty), mask=columns < DV)
     places_of_row = (lse, row_max, row_sum, row_mean, max_logit, entropy, top_key)
@@ -170,7 +175,9 @@ def merge_launch(
         "partial_out": partials.out,
         "partial_numbers": partials.numbers,
         "partial_keys": partials.keys,
+        "v_scale": operands.v_scale,
         "heads": problem.heads,
+        "group": problem.heads // problem.kv_heads,
         "queries": problem.queries,
         "keys": paging["keys"],
         "key_lengths": paging["key_lengths"],
@@ -179,7 +186,7 @@ def merge_launch(
         "scale": problem.scale,
     }
     constants = {
-        **finishing_of(problem, result, variant),
+        **finishing_of(problem, operands, result, variant),
         "LEAST": splitting.least,
         "MOST": splitting.most,
     }

@@ -120,9 +120,21 @@ def load_keys(
     ``pages_of``) has for it, pages are ``strides[0]`` apart, and ``head`` is where the rows of page
     0 begin. Entries for rows outside of [low, high) are not read where MASKED. ``first`` is a
     multiple of BLOCK.
+
+    ``side`` may have two parts more: a descriptor of blocks of BLOCK rows (``descriptors.py``), and
+    where in it the head's rows begin, (b, h, row). Blocks of which every row is there, those that
+    are not MASKED, are then copied by it.
     """
     head, strides = side[0], side[1]
-    if PAGE == 0:
+    if len(side) > 3 and not MASKED:
+        b, h, begin = side[4]
+        row = begin + first
+        if PAGE > 0:
+            b = page_of(side[2], first // PAGE, True, MASKED)
+            row = first % PAGE
+        at = [tl.cast(b, tl.int32), tl.cast(h, tl.int32), tl.cast(row, tl.int32), 0]
+        tile = tl.reshape(side[3].load(at), [BLOCK, PADDED])
+    elif PAGE == 0:
         tile = load_tile(head, first, strides, low, high, BLOCK, WIDTH, PADDED, MASKED, WIDE)
     elif PAGE % BLOCK == 0:  # one page has all of the tile
         within = first % PAGE

@@ -18,13 +18,15 @@ from tilewise.errors import Unsupported
 from tilewise.lab.gpu_check import timed
 from tilewise.lab.gpu_check.clock import Call, interleave, once
 from tilewise.lab.gpu_check.derived import OURS
-from tilewise.lab.gpu_check.exact import judge
+from tilewise.lab.gpu_check.eight import references
+from tilewise.lab.gpu_check.exact import Verdict, judge
 from tilewise.lab.gpu_check.goals import FLEX
 from tilewise.lab.gpu_check.peers import peers
 from tilewise.lab.gpu_check.row import Row, Status
 from tilewise.lab.gpu_check.setting import Setting
 from tilewise.lab.gpu_check.timed import Attend, Given, Timed
 from tilewise.lab.gpu_check.worker import in_short
+from tilewise.variants.float8 import Scales
 
 __all__ = ["attempt", "jobs", "marker", "measure", "run"]
 
@@ -65,6 +67,7 @@ def measure(setting: Setting, step: str, job: str) -> Iterator[Row]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of others, about themselves
         yield _pass(setting, step, case, things, ways, absent, backward=False)
+        ways.pop(timed.POINTERS, None)  # of the forward pass alone
         if case.has_backward:
             yield _pass(setting, step, case, things, ways, absent, backward=True)
 
@@ -152,8 +155,6 @@ def _first(things: Given, attend: Attend, name: str, backward: bool, found: Trie
 
 def _complaint(case: Timed, things: Given, result: Any, backward: bool) -> str:
     """What is wrong with sampled rows of the output, or of the gradient of q; "" if nothing is."""
-    if case.kind == "fp8":
-        return ""  # no plain implementation in that type to be measured against
     q, k, v, grad = things.q, things.k, things.v, things.grad
     found: Tensor = result[0] if backward else result
     if case.kind == "varlen":
@@ -163,6 +164,11 @@ def _complaint(case: Timed, things: Given, result: Any, backward: bool) -> str:
     group = q.shape[1] // k.shape[1]
     q, grad, found = (x[-1:, -group:][:, :, rows] for x in (q, grad, found))
     k, v = (x[-1:, -1:] for x in (k, v))
+    if case.kind == "fp8":
+        lasts = zip(things.scales, (group, 1, 1), strict=True)
+        scales = Scales(*[None if x is None else x[-last:] for x, last in lasts])
+        plain, oracle = references(q, k, v, scales)
+        return _words("output", judge(found, plain.out, oracle.out))
     part = things._replace(slopes=things.slopes[-group:])
     attend = timed.plain(case, part, rows)
 
@@ -171,8 +177,12 @@ def _complaint(case: Timed, things: Given, result: Any, backward: bool) -> str:
         out = attend(own.requires_grad_(backward), keys, values)
         return torch.autograd.grad(out, own, grad.to(dtype))[0] if backward else out
 
-    verdict = judge(found, compute(q.dtype), compute(torch.float64))
+    what = "gradient of q" if backward else "output"
+    return _words(what, judge(found, compute(q.dtype), compute(torch.float64)))
+
+
+def _words(what: str, verdict: Verdict) -> str:
+    """What a verdict complains of; "" if it passes."""
     if verdict.passes:
         return ""
-    what = "gradient of q" if backward else "output"
     return f"{what}: {verdict.complaint or f'error {verdict.ratio:.2f} times what is allowed'}"

@@ -11,7 +11,7 @@ from tilewise.lab.gpu_check.row import Row
 
 __all__ = ["table"]
 
-_PEERS = ("cudnn", "flash", "efficient", "flex", "plain")
+_PEERS = ("pointers", "cudnn", "flash", "efficient", "flex", "plain")
 _MOST_FAILURES, _MOST_DECLINED, _NOTE = 12, 8, 110
 
 

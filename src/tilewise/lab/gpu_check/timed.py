@@ -11,7 +11,8 @@ from torch import Tensor
 
 import tilewise
 from tilewise import BlockMask, masks, scores
-from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.kernels.gpu.config import by_pointers
+from tilewise.lab.gpu_check.eight import quantised
 from tilewise.lab.gpu_check.flops import (
     backward_flops,
     causal_pairs,
@@ -20,8 +21,10 @@ from tilewise.lab.gpu_check.flops import (
     window_pairs,
 )
 from tilewise.lab.gpu_check.setting import Setting, Sizes
+from tilewise.variants.float8 import NO_SCALES, Scales
 
 __all__ = [
+    "POINTERS",
     "Attend",
     "Given",
     "Timed",
@@ -38,6 +41,7 @@ __all__ = [
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+POINTERS = "pointers"
 PLAIN_KINDS = ("full", "causal")
 VARIANTS = ("alibi", "document", "window")
 _DECODE_HEADS, _DECODE_KV_HEADS = 32, 8
@@ -78,6 +82,7 @@ class Given(NamedTuple):
         ids: [N], the document of each position.
         ends: [documents + 1], where documents begin and end.
         window: keys that a row of a window sees, itself among them.
+        scales: of float8 q, k and v.
     """
 
     q: Tensor
@@ -88,6 +93,7 @@ class Given(NamedTuple):
     ids: Tensor
     ends: Tensor
     window: int
+    scales: Scales = NO_SCALES
 
 
 def cases(sizes: Sizes) -> list[Timed]:
@@ -127,8 +133,7 @@ def given(setting: Setting, case: Timed) -> Given:
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*size: int) -> Tensor:
-        drawn = torch.randn(size, generator=generator, device=device)
-        return drawn.to(torch.float8_e4m3fn if case.kind == "fp8" else setting.dtype)
+        return torch.randn(size, generator=generator, device=device).to(setting.dtype)
 
     batch, heads = sizes.tokens // case.length, sizes.hidden // case.head_dim
     if case.kind == "decode":
@@ -140,10 +145,14 @@ def given(setting: Setting, case: Timed) -> Given:
         q, k, v, grad = (draw(case.length, heads, case.head_dim) for _ in range(4))
     else:
         q, k, v, grad = (draw(batch, heads, case.length, case.head_dim) for _ in range(4))
+    scales = NO_SCALES
+    if case.kind == "fp8":
+        (q, of_q), (k, of_k), (v, of_v) = (quantised(x) for x in (q, k, v))
+        scales = Scales(of_q, of_k, of_v)
     slopes = torch.tensor([2.0 ** (-8 * (h + 1) / heads) for h in range(heads)], device=device)
     ends = torch.tensor(_ends(case.length, sizes.documents), dtype=torch.int32, device=device)
     ids = torch.repeat_interleave(torch.arange(len(ends) - 1, device=device), ends.diff())
-    return Given(q, k, v, grad, slopes, ids, ends, sizes.window)
+    return Given(q, k, v, grad, slopes, ids, ends, sizes.window, scales)
 
 
 def _ends(length: int, mean: int) -> list[int]:
@@ -185,7 +194,10 @@ def visible(case: Timed, things: Given) -> Callable[[Any, Any], Any] | None:
 
 
 def ours(setting: Setting, case: Timed, things: Given) -> dict[str, Attend]:
-    """Our ways of doing a case: ``ours``, and ``table`` where a BlockMask may serve better."""
+    """Our ways of doing a case: ``ours``, and ``table`` where a BlockMask may serve better.
+
+    ``pointers`` is the forward pass without tensor descriptors, for what these gain.
+    """
     backend = setting.backend
     if case.kind == "varlen":
         ends = things.ends
@@ -195,7 +207,12 @@ def ours(setting: Setting, case: Timed, things: Given) -> dict[str, Attend]:
             )
         }
     if case.kind == "fp8":
-        return {"ours": _eight_bits(backend)}
+        q_scale, k_scale, v_scale = things.scales
+        return {
+            "ours": lambda q, k, v: tilewise.attention(
+                q, k, v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, backend=backend
+            )
+        }
     score = scores.alibi(things.slopes) if case.kind == "alibi" else None
     mask: Any = None
     if case.kind in ("causal", "alibi"):
@@ -209,6 +226,8 @@ def ours(setting: Setting, case: Timed, things: Given) -> dict[str, Attend]:
         return lambda q, k, v: tilewise.attention(q, k, v, mask=mask, score=score, backend=backend)
 
     found = {"ours": attend(mask)}
+    if case.kind in (*PLAIN_KINDS, "alibi"):
+        found[POINTERS] = _by_pointers(attend(mask))
     if case.kind == "document":
         made: list[BlockMask] = []
 
@@ -222,15 +241,12 @@ def ours(setting: Setting, case: Timed, things: Given) -> dict[str, Attend]:
     return found
 
 
-def _eight_bits(backend: str) -> Attend:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        try:
-            out: Tensor = tilewise.attention(q, k, v, backend=backend)
-        except InvalidArgument as error:  # a dtype that no call knows
-            raise Unsupported(str(error)) from None
-        return out
+def _by_pointers(attend: Attend) -> Attend:
+    def without(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with by_pointers():
+            return attend(q, k, v)
 
-    return attend
+    return without
 
 
 def plain(case: Timed, things: Given, rows: Tensor | None = None) -> Attend:

@@ -25,6 +25,7 @@ from tilewise.problem import (
 )
 from tilewise.variants import masks, scores
 from tilewise.variants.extent import Extent
+from tilewise.variants.float8 import FLOAT8
 from tilewise.variants.lower import lower_mask, lower_score
 from tilewise.variants.program import Instr
 from tilewise.variants.values import Mask, Score, as_score
@@ -40,7 +41,7 @@ class Asked(NamedTuple):
 
     Args:
         width: of queries, keys and values.
-        dtype: of all of them.
+        dtype: of all of them; float8 comes with scales.
         mask: "", "causal", "window", "document" (causal too), or "table", which is "document" with
             a table of tiles.
         score: "", "alibi softcap", "bias" (of each pair), "head bias", "raw", or "learned": a
@@ -93,6 +94,9 @@ def operands_of(asked: Asked) -> tuple[Problem, Operands]:
         cu_seqlens if asked.varlen else None,
         cu_seqlens if asked.varlen else None,
         2**63 + 1 if asked.dropout_p else 0,
+        q_scale=_scales(asked, HEADS),
+        k_scale=_scales(asked, KV_HEADS),
+        v_scale=_scales(asked, KV_HEADS),
     )
     return _in_pages(asked, problem, operands) if asked.page_size else (problem, operands)
 
@@ -129,6 +133,11 @@ def backward_tensors(problem: Problem, operands: Operands) -> tuple[Tensor, Need
         None if operands.sinks is None else torch.empty_like(operands.sinks),
     )
     return output_like(operands.q, problem.value_dim), needs, grads
+
+
+def _scales(asked: Asked, heads: int) -> Tensor | None:
+    """Of float8; none for any other dtype."""
+    return meta(BATCH, heads) if asked.dtype is FLOAT8 else None
 
 
 def _in_pages(asked: Asked, problem: Problem, operands: Operands) -> tuple[Problem, Operands]:

@@ -17,10 +17,11 @@ class Case(NamedTuple):
     Args:
         name: short, unique.
         launches: from a chip family ("sm_90", "gfx942") to the launches.
-        sixteen_bit: the products are of 16-bit types, so matrix instructions are due.
+        sixteen_bit: the products are of types of 16 bits or 8, so matrix instructions are due.
         without_products: kernels by name that multiply no matrices.
         key: part of the quick run.
         families: only for these families; empty for all.
+        described: whole blocks come by tensor descriptors, on families that have them.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Case(NamedTuple):
     without_products: frozenset[str] = frozenset()
     key: bool = False
     families: tuple[str, ...] = ()
+    described: bool = False
 
 
 def cases_of(module: str) -> dict[str, Case]:

@@ -16,6 +16,7 @@ from tilewise.kernels.gpu.gate.calls import Asked, backward_tensors, operands_of
 from tilewise.kernels.gpu.gate.case import Case
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.problem import Operands, Problem
+from tilewise.variants.float8 import FLOAT8
 
 if TYPE_CHECKING:
     from tilewise.kernels.gpu.emit import Variant
@@ -88,6 +89,14 @@ def _variant(problem: Problem, operands: Operands) -> Variant:
 
 
 _HALF, _SINGLE = torch.float16, torch.float32
+_EIGHTS = {
+    "D64 full fp8": Asked(64, FLOAT8),
+    "D64 causal fp8": Asked(64, FLOAT8, mask="causal"),
+    "D128 full fp8": Asked(128, FLOAT8),
+    "D128 causal fp8": Asked(128, FLOAT8, mask="causal"),
+    "D256 full fp8": Asked(256, FLOAT8),
+    "D256 causal fp8": Asked(256, FLOAT8, mask="causal"),
+}
 _KEY = ("D128 causal", "D64 causal", "D128 alibi softcap causal")
 # Every row of the table of blocks at every width: plain, heavy and scattered, 16 bits and float32.
 _CALLS = {
@@ -134,12 +143,14 @@ _DECODED = {
     "D128 document": Asked(128, mask="document", queries=4),
     "D128 alibi softcap causal": Asked(128, mask="causal", score="alibi softcap", queries=4),
     "D128 sinks statistics": Asked(128, sinks=True, statistics="top1", queries=1),
+    "D128 causal fp8": Asked(128, FLOAT8, mask="causal", queries=1),
     "D128 causal pages of 16": Asked(128, mask="causal", queries=1, page_size=16),
     "D128 causal pages of 128": Asked(128, mask="causal", queries=1, page_size=128),
 }
 _PAGED = {
     "D128 causal pages of 16": Asked(128, mask="causal", page_size=16),
     "D128 causal pages of 128": Asked(128, mask="causal", page_size=128),
+    "D128 causal pages of 16 fp8": Asked(128, FLOAT8, mask="causal", page_size=16),
 }
 # Kernels that multiply no matrices: they read rows once, or sums that others made.
 _PLAIN = frozenset(
@@ -153,15 +164,21 @@ _PLAIN = frozenset(
         "number_kernel",
     }
 )
+_TURNS = frozenset({"turn_kernel"})
 
 
 def _cases() -> list[Case]:
-    found = []
+    found = [
+        Case(f"forward {name}", partial(forward, asked), without_products=_TURNS)
+        for name, asked in _EIGHTS.items()
+    ]
     for name, asked in _CALLS.items():
         sixteen, key = asked.dtype.itemsize == 2, name in _KEY
         where = _families(asked)
         launches = partial(forward, asked)
-        found.append(Case(f"forward {name}", launches, sixteen, key=key, families=where))
+        found.append(
+            Case(f"forward {name}", launches, sixteen, key=key, families=where, described=key)
+        )
         if not asked.statistics:
             launches = partial(backward, asked)
             found.append(Case(f"backward {name}", launches, sixteen, _PLAIN, key, where))
@@ -170,7 +187,7 @@ def _cases() -> list[Case]:
         launches = partial(captured, asked)
         found.append(Case(f"captured D{width} causal", launches, without_products=_PLAIN))
     for name, asked in _DECODED.items():
-        sixteen, key = asked.dtype.itemsize == 2, name == _KEY[0]
+        sixteen, key = asked.dtype.itemsize <= 2, name == _KEY[0]
         found.append(Case(f"decode {name}", partial(decode, asked), sixteen, _PLAIN, key))
     found += [Case(f"forward {name}", partial(forward, asked)) for name, asked in _PAGED.items()]
     return found

@@ -39,6 +39,8 @@ def faults(record: Record, case: Case, target: Target, before: Entry | None) -> 
         found.append(f"{shared_bytes} bytes of shared memory, the chip has {most}")
     if case.sixteen_bit and record.kernel.partition(" ")[0] not in case.without_products:
         found += _matrix_faults(record, target)
+    if case.described and target.family.descriptors is not None and "tma" not in record.copies:
+        found.append("no copy by a tensor descriptor")
     if before is not None:
         found += _growth("registers", before.registers, record.registers, before, record)
         found += _growth("instructions", before.instructions, record.instructions, before, record)

@@ -1,0 +1,123 @@
+"""What the forward kernel does with float8 e4m3: operands, scales, and probabilities of 8 bits.
+
+How a chip multiplies it is its family's (``config.EightBits``), and the constexpr ``EIGHT`` here:
+
+* "" is another dtype;
+* "halves": the chip has no matrix instructions for it, or Triton no such type. Operands come as
+  their codes, uint8, and become float16, which holds every e4m3 number exactly; so do the
+  probabilities;
+* "short": its matrix units add with few bits, and an accumulator of many blocks would drift. Each
+  block's product begins at 0 and is added in float32;
+* "whole": they add in float32;
+* "casts": few queries, or keys in pages, on any of these chips: bytes are what such a call waits
+  for, and its values are not turned round (``turn.py``). Operands are float8 and cast to float16.
+
+Where probabilities have 8 bits they are raised by 2^8 on the way: the largest is then 256 of 448,
+and those down to 2^-14 of it keep all their digits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewise.kernels.gpu.config import FAMILIES
+from tilewise.problem import Operands, Problem
+from tilewise.variants.float8 import FLOAT8
+
+__all__ = [
+    "decoded",
+    "eight_bits",
+    "folded",
+    "lowered",
+    "scaled_for",
+    "scales_of",
+    "with_codes",
+]
+
+_LEAST = tl.constexpr(1e-30)  # a scale below it makes no difference between any two e4m3 products
+_MOST = tl.constexpr(3.4e38)
+
+
+def eight_bits(problem: Problem, family: str, *, whole_walk: bool = True) -> str:
+    """The constexpr ``EIGHT`` of a problem on a family of chips.
+
+    Args:
+        problem: what is asked.
+        family: a name of ``config.FAMILIES``.
+        whole_walk: whether a program walks over all keys of its queries, and these are many.
+    """
+    if problem.dtype is not FLOAT8:
+        return ""
+    eight = FAMILIES[family].eight
+    if eight == "halves" or (whole_walk and not problem.page_size):
+        return eight
+    return "casts"
+
+
+def with_codes(operands: Operands, eight: str) -> Operands:
+    """The operands as a kernel takes them: codes in the place of numbers that it decodes itself."""
+    if eight != "halves":
+        return operands
+    q, k, v = (tensor.view(torch.uint8) for tensor in operands[:3])
+    return operands._replace(q=q, k=k, v=v)
+
+
+def scales_of(operands: Operands) -> dict[str, Any]:
+    """The scales as arguments."""
+    return {
+        "q_scale": operands.q_scale,
+        "k_scale": operands.k_scale,
+        "v_scale": operands.v_scale,
+    }
+
+
+@triton.jit
+def decoded(tile, EIGHT: tl.constexpr):
+    """A tile of codes, or of float8, as float16 where EIGHT says so; any other as it is.
+
+    Exponent and fraction of a code, moved to where float16 has them, are a number 2^8 too small.
+    """
+    if EIGHT == "halves":
+        wide = tile.to(tl.uint16)
+        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        halves = bits.to(tl.float16, bitcast=True) * 256.0
+        tile = tl.where((wide & 0x7F) == 0x7F, float("nan"), halves)
+    elif EIGHT == "casts":
+        tile = tile.to(tl.float16)
+    return tile
+
+
+@triton.jit
+def scaled_for(scale, q_scale, k_scale, b, h, heads, group):
+    """The scale of the scores of one head, with the scales of its q and k if there are any."""
+    if q_scale is not None:
+        scale = scale * tl.load(q_scale + b * heads + h)
+    if k_scale is not None:
+        scale = scale * tl.load(k_scale + b * (heads // group) + h // group)
+    return scale
+
+
+@triton.jit
+def folded(q, scale):
+    """(q, scale) with a positive scale, for scores in units of the bare product q.k.
+
+    Its sign goes to q, which costs no bit. A scale of 0 makes q 0, one that is no number makes it
+    NaN, and the scale 1.
+    """
+    size = tl.abs(scale)
+    usual = (size >= _LEAST) & (size <= _MOST)
+    factor = tl.where(usual, tl.where(scale < 0, -1.0, 1.0), (scale - scale) * 0.0)
+    q = (q.to(tl.float32) * factor).to(q.dtype)
+    return q, tl.where(usual, size, 1.0)
+
+
+@triton.jit
+def lowered(values, EIGHT: tl.constexpr):
+    """What was summed of probabilities that were raised, without that: a power of two, exactly."""
+    if (EIGHT == "short") | (EIGHT == "whole"):
+        values = values * 0.00390625
+    return values

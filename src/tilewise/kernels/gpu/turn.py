@@ -1,0 +1,121 @@
+"""Values turned round for matrix units that take float8 only along the keys.
+
+The product P V sums over keys. For 16-bit types matrix units and their loads can turn a tile of
+values on the way; for 8 bits most of them cannot, and a walk over the keys would do it byte by byte
+for every tile of queries. So the values are laid out key by key once, before the walk: as much
+memory as they have, and a fraction of a percent of its time where there are thousands of queries.
+
+A sequence of a packed call begins at a multiple of 16, and behind the last key there is room for a
+block, so that blocks can be read whole. What lies there is not to be used.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewise.kernels.gpu.config import FAMILIES, Blocks, padded
+from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu.walk import (
+    head_of,
+    head_strides,
+    launch_of,
+    load_tile,
+    place_of,
+    programs_of,
+    slots_of,
+    store_tile,
+)
+from tilewise.problem import Operands, Problem
+
+__all__ = ["begin_turned", "turn_values", "turns"]
+
+_ROWS = 64  # keys that a program turns
+_ALIGNED = tl.constexpr(16)
+
+
+def turns(eight: str, family: str) -> bool:
+    """Whether values are turned: float8 is multiplied, and not by Blackwell, which takes both."""
+    return eight in ("short", "whole") and FAMILIES[family].unit != "tcgen05"
+
+
+@triton.jit
+def begin_turned(begin, b):
+    """Where the turned values of sequence ``b`` begin, whose keys do so at ``begin``."""
+    return (begin // _ALIGNED + b) * _ALIGNED
+
+
+@triton.jit(do_not_specialize=["batch", "heads", "keys", "slots"])
+def turn_kernel(
+    v,
+    turned,
+    cu_k,
+    v_strides,
+    turned_strides,
+    batch,
+    heads,
+    keys,
+    slots,
+    DV: tl.constexpr,
+    DV_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A tile of values of one head, from its rows to where the keys are next to one another."""
+    program = tl.program_id(0)
+    slot, line = program % slots, program // slots
+    if cu_k is None:
+        b, h, n0, N = line // heads, line % heads, slot * BLOCK, keys
+        begin, begin_there = 0, 0
+    else:
+        h = line
+        b, n0, begin = place_of(slot, cu_k, batch, BLOCK)
+        N = (tl.load(cu_k + b + 1) - begin).to(tl.int32)
+        begin_there = begin_turned(begin, b)
+    if n0 >= N:
+        return
+    here = head_of(v, v_strides, b, h, begin)
+    there = head_of(turned, turned_strides, b, h, begin_there)
+    tile = load_tile(here, n0, v_strides, 0, N, BLOCK, DV, DV_PADDED, True, False)
+    end = (N + _ALIGNED - 1) // _ALIGNED * _ALIGNED
+    store_tile(there, n0, turned_strides, end, tile, BLOCK, DV, DV_PADDED)
+
+
+def turn_values(
+    problem: Problem, operands: Operands, blocks: Blocks
+) -> tuple[Operands, list[Launch]]:
+    """The operands with their values turned, and what turns them.
+
+    Args:
+        problem: what is asked, of a type of 8 bits.
+        operands: with what.
+        blocks: of the walk that will read them.
+    """
+    v = operands.v
+    aligned = -(-problem.keys // _ALIGNED.value) * _ALIGNED.value
+    if problem.layout == "dense":
+        length = -(-aligned // blocks.keys) * blocks.keys
+        turned = v.new_empty((*v.shape[:2], v.shape[3], length)).transpose(2, 3)
+    else:
+        length = aligned + _ALIGNED.value * problem.batch + blocks.keys
+        turned = v.new_empty((*v.shape[1:], length)).permute(2, 0, 1)
+    slots = slots_of(problem, problem.keys, _ROWS)
+    arguments = {
+        "v": v.view(torch.uint8),
+        "turned": turned.view(torch.uint8),
+        "cu_k": operands.cu_seqlens_k,
+        "v_strides": head_strides(v, problem),
+        "turned_strides": head_strides(turned, problem),
+        "batch": problem.batch,
+        "heads": problem.kv_heads,
+        "keys": problem.keys,
+        "slots": slots,
+    }
+    constants = {
+        "DV": problem.value_dim,
+        "DV_PADDED": padded(problem.value_dim),
+        "BLOCK": _ROWS,
+    }
+    grid = (programs_of(problem, problem.kv_heads, slots),)
+    launch = launch_of(turn_kernel, grid, arguments, constants, Blocks(_ROWS, _ROWS, 4, 1))
+    return operands._replace(v=turned), [launch]

@@ -1,0 +1,181 @@
+"""Launches kernels for a GPU that is not there; run as a program, without interpreting.
+
+Everything is Triton's own, down to how the arguments are packed; only ``libcuda`` is a stub
+(``driver_stub.c``). So what goes wrong between a Launch and the GPU goes wrong here.
+
+``python -m tests.kernels.gpu.launching FOLDER cases NAME...`` launches cases of the gate,
+``... problems NAME...`` what the GPU check asks of the public call, ``... arguments`` a kernel with
+every kind of argument. It prints a line of JSON for each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FAMILY", "main"]
+
+FAMILY = "sm_90"
+_SOURCE = Path(__file__).with_name("driver_stub.c")
+
+
+class Stub:
+    """The stub of libcuda, in the place of the one that Triton would load.
+
+    Args:
+        folder: where to build it.
+        include: where ``cuda.h`` is.
+    """
+
+    def __init__(self, folder: Path, include: Path) -> None:
+        file = folder / "libcuda.so.1"
+        flags = ["-shared", "-fPIC", f"-Wl,-soname,{file.name}", f"-I{include}"]
+        subprocess.run(["gcc", *flags, str(_SOURCE), "-o", str(file)], check=True)
+        os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
+        self._library = ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
+
+    @property
+    def launches(self) -> int:
+        """How many there were."""
+        return ctypes.c_int.in_dll(self._library, "launches").value
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Programs of the last launch."""
+        return tuple((ctypes.c_uint * 3).in_dll(self._library, "grid"))
+
+    @property
+    def threads(self) -> int:
+        """Threads of a program of the last launch."""
+        return ctypes.c_uint.in_dll(self._library, "threads").value
+
+    def remember(self, count: int) -> None:
+        """Have the first words of so many arguments kept."""
+        ctypes.c_int.in_dll(self._library, "wanted").value = count
+
+    def words(self, count: int) -> list[int]:
+        """The words that were kept, of the last launch."""
+        return list((ctypes.c_uint64 * 256).in_dll(self._library, "words"))[:count]
+
+
+def _pretend(stub: Stub) -> None:
+    """Make Triton believe that there is a GPU, and tilewise that tensors on the CPU are on it."""
+    import torch
+    from triton.backends.nvidia.driver import CudaDriver
+    from triton.runtime import driver
+
+    from tilewise.kernels.gpu import backend
+    from tilewise.lab.gpu_check.setting import Setting
+
+    changes: list[tuple[Any, str, Any]] = [
+        (torch.cuda, "current_device", lambda: 0),
+        (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
+        (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
+        (backend, "_family", lambda device: FAMILY),
+        (backend, "_chip", lambda device: ""),
+        (backend.GpuBackend, "absence", lambda self: None),
+        (backend.GpuBackend, "why_not", lambda self, problem: []),
+        (Setting, "device", property(lambda self: torch.device("cpu"))),
+    ]
+    for owner, name, value in changes:
+        setattr(owner, name, value)
+    driver.set_active(CudaDriver())
+
+
+def _cases(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Launch cases of the gate; every one without names."""
+    from tilewise.kernels.gpu.gate.cases import CASES
+    from tilewise.kernels.gpu.launch import run
+
+    for case in CASES:
+        if names and case.name not in names:
+            continue
+        for launch in case.launches(FAMILY):
+            before = stub.launches
+            run([launch])
+            yield {
+                "name": f"{case.name} / {launch.kernel.__name__}",
+                "launches": stub.launches - before,
+                "grid": stub.grid,
+                "asked": (*launch.grid, 1, 1)[:3],
+                "threads": stub.threads,
+                "warps": launch.warps,
+            }
+
+
+def _problems(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Both passes of the problems of the accuracy step; every one without names."""
+    import torch
+
+    from tilewise.lab.gpu_check import accuracy, outcomes, problems
+    from tilewise.lab.gpu_check.setting import Setting
+
+    setting = Setting()
+    known = {case.name for case in problems.PROBLEMS}
+    for job in accuracy.jobs(setting):
+        kind, _, name = job.partition(" ")
+        if name not in known or (names and job not in names):
+            continue
+        case = outcomes.sized(setting, problems.find(name))
+        inputs = outcomes.build(setting, case, getattr(torch, kind))
+        before = stub.launches
+        outcomes.attend(setting, case, inputs, gradients=True)
+        yield {"name": job, "launches": stub.launches - before}
+
+
+def _arguments(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """One launch with every kind of argument, and what arrived of it."""
+    import torch
+
+    from tests.kernels.gpu.gate_kernels import many_kinds
+    from tilewise.kernels.gpu.launch import Launch, run
+
+    whole = torch.empty(64, dtype=torch.bfloat16)
+    given = {
+        "tensor": whole,
+        "number": 48,
+        "one": 1,
+        "tuples": ((whole[1:], whole[8:]), 3, 1),
+        "floating": 0.5,
+        "nothing": None,
+        "flag": True,
+    }
+    stub.remember(7)
+    run([Launch(many_kinds, (5, 4), given, {"FUNCTION": (3, None, many_kinds)})])
+    yield {
+        "grid": stub.grid,
+        "threads": stub.threads,
+        "words": stub.words(7),
+        "address": whole.data_ptr(),
+    }
+
+
+_WAYS: dict[str, Callable[[Stub, Sequence[str]], Iterator[dict[str, Any]]]] = {
+    "cases": _cases,
+    "problems": _problems,
+    "arguments": _arguments,
+}
+
+
+def main(folder: str, way: str, names: Sequence[str]) -> None:
+    """Launch, and say what was launched."""
+    from importlib.util import find_spec
+
+    found = find_spec("triton")
+    assert found is not None
+    assert found.origin is not None
+    include = Path(found.origin).parent / "backends" / "nvidia" / "include"
+    stub = Stub(Path(folder), include)  # before anything looks for a GPU
+    _pretend(stub)
+    for said in _WAYS[way](stub, names):
+        print(json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -1,0 +1,103 @@
+"""Launches as on a GPU, with a stub in the place of the driver: what the interpreter cannot see.
+
+Types of arguments, tuples, constants, the keys of Triton's caches, the code of the launcher, and
+shared memory beyond what the chip has: all that a first call on a GPU would stumble over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+HEADER = Path(sysconfig.get_paths(scheme="posix_prefix")["include"]) / "Python.h"
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.skipif(
+        shutil.which("gcc") is None or not HEADER.exists(),
+        reason="Triton's launcher is compiled with gcc and Python.h, and they are not here",
+    ),
+]
+
+
+def launched(folder: Path, way: str, *names: str) -> list[dict[str, Any]]:
+    """What a process of its own launched."""
+    hidden = ("TRITON_INTERPRET", "LD_LIBRARY_PATH")
+    environment = {key: value for key, value in os.environ.items() if key not in hidden}
+    environment |= {
+        "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
+        "TRITON_CACHE_DIR": str(folder / "cache"),
+    }
+    module = "tests.kernels.gpu.launching"
+    done = subprocess.run(
+        [sys.executable, "-m", module, str(folder), way, *names],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_kind_of_argument_arrives(tmp_path: Path) -> None:
+    """Tuples are taken apart; ones, None and constants are not sent."""
+    (said,) = launched(tmp_path, "arguments")
+    assert said["grid"] == [5, 4, 1]
+    assert said["threads"] == 128
+    address, words = said["address"], said["words"]
+    assert words[0] == address
+    assert words[1] & 0xFFFFFFFF == 48
+    assert words[2:4] == [address + 2, address + 16]
+    assert words[4] & 0xFFFFFFFF == 3
+    assert struct.pack("<I", words[5] & 0xFFFFFFFF) == struct.pack("<f", 0.5)
+    assert words[6] & 0xFF == 1
+
+
+def check_cases(said: list[dict[str, Any]]) -> None:
+    for each in said:
+        assert each["launches"] == 1, each
+        assert each["grid"] == each["asked"], each
+        assert each["threads"] == 32 * each["warps"], each
+
+
+def test_cases_of_the_gate(tmp_path: Path) -> None:
+    """A sample: tuples of strides, captured tensors, no lists of tiles, one kernel of each pass."""
+    said = launched(tmp_path, "cases", "forward D64 causal", "backward D64 head bias")
+    kernels = [each["name"].partition(" / ")[2] for each in said]
+    passes = ["row_kernel", "key_kernel", "query_kernel", "line_kernel", "fold_kernel"]
+    assert kernels == ["attend", *passes]
+    check_cases(said)
+
+
+def test_a_problem_by_the_public_call(tmp_path: Path) -> None:
+    """The engine's own way to the launches, for odd sizes."""
+    (said,) = launched(tmp_path, "problems", "bfloat16 varlen")
+    assert said["launches"] == 4
+
+
+@pytest.mark.slow
+def test_every_case_of_the_gate(tmp_path: Path) -> None:
+    said = launched(tmp_path, "cases")
+    assert len(said) > 80
+    check_cases(said)
+
+
+@pytest.mark.slow
+def test_every_problem_of_the_check(tmp_path: Path) -> None:
+    """What the accuracy step of ``scripts/gpu_check.py`` calls is launched, whatever it is."""
+    said = launched(tmp_path, "problems")
+    assert len(said) > 55
+    assert all(each["launches"] >= 3 for each in said if "no rows" not in each["name"])

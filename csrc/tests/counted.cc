@@ -1,0 +1,192 @@
+// What cachegrind counts: one attention, ours or plain, with nothing else in the process (src/tilewise/lab/counted).
+//
+//   counted NAME=VALUE...     what=core|plain|nothing|compare pass=forward|backward isa=avx2 heads=1 kv_heads=1
+//                             queries=512 keys=512 head_dim=64 threads=1 causal=0 flush=0
+//
+// Operands are made and then pushed out of a cache of `flush` / 2 bytes; what=nothing stops there, so that the difference
+// of two runs is the attention alone, from cold memory. `compare` runs both natively and prints how far they are apart.
+// The team has one thread however many it is asked for, as no OpenMP runtime is loaded: `threads` only says how small
+// the kernel cuts its tasks.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <string>
+
+#include "dispatch.h"
+#include "plain_passes.h"
+
+namespace tilewise::test {
+namespace {
+
+// Lines of their own, not touched before they are used.
+class Room {
+ public:
+  explicit Room(i64 count) : count_(count) {
+    const std::size_t bytes = (static_cast<std::size_t>(count) * sizeof(float) + 4095) / 4096 * 4096;
+    data_ = static_cast<float*>(std::aligned_alloc(4096, std::max<std::size_t>(bytes, 4096)));
+    if (data_ == nullptr) std::exit(2);
+  }
+  ~Room() { std::free(data_); }
+  Room(const Room&) = delete;
+  Room& operator=(const Room&) = delete;
+
+  float* data() const { return data_; }
+  void draw(std::uint32_t seed) {
+    for (i64 i = 0; i < count_; i++) {
+      seed = seed * 1664525u + 1013904223u;
+      data_[i] = static_cast<float>(seed >> 8) * (2.0f / (1 << 24)) - 1;
+    }
+  }
+  void fill(float value) { std::fill(data_, data_ + count_, value); }
+  double distance(const Room& other) const {
+    double most = 0;
+    for (i64 i = 0; i < count_; i++) most = std::max(most, static_cast<double>(std::fabs(data_[i] - other.data_[i])));
+    return most;
+  }
+
+ private:
+  i64 count_;
+  float* data_;
+};
+
+using Options = std::map<std::string, std::string>;
+
+i64 number(const Options& options, const char* name, i64 otherwise) {
+  const auto found = options.find(name);
+  return found == options.end() ? otherwise : std::atoll(found->second.c_str());
+}
+
+struct Operands {
+  PlainSizes n;
+  i64 kv_heads, threads;
+  bool causal;
+  i64 rows, matrix;
+  Room q, k, v, out, grad_out, grad_q, grad_k, grad_v, lse, row_max, row_sum, delta;
+
+  explicit Operands(const Options& o)
+      : n{number(o, "heads", 1), number(o, "queries", 512), number(o, "keys", 512),
+          static_cast<int>(number(o, "head_dim", 64)), static_cast<int>(number(o, "head_dim", 64)), 0},
+        kv_heads(number(o, "kv_heads", n.heads)),
+        threads(number(o, "threads", 1)),
+        causal(number(o, "causal", 0) != 0),
+        rows(n.heads * n.queries),
+        matrix(n.heads * n.queries * n.keys),
+        q(rows * n.head_dim),
+        k(kv_heads * n.keys * n.head_dim),
+        v(kv_heads * n.keys * n.value_dim),
+        out(rows * n.value_dim),
+        grad_out(rows * n.value_dim),
+        grad_q(rows * n.head_dim),
+        grad_k(kv_heads * n.keys * n.head_dim),
+        grad_v(kv_heads * n.keys * n.value_dim),
+        lse(rows),
+        row_max(rows),
+        row_sum(rows),
+        delta(rows) {
+    n.scale = 1 / std::sqrt(n.head_dim);
+    q.draw(1), k.draw(2), v.draw(3), grad_out.draw(4);
+  }
+
+  template <class Call>
+  Call call() const {
+    Call f;
+    f.batch = 1, f.heads = n.heads, f.kv_heads = kv_heads, f.queries = n.queries, f.keys = n.keys;
+    f.head_dim = n.head_dim, f.value_dim = n.value_dim, f.scale = n.scale, f.threads = static_cast<int>(threads);
+    f.q = view(q, n.queries, n.head_dim), f.k = view(k, n.keys, n.head_dim), f.v = view(v, n.keys, n.value_dim);
+    f.out = view(out, n.queries, n.value_dim);
+    f.row_max = statistic(row_max), f.row_sum = statistic(row_sum);
+    if (causal) {
+      f.mask_length = 1;
+      f.mask[0].op = MaskOp::band, f.mask[0].right = 0, f.mask[0].bounds = f.mask[0].bottom_right = true;
+    }
+    return f;
+  }
+
+  bool forward(const Kernels& kernels) const {
+    Forward f = call<Forward>();
+    f.lse = statistic(lse);
+    return kernels.forward(f);
+  }
+  bool backward(const Kernels& kernels) const {
+    Backward f = call<Backward>();
+    f.grad_out = view(grad_out, n.queries, n.value_dim);
+    f.delta = statistic(delta);
+    f.grad_q = view(grad_q, n.queries, n.head_dim), f.grad_k = view(grad_k, n.keys, n.head_dim);
+    f.grad_v = view(grad_v, n.keys, n.value_dim);
+    return kernels.backward(f);
+  }
+
+ private:
+  static View view(const Room& room, i64 rows, int width) { return {room.data(), 0, rows * width, width, 1}; }
+  Rows statistic(const Room& room) const { return {room.data(), 0, n.queries}; }
+};
+
+// The matrices that plain attention goes through.
+struct Matrices {
+  Room s, p, grad_p, grad_s;
+  explicit Matrices(i64 size) : s(size), p(size), grad_p(size), grad_s(size) {}
+};
+
+void plain(const Operands& x, const Matrices& m, bool backward) {
+  if (backward)
+    plain_backward(x.n, x.q.data(), x.k.data(), x.v.data(), m.p.data(), x.grad_out.data(), m.grad_p.data(),
+                   m.grad_s.data(), x.grad_q.data(), x.grad_k.data(), x.grad_v.data());
+  else
+    plain_forward(x.n, x.q.data(), x.k.data(), x.v.data(), m.s.data(), m.p.data(), x.out.data());
+}
+
+int compare(const Options& options, const Kernels& kernels) {
+  Operands ours(options), other(options);
+  const Matrices matrices(other.matrix);
+  if (!ours.forward(kernels) || !ours.backward(kernels)) return 2;
+  plain(other, matrices, false);
+  plain(other, matrices, true);
+  const std::pair<const char*, double> found[] = {{"out", ours.out.distance(other.out)},
+                                                  {"grad_q", ours.grad_q.distance(other.grad_q)},
+                                                  {"grad_k", ours.grad_k.distance(other.grad_k)},
+                                                  {"grad_v", ours.grad_v.distance(other.grad_v)}};
+  bool close = true;
+  for (const auto& [name, distance] : found) {
+    std::printf("%s %.2e\n", name, distance);
+    close &= distance < 1e-4;
+  }
+  return close ? 0 : 1;
+}
+
+int run(const Options& options) {
+  const auto text = [&](const char* name, const char* otherwise) {
+    const auto found = options.find(name);
+    return found == options.end() ? std::string(otherwise) : found->second;
+  };
+  const std::string what = text("what", "nothing"), isa = text("isa", "avx2");
+  const bool backward = text("pass", "forward") == "backward";
+  if (!choose(isa.c_str())) return std::fprintf(stderr, "counted: no %s here\n", isa.c_str()), 3;
+  if (what == "compare") return compare(options, active());
+
+  Operands x(options);
+  Matrices matrices(x.matrix);
+  if (backward) {  // what a forward pass would have left; any numbers move the same bytes
+    x.out.draw(5), x.row_max.fill(0), x.row_sum.fill(1);
+    matrices.p.fill(1.0f / static_cast<float>(x.n.keys));
+  }
+  const i64 flush = number(options, "flush", 0);
+  Room others(flush / static_cast<i64>(sizeof(float)));
+  others.fill(0);
+  if (what == "plain") plain(x, matrices, backward);
+  if (what == "core" && !(backward ? x.backward(active()) : x.forward(active()))) return 2;
+  return 0;
+}
+
+}  // namespace
+}  // namespace tilewise::test
+
+int main(int argc, char** argv) {
+  std::map<std::string, std::string> options;
+  for (int i = 1; i < argc; i++) {
+    const char* equals = std::strchr(argv[i], '=');
+    if (equals == nullptr) return std::fprintf(stderr, "counted: %s is not NAME=VALUE\n", argv[i]), 2;
+    options[std::string(argv[i], static_cast<std::size_t>(equals - argv[i]))] = equals + 1;
+  }
+  return tilewise::test::run(options);
+}

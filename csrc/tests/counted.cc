@@ -3,10 +3,10 @@
 //   counted NAME=VALUE...     what=core|plain|nothing|compare pass=forward|backward isa=avx2 heads=1 kv_heads=1
 //                             queries=512 keys=512 head_dim=64 threads=1 causal=0 flush=0
 //
-// Operands are made and then pushed out of a cache of `flush` / 2 bytes; what=nothing stops there, so that the difference
-// of two runs is the attention alone, from cold memory. `compare` runs both natively and prints how far they are apart.
-// The team has one thread however many it is asked for, as no OpenMP runtime is loaded: `threads` only says how small
-// the kernel cuts its tasks.
+// Float32, one batch item. Operands are made and then pushed out of a cache of `flush` / 2 bytes; what=nothing stops
+// there, so that the difference of two runs is the attention alone, from cold memory. `compare` runs both natively and
+// prints how far they are apart. The team has one thread however many it is asked for, as no OpenMP runtime is loaded:
+// `threads` only says how small the kernel cuts its tasks.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -65,8 +65,12 @@ struct Operands {
   Room q, k, v, out, grad_out, grad_q, grad_k, grad_v, lse, row_max, row_sum, delta;
 
   explicit Operands(const Options& o)
-      : n{number(o, "heads", 1), number(o, "queries", 512), number(o, "keys", 512),
-          static_cast<int>(number(o, "head_dim", 64)), static_cast<int>(number(o, "head_dim", 64)), 0},
+      : n{number(o, "heads", 1),
+          number(o, "queries", 512),
+          number(o, "keys", 512),
+          static_cast<int>(number(o, "head_dim", 64)),
+          static_cast<int>(number(o, "head_dim", 64)),
+          0},
         kv_heads(number(o, "kv_heads", n.heads)),
         threads(number(o, "threads", 1)),
         causal(number(o, "causal", 0) != 0),
@@ -162,9 +166,13 @@ int run(const Options& options) {
   const std::string what = text("what", "nothing"), isa = text("isa", "avx2");
   const bool backward = text("pass", "forward") == "backward";
   if (!choose(isa.c_str())) return std::fprintf(stderr, "counted: no %s here\n", isa.c_str()), 3;
+  if (what != "core" && what != "plain" && what != "nothing" && what != "compare")
+    return std::fprintf(stderr, "counted: what=%s is unknown\n", what.c_str()), 2;
   if (what == "compare") return compare(options, active());
 
   Operands x(options);
+  if (what == "plain" && (x.kv_heads != x.n.heads || x.causal))
+    return std::fprintf(stderr, "counted: plain attention has no groups of heads and no mask\n"), 2;
   Matrices matrices(x.matrix);
   if (backward) {  // what a forward pass would have left; any numbers move the same bytes
     x.out.draw(5), x.row_max.fill(0), x.row_sum.fill(1);

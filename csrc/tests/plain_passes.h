@@ -27,7 +27,8 @@ inline void times_transposed(const float* a, const float* b, i64 rows, i64 colum
     for (i64 j0 = 0; j0 < columns; j0 += kColumnsAtOnce) {
       const i64 some = std::min(kColumnsAtOnce, columns - j0);
       for (i64 j = 0; j < some; j++)
-        for (i64 d = 0; d < depth; d++) panel[static_cast<std::size_t>(d * kColumnsAtOnce + j)] = b[(j0 + j) * depth + d];
+        for (i64 d = 0; d < depth; d++)
+          panel[static_cast<std::size_t>(d * kColumnsAtOnce + j)] = b[(j0 + j) * depth + d];
       for (i64 i = i0; i < std::min(rows, i0 + kRowsAtOnce); i++) {
         float sums[kColumnsAtOnce] = {};
         for (i64 d = 0; d < depth; d++) {

@@ -54,6 +54,7 @@ STEPS = (
     Step("memory", 30, 20),
     Step("repeat", 30, 15),
     Step("long", 60, 30),
+    Step("traffic", 60, 40),
     Step("lengths", 200, 30),
 )
 

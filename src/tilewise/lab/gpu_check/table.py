@@ -19,7 +19,7 @@ def table(record: Record) -> str:
     """Everything that people read first; the rest is in the JSON."""
     parts = [_heading(record)]
     if not record.self_test:
-        parts += [_speed(record), _training(record), _host(record), _memory(record)]
+        parts += [_speed(record), _training(record), _host(record), _memory(record), _bytes(record)]
     parts += [_steps(record), _failures(record), _declined(record)]
     return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part))) + "\n"
 
@@ -130,6 +130,20 @@ def _memory(record: Record) -> Iterator[str]:
             at = values["lengths"][len(values["plain_bytes"]) - 1] // 1024
             line += f"; plain {values['plain_bytes'][-1] / 1e6:.0f} MB at {at}k"
         yield line
+
+
+def _bytes(record: Record) -> Iterator[str]:
+    for row in record.of("traffic"):
+        values = row.values
+        if not values.get("read"):
+            continue
+        off = values["predicted_read"] / values["read"] - 1
+        said = f"Bytes of memory by ncu, {row.name}: {values['read'] / 1e6:.0f} MB read"
+        yield (
+            f"{said}, predicted {values['predicted_read'] / 1e6:.0f} ({off:+.0%}); "
+            f"{values['written'] / 1e6:.0f} written, predicted "
+            f"{values['predicted_written'] / 1e6:.0f}"
+        )
 
 
 def _steps(record: Record) -> Iterator[str]:

@@ -57,6 +57,8 @@ class Pass(NamedTuple):
         flops: operations of its matrix products; a multiply-add is two.
         exponentials: powers that it takes.
         sharing: who walks over the same memory; None where nothing is read twice.
+        held: bytes of the cache that its tiles and what goes by take up while they walk; 0 where
+            they have memory of their own, registers or a GPU's shared memory.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Pass(NamedTuple):
     flops: int = 0
     exponentials: int = 0
     sharing: Sharing | None = None
+    held: int = 0
 
     @property
     def bytes(self) -> int:
@@ -125,10 +128,11 @@ class Traffic(NamedTuple):
     def behind(self, cache_bytes: int | None, programs: int) -> Traffic:
         """What of it reaches the memory behind a cache.
 
-        Assumed: tiles that share an operand run next to one another, ``programs`` at a time. If
-        the cache holds what the groups in flight walk over, each byte is fetched once; else those
-        in flight go over it in step, so that it is fetched once for each round of them. Writes and
-        what is read by one tile alone go through.
+        Tiles that share an operand run next to one another, ``programs`` at a time. If the cache
+        holds what the groups in flight walk over beside what the tiles hold there themselves, each
+        byte is fetched once; else those in flight go over it in step, so that it is fetched once
+        for each round of them. Writes and what is read by one tile alone go through. For one
+        program cachegrind has counted it (``lab.counted``); that several keep step is assumed.
 
         Args:
             cache_bytes: of the cache; None for no cache.
@@ -142,7 +146,7 @@ def _behind(one: Pass, cache_bytes: int | None, programs: int) -> Pass:
         return one
     groups, walks, bytes_each = one.sharing
     at_once = min(groups, -(-programs // max(1, walks)))
-    times = 1 if at_once * bytes_each <= cache_bytes else -(-walks // max(1, programs))
+    times = 1 if at_once * bytes_each + one.held <= cache_bytes else -(-walks // max(1, programs))
     operands = [each._replace(read=min(each.read, each.distinct * times)) for each in one.operands]
     return one._replace(operands=tuple(operands))
 

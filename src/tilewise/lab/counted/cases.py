@@ -1,0 +1,166 @@
+"""What is run under cachegrind, and what the model says of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from tilewise.errors import InvalidArgument
+from tilewise.plan.traffic import fills, plain
+from tilewise.plan.traffic.count import Traffic
+from tilewise.problem import Problem
+from tilewise.variants import masks
+
+__all__ = ["CASES", "QUICK", "SWEEP", "Case", "Direction", "Method"]
+
+Method: TypeAlias = Literal["core", "plain"]
+Direction: TypeAlias = Literal["forward", "backward"]
+
+_LARGEST_TASK = 512  # queries of a task where threads do not ask for smaller ones
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention behind one cache, float32, one batch item.
+
+    Args:
+        method: the C++ core, or plain attention.
+        direction: of the pass.
+        length: queries and keys.
+        cache: bytes of the last-level cache.
+        heads, kv_heads: Hq and Hk.
+        width: D and Dv.
+        causal: whether later keys are masked; the core only.
+        task: queries that walk together over the keys in the core's forward: 64 to 512.
+    """
+
+    method: Method
+    direction: Direction
+    length: int
+    cache: int
+    heads: int = 1
+    kv_heads: int = 1
+    width: int = 64
+    causal: bool = False
+    task: int = _LARGEST_TASK
+
+    def __post_init__(self) -> None:
+        if self.method == "plain" and (self.heads != self.kv_heads or self.causal):
+            raise InvalidArgument(
+                "method", "plain with a mask or groups of heads", "as many key heads, and no mask"
+            )
+
+    @property
+    def problem(self) -> Problem:
+        """What is asked."""
+        mask = masks.causal().program if self.causal else ()
+        sizes = (1, self.heads, self.kv_heads, self.length, self.length, self.width, self.width)
+        return Problem(
+            *sizes, torch.float32, "cpu", "dense", mask, (), self.width**-0.5, 0.0, False
+        )
+
+    @property
+    def name(self) -> str:
+        """The case in words."""
+        heads = str(self.heads) if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+        words = [self.method, self.direction, f"N {self.length}, H {heads}, D {self.width}"]
+        words += ["causal"] * self.causal
+        if self.method == "core" and self.direction == "forward":
+            words.append(f"tasks of {self.task}")
+        return ", ".join([*words, f"{self.cache >> 10} KiB"])
+
+    @property
+    def threads(self) -> int:
+        """For how many threads the core cuts tasks of this size, in ``csrc/forward.h``.
+
+        Raises:
+            InvalidArgument: for none.
+        """
+        if self.task == _LARGEST_TASK:
+            return 1
+        tasks = self.heads * -(-self.length // self.task)
+        if self.task not in (64, 128, 256) or tasks < 8:
+            raise InvalidArgument(
+                "task", f"{self.task} with {tasks} tasks", "512, or 64, 128 or 256 with 8 or more"
+            )
+        return tasks // 4
+
+    @property
+    def arguments(self) -> dict[str, str | int]:
+        """Of the native driver, but for what it is to run."""
+        return {
+            "pass": self.direction,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "queries": self.length,
+            "keys": self.length,
+            "head_dim": self.width,
+            "causal": int(self.causal),
+            "threads": self.threads if self.method == "core" else 1,
+            "flush": 2 * self.cache,
+        }
+
+    def predicted(self) -> Traffic:
+        """What the model says: fills, by pass and operand."""
+        problem = self.problem
+        if self.method == "core":
+            if self.direction == "forward":
+                return fills.core_forward(problem, self.task, self.cache)
+            return fills.core_backward(problem, self.cache)
+        made = plain.forward(problem) if self.direction == "forward" else plain.backward(problem)
+        return fills.fills(made, self.cache)
+
+    @property
+    def allowed(self) -> float:
+        """The largest relative difference between counted and predicted that is accepted."""
+        return 0.15 if self.method == "core" else 0.20
+
+
+def _core(direction: Direction, length: int, kib: int, **more: Any) -> Case:
+    return Case("core", direction, length, kib << 10, **more)
+
+
+def _plain(direction: Direction, length: int, kib: int, **more: Any) -> Case:
+    return Case("plain", direction, length, kib << 10, **more)
+
+
+# Of seconds each: what continuous integration runs.
+QUICK: tuple[Case, ...] = (
+    _plain("forward", 512, 256),
+    _plain("backward", 512, 256),
+    _plain("forward", 256, 128, heads=2, kv_heads=2, width=32),
+    _core("forward", 512, 192, task=64),  # keys come again for every task
+    _core("forward", 512, 512, task=64),  # they stay
+    _core("forward", 512, 256),  # the task does not fit: it comes again for every block of keys
+    _core("forward", 512, 192, heads=4, kv_heads=2, width=32, task=128),
+    _core("forward", 1024, 192, width=32, task=128, causal=True),
+    _core("backward", 512, 224, width=32),
+    _core("backward", 512, 512, width=32),
+)
+
+CASES: tuple[Case, ...] = (
+    *QUICK,
+    _plain("forward", 1024, 512),
+    _plain("backward", 256, 128, heads=2, kv_heads=2, width=32),
+    _plain("forward", 512, 4096),  # everything fits
+    _core("forward", 256, 512, heads=2, kv_heads=2, width=32, task=64),
+    _core("forward", 512, 512),
+    _core("forward", 512, 320, heads=4, kv_heads=2, width=32, task=128),
+    _core("forward", 1024, 256, width=32, task=128),
+    _core("forward", 1024, 512, width=32, task=128),
+    _core("forward", 1024, 256, heads=2, kv_heads=2, width=32, task=256),
+    _core("forward", 1024, 512, width=32, task=128, causal=True),
+    _core("backward", 512, 512),
+    _core("backward", 512, 1024),
+    _core("backward", 512, 256, heads=2, kv_heads=1, width=32, causal=True),
+)
+
+# One attention behind smaller and smaller caches, near the edges too, where nothing is promised.
+_KIB = (64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 768, 1024, 2048, 4096)
+SWEEP: tuple[Case, ...] = (
+    *(_plain("forward", 512, kib) for kib in _KIB if kib >= 192),
+    *(_core("forward", 512, kib, task=64) for kib in _KIB if kib <= 1024),
+    *(_core("forward", 512, kib) for kib in _KIB if 128 <= kib <= 1024),
+)

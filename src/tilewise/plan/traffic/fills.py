@@ -1,0 +1,164 @@
+"""Fills: what a processor's cache takes in, which is what cachegrind counts.
+
+A cache with write-allocation takes a line in when it is first read *or written*; what goes back
+later is counted by nobody here. So a fill is not a byte of traffic: an operand that is read and
+written in place is filled once, and the memory that a kernel works in is filled like any other.
+Besides, that memory takes up a part of the cache: on a GPU tiles lie in registers and shared
+memory, on a processor in the cache itself (``Pass.held``).
+
+``core_forward`` and ``core_backward`` are the loops of the C++ core (``csrc/forward.h``,
+``csrc/backward.h``) in float32 or float64, on one thread; ``fills`` takes any passes that follow
+one another. Of the results ``read`` is what is filled, and nothing is written.
+"""
+
+from __future__ import annotations
+
+from tilewise.errors import InvalidArgument
+from tilewise.plan.traffic import tiled
+from tilewise.plan.traffic.count import Operand, Pass, Traffic, merged
+from tilewise.plan.traffic.visits import visits_of
+from tilewise.problem import Operands, Problem
+
+__all__ = ["core_backward", "core_forward", "fills"]
+
+_TILE_QUERIES = 64  # csrc/tile_sizes.h
+_BLOCK_KEYS = 128  # csrc/schedule.h
+_ONE_CHUNK = 8 * _BLOCK_KEYS + _BLOCK_KEYS // 2 - 1  # csrc/key_sums.h: the keys of one chunk
+
+
+def core_forward(
+    problem: Problem, task_queries: int, cache_bytes: int, operands: Operands | None = None
+) -> Traffic:
+    """The fills of the core's forward pass: tiles of 64 queries walk together over the keys.
+
+    The m queries of a task need a room of m (D + Dv) e for queries and outputs, and one for scores.
+    Where the cache holds it and the keys of a head besides, everything is filled once; where it
+    holds the room alone, keys and values once for every task; where it holds not even that, the
+    room is filled again for every block of keys.
+
+    Args:
+        problem: what is asked, in float32 or float64.
+        task_queries: m: 64, 128, 256 or 512.
+        cache_bytes: of the cache.
+        operands: with what; may be left out where the mask captures no tensor.
+    """
+    _check(problem)
+    visits = visits_of(problem, (task_queries, _BLOCK_KEYS), operands)
+    e = problem.dtype.itemsize
+    widths = problem.head_dim + problem.value_dim
+    rows = min(task_queries, problem.queries)
+    scores = min(_BLOCK_KEYS, problem.keys) * min(_TILE_QUERIES, problem.queries) * e
+    room = rows * widths * e + scores
+    # A tile comes round again when the rest of one block of keys and the next have gone by.
+    blocks = min(2 * _BLOCK_KEYS, problem.keys) * widths * e
+    # Between two walks over the same keys a tile's rows come and its results go.
+    passing = rows * (widths * e + 3 * tiled.statistic_bytes(problem.dtype))
+    (walk,) = tiled.forward(problem, visits).passes
+    if room + blocks > cache_bytes:
+        # Packed and zeroed, walked over for every block of keys, and once more to be written out.
+        again = visits.rows_walked * widths + visits.rows * (widths + problem.value_dim)
+        room = again * e + scores
+    walk = walk._replace(
+        operands=(*walk.operands, Operand("room", room, once=room)), held=room + passing
+    )
+    return fills(Traffic((walk,), visits.omitted).behind(cache_bytes, 1), cache_bytes)
+
+
+def core_backward(problem: Problem, cache_bytes: int, operands: Operands | None = None) -> Traffic:
+    """The fills of the core's backward pass, for keys of one chunk (up to 1087 of them).
+
+    A first pass makes delta. Then tiles of 64 queries walk over the keys and values of their head
+    and over the sums of dK and dV, N (D + Dv) e of each. Where the cache holds both, they are
+    filled once; else for every tile.
+
+    Args:
+        problem: what is asked, in float32 or float64.
+        cache_bytes: of the cache, which has to hold a tile and a block of keys with its sums.
+        operands: with what; may be left out where the mask captures no tensor.
+    """
+    _check(problem)
+    if problem.keys > _ONE_CHUNK:
+        raise InvalidArgument("keys", str(problem.keys), f"at most {_ONE_CHUNK}: one chunk")
+    visits = visits_of(problem, (_TILE_QUERIES, _BLOCK_KEYS), operands)
+    e, f = problem.dtype.itemsize, tiled.statistic_bytes(problem.dtype)
+    head, value = problem.head_dim * e, problem.value_dim * e
+    rows, keys, groups = visits.rows, visits.keys, max(1, visits.groups)
+    tile = min(_TILE_QUERIES, problem.queries)
+    scores = 2 * min(_BLOCK_KEYS, problem.keys) * tile * e
+    # Queries and gradients of a tile as they are and transposed, and its dQ.
+    room = scores + tile * (2 * (head + value) + head)
+    sums = keys // groups * (head + value)
+    least = room + 2 * min(_BLOCK_KEYS, problem.keys) * (head + value)
+    if cache_bytes < least:
+        raise InvalidArgument("cache_bytes", str(cache_bytes), f"at least {least} for one tile")
+    walked, distinct = visits.keys_walked, min(keys, visits.keys_walked)
+    if sums + keys // groups * (head + value) + room <= cache_bytes:
+        walked = distinct
+        room += sums
+    else:  # walked over as often as the keys are, and once more to be written out
+        room += (walked + keys) * (head + value)
+    first = (
+        Operand("out", rows * value),
+        Operand("grad_out", rows * value),
+        Operand("delta", written=rows * f),
+    )
+    walk = (
+        Operand("q", rows * head),
+        Operand("grad_out", rows * value),
+        Operand("stats", rows * 2 * f),
+        Operand("delta", rows * f),
+        Operand("k", walked * head),
+        Operand("v", walked * value),
+        Operand("grad_q", written=rows * head),
+        Operand("grad_k", written=keys * head),
+        Operand("grad_v", written=keys * value),
+        Operand("room", room),
+    )
+    passes = Pass("delta", first), Pass("backward", walk)
+    return fills(Traffic(passes, visits.omitted), cache_bytes)
+
+
+def _check(problem: Problem) -> None:
+    if problem.layout != "dense" or problem.page_size or problem.dtype.itemsize < 4:
+        raise InvalidArgument(
+            "problem", f"{problem.layout} in {problem.dtype}", "a dense one in float32 or float64"
+        )
+
+
+def fills(traffic: Traffic, cache_bytes: int) -> Traffic:
+    """What a cache takes in while passes follow one another, oldest lines leaving first.
+
+    An operand that an earlier pass went over is still there as far as little was filled since. Of
+    what lies at a share x of it, (1 - x) F + B + x G bytes came since: F those of the pass that
+    touched it last, B of passes between, G of this one. It stays where that is at most the cache.
+
+    Args:
+        traffic: passes, in each of which every operand is gone over in step with the others.
+        cache_bytes: of the cache.
+    """
+    filled: list[Pass] = []
+    moved: list[int] = []  # by each pass, with what was still there
+    last: dict[str, int] = {}
+    for place, each in enumerate(traffic.passes):
+        touched = [(one.name, max(one.read, one.written)) for one in merged(each.operands)]
+        moved.append(sum(size for _, size in touched))
+        operands = []
+        for name, size in touched:
+            before = last.get(name)
+            lost = 1.0
+            if before is not None:
+                between = sum(moved[before + 1 : place])
+                lost = 1 - _kept(moved[before], between, moved[place], cache_bytes)
+            operands.append(Operand(name, round(size * lost)))
+            last[name] = place
+        filled.append(each._replace(operands=tuple(operands), sharing=None))
+    return Traffic(tuple(filled), traffic.omitted)
+
+
+def _kept(first: int, between: int, now: int, cache_bytes: int) -> float:
+    """The share of x in 0 .. 1 with (1 - x) first + between + x now <= cache_bytes."""
+    left, slope = cache_bytes - between - first, now - first
+    if slope == 0:
+        return float(left >= 0)
+    edge = min(1.0, max(0.0, left / slope))
+    return edge if slope > 0 else 1 - edge

@@ -124,10 +124,10 @@ def test_the_core_backward_at_its_ends() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_larger_cache_never_fills_more(causal: bool) -> None:
     asked = single(heads=2, queries=300, keys=300, mask=masks.causal().program if causal else ())
-    sizes = range(2**18, 2**21, 2**15)
+    sizes = range(2**15, 2**21, 2**14)
     for made in (
         [fills.core_forward(asked, 128, size).bytes for size in sizes],
-        [fills.core_backward(asked, size).bytes for size in sizes],
+        [fills.core_backward(asked, size).bytes for size in sizes if size >= 2**18],
         [fills.fills(plain.forward(asked), size).bytes for size in sizes],
     ):
         assert made == sorted(made, reverse=True)

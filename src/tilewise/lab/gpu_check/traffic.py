@@ -74,7 +74,7 @@ def predicted(setting: Setting, job: str) -> Traffic:
 
 
 def _operands(setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v: larger than any cache, but small."""
+    """q, k and v, small: a kernel that is counted begins with cold caches."""
     length, heads = (_LENGTH, _HEADS) if not setting.self_test else (_TINY_LENGTH, _TINY_HEADS)
     size = (1, heads, length, _WIDTH)
     made = [torch.randn(size, device=setting.device).to(setting.dtype) for _ in range(3)]

@@ -1,9 +1,9 @@
 """Fill the READMEs' tables from stored results: python scripts/readme_table.py [--check].
 
 The text between the two ``measured`` marks (of the bench) and between the two ``studied`` marks (of
-the study) of README.md belongs to this script, and that between the two ``sparse`` marks of
-benchmarks/README.md. With ``--check`` nothing is written, and the exit status is 1 where a README
-differs from benchmarks/.
+the study) of README.md belongs to this script, that between the two ``sparse`` marks of
+benchmarks/README.md, and that between the two ``counted`` marks of docs/io-model.md. With
+``--check`` nothing is written, and the exit status is 1 where a page differs from benchmarks/.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 
 from tilewise.lab import bench
+from tilewise.lab.counted.table import Row, verdict
+from tilewise.lab.counted.table import table as tabulated
 
 ROOT = Path(__file__).resolve().parent.parent
 STUDY = Path("benchmarks/studies/laptop/report.md")
@@ -57,6 +59,12 @@ def sparse(stored: Path) -> str:
     return f"![Time against density]({picture})\n\n{report(json.loads(stored.read_text()))}"
 
 
+def counted(stored: Path) -> str:
+    """Predicted bytes beside counted ones."""
+    rows = [Row.read(each) for each in json.loads(stored.read_text())["rows"]]
+    return f"{tabulated(rows)}\n\nIn short, {verdict(rows)}."
+
+
 def filled(readme: str, mark: str, text: str) -> str:
     """The README with a text between two marks."""
     block = re.compile(BLOCK.format(mark), re.DOTALL)
@@ -66,7 +74,8 @@ def filled(readme: str, mark: str, text: str) -> str:
 def pages() -> dict[Path, str]:
     """Every page with tables, as it should be."""
     readme, measurements = ROOT / "README.md", ROOT / "benchmarks" / "README.md"
-    found = {path: path.read_text() for path in (readme, measurements)}
+    account = ROOT / "docs" / "io-model.md"
+    found = {path: path.read_text() for path in (readme, measurements, account)}
     measured = [table(path) for path in sorted((ROOT / "benchmarks").glob("*/cpu.json"))]
     if measured:
         found[readme] = filled(found[readme], "measured", "\n\n".join(measured))
@@ -75,6 +84,9 @@ def pages() -> dict[Path, str]:
     stored = [sparse(path) for path in sorted((ROOT / "benchmarks").glob("*/sparse.json"))]
     if stored:
         found[measurements] = filled(found[measurements], "sparse", "\n\n".join(stored))
+    counts = ROOT / "benchmarks" / "cachegrind" / "counted.json"
+    if counts.exists():
+        found[account] = filled(found[account], "counted", counted(counts))
     return found
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from tilewise.errors import TilewiseError
 
-__all__ = ["METRICS", "Bytes", "CannotCount", "absence", "bytes_of", "count"]
+__all__ = ["METRICS", "Bytes", "CannotCount", "bytes_of", "count"]
 
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 Bytes = dict[str, int]
@@ -23,11 +23,6 @@ _REFUSED = "ERR_NVGPUCTRPERM"
 
 class CannotCount(TilewiseError):  # noqa: N818  no error of the check: a counter cannot be read
     """Why nothing can be counted here."""
-
-
-def absence() -> str | None:
-    """Why nothing can be counted; None where ncu is there to be asked."""
-    return None if shutil.which("ncu") else "ncu (Nsight Compute) is not installed"
 
 
 def count(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> list[Bytes]:
@@ -41,11 +36,11 @@ def count(command: Sequence[str], environment: Mapping[str, str], limit_s: float
     Raises:
         CannotCount: ncu is missing, refuses, or does not come to its end.
     """
-    reason = absence()
-    if reason is not None:
-        raise CannotCount(reason)
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        raise CannotCount("ncu (Nsight Compute) is not installed")
     asked = [
-        *("ncu", "--metrics", ",".join(METRICS), "--csv", "--print-units", "base"),
+        *(ncu, "--metrics", ",".join(METRICS), "--csv", "--print-units", "base"),
         *("--profile-from-start", "off", "--target-processes", "all", *command),
     ]
     try:

@@ -1,0 +1,222 @@
+"""Counted bytes against the model: the parts without valgrind, what is stored, and (slow) a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tilewise.errors import InvalidArgument
+from tilewise.lab.counted import cachegrind, command
+from tilewise.lab.counted.cases import CASES, EDGE, QUICK, SWEEP, Case
+from tilewise.lab.counted.table import Row, table, verdict
+
+ROOT = Path(__file__).resolve().parents[3]
+STORED = ROOT / "benchmarks" / "cachegrind" / "counted.json"
+FILE = """desc: I1 cache: 32768 B, 64 B, 8-way associative
+cmd: counted what=core
+events: Ir I1mr ILmr Dr D1mr DLmr Dw D1mw DLmw
+fl=counted.cc
+fn=main
+0 9 9 9 9 9 9 9 9 9
+summary: 100 11 10 90 21 20 80 31 30
+"""
+CASE = Case("core", "forward", 512, 512 << 10, task=64)
+
+
+def test_misses_are_read_by_name() -> None:
+    assert cachegrind.misses(FILE) == 50
+    turned = FILE.replace("Dr D1mr DLmr", "DLmr Dr D1mr")
+    assert cachegrind.misses(turned) == 90 + 30
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", FILE.replace("summary", "totals"), FILE.replace("DLmw", "DLm"), FILE.replace(" 30", "")],
+)
+def test_a_file_without_misses_is_refused(text: str) -> None:
+    with pytest.raises(cachegrind.CountingError, match="DLmr and DLmw"):
+        cachegrind.misses(text)
+
+
+def test_every_cache_can_be_had() -> None:
+    for case in CASES + SWEEP:
+        sets = case.cache // (cachegrind.ways(case.cache) * cachegrind.LINE)
+        assert sets.bit_count() == 1
+        assert sets * cachegrind.ways(case.cache) * cachegrind.LINE == case.cache
+    with pytest.raises(InvalidArgument, match="cache"):
+        cachegrind.ways(11 << 10)
+
+
+def test_the_core_cuts_the_tasks_of_a_case() -> None:
+    """As csrc/forward.h does it: half the tiles while there are fewer than four tasks a thread."""
+    source = (ROOT / "csrc" / "forward.h").read_text()
+    assert "task_estimate(tiles) < 4 * f_.threads) tiles /= 2" in source
+    assert "query_tiles = 8" in (ROOT / "csrc" / "modes.h").read_text()
+    for case in CASES + SWEEP:
+        tiles, threads = 8, case.threads
+        while (
+            tiles > 1
+            and threads > 1
+            and case.heads * -(-case.length // (tiles * 64)) < (4 * threads)
+        ):
+            tiles //= 2
+        assert tiles * 64 == case.task, case.name
+    with pytest.raises(InvalidArgument, match="task"):
+        _ = replace(CASE, length=256).threads
+
+
+def test_cases_differ_and_cover() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert set(QUICK) <= set(CASES)
+    for cases in (QUICK, CASES):
+        kinds = {(case.method, case.direction) for case in cases}
+        assert len(kinds) == 4
+        assert len({case.length for case in cases}) >= 3
+        assert len({case.task for case in cases}) >= 3
+        assert len({case.cache for case in cases}) >= 4
+        assert any(case.causal for case in cases)
+        assert any(case.heads > case.kv_heads for case in cases)
+
+
+def test_plain_attention_has_no_mask_and_no_groups() -> None:
+    with pytest.raises(InvalidArgument, match="plain with a mask"):
+        Case("plain", "forward", 64, 2**20, causal=True)
+    with pytest.raises(InvalidArgument, match="plain with a mask"):
+        Case("plain", "forward", 64, 2**20, heads=2)
+
+
+def test_what_a_run_misses_without_attention_is_taken_off() -> None:
+    asked: list[tuple[int, dict[str, str | int]]] = []
+
+    def counter(cache: int, arguments: Mapping[str, str | int]) -> int:
+        asked.append((cache, dict(arguments)))
+        return 1000 if arguments["what"] == "nothing" else 10_000
+
+    causal = replace(CASE, causal=True)
+    seen: list[Row] = []
+    rows = command.count([CASE, causal, replace(CASE, cache=1 << 20)], counter, seen.append)
+    assert rows == seen
+    assert [row.counted for row in rows] == [9000 * 64] * 3
+    assert [row.predicted for row in rows] == [each.case.predicted().bytes for each in rows]
+    whats = [(cache >> 10, arguments["what"]) for cache, arguments in asked]
+    assert whats == [(512, "nothing"), (512, "core"), (512, "core"),
+                     (1024, "nothing"), (1024, "core")]  # fmt: skip
+    assert [arguments.get("causal") for _, arguments in asked] == [None, 0, 1, None, 0]
+
+
+def test_too_far_is_said() -> None:
+    predicted = CASE.predicted().bytes
+    near, far = (Row(CASE, round(predicted / (1 + off)), predicted) for off in (0.149, -0.151))
+    assert near.holds
+    assert not far.holds
+    assert "too far" in table([far])
+    assert "too far" not in table([near])
+    plain = replace(CASE, method="plain", task=512)
+    assert Row(plain, 100, 119).holds
+    assert not Row(plain, 100, 79).holds
+    assert verdict([near, far]) == "ours: 2 cases, off by 15.1 % at the most (15 % allowed)"
+
+
+def test_without_valgrind_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert command.main([]) == 0
+    assert capsys.readouterr().out.startswith("skipped: valgrind is not installed")
+    (tmp_path / "valgrind").write_text("#!/bin/sh\n")
+    (tmp_path / "valgrind").chmod(0o755)
+    assert command.main(["--driver", str(tmp_path / "none")]) == 0
+    assert "is not built: scripts/counted.sh" in capsys.readouterr().out
+
+
+def test_a_process_that_fails_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "valgrind").write_text("#!/bin/sh\necho no such tool >&2\nexit 7\n")
+    (tmp_path / "valgrind").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(cachegrind.CountingError, match="ended with 7: no such tool"):
+        cachegrind.counted(tmp_path / "counted", 2**20, {"what": "core"})
+
+
+def test_ours_and_plain_have_to_agree_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, code in (("valgrind", 0), ("counted", 1)):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho out 0.5\nexit {code}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert command.main(["--driver", str(tmp_path / "counted")]) == 1
+    assert "ours and plain attention differ: counted ended with 1: out 0.5" in (
+        capsys.readouterr().err
+    )
+
+
+def test_what_is_stored_holds_for_the_model_of_today(capsys: pytest.CaptureFixture[str]) -> None:
+    """Counts are stored; predictions are made anew."""
+    stored = json.loads(STORED.read_text())
+    assert stored["format"] == command.FORMAT
+    rows = [Row.read(each) for each in stored["rows"]]
+    assert tuple(row.case for row in rows) == CASES
+    assert tuple(Case(**each["case"]) for each in stored["sweep"]) == SWEEP
+    assert all(row.holds for row in rows), table(rows)
+    assert max(abs(row.off) for row in rows if row.case.method == "plain") < 0.05
+    assert command.main(["--from", str(STORED)]) == 0
+    assert capsys.readouterr().out == f"{table(rows)}\n\n{verdict(rows)}\n"
+
+
+def test_the_page_has_the_table_and_names_the_edges() -> None:
+    stored = json.loads(STORED.read_text())
+    rows, sweep = ([Row.read(each) for each in stored[part]] for part in ("rows", "sweep"))
+    page = (ROOT / "docs" / "io-model.md").read_text()
+    assert table(rows) in page
+    assert verdict(rows) in page
+    edge = next(row for row in sweep if row.case == EDGE)
+    assert f"{edge.predicted / edge.counted - 1:.0%}".replace("%", " %") in page
+    old = [row for row in sweep if row.case.cache == 320 << 10 and row.case.task == 64]
+    (blind,) = [f"{row.counted / 1e6:.2f} MB" for row in old if row.case.method == "core"]
+    assert blind in page, "what was counted where the rule without rooms was wrong"
+
+
+def test_the_picture_is_drawn_the_same_every_time(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("one.svg", "two.svg"):
+        command_line = [
+            sys.executable,
+            str(ROOT / "scripts" / "counted_plot.py"),
+            str(tmp_path / name),
+        ]
+        subprocess.run(command_line, check=True)
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+    assert b"<svg" in (tmp_path / "one.svg").read_bytes()
+
+
+def test_ci_counts() -> None:
+    steps = (ROOT / ".ci" / "run").read_text()
+    assert re.search(r"^step counted counted$", steps, re.M)
+    assert "scripts/counted.sh --quick" in steps
+
+
+@pytest.mark.slow
+def test_a_run_under_cachegrind() -> None:
+    """What continuous integration runs: build, count, compare."""
+    for tool in ("valgrind", "cmake", "g++"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not installed")
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "counted.sh"), "--quick"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHON": sys.executable},
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "too far" not in done.stdout
+    assert f"ours: {sum(case.method == 'core' for case in QUICK)} cases" in done.stdout

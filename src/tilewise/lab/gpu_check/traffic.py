@@ -100,10 +100,10 @@ def main() -> None:
     call = _call(setting, job)
     call()
     torch.cuda.synchronize()
-    torch.cuda.profiler.start()
+    torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
     call()
     torch.cuda.synchronize()
-    torch.cuda.profiler.stop()
+    torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

@@ -199,6 +199,8 @@ _TABLE = _rows(
     rdna3        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
     rdna4        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
     small        forward+ 64x64/8/3     64x64/8/3     64x32/8/2     32x32/8/1
+    hopper       decode+  16x128/4/3    16x32/4/3     16x64/8/2     16x16/4/2
+    small        decode*  16x32/4/3     16x32/8/3     16x32/8/2     16x16/4/2
     ampere       decode*  16x32/4/3     16x32/4/3     16x32/8/2     16x16/4/2
     hopper       forward+ 128x64/8/2    128x64/8/2    128x32/8/2    32x32/8/2
     hopper       forward* 64x64/8/3     128x64/8/2    64x16/8/3     32x32/8/2

@@ -167,7 +167,7 @@ def load_keys(
 
 @triton.jit
 def side_of(head, strides, pages, rows, start):
-    """The ``side`` of ``load_keys``; ``rows`` is its descriptor, or None for none."""
+    """The ``side`` of ``load_keys``; ``rows`` is a descriptor or None, ``start`` (b, h, row)."""
     if rows is None:
         return head, strides, pages
     return head, strides, pages, rows, start

@@ -96,13 +96,16 @@ def test_an_unknown_instruction_set_is_an_error(isa: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_forced_instruction_set_runs(isa: str) -> None:
+def test_a_forced_instruction_set_runs(isa: str, tmp_path: Path) -> None:
     run = [sys.executable, "-m", "tilewise.cli", "doctor", "--peak"]
-    environment = os.environ | {"TILEWISE_ISA": isa}
+    environment = os.environ | {"TILEWISE_ISA": isa, "TILEWISE_CACHE": str(tmp_path)}
     done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=120)
     assert f"{isa} runs, forced by TILEWISE_ISA={isa}" in done.stdout
     assert "float32 multiply-add" in done.stdout
     assert ("bfloat16 dot product" in done.stdout) == (isa == "avx512_bf16")
+    assert "GB/s" in done.stdout
+    assert "not kept, because TILEWISE_ISA" in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_doctor_fails_on_what_needs_mending() -> None:

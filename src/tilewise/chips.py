@@ -1,8 +1,9 @@
 """Floor 1: what chips can do: one row per chip, and the row of the processor that runs this.
 
-A row holds what the machine says about itself (cores, caches) and what is known about its kind
+``CHIPS`` has the public figures of some chips by name. The row of the processor that runs this
+holds what the machine says about itself (cores, caches) and what is known about its kind
 (bandwidth). Peaks that are only known by measuring are absent from the row; ``tilewise doctor`` and
-the bench measure them.
+the bench measure them, and ``measured`` adds what was measured and kept before.
 
 Linux tells all of it in ``/proc/cpuinfo`` and ``/sys``; where those are missing, the row says None
 instead of guessing.
@@ -10,13 +11,18 @@ instead of guessing.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["KNOWN", "Chip", "detect"]
+from tilewise.errors import InvalidArgument
+from tilewise.folders import cache_folder
+
+__all__ = ["CHIPS", "KNOWN", "Chip", "ceilings_file", "detect", "measured", "named"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,11 @@ class Chip:
         l3_bytes: last-level cache that cores share; None where there is none or it is unknown.
         bandwidth_bytes_s: memory bandwidth of the whole chip; None where it is unknown.
         peak_flops_s: (dtype name, peak floating-point operations per second) pairs; a dtype that is
-            missing is only known by measuring.
+            missing is only known by measuring. Dense, with float32 sums.
+        exponentials_s: powers per second of the whole chip; None where that is unknown.
+        memory_bytes: memory of the whole chip; None where it is the machine's.
+        source: where the figures are from.
+        family: the machine code that a GPU runs, e.g. "sm_90".
     """
 
     name: str
@@ -43,6 +53,15 @@ class Chip:
     l3_bytes: int | None = None
     bandwidth_bytes_s: float | None = None
     peak_flops_s: tuple[tuple[str, float], ...] = ()
+    exponentials_s: float | None = None
+    memory_bytes: int | None = None
+    source: str = ""
+    family: str = ""
+
+    @property
+    def last_cache_bytes(self) -> int | None:
+        """The cache before memory that all cores share; None where it is unknown."""
+        return self.l3_bytes or (self.l2_bytes if self.kind == "gpu" else None)
 
     def peak(self, dtype: str) -> float | None:
         """Peak operations per second in a dtype such as "float32"; None when only measured."""
@@ -92,6 +111,234 @@ def detect(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Chip:
         if info.get("vendor_id") == known.vendor and info.get("cpu family") == str(known.family):
             return replace(chip, bandwidth_bytes_s=known.bandwidth_bytes_s)
     return chip
+
+
+_GB, _KIB, _MIB = 10**9, 2**10, 2**20
+
+
+def _gpu(
+    name: str,
+    family: str,
+    cores: int,
+    clock_hz: float,
+    caches: tuple[int, int, int | None],
+    memory: tuple[int, float],
+    tflops: Mapping[str, float],
+    source: str,
+    powers_a_clock: int = 16,
+) -> Chip:
+    """A row of the table: exponentials are ``powers_a_clock`` x cores x clock."""
+    return Chip(
+        name,
+        "gpu",
+        cores,
+        *caches,
+        bandwidth_bytes_s=memory[1] * _GB,
+        peak_flops_s=tuple((dtype, rate * 1e12) for dtype, rate in tflops.items()),
+        exponentials_s=powers_a_clock * cores * clock_hz,
+        memory_bytes=memory[0] * _GB,
+        source=source,
+        family=family,
+    )
+
+
+def _cpu(
+    name: str,
+    cores: int,
+    caches: tuple[int, int, int | None],
+    bandwidth: float,
+    core_flops_s: tuple[float, float],
+    source: str,
+) -> Chip:
+    """A row of the table; a core's peaks are in float32 and bfloat16.
+
+    A processor has no unit for powers: 16 multiply-adds are taken for one, with which the products
+    compete.
+    """
+    single, half = (rate * cores for rate in core_flops_s)
+    peaks = (("float32", single), ("bfloat16", half), ("float16", single), ("float64", single / 2))
+    return Chip(
+        name,
+        "cpu",
+        cores,
+        *caches,
+        bandwidth_bytes_s=bandwidth * _GB,
+        peak_flops_s=peaks,
+        exponentials_s=single / 32,
+        source=source,
+    )
+
+
+_AMPERE = {"float16": 312.0, "bfloat16": 312.0, "float32": 19.5, "float64": 19.5}
+_HOPPER = {
+    "float8_e4m3fn": 1978.9,
+    "float16": 989.4,
+    "bfloat16": 989.4,
+    "float32": 66.9,
+    "float64": 66.9,
+}
+# Sixteen special function units a multiprocessor (four a quarter) are NVIDIA's since Turing, from
+# the tuning guides; the clock is the one at which the maker's matrix peak holds. float32 is without
+# matrix instructions, which is how exact products are made; tf32 is another dtype's figure.
+CHIPS: Mapping[str, Chip] = {
+    "a100": _gpu(
+        "NVIDIA A100 SXM 80 GB",
+        "sm_80",
+        108,
+        1.41e9,
+        (163 * _KIB, 40 * _MIB, None),
+        (80, 2039),
+        _AMPERE,
+        "NVIDIA A100 datasheet (2021); Ampere architecture whitepaper (2020), table 1",
+    ),
+    "a100-40gb": _gpu(
+        "NVIDIA A100 SXM 40 GB",
+        "sm_80",
+        108,
+        1.41e9,
+        (163 * _KIB, 40 * _MIB, None),
+        (40, 1555),
+        _AMPERE,
+        "NVIDIA A100 datasheet (2020); the chip of the FlashAttention paper",
+    ),
+    "h100": _gpu(
+        "NVIDIA H100 SXM",
+        "sm_90",
+        132,
+        1.83e9,
+        (227 * _KIB, 50 * _MIB, None),
+        (80, 3350),
+        _HOPPER,
+        "NVIDIA H100 datasheet; Hopper architecture whitepaper (2022)",
+    ),
+    "h200": _gpu(
+        "NVIDIA H200 SXM",
+        "sm_90",
+        132,
+        1.83e9,
+        (227 * _KIB, 50 * _MIB, None),
+        (141, 4800),
+        _HOPPER,
+        "NVIDIA H200 datasheet (2023)",
+    ),
+    "b200": _gpu(
+        "NVIDIA B200 (HGX)",
+        "sm_100",
+        148,
+        1.86e9,
+        (227 * _KIB, 126 * _MIB, None),
+        (180, 8000),
+        {
+            "float8_e4m3fn": 4500.0,
+            "float16": 2250.0,
+            "bfloat16": 2250.0,
+            "float32": 75.0,
+            "float64": 37.0,
+        },
+        "NVIDIA Blackwell datasheet, HGX B200 (2024), half of the sparse figures",
+    ),
+    "rtx4090": _gpu(
+        "NVIDIA GeForce RTX 4090",
+        "sm_89",
+        128,
+        2.52e9,
+        (99 * _KIB, 72 * _MIB, None),
+        (24, 1008),
+        {
+            "float8_e4m3fn": 330.3,
+            "float16": 165.2,
+            "bfloat16": 165.2,
+            "float32": 82.6,
+            "float64": 1.3,
+        },
+        "NVIDIA Ada architecture whitepaper (2022), table 2; products with float32 sums",
+    ),
+    "mi300x": _gpu(
+        "AMD Instinct MI300X",
+        "gfx942",
+        304,
+        2.1e9,
+        (64 * _KIB, 32 * _MIB, 256 * _MIB),
+        (192, 5300),
+        {
+            "float8_e4m3fn": 2614.9,
+            "float16": 1307.4,
+            "bfloat16": 1307.4,
+            "float32": 163.4,
+            "float64": 163.4,
+        },
+        "AMD Instinct MI300X datasheet (2023); CDNA 3 whitepaper: powers at a quarter of the "
+        "vector rate",
+    ),
+    "t4": _gpu(
+        "NVIDIA T4",
+        "sm_75",
+        40,
+        1.59e9,
+        (64 * _KIB, 4 * _MIB, None),
+        (16, 320),
+        {"float16": 65.0, "float32": 8.1, "float64": 0.25},
+        "NVIDIA T4 datasheet (2018); Turing architecture whitepaper",
+    ),
+    "apple-m2": _cpu(
+        "Apple M2, its four fast cores",
+        4,
+        (128 * _KIB, 16 * _MIB, 8 * _MIB),
+        100,
+        (2 * 4 * 4 * 3.49e9, 2 * 4 * 4 * 3.49e9),
+        "Apple, M2 announcement (2022): 100 GB/s; four 128-bit multiply-adds a clock at 3.49 GHz",
+    ),
+    "graviton3": _cpu(
+        "AWS Graviton3",
+        64,
+        (64 * _KIB, 1 * _MIB, 32 * _MIB),
+        307.2,
+        (2 * 2 * 8 * 2.6e9, 2 * 2 * 32 * 2.6e9),
+        "WikiChip, AWS Graviton3: DDR5-4800 x 8, 2.6 GHz; Arm Neoverse V1 optimisation guide: two "
+        "256-bit pipes",
+    ),
+}
+
+
+def named(name: str | None = None) -> Chip:
+    """A chip by its name in ``CHIPS``, or "this" or None for the processor that runs this.
+
+    Raises:
+        InvalidArgument: there is no such row.
+    """
+    if name is None or name == "this":
+        return measured(detect())
+    key = name.lower().replace("_", "-").replace(" ", "")
+    if key not in CHIPS:
+        known = ", ".join(["this", *CHIPS])
+        raise InvalidArgument("chip", repr(name), f"one of {known}")
+    return CHIPS[key]
+
+
+def ceilings_file() -> Path:
+    """Where measured ceilings are kept: in the folder of what can be made again."""
+    return cache_folder().absolute() / "ceilings.json"
+
+
+def measured(chip: Chip, path: Path | None = None) -> Chip:
+    """The row with what was measured of it before (``lab.ceilings``); as it is where nothing was.
+
+    Args:
+        chip: of this machine.
+        path: the file; None for ``ceilings_file``.
+    """
+    try:
+        kept = json.loads((path or ceilings_file()).read_text())[f"{chip.name} x {chip.cores}"]
+        peaks = tuple((str(dtype), float(rate)) for dtype, rate in kept["peak_flops_s"].items())
+        return replace(
+            chip,
+            bandwidth_bytes_s=float(kept["bandwidth_bytes_s"]),
+            peak_flops_s=peaks,
+            exponentials_s=float(kept["exponentials_s"]),
+            source=f"measured here on {kept['date']}",
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return chip
 
 
 def _cpuinfo(path: Path) -> dict[str, str]:

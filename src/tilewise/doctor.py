@@ -80,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="tilewise doctor", description="What runs here, and why the rest does not."
     )
     parser.add_argument(
-        "--peak", action="store_true", help="also measure the peak arithmetic (a few seconds)"
+        "--peak",
+        action="store_true",
+        help="also measure the ceilings (a few seconds), and keep them for tilewise explain",
     )
     options = parser.parse_args(argv)
     checks = examine()
@@ -151,13 +153,26 @@ def _version(package: str) -> str:
 
 
 def _peak_checks() -> list[Check]:
+    """The ceilings, measured; kept unless a lower instruction set is forced."""
     if absence():
         return []
+    from tilewise.lab import ceilings  # the rest of the doctor needs nothing of the lab
+
     threads = torch.get_num_threads()
     kinds = (("fma", "float32 multiply-add"), ("bf16", "bfloat16 dot product"))
     measured = [(what, core().peak(kind, threads)) for kind, what in kinds]
-    return [
+    found = [
         Check("peak", f"{what}: {flops_s / 1e9:.0f} GFLOP/s on {threads} threads")
         for what, flops_s in measured
         if flops_s
     ]
+    chip = ceilings.measure(detect())
+    bandwidth, powers = chip.bandwidth_bytes_s or 0.0, chip.exponentials_s or 0.0
+    found.append(Check("peak", f"memory reads: {bandwidth / 1e9:.1f} GB/s"))
+    found.append(Check("peak", f"exponentials: {powers / 1e9:.2f} G/s"))
+    if os.environ.get("TILEWISE_ISA"):
+        return [*found, Check("ceilings", "not kept, because TILEWISE_ISA forces them down")]
+    try:
+        return [*found, Check("ceilings", f"kept in {ceilings.keep(chip)}")]
+    except OSError as error:
+        return [*found, Check("ceilings", f"not kept: {error}")]

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from tilewise.chips import Chip, named
 from tilewise.engine import registry
 from tilewise.engine.call import (
     NO_KEYWORDS,
@@ -16,11 +17,13 @@ from tilewise.engine.call import (
     read_keywords,
 )
 from tilewise.engine.dispatch import candidates
+from tilewise.engine.explanation import Explanation, chip_of
 from tilewise.engine.pages import Pages
 from tilewise.engine.run import run, run_paged
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.plan.plan import Plan
-from tilewise.problem import Result, Statistics
+from tilewise.plan.traffic.account import Account, account
+from tilewise.problem import Operands, Result, Statistics
 from tilewise.reference.blocks import Block
 from tilewise.reference.programs import visible
 from tilewise.variants.float8 import scales_of
@@ -323,48 +326,6 @@ def visible_pairs(
     return visible(read.program, captured, block, device).expand(shape).clone()
 
 
-class Explanation(NamedTuple):
-    """Why a call is done as it is; ``str()`` is for people.
-
-    Args:
-        plan: the plan, or None if nothing can do the call.
-        reasons: for every backend not chosen, its name and why not.
-        notes: what a mask with a table says of it, and what else the chosen backend says of how
-            it does the call, as (name, text) pairs.
-    """
-
-    plan: Plan | None
-    reasons: tuple[tuple[str, tuple[str, ...]], ...]
-    notes: tuple[tuple[str, str], ...] = ()
-
-    def __str__(self) -> str:
-        lines = ["nothing here can do this call"]
-        if self.plan is not None:
-            problem, tiles = self.plan.problem, self.plan.tiles
-            sizes = [f"{name} {value}" for name, value in zip(_SIZES, problem[:7], strict=True)]
-            dtype = str(problem.dtype).removeprefix("torch.")
-            lines = [
-                f"backend   {self.plan.backend}",
-                f"tiles     {tiles.query_tile} query rows x {tiles.key_tile} keys, "
-                f"{tiles.splits} split" + ("s" if tiles.splits != 1 else ""),
-                f"problem   {problem.layout}, {dtype} on {problem.device}, " + ", ".join(sizes),
-                *([f"pages     of {problem.page_size} keys"] if problem.page_size else []),
-                f"mask      {self.plan.mask_text or 'none: every pair attends'}",
-                f"score     {self.plan.score_text or 'unchanged'}",
-                f"scale     {problem.scale:g}",
-                f"dropout   {problem.dropout_p:g}",
-                f"sinks     {'yes' if problem.sinks else 'no'}",
-            ]
-        lines += [f"{name:9} {text}" for name, text in self.notes]
-        for name, why in self.reasons:
-            lines.append(f"not {name}:")
-            lines += [f"  {reason}" for reason in why]
-        return "\n".join(lines)
-
-
-_SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "value_dim")
-
-
 def plan(
     q: Tensor,
     k: Tensor,
@@ -414,10 +375,15 @@ def explain(
     block_table: Tensor | None = None,
     key_lengths: Tensor | None = None,
     backend: str | None = None,
+    chip: str | None = None,
 ) -> Explanation:
-    """How a call would be done, and why no other backend would do it. Nothing is computed.
+    """How a call would be done, what it moves, and why no other backend would do it.
 
-    Every argument is as in ``plan``.
+    Nothing is computed. Bytes and times are predicted for the forward and the backward, ours beside
+    plain attention (docs/io-model.md).
+
+    Every argument is as in ``plan``; ``chip`` says whose caches and ceilings count: a name of
+    ``tilewise.chips.CHIPS`` of the kind that the tensors are on, or "this"; None for their own.
 
     Raises:
         InvalidArgument, InvalidType: as the call. A call that nothing can do is explained.
@@ -429,8 +395,12 @@ def explain(
         made: Plan | None = make_plan(q, k, v, asked)
     except Unsupported:
         made = None
+    row = chip_of(q.device) if chip is None else _same_kind(named(chip), q.device)
+    found: Account | None = None
+    unpredicted: tuple[tuple[str, str], ...] = ()
     if made is not None:
-        _check_captured(made, q, k, v, asked)
+        operands = build_operands(made.problem, q, k, v, asked, 0)
+        found, unpredicted = _account(made, operands)
     chosen = None if made is None else made.backend
     reasons = [
         (candidate.name, candidate.reasons or (_passed_over(chosen, backend),))
@@ -440,7 +410,27 @@ def explain(
     notes = asked.mask.notes()
     if made is not None:
         notes += registry.load(made.backend).notes(problem)
-    return Explanation(made, tuple(reasons), notes)
+    return Explanation(made, tuple(reasons), notes + unpredicted, found, row)
+
+
+def _same_kind(row: Chip, device: torch.device) -> Chip:
+    if (row.kind == "cpu") != (device.type == "cpu"):
+        raise InvalidArgument(
+            "chip",
+            f"{row.name}, a {row.kind}, for tensors on {device}",
+            "a chip of the kind that the tensors are on",
+            "For a chip that is not here: `tilewise explain --shape ... --chip NAME`.",
+        )
+    return row
+
+
+def _account(made: Plan, operands: Operands) -> tuple[Account | None, tuple[tuple[str, str], ...]]:
+    """What a call moves, or why it is not predicted."""
+    assert made.loops is not None
+    try:
+        return account(made.problem, made.loops, operands), ()
+    except Unsupported as error:
+        return None, (("bytes", f"not predicted: {error.what}; {error.fix}"),)
 
 
 def _passed_over(chosen: str | None, asked_for: str | None) -> str:

@@ -13,6 +13,7 @@ from tests.oracle import problem_of
 from tilewise.problem import Needs
 from tilewise.reference import tiled, tiles
 from tilewise.reference.blocks import Block
+from tilewise.reference.ledger import Walk
 from tilewise.reference.programs import Cover, cover, visible
 
 
@@ -66,8 +67,6 @@ def test_covers_are_tight(word: str, expected: list[Cover]) -> None:
 
 def test_only_tiles_inside_the_mask_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A causal mask over 8 x 8 tiles runs 36 of the 64."""
-    monkeypatch.setattr(tiles, "QUERY_TILE", 16)
-    monkeypatch.setattr(tiles, "KEY_TILE", 16)
     computed = 0
     product = tiles.product
 
@@ -78,7 +77,7 @@ def test_only_tiles_inside_the_mask_are_computed(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(tiles, "product", counted)
     problem, operands = problem_of(build(Case("skip", queries=128, keys=128, mask=("causal",))))
-    tiled.forward(problem, operands)
+    tiled.forward(problem, operands, walk=Walk(16, 16))
     assert computed == 36
 
 
@@ -95,11 +94,10 @@ def test_any_tile_size_agrees(tile: tuple[int, int], words: tuple[str, ...]) -> 
     for size in (tile, (128, 128)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tiles, "_WHOLE", 8)
-            patch.setattr(tiles, "QUERY_TILE", size[0])
-            patch.setattr(tiles, "KEY_TILE", size[1])
-            result = tiled.forward(problem, operands)
+            walk = Walk(*size)
+            result = tiled.forward(problem, operands, walk=walk)
             grad_out, grad_lse = torch.ones_like(result.out), torch.ones_like(result.lse)
-            grads = tiled.backward(problem, operands, result, grad_out, grad_lse, needs)
+            grads = tiled.backward(problem, operands, result, grad_out, grad_lse, needs, walk=walk)
             results.append([result.out, result.lse, grads.q, grads.k, grads.v, grads.sinks])
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected)

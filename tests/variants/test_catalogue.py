@@ -20,9 +20,10 @@ from tests.variants_catalogue import (
     assert_all_close,
     plain_attention,
 )
-from tilewise.reference import tiles
+from tilewise.reference import blocks, tiles
 from tilewise.reference.dense import dense
 from tilewise.reference.extended import extended, has_extended_precision
+from tilewise.reference.ledger import Walk
 from tilewise.variants.values import as_score
 
 
@@ -31,8 +32,7 @@ def small_tiles() -> Iterator[None]:
     """Several tiles of a small problem, and not whole numbers of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "_WHOLE", 8)
-        patch.setattr(tiles, "QUERY_TILE", 16)
-        patch.setattr(tiles, "KEY_TILE", 16)
+        patch.setattr(blocks, "WALK", Walk(16, 16))
         yield
 
 
@@ -119,8 +119,7 @@ def test_captured_gradients_keep_their_bits(
 ) -> None:
     """Whatever the number of threads, and without torch's own deterministic algorithms."""
     call = Call(variant, torch.float32, Sizes(2, 4, 130, 170))
-    monkeypatch.setattr(tiles, "QUERY_TILE", 128)
-    monkeypatch.setattr(tiles, "KEY_TILE", 128)
+    monkeypatch.setattr(blocks, "WALK", Walk(128, 128))
     results = []
     torch.use_deterministic_algorithms(False)
     try:

@@ -9,6 +9,7 @@ from tilewise.engine import registry
 from tilewise.errors import SlowPathWarning, Unsupported
 from tilewise.plan.choose import Candidate, Choice, choose
 from tilewise.plan.plan import Plan
+from tilewise.plan.traffic.account import cost
 from tilewise.problem import Problem
 from tilewise.variants.program import encode
 
@@ -27,7 +28,9 @@ def plan_problem(problem: Problem, backend: str | None = None) -> Plan:
     """
     names = registry.BACKEND_NAMES if backend is None else (backend,)
     asked = candidates(problem, names, by_name=backend is not None)
-    choice = Choice(backend if not asked[0].reasons else None) if backend else choose(asked)
+    choice = (
+        Choice(backend if not asked[0].reasons else None) if backend else _choose(asked, problem)
+    )
     reasons = {candidate.name: candidate.reasons for candidate in asked if candidate.reasons}
     if choice.name is None:
         fix = "" if backend is not None else _explicit_reference(asked)
@@ -45,7 +48,21 @@ def plan_problem(problem: Problem, backend: str | None = None) -> Plan:
         prepared.backward,
         encode(problem.mask),
         encode(problem.score),
+        loops=chosen.loops(problem),
     )
+
+
+def _choose(asked: list[Candidate], problem: Problem) -> Choice:
+    """The choice; costs are predicted only where there is one."""
+    able = [each for each in asked if not each.reasons and not each.last_resort]
+    if len(able) < 2:
+        return choose(asked)
+    loops = {each.name: registry.load(each.name).loops(problem) for each in able}
+    priced = [
+        each._replace(cost=cost(problem, loops[each.name])) if each.name in loops else each
+        for each in asked
+    ]
+    return choose(priced)
 
 
 def candidates(problem: Problem, names: tuple[str, ...], by_name: bool = False) -> list[Candidate]:

@@ -393,7 +393,8 @@ def _op_backward(
         [None] * len(mask_tensors),
         [grad if need else None for grad, need in zip(grads[4:], need_scores, strict=True)],
         grads[3] if need_sinks else None,
-        *(None,) * (7 + len(ctx.constants)),
+        # torch leaves out what stands at its default at the end.
+        *(None,) * (len(ctx.needs_input_grad) - 6),
     )
 
 

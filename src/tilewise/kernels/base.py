@@ -12,11 +12,12 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from tilewise.plan.plan import Tiles
+from tilewise.plan.traffic.account import Loops
 from tilewise.problem import Grads, Needs, Operands, Problem, Result, Statistics, output_like
 from tilewise.reference.covers import Grid, covers
 from tilewise.variants.program import RAW
 
-__all__ = ["Backend", "Needs", "Prepared", "Tiles", "output_like", "raw_reasons"]
+__all__ = ["Backend", "Loops", "Needs", "Prepared", "Tiles", "output_like", "raw_reasons"]
 
 
 class Prepared(NamedTuple):
@@ -63,6 +64,17 @@ class Backend(ABC):
     @abstractmethod
     def tiles(self, problem: Problem) -> Tiles:
         """The blocks in which it would be done."""
+
+    def loops(self, problem: Problem, family: str = "") -> Loops:
+        """Which loops it would run, for the account of bytes: those of the reference here.
+
+        Args:
+            problem: what is asked.
+            family: of chips, for which it would be; "" for the chip of the problem's device.
+        """
+        found = self.tiles(problem)
+        tile = (found.query_tile, found.key_tile)
+        return Loops(tile, "rows_outside", tile)
 
     @abstractmethod
     def forward(self, problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:

@@ -24,7 +24,7 @@ class TiledBackend(Backend):
 
     def tiles(self, problem: Problem) -> Tiles:
         """The blocks of the reference."""
-        return Tiles(tiled.QUERY_TILE, tiled.KEY_TILE)
+        return Tiles(tiled.WALK.query_tile, tiled.WALK.key_tile)
 
     def forward(self, problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
         """The forward pass (see ``reference.tiled.forward``)."""

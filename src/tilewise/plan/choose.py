@@ -1,4 +1,8 @@
-"""The choice among candidates: the first one, in order of preference, that can do the problem."""
+"""The choice among candidates: of those that can do the problem the one that moves the least.
+
+A choice decides how rows are rounded. So what it goes by (``plan.traffic.account.cost``) may depend
+on a row's own sequence, dtype, widths and variant, and never on the batch or the heads.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,12 +18,14 @@ class Candidate(NamedTuple):
         reasons: why it cannot do the problem; empty if it can.
         absent: whether it is not there at all (its core is not built), as against declining.
         last_resort: a slow reference: taken only where every other candidate is absent.
+        cost: predicted bytes of one head; None where nothing is predicted.
     """
 
     name: str
     reasons: tuple[str, ...]
     absent: bool = False
     last_resort: bool = False
+    cost: int | None = None
 
 
 class Choice(NamedTuple):
@@ -30,14 +36,18 @@ class Choice(NamedTuple):
 
 
 def choose(candidates: Sequence[Candidate]) -> Choice:
-    """The first candidate that can run; a last resort only where all the others are absent.
+    """The cheapest candidate that can run; a last resort only where all the others are absent.
 
-    A backend that is there and declines a problem is not replaced by a slow one behind the
-    caller's back: the answer is then None, and the caller raises with every reason.
+    Where a cost is missing or two are the same, it is the first in order of preference. A backend
+    that is there and declines a problem is not replaced by a slow one behind the caller's back: the
+    answer is then None, and the caller raises with every reason.
     """
-    for candidate in candidates:
-        if not candidate.reasons and not candidate.last_resort:
-            return Choice(candidate.name)
+    able = [each for each in candidates if not each.reasons and not each.last_resort]
+    costs = [each.cost for each in able if each.cost is not None]
+    if able and len(costs) == len(able):
+        return Choice(able[costs.index(min(costs))].name)
+    if able:
+        return Choice(able[0].name)
     if all(candidate.absent for candidate in candidates if not candidate.last_resort):
         for candidate in candidates:
             if not candidate.reasons:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from tilewise.plan.traffic.account import Account, Loops, cached
 from tilewise.problem import Problem
 
 __all__ = ["Plan", "Tiles"]
@@ -29,6 +30,7 @@ class Plan(NamedTuple):
         mask_text, score_text: the programs as text: a held plan is matched by these.
         signature: shapes, dtypes, devices and layouts of q, k, v that a held plan is for.
         bare: a call by this plan needs no keyword beside it.
+        loops: which loops the backend runs, for the account of bytes.
     """
 
     problem: Problem
@@ -41,6 +43,18 @@ class Plan(NamedTuple):
     score_text: str
     signature: tuple[Any, ...] = ()
     bare: bool = False
+    loops: Loops | None = None
+
+    @property
+    def account(self) -> Account:
+        """What a call by this plan moves, and plain attention: made when it is first asked for.
+
+        Raises:
+            InvalidArgument: the mask or score has tensors, or the lengths of the sequences matter:
+                ``tilewise.explain`` of the call has them.
+        """
+        assert self.loops is not None
+        return cached(self.problem, self.loops)
 
     def __repr__(self) -> str:
         problem, tiles = self.problem, self.tiles

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.problem import Operands, Problem
+from tilewise.reference.ledger import WALK, Walk
 from tilewise.variants.lower import statistics_dtype
 from tilewise.variants.program import EXPR, Program
 
@@ -33,8 +34,8 @@ class Part(NamedTuple):
     """One rectangular problem of a call: the whole batch (dense) or one sequence (varlen).
 
     ``queries`` and ``keys`` are the rows of the packed tensors that the part covers, or where they
-    are dense its batch items (``keys`` is empty with pages), and ``first_batch`` is the index of
-    its first batch entry (it enters the dropout counter).
+    are dense its batch items (``keys`` is empty with pages), ``first_batch`` is the index of its
+    first batch entry (it enters the dropout counter), and ``walk`` is how it is gone over.
     """
 
     problem: Problem
@@ -42,6 +43,7 @@ class Part(NamedTuple):
     first_batch: int
     queries: slice
     keys: slice
+    walk: Walk = WALK
 
     def block(self, queries: range, keys: range) -> Block:
         """A rectangle of this part."""
@@ -57,20 +59,21 @@ class Part(NamedTuple):
         )
 
 
-def parts(problem: Problem, operands: Operands) -> Iterator[Part]:
+def parts(problem: Problem, operands: Operands, walk: Walk | None = None) -> Iterator[Part]:
     """The rectangular problems of a call, in order: one if dense, else one per sequence.
 
     In a varlen part q, k and v are ``[1, H, S, D]`` views, and captured tensors are cut to the
     sequence (batch entry b, its first m queries and first n keys); an expression indexes its own
     by the sequence, and they stay whole. With pages too there is a part per sequence; its keys and
-    values are gathered.
+    values are gathered. ``walk`` None is ``WALK``.
     """
+    walk = walk or WALK
     if problem.page_size:
-        yield from _paged_parts(problem, operands)
+        yield from _paged_parts(problem, operands, walk)
         return
     if problem.layout == "dense":
         every = slice(None)
-        yield Part(problem, operands, 0, every, every)
+        yield Part(problem, operands, 0, every, every, walk)
         return
     assert operands.cu_seqlens_q is not None
     assert operands.cu_seqlens_k is not None
@@ -95,6 +98,7 @@ def parts(problem: Problem, operands: Operands) -> Iterator[Part]:
             b,
             rows,
             columns,
+            walk,
         )
 
 
@@ -109,7 +113,7 @@ def multiplied(tensor: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tens
     return numbers if scale is None else numbers * scale.to(dtype)[:, :, None, None]
 
 
-def _paged_parts(problem: Problem, operands: Operands) -> Iterator[Part]:
+def _paged_parts(problem: Problem, operands: Operands, walk: Walk) -> Iterator[Part]:
     """One part per sequence, with a copy of its keys and values."""
     assert operands.block_table is not None
     assert operands.key_lengths is not None
@@ -141,6 +145,7 @@ def _paged_parts(problem: Problem, operands: Operands) -> Iterator[Part]:
             b,
             rows,
             slice(0, 0),
+            walk,
         )
 
 

@@ -30,7 +30,6 @@ from torch import Tensor
 from tilewise.problem import Grads, Needs, Operands, Problem
 from tilewise.reference.blocks import Part, parts
 from tilewise.reference.jets import JetTile, Rows, drop, jet_tiles, pull_score, rows_of
-from tilewise.reference.tiled import Totals, accumulators, sum_group
 from tilewise.reference.tiles import (
     base2,
     compute_dtype,
@@ -43,6 +42,7 @@ from tilewise.reference.tiles import (
     product,
     query_tiles,
 )
+from tilewise.reference.totals import Totals, accumulators, sum_group
 
 __all__ = ["second"]
 
@@ -73,7 +73,7 @@ def second(
     for part, part_toward in zip(parts(problem, operands), parts(problem, toward), strict=True):
         views = totals.of(part, problem)
         part_grad = part_view(grad_out, part.queries, problem)
-        for queries in query_tiles(part.problem):
+        for queries in query_tiles(part):
             span = slice(queries.start, queries.stop)
             rows = rows_of(part, part_toward, queries, dtype)
             rows_grad_lse = rows.q.new_zeros(rows.q.shape[:-1])

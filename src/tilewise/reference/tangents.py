@@ -59,7 +59,7 @@ def tangents(problem: Problem, operands: Operands, toward: Operands) -> tuple[Te
     for part, part_toward in zip(parts(problem, operands), parts(problem, toward), strict=True):
         part_out = part_view(out, part.queries, problem)
         part_lse = part_rows(lse, part.queries, problem)
-        for queries in query_tiles(part.problem):
+        for queries in query_tiles(part):
             span = slice(queries.start, queries.stop)
             rows = rows_of(part, part_toward, queries, dtype)
             tile_out, tile_lse = _tangent_rows(part, part_toward, rows)

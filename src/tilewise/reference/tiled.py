@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from tilewise.problem import Grads, Needs, Operands, Problem, Result, Statistics
-from tilewise.reference.blocks import Part, cut, multiplied, parts
+from tilewise.reference.blocks import Part, multiplied, parts
+from tilewise.reference.entries import enter_reads, enter_result, enter_totals
+from tilewise.reference.ledger import WALK, Walk
 from tilewise.reference.programs import score_gradient
 from tilewise.reference.tiles import (
-    KEY_TILE,
     LN2,
-    QUERY_TILE,
     Tile,
     base2,
     compute_dtype,
@@ -48,20 +48,21 @@ from tilewise.reference.tiles import (
     row_entropy,
     sink_exponents,
 )
-from tilewise.variants.program import EXPR
+from tilewise.reference.totals import Totals, accumulators, sum_group
 
 __all__ = [
-    "KEY_TILE",
-    "QUERY_TILE",
-    "Totals",
-    "accumulators",
+    "WALK",
+    "RowState",
     "backward",
     "forward",
-    "sum_group",
+    "forward_rows",
+    "tile_gradient",
 ]
 
 
-def forward(problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
+def forward(
+    problem: Problem, operands: Operands, statistics: Statistics = "", walk: Walk | None = None
+) -> Result:
     """Attention by tiles.
 
     Args:
@@ -69,6 +70,7 @@ def forward(problem: Problem, operands: Operands, statistics: Statistics = "") -
         operands: q ``[B, Hq, M, D]``, k ``[B, Hk, N, D]``, v ``[B, Hk, N, Dv]`` (varlen
             ``[T, H, D]``) of any strides, captured tensors, sinks, seed.
         statistics: which of them the result has.
+        walk: tile sizes, and where accesses to slow memory are entered; None is ``WALK``.
 
     Returns:
         out in q's dtype (bfloat16 for float8) and memory order; lse (natural, with the sink) and
@@ -87,16 +89,18 @@ def forward(problem: Problem, operands: Operands, statistics: Statistics = "") -
         whole = whole._replace(max_logit=lse.clone(), entropy=torch.zeros_like(lse))
     if statistics == "top1":
         whole = whole._replace(top_key=torch.full(shape, -1, device=q.device))
-    for part in parts(problem, operands):
+    for part in parts(problem, operands, walk):
         part_out = part_view(out, part.queries, problem)
         wanted = [None if x is None else part_rows(x, part.queries, problem) for x in whole[1:]]
-        for rows in query_tiles(part.problem):
+        for rows in query_tiles(part):
             span = slice(rows.start, rows.stop)
-            tile = _forward_rows(part, rows, dtype, statistics)
+            tile = forward_rows(part, rows, dtype, statistics)
             part_out[:, :, span] = tile.out.to(out.dtype)
             for to, of in zip(wanted, tile[1:], strict=True):
                 if to is not None and of is not None:
                     to[..., span] = of
+            if part.walk.ledger is not None:
+                enter_result(part.walk.ledger, tile, whole)
     return whole
 
 
@@ -108,6 +112,7 @@ def backward(
     grad_lse: Tensor | None,
     needs: Needs,
     grad_entropy: Tensor | None = None,
+    walk: Walk | None = None,
 ) -> Grads:
     """Gradients by tiles, from the saved result.
 
@@ -119,13 +124,14 @@ def backward(
         grad_lse: gradient of lse, its shape; None for zero.
         needs: which gradients are wanted.
         grad_entropy: gradient of the entropy, its shape; None for zero.
+        walk: as given to ``forward``.
 
     Returns:
         The wanted gradients, each in its operand's shape and dtype; None elsewhere.
     """
     dtype = compute_dtype(problem.dtype)
     totals = accumulators(problem, operands, needs, dtype)
-    for part in parts(problem, operands):
+    for part in parts(problem, operands, walk):
         views = totals.of(part, problem)
         rows_grad = part_view(grad_out, part.queries, problem)
         rows_stats = part_rows(result.stats, part.queries, problem)
@@ -133,20 +139,30 @@ def backward(
             None if grad is None else part_rows(grad, part.queries, problem)
             for grad in (grad_lse, grad_entropy)
         )
-        for rows in query_tiles(part.problem):
+        for rows in query_tiles(part):
             span = slice(rows.start, rows.stop)
             tile_stats = rows_stats[..., span]
-            state = _RowState(
-                rows_grad[:, :, span].to(dtype),
-                None if of_lse is None else of_lse[..., span].to(dtype),
+            given = rows_grad[:, :, span]
+            lse_given, entropy_given = (
+                None if of is None else of[..., span] for of in (of_lse, of_entropy)
+            )
+            if part.walk.ledger is not None:
+                read = {"grad_out": given, "stats": tile_stats, "grad_lse": lse_given}
+                enter_reads(part, rows, **read, grad_entropy=entropy_given)
+            state = RowState(
+                given.to(dtype),
+                None if lse_given is None else lse_given.to(dtype),
                 *normaliser(part, tile_stats, dtype),
-                None if of_entropy is None else _tilt(part, tile_stats, of_entropy[..., span]),
+                None if entropy_given is None else _tilt(part, tile_stats, entropy_given),
             )
             _backward_rows(part, rows, state, views)
+    ledger = (walk or WALK).ledger
+    if ledger is not None:
+        enter_totals(ledger, totals, operands)
     return totals.grads(operands)
 
 
-class _RowState(NamedTuple):
+class RowState(NamedTuple):
     """What the backward holds for a tile of query rows, ``[B, Hq, m(, Dv)]``.
 
     ``base`` is the row maximum (0 for a dead row), ``weight`` what ``exp2(s - base)`` is multiplied
@@ -182,93 +198,38 @@ def _tilt(part: Part, stats: Tensor, grad: Tensor) -> _Tilt:
     return _Tilt(slope, -above - stats[2], None if sink is None else sink - stats[2])
 
 
-class Totals(NamedTuple):
-    """Accumulators of the gradients in the compute dtype; None where not wanted."""
+def forward_rows(
+    part: Part,
+    rows: range,
+    dtype: torch.dtype,
+    statistics: Statistics,
+    keys: range | None = None,
+) -> Result:
+    """The result of a query tile: out ``[B, Hq, m, Dv]``, lse ``[B, Hq, m]``, and so on.
 
-    q: Tensor | None
-    k: Tensor | None
-    v: Tensor | None
-    score_tensors: tuple[Tensor | None, ...]
-    sinks: Tensor | None
-
-    def of(self, part: Part, problem: Problem) -> Totals:
-        """Views of the accumulators for one part."""
-        if problem.layout == "dense":
-            return self
-        b, m, n = part.first_batch, part.problem.queries, part.problem.keys
-        q, k, v = (
-            None if total is None else part_view(total, rows, problem)
-            for total, rows in zip(self[:3], (part.queries, part.keys, part.keys), strict=True)
-        )
-        # A gradient that is not wanted has no accumulator: any tensor keeps the slots aligned.
-        filled = [torch.empty(1, 1, 1, 1) if t is None else t for t in self.score_tensors]
-        scores = tuple(
-            None if total is None else view
-            for total, view in zip(
-                self.score_tensors, cut(problem.score, filled, b, m, n), strict=True
-            )
-        )
-        return Totals(q, k, v, scores, self.sinks)
-
-    def grads(self, operands: Operands) -> Grads:
-        """The gradients in the dtypes of their operands."""
-        q, k, v = (
-            None if total is None else total.to(t.dtype)
-            for total, t in zip(self[:3], operands[:3], strict=True)
-        )
-        scores = tuple(
-            None if total is None else total.to(t.dtype)
-            for total, t in zip(self.score_tensors, operands.score_tensors, strict=True)
-        )
-        sinks = None
-        if self.sinks is not None and operands.sinks is not None:
-            sinks = self.sinks.to(operands.sinks.dtype)
-        return Grads(q, k, v, scores, sinks)
-
-
-def accumulators(problem: Problem, operands: Operands, needs: Needs, dtype: torch.dtype) -> Totals:
-    """Zeros in the operands' shapes; in double precision for what expressions load.
-
-    An element of that may sum over all pairs.
+    ``keys`` are those that it is over, from the first of a tile of keys on; None for all.
     """
-
-    def zeros(tensor: Tensor | None, wanted: bool, of: torch.dtype = dtype) -> Tensor | None:
-        if tensor is None or not wanted:
-            return None
-        return torch.zeros(tensor.shape, dtype=of, device=tensor.device)
-
-    loaded = {slot for instr in problem.score if instr.op == EXPR for slot in instr.slots}
-    pairs = zip(operands.score_tensors, needs.score_tensors, strict=True)
-    return Totals(
-        zeros(operands.q, needs.q),
-        zeros(operands.k, needs.k),
-        zeros(operands.v, needs.v),
-        tuple(
-            zeros(tensor, need, torch.float64 if slot in loaded else dtype)
-            for slot, (tensor, need) in enumerate(pairs)
-        ),
-        zeros(operands.sinks, needs.sinks),
-    )
-
-
-def _forward_rows(part: Part, rows: range, dtype: torch.dtype, statistics: Statistics) -> Result:
-    """The result of a query tile: out ``[B, Hq, m, Dv]``, lse ``[B, Hq, m]``, and so on."""
-    problem = part.problem
+    problem, ledger = part.problem, part.walk.ledger
     q = part.operands.q[:, :, rows.start : rows.stop]
     q = multiplied(q, part.operands.q_scale, dtype)
+    if ledger is not None:
+        enter_reads(part, rows)
     shape = (problem.batch, problem.heads, len(rows))
     top = q.new_full(shape, -math.inf)
     top_natural = top
     total, moment = q.new_zeros(shape), q.new_zeros(shape)
     top_key = torch.full(shape, -1, device=q.device)
     out = q.new_zeros(*shape, problem.value_dim)
-    for tile in key_tiles(part, rows, q):
+    for tile in key_tiles(part, rows, q, keys):
         scores = base2(tile.scores)
         new_top = torch.maximum(top, scores.amax(-1))
         base = finite_or_zero(new_top)
         exponent = scores - base[..., None]
         p = exp2(exponent)
         fade = exp2(top - base)
+        if ledger is not None:
+            ledger.multiplies(p, problem.value_dim)
+            ledger.exponentials += p.numel() + fade.numel()
         if statistics:
             moved = (moment + far(top - base) * total) * fade
             moment = moved + (p * far(exponent)).sum(-1)
@@ -298,7 +259,7 @@ def _log_add_exp(a: Tensor, b: Tensor) -> Tensor:
     return top + torch.log(torch.exp(a - top) + torch.exp(b - top))
 
 
-class _TileGradient(NamedTuple):
+class TileGradient(NamedTuple):
     """The backward of one tile up to the row sums.
 
     ``p`` and ``dropped`` are the probabilities before and after dropout, ``p`` being the power
@@ -313,9 +274,13 @@ class _TileGradient(NamedTuple):
     grad_out: Tensor
 
 
-def _tile_gradient(part: Part, tile: Tile, state: _RowState) -> _TileGradient:
+def tile_gradient(part: Part, tile: Tile, state: RowState) -> TileGradient:
+    """One tile of the backward, up to what needs the row sums."""
     dropout_p = part.problem.dropout_p
     grad_out = state.grad_out
+    if part.walk.ledger is not None:
+        part.walk.ledger.multiplies(tile.scores, part.problem.value_dim)
+        part.walk.ledger.exponentials += tile.scores.numel()
     exponent = base2(tile.scores) - state.base[..., None]
     p = exp2(exponent) * state.weight[..., None]
     if tile.seen is not None:
@@ -323,14 +288,14 @@ def _tile_gradient(part: Part, tile: Tile, state: _RowState) -> _TileGradient:
         p = torch.where(tile.seen, p, 0.0)
     dp = product(grad_out, tile.v.transpose(-1, -2))
     if not dropout_p:
-        return _TileGradient(exponent, p, p, dp, grad_out)
+        return TileGradient(exponent, p, p, dp, grad_out)
     keep = keep_tile(part, tile.block)
     dp = torch.where(keep, dp / (1 - dropout_p), 0.0)
     dropped = torch.where(keep, p / (1 - dropout_p), 0.0)
-    return _TileGradient(exponent, p, dropped, dp, grad_out)
+    return TileGradient(exponent, p, dropped, dp, grad_out)
 
 
-def _row_shift(part: Part, rows: range, q: Tensor, state: _RowState) -> Tensor:
+def _row_shift(part: Part, rows: range, q: Tensor, state: RowState) -> Tensor:
     """``dlse - delta`` of each row, ``[B, Hq, m]``, so that ``dS = P * (dP + shift)``.
 
     delta = rowsum(P * dP) equals rowsum(dO * O), which the kernels use. It is summed here from the
@@ -338,7 +303,7 @@ def _row_shift(part: Part, rows: range, q: Tensor, state: _RowState) -> Tensor:
     """
     shift = q.new_zeros(q.shape[:-1]) if state.grad_lse is None else state.grad_lse
     for tile in key_tiles(part, rows, q):
-        gradient = _tile_gradient(part, tile, state)
+        gradient = tile_gradient(part, tile, state)
         rowsum = gradient.p * gradient.dp
         if tile.seen is not None:
             rowsum = torch.where(tile.seen, rowsum, 0.0)
@@ -346,9 +311,9 @@ def _row_shift(part: Part, rows: range, q: Tensor, state: _RowState) -> Tensor:
     return shift
 
 
-def _backward_rows(part: Part, rows: range, state: _RowState, totals: Totals) -> None:
+def _backward_rows(part: Part, rows: range, state: RowState, totals: Totals) -> None:
     """Adds the gradients that come from a tile of query rows to the totals."""
-    problem = part.problem
+    problem, ledger = part.problem, part.walk.ledger
     span = slice(rows.start, rows.stop)
     q = part.operands.q[:, :, span].to(state.base.dtype)
     group = problem.heads // problem.kv_heads
@@ -358,12 +323,13 @@ def _backward_rows(part: Part, rows: range, state: _RowState, totals: Totals) ->
         if state.tilt is not None and state.tilt.sink is not None:
             by_sink = shift - state.tilt.slope * state.tilt.sink
         totals.sinks.add_((state.sink * by_sink).sum(-1).sum(0))
+    grad_q = torch.zeros_like(q)
     for tile in key_tiles(part, rows, q):
-        exponent, p, dropped, dp, tile_grad = _tile_gradient(part, tile, state)
+        exponent, p, dropped, dp, tile_grad = tile_gradient(part, tile, state)
         columns = slice(tile.block.keys.start, tile.block.keys.stop)
         if totals.v is not None:
             grad_v = product(dropped.transpose(-1, -2), tile_grad)
-            totals.v[:, :, columns] += sum_group(grad_v, group)
+            _add_keys(part, "grad_v", totals.v[:, :, columns], sum_group(grad_v, group), p)
         moved = dp + shift[..., None]
         if state.tilt is not None:
             away = far(exponent) + state.tilt.center[..., None]
@@ -383,13 +349,24 @@ def _backward_rows(part: Part, rows: range, state: _RowState, totals: Totals) ->
         )
         ds = ds * problem.scale
         if totals.q is not None:
-            totals.q[:, :, span] += product(ds, tile.k)
+            grad_q += product(ds, tile.k)
+            if ledger is not None:
+                ledger.multiplies(ds, problem.head_dim)
         if totals.k is not None:
             grad_k = product(ds.transpose(-1, -2), q_used)
-            totals.k[:, :, columns] += sum_group(grad_k, group)
+            _add_keys(part, "grad_k", totals.k[:, :, columns], sum_group(grad_k, group), ds)
+    if totals.q is not None:
+        totals.q[:, :, span] = grad_q
+        if ledger is not None:
+            ledger.writes(grad_q=grad_q.numel() * grad_q.element_size())
 
 
-def sum_group(grad: Tensor, group: int) -> Tensor:
-    """``[B, Hk, n, D]`` from ``[B, Hq, n, D]``: each key head serves ``group`` query heads."""
-    batch, heads, length, width = grad.shape
-    return grad.view(batch, heads // group, group, length, width).sum(2)
+def _add_keys(part: Part, name: str, total: Tensor, share: Tensor, scores: Tensor) -> None:
+    """Adds a tile's share ``[B, Hk, n, .]`` to the sum of its keys, which is in slow memory."""
+    total += share
+    ledger = part.walk.ledger
+    if ledger is not None:
+        size = share.numel() * share.element_size()
+        ledger.reads(**{name: size})
+        ledger.writes(**{name: size})
+        ledger.multiplies(scores, share.shape[-1])

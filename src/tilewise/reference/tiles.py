@@ -16,8 +16,6 @@ from tilewise.reference.philox import keep_mask
 from tilewise.reference.programs import Cover, apply_score, cover, visible
 from tilewise.variants.float8 import output_dtype
 
-QUERY_TILE = 128
-KEY_TILE = 128
 LN2 = math.log(2.0)
 _WHOLE = 128  # products are padded to multiples of this
 
@@ -57,9 +55,19 @@ def _spans(total: int, size: int) -> Iterator[range]:
         yield range(start, min(start + size, total))
 
 
-def query_tiles(problem: Problem) -> Iterator[range]:
+def query_tiles(part: Part) -> Iterator[range]:
     """The rows of each tile of queries; none for an empty batch."""
-    return _spans(problem.queries if problem.batch else 0, QUERY_TILE)
+    problem = part.problem
+    return _spans(problem.queries if problem.batch else 0, part.walk.query_tile)
+
+
+def key_spans(part: Part, keys: range | None = None) -> Iterator[range]:
+    """The keys of each tile of keys, or of those in ``keys``; none for an empty batch."""
+    problem = part.problem
+    if keys is None:
+        keys = range(problem.keys if problem.batch else 0)
+    for span in _spans(len(keys), part.walk.key_tile):
+        yield range(keys.start + span.start, keys.start + span.stop)
 
 
 class Tile(NamedTuple):
@@ -73,32 +81,58 @@ class Tile(NamedTuple):
     block: Block
 
 
-def key_tiles(part: Part, rows: range, q: Tensor) -> Iterator[Tile]:
+def key_tiles(part: Part, rows: range, q: Tensor, keys: range | None = None) -> Iterator[Tile]:
     """The tiles that the mask leaves for a tile of queries, their scores in natural units.
 
-    Hidden pairs score -inf. ``seen`` is None where the mask hides nothing.
+    Only those in ``keys``, if it is given. Hidden pairs score -inf. ``seen`` is None where the
+    mask hides nothing.
     """
-    problem, operands = part.problem, part.operands
-    group = problem.heads // problem.kv_heads
-    for columns in _spans(problem.keys, KEY_TILE):
-        block = part.block(rows, columns)
-        covered = cover(problem.mask, operands.mask_tensors, block)
-        if covered is Cover.EMPTY:
+    ledger, operands = part.walk.ledger, part.operands
+    for columns in key_spans(part, keys):
+        tile = score_tile(part, rows, columns, q)
+        if tile is None:
             continue
-        span = slice(columns.start, columns.stop)
-        k = multiplied(operands.k[:, :, span], operands.k_scale, q.dtype)
-        v = multiplied(operands.v[:, :, span], operands.v_scale, q.dtype)
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        seen = None
-        if covered is Cover.PARTIAL:
-            seen = visible(problem.mask, operands.mask_tensors, block, q.device)
-            used = seen.any(-2)[..., None]
-            k, v = torch.where(used, k, 0.0), torch.where(used, v, 0.0)
-        scores = product(q, k.transpose(-1, -2)) * problem.scale
-        scores, saved = apply_score(problem.score, operands.score_tensors, scores, block)
-        if seen is not None:
-            scores = torch.where(seen, scores, -math.inf)
-        yield Tile(k, v, scores, saved, seen, block)
+        if ledger is not None:  # each query head's tile reads its keys and values
+            ledger.reads(k=tile.k.numel() * operands.k.element_size())
+            ledger.reads(v=tile.v.numel() * operands.v.element_size())
+        yield tile
+
+
+def score_tile(part: Part, rows: range, columns: range, q: Tensor) -> Tile | None:
+    """One tile with its scores, as ``key_tiles`` gives it; None where the mask leaves nothing.
+
+    Args:
+        part: what is asked.
+        rows: the queries of the tile.
+        columns: its keys.
+        q: the queries, ``[B, Hq, m, D]`` in the compute dtype.
+    """
+    problem, operands, ledger = part.problem, part.operands, part.walk.ledger
+    group = problem.heads // problem.kv_heads
+    block = part.block(rows, columns)
+    if ledger is not None:
+        each = problem.batch * problem.heads
+        ledger.judges(problem.mask, operands.mask_tensors, rows, columns, each)
+    covered = cover(problem.mask, operands.mask_tensors, block)
+    if covered is Cover.EMPTY:
+        return None
+    span = slice(columns.start, columns.stop)
+    k = multiplied(operands.k[:, :, span], operands.k_scale, q.dtype)
+    v = multiplied(operands.v[:, :, span], operands.v_scale, q.dtype)
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    seen = None
+    if covered is Cover.PARTIAL:
+        seen = visible(problem.mask, operands.mask_tensors, block, q.device)
+        used = seen.any(-2)[..., None]
+        k, v = torch.where(used, k, 0.0), torch.where(used, v, 0.0)
+    scores = product(q, k.transpose(-1, -2)) * problem.scale
+    if ledger is not None:
+        ledger.multiplies(scores, problem.head_dim)
+        ledger.scores(problem.score, operands.score_tensors, scores)
+    scores, saved = apply_score(problem.score, operands.score_tensors, scores, block)
+    if seen is not None:
+        scores = torch.where(seen, scores, -math.inf)
+    return Tile(k, v, scores, saved, seen, block)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -62,6 +62,8 @@ def _both(
 
 def _assert_same(ours: Result, theirs: Result) -> None:
     for name, one, other in zip(Result._fields, ours, theirs, strict=True):
+        assert one is not None
+        assert other is not None
         assert_same_bits(one, other, name)
 
 

@@ -6,7 +6,15 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.kernels.base import Backend, Needs, Prepared, Tiles, output_like, raw_reasons
+from tilewise.kernels.base import (
+    Backend,
+    Loops,
+    Needs,
+    Prepared,
+    Tiles,
+    output_like,
+    raw_reasons,
+)
 from tilewise.kernels.cpu import compiled
 from tilewise.kernels.cpu.core import absence, core
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
@@ -21,6 +29,8 @@ _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16:
 _CODES = {**_DTYPES, torch.int64: 4, torch.bool: 5}
 _LOG2E, _LN2 = math.log2(math.e), math.log(2.0)
 _threads = torch.get_num_threads
+# Of the backward's chunks of keys: csrc/schedule.h and key_sums.h.
+_BLOCK_KEYS, _CHUNK_BLOCKS, _MOST_CHUNKS = 128, 8, 8
 
 
 class CpuBackend(Backend):
@@ -67,6 +77,12 @@ class CpuBackend(Backend):
     def tiles(self, problem: Problem) -> Tiles:
         """64 queries in the lanes against 128 keys; part of the rounding contract."""
         return Tiles(64, 128)
+
+    def loops(self, problem: Problem, family: str = "") -> Loops:
+        """Keys outside in the backward: a chunk of whole blocks stays while the queries go by."""
+        blocks = max(1, (problem.keys + _BLOCK_KEYS // 2) // _BLOCK_KEYS)
+        chunk = max(_CHUNK_BLOCKS, -(-blocks // _MOST_CHUNKS)) * _BLOCK_KEYS
+        return Loops((64, _BLOCK_KEYS), "keys_outside", (64, chunk))
 
     def forward(self, problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
         """The forward pass."""

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import Unsupported
-from tilewise.kernels.base import Backend, Needs, Prepared, Tiles, output_like
+from tilewise.kernels.base import Backend, Loops, Needs, Prepared, Tiles, output_like
 from tilewise.kernels.gpu.config import (
     LARGEST_WIDTH,
     PASSES,
     Config,
+    Pass,
     config_for,
     decodes,
     family_of,
@@ -117,6 +118,19 @@ class GpuBackend(Backend):
             return Tiles(blocks.queries, blocks.keys, count(problem.keys))
         blocks = config.blocks("forward", problem)
         return Tiles(blocks.queries, blocks.keys)
+
+    def loops(self, problem: Problem, family: str = "") -> Loops:
+        """A walk over the keys for dQ, and one over the queries for dK and dV."""
+        config = config_for(family) if family else _config(problem)
+        names: tuple[Pass, ...] = ("decode" if decodes(problem) else "forward", "dq", "dkdv")
+        forward, dq, dkdv = (
+            (blocks.queries, blocks.keys)
+            for blocks in (config.blocks(name, problem) for name in names)
+        )
+        found = Loops(forward, "by_tiles", dq, dkdv)
+        if not decodes(problem):
+            return found
+        return found._replace(split_keys=config.splitting().size(problem.keys), shared=True)
 
     def forward(self, problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
         """The forward pass."""

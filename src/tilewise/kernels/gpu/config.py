@@ -106,10 +106,13 @@ class Splitting(NamedTuple):
     least: int
     most: int
 
+    def size(self, keys: int) -> int:
+        """Of how many keys a split of so many is."""
+        return self.least * max(1, -(-keys // (self.least * self.most)))
+
     def splits(self, keys: int) -> int:
         """Into how many splits so many keys fall, at least one."""
-        size = self.least * max(1, -(-keys // (self.least * self.most)))
-        return max(1, -(-keys // size))
+        return max(1, -(-keys // self.size(keys)))
 
     def splits_within(self, keys: int) -> int:
         """The most splits of any sequence of up to so many keys."""
@@ -181,9 +184,9 @@ _TABLE = _rows(
     ampere       dkdv     32x64/8/1     32x64/8/2     32x32/8/1     16x16/8/1
     small        dkdv     32x64/8/1     32x64/8/1     16x32/8/1     16x16/8/1
     hopper       dkdv     64x64/8/1     32x128/8/1    16x64/8/2     16x32/8/2
-    blackwell    dkdv     64x128/8/1    64x128/8/1    32x64/8/1     16x32/8/1
-    cdna         dkdv     32x64/8/1     16x32/8/1     16x32/8/1     16x16/8/1
-    cdna4        dkdv     32x64/8/1     32x32/4/1     16x32/8/1     16x16/8/1
+    blackwell    dkdv     64x128/8/1    64x128/8/1    16x32/8/3     16x32/8/3
+    cdna         dkdv     32x64/8/1     16x32/8/1     16x32/8/1     16x16/4/1
+    cdna4        dkdv     32x64/8/1     32x32/4/1     16x32/8/1     16x16/4/1
     rdna3        dkdv     16x32/4/1     16x16/8/1     16x16/8/1     16x16/8/1
     rdna4        dkdv     32x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
     turing       dq       32x32/4/1     32x32/8/1     32x16/8/1     16x16/8/1
@@ -191,26 +194,26 @@ _TABLE = _rows(
     small        dq       64x32/4/2     64x64/8/2     32x16/8/1     16x16/8/1
     hopper       dq       128x64/8/2    64x64/8/2     128x32/8/2    32x16/8/1
     blackwell    dq       128x64/8/2    64x64/8/2     64x32/8/1     32x16/8/1
-    cdna         dq       64x32/8/1     32x32/8/1     32x16/8/1     16x16/8/1
-    cdna4        dq       64x64/8/1     64x32/8/1     32x16/8/1     16x16/8/1
+    cdna         dq       64x32/8/1     32x32/8/1     32x16/8/1     16x16/4/1
+    cdna4        dq       64x64/8/1     64x32/8/1     32x16/8/1     16x16/4/1
     rdna3        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
     rdna4        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
     small        forward+ 64x64/8/3     64x64/8/3     64x32/8/2     32x32/8/1
-    ampere       decode*  16x32/4/3     16x64/4/2     16x64/8/2     16x16/4/2
+    ampere       decode*  16x32/4/3     16x32/4/3     16x32/8/2     16x16/4/2
     hopper       forward+ 128x64/8/2    128x64/8/2    128x32/8/2    32x32/8/2
     hopper       forward* 64x64/8/3     128x64/8/2    64x16/8/3     32x32/8/2
     hopper       dkdv+    64x64/8/1     16x128/8/3    16x32/8/3     16x32/8/2
     hopper       dkdv*    32x128/8/2    32x32/8/3     16x32/8/1     16x32/8/1
-    blackwell    dkdv+    64x128/8/1    32x64/8/1     32x64/8/1     16x32/8/1
+    blackwell    dkdv+    64x128/8/1    32x64/8/1     16x32/8/3     16x32/8/3
     blackwell    dq+      128x64/8/2    128x64/8/3    64x32/8/1     32x16/8/1
-    cdna4        dkdv+    32x32/4/1     32x32/4/1     16x32/8/1     16x16/8/1
+    cdna4        dkdv+    32x32/4/1     32x32/4/1     16x32/8/1     16x16/4/1
     rdna3        dq+      32x32/8/1     16x16/4/1     16x16/8/1     16x16/8/1
     ampere       forward8 128x64/4/3    64x64/8/3     64x32/8/2     32x32/8/2
     hopper       forward8 128x128/8/2   128x128/8/2   64x64/8/2     32x32/8/2
     cdna         forward8 128x64/4/1    128x32/8/1    64x32/8/1     32x16/8/1
     rdna3        forward8 64x32/4/1     32x32/8/1     16x16/8/1     16x16/8/1
-    cdna         dkdv+    32x64/4/1     16x32/8/1     16x32/8/1     16x16/8/1
-    cdna         dq+      64x32/8/1     32x32/4/1     32x16/8/1     16x16/8/1
+    cdna         dkdv+    32x64/4/1     16x32/8/1     16x32/8/1     16x16/4/1
+    cdna         dq+      64x32/8/1     32x32/4/1     32x16/8/1     16x16/4/1
     ampere       forward+ 128x64/8/3    128x64/8/3    64x32/8/2     32x32/8/2
     ampere       forward* 128x64/4/3    128x32/8/3    32x16/8/3     32x32/8/2
     ampere       dkdv+    32x64/8/1     16x128/8/1    32x32/8/1     16x16/8/1
@@ -224,11 +227,18 @@ _TABLE = _rows(
     ampere:single forward  32x32/4/2     64x16/8/3     32x16/8/1     16x16/8/1
     ampere:single dkdv+    16x64/8/1     16x32/8/1     16x16/8/1     16x16/8/1
     hopper:single forward  64x16/8/3     32x16/8/2     32x16/8/1     16x16/8/1
+    cdna:single  dkdv     32x32/4/1     16x32/8/1     16x16/4/1     16x16/4/1
+    cdna:single  dq       32x32/4/1     32x16/8/1     16x16/4/1     16x16/4/1
+    cdna4:single dkdv     32x32/4/1     16x32/8/1     16x16/4/1     16x16/4/1
+    cdna4:single dq       32x32/4/1     32x16/8/1     16x16/4/1     16x16/4/1
+    blackwell    forward* 128x64/8/2    128x64/8/3    128x16/8/3    32x32/8/2
+    blackwell    dq*      128x64/8/2    128x64/8/3    64x16/8/3     32x16/8/1
+    blackwell:single forward  64x16/8/3     32x16/8/2     32x16/8/1     16x16/8/1
     single       forward  32x32/4/2     32x16/8/2     32x16/8/1     16x16/8/1
     single       dkdv     32x32/4/1     16x32/8/1     16x16/8/1     16x16/8/1
     single       dq       32x32/4/1     32x16/8/1     16x16/8/1     16x16/8/1
     turing       decode   16x64/4/1     16x64/4/1     16x32/4/1     16x16/4/1
-    ampere       decode   16x64/4/3     16x64/4/2     16x64/8/2     16x16/4/2
+    ampere       decode   16x64/4/3     16x32/4/3     16x32/8/2     16x16/4/2
     small        decode   16x32/4/3     16x32/4/3     16x32/8/2     16x16/4/2
     hopper       decode   16x128/4/3    16x64/4/3     16x64/8/2     16x16/4/2
     blackwell    decode   16x128/4/3    16x64/4/3     16x64/8/2     16x16/4/2

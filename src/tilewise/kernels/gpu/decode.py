@@ -140,14 +140,13 @@ def attend_split(
     size, splits = split_size(N, LEAST, MOST)
     if split >= splits:
         return
-    rows = group * M
     row = block * BM + tl.arange(0, BM)
-    nearest = tl.minimum(row, rows - 1)  # what is beyond the last row does the same as that
-    h, m = kv_head * group + nearest // M, nearest % M
+    of_group = tl.minimum(row // M, group - 1)
+    h, m = kv_head * group + of_group, row - of_group * M  # what is beyond the last row has m >= M
     columns = tl.arange(0, D_PADDED)
     places = rows_of(q + tl.cast(q_strides[0], tl.int64) * b, q_strides, h, m)
     places = places + columns[None, :].to(tl.int64) * q_strides[3]
-    q_tile = tl.load(places, mask=(columns < D)[None, :], other=0.0)
+    q_tile = tl.load(places, mask=(m < M)[:, None] & (columns < D)[None, :], other=0.0)
     q_tile = decoded(q_tile, EIGHT)
     if q_scale is not None:  # rows of a block may be of several heads
         scale = scale * tl.load(q_scale + b * (kv_heads * group) + h)[:, None]
@@ -231,9 +230,9 @@ def attend_split(
     )
 
     columns = tl.arange(0, DV_PADDED)
-    inside = row < rows
+    inside = m < M
     kept_columns = inside[:, None] & (columns < DV)[None, :]
-    at = tl.cast(line, tl.int64) * rows + row
+    at = (tl.cast(b, tl.int64) * (kv_heads * group) + h) * M + m
     if splits == 1:
         sink = None if sinks is None else tl.load(sinks + h)
         weight, row_numbers = settled(
@@ -248,7 +247,7 @@ def attend_split(
         numbers_of = (lse, row_max, row_sum, row_mean, max_logit, entropy, top_key)
         store_numbers(numbers_of, at, inside, row_numbers, total, first_key, STATS)
     else:
-        stride = tl.cast(batch * kv_heads, tl.int64) * rows * slots
+        stride = tl.cast(batch * kv_heads, tl.int64) * (group * M) * slots
         at = at * slots + split
         tl.store(partial_numbers + at, top, mask=inside)
         tl.store(partial_numbers + stride + at, total, mask=inside)

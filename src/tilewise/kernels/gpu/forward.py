@@ -47,6 +47,7 @@ from tilewise.kernels.gpu.walk import (
     meets_empty_tiles,
     pages_of,
     place_of,
+    side_of,
     slots_of,
     split_range,
     store_tile,
@@ -577,12 +578,9 @@ def attend(
         low, full_low, full_high, high = KEYS_OF(
             b, m0, tl.minimum(m0 + BM, M), M, N, captured[0], captured[1]
         )
-    k_side, v_side = (k_head, k_strides, pages), (v_head, v_strides, pages)
     start = (b_k if cu_q is None else b_k * 0, h // group, begin_k)  # packed rows have no batch
-    if k_rows is not None:
-        k_side = (k_head, k_strides, pages, k_rows, start)
-    if v_rows is not None:
-        v_side = (v_head, v_strides, pages, v_rows, start)
+    k_side = side_of(k_head, k_strides, pages, k_rows, start)
+    v_side = side_of(v_head, v_strides, pages, v_rows, start)
     sides = (k_side, v_side, low, high)
     spans = split_range(low, full_low, full_high, high, N, BN)
     if order is None:

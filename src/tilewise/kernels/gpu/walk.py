@@ -36,6 +36,7 @@ __all__ = [
     "pages_of",
     "place_of",
     "programs_of",
+    "side_of",
     "slots_of",
     "split_range",
     "store_tile",
@@ -162,6 +163,14 @@ def load_keys(
         else:
             tile = tl.load(places)
     return tile
+
+
+@triton.jit
+def side_of(head, strides, pages, rows, start):
+    """The ``side`` of ``load_keys``; ``rows`` is its descriptor, or None for none."""
+    if rows is None:
+        return head, strides, pages
+    return head, strides, pages, rows, start
 
 
 @triton.jit

@@ -1,0 +1,166 @@
+"""The whole account of a problem: ours beside plain attention, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple, TypeAlias
+
+from tilewise.chips import Chip
+from tilewise.plan.traffic import memory, plain, tiled
+from tilewise.plan.traffic.count import Traffic
+from tilewise.plan.traffic.time import Seconds, predict
+from tilewise.plan.traffic.visits import Visits, lengths_of, visits_of
+from tilewise.problem import Operands, Problem
+
+__all__ = ["Account", "BackwardOrder", "Comparison", "Loops", "account", "cached", "cost", "trains"]
+
+BackwardOrder: TypeAlias = Literal["by_tiles", "keys_outside", "rows_outside"]
+
+
+class Loops(NamedTuple):
+    """Which loops a backend runs, in tiles of (queries, keys).
+
+    Args:
+        forward: of the forward pass, queries outside.
+        order: of the backward: a function of ``plan.traffic.tiled``.
+        backward: of the backward; where it has two walks, of that for dQ.
+        keys: of the walk for dK and dV, where there is one; None for ``backward``.
+        split_keys: keys that one program of the forward walks over, whose result is then merged
+            with the others'; 0 for all of them.
+        shared: whether a group of query heads walks together in such a forward.
+    """
+
+    forward: tuple[int, int]
+    order: BackwardOrder
+    backward: tuple[int, int]
+    keys: tuple[int, int] | None = None
+    split_keys: int = 0
+    shared: bool = False
+
+
+class Comparison(NamedTuple):
+    """Of one direction: what ours moves, and what plain attention does."""
+
+    ours: Traffic
+    plain: Traffic
+
+
+class Account(NamedTuple):
+    """What an attention moves.
+
+    Args:
+        problem: what was asked.
+        loops: how it is walked.
+        visits: of the forward's tiles.
+        forward, backward: both ways of doing it. Of the operands between fast memory and what is
+            next to it: ``Traffic.behind`` takes the caches into account.
+    """
+
+    problem: Problem
+    loops: Loops
+    visits: Visits
+    forward: Comparison
+    backward: Comparison
+
+    @property
+    def both(self) -> Comparison:
+        """Forward and backward."""
+        (ours, other), (ours_after, other_after) = self.forward, self.backward
+        return Comparison(ours.plus(ours_after), other.plus(other_after))
+
+    def reaching(self, traffic: Traffic, chip: Chip) -> Traffic:
+        """What of an account reaches the memory of a chip."""
+        return traffic.behind(chip.last_cache_bytes, chip.cores)
+
+    def seconds(self, traffic: Traffic, chip: Chip) -> Seconds:
+        """How long it takes there.
+
+        Raises:
+            InvalidArgument: the chip's row lacks a figure.
+        """
+        dtype = str(self.problem.dtype).removeprefix("torch.")
+        return predict(self.reaching(traffic, chip), chip, dtype)
+
+    def held(self, training: bool = True) -> tuple[int, int] | None:
+        """Bytes held at the highest, ours and plain; None where sequences differ in length."""
+        if self.problem.layout != "dense" or self.problem.page_size:
+            return None
+        ours = memory.tiled_held(self.problem, training).peak()
+        return ours, memory.plain_held(self.problem, training).peak()
+
+
+def account(
+    problem: Problem,
+    loops: Loops,
+    operands: Operands | None = None,
+    lengths: Sequence[tuple[int, int]] | None = None,
+) -> Account:
+    """The account of a problem.
+
+    Args:
+        problem: what is asked.
+        loops: of the backend that does it.
+        operands: with what; may be left out where mask and score capture no tensor.
+        lengths: of a variable-length call without operands.
+
+    Raises:
+        InvalidArgument, Unsupported: as ``visits_of``.
+    """
+    if operands is not None:
+        lengths = lengths_of(problem, operands) or lengths
+    found: dict[tuple[int, int], Visits] = {}
+
+    def of(tile: tuple[int, int]) -> Visits:
+        if tile not in found:
+            found[tile] = visits_of(problem, tile, operands, lengths)
+        return found[tile]
+
+    visited = of(loops.forward)
+    if not trains(problem):
+        nothing = Traffic(())
+        backward = Comparison(nothing, nothing)
+    else:
+        backward = Comparison(_backward(problem, loops, of), plain.backward(problem, lengths))
+    if loops.split_keys:
+        forward = tiled.forward_in_parts(problem, visited, loops.split_keys, loops.shared)
+    else:
+        forward = tiled.forward(problem, visited)
+    ours = Comparison(forward, plain.forward(problem, lengths))
+    return Account(problem, loops, visited, ours, backward)
+
+
+def trains(problem: Problem) -> bool:
+    """Whether there is a backward pass: not with pages, and not of eight bits."""
+    return problem.page_size == 0 and problem.dtype.itemsize > 1
+
+
+def _backward(problem: Problem, loops: Loops, of: Callable[[tuple[int, int]], Visits]) -> Traffic:
+    if loops.order == "by_tiles":
+        held = of(loops.keys or loops.backward)
+        return tiled.backward_by_tiles(problem, of(loops.backward), held)
+    if loops.order == "keys_outside":
+        return tiled.backward_keys_outside(problem, of(loops.backward))
+    return tiled.backward_rows_outside(problem, of(loops.backward))
+
+
+@lru_cache(maxsize=256)
+def cached(problem: Problem, loops: Loops) -> Account:
+    """The account of a problem without tensors in its mask and score, made once."""
+    return account(problem, loops)
+
+
+def cost(problem: Problem, loops: Loops) -> int | None:
+    """What a choice among backends goes by: the forward's bytes for one head of one batch item.
+
+    A choice decides how rows are rounded, and so may depend on a row's own sequence but not on the
+    batch or the heads. None where tensors would have to be looked at.
+    """
+    if (
+        problem.layout != "dense"
+        or problem.page_size
+        or any(instr.slots for instr in problem.mask + problem.score)
+    ):
+        return None
+    one = problem._replace(batch=1, heads=1, kv_heads=1)
+    return cached(one, loops).forward.ours.bytes

@@ -1,0 +1,162 @@
+"""What an account of bytes is made of: operands, passes, and their sum.
+
+A **pass** is one walk over the operands, as one kernel makes it. Bytes go between slow and fast
+memory: of an operand that several tiles walk over, ``read`` counts every one of these walks, and
+``once`` each byte a single time. What a cache in between saves lies between the two (``behind``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+__all__ = ["Operand", "Pass", "Sharing", "Traffic", "merged"]
+
+
+class Operand(NamedTuple):
+    """The bytes of one operand in one pass.
+
+    Args:
+        name: as in ``Operands``, ``Result`` and ``Grads``.
+        read: from slow to fast memory.
+        written: from fast to slow memory.
+        once: of ``read``, what there would be if nothing were read twice; None for all of it.
+    """
+
+    name: str
+    read: int = 0
+    written: int = 0
+    once: int | None = None
+
+    @property
+    def distinct(self) -> int:
+        """Bytes read at least once."""
+        return self.read if self.once is None else self.once
+
+
+class Sharing(NamedTuple):
+    """Which tiles walk over the same operand.
+
+    Args:
+        groups: in so many groups of tiles, each with memory of its own to walk over;
+        walks: of so many tiles each,
+        bytes_each: over so many bytes.
+    """
+
+    groups: int
+    walks: int
+    bytes_each: int
+
+
+class Pass(NamedTuple):
+    """One walk over the operands.
+
+    Args:
+        name: what it computes.
+        operands: what it moves.
+        flops: operations of its matrix products; a multiply-add is two.
+        exponentials: powers that it takes.
+        sharing: who walks over the same memory; None where nothing is read twice.
+    """
+
+    name: str
+    operands: tuple[Operand, ...]
+    flops: int = 0
+    exponentials: int = 0
+    sharing: Sharing | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Read and written."""
+        return sum(each.read + each.written for each in self.operands)
+
+
+class Traffic(NamedTuple):
+    """An account of bytes.
+
+    Args:
+        passes: one after the other.
+        omitted: what is not in it, in words.
+    """
+
+    passes: tuple[Pass, ...]
+    omitted: tuple[str, ...] = ()
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """Each operand once, summed over the passes, largest first."""
+        return merged(operand for each in self.passes for operand in each.operands)
+
+    @property
+    def read(self) -> int:
+        """Bytes from slow to fast memory."""
+        return sum(each.read for each in self.operands)
+
+    @property
+    def written(self) -> int:
+        """Bytes from fast to slow memory."""
+        return sum(each.written for each in self.operands)
+
+    @property
+    def bytes(self) -> int:
+        """Read and written."""
+        return self.read + self.written
+
+    @property
+    def flops(self) -> int:
+        """Operations of matrix products."""
+        return sum(each.flops for each in self.passes)
+
+    @property
+    def exponentials(self) -> int:
+        """Powers taken."""
+        return sum(each.exponentials for each in self.passes)
+
+    @property
+    def intensity(self) -> float:
+        """Operations for a byte moved."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+    def plus(self, other: Traffic) -> Traffic:
+        """Both, one after the other."""
+        omitted = tuple(dict.fromkeys(self.omitted + other.omitted))
+        return Traffic(self.passes + other.passes, omitted)
+
+    def behind(self, cache_bytes: int | None, programs: int) -> Traffic:
+        """What of it reaches the memory behind a cache.
+
+        Assumed: tiles that share an operand run next to one another, ``programs`` at a time. If
+        the cache holds what the groups in flight walk over, each byte is fetched once; else those
+        in flight go over it in step, so that it is fetched once for each round of them. Writes and
+        what is read by one tile alone go through.
+
+        Args:
+            cache_bytes: of the cache; None for no cache.
+            programs: how many tiles are worked on at once.
+        """
+        return Traffic(tuple(_behind(one, cache_bytes, programs) for one in self.passes))
+
+
+def _behind(one: Pass, cache_bytes: int | None, programs: int) -> Pass:
+    if one.sharing is None or cache_bytes is None:
+        return one
+    groups, walks, bytes_each = one.sharing
+    at_once = min(groups, -(-programs // max(1, walks)))
+    times = 1 if at_once * bytes_each <= cache_bytes else -(-walks // max(1, programs))
+    operands = [each._replace(read=min(each.read, each.distinct * times)) for each in one.operands]
+    return one._replace(operands=tuple(operands))
+
+
+def merged(operands: Iterable[Operand]) -> tuple[Operand, ...]:
+    """Each name once, its bytes added up, largest first; those without bytes are left out."""
+    found: dict[str, Operand] = {}
+    for each in operands:
+        before = found.get(each.name, Operand(each.name, once=0))
+        found[each.name] = Operand(
+            each.name,
+            before.read + each.read,
+            before.written + each.written,
+            before.distinct + each.distinct,
+        )
+    moving = [each for each in found.values() if each.read or each.written]
+    return tuple(sorted(moving, key=lambda each: -(each.read + each.written)))

@@ -1,0 +1,110 @@
+"""The account of the FlashAttention paper, made again: figure 2 of Dao et al., 2022.
+
+Left of that figure, for GPT-2 medium (N = 1024, d = 64, 16 heads, batch 64, float16, A100), forward
+and backward: 40.3 GB of memory traffic for standard attention, 4.4 GB for FlashAttention; 41.7 ms
+and 7.3 ms. In its middle: traffic and time of the forward pass against the block of keys. The
+conventions that lead to these numbers are in ``docs/io-model.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from tilewise.chips import CHIPS, Chip
+from tilewise.plan.traffic import plain, tiled
+from tilewise.plan.traffic.count import Traffic
+from tilewise.plan.traffic.time import Seconds, predict
+from tilewise.plan.traffic.visits import visits_of
+from tilewise.problem import Problem
+from tilewise.variants import masks
+
+__all__ = [
+    "BLOCKS",
+    "CHIP",
+    "FIRST_TILE",
+    "PRINTED",
+    "At",
+    "against_blocks",
+    "gpt2_medium",
+    "ours",
+    "standard",
+    "the_first",
+]
+
+PRINTED = {"standard": (40.3e9, 41.7e-3), "flash": (4.4e9, 7.3e-3)}  # bytes, seconds
+CHIP = CHIPS["a100-40gb"]
+FIRST_TILE = (16, 256)  # queries and keys of its kernels for d = 64 on this chip
+BLOCKS = (64, 128, 256, 512)
+_STORED = 2  # bytes of a number of the unfinished output and dQ, as algorithms 1 and 4 have it
+
+
+def gpt2_medium(mask: bool = True) -> Problem:
+    """The problem of the figure.
+
+    Args:
+        mask: with a causal mask and dropout, as its standard attention ran; their tiles are visited
+            all the same in FlashAttention, whose kernels of that time skipped none.
+    """
+    program = masks.causal().program if mask else ()
+    dropout_p = 0.1 if mask else 0.0
+    sizes = (64, 16, 16, 1024, 1024, 64, 64)
+    options = (program, (), 0.125, dropout_p, False)
+    return Problem(*sizes, torch.float16, "cuda", "dense", *options)
+
+
+def standard() -> Traffic:
+    """Standard attention, forward and backward: 18 passes over the matrix and 12 over operands."""
+    problem = gpt2_medium()
+    return plain.forward(problem).plus(plain.backward(problem))
+
+
+def the_first() -> Traffic:
+    """FlashAttention as its first kernels ran: keys outside, delta at the first visit."""
+    problem = gpt2_medium(mask=False)
+    visited = visits_of(problem, FIRST_TILE)
+    forward = tiled.forward_keys_outside(problem, visited, _STORED)
+    return forward.plus(tiled.backward_keys_outside(problem, visited, _STORED, "first"))
+
+
+def ours(tile: tuple[int, int] = (128, 128), mask: bool = False) -> Traffic:
+    """The order of this package's GPU backend, as tiles move it.
+
+    Args:
+        tile: queries and keys.
+        mask: causal, whose empty tiles are then not visited.
+    """
+    problem = gpt2_medium(mask)
+    visited = visits_of(problem, tile)
+    return tiled.forward(problem, visited).plus(tiled.backward_by_tiles(problem, visited))
+
+
+class At(NamedTuple):
+    """The forward pass at one block size."""
+
+    block: int
+    traffic: Traffic
+    seconds: Seconds
+
+
+def against_blocks(
+    blocks: Sequence[int] = BLOCKS, keys_outside: bool = True, chip: Chip = CHIP
+) -> list[At]:
+    """Traffic and time of the forward pass against the block that stays in fast memory.
+
+    Args:
+        blocks: keys that stay while queries go by; or, with queries outside, queries.
+        keys_outside: FlashAttention's order, or FlashAttention-2's.
+        chip: whose ceilings the time is for; its caches are left out, as in the paper's count.
+    """
+    problem, found = gpt2_medium(mask=False), []
+    for block in blocks:
+        if keys_outside:
+            visited = visits_of(problem, (FIRST_TILE[0], block))
+            traffic = tiled.forward_keys_outside(problem, visited, _STORED)
+        else:
+            traffic = tiled.forward(problem, visits_of(problem, (block, FIRST_TILE[0])))
+        found.append(At(block, traffic, predict(traffic, chip, "float16")))
+    return found

@@ -1,0 +1,368 @@
+"""The tiled algorithm, counted: what each of its walks moves for given tiles.
+
+Letters of the formulas: R query rows and K keys of all heads (key heads for K), W_k and W_r the
+keys and the rows of all visited tiles, P the pairs in them; e bytes of an operand's element, f of
+a row statistic's. ``Visits`` has these sums. With tiles of m x n and no mask W_k = R N / m and
+W_r = Hq/Hk K M / n: larger tiles of queries read keys less often.
+
+Each function is the account of a function of ``reference.tiled`` or ``reference.orders``, byte for
+byte. The sinks' gradient, and those of what a score reads, are in none.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tilewise.errors import InvalidArgument
+from tilewise.plan.traffic.count import Operand, Pass, Sharing, Traffic
+from tilewise.plan.traffic.visits import Visits
+from tilewise.problem import Problem, Statistics
+
+__all__ = [
+    "backward_by_tiles",
+    "backward_keys_outside",
+    "backward_rows_outside",
+    "forward",
+    "forward_in_parts",
+    "forward_keys_outside",
+    "statistic_bytes",
+]
+
+
+def statistic_bytes(dtype: torch.dtype) -> int:
+    """Bytes of a row statistic: float32's, or float64's for float64."""
+    return 8 if dtype == torch.float64 else 4
+
+
+class _Sizes:
+    """The bytes of rows and keys that the formulas are made of."""
+
+    def __init__(self, problem: Problem, visits: Visits) -> None:
+        self.problem, self.visits = problem, visits
+        self.e, self.f = problem.dtype.itemsize, statistic_bytes(problem.dtype)
+        self.head, self.value = problem.head_dim * self.e, problem.value_dim * self.e
+        # What is stored in eight bits gives sixteen.
+        self.out = problem.value_dim * max(2, self.e)
+        self.widths = problem.head_dim, problem.value_dim
+
+    def keys_walked(self, times: int = 1) -> tuple[Operand, Operand]:
+        """Keys and values that the tiles of queries walk over, each query head by itself."""
+        visits = self.visits
+        walked = visits.keys_walked * times
+        distinct = min(visits.keys, visits.keys_walked)
+        return (
+            Operand("k", walked * self.head, once=distinct * self.head),
+            Operand("v", walked * self.value, once=distinct * self.value),
+        )
+
+    def keys_held(self) -> tuple[Operand, Operand]:
+        """Keys and values of tiles that stay while queries go by."""
+        keys = self.visits.keys
+        return Operand("k", keys * self.head), Operand("v", keys * self.value)
+
+    def rows_walked(self, name: str, row_bytes: int) -> Operand:
+        """Something of the rows that the tiles of keys walk over."""
+        visits = self.visits
+        distinct = min(visits.rows, visits.rows_walked)
+        return Operand(name, visits.rows_walked * row_bytes, once=distinct * row_bytes)
+
+    def key_gradients(self) -> tuple[Operand, Operand]:
+        """Finished gradients of keys and values."""
+        keys = self.visits.keys
+        return (
+            Operand("grad_k", written=keys * self.head),
+            Operand("grad_v", written=keys * self.value),
+        )
+
+    def captured(self, times: int = 1) -> tuple[Operand, ...]:
+        """The tensors of mask and score, and sinks, for so many walks."""
+        visits = self.visits
+        return (
+            Operand("mask", times * visits.mask_bytes),
+            Operand("score", times * visits.score_bytes),
+        )
+
+    def sinks(self, times: int = 1) -> tuple[Operand, ...]:
+        """One number for every tile of rows."""
+        tiles = self.visits.row_tiles * times
+        return (Operand("sinks", tiles * self.f),) if self.problem.sinks else ()
+
+    def of_keys(self) -> Sharing:
+        """Tiles of queries that walk over the keys of one key head."""
+        visits, groups = self.visits, max(1, self.visits.groups)
+        size = -(-visits.keys // groups) * (self.head + self.value)
+        return Sharing(groups, -(-visits.row_tiles // groups), size)
+
+    def of_rows(self) -> Sharing:
+        """Tiles of keys that walk over the queries and gradients of one key head's group."""
+        visits, groups = self.visits, max(1, self.visits.groups)
+        size = -(-visits.rows // groups) * (self.head + self.value + 3 * self.f)
+        tiles = visits.key_tiles * visits.kv_heads // visits.heads
+        return Sharing(groups, -(-tiles // groups), size)
+
+
+def forward(problem: Problem, visits: Visits, statistics: Statistics = "") -> Traffic:
+    """Queries outside, keys inside: FlashAttention-2's algorithm 1, and all our kernels.
+
+    Reads R D e + W_k (D + Dv) e, writes R (Dv e + 3 f).
+
+    Args:
+        problem: what is asked.
+        visits: of its tiles.
+        statistics: which of them are asked for.
+    """
+    size = _Sizes(problem, visits)
+    rows, row = visits.rows, visits.rows * size.f
+    operands = (
+        Operand("q", rows * size.head),
+        *size.sinks(),
+        *size.keys_walked(),
+        *size.captured(),
+        Operand("out", written=rows * size.out),
+        Operand("lse", written=row),
+        Operand("stats", written=(3 if statistics else 2) * row),
+        Operand("max_logit", written=row if statistics else 0),
+        Operand("entropy", written=row if statistics else 0),
+        Operand("top_key", written=rows * 8 if statistics == "top1" else 0),
+    )
+    flops = 2 * visits.pairs * sum(size.widths)
+    powers = visits.pairs + visits.rows_walked
+    one = Pass("forward", operands, flops, powers, size.of_keys())
+    return Traffic((one,), visits.omitted)
+
+
+def forward_in_parts(
+    problem: Problem, visits: Visits, split_keys: int, shared: bool = False
+) -> Traffic:
+    """Decoding: the keys of a sequence split among programs, whose results are merged.
+
+    With c = ceil(N / split_keys) parts the queries are read c times, and c R (Dv + 2) f bytes of
+    partial results are written and read again, if c > 1.
+
+    Args:
+        problem: what is asked.
+        visits: of its tiles.
+        split_keys: keys of a part, a whole number of tiles.
+        shared: whether the queries of a group of heads walk together, in blocks of as many rows as
+            a tile has, each of which reads the keys once. A tile then holds all queries of a head.
+    """
+    if split_keys < 1 or split_keys % visits.tile[1]:
+        raise InvalidArgument(
+            "split_keys", str(split_keys), f"a multiple of the tile's {visits.tile[1]} keys"
+        )
+    size = _Sizes(problem, visits)
+    repeated = tiles = partial = 0
+    for each in visits.extents:
+        count = max(1, -(-each.keys // split_keys))
+        rows = visits.heads * each.items * each.queries
+        repeated += rows * count
+        tiles += visits.heads * each.items * -(-each.queries // visits.tile[0]) * count
+        partial += rows * count * (problem.value_dim + 2) * size.f if count > 1 else 0
+    k, v = size.keys_walked()
+    if shared:
+        group = visits.heads // visits.kv_heads
+        blocks = _shared_blocks(visits, group)
+        k, v = (each._replace(read=each.read // group * blocks) for each in (k, v))
+    rows = visits.rows
+    sinks = (Operand("sinks", tiles * size.f),) if problem.sinks else ()
+    attend = (
+        Operand("q", repeated * size.head),
+        *sinks,
+        k,
+        v,
+        *size.captured(),
+        Operand("partial", written=partial),
+    )
+    results = (
+        Operand("partial", read=partial),
+        Operand("out", written=rows * size.out),
+        Operand("lse", written=rows * size.f),
+        Operand("stats", written=2 * rows * size.f),
+    )
+    flops = 2 * visits.pairs * sum(size.widths)
+    powers = visits.pairs + visits.rows_walked
+    passes = Pass("parts", attend, flops, powers, size.of_keys()), Pass("merge", results)
+    return Traffic(passes, visits.omitted)
+
+
+def _shared_blocks(visits: Visits, group: int) -> int:
+    """Blocks of rows in which the queries of a group walk together."""
+    counts = {each.queries for each in visits.extents if each.items}
+    if len(counts) > 1 or max(counts, default=0) > visits.tile[0]:
+        raise InvalidArgument(
+            "shared",
+            f"tiles of {visits.tile[0]} queries for {sorted(counts)} of them",
+            "one number of queries, all of them in one tile",
+        )
+    return max(1, -(-group * max(counts, default=0) // visits.tile[0]))
+
+
+def forward_keys_outside(
+    problem: Problem, visits: Visits, partial_bytes: int | None = None
+) -> Traffic:
+    """FlashAttention's algorithm 1: keys outside; output and statistics go to and fro.
+
+    Reads K (D + Dv) e + W_r D e and, but at the first visit of a row, its Dv output numbers and two
+    statistics; writes these at every visit.
+
+    Args:
+        problem: what is asked, without sinks.
+        visits: of its tiles.
+        partial_bytes: of a number of the unfinished output; None for f.
+    """
+    size = _Sizes(problem, visits)
+    kept = problem.value_dim * (size.f if partial_bytes is None else partial_bytes)
+    again = visits.rows_walked - visits.rows_seen
+    untouched = visits.rows - visits.rows_seen
+    stats = 2 * size.f
+    operands = (
+        *size.keys_held(),
+        size.rows_walked("q", size.head),
+        *size.captured(),
+        Operand("out", again * kept, again * kept + visits.rows * size.value),
+        Operand("stats", again * stats, (visits.rows_walked + untouched) * stats),
+    )
+    flops = 2 * visits.pairs * sum(size.widths)
+    powers = visits.pairs + visits.rows_walked
+    one = Pass("forward", operands, flops, powers, size.of_rows())
+    return Traffic((one,), visits.omitted)
+
+
+def backward_by_tiles(
+    problem: Problem, visits: Visits, key_visits: Visits | None = None
+) -> Traffic:
+    """Three passes, each sum with one owner, as the GPU backend has them.
+
+    A pass over the rows makes two numbers a row of the statistics and delta = rowsum(dO * O); dQ by
+    tiles of queries walks over the keys; dK and dV by tiles of keys walk over the queries of their
+    group. The scores are computed twice: seven products in place of five.
+
+    Args:
+        problem: what is asked.
+        visits: of the tiles of the walk for dQ.
+        key_visits: of those of the walk for dK and dV; None for the same.
+    """
+    size, held = _Sizes(problem, visits), _Sizes(problem, key_visits or visits)
+    rows, two = visits.rows, 2 * size.f
+    head_dim, value_dim = size.widths
+    first = (
+        Operand("out", rows * size.value),
+        Operand("grad_out", rows * size.value),
+        Operand("stats", rows * two),
+        Operand("delta", written=rows * two),
+    )
+    by_rows = (
+        Operand("q", rows * size.head),
+        Operand("grad_out", rows * size.value),
+        Operand("delta", rows * two),
+        *size.keys_walked(),
+        *size.captured(),
+        Operand("grad_q", written=rows * size.head),
+    )
+    by_keys = (
+        *held.keys_held(),
+        held.rows_walked("q", size.head),
+        held.rows_walked("grad_out", size.value),
+        held.rows_walked("delta", two),
+        *held.captured(),
+        *held.key_gradients(),
+    )
+    walk, pairs = visits.pairs, held.visits.pairs
+    products = 2 * pairs * (2 * head_dim + 2 * value_dim)
+    return Traffic(
+        (
+            Pass("delta", first),
+            Pass("dq", by_rows, 2 * walk * (2 * head_dim + value_dim), walk, size.of_keys()),
+            Pass("dkdv", by_keys, products, pairs, held.of_rows()),
+        ),
+        visits.omitted,
+    )
+
+
+def backward_keys_outside(
+    problem: Problem, visits: Visits, partial_bytes: int | None = None, delta: str = "pass"
+) -> Traffic:
+    """Keys outside, five products; dQ of a row is a sum in slow memory: the CPU core's order.
+
+    Args:
+        problem: what is asked.
+        visits: of its tiles; a tile of keys is all that stays while the queries go by.
+        partial_bytes: of a number of the unfinished dQ; None for f.
+        delta: where rowsum(dO * O) comes from: a "pass" of its own, the "first" visit of a tile of
+            rows, which stores it, or "each" visit again (algorithm 4 to the letter).
+    """
+    size = _Sizes(problem, visits)
+    head_dim, value_dim = size.widths
+    kept = head_dim * (size.f if partial_bytes is None else partial_bytes)
+    rows, walked, seen = visits.rows, visits.rows_walked, visits.rows_seen
+    again = walked - seen
+    walk: tuple[Operand, ...] = (
+        *size.keys_held(),
+        size.rows_walked("q", size.head),
+        size.rows_walked("grad_out", size.value),
+        size.rows_walked("stats", 2 * size.f),
+        *size.captured(),
+        Operand("grad_q", again * kept, again * kept + rows * size.head),
+        *size.key_gradients(),
+    )
+    before: tuple[Pass, ...] = ()
+    if delta == "pass":
+        first = (
+            Operand("out", rows * size.value),
+            Operand("grad_out", rows * size.value),
+            Operand("delta", written=rows * size.f),
+        )
+        before = (Pass("delta", first),)
+        walk += (size.rows_walked("delta", size.f),)
+    elif delta == "first":
+        walk += (Operand("out", seen * size.value), Operand("delta", again * size.f, seen * size.f))
+    elif delta == "each":
+        walk += (size.rows_walked("out", size.value),)
+    else:
+        raise InvalidArgument("delta", repr(delta), '"pass", "first" or "each"')
+    flops = 2 * visits.pairs * (3 * head_dim + 2 * value_dim)
+    one = Pass("dqkv", walk, flops, visits.pairs, size.of_rows())
+    return Traffic((*before, one), visits.omitted)
+
+
+def backward_rows_outside(problem: Problem, visits: Visits, lse_gradient: bool = False) -> Traffic:
+    """Queries outside, the sums of keys in slow memory: the order of ``reference.tiled``.
+
+    Two walks over the keys for every tile of queries, one of them for delta. The gradients of keys
+    are summed in the compute dtype, from zeros, and become the operands' dtype in the end.
+
+    Args:
+        problem: what is asked.
+        visits: of its tiles.
+        lse_gradient: whether there is a gradient of lse.
+    """
+    size = _Sizes(problem, visits)
+    rows, keys = visits.rows, visits.keys
+    head_dim, value_dim = size.widths
+    narrow = problem.dtype.itemsize != size.f
+    # A group's share is summed before it is added.
+    added = visits.keys_walked * visits.kv_heads // visits.heads
+    gradients = [
+        Operand(
+            "grad_q",
+            rows * head_dim * size.f * narrow,
+            rows * head_dim * size.f + rows * size.head * narrow,
+        )
+    ]
+    for name, width in (("grad_k", head_dim), ("grad_v", value_dim)):
+        wide = width * size.f
+        written = (added + keys) * wide + keys * width * size.e * narrow
+        gradients.append(Operand(name, added * wide + keys * wide * narrow, written))
+    operands = (
+        Operand("q", rows * size.head),
+        *size.sinks(),
+        Operand("grad_out", rows * size.value),
+        Operand("stats", 2 * rows * size.f),
+        Operand("grad_lse", rows * size.f if lse_gradient else 0),
+        *size.keys_walked(2),
+        *size.captured(2),
+        *gradients,
+    )
+    flops = 2 * visits.pairs * (4 * head_dim + 3 * value_dim)
+    one = Pass("backward", operands, flops, 2 * visits.pairs, size.of_keys())
+    return Traffic((one,), visits.omitted)

@@ -1,0 +1,83 @@
+"""Ceilings are measured, kept, and found again."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilewise import chips
+from tilewise.chips import Chip, ceilings_file, detect, measured, named
+from tilewise.kernels.cpu.core import absence
+from tilewise.lab import ceilings
+
+MADE_UP = Chip(
+    "made up",
+    "cpu",
+    3,
+    bandwidth_bytes_s=2e9,
+    peak_flops_s=(("float32", 5e9),),
+    exponentials_s=1e8,
+)
+
+
+def test_what_is_kept_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "below" / "ceilings.json"
+    assert ceilings.keep(MADE_UP, path) == path
+    bare = Chip("made up", "cpu", 3, l1_bytes=7)
+    found = measured(bare, path)
+    assert (found.bandwidth_bytes_s, found.exponentials_s) == (2e9, 1e8)
+    assert (found.peak("float32"), found.l1_bytes) == (5e9, 7)
+    assert found.source.startswith("measured here on 20")
+    assert measured(Chip("made up", "cpu", 2), path) == Chip("made up", "cpu", 2)
+
+
+def test_other_chips_stay_and_rubbish_does_not_matter(tmp_path: Path) -> None:
+    path = tmp_path / "ceilings.json"
+    for rubbish in ("", "[1, 2]", '{"made up x 3": {"date": 5}}', "{"):
+        path.write_text(rubbish)
+        bare = Chip("made up", "cpu", 3)
+        assert measured(bare, path) == bare
+        ceilings.keep(MADE_UP, path)
+    ceilings.keep(Chip("other", "cpu", 1, bandwidth_bytes_s=1.0, exponentials_s=1.0), path)
+    assert set(json.loads(path.read_text())) == {"made up x 3", "other x 1"}
+    assert os.listdir(tmp_path) == ["ceilings.json"]
+
+
+def test_where_they_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
+    assert ceilings_file() == tmp_path / "ceilings.json"
+    monkeypatch.delenv("TILEWISE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert ceilings_file() == tmp_path / "tilewise" / "ceilings.json"
+
+
+@pytest.mark.skipif(absence() is not None, reason="needs the compiled core")
+def test_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
+    threads = torch.get_num_threads()
+    chip = ceilings.measure(detect(), stream=2**18)
+    assert torch.get_num_threads() == threads
+    ceilings.keep(chip)
+    found = named("this")
+    assert found.name == detect().name
+    for rate in (found.bandwidth_bytes_s, found.exponentials_s, found.peak("bfloat16")):
+        assert rate is not None
+        assert 1e6 < rate < 1e16
+    assert (found.peak("float32") or 0) >= (found.peak("float64") or 0) > 0
+
+
+def test_the_table_is_whole() -> None:
+    for key, chip in chips.CHIPS.items():
+        assert chips.named(key.upper()) is chip
+        assert chip.source, key
+        assert chip.peak("float16"), key
+        assert chip.last_cache_bytes, key
+        assert bool(chip.family) == (chip.kind == "gpu"), key
+        assert bool(chip.memory_bytes) == (chip.kind == "gpu"), key
+        # A power costs more than a multiply-add and less than a thousand of them.
+        ratio = (chip.peak("float32") or 0) / (chip.exponentials_s or 1)
+        assert 4 < ratio < 1000, key

@@ -1,0 +1,94 @@
+"""Time on chips, and what a cache takes away."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.plan.some_problems import problem
+from tilewise.chips import CHIPS
+from tilewise.errors import InvalidArgument
+from tilewise.plan.traffic import Operand, Pass, Traffic, tiled, visits_of
+from tilewise.plan.traffic.count import Sharing, merged
+from tilewise.plan.traffic.time import balance, predict
+
+H100 = CHIPS["h100"]
+
+
+def one(byte_count: float, flops: float, powers: float) -> Pass:
+    return Pass("one", (Operand("x", int(byte_count)),), int(flops), int(powers))
+
+
+@pytest.mark.parametrize(
+    ("made", "bound"),
+    [
+        (one(3.35e12, 1e12, 1e9), "memory"),
+        (one(1e9, 989.4e12, 1e9), "matrix"),
+        (one(1e9, 1e12, 3.86496e12), "exponential"),
+    ],
+)
+def test_the_longest_bounds(made: Pass, bound: str) -> None:
+    seconds = predict(Traffic((made,)), H100, "bfloat16")
+    assert seconds.bound == bound
+    assert seconds.total == pytest.approx(1.0)
+
+
+def test_passes_follow_one_another() -> None:
+    """Three seconds, though the sum of no ceiling is as much."""
+    passes = (one(3.35e12, 0, 0), one(0, 2 * 989.4e12, 0))
+    seconds = predict(Traffic(passes), H100, "bfloat16")
+    assert seconds.total == pytest.approx(3.0)
+    assert seconds.memory == pytest.approx(1.0)
+    assert seconds.matrix == pytest.approx(2.0)
+    assert seconds.bound == "matrix"
+
+
+def test_a_missing_figure_is_named() -> None:
+    traffic = Traffic((one(1, 1, 1),))
+    with pytest.raises(InvalidArgument, match="peak in bfloat16"):
+        predict(traffic, CHIPS["t4"], "bfloat16")
+    unmeasured = replace(CHIPS["graviton3"], exponentials_s=None)
+    with pytest.raises(InvalidArgument, match=r"rate of exponentials.*doctor --peak"):
+        predict(traffic, unmeasured, "float32")
+
+
+def test_the_ridge() -> None:
+    assert balance(H100, "bfloat16") == pytest.approx(989.4e12 / 3.35e12)
+
+
+def test_a_cache_that_holds_all_heads_in_flight_lets_each_byte_through_once() -> None:
+    asked = problem(8, 4, 2, 1024, 1024)
+    visited = visits_of(asked, (128, 64))
+    traffic = tiled.forward(asked, visited)
+    k = next(each for each in traffic.operands if each.name == "k")
+    assert k.read == 8 * 4 * 8 * 1024 * 32 * 2
+    through = {each.name: each for each in traffic.behind(2**20, 16).operands}
+    assert through["k"].read == 8 * 2 * 1024 * 32 * 2
+    assert traffic.behind(None, 16) == traffic
+
+
+def test_without_room_programs_share_what_they_walk_over_in_step() -> None:
+    """16 tiles of queries a key head, 4 at a time: four rounds over the keys."""
+    asked = problem(1, 4, 2, 1024, 1024)
+    traffic = tiled.forward(asked, visits_of(asked, (128, 64)))
+    through = {each.name: each for each in traffic.behind(1024, 4).operands}
+    assert through["k"].read == 4 * 2 * 1024 * 32 * 2
+    alone = {each.name: each for each in traffic.behind(1024, 1).operands}
+    assert alone["k"].read == 16 * 2 * 1024 * 32 * 2
+    assert alone["q"].read == through["q"].read == 4 * 1024 * 32 * 2
+
+
+def test_writes_go_through() -> None:
+    made = Pass("x", (Operand("a", 100, 7, once=10),), sharing=Sharing(1, 10, 10))
+    assert Traffic((made,)).behind(10, 2).bytes == 17
+
+
+def test_merging_keeps_names_and_sums() -> None:
+    found = merged([Operand("a", 5, 1, once=2), Operand("b", 1), Operand("a", 5), Operand("c")])
+    assert found == (Operand("a", 10, 1, once=7), Operand("b", 1, once=1))
+
+
+def test_an_intensity_of_nothing_is_nothing() -> None:
+    assert Traffic(()).intensity == 0.0
+    assert Traffic((one(10, 30, 0),)).intensity == 3.0

@@ -168,9 +168,11 @@ def load_keys(
 @triton.jit
 def side_of(head, strides, pages, rows, start):
     """The ``side`` of ``load_keys``; ``rows`` is a descriptor or None, ``start`` (b, h, row)."""
-    if rows is None:
-        return head, strides, pages
-    return head, strides, pages, rows, start
+    # One return: Triton 3.6 looks at those behind it, too.
+    side = (head, strides, pages)
+    if rows is not None:
+        side = (head, strides, pages, rows, start)
+    return side
 
 
 @triton.jit

@@ -168,11 +168,8 @@ def load_keys(
 @triton.jit
 def side_of(head, strides, pages, rows, start):
     """The ``side`` of ``load_keys``; ``rows`` is a descriptor or None, ``start`` (b, h, row)."""
-    # One return: Triton 3.6 looks at those behind it, too.
-    side = (head, strides, pages)
-    if rows is not None:
-        side = (head, strides, pages, rows, start)
-    return side
+    # One return: Triton 3.6 compiles those behind it, too.
+    return (head, strides, pages) if rows is None else (head, strides, pages, rows, start)
 
 
 @triton.jit

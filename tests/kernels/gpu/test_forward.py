@@ -290,7 +290,7 @@ def test_what_it_declines() -> None:
     q = torch.randn(1, 1, 4, 8)
     assert tilewise.plan(q, q, q).backend != "gpu"
     assert tilewise.plan(q, q, q, backend="gpu").backend == "gpu"
-    with pytest.raises(Unsupported, match="float32, bfloat16, float16; not"):
+    with pytest.raises(Unsupported, match="float32, bfloat16, float16, float8_e4m3fn; not"):
         tilewise.attention(q.double(), q.double(), q.double(), backend="gpu")
     wide = torch.randn(1, 1, 4, 513)
     with pytest.raises(Unsupported, match="D = 513 is over its limit of 512"):

@@ -19,10 +19,10 @@ from tests.variants import some_masks
 from tests.variants.making import Drawn, Sizes
 from tests.variants_catalogue import CATALOGUE, Call, Variant
 from tilewise import masks
-from tilewise.kernels.gpu.backward import backward_launches
+from tilewise.kernels.gpu.backward.forms import form_of
+from tilewise.kernels.gpu.backward.passes import backward_launches
 from tilewise.kernels.gpu.config import Blocks, Config
-from tilewise.kernels.gpu.emit import variant_of
-from tilewise.kernels.gpu.forms import form_of
+from tilewise.kernels.gpu.expressions.variant import variant_of
 from tilewise.kernels.gpu.launch import Launch, run
 from tilewise.problem import Grads, Needs, Operands, Problem, Result, Statistics
 from tilewise.reference import tiled

@@ -31,23 +31,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.kernels.gpu.config import Blocks
-from tilewise.kernels.gpu.forms import Form, form_of
-from tilewise.kernels.gpu.gradients import Backward
-from tilewise.kernels.gpu.launch import Launch
-from tilewise.kernels.gpu.lists import tile_lists
-from tilewise.kernels.gpu.rows import due_plane
-from tilewise.kernels.gpu.shares import (
+from tilewise.kernels.gpu.backward.forms import Form, form_of
+from tilewise.kernels.gpu.backward.gradients import Backward
+from tilewise.kernels.gpu.backward.rows import due_plane
+from tilewise.kernels.gpu.backward.shares import (
     diagonal_kernel,
-    factor_kernel,
     fold_kernel,
     line_kernel,
-    number_kernel,
     pair_kernel,
+)
+from tilewise.kernels.gpu.backward.spread import (
+    factor_kernel,
+    number_kernel,
     spread_lines_kernel,
     spread_pairs_kernel,
 )
-from tilewise.kernels.gpu.walk import (
+from tilewise.kernels.gpu.config import Blocks
+from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu.walk.lists import tile_lists
+from tilewise.kernels.gpu.walk.tiles import (
     launch_of,
     lists_of,
     meets_empty_tiles,

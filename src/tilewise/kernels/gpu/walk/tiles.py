@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels.gpu.config import Blocks, padded
-from tilewise.kernels.gpu.emit import Variant
+from tilewise.kernels.gpu.expressions.variant import Variant
 from tilewise.kernels.gpu.launch import Launch
-from tilewise.kernels.gpu.lists import TileLists
+from tilewise.kernels.gpu.walk.lists import TileLists
 from tilewise.problem import Problem
 from tilewise.variants.program import Program
 

@@ -8,16 +8,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.gpu.config import Blocks, Config, Pass, padded
-from tilewise.kernels.gpu.emit import Variant, captures
-from tilewise.kernels.gpu.lists import tile_lists
-from tilewise.kernels.gpu.pairs import LOG2E, kept
-from tilewise.kernels.gpu.rows import (
+from tilewise.kernels.gpu.backward.rows import (
     FAR,
     Upstream,
     folds,
 )
-from tilewise.kernels.gpu.walk import (
+from tilewise.kernels.gpu.config import Blocks, Config, Pass, padded
+from tilewise.kernels.gpu.expressions.variant import Variant, captures
+from tilewise.kernels.gpu.walk.lists import tile_lists
+from tilewise.kernels.gpu.walk.pairs import LOG2E, kept
+from tilewise.kernels.gpu.walk.tiles import (
     head_strides,
     knows_whole_tiles,
     lists_of,

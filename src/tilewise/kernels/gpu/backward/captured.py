@@ -60,7 +60,7 @@ from tilewise.kernels.gpu.walk.tiles import (
 __all__ = ["captured_launches"]
 
 _LINE = 128
-_WIDE = 128  # columns, above which blocks are smaller
+_WIDE = 128  # columns, above which blocks have fewer queries; above half of it, fewer keys
 _ELEMENTS = 1024
 
 
@@ -263,8 +263,9 @@ def _blocks(call: Backward) -> Blocks:
     """Those of dQ, cut down: more is added up, and a branch passes over tiles that are empty."""
     problem = call.problem
     queries, keys, warps, stages = call.config.blocks("dq", problem)
-    wide = max(problem.head_dim, problem.value_dim) > _WIDE
-    most_queries, most_keys = (32, 16) if wide else (64, 32)
+    widest = max(problem.head_dim, problem.value_dim)
+    most_queries = 32 if widest > _WIDE else 64
+    most_keys = 16 if widest > _WIDE // 2 else 32
     return Blocks(min(queries, most_queries), min(keys, most_keys), warps, min(stages, 2))
 
 

@@ -20,7 +20,7 @@ from tilewise.lab.counted.table import Row
 
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "benchmarks" / "cachegrind" / "counted.json"
-OURS, PLAIN, OTHER = "#0a7a8f", "#565d69", "#c4551b"
+OURS, PLAIN, OTHER, CAUSAL = "#0a7a8f", "#565d69", "#c4551b", "#7a5ca8"
 STEP = 4 << 10  # bytes of cache between two points of a line
 
 
@@ -57,9 +57,9 @@ def _sweep(axes: Any, rows: Sequence[Row]) -> None:
         ("plain", 512, PLAIN, "plain"),
         ("core", 64, OURS, "ours, tasks of 64 queries"),
         ("core", 512, OTHER, "ours, tasks of 512"),
+        ("core", 128, CAUSAL, "ours, causal, N 1024, D 32"),
     ):
         of = [row for row in rows if (row.case.method, row.case.task) == (method, task)]
-        of = [row for row in of if row.case.direction == "forward"]
         axes.plot(
             [row.case.cache >> 10 for row in of],
             [row.counted / 1e6 for row in of],

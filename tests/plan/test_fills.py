@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.plan.some_problems import problem
 from tilewise.errors import InvalidArgument
-from tilewise.plan.traffic import fills, plain, tiled
+from tilewise.plan.traffic import fills, plain, runs, tiled
 from tilewise.plan.traffic.count import Operand, Pass, Sharing, Traffic
 from tilewise.plan.traffic.visits import visits_of
 from tilewise.problem import Problem
@@ -32,7 +32,7 @@ def simulated(passes: list[dict[str, int]], capacity: int) -> int:
     misses = 0
     for sizes in passes:
         touched = [((i + 0.5) / n, name, i) for name, n in sizes.items() for i in range(n)]
-        for _, name, line in sorted(touched):
+        for _, name, line in sorted(touched, key=lambda each: each[0]):
             if (name, line) in cache:
                 cache.move_to_end((name, line))
                 continue
@@ -67,6 +67,49 @@ def test_passes_against_a_simulated_cache(passes: list[dict[str, int]], capacity
         assert predicted == pytest.approx(counted, abs=4 * len(passes) * len(sizes))
     else:
         assert predicted >= counted - 4 * len(passes) * len(sizes)
+
+
+def walked(walks: list[range], capacity: int) -> int:
+    """Misses of an LRU cache of so many keys while walks follow one another."""
+    return simulated([{f"key {key}": 1 for key in walk} for walk in walks], capacity)
+
+
+@given(
+    ends=st.lists(st.integers(0, 40), min_size=1, max_size=8, unique=True),
+    turned=st.booleans(),
+    capacity=st.integers(0, 50),
+)
+@settings(max_examples=200, deadline=None)
+def test_walks_of_a_causal_mask_against_a_simulated_cache(
+    ends: list[int], turned: bool, capacity: int
+) -> None:
+    """Longer and longer ones, or shorter and shorter ones, in two heads of a group."""
+    walks = [range(end) for end in sorted(ends, reverse=turned)]
+    assert runs.fetched(walks, 8, 8 * capacity) == walked(walks, capacity)
+    both = runs.fetched(walks * 2, 8, 8 * capacity)
+    assert (
+        both == walked(walks * 2, capacity) if not turned else both >= walked(walks * 2, capacity)
+    )
+
+
+@given(
+    width=st.integers(1, 20),
+    step=st.integers(-8, 8),
+    count=st.integers(1, 8),
+    capacity=st.integers(0, 90),
+)
+@settings(max_examples=200, deadline=None)
+def test_walks_of_a_window_against_a_simulated_cache(
+    width: int, step: int, count: int, capacity: int
+) -> None:
+    walks = [range(100 + i * step, 100 + i * step + width) for i in range(count)]
+    assert runs.fetched(walks, 8, 8 * capacity) == walked(walks, capacity)
+
+
+def test_walks_of_nothing() -> None:
+    assert runs.fetched([], 8, 100) == 0
+    assert runs.fetched([range(4), range(0), range(4)], 8, 31) == 8
+    assert runs.fetched([range(4), range(0), range(4)], 8, 32) == 4
 
 
 def test_plain_attention_behind_nothing_is_what_it_moves() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from tilewise.errors import InvalidArgument
 from tilewise.lab.counted import cachegrind, command
-from tilewise.lab.counted.cases import CASES, EDGE, QUICK, SWEEP, Case
+from tilewise.lab.counted.cases import CASES, QUICK, SWEEP, Case
 from tilewise.lab.counted.table import Row, table, verdict
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -172,14 +172,12 @@ def test_what_is_stored_holds_for_the_model_of_today(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == f"{table(rows)}\n\n{verdict(rows)}\n"
 
 
-def test_the_page_has_the_table_and_names_the_edges() -> None:
+def test_the_page_has_the_table() -> None:
     stored = json.loads(STORED.read_text())
     rows, sweep = ([Row.read(each) for each in stored[part]] for part in ("rows", "sweep"))
     page = (ROOT / "docs" / "io-model.md").read_text()
     assert table(rows) in page
     assert verdict(rows) in page
-    edge = next(row for row in sweep if row.case == EDGE)
-    assert f"{edge.predicted / edge.counted - 1:.0%}".replace("%", " %") in page
     old = [row for row in sweep if row.case.cache == 320 << 10 and row.case.task == 64]
     (blind,) = [f"{row.counted / 1e6:.2f} MB" for row in old if row.case.method == "core"]
     assert blind in page, "what was counted where the rule without rooms was wrong"

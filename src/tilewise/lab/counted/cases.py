@@ -13,7 +13,7 @@ from tilewise.plan.traffic.count import Traffic
 from tilewise.problem import Problem
 from tilewise.variants import masks
 
-__all__ = ["CASES", "EDGE", "QUICK", "SWEEP", "Case", "Direction", "Method"]
+__all__ = ["CASES", "QUICK", "SWEEP", "Case", "Direction", "Method"]
 
 Method: TypeAlias = Literal["core", "plain"]
 Direction: TypeAlias = Literal["forward", "backward"]
@@ -154,12 +154,10 @@ CASES: tuple[Case, ...] = (
     _core("forward", 1024, 512, width=32, task=128, causal=True),
     _core("backward", 512, 512),
     _core("backward", 512, 1024),
+    _core("forward", 1024, 256, width=32, task=128, causal=True),  # the short walks stay
+    _core("backward", 512, 256, heads=2, kv_heads=1, width=32, causal=True),
     _core("backward", 512, 512, heads=2, kv_heads=1, width=32, causal=True),
 )
-
-# Here the short walks of a causal mask stay in the cache and the long ones do not: the rule is for
-# whole heads.
-EDGE = _core("backward", 512, 256, heads=2, kv_heads=1, width=32, causal=True)
 
 # One attention behind smaller and smaller caches, near the edges too, where nothing is promised.
 _KIB = (64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 768, 1024, 2048, 4096)
@@ -167,5 +165,5 @@ SWEEP: tuple[Case, ...] = (
     *(_plain("forward", 512, kib) for kib in _KIB if kib >= 192),
     *(_core("forward", 512, kib, task=64) for kib in _KIB if kib <= 1024),
     *(_core("forward", 512, kib) for kib in _KIB if 128 <= kib <= 1024),
-    EDGE,
+    *(_core("forward", 1024, k, width=32, task=128, causal=True) for k in _KIB if 128 <= k <= 1024),
 )

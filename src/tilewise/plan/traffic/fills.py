@@ -16,7 +16,8 @@ from __future__ import annotations
 from tilewise.errors import InvalidArgument
 from tilewise.plan.traffic import tiled
 from tilewise.plan.traffic.count import Operand, Pass, Traffic, merged
-from tilewise.plan.traffic.visits import visits_of
+from tilewise.plan.traffic.runs import fetched, is_run, runs_of
+from tilewise.plan.traffic.visits import Visits, visits_of
 from tilewise.problem import Operands, Problem
 
 __all__ = ["core_backward", "core_forward", "fills"]
@@ -58,10 +59,20 @@ def core_forward(
         # Packed and zeroed, walked over for every block of keys, and once more to be written out.
         again = visits.rows_walked * widths + visits.rows * (widths + problem.value_dim)
         room = again * e + scores
-    walk = walk._replace(
-        operands=(*walk.operands, Operand("room", room, once=room)), held=room + passing
-    )
-    return fills(Traffic((walk,), visits.omitted).behind(cache_bytes, 1), cache_bytes)
+    walk = walk._replace(held=room + passing)
+    left = cache_bytes - walk.held
+    filled = _keys_filled(problem, visits, widths * e, left, last_first=True)
+    if filled is None:
+        (walk,) = Traffic((walk,)).behind(cache_bytes, 1).passes
+    else:
+        each = {"k": problem.head_dim * e, "v": problem.value_dim * e}
+        operands_now = [
+            one._replace(read=filled * each[one.name]) if one.name in each else one
+            for one in walk.operands
+        ]
+        walk = walk._replace(operands=tuple(operands_now))
+    walk = walk._replace(operands=(*walk.operands, Operand("room", room)))
+    return fills(Traffic((walk,), visits.omitted), cache_bytes)
 
 
 def core_backward(problem: Problem, cache_bytes: int, operands: Operands | None = None) -> Traffic:
@@ -91,11 +102,13 @@ def core_backward(problem: Problem, cache_bytes: int, operands: Operands | None 
     least = room + 2 * min(_BLOCK_KEYS, problem.keys) * (head + value)
     if cache_bytes < least:
         raise InvalidArgument("cache_bytes", str(cache_bytes), f"at least {least} for one tile")
-    walked, distinct = visits.keys_walked, min(keys, visits.keys_walked)
-    if sums + keys // groups * (head + value) + room <= cache_bytes:
-        walked = distinct
+    left = cache_bytes - room
+    walked = _keys_filled(problem, visits, 2 * (head + value), left)
+    if 2 * sums <= left:
+        walked = min(keys, visits.keys_walked)
         room += sums
-    else:  # walked over as often as the keys are, and once more to be written out
+    else:  # as often as the keys, and once more to be written out
+        walked = visits.keys_walked if walked is None else walked
         room += (walked + keys) * (head + value)
     first = (
         Operand("out", rows * value),
@@ -116,6 +129,26 @@ def core_backward(problem: Problem, cache_bytes: int, operands: Operands | None 
     )
     passes = Pass("delta", first), Pass("backward", walk)
     return fills(Traffic(passes, visits.omitted), cache_bytes)
+
+
+def _keys_filled(
+    problem: Problem, visits: Visits, key_bytes: int, left: int, last_first: bool = False
+) -> int | None:
+    """Keys brought into what is left of the cache, of all heads; None where walks are not runs.
+
+    Args:
+        problem: what is asked.
+        visits: of its tiles.
+        key_bytes: of what is walked over, for a key.
+        left: bytes of the cache.
+        last_first: whether the last tile of queries goes first.
+    """
+    if not is_run(problem.mask):
+        return None
+    walks = [keys for _, keys in runs_of(problem, visits.tile)]
+    if last_first:
+        walks.reverse()
+    return visits.groups * fetched(walks * (visits.heads // visits.kv_heads), key_bytes, left)
 
 
 def _check(problem: Problem) -> None:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.plan.traffic.runs import is_run, runs_of
 from tilewise.problem import Operands, Problem
 from tilewise.reference.blocks import Block, cut
 from tilewise.reference.programs import Cover, cover
-from tilewise.variants.program import EXPR, RAW, Instr, Program
+from tilewise.variants.program import EXPR, RAW
 
 __all__ = ["MOST_TILES", "Extent", "Visits", "lengths_of", "visits_of"]
 
@@ -228,7 +229,7 @@ def _visited(matrix: _Matrix, tile: tuple[int, int], together: bool) -> tuple[_C
     each = problem.batch * problem.heads
     if not each or not problem.queries or not problem.keys:
         return _Counts(0, 0, 0, 0, 0), each
-    if _is_run(problem.mask):
+    if is_run(problem.mask):
         return _runs(problem, tile), each
     grid = _looked_up(matrix, tile)
     if grid is None:
@@ -240,42 +241,14 @@ def _visited(matrix: _Matrix, tile: tuple[int, int], together: bool) -> tuple[_C
     return _of_grid(grid, problem, tile), each // (grid.shape[0] * grid.shape[1])
 
 
-def _is_run(mask: Program) -> bool:
-    """Whether the tiles of every row are one run that arithmetic finds."""
-    return all(
-        instr.op in ("band", "and") or (instr.op == "below" and not instr.slots) for instr in mask
-    )
-
-
 def _runs(problem: Problem, tile: tuple[int, int]) -> _Counts:
-    """Row tile by row tile: the first and the last tile of keys that all leaves may see."""
-    (across, along), queries, keys = tile, problem.queries, problem.keys
+    """The sums of the runs."""
     counts = [0, 0, 0, 0, 0]
-    for start in range(0, queries, across):
-        stop = min(start + across, queries)
-        first, last = 0, -(-keys // along) - 1
-        for instr in problem.mask:
-            low, high = _bounds(instr, range(start, stop), queries, keys)
-            first = max(first, low // along if low < keys else last + 1)
-            last = min(last, high // along)
-        tiles = max(0, last - first + 1)
-        walked = min((last + 1) * along, keys) - first * along if tiles else 0
-        height = stop - start
+    for rows, keys in runs_of(problem, tile):
+        height, walked, tiles = len(rows), len(keys), -(-len(keys) // tile[1])
         shares = (tiles, height * walked, height * tiles, walked, height * bool(tiles))
         counts = [total + share for total, share in zip(counts, shares, strict=True)]
     return _Counts(*counts)
-
-
-def _bounds(instr: Instr, rows: range, queries: int, keys: int) -> tuple[int, int]:
-    """The first and last key that any of the rows may see by one leaf."""
-    if instr.op == "below":
-        return 0, int(instr.params[0]) - 1
-    if instr.op != "band":
-        return 0, keys - 1
-    left, right, anchor = (int(number) for number in instr.params)
-    shift = keys - queries if anchor else 0
-    low = max(0, rows.start + shift - left) if left >= 0 else 0
-    return low, rows.stop - 1 + shift + right if right >= 0 else keys - 1
 
 
 def _looked_up(matrix: _Matrix, tile: tuple[int, int]) -> Tensor | None:

@@ -165,7 +165,7 @@ int run(const Options& options) {
   };
   const std::string what = text("what", "nothing"), isa = text("isa", "avx2");
   const bool backward = text("pass", "forward") == "backward";
-  if (!choose(isa.c_str())) return std::fprintf(stderr, "counted: no %s here\n", isa.c_str()), 3;
+  if (!choose(isa.c_str())) return std::fprintf(stderr, "this processor or build has no %s\n", isa.c_str()), 3;
   if (what != "core" && what != "plain" && what != "nothing" && what != "compare")
     return std::fprintf(stderr, "counted: what=%s is unknown\n", what.c_str()), 2;
   if (what == "compare") return compare(options, active());

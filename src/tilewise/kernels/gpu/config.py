@@ -218,7 +218,7 @@ _TABLE = _rows(
     cdna         dq+      64x32/8/1     32x32/4/1     32x16/8/1     16x16/4/1
     ampere       forward+ 128x64/8/3    128x64/8/3    64x32/8/2     32x32/8/2
     ampere       forward* 128x32/8/3    128x32/8/3    32x16/8/3     32x32/8/2
-    ampere       dkdv+    32x64/8/1     16x128/8/1    32x32/8/1     16x16/8/1
+    ampere       dkdv+    64x32/8/1     16x64/8/1     32x32/8/1     16x16/8/1
     ampere       dkdv*    32x64/8/1     32x64/8/2     32x32/8/1     16x16/8/1
     ampere       dq*      128x32/8/3    64x32/8/2     32x32/8/1     16x16/8/1
     small        forward* 64x64/8/3     128x16/8/3    32x16/8/3     32x32/8/1
@@ -228,6 +228,7 @@ _TABLE = _rows(
     hopper       dq*      128x32/8/3    128x16/8/3    32x16/8/3     32x16/8/1
     ampere:single forward  32x32/4/2     64x16/8/3     32x16/8/1     16x16/8/1
     ampere:single dkdv+    16x64/8/1     16x32/8/1     16x16/8/1     16x16/8/1
+    ampere:single dq+      32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
     hopper:single forward  64x16/8/3     32x16/8/2     32x16/8/1     16x16/8/1
     cdna:single  dkdv     32x32/4/1     16x32/8/1     16x16/4/1     16x16/4/1
     cdna:single  dq       32x32/4/1     32x16/8/1     16x16/4/1     16x16/4/1

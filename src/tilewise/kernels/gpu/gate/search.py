@@ -103,7 +103,9 @@ def _calls(options: argparse.Namespace, dtype: torch.dtype) -> tuple[Asked, ...]
         causal._replace(dropout_p=0.1),
         full._replace(score="bias"),
     )
-    return heavy if few else (*heavy, causal._replace(varlen=True))
+    if few:
+        return heavy
+    return (*heavy, full._replace(score="head bias"), causal._replace(varlen=True))
 
 
 def _wrong(target: Target, pass_name: Pass, calls: Sequence[Asked], blocks: Blocks) -> str:

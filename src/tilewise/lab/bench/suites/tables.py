@@ -1,0 +1,124 @@
+"""The points of a suite as tables: methods down, lengths across."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tilewise.lab.bench.clock import Spread
+from tilewise.lab.bench.suites.point import COMPLETE, Point, Quantity, Record
+from tilewise.lab.bench.table import Table
+from tilewise.plan.traffic.words import amount, duration
+
+__all__ = ["TITLES", "amount_of", "groups", "heading", "tables"]
+
+TITLES: dict[Quantity, str] = {
+    "seconds": "time of one call",
+    "bytes": "memory at the highest, beyond the operands (predicted)",
+    "error": "largest error against float64 (allowed)",
+}
+_MARKS = {"wrong": "WRONG", "skipped": "-", "failed": "FAILED"}
+_MOST_NOTES = 12
+
+
+def heading(record: Record) -> list[str]:
+    """Where it was measured and whether all of it is there, in a few lines."""
+    machine = record.machine
+    versions = ", ".join(f"{name} {value}" for name, value in machine["versions"].items())
+    load = " to ".join(str(each) for each in machine["load_average"])
+    clock = "CUDA events" if record.device == "cuda" else "processor time of one thread"
+    lines = [
+        f"{machine['chip']}, {machine['cores']} cores, {machine['instruction_set']}; {versions}, "
+        f"Python {machine['python']}, {machine['system']}; load {load}",
+        f"Times: {clock}, medians of rounds in which all methods take turns, with half the "
+        "distance between the quartiles.",
+    ]
+    if record.status != COMPLETE:
+        lines.append(f"Not everything is here: {record.status}.")
+    return lines
+
+
+def groups(points: Iterable[Point]) -> dict[tuple[str, str, Quantity], list[Point]]:
+    """Points by case, dtype and quantity, in order."""
+    found: dict[tuple[str, str, Quantity], list[Point]] = {}
+    for point in points:
+        found.setdefault((point.case, point.dtype, point.quantity), []).append(point)
+    return found
+
+
+def tables(record: Record, suite: str) -> list[Table]:
+    """A table for each case and dtype; cases of one length share one, cases down."""
+    found, alone = [], []
+    for (case, dtype, quantity), points in groups(record.of(suite)).items():
+        if len({point.length for point in points}) == 1 and suite in ("models", "variants"):
+            alone.append((case, dtype, quantity, points))
+        else:
+            found.append(_table(f"{case}, {dtype}: {TITLES[quantity]}", points))
+    quantities = dict.fromkeys((dtype, quantity) for _, dtype, quantity, _ in alone)
+    for dtype, quantity in quantities:
+        own = {each[0]: each[3] for each in alone if each[1:3] == (dtype, quantity)}
+        found.append(_cases(f"{suite}, {dtype}: {TITLES[quantity]}", own))
+    return found
+
+
+def _table(title: str, points: Sequence[Point]) -> Table:
+    lengths = sorted({point.length for point in points})
+    cells = {(point.method, point.length): _cell(point) for point in points}
+    rows = [
+        (method, *(cells.get((method, length), "") for length in lengths))
+        for method in dict.fromkeys(point.method for point in points)
+    ]
+    return Table(title, ("method", *map(str, lengths)), rows, _notes(points))
+
+
+def _cases(title: str, cases: dict[str, list[Point]]) -> Table:
+    every = [point for points in cases.values() for point in points]
+    methods = list(dict.fromkeys(point.method for point in every))
+    rows = []
+    for case, points in cases.items():
+        cells = {point.method: _cell(point) for point in points}
+        rows.append((case, str(points[0].length), *(cells.get(method, "") for method in methods)))
+    return Table(title, ("case", "N", *methods), rows, _notes(every))
+
+
+def amount_of(value: float, quantity: Quantity) -> str:
+    """A value with its unit."""
+    if quantity == "seconds":
+        return duration(value)
+    return amount(value) if quantity == "bytes" else f"{value:.2g}"
+
+
+def _cell(point: Point) -> str:
+    if point.status in _MARKS and not (point.quantity == "error" and point.samples):
+        return _MARKS[point.status]
+    spread = Spread.of(point.samples)
+    text = amount_of(spread.median, point.quantity)
+    if point.quantity == "seconds" and len(point.samples) > 1 and spread.median:
+        half = (spread.quartile_high - spread.quartile_low) / 2 / spread.median
+        text += f" ±{half:.0%}"
+    if point.predicted is not None:
+        text += f" ({amount_of(point.predicted, point.quantity)})"
+    if point.allowed is not None:
+        text += f" ({point.allowed:.2g})"
+    if point.error is not None:
+        text += f", error {point.error:.2g}"
+    return f"WRONG {text}" if point.status == "wrong" else text
+
+
+def _notes(points: Sequence[Point]) -> tuple[str, ...]:
+    """Why there are no numbers, each reason once; what is wrong comes first."""
+    order = {"wrong": 0, "failed": 1, "skipped": 2, "ok": 3}
+    said: dict[tuple[int, str, str], list[str]] = {}
+    for point in points:
+        if point.note:
+            key = order[point.status], point.method, point.note
+            said.setdefault(key, []).append(str(point.length))
+    notes = [
+        f"{_WORDS[rank]}{method} at {', '.join(dict.fromkeys(lengths))}: {note}"
+        for (rank, method, note), lengths in sorted(said.items(), key=lambda each: each[0][0])
+    ]
+    rest = len(notes) - _MOST_NOTES
+    more = [f"and {rest} more reasons, in the JSON"] if rest > 0 else []
+    return (*notes[:_MOST_NOTES], *more)
+
+
+_WORDS = ("WRONG ", "FAILED ", "not measured: ", "")

@@ -90,4 +90,4 @@ def listed(words: Sequence[str]) -> str:
 def _near(length: float) -> int:
     """Two digits: an interpolated length is worth no more."""
     digits = max(0, math.floor(math.log10(length)) - 1)
-    return round(length / 10**digits) * 10**digits
+    return int(round(length, -digits))

@@ -162,4 +162,4 @@ class Record:
             raise InvalidArgument("--from", f"{path} of another kind", KIND)
         points = [Point.from_json(each) for each in values["points"]]
         kept = ("suites", "machine", "device", "settings", "status", "seconds")
-        return cls(*(values[key] for key in kept), points)
+        return cls(**{key: values[key] for key in kept}, points=points)

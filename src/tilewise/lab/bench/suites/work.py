@@ -109,7 +109,9 @@ def draw(work: Work, factor: float = 1.0) -> Given:
     dtype = getattr(torch, work.dtype)
     q, k, v, grad = (x.to(dtype).to(work.device) for x in made)
     needed = work.passes != "forward"
-    return Given(*(x.requires_grad_(needed) for x in (q, k, v)), grad)
+    for x in (q, k, v):
+        x.requires_grad_(needed)
+    return Given(q, k, v, grad)
 
 
 def call_of(work: Work, given: Given, attend: Attend) -> Callable[[], Any]:

@@ -9,7 +9,7 @@ from tilewise.lab.bench import command
 
 __all__ = ["SUITES", "main"]
 
-SUITES = ("speed", "accuracy", "all")
+SUITES = ("speed", "memory", "accuracy", "paper", "all")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

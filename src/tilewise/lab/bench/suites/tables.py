@@ -63,9 +63,10 @@ def tables(record: Record, suite: str) -> list[Table]:
 def _table(title: str, points: Sequence[Point]) -> Table:
     lengths = sorted({point.length for point in points})
     cells = {(point.method, point.length): _cell(point) for point in points}
+    measured = dict.fromkeys(point.method for point in points if point.samples)
+    methods = dict.fromkeys([*measured, *(point.method for point in points)])
     rows = [
-        (method, *(cells.get((method, length), "") for length in lengths))
-        for method in dict.fromkeys(point.method for point in points)
+        (method, *(cells.get((method, length), "") for length in lengths)) for method in methods
     ]
     return Table(title, ("method", *map(str, lengths)), rows, _notes(points))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -12,15 +14,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from tilewise import attention, visible_pairs
 from tilewise.errors import InvalidArgument
 from tilewise.kernels.cpu.core import absence
 from tilewise.lab.bench import entry, main
-from tilewise.lab.bench.suites import command, compare
+from tilewise.lab.bench.suites import command, compare, nursery
 from tilewise.lab.bench.suites.crossover import crossing, told
+from tilewise.lab.bench.suites.memory import CURE, DOUBLE, predicted
+from tilewise.lab.bench.suites.models import layer
 from tilewise.lab.bench.suites.page import ABOUT, html, markdown
+from tilewise.lab.bench.suites.peak import STEPS, Wanted
 from tilewise.lab.bench.suites.point import COMPLETE, INTERRUPTED, Point, Record
+from tilewise.lab.bench.suites.rivals import rivals
 from tilewise.lab.bench.suites.steps import Step
+from tilewise.lab.bench.suites.variants import Variant, catalogue
+from tilewise.lab.bench.suites.work import Work, draw
 
 needs_core = pytest.mark.skipif(absence() is not None, reason="the compiled core is not built")
 
@@ -104,8 +114,7 @@ def run(name: str, folder: Path, *options: str) -> dict[str, Any]:
 
 
 def test_the_entry_knows_every_suite() -> None:
-    assert {*command.SUITES, "all"} == set(entry.SUITES)
-    assert set(command.SUITES) <= set(ABOUT)
+    assert {*command.SUITES, "all"} == set(entry.SUITES) == {*ABOUT, "all"}
 
 
 @needs_core
@@ -133,6 +142,115 @@ def test_accuracy(tmp_path: Path) -> None:
         for scores in ("usual", "large")
     }
     assert all(0 < p["samples"][0] <= p["allowed"] for p in ours)
+
+
+@needs_core
+def test_memory(tmp_path: Path) -> None:
+    values = run("memory", tmp_path)
+    found = {(p["case"], p["method"]): p for p in values["points"] if p["quantity"] == "bytes"}
+    for case in ("forward", "training"):
+        for method in ("tilewise", "plain"):
+            point = found[case, method]
+            assert point["predicted"] > 0
+            assert 0 <= point["samples"][0] < point["predicted"] + 2e6  # code, and whole pages
+    steps = [p for (case, _), p in found.items() if case == DOUBLE]
+    assert [p["method"] for p in steps] == [name for name, _ in STEPS]
+    assert {p["method"] for (case, _), p in found.items() if case == CURE} == {
+        "1 row", "16 rows", "64 rows",
+    }  # fmt: skip
+    text = (tmp_path / "memory.md").read_text()
+    assert "The cure, 1 row at a time" in text
+    assert "step by step: the scores take" in text
+
+
+@needs_core
+def test_paper(tmp_path: Path) -> None:
+    values = run("paper", tmp_path)
+    timed = [p for p in values["points"] if p["quantity"] == "seconds"]
+    names = {p["method"] for p in timed if not p["exact"]}
+    assert names == {method.name for method in rivals()}
+    assert all(p["error"] is not None for p in timed if p["samples"] and not p["exact"])
+    assert all(p["error"] is None for p in timed if p["exact"])
+    whole = {p["method"]: p["error"] for p in timed if p["length"] == 33 and p["samples"]}
+    for name in ("local", "Longformer", "BigBird", "tilewise butterfly"):
+        assert whole[name] < 1e-5  # so short that they see everything
+    assert whole["linear attention"] > 0.1
+    assert [p for p in values["points"] if p["quantity"] == "bytes" and p["method"] == "Performer"]
+    text = (tmp_path / "paper.md").read_text()
+    assert "faster than tilewise" in text
+    assert "no probabilities to drop" in text
+
+
+@needs_core
+def test_models(tmp_path: Path) -> None:
+    values = run("models", tmp_path, "--models", "gpt2,whisper-tiny")
+    assert {p["case"] for p in values["points"]} == {
+        f"{model}, {words}"
+        for model in ("gpt2", "whisper-tiny")
+        for words in ("forward", "training")
+    }
+    assert {p["length"] for p in values["points"]} == {64}
+
+
+@needs_core
+def test_variants(tmp_path: Path) -> None:
+    values = run("variants", tmp_path)
+    ours = {p["case"] for p in values["points"] if p["method"] == "tilewise" and p["samples"]}
+    names = {each.name for each in catalogue(64, "cpu")}
+    assert ours == {f"{name}, {words}" for name in names for words in ("forward", "backward")}
+    assert "Time over no variant, forward" in (tmp_path / "variants.md").read_text()
+
+
+@pytest.mark.parametrize("variant", catalogue(40, "cpu"), ids=lambda each: each.name)
+def test_functions_for_flex_mean_the_same(variant: Variant) -> None:
+    m, n = torch.arange(40)[:, None], torch.arange(40)
+    for h in range(4):
+        if variant.flex_mask is not None:
+            seen = visible_pairs(variant.mask, 40, 40, heads=4)[0, h]
+            assert torch.equal(seen, variant.flex_mask(0, h, m, n).expand(40, 40))
+        if variant.flex_score is not None:
+            q, k = torch.zeros(2, 1, 4, 40, 2).unbind(0)
+            v = torch.eye(40).expand(1, 4, 40, 40)
+            got = attention(q, k, v, score=variant.score)[0, h]
+            expected = variant.flex_score(torch.zeros(40, 40), 0, h, m, n).softmax(-1)
+            torch.testing.assert_close(got, expected)
+
+
+def test_a_layer_is_attention_between_projections() -> None:
+    work = Work("models", "x", 9, heads=4, kv_heads=2, head_dim=8)
+    shapes = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shapes.append((q.shape, k.shape, v.shape))
+        return q
+
+    assert layer(work, draw(work), attend)().shape == (1, 9, 32)
+    assert shapes == [((1, 4, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8))]
+    both = replace(work, passes="both")
+    grads = layer(both, draw(both), attend)()
+    assert [tuple(grad.shape) for grad in grads] == [(1, 9, 32), (64, 32), (32, 32)]
+
+
+def test_a_process_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    if sys.platform != "linux":
+        pytest.skip("the system's libraries do not survive a fork")
+
+    def die(_: Any) -> Any:
+        os.kill(os.getpid(), 9)
+
+    monkeypatch.setattr(nursery, "_result", die)
+    found = nursery._in_a_fork(Wanted("plain", 0, False, {}))
+    assert found == {"why": "its process was killed (signal 9)", "peaks": []}
+
+
+def test_predicted_memory_is_beyond_the_operands() -> None:
+    work = Work("memory", "forward", 128, heads=2, head_dim=64)
+    matrix, operand = 2 * 128 * 128 * 4, 2 * 128 * 64 * 4
+    assert predicted(work, "plain") == 2 * matrix + operand
+    assert predicted(work, "tilewise") == operand + 3 * 2 * 128 * 4
+    both = replace(work, passes="both")
+    assert predicted(both, "plain") == 3 * matrix + 4 * operand
+    assert predicted(both, "sdpa math") is None
 
 
 @needs_core

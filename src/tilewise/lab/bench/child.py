@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +53,16 @@ def environment() -> dict[str, str]:
 
 
 def ask(
-    job: dict[str, Any], module: str = "tilewise.lab.bench.worker"
+    job: dict[str, Any],
+    module: str = "tilewise.lab.bench.worker",
+    settings: Mapping[str, str] | None = None,
 ) -> Generator[dict[str, Any]]:
     """The results of a job, one by one; the child ends when nobody listens any more.
 
     Args:
         job: what to do, for JSON.
         module: what does it, reading the job and printing a line of JSON for each result.
+        settings: for its environment.
 
     Raises:
         TilewiseError: the child failed; the message holds its last words.
@@ -73,7 +76,7 @@ def ask(
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env=environment(),
+            env={**environment(), **(settings or {})},
             start_new_session=True,
         )
         assert process.stdin is not None

@@ -9,7 +9,7 @@ from tilewise.lab.bench import command
 
 __all__ = ["SUITES", "main"]
 
-SUITES = ("speed", "memory", "accuracy", "paper", "all")
+SUITES = ("speed", "memory", "accuracy", "paper", "models", "variants", "all")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -43,7 +43,9 @@ def gathered(
     length = q.shape[2]
     count, listed = blocks.shape
     q, k, v = (pad(x, (0, 0, 0, count * size - length)) for x in (q, k, v))
-    q_blocks, k_blocks, v_blocks = (x.unflatten(2, (count, size)) for x in (q, k, v))
+    q_blocks, k_blocks, v_blocks = (
+        x.reshape(*x.shape[:2], count, size, x.shape[-1]) for x in (q, k, v)
+    )
     take = blocks.clamp(min=0)
     own_k, own_v = (x[:, :, take].flatten(3, 4) for x in (k_blocks, v_blocks))
     s = (q_blocks @ own_k.mT) * q.shape[-1] ** -0.5  # [B, H, count, size, L size]
@@ -57,7 +59,8 @@ def gathered(
         slot = torch.arange(listed, device=q.device).repeat_interleave(size)
         seen = seen & visible(m, n, slot)
     p = dropout(softmax_seen(s, seen), dropout_p)
-    return (p @ own_v).flatten(2, 3)[:, :, :length]
+    out: Tensor = (p @ own_v).flatten(2, 3)[:, :, :length]
+    return out
 
 
 def softmax_seen(s: Tensor, seen: Tensor) -> Tensor:

@@ -39,7 +39,8 @@ def linformer(
     if keys is not None:
         made = made * keys.to(made.dtype)
     s = (q @ (made @ k).mT) * q.shape[-1] ** -0.5
-    return dropout(s.softmax(-1), dropout_p) @ (made @ v)
+    out: Tensor = dropout(s.softmax(-1), dropout_p) @ (made @ v)
+    return out
 
 
 @lru_cache(maxsize=8)
@@ -51,4 +52,5 @@ def projection(length: int, rows: int = 256) -> Tensor:
         rows: k of the paper.
     """
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(rows, length, generator=generator) * rows**-0.5
+    drawn: Tensor = torch.randn(rows, length, generator=generator) * rows**-0.5
+    return drawn

@@ -94,15 +94,13 @@ def _round(
     if keys is not None:
         of_k = of_k.masked_fill(~keys, -2)  # a bucket that no row has
     order_q, order_k = (x.argsort(dim=-1, stable=True) for x in (of_q, of_k))
-    sorted_q = pad(_taken(q, order_q), (0, 0, 0, behind)).unflatten(2, (count, chunk))
     blocks = neighbours(count, 1, q.device)
     near = blocks.clamp(min=0)
-    own_k, own_v = (
-        pad(_taken(x, order_k), (0, 0, 0, behind)).unflatten(2, (count, chunk))[:, :, near]
-        for x in (k, v)
-    )
-    bucket_q = pad(of_q.gather(-1, order_q), (0, behind), value=-1).unflatten(2, (count, chunk))
-    bucket_k = pad(of_k.gather(-1, order_k), (0, behind), value=-2).unflatten(2, (count, chunk))
+    sorted_q = _chunks(_taken(q, order_q), count, chunk)
+    own_k, own_v = (_chunks(_taken(x, order_k), count, chunk)[:, :, near] for x in (k, v))
+    bucket_q = pad(of_q.gather(-1, order_q), (0, behind), value=-1)
+    bucket_k = pad(of_k.gather(-1, order_k), (0, behind), value=-2)
+    bucket_q, bucket_k = (x.reshape(*x.shape[:2], count, chunk) for x in (bucket_q, bucket_k))
     listed = bucket_k[:, :, near].masked_fill((blocks < 0)[:, :, None], -2).flatten(3)
     hidden = bucket_q[..., None] != listed[:, :, :, None]
     s = (sorted_q @ own_k.flatten(3, 4).mT) * q.shape[-1] ** -0.5
@@ -117,3 +115,9 @@ def _round(
 
 def _taken(x: Tensor, order: Tensor) -> Tensor:
     return x.gather(2, order[..., None].expand(*order.shape, x.shape[-1]))
+
+
+def _chunks(x: Tensor, count: int, chunk: int) -> Tensor:
+    """[B, H, N, D] as [B, H, count, chunk, D], with rows of 0 at the end."""
+    padded = pad(x, (0, 0, 0, count * chunk - x.shape[2]))
+    return padded.reshape(*x.shape[:2], count, chunk, x.shape[-1])

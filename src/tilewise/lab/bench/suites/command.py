@@ -17,7 +17,7 @@ from rich.console import Console
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.kernels.cpu.core import absence
 from tilewise.lab.bench.show import show_tables
-from tilewise.lab.bench.suites import accuracy, compare, memory, paper, speed
+from tilewise.lab.bench.suites import accuracy, compare, memory, models, paper, speed, variants
 from tilewise.lab.bench.suites.budget import Budget
 from tilewise.lab.bench.suites.methods import OURS
 from tilewise.lab.bench.suites.page import html, markdown
@@ -36,6 +36,8 @@ SUITES: dict[str, Callable[[Settings], list[Step]]] = {
     "memory": memory.steps,
     "accuracy": accuracy.steps,
     "paper": paper.steps,
+    "models": models.steps,
+    "variants": variants.steps,
 }
 _DTYPES = ("float32", "bfloat16", "float16")
 

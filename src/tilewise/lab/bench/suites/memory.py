@@ -8,10 +8,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from tilewise.lab.bench.suites.budget import Budget
 from tilewise.lab.bench.suites.methods import OURS, Method, exact
 from tilewise.lab.bench.suites.nursery import peaks
-from tilewise.lab.bench.suites.peak import STEP_BY_STEP, STEPS, Wanted
+from tilewise.lab.bench.suites.peak import STEP_BY_STEP, STEPS, Peak, Wanted
 from tilewise.lab.bench.suites.point import Point
 from tilewise.lab.bench.suites.steps import Settings, Step
 from tilewise.lab.bench.suites.work import Pass, Work, draw, problem_of
@@ -57,8 +59,7 @@ def steps(settings: Settings) -> list[Step]:
         batch=settings.batch,
         device=settings.device,
     )
-    found.append(Step(f"step by step, {length}", partial(_step_by_step, fixed)))
-    found.append(Step(f"row by row, {length}", partial(_row_by_row, replace(fixed, case=CURE))))
+    found.append(Step(f"step by step, {length}", partial(_at_one_length, fixed)))
     return found
 
 
@@ -132,35 +133,39 @@ def predicted(work: Work, method: str) -> float | None:
     return float(held(problem, training).peak() - operands)
 
 
-def _step_by_step(work: Work, budget: Budget) -> Iterator[Point]:
+def _at_one_length(work: Work, budget: Budget) -> Iterator[Point]:
+    """The steps of plain attention, and its forward pass by the rows that are done at a time."""
     reason = budget.too_large(4 * work.matrix_bytes, work.device)
     if reason:
-        yield Point.of(work, "scores", quantity="bytes", status="skipped", note=reason)
+        yield Point.of(work, STEPS[0][0], quantity="bytes", status="skipped", note=reason)
         return
-    for result in peaks([Wanted.of(work, STEP_BY_STEP)], work.device):
-        if isinstance(result, str):
-            yield Point.of(work, "scores", quantity="bytes", status="failed", note=result)
-            continue
-        for (name, matrices), peak in zip(STEPS, result, strict=True):
-            yield _point(
-                work, name, peak.extra_bytes, predicted=float(matrices * work.matrix_bytes)
-            )
-
-
-def _row_by_row(work: Work, budget: Budget) -> Iterator[Point]:
-    """Bytes and seconds of the forward pass by the number of rows that are done at a time."""
+    cure = replace(work, case=CURE)
     sizes = sorted({min(rows, work.length) for rows in (*_CHUNKS, work.length)})
-    jobs = [Wanted.of(work, "plain, chunked", rows) for rows in sizes]
-    for rows, result in zip(sizes, peaks(jobs, work.device), strict=True):
-        name = f"{rows} rows" if rows > 1 else "1 row"
-        if isinstance(result, str):
-            yield Point.of(work, name, quantity="bytes", status="failed", note=result)
-            continue
-        (peak,) = result
-        out = work.length * work.head_dim * work.heads * work.batch
-        part = 2 * work.matrix_bytes * rows / work.length
-        told = part + 2 * out * work.matrix_bytes / (
-            work.length**2 * work.heads * work.batch
-        )  # its parts of the output, and the whole of it
-        yield _point(work, name, peak.extra_bytes, predicted=told)
-        yield Point.of(work, name, samples=(peak.seconds,))
+    jobs = [Wanted.of(work, STEP_BY_STEP)]
+    jobs += [Wanted.of(cure, "plain, chunked", rows) for rows in sizes]
+    with closing(peaks(jobs, work.device)) as found:
+        yield from _stepwise(work, next(found))
+        for rows in sizes:
+            yield from _cured(cure, rows, next(found))
+
+
+def _stepwise(work: Work, result: list[Peak] | str) -> Iterator[Point]:
+    if isinstance(result, str):
+        yield Point.of(work, STEPS[0][0], quantity="bytes", status="failed", note=result)
+        return
+    for (name, matrices), peak in zip(STEPS, result, strict=True):
+        yield _point(work, name, peak.extra_bytes, predicted=float(matrices * work.matrix_bytes))
+
+
+def _cured(work: Work, rows: int, result: list[Peak] | str) -> Iterator[Point]:
+    """Bytes and seconds of so many rows at a time."""
+    name = f"{rows} rows" if rows > 1 else "1 row"
+    if isinstance(result, str):
+        yield Point.of(work, name, quantity="bytes", status="failed", note=result)
+        return
+    (peak,) = result
+    itemsize = getattr(torch, work.dtype).itemsize
+    outputs = 2 * work.batch * work.heads * work.length * work.head_dim * itemsize  # parts, whole
+    part = 2 * work.matrix_bytes * rows / work.length
+    yield _point(work, name, peak.extra_bytes, predicted=part + outputs)
+    yield Point.of(work, name, samples=(peak.seconds,))

@@ -187,8 +187,9 @@ def flex() -> Method:
 
 def _flex_mask(work: Work, given: Given) -> Callable[..., Any]:
     """The mask as a function of tensors: a lookup in the whole matrix if it is no function."""
-    if callable(work.mask) and not work.padding:
-        function: Callable[..., Any] = work.mask
+    given_function = work.flex_mask or work.mask
+    if callable(given_function) and not work.padding:
+        function: Callable[..., Any] = given_function
         return function
     seen = seen_rows(*problem_of(work, given), [range(work.length)])
     assert seen is not None

@@ -10,10 +10,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from tilewise.lab.bench.suites import figures
+from tilewise.lab.bench.suites.memory import CURE, DOUBLE
 from tilewise.lab.bench.suites.methods import OURS
 from tilewise.lab.bench.suites.point import COMPLETE, Point, Record
 from tilewise.lab.bench.suites.sentences import sentences
-from tilewise.lab.bench.suites.tables import TITLES, groups, heading, tables
+from tilewise.lab.bench.suites.tables import BY_CASE, TITLES, groups, heading, tables
 from tilewise.lab.bench.table import Table
 from tilewise.lab.bench.table import markdown as markdown_table
 from tilewise.lab.study.report.svg import house_style
@@ -88,13 +89,22 @@ def _section(record: Record, suite: str) -> _Section:
 
 
 def _figures(suite: str, points: Sequence[Point]) -> list[_Figure]:
-    methods = list(dict.fromkeys(point.method for point in points))
+    along = [point for point in points if point.case not in (CURE, DOUBLE)]
+    methods = list(dict.fromkeys(point.method for point in along))
     found = []
     for index, ((case, dtype, quantity), own) in enumerate(groups(points).items()):
-        drawing = figures.lines(own, methods, quantity, f"{suite}-{index}")
+        name = f"{suite}-{index}"
+        drawing = None
+        if case in (CURE, DOUBLE):
+            words = f"{TITLES[quantity]}, in {'MB' if quantity == 'bytes' else 'ms'}"
+            factor = 1e-6 if quantity == "bytes" else 1e3
+            values = [(p.method, p.median * factor) for p in own if p.median]
+            drawing = figures.bars(values, words, name)
+        elif suite not in BY_CASE:
+            drawing = figures.lines(own, methods, quantity, name)
         if drawing is not None:
             found.append(_Figure(drawing, f"{case}, {dtype}: {TITLES[quantity]}"))
-    if suite in ("models", "variants"):
+    if suite in BY_CASE:
         for dtype in dict.fromkeys(point.dtype for point in points):
             own = [point for point in points if point.dtype == dtype]
             ratios = _ratios(own)

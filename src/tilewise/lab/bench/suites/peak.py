@@ -19,7 +19,7 @@ from tilewise.lab.bench.suites.rivals import rivals
 from tilewise.lab.bench.suites.work import Work, call_of, draw
 from tilewise.lab.memory import peak_bytes, release, reset_peak, resident_bytes
 
-__all__ = ["STEPS", "Peak", "Wanted", "measured", "method_named"]
+__all__ = ["STEPS", "STEP_BY_STEP", "Peak", "Wanted", "measured", "method_named"]
 
 STEP_BY_STEP = "step by step"
 # What plain attention does, and how many matrices it holds while it does it.
@@ -53,7 +53,7 @@ class Wanted(NamedTuple):
     @classmethod
     def of(cls, work: Work, method: str, rows: int = 0) -> Wanted:
         """The job of a work whose mask is the causal one, or none."""
-        bare = replace(work, mask=None, score=None, flex_score=None)
+        bare = replace(work, mask=None, score=None, flex_mask=None, flex_score=None)
         return cls(method, rows, work.mask is not None, asdict(bare))
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tilewise.lab.bench.suites.crossover import Crossing, crossing, listed, told
+from tilewise.lab.bench.suites.memory import CURE, DOUBLE
 from tilewise.lab.bench.suites.methods import OURS
 from tilewise.lab.bench.suites.point import Point, Record
 from tilewise.lab.bench.suites.tables import amount_of, groups
+from tilewise.lab.bench.suites.variants import NONE
 
 __all__ = ["sentences"]
 
@@ -15,8 +17,13 @@ __all__ = ["sentences"]
 def sentences(record: Record, suite: str) -> list[str]:
     """What is to be said of a suite; what is wrong comes first."""
     points = record.of(suite)
-    maker = {"paper": _crossings, "memory": _memory, "accuracy": _accuracy}.get(suite, _faster)
-    return [*_wrong(points), *maker(points)]
+    makers = {
+        "paper": (_crossings, _sparse, _memory),
+        "memory": (_memory, _double, _cure),
+        "accuracy": (_accuracy,),
+        "variants": (_faster, _extra),
+    }.get(suite, (_faster,))
+    return [*_wrong(points), *(line for maker in makers for line in maker(points))]
 
 
 def _wrong(points: Sequence[Point]) -> list[str]:
@@ -111,4 +118,77 @@ def _memory(points: Sequence[Point]) -> list[str]:
                 f"beyond the operands and {OURS} {amount_of(ours[n], 'bytes')}, {times:.3g} times "
                 "less."
             )
+    return found
+
+
+def _sparse(points: Sequence[Point]) -> list[str]:
+    """Our block-sparse kernel against every other method, at the longest length of both passes."""
+    timed = [point for point in points if point.quantity == "seconds"]
+    found = []
+    for (case, dtype, _), own in groups(timed).items():
+        medians = _medians(own)
+        names = [name for name in medians if name.startswith(f"{OURS} ")]
+        for name in names:
+            last = max(medians[name])
+            others = {n: t[last] for n, t in medians.items() if n not in names and last in t}
+            if not others:
+                continue
+            best = min(others, key=lambda each: others[each])
+            ratio = others[best] / medians[name][last]
+            words = "faster" if ratio >= 1 else "slower"
+            found.append(
+                f"{case}, {dtype} at {last}: {name} is {max(ratio, 1 / ratio):.2f} times {words} "
+                f"than the fastest of the others, {best}."
+            )
+    return found
+
+
+def _double(points: Sequence[Point]) -> list[str]:
+    """The peak at the softmax, in matrices."""
+    held = {p.method: p for p in points if p.case == DOUBLE and p.median and p.predicted}
+    if not {"scores", "softmax"} <= held.keys():
+        return []
+    scores, softmax = held["scores"], held["softmax"]
+    highest = max(held.values(), key=lambda point: point.median or 0.0)
+    return [
+        f"Plain attention at {scores.length}, step by step: the scores take "
+        f"{amount_of(scores.median or 0, 'bytes')}, and the softmax, which has its input and its "
+        f"output at once, {amount_of(softmax.median or 0, 'bytes')}, "
+        f"{(softmax.median or 0) / (scores.median or 1):.2f} times as much; the highest of all is "
+        f"{highest.method} with {amount_of(highest.median or 0, 'bytes')}."
+    ]
+
+
+def _cure(points: Sequence[Point]) -> list[str]:
+    """What fewer rows at a time save and cost."""
+    own = [point for point in points if point.case == CURE and point.median]
+    held = [point for point in own if point.quantity == "bytes"]
+    took = {point.method: point.median or 0.0 for point in own if point.quantity == "seconds"}
+    if len(held) < 2:
+        return []
+    few, whole = held[0], held[-1]
+    slower = took[few.method] / took[whole.method]
+    return [
+        f"The cure, {few.method} at a time: {amount_of(few.median or 0, 'bytes')} in the place of "
+        f"{amount_of(whole.median or 0, 'bytes')}, and {slower:.2f} times the time."
+    ]
+
+
+def _extra(points: Sequence[Point]) -> list[str]:
+    """What scores cost over no variant, ours."""
+    medians = {
+        (p.case, p.dtype): p.median for p in points if p.method == OURS and p.median and p.length
+    }
+    found = []
+    for (case, dtype), base in medians.items():
+        name, _, direction = case.rpartition(", ")
+        if name != NONE or not base:
+            continue
+        costs = [
+            f"{other.rpartition(', ')[0]} {(time or 0) / base - 1:+.0%}"
+            for (other, kind), time in medians.items()
+            if kind == dtype and other != case and other.endswith(f", {direction}")
+        ]
+        if costs:
+            found.append(f"Time over no variant, {direction}, {dtype}: {', '.join(costs)}.")
     return found

@@ -9,8 +9,9 @@ from tilewise.lab.bench.suites.point import COMPLETE, Point, Quantity, Record
 from tilewise.lab.bench.table import Table
 from tilewise.plan.traffic.words import amount, duration
 
-__all__ = ["TITLES", "amount_of", "groups", "heading", "tables"]
+__all__ = ["BY_CASE", "TITLES", "amount_of", "groups", "heading", "tables"]
 
+BY_CASE = ("models", "variants")  # suites of many cases, at one length or two
 TITLES: dict[Quantity, str] = {
     "seconds": "time of one call",
     "bytes": "memory at the highest, beyond the operands (predicted)",
@@ -46,39 +47,47 @@ def groups(points: Iterable[Point]) -> dict[tuple[str, str, Quantity], list[Poin
 
 
 def tables(record: Record, suite: str) -> list[Table]:
-    """A table for each case and dtype; cases of one length share one, cases down."""
-    found, alone = [], []
-    for (case, dtype, quantity), points in groups(record.of(suite)).items():
-        if len({point.length for point in points}) == 1 and suite in ("models", "variants"):
-            alone.append((case, dtype, quantity, points))
-        else:
-            found.append(_table(f"{case}, {dtype}: {TITLES[quantity]}", points))
-    quantities = dict.fromkeys((dtype, quantity) for _, dtype, quantity, _ in alone)
-    for dtype, quantity in quantities:
-        own = {each[0]: each[3] for each in alone if each[1:3] == (dtype, quantity)}
-        found.append(_cases(f"{suite}, {dtype}: {TITLES[quantity]}", own))
-    return found
+    """A table for each case and dtype; of many cases a table for each dtype, cases down."""
+    points = record.of(suite)
+    if suite in BY_CASE:
+        dtypes = dict.fromkeys(point.dtype for point in points)
+        return [
+            _cases(
+                f"{suite}, {dtype}: {TITLES['seconds']}",
+                [point for point in points if point.dtype == dtype],
+            )
+            for dtype in dtypes
+        ]
+    return [
+        _table(f"{case}, {dtype}: {TITLES[quantity]}", own)
+        for (case, dtype, quantity), own in groups(points).items()
+    ]
 
 
 def _table(title: str, points: Sequence[Point]) -> Table:
     lengths = sorted({point.length for point in points})
     cells = {(point.method, point.length): _cell(point) for point in points}
-    measured = dict.fromkeys(point.method for point in points if point.samples)
-    methods = dict.fromkeys([*measured, *(point.method for point in points)])
     rows = [
-        (method, *(cells.get((method, length), "") for length in lengths)) for method in methods
+        (method, *(cells.get((method, length), "") for length in lengths))
+        for method in _methods(points)
     ]
     return Table(title, ("method", *map(str, lengths)), rows, _notes(points))
 
 
-def _cases(title: str, cases: dict[str, list[Point]]) -> Table:
-    every = [point for points in cases.values() for point in points]
-    methods = list(dict.fromkeys(point.method for point in every))
-    rows = []
-    for case, points in cases.items():
-        cells = {point.method: _cell(point) for point in points}
-        rows.append((case, str(points[0].length), *(cells.get(method, "") for method in methods)))
-    return Table(title, ("case", "N", *methods), rows, _notes(every))
+def _methods(points: Sequence[Point]) -> list[str]:
+    """Those that were measured, then those that were not."""
+    measured = [point.method for point in points if point.samples]
+    return list(dict.fromkeys([*measured, *(point.method for point in points)]))
+
+
+def _cases(title: str, points: Sequence[Point]) -> Table:
+    methods = _methods(points)
+    cells = {(point.case, point.length, point.method): _cell(point) for point in points}
+    rows = [
+        (case, str(length), *(cells.get((case, length, method), "") for method in methods))
+        for case, length in dict.fromkeys((point.case, point.length) for point in points)
+    ]
+    return Table(title, ("case", "N", *methods), rows, _notes(points))
 
 
 def amount_of(value: float, quantity: Quantity) -> str:

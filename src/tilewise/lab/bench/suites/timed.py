@@ -13,11 +13,11 @@ from tilewise.lab.bench.suites.budget import Budget
 from tilewise.lab.bench.suites.gate import Measured, compare
 from tilewise.lab.bench.suites.methods import OURS, Method
 from tilewise.lab.bench.suites.point import Point, Status
-from tilewise.lab.bench.suites.work import Given, Work, call_of, draw
+from tilewise.lab.bench.suites.work import Attend, Given, Work, call_of, draw
 
 __all__ = ["time_all"]
 
-Compared = Callable[[Work, Given, Method], Measured]
+Wrap = Callable[[Work, Given, Attend], Callable[[], Any]]
 
 
 class _Ready(NamedTuple):
@@ -29,13 +29,16 @@ class _Ready(NamedTuple):
     measured: Measured
 
 
-def time_all(work: Work, methods: Sequence[Method], budget: Budget) -> Iterator[Point]:
+def time_all(
+    work: Work, methods: Sequence[Method], budget: Budget, *, wrap: Wrap = call_of
+) -> Iterator[Point]:
     """The points of all methods on one work.
 
     Args:
         work: what is measured.
         methods: in the order of the record.
         budget: what may be spent.
+        wrap: makes the timed call of a method that passed the gate.
     """
     given = draw(work)
     ready: list[_Ready] = []
@@ -45,7 +48,7 @@ def time_all(work: Work, methods: Sequence[Method], budget: Budget) -> Iterator[
             yield _without(work, method, "skipped", reason)
             continue
         try:
-            found = _prepare(work, given, method)
+            found = _prepare(work, given, method, wrap)
         except (RuntimeError, TilewiseError, NotImplementedError, MemoryError) as error:
             status: Status = "failed" if method.name == OURS else "skipped"
             yield _without(work, method, status, _first_line(error))
@@ -81,7 +84,7 @@ def _without(work: Work, method: Method, status: Status, note: str) -> Point:
     return Point.of(work, method.name, status=status, note=note, exact=method.exact)
 
 
-def _prepare(work: Work, given: Given, method: Method) -> _Ready | Point:
+def _prepare(work: Work, given: Given, method: Method, wrap: Wrap) -> _Ready | Point:
     """The call of a method, warm; a point where it is wrong."""
     judged = work
     if work.dropout_p and not method.same_dropout:
@@ -89,7 +92,7 @@ def _prepare(work: Work, given: Given, method: Method) -> _Ready | Point:
     measured = compare(judged, given, method.make(judged, given), same_dropout=True)
     if method.exact and measured.complaint:
         return _without(work, method, "wrong", measured.complaint)
-    call = call_of(work, given, method.make(work, given))
+    call = wrap(work, given, method.make(work, given))
     call()
     return _Ready(method, call, timer.once(call, work.device), measured)
 

@@ -32,7 +32,7 @@ class Work:
         heads, kv_heads, head_dim, batch: Hq, Hk, D and B.
         passes: what one call does: the output, the gradients of q, k and v, or both.
         mask, score: what ``tilewise.attention`` takes.
-        flex_score: the score as a function that FlexAttention takes, where ``score`` is none.
+        flex_mask, flex_score: the same as functions that FlexAttention takes, where they are none.
         padding: keys at the end that nobody sees; instead of a mask.
         dropout_p: the probability of dropping a pair.
         device: of the tensors.
@@ -49,6 +49,7 @@ class Work:
     passes: Pass = "forward"
     mask: Any = None
     score: Any = None
+    flex_mask: Any = None
     flex_score: Any = None
     padding: int = 0
     dropout_p: float = 0.0

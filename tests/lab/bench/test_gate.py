@@ -116,8 +116,22 @@ def test_what_does_not_fit_is_not_tried() -> None:
     budget.took(("a",), 100, 10.0)
     assert "s are left" in budget.too_long(("a",), 200)
     assert not budget.too_long(("b",), 200)
+    budget.took(("a",), 100, 0.01, 100.0)
+    assert budget.too_long(("a",), 200)
     budget.took(("a",), 100, 0.01)
     assert not budget.too_long(("a",), 200)
+
+
+def test_only_what_needs_matrices_is_said_to() -> None:
+    long = replace(WORK, length=65536, mask=masks.causal())
+    found = {m.name: m.bytes(long) for m in exact("cpu")}
+    assert {name for name, size in found.items() if not size} == {
+        "tilewise", "sdpa flash", "plain, chunked", "plain, checkpointed",
+    }  # fmt: skip
+    assert sdpa("flash").bytes(replace(long, padding=3)) > 0
+    training = {m.name: m.bytes(replace(long, passes="both")) for m in exact("cpu")}
+    assert training["plain"] > found["plain"] > 2 * long.matrix_bytes
+    assert training["plain, chunked"] > 0 == training["plain, checkpointed"]
 
 
 def test_every_method_of_a_cpu_is_exact() -> None:

@@ -52,8 +52,7 @@ def _errors(
 ) -> Iterator[Point]:
     given = draw(work, factor)
     for method in methods:
-        matrices = work.matrix_bytes * method.matrices * (1 if work.passes == "forward" else 2)
-        reason = method.why_not(work) or budget.too_large(matrices, work.device)
+        reason = method.why_not(work) or budget.too_large(method.bytes(work), work.device)
         if not reason and budget.left_s < 0:
             reason = "no time is left"
         status: Status = "skipped"

@@ -28,7 +28,7 @@ class Budget:
     rounds: tuple[int, int] = (3, 15)
     round_budget_s: float = 2.0
     _began: float = field(default_factory=time.monotonic)
-    _took: dict[tuple[str, ...], tuple[int, float]] = field(default_factory=dict)
+    _took: dict[tuple[str, ...], tuple[int, float, float]] = field(default_factory=dict)
 
     @property
     def left_s(self) -> float:
@@ -40,9 +40,9 @@ class Budget:
         """Seconds since the beginning."""
         return time.monotonic() - self._began
 
-    def took(self, key: tuple[str, ...], length: int, seconds: float) -> None:
-        """A call of a method on a case took so long."""
-        self._took[key] = length, seconds
+    def took(self, key: tuple[str, ...], length: int, seconds: float, once_s: float = 0.0) -> None:
+        """A call of a method on a case took so long, and so long what is done once before."""
+        self._took[key] = length, seconds, once_s
 
     def too_long(self, key: tuple[str, ...], length: int) -> str:
         """Why a method should not be tried at a greater length; empty if it may.
@@ -52,8 +52,8 @@ class Budget:
         """
         if key not in self._took:
             return ""
-        known, seconds = self._took[key]
-        expected = seconds * max(1.0, length / known) ** 2 * (2 + self.rounds[0])
+        known, seconds, once_s = self._took[key]
+        expected = once_s + seconds * max(1.0, length / known) ** 2 * (2 + self.rounds[0])
         if expected <= self.left_s:
             return ""
         return f"it would take about {expected:.0f} s, and {max(self.left_s, 0):.0f} s are left"

@@ -51,20 +51,19 @@ def sampled(length: int) -> list[range]:
     return [range(start, start + _ROWS) for start in starts]
 
 
-def compare(work: Work, given: Given, attend: Attend, *, same_dropout: bool = True) -> Measured:
-    """Run a method once (twice for gradients) and compare.
+def compare(work: Work, given: Given, attend: Attend) -> Measured:
+    """Run a method once and compare.
 
     Args:
-        work: what is measured.
+        work: what is measured; with dropout that which ours does.
         given: its tensors.
         attend: the method.
-        same_dropout: whether it drops what ours drops; else it has to be called without dropout.
     """
     chunks = sampled(work.length)
     grad = _only(given.grad, chunks)
     got = _results(work, given, attend, grad, chunks)
-    exact = _plain(work, given, grad, chunks, torch.float64, same_dropout)
-    plain = _plain(work, given, grad, chunks, given.q.dtype, same_dropout)
+    exact = _plain(work, given, grad, chunks, torch.float64)
+    plain = _plain(work, given, grad, chunks, given.q.dtype)
     names = {"forward": ("out",), "backward": ("dq", "dk", "dv")}.get(
         work.passes, ("out", "dq", "dk", "dv")
     )
@@ -104,13 +103,11 @@ def _plain(
     grad: Tensor,
     chunks: Sequence[range],
     dtype: torch.dtype,
-    same_dropout: bool,
 ) -> list[Tensor]:
     problem, operands = problem_of(work, given)
     seen = seen_rows(problem, operands, chunks)
     leaves = [x.detach().to(dtype).requires_grad_(work.passes != "forward") for x in given.leaves]
-    keep = rows_kept(work, chunks) if same_dropout else None
-    out = attend_rows(problem, operands, leaves, chunks, seen, keep)
+    out = attend_rows(problem, operands, leaves, chunks, seen, rows_kept(work, chunks))
     found = [] if work.passes == "backward" else [out.detach()]
     if work.passes != "forward":
         dq, dk, dv = torch.autograd.grad(out, leaves, _cut(grad, chunks).to(dtype))

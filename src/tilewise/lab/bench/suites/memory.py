@@ -77,7 +77,7 @@ def weigh(works: Sequence[Work], methods: Sequence[Method], budget: Budget) -> I
             reason = (
                 method.why_not(work)
                 or budget.too_long(_key(work, method), work.length)
-                or budget.too_large(2 * work.matrix_bytes * method.matrices, work.device)
+                or budget.too_large(method.bytes(work), work.device)
             )
             if reason:
                 yield _without(work, method, reason)

@@ -21,6 +21,7 @@ __all__ = ["OURS", "Method", "block_sparse", "cures", "exact", "flex", "ours", "
 
 OURS = "tilewise"
 ROWS = 256  # of a chunk of plain attention
+_WITH_GRADIENTS = 1.6  # three matrices at the softmax's backward in the place of two
 Make = Callable[[Work, Given], Attend]
 
 
@@ -33,7 +34,7 @@ class Method:
         make: gives the function; masks are made here, not in the timed call.
         exact: whether the 2x rule holds it; else its error is printed.
         why_not: what it cannot do of a work; empty if it can.
-        matrices: how many matrices of all heads it holds at once, roughly; for what does not fit.
+        matrices: how many matrices of all heads its forward pass holds at once, roughly.
         same_dropout: whether it drops what ours drops.
     """
 
@@ -41,8 +42,13 @@ class Method:
     make: Make
     exact: bool = True
     why_not: Callable[[Work], str] = lambda _: ""
-    matrices: float = 0.0
+    matrices: Callable[[Work], float] = lambda _: 0.0
     same_dropout: bool = False
+
+    def bytes(self, work: Work) -> float:
+        """About what its matrices need: for what is not to be tried."""
+        times = 1.0 if work.passes == "forward" else _WITH_GRADIENTS
+        return work.matrix_bytes * self.matrices(work) * times
 
 
 def exact(device: str, *, with_flex: bool = True) -> list[Method]:
@@ -126,8 +132,11 @@ def sdpa(name: str) -> Method:
     def why_not(work: Work) -> str:
         return "" if work.score is None else "it takes no score function"
 
-    # A mask that is not causal has to be written out.
-    return Method(f"sdpa {name}", make, True, why_not, 4.0 if name == "math" else 1.5)
+    def matrices(work: Work) -> float:
+        written_out = work.masked is not None and not _is_causal(work)
+        return 3.0 if name == "math" else 1.5 if written_out else 0.0
+
+    return Method(f"sdpa {name}", make, True, why_not, matrices)
 
 
 def _is_causal(work: Work) -> bool:
@@ -135,7 +144,7 @@ def _is_causal(work: Work) -> bool:
 
 
 def _plain() -> Method:
-    return Method("plain", plain, matrices=4.0)
+    return Method("plain", plain, matrices=lambda _: 2.5)
 
 
 def cures(rows: int = ROWS) -> list[Method]:
@@ -145,7 +154,11 @@ def cures(rows: int = ROWS) -> list[Method]:
         rows: of a part.
     """
     return [
-        Method("plain, chunked", lambda work, given: chunked(work, given, rows), matrices=1.0),
+        Method(
+            "plain, chunked",
+            lambda work, given: chunked(work, given, rows),
+            matrices=lambda work: 0.0 if work.passes == "forward" else 1.0,
+        ),
         Method(
             "plain, checkpointed",
             lambda work, given: chunked(work, given, rows, again=True),
@@ -182,7 +195,10 @@ def flex() -> Method:
             return "the score is no function"
         return ""
 
-    return Method("flex_attention", make, True, why_not)
+    def matrices(work: Work) -> float:
+        return 0.0 if work.masked is None else 1.0  # of its block mask, while it is made
+
+    return Method("flex_attention", make, True, why_not, matrices)
 
 
 def _flex_mask(work: Work, given: Given) -> Callable[..., Any]:

@@ -100,7 +100,7 @@ def layer(work: Work, given: Given, attend: Attend) -> Callable[[], Any]:
     def forward() -> Tensor:
         made = torch.nn.functional.linear(x, inwards)
         made = made.view(work.batch, work.length, -1, work.head_dim)
-        sizes = (work.heads, work.kv_heads, work.kv_heads)
+        sizes = [work.heads, work.kv_heads, work.kv_heads]
         q, k, v = (part.transpose(1, 2) for part in torch.split(made, sizes, dim=2))
         return torch.nn.functional.linear(attend(q, k, v).transpose(1, 2).flatten(2), outwards)
 

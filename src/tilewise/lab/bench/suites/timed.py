@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -47,6 +48,7 @@ def time_all(
         if reason:
             yield _without(work, method, "skipped", reason)
             continue
+        began = time.monotonic()
         try:
             found = _prepare(work, given, method, wrap)
         except (RuntimeError, TilewiseError, NotImplementedError, MemoryError) as error:
@@ -56,7 +58,8 @@ def time_all(
         if isinstance(found, Point):
             yield found
             continue
-        budget.took(_key(work, method), work.length, found.seconds)
+        once_s = max(0.0, time.monotonic() - began - 3 * found.seconds)  # compiling, comparing
+        budget.took(_key(work, method), work.length, found.seconds, once_s)
         ready.append(found)
     yield from _timed(work, ready, budget)
 
@@ -69,10 +72,7 @@ def _reason(work: Work, method: Method, budget: Budget) -> str:
     return (
         method.why_not(work)
         or budget.too_long(_key(work, method), work.length)
-        or budget.too_large(
-            work.matrix_bytes * method.matrices * (1 if work.passes == "forward" else 2),
-            work.device,
-        )
+        or budget.too_large(method.bytes(work), work.device)
     )
 
 
@@ -86,13 +86,15 @@ def _without(work: Work, method: Method, status: Status, note: str) -> Point:
 
 def _prepare(work: Work, given: Given, method: Method, wrap: Wrap) -> _Ready | Point:
     """The call of a method, warm; a point where it is wrong."""
+    attend = judged_attend = method.make(work, given)
     judged = work
     if work.dropout_p and not method.same_dropout:
         judged = replace(work, dropout_p=0.0)  # it drops other pairs: judged without
-    measured = compare(judged, given, method.make(judged, given), same_dropout=True)
+        judged_attend = method.make(judged, given)
+    measured = compare(judged, given, judged_attend)
     if method.exact and measured.complaint:
         return _without(work, method, "wrong", measured.complaint)
-    call = wrap(work, given, method.make(work, given))
+    call = wrap(work, given, attend)
     call()
     return _Ready(method, call, timer.once(call, work.device), measured)
 

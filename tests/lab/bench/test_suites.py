@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tilewise import attention, visible_pairs
-from tilewise.errors import InvalidArgument
+from tilewise.errors import InvalidArgument, TilewiseError
 from tilewise.kernels.cpu.core import absence
 from tilewise.lab.bench import entry, main
 from tilewise.lab.bench.suites import command, compare, nursery
@@ -275,7 +275,28 @@ def test_ctrl_c_keeps_what_is_done(
 def test_the_time_budget_ends_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(command.SUITES, "speed", lambda _: [Step("one", lambda _: [])] * 3)
     assert main(["speed", "--out", str(tmp_path), "--minutes", "1e-9"]) == 0
-    assert Record.read(tmp_path / "speed.json").status.startswith("0 of 3 steps fit")
+    assert Record.read(tmp_path / "speed.json").status == "speed: 0 of 3 steps fit into the time"
+
+
+@needs_core
+def test_a_step_that_fails_is_told_and_the_others_are_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(_: Any) -> Iterator[Point]:
+        yield replace(point(64, "tilewise", 1.0), suite="speed")
+        raise TilewiseError(f"the process in {tmp_path} ended with 3")
+
+    fine = [replace(point(128, "tilewise", 1.0), suite="speed")]
+    steps = [Step("one", broken), Step("two", lambda _: fine)]
+    monkeypatch.setitem(command.SUITES, "speed", lambda _: steps)
+    monkeypatch.setitem(command.SUITES, "accuracy", lambda _: [])
+    assert main(["speed", "accuracy", "--out", str(tmp_path)]) == 1
+    path = tmp_path / "speed-accuracy.json"
+    found = Record.read(path)
+    assert found.status == "a step failed"
+    assert len(found.points) == 2
+    assert str(tmp_path) not in path.read_text()
+    assert "ended with 3" in capsys.readouterr().err.replace("\n", "")
 
 
 @needs_core

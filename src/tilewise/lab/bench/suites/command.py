@@ -1,7 +1,7 @@
 """``tilewise bench SUITE ...``, ``bench show FILE.json``, ``bench compare A.json B.json``.
 
-Exit status: 0 done, 1 ours is wrong or failed, 2 wrong usage, 130 stopped with Ctrl-C (what was
-done by then is written).
+Exit status: 0 done, 1 ours is wrong or something failed, 2 wrong usage, 130 stopped with
+Ctrl-C (what was done by then is written).
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.kernels.cpu.core import absence
 from tilewise.lab.bench.show import show_tables
 from tilewise.lab.bench.suites import accuracy, compare, memory, models, paper, speed, variants
-from tilewise.lab.bench.suites.budget import Budget
+from tilewise.lab.bench.suites.conduct import Effort, conduct
 from tilewise.lab.bench.suites.methods import OURS
 from tilewise.lab.bench.suites.page import html, markdown
-from tilewise.lab.bench.suites.point import COMPLETE, INTERRUPTED, Record
-from tilewise.lab.bench.suites.progress import showing
+from tilewise.lab.bench.suites.point import Record
 from tilewise.lab.bench.suites.sentences import sentences
 from tilewise.lab.bench.suites.steps import LENGTHS, QUICK_LENGTHS, Settings, Step
 from tilewise.lab.bench.suites.tables import heading, tables
@@ -58,8 +57,8 @@ def main(argv: Sequence[str]) -> int:
     if settings.device == "cpu" and absence():
         raise Unsupported("the bench measures the compiled core", {"cpu": [absence() or ""]})
     names = list(SUITES) if "all" in options.suites else list(dict.fromkeys(options.suites))
-    least, most = (options.rounds, options.rounds) if options.rounds else (3, 15)
-    budget = Budget(options.minutes, (least, most), 0.5 if options.quick else 2.0)
+    rounds = (options.rounds, options.rounds) if options.rounds else (3, 15)
+    effort = Effort(options.minutes, rounds, 0.5 if options.quick else 2.0)
     asked = {
         "lengths": list(settings.lengths),
         "dtypes": list(settings.dtypes),
@@ -68,42 +67,14 @@ def main(argv: Sequence[str]) -> int:
     }
     record = Record.begin(names, settings.device, asked)
     path = options.out / f"{'-'.join(names)}.json"
-    steps = [step for name in names for step in SUITES[name](settings)]
-    code = _run(record, steps, budget, path, Console(stderr=True))
+    suites = [(name, SUITES[name](settings)) for name in names]
+    code = conduct(record, suites, effort, path, Console(stderr=True))
     with interrupts_ignored():
         record.write(path)
         pages = _write_pages(record, path)
         _show(record, as_markdown=options.markdown)
         print(f"\nWritten: {path}, {', '.join(str(page) for page in pages)}", file=sys.stderr)
     return code or _status(record)
-
-
-def _run(
-    record: Record, steps: Sequence[Step], budget: Budget, path: Path, console: Console
-) -> int:
-    """Do the steps until the end, of them or of the budget, or Ctrl-C; each is written."""
-    before = torch.get_num_threads()
-    if record.device == "cpu":
-        torch.set_num_threads(1)
-    done, status, code = 0, COMPLETE, 0
-    try:
-        with showing(len(steps), console) as progress:
-            for step in steps:
-                if budget.left_s <= 0:
-                    status = f"{done} of {len(steps)} steps fit into {budget.minutes:g} minutes"
-                    break
-                progress.begin(step.name, budget.left_s)
-                for point in step.run(budget):
-                    record.points.append(point)
-                record.write(path)
-                done += 1
-                progress.end()
-    except KeyboardInterrupt:
-        status, code = INTERRUPTED, 130
-    finally:
-        torch.set_num_threads(before)
-    record.end(status, budget.spent_s)
-    return code
 
 
 def _show(record: Record, *, as_markdown: bool) -> None:

@@ -157,7 +157,12 @@ def _short(length: float) -> str:
 
 
 def bars(
-    values: Sequence[tuple[str, float]], unit: str, name: str, *, mark: float | None = None
+    values: Sequence[tuple[str, float]],
+    unit: str,
+    name: str,
+    *,
+    mark: float | None = None,
+    predicted: Sequence[float | None] = (),
 ) -> Markup | None:
     """A bar for each name.
 
@@ -166,6 +171,7 @@ def bars(
         unit: of the axis, in words.
         name: of the figure, unique in the page.
         mark: where to draw a line across, e.g. 1 for a ratio.
+        predicted: what a model says of each bar: a tick.
     """
     if not values:
         return None
@@ -175,10 +181,13 @@ def bars(
     for row, (_, value) in enumerate(values):
         axes.barh(row, value, height=0.62, color=arm_colour(1))
         axes.text(value, row, f"  {value:.3g}", va="center", color=INK, clip_on=False)
+    for row, told in enumerate(predicted):
+        if told is not None:
+            axes.plot([told, told], [row - 0.36, row + 0.36], color=INK, linewidth=1.6)
     axes.set_yticks(range(len(values)), [words[:44] for words, _ in values])
     for label in axes.get_yticklabels():
         label.set_parse_math(False)
-    axes.invert_yaxis()
+    axes.set_ylim(len(values) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", visible=True)
     axes.set_xlim(0, max(value for _, value in values) * 1.08)

@@ -29,7 +29,7 @@ _CHUNKS = (1, 16, 256)
 
 
 def steps(settings: Settings) -> list[Step]:
-    """Forward, and forward with backward, along the length; then two looks at one length."""
+    """Two looks at one length; then forward, and forward with backward, along the length."""
     methods = exact(settings.device, with_flex=False)
     found = []
     for length in settings.lengths:
@@ -59,8 +59,7 @@ def steps(settings: Settings) -> list[Step]:
         batch=settings.batch,
         device=settings.device,
     )
-    found.append(Step(f"step by step, {length}", partial(_at_one_length, fixed)))
-    return found
+    return [Step(f"step by step, {length}", partial(_at_one_length, fixed)), *found]
 
 
 def weigh(works: Sequence[Work], methods: Sequence[Method], budget: Budget) -> Iterator[Point]:

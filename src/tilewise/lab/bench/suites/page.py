@@ -96,10 +96,7 @@ def _figures(suite: str, points: Sequence[Point]) -> list[_Figure]:
         name = f"{suite}-{index}"
         drawing = None
         if case in (CURE, DOUBLE):
-            words = f"{TITLES[quantity]}, in {'MB' if quantity == 'bytes' else 'ms'}"
-            factor = 1e-6 if quantity == "bytes" else 1e3
-            values = [(p.method, p.median * factor) for p in own if p.median]
-            drawing = figures.bars(values, words, name)
+            drawing = _bars(own, name)
         elif suite not in BY_CASE:
             drawing = figures.lines(own, methods, quantity, name)
         if drawing is not None:
@@ -113,6 +110,19 @@ def _figures(suite: str, points: Sequence[Point]) -> list[_Figure]:
             if drawing is not None:
                 found.append(_Figure(drawing, f"{suite}: {words}"))
     return found
+
+
+def _bars(points: Sequence[Point], name: str) -> Markup | None:
+    """Bytes or seconds of what is measured at one length, with ticks where it was predicted."""
+    in_bytes = points[0].quantity == "bytes"
+    factor = 1e-6 if in_bytes else 1e3
+    shown = [point for point in points if point.median]
+    return figures.bars(
+        [(point.method, (point.median or 0.0) * factor) for point in shown],
+        "MB beyond the operands; ticks: predicted" if in_bytes else "ms",
+        name,
+        predicted=[None if p.predicted is None else p.predicted * factor for p in shown],
+    )
 
 
 def _ratios(points: Sequence[Point]) -> list[tuple[str, float]]:

@@ -42,7 +42,11 @@ class Steps:
 
     def end(self) -> None:
         """It is over."""
-        self._done += 1
+        self.skip(1)
+
+    def skip(self, count: int) -> None:
+        """So many steps are over, or will not be done."""
+        self._done += count
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=self._done)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from tilewise import masks
@@ -20,15 +20,22 @@ from tilewise.lab.bench.suites.work import Pass, Work
 __all__ = ["GOALS", "points_of", "steps"]
 
 SUITE = "speed"
+_SHORT = 2048
 GOALS = "goals"  # the prefix of the cases that have them
 
 
 def steps(settings: Settings) -> list[Step]:
-    """The sweep, then on a CPU the cases of ``bench cpu``."""
+    """The sweep, and on a CPU before its longest lengths the cases of ``bench cpu``."""
+    short = [length for length in settings.lengths if length <= _SHORT]
+    long = [length for length in settings.lengths if length > _SHORT]
+    return [*_sweep(settings, short), *_with_goals(settings), *_sweep(settings, long)]
+
+
+def _sweep(settings: Settings, lengths: Sequence[int]) -> list[Step]:
     methods = exact(settings.device, with_flex=settings.flex)
     passes: tuple[Pass, ...] = ("forward", "backward")
     found = []
-    for length in settings.lengths:
+    for length in lengths:
         for dtype in settings.dtypes:
             for direction in passes:
                 for kind, mask in (("full", None), ("causal", masks.causal())):
@@ -46,16 +53,20 @@ def steps(settings: Settings) -> list[Step]:
                     )
                     name = f"{work.case}, {length}, {dtype}"
                     found.append(Step(name, partial(time_all, work, methods)))
-    if settings.device == "cpu" and absence() is None:
-        longest = max(settings.lengths)
-        found += [
-            Step(case.key, partial(_case, case))
-            for case in CASES
-            if case.dtype in settings.dtypes
-            and (case.quick or not settings.quick)
-            and max(case.shape.queries, case.shape.keys) <= longest
-        ]
     return found
+
+
+def _with_goals(settings: Settings) -> list[Step]:
+    if settings.device != "cpu" or absence():
+        return []
+    longest = max(settings.lengths)
+    return [
+        Step(case.key, partial(_case, case))
+        for case in CASES
+        if case.dtype in settings.dtypes
+        and (case.quick or not settings.quick)
+        and max(case.shape.queries, case.shape.keys) <= longest
+    ]
 
 
 def _case(case: Case, budget: Budget) -> Iterator[Point]:

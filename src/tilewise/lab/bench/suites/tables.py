@@ -117,14 +117,18 @@ def _cell(point: Point) -> str:
 def _notes(points: Sequence[Point]) -> tuple[str, ...]:
     """Why there are no numbers, each reason once; what is wrong comes first."""
     order = {"wrong": 0, "failed": 1, "skipped": 2, "ok": 3}
-    said: dict[tuple[int, str, str], list[str]] = {}
+    said: dict[tuple[int, str, str], list[str]] = {}  # lengths by rank, method and note
     for point in points:
         if point.note:
             key = order[point.status], point.method, point.note
             said.setdefault(key, []).append(str(point.length))
+    merged: dict[tuple[int, str, str], list[str]] = {}  # methods by rank, note and lengths
+    for (rank, method, note), lengths in said.items():
+        where = ", ".join(dict.fromkeys(lengths))
+        merged.setdefault((rank, note, where), []).append(method)
     notes = [
-        f"{_WORDS[rank]}{method} at {', '.join(dict.fromkeys(lengths))}: {note}"
-        for (rank, method, note), lengths in sorted(said.items(), key=lambda each: each[0][0])
+        f"{_WORDS[rank]}{'; '.join(methods)} at {where}: {note}"
+        for (rank, note, where), methods in sorted(merged.items(), key=lambda each: each[0][0])
     ]
     rest = len(notes) - _MOST_NOTES
     more = [f"and {rest} more reasons, in the JSON"] if rest > 0 else []

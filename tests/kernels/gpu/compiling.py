@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 from tests.variants.calls import Call
 from tests.variants_catalogue import CATALOGUE
-from tilewise.kernels.gpu.emit import Captures, Variant, captures, variant_of
+from tilewise.kernels.gpu.expressions.variant import Captures, Variant, captures, variant_of
 
 _TYPES = {
     torch.float32: "*fp32",

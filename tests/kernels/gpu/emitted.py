@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.gpu.emit import Variant, captures, variant_of
+from tilewise.kernels.gpu.expressions.variant import Variant, captures, variant_of
 from tilewise.problem import Problem
 from tilewise.reference.expressions import evaluate
 from tilewise.variants.expr import Expr, encode, kinds

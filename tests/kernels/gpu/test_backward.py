@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import tilewise
 from tests.cases import Case
 from tests.contract import assert_exact, assert_same_bits
 from tests.inputs import Inputs, build
@@ -18,10 +19,10 @@ from tests.variants import some_masks
 from tests.variants.making import Drawn, Sizes
 from tests.variants_catalogue import CATALOGUE, Call, Variant
 from tilewise import masks
-from tilewise.kernels.gpu.backward import backward_launches
+from tilewise.kernels.gpu.backward.forms import form_of
+from tilewise.kernels.gpu.backward.passes import backward_launches
 from tilewise.kernels.gpu.config import Blocks, Config
-from tilewise.kernels.gpu.emit import variant_of
-from tilewise.kernels.gpu.forms import form_of
+from tilewise.kernels.gpu.expressions.variant import variant_of
 from tilewise.kernels.gpu.launch import Launch, run
 from tilewise.problem import Grads, Needs, Operands, Problem, Result, Statistics
 from tilewise.reference import tiled
@@ -293,6 +294,24 @@ QUICK = ("t5", "swin", "temperature-of-rows", "forgetting", "undefined-above", "
 def test_catalogue(variant: Variant) -> None:
     """Masks and scores as people write them."""
     _check_call(variant, BLOCKS[1])
+
+
+@pytest.mark.parametrize("before", [None, lambda s, b, h, m, n: 3 * s.sin()], ids=["s", "chain"])
+def test_loads_that_the_score_indexes(before: Any) -> None:
+    """The element that a pair loads follows from its score, and so does whose the gradient is."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 2, 20, 16, generator=generator) for _ in range(3))
+    table = torch.linspace(0.5, 1.5, 9).requires_grad_()
+
+    def looked_up(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+        return s * table[(s * 2 + 4).long()]
+
+    score = [looked_up] if before is None else [before, looked_up]
+    found = []
+    for backend in ("gpu", "tiled"):
+        out = tilewise.attention(q, k, v, score=score, backend=backend)
+        found.append(torch.autograd.grad(out.square().sum(), [table]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
 
 
 def test_forms() -> None:

@@ -17,13 +17,13 @@ from tests.inputs import Inputs, build
 from tests.kernels.test_dropout import SEEDS
 from tests.oracle import check_case, problem_of, refer_cached
 from tilewise import BlockMask, masks, scores
-from tilewise.kernels.gpu import decode
 from tilewise.kernels.gpu.backend import GpuBackend, empty_result
 from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config, Splitting, config_for, decodes
-from tilewise.kernels.gpu.decode import decode_launches
-from tilewise.kernels.gpu.emit import variant_of
+from tilewise.kernels.gpu.expressions.variant import variant_of
+from tilewise.kernels.gpu.forward import decode
+from tilewise.kernels.gpu.forward.decode import decode_launches
+from tilewise.kernels.gpu.forward.merge import empty_partials
 from tilewise.kernels.gpu.launch import Launch, run
-from tilewise.kernels.gpu.merge import empty_partials
 from tilewise.problem import Operands, Problem, Result, Statistics
 from tilewise.reference import tiled
 from tilewise.reference.philox import keep_mask

@@ -23,10 +23,10 @@ from tilewise.kernels.gpu.config import (
     by_pointers,
     config_for,
 )
-from tilewise.kernels.gpu.descriptors import described, key_rows
-from tilewise.kernels.gpu.emit import variant_of
-from tilewise.kernels.gpu.forward import forward_launches
+from tilewise.kernels.gpu.expressions.variant import variant_of
+from tilewise.kernels.gpu.forward.attend import forward_launches
 from tilewise.kernels.gpu.launch import Launch, run
+from tilewise.kernels.gpu.walk.descriptors import described, key_rows
 from tilewise.problem import Operands, Problem, Result
 from tilewise.variants.program import decode
 

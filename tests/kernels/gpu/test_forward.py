@@ -19,8 +19,8 @@ from tilewise import masks, scores
 from tilewise.errors import Unsupported
 from tilewise.kernels.gpu.backend import empty_result
 from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config, config_for
-from tilewise.kernels.gpu.emit import variant_of
-from tilewise.kernels.gpu.forward import forward_launches
+from tilewise.kernels.gpu.expressions.variant import variant_of
+from tilewise.kernels.gpu.forward.attend import forward_launches
 from tilewise.kernels.gpu.launch import Launch, run
 from tilewise.problem import Operands, Problem, Result, Statistics
 from tilewise.reference import tiled
@@ -290,7 +290,7 @@ def test_what_it_declines() -> None:
     q = torch.randn(1, 1, 4, 8)
     assert tilewise.plan(q, q, q).backend != "gpu"
     assert tilewise.plan(q, q, q, backend="gpu").backend == "gpu"
-    with pytest.raises(Unsupported, match="float32, bfloat16, float16; not"):
+    with pytest.raises(Unsupported, match="float32, bfloat16, float16, float8_e4m3fn; not"):
         tilewise.attention(q.double(), q.double(), q.double(), backend="gpu")
     wide = torch.randn(1, 1, 4, 513)
     with pytest.raises(Unsupported, match="D = 513 is over its limit of 512"):

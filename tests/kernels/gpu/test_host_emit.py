@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.kernels.gpu.emitted import Extents, emitted, problem
-from tilewise.kernels.gpu.emit import Table, captures, shape_numbers, variant_of
-from tilewise.kernels.gpu.text import OPERATIONS, Source, body
+from tilewise.kernels.gpu.expressions.text import OPERATIONS, Source, body
+from tilewise.kernels.gpu.expressions.variant import Table, captures, shape_numbers, variant_of
 from tilewise.variants.expr import OPS, decode, encode
 from tilewise.variants.intervals import Interval
 from tilewise.variants.program import decode as program_of

@@ -13,8 +13,8 @@ import tilewise
 from tests.contract import assert_same_bits
 from tilewise import BlockMask, masks
 from tilewise.kernels.gpu.backend import GpuBackend
-from tilewise.kernels.gpu.emit import Table
-from tilewise.kernels.gpu.lists import tile_lists
+from tilewise.kernels.gpu.expressions.variant import Table
+from tilewise.kernels.gpu.walk.lists import tile_lists
 from tilewise.problem import Operands, Problem, dense_problem, varlen_problem
 from tilewise.reference.covers import Grid, covers
 from tilewise.variants.lower import Extent, lower_mask

@@ -20,8 +20,8 @@ from tilewise import BlockMask, masks
 from tilewise.errors import Unsupported
 from tilewise.kernels.gpu.backend import GpuBackend, empty_result
 from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config, config_for
-from tilewise.kernels.gpu.emit import variant_of
-from tilewise.kernels.gpu.forward import forward_launches
+from tilewise.kernels.gpu.expressions.variant import variant_of
+from tilewise.kernels.gpu.forward.attend import forward_launches
 from tilewise.kernels.gpu.launch import Launch, run
 from tilewise.problem import Operands, Problem, Result, Statistics
 

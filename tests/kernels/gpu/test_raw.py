@@ -25,7 +25,7 @@ from tests.kernels.gpu.guard import GuardError
 from tests.oracle import attend, check, problem_of, refer
 from tilewise import masks, scores
 from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.kernels.gpu.emit import variant_of
+from tilewise.kernels.gpu.expressions.variant import variant_of
 from tilewise.variants.values import Score, as_score
 
 

@@ -29,7 +29,7 @@ from tilewise.reference.covers import Grid
 from tilewise.variants.float8 import FLOAT8
 
 if TYPE_CHECKING:
-    from tilewise.kernels.gpu.emit import Variant
+    from tilewise.kernels.gpu.expressions.variant import Variant
 
 __all__ = ["GpuBackend"]
 
@@ -152,8 +152,8 @@ class GpuBackend(Backend):
 
     def covers(self, problem: Problem, operands: Operands, grid: Grid) -> Tensor:
         """The table of a mask, made on the device of its tensors."""
-        from tilewise.kernels.gpu.cover import cover_launches
-        from tilewise.kernels.gpu.emit import variant_of
+        from tilewise.kernels.gpu.expressions.variant import variant_of
+        from tilewise.kernels.gpu.walk.cover import cover_launches
 
         device = operands.q.device
         starts = [
@@ -231,8 +231,8 @@ class _Passes:
         self._variant: Variant | None = None
 
     def forward(self, operands: Operands, statistics: Statistics = "") -> Result:
-        from tilewise.kernels.gpu.decode import decode_launches
-        from tilewise.kernels.gpu.forward import forward_launches
+        from tilewise.kernels.gpu.forward.attend import forward_launches
+        from tilewise.kernels.gpu.forward.decode import decode_launches
 
         problem = self._problem
         launches = decode_launches if decodes(problem) else forward_launches
@@ -251,7 +251,7 @@ class _Passes:
         needs: Needs,
         grad_entropy: Tensor | None = None,
     ) -> Grads:
-        from tilewise.kernels.gpu.backward import backward_launches
+        from tilewise.kernels.gpu.backward.passes import backward_launches
 
         with _device_of(operands.q):
             grads = _empty_grads(operands, needs)
@@ -273,7 +273,7 @@ class _Passes:
     def _functions(self, operands: Operands) -> Variant:
         """The functions; the ranks of captured tensors are the program's, so any call's will do."""
         if self._variant is None:
-            from tilewise.kernels.gpu.emit import variant_of
+            from tilewise.kernels.gpu.expressions.variant import variant_of
 
             mask_ranks = tuple(tensor.dim() for tensor in operands.mask_tensors)
             score_ranks = tuple(tensor.dim() for tensor in operands.score_tensors)

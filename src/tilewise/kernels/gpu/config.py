@@ -178,17 +178,17 @@ _TABLE = _rows(
     blackwell    forward  128x128/8/2   128x64/8/3    128x32/8/2    32x32/8/2
     cdna         forward  128x64/4/1    128x64/8/1    64x32/8/1     32x16/8/1
     cdna4        forward  128x64/4/2    128x64/8/2    64x32/8/2     32x32/8/1
-    rdna3        forward  64x32/4/1     64x32/8/1     32x32/8/1     16x16/8/1
+    rdna3        forward  64x32/4/1     64x32/8/1     32x16/8/1     16x16/8/1
     rdna4        forward  128x32/8/1    64x32/8/1     32x32/8/1     16x16/8/1
     turing       dkdv     32x32/4/1     32x32/8/1     16x32/8/1     16x16/8/1
     ampere       dkdv     32x64/8/1     32x64/8/2     32x32/8/1     16x16/8/1
     small        dkdv     32x64/8/1     32x64/8/1     16x32/8/1     16x16/8/1
-    hopper       dkdv     64x64/8/1     32x128/8/1    16x64/8/2     16x32/8/2
+    hopper       dkdv     64x64/8/1     32x128/8/1    16x32/8/3     16x16/8/2
     blackwell    dkdv     64x128/8/1    64x128/8/1    16x32/8/3     16x32/8/3
     cdna         dkdv     32x64/8/1     16x32/8/1     16x32/8/1     16x16/4/1
     cdna4        dkdv     32x64/8/1     32x32/4/1     16x32/8/1     16x16/4/1
     rdna3        dkdv     16x32/4/1     16x16/8/1     16x16/8/1     16x16/8/1
-    rdna4        dkdv     32x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
+    rdna4        dkdv     32x32/8/1     16x32/8/1     16x16/16/1    16x16/16/1
     turing       dq       32x32/4/1     32x32/8/1     32x16/8/1     16x16/8/1
     ampere       dq       64x64/8/2     64x32/8/2     32x32/8/1     16x16/8/1
     small        dq       64x32/4/2     64x64/8/2     32x16/8/1     16x16/8/1
@@ -197,13 +197,15 @@ _TABLE = _rows(
     cdna         dq       64x32/8/1     32x32/8/1     32x16/8/1     16x16/4/1
     cdna4        dq       64x64/8/1     64x32/8/1     32x16/8/1     16x16/4/1
     rdna3        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
-    rdna4        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
+    rdna4        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/16/1
     small        forward+ 64x64/8/3     64x64/8/3     64x32/8/2     32x32/8/1
+    hopper       decode+  16x128/4/3    16x32/4/3     16x64/8/2     16x16/4/2
+    small        decode*  16x32/4/3     16x32/8/3     16x32/8/2     16x16/4/2
     ampere       decode*  16x32/4/3     16x32/4/3     16x32/8/2     16x16/4/2
     hopper       forward+ 128x64/8/2    128x64/8/2    128x32/8/2    32x32/8/2
-    hopper       forward* 64x64/8/3     128x64/8/2    64x16/8/3     32x32/8/2
-    hopper       dkdv+    64x64/8/1     16x128/8/3    16x32/8/3     16x32/8/2
-    hopper       dkdv*    32x128/8/2    32x32/8/3     16x32/8/1     16x32/8/1
+    hopper       forward* 64x64/8/3     128x32/8/2    64x16/8/3     32x32/8/2
+    hopper       dkdv+    64x64/8/1     16x64/8/2     16x32/8/3     16x16/8/2
+    hopper       dkdv*    32x128/8/2    32x32/8/3     16x32/8/1     16x16/8/2
     blackwell    dkdv+    64x128/8/1    32x64/8/1     16x32/8/3     16x32/8/3
     blackwell    dq+      128x64/8/2    128x64/8/3    64x32/8/1     32x16/8/1
     cdna4        dkdv+    32x32/4/1     32x32/4/1     16x32/8/1     16x16/4/1
@@ -215,7 +217,7 @@ _TABLE = _rows(
     cdna         dkdv+    32x64/4/1     16x32/8/1     16x32/8/1     16x16/4/1
     cdna         dq+      64x32/8/1     32x32/4/1     32x16/8/1     16x16/4/1
     ampere       forward+ 128x64/8/3    128x64/8/3    64x32/8/2     32x32/8/2
-    ampere       forward* 128x64/4/3    128x32/8/3    32x16/8/3     32x32/8/2
+    ampere       forward* 128x32/8/3    128x32/8/3    32x16/8/3     32x32/8/2
     ampere       dkdv+    32x64/8/1     16x128/8/1    32x32/8/1     16x16/8/1
     ampere       dkdv*    32x64/8/1     32x64/8/2     32x32/8/1     16x16/8/1
     ampere       dq*      128x32/8/3    64x32/8/2     32x32/8/1     16x16/8/1
@@ -234,6 +236,15 @@ _TABLE = _rows(
     blackwell    forward* 128x64/8/2    128x64/8/3    128x16/8/3    32x32/8/2
     blackwell    dq*      128x64/8/2    128x64/8/3    64x16/8/3     32x16/8/1
     blackwell:single forward  64x16/8/3     32x16/8/2     32x16/8/1     16x16/8/1
+    rdna3:single forward  32x16/8/1     16x16/8/1     16x16/16/1    16x16/16/1
+    rdna3:single dkdv     16x16/8/1     16x16/16/1    16x16/16/1    16x16/16/1
+    rdna3:single dq       16x16/8/1     16x16/16/1    16x16/16/1    16x16/16/1
+    rdna4:single forward  32x16/8/1     16x16/8/1     16x16/16/1    16x16/16/1
+    rdna4:single dkdv     16x16/8/1     16x16/16/1    16x16/16/1    16x16/16/1
+    rdna4:single dq       16x16/8/1     16x16/16/1    16x16/16/1    16x16/16/1
+    cdna4        forward+ 128x64/4/2    128x64/8/2    64x32/8/2     64x16/8/2
+    cdna4:single forward  32x32/4/2     32x16/8/2     32x16/8/1     16x16/4/2
+    rdna3        forward* 64x32/4/1     64x16/8/1     32x16/8/1     16x16/8/1
     single       forward  32x32/4/2     32x16/8/2     32x16/8/1     16x16/8/1
     single       dkdv     32x32/4/1     16x32/8/1     16x16/8/1     16x16/8/1
     single       dq       32x32/4/1     32x16/8/1     16x16/8/1     16x16/8/1

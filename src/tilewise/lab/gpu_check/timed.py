@@ -102,17 +102,20 @@ def cases(sizes: Sizes) -> list[Timed]:
 
 
 def with_goals(sizes: Sizes) -> list[Timed]:
-    """The two greatest lengths, the variants, and what is no square problem."""
-    goals = sizes.lengths[:2]
-    found = [Timed(k, width, n) for n in goals for width in sizes.widths for k in PLAIN_KINDS]
-    for width in sizes.widths[:2]:
-        found += [Timed(kind, width, sizes.variant_length) for kind in VARIANTS]
-    width = sizes.widths[0]
+    """The two greatest lengths, the variants, and what is no square problem.
+
+    One of each kind comes first: time that runs out costs a second width or length.
+    """
+    longest, second = sizes.lengths[:2]
+    width, other = sizes.widths[0], sizes.widths[1:2]
     return [
-        *found,
-        Timed("varlen", width, sizes.tokens),
+        *(Timed(kind, each, longest) for each in sizes.widths for kind in PLAIN_KINDS),
+        *(Timed(kind, width, sizes.variant_length) for kind in VARIANTS),
         Timed("decode", width, sizes.decode_keys),
-        Timed("fp8", width, sizes.lengths[0]),
+        Timed("fp8", width, longest),
+        Timed("varlen", width, sizes.tokens),
+        *(Timed(kind, each, sizes.variant_length) for each in other for kind in VARIANTS),
+        *(Timed(kind, each, second) for each in sizes.widths for kind in PLAIN_KINDS),
     ]
 
 

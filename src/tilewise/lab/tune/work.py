@@ -11,11 +11,11 @@ from torch import Tensor
 from tilewise.engine.call import build_operands, build_problem, read_keywords
 from tilewise.engine.pages import Pages
 from tilewise.kernels.gpu.backend import empty_result
-from tilewise.kernels.gpu.backward import backward_launches, key_kernel, query_kernel
+from tilewise.kernels.gpu.backward.passes import backward_launches, key_kernel, query_kernel
 from tilewise.kernels.gpu.config import Blocks, Config, Pass, config_for, decodes
-from tilewise.kernels.gpu.decode import attend_split, decode_launches
-from tilewise.kernels.gpu.emit import variant_of
-from tilewise.kernels.gpu.forward import attend, forward_launches
+from tilewise.kernels.gpu.expressions.variant import variant_of
+from tilewise.kernels.gpu.forward.attend import attend, forward_launches
+from tilewise.kernels.gpu.forward.decode import attend_split, decode_launches
 from tilewise.kernels.gpu.launch import Launch, run
 from tilewise.lab.gpu_check.outcomes import SEED, Outcome, build
 from tilewise.lab.gpu_check.problems import ProblemCase

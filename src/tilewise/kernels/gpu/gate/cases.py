@@ -19,7 +19,7 @@ from tilewise.problem import Operands, Problem
 from tilewise.variants.float8 import FLOAT8
 
 if TYPE_CHECKING:
-    from tilewise.kernels.gpu.emit import Variant
+    from tilewise.kernels.gpu.expressions.variant import Variant
 
 __all__ = ["CASES", "backward", "captured", "decode", "forward"]
 
@@ -32,7 +32,7 @@ def forward(asked: Asked, family: str, config: Config | None = None) -> Sequence
         family: a name of ``config.FAMILIES``.
         config: in the place of the family's own.
     """
-    from tilewise.kernels.gpu.forward import forward_launches
+    from tilewise.kernels.gpu.forward.attend import forward_launches
 
     problem, operands = operands_of(asked)
     result = result_of(asked, problem, operands)
@@ -42,7 +42,7 @@ def forward(asked: Asked, family: str, config: Config | None = None) -> Sequence
 
 def decode(asked: Asked, family: str, config: Config | None = None) -> Sequence[Launch]:
     """The launches of the forward pass of few queries; arguments as for ``forward``."""
-    from tilewise.kernels.gpu.decode import decode_launches
+    from tilewise.kernels.gpu.forward.decode import decode_launches
 
     problem, operands = operands_of(asked)
     result = result_of(asked, problem, operands)
@@ -52,7 +52,7 @@ def decode(asked: Asked, family: str, config: Config | None = None) -> Sequence[
 
 def backward(asked: Asked, family: str, config: Config | None = None) -> Sequence[Launch]:
     """The launches of the backward pass, every gradient wanted; arguments as for ``forward``."""
-    from tilewise.kernels.gpu.backward import backward_launches
+    from tilewise.kernels.gpu.backward.passes import backward_launches
 
     problem, operands = operands_of(asked)
     result = result_of(asked, problem, operands)
@@ -79,7 +79,7 @@ def captured(asked: Asked, family: str, config: Config | None = None) -> Sequenc
 
 
 def _variant(problem: Problem, operands: Operands) -> Variant:
-    from tilewise.kernels.gpu.emit import variant_of
+    from tilewise.kernels.gpu.expressions.variant import variant_of
 
     ranks = (
         tuple(tensor.dim() for tensor in tensors)

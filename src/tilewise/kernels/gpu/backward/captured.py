@@ -31,23 +31,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.kernels.gpu.config import Blocks
-from tilewise.kernels.gpu.forms import Form, form_of
-from tilewise.kernels.gpu.gradients import Backward
-from tilewise.kernels.gpu.launch import Launch
-from tilewise.kernels.gpu.lists import tile_lists
-from tilewise.kernels.gpu.rows import due_plane
-from tilewise.kernels.gpu.shares import (
+from tilewise.kernels.gpu.backward.forms import Form, form_of
+from tilewise.kernels.gpu.backward.gradients import Backward
+from tilewise.kernels.gpu.backward.rows import due_plane
+from tilewise.kernels.gpu.backward.shares import (
     diagonal_kernel,
-    factor_kernel,
     fold_kernel,
     line_kernel,
-    number_kernel,
     pair_kernel,
+)
+from tilewise.kernels.gpu.backward.spread import (
+    factor_kernel,
+    number_kernel,
     spread_lines_kernel,
     spread_pairs_kernel,
 )
-from tilewise.kernels.gpu.walk import (
+from tilewise.kernels.gpu.config import Blocks
+from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu.walk.lists import tile_lists
+from tilewise.kernels.gpu.walk.tiles import (
     launch_of,
     lists_of,
     meets_empty_tiles,
@@ -58,7 +60,7 @@ from tilewise.kernels.gpu.walk import (
 __all__ = ["captured_launches"]
 
 _LINE = 128
-_WIDE = 128  # columns, above which blocks are smaller
+_WIDE = 128  # columns, above which blocks have fewer queries; above half of it, fewer keys
 _ELEMENTS = 1024
 
 
@@ -261,8 +263,9 @@ def _blocks(call: Backward) -> Blocks:
     """Those of dQ, cut down: more is added up, and a branch passes over tiles that are empty."""
     problem = call.problem
     queries, keys, warps, stages = call.config.blocks("dq", problem)
-    wide = max(problem.head_dim, problem.value_dim) > _WIDE
-    most_queries, most_keys = (32, 16) if wide else (64, 32)
+    widest = max(problem.head_dim, problem.value_dim)
+    most_queries = 32 if widest > _WIDE else 64
+    most_keys = 16 if widest > _WIDE // 2 else 32
     return Blocks(min(queries, most_queries), min(keys, most_keys), warps, min(stages, 2))
 
 

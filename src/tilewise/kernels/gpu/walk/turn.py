@@ -17,7 +17,7 @@ import triton.language as tl
 
 from tilewise.kernels.gpu.config import FAMILIES, Blocks, padded
 from tilewise.kernels.gpu.launch import Launch
-from tilewise.kernels.gpu.walk import (
+from tilewise.kernels.gpu.walk.tiles import (
     head_of,
     head_strides,
     launch_of,

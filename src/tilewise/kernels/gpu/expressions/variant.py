@@ -21,10 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.gpu import words
-from tilewise.kernels.gpu.chain import Chain, Stage, Text, raw_text, stages_of
-from tilewise.kernels.gpu.ranges import range_lines
-from tilewise.kernels.gpu.text import Source, body, place_in_tensor
+from tilewise.kernels.gpu.expressions import words
+from tilewise.kernels.gpu.expressions.chain import Chain, Stage, Text, raw_text, stages_of
+from tilewise.kernels.gpu.expressions.ranges import range_lines
+from tilewise.kernels.gpu.expressions.text import Source, body, place_in_tensor
 from tilewise.problem import Problem
 from tilewise.variants.derive import differentiate
 from tilewise.variants.expr import Expr, Graph

@@ -8,16 +8,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.gpu.config import Blocks, Config, Pass, padded
-from tilewise.kernels.gpu.emit import Variant, captures
-from tilewise.kernels.gpu.lists import tile_lists
-from tilewise.kernels.gpu.pairs import LOG2E, kept
-from tilewise.kernels.gpu.rows import (
+from tilewise.kernels.gpu.backward.rows import (
     FAR,
     Upstream,
     folds,
 )
-from tilewise.kernels.gpu.walk import (
+from tilewise.kernels.gpu.config import Blocks, Config, Pass, padded
+from tilewise.kernels.gpu.expressions.variant import Variant, captures
+from tilewise.kernels.gpu.walk.lists import tile_lists
+from tilewise.kernels.gpu.walk.pairs import LOG2E, kept
+from tilewise.kernels.gpu.walk.tiles import (
     head_strides,
     knows_whole_tiles,
     lists_of,
@@ -47,15 +47,16 @@ def _gradients(
     captured,
     visible,
     SCORE: tl.constexpr,
+    FACTOR: tl.constexpr,
     MASKED: tl.constexpr,
     DROPOUT: tl.constexpr,
     FOLD: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """(scores, p, ds, keep) of a tile of pairs: as ``pair_gradients``, before dropout and factor.
+    """(scores, p, ds, keep, factor) of a tile of pairs: as ``pair_gradients``, before dropout.
 
     Scores are in base-2 units, infinitely low where a pair does not attend. There ds may be NaN.
-    ``keep`` says what dropout keeps, if DROPOUT.
+    ``keep`` says what dropout keeps, if DROPOUT; ``factor`` is not in ds yet, and p without FACTOR.
     """
     base, shift, weight, slope, center = row
     scale, inverse_keep, seed_low, seed_high, threshold = numbers
@@ -82,7 +83,10 @@ def _gradients(
     moved = dp - shift
     if ENTROPY:
         moved = moved - slope * (tl.maximum(exponent, FAR) + center)
-    return scores, p, p * moved, keep
+    factor = p
+    if FACTOR is not None:  # here, where the compiler finds what SCORE has computed already
+        factor = FACTOR(products * scale, b, h, m, n, M, N, tensors, shapes)
+    return scores, p, p * moved, keep, factor
 
 
 @triton.jit
@@ -113,7 +117,7 @@ def pair_gradients(
     seed, the threshold), ``pairs`` (b, h, M, N), ``captured`` tensors and shape numbers of the mask
     and of the score.
     """
-    scores, p, ds, keep = _gradients(
+    scores, p, ds, keep, factor = _gradients(
         products,
         value_products,
         row,
@@ -124,14 +128,14 @@ def pair_gradients(
         captured,
         visible,
         SCORE,
+        FACTOR,
         MASKED,
         DROPOUT,
         FOLD,
         ENTROPY,
     )
     if FACTOR is not None:
-        b, h, M, N = pairs
-        ds = ds * FACTOR(products * numbers[0], b, h, m, n, M, N, captured[2], captured[3])
+        ds = ds * factor
     if MASKED:
         ds = tl.where(scores == float("-inf"), 0.0, ds)
     if DROPOUT:
@@ -160,7 +164,7 @@ def row_gradients(
 
     Arguments as for ``pair_gradients``; p is that without dropout.
     """
-    scores, p, ds, _ = _gradients(
+    scores, p, ds, _, factor = _gradients(
         products,
         value_products,
         row,
@@ -171,13 +175,12 @@ def row_gradients(
         captured,
         visible,
         SCORE,
+        FACTOR,
         True,
         DROPOUT,
         FOLD,
         ENTROPY,
     )
-    b, h, M, N = pairs
-    factor = FACTOR(products * numbers[0], b, h, m, n, M, N, captured[2], captured[3])
     hidden = scores == float("-inf")
     shares = tl.sum(tl.where(hidden, 0.0, ds * factor), 1)
     weights = tl.sum(tl.where(hidden, 0.0, p * factor), 1)

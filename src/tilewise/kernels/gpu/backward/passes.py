@@ -25,19 +25,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.gpu.captured import captured_launches
-from tilewise.kernels.gpu.config import Config
-from tilewise.kernels.gpu.emit import Variant
-from tilewise.kernels.gpu.gradients import Backward, pair_gradients
-from tilewise.kernels.gpu.launch import Launch
-from tilewise.kernels.gpu.pairs import shown
-from tilewise.kernels.gpu.rows import (
+from tilewise.kernels.gpu.backward.captured import captured_launches
+from tilewise.kernels.gpu.backward.gradients import Backward, pair_gradients
+from tilewise.kernels.gpu.backward.rows import (
     Upstream,
     planes_of,
     row_launches,
     row_values,
 )
-from tilewise.kernels.gpu.walk import (
+from tilewise.kernels.gpu.config import Config
+from tilewise.kernels.gpu.expressions.variant import Variant
+from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu.walk.pairs import shown
+from tilewise.kernels.gpu.walk.tiles import (
     counts_in,
     head_of,
     head_strides,

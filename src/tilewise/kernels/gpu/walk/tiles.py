@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels.gpu.config import Blocks, padded
-from tilewise.kernels.gpu.emit import Variant
+from tilewise.kernels.gpu.expressions.variant import Variant
 from tilewise.kernels.gpu.launch import Launch
-from tilewise.kernels.gpu.lists import TileLists
+from tilewise.kernels.gpu.walk.lists import TileLists
 from tilewise.problem import Problem
 from tilewise.variants.program import Program
 
@@ -36,6 +36,7 @@ __all__ = [
     "pages_of",
     "place_of",
     "programs_of",
+    "side_of",
     "slots_of",
     "split_range",
     "store_tile",
@@ -162,6 +163,13 @@ def load_keys(
         else:
             tile = tl.load(places)
     return tile
+
+
+@triton.jit
+def side_of(head, strides, pages, rows, start):
+    """The ``side`` of ``load_keys``; ``rows`` is a descriptor or None, ``start`` (b, h, row)."""
+    # One return: Triton 3.6 compiles those behind it, too.
+    return (head, strides, pages) if rows is None else (head, strides, pages, rows, start)
 
 
 @triton.jit

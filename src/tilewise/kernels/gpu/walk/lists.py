@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.kernels.gpu.emit import Table
+from tilewise.kernels.gpu.expressions.variant import Table
 from tilewise.problem import Operands, Problem
 
 __all__ = ["TileLists", "tile_lists"]

@@ -14,8 +14,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.gpu.config import Blocks, Config, padded
-from tilewise.kernels.gpu.emit import Variant
-from tilewise.kernels.gpu.walk import head_strides, knows_whole_tiles
+from tilewise.kernels.gpu.expressions.variant import Variant
+from tilewise.kernels.gpu.walk.tiles import head_strides, knows_whole_tiles
 from tilewise.problem import Operands, Problem
 
 __all__ = ["KeyRows", "described", "key_rows"]

@@ -21,20 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels.gpu.config import Blocks, Splitting, padded
-from tilewise.kernels.gpu.emit import Variant
-from tilewise.kernels.gpu.forward import (
-    FAR,
-    NEVER,
-    dropout_of,
-    finishing_of,
-    paging_of,
-    settled,
-    store_numbers,
-    tensors_of,
-)
+from tilewise.kernels.gpu.expressions.variant import Variant
+from tilewise.kernels.gpu.forward.arguments import dropout_of, finishing_of, paging_of, tensors_of
+from tilewise.kernels.gpu.forward.online import FAR, NEVER, settled, store_numbers
 from tilewise.kernels.gpu.launch import Launch
-from tilewise.kernels.gpu.pairs import LOG2E
-from tilewise.kernels.gpu.walk import head_of, keys_in, launch_of
+from tilewise.kernels.gpu.walk.pairs import LOG2E
+from tilewise.kernels.gpu.walk.tiles import head_of, keys_in, launch_of
 from tilewise.problem import Operands, Problem, Result
 
 __all__ = ["Partials", "empty_partials", "merge_launch", "merge_splits", "split_size"]

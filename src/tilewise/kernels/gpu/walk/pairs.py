@@ -4,8 +4,8 @@ A tile has queries ``m`` and keys ``n``, integer blocks that broadcast against o
 ``[BM, 1]`` and ``[1, BN]``, or transposed. ``b`` and ``h`` are numbers: the batch item (in a
 variable-length call the sequence) and the query head; ``M`` and ``N`` count its queries and keys.
 
-The functions of a variant (``emit.py``) come as constexprs, and what they read as tuples: tensors
-and shape numbers of its captures.
+The functions of a variant (``expressions/``) come as constexprs, and what they read as tuples:
+tensors and shape numbers of its captures.
 """
 
 import triton

@@ -16,20 +16,13 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.gpu.config import Config
-from tilewise.kernels.gpu.eight import decoded, eight_bits, scales_of, with_codes
-from tilewise.kernels.gpu.emit import Variant, captures
-from tilewise.kernels.gpu.forward import (
-    constants_of,
-    dropout_of,
-    paging_of,
-    settled,
-    store_numbers,
-    tensors_of,
-    walk_keys,
-)
+from tilewise.kernels.gpu.expressions.variant import Variant, captures
+from tilewise.kernels.gpu.forward.arguments import constants_of, dropout_of, paging_of, tensors_of
+from tilewise.kernels.gpu.forward.merge import empty_partials, merge_launch, split_size
+from tilewise.kernels.gpu.forward.online import settled, store_numbers, walk_keys
 from tilewise.kernels.gpu.launch import Launch
-from tilewise.kernels.gpu.merge import empty_partials, merge_launch, split_size
-from tilewise.kernels.gpu.walk import (
+from tilewise.kernels.gpu.walk.eight import decoded, eight_bits, scales_of, with_codes
+from tilewise.kernels.gpu.walk.tiles import (
     counts_in,
     head_of,
     keys_in,

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tilewise.kernels.gpu.config import Config, padded
 from tilewise.kernels.gpu.launch import Launch
-from tilewise.kernels.gpu.pairs import LN2, LOG2E
-from tilewise.kernels.gpu.walk import (
+from tilewise.kernels.gpu.walk.pairs import LN2, LOG2E
+from tilewise.kernels.gpu.walk.tiles import (
     head_of,
     head_strides,
     launch_of,

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.gpu.emit import Variant, captures
+from tilewise.kernels.gpu.expressions.variant import Variant, captures
 from tilewise.kernels.gpu.launch import Launch
-from tilewise.kernels.gpu.pairs import shown
-from tilewise.kernels.gpu.walk import launch_of
+from tilewise.kernels.gpu.walk.pairs import shown
+from tilewise.kernels.gpu.walk.tiles import launch_of
 from tilewise.problem import Operands, Problem
 from tilewise.reference.covers import Grid
 

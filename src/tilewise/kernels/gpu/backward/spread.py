@@ -1,0 +1,219 @@
+"""The kernels that add shares to elements that any pair may name: in fixed point, by integers.
+
+Sums of integers have no order. Each share is multiplied by a power of two that keeps the sum of all
+below 2**62, rounded, and added atomically: the same bits in every run.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.gpu.backward.shares import (
+    key_side,
+    line_place,
+    query_side,
+    seen_in,
+    step_of,
+    terms_of,
+    walk_from,
+)
+from tilewise.kernels.gpu.walk.tiles import head_of
+
+__all__ = ["factor_kernel", "number_kernel", "spread_lines_kernel", "spread_pairs_kernel"]
+
+# Sums stay below 2**62, also where a logarithm is rounded to the next integer.
+_BITS: tl.constexpr = tl.constexpr(60)
+_LARGEST_SUM: tl.constexpr = tl.constexpr(1e38)
+_LARGEST_POWER: tl.constexpr = tl.constexpr(120)
+_COUNTS = ["batch", "heads", "group", "queries", "keys", "tiles", "plane"]
+_WORDS = ["seed_low", "seed_high", "threshold"]
+
+
+@triton.jit(do_not_specialize=[*_COUNTS, *_WORDS])
+def spread_pairs_kernel(
+    inputs,
+    strides,
+    captured,
+    totals,
+    fixed,
+    factors,
+    order,
+    counts,
+    list_numbers,
+    cu_q,
+    cu_k,
+    batch,
+    heads,
+    group,
+    queries,
+    keys,
+    tiles,
+    plane,
+    scale,
+    inverse_keep,
+    seed_low,
+    seed_high,
+    threshold,
+    SCORE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    SEEN: tl.constexpr,
+    RANGE: tl.constexpr,
+    INDEX: tl.constexpr,
+    SKIPS: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Adds every share of a tile of rows to its element of ``fixed``.
+
+    Without ``fixed``, puts the sum of their absolute values into ``totals``.
+    """
+    BLOCK_M: tl.constexpr = FORM[0]
+    BLOCK_N: tl.constexpr = FORM[1]
+    program = tl.program_id(0)
+    b, h, begin, begin_k, M, N, m0 = line_place(
+        program % tiles, program // tiles, cu_q, cu_k, batch, heads, queries, keys, BLOCK_M, False
+    )
+    place = (b, h, begin, begin_k, M, N)
+    numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
+    total = tl.zeros([BLOCK_M], tl.float64)
+    if m0 < M:
+        lists = (order, counts, list_numbers)
+        walk = walk_from(place, m0, captured, lists, RANGE, BLOCK_M, BLOCK_N, False)
+        query_tiles = query_side(inputs, strides, plane, place, m0, FORM)
+        for step in range(walk[1]):
+            n0 = step_of(step, walk, lists, BLOCK_N)
+            visible, met = seen_in(place, m0, n0, captured, SEEN, SKIPS, FORM)
+            if met:
+                key_tiles = key_side(inputs, strides, group, place, n0, FORM)
+                terms = terms_of(
+                    query_tiles,
+                    key_tiles,
+                    numbers,
+                    place,
+                    m0,
+                    n0,
+                    captured,
+                    visible,
+                    SCORE,
+                    FACTOR,
+                    FORM,
+                )
+                if fixed is None:
+                    total += tl.sum(tl.abs(terms), 1).to(tl.float64)
+                else:
+                    m = m0 + tl.arange(0, BLOCK_M)[:, None]
+                    n = n0 + tl.arange(0, BLOCK_N)[None, :]
+                    # A load may be indexed by the score; where none is, this product is left out.
+                    keys_across = tl.trans(key_tiles[0])
+                    scores = tl.dot(query_tiles[0], keys_across, input_precision=FORM[9]) * scale
+                    element = INDEX(scores, b, h, m, n, M, N, captured[2], captured[3])
+                    whole = tl.floor(terms * tl.load(factors) + 0.5).to(tl.int64)
+                    tl.atomic_add(fixed + element, whole, mask=whole != 0, sem="relaxed")
+    if fixed is None:
+        tl.store(totals + program, tl.sum(total, 0))
+
+
+@triton.jit
+def line_value(sums, sum_strides, b, h, begin, i, inside, diagonals, DIAGONAL: tl.constexpr):
+    """The sums of lines ``i``; of diagonals, of which the halves of two tiles are parts."""
+    if DIAGONAL == 0:
+        return tl.load(head_of(sums, sum_strides, b, h, begin) + i, mask=inside, other=0.0)
+    # Of line i, m - n + (columns of tiles) * DIAGONAL - 1, a diagonal t of tiles has those from
+    # t * DIAGONAL on, 2 * DIAGONAL - 1 of them.
+    tile = i // DIAGONAL
+    rest = i % DIAGONAL
+    at = head_of(sums, sum_strides, b, h, 0) + i * 0
+    own = inside & (tile < diagonals)
+    value = tl.load(at + tile * sum_strides[2] + rest, mask=own, other=0.0)
+    before = inside & (tile > 0) & (rest < DIAGONAL - 1)
+    at = at + (tile - 1) * sum_strides[2] + (rest + DIAGONAL)
+    return value + tl.load(at, mask=before, other=0.0)
+
+
+@triton.jit(do_not_specialize=["batch", "heads", "queries", "keys", "tiles", "origin", "diagonals"])
+def spread_lines_kernel(
+    sums,
+    sum_strides,
+    captured,
+    totals,
+    fixed,
+    factors,
+    cu_q,
+    cu_k,
+    batch,
+    heads,
+    queries,
+    keys,
+    tiles,
+    origin,
+    diagonals,
+    INDEX: tl.constexpr,
+    BY_KEYS: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """As ``spread_pairs_kernel``, for the sums of rows, of columns or of diagonals.
+
+    DIAGONAL is 0, or the size of the tiles that gave the sums; ``origin`` is then the line whose
+    ``m - n`` is 0.
+    """
+    program = tl.program_id(0)
+    b, h, begin, begin_k, M, N, first = line_place(
+        program % tiles, program // tiles, cu_q, cu_k, batch, heads, queries, keys, BLOCK, BY_KEYS
+    )
+    i = first + tl.arange(0, BLOCK)
+    if DIAGONAL > 0:
+        m = tl.maximum(i - origin, 0)
+        n = tl.maximum(origin - i, 0)
+        inside = (m < M) & (n < N)
+    elif BY_KEYS:
+        m = i * 0
+        n = i
+        inside = i < N
+    else:
+        m = i
+        n = i * 0
+        inside = i < M
+    value = line_value(
+        sums, sum_strides, b, h, begin_k if BY_KEYS else begin, i, inside, diagonals, DIAGONAL
+    )
+    if fixed is None:
+        tl.store(totals + program, tl.sum(tl.abs(value), 0))
+    else:
+        m = m[:, None]
+        n = n[:, None]
+        whole = tl.floor(value * tl.load(factors).to(tl.float64) + 0.5).to(tl.int64)[:, None]
+        none = tl.zeros([BLOCK, 1], tl.float32)
+        element = INDEX(none, b, h, m, n, M, N, captured[2], captured[3])
+        tl.atomic_add(fixed + element, whole, mask=(whole != 0) & inside[:, None], sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["count"])
+def factor_kernel(totals, factors, count, BLOCK: tl.constexpr):
+    """From sums of absolute values, what turns numbers into integers, and integers into numbers."""
+    total = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, count, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        total += tl.load(totals + i, mask=i < count, other=0.0)
+    whole = tl.sum(total, 0)
+    finite = whole < _LARGEST_SUM
+    some = tl.where(finite & (whole > 0.0), whole, 1.0)
+    power = _BITS - tl.ceil(tl.log2(some.to(tl.float32)))
+    power = tl.minimum(power, _LARGEST_POWER).to(tl.int32)
+    factor = ((power + 127) << 23).to(tl.float32, bitcast=True)
+    inverse = ((127 - power) << 23).to(tl.float32, bitcast=True)
+    tl.store(factors, tl.where(finite, factor, 0.0))
+    tl.store(factors + 1, tl.where(finite, inverse, float("nan")))
+
+
+@triton.jit(do_not_specialize=["count"])
+def number_kernel(fixed, factors, out, count, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    """Integers, or (without ``factors``) float64, as the numbers of a gradient."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < count
+    value = tl.load(fixed + i, mask=inside, other=0).to(tl.float64)
+    if factors is not None:
+        value = value * tl.load(factors + 1).to(tl.float64)
+    if ADD:
+        value += tl.load(out + i, mask=inside, other=0.0).to(tl.float64)
+    tl.store(out + i, value.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,370 @@
+"""The forward pass of many queries: one kernel for every layout, mask and score, and its host code.
+
+A program takes a block of queries of one head and walks over the blocks of keys that the mask
+leaves, with the row maximum, the row sum and the unfinished output of an online softmax
+(``online.py``). Blocks that the mask shows whole come first and never look at it; the others
+follow.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.gpu.config import Blocks, Config
+from tilewise.kernels.gpu.expressions.variant import Variant, captures
+from tilewise.kernels.gpu.forward.arguments import (
+    constants_of,
+    dropout_of,
+    paging_of,
+    tensors_of,
+)
+from tilewise.kernels.gpu.forward.online import (
+    settled,
+    store_numbers,
+    walk_keys,
+)
+from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu.walk.descriptors import key_rows
+from tilewise.kernels.gpu.walk.eight import (
+    decoded,
+    eight_bits,
+    folded,
+    lowered,
+    scaled_for,
+    scales_of,
+    with_codes,
+)
+from tilewise.kernels.gpu.walk.lists import tile_lists
+from tilewise.kernels.gpu.walk.tiles import (
+    counts_in,
+    head_of,
+    keys_in,
+    launch_of,
+    list_of,
+    lists_of,
+    load_tile,
+    pages_of,
+    place_of,
+    side_of,
+    slots_of,
+    split_range,
+    store_tile,
+)
+from tilewise.kernels.gpu.walk.turn import begin_turned, turn_values, turns
+from tilewise.problem import Operands, Problem, Result
+
+__all__ = ["attend", "forward_launches"]
+
+_CACHED_BYTES = 32 << 20  # of keys and values, which heads that run together may share a cache for
+
+
+@triton.jit
+def slot_of(tiles, section, lines, REVERSED: tl.constexpr):
+    """The tile and the line (a head of a batch item) of this program.
+
+    Programs are numbered by sections of so many lines, within these by tiles, and then by lines, so
+    that those that run together find their keys in the cache. REVERSED: the last tiles come first.
+    """
+    program = tl.program_id(0)
+    first = program // (section * tiles) * section
+    within = program % (section * tiles)
+    here = tl.minimum(section, lines - first)
+    tile = within // here
+    if REVERSED:
+        tile = tiles - 1 - tile
+    return tile, first + within % here
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch",
+        "heads",
+        "group",
+        "queries",
+        "keys",
+        "last_page",
+        "tiles",
+        "section",
+        "seed_low",
+        "seed_high",
+        "drop_below",
+    ]
+)
+def attend(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    row_max,
+    row_sum,
+    row_mean,
+    max_logit,
+    entropy,
+    top_key,
+    sinks,
+    q_scale,
+    k_scale,
+    v_scale,
+    cu_q,
+    cu_k,
+    block_table,
+    key_lengths,
+    order,
+    counts,
+    k_rows,
+    v_rows,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
+    list_numbers,
+    captured,
+    batch,
+    heads,
+    group,
+    queries,
+    keys,
+    last_page,
+    tiles,
+    section,
+    scale,
+    seed_low,
+    seed_high,
+    drop_below,
+    keep_factor,
+    SEEN: tl.constexpr,
+    SCORE: tl.constexpr,
+    KEYS_OF: tl.constexpr,
+    FOLDED: tl.constexpr,
+    BLIND: tl.constexpr,
+    SKIPS: tl.constexpr,
+    REVERSED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    STATS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    DV_PADDED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PAGE: tl.constexpr,
+    EIGHT: tl.constexpr,
+    TURNED: tl.constexpr,
+    EDGE_STAGES: tl.constexpr,
+):
+    """Attention of a block of BM queries of one head.
+
+    In a variable-length call (``cu_q`` is not None) there are slots for more tiles than there are;
+    a program without one ends. Strides are (b, h, row, column). With pages (PAGE is not 0) the
+    lengths of sequences are their ``key_lengths``, and ``keys`` is the most that these may be.
+    """
+    if cu_q is None:
+        tile, line = slot_of(tiles, section, batch * heads, REVERSED)
+        b, h = line // heads, line % heads
+        m0, M, N = tile * BM, queries, keys
+        begin_q, begin_k = 0, 0
+        at = tl.cast(line, tl.int64) * queries
+    else:
+        tile, h = slot_of(tiles, section, heads, REVERSED)
+        b, m0, begin_q = place_of(tile, cu_q, batch, BM)
+        begin_k = tl.load(cu_k + b) if PAGE == 0 else 0
+        M = (tl.load(cu_q + b + 1) - begin_q).to(tl.int32)
+        N = (tl.load(cu_k + b + 1) - begin_k).to(tl.int32) if PAGE == 0 else keys
+        at = tl.cast(h, tl.int64) * queries + begin_q
+    if m0 >= M:
+        return
+    m = m0 + tl.arange(0, BM)
+    q_head = head_of(q, q_strides, b, h, begin_q)
+    b_k, pages = b, 0
+    if PAGE > 0:
+        N = keys_in(key_lengths, b, keys)
+        b_k = 0  # no sequence has a place of its own
+        pages = pages_of(block_table, b, keys, last_page, PAGE)
+    k_head = head_of(k, k_strides, b_k, h // group, begin_k)
+    begin_v = begin_k
+    if TURNED and cu_q is not None:
+        begin_v = begin_turned(begin_k, b)
+    v_head = head_of(v, v_strides, b_k, h // group, begin_v)
+    q_tile = load_tile(q_head, m0, q_strides, 0, M, BM, D, D_PADDED, True, WIDE)
+    q_tile = decoded(q_tile, EIGHT)
+    scale = scaled_for(scale, q_scale, k_scale, b, h, heads, group)
+    if FOLDED and (q_scale is not None or k_scale is not None):
+        q_tile, scale = folded(q_tile, scale)
+
+    state = (
+        tl.zeros([BM, DV_PADDED], tl.float32),
+        tl.full([BM], float("-inf"), tl.float32),
+        tl.zeros([BM], tl.float32),
+        tl.zeros([BM], tl.float32),
+        tl.full([BM], -1, tl.int32),
+    )
+    place = (b, h, m[:, None], M, N)
+    numbers = (scale, seed_low, seed_high, drop_below)
+    low, full_low, full_high, high = m0 * 0, m0 * 0, m0 * 0 + N, m0 * 0 + N
+    if KEYS_OF is not None:
+        low, full_low, full_high, high = KEYS_OF(
+            b, m0, tl.minimum(m0 + BM, M), M, N, captured[0], captured[1]
+        )
+    start = (b_k if cu_q is None else b_k * 0, h // group, begin_k)  # packed rows have no batch
+    k_side = side_of(k_head, k_strides, pages, k_rows, start)
+    v_side = side_of(v_head, v_strides, pages, v_rows, start)
+    sides = (k_side, v_side, low, high)
+    spans = split_range(low, full_low, full_high, high, N, BN)
+    if order is None:
+        whole, partial = counts_in(spans, BN)
+        listed = None
+        listed_partial = None
+    else:
+        listed, whole, partial = list_of(order, counts, list_numbers, b, h, m0 // BM)
+        listed_partial = listed + whole
+    if not BLIND:
+        state = walk_keys(
+            state,
+            q_tile,
+            sides,
+            spans,
+            listed,
+            whole,
+            place,
+            numbers,
+            captured,
+            None,
+            SCORE,
+            FOLDED,
+            False,
+            False,
+            DROPOUT,
+            STATS,
+            D,
+            DV,
+            BN,
+            WIDE,
+            PRECISION,
+            PAGE,
+            EIGHT,
+            TURNED,
+        )
+    acc, top, total, moment, first_key = walk_keys(
+        state,
+        q_tile,
+        sides,
+        spans,
+        listed_partial,
+        partial,
+        place,
+        numbers,
+        captured,
+        SEEN,
+        SCORE,
+        FOLDED,
+        True,
+        SKIPS,
+        DROPOUT,
+        STATS,
+        D,
+        DV,
+        BN,
+        WIDE,
+        PRECISION,
+        PAGE,
+        EIGHT,
+        TURNED,
+        EDGE_STAGES,
+    )
+
+    sink = None if sinks is None else tl.load(sinks + h)
+    total, moment = lowered(total, EIGHT), lowered(moment, EIGHT)
+    weight, row = settled(top, total, moment, sink, scale, keep_factor, FOLDED, DROPOUT, STATS)
+    weight = lowered(weight, EIGHT)
+    if v_scale is not None:
+        of_values = tl.load(v_scale + b * (heads // group) + h // group)
+        weight = tl.where(total == 0, 0.0, weight * of_values)
+    out_head = head_of(out, out_strides, b, h, begin_q)
+    store_tile(out_head, m0, out_strides, M, acc * weight[:, None], BM, DV, DV_PADDED)
+    numbers_of = (lse, row_max, row_sum, row_mean, max_logit, entropy, top_key)
+    store_numbers(numbers_of, at + m, m < M, row, total, first_key, STATS)
+
+
+class Grid(NamedTuple):
+    """How programs are spread over the tiles of heads: see ``slot_of``."""
+
+    tiles: int
+    section: int
+    programs: int
+
+
+def forward_launches(
+    problem: Problem, operands: Operands, result: Result, config: Config, variant: Variant
+) -> list[Launch]:
+    """The launches that fill a result; nothing here reads a tensor's values.
+
+    Args:
+        problem: what is asked.
+        operands: with what; cu_seqlens on the same device.
+        result: with memory for everything that is wanted; statistics are asked for by theirs.
+        config: of the chip.
+        variant: the functions of the problem's mask and score.
+    """
+    blocks = config.blocks("forward", problem)
+    eight = eight_bits(problem, config.family)
+    operands = with_codes(operands, eight)
+    before: list[Launch] = []
+    turned = turns(eight, config.family)
+    if turned:
+        operands, before = turn_values(problem, operands, blocks)
+    grid = _grid(problem, blocks)
+    rows = key_rows(problem, operands, config, variant, blocks)
+    arguments = {
+        **tensors_of(problem, operands, result),
+        **scales_of(operands),
+        "cu_q": operands.cu_seqlens_q,
+        "cu_k": operands.cu_seqlens_k,
+        **lists_of(tile_lists(problem, operands, variant.tables, blocks.queries, blocks.keys)),
+        "captured": (*captures(operands.mask_tensors), *captures(operands.score_tensors)),
+        "batch": problem.batch,
+        "heads": problem.heads,
+        "group": problem.heads // problem.kv_heads,
+        "queries": problem.queries,
+        **paging_of(problem, operands),
+        **rows.arguments(),
+        "tiles": grid.tiles,
+        "section": grid.section,
+        "scale": problem.scale,
+        **dropout_of(problem, operands),
+    }
+    constants = {
+        **constants_of(problem, operands, result, config, variant, blocks),
+        "REVERSED": _grows(problem),
+        "EIGHT": eight,
+        "TURNED": turned,
+        "EDGE_STAGES": rows.edge_stages,
+    }
+    if operands.q_scale is not None or operands.k_scale is not None:
+        constants["FOLDED"] = variant.score is None  # ``folded`` makes it positive
+    return [*before, launch_of(attend, (grid.programs,), arguments, constants, blocks)]
+
+
+def _grid(problem: Problem, blocks: Blocks) -> Grid:
+    """Tiles and sections; in a variable-length call a bound that needs no lengths."""
+    tiles = slots_of(problem, problem.queries, blocks.queries)
+    lines = problem.heads * (problem.batch if problem.layout == "dense" else 1)
+    section = problem.heads // problem.kv_heads
+    if _grows(problem):
+        # Long and short tiles of many heads balance: as many as the cache has room for.
+        widths = (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
+        section *= max(1, _CACHED_BYTES // max(problem.keys * widths, 1))
+    return Grid(tiles, max(1, min(section, lines)), tiles * lines)
+
+
+def _grows(problem: Problem) -> bool:
+    """Whether later queries see more keys: the longest tiles then come first."""
+    if any(instr.op not in ("band", "below", "and") for instr in problem.mask):
+        return False
+    bands = [instr.params for instr in problem.mask if instr.op == "band"]
+    return any(left == -1 and right != -1 for left, right, _ in bands)

@@ -1,0 +1,400 @@
+"""The online softmax that every walk over blocks of keys goes by, and how a row's walk ends.
+
+Scores are kept in the units that are cheapest to compare. Without a score function that is the bare
+product q.k: the scale, which must be positive for it, then belongs to the exponent, and one fused
+multiply-add per pair makes ``scale * log2(e) * (q.k - top)``. With one it is the natural logit,
+which is subtracted before it is scaled, so that even the lowest float stays finite.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.gpu.walk.eight import (
+    decoded,
+)
+from tilewise.kernels.gpu.walk.pairs import LN2, LOG2E, kept, shown
+from tilewise.kernels.gpu.walk.tiles import (
+    load_keys,
+    load_tile,
+    tile_in,
+)
+
+__all__ = [
+    "absorb",
+    "block_start",
+    "next_met",
+    "scaled_scores",
+    "settled",
+    "store_numbers",
+    "take_block",
+    "tops",
+    "walk_keys",
+    "with_sink",
+]
+
+RAISED: tl.constexpr = tl.constexpr(8.0)  # the power of two of probabilities of 8 bits
+FAR: tl.constexpr = tl.constexpr(-2000.0)  # an exponent whose power of two is 0, but finite
+LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
+NEVER: tl.constexpr = tl.constexpr(2147483647)
+
+
+@triton.jit
+def scaled_scores(products, scale, n, place, captured, SCORE: tl.constexpr, FOLDED: tl.constexpr):
+    """Scores of a tile in the units of the walk."""
+    if FOLDED:
+        return products
+    scores = products * scale
+    if SCORE is not None:
+        b, h, m, M, N = place
+        scores = SCORE(scores, b, h, m, n, M, N, captured[2], captured[3])
+    return scores
+
+
+@triton.jit
+def absorb(
+    state,
+    q,
+    sides,
+    n0,
+    place,
+    numbers,
+    captured,
+    visible,
+    SCORE: tl.constexpr,
+    FOLDED: tl.constexpr,
+    MASKED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    STATS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BN: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PAGE: tl.constexpr = 0,
+    EIGHT: tl.constexpr = "",
+    TURNED: tl.constexpr = False,
+):
+    """One block of keys in the online softmax; ``visible`` says which pairs attend if MASKED.
+
+    ``sides`` are (keys, values, low, high): what ``load_keys`` takes.
+    """
+    acc, top, total, moment, top_key = state
+    k_side, v_side, low, high = sides
+    b, h, m, _, _ = place
+    scale, seed_low, seed_high, drop_below = numbers
+    EIGHTS: tl.constexpr = (EIGHT == "short") | (EIGHT == "whole")
+    n = (n0 + tl.arange(0, BN))[None, :]
+    k = load_keys(k_side, n0, low, high, BN, D, q.shape[1], MASKED, WIDE, PAGE)
+    k = decoded(k, EIGHT)
+    products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    scores = scaled_scores(products, scale, n, place, captured, SCORE, FOLDED)
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    best = tl.max(scores, 1)
+    if STATS > 1:
+        first = tl.min(tl.where(scores == best[:, None], n, NEVER), 1)
+        better = tl.where(best == top, tl.minimum(first, top_key), top_key)
+        better = tl.where(best > top, first, better)
+        top_key = tl.where(best == float("-inf"), top_key, better)
+    new_top = tl.maximum(top, best)
+    base = new_top
+    if MASKED or SCORE is not None:  # a row may have seen nothing yet
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    if FOLDED:
+        unit = scale * LOG2E
+        least = base * unit
+        if EIGHTS:
+            least = least - RAISED
+        exponent = scores * unit - least[:, None]
+        moved = (top - base) * unit
+    else:
+        exponent = (scores - base[:, None]) * LOG2E
+        if EIGHTS:
+            exponent = exponent + RAISED
+        moved = (top - base) * LOG2E
+    p = tl.math.exp2(exponent)
+    fade = tl.math.exp2(moved)
+    if STATS > 0:
+        moment = (moment + tl.maximum(moved, FAR) * total) * fade
+        if EIGHTS:
+            exponent = exponent - RAISED
+        moment = moment + tl.sum(p * tl.maximum(exponent, FAR), 1)
+    total = total * fade + tl.sum(p, 1)
+    if DROPOUT:
+        p = tl.where(kept(seed_low, seed_high, drop_below, b, h, m, n), p, 0.0)
+    acc = acc * fade[:, None]
+    if TURNED:  # blocks are there whole: loads that ask for every key would go byte by byte
+        v = load_tile(v_side[0], n0, v_side[1], low, high, BN, DV, acc.shape[1], False, WIDE)
+        if MASKED:
+            row = (n0 + tl.arange(0, BN))[:, None]
+            v = tl.where((row >= low) & (row < high), v, tl.zeros_like(v))
+    else:
+        v = load_keys(v_side, n0, low, high, BN, DV, acc.shape[1], MASKED, WIDE, PAGE)
+        v = decoded(v, EIGHT)
+    if EIGHT == "short":
+        # The number only keeps the compiler from adding to acc within the matrix units after all.
+        acc = acc + tl.dot(p.to(v.dtype), v, max_num_imprecise_acc=BN)
+    else:
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, new_top, total, moment, top_key
+
+
+@triton.jit
+def take_block(
+    i,
+    state,
+    q,
+    sides,
+    spans,
+    listed,
+    place,
+    numbers,
+    captured,
+    SEEN: tl.constexpr,
+    SCORE: tl.constexpr,
+    FOLDED: tl.constexpr,
+    MASKED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    STATS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BN: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PAGE: tl.constexpr,
+    EIGHT: tl.constexpr,
+    TURNED: tl.constexpr,
+):
+    """Block ``i`` of a walk in the online softmax."""
+    b, h, m, M, N = place
+    n0 = block_start(i, spans, listed, BN, MASKED)
+    visible = None
+    if MASKED:
+        n = (n0 + tl.arange(0, BN))[None, :]
+        visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
+    return absorb(
+        state,
+        q,
+        sides,
+        n0,
+        place,
+        numbers,
+        captured,
+        visible,
+        SCORE,
+        FOLDED,
+        MASKED,
+        DROPOUT,
+        STATS,
+        D,
+        DV,
+        BN,
+        WIDE,
+        PRECISION,
+        PAGE,
+        EIGHT,
+        TURNED,
+    )
+
+
+@triton.jit
+def block_start(i, spans, listed, BN: tl.constexpr, MASKED: tl.constexpr):
+    """Where block ``i`` of a walk begins: see ``walk_keys``."""
+    n0 = tl.load(listed + i) * BN if listed is not None else tile_in(i, spans, BN, MASKED)
+    return tl.multiple_of(n0, BN)
+
+
+@triton.jit
+def next_met(i, spans, listed, count, place, captured, SEEN: tl.constexpr, BN: tl.constexpr):
+    """The first block from ``i`` on of which a pair attends; ``count`` where there is none."""
+    b, h, m, M, N = place
+    found = i >= count
+    while not found:
+        n = (block_start(i, spans, listed, BN, True) + tl.arange(0, BN))[None, :]
+        visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
+        met = tl.max(tl.max(visible.to(tl.int32), 1), 0) > 0
+        i = tl.where(met, i, i + 1)
+        found = met | (i >= count)
+    return i
+
+
+@triton.jit
+def walk_keys(
+    state,
+    q,
+    sides,
+    spans,
+    listed,
+    count,
+    place,
+    numbers,
+    captured,
+    SEEN: tl.constexpr,
+    SCORE: tl.constexpr,
+    FOLDED: tl.constexpr,
+    MASKED: tl.constexpr,
+    SKIPS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    STATS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BN: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PAGE: tl.constexpr = 0,
+    EIGHT: tl.constexpr = "",
+    TURNED: tl.constexpr = False,
+    STAGES: tl.constexpr = None,
+):
+    """``count`` blocks of keys: those that are ``listed``, or without a list those of ``spans``.
+
+    SKIPS: blocks of which no pair attends may be among them. Neither their keys nor their values
+    are touched then. They are passed over in a loop of their own: a state that went through a
+    branch would take its registers twice. STAGES: of the walk, where it has not the kernel's.
+    """
+    acc, top, total, moment, top_key = state
+    if SKIPS:
+        i = next_met(count * 0, spans, listed, count, place, captured, SEEN, BN)
+        while i < count:
+            acc, top, total, moment, top_key = take_block(
+                i,
+                (acc, top, total, moment, top_key),
+                q,
+                sides,
+                spans,
+                listed,
+                place,
+                numbers,
+                captured,
+                SEEN,
+                SCORE,
+                FOLDED,
+                MASKED,
+                DROPOUT,
+                STATS,
+                D,
+                DV,
+                BN,
+                WIDE,
+                PRECISION,
+                PAGE,
+                EIGHT,
+                TURNED,
+            )
+            i = next_met(i + 1, spans, listed, count, place, captured, SEEN, BN)
+    else:
+        for i in tl.range(0, count, num_stages=STAGES):
+            acc, top, total, moment, top_key = take_block(
+                i,
+                (acc, top, total, moment, top_key),
+                q,
+                sides,
+                spans,
+                listed,
+                place,
+                numbers,
+                captured,
+                SEEN,
+                SCORE,
+                FOLDED,
+                MASKED,
+                DROPOUT,
+                STATS,
+                D,
+                DV,
+                BN,
+                WIDE,
+                PRECISION,
+                PAGE,
+                EIGHT,
+                TURNED,
+            )
+    return acc, top, total, moment, top_key
+
+
+@triton.jit
+def tops(top, scale, FOLDED: tl.constexpr):
+    """Row maxima in natural and in base-2 units; only those of dead rows are -inf."""
+    if FOLDED:
+        return top * scale, top * (scale * LOG2E)
+    limited = tl.minimum(tl.maximum(top * LOG2E, LOWEST), -LOWEST)
+    return top, tl.where(top == float("-inf"), top, limited)
+
+
+@triton.jit
+def with_sink(natural, base2, total, sink):
+    """Of rows with a sink (lse, weight, of_sink, above).
+
+    The weight makes a probability of an exponential; ``of_sink`` is how far the sink is from the
+    largest logit (0 or less), ``above`` how far that is above the row's own.
+    """
+    _, sink2 = tops(sink, 1.0, False)
+    highest = tl.maximum(base2, sink2)
+    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    of_sink, of_keys = sink2 - highest, base2 - highest
+    keys = tl.math.exp2(of_keys)
+    whole = keys * total + tl.math.exp2(of_sink)
+    weight = tl.where(whole == 0, 0.0, keys / tl.where(whole == 0, 1.0, whole))
+    own = tl.where(total == 0, float("-inf"), natural + tl.log(tl.where(total == 0, 1.0, total)))
+    larger = tl.maximum(own, sink)
+    larger = tl.where(larger == float("-inf"), 0.0, larger)
+    lse = larger + tl.log(tl.exp(own - larger) + tl.exp(sink - larger))
+    return lse, weight, tl.maximum(of_sink, FAR), -tl.maximum(of_keys, FAR)
+
+
+@triton.jit
+def settled(
+    top,
+    total,
+    moment,
+    sink,
+    scale,
+    keep_factor,
+    FOLDED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    STATS: tl.constexpr,
+):
+    """What a walk comes to: (weight, (row_max, lse, max_logit, row_mean, entropy)).
+
+    The output is the unfinished one times the weight. Without STATS the last three mean nothing.
+    """
+    natural, base2 = tops(top, scale, FOLDED)
+    dead = total == 0
+    if sink is not None:
+        lse, weight, of_sink, above = with_sink(natural, base2, total, sink)
+    else:
+        weight = tl.where(dead, 0.0, 1.0 / tl.where(dead, 1.0, total))
+        lse = natural + tl.log(tl.where(dead, 1.0, total))
+        lse = tl.where(dead, float("-inf"), lse)
+    if DROPOUT:
+        weight = weight * keep_factor
+    mean = moment
+    entropy = moment
+    if STATS > 0:
+        if sink is not None:
+            fade = tl.math.exp2(-above)
+            sunk = tl.math.exp2(of_sink)
+            moment = (moment - above * total) * fade + sunk * of_sink
+            total = total * fade + sunk
+            dead = total == 0
+        mean = tl.where(dead, 0.0, moment / tl.where(dead, 1.0, total))
+        spread = tl.log(tl.where(dead, 1.0, total)) - LN2 * mean
+        entropy = tl.where(dead, 0.0, spread)
+    return weight, (base2, lse, natural, mean, entropy)
+
+
+@triton.jit
+def store_numbers(places, at, inside, row, total, first_key, STATS: tl.constexpr):
+    """The numbers of rows: what ``settled`` gave for them, their sums and their first keys."""
+    lse, row_max, row_sum, row_mean, max_logit, entropy, top_key = places
+    tl.store(lse + at, row[1], mask=inside)
+    tl.store(row_max + at, row[0], mask=inside)
+    tl.store(row_sum + at, total, mask=inside)
+    if STATS > 0:
+        tl.store(max_logit + at, row[2], mask=inside)
+        tl.store(row_mean + at, row[3], mask=inside)
+        tl.store(entropy + at, row[4], mask=inside)
+    if STATS > 1:
+        tl.store(top_key + at, first_key.to(tl.int64), mask=inside)

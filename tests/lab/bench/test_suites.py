@@ -379,11 +379,14 @@ def test_crossings_in_a_sentence() -> None:
     }
     text = told("forward", "ours", {name: found for name, found in ways.items() if found})
     assert text == (
-        "forward: linear from about 260 on is faster than ours; sparse already at 128; "
-        "slow not up to 512."
+        "forward: linear from about 260 on is faster than ours; sparse is faster at every length "
+        "from 128 on; slow is not, up to 512."
     )
-    few = {name: found for name, found in ways.items() if found and name != "linear"}
-    assert told("forward", "ours", few).startswith("forward: faster than ours: sparse already")
+    hardly = crossing(exact, {128: 2.0, 512: 15.9})
+    assert hardly is not None
+    assert hardly.at is None
+    none = told("forward", "ours", {"a": hardly, "b": hardly})
+    assert none == "forward: up to 512 none is faster than ours: a and b."
 
 
 def test_compare_flags_what_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,13 +9,16 @@ from typing import NamedTuple
 __all__ = ["Crossing", "crossing", "told"]
 
 
+_AHEAD = 1.03  # times faster at the end; less is within the noise
+
+
 class Crossing(NamedTuple):
     """How one method compares with another along the length.
 
     Args:
         first, last: the shortest and the longest length at which both were measured.
         at: the length from which on it is faster, interpolated; ``first`` if it always is, None if
-            it is not at ``last``.
+            it is not at ``last``, or hardly.
         gain: times faster at the last length (less than 1: slower).
     """
 
@@ -40,7 +43,7 @@ def crossing(exact: Mapping[int, float], other: Mapping[int, float]) -> Crossing
     ahead = [math.log(other[n] / exact[n]) for n in lengths]  # below 0: it is faster
     first, last = lengths[0], lengths[-1]
     gain = exact[last] / other[last]
-    if ahead[-1] >= 0:
+    if gain < _AHEAD:
         return Crossing(first, last, None, gain)
     behind = [index for index, value in enumerate(ahead) if value >= 0]
     if not behind:
@@ -63,23 +66,27 @@ def told(what: str, exact: str, found: Mapping[str, Crossing]) -> str:
         return f"{what}: nothing to compare with {exact}."
     always = [name for name, each in found.items() if each.at == each.first]
     later = sorted(
-        ((each.at, name) for name, each in found.items() if each.at and each.at > each.first)
+        (each.at, name) for name, each in found.items() if each.at and each.at > each.first
     )
     never = [name for name, each in found.items() if each.at is None]
     parts = []
     if later:
         ways = [f"{name} from about {_near(at)} on" for at, name in later]
-        parts.append(f"{listed(ways)} {'is' if len(ways) == 1 else 'are'} faster than {exact}")
+        parts.append(f"{listed(ways)} {_be(ways)} faster than {exact}")
     if always:
         first = min(found[name].first for name in always)
-        parts.append(f"{listed(always)} already at {first}")
+        parts.append(f"{listed(always)} {_be(always)} faster at every length from {first} on")
     if never:
         last = max(found[name].last for name in never)
-        parts.append(f"{listed(never)} not up to {last}")
-    text = "; ".join(parts)
-    if not later:
-        text = f"faster than {exact}: {text}"
-    return f"{what}: {text}."
+        if parts:
+            parts.append(f"{listed(never)} {_be(never)} not, up to {last}")
+        else:
+            parts.append(f"up to {last} none is faster than {exact}: {listed(never)}")
+    return f"{what}: {'; '.join(parts)}."
+
+
+def _be(words: Sequence[str]) -> str:
+    return "is" if len(words) == 1 else "are"
 
 
 def listed(words: Sequence[str]) -> str:

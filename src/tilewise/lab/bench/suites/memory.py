@@ -164,7 +164,7 @@ def _cured(work: Work, rows: int, result: list[Peak] | str) -> Iterator[Point]:
         return
     (peak,) = result
     itemsize = getattr(torch, work.dtype).itemsize
-    outputs = 2 * work.batch * work.heads * work.length * work.head_dim * itemsize  # parts, whole
+    output = work.batch * work.heads * work.length * work.head_dim * itemsize
     part = 2 * work.matrix_bytes * rows / work.length
-    yield _point(work, name, peak.extra_bytes, predicted=part + outputs)
+    yield _point(work, name, peak.extra_bytes, predicted=part + output)
     yield Point.of(work, name, samples=(peak.seconds,))

@@ -73,6 +73,12 @@ def chunked(work: Work, given: Given, rows: int, *, again: bool = False) -> Atte
         return attend_rows(problem, operands, (q, k, v), [part], seen, _dropping(work))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not q.requires_grad:
+            # In place: small outputs between large parts would leave holes in the heap.
+            out = v.new_empty(*q.shape[:3], v.shape[-1])
+            for part in parts:
+                out[:, :, part.start : part.stop] = one(q, k, v, part)
+            return out
         if not again:
             return torch.cat([one(q, k, v, part) for part in parts], dim=2)
         done = [checkpoint(one, q, k, v, part, use_reentrant=False) for part in parts]

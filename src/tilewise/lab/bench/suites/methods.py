@@ -81,7 +81,7 @@ def block_sparse(name: str, pattern: Callable[[int], Any]) -> Method:
         mask = pattern(work.length)
         if work.masked is not None:
             mask = mask & work.masked
-        table = tilewise.BlockMask.of(mask, work.length, batch=work.batch)
+        table = tilewise.BlockMask.of(mask, work.length, batch=work.batch).to(work.device)
         keywords: dict[str, Any] = {"mask": table, "score": work.score}
         if work.dropout_p:
             keywords |= {"dropout_p": work.dropout_p, "seed": SEED}

@@ -45,8 +45,7 @@ def steps(settings: Settings) -> list[Step]:
     """Every variant, forward and backward, at one length."""
     longest = _LENGTHS[settings.device]
     length = max([n for n in settings.lengths if n <= longest], default=min(settings.lengths))
-    with_flex = settings.flex
-    methods = exact(settings.device, with_flex=with_flex)
+    methods = exact(settings.device, with_flex=settings.flex)
     passes: tuple[Pass, ...] = ("forward", "backward")
     found = []
     for dtype in settings.dtypes[:1] if settings.quick else settings.dtypes:
@@ -73,7 +72,12 @@ def catalogue(length: int, device: str) -> list[Variant]:
         length: N.
         device: of captured tensors.
     """
-    return [Variant(NONE), *_masks(length, device), *_sparse(length), *_scores(length, device)]
+    return [
+        Variant(NONE),
+        *_masks(length, device),
+        *_sparse(length, device),
+        *_scores(length, device),
+    ]
 
 
 def _masks(length: int, device: str) -> list[Variant]:
@@ -116,7 +120,7 @@ def _function(name: str, function: Callable[..., Any]) -> Variant:
     return Variant(name, masks.function(function), None, function)
 
 
-def _sparse(length: int) -> list[Variant]:
+def _sparse(length: int, device: str) -> list[Variant]:
     stride = max(1, round(length**0.5))
     found = {
         "dilated": patterns.dilated(32, 4),
@@ -126,7 +130,7 @@ def _sparse(length: int) -> list[Variant]:
         "Longformer": patterns.local_global(64, 16),
         "BigBird": patterns.bigbird(length),
     }
-    return [Variant(name, BlockMask.of(mask, length)) for name, mask in found.items()]
+    return [Variant(name, BlockMask.of(mask, length).to(device)) for name, mask in found.items()]
 
 
 def _scores(length: int, device: str) -> list[Variant]:

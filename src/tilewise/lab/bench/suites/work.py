@@ -60,7 +60,8 @@ class Work:
         """The mask with the padding in it."""
         if not self.padding:
             return self.mask
-        return masks.lengths(torch.full((self.batch,), self.length - self.padding))
+        kept = self.length - self.padding
+        return masks.lengths(torch.full((self.batch,), kept, device=self.device))
 
     @property
     def shape(self) -> dict[str, int]:

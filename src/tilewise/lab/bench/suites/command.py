@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         "quick": options.quick,
     }
     record = Record.begin(names, settings.device, asked)
-    path = options.out / f"{'-'.join(names)}.json"
+    path = options.out / f"{'all' if len(names) == len(SUITES) else '-'.join(names)}.json"
     suites = [(name, SUITES[name](settings)) for name in names]
     code = conduct(record, suites, effort, path, Console(stderr=True))
     with interrupts_ignored():

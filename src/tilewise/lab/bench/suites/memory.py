@@ -14,7 +14,7 @@ from tilewise.lab.bench.suites.budget import Budget
 from tilewise.lab.bench.suites.methods import OURS, Method, exact
 from tilewise.lab.bench.suites.nursery import peaks
 from tilewise.lab.bench.suites.peak import STEP_BY_STEP, STEPS, Peak, Wanted
-from tilewise.lab.bench.suites.point import Point
+from tilewise.lab.bench.suites.point import Point, Status
 from tilewise.lab.bench.suites.steps import Settings, Step
 from tilewise.lab.bench.suites.work import Pass, Work, draw, problem_of
 from tilewise.plan.traffic.memory import plain_held, tiled_held
@@ -79,7 +79,7 @@ def weigh(works: Sequence[Work], methods: Sequence[Method], budget: Budget) -> I
                 or budget.too_large(method.bytes(work), work.device)
             )
             if reason:
-                yield _without(work, method, reason)
+                yield _without(work, method, reason, "skipped")
             else:
                 asked.append((work, method))
     jobs = [Wanted.of(work, method.name) for work, method in asked]
@@ -87,7 +87,7 @@ def weigh(works: Sequence[Work], methods: Sequence[Method], budget: Budget) -> I
     with closing(found):
         for (work, method), result in zip(asked, found, strict=True):
             if isinstance(result, str):
-                yield _without(work, method, result)
+                yield _without(work, method, result, "failed" if method.name == OURS else "skipped")
                 continue
             (peak,) = result
             budget.took(_key(work, method), work.length, peak.seconds)
@@ -104,8 +104,7 @@ def _key(work: Work, method: Method) -> tuple[str, ...]:
     return work.suite, work.case, work.dtype, method.name, "bytes"
 
 
-def _without(work: Work, method: Method, note: str) -> Point:
-    status: Any = "failed" if method.name == OURS and "left" not in note else "skipped"
+def _without(work: Work, method: Method, note: str, status: Status) -> Point:
     return Point.of(
         work, method.name, quantity="bytes", status=status, note=note, exact=method.exact
     )

@@ -416,6 +416,22 @@ def test_noise_widens_with_the_spread() -> None:
     assert replace_noise(moved, 0.03).word == "slower"
 
 
+def test_what_others_scatter_is_noise_too() -> None:
+    """Methods that no change of ours moves tell how much two runs differ."""
+    names = [f"sdpa {index}" for index in range(6)]
+    factors = (0.9, 1.1, 0.92, 1.08, 0.95, 1.05)
+    before = compare.Points("x", {p.key: p for p in [point(64, n, 1.0) for n in names]})
+    moving = [point(64, n, f) for n, f in zip(names, factors, strict=True)]
+    for each in (before.points, after := {p.key: p for p in moving}):
+        ours = point(64, "tilewise", 1.0 if each is before.points else 1.15)
+        each[ours.key] = ours
+    moved = {m.point.method: m for m in compare.compare(before, compare.Points("x", after))}
+    assert moved["tilewise"].noise > 0.2
+    assert moved["tilewise"].word == ""
+    assert compare.scatter([0.1] * 4) == 0
+    assert compare.scatter([0.0, 0.1, -0.1, 0.1, -0.1]) == pytest.approx(0.148, rel=0.01)
+
+
 def replace_noise(moved: compare.Moved, noise: float) -> compare.Moved:
     return moved._replace(noise=noise)
 

@@ -16,11 +16,12 @@ from tilewise.lab.bench.suites.speed import points_of
 from tilewise.lab.bench.suites.tables import amount_of
 from tilewise.lab.bench.table import Table
 
-__all__ = ["Moved", "Points", "compare", "noise", "read", "table"]
+__all__ = ["Moved", "Points", "compare", "noise", "read", "scatter", "table"]
 
 # A median's standard error is 1.25 s / sqrt(n) and the MAD of normal numbers s / 1.48.
 _ERROR_OF_MAD = 1.2533 * 1.4826
 _SIGMAS = 3.0
+_CONTROLS = 5  # fewer tell nothing of how runs differ
 _LEAST = 0.03  # runs differ by so much where nothing changed: other addresses, other neighbours
 
 Key = tuple[str, str, int, str, str, str]
@@ -97,23 +98,46 @@ def noise(point: Point) -> float:
 
 def compare(before: Points, after: Points) -> list[Moved]:
     """Every point that both have."""
+    both = [
+        (before.points[key], point)
+        for key, point in after.points.items()
+        if key in before.points and before.points[key].median and point.median
+    ]
+    between = scatter(
+        [
+            math.log((point.median or 1.0) / (old.median or 1.0))
+            for old, point in both
+            if _is_control(point)
+        ]
+    )
     found = []
-    for key, point in after.points.items():
-        old = before.points.get(key)
-        if old is None or not old.median or not point.median:
-            continue
-        both = math.hypot(noise(old), noise(point))
-        found.append(Moved(point, old.median, point.median, max(_LEAST, _SIGMAS * both)))
+    for old, point in both:
+        apart = between if point.quantity == "seconds" else 0.0
+        wide = _SIGMAS * math.hypot(noise(old), noise(point), apart)
+        found.append(Moved(point, old.median or 0.0, point.median or 0.0, max(_LEAST, wide)))
     return found
+
+
+def _is_control(point: Point) -> bool:
+    """A time that no change of ours moves: it tells how much runs differ on this machine."""
+    return point.quantity == "seconds" and not point.method.startswith(OURS)
+
+
+def scatter(ratios: Sequence[float]) -> float:
+    """The standard deviation of logarithms of ratios around their median; 0 of too few.
+
+    Args:
+        ratios: logarithms.
+    """
+    if len(ratios) < _CONTROLS:
+        return 0.0
+    middle = statistics.median(ratios)
+    return 1.4826 * statistics.median(abs(each - middle) for each in ratios)
 
 
 def drift(moved: Sequence[Moved]) -> float:
     """How the machine differs: the median ratio of times that are not ours; 1 without any."""
-    others = [
-        each.ratio
-        for each in moved
-        if each.point.quantity == "seconds" and not each.point.method.startswith(OURS)
-    ]
+    others = [each.ratio for each in moved if _is_control(each.point)]
     return statistics.median(others) if others else 1.0
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from tilewise.lab.bench.command import main
+from tilewise.lab.bench.entry import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,14 @@ import tilewise
 from tilewise.errors import TilewiseError
 from tilewise.lab.bench.result import Memory, Scaling
 
-__all__ = ["environment", "memory", "scaling"]
+__all__ = ["ask", "environment", "memory", "scaling"]
 
 _DTYPES = ("float32", "bfloat16")  # of the memory measurement
 
 
 def scaling(keys: Sequence[str], budget_s: float) -> Generator[Scaling]:
     """Two-thread scaling of the cases of these keys, each as soon as it is known."""
-    for values in _ask({"job": "scaling", "keys": list(keys), "budget_s": budget_s}):
+    for values in ask({"job": "scaling", "keys": list(keys), "budget_s": budget_s}):
         yield Scaling(**values)
 
 
@@ -36,7 +36,7 @@ def memory(length: int) -> Generator[Memory]:
         for backward in (False, True):
             for side in ("ours", "torch"):
                 job = {"job": "memory", "length": length, "dtype": dtype, "side": side}
-                for values in _ask({**job, "backward": backward}):
+                for values in ask({**job, "backward": backward}):
                     yield Memory(**values)
 
 
@@ -52,13 +52,22 @@ def environment() -> dict[str, str]:
     return found
 
 
-def _ask(job: dict[str, Any]) -> Generator[dict[str, Any]]:
+def ask(
+    job: dict[str, Any],
+    module: str = "tilewise.lab.bench.worker",
+    settings: Mapping[str, str] | None = None,
+) -> Generator[dict[str, Any]]:
     """The results of a job, one by one; the child ends when nobody listens any more.
+
+    Args:
+        job: what to do, for JSON.
+        module: what does it, reading the job and printing a line of JSON for each result.
+        settings: for its environment.
 
     Raises:
         TilewiseError: the child failed; the message holds its last words.
     """
-    command = [sys.executable, "-m", "tilewise.lab.bench.worker"]
+    command = [sys.executable, "-m", module]
     with tempfile.TemporaryFile("w+") as errors:
         # A session of its own: Ctrl-C is the parent's to deal with.
         process = subprocess.Popen(
@@ -67,7 +76,7 @@ def _ask(job: dict[str, Any]) -> Generator[dict[str, Any]]:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env=environment(),
+            env={**environment(), **(settings or {})},
             start_new_session=True,
         )
         assert process.stdin is not None

@@ -167,7 +167,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure attention against torch's scaled_dot_product_attention, in turn in "
         "one process, and against the machine's own peak.",
         epilog="The whole bench takes minutes and writes benchmarks/<chip>/cpu.json; a part of it "
-        "writes only where --json says.",
+        "writes only where --json says. Suites are beside it: tilewise bench speed, memory, "
+        "accuracy, paper, models, variants or all (each with --help), tilewise bench show FILE, "
+        "and tilewise bench compare A.json B.json.",
     )
     add = parser.add_argument
     add("what", nargs="?", choices=("cpu",), default="cpu", help="what to measure")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 from tilewise.lab.bench.record import Record
-from tilewise.lab.bench.table import Table, heading, markdown, plain, tables
+from tilewise.lab.bench.table import WORDS, Table, heading, markdown, plain, tables
 
-__all__ = ["Progress", "show"]
+__all__ = ["Progress", "show", "show_tables"]
 
 
 class Progress:
@@ -37,7 +37,17 @@ class Progress:
 
 def show(record: Record, *, as_markdown: bool, brief: bool) -> None:
     """Print the tables of a record, coloured where there is a terminal and rich."""
-    lines, found = heading(record), tables(record, brief=brief)
+    show_tables(heading(record), tables(record, brief=brief), as_markdown)
+
+
+def show_tables(lines: list[str], found: list[Table], as_markdown: bool) -> None:
+    """Print some lines and tables below them.
+
+    Args:
+        lines: plain text.
+        found: the tables.
+        as_markdown: as Markdown, instead of what suits the terminal.
+    """
     if as_markdown:
         print("\n\n".join(["\n".join(lines), *(markdown(table) for table in found)]))
     elif not sys.stdout.isatty() or not _rich(lines, found):
@@ -62,7 +72,7 @@ def _rich(lines: list[str], found: list[Table]) -> bool:
             title=table.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
         )
         for name in table.head:
-            drawn.add_column(name, justify="left" if name in ("case", "dtype", "call") else "right")
+            drawn.add_column(name, justify="left" if name in WORDS else "right")
         for row in table.rows:
             styled = [
                 Text(cell, style=_style(name, cell))

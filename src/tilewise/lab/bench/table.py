@@ -10,7 +10,10 @@ from tilewise.lab.bench.cases import SCALING_GOAL
 from tilewise.lab.bench.record import COMPLETE, Record
 from tilewise.lab.bench.result import CaseResult, Memory
 
-__all__ = ["Table", "heading", "markdown", "plain", "tables"]
+__all__ = ["WORDS", "Table", "heading", "markdown", "plain", "tables"]
+
+
+WORDS = ("case", "dtype", "call", "method", "met", "moved", "side")  # columns that are no numbers
 
 
 class Table(NamedTuple):
@@ -90,8 +93,7 @@ def _plain_star(note: str) -> str:
 
 def _left_columns(table: Table) -> set[int]:
     """Columns of words; the others are numbers."""
-    words = ("case", "dtype", "call", "met", "side")
-    return {column for column, name in enumerate(table.head) if name in words}
+    return {column for column, name in enumerate(table.head) if name in WORDS}
 
 
 def _title(record: Record) -> str:

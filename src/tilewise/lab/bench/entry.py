@@ -1,0 +1,34 @@
+"""``tilewise bench``: the cases that have goals, a suite, or a comparison of two runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from tilewise.lab.bench import command
+
+__all__ = ["SUITES", "main"]
+
+SUITES = ("speed", "memory", "accuracy", "paper", "models", "variants", "all")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the bench.
+
+    Args:
+        argv: ``cpu [options]`` (or options alone), ``SUITE ... [options]``, ``compare A B``, or
+            ``show FILE``; None takes them from the command line.
+
+    Returns:
+        the exit status, as of the part that was asked for.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    first = given[0] if given else ""
+    if first in SUITES or first in ("compare", "show"):
+        # Only these need the extra packages.
+        from tilewise.lab.bench.suites.command import compare_main, main, show_main
+
+        if first in SUITES:
+            return main(given)
+        return (compare_main if first == "compare" else show_main)(given[1:])
+    return command.main(given)

@@ -1,0 +1,146 @@
+"""A record as one HTML page that loads nothing, and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import resources
+from typing import NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from tilewise.lab.bench.suites import figures
+from tilewise.lab.bench.suites.memory import CURE, DOUBLE
+from tilewise.lab.bench.suites.methods import OURS
+from tilewise.lab.bench.suites.point import COMPLETE, Point, Record
+from tilewise.lab.bench.suites.sentences import sentences
+from tilewise.lab.bench.suites.tables import BY_CASE, TITLES, groups, heading, tables
+from tilewise.lab.bench.table import Table
+from tilewise.lab.bench.table import markdown as markdown_table
+from tilewise.lab.study.report.svg import house_style
+
+__all__ = ["ABOUT", "html", "markdown"]
+
+_STYLE = "tilewise.lab.study.report"
+
+ABOUT = {
+    "speed": "Exact methods side by side. What fails the 2x rule is not timed.",
+    "memory": "Peak memory of one pass beyond its operands: on a CPU in a process of its own, on a "
+    "GPU by the allocator's statistics. Dotted, and in brackets: what the model predicts.",
+    "accuracy": "The largest error against float64, and in brackets what the 2x rule allows: twice "
+    "the error of the plain implementation in the same dtype, and rounding.",
+    "paper": "The runtime figures of the FlashAttention paper: exact methods, the block-sparse "
+    "kernel, and approximate ones with their error against exact attention: root mean square of "
+    "the difference over that of the values, on normal numbers, which attend most evenly.",
+    "models": "One attention layer of well-known models, end to end: projections, attention, "
+    "output projection.",
+    "variants": "Masks and scores of the catalogue, beside plain attention and FlexAttention.",
+}
+
+
+class _Figure(NamedTuple):
+    """A drawing and what is below it."""
+
+    drawing: Markup
+    caption: str
+
+
+class _Section(NamedTuple):
+    """A suite on the page."""
+
+    name: str
+    about: str
+    sentences: list[str]
+    figures: list[_Figure]
+    tables: list[Table]
+
+
+def html(record: Record) -> str:
+    """The page; every text that comes from outside is escaped by the template engine."""
+    environment = Environment(
+        loader=PackageLoader("tilewise.lab.bench.suites"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    style = resources.files(_STYLE).joinpath("templates/report.css").read_text("utf-8")
+    with house_style():
+        sections = [_section(record, suite) for suite in record.suites]
+    return environment.get_template("page.html").render(
+        style=Markup(style),
+        chip=record.machine["chip"],
+        heading=heading(record),
+        complete=record.status == COMPLETE,
+        sections=sections,
+        settings=", ".join(f"{name} {value}" for name, value in record.settings.items()),
+    )
+
+
+def _section(record: Record, suite: str) -> _Section:
+    points = record.of(suite)
+    return _Section(
+        suite,
+        ABOUT[suite],
+        sentences(record, suite),
+        _figures(suite, points),
+        tables(record, suite),
+    )
+
+
+def _figures(suite: str, points: Sequence[Point]) -> list[_Figure]:
+    along = [point for point in points if point.case not in (CURE, DOUBLE)]
+    methods = list(dict.fromkeys(point.method for point in along))
+    found = []
+    for index, ((case, dtype, quantity), own) in enumerate(groups(points).items()):
+        name = f"{suite}-{index}"
+        drawing = None
+        if case in (CURE, DOUBLE):
+            drawing = _bars(own, name)
+        elif suite not in BY_CASE:
+            drawing = figures.lines(own, methods, quantity, name)
+        if drawing is not None:
+            found.append(_Figure(drawing, f"{case}, {dtype}: {TITLES[quantity]}"))
+    if suite in BY_CASE:
+        for dtype in dict.fromkeys(point.dtype for point in points):
+            own = [point for point in points if point.dtype == dtype]
+            ratios = _ratios(own)
+            words = f"times faster than plain attention, {dtype}"
+            drawing = figures.bars(ratios, words, f"{suite}-bars-{dtype}", mark=1.0)
+            if drawing is not None:
+                found.append(_Figure(drawing, f"{suite}: {words}"))
+    return found
+
+
+def _bars(points: Sequence[Point], name: str) -> Markup | None:
+    """Bytes or seconds of what is measured at one length, with ticks where it was predicted."""
+    in_bytes = points[0].quantity == "bytes"
+    factor = 1e-6 if in_bytes else 1e3
+    shown = [point for point in points if point.median]
+    return figures.bars(
+        [(point.method, (point.median or 0.0) * factor) for point in shown],
+        "MB beyond the operands; ticks: predicted" if in_bytes else "ms",
+        name,
+        predicted=[None if p.predicted is None else p.predicted * factor for p in shown],
+    )
+
+
+def _ratios(points: Sequence[Point]) -> list[tuple[str, float]]:
+    """Plain attention's time over ours."""
+    medians = {(p.case, p.length, p.method): p.median for p in points if p.median}
+    found = []
+    for case, length, method in medians:
+        ours, other = medians[case, length, method], medians.get((case, length, "plain"))
+        if method == OURS and ours and other:
+            found.append((f"{case} ({length})", other / ours))
+    return found
+
+
+def markdown(record: Record) -> str:
+    """The same without figures."""
+    parts = ["# tilewise bench: " + ", ".join(record.suites), "\n\n".join(heading(record))]
+    for suite in record.suites:
+        parts += [f"## {suite}", ABOUT[suite]]
+        parts += ["\n".join(f"- {line}" for line in sentences(record, suite))]
+        parts += [markdown_table(table) for table in tables(record, suite)]
+    return "\n\n".join(filter(None, parts)) + "\n"

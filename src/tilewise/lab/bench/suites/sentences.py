@@ -1,0 +1,194 @@
+"""What a suite found, in sentences that are computed from its points."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tilewise.lab.bench.suites.crossover import Crossing, crossing, listed, told
+from tilewise.lab.bench.suites.memory import CURE, DOUBLE
+from tilewise.lab.bench.suites.methods import OURS
+from tilewise.lab.bench.suites.point import Point, Record
+from tilewise.lab.bench.suites.tables import amount_of, groups
+from tilewise.lab.bench.suites.variants import NONE
+
+__all__ = ["sentences"]
+
+
+def sentences(record: Record, suite: str) -> list[str]:
+    """What is to be said of a suite; what is wrong comes first."""
+    points = record.of(suite)
+    makers = {
+        "paper": (_crossings, _sparse, _memory),
+        "memory": (_memory, _double, _cure),
+        "accuracy": (_accuracy,),
+        "variants": (_faster, _extra),
+    }.get(suite, (_faster,))
+    return [*_wrong(points), *(line for maker in makers for line in maker(points))]
+
+
+def _wrong(points: Sequence[Point]) -> list[str]:
+    bad = [point for point in points if point.status in ("wrong", "failed")]
+    names = list(dict.fromkeys(point.method for point in bad if point.status == "wrong"))
+    found = []
+    if names:
+        found.append(f"Breaks the 2x rule somewhere, and is not timed there: {listed(names)}.")
+    failed = list(dict.fromkeys(point.case for point in bad if point.status == "failed"))
+    if failed:
+        found.append(f"Failed: {listed(failed)}.")
+    return found
+
+
+def _medians(points: Iterable[Point]) -> dict[str, dict[int, float]]:
+    """Medians by method, then by length."""
+    found: dict[str, dict[int, float]] = {}
+    for point in points:
+        if point.status == "ok" and point.median:
+            found.setdefault(point.method, {})[point.length] = point.median
+    return found
+
+
+def _faster(points: Sequence[Point]) -> list[str]:
+    """Ours against the best other exact method, at the longest length that both have."""
+    exact = [point for point in points if point.exact and point.quantity == "seconds"]
+    ratios: list[tuple[float, str]] = []
+    for (case, dtype, _), own in groups(exact).items():
+        found = _medians(own)
+        ours = found.pop(OURS, {})
+        lengths = sorted(n for n in ours if any(n in times for times in found.values()))
+        if lengths:
+            last = lengths[-1]
+            best = min((times[last], name) for name, times in found.items() if last in times)
+            words = f"{case}, {dtype} at {last} ({best[1]})"
+            ratios.append((best[0] / ours[last], words))
+    if not ratios:
+        return []
+    ratios.sort()
+    ahead = sum(ratio > 1 for ratio, _ in ratios)
+    low, high = ratios[0], ratios[-1]
+    return [
+        f"Against the fastest other exact method, {OURS} is faster in {ahead} of {len(ratios)} "
+        f"cases: from {low[0]:.2f} times ({low[1]}) to {high[0]:.2f} times ({high[1]})."
+    ]
+
+
+def _crossings(points: Sequence[Point]) -> list[str]:
+    """Where each method that is not exact crosses over ours."""
+    found = []
+    for (case, dtype, quantity), own in groups(points).items():
+        if quantity != "seconds":
+            continue
+        medians = _medians(own)
+        ours = medians.get(OURS, {})
+        approximate = {point.method for point in own if not point.exact}
+        crossings: dict[str, Crossing] = {}
+        for name, times in medians.items():
+            where = crossing(ours, times) if name in approximate else None
+            if where is not None:
+                crossings[name] = where
+        if crossings:
+            found.append(told(f"{case}, {dtype}", OURS, crossings))
+    return found
+
+
+def _accuracy(points: Sequence[Point]) -> list[str]:
+    """How much of what is allowed was used."""
+    shares: dict[str, list[float]] = {}
+    for point in points:
+        if point.samples and point.allowed:
+            shares.setdefault(point.method, []).append(max(point.samples) / point.allowed)
+    if not shares:
+        return []
+    parts = [f"{name} {max(used):.0%}" for name, used in shares.items()]
+    return [f"Largest share of the allowed error that was used: {listed(parts)}."]
+
+
+def _memory(points: Sequence[Point]) -> list[str]:
+    """Ours against plain attention at the longest common length, and how well it is predicted."""
+    found = []
+    held = [point for point in points if point.quantity == "bytes"]
+    for (case, dtype, _), own in groups(held).items():
+        medians = _medians(own)
+        plain, ours = medians.get("plain", {}), medians.get(OURS, {})
+        common = sorted(plain.keys() & ours.keys())
+        if common:
+            n = common[-1]
+            times = plain[n] / ours[n]
+            found.append(
+                f"{case}, {dtype}: at {n}, plain attention holds {amount_of(plain[n], 'bytes')} "
+                f"beyond the operands and {OURS} {amount_of(ours[n], 'bytes')}, {times:.3g} times "
+                "less."
+            )
+    return found
+
+
+def _sparse(points: Sequence[Point]) -> list[str]:
+    """Our block-sparse kernel against every other method, at the longest length of both passes."""
+    timed = [point for point in points if point.quantity == "seconds"]
+    found = []
+    for (case, dtype, _), own in groups(timed).items():
+        medians = _medians(own)
+        names = [name for name in medians if name.startswith(f"{OURS} ")]
+        for name in names:
+            last = max(medians[name])
+            others = {n: t[last] for n, t in medians.items() if n not in names and last in t}
+            if not others:
+                continue
+            best = min(others, key=lambda each: others[each])
+            ratio = others[best] / medians[name][last]
+            words = "faster" if ratio >= 1 else "slower"
+            found.append(
+                f"{case}, {dtype} at {last}: {name} is {max(ratio, 1 / ratio):.2f} times {words} "
+                f"than the fastest of the others, {best}."
+            )
+    return found
+
+
+def _double(points: Sequence[Point]) -> list[str]:
+    """The peak at the softmax, in matrices."""
+    held = {p.method: p for p in points if p.case == DOUBLE and p.median and p.predicted}
+    if not {"scores", "softmax"} <= held.keys():
+        return []
+    scores, softmax = held["scores"], held["softmax"]
+    highest = max(held.values(), key=lambda point: point.median or 0.0)
+    return [
+        f"Plain attention at {scores.length}, step by step: the scores take "
+        f"{amount_of(scores.median or 0, 'bytes')}, and the softmax, which has its input and its "
+        f"output at once, {amount_of(softmax.median or 0, 'bytes')}, "
+        f"{(softmax.median or 0) / (scores.median or 1):.2f} times as much; the highest of all is "
+        f"{highest.method} with {amount_of(highest.median or 0, 'bytes')}."
+    ]
+
+
+def _cure(points: Sequence[Point]) -> list[str]:
+    """What fewer rows at a time save and cost."""
+    own = [point for point in points if point.case == CURE and point.median]
+    held = [point for point in own if point.quantity == "bytes"]
+    took = {point.method: point.median or 0.0 for point in own if point.quantity == "seconds"}
+    if len(held) < 2:
+        return []
+    few, whole = held[0], held[-1]
+    slower = took[few.method] / took[whole.method]
+    return [
+        f"The cure, {few.method} at a time: {amount_of(few.median or 0, 'bytes')} in the place of "
+        f"{amount_of(whole.median or 0, 'bytes')}, and {slower:.2f} times the time."
+    ]
+
+
+def _extra(points: Sequence[Point]) -> list[str]:
+    """What scores cost over no variant, ours."""
+    medians = {
+        (p.case, p.dtype): p.median for p in points if p.method == OURS and p.median and p.length
+    }
+    found = []
+    for (case, dtype), base in medians.items():
+        name, _, direction = case.rpartition(", ")
+        if name != NONE or not base:
+            continue
+        costs = [
+            f"{other.rpartition(', ')[0]} {(time or 0) / base - 1:+.0%}"
+            for (other, kind), time in medians.items()
+            if kind == dtype and other != case and other.endswith(f", {direction}")
+        ]
+        if costs:
+            found.append(f"Time over no variant, {direction}, {dtype}: {', '.join(costs)}.")
+    return found

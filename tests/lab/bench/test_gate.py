@@ -1,0 +1,153 @@
+"""The gate of the suites: what is right passes, what is wrong does not, for masks and scores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tilewise import masks, scores
+from tilewise.lab.bench.suites import gate, timed
+from tilewise.lab.bench.suites.budget import Budget
+from tilewise.lab.bench.suites.gate import compare, sampled
+from tilewise.lab.bench.suites.methods import Method, block_sparse, exact, ours, sdpa
+from tilewise.lab.bench.suites.plain import chunked, plain
+from tilewise.lab.bench.suites.work import Given, Work, call_of, draw
+
+WORK = Work("speed", "small", 70, heads=4, kv_heads=2, head_dim=16)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"mask": masks.causal()},
+    "padding": {"padding": 9},
+    "padding and causal": {"padding": 9, "mask": None, "score": scores.softcap(2.0)},
+    "score": {"mask": masks.causal(), "score": scores.softcap(2.0)},
+    "blind rows": {"mask": lambda b, h, m, n: m + n < 60},
+    "dropout": {"dropout_p": 0.3},
+}
+
+
+@pytest.mark.parametrize("passes", ["forward", "backward", "both"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ours_passes(variant: str, passes: Any) -> None:
+    work = replace(WORK, passes=passes, **VARIANTS[variant])
+    given = draw(work)
+    measured = compare(work, given, ours().make(work, given))
+    assert measured.complaint == ""
+    assert measured.largest <= measured.allowed
+    assert measured.relative < 1e-5
+
+
+@pytest.mark.parametrize("passes", ["forward", "backward"])
+def test_long_ones_are_sampled_and_right(passes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "_WHOLE", 32)
+    assert [rows.start for rows in sampled(70)] == [0, 18, 36, 54]
+    work = replace(WORK, passes=passes, mask=masks.causal(), score=scores.softcap(3.0))
+    given = draw(work)
+    assert compare(work, given, ours().make(work, given)).complaint == ""
+
+
+@pytest.mark.parametrize("where", ["out", "dv"])
+def test_what_is_wrong_is_found(where: str) -> None:
+    work = replace(WORK, passes="forward" if where == "out" else "both")
+    given = draw(work)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = tilewise.attention(q, k, v)
+        return out + 0.01 if where == "out" else out + (v.sum() - v.sum().detach()) * 0.01
+
+    assert where in compare(work, given, attend).complaint
+
+
+def test_nan_is_wrong() -> None:
+    given = draw(WORK)
+    complaint = compare(WORK, given, lambda q, k, v: q * float("nan")).complaint
+    assert "out" in complaint
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "dropout"])
+def test_plain_and_its_cures_agree(variant: str) -> None:
+    work = replace(WORK, passes="both", **VARIANTS[variant])
+    given = draw(work)
+    expected = call_of(work, given, plain(work, given))()
+    for again in (False, True):
+        got = call_of(work, given, chunked(work, given, 32, again=again))()
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_a_wrong_exact_method_is_not_timed() -> None:
+    def make(work: Work, given: Given) -> Any:
+        return lambda q, k, v: tilewise.attention(q, k, v) * 1.01
+
+    methods = [ours(), Method("off", make), Method("near", make, exact=False)]
+    found = {p.method: p for p in timed.time_all(WORK, methods, Budget(1, (2, 2), 0.01))}
+    assert found["off"].status == "wrong"
+    assert found["off"].samples == ()
+    assert "largest error" in found["off"].note
+    assert len(found["tilewise"].samples) == 2
+    assert found["tilewise"].error is None
+    assert found["near"].error == pytest.approx(0.01, rel=0.01)
+    assert len(found["near"].samples) == 2
+
+
+def test_what_cannot_be_done_is_told() -> None:
+    work = replace(WORK, score=scores.softcap(1.0))
+
+    def broken(work: Work, given: Given) -> Any:
+        raise RuntimeError("no such kernel\nand a long story")
+
+    methods = [sdpa("flash"), Method("broken", broken), Method("tilewise", broken)]
+    points = list(timed.time_all(work, methods, Budget(1, (2, 2), 0.01)))
+    assert [(p.status, p.note) for p in points] == [
+        ("skipped", "it takes no score function"),
+        ("skipped", "no such kernel"),
+        ("failed", "no such kernel"),
+    ]
+
+
+def test_what_does_not_fit_is_not_tried() -> None:
+    budget = Budget(1)
+    assert budget.too_large(1e18, "cpu")
+    assert not budget.too_large(1.0, "cpu")
+    budget.took(("a",), 100, 10.0)
+    assert "s are left" in budget.too_long(("a",), 200)
+    assert not budget.too_long(("b",), 200)
+    budget.took(("a",), 100, 0.01, 100.0)
+    assert budget.too_long(("a",), 200)
+    budget.took(("a",), 100, 0.01)
+    assert not budget.too_long(("a",), 200)
+
+
+def test_only_what_needs_matrices_is_said_to() -> None:
+    long = replace(WORK, length=65536, mask=masks.causal())
+    found = {m.name: m.bytes(long) for m in exact("cpu")}
+    assert {name for name, size in found.items() if not size} == {
+        "tilewise", "sdpa flash", "plain, chunked", "plain, checkpointed",
+    }  # fmt: skip
+    assert sdpa("flash").bytes(replace(long, padding=3)) > 0
+    training = {m.name: m.bytes(replace(long, passes="both")) for m in exact("cpu")}
+    assert training["plain"] > found["plain"] > 2 * long.matrix_bytes
+    assert training["plain, chunked"] > 0 == training["plain, checkpointed"]
+
+
+def test_every_method_of_a_cpu_is_exact() -> None:
+    work = replace(WORK, mask=masks.window(5, 2), passes="both")
+    given = draw(work)
+    for method in exact("cpu", with_flex=False):
+        if not method.why_not(work):
+            assert not compare(work, given, method.make(work, given)).complaint, method.name
+
+
+def test_a_sparse_pattern_joins_the_mask() -> None:
+    work = replace(WORK, padding=20)
+    given = draw(work)
+    method = block_sparse("window", lambda n: masks.window(3, 3))
+    assert not method.exact
+    expected = tilewise.attention(
+        *given.leaves, mask=masks.window(3, 3) & masks.lengths(torch.tensor([50]))
+    )
+    torch.testing.assert_close(method.make(work, given)(*given.leaves), expected)

@@ -1,0 +1,451 @@
+"""The ``tilewise bench`` suites: small runs of each, records, pages, comparison."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilewise import attention, visible_pairs
+from tilewise.errors import InvalidArgument, TilewiseError
+from tilewise.kernels.cpu.core import absence
+from tilewise.lab.bench import entry, main
+from tilewise.lab.bench.suites import command, compare, nursery
+from tilewise.lab.bench.suites.crossover import crossing, told
+from tilewise.lab.bench.suites.memory import CURE, DOUBLE, predicted
+from tilewise.lab.bench.suites.models import layer
+from tilewise.lab.bench.suites.page import ABOUT, html, markdown
+from tilewise.lab.bench.suites.peak import STEPS, Wanted
+from tilewise.lab.bench.suites.point import COMPLETE, INTERRUPTED, Point, Record
+from tilewise.lab.bench.suites.rivals import rivals
+from tilewise.lab.bench.suites.steps import Step
+from tilewise.lab.bench.suites.variants import Variant, catalogue
+from tilewise.lab.bench.suites.work import Work, draw
+
+needs_core = pytest.mark.skipif(absence() is not None, reason="the compiled core is not built")
+
+MACHINE: dict[str, Any] = {
+    "chip": "Chip <9>",
+    "cores": 2,
+    "instruction_set": "avx2",
+    "system": "Linux x86_64",
+    "python": "3.11",
+    "versions": {"torch": "2.13"},
+    "load_average": [0.5, 1.5],
+}
+VOID = {"meta", "link", "br", "wbr"}
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+class Page(HTMLParser):
+    """Checks that every element that is opened is closed, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href"):
+                assert value is not None
+                assert value.startswith(("data:", "#")), f"{tag} loads {value}"
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def assert_sound(text: str) -> Page:
+    """The page is well-formed and loads nothing."""
+    page = Page()
+    page.feed(text)
+    page.close()
+    assert page.open == []
+    assert "@import" not in text
+    assert not re.search(r"url\((?!#)", text)
+    assert "<script" not in text
+    return page
+
+
+def point(length: int, method: str, seconds: float, **more: Any) -> Point:
+    samples = (seconds * 0.99, seconds, seconds * 1.01)
+    return Point("paper", "forward", length, "float32", method, samples=samples, **more)
+
+
+def record(*points: Point) -> Record:
+    return Record(["paper"], MACHINE, "cpu", {"minutes": 1}, COMPLETE, 1.0, list(points))
+
+
+def run(name: str, folder: Path, *options: str) -> dict[str, Any]:
+    """A small run of a suite; its JSON."""
+    argv = [name, "--quick", "--lengths", "33,64", "--rounds", "2", "--out", str(folder)]
+    assert main([*argv, "--minutes", "2", *options]) == 0
+    values: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+    assert values["status"] == COMPLETE
+    assert not [p for p in values["points"] if p["status"] in ("wrong", "failed")]
+    page = assert_sound((folder / f"{name}.html").read_text())
+    assert "svg" in page.seen
+    assert (folder / f"{name}.md").read_text().startswith("# tilewise bench")
+    return values
+
+
+def test_the_entry_knows_every_suite() -> None:
+    assert {*command.SUITES, "all"} == set(entry.SUITES) == {*ABOUT, "all"}
+
+
+@needs_core
+def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = run("speed", tmp_path)
+    found = {(p["method"], p["case"]) for p in values["points"] if p["samples"]}
+    assert ("tilewise", "backward, causal") in found
+    assert ("sdpa flash", "forward, full") in found
+    assert ("plain, checkpointed", "backward, full") in found
+    sample = next(p for p in values["points"] if p["samples"])
+    assert len(sample["samples"]) == 2
+    assert sample["spread"]["low"] <= sample["spread"]["median"] <= sample["spread"]["high"]
+    assert values["machine"]["versions"]["torch"] == torch.__version__
+    assert str(tmp_path) not in json.dumps(values)
+    assert "Against the fastest other exact method" in capsys.readouterr().out
+
+
+@needs_core
+def test_accuracy(tmp_path: Path) -> None:
+    values = run("accuracy", tmp_path)
+    ours = [p for p in values["points"] if p["method"] == "tilewise"]
+    assert {p["case"] for p in ours} == {
+        f"{direction}, {scores} scores"
+        for direction in ("forward", "backward")
+        for scores in ("usual", "large")
+    }
+    assert all(0 < p["samples"][0] <= p["allowed"] for p in ours)
+
+
+@needs_core
+def test_memory(tmp_path: Path) -> None:
+    values = run("memory", tmp_path)
+    found = {(p["case"], p["method"]): p for p in values["points"] if p["quantity"] == "bytes"}
+    for case in ("forward", "training"):
+        for method in ("tilewise", "plain"):
+            point = found[case, method]
+            assert point["predicted"] > 0
+            assert 0 <= point["samples"][0] < point["predicted"] + 2e6  # code, and whole pages
+    steps = [p for (case, _), p in found.items() if case == DOUBLE]
+    assert [p["method"] for p in steps] == [name for name, _ in STEPS]
+    assert {p["method"] for (case, _), p in found.items() if case == CURE} == {
+        "1 row", "16 rows", "64 rows",
+    }  # fmt: skip
+    text = (tmp_path / "memory.md").read_text()
+    assert "The cure, 1 row at a time" in text
+    assert "step by step: the scores take" in text
+
+
+@needs_core
+def test_paper(tmp_path: Path) -> None:
+    values = run("paper", tmp_path)
+    timed = [p for p in values["points"] if p["quantity"] == "seconds"]
+    names = {p["method"] for p in timed if not p["exact"]}
+    assert names == {method.name for method in rivals()}
+    assert all(p["error"] is not None for p in timed if p["samples"] and not p["exact"])
+    assert all(p["error"] is None for p in timed if p["exact"])
+    whole = {p["method"]: p["error"] for p in timed if p["length"] == 33 and p["samples"]}
+    for name in ("local", "Longformer", "BigBird", "tilewise butterfly"):
+        assert whole[name] < 1e-5  # so short that they see everything
+    assert whole["linear attention"] > 0.1
+    assert [p for p in values["points"] if p["quantity"] == "bytes" and p["method"] == "Performer"]
+    text = (tmp_path / "paper.md").read_text()
+    assert "faster than tilewise" in text
+    assert "no probabilities to drop" in text
+
+
+@needs_core
+def test_models(tmp_path: Path) -> None:
+    values = run("models", tmp_path, "--models", "gpt2,whisper-tiny")
+    assert {p["case"] for p in values["points"]} == {
+        f"{model}, {words}"
+        for model in ("gpt2", "whisper-tiny")
+        for words in ("forward", "training")
+    }
+    assert {p["length"] for p in values["points"]} == {64}
+
+
+@needs_core
+def test_variants(tmp_path: Path) -> None:
+    values = run("variants", tmp_path)
+    ours = {p["case"] for p in values["points"] if p["method"] == "tilewise" and p["samples"]}
+    names = {each.name for each in catalogue(64, "cpu")}
+    assert ours == {f"{name}, {words}" for name in names for words in ("forward", "backward")}
+    assert "Time over no variant, forward" in (tmp_path / "variants.md").read_text()
+
+
+@pytest.mark.parametrize("variant", catalogue(40, "cpu"), ids=lambda each: each.name)
+def test_functions_for_flex_mean_the_same(variant: Variant) -> None:
+    m, n = torch.arange(40)[:, None], torch.arange(40)
+    for h in range(4):
+        if variant.flex_mask is not None:
+            seen = visible_pairs(variant.mask, 40, 40, heads=4)[0, h]
+            assert torch.equal(seen, variant.flex_mask(0, h, m, n).expand(40, 40))
+        if variant.flex_score is not None:
+            q, k = torch.zeros(2, 1, 4, 40, 2).unbind(0)
+            v = torch.eye(40).expand(1, 4, 40, 40)
+            got = attention(q, k, v, score=variant.score)[0, h]
+            expected = variant.flex_score(torch.zeros(40, 40), 0, h, m, n).softmax(-1)
+            torch.testing.assert_close(got, expected)
+
+
+def test_a_layer_is_attention_between_projections() -> None:
+    work = Work("models", "x", 9, heads=4, kv_heads=2, head_dim=8)
+    shapes = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shapes.append((q.shape, k.shape, v.shape))
+        return q
+
+    assert layer(work, draw(work), attend)().shape == (1, 9, 32)
+    assert shapes == [((1, 4, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8))]
+    both = replace(work, passes="both")
+    grads = layer(both, draw(both), attend)()
+    assert [tuple(grad.shape) for grad in grads] == [(1, 9, 32), (64, 32), (32, 32)]
+
+
+def test_a_process_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    if sys.platform != "linux":
+        pytest.skip("the system's libraries do not survive a fork")
+
+    def die(_: Any) -> Any:
+        os.kill(os.getpid(), 9)
+
+    monkeypatch.setattr(nursery, "_result", die)
+    found = nursery._in_a_fork(Wanted("plain", 0, False, {}))
+    assert found == {"why": "its process was killed (signal 9)", "peaks": []}
+
+
+def test_predicted_memory_is_beyond_the_operands() -> None:
+    work = Work("memory", "forward", 128, heads=2, head_dim=64)
+    matrix, operand = 2 * 128 * 128 * 4, 2 * 128 * 64 * 4
+    assert predicted(work, "plain") == 2 * matrix + operand
+    assert predicted(work, "tilewise") == operand + 3 * 2 * 128 * 4
+    both = replace(work, passes="both")
+    assert predicted(both, "plain") == 3 * matrix + 4 * operand
+    assert predicted(both, "sdpa math") is None
+
+
+@needs_core
+def test_ctrl_c_keeps_what_is_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken_off(_: Any) -> Iterator[Point]:
+        yield replace(point(64, "tilewise", 1.0), suite="speed")
+        raise KeyboardInterrupt
+
+    steps = [Step("one", lambda _: []), Step("two", broken_off), Step("three", broken_off)]
+    monkeypatch.setitem(command.SUITES, "speed", lambda _: steps)
+    assert main(["speed", "--out", str(tmp_path)]) == 130
+    values = Record.read(tmp_path / "speed.json")
+    assert values.status == INTERRUPTED
+    assert len(values.points) == 1
+    assert "stopped with Ctrl-C" in (tmp_path / "speed.html").read_text()
+    assert "[2/3] two" in capsys.readouterr().err
+
+
+@needs_core
+def test_the_time_budget_ends_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(command.SUITES, "speed", lambda _: [Step("one", lambda _: [])] * 3)
+    assert main(["speed", "--out", str(tmp_path), "--minutes", "1e-9"]) == 0
+    assert Record.read(tmp_path / "speed.json").status == "speed: 0 of 3 steps fit into the time"
+
+
+@needs_core
+def test_a_step_that_fails_is_told_and_the_others_are_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(_: Any) -> Iterator[Point]:
+        yield replace(point(64, "tilewise", 1.0), suite="speed")
+        raise TilewiseError(f"the process in {tmp_path} ended with 3")
+
+    fine = [replace(point(128, "tilewise", 1.0), suite="speed")]
+    steps = [Step("one", broken), Step("two", lambda _: fine)]
+    monkeypatch.setitem(command.SUITES, "speed", lambda _: steps)
+    monkeypatch.setitem(command.SUITES, "accuracy", lambda _: [])
+    assert main(["speed", "accuracy", "--out", str(tmp_path)]) == 1
+    path = tmp_path / "speed-accuracy.json"
+    found = Record.read(path)
+    assert found.status == "a step failed"
+    assert len(found.points) == 2
+    assert str(tmp_path) not in path.read_text()
+    assert "ended with 3" in capsys.readouterr().err.replace("\n", "")
+
+
+@needs_core
+def test_ours_wrong_is_exit_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bad = Point("speed", "forward", 64, "float32", "tilewise", status="wrong", note="out: NaN")
+    monkeypatch.setitem(command.SUITES, "speed", lambda _: [Step("one", lambda _: [bad])])
+    assert main(["speed", "--out", str(tmp_path)]) == 1
+    text = (tmp_path / "speed.md").read_text()
+    assert "WRONG" in text
+    assert "Breaks the 2x rule" in text
+
+
+def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["speed", "nothing"], ["speed", "--minutes", "0"], ["speed", "--lengths", "0"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(argv)
+        assert stopped.value.code == 2
+    assert "no suite nothing" in capsys.readouterr().err
+    with pytest.raises(InvalidArgument, match="nobody"):
+        main(["speed", "--models", "nobody"])
+
+
+def test_a_record_comes_back(tmp_path: Path) -> None:
+    before = record(point(64, "tilewise", 1.0, predicted=2.0), point(64, "x", 1.0, exact=False))
+    path = tmp_path / "a" / "paper.json"
+    before.write(path)
+    assert Record.read(path) == before
+    for text in ("{", "[]", '{"format": 1}'):
+        path.write_text(text)
+        with pytest.raises(InvalidArgument, match="suite of the bench"):
+            Record.read(path)
+
+
+def test_the_page_is_sound_and_escapes() -> None:
+    made = record(
+        point(64, "tilewise", 1.0),
+        point(128, "tilewise", 4.0, predicted=3.0),
+        point(64, "<b>&", 2.0, exact=False, error=0.5),
+        point(128, "<b>&", 3.0, exact=False, error=0.25),
+        Point("paper", "forward", 64, "float32", "plain", status="skipped", note="<i>why</i>"),
+    )
+    text = html(made)
+    page = assert_sound(text)
+    assert page.seen.count("svg") == 1
+    assert "<b>&" not in text
+    assert "&lt;i&gt;why" in text
+    assert "Chip &lt;9&gt;" in text
+    assert "error 0.25" in markdown(made)
+    assert "| plain | - |" in markdown(made)
+
+
+def test_crossing_is_interpolated() -> None:
+    exact = {128: 1.0, 256: 4.0, 512: 16.0}
+    linear = {128: 2.0, 256: 4.0 * 2**0.0, 512: 8.0}
+    found = crossing(exact, linear)
+    assert found is not None
+    assert found.at == pytest.approx(256)
+    assert found.gain == pytest.approx(2)
+    between = crossing(exact, {128: 2.0, 256: 2.0})
+    assert between is not None
+    assert between.at == pytest.approx(128 * 2**0.5)
+    never = crossing(exact, {512: 17.0})
+    assert never is not None
+    assert never.at is None
+    always = crossing(exact, dict.fromkeys(exact, 0.5))
+    assert always is not None
+    assert always.at == 128
+    back = crossing(exact, {128: 0.5, 256: 5.0, 512: 8.0})  # what it loses again does not count
+    assert back is not None
+    assert 256 < (back.at or 0) < 512
+    assert crossing(exact, {1: 1.0}) is None
+
+
+def test_crossings_in_a_sentence() -> None:
+    exact = {128: 1.0, 512: 16.0}
+    ways = {
+        "linear": crossing(exact, {128: 2.0, 512: 8.0}),
+        "sparse": crossing(exact, {128: 0.5, 512: 2.0}),
+        "slow": crossing(exact, {128: 9.0, 512: 99.0}),
+    }
+    text = told("forward", "ours", {name: found for name, found in ways.items() if found})
+    assert text == (
+        "forward: linear from about 260 on is faster than ours; sparse is faster at every length "
+        "from 128 on; slow is not, up to 512."
+    )
+    hardly = crossing(exact, {128: 2.0, 512: 15.9})
+    assert hardly is not None
+    assert hardly.at is None
+    none = told("forward", "ours", {"a": hardly, "b": hardly})
+    assert none == "forward: up to 512 none is faster than ours: a and b."
+
+
+def test_compare_flags_what_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = record(point(64, "tilewise", 1.0), point(64, "sdpa", 1.0), point(64, "old", 1.0))
+    after = record(point(64, "tilewise", 1.5), point(64, "sdpa", 1.01), point(64, "new", 1.0))
+    paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    for each, path in zip((before, after), paths, strict=True):
+        each.write(Path(path))
+    assert main(["compare", *paths]) == 0
+    text = capsys.readouterr().out
+    assert "slower" in text
+    assert "1 of 2 points moved" in text
+    assert "In one file only: 1 of the first, 1 of the second" in text
+    assert "sdpa" not in text
+    assert main(["compare", *paths, "--all", "--check"]) == 1
+    assert "sdpa" in capsys.readouterr().out
+    assert main(["compare", *reversed(paths), "--check"]) == 0
+    assert "faster" in capsys.readouterr().out
+
+
+def test_noise_widens_with_the_spread() -> None:
+    steady, loose = (replace(point(64, "x", 1.0), samples=s) for s in ((1, 1, 1.0), (0.5, 1, 2.0)))
+    assert compare.noise(steady) == 0
+    assert compare.noise(loose) > 0.3
+    moved = compare.Moved(loose, 1.0, 1.2, 0.5)
+    assert moved.word == ""
+    assert replace_noise(moved, 0.03).word == "slower"
+
+
+def test_what_others_scatter_is_noise_too() -> None:
+    """Methods that no change of ours moves tell how much two runs differ."""
+    names = [f"sdpa {index}" for index in range(6)]
+    factors = (0.9, 1.1, 0.92, 1.08, 0.95, 1.05)
+    before = compare.Points("x", {p.key: p for p in [point(64, n, 1.0) for n in names]})
+    moving = [point(64, n, f) for n, f in zip(names, factors, strict=True)]
+    for each in (before.points, after := {p.key: p for p in moving}):
+        ours = point(64, "tilewise", 1.0 if each is before.points else 1.15)
+        each[ours.key] = ours
+    moved = {m.point.method: m for m in compare.compare(before, compare.Points("x", after))}
+    assert moved["tilewise"].noise > 0.2
+    assert moved["tilewise"].word == ""
+    assert compare.scatter([0.1] * 4) == 0
+    assert compare.scatter([0.0, 0.1, -0.1, 0.1, -0.1]) == pytest.approx(0.148, rel=0.01)
+
+
+def replace_noise(moved: compare.Moved, noise: float) -> compare.Moved:
+    return moved._replace(noise=noise)
+
+
+def test_stored_runs_of_the_cases_with_goals_compare(capsys: pytest.CaptureFixture[str]) -> None:
+    stored = sorted(Path(__file__).parents[3].glob("benchmarks/*/cpu.json"))
+    assert stored
+    assert main(["compare", str(stored[0]), str(stored[0]), "--check"]) == 0
+    assert "0 of" in capsys.readouterr().out
+
+
+def test_a_stored_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "paper.json"
+    record(point(64, "tilewise", 1.0), point(128, "tilewise", 2.0)).write(path)
+    assert main(["show", str(path), "--markdown"]) == 0
+    assert "| tilewise |" in capsys.readouterr().out
+    assert_sound(path.with_suffix(".html").read_text())

@@ -23,6 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "folders"),
     ("chips", "variants"),
     ("problem",),
+    ("validation",),
     ("reference",),
     ("plan",),
     ("_core",),

@@ -18,10 +18,11 @@ from tests.inputs import Inputs, build
 from tests.paged import Paged, in_pages, sequences_of
 from tilewise import BlockMask, masks, scores
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
-from tilewise.problem import Operands, check_page_tensors, paged_problem
+from tilewise.problem import Operands
 from tilewise.reference import tiled
 from tilewise.reference.dense import dense
 from tilewise.reference.extended import extended
+from tilewise.validation import check_page_tensors, paged_problem
 
 ours = "ignore:`torch.jit:DeprecationWarning"  # torch's own, inside torch.compile
 pytestmark = pytest.mark.filterwarnings(ours)

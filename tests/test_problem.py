@@ -12,14 +12,8 @@ import torch
 from torch import Tensor
 
 from tilewise import masks
-from tilewise.problem import (
-    Problem,
-    check_cu_seqlens,
-    dense_problem,
-    lower_sinks,
-    output_like,
-    varlen_problem,
-)
+from tilewise.problem import Problem, output_like
+from tilewise.validation import check_cu_seqlens, dense_problem, lower_sinks, varlen_problem
 
 NOTHING: dict[str, Any] = {
     "mask": (),

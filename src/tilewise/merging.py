@@ -6,8 +6,8 @@ from torch import Tensor
 
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.functional import AttentionResult
-from tilewise.problem import check_sinks
 from tilewise.reference.merge import check_partials, merge_partial
+from tilewise.validation import check_sinks
 
 __all__ = ["merge"]
 

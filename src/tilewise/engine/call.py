@@ -17,16 +17,15 @@ from tilewise.engine.dispatch import PLANS, plan_problem
 from tilewise.engine.pages import Pages, lower_pages
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.plan.plan import Plan
-from tilewise.problem import (
-    Operands,
-    Problem,
+from tilewise.problem import Operands, Problem
+from tilewise.reference.checking import check_indices
+from tilewise.validation import (
     check_cu_seqlens,
     dense_problem,
     lower_sinks,
     paged_problem,
     varlen_problem,
 )
-from tilewise.reference.checking import check_indices
 from tilewise.variants.checked import is_checked
 from tilewise.variants.float8 import (
     FLOAT8,

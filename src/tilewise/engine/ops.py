@@ -27,15 +27,8 @@ from tilewise.engine.modes import (
     transforms_active,
 )
 from tilewise.plan.plan import Plan
-from tilewise.problem import (
-    Needs,
-    Operands,
-    Problem,
-    Result,
-    Statistics,
-    lower_sinks,
-    output_like,
-)
+from tilewise.problem import Needs, Operands, Problem, Result, Statistics, output_like
+from tilewise.validation import lower_sinks
 from tilewise.variants.float8 import FLOAT8, NO_SCALES, Scales, refuse_backward, scales_of
 from tilewise.variants.lower import Extent, lower_score, statistics_dtype
 from tilewise.variants.program import decode, encode, fitted

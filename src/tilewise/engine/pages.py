@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument
-from tilewise.problem import Problem, check_cu_seqlens
+from tilewise.problem import Problem
+from tilewise.validation import check_cu_seqlens
 from tilewise.variants.checked import is_checked
 from tilewise.variants.lower import Extent
 

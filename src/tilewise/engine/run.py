@@ -29,15 +29,8 @@ from tilewise.engine.paged import attend_pages, call_paged, refuse_paged_transfo
 from tilewise.engine.pages import Pages
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.plan.plan import Plan
-from tilewise.problem import (
-    Operands,
-    Problem,
-    Result,
-    Statistics,
-    check_cu_tensors,
-    check_page_tensors,
-    check_sinks,
-)
+from tilewise.problem import Operands, Problem, Result, Statistics
+from tilewise.validation import check_cu_tensors, check_page_tensors, check_sinks
 from tilewise.variants.float8 import FLOAT8
 from tilewise.variants.values import Mask, Score
 

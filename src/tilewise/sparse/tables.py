@@ -7,8 +7,9 @@ from torch import Tensor
 
 from tilewise.engine import registry
 from tilewise.errors import InvalidArgument, InvalidType
-from tilewise.problem import DTYPES, Operands, Problem, check_cu_seqlens, check_cu_tensors
+from tilewise.problem import DTYPES, Operands, Problem
 from tilewise.reference.covers import Grid, covers
+from tilewise.validation import check_cu_seqlens, check_cu_tensors
 from tilewise.variants import expr as expressions
 from tilewise.variants.float8 import FLOAT8
 from tilewise.variants.lower import Extent, lower_mask, statistics_dtype

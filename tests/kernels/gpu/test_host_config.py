@@ -13,7 +13,8 @@ from tilewise import masks, scores
 from tilewise.kernels.gpu import backend as gpu
 from tilewise.kernels.gpu import config
 from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config, Pass, shared_need, tiles_for
-from tilewise.problem import Problem, dense_problem
+from tilewise.problem import Problem
+from tilewise.validation import dense_problem
 
 PASSES: tuple[Pass, ...] = ("forward", "dkdv", "dq", "decode")
 WIDTHS = (1, 16, 40, 64, 65, 128, 200, 256, 300, 512)

@@ -27,7 +27,8 @@ from tilewise.kernels.gpu.config import (
 from tilewise.kernels.gpu.measured import measured_on, origin, why_unfit
 from tilewise.plan import tuned
 from tilewise.plan.tuned import Entry, Place, Store, Tuned, write
-from tilewise.problem import Problem, dense_problem
+from tilewise.problem import Problem
+from tilewise.validation import dense_problem
 
 CHIP, FAMILY = "NVIDIA H200", "sm_90"
 MINE = Blocks(64, 32, 4, 2)

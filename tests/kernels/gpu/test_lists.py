@@ -15,8 +15,9 @@ from tilewise import BlockMask, masks
 from tilewise.kernels.gpu.backend import GpuBackend
 from tilewise.kernels.gpu.expressions.variant import Table
 from tilewise.kernels.gpu.walk.lists import tile_lists
-from tilewise.problem import Operands, Problem, dense_problem, varlen_problem
+from tilewise.problem import Operands, Problem
 from tilewise.reference.covers import Grid, covers
+from tilewise.validation import dense_problem, varlen_problem
 from tilewise.variants.lower import Extent, lower_mask
 
 NAN = math.nan

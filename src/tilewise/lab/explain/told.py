@@ -17,7 +17,8 @@ from tilewise.lab.explain.asked import Asked
 from tilewise.plan.plan import Tiles
 from tilewise.plan.traffic.account import Account, account
 from tilewise.plan.traffic.words import lines
-from tilewise.problem import Problem, dense_problem
+from tilewise.problem import Problem
+from tilewise.validation import dense_problem
 from tilewise.variants.program import encode
 
 __all__ = ["Told", "tell"]

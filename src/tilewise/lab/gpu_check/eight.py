@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from tilewise.engine.call import with_scales
-from tilewise.problem import Operands, Result, dense_problem
+from tilewise.problem import Operands, Result
 from tilewise.reference.dense import dense
+from tilewise.validation import dense_problem
 from tilewise.variants.float8 import FLOAT8, Scales
 from tilewise.variants.values import Mask
 

@@ -14,8 +14,9 @@ from tilewise.lab.gpu_check.outcomes import sized
 from tilewise.lab.gpu_check.problems import LONG
 from tilewise.lab.gpu_check.row import Row
 from tilewise.lab.gpu_check.setting import Setting
-from tilewise.problem import Operands, dense_problem
+from tilewise.problem import Operands
 from tilewise.reference.dense import dense
+from tilewise.validation import dense_problem
 
 __all__ = ["jobs", "run"]
 

@@ -16,8 +16,9 @@ from torch import Tensor
 import tilewise
 from tilewise.lab.gpu_check.problems import Draw, ProblemCase
 from tilewise.lab.gpu_check.setting import Setting
-from tilewise.problem import Operands, Problem, dense_problem, lower_sinks, varlen_problem
+from tilewise.problem import Operands, Problem
 from tilewise.reference.dense import dense
+from tilewise.validation import dense_problem, lower_sinks, varlen_problem
 from tilewise.variants.lower import Extent, lower_mask, lower_score
 from tilewise.variants.values import Mask, Score, as_mask, as_score
 

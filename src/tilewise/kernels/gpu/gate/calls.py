@@ -12,17 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.problem import (
-    Grads,
-    Needs,
-    Operands,
-    Problem,
-    Result,
-    dense_problem,
-    lower_sinks,
-    output_like,
-    varlen_problem,
-)
+from tilewise.problem import Grads, Needs, Operands, Problem, Result, output_like
+from tilewise.validation import dense_problem, lower_sinks, varlen_problem
 from tilewise.variants import masks, scores
 from tilewise.variants.extent import Extent
 from tilewise.variants.float8 import FLOAT8

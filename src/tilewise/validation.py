@@ -1,0 +1,343 @@
+"""Floor 2: user input as a Problem: every check of it but of what a variant captures.
+
+Captured tensors are checked where they are lowered (``variants/lower.py``). Letters are those of
+``problem.py``.
+"""
+
+import math
+from numbers import Real
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.problem import DTYPES, Problem
+from tilewise.variants.float8 import fix_for
+from tilewise.variants.lower import check_caps, largest_factor, statistics_dtype
+from tilewise.variants.program import Program
+
+__all__ = [
+    "check_cu_seqlens",
+    "check_cu_tensors",
+    "check_page_tensors",
+    "check_sinks",
+    "dense_problem",
+    "lower_sinks",
+    "paged_problem",
+    "varlen_problem",
+]
+
+_SYMBOLS = (torch.SymInt, torch.SymFloat)
+_NUMBERS = (int, float, *_SYMBOLS, Real)
+
+
+def dense_problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Program,
+    score: Program,
+    scale: float | None,
+    dropout_p: float,
+    sinks: Tensor | None,
+) -> Problem:
+    """The problem of ``attention``, checked (arguments as there; programs already built).
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+    """
+    _check_tensors(q, k, v, rank=4, shape="[B, H, S, D]")
+    check_caps(score, q.dtype)
+    (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.shape[0] != batch:
+            raise InvalidArgument(
+                name,
+                f"batch {tensor.shape[0]} (shape {tuple(tensor.shape)})",
+                f"q's batch, {batch}",
+                "Batches do not broadcast; expand() costs no memory.",
+            )
+    _check_pairing(q, k, v, heads_dim=1, keys_dim=2)
+    sizes = (batch, heads, kv_heads, queries, keys, head_dim, v.shape[3])
+    numbers = _check_numbers(scale, dropout_p, q)
+    has_sinks = check_sinks(sinks, heads, q.device.type)
+    return Problem(*sizes, q.dtype, q.device.type, "dense", mask, score, *numbers, has_sinks)
+
+
+def varlen_problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    mask: Program,
+    score: Program,
+    scale: float | None,
+    dropout_p: float,
+    sinks: Tensor | None,
+) -> Problem:
+    """The problem of ``attention_varlen``, checked but for the values of cu_seqlens.
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+    """
+    _check_tensors(q, k, v, rank=3, shape="[T, H, D]")
+    _check_pairing(q, k, v, heads_dim=1, keys_dim=0)
+    check_cu_tensors(cu_seqlens_q, cu_seqlens_k)
+    check_caps(score, q.dtype)
+    (queries, heads, head_dim), (keys, kv_heads, _) = q.shape, k.shape
+    batch = cu_seqlens_q.shape[0] - 1
+    sizes = (batch, heads, kv_heads, queries, keys, head_dim, v.shape[2])
+    numbers = _check_numbers(scale, dropout_p, q)
+    has_sinks = check_sinks(sinks, heads, q.device.type)
+    return Problem(*sizes, q.dtype, q.device.type, "varlen", mask, score, *numbers, has_sinks)
+
+
+def paged_problem(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    key_lengths: Tensor,
+    cu_seqlens_q: Tensor | None,
+    *,
+    mask: Program,
+    score: Program,
+    scale: float | None,
+    sinks: Tensor | None,
+) -> Problem:
+    """The problem of ``attention_paged``, checked but for the values of its integer tensors.
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+    """
+    packed = cu_seqlens_q is not None
+    _check_tensors(
+        q,
+        k_pages,
+        v_pages,
+        rank=3 if packed else 4,
+        shape="[T, Hq, D]" if packed else "[B, Hq, M, D]",
+        paged=True,
+    )
+    _check_pairing(q, k_pages, v_pages, heads_dim=1, keys_dim=2, paged=True)
+    check_caps(score, q.dtype)
+    check_page_tensors(block_table, key_lengths, cu_seqlens_q)
+    batch, slots = block_table.shape
+    if not packed and q.shape[0] != batch:
+        raise InvalidArgument(
+            "block_table", f"{batch} rows", f"one for each of q's {q.shape[0]} batch items"
+        )
+    _, kv_heads, page_size, head_dim = k_pages.shape
+    queries, heads = (q.shape[0], q.shape[1]) if packed else (q.shape[2], q.shape[1])
+    sizes = (batch, heads, kv_heads, queries, slots * page_size, head_dim, v_pages.shape[3])
+    layout = "varlen" if packed else "dense"
+    numbers = _check_numbers(scale, 0.0, q)
+    rest = (*numbers, check_sinks(sinks, heads, q.device.type), page_size)
+    return Problem(*sizes, q.dtype, q.device.type, layout, mask, score, *rest)
+
+
+def check_page_tensors(
+    block_table: Tensor, key_lengths: Tensor, cu_seqlens_q: Tensor | None
+) -> None:
+    """Types, dtypes and shapes of what finds pages (their values: ``engine/pages.py``).
+
+    Raises:
+        InvalidArgument, InvalidType: naming the one that is wrong.
+    """
+    _check_integers("block_table", block_table, 2, "[sequences, pages of the longest]")
+    _check_integers("key_lengths", key_lengths, 1, "[sequences]")
+    batch = block_table.shape[0]
+    if key_lengths.shape[0] != batch:
+        raise InvalidArgument(
+            "key_lengths",
+            f"{key_lengths.shape[0]} entries",
+            f"one for each row of block_table, {batch}",
+        )
+    if cu_seqlens_q is None:
+        return
+    _check_integers("cu_seqlens_q", cu_seqlens_q, 1, "[sequences + 1]")
+    if cu_seqlens_q.shape[0] != batch + 1:
+        raise InvalidArgument(
+            "cu_seqlens_q",
+            f"{cu_seqlens_q.shape[0]} entries",
+            f"one more than block_table has rows, {batch + 1}",
+        )
+
+
+def _check_integers(name: str, tensor: object, rank: int, shape: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise InvalidType(name, _named(tensor), f"an int32 or int64 tensor {shape}")
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise InvalidArgument(name, f"a tensor of {tensor.dtype}", "torch.int32 or torch.int64")
+    if tensor.dim() != rank:
+        raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", shape)
+
+
+def check_cu_tensors(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    """Types, dtypes and shapes of cu_seqlens (their values: ``check_cu_seqlens``).
+
+    Raises:
+        InvalidArgument, InvalidType: naming the one that is wrong.
+    """
+    for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        _check_integers(name, tensor, 1, "[sequences + 1]")
+        if tensor.shape[0] < 1:
+            raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", "[sequences + 1]")
+    if cu_seqlens_q.shape[0] != cu_seqlens_k.shape[0]:
+        raise InvalidArgument(
+            "cu_seqlens_k",
+            f"{cu_seqlens_k.shape[0]} entries",
+            f"as many as cu_seqlens_q, {cu_seqlens_q.shape[0]}",
+        )
+
+
+def check_cu_seqlens(name: str, tensor: Tensor, total: int) -> list[int]:
+    """The values of cu_seqlens: 0 at the start, never falling, ``total`` at the end.
+
+    Raises:
+        InvalidArgument: where they are not.
+    """
+    values: list[int] = tensor.tolist()
+    if values[0] != 0:
+        raise InvalidArgument(name, f"{values[0]} as its first entry", "0 as the first entry")
+    if values[-1] != total:
+        past = "past" if values[-1] > total else "before"
+        raise InvalidArgument(
+            name,
+            f"{values[-1]} as its last entry, {past} the end of the packed rows",
+            f"the number of packed rows, {total}",
+            "" if values[-1] > total else "Slice the rows off, or end with a sequence for them.",
+        )
+    if values != sorted(values):
+        index = next(i for i in range(1, len(values)) if values[i] < values[i - 1])
+        raise InvalidArgument(
+            name,
+            f"{values[index - 1]} followed by {values[index]} at entry {index}",
+            "entries that never decrease",
+        )
+    return values
+
+
+def _named(value: object) -> str:
+    return f"a {type(value).__name__}"
+
+
+def _check_tensors(q: Any, k: Any, v: Any, *, rank: int, shape: str, paged: bool = False) -> None:
+    of_keys = (4, "[pages, Hk, page_size, D]") if paged else (rank, shape)
+    k_name, v_name = _key_names(paged)
+    for name, tensor, dims, form in (
+        ("q", q, rank, shape),
+        (k_name, k, *of_keys),
+        (v_name, v, *of_keys),
+    ):
+        if not isinstance(tensor, Tensor):
+            raise InvalidType(name, _named(tensor), f"a tensor {form}")
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            came = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+            raise InvalidArgument(name, came, "strided, or packed for attention_varlen")
+        if tensor.dim() != dims:
+            fix = ""
+            if dims == 4 and tensor.dim() == 3 and not paged:
+                fix = "For packed sequences call attention_varlen; else add the batch: x[None]."
+            raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", f"{form}, rank {dims}", fix)
+        if tensor.device != q.device:
+            raise InvalidArgument(name, f"device {tensor.device}", f"q's device, {q.device}")
+        if tensor.dtype not in DTYPES:
+            names = ", ".join([str(dtype) for dtype in DTYPES])
+            raise InvalidArgument(name, f"{tensor.dtype}", f"one of {names}", fix_for(tensor.dtype))
+        if tensor.dtype != q.dtype:
+            raise InvalidArgument(
+                name, f"{tensor.dtype}", f"q's dtype, {q.dtype}", "Cast one of them, or autocast."
+            )
+
+
+def _key_names(paged: bool) -> tuple[str, str]:
+    return ("k_pages", "v_pages") if paged else ("k", "v")
+
+
+def _check_pairing(
+    q: Tensor, k: Tensor, v: Tensor, *, heads_dim: int, keys_dim: int, paged: bool = False
+) -> None:
+    """K and v belong together, and q's heads divide over theirs."""
+    k_name, v_name = _key_names(paged)
+    if k.shape[-1] != q.shape[-1]:
+        raise InvalidArgument(k_name, f"width D = {k.shape[-1]}", f"q's width, {q.shape[-1]}")
+    if v.shape[keys_dim] != k.shape[keys_dim]:
+        raise InvalidArgument(
+            v_name, f"{v.shape[keys_dim]} keys", f"k's number of keys, {k.shape[keys_dim]}"
+        )
+    if paged and k.shape[2] == 0:
+        raise InvalidArgument(k_name, "page_size 0", "at least one row in a page")
+    if paged and v.shape[0] != k.shape[0]:
+        raise InvalidArgument(
+            v_name, f"{v.shape[0]} pages", f"k_pages' number of pages, {k.shape[0]}"
+        )
+    heads, kv_heads = q.shape[heads_dim], k.shape[heads_dim]
+    if v.shape[heads_dim] != kv_heads:
+        raise InvalidArgument(v_name, f"{v.shape[heads_dim]} heads", f"k's heads, {kv_heads}")
+    if kv_heads == 0 or heads == 0:
+        name, came = (k_name, kv_heads) if kv_heads == 0 else ("q", heads)
+        raise InvalidArgument(name, f"{came} heads", "at least one head")
+    if heads % kv_heads != 0:
+        raise InvalidArgument(
+            k_name,
+            f"{kv_heads} key/value heads for {heads} query heads",
+            "a number of heads that divides q's",
+            "Grouped-query attention shares each key head among Hq / Hk query heads.",
+        )
+    for name, width in (("q", q.shape[-1]), (v_name, v.shape[-1])):
+        if width == 0:
+            raise InvalidArgument(name, "width 0", "a width of at least 1")
+
+
+def _check_numbers(scale: object, dropout_p: object, q: Tensor) -> tuple[float, float]:
+    if scale is None:
+        number = 1.0 / math.sqrt(q.shape[-1])
+    else:
+        number = _real("scale", scale, "a finite number, or None for 1/sqrt(D)")
+        largest = largest_factor(q.dtype)
+        # A comparison, and not math.isfinite: torch.compile traces it for a symbolic scale.
+        if not -largest <= number <= largest:
+            required = f"a finite number, for {q.dtype} up to {largest:.2g}"
+            raise InvalidArgument("scale", str(number), required)
+    rate = _real("dropout_p", dropout_p, "a probability in [0, 1)")
+    if not 0.0 <= rate < 1.0:
+        raise InvalidArgument("dropout_p", str(rate), "a probability in [0, 1)")
+    return number, rate
+
+
+def _real(name: str, value: object, required: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, _NUMBERS):
+        fix = "Multiply q by a tensor scale." if name == "scale" else ""
+        raise InvalidType(name, _named(value), required, fix)
+    # A symbolic number of a traced call stands for a float and stays as it is.
+    return cast(float, value) if isinstance(value, _SYMBOLS) else float(value)
+
+
+def check_sinks(sinks: object, heads: int, device: str) -> bool:
+    """Whether there are sinks, which must then be a floating tensor [Hq] on ``device``.
+
+    Raises:
+        InvalidArgument, InvalidType: where they are not.
+    """
+    if sinks is None:
+        return False
+    required = f"a floating tensor [Hq] with Hq = {heads}"
+    if not isinstance(sinks, Tensor):
+        raise InvalidType("sinks", _named(sinks), required)
+    if not sinks.dtype.is_floating_point:
+        raise InvalidArgument("sinks", f"a tensor of {sinks.dtype}", required)
+    if sinks.dim() != 1 or sinks.shape[0] != heads:
+        raise InvalidArgument("sinks", f"shape {tuple(sinks.shape)}", required)
+    if sinks.device.type != device:
+        raise InvalidArgument("sinks", f"device {sinks.device}", f"q's device, {device}")
+    return True
+
+
+def lower_sinks(sinks: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Sinks as kernels read them: contiguous, in the dtype of the statistics; differentiable."""
+    return None if sinks is None else sinks.to(statistics_dtype(dtype)).resolve_neg().contiguous()

@@ -34,6 +34,7 @@ __all__ = ["FAR", "Upstream", "due_plane", "folds", "planes_of", "row_launches",
 # The power of two of an exponent below this is 0: see ``far`` of reference/tiles.py.
 FAR: tl.constexpr = tl.constexpr(-2000.0)
 _BLOCK, _SMALL_BLOCK = 64, 16
+_WIDEST = 256  # of values of which a program's registers hold so many rows of two tensors
 _SHARES = 256
 
 
@@ -236,7 +237,8 @@ def row_launches(
     _, by_lse, by_entropy = upstream
     due = due_plane(upstream)
     stats = result.stats.contiguous()
-    block = _BLOCK if folds(problem) else _SMALL_BLOCK
+    wide = padded(problem.value_dim) > _WIDEST
+    block = _BLOCK if folds(problem) and not wide else _SMALL_BLOCK
     slots = slots_of(problem, problem.queries, block)
     count = slots * (problem.batch if problem.layout == "dense" else 1)
     shares = None if grad_sinks is None else rows.new_empty((problem.heads, count))

@@ -27,6 +27,7 @@ KNOWN_SPILLS = {
     # Three words, outside of the loop; other blocks spill two to eight there or in other calls.
     "sm_80": (*_STATISTICS, r"backward D64 head bias fp32 / key_kernel"),
     "sm_90a": _STATISTICS,
+    "sm_100a": (*_STATISTICS, r"forward D64 sinks statistics / attend"),
     "gfx950": (r"backward D512 .*fp32 / key_kernel",),
     "gfx1100": (
         r"backward D128 .*/ key_kernel",

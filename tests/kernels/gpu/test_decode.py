@@ -370,8 +370,13 @@ def test_launches_need_no_values(family: str, monkeypatch: pytest.MonkeyPatch) -
         score_tensors=tuple(x.to("meta") for x in operands.score_tensors),
     )
     result = empty_result(problem, meta.q, "top1")
-    first, second = decode_launches(problem, meta, result, config_for(family), variant)
-    assert (first.grid, second.grid) == ((4 * 2,), (4,))
-    assert first.constants["BM"] == 16
+    todo = decode_launches(problem, meta, result, config_for(family), variant)
+    assert [launch.kernel.__name__ for launch in todo] == [
+        "attend_split",
+        "merge_splits",
+        "describe",
+    ]
+    assert [launch.grid for launch in todo] == [(4 * 2,), (4,), (4,)]
+    assert todo[0].constants["BM"] == todo[2].constants["BM"] == 16
     short = problem._replace(keys=256)
-    assert len(decode_launches(short, meta, result, config_for(family), variant)) == 1
+    assert len(decode_launches(short, meta, result, config_for(family), variant)) == 2

@@ -246,7 +246,7 @@ _TABLE = _rows(
     rdna4:single forward  32x16/8/1     16x16/8/1     16x16/16/1    16x16/16/1
     rdna4:single dkdv     16x16/8/1     16x16/16/1    16x16/16/1    16x16/16/1
     rdna4:single dq       16x16/8/1     16x16/16/1    16x16/16/1    16x16/16/1
-    cdna4        forward+ 128x64/4/2    128x64/8/2    64x32/8/2     64x16/8/2
+    cdna4        forward+ 128x64/4/2    128x32/8/2    64x32/8/2     64x16/8/2
     cdna4:single forward  32x32/4/2     32x16/8/2     32x16/8/1     16x16/4/2
     rdna3        forward* 64x32/4/1     64x16/8/1     32x16/8/1     16x16/8/1
     single       forward  32x32/4/2     32x16/8/2     32x16/8/1     16x16/8/1

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.gpu.config import Config, padded
+from tilewise.kernels.gpu.config import Blocks, Config, padded
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.pairs import LN2, LOG2E
 from tilewise.kernels.gpu.walk.tiles import (
@@ -34,6 +34,8 @@ __all__ = ["FAR", "Upstream", "due_plane", "folds", "planes_of", "row_launches",
 # The power of two of an exponent below this is 0: see ``far`` of reference/tiles.py.
 FAR: tl.constexpr = tl.constexpr(-2000.0)
 _BLOCK, _SMALL_BLOCK = 64, 16
+_CHUNK = 64  # columns of rows that are multiplied at once
+_HELD = 64 * 128  # elements of a tile that four warps hold twice
 _WIDEST = 256  # of values of which a program's registers hold so many rows of two tensors
 _SHARES = 256
 
@@ -90,6 +92,7 @@ def row_kernel(
     VALUE_DIM: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
     FOLD: tl.constexpr,
     DUE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -113,16 +116,26 @@ def row_kernel(
         M = (tl.load(cu_q + b + 1) - begin).to(tl.int32)
     m = first + tl.arange(0, BLOCK)
     inside = m < M
-    head = head_of(out, out_strides, b, h, begin)
-    o = load_tile(head, first, out_strides, 0, M, BLOCK, VALUE_DIM, VALUE_PADDED, True, True)
-    head = head_of(grad_out, grad_out_strides, b, h, begin)
-    g = load_tile(head, first, grad_out_strides, 0, M, BLOCK, VALUE_DIM, VALUE_PADDED, True, True)
+    o_head = head_of(out, out_strides, b, h, begin)
+    g_head = head_of(grad_out, grad_out_strides, b, h, begin)
     if FOLD:
+        o = load_tile(o_head, first, out_strides, 0, M, BLOCK, VALUE_DIM, VALUE_PADDED, True, True)
+        g = load_tile(
+            g_head, first, grad_out_strides, 0, M, BLOCK, VALUE_DIM, VALUE_PADDED, True, True
+        )
         delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
     else:
         # Summed as the walks sum grad_out . v: where a row has one key the two then cancel.
+        all_pairs = tl.zeros([BLOCK, BLOCK], tl.float32)
+        for c in tl.static_range(0, VALUE_PADDED, CHUNK):
+            head = o_head + tl.cast(out_strides[3], tl.int64) * c
+            o = load_tile(head, first, out_strides, 0, M, BLOCK, VALUE_DIM - c, CHUNK, True, True)
+            head = g_head + tl.cast(grad_out_strides[3], tl.int64) * c
+            g = load_tile(
+                head, first, grad_out_strides, 0, M, BLOCK, VALUE_DIM - c, CHUNK, True, True
+            )
+            all_pairs = tl.dot(g, tl.trans(o), all_pairs, input_precision=PRECISION)
         i = tl.arange(0, BLOCK)
-        all_pairs = tl.dot(g, tl.trans(o), input_precision=PRECISION)
         delta = tl.sum(tl.where(i[:, None] == i[None, :], all_pairs, 0.0), 1)
     by_lse = tl.zeros([BLOCK], tl.float32)
     if grad_lse is not None:
@@ -237,8 +250,8 @@ def row_launches(
     _, by_lse, by_entropy = upstream
     due = due_plane(upstream)
     stats = result.stats.contiguous()
-    wide = padded(problem.value_dim) > _WIDEST
-    block = _BLOCK if folds(problem) and not wide else _SMALL_BLOCK
+    width = padded(problem.value_dim)
+    block = _BLOCK if folds(problem) and width <= _WIDEST else _SMALL_BLOCK
     slots = slots_of(problem, problem.queries, block)
     count = slots * (problem.batch if problem.layout == "dense" else 1)
     shares = None if grad_sinks is None else rows.new_empty((problem.heads, count))
@@ -265,14 +278,16 @@ def row_launches(
     }
     constants = {
         "VALUE_DIM": problem.value_dim,
-        "VALUE_PADDED": padded(problem.value_dim),
+        "VALUE_PADDED": width,
         "BLOCK": block,
+        "CHUNK": min(_CHUNK, width),
         "FOLD": folds(problem),
         "DUE": due if due < rows.shape[0] else 0,
         "PRECISION": config.precision,
     }
     grid = (programs_of(problem, problem.heads, slots),)
-    launches = [launch_of(row_kernel, grid, arguments, constants)]
+    warps = 8 if block * width > _HELD else 4
+    launches = [launch_of(row_kernel, grid, arguments, constants, Blocks(block, block, warps, 1))]
     if shares is not None:
         summed = {"shares": shares, "grad_sinks": grad_sinks, "count": count}
         launches.append(launch_of(sink_kernel, (problem.heads,), summed, {"BLOCK": _SHARES}))

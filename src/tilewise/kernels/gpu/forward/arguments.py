@@ -24,7 +24,6 @@ _LEAST_FOLDED = 1e-30  # a scale that may stand in the exponent: positive, and n
 def constants_of(
     problem: Problem,
     operands: Operands,
-    result: Result,
     config: Config,
     variant: Variant,
     blocks: Blocks,
@@ -36,7 +35,7 @@ def constants_of(
         "KEYS_OF": variant.keys_of,
         "BLIND": not knows_whole_tiles(problem, variant),
         "SKIPS": meets_empty_tiles(problem, variant),
-        **finishing_of(problem, operands, result, variant),
+        "FOLDED": _folds(problem, operands, variant),
         "D": problem.head_dim,
         "D_PADDED": padded(problem.head_dim),
         "BM": blocks.queries,
@@ -47,18 +46,20 @@ def constants_of(
     }
 
 
-def finishing_of(
-    problem: Problem, operands: Operands, result: Result, variant: Variant
-) -> dict[str, Any]:
+def finishing_of(problem: Problem, operands: Operands, variant: Variant) -> dict[str, Any]:
     """The constants of what ends a walk: ``settled``, and the rows of the output."""
-    scaled = operands.q_scale is not None or operands.k_scale is not None
     return {
-        "FOLDED": variant.score is None and problem.scale > _LEAST_FOLDED and not scaled,
+        "FOLDED": _folds(problem, operands, variant),
         "DROPOUT": problem.dropout_p > 0,
-        "STATS": 0 if result.entropy is None else 1 if result.top_key is None else 2,
         "DV": problem.value_dim,
         "DV_PADDED": padded(problem.value_dim),
     }
+
+
+def _folds(problem: Problem, operands: Operands, variant: Variant) -> bool:
+    """Whether scores may be kept in units of the bare product q.k."""
+    scaled = operands.q_scale is not None or operands.k_scale is not None
+    return variant.score is None and problem.scale > _LEAST_FOLDED and not scaled
 
 
 def tensors_of(problem: Problem, operands: Operands, result: Result) -> dict[str, Any]:
@@ -72,10 +73,6 @@ def tensors_of(problem: Problem, operands: Operands, result: Result) -> dict[str
         "lse": result.lse,
         "row_max": stats[0],
         "row_sum": stats[1],
-        "row_mean": None if result.entropy is None else stats[2],
-        "max_logit": result.max_logit,
-        "entropy": result.entropy,
-        "top_key": result.top_key,
         "sinks": operands.sinks,
         "q_strides": head_strides(operands.q, problem),
         "k_strides": head_strides(operands.k, problem),

@@ -18,6 +18,7 @@ from tilewise.kernels.gpu.expressions.variant import Variant, captures
 from tilewise.kernels.gpu.forward.arguments import (
     constants_of,
     dropout_of,
+    finishing_of,
     paging_of,
     tensors_of,
 )
@@ -26,6 +27,7 @@ from tilewise.kernels.gpu.forward.online import (
     store_numbers,
     walk_keys,
 )
+from tilewise.kernels.gpu.forward.statistics import Walk, statistics_launch
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.descriptors import key_rows
 from tilewise.kernels.gpu.walk.eight import (
@@ -101,10 +103,6 @@ def attend(
     lse,
     row_max,
     row_sum,
-    row_mean,
-    max_logit,
-    entropy,
-    top_key,
     sinks,
     q_scale,
     k_scale,
@@ -144,7 +142,6 @@ def attend(
     SKIPS: tl.constexpr,
     REVERSED: tl.constexpr,
     DROPOUT: tl.constexpr,
-    STATS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     D_PADDED: tl.constexpr,
@@ -201,8 +198,6 @@ def attend(
         tl.zeros([BM, DV_PADDED], tl.float32),
         tl.full([BM], float("-inf"), tl.float32),
         tl.zeros([BM], tl.float32),
-        tl.zeros([BM], tl.float32),
-        tl.full([BM], -1, tl.int32),
     )
     place = (b, h, m[:, None], M, N)
     numbers = (scale, seed_low, seed_high, drop_below)
@@ -240,7 +235,6 @@ def attend(
             False,
             False,
             DROPOUT,
-            STATS,
             D,
             DV,
             BN,
@@ -250,7 +244,7 @@ def attend(
             EIGHT,
             TURNED,
         )
-    acc, top, total, moment, first_key = walk_keys(
+    acc, top, total = walk_keys(
         state,
         q_tile,
         sides,
@@ -266,7 +260,6 @@ def attend(
         True,
         SKIPS,
         DROPOUT,
-        STATS,
         D,
         DV,
         BN,
@@ -279,16 +272,15 @@ def attend(
     )
 
     sink = None if sinks is None else tl.load(sinks + h)
-    total, moment = lowered(total, EIGHT), lowered(moment, EIGHT)
-    weight, row = settled(top, total, moment, sink, scale, keep_factor, FOLDED, DROPOUT, STATS)
+    total = lowered(total, EIGHT)
+    weight, row = settled(top, total, sink, scale, keep_factor, FOLDED, DROPOUT)
     weight = lowered(weight, EIGHT)
     if v_scale is not None:
         of_values = tl.load(v_scale + b * (heads // group) + h // group)
         weight = tl.where(total == 0, 0.0, weight * of_values)
     out_head = head_of(out, out_strides, b, h, begin_q)
     store_tile(out_head, m0, out_strides, M, acc * weight[:, None], BM, DV, DV_PADDED)
-    numbers_of = (lse, row_max, row_sum, row_mean, max_logit, entropy, top_key)
-    store_numbers(numbers_of, at + m, m < M, row, total, first_key, STATS)
+    store_numbers((lse, row_max, row_sum), at + m, m < M, row, total)
 
 
 class Grid(NamedTuple):
@@ -319,13 +311,14 @@ def forward_launches(
     if turned:
         operands, before = turn_values(problem, operands, blocks)
     grid = _grid(problem, blocks)
+    lists = lists_of(tile_lists(problem, operands, variant.tables, blocks.queries, blocks.keys))
     rows = key_rows(problem, operands, config, variant, blocks)
     arguments = {
         **tensors_of(problem, operands, result),
         **scales_of(operands),
         "cu_q": operands.cu_seqlens_q,
         "cu_k": operands.cu_seqlens_k,
-        **lists_of(tile_lists(problem, operands, variant.tables, blocks.queries, blocks.keys)),
+        **lists,
         "captured": (*captures(operands.mask_tensors), *captures(operands.score_tensors)),
         "batch": problem.batch,
         "heads": problem.heads,
@@ -339,7 +332,8 @@ def forward_launches(
         **dropout_of(problem, operands),
     }
     constants = {
-        **constants_of(problem, operands, result, config, variant, blocks),
+        **constants_of(problem, operands, config, variant, blocks),
+        **finishing_of(problem, operands, variant),
         "REVERSED": _grows(problem),
         "EIGHT": eight,
         "TURNED": turned,
@@ -347,7 +341,11 @@ def forward_launches(
     }
     if operands.q_scale is not None or operands.k_scale is not None:
         constants["FOLDED"] = variant.score is None  # ``folded`` makes it positive
-    return [*before, launch_of(attend, (grid.programs,), arguments, constants, blocks)]
+    launches = [*before, launch_of(attend, (grid.programs,), arguments, constants, blocks)]
+    if result.entropy is not None:
+        walk = Walk(config, variant, blocks, lists, eight)
+        launches.append(statistics_launch(problem, operands, result, walk))
+    return launches
 
 
 def _grid(problem: Problem, blocks: Blocks) -> Grid:

@@ -17,9 +17,16 @@ import triton.language as tl
 
 from tilewise.kernels.gpu.config import Config
 from tilewise.kernels.gpu.expressions.variant import Variant, captures
-from tilewise.kernels.gpu.forward.arguments import constants_of, dropout_of, paging_of, tensors_of
+from tilewise.kernels.gpu.forward.arguments import (
+    constants_of,
+    dropout_of,
+    finishing_of,
+    paging_of,
+    tensors_of,
+)
 from tilewise.kernels.gpu.forward.merge import empty_partials, merge_launch, split_size
 from tilewise.kernels.gpu.forward.online import settled, store_numbers, walk_keys
+from tilewise.kernels.gpu.forward.statistics import Walk, statistics_launch
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.eight import decoded, eight_bits, scales_of, with_codes
 from tilewise.kernels.gpu.walk.tiles import (
@@ -27,6 +34,7 @@ from tilewise.kernels.gpu.walk.tiles import (
     head_of,
     keys_in,
     launch_of,
+    lists_of,
     pages_of,
     split_range,
 )
@@ -65,10 +73,6 @@ def attend_split(
     lse,
     row_max,
     row_sum,
-    row_mean,
-    max_logit,
-    entropy,
-    top_key,
     sinks,
     q_scale,
     k_scale,
@@ -77,7 +81,6 @@ def attend_split(
     key_lengths,
     partial_out,
     partial_numbers,
-    partial_keys,
     q_strides,
     k_strides,
     v_strides,
@@ -103,7 +106,6 @@ def attend_split(
     BLIND: tl.constexpr,
     SKIPS: tl.constexpr,
     DROPOUT: tl.constexpr,
-    STATS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     D_PADDED: tl.constexpr,
@@ -150,8 +152,6 @@ def attend_split(
         tl.zeros([BM, DV_PADDED], tl.float32),
         tl.full([BM], float("-inf"), tl.float32),
         tl.zeros([BM], tl.float32),
-        tl.zeros([BM], tl.float32),
-        tl.full([BM], -1, tl.int32),
     )
     place = (b, h[:, None], m[:, None], M, N)
     numbers = (scale, seed_low, seed_high, drop_below)
@@ -187,7 +187,6 @@ def attend_split(
             False,
             False,
             DROPOUT,
-            STATS,
             D,
             DV,
             BN,
@@ -196,7 +195,7 @@ def attend_split(
             PAGE,
             EIGHT,
         )
-    acc, top, total, moment, first_key = walk_keys(
+    acc, top, total = walk_keys(
         state,
         q_tile,
         sides,
@@ -212,7 +211,6 @@ def attend_split(
         True,
         SKIPS,
         DROPOUT,
-        STATS,
         D,
         DV,
         BN,
@@ -228,17 +226,14 @@ def attend_split(
     at = (tl.cast(b, tl.int64) * (kv_heads * group) + h) * M + m
     if splits == 1:
         sink = None if sinks is None else tl.load(sinks + h)
-        weight, row_numbers = settled(
-            top, total, moment, sink, scale, keep_factor, FOLDED, DROPOUT, STATS
-        )
+        weight, row_numbers = settled(top, total, sink, scale, keep_factor, FOLDED, DROPOUT)
         if v_scale is not None:
             of_values = tl.load(v_scale + b * kv_heads + kv_head)
             weight = tl.where(total == 0, 0.0, weight * of_values)
         to = rows_of(out + tl.cast(out_strides[0], tl.int64) * b, out_strides, h, m)
         to = to + columns[None, :].to(tl.int64) * out_strides[3]
         tl.store(to, (acc * weight[:, None]).to(out.dtype.element_ty), mask=kept_columns)
-        numbers_of = (lse, row_max, row_sum, row_mean, max_logit, entropy, top_key)
-        store_numbers(numbers_of, at, inside, row_numbers, total, first_key, STATS)
+        store_numbers((lse, row_max, row_sum), at, inside, row_numbers, total)
     else:
         stride = tl.cast(batch * kv_heads, tl.int64) * (group * M) * slots
         at = at * slots + split
@@ -246,10 +241,6 @@ def attend_split(
         tl.store(partial_numbers + stride + at, total, mask=inside)
         seen = kept_columns & (total != 0)[:, None]
         tl.store(partial_out + at[:, None] * DV + columns[None, :], acc, mask=seen)
-        if STATS > 0:
-            tl.store(partial_numbers + 2 * stride + at, moment, mask=inside)
-        if STATS > 1:
-            tl.store(partial_keys + at, first_key, mask=inside)
 
 
 def decode_launches(
@@ -279,7 +270,6 @@ def decode_launches(
         **scales_of(operands),
         "partial_out": partials.out,
         "partial_numbers": partials.numbers,
-        "partial_keys": partials.keys,
         "captured": (*captures(operands.mask_tensors), *captures(operands.score_tensors)),
         "batch": problem.batch,
         "kv_heads": problem.kv_heads,
@@ -292,7 +282,8 @@ def decode_launches(
         **dropout_of(problem, operands),
     }
     constants = {
-        **constants_of(problem, operands, result, config, unlisted, tiles),
+        **constants_of(problem, operands, config, unlisted, tiles),
+        **finishing_of(problem, operands, variant),
         "EIGHT": eight,
         "LEAST": splitting.least,
         "MOST": splitting.most,
@@ -301,4 +292,7 @@ def decode_launches(
     launches = [launch_of(attend_split, (programs,), arguments, constants, tiles)]
     if slots > 1:
         launches.append(merge_launch(problem, operands, result, partials, variant, splitting))
+    if result.entropy is not None:
+        walk = Walk(config, unlisted, tiles, lists_of(None), eight)
+        launches.append(statistics_launch(problem, operands, result, walk))
     return launches

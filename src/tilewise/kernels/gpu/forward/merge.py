@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,7 +22,7 @@ from torch import Tensor
 from tilewise.kernels.gpu.config import Blocks, Splitting, padded
 from tilewise.kernels.gpu.expressions.variant import Variant
 from tilewise.kernels.gpu.forward.arguments import dropout_of, finishing_of, paging_of, tensors_of
-from tilewise.kernels.gpu.forward.online import FAR, NEVER, settled, store_numbers
+from tilewise.kernels.gpu.forward.online import settled, store_numbers
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.pairs import LOG2E
 from tilewise.kernels.gpu.walk.tiles import head_of, keys_in, launch_of
@@ -40,23 +39,18 @@ class Partials(NamedTuple):
 
     Args:
         out: float32 [rows, splits, Dv], not yet divided by the row sum.
-        numbers: float32 [2, rows, splits]: row maximum in the units of the walk, and row sum. With
-            statistics [3, rows, splits]: the moment too.
-        keys: int32 [rows, splits]: the first key with the largest score; None where nobody asks.
+        numbers: float32 [2, rows, splits]: row maximum in the units of the walk, and row sum.
     """
 
     out: Tensor
     numbers: Tensor
-    keys: Tensor | None
 
 
 def empty_partials(problem: Problem, result: Result, splits: int) -> Partials:
     """Memory for the partial results of so many splits; a call of one split needs none."""
     rows = result.lse.numel() if splits > 1 else 0
     out = result.lse.new_empty((rows, splits, problem.value_dim))
-    numbers = out.new_empty((2 if result.entropy is None else 3, rows, splits))
-    keys = None if result.top_key is None else out.new_empty((rows, splits), dtype=torch.int32)
-    return Partials(out, numbers, keys)
+    return Partials(out, out.new_empty((2, rows, splits)))
 
 
 @triton.jit
@@ -72,16 +66,11 @@ def merge_splits(
     lse,
     row_max,
     row_sum,
-    row_mean,
-    max_logit,
-    entropy,
-    top_key,
     sinks,
     v_scale,
     key_lengths,
     partial_out,
     partial_numbers,
-    partial_keys,
     out_strides,
     heads,
     group,
@@ -93,7 +82,6 @@ def merge_splits(
     keep_factor,
     FOLDED: tl.constexpr,
     DROPOUT: tl.constexpr,
-    STATS: tl.constexpr,
     DV: tl.constexpr,
     DV_PADDED: tl.constexpr,
     LEAST: tl.constexpr,
@@ -120,16 +108,6 @@ def merge_splits(
     moved = (top - base) * (scale * LOG2E if FOLDED else LOG2E)
     weight = tl.math.exp2(moved)
     whole = tl.sum(weight * total, 0)
-    moment = whole
-    if STATS > 0:
-        of_split = tl.load(numbers + 2 * stride, mask=split < splits, other=0.0)
-        moment = tl.sum((of_split + tl.maximum(moved, FAR) * total) * weight, 0)
-    first_key = 0
-    if STATS > 1:
-        found = tl.load(partial_keys + first + split, mask=split < splits, other=-1)
-        found = tl.where((top == highest) & (found >= 0), found, NEVER)
-        first_key = tl.min(found, 0)
-        first_key = tl.where(first_key == NEVER, -1, first_key)
 
     columns = tl.arange(0, DV_PADDED)
     places = partial_out + (first + split)[:, None] * DV + columns[None, :]
@@ -138,16 +116,13 @@ def merge_splits(
     acc = tl.sum(some * weight[:, None], 0)
 
     sink = None if sinks is None else tl.load(sinks + h)
-    factor, numbers_of_row = settled(
-        highest, whole, moment, sink, scale, keep_factor, FOLDED, DROPOUT, STATS
-    )
+    factor, numbers_of_row = settled(highest, whole, sink, scale, keep_factor, FOLDED, DROPOUT)
     if v_scale is not None:
         kv_heads = heads // group
         factor = tl.where(whole == 0, 0.0, factor * tl.load(v_scale + b * kv_heads + h // group))
     to = head_of(out, out_strides, b, h, m) + columns.to(tl.int64) * out_strides[3]
     tl.store(to, (acc * factor).to(out.dtype.element_ty), mask=columns < DV)
-    places_of_row = (lse, row_max, row_sum, row_mean, max_logit, entropy, top_key)
-    store_numbers(places_of_row, row, row < rows, numbers_of_row, whole, first_key, STATS)
+    store_numbers((lse, row_max, row_sum), row, row < rows, numbers_of_row, whole)
 
 
 def merge_launch(
@@ -166,7 +141,6 @@ def merge_launch(
         "keep_factor": dropout_of(problem, operands)["keep_factor"],
         "partial_out": partials.out,
         "partial_numbers": partials.numbers,
-        "partial_keys": partials.keys,
         "v_scale": operands.v_scale,
         "heads": problem.heads,
         "group": problem.heads // problem.kv_heads,
@@ -178,7 +152,7 @@ def merge_launch(
         "scale": problem.scale,
     }
     constants = {
-        **finishing_of(problem, operands, result, variant),
+        **finishing_of(problem, operands, variant),
         "LEAST": splitting.least,
         "MOST": splitting.most,
     }

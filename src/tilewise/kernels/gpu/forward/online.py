@@ -14,7 +14,7 @@ import triton.language as tl
 from tilewise.kernels.gpu.walk.eight import (
     decoded,
 )
-from tilewise.kernels.gpu.walk.pairs import LN2, LOG2E, kept, shown
+from tilewise.kernels.gpu.walk.pairs import LOG2E, kept, shown
 from tilewise.kernels.gpu.walk.tiles import (
     load_keys,
     load_tile,
@@ -23,9 +23,11 @@ from tilewise.kernels.gpu.walk.tiles import (
 
 __all__ = [
     "absorb",
+    "beside_sink",
     "block_start",
     "next_met",
     "scaled_scores",
+    "scores_of_block",
     "settled",
     "store_numbers",
     "take_block",
@@ -35,9 +37,7 @@ __all__ = [
 ]
 
 RAISED: tl.constexpr = tl.constexpr(8.0)  # the power of two of probabilities of 8 bits
-FAR: tl.constexpr = tl.constexpr(-2000.0)  # an exponent whose power of two is 0, but finite
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
-NEVER: tl.constexpr = tl.constexpr(2147483647)
 
 
 @triton.jit
@@ -49,6 +49,42 @@ def scaled_scores(products, scale, n, place, captured, SCORE: tl.constexpr, FOLD
     if SCORE is not None:
         b, h, m, M, N = place
         scores = SCORE(scores, b, h, m, n, M, N, captured[2], captured[3])
+    return scores
+
+
+@triton.jit
+def scores_of_block(
+    q,
+    side,
+    n0,
+    low,
+    high,
+    place,
+    scale,
+    captured,
+    visible,
+    SCORE: tl.constexpr,
+    FOLDED: tl.constexpr,
+    MASKED: tl.constexpr,
+    D: tl.constexpr,
+    BN: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PAGE: tl.constexpr,
+    EIGHT: tl.constexpr,
+):
+    """Scores of the block of keys from ``n0`` on, in the units of the walk.
+
+    -inf where MASKED and a pair is not ``visible``. ``side``, ``low`` and ``high`` are what
+    ``load_keys`` takes.
+    """
+    k = load_keys(side, n0, low, high, BN, D, q.shape[1], MASKED, WIDE, PAGE)
+    k = decoded(k, EIGHT)
+    products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    n = (n0 + tl.arange(0, BN))[None, :]
+    scores = scaled_scores(products, scale, n, place, captured, SCORE, FOLDED)
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
     return scores
 
 
@@ -66,7 +102,6 @@ def absorb(
     FOLDED: tl.constexpr,
     MASKED: tl.constexpr,
     DROPOUT: tl.constexpr,
-    STATS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     BN: tl.constexpr,
@@ -80,25 +115,32 @@ def absorb(
 
     ``sides`` are (keys, values, low, high): what ``load_keys`` takes.
     """
-    acc, top, total, moment, top_key = state
+    acc, top, total = state
     k_side, v_side, low, high = sides
     b, h, m, _, _ = place
     scale, seed_low, seed_high, drop_below = numbers
     EIGHTS: tl.constexpr = (EIGHT == "short") | (EIGHT == "whole")
-    n = (n0 + tl.arange(0, BN))[None, :]
-    k = load_keys(k_side, n0, low, high, BN, D, q.shape[1], MASKED, WIDE, PAGE)
-    k = decoded(k, EIGHT)
-    products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    scores = scaled_scores(products, scale, n, place, captured, SCORE, FOLDED)
-    if MASKED:
-        scores = tl.where(visible, scores, float("-inf"))
-    best = tl.max(scores, 1)
-    if STATS > 1:
-        first = tl.min(tl.where(scores == best[:, None], n, NEVER), 1)
-        better = tl.where(best == top, tl.minimum(first, top_key), top_key)
-        better = tl.where(best > top, first, better)
-        top_key = tl.where(best == float("-inf"), top_key, better)
-    new_top = tl.maximum(top, best)
+    scores = scores_of_block(
+        q,
+        k_side,
+        n0,
+        low,
+        high,
+        place,
+        scale,
+        captured,
+        visible,
+        SCORE,
+        FOLDED,
+        MASKED,
+        D,
+        BN,
+        WIDE,
+        PRECISION,
+        PAGE,
+        EIGHT,
+    )
+    new_top = tl.maximum(top, tl.max(scores, 1))
     base = new_top
     if MASKED or SCORE is not None:  # a row may have seen nothing yet
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -116,13 +158,9 @@ def absorb(
         moved = (top - base) * LOG2E
     p = tl.math.exp2(exponent)
     fade = tl.math.exp2(moved)
-    if STATS > 0:
-        moment = (moment + tl.maximum(moved, FAR) * total) * fade
-        if EIGHTS:
-            exponent = exponent - RAISED
-        moment = moment + tl.sum(p * tl.maximum(exponent, FAR), 1)
     total = total * fade + tl.sum(p, 1)
     if DROPOUT:
+        n = (n0 + tl.arange(0, BN))[None, :]
         p = tl.where(kept(seed_low, seed_high, drop_below, b, h, m, n), p, 0.0)
     acc = acc * fade[:, None]
     if TURNED:  # blocks are there whole: loads that ask for every key would go byte by byte
@@ -138,7 +176,7 @@ def absorb(
         acc = acc + tl.dot(p.to(v.dtype), v, max_num_imprecise_acc=BN)
     else:
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    return acc, new_top, total, moment, top_key
+    return acc, new_top, total
 
 
 @triton.jit
@@ -157,7 +195,6 @@ def take_block(
     FOLDED: tl.constexpr,
     MASKED: tl.constexpr,
     DROPOUT: tl.constexpr,
-    STATS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     BN: tl.constexpr,
@@ -187,7 +224,6 @@ def take_block(
         FOLDED,
         MASKED,
         DROPOUT,
-        STATS,
         D,
         DV,
         BN,
@@ -237,7 +273,6 @@ def walk_keys(
     MASKED: tl.constexpr,
     SKIPS: tl.constexpr,
     DROPOUT: tl.constexpr,
-    STATS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     BN: tl.constexpr,
@@ -254,13 +289,13 @@ def walk_keys(
     are touched then. They are passed over in a loop of their own: a state that went through a
     branch would take its registers twice. STAGES: of the walk, where it has not the kernel's.
     """
-    acc, top, total, moment, top_key = state
+    acc, top, total = state
     if SKIPS:
         i = next_met(count * 0, spans, listed, count, place, captured, SEEN, BN)
         while i < count:
-            acc, top, total, moment, top_key = take_block(
+            acc, top, total = take_block(
                 i,
-                (acc, top, total, moment, top_key),
+                (acc, top, total),
                 q,
                 sides,
                 spans,
@@ -273,7 +308,6 @@ def walk_keys(
                 FOLDED,
                 MASKED,
                 DROPOUT,
-                STATS,
                 D,
                 DV,
                 BN,
@@ -286,9 +320,9 @@ def walk_keys(
             i = next_met(i + 1, spans, listed, count, place, captured, SEEN, BN)
     else:
         for i in tl.range(0, count, num_stages=STAGES):
-            acc, top, total, moment, top_key = take_block(
+            acc, top, total = take_block(
                 i,
-                (acc, top, total, moment, top_key),
+                (acc, top, total),
                 q,
                 sides,
                 spans,
@@ -301,7 +335,6 @@ def walk_keys(
                 FOLDED,
                 MASKED,
                 DROPOUT,
-                STATS,
                 D,
                 DV,
                 BN,
@@ -311,7 +344,7 @@ def walk_keys(
                 EIGHT,
                 TURNED,
             )
-    return acc, top, total, moment, top_key
+    return acc, top, total
 
 
 @triton.jit
@@ -324,16 +357,18 @@ def tops(top, scale, FOLDED: tl.constexpr):
 
 
 @triton.jit
-def with_sink(natural, base2, total, sink):
-    """Of rows with a sink (lse, weight, of_sink, above).
-
-    The weight makes a probability of an exponential; ``of_sink`` is how far the sink is from the
-    largest logit (0 or less), ``above`` how far that is above the row's own.
-    """
+def beside_sink(base2, sink):
+    """How far a row's largest exponent, and its sink, are below the larger of both (0 or less)."""
     _, sink2 = tops(sink, 1.0, False)
     highest = tl.maximum(base2, sink2)
     highest = tl.where(highest == float("-inf"), 0.0, highest)
-    of_sink, of_keys = sink2 - highest, base2 - highest
+    return base2 - highest, sink2 - highest
+
+
+@triton.jit
+def with_sink(natural, base2, total, sink):
+    """(lse, weight) of rows with a sink; the weight makes a probability of an exponential."""
+    of_keys, of_sink = beside_sink(base2, sink)
     keys = tl.math.exp2(of_keys)
     whole = keys * total + tl.math.exp2(of_sink)
     weight = tl.where(whole == 0, 0.0, keys / tl.where(whole == 0, 1.0, whole))
@@ -341,60 +376,32 @@ def with_sink(natural, base2, total, sink):
     larger = tl.maximum(own, sink)
     larger = tl.where(larger == float("-inf"), 0.0, larger)
     lse = larger + tl.log(tl.exp(own - larger) + tl.exp(sink - larger))
-    return lse, weight, tl.maximum(of_sink, FAR), -tl.maximum(of_keys, FAR)
+    return lse, weight
 
 
 @triton.jit
-def settled(
-    top,
-    total,
-    moment,
-    sink,
-    scale,
-    keep_factor,
-    FOLDED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    STATS: tl.constexpr,
-):
-    """What a walk comes to: (weight, (row_max, lse, max_logit, row_mean, entropy)).
+def settled(top, total, sink, scale, keep_factor, FOLDED: tl.constexpr, DROPOUT: tl.constexpr):
+    """What a walk comes to: (weight, (lse, row_max)).
 
-    The output is the unfinished one times the weight. Without STATS the last three mean nothing.
+    The output is the unfinished one times the weight.
     """
     natural, base2 = tops(top, scale, FOLDED)
     dead = total == 0
     if sink is not None:
-        lse, weight, of_sink, above = with_sink(natural, base2, total, sink)
+        lse, weight = with_sink(natural, base2, total, sink)
     else:
         weight = tl.where(dead, 0.0, 1.0 / tl.where(dead, 1.0, total))
         lse = natural + tl.log(tl.where(dead, 1.0, total))
         lse = tl.where(dead, float("-inf"), lse)
     if DROPOUT:
         weight = weight * keep_factor
-    mean = moment
-    entropy = moment
-    if STATS > 0:
-        if sink is not None:
-            fade = tl.math.exp2(-above)
-            sunk = tl.math.exp2(of_sink)
-            moment = (moment - above * total) * fade + sunk * of_sink
-            total = total * fade + sunk
-            dead = total == 0
-        mean = tl.where(dead, 0.0, moment / tl.where(dead, 1.0, total))
-        spread = tl.log(tl.where(dead, 1.0, total)) - LN2 * mean
-        entropy = tl.where(dead, 0.0, spread)
-    return weight, (base2, lse, natural, mean, entropy)
+    return weight, (lse, base2)
 
 
 @triton.jit
-def store_numbers(places, at, inside, row, total, first_key, STATS: tl.constexpr):
-    """The numbers of rows: what ``settled`` gave for them, their sums and their first keys."""
-    lse, row_max, row_sum, row_mean, max_logit, entropy, top_key = places
-    tl.store(lse + at, row[1], mask=inside)
-    tl.store(row_max + at, row[0], mask=inside)
+def store_numbers(places, at, inside, row, total):
+    """The numbers of rows, at (lse, row_max, row_sum): what ``settled`` gave, and their sums."""
+    lse, row_max, row_sum = places
+    tl.store(lse + at, row[0], mask=inside)
+    tl.store(row_max + at, row[1], mask=inside)
     tl.store(row_sum + at, total, mask=inside)
-    if STATS > 0:
-        tl.store(max_logit + at, row[2], mask=inside)
-        tl.store(row_mean + at, row[3], mask=inside)
-        tl.store(entropy + at, row[4], mask=inside)
-    if STATS > 1:
-        tl.store(top_key + at, first_key.to(tl.int64), mask=inside)

@@ -20,14 +20,9 @@ _KNOWN_RDNA4 = (
     r"backward D128 .*fp32 / (key|query)_kernel",
     r"(forward|backward) D256 .*fp32 / (attend|key_kernel|query_kernel)",
 )
-# Statistics need a few registers more than the plain call. Smaller blocks would give its output
-# other bits than it has without them.
-_STATISTICS = (r"forward D128 sinks statistics / attend",)
 KNOWN_SPILLS = {
     # Three words, outside of the loop; other blocks spill two to eight there or in other calls.
-    "sm_80": (*_STATISTICS, r"backward D64 head bias fp32 / key_kernel"),
-    "sm_90a": _STATISTICS,
-    "sm_100a": (*_STATISTICS, r"forward D64 sinks statistics / attend"),
+    "sm_80": (r"backward D64 head bias fp32 / key_kernel",),
     "gfx950": (r"backward D512 .*fp32 / key_kernel",),
     "gfx1100": (
         r"backward D128 .*/ key_kernel",

@@ -1,0 +1,424 @@
+"""Statistics of the rows: the largest logit, its first key, and the entropy.
+
+They are a walk of their own over the keys, behind that of the output and without the values. What
+it keeps takes no registers from the other, whose bits are the same with statistics and without.
+
+With ``t_j`` the exponents of a row in base 2 less the largest of them, its sink included::
+
+    row_sum = sum_j 2^t_j,    row_mean = sum_j t_j 2^t_j / row_sum
+    entropy = log(row_sum) - log(2) row_mean
+
+Both sums are kept online: where the largest grows by ``d``, every ``t_j`` falls by it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.gpu.config import Blocks, Config
+from tilewise.kernels.gpu.expressions.variant import Variant, captures
+from tilewise.kernels.gpu.forward.arguments import constants_of, paging_of
+from tilewise.kernels.gpu.forward.online import (
+    beside_sink,
+    block_start,
+    next_met,
+    scores_of_block,
+    tops,
+)
+from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu.walk.eight import decoded, scaled_for, with_codes
+from tilewise.kernels.gpu.walk.pairs import LN2, LOG2E, shown
+from tilewise.kernels.gpu.walk.tiles import (
+    counts_in,
+    head_of,
+    head_strides,
+    keys_in,
+    launch_of,
+    list_of,
+    load_tile,
+    pages_of,
+    place_of,
+    programs_of,
+    slots_of,
+    split_range,
+)
+from tilewise.problem import Operands, Problem, Result
+
+__all__ = ["Walk", "describe", "statistics_launch"]
+
+FAR: tl.constexpr = tl.constexpr(-2000.0)  # an exponent whose power of two is 0, but finite
+NEVER: tl.constexpr = tl.constexpr(2147483647)
+
+
+@triton.jit
+def describe_block(
+    state,
+    q,
+    side,
+    n0,
+    span,
+    place,
+    scale,
+    captured,
+    SEEN: tl.constexpr,
+    SCORE: tl.constexpr,
+    FOLDED: tl.constexpr,
+    MASKED: tl.constexpr,
+    NAMED: tl.constexpr,
+    D: tl.constexpr,
+    BN: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PAGE: tl.constexpr,
+    EIGHT: tl.constexpr,
+):
+    """The state of rows with one more block of keys; ``side`` and ``span`` as of ``load_keys``."""
+    top, total, moment, top_key = state
+    b, h, m, M, N = place
+    n = (n0 + tl.arange(0, BN))[None, :]
+    visible = None
+    if MASKED:
+        visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
+    scores = scores_of_block(
+        q,
+        side,
+        n0,
+        span[0],
+        span[1],
+        place,
+        scale,
+        captured,
+        visible,
+        SCORE,
+        FOLDED,
+        MASKED,
+        D,
+        BN,
+        WIDE,
+        PRECISION,
+        PAGE,
+        EIGHT,
+    )
+    best = tl.max(scores, 1)
+    if NAMED:
+        first = tl.min(tl.where(scores == best[:, None], n, NEVER), 1)
+        better = tl.where(best == top, tl.minimum(first, top_key), top_key)
+        better = tl.where(best > top, first, better)
+        top_key = tl.where(best == float("-inf"), top_key, better)
+    new_top = tl.maximum(top, best)
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row may have seen nothing yet
+    unit = scale * LOG2E if FOLDED else LOG2E
+    exponent = (scores - base[:, None]) * unit
+    moved = (top - base) * unit
+    p = tl.math.exp2(exponent)
+    fade = tl.math.exp2(moved)
+    moment = (moment + tl.maximum(moved, FAR) * total) * fade
+    moment = moment + tl.sum(p * tl.maximum(exponent, FAR), 1)
+    total = total * fade + tl.sum(p, 1)
+    return new_top, total, moment, top_key
+
+
+@triton.jit
+def describe_blocks(
+    state,
+    q,
+    side,
+    spans,
+    span,
+    listed,
+    count,
+    place,
+    scale,
+    captured,
+    SEEN: tl.constexpr,
+    SCORE: tl.constexpr,
+    FOLDED: tl.constexpr,
+    MASKED: tl.constexpr,
+    SKIPS: tl.constexpr,
+    NAMED: tl.constexpr,
+    D: tl.constexpr,
+    BN: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PAGE: tl.constexpr,
+    EIGHT: tl.constexpr,
+):
+    """``count`` blocks of keys, by the rules of ``online.walk_keys``."""
+    top, total, moment, top_key = state
+    if SKIPS:
+        i = next_met(count * 0, spans, listed, count, place, captured, SEEN, BN)
+        while i < count:
+            top, total, moment, top_key = describe_block(
+                (top, total, moment, top_key),
+                q,
+                side,
+                block_start(i, spans, listed, BN, MASKED),
+                span,
+                place,
+                scale,
+                captured,
+                SEEN,
+                SCORE,
+                FOLDED,
+                MASKED,
+                NAMED,
+                D,
+                BN,
+                WIDE,
+                PRECISION,
+                PAGE,
+                EIGHT,
+            )
+            i = next_met(i + 1, spans, listed, count, place, captured, SEEN, BN)
+    else:
+        for i in range(count):
+            top, total, moment, top_key = describe_block(
+                (top, total, moment, top_key),
+                q,
+                side,
+                block_start(i, spans, listed, BN, MASKED),
+                span,
+                place,
+                scale,
+                captured,
+                SEEN,
+                SCORE,
+                FOLDED,
+                MASKED,
+                NAMED,
+                D,
+                BN,
+                WIDE,
+                PRECISION,
+                PAGE,
+                EIGHT,
+            )
+    return top, total, moment, top_key
+
+
+@triton.jit
+def of_rows(top, total, moment, sink, scale, FOLDED: tl.constexpr):
+    """What a walk comes to: (max_logit, row_mean, entropy) of rows, 0 for those of a dead one."""
+    natural, base2 = tops(top, scale, FOLDED)
+    if sink is not None:
+        of_keys, of_sink = beside_sink(base2, sink)
+        fade, sunk = tl.math.exp2(of_keys), tl.math.exp2(of_sink)
+        moment = (moment + tl.maximum(of_keys, FAR) * total) * fade
+        moment = moment + sunk * tl.maximum(of_sink, FAR)
+        total = total * fade + sunk
+    dead = total == 0
+    whole = tl.where(dead, 1.0, total)
+    mean = tl.where(dead, 0.0, moment / whole)
+    return natural, mean, tl.where(dead, 0.0, tl.log(whole) - LN2 * mean)
+
+
+@triton.jit(do_not_specialize=["batch", "heads", "group", "queries", "keys", "last_page", "tiles"])
+def describe(
+    q,
+    k,
+    row_mean,
+    max_logit,
+    entropy,
+    top_key,
+    sinks,
+    q_scale,
+    k_scale,
+    cu_q,
+    cu_k,
+    block_table,
+    key_lengths,
+    order,
+    counts,
+    q_strides,
+    k_strides,
+    list_numbers,
+    captured,
+    batch,
+    heads,
+    group,
+    queries,
+    keys,
+    last_page,
+    tiles,
+    scale,
+    SEEN: tl.constexpr,
+    SCORE: tl.constexpr,
+    KEYS_OF: tl.constexpr,
+    FOLDED: tl.constexpr,
+    BLIND: tl.constexpr,
+    SKIPS: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PAGE: tl.constexpr,
+    EIGHT: tl.constexpr,
+):
+    """Statistics of a block of BM queries of one head; arguments as of ``attend``."""
+    NAMED: tl.constexpr = top_key is not None
+    program = tl.program_id(0)
+    tile, line = program % tiles, program // tiles
+    if cu_q is None:
+        b, h = line // heads, line % heads
+        m0, M, N = tile * BM, queries, keys
+        begin_q, begin_k = 0, 0
+        at = tl.cast(line, tl.int64) * queries
+    else:
+        h = line
+        b, m0, begin_q = place_of(tile, cu_q, batch, BM)
+        begin_k = tl.load(cu_k + b) if PAGE == 0 else 0
+        M = (tl.load(cu_q + b + 1) - begin_q).to(tl.int32)
+        N = (tl.load(cu_k + b + 1) - begin_k).to(tl.int32) if PAGE == 0 else keys
+        at = tl.cast(h, tl.int64) * queries + begin_q
+    if m0 >= M:
+        return
+    m = m0 + tl.arange(0, BM)
+    b_k, pages = b, 0
+    if PAGE > 0:
+        N = keys_in(key_lengths, b, keys)
+        b_k = 0  # no sequence has a place of its own
+        pages = pages_of(block_table, b, keys, last_page, PAGE)
+    q_head = head_of(q, q_strides, b, h, begin_q)
+    k_head = head_of(k, k_strides, b_k, h // group, begin_k)
+    q_tile = load_tile(q_head, m0, q_strides, 0, M, BM, D, D_PADDED, True, WIDE)
+    q_tile = decoded(q_tile, EIGHT)
+    scale = scaled_for(scale, q_scale, k_scale, b, h, heads, group)
+
+    state = (
+        tl.full([BM], float("-inf"), tl.float32),
+        tl.zeros([BM], tl.float32),
+        tl.zeros([BM], tl.float32),
+        tl.full([BM], -1, tl.int32),
+    )
+    place = (b, h, m[:, None], M, N)
+    side = (k_head, k_strides, pages)
+    low, full_low, full_high, high = m0 * 0, m0 * 0, m0 * 0 + N, m0 * 0 + N
+    if KEYS_OF is not None:
+        low, full_low, full_high, high = KEYS_OF(
+            b, m0, tl.minimum(m0 + BM, M), M, N, captured[0], captured[1]
+        )
+    span = (low, high)
+    spans = split_range(low, full_low, full_high, high, N, BN)
+    if order is None:
+        whole, partial = counts_in(spans, BN)
+        listed = None
+        listed_partial = None
+    else:
+        listed, whole, partial = list_of(order, counts, list_numbers, b, h, m0 // BM)
+        listed_partial = listed + whole
+    if not BLIND:
+        state = describe_blocks(
+            state,
+            q_tile,
+            side,
+            spans,
+            span,
+            listed,
+            whole,
+            place,
+            scale,
+            captured,
+            None,
+            SCORE,
+            FOLDED,
+            False,
+            False,
+            NAMED,
+            D,
+            BN,
+            WIDE,
+            PRECISION,
+            PAGE,
+            EIGHT,
+        )
+    top, total, moment, first_key = describe_blocks(
+        state,
+        q_tile,
+        side,
+        spans,
+        span,
+        listed_partial,
+        partial,
+        place,
+        scale,
+        captured,
+        SEEN,
+        SCORE,
+        FOLDED,
+        True,
+        SKIPS,
+        NAMED,
+        D,
+        BN,
+        WIDE,
+        PRECISION,
+        PAGE,
+        EIGHT,
+    )
+    sink = None if sinks is None else tl.load(sinks + h)
+    highest, mean, spread = of_rows(top, total, moment, sink, scale, FOLDED)
+    tl.store(max_logit + at + m, highest, mask=m < M)
+    tl.store(row_mean + at + m, mean, mask=m < M)
+    tl.store(entropy + at + m, spread, mask=m < M)
+    if NAMED:
+        tl.store(top_key + at + m, first_key.to(tl.int64), mask=m < M)
+
+
+class Walk(NamedTuple):
+    """How the walk of the output goes, which that of the statistics follows.
+
+    Args:
+        config: of the chip.
+        variant: the functions of the problem's mask and score.
+        blocks: of queries and keys.
+        lists: arguments that name the tiles to visit (``walk.tiles.lists_of``).
+        eight: how 8 bits are multiplied (``walk.eight.eight_bits``).
+    """
+
+    config: Config
+    variant: Variant
+    blocks: Blocks
+    lists: dict[str, Any]
+    eight: str
+
+
+def statistics_launch(problem: Problem, operands: Operands, result: Result, walk: Walk) -> Launch:
+    """The launch that fills the statistics of a result, which has memory for them."""
+    blocks = walk.blocks
+    operands = with_codes(operands, walk.eight)
+    tiles = slots_of(problem, problem.queries, blocks.queries)
+    arguments = {
+        "q": operands.q,
+        "k": operands.k,
+        "row_mean": result.stats[2],
+        "max_logit": result.max_logit,
+        "entropy": result.entropy,
+        "top_key": result.top_key,
+        "sinks": operands.sinks,
+        "q_scale": operands.q_scale,
+        "k_scale": operands.k_scale,
+        "cu_q": operands.cu_seqlens_q,
+        "cu_k": operands.cu_seqlens_k,
+        **walk.lists,
+        "q_strides": head_strides(operands.q, problem),
+        "k_strides": head_strides(operands.k, problem),
+        "captured": (*captures(operands.mask_tensors), *captures(operands.score_tensors)),
+        "batch": problem.batch,
+        "heads": problem.heads,
+        "group": problem.heads // problem.kv_heads,
+        "queries": problem.queries,
+        **paging_of(problem, operands),
+        "tiles": tiles,
+        "scale": problem.scale,
+    }
+    constants = {
+        **constants_of(problem, operands, walk.config, walk.variant, blocks),
+        "EIGHT": walk.eight,
+    }
+    programs = programs_of(problem, problem.heads, tiles)
+    return launch_of(describe, (programs,), arguments, constants, blocks)

@@ -21,7 +21,7 @@ from tests.variants_catalogue import CATALOGUE, Call, Variant
 from tilewise import masks
 from tilewise.kernels.gpu.backward.forms import form_of
 from tilewise.kernels.gpu.backward.passes import backward_launches
-from tilewise.kernels.gpu.config import Blocks, Config
+from tilewise.kernels.gpu.config import Blocks, Config, Parts
 from tilewise.kernels.gpu.expressions.variant import variant_of
 from tilewise.kernels.gpu.launch import Launch, run
 from tilewise.problem import Grads, Needs, Operands, Problem, Result, Statistics
@@ -52,6 +52,7 @@ def launches(
     upstream: Upstream,
     blocks: Blocks,
     needs: Needs | None = None,
+    parts: Parts | None = None,
 ) -> tuple[Grads, list[Launch]]:
     """Gradients that hold NaN still, and the launches that fill them, in small blocks."""
     needs = all_needs(operands) if needs is None else needs
@@ -69,7 +70,7 @@ def launches(
         tuple(x.dim() for x in tensors)
         for tensors in (operands.mask_tensors, operands.score_tensors)
     ]
-    config = Config("interpreter", overrides=(("dq", blocks), ("dkdv", blocks)))
+    config = Config("interpreter", overrides=(("dq", blocks), ("dkdv", blocks)), parts=parts)
     variant = variant_of(problem, *ranks)
     incoming = (upstream.out, upstream.lse, needs, upstream.entropy)
     return grads, backward_launches(problem, operands, result, *incoming, grads, config, variant)
@@ -141,6 +142,34 @@ def test_the_2x_rule_of_halves(case: Case, dtype: torch.dtype) -> None:
     """A sample of the same in 16 bits."""
     case = case.of(dtype)
     _check(case, BLOCKS[0], *refer_cached(case))
+
+
+PARTED = [
+    CASES[5],
+    Case("wide", **{**SMALL, "head_dim": 33, "value_dim": 64}, mask=("causal",), sinks=True),
+    Case("scored", **{**SMALL, "head_dim": 40}, score=("softcap_tight", "bias"), dropout_p=0.4),
+    Case("packed", head_dim=24, mask=("causal",), sequences=((33, 20), (0, 5), (16, 16))),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", PARTED, ids=lambda case: case.name)
+def test_products_in_parts(case: Case, dtype: torch.dtype) -> None:
+    """Summed over 16 columns at a time, of widths that are whole parts and that are none."""
+    case = case.of(dtype)
+    inputs, reference = refer_cached(case)
+    problem, operands = problem_of(inputs.detached())
+    upstream = Upstream(reference.grad_out, reference.grad_lse)
+    blocks = BLOCKS[1 if case.score else 2]
+    result = forward(problem, operands, blocks)
+    grads, todo = launches(
+        problem, operands, result, upstream, blocks, parts=Parts(dkdv=0, dq=0, single=0)
+    )
+    assert sum(launch.constants.get("PART", 0) == 16 for launch in todo) == 2
+    run(todo)
+    for name, grad in named(inputs, problem, grads).items():
+        plain, truth = reference.plain.grads[name], reference.oracle.grads[name]
+        assert_exact(grad, plain, truth, f"{case}: grad of {name}")
 
 
 BIASES = [

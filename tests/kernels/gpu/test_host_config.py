@@ -44,6 +44,28 @@ def test_blocks_fit_for_every_width(family: str, name: Pass) -> None:
                     assert min(blocks[:2]) >= 16
 
 
+def test_where_products_are_summed_in_parts() -> None:
+    """By family, pass, dtype and the wider of D and Dv, padded; forward passes never do."""
+
+    def part(family: str, name: Pass, width: int, dtype: torch.dtype = torch.bfloat16) -> int:
+        problem = _problem(head_dim=16, value_dim=width, dtype=dtype)
+        return config.config_for(family).part(name, problem)
+
+    assert [part("gfx1100", "dkdv", width) for width in (64, 65, 512)] == [0, 16, 16]
+    assert [part("gfx1100", "dq", width) for width in (128, 129)] == [0, 16]
+    assert [part("gfx1201", "dkdv", width) for width in (128, 129)] == [0, 16]
+    assert [part("gfx1201", "dq", width) for width in (256, 257)] == [0, 16]
+    for family, whole in (("gfx1100", 32), ("gfx1201", 32), ("gfx950", 256)):
+        for name in PASSES:
+            assert part(family, name, whole, torch.float32) == 0
+            wider = part(family, name, whole + 1, torch.float32)
+            assert wider == (16 if name in ("dkdv", "dq") else 0)
+    others = [name for name, chip in FAMILIES.items() if chip.parts is None]
+    assert {"sm_90", "gfx942", "interpreter"} < set(others)
+    for family in others:
+        assert not any(part(family, name, 512, dtype) for name in PASSES for dtype in DTYPES)
+
+
 def test_a_width_is_declined_where_no_block_of_it_fits() -> None:
     """The smallest blocks of dK and dV hold 16 rows of four operands: 128 KiB at 512 floats."""
     small = {name for name, chip in FAMILIES.items() if chip.shared_bytes < 128 * 1024}

@@ -111,13 +111,13 @@ def test_kernels_without_products() -> None:
 def test_what_is_known_to_spill() -> None:
     """By chip and kernel; scratch memory without a spill, or another chip, is a fault as ever."""
     spilling = GOOD._replace(
-        target="gfx1201", case="backward D256 causal", kernel="key_kernel", spills=65
+        target="gfx1201", case="forward D256 causal fp32", kernel="attend", spills=65
     )
     chip, other = target_named("gfx1201"), target_named("gfx942")
     assert is_known_to_spill(spilling, chip)
     assert not is_known_to_spill(spilling._replace(spills=0, scratch_bytes=4), chip)
     assert not is_known_to_spill(spilling._replace(kernel="query_kernel"), chip)
-    assert not is_known_to_spill(spilling._replace(case="backward D64 causal"), chip)
+    assert not is_known_to_spill(spilling._replace(case="forward D256 causal"), chip)
     assert not is_known_to_spill(spilling, other)
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "Config",
     "Descriptors",
     "Family",
+    "Parts",
     "Pass",
     "Splitting",
     "by_pointers",
@@ -67,6 +68,32 @@ class Descriptors(NamedTuple):
     edge_stages: int | None = None
 
 
+class Parts(NamedTuple):
+    """Widths beyond which the backward pass sums its products over parts of their columns.
+
+    Where a thread's registers hold whole rows of operands, wide ones do not fit. In parts they are
+    read twice: from the caches, for the scores, and whole for the sums.
+
+    Args:
+        dkdv, dq: of each pass with 16 bits, the widest of D and Dv that is multiplied whole.
+        single: of either with float32.
+        columns: of a part.
+    """
+
+    dkdv: int
+    dq: int
+    single: int
+    columns: int = 16
+
+    def of(self, pass_name: Pass, dtype: torch.dtype, head_dim: int, value_dim: int) -> int:
+        """The columns of a part; 0 where products are not summed in parts."""
+        widest = max(padded(head_dim), padded(value_dim))
+        if pass_name not in ("dkdv", "dq"):
+            return 0
+        whole = self.dkdv if pass_name == "dkdv" else self.dq
+        return self.columns if widest > (self.single if dtype.itemsize > 2 else whole) else 0
+
+
 class Family(NamedTuple):
     """Chips that run the same machine code.
 
@@ -81,6 +108,7 @@ class Family(NamedTuple):
             a compiler that makes them; "short", by units that add with few bits; "whole", by
             units that add in float32.
         descriptors: None where it has none, or does not gain by them.
+        parts: None where registers hold whole rows of operands of every width.
     """
 
     name: str
@@ -91,6 +119,7 @@ class Family(NamedTuple):
     table: str
     eight: str
     descriptors: Descriptors | None = None
+    parts: Parts | None = None
 
 
 class Splitting(NamedTuple):
@@ -127,6 +156,9 @@ _SPLITTING = Splitting(256, 64)
 _SPLITTING_INTERPRETED = Splitting(64, 4)
 
 _KB = 1024
+_CDNA4_PARTS = Parts(LARGEST_WIDTH, LARGEST_WIDTH, 256)
+_RDNA3_PARTS = Parts(64, 128, 32)
+_RDNA4_PARTS = Parts(128, 256, 32)
 FAMILIES = {
     family.name: family
     for family in (
@@ -139,9 +171,9 @@ FAMILIES = {
         Family("sm_120", "cuda", 99 * _KB, "mma", 32, "small", "whole"),
         Family("gfx90a", "hip", 64 * _KB, "mfma", 64, "cdna", "halves"),
         Family("gfx942", "hip", 64 * _KB, "mfma", 64, "cdna", "halves"),
-        Family("gfx950", "hip", 160 * _KB, "mfma", 64, "cdna4", "whole"),
-        Family("gfx1100", "hip", 64 * _KB, "wmma", 32, "rdna3", "halves"),
-        Family("gfx1201", "hip", 64 * _KB, "wmma", 32, "rdna4", "whole"),
+        Family("gfx950", "hip", 160 * _KB, "mfma", 64, "cdna4", "whole", None, _CDNA4_PARTS),
+        Family("gfx1100", "hip", 64 * _KB, "wmma", 32, "rdna3", "halves", None, _RDNA3_PARTS),
+        Family("gfx1201", "hip", 64 * _KB, "wmma", 32, "rdna4", "whole", None, _RDNA4_PARTS),
         Family(_INTERPRETER, "", 1024 * _KB, "", 32, _INTERPRETER, "whole"),
     )
 }
@@ -173,7 +205,7 @@ _TABLE = _rows(
     """
     turing       forward  64x32/4/1     64x32/4/1     32x32/4/1     16x16/4/1
     ampere       forward  128x64/4/3    128x64/8/3    64x32/8/2     32x32/8/2
-    small        forward  128x64/8/3    64x64/8/3     64x32/8/2     32x32/8/1
+    small        forward  128x64/8/3    128x32/8/3    64x32/8/2     32x32/8/1
     hopper       forward  128x128/8/2   128x128/8/2   128x32/8/2    32x32/8/2
     blackwell    forward  128x128/8/2   128x64/8/3    128x32/8/2    32x32/8/2
     cdna         forward  128x64/4/1    128x64/8/1    64x32/8/1     32x16/8/1
@@ -187,8 +219,8 @@ _TABLE = _rows(
     blackwell    dkdv     64x128/8/1    64x128/8/1    16x32/8/3     16x32/8/3
     cdna         dkdv     32x64/8/1     16x32/8/1     16x32/8/1     16x16/4/1
     cdna4        dkdv     32x64/8/1     32x32/4/1     16x32/8/1     16x16/4/1
-    rdna3        dkdv     16x32/4/1     16x16/8/1     16x16/8/1     16x16/8/1
-    rdna4        dkdv     32x32/8/1     16x32/8/1     16x16/16/1    16x16/16/1
+    rdna3        dkdv     16x32/4/1     32x32/4/1     32x32/8/1     16x16/8/1
+    rdna4        dkdv     32x32/8/1     16x32/8/1     32x32/8/1     16x16/8/1
     turing       dq       32x32/4/1     32x32/8/1     32x16/8/1     16x16/8/1
     ampere       dq       64x64/8/2     64x32/8/3     32x32/8/1     16x16/8/1
     ampere       dq+      64x64/8/2     64x32/8/2     32x32/8/1     16x16/8/1
@@ -197,8 +229,8 @@ _TABLE = _rows(
     blackwell    dq       128x64/8/2    64x64/8/2     64x32/8/1     32x16/8/1
     cdna         dq       64x32/8/1     32x32/8/1     32x16/8/1     16x16/4/1
     cdna4        dq       64x64/8/1     64x32/8/1     32x16/8/1     16x16/4/1
-    rdna3        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
-    rdna4        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/16/1
+    rdna3        dq       32x32/8/1     32x16/8/1     32x32/8/1     16x16/8/1
+    rdna4        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
     small        forward+ 64x64/8/3     64x64/8/3     64x32/8/2     32x32/8/1
     hopper       decode+  16x128/4/3    16x32/4/3     16x64/8/2     16x16/4/2
     small        decode+  16x32/4/3     16x32/4/2     16x32/8/2     16x16/4/2
@@ -211,7 +243,7 @@ _TABLE = _rows(
     blackwell    dkdv+    64x128/8/1    32x64/8/1     16x32/8/3     16x32/8/3
     blackwell    dq+      128x64/8/2    64x32/8/2     64x32/8/1     32x16/8/1
     cdna4        dkdv+    32x32/4/1     32x32/4/1     16x32/8/1     16x16/4/1
-    rdna3        dq+      32x32/8/1     16x16/4/1     16x16/8/1     16x16/8/1
+    rdna3        dq+      32x32/8/1     16x16/4/1     32x32/8/1     16x16/8/1
     ampere       forward8 128x64/4/3    64x64/8/3     64x32/8/2     32x32/8/2
     hopper       forward8 128x128/8/2   128x128/8/2   64x64/8/2     32x32/8/2
     cdna         forward* 128x64/4/1    128x32/8/1    64x32/8/1     32x16/8/1
@@ -225,15 +257,17 @@ _TABLE = _rows(
     ampere       dkdv*    32x64/8/1     32x64/8/2     32x32/8/1     16x16/8/1
     ampere       dq*      128x32/8/3    64x32/8/2     32x32/8/1     16x16/8/1
     small        forward* 64x64/8/3     128x16/8/3    32x16/8/3     32x32/8/1
-    small        dq+      64x32/4/2     32x64/8/1     32x16/4/3     16x16/8/1
+    small        dq+      64x32/4/2     32x64/8/2     32x16/4/3     16x16/8/1
     small        dkdv+    16x128/8/1    32x64/8/1     16x32/8/1     16x16/8/1
     small        dkdv*    32x64/8/1     32x64/8/1     16x32/8/1     16x16/8/1
     small        dq*      64x32/4/2     64x64/8/2     32x16/8/1     16x16/8/1
     hopper       dq+      128x64/8/2    128x32/8/3    64x16/8/3     32x16/8/1
     hopper       dq*      128x32/8/3    128x16/8/3    32x16/8/3     32x16/8/1
     ampere:single forward  32x32/4/2     64x16/8/3     32x16/8/1     16x16/8/1
-    ampere:single dkdv+    16x64/8/1     16x32/8/1     16x16/8/1     16x16/8/1
+    ampere:single dkdv+    16x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
     ampere:single dq+      32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
+    small:single forward   64x32/8/2     32x16/8/2     32x16/8/1     16x16/8/1
+    small:single dkdv+     32x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
     hopper:single forward  64x16/8/3     32x16/8/2     32x16/8/1     16x16/8/1
     hopper:single dkdv+    32x32/4/2     16x32/8/1     16x16/8/1     16x16/8/1
     cdna:single  dkdv     32x32/4/1     16x32/8/1     16x16/4/1     16x16/4/1
@@ -244,14 +278,14 @@ _TABLE = _rows(
     blackwell    dq*      128x64/8/2    128x64/8/3    64x16/8/3     32x16/8/1
     blackwell:single forward  64x16/8/3     32x16/8/2     32x16/8/1     16x16/8/1
     rdna3:single forward  32x16/8/1     16x16/8/1     16x16/16/1    16x16/16/1
-    rdna3:single dkdv     16x16/8/1     16x16/16/1    16x16/16/1    16x16/16/1
-    rdna3:single dq       16x16/8/1     16x16/16/1    16x16/16/1    16x16/16/1
+    rdna3:single dkdv     32x32/8/1     32x32/8/1     16x16/8/1     16x16/8/1
+    rdna3:single dq       32x32/8/1     32x32/8/1     16x16/8/1     16x16/8/1
     rdna4:single forward  32x16/8/1     16x16/8/1     16x16/16/1    16x16/16/1
-    rdna4:single dkdv     16x16/8/1     16x16/16/1    16x16/16/1    16x16/16/1
-    rdna4:single dq       16x16/8/1     16x16/16/1    16x16/16/1    16x16/16/1
+    rdna4:single dkdv     32x32/8/1     32x32/8/1     16x16/8/1     16x16/8/1
+    rdna4:single dq       32x32/8/1     32x32/8/1     16x16/8/1     16x16/8/1
     cdna4        forward+ 128x64/4/2    128x32/8/2    64x32/8/2     64x16/8/2
     cdna4:single forward  32x32/4/2     32x16/8/2     32x16/8/1     16x16/4/2
-    rdna3        forward* 64x32/4/1     64x16/8/1     32x16/8/1     16x16/8/1
+    rdna3        forward* 64x32/4/1     64x16/8/1     16x16/8/1     16x16/8/1
     single       forward  32x32/4/2     32x16/8/2     32x16/8/1     16x16/8/1
     single       dkdv     32x32/4/1     16x32/8/1     16x16/8/1     16x16/8/1
     single       dq       32x32/4/1     32x16/8/1     16x16/8/1     16x16/8/1
@@ -283,6 +317,7 @@ class Config(NamedTuple):
             tests, the gate and the tuner.
         measured: blocks by place that stand before the table.
         descriptors: as in FAMILIES. They change no bit of any result.
+        parts: as in FAMILIES.
     """
 
     family: str
@@ -290,6 +325,7 @@ class Config(NamedTuple):
     overrides: tuple[tuple[str, Blocks], ...] = ()
     measured: Found = NOTHING
     descriptors: Descriptors | None = None
+    parts: Parts | None = None
 
     def blocks(self, pass_name: Pass, problem: Problem) -> Blocks:
         """The blocks of a pass for a problem."""
@@ -309,6 +345,12 @@ class Config(NamedTuple):
             _is_heavy(problem),
             _is_scattered(problem),
         )
+
+    def part(self, pass_name: Pass, problem: Problem) -> int:
+        """Of how many columns of its operands a pass sums its products at a time; 0 for all."""
+        if self.parts is None:
+            return 0
+        return self.parts.of(pass_name, problem.dtype, problem.head_dim, problem.value_dim)
 
     def splitting(self) -> Splitting:
         """How the pass "decode" splits keys."""
@@ -477,7 +519,8 @@ def config_for(family: str, measured: Found = NOTHING) -> Config:
     chip = FAMILIES[family]
     tf32 = torch.backends.cuda.matmul.allow_tf32 and chip.maker == "cuda" and family != "sm_75"
     descriptors = chip.descriptors if _DESCRIBED.get() else None
-    return Config(family, "tf32" if tf32 else "ieee", (), measured, descriptors)
+    precision = "tf32" if tf32 else "ieee"
+    return Config(family, precision, (), measured, descriptors, chip.parts)
 
 
 @contextmanager

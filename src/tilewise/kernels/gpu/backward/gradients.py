@@ -261,7 +261,8 @@ class Backward(NamedTuple):
         tables, by_keys = self.variant.tables, name == "dkdv"
         lists = tile_lists(problem, operands, tables, blocks.queries, blocks.keys, by_keys)
         shared = self._shared() | tensors | lists_of(lists)
-        return shared | arguments, self._constants(blocks), blocks
+        constants = self._constants(blocks) | {"PART": self.config.part(name, problem)}
+        return shared | arguments, constants, blocks
 
     def _constants(self, blocks: Blocks) -> dict[str, Any]:
         problem, variant = self.problem, self.variant

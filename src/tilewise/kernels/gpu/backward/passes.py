@@ -15,6 +15,9 @@ every run, and nothing is added atomically.
 The key tiles are worked on transposed, ``[keys, queries]``, so that P and dS enter their products
 as they were computed.
 
+Where PART is not 0, operands are too wide for the registers: the products that make scores are
+summed over PART columns of them at a time, and a tile is loaded whole when it enters a gradient.
+
 Nothing leaks from what is not there: rows beyond a sequence and keys outside of the range that the
 mask leaves a tile are loaded as 0, and a hidden pair's dS is selected to be 0.
 """
@@ -27,6 +30,7 @@ from torch import Tensor
 
 from tilewise.kernels.gpu.backward.captured import captured_launches
 from tilewise.kernels.gpu.backward.gradients import Backward, pair_gradients
+from tilewise.kernels.gpu.backward.parts import product_in_parts, rows_of
 from tilewise.kernels.gpu.backward.rows import (
     Upstream,
     planes_of,
@@ -43,7 +47,6 @@ from tilewise.kernels.gpu.walk.tiles import (
     head_strides,
     launch_of,
     list_of,
-    load_tile,
     place_of,
     programs_of,
     slots_of,
@@ -109,6 +112,7 @@ def query_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """Gradient of one tile of queries of one head, over the keys that the mask leaves it."""
     program = tl.program_id(0)
@@ -145,12 +149,11 @@ def query_kernel(
         tile = m0 // BLOCK_M
         listed, whole_tiles, partial = list_of(order, counts, list_numbers, b, h, tile)
 
-    head = head_of(q, q_strides, b, h, begin)
-    q_tile = load_tile(head, m0, q_strides, 0, M, BLOCK_M, HEAD_DIM, HEAD_PADDED, True, WIDE)
-    head = head_of(grad_out, grad_out_strides, b, h, begin)
-    grad_tile = load_tile(
-        head, m0, grad_out_strides, 0, M, BLOCK_M, VALUE_DIM, VALUE_PADDED, True, WIDE
-    )
+    q_rows = (head_of(q, q_strides, b, h, begin), q_strides, m0, 0, M)
+    grad_rows = (head_of(grad_out, grad_out_strides, b, h, begin), grad_out_strides, m0, 0, M)
+    if PART == 0:
+        q_tile = rows_of(q_rows, BLOCK_M, HEAD_DIM, HEAD_PADDED, True, WIDE)
+        grad_tile = rows_of(grad_rows, BLOCK_M, VALUE_DIM, VALUE_PADDED, True, WIDE)
     k_head = head_of(k, k_strides, b, h // group, begin_k)
     v_head = head_of(v, v_strides, b, h // group, begin_k)
     m = m0 + tl.arange(0, BLOCK_M)[:, None]
@@ -173,14 +176,20 @@ def query_kernel(
                 if SKIPS:
                     wanted = tl.max(visible.to(tl.int32)) > 0
             if wanted:
-                k_tile = load_tile(
-                    k_head, n0, k_strides, low, high, BLOCK_N, HEAD_DIM, HEAD_PADDED, MASKED, WIDE
-                )
-                v_tile = load_tile(
-                    v_head, n0, v_strides, low, high, BLOCK_N, VALUE_DIM, VALUE_PADDED, MASKED, WIDE
-                )
-                products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-                by_value = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
+                k_rows = (k_head, k_strides, n0, low, high)
+                v_rows = (v_head, v_strides, n0, low, high)
+                if PART == 0:
+                    k_tile = rows_of(k_rows, BLOCK_N, HEAD_DIM, HEAD_PADDED, MASKED, WIDE)
+                    v_tile = rows_of(v_rows, BLOCK_N, VALUE_DIM, VALUE_PADDED, MASKED, WIDE)
+                    products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+                    by_value = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
+                else:
+                    products = product_in_parts(
+                        q_rows, k_rows, BLOCK_M, BLOCK_N, HEAD_DIM, PART, WIDE, PRECISION
+                    )
+                    by_value = product_in_parts(
+                        grad_rows, v_rows, BLOCK_M, BLOCK_N, VALUE_DIM, PART, WIDE, PRECISION
+                    )
                 _, ds = pair_gradients(
                     products,
                     by_value,
@@ -198,6 +207,8 @@ def query_kernel(
                     FOLD,
                     ENTROPY,
                 )
+                if PART > 0:
+                    k_tile = rows_of(k_rows, BLOCK_N, HEAD_DIM, HEAD_PADDED, MASKED, WIDE)
                 total = tl.dot(ds.to(k_tile.dtype), k_tile, total, input_precision=PRECISION)
     head = head_of(grad_q, grad_q_strides, b, h, begin)
     store_tile(head, m0, grad_q_strides, M, total * scale, BLOCK_M, HEAD_DIM, HEAD_PADDED)
@@ -254,6 +265,7 @@ def key_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """Gradients of one tile of keys and values of one key head, over its group's queries.
 
@@ -291,10 +303,11 @@ def key_kernel(
     if order is None:
         whole_tiles, partial = counts_in(spans, BLOCK_M)
 
-    head = head_of(k, k_strides, b, key_head, begin_k)
-    k_tile = load_tile(head, n0, k_strides, 0, N, BLOCK_N, HEAD_DIM, HEAD_PADDED, True, WIDE)
-    head = head_of(v, v_strides, b, key_head, begin_k)
-    v_tile = load_tile(head, n0, v_strides, 0, N, BLOCK_N, VALUE_DIM, VALUE_PADDED, True, WIDE)
+    k_rows = (head_of(k, k_strides, b, key_head, begin_k), k_strides, n0, 0, N)
+    v_rows = (head_of(v, v_strides, b, key_head, begin_k), v_strides, n0, 0, N)
+    if PART == 0:
+        k_tile = rows_of(k_rows, BLOCK_N, HEAD_DIM, HEAD_PADDED, True, WIDE)
+        v_tile = rows_of(v_rows, BLOCK_N, VALUE_DIM, VALUE_PADDED, True, WIDE)
     n = n0 + tl.arange(0, BLOCK_N)[:, None]
     numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
     total_k = tl.zeros([BLOCK_N, HEAD_PADDED], tl.float32)
@@ -322,33 +335,24 @@ def key_kernel(
                     if SKIPS:
                         wanted = tl.max(visible.to(tl.int32)) > 0
                 if wanted:
-                    q_tile = load_tile(
-                        q_head,
-                        m0,
-                        q_strides,
-                        low,
-                        high,
-                        BLOCK_M,
-                        HEAD_DIM,
-                        HEAD_PADDED,
-                        MASKED,
-                        WIDE,
-                    )
-                    grad_tile = load_tile(
-                        grad_head,
-                        m0,
-                        grad_out_strides,
-                        low,
-                        high,
-                        BLOCK_M,
-                        VALUE_DIM,
-                        VALUE_PADDED,
-                        MASKED,
-                        WIDE,
-                    )
+                    q_rows = (q_head, q_strides, m0, low, high)
+                    grad_rows = (grad_head, grad_out_strides, m0, low, high)
+                    if PART == 0:
+                        q_tile = rows_of(q_rows, BLOCK_M, HEAD_DIM, HEAD_PADDED, MASKED, WIDE)
+                        grad_tile = rows_of(
+                            grad_rows, BLOCK_M, VALUE_DIM, VALUE_PADDED, MASKED, WIDE
+                        )
                     row = row_values(row_head, plane, m, M, FOLD, ENTROPY)
-                    products = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-                    by_value = tl.dot(v_tile, tl.trans(grad_tile), input_precision=PRECISION)
+                    if PART == 0:
+                        products = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+                        by_value = tl.dot(v_tile, tl.trans(grad_tile), input_precision=PRECISION)
+                    else:
+                        products = product_in_parts(
+                            k_rows, q_rows, BLOCK_N, BLOCK_M, HEAD_DIM, PART, WIDE, PRECISION
+                        )
+                        by_value = product_in_parts(
+                            v_rows, grad_rows, BLOCK_N, BLOCK_M, VALUE_DIM, PART, WIDE, PRECISION
+                        )
                     p, ds = pair_gradients(
                         products,
                         by_value,
@@ -367,9 +371,15 @@ def key_kernel(
                         ENTROPY,
                     )
                     if grad_v is not None:
+                        if PART > 0:
+                            grad_tile = rows_of(
+                                grad_rows, BLOCK_M, VALUE_DIM, VALUE_PADDED, MASKED, WIDE
+                            )
                         p = p.to(grad_tile.dtype)
                         total_v = tl.dot(p, grad_tile, total_v, input_precision=PRECISION)
                     if grad_k is not None:
+                        if PART > 0:
+                            q_tile = rows_of(q_rows, BLOCK_M, HEAD_DIM, HEAD_PADDED, MASKED, WIDE)
                         ds = ds.to(q_tile.dtype)
                         total_k = tl.dot(ds, q_tile, total_k, input_precision=PRECISION)
     if grad_k is not None:

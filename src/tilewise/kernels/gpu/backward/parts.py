@@ -1,0 +1,72 @@
+"""Tiles of rows, and products of tiles that registers cannot hold: over parts of their columns."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.gpu.walk.tiles import load_tile
+
+__all__ = ["product_in_parts", "rows_of"]
+
+
+@triton.jit
+def rows_of(
+    side,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    MASKED: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """What ``load_tile`` gives; ``side`` is (head, strides, first row, low, high)."""
+    head, strides, first, low, high = side
+    return load_tile(head, first, strides, low, high, BLOCK, WIDTH, PADDED, MASKED, WIDE)
+
+
+@triton.jit
+def _part_of(
+    side,
+    column,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Columns ``column`` and on of what ``rows_of`` gives where MASKED, ``[BLOCK, PART]``."""
+    head, strides, first, low, high = side
+    rows = tl.arange(0, BLOCK)[:, None]
+    columns = column + tl.arange(0, PART)[None, :]
+    inside = (first + rows >= low) & (first + rows < high)
+    if WIDTH % PART != 0:
+        inside = inside & (columns < WIDTH)
+    if WIDE:
+        rows = rows.to(tl.int64)
+        columns = columns.to(tl.int64)
+    places = head + tl.cast(strides[2], tl.int64) * first
+    places = places + rows * strides[2] + columns * strides[3]
+    return tl.load(places, mask=inside, other=0.0)
+
+
+@triton.jit
+def product_in_parts(
+    own,
+    other,
+    OWN_BLOCK: tl.constexpr,
+    OTHER_BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``own @ other^T`` of two tiles of rows, of which PART columns are loaded at a time.
+
+    ``own`` and ``other`` are as ``side`` of ``rows_of``: rows outside of [low, high) count as 0.
+    """
+    total = tl.zeros([OWN_BLOCK, OTHER_BLOCK], tl.float32)
+    # What a program owns is not to be moved out of the loop, and held in registers after all.
+    for column in tl.range(0, WIDTH, PART, num_stages=1, disable_licm=True):
+        left = _part_of(own, column, OWN_BLOCK, WIDTH, PART, WIDE)
+        right = _part_of(other, column, OTHER_BLOCK, WIDTH, PART, WIDE)
+        total = tl.dot(left, tl.trans(right), total, input_precision=PRECISION)
+    return total

@@ -69,29 +69,35 @@ class Descriptors(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Widths beyond which the backward pass sums its products over parts of their columns.
+    """Widths beyond which products of rows are summed over parts of their columns.
 
     Where a thread's registers hold whole rows of operands, wide ones do not fit. In parts they are
     read twice: from the caches, for the scores, and whole for the sums.
 
     Args:
-        dkdv, dq: of each pass with 16 bits, the widest of D and Dv that is multiplied whole.
-        single: of either with float32.
+        forward, dkdv, dq: of each pass the widest of D and Dv that is multiplied whole, with 16
+            bits.
+        forward_single, single: of the forward pass and of the others, with float32.
         columns: of a part.
     """
 
+    forward: int
     dkdv: int
     dq: int
+    forward_single: int
     single: int
     columns: int = 16
 
     def of(self, pass_name: Pass, dtype: torch.dtype, head_dim: int, value_dim: int) -> int:
         """The columns of a part; 0 where products are not summed in parts."""
+        wide = dtype.itemsize > 2
+        whole = {
+            "forward": self.forward_single if wide else self.forward,
+            "dkdv": self.single if wide else self.dkdv,
+            "dq": self.single if wide else self.dq,
+        }
         widest = max(padded(head_dim), padded(value_dim))
-        if pass_name not in ("dkdv", "dq"):
-            return 0
-        whole = self.dkdv if pass_name == "dkdv" else self.dq
-        return self.columns if widest > (self.single if dtype.itemsize > 2 else whole) else 0
+        return self.columns if widest > whole.get(pass_name, LARGEST_WIDTH) else 0
 
 
 class Family(NamedTuple):
@@ -156,9 +162,9 @@ _SPLITTING = Splitting(256, 64)
 _SPLITTING_INTERPRETED = Splitting(64, 4)
 
 _KB = 1024
-_CDNA4_PARTS = Parts(LARGEST_WIDTH, LARGEST_WIDTH, 256)
-_RDNA3_PARTS = Parts(64, 128, 32)
-_RDNA4_PARTS = Parts(128, 256, 32)
+_CDNA4_PARTS = Parts(LARGEST_WIDTH, LARGEST_WIDTH, LARGEST_WIDTH, LARGEST_WIDTH, 256)
+_RDNA3_PARTS = Parts(256, 64, 128, 128, 32)
+_RDNA4_PARTS = Parts(LARGEST_WIDTH, 128, 256, 128, 32)
 FAMILIES = {
     family.name: family
     for family in (
@@ -348,7 +354,7 @@ class Config(NamedTuple):
 
     def part(self, pass_name: Pass, problem: Problem) -> int:
         """Of how many columns of its operands a pass sums its products at a time; 0 for all."""
-        if self.parts is None:
+        if self.parts is None or problem.dtype is FLOAT8 or problem.page_size:
             return 0
         return self.parts.of(pass_name, problem.dtype, problem.head_dim, problem.value_dim)
 

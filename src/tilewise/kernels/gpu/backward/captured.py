@@ -260,17 +260,12 @@ class _Captured:
 
 
 def _blocks(call: Backward) -> Blocks:
-    """Those of dQ, cut down: more is added up, and a branch passes over tiles that are empty.
-
-    What dQ multiplies in parts is whole here.
-    """
+    """Those of dQ, cut down: more is added up, and a branch passes over tiles that are empty."""
     problem = call.problem
     queries, keys, warps, stages = call.config.blocks("dq", problem)
     widest = max(problem.head_dim, problem.value_dim)
     most_queries = 32 if widest > _WIDE else 64
     most_keys = 16 if widest > _WIDE // 2 else 32
-    if call.config.part("dq", problem):
-        most_queries = most_keys = 16
     return Blocks(min(queries, most_queries), min(keys, most_keys), warps, min(stages, 2))
 
 

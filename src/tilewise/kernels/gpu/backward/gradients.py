@@ -238,7 +238,8 @@ class Backward(NamedTuple):
         constants = self._constants(blocks)
         names = ("BLOCK_M", "BLOCK_N", "HEAD_DIM", "HEAD_PADDED", "VALUE_DIM", "VALUE_PADDED")
         flags = ("DROPOUT", "FOLD", "ENTROPY", "PRECISION", "WIDE")
-        form = tuple([constants[name] for name in (*names, *flags)])
+        part = self.config.part("dq", problem)
+        form = (*[constants[name] for name in (*names, *flags)], part)
         return self._shared() | {"inputs": (*tensors, self.rows), "strides": tuple(strides)}, form
 
     def walk(self, name: Pass, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any], Blocks]:

@@ -30,7 +30,6 @@ from torch import Tensor
 
 from tilewise.kernels.gpu.backward.captured import captured_launches
 from tilewise.kernels.gpu.backward.gradients import Backward, pair_gradients
-from tilewise.kernels.gpu.backward.parts import product_in_parts, rows_of
 from tilewise.kernels.gpu.backward.rows import (
     Upstream,
     planes_of,
@@ -41,6 +40,7 @@ from tilewise.kernels.gpu.config import Config
 from tilewise.kernels.gpu.expressions.variant import Variant
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.pairs import shown
+from tilewise.kernels.gpu.walk.parts import product_in_parts, rows_of
 from tilewise.kernels.gpu.walk.tiles import (
     counts_in,
     head_of,

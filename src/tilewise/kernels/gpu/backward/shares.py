@@ -8,9 +8,17 @@ import triton.language as tl
 from tilewise.kernels.gpu.backward.gradients import pair_gradients, row_gradients
 from tilewise.kernels.gpu.backward.rows import row_values
 from tilewise.kernels.gpu.walk.pairs import shown
-from tilewise.kernels.gpu.walk.tiles import head_of, list_of, load_tile, place_of
+from tilewise.kernels.gpu.walk.parts import product_in_parts, rows_of
+from tilewise.kernels.gpu.walk.tiles import head_of, list_of, place_of
 
-__all__ = ["diagonal_kernel", "fold_kernel", "line_kernel", "line_place", "pair_kernel"]
+__all__ = [
+    "diagonal_kernel",
+    "fold_kernel",
+    "line_kernel",
+    "line_place",
+    "pair_kernel",
+    "product_of",
+]
 
 _COUNTS = ["batch", "heads", "group", "queries", "keys", "tiles", "plane"]
 _WORDS = ["seed_low", "seed_high", "threshold"]
@@ -56,12 +64,16 @@ def line_place(
 
 @triton.jit
 def query_side(inputs, strides, plane, place, m0, FORM: tl.constexpr):
-    """(q, grad_out, values of rows) of a tile of queries; arguments as for ``terms_of``."""
+    """(q, grad_out, values of rows) of a tile of queries; arguments as for ``terms_of``.
+
+    What is multiplied in parts is not loaded here: the first two are as ``side`` of ``rows_of``.
+    """
     b, h, begin, _, M, _ = place
-    at = head_of(inputs[0], strides[0], b, h, begin)
-    q = load_tile(at, m0, strides[0], 0, M, FORM[0], FORM[2], FORM[3], True, FORM[10])
-    at = head_of(inputs[3], strides[3], b, h, begin)
-    grad_out = load_tile(at, m0, strides[3], 0, M, FORM[0], FORM[4], FORM[5], True, FORM[10])
+    q = (head_of(inputs[0], strides[0], b, h, begin), strides[0], m0, 0, M)
+    grad_out = (head_of(inputs[3], strides[3], b, h, begin), strides[3], m0, 0, M)
+    if FORM[11] == 0:
+        q = rows_of(q, FORM[0], FORM[2], FORM[3], True, FORM[10])
+        grad_out = rows_of(grad_out, FORM[0], FORM[4], FORM[5], True, FORM[10])
     m = m0 + tl.arange(0, FORM[0])[:, None]
     rows = head_of(inputs[4], strides[4], b, h, begin)
     return q, grad_out, row_values(rows, plane, m, M, FORM[7], FORM[8])
@@ -69,13 +81,26 @@ def query_side(inputs, strides, plane, place, m0, FORM: tl.constexpr):
 
 @triton.jit
 def key_side(inputs, strides, group, place, n0, FORM: tl.constexpr):
-    """(k, v) of a tile of keys; arguments as for ``terms_of``."""
+    """(k, v) of a tile of keys, as those of ``query_side``; arguments as for ``terms_of``."""
     b, h, _, begin_k, _, N = place
-    at = head_of(inputs[1], strides[1], b, h // group, begin_k)
-    k = load_tile(at, n0, strides[1], 0, N, FORM[1], FORM[2], FORM[3], True, FORM[10])
-    at = head_of(inputs[2], strides[2], b, h // group, begin_k)
-    v = load_tile(at, n0, strides[2], 0, N, FORM[1], FORM[4], FORM[5], True, FORM[10])
+    k = (head_of(inputs[1], strides[1], b, h // group, begin_k), strides[1], n0, 0, N)
+    v = (head_of(inputs[2], strides[2], b, h // group, begin_k), strides[2], n0, 0, N)
+    if FORM[11] == 0:
+        k = rows_of(k, FORM[1], FORM[2], FORM[3], True, FORM[10])
+        v = rows_of(v, FORM[1], FORM[4], FORM[5], True, FORM[10])
     return k, v
+
+
+@triton.jit
+def product_of(queries, keys, WIDTH: tl.constexpr, FORM: tl.constexpr):
+    """q.k or grad_out.v of a tile of pairs, from what ``query_side`` and ``key_side`` give."""
+    if FORM[11] == 0:
+        product = tl.dot(queries, tl.trans(keys), input_precision=FORM[9])
+    else:
+        product = product_in_parts(
+            queries, keys, FORM[0], FORM[1], WIDTH, FORM[11], FORM[10], FORM[9]
+        )
+    return product
 
 
 @triton.jit
@@ -110,12 +135,12 @@ def terms_of(
     ``queries`` are of ``query_side``, ``keys`` of ``key_side``: they take ``inputs``, which are q,
     k, v, grad_out and the values of rows, and ``strides`` of them. ``place`` is (b, h, begin,
     begin_k, M, N). FORM is (BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_PADDED, VALUE_DIM, VALUE_PADDED,
-    DROPOUT, FOLD, ENTROPY, PRECISION, WIDE).
+    DROPOUT, FOLD, ENTROPY, PRECISION, WIDE, PART).
     """
     b, h, _, _, M, N = place
     _, terms = pair_gradients(
-        tl.dot(queries[0], tl.trans(keys[0]), input_precision=FORM[9]),
-        tl.dot(queries[1], tl.trans(keys[1]), input_precision=FORM[9]),
+        product_of(queries[0], keys[0], FORM[2], FORM),
+        product_of(queries[1], keys[1], FORM[4], FORM),
         queries[2],
         numbers,
         (b, h, M, N),
@@ -150,8 +175,8 @@ def row_sums_of(
     """Sums along the rows of a tile as of ``row_gradients``; arguments as for ``terms_of``."""
     b, h, _, _, M, N = place
     return row_gradients(
-        tl.dot(queries[0], tl.trans(keys[0]), input_precision=FORM[9]),
-        tl.dot(queries[1], tl.trans(keys[1]), input_precision=FORM[9]),
+        product_of(queries[0], keys[0], FORM[2], FORM),
+        product_of(queries[1], keys[1], FORM[4], FORM),
         queries[2],
         numbers,
         (b, h, M, N),

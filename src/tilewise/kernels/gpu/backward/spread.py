@@ -12,6 +12,7 @@ import triton.language as tl
 from tilewise.kernels.gpu.backward.shares import (
     key_side,
     line_place,
+    product_of,
     query_side,
     seen_in,
     step_of,
@@ -104,8 +105,7 @@ def spread_pairs_kernel(
                     m = m0 + tl.arange(0, BLOCK_M)[:, None]
                     n = n0 + tl.arange(0, BLOCK_N)[None, :]
                     # A load may be indexed by the score; where none is, this product is left out.
-                    keys_across = tl.trans(key_tiles[0])
-                    scores = tl.dot(query_tiles[0], keys_across, input_precision=FORM[9]) * scale
+                    scores = product_of(query_tiles[0], key_tiles[0], FORM[2], FORM) * scale
                     element = INDEX(scores, b, h, m, n, M, N, captured[2], captured[3])
                     whole = tl.floor(terms * tl.load(factors) + 0.5).to(tl.int64)
                     tl.atomic_add(fixed + element, whole, mask=whole != 0, sem="relaxed")

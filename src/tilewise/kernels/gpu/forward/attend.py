@@ -40,6 +40,7 @@ from tilewise.kernels.gpu.walk.eight import (
     with_codes,
 )
 from tilewise.kernels.gpu.walk.lists import tile_lists
+from tilewise.kernels.gpu.walk.parts import rows_of
 from tilewise.kernels.gpu.walk.tiles import (
     counts_in,
     head_of,
@@ -47,7 +48,6 @@ from tilewise.kernels.gpu.walk.tiles import (
     launch_of,
     list_of,
     lists_of,
-    load_tile,
     pages_of,
     place_of,
     side_of,
@@ -154,6 +154,7 @@ def attend(
     EIGHT: tl.constexpr,
     TURNED: tl.constexpr,
     EDGE_STAGES: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """Attention of a block of BM queries of one head.
 
@@ -188,8 +189,10 @@ def attend(
     if TURNED and cu_q is not None:
         begin_v = begin_turned(begin_k, b)
     v_head = head_of(v, v_strides, b_k, h // group, begin_v)
-    q_tile = load_tile(q_head, m0, q_strides, 0, M, BM, D, D_PADDED, True, WIDE)
-    q_tile = decoded(q_tile, EIGHT)
+    q_tile = (q_head, q_strides, m0, 0, M)
+    if PART == 0:
+        q_tile = rows_of(q_tile, BM, D, D_PADDED, True, WIDE)
+        q_tile = decoded(q_tile, EIGHT)
     scale = scaled_for(scale, q_scale, k_scale, b, h, heads, group)
     if FOLDED and (q_scale is not None or k_scale is not None):
         q_tile, scale = folded(q_tile, scale)
@@ -243,6 +246,7 @@ def attend(
             PAGE,
             EIGHT,
             TURNED,
+            PART=PART,
         )
     acc, top, total = walk_keys(
         state,
@@ -269,6 +273,7 @@ def attend(
         EIGHT,
         TURNED,
         EDGE_STAGES,
+        PART,
     )
 
     sink = None if sinks is None else tl.load(sinks + h)
@@ -338,6 +343,7 @@ def forward_launches(
         "EIGHT": eight,
         "TURNED": turned,
         "EDGE_STAGES": rows.edge_stages,
+        "PART": config.part("forward", problem),
     }
     if operands.q_scale is not None or operands.k_scale is not None:
         constants["FOLDED"] = variant.score is None  # ``folded`` makes it positive

@@ -15,6 +15,7 @@ from tilewise.kernels.gpu.walk.eight import (
     decoded,
 )
 from tilewise.kernels.gpu.walk.pairs import LOG2E, kept, shown
+from tilewise.kernels.gpu.walk.parts import product_in_parts
 from tilewise.kernels.gpu.walk.tiles import (
     load_keys,
     load_tile,
@@ -72,15 +73,21 @@ def scores_of_block(
     PRECISION: tl.constexpr,
     PAGE: tl.constexpr,
     EIGHT: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """Scores of the block of keys from ``n0`` on, in the units of the walk.
 
     -inf where MASKED and a pair is not ``visible``. ``side``, ``low`` and ``high`` are what
-    ``load_keys`` takes.
+    ``load_keys`` takes. Where PART is not 0, the product is summed over so many columns at a time,
+    and q is not a tile, but as ``side`` of ``rows_of``.
     """
-    k = load_keys(side, n0, low, high, BN, D, q.shape[1], MASKED, WIDE, PAGE)
-    k = decoded(k, EIGHT)
-    products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if PART == 0:
+        k = load_keys(side, n0, low, high, BN, D, q.shape[1], MASKED, WIDE, PAGE)
+        k = decoded(k, EIGHT)
+        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    else:
+        keys = (side[0], side[1], n0, low, high)
+        products = product_in_parts(q, keys, place[2].shape[0], BN, D, PART, WIDE, PRECISION)
     n = (n0 + tl.arange(0, BN))[None, :]
     scores = scaled_scores(products, scale, n, place, captured, SCORE, FOLDED)
     if MASKED:
@@ -110,6 +117,7 @@ def absorb(
     PAGE: tl.constexpr = 0,
     EIGHT: tl.constexpr = "",
     TURNED: tl.constexpr = False,
+    PART: tl.constexpr = 0,
 ):
     """One block of keys in the online softmax; ``visible`` says which pairs attend if MASKED.
 
@@ -139,6 +147,7 @@ def absorb(
         PRECISION,
         PAGE,
         EIGHT,
+        PART,
     )
     new_top = tl.maximum(top, tl.max(scores, 1))
     base = new_top
@@ -203,6 +212,7 @@ def take_block(
     PAGE: tl.constexpr,
     EIGHT: tl.constexpr,
     TURNED: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """Block ``i`` of a walk in the online softmax."""
     b, h, m, M, N = place
@@ -232,6 +242,7 @@ def take_block(
         PAGE,
         EIGHT,
         TURNED,
+        PART,
     )
 
 
@@ -282,6 +293,7 @@ def walk_keys(
     EIGHT: tl.constexpr = "",
     TURNED: tl.constexpr = False,
     STAGES: tl.constexpr = None,
+    PART: tl.constexpr = 0,
 ):
     """``count`` blocks of keys: those that are ``listed``, or without a list those of ``spans``.
 
@@ -316,6 +328,7 @@ def walk_keys(
                 PAGE,
                 EIGHT,
                 TURNED,
+                PART,
             )
             i = next_met(i + 1, spans, listed, count, place, captured, SEEN, BN)
     else:
@@ -343,6 +356,7 @@ def walk_keys(
                 PAGE,
                 EIGHT,
                 TURNED,
+                PART,
             )
     return acc, top, total
 

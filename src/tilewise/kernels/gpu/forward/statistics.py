@@ -31,6 +31,7 @@ from tilewise.kernels.gpu.forward.online import (
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.eight import decoded, scaled_for, with_codes
 from tilewise.kernels.gpu.walk.pairs import LN2, LOG2E, shown
+from tilewise.kernels.gpu.walk.parts import rows_of
 from tilewise.kernels.gpu.walk.tiles import (
     counts_in,
     head_of,
@@ -38,7 +39,6 @@ from tilewise.kernels.gpu.walk.tiles import (
     keys_in,
     launch_of,
     list_of,
-    load_tile,
     pages_of,
     place_of,
     programs_of,
@@ -74,6 +74,7 @@ def describe_block(
     PRECISION: tl.constexpr,
     PAGE: tl.constexpr,
     EIGHT: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """The state of rows with one more block of keys; ``side`` and ``span`` as of ``load_keys``."""
     top, total, moment, top_key = state
@@ -101,6 +102,7 @@ def describe_block(
         PRECISION,
         PAGE,
         EIGHT,
+        PART,
     )
     best = tl.max(scores, 1)
     if NAMED:
@@ -145,6 +147,7 @@ def describe_blocks(
     PRECISION: tl.constexpr,
     PAGE: tl.constexpr,
     EIGHT: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """``count`` blocks of keys, by the rules of ``online.walk_keys``."""
     top, total, moment, top_key = state
@@ -171,6 +174,7 @@ def describe_blocks(
                 PRECISION,
                 PAGE,
                 EIGHT,
+                PART,
             )
             i = next_met(i + 1, spans, listed, count, place, captured, SEEN, BN)
     else:
@@ -195,6 +199,7 @@ def describe_blocks(
                 PRECISION,
                 PAGE,
                 EIGHT,
+                PART,
             )
     return top, total, moment, top_key
 
@@ -258,6 +263,7 @@ def describe(
     PRECISION: tl.constexpr,
     PAGE: tl.constexpr,
     EIGHT: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """Statistics of a block of BM queries of one head; arguments as of ``attend``."""
     NAMED: tl.constexpr = top_key is not None
@@ -285,8 +291,10 @@ def describe(
         pages = pages_of(block_table, b, keys, last_page, PAGE)
     q_head = head_of(q, q_strides, b, h, begin_q)
     k_head = head_of(k, k_strides, b_k, h // group, begin_k)
-    q_tile = load_tile(q_head, m0, q_strides, 0, M, BM, D, D_PADDED, True, WIDE)
-    q_tile = decoded(q_tile, EIGHT)
+    q_tile = (q_head, q_strides, m0, 0, M)
+    if PART == 0:
+        q_tile = rows_of(q_tile, BM, D, D_PADDED, True, WIDE)
+        q_tile = decoded(q_tile, EIGHT)
     scale = scaled_for(scale, q_scale, k_scale, b, h, heads, group)
 
     state = (
@@ -335,6 +343,7 @@ def describe(
             PRECISION,
             PAGE,
             EIGHT,
+            PART,
         )
     top, total, moment, first_key = describe_blocks(
         state,
@@ -359,6 +368,7 @@ def describe(
         PRECISION,
         PAGE,
         EIGHT,
+        PART,
     )
     sink = None if sinks is None else tl.load(sinks + h)
     highest, mean, spread = of_rows(top, total, moment, sink, scale, FOLDED)
@@ -419,6 +429,7 @@ def statistics_launch(problem: Problem, operands: Operands, result: Result, walk
     constants = {
         **constants_of(problem, operands, walk.config, walk.variant, blocks),
         "EIGHT": walk.eight,
+        "PART": walk.config.part("forward", problem),
     }
     programs = programs_of(problem, problem.heads, tiles)
     return launch_of(describe, (programs,), arguments, constants, blocks)

@@ -25,7 +25,7 @@ from tilewise.kernels.gpu.gate.record import Record
 from tilewise.kernels.gpu.gate.search import ladder
 from tilewise.kernels.gpu.gate.table import table
 from tilewise.kernels.gpu.gate.targets import TARGETS, target_named
-from tilewise.kernels.gpu.gate.verdicts import faults, is_known_to_spill, out_of_date
+from tilewise.kernels.gpu.gate.verdicts import faults, out_of_date
 
 OWN = "tests.kernels.gpu.gate_cases"
 AMPERE, HOPPER = target_named("sm_80"), target_named("sm_90a")
@@ -106,19 +106,6 @@ def test_kernels_without_products() -> None:
     assert not faults(bare, PRODUCTS._replace(without_products=frozenset({"k"})), AMPERE, None)
     assert faults(bare, PRODUCTS._replace(without_products=frozenset({"other"})), AMPERE, None)
     assert not faults(bare, PRODUCTS._replace(sixteen_bit=False), AMPERE, None)
-
-
-def test_what_is_known_to_spill() -> None:
-    """By chip and kernel; scratch memory without a spill, or another chip, is a fault as ever."""
-    spilling = GOOD._replace(
-        target="gfx1201", case="forward D256 causal fp32", kernel="attend", spills=65
-    )
-    chip, other = target_named("gfx1201"), target_named("gfx942")
-    assert is_known_to_spill(spilling, chip)
-    assert not is_known_to_spill(spilling._replace(spills=0, scratch_bytes=4), chip)
-    assert not is_known_to_spill(spilling._replace(kernel="query_kernel"), chip)
-    assert not is_known_to_spill(spilling._replace(case="forward D256 causal"), chip)
-    assert not is_known_to_spill(spilling, other)
 
 
 @pytest.mark.parametrize("field", ["registers", "instructions"])

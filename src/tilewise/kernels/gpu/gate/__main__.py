@@ -18,7 +18,7 @@ from tilewise.kernels.gpu.gate.conduct import Compiled, compile_all
 from tilewise.kernels.gpu.gate.record import Record
 from tilewise.kernels.gpu.gate.table import table
 from tilewise.kernels.gpu.gate.targets import TARGETS, Target
-from tilewise.kernels.gpu.gate.verdicts import faults, is_known_to_spill, out_of_date
+from tilewise.kernels.gpu.gate.verdicts import faults, out_of_date
 
 __all__ = ["main"]
 
@@ -127,9 +127,6 @@ def _show(compiled: Compiled, cases: dict[str, Case], baseline: Baseline) -> lis
         for record in compiled.records
     ]
     print(table(target, judged), flush=True)
-    for record, _ in judged:
-        if is_known_to_spill(record, target):
-            print(f"KNOWN {target.name} {record.key}: {record.spills} spills", flush=True)
     return [f"{target.name} {record.key}: {fault}" for record, found in judged for fault in found]
 
 

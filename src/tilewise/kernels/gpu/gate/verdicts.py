@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 from tilewise.kernels.gpu.gate.baseline import Entry
 from tilewise.kernels.gpu.gate.case import Case
 from tilewise.kernels.gpu.gate.record import Record
 from tilewise.kernels.gpu.gate.targets import Target
 
-__all__ = ["faults", "is_known_to_spill", "out_of_date"]
+__all__ = ["faults", "out_of_date"]
 
-# What spills in whatever blocks, by chip: patterns of a record's key. These kernels are correct,
-# and slower than they should be; the run names them. RDNA's threads have 256 registers, and where
-# there is no matrix instruction, which is so for float32, each holds whole rows of both operands.
-# The backward pass multiplies wide ones in parts; the forward one and the walks that make
-# gradients of captured tensors do not.
-_WIDE_FLOATS = (r"forward D256 .*fp32 / attend",)
-KNOWN_SPILLS = {
-    "gfx1100": (
-        *_WIDE_FLOATS,
-        r"forward D512 .*/ attend",
-        r"captured D256 causal / (line_kernel|diagonal_kernel|spread_pairs_kernel.*)",
-    ),
-    "gfx1201": _WIDE_FLOATS,
-}
 GROWTH = 1.05  # of registers or instructions over the baseline; more is a fault
 
 
@@ -40,7 +24,7 @@ def faults(record: Record, case: Case, target: Target, before: Entry | None) -> 
     if record.error:
         return [record.error]
     found = []
-    if (record.spills or record.scratch_bytes) and not is_known_to_spill(record, target):
+    if record.spills or record.scratch_bytes:
         found.append(f"{record.spills} spills, {record.scratch_bytes} bytes of scratch")
     shared_bytes, most = record.shared_bytes, target.family.shared_bytes
     if shared_bytes > most:
@@ -53,12 +37,6 @@ def faults(record: Record, case: Case, target: Target, before: Entry | None) -> 
         found += _growth("registers", before.registers, record.registers, before, record)
         found += _growth("instructions", before.instructions, record.instructions, before, record)
     return found
-
-
-def is_known_to_spill(record: Record, target: Target) -> bool:
-    """Whether no blocks are known in which this kernel does not spill."""
-    known = KNOWN_SPILLS.get(target.name, ())
-    return bool(record.spills) and any(re.fullmatch(each, record.key) for each in known)
 
 
 def out_of_date(record: Record, target: Target) -> str:

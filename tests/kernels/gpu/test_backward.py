@@ -83,10 +83,11 @@ def backward(
     blocks: Blocks,
     needs: Needs | None = None,
     statistics: Statistics = "",
+    parts: Parts | None = None,
 ) -> Grads:
     """Both passes in small blocks."""
-    result = forward(problem, operands, blocks, statistics)
-    grads, todo = launches(problem, operands, result, upstream, blocks, needs)
+    result = forward(problem, operands, blocks, statistics, parts)
+    grads, todo = launches(problem, operands, result, upstream, blocks, needs, parts)
     run(todo)
     return grads
 
@@ -144,6 +145,7 @@ def test_the_2x_rule_of_halves(case: Case, dtype: torch.dtype) -> None:
     _check(case, BLOCKS[0], *refer_cached(case))
 
 
+PARTS = Parts(0, 0, 0, 0, 0)  # of every width
 PARTED = [
     CASES[5],
     Case("wide", **{**SMALL, "head_dim": 33, "value_dim": 64}, mask=("causal",), sinks=True),
@@ -162,9 +164,7 @@ def test_products_in_parts(case: Case, dtype: torch.dtype) -> None:
     upstream = Upstream(reference.grad_out, reference.grad_lse)
     blocks = BLOCKS[1 if case.score else 2]
     result = forward(problem, operands, blocks)
-    grads, todo = launches(
-        problem, operands, result, upstream, blocks, parts=Parts(dkdv=0, dq=0, single=0)
-    )
+    grads, todo = launches(problem, operands, result, upstream, blocks, parts=PARTS)
     assert sum(launch.constants.get("PART", 0) == 16 for launch in todo) == 2
     run(todo)
     for name, grad in named(inputs, problem, grads).items():
@@ -278,7 +278,7 @@ FORMS: dict[str, Any] = {
 }
 
 
-def _check_call(variant: Variant, blocks: Blocks = BLOCKS[0]) -> Call:
+def _check_call(variant: Variant, blocks: Blocks = BLOCKS[0], parts: Parts | None = None) -> Call:
     """All gradients of a call of a variant, by the 2x rule in float32."""
     call = Call(variant, torch.float32, SIZES)
     problem, operands = call.asked()
@@ -286,7 +286,7 @@ def _check_call(variant: Variant, blocks: Blocks = BLOCKS[0]) -> Call:
     with torch.no_grad():
         needs = Needs(True, True, True, tuple(x.requires_grad for x in operands.score_tensors))
         needs = needs._replace(sinks=operands.sinks is not None)
-        grads = backward(problem, operands, upstream, blocks, needs)
+        grads = backward(problem, operands, upstream, blocks, needs, parts=parts)
     wanted = [x for x in operands.score_tensors if x.requires_grad]
     learned = [call.leaves[name] for name in call.made.captured]
     by_slot = [grad for grad in grads.score_tensors if grad is not None]
@@ -307,6 +307,12 @@ def test_loads_of_every_form(name: str) -> None:
     """What expressions load: by lines, by pairs, twice, and where indices are clamped."""
     mask = some_masks.causal if len(name) % 2 else None
     _check_call(Variant(name, mask, FORMS[name]))
+
+
+@pytest.mark.parametrize("name", ["relative", "hashed", "rows", "columns", "exchanged"])
+def test_loads_of_every_form_in_parts(name: str) -> None:
+    """Diagonals, pairs, lines either way, and a tile of the tensor."""
+    _check_call(Variant(name, some_masks.causal, FORMS[name]), parts=PARTS)
 
 
 QUICK = ("t5", "swin", "temperature-of-rows", "forgetting", "undefined-above", "everything")

@@ -18,7 +18,7 @@ from tests.oracle import attend, problem_of, refer_cached
 from tilewise import masks, scores
 from tilewise.errors import Unsupported
 from tilewise.kernels.gpu.backend import empty_result
-from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config, config_for
+from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config, Parts, config_for
 from tilewise.kernels.gpu.expressions.variant import variant_of
 from tilewise.kernels.gpu.forward.attend import forward_launches
 from tilewise.kernels.gpu.launch import Launch, run
@@ -31,7 +31,11 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def launches(
-    problem: Problem, operands: Operands, blocks: Blocks, statistics: Statistics = ""
+    problem: Problem,
+    operands: Operands,
+    blocks: Blocks,
+    statistics: Statistics = "",
+    parts: Parts | None = None,
 ) -> tuple[Result, list[Launch]]:
     """A result that is still empty, and the launches that fill it in small blocks."""
     ranks = [
@@ -39,16 +43,20 @@ def launches(
         for tensors in (operands.mask_tensors, operands.score_tensors)
     ]
     variant = variant_of(problem, *ranks)
-    config = Config("interpreter", overrides=(("forward", blocks),))
+    config = Config("interpreter", overrides=(("forward", blocks),), parts=parts)
     result = empty_result(problem, operands.q, statistics)
     return result, forward_launches(problem, operands, result, config, variant)
 
 
 def forward(
-    problem: Problem, operands: Operands, blocks: Blocks, statistics: Statistics = ""
+    problem: Problem,
+    operands: Operands,
+    blocks: Blocks,
+    statistics: Statistics = "",
+    parts: Parts | None = None,
 ) -> Result:
     """The forward pass in small blocks."""
-    result, todo = launches(problem, operands, blocks, statistics)
+    result, todo = launches(problem, operands, blocks, statistics, parts)
     run(todo)
     return result
 
@@ -124,6 +132,30 @@ def test_the_2x_rule_of_halves(case: Case, dtype: torch.dtype) -> None:
 def test_the_2x_rule_everywhere(case: Case, dtype: torch.dtype, blocks: Blocks) -> None:
     """All of them in all dtypes and blocks."""
     _check(case.of(dtype), blocks)
+
+
+PARTED = [
+    Case("wide", **{**SMALL, "head_dim": 33, "value_dim": 64}, mask=("window",), sinks=True),
+    Case("scored", **{**SMALL, **GQA, "head_dim": 40}, score=("softcap_tight",), dropout_p=0.4),
+    Case("packed", head_dim=24, mask=("causal",), sequences=((33, 20), (0, 5), (16, 16))),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", PARTED, ids=lambda case: case.name)
+def test_products_in_parts(case: Case, dtype: torch.dtype) -> None:
+    """Scores summed over 16 columns at a time, of widths that are whole parts and that are none."""
+    case = case.of(dtype)
+    inputs, reference = refer_cached(case)
+    problem, operands = problem_of(inputs.detached())
+    result, todo = launches(problem, operands, BLOCKS[1], "top1", Parts(0, 0, 0, 0, 0))
+    assert [launch.constants["PART"] for launch in todo] == [16, 16]
+    run(todo)
+    assert_exact(result.out, reference.plain.out, reference.oracle.out, f"{case}: out")
+    assert_exact(result.lse, reference.plain.lse, reference.oracle.lse, f"{case}: lse")
+    expected = tiled.forward(problem, operands, "top1")
+    for name in ("max_logit", "entropy", "top_key"):
+        torch.testing.assert_close(getattr(result, name), getattr(expected, name), msg=name)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

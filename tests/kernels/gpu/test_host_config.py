@@ -45,7 +45,7 @@ def test_blocks_fit_for_every_width(family: str, name: Pass) -> None:
 
 
 def test_where_products_are_summed_in_parts() -> None:
-    """By family, pass, dtype and the wider of D and Dv, padded; forward passes never do."""
+    """By family, pass, dtype and the wider of D and Dv, padded; never in pages or 8 bits."""
 
     def part(family: str, name: Pass, width: int, dtype: torch.dtype = torch.bfloat16) -> int:
         problem = _problem(head_dim=16, value_dim=width, dtype=dtype)
@@ -55,11 +55,21 @@ def test_where_products_are_summed_in_parts() -> None:
     assert [part("gfx1100", "dq", width) for width in (128, 129)] == [0, 16]
     assert [part("gfx1201", "dkdv", width) for width in (128, 129)] == [0, 16]
     assert [part("gfx1201", "dq", width) for width in (256, 257)] == [0, 16]
-    for family, whole in (("gfx1100", 32), ("gfx1201", 32), ("gfx950", 256)):
+    assert [part("gfx1100", "forward", width) for width in (256, 257)] == [0, 16]
+    assert [part("gfx1201", "forward", width) for width in (256, 512)] == [0, 0]
+    for family, whole, forward in (
+        ("gfx1100", 32, 128),
+        ("gfx1201", 32, 128),
+        ("gfx950", 256, 512),
+    ):
+        most = {"forward": forward, "dkdv": whole, "dq": whole, "decode": 512}
         for name in PASSES:
-            assert part(family, name, whole, torch.float32) == 0
-            wider = part(family, name, whole + 1, torch.float32)
-            assert wider == (16 if name in ("dkdv", "dq") else 0)
+            assert part(family, name, most[name], torch.float32) == 0
+            wider = part(family, name, min(most[name] + 1, 512), torch.float32)
+            assert wider == (16 if most[name] < 512 else 0)
+    wide = _problem(head_dim=512, value_dim=512)
+    for other in (wide._replace(page_size=16), wide._replace(dtype=torch.float8_e4m3fn)):
+        assert config.config_for("gfx1100").part("forward", other) == 0
     others = [name for name, chip in FAMILIES.items() if chip.parts is None]
     assert {"sm_90", "gfx942", "interpreter"} < set(others)
     for family in others:

@@ -45,8 +45,7 @@ def roofline(account: Account, chip: Chip) -> Markup:
         account: of the problem.
         chip: whose roof it is, with all ceilings.
     """
-    dtype = str(account.problem.dtype).removeprefix("torch.")
-    ridge, peak = balance(chip, dtype), chip.peak(dtype) or 1.0
+    ridge, peak = balance(chip, account.dtype), chip.peak(account.dtype) or 1.0
     points = []
     for kind in _kinds(account):
         seconds = account.seconds(kind.traffic, chip).total

@@ -28,7 +28,9 @@ from tilewise.lab.bench.suites.page import ABOUT, html, markdown
 from tilewise.lab.bench.suites.peak import STEPS, Wanted
 from tilewise.lab.bench.suites.point import COMPLETE, INTERRUPTED, Point, Record
 from tilewise.lab.bench.suites.rivals import rivals
+from tilewise.lab.bench.suites.sentences import sentences
 from tilewise.lab.bench.suites.steps import Step
+from tilewise.lab.bench.suites.tables import tables
 from tilewise.lab.bench.suites.variants import Variant, catalogue
 from tilewise.lab.bench.suites.work import Work, draw
 
@@ -387,6 +389,47 @@ def test_crossings_in_a_sentence() -> None:
     assert hardly.at is None
     none = told("forward", "ours", {"a": hardly, "b": hardly})
     assert none == "forward: up to 512 none is faster than ours: a and b."
+
+
+def test_the_page_states_one_crossing_and_tables_all() -> None:
+    """The first case in a sentence, every case in the first table, which is open."""
+    times = {"tilewise": (1.0, 4.0), "sdpa": (2.0, 8.0), "A": (2.0, 2.0), "B": (0.5, 1.0)}
+    times |= {"C": (9.0, 99.0), "tilewise butterfly": (1.5, 0.5)}
+    points = [
+        replace(point(n, name, each, exact=name in ("tilewise", "sdpa")), case=case)
+        for case, more in (("both", 1.0), ("forward", 3.0))
+        for name, both in times.items()
+        for n, each in zip((128, 512), (both[0] * more ** (name == "A"), both[1]), strict=True)
+    ]
+    made = record(*points)
+    said = sentences(made, "paper")
+    assert said[0] == (
+        "both, float32: tilewise butterfly from about 160 on and A from about 260 on are faster "
+        "than tilewise; B is faster at every length from 128 on; C is not, up to 512."
+    )
+    assert not [line for line in said[1:] if line.startswith("forward")]
+    assert "tilewise butterfly against the fastest of the others" in said[1]
+    assert "faster in 2 of 2 cases, 2.00 times (both, float32 at 512; B)" in said[1]
+    first = tables(made, "paper")[0]
+    assert first.head == ("case", "A", "B", "C", "tilewise butterfly")
+    assert first.rows[0] == (
+        "both, float32",
+        "from about 260",
+        "from 128",
+        "not up to 512",
+        "from about 160",
+    )
+    assert first.rows[1][1] == "from about 350"
+    page = html(made)
+    assert_sound(page)
+    assert page.count("<details open") == 1
+    assert page.index("<details open") < page.index(first.title)
+
+
+def test_the_page_says_what_was_asked_in_words() -> None:
+    made = record(point(64, "tilewise", 1.0))
+    made.settings = {"lengths": [64, 128], "dtypes": ["float32"], "minutes": 2.0, "quick": False}
+    assert "Asked for: lengths 64, 128; dtypes float32; minutes 2; quick no." in html(made)
 
 
 def test_compare_flags_what_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import resources
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -12,9 +12,9 @@ from markupsafe import Markup
 from tilewise.lab.bench.suites import figures
 from tilewise.lab.bench.suites.memory import CURE, DOUBLE
 from tilewise.lab.bench.suites.methods import OURS
-from tilewise.lab.bench.suites.point import COMPLETE, Point, Record
+from tilewise.lab.bench.suites.point import COMPLETE, Point, Record, groups
 from tilewise.lab.bench.suites.sentences import sentences
-from tilewise.lab.bench.suites.tables import BY_CASE, TITLES, groups, heading, tables
+from tilewise.lab.bench.suites.tables import BY_CASE, TITLES, heading, tables
 from tilewise.lab.bench.table import Table
 from tilewise.lab.bench.table import markdown as markdown_table
 from tilewise.lab.study.report.svg import house_style
@@ -73,8 +73,17 @@ def html(record: Record) -> str:
         heading=heading(record),
         complete=record.status == COMPLETE,
         sections=sections,
-        settings=", ".join(f"{name} {value}" for name, value in record.settings.items()),
+        settings="; ".join(f"{name} {_said(value)}" for name, value in record.settings.items()),
     )
+
+
+def _said(value: Any) -> str:
+    """An option's value in words."""
+    if isinstance(value, list):
+        return ", ".join(str(each) for each in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _section(record: Record, suite: str) -> _Section:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from tilewise.lab.bench.suites.work import Work
 from tilewise.lab.compact import compact_json, read_json
 from tilewise.lab.study.conduct import environment
 
-__all__ = ["COMPLETE", "FORMAT", "INTERRUPTED", "Point", "Quantity", "Record", "Status"]
+__all__ = ["COMPLETE", "FORMAT", "INTERRUPTED", "Point", "Quantity", "Record", "Status", "groups"]
 
 FORMAT = 1
 KIND = "a JSON file of a suite of the bench"
@@ -163,3 +164,11 @@ class Record:
         points = [Point.from_json(each) for each in values["points"]]
         kept = ("suites", "machine", "device", "settings", "status", "seconds")
         return cls(**{key: values[key] for key in kept}, points=points)
+
+
+def groups(points: Iterable[Point]) -> dict[tuple[str, str, Quantity], list[Point]]:
+    """Points by case, dtype and quantity, in order."""
+    found: dict[tuple[str, str, Quantity], list[Point]] = {}
+    for point in points:
+        found.setdefault((point.case, point.dtype, point.quantity), []).append(point)
+    return found

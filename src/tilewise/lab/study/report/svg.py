@@ -21,7 +21,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 __all__ = ["ARM_COLOURS", "INK", "PART_COLOURS", "RULE", "SOFT", "arm_colour", "arm_dashes"]
-__all__ += ["canvas", "finish", "house_style", "place", "quiet", "spread"]
+__all__ += ["beside", "canvas", "finish", "house_style", "place", "quiet", "spread"]
 
 _POINTS_PER_INCH = 72
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
@@ -116,6 +116,19 @@ def quiet(axes: Axes) -> None:
     axes.tick_params(axis="x", pad=8, which="both")
     axes.grid(axis="y", color=RULE, linewidth=1)
     axes.set_axisbelow(True)
+
+
+def beside(axes: Axes, at: tuple[float, float], words: str) -> None:
+    """Words to the right of the end of a bar."""
+    axes.annotate(
+        words,
+        at,
+        xytext=(6, 0),
+        textcoords="offset points",
+        va="center",
+        color=INK,
+        annotation_clip=False,
+    )
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:

@@ -59,7 +59,7 @@ def _lines(points: Sequence[Point], methods: Sequence[str]) -> list[_Line]:
         own.sort(key=lambda point: point.length)
         if own:
             told = [(p.length, p.predicted) for p in own if p.predicted]
-            medians = [p.median or 0.0 for p in own]
+            medians = [(p.median or 0.0) / (p.allowed or 1.0) for p in own]
             found.append(_Line(name, at[name], [p.length for p in own], medians, told))
     return found
 
@@ -69,7 +69,8 @@ def lines(
 ) -> Markup | None:
     """Medians of all methods along the length; None where nothing has two lengths.
 
-    What was predicted is dotted beside what was measured.
+    What was predicted is dotted beside what was measured. Of errors it is the share of what is
+    allowed: which of the gradients a largest error is of differs by method.
 
     Args:
         points: of one case and dtype.
@@ -98,10 +99,14 @@ def lines(
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=12))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _short(x)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: amount_of(y, quantity)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _amount(y, quantity)))
     axes.set_xlabel("queries and keys", color=SOFT, labelpad=7)
-    said = "; ".join(f"{line.name}: {amount_of(line.y[-1], quantity)}" for line in drawn)
+    said = "; ".join(f"{line.name}: {_amount(line.y[-1], quantity)}" for line in drawn)
     return finish(figure, name, f"At {every[-1]} or the longest measured: {said}")
+
+
+def _amount(value: float, quantity: Quantity) -> str:
+    return f"{value:.2g}" if quantity == "error" else amount_of(value, quantity)
 
 
 def _draw(axes: Axes, line: _Line) -> None:

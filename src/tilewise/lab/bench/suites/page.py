@@ -22,6 +22,7 @@ from tilewise.lab.study.report.svg import house_style
 __all__ = ["ABOUT", "html", "markdown"]
 
 _STYLE = "tilewise.lab.study.report"
+_SHARE = "the largest error against float64, as a share of what is allowed"
 
 ABOUT = {
     "speed": "Exact methods side by side. What fails the 2x rule is not timed.",
@@ -109,7 +110,8 @@ def _figures(suite: str, points: Sequence[Point]) -> list[_Figure]:
         elif suite not in BY_CASE:
             drawing = figures.lines(own, methods, quantity, name)
         if drawing is not None:
-            found.append(_Figure(drawing, f"{case}, {dtype}: {TITLES[quantity]}"))
+            words = _SHARE if quantity == "error" else TITLES[quantity]
+            found.append(_Figure(drawing, f"{case}, {dtype}: {words}"))
     if suite in BY_CASE:
         for dtype in dict.fromkeys(point.dtype for point in points):
             own = [point for point in points if point.dtype == dtype]

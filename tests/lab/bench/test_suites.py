@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -503,3 +504,19 @@ def test_a_stored_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["show", str(path), "--markdown"]) == 0
     assert "| tilewise |" in capsys.readouterr().out
     assert_sound(path.with_suffix(".html").read_text())
+
+
+def test_figures_stand_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "paper.json"
+    record(point(64, "tilewise", 1.0), point(128, "tilewise", 2.0)).write(path)
+    assert main(["show", str(path), "--figures", str(tmp_path / "figures")]) == 0
+    (file,) = (tmp_path / "figures").iterdir()
+    assert file.name == "paper-0.svg"
+    text = file.read_text()
+    root = ElementTree.fromstring(text)
+    assert float(root.attrib["width"]) > float(root.attrib["height"]) > 100
+    used, made = (set(re.findall(form, text)) for form in (r"var\((--[\w-]+)\)", r"(--[\w-]+):"))
+    assert used
+    assert used <= made
+    assert "prefers-color-scheme: dark" in text
+    assert not re.search(r"url\((?!#)|https?://(?!www\.w3\.org)", text)

@@ -1,11 +1,13 @@
-"""chips.detect() on made-up systems and on this one."""
+"""chips.detect() on made-up systems and on this one, and the table of public figures."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from tilewise.chips import KNOWN, Chip, detect
+import pytest
+
+from tilewise.chips import CHIPS, KNOWN, Chip, detect
 
 X86 = """\
 processor\t: 0
@@ -70,3 +72,34 @@ def test_peak_is_none_when_only_measured() -> None:
     chip = Chip("made up", "gpu", 1, peak_flops_s=(("float32", 1e12),))
     assert chip.peak("float32") == 1e12
     assert chip.peak("bfloat16") is None
+
+
+# Dense products of a multiprocessor in a clock, with float32 sums: two operations a multiply-add.
+PER_CLOCK = {
+    "sm_75": {"float16": 1024, "float32": 128},
+    "sm_80": {"float16": 2048, "bfloat16": 2048, "float32": 128, "float64": 128},
+    "sm_89": {"float16": 512, "bfloat16": 512, "float32": 256, "float8_e4m3fn": 1024},
+    "sm_90": {"float16": 4096, "bfloat16": 4096, "float8_e4m3fn": 8192},
+    "sm_100": {"float16": 8192, "bfloat16": 8192, "float8_e4m3fn": 16384},
+    "gfx942": {"float16": 2048, "bfloat16": 2048, "float32": 256, "float8_e4m3fn": 4096},
+}
+
+
+@pytest.mark.parametrize("name", [name for name, chip in CHIPS.items() if chip.kind == "gpu"])
+def test_the_peaks_of_a_gpu_are_those_of_its_multiprocessors(name: str) -> None:
+    """Cores x clock x what the architecture does in one: a slip in any of the figures shows."""
+    chip = CHIPS[name]
+    assert chip.exponentials_s is not None
+    clocks = chip.exponentials_s / 16  # of all multiprocessors, a second
+    for dtype, operations in PER_CLOCK[chip.family].items():
+        assert chip.peak(dtype) == pytest.approx(clocks * operations, rel=0.01), dtype
+
+
+def test_every_row_is_whole() -> None:
+    for name, chip in CHIPS.items():
+        figures = (chip.bandwidth_bytes_s, chip.exponentials_s, chip.l1_bytes, chip.l2_bytes)
+        assert all(figures), name
+        assert chip.last_cache_bytes, name
+        assert chip.peak("float16"), name
+        assert len(chip.source) > 20, name
+        assert (chip.kind == "gpu") == bool(chip.memory_bytes and chip.family), name

@@ -227,7 +227,7 @@ CHIPS: Mapping[str, Chip] = {
         148,
         1.86e9,
         (227 * _KIB, 126 * _MIB, None),
-        (180, 8000),
+        (180, 7700),
         {
             "float8_e4m3fn": 4500.0,
             "float16": 2250.0,
@@ -235,7 +235,8 @@ CHIPS: Mapping[str, Chip] = {
             "float32": 75.0,
             "float64": 37.0,
         },
-        "NVIDIA Blackwell datasheet, HGX B200 (2024), half of the sparse figures",
+        "NVIDIA HGX B200 specifications (2025): 180 GB at 7.7 TB/s a chip (of a GB200: 186 GB at 8 "
+        "TB/s), half of the sparse figures; L2 and multiprocessors as the driver tells them",
     ),
     "rtx4090": _gpu(
         "NVIDIA GeForce RTX 4090",
@@ -278,7 +279,8 @@ CHIPS: Mapping[str, Chip] = {
         (64 * _KIB, 4 * _MIB, None),
         (16, 320),
         {"float16": 65.0, "float32": 8.1, "float64": 0.25},
-        "NVIDIA T4 datasheet (2018); Turing architecture whitepaper",
+        "NVIDIA T4 product page (2018): 320 GB/s, 256 bits at 10 Gb/s (its datasheet says 300); "
+        "Turing architecture whitepaper",
     ),
     "apple-m2": _cpu(
         "Apple M2, its four fast cores",

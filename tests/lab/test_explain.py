@@ -16,7 +16,7 @@ from tilewise import cli
 from tilewise.chips import CHIPS
 from tilewise.engine.explanation import row_of
 from tilewise.errors import InvalidArgument
-from tilewise.lab.explain.asked import room
+from tilewise.lab.explain.asked import DTYPES, room
 from tilewise.lab.known_models import KNOWN_MODELS, known_model
 from tilewise.plan.traffic import visits
 from tilewise.plan.traffic.words import amount, duration
@@ -102,6 +102,43 @@ def test_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "batch 3, heads 32, kv_heads 8, queries 100" in windowed
 
 
+@pytest.mark.parametrize(
+    ("argv", "dtype", "why"),
+    [
+        (("--model", "llama-3-8b"), "bfloat16", "as the model is usually run"),
+        (("--model", "llama-3-8b", "--chip", "t4"), "float16", "NVIDIA T4 multiplies no bfloat16"),
+        (("--model", "gpt2"), "float32", "as the model is usually run"),
+        (("--model", "gpt2", "--chip", "h100"), "bfloat16", "on a GPU"),
+        (("--model", "whisper-large-v3", "--chip", "h100"), "float16", "as the model"),
+        (("1", "2", "64", "32"), "float32", "on a processor"),
+        (("1", "2", "64", "32", "--chip", "graviton3"), "float32", "on a processor"),
+        (("1", "2", "64", "32", "--chip", "a100"), "bfloat16", "on a GPU"),
+    ],
+)
+def test_a_dtype_that_nobody_asked_for_is_said(
+    argv: tuple[str, ...], dtype: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = run(capsys, *argv, "--queries", "64")
+    assert re.search(rf"dtype +{dtype}: .*{why}", text), text
+    assert f"dense, {dtype} on " in text
+    asked = run(capsys, *argv, "--queries", "64", "--dtype", dtype)
+    assert "dtype " not in asked
+    assert asked in text or set(asked.splitlines()) < set(text.splitlines())
+
+
+def test_eight_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    """A chip without products of float8 multiplies float16; plain attention bfloat16."""
+    asked = ("--shape", "1x32x8192x128", "--dtype", "fp8", "--fit", "24GB", "--chip")
+    hopper, ampere = (run(capsys, *asked, chip) for chip in ("h100", "a100"))
+    assert "1.98 PFLOP/s in float8_e4m3fn" in hopper
+    assert "312 TFLOP/s in float16" in ampere
+    for text in (hopper, ampere):
+        assert "bound by" in text
+        assert "inference: largest batch" in text
+        assert "training" not in text
+        assert "backward" not in text
+
+
 def test_the_models_are_those_of_the_public_configurations() -> None:
     path = SHARED_DATA / "shapes" / "attention_shapes.json"
     if not path.exists():
@@ -137,6 +174,7 @@ def test_the_models_are_those_of_the_public_configurations() -> None:
 def test_every_model_has_a_source() -> None:
     assert len(KNOWN_MODELS) >= 20
     assert all(model.source for model in KNOWN_MODELS.values())
+    assert all(model.dtype in DTYPES for model in KNOWN_MODELS.values())
     with pytest.raises(InvalidArgument, match="--shape"):
         known_model("nothing")
 
@@ -233,6 +271,8 @@ def test_explain_of_pages() -> None:
     assert found.account.visits.all_pairs == 4 * 65
     assert found.account.forward.plain.exponentials == 4 * 65
     assert found.account.backward.ours.bytes == 0
+    table_bytes = {each.name: each.read for each in found.account.forward.ours.operands}
+    assert table_bytes["block_table"] == 4 * 4 * (1 + 4)
     assert "pages     of 16 keys" in str(found)
     assert "backward" not in str(found)
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 import tilewise
 from tests.cases import Case
-from tests.inputs import build
+from tests.inputs import Inputs, build
 from tests.oracle import problem_of
+from tests.paged import in_pages, sequences_of
 from tilewise.plan.traffic import Traffic, visits_of
 from tilewise.plan.traffic import tiled as model
 from tilewise.plan.traffic.visits import Visits
@@ -74,6 +75,22 @@ def drawn_cases(draw: st.DrawFn) -> Case:
 
 
 TILES = st.tuples(st.integers(1, 50), st.integers(1, 50))
+
+
+def in_pages_of(
+    problem: Problem, operands: Operands, inputs: Inputs, page_size: int
+) -> tuple[Problem, Operands]:
+    """A packed problem with its keys and values in pages."""
+    paged = in_pages(*sequences_of(inputs), page_size)
+    slots = paged.block_table.shape[1]
+    problem = problem._replace(keys=slots * page_size, page_size=page_size)
+    return problem, operands._replace(
+        k=paged.k_pages,
+        v=paged.v_pages,
+        cu_seqlens_k=None,
+        block_table=paged.block_table,
+        key_lengths=paged.key_lengths,
+    )
 
 
 def assert_counted(traffic: Traffic, ledger: Ledger) -> None:
@@ -182,6 +199,76 @@ def test_forward_in_parts(case: Case, tile: tuple[int, int], parts: int, shared:
     expected = tiled.forward(problem, operands)
     close(case, out, expected.out)
     close(case, lse, expected.lse)
+
+
+SEQUENCES = st.lists(st.tuples(st.integers(0, 45), st.integers(0, 45)), min_size=1, max_size=3).map(
+    tuple
+)
+
+
+@given(
+    case=drawn_cases(),
+    sequences=SEQUENCES,
+    tile=TILES,
+    page_size=st.integers(1, 20),
+    split=st.integers(0, 3),
+)
+@SMALL
+def test_block_tables(
+    case: Case, sequences: Any, tile: tuple[int, int], page_size: int, split: int
+) -> None:
+    """Keys in pages: each visited tile looks up the pages that it touches."""
+    inputs = build(replace(case, sequences=sequences)).detached()
+    packed = problem_of(inputs)
+    problem, operands = in_pages_of(*packed, inputs, page_size)
+    walk = Walk(*tile, Ledger())
+    assert walk.ledger is not None
+    visited = visits_of(problem, tile, operands, together=True)
+    if split:
+        forward_in_parts(problem, operands, walk, split * tile[1])
+        said = model.forward_in_parts(problem, visited, split * tile[1])
+    else:
+        tiled.forward(problem, operands, walk=walk)
+        said = model.forward(problem, visited)
+    assert_counted(said, walk.ledger)
+    without = visits_of(packed[0], tile, packed[1], together=True)
+    assert visited._replace(pages=0) == without
+    least = visited.tiles * -(-tile[1] // page_size) if page_size < tile[1] else visited.tiles
+    assert (visited.pages > 0) == (visited.tiles > 0)
+    assert visited.pages <= visited.keys_walked
+    if all(keys % tile[1] == 0 for _, keys in sequences):
+        assert visited.pages >= least
+
+
+def test_a_group_that_walks_together_looks_pages_up_together() -> None:
+    case = Case("pages", heads=4, kv_heads=2, sequences=((1, 40), (1, 33)))
+    inputs = build(case).detached()
+    problem, operands = in_pages_of(*problem_of(inputs), inputs, 16)
+    read = []
+    for shared in (False, True):
+        walk = Walk(4, 16, Ledger())
+        assert walk.ledger is not None
+        forward_in_parts(problem, operands, walk, 16, shared)
+        visited = visits_of(problem, (4, 16), operands, together=True)
+        assert_counted(model.forward_in_parts(problem, visited, 16, shared), walk.ledger)
+        read.append(walk.ledger.read["block_table"])
+    assert read == [4 * 4 * (3 + 3), 2 * 4 * (3 + 3)]
+
+
+@given(case=drawn_cases(), tile=TILES)
+@SMALL
+def test_eight_bits(case: Case, tile: tuple[int, int]) -> None:
+    """float8 is read a byte a number, and its output has two."""
+    plain = replace(case, dtype=torch.float32, score=())
+    problem, operands = problem_of(build(plain).detached())
+    eight = [x.to(torch.float8_e4m3fn) for x in operands[:3]]
+    operands = operands._replace(q=eight[0], k=eight[1], v=eight[2])
+    problem = problem._replace(dtype=torch.float8_e4m3fn)
+    walk = Walk(*tile, Ledger())
+    assert walk.ledger is not None
+    tiled.forward(problem, operands, walk=walk)
+    visited = visits_of(problem, tile, operands, together=True)
+    assert_counted(model.forward(problem, visited), walk.ledger)
 
 
 @given(

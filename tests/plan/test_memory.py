@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.plan.some_problems import problem
 from tilewise.errors import InvalidArgument
@@ -41,6 +42,15 @@ def test_the_softmax_holds_two_matrices() -> None:
     assert plain_held(asked).kept == 4 * operand + matrix
     with_dropout = plain_held(asked._replace(dropout_p=0.1))
     assert with_dropout.kept == 4 * operand + 2 * matrix + matrix // 2
+
+
+def test_eight_bits() -> None:
+    """Ours reads a byte a number and gives two; plain attention has copies in sixteen bits."""
+    asked = problem(kv_heads=2, dtype=torch.float8_e4m3fn)
+    number, rows = 2 * 4 * 64 * 32, 3 * 2 * 4 * 64 * 4
+    assert tiled_held(asked, training=False).peak() == 2 * number + 2 * number + rows
+    wide = plain_held(asked._replace(dtype=torch.bfloat16), training=False)
+    assert plain_held(asked, training=False).peak() == wide.peak() + 2 * number
 
 
 def test_nothing_fits_into_next_to_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.plan.some_problems import problem
 from tilewise.errors import InvalidArgument
@@ -64,6 +65,37 @@ def test_groups_are_repeated_and_summed() -> None:
     assert forward.passes[0].bytes == 2 * (ROWS // 2 + ROWS)
     assert names(backward)[-1] == "sum groups"
     assert backward.passes[-1].bytes == 2 * (ROWS + ROWS // 2)
+
+
+def test_eight_bits_become_sixteen_first() -> None:
+    """q, k and v are read in one byte and written in two; all else is as in bfloat16."""
+    asked = problem(kv_heads=2, dtype=torch.float8_e4m3fn)
+    forward = plain.forward(asked)
+    wide = plain.forward(asked._replace(dtype=torch.bfloat16))
+    assert names(forward) == ["convert", *names(wide)]
+    convert = forward.passes[0]
+    assert [(each.name, each.read * 2 == each.written) for each in convert.operands] == [
+        ("q", True),
+        ("k", True),
+        ("v", True),
+    ]
+    assert convert.bytes == (ROWS + 2 * (ROWS // 2)) * 3 // 2
+    assert forward.bytes - wide.bytes == convert.bytes
+    assert {each.dtype for each in forward.passes} == {"bfloat16"}
+    assert {each.dtype for each in wide.passes} == {""}
+
+
+def test_pages_are_gathered_first() -> None:
+    """Copied by a table of four bytes an entry, once for the keys and once for the values."""
+    lengths = [(3, 33), (5, 16), (1, 0)]
+    asked = problem(batch=3, queries=9, keys=48, kv_heads=2, layout="varlen")
+    packed = plain.forward(asked, lengths)
+    paged = plain.forward(asked._replace(page_size=16), lengths)
+    assert names(paged) == ["gather", *names(packed)]
+    copied = 2 * 49 * 32 * 2  # of k, and of v
+    assert paged.passes[0].bytes == 2 * (3 + 1) * 4 + 2 * 2 * copied
+    with pytest.raises(InvalidArgument, match="lengths"):
+        plain.forward(asked._replace(page_size=16, layout="dense"))
 
 
 def test_sequences_are_done_one_by_one() -> None:

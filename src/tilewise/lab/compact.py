@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,31 @@ from tilewise.errors import InvalidArgument
 __all__ = ["compact_json", "read_json"]
 
 
-def compact_json(values: Any) -> str:
+def compact_json(values: Any, **lists: Sequence[Any]) -> str:
     """The text of JSON values, with a line's end.
 
     Numbers have six digits, which is more than any clock here is worth; JSON knows no infinity and
     no NaN, which become null.
+
+    Args:
+        values: what is written.
+        lists: lists that a dictionary ends with, an item on a line.
     """
     text = json.dumps(_rounded(values), indent=1)
-    one_line = re.sub(
+    text = _without_breaks(text)
+    for name, items in lists.items():
+        lines = ",\n".join(f"  {json.dumps(_rounded(each))}" for each in items)
+        text = f'{text.removesuffix("}").rstrip()},\n "{name}": [\n{lines}\n ]\n}}'
+    return text + "\n"
+
+
+def _without_breaks(text: str) -> str:
+    """Lists of numbers, which JSON's writer breaks, on one line."""
+    return re.sub(
         r"\[\s+([^\[\]{}\"]*?)\s+\]",
         lambda found: "[" + re.sub(r"\s+", " ", found[1]) + "]",
         text,
     )
-    return one_line + "\n"
 
 
 def read_json(path: Path, form: int, kind: str) -> dict[str, Any]:

@@ -24,6 +24,8 @@ class KnownModel(NamedTuple):
         softcap: the cap of its scores; None for none.
         window: keys to the left that a row sees beside its own; None for all.
         windowed: layers that have the window.
+        dtype: in which it is usually run: that of its published weights, or what its own programs
+            cast to.
     """
 
     layers: int
@@ -36,6 +38,7 @@ class KnownModel(NamedTuple):
     softcap: float | None = None
     window: int | None = None
     windowed: int = 0
+    dtype: str = "float32"
 
 
 _GPT2 = "transformers 5.23.0 GPT2Config; karpathy/nanoGPT@3adf61e1 model.py"
@@ -57,21 +60,21 @@ KNOWN_MODELS: Mapping[str, KnownModel] = {
     "gpt2-xl": KnownModel(48, 25, 25, 64, 1024, True, _GPT2),
     "bert-base": KnownModel(12, 12, 12, 64, 512, False, _BERT),
     "bert-large": KnownModel(24, 16, 16, 64, 512, False, _BERT_LARGE),
-    "llama-3-8b": KnownModel(32, 32, 8, 128, 8192, True, _LITGPT),
-    "llama-3-70b": KnownModel(80, 64, 8, 128, 8192, True, _LITGPT),
-    "llama-3.2-1b": KnownModel(16, 32, 8, 64, 131072, True, _LITGPT),
-    "mistral-7b": KnownModel(32, 32, 8, 128, 4096, True, _LITGPT, None, 4095, 32),
-    "gemma-2-9b": KnownModel(42, 16, 8, 256, 8192, True, _LITGPT, 50.0, 4095, 21),
-    "qwen3-0.6b": KnownModel(28, 16, 8, 128, 40960, True, _LITGPT),
-    "qwen3-8b": KnownModel(36, 32, 8, 128, 40960, True, _LITGPT),
+    "llama-3-8b": KnownModel(32, 32, 8, 128, 8192, True, _LITGPT, dtype="bfloat16"),
+    "llama-3-70b": KnownModel(80, 64, 8, 128, 8192, True, _LITGPT, dtype="bfloat16"),
+    "llama-3.2-1b": KnownModel(16, 32, 8, 64, 131072, True, _LITGPT, dtype="bfloat16"),
+    "mistral-7b": KnownModel(32, 32, 8, 128, 4096, True, _LITGPT, None, 4095, 32, dtype="bfloat16"),
+    "gemma-2-9b": KnownModel(42, 16, 8, 256, 8192, True, _LITGPT, 50.0, 4095, 21, dtype="bfloat16"),
+    "qwen3-0.6b": KnownModel(28, 16, 8, 128, 40960, True, _LITGPT, dtype="bfloat16"),
+    "qwen3-8b": KnownModel(36, 32, 8, 128, 40960, True, _LITGPT, dtype="bfloat16"),
     "vit-base-224": KnownModel(12, 12, 12, 64, 197, False, _TIMM),
     "vit-large-384": KnownModel(24, 16, 16, 64, 577, False, _TIMM),
     "whisper-tiny": KnownModel(4, 6, 6, 64, 1500, False, _WHISPER),
-    "whisper-large-v3": KnownModel(32, 20, 20, 64, 1500, False, _WHISPER),
-    "whisper-large-v3-decoder": KnownModel(32, 20, 20, 64, 448, True, _WHISPER),
-    "sd1.5-64x64": KnownModel(5, 8, 8, 40, 4096, False, _SD),
-    "sd1.5-32x32": KnownModel(5, 8, 8, 80, 1024, False, _SD),
-    "flux.1-dev": KnownModel(57, 24, 24, 128, 4608, False, _FLUX),
+    "whisper-large-v3": KnownModel(32, 20, 20, 64, 1500, False, _WHISPER, dtype="float16"),
+    "whisper-large-v3-decoder": KnownModel(32, 20, 20, 64, 448, True, _WHISPER, dtype="float16"),
+    "sd1.5-64x64": KnownModel(5, 8, 8, 40, 4096, False, _SD, dtype="float16"),
+    "sd1.5-32x32": KnownModel(5, 8, 8, 80, 1024, False, _SD, dtype="float16"),
+    "flux.1-dev": KnownModel(57, 24, 24, 128, 4608, False, _FLUX, dtype="bfloat16"),
 }
 
 

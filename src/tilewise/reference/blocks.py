@@ -35,7 +35,8 @@ class Part(NamedTuple):
 
     ``queries`` and ``keys`` are the rows of the packed tensors that the part covers, or where they
     are dense its batch items (``keys`` is empty with pages), ``first_batch`` is the index of its
-    first batch entry (it enters the dropout counter), and ``walk`` is how it is gone over.
+    first batch entry (it enters the dropout counter), ``walk`` is how it is gone over, and
+    ``page_size`` that of the pages its keys are gathered from (0: from none).
     """
 
     problem: Problem
@@ -44,6 +45,7 @@ class Part(NamedTuple):
     queries: slice
     keys: slice
     walk: Walk = WALK
+    page_size: int = 0
 
     def block(self, queries: range, keys: range) -> Block:
         """A rectangle of this part."""
@@ -146,6 +148,7 @@ def _paged_parts(problem: Problem, operands: Operands, walk: Walk) -> Iterator[P
             rows,
             slice(0, 0),
             walk,
+            problem.page_size,
         )
 
 

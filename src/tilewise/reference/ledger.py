@@ -55,6 +55,15 @@ class Ledger:
         """
         self.flops += 2 * scores.numel() * sum(widths)
 
+    def looks_up(self, keys: range, page_size: int, each: int) -> None:
+        """Enter what finds the pages of a tile of keys: an int32 for each page, ``each`` times.
+
+        It is read once for keys and values together. Without pages (0) nothing is.
+        """
+        if page_size:
+            pages = (keys.stop - 1) // page_size - keys.start // page_size + 1
+            self.reads(block_table=each * pages * 4)
+
     def judges(
         self, mask: Program, tensors: Sequence[Tensor], queries: range, keys: range, each: int
     ) -> None:

@@ -93,6 +93,7 @@ def key_tiles(part: Part, rows: range, q: Tensor, keys: range | None = None) -> 
         if tile is None:
             continue
         if ledger is not None:  # each query head's tile reads its keys and values
+            ledger.looks_up(columns, part.page_size, tile.k.shape[0] * tile.k.shape[1])
             ledger.reads(k=tile.k.numel() * operands.k.element_size())
             ledger.reads(v=tile.v.numel() * operands.v.element_size())
         yield tile

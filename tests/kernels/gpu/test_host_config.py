@@ -218,6 +218,20 @@ def test_absence_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend.tiles(_problem(device="cuda", queries=64)).key_tile == 128
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("asked", [{"queries": 64}, {"queries": 1}, {"page_size": 4}])
+def test_the_dtype_of_products_is_that_of_the_kernels(family: str, asked: dict[str, int]) -> None:
+    """``loops`` may not load Triton: it says for itself what ``eight_bits`` decides."""
+    pytest.importorskip("triton")
+    from tilewise.kernels.gpu.walk.eight import eight_bits
+
+    backend, problem = gpu.GpuBackend(), _problem(dtype=torch.float8_e4m3fn, **asked)
+    eight = eight_bits(problem, family, whole_walk=not config.decodes(problem))
+    expected = "float16" if eight in ("halves", "casts") else ""
+    assert backend.loops(problem, family).products == expected
+    assert backend.loops(problem._replace(dtype=torch.float16), family).products == ""
+
+
 def test_nothing_imports_triton_before_it_is_needed() -> None:
     """Not the package, not the backend, not the question whether it is there."""
     code = (

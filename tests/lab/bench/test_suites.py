@@ -7,10 +7,11 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -28,7 +29,9 @@ from tilewise.lab.bench.suites.page import ABOUT, html, markdown
 from tilewise.lab.bench.suites.peak import STEPS, Wanted
 from tilewise.lab.bench.suites.point import COMPLETE, INTERRUPTED, Point, Record
 from tilewise.lab.bench.suites.rivals import rivals
+from tilewise.lab.bench.suites.sentences import sentences
 from tilewise.lab.bench.suites.steps import Step
+from tilewise.lab.bench.suites.tables import tables
 from tilewise.lab.bench.suites.variants import Variant, catalogue
 from tilewise.lab.bench.suites.work import Work, draw
 
@@ -106,6 +109,8 @@ def run(name: str, folder: Path, *options: str) -> dict[str, Any]:
     assert main([*argv, "--minutes", "2", *options]) == 0
     values: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
     assert values["status"] == COMPLETE
+    values["stored"] = values["points"]
+    values["points"] = [asdict(each) for each in Record.read(folder / f"{name}.json").points]
     assert not [p for p in values["points"] if p["status"] in ("wrong", "failed")]
     page = assert_sound((folder / f"{name}.html").read_text())
     assert "svg" in page.seen
@@ -124,9 +129,10 @@ def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ("tilewise", "backward, causal") in found
     assert ("sdpa flash", "forward, full") in found
     assert ("plain, checkpointed", "backward, full") in found
-    sample = next(p for p in values["points"] if p["samples"])
+    sample = next(p for p in values["stored"] if p.get("samples"))
     assert len(sample["samples"]) == 2
-    assert sample["spread"]["low"] <= sample["spread"]["median"] <= sample["spread"]["high"]
+    low, high, first, third = sample["spread"]
+    assert low <= first <= sample["median"] <= third <= high
     assert values["machine"]["versions"]["torch"] == torch.__version__
     assert str(tmp_path) not in json.dumps(values)
     assert "Against the fastest other exact method" in capsys.readouterr().out
@@ -324,6 +330,14 @@ def test_a_record_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "a" / "paper.json"
     before.write(path)
     assert Record.read(path) == before
+    lines = path.read_text().splitlines()
+    assert sum('"paper", "case"' in line for line in lines) == 2  # a point is one line
+    before.points.append(replace(before.points[0], method="y", shape={"batch": 3}))
+    before.write(path)
+    assert Record.read(path) == before
+    before.points.clear()
+    before.write(path)
+    assert Record.read(path) == before
     for text in ("{", "[]", '{"format": 1}'):
         path.write_text(text)
         with pytest.raises(InvalidArgument, match="suite of the bench"):
@@ -389,6 +403,47 @@ def test_crossings_in_a_sentence() -> None:
     assert none == "forward: up to 512 none is faster than ours: a and b."
 
 
+def test_the_page_states_one_crossing_and_tables_all() -> None:
+    """The first case in a sentence, every case in the first table, which is open."""
+    times = {"tilewise": (1.0, 4.0), "sdpa": (2.0, 8.0), "A": (2.0, 2.0), "B": (0.5, 1.0)}
+    times |= {"C": (9.0, 99.0), "tilewise butterfly": (1.5, 0.5)}
+    points = [
+        replace(point(n, name, each, exact=name in ("tilewise", "sdpa")), case=case)
+        for case, more in (("both", 1.0), ("forward", 3.0))
+        for name, both in times.items()
+        for n, each in zip((128, 512), (both[0] * more ** (name == "A"), both[1]), strict=True)
+    ]
+    made = record(*points)
+    said = sentences(made, "paper")
+    assert said[0] == (
+        "both, float32: tilewise butterfly from about 160 on and A from about 260 on are faster "
+        "than tilewise; B is faster at every length from 128 on; C is not, up to 512."
+    )
+    assert not [line for line in said[1:] if line.startswith("forward")]
+    assert "tilewise butterfly against the fastest of the others" in said[1]
+    assert "faster in 2 of 2 cases, 2.00 times (both, float32 at 512; B)" in said[1]
+    first = tables(made, "paper")[0]
+    assert first.head == ("case", "A", "B", "C", "tilewise butterfly")
+    assert first.rows[0] == (
+        "both, float32",
+        "from about 260",
+        "from 128",
+        "not up to 512",
+        "from about 160",
+    )
+    assert first.rows[1][1] == "from about 350"
+    page = html(made)
+    assert_sound(page)
+    assert page.count("<details open") == 1
+    assert page.index("<details open") < page.index(first.title)
+
+
+def test_the_page_says_what_was_asked_in_words() -> None:
+    made = record(point(64, "tilewise", 1.0))
+    made.settings = {"lengths": [64, 128], "dtypes": ["float32"], "minutes": 2.0, "quick": False}
+    assert "Asked for: lengths 64, 128; dtypes float32; minutes 2; quick no." in html(made)
+
+
 def test_compare_flags_what_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = record(point(64, "tilewise", 1.0), point(64, "sdpa", 1.0), point(64, "old", 1.0))
     after = record(point(64, "tilewise", 1.5), point(64, "sdpa", 1.01), point(64, "new", 1.0))
@@ -449,3 +504,19 @@ def test_a_stored_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["show", str(path), "--markdown"]) == 0
     assert "| tilewise |" in capsys.readouterr().out
     assert_sound(path.with_suffix(".html").read_text())
+
+
+def test_figures_stand_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "paper.json"
+    record(point(64, "tilewise", 1.0), point(128, "tilewise", 2.0)).write(path)
+    assert main(["show", str(path), "--figures", str(tmp_path / "figures")]) == 0
+    (file,) = (tmp_path / "figures").iterdir()
+    assert file.name == "paper-0.svg"
+    text = file.read_text()
+    root = ElementTree.fromstring(text)
+    assert float(root.attrib["width"]) > float(root.attrib["height"]) > 100
+    used, made = (set(re.findall(form, text)) for form in (r"var\((--[\w-]+)\)", r"(--[\w-]+):"))
+    assert used
+    assert used <= made
+    assert "prefers-color-scheme: dark" in text
+    assert not re.search(r"url\((?!#)|https?://(?!www\.w3\.org)", text)

@@ -29,7 +29,7 @@ _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16:
 _CODES = {**_DTYPES, torch.int64: 4, torch.bool: 5}
 _LOG2E, _LN2 = math.log2(math.e), math.log(2.0)
 _threads = torch.get_num_threads
-# Of the backward's chunks of keys: csrc/schedule.h and key_sums.h.
+# Of the backward's chunks of keys: csrc/schedule.h and key_sums.h, to which a test holds them.
 _BLOCK_KEYS, _CHUNK_BLOCKS, _MOST_CHUNKS = 128, 8, 8
 
 
@@ -79,8 +79,13 @@ class CpuBackend(Backend):
         return Tiles(64, 128)
 
     def loops(self, problem: Problem, family: str = "") -> Loops:
-        """Keys outside in the backward: a chunk of whole blocks stays while the queries go by."""
-        blocks = max(1, (problem.keys + _BLOCK_KEYS // 2) // _BLOCK_KEYS)
+        """Keys outside in the backward: a chunk of whole blocks stays while the queries go by.
+
+        Chunks are cut by a sequence's own length. That of a packed call's is not known here: up to
+        8 x 1024 keys a chunk is the least one, which is what is taken for all of them.
+        """
+        keys = problem.keys if problem.layout == "dense" else 0
+        blocks = max(1, (keys + _BLOCK_KEYS // 2) // _BLOCK_KEYS)
         chunk = max(_CHUNK_BLOCKS, -(-blocks // _MOST_CHUNKS)) * _BLOCK_KEYS
         return Loops((64, _BLOCK_KEYS), "keys_outside", (64, chunk))
 

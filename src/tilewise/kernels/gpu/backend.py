@@ -14,6 +14,7 @@ from torch import Tensor
 from tilewise.errors import Unsupported
 from tilewise.kernels.base import Backend, Loops, Needs, Prepared, Tiles, output_like
 from tilewise.kernels.gpu.config import (
+    FAMILIES,
     LARGEST_WIDTH,
     PASSES,
     Config,
@@ -127,7 +128,7 @@ class GpuBackend(Backend):
             (blocks.queries, blocks.keys)
             for blocks in (config.blocks(name, problem) for name in names)
         )
-        found = Loops(forward, "by_tiles", dq, dkdv)
+        found = Loops(forward, "by_tiles", dq, dkdv, products=_products(problem, config.family))
         if not decodes(problem):
             return found
         return found._replace(split_keys=config.splitting().size(problem.keys), shared=True)
@@ -197,6 +198,17 @@ def _holds(problem: Problem) -> bool:
     if family is None or max(problem.head_dim, problem.value_dim) > LARGEST_WIDTH:
         return True
     return holds(family, problem.dtype, problem.head_dim, problem.value_dim)
+
+
+def _products(problem: Problem, family: str) -> str:
+    """In what the forward multiplies, where it is not the operands' dtype.
+
+    ``walk.eight.eight_bits`` decides it; explaining a chip that is not here must do without Triton.
+    """
+    if problem.dtype is not FLOAT8:
+        return ""
+    own = FAMILIES[family].eight != "halves" and not decodes(problem) and not problem.page_size
+    return "" if own else "float16"
 
 
 def _config(problem: Problem) -> Config:

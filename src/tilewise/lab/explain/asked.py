@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from tilewise.chips import Chip
 from tilewise.errors import InvalidArgument
 from tilewise.lab.known_models import KnownModel, known_model
 from tilewise.variants import masks, scores
@@ -22,6 +23,8 @@ DTYPES = {
     "float16": torch.float16,
     "fp16": torch.float16,
     "float64": torch.float64,
+    "float8": torch.float8_e4m3fn,
+    "fp8": torch.float8_e4m3fn,
 }
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -50,8 +53,12 @@ class Asked(NamedTuple):
     notes: tuple[tuple[str, str], ...]
 
 
-def read(options: argparse.Namespace) -> Asked:
+def read(options: argparse.Namespace, chip: Chip | None) -> Asked:
     """What the options of the command ask for.
+
+    Args:
+        options: parsed.
+        chip: that they name; None for this machine.
 
     Raises:
         InvalidArgument: naming the option that is wrong.
@@ -62,22 +69,39 @@ def read(options: argparse.Namespace) -> Asked:
     keys = options.keys or queries
     mask = _mask(options, model)
     cap = options.softcap or (model.softcap if model else None)
-    notes: tuple[tuple[str, str], ...] = ()
+    dtype, notes = _dtype(options, model, chip)
     if model is not None:
         notes = (
             ("model", f"{options.model.lower()}, {model.layers} layers: {model.source}"),
             *_window_note(model),
+            *notes,
         )
     return Asked(
         (batch, heads, queries, head_dim),
         (batch, kv_heads, keys, head_dim),
         options.value_dim or head_dim,
-        DTYPES[options.dtype],
+        DTYPES[dtype],
         mask,
         scores.softcap(cap) if cap else None,
         model.layers if model else 1,
         notes,
     )
+
+
+def _dtype(
+    options: argparse.Namespace, model: KnownModel | None, chip: Chip | None
+) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """The name of the dtype, and what is to be said where nobody asked for it."""
+    if options.dtype is not None:
+        return options.dtype, ()
+    found, why = "float32", "on a processor"
+    if model is not None:
+        found, why = model.dtype, "as the model is usually run"
+    if chip is not None and chip.kind == "gpu" and found == "float32":
+        found, why = "bfloat16", "on a GPU"
+    if found == "bfloat16" and chip is not None and chip.peak(found) is None:
+        found, why = "float16", f"{chip.name} multiplies no bfloat16"
+    return found, (("dtype", f"{found}: {why} (--dtype for another)"),)
 
 
 def _window_note(model: KnownModel) -> tuple[tuple[str, str], ...]:

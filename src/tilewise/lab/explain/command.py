@@ -9,6 +9,7 @@ from pathlib import Path
 from tilewise.chips import CHIPS, named
 from tilewise.lab.explain.asked import DTYPES, Asked, read, room
 from tilewise.lab.explain.told import Told, tell
+from tilewise.plan.traffic.account import trains
 from tilewise.plan.traffic.memory import fit
 from tilewise.plan.traffic.words import amount
 from tilewise.problem import Problem
@@ -19,9 +20,9 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Print how a call of this shape would be done, what it moves, and why nothing else does it."""
     options = _parser().parse_args(argv)
-    asked = read(options)
-    space = room(options.fit) if options.fit else None
     chip = None if options.chip is None else named(options.chip)
+    asked = read(options, chip)
+    space = room(options.fit) if options.fit else None
     found = tell(asked, chip, options.dropout, options.backend)
     for name, text in asked.notes:
         print(f"{name:9} {text}")
@@ -40,6 +41,8 @@ def _fitting(problem: Problem, space: int, layers: int) -> list[str]:
     of = f"{layers} layers'" if layers > 1 else "one layer's"
     lines = [f"fit       into {amount(space)}, {of} attention alone:"]
     for training, when in ((True, "training"), (False, "inference")):
+        if training and not trains(problem):
+            continue
         for what in ("batch", "length"):
             found = fit(problem, space, what, layers, training)
             times = f" ({found.tiled / found.plain:.3g} times)" if found.plain else ""
@@ -72,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--keys", type=int, metavar="N", help="number of keys (default M)")
     add("--kv-heads", type=int, metavar="HK", help="key/value heads (default HQ or the model's)")
     add("--value-dim", type=int, metavar="DV", help="width of the values (default D)")
-    add("--dtype", choices=DTYPES, default="float32")
+    add("--dtype", choices=DTYPES, help="the model's; else float32, on a GPU bfloat16")
     add("--dropout", type=float, default=0.0, metavar="P")
     add("--softcap", type=float, metavar="CAP")
     add("--backend", help="ask for this backend instead of choosing")

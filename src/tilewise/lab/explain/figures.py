@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from tilewise.chips import Chip
-from tilewise.lab.study.report.svg import INK, RULE, SOFT, arm_colour, canvas, finish, place
+from tilewise.lab.study.report.svg import INK, RULE, SOFT, arm_colour, beside, canvas, finish, place
 from tilewise.plan.traffic.account import Account
 from tilewise.plan.traffic.count import Traffic
 from tilewise.plan.traffic.time import balance
@@ -45,8 +45,7 @@ def roofline(account: Account, chip: Chip) -> Markup:
         account: of the problem.
         chip: whose roof it is, with all ceilings.
     """
-    dtype = str(account.problem.dtype).removeprefix("torch.")
-    ridge, peak = balance(chip, dtype), chip.peak(dtype) or 1.0
+    ridge, peak = balance(chip, account.dtype), chip.peak(account.dtype) or 1.0
     points = []
     for kind in _kinds(account):
         seconds = account.seconds(kind.traffic, chip).total
@@ -96,8 +95,7 @@ def bars(account: Account, chip: Chip | None) -> Markup:
     for row, (kind, size) in enumerate(found):
         colour = _OURS if kind.ours else _PLAIN
         axes.barh(row, max(size, 1) - least / 4, left=least / 4, height=0.6, color=colour)
-        text = f"  {amount(size)}"
-        axes.text(max(size, least / 4), row, text, va="center", color=INK, clip_on=False)
+        beside(axes, (max(size, least / 4), row), amount(size))
     axes.set_yticks(range(len(found)), [kind.name for kind, _ in found])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)

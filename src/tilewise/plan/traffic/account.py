@@ -29,6 +29,8 @@ class Loops(NamedTuple):
         split_keys: keys that one program of the forward walks over, whose result is then merged
             with the others'; 0 for all of them.
         shared: whether a group of query heads walks together in such a forward.
+        products: the dtype in which the forward multiplies, e.g. "float16", where it is not that of
+            the operands.
     """
 
     forward: tuple[int, int]
@@ -37,6 +39,7 @@ class Loops(NamedTuple):
     keys: tuple[int, int] | None = None
     split_keys: int = 0
     shared: bool = False
+    products: str = ""
 
 
 class Comparison(NamedTuple):
@@ -73,14 +76,18 @@ class Account(NamedTuple):
         """What of an account reaches the memory of a chip."""
         return traffic.behind(chip.last_cache_bytes, chip.cores)
 
+    @property
+    def dtype(self) -> str:
+        """The name of the dtype in which ours multiplies."""
+        return self.loops.products or str(self.problem.dtype).removeprefix("torch.")
+
     def seconds(self, traffic: Traffic, chip: Chip) -> Seconds:
         """How long it takes there.
 
         Raises:
             InvalidArgument: the chip's row lacks a figure.
         """
-        dtype = str(self.problem.dtype).removeprefix("torch.")
-        return predict(self.reaching(traffic, chip), chip, dtype)
+        return predict(self.reaching(traffic, chip), chip, self.dtype)
 
     def held(self, training: bool = True) -> tuple[int, int] | None:
         """Bytes held at the highest, ours and plain; None where sequences differ in length."""

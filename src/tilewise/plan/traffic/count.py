@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["Operand", "Pass", "Sharing", "Traffic", "merged"]
+__all__ = ["ENTRY_BYTES", "Operand", "Pass", "Sharing", "Traffic", "merged"]
+
+ENTRY_BYTES = 4  # of an entry of a block table
 
 
 class Operand(NamedTuple):
@@ -59,6 +61,7 @@ class Pass(NamedTuple):
         sharing: who walks over the same memory; None where nothing is read twice.
         held: bytes of the cache that its tiles and what goes by take up while they walk; 0 where
             they have memory of their own, registers or a GPU's shared memory.
+        dtype: of its products, e.g. "bfloat16", where it is not that of the operands.
     """
 
     name: str
@@ -67,6 +70,7 @@ class Pass(NamedTuple):
     exponentials: int = 0
     sharing: Sharing | None = None
     held: int = 0
+    dtype: str = ""
 
     @property
     def bytes(self) -> int:

@@ -24,7 +24,8 @@ __all__ = ["core_backward", "core_forward", "fills"]
 
 _TILE_QUERIES = 64  # csrc/tile_sizes.h
 _BLOCK_KEYS = 128  # csrc/schedule.h
-_ONE_CHUNK = 8 * _BLOCK_KEYS + _BLOCK_KEYS // 2 - 1  # csrc/key_sums.h: the keys of one chunk
+_CHUNK_BLOCKS = 8  # csrc/key_sums.h
+_ONE_CHUNK = _CHUNK_BLOCKS * _BLOCK_KEYS + _BLOCK_KEYS // 2 - 1  # the most keys of a single chunk
 
 
 def core_forward(

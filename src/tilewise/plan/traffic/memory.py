@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+
 from tilewise.errors import InvalidArgument
 from tilewise.plan.traffic.tiled import statistic_bytes
 from tilewise.problem import Problem
+from tilewise.variants.float8 import output_dtype
 
 __all__ = ["Fit", "Held", "fit", "plain_held", "tiled_held"]
 
@@ -42,15 +45,15 @@ class Fit(NamedTuple):
     tiled: int
 
 
-def _operands(problem: Problem) -> tuple[int, int, int]:
-    """Bytes of q, of k and v together, and of out."""
-    e, rows = problem.dtype.itemsize, problem.heads * problem.queries
+def _operands(problem: Problem, dtype: torch.dtype | None = None) -> tuple[int, int, int]:
+    """Bytes of q, of k and v together, and of out; q, k and v in another dtype if it is given."""
+    e, rows = (dtype or problem.dtype).itemsize, problem.heads * problem.queries
     keys, widths = problem.kv_heads * problem.keys, problem.head_dim + problem.value_dim
     items = problem.batch if problem.layout == "dense" else 1
     return (
         items * rows * problem.head_dim * e,
         items * keys * widths * e,
-        items * rows * problem.value_dim * e,
+        items * rows * problem.value_dim * output_dtype(problem.dtype).itemsize,
     )
 
 
@@ -74,6 +77,7 @@ def plain_held(problem: Problem, training: bool = True) -> Held:
 
     Kept for the backward: operands, the probabilities P and, with dropout, what was dropped and a
     byte a pair. The softmax has its input and its output at once; its backward P, dP and dS.
+    Operands of eight bits lie beside their copies in bfloat16, in which all is done (``plain``).
 
     Args:
         problem: what is asked, dense.
@@ -81,13 +85,14 @@ def plain_held(problem: Problem, training: bool = True) -> Held:
     """
     if problem.layout != "dense":
         raise InvalidArgument("problem", "a variable-length one", "a dense one")
-    q, kv, out = _operands(problem)
-    repeated = kv * (problem.heads // problem.kv_heads)
-    read = q + (repeated if problem.heads != problem.kv_heads else kv)
+    wide = output_dtype(problem.dtype)
+    q, kv, out = _operands(problem, wide)
+    read = q + kv * (problem.heads // problem.kv_heads)
+    stored = 0 if wide is problem.dtype else sum(_operands(problem)[:2])
     pairs = problem.batch * problem.heads * problem.queries * problem.keys
-    matrix = pairs * problem.dtype.itemsize
+    matrix = pairs * wide.itemsize
     if not training:
-        return Held(0, read + out + 2 * matrix)
+        return Held(0, stored + read + out + 2 * matrix)
     kept = read + out + matrix + (matrix + pairs if problem.dropout_p else 0)
     return Held(kept, out + read + 2 * matrix)
 

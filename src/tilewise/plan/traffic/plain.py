@@ -10,7 +10,11 @@ has besides: repeating the keys of groups, score, mask, dropout. Conventions:
   is one; it is stored once for all batch items and heads, and read once in a pass;
 * each step of a score is a pass, forward and backward, besides what it captures;
 * dropout writes a byte for each pair that says whether it is kept, and reads it in the backward;
-* the matrix has the operands' dtype; nothing is skipped, however little attends.
+* the matrix has the operands' dtype; nothing is skipped, however little attends;
+* keys in pages are first gathered by the block table into rows that lie one after the other;
+* no operation here attends in eight bits: float8 operands are first converted, times their scales,
+  to bfloat16, a pass that reads a byte a number and writes two, and all else is in bfloat16. (What
+  the 2x rule calls the plain implementation in float8, ``reference.dense``, is another one.)
 
 So with S the bytes of the matrix of all heads, in two bytes a number: scores 1 S, mask 2, softmax
 2, dropout 2.5, product 1; backward dV 1, dP 1, dropout 2.5, softmax 3, dQ 1, dK 1. That is 18 S.
@@ -22,8 +26,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from tilewise.errors import InvalidArgument
-from tilewise.plan.traffic.count import Operand, Pass, Traffic
+from tilewise.plan.traffic.count import ENTRY_BYTES, Operand, Pass, Traffic
 from tilewise.problem import Problem
+from tilewise.variants.float8 import output_dtype
 
 __all__ = ["MaskStyle", "backward", "forward"]
 
@@ -34,9 +39,9 @@ class _Sizes:
     """Bytes of what the passes move."""
 
     def __init__(self, problem: Problem, lengths: Sequence[tuple[int, int]] | None) -> None:
-        self.problem, e = problem, problem.dtype.itemsize
+        self.problem, e = problem, output_dtype(problem.dtype).itemsize
         shapes = [(problem.queries, problem.keys)] * problem.batch if lengths is None else lengths
-        if problem.layout == "varlen" and lengths is None:
+        if (problem.layout == "varlen" or problem.page_size) and lengths is None:
             raise InvalidArgument("lengths", "None", "queries and keys of every sequence")
         self.pairs = problem.heads * sum(m * n for m, n in shapes)
         self.matrix = self.pairs * e
@@ -49,6 +54,31 @@ class _Sizes:
         self.k = problem.heads * keys * problem.head_dim * e  # as the products read them
         self.v = problem.heads * keys * problem.value_dim * e
         self.group = problem.heads // problem.kv_heads
+        self.pages = sum(-(-n // problem.page_size) for _, n in shapes) if problem.page_size else 0
+
+    @property
+    def converts(self) -> bool:
+        """Whether the operands have eight bits."""
+        return output_dtype(self.problem.dtype) is not self.problem.dtype
+
+    def before(self) -> list[Pass]:
+        """What is done to the operands before the products."""
+        narrow = 2 if self.converts else 1
+        stored = {"k": self.k // self.group, "v": self.v // self.group}
+        passes = []
+        if self.problem.page_size:
+            entries = Operand("block_table", 2 * self.pages * ENTRY_BYTES)
+            sizes = {name: size // narrow for name, size in stored.items()}
+            copied = [Operand(name, size, size) for name, size in sizes.items()]
+            passes.append(Pass("gather", (entries, *copied)))
+        if self.converts:
+            wide = {"q": self.q, **stored}
+            made = [Operand(name, size // narrow, size) for name, size in wide.items()]
+            passes.append(Pass("convert", tuple(made)))
+        if self.group > 1:
+            repeated = [Operand(name, size, size * self.group) for name, size in stored.items()]
+            passes.append(Pass("repeat", tuple(repeated)))
+        return passes
 
     def product(self, width: int) -> int:
         """Operations of a product with the matrix."""
@@ -68,13 +98,7 @@ def forward(problem: Problem, lengths: Sequence[tuple[int, int]] | None = None) 
         lengths: queries and keys of each sequence of a variable-length call, done one by one.
     """
     size = _Sizes(problem, lengths)
-    passes = []
-    if size.group > 1:
-        repeated = [
-            Operand(name, whole // size.group, whole)
-            for name, whole in (("k", size.k), ("v", size.v))
-        ]
-        passes.append(Pass("repeat", tuple(repeated)))
+    passes = size.before()
     passes.append(
         Pass(
             "scores",
@@ -97,13 +121,16 @@ def forward(problem: Problem, lengths: Sequence[tuple[int, int]] | None = None) 
             size.product(problem.value_dim),
         )
     )
+    if size.converts:
+        dtype = str(output_dtype(problem.dtype)).removeprefix("torch.")
+        passes = [each._replace(dtype=dtype) for each in passes]
     return Traffic(tuple(passes), _omitted(problem))
 
 
 def backward(
     problem: Problem, lengths: Sequence[tuple[int, int]] | None = None, mask: MaskStyle = "add"
 ) -> Traffic:
-    """Algorithm 3: dV, dP, dS, dQ and dK from the P that was kept.
+    """Algorithm 3: dV, dP, dS, dQ and dK from the P that was kept, in sixteen bits or more.
 
     Args:
         problem: what is asked.

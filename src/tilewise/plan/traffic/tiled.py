@@ -14,9 +14,10 @@ from __future__ import annotations
 import torch
 
 from tilewise.errors import InvalidArgument
-from tilewise.plan.traffic.count import Operand, Pass, Sharing, Traffic
+from tilewise.plan.traffic.count import ENTRY_BYTES, Operand, Pass, Sharing, Traffic
 from tilewise.plan.traffic.visits import Visits
 from tilewise.problem import Problem, Statistics
+from tilewise.variants.float8 import output_dtype
 
 __all__ = [
     "backward_by_tiles",
@@ -41,8 +42,7 @@ class _Sizes:
         self.problem, self.visits = problem, visits
         self.e, self.f = problem.dtype.itemsize, statistic_bytes(problem.dtype)
         self.head, self.value = problem.head_dim * self.e, problem.value_dim * self.e
-        # What is stored in eight bits gives sixteen.
-        self.out = problem.value_dim * max(2, self.e)
+        self.out = problem.value_dim * output_dtype(problem.dtype).itemsize
         self.widths = problem.head_dim, problem.value_dim
 
     def keys_walked(self, times: int = 1) -> tuple[Operand, Operand]:
@@ -59,6 +59,13 @@ class _Sizes:
         """Keys and values of tiles that stay while queries go by."""
         keys = self.visits.keys
         return Operand("k", keys * self.head), Operand("v", keys * self.value)
+
+    def pages_walked(self) -> Operand:
+        """What the block table says of the keys that the tiles of queries walk over."""
+        size, visits = self.problem.page_size, self.visits
+        held = sum(each.items * -(-each.keys // size) for each in visits.extents) if size else 0
+        distinct = min(held, visits.pages)
+        return Operand("block_table", visits.pages * ENTRY_BYTES, once=distinct * ENTRY_BYTES)
 
     def rows_walked(self, name: str, row_bytes: int) -> Operand:
         """Something of the rows that the tiles of keys walk over."""
@@ -117,6 +124,7 @@ def forward(problem: Problem, visits: Visits, statistics: Statistics = "") -> Tr
         Operand("q", rows * size.head),
         *size.sinks(),
         *size.keys_walked(),
+        size.pages_walked(),
         *size.captured(),
         Operand("out", written=rows * size.out),
         Operand("lse", written=row),
@@ -158,18 +166,17 @@ def forward_in_parts(
         repeated += rows * count
         tiles += visits.heads * each.items * -(-each.queries // visits.tile[0]) * count
         partial += rows * count * (problem.value_dim + 2) * size.f if count > 1 else 0
-    k, v = size.keys_walked()
+    walked: tuple[Operand, ...] = (*size.keys_walked(), size.pages_walked())
     if shared:
         group = visits.heads // visits.kv_heads
         blocks = _shared_blocks(visits, group)
-        k, v = (each._replace(read=each.read // group * blocks) for each in (k, v))
+        walked = tuple(each._replace(read=each.read // group * blocks) for each in walked)
     rows = visits.rows
     sinks = (Operand("sinks", tiles * size.f),) if problem.sinks else ()
     attend = (
         Operand("q", repeated * size.head),
         *sinks,
-        k,
-        v,
+        *walked,
         *size.captured(),
         Operand("partial", written=partial),
     )

@@ -41,14 +41,14 @@ def predict(traffic: Traffic, chip: Chip, dtype: str) -> Seconds:
     Args:
         traffic: bytes as they reach memory (``Traffic.behind`` takes the caches out).
         chip: with bandwidth and peaks.
-        dtype: of the products, e.g. "bfloat16".
+        dtype: of the products of passes that name none of their own, e.g. "bfloat16".
 
     Raises:
         InvalidArgument: the chip's row lacks a figure.
     """
-    ceilings = _ceilings(chip, dtype)
     sums, held = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
     for one in traffic.passes:
+        ceilings = _ceilings(chip, one.dtype or dtype)
         times = [amount / rate for amount, rate in zip(_amounts(one), ceilings, strict=True)]
         longest = max(range(3), key=lambda index: times[index])
         held[longest] += times[longest]

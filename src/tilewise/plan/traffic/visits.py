@@ -48,6 +48,8 @@ class Visits(NamedTuple):
         rows_walked, keys_walked: rows, and keys, of the visited tiles.
         rows_seen: rows of those tiles of rows of which any tile is visited.
         mask_bytes, score_bytes: what one walk reads of the tensors of the mask and the score.
+        pages: entries of the block table that the visited tiles look up, one for each page that a
+            tile touches; 0 where keys do not lie in pages.
         omitted: what is not in these sums, in words.
     """
 
@@ -64,6 +66,7 @@ class Visits(NamedTuple):
     rows_seen: int = 0
     mask_bytes: int = 0
     score_bytes: int = 0
+    pages: int = 0
     omitted: tuple[str, ...] = ()
 
     @property
@@ -100,6 +103,7 @@ class _Counts(NamedTuple):
     rows_walked: int
     keys_walked: int
     rows_seen: int
+    pages: int = 0
 
 
 class _Matrix(NamedTuple):
@@ -177,7 +181,7 @@ def _matrices(
         return
     for b, (m, n) in enumerate(lengths):
         yield _Matrix(
-            problem._replace(layout="dense", batch=1, queries=m, keys=n, page_size=0),
+            problem._replace(layout="dense", batch=1, queries=m, keys=n),
             b,
             cut(problem.mask, masks, b, m, n),
             cut(problem.score, scores, b, m, n),
@@ -220,6 +224,7 @@ def _with(sums: Visits, matrix: _Matrix, together: bool) -> Visits:
         rows_seen=sums.rows_seen + weight * found.rows_seen,
         mask_bytes=sums.mask_bytes + each * _mask_bytes(matrix, sums.tile),
         score_bytes=sums.score_bytes + weight * _score_bytes(matrix, found),
+        pages=sums.pages + weight * found.pages,
     )
 
 
@@ -243,10 +248,12 @@ def _visited(matrix: _Matrix, tile: tuple[int, int], together: bool) -> tuple[_C
 
 def _runs(problem: Problem, tile: tuple[int, int]) -> _Counts:
     """The sums of the runs."""
-    counts = [0, 0, 0, 0, 0]
+    counts = [0, 0, 0, 0, 0, 0]
+    size = problem.page_size
     for rows, keys in runs_of(problem, tile):
         height, walked, tiles = len(rows), len(keys), -(-len(keys) // tile[1])
-        shares = (tiles, height * walked, height * tiles, walked, height * bool(tiles))
+        pages = sum(_touched(keys, tile[1], size)) if size else 0
+        shares = (tiles, height * walked, height * tiles, walked, height * bool(tiles), pages)
         counts = [total + share for total, share in zip(counts, shares, strict=True)]
     return _Counts(*counts)
 
@@ -316,7 +323,11 @@ def _of_grid(grid: Tensor, problem: Problem, tile: tuple[int, int]) -> _Counts:
         seen * widths,
         grid.any(-1).to(torch.int64) * heights,
     )
-    return _Counts(*(int(each.sum()) for each in sums))
+    counts = _Counts(*(int(each.sum()) for each in sums))
+    if not problem.page_size:
+        return counts
+    pages = torch.tensor(_touched(range(problem.keys), tile[1], problem.page_size))
+    return counts._replace(pages=int((seen * pages).sum()))
 
 
 def _mask_bytes(matrix: _Matrix, tile: tuple[int, int]) -> int:
@@ -339,7 +350,7 @@ def _mask_bytes(matrix: _Matrix, tile: tuple[int, int]) -> int:
             total += held[0].element_size() * tall * wide
         elif instr.op in ("blocks", "tiles"):
             cells = [
-                _cells(size, one, int(block))
+                sum(_touched(range(size), one, int(block)))
                 for size, one, block in zip(
                     (problem.queries, problem.keys), tile, instr.params[:2], strict=True
                 )
@@ -348,10 +359,10 @@ def _mask_bytes(matrix: _Matrix, tile: tuple[int, int]) -> int:
     return total
 
 
-def _cells(total: int, tile: int, block: int) -> int:
-    """Blocks that tiles touch along one side, those that several touch several times."""
-    starts = range(0, total, tile)
-    return sum((min(at + tile, total) - 1) // block - at // block + 1 for at in starts)
+def _touched(places: range, tile: int, block: int) -> list[int]:
+    """How many blocks each tile touches along one side."""
+    starts = range(places.start, places.stop, tile)
+    return [(min(at + tile, places.stop) - 1) // block - at // block + 1 for at in starts]
 
 
 def _score_bytes(matrix: _Matrix, found: _Counts) -> int:

@@ -68,7 +68,7 @@ def lines(account: Account, chip: Chip | None, training: bool = True) -> list[tu
 def _chip_line(chip: Chip | None, account: Account) -> str:
     if chip is None:
         return "not in the table of chips: no time is predicted"
-    dtype = str(account.problem.dtype).removeprefix("torch.")
+    dtype = account.dtype
     try:
         ridge = balance(chip, dtype)
     except InvalidArgument as error:
@@ -100,8 +100,7 @@ def _direction(
         seconds, other = (account.seconds(each, chip) for each in comparison)
     except InvalidArgument:
         return found
-    dtype = str(account.problem.dtype).removeprefix("torch.")
-    side = "right" if reaching.intensity > balance(chip, dtype) else "left"
+    side = "right" if reaching.intensity > balance(chip, account.dtype) else "left"
     rate = ours.flops / seconds.total if seconds.total else 0.0
     return [
         *found,

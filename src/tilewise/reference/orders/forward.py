@@ -31,6 +31,8 @@ from tilewise.reference.tiles import (
 
 __all__ = ["forward_in_parts", "forward_keys_outside"]
 
+_WALKED = ("k", "v", "block_table")  # what a group that walks together reads together
+
 
 def forward_keys_outside(
     problem: Problem, operands: Operands, walk: Walk, partial: torch.dtype | None = None
@@ -143,10 +145,10 @@ def forward_in_parts(
         keys = part.problem.keys
         spans = [range(at, min(at + split_keys, keys)) for at in range(0, keys, split_keys)]
         for rows in query_tiles(part):
-            before = ledger.read["k"], ledger.read["v"]
+            before = [ledger.read[name] for name in _WALKED]
             found = [forward_rows(part, rows, dtype, "", span) for span in spans or [range(0)]]
             blocks = -(-group * len(rows) // walk.query_tile) if shared else group
-            for name, was in zip("kv", before, strict=True):
+            for name, was in zip(_WALKED, before, strict=True):
                 ledger.read[name] = was + (ledger.read[name] - was) // group * blocks
             merged = merge_partial([each.out for each in found], [each.lse for each in found])
             for view, tile in zip(views, merged, strict=True):

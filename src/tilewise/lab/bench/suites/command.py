@@ -20,7 +20,7 @@ from tilewise.lab.bench.show import show_tables
 from tilewise.lab.bench.suites import accuracy, compare, memory, models, paper, speed, variants
 from tilewise.lab.bench.suites.conduct import Effort, conduct
 from tilewise.lab.bench.suites.methods import OURS
-from tilewise.lab.bench.suites.page import html, markdown
+from tilewise.lab.bench.suites.page import html, markdown, pictures
 from tilewise.lab.bench.suites.point import Record
 from tilewise.lab.bench.suites.sentences import sentences
 from tilewise.lab.bench.suites.steps import LENGTHS, QUICK_LENGTHS, Settings, Step
@@ -152,10 +152,17 @@ def show_main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("source", type=Path, metavar="FILE.json")
     parser.add_argument("--markdown", action="store_true", help="print Markdown")
+    parser.add_argument(
+        "--figures", type=Path, metavar="FOLDER", help="write every figure of the page as an SVG"
+    )
     options = parser.parse_args(argv)
     record = Record.read(options.source)
     _show(record, as_markdown=options.markdown)
     _write_pages(record, options.source)
+    if options.figures is not None:
+        options.figures.mkdir(parents=True, exist_ok=True)
+        for name, drawing in pictures(record).items():
+            (options.figures / f"{name}.svg").write_text(drawing, encoding="utf-8")
     return _status(record)
 
 

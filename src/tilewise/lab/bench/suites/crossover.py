@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["Crossing", "crossing", "told"]
+from tilewise.lab.bench.suites.methods import OURS
+from tilewise.lab.bench.suites.point import Point, groups
+
+__all__ = ["Crossing", "crossing", "crossings", "listed", "medians_of", "told", "where"]
 
 
 _AHEAD = 1.03  # times faster at the end; less is within the noise
@@ -52,6 +55,39 @@ def crossing(exact: Mapping[int, float], other: Mapping[int, float]) -> Crossing
     share = ahead[index] / (ahead[index] - ahead[index + 1])
     low, high = math.log(lengths[index]), math.log(lengths[index + 1])
     return Crossing(first, last, math.exp(low + share * (high - low)), gain)
+
+
+def medians_of(points: Iterable[Point]) -> dict[str, dict[int, float]]:
+    """Medians by method, then by length."""
+    found: dict[str, dict[int, float]] = {}
+    for point in points:
+        if point.status == "ok" and point.median:
+            found.setdefault(point.method, {})[point.length] = point.median
+    return found
+
+
+def crossings(points: Iterable[Point]) -> dict[str, dict[str, Crossing]]:
+    """Where each method that is not exact crosses over ours: by the case, then by the method."""
+    found: dict[str, dict[str, Crossing]] = {}
+    for (case, dtype, quantity), own in groups(points).items():
+        medians = medians_of(own) if quantity == "seconds" else {}
+        approximate = {point.method for point in own if not point.exact}
+        each = {
+            name: crossing(medians.get(OURS, {}), times)
+            for name, times in medians.items()
+            if name in approximate
+        }
+        known = {name: one for name, one in each.items() if one is not None}
+        if known:
+            found[f"{case}, {dtype}"] = known
+    return found
+
+
+def where(found: Crossing) -> str:
+    """A crossing in a cell of a table."""
+    if found.at is None:
+        return f"not up to {found.last}"
+    return f"from {found.first}" if found.at == found.first else f"from about {_near(found.at)}"
 
 
 def told(what: str, exact: str, found: Mapping[str, Crossing]) -> str:

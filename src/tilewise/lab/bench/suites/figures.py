@@ -8,16 +8,18 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from tilewise.lab.bench.suites.methods import OURS
 from tilewise.lab.bench.suites.point import Point, Quantity
 from tilewise.lab.bench.suites.tables import amount_of
 from tilewise.lab.study.report.svg import (
     INK,
+    RULE,
     SOFT,
     arm_colour,
     arm_dashes,
+    beside,
     canvas,
     finish,
     place,
@@ -57,7 +59,7 @@ def _lines(points: Sequence[Point], methods: Sequence[str]) -> list[_Line]:
         own.sort(key=lambda point: point.length)
         if own:
             told = [(p.length, p.predicted) for p in own if p.predicted]
-            medians = [p.median or 0.0 for p in own]
+            medians = [(p.median or 0.0) / (p.allowed or 1.0) for p in own]
             found.append(_Line(name, at[name], [p.length for p in own], medians, told))
     return found
 
@@ -67,7 +69,8 @@ def lines(
 ) -> Markup | None:
     """Medians of all methods along the length; None where nothing has two lengths.
 
-    What was predicted is dotted beside what was measured.
+    What was predicted is dotted beside what was measured. Of errors it is the share of what is
+    allowed: which of the gradients a largest error is of differs by method.
 
     Args:
         points: of one case and dtype.
@@ -92,12 +95,18 @@ def lines(
     _label_ends(axes, drawn)
     axes.xaxis.set_major_locator(FixedLocator([float(n) for n in every]))
     axes.xaxis.set_minor_locator(NullLocator())
+    few = max(values) < 100 * min(values)  # powers of ten alone would be one line or two
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=12))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _short(x)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: amount_of(y, quantity)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _amount(y, quantity)))
     axes.set_xlabel("queries and keys", color=SOFT, labelpad=7)
-    said = "; ".join(f"{line.name}: {amount_of(line.y[-1], quantity)}" for line in drawn)
+    said = "; ".join(f"{line.name}: {_amount(line.y[-1], quantity)}" for line in drawn)
     return finish(figure, name, f"At {every[-1]} or the longest measured: {said}")
+
+
+def _amount(value: float, quantity: Quantity) -> str:
+    return f"{value:.2g}" if quantity == "error" else amount_of(value, quantity)
 
 
 def _draw(axes: Axes, line: _Line) -> None:
@@ -178,10 +187,10 @@ def bars(
     widest = min(44, max(len(words) for words, _ in values))
     figure = canvas(680, 62 + 24 * len(values))
     axes = place(figure, 20 + 7 * widest, 44, 70, 8)
-    for row, (_, value) in enumerate(values):
+    ticks = [*predicted, *[None] * (len(values) - len(predicted))]
+    for row, ((_, value), told) in enumerate(zip(values, ticks, strict=True)):
         axes.barh(row, value, height=0.62, color=arm_colour(1))
-        axes.text(value, row, f"  {value:.3g}", va="center", color=INK, clip_on=False)
-    for row, told in enumerate(predicted):
+        beside(axes, (max(value, told or 0.0), row), f"{value:.3g}")
         if told is not None:
             axes.plot([told, told], [row - 0.36, row + 0.36], color=INK, linewidth=1.6)
     axes.set_yticks(range(len(values)), [words[:44] for words, _ in values])
@@ -189,8 +198,8 @@ def bars(
         label.set_parse_math(False)
     axes.set_ylim(len(values) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
-    axes.grid(axis="x", visible=True)
-    axes.set_xlim(0, max(value for _, value in values) * 1.08)
+    axes.grid(axis="x", visible=True, color=RULE, linewidth=1)
+    axes.set_xlim(0, max(*(value for _, value in values), *(told or 0.0 for told in ticks)) * 1.08)
     if mark is not None:
         axes.axvline(mark, color=SOFT, linewidth=1.2)
     axes.set_xlabel(unit, color=SOFT, labelpad=7)

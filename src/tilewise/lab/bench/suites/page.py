@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import resources
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -12,16 +12,17 @@ from markupsafe import Markup
 from tilewise.lab.bench.suites import figures
 from tilewise.lab.bench.suites.memory import CURE, DOUBLE
 from tilewise.lab.bench.suites.methods import OURS
-from tilewise.lab.bench.suites.point import COMPLETE, Point, Record
+from tilewise.lab.bench.suites.point import COMPLETE, Point, Record, groups
 from tilewise.lab.bench.suites.sentences import sentences
-from tilewise.lab.bench.suites.tables import BY_CASE, TITLES, groups, heading, tables
+from tilewise.lab.bench.suites.tables import BY_CASE, TITLES, heading, tables
 from tilewise.lab.bench.table import Table
 from tilewise.lab.bench.table import markdown as markdown_table
-from tilewise.lab.study.report.svg import house_style
+from tilewise.lab.study.report.svg import house_style, standalone
 
-__all__ = ["ABOUT", "html", "markdown"]
+__all__ = ["ABOUT", "html", "markdown", "pictures"]
 
 _STYLE = "tilewise.lab.study.report"
+_SHARE = "the largest error against float64, as a share of what is allowed"
 
 ABOUT = {
     "speed": "Exact methods side by side. What fails the 2x rule is not timed.",
@@ -39,8 +40,9 @@ ABOUT = {
 
 
 class _Figure(NamedTuple):
-    """A drawing and what is below it."""
+    """A drawing, unique by its name in the page, and what is below it."""
 
+    name: str
     drawing: Markup
     caption: str
 
@@ -73,8 +75,24 @@ def html(record: Record) -> str:
         heading=heading(record),
         complete=record.status == COMPLETE,
         sections=sections,
-        settings=", ".join(f"{name} {value}" for name, value in record.settings.items()),
+        settings="; ".join(f"{name} {_said(value)}" for name, value in record.settings.items()),
     )
+
+
+def pictures(record: Record) -> dict[str, str]:
+    """Every figure of the page as an SVG file, by its name."""
+    with house_style():
+        every = [each for suite in record.suites for each in _figures(suite, record.of(suite))]
+    return {each.name: standalone(each.drawing) for each in every}
+
+
+def _said(value: Any) -> str:
+    """An option's value in words."""
+    if isinstance(value, list):
+        return ", ".join(str(each) for each in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _section(record: Record, suite: str) -> _Section:
@@ -100,15 +118,17 @@ def _figures(suite: str, points: Sequence[Point]) -> list[_Figure]:
         elif suite not in BY_CASE:
             drawing = figures.lines(own, methods, quantity, name)
         if drawing is not None:
-            found.append(_Figure(drawing, f"{case}, {dtype}: {TITLES[quantity]}"))
+            words = _SHARE if quantity == "error" else TITLES[quantity]
+            found.append(_Figure(name, drawing, f"{case}, {dtype}: {words}"))
     if suite in BY_CASE:
         for dtype in dict.fromkeys(point.dtype for point in points):
             own = [point for point in points if point.dtype == dtype]
             ratios = _ratios(own)
             words = f"times faster than plain attention, {dtype}"
-            drawing = figures.bars(ratios, words, f"{suite}-bars-{dtype}", mark=1.0)
+            name = f"{suite}-bars-{dtype}"
+            drawing = figures.bars(ratios, words, name, mark=1.0)
             if drawing is not None:
-                found.append(_Figure(drawing, f"{suite}: {words}"))
+                found.append(_Figure(name, drawing, f"{suite}: {words}"))
     return found
 
 

@@ -34,12 +34,7 @@ def steps(settings: Settings) -> list[Step]:
     found = []
     for length in settings.lengths:
         for passes, words in _PASSES[:1] if settings.quick else _PASSES:
-            for dropout_p, padded in (
-                (0.0, False),
-                (_DROPOUT, True),
-                (_DROPOUT, False),
-                (0.0, True),
-            ):
+            for dropout_p, padded in _EXTRAS:
                 if settings.quick and bool(dropout_p) != padded:
                     continue
                 extras = ["dropout"] * bool(dropout_p) + ["padding"] * padded

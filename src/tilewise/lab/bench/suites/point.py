@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from tilewise.lab.bench.suites.work import Work
 from tilewise.lab.compact import compact_json, read_json
 from tilewise.lab.study.conduct import environment
 
-__all__ = ["COMPLETE", "FORMAT", "INTERRUPTED", "Point", "Quantity", "Record", "Status"]
+__all__ = ["COMPLETE", "FORMAT", "INTERRUPTED", "Point", "Quantity", "Record", "Status", "groups"]
 
 FORMAT = 1
 KIND = "a JSON file of a suite of the bench"
@@ -78,10 +79,17 @@ class Point:
         return Spread.of(self.samples).median if self.samples else None
 
     def as_json(self) -> dict[str, Any]:
-        """In JSON's types, with the spread beside the samples; ``from_json`` reads it back."""
-        values = {**asdict(self), "samples": list(self.samples)}
+        """In JSON's types, without what is as usual; ``from_json`` reads it back.
+
+        Of several samples the median, the least and the largest, and the quartiles stand beside.
+        """
+        usual = {each.name: each.default for each in fields(self)}
+        values = {key: value for key, value in asdict(self).items() if value != usual[key]}
         if self.samples:
-            values["spread"] = Spread.of(self.samples)._asdict()
+            values["samples"] = list(self.samples)
+        if len(self.samples) > 1:
+            median, *rest = Spread.of(self.samples)
+            values |= {"median": median, "spread": rest}
         return values
 
     @classmethod
@@ -89,7 +97,7 @@ class Point:
         """The inverse of ``as_json``."""
         known = {each.name for each in fields(cls)}
         kept = {key: value for key, value in values.items() if key in known}
-        return cls(**{**kept, "samples": tuple(kept["samples"])})
+        return cls(**{**kept, "samples": tuple(kept.get("samples", ()))})
 
 
 @dataclass
@@ -136,18 +144,26 @@ class Record:
             self.machine["load_average"].append(round(os.getloadavg()[0], 2))
 
     def write(self, path: Path) -> None:
-        """Write the JSON whole or not at all, making its folder."""
+        """Write the JSON whole or not at all, making its folder; each point is on one line.
+
+        The shape that the first point has is that of all that name none.
+        """
+        shape = self.points[0].shape if self.points else {}
         values = {
             "format": FORMAT,
             "kind": KIND,
             **{key: getattr(self, key) for key in ("suites", "status", "seconds", "device")},
             "machine": self.machine,
             "settings": self.settings,
-            "points": [point.as_json() for point in self.points],
+            "shape": shape,
         }
+        points = [point.as_json() for point in self.points]
+        for each in points:
+            if each["shape"] == shape:
+                del each["shape"]
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f"{path.name}.part")
-        unfinished.write_text(compact_json(values))
+        unfinished.write_text(compact_json(values, points=points))
         unfinished.replace(path)
 
     @classmethod
@@ -160,6 +176,15 @@ class Record:
         values = read_json(path, FORMAT, KIND)
         if values.get("kind") != KIND:
             raise InvalidArgument("--from", f"{path} of another kind", KIND)
-        points = [Point.from_json(each) for each in values["points"]]
+        shape = values.get("shape", {})
+        points = [Point.from_json({"shape": shape, **each}) for each in values["points"]]
         kept = ("suites", "machine", "device", "settings", "status", "seconds")
         return cls(**{key: values[key] for key in kept}, points=points)
+
+
+def groups(points: Iterable[Point]) -> dict[tuple[str, str, Quantity], list[Point]]:
+    """Points by case, dtype and quantity, in order."""
+    found: dict[tuple[str, str, Quantity], list[Point]] = {}
+    for point in points:
+        found.setdefault((point.case, point.dtype, point.quantity), []).append(point)
+    return found

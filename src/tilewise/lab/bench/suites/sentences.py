@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from tilewise.lab.bench.suites.crossover import Crossing, crossing, listed, told
+from tilewise.lab.bench.suites.crossover import crossings, listed, medians_of, told
 from tilewise.lab.bench.suites.memory import CURE, DOUBLE
 from tilewise.lab.bench.suites.methods import OURS
-from tilewise.lab.bench.suites.point import Point, Record
-from tilewise.lab.bench.suites.tables import amount_of, groups
+from tilewise.lab.bench.suites.point import Point, Record, groups
+from tilewise.lab.bench.suites.tables import amount_of
 from tilewise.lab.bench.suites.variants import NONE
 
 __all__ = ["sentences"]
@@ -38,27 +38,18 @@ def _wrong(points: Sequence[Point]) -> list[str]:
     return found
 
 
-def _medians(points: Iterable[Point]) -> dict[str, dict[int, float]]:
-    """Medians by method, then by length."""
-    found: dict[str, dict[int, float]] = {}
-    for point in points:
-        if point.status == "ok" and point.median:
-            found.setdefault(point.method, {})[point.length] = point.median
-    return found
-
-
 def _faster(points: Sequence[Point]) -> list[str]:
     """Ours against the best other exact method, at the longest length that both have."""
     exact = [point for point in points if point.exact and point.quantity == "seconds"]
     ratios: list[tuple[float, str]] = []
     for (case, dtype, _), own in groups(exact).items():
-        found = _medians(own)
+        found = medians_of(own)
         ours = found.pop(OURS, {})
         lengths = sorted(n for n in ours if any(n in times for times in found.values()))
         if lengths:
             last = lengths[-1]
             best = min((times[last], name) for name, times in found.items() if last in times)
-            words = f"{case}, {dtype} at {last} ({best[1]})"
+            words = f"{case}, {dtype} at {last}; {best[1]}"
             ratios.append((best[0] / ours[last], words))
     if not ratios:
         return []
@@ -72,22 +63,12 @@ def _faster(points: Sequence[Point]) -> list[str]:
 
 
 def _crossings(points: Sequence[Point]) -> list[str]:
-    """Where each method that is not exact crosses over ours."""
-    found = []
-    for (case, dtype, quantity), own in groups(points).items():
-        if quantity != "seconds":
-            continue
-        medians = _medians(own)
-        ours = medians.get(OURS, {})
-        approximate = {point.method for point in own if not point.exact}
-        crossings: dict[str, Crossing] = {}
-        for name, times in medians.items():
-            where = crossing(ours, times) if name in approximate else None
-            if where is not None:
-                crossings[name] = where
-        if crossings:
-            found.append(told(f"{case}, {dtype}", OURS, crossings))
-    return found
+    """Where each method that is not exact crosses over ours, in the first case; a table has all."""
+    found = crossings(points)
+    if not found:
+        return []
+    words, where = next(iter(found.items()))
+    return [told(words, OURS, where)]
 
 
 def _accuracy(points: Sequence[Point]) -> list[str]:
@@ -107,7 +88,7 @@ def _memory(points: Sequence[Point]) -> list[str]:
     found = []
     held = [point for point in points if point.quantity == "bytes"]
     for (case, dtype, _), own in groups(held).items():
-        medians = _medians(own)
+        medians = medians_of(own)
         plain, ours = medians.get("plain", {}), medians.get(OURS, {})
         common = sorted(plain.keys() & ours.keys())
         if common:
@@ -122,25 +103,26 @@ def _memory(points: Sequence[Point]) -> list[str]:
 
 
 def _sparse(points: Sequence[Point]) -> list[str]:
-    """Our block-sparse kernel against every other method, at the longest length of both passes."""
+    """Our block-sparse kernel against every other method, at the longest length of each case."""
     timed = [point for point in points if point.quantity == "seconds"]
-    found = []
+    ratios: dict[str, list[tuple[float, str]]] = {}
     for (case, dtype, _), own in groups(timed).items():
-        medians = _medians(own)
+        medians = medians_of(own)
         names = [name for name in medians if name.startswith(f"{OURS} ")]
         for name in names:
             last = max(medians[name])
             others = {n: t[last] for n, t in medians.items() if n not in names and last in t}
-            if not others:
-                continue
-            best = min(others, key=lambda each: others[each])
-            ratio = others[best] / medians[name][last]
-            words = "faster" if ratio >= 1 else "slower"
-            found.append(
-                f"{case}, {dtype} at {last}: {name} is {max(ratio, 1 / ratio):.2f} times {words} "
-                f"than the fastest of the others, {best}."
-            )
-    return found
+            if others:
+                best = min(others, key=lambda each: others[each])
+                words = f"{case}, {dtype} at {last}; {best}"
+                ratios.setdefault(name, []).append((others[best] / medians[name][last], words))
+    return [
+        f"{name} against the fastest of the others, exact or not, at the longest length of a case: "
+        f"faster in {sum(ratio > 1 for ratio, _ in every)} of {len(every)} cases, "
+        f"{min(every)[0]:.2f} times ({min(every)[1]}) to {max(every)[0]:.2f} times "
+        f"({max(every)[1]})."
+        for name, every in ratios.items()
+    ]
 
 
 def _double(points: Sequence[Point]) -> list[str]:
@@ -190,5 +172,5 @@ def _extra(points: Sequence[Point]) -> list[str]:
             if kind == dtype and other != case and other.endswith(f", {direction}")
         ]
         if costs:
-            found.append(f"Time over no variant, {direction}, {dtype}: {', '.join(costs)}.")
+            found.append(f"Time over no variant, {direction}, {dtype}: {'; '.join(costs)}.")
     return found

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from tilewise.lab.bench.clock import Spread
-from tilewise.lab.bench.suites.point import COMPLETE, Point, Quantity, Record
+from tilewise.lab.bench.suites.crossover import crossings, where
+from tilewise.lab.bench.suites.methods import OURS
+from tilewise.lab.bench.suites.point import COMPLETE, Point, Quantity, Record, groups
 from tilewise.lab.bench.table import Table
 from tilewise.plan.traffic.words import amount, duration
 
-__all__ = ["BY_CASE", "TITLES", "amount_of", "groups", "heading", "tables"]
+__all__ = ["BY_CASE", "TITLES", "amount_of", "heading", "tables"]
 
 BY_CASE = ("models", "variants")  # suites of many cases, at one length or two
 TITLES: dict[Quantity, str] = {
@@ -19,12 +21,14 @@ TITLES: dict[Quantity, str] = {
 }
 _MARKS = {"wrong": "WRONG", "skipped": "-", "failed": "FAILED"}
 _MOST_NOTES = 12
+_RUN_BY = ("torch", "triton", "cuda", "numpy")  # of the versions in the record
 
 
 def heading(record: Record) -> list[str]:
     """Where it was measured and whether all of it is there, in a few lines."""
     machine = record.machine
-    versions = ", ".join(f"{name} {value}" for name, value in machine["versions"].items())
+    named = {name: machine["versions"].get(name) for name in _RUN_BY}
+    versions = ", ".join(f"{name} {value}" for name, value in named.items() if value)
     load = " to ".join(str(each) for each in machine["load_average"])
     clock = "CUDA events" if record.device == "cuda" else "processor time of one thread"
     lines = [
@@ -38,17 +42,10 @@ def heading(record: Record) -> list[str]:
     return lines
 
 
-def groups(points: Iterable[Point]) -> dict[tuple[str, str, Quantity], list[Point]]:
-    """Points by case, dtype and quantity, in order."""
-    found: dict[tuple[str, str, Quantity], list[Point]] = {}
-    for point in points:
-        found.setdefault((point.case, point.dtype, point.quantity), []).append(point)
-    return found
-
-
 def tables(record: Record, suite: str) -> list[Table]:
     """A table for each case and dtype; of many cases a table for each dtype, cases down."""
     points = record.of(suite)
+    crossed = _crossed(points) if suite == "paper" else []
     if suite in BY_CASE:
         dtypes = dict.fromkeys(point.dtype for point in points)
         return [
@@ -58,10 +55,23 @@ def tables(record: Record, suite: str) -> list[Table]:
             )
             for dtype in dtypes
         ]
-    return [
+    found = [
         _table(f"{case}, {dtype}: {TITLES[quantity]}", own)
         for (case, dtype, quantity), own in groups(points).items()
     ]
+    return [*crossed, *found]
+
+
+def _crossed(points: Sequence[Point]) -> list[Table]:
+    """From which length on each method that is not exact is faster than ours, in every case."""
+    found = crossings(points)
+    methods = list(dict.fromkeys(name for each in found.values() for name in each))
+    rows = [
+        (case, *(where(each[name]) if name in each else "" for name in methods))
+        for case, each in found.items()
+    ]
+    title = f"From which length on each is faster than {OURS}, and stays so"
+    return [Table(title, ("case", *methods), rows)] if rows else []
 
 
 def _table(title: str, points: Sequence[Point]) -> Table:

@@ -11,6 +11,7 @@ import io
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import resources
 from typing import Any
 from xml.etree import ElementTree
 
@@ -21,7 +22,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 __all__ = ["ARM_COLOURS", "INK", "PART_COLOURS", "RULE", "SOFT", "arm_colour", "arm_dashes"]
-__all__ += ["canvas", "finish", "house_style", "place", "quiet", "spread"]
+__all__ += ["beside", "canvas", "finish", "house_style", "place", "quiet", "spread", "standalone"]
 
 _POINTS_PER_INCH = 72
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
@@ -118,6 +119,19 @@ def quiet(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
+def beside(axes: Axes, at: tuple[float, float], words: str) -> None:
+    """Words to the right of the end of a bar."""
+    axes.annotate(
+        words,
+        at,
+        xytext=(6, 0),
+        textcoords="offset points",
+        va="center",
+        color=INK,
+        annotation_clip=False,
+    )
+
+
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """Places for labels, as near as may be to where they are wanted, none closer than ``gap``.
 
@@ -191,6 +205,22 @@ def finish(figure: Figure, name: str, summary: str) -> Markup:
     for colour, variable in _VARIABLES.items():
         text = text.replace(colour, f"var({variable})")
     return Markup(text)  # made here from numbers and from texts that ElementTree has escaped
+
+
+def standalone(drawing: Markup) -> str:
+    """A figure of ``finish`` as a file, with the page's colours, light or dark, and its card."""
+    style = resources.files("tilewise.lab.study.report").joinpath("templates/report.css")
+    colours, _, _ = style.read_text("utf-8").partition("\n* {")
+    box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawing)
+    assert box is not None
+    width, height = box.groups()
+    inside = (
+        f"<style>{colours} text {{ font: 12.5px system-ui, sans-serif; }}</style>"
+        f'<rect width="{width}" height="{height}" rx="14" style="fill: var(--card)"/>'
+    )
+    start = drawing.index(">") + 1
+    opening = f'{drawing[: start - 1]} width="{width}" height="{height}">'
+    return f"{opening}{inside}{drawing[start:]}\n"
 
 
 def _belong(element: ElementTree.Element, name: str, used: Collection[str]) -> None:

@@ -63,7 +63,8 @@ def flash_attn_with_kvcache(
         cache_batch_idx: integer [B]: the cache of each sequence; 0, 1, ... if None. Not with a
             block_table.
         cache_leftpad: integer [B]: the first key of each sequence; 0 if None. A block_table may
-            come with it (flash-attn: may not).
+            come with it (flash-attn: may not). On a GPU the rows before it must hold finite
+            numbers: they are masked there, and 0 times NaN is NaN.
         block_table: integer [B, P]: key n lies in row n % page size of block
             block_table[b, n // page size].
         softmax_scale: 1/sqrt(D) if None.

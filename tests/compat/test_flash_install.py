@@ -55,6 +55,7 @@ def alone(code: str, *folders: Path) -> str:
         ("flash_attn.bert_padding", "pad_input"),
         ("flash_attn.bert_padding", "index_first_axis"),
         ("flash_attn.layers.rotary", "apply_rotary_emb"),
+        ("flash_attn.layers.rotary", "RotaryEmbedding"),
         ("flash_attn.ops.triton.rotary", "apply_rotary"),
     ],
 )

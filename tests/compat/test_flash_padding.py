@@ -141,6 +141,74 @@ def test_rotary_in_torch() -> None:
         assert_same_bits(found, expected, "out")
 
 
+def packed(kind: str) -> tuple[Tensor, int | None]:
+    """[B, S, 3, H, D], or grouped [B, S, Hq + 2 Hk, D] with Hq."""
+    shape = (2, 7, 3, 4, 14) if kind == "packed" else (2, 7, 8, 14)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(8)), (
+        None if kind == "packed" else 4
+    )
+
+
+@pytest.mark.parametrize("scale_base", [None, 512.0])
+@pytest.mark.parametrize("kind", ["packed", "grouped", "apart"])
+def test_the_module_rotates_queries_and_keys(kind: str, scale_base: float | None) -> None:
+    module = turning.RotaryEmbedding(12, base=100.0, scale_base=scale_base)
+    pairs = torch.arange(6, dtype=torch.float64)
+    angles = torch.outer(torch.arange(2, 9), 100.0 ** (-pairs / 6))
+    scale = torch.ones(7, 6, dtype=torch.float64)
+    if scale_base:
+        base = (2 * pairs + 0.4 * 12) / (1.4 * 12)
+        scale = base ** ((torch.arange(2, 9) - 9 // 2) / scale_base)[:, None]
+    if kind == "apart":
+        q, kv = packed("packed")[0][:, :, 0], packed("packed")[0][:, :, 1:]
+        given = [q.clone(), kv[:, :, 0].clone(), kv[:, :, 1].clone()]
+        out = module(q, kv, seqlen_offset=2)
+        assert out[0] is q
+        assert out[1] is kv
+        found = [q, kv[:, :, 0], kv[:, :, 1]]
+    else:
+        qkv, heads = packed(kind)
+        dim, sizes = (2, (4, 2, 2)) if heads else (2, (1, 1, 1))
+        given = [x.clone().flatten(2, -2) for x in qkv.split(sizes, dim)]
+        assert module(qkv, seqlen_offset=2, num_heads_q=heads) is qkv
+        found = [x.flatten(2, -2) for x in qkv.split(sizes, dim)]
+    for name, one, before, by in zip(
+        ("q", "k"), found[:2], given[:2], (scale, 1 / scale), strict=True
+    ):
+        true = rotate(before, angles.cos() * by, angles.sin() * by, False)
+        near = rotate(before, (angles.cos() * by).float(), (angles.sin() * by).float(), False)
+        assert_exact(one, near.float(), true, name)
+    assert_same_bits(found[2], given[2], "v")
+
+
+def test_the_tables_of_the_module() -> None:
+    module = turning.RotaryEmbedding(8).train()
+    with torch.inference_mode():
+        module(torch.zeros(1, 4, 3, 2, 8))
+    assert module._cos_cached.is_inference()
+    x = torch.zeros(1, 3, 3, 2, 8, requires_grad=True)
+    assert module(x * 1).requires_grad
+    assert not module._cos_cached.is_inference()
+    held = module._cos_cached
+    module(torch.zeros(1, 2, 3, 2, 8))
+    assert module._cos_cached is held
+    module(torch.zeros(1, 2, 3, 2, 8), seqlen_offset=torch.tensor([5]), max_seqlen=9)
+    assert module._cos_cached.shape == (9, 4)
+    module.to(torch.bfloat16)(torch.zeros(1, 20, 3, 2, 8, dtype=torch.bfloat16))
+    assert module._cos_cached.dtype == torch.bfloat16
+    exact = torch.outer(torch.arange(20), 10000.0 ** (-torch.arange(4) / 4)).cos()
+    assert_same_bits(module._cos_cached, exact.bfloat16(), "tables of a module in bfloat16")
+    assert not module.state_dict()
+    with pytest.raises(InvalidArgument, match="max_seqlen: got None"):
+        turning.RotaryEmbedding(8)(x.detach(), seqlen_offset=torch.tensor([1]))
+    with pytest.raises(InvalidArgument, match="dim: got 7"):
+        turning.RotaryEmbedding(7)
+    with pytest.raises(InvalidArgument, match="num_heads_q: got None"):
+        module(torch.zeros(1, 2, 8, 8, dtype=torch.bfloat16))
+    with pytest.raises(InvalidArgument, match="kv: got shape"):
+        turning.apply_rotary_emb_kv_(x.detach(), ANGLES[:, :4], ANGLES[:, :4])
+
+
 def test_mistakes_of_rotary() -> None:
     x, cos = torch.randn(2, 5, 3, 12), ANGLES
     with pytest.raises(InvalidArgument, match="cos: got 4 rows"):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewise.compat.flash_attn.arguments import as_flash_attn, check_tensor, is_local, read
 from tilewise.compat.flash_attn.cache import Cache, attend, check_integers, refuse_gradients
-from tilewise.compat.flash_attn.layers.rotary import check_tables, rotate_at
+from tilewise.compat.flash_attn.layers.tables import check_tables, rotate_at
 from tilewise.errors import InvalidArgument, InvalidType
 
 __all__ = ["flash_attn_with_kvcache"]

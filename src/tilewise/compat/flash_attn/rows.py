@@ -24,6 +24,8 @@ _PADDING = (
     "bert_padding.index_first_axis_residual",
 )
 _ROTARY = ("layers.rotary.apply_rotary_emb", "ops.triton.rotary.apply_rotary")
+_IN_PLACE = ("layers.rotary.apply_rotary_emb_qkv_", "layers.rotary.apply_rotary_emb_kv_")
+_MODULE = ("layers.rotary.RotaryEmbedding",)
 
 _INTRO = """
 `tilewise.compat.install("flash_attn")` makes `import flash_attn` find these where the package
@@ -106,12 +108,16 @@ _OTHERS = (
     Row(_ROTARY, "interleaved, inplace, seqlen_offsets, cu_seqlens", "covered"),
     Row(_ROTARY, "max_seqlen", "accepted", "lengths are read from cu_seqlens"),
     Row((_ROTARY[1],), "conjugate", "covered"),
+    Row((_IN_PLACE[0],), "qkv, cos_k, sin_k, num_heads_q", "covered", "rotated in place"),
+    Row((_IN_PLACE[1],), "kv", "covered", "rotated in place"),
+    Row(_IN_PLACE, "cos, sin, interleaved, seqlen_offsets", "covered"),
+    Row(_MODULE, "dim, base, interleaved, scale_base, device", "covered"),
 )  # fmt: skip
 
 TABLE = Table(
     "`tilewise.compat.flash_attn`",
     _INTRO,
-    (*_ATTENTION, *_PADDING, *_ROTARY),
+    (*_ATTENTION, *_PADDING, *_ROTARY, *_IN_PLACE, *_MODULE),
     (*_ALL_OF_THEM, *_SEQUENCES, *_CACHED, *_OTHERS),
     (
         ("every attention", _ATTENTION),

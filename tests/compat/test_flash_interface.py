@@ -368,6 +368,17 @@ def test_mistakes_of_packed_calls() -> None:
         flash_attn.flash_attn_varlen_func(q, Q, Q, CU, CU, 4, 4, 0.1, block_table=table)
     with pytest.raises(InvalidArgument, match=r"^block_table"):
         flash_attn.flash_attn_varlen_func(q, Q, Q, CU, CU, 4, 4, block_table=table + 7)
+    for said, name in (
+        ({"cu_seqlens_q": CU - CU}, "cu_seqlens_q"),
+        ({"cu_seqlens_q": CU.float()}, "cu_seqlens_q"),
+        ({"cu_seqlens_k": CU + CU}, "cu_seqlens_k"),
+        ({"cu_seqlens_k": -CU}, "cu_seqlens_k"),
+    ):
+        lengths = {"cu_seqlens_q": CU, "cu_seqlens_k": CU, **said}
+        with pytest.raises(InvalidArgument, match=f"^{name}: got"):
+            flash_attn.flash_attn_varlen_func(
+                q, Q, Q, **lengths, max_seqlen_q=4, max_seqlen_k=4, block_table=table
+            )
     q = q.clone().requires_grad_()
     with pytest.raises(Unsupported, match="requires a gradient"):
         flash_attn.flash_attn_varlen_func(q, Q, Q, CU, CU, 4, 4, block_table=table)

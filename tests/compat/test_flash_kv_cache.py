@@ -222,6 +222,20 @@ def test_lengths_as_a_number_or_not_at_all() -> None:
     assert_same_bits(unsaid.call(), every.call(), "out")
 
 
+def test_a_batch_of_one_length_is_the_calls_of_its_sequences() -> None:
+    case = build(new=0)
+    case.said["cache_seqlens"] = 13
+    flags = Flags(causal=True, window_size=(7, -1), alibi="2-D")
+    words, _ = flags_of(flags)
+    own = torch.arange(BATCH, dtype=torch.int32)
+    at_once = case.call(**words, return_softmax_lse=True)
+    one_by_one = case.call(
+        **words, return_softmax_lse=True, cache_leftpad=torch.zeros_like(own), cache_batch_idx=own
+    )
+    for name, one, two in zip(("out", "lse"), at_once, one_by_one, strict=True):
+        assert_same_bits(one, two, name)
+
+
 def test_num_splits_changes_nothing() -> None:
     case = build(new=0)
     assert_same_bits(case.call(num_splits=3), case.call(), "out")
@@ -269,6 +283,29 @@ def test_what_a_gpu_reads_in_place(flags: Flags, leftpad: bool) -> None:
     check((got.out, lse), (case.q, case.q), keys, flags, slopes)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_on_a_gpu(flags: Flags) -> None:
+    case = build(rows=2, new=3, dtype=torch.bfloat16, caches=5)
+    where, starts = [4, 0, 2], [2, 0, 14]
+    case.said["cache_batch_idx"] = torch.tensor(where, dtype=torch.int32)
+    case.said["cache_leftpad"] = torch.tensor(starts, dtype=torch.int32)
+    words, slopes = flags_of(flags)
+    tensors = [x if x is None else x.cuda() for x in case[:5]]
+    said = {
+        name: x.cuda() if isinstance(x, Tensor) else x for name, x in {**case.said, **words}.items()
+    }
+    out, lse = flash_attn.flash_attn_with_kvcache(*tensors, **said, return_softmax_lse=True)
+    case.call(**words)  # writes the caches here
+    assert tensors[1] is not None
+    assert_same_bits(tensors[1].cpu(), case.k_cache, "cache")
+    keys = []
+    for row, start, length in zip(where, starts, BEFORE, strict=True):
+        k, v = (cache[row, start : length + 3] for cache in (case.k_cache, case.v_cache))
+        keys.append((k, k, v))
+    check((out.cpu(), lse.cpu()), (case.q, case.q), keys, flags, slopes)
+
+
 def test_names_orders_and_defaults() -> None:
     due: dict[str, object] = dict.fromkeys(("q", "k_cache", "v_cache"), inspect.Parameter.empty)
     due |= dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin", "cache_seqlens"))
@@ -289,6 +326,10 @@ ANGLES = torch.zeros(20, 4)
         ({"q": torch.zeros(3, 4, 24)}, InvalidArgument, "q"),
         ({"v_cache": torch.zeros(3, 19, 2, 24)}, InvalidArgument, "v_cache"),
         ({"k_cache": torch.zeros(2, 20, 2, 24)}, InvalidArgument, "v_cache"),
+        ({"k_cache": torch.zeros(3, 20, 2, 24).double()}, InvalidArgument, "k_cache"),
+        ({"v_cache": torch.zeros(3, 20, 2, 24).half()}, InvalidArgument, "v_cache"),
+        ({"q": torch.zeros(3, 2, 3, 24)}, InvalidArgument, "k_cache"),
+        ({"q": torch.zeros(3, 2, 4, 16)}, InvalidArgument, "k_cache"),
         ({"k": None}, InvalidArgument, "k"),
         ({"v": None}, InvalidArgument, "v"),
         ({"k": torch.zeros(3, 2, 4, 24)}, InvalidArgument, "k"),
@@ -337,7 +378,16 @@ def test_mistakes_name_the_argument(
 def test_a_mistake_writes_nothing() -> None:
     case = build()
     before = case.k_cache.clone()
-    for said in ({"num_splits": -1}, {"cache_seqlens": 19}, {"softcap": None}, {"v": case.q}):
+    mistakes: tuple[dict[str, Any], ...] = (
+        {"num_splits": -1},
+        {"cache_seqlens": 19},
+        {"softcap": None},
+        {"v": case.q},
+        {"block_table": TABLE - 1},
+        {"cache_leftpad": TABLE[:, 0] - 1},
+        {"q": case.q.double()},
+    )
+    for said in mistakes:
         tensors = {name: getattr(case, name) for name in ("q", "k_cache", "v_cache", "k", "v")}
         with pytest.raises(TilewiseError):
             flash_attn.flash_attn_with_kvcache(**{**tensors, **case.said, **said})

@@ -9,7 +9,7 @@ output, O(keys of one sequence).
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from tilewise import AttentionResult, attention, attention_paged, masks
 from tilewise.compat.flash_attn.arguments import Asked
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 
-__all__ = ["Cache", "attend", "check_integers", "refuse_gradients"]
+__all__ = ["Cache", "attend", "check_integers", "check_values", "refuse_gradients"]
 
 
 class Cache(NamedTuple):
@@ -52,7 +52,7 @@ def attend(
 
     Args:
         q: [B, M, Hq, D], or packed [Tq, Hq, D] with cu_seqlens_q.
-        cache: of B sequences.
+        cache: of B sequences; ``check_values`` has looked at it.
         asked: flags, without dropout. Positions count from the end of the keys, so that ``starts``
             moves none of them.
         cu_seqlens_q: integer [B + 1], or None.
@@ -140,33 +140,43 @@ def in_place(
 def _one_by_one(
     q: Tensor, cache: Cache, asked: Asked, cu_seqlens_q: Tensor | None
 ) -> AttentionResult:
-    """A call for each sequence."""
+    """A call for each sequence; one for all where they are the first rows of as many blocks."""
     packed = cu_seqlens_q is not None
+    ends: list[int] = cache.lengths.tolist()
+    if not packed and _is_even(cache, ends):
+        k, v = (blocks[: len(ends), : ends[0]] for blocks in (cache.k, cache.v))
+        return _dense(q, k, v, asked.keywords())
     heads, wide = q.shape[-2], torch.float64 if q.dtype is torch.float64 else torch.float32
     out = q.new_empty(*q.shape[:-1], cache.v.shape[-1])
     lse = q.new_empty(
         (heads, q.shape[0]) if packed else (q.shape[0], heads, q.shape[1]), dtype=wide
     )
-    ends: list[int] = cache.lengths.tolist()
     starts = [0] * len(ends) if cache.starts is None else cache.starts.tolist()
-    _check_values(cache, starts, ends)
     bounds = list(pairwise(cu_seqlens_q.tolist())) if cu_seqlens_q is not None else []
     for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
         k, v = (_keys(blocks, cache.table[b], start, end) for blocks in (cache.k, cache.v))
         rows = slice(*bounds[b]) if packed else slice(b, b + 1)
         own = q[rows][None] if packed else q[rows]
-        found = attention(
-            own.transpose(1, 2),
-            k.transpose(0, 1)[None],
-            v.transpose(0, 1)[None],
-            **asked.keywords(sequence=b),
-            return_lse=True,
-        )
+        found = _dense(own, k[None], v[None], asked.keywords(sequence=b))
         if packed:
-            out[rows], lse[:, rows] = found.out[0].transpose(0, 1), found.lse[0]
+            out[rows], lse[:, rows] = found.out[0], found.lse[0]
         else:
-            out[rows], lse[rows] = found.out.transpose(1, 2), found.lse
+            out[rows], lse[rows] = found.out, found.lse
     return AttentionResult(out, lse, None)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]) -> AttentionResult:
+    """``attention`` of [B, S, H, D] tensors, out as q."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    result: AttentionResult = attention(q, k, v, **keywords, return_lse=True)
+    return result._replace(out=result.out.transpose(1, 2))
+
+
+def _is_even(cache: Cache, ends: list[int]) -> bool:
+    """Whether sequence b has the same rows of block b as any other."""
+    if cache.starts is not None or cache.table.shape[1] != 1 or len(set(ends)) != 1:
+        return False
+    return bool((cache.table[:, 0] == torch.arange(len(ends))).all())
 
 
 def _keys(blocks: Tensor, table: Tensor, start: int, end: int) -> Tensor:
@@ -182,16 +192,28 @@ def _keys(blocks: Tensor, table: Tensor, start: int, end: int) -> Tensor:
     return rows[start - first * size : end - first * size]
 
 
-def _check_values(cache: Cache, starts: list[int], ends: list[int]) -> None:
-    for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
+def check_values(cache: Cache, lengths: str) -> None:
+    """Lengths, starts and blocks are possible; looked at on the CPU only.
+
+    Args:
+        cache: to be looked at.
+        lengths: what the caller named the argument that its lengths are from.
+
+    Raises:
+        InvalidArgument: naming the argument that is wrong.
+    """
+    if not cache.lengths.is_cpu:
+        return
+    ends = cache.lengths.tolist()
+    for b, end in enumerate(ends):
         if not 0 <= end <= cache.capacity:
             required = f"in [0, {cache.capacity}], what the cache has room for"
-            raise InvalidArgument("cache_seqlens", f"{end} keys for sequence {b}", required)
-        if start < 0:
-            raise InvalidArgument("cache_leftpad", f"{start} for sequence {b}", "0 or more")
+            raise InvalidArgument(lengths, f"{end} keys for sequence {b}", required)
+    if cache.starts is not None and bool((cache.starts < 0).any()):
+        raise InvalidArgument("cache_leftpad", str(cache.starts.tolist()), "numbers of 0 or more")
     size, held = cache.k.shape[1], cache.k.shape[0]
     slots = torch.arange(cache.table.shape[1]) * size
-    used = slots < torch.tensor(ends, dtype=torch.int64)[:, None]
+    used = slots < cache.lengths[:, None]
     wrong = used & ((cache.table < 0) | (cache.table >= held))
     if bool(wrong.any()):
         b, slot = wrong.nonzero()[0].tolist()

@@ -33,11 +33,12 @@ from torch import Tensor
 
 from tilewise import AttentionResult, attention, attention_varlen
 from tilewise.compat.flash_attn.arguments import Asked, as_flash_attn, check_tensor, read
-from tilewise.compat.flash_attn.cache import Cache, attend, check_integers
+from tilewise.compat.flash_attn.cache import Cache, attend, check_integers, check_values
 from tilewise.compat.flash_attn.kv_cache import flash_attn_with_kvcache
 from tilewise.compat.flash_attn.probabilities import signed_probabilities
 from tilewise.engine.call import draw_seed
 from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.validation import check_cu_seqlens
 
 __all__ = [
     "flash_attn_func",
@@ -313,7 +314,13 @@ def _varlen_paged(
             f"dropout_p = {asked.dropout_p} with a block_table: paged keys are for inference",
             fix="set dropout_p=0.0, or pass the keys packed, without a block_table",
         )
-    sequences = packed[1].shape[0] - 1
-    check_integers("block_table", block_table, (sequences, None), q.device.type)
-    cache = Cache(k, v, packed[1].diff(), block_table)
-    return attend(q, cache, asked, cu_seqlens_q=packed[0])
+    rows, keys = packed
+    sequences, device = keys.shape[0] - 1, q.device.type
+    check_integers("cu_seqlens_q", rows, (sequences + 1,), device)
+    check_integers("cu_seqlens_k", keys, (sequences + 1,), device)
+    check_integers("block_table", block_table, (sequences, None), device)
+    if rows.is_cpu:
+        check_cu_seqlens("cu_seqlens_q", rows, q.shape[0])
+    cache = Cache(k, v, keys.diff(), block_table)
+    check_values(cache, "cu_seqlens_k")
+    return attend(q, cache, asked, cu_seqlens_q=rows)

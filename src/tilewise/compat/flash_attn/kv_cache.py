@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from tilewise.compat.flash_attn.arguments import as_flash_attn, check_tensor, is_local, read
-from tilewise.compat.flash_attn.cache import Cache, attend, check_integers, refuse_gradients
+from tilewise.compat.flash_attn.cache import (
+    Cache,
+    attend,
+    check_integers,
+    check_values,
+    refuse_gradients,
+)
 from tilewise.compat.flash_attn.layers.tables import check_tables, rotate_at
 from tilewise.errors import InvalidArgument, InvalidType
 
@@ -139,6 +145,14 @@ def _cache(
     """The cache as it is before anything is appended."""
     batch, device = q.shape[0], q.device
     caches, rows = k_cache.shape[:2]
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if tensor.dtype != q.dtype or tensor.device != device:
+            came = f"{tensor.dtype} on {tensor.device}"
+            raise InvalidArgument(name, came, f"q's, {q.dtype} on {device}")
+    heads, width = k_cache.shape[2:]
+    if width != q.shape[3] or not heads or q.shape[2] % heads:
+        required = f"heads that divide q's {q.shape[2]}, of q's width {q.shape[3]}"
+        raise InvalidArgument("k_cache", f"{heads} heads of width {width}", required)
     if tuple(v_cache.shape[:3]) != tuple(k_cache.shape[:3]):
         required = f"{tuple(k_cache.shape[:3])} as k_cache's first sizes"
         raise InvalidArgument("v_cache", f"shape {tuple(v_cache.shape)}", required)
@@ -170,11 +184,9 @@ def _cache(
         check_integers("cache_seqlens", cache_seqlens, (batch,), device.type)
         assert isinstance(cache_seqlens, Tensor)
         lengths = cache_seqlens
-    if lengths.is_cpu and batch and not 0 <= int(lengths.min()) <= int(lengths.max()) <= capacity:
-        wrong = [n for n in lengths.tolist() if not 0 <= n <= capacity]
-        required = f"in [0, {capacity}], what the cache has room for"
-        raise InvalidArgument("cache_seqlens", str(wrong[0]), required)
-    return Cache(k_cache, v_cache, lengths, table, cache_leftpad)
+    cache = Cache(k_cache, v_cache, lengths, table, cache_leftpad)
+    check_values(cache, "cache_seqlens")
+    return cache
 
 
 def _check_rows(name: str, tensor: Tensor, count: int) -> None:
@@ -225,18 +237,10 @@ def _append(cache: Cache, k: Tensor, v: Tensor) -> Cache:
         came = f"{int(cache.lengths.max())}, with {k.shape[1]} new keys"
         required = f"at most {cache.capacity - k.shape[1]}: the cache has {cache.capacity} rows"
         raise InvalidArgument("cache_seqlens", came, required)
+    longer = cache._replace(lengths=lengths)
+    check_values(longer, "cache_seqlens")
     blocks = cache.table.long().gather(1, places // size)
-    if cache.table.shape[1] > 1 or not lengths.is_cpu:
-        _check_blocks(blocks, cache.k.shape[0])
     with torch.no_grad():
         cache.k[blocks, places % size] = k
         cache.v[blocks, places % size] = v
-    return cache._replace(lengths=lengths)
-
-
-def _check_blocks(blocks: Tensor, held: int) -> None:
-    """Negative numbers would count from the end."""
-    if blocks.is_cpu and bool(((blocks < 0) | (blocks >= held)).any()):
-        wrong = [n for n in blocks.flatten().tolist() if not 0 <= n < held]
-        required = f"the number of one of the {held} blocks"
-        raise InvalidArgument("block_table", f"block {wrong[0]} for a new key", required)
+    return longer

@@ -145,7 +145,7 @@ def _one_by_one(
     ends: list[int] = cache.lengths.tolist()
     if not packed and _is_even(cache, ends):
         k, v = (blocks[: len(ends), : ends[0]] for blocks in (cache.k, cache.v))
-        return _dense(q, k, v, asked.keywords())
+        return AttentionResult(*_dense(q, k, v, asked.keywords()), None)
     heads, wide = q.shape[-2], torch.float64 if q.dtype is torch.float64 else torch.float32
     out = q.new_empty(*q.shape[:-1], cache.v.shape[-1])
     lse = q.new_empty(
@@ -157,19 +157,19 @@ def _one_by_one(
         k, v = (_keys(blocks, cache.table[b], start, end) for blocks in (cache.k, cache.v))
         rows = slice(*bounds[b]) if packed else slice(b, b + 1)
         own = q[rows][None] if packed else q[rows]
-        found = _dense(own, k[None], v[None], asked.keywords(sequence=b))
+        its_out, its_lse = _dense(own, k[None], v[None], asked.keywords(sequence=b))
         if packed:
-            out[rows], lse[:, rows] = found.out[0], found.lse[0]
+            out[rows], lse[:, rows] = its_out[0], its_lse[0]
         else:
-            out[rows], lse[rows] = found.out, found.lse
+            out[rows], lse[rows] = its_out, its_lse
     return AttentionResult(out, lse, None)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]) -> AttentionResult:
-    """``attention`` of [B, S, H, D] tensors, out as q."""
+def _dense(q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """``attention`` of [B, S, H, D] tensors: out as q, and lse [B, H, S]."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    result: AttentionResult = attention(q, k, v, **keywords, return_lse=True)
-    return result._replace(out=result.out.transpose(1, 2))
+    out, lse, _ = attention(q, k, v, **keywords, return_lse=True)
+    return out.transpose(1, 2), lse
 
 
 def _is_even(cache: Cache, ends: list[int]) -> bool:

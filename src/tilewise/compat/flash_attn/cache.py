@@ -1,0 +1,221 @@
+"""Attention over a cache: keys of different numbers in rows or pages. Forward only.
+
+On a GPU ``tilewise.attention_paged`` reads the cache where it lies: a row of the cache is a page.
+The CPU core reads no pages, so sequences go one by one there: over a view where a sequence's keys
+lie in one row, and else over a copy of that sequence's keys, which is the only memory beyond the
+output, O(keys of one sequence).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise import AttentionResult, attention, attention_paged, masks
+from tilewise.compat.flash_attn.arguments import Asked
+from tilewise.errors import InvalidArgument, InvalidType, Unsupported
+
+__all__ = ["Cache", "attend", "check_integers", "check_values", "refuse_gradients"]
+
+
+class Cache(NamedTuple):
+    """Keys and values of B sequences.
+
+    Args:
+        k: [blocks, size, Hk, D].
+        v: [blocks, size, Hk, Dv].
+        lengths: integer [B]: key n of sequence b exists for n < lengths[b].
+        table: integer [B, P]: key n of sequence b is row ``n % size`` of block
+            ``table[b, n // size]``.
+        starts: integer [B]: the keys before it do not count; None for 0.
+    """
+
+    k: Tensor
+    v: Tensor
+    lengths: Tensor
+    table: Tensor
+    starts: Tensor | None = None
+
+    @property
+    def capacity(self) -> int:
+        """How many keys a sequence may have."""
+        return self.table.shape[1] * self.k.shape[1]
+
+
+def attend(
+    q: Tensor, cache: Cache, asked: Asked, cu_seqlens_q: Tensor | None = None
+) -> AttentionResult:
+    """Attention of queries to the keys of their sequence in a cache.
+
+    Args:
+        q: [B, M, Hq, D], or packed [Tq, Hq, D] with cu_seqlens_q.
+        cache: of B sequences; ``check_values`` has looked at it.
+        asked: flags, without dropout. Positions count from the end of the keys, so that ``starts``
+            moves none of them.
+        cu_seqlens_q: integer [B + 1], or None.
+
+    Returns:
+        out as q, with width Dv; lse [B, Hq, M] or [Hq, Tq].
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+        Unsupported: a gradient is wanted.
+    """
+    refuse_gradients({"q": q, "k": cache.k, "v": cache.v})
+    if q.is_cpu:
+        return _one_by_one(q, cache, asked, cu_seqlens_q)
+    return in_place(q, cache, asked, cu_seqlens_q)
+
+
+def refuse_gradients(tensors: dict[str, Tensor | None]) -> None:
+    """A call that could want a gradient raises: one that is silently missing would be worse.
+
+    Raises:
+        Unsupported: gradients are on, and a tensor requires one.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise Unsupported(
+                f"{name} requires a gradient, and attention over a cache has none (flash-attn's "
+                "has none either)",
+                fix="call it in torch.no_grad() or torch.inference_mode()",
+            )
+
+
+def check_integers(name: str, tensor: object, shape: tuple[int | None, ...], device: str) -> None:
+    """An int32 or int64 tensor of a shape (None: of any size there) on a kind of device.
+
+    Raises:
+        InvalidArgument, InvalidType: it is not.
+    """
+    sizes = ", ".join(["any" if size is None else str(size) for size in shape])
+    required = f"an int32 or int64 tensor [{sizes}] on {device}"
+    if not isinstance(tensor, Tensor):
+        raise InvalidType(name, f"a {type(tensor).__name__}", required)
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise InvalidArgument(name, f"a tensor of {tensor.dtype}", required)
+    fits = len(shape) == tensor.dim() and all(
+        due is None or size == due for size, due in zip(tensor.shape, shape, strict=True)
+    )
+    if not fits:
+        raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", required)
+    if tensor.device.type != device:
+        raise InvalidArgument(name, f"device {tensor.device}", required)
+
+
+def in_place(
+    q: Tensor,
+    cache: Cache,
+    asked: Asked,
+    cu_seqlens_q: Tensor | None = None,
+    backend: str | None = None,
+) -> AttentionResult:
+    """``attend`` by ``attention_paged``, whose pages are the cache's blocks."""
+    mask, starts = asked.mask, cache.starts
+    if starts is not None:
+        after = masks.function(lambda b, h, m, n: n >= starts[b])
+        mask = after if mask is None else mask & after
+    packed = cu_seqlens_q is not None
+    result: AttentionResult = attention_paged(
+        q if packed else q.transpose(1, 2),
+        cache.k.transpose(1, 2),
+        cache.v.transpose(1, 2),
+        cache.table,
+        cache.lengths,
+        cu_seqlens_q,
+        mask=mask,
+        score=asked.score(),
+        scale=asked.scale,
+        return_lse=True,
+        backend=backend,
+    )
+    return result if packed else result._replace(out=result.out.transpose(1, 2))
+
+
+def _one_by_one(
+    q: Tensor, cache: Cache, asked: Asked, cu_seqlens_q: Tensor | None
+) -> AttentionResult:
+    """A call for each sequence; one for all where they are the first rows of as many blocks."""
+    packed = cu_seqlens_q is not None
+    ends: list[int] = cache.lengths.tolist()
+    if not packed and _is_even(cache, ends):
+        k, v = (blocks[: len(ends), : ends[0]] for blocks in (cache.k, cache.v))
+        return AttentionResult(*_dense(q, k, v, asked.keywords()), None)
+    heads, wide = q.shape[-2], torch.float64 if q.dtype is torch.float64 else torch.float32
+    out = q.new_empty(*q.shape[:-1], cache.v.shape[-1])
+    lse = q.new_empty(
+        (heads, q.shape[0]) if packed else (q.shape[0], heads, q.shape[1]), dtype=wide
+    )
+    starts = [0] * len(ends) if cache.starts is None else cache.starts.tolist()
+    bounds = list(pairwise(cu_seqlens_q.tolist())) if cu_seqlens_q is not None else []
+    for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        k, v = (_keys(blocks, cache.table[b], start, end) for blocks in (cache.k, cache.v))
+        rows = slice(*bounds[b]) if packed else slice(b, b + 1)
+        own = q[rows][None] if packed else q[rows]
+        its_out, its_lse = _dense(own, k[None], v[None], asked.keywords(sequence=b))
+        if packed:
+            out[rows], lse[:, rows] = its_out[0], its_lse[0]
+        else:
+            out[rows], lse[rows] = its_out, its_lse
+    return AttentionResult(out, lse, None)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """``attention`` of [B, S, H, D] tensors: out as q, and lse [B, H, S]."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out, lse, _ = attention(q, k, v, **keywords, return_lse=True)
+    return out.transpose(1, 2), lse
+
+
+def _is_even(cache: Cache, ends: list[int]) -> bool:
+    """Whether sequence b has the same rows of block b as any other."""
+    if cache.starts is not None or cache.table.shape[1] != 1 or len(set(ends)) != 1:
+        return False
+    return bool((cache.table[:, 0] == torch.arange(len(ends))).all())
+
+
+def _keys(blocks: Tensor, table: Tensor, start: int, end: int) -> Tensor:
+    """Rows start to end of a sequence, [N, Hk, D]: a view of one block, or a copy of several."""
+    size = blocks.shape[1]
+    first, last = start // size, -(-end // size)
+    if end <= start:
+        return blocks.new_empty(0, *blocks.shape[2:])
+    if last - first == 1:
+        rows = blocks[int(table[first])]
+    else:
+        rows = blocks[table[first:last].long()].flatten(0, 1)
+    return rows[start - first * size : end - first * size]
+
+
+def check_values(cache: Cache, lengths: str) -> None:
+    """Lengths, starts and blocks are possible; looked at on the CPU only.
+
+    Args:
+        cache: to be looked at.
+        lengths: what the caller named the argument that its lengths are from.
+
+    Raises:
+        InvalidArgument: naming the argument that is wrong.
+    """
+    if not cache.lengths.is_cpu:
+        return
+    ends = cache.lengths.tolist()
+    for b, end in enumerate(ends):
+        if not 0 <= end <= cache.capacity:
+            required = f"in [0, {cache.capacity}], what the cache has room for"
+            raise InvalidArgument(lengths, f"{end} keys for sequence {b}", required)
+    if cache.starts is not None and bool((cache.starts < 0).any()):
+        raise InvalidArgument("cache_leftpad", str(cache.starts.tolist()), "numbers of 0 or more")
+    size, held = cache.k.shape[1], cache.k.shape[0]
+    slots = torch.arange(cache.table.shape[1]) * size
+    used = slots < cache.lengths[:, None]
+    wrong = used & ((cache.table < 0) | (cache.table >= held))
+    if bool(wrong.any()):
+        b, slot = wrong.nonzero()[0].tolist()
+        came = f"block {int(cache.table[b, slot])} in slot {slot} of sequence {b}"
+        raise InvalidArgument("block_table", came, f"the number of one of the {held} blocks")

@@ -1,0 +1,326 @@
+"""flash-attn's calls over whole tensors and packed sequences, by ``tilewise.attention``.
+
+All of them compute, for query row i and key j of a sequence with M rows and N keys::
+
+    s[i, j] = softcap * tanh(softmax_scale * q[i].k[j] / softcap) - slope * |i + N - M - j|
+    out[i]  = sum_j dropout(softmax(s[i])[j]) v[j]
+
+over the keys that ``causal`` (j <= i + N - M) and ``window_size`` (i + N - M - left <= j <=
+i + N - M + right, -1 for no bound) leave; a row that sees no key gives 0.
+
+What they share:
+
+* float32 and float64 are taken beside float16 and bfloat16, head widths need be no multiple of 8,
+  v's may differ from q's, strides are free, and dropout goes with softcap.
+* ``dropout_p`` draws its seed from torch's generator of the CPU: ``torch.manual_seed`` repeats it.
+* ``deterministic`` changes nothing: the same call gives the same bits, gradients too.
+* ``return_attn_probs`` gives ``(out, softmax_lse, S_dmask)``. ``softmax_lse`` is float32, the
+  natural-log sum of exponentials, and +inf for a row without keys as flash-attn 2 has it
+  (``tilewise.attention`` says -inf); it has a gradient. ``S_dmask`` is empty without dropout; with
+  it, the probabilities before dropout in q's dtype, negative where dropped, **N x N memory**: the
+  reference computes it a second time, for tests only. It has no gradient.
+* Functions of other versions (descales, ``qv``, sinks) are ``tilewise.attention``'s own keywords.
+
+Source: Dao, FlashAttention-2 (2023); the signatures are those of flash-attn 2.8.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from tilewise import AttentionResult, attention, attention_varlen
+from tilewise.compat.flash_attn.arguments import Asked, as_flash_attn, check_tensor, read
+from tilewise.compat.flash_attn.cache import Cache, attend, check_integers, check_values
+from tilewise.compat.flash_attn.kv_cache import flash_attn_with_kvcache
+from tilewise.compat.flash_attn.probabilities import signed_probabilities
+from tilewise.engine.call import draw_seed
+from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.validation import check_cu_seqlens
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+# dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+Flags: TypeAlias = tuple[float, float | None, bool, Sequence[int], float, Tensor | None]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention of [B, S, H, D] tensors, with gradients of q, k and v.
+
+    Args:
+        q: [B, M, Hq, D].
+        k: [B, N, Hk, D]; Hq a multiple of Hk (head h reads h // (Hq/Hk)).
+        v: [B, N, Hk, Dv].
+        dropout_p: the probability of dropping a pair, in [0, 1).
+        softmax_scale: 1/sqrt(D) if None.
+        causal: row i sees the keys up to i + N - M (the bottom right corner).
+        window_size: (left, right) keys around i + N - M that a row sees; -1 for no bound.
+        softcap: above 0, scores are capped to it.
+        alibi_slopes: floating [Hq] or [B, Hq]; no gradient.
+        deterministic: always so.
+        return_attn_probs: ask for ``(out, softmax_lse, S_dmask)``.
+
+    Returns:
+        out [B, M, Hq, Dv]; where asked for, with softmax_lse [B, Hq, M] and S_dmask [B, Hq, M, N].
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, tensor, "[B, S, H, D]")
+    flags = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    asked = read(q.shape[0], q.shape[2], *flags)
+    return _dense(q, k, v, asked, return_attn_probs)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """``flash_attn_func`` of keys and values in one tensor, kv [B, N, 2, Hk, D].
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+    """
+    k, v = _unpacked("kv", kv, "[B, S, 2, H, D]", 2)
+    flags = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return flash_attn_func(q, k, v, *flags, deterministic, return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """``flash_attn_func`` of one tensor, qkv [B, S, 3, H, D].
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+    """
+    q, k, v = _unpacked("qkv", qkv, "[B, S, 3, H, D]", 3)
+    flags = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return flash_attn_func(q, k, v, *flags, deterministic, return_attn_probs)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """Attention of packed sequences: rows of sequence i see the keys of sequence i.
+
+    Args:
+        q: [Tq, Hq, D].
+        k: [Tk, Hk, D]; with a block_table pages [blocks, page size, Hk, D], of any page size.
+        v: as k, with width Dv.
+        cu_seqlens_q: integer [sequences + 1], from 0 to Tq.
+        cu_seqlens_k: integer [sequences + 1], from 0 to Tk.
+        max_seqlen_q: rows of the longest sequence; only S_dmask is sized by it.
+        max_seqlen_k: keys of the longest sequence; only S_dmask is sized by it.
+        dropout_p: as ``flash_attn_func``, like all up to return_attn_probs.
+        softmax_scale: 1/sqrt(D) if None.
+        causal: bottom right corner of each sequence.
+        window_size: (left, right); -1 for no bound.
+        softcap: above 0, scores are capped to it.
+        alibi_slopes: floating [Hq] or [sequences, Hq].
+        deterministic: always so.
+        return_attn_probs: ask for ``(out, softmax_lse, S_dmask)``.
+        block_table: integer [sequences, blocks]: the pages of each sequence's keys. Forward only,
+            without dropout. On the CPU sequences go one by one, each with a copy of its own keys.
+
+    Returns:
+        out [Tq, Hq, Dv]; where asked for, with softmax_lse [Hq, Tq] and S_dmask
+        [sequences, Hq, max_seqlen_q, max_seqlen_k].
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+        Unsupported: dropout or a gradient with a block_table.
+    """
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    flags = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    longest = (max_seqlen_q, max_seqlen_k)
+    return _varlen(*tensors, *longest, flags, return_attn_probs, block_table)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """``flash_attn_varlen_func`` of keys and values in one tensor, kv [Tk, 2, Hk, D].
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+    """
+    k, v = _unpacked("kv", kv, "[T, 2, H, D]", 2)
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    flags = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return _varlen(*tensors, max_seqlen_q, max_seqlen_k, flags, return_attn_probs)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """``flash_attn_varlen_func`` of one tensor, qkv [T, 3, H, D], and one set of sequences.
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+    """
+    q, k, v = _unpacked("qkv", qkv, "[T, 3, H, D]", 3)
+    check_tensor("cu_seqlens", cu_seqlens, "[sequences + 1]")
+    sequences = (cu_seqlens, cu_seqlens)
+    flags = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return _varlen(q, k, v, *sequences, max_seqlen, max_seqlen, flags, return_attn_probs)
+
+
+def _unpacked(name: str, tensor: Tensor, shape: str, count: int) -> tuple[Tensor, ...]:
+    """The views of a packed tensor, whose third dimension from the end counts them."""
+    check_tensor(name, tensor, shape)
+    if tensor.shape[-3] != count:
+        raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", shape)
+    return tensor.unbind(-3)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, asked: Asked, return_attn_probs: bool) -> Any:
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    seed = draw_seed() if asked.dropout_p else None
+    keywords = asked.keywords(seed)
+    if not return_attn_probs:
+        return attention(q, k, v, **keywords).transpose(1, 2)
+    out, lse, _ = attention(q, k, v, **keywords, return_lse=True)
+    signed = q.new_empty(0)
+    if seed is not None:
+        signed = signed_probabilities(q, k, v, lse, asked, seed)
+    return out.transpose(1, 2), as_flash_attn(lse), signed
+
+
+def _varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    flags: Flags,
+    return_attn_probs: bool,
+    block_table: Tensor | None = None,
+) -> Any:
+    check_tensor("q", q, "[T, H, D]")
+    keys = "[T, H, D]" if block_table is None else "[blocks, page size, H, D]"
+    for name, tensor in (("k", k), ("v", v)):
+        check_tensor(name, tensor, keys)
+    packed = (cu_seqlens_q, cu_seqlens_k)
+    for name, tensor in zip(("cu_seqlens_q", "cu_seqlens_k"), packed, strict=True):
+        check_tensor(name, tensor, "[sequences + 1]")
+    asked = read(cu_seqlens_q.shape[0] - 1, q.shape[1], *flags)
+    if block_table is not None:
+        result = _varlen_paged(q, k, v, packed, block_table, asked)
+        if not return_attn_probs:
+            return result.out
+        return result.out, as_flash_attn(result.lse), q.new_empty(0)
+    seed = draw_seed() if asked.dropout_p else None
+    keywords = asked.keywords(seed)
+    if not return_attn_probs:
+        return attention_varlen(q, k, v, *packed, **keywords)
+    out, lse, _ = attention_varlen(q, k, v, *packed, **keywords, return_lse=True)
+    signed = q.new_empty(0)
+    if seed is not None:
+        longest = (max_seqlen_q, max_seqlen_k)
+        signed = signed_probabilities(q, k, v, lse, asked, seed, packed, longest)
+    return out, as_flash_attn(lse), signed
+
+
+def _varlen_paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: tuple[Tensor, Tensor],
+    block_table: Tensor,
+    asked: Asked,
+) -> AttentionResult:
+    if asked.dropout_p:
+        raise Unsupported(
+            f"dropout_p = {asked.dropout_p} with a block_table: paged keys are for inference",
+            fix="set dropout_p=0.0, or pass the keys packed, without a block_table",
+        )
+    rows, keys = packed
+    sequences, device = keys.shape[0] - 1, q.device.type
+    check_integers("cu_seqlens_q", rows, (sequences + 1,), device)
+    check_integers("cu_seqlens_k", keys, (sequences + 1,), device)
+    check_integers("block_table", block_table, (sequences, None), device)
+    if rows.is_cpu:
+        check_cu_seqlens("cu_seqlens_q", rows, q.shape[0])
+    cache = Cache(k, v, keys.diff(), block_table)
+    check_values(cache, "cu_seqlens_k")
+    return attend(q, cache, asked, cu_seqlens_q=rows)

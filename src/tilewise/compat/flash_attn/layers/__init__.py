@@ -1,0 +1,1 @@
+"""Layers of flash-attn: rotary position embedding."""

@@ -1,0 +1,165 @@
+"""flash-attn's rotary position embedding: channel pairs turned by the angles of tables.
+
+For pair i of a row at position p, with c = cos[p, i] and s = sin[p, i]::
+
+    out1[i] = x1[i] * c - x2[i] * s
+    out2[i] = x1[i] * s + x2[i] * c
+
+where x1, x2 are the first and the second half of the first R = 2 * cos.shape[-1] channels, or,
+interleaved, those with even and with odd numbers. Channels from R on are copied. The rotation is
+computed in float32 (float64 for float64) and differentiable in x, cos and sin.
+
+Source: Su et al., RoFormer (2021), equation 15; the signatures are those of flash-attn 2.8.3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.compat.flash_attn.arguments import check_tensor
+from tilewise.errors import InvalidArgument, InvalidType
+
+__all__ = ["apply_rotary", "apply_rotary_emb", "apply_rotary_emb_func", "apply_rotary_emb_torch"]
+
+
+def apply_rotary_emb(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """Rotate the first R channels of each head by its row's position.
+
+    Args:
+        x: [B, S, H, D], or packed [T, H, D] with cu_seqlens.
+        cos: [positions, R/2], R even and at most D.
+        sin: as cos.
+        interleaved: pairs are channels 0 and 1, 2 and 3, ...; else 0 and R/2, 1 and R/2 + 1, ...
+        inplace: write the result into x.
+        seqlen_offsets: the position of each sequence's first row: one number, or integer [B].
+        cu_seqlens: integer [B + 1] of a packed x, or None.
+        max_seqlen: not looked at.
+
+    Returns:
+        The shape and dtype of x; x itself if inplace.
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong; positions that the tables
+            do not have are found where tensors are on the CPU.
+    """
+    return apply_rotary(
+        x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved, inplace, conjugate=False
+    )
+
+
+def apply_rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    interleaved: bool = False,
+    inplace: bool = False,
+    conjugate: bool = False,
+) -> Tensor:
+    """``apply_rotary_emb`` (flash_attn.ops.triton.rotary), with ``conjugate`` the rotation back.
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+    """
+    check_tensor("x", x, "[B, S, H, D]" if cu_seqlens is None else "[T, H, D]")
+    check_tables(("cos", "sin"), (cos, sin), x.shape[-1])
+    places = _places(x, seqlen_offsets, cu_seqlens)
+    if places.is_cpu and places.numel():
+        least, most = int(places.min()), int(places.max())
+        if least < 0 or most >= cos.shape[0]:
+            required = f"a row for each position, {least} to {most}"
+            raise InvalidArgument("cos", f"{cos.shape[0]} rows", required)
+    turned = rotate_at(x, cos, -sin if conjugate else sin, places, interleaved)
+    return x.copy_(turned) if inplace else turned
+
+
+apply_rotary_emb_func = apply_rotary_emb
+
+
+def apply_rotary_emb_torch(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> Tensor:
+    """``apply_rotary_emb`` from position 0, or with tables [B, S, R/2] of each row's own.
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+    """
+    check_tensor("x", x, "[B, S, H, D]")
+    return _rotate(x, cos[..., : x.shape[1], None, :], sin[..., : x.shape[1], None, :], interleaved)
+
+
+def check_tables(names: tuple[str, str], tables: tuple[Tensor, Tensor], width: int) -> None:
+    """Tables are floating [positions, R/2] with R up to the heads' width.
+
+    Raises:
+        InvalidArgument, InvalidType: naming the one that is not.
+    """
+    required = f"a floating tensor [positions, R/2], R at most {width}"
+    for name, table in zip(names, tables, strict=True):
+        if not isinstance(table, Tensor):
+            raise InvalidType(name, f"a {type(table).__name__}", required)
+        if not table.dtype.is_floating_point:
+            raise InvalidArgument(name, f"a tensor of {table.dtype}", required)
+        if table.dim() != 2 or 2 * table.shape[-1] > width:
+            raise InvalidArgument(name, f"shape {tuple(table.shape)}", required)
+    if tables[0].shape != tables[1].shape:
+        shape = tuple(tables[0].shape)
+        raise InvalidArgument(names[1], f"shape {tuple(tables[1].shape)}", f"{names[0]}'s, {shape}")
+
+
+def rotate_at(
+    x: Tensor, cos: Tensor, sin: Tensor, places: Tensor, interleaved: bool = False
+) -> Tensor:
+    """Rows of x, [..., S, H, D], rotated at the positions places, [..., S]."""
+    return _rotate(x, cos[places][..., None, :], sin[places][..., None, :], interleaved)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    half = cos.shape[-1]
+    wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+    turning, cos, sin = x[..., : 2 * half].to(wide), cos.to(wide), sin.to(wide)
+    if interleaved:
+        one, two = turning[..., 0::2], turning[..., 1::2]
+    else:
+        one, two = turning[..., :half], turning[..., half:]
+    pair = (one * cos - two * sin, one * sin + two * cos)
+    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat([turned.to(x.dtype), x[..., 2 * half :]], dim=-1)
+
+
+def _places(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """The position of each row: [S], [B, S] or packed [T]."""
+    if isinstance(seqlen_offsets, bool) or not isinstance(seqlen_offsets, (int, Tensor)):
+        came = f"a {type(seqlen_offsets).__name__}"
+        raise InvalidType("seqlen_offsets", came, "an integer or an integer tensor [B]")
+    batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if isinstance(seqlen_offsets, Tensor):
+        if seqlen_offsets.dtype.is_floating_point or tuple(seqlen_offsets.shape) != (batch,):
+            came = f"a tensor of {seqlen_offsets.dtype}, shape {tuple(seqlen_offsets.shape)}"
+            raise InvalidArgument("seqlen_offsets", came, f"an integer tensor [{batch}]")
+        seqlen_offsets = seqlen_offsets.long()
+    if cu_seqlens is None:
+        rows = torch.arange(x.shape[1], device=x.device)
+        if isinstance(seqlen_offsets, Tensor):
+            return seqlen_offsets[:, None] + rows
+        return seqlen_offsets + rows
+    check_tensor("cu_seqlens", cu_seqlens, "[B + 1]")
+    starts = cu_seqlens.long()
+    rows = torch.arange(x.shape[0], device=x.device)
+    sequence = torch.searchsorted(starts[1:], rows, right=True).clamp(max=max(batch - 1, 0))
+    places = rows - starts[sequence]
+    if isinstance(seqlen_offsets, Tensor):
+        return places + seqlen_offsets[sequence]
+    return places + seqlen_offsets

@@ -1,0 +1,179 @@
+"""``install``: tilewise's module under the name of a package that is absent, and its metadata.
+
+A finder on ``sys.meta_path`` answers for the package's modules and for its distribution, so that
+``import flash_attn``, ``importlib.util.find_spec`` and ``importlib.metadata.version`` all find it.
+Modules made this way hold the public names of tilewise's modules; nothing else is changed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module, invalidate_caches
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from importlib.util import find_spec
+from os import PathLike
+from types import MappingProxyType, ModuleType
+from typing import NamedTuple, NoReturn
+
+from tilewise.errors import InvalidArgument, Unsupported
+
+__all__ = ["install", "installed", "uninstall"]
+
+
+class _Package(NamedTuple):
+    """A package that can be stood in for.
+
+    Args:
+        distribution: its name on the package index.
+        modules: its modules, each with tilewise's whose public names it has; "" for none.
+        note: what the distribution's summary says.
+    """
+
+    distribution: str
+    modules: Mapping[str, str]
+    note: str
+
+
+_HERE = "tilewise.compat.flash_attn"
+_PACKAGES = {
+    "flash_attn": _Package(
+        "flash-attn",
+        MappingProxyType(
+            {
+                "flash_attn": _HERE,
+                "flash_attn.flash_attn_interface": f"{_HERE}.flash_attn_interface",
+                "flash_attn.bert_padding": f"{_HERE}.bert_padding",
+                "flash_attn.layers": "",
+                "flash_attn.layers.rotary": f"{_HERE}.layers.rotary",
+                "flash_attn.ops": "",
+                "flash_attn.ops.triton": "",
+                "flash_attn.ops.triton.rotary": f"{_HERE}.layers.rotary",
+            }
+        ),
+        "tilewise standing in for flash-attn (tilewise.compat.install)",
+    )
+}
+
+
+def install(name: str) -> None:
+    """Make ``import <name>`` find tilewise's module with that package's interface.
+
+    A second call changes nothing. Code that was imported before and found the package missing
+    does not look again: install first.
+
+    Args:
+        name: ``"flash_attn"``: its functions, ``flash_attn_interface``, ``bert_padding`` and
+            ``layers.rotary``, and the distribution ``flash-attn`` in the version whose interface
+            they have.
+
+    Raises:
+        InvalidArgument: no package of that name can be stood in for.
+        Unsupported: the package itself is installed.
+    """
+    package = _package(name)
+    if installed(name):
+        return
+    if name in sys.modules or find_spec(name) is not None:
+        raise Unsupported(
+            f"{name} itself is installed here: tilewise does not take its place",
+            fix=f"import tilewise.compat.{name} under that name, or uninstall "
+            f"{package.distribution} first",
+        )
+    sys.meta_path.append(_Finder(name, package))
+    invalidate_caches()
+
+
+def uninstall(name: str) -> None:
+    """Undo ``install``: the name is free again. Objects that were imported stay what they are.
+
+    Raises:
+        InvalidArgument: no package of that name can be stood in for, or it is not installed.
+    """
+    package = _package(name)
+    finders = [each for each in sys.meta_path if isinstance(each, _Finder) and each.name == name]
+    if not finders:
+        raise InvalidArgument("name", f"{name!r}, which is not installed", "one that is")
+    for finder in finders:
+        sys.meta_path.remove(finder)
+    for module in package.modules:
+        sys.modules.pop(module, None)
+    invalidate_caches()
+
+
+def installed(name: str) -> bool:
+    """Whether tilewise stands in for the package."""
+    return any(isinstance(each, _Finder) and each.name == name for each in sys.meta_path)
+
+
+def _package(name: str) -> _Package:
+    if name not in _PACKAGES:
+        raise InvalidArgument("name", repr(name), f"one of {', '.join(map(repr, _PACKAGES))}")
+    return _PACKAGES[name]
+
+
+class _Finder(MetaPathFinder):
+    """Answers for one package: its modules and its distribution."""
+
+    def __init__(self, name: str, package: _Package) -> None:
+        self.name = name
+        self._package = package
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of one of its modules, else None."""
+        modules = self._package.modules
+        if fullname not in modules:
+            return None
+        within = any(other.startswith(fullname + ".") for other in modules)
+        loader = _Names(modules[fullname])
+        return ModuleSpec(fullname, loader, origin=modules[fullname] or None, is_package=within)
+
+    def find_distributions(
+        self, context: DistributionFinder.Context | None = None
+    ) -> Iterable[Distribution]:
+        """Its distribution, where that or everything is looked for."""
+        wanted = None if context is None else context.name
+        if wanted is None or wanted.replace("_", "-").lower() == self._package.distribution:
+            yield _StandIn(self.name, self._package)
+
+
+class _Names(Loader):
+    """Gives a new module the public names of one of tilewise's."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Copy the names; a module without a source stays empty."""
+        if not self._source:
+            return
+        source = import_module(self._source)
+        module.__doc__ = source.__doc__
+        for name in source.__all__:
+            setattr(module, name, getattr(source, name))
+
+
+class _StandIn(Distribution):
+    """The metadata of a package that tilewise stands in for."""
+
+    def __init__(self, name: str, package: _Package) -> None:
+        self._name = name
+        self._package = package
+
+    def read_text(self, filename: str) -> str | None:
+        """The text of METADATA and top_level.txt; None for any other file."""
+        if filename == "METADATA":
+            version = import_module(self._package.modules[self._name]).__version__
+            return (
+                f"Metadata-Version: 2.1\nName: {self._package.distribution}\n"
+                f"Version: {version}\nSummary: {self._package.note}\n"
+            )
+        return f"{self._name}\n" if filename == "top_level.txt" else None
+
+    def locate_file(self, path: str | PathLike[str]) -> NoReturn:
+        """There are no files."""
+        raise FileNotFoundError(f"{self._package.note} has no file {path}")

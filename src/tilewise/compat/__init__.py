@@ -1,0 +1,1 @@
+"""Floor 9: other libraries' calls over ours, by their own signatures; nothing is patched here."""

@@ -6,15 +6,21 @@ Three ways to it, each asked for (importing this module patches nothing):
 * ``with tilewise.sdpa():`` takes the calls of a block, ``enable()`` and ``disable()`` those of the
   process (``sdpa_switch.py``);
 * ``torch.nn.attention.activate_flash_attention_impl("tilewise")`` makes it torch's flash kernel
-  (``flash_impl.py``).
+  (``flash_impl.py``); the name is known to torch once this module is imported.
 """
 
+import torch.nn.attention
 from torch import Tensor
 
+from tilewise.compat import flash_impl
 from tilewise.compat.sdpa_call import Call, attend, cast
 from tilewise.compat.sdpa_mistakes import mistake, raise_as_torch, raise_unsupported, why_not
+from tilewise.compat.sdpa_switch import Report, disable, enable, sdpa
 
-__all__ = ["scaled_dot_product_attention"]
+__all__ = ["Report", "disable", "enable", "scaled_dot_product_attention", "sdpa"]
+
+if hasattr(torch.nn.attention, "register_flash_attention_impl"):
+    flash_impl.register()
 
 
 def scaled_dot_product_attention(

@@ -1,5 +1,8 @@
 """Exact attention that never writes the N x N matrix, fast on the chip you have."""
 
+from importlib import import_module
+from typing import Any
+
 from tilewise import errors, nn
 from tilewise.functional import (
     AttentionResult,
@@ -42,3 +45,10 @@ __all__ = [
     "visible_pairs",
     "where",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``tilewise.sdpa`` of ``tilewise.compat.sdpa``, which is imported when it is asked for."""
+    if name == "sdpa":
+        return import_module("tilewise.compat.sdpa").sdpa
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

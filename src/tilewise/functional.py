@@ -112,7 +112,9 @@ def attention(
     """Exact attention that never writes the M x N matrix: out = softmax(score(scale q.k^T)) v.
 
     Args:
-        q: [B, Hq, M, D], any strides. The output follows its memory order.
+        q: [B, Hq, M, D], any strides. The output follows its memory order. Or q, k and v are
+            nested tensors [B, H, j, D] of layout torch.jagged, computed as ``attention_varlen``
+            does, without padding; whatever is returned is nested as q is.
         k: [B, Hk, N, D]; Hq must be a multiple of Hk (grouped queries: head h reads h // (Hq/Hk)).
         v: [B, Hk, N, Dv].
         mask: which pairs attend: a function ``(b, h, m, n) -> bool`` (see ``masks.function``), a

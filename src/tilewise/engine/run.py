@@ -25,6 +25,7 @@ from tilewise.engine.call import (
 )
 from tilewise.engine.derivatives import attend
 from tilewise.engine.modes import refuse_constants, refuse_transforms
+from tilewise.engine.nested import any_nested, nested, packed
 from tilewise.engine.paged import attend_pages, call_paged, refuse_paged_transforms
 from tilewise.engine.pages import Pages
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
@@ -183,6 +184,9 @@ def _run_traced(
     statistics: Statistics,
 ) -> Result:
     """Attention through the torch ops; a held plan then only fills in keywords."""
+    if any_nested(q, k, v):
+        result = run(*packed(q, k, v, asked), seed, plan, statistics)
+        return nested(result, q)
     if plan is not None:
         _check_keywords(plan, asked)
         asked = _asked_of(plan, asked)

@@ -69,8 +69,15 @@ def read(block_mask: Any) -> Given:
     return Given(covers.contiguous(), mask, block, int(queries), int(keys))
 
 
-def write(mask: Mask, covers: Tensor, block: tuple[int, int], queries: int, keys: int) -> Any:
-    """The BlockMask of FlexAttention with this table, whose ``mask_mod`` is the mask.
+def write(
+    mask: Mask,
+    covers: Tensor,
+    block: tuple[int, int],
+    queries: int,
+    keys: int,
+    given: Callable[..., Any] | None = None,
+) -> Any:
+    """The BlockMask of FlexAttention with this table, whose ``mask_mod`` is the mask or ``given``.
 
     As there, a block that reaches past M or N is not called full.
     """
@@ -84,7 +91,7 @@ def write(mask: Mask, covers: Tensor, block: tuple[int, int], queries: int, keys
         *partial,
         *full,
         BLOCK_SIZE=block,
-        mask_mod=mask_mod(mask, queries, keys),
+        mask_mod=mask_mod(mask, queries, keys) if given is None else given,
         seq_lengths=(queries, keys),
     )
 

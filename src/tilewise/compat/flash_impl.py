@@ -1,0 +1,201 @@
+"""tilewise as a flash-attention implementation of torch's own dispatcher.
+
+``register`` puts a name into torch's registry, as the providers of FA3 and FA4 do, and changes
+nothing; ``torch.nn.attention.activate_flash_attention_impl("tilewise")`` then lets the operator
+that ``F.scaled_dot_product_attention`` calls where torch chooses its flash path run our kernels,
+forward and backward, until ``restore_flash_attention_impl()``. Torch goes on choosing: what its
+flash path does not take (dropout on the CPU, Dv != D, masks that want a gradient, float64 on a
+GPU) never comes here; ``tilewise.sdpa()`` takes it.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.attention
+from torch import Tensor
+
+from tilewise.engine.call import Asked, build_operands, cached_plan, read_keywords
+from tilewise.errors import Unsupported
+from tilewise.plan.plan import Plan
+from tilewise.problem import Needs, Operands, Result
+from tilewise.variants import masks, scores
+
+__all__ = ["NAME", "register"]
+
+NAME = "tilewise"
+_LOG2E = math.log2(math.e)
+_CPU = "_scaled_dot_product_flash_attention_for_cpu"
+_GPU = "_scaled_dot_product_flash_attention"
+_CAUSAL = masks.causal("top_left")
+_ROWS_FIRST = (0, 2, 1, 3)  # the memory [B, S, H, D] of torch's gradients
+
+
+class _Handle:
+    """What torch keeps while the implementation is active."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def remove(self) -> None:
+        """Let torch's own kernels be the operators' again."""
+        self._library._destroy()
+
+
+def register() -> None:
+    """Let torch's ``activate_flash_attention_impl`` know the name ``"tilewise"``."""
+    known: Any = getattr(torch.nn.attention, "register_flash_attention_impl", None)
+    if known is None:
+        raise Unsupported(
+            "torch.nn.attention has no register_flash_attention_impl",
+            fix="use torch 2.11 or later, or tilewise.sdpa()",
+        )
+    known(NAME, register_fn=_activate)
+
+
+def _activate() -> _Handle:
+    libraries: Any = torch.library
+    library = libraries.Library("aten", "IMPL")
+    kernels: tuple[tuple[str, Any, str], ...] = (
+        (_CPU, _forward_cpu, "CPU"),
+        (f"{_CPU}_backward", _backward_cpu, "CPU"),
+    )
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        kernels += (
+            (_GPU, _forward_gpu, "CUDA"),
+            (f"{_GPU}_backward", _backward_gpu, "CUDA"),
+        )
+    with warnings.catch_warnings():  # torch's own words on what the caller has just asked for
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+        for name, kernel, key in kernels:
+            library.impl(name, kernel, key, allow_override=True)
+    return _Handle(library)
+
+
+def _planned(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    attn_mask: Tensor | None,
+    scale: float | None,
+) -> tuple[Plan, Operands]:
+    if dropout_p:
+        raise Unsupported(
+            "dropout in the flash-attention implementation 'tilewise' of torch's dispatcher",
+            fix="use `with tilewise.sdpa():`, which has it",
+        )
+    mask: Any = _CAUSAL if is_causal else None
+    score: Any = None
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        mask = masks.dense(attn_mask) if mask is None else mask & attn_mask
+    elif attn_mask is not None:
+        score = scores.bias(attn_mask.detach())
+    asked: Asked = read_keywords(mask, score, scale, 0.0, None, None)
+    plan = cached_plan(q, k, v, asked)
+    return plan, build_operands(plan.problem, q, k, v, asked, None)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *asked: Any) -> Result:
+    plan, operands = _planned(q, k, v, *asked)
+    found: Result = plan.forward(operands, "")
+    # Torch promises an output in query's memory order.
+    return found._replace(out=torch.empty_like(q).copy_(found.out))
+
+
+def _backward(
+    grad_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *asked: Any
+) -> tuple[Tensor, ...]:
+    plan, operands = _planned(q, k, v, *asked)
+    lse = lse.contiguous()
+    # exp2(score2 - row_max) / row_sum is exp(score - lse) for these too.
+    stats = torch.stack((lse * _LOG2E, lse.isfinite().to(lse.dtype)))
+    needs = Needs(True, True, True, (False,) * len(operands.score_tensors))
+    grads = plan.backward(operands, Result(out, lse, stats), grad_out, None, needs, None)
+    assert grads.q is not None
+    assert grads.k is not None
+    assert grads.v is not None
+    return grads.q, grads.k, grads.v
+
+
+def _forward_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    found = _forward(query, key, value, dropout_p, is_causal, attn_mask, scale)
+    return found.out, found.lse.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _backward_cpu(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    asked = (dropout_p, is_causal, attn_mask, scale)
+    grads = _backward(grad_out, out, logsumexp, query, key, value, *asked)
+    return tuple(
+        torch.empty_permuted(x.shape, _ROWS_FIRST, dtype=x.dtype, device=x.device).copy_(x)
+        for x in grads
+    )
+
+
+def _forward_gpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    if return_debug_mask:
+        raise Unsupported("return_debug_mask of torch's flash operator", fix="leave it False")
+    found = _forward(query, key, value, dropout_p, is_causal, None, scale)
+    seed = torch.zeros((2,), dtype=torch.uint64, device=query.device)
+    offset = torch.zeros((), dtype=torch.uint64, device=query.device)
+    lengths = (None, None, query.shape[2], key.shape[2])
+    return (found.out, found.lse.contiguous(), *lengths, seed, offset, query.new_empty(0))
+
+
+def _backward_gpu(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    asked = (dropout_p, is_causal, None, scale)
+    grads = _backward(grad_out, out, logsumexp, query, key, value, *asked)
+    return tuple(
+        torch.empty_like(like).copy_(x) for like, x in zip((query, key, value), grads, strict=True)
+    )

@@ -1,0 +1,153 @@
+"""FlexAttention's functions and block masks as masks and scores of tilewise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+from tilewise.errors import InvalidArgument, InvalidType, Unsupported
+from tilewise.sparse.block_mask import BlockMask
+from tilewise.sparse.flex import read, write
+from tilewise.variants import masks, patterns, scores
+from tilewise.variants.values import Mask, Score, as_mask
+
+__all__ = ["created", "mask_of", "score_of"]
+
+_V = TypeVar("_V", Mask, Score)
+_EVERYTHING = masks.window(None, None)
+
+
+class _Kept(NamedTuple):
+    """A block mask read, and what it was read from."""
+
+    text: str
+    tensors: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    found: BlockMask
+
+
+_KEPT: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
+
+
+def score_of(score_mod: Callable[..., Any]) -> Score:
+    """The score of a ``score_mod(score, b, h, q_idx, kv_idx)``.
+
+    Raises:
+        Unsupported: it is not in the language of scores.
+    """
+    return _expressed("score_mod", score_mod, scores.function)
+
+
+def mask_of(block_mask: Any) -> Mask:
+    """The mask of a block mask: torch's or ours.
+
+    What torch's says is read again when its ``mask_mod`` has become another function, or a tensor
+    was changed; else what was read before is used.
+
+    Raises:
+        InvalidType: it is neither.
+        Unsupported: its ``mask_mod`` is not in the language of masks.
+    """
+    if isinstance(block_mask, BlockMask):
+        return block_mask
+    if not isinstance(block_mask, flex.BlockMask):
+        required = "a BlockMask of torch.nn.attention.flex_attention or of tilewise"
+        fix = "Make it with create_block_mask(mask_mod, ...)."
+        raise InvalidType("block_mask", f"a {type(block_mask).__name__}", required, fix)
+    if torch.compiler.is_compiling():
+        return _in_graph(block_mask)
+    held = _KEPT.get(block_mask)
+    now = _state(block_mask, _read_mod(block_mask.mask_mod))
+    if held is not None and _same(held, *now):
+        return held.found
+    found = BlockMask.from_flex(block_mask)
+    _keep(block_mask, now, found)
+    return found
+
+
+def created(
+    mask_mod: Callable[..., Any],
+    sizes: tuple[int | None, int | None, int, int],
+    device: Any,
+    block: tuple[int, int],
+    full_apart: bool,
+) -> Any:
+    """Torch's BlockMask of a ``mask_mod``, without a mask of M x N on the way.
+
+    Raises:
+        Unsupported: ``mask_mod`` is not in the language of masks.
+    """
+    batch, heads, queries, keys = sizes
+    mask = _read_mod(mask_mod)
+    batch, heads = batch or 1, heads or 1
+    found = BlockMask.of(mask, queries, keys, batch=batch, heads=heads, block=block)
+    covers = found.covers.to(device)
+    covers = covers.expand(batch, heads, -1, -1)
+    if not full_apart:
+        covers = covers.clamp(max=1)
+    made = write(mask, covers, block, queries, keys, given=mask_mod)
+    if all(tensor.device == covers.device for tensor in mask.captured):
+        _keep(made, _state(made, mask), found.to(device))
+    return made
+
+
+def _in_graph(block_mask: Any) -> Mask:
+    """The mask of a block mask while torch.compile traces: its lists are read inside the graph."""
+    given = read(block_mask)
+    partial, full = (patterns.layout(given.covers == cover, given.block) for cover in (1, 2))
+    mask = _EVERYTHING if given.mask is None else _read_mod(given.mask)
+    return (mask & partial) | full
+
+
+def _read_mod(mask_mod: Any) -> Mask:
+    if mask_mod is None or mask_mod is flex.noop_mask:
+        return _EVERYTHING
+    if isinstance(mask_mod, Mask):
+        return mask_mod
+    return _expressed("mask_mod", mask_mod, as_mask)
+
+
+def _expressed(kind: str, function: Any, reading: Callable[[Any], _V]) -> _V:
+    if torch.compiler.is_compiling():  # its own error then says where the function is
+        return reading(function)
+    try:
+        return reading(function)
+    except (InvalidArgument, InvalidType, AttributeError, TypeError) as error:
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        place = f"{getattr(function, '__module__', '?')}.{name}"
+        raise Unsupported(
+            f"{kind} {place} is not in the language of tilewise: {error}",
+            fix="say it in plain Python and torch over the positions, with tensors indexed by "
+            "integers (docs/variants.md); or call torch.nn.attention.flex_attention for it, which "
+            "runs any function",
+        ) from error
+
+
+def _state(block_mask: Any, mask: Mask) -> tuple[str, tuple[Tensor, ...]]:
+    lists = (
+        block_mask.kv_num_blocks,
+        block_mask.kv_indices,
+        block_mask.full_kv_num_blocks,
+        block_mask.full_kv_indices,
+    )
+    return mask.text, (*mask.captured, *(x for x in lists if x is not None))
+
+
+def _keep(block_mask: Any, state: tuple[str, tuple[Tensor, ...]], found: BlockMask) -> None:
+    text, tensors = state
+    if not any(tensor.is_inference() for tensor in tensors):  # they do not tell of changes
+        _KEPT[block_mask] = _Kept(text, tensors, tuple([x._version for x in tensors]), found)
+
+
+def _same(held: _Kept, text: str, tensors: tuple[Tensor, ...]) -> bool:
+    return (
+        held.text == text
+        and len(held.tensors) == len(tensors)
+        and all(one is other for one, other in zip(held.tensors, tensors, strict=True))
+        and held.versions == tuple([x._version for x in tensors])
+    )

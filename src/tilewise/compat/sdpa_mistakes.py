@@ -1,0 +1,148 @@
+"""What torch refuses in a call of scaled_dot_product_attention, and torch's own error for it."""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from tilewise.compat.sdpa_call import Call, joint
+from tilewise.errors import InvalidArgument, Unsupported
+
+__all__ = ["TORCH", "mistake", "raise_as_torch", "raise_unsupported", "why_not"]
+
+TORCH = torch.nn.functional.scaled_dot_product_attention  # whatever replaces it later
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+
+
+def mistake(call: Call) -> str | None:
+    """What is wrong with a call in torch's eyes, in a few words; None where nothing is."""
+    q, k, v, attn_mask, dropout_p, is_causal, _, enable_gqa = call
+    if not _typed(call):
+        return "types"
+    if not (q.dtype is k.dtype is v.dtype and q.device == k.device == v.device):
+        return "dtypes or devices"
+    if min(q.dim(), k.dim(), v.dim()) < 2:
+        return "rank"
+    if attn_mask is not None and attn_mask.dtype not in (torch.bool, torch.float32, q.dtype):
+        return "dtype of attn_mask"
+    if is_causal and attn_mask is not None:
+        return "attn_mask with is_causal"
+    if q.is_nested or k.is_nested or v.is_nested:
+        return None  # of ragged shapes tilewise.attention says what is wrong
+    if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
+        return "sizes of query, key and value"
+    if not _leads(q, k, v, enable_gqa):
+        return "heads or batches of query, key and value"
+    if attn_mask is not None and _misfit(call):
+        return "shape of attn_mask"
+    return None if 0.0 <= dropout_p <= 1.0 else "dropout_p"
+
+
+def why_not(call: Call) -> str | None:
+    """Why a call without a mistake is not one for ``tilewise.attention``; None where it is."""
+    if call.query.dtype not in _DTYPES:
+        return f"{call.query.dtype}"
+    if call.scale is not None and not abs(call.scale) <= torch.finfo(torch.float32).max / 2:
+        return "a scale that is not finite"
+    if call.attn_mask is not None and call.attn_mask.device != call.query.device:
+        return "attn_mask on another device"
+    if call.query.is_nested and call.query.layout is not torch.jagged:
+        return "a nested tensor of another layout than torch.jagged"
+    return None
+
+
+def raise_as_torch(call: Call, what: str) -> NoReturn:
+    """Raise what torch raises for a mistake, without computing anything of the call's size.
+
+    Torch's paths do not all look at everything; the error is that of its plain path (``MATH``).
+    """
+    q, k, v, attn_mask, dropout_p, *rest = call
+    if what in ("types", "dtypes or devices", "rank", "dtype of attn_mask"):
+        _call(q, k, v, attn_mask, dropout_p, *rest)  # checked before anything is computed
+    if what == "dropout_p":
+        torch.dropout(q.new_empty(0), dropout_p, True)
+    if what == "shape of attn_mask":
+        assert attn_mask is not None
+        _misfit(call, told=True)
+    light = [x.new_empty(x.shape, device="meta") for x in (q, k, v)]
+    mask = None
+    if what == "attn_mask with is_causal":
+        mask = light[0].new_empty((1, 1))
+    _call(*light, mask, dropout_p, *rest)
+    raise InvalidArgument(what, "what torch's plain path would refuse", "what its page says")
+
+
+def raise_unsupported(call: Call, what: str) -> NoReturn:
+    """Raise torch's own error for what it does not compute either, else ours."""
+    if call.query.dtype not in _DTYPES:
+        one = torch.ones((1, 1, 1, 1), device=call.query.device).to(call.query.dtype)
+        TORCH(one, one, one)
+    raise Unsupported(
+        f"scaled_dot_product_attention of tilewise with {what}",
+        fix="call torch.nn.functional.scaled_dot_product_attention for it",
+    )
+
+
+def _call(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any, *rest: Any) -> None:
+    is_causal, scale, enable_gqa = rest
+    named = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    TORCH(q, k, v, attn_mask, dropout_p=dropout_p, **named)
+
+
+def _typed(call: Call) -> bool:
+    q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
+    return (
+        isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and isinstance(v, Tensor)
+        and (attn_mask is None or isinstance(attn_mask, Tensor))
+        and isinstance(dropout_p, _NUMBERS)
+        and isinstance(is_causal, bool)
+        and (scale is None or isinstance(scale, _NUMBERS))
+        and isinstance(enable_gqa, bool)
+    )
+
+
+def _leads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> bool:
+    """Whether what stands before the last two dimensions goes together."""
+    if not grouped:
+        return _broadcast(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    if min(q.dim(), k.dim(), v.dim()) < 3:
+        return False
+    heads, of_keys, of_values = q.shape[-3], k.shape[-3], v.shape[-3]
+    fits = heads == of_keys == of_values or (
+        of_keys > 0 and of_values > 0 and heads % of_keys == 0 and heads % of_values == 0
+    )
+    return fits and _broadcast(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+
+
+def _broadcast(*shapes: Sequence[int]) -> bool:
+    whole = joint(*shapes)
+    return all(
+        size == 1 or size == whole[at]
+        for shape in shapes
+        for at, size in enumerate(shape, len(whole) - len(shape))
+    )
+
+
+def _misfit(call: Call, told: bool = False) -> bool:
+    """Whether the mask does not broadcast to the scores; ``told`` raises torch's error for it."""
+    q, k, mask = call.query, call.key, call.attn_mask
+    assert mask is not None
+    lead = q.shape[:-2] if call.enable_gqa else joint(q.shape[:-2], k.shape[:-2])
+    if call.enable_gqa:
+        lead = (*joint(q.shape[:-3], k.shape[:-3]), q.shape[-3])
+    scores = (*lead, q.shape[-2], k.shape[-2])
+    both = _broadcast(scores, mask.shape)
+    if told and not both:
+        one = torch.zeros(())
+        one.expand(scores) + one.expand(mask.shape)  # raises before it computes
+    if told:
+        whole = list(joint(scores, mask.shape))
+        raise RuntimeError(
+            f"output with shape {list(scores)} doesn't match the broadcast shape {whole}"
+        )
+    return not both or joint(scores, mask.shape) != scores

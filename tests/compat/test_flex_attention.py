@@ -1,0 +1,267 @@
+"""compat.flex_attention: torch's numbers, gradients where torch has none, and refusals."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torchs
+
+import tilewise
+from tests.contract import assert_exact
+from tilewise.compat import flex_masks
+from tilewise.compat.flex_attention import (
+    AuxRequest,
+    and_masks,
+    create_block_mask,
+    flex_attention,
+    or_masks,
+)
+from tilewise.errors import InvalidArgument, InvalidType, Unsupported
+
+B, H, HK, M, N, D, DV = 2, 4, 2, 70, 150, 8, 5
+DOCUMENTS = torch.arange(N) // 40
+
+
+def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx >= kv_idx - 20
+
+
+def documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (DOCUMENTS[q_idx] == DOCUMENTS[kv_idx]) & (kv_idx + h > 2)
+
+
+def few(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Some rows see nothing."""
+    return (kv_idx < 3 * b) & (q_idx != 7)
+
+
+MODS: dict[str, Any] = {"none": None, "causal": causal, "documents": documents, "few": few}
+
+
+def relative(bias: Tensor, slopes: Tensor) -> Callable[..., Any]:
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.tanh(score / 3) * 3 + bias[h, q_idx - kv_idx + N] - slopes[b] * kv_idx
+
+    return score_mod
+
+
+def build(dtype: torch.dtype) -> list[Tensor]:
+    """Query, key, value, and the two tensors that ``relative`` reads."""
+    generator = torch.Generator().manual_seed(8)
+    shapes = ((B, H, M, D), (B, HK, N, D), (B, HK, N, DV), (H, M + N), (B,))
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    drawn[4] = drawn[4] * 0.01
+    return [x.to(dtype).requires_grad_() for x in drawn]
+
+
+def plain(leaves: list[Tensor], mask_mod: Any, scored: bool) -> list[Tensor]:
+    """Output, logsumexp and largest score, written out."""
+    q, k, v, bias, slopes = leaves
+    k, v = (x.repeat_interleave(H // HK, 1) for x in (k, v))
+    scores = q @ k.mT / math.sqrt(D)
+    b, h, m, n = (
+        torch.arange(size).reshape([-1 if at == dim else 1 for at in range(4)])
+        for dim, size in enumerate((B, H, M, N))
+    )
+    if scored:
+        scores = relative(bias, slopes)(scores, b, h, m, n)
+    if mask_mod is not None:
+        seen = mask_mod(b, h, m, n).expand(B, H, M, N)
+        scores = scores.masked_fill(~seen, -math.inf)
+    largest = scores.amax(-1)
+    raised = torch.exp(scores - largest.where(largest.isfinite(), 0)[..., None].detach())
+    total = raised.sum(-1, keepdim=True)
+    p = raised / total.where(total > 0, 1)
+    return [p @ v, scores.logsumexp(-1), largest]
+
+
+def gradients(found: list[Tensor], leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    loss = torch.zeros((), dtype=found[0].dtype)
+    for at, x in enumerate(found[:2]):
+        generator = torch.Generator().manual_seed(9 + at)
+        weights = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
+        loss = loss + torch.where(x.isfinite(), x * weights, 0).sum()
+    return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+
+
+def ours(leaves: list[Tensor], block_mask: Any, scored: bool) -> list[Tensor]:
+    q, k, v, *captured = leaves
+    score_mod = relative(*captured) if scored else None
+    asked: Any = AuxRequest(lse=True, max_scores=True)
+    out, aux = flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True, return_aux=asked)
+    assert not aux.max_scores.requires_grad
+    return [out, aux.lse, aux.max_scores]
+
+
+@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("name", MODS)
+@pytest.mark.parametrize("maker", [create_block_mask, torchs.create_block_mask])
+def test_numbers_and_gradients(name: str, scored: bool, maker: Callable[..., Any]) -> None:
+    mod = MODS[name]
+    leaves = build(torch.float32)
+    block_mask = None if mod is None else maker(mod, B, H, M, N, device="cpu", BLOCK_SIZE=32)
+    found = ours(leaves, block_mask, scored)
+    same = plain(leaves, mod, scored)
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    truth = plain(wide, mod, scored)
+    for what, got, theirs, exact in zip(("out", "lse", "max"), found, same, truth, strict=True):
+        assert_exact(got.detach(), theirs, exact, what)
+    of_ours, of_plain, of_truth = (
+        gradients(x, y) for x, y in ((found, leaves), (same, leaves), (truth, wide))
+    )
+    for what, got, theirs, exact in zip("qkvbs", of_ours, of_plain, of_truth, strict=True):
+        assert_exact(got, theirs, exact, f"gradient of {what}")
+
+
+def torchs_own(*args: Any, **keywords: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow without torch.compile
+        return torchs.flex_attention(*args, **keywords)
+
+
+def test_torchs_function_says_the_same() -> None:
+    q, k, v, bias, slopes = (x.detach() for x in build(torch.float32))
+    block_mask = create_block_mask(few, B, H, M, N, device="cpu", BLOCK_SIZE=32)
+    request: Any = torchs.AuxRequest(lse=True, max_scores=True)
+    asked = (q, k, v, relative(bias, slopes), block_mask, 0.4, True)
+    only: Any = torchs.AuxRequest(lse=True)  # torch has no largest scores on the CPU
+    want, aux = torchs_own(*asked, return_aux=only)
+    got, ours_aux = flex_attention(*asked, return_aux=request)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(ours_aux.lse, aux.lse)
+    assert flex_attention(*asked, return_aux=only)[1].max_scores is None
+    out, lse = flex_attention(*asked, return_lse=True)
+    assert torch.equal(out, got)
+    assert torch.equal(lse, ours_aux.lse)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_block_masks_are_torchs(apart: bool) -> None:
+    joined = {
+        "and": (and_masks(causal, documents), torchs.and_masks(causal, documents)),
+        "or": (or_masks(causal, few), torchs.or_masks(causal, few)),
+        "all": (and_masks(), torchs.and_masks()),
+        "nothing": (or_masks(), torchs.or_masks()),
+        "noop": (torchs.noop_mask, torchs.noop_mask),
+    }
+    for name, (own, other) in joined.items():
+        sizes = (B, H, M, N)
+        found = create_block_mask(
+            own, *sizes, device="cpu", BLOCK_SIZE=(32, 16), separate_full_blocks=apart
+        )
+        want = torchs.create_block_mask(
+            other, *sizes, device="cpu", BLOCK_SIZE=(32, 16), separate_full_blocks=apart
+        )
+        assert torch.equal(found.to_dense(), want.to_dense()), name
+        assert torch.equal(found.kv_num_blocks, want.kv_num_blocks), name
+        assert found.mask_mod is own
+        assert found.shape == want.shape
+        assert torch.equal(torchs.create_mask(own, *sizes, device="cpu"),
+                           torchs.create_mask(other, *sizes, device="cpu"))  # fmt: skip
+
+
+def test_a_block_mask_is_read_once_and_again_when_it_changes() -> None:
+    q, k, v, *_ = (x.detach() for x in build(torch.float32))
+    limits = torch.tensor([30, 60])
+
+    def below(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return kv_idx < limits[b]
+
+    block_mask = torchs.create_block_mask(below, B, H, M, N, device="cpu", BLOCK_SIZE=32)
+    first = flex_masks.mask_of(block_mask)
+    assert flex_masks.mask_of(block_mask) is first
+    limits[0] = 20  # inside of the same block, so that torch's lists stay right
+    second = flex_masks.mask_of(block_mask)
+    assert second is not first
+    got = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
+    want = tilewise.attention(q, k, v, mask=below)
+    torch.testing.assert_close(got, want)
+    block_mask.mask_mod = causal
+    assert flex_masks.mask_of(block_mask) is not second
+    made = create_block_mask(causal, 1, 1, M, N, device="cpu")
+    assert flex_masks.mask_of(made) is flex_masks.mask_of(made)
+    assert flex_masks.mask_of(tilewise.BlockMask.of(causal, M, N)).program
+
+
+def test_only_present_blocks_are_computed() -> None:
+    """A key that only absent blocks have may hold NaN, and costs nothing."""
+    q, k, v, *_ = (x.detach() for x in build(torch.float32))
+    k[:, :, 64:] = math.nan
+    v[:, :, 64:] = math.nan
+    block_mask = create_block_mask(
+        lambda b, h, m, n: n < 64, None, None, M, N, device="cpu", BLOCK_SIZE=64
+    )
+    assert flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True).isfinite().all()
+
+
+def test_one_batch_of_keys() -> None:
+    q, k, v, *_ = (x.detach() for x in build(torch.float32))
+    block_mask = create_block_mask(few, B, H, M, N, device="cpu")
+    got = flex_attention(q, k[:1], v[:1], block_mask=block_mask, enable_gqa=True)
+    want = torchs_own(q, k[:1], v[:1], block_mask=block_mask, enable_gqa=True)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", ["causal", "few"])
+def test_compiled(name: str) -> None:
+    leaves = build(torch.float32)
+    block_mask = torchs.create_block_mask(MODS[name], B, H, M, N, device="cpu", BLOCK_SIZE=32)
+
+    def step(*args: Any) -> Any:
+        q, k, v, bias, slopes, mask = args
+        return flex_attention(
+            2 * q, k, v, relative(bias, slopes), mask, enable_gqa=True, return_lse=True
+        )
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    found, want = compiled(*leaves, block_mask), step(*leaves, block_mask)
+    for got, exact in zip(found, want, strict=True):
+        torch.testing.assert_close(got, exact)
+    pairs = zip(gradients(list(found), leaves), gradients(list(want), leaves), strict=True)
+    for got, exact in pairs:
+        torch.testing.assert_close(got, exact)
+
+
+def test_what_is_not_in_the_language_is_refused_by_name() -> None:
+    q, k, v, *_ = (x.detach() for x in build(torch.float32))
+
+    def branching(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score if q_idx > kv_idx else score * 2
+
+    def sums(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return DOCUMENTS[q_idx].tolist() > kv_idx
+
+    with pytest.raises(Unsupported, match=r"score_mod .*branching is not .*\n.*call torch"):
+        flex_attention(q, k, v, branching, enable_gqa=True)
+    with pytest.raises(Unsupported, match=r"mask_mod .*sums is not in the language"):
+        create_block_mask(sums, None, None, M, N, device="cpu")
+    with pytest.raises(Unsupported, match="compute_dq_write_order"):
+        create_block_mask(causal, 1, 1, M, N, device="cpu", compute_dq_write_order=True)
+
+
+def test_mistakes() -> None:
+    q, k, v, *_ = (x.detach() for x in build(torch.float32))
+    block_mask = create_block_mask(causal, 1, 1, M, N, device="cpu")
+    with pytest.raises(InvalidArgument, match=r"2 heads for 4 of query.*enable_gqa=True"):
+        flex_attention(q, k, v)
+    with pytest.raises(InvalidArgument, match=r"query: got shape"):
+        flex_attention(q[0], k, v)
+    with pytest.raises(InvalidArgument, match="block_mask: got one for 70 queries and 150 keys"):
+        flex_attention(q[:, :, :9], k, v, block_mask=block_mask, enable_gqa=True)
+    with pytest.raises(InvalidArgument, match="one of the two"):
+        flex_attention(q, k, v, enable_gqa=True, return_lse=True, return_aux=AuxRequest())
+    with pytest.raises(InvalidArgument, match="kernel_options: got 'BLOCKS'"):
+        flex_attention(q, k, v, enable_gqa=True, kernel_options={"BLOCKS": 3})
+    flex_attention(q, k, v, enable_gqa=True, kernel_options={"fwd_BLOCK_M": 64})
+    with pytest.raises(InvalidType, match="block_mask: got a str"):
+        flex_attention(q, k, v, block_mask="mask", enable_gqa=True)
+    with pytest.raises(InvalidType, match=r"mask_mods\[1\]: got a int"):
+        and_masks(causal, 3)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="k: got batch 1"):
+        flex_attention(q, k[:1], v[:1], enable_gqa=True)

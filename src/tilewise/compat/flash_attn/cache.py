@@ -18,7 +18,14 @@ from tilewise import AttentionResult, attention, attention_paged, masks
 from tilewise.compat.flash_attn.arguments import Asked
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 
-__all__ = ["Cache", "attend", "check_integers", "check_values", "refuse_gradients"]
+__all__ = [
+    "Cache",
+    "attend",
+    "check_blocks",
+    "check_integers",
+    "check_lengths",
+    "refuse_gradients",
+]
 
 
 class Cache(NamedTuple):
@@ -52,7 +59,7 @@ def attend(
 
     Args:
         q: [B, M, Hq, D], or packed [Tq, Hq, D] with cu_seqlens_q.
-        cache: of B sequences; ``check_values`` has looked at it.
+        cache: of B sequences; ``check_lengths`` and ``check_blocks`` have looked at it.
         asked: flags, without dropout. Positions count from the end of the keys, so that ``starts``
             moves none of them.
         cu_seqlens_q: integer [B + 1], or None.
@@ -192,28 +199,44 @@ def _keys(blocks: Tensor, table: Tensor, start: int, end: int) -> Tensor:
     return rows[start - first * size : end - first * size]
 
 
-def check_values(cache: Cache, lengths: str) -> None:
-    """Lengths, starts and blocks are possible; looked at on the CPU only.
+def check_lengths(cache: Cache, name: str, new: int = 0) -> None:
+    """Lengths and starts are possible, with room for ``new`` keys; looked at on the CPU only.
 
     Args:
         cache: to be looked at.
-        lengths: what the caller named the argument that its lengths are from.
+        name: of the caller's argument that its lengths are from.
+        new: keys that are to be appended to each sequence.
 
     Raises:
         InvalidArgument: naming the argument that is wrong.
     """
     if not cache.lengths.is_cpu:
         return
-    ends = cache.lengths.tolist()
-    for b, end in enumerate(ends):
-        if not 0 <= end <= cache.capacity:
-            required = f"in [0, {cache.capacity}], what the cache has room for"
-            raise InvalidArgument(lengths, f"{end} keys for sequence {b}", required)
+    room = cache.capacity - new
+    for b, length in enumerate(cache.lengths.tolist()):
+        if not 0 <= length <= room:
+            held = f"the cache has {cache.capacity} rows"
+            required = f"in [0, {room}]: {held}" + (f", and {new} are new" if new else "")
+            raise InvalidArgument(name, f"{length} for sequence {b}", required)
     if cache.starts is not None and bool((cache.starts < 0).any()):
         raise InvalidArgument("cache_leftpad", str(cache.starts.tolist()), "numbers of 0 or more")
+
+
+def check_blocks(cache: Cache, new: int = 0) -> None:
+    """The table names blocks that there are, where sequences have keys; on the CPU only.
+
+    Args:
+        cache: with lengths that ``check_lengths`` has looked at.
+        new: keys that are to be appended to each sequence.
+
+    Raises:
+        InvalidArgument: it does not.
+    """
+    if not cache.table.is_cpu:
+        return
     size, held = cache.k.shape[1], cache.k.shape[0]
     slots = torch.arange(cache.table.shape[1]) * size
-    used = slots < cache.lengths[:, None]
+    used = slots < cache.lengths[:, None] + new
     wrong = used & ((cache.table < 0) | (cache.table >= held))
     if bool(wrong.any()):
         b, slot = wrong.nonzero()[0].tolist()

@@ -33,7 +33,13 @@ from torch import Tensor
 
 from tilewise import AttentionResult, attention, attention_varlen
 from tilewise.compat.flash_attn.arguments import Asked, as_flash_attn, check_tensor, read
-from tilewise.compat.flash_attn.cache import Cache, attend, check_integers, check_values
+from tilewise.compat.flash_attn.cache import (
+    Cache,
+    attend,
+    check_blocks,
+    check_integers,
+    check_lengths,
+)
 from tilewise.compat.flash_attn.kv_cache import flash_attn_with_kvcache
 from tilewise.compat.flash_attn.probabilities import signed_probabilities
 from tilewise.engine.call import draw_seed
@@ -322,5 +328,6 @@ def _varlen_paged(
     if rows.is_cpu:
         check_cu_seqlens("cu_seqlens_q", rows, q.shape[0])
     cache = Cache(k, v, keys.diff(), block_table)
-    check_values(cache, "cu_seqlens_k")
+    check_lengths(cache, "cu_seqlens_k")
+    check_blocks(cache)
     return attend(q, cache, asked, cu_seqlens_q=rows)

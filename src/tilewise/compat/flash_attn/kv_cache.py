@@ -12,8 +12,9 @@ from tilewise.compat.flash_attn.arguments import as_flash_attn, check_tensor, is
 from tilewise.compat.flash_attn.cache import (
     Cache,
     attend,
+    check_blocks,
     check_integers,
-    check_values,
+    check_lengths,
     refuse_gradients,
 )
 from tilewise.compat.flash_attn.layers.tables import check_tables, rotate_at
@@ -105,9 +106,13 @@ def flash_attn_with_kvcache(
     if rotary_cos is not None and k is None:
         required = "None without k: what is in the cache is rotated already"
         raise InvalidArgument("rotary_cos", "a tensor", required)
+    if k is not None and cache_seqlens is None:
+        raise InvalidArgument("cache_seqlens", "None", "where k and v are to be written")
+    new = 0 if k is None else _checked_new(k, v, cache)
+    check_lengths(cache, "cache_seqlens", new)
+    if block_table is not None:
+        check_blocks(cache, new)
     if k is not None and v is not None:
-        if cache_seqlens is None:
-            raise InvalidArgument("cache_seqlens", "None", "where k and v are to be written")
         if rotary_cos is not None and rotary_sin is not None:
             local = is_local(causal, window_size)
             pair = (rotary_cos, rotary_sin)
@@ -184,9 +189,7 @@ def _cache(
         check_integers("cache_seqlens", cache_seqlens, (batch,), device.type)
         assert isinstance(cache_seqlens, Tensor)
         lengths = cache_seqlens
-    cache = Cache(k_cache, v_cache, lengths, table, cache_leftpad)
-    check_values(cache, "cache_seqlens")
-    return cache
+    return Cache(k_cache, v_cache, lengths, table, cache_leftpad)
 
 
 def _check_rows(name: str, tensor: Tensor, count: int) -> None:
@@ -203,7 +206,6 @@ def _rotated(
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
     """Queries and new keys at their places: those after what the cache holds."""
-    check_tensor("k", k, "[B, S, H, D]")
     names = ("rotary_cos", "rotary_sin")
     check_tables(names, pair, q.shape[-1])
     rows, needed = pair[0].shape[0], cache.capacity
@@ -220,27 +222,29 @@ def _rotated(
     return rotate_at(q, *pair, own, interleaved), rotate_at(k, *pair, places, interleaved)
 
 
-def _append(cache: Cache, k: Tensor, v: Tensor) -> Cache:
-    """Write k and v behind what the cache holds; the cache with its new lengths."""
-    batch, size = cache.table.shape[0], cache.k.shape[1]
+def _checked_new(k: Tensor, v: Tensor | None, cache: Cache) -> int:
+    """How many keys k and v bring to each sequence; they fit the cache."""
+    new: Tensor | None
     for name, new, held in (("k", k, cache.k), ("v", v, cache.v)):
         check_tensor(name, new, "[B, S, H, D]")
-        sizes = (batch, k.shape[1], *held.shape[2:])
+        assert new is not None
+        sizes = (cache.table.shape[0], k.shape[1], *held.shape[2:])
         if tuple(new.shape) != sizes:
             raise InvalidArgument(name, f"shape {tuple(new.shape)}", f"{sizes}, as its cache")
         if new.dtype != held.dtype or new.device != held.device:
             came, due = f"{new.dtype} on {new.device}", f"{held.dtype} on {held.device}"
             raise InvalidArgument(name, came, f"{due}, as its cache")
-    lengths = cache.lengths + k.shape[1]
-    places = cache.lengths.long()[:, None] + torch.arange(k.shape[1], device=k.device)
-    if lengths.is_cpu and batch and int(lengths.max()) > cache.capacity:
-        came = f"{int(cache.lengths.max())}, with {k.shape[1]} new keys"
-        required = f"at most {cache.capacity - k.shape[1]}: the cache has {cache.capacity} rows"
-        raise InvalidArgument("cache_seqlens", came, required)
-    longer = cache._replace(lengths=lengths)
-    check_values(longer, "cache_seqlens")
-    blocks = cache.table.long().gather(1, places // size)
+    return k.shape[1]
+
+
+def _append(cache: Cache, k: Tensor, v: Tensor) -> Cache:
+    """Write k and v behind what the cache holds; the cache with its new lengths."""
+    size = cache.k.shape[1]
+    rows = cache.lengths.long()[:, None] + torch.arange(k.shape[1], device=k.device)
+    blocks = cache.table.long()
+    if blocks.shape[1] != 1:
+        blocks, rows = blocks.gather(1, rows // size), rows % size
     with torch.no_grad():
-        cache.k[blocks, places % size] = k
-        cache.v[blocks, places % size] = v
-    return longer
+        cache.k[blocks, rows] = k
+        cache.v[blocks, rows] = v
+    return cache._replace(lengths=cache.lengths + k.shape[1])

@@ -76,6 +76,11 @@ struct Problem {
   int head_dim = 0, value_dim = 0;
   const i64* cu_q = nullptr;  // [batch + 1] cumulative lengths of a variable-length call
   const i64* cu_k = nullptr;
+  // Keys in pages of so many rows (0: not); cu_k is null then. Key n of sequence b is row n % page_size of page
+  // block_table[b * page_slots + n / page_size]; the batch of a view of keys is the page.
+  i64 page_size = 0, page_slots = 0;
+  const std::int32_t* block_table = nullptr;
+  const std::int32_t* key_lengths = nullptr;  // [batch]
   double scale = 1;
   double dropout = 0;
   std::uint64_t seed = 0;
@@ -103,6 +108,9 @@ struct Forward : Problem {
   Rows entropy;    // of the probabilities, natural units; the sink is one of the outcomes
   Rows row_mean;   // the mean logit less the largest one, base-2 units, the sink included
   Rows top_key;    // i64: the first key with the largest score, -1 for none; data may be null by itself
+  // Few queries in bfloat16: by dot products where there are some (1), widened (0), as is faster on this processor
+  // (-1).
+  int dots = -1;
 };
 
 struct Backward : Problem {

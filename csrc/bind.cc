@@ -244,8 +244,8 @@ class Kernel {
   void set_compiler(nb::object compiler) { compiler_ = std::move(compiler); }
 
   // captured: (address, strides, dtype) per mask slot and per score slot, with the sizes too where an expression reads
-  // it. sequences: (cu_q, cu_k, longest query,
-  // longest key) of a variable-length call, else empty.
+  // it. sequences: (cu_q, cu_k, longest query, longest key) of a variable-length call; of keys in pages, whose cu_k is
+  // 0, then (block_table, its columns, page_size, key_lengths); else empty.
   void fill(Problem& p, int threads, std::uint64_t seed, std::uintptr_t sinks, nb::handle mask_tensors,
             nb::handle score_tensors, nb::handle sequences, CompiledExprs& exprs, bool backward = false) const {
     p = problem_;
@@ -257,6 +257,13 @@ class Kernel {
       p.cu_k = pointer<i64>(static_cast<std::uintptr_t>(number(sequences, 1)));
       p.queries = number(sequences, 2);
       p.keys = number(sequences, 3);
+    }
+    if (PyTuple_GET_SIZE(sequences.ptr()) == 8) {
+      p.keys = number(sequences, 3);
+      p.block_table = pointer<std::int32_t>(static_cast<std::uintptr_t>(number(sequences, 4)));
+      p.page_slots = number(sequences, 5);
+      p.page_size = number(sequences, 6);
+      p.key_lengths = pointer<std::int32_t>(static_cast<std::uintptr_t>(number(sequences, 7)));
     }
     std::size_t mask_expr = 0;
     for (int i = 0; i < p.mask_length; i++) {

@@ -299,7 +299,7 @@ void CompiledExpr::choose_width(const Problem& problem) {
                        {0, longest_query - 1},
                        {0, longest_key - 1},
                        {problem.cu_q ? 0 : problem.queries, problem.queries},
-                       {problem.cu_q ? 0 : problem.keys, problem.keys}};
+                       {problem.cu_k || problem.page_size ? 0 : problem.keys, problem.keys}};
   std::vector<ExprRange> ranges(values_.size());
   expr_ranges(program_, box, true, ranges.data());
   for (std::size_t at = 0; at < values_.size(); at++)

@@ -2,31 +2,13 @@
 // algorithm 1, transposed). S^T = K Q^T, P^T = exp2(S^T - max), O^T += V^T P^T.
 #pragma once
 
+#include "close_rows.h"
 #include "modes.h"
 #include "philox.h"
 #include "schedule.h"
 #include "score.h"
 
 namespace tilewise::TILEWISE_ISA {
-
-constexpr double kLog2e = 1.44269504088896340736;
-constexpr double kLn2 = 0.693147180559945309417;
-// 2^x is 0 from here down in every type. Stands for lower ones, -inf too, where x is multiplied by such a 0.
-template <class C>
-constexpr C kFar = static_cast<C>(-2000);
-
-TW_INLINE u32 dropout_threshold(double p) {
-  return static_cast<u32>(min(static_cast<i64>(p * 4294967296.0 + 0.5), 0xffffffff));
-}
-
-// The factor from stored scores to base-2 units, and whether the score chain runs (it applies the scale itself).
-template <class C>
-struct ScoreUnits {
-  bool chain;
-  C to_base2;
-  explicit ScoreUnits(const Problem& p)
-      : chain(p.score_length > 0 || !(p.scale > 0)), to_base2(static_cast<C>(chain ? kLog2e : p.scale * kLog2e)) {}
-};
 
 // What one tile of queries carries from block to block.
 template <class Mode>
@@ -63,8 +45,8 @@ class ForwardKernel {
     // More, smaller tasks when threads would idle; a tile's result does not depend on its neighbours.
     while (tiles > 1 && f_.threads > 1 && task_estimate(tiles) < 4 * f_.threads) tiles /= 2;
     tiles_ = tiles;
-    const QueryTasks tasks(f_, static_cast<i64>(tiles) * kTileQueries);
-    if (tasks.count() < 0) return false;
+    const QueryTasks tasks(f_, static_cast<i64>(tiles) * kTileQueries, kFewQueries);
+    if (tasks.count() <= 0) return tasks.count() == 0;
     const i64 rows = static_cast<i64>(tiles) * kTileQueries;
     const TaskOrder order(f_, tasks.count(), [&](i64 task, const MaskInstr& table) {
       i64 b, h, block;
@@ -83,6 +65,7 @@ class ForwardKernel {
  private:
   struct Memory {
     Word *q, *keys, *values;
+    Elem *key_rows, *value_rows;
     Acc *out, *scores, *row_max, *row_sum, *deepest, *alpha, *peak;
     Acc *row_moment, *best, *best_piece, *best_place;
     u64 *bits, *kept;
@@ -104,6 +87,8 @@ class ForwardKernel {
       expr = carve.take<char>(f.expr_room);
       keys = carve.take<Word>(kRoomKeys * Mode::words(f.head_dim));
       values = carve.take<Word>(kRoomKeys * f.value_dim);
+      key_rows = carve.take<Elem>(f.page_size ? kRoomKeys * f.head_dim : 0);
+      value_rows = carve.take<Elem>(f.page_size ? kRoomKeys * f.value_dim : 0);
       row_moment = carve.take<Acc>(f.entropy.data ? queries : 0);
       for (Acc** array : {&best, &best_piece, &best_place}) *array = carve.take<Acc>(f.top_key.data ? queries : 0);
       bytes = carve.used();
@@ -143,7 +128,7 @@ class ForwardKernel {
       key_block(seq, h, blocks.begin(x), blocks.end(x), mask, chain, tiles, count, memory,
                 ahead.any() ? &ahead : nullptr);
     }
-    for (int t = 0; t < count; t++) close(seq, h, tiles[t], memory);
+    for (int t = 0; t < count; t++) close(seq, h, tiles[t]);
   }
 
   // Whether little is computed with keys n0 .. n1 - 1 before the next block of keys is needed.
@@ -155,6 +140,7 @@ class ForwardKernel {
   }
 
   void look_ahead(const Sequence& seq, i64 h, i64 n0, i64 n1, Ahead& ahead) const {
+    if (f_.page_size != 0) return;
     const i64 kv_head = h / (f_.heads / f_.kv_heads), row = seq.key_begin + n0, size = sizeof(Elem);
     if (f_.k.col == 1)
       ahead.add(Mode::at(f_.k.data, view_at(f_.k, seq.b, kv_head, row)), f_.k.row * size, n1 - n0, f_.head_dim * size);
@@ -190,6 +176,30 @@ class ForwardKernel {
     return tile;
   }
 
+  struct StoredRows {
+    const Elem* data;
+    i64 row, col;
+  };
+  // Keys or values from n0 on, where they lie; copied to `room` where that is in several pages.
+  StoredRows stored(const View& view, const Sequence& seq, i64 kv_head, i64 n0, i64 rows, i64 width, Elem* room) const {
+    const KeyRun whole = key_run(f_, view, seq, kv_head, n0, n0 + rows);
+    if (whole.count >= rows) return {Mode::at(view.data, whole.at), view.row, view.col};
+    Elem* to = room;
+    for (i64 n = n0; n < n0 + rows;) {
+      const KeyRun run = key_run(f_, view, seq, kv_head, n, n0 + rows);
+      n += run.count;
+      for (i64 i = 0; i < run.count; i++, to += width) {
+        const Elem* from = Mode::at(view.data, run.at + i * view.row);
+        if (view.col == 1) {
+          std::memcpy(to, from, static_cast<std::size_t>(width) * sizeof(Elem));
+        } else {
+          for (i64 d = 0; d < width; d++) to[d] = from[d * view.col];
+        }
+      }
+    }
+    return {room, width, 1};
+  }
+
   void key_block(const Sequence& seq, i64 h, i64 n0, i64 n1, const Mask& mask, const ScoreChain<Acc>& chain,
                  const QueryTile<Mode>* tiles, int count, const Memory& memory, Ahead* ahead) const {
     const i64 kv_head = h / (f_.heads / f_.kv_heads);
@@ -207,11 +217,10 @@ class ForwardKernel {
         const Range all = mask.walked(tiles[0].first, bottom.first + bottom.rows - 1, n0, n1);
         packed_begin = all.begin;
         const int rows = static_cast<int>(all.end - all.begin);
-        const i64 row = seq.key_begin + packed_begin;
-        keys = Mode::along_depth(Mode::at(f_.k.data, view_at(f_.k, seq.b, kv_head, row)), f_.k.row, f_.k.col, rows,
-                                 f_.head_dim, memory.keys);
-        values = Mode::along_rows(Mode::at(f_.v.data, view_at(f_.v, seq.b, kv_head, row)), f_.v.row, f_.v.col, rows,
-                                  f_.value_dim, memory.values);
+        const StoredRows k = stored(f_.k, seq, kv_head, packed_begin, rows, f_.head_dim, memory.key_rows);
+        const StoredRows v = stored(f_.v, seq, kv_head, packed_begin, rows, f_.value_dim, memory.value_rows);
+        keys = Mode::along_depth(k.data, k.row, k.col, rows, f_.head_dim, memory.keys);
+        values = Mode::along_rows(v.data, v.row, v.col, rows, f_.value_dim, memory.values);
       }
       const i64 skip = masked.begin - packed_begin;
       step(tile, seq, h, masked, keys.data + skip * keys.stride, keys.stride,
@@ -389,82 +398,25 @@ class ForwardKernel {
   }
 
   // Divides by the row sums (the sink's share included) and writes out, lse and the row statistics.
-  void close(const Sequence& seq, i64 h, const QueryTile<Mode>& tile, const Memory& memory) const {
-    const Acc infinity = static_cast<Acc>(__builtin_inf());
-    const Acc keep_scale = static_cast<Acc>(1 / (1 - f_.dropout));
-    u64 live = 0;
-    alignas(kVectorBytes) Acc lse[kTileQueries], total[kTileQueries], largest[kTileQueries];
-    for (int i = 0; i < tile.width; i++) {
-      total[i] = tile.row_sum[i];
-      largest[i] = tile.row_max[i];
-      memory.alpha[i] = 1;
-      if (tile.row_sum[i] != 0) live |= u64{1} << i;
-    }
-    if (f_.sinks != nullptr) {
-      const Acc sink = static_cast<const Acc*>(f_.sinks)[h] * static_cast<Acc>(kLog2e);
-      for (int i = 0; i < tile.width; i += lanes) {
-        const Vec<Acc> before = load(largest + i);
-        const Vec<Acc> now = vmax(set(sink), before);
-        const Vec<Acc> safe = now == -infinity ? Vec<Acc>{} : now;
-        const Vec<Acc> alpha = exp2<5>(before - safe, Acc{});
-        store(memory.alpha + i, alpha);
-        store(total + i, load(total + i) * alpha + exp2<5>(set(sink) - safe, Acc{}));
-        store(largest + i, now);
+  void close(const Sequence& seq, i64 h, const QueryTile<Mode>& tile) const {
+    alignas(kVectorBytes) Acc sinks[kTileQueries];
+    if (f_.sinks != nullptr)
+      for (int i = 0; i < tile.width; i++) sinks[i] = static_cast<const Acc*>(f_.sinks)[h];
+    const RowNumbers<Acc> rows = {tile.row_max, tile.row_sum, tile.deepest,
+                                  f_.entropy.data ? tile.row_moment : nullptr};
+    const ClosedRows<Acc> closed(rows, tile.width, f_.sinks != nullptr ? sinks : nullptr, f_.dropout);
+    const i64 row = seq.query_begin + tile.first;
+    closed.write(f_, rows, 0, tile.rows, seq.b, h, row);
+    if (f_.top_key.data) {
+      i64* top_key = rows_at<i64>(f_.top_key, seq.b, h, row);
+      for (int i = 0; i < tile.rows; i++) {
+        const bool found = tile.best[i] != -static_cast<Acc>(__builtin_inf());
+        top_key[i] =
+            found ? static_cast<i64>(tile.best_piece[i]) * kSubKeys + static_cast<i64>(tile.best_place[i]) : -1;
       }
     }
-    if (f_.entropy.data) write_statistics(seq, h, tile, total, largest);
-    for (int i = 0; i < tile.width; i += lanes) {
-      const Vec<Acc> sum = load(total + i), top = load(largest + i);
-      // Scores at the bound of biases stood for lower ones.
-      const Vec<Acc> sum_log = top * static_cast<Acc>(kLn2) + log(sum, Acc{});
-      const Vec<Acc> value = sum != sum ? sum : top < kLowestBias<Acc> ? load(tile.deepest + i) : sum_log;
-      store(lse + i, sum == 0 ? set(-infinity) : value);
-      store(memory.alpha + i, load(memory.alpha + i) * keep_scale / sum);
-    }
-    const std::size_t size = static_cast<std::size_t>(tile.rows) * sizeof(Acc);
-    const i64 row = seq.query_begin + tile.first;
-    std::memcpy(rows_at<Acc>(f_.lse, seq.b, h, row), lse, size);
-    std::memcpy(rows_at<Acc>(f_.row_max, seq.b, h, row), tile.row_max, size);
-    std::memcpy(rows_at<Acc>(f_.row_sum, seq.b, h, row), tile.row_sum, size);
     Elem* out = Mode::at(const_cast<void*>(f_.out.data), view_at(f_.out, seq.b, h, row));
-    unpack_transposed(tile.out, tile.width, tile.rows, f_.value_dim, memory.alpha, live, out, f_.out.row);
-  }
-
-  // With t the logits less the largest of them, in base-2 units: entropy = log(sum of 2^t) - ln(2) * mean of t, of
-  // which neither term is negative. `total` and `largest`: the row sum and maximum with the sink.
-  void write_statistics(const Sequence& seq, i64 h, const QueryTile<Mode>& tile, const Acc* total,
-                        const Acc* largest) const {
-    const Acc infinity = static_cast<Acc>(__builtin_inf()), ln2 = static_cast<Acc>(kLn2);
-    alignas(kVectorBytes) Acc mean[kTileQueries], entropy[kTileQueries], max_logit[kTileQueries];
-    for (int i = 0; i < tile.width; i += lanes) {
-      const Vec<Acc> sum = load(total + i), before = load(tile.row_max + i), now = load(largest + i);
-      const Vec<Acc> safe = now == -infinity ? Vec<Acc>{} : now;
-      const Vec<Acc> moved = vmax(set(kFar<Acc>), before - safe);
-      Vec<Acc> moment = (load(tile.row_moment + i) + moved * load(tile.row_sum + i)) * exp2<5>(before - safe, Acc{});
-      if (f_.sinks != nullptr) {
-        const Acc sink = static_cast<const Acc*>(f_.sinks)[h] * static_cast<Acc>(kLog2e);
-        moment += exp2<5>(set(sink) - safe, Acc{}) * vmax(set(kFar<Acc>), set(sink) - safe);
-      }
-      const Vec<Acc> average = sum == 0 ? Vec<Acc>{} : moment / sum;
-      store(mean + i, average);
-      store(entropy + i, sum == 0 ? Vec<Acc>{} : log(sum, Acc{}) - average * ln2);
-      // Scores at the bound of biases stood for lower ones.
-      const Vec<Acc> deep = load(tile.deepest + i);
-      const Vec<Acc> lowest = deep == -infinity ? before * ln2 : deep;
-      const Vec<Acc> top = before < kLowestBias<Acc> ? lowest : before * ln2;
-      store(max_logit + i, before == -infinity ? before : top);
-    }
-    const std::size_t size = static_cast<std::size_t>(tile.rows) * sizeof(Acc);
-    const i64 row = seq.query_begin + tile.first;
-    std::memcpy(rows_at<Acc>(f_.row_mean, seq.b, h, row), mean, size);
-    std::memcpy(rows_at<Acc>(f_.entropy, seq.b, h, row), entropy, size);
-    std::memcpy(rows_at<Acc>(f_.max_logit, seq.b, h, row), max_logit, size);
-    if (!f_.top_key.data) return;
-    i64* top_key = rows_at<i64>(f_.top_key, seq.b, h, row);
-    for (int i = 0; i < tile.rows; i++) {
-      const bool found = tile.best[i] != -infinity;
-      top_key[i] = found ? static_cast<i64>(tile.best_piece[i]) * kSubKeys + static_cast<i64>(tile.best_place[i]) : -1;
-    }
+    unpack_transposed(tile.out, tile.width, tile.rows, f_.value_dim, closed.factor, closed.live, out, f_.out.row);
   }
 
   const Forward& f_;

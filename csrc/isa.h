@@ -10,28 +10,9 @@
 
 namespace tilewise::TILEWISE_ISA {
 
-#if defined(__AVX512BF16__)
-using Bf16Mode = PairMode;
-#else
-using Bf16Mode = PlainMode<Bf16, float>;
-#endif
-
-template <template <class> class Kernel, class Arguments>
-static bool run(const Arguments& arguments) {
-  switch (arguments.dtype) {
-    case DType::f32:
-      return Kernel<PlainMode<float, float>>(arguments).run();
-    case DType::f64:
-      return Kernel<PlainMode<double, double>>(arguments).run();
-    case DType::bf16:
-      return Kernel<Bf16Mode>(arguments).run();
-    case DType::f16:
-      return Kernel<PlainMode<Half, float>>(arguments).run();
-  }
-  return true;
-}
-
-static bool forward(const Forward& f) { return run<ForwardKernel>(f); }
+bool few_queries(const Forward& f);  // decode_*.cc
+// Each takes the sequences that the other leaves.
+static bool forward(const Forward& f) { return few_queries(f) && run<ForwardKernel>(f); }
 static bool backward(const Backward& f) { return run<BackwardKernel>(f); }
 static bool bias_backward(const BiasBackward& f) { return run<BiasKernel>(f); }
 static bool load_backward(const LoadBackward& f) { return run<LoadKernel>(f); }

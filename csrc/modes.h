@@ -99,4 +99,25 @@ TW_INLINE Vec<i32> pair_rows(Vec<float> first, Vec<float> second) {
 }
 #endif
 
+#if defined(__AVX512BF16__)
+using Bf16Mode = PairMode;
+#else
+using Bf16Mode = PlainMode<Bf16, float>;
+#endif
+
+template <template <class> class Kernel, class Arguments>
+static bool run(const Arguments& arguments) {
+  switch (arguments.dtype) {
+    case DType::f32:
+      return Kernel<PlainMode<float, float>>(arguments).run();
+    case DType::f64:
+      return Kernel<PlainMode<double, double>>(arguments).run();
+    case DType::bf16:
+      return Kernel<Bf16Mode>(arguments).run();
+    case DType::f16:
+      return Kernel<PlainMode<Half, float>>(arguments).run();
+  }
+  return true;
+}
+
 }  // namespace tilewise::TILEWISE_ISA

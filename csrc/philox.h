@@ -7,6 +7,10 @@
 
 namespace tilewise::TILEWISE_ISA {
 
+TW_INLINE u32 dropout_threshold(double p) {
+  return static_cast<u32>(min(static_cast<i64>(p * 4294967296.0 + 0.5), 0xffffffff));
+}
+
 // bits[j] gets bit i set when the pair (row m0 + i, key n0 + j) is kept. n0 is a multiple of 4; `bits` has room
 // for `count` rounded up to 4; `width` lanes (a multiple of kLanes<u32>, at most 64) are filled.
 TW_NOINLINE static void dropout_bits(u64 seed, u32 threshold, i64 b, i64 h, i64 m0, int width, i64 n0, int count,

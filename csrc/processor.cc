@@ -8,13 +8,15 @@ namespace tilewise {
 namespace {
 
 struct Features {
-  bool avx2 = false, avx512 = false, avx512_bf16 = false;
+  bool avx2 = false, avx512 = false, avx512_bf16 = false, fast_dots = false;
 };
 
 Features detect() {
   Features found;
   unsigned a, b, c, d;
   const auto bit = [](unsigned word, int index) { return (word >> index & 1) != 0; };
+  if (!__get_cpuid(0, &a, &b, &c, &d)) return found;
+  found.fast_dots = b == signature_AMD_ebx;
   if (!__get_cpuid(1, &a, &b, &c, &d)) return found;
   const bool fma = bit(c, 12), f16c = bit(c, 29), system_saves = bit(c, 27);
   if (!system_saves || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return found;
@@ -37,5 +39,6 @@ const Features& features() {
 bool has_avx2() { return features().avx2; }
 bool has_avx512() { return features().avx512; }
 bool has_avx512_bf16() { return features().avx512_bf16; }
+bool has_fast_dots() { return features().fast_dots && features().avx512_bf16; }
 
 }  // namespace tilewise

@@ -13,12 +13,17 @@ namespace tilewise::TILEWISE_ISA {
 constexpr int kBlockKeys = 128;                // keys of a block; part of the rounding contract
 constexpr int kRoomKeys = kBlockKeys * 3 / 2;  // the last block of a sequence takes a short rest with it
 
+constexpr i64 kFewQueries = 8;  // sequences of no more have kernels of their own in the forward pass
+
 struct Sequence {
   i64 b, query_begin, key_begin, queries, keys;
 };
 TW_INLINE Sequence sequence(const Problem& p, i64 b) {
-  if (p.cu_q == nullptr) return {b, 0, 0, p.queries, p.keys};
-  return {b, p.cu_q[b], p.cu_k[b], p.cu_q[b + 1] - p.cu_q[b], p.cu_k[b + 1] - p.cu_k[b]};
+  Sequence seq = {b, 0, 0, p.queries, p.keys};
+  if (p.cu_q != nullptr) seq.query_begin = p.cu_q[b], seq.queries = p.cu_q[b + 1] - p.cu_q[b];
+  if (p.cu_k != nullptr) seq.key_begin = p.cu_k[b], seq.keys = p.cu_k[b + 1] - p.cu_k[b];
+  if (p.page_size != 0) seq.keys = p.key_lengths[b];
+  return seq;
 }
 
 // Blocks of keys of a sequence: a function of its own length alone, so that a row's sums are cut at the same
@@ -32,6 +37,17 @@ struct KeyBlocks {
 };
 
 TW_INLINE i64 view_at(const View& v, i64 b, i64 h, i64 row) { return b * v.batch + h * v.head + row * v.row; }
+
+// Rows of keys or values that lie one after the other: the one of key n0 and those behind it, of n1 at most.
+struct KeyRun {
+  i64 at, count;  // at: elements from the start of the tensor
+};
+TW_INLINE KeyRun key_run(const Problem& p, const View& v, const Sequence& seq, i64 kv_head, i64 n0, i64 n1) {
+  if (p.page_size == 0) return {view_at(v, seq.b, kv_head, seq.key_begin + n0), n1 - n0};
+  const i64 slot = n0 / p.page_size, row = n0 - slot * p.page_size;
+  return {view_at(v, p.block_table[seq.b * p.page_slots + slot], kv_head, row), min(n1 - n0, p.page_size - row)};
+}
+
 template <class C>
 TW_INLINE C* rows_at(const Rows& r, i64 b, i64 h, i64 row) {
   return static_cast<C*>(r.data) + b * r.batch + h * r.head + row;
@@ -90,11 +106,12 @@ static bool for_tasks(int threads, i64 tasks, std::size_t bytes, const Work& wor
 }
 
 // Which (sequence, head, block of queries) a task is; the last block, the heaviest under a causal mask, first.
+// Sequences of `fewest` queries or less have none.
 class QueryTasks {
  public:
-  QueryTasks(const Problem& p, i64 queries_per_task) : p_(p), size_(queries_per_task) {
+  QueryTasks(const Problem& p, i64 queries_per_task, i64 fewest = 0) : p_(p), size_(queries_per_task), fewest_(fewest) {
     if (p.cu_q == nullptr) {
-      per_head_ = (p.queries + size_ - 1) / size_;
+      per_head_ = of_queries(p.queries);
       count_ = p.batch * p.heads * per_head_;
       return;
     }
@@ -135,10 +152,11 @@ class QueryTasks {
   }
 
  private:
-  i64 blocks(i64 b) const { return (p_.cu_q[b + 1] - p_.cu_q[b] + size_ - 1) / size_; }
+  i64 of_queries(i64 queries) const { return queries <= fewest_ ? 0 : (queries + size_ - 1) / size_; }
+  i64 blocks(i64 b) const { return of_queries(p_.cu_q[b + 1] - p_.cu_q[b]); }
 
   const Problem& p_;
-  i64 size_, per_head_ = 0, count_ = 0;
+  i64 size_, fewest_, per_head_ = 0, count_ = 0;
   i64* first_ = nullptr;
 };
 

@@ -6,6 +6,7 @@
 #include <functional>
 
 #include "cover_tests.h"
+#include "decode_tests.h"
 #include "elementary_tests.h"
 #include "expr_tests.h"
 #include "special_tests.h"
@@ -99,11 +100,21 @@ std::vector<Test> tests() {
                                                              {"extreme scores", test_extreme_scores},
                                                              {"NaN spreads", test_nan_spreads},
                                                              {"varlen", test_varlen},
+                                                             {"few queries", test_few_queries},
+                                                             {"few queries, variants", test_few_queries_variants},
+                                                             {"few queries, alone", test_few_queries_alone},
                                                              {"batch mates", test_batch_mates},
                                                              {"tables", test_covers}};
   for (const auto& each : numeric)
     for (DType dtype : kTypes)
       all.push_back({std::string(each.first) + " " + name_of(dtype), [dtype, run = each.second] { run(dtype); }});
+  all.push_back({"few queries by dot products and widened", [] {
+                   for (int dots : {0, 1}) {
+                     forward_dots = dots;
+                     test_few_queries(DType::bf16), test_few_queries_variants(DType::bf16);
+                   }
+                   forward_dots = -1;
+                 }});
   all.push_back({"expressions: checks", test_expr_checks});
   all.push_back({"order of tasks", test_order});
   const std::pair<const char*, void (*)(DType)> expressions[] = {

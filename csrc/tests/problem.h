@@ -90,6 +90,8 @@ inline std::vector<bool> conjuncts(const std::vector<MaskSpec>& mask) {
   return flags;
 }
 
+inline int forward_dots = -1;  // see Forward::dots
+
 class Instance {
  public:
   Case c;
@@ -175,6 +177,7 @@ class Instance {
   Forward forward_args() const {
     Forward f;
     static_cast<tilewise::Problem&>(f) = args;
+    f.dots = forward_dots;
     f.q = q.view, f.k = k.view, f.v = v.view, f.out = out.view;
     f.lse = rows(lse), f.row_max = rows(row_max), f.row_sum = rows(row_sum);
     if (!c.statistics) return f;

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 __all__ = [
     "InvalidArgument",
     "InvalidType",
+    "OutOfPages",
     "SlowPathWarning",
     "TilewiseError",
     "TunedBlocksWarning",
@@ -73,6 +74,27 @@ class Unsupported(TilewiseError, NotImplementedError):  # noqa: N818  reads as w
         if self.fix:
             lines.append(f"  fix: {self.fix}")
         return "\n".join(lines)
+
+
+class OutOfPages(TilewiseError):  # noqa: N818  reads as what is wrong
+    """A cache has too few pages left; nothing was changed.
+
+    Args:
+        wanted: how many pages the call needs.
+        free: how many nobody holds.
+        pages: how many there are.
+    """
+
+    def __init__(self, wanted: int, free: int, pages: int) -> None:
+        self.wanted = wanted
+        self.free = free
+        self.pages = pages
+
+    def __str__(self) -> str:
+        return (
+            f"{self.wanted} pages are needed, and {self.free} of {self.pages} are free: remove "
+            "sequences first, or make a cache of more pages"
+        )
 
 
 class SlowPathWarning(UserWarning):

@@ -51,8 +51,6 @@ class CpuBackend(Backend):
         reasons = raw_reasons(problem)
         if problem.device != "cpu":
             reasons.append(f"it computes on the CPU; the tensors are on {problem.device}")
-        if problem.page_size:
-            reasons.append("it reads no pages yet")
         if problem.dtype not in _DTYPES:
             reasons.append(f"it computes float32, float64, bfloat16, float16; not {problem.dtype}")
         for what, size, limit in (
@@ -264,10 +262,21 @@ class _Call:
         cu_q, cu_k = operands.cu_seqlens_q, operands.cu_seqlens_k
         if cu_q is not None and cu_k is not None:
             self.sequences = (cu_q.data_ptr(), cu_k.data_ptr(), _longest(cu_q), _longest(cu_k))
+        elif operands.block_table is not None:
+            self.sequences = _paged(operands, operands.block_table)
 
 
 _EMPTY = torch.empty(0)
 _NOTHING = _Call(Operands(_EMPTY, _EMPTY, _EMPTY))
+
+
+def _paged(operands: Operands, table: Tensor) -> tuple[int, ...]:
+    cu_q, lengths = operands.cu_seqlens_q, operands.key_lengths
+    assert lengths is not None
+    queries = (0, 0, 0) if cu_q is None else (cu_q.data_ptr(), 0, _longest(cu_q))
+    longest = int(lengths.max()) if lengths.numel() else 0
+    pages = (table.data_ptr(), table.shape[1], operands.k.shape[2], lengths.data_ptr())
+    return (*queries, longest, *pages)
 
 
 def _longest(cu_seqlens: Tensor) -> int:
@@ -296,7 +305,8 @@ class _Kernel:
         self._step = self._count * pattern.itemsize
         # Nothing but q, k, v and out has an address to hand over.
         slots = any(instr.slots for instr in (*problem.mask, *problem.score))
-        self._plain = not (slots or problem.sinks) and problem.layout == "dense"
+        alone = problem.layout == "dense" and not problem.page_size
+        self._plain = alone and not (slots or problem.sinks)
         self._loaded = _loaded(problem)
         self._derivative: Derivative | None = None
 

@@ -106,6 +106,7 @@ _HALF = Goal(1.5)  # float16, forward
 _FULL_64 = (Goal(1.25, 0.86), Goal(2.4, 0.78), _HALF)
 _FULL_128 = (Goal(1.18, 0.86), Goal(2.25, 0.78), _HALF)
 _SHORT = (Goal(1.35), Goal(2.5))
+_NEVER_SLOWER = (Goal(1.0), Goal(1.0), Goal(1.0))
 
 _ROWS = (
     _Row("forward full 2k D64", _square(1, 16, 2048, 64), _FULL_64, quick=DTYPES),
@@ -153,8 +154,10 @@ _ROWS = (
     _Row("short 129", _square(1, 64, 129, 64), _SHORT, quick=DTYPES[:2]),
     _Row("short 64", _square(1, 64, 64, 64), _SHORT),
     _Row("short 33", _square(1, 64, 33, 64), _SHORT),
-    _Row("decode 8 heads, 16k keys", Shape(1, 8, 8, 1, 16384, 64), None),
-    _Row("decode 32:4, D128, 16k keys", Shape(1, 32, 4, 1, 16384, 128), None),
+    _Row("decode 8 heads, 16k keys", Shape(1, 8, 8, 1, 16384, 64), (Goal(1.0), Goal(7.0))),
+    _Row("decode 32:4, D128, 16k keys", Shape(1, 32, 4, 1, 16384, 128), (Goal(6.0), Goal(20.0))),
+    _Row("decode 4 rows, 32:4, 4k keys", Shape(1, 32, 4, 4, 4096, 128), _NEVER_SLOWER),
+    _Row("decode 16 x 32:8, 1k keys", Shape(16, 32, 8, 1, 1024, 128), _NEVER_SLOWER),
 )
 
 

@@ -1,0 +1,7 @@
+"""Keys and values kept from call to call: in one piece, or in pages that sequences share."""
+
+from tilewise.serving.contiguous import KVCache
+from tilewise.serving.paged import PagedKVCache
+from tilewise.serving.pages import PageAllocator
+
+__all__ = ["KVCache", "PageAllocator", "PagedKVCache"]

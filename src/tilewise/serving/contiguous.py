@@ -1,0 +1,107 @@
+"""Keys and values of a batch whose sequences have one length, in one piece."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import InvalidArgument
+from tilewise.functional import attention
+from tilewise.serving.rows import check_rows
+from tilewise.variants.masks import causal
+
+__all__ = ["KVCache"]
+
+
+class KVCache:
+    """Room for ``capacity`` keys and values of each of B sequences that grow together.
+
+    What is appended is copied and detached: there are no gradients through a cache.
+
+    Args:
+        batch: B.
+        kv_heads: Hk.
+        head_dim: D.
+        capacity: how many keys a sequence may have.
+        value_dim: Dv; D if None.
+        dtype: of keys and values.
+        device: where they are.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch: int,
+        kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        value_dim: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        width = head_dim if value_dim is None else value_dim
+        sizes = {"batch": batch, "kv_heads": kv_heads, "capacity": capacity}
+        for name, size in {**sizes, "head_dim": head_dim, "value_dim": width}.items():
+            if size < 1:
+                raise InvalidArgument(name, str(size), "at least 1")
+        self.capacity = capacity
+        self._k = torch.empty(batch, kv_heads, capacity, head_dim, dtype=dtype, device=device)
+        self._v = torch.empty(batch, kv_heads, capacity, width, dtype=dtype, device=device)
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def keys(self) -> Tensor:
+        """[B, Hk, length, D], a view."""
+        return self._k[:, :, : self._length]
+
+    @property
+    def values(self) -> Tensor:
+        """[B, Hk, length, Dv], a view."""
+        return self._v[:, :, : self._length]
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Put M keys and values behind those that are there.
+
+        Args:
+            k: [B, Hk, M, D].
+            v: [B, Hk, M, Dv].
+
+        Raises:
+            InvalidArgument, InvalidType: they are not of these sizes, or there is no room for them.
+        """
+        batch, heads, _, _ = self._k.shape
+        more = check_rows(k, v, self._k, self._v, (batch, heads), 2)
+        end = self._length + more
+        if end > self.capacity:
+            came = f"{more} keys behind {self._length}"
+            raise InvalidArgument("k", came, f"no more than the capacity of {self.capacity} in all")
+        with torch.no_grad():
+            self._k[:, :, self._length : end] = k
+            self._v[:, :, self._length : end] = v
+        self._length = end
+
+    def truncate(self, length: int) -> None:
+        """Forget the keys from ``length`` on.
+
+        Raises:
+            InvalidArgument: there are not as many.
+        """
+        if not 0 <= length <= self._length:
+            raise InvalidArgument("length", str(length), f"in [0, {self._length}]")
+        self._length = length
+
+    def attend(self, q: Tensor, **keywords: Any) -> Any:
+        """Attention of q [B, Hq, M, D] over all keys; the last query sees the last key.
+
+        Append the keys of these queries first. A prompt may be appended and attended in pieces: a
+        row gets the bits that it has in one piece where pieces end at multiples of 128 keys and
+        have more than 8 queries, and is equal but for rounding elsewhere.
+
+        Args:
+            q: the queries.
+            keywords: those of ``tilewise.attention``; ``mask`` is ``masks.causal()`` if left out.
+        """
+        return attention(q, self.keys, self.values, **{"mask": causal(), **keywords})

@@ -1,0 +1,122 @@
+"""Few queries on the CPU: keys that are split, heads that share them, and the same bits however."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise
+from tests.cases import FLOATS, Case
+from tests.contract import assert_same_bits
+from tests.inputs import build
+from tests.kernels.targets import TARGETS, Target, forced, pairs
+from tests.oracle import check_case
+from tilewise import masks
+
+GQA: dict[str, Any] = {"heads": 6, "kv_heads": 2}
+# Splits hold 512 keys or more.
+CASES = [
+    Case("one", queries=1, keys=1300, **GQA, head_dim=64, value_dim=64),
+    Case("alone", queries=1, keys=700, head_dim=128, value_dim=96),
+    Case("few", queries=3, keys=1030, **GQA, mask=("causal",), sinks=True),
+    Case("most", queries=8, keys=1100, **GQA, head_dim=40, value_dim=17, mask=("window",)),
+    Case("lengths", batch=4, queries=2, keys=1200, **GQA, mask=("lengths", "causal", "and")),
+    Case("bool", queries=4, keys=900, **GQA, mask=("bool",), score=("softcap", "bias")),
+    Case("alibi", queries=1, keys=900, **GQA, mask=("causal",), score=("alibi",)),
+    Case("dropout", queries=2, keys=600, **GQA, dropout_p=0.2, score=("bias_keys",)),
+    Case("strided", queries=5, keys=700, **GQA, layout="strided", mask=("document",)),
+    Case("many-rows", batch=1, heads=80, kv_heads=1, queries=1, keys=530, head_dim=16),
+    Case("packed", sequences=((1, 1200), (70, 90), (8, 600), (9, 600), (0, 4), (2, 0)), **GQA),
+]
+EVERY = [case.of(dtype) for dtype in FLOATS for case in CASES]
+ON_CPU = [each for each in pairs(EVERY, 3) if each.values[0].backend == "cpu"]
+
+
+@pytest.mark.parametrize(("target", "case"), ON_CPU, indirect=["target"])
+def test_the_2x_rule(target: Target, case: Case) -> None:
+    """Values and gradients."""
+    check_case(case, target.backend)
+
+
+@pytest.mark.parametrize(("target", "case"), ON_CPU, indirect=["target"])
+def test_threads_change_no_bit(target: Target, case: Case) -> None:
+    """Splits one after the other, and each a task of its own."""
+    inputs = build(case).detached()
+    keywords = {**inputs.keywords(), "backend": "cpu", "return_lse": True, "return_stats": "top1"}
+    found = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        if inputs.cu_seqlens is None:
+            found.append(tilewise.attention(inputs.q, inputs.k, inputs.v, **keywords))
+        else:
+            packed = (inputs.q, inputs.k, inputs.v, *inputs.cu_seqlens)
+            found.append(tilewise.attention_varlen(*packed, **keywords))
+    for other in found[1:]:
+        assert_same_bits(other.out, found[0].out, "out")
+        assert_same_bits(other.lse, found[0].lse, "lse")
+        for name, mine, first in zip(other.stats._fields, other.stats, found[0].stats, strict=True):
+            assert_same_bits(mine, first, name)
+
+
+CPU = [target for target in TARGETS if target.backend == "cpu"]
+
+
+@pytest.mark.parametrize("target", CPU, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_neither_the_group_nor_the_batch_changes_a_bit(target: Target, dtype: torch.dtype) -> None:
+    """A head alone, among the heads that share its keys, and in a batch."""
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (
+        torch.randn(3, heads, rows, 48, generator=generator).to(dtype)
+        for heads, rows in ((7, 2), (1, 1400), (1, 1400))
+    )
+    with forced(target):
+        whole = tilewise.attention(q, k, v, mask=masks.causal(), backend="cpu")
+        for b, h in ((0, 0), (1, 3), (2, 6)):
+            entry = slice(b, b + 1)
+            alone = tilewise.attention(
+                q[entry, h : h + 1], k[entry], v[entry], mask=masks.causal(), backend="cpu"
+            )
+            assert_same_bits(alone, whole[entry, h : h + 1], f"head {h} of {b}")
+
+
+@pytest.mark.parametrize("target", CPU, ids=str)
+def test_a_head_that_sees_no_key_of_a_block_takes_none_of_its_nans(target: Target) -> None:
+    """Heads share the loads of a key, and not what they see."""
+    q, k = torch.randn(1, 2, 1, 16), torch.randn(1, 1, 600, 16)
+    v = k.clone()
+    v[:, :, 128:256] = torch.nan
+    seen = torch.ones(1, 2, 1, 600).bool()
+    seen[:, 1, :, 128:256] = False
+    with forced(target):
+        out = tilewise.attention(q, k, v, mask=masks.dense(seen), backend="cpu")
+    assert out[:, 0].isnan().all()
+    assert out[:, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("target", CPU, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_infinite_values_are_not_spoilt_by_what_pads_a_pair(
+    target: Target, dtype: torch.dtype
+) -> None:
+    """The last of an odd number of keys is infinite: so is the output, as in torch."""
+    q, k, v = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 33, 16), torch.ones(1, 1, 33, 16)
+    v[:, :, 32] = torch.inf
+    with forced(target):
+        out = tilewise.attention(q.to(dtype), k.to(dtype), v.to(dtype), backend="cpu")
+    assert (out == torch.inf).all()
+
+
+def test_functions_of_few_queries() -> None:
+    """A mask and a score of one's own, which know heads, queries and keys."""
+    q, k, v = (torch.randn(2, heads, rows, 24) for heads, rows in ((4, 3), (2, 700), (2, 700)))
+    slopes = torch.rand(4)
+    asked: dict[str, Any] = {
+        "mask": lambda b, h, m, n: ((n + h) % 3 != 0) | (n > 500),
+        "score": lambda s, b, h, m, n: s - slopes[h] * (n - m) / 50,
+    }
+    found = tilewise.attention(q, k, v, **asked, backend="cpu")
+    expected = tilewise.attention(q.double(), k.double(), v.double(), **asked, backend="tiled")
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)

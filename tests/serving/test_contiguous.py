@@ -1,0 +1,75 @@
+"""The cache in one piece, and prompts that are taken in pieces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tests.contract import assert_exact, assert_same_bits
+from tilewise import masks
+from tilewise.errors import InvalidArgument
+from tilewise.serving import KVCache
+
+
+def drawn(seed: int, heads: int, rows: int) -> Tensor:
+    return torch.randn(2, heads, rows, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention in torch's operations; two query heads to one of keys."""
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    hidden = torch.ones(q.shape[2], k.shape[2]).triu(1).bool()
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chunk", [128, 256, 100, 37])
+def test_a_prompt_in_pieces(chunk: int, dtype: torch.dtype) -> None:
+    """Exact by the 2x rule; to the bit where pieces end with blocks of keys."""
+    length = 512
+    q, k, v = (drawn(seed, heads, length).to(dtype) for seed, heads in ((1, 4), (2, 2), (3, 2)))
+    expected = tilewise.attention(q, k, v, mask=masks.causal())
+    cache = KVCache(batch=2, kv_heads=2, head_dim=16, capacity=length, dtype=dtype)
+    pieces = []
+    for first in range(0, length, chunk):
+        rows = slice(first, first + chunk)
+        cache.append(k[:, :, rows], v[:, :, rows])
+        pieces.append(cache.attend(q[:, :, rows]))
+    found = torch.cat(pieces, 2)
+    assert len(cache) == length
+    if chunk % 128 == 0:
+        assert_same_bits(found, expected, "out")
+    assert_exact(found, plain(q, k, v), plain(q.double(), k.double(), v.double()), "out")
+
+
+def test_what_is_kept_and_what_is_asked_for() -> None:
+    cache = KVCache(batch=2, kv_heads=2, head_dim=16, capacity=50)
+    k, v, q = drawn(1, 2, 40), drawn(2, 2, 40), drawn(3, 4, 1)
+    cache.append(k.requires_grad_(), v)
+    assert not cache.keys.requires_grad
+    assert_same_bits(cache.values, v, "values")
+    got = cache.attend(q, mask=masks.window(8, 0), return_lse=True)
+    expected = tilewise.attention(q, k.detach(), v, mask=masks.window(8, 0), return_lse=True)
+    assert_same_bits(got.out, expected.out, "out")
+    assert_same_bits(got.lse, expected.lse, "lse")
+    cache.truncate(7)
+    assert_same_bits(cache.keys, k.detach()[:, :, :7], "keys")
+    cache.append(k[:, :, 7:40], v[:, :, 7:40])
+    assert_same_bits(cache.keys, k.detach(), "keys again")
+
+
+def test_what_does_not_fit() -> None:
+    cache = KVCache(batch=2, kv_heads=2, head_dim=16, capacity=50)
+    cache.append(drawn(1, 2, 40), drawn(2, 2, 40))
+    with pytest.raises(InvalidArgument, match=r"^k: got 11 keys behind 40; .*capacity of 50"):
+        cache.append(drawn(1, 2, 11), drawn(2, 2, 11))
+    with pytest.raises(InvalidArgument, match=r"^length: got 41; required: in \[0, 40\]"):
+        cache.truncate(41)
+    with pytest.raises(InvalidArgument, match=r"^k: got shape"):
+        cache.append(drawn(1, 3, 4), drawn(2, 2, 4))
+    with pytest.raises(InvalidArgument, match=r"^capacity: got 0"):
+        KVCache(batch=2, kv_heads=2, head_dim=16, capacity=0)
+    assert len(cache) == 40

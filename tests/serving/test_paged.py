@@ -1,0 +1,191 @@
+"""The cache in pages: what sequences have is what they were given, whatever they share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from torch import Tensor
+
+import tilewise
+from tests.contract import assert_same_bits
+from tilewise import masks
+from tilewise.errors import InvalidArgument, InvalidType, OutOfPages
+from tilewise.serving import PagedKVCache
+
+PAGES, SIZE = 9, 4
+
+
+def rows(first: int, count: int) -> Tensor:
+    """Rows [1, 1, count, 1] that are told apart by their number."""
+    return torch.arange(first, first + count, dtype=torch.float32)[None, None, :, None]
+
+
+class Cache(RuleBasedStateMachine):
+    """Sequences beside lists of the same rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = PagedKVCache(pages=PAGES, page_size=SIZE, kv_heads=1, head_dim=1)
+        self.lists: dict[int, list[int]] = {}
+        self.last = 0
+
+    def picked(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.lists)))
+
+    @rule()
+    def add(self) -> None:
+        if len(self.lists) < 6:
+            self.lists[self.cache.add()] = []
+
+    @precondition(lambda self: self.lists)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        origin = self.picked(data)
+        if len(self.lists) < 6:
+            self.lists[self.cache.fork(origin)] = list(self.lists[origin])
+
+    @precondition(lambda self: self.lists)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        gone = self.picked(data)
+        self.cache.remove(gone)
+        del self.lists[gone]
+        with pytest.raises(InvalidArgument, match=rf"^sequence: got {gone}"):
+            self.cache.remove(gone)
+
+    @precondition(lambda self: self.lists)
+    @rule(data=st.data(), length=st.integers(0, 20))
+    def truncate(self, data: st.DataObject, length: int) -> None:
+        sequence = self.picked(data)
+        if length > len(self.lists[sequence]):
+            with pytest.raises(InvalidArgument, match=r"^length: "):
+                self.cache.truncate(sequence, length)
+            return
+        self.cache.truncate(sequence, length)
+        del self.lists[sequence][length:]
+
+    @precondition(lambda self: self.lists)
+    @rule(data=st.data(), count=st.integers(0, 9))
+    def append(self, data: st.DataObject, count: int) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.lists)), unique=True, max_size=4))
+        given = [rows(self.last + i * count, count) for i in range(len(chosen))]
+        k = torch.cat(given) if given else torch.empty(0, 1, count, 1)
+        free = self.cache.free_pages
+        try:
+            self.cache.append(chosen, k, -k)
+        except OutOfPages:
+            assert self.cache.free_pages == free
+            return
+        for i, sequence in enumerate(chosen):
+            self.lists[sequence] += range(self.last + i * count, self.last + (i + 1) * count)
+        self.last += len(chosen) * count
+
+    @invariant()
+    def holds_what_was_given(self) -> None:
+        chosen = sorted(self.lists)
+        table, lengths = self.cache.tables(chosen)
+        assert lengths.tolist() == [len(self.lists[sequence]) for sequence in chosen]
+        used = set()
+        for pages, sequence in zip(table.tolist(), chosen, strict=True):
+            numbers = self.lists[sequence]
+            assert self.cache.length(sequence) == len(numbers)
+            mine = pages[: -(-len(numbers) // SIZE)]
+            used |= set(mine)
+            for pool, sign in ((self.cache.k_pages, 1), (self.cache.v_pages, -1)):
+                found = pool[mine].transpose(0, 1).flatten()[: len(numbers)]
+                assert (found * sign).tolist() == numbers
+        assert self.cache.free_pages == PAGES - len(used)
+
+    def teardown(self) -> None:
+        for sequence in self.lists:
+            self.cache.remove(sequence)
+        assert self.cache.free_pages == PAGES
+
+
+TestCache = Cache.TestCase
+TestCache.settings = settings(max_examples=40, stateful_step_count=30)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_fork_costs_the_page_that_it_changes() -> None:
+    cache = PagedKVCache(pages=8, page_size=16, kv_heads=2, head_dim=4)
+    first = cache.add()
+    cache.append([first], drawn(1, 2, 40, 4), drawn(1, 2, 40, 4))
+    assert cache.free_pages == 5
+    second = cache.fork(first)
+    assert cache.free_pages == 5
+    cache.append([second], drawn(1, 2, 1, 4), drawn(1, 2, 1, 4))
+    assert cache.free_pages == 4
+    cache.append([first], drawn(1, 2, 1, 4), drawn(1, 2, 1, 4))  # alone in its last page by now
+    assert cache.free_pages == 4
+    cache.remove(first)
+    assert cache.free_pages == 5
+    third = cache.fork(second)
+    cache.append([second, third], drawn(2, 2, 1, 4), drawn(2, 2, 1, 4))  # one copy for the two
+    assert cache.free_pages == 4
+
+
+def test_nothing_is_appended_where_pages_are_too_few() -> None:
+    cache = PagedKVCache(pages=2, page_size=4, kv_heads=1, head_dim=1)
+    one, other = cache.add(), cache.add()
+    cache.append([one], rows(0, 3), rows(0, 3))
+    both = rows(0, 8).expand(2, -1, -1, -1)
+    with pytest.raises(OutOfPages, match=r"^4 pages are needed, and 1 of 2 are free: remove"):
+        cache.append([one, other], both, both)
+    assert (cache.length(one), cache.length(other), cache.free_pages) == (3, 0, 1)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 48])
+def test_attend_is_attention_over_what_was_appended(page_size: int) -> None:
+    """Sequences of other lengths together have the bits that each has alone."""
+    cache = PagedKVCache(pages=400, page_size=page_size, kv_heads=2, head_dim=8, value_dim=6)
+    kept = []
+    for index, length in enumerate((1, 40, 133)):
+        sequence = cache.add()
+        k, v = drawn(1, 2, length, 8, seed=index), drawn(1, 2, length, 6, seed=9 + index)
+        for piece in (slice(0, length // 3), slice(length // 3, length)):
+            cache.append([sequence], k[:, :, piece], v[:, :, piece])
+        kept.append((sequence, k, v))
+    q = drawn(3, 4, 1, 8, seed=20)
+    together = cache.attend([sequence for sequence, _, _ in kept], q)
+    for index, (sequence, k, v) in enumerate(kept):
+        mine = q[index : index + 1]
+        assert_same_bits(cache.attend([sequence], mine), together[index : index + 1], "alone")
+        expected = tilewise.attention(mine, k, v, mask=masks.causal())
+        assert_same_bits(together[index : index + 1], expected, "in one piece")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("k", {"k": torch.zeros(1, 2, 3, 5)}),
+        ("k", {"k": torch.zeros(1, 3, 3, 4)}),
+        ("v", {"v": torch.zeros(1, 2, 4, 4)}),
+        ("v", {"v": torch.zeros(1, 2, 3, 4).double()}),
+        ("sequences", {"sequences": [0, 0]}),
+    ],
+)
+def test_wrong_rows_are_named(name: str, change: dict[str, Any]) -> None:
+    cache = PagedKVCache(pages=4, page_size=4, kv_heads=2, head_dim=4)
+    given: dict[str, Any] = {
+        "sequences": [cache.add()],
+        "k": torch.zeros(1, 2, 3, 4),
+        "v": torch.zeros(1, 2, 3, 4),
+    }
+    with pytest.raises(InvalidArgument, match=rf"^{name}: got"):
+        cache.append(**{**given, **change})
+    with pytest.raises(InvalidType, match=r"^k: got a list"):
+        cache.append(**{**given, "k": [1]})
+    with pytest.raises(InvalidArgument, match=r"^sequence: got 7; required: one that add"):
+        cache.append(**{**given, "sequences": [7]})
+    assert cache.free_pages == 4
+    with pytest.raises(InvalidArgument, match=r"^page_size: got 0"):
+        PagedKVCache(pages=4, page_size=0, kv_heads=2, head_dim=4)

@@ -1,8 +1,9 @@
 """Fill the READMEs' tables from stored results: python scripts/readme_table.py [--check].
 
 The text between the two ``measured`` marks (of the bench) and between the two ``studied`` marks (of
-the study) of README.md belongs to this script, that between the two ``sparse`` marks of
-benchmarks/README.md, and that between the two ``counted`` marks of docs/io-model.md. With
+the study) of README.md belongs to this script, that between the two ``sparse`` and the two
+``suites`` marks of benchmarks/README.md, and that between the two ``counted`` marks of
+docs/io-model.md. With
 ``--check`` nothing is written, and the exit status is 1 where a page differs from benchmarks/.
 """
 
@@ -17,6 +18,10 @@ import sys
 from pathlib import Path
 
 from tilewise.lab import bench
+from tilewise.lab.bench.entry import SUITES
+from tilewise.lab.bench.suites.point import Record
+from tilewise.lab.bench.suites.sentences import sentences
+from tilewise.lab.bench.suites.tables import heading
 from tilewise.lab.counted.table import Row, verdict
 from tilewise.lab.counted.table import table as tabulated
 
@@ -59,6 +64,28 @@ def sparse(stored: Path) -> str:
     return f"![Time against density]({picture})\n\n{report(json.loads(stored.read_text()))}"
 
 
+def suites(folder: Path) -> list[str]:
+    """What each stored suite of a chip found: its own sentences, and figures that lie beside it.
+
+    Args:
+        folder: ``benchmarks/<chip>/suites``.
+    """
+    found, place = [], folder.relative_to(ROOT / "benchmarks")
+    for name in SUITES:
+        stored = folder / f"{name}.json"
+        if not stored.exists():
+            continue
+        record = Record.read(stored)
+        machine, _, *missing = heading(record)
+        lines = [f"### {name}", "", f"{machine} ([tables]({place}/{name}.md))."]
+        said = [line for suite in record.suites for line in sentences(record, suite)]
+        lines += [*missing, "", *(f"- {line}" for line in said)]
+        for picture in sorted(folder.glob(f"{name}-*.svg")):
+            lines += ["", f"![{name}]({place}/{picture.name})"]
+        found.append("\n".join(lines))
+    return found
+
+
 def counted(stored: Path) -> str:
     """Predicted bytes beside counted ones."""
     rows = [Row.read(each) for each in json.loads(stored.read_text())["rows"]]
@@ -84,6 +111,10 @@ def pages() -> dict[Path, str]:
     stored = [sparse(path) for path in sorted((ROOT / "benchmarks").glob("*/sparse.json"))]
     if stored:
         found[measurements] = filled(found[measurements], "sparse", "\n\n".join(stored))
+    folders = sorted((ROOT / "benchmarks").glob("*/suites"))
+    told = [text for folder in folders for text in suites(folder)]
+    if told:
+        found[measurements] = filled(found[measurements], "suites", "\n\n".join(told))
     counts = ROOT / "benchmarks" / "cachegrind" / "counted.json"
     if counts.exists():
         found[account] = filled(found[account], "counted", counted(counts))

@@ -6,10 +6,13 @@ import importlib.util
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tilewise.lab.bench.suites.point import Point, Record
 from tilewise.lab.study import recipes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,12 +46,39 @@ def test_the_tables_are_the_stored_ones() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_verdicts_of_a_report_are_shown_with_their_questions() -> None:
+def _script() -> Any:
+    """scripts/readme_table.py as a module."""
     spec = importlib.util.spec_from_file_location("made", ROOT / "scripts/readme_table.py")
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+def test_stored_suites_are_told_with_their_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = _script()
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    folder = tmp_path / "benchmarks" / "chip" / "suites"
+    record = Record.begin(["accuracy"], "cpu", {})
+    place = Point("accuracy", "forward", 64, "float32", "tilewise", "error")
+    point = replace(place, samples=(1.0,), allowed=4.0)
+    record.points.append(point)
+    record.end("accuracy: 1 of 2 steps fit into the time", 3.0)
+    record.write(folder / "accuracy.json")
+    (folder / "accuracy-0.svg").touch()
+    (told,) = script.suites(folder)
+    assert told.startswith("### accuracy\n")
+    assert "([tables](chip/suites/accuracy.md))" in told
+    assert "Not everything is here: accuracy: 1 of 2 steps" in told
+    assert "- Largest share of the allowed error that was used: tilewise 25%." in told
+    assert told.endswith("![accuracy](chip/suites/accuracy-0.svg)")
+
+
+def test_the_verdicts_of_a_report_are_shown_with_their_questions() -> None:
+    script = _script()
     experiment = (
         "### Is it?\n\n**It is.**\n\n| arm |\n| --- |\n| lion |\n\n- **lion**: as said.\n\n"
     )

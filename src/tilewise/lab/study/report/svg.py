@@ -215,7 +215,7 @@ def standalone(drawing: Markup) -> str:
     assert box is not None
     width, height = box.groups()
     inside = (
-        f"<style>{colours} text {{ font: 12.5px system-ui, sans-serif; }}</style>"
+        f"<style>{colours} svg {{ font: 12.5px system-ui, sans-serif; }}</style>"
         f'<rect width="{width}" height="{height}" rx="14" style="fill: var(--card)"/>'
     )
     start = drawing.index(">") + 1

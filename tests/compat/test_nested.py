@@ -15,7 +15,7 @@ import tilewise
 from tests.contract import assert_same_bits
 from tilewise import masks
 from tilewise.compat import sdpa
-from tilewise.errors import InvalidArgument
+from tilewise.errors import InvalidArgument, Unsupported
 
 packed: Any = tilewise.attention_varlen
 LENGTHS, KEYS = (5, 0, 70, 33), (40, 3, 70, 1)
@@ -92,6 +92,12 @@ def test_torchs_own_numbers() -> None:
             taken: Any = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
         assert report.taken == 1
         torch.testing.assert_close(taken.values(), want)
+    with pytest.raises(Unsupported, match="nested tensors with attn_mask"):
+        sdpa.scaled_dot_product_attention(q, k, v, torch.zeros(1, 1))
+    with pytest.raises(Unsupported, match="different numbers of heads without enable_gqa"):
+        sdpa.scaled_dot_product_attention(views[0], k, v)
+    with pytest.raises(Unsupported, match="not all jagged"):
+        sdpa.scaled_dot_product_attention(q, torch.zeros(4, HK, 5, D), v)
 
 
 def test_a_layer_over_sequences_of_any_length() -> None:

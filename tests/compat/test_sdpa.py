@@ -240,6 +240,7 @@ def test_under_autocast() -> None:
     q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
     with torch.autocast("cpu", torch.bfloat16):
         assert sdpa(q, k.bfloat16(), v).dtype == torch.bfloat16
+        assert sdpa(q, k, v, torch.zeros(6, 6).half()).dtype == torch.bfloat16
         wide_ones = sdpa(q.double(), k.double(), v.double())
         assert wide_ones.dtype == torch.float64
 

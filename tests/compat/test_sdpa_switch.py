@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import tilewise
 from tilewise.compat import sdpa
@@ -243,3 +244,17 @@ def test_nothing_happens_by_importing() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
     with pytest.raises(AttributeError, match="has no attribute 'spda'"):
         _ = tilewise.spda
+
+
+def test_a_checkpoint_is_computed_again_inside() -> None:
+    q, k, v = (x.requires_grad_() for x in tensors())
+    # Stopped early, the second computation would not come back to be counted.
+    with tilewise.sdpa() as report, set_checkpoint_early_stop(False):
+        plain = torch.autograd.grad(call(q, k, v, dropout_p=0.3).sum(), q)[0]
+        assert plain.isfinite().all()
+        out = checkpoint(call, q, k, v, is_causal=True, use_reentrant=False)
+        found = torch.autograd.grad(out.sum(), (q, k, v))
+    assert report.taken == 3
+    want = torch.autograd.grad(BUILTIN(q, k, v, is_causal=True).sum(), (q, k, v))
+    for got, exact in zip(found, want, strict=True):
+        torch.testing.assert_close(got, exact)

@@ -36,7 +36,7 @@ class Call(NamedTuple):
 
 
 def cast(call: Call) -> Call:
-    """The call as autocast hands it to torch's function: q, k and v in its dtype."""
+    """The call as autocast hands it to torch's function: in its dtype, but for a float32 mask."""
     device = call.query.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return call
@@ -44,7 +44,10 @@ def cast(call: Call) -> Call:
     q, k, v = (
         x.to(dtype) if x.dtype in _AUTOCAST_FROM else x for x in (call.query, call.key, call.value)
     )
-    return Call(q, k, v, *call[3:])
+    attn_mask = call.attn_mask
+    if isinstance(attn_mask, Tensor) and attn_mask.dtype in _AUTOCAST_FROM[1:]:
+        attn_mask = attn_mask.to(dtype)
+    return Call(q, k, v, attn_mask, *call[4:])
 
 
 def attend(call: Call) -> Tensor:

@@ -49,8 +49,19 @@ def why_not(call: Call) -> str | None:
         return "a scale that is not finite"
     if call.attn_mask is not None and call.attn_mask.device != call.query.device:
         return "attn_mask on another device"
-    if call.query.is_nested and call.query.layout is not torch.jagged:
-        return "a nested tensor of another layout than torch.jagged"
+    return _why_not_nested(call)
+
+
+def _why_not_nested(call: Call) -> str | None:
+    tensors = (call.query, call.key, call.value)
+    if not any(x.is_nested for x in tensors):
+        return None
+    if not all(x.is_nested and x.layout is torch.jagged and x.dim() == 4 for x in tensors):
+        return "nested tensors that are not all jagged and [B, H, j, E]"
+    if call.attn_mask is not None:
+        return "nested tensors with attn_mask"
+    if not call.enable_gqa and call.query.shape[1] != call.key.shape[1]:
+        return "nested tensors of different numbers of heads without enable_gqa"
     return None
 
 

@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from tilewise.compat.sdpa_call import Call, attend, cast
 from tilewise.compat.sdpa_mistakes import mistake, why_not
 from tilewise.errors import TilewiseError, Unsupported
+from tilewise.variants.recognise import constant_while_compiling
 
 __all__ = ["Report", "disable", "enable", "sdpa"]
 
@@ -172,7 +173,7 @@ def _reports() -> tuple[Report, ...]:
     return _HERE.get() + _STATE.everywhere
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_while_compiling
 def _note_traced(reason: str | None) -> bool:
     """Count, while torch.compile traces, and be nothing of the graph."""
     for report in _reports():

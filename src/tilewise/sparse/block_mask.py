@@ -144,9 +144,10 @@ class BlockMask(Mask):
         }
         mask = Mask(_EVERYTHING) if given.mask is None else as_mask(given.mask)
         found = cls.of(mask, given.queries, given.keys, **keywords)
-        known = given.covers
+        # Of a mask that captures nothing the table is made on the CPU, wherever the lists are.
+        place, known = given.covers.device, given.covers.to(found.covers.device)
         if bool(((known == 1) | (known == found.covers)).all()):
-            return found
+            return found if place == found.covers.device else found.to(place)
         partial, full = (layout(given.covers == cover, given.block) for cover in (1, 2))
         return cls.of((mask & partial) | full, given.queries, given.keys, **keywords)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tilewise.compat import flex_attention, sdpa
-from tilewise.compat.torch_rows import COVERAGE
+from tilewise.compat.torch_rows import TABLES
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": sdpa.scaled_dot_product_attention,
@@ -23,8 +23,8 @@ def test_every_parameter_has_a_row() -> None:
     for name, function in FUNCTIONS.items():
         words = {
             word
-            for _, _, _, rows in COVERAGE
-            for functions, argument, _, _ in rows
+            for table in TABLES
+            for functions, argument, _, _ in table.rows
             if name in functions
             for word in re.findall(r"\w+", argument)
         }
@@ -32,7 +32,7 @@ def test_every_parameter_has_a_row() -> None:
 
 
 def test_rows_are_of_what_is_there() -> None:
-    for _, intro, functions, rows in COVERAGE:
+    for _, intro, functions, rows, _ in TABLES:
         assert intro.strip()
         assert {name for row in rows for name in row[0]} == set(functions)
         for _, argument, state, note in rows:
@@ -40,4 +40,4 @@ def test_rows_are_of_what_is_there() -> None:
             assert state in ("covered", "accepted", "refused")
             assert "|" not in argument + note
     for name in flex_attention.__all__:
-        assert any(name in functions for _, _, functions, _ in COVERAGE), name
+        assert any(name in table.functions for table in TABLES), name

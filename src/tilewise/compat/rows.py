@@ -1,6 +1,6 @@
 """What ``docs/compatibility.md`` is made of: rows that each module of this room writes of itself.
 
-A module says ``TABLE = Table(...)``; ``table.MODULES`` names it, and the page has it.
+A module says ``TABLES = (Table(...), ...)``; ``table.MODULES`` names it, and the page has it.
 """
 
 from __future__ import annotations

@@ -8,13 +8,13 @@ from tilewise.compat.rows import Row, Table
 
 __all__ = ["MODULES", "page", "tables"]
 
-# Modules with a TABLE, in the order of the page.
-MODULES = ("tilewise.compat.flash_attn.rows",)
+# Modules with TABLES, in the order of the page.
+MODULES = ("tilewise.compat.flash_attn.rows", "tilewise.compat.torch_rows")
 
 _LEAD = """# Compatibility
 
 What calls of other libraries become here. `scripts/compatibility.py` writes this page from the code
-(`TABLE` of the modules in `src/tilewise/compat/`), and a test compares them.
+(`TABLES` of the modules in `src/tilewise/compat/`), and a test compares them.
 
 - **covered**: does what it does there; the note says what is different.
 - **accepted**: taken, and changes nothing; the note says why.
@@ -24,7 +24,9 @@ What calls of other libraries become here. `scripts/compatibility.py` writes thi
 
 def tables() -> tuple[Table, ...]:
     """The tables of all modules."""
-    found: list[Table] = [import_module(module).TABLE for module in MODULES]
+    found: list[Table] = []
+    for module in MODULES:
+        found += import_module(module).TABLES
     return tuple(found)
 
 

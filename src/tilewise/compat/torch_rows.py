@@ -1,16 +1,15 @@
-"""What of torch's own attention functions is covered, as data for ``docs/compatibility.md``.
+"""What of torch's own attention functions is covered, as data for ``docs/compatibility.md``."""
 
-Each table is (title, introduction, functions, rows), a row (functions, argument, state, note) with
-the state "covered" (does what it does there), "accepted" (taken, and changes nothing) or "refused"
-(raises, naming the argument).
-"""
+from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
-__all__ = ["COVERAGE", "Row", "Table"]
+from tilewise.compat.rows import Row, Table
 
-Row: TypeAlias = tuple[tuple[str, ...], str, str, str]
-Table: TypeAlias = tuple[str, str, tuple[str, ...], tuple[Row, ...]]
+__all__ = ["TABLES"]
+
+_State: TypeAlias = Literal["covered", "accepted", "refused"]
+_Line: TypeAlias = tuple[tuple[str, ...], str, _State, str]
 
 _SDPA = ("scaled_dot_product_attention",)
 _SWITCH = ("tilewise.sdpa", "tilewise.compat.sdpa.enable")
@@ -27,7 +26,7 @@ of this thread, `tilewise.compat.sdpa.enable()` those of all threads; what it do
 torch, and the report says how many calls that were and why.
 """
 
-_SDPA_ROWS: tuple[Row, ...] = (
+_SDPA_ROWS: tuple[_Line, ...] = (
     (
         _SDPA,
         "query, key, value",
@@ -83,7 +82,7 @@ _FLEX_INTRO = """
 under `torch.compile(fullgraph=True)`, on the CPU too, with a backward everywhere.
 """
 
-_FLEX_ROWS: tuple[Row, ...] = (
+_FLEX_ROWS: tuple[_Line, ...] = (
     (_FLEX, "query, key, value", "covered", "[B, H, S, E]; one batch item of keys for all"),
     (_FLEX, "key, value of fewer bits than query", "refused", ""),
     (
@@ -123,24 +122,29 @@ Nested tensors [B, H, j, D] of layout `torch.jagged` go into `tilewise.attention
 padding, no copy, gradients, eager and compiled. What comes out is nested as q is.
 """
 
-_NESTED_ROWS: tuple[Row, ...] = (
+_NESTED_ROWS: tuple[_Line, ...] = (
     (("attention",), "q, k, v", "covered", "ragged in dimension 2; k and v of the same lengths"),
     (("attention",), "mask, score, sinks, dropout_p", "covered", "counted within a sequence"),
     (("attention",), "nested tensors of layout torch.strided, or with holes", "refused", ""),
 )
 
-COVERAGE: tuple[Table, ...] = (
-    (
-        "torch.nn.functional.scaled_dot_product_attention",
+
+def _table(title: str, intro: str, functions: tuple[str, ...], lines: tuple[_Line, ...]) -> Table:
+    return Table(title, intro, functions, tuple([Row(*line) for line in lines]))
+
+
+TABLES = (
+    _table(
+        "`torch.nn.functional.scaled_dot_product_attention`",
         _SDPA_INTRO,
         (*_SDPA, *_SWITCH, *_IMPL),
         _SDPA_ROWS,
     ),
-    (
-        "torch.nn.attention.flex_attention",
+    _table(
+        "`torch.nn.attention.flex_attention`",
         _FLEX_INTRO,
         (*_FLEX, *_MASKS, *_JOIN, *_SAME),
         _FLEX_ROWS,
     ),
-    ("Nested tensors", _NESTED_INTRO, ("attention",), _NESTED_ROWS),
+    _table("Nested tensors", _NESTED_INTRO, ("attention",), _NESTED_ROWS),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tilewise.compat.rows import Row, Table
 
-__all__ = ["TABLE"]
+__all__ = ["TABLES"]
 
 _DENSE = ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func")
 _VARLEN = (
@@ -114,13 +114,15 @@ _OTHERS = (
     Row(_MODULE, "dim, base, interleaved, scale_base, device", "covered"),
 )  # fmt: skip
 
-TABLE = Table(
-    "`tilewise.compat.flash_attn`",
-    _INTRO,
-    (*_ATTENTION, *_PADDING, *_ROTARY, *_IN_PLACE, *_MODULE),
-    (*_ALL_OF_THEM, *_SEQUENCES, *_CACHED, *_OTHERS),
-    (
-        ("every attention", _ATTENTION),
-        ("every attention but `flash_attn_with_kvcache`", _TRAINED),
+TABLES = (
+    Table(
+        "`tilewise.compat.flash_attn`",
+        _INTRO,
+        (*_ATTENTION, *_PADDING, *_ROTARY, *_IN_PLACE, *_MODULE),
+        (*_ALL_OF_THEM, *_SEQUENCES, *_CACHED, *_OTHERS),
+        (
+            ("every attention", _ATTENTION),
+            ("every attention but `flash_attn_with_kvcache`", _TRAINED),
+        ),
     ),
 )

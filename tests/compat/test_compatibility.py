@@ -14,7 +14,6 @@ from tilewise.compat.flash_attn.rows import TABLES
 from tilewise.compat.rows import Row
 from tilewise.compat.table import page, tables
 
-
 (TABLE,) = TABLES
 
 

@@ -222,7 +222,7 @@ _TABLE = _rows(
     ampere       dkdv     32x64/8/1     32x64/8/2     32x32/8/1     16x16/8/1
     small        dkdv     32x64/8/1     32x64/8/1     16x32/8/1     16x16/8/1
     hopper       dkdv     64x64/8/1     32x64/8/1     16x32/8/3     16x16/8/2
-    blackwell    dkdv     64x128/8/1    64x128/8/1    16x32/8/3     16x32/8/3
+    blackwell    dkdv     64x128/8/1    32x128/8/1    16x32/8/3     32x16/8/1
     cdna         dkdv     32x64/8/1     16x32/8/1     16x32/8/1     16x16/4/1
     cdna4        dkdv     32x64/8/1     32x32/4/1     16x32/8/1     16x16/4/1
     rdna3        dkdv     16x32/4/1     32x32/4/1     32x32/8/1     16x16/8/1
@@ -246,7 +246,7 @@ _TABLE = _rows(
     hopper       forward* 64x64/8/3     128x32/8/2    64x16/8/3     32x32/8/2
     hopper       dkdv+    64x64/8/1     16x64/8/2     16x32/8/3     16x16/8/2
     hopper       dkdv*    32x128/8/2    32x32/8/3     16x32/8/1     16x16/8/2
-    blackwell    dkdv+    64x128/8/1    32x64/8/1     16x32/8/3     16x32/8/3
+    blackwell    dkdv+    32x128/8/1    32x64/8/1     16x32/8/3     32x16/8/1
     blackwell    dq+      128x64/8/2    64x32/8/2     64x32/8/1     32x16/8/1
     cdna4        dkdv+    32x32/4/1     32x32/4/1     16x32/8/1     16x16/4/1
     rdna3        dq+      32x32/8/1     16x16/4/1     32x32/8/1     16x16/8/1
@@ -280,9 +280,10 @@ _TABLE = _rows(
     cdna:single  dq       32x32/4/1     32x16/8/1     16x16/4/1     16x16/4/1
     cdna4:single dkdv     32x32/4/1     16x32/8/1     16x16/4/1     16x16/4/1
     cdna4:single dq       32x32/4/1     32x16/8/1     16x16/4/1     16x16/4/1
-    blackwell    forward* 128x64/8/2    128x64/8/3    128x16/8/3    32x32/8/2
-    blackwell    dq*      128x64/8/2    128x64/8/3    64x16/8/3     32x16/8/1
+    blackwell    forward* 128x64/8/2    128x32/8/3    128x16/8/3    32x32/8/2
+    blackwell    dq*      128x64/8/2    128x32/8/3    64x16/8/3     32x16/8/1
     blackwell:single forward  64x16/8/3     32x16/8/2     32x16/8/1     16x16/8/1
+    blackwell:single dkdv+    32x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
     rdna3:single forward  32x16/8/1     16x16/8/1     16x16/16/1    16x16/16/1
     rdna3:single dkdv     32x32/8/1     32x32/8/1     16x16/8/1     16x16/8/1
     rdna3:single dq       32x32/8/1     32x32/8/1     16x16/8/1     16x16/8/1

@@ -55,11 +55,12 @@ def test_where_products_are_summed_in_parts() -> None:
     assert [part("gfx1100", "dq", width) for width in (128, 129)] == [0, 16]
     assert [part("gfx1201", "dkdv", width) for width in (128, 129)] == [0, 16]
     assert [part("gfx1201", "dq", width) for width in (256, 257)] == [0, 16]
-    for family, whole in (("gfx1100", 32), ("gfx1201", 32), ("gfx950", 256)):
+    assert [part("gfx950", "dkdv", width) for width in (256, 257)] == [0, 32]
+    for family, whole, some in (("gfx1100", 32, 16), ("gfx1201", 32, 16), ("gfx950", 256, 32)):
         for name in PASSES:
             assert part(family, name, whole, torch.float32) == 0
             wider = part(family, name, whole + 1, torch.float32)
-            assert wider == (16 if name in ("dkdv", "dq") else 0)
+            assert wider == (some if name in ("dkdv", "dq") else 0)
     others = [name for name, chip in FAMILIES.items() if chip.parts is None]
     assert {"sm_90", "gfx942", "interpreter"} < set(others)
     for family in others:

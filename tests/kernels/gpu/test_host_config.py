@@ -57,16 +57,17 @@ def test_where_products_are_summed_in_parts() -> None:
     assert [part("gfx1201", "dq", width) for width in (256, 257)] == [0, 16]
     assert [part("gfx1100", "forward", width) for width in (256, 257)] == [0, 16]
     assert [part("gfx1201", "forward", width) for width in (256, 512)] == [0, 0]
-    for family, whole, forward in (
-        ("gfx1100", 32, 128),
-        ("gfx1201", 32, 128),
-        ("gfx950", 256, 512),
+    assert [part("gfx950", "dkdv", width) for width in (256, 257)] == [0, 32]
+    for family, whole, forward, some in (
+        ("gfx1100", 32, 128, 16),
+        ("gfx1201", 32, 128, 16),
+        ("gfx950", 256, 512, 32),
     ):
         most = {"forward": forward, "dkdv": whole, "dq": whole, "decode": 512}
         for name in PASSES:
             assert part(family, name, most[name], torch.float32) == 0
             wider = part(family, name, min(most[name] + 1, 512), torch.float32)
-            assert wider == (16 if most[name] < 512 else 0)
+            assert wider == (some if most[name] < 512 else 0)
     wide = _problem(head_dim=512, value_dim=512)
     for other in (wide._replace(page_size=16), wide._replace(dtype=torch.float8_e4m3fn)):
         assert config.config_for("gfx1100").part("forward", other) == 0

@@ -162,7 +162,7 @@ _SPLITTING = Splitting(256, 64)
 _SPLITTING_INTERPRETED = Splitting(64, 4)
 
 _KB = 1024
-_CDNA4_PARTS = Parts(LARGEST_WIDTH, LARGEST_WIDTH, LARGEST_WIDTH, LARGEST_WIDTH, 256)
+_CDNA4_PARTS = Parts(LARGEST_WIDTH, 256, LARGEST_WIDTH, LARGEST_WIDTH, 256, 32)
 _RDNA3_PARTS = Parts(256, 64, 128, 128, 32)
 _RDNA4_PARTS = Parts(LARGEST_WIDTH, 128, 256, 128, 32)
 FAMILIES = {
@@ -222,9 +222,9 @@ _TABLE = _rows(
     ampere       dkdv     32x64/8/1     32x64/8/2     32x32/8/1     16x16/8/1
     small        dkdv     32x64/8/1     32x64/8/1     16x32/8/1     16x16/8/1
     hopper       dkdv     64x64/8/1     32x64/8/1     16x32/8/3     16x16/8/2
-    blackwell    dkdv     64x128/8/1    64x128/8/1    16x32/8/3     16x32/8/3
+    blackwell    dkdv     64x128/8/1    32x128/8/1    16x32/8/3     32x16/8/1
     cdna         dkdv     32x64/8/1     16x32/8/1     16x32/8/1     16x16/4/1
-    cdna4        dkdv     32x64/8/1     32x32/4/1     16x32/8/1     16x16/4/1
+    cdna4        dkdv     32x64/8/1     32x32/4/1     16x32/8/1     16x32/8/1
     rdna3        dkdv     16x32/4/1     32x32/4/1     32x32/8/1     16x16/8/1
     rdna4        dkdv     32x32/8/1     16x32/8/1     32x32/8/1     16x16/8/1
     turing       dq       32x32/4/1     32x32/8/1     32x16/8/1     16x16/8/1
@@ -246,9 +246,9 @@ _TABLE = _rows(
     hopper       forward* 64x64/8/3     128x32/8/2    64x16/8/3     32x32/8/2
     hopper       dkdv+    64x64/8/1     16x64/8/2     16x32/8/3     16x16/8/2
     hopper       dkdv*    32x128/8/2    32x32/8/3     16x32/8/1     16x16/8/2
-    blackwell    dkdv+    64x128/8/1    32x64/8/1     16x32/8/3     16x32/8/3
+    blackwell    dkdv+    32x128/8/1    32x64/8/1     16x32/8/3     32x16/8/1
     blackwell    dq+      128x64/8/2    64x32/8/2     64x32/8/1     32x16/8/1
-    cdna4        dkdv+    32x32/4/1     32x32/4/1     16x32/8/1     16x16/4/1
+    cdna4        dkdv+    32x32/4/1     32x32/4/1     16x32/8/1     16x32/8/1
     rdna3        dq+      32x32/8/1     16x16/4/1     32x32/8/1     16x16/8/1
     ampere       forward8 128x64/4/3    64x64/8/3     64x32/8/2     32x32/8/2
     hopper       forward8 128x128/8/2   128x128/8/2   64x64/8/2     32x32/8/2
@@ -280,14 +280,15 @@ _TABLE = _rows(
     cdna:single  dq       32x32/4/1     32x16/8/1     16x16/4/1     16x16/4/1
     cdna4:single dkdv     32x32/4/1     16x32/8/1     16x16/4/1     16x16/4/1
     cdna4:single dq       32x32/4/1     32x16/8/1     16x16/4/1     16x16/4/1
-    blackwell    forward* 128x64/8/2    128x64/8/3    128x16/8/3    32x32/8/2
-    blackwell    dq*      128x64/8/2    128x64/8/3    64x16/8/3     32x16/8/1
+    blackwell    forward* 128x64/8/2    128x32/8/3    128x16/8/3    32x32/8/2
+    blackwell    dq*      128x64/8/2    128x32/8/3    64x16/8/3     32x16/8/1
     blackwell:single forward  64x16/8/3     32x16/8/2     32x16/8/1     16x16/8/1
+    blackwell:single dkdv+    32x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
     rdna3:single forward  32x16/8/1     16x16/8/1     16x16/16/1    16x16/16/1
     rdna3:single dkdv     32x32/8/1     32x32/8/1     16x16/8/1     16x16/8/1
     rdna3:single dq       32x32/8/1     32x32/8/1     16x16/8/1     16x16/8/1
     rdna4:single forward  32x16/8/1     16x16/8/1     16x16/16/1    16x16/16/1
-    rdna4:single dkdv     32x32/8/1     32x32/8/1     16x16/8/1     16x16/8/1
+    rdna4:single dkdv     32x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
     rdna4:single dq       32x32/8/1     32x32/8/1     16x16/8/1     16x16/8/1
     cdna4        forward+ 128x64/4/2    128x32/8/2    64x32/8/2     64x16/8/2
     cdna4:single forward  32x32/4/2     32x16/8/2     32x16/8/1     16x16/4/2

@@ -1,7 +1,10 @@
 #include "dispatch.h"
 
+#include "processor.h"
+
 #include <cstring>
 #include <initializer_list>
+#include <utility>
 
 namespace tilewise {
 
@@ -17,7 +20,10 @@ struct Table {
   int count = 0;
   Table() {
 #if defined(TILEWISE_X86)
-    for (const Kernels* k : {&kernels_avx512_bf16, &kernels_avx512, &kernels_avx2})
+    // Where dot products are slow, widened bfloat16 is multiplied faster.
+    const Kernels *best = &kernels_avx512_bf16, *next = &kernels_avx512;
+    if (!has_fast_dots()) std::swap(best, next);
+    for (const Kernels* k : {best, next, &kernels_avx2})
       if (k->supported()) kernels[count++] = k;
 #endif
     kernels[count++] = &kernels_portable;

@@ -263,7 +263,7 @@ _TABLE = _rows(
     ampere       dkdv*    32x64/8/1     32x64/8/2     32x32/8/1     16x16/8/1
     ampere       dq*      128x32/8/3    64x32/8/2     32x32/8/1     16x16/8/1
     small        forward* 64x64/8/3     128x16/8/3    32x16/8/3     32x32/8/1
-    small        dq+      64x32/4/2     32x64/8/2     32x16/4/3     16x16/8/1
+    small        dq+      64x32/4/2     32x32/8/2     32x16/4/3     16x16/8/1
     small        dkdv+    16x128/8/1    32x64/8/1     16x32/8/1     16x16/8/1
     small        dkdv*    32x64/8/1     32x64/8/1     16x32/8/1     16x16/8/1
     small        dq*      64x32/4/2     64x64/8/2     32x16/8/1     16x16/8/1
@@ -273,7 +273,7 @@ _TABLE = _rows(
     ampere:single dkdv+    16x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
     ampere:single dq+      32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
     small:single forward   64x32/8/2     32x16/8/2     32x16/8/1     16x16/8/1
-    small:single dkdv+     32x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
+    small:single dkdv+     16x64/8/1     16x32/8/1     16x16/8/1     16x16/8/1
     hopper:single forward  64x16/8/3     32x16/8/2     32x16/8/1     16x16/8/1
     hopper:single dkdv+    32x32/4/2     16x32/8/1     16x16/8/1     16x16/8/1
     cdna:single  dkdv     32x32/4/1     16x32/8/1     16x16/4/1     16x16/4/1

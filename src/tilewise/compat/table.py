@@ -9,7 +9,7 @@ from tilewise.compat.rows import Row, Table
 __all__ = ["MODULES", "page", "tables"]
 
 # Modules with a TABLE, in the order of the page.
-MODULES = ("tilewise.compat.flash_attn.rows",)
+MODULES = ("tilewise.compat.flash_attn.rows", "tilewise.compat.transformers_rows")
 
 _LEAD = """# Compatibility
 

@@ -47,6 +47,21 @@ def test_a_mask_in_another_spelling(text: str) -> None:
     assert as_mask(KNOWN[text]).text == text
 
 
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda b, h, m, n: m >= 0, ""),
+        (lambda b, h, m, n: (n > -1) & (h >= -2), ""),
+        (lambda b, h, m, n: ~(b < 0) & (n <= m), "band(-1,0,0)"),
+        (lambda b, h, m, n: (m < 0) | (n <= m), "band(-1,0,0)"),
+        (lambda b, h, m, n: n <= -1, "below(0)"),
+        (lambda b, h, m, n: m > 0, "expr{const_int:0;m;lt(0,1)}"),
+    ],
+)
+def test_what_all_positions_are_is_known(function: Callable[..., Any], text: str) -> None:
+    assert as_mask(function).text == text
+
+
 UNKNOWN: dict[str, Callable[..., Any]] = {
     "a band that begins beyond the diagonal": lambda b, h, m, n: n > m,
     "two rows a key": lambda b, h, m, n: n <= 2 * m,

@@ -92,6 +92,11 @@ MASKS: dict[str, Callable[..., Any]] = {
     "shuffled": lambda b, h, m, n: ((m * 7 + n * 13 + h * 5) % 11) < 4,
     "logical": lambda b, h, m, n: torch.logical_and(m > 0, torch.logical_or(n < 3, h)),
     "boolean": lambda b, h, m, n: (IDS == 2)[b, n],
+    "new values": lambda b, h, m, n: (
+        m.new_ones((), dtype=torch.bool).to(m.device) & (n < m + n.new_ones(()))
+    ),
+    "new zeros": lambda b, h, m, n: m.new_zeros((), dtype=torch.bool) | (n < m),
+    "what always holds": lambda b, h, m, n: (m >= 0) & (n > -1) & ~(b < 0) & (n <= m),
     "everything": lambda b, h, m, n: True,
     "nothing": lambda b, h, m, n: False,
 }
@@ -227,6 +232,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "a negative index": (lambda b, h, m, n: IDS[b, -1] == 0, "negative ones do not wrap"),
     "a float index": (lambda b, h, m, n: IDS[b, n / 2] == 0, "an index that is a float"),
     "a boolean index": (lambda b, h, m, n: IDS[b, n < 2] == 0, "an index that is a bool"),
+    "a new tensor": (lambda b, h, m, n: m.new_ones(3) < n, r"a new tensor of size 3"),
     "another function": (lambda b, h, m, n: torch.cumsum(m, 0) < n, "one of: abs, "),
     "another method": (lambda b, h, m, n: m.median() < n, "operators, or one of: abs, "),
     "bits of floats": (lambda b, h, m, n: (m / 2) & 1, "a float as operand of &"),

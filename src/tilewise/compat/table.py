@@ -9,7 +9,11 @@ from tilewise.compat.rows import Row, Table
 __all__ = ["MODULES", "page", "tables"]
 
 # Modules with TABLES, in the order of the page.
-MODULES = ("tilewise.compat.flash_attn.rows", "tilewise.compat.torch_rows")
+MODULES = (
+    "tilewise.compat.flash_attn.rows",
+    "tilewise.compat.torch_rows",
+    "tilewise.compat.transformers_rows",
+)
 
 _LEAD = """# Compatibility
 

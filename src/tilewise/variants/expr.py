@@ -161,6 +161,10 @@ class Graph:
             found = _folded(fold, values)
             if found is not None:
                 return self.constant(found)
+        if op in ("lt", "le"):
+            certain = self._certain(op, args, values)
+            if certain is not None:
+                return self.constant(certain)
         return self._place(Node(op, args), kind)
 
     def include(
@@ -230,6 +234,18 @@ class Graph:
         node = self.nodes[place]
         return node.value if node.op.startswith("const_") else None
 
+    def _certain(
+        self, op: str, args: tuple[int, ...], values: list[Constant | None]
+    ) -> bool | None:
+        """How a position, which is 0 or more, compares with a number at or below all of them."""
+        for at, number in enumerate(values):
+            if number is None or self.nodes[args[1 - at]].op not in _POSITIONS:
+                continue
+            strictly = (op == "lt") == (at == 0)
+            if number < 0 or (number == 0 and not strictly):
+                return at == 0
+        return None
+
     def _simplified(
         self, op: str, args: tuple[int, ...], values: list[Constant | None]
     ) -> int | None:
@@ -280,6 +296,8 @@ def _folded(fold: Callable[..., Constant], values: list[Constant | None]) -> Con
         return None
     return found
 
+
+_POSITIONS = frozenset("bhmn")
 
 # Operations that may do nothing but repeat an argument.
 _REPEATING = frozenset(

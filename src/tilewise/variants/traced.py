@@ -295,8 +295,15 @@ class Traced:
         """Whether this value is not zero."""
         return self if self.kind == "bool" else self._apply("ne", 0)
 
-    def to(self, dtype: torch.dtype) -> "Traced":
+    @property
+    def device(self) -> torch.device:
+        """Of no device: what is captured may be on any, and ``.to`` a device changes nothing."""
+        return torch.device("meta")
+
+    def to(self, dtype: torch.dtype | torch.device) -> "Traced":
         """This value as a bool, an integer or a float."""
+        if isinstance(dtype, torch.device):
+            return self
         if dtype is torch.bool:
             return self.bool()
         if dtype in _INTEGERS:

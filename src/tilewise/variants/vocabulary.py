@@ -147,6 +147,30 @@ def _filled(number: float) -> Callable[..., Traced]:
     return handler
 
 
+def _new(number: int) -> Callable[..., Traced]:
+    """``x.new_ones(())`` and ``x.new_zeros(())``: one value, which a pair has anyway."""
+
+    def handler(
+        recording: Recording,
+        like: object,
+        *size: Any,
+        dtype: torch.dtype | None = None,
+        **_: object,
+    ) -> Traced:
+        if size not in ((), ((),)):
+            came = f"a new tensor of size {size[0] if len(size) == 1 else size}"
+            raise InvalidArgument(recording.argument, came, "size ()", whereabouts())
+        whole = recording.lift(number)
+        return whole.to(dtype) if dtype is not None else _like(recording.lift(like), whole)
+
+    return handler
+
+
+def _like(like: Traced, value: Traced) -> Traced:
+    """A value as one of another's kind."""
+    return {"bool": value.bool, "int": value.long, "float": value.float}[like.kind]()
+
+
 # What torch's functions and methods mean here, by their names.
 _TORCH: dict[str, Callable[..., Traced]] = {
     **{name: _plain(name) for name in (*FLOATING, *ROUNDING)},
@@ -185,6 +209,8 @@ _TORCH: dict[str, Callable[..., Traced]] = {
     "softplus": _softplus,
     "zeros_like": _filled(0.0),
     "ones_like": _filled(1.0),
+    "new_zeros": _new(0),
+    "new_ones": _new(1),
 }
 
 

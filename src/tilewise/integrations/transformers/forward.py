@@ -1,0 +1,190 @@
+"""The attention function of transformers: one call of ``tilewise.attention`` for a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import InvalidArgument, InvalidType, Unsupported
+from tilewise.functional import attention, attention_varlen
+from tilewise.integrations.transformers.masks import Pairs
+from tilewise.variants import masks, scores
+from tilewise.variants.values import Mask, Score
+
+__all__ = ["attention_forward"]
+
+_CAUSAL = masks.causal("top_left")
+
+
+class _Seen(NamedTuple):
+    """What a layer's mask says: which pairs attend, what is added to them, and of how many keys."""
+
+    mask: Mask | None
+    added: Tensor | None
+    keys: int
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Pairs | Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of ``AttentionInterface``: softmax(score(scaling q.k)) v by tilewise.
+
+    The score is softcap first, then position_bias and a mask that adds. Without a mask it is causal
+    where the layer is and there is more than one query, as transformers' sdpa has it.
+
+    Args:
+        module: the layer; asked for ``is_causal``.
+        query: [B, Hq, M, D].
+        key: [B, Hk, N, D], each head for Hq / Hk of query's.
+        value: [B, Hk, N, Dv].
+        attention_mask: of ``make_mask``; or a user's own [B, 1 or Hq, M, N], boolean (True: attend)
+            or floating (added), which is dense by nature.
+        scaling: 1/sqrt(D) if None.
+        dropout: the probability of dropping a pair; repeated by torch.manual_seed.
+        is_causal: over what the layer says.
+        position_bias: floating, broadcastable to [B, Hq, M, N]; its gradient is defined.
+        softcap: scores are kept inside (-softcap, softcap).
+        s_aux: [Hq], attention sinks.
+        kwargs: what the model says beside: sliding_window is in the mask already; cu_seq_lens_q and
+            cu_seq_lens_k pack sequences where the mask does not.
+
+    Returns:
+        ([B, M, Hq, Dv], None): weights are never there.
+
+    Raises:
+        InvalidArgument, InvalidType: attention_mask is none of these, or for other lengths.
+        Unsupported: attention weights, a head mask or a paged cache is asked for.
+    """
+    _refuse(kwargs)
+    query, key, value = _cast(query, key, value)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    seen = _read(attention_mask, query, key, causal, kwargs)
+    if seen.keys < key.shape[2]:
+        key, value = key[:, :, : seen.keys], value[:, :, : seen.keys]
+    if position_bias is not None:
+        position_bias = position_bias[..., : seen.keys]
+    steps: list[Score] = [] if softcap is None else [scores.softcap(softcap)]
+    steps += [scores.bias(each) for each in (position_bias, seen.added) if each is not None]
+    keywords: dict[str, Any] = {
+        "mask": seen.mask,
+        "score": steps or None,
+        "scale": scaling,
+        "sinks": s_aux,
+        "dropout_p": float(dropout),
+    }
+    lengths = _packed(seen.mask, kwargs)
+    if lengths is not None:
+        return _of_packed(query, key, value, lengths, keywords), None
+    out: Tensor = attention(query, key, value, **keywords)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse(kwargs: Mapping[str, Any]) -> None:
+    """Say of what is asked for, and cannot be, why and what to do."""
+    if kwargs.get("output_attentions") or _collects_weights():
+        raise Unsupported(
+            "output_attentions=True with attn_implementation='tilewise': the weights, one number "
+            "for each pair of tokens, are never written",
+            fix="model.set_attn_implementation('eager') for the calls that want them",
+        )
+    if kwargs.get("head_mask") is not None:
+        fix = "multiply the output of the heads, or use attn_implementation='eager'"
+        raise Unsupported("head_mask, which scales attention weights", fix=fix)
+    if kwargs.get("cache") is not None:
+        raise Unsupported(
+            "continuous batching (cache=) with attn_implementation='tilewise'",
+            fix="use model.generate, or attn_implementation='sdpa' for generate_batch",
+        )
+
+
+def _collects_weights() -> bool:
+    """Whether transformers' hooks wait for weights: not every model hands output_attentions on."""
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:
+        return False
+    return any(name.endswith("attentions") for name in _active_collector.get() or ())
+
+
+def _cast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast in its dtype: a model may have normalized q and k in float32, and not v."""
+    device = query.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(device)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def _read(
+    given: Pairs | Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    causal: bool,
+    kwargs: Mapping[str, Any],
+) -> _Seen:
+    queries, keys = query.shape[2], key.shape[2]
+    if isinstance(given, Pairs):
+        if given.shape[2:] != (queries, keys):
+            came = f"one for {given.shape[2]} queries and {given.shape[3]} keys"
+            required = f"one for the {queries} queries and {keys} keys of this layer"
+            raise InvalidArgument("attention_mask", came, required)
+        return _Seen(given.mask, None, given.keys)
+    if given is None:
+        window = kwargs.get("sliding_window")
+        if window is not None and window < keys:
+            raise Unsupported(
+                f"sliding_window={window} over {keys} keys without a mask that has it",
+                fix="this model makes no mask: use attn_implementation='sdpa' for it",
+            )
+        return _Seen(_CAUSAL if causal and queries > 1 else None, None, keys)
+    required = "a mask of tilewise, or a boolean or floating tensor [B, 1 or Hq, M, N]"
+    if not isinstance(given, Tensor):
+        raise InvalidType("attention_mask", f"a {type(given).__name__}", required)
+    if given.dim() != 4 or not (given.dtype is torch.bool or given.dtype.is_floating_point):
+        came = f"{given.dtype} of shape {tuple(given.shape)}"
+        raise InvalidArgument("attention_mask", came, required)
+    given = given[..., :keys]
+    if given.dtype is torch.bool:
+        return _Seen(masks.dense(given), None, keys)
+    return _Seen(None, given, keys)
+
+
+def _packed(mask: Mask | None, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Where packed sequences begin, unless the mask knows: one of position_ids or of padding."""
+    begins = kwargs.get("cu_seq_lens_q")
+    if begins is None or (mask is not None and mask.captured):
+        return None
+    of_keys = kwargs.get("cu_seq_lens_k")
+    return begins, begins if of_keys is None else of_keys
+
+
+def _of_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: tuple[Tensor, Tensor],
+    keywords: dict[str, Any],
+) -> Tensor:
+    """[1, T, Hq, Dv] of sequences that lie one after the other; masks count within each."""
+    biased = any("bias" in step.text for step in keywords["score"] or ())
+    if query.shape[0] != 1 or biased:
+        came = "one with a bias" if biased else f"one for {query.shape[0]} batch items"
+        required = "one batch item, which holds all sequences, and no bias"
+        raise InvalidArgument("cu_seq_lens_q", came, required)
+    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+    out: Tensor = attention_varlen(q, k, v, *lengths, **keywords)
+    return out[None].contiguous()

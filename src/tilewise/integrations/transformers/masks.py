@@ -1,0 +1,167 @@
+"""The masks of transformers as expressions: nothing of queries x keys is written.
+
+transformers describes a mask by a function ``(batch, head, q, kv) -> bool`` over positions, which
+it composes from causal, window, chunk and packing functions, and by a tensor [B, positions] of what
+is no padding. The function is traced (``tilewise.masks.function``), so that a user's own
+``or_mask_function`` goes the same way; padding becomes lengths where it is on the right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import InvalidArgument, InvalidType, Unsupported
+from tilewise.variants import masks
+from tilewise.variants.program import Program
+from tilewise.variants.values import Mask
+
+__all__ = ["Pairs", "make_mask"]
+
+MaskFunction = Callable[..., Any]
+
+
+class Pairs:
+    """Which pairs attend: what a model carries where other implementations have a tensor.
+
+    Models ask it for what says that it is no padding mask (``ndim``, ``shape``), and generate for
+    a contiguous one.
+
+    Args:
+        mask: over the queries and the first ``keys`` keys; None for every pair of them.
+        shape: (B, 1, M, N), as of the tensor that it stands for.
+        keys: how many of the N keys a query may see: fewer in a static cache that is not full.
+    """
+
+    __slots__ = ("keys", "mask", "shape")
+
+    ndim = 4
+
+    def __init__(self, mask: Mask | None, shape: tuple[int, int, int, int], keys: int) -> None:
+        self.mask, self.shape, self.keys = mask, shape, keys
+
+    def __repr__(self) -> str:
+        return f"Pairs({self.mask!r}, shape={self.shape}, keys={self.keys})"
+
+    def contiguous(self) -> Pairs:
+        """Itself: there is no memory to lay out."""
+        return self
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"a mask of attn_implementation='tilewise' is an expression and no tensor: it has no "
+            f".{name}. This model looks into its mask: use attn_implementation='sdpa' for it"
+        )
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise Unsupported(
+            f"the index {index} of a mask, which is an expression and no tensor",
+            fix="this model looks into its mask: use attn_implementation='sdpa' for it",
+        )
+
+
+def _causal(batch: Any, head: Any, q: Any, kv: Any) -> Any:
+    return kv <= q
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction = _causal,
+    attention_mask: Tensor | Pairs | None = None,
+    **_: Any,
+) -> Pairs:
+    """The mask function of ``AttentionMaskInterface``: query q_offset + m sees key kv_offset + n.
+
+    Args:
+        batch_size: B.
+        q_length: M.
+        kv_length: N, of a static cache its whole size.
+        q_offset: the position of the first query. A tensor is read: its cache will change it.
+        kv_offset: the position of the first key.
+        mask_function: ``(batch, head, q, kv) -> bool`` over positions.
+        attention_mask: [B, positions], True or not 0 for what is no padding; or a result of this
+            function, which is given back: generate makes masks before the forward does.
+        _: what transformers says for other implementations.
+
+    Returns:
+        An object for the attention function, which the model only carries there.
+
+    Raises:
+        InvalidArgument: attention_mask is no tensor [B, positions].
+        Unsupported: ``mask_function`` is not in the language of masks.
+    """
+    if isinstance(attention_mask, Pairs):
+        return attention_mask
+    first = int(q_offset)
+    shape = (batch_size, 1, q_length, kv_length)
+    mask, keys = _over_positions(mask_function, q_length, kv_length, first, kv_offset)
+    padding = None if attention_mask is None else _padding(attention_mask, kv_offset, keys)
+    if padding is not None:
+        mask = mask & padding
+    return Pairs(mask if mask.program else None, shape, keys)
+
+
+def _over_positions(
+    function: MaskFunction, queries: int, keys: int, q_offset: int, kv_offset: int
+) -> tuple[Mask, int]:
+    """The mask over rows and keys that count from 0, and how many keys it is for.
+
+    The last query mostly stands at the last key, or before it in a static cache, whose rest a
+    causal mask hides: then the offset is said as N - M, and the same program serves every step.
+    """
+    last = q_offset - kv_offset + queries
+    if 0 < last <= keys:
+
+        def from_the_end(b: Any, h: Any, m: Any, n: Any) -> Any:
+            own = m + (n.length - m.length) + kv_offset if q_offset else m
+            return function(b, h, own, n + kv_offset)
+
+        found = _traced(from_the_end, function)
+        if last == keys or _hides_the_future(found.program):
+            return found, last
+
+    def from_the_start(b: Any, h: Any, m: Any, n: Any) -> Any:
+        return function(b, h, m + q_offset, n + kv_offset)
+
+    return _traced(from_the_start, function), keys
+
+
+def _hides_the_future(program: Program) -> bool:
+    """Whether no row sees a key after its own: masks that must all allow it, one of them causal."""
+    return all(instr.op not in ("or", "not") for instr in program) and any(
+        instr.op == "band" and instr.params[1] == 0 for instr in program
+    )
+
+
+def _traced(positioned: MaskFunction, function: MaskFunction) -> Mask:
+    try:
+        return masks.function(positioned)
+    except (InvalidArgument, InvalidType, AttributeError, TypeError) as error:
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        raise Unsupported(
+            f"the mask function {getattr(function, '__module__', '?')}.{name} is not in the "
+            f"language of tilewise: {error}",
+            fix="say it in plain Python and torch over the positions, with tensors indexed by "
+            "integers (docs/variants.md); or use attn_implementation='sdpa' for this model",
+        ) from error
+
+
+def _padding(real: Tensor, first: int, keys: int) -> Mask | None:
+    """The keys that are no padding; None where all are real."""
+    if real.dim() != 2:
+        raise InvalidArgument("attention_mask", f"shape {tuple(real.shape)}", "[B, positions]")
+    real = real[:, first : first + keys].bool()
+    if real.shape[1] < keys:  # of a static cache, what is not yet there
+        real = torch.nn.functional.pad(real, (0, keys - real.shape[1]))
+    on_the_right = (real[:, :-1] | ~real[:, 1:]).all()
+    every, right = torch.stack((real.all(), on_the_right)).tolist()
+    if every:
+        return None
+    return masks.lengths(real.sum(-1)) if right else masks.dense(real[:, None, None, :])

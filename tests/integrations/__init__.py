@@ -1,0 +1,1 @@
+"""Tests of ``tilewise.integrations``: each skips where its library is absent."""

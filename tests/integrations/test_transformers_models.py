@@ -1,0 +1,136 @@
+"""Ten families of models by tilewise give what they give by eager: logits and gradients."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.integrations.tiny_models import (
+    DECODERS,
+    MODELS,
+    assert_equal_to_float32,
+    both,
+    inputs,
+    noise,
+    tokens,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # those of transformers
+    pytest.mark.usefixtures("transformers_with_tilewise"),
+]
+
+
+def compare(eager: Any, ours: Any, given: dict[str, Any], real: Tensor | None = None) -> None:
+    """Logits, and the gradients of all parameters of a loss over them; of real tokens only."""
+    found = []
+    for model in (eager, ours):
+        model.zero_grad()
+        logits = model(**given).logits
+        logits = logits if real is None else logits[real]
+        (logits * noise(*logits.shape)).sum().backward()
+        found.append(logits)
+    assert_equal_to_float32(found[1], found[0], "logits")
+    assert float(found[0].detach().std()) > 0.05, "the test would see nothing"
+    expected = {name: p.grad for name, p in eager.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
+    assert gradients.keys() == expected.keys()
+    assert len(expected) > 10
+    largest = max(float(each.abs().max()) for each in expected.values())
+    for name, gradient in gradients.items():
+        # Some, as those of biases of keys, are 0 but for rounding: a tenth of the largest counts.
+        assert_equal_to_float32(gradient, expected[name], name, least=largest / 10)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients(name: str) -> None:
+    compare(*both(name), inputs(name))
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+@pytest.mark.parametrize("name", [*DECODERS, "bert"])
+def test_padded_batches(name: str, side: str) -> None:
+    given: dict[str, Any] = inputs(name)
+    mask = torch.ones_like(given["input_ids"])
+    if side != "right":
+        mask[0, :5] = 0
+    if side != "left":
+        mask[2, 11:] = 0
+    if name in DECODERS:  # positions that generate would give
+        given["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    compare(*both(name), {**given, "attention_mask": mask}, mask.bool())
+
+
+def test_padding_of_an_encoder_and_its_decoder() -> None:
+    given = inputs("t5")
+    mask, decoder = torch.ones_like(given["input_ids"]), torch.ones_like(given["decoder_input_ids"])
+    mask[0, 9:], mask[1, :3], decoder[2, 7:] = 0, 0, 0
+    masks = {"attention_mask": mask, "decoder_attention_mask": decoder}
+    compare(*both("t5"), {**given, **masks}, decoder.bool())
+
+
+# gpt-oss gives its mask functions no positions: there eager does not separate sequences either.
+@pytest.mark.parametrize("name", [each for each in DECODERS if each != "gpt_oss"])
+def test_packed_sequences(name: str) -> None:
+    lengths = [9, 5, 3]
+    eager, ours = both(name)
+    ids = tokens(1, sum(lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    compare(eager, ours, {"input_ids": ids, "position_ids": positions, "use_cache": False})
+    packed = ours(ids, position_ids=positions, use_cache=False).logits
+    alone = [ours(one, use_cache=False).logits for one in ids.split(lengths, 1)]
+    assert_equal_to_float32(packed, torch.cat(alone, 1))
+
+
+def test_packed_sequences_of_an_encoder_by_their_lengths() -> None:
+    lengths = [9, 5, 3]
+    _, ours = both("bert")
+    ids = tokens(1, sum(lengths))
+    begins = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    positions = torch.cat([torch.arange(b - a) for a, b in pairwise(begins.tolist())])[None]
+    packing = {"cu_seq_lens_q": begins, "cu_seq_lens_k": begins}
+    packed = ours(ids, position_ids=positions, **packing).logits
+    alone = [ours(one).logits for one in ids.split(lengths, 1)]
+    assert_equal_to_float32(packed, torch.cat(alone, 1))
+    assert float((ours(ids, position_ids=positions).logits - packed).detach().abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+def test_a_mask_of_the_users_own(kind: str) -> None:
+    eager, ours = both("llama")
+    ids = tokens(2, 9)
+    allowed = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
+    allowed[0, :, 6:, 1] = False
+    added = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    given = allowed if kind == "boolean" else added
+    expected = eager(ids, attention_mask=added).logits
+    assert_equal_to_float32(ours(ids, attention_mask=given).logits, expected)
+
+
+def test_autocast() -> None:
+    """Qwen 3 normalizes queries and keys in float32, and leaves values in bfloat16."""
+    eager, ours = both("qwen3")
+    ids = tokens(2, 9)
+    exact = eager(ids).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [model(ids).logits.float() for model in (ours, eager)]
+    ours_is_off, eager_is_off = (float((x - exact).detach().abs().max()) for x in found)
+    assert 0 < ours_is_off <= 2 * eager_is_off
+
+
+def test_dropout_is_repeated_by_the_seed() -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(**DECODERS["llama"].sizes, attention_dropout=0.5)
+    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="tilewise")
+    ids = tokens(2, 9)
+    found = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        found.append(model.train()(ids).logits)
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])

@@ -440,8 +440,9 @@ void forward(const Kernel& kernel, int threads, std::uint64_t seed, std::uintptr
              std::uintptr_t k, nb::tuple k_strides, std::uintptr_t v, nb::tuple v_strides, std::uintptr_t out,
              nb::tuple out_strides, std::uintptr_t lse, std::uintptr_t row_max, std::uintptr_t row_sum,
              std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences,
-             nb::tuple statistics) {
+             nb::tuple statistics, bool for_backward) {
   Forward f;
+  f.for_backward = for_backward;
   CompiledExprs exprs;
   kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences, exprs);
   f.q = view(q, q_strides);

@@ -23,7 +23,7 @@ class SplitTasks {
  public:
   explicit SplitTasks(const Problem& p) : p_(p), group_size_(p.heads / p.kv_heads) {
     i64 few = 0;
-    for (i64 b = 0; b < p.batch; b++) few += is_few(sequence(p, b));
+    for (i64 b = 0; b < p.batch; b++) few += of_sequence(sequence(p, b));
     if (few == 0) return;
     items_ = static_cast<Item*>(std::malloc(static_cast<std::size_t>(p.batch + 1) * sizeof(Item)));
     if (items_ == nullptr) {
@@ -85,10 +85,12 @@ class SplitTasks {
     i64 key_limit, first_block, last_block, split_blocks, splits;
   };
 
+  static bool of_sequence(const Sequence& seq) { return seq.queries > 0 && seq.queries <= kFewQueries; }
+
   Item item(i64 b) {
     const Sequence seq = sequence(p_, b);
     Item x{};
-    if (!is_few(seq)) return x;
+    if (!of_sequence(seq)) return x;
     const Mask mask(p_, b, 0, seq.queries, seq.keys);
     const Range visible = mask.visible(0, seq.queries - 1);
     x.key_limit = mask.key_limit();

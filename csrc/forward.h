@@ -45,7 +45,7 @@ class ForwardKernel {
     // More, smaller tasks when threads would idle; a tile's result does not depend on its neighbours.
     while (tiles > 1 && f_.threads > 1 && task_estimate(tiles) < 4 * f_.threads) tiles /= 2;
     tiles_ = tiles;
-    const QueryTasks tasks(f_, static_cast<i64>(tiles) * kTileQueries, true);
+    const QueryTasks tasks(f_, static_cast<i64>(tiles) * kTileQueries, f_.for_backward ? 0 : kFewQueries);
     if (tasks.count() <= 0) return tasks.count() == 0;
     const i64 rows = static_cast<i64>(tiles) * kTileQueries;
     const TaskOrder order(f_, tasks.count(), [&](i64 task, const MaskInstr& table) {

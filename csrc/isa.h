@@ -12,7 +12,7 @@ namespace tilewise::TILEWISE_ISA {
 
 bool few_queries(const Forward& f);  // decode_*.cc
 // Each takes the sequences that the other leaves.
-static bool forward(const Forward& f) { return few_queries(f) && run<ForwardKernel>(f); }
+static bool forward(const Forward& f) { return (f.for_backward || few_queries(f)) && run<ForwardKernel>(f); }
 static bool backward(const Backward& f) { return run<BackwardKernel>(f); }
 static bool bias_backward(const BiasBackward& f) { return run<BiasKernel>(f); }
 static bool load_backward(const LoadBackward& f) { return run<LoadKernel>(f); }

@@ -13,6 +13,8 @@ namespace tilewise::TILEWISE_ISA {
 constexpr int kBlockKeys = 128;                // keys of a block; part of the rounding contract
 constexpr int kRoomKeys = kBlockKeys * 3 / 2;  // the last block of a sequence takes a short rest with it
 
+constexpr i64 kFewQueries = 8;  // sequences of no more have kernels of their own in the forward pass
+
 struct Sequence {
   i64 b, query_begin, key_begin, queries, keys;
 };
@@ -22,13 +24,6 @@ TW_INLINE Sequence sequence(const Problem& p, i64 b) {
   if (p.cu_k != nullptr) seq.key_begin = p.cu_k[b], seq.keys = p.cu_k[b + 1] - p.cu_k[b];
   if (p.page_size != 0) seq.keys = p.key_lengths[b];
   return seq;
-}
-
-// Sequences of no more queries, and of no fewer keys, have a kernel of their own in the forward pass. It multiplies in
-// another order than the backward pass: of few keys the gradients would show it.
-constexpr i64 kFewQueries = 8, kManyKeys = 256;
-TW_INLINE bool is_few(const Sequence& seq) {
-  return seq.queries > 0 && seq.queries <= kFewQueries && seq.keys >= kManyKeys;
 }
 
 // Blocks of keys of a sequence: a function of its own length alone, so that a row's sums are cut at the same
@@ -111,13 +106,12 @@ static bool for_tasks(int threads, i64 tasks, std::size_t bytes, const Work& wor
 }
 
 // Which (sequence, head, block of queries) a task is; the last block, the heaviest under a causal mask, first.
-// Those that are few have none where they are left.
+// Sequences of `fewest` queries or less have none.
 class QueryTasks {
  public:
-  QueryTasks(const Problem& p, i64 queries_per_task, bool leaves_few = false)
-      : p_(p), size_(queries_per_task), leaves_few_(leaves_few) {
-    if (p.cu_q == nullptr && (p.page_size == 0 || !leaves_few)) {
-      per_head_ = p.batch == 0 ? 0 : blocks(0);
+  QueryTasks(const Problem& p, i64 queries_per_task, i64 fewest = 0) : p_(p), size_(queries_per_task), fewest_(fewest) {
+    if (p.cu_q == nullptr) {
+      per_head_ = of_queries(p.queries);
       count_ = p.batch * p.heads * per_head_;
       return;
     }
@@ -158,14 +152,11 @@ class QueryTasks {
   }
 
  private:
-  i64 blocks(i64 b) const {
-    const Sequence seq = sequence(p_, b);
-    return leaves_few_ && is_few(seq) ? 0 : (seq.queries + size_ - 1) / size_;
-  }
+  i64 of_queries(i64 queries) const { return queries <= fewest_ ? 0 : (queries + size_ - 1) / size_; }
+  i64 blocks(i64 b) const { return of_queries(p_.cu_q[b + 1] - p_.cu_q[b]); }
 
   const Problem& p_;
-  i64 size_, per_head_ = 0, count_ = 0;
-  bool leaves_few_;
+  i64 size_, fewest_, per_head_ = 0, count_ = 0;
   i64* first_ = nullptr;
 };
 

@@ -87,6 +87,8 @@ class Operands(NamedTuple):
         q_scale, k_scale, v_scale: float32 [B, Hq], [B, Hk], [B, Hk] (one row per sequence in a
             variable-length call), contiguous: what a stored float8 number stands for is it times
             its head's scale. None where it is 1.
+        for_backward: whether a backward pass may follow. A kernel that computes scores in another
+            order than that pass does leaves such calls to one that does not.
     """
 
     q: Tensor
@@ -103,6 +105,7 @@ class Operands(NamedTuple):
     q_scale: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    for_backward: bool = False
 
 
 class Result(NamedTuple):

@@ -70,6 +70,7 @@ class Attention(torch.autograd.Function):
             cu_seqlens_q,
             cu_seqlens_k,
             seed,
+            for_backward=True,
         )
         ctx.plan, ctx.seed, ctx.mask_count = plan, seed, mask_count
         # An lse that nobody used then comes back as None and costs the kernel nothing.

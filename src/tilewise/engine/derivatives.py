@@ -128,7 +128,7 @@ class Attend(_Nested):
     @staticmethod
     def forward(call: Call, *x: Tensor | None) -> tuple[Tensor, ...]:
         """Run the plan's forward kernel."""
-        out, lse, stats, *_ = call.plan.forward(call.operands(x))
+        out, lse, stats, *_ = call.plan.forward(call.operands(x)._replace(for_backward=True))
         return out, lse, stats
 
     @staticmethod

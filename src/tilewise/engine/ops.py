@@ -184,7 +184,8 @@ def _attention(
         scales_of(q_scale, k_scale, v_scale),
     )
     plan, operands = _planned(q, k, v, asked, seed)
-    result: Result = plan.forward(operands, statistics)
+    # Autograd is above the op: nobody here knows whether it will ask for gradients.
+    result: Result = plan.forward(operands._replace(for_backward=True), statistics)
     return returned(result, q)
 
 

@@ -341,6 +341,7 @@ class _Kernel:
             call.score,
             call.sequences,
             addresses,
+            operands.for_backward,
         )
         return Result(out, lse, stats, *more)
 

@@ -24,6 +24,7 @@ from tilewise.lab.bench import entry, main
 from tilewise.lab.bench.suites import command, compare, nursery
 from tilewise.lab.bench.suites.crossover import crossing, told
 from tilewise.lab.bench.suites.memory import CURE, DOUBLE, predicted
+from tilewise.lab.bench.suites.methods import own_masks
 from tilewise.lab.bench.suites.models import layer
 from tilewise.lab.bench.suites.page import ABOUT, html, markdown
 from tilewise.lab.bench.suites.peak import STEPS, Wanted
@@ -220,6 +221,15 @@ def test_functions_for_flex_mean_the_same(variant: Variant) -> None:
             got = attention(q, k, v, score=variant.score)[0, h]
             expected = variant.flex_score(torch.zeros(40, 40), 0, h, m, n).softmax(-1)
             torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("variant", catalogue(40, "cpu"), ids=lambda each: each.name)
+def test_flex_gets_a_block_mask_for_every_head_that_has_its_own(variant: Variant) -> None:
+    work = Work("variants", "x", 40, mask=variant.mask, heads=4, kv_heads=4, head_dim=8)
+    if work.masked is None:
+        return
+    own = own_masks(work, draw(work))
+    assert own == (None, 4 if variant.name == "window of a head" else None)
 
 
 def test_a_layer_is_attention_between_projections() -> None:

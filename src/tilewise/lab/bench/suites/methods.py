@@ -17,7 +17,7 @@ from tilewise.lab.bench.suites.plain import chunked, plain, seen_rows
 from tilewise.lab.bench.suites.work import SEED, Attend, Given, Work, problem_of
 from tilewise.variants import masks
 
-__all__ = ["OURS", "Method", "block_sparse", "cures", "exact", "flex", "ours", "sdpa"]
+__all__ = ["OURS", "Method", "block_sparse", "cures", "exact", "flex", "ours", "own_masks", "sdpa"]
 
 OURS = "tilewise"
 ROWS = 256  # of a chunk of plain attention
@@ -176,9 +176,9 @@ def flex() -> Method:
         torch._dynamo.reset()  # it stops compiling after some variants
         block_mask, score = None, work.flex_score or work.score
         if work.masked is not None:
-            mask_mod = _flex_mask(work, given)
+            sizes = own_masks(work, given)
             block_mask = create_block_mask(
-                mask_mod, None, None, work.length, work.length, device=work.device
+                _flex_mask(work, given), *sizes, work.length, work.length, device=work.device
             )
         compiled: Any = torch.compile(flex_attention, dynamic=False)
         grouped = work.heads != work.kv_heads
@@ -199,6 +199,14 @@ def flex() -> Method:
         return 0.0 if work.masked is None else 1.0  # of its block mask, while it is made
 
     return Method("flex_attention", make, True, why_not, matrices)
+
+
+def own_masks(work: Work, given: Given) -> tuple[int | None, int | None]:
+    """Of how many batch items and heads a mask has one each; None where all have the same."""
+    seen = seen_rows(*problem_of(work, given), [range(1)])
+    assert seen is not None
+    batches, heads = seen.hidden.shape[:2]
+    return (batches if batches > 1 else None), (heads if heads > 1 else None)
 
 
 def _flex_mask(work: Work, given: Given) -> Callable[..., Any]:

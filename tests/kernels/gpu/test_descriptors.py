@@ -37,8 +37,8 @@ HALF = torch.float16
 
 def _launches(
     problem: Problem, operands: Operands, descriptors: Descriptors | None, blocks: Blocks = BLOCKS
-) -> tuple[Result, Launch]:
-    """A result that is still empty, and the launch that fills it."""
+) -> tuple[Result, Launch, list[Launch]]:
+    """A result that is still empty, and its launches: the output's, and the statistics'."""
     ranks = [
         tuple(x.dim() for x in tensors)
         for tensors in (operands.mask_tensors, operands.score_tensors)
@@ -46,17 +46,17 @@ def _launches(
     config = Config("interpreter", overrides=(("forward", blocks),), descriptors=descriptors)
     result = empty_result(problem, operands.q, "top1")
     variant = variant_of(problem, *ranks)
-    (launch,) = forward_launches(problem, operands, result, config, variant)
-    return result, launch
+    launch, *rest = forward_launches(problem, operands, result, config, variant)
+    return result, launch, rest
 
 
 def _both(
     problem: Problem, operands: Operands, blocks: Blocks = BLOCKS
 ) -> tuple[Result, Result, Launch]:
     """Results with descriptors and without, and the launch with them."""
-    ours, launch = _launches(problem, operands, Descriptors(1, 1), blocks)
-    theirs, plain = _launches(problem, operands, None, blocks)
-    run([launch, plain])
+    ours, launch, rest = _launches(problem, operands, Descriptors(1, 1), blocks)
+    theirs, plain, others = _launches(problem, operands, None, blocks)
+    run([launch, *rest, plain, *others])
     return ours, theirs, launch
 
 
@@ -130,9 +130,9 @@ def test_nothing_leaks() -> None:
     k, v = (tensor.clone() for tensor in (operands.k, operands.v))
     for b, length in enumerate(lengths.tolist()):
         k[b, :, length:] = v[b, :, length:] = math.nan
-    ours, launch = _launches(problem, operands._replace(k=k, v=v), Descriptors(1))
-    expected, plain = _launches(problem, operands, None)
-    run([launch, plain])
+    ours, launch, rest = _launches(problem, operands._replace(k=k, v=v), Descriptors(1))
+    expected, plain, others = _launches(problem, operands, None)
+    run([launch, *rest, plain, *others])
     assert "k_rows" in launch.arguments
     _assert_same(ours, expected)
 
@@ -141,11 +141,11 @@ def test_every_whole_block_goes_by_a_descriptor() -> None:
     """Moved to other memory, keys are still read from where the descriptor points."""
     case = Case("moved", **SMALL | {"keys": 64, "queries": 32}, dtype=HALF)
     problem, operands = problem_of(build(case).detached())
-    ours, launch = _launches(problem, operands, Descriptors(1))
+    ours, launch, rest = _launches(problem, operands, Descriptors(1))
     poisoned = {name: torch.full_like(getattr(operands, name), math.nan) for name in "kv"}
-    run([launch._replace(arguments=launch.arguments | poisoned)])
-    expected, plain = _launches(problem, operands, None)
-    run([plain])
+    run([launch._replace(arguments=launch.arguments | poisoned), *rest])
+    expected, plain, others = _launches(problem, operands, None)
+    run([plain, *others])
     _assert_same(ours, expected)
 
 

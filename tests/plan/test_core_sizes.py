@@ -11,13 +11,14 @@ from tests.plan.some_problems import problem
 from tilewise.engine import registry
 from tilewise.kernels.cpu import backend
 from tilewise.plan.traffic import fills
+from tilewise.plan.traffic.account import account
 
 CSRC = Path(__file__).parents[2] / "csrc"
 
 
 def constant(header: str, name: str) -> int:
     """What a header says a constant is."""
-    found = re.findall(rf"constexpr int {name} = (\d+);", (CSRC / header).read_text())
+    found = re.findall(rf"constexpr [^;]*\b{name} = (\d+)\b", (CSRC / header).read_text())
     assert len(found) == 1, f"{name} in {header}: {found}"
     return int(found[0])
 
@@ -28,6 +29,11 @@ def test_the_constants() -> None:
     assert (tile, block, least) == (fills._TILE_QUERIES, fills._BLOCK_KEYS, fills._CHUNK_BLOCKS)
     assert block == backend._BLOCK_KEYS
     assert (least, most) == (backend._CHUNK_BLOCKS, backend._MOST_CHUNKS)
+    assert constant("schedule.h", "kFewQueries") == backend._FEW_QUERIES
+    split = tuple(constant("decode_tasks.h", name) for name in ("kSplitBlocks", "kMostSplits"))
+    assert split == (backend._SPLIT_BLOCKS, backend._MOST_SPLITS)
+    assert "kDecodeRows = kTileQueries;" in (CSRC / "decode_tasks.h").read_text()
+    assert tile == backend._DECODE_ROWS
 
 
 def test_the_formulas() -> None:
@@ -36,6 +42,9 @@ def test_the_formulas() -> None:
     chunks = "per_chunk(max(kChunkBlocks, (blocks.count + kMostChunks - 1) / kMostChunks))"
     assert blocks in (CSRC / "schedule.h").read_text()
     assert chunks in (CSRC / "key_sums.h").read_text()
+    tasks = (CSRC / "decode_tasks.h").read_text()
+    assert "max(kSplitBlocks, (blocks.count + kMostSplits - 1) / kMostSplits)" in tasks
+    assert "x.heads = min(group_size_, kDecodeRows / seq.queries);" in tasks
 
 
 @pytest.mark.parametrize("keys", [1, 63, 64, 1087, 1088, 8191, 8192, 8256, 16384, 70001])
@@ -47,3 +56,25 @@ def test_the_loops_of_the_core(keys: int) -> None:
     assert found.backward == (constant("tile_sizes.h", "kTileQueries"), each * block)
     packed = registry.load("cpu").loops(problem(keys=keys, layout="varlen"))
     assert packed.backward == registry.load("cpu").loops(problem(keys=1)).backward
+
+
+@pytest.mark.parametrize(
+    ("queries", "group", "tile", "times"),
+    [(1, 8, 8, 1), (8, 8, 64, 1), (8, 16, 64, 2), (5, 16, 60, 2), (1, 1, 1, 1)],
+)
+def test_few_queries_read_keys_once_for_a_group(
+    queries: int, group: int, tile: int, times: int
+) -> None:
+    """As often as the heads of a group are cut, and in splits of 4 blocks or a 32nd of all."""
+    kv_heads, keys = 2, 20000
+    asked = problem(queries=queries, heads=kv_heads * group, kv_heads=kv_heads, keys=keys)
+    found = registry.load("cpu").loops(asked)
+    assert found.forward == (tile, 128)
+    assert found.split_keys == 5 * 128
+    parts, merge = account(asked, found).forward.ours.passes
+    head = asked.batch * kv_heads * keys * asked.dtype.itemsize
+    read = {each.name: each.read for each in parts.operands}
+    assert read["k"] == times * head * asked.head_dim
+    assert read["v"] == times * head * asked.value_dim
+    assert merge.name == "merge"
+    assert registry.load("cpu").loops(asked._replace(queries=9)).split_keys == 0

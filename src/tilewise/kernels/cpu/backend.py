@@ -29,8 +29,10 @@ _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16:
 _CODES = {**_DTYPES, torch.int64: 4, torch.bool: 5}
 _LOG2E, _LN2 = math.log2(math.e), math.log(2.0)
 _threads = torch.get_num_threads
-# Of the backward's chunks of keys: csrc/schedule.h and key_sums.h, to which a test holds them.
+# Sizes of the core's loops, to whose headers a test holds them. Of the backward's chunks of keys:
+# csrc/schedule.h and key_sums.h; of the forward pass of few queries: schedule.h and decode_tasks.h.
 _BLOCK_KEYS, _CHUNK_BLOCKS, _MOST_CHUNKS = 128, 8, 8
+_FEW_QUERIES, _DECODE_ROWS, _SPLIT_BLOCKS, _MOST_SPLITS = 8, 64, 4, 32
 
 
 class CpuBackend(Backend):
@@ -81,11 +83,21 @@ class CpuBackend(Backend):
 
         Chunks are cut by a sequence's own length. That of a packed call's is not known here: up to
         8 x 1024 keys a chunk is the least one, which is what is taken for all of them.
+
+        A dense call of few queries that wants no gradients walks as ``csrc/decode_tasks.h`` says:
+        the heads of a group together, over splits of the keys. Where there are tasks enough for
+        all threads one walks over all splits and writes no partial results, which are counted
+        nevertheless: at most 32 rows of output per row.
         """
         keys = problem.keys if problem.layout == "dense" else 0
         blocks = max(1, (keys + _BLOCK_KEYS // 2) // _BLOCK_KEYS)
         chunk = max(_CHUNK_BLOCKS, -(-blocks // _MOST_CHUNKS)) * _BLOCK_KEYS
-        return Loops((64, _BLOCK_KEYS), "keys_outside", (64, chunk))
+        if problem.layout != "dense" or not 0 < problem.queries <= _FEW_QUERIES:
+            return Loops((64, _BLOCK_KEYS), "keys_outside", (64, chunk))
+        together = min(problem.heads // problem.kv_heads, _DECODE_ROWS // problem.queries)
+        split = max(_SPLIT_BLOCKS, -(-blocks // _MOST_SPLITS)) * _BLOCK_KEYS
+        tile = (together * problem.queries, _BLOCK_KEYS)
+        return Loops(tile, "keys_outside", (64, chunk), split_keys=split, shared=True)
 
     def forward(self, problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
         """The forward pass."""

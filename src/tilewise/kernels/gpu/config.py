@@ -274,6 +274,7 @@ _TABLE = _rows(
     ampere:single dq+      32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
     small:single forward   64x32/8/2     32x16/8/2     32x16/8/1     16x16/8/1
     small:single dkdv+     16x64/8/1     16x32/8/1     16x16/8/1     16x16/8/1
+    sm_120:single dkdv+    32x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
     hopper:single forward  64x16/8/3     32x16/8/2     32x16/8/1     16x16/8/1
     hopper:single dkdv+    32x32/4/2     16x32/8/1     16x16/8/1     16x16/8/1
     cdna:single  dkdv     32x32/4/1     16x32/8/1     16x16/4/1     16x16/4/1
@@ -285,8 +286,8 @@ _TABLE = _rows(
     blackwell:single forward  64x16/8/3     32x16/8/2     32x16/8/1     16x16/8/1
     blackwell:single dkdv+    32x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
     rdna3:single forward  32x16/8/1     16x16/8/1     16x16/16/1    16x16/16/1
-    rdna3:single dkdv     32x32/8/1     32x32/8/1     16x16/8/1     16x16/8/1
-    rdna3:single dq       32x32/8/1     32x32/8/1     16x16/8/1     16x16/8/1
+    rdna3:single dkdv     32x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
+    rdna3:single dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
     rdna4:single forward  32x16/8/1     16x16/8/1     16x16/16/1    16x16/16/1
     rdna4:single dkdv     32x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
     rdna4:single dq       32x32/8/1     32x32/8/1     16x16/8/1     16x16/8/1
@@ -431,7 +432,7 @@ def tiles_for(
     # Columns that are not there are hidden one by one, in registers.
     has_variant |= padded(head_dim) != head_dim or padded(value_dim) != value_dim
     index = WIDTHS.index(_class_of(head_dim, value_dim))
-    row = _row(chip.table, pass_name, dtype, has_variant, scattered)
+    row = _row(chip, pass_name, dtype, has_variant, scattered)
     blocks = row[index]
     if has_variant and blocks.queries * blocks.keys > 128 * 64:
         blocks = blocks._replace(keys=blocks.keys // 2)
@@ -440,17 +441,17 @@ def tiles_for(
     return _fitting(blocks, pass_name, chip, itemsize, head_dim, value_dim)
 
 
-def _row(table: str, pass_name: Pass, dtype: torch.dtype, heavy: bool, scattered: bool) -> _Row:
-    """The most particular row that there is."""
-    tables = (f"{table}:single", "single") if dtype.itemsize > 2 else (table,)
-    if table == _INTERPRETER:
-        tables = (table,)
+def _row(chip: Family, pass_name: Pass, dtype: torch.dtype, heavy: bool, scattered: bool) -> _Row:
+    """The most particular row that there is; a chip's own before that of its table."""
+    tables: tuple[str, ...] = (chip.name, chip.table)
+    if dtype.itemsize > 2 and chip.table != _INTERPRETER:
+        tables = (*(f"{table}:single" for table in tables), "single")
     marks = ("8",) * (dtype is FLOAT8) + ("*",) * scattered + ("+",) * heavy + ("",)
     for where in tables:
         for mark in marks:
             if (where, pass_name + mark) in _TABLE:
                 return _TABLE[where, pass_name + mark]
-    raise KeyError(f"no blocks for {pass_name} on {table}")
+    raise KeyError(f"no blocks for {pass_name} on {chip.table}")
 
 
 def shared_need(

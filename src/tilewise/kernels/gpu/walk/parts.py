@@ -64,8 +64,11 @@ def product_in_parts(
     ``own`` and ``other`` are as ``side`` of ``rows_of``: rows outside of [low, high) count as 0.
     """
     total = tl.zeros([OWN_BLOCK, OTHER_BLOCK], tl.float32)
-    # What a program owns is not to be moved out of the loop, and held in registers after all.
-    for column in tl.range(0, WIDTH, PART, num_stages=1, disable_licm=True):
+    # What a program owns is not to be moved out of the loop, and held in registers after all. A
+    # compiler that knew how often the loop goes round would unroll it first and do that then; it
+    # does not know that the walk has rows to visit.
+    stop = WIDTH * tl.minimum(other[4] - other[3], 1)
+    for column in tl.range(0, stop, PART, num_stages=1, disable_licm=True):
         left = _part_of(own, column, OWN_BLOCK, WIDTH, PART, WIDE)
         right = _part_of(other, column, OTHER_BLOCK, WIDTH, PART, WIDE)
         total = tl.dot(left, tl.trans(right), total, input_precision=PRECISION)

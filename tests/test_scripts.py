@@ -105,7 +105,8 @@ STAND_IN = """\
 #!/bin/sh
 if [ "$1" = -c ]; then exit "$NO_TRITON"; fi
 printf '%s %s\\n' "${TRITON_INTERPRET:-0}" "$*" >>"$CALLS"
-if [ "${TRITON_INTERPRET:-0}" = 1 ]; then exit "$INTERPRETED"; fi
+if [ "${TRITON_INTERPRET:-0}" = 1 ]; then echo interpreted; exit "$INTERPRETED"; fi
+echo ordinary
 exit "$ORDINARY"
 """
 
@@ -118,25 +119,31 @@ def test_tests_run_in_two_processes(
     tmp_path: Path, ordinary: int, interpreted: int, code: int
 ) -> None:
     """The interpreter's with the same arguments; 5, which is nothing collected, is no failure."""
-    calls, done = _test(tmp_path, ordinary, interpreted)
-    assert calls == ["0 -m pytest -k a b", "1 -m pytest -k a b"]
+    calls, said, done = _test(tmp_path, ordinary, interpreted)
+    assert sorted(calls) == ["0 -m pytest -k a b", "1 -m pytest -k a b"]
+    assert [word for word in said if word in ("ordinary", "interpreted")] == [
+        "ordinary",
+        "interpreted",
+    ]
     assert done == code
 
 
 @pytest.mark.parametrize("ordinary", [0, 1, 5])
 def test_tests_without_triton(tmp_path: Path, ordinary: int) -> None:
-    assert _test(tmp_path, ordinary, 0, no_triton=1) == (["0 -m pytest -k a b"], ordinary)
+    calls, said, done = _test(tmp_path, ordinary, 0, no_triton=1)
+    assert (calls, said, done) == (["0 -m pytest -k a b"], ["ordinary"], ordinary)
 
 
 def test_tests_that_are_interrupted(tmp_path: Path) -> None:
-    """Or called wrongly: no second process."""
-    assert _test(tmp_path, 2, 0) == (["0 -m pytest -k a b"], 2)
+    """Or called wrongly: what the second process says is not waited for."""
+    _, said, done = _test(tmp_path, 2, 0)
+    assert (said, done) == (["ordinary"], 2)
 
 
 def _test(
     folder: Path, ordinary: int, interpreted: int, no_triton: int = 0
-) -> tuple[list[str], int]:
-    """The calls that scripts/test.sh makes where they end so, and how it ends."""
+) -> tuple[list[str], list[str], int]:
+    """The calls that scripts/test.sh makes where they end so, what it prints, and how it ends."""
     python, calls = folder / "python", folder / "calls"
     python.write_text(STAND_IN)
     python.chmod(0o755)
@@ -151,6 +158,7 @@ def _test(
             "NO_TRITON": str(no_triton),
         },
         capture_output=True,
+        text=True,
         check=False,
     )
-    return calls.read_text().splitlines(), done.returncode
+    return calls.read_text().splitlines(), done.stdout.splitlines(), done.returncode

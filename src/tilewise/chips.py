@@ -268,8 +268,8 @@ CHIPS: Mapping[str, Chip] = {
             "float32": 163.4,
             "float64": 163.4,
         },
-        "AMD Instinct MI300X datasheet (2023); CDNA 3 whitepaper: powers at a quarter of the "
-        "vector rate",
+        "AMD Instinct MI300X datasheet (2023) and ROCm's page on the MI300 series; LLVM's "
+        "scheduling model of gfx9 (D81011): powers at a quarter of the vector rate",
     ),
     "t4": _gpu(
         "NVIDIA T4",
@@ -288,7 +288,8 @@ CHIPS: Mapping[str, Chip] = {
         (128 * _KIB, 16 * _MIB, 8 * _MIB),
         100,
         (2 * 4 * 4 * 3.49e9, 2 * 4 * 4 * 3.49e9),
-        "Apple, M2 announcement (2022): 100 GB/s; four 128-bit multiply-adds a clock at 3.49 GHz",
+        "Apple, M2 announcement (2022): 100 GB/s; four 128-bit multiply-adds a clock at 3.49 GHz, "
+        "bfloat16 by way of float32",
     ),
     "graviton3": _cpu(
         "AWS Graviton3",

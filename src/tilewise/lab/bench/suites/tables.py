@@ -30,9 +30,10 @@ def heading(record: Record) -> list[str]:
     named = {name: machine["versions"].get(name) for name in _RUN_BY}
     versions = ", ".join(f"{name} {value}" for name, value in named.items() if value)
     load = " to ".join(str(each) for each in machine["load_average"])
+    cores = "1 core" if machine["cores"] == 1 else f"{machine['cores']} cores"
     clock = "CUDA events" if record.device == "cuda" else "processor time of one thread"
     lines = [
-        f"{machine['chip']}, {machine['cores']} cores, {machine['instruction_set']}; {versions}, "
+        f"{machine['chip']}, {cores}, {machine['instruction_set']}; {versions}, "
         f"Python {machine['python']}, {machine['system']}; load {load}",
         f"Times: {clock}, medians of rounds in which all methods take turns, with half the "
         "distance between the quartiles.",

@@ -163,8 +163,8 @@ _SPLITTING_INTERPRETED = Splitting(64, 4)
 
 _KB = 1024
 _CDNA4_PARTS = Parts(LARGEST_WIDTH, 256, LARGEST_WIDTH, LARGEST_WIDTH, 256, 32)
-_RDNA3_PARTS = Parts(256, 64, 128, 128, 32)
-_RDNA4_PARTS = Parts(LARGEST_WIDTH, 128, 256, 128, 32)
+_RDNA3_PARTS = Parts(128, 64, 64, 32, 32)
+_RDNA4_PARTS = Parts(LARGEST_WIDTH, 128, 64, 32, 32)
 FAMILIES = {
     family.name: family
     for family in (
@@ -216,7 +216,7 @@ _TABLE = _rows(
     blackwell    forward  128x128/8/2   128x64/8/3    128x32/8/2    32x32/8/2
     cdna         forward  128x64/4/1    128x64/8/1    64x32/8/1     32x16/8/1
     cdna4        forward  128x64/4/2    128x64/8/2    64x32/8/2     32x32/8/1
-    rdna3        forward  64x32/4/1     64x32/8/1     32x16/8/1     16x16/8/1
+    rdna3        forward  64x32/4/1     64x32/8/1     32x32/8/1     16x16/8/1
     rdna4        forward  128x32/8/1    64x32/8/1     32x32/8/1     16x16/8/1
     turing       dkdv     32x32/4/1     32x32/8/1     16x32/8/1     16x16/8/1
     ampere       dkdv     32x64/8/1     32x64/8/2     32x32/8/1     16x16/8/1
@@ -236,7 +236,7 @@ _TABLE = _rows(
     cdna         dq       64x32/8/1     32x32/8/1     32x16/8/1     16x16/4/1
     cdna4        dq       64x64/8/1     64x32/8/1     32x16/8/1     16x16/4/1
     rdna3        dq       32x32/8/1     32x16/8/1     32x32/8/1     16x16/8/1
-    rdna4        dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
+    rdna4        dq       32x32/8/1     32x16/8/1     32x32/8/1     16x16/8/1
     small        forward+ 64x64/8/3     64x64/8/3     64x32/8/2     32x32/8/1
     hopper       decode+  16x128/4/3    16x32/4/3     16x64/8/2     16x16/4/2
     small        decode+  16x32/4/3     16x32/4/2     16x32/8/2     16x16/4/2
@@ -249,7 +249,7 @@ _TABLE = _rows(
     blackwell    dkdv+    32x128/8/1    32x64/8/1     16x32/8/3     32x16/8/1
     blackwell    dq+      128x64/8/2    64x32/8/2     64x32/8/1     32x16/8/1
     cdna4        dkdv+    32x32/4/1     32x32/4/1     16x32/8/1     16x32/8/1
-    rdna3        dq+      32x32/8/1     16x16/4/1     32x32/8/1     16x16/8/1
+    rdna3        forward+ 64x32/4/1     64x16/8/1     32x32/8/1     16x16/8/1
     ampere       forward8 128x64/4/3    64x64/8/3     64x32/8/2     32x32/8/2
     hopper       forward8 128x128/8/2   128x128/8/2   64x64/8/2     32x32/8/2
     cdna         forward* 128x64/4/1    128x32/8/1    64x32/8/1     32x16/8/1
@@ -285,15 +285,14 @@ _TABLE = _rows(
     blackwell    dq*      128x64/8/2    128x32/8/3    64x16/8/3     32x16/8/1
     blackwell:single forward  64x16/8/3     32x16/8/2     32x16/8/1     16x16/8/1
     blackwell:single dkdv+    32x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
-    rdna3:single forward  32x16/8/1     16x16/8/1     16x16/16/1    16x16/16/1
-    rdna3:single dkdv     32x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
+    rdna3:single forward  32x32/8/1     16x16/8/1     16x16/16/1    16x16/16/1
+    rdna3:single dkdv     16x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
     rdna3:single dq       32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
-    rdna4:single forward  32x16/8/1     16x16/8/1     16x16/16/1    16x16/16/1
-    rdna4:single dkdv     32x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
+    rdna4:single forward  32x32/8/1     16x16/8/1     16x16/16/1    16x16/16/1
+    rdna4:single dkdv     16x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
     rdna4:single dq       32x32/8/1     32x32/8/1     16x16/8/1     16x16/8/1
     cdna4        forward+ 128x64/4/2    128x32/8/2    64x32/8/2     64x16/8/2
     cdna4:single forward  32x32/4/2     32x16/8/2     32x16/8/1     16x16/4/2
-    rdna3        forward* 64x32/4/1     64x16/8/1     16x16/8/1     16x16/8/1
     single       forward  32x32/4/2     32x16/8/2     32x16/8/1     16x16/8/1
     single       dkdv     32x32/4/1     16x32/8/1     16x16/8/1     16x16/8/1
     single       dq       32x32/4/1     32x16/8/1     16x16/8/1     16x16/8/1
@@ -305,8 +304,10 @@ _TABLE = _rows(
     cdna         decode   16x64/4/1     16x64/4/1     16x32/4/1     16x16/4/1
     cdna4        decode   16x64/4/2     16x64/4/2     16x32/4/2     16x32/4/1
     rdna3        decode   16x64/4/1     16x32/4/1     16x16/8/1     16x16/8/1
+    rdna3        decode+  16x64/4/1     16x16/4/1     16x16/8/1     16x16/8/1
     rdna4        decode   16x64/4/1     16x32/4/1     16x16/4/1     16x16/4/1
     single       decode   16x16/4/2     16x16/8/2     16x16/8/1     16x16/8/1
+    rdna4:single decode   16x16/4/2     16x16/8/1     16x16/8/1     16x16/8/1
     interpreter  forward  64x32/4/1     64x32/4/1     64x32/4/1     64x32/4/1
     interpreter  decode   16x32/4/1     16x32/4/1     16x32/4/1     16x32/4/1
     interpreter  dkdv     32x64/4/1     32x64/4/1     32x64/4/1     32x64/4/1

@@ -97,8 +97,9 @@ def product_of(queries, keys, WIDTH: tl.constexpr, FORM: tl.constexpr):
     if FORM[11] == 0:
         product = tl.dot(queries, tl.trans(keys), input_precision=FORM[9])
     else:
+        PRECISION: tl.constexpr = FORM[9]  # Triton 3.6 takes no member of a tuple that is a word
         product = product_in_parts(
-            queries, keys, FORM[0], FORM[1], WIDTH, FORM[11], FORM[10], FORM[9]
+            queries, keys, FORM[0], FORM[1], WIDTH, FORM[11], FORM[10], PRECISION
         )
     return product
 

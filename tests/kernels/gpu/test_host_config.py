@@ -52,15 +52,15 @@ def test_where_products_are_summed_in_parts() -> None:
         return config.config_for(family).part(name, problem)
 
     assert [part("gfx1100", "dkdv", width) for width in (64, 65, 512)] == [0, 16, 16]
-    assert [part("gfx1100", "dq", width) for width in (128, 129)] == [0, 16]
+    assert [part("gfx1100", "dq", width) for width in (64, 65)] == [0, 16]
     assert [part("gfx1201", "dkdv", width) for width in (128, 129)] == [0, 16]
-    assert [part("gfx1201", "dq", width) for width in (256, 257)] == [0, 16]
-    assert [part("gfx1100", "forward", width) for width in (256, 257)] == [0, 16]
+    assert [part("gfx1201", "dq", width) for width in (64, 65)] == [0, 16]
+    assert [part("gfx1100", "forward", width) for width in (128, 129)] == [0, 16]
     assert [part("gfx1201", "forward", width) for width in (256, 512)] == [0, 0]
     assert [part("gfx950", "dkdv", width) for width in (256, 257)] == [0, 32]
     for family, whole, forward, some in (
-        ("gfx1100", 32, 128, 16),
-        ("gfx1201", 32, 128, 16),
+        ("gfx1100", 32, 32, 16),
+        ("gfx1201", 32, 32, 16),
         ("gfx950", 256, 512, 32),
     ):
         most = {"forward": forward, "dkdv": whole, "dq": whole, "decode": 512}

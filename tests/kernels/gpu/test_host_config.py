@@ -54,7 +54,7 @@ def test_where_products_are_summed_in_parts() -> None:
     assert [part("gfx1100", "dkdv", width) for width in (64, 65, 512)] == [0, 16, 16]
     assert [part("gfx1100", "dq", width) for width in (64, 65)] == [0, 16]
     assert [part("gfx1201", "dkdv", width) for width in (128, 129)] == [0, 16]
-    assert [part("gfx1201", "dq", width) for width in (64, 65)] == [0, 16]
+    assert [part("gfx1201", "dq", width) for width in (128, 129)] == [0, 16]
     assert [part("gfx1100", "forward", width) for width in (128, 129)] == [0, 16]
     assert [part("gfx1201", "forward", width) for width in (256, 512)] == [0, 0]
     assert [part("gfx950", "dkdv", width) for width in (256, 257)] == [0, 32]

@@ -1,4 +1,4 @@
-"""tilewise.nn: the implementations agree, rotary is the textbook's, errors name what is wrong."""
+"""nn.Attention: the implementations agree, rotary is the textbook's, errors name what is wrong."""
 
 from __future__ import annotations
 

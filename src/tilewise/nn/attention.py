@@ -1,12 +1,7 @@
-"""Modules: a multi-head attention layer over ``tilewise.attention``, and rotary position embedding.
+"""A multi-head attention layer over ``tilewise.attention``.
 
-``Attention`` runs the same parameters through one of three implementations, so that a model can be
-compared with itself by changing one argument:
-
-* ``"tilewise"``: ``tilewise.attention``, O(N) memory; says every mask and score.
-* ``"sdpa"``: ``torch.nn.functional.scaled_dot_product_attention``; masks other than plain causal
-  are materialised, and what that function cannot say raises ``Unsupported``.
-* ``"plain"``: the textbook form in torch operations, which writes the M x N matrix.
+``Attention`` runs the same parameters through one of three implementations
+(``implementations.py``), so that a model can be compared with itself by changing one argument.
 
 Dimensions: B batch, Hq query heads, Hk key/value heads, M queries, N keys, D head width.
 """
@@ -14,95 +9,18 @@ Dimensions: B batch, Hq query heads, Hk key/value heads, M queries, N keys, D he
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout, scaled_dot_product_attention
 
-from tilewise.errors import InvalidArgument, InvalidType, Unsupported
-from tilewise.functional import MaskLike, ScoreLike, attention
-from tilewise.reference.blocks import Block
-from tilewise.reference.programs import apply_score, visible
-from tilewise.variants.lower import Extent, lower_mask, lower_score, statistics_dtype
-from tilewise.variants.masks import Mask, causal
-from tilewise.variants.scores import Score
-from tilewise.variants.values import as_mask, as_score
+from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.functional import MaskLike, ScoreLike
+from tilewise.nn.implementations import Ask, Implementation, implementation_of
+from tilewise.nn.rotation import Rotary, rotary
+from tilewise.variants.values import Mask, Score, as_mask, as_score
 
-__all__ = ["Attention", "Implementation", "Rotary", "rotary"]
-
-Implementation = Literal["plain", "sdpa", "tilewise"]
-
-
-class Rotary(NamedTuple):
-    """How ``Attention`` rotates queries and keys: see ``rotary`` for the formula.
-
-    Args:
-        base: the base of the geometric series of wavelengths.
-        dim: how many leading channels of a head are rotated, even; None for all of them.
-    """
-
-    base: float = 10000.0
-    dim: int | None = None
-
-
-def rotary(
-    x: Tensor, positions: Tensor, *, base: float = 10000.0, dim: int | None = None
-) -> Tensor:
-    """Rotary position embedding: turn channel pairs by an angle proportional to the position.
-
-    For i < dim/2, with angle = position * base ** (-2 i / dim)::
-
-        out[i]         = x[i] * cos(angle) - x[i + dim/2] * sin(angle)
-        out[i + dim/2] = x[i + dim/2] * cos(angle) + x[i] * sin(angle)
-
-    Channels from ``dim`` on are copied. This pairing of halves is that of GPT-NeoX and Llama.
-    Angles are computed in float32 (float64 for float64), as is the rotation of half types.
-
-    Args:
-        x: queries or keys, [B, H, S, D].
-        positions: integer or floating, [S] or [B, S].
-        base: the base of the geometric series, above 0.
-        dim: rotated channels, even, in [2, D]; None for D.
-
-    Returns:
-        [B, H, S, D], the dtype of ``x``.
-
-    Raises:
-        InvalidArgument: an odd or too large ``dim``, a ``base`` not above 0, or positions that do
-            not fit ``x``.
-
-    Source: Su et al., RoFormer (2021), equation 15.
-    """
-    width = x.shape[-1]
-    dim = width if dim is None else dim
-    if dim % 2 or not 2 <= dim <= width:
-        raise InvalidArgument("dim", str(dim), f"an even number from 2 to the head width {width}")
-    if not (math.isfinite(base) and base > 0):
-        raise InvalidArgument("base", str(base), "a finite number above 0")
-    if positions.shape not in ((x.shape[2],), (x.shape[0], x.shape[2])):
-        came, required = f"shape {list(positions.shape)}", f"[S] or [B, S] of x {list(x.shape)}"
-        raise InvalidArgument("positions", came, required)
-    work = torch.float64 if x.dtype == torch.float64 else torch.float32
-    exponents = torch.arange(0, dim, 2, device=x.device, dtype=work) / dim
-    angles = positions.to(work)[..., None] * base**-exponents  # [S, dim/2] or [B, S, dim/2]
-    if positions.dim() == 2:
-        angles = angles[:, None]
-    cos, sin = angles.cos(), angles.sin()
-    first, second = x[..., : dim // 2].to(work), x[..., dim // 2 : dim].to(work)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return torch.cat([part.to(x.dtype) for part in turned] + [x[..., dim:]], dim=-1)
-
-
-class _Ask(NamedTuple):
-    """What is asked of an implementation, beside q, k and v."""
-
-    mask: Mask | None
-    score: Score | None
-    scale: float
-    sinks: Tensor | None
-    dropout_p: float
+__all__ = ["Attention"]
 
 
 class Attention(nn.Module):
@@ -167,7 +85,7 @@ class Attention(nn.Module):
         self.head_dim = width // heads if head_dim is None else _positive("head_dim", head_dim)
         if not 0.0 <= dropout_p < 1.0:
             raise InvalidArgument("dropout_p", str(dropout_p), "a number in [0, 1)")
-        _implementation(implementation)
+        implementation_of(implementation)
         self.rotary = rotary
         self.mask = None if mask is None else _mask_to_keep(mask)
         self.score = None if score is None else _score_to_keep(score)
@@ -229,14 +147,14 @@ class Attention(nn.Module):
             q = rotary(q, at, **self.rotary._asdict())
             k = rotary(k, at_keys, **self.rotary._asdict())
         q, k = q.to(v.dtype), k.to(v.dtype)
-        ask = _Ask(
+        ask = Ask(
             _both(self.mask, mask),
             _then(self.score, score),
             self.scale,
             self.sinks,
             self.dropout_p if self.training else 0.0,
         )
-        out = _implementation(self.implementation)(q, k, v, ask)
+        out = implementation_of(self.implementation)(q, k, v, ask)
         merged: Tensor = self.output(out.transpose(1, 2).flatten(2))
         return merged
 
@@ -262,119 +180,6 @@ class Attention(nn.Module):
         if queries is None:
             queries = torch.arange(x.shape[1], device=x.device)
         return queries, queries if keys is None else keys
-
-
-def _tilewise(q: Tensor, k: Tensor, v: Tensor, ask: _Ask) -> Tensor:
-    out = attention(q, k, v, **ask._asdict())
-    assert isinstance(out, Tensor)  # a tuple comes only when more than the output is asked for
-    return out
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, ask: _Ask) -> Tensor:
-    if ask.sinks is not None:
-        fix = "use implementation='tilewise' or 'plain'"
-        raise Unsupported("scaled_dot_product_attention has no sinks", fix=fix)
-    is_causal = ask.score is None and _is_causal(ask.mask, q.shape[2], k.shape[2])
-    return scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=None if is_causal else _sdpa_mask(q, k, ask),
-        dropout_p=ask.dropout_p,
-        is_causal=is_causal,
-        scale=ask.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-
-
-def _sdpa_mask(q: Tensor, k: Tensor, ask: _Ask) -> Tensor | None:
-    """The mask and the additive scores as the one tensor that sdpa takes (it kills dead rows)."""
-    seen = None if ask.mask is None else _visible(ask.mask, q, k)
-    if ask.score is None:
-        return seen
-    for instr in ask.score.program:
-        if instr.op in ("softcap", "expr"):
-            what = "softcap" if instr.op == "softcap" else "score function"
-            fix = "use implementation='tilewise' or 'plain'"
-            raise Unsupported(f"scaled_dot_product_attention has no {what}", fix=fix)
-    # Every other score is additive, so that its effect on a zero score is the tensor to add.
-    added = _scored(ask.score, q.new_zeros(1, 1, q.shape[2], k.shape[2]), q, k)
-    return added if seen is None else added.masked_fill(~seen, -math.inf)
-
-
-def _plain(q: Tensor, k: Tensor, v: Tensor, ask: _Ask) -> Tensor:
-    """softmax(mask(score(scale q k^T))) v, written out. Rows that see no key give 0."""
-    if q.shape[1] != k.shape[1]:
-        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
-    seen = None if ask.mask is None else _visible(ask.mask, q, k)
-    scores = (q * ask.scale) @ k.transpose(-2, -1)  # [B, Hq, M, N]
-    # Hidden pairs get the smallest finite score: -inf throughout a row would make its softmax NaN.
-    lowest = torch.finfo(scores.dtype).min
-    alive = None if seen is None else seen.any(dim=-1, keepdim=True)
-    if ask.score is not None:
-        scores = _scored(ask.score, scores, q, k).clamp_min(lowest)  # a bias may be -inf
-    if seen is not None:
-        scores = scores.masked_fill_(~seen, lowest)
-    if ask.score is not None:
-        alive = (scores > lowest).any(dim=-1, keepdim=True)
-    if ask.sinks is not None:
-        sink = ask.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, sink], dim=-1)
-    probabilities = scores.softmax(dim=-1)[..., : k.shape[2]]
-    if ask.dropout_p > 0.0:
-        probabilities = dropout(probabilities, ask.dropout_p)
-    out = probabilities @ v
-    return out if alive is None else out.masked_fill(~alive, 0.0)
-
-
-_IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, _Ask], Tensor]] = {
-    "plain": _plain,
-    "sdpa": _sdpa,
-    "tilewise": _tilewise,
-}
-
-
-def _implementation(name: str) -> Callable[[Tensor, Tensor, Tensor, _Ask], Tensor]:
-    run = _IMPLEMENTATIONS.get(name)
-    if run is None:
-        required = " or ".join(repr(known) for known in _IMPLEMENTATIONS)
-        raise InvalidArgument("implementation", repr(name), required)
-    return run
-
-
-def _block(q: Tensor, k: Tensor) -> Block:
-    """The whole score matrix as one block."""
-    (batch, heads, queries, _), keys = q.shape, k.shape[2]
-    floats = statistics_dtype(q.dtype)
-    return Block(range(queries), range(keys), queries, keys, range(batch), range(heads), floats)
-
-
-def _extent(q: Tensor, k: Tensor) -> Extent:
-    checked = q.device.type == "cpu" and not torch.compiler.is_compiling()
-    return Extent(q.shape[0], q.shape[1], q.shape[2], k.shape[2], check_values=checked)
-
-
-def _visible(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
-    """bool, broadcastable to [B, Hq, M, N]: the pairs that attend."""
-    queries, keys = q.shape[2], k.shape[2]
-    if mask.program == causal().program:  # what everybody writes, and no int64 M x N on the way
-        return torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
-    captured = lower_mask(mask.program, mask.captured, _extent(q, k), q.device, q.dtype)
-    return visible(mask.program, captured, _block(q, k), q.device)
-
-
-def _scored(score: Score, scores: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """The scores (broadcastable to [B, Hq, M, N]) after the score's program."""
-    captured = lower_score(score.program, score.captured, _extent(q, k), q.dtype, q.device)
-    return apply_score(score.program, captured, scores, _block(q, k))[0]
-
-
-def _is_causal(mask: Mask | None, queries: int, keys: int) -> bool:
-    """Whether the mask is what sdpa calls is_causal, which is aligned to the top left."""
-    if mask is None:
-        return False
-    square = queries == keys and mask.program == causal().program
-    return square or mask.program == causal("top_left").program
 
 
 def _mask_to_keep(mask: MaskLike) -> MaskLike:

@@ -1,0 +1,7 @@
+"""Modules: attention layers over ``tilewise.attention``, and rotary position embedding."""
+
+from tilewise.nn.attention import Attention
+from tilewise.nn.implementations import Implementation
+from tilewise.nn.rotation import Rotary, rotary
+
+__all__ = ["Attention", "Implementation", "Rotary", "rotary"]

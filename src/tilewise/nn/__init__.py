@@ -2,6 +2,7 @@
 
 from tilewise.nn.attention import Attention
 from tilewise.nn.implementations import Implementation
+from tilewise.nn.multihead import MultiheadAttention
 from tilewise.nn.rotation import Rotary, rotary
 
-__all__ = ["Attention", "Implementation", "Rotary", "rotary"]
+__all__ = ["Attention", "Implementation", "MultiheadAttention", "Rotary", "rotary"]

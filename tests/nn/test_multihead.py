@@ -114,7 +114,7 @@ def compare(
     given: Inputs,
     call: dict[str, Any],
 ) -> None:
-    """With the weights and without them; of torch's the written-out path is what is compared."""
+    """With the weights and without them."""
     call = dict(call)
     masks = {name: call.pop(name, None) for name in ("attn_mask", "key_padding_mask")}
     for need_weights in (True, False):

@@ -4,5 +4,14 @@ from tilewise.nn.attention import Attention
 from tilewise.nn.implementations import Implementation
 from tilewise.nn.multihead import MultiheadAttention
 from tilewise.nn.rotation import Rotary, rotary
+from tilewise.nn.transformer import TransformerDecoderLayer, TransformerEncoderLayer
 
-__all__ = ["Attention", "Implementation", "MultiheadAttention", "Rotary", "rotary"]
+__all__ = [
+    "Attention",
+    "Implementation",
+    "MultiheadAttention",
+    "Rotary",
+    "TransformerDecoderLayer",
+    "TransformerEncoderLayer",
+    "rotary",
+]

@@ -21,7 +21,7 @@ from tilewise.nn.ragged import nested_as, rows_of
 from tilewise.variants.masks import causal
 from tilewise.variants.values import Mask
 
-__all__ = ["MultiheadAttention"]
+__all__ = ["MultiheadAttention", "adopt"]
 
 _NOTHING = ~Mask(())
 
@@ -214,6 +214,14 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         out = attention_varlen(q, k, v, rows.cu_seqlens, keys.cu_seqlens, **asked)
         found = linear(out.flatten(1), self.out_proj.weight, self.out_proj.bias)
         return nested_as(found, rows)
+
+
+def adopt(module: torch.nn.MultiheadAttention) -> None:
+    """Make torch's module one of ours, where it is: it has the same state, and nothing is lost.
+
+    Parameters, buffers, hooks and whatever refers to the module stay as they are.
+    """
+    module.__class__ = MultiheadAttention
 
 
 def _by_heads(x: Tensor, heads: int) -> Tensor:

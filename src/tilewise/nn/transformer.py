@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilewise.nn.multihead import adopt
 
+# The constructors are torch's own, whatever its version: ``wraps`` gives them its signature.
 __all__ = ["TransformerDecoderLayer", "TransformerEncoderLayer"]
 
 
@@ -29,7 +30,7 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.TransformerEncoderLayer.html
     """
 
-    @wraps(torch.nn.TransformerEncoderLayer.__init__)  # type: ignore[misc]  # torch's signature, whatever its version
+    @wraps(torch.nn.TransformerEncoderLayer.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         adopt(self.self_attn)
@@ -73,7 +74,7 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.TransformerDecoderLayer.html
     """
 
-    @wraps(torch.nn.TransformerDecoderLayer.__init__)  # type: ignore[misc]  # torch's signature, whatever its version
+    @wraps(torch.nn.TransformerDecoderLayer.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         adopt(self.self_attn)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.functional import MaskLike, ScoreLike
 from tilewise.nn.implementations import Ask, Implementation, implementation_of
-from tilewise.nn.rotation import Rotary, rotary
+from tilewise.nn.rotation import Rotary, longest, rotary
 from tilewise.variants.values import Mask, Score, as_mask, as_score
 
 __all__ = ["Attention"]
@@ -144,8 +144,10 @@ class Attention(nn.Module):
             k = self.key_norm(k.to(self.key_norm.weight.dtype))
         if self.rotary is not None:
             at, at_keys = self._positions(x, context, positions, context_positions)
-            q = rotary(q, at, **self.rotary._asdict())
-            k = rotary(k, at_keys, **self.rotary._asdict())
+            how = self.rotary._asdict()
+            if self.rotary.scaling is not None and self.rotary.scaling.dynamic:
+                how["length"] = longest(at, at_keys)
+            q, k = rotary(q, at, **how), rotary(k, at_keys, **how)
         q, k = q.to(v.dtype), k.to(v.dtype)
         ask = Ask(
             _both(self.mask, mask),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.functional import MaskLike, ScoreLike
+from tilewise.nn.caches import Cache, Past
 from tilewise.nn.implementations import Ask, Implementation, implementation_of
 from tilewise.nn.rotation import Rotary, longest, rotary
 from tilewise.variants.values import Mask, Score, as_mask, as_score
@@ -112,8 +113,16 @@ class Attention(nn.Module):
         score: ScoreLike = None,
         positions: Tensor | None = None,
         context_positions: Tensor | None = None,
+        cache: Cache | None = None,
+        sequences: Sequence[int] | None = None,
     ) -> Tensor:
-        """Attend from ``x`` to ``context``, or to itself.
+        """Attend from ``x`` to ``context``, or to itself, or to a cache that ``x`` continues.
+
+        With a cache the rows of ``x`` are put behind what it has, and see all of it that the mask
+        allows. A causal layer that gets a sequence in pieces, however small, gives what it gives in
+        one (but for rounding). In masks and scores m counts the rows of the call, which are the
+        last ones of all n.length: masks and scores that are aligned to the bottom right, as the
+        built-in ones are if nothing else is said, mean the same with a cache and without.
 
         Args:
             x: [B, M, width].
@@ -123,17 +132,24 @@ class Attention(nn.Module):
             positions: for the rotation of the queries, [M] or [B, M]; None for 0, 1, ...
             context_positions: for the rotation of the keys, [N] or [B, N]; None for ``positions``.
                 With both ``rotary`` and ``context``, both must be given.
+            cache: a ``KVCache`` or ``PagedKVCache`` of ``tilewise.serving`` for this layer alone,
+                with its kv_heads, head_dim and dtype. ``positions`` None are then those behind
+                what it has. No context, no gradients, no dropout.
+            sequences: which sequences of a ``PagedKVCache`` the B items of ``x`` continue.
 
         Returns:
             [B, M, width].
 
         Raises:
-            InvalidArgument: shapes that do not fit, or positions that are missing.
-            Unsupported: ``"sdpa"`` was asked for softcap or sinks, which it cannot say.
+            InvalidArgument: shapes that do not fit, positions that are missing, or what does not
+                go with a cache.
+            Unsupported: ``"sdpa"`` was asked for softcap or sinks, which it cannot say; pages were
+                given to another implementation than ``"tilewise"``.
         """
         _check_input("x", x, self.width)
         if context is not None:
             _check_input("context", context, self.context_width)
+        past = self._past(x, context, cache, sequences)
         source = x if context is None else context
         q = self._heads(self.query(x), self.heads)
         k = self._heads(self.key(source), self.kv_heads)
@@ -143,6 +159,8 @@ class Attention(nn.Module):
             q = self.query_norm(q.to(self.query_norm.weight.dtype))
             k = self.key_norm(k.to(self.key_norm.weight.dtype))
         if self.rotary is not None:
+            if past is not None and positions is None:
+                positions = past.positions(x)
             at, at_keys = self._positions(x, context, positions, context_positions)
             how = self.rotary._asdict()
             if self.rotary.scaling is not None and self.rotary.scaling.dynamic:
@@ -156,7 +174,10 @@ class Attention(nn.Module):
             self.sinks,
             self.dropout_p if self.training else 0.0,
         )
-        out = implementation_of(self.implementation)(q, k, v, ask)
+        if past is not None:
+            out = past.attend(q, k, v, ask, self.implementation)
+        else:
+            out = implementation_of(self.implementation)(q, k, v, ask)
         merged: Tensor = self.output(out.transpose(1, 2).flatten(2))
         return merged
 
@@ -171,6 +192,26 @@ class Attention(nn.Module):
         """[B, S, heads * D] -> [B, heads, S, D], a view."""
         batch, length, _ = projected.shape
         return projected.view(batch, length, heads, self.head_dim).transpose(1, 2)
+
+    def _past(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        cache: Cache | None,
+        sequences: Sequence[int] | None,
+    ) -> Past | None:
+        if cache is None:
+            if sequences is not None:
+                raise InvalidArgument("sequences", "numbers without a cache", "a PagedKVCache too")
+            return None
+        if context is not None:
+            raise InvalidArgument("cache", "one beside a context", "self-attention, or no cache")
+        if self.rotary is not None and self.rotary.scaling is not None:
+            kind = type(self.rotary.scaling)
+            if kind.dynamic:
+                came = f"one with {kind.__name__}, whose angles change as a sequence grows"
+                raise InvalidArgument("cache", came, "a scaling of fixed angles, or no cache")
+        return Past(cache, sequences, x)
 
     def _positions(
         self, x: Tensor, context: Tensor | None, queries: Tensor | None, keys: Tensor | None

@@ -129,12 +129,15 @@ def test_what_is_left_is_named_with_the_reason() -> None:
     patched.forward = lambda *args, **keywords: (args[0], None)  # type: ignore[method-assign]
     odd = nn.TransformerEncoderLayer(E, H)
     odd.self_attn = nn.Identity()  # type: ignore[assignment]
+    outer = nn.TransformerEncoderLayer(E, H)
+    outer.self_attn = OwnAttention(E, H)
     model = nn.ModuleDict(
         {
             "own": OwnAttention(E, H),
             "layer": OwnLayer(E, H),
             "patched": patched,
             "odd": odd,
+            "outer": outer,
             "fancy": FancyAttention(),
             "ours": Attention(E, H),
             "linear": nn.Linear(E, E),
@@ -144,16 +147,19 @@ def test_what_is_left_is_named_with_the_reason() -> None:
     assert [place.name for place in found.replaced] == ["layer.self_attn"]
     assert [place.name for place in found.already] == ["ours"]
     whys = {place.name: place.why for place in found.left}
-    assert list(whys) == ["own", "layer", "patched", "odd", "fancy"]
+    assert list(whys) == [
+        *("own", "layer", "patched", "odd", "outer", "outer.self_attn", "fancy"),
+    ]
     assert "subclass of torch.nn.MultiheadAttention" in whys["own"]
     assert "set_fastpath_enabled(False)" in whys["layer"]
     assert "replaced on the instance" in whys["patched"]
     assert "Identity" in whys["odd"]
     assert "tilewise.sdpa()" in whys["fancy"]
-    assert "left: 1 x OwnAttention: own" in str(found)
+    assert "OwnAttention" in whys["outer"]
+    assert "left: 2 x OwnAttention: own, outer.self_attn" in str(found)
     x = torch.ones(3, 2, E)
     assert patched(x, x, x)[0] is x
-    assert type(odd) is nn.TransformerEncoderLayer
+    assert type(odd) is type(outer) is nn.TransformerEncoderLayer
 
 
 def test_a_subclass_of_a_layer_computes_by_ours_without_the_fast_path(

@@ -157,6 +157,18 @@ def test_causal_by_hint_and_by_mask(options: dict[str, Any], mask: Tensor) -> No
                 torch.testing.assert_close(each, wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 5, 5), (2, 0, 5), (2, 5, 0)])
+def test_nothing_to_attend(batch: int, queries: int, keys: int) -> None:
+    theirs, ours = pair()
+    x, memory = drawn(queries, batch, E), drawn(keys, batch, E)
+    mask = torch.zeros(queries, keys, dtype=torch.bool)
+    for need_weights in (True, False):
+        call = {"attn_mask": mask, "need_weights": need_weights}
+        torch.testing.assert_close(
+            ours(x, memory, memory, **call), theirs(x, memory, memory, **call)
+        )
+
+
 def test_a_hint_does_not_lose_a_gradient() -> None:
     _, ours = pair()
     x, mask = drawn(L, B, E), causal(L, torch.float64).requires_grad_()
@@ -318,6 +330,10 @@ def call(*shapes: tuple[int, ...], **masks: Any) -> Callable[[], object]:
 
 
 NESTED = torch.nested.nested_tensor([torch.zeros(2, E)], layout=torch.jagged)
+LONGER, OTHER = (
+    torch.nested.nested_tensor([torch.zeros(n, E) for n in lengths], layout=torch.jagged)
+    for lengths in ((2, 5), (5, 2))
+)
 ERRORS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "query": (InvalidArgument, r"query.*\[L?S?, B, E\]", call((5, 2, 9), (5, 2, E), (5, 2, E))),
     "rank": (InvalidArgument, "query.*24", call((1, 5, 2, E), (5, 2, E), (5, 2, E))),
@@ -349,6 +365,11 @@ ERRORS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         InvalidArgument,
         "need_weights.*nested",
         lambda: MultiheadAttention(E, H, batch_first=True)(NESTED, NESTED, NESTED),
+    ),
+    "nested of other lengths": (
+        InvalidArgument,
+        "value.*lengths.*key",
+        lambda: MultiheadAttention(E, H)(LONGER, LONGER, OTHER, need_weights=False),
     ),
     "nested beside one that is not": (
         InvalidArgument,

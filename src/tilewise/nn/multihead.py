@@ -17,7 +17,7 @@ from tilewise.errors import InvalidArgument, SlowPathWarning
 from tilewise.functional import attention, attention_varlen
 from tilewise.nn.implementations import Ask, with_weights
 from tilewise.nn.multihead_masks import Masks, Sizes, check_shapes, said_by
-from tilewise.nn.ragged import nested_as, rows_of
+from tilewise.nn.ragged import check_same, nested_as, rows_of
 from tilewise.variants.masks import causal
 from tilewise.variants.values import Mask
 
@@ -208,6 +208,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         rows = rows_of("query", query)
         keys = rows if key is query else rows_of("key", key)
         values = keys if value is key else rows_of("value", value)
+        check_same("value", values, keys, "key")
         packed = self._projected(rows.values, keys.values, values.values)
         q, k, v = (_by_heads(x, self.num_heads) for x in packed)
         asked = self._keywords(Masks(causal("top_left") if call.is_causal else None, None))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewise.errors import InvalidArgument
 
-__all__ = ["Rows", "nested_as", "rows_of"]
+__all__ = ["Rows", "check_same", "nested_as", "rows_of"]
 
 _FORM = "a nested tensor [B, j, E] without holes"
 
@@ -49,6 +49,22 @@ def rows_of(name: str, nested: Any) -> Rows:
     lengths = tuple([part.shape[0] for part in parts])
     ends = torch.tensor([0, *lengths], device=nested.device).cumsum(0)
     return Rows(torch.cat(parts), ends, lengths)
+
+
+def check_same(name: str, rows: Rows, others: Rows, other: str) -> None:
+    """Check that two have sequences of the same lengths; on a device only where that is cheap.
+
+    Raises:
+        InvalidArgument: they have not.
+    """
+    if rows.lengths is not None and others.lengths is not None:
+        same = rows.lengths == others.lengths
+    elif rows.cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        same = rows.values.shape[0] == others.values.shape[0]
+    else:
+        same = torch.equal(rows.cu_seqlens, others.cu_seqlens)
+    if not same:
+        raise InvalidArgument(name, "sequences of other lengths", f"those of {other}")
 
 
 def nested_as(values: Tensor, rows: Rows) -> Tensor:

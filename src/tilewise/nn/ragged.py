@@ -23,12 +23,13 @@ class Rows(NamedTuple):
     Args:
         values: [T, E].
         cu_seqlens: [B + 1], where each sequence starts, and T.
-        lengths: of the sequences where the layout is ``torch.strided``; None where it is jagged.
+        lengths: of the sequences; where the layout is jagged torch's symbol for them, which equals
+            that of tensors of the same origin.
     """
 
     values: Tensor
     cu_seqlens: Tensor
-    lengths: tuple[int, ...] | None
+    lengths: Any
 
 
 def rows_of(name: str, nested: Any) -> Rows:
@@ -44,7 +45,7 @@ def rows_of(name: str, nested: Any) -> Rows:
     if nested.layout is torch.jagged:
         if nested.lengths() is not None or nested._ragged_idx != 1:
             raise InvalidArgument(name, "one with holes, or ragged elsewhere", _FORM)
-        return Rows(nested.values(), nested.offsets(), None)
+        return Rows(nested.values(), nested.offsets(), nested.shape[1])
     parts = nested.unbind()
     lengths = tuple([part.shape[0] for part in parts])
     ends = torch.tensor([0, *lengths], device=nested.device).cumsum(0)
@@ -52,23 +53,23 @@ def rows_of(name: str, nested: Any) -> Rows:
 
 
 def check_same(name: str, rows: Rows, others: Rows, other: str) -> None:
-    """Check that two have sequences of the same lengths; on a device only where that is cheap.
+    """Check that two have sequences of the same lengths.
+
+    Jagged ones on a device, and while torch.compile traces, have to be of the same origin.
 
     Raises:
         InvalidArgument: they have not.
     """
-    if rows.lengths is not None and others.lengths is not None:
-        same = rows.lengths == others.lengths
-    elif rows.cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
-        same = rows.values.shape[0] == others.values.shape[0]
-    else:
+    same = rows.lengths == others.lengths
+    if not same and rows.cu_seqlens.is_cpu and not torch.compiler.is_compiling():
         same = torch.equal(rows.cu_seqlens, others.cu_seqlens)
     if not same:
-        raise InvalidArgument(name, "sequences of other lengths", f"those of {other}")
+        fix = "Make jagged ones from the same offsets: torch.nested.nested_tensor_from_jagged."
+        raise InvalidArgument(name, "sequences of other lengths", f"those of {other}", fix)
 
 
 def nested_as(values: Tensor, rows: Rows) -> Tensor:
     """Rows [T, E] as a nested tensor of the layout and lengths that others had."""
-    if rows.lengths is None:
+    if not isinstance(rows.lengths, tuple):
         return torch.nested.nested_tensor_from_jagged(values, rows.cu_seqlens)
     return torch.nested.as_nested_tensor(list(torch.split(values, list(rows.lengths))))

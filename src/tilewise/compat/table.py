@@ -12,6 +12,7 @@ __all__ = ["MODULES", "page", "tables"]
 MODULES = (
     "tilewise.compat.flash_attn.rows",
     "tilewise.compat.torch_rows",
+    "tilewise.compat.nn_rows",
     "tilewise.compat.transformers_rows",
 )
 

@@ -64,7 +64,7 @@ _SDPA_ROWS: tuple[_Line, ...] = (
         _SWITCH,
         "a name imported before, and the fast path of nn.MultiheadAttention in eval mode",
         "refused",
-        "not reached, and so not counted",
+        "not reached, and so not counted; `tilewise.nn.convert` replaces that module",
     ),
     (_SWITCH, "tensor subclasses, torch.func.vmap", "refused", "left to torch, and counted"),
     (

@@ -66,7 +66,7 @@ def test_the_reference_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     layer = Attention(32, 2, mask=masks.causal(), implementation="tilewise")
     x = X.clone().requires_grad_()
     named = partial(tilewise.attention, backend=OTHER)
-    monkeypatch.setattr("tilewise.nn.attention", named)
+    monkeypatch.setattr("tilewise.nn.implementations.attention", named)
     assert kernel_of(layer(x), x, "tilewise") == f"tilewise {OTHER}"
 
 

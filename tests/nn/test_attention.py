@@ -1,4 +1,4 @@
-"""tilewise.nn: the implementations agree, rotary is the textbook's, errors name what is wrong."""
+"""nn.Attention: the implementations agree, rotary is the textbook's, errors name what is wrong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tilewise import masks, scores
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
-from tilewise.nn import Attention, Rotary, rotary
+from tilewise.nn import Attention, Rotary, YarnScaling, rotary
 
 B, S, WIDTH, HEADS = 2, 37, 48, 6
 IDS = torch.arange(S) // 9
@@ -219,7 +219,7 @@ def test_compiles_into_one_graph(implementation: Any) -> None:
     layer = _layer(
         kv_heads=2,
         qk_norm=True,
-        rotary=Rotary(),
+        rotary=Rotary(scaling=YarnScaling(factor=4.0, original_length=16)),
         mask=masks.causal(),
         implementation=implementation,
     ).float()

@@ -1,0 +1,264 @@
+"""A multi-head attention layer over ``tilewise.attention``.
+
+``Attention`` runs the same parameters through one of three implementations
+(``implementations.py``), so that a model can be compared with itself by changing one argument.
+
+Dimensions: B batch, Hq query heads, Hk key/value heads, M queries, N keys, D head width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.functional import MaskLike, ScoreLike
+from tilewise.nn.caches import Cache, Past
+from tilewise.nn.implementations import Ask, Implementation, implementation_of
+from tilewise.nn.rotation import Rotary, longest, rotary
+from tilewise.variants.values import Mask, Score, as_mask, as_score
+
+__all__ = ["Attention"]
+
+
+class Attention(nn.Module):
+    """Multi-head attention with projections: out = attention(x Wq, c Wk, c Wv) Wo.
+
+    ``c`` is ``x`` (self-attention) or ``context`` (cross-attention). Queries and keys are first
+    normalised (``qk_norm``: RMSNorm over each head, learned weight), then rotated (``rotary``).
+
+    Args:
+        width: channels of ``x`` and of the output.
+        heads: query heads Hq.
+        kv_heads: key/value heads Hk, a divisor of ``heads``; None for ``heads``.
+        head_dim: width of one head; None for ``width / heads``.
+        context_width: channels of ``context``; None for ``width``.
+        bias: whether the four projections have a bias.
+        qk_norm: normalise queries and keys.
+        rotary: rotate queries and keys by their positions; None for no rotation.
+        sinks: learn one logit per query head that joins the softmax's denominator.
+        mask: who sees whom, in every call; ``forward`` may narrow it further. A function is read
+            anew in every call; one that is a module is a submodule. Tensors that a Mask or Score
+            captures are no buffers: ``.to(device)`` does not move them.
+        score: change of the scores in every call, likewise; ``forward`` may append to it.
+        scale: factor of q.k; None for 1 / sqrt(head_dim).
+        dropout_p: dropout of the probabilities in training mode, in [0, 1). The mask of
+            ``"tilewise"`` is not the one that torch draws for the other two.
+        implementation: ``"tilewise"``, ``"sdpa"`` or ``"plain"``; the attribute of that name may
+            be changed at any time, the parameters are the same.
+
+    Raises:
+        InvalidArgument, InvalidType: numbers that do not fit together, an unknown implementation.
+
+    Sources: Vaswani et al. (2017), section 3.2; grouped heads: Ainslie et al. (2023); QK-norm:
+    Henry et al. (2020), with RMSNorm as in Qwen3; sinks: gpt-oss (2025).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        context_width: int | None = None,
+        bias: bool = False,
+        qk_norm: bool = False,
+        rotary: Rotary | None = None,
+        sinks: bool = False,
+        mask: MaskLike = None,
+        score: ScoreLike = None,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+        implementation: Implementation = "tilewise",
+    ) -> None:
+        super().__init__()
+        self.width, self.heads = _positive("width", width), _positive("heads", heads)
+        self.kv_heads = heads if kv_heads is None else _positive("kv_heads", kv_heads)
+        if heads % self.kv_heads:
+            raise InvalidArgument("kv_heads", str(kv_heads), f"a divisor of heads={heads}")
+        if head_dim is None and width % heads:
+            fix = "Or name the head width: head_dim=."
+            raise InvalidArgument("width", str(width), f"a multiple of heads={heads}", fix)
+        self.head_dim = width // heads if head_dim is None else _positive("head_dim", head_dim)
+        if not 0.0 <= dropout_p < 1.0:
+            raise InvalidArgument("dropout_p", str(dropout_p), "a number in [0, 1)")
+        implementation_of(implementation)
+        self.rotary = rotary
+        self.mask = None if mask is None else _mask_to_keep(mask)
+        self.score = None if score is None else _score_to_keep(score)
+        self.scale = 1.0 / math.sqrt(self.head_dim) if scale is None else float(scale)
+        self.dropout_p = dropout_p
+        self.implementation: Implementation = implementation
+        inner, inner_kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        source = width if context_width is None else _positive("context_width", context_width)
+        self.context_width = source
+        self.query = nn.Linear(width, inner, bias=bias)
+        self.key = nn.Linear(source, inner_kv, bias=bias)
+        self.value = nn.Linear(source, inner_kv, bias=bias)
+        self.output = nn.Linear(inner, width, bias=bias)
+        self.query_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else None
+        self.key_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else None
+        self.sinks = nn.Parameter(torch.zeros(heads)) if sinks else None
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        mask: MaskLike = None,
+        score: ScoreLike = None,
+        positions: Tensor | None = None,
+        context_positions: Tensor | None = None,
+        cache: Cache | None = None,
+        sequences: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Attend from ``x`` to ``context``, or to itself, or to a cache that ``x`` continues.
+
+        With a cache the rows of ``x`` are put behind what it has, and see all of it that the mask
+        allows. A causal layer that gets a sequence in pieces, however small, gives what it gives in
+        one (but for rounding). In masks and scores m counts the rows of the call, which are the
+        last ones of all n.length: masks and scores that are aligned to the bottom right, as the
+        built-in ones are if nothing else is said, mean the same with a cache and without.
+
+        Args:
+            x: [B, M, width].
+            context: [B, N, context_width]; None for ``x``.
+            mask: a further mask for this call: both it and the module's own must allow a pair.
+            score: further scores for this call, applied after the module's own.
+            positions: for the rotation of the queries, [M] or [B, M]; None for 0, 1, ...
+            context_positions: for the rotation of the keys, [N] or [B, N]; None for ``positions``.
+                With both ``rotary`` and ``context``, both must be given.
+            cache: a ``KVCache`` or ``PagedKVCache`` of ``tilewise.serving`` for this layer alone,
+                with its kv_heads, head_dim and dtype. ``positions`` None are then those behind
+                what it has. No context, no gradients, no dropout.
+            sequences: which sequences of a ``PagedKVCache`` the B items of ``x`` continue.
+
+        Returns:
+            [B, M, width].
+
+        Raises:
+            InvalidArgument: shapes that do not fit, positions that are missing, or what does not
+                go with a cache.
+            Unsupported: ``"sdpa"`` was asked for softcap or sinks, which it cannot say; pages were
+                given to another implementation than ``"tilewise"``.
+        """
+        _check_input("x", x, self.width)
+        if context is not None:
+            _check_input("context", context, self.context_width)
+        past = self._past(x, context, cache, sequences)
+        source = x if context is None else context
+        q = self._heads(self.query(x), self.heads)
+        k = self._heads(self.key(source), self.kv_heads)
+        v = self._heads(self.value(source), self.kv_heads)
+        if self.query_norm is not None and self.key_norm is not None:
+            # In the dtype of the weights: under autocast q and k come in a narrower one.
+            q = self.query_norm(q.to(self.query_norm.weight.dtype))
+            k = self.key_norm(k.to(self.key_norm.weight.dtype))
+        if self.rotary is not None:
+            if past is not None and positions is None:
+                positions = past.positions(x)
+            at, at_keys = self._positions(x, context, positions, context_positions)
+            how = self.rotary._asdict()
+            if self.rotary.scaling is not None and self.rotary.scaling.dynamic:
+                how["length"] = longest(at, at_keys)
+            q, k = rotary(q, at, **how), rotary(k, at_keys, **how)
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        ask = Ask(
+            _both(self.mask, mask),
+            _then(self.score, score),
+            self.scale,
+            self.sinks,
+            self.dropout_p if self.training else 0.0,
+        )
+        if past is not None:
+            out = past.attend(q, k, v, ask, self.implementation)
+        else:
+            out = implementation_of(self.implementation)(q, k, v, ask)
+        merged: Tensor = self.output(out.transpose(1, 2).flatten(2))
+        return merged
+
+    def extra_repr(self) -> str:
+        """The settings that the submodules do not show."""
+        parts = [f"heads={self.heads}", f"kv_heads={self.kv_heads}", f"head_dim={self.head_dim}"]
+        optional = {"rotary": self.rotary, "mask": self.mask, "score": self.score}
+        parts += [f"{name}={value!r}" for name, value in optional.items() if value is not None]
+        return ", ".join([*parts, f"implementation={self.implementation!r}"])
+
+    def _heads(self, projected: Tensor, heads: int) -> Tensor:
+        """[B, S, heads * D] -> [B, heads, S, D], a view."""
+        batch, length, _ = projected.shape
+        return projected.view(batch, length, heads, self.head_dim).transpose(1, 2)
+
+    def _past(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        cache: Cache | None,
+        sequences: Sequence[int] | None,
+    ) -> Past | None:
+        if cache is None:
+            if sequences is not None:
+                raise InvalidArgument("sequences", "numbers without a cache", "a PagedKVCache too")
+            return None
+        if context is not None:
+            raise InvalidArgument("cache", "one beside a context", "self-attention, or no cache")
+        if self.rotary is not None and self.rotary.scaling is not None:
+            kind = type(self.rotary.scaling)
+            if kind.dynamic:
+                came = f"one with {kind.__name__}, whose angles change as a sequence grows"
+                raise InvalidArgument("cache", came, "a scaling of fixed angles, or no cache")
+        return Past(cache, sequences, x)
+
+    def _positions(
+        self, x: Tensor, context: Tensor | None, queries: Tensor | None, keys: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if context is not None and (queries is None or keys is None):
+            missing = "positions" if queries is None else "context_positions"
+            required = "both positions and context_positions, with rotary and a context"
+            raise InvalidArgument(missing, "None", required)
+        if queries is None:
+            queries = torch.arange(x.shape[1], device=x.device)
+        return queries, queries if keys is None else keys
+
+
+def _mask_to_keep(mask: MaskLike) -> MaskLike:
+    """A mask that is known to be one; a function stays a function, for what it reads changes."""
+    found = as_mask(mask)
+    return mask if callable(mask) else found
+
+
+def _score_to_keep(score: ScoreLike) -> ScoreLike:
+    found = as_score(score)
+    changing = callable(score) or (isinstance(score, Sequence) and any(map(callable, score)))
+    return score if changing else found
+
+
+def _both(first: MaskLike, second: MaskLike) -> Mask | None:
+    if first is None or second is None:
+        only = first if second is None else second
+        return None if only is None else as_mask(only)
+    return as_mask(first) & as_mask(second)
+
+
+def _then(first: ScoreLike, second: ScoreLike) -> Score | None:
+    if first is None or second is None:
+        only = first if second is None else second
+        return None if only is None else as_score(only)
+    return as_score([as_score(first), as_score(second)])
+
+
+def _positive(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidType(name, f"a {type(value).__name__}", "an integer, 1 or more")
+    if value < 1:
+        raise InvalidArgument(name, str(value), "an integer, 1 or more")
+    return value
+
+
+def _check_input(name: str, tensor: Tensor, width: int) -> None:
+    if tensor.dim() != 3 or tensor.shape[2] != width:
+        raise InvalidArgument(name, f"shape {list(tensor.shape)}", f"[B, S, {width}]")

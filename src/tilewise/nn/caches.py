@@ -1,0 +1,121 @@
+"""Keys and values that ``Attention`` keeps from call to call, in the caches of tilewise.serving.
+
+Those are built over the same calls as this floor, so that it knows them by what they do alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import InvalidArgument, InvalidType, Unsupported
+from tilewise.nn.implementations import Ask, Implementation, implementation_of
+from tilewise.variants.masks import causal
+
+__all__ = ["Cache", "Past"]
+
+_TOP_LEFT = causal("top_left").program
+
+
+@runtime_checkable
+class RowCache(Protocol):
+    """One batch whose sequences have one length: ``tilewise.serving.KVCache``."""
+
+    def __len__(self) -> int:
+        """How many keys there are."""
+
+    @property
+    def keys(self) -> Tensor:
+        """[B, Hk, N, D]."""
+
+    @property
+    def values(self) -> Tensor:
+        """[B, Hk, N, D]."""
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Put keys and values behind those that are there."""
+
+
+@runtime_checkable
+class PageCache(Protocol):
+    """Sequences of any lengths, by their numbers: ``tilewise.serving.PagedKVCache``."""
+
+    def length(self, sequence: int) -> int:
+        """How many keys a sequence has."""
+
+    def append(self, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
+        """Put keys and values behind those of each sequence."""
+
+    def attend(self, sequences: Sequence[int], q: Tensor, **keywords: Any) -> Any:
+        """Attention of each sequence's queries over its keys."""
+
+
+Cache: TypeAlias = RowCache | PageCache
+
+
+class Past:
+    """What a cache has of the sequences of a call, before that call.
+
+    Args:
+        cache: of the layer.
+        sequences: the B numbers of a ``PageCache``; None for a ``RowCache``.
+        x: what the layer is called with, [B, M, width].
+
+    Raises:
+        InvalidArgument, InvalidType: these do not go together.
+    """
+
+    def __init__(self, cache: Cache, sequences: Sequence[int] | None, x: Tensor) -> None:
+        self._cache = cache
+        self._sequences = sequences
+        if isinstance(cache, PageCache):
+            if sequences is None or len(sequences) != x.shape[0]:
+                came = "None" if sequences is None else f"{len(sequences)} of them"
+                required = f"the numbers of the {x.shape[0]} sequences in x, for a cache of pages"
+                raise InvalidArgument("sequences", came, required)
+        elif not isinstance(cache, RowCache):
+            required = "a KVCache or PagedKVCache of tilewise.serving"
+            raise InvalidType("cache", f"a {type(cache).__name__}", required)
+        elif sequences is not None:
+            raise InvalidArgument("sequences", "numbers", "None: this cache has no pages")
+
+    def positions(self, x: Tensor) -> Tensor:
+        """Where the rows of ``x`` stand: behind what is there, [M] or [B, M]."""
+        rows = torch.arange(x.shape[1], device=x.device)
+        if isinstance(self._cache, RowCache):
+            return rows + len(self._cache)
+        lengths = [self._cache.length(sequence) for sequence in self._sequences or ()]
+        return rows + torch.tensor(lengths, device=x.device)[:, None]
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, implementation: Implementation
+    ) -> Tensor:
+        """Append keys and values, and attend to all that there are then.
+
+        Raises:
+            InvalidArgument: gradients or dropout are wanted, or a mask that counts from the left.
+            Unsupported: pages with another implementation than "tilewise".
+        """
+        if q.requires_grad or k.requires_grad or v.requires_grad:
+            fix = "Call it in torch.no_grad() or torch.inference_mode()."
+            required = "one without: what is kept is detached"
+            raise InvalidArgument("cache", "a call that wants gradients", required, fix)
+        if ask.dropout_p:
+            raise InvalidArgument("cache", "a call with dropout", "eval mode: module.eval()")
+        if ask.mask is not None and ask.mask.program == _TOP_LEFT:
+            required = "masks.causal(): with a cache the rows of a call are the last ones"
+            raise InvalidArgument("mask", 'causal("top_left")', required)
+        if isinstance(self._cache, RowCache):
+            self._cache.append(k, v)
+            return implementation_of(implementation)(q, self._cache.keys, self._cache.values, ask)
+        if implementation != "tilewise":
+            fix = "use implementation='tilewise', or a KVCache"
+            raise Unsupported(f"implementation {implementation!r} with a cache of pages", fix=fix)
+        sequences = self._sequences or ()
+        self._cache.append(sequences, k, v)
+        keywords = {"mask": ask.mask, "score": ask.score, "scale": ask.scale, "sinks": ask.sinks}
+        out: Tensor = self._cache.attend(sequences, q, **keywords)
+        return out

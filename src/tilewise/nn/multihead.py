@@ -1,0 +1,242 @@
+"""``torch.nn.MultiheadAttention`` over ``tilewise.attention``.
+
+Letters: B batch, H heads, L queries, S keys, E ``embed_dim``, D = E / H.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from tilewise.errors import InvalidArgument, SlowPathWarning
+from tilewise.functional import attention, attention_varlen
+from tilewise.nn.implementations import Ask, with_weights
+from tilewise.nn.multihead_masks import Masks, Sizes, check_shapes, said_by
+from tilewise.nn.ragged import check_same, nested_as, rows_of
+from tilewise.variants.masks import causal
+from tilewise.variants.values import Mask
+
+__all__ = ["MultiheadAttention", "adopt"]
+
+_NOTHING = ~Mask(())
+
+
+class _Call(NamedTuple):
+    """What a call says beside its query, key and value."""
+
+    key_padding_mask: Tensor | None
+    need_weights: bool
+    attn_mask: Tensor | None
+    average_attn_weights: bool
+    is_causal: bool
+
+
+class MultiheadAttention(torch.nn.MultiheadAttention):
+    """A drop-in for ``torch.nn.MultiheadAttention``, in O(L + S) memory where it may be.
+
+    It is a ``torch.nn.MultiheadAttention`` with another ``forward``: the constructor, the names and
+    the initial values of the parameters (for the same seed) and the state dict are torch's own.
+    Every option of the constructor is covered: ``bias``, ``add_bias_kv``, ``add_zero_attn``,
+    ``kdim``, ``vdim``, ``batch_first``, ``device``, ``dtype``; ``dropout`` is for training only,
+    and drops other pairs than torch's for the same seed.
+
+    **Pass need_weights=False.** Torch's default is ``need_weights=True``, and so it is here, for
+    code that unpacks and uses the weights. They are L x S numbers per head: such a call is
+    computed in plain torch operations, in O(L S) memory, and says so once per process by a
+    ``SlowPathWarning``. Where the weights are thrown away (``attn(x, x, x)[0]``) nothing but the
+    call knows that; with ``drop_weights = True`` on a module its calls run in the kernel whatever
+    they ask, and give ``None`` as weights. ``tilewise.nn.convert(model, drop_weights=True)`` sets
+    it in a model whose code is not yours.
+
+    With ``need_weights=False`` masks run inside of the kernel: nothing of size [B, H, L, S] is
+    written, and neither mask is copied or merged with the other (with ``add_bias_kv`` or
+    ``add_zero_attn`` they are copied, to have a column more). In eval mode too: torch's fast path
+    is not taken.
+
+    What differs from torch's:
+
+    * A query that sees no key gives the bias of ``out_proj``, weights 0 and gradients 0. Torch
+      gives NaN with ``need_weights=True`` and on its fast path in eval mode.
+    * ``is_causal=True`` needs no ``attn_mask``: alone it means that query m sees keys 0 to m. With
+      an ``attn_mask`` it is the hint that it is in torch, that this is the causal mask, which then
+      is not read (unless it wants a gradient); keys of ``add_bias_kv`` and ``add_zero_attn`` stay
+      visible. A wrong hint gives a wrong result.
+    * A bool mask beside a float mask is no mistake.
+    * Wrong shapes and dtypes raise ``InvalidArgument``, a ValueError, not AssertionError or
+      RuntimeError.
+
+    Source: Vaswani et al. (2017), section 3.2;
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiheadAttention.html
+    """
+
+    drop_weights: bool = False
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from queries to keys.
+
+        Args:
+            query: [L, B, E]; with ``batch_first`` [B, L, E]; unbatched [L, E]. Or nested [B, j, E]
+                with ``batch_first``, as key and value then are, and without masks and weights.
+            key: [S, B, kdim] and so on.
+            value: [S, B, vdim] and so on.
+            key_padding_mask: [B, S] (unbatched [S]): bool, True for a key that nobody sees; or
+                floats that are added to the scores, with a gradient.
+            need_weights: return the weights too.
+            attn_mask: [L, S] or [B * H, L, S] (unbatched [H, L, S]): bool, True for a pair that
+                does **not** attend; or floats that are added to the scores, with a gradient.
+            average_attn_weights: return the mean of the weights over heads.
+            is_causal: query m sees keys 0 to m, and ``attn_mask``, if there is one, says just that.
+
+        Returns:
+            The output, shaped as query is with E features; and the weights as dropout left them,
+            [B, L, S], per head [B, H, L, S], unbatched without B; or None. S counts the keys of
+            ``add_bias_kv`` and ``add_zero_attn``, which come last.
+
+        Raises:
+            InvalidArgument: a shape or dtype that does not fit, by the argument's name.
+        """
+        call = _Call(key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        if self.drop_weights:
+            call = call._replace(need_weights=False)
+        if query.is_nested or key.is_nested or value.is_nested:
+            return self._nested(query, key, value, call), None
+        sizes = check_shapes(query, key, value, key_padding_mask, attn_mask, self)
+        batched = query.dim() == 3
+        seq_first = batched and not self.batch_first
+        q, k, v = self._heads(query, key, value, sizes, seq_first)
+        masks = said_by(call.key_padding_mask, call.attn_mask, call.is_causal, sizes)
+        weights = None
+        if call.need_weights:
+            out, weights = self._with_weights(q, k, v, masks, call)
+        else:
+            out = attention(q, k, v, **self._keywords(masks))
+        order = (2, 0, 1, 3) if seq_first else (0, 2, 1, 3)
+        out = linear(out.permute(order).flatten(2), self.out_proj.weight, self.out_proj.bias)
+        if batched:
+            return out, weights
+        return out.squeeze(0), None if weights is None else weights.squeeze(0)
+
+    def _dropout(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    def _keywords(self, masks: Masks) -> dict[str, Any]:
+        """The keywords of a call of the kernel."""
+        dropout_p = self._dropout()
+        if dropout_p == 1.0:  # everything is dropped
+            return {"mask": _NOTHING}
+        return {**masks._asdict(), "dropout_p": dropout_p}
+
+    def _with_weights(
+        self, q: Tensor, k: Tensor, v: Tensor, masks: Masks, call: _Call
+    ) -> tuple[Tensor, Tensor]:
+        if not torch.compiler.is_compiling():
+            _warn_of_weights()
+        ask = Ask(*masks, self.head_dim**-0.5, None, self._dropout())
+        out, weights = with_weights(q, k, v, ask)
+        return out, weights.mean(dim=1) if call.average_attn_weights else weights
+
+    def _heads(
+        self, query: Tensor, key: Tensor, value: Tensor, sizes: Sizes, seq_first: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Q, k and v by heads [B, H, S, D], with the keys that the constructor adds."""
+        q, k, v = self._projected(query, key, value)
+        if query.dim() == 2:
+            q, k, v = q[None], k[None], v[None]
+        at = 0 if seq_first else 1
+        k, v = self._appended(k, self.bias_k, at), self._appended(v, self.bias_v, at)
+        order = (1, 2, 0, 3) if seq_first else (0, 2, 1, 3)
+        apart = [_by_heads(x, sizes.heads).permute(order) for x in (q, k, v)]
+        return apart[0], apart[1], apart[2]
+
+    def _appended(self, rows: Tensor, learned: Tensor | None, at: int) -> Tensor:
+        """Keys or values with those that the constructor adds behind them."""
+        parts, one = [rows], list(rows.shape)
+        one[at] = 1
+        if learned is not None:
+            parts.append(learned.to(rows.dtype).expand(one))
+        if self.add_zero_attn:
+            parts.append(rows.new_zeros(one))
+        return torch.cat(parts, dim=at) if len(parts) > 1 else rows
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Q, k and v with E features each, by as few products as there are different inputs."""
+        bias = self.in_proj_bias
+        weight = self.in_proj_weight
+        if weight is None:
+            weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
+            biases = [None] * 3 if bias is None else bias.chunk(3)
+            parts = zip((query, key, value), weights, biases, strict=True)
+            return tuple([linear(x, w, b) for x, w, b in parts])
+        if query is key and key is value:
+            return linear(query, weight, bias).chunk(3, dim=-1)
+        own = self.embed_dim
+        first = None if bias is None else bias[:own]
+        q = linear(query, weight[:own], first)
+        if key is value:
+            rest = None if bias is None else bias[own:]
+            return (q, *linear(key, weight[own:], rest).chunk(2, dim=-1))
+        second, third = (None, None) if bias is None else bias[own:].chunk(2)
+        of_k, of_v = weight[own:].chunk(2)
+        return q, linear(key, of_k, second), linear(value, of_v, third)
+
+    def _nested(self, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
+        """Attention of nested tensors [B, j, E], packed one sequence after the other."""
+        for name, came in (
+            ("key_padding_mask", call.key_padding_mask),
+            ("attn_mask", call.attn_mask),
+            ("need_weights", call.need_weights or None),
+        ):
+            if came is not None:
+                what = "True" if name == "need_weights" else "a mask"
+                fix = "A nested tensor has its own lengths; is_causal=True says the causal mask."
+                raise InvalidArgument(name, f"{what} with nested tensors", "none", fix)
+        rows = rows_of("query", query)
+        keys = rows if key is query else rows_of("key", key)
+        values = keys if value is key else rows_of("value", value)
+        check_same("value", values, keys, "key")
+        packed = self._projected(rows.values, keys.values, values.values)
+        q, k, v = (_by_heads(x, self.num_heads) for x in packed)
+        asked = self._keywords(Masks(causal("top_left") if call.is_causal else None, None))
+        out = attention_varlen(q, k, v, rows.cu_seqlens, keys.cu_seqlens, **asked)
+        found = linear(out.flatten(1), self.out_proj.weight, self.out_proj.bias)
+        return nested_as(found, rows)
+
+
+def adopt(module: torch.nn.MultiheadAttention) -> None:
+    """Make torch's module one of ours, where it is: it has the same state, and nothing is lost.
+
+    Parameters, buffers, hooks and whatever refers to the module stay as they are.
+    """
+    module.__class__ = MultiheadAttention
+
+
+def _by_heads(x: Tensor, heads: int) -> Tensor:
+    """[.., H * D] -> [.., H, D], a view."""
+    return x.view(*x.shape[:-1], heads, x.shape[-1] // heads)
+
+
+@cache
+def _warn_of_weights() -> None:
+    """Say once per process what weights cost."""
+    message = (
+        "tilewise.nn.MultiheadAttention was called with need_weights=True, which is the default: "
+        "the weights of all pairs are written, by plain torch operations in O(L S) memory. Where "
+        "they are not used, pass need_weights=False (or set drop_weights=True on the module): "
+        "then the call runs in the kernel."
+    )
+    warnings.warn(message, SlowPathWarning, stacklevel=6)

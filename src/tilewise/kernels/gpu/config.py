@@ -273,8 +273,10 @@ _TABLE = _rows(
     ampere:single dkdv+    16x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
     ampere:single dq+      32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
     small:single forward   64x32/8/2     32x16/8/2     32x16/8/1     16x16/8/1
-    small:single dkdv+     16x64/8/1     16x32/8/1     16x16/8/1     16x16/8/1
-    sm_120:single dkdv+    32x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
+    small:single dkdv+    16x64/8/1     16x32/8/1     16x16/8/1     16x16/8/1
+    sm_120:single dkdv+   32x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
+    sm_120       dq+      64x32/4/2     32x32/8/2     32x16/8/1     16x16/8/1
+    sm_120       decode   16x32/4/3     16x32/4/3     16x32/4/2     16x16/4/2
     hopper:single forward  64x16/8/3     32x16/8/2     32x16/8/1     16x16/8/1
     hopper:single dkdv+    32x32/4/2     16x32/8/1     16x16/8/1     16x16/8/1
     cdna:single  dkdv     32x32/4/1     16x32/8/1     16x16/4/1     16x16/4/1
@@ -443,13 +445,13 @@ def tiles_for(
 
 
 def _row(chip: Family, pass_name: Pass, dtype: torch.dtype, heavy: bool, scattered: bool) -> _Row:
-    """The most particular row that there is; a chip's own before that of its table."""
+    """The most particular row that there is; of two such a chip's own before that of its table."""
     tables: tuple[str, ...] = (chip.name, chip.table)
     if dtype.itemsize > 2 and chip.table != _INTERPRETER:
         tables = (*(f"{table}:single" for table in tables), "single")
     marks = ("8",) * (dtype is FLOAT8) + ("*",) * scattered + ("+",) * heavy + ("",)
-    for where in tables:
-        for mark in marks:
+    for mark in marks:
+        for where in tables:
             if (where, pass_name + mark) in _TABLE:
                 return _TABLE[where, pass_name + mark]
     raise KeyError(f"no blocks for {pass_name} on {chip.table}")

@@ -1,29 +1,19 @@
 """Keys and values of many sequences, in pages that those with a common start share."""
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise.errors import InvalidArgument, OutOfPages
+from tilewise.errors import InvalidArgument
 from tilewise.functional import attention_paged
-from tilewise.serving.pages import PageAllocator
 from tilewise.serving.rows import check_rows
-from tilewise.variants.masks import causal
+from tilewise.serving.sequences import Sequences
+from tilewise.variants.masks import causal, window
+from tilewise.variants.values import Mask, as_mask
 
 __all__ = ["PagedKVCache"]
-
-
-class _Held:
-    """The pages of one sequence, in order, and how many keys it has in them."""
-
-    __slots__ = ("length", "pages")
-
-    def __init__(self, pages: list[int], length: int) -> None:
-        self.pages = pages
-        self.length = length
 
 
 class PagedKVCache:
@@ -33,6 +23,11 @@ class PagedKVCache:
     last page, where it is not full, is copied when one of them grows. Every operation is done whole
     or, where it raises, not at all. What is appended is copied and detached.
 
+    With a ``window`` a sequence lets go of the pages that no query to come can see: those wholly
+    behind the window of the first new key, each time that it grows. It then holds no more than
+    ``window`` keys, those of the last ``append`` and two pages' rest. What is left gives the same
+    bits as attention over everything under ``masks.window(window - 1, 0)``.
+
     Args:
         pages: how many there are.
         page_size: keys of a page; multiples of 16 read fastest.
@@ -41,6 +36,7 @@ class PagedKVCache:
         value_dim: Dv; D if None.
         dtype: of keys and values.
         device: where they are.
+        window: how many keys a query sees, its own the last of them; None for all before it.
     """
 
     def __init__(
@@ -53,27 +49,35 @@ class PagedKVCache:
         value_dim: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        window: int | None = None,
     ) -> None:
         width = head_dim if value_dim is None else value_dim
         sizes = {"page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim}
+        if window is not None:
+            sizes["window"] = window
         for name, size in {**sizes, "value_dim": width}.items():
             if size < 1:
                 raise InvalidArgument(name, str(size), "at least 1")
         self.page_size = page_size
-        self._pages = PageAllocator(pages)
-        self.k_pages = torch.empty(pages, kv_heads, page_size, head_dim, dtype=dtype, device=device)
-        self.v_pages = torch.empty(pages, kv_heads, page_size, width, dtype=dtype, device=device)
-        self._sequences: dict[int, _Held] = {}
-        self._next = 0
+        self.window = window
+        self._sequences = Sequences(pages, page_size, window)
+        # With a window one page more, of zeros, stands in the tables for those that were dropped:
+        # a tile that the window cuts reads rows that it hides, and 0 times NaN is NaN.
+        self._blank = pages
+        held = pages if window is None else pages + 1
+        self.k_pages = torch.empty(held, kv_heads, page_size, head_dim, dtype=dtype, device=device)
+        self.v_pages = torch.empty(held, kv_heads, page_size, width, dtype=dtype, device=device)
+        for pool in (self.k_pages, self.v_pages):
+            pool[pages:].zero_()
 
     @property
     def free_pages(self) -> int:
         """How many pages no sequence has."""
-        return self._pages.free
+        return self._sequences.free_pages
 
     def add(self) -> int:
         """A new sequence without keys."""
-        return self._enter(_Held([], 0))
+        return self._sequences.add()
 
     def fork(self, sequence: int) -> int:
         """A new sequence with the keys that one has, in the same pages.
@@ -81,9 +85,7 @@ class PagedKVCache:
         Raises:
             InvalidArgument: there is no such sequence.
         """
-        held = self._held(sequence)
-        self._pages.share(held.pages)
-        return self._enter(_Held(list(held.pages), held.length))
+        return self._sequences.fork(sequence)
 
     def remove(self, sequence: int) -> None:
         """Forget a sequence; pages that no other has are free.
@@ -91,30 +93,24 @@ class PagedKVCache:
         Raises:
             InvalidArgument: there is no such sequence.
         """
-        held = self._held(sequence)
-        self._pages.release(held.pages)
-        del self._sequences[sequence]
+        self._sequences.remove(sequence)
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forget the keys of a sequence from ``length`` on.
 
         Raises:
-            InvalidArgument: there is no such sequence, or it has not as many keys.
+            InvalidArgument: there is no such sequence, it has not as many keys, or with a window
+                the next query would see keys that were dropped (never before the last ``append``).
         """
-        held = self._held(sequence)
-        if not 0 <= length <= held.length:
-            raise InvalidArgument("length", str(length), f"in [0, {held.length}]")
-        kept = -(-length // self.page_size)
-        self._pages.release(held.pages[kept:])
-        held.pages, held.length = held.pages[:kept], length
+        self._sequences.truncate(sequence, length)
 
     def length(self, sequence: int) -> int:
-        """How many keys a sequence has.
+        """How many keys a sequence was given.
 
         Raises:
             InvalidArgument: there is no such sequence.
         """
-        return self._held(sequence).length
+        return self._sequences[sequence].length
 
     def append(self, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
         """Put M keys and values behind those of each sequence.
@@ -128,41 +124,33 @@ class PagedKVCache:
             InvalidArgument, InvalidType: naming the argument that is wrong.
             OutOfPages: there are too few pages; nothing was appended.
         """
-        self._check_different(sequences)
+        self._sequences.different(sequences)
         fixed = (len(sequences), self.k_pages.shape[1])
         more = check_rows(k, v, self.k_pages, self.v_pages, fixed, 2)
-        if more == 0 or not sequences:
+        growth = self._sequences.grow(sequences, [more] * len(sequences))
+        if not growth.pages:
             return
-        grown = [self._held(sequence) for sequence in sequences]
-        copied, wanted = self._wanted(grown, more)
-        total = len(copied) + sum(wanted)
-        if total > self._pages.free:
-            raise OutOfPages(total, self._pages.free, self._pages.pages)
-        for held in copied:
-            self._copy_last(held)
-        pages: list[int] = []
-        rows: list[int] = []
-        for held, count in zip(grown, wanted, strict=True):
-            held.pages += self._pages.take(count)
-            for n in range(held.length, held.length + more):
-                pages.append(held.pages[n // self.page_size])
-                rows.append(n % self.page_size)
-            held.length += more
         device = self.k_pages.device
-        at = torch.tensor(pages, device=device), torch.tensor(rows, device=device)
+        at = [torch.tensor(each, dtype=torch.int64, device=device) for each in growth[1:]]
         with torch.no_grad():
             for pool, given in ((self.k_pages, k), (self.v_pages, v)):
+                for old, fresh in growth.copies:
+                    pool[fresh] = pool[old]
                 pool[at[0], :, at[1]] = given.transpose(1, 2).flatten(0, 1)
 
     def tables(self, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
         """What ``attention_paged`` asks for: block_table [B, P] and key_lengths [B] of sequences.
 
+        With a window, a page of zeros stands for those that were dropped: attend by a mask that
+        hides them.
+
         Raises:
             InvalidArgument: there is no such sequence.
         """
-        found = [self._held(sequence) for sequence in sequences]
-        slots = max([1, *[len(held.pages) for held in found]])
-        table = [held.pages + [0] * (slots - len(held.pages)) for held in found]
+        found = [self._sequences[sequence] for sequence in sequences]
+        rows = [[self._blank] * held.dropped + held.pages for held in found]
+        slots = max([1, *[len(row) for row in rows]])
+        table = [row + [0] * (slots - len(row)) for row in rows]
         device = self.k_pages.device
         block_table = torch.tensor(table, dtype=torch.int32, device=device)
         lengths = torch.tensor([held.length for held in found], dtype=torch.int32, device=device)
@@ -177,44 +165,36 @@ class PagedKVCache:
             sequences: B of them.
             q: [B, Hq, M, D]; or packed [Tq, Hq, D], with ``cu_seqlens_q``.
             keywords: those of ``tilewise.attention_paged``; ``mask`` is ``masks.causal()`` if left
-                out.
+                out. With a window both it and a mask must allow a pair.
+
+        Raises:
+            InvalidArgument: there is no such sequence, or with a window a query sees keys that were
+                dropped: one before the keys of the last ``append`` (looked at where cu_seqlens_q
+                is on the CPU).
         """
         asked = {"mask": causal(), **keywords}
+        if self.window is not None:
+            self._check_queries(sequences, q, keywords.get("cu_seqlens_q"))
+            asked["mask"] = _windowed(keywords.get("mask"), self.window)
         return attention_paged(q, self.k_pages, self.v_pages, *self.tables(sequences), **asked)
 
-    def _enter(self, held: _Held) -> int:
-        self._sequences[self._next] = held
-        self._next += 1
-        return self._next - 1
+    def _check_queries(self, sequences: Sequence[int], q: Tensor, cu_seqlens: Any) -> None:
+        """No query sees a key that was dropped."""
+        if cu_seqlens is None:
+            counts = [q.shape[2] if q.dim() == 4 else 0] * len(sequences)
+        elif cu_seqlens.is_cpu and cu_seqlens.shape == (len(sequences) + 1,):
+            counts = cu_seqlens.diff().tolist()
+        else:
+            return  # not to be looked at, or wrong, which attention_paged says
+        for sequence, count in zip(sequences, counts, strict=True):
+            held = self._sequences[sequence]
+            if count and not self._sequences.has_keys_of(held, held.length - count):
+                gone = held.dropped * self.page_size
+                came = f"{count} queries of sequence {sequence}, which has {held.length} keys"
+                required = f"fewer: with a window of {self.window} the first sees some of the "
+                raise InvalidArgument("q", came, required + f"{gone} keys that were dropped")
 
-    def _held(self, sequence: int) -> _Held:
-        held = self._sequences.get(sequence)
-        if held is None:
-            required = "one that add or fork gave and that was not removed"
-            raise InvalidArgument("sequence", repr(sequence), required)
-        return held
 
-    def _check_different(self, sequences: Sequence[int]) -> None:
-        twice = [sequence for sequence, times in Counter(sequences).items() if times > 1]
-        if twice:
-            raise InvalidArgument("sequences", f"{twice[0]} more than once", "different ones")
-
-    def _wanted(self, grown: list[_Held], more: int) -> tuple[list[_Held], list[int]]:
-        """Whose last page is copied before they grow, and how many new pages each then needs."""
-        copied, wanted, left = [], [], Counter[int]()
-        for held in grown:
-            if held.length % self.page_size:
-                last = held.pages[-1]
-                if self._pages.holders(last) - left[last] > 1:
-                    left[last] += 1  # the copy lets go of it
-                    copied.append(held)
-            wanted.append(-(-(held.length + more) // self.page_size) - len(held.pages))
-        return copied, wanted
-
-    def _copy_last(self, held: _Held) -> None:
-        (fresh,) = self._pages.take(1)
-        last = held.pages[-1]
-        for pool in (self.k_pages, self.v_pages):
-            pool[fresh] = pool[last]
-        self._pages.release([last])
-        held.pages[-1] = fresh
+def _windowed(mask: object, keys: int) -> Mask:
+    seen = window(keys - 1, 0)
+    return seen if mask is None else as_mask(mask) & seen

@@ -1,7 +1,8 @@
 """Keys and values kept from call to call: in one piece, or in pages that sequences share."""
 
+from tilewise.serving.cascade import cascade_attention
 from tilewise.serving.contiguous import KVCache
 from tilewise.serving.paged import PagedKVCache
 from tilewise.serving.pages import PageAllocator
 
-__all__ = ["KVCache", "PageAllocator", "PagedKVCache"]
+__all__ = ["KVCache", "PageAllocator", "PagedKVCache", "cascade_attention"]

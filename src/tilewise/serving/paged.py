@@ -1,6 +1,7 @@
 """Keys and values of many sequences, in pages that those with a common start share."""
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from tilewise.errors import InvalidArgument
 from tilewise.functional import attention_paged
+from tilewise.serving.cascade import cascade_attention
 from tilewise.serving.rows import check_rows
 from tilewise.serving.sequences import Sequences
 from tilewise.variants.masks import causal, window
@@ -156,7 +158,9 @@ class PagedKVCache:
         lengths = torch.tensor([held.length for held in found], dtype=torch.int32, device=device)
         return block_table.reshape(len(found), slots), lengths
 
-    def attend(self, sequences: Sequence[int], q: Tensor, **keywords: Any) -> Any:
+    def attend(
+        self, sequences: Sequence[int], q: Tensor, *, cascade: bool = False, **keywords: Any
+    ) -> Any:
         """Attention of each sequence's queries over its keys; the last query sees the last key.
 
         Append the keys of these queries first.
@@ -164,29 +168,58 @@ class PagedKVCache:
         Args:
             sequences: B of them.
             q: [B, Hq, M, D]; or packed [Tq, Hq, D], with ``cu_seqlens_q``.
+            cascade: read the pages that all of them begin with once, by ``cascade_attention``,
+                whose mask and score alone are then allowed. Not so by default, for the result is
+                rounded where the common pages end: the bits of a sequence then depend on whom it
+                is asked for with. Not with a window.
             keywords: those of ``tilewise.attention_paged``; ``mask`` is ``masks.causal()`` if left
                 out. With a window both it and a mask must allow a pair.
 
         Raises:
-            InvalidArgument: there is no such sequence, or with a window a query sees keys that were
+            InvalidArgument: there is no such sequence; or with a window a query sees keys that were
                 dropped: one before the keys of the last ``append`` (looked at where cu_seqlens_q
                 is on the CPU).
         """
         asked = {"mask": causal(), **keywords}
         if self.window is not None:
-            self._check_queries(sequences, q, keywords.get("cu_seqlens_q"))
+            if cascade:
+                raise InvalidArgument("cascade", "True", "False for a cache with a window")
+            self._check_queries(sequences, self._counts(sequences, q, keywords))
             asked["mask"] = _windowed(keywords.get("mask"), self.window)
-        return attention_paged(q, self.k_pages, self.v_pages, *self.tables(sequences), **asked)
+        tables = self.tables(sequences)
+        if not cascade:
+            return attention_paged(q, self.k_pages, self.v_pages, *tables, **asked)
+        counts = self._counts(sequences, q, keywords)
+        if len(counts) != len(sequences):
+            required = "[sequences + 1] on the CPU, where cascade=True looks for common pages"
+            raise InvalidArgument("cu_seqlens_q", "another tensor", required)
+        shared = self._common(sequences, counts) * self.page_size
+        return cascade_attention(q, self.k_pages, self.v_pages, *tables, shared, **asked)
 
-    def _check_queries(self, sequences: Sequence[int], q: Tensor, cu_seqlens: Any) -> None:
-        """No query sees a key that was dropped."""
+    def _counts(self, sequences: Sequence[int], q: Tensor, keywords: dict[str, Any]) -> list[int]:
+        """How many queries each sequence has; none where that cannot be looked at."""
+        cu_seqlens = keywords.get("cu_seqlens_q")
         if cu_seqlens is None:
-            counts = [q.shape[2] if q.dim() == 4 else 0] * len(sequences)
-        elif cu_seqlens.is_cpu and cu_seqlens.shape == (len(sequences) + 1,):
-            counts = cu_seqlens.diff().tolist()
-        else:
-            return  # not to be looked at, or wrong, which attention_paged says
-        for sequence, count in zip(sequences, counts, strict=True):
+            return [q.shape[2] if q.dim() == 4 else 0] * len(sequences)
+        if cu_seqlens.is_cpu and cu_seqlens.shape == (len(sequences) + 1,):
+            counts: list[int] = cu_seqlens.diff().tolist()
+            return counts
+        return []
+
+    def _common(self, sequences: Sequence[int], counts: Sequence[int]) -> int:
+        """How many pages all sequences begin with, none with a key of these queries."""
+        found = [self._sequences[sequence] for sequence in sequences]
+        before = [
+            (held.length - count) // self.page_size
+            for held, count in zip(found, counts, strict=True)
+        ]
+        columns = zip(*[held.pages for held in found], strict=False)
+        alike = takewhile(lambda column: len(set(column)) == 1, columns)
+        return max(0, min([sum(1 for _ in alike), *before])) if len(found) > 1 else 0
+
+    def _check_queries(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
+        """No query sees a key that was dropped."""
+        for sequence, count in zip(sequences, counts, strict=False):
             held = self._sequences[sequence]
             if count and not self._sequences.has_keys_of(held, held.length - count):
                 gone = held.dropped * self.page_size

@@ -163,7 +163,8 @@ class PagedKVCache:
     ) -> Any:
         """Attention of each sequence's queries over its keys; the last query sees the last key.
 
-        Append the keys of these queries first.
+        Append the keys of these queries first. A sequence has the bits that it has alone, and of a
+        prompt in pieces those that ``KVCache.attend`` tells of.
 
         Args:
             sequences: B of them.

@@ -104,8 +104,8 @@ class KVCache:
 
         * pieces of more than 8 queries that end at multiples of 64 have the bits of one piece, and
           of those that end elsewhere all rows but the last (length % 128), where these are < 64;
-        * up to 8 queries have the bits of as many calls of one, with the same exception, up to
-          16k keys (beyond, the kernel's splits grow with the number of keys);
+        * up to 8 queries have the bits of as many calls of one, where the blocks of both are cut
+          alike, up to 16k keys (beyond, the kernel's splits grow with the number of keys);
         * a sequence has the bits that it has alone, whatever else is in the batch.
 
         Args:

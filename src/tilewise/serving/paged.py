@@ -10,6 +10,7 @@ from torch import Tensor
 from tilewise.errors import InvalidArgument
 from tilewise.functional import attention_paged
 from tilewise.serving.cascade import cascade_attention
+from tilewise.serving.pool import Pool
 from tilewise.serving.rows import check_rows
 from tilewise.serving.sequences import Sequences
 from tilewise.variants.masks import causal, window
@@ -30,6 +31,13 @@ class PagedKVCache:
     ``window`` keys, those of the last ``append`` and two pages' rest. What is left gives the same
     bits as attention over everything under ``masks.window(window - 1, 0)``.
 
+    With a ``storage`` pages hold 8-bit numbers and a float32 scale for each row and head, by the
+    row's own largest number (``serving.pool.quantised`` tells the formula and its error). A scale
+    for a whole page would have to change when a later row is larger, and the rows before it be
+    rounded again; so a row is rounded once, and what it becomes does not depend on how it came.
+    It costs 4 bytes a row of D. No kernel reads such pages: ``attend`` writes out those of its
+    sequences in ``dtype``, once each, for the time of the call. It saves room, not time.
+
     Args:
         pages: how many there are.
         page_size: keys of a page; multiples of 16 read fastest.
@@ -39,6 +47,7 @@ class PagedKVCache:
         dtype: of keys and values.
         device: where they are.
         window: how many keys a query sees, its own the last of them; None for all before it.
+        storage: torch.int8 or torch.float8_e4m3fn for pages in 8 bits; None for ``dtype``.
     """
 
     def __init__(
@@ -52,6 +61,7 @@ class PagedKVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         window: int | None = None,
+        storage: torch.dtype | None = None,
     ) -> None:
         width = head_dim if value_dim is None else value_dim
         sizes = {"page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim}
@@ -67,10 +77,32 @@ class PagedKVCache:
         # a tile that the window cuts reads rows that it hides, and 0 times NaN is NaN.
         self._blank = pages
         held = pages if window is None else pages + 1
-        self.k_pages = torch.empty(held, kv_heads, page_size, head_dim, dtype=dtype, device=device)
-        self.v_pages = torch.empty(held, kv_heads, page_size, width, dtype=dtype, device=device)
-        for pool in (self.k_pages, self.v_pages):
-            pool[pages:].zero_()
+        self._keys, self._values = (
+            Pool(held, kv_heads, page_size, each, dtype=dtype, storage=storage, device=device)
+            for each in (head_dim, width)
+        )
+        for pool in (self._keys, self._values):
+            pool.clear(pages)
+
+    @property
+    def k_pages(self) -> Tensor:
+        """[pages, Hk, page_size, D], as they are stored; with a window one page more, of zeros."""
+        return self._keys.values
+
+    @property
+    def v_pages(self) -> Tensor:
+        """[pages, Hk, page_size, Dv], likewise."""
+        return self._values.values
+
+    @property
+    def k_scales(self) -> Tensor | None:
+        """Float32 [pages, Hk, page_size]: what the numbers of a row in 8 bits are multiplied by."""
+        return self._keys.scales
+
+    @property
+    def v_scales(self) -> Tensor | None:
+        """As ``k_scales``."""
+        return self._values.scales
 
     @property
     def free_pages(self) -> int:
@@ -128,23 +160,26 @@ class PagedKVCache:
         """
         self._sequences.different(sequences)
         fixed = (len(sequences), self.k_pages.shape[1])
-        more = check_rows(k, v, self.k_pages, self.v_pages, fixed, 2)
+        more = check_rows(k, v, self._keys.like, self._values.like, fixed, 2)
         growth = self._sequences.grow(sequences, [more] * len(sequences))
         if not growth.pages:
             return
         device = self.k_pages.device
-        at = [torch.tensor(each, dtype=torch.int64, device=device) for each in growth[1:]]
+        pages, places = (
+            torch.tensor(each, dtype=torch.int64, device=device) for each in growth[1:]
+        )
         with torch.no_grad():
-            for pool, given in ((self.k_pages, k), (self.v_pages, v)):
+            for pool, given in ((self._keys, k), (self._values, v)):
                 for old, fresh in growth.copies:
-                    pool[fresh] = pool[old]
-                pool[at[0], :, at[1]] = given.transpose(1, 2).flatten(0, 1)
+                    pool.copy(old, fresh)
+                pool.write(pages, places, given.transpose(1, 2).flatten(0, 1))
 
     def tables(self, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
         """What ``attention_paged`` asks for: block_table [B, P] and key_lengths [B] of sequences.
 
-        With a window, a page of zeros stands for those that were dropped: attend by a mask that
-        hides them.
+        They find rows of ``k_pages`` and ``v_pages``, and of the scales of those in 8 bits. With a
+        window, a page of zeros stands for those that were dropped: attend by a mask that hides
+        them.
 
         Raises:
             InvalidArgument: there is no such sequence.
@@ -187,15 +222,24 @@ class PagedKVCache:
                 raise InvalidArgument("cascade", "True", "False for a cache with a window")
             self._check_queries(sequences, self._counts(sequences, q, keywords))
             asked["mask"] = _windowed(keywords.get("mask"), self.window)
-        tables = self.tables(sequences)
+        tensors = self._readable(sequences)
         if not cascade:
-            return attention_paged(q, self.k_pages, self.v_pages, *tables, **asked)
+            return attention_paged(q, *tensors, **asked)
         counts = self._counts(sequences, q, keywords)
         if len(counts) != len(sequences):
             required = "[sequences + 1] on the CPU, where cascade=True looks for common pages"
             raise InvalidArgument("cu_seqlens_q", "another tensor", required)
         shared = self._common(sequences, counts) * self.page_size
-        return cascade_attention(q, self.k_pages, self.v_pages, *tables, shared, **asked)
+        return cascade_attention(q, *tensors, shared, **asked)
+
+    def _readable(self, sequences: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Pages that kernels read, with the tables of sequences."""
+        table, lengths = self.tables(sequences)
+        if self.k_scales is None:
+            return self.k_pages, self.v_pages, table, lengths
+        used, places = torch.unique(table, return_inverse=True)
+        pages = (self._keys.read(used), self._values.read(used))
+        return *pages, places.to(torch.int32), lengths
 
     def _counts(self, sequences: Sequence[int], q: Tensor, keywords: dict[str, Any]) -> list[int]:
         """How many queries each sequence has; none where that cannot be looked at."""

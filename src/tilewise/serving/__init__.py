@@ -2,7 +2,16 @@
 
 from tilewise.serving.cascade import cascade_attention
 from tilewise.serving.contiguous import KVCache
+from tilewise.serving.generation import Attend, Step, generate
 from tilewise.serving.paged import PagedKVCache
 from tilewise.serving.pages import PageAllocator
 
-__all__ = ["KVCache", "PageAllocator", "PagedKVCache", "cascade_attention"]
+__all__ = [
+    "Attend",
+    "KVCache",
+    "PageAllocator",
+    "PagedKVCache",
+    "Step",
+    "cascade_attention",
+    "generate",
+]

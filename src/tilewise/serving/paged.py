@@ -11,7 +11,7 @@ from tilewise.errors import InvalidArgument
 from tilewise.functional import attention_paged
 from tilewise.serving.cascade import cascade_attention
 from tilewise.serving.pool import Pool
-from tilewise.serving.rows import check_rows
+from tilewise.serving.rows import check_rows, counts_of
 from tilewise.serving.sequences import Sequences
 from tilewise.variants.masks import causal, window
 from tilewise.variants.values import Mask, as_mask
@@ -70,6 +70,7 @@ class PagedKVCache:
         for name, size in {**sizes, "value_dim": width}.items():
             if size < 1:
                 raise InvalidArgument(name, str(size), "at least 1")
+        self.pages = pages
         self.page_size = page_size
         self.window = window
         self._sequences = Sequences(pages, page_size, window)
@@ -109,6 +110,19 @@ class PagedKVCache:
         """How many pages no sequence has."""
         return self._sequences.free_pages
 
+    def pages_for(self, first: int, total: int) -> int:
+        """How many pages a sequence needs at most, given so many keys at once and then one by one.
+
+        Args:
+            first: keys of the first ``append``.
+            total: keys in the end.
+        """
+        every = -(-max(first, total) // self.page_size)
+        if self.window is None:
+            return every
+        later = -(-(self.window + self.page_size - 1) // self.page_size)
+        return min(every, max(-(-first // self.page_size), later))
+
     def add(self) -> int:
         """A new sequence without keys."""
         return self._sequences.add()
@@ -146,22 +160,32 @@ class PagedKVCache:
         """
         return self._sequences[sequence].length
 
-    def append(self, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
-        """Put M keys and values behind those of each sequence.
+    def append(
+        self, sequences: Sequence[int], k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None
+    ) -> None:
+        """Put M keys and values behind those of each sequence, or different numbers of them.
 
         Args:
             sequences: B different ones.
-            k: [B, Hk, M, D].
-            v: [B, Hk, M, Dv].
+            k: [B, Hk, M, D]; or packed [T, Hk, D], with ``cu_seqlens``.
+            v: [B, Hk, M, Dv]; or [T, Hk, Dv].
+            cu_seqlens: int32 or int64 [B + 1]: sequence b is given the packed rows cu_seqlens[b] to
+                cu_seqlens[b + 1]. It is read: best on the CPU.
 
         Raises:
             InvalidArgument, InvalidType: naming the argument that is wrong.
             OutOfPages: there are too few pages; nothing was appended.
         """
         self._sequences.different(sequences)
-        fixed = (len(sequences), self.k_pages.shape[1])
-        more = check_rows(k, v, self._keys.like, self._values.like, fixed, 2)
-        growth = self._sequences.grow(sequences, [more] * len(sequences))
+        batch, like = len(sequences), (self._keys.like, self._values.like)
+        heads = self.k_pages.shape[1]
+        if cu_seqlens is None:
+            counts = [check_rows(k, v, *like, (batch, heads), 2)] * batch
+            k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+        else:
+            total = check_rows(k, v, *like, (heads,), 0)
+            counts = counts_of(cu_seqlens, batch, total)
+        growth = self._sequences.grow(sequences, counts)
         if not growth.pages:
             return
         device = self.k_pages.device
@@ -172,7 +196,7 @@ class PagedKVCache:
             for pool, given in ((self._keys, k), (self._values, v)):
                 for old, fresh in growth.copies:
                     pool.copy(old, fresh)
-                pool.write(pages, places, given.transpose(1, 2).flatten(0, 1))
+                pool.write(pages, places, given)
 
     def tables(self, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
         """What ``attention_paged`` asks for: block_table [B, P] and key_lengths [B] of sequences.

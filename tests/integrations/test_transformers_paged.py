@@ -80,6 +80,11 @@ def test_what_is_refused() -> None:
     ours.set_attn_implementation("tilewise_paged")
     with pytest.raises(Unsupported, match=r"(?s)outside of tilewise.serving.generate.*paged_step"):
         ours(torch.tensor([[3, 4]]))
+    step, caches = paged_step(ours), paged_caches(ours, pages=4, page_size=4)
+    ours.set_attn_implementation("eager")
+    with pytest.raises(Unsupported, match="a model of 2 layers, 0 of which attend over paged"):
+        generate(step, caches, [[3]], new_tokens=1)
+    ours.set_attn_implementation("tilewise_paged")
     with pytest.raises(InvalidArgument, match=r"^model: got one in training mode"):
         paged_step(ours.train())
     ours.eval().config.layer_types = ["full_attention", "chunked_attention"]
@@ -94,6 +99,7 @@ def test_what_is_refused() -> None:
     words: dict[str, Any] = {"tilewise_attend": print}
     for more, said in (
         ({"position_bias": q}, "position_bias"),
+        ({"output_attentions": True}, "output_attentions"),
         ({"attention_mask": q}, "attention_mask"),
         ({"dropout": 0.5}, "dropout"),
         ({"is_causal": False}, "not causal"),

@@ -22,7 +22,8 @@ __all__ = ["PAGED_NAME", "paged_caches", "paged_forward", "paged_step"]
 PAGED_NAME = "tilewise_paged"
 _CAUSAL = masks.causal()
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_CHANGES = ("position_bias", "head_mask")  # what a layer may hand over and pages have no place for
+# What a layer may hand over and pages have no place for.
+_CHANGES = ("position_bias", "head_mask", "output_attentions", "cache")
 
 
 def paged_caches(model: Any, *, pages: int, page_size: int, **keywords: Any) -> list[PagedKVCache]:
@@ -58,7 +59,8 @@ def paged_step(model: Any) -> Step:
 
     Raises:
         InvalidArgument: it was made otherwise, or is in training mode.
-        Unsupported: an encoder and decoder, or layers that are not attention alone.
+        Unsupported: an encoder and decoder, or layers that are not causal attention over all keys
+            or a window, here or when the step runs.
     """
     config = model.config
     if config.get_text_config()._attn_implementation != PAGED_NAME:
@@ -70,16 +72,27 @@ def paged_step(model: Any) -> Step:
     if config.is_encoder_decoder:
         fix = "use model.generate with attn_implementation='tilewise'"
         raise Unsupported("an encoder and decoder over paged caches", fix=fix)
-    _windows(config.get_text_config())
+    layers = len(_windows(config.get_text_config()))
 
     def run(tokens: Tensor, positions: Tensor, rows: Tensor, attend: Attend) -> Tensor:
+        attended = set()
+
+        def noted(layer: int, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
+            attended.add(layer)
+            return attend(layer, q, k, v, **keywords)
+
         logits: Tensor = model(
             input_ids=tokens[None],
             position_ids=positions[None],
             use_cache=False,
             logits_to_keep=rows,
-            tilewise_attend=attend,
+            tilewise_attend=noted,
         ).logits
+        if len(attended) != layers:  # another attention would have mixed the sequences
+            raise Unsupported(
+                f"a model of {layers} layers, {len(attended)} of which attend over paged caches",
+                fix="use model.generate with attn_implementation='tilewise'",
+            )
         return logits[0]
 
     return run
@@ -132,7 +145,7 @@ def paged_forward(
             fix="call the step of paged_step(model) by generate; else use 'tilewise'",
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    refused = [name for name in _CHANGES if kwargs.get(name) is not None]
+    refused = [name for name in _CHANGES if not _absent(kwargs.get(name))]
     refused += ["attention_mask"] if attention_mask is not None else []
     refused += ["dropout"] if dropout else []
     refused += [] if causal else ["a layer that is not causal"]
@@ -152,6 +165,10 @@ def paged_forward(
         sinks=s_aux,
     )
     return out[None], None
+
+
+def _absent(value: object) -> bool:
+    return value is None or value is False
 
 
 def _windows(config: Any) -> list[int | None]:

@@ -270,7 +270,8 @@ class PagedKVCache:
         cu_seqlens = keywords.get("cu_seqlens_q")
         if cu_seqlens is None:
             return [q.shape[2] if q.dim() == 4 else 0] * len(sequences)
-        if cu_seqlens.is_cpu and cu_seqlens.shape == (len(sequences) + 1,):
+        known = isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cpu
+        if known and cu_seqlens.shape == (len(sequences) + 1,):
             counts: list[int] = cu_seqlens.diff().tolist()
             return counts
         return []

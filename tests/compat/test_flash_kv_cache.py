@@ -258,6 +258,20 @@ def test_strided_caches_are_written_in_place() -> None:
     assert_same_bits(wide[:, 1, :, 1::2], packed.v_cache, "cache")
 
 
+def test_left_padding_of_strided_caches() -> None:
+    """Rows that lie unevenly, one sequence with nothing but padding, and starts beyond all rows."""
+    wide = torch.randn(BATCH, 2, 20, KV_HEADS, WIDTH)
+    case = build(new=0)._replace(k_cache=wide[:, 0], v_cache=wide[:, 1])
+    starts = [3, 25, 14]
+    spoil(case, [0, 1, 2], (3, 0, 14), [9, 0, 14])
+    leftpad = torch.tensor(starts)
+    out = case.call(causal=True, cache_leftpad=leftpad)
+    packed = case._replace(k_cache=case.k_cache.clone(), v_cache=case.v_cache.clone())
+    assert_same_bits(packed.call(causal=True, cache_leftpad=leftpad), out, "out")
+    assert bool(out[0].isfinite().all())
+    assert not bool(out[1:].any())
+
+
 @pytest.mark.parametrize("leftpad", [False, True])
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 def test_what_a_gpu_reads_in_place(flags: Flags, leftpad: bool) -> None:

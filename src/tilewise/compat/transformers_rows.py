@@ -15,6 +15,11 @@ _INTRO = """
 5 (tested with 5.23.0): Llama, Mistral, Gemma 2, GPT-2, BERT, Qwen 3, T5, Whisper, ViT and gpt-oss
 with random weights, and a pretrained encoder, give what `"eager"` gives, on the CPU. Queries that
 see no key, such as padding on the left, give 0 where eager gives the mean of all values.
+
+`attn_implementation="tilewise_paged"`, also made known by `register()`, is for
+`tilewise.serving.generate` alone ([serving](serving.md)): causal decoders whose layers see all keys
+or a window. It takes `scaling`, `softcap`, `s_aux` and `sliding_window`, and refuses by name what
+pages have no place for.
 """
 
 TABLES = (
@@ -74,7 +79,12 @@ TABLES = (
                 'weights are never written: `model.set_attn_implementation("eager")` for that call',
             ),
             Row(_ATTENTION, "head_mask", "refused", "it scales weights"),
-            Row(_ATTENTION, "cache", "refused", "continuous batching (`generate_batch`)"),
+            Row(
+                _ATTENTION,
+                "cache",
+                "refused",
+                "continuous batching (`generate_batch`): `tilewise.serving.generate` does it",
+            ),
             Row(
                 _MASK,
                 "batch_size, q_length, kv_length, kv_offset",

@@ -96,9 +96,17 @@ class KVCache:
     def attend(self, q: Tensor, **keywords: Any) -> Any:
         """Attention of q [B, Hq, M, D] over all keys; the last query sees the last key.
 
-        Append the keys of these queries first. A prompt may be appended and attended in pieces: a
-        row gets the bits that it has in one piece where pieces end at multiples of 128 keys and
-        have more than 8 queries, and is equal but for rounding elsewhere.
+        Append the keys of these queries first. A prompt may be appended and attended in pieces: it
+        is equal but for rounding, and on the CPU often to the bit. There a row's bits follow from
+        its own keys, from where these are cut into blocks (at every multiple of 128, but a rest of
+        fewer than 64 at the end joins the block before it), and from whether its sequence has more
+        than 8 queries in the call or wants gradients: up to 8 without have another kernel. So
+
+        * pieces of more than 8 queries that end at multiples of 64 have the bits of one piece, and
+          of those that end elsewhere all rows but the last (length % 128), where these are < 64;
+        * up to 8 queries have the bits of as many calls of one, where the blocks of both are cut
+          alike, up to 16k keys (beyond, the kernel's splits grow with the number of keys);
+        * a sequence has the bits that it has alone, whatever else is in the batch.
 
         Args:
             q: the queries.

@@ -1,29 +1,22 @@
 """Keys and values of many sequences, in pages that those with a common start share."""
 
-from collections import Counter
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise.errors import InvalidArgument, OutOfPages
+from tilewise.errors import InvalidArgument
 from tilewise.functional import attention_paged
-from tilewise.serving.pages import PageAllocator
-from tilewise.serving.rows import check_rows
-from tilewise.variants.masks import causal
+from tilewise.serving.cascade import cascade_attention
+from tilewise.serving.pool import Pool
+from tilewise.serving.rows import check_rows, counts_of
+from tilewise.serving.sequences import Sequences
+from tilewise.variants.masks import causal, window
+from tilewise.variants.values import Mask, as_mask
 
 __all__ = ["PagedKVCache"]
-
-
-class _Held:
-    """The pages of one sequence, in order, and how many keys it has in them."""
-
-    __slots__ = ("length", "pages")
-
-    def __init__(self, pages: list[int], length: int) -> None:
-        self.pages = pages
-        self.length = length
 
 
 class PagedKVCache:
@@ -33,6 +26,18 @@ class PagedKVCache:
     last page, where it is not full, is copied when one of them grows. Every operation is done whole
     or, where it raises, not at all. What is appended is copied and detached.
 
+    With a ``window`` a sequence lets go of the pages that no query to come can see: those wholly
+    behind the window of the first new key, each time that it grows. It then holds no more than
+    ``window`` keys, those of the last ``append`` and two pages' rest. What is left gives the same
+    bits as attention over everything under ``masks.window(window - 1, 0)``.
+
+    With a ``storage`` pages hold 8-bit numbers and a float32 scale for each row and head, by the
+    row's own largest number (``serving.pool.quantised`` tells the formula and its error). A scale
+    for a whole page would have to change when a later row is larger, and the rows before it be
+    rounded again; so a row is rounded once, and what it becomes does not depend on how it came.
+    It costs 4 bytes a row of D. No kernel reads such pages: ``attend`` writes out those of its
+    sequences in ``dtype``, once each, for the time of the call. It saves room, not time.
+
     Args:
         pages: how many there are.
         page_size: keys of a page; multiples of 16 read fastest.
@@ -41,6 +46,8 @@ class PagedKVCache:
         value_dim: Dv; D if None.
         dtype: of keys and values.
         device: where they are.
+        window: how many keys a query sees, its own the last of them; None for all before it.
+        storage: torch.int8 or torch.float8_e4m3fn for pages in 8 bits; None for ``dtype``.
     """
 
     def __init__(
@@ -53,27 +60,72 @@ class PagedKVCache:
         value_dim: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        window: int | None = None,
+        storage: torch.dtype | None = None,
     ) -> None:
         width = head_dim if value_dim is None else value_dim
         sizes = {"page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim}
+        if window is not None:
+            sizes["window"] = window
         for name, size in {**sizes, "value_dim": width}.items():
             if size < 1:
                 raise InvalidArgument(name, str(size), "at least 1")
+        self.pages = pages
         self.page_size = page_size
-        self._pages = PageAllocator(pages)
-        self.k_pages = torch.empty(pages, kv_heads, page_size, head_dim, dtype=dtype, device=device)
-        self.v_pages = torch.empty(pages, kv_heads, page_size, width, dtype=dtype, device=device)
-        self._sequences: dict[int, _Held] = {}
-        self._next = 0
+        self.window = window
+        self._sequences = Sequences(pages, page_size, window)
+        # With a window one page more, of zeros, stands in the tables for those that were dropped:
+        # a tile that the window cuts reads rows that it hides, and 0 times NaN is NaN.
+        self._blank = pages
+        held = pages if window is None else pages + 1
+        self._keys, self._values = (
+            Pool(held, kv_heads, page_size, each, dtype=dtype, storage=storage, device=device)
+            for each in (head_dim, width)
+        )
+        for pool in (self._keys, self._values):
+            pool.clear(pages)
+
+    @property
+    def k_pages(self) -> Tensor:
+        """[pages, Hk, page_size, D], as they are stored; with a window one page more, of zeros."""
+        return self._keys.values
+
+    @property
+    def v_pages(self) -> Tensor:
+        """[pages, Hk, page_size, Dv], likewise."""
+        return self._values.values
+
+    @property
+    def k_scales(self) -> Tensor | None:
+        """Float32 [pages, Hk, page_size]: what the numbers of a row in 8 bits are multiplied by."""
+        return self._keys.scales
+
+    @property
+    def v_scales(self) -> Tensor | None:
+        """As ``k_scales``."""
+        return self._values.scales
 
     @property
     def free_pages(self) -> int:
         """How many pages no sequence has."""
-        return self._pages.free
+        return self._sequences.free_pages
+
+    def pages_for(self, first: int, total: int) -> int:
+        """How many pages a sequence needs at most, given so many keys at once and then one by one.
+
+        Args:
+            first: keys of the first ``append``.
+            total: keys in the end.
+        """
+        every = -(-max(first, total) // self.page_size)
+        if self.window is None:
+            return every
+        later = -(-(self.window + self.page_size - 1) // self.page_size)
+        return min(every, max(-(-first // self.page_size), later))
 
     def add(self) -> int:
         """A new sequence without keys."""
-        return self._enter(_Held([], 0))
+        return self._sequences.add()
 
     def fork(self, sequence: int) -> int:
         """A new sequence with the keys that one has, in the same pages.
@@ -81,9 +133,7 @@ class PagedKVCache:
         Raises:
             InvalidArgument: there is no such sequence.
         """
-        held = self._held(sequence)
-        self._pages.share(held.pages)
-        return self._enter(_Held(list(held.pages), held.length))
+        return self._sequences.fork(sequence)
 
     def remove(self, sequence: int) -> None:
         """Forget a sequence; pages that no other has are free.
@@ -91,130 +141,163 @@ class PagedKVCache:
         Raises:
             InvalidArgument: there is no such sequence.
         """
-        held = self._held(sequence)
-        self._pages.release(held.pages)
-        del self._sequences[sequence]
+        self._sequences.remove(sequence)
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forget the keys of a sequence from ``length`` on.
 
         Raises:
-            InvalidArgument: there is no such sequence, or it has not as many keys.
+            InvalidArgument: there is no such sequence, it has not as many keys, or with a window
+                the next query would see keys that were dropped (never before the last ``append``).
         """
-        held = self._held(sequence)
-        if not 0 <= length <= held.length:
-            raise InvalidArgument("length", str(length), f"in [0, {held.length}]")
-        kept = -(-length // self.page_size)
-        self._pages.release(held.pages[kept:])
-        held.pages, held.length = held.pages[:kept], length
+        self._sequences.truncate(sequence, length)
 
     def length(self, sequence: int) -> int:
-        """How many keys a sequence has.
+        """How many keys a sequence was given.
 
         Raises:
             InvalidArgument: there is no such sequence.
         """
-        return self._held(sequence).length
+        return self._sequences[sequence].length
 
-    def append(self, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
-        """Put M keys and values behind those of each sequence.
+    def append(
+        self, sequences: Sequence[int], k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None
+    ) -> None:
+        """Put M keys and values behind those of each sequence, or different numbers of them.
 
         Args:
             sequences: B different ones.
-            k: [B, Hk, M, D].
-            v: [B, Hk, M, Dv].
+            k: [B, Hk, M, D]; or packed [T, Hk, D], with ``cu_seqlens``.
+            v: [B, Hk, M, Dv]; or [T, Hk, Dv].
+            cu_seqlens: int32 or int64 [B + 1]: sequence b is given the packed rows cu_seqlens[b] to
+                cu_seqlens[b + 1]. It is read: best on the CPU.
 
         Raises:
             InvalidArgument, InvalidType: naming the argument that is wrong.
             OutOfPages: there are too few pages; nothing was appended.
         """
-        self._check_different(sequences)
-        fixed = (len(sequences), self.k_pages.shape[1])
-        more = check_rows(k, v, self.k_pages, self.v_pages, fixed, 2)
-        if more == 0 or not sequences:
+        self._sequences.different(sequences)
+        batch, like = len(sequences), (self._keys.like, self._values.like)
+        heads = self.k_pages.shape[1]
+        if cu_seqlens is None:
+            counts = [check_rows(k, v, *like, (batch, heads), 2)] * batch
+            k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+        else:
+            total = check_rows(k, v, *like, (heads,), 0)
+            counts = counts_of(cu_seqlens, batch, total)
+        growth = self._sequences.grow(sequences, counts)
+        if not growth.pages:
             return
-        grown = [self._held(sequence) for sequence in sequences]
-        copied, wanted = self._wanted(grown, more)
-        total = len(copied) + sum(wanted)
-        if total > self._pages.free:
-            raise OutOfPages(total, self._pages.free, self._pages.pages)
-        for held in copied:
-            self._copy_last(held)
-        pages: list[int] = []
-        rows: list[int] = []
-        for held, count in zip(grown, wanted, strict=True):
-            held.pages += self._pages.take(count)
-            for n in range(held.length, held.length + more):
-                pages.append(held.pages[n // self.page_size])
-                rows.append(n % self.page_size)
-            held.length += more
         device = self.k_pages.device
-        at = torch.tensor(pages, device=device), torch.tensor(rows, device=device)
+        pages, places = (
+            torch.tensor(each, dtype=torch.int64, device=device) for each in growth[1:]
+        )
         with torch.no_grad():
-            for pool, given in ((self.k_pages, k), (self.v_pages, v)):
-                pool[at[0], :, at[1]] = given.transpose(1, 2).flatten(0, 1)
+            for pool, given in ((self._keys, k), (self._values, v)):
+                for old, fresh in growth.copies:
+                    pool.copy(old, fresh)
+                pool.write(pages, places, given)
 
     def tables(self, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
         """What ``attention_paged`` asks for: block_table [B, P] and key_lengths [B] of sequences.
 
+        They find rows of ``k_pages`` and ``v_pages``, and of the scales of those in 8 bits. With a
+        window, a page of zeros stands for those that were dropped: attend by a mask that hides
+        them.
+
         Raises:
             InvalidArgument: there is no such sequence.
         """
-        found = [self._held(sequence) for sequence in sequences]
-        slots = max([1, *[len(held.pages) for held in found]])
-        table = [held.pages + [0] * (slots - len(held.pages)) for held in found]
+        found = [self._sequences[sequence] for sequence in sequences]
+        rows = [[self._blank] * held.dropped + held.pages for held in found]
+        slots = max([1, *[len(row) for row in rows]])
+        table = [row + [0] * (slots - len(row)) for row in rows]
         device = self.k_pages.device
         block_table = torch.tensor(table, dtype=torch.int32, device=device)
         lengths = torch.tensor([held.length for held in found], dtype=torch.int32, device=device)
         return block_table.reshape(len(found), slots), lengths
 
-    def attend(self, sequences: Sequence[int], q: Tensor, **keywords: Any) -> Any:
+    def attend(
+        self, sequences: Sequence[int], q: Tensor, *, cascade: bool = False, **keywords: Any
+    ) -> Any:
         """Attention of each sequence's queries over its keys; the last query sees the last key.
 
-        Append the keys of these queries first.
+        Append the keys of these queries first. A sequence has the bits that it has alone, and of a
+        prompt in pieces those that ``KVCache.attend`` tells of.
 
         Args:
             sequences: B of them.
             q: [B, Hq, M, D]; or packed [Tq, Hq, D], with ``cu_seqlens_q``.
+            cascade: read the pages that all of them begin with once, by ``cascade_attention``,
+                whose mask and score alone are then allowed. Not so by default, for the result is
+                rounded where the common pages end: the bits of a sequence then depend on whom it
+                is asked for with. Not with a window.
             keywords: those of ``tilewise.attention_paged``; ``mask`` is ``masks.causal()`` if left
-                out.
+                out. With a window both it and a mask must allow a pair.
+
+        Raises:
+            InvalidArgument: there is no such sequence; or with a window a query sees keys that were
+                dropped: one before the keys of the last ``append`` (looked at where cu_seqlens_q
+                is on the CPU).
         """
         asked = {"mask": causal(), **keywords}
-        return attention_paged(q, self.k_pages, self.v_pages, *self.tables(sequences), **asked)
+        if self.window is not None:
+            if cascade:
+                raise InvalidArgument("cascade", "True", "False for a cache with a window")
+            self._check_queries(sequences, self._counts(sequences, q, keywords))
+            asked["mask"] = _windowed(keywords.get("mask"), self.window)
+        tensors = self._readable(sequences)
+        if not cascade:
+            return attention_paged(q, *tensors, **asked)
+        counts = self._counts(sequences, q, keywords)
+        if len(counts) != len(sequences):
+            required = "[sequences + 1] on the CPU, where cascade=True looks for common pages"
+            raise InvalidArgument("cu_seqlens_q", "another tensor", required)
+        shared = self._common(sequences, counts) * self.page_size
+        return cascade_attention(q, *tensors, shared, **asked)
 
-    def _enter(self, held: _Held) -> int:
-        self._sequences[self._next] = held
-        self._next += 1
-        return self._next - 1
+    def _readable(self, sequences: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Pages that kernels read, with the tables of sequences."""
+        table, lengths = self.tables(sequences)
+        if self.k_scales is None:
+            return self.k_pages, self.v_pages, table, lengths
+        used, places = torch.unique(table, return_inverse=True)
+        pages = (self._keys.read(used), self._values.read(used))
+        return *pages, places.to(torch.int32), lengths
 
-    def _held(self, sequence: int) -> _Held:
-        held = self._sequences.get(sequence)
-        if held is None:
-            required = "one that add or fork gave and that was not removed"
-            raise InvalidArgument("sequence", repr(sequence), required)
-        return held
+    def _counts(self, sequences: Sequence[int], q: Tensor, keywords: dict[str, Any]) -> list[int]:
+        """How many queries each sequence has; none where that cannot be looked at."""
+        cu_seqlens = keywords.get("cu_seqlens_q")
+        if cu_seqlens is None:
+            return [q.shape[2] if q.dim() == 4 else 0] * len(sequences)
+        known = isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cpu
+        if known and cu_seqlens.shape == (len(sequences) + 1,):
+            counts: list[int] = cu_seqlens.diff().tolist()
+            return counts
+        return []
 
-    def _check_different(self, sequences: Sequence[int]) -> None:
-        twice = [sequence for sequence, times in Counter(sequences).items() if times > 1]
-        if twice:
-            raise InvalidArgument("sequences", f"{twice[0]} more than once", "different ones")
+    def _common(self, sequences: Sequence[int], counts: Sequence[int]) -> int:
+        """How many pages all sequences begin with, none with a key of these queries."""
+        found = [self._sequences[sequence] for sequence in sequences]
+        before = [
+            (held.length - count) // self.page_size
+            for held, count in zip(found, counts, strict=True)
+        ]
+        columns = zip(*[held.pages for held in found], strict=False)
+        alike = takewhile(lambda column: len(set(column)) == 1, columns)
+        return max(0, min([sum(1 for _ in alike), *before])) if len(found) > 1 else 0
 
-    def _wanted(self, grown: list[_Held], more: int) -> tuple[list[_Held], list[int]]:
-        """Whose last page is copied before they grow, and how many new pages each then needs."""
-        copied, wanted, left = [], [], Counter[int]()
-        for held in grown:
-            if held.length % self.page_size:
-                last = held.pages[-1]
-                if self._pages.holders(last) - left[last] > 1:
-                    left[last] += 1  # the copy lets go of it
-                    copied.append(held)
-            wanted.append(-(-(held.length + more) // self.page_size) - len(held.pages))
-        return copied, wanted
+    def _check_queries(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
+        """No query sees a key that was dropped."""
+        for sequence, count in zip(sequences, counts, strict=False):
+            held = self._sequences[sequence]
+            if count and not self._sequences.has_keys_of(held, held.length - count):
+                gone = held.dropped * self.page_size
+                came = f"{count} queries of sequence {sequence}, which has {held.length} keys"
+                required = f"fewer: with a window of {self.window} the first sees some of the "
+                raise InvalidArgument("q", came, required + f"{gone} keys that were dropped")
 
-    def _copy_last(self, held: _Held) -> None:
-        (fresh,) = self._pages.take(1)
-        last = held.pages[-1]
-        for pool in (self.k_pages, self.v_pages):
-            pool[fresh] = pool[last]
-        self._pages.release([last])
-        held.pages[-1] = fresh
+
+def _windowed(mask: object, keys: int) -> Mask:
+    seen = window(keys - 1, 0)
+    return seen if mask is None else as_mask(mask) & seen

@@ -1,10 +1,31 @@
 """What the caches require of the keys and values that they are given."""
 
+from itertools import pairwise
+
+import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.validation import check_cu_seqlens
 
-__all__ = ["check_rows"]
+__all__ = ["check_rows", "counts_of"]
+
+
+def counts_of(cu_seqlens: Tensor, sequences: int, total: int) -> list[int]:
+    """How many of ``total`` packed rows each sequence is given.
+
+    Raises:
+        InvalidArgument, InvalidType: cu_seqlens does not say it.
+    """
+    required = f"an int32 or int64 tensor [{sequences + 1}]"
+    if not isinstance(cu_seqlens, Tensor):
+        raise InvalidType("cu_seqlens", f"a {type(cu_seqlens).__name__}", required)
+    fits = cu_seqlens.shape == (sequences + 1,)
+    if not fits or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        came = f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
+        raise InvalidArgument("cu_seqlens", came, required)
+    starts = check_cu_seqlens("cu_seqlens", cu_seqlens, total)
+    return [end - start for start, end in pairwise(starts)]
 
 
 def check_rows(

@@ -32,17 +32,16 @@ class Asked(NamedTuple):
     scale: float | None
     dropout_p: float
 
-    def score(self, sequence: int | None = None) -> list[scores.Score] | None:
-        """The score: the cap first and then ALiBi; of one ``sequence`` alone if it is given."""
+    def score(self) -> list[scores.Score] | None:
+        """The score: the cap first and then ALiBi."""
         steps = [scores.softcap(self.cap)] if self.cap > 0 else []
         if self.slopes is not None:
-            alone = sequence is not None and self.slopes.dim() == 2
-            steps.append(scores.alibi(self.slopes[sequence] if alone else self.slopes))
+            steps.append(scores.alibi(self.slopes))
         return steps or None
 
-    def keywords(self, seed: Tensor | None = None, sequence: int | None = None) -> dict[str, Any]:
+    def keywords(self, seed: Tensor | None = None) -> dict[str, Any]:
         """The keywords of ``tilewise.attention``."""
-        words = {"mask": self.mask, "score": self.score(sequence), "scale": self.scale}
+        words = {"mask": self.mask, "score": self.score(), "scale": self.scale}
         return words if seed is None else {**words, "dropout_p": self.dropout_p, "seed": seed}
 
 

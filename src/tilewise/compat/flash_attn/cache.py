@@ -1,20 +1,17 @@
 """Attention over a cache: keys of different numbers in rows or pages. Forward only.
 
-On a GPU ``tilewise.attention_paged`` reads the cache where it lies: a row of the cache is a page.
-The CPU core reads no pages, so sequences go one by one there: over a view where a sequence's keys
-lie in one row, and else over a copy of that sequence's keys, which is the only memory beyond the
-output, O(keys of one sequence).
+``tilewise.attention_paged`` reads the cache where it lies: a row of the cache is a page.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Any, NamedTuple
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise import AttentionResult, attention, attention_paged, masks
+from tilewise import AttentionResult, attention_paged, masks
 from tilewise.compat.flash_attn.arguments import Asked
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 
@@ -72,8 +69,8 @@ def attend(
         Unsupported: a gradient is wanted.
     """
     refuse_gradients({"q": q, "k": cache.k, "v": cache.v})
-    if q.is_cpu:
-        return _one_by_one(q, cache, asked, cu_seqlens_q)
+    if cache.starts is not None and cache.starts.is_cpu:
+        cache = _without_padding(cache, cache.starts)
     return in_place(q, cache, asked, cu_seqlens_q)
 
 
@@ -144,59 +141,22 @@ def in_place(
     return result if packed else result._replace(out=result.out.transpose(1, 2))
 
 
-def _one_by_one(
-    q: Tensor, cache: Cache, asked: Asked, cu_seqlens_q: Tensor | None
-) -> AttentionResult:
-    """A call for each sequence; one for all where they are the first rows of as many blocks."""
-    packed = cu_seqlens_q is not None
-    ends: list[int] = cache.lengths.tolist()
-    if not packed and _is_even(cache, ends):
-        k, v = (blocks[: len(ends), : ends[0]] for blocks in (cache.k, cache.v))
-        return AttentionResult(*_dense(q, k, v, asked.keywords()), None)
-    heads, wide = q.shape[-2], torch.float64 if q.dtype is torch.float64 else torch.float32
-    out = q.new_empty(*q.shape[:-1], cache.v.shape[-1])
-    lse = q.new_empty(
-        (heads, q.shape[0]) if packed else (q.shape[0], heads, q.shape[1]), dtype=wide
-    )
-    starts = [0] * len(ends) if cache.starts is None else cache.starts.tolist()
-    bounds = list(pairwise(cu_seqlens_q.tolist())) if cu_seqlens_q is not None else []
-    for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        k, v = (_keys(blocks, cache.table[b], start, end) for blocks in (cache.k, cache.v))
-        rows = slice(*bounds[b]) if packed else slice(b, b + 1)
-        own = q[rows][None] if packed else q[rows]
-        its_out, its_lse = _dense(own, k[None], v[None], asked.keywords(sequence=b))
-        if packed:
-            out[rows], lse[:, rows] = its_out[0], its_lse[0]
-        else:
-            out[rows], lse[rows] = its_out, its_lse
-    return AttentionResult(out, lse, None)
+def _without_padding(cache: Cache, starts: Tensor) -> Cache:
+    """The cache from its starts on, so that nobody reads what lies before them: it may be NaN.
 
-
-def _dense(q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """``attention`` of [B, S, H, D] tensors: out as q, and lse [B, H, S]."""
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out, lse, _ = attention(q, k, v, **keywords, return_lse=True)
-    return out.transpose(1, 2), lse
-
-
-def _is_even(cache: Cache, ends: list[int]) -> bool:
-    """Whether sequence b has the same rows of block b as any other."""
-    if cache.starts is not None or cache.table.shape[1] != 1 or len(set(ends)) != 1:
-        return False
-    return bool((cache.table[:, 0] == torch.arange(len(ends))).all())
-
-
-def _keys(blocks: Tensor, table: Tensor, start: int, end: int) -> Tensor:
-    """Rows start to end of a sequence, [N, Hk, D]: a view of one block, or a copy of several."""
-    size = blocks.shape[1]
-    first, last = start // size, -(-end // size)
-    if end <= start:
-        return blocks.new_empty(0, *blocks.shape[2:])
-    if last - first == 1:
-        rows = blocks[int(table[first])]
-    else:
-        rows = blocks[table[first:last].long()].flatten(0, 1)
-    return rows[start - first * size : end - first * size]
+    Pages are cut so small that every start is that of a page. Blocks whose rows do not lie one
+    behind the other in memory are copied for it.
+    """
+    used = starts < cache.lengths
+    size = cache.k.shape[1]
+    rows = math.gcd(size, *starts[used].tolist())
+    per_block = size // rows
+    pieces = cache.k.shape[0] * per_block
+    k, v = (x.reshape(pieces, rows, *x.shape[2:]) for x in (cache.k, cache.v))
+    table = cache.table.long()[:, :, None] * per_block + torch.arange(per_block)
+    slots = torch.arange(cache.table.shape[1] * per_block) + starts.long()[:, None] // rows
+    table = table.flatten(1).gather(1, slots.clamp_max(slots.shape[1] - 1))
+    return Cache(k, v, (cache.lengths - starts).clamp_min(0), table)
 
 
 def check_lengths(cache: Cache, name: str, new: int = 0) -> None:

@@ -181,7 +181,7 @@ def flash_attn_varlen_func(
         deterministic: always so.
         return_attn_probs: ask for ``(out, softmax_lse, S_dmask)``.
         block_table: integer [sequences, blocks]: the pages of each sequence's keys. Forward only,
-            without dropout. On the CPU sequences go one by one, each with a copy of its own keys.
+            without dropout.
 
     Returns:
         out [Tq, Hq, Dv]; where asked for, with softmax_lse [Hq, Tq] and S_dmask

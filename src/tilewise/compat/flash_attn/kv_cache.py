@@ -51,8 +51,8 @@ def flash_attn_with_kvcache(
     last query sees every key), ``window_size``, ``softcap`` and ``alibi_slopes`` are those of
     ``flash_attn_func`` over these keys. There is no gradient.
 
-    On a GPU the cache is read where it lies. On the CPU sequences go one by one: over views of the
-    cache, or with a block_table over a copy of one sequence's keys at a time.
+    The cache is read where it lies; only on the CPU and with cache_leftpad is one copied whose rows
+    are not evenly spaced in memory.
 
     Args:
         q: [B, M, Hq, D].

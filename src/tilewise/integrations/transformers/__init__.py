@@ -5,8 +5,9 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="tilewise")
 
 transformers asks two functions of an implementation: one makes masks (``masks.py``), the other
-computes attention with them (``forward.py``). Importing this registers nothing, and no module of
-transformers is changed.
+computes attention with them (``forward.py``). ``attn_implementation="tilewise_paged"`` attends over
+paged caches, for ``tilewise.serving.generate`` (``decoding.py``). Importing this registers nothing,
+and no module of transformers is changed.
 """
 
 from __future__ import annotations
@@ -15,46 +16,63 @@ import inspect
 from typing import Any
 
 from tilewise.errors import Unsupported
+from tilewise.integrations.transformers.decoding import (
+    PAGED_NAME,
+    paged_caches,
+    paged_forward,
+    paged_step,
+)
 from tilewise.integrations.transformers.forward import attention_forward
 from tilewise.integrations.transformers.masks import Pairs, make_mask
 
-__all__ = ["NAME", "Pairs", "attention_forward", "make_mask", "register", "unregister"]
+__all__ = [
+    "NAME",
+    "PAGED_NAME",
+    "Pairs",
+    "attention_forward",
+    "make_mask",
+    "paged_caches",
+    "paged_forward",
+    "paged_step",
+    "register",
+    "unregister",
+]
 
 NAME = "tilewise"
 _FIX = "pip install 'transformers>=5'; version 5.23 is tested"
 
 
 def register() -> None:
-    """Make transformers know ``attn_implementation="tilewise"``. Once or more often is the same.
+    """Make transformers know ``"tilewise"`` and ``"tilewise_paged"``. Twice is the same as once.
 
     Raises:
         Unsupported: transformers is absent, or of before its mask functions were told offsets; or
             something else is registered under this name.
     """
-    for interface, function in _interfaces():
-        held = interface._global_mapping.get(NAME)
+    for interface, name, function in _interfaces():
+        held = interface._global_mapping.get(name)
         if held is not None and held is not function:
             raise Unsupported(
-                f"{interface.__name__} of transformers has another function named {NAME!r}: {held}",
-                fix=f"remove it: {interface.__name__}._global_mapping.pop({NAME!r})",
+                f"{interface.__name__} of transformers has another function named {name!r}: {held}",
+                fix=f"remove it: {interface.__name__}._global_mapping.pop({name!r})",
             )
-    for interface, function in _interfaces():
-        interface.register(NAME, function)
+    for interface, name, function in _interfaces():
+        interface.register(name, function)
 
 
 def unregister() -> None:
-    """Undo ``register``; models that were made with ``"tilewise"`` then fail by its name.
+    """Undo ``register``; models that were made with either then fail by its name.
 
     Raises:
         Unsupported: as ``register``.
     """
-    for interface, function in _interfaces():
-        if interface._global_mapping.get(NAME) is function:
-            del interface._global_mapping[NAME]
+    for interface, name, function in _interfaces():
+        if interface._global_mapping.get(name) is function:
+            del interface._global_mapping[name]
 
 
-def _interfaces() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """The interfaces of transformers, each with the function for it."""
+def _interfaces() -> tuple[tuple[Any, str, Any], ...]:
+    """The interfaces of transformers, each with a name and the function for it."""
     try:
         from transformers import AttentionInterface, AttentionMaskInterface, __version__
         from transformers.masking_utils import eager_mask
@@ -64,4 +82,8 @@ def _interfaces() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     if "q_offset" not in inspect.signature(eager_mask).parameters:
         what = f"transformers {__version__}, whose mask functions are not told q_offset"
         raise Unsupported(what, fix=_FIX)
-    return (AttentionInterface, attention_forward), (AttentionMaskInterface, make_mask)
+    return (
+        (AttentionInterface, NAME, attention_forward),
+        (AttentionMaskInterface, NAME, make_mask),
+        (AttentionInterface, PAGED_NAME, paged_forward),  # without a function there are no masks
+    )

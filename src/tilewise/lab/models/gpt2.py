@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,9 +109,10 @@ class Layer(nn.Module):
         self.contract = nn.Linear(4 * shape.width, shape.width)
         self.dropout = nn.Dropout(shape.residual_dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, S, width] -> [B, S, width]."""
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
+    def forward(self, x: Tensor, attend: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """[B, S, width] -> [B, S, width]; ``attend`` is there for the layer's own attention."""
+        attend = self.attention if attend is None else attend
+        x = x + self.dropout(attend(self.attention_norm(x)))
         hidden = functional.gelu(self.expand(self.mlp_norm(x)), approximate="tanh")
         out: Tensor = x + self.dropout(self.contract(hidden))
         return out

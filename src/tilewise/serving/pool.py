@@ -1,0 +1,116 @@
+"""The memory of pages: rows as they come, or in 8 bits with a scale for each row."""
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import InvalidArgument
+from tilewise.variants.float8 import FLOAT8
+
+__all__ = ["Pool", "dequantised", "quantised"]
+
+_LARGEST = {torch.int8: 127.0, FLOAT8: 448.0}
+
+
+def quantised(x: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows in 8 bits: ``scale = max|row| / largest``, and ``row / scale`` to the nearest number.
+
+    The largest number is 127 for int8 and 448 for float8_e4m3fn. With int8 an element is then off
+    by scale / 2 at most, a 254th of the row's largest; with float8 by a 16th of itself, or by
+    scale / 1024 where it is smaller than scale / 64. A row with a NaN or infinity reads as NaN.
+
+    Args:
+        x: [..., D], floating.
+        storage: torch.int8 or torch.float8_e4m3fn.
+
+    Returns:
+        [..., D] of that dtype, and the scales [...], float32.
+    """
+    wide = x.to(torch.float32)
+    largest = _LARGEST[storage]
+    scales = wide.abs().amax(-1) / largest
+    units = wide / torch.where(scales > 0, scales, 1.0)[..., None]
+    units = units.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp(-largest, largest)
+    if storage is torch.int8:
+        units = units.round()
+    scales = torch.where(scales.isfinite(), scales, torch.nan)
+    return units.to(storage), scales
+
+
+def dequantised(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """What rows in 8 bits stand for, [..., D] in a floating dtype."""
+    return (values.to(torch.float32) * scales[..., None]).to(dtype)
+
+
+class Pool:
+    """Rows of keys, or of values, in pages.
+
+    Args:
+        pages: how many there are.
+        heads: Hk.
+        page_size: rows of a page.
+        width: of a row.
+        dtype: of rows that go in and that are read.
+        storage: None for dtype itself; or an 8-bit dtype of ``quantised``.
+        device: where it is.
+
+    Attributes:
+        values: [pages, Hk, page_size, width] in the dtype of storage.
+        scales: float32 [pages, Hk, page_size], or None.
+        like: an empty tensor of the width, dtype and device of rows that go in.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        heads: int,
+        page_size: int,
+        width: int,
+        *,
+        dtype: torch.dtype,
+        storage: torch.dtype | None,
+        device: torch.device | str,
+    ) -> None:
+        shape = (pages, heads, page_size)
+        self.scales: Tensor | None = None
+        if storage is not None:
+            if storage not in _LARGEST:
+                required = "None, torch.int8 or torch.float8_e4m3fn"
+                raise InvalidArgument("storage", str(storage), required)
+            if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+                required = "a floating dtype of 16 bits or more, that of queries"
+                raise InvalidArgument("dtype", f"{dtype} with storage={storage}", required)
+            self.scales = torch.empty(shape, dtype=torch.float32, device=device)
+        self.values = torch.empty(*shape, width, dtype=storage or dtype, device=device)
+        self.like = torch.empty(0, width, dtype=dtype, device=device)
+
+    def _bytes(self) -> Tensor:
+        """The values in a dtype that torch indexes: it does not index float8 everywhere."""
+        return self.values if self.scales is None else self.values.view(torch.uint8)
+
+    def clear(self, first: int) -> None:
+        """Zeros in all pages from one on."""
+        self._bytes()[first:] = 0
+        if self.scales is not None:
+            self.scales[first:] = 0
+
+    def copy(self, old: int, fresh: int) -> None:
+        """Make a page the copy of another."""
+        self._bytes()[fresh] = self._bytes()[old]
+        if self.scales is not None:
+            self.scales[fresh] = self.scales[old]
+
+    def write(self, pages: Tensor, places: Tensor, rows: Tensor) -> None:
+        """Put rows [T, Hk, width] at places of pages, int64 [T] each."""
+        if self.scales is None:
+            self.values[pages, :, places] = rows
+            return
+        values, scales = quantised(rows, self.values.dtype)
+        self._bytes()[pages, :, places] = values.view(torch.uint8)
+        self.scales[pages, :, places] = scales
+
+    def read(self, pages: Tensor) -> Tensor:
+        """Pages in the dtype that went in, [count, Hk, page_size, width]: a copy."""
+        if self.scales is None:
+            return self.values[pages]
+        values = self._bytes()[pages].view(self.values.dtype)
+        return dequantised(values, self.scales[pages], self.like.dtype)

@@ -1,0 +1,186 @@
+"""Which pages each sequence of a paged cache has, and how far it is: numbers, no memory."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tilewise.errors import InvalidArgument, OutOfPages
+from tilewise.serving.pages import PageAllocator
+
+__all__ = ["Growth", "Held", "Sequences"]
+
+
+class Held:
+    """What one sequence has.
+
+    Args:
+        pages: those that it holds, in order.
+        length: how many keys it was given.
+        dropped: how many pages were before ``pages`` and went back, because no query to come sees
+            a key in them.
+    """
+
+    __slots__ = ("dropped", "length", "pages")
+
+    def __init__(self, pages: list[int], length: int, dropped: int) -> None:
+        self.pages = pages
+        self.length = length
+        self.dropped = dropped
+
+
+class Growth(NamedTuple):
+    """Where new rows go.
+
+    Args:
+        copies: (from, to) of pages to be copied before anything is written.
+        pages: of each new row, those of the first sequence first.
+        rows: of each new row within its page.
+    """
+
+    copies: list[tuple[int, int]]
+    pages: list[int]
+    rows: list[int]
+
+
+class Sequences:
+    """Sequences that grow, share their pages and let go of them.
+
+    Every operation is done whole or, where it raises, not at all.
+
+    Args:
+        pages: how many there are.
+        page_size: keys of a page.
+        window: how many keys a query sees, its own the last of them; None for all before it.
+    """
+
+    def __init__(self, pages: int, page_size: int, window: int | None) -> None:
+        self._page_size = page_size
+        self._window = window
+        self._allocator = PageAllocator(pages)
+        self._held: dict[int, Held] = {}
+        self._next = 0
+
+    @property
+    def free_pages(self) -> int:
+        """How many pages no sequence has."""
+        return self._allocator.free
+
+    def __getitem__(self, sequence: int) -> Held:
+        held = self._held.get(sequence)
+        if held is None:
+            required = "one that add or fork gave and that was not removed"
+            raise InvalidArgument("sequence", repr(sequence), required)
+        return held
+
+    def different(self, sequences: Sequence[int]) -> list[Held]:
+        """What each of some sequences has, none of which is named twice."""
+        twice = [sequence for sequence, times in Counter(sequences).items() if times > 1]
+        if twice:
+            raise InvalidArgument("sequences", f"{twice[0]} more than once", "different ones")
+        return [self[sequence] for sequence in sequences]
+
+    def add(self) -> int:
+        """A new sequence without keys."""
+        return self._enter(Held([], 0, 0))
+
+    def fork(self, sequence: int) -> int:
+        """A new sequence with the pages that one has."""
+        held = self[sequence]
+        self._allocator.share(held.pages)
+        return self._enter(Held(list(held.pages), held.length, held.dropped))
+
+    def remove(self, sequence: int) -> None:
+        """Forget a sequence."""
+        self._allocator.release(self[sequence].pages)
+        del self._held[sequence]
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forget the keys of a sequence from ``length`` on."""
+        held = self[sequence]
+        if not 0 <= length <= held.length:
+            raise InvalidArgument("length", str(length), f"in [0, {held.length}]")
+        if not self.has_keys_of(held, length):
+            gone = held.dropped * self._page_size
+            required = f"{gone + (self._window or 1) - 1} or more: the next query sees "
+            required += f"{self._window} keys, and the first {gone} were dropped"
+            raise InvalidArgument("length", str(length), required)
+        kept = -(-length // self._page_size) - held.dropped
+        self._allocator.release(held.pages[kept:])
+        held.pages, held.length = held.pages[:kept], length
+
+    def has_keys_of(self, held: Held, position: int) -> bool:
+        """Whether no key that a query at a position sees was dropped."""
+        first = position + 1 - (self._window or 0)
+        return held.dropped == 0 or first >= held.dropped * self._page_size
+
+    def grow(self, sequences: Sequence[int], counts: Sequence[int]) -> Growth:
+        """Room for so many new rows of each sequence; pages behind its window go back first.
+
+        Raises:
+            InvalidArgument: there is no such sequence, or one is named twice.
+            OutOfPages: there are too few pages.
+        """
+        found = self.different(sequences)
+        grown = [(held, count) for held, count in zip(found, counts, strict=True) if count]
+        behind = [self._behind(held) for held, _ in grown]
+        left = Counter(
+            [
+                page
+                for (held, _), count in zip(grown, behind, strict=True)
+                for page in held.pages[:count]
+            ]
+        )
+        freed = sum(self._allocator.holders(page) == times for page, times in left.items())
+        copied, wanted = self._wanted(grown, left)
+        total, free = len(copied) + sum(wanted), self.free_pages + freed
+        if total > free:
+            raise OutOfPages(total, free, self._allocator.pages)
+        for (held, _), count in zip(grown, behind, strict=True):
+            self._allocator.release(held.pages[:count])
+            held.pages = held.pages[count:]
+            held.dropped += count
+        growth = Growth([self._copy_last(held) for held in copied], [], [])
+        for (held, count), more in zip(grown, wanted, strict=True):
+            held.pages += self._allocator.take(more)
+            for n in range(held.length, held.length + count):
+                growth.pages.append(held.pages[n // self._page_size - held.dropped])
+                growth.rows.append(n % self._page_size)
+            held.length += count
+        return growth
+
+    def _enter(self, held: Held) -> int:
+        self._held[self._next] = held
+        self._next += 1
+        return self._next - 1
+
+    def _behind(self, held: Held) -> int:
+        """How many of its pages lie wholly behind the window of the next query."""
+        if self._window is None:
+            return 0
+        first = max(0, held.length + 1 - self._window)
+        return max(0, first // self._page_size - held.dropped)
+
+    def _wanted(
+        self, grown: list[tuple[Held, int]], left: Counter[int]
+    ) -> tuple[list[Held], list[int]]:
+        """Whose last page is copied before they grow, and how many new pages each then needs.
+
+        ``left`` says how often pages are let go of by then.
+        """
+        copied, wanted = [], []
+        for held, count in grown:
+            if held.length % self._page_size:
+                last = held.pages[-1]
+                if self._allocator.holders(last) - left[last] > 1:
+                    left[last] += 1  # the copy lets go of it
+                    copied.append(held)
+            needed = -(-(held.length + count) // self._page_size)
+            wanted.append(needed - held.dropped - len(held.pages))
+        return copied, wanted
+
+    def _copy_last(self, held: Held) -> tuple[int, int]:
+        (fresh,) = self._allocator.take(1)
+        last = held.pages[-1]
+        self._allocator.release([last])
+        held.pages[-1] = fresh
+        return last, fresh

@@ -1,0 +1,149 @@
+"""Which calls give a row the same bits: prompts in pieces, and sequences in other company.
+
+Keys are cut into blocks at every multiple of 128, but a rest of fewer than 64 at the end joins the
+block before it. That, and whether there are more than 8 queries, is all that a row's bits know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tests.contract import assert_same_bits
+from tilewise import masks
+from tilewise.serving import KVCache, PagedKVCache
+
+HEADS, KV_HEADS, WIDTH = 4, 2, 16
+
+
+def drawn(heads: int, rows: int, seed: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(1, heads, rows, WIDTH, generator=generator).to(dtype)
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def cuts(keys: int, row: int) -> list[int]:
+    """Where the keys that a row sees are cut in a call of so many keys."""
+    blocks = max(1, (keys + 64) // 128)
+    return [128 * i for i in range(1, blocks) if 128 * i <= row]
+
+
+def in_pieces(kind: str, q: Tensor, k: Tensor, v: Tensor, ends: list[int]) -> Tensor:
+    """The output of a prompt that is appended and attended in pieces."""
+    sizes: dict[str, Any] = {"kv_heads": KV_HEADS, "head_dim": WIDTH, "dtype": q.dtype}
+    pieces, start = [], 0
+    rows = KVCache(batch=1, capacity=q.shape[2], **sizes)
+    pages = PagedKVCache(pages=40, page_size=48, **sizes)
+    sequence = pages.add()
+    for end in ends:
+        part = slice(start, end)
+        if kind == "rows":
+            rows.append(k[:, :, part], v[:, :, part])
+            pieces.append(rows.attend(q[:, :, part]))
+        else:
+            pages.append([sequence], k[:, :, part], v[:, :, part])
+            pieces.append(pages.attend([sequence], q[:, :, part]))
+        start = end
+    return torch.cat(pieces, 2)
+
+
+@pytest.mark.parametrize("kind", ["rows", "pages"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("piece", [64, 100, 192, 37, 9])
+@pytest.mark.parametrize("length", [512, 690])
+def test_prompts_in_pieces(length: int, piece: int, dtype: torch.dtype, kind: str) -> None:
+    """The bits of one piece wherever the keys are cut as in one piece."""
+    q, k, v = (drawn(h, length, s, dtype) for s, h in enumerate((HEADS, KV_HEADS, KV_HEADS)))
+    whole = tilewise.attention(q, k, v, mask=masks.causal())
+    ends = list(range(piece, length, piece))
+    if length - (ends[-1] if ends else 0) <= 8:
+        del ends[-1]  # another kernel would have the last few
+    ends.append(length)
+    found = in_pieces(kind, q, k, v, ends)
+    own_end = [end for start, end in zip([0, *ends], ends, strict=False) for _ in range(start, end)]
+    equal = [row for row in range(length) if cuts(own_end[row], row) == cuts(length, row)]
+    assert len(equal) == length or piece % 64
+    assert len(equal) > length // 2
+    assert_same_bits(found[:, :, equal], whole[:, :, equal], "rows")
+    torch.testing.assert_close(found, whole, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_few_queries_are_as_many_single_ones(dtype: torch.dtype) -> None:
+    """What speculative decoding asks for: up to 8 at once, or one by one."""
+    length = 330
+    q, k, v = (drawn(h, length, s, dtype) for s, h in enumerate((HEADS, KV_HEADS, KV_HEADS)))
+
+    def few(end: int, rows: int) -> Tensor:
+        keys = k[:, :, :end], v[:, :, :end]
+        out: Tensor = tilewise.attention(q[:, :, end - rows : end], *keys, mask=masks.causal())
+        return out
+
+    compared = 0
+    for end in range(120, length, 11):
+        together = few(end, 8)
+        for i in range(8):
+            row = end - 8 + i
+            if cuts(end, row) == cuts(row + 1, row):
+                compared += 1
+                assert_same_bits(together[:, :, i : i + 1], few(row + 1, 1), f"row {row}")
+    assert compared > 120
+
+
+LENGTHS = (1, 63, 64, 129, 700, 2200, 511, 17)
+
+
+@pytest.mark.parametrize("queries", [1, 5, 8, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_company_in_pages(queries: int, dtype: torch.dtype, threads: int) -> None:
+    """A sequence alone, with others, in another order: the same bits."""
+    cache = PagedKVCache(pages=300, page_size=16, kv_heads=KV_HEADS, head_dim=WIDTH, dtype=dtype)
+    chosen = [cache.add() for _ in LENGTHS]
+    for i, (sequence, length) in enumerate(zip(chosen, LENGTHS, strict=True)):
+        more = length + queries - 1
+        k, v = drawn(KV_HEADS, more, i, dtype), drawn(KV_HEADS, more, 50 + i, dtype)
+        cache.append([sequence], k, v)
+    q = torch.cat([drawn(HEADS, queries, 90 + i, dtype) for i in range(len(LENGTHS))])
+    together = cache.attend(chosen, q, return_lse=True)
+    order = [5, 2, 7]
+    some = cache.attend([chosen[i] for i in order], q[order], return_lse=True)
+    assert_same_bits(some.out, together.out[order], "out of some")
+    assert_same_bits(some.lse, together.lse[order], "lse of some")
+    packed = q.transpose(1, 2).flatten(0, 1)
+    starts = torch.arange(len(LENGTHS) + 1) * queries
+    out = cache.attend(chosen, packed, cu_seqlens_q=starts)
+    assert_same_bits(out, together.out.transpose(1, 2).flatten(0, 1), "packed")
+    torch.set_num_threads(2)
+    for i, sequence in enumerate(chosen):
+        alone = cache.attend([sequence], q[i : i + 1])
+        assert_same_bits(alone, together.out[i : i + 1], f"sequence {i}")
+
+
+@pytest.mark.parametrize("queries", [1, 8, 9])
+def test_company_in_one_piece(queries: int, threads: int) -> None:
+    rows = 2200
+    k, v = (
+        torch.cat([drawn(KV_HEADS, rows, s + i, torch.float32) for i in range(5)]) for s in (0, 9)
+    )
+    q = torch.cat([drawn(HEADS, queries, 20 + i, torch.float32) for i in range(5)])
+    sizes: dict[str, Any] = {"kv_heads": KV_HEADS, "head_dim": WIDTH, "capacity": rows}
+    cache = KVCache(batch=5, **sizes)
+    cache.append(k, v)
+    together = cache.attend(q)
+    torch.set_num_threads(2)
+    for i in range(5):
+        own = KVCache(batch=1, **sizes)
+        own.append(k[i : i + 1], v[i : i + 1])
+        assert_same_bits(own.attend(q[i : i + 1]), together[i : i + 1], f"sequence {i}")

@@ -275,7 +275,7 @@ _TABLE = _rows(
     small:single forward   64x32/8/2     32x16/8/2     32x16/8/1     16x16/8/1
     small:single dkdv+    16x64/8/1     16x32/8/1     16x16/8/1     16x16/8/1
     sm_120:single dkdv+   32x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
-    sm_120       dq+      64x32/4/2     32x32/8/2     32x16/8/1     16x16/8/1
+    sm_120       dq+      64x32/4/2     32x32/8/3     32x16/8/2     16x16/8/1
     sm_120       decode   16x32/4/3     16x32/4/3     16x32/4/2     16x16/4/2
     hopper:single forward  64x16/8/3     32x16/8/2     32x16/8/1     16x16/8/1
     hopper:single dkdv+    32x32/4/2     16x32/8/1     16x16/8/1     16x16/8/1

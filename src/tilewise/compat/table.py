@@ -13,6 +13,7 @@ MODULES = (
     "tilewise.compat.flash_attn.rows",
     "tilewise.compat.torch_rows",
     "tilewise.compat.transformers_rows",
+    "tilewise.compat.timm_rows",
 )
 
 _LEAD = """# Compatibility

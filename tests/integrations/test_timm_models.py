@@ -75,6 +75,20 @@ def test_what_swin_captures_is_not_spread_over_the_batch(monkeypatch: Any) -> No
     ]
 
 
+def test_a_mask_of_windows_that_is_not_all_or_nothing() -> None:
+    from timm.models.swin_transformer import WindowAttention
+
+    torch.manual_seed(0)
+    layer = WindowAttention(16, 2, window_size=3).eval()
+    x, mask = torch.randn(8, 9, 16), 3 * torch.randn(4, 9, 9)
+    mask[mask > 4] = -100.0
+    layer.fused_attn = False
+    found = [layer(x, mask)]
+    enable(layer)
+    found.append(layer(x, mask))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["vit", "swin"])
 def test_autocast(name: str) -> None:
     model = made(name)

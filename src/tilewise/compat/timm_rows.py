@@ -42,8 +42,8 @@ TABLES = (
                 _SWITCH,
                 "mask of Swin's shifted windows",
                 "covered",
-                "added as timm adds it (-100), read where it lies, [windows, N, N], and not spread "
-                "over heads and images",
+                "read where it lies, [windows, N, N], and not spread over heads and images; pairs "
+                "of other regions, to which timm adds -100, are left out",
             ),
             Row(_SWITCH, "attn_drop", "covered", "repeated by `torch.manual_seed`; other pairs"),
             Row(

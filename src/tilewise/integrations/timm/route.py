@@ -8,6 +8,7 @@ every function of torch that the layer calls, and answers for one.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,6 +26,7 @@ from tilewise.variants.values import Score
 __all__ = ["Routed", "routed_class", "unrouted_class"]
 
 _WINDOWS = "timm.models.swin_transformer.WindowAttention"
+_HIDDEN = -100.0
 _MADE: dict[type[nn.Module], type[nn.Module]] = {}
 _ELSEWHERE = "another function in the name of F.scaled_dot_product_attention, which computed it"
 
@@ -34,7 +36,8 @@ class _Route(TorchFunctionMode):
 
     Args:
         report: where calls are counted.
-        shift: [windows, N, N], added to the scores of batch item b by its row b % windows.
+        shift: [windows, N, N], added to the scores of batch item b by its row b % windows; see
+            ``_shifted``.
     """
 
     def __init__(self, report: Report, shift: Tensor | None = None) -> None:
@@ -123,8 +126,18 @@ def _note(report: Report, reason: str | None) -> None:
 
 
 def _shifted(shift: Tensor) -> Score:
+    """What is added to window b; nothing is seen where it is -100 or less.
+
+    timm's page says 0 or -inf, and its code -100: weights of e^-100 are no normal numbers of
+    float32, and processors take some fifteen times as long for products of those.
+    """
     windows = shift.shape[0]
-    return scores.function(lambda s, b, h, m, n: s + shift[b % windows, m, n])
+
+    def added(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+        here = shift[b % windows, m, n]
+        return s + torch.where(here > _HIDDEN, here, -math.inf)
+
+    return scores.function(added)
 
 
 def _spread(shift: Tensor, query: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import tilewise
 from tests.integrations.timm_models import images, made
@@ -27,6 +27,40 @@ def test_what_is_no_model_of_timm() -> None:
         with pytest.raises(InvalidType, match="model: got a str"):
             switch(model)
     assert disable(nn.Linear(2, 2)).calls == 0
+
+
+class Layer(nn.Module):
+    """The least that ``enable`` takes for a layer of timm's, where timm is absent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused_attn = False
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part[:, None] for part in self.qkv(x).chunk(3, -1))
+        if not self.fused_attn:
+            return (q @ k.mT / 8**0.5).softmax(-1) @ v
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+Layer.__module__ = "timm.layers.attention"
+
+
+def test_a_layer_where_timm_is_absent() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Layer())
+    x = torch.randn(2, 5, 8)
+    expected = model(x)
+    report = enable(model)
+    found, copied = model(x), copy.deepcopy(model)(x)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(copied, found)
+    with tilewise.sdpa():
+        model(x)
+    assert (report.taken, report.calls, report.layers) == (2, 3, {"Layer": 1})
+    assert disable(model) is report
+    assert torch.equal(model(x), expected)
+    assert type(model[1]) is Layer
 
 
 def swin_v2() -> Any:

@@ -33,7 +33,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("merging", "nn"),
     ("serving", "distributed"),
     ("",),
-    ("compat", "integrations", "lab"),
+    ("compat", "lab"),
+    ("integrations",),
     ("doctor",),
     ("cli",),
 )

@@ -1,4 +1,4 @@
-"""transformers with ``attn_implementation="tilewise"``, or a skip where it is absent."""
+"""The libraries that the tests of a file need, or a skip where they are absent."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 
 @pytest.fixture
@@ -18,3 +19,19 @@ def transformers_with_tilewise() -> Iterator[None]:
     register()
     yield
     unregister()
+
+
+@pytest.fixture(scope="session")
+def timm() -> torch.library.Library:
+    """It imports torchvision, whose wheel on PyPI is for CUDA.
+
+    Beside torch for the CPU its compiled operators are not there, and two must have names, for as
+    long as what is returned lives.
+    """
+    if importlib.util.find_spec("timm") is None or importlib.util.find_spec("torchvision") is None:
+        pytest.skip("needs timm: pip install --no-deps -r .ci/timm.txt")
+    names = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            names.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return names

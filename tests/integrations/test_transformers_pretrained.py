@@ -49,10 +49,11 @@ def test_the_embeddings_of_a_pretrained_encoder() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     encoded = dict(tokenizer(list(SENTENCES), padding=True, return_tensors="pt"))
     assert not encoded["attention_mask"].all(), "some are padded"
-    eager, ours = (
+    eager, sdpa, ours = (
         embeddings(BertModel.from_pretrained(folder, attn_implementation=kind).eval(), encoded)
-        for kind in ("eager", "tilewise")
+        for kind in ("eager", "sdpa", "tilewise")
     )
     assert_equal_to_float32(ours, eager)
+    assert_equal_to_float32(ours, sdpa)
     alike = ours @ ours.T
     assert float(alike[0, 1]) > 0.5 > 0.2 > float(alike[0, 2]), "cats, and not banks"

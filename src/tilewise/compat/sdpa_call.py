@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilewise.functional import attention
 from tilewise.variants import masks, scores
-from tilewise.variants.values import Mask
+from tilewise.variants.values import Mask, Score
 
 __all__ = ["Call", "attend", "cast", "joint"]
 
@@ -50,8 +50,12 @@ def cast(call: Call) -> Call:
     return Call(q, k, v, attn_mask, *call[4:])
 
 
-def attend(call: Call) -> Tensor:
+def attend(call: Call, more: tuple[Score, ...] = ()) -> Tensor:
     """Attention as the call means it; ``sdpa_mistakes`` found nothing wrong with its shapes.
+
+    Args:
+        call: what torch's function is called with.
+        more: scores that apply after the call's mask.
 
     Returns:
         [.., L, Ev].
@@ -61,7 +65,7 @@ def attend(call: Call) -> Tensor:
     """
     q, k, v, attn_mask, *_, enable_gqa = call
     if q.is_nested:
-        found: Tensor = attention(q, k, v, **_keywords(call, None))
+        found: Tensor = attention(q, k, v, **_keywords(call, None, more))
         return found
     heads = q.shape[:-2] if enable_gqa else joint(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     lead = joint(q.shape[:-3], k.shape[:-3], v.shape[:-3]) + tuple(heads[-1:])
@@ -74,7 +78,7 @@ def attend(call: Call) -> Tensor:
     q, k, v = _four_dims(q, k, v, lead, enable_gqa)
     if attn_mask is not None and attn_mask.dim() > 3 and len(lead) > 2:
         attn_mask = _flat_batch(attn_mask, lead[:-1])
-    out: Tensor = attention(q, k, v, **_keywords(call, attn_mask))
+    out: Tensor = attention(q, k, v, **_keywords(call, attn_mask, more))
     return out if len(shape) == 4 else out.reshape(shape)
 
 
@@ -89,7 +93,7 @@ def joint(*shapes: Sequence[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _keywords(call: Call, attn_mask: Tensor | None) -> dict[str, Any]:
+def _keywords(call: Call, attn_mask: Tensor | None, more: tuple[Score, ...]) -> dict[str, Any]:
     """What the call says beside q, k and v, in the words of ``tilewise.attention``."""
     found: dict[str, Any] = {"scale": call.scale, "dropout_p": float(call.dropout_p)}
     if call.is_causal:
@@ -97,7 +101,9 @@ def _keywords(call: Call, attn_mask: Tensor | None) -> dict[str, Any]:
     elif attn_mask is not None and attn_mask.dtype is torch.bool:
         found["mask"] = masks.dense(attn_mask)
     elif attn_mask is not None:
-        found["score"] = scores.bias(attn_mask)
+        found["score"] = scores.bias(attn_mask) if not more else [scores.bias(attn_mask), *more]
+    if more and "score" not in found:
+        found["score"] = more
     if call.dropout_p == 1.0:
         found |= {"mask": _NOTHING, "dropout_p": 0.0}
     return found

@@ -8,7 +8,6 @@ reports of the switches that are on. When the last one goes off, torch's name is
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,12 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import Parameter
 
-from tilewise.compat.sdpa_call import Call, attend, cast
-from tilewise.compat.sdpa_mistakes import mistake, why_not
-from tilewise.errors import TilewiseError, Unsupported
+from tilewise.compat.sdpa_take import Report, take
 from tilewise.variants.recognise import constant_while_compiling
 
 __all__ = ["Report", "disable", "enable", "sdpa"]
@@ -30,42 +25,6 @@ __all__ = ["Report", "disable", "enable", "sdpa"]
 # Not torch._C._nn, where torch itself looks it up when it hands a call to a tensor's class.
 _PLACE: Any = torch.nn.functional
 _NAME = "scaled_dot_product_attention"
-_PLAIN = frozenset((Tensor, Parameter, FakeTensor))
-
-
-class Report:
-    """What a switch saw.
-
-    Args:
-        taken: how many calls tilewise computed.
-        left: how many calls torch computed, by the reason why tilewise did not.
-    """
-
-    def __init__(self) -> None:
-        self.taken = 0
-        self.left: Counter[str] = Counter()
-        self._lock = Lock()
-
-    @property
-    def calls(self) -> int:
-        """All of them."""
-        return self.taken + sum(self.left.values())
-
-    def note(self, reason: str | None) -> None:
-        """Count a call that was taken (no reason) or left."""
-        with self._lock:
-            if reason is None:
-                self.taken += 1
-            else:
-                self.left[reason] += 1
-
-    def __repr__(self) -> str:
-        return f"Report(taken={self.taken}, left={dict(self.left)})"
-
-    def __str__(self) -> str:
-        lines = [f"{self.taken} of {self.calls} calls taken"]
-        lines += [f"  {count} left: {reason}" for reason, count in self.left.most_common()]
-        return "\n".join(lines)
 
 
 class _State:
@@ -82,7 +41,6 @@ _STATE = _State()
 _HERE: ContextVar[tuple[Report, ...]] = ContextVar("tilewise_sdpa", default=())
 # For torch.compile, which guards on what a module's names hold: whether a switch is on.
 _on = False
-_WIDEST = 512  # of every backend; torch.compile cannot ask them before the call runs
 
 
 @contextmanager
@@ -183,71 +141,18 @@ def _note_traced(reason: str | None) -> bool:
 
 def _stand_in(*args: Any, **keywords: Any) -> Tensor:
     """What stands in torch's name; whatever is not taken goes to torch as it came."""
-    if torch.compiler.is_compiling():
-        return _traced(*args, **keywords)
-    reports = _reports()
-    if not reports:
+    compiling = torch.compiler.is_compiling()
+    reports = () if compiling else _reports()
+    if not (reports or (compiling and _on)):
         found: Tensor = _STATE.before(*args, **keywords)
         return found
-    reason, out = _tried(args, keywords)
+    reason, out = take(args, keywords)
+    if compiling:
+        _note_traced(reason)
     for report in reports:
         report.note(reason)
-    return _STATE.before(*args, **keywords) if reason is not None or out is None else out
+    return _STATE.before(*args, **keywords) if out is None else out
 
 
 _stand_in.__name__ = _stand_in.__qualname__ = _NAME
 _stand_in.__doc__ = torch.nn.functional.scaled_dot_product_attention.__doc__
-
-
-def _traced(*args: Any, **keywords: Any) -> Tensor:
-    """A call that torch.compile traces: what speaks against it is asked before, not after."""
-    if not _on:
-        found: Tensor = _STATE.before(*args, **keywords)
-        return found
-    call = cast(Call(*args, **keywords))
-    reason = _against(call)
-    if reason is None and max(call.query.shape[-1], call.value.shape[-1]) > _WIDEST:
-        reason = f"a width over {_WIDEST}"
-    _note_traced(reason)
-    return attend(call) if reason is None else _STATE.before(*args, **keywords)
-
-
-def _tried(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[str | None, Tensor | None]:
-    """The reason why not, or the output."""
-    try:
-        call = Call(*args, **keywords)
-        if not isinstance(call.query, Tensor):
-            return "what torch refuses (types)", None
-        call = cast(call)
-    except (TypeError, AttributeError):
-        return "what torch refuses (types)", None
-    reason = _against(call)
-    if reason is not None:
-        return reason, None
-    try:
-        return None, attend(call)
-    except Unsupported as error:  # raised before anything is computed
-        return _reason(error), None
-    except TilewiseError as error:
-        return str(error), None
-
-
-def _against(call: Call) -> str | None:
-    """What speaks against a call, as far as its arguments tell."""
-    wrong = mistake(call)
-    if wrong is not None:
-        return f"what torch refuses ({wrong})"
-    for x in (call.query, call.key, call.value, call.attn_mask):
-        if x is not None and type(x) not in _PLAIN and not (x.is_nested or _compiling()):
-            return f"a tensor of another class ({type(x).__name__})"
-    return why_not(call)
-
-
-def _compiling() -> bool:
-    return torch.compiler.is_compiling()
-
-
-def _reason(error: Unsupported) -> str:
-    """Why no backend took it, without the sizes of the call."""
-    reasons = [f"backend {name!r}: {why}" for name, whys in error.reasons.items() for why in whys]
-    return "; ".join(reasons) or error.what

@@ -14,6 +14,7 @@ MODULES = (
     "tilewise.compat.torch_rows",
     "tilewise.compat.nn_rows",
     "tilewise.compat.transformers_rows",
+    "tilewise.compat.timm_rows",
 )
 
 _LEAD = """# Compatibility

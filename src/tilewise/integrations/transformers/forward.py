@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -113,11 +114,20 @@ def _refuse(kwargs: Mapping[str, Any]) -> None:
 
 def _collects_weights() -> bool:
     """Whether transformers' hooks wait for weights: not every model hands output_attentions on."""
+    collector = _collector()
+    return collector is not None and any(
+        name.endswith("attentions") for name in collector.get() or ()
+    )
+
+
+@lru_cache(maxsize=1)
+def _collector() -> Any:
+    """Where transformers' hooks write down what they wait for; None where it has none."""
     try:
         from transformers.utils.output_capturing import _active_collector
     except ImportError:
-        return False
-    return any(name.endswith("attentions") for name in _active_collector.get() or ())
+        return None
+    return _active_collector
 
 
 def _cast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,6 +9,7 @@ is no padding. The function is traced (``tilewise.masks.function``), so that a u
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -118,12 +119,8 @@ def _over_positions(
     """
     last = q_offset - kv_offset + queries
     if 0 < last <= keys:
-
-        def from_the_end(b: Any, h: Any, m: Any, n: Any) -> Any:
-            own = m + (n.length - m.length) + kv_offset if q_offset else m
-            return function(b, h, own, n + kv_offset)
-
-        found = _traced(from_the_end, function)
+        trace = _kept if _is_constant(function) else _from_the_end
+        found = trace(function, bool(q_offset), kv_offset)
         if last == keys or _hides_the_future(found.program):
             return found, last
 
@@ -131,6 +128,26 @@ def _over_positions(
         return function(b, h, m + q_offset, n + kv_offset)
 
     return _traced(from_the_start, function), keys
+
+
+def _from_the_end(function: MaskFunction, shifted: bool, kv_offset: int) -> Mask:
+    def positioned(b: Any, h: Any, m: Any, n: Any) -> Any:
+        own = m + (n.length - m.length) + kv_offset if shifted else m
+        return function(b, h, own, n + kv_offset)
+
+    return _traced(positioned, function)
+
+
+_kept = lru_cache(maxsize=16)(_from_the_end)
+
+
+def _is_constant(function: MaskFunction) -> bool:
+    """Whether a mask function is one of transformers that says the same in every forward."""
+    return (
+        getattr(function, "__module__", "") == "transformers.masking_utils"
+        and getattr(function, "__closure__", ()) is None
+        and not torch.compiler.is_compiling()
+    )
 
 
 def _hides_the_future(program: Program) -> bool:

@@ -1,0 +1,145 @@
+"""The way from a layer of timm to ``tilewise.attention``: the one call that it makes of torch's.
+
+A switched layer is of a class made from its own, which differs in its forward: for that long,
+torch's hook for overriding functions (a ``TorchFunctionMode``, of this thread alone) is asked about
+every function of torch that the layer calls, and answers for one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from tilewise.compat.sdpa_mistakes import TORCH
+from tilewise.compat.sdpa_take import take
+from tilewise.integrations.timm.report import Report, note_traced
+from tilewise.variants import scores
+from tilewise.variants.values import Score
+
+__all__ = ["Routed", "routed_class", "unrouted_class"]
+
+_WINDOWS = "timm.models.swin_transformer.WindowAttention"
+_HIDDEN = -100.0
+_MADE: dict[type[nn.Module], type[nn.Module]] = {}
+_ELSEWHERE = "another function in the name of F.scaled_dot_product_attention, which computed it"
+
+
+class _Route(TorchFunctionMode):
+    """Torch's functions, but for one.
+
+    Args:
+        report: where calls are counted.
+        shift: [windows, N, N], added to the scores of batch item b by its row b % windows; see
+            ``_shifted``.
+    """
+
+    def __init__(self, report: Report, shift: Tensor | None = None) -> None:
+        super().__init__()
+        self.report, self.shift = report, shift
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        keywords = kwargs or {}
+        if func is not TORCH:
+            return func(*args, **keywords)
+        more = () if self.shift is None else (_shifted(self.shift),)
+        reason, out = take(args, keywords, more)
+        _note(self.report, reason)
+        if out is not None:
+            return out
+        if self.shift is not None:
+            whole = keywords["attn_mask"] + _spread(self.shift, args[0])
+            keywords = {**keywords, "attn_mask": whole}
+        return func(*args, **keywords)
+
+
+class Routed(nn.Module):
+    """What a class made by ``routed_class`` has in front of the layer's own."""
+
+    _tilewise_report: Report
+    _tilewise_was_fused: bool
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        """The layer's own, with tilewise where it calls torch's function."""
+        if functional.scaled_dot_product_attention is not TORCH:
+            _note(self._tilewise_report, _ELSEWHERE)
+            return super().forward(*args, **keywords)
+        with _Route(self._tilewise_report):
+            return super().forward(*args, **keywords)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """For copies and pickles, which find a class by its name: by that of the layer's own."""
+        found: Any = super().__reduce_ex__(protocol)
+        return (_remade, (unrouted_class(type(self)),), *found[2:])
+
+
+class _RoutedWindows(Routed):
+    """Swin's windows: the mask of the shifted ones goes beside the bias, and not into it."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        """As ``Routed``; mask: [windows, N, N], or None."""
+        if mask is None or functional.scaled_dot_product_attention is not TORCH:
+            return super().forward(x, mask)
+        with _Route(self._tilewise_report, mask):
+            return super(Routed, self).forward(x)
+
+
+def routed_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that a layer has while it is switched on; the same one every time."""
+    made = _MADE.get(kind)
+    if made is None:
+        windows = any(f"{each.__module__}.{each.__qualname__}" == _WINDOWS for each in kind.__mro__)
+        known = list(inspect.signature(kind.forward).parameters) == ["self", "x", "mask"]
+        front = _RoutedWindows if windows and known else Routed
+        made = _MADE[kind] = type(f"Tilewise{kind.__name__}", (front, kind), {})
+    return made
+
+
+def unrouted_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that ``routed_class`` was given."""
+    found: type[nn.Module] = kind.__bases__[1]
+    return found
+
+
+def _remade(kind: type[nn.Module]) -> nn.Module:
+    made = routed_class(kind)
+    return made.__new__(made)
+
+
+def _note(report: Report, reason: str | None) -> None:
+    if torch.compiler.is_compiling():
+        note_traced(report.number, reason)
+    else:
+        report.note(reason)
+
+
+def _shifted(shift: Tensor) -> Score:
+    """What is added to window b; nothing is seen where it is -100 or less.
+
+    timm's page says 0 or -inf, and its code -100: weights of e^-100 are no normal numbers of
+    float32, and processors take some fifteen times as long for products of those.
+    """
+    windows = shift.shape[0]
+
+    def added(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+        here = shift[b % windows, m, n]
+        return s + torch.where(here > _HIDDEN, here, -math.inf)
+
+    return scores.function(added)
+
+
+def _spread(shift: Tensor, query: Tensor) -> Tensor:
+    """[B, 1, N, N]: what timm adds to the bias of every batch item."""
+    return shift.repeat(query.shape[0] // shift.shape[0], 1, 1)[:, None]

@@ -158,6 +158,7 @@ _PLAIN = frozenset(
         "row_kernel",
         "sink_kernel",
         "fold_kernel",
+        "fold_table_kernel",
         "merge_splits",
         "spread_lines_kernel",
         "factor_kernel",

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.values import Choice, Frozen, change, config_hash, parse
+from tilewise.lab.study.values import Choice, Frozen, added, change, config_hash, parse
 
 __all__ = [
     "BASELINE",
@@ -79,7 +79,8 @@ class Model(Frozen):
     """A GPT-2: ``lab/models/gpt2.py``. The vocabulary is the tokenizer's.
 
     With ``nudge`` every initial weight is moved to the next number, up or down: an arm that changes
-    nothing else shows what rounding alone does to training.
+    nothing else shows what rounding alone does to training. ``kv_heads``, ``positions``, ``norm``
+    and ``qk_norm`` are those of its ``Shape``: GPT-2's own unless they are changed.
     """
 
     layers: int = Field(4, ge=1)
@@ -88,6 +89,10 @@ class Model(Frozen):
     context: int = Field(256, ge=2)
     dropout: Dropout = Dropout()
     nudge: bool = False
+    kv_heads: int | None = added(None, ge=1)
+    positions: Literal["learned", "rotary", "none"] = added("learned")
+    norm: Literal["layer", "rms"] = added("layer")
+    qk_norm: bool = added(False)
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -95,7 +100,23 @@ class Model(Frozen):
             raise InvalidArgument(
                 "model.width", str(self.width), f"a multiple of heads={self.heads}"
             )
+        if self.heads % (self.kv_heads or self.heads):
+            required = f"a divisor of heads={self.heads}, or none for as many"
+            raise InvalidArgument("model.kv_heads", str(self.kv_heads), required)
+        if self.positions == "rotary" and self.head_width % 2:
+            required = f"an even head width, and width / heads is {self.head_width}"
+            raise InvalidArgument("model.positions", "rotary", required)
         return self
+
+    @property
+    def head_width(self) -> int:
+        """Channels of a head."""
+        return self.width // self.heads
+
+    @property
+    def kv_width(self) -> int:
+        """Channels of all keys of a token, and of all values."""
+        return (self.kv_heads or self.heads) * self.head_width
 
 
 class Data(Frozen):

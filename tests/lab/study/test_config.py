@@ -151,6 +151,11 @@ CHANGES: dict[str, Any] = {
     "training.compile": True,
     "budget.tokens": 1000,
     "evaluation.final_stride": 32,
+    "evaluation.documents": True,
+    "evaluation.attention_windows": 0,
+    "data.packing": "padded",
+    "training.length_warmup.start": 64,
+    "training.length_warmup.steps": 10,
 }
 
 
@@ -166,6 +171,22 @@ def test_what_no_run_could_do_is_refused_at_once() -> None:
     rotary = {"model.positions": "rotary", "model.heads": 4, "model.width": 12}
     with pytest.raises(InvalidArgument, match=r"model.positions: got rotary.*even head width"):
         change(RunConfig(), rotary)
+
+
+def test_lengths_grow_evenly_to_the_context() -> None:
+    warm = {"training.length_warmup": {"start": 32, "steps": 7}, "budget.steps": 20}
+    config = change(RunConfig(), warm)
+    # 32 + 32 k, rounded down to a divisor of 256.
+    expected = [32, 64, 64, 128, 128, 128, 128, *[256] * 13]
+    assert [config.length_at(step) for step in range(20)] == expected
+    assert config.lengths == {32: 1, 64: 2, 128: 4, 256: 13}
+    assert RunConfig().lengths == {256: 300}
+    assert change(config, {"budget.steps": 2}).lengths == {32: 1, 64: 1}
+    other = change(config, {"model.context": 96, "training.length_warmup.start": 12})
+    assert other.lengths == {12: 1, 24: 1, 32: 1, 48: 4, 96: 13}
+    assert (config.steps, config.tokens_per_step) == (20, RunConfig().tokens_per_step)
+    with pytest.raises(InvalidArgument, match=r"length_warmup.start: got 24.*context=256"):
+        change(config, {"training.length_warmup.start": 24})
 
 
 def test_every_change_changes_the_hash() -> None:

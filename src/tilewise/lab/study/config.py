@@ -12,6 +12,7 @@ A value that does not fit raises pydantic's ``ValidationError`` from a construct
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -30,6 +31,7 @@ __all__ = [
     "Evaluation",
     "Experiment",
     "Frozen",
+    "LengthWarmup",
     "Model",
     "Optimizer",
     "RunConfig",
@@ -125,12 +127,17 @@ class Data(Frozen):
     ``source`` is ``"stdlib"`` (the ``*.py`` of Python's standard library), ``"wikitext-2"`` or
     ``"wikitext-103"`` (with ``-raw`` for the form without ``<unk>``; looked for in the folder that
     ``TILEWISE_DATA`` names), or the path of a text file or a folder of them.
+
+    ``packing`` says how documents (files of a folder, articles of WikiText) become rows in
+    training: ``"stream"``, ``"documents"`` (queries see their own alone) or ``"padded"`` (a row
+    each): ``data/packing.py``. A budget counts rows of a whole context whatever is in them.
     """
 
     source: str = "stdlib"
     tokenizer: Literal["bytes", "gpt2"] = "bytes"
     size_cap_bytes: int = Field(16 * 1024 * 1024, ge=1)
     held_out: float = Field(0.05, gt=0, lt=1)
+    packing: Literal["stream", "documents", "padded"] = added("stream")
 
 
 class Attention(Frozen):
@@ -138,6 +145,19 @@ class Attention(Frozen):
 
     implementation: Literal["plain", "sdpa", "tilewise"] = "tilewise"
     variant: Variant = Variant(name="causal")
+
+
+class LengthWarmup(Frozen):
+    """Short sequences first; 0 ``steps`` for none.
+
+    Over these steps the length grows evenly from ``start`` to the model's context, rounded down to
+    a length that divides the context. A step learns from the tokens that it would learn from
+    without it, its rows cut into pieces of that length: steps, tokens and the budget stay what they
+    are. Evaluations have the whole context always.
+    """
+
+    start: int = Field(32, ge=1)
+    steps: int = Field(0, ge=0)
 
 
 class Training(Frozen):
@@ -151,6 +171,7 @@ class Training(Frozen):
     z_loss: float = Field(0.0, ge=0, description="factor of the squared log of the partition sum")
     checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     compile: bool = Field(False, description="torch.compile")
+    length_warmup: LengthWarmup = added(LengthWarmup())
 
 
 class Budget(Frozen):
@@ -175,12 +196,19 @@ class Evaluation(Frozen):
     whole held-out text after the last step instead: windows move on by that many tokens, and only
     the tokens that are new in a window count. After the last step the model goes on with the
     beginning of the held-out text for ``sample_tokens`` tokens; 0 for none.
+
+    Windows are of the text as a stream, whatever the packing in training; with ``documents`` every
+    query sees its own document alone, in all arms alike, and the first token of a document is not
+    scored. Of ``attention_windows`` windows the attention layers' statistics are recorded, which
+    changes no result; 0 for none.
     """
 
     every: int = Field(25, ge=1)
     windows: int = Field(32, ge=1)
     final_stride: int = Field(0, ge=0)
     sample_tokens: int = Field(0, ge=0)
+    documents: bool = added(False)
+    attention_windows: int = added(4, ge=0)
 
 
 class RunConfig(Frozen):
@@ -202,6 +230,10 @@ class RunConfig(Frozen):
         if stride > context:
             required = f"at most model.context={context}"
             raise InvalidArgument("evaluation.final_stride", str(stride), required)
+        warmup = self.training.length_warmup
+        if warmup.steps and context % warmup.start:
+            required = f"a divisor of model.context={context}"
+            raise InvalidArgument("training.length_warmup.start", str(warmup.start), required)
         if self.attention.implementation == "sdpa" and self.attention.variant.name == "softcap":
             came, required = "softcap", "a variant that scaled_dot_product_attention has"
             fix = "Or set attention.implementation to tilewise or plain."
@@ -220,6 +252,22 @@ class RunConfig(Frozen):
             return self.budget.steps
         assert self.budget.tokens is not None
         return -(-self.budget.tokens // self.tokens_per_step)
+
+    def length_at(self, step: int) -> int:
+        """Tokens of a row in an optimizer step, 0 for the first: see ``LengthWarmup``."""
+        warmup, context = self.training.length_warmup, self.model.context
+        if step >= warmup.steps:
+            return context
+        reached = warmup.start + (context - warmup.start) * step // warmup.steps
+        return next(each for each in range(reached, 0, -1) if context % each == 0)
+
+    @property
+    def lengths(self) -> dict[int, int]:
+        """How many steps of the whole run have rows of each length."""
+        warm = min(self.training.length_warmup.steps, self.steps)
+        counts = Counter(self.length_at(step) for step in range(warm))
+        counts[self.model.context] += self.steps - warm
+        return {length: count for length, count in sorted(counts.items()) if count}
 
 
 class Arm(Frozen):

@@ -12,11 +12,14 @@ A value that does not fit raises pydantic's ``ValidationError`` from a construct
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from tilewise.errors import InvalidArgument
+from tilewise.lab.study.deciding import Halving, Sweep
 from tilewise.lab.study.values import Choice, Frozen, change, config_hash, parse
 
 __all__ = [
@@ -30,6 +33,7 @@ __all__ = [
     "Evaluation",
     "Experiment",
     "Frozen",
+    "Halving",
     "Model",
     "Optimizer",
     "RunConfig",
@@ -226,20 +230,6 @@ class Arm(Frozen):
         return plain
 
 
-class Sweep(Frozen):
-    """Candidates of one value, tried for every arm with an equal budget before the final seeds.
-
-    Args:
-        path: what is swept.
-        values: arm -> candidates; every arm, the baseline too, has equally many.
-        seeds: of the trial runs; none of them is a seed of the experiment.
-    """
-
-    path: str = "optimizer.lr"
-    values: dict[str, tuple[float, ...]]
-    seeds: tuple[int, ...] = (1000,)
-
-
 class Experiment(Frozen):
     """One question, and how it is decided.
 
@@ -280,41 +270,90 @@ class Experiment(Frozen):
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise InvalidArgument("seeds", str(self.seeds), "at least one, and each once")
         for arm in self.arms:
-            change(self.baseline, arm.changes)
+            self.config_of(arm.name)
         if self.sweep is not None:
             self._check_sweep(self.sweep, names)
         return self
 
     def _check_sweep(self, sweep: Sweep, names: list[str]) -> None:
-        came, required = ", ".join(sweep.values) or "none", f"candidates for {', '.join(names)}"
-        if set(sweep.values) != set(names):
+        if sweep.values and set(sweep.values) != set(names):
+            came, required = ", ".join(sweep.values), f"candidates for {', '.join(names)}"
             raise InvalidArgument("sweep.values", came, required)
-        counts = {len(values) for values in sweep.values.values()}
+        counts = {len(self.candidates(name)) for name in names}
         if len(counts) > 1 or 0 in counts:
             required = "the same number of candidates for every arm, 1 or more"
             raise InvalidArgument("sweep.values", " and ".join(map(str, sorted(counts))), required)
-        for arm, values in sweep.values.items():
+        for arm in names:
+            values = self.candidates(arm)
             # Six digits name the folder of a trial.
             if len({f"{value:g}" for value in values}) < len(values):
                 required = "candidates that differ in their first six digits"
                 raise InvalidArgument(f"sweep.values.{arm}", str(values), required)
             for value in values:
-                change(self.config_of(arm), {sweep.path: value})
+                self.config_of(arm, {sweep.path: value})
+            self._check_halving(sweep, arm)
         if not sweep.seeds or set(sweep.seeds) & set(self.seeds):
             required = "at least one, and none of the experiment's own"
             raise InvalidArgument("sweep.seeds", str(sweep.seeds), required)
+
+    def _check_halving(self, sweep: Sweep, arm: str) -> None:
+        """Every rung has fewer candidates and more steps than the one before it."""
+        count, steps = len(self.candidates(arm)), self.config_of(arm).steps
+        for rung in range(1, sweep.rungs):
+            fewer = sweep.candidates_of(count, rung) < sweep.candidates_of(count, rung - 1)
+            longer = sweep.steps_of(steps, rung) > sweep.steps_of(steps, rung - 1)
+            if not (fewer and longer):
+                came = f"{sweep.rungs} for {count} candidates and {steps} steps of {arm}"
+                required = "rungs of which each has fewer candidates and more steps than the last"
+                raise InvalidArgument("sweep.halving.rungs", came, required)
+
+    def candidates(self, arm: str) -> tuple[float, ...]:
+        """What the sweep tries for an arm, in the order in which it was written.
+
+        Raises:
+            InvalidArgument: multiples of what the arm has no number for.
+        """
+        sweep = self.sweep
+        if sweep is None:
+            return ()
+        if sweep.values:
+            return sweep.values[arm]
+        own: Any = self.config_of(arm).model_dump(mode="json")
+        for part in sweep.path.split("."):
+            own = own.get(part) if isinstance(own, dict) else None
+        if isinstance(own, bool) or not isinstance(own, int | float):
+            required = f"a number in every arm; {arm} has {own!r}"
+            raise InvalidArgument("sweep.path", sweep.path, required)
+        return tuple(float(f"{multiple * own:.6g}") for multiple in sweep.multiples)
 
     @property
     def arm_names(self) -> tuple[str, ...]:
         """All arms, the baseline first."""
         return (self.baseline_name, *(arm.name for arm in self.arms))
 
-    def config_of(self, arm: str) -> RunConfig:
-        """The config of an arm (without what a sweep chooses).
+    def config_of(self, arm: str, changes: Mapping[str, float] | None = None) -> RunConfig:
+        """The config of an arm (without what a sweep chooses), or with changes to it.
+
+        Args:
+            arm: its name, or that of the baseline.
+            changes: dotted path -> new value, on top of the arm's own.
 
         Raises:
             KeyError: no arm of that name.
         """
+        key = arm, tuple((changes or {}).items())
+        if key not in self._made:
+            self._made[key] = self._make(arm, changes or {})
+        return self._made[key]
+
+    @cached_property
+    def _made(self) -> dict[tuple[Any, ...], RunConfig]:
+        """Configs that were made before: checking one takes a millisecond, and they are many."""
+        return {}
+
+    def _make(self, arm: str, changes: Mapping[str, float]) -> RunConfig:
+        if changes:
+            return change(self.config_of(arm), changes)
         if arm == self.baseline_name:
             return self.baseline
         return change(self.baseline, {each.name: each for each in self.arms}[arm].changes)

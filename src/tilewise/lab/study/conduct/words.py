@@ -14,7 +14,7 @@ from tilewise.lab.study.config import Experiment, Study
 from tilewise.lab.study.data.tokens import Tokens
 from tilewise.lab.study.plan import Task
 from tilewise.lab.study.report.words import count
-from tilewise.lab.study.run import trials
+from tilewise.lab.study.tuning import expected_trials, known_trials
 from tilewise.lab.study.verdict.quantities import ArmMeasures, Ratio
 from tilewise.lab.study.verdict.result import ArmVerdict, ExperimentVerdict, StudyVerdict
 
@@ -41,7 +41,7 @@ def _experiment(experiment: Experiment) -> str:
     arms = ", ".join(experiment.arm_names[1:])
     seeds = count(len(experiment.seeds), "seed")
     steps = count(experiment.baseline.steps, "step")
-    tried = len(trials(experiment))
+    tried = len([*known_trials(experiment, {}), *expected_trials(experiment, {})])
     sweep = (
         f", after {count(tried, 'trial')} of {experiment.sweep.path}" if experiment.sweep else ""
     )

@@ -11,12 +11,12 @@ from tilewise.lab.study.report.bars import (
     ArmMemory,
     ArmTarget,
     memory_chart,
-    sweep_chart,
     target_chart,
 )
 from tilewise.lab.study.report.curves import difference_chart, loss_chart
 from tilewise.lab.study.report.gather import Evidence
 from tilewise.lab.study.report.series import Series, curve, difference
+from tilewise.lab.study.report.tuned import sweep_chart
 from tilewise.lab.study.report.view import Chart
 from tilewise.lab.study.verdict.result import ExperimentVerdict
 from tilewise.lab.study.verdict.words import UNITS

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from tilewise.lab.study.report import words
 from tilewise.lab.study.report.series import Series
+from tilewise.lab.study.report.tuned import sweep_table
 from tilewise.lab.study.report.verdicts import differences, digits_of, spelled
 from tilewise.lab.study.report.view import Cell, Table
 from tilewise.lab.study.verdict.result import (
@@ -56,7 +57,7 @@ def evidence_tables(experiment: ExperimentVerdict) -> tuple[Table, ...]:
         _memory(experiment),
         _target(experiment),
         _kernels(experiment),
-        _sweeps(experiment),
+        sweep_table(experiment),
         _cost(experiment),
     )
     return tuple(table for table in found if table is not None and table.rows)
@@ -216,28 +217,6 @@ def _kernels(experiment: ExperimentVerdict) -> Table:
         "kernels",
         text=True,
     )
-
-
-def _sweeps(experiment: ExperimentVerdict) -> Table | None:
-    if not experiment.sweeps:
-        return None
-    digits = digits_of(experiment)
-    rows = []
-    for sweep in experiment.sweeps:
-        for candidate in sweep.candidates:
-            chosen = candidate.value == sweep.chosen
-            metric = "" if candidate.metric is None else words.plain(candidate.metric, digits)
-            rows.append(
-                (
-                    Cell(sweep.arm),
-                    Cell(f"{candidate.value:g}", tone="best" if chosen else ""),
-                    Cell(metric or candidate.status, tone="" if metric else "bad"),
-                    Cell("chosen" if chosen else "", tone="best"),
-                )
-            )
-    head = ("arm", experiment.sweeps[0].path, UNITS[experiment.metric], "")
-    words_of = tuple(words.typeset(sweep.words) for sweep in experiment.sweeps)
-    return Table("Sweep", head, tuple(rows), words_of, "sweep")
 
 
 def _or_withheld(value: float | None, show: _Show, note: str = "") -> Cell:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from tilewise.lab.study.config import Arm, Experiment, Study
 from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.run import Run, trials
+from tilewise.lab.study.run import Run
+from tilewise.lab.study.tuning import rungs_of
 from tilewise.lab.study.verdict.decide import (
     Comparison,
     Decision,
@@ -141,7 +142,12 @@ def _runs(
         seed: records.get(Run(experiment.name, arm, seed, config).name, RunRecord())
         for seed in experiment.seeds
     }
-    tried = [records.get(each.name, RunRecord()) for each in trials(experiment) if each.arm == arm]
+    tried = [
+        records.get(run.name, RunRecord())
+        for rung in rungs_of(experiment, arm, records)
+        for runs in rung.runs.values()
+        for run in runs
+    ]
     lost = any(all_diverged(each) for each in sweeps if each.arm == arm)
     measures = replace(over_seeds(list(finals.values())), kernels=kernel_uses(finals.values()))
     return _Runs(finals, tried, lost, measures)

@@ -38,6 +38,7 @@ __all__ = [
     "Label",
     "MemorySplit",
     "Ratio",
+    "RungResult",
     "SeedResult",
     "StudyVerdict",
     "Summary",
@@ -212,17 +213,33 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class RungResult:
+    """The trials of one length of successive halving.
+
+    Args:
+        steps: of every trial.
+        candidates: in ascending order.
+    """
+
+    steps: int
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True)
 class SweepResult:
     """The trials of one arm.
 
     Args:
         arm, path: whose, and what was swept.
-        candidates: in ascending order.
+        candidates: in ascending order; of successive halving with their longest trial.
         chosen: the best mean final metric, the smaller value on a tie; None while trials are
-            missing or where all diverged.
+            missing or where all diverged. Of successive halving the best of the longest rung that
+            has one which never diverged.
         survived: smallest and largest value that did not diverge; None where none is known to.
         at_edge: the chosen value is the smallest or largest tried, so a better one may lie outside.
         words: all of it as a sentence.
+        rungs: of successive halving, the shortest first; empty without.
+        budget_tokens: tokens that all trials of the arm may take.
     """
 
     arm: str
@@ -232,6 +249,8 @@ class SweepResult:
     survived: Interval | None
     at_edge: bool
     words: str
+    rungs: tuple[RungResult, ...] = ()
+    budget_tokens: int = 0
 
 
 @dataclass(frozen=True)

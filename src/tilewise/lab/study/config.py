@@ -19,7 +19,8 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.deciding import Halving, Sweep
+from tilewise.lab.study.checks import check_rules
+from tilewise.lab.study.deciding import Combine, Confirm, Design, Halving, Sweep
 from tilewise.lab.study.values import Choice, Frozen, change, config_hash, parse
 
 __all__ = [
@@ -28,7 +29,10 @@ __all__ = [
     "Attention",
     "Budget",
     "Choice",
+    "Combine",
+    "Confirm",
     "Data",
+    "Design",
     "Dropout",
     "Evaluation",
     "Experiment",
@@ -246,6 +250,10 @@ class Experiment(Frozen):
         confidence: of intervals and tests.
         power: of the number of seeds that an undecided arm still needs.
         sweep: candidates to try first; None where every arm says its own values.
+        design: the factorial that the arms make up; None where they do not, or are not to be read
+            so.
+        combine: a further stage, the factorial of the arms that survived; None for none.
+        confirm: the last stage, the winner on fresh seeds; None for none.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")
@@ -260,6 +268,9 @@ class Experiment(Frozen):
     confidence: float = Field(0.95, gt=0.5, lt=1)
     power: float = Field(0.8, gt=0.5, lt=1)
     sweep: Sweep | None = None
+    design: Design | None = None
+    combine: Combine | None = None
+    confirm: Confirm | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -271,41 +282,8 @@ class Experiment(Frozen):
             raise InvalidArgument("seeds", str(self.seeds), "at least one, and each once")
         for arm in self.arms:
             self.config_of(arm.name)
-        if self.sweep is not None:
-            self._check_sweep(self.sweep, names)
+        check_rules(self)
         return self
-
-    def _check_sweep(self, sweep: Sweep, names: list[str]) -> None:
-        if sweep.values and set(sweep.values) != set(names):
-            came, required = ", ".join(sweep.values), f"candidates for {', '.join(names)}"
-            raise InvalidArgument("sweep.values", came, required)
-        counts = {len(self.candidates(name)) for name in names}
-        if len(counts) > 1 or 0 in counts:
-            required = "the same number of candidates for every arm, 1 or more"
-            raise InvalidArgument("sweep.values", " and ".join(map(str, sorted(counts))), required)
-        for arm in names:
-            values = self.candidates(arm)
-            # Six digits name the folder of a trial.
-            if len({f"{value:g}" for value in values}) < len(values):
-                required = "candidates that differ in their first six digits"
-                raise InvalidArgument(f"sweep.values.{arm}", str(values), required)
-            for value in values:
-                self.config_of(arm, {sweep.path: value})
-            self._check_halving(sweep, arm)
-        if not sweep.seeds or set(sweep.seeds) & set(self.seeds):
-            required = "at least one, and none of the experiment's own"
-            raise InvalidArgument("sweep.seeds", str(sweep.seeds), required)
-
-    def _check_halving(self, sweep: Sweep, arm: str) -> None:
-        """Every rung has fewer candidates and more steps than the one before it."""
-        count, steps = len(self.candidates(arm)), self.config_of(arm).steps
-        for rung in range(1, sweep.rungs):
-            fewer = sweep.candidates_of(count, rung) < sweep.candidates_of(count, rung - 1)
-            longer = sweep.steps_of(steps, rung) > sweep.steps_of(steps, rung - 1)
-            if not (fewer and longer):
-                came = f"{sweep.rungs} for {count} candidates and {steps} steps of {arm}"
-                required = "rungs of which each has fewer candidates and more steps than the last"
-                raise InvalidArgument("sweep.halving.rungs", came, required)
 
     def candidates(self, arm: str) -> tuple[float, ...]:
         """What the sweep tries for an arm, in the order in which it was written.
@@ -371,6 +349,10 @@ class Study(Frozen):
         names = [each.name for each in self.experiments]
         if len(set(names)) < len(names):
             raise InvalidArgument("experiments", ", ".join(names), "a name for each experiment")
+        stages = {f"{name}.{stage}" for name in names for stage in ("combine", "confirm")}
+        if stages & set(names):
+            required = "a name that is not that of a later stage of another experiment"
+            raise InvalidArgument("experiments", repr(min(stages & set(names))), required)
         # ``--set optimizer.lr=0.1`` has to mean one thing.
         taken = {*Experiment.model_fields, *RunConfig.model_fields, "experiments"} & set(names)
         if taken:

@@ -6,14 +6,14 @@ Each is a part of ``config.Experiment``, and so of its hash; ``docs/metrics.md``
 from __future__ import annotations
 
 import math
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study.values import Frozen
 
-__all__ = ["Halving", "Sweep"]
+__all__ = ["Combine", "Confirm", "Design", "Halving", "Sweep"]
 
 
 class Halving(Frozen):
@@ -84,3 +84,58 @@ class Sweep(Frozen):
     def steps_of(self, steps: int, rung: int) -> int:
         """Steps of a trial, where a run of the arm that counts takes ``steps``."""
         return steps if self.halving is None else self.halving.steps(steps, rung)
+
+
+class Design(Frozen):
+    """A factorial of two levels, full or a regular fraction, that an experiment's arms make up.
+
+    The arms are called ``a``, ``b``, ``a+b`` after the factors that they have on; the baseline has
+    none. Of a fraction, a factor with a generator is on where an odd number of the generator's
+    factors are: this is the fraction that the baseline belongs to.
+
+    Args:
+        factors: names, without ``+``.
+        generators: factor -> those whose product it is; empty for the full factorial.
+        order: of the largest interactions that are estimated and tested.
+
+    Source: Box, Hunter and Hunter, "Statistics for experimenters", chapters 5 and 6.
+    """
+
+    factors: tuple[str, ...] = Field(min_length=2)
+    generators: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    order: int = Field(2, ge=1)
+
+
+class Combine(Frozen):
+    """The second stage: a factorial of the factors that survived one at a time, on fresh seeds.
+
+    Factors survive by their verdict and are taken by their effect, the best first; one that changes
+    a value which another that was taken changes too is left out.
+
+    Args:
+        seeds: of the factorial; none of them is used elsewhere in the experiment.
+        keep: ``"better"`` keeps only what was shown to be better; ``"not worse"`` what was not
+            shown to be worse and did not diverge.
+        most: factors of the factorial.
+        runs: arms of it, the baseline too; where all combinations are more, a fraction is run.
+        order: of the largest interactions that are estimated and tested.
+    """
+
+    seeds: tuple[int, ...] = Field(min_length=1)
+    keep: Literal["better", "not worse"] = "not worse"
+    most: int = Field(4, ge=2, le=8)
+    runs: int = Field(16, ge=4)
+    order: int = Field(2, ge=1)
+
+
+class Confirm(Frozen):
+    """The last stage: the winner against the baseline once more, on fresh seeds.
+
+    Args:
+        seeds: none of them is used elsewhere in the experiment.
+        winner: ``"observed"`` is the arm with the best mean; ``"predicted"`` the combination of
+            factors that the effects which were found (Holm) predict to be best, run or not.
+    """
+
+    seeds: tuple[int, ...] = Field(min_length=1)
+    winner: Literal["observed", "predicted"] = "observed"

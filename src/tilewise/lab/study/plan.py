@@ -8,6 +8,7 @@ The order:
 * an experiment with a sweep runs the trials of all its arms, and then, with the values that they
   chose, the runs that count; while some trials still run, later experiments keep the machine busy;
   with successive halving the trials of an arm's rung follow from those of its last one;
+* an experiment of several stages runs each when the one before it is over, by the verdict on it;
 * a run of an experiment that compares kernels (one that has a systems arm) runs alone: what runs
   beside it would be part of what is measured.
 """
@@ -23,6 +24,8 @@ from tilewise.lab.study.config import Experiment, Study
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import Run, finals
 from tilewise.lab.study.tuning import expected_trials, known_trials
+from tilewise.lab.study.verdict.judge import stages_of
+from tilewise.lab.study.verdict.stages import follows, stand_ins
 from tilewise.lab.study.verdict.sweeps import sweep_results
 
 __all__ = [
@@ -91,6 +94,26 @@ def _runs(experiment: Experiment, records: Mapping[str, RunRecord]) -> _Runs:
     No arm counts before the last trial of all has ended. So all arms begin to count together, and a
     study that is stopped has none without the rest.
     """
+    stages = [experiment]
+    staged = experiment.combine is not None or experiment.confirm is not None
+    # Judging takes a while: nothing can follow before the first stage is over.
+    if staged and _over(_stage_runs(experiment, records), records):
+        stages = [each.planned for each in stages_of(experiment, records)]
+    parts = [_stage_runs(each, records) for each in stages]
+    known = [run for part in parts for run in part.known]
+    expected = [run for part in parts for run in part.expected]
+    if staged and not _over(_Runs(known, expected), records):
+        later = [each for each in stand_ins(experiment) if follows(each, stages[-1])]
+        expected += [run for each in later for part in _stage_runs(each, {}) for run in part]
+    return _Runs(known, expected)
+
+
+def _over(runs: _Runs, records: Mapping[str, RunRecord]) -> bool:
+    return not runs.expected and all(_is_done(run, records) for run in runs.known)
+
+
+def _stage_runs(experiment: Experiment, records: Mapping[str, RunRecord]) -> _Runs:
+    """Those of one experiment, whatever follows from it."""
     if experiment.sweep is None:
         return _Runs(finals(experiment, {}), [])
     known = known_trials(experiment, records)

@@ -45,7 +45,11 @@ def _experiment(experiment: Experiment) -> str:
     sweep = (
         f", after {count(tried, 'trial')} of {experiment.sweep.path}" if experiment.sweep else ""
     )
-    return f"{experiment.baseline_name} against {arms or 'nothing'}; {seeds}, {steps}{sweep}"
+    stages = "; then the factorial of those that survive" if experiment.combine else ""
+    stages += "; then the winner on fresh seeds" if experiment.confirm else ""
+    return (
+        f"{experiment.baseline_name} against {arms or 'nothing'}; {seeds}, {steps}{sweep}{stages}"
+    )
 
 
 def corpus(tokens: Tokens) -> str:
@@ -84,6 +88,7 @@ def verdicts(verdict: StudyVerdict) -> RenderableType:
         parts.append(Text(title, style="bold"))
         parts.append(_arms(experiment))
         lines = [sweep.words for sweep in experiment.sweeps]
+        lines += [experiment.follows] if experiment.follows else []
         parts += [Text(f"  {line}") for line in (*lines, *experiment.notes)]
     return Group(*parts, "")
 
@@ -97,6 +102,9 @@ def _arms(experiment: ExperimentVerdict) -> Table:
     for together in experiment.interactions:
         name = Text(f"  {' with '.join(together.arms)}", no_wrap=True)
         table.add_row(name, Text(together.label, no_wrap=True), Text(together.reason))
+    for effect in experiment.effects:
+        name = Text(f"  {' x '.join(effect.factors)}", no_wrap=True)
+        table.add_row(name, Text(effect.label, no_wrap=True), Text(effect.reason))
     return table
 
 

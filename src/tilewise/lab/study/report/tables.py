@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tilewise.lab.study.report import words
+from tilewise.lab.study.report.effects import effects_table
 from tilewise.lab.study.report.series import Series
 from tilewise.lab.study.report.tuned import sweep_table
 from tilewise.lab.study.report.verdicts import differences, digits_of, spelled
@@ -50,6 +51,7 @@ def _arms(experiment: ExperimentVerdict) -> list[_Arm]:
 def evidence_tables(experiment: ExperimentVerdict) -> tuple[Table, ...]:
     """Every table that there is something for, in the order in which it is asked."""
     found = (
+        effects_table(experiment),
         _interactions(experiment),
         _seeds(experiment),
         _quality(experiment),

@@ -26,7 +26,8 @@ from tilewise.lab.study.conduct.target import check_target
 from tilewise.lab.study.config import Study
 from tilewise.lab.study.data.tokens import prepare
 from tilewise.lab.study.files import DiskFullError
-from tilewise.lab.study.plan import Agenda, Task, planned
+from tilewise.lab.study.plan import Agenda, Task
+from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import Run
 from tilewise.lab.study.verdict.judge import judge
 
@@ -110,7 +111,7 @@ def _check_device(device: str) -> None:
 def _work(
     request: Request, folder: Path, agenda: Agenda, where: dict[str, Any], console: Console
 ) -> int:
-    study, tasks = request.study, planned(request.study)
+    study, tasks = request.study, agenda.tasks
     _say(console, words.opening(study, folder))
     for record in agenda.records.values():
         for each in record.evaluations[:1]:
@@ -141,7 +142,7 @@ def _work(
         module=request.module,
     )
     with showing(study, board, console) as progress:
-        pool.work(agenda, _Checked(study, progress))
+        pool.work(agenda, _Checked(study, progress, lambda: board.expect(agenda.tasks)))
     return 0
 
 
@@ -189,16 +190,24 @@ def report_again(folder: Path, console: Console) -> None:
 class _Checked:
     """Progress, and the checks that need the first numbers."""
 
-    def __init__(self, study: Study, progress: LiveProgress | LineProgress) -> None:
+    def __init__(
+        self,
+        study: Study,
+        progress: LiveProgress | LineProgress,
+        plan_again: Callable[[], None],
+    ) -> None:
         self._study = study
         self.started, self.tick = progress.started, progress.tick
-        self.ended = progress.ended
-        self._progress = progress
+        self._progress, self._plan_again = progress, plan_again
 
     def event(self, run: Run, values: dict[str, Any]) -> None:
         if values["event"] == "evaluation":
             check_target(self._study, run.experiment, values)
         self._progress.event(run, values)
+
+    def ended(self, run: Run, record: RunRecord) -> None:
+        self._plan_again()  # what follows from the run is known now
+        self._progress.ended(run, record)
 
 
 def _report(study: Study, folder: Path, console: Console) -> bool:

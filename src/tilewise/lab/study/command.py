@@ -80,6 +80,7 @@ def _run(argv: Sequence[str], parser: argparse.ArgumentParser | None = None) -> 
         threads=options.threads,
         device=options.device,
         on=options.on,
+        track=tuple(options.track),
         confirm=None if options.yes or not sys.stdin.isatty() else _confirm,
     )
     return conductor.conduct(request, console)
@@ -268,6 +269,14 @@ def _with_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=("here", "ray"),
         default="here",
         help="this machine, or the machines of a Ray cluster (here): docs/scaling.md",
+    )
+    add(
+        "--track",
+        action="append",
+        default=[],
+        metavar="TRACKER",
+        help="show the runs in tensorboard, mlflow or your own file.py:function (repeat): "
+        "docs/trackers.md",
     )
     add("--yes", action="store_true", help="start a long study without asking")
     _add_out(parser)

@@ -21,9 +21,9 @@ from tilewise.lab.study.conduct.cluster import Cluster, connected
 from tilewise.lab.study.conduct.forecast import forecast_s
 from tilewise.lab.study.conduct.index import write_index
 from tilewise.lab.study.conduct.local import Local
-from tilewise.lab.study.conduct.pool import Pool
+from tilewise.lab.study.conduct.pool import Pool, Watcher
 from tilewise.lab.study.conduct.process import CHILD, Setting
-from tilewise.lab.study.conduct.progress import LineProgress, LiveProgress, showing
+from tilewise.lab.study.conduct.progress import showing
 from tilewise.lab.study.conduct.room import available_bytes, room_for
 from tilewise.lab.study.conduct.signals import interrupts_ignored
 from tilewise.lab.study.conduct.target import check_target
@@ -31,7 +31,10 @@ from tilewise.lab.study.config import Study
 from tilewise.lab.study.data.tokens import prepare
 from tilewise.lab.study.files import DiskFullError
 from tilewise.lab.study.plan import Agenda, Task, planned
+from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import Run
+from tilewise.lab.study.track.registry import trackers
+from tilewise.lab.study.track.tracking import Tracking
 from tilewise.lab.study.verdict.judge import judge
 
 __all__ = ["Request", "conduct", "report_again"]
@@ -52,6 +55,7 @@ class Request:
         threads: of each run.
         device: ``"cpu"`` or ``"cuda"``.
         on: ``"here"``, or ``"ray"`` for the machines of a Ray cluster.
+        track: names of trackers that are told of the runs.
         confirm: asked before a long study starts, with its duration in words; False stops it.
         checkpoint_every_s: seconds between checkpoints of a run.
         module: of the child process; tests have others.
@@ -64,6 +68,7 @@ class Request:
     threads: int = 1
     device: str = "cpu"
     on: str = "here"
+    track: tuple[str, ...] = ()
     confirm: Callable[[str], bool] | None = None
     checkpoint_every_s: float = 10.0
     module: str = CHILD
@@ -117,15 +122,35 @@ def _check_device(device: str) -> None:
 def _work(
     request: Request, folder: Path, agenda: Agenda, where: dict[str, Any], console: Console
 ) -> int:
-    study, tasks = request.study, planned(request.study)
+    study = request.study
     _say(console, words.opening(study, folder))
     for record in agenda.records.values():
         for each in record.evaluations[:1]:
             check_target(study, record.start.experiment, vars(each))
-    if agenda.finished:
-        _say(console, f"All {agenda.total} runs are done already.")
-        return 0
-    records = agenda.records
+    tracking = Tracking(folder, trackers(request.track, folder), lambda text: _say(console, text))
+    try:
+        tracking.catch_up(agenda.records)
+        code = 0
+        if agenda.finished:
+            _say(console, f"All {agenda.total} runs are done already.")
+        else:
+            code = _train(request, folder, agenda, where, tracking, console)
+    finally:
+        with interrupts_ignored():
+            tracking.close()
+    return 1 if tracking.failed else code
+
+
+def _train(
+    request: Request,
+    folder: Path,
+    agenda: Agenda,
+    where: dict[str, Any],
+    tracking: Tracking,
+    console: Console,
+) -> int:
+    """Run what is left of the agenda, if the user wants it to start."""
+    study, tasks, records = request.study, planned(request.study), agenda.records
     todo = [
         task for task in tasks if task.run.name not in records or not records[task.run.name].done
     ]
@@ -151,7 +176,7 @@ def _work(
         if long and request.confirm and not request.confirm(in_words(expected or 0.0)):
             return 1
         with showing(study, board, console) as progress:
-            Pool(place, jobs).work(agenda, _Checked(study, progress))
+            Pool(place, jobs).work(agenda, _Watchers(study, (progress, tracking)))
     return 0
 
 
@@ -209,19 +234,33 @@ def report_again(folder: Path, console: Console) -> None:
     _report(store.read_study(folder).study, folder, console)
 
 
-class _Checked:
-    """Progress, and the checks that need the first numbers."""
+class _Watchers:
+    """All who are told what happens, after the checks that need the first numbers."""
 
-    def __init__(self, study: Study, progress: LiveProgress | LineProgress) -> None:
-        self._study = study
-        self.started, self.tick = progress.started, progress.tick
-        self.ended, self.lost = progress.ended, progress.lost
-        self._progress = progress
+    def __init__(self, study: Study, watchers: Sequence[Watcher]) -> None:
+        self._study, self._watchers = study, watchers
+
+    def started(self, run: Run) -> None:
+        for each in self._watchers:
+            each.started(run)
 
     def event(self, run: Run, values: dict[str, Any]) -> None:
         if values["event"] == "evaluation":
             check_target(self._study, run.experiment, values)
-        self._progress.event(run, values)
+        for each in self._watchers:
+            each.event(run, values)
+
+    def ended(self, run: Run, record: RunRecord) -> None:
+        for each in self._watchers:
+            each.ended(run, record)
+
+    def lost(self, run: Run, why: str) -> None:
+        for each in self._watchers:
+            each.lost(run, why)
+
+    def tick(self) -> None:
+        for each in self._watchers:
+            each.tick()
 
 
 def _report(study: Study, folder: Path, console: Console) -> bool:

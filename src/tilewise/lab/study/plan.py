@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from tilewise.errors import TilewiseError
 from tilewise.lab.study.config import Experiment, Study
+from tilewise.lab.study.metrics import rank
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import Run, finals, trials
 from tilewise.lab.study.verdict.measures import final_metric
@@ -49,7 +50,7 @@ def chosen_value(
 ) -> float | None:
     """What the sweep chose for an arm, from the finished records of its trials.
 
-    The candidate with the lowest mean of the final metric over the sweep's seeds; of equals the
+    The candidate with the best mean of the final metric over the sweep's seeds; of equals the
     smallest. One that diverged with any seed is not chosen.
 
     Returns:
@@ -60,7 +61,8 @@ def chosen_value(
         if run.arm == arm:
             assert run.candidate is not None
             value = final_metric(records[run.name], experiment.metric)
-            means.setdefault(run.candidate, []).append(math.inf if value is None else value)
+            worth = math.inf if value is None else rank(experiment.metric, value)
+            means.setdefault(run.candidate, []).append(worth)
     ranked = sorted((sum(values) / len(values), candidate) for candidate, values in means.items())
     best, candidate = ranked[0]
     return candidate if math.isfinite(best) else None

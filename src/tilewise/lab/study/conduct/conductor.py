@@ -16,7 +16,7 @@ from tilewise.errors import InvalidArgument, TilewiseError
 from tilewise.lab.study import report, store
 from tilewise.lab.study.conduct import environment, words
 from tilewise.lab.study.conduct.board import Board, in_words
-from tilewise.lab.study.conduct.forecast import forecast_s
+from tilewise.lab.study.conduct.forecast import data_key, forecast_s
 from tilewise.lab.study.conduct.index import write_index
 from tilewise.lab.study.conduct.pool import CHILD, Pool
 from tilewise.lab.study.conduct.progress import LineProgress, LiveProgress, showing
@@ -24,7 +24,6 @@ from tilewise.lab.study.conduct.room import available_bytes, room_for
 from tilewise.lab.study.conduct.signals import interrupts_ignored
 from tilewise.lab.study.conduct.target import check_target
 from tilewise.lab.study.config import Study
-from tilewise.lab.study.data.tokens import prepare
 from tilewise.lab.study.files import DiskFullError
 from tilewise.lab.study.plan import Agenda, Task, planned
 from tilewise.lab.study.run import Run
@@ -161,14 +160,14 @@ def _jobs(request: Request, todo: Sequence[Task], console: Console) -> int:
 
 
 def _forecast(request: Request, todo: Sequence[Task], console: Console) -> dict[str, float]:
-    """Seconds of each run. The text is made ready on the way.
+    """Seconds of each run. The data is made ready on the way.
 
     Before any run starts: what is missing is said once, and the runs find their tokens ready.
     """
     corpora = {}
-    for data in dict.fromkeys(task.run.config.data for task in todo):
-        corpora[data] = prepare(data, store.cache_folder())
-        _say(console, words.corpus(corpora[data]))
+    for key, config in {data_key(task.run.config): task.run.config for task in todo}.items():
+        corpora[key] = config.learning.prepare(config, store.cache_folder())
+        _say(console, str(corpora[key]))
     before = torch.get_num_threads()
     torch.set_num_threads(request.threads)
     try:

@@ -64,6 +64,10 @@ class Tokens:
     train_words: int | None
     held_out_words: int | None
 
+    def __str__(self) -> str:
+        learnt, held_out = len(self.train), len(self.held_out)
+        return f"Text: {self.name}, {learnt:,} tokens to learn from, {held_out:,} held out"
+
     def as_json(self) -> dict[str, Any]:
         """All but the tokens, for records."""
         return {

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import chain, combinations
 
 from tilewise.lab.study.config import Experiment
+from tilewise.lab.study.metrics import ahead
 from tilewise.lab.study.verdict.decide import Rules
 from tilewise.lab.study.verdict.result import Interaction, InteractionLabel, SeedResult
 from tilewise.lab.study.verdict.stats import Paired, equivalence, holm, paired
@@ -136,6 +137,7 @@ def _label(
     if p_same is not None and p_same <= rules.alpha:
         return "additive", f"{size}: they add up, to within {rules.smallest:g}."
     if p_holm is not None and p_holm <= rules.alpha:
-        side: InteractionLabel = "better together" if seen.mean < 0 else "worse together"
+        helps = ahead(rules.metric, seen.mean)
+        side: InteractionLabel = "better together" if helps else "worse together"
         return side, f"{size} beyond the sum of their effects (Holm p {p_text(p_holm)})."
     return "undecided", f"{size}: neither an interaction nor its absence is shown."

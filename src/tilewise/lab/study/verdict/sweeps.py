@@ -6,9 +6,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from tilewise.lab.study.config import Experiment
+from tilewise.lab.study.metrics import rank
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import trials
-from tilewise.lab.study.verdict.measures import Metric, final_metric, status
+from tilewise.lab.study.verdict.measures import final_metric, status
 from tilewise.lab.study.verdict.quantities import Interval
 from tilewise.lab.study.verdict.result import Candidate, SweepResult
 
@@ -36,10 +37,11 @@ def all_diverged(sweep: SweepResult) -> bool:
 
 
 def _result(
-    arm: str, path: str, found: Mapping[float, Sequence[RunRecord]], metric: Metric
+    arm: str, path: str, found: Mapping[float, Sequence[RunRecord]], metric: str
 ) -> SweepResult:
     candidates = [_candidate(value, found[value], metric) for value in sorted(found)]
-    ranked = sorted((each.metric, each.value) for each in candidates if each.metric is not None)
+    done = [(each.metric, each.value) for each in candidates if each.metric is not None]
+    ranked = sorted((rank(metric, found), value) for found, value in done)
     known = all(each.status != "incomplete" for each in candidates)
     chosen = ranked[0][1] if ranked and known else None
     alive = [each.value for each in candidates if each.status == "done"]
@@ -55,7 +57,7 @@ def _result(
     )
 
 
-def _candidate(value: float, runs: Sequence[RunRecord], metric: Metric) -> Candidate:
+def _candidate(value: float, runs: Sequence[RunRecord], metric: str) -> Candidate:
     states = {status(each, metric) for each in runs}
     if "diverged" in states:
         return Candidate(value, "diverged", None)

@@ -363,9 +363,9 @@ class Experiment(Frozen):
     confidence: float = Field(0.95, gt=0.5, lt=1)
     power: float = Field(0.8, gt=0.5, lt=1)
     sweep: Sweep | None = None
-    design: Design | None = None
-    combine: Combine | None = None
-    confirm: Confirm | None = None
+    design: Design | None = added(None)
+    combine: Combine | None = added(None)
+    confirm: Confirm | None = added(None)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -5,7 +5,8 @@ in flight; a reader drops a last line that does not end. A run that is resumed w
 ``Start`` with the step it goes on from, and a reader forgets the steps and evaluations after it:
 they are done again, with the same bits but other timings.
 
-Losses are in nats per token. A number that is not finite is stored as null; ``End`` says why.
+Losses of language models are in nats per token. A number that is not finite is stored as null;
+``End`` says why.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = [
     "Event",
     "Kernels",
     "LayerKernel",
+    "LayerSoftmax",
     "Memory",
     "RunRecord",
     "Sample",
@@ -112,6 +114,7 @@ class Step(Event):
         gradient_norm: before clipping.
         wall_s, cpu_s: of the step, all its micro-batches; CPU over all threads.
         warmup: True where the step is left out of throughput (the first ones of a process).
+        tokens: that it learnt from; None in old records: as many as the config says.
     """
 
     event = "step"
@@ -122,6 +125,24 @@ class Step(Event):
     wall_s: float
     cpu_s: float
     warmup: bool
+    tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class LayerSoftmax:
+    """What the softmax of an attention layer looked like, over some held-out windows.
+
+    Args:
+        layer: its index.
+        entropy: mean over windows, heads and rows, in nats.
+        lowest_head: of the head whose mean entropy is lowest.
+        max_logit: the largest score of all, after the scale and what a variant does to it.
+    """
+
+    layer: int
+    entropy: float | None
+    lowest_head: float | None
+    max_logit: float | None
 
 
 @dataclass(frozen=True)
@@ -132,10 +153,13 @@ class Evaluation(Event):
         step: optimizer steps done; 0 before the first.
         tokens: trained on so far.
         train_wall_s, train_cpu_s: spent in optimizer steps so far, over all resumes.
-        loss: mean nats per token on the held-out windows.
-        bits_per_byte: the same per byte of the text, base 2.
+        loss: mean nats per token on the held-out windows; of other tasks their own loss.
+        bits_per_byte: the same per byte of the text, base 2; None of other tasks.
         word_perplexity: exp(total nats / original words), for WikiText; None elsewhere.
         wall_s: of the evaluation itself.
+        softmaxes: of every attention layer; None where the attention keeps no statistics, or none
+            were asked for.
+        metrics: what else the task's evaluation has, by name (``lab/study/metrics.py``).
     """
 
     event = "evaluation"
@@ -147,6 +171,8 @@ class Evaluation(Event):
     bits_per_byte: float | None
     word_perplexity: float | None
     wall_s: float
+    softmaxes: list[LayerSoftmax] | None = None
+    metrics: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -375,7 +401,10 @@ def _event(values: object) -> Event:
     if kind is Kernels:
         return Kernels([LayerKernel(**each) for each in values["layers"]])
     known = {each.name for each in fields(kind)}
-    return kind(**{key: value for key, value in values.items() if key in known})
+    given = {key: value for key, value in values.items() if key in known}
+    if given.get("softmaxes") is not None:
+        given["softmaxes"] = [LayerSoftmax(**each) for each in given["softmaxes"]]
+    return kind(**given)
 
 
 def finite(value: Any) -> Any:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.config import Study
+from tilewise.lab.study.config import Experiment, Study
+from tilewise.lab.study.metrics import METRICS, reached, value_in
 from tilewise.lab.study.verdict.words import UNITS
 
 __all__ = ["check_target"]
@@ -21,15 +22,28 @@ def check_target(study: Study, experiment: str, evaluation: Mapping[str, Any]) -
         evaluation: an event of that type; those after the first step say nothing here.
 
     Raises:
-        InvalidArgument: the target is not below the first loss.
+        InvalidArgument: the target is not better than the first weights are.
     """
-    found = next(each for each in study.experiments if each.name == experiment)
-    first = evaluation[found.metric]
-    if found.target is None or evaluation["step"] or first is None or found.target < first:
+    found = _of_config(study, experiment)
+    first = value_in(evaluation, found.metric)
+    if found.target is None or evaluation["step"] or first is None:
         return
+    if not reached(found.metric, first, found.target):
+        return
+    higher = METRICS[found.metric].higher_is_better
+    example = (1 + first) / 2 if higher else 0.6 * first
     raise InvalidArgument(
         f"{experiment}.target",
         f"{found.target:g} {UNITS[found.metric]}",
-        f"less than {first:.4g}, the held-out loss of weights that are not trained yet",
-        f"Set it, for example: --set {experiment}.target={0.6 * first:.3g}",
+        f"{'more' if higher else 'less'} than {first:.4g}, the held-out metric of weights that are "
+        "not trained yet",
+        f"Set it, for example: --set {experiment}.target={example:.3g}",
     )
+
+
+def _of_config(study: Study, experiment: str) -> Experiment:
+    """The experiment of that name, or the one that it is a later stage of."""
+    known = {each.name: each for each in study.experiments}
+    while experiment not in known:
+        experiment = experiment.rpartition(".")[0]
+    return known[experiment]

@@ -10,7 +10,7 @@ DEFINITIONS = (
     Definition(
         "Effect",
         "The mean over seeds of an arm's final held-out metric less the baseline's with the same "
-        "seed. Both metrics are losses: below zero is better.",
+        "seed. Of a loss, below zero is better; of an accuracy or a correlation, above zero.",
         "verdicts",
     ),
     Definition(
@@ -73,6 +73,12 @@ DEFINITIONS = (
         "Spikes",
         "The share of steps whose training loss lay more than seven robust standard deviations "
         "over that of the steps before.",
+        "stability",
+    ),
+    Definition(
+        "Attention logits, entropy",
+        "Of a few held-out windows, from the attention kernel's own statistics: the largest score "
+        "before the softmax, and the entropy of the weights of a query, in nats.",
         "stability",
     ),
     Definition(

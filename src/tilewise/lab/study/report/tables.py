@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tilewise.lab.study.metrics import METRICS
 from tilewise.lab.study.report import words
+from tilewise.lab.study.report.effects import effects_table
 from tilewise.lab.study.report.series import Series
+from tilewise.lab.study.report.tuned import sweep_table
 from tilewise.lab.study.report.verdicts import differences, digits_of, spelled
 from tilewise.lab.study.report.view import Cell, Table
 from tilewise.lab.study.verdict.result import (
@@ -49,6 +52,7 @@ def _arms(experiment: ExperimentVerdict) -> list[_Arm]:
 def evidence_tables(experiment: ExperimentVerdict) -> tuple[Table, ...]:
     """Every table that there is something for, in the order in which it is asked."""
     found = (
+        effects_table(experiment),
         _interactions(experiment),
         _seeds(experiment),
         _quality(experiment),
@@ -56,7 +60,7 @@ def evidence_tables(experiment: ExperimentVerdict) -> tuple[Table, ...]:
         _memory(experiment),
         _target(experiment),
         _kernels(experiment),
-        _sweeps(experiment),
+        sweep_table(experiment),
         _cost(experiment),
     )
     return tuple(table for table in found if table is not None and table.rows)
@@ -106,13 +110,23 @@ def _quality(experiment: ExperimentVerdict) -> Table | None:
             ("nats per token", lambda arm: _number(arm.measures.loss, _fixed(digits))),
             ("token perplexity", lambda arm: _number(arm.measures.perplexity, _fixed(2))),
             ("word perplexity", lambda arm: _number(arm.measures.word_perplexity, _fixed(2))),
+            *((METRICS[name].unit, _of_task(name, digits)) for name in _names(experiment)),
             ("gradient norm", lambda arm: _number(arm.measures.gradient_norm, _fixed(3))),
             ("largest", lambda arm: _number(arm.measures.gradient_norm_max, _fixed(2))),
             ("spikes", lambda arm: _number(arm.measures.spike_rate, _percent)),
         ],
-        ("Held-out text after the last step; mean and standard deviation over the seeds.",),
+        ("Held-out data after the last step; mean and standard deviation over the seeds.",),
         "quality",
     )
+
+
+def _names(experiment: ExperimentVerdict) -> list[str]:
+    """The metrics of the arms' tasks, beside those of language models."""
+    return list(dict.fromkeys(name for arm in _arms(experiment) for name in arm.measures.metrics))
+
+
+def _of_task(metric: str, digits: int) -> Callable[[_Arm], Cell]:
+    return lambda arm: _number(arm.measures.metrics.get(metric), _fixed(digits))
 
 
 def _speed(experiment: ExperimentVerdict) -> Table | None:
@@ -216,28 +230,6 @@ def _kernels(experiment: ExperimentVerdict) -> Table:
         "kernels",
         text=True,
     )
-
-
-def _sweeps(experiment: ExperimentVerdict) -> Table | None:
-    if not experiment.sweeps:
-        return None
-    digits = digits_of(experiment)
-    rows = []
-    for sweep in experiment.sweeps:
-        for candidate in sweep.candidates:
-            chosen = candidate.value == sweep.chosen
-            metric = "" if candidate.metric is None else words.plain(candidate.metric, digits)
-            rows.append(
-                (
-                    Cell(sweep.arm),
-                    Cell(f"{candidate.value:g}", tone="best" if chosen else ""),
-                    Cell(metric or candidate.status, tone="" if metric else "bad"),
-                    Cell("chosen" if chosen else "", tone="best"),
-                )
-            )
-    head = ("arm", experiment.sweeps[0].path, UNITS[experiment.metric], "")
-    words_of = tuple(words.typeset(sweep.words) for sweep in experiment.sweeps)
-    return Table("Sweep", head, tuple(rows), words_of, "sweep")
 
 
 def _or_withheld(value: float | None, show: _Show, note: str = "") -> Cell:
@@ -354,9 +346,9 @@ def curve_tables(
             note = words.duration(seconds[each.arm][at]) if each.arm in seconds else ""
             cells.append(Cell(words.plain(each.mean[at], digits), note))
         rows.append(tuple(cells))
-    notes = (f"Mean {UNITS[experiment.metric]} of the held-out text, and the training time.",)
+    notes = (f"Mean {UNITS[experiment.metric]} of the held-out data, and the training time.",)
     head = ("tokens", *(each.arm for each in drawn))
-    return (Table("Loss along the runs", head, tuple(rows), notes, "curve"),)
+    return (Table("The metric along the runs", head, tuple(rows), notes, "curve"),)
 
 
 def config_table(

@@ -218,7 +218,7 @@ class DecodeKernel {
     for (int r = 0; r < rows; r++)
       for (int j = count; j < padded; j++) scores[r * kRoomKeys + j] = -kInfinity;
     for (i64 g = g0; g < g1; g++) head(t, g, to, memory);
-    memory.ahead->spread(memory.ahead->left() / 3, 2 * rows);
+    memory.ahead->spread(memory.ahead->left() / 6, 2 * rows);
     softmax(row0, rows, padded, to, memory);
     if (f_.dropout > 0)
       for (i64 g = g0; g < g1; g++) drop(t, g, n0, count, memory);

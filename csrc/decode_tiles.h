@@ -55,7 +55,7 @@ class TileProducts {
 
   static void dots(const Room& room, const i32*, i64, int row0, int rows, const Bf16* const* keys, int count, int depth,
                    float* s, i64 stride, RowsAhead& ahead) {
-    ahead.spread((ahead.left() + 3) / 4, count / kSubKeys);
+    ahead.spread(ahead.left() / 8, count / kSubKeys);
     const bool single = rows == 1;
     room.scores[single].use();
     for (int j = 0; j < count; j += kGroups * kSubKeys) {

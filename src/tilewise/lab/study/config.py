@@ -13,11 +13,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from tilewise.errors import InvalidArgument
+from tilewise.lab.study.checks import check_rules
+from tilewise.lab.study.deciding import Combine, Confirm, Design, Halving, Sweep
 from tilewise.lab.study.values import Choice, Frozen, added, change, config_hash, parse
 
 __all__ = [
@@ -26,11 +30,15 @@ __all__ = [
     "Attention",
     "Budget",
     "Choice",
+    "Combine",
+    "Confirm",
     "Data",
+    "Design",
     "Dropout",
     "Evaluation",
     "Experiment",
     "Frozen",
+    "Halving",
     "LengthWarmup",
     "Model",
     "Optimizer",
@@ -295,20 +303,6 @@ class Arm(Frozen):
         return plain
 
 
-class Sweep(Frozen):
-    """Candidates of one value, tried for every arm with an equal budget before the final seeds.
-
-    Args:
-        path: what is swept.
-        values: arm -> candidates; every arm, the baseline too, has equally many.
-        seeds: of the trial runs; none of them is a seed of the experiment.
-    """
-
-    path: str = "optimizer.lr"
-    values: dict[str, tuple[float, ...]]
-    seeds: tuple[int, ...] = (1000,)
-
-
 class Experiment(Frozen):
     """One question, and how it is decided.
 
@@ -325,6 +319,10 @@ class Experiment(Frozen):
         confidence: of intervals and tests.
         power: of the number of seeds that an undecided arm still needs.
         sweep: candidates to try first; None where every arm says its own values.
+        design: the factorial that the arms make up; None where they do not, or are not to be read
+            so.
+        combine: a further stage, the factorial of the arms that survived; None for none.
+        confirm: the last stage, the winner on fresh seeds; None for none.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")
@@ -339,6 +337,9 @@ class Experiment(Frozen):
     confidence: float = Field(0.95, gt=0.5, lt=1)
     power: float = Field(0.8, gt=0.5, lt=1)
     sweep: Sweep | None = None
+    design: Design | None = None
+    combine: Combine | None = None
+    confirm: Confirm | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -349,41 +350,57 @@ class Experiment(Frozen):
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise InvalidArgument("seeds", str(self.seeds), "at least one, and each once")
         for arm in self.arms:
-            change(self.baseline, arm.changes)
-        if self.sweep is not None:
-            self._check_sweep(self.sweep, names)
+            self.config_of(arm.name)
+        check_rules(self)
         return self
 
-    def _check_sweep(self, sweep: Sweep, names: list[str]) -> None:
-        came, required = ", ".join(sweep.values) or "none", f"candidates for {', '.join(names)}"
-        if set(sweep.values) != set(names):
-            raise InvalidArgument("sweep.values", came, required)
-        counts = {len(values) for values in sweep.values.values()}
-        if len(counts) > 1 or 0 in counts:
-            required = "the same number of candidates for every arm, 1 or more"
-            raise InvalidArgument("sweep.values", " and ".join(map(str, sorted(counts))), required)
-        for arm, values in sweep.values.items():
-            # Six digits name the folder of a trial.
-            if len({f"{value:g}" for value in values}) < len(values):
-                required = "candidates that differ in their first six digits"
-                raise InvalidArgument(f"sweep.values.{arm}", str(values), required)
-            for value in values:
-                change(self.config_of(arm), {sweep.path: value})
-        if not sweep.seeds or set(sweep.seeds) & set(self.seeds):
-            required = "at least one, and none of the experiment's own"
-            raise InvalidArgument("sweep.seeds", str(sweep.seeds), required)
+    def candidates(self, arm: str) -> tuple[float, ...]:
+        """What the sweep tries for an arm, in the order in which it was written.
+
+        Raises:
+            InvalidArgument: multiples of what the arm has no number for.
+        """
+        sweep = self.sweep
+        if sweep is None:
+            return ()
+        if sweep.values:
+            return sweep.values[arm]
+        own: Any = self.config_of(arm).model_dump(mode="json")
+        for part in sweep.path.split("."):
+            own = own.get(part) if isinstance(own, dict) else None
+        if isinstance(own, bool) or not isinstance(own, int | float):
+            required = f"a number in every arm; {arm} has {own!r}"
+            raise InvalidArgument("sweep.path", sweep.path, required)
+        return tuple(float(f"{multiple * own:.6g}") for multiple in sweep.multiples)
 
     @property
     def arm_names(self) -> tuple[str, ...]:
         """All arms, the baseline first."""
         return (self.baseline_name, *(arm.name for arm in self.arms))
 
-    def config_of(self, arm: str) -> RunConfig:
-        """The config of an arm (without what a sweep chooses).
+    def config_of(self, arm: str, changes: Mapping[str, float] | None = None) -> RunConfig:
+        """The config of an arm (without what a sweep chooses), or with changes to it.
+
+        Args:
+            arm: its name, or that of the baseline.
+            changes: dotted path -> new value, on top of the arm's own.
 
         Raises:
             KeyError: no arm of that name.
         """
+        key = arm, tuple((changes or {}).items())
+        if key not in self._made:
+            self._made[key] = self._make(arm, changes or {})
+        return self._made[key]
+
+    @cached_property
+    def _made(self) -> dict[tuple[Any, ...], RunConfig]:
+        """Configs that were made before: checking one takes a millisecond, and they are many."""
+        return {}
+
+    def _make(self, arm: str, changes: Mapping[str, float]) -> RunConfig:
+        if changes:
+            return change(self.config_of(arm), changes)
         if arm == self.baseline_name:
             return self.baseline
         return change(self.baseline, {each.name: each for each in self.arms}[arm].changes)
@@ -401,6 +418,10 @@ class Study(Frozen):
         names = [each.name for each in self.experiments]
         if len(set(names)) < len(names):
             raise InvalidArgument("experiments", ", ".join(names), "a name for each experiment")
+        stages = {f"{name}.{stage}" for name in names for stage in ("combine", "confirm")}
+        if stages & set(names):
+            required = "a name that is not that of a later stage of another experiment"
+            raise InvalidArgument("experiments", repr(min(stages & set(names))), required)
         # ``--set optimizer.lr=0.1`` has to mean one thing.
         taken = {*Experiment.model_fields, *RunConfig.model_fields, "experiments"} & set(names)
         if taken:

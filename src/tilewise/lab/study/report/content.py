@@ -44,7 +44,7 @@ def page_of(evidence: Evidence) -> Page:
         experiments = tuple(
             _experiment(planned, verdict, evidence, f"e{number}")
             for number, (planned, verdict) in enumerate(
-                zip(stored.study.experiments, evidence.verdict.experiments, strict=True), 1
+                zip(evidence.experiments, evidence.verdict.experiments, strict=True), 1
             )
         )
     return Page(
@@ -75,7 +75,7 @@ def _status(agenda: Agenda, evidence: Evidence) -> str:
 def _missing(evidence: Evidence) -> tuple[str, ...]:
     """The runs that count and are not over, in words."""
     said = []
-    for planned in evidence.stored.study.experiments:
+    for planned in evidence.experiments:
         for arm in planned.arm_names:
             records = evidence.finals(planned, arm)
             for seed in planned.seeds:
@@ -99,7 +99,7 @@ def _facts(agenda: Agenda, evidence: Evidence) -> tuple[Fact, ...]:
     runs = (
         f"{agenda.done:,}" if evidence.verdict.complete else f"{agenda.done:,} of {agenda.total:,}"
     )
-    seeds = {len(planned.seeds) for planned in evidence.stored.study.experiments}
+    seeds = {len(planned.seeds) for planned in evidence.experiments}
     found = [
         Fact("runs", runs),
         Fact("paired seeds", " and ".join(str(number) for number in sorted(seeds))),
@@ -143,6 +143,7 @@ def _experiment(
         baseline=baseline_row(verdict),
         rows=rows,
         forest=forest_of(verdict),
+        follows=words.typeset(verdict.follows),
         notes=verdict.notes,
         charts=tuple(charts_of(verdict, lines, slug)),
         tables=(

@@ -12,12 +12,13 @@ from tilewise.lab.study.report.bars import (
     ArmMemory,
     ArmTarget,
     memory_chart,
-    sweep_chart,
     target_chart,
 )
 from tilewise.lab.study.report.curves import difference_chart, loss_chart
+from tilewise.lab.study.report.effects import effects_chart
 from tilewise.lab.study.report.gather import Evidence
 from tilewise.lab.study.report.series import Series, curve, difference
+from tilewise.lab.study.report.tuned import sweep_chart
 from tilewise.lab.study.report.view import Chart
 from tilewise.lab.study.verdict.result import ExperimentVerdict
 from tilewise.lab.study.verdict.words import UNITS
@@ -89,6 +90,7 @@ def charts_of(verdict: ExperimentVerdict, lines: Lines, slug: str) -> Iterator[C
         loss_chart(lines.tokens, "tokens", unit, f"{slug}-tokens"),
         difference_chart(lines.gaps, verdict.smallest_effect, unit, base, f"{slug}-difference"),
         time,
+        effects_chart(verdict.effects, unit, f"{slug}-effects"),
         _memory(verdict, f"{slug}-memory"),
         *_targets(verdict, slug),
         sweep_chart(verdict.sweeps, unit, f"{slug}-sweep"),

@@ -135,5 +135,6 @@ def writes_matrix(config: RunConfig) -> bool:
     attention = config.attention
     if attention.implementation != "sdpa":
         return attention.implementation == "plain"
-    # On a CPU its fused kernel knows no dropout, and any other variant is given to it as a matrix.
-    return config.model.dropout.attention > 0 or attention.variant.name != "causal"
+    # On a CPU its fused kernel knows no dropout, and any other mask is given to it as a matrix.
+    other = attention.variant.name != "causal" or config.data.packing == "documents"
+    return config.model.dropout.attention > 0 or other

@@ -114,7 +114,8 @@ def _sequence_s(config: RunConfig, data: Prepared, layers: int, device: torch.de
     small = {"training.batch": rows, "training.accumulation": 1, "model.checkpoint": ""}
     cut = change(config, {"model.layers": layers, **small})
     model = task.model(cut, data, 0, device)
-    (batch,) = (each.to(device) for each in task.batches(cut, data, 0).at(0))
+    last = task.batches(cut, data, 0).at(cut.steps - 1)  # rows may grow
+    (batch,) = (each.to(device) for each in last)
     dtype = dtype_of(config.training.precision)
     narrow = dtype if dtype != torch.float32 else None
     best, began = math.inf, time.perf_counter()

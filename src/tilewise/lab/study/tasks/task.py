@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study.config import RunConfig, Training
-from tilewise.lab.study.records import Sample
+from tilewise.lab.study.records import LayerSoftmax, Sample
 
 __all__ = ["AbstractTask", "Batch", "Batches", "Examination", "Held", "Prepared"]
 
@@ -89,12 +89,14 @@ class Held(NamedTuple):
         loss: the mean of what is minimised, without smoothing and the like; decides divergence.
         bits_per_byte, word_perplexity: of language models; None elsewhere.
         metrics: the task's others, by name.
+        softmaxes: of the attention layers, of a task that looks at them.
     """
 
     loss: float
     bits_per_byte: float | None = None
     word_perplexity: float | None = None
     metrics: dict[str, float | None] = {}  # noqa: RUF012  never changed
+    softmaxes: list[LayerSoftmax] | None = None
 
 
 class Examination(ABC):

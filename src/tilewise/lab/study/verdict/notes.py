@@ -134,10 +134,16 @@ def held_out_note(experiment: Experiment, arm: Arm) -> tuple[str, ...]:
 
 
 def _scored(config: RunConfig) -> tuple[int | str, ...]:
-    """Which tokens the final evaluation scores; nothing for all of them."""
-    if config.evaluation.final_stride:
-        return ()
-    return config.evaluation.windows, config.model.context, config.data.tokenizer
+    """Which tokens the final evaluation scores, and whether their documents are apart."""
+    evaluation = config.evaluation
+    if evaluation.final_stride:
+        return (evaluation.documents,)
+    return (
+        evaluation.documents,
+        evaluation.windows,
+        config.model.context,
+        config.data.tokenizer,
+    )
 
 
 def drift_note(experiment: Experiment, arm: Arm, finals: Finals) -> tuple[str, ...]:

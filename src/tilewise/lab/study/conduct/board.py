@@ -124,6 +124,11 @@ class Board:
         self._take_over(self.lanes[run.name], record)
         self._give_up_after(run)
 
+    def lost(self, run: Run) -> None:
+        """The worker of a run went away: the run waits again."""
+        self._begun.pop(run.name, None)
+        self.lanes[run.name].status = "waiting"
+
     def stopped(self) -> None:
         """Nothing runs any more."""
         for lane in self.lanes.values():

@@ -52,6 +52,11 @@ class LineProgress:
         self._board.ended(run, record)
         self._line(_ended_words(run, record))
 
+    def lost(self, run: Run, why: str) -> None:
+        """The worker of a run went away."""
+        self._board.lost(run)
+        self._line(f"{run.name} was lost ({why}) and will be taken up again")
+
     def tick(self) -> None:
         """Say how far the runs are, if that was long ago."""
         if time.monotonic() < self._next:
@@ -89,6 +94,12 @@ class LiveProgress:
     def ended(self, run: Run, record: RunRecord) -> None:
         """A run is over."""
         self._board.ended(run, record)
+
+    def lost(self, run: Run, why: str) -> None:
+        """The worker of a run went away."""
+        self._board.lost(run)
+        words = f"{run.name} was lost ({why}) and will be taken up again"
+        self._live.console.print(Text(words), soft_wrap=True)
 
     def tick(self) -> None:
         """Draw, if that was long enough ago."""

@@ -58,7 +58,9 @@ def corpus(tokens: Tokens) -> str:
     return f"Text: {tokens.name}, {learnt:,} tokens to learn from, {held_out:,} held out"
 
 
-def start(todo: Sequence[Task], runs: int, jobs: int, threads: int, expected_s: float) -> str:
+def start(
+    todo: Sequence[Task], runs: int, jobs: int, threads: int, expected_s: float | None
+) -> str:
     """How much there is to do, and how long it will take.
 
     Args:
@@ -66,7 +68,7 @@ def start(todo: Sequence[Task], runs: int, jobs: int, threads: int, expected_s: 
         runs: of the whole study.
         jobs: runs at once.
         threads: of each run.
-        expected_s: the forecast.
+        expected_s: the forecast; None where there is none.
     """
     what = f"{len(todo)} of {runs} runs" if len(todo) < runs else count(runs, "run")
     alone = sum(task.alone for task in todo)
@@ -74,10 +76,8 @@ def start(todo: Sequence[Task], runs: int, jobs: int, threads: int, expected_s: 
     if jobs > 1 and alone:
         how += " (those that compare kernels have the machine to themselves)"
     how += f", {count(threads, 'thread')} each"
-    return (
-        f"{what} to do, {how}. Expected duration: about {in_words(expected_s)}. "
-        "Ctrl-C stops; the same command goes on."
-    )
+    duration = "" if expected_s is None else f"Expected duration: about {in_words(expected_s)}. "
+    return f"{what} to do, {how}. {duration}Ctrl-C stops; the same command goes on."
 
 
 def verdicts(verdict: StudyVerdict) -> RenderableType:

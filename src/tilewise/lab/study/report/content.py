@@ -12,6 +12,7 @@ from tilewise.lab.study import config
 from tilewise.lab.study.plan import Agenda
 from tilewise.lab.study.records import Sample
 from tilewise.lab.study.report import words
+from tilewise.lab.study.report.attention import attention_table
 from tilewise.lab.study.report.definitions import DEFINITIONS
 from tilewise.lab.study.report.figures import charts_of, lines_of
 from tilewise.lab.study.report.gather import Evidence
@@ -119,6 +120,11 @@ def _experiment(
     steps = planned.baseline.steps
     wrote, wrote_note = _writings(planned, evidence)
     plain = plain_table(planned, verdict, evidence.stored.environment.get("memory_bytes"))
+    with_layers = {each.arm for each in lines.layers}
+    measures = {verdict.baseline.name: verdict.baseline.measures}
+    measures |= {each.arm: each.measures for each in verdict.arms}
+    without = [arm for arm in planned.arm_names if arm not in with_layers]
+    attention = attention_table(lines.layers, measures, without)
     protocol = (
         f"{words.count(len(planned.seeds), 'seed')}; for a seed every arm starts from the same "
         f"weights and sees the same batches. The baseline trains {words.count(steps, 'step')} of "
@@ -144,6 +150,7 @@ def _experiment(
             *(() if plain is None else (plain,)),
             *evidence_tables(verdict),
             *curve_tables(lines.tokens, lines.time, verdict),
+            *(() if attention is None else (attention,)),
         ),
         writings=wrote,
         writings_note=wrote_note,

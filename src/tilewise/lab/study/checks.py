@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study import designs
-from tilewise.lab.study.deciding import Sweep
+from tilewise.lab.study.deciding import Sequential, Sweep
 
 if TYPE_CHECKING:  # config imports this module
     from tilewise.lab.study.config import Experiment
@@ -15,7 +16,7 @@ __all__ = ["check_rules"]
 
 
 def check_rules(experiment: Experiment) -> None:
-    """Check the sweep, the design and the stages of an experiment.
+    """Check the sweep, the design, the stages and the looks of an experiment.
 
     Raises:
         InvalidArgument: what does not fit.
@@ -25,6 +26,19 @@ def check_rules(experiment: Experiment) -> None:
     if experiment.design is not None:
         designs.check(experiment.design, experiment.arm_names[1:])
     _check_stages(experiment)
+    if experiment.sequential is not None:
+        _check_looks(experiment, experiment.sequential)
+
+
+def _check_looks(experiment: Experiment, rule: Sequential) -> None:
+    looks, seeds = rule.looks, len(experiment.seeds)
+    grows = all(one < other for one, other in pairwise(looks))
+    if not grows or looks[0] < 2 or looks[-1] != seeds:
+        required = f"2 or more, growing, up to the number of seeds ({seeds})"
+        raise InvalidArgument("sequential.looks", str(looks), required)
+    if experiment.design is not None:
+        required = "one of both: effects of a design need every run"
+        raise InvalidArgument("sequential", "a design and sequential", required)
 
 
 def _check_sweep(experiment: Experiment, sweep: Sweep) -> None:

@@ -1,4 +1,4 @@
-"""GPT-2 on a slice of WikiText: four training choices at once, and how they depend on each other."""
+"""GPT-2 on a slice of WikiText: four training choices at once, and whether they interact."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def gpt2_factorial(*, steps: int = 200, seeds: int = 4, fresh_seeds: int = 6) ->
     """Dropout, weight decay, schedule and optimizer on WikiText: all sixteen combinations.
 
     About an hour on two cores: as much as 140 runs of 410 thousand tokens, of which one takes 45 to
-    60 seconds of a core. A byte-level GPT-2 of 0.85 million parameters that reads 200 kB of WikiText-103 twice. Every
-    combination tunes its learning rate by successive halving, with the tokens of four runs; then
-    come the main effects and the interactions of two, and the best of the sixteen against the
-    baseline once more on fresh seeds. ``TILEWISE_DATA`` names the folder with the text.
+    60 seconds of a core. A byte-level GPT-2 of 0.85 million parameters reads 200 kB of WikiText-103
+    twice. Every combination tunes its learning rate by successive halving, with the tokens of four
+    runs; then come the main effects and the interactions of two, and the best of the sixteen
+    against the baseline once more on fresh seeds. ``TILEWISE_DATA`` names the folder with the text.
 
     Args:
         steps: of every run that counts.

@@ -132,7 +132,8 @@ def _rank(stage: Experiment) -> int:
 
 
 def _stage(first: Experiment, name: str, **fields: Any) -> Experiment:
-    values = {"combine": None, "confirm": None, "design": None, **fields}
+    rules = ("combine", "confirm", "design", "sequential")
+    values = {**dict.fromkeys(rules), **fields}
     return change(first, {"name": _name(first, name), **values})
 
 

@@ -164,7 +164,7 @@ def test_recipes_and_choices_are_listed(capsys: pytest.CaptureFixture[str]) -> N
         assert words in text
     assert command.main(["choices"]) == 0
     text = capsys.readouterr().out
-    kinds: Any = ("optimizer", "schedule", "variant")
+    kinds: Any = ("optimizer", "schedule", "variant", "task")
     for kind in kinds:
         for name in registry.names(kind):
             assert f"  {name}: " in text

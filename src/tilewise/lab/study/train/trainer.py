@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tilewise.lab.models.gpt2 import GPT2, Shape
-from tilewise.lab.study.choices import optimizers, schedules, variants
-from tilewise.lab.study.config import Model, RunConfig
-from tilewise.lab.study.data.order import Batches
-from tilewise.lab.study.data.tokens import Tokens
+from tilewise.lab.study.choices import optimizers, schedules
 from tilewise.lab.study.run import Run
+from tilewise.lab.study.tasks.task import AbstractTask, Batch, Prepared
 from tilewise.lab.study.train.flops import dtype_of, synchronise
 from tilewise.lab.study.train.guard import Guard
 from tilewise.lab.study.train.memory_split import (
@@ -27,11 +25,9 @@ from tilewise.lab.study.train.memory_split import (
     saved_bytes,
     weights_bytes,
 )
-from tilewise.lab.study.train.nudge import nudge
-from tilewise.lab.study.train.objective import losses
 from tilewise.lab.study.train.state import State, pack, unpack
 
-__all__ = ["Diverged", "Split", "Taken", "Trainer", "model_of"]
+__all__ = ["Diverged", "Split", "Taken", "Trainer"]
 
 _WEIGHT, _CPU_RANDOM, _CUDA_RANDOM = "model.", "random.cpu", "random.cuda"
 
@@ -45,10 +41,11 @@ class Taken(NamedTuple):
 
     Args:
         step: 1 for the first.
-        loss: cross-entropy of its batch before it, nats per token.
+        loss: of its batch before it, without smoothing and z-loss.
         lr: learning rate.
         gradient_norm: before clipping; not finite where fp16 overflowed and the step was skipped.
         wall_s, cpu_s: what it took.
+        tokens: that it learnt from.
     """
 
     step: int
@@ -57,6 +54,7 @@ class Taken(NamedTuple):
     gradient_norm: float
     wall_s: float
     cpu_s: float
+    tokens: int
 
 
 class Split(NamedTuple):
@@ -68,48 +66,6 @@ class Split(NamedTuple):
     activations_bytes: int
 
 
-def model_of(config: RunConfig, vocabulary: int, seed: int, device: torch.device) -> GPT2:
-    """The model of a run: its weights depend on its shape and the seed alone.
-
-    Args:
-        config: of the run.
-        vocabulary: of its tokens.
-        seed: of the weights.
-        device: where it shall be.
-    """
-    heads = variants.Heads(config.model.heads, device, config.model.context)
-    variation = variants.build(config.attention.variant, heads)
-    model = GPT2(
-        _shape(config.model, vocabulary),
-        implementation=config.attention.implementation,
-        mask=variation.mask,
-        score=variation.score,
-        pattern=variation.pattern,
-        seed=seed,
-        checkpointing=config.training.checkpointing,
-    )
-    if config.model.nudge:
-        nudge(model, seed)
-    return model.to(device)
-
-
-def _shape(model: Model, vocabulary: int) -> Shape:
-    return Shape(
-        layers=model.layers,
-        heads=model.heads,
-        width=model.width,
-        context=model.context,
-        vocabulary=vocabulary,
-        embedding_dropout=model.dropout.embedding,
-        attention_dropout=model.dropout.attention,
-        residual_dropout=model.dropout.residual,
-        kv_heads=model.kv_heads,
-        positions=model.positions,
-        norm=model.norm,
-        qk_norm=model.qk_norm,
-    )
-
-
 class Trainer:
     """Trains the model of one run.
 
@@ -117,19 +73,20 @@ class Trainer:
 
     Args:
         run: what to train.
-        tokens: of its data.
+        data: what its task prepared.
         device: ``"cpu"``, or a GPU that its attention runs on.
     """
 
-    def __init__(self, run: Run, tokens: Tokens, device: torch.device) -> None:
+    def __init__(self, run: Run, data: Prepared, device: torch.device) -> None:
         config, training = run.config, run.config.training
         self.run, self.config, self.device, self.done = run, config, device, 0
+        self.task: AbstractTask = config.learning
         self.identity = {
             "config": run.config_hash,
             "seed": str(run.seed),
-            "corpus": tokens.sha256,
+            "corpus": data.sha256,
         }
-        self.model = model_of(config, tokens.vocabulary, run.seed, device)
+        self.model = self.task.model(config, data, run.seed, device)
         self.model.train()
         self._forward: nn.Module | Any = self.model
         if training.compile:
@@ -137,9 +94,7 @@ class Trainer:
         self.guard = Guard(self.model, hooks=not training.compile)
         self.optimizer, self.groups = optimizers.build(config.optimizer, self.model)
         self._scaler = torch.amp.GradScaler(device.type, enabled=training.precision == "fp16")
-        self._batches = Batches(
-            tokens, config.model.context, training.batch, training.accumulation, run.seed
-        )
+        self._batches = self.task.batches(config, data, run.seed)
         torch.manual_seed(run.seed)  # of dropout: a generator of its own makes the weights
 
     @property
@@ -149,10 +104,9 @@ class Trainer:
 
     @property
     def parameters(self) -> dict[str, int]:
-        """How many numbers are trained, and how many of them only looked up (positions)."""
+        """How many numbers are trained, and how many of them only looked up."""
         total = sum(each.numel() for each in self.model.parameters() if each.requires_grad)
-        table = self.model.positions
-        return {"total": total, "embedding": 0 if table is None else table.weight.numel()}
+        return {"total": total, "embedding": self.task.looked_up(self.model)}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -174,39 +128,37 @@ class Trainer:
         wall, cpu = time.perf_counter(), time.process_time()
         factor = schedules.factor(self.config.schedule, self.done, self.config.steps)
         optimizers.set_lr(self.optimizer, factor)
-        loss = self._gradients()
+        batches = self._batches.at(self.done)
+        loss = self._gradients(batches)
         norm = self._update(loss)
         self.done += 1
         synchronise(self.device)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         rate = float(self.config.optimizer.options["lr"]) * factor
-        return Taken(self.done, loss, rate, norm, wall, cpu)
+        return Taken(self.done, loss, rate, norm, wall, cpu, sum(each.tokens for each in batches))
 
-    def _gradients(self) -> float:
-        """Add up the gradients of the step's micro-batches; their mean loss."""
+    def _gradients(self, batches: Sequence[Batch]) -> float:
+        """Add up the gradients of the step's micro-batches; the mean loss over their targets."""
         training = self.config.training
         total = torch.zeros((), device=self.device)
         self.optimizer.zero_grad(set_to_none=True)
-        batches = self._batches.at(self.done)
         if training.compile and not self.guard.probed:
             with self.autocast():
-                self.guard.probe(self.model, batches[0][0].to(self.device))
-        for inputs, targets in batches:
-            objective, plain = self._losses(inputs, targets)
-            self._scaler.scale(objective / len(batches)).backward()  # type: ignore[no-untyped-call]
-            total += plain / len(batches)
+                self.guard.probe(self.model, *batches[0].to(self.device).inputs)
+        targets = sum(each.counted for each in batches)
+        for batch in batches:
+            with self.guard.watching():
+                objective, plain = self._losses(batch)
+            parts = targets / batch.counted  # as many as there are batches, where they are equal
+            self._scaler.scale(objective / parts).backward()  # type: ignore[no-untyped-call]
+            total += plain / parts
         return total.item()
 
-    def _losses(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        training = self.config.training
-        with self.guard.watching(), self.autocast():
-            logits = self._forward(inputs.to(self.device))
-        return losses(
-            logits,
-            targets.to(self.device),
-            label_smoothing=training.label_smoothing,
-            z_loss=training.z_loss,
-        )
+    def _losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        there = batch.to(self.device)
+        with self.autocast():
+            output = self._forward(*there.inputs)
+        return self.task.losses(output, there.targets, self.config.training)
 
     def _update(self, loss: float) -> float:
         """Clip the gradient and let the optimizer use it; its norm before that."""
@@ -235,17 +187,12 @@ class Trainer:
         """
         gradients, state = gradients_bytes(self.model), optimizer_bytes(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
-        inputs, targets = self._batches.at(max(self.done - 1, 0))[0]
+        batch = self._batches.at(max(self.done - 1, 0))[0]
         devices = [self.device] if self.device.type == "cuda" else []
         weights = list(self.model.parameters())
 
-        def forward() -> Tensor:
-            with self.autocast():
-                logits = self._forward(inputs.to(self.device))
-            return losses(logits, targets.to(self.device))[0]
-
         with torch.random.fork_rng(devices):
-            _, activations = saved_bytes(forward, weights)
+            _, activations = saved_bytes(lambda: self._losses(batch)[0], weights)
         return Split(weights_bytes(self.model), gradients, state, activations)
 
     def state(self, totals: dict[str, Any]) -> State:

@@ -1,7 +1,8 @@
 """One run in memory: a model, its optimizer and its data, moved on one optimizer step at a time.
 
 Everything follows from the run's config and seed, and from the state of a checkpoint: the same
-steps give the same bits, interrupted or not. Wall-clock time decides nothing here.
+steps give the same bits, interrupted or not. Wall-clock time decides nothing here. Dropout is
+drawn from the seed, the step and the number of the micro-batch: no random state is carried on.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from tilewise.lab.models.gpt2 import GPT2, Shape
 from tilewise.lab.study.choices import optimizers, schedules, variants
 from tilewise.lab.study.config import Model, RunConfig
-from tilewise.lab.study.data.order import Batches
+from tilewise.lab.study.data.order import Batches, micro_batch_seed
 from tilewise.lab.study.data.tokens import Tokens
 from tilewise.lab.study.run import Run
 from tilewise.lab.study.train.flops import dtype_of, synchronise
@@ -30,10 +31,11 @@ from tilewise.lab.study.train.memory_split import (
 from tilewise.lab.study.train.nudge import nudge
 from tilewise.lab.study.train.objective import losses
 from tilewise.lab.study.train.state import State, pack, unpack
+from tilewise.lab.study.train.team import ALONE, Team, cut_like, whole
 
 __all__ = ["Diverged", "Split", "Taken", "Trainer", "model_of"]
 
-_WEIGHT, _CPU_RANDOM, _CUDA_RANDOM = "model.", "random.cpu", "random.cuda"
+_WEIGHT = "model."
 
 
 class Diverged(Exception):  # noqa: N818  reads as what happened; it never leaves the lab
@@ -105,7 +107,7 @@ def _shape(model: Model, vocabulary: int) -> Shape:
 
 
 class Trainer:
-    """Trains the model of one run.
+    """Trains the model of one run, alone or with the other processes of a team.
 
     Dropout draws from torch's global generator, which the trainer seeds: one of them at a time.
 
@@ -113,28 +115,31 @@ class Trainer:
         run: what to train.
         tokens: of its data.
         device: ``"cpu"``, or a GPU that its attention runs on.
+        team: the processes of the run; all of them call the same methods in the same order.
     """
 
-    def __init__(self, run: Run, tokens: Tokens, device: torch.device) -> None:
+    def __init__(self, run: Run, tokens: Tokens, device: torch.device, team: Team = ALONE) -> None:
         config, training = run.config, run.config.training
         self.run, self.config, self.device, self.done = run, config, device, 0
+        self.team = team
         self.identity = {
             "config": run.config_hash,
             "seed": str(run.seed),
             "corpus": tokens.sha256,
         }
         self.model = model_of(config, tokens.vocabulary, run.seed, device)
+        team.spread(self.model)
         self.model.train()
         self._forward: nn.Module | Any = self.model
         if training.compile:
             self._forward = torch.compile(self.model)
+        self._shared: nn.Module | Any = team.wrapped(self._forward)
         self.guard = Guard(self.model, hooks=not training.compile)
         self.optimizer, self.groups = optimizers.build(config.optimizer, self.model)
         self._scaler = torch.amp.GradScaler(device.type, enabled=training.precision == "fp16")
         self._batches = Batches(
             tokens, config.model.context, training.batch, training.accumulation, run.seed
         )
-        torch.manual_seed(run.seed)  # of dropout: a generator of its own makes the weights
 
     @property
     def over(self) -> bool:
@@ -171,29 +176,37 @@ class Trainer:
         norm = self._update(loss)
         self.done += 1
         synchronise(self.device)
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        wall = time.perf_counter() - wall
+        cpu = self.team.total(time.process_time() - cpu, self.device)
         rate = float(self.config.optimizer.options["lr"]) * factor
         return Taken(self.done, loss, rate, norm, wall, cpu)
 
     def _gradients(self) -> float:
         """Add up the gradients of the step's micro-batches; their mean loss."""
         training = self.config.training
-        total = torch.zeros((), device=self.device)
         self.optimizer.zero_grad(set_to_none=True)
         batches = self._batches.at(self.done)
         if training.compile and not self.guard.probed:
             with self.autocast():
                 self.guard.probe(self.model, batches[0][0].to(self.device))
-        for inputs, targets in batches:
-            objective, plain = self._losses(inputs, targets)
-            self._scaler.scale(objective / len(batches)).backward()  # type: ignore[no-untyped-call]
-            total += plain / len(batches)
+        own = self.team.share(list(enumerate(batches)))
+        parts = []
+        for index, (inputs, targets) in own:
+            torch.manual_seed(micro_batch_seed(self.run.seed, self.done, index))
+            with self.team.adding_up(self._shared, last=index == own[-1][0]):
+                objective, plain = self._losses(inputs, targets)
+                # What the processes have is averaged, so each divides by the number of its own.
+                self._scaler.scale(objective / len(own)).backward()  # type: ignore[no-untyped-call]
+            parts.append(plain / len(batches))
+        total = torch.zeros((), device=self.device)
+        for part in self.team.in_order(parts):
+            total += part
         return total.item()
 
     def _losses(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         training = self.config.training
         with self.guard.watching(), self.autocast():
-            logits = self._forward(inputs.to(self.device))
+            logits = self._shared(inputs.to(self.device))
         return losses(
             logits,
             targets.to(self.device),
@@ -209,6 +222,7 @@ class Trainer:
         self._scaler.unscale_(self.optimizer)
         gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
+        norm = whole({"norm": norm})["norm"]
         found = norm.item()
         # With scaled gradients an overflow is routine: the scaler skips the step and scales less.
         if not math.isfinite(found) and not self._scaler.is_enabled():
@@ -226,7 +240,8 @@ class Trainer:
 
         The gradients of the last step are measured and then dropped, as the next step would.
         """
-        gradients, state = gradients_bytes(self.model), optimizer_bytes(self.optimizer)
+        held = weights_bytes(self.model), gradients_bytes(self.model)
+        state = optimizer_bytes(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         inputs, targets = self._batches.at(max(self.done - 1, 0))[0]
         devices = [self.device] if self.device.type == "cuda" else []
@@ -239,31 +254,33 @@ class Trainer:
 
         with torch.random.fork_rng(devices):
             _, activations = saved_bytes(forward, weights)
-        return Split(weights_bytes(self.model), gradients, state, activations)
+        return Split(*held, state, activations)
 
     def state(self, totals: dict[str, Any]) -> State:
-        """All that decides the rest of the run, and what was counted so far."""
+        """All that decides the rest of the run, and what was counted so far.
+
+        It is the same however many processes there are; they all have to ask for it.
+        """
         tensors = {_WEIGHT + name: each for name, each in self.model.state_dict().items()}
         values = {
             "optimizer": pack(self.optimizer.state_dict(), "optimizer", tensors),
             "scaler": pack(self._scaler.state_dict(), "scaler", tensors),
         }
-        tensors[_CPU_RANDOM] = torch.get_rng_state()
-        if self.device.type == "cuda":
-            tensors[_CUDA_RANDOM] = torch.cuda.get_rng_state(self.device)
-        return State(self.identity, self.done, tensors, values, totals)
+        return State(self.identity, self.done, whole(tensors), values, totals)
 
     def restore(self, state: State) -> None:
-        """Go on from a state of this very run, to the bit."""
+        """Go on from a state of this very run, to the bit, whatever the number of processes."""
         weights = {
             name.removeprefix(_WEIGHT): each
             for name, each in state.tensors.items()
             if name.startswith(_WEIGHT)
         }
-        self.model.load_state_dict(weights)
+        own = self.model.state_dict()
+        self.model.load_state_dict({name: cut_like(weights[name], own[name]) for name in weights})
         self.optimizer.load_state_dict(unpack(state.values["optimizer"], state.tensors))
+        for parameter, kept in self.optimizer.state.items():
+            for name, value in kept.items():
+                if isinstance(value, Tensor):
+                    kept[name] = cut_like(value, parameter)
         self._scaler.load_state_dict(unpack(state.values["scaler"], state.tensors))
-        torch.set_rng_state(state.tensors[_CPU_RANDOM])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state.tensors[_CUDA_RANDOM], self.device)
         self.done = state.step

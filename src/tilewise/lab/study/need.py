@@ -61,11 +61,20 @@ class Need:
 
 
 def parameters(config: RunConfig) -> int:
-    """Weights of the model: V d + T d + L (12 d^2 + 13 d) + 2 d."""
+    """Weights of the model: V d + T d + L (12 d^2 + 13 d) + 2 d for a GPT-2.
+
+    Without learned positions T d falls away; with fewer heads, keys and values have fewer columns;
+    RMSNorm has no biases; QK-norm has two gains for each head's channels.
+    """
     model = config.model
-    width = model.width
-    tables = (VOCABULARY[config.data.tokenizer] + model.context) * width
-    return tables + model.layers * (12 * width**2 + 13 * width) + 2 * width
+    width, kv_width = model.width, model.kv_width
+    norm = width if model.norm == "rms" else 2 * width
+    attention = 2 * (width**2 + width) + 2 * kv_width * (width + 1)
+    attention += 2 * model.head_width if model.qk_norm else 0
+    perceptron = 8 * width**2 + 5 * width
+    positions = model.context * width if model.positions == "learned" else 0
+    tokens = VOCABULARY[config.data.tokenizer] * width
+    return tokens + positions + model.layers * (attention + perceptron + 2 * norm) + norm
 
 
 def need(config: RunConfig) -> Need:
@@ -73,9 +82,7 @@ def need(config: RunConfig) -> Need:
     model, training = config.model, config.training
     tokens = training.batch * model.context
     precision = training.precision
-    layer = _LAYER_BYTES[precision] * model.width * tokens
-    if model.dropout.residual:
-        layer += 2 * _FLOAT_BYTES * model.width * tokens  # the noise of two places
+    layer = _layer_bytes(config)
     square = _ELEMENT_BYTES[precision] * training.batch * model.heads * model.context**2
     kept = 0 if not writes_matrix(config) else square * (2 if model.dropout.attention else 1)
     if training.checkpointing:
@@ -84,7 +91,7 @@ def need(config: RunConfig) -> Need:
     else:
         activations, matrix = layer * model.layers, kept * model.layers
     logits = _FLOAT_BYTES * tokens * VOCABULARY[config.data.tokenizer]
-    activations += _LOGITS_KEPT * logits
+    activations += _LOGITS_KEPT * logits + _norm_bytes(config)
     matrix += _MATRICES_AT_ONCE * square if kept else 0
     slow = activations + (matrix if square < _GIVEN_BACK_BYTES else 0)
     return Need(
@@ -94,6 +101,33 @@ def need(config: RunConfig) -> Need:
         freed=slow // _KEPT_BY_ALLOCATOR,
         moment=_LOGITS_AT_ONCE * logits,
     )
+
+
+def _layer_bytes(config: RunConfig) -> int:
+    """What one layer keeps of a micro-batch, without the matrix."""
+    model, training = config.model, config.training
+    tokens, element = training.batch * model.context, _ELEMENT_BYTES[training.precision]
+    kept = _LAYER_BYTES[training.precision] * model.width * tokens
+    if model.dropout.residual:
+        kept += 2 * _FLOAT_BYTES * model.width * tokens  # the noise of two places
+    kept += 2 * _norm_bytes(config)
+    turned = model.positions == "rotary"
+    if config.attention.implementation != "plain":  # which repeats keys and values for its product
+        kept -= 2 * element * (model.width - model.kv_width) * tokens
+        if turned or model.qk_norm:  # heads come apart in memory, and the output is copied together
+            kept += element * model.width * tokens
+    if turned:
+        kept += 2 * _FLOAT_BYTES * model.context * model.head_width  # cosines and sines, twice
+    if model.qk_norm:
+        kept += 2 * _FLOAT_BYTES * (model.width + model.kv_width) * tokens
+    return kept
+
+
+def _norm_bytes(config: RunConfig) -> int:
+    """What RMSNorm keeps more than LayerNorm: what it has normalised."""
+    model = config.model
+    tokens = config.training.batch * model.context
+    return _FLOAT_BYTES * model.width * tokens if model.norm == "rms" else 0
 
 
 def writes_matrix(config: RunConfig) -> bool:

@@ -124,11 +124,11 @@ def read_study(folder: Path) -> StoredStudy:
         values = json.loads((folder / STUDY).read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
             raise InvalidArgument("folder", f"{folder} of format {values['format']}", required)
-        if _hash(values["study"]) != values["hash"]:
+        study = parse(Study, values["study"])
+        if values["hash"] not in (config_hash(study), _hash(values["study"])):
             came = f"{folder / STUDY}, whose config does not have its hash {values['hash']}"
             fix = "It was changed by hand: start a new study."
             raise InvalidArgument("folder", came, "the config as it was written", fix)
-        study = parse(Study, values["study"])
         return StoredStudy(study, values["command"], values["environment"], values["began"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, InvalidArgument):
@@ -138,7 +138,7 @@ def read_study(folder: Path) -> StoredStudy:
 
 
 def _hash(study: dict[str, Any]) -> str:
-    """``config_hash`` of a config as it was written, which may lack what later versions added."""
+    """Of a config as it was written, which may lack what later versions added and hash."""
     text = json.dumps(study, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

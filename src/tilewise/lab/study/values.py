@@ -1,4 +1,9 @@
-"""Frozen values and what can be done with them: parse, change by dotted paths, hash."""
+"""Frozen values and what can be done with them: parse, change by dotted paths, hash.
+
+A hash must not change because a later version has one more setting: a field that is declared with
+``added`` is left out of what is hashed while it has its standard value, which means what was done
+before there was such a field. It is written out in files like every other.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +14,30 @@ import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study.choices.registry import Kind, nearest, resolve
 
-__all__ = ["Choice", "Frozen", "as_invalid_argument", "change", "config_hash", "parse"]
+__all__ = ["Choice", "Frozen", "added", "as_invalid_argument", "change", "config_hash", "parse"]
+
+_ADDED = {"added": True}
 
 
 class Frozen(BaseModel):
     """A value: no field can be added, changed or given the wrong type."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
+
+
+def added(default: Any, **bounds: Any) -> Any:
+    """A field that configs of earlier versions lack; see the top of this file.
+
+    Args:
+        default: what earlier versions did.
+        bounds: others of pydantic's ``Field``.
+    """
+    return Field(default, json_schema_extra=dict(_ADDED), **bounds)
 
 
 class Choice(Frozen):
@@ -110,8 +127,22 @@ def change(config: M, changes: Mapping[str, Any]) -> M:
 
 def config_hash(config: Frozen) -> str:
     """Twelve hexadecimal digits of the SHA-256 of the config's canonical JSON."""
-    text = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    text = json.dumps(_canonical(config), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _canonical(config: Frozen) -> dict[str, Any]:
+    """The config in JSON's types, without the added fields that have their standard values."""
+    values = config.model_dump(mode="json")
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        if field.json_schema_extra == _ADDED and value == field.get_default():
+            del values[name]
+        elif isinstance(value, Frozen):
+            values[name] = _canonical(value)
+        elif isinstance(value, tuple) and value and isinstance(value[0], Frozen):
+            values[name] = [_canonical(each) for each in value]
+    return values
 
 
 _CHOICES: dict[str, Kind] = {

@@ -30,7 +30,7 @@ from tilewise.lab.study.conduct.target import check_target
 from tilewise.lab.study.config import Study
 from tilewise.lab.study.data.tokens import prepare
 from tilewise.lab.study.files import DiskFullError
-from tilewise.lab.study.plan import Agenda, Task, planned
+from tilewise.lab.study.plan import Agenda, Task
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import Run
 from tilewise.lab.study.track.registry import trackers
@@ -158,7 +158,7 @@ def _train(
     console: Console,
 ) -> int:
     """Run what is left of the agenda, if the user wants it to start."""
-    study, tasks, records = request.study, planned(request.study), agenda.records
+    study, tasks, records = request.study, agenda.tasks, agenda.records
     todo = [
         task for task in tasks if task.run.name not in records or not records[task.run.name].done
     ]
@@ -188,7 +188,8 @@ def _train(
         if long and request.confirm and not request.confirm(in_words(expected or 0.0)):
             return 1
         with showing(study, board, console) as progress:
-            Pool(place, jobs).work(agenda, _Watchers(study, (progress, tracking)))
+            watchers = _Watchers(study, (progress, tracking), lambda: board.expect(agenda.tasks))
+            Pool(place, jobs).work(agenda, watchers)
     return 0
 
 
@@ -252,8 +253,10 @@ def report_again(folder: Path, console: Console) -> None:
 class _Watchers:
     """All who are told what happens, after the checks that need the first numbers."""
 
-    def __init__(self, study: Study, watchers: Sequence[Watcher]) -> None:
-        self._study, self._watchers = study, watchers
+    def __init__(
+        self, study: Study, watchers: Sequence[Watcher], plan_again: Callable[[], None]
+    ) -> None:
+        self._study, self._watchers, self._plan_again = study, watchers, plan_again
 
     def started(self, run: Run) -> None:
         for each in self._watchers:
@@ -266,6 +269,7 @@ class _Watchers:
             each.event(run, values)
 
     def ended(self, run: Run, record: RunRecord) -> None:
+        self._plan_again()  # what follows from the run is known now
         for each in self._watchers:
             each.ended(run, record)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.config import Study
+from tilewise.lab.study.config import Experiment, Study
 from tilewise.lab.study.verdict.words import UNITS
 
 __all__ = ["check_target"]
@@ -23,7 +23,7 @@ def check_target(study: Study, experiment: str, evaluation: Mapping[str, Any]) -
     Raises:
         InvalidArgument: the target is not below the first loss.
     """
-    found = next(each for each in study.experiments if each.name == experiment)
+    found = _of_config(study, experiment)
     first = evaluation[found.metric]
     if found.target is None or evaluation["step"] or first is None or found.target < first:
         return
@@ -33,3 +33,11 @@ def check_target(study: Study, experiment: str, evaluation: Mapping[str, Any]) -
         f"less than {first:.4g}, the held-out loss of weights that are not trained yet",
         f"Set it, for example: --set {experiment}.target={0.6 * first:.3g}",
     )
+
+
+def _of_config(study: Study, experiment: str) -> Experiment:
+    """The experiment of that name, or the one that it is a later stage of."""
+    known = {each.name: each for each in study.experiments}
+    while experiment not in known:
+        experiment = experiment.rpartition(".")[0]
+    return known[experiment]

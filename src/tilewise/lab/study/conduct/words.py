@@ -14,7 +14,7 @@ from tilewise.lab.study.config import Experiment, Study
 from tilewise.lab.study.data.tokens import Tokens
 from tilewise.lab.study.plan import Task
 from tilewise.lab.study.report.words import count
-from tilewise.lab.study.run import trials
+from tilewise.lab.study.tuning import expected_trials, known_trials
 from tilewise.lab.study.verdict.quantities import ArmMeasures, Ratio
 from tilewise.lab.study.verdict.result import ArmVerdict, ExperimentVerdict, StudyVerdict
 
@@ -41,11 +41,15 @@ def _experiment(experiment: Experiment) -> str:
     arms = ", ".join(experiment.arm_names[1:])
     seeds = count(len(experiment.seeds), "seed")
     steps = count(experiment.baseline.steps, "step")
-    tried = len(trials(experiment))
+    tried = len([*known_trials(experiment, {}), *expected_trials(experiment, {})])
     sweep = (
         f", after {count(tried, 'trial')} of {experiment.sweep.path}" if experiment.sweep else ""
     )
-    return f"{experiment.baseline_name} against {arms or 'nothing'}; {seeds}, {steps}{sweep}"
+    stages = "; then the factorial of those that survive" if experiment.combine else ""
+    stages += "; then the winner on fresh seeds" if experiment.confirm else ""
+    return (
+        f"{experiment.baseline_name} against {arms or 'nothing'}; {seeds}, {steps}{sweep}{stages}"
+    )
 
 
 def corpus(tokens: Tokens) -> str:
@@ -84,6 +88,7 @@ def verdicts(verdict: StudyVerdict) -> RenderableType:
         parts.append(Text(title, style="bold"))
         parts.append(_arms(experiment))
         lines = [sweep.words for sweep in experiment.sweeps]
+        lines += [experiment.follows] if experiment.follows else []
         parts += [Text(f"  {line}") for line in (*lines, *experiment.notes)]
     return Group(*parts, "")
 
@@ -97,6 +102,9 @@ def _arms(experiment: ExperimentVerdict) -> Table:
     for together in experiment.interactions:
         name = Text(f"  {' with '.join(together.arms)}", no_wrap=True)
         table.add_row(name, Text(together.label, no_wrap=True), Text(together.reason))
+    for effect in experiment.effects:
+        name = Text(f"  {' x '.join(effect.factors)}", no_wrap=True)
+        table.add_row(name, Text(effect.label, no_wrap=True), Text(effect.reason))
     return table
 
 

@@ -155,7 +155,8 @@ def _warm(config: RunConfig, tokens: Tokens, device: torch.device) -> None:
     The pages of the token files, which the system counts in every process, are there already: the
     files' checksum was taken.
     """
-    small = config.model.model_copy(update={"layers": 1, "heads": 1, "width": 16, "context": 16})
+    numbers = {"layers": 1, "heads": 1, "kv_heads": None, "width": 16, "context": 16}
+    small = config.model.model_copy(update=numbers)
     model = model_of(config.model_copy(update={"model": small}), tokens.vocabulary, 0, device)
     inputs = torch.zeros(1, 16, dtype=torch.int64, device=device)
     model(inputs).sum().backward()

@@ -79,12 +79,14 @@ def model_of(config: RunConfig, vocabulary: int, seed: int, device: torch.device
         seed: of the weights.
         device: where it shall be.
     """
-    variation = variants.build(config.attention.variant, config.model.heads, device)
+    heads = variants.Heads(config.model.heads, device, config.model.context)
+    variation = variants.build(config.attention.variant, heads)
     model = GPT2(
         _shape(config.model, vocabulary),
         implementation=config.attention.implementation,
         mask=variation.mask,
         score=variation.score,
+        pattern=variation.pattern,
         seed=seed,
         checkpointing=config.training.checkpointing,
     )
@@ -103,6 +105,10 @@ def _shape(model: Model, vocabulary: int) -> Shape:
         embedding_dropout=model.dropout.embedding,
         attention_dropout=model.dropout.attention,
         residual_dropout=model.dropout.residual,
+        kv_heads=model.kv_heads,
+        positions=model.positions,
+        norm=model.norm,
+        qk_norm=model.qk_norm,
     )
 
 
@@ -150,7 +156,8 @@ class Trainer:
     def parameters(self) -> dict[str, int]:
         """How many numbers are trained, and how many of them only looked up (positions)."""
         total = sum(each.numel() for each in self.model.parameters() if each.requires_grad)
-        return {"total": total, "embedding": self.model.positions.weight.numel()}
+        table = self.model.positions
+        return {"total": total, "embedding": 0 if table is None else table.weight.numel()}
 
     @property
     def dtype(self) -> torch.dtype:

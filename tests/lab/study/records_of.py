@@ -13,7 +13,7 @@ import random
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tilewise.lab.study.config import (
     Arm,
@@ -67,6 +67,7 @@ class Behaviour:
         best: value of a sweep at which trials do best.
         survives: largest value of a sweep that does not diverge.
         word_perplexity: whether evaluations have one.
+        metric: a metric of other tasks that evaluations have, 1 less a tenth of the loss.
         starts: steps at which processes took the run up again.
     """
 
@@ -84,6 +85,7 @@ class Behaviour:
     best: float = 1e-3
     survives: float = math.inf
     word_perplexity: bool = False
+    metric: str = ""
     starts: tuple[int, ...] = ()
 
 
@@ -156,9 +158,7 @@ def write(folder: Path, records: Mapping[str, RunRecord]) -> None:
         writer.close()
 
 
-def record_of(
-    run: Run, behaviour: Behaviour, metric: Literal["loss", "bits_per_byte"] = "bits_per_byte"
-) -> RunRecord:
+def record_of(run: Run, behaviour: Behaviour, metric: str = "bits_per_byte") -> RunRecord:
     """The record of one run that behaves so."""
     config = run.config
     diverged = behaviour.diverged.get(run.seed) if run.phase == "final" else None
@@ -278,6 +278,7 @@ def _evaluated(
         bits_per_byte=loss / math.log(2),
         word_perplexity=math.exp(loss * 4) if behaviour.word_perplexity else None,
         wall_s=0.02,
+        metrics={behaviour.metric: 1 - loss / 10} if behaviour.metric else {},
     )
 
 

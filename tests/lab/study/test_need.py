@@ -13,8 +13,8 @@ from tilewise.lab.study import need as needs
 from tilewise.lab.study.config import RunConfig
 from tilewise.lab.study.data.tokenizers import tokenizer
 from tilewise.lab.study.need import need, parameters
+from tilewise.lab.study.train.families import gpt2_of
 from tilewise.lab.study.train.memory_split import saved_bytes, weights_bytes
-from tilewise.lab.study.train.trainer import model_of
 
 CASES: list[dict[str, Any]] = [
     {"attention.implementation": "plain"},
@@ -45,7 +45,7 @@ def large(**changes: Any) -> RunConfig:
 
 def kept_bytes(config: RunConfig) -> int:
     """What autograd keeps of one micro-batch."""
-    model = model_of(config, 256, 0, torch.device("cpu"))
+    model = gpt2_of(config, 256, 0, torch.device("cpu"))
     shape = (config.training.batch, config.model.context)
     tokens = torch.zeros(shape, dtype=torch.int64)
 
@@ -93,7 +93,7 @@ def test_the_estimate_follows_the_factors(
 @pytest.mark.parametrize("changes", [{}, *FACTORS], ids=str)
 def test_parameters_are_counted(changes: dict[str, Any]) -> None:
     config = large(**{"model.heads": 4, **changes})
-    model = model_of(config, 256, 0, torch.device("cpu"))
+    model = gpt2_of(config, 256, 0, torch.device("cpu"))
     assert 4 * parameters(config) == weights_bytes(model)
 
 

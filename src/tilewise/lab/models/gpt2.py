@@ -17,10 +17,9 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -31,73 +30,13 @@ from torch.utils.checkpoint import checkpoint
 from tilewise import masks
 from tilewise.errors import InvalidArgument
 from tilewise.lab.models import gpt2_files as files
+from tilewise.lab.models.gpt2_shape import Shape
 from tilewise.nn import Attention, Implementation, Rotary
 from tilewise.variants.values import Mask, Score
 
 __all__ = ["GPT2", "PRESETS", "Shape", "first_places", "load"]
 
 STD = 0.02  # of every weight matrix at the start; those that end a residual branch get less
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The numbers of a GPT-2.
-
-    Args:
-        layers, heads, width: of the transformer; ``heads`` divides ``width``.
-        context: the most positions.
-        vocabulary: token ids.
-        embedding_dropout, attention_dropout, residual_dropout: probabilities in training mode.
-        kv_heads: key/value heads, a divisor of ``heads``; None for as many.
-        positions: ``"learned"`` (a table that is added to the tokens), ``"rotary"`` (queries and
-            keys are turned, see ``tilewise.nn.rotary``) or ``"none"``.
-        norm: ``"layer"`` (LayerNorm) or ``"rms"`` (RMSNorm: neither mean nor bias).
-        qk_norm: normalise queries and keys, see ``tilewise.nn.Attention``.
-
-    Raises:
-        InvalidArgument: a number that is not positive, or numbers that do not fit together.
-
-    Sources: RoFormer (Su et al. 2021), GQA (Ainslie et al. 2023), RMSNorm (Zhang and Sennrich
-    2019), QK-norm (Henry et al. 2020).
-    """
-
-    layers: int
-    heads: int
-    width: int
-    context: int = 1024
-    vocabulary: int = 50257
-    embedding_dropout: float = 0.0
-    attention_dropout: float = 0.0
-    residual_dropout: float = 0.0
-    kv_heads: int | None = None
-    positions: Literal["learned", "rotary", "none"] = "learned"
-    norm: Literal["layer", "rms"] = "layer"
-    qk_norm: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "heads", "width", "context", "vocabulary"):
-            if getattr(self, name) < 1:
-                raise InvalidArgument(name, str(getattr(self, name)), "1 or more")
-        if self.width % self.heads:
-            raise InvalidArgument("width", str(self.width), f"a multiple of heads={self.heads}")
-        for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise InvalidArgument(name, str(getattr(self, name)), "a number in [0, 1)")
-        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
-            required = f"a divisor of heads={self.heads}"
-            raise InvalidArgument("kv_heads", str(self.kv_heads), required)
-        for name, known in (("positions", files.POSITIONS), ("norm", files.NORMS)):
-            if getattr(self, name) not in known:
-                required = f"one of {', '.join(known)}"
-                raise InvalidArgument(name, repr(getattr(self, name)), required)
-        if self.positions == "rotary" and (self.width // self.heads) % 2:
-            came = f"rotary with a head width of {self.width // self.heads}"
-            raise InvalidArgument("positions", came, "an even head width")
-
-    @property
-    def kv_width(self) -> int:
-        """Channels of all keys of a token, and of all values."""
-        return (self.kv_heads or self.heads) * (self.width // self.heads)
 
 
 # ``tiny`` is for laptops and reads bytes; the others are the published ones (124M to 1.6B).

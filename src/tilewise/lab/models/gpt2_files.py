@@ -5,23 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.lab.models.gpt2_shape import Shape
 
-if TYPE_CHECKING:  # gpt2.py imports this module
-    from tilewise.lab.models.gpt2 import Shape
-
-__all__ = ["CONFIG", "EPS", "NORMS", "POSITIONS", "WEIGHTS", "check_tensors", "config_of"]
+__all__ = ["CONFIG", "EPS", "WEIGHTS", "check_tensors", "config_of"]
 __all__ += ["from_file", "numbers_of", "read_config", "read_tensors", "to_file"]
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 EPS = 1e-5
-POSITIONS, NORMS = ("learned", "rotary", "none"), ("layer", "rms")
 
 # What a layer's tensors are called here and in the file. Hugging Face keeps the matrices of a
 # layer as [in, out]; query, key and value are one matrix there, see ``_to_file``.

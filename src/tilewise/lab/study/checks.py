@@ -2,19 +2,55 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study import designs
-from tilewise.lab.study.deciding import Sweep
+from tilewise.lab.study.deciding import Combine, Confirm, Design, Sweep
 
-if TYPE_CHECKING:  # config imports this module
-    from tilewise.lab.study.config import Experiment
-
-__all__ = ["check_rules"]
+__all__ = ["Ruled", "check_rules"]
 
 
-def check_rules(experiment: Experiment) -> None:
+class Ruled(Protocol):
+    """What is looked at of a ``config.Experiment``."""
+
+    @property
+    def arms(self) -> Sequence[Any]:
+        """All but the baseline."""
+
+    @property
+    def arm_names(self) -> tuple[str, ...]:
+        """The baseline first."""
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Of the first stage."""
+
+    @property
+    def sweep(self) -> Sweep | None:
+        """What is tuned."""
+
+    @property
+    def design(self) -> Design | None:
+        """The factorial of the arms."""
+
+    @property
+    def combine(self) -> Combine | None:
+        """The second stage."""
+
+    @property
+    def confirm(self) -> Confirm | None:
+        """The last stage."""
+
+    def candidates(self, arm: str) -> tuple[float, ...]:
+        """What the sweep tries for an arm."""
+
+    def config_of(self, arm: str, changes: Mapping[str, float] | None = None) -> Any:
+        """Of one run, but for its seed."""
+
+
+def check_rules(experiment: Ruled) -> None:
     """Check the sweep, the design and the stages of an experiment.
 
     Raises:
@@ -27,7 +63,7 @@ def check_rules(experiment: Experiment) -> None:
     _check_stages(experiment)
 
 
-def _check_sweep(experiment: Experiment, sweep: Sweep) -> None:
+def _check_sweep(experiment: Ruled, sweep: Sweep) -> None:
     names = experiment.arm_names
     if sweep.values and set(sweep.values) != set(names):
         came, required = ", ".join(sweep.values), f"candidates for {', '.join(names)}"
@@ -50,7 +86,7 @@ def _check_sweep(experiment: Experiment, sweep: Sweep) -> None:
         raise InvalidArgument("sweep.seeds", str(sweep.seeds), required)
 
 
-def _check_halving(experiment: Experiment, sweep: Sweep, arm: str) -> None:
+def _check_halving(experiment: Ruled, sweep: Sweep, arm: str) -> None:
     """Every rung has fewer candidates and more steps than the one before it."""
     count, steps = len(experiment.candidates(arm)), experiment.config_of(arm).steps
     for rung in range(1, sweep.rungs):
@@ -62,7 +98,7 @@ def _check_halving(experiment: Experiment, sweep: Sweep, arm: str) -> None:
             raise InvalidArgument("sweep.halving.rungs", came, required)
 
 
-def _check_stages(experiment: Experiment) -> None:
+def _check_stages(experiment: Ruled) -> None:
     """What a later stage could not do is refused before the first."""
     if experiment.combine is None and experiment.confirm is None and experiment.design is None:
         return

@@ -163,9 +163,9 @@ def _recipes(argv: Sequence[str]) -> int:
 
 
 def _choices(argv: Sequence[str]) -> int:
-    _no_arguments("choices", "the optimizers, schedules and variants there are", argv)
+    _no_arguments("choices", "the tasks, optimizers, schedules and variants there are", argv)
     console = _console()
-    kinds: tuple[registry.Kind, ...] = ("optimizer", "schedule", "variant")
+    kinds: tuple[registry.Kind, ...] = ("task", "optimizer", "schedule", "variant")
     for kind in kinds:
         console.print(Text(f"{kind}.name", style="bold"))
         for name in registry.names(kind):

@@ -21,7 +21,9 @@ from pydantic import Field, field_validator, model_validator
 
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study.checks import check_rules
+from tilewise.lab.study.choices.registry import find, nearest
 from tilewise.lab.study.deciding import Combine, Confirm, Design, Halving, Sweep
+from tilewise.lab.study.metrics import METRICS
 from tilewise.lab.study.values import Choice, Frozen, added, change, config_hash, parse
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "Schedule",
     "Study",
     "Sweep",
+    "Task",
     "Training",
     "Variant",
     "change",
@@ -77,6 +80,13 @@ class Variant(Choice):
     name: str = "causal"
 
 
+class Task(Choice):
+    """What is learnt, from what, and how it is judged: ``choices/tasks.py`` and ``tasks/``."""
+
+    kind = "task"
+    name: str = "language-modelling"
+
+
 class Dropout(Frozen):
     """Probabilities of dropout in training, each in [0, 1)."""
 
@@ -86,7 +96,12 @@ class Dropout(Frozen):
 
 
 class Model(Frozen):
-    """A GPT-2: ``lab/models/gpt2.py``. The vocabulary is the tokenizer's.
+    """A model of ``lab/models``. The vocabulary is the tokenizer's.
+
+    ``family`` is ``"gpt2"`` (causal, ``gpt2.py``) or ``"bert"`` (an encoder, ``bert.py``); a task
+    says which of them it takes. Weights begin as the seed draws them, or as those of
+    ``checkpoint``: a folder in the Hugging Face layout, or ``package:NAME/FOLDER`` for one inside
+    an installed Python package; what the checkpoint lacks (a task's head) is drawn.
 
     With ``nudge`` every initial weight is moved to the next number, up or down: an arm that changes
     nothing else shows what rounding alone does to training. ``kv_heads``, ``positions``, ``norm``
@@ -103,6 +118,8 @@ class Model(Frozen):
     positions: Literal["learned", "rotary", "none"] = added("learned")
     norm: Literal["layer", "rms"] = added("layer")
     qk_norm: bool = added(False)
+    family: Literal["gpt2", "bert"] = added("gpt2")
+    checkpoint: str = added("")
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -130,11 +147,12 @@ class Model(Frozen):
 
 
 class Data(Frozen):
-    """The text, its tokens, and how much of it is kept for evaluation.
+    """The data, its tokens, and how much of it is kept for evaluation.
 
     ``source`` is ``"stdlib"`` (the ``*.py`` of Python's standard library), ``"wikitext-2"`` or
     ``"wikitext-103"`` (with ``-raw`` for the form without ``<unk>``; looked for in the folder that
-    ``TILEWISE_DATA`` names), or the path of a text file or a folder of them.
+    ``TILEWISE_DATA`` names), or the path of a text file or a folder of them. Tasks with data sets
+    of their own say what it means there. The tokenizer ``"wordpiece"`` is that of BERT (uncased).
 
     ``packing`` says how documents (files of a folder, articles of WikiText) become rows in
     training: ``"stream"``, ``"documents"`` (queries see their own alone) or ``"padded"`` (a row
@@ -142,7 +160,7 @@ class Data(Frozen):
     """
 
     source: str = "stdlib"
-    tokenizer: Literal["bytes", "gpt2"] = "bytes"
+    tokenizer: Literal["bytes", "gpt2", "wordpiece"] = "bytes"
     size_cap_bytes: int = Field(16 * 1024 * 1024, ge=1)
     held_out: float = Field(0.05, gt=0, lt=1)
     packing: Literal["stream", "documents", "padded"] = added("stream")
@@ -230,6 +248,7 @@ class RunConfig(Frozen):
     training: Training = Training()
     budget: Budget = Budget(steps=300)
     evaluation: Evaluation = Evaluation()
+    task: Task = added(Task(name="language-modelling"))
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -246,11 +265,17 @@ class RunConfig(Frozen):
             came, required = "softcap", "a variant that scaled_dot_product_attention has"
             fix = "Or set attention.implementation to tilewise or plain."
             raise InvalidArgument("attention.variant", came, required, fix)
+        self.learning.check(self)
         return self
 
     @property
+    def learning(self) -> Any:
+        """The task with its options, an ``AbstractTask`` of ``tasks/task.py``."""
+        return find("task", self.task.name).function(**self.task.options)
+
+    @property
     def tokens_per_step(self) -> int:
-        """Tokens that one optimizer step learns from."""
+        """Tokens that one optimizer step learns from, if every sequence fills the context."""
         return self.training.batch * self.training.accumulation * self.model.context
 
     @property
@@ -314,8 +339,9 @@ class Experiment(Frozen):
         arms: the others.
         seeds: of every arm; the same seed gives every arm the same weights and batches.
         smallest_effect: the smallest difference of the final metric that matters, in its unit.
-        metric: ``"loss"`` in nats per token or ``"bits_per_byte"``, of the final held-out text.
-        target: the loss (same unit) whose time and tokens are reported; None for none.
+        metric: of the final held-out evaluation, one that the tasks of all arms have: e.g.
+            ``"loss"`` in nats per token or ``"bits_per_byte"`` of a text (``metrics.py`` has all).
+        target: the value (same unit) whose time and tokens are reported; None for none.
         confidence: of intervals and tests.
         power: of the number of seeds that an undecided arm still needs.
         sweep: candidates to try first; None where every arm says its own values.
@@ -332,14 +358,14 @@ class Experiment(Frozen):
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...] = (0, 1, 2)
     smallest_effect: float = Field(gt=0)
-    metric: Literal["loss", "bits_per_byte"] = "bits_per_byte"
+    metric: str = "bits_per_byte"
     target: float | None = Field(None, gt=0)
     confidence: float = Field(0.95, gt=0.5, lt=1)
     power: float = Field(0.8, gt=0.5, lt=1)
     sweep: Sweep | None = None
-    design: Design | None = None
-    combine: Combine | None = None
-    confirm: Confirm | None = None
+    design: Design | None = added(None)
+    combine: Combine | None = added(None)
+    confirm: Confirm | None = added(None)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -351,6 +377,8 @@ class Experiment(Frozen):
             raise InvalidArgument("seeds", str(self.seeds), "at least one, and each once")
         for arm in self.arms:
             self.config_of(arm.name)
+        for name in names:
+            self._check_metric(name, self.config_of(name).learning.metrics)
         check_rules(self)
         return self
 
@@ -372,6 +400,12 @@ class Experiment(Frozen):
             required = f"a number in every arm; {arm} has {own!r}"
             raise InvalidArgument("sweep.path", sweep.path, required)
         return tuple(float(f"{multiple * own:.6g}") for multiple in sweep.multiples)
+
+    def _check_metric(self, arm: str, known: tuple[str, ...]) -> None:
+        if self.metric not in known:
+            required = f"one of {', '.join(known)}, which the task of {arm} has"
+            fix = nearest(self.metric, known if self.metric not in METRICS else ())
+            raise InvalidArgument("metric", repr(self.metric), required, fix)
 
     @property
     def arm_names(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.values import Frozen
+from tilewise.lab.study.values import Frozen, added
 
 __all__ = ["Combine", "Confirm", "Design", "Halving", "Sweep"]
 
@@ -59,9 +59,9 @@ class Sweep(Frozen):
 
     path: str = "optimizer.lr"
     values: dict[str, tuple[float, ...]] = Field(default_factory=dict)
-    multiples: tuple[float, ...] = ()
+    multiples: tuple[float, ...] = added(())
     seeds: tuple[int, ...] = (1000,)
-    halving: Halving | None = None
+    halving: Halving | None = added(None)
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:

@@ -54,7 +54,7 @@ def chosen_value(
 ) -> float | None:
     """What the sweep chose for an arm, from the finished records of its trials.
 
-    The candidate with the lowest mean of the final metric over the sweep's seeds; of equals the
+    The candidate with the best mean of the final metric over the sweep's seeds; of equals the
     smallest. One that diverged with any seed is not chosen.
 
     Returns:

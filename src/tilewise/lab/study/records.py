@@ -5,7 +5,8 @@ in flight; a reader drops a last line that does not end. A run that is resumed w
 ``Start`` with the step it goes on from, and a reader forgets the steps and evaluations after it:
 they are done again, with the same bits but other timings.
 
-Losses are in nats per token. A number that is not finite is stored as null; ``End`` says why.
+Losses of language models are in nats per token. A number that is not finite is stored as null;
+``End`` says why.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ class Step(Event):
         gradient_norm: before clipping.
         wall_s, cpu_s: of the step, all its micro-batches; CPU over all threads.
         warmup: True where the step is left out of throughput (the first ones of a process).
+        tokens: that it learnt from; None in old records: as many as the config says.
     """
 
     event = "step"
@@ -123,6 +125,7 @@ class Step(Event):
     wall_s: float
     cpu_s: float
     warmup: bool
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -150,12 +153,13 @@ class Evaluation(Event):
         step: optimizer steps done; 0 before the first.
         tokens: trained on so far.
         train_wall_s, train_cpu_s: spent in optimizer steps so far, over all resumes.
-        loss: mean nats per token on the held-out windows.
-        bits_per_byte: the same per byte of the text, base 2.
+        loss: mean nats per token on the held-out windows; of other tasks their own loss.
+        bits_per_byte: the same per byte of the text, base 2; None of other tasks.
         word_perplexity: exp(total nats / original words), for WikiText; None elsewhere.
         wall_s: of the evaluation itself.
         softmaxes: of every attention layer; None where the attention keeps no statistics, or none
             were asked for.
+        metrics: what else the task's evaluation has, by name (``lab/study/metrics.py``).
     """
 
     event = "evaluation"
@@ -168,6 +172,7 @@ class Evaluation(Event):
     word_perplexity: float | None
     wall_s: float
     softmaxes: list[LayerSoftmax] | None = None
+    metrics: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

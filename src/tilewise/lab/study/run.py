@@ -61,6 +61,7 @@ class Run:
             "arm": self.arm,
             "seed": self.seed,
             "config": self.config.model_dump(mode="json"),
+            "config_hash": self.config_hash,
             "phase": self.phase,
             "candidate": self.candidate,
             "rung": self.rung,
@@ -69,7 +70,8 @@ class Run:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Run:
         """The inverse of ``as_json``."""
-        return cls(**{**values, "config": parse(RunConfig, values["config"])})
+        own = {key: value for key, value in values.items() if key != "config_hash"}
+        return cls(**{**own, "config": parse(RunConfig, values["config"])})
 
 
 def trials(experiment: Experiment) -> list[Run]:

@@ -149,6 +149,7 @@ _CHOICES: dict[str, Kind] = {
     "optimizer": "optimizer",
     "schedule": "schedule",
     "variant": "variant",
+    "task": "task",
 }
 
 

@@ -26,6 +26,7 @@ CHOICES = {
     "optimizer": ("adafactor", "adamw", "lion", "muon", "schedule-free", "sgd"),
     "schedule": ("constant", "cosine", "inverse-sqrt", "linear", "one-cycle", "wsd"),
     "variant": ("alibi", "causal", "softcap", "window"),
+    "task": ("language-modelling",),
 }
 
 

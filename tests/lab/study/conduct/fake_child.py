@@ -7,7 +7,6 @@ does besides: ``slow`` takes its time, ``wrong`` refuses, ``crash`` crashes, ``k
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -52,13 +51,11 @@ def _work(job: dict[str, Any], pause_s: float) -> None:
         def write(event: str, **values: Any) -> None:
             file.write(json.dumps({"event": event, **values}) + "\n")
 
-        text = json.dumps(config, sort_keys=True, separators=(",", ":"))
         write(
             "start",
             **{key: value for key, value in run.items() if key != "config"},
             run=_name(run),
             config=config,
-            config_hash=hashlib.sha256(text.encode()).hexdigest()[:12],
             from_step=done,
             time="2026-01-02T03:04:05+00:00",
             environment={**job["environment"], "core": job["core"], "at": time.time()},

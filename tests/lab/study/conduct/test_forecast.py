@@ -8,17 +8,20 @@ import pytest
 import torch
 
 from tests.lab.study.records_of import config_of, experiment_of, study_of
+from tests.lab.study.train.toys import tokens_of
 from tilewise.lab.study.conduct import forecast
-from tilewise.lab.study.conduct.forecast import Price, price, run_s
+from tilewise.lab.study.conduct.forecast import Price, data_key, price, run_s
 from tilewise.lab.study.config import Arm, RunConfig
 from tilewise.lab.study.plan import planned
+from tilewise.lab.study.tasks.task import Prepared
 
 PRICE = Price(layer=0.1, rest=0.2)
 CPU = torch.device("cpu")
 
 
 def seconds(**changes: Any) -> float:
-    return run_s(config_of(**changes), PRICE, held_out_tokens=6400) - forecast._START_S
+    data = tokens_of(bytes(64_000))
+    return run_s(config_of(**changes), PRICE, data) - forecast._START_S
 
 
 def test_a_run_is_its_steps_and_evaluations() -> None:
@@ -39,7 +42,7 @@ def test_a_run_is_its_steps_and_evaluations() -> None:
 
 
 def test_a_calibration_gives_seconds() -> None:
-    found = price(config_of(**{"training.precision": "bf16"}), 256, CPU)
+    found = price(config_of(**{"training.precision": "bf16"}), tokens_of(), CPU)
     assert 0 <= found.layer < 1
     assert 0 <= found.rest < 1
     assert found.layer + found.rest > 1e-5
@@ -48,13 +51,12 @@ def test_a_calibration_gives_seconds() -> None:
 def test_one_calibration_for_all_runs_that_cost_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[RunConfig] = []
 
-    def remember(config: RunConfig, vocabulary: int, device: torch.device) -> Price:
-        asked.append(config)
-        assert (vocabulary, device) == (256, CPU)
-        return PRICE
+    tokens = tokens_of()
 
-    class Tokens:
-        vocabulary, held_out = 256, range(1000)
+    def remember(config: RunConfig, data: Prepared, device: torch.device) -> Price:
+        asked.append(config)
+        assert (data, device) == (tokens, CPU)
+        return PRICE
 
     monkeypatch.setattr(forecast, "price", remember)
     arms = (
@@ -63,7 +65,7 @@ def test_one_calibration_for_all_runs_that_cost_the_same(monkeypatch: pytest.Mon
         Arm(name="plain", changes={"attention.implementation": "plain"}),
     )
     tasks = planned(study_of(experiment_of(*arms)))
-    corpora: Any = {task.run.config.data: Tokens for task in tasks}
+    corpora = dict.fromkeys((data_key(task.run.config) for task in tasks), tokens)
     found = forecast.forecast_s(tasks, corpora, CPU)
     assert [config.attention.implementation for config in asked] == ["tilewise", "plain"]
     assert found.keys() == {task.run.name for task in tasks}

@@ -12,4 +12,4 @@ from tilewise.lab.study.report.series import Series
 def test_losses_that_are_all_one_number_have_a_frame(loss: float) -> None:
     same = (loss, loss)
     series = Series("baseline", 0, (0.0, 10.0), same, same, same, 1, broken=False)
-    assert loss_chart([series], "tokens", "bits per byte", "curve") is not None
+    assert loss_chart([series], "tokens", "bits_per_byte", "curve") is not None

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from tests.lab.study.train.toys import CPU, STEPS, run_of, tokens_of, trainer_of
 from tilewise.lab.study import need as needs
+from tilewise.lab.study.tasks.task import Batch
 from tilewise.lab.study.train.state import weights_sha256
 from tilewise.lab.study.train.trainer import Diverged, Trainer
 
@@ -24,7 +27,8 @@ def test_a_step_is_the_one_written_out() -> None:
     trainer, other = trainer_of(changes), trainer_of(changes)
     taken = trainer.step()
 
-    model, (inputs, targets) = other.model, other._batches.at(0)[0]
+    model, batch = other.model, other._batches.at(0)[0]
+    (inputs,), targets = batch.inputs, batch.targets
     loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -62,7 +66,7 @@ def test_every_step_learns_from_its_own_batches(monkeypatch: pytest.MonkeyPatch)
     asked: list[int] = []
     at = trainer._batches.at
 
-    def noted(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def noted(step: int) -> Sequence[Batch]:
         asked.append(step)
         return at(step)
 
@@ -70,6 +74,31 @@ def test_every_step_learns_from_its_own_batches(monkeypatch: pytest.MonkeyPatch)
     for _ in range(3):
         trainer.step()
     assert asked == [0, 1, 2]
+
+
+def test_micro_batches_count_by_their_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One target in the first, all in the second: the mean is over targets, not over batches."""
+    trainer, other = (trainer_of({"model.dropout.residual": 0.0}) for _ in range(2))
+    first, second = trainer._batches.at(0)
+    few = first._replace(targets=first.targets[:, :3], counted=first.targets[:, :3].numel())
+    whole = trainer.task.losses
+
+    def short(output: Tensor, targets: Tensor, training: Any) -> tuple[Tensor, Tensor]:
+        return whole(output[:, : targets.shape[1]], targets, training)
+
+    monkeypatch.setattr(trainer.task, "losses", short)
+    monkeypatch.setattr(trainer._batches, "at", lambda step: [few, second])
+    taken = trainer.step()
+
+    logits = [other.model(*each.inputs)[:, : each.targets.shape[1]] for each in (few, second)]
+    rows = torch.cat([each.flatten(0, 1) for each in logits])
+    targets = torch.cat([few.targets.flatten(), second.targets.flatten()])
+    loss = functional.cross_entropy(rows, targets)
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm(each.grad for each in other.model.parameters())
+    assert taken.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert taken.gradient_norm == pytest.approx(norm.item(), rel=1e-5)
+    assert taken.tokens == 2 * second.tokens
 
 
 def test_accumulation_is_one_large_batch_in_pieces() -> None:
@@ -99,9 +128,11 @@ def test_a_seed_gives_every_arm_the_same_weights_and_batches(changes: dict[str, 
     assert _bits(baseline) == _bits(arm) != _bits(other)
     for step in range(STEPS):
         batches = baseline._batches.at(step)
-        pairs = zip(batches, arm._batches.at(step), strict=True)
-        assert all(torch.equal(a, b) for one, two in pairs for a, b in zip(one, two, strict=True))
-        assert not torch.equal(batches[0][0], other._batches.at(step)[0][0])
+        for one, two in zip(batches, arm._batches.at(step), strict=True):
+            assert torch.equal(one.inputs[0], two.inputs[0])
+            assert torch.equal(one.targets, two.targets)
+            assert one.counted == two.counted == one.tokens == one.targets.numel()
+        assert not torch.equal(batches[0].inputs[0], other._batches.at(step)[0].inputs[0])
 
 
 def _three_steps(trainer: Trainer) -> tuple[list[float], str]:
@@ -138,7 +169,9 @@ def test_checkpointing_changes_no_bit() -> None:
 def test_narrow_products_and_wide_weights(precision: str) -> None:
     trainer, wide = trainer_of({"training.precision": precision}), trainer_of()
     with trainer.autocast():
-        assert trainer.model(trainer._batches.at(0)[0][0]).dtype == trainer.dtype != torch.float32
+        assert (
+            trainer.model(*trainer._batches.at(0)[0].inputs).dtype == trainer.dtype != torch.float32
+        )
     for _ in range(3):
         assert trainer.step().loss == pytest.approx(wide.step().loss, rel=0.02)
     assert all(each.dtype == torch.float32 for each in trainer.model.parameters())

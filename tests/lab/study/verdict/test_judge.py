@@ -356,7 +356,7 @@ def test_other_records_are_ignored_and_the_order_does_not_count() -> None:
 
 def simulated(rng: np.random.Generator, arms: int, mean: float, spread: float) -> list[str]:
     """The labels of arms whose true effect is ``mean``, with three seeds."""
-    rules = Rules("bits per byte", 0.02, 0.95, 0.8, arms)
+    rules = Rules("bits_per_byte", 0.02, 0.95, 0.8, arms)
     compared = []
     for values in rng.normal(mean, spread, (arms, 3)):
         seeds = [

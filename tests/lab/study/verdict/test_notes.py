@@ -133,7 +133,7 @@ def test_another_model_or_evaluation_cannot_start_with_the_same_loss() -> None:
 def test_a_target_nobody_reached_is_noted_when_all_is_over() -> None:
     experiment = experiment_of("lion", target=0.5)
     (note,) = verdict(experiment).notes
-    assert note.startswith("No run reached the target of 0.5 bits per byte; the lowest evaluation")
+    assert note.startswith("No run reached the target of 0.5 bits per byte; the best evaluation")
     assert verdict(experiment, lion=Behaviour(stopped={0: 5})).notes == ()
     assert verdict(experiment_of("lion", target=7.0)).notes == ()
 

@@ -19,6 +19,7 @@ from tilewise.errors import InvalidArgument
 from tilewise.lab.study.browse.find import Found
 from tilewise.lab.study.browse.show import add_row, difference, flat, number, size, table_of
 from tilewise.lab.study.browse.withheld import WITHHELD, arm_of, withheld
+from tilewise.lab.study.metrics import METRICS
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.verdict.measures import final_metric, measure
 from tilewise.lab.study.verdict.stats import paired, ratio
@@ -122,10 +123,14 @@ def _compare_arms(
 
 def _table(found: Pairs, timed: bool) -> Table:
     table = table_of("measure", "A", "B", "B - A", "95 % interval", "p", left=("measure",))
-    both = found.of(lambda record: final_metric(record, "loss"))
+    both = found.of(lambda record: measure(record).loss)
     add_row(table, "loss, nats per token", *_loss_cells(both))
     both = found.of(lambda record: final_metric(record, "bits_per_byte"))
     add_row(table, "bits per byte", *_loss_cells(both))
+    names = {name for each in found.first.values() for name in measure(each).metrics}
+    for name in sorted(names):
+        both = found.of(lambda record, name=name: final_metric(record, name))  # type: ignore[misc]
+        add_row(table, METRICS[name].unit, *_loss_cells(both))
     both = found.of(lambda record: measure(record).tokens_per_s)
     speeds = _ratio_cells(both, lambda value: f"{value:,.0f}") if timed else [WITHHELD] * 3
     add_row(table, "tokens/s", *speeds)

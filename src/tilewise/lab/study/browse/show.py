@@ -17,6 +17,7 @@ from tilewise.errors import TilewiseError
 from tilewise.lab.study.browse.find import Found
 from tilewise.lab.study.browse.withheld import WITHHELD, arm_of, withheld
 from tilewise.lab.study.conduct.board import in_words
+from tilewise.lab.study.metrics import METRICS
 from tilewise.lab.study.plan import Agenda
 from tilewise.lab.study.records import RunRecord, Sample
 from tilewise.lab.study.run import RECORD
@@ -150,7 +151,9 @@ def _sample(sample: Sample) -> Text:
 
 def _evaluations(record: RunRecord, timed: bool) -> Table:
     words = any(each.word_perplexity is not None for each in record.evaluations)
-    columns = ["step", "tokens", "training time", "held-out loss", "bits/byte"]
+    names = list(dict.fromkeys(name for each in record.evaluations for name in each.metrics))
+    columns = ["step", "tokens", "training time", "held-out loss"]
+    columns += [METRICS[name].unit for name in names] if names else ["bits/byte"]
     table = table_of(*columns, *(["word perplexity"] if words else []))
     for each in record.evaluations:
         row = [
@@ -158,8 +161,9 @@ def _evaluations(record: RunRecord, timed: bool) -> Table:
             f"{each.tokens:,}",
             in_words(each.train_wall_s) if timed else WITHHELD,
             number(each.loss, ".4f"),
-            number(each.bits_per_byte, ".4f"),
         ]
+        shown = [each.metrics.get(name) for name in names] if names else [each.bits_per_byte]
+        row += [number(value, ".4f") for value in shown]
         add_row(table, *row, *([number(each.word_perplexity, ".2f")] if words else []))
     return table
 

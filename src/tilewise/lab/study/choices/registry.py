@@ -37,7 +37,7 @@ __all__ = [
     "resolve",
 ]
 
-Kind = Literal["optimizer", "schedule", "variant"]
+Kind = Literal["optimizer", "schedule", "variant", "task"]
 Value = bool | int | float | str | tuple[float, ...]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -75,6 +75,7 @@ _MODULES: dict[Kind, str] = {
     "optimizer": "tilewise.lab.study.choices.optimizers",
     "schedule": "tilewise.lab.study.choices.schedules",
     "variant": "tilewise.lab.study.choices.variants",
+    "task": "tilewise.lab.study.choices.tasks",
 }
 
 

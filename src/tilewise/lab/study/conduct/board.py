@@ -30,6 +30,7 @@ class Lane:
         loss: of the last step's batch, nats per token; None where there is none.
         held_out: the last held-out loss.
         step_s: wall seconds of recent steps.
+        tokens: that they learnt from.
     """
 
     run: Run
@@ -38,6 +39,7 @@ class Lane:
     loss: float | None = None
     held_out: float | None = None
     step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     @property
     def pace_s(self) -> float | None:
@@ -48,7 +50,7 @@ class Lane:
     def tokens_s(self) -> float | None:
         """Tokens per second of recent steps."""
         pace = self.pace_s
-        return self.run.config.tokens_per_step / pace if pace else None
+        return statistics.fmean(self.tokens) / pace if pace and self.tokens else None
 
 
 class Board:
@@ -112,6 +114,7 @@ class Board:
             lane.step, lane.loss = values["step"], values["loss"]
             if not values["warmup"] or lane.pace_s is None:
                 lane.step_s.append(values["wall_s"])
+                lane.tokens.append(values.get("tokens") or lane.run.config.tokens_per_step)
         elif values["event"] == "evaluation":
             lane.held_out = values["loss"]
 

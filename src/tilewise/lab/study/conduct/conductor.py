@@ -18,7 +18,7 @@ from tilewise.lab.study import report, store
 from tilewise.lab.study.conduct import environment, words
 from tilewise.lab.study.conduct.board import Board, in_words
 from tilewise.lab.study.conduct.cluster import Cluster, connected
-from tilewise.lab.study.conduct.forecast import forecast_s
+from tilewise.lab.study.conduct.forecast import data_key, forecast_s
 from tilewise.lab.study.conduct.index import write_index
 from tilewise.lab.study.conduct.local import Local
 from tilewise.lab.study.conduct.pool import Pool, Watcher
@@ -28,7 +28,6 @@ from tilewise.lab.study.conduct.room import available_bytes, room_for
 from tilewise.lab.study.conduct.signals import interrupts_ignored
 from tilewise.lab.study.conduct.target import check_target
 from tilewise.lab.study.config import Study
-from tilewise.lab.study.data.tokens import prepare
 from tilewise.lab.study.files import DiskFullError
 from tilewise.lab.study.plan import Agenda, Task
 from tilewise.lab.study.records import RunRecord
@@ -224,13 +223,13 @@ def _jobs(request: Request, todo: Sequence[Task], console: Console) -> int:
 def _forecast(request: Request, todo: Sequence[Task], console: Console) -> dict[str, float]:
     """Seconds of each run; nothing where this machine lacks their device.
 
-    The text is made ready on the way, before any run starts: what is missing is said once, and the
-    runs find their tokens ready.
+    The data is made ready on the way, before any run starts: what is missing is said once, and the
+    runs find it ready.
     """
     corpora = {}
-    for data in dict.fromkeys(task.run.config.data for task in todo):
-        corpora[data] = prepare(data, store.cache_folder())
-        _say(console, words.corpus(corpora[data]))
+    for key, config in {data_key(task.run.config): task.run.config for task in todo}.items():
+        corpora[key] = config.learning.prepare(config, store.cache_folder())
+        _say(console, str(corpora[key]))
     if request.device == "cuda" and not torch.cuda.is_available():
         return {}
     before = torch.get_num_threads()

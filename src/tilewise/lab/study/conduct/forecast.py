@@ -14,22 +14,26 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import cross_entropy
 
-from tilewise.lab.study.config import Data, RunConfig, change
-from tilewise.lab.study.data.tokens import Tokens
+from tilewise.lab.study.config import RunConfig, change
 from tilewise.lab.study.plan import Task
+from tilewise.lab.study.tasks.task import AbstractTask, Prepared
 from tilewise.lab.study.train.flops import dtype_of, synchronise
 from tilewise.lab.study.train.sampler import PROMPT_TOKENS
-from tilewise.lab.study.train.trainer import model_of
 
-__all__ = ["Price", "forecast_s", "price", "run_s"]
+__all__ = ["Price", "data_key", "forecast_s", "price", "run_s"]
 
 _START_S = 5.0  # of a process: importing torch, opening the tokens, measuring memory
 _COMPILE_S = 60.0
 _BUDGET_S = 0.2  # of one calibration
 _FORWARD_SHARE = 1 / 3  # of the time of a forward and backward pass
 _RECOMPUTED = 4 / 3
+_MOST_ROWS = 8  # of the micro-batch that is timed
+
+
+def data_key(config: RunConfig) -> str:
+    """What a task's data depends on, as text: runs with the same key share it."""
+    return f"{config.task.model_dump_json()} {config.data.model_dump_json()}"
 
 
 class Price(NamedTuple):
@@ -45,53 +49,53 @@ class Price(NamedTuple):
 
 
 def forecast_s(
-    tasks: Sequence[Task], corpora: Mapping[Data, Tokens], device: torch.device
+    tasks: Sequence[Task], corpora: Mapping[str, Prepared], device: torch.device
 ) -> dict[str, float]:
     """Seconds that each run takes, by its name; the calibration takes a second or so.
 
     Args:
         tasks: the runs.
-        corpora: their data, ready.
+        corpora: their data, ready, by ``data_key``.
         device: where they train.
     """
     prices: dict[str, Price] = {}
     found = {}
     for task in tasks:
-        config, tokens = task.run.config, corpora[task.run.config.data]
+        config, data = task.run.config, corpora[data_key(task.run.config)]
         key = _key(config)
         if key not in prices:
-            prices[key] = price(config, tokens.vocabulary, device)
-        found[task.run.name] = run_s(config, prices[key], len(tokens.held_out))
+            prices[key] = price(config, data, device)
+        found[task.run.name] = run_s(config, prices[key], data)
     return found
 
 
-def run_s(config: RunConfig, found: Price, held_out_tokens: int) -> float:
+def run_s(config: RunConfig, found: Price, data: Prepared) -> float:
     """Seconds of a whole run.
 
     Args:
         config: of the run.
         found: what its sequences cost.
-        held_out_tokens: of its text.
+        data: of it.
     """
     sequence = found.rest + config.model.layers * found.layer
     training, evaluation = config.training, config.evaluation
     step = training.batch * training.accumulation * sequence
     if training.checkpointing:
         step *= _RECOMPUTED
-    windows = math.ceil(config.steps / evaluation.every) * evaluation.windows
-    last = evaluation.windows
-    if evaluation.final_stride:
-        last = math.ceil(held_out_tokens / evaluation.final_stride)
+    task: AbstractTask = config.learning
+    times = math.ceil(config.steps / evaluation.every)
+    examined = times * task.evaluated(config, data, whole=False)
+    last = task.evaluated(config, data, whole=True)
     seen = min(config.model.context, PROMPT_TOKENS + evaluation.sample_tokens)
     written = evaluation.sample_tokens * seen / config.model.context
-    evaluated = (windows + last + written) * sequence * _FORWARD_SHARE
+    evaluated = (examined + last + written) * sequence * _FORWARD_SHARE
     start = _START_S + (_COMPILE_S if training.compile else 0.0)
     return start + config.steps * step + evaluated
 
 
-def price(config: RunConfig, vocabulary: int, device: torch.device) -> Price:
+def price(config: RunConfig, data: Prepared, device: torch.device) -> Price:
     """Measure what a sequence costs on this machine's device, with this process's threads."""
-    one, two = (_sequence_s(config, vocabulary, layers, device) for layers in (1, 2))
+    one, two = (_sequence_s(config, data, layers, device) for layers in (1, 2))
     layer = max(two - one, 0.0)
     return Price(layer, max(one - layer, 0.0))
 
@@ -99,28 +103,28 @@ def price(config: RunConfig, vocabulary: int, device: torch.device) -> Price:
 def _key(config: RunConfig) -> str:
     """What the price depends on."""
     model = config.model.model_copy(update={"layers": 1})
-    attention = config.attention.model_dump_json()
-    return (
-        f"{model.model_dump_json()} {attention} {config.training.precision} {config.data.tokenizer}"
-    )
+    parts = (model, config.attention, config.task, config.data)
+    dumped = " ".join(each.model_dump_json() for each in parts)
+    return f"{dumped} {config.training.precision}"
 
 
-def _sequence_s(config: RunConfig, vocabulary: int, layers: int, device: torch.device) -> float:
-    cut = change(config, {"model.layers": layers})
-    model = model_of(cut, vocabulary, 0, device)
-    context = config.model.context
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, (1, context + 1), generator=generator).to(device)
+def _sequence_s(config: RunConfig, data: Prepared, layers: int, device: torch.device) -> float:
+    task: AbstractTask = config.learning
+    rows = 1 if task.learns_text else min(config.training.batch, _MOST_ROWS)  # lengths differ
+    small = {"training.batch": rows, "training.accumulation": 1, "model.checkpoint": ""}
+    cut = change(config, {"model.layers": layers, **small})
+    model = task.model(cut, data, 0, device)
+    (batch,) = (each.to(device) for each in task.batches(cut, data, 0).at(0))
     dtype = dtype_of(config.training.precision)
     narrow = dtype if dtype != torch.float32 else None
     best, began = math.inf, time.perf_counter()
     while best == math.inf or time.perf_counter() - began < _BUDGET_S:
         start = time.perf_counter()
         with torch.autocast(device.type, narrow) if narrow else nullcontext():
-            logits = model(tokens[:, :-1])
-            loss = cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+            output = model(*batch.inputs)
+        loss, _ = task.losses(output, batch.targets, cut.training)
         loss.backward()  # type: ignore[no-untyped-call]
         model.zero_grad()
         synchronise(device)
         best = min(best, time.perf_counter() - start)
-    return best
+    return best / rows

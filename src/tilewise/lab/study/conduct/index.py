@@ -38,6 +38,9 @@ create table evaluations (
     run text, step integer, tokens integer, train_wall_s real, train_cpu_s real,
     loss real, bits_per_byte real, word_perplexity real, primary key (run, step)
 ) without rowid;
+create table metrics (
+    run text, step integer, metric text, value real, primary key (run, step, metric)
+) without rowid;
 create table kernels (
     run text, layer integer, kernel text, calls integer, primary key (run, layer, kernel)
 ) without rowid;
@@ -64,6 +67,7 @@ def write_index(folder: Path, records: Mapping[str, RunRecord]) -> Path:
                     _insert(database, "runs", [_run(name, record)])
                     _insert(database, "steps", _steps(name, record))
                     _insert(database, "evaluations", _evaluations(name, record))
+                    _insert(database, "metrics", _metrics(name, record))
                     _insert(database, "kernels", _kernels(name, record))
                 database.commit()
         except sqlite3.OperationalError as error:
@@ -120,6 +124,12 @@ def _evaluations(name: str, record: RunRecord) -> Iterator[tuple[Any, ...]]:
             *(name, each.step, each.tokens, each.train_wall_s, each.train_cpu_s),
             *(each.loss, each.bits_per_byte, each.word_perplexity),
         )
+
+
+def _metrics(name: str, record: RunRecord) -> Iterator[tuple[Any, ...]]:
+    for each in record.evaluations:
+        for metric, value in each.metrics.items():
+            yield (name, each.step, metric, value)
 
 
 def _kernels(name: str, record: RunRecord) -> Iterator[tuple[Any, ...]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study.config import Experiment, Study
+from tilewise.lab.study.metrics import METRICS, reached, value_in
 from tilewise.lab.study.verdict.words import UNITS
 
 __all__ = ["check_target"]
@@ -21,17 +22,22 @@ def check_target(study: Study, experiment: str, evaluation: Mapping[str, Any]) -
         evaluation: an event of that type; those after the first step say nothing here.
 
     Raises:
-        InvalidArgument: the target is not below the first loss.
+        InvalidArgument: the target is not better than the first weights are.
     """
     found = _of_config(study, experiment)
-    first = evaluation[found.metric]
-    if found.target is None or evaluation["step"] or first is None or found.target < first:
+    first = value_in(evaluation, found.metric)
+    if found.target is None or evaluation["step"] or first is None:
         return
+    if not reached(found.metric, first, found.target):
+        return
+    higher = METRICS[found.metric].higher_is_better
+    example = (1 + first) / 2 if higher else 0.6 * first
     raise InvalidArgument(
         f"{experiment}.target",
         f"{found.target:g} {UNITS[found.metric]}",
-        f"less than {first:.4g}, the held-out loss of weights that are not trained yet",
-        f"Set it, for example: --set {experiment}.target={0.6 * first:.3g}",
+        f"{'more' if higher else 'less'} than {first:.4g}, the held-out metric of weights that are "
+        "not trained yet",
+        f"Set it, for example: --set {experiment}.target={example:.3g}",
     )
 
 

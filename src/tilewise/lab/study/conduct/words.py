@@ -11,14 +11,13 @@ from rich.text import Text
 
 from tilewise.lab.study.conduct.board import in_words
 from tilewise.lab.study.config import Experiment, Study
-from tilewise.lab.study.data.tokens import Tokens
 from tilewise.lab.study.plan import Task
 from tilewise.lab.study.report.words import count
 from tilewise.lab.study.tuning import expected_trials, known_trials
 from tilewise.lab.study.verdict.quantities import ArmMeasures, Ratio
 from tilewise.lab.study.verdict.result import ArmVerdict, ExperimentVerdict, StudyVerdict
 
-__all__ = ["corpus", "opening", "start", "verdicts"]
+__all__ = ["opening", "start", "verdicts"]
 
 _STYLES = {
     "better": "bold green",
@@ -50,12 +49,6 @@ def _experiment(experiment: Experiment) -> str:
     return (
         f"{experiment.baseline_name} against {arms or 'nothing'}; {seeds}, {steps}{sweep}{stages}"
     )
-
-
-def corpus(tokens: Tokens) -> str:
-    """What is learnt from."""
-    learnt, held_out = len(tokens.train), len(tokens.held_out)
-    return f"Text: {tokens.name}, {learnt:,} tokens to learn from, {held_out:,} held out"
 
 
 def start(

@@ -79,6 +79,10 @@ class Tokens:
             return Documents(np.zeros(1, np.int64), np.zeros(1, np.int64))
         return self.find_documents()
 
+    def __str__(self) -> str:
+        learnt, held_out = len(self.train), len(self.held_out)
+        return f"Text: {self.name}, {learnt:,} tokens to learn from, {held_out:,} held out"
+
     def as_json(self) -> dict[str, Any]:
         """All but the tokens, for records."""
         return {

@@ -133,7 +133,7 @@ def target_chart(
         told.append(f"{each.arm}: {label}")
     axes.set_xlabel(what, color=SOFT, labelpad=7)
     caption = (
-        f"The first evaluation at or below {target}. Dots: seeds; bar: their median. A run that "
+        f"The first evaluation at {target} or better. Dots: seeds; bar: their median. A run that "
         "missed the target counts as longer than any that reached it."
     )
     summary = f"{heading}: {'; '.join(told)}"

@@ -26,7 +26,7 @@ from tilewise.lab.study.report.verdicts import (
     row_of,
 )
 from tilewise.lab.study.report.view import Experiment, Fact, Page, Writing
-from tilewise.lab.study.verdict.measures import tokens_per_step
+from tilewise.lab.study.verdict.measures import learnt
 from tilewise.lab.study.verdict.result import ExperimentVerdict
 from tilewise.lab.study.verdict.words import UNITS
 
@@ -93,9 +93,7 @@ def _missing(evidence: Evidence) -> tuple[str, ...]:
 
 def _facts(agenda: Agenda, evidence: Evidence) -> tuple[Fact, ...]:
     steps = [step for record in evidence.records.values() for step in record.steps]
-    tokens = sum(
-        tokens_per_step(record) * len(record.steps) for record in evidence.records.values()
-    )
+    tokens = sum(learnt(record, record.steps) for record in evidence.records.values())
     runs = (
         f"{agenda.done:,}" if evidence.verdict.complete else f"{agenda.done:,} of {agenda.total:,}"
     )
@@ -128,7 +126,7 @@ def _experiment(
     protocol = (
         f"{words.count(len(planned.seeds), 'seed')}; for a seed every arm starts from the same "
         f"weights and sees the same batches. The baseline trains {words.count(steps, 'step')} of "
-        f"{words.integer(planned.baseline.tokens_per_step)} tokens. Effects are differences of the "
+        f"{_step(planned.baseline)}. Effects are differences of the "
         f"held-out {unit} with the same seed, with {share} intervals; smaller than "
         f"{verdict.smallest_effect:g} does not matter."
     )
@@ -160,6 +158,13 @@ def _experiment(
             {arm.name: _written_out(planned, arm.name, evidence) for arm in planned.arms},
         ),
     )
+
+
+def _step(run: config.RunConfig) -> str:
+    """What a step learns from, in words."""
+    if run.learning.learns_text:
+        return f"{words.integer(run.tokens_per_step)} tokens"
+    return words.count(run.training.batch * run.training.accumulation, run.learning.unit)
 
 
 def _writings(planned: config.Experiment, evidence: Evidence) -> tuple[tuple[Writing, ...], str]:

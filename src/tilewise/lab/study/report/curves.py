@@ -1,4 +1,4 @@
-"""Line figures of an experiment: the loss along the runs, and the difference to the baseline."""
+"""Line figures of an experiment: the metric along the runs, and the difference to the baseline."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from tilewise.lab.study.metrics import METRICS
 from tilewise.lab.study.report import words
 from tilewise.lab.study.report.series import Abscissa, Series
 from tilewise.lab.study.report.svg import (
@@ -31,7 +32,7 @@ _LETTER = 8.0  # about as wide as a letter of a label
 _LABEL_GAP = 19.0  # between the middles of two labels
 _LONGEST_LABEL = 15  # letters; the table has the whole name
 _AXES = {"tokens": "training tokens", "time": "seconds of training"}
-_TITLES = {"tokens": "Loss by tokens", "time": "Loss by time"}
+_TITLES = {"tokens": "{} by tokens", "time": "{} by time"}
 
 
 class LineEnd(NamedTuple):
@@ -50,45 +51,54 @@ class LineEnd(NamedTuple):
     broken: bool = False
 
 
-def loss_chart(series: Sequence[Series], along: Abscissa, unit: str, name: str) -> Chart | None:
-    """The held-out loss of every arm, with the outermost seeds as a band.
+def loss_chart(series: Sequence[Series], along: Abscissa, metric: str, name: str) -> Chart | None:
+    """The held-out metric of every arm, with the outermost seeds as a band.
 
     Args:
         series: one per arm, the baseline first; those of fewer than two points are left out.
         along: what the horizontal axis counts.
-        unit: of the loss.
+        metric: its name; one that rises is cut off below, a loss above.
         name: of the figure, unique in the page.
     """
+    unit, rises = METRICS[metric].unit, METRICS[metric].higher_is_better
     drawn = [each for each in series if len(each.x) > 1]
     if not drawn:
         return None
-    summary = f"Held-out loss in {unit} by {_AXES[along]}: " + "; ".join(
+    what = unit[0].upper() + unit[1:] if rises else "Loss"
+    held_out = f"Held-out {unit}" if rises else f"Held-out loss in {unit}"
+    summary = f"{held_out} by {_AXES[along]}: " + "; ".join(
         f"{each.arm} from {each.mean[0]:.3f} to {each.mean[-1]:.3f}" for each in drawn
     )
-    figure, axes = frame(drawn, f"{unit}, held-out text", _AXES[along])
-    low = min(min(each.low) for each in drawn)
-    high, cut = _top(drawn)
-    # Losses that are all one number, as of runs that have only begun, still need a frame.
-    axes.set_ylim(low - (0.06 * (high - low) or 1.0), high)
+    figure, axes = frame(drawn, f"{unit}, held-out data", _AXES[along])
+    if rises:
+        mirrored, cut = _top([_mirrored(each) for each in drawn])
+        low, high = -mirrored, max(max(each.high) for each in drawn)
+        axes.set_ylim(low, high + (0.06 * (high - low) or 1.0))
+    else:
+        low = min(min(each.low) for each in drawn)
+        high, cut = _top(drawn)
+        # Losses that are all one number, as of runs that have only begun, still need a frame.
+        axes.set_ylim(low - (0.06 * (high - low) or 1.0), high)
     _lines(axes, drawn)
     caption = _band_words(drawn)
     if cut:
         caption += " The frame leaves out the steep beginning."
-    return Chart(_TITLES[along], finish(figure, name, summary), caption)
+    return Chart(_TITLES[along].format(what), finish(figure, name, summary), caption)
 
 
 def difference_chart(
-    series: Sequence[Series], smallest: float, unit: str, baseline: str, name: str
+    series: Sequence[Series], smallest: float, metric: str, baseline: str, name: str
 ) -> Chart | None:
     """Every arm less the baseline, seed by seed, along the run.
 
     Args:
         series: of ``series.difference``.
         smallest: differences between ``-smallest`` and ``+smallest`` do not matter.
-        unit: of the difference.
+        metric: its name.
         baseline: its name.
         name: of the figure, unique in the page.
     """
+    unit, rises = METRICS[metric].unit, METRICS[metric].higher_is_better
     drawn = [each for each in series if len(each.x) > 1]
     if not drawn:
         return None
@@ -109,8 +119,9 @@ def difference_chart(
     margin = 0.12 * (high - low)
     axes.set_ylim(low - margin, high + margin)
     _lines(axes, drawn)
+    side = "above" if rises else "below"
     caption = (
-        f"Each seed against the baseline's same seed; below the line an arm is ahead. "
+        f"Each seed against the baseline's same seed; {side} the line an arm is ahead. "
         f"Grey: within ±{smallest:g}, too small to matter. {_band_words(drawn)}"
     )
     return Chart("Paired difference along the run", finish(figure, name, summary), caption)
@@ -143,6 +154,12 @@ def _top(drawn: Sequence[Series]) -> tuple[float, bool]:
     early = max(each.high[max(1, round(len(each.high) * 0.12))] for each in drawn)
     high = early + 0.12 * (early - ends)
     return (high, True) if high < whole else (whole, False)
+
+
+def _mirrored(series: Series) -> Series:
+    """Upside down, so that what is said of falling lines holds for rising ones."""
+    low, high = (tuple(-each for each in line) for line in (series.high, series.low))
+    return series._replace(low=low, high=high, mean=tuple(-each for each in series.mean))
 
 
 def _lines(axes: Axes, drawn: Sequence[Series]) -> None:

@@ -10,7 +10,7 @@ DEFINITIONS = (
     Definition(
         "Effect",
         "The mean over seeds of an arm's final held-out metric less the baseline's with the same "
-        "seed. Both metrics are losses: below zero is better.",
+        "seed. Of a loss, below zero is better; of an accuracy or a correlation, above zero.",
         "verdicts",
     ),
     Definition(

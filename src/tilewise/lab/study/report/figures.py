@@ -81,19 +81,19 @@ def charts_of(verdict: ExperimentVerdict, lines: Lines, slug: str) -> Iterator[C
         lines: of it.
         slug: unique in the page; begins the figures' names.
     """
-    unit, base = UNITS[verdict.metric], verdict.baseline.name
-    time = loss_chart(lines.time, "time", unit, f"{slug}-time")
+    metric, base = verdict.metric, verdict.baseline.name
+    time = loss_chart(lines.time, "time", metric, f"{slug}-time")
     if time is not None and lines.withheld:
         held = f" Withheld: {words.listing(list(lines.withheld))}."
         time = time._replace(caption=time.caption + held)
     found = (
-        loss_chart(lines.tokens, "tokens", unit, f"{slug}-tokens"),
-        difference_chart(lines.gaps, verdict.smallest_effect, unit, base, f"{slug}-difference"),
+        loss_chart(lines.tokens, "tokens", metric, f"{slug}-tokens"),
+        difference_chart(lines.gaps, verdict.smallest_effect, metric, base, f"{slug}-difference"),
         time,
-        effects_chart(verdict.effects, unit, f"{slug}-effects"),
+        effects_chart(verdict.effects, UNITS[metric], f"{slug}-effects"),
         _memory(verdict, f"{slug}-memory"),
         *_targets(verdict, slug),
-        sweep_chart(verdict.sweeps, unit, f"{slug}-sweep"),
+        sweep_chart(verdict.sweeps, UNITS[metric], f"{slug}-sweep"),
         *attention_charts(lines.layers, slug),
     )
     return (chart for chart in found if chart is not None)

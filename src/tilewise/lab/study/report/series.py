@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from tilewise.lab.study.records import Evaluation, RunRecord
-from tilewise.lab.study.verdict.measures import Metric, metric_of
+from tilewise.lab.study.verdict.measures import metric_of
 
 __all__ = ["Abscissa", "Series", "curve", "difference"]
 
@@ -36,12 +36,12 @@ class Series(NamedTuple):
     broken: bool
 
 
-def _finite(record: RunRecord, metric: Metric) -> dict[int, Evaluation]:
+def _finite(record: RunRecord, metric: str) -> dict[int, Evaluation]:
     """Step -> evaluation with a number."""
     return {each.step: each for each in record.evaluations if metric_of(each, metric) is not None}
 
 
-def _furthest(records: Records, metric: Metric) -> list[int]:
+def _furthest(records: Records, metric: str) -> list[int]:
     """The seeds of the runs that have come furthest, and of those that diverged on the way.
 
     In a study that is not finished, the others would cut the lines off where they are.
@@ -56,14 +56,14 @@ def _common(found: Sequence[Mapping[int, Evaluation]]) -> list[int]:
     return sorted(set.intersection(*(set(each) for each in found))) if found else []
 
 
-def _number(evaluation: Evaluation, metric: Metric) -> float:
+def _number(evaluation: Evaluation, metric: str) -> float:
     number = metric_of(evaluation, metric)
     assert number is not None  # _finite has left the others out
     return number
 
 
-def curve(arm: str, place: int, records: Records, metric: Metric, along: Abscissa) -> Series:
-    """The held-out loss of an arm along its runs, those that have come furthest.
+def curve(arm: str, place: int, records: Records, metric: str, along: Abscissa) -> Series:
+    """The held-out metric of an arm along its runs, those that have come furthest.
 
     Args:
         arm: its name.
@@ -86,8 +86,8 @@ def curve(arm: str, place: int, records: Records, metric: Metric, along: Absciss
     return _series(arm, place, x, rows, len(found), broken)
 
 
-def difference(arm: str, place: int, records: Records, baseline: Records, metric: Metric) -> Series:
-    """An arm less the baseline, seed by seed, by tokens: below zero the arm is ahead.
+def difference(arm: str, place: int, records: Records, baseline: Records, metric: str) -> Series:
+    """An arm less the baseline, seed by seed, by tokens: of a loss, below zero it is ahead.
 
     Args:
         arm: its name.

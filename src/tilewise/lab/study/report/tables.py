@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tilewise.lab.study.metrics import METRICS
 from tilewise.lab.study.report import words
 from tilewise.lab.study.report.effects import effects_table
 from tilewise.lab.study.report.series import Series
@@ -109,13 +110,23 @@ def _quality(experiment: ExperimentVerdict) -> Table | None:
             ("nats per token", lambda arm: _number(arm.measures.loss, _fixed(digits))),
             ("token perplexity", lambda arm: _number(arm.measures.perplexity, _fixed(2))),
             ("word perplexity", lambda arm: _number(arm.measures.word_perplexity, _fixed(2))),
+            *((METRICS[name].unit, _of_task(name, digits)) for name in _names(experiment)),
             ("gradient norm", lambda arm: _number(arm.measures.gradient_norm, _fixed(3))),
             ("largest", lambda arm: _number(arm.measures.gradient_norm_max, _fixed(2))),
             ("spikes", lambda arm: _number(arm.measures.spike_rate, _percent)),
         ],
-        ("Held-out text after the last step; mean and standard deviation over the seeds.",),
+        ("Held-out data after the last step; mean and standard deviation over the seeds.",),
         "quality",
     )
+
+
+def _names(experiment: ExperimentVerdict) -> list[str]:
+    """The metrics of the arms' tasks, beside those of language models."""
+    return list(dict.fromkeys(name for arm in _arms(experiment) for name in arm.measures.metrics))
+
+
+def _of_task(metric: str, digits: int) -> Callable[[_Arm], Cell]:
+    return lambda arm: _number(arm.measures.metrics.get(metric), _fixed(digits))
 
 
 def _speed(experiment: ExperimentVerdict) -> Table | None:
@@ -335,9 +346,9 @@ def curve_tables(
             note = words.duration(seconds[each.arm][at]) if each.arm in seconds else ""
             cells.append(Cell(words.plain(each.mean[at], digits), note))
         rows.append(tuple(cells))
-    notes = (f"Mean {UNITS[experiment.metric]} of the held-out text, and the training time.",)
+    notes = (f"Mean {UNITS[experiment.metric]} of the held-out data, and the training time.",)
     head = ("tokens", *(each.arm for each in drawn))
-    return (Table("Loss along the runs", head, tuple(rows), notes, "curve"),)
+    return (Table("The metric along the runs", head, tuple(rows), notes, "curve"),)
 
 
 def config_table(

@@ -16,6 +16,7 @@ from tilewise.lab.study.verdict.result import (
     ExperimentVerdict,
     Label,
     Ratio,
+    Summary,
 )
 from tilewise.lab.study.verdict.words import UNITS, seeds_text
 
@@ -33,7 +34,7 @@ MARKS: dict[Label, Mark] = {
 _BASELINE = Mark("baseline", "\N{BULLET}", "base")
 _NONE = Cell("\N{EN DASH}", tone="soft")
 # The beginning of a reason that says what the table shows anyway: the effect, its interval, its p.
-_SAID_BY_NUMBERS = re.compile(r"^[-+\d.e]+ [a-z ]+(?: \[[^\]]*\])?(?: \(Holm p [^)]*\)\.|:) *")
+_SAID_BY_NUMBERS = re.compile(r"^[-+\d.e]+ [A-Za-z1 ]+(?: \[[^\]]*\])?(?: \(Holm p [^)]*\)\.|:) *")
 _LIMIT = 4.0  # an interval further out than so many times the usual one is cut off
 
 
@@ -233,7 +234,12 @@ def baseline_row(experiment: ExperimentVerdict) -> VerdictRow:
 
 
 def _metric(measures: ArmMeasures, experiment: ExperimentVerdict) -> float | None:
-    found = measures.loss if experiment.metric == "loss" else measures.bits_per_byte
+    own: dict[str, Summary | None] = {
+        "loss": measures.loss,
+        "bits_per_byte": measures.bits_per_byte,
+        **measures.metrics,
+    }
+    found = own.get(experiment.metric)
     return None if found is None else found.mean
 
 

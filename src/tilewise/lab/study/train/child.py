@@ -27,14 +27,14 @@ import torch
 
 from tilewise.errors import TilewiseError
 from tilewise.lab.study.config import RunConfig
-from tilewise.lab.study.data.tokens import Tokens, prepare
 from tilewise.lab.study.files import telling_full_disk
 from tilewise.lab.study.run import Run
+from tilewise.lab.study.tasks.task import Prepared
 from tilewise.lab.study.train.flops import dtype_of, peak_flops_s
 from tilewise.lab.study.train.memory_split import PeakMeter
 from tilewise.lab.study.train.session import Session
 from tilewise.lab.study.train.team import Strategy, Team, check, device_of, joined
-from tilewise.lab.study.train.trainer import Trainer, model_of
+from tilewise.lab.study.train.trainer import Trainer
 
 __all__ = ["EXPECTED_ERROR", "JOB", "ORPHANED", "Job", "end_with_parent", "main", "work"]
 
@@ -124,15 +124,16 @@ def work(job: Job) -> None:
     folder = job.run.folder(job.folder)
     folder.mkdir(parents=True, exist_ok=True)
     with joined(job.processes, job.strategy, device) as team, _held(folder, team):
-        tokens = team.first(lambda: prepare(job.run.config.data, job.cache))
-        _warm(job.run.config, tokens, device)
-        dtype = dtype_of(job.run.config.training.precision)
+        config = job.run.config
+        data = team.first(lambda: config.learning.prepare(config, job.cache))
+        _warm(config, data, device)
+        dtype = dtype_of(config.training.precision)
         # Before the meter: it takes memory. The lead measures while the others are idle.
         peak = team.agreed(peak_flops_s(dtype, device) if team.lead else 0.0) * team.size
         meter = PeakMeter(device)
         session = Session(
-            Trainer(job.run, tokens, device, team),
-            tokens,
+            Trainer(job.run, data, device, team),
+            data,
             folder,
             meter,
             peak_flops_s=peak,
@@ -149,17 +150,20 @@ def work(job: Job) -> None:
         session.work()
 
 
-def _warm(config: RunConfig, tokens: Tokens, device: torch.device) -> None:
+def _warm(config: RunConfig, data: Prepared, device: torch.device) -> None:
     """Let the process take what torch takes once, so that no arm is charged for it as memory.
 
     The pages of the token files, which the system counts in every process, are there already: the
     files' checksum was taken.
     """
     numbers = {"layers": 1, "heads": 1, "kv_heads": None, "width": 16, "context": 16}
-    small = config.model.model_copy(update=numbers)
-    model = model_of(config.model_copy(update={"model": small}), tokens.vocabulary, 0, device)
-    inputs = torch.zeros(1, 16, dtype=torch.int64, device=device)
-    model(inputs).sum().backward()
+    small = config.model.model_copy(update={**numbers, "checkpoint": ""})
+    training = config.training.model_copy(update={"batch": 1, "accumulation": 1})
+    cut = config.model_copy(update={"model": small, "training": training})
+    task = config.learning
+    model = task.model(cut, data, 0, device)
+    (batch,) = task.batches(cut, data, 0).at(0)
+    model(*batch.to(device).inputs).sum().backward()
     torch.optim.AdamW(model.parameters()).step()
 
 

@@ -1,32 +1,20 @@
-"""What a run's weights are worth: the held-out loss, on the same windows whatever the arm."""
+"""What a run's weights are worth: the held-out evaluation, on the same data whatever the arm."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
 from tilewise.lab.study.choices import optimizers
-from tilewise.lab.study.data.evaluate import evaluate, word_perplexity
-from tilewise.lab.study.data.order import evaluation_windows, strided
-from tilewise.lab.study.data.tokenizers import tokenizer
-from tilewise.lab.study.data.tokens import Tokens
 from tilewise.lab.study.records import Sample
-from tilewise.lab.study.train.sampler import PROMPT_TOKENS, printable, sample
+from tilewise.lab.study.tasks.task import Held, Prepared
 from tilewise.lab.study.train.trainer import Trainer
 
-__all__ = ["Examiner", "Held"]
+__all__ = ["Examiner"]
 
 _T = TypeVar("_T")
-
-
-class Held(NamedTuple):
-    """What the held-out text costs; see ``records.Evaluation``."""
-
-    loss: float
-    bits_per_byte: float
-    word_perplexity: float | None
 
 
 class Examiner:
@@ -34,40 +22,32 @@ class Examiner:
 
     Args:
         trainer: whose weights, in whose precision.
-        tokens: whose held-out text.
+        data: whose held-out part.
 
     Raises:
-        InvalidArgument: the text is too short for the context.
+        InvalidArgument: there is too little of it.
     """
 
-    def __init__(self, trainer: Trainer, tokens: Tokens) -> None:
-        evaluation, context = trainer.config.evaluation, trainer.config.model.context
-        self._trainer, self._tokens = trainer, tokens
-        self._windows = evaluation_windows(tokens.held_out, context, evaluation.windows)
-        self._whole = self._windows
-        if evaluation.final_stride:
-            self._whole = strided(tokens.held_out, context, evaluation.final_stride)
+    def __init__(self, trainer: Trainer, data: Prepared) -> None:
+        self._trainer = trainer
+        self._examination = trainer.task.examination(trainer.config, data)
 
     def held_out(self, whole: bool) -> Held:
-        """The loss now.
+        """The loss and the metrics now.
 
         Args:
-            whole: after the last step: all of the text, where the config asks for it.
+            whole: after the last step, where a task may look at more.
         """
-        windows = self._whole if whole else self._windows
-        model, tokens = self._trainer.model, self._tokens
-        score = self._examined(lambda: evaluate(model, windows, tokens, self._autocast))
-        return Held(score.loss, score.bits_per_byte, word_perplexity(score, tokens))
+        model = self._trainer.model
+        return self._examined(lambda: self._examination.held_out(model, whole, self._autocast))
 
     def sample(self) -> Sample:
-        """How the model goes on with the held-out text; arms draw the same random numbers."""
+        """What the model writes; arms draw the same random numbers."""
         trainer, count = self._trainer, self._trainer.config.evaluation.sample_tokens
-        decode = tokenizer(trainer.config.data.tokenizer).decode
-        prompt = self._tokens.held_out[: min(PROMPT_TOKENS, trainer.config.model.context)].tolist()
-        written = self._examined(
-            lambda: sample(trainer.model, prompt, count, trainer.run.seed, self._autocast)
+        seed = trainer.run.seed
+        return self._examined(
+            lambda: self._examination.sample(trainer.model, count, seed, self._autocast)
         )
-        return Sample(printable(decode(prompt)), printable(decode(written)))
 
     @property
     def _autocast(self) -> torch.dtype | None:

@@ -28,12 +28,15 @@ def dtype_of(precision: str) -> torch.dtype:
     return _DTYPES[precision]
 
 
-def per_token(config: RunConfig, parameters: dict[str, int]) -> dict[str, float]:
+def per_token(
+    config: RunConfig, parameters: dict[str, int], attended: float | None = None
+) -> dict[str, float]:
     """Operations of the forward and backward pass per trained token: 6 (N - E) + c L d T.
 
-    N counts all parameters, E those that are looked up and not multiplied: the positions. The token
-    embedding is tied to the head, where it is multiplied: it counts, once. L layers of width d
-    attend over the context T. What activation checkpointing computes again is not counted.
+    N counts all parameters, E those that are looked up and not multiplied, as the positions are. A
+    token embedding that is tied to a head is multiplied there: it counts, once. L layers of width d
+    attend over the context T, or over ``attended`` keys where sequences are shorter. What
+    activation checkpointing computes again is not counted.
 
     * ``full``: c = 12, every query with every key, the custom of PaLM and most others.
     * ``causal``: c = 6, the half that a causal mask leaves.
@@ -41,12 +44,13 @@ def per_token(config: RunConfig, parameters: dict[str, int]) -> dict[str, float]
     Args:
         config: of the run.
         parameters: ``total`` (N) and ``embedding`` (E).
+        attended: T; None for the whole context.
 
     Source: Chowdhery et al., PaLM (2022), appendix B.
     """
     model = config.model
     dense = 6.0 * (parameters["total"] - parameters["embedding"])
-    attention = float(model.layers * model.width * model.context)
+    attention = model.layers * model.width * float(attended or model.context)
     return {"full": dense + _FULL * attention, "causal": dense + _CAUSAL * attention}
 
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from tilewise.lab.study.records import PROBED, Kernels, LayerKernel
-from tilewise.nn import Attention
 
 __all__ = ["Guard", "kernel_of"]
 
@@ -76,7 +75,7 @@ class Guard:
     was not compiled names the kernels, and the names say so.
 
     Args:
-        model: its ``tilewise.nn.Attention`` modules, in order, are the layers.
+        model: its modules with an attribute ``implementation``, in order, are the attention layers.
         hooks: False for a model that is going to be compiled.
     """
 
@@ -84,7 +83,7 @@ class Guard:
         self._counts: Counter[tuple[int, str]] = Counter()
         self._watching = False
         self._probed: list[tuple[int, str]] | None = None
-        self._layers = [each for each in model.modules() if isinstance(each, Attention)]
+        self._layers = [each for each in model.modules() if hasattr(each, "implementation")]
         if hooks:
             for place, layer in enumerate(self._layers):
                 layer.register_forward_hook(self._hook(place))
@@ -109,12 +108,12 @@ class Guard:
         for place in self._probed or ():
             self._counts[place] += 1
 
-    def probe(self, model: nn.Module, tokens: Tensor) -> None:
+    def probe(self, model: nn.Module, *inputs: Any) -> None:
         """Name the kernels of a compiled model by one forward pass of its eager original.
 
         Args:
             model: the original, in training mode; random state is left as it was.
-            tokens: a micro-batch of the run's shape, [B, S].
+            inputs: of a micro-batch.
         """
         found: list[tuple[int, str]] = []
         handles = [
@@ -126,7 +125,7 @@ class Guard:
             for place, layer in enumerate(self._layers)
         ]
         with torch.random.fork_rng():
-            model(tokens)
+            model(*inputs)
         for handle in handles:
             handle.remove()
         self._probed = found
@@ -146,7 +145,7 @@ class Guard:
         self._counts = Counter({(layer, kernel): calls for layer, kernel, calls in counts})
 
     def _hook(self, place: int) -> Any:
-        def note(layer: Attention, args: tuple[Tensor, ...], output: Tensor) -> None:
+        def note(layer: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
             if self._watching:
                 self._counts[place, kernel_of(output, args[0], layer.implementation)] += 1
 

@@ -68,9 +68,19 @@ def _told(error: ChildFailedError) -> int:
     return failure.exitcode
 
 
-def _order(failure: ProcessFailure) -> tuple[bool, bool, int]:
-    """The cause comes first: when one process dies, the others fail where they wait for it."""
-    return failure.exitcode >= 0, failure.exitcode != EXPECTED_ERROR, failure.timestamp
+def _order(failure: ProcessFailure) -> tuple[int, int]:
+    """The cause comes first: when one process dies, the others fail where they wait for it.
+
+    A signal came from outside, but for the one by which the agent ends the rest.
+    """
+    code = failure.exitcode
+    if code == -signal.SIGTERM:
+        rank = 3
+    elif code < 0:
+        rank = 0
+    else:
+        rank = 1 if code == EXPECTED_ERROR else 2
+    return rank, failure.timestamp
 
 
 if __name__ == "__main__":

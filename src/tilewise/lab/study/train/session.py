@@ -15,7 +15,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tilewise.lab.study.data.tokens import Tokens
 from tilewise.lab.study.records import (
     Checkpoint,
     End,
@@ -28,6 +27,7 @@ from tilewise.lab.study.records import (
     Writer,
 )
 from tilewise.lab.study.run import RECORD
+from tilewise.lab.study.tasks.task import Prepared
 from tilewise.lab.study.train import state as states
 from tilewise.lab.study.train.examiner import Examiner
 from tilewise.lab.study.train.flops import per_token
@@ -47,12 +47,14 @@ class Totals:
 
     Args:
         train_wall_s, train_cpu_s: spent in optimizer steps.
+        tokens: learnt from.
         peak_bytes: most memory while training.
         kernels: the guard's counts.
     """
 
     train_wall_s: float = 0.0
     train_cpu_s: float = 0.0
+    tokens: int = 0
     peak_bytes: int = 0
     kernels: list[list[Any]] = field(default_factory=list)
 
@@ -75,7 +77,7 @@ class Session:
 
     Args:
         trainer: of the run, new.
-        tokens: of its data.
+        data: what its task prepared.
         folder: of the run; it exists, and no other process works in it.
         meter: made before the trainer.
         peak_flops_s: the most that its threads can do in the run's precision.
@@ -86,7 +88,7 @@ class Session:
     def __init__(
         self,
         trainer: Trainer,
-        tokens: Tokens,
+        data: Prepared,
         folder: Path,
         meter: PeakMeter,
         *,
@@ -96,8 +98,8 @@ class Session:
     ) -> None:
         self.trainer, self.meter, self.totals = trainer, meter, Totals()
         self._team = trainer.team
-        self._examiner = Examiner(trainer, tokens)
-        self._corpus = tokens.as_json()
+        self._examiner = Examiner(trainer, data)
+        self._data = data
         self._record, self._checkpoint = folder / RECORD, folder / states.CHECKPOINT
         self._every_s, self._environment = checkpoint_every_s, environment or {}
         self._peak_flops_s = peak_flops_s
@@ -141,7 +143,8 @@ class Session:
         state = states.read(self._checkpoint, self.trainer.identity)
         if state is not None:
             self.trainer.restore(state)
-            self.totals = Totals(**state.totals)
+            whole = state.step * self.trainer.config.tokens_per_step
+            self.totals = Totals(**{"tokens": whole, **state.totals})  # old ones do not count them
             self.trainer.guard.restore(self.totals.kernels)
         del state
         self.meter.resume()
@@ -168,6 +171,7 @@ class Session:
         self._taken += 1
         self.totals.train_wall_s += taken.wall_s
         self.totals.train_cpu_s += taken.cpu_s
+        self.totals.tokens += taken.tokens
         self._writer.write(Step(**taken._asdict(), warmup=self._taken <= WARMUP_STEPS))
 
     def _evaluate(self) -> None:
@@ -178,7 +182,7 @@ class Session:
         self._writer.write(
             Evaluation(
                 step=self.trainer.done,
-                tokens=self.trainer.done * self.trainer.config.tokens_per_step,
+                tokens=self.totals.tokens,
                 train_wall_s=self.totals.train_wall_s,
                 train_cpu_s=self.totals.train_cpu_s,
                 **found._asdict(),
@@ -231,13 +235,19 @@ class Session:
             from_step=trainer.done,
             time=datetime.now(UTC).isoformat(timespec="seconds"),
             environment=self._environment,
-            corpus=self._corpus,
+            corpus=self._data.as_json(),
             parameters=trainer.parameters,
             groups=trainer.groups,
-            flops_per_token=per_token(run.config, trainer.parameters),
+            flops_per_token=self._flops_per_token(),
             peak_flops_s=self._peak_flops_s,
             weights_sha256=self._first_weights,
         )
+
+    def _flops_per_token(self) -> dict[str, float]:
+        trainer = self.trainer
+        attended = trainer.task.attended(trainer.config, self._data)
+        found = per_token(trainer.config, trainer.parameters, attended)
+        return found if trainer.task.causal else {"full": found["full"]}
 
     def _write_last(self, status: Any, reason: str) -> None:
         """Say that the run is over. No checkpoint here: one of a diverged run would lie ahead."""

@@ -90,13 +90,13 @@ class Team:
                     fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
 
-    def wrapped(self, model: nn.Module) -> nn.Module:
+    def wrapped(self, model: nn.Module | Any) -> nn.Module | Any:
         """The module to call in training, whose backward pass adds up everybody's gradients."""
         if self.size == 1 or self.strategy == "fsdp":
             return model
         return DistributedDataParallel(model)
 
-    def adding_up(self, forward: nn.Module, last: bool) -> AbstractContextManager[None]:
+    def adding_up(self, forward: nn.Module | Any, last: bool) -> AbstractContextManager[None]:
         """The context of one forward and backward pass.
 
         Args:
@@ -105,7 +105,7 @@ class Team:
         """
         if last or not isinstance(forward, DistributedDataParallel):
             return nullcontext()
-        context: AbstractContextManager[None] = forward.no_sync()  # type: ignore[no-untyped-call]
+        context: AbstractContextManager[None] = forward.no_sync()
         return context
 
     def in_order(self, own: Sequence[Tensor]) -> list[Tensor]:
@@ -222,14 +222,14 @@ def _check_sharded(config: RunConfig) -> None:
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds."""
-    part: Tensor = tensor.to_local() if _is_cut(tensor) else tensor  # type: ignore[operator]
+    part: Tensor = tensor.to_local() if _is_cut(tensor) else tensor  # type: ignore[attr-defined]
     return part
 
 
 def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors, those that are cut put together; all processes have to ask at once."""
     return {
-        name: each.full_tensor() if _is_cut(each) else each  # type: ignore[operator]
+        name: each.full_tensor() if _is_cut(each) else each  # type: ignore[attr-defined]
         for name, each in tensors.items()
     }
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tilewise.lab.models.gpt2 import GPT2, Shape
-from tilewise.lab.study.choices import optimizers, schedules, variants
-from tilewise.lab.study.config import Model, RunConfig
-from tilewise.lab.study.data.order import Batches, micro_batch_seed
-from tilewise.lab.study.data.tokens import Tokens
+from tilewise.lab.study.choices import optimizers, schedules
+from tilewise.lab.study.data.order import micro_batch_seed
 from tilewise.lab.study.run import Run
+from tilewise.lab.study.tasks.task import AbstractTask, Batch, Prepared
 from tilewise.lab.study.train.flops import dtype_of, synchronise
 from tilewise.lab.study.train.guard import Guard
 from tilewise.lab.study.train.memory_split import (
@@ -28,12 +27,10 @@ from tilewise.lab.study.train.memory_split import (
     saved_bytes,
     weights_bytes,
 )
-from tilewise.lab.study.train.nudge import nudge
-from tilewise.lab.study.train.objective import losses
 from tilewise.lab.study.train.state import State, pack, unpack
 from tilewise.lab.study.train.team import ALONE, Team, cut_like, whole
 
-__all__ = ["Diverged", "Split", "Taken", "Trainer", "model_of"]
+__all__ = ["Diverged", "Split", "Taken", "Trainer"]
 
 _WEIGHT = "model."
 
@@ -47,10 +44,11 @@ class Taken(NamedTuple):
 
     Args:
         step: 1 for the first.
-        loss: cross-entropy of its batch before it, nats per token.
+        loss: of its batch before it, without smoothing and z-loss.
         lr: learning rate.
         gradient_norm: before clipping; not finite where fp16 overflowed and the step was skipped.
         wall_s, cpu_s: what it took.
+        tokens: that it learnt from.
     """
 
     step: int
@@ -59,6 +57,7 @@ class Taken(NamedTuple):
     gradient_norm: float
     wall_s: float
     cpu_s: float
+    tokens: int
 
 
 class Split(NamedTuple):
@@ -70,48 +69,6 @@ class Split(NamedTuple):
     activations_bytes: int
 
 
-def model_of(config: RunConfig, vocabulary: int, seed: int, device: torch.device) -> GPT2:
-    """The model of a run: its weights depend on its shape and the seed alone.
-
-    Args:
-        config: of the run.
-        vocabulary: of its tokens.
-        seed: of the weights.
-        device: where it shall be.
-    """
-    heads = variants.Heads(config.model.heads, device, config.model.context)
-    variation = variants.build(config.attention.variant, heads)
-    model = GPT2(
-        _shape(config.model, vocabulary),
-        implementation=config.attention.implementation,
-        mask=variation.mask,
-        score=variation.score,
-        pattern=variation.pattern,
-        seed=seed,
-        checkpointing=config.training.checkpointing,
-    )
-    if config.model.nudge:
-        nudge(model, seed)
-    return model.to(device)
-
-
-def _shape(model: Model, vocabulary: int) -> Shape:
-    return Shape(
-        layers=model.layers,
-        heads=model.heads,
-        width=model.width,
-        context=model.context,
-        vocabulary=vocabulary,
-        embedding_dropout=model.dropout.embedding,
-        attention_dropout=model.dropout.attention,
-        residual_dropout=model.dropout.residual,
-        kv_heads=model.kv_heads,
-        positions=model.positions,
-        norm=model.norm,
-        qk_norm=model.qk_norm,
-    )
-
-
 class Trainer:
     """Trains the model of one run, alone or with the other processes of a team.
 
@@ -119,21 +76,22 @@ class Trainer:
 
     Args:
         run: what to train.
-        tokens: of its data.
+        data: what its task prepared.
         device: ``"cpu"``, or a GPU that its attention runs on.
         team: the processes of the run; all of them call the same methods in the same order.
     """
 
-    def __init__(self, run: Run, tokens: Tokens, device: torch.device, team: Team = ALONE) -> None:
+    def __init__(self, run: Run, data: Prepared, device: torch.device, team: Team = ALONE) -> None:
         config, training = run.config, run.config.training
         self.run, self.config, self.device, self.done = run, config, device, 0
+        self.task: AbstractTask = config.learning
         self.team = team
         self.identity = {
             "config": run.config_hash,
             "seed": str(run.seed),
-            "corpus": tokens.sha256,
+            "corpus": data.sha256,
         }
-        self.model = model_of(config, tokens.vocabulary, run.seed, device)
+        self.model = self.task.model(config, data, run.seed, device)
         team.spread(self.model)
         self.model.train()
         self._forward: nn.Module | Any = self.model
@@ -143,9 +101,7 @@ class Trainer:
         self.guard = Guard(self.model, hooks=not training.compile)
         self.optimizer, self.groups = optimizers.build(config.optimizer, self.model)
         self._scaler = torch.amp.GradScaler(device.type, enabled=training.precision == "fp16")
-        self._batches = Batches(
-            tokens, config.model.context, training.batch, training.accumulation, run.seed
-        )
+        self._batches = self.task.batches(config, data, run.seed)
 
     @property
     def over(self) -> bool:
@@ -154,10 +110,9 @@ class Trainer:
 
     @property
     def parameters(self) -> dict[str, int]:
-        """How many numbers are trained, and how many of them only looked up (positions)."""
+        """How many numbers are trained, and how many of them only looked up."""
         total = sum(each.numel() for each in self.model.parameters() if each.requires_grad)
-        table = self.model.positions
-        return {"total": total, "embedding": 0 if table is None else table.weight.numel()}
+        return {"total": total, "embedding": self.task.looked_up(self.model)}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -179,47 +134,46 @@ class Trainer:
         wall, cpu = time.perf_counter(), time.process_time()
         factor = schedules.factor(self.config.schedule, self.done, self.config.steps)
         optimizers.set_lr(self.optimizer, factor)
-        loss = self._gradients()
+        batches = self._batches.at(self.done)
+        loss = self._gradients(batches)
         norm = self._update(loss)
         self.done += 1
         synchronise(self.device)
         wall = time.perf_counter() - wall
         cpu = self.team.total(time.process_time() - cpu, self.device)
         rate = float(self.config.optimizer.options["lr"]) * factor
-        return Taken(self.done, loss, rate, norm, wall, cpu)
+        return Taken(self.done, loss, rate, norm, wall, cpu, sum(each.tokens for each in batches))
 
-    def _gradients(self) -> float:
-        """Add up the gradients of the step's micro-batches; their mean loss."""
+    def _gradients(self, batches: Sequence[Batch]) -> float:
+        """Add up the gradients of the step's micro-batches; the mean loss over their targets."""
         training = self.config.training
         self.optimizer.zero_grad(set_to_none=True)
-        batches = self._batches.at(self.done)
         if training.compile and not self.guard.probed:
             with self.autocast():
-                self.guard.probe(self.model, batches[0][0].to(self.device))
+                self.guard.probe(self.model, *batches[0].to(self.device).inputs)
+        targets = sum(each.counted for each in batches)
         own = self.team.share(list(enumerate(batches)))
-        parts = []
-        for index, (inputs, targets) in own:
+        found = []
+        for index, batch in own:
             torch.manual_seed(micro_batch_seed(self.run.seed, self.done, index))
+            parts = targets / batch.counted  # as many as there are batches, where they are equal
             with self.team.adding_up(self._shared, last=index == own[-1][0]):
-                objective, plain = self._losses(inputs, targets)
-                # What the processes have is averaged, so each divides by the number of its own.
-                self._scaler.scale(objective / len(own)).backward()  # type: ignore[no-untyped-call]
-            parts.append(plain / len(batches))
+                with self.guard.watching():
+                    objective, plain = self._losses(self._shared, batch)
+                # The gradients of the processes are averaged: each counts as often as there are.
+                share = objective / (parts / self.team.size)
+                self._scaler.scale(share).backward()  # type: ignore[no-untyped-call]
+            found.append(plain / parts)
         total = torch.zeros((), device=self.device)
-        for part in self.team.in_order(parts):
+        for part in self.team.in_order(found):
             total += part
         return total.item()
 
-    def _losses(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        training = self.config.training
-        with self.guard.watching(), self.autocast():
-            logits = self._shared(inputs.to(self.device))
-        return losses(
-            logits,
-            targets.to(self.device),
-            label_smoothing=training.label_smoothing,
-            z_loss=training.z_loss,
-        )
+    def _losses(self, forward: nn.Module | Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        there = batch.to(self.device)
+        with self.autocast():
+            output = forward(*there.inputs)
+        return self.task.losses(output, there.targets, self.config.training)
 
     def _update(self, loss: float) -> float:
         """Clip the gradient and let the optimizer use it; its norm before that."""
@@ -250,17 +204,12 @@ class Trainer:
         held = weights_bytes(self.model), gradients_bytes(self.model)
         state = optimizer_bytes(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
-        inputs, targets = self._batches.at(max(self.done - 1, 0))[0]
+        batch = self._batches.at(max(self.done - 1, 0))[0]
         devices = [self.device] if self.device.type == "cuda" else []
         weights = list(self.model.parameters())
 
-        def forward() -> Tensor:
-            with self.autocast():
-                logits = self._forward(inputs.to(self.device))
-            return losses(logits, targets.to(self.device))[0]
-
         with torch.random.fork_rng(devices):
-            _, activations = saved_bytes(forward, weights)
+            _, activations = saved_bytes(lambda: self._losses(self._forward, batch)[0], weights)
         return Split(*held, state, activations)
 
     def state(self, totals: dict[str, Any]) -> State:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tilewise.lab.study.config import Experiment
+from tilewise.lab.study.metrics import ahead
 from tilewise.lab.study.verdict.quantities import Interval
 from tilewise.lab.study.verdict.result import Label, SeedResult
 from tilewise.lab.study.verdict.stats import Paired, equivalence, holm, more_seeds, paired
@@ -38,14 +39,14 @@ class Rules:
     """How an experiment decides.
 
     Args:
-        unit: of the metric, in words.
+        metric: its name.
         smallest: the smallest effect that matters.
         confidence: of intervals.
         power: of further seeds.
         family: comparisons that share the error of the experiment.
     """
 
-    unit: str
+    metric: str
     smallest: float
     confidence: float
     power: float
@@ -55,12 +56,17 @@ class Rules:
     def of(cls, experiment: Experiment, family: int) -> Rules:
         """Those of an experiment."""
         return cls(
-            UNITS[experiment.metric],
+            experiment.metric,
             experiment.smallest_effect,
             experiment.confidence,
             experiment.power,
             family,
         )
+
+    @property
+    def unit(self) -> str:
+        """Of the metric, in words."""
+        return UNITS[self.metric]
 
     @property
     def alpha(self) -> float:
@@ -184,7 +190,7 @@ def _of_whole(comparison: Comparison, test: Examined, rules: Rules) -> Decision:
         )
     if test.p_holm is not None and test.p_holm <= rules.alpha:
         assert interval is not None
-        label: Label = "better" if effect < 0 else "worse"
+        label: Label = "better" if ahead(rules.metric, effect) else "worse"
         nearest = min(abs(interval.low), abs(interval.high))
         doubt = (
             f" It may be smaller than {rules.smallest:g}, the smallest effect that matters."

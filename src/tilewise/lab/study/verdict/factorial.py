@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import chain, combinations
 
 from tilewise.lab.study.config import Experiment
+from tilewise.lab.study.metrics import ahead
 from tilewise.lab.study.verdict.decide import Rules
 from tilewise.lab.study.verdict.result import Interaction, InteractionLabel, SeedResult
 from tilewise.lab.study.verdict.stats import Paired, equivalence, holm, paired
@@ -149,9 +150,10 @@ def label_of(
         return "additive", f"{size}: they add up, to within {rules.smallest:g}."
     if p_holm is not None and p_holm <= rules.alpha:
         p = f"(Holm p {p_text(p_holm)})"
+        helps = ahead(rules.metric, seen.mean)
         if alone:
-            return ("better" if seen.mean < 0 else "worse"), f"{size} {p}."
-        side: InteractionLabel = "better together" if seen.mean < 0 else "worse together"
+            return ("better" if helps else "worse"), f"{size} {p}."
+        side: InteractionLabel = "better together" if helps else "worse together"
         return side, f"{size} beyond the sum of their effects {p}."
     what = "a difference" if alone else "an interaction"
     return "undecided", f"{size}: neither {what} nor its absence is shown."

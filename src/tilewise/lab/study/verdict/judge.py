@@ -227,7 +227,7 @@ def _arm(
     runs, baseline = all_runs[arm.name], all_runs[experiment.baseline_name]
     withheld = _withheld(arm, decision)
     target = target_result(experiment, runs.finals, baseline.finals)
-    notes = pairing_note(runs.finals, baseline.finals, experiment.metric)
+    notes = pairing_note(runs.finals, baseline.finals)
     notes += held_out_note(experiment, arm)
     notes += drift_note(experiment, arm, _finals(all_runs))
     effect, spread = test.paired.mean, test.paired.spread

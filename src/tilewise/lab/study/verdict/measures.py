@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass, field, fields
 
-from tilewise.lab.study.records import Evaluation, Memory, RunRecord
+from tilewise.lab.study.metrics import METRICS, reached, value_in
+from tilewise.lab.study.records import Evaluation, Memory, RunRecord, Step
 from tilewise.lab.study.verdict.quantities import (
     ArmMeasures,
     Cost,
@@ -29,6 +29,7 @@ __all__ = [
     "RunMeasures",
     "cost",
     "final_metric",
+    "learnt",
     "measure",
     "metric_of",
     "over_seeds",
@@ -37,8 +38,6 @@ __all__ = [
     "status",
     "tokens_per_step",
 ]
-
-Metric = Literal["loss", "bits_per_byte"]
 
 SPIKE_WINDOW = 32  # steps before a step that say what its loss should be
 SPIKE_HISTORY = 8  # fewer steps than that before it say too little
@@ -51,7 +50,9 @@ class RunMeasures:
     """The measures of one run; None for what its record does not have.
 
     Args:
-        loss, bits_per_byte, perplexity, word_perplexity: after the last step; None unless done.
+        loss, bits_per_byte, perplexity, word_perplexity: after the last step; None unless done, or
+            of another task.
+        metrics: the task's others, after the last step.
         tokens_per_s, tokens_per_cpu_s: of the steps after the warm-up.
         mfu_full, mfu_causal: shares of the peak, with c = 12 and c = 6.
         step_s, step_low_s, step_high_s: median and outer deciles of the wall time of a step.
@@ -66,6 +67,7 @@ class RunMeasures:
     bits_per_byte: float | None = None
     perplexity: float | None = None
     word_perplexity: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
     tokens_per_s: float | None = None
     tokens_per_cpu_s: float | None = None
     mfu_full: float | None = None
@@ -84,7 +86,7 @@ class RunMeasures:
 
 @dataclass(frozen=True)
 class Reach:
-    """What it took to the first evaluation at or below the target.
+    """What it took to the first evaluation that was at the target or better.
 
     Args:
         tokens: trained on by then.
@@ -97,24 +99,30 @@ class Reach:
 
 
 def tokens_per_step(record: RunRecord) -> int:
-    """Tokens that one optimizer step of the run learns from."""
+    """Tokens that one optimizer step of the run can learn from: whole sequences, no padding."""
     config = record.start.config
     training = config["training"]
     return int(training["batch"] * training["accumulation"] * config["model"]["context"])
 
 
-def metric_of(evaluation: Evaluation, metric: Metric) -> float | None:
+def learnt(record: RunRecord, steps: Iterable[Step]) -> int:
+    """Tokens that these steps learnt from, as they said, or as the config says."""
+    whole = tokens_per_step(record)
+    return sum(whole if each.tokens is None else each.tokens for each in steps)
+
+
+def metric_of(evaluation: Evaluation, metric: str) -> float | None:
     """The value of an evaluation in that metric; None where it was not finite."""
-    return evaluation.loss if metric == "loss" else evaluation.bits_per_byte
+    return value_in(vars(evaluation), metric)
 
 
-def final_metric(record: RunRecord, metric: Metric) -> float | None:
+def final_metric(record: RunRecord, metric: str) -> float | None:
     """The held-out metric after the last step; None unless the run is done."""
     last = _last(record)
     return None if last is None else metric_of(last, metric)
 
 
-def status(record: RunRecord, metric: Metric) -> Status:
+def status(record: RunRecord, metric: str) -> Status:
     """How far a run is: done with a final metric, diverged (its final metric too), or neither."""
     last = _last(record)
     if record.diverged or (last is not None and metric_of(last, metric) is None):
@@ -127,17 +135,20 @@ def measure(record: RunRecord) -> RunMeasures:
     if not record.starts:
         return RunMeasures()
     last = _last(record)
-    loss = None if last is None else last.loss
+    others = {} if last is None else last.metrics
+    per_token = not any(METRICS[name].replaces_loss for name in others)
+    loss = last.loss if last is not None and per_token else None
     norms = [each.gradient_norm for each in record.steps if each.gradient_norm is not None]
     timed = [each for each in record.steps if not each.warmup]
     walls = sorted(each.wall_s for each in timed)
-    tokens = len(timed) * tokens_per_step(record)
+    tokens = learnt(record, timed)
     tokens_per_s = _over(tokens, sum(walls))
     return RunMeasures(
         loss=loss,
         bits_per_byte=None if last is None else last.bits_per_byte,
         perplexity=None if loss is None else _exp(loss),
         word_perplexity=None if last is None else last.word_perplexity,
+        metrics={name: each for name, each in others.items() if each is not None},
         tokens_per_s=tokens_per_s,
         tokens_per_cpu_s=_over(tokens, sum(each.cpu_s for each in timed)),
         mfu_full=_mfu(record, "full", tokens_per_s),
@@ -191,11 +202,11 @@ def spike_rate(losses: Sequence[float | None]) -> float | None:
     return spikes / judged if judged else None
 
 
-def reach(record: RunRecord, metric: Metric, target: float) -> Reach | None:
-    """The first evaluation at or below the target; None where no evaluation was."""
+def reach(record: RunRecord, metric: str, target: float) -> Reach | None:
+    """The first evaluation at the target or better; None where no evaluation was."""
     for each in record.evaluations:
         value = metric_of(each, metric)
-        if value is not None and value <= target:
+        if value is not None and reached(metric, value, target):
             return Reach(each.tokens, each.train_wall_s, each.train_cpu_s)
     return None
 
@@ -207,13 +218,13 @@ def cost(records: Iterable[RunRecord]) -> Cost:
     for record in records:
         if not record.starts:
             continue
-        learnt = len(record.steps) * tokens_per_step(record)
+        taken = learnt(record, record.steps)
         run_wall_s = sum(each.wall_s for each in record.steps)
         run_cpu_s = sum(each.cpu_s for each in record.steps)
-        runs, tokens = runs + 1, tokens + learnt
+        runs, tokens = runs + 1, tokens + taken
         wall_s, cpu_s = wall_s + run_wall_s, cpu_s + run_cpu_s
         if record.start.phase == "sweep":
-            sweep_runs, sweep_tokens = sweep_runs + 1, sweep_tokens + learnt
+            sweep_runs, sweep_tokens = sweep_runs + 1, sweep_tokens + taken
             sweep_wall_s, sweep_cpu_s = sweep_wall_s + run_wall_s, sweep_cpu_s + run_cpu_s
     return Cost(runs, tokens, wall_s, cpu_s, sweep_runs, sweep_tokens, sweep_wall_s, sweep_cpu_s)
 
@@ -231,6 +242,7 @@ def over_seeds(records: Sequence[RunRecord]) -> ArmMeasures:
         bits_per_byte=of("bits_per_byte"),
         perplexity=of("perplexity"),
         word_perplexity=of("word_perplexity"),
+        metrics=_metrics([each.metrics for each in runs]),
         tokens_per_s=of("tokens_per_s"),
         tokens_per_cpu_s=of("tokens_per_cpu_s"),
         mfu_full=of("mfu_full"),
@@ -246,6 +258,12 @@ def over_seeds(records: Sequence[RunRecord]) -> ArmMeasures:
         entropy=of("entropy"),
         entropy_low=of("entropy_low"),
     )
+
+
+def _metrics(runs: Sequence[dict[str, float]]) -> dict[str, Summary]:
+    names = dict.fromkeys(name for each in runs for name in each)
+    found = {name: summary([each[name] for each in runs if name in each]) for name in names}
+    return {name: each for name, each in found.items() if each is not None}
 
 
 def _last(record: RunRecord) -> Evaluation | None:

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tilewise.lab.study.config import Arm, Experiment, RunConfig, change
+from tilewise.lab.study.metrics import rank, reached
 from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.verdict.measures import Metric, final_metric, metric_of
+from tilewise.lab.study.verdict.measures import final_metric, metric_of
 from tilewise.lab.study.verdict.quantities import ArmMeasures
 from tilewise.lab.study.verdict.words import UNITS, seeds_text
 
@@ -55,7 +56,7 @@ def experiment_notes(
 
 
 def pairing_note(
-    arm: Mapping[int, RunRecord], baseline: Mapping[int, RunRecord], metric: Metric
+    arm: Mapping[int, RunRecord], baseline: Mapping[int, RunRecord]
 ) -> tuple[str, ...]:
     """A warning where an arm did not start from the weights of the baseline.
 
@@ -66,7 +67,6 @@ def pairing_note(
     Args:
         arm: seed -> record.
         baseline: the same of the baseline.
-        metric: of the experiment.
     """
     pairs = [
         (seed, record, baseline[seed])
@@ -74,7 +74,7 @@ def pairing_note(
         if record.starts and seed in baseline and baseline[seed].starts
     ]
     other = [seed for seed, mine, theirs in pairs if _other_weights(mine, theirs)]
-    apart = [seed for seed, mine, theirs in pairs if _other_loss(mine, theirs, metric)]
+    apart = [seed for seed, mine, theirs in pairs if _other_loss(mine, theirs)]
     if other:
         return (f"Not paired: the first weights are not the baseline's with {seeds_text(other)}.",)
     if not apart:
@@ -93,13 +93,18 @@ def _other_weights(record: RunRecord, other: RunRecord) -> bool:
 def _shape(config: Mapping[str, Any]) -> tuple[Any, ...]:
     """What the first weights depend on, beside the seed."""
     model = {key: value for key, value in config["model"].items() if key != "dropout"}
-    return model, config["data"]["tokenizer"]
+    return model, config["data"]["tokenizer"], _task(config)
 
 
-def _other_loss(record: RunRecord, other: RunRecord, metric: Metric) -> bool:
+def _task(config: Mapping[str, Any]) -> Any:
+    """The task; records that are older than tasks are of language models."""
+    return config.get("task", {"name": "language-modelling"})
+
+
+def _other_loss(record: RunRecord, other: RunRecord) -> bool:
     if _beginning(record.start.config) != _beginning(other.start.config):
         return False
-    mine, theirs = _first(record, metric), _first(other, metric)
+    mine, theirs = _first(record), _first(other)
     if mine is None or theirs is None:
         return False
     return abs(mine - theirs) > SAME_START * theirs
@@ -237,12 +242,15 @@ def _beginning(config: Mapping[str, Any]) -> tuple[Any, ...]:
     model = {key: value for key, value in config["model"].items() if key not in without}
     variant = config["attention"]["variant"]
     precision = config["training"]["precision"]
-    return model, config["data"], config["evaluation"], variant, precision
+    return model, config["data"], config["evaluation"], variant, precision, _task(config)
 
 
-def _first(record: RunRecord, metric: Metric) -> float | None:
+def _first(record: RunRecord) -> float | None:
+    """The loss before the first step, whatever the experiment decides by; of a text per byte."""
     found = [each for each in record.evaluations if each.step == 0]
-    return metric_of(found[0], metric) if found else None
+    if not found:
+        return None
+    return found[0].loss if found[0].bits_per_byte is None else found[0].bits_per_byte
 
 
 def _texts(experiment: Experiment, finals: Finals) -> list[str]:
@@ -284,12 +292,15 @@ def _target(experiment: Experiment, records: Sequence[RunRecord]) -> list[str]:
         if (value := metric_of(each, experiment.metric)) is not None
     ]
     over = records and all(record.done for record in records)
-    if not over or not values or min(values) <= experiment.target:
+    if not over or not values:
+        return []
+    best = min(values, key=lambda value: rank(experiment.metric, value))
+    if reached(experiment.metric, best, experiment.target):
         return []
     unit = UNITS[experiment.metric]
     return [
-        f"No run reached the target of {experiment.target:g} {unit}; the lowest evaluation was "
-        f"{min(values):.4g}. Every arm is censored."
+        f"No run reached the target of {experiment.target:g} {unit}; the best evaluation was "
+        f"{best:.4g}. Every arm is censored."
     ]
 
 

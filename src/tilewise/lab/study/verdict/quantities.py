@@ -5,7 +5,7 @@ Every definition is in ``docs/metrics.md``. None stands for what is not known or
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = [
     "ArmMeasures",
@@ -111,7 +111,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class TargetResult:
-    """What it took to reach the target, at the first evaluation that was at or below it.
+    """What it took to reach the target, at the first evaluation that was there, or better.
 
     Args:
         target: in the experiment's metric.
@@ -146,6 +146,7 @@ class ArmMeasures:
     Args:
         loss: held-out nats per token after the last step.
         bits_per_byte, perplexity, word_perplexity: other forms of it.
+        metrics: what evaluations of other tasks have, by name (``lab/study/metrics.py``).
         tokens_per_s, tokens_per_cpu_s: throughput of optimizer steps, warm-up left out.
         mfu_full, mfu_causal: model FLOPs utilisation with c = 12 and c = 6, as a share of 1.
         step_s: median wall seconds of a step.
@@ -167,6 +168,7 @@ class ArmMeasures:
     bits_per_byte: Summary | None = None
     perplexity: Summary | None = None
     word_perplexity: Summary | None = None
+    metrics: dict[str, Summary] = field(default_factory=dict)
     tokens_per_s: Summary | None = None
     tokens_per_cpu_s: Summary | None = None
     mfu_full: Summary | None = None

@@ -1,7 +1,7 @@
 """What a judged study is: values only, made by ``judge`` from records and shown by the reports.
 
-Effects are differences of the experiment's metric on the held-out text after the last step, arm
-less baseline: below zero is better, as both metrics (nats per token, bits per byte) are losses.
+Effects are differences of the experiment's metric on the held-out data after the last step, arm
+less baseline: below zero is better of a loss, above zero of what is to be high (``metrics.py``).
 Every definition is in ``docs/metrics.md``. None stands for what is not known or is withheld.
 """
 
@@ -306,7 +306,7 @@ class ExperimentVerdict:
 
     experiment: str
     question: str
-    metric: Literal["loss", "bits_per_byte"]
+    metric: str
     smallest_effect: float
     confidence: float
     baseline: Baseline

@@ -6,9 +6,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from tilewise.lab.study.config import Experiment
+from tilewise.lab.study.metrics import rank
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.tuning import Rung, rungs_of, tuning_tokens
-from tilewise.lab.study.verdict.measures import Metric, final_metric, status
+from tilewise.lab.study.verdict.measures import final_metric, status
 from tilewise.lab.study.verdict.quantities import Interval
 from tilewise.lab.study.verdict.result import Candidate, RungResult, SweepResult
 
@@ -38,7 +39,7 @@ def _result(experiment: Experiment, arm: str, records: Records) -> SweepResult:
     last = {each.value: each for rung in rungs for each in rung.candidates}
     candidates = tuple(last[value] for value in sorted(last))
     over = known[-1].over(records)
-    chosen = _chosen(rungs) if over else None
+    chosen = _chosen(rungs, experiment.metric) if over else None
     alive = [each.value for each in candidates if each.status == "done"]
     ends = (candidates[0].value, candidates[-1].value)
     at_edge = chosen in ends and len(candidates) > 1
@@ -55,12 +56,12 @@ def _result(experiment: Experiment, arm: str, records: Records) -> SweepResult:
     )
 
 
-def _chosen(rungs: Sequence[RungResult]) -> float | None:
+def _chosen(rungs: Sequence[RungResult], metric: str) -> float | None:
     """The best of the longest rung that has any candidate which diverged in no rung."""
     lost = {each.value for rung in rungs for each in rung.candidates if each.status == "diverged"}
     for rung in reversed(rungs):
         ranked = sorted(
-            (each.metric, each.value)
+            (rank(metric, each.metric), each.value)
             for each in rung.candidates
             if each.metric is not None and each.value not in lost
         )
@@ -69,7 +70,7 @@ def _chosen(rungs: Sequence[RungResult]) -> float | None:
     return None
 
 
-def _rung(rung: Rung, records: Records, metric: Metric) -> RungResult:
+def _rung(rung: Rung, records: Records, metric: str) -> RungResult:
     found = {
         value: [records.get(run.name, RunRecord()) for run in runs]
         for value, runs in rung.runs.items()
@@ -78,7 +79,7 @@ def _rung(rung: Rung, records: Records, metric: Metric) -> RungResult:
     return RungResult(rung.steps, candidates)
 
 
-def _candidate(value: float, runs: Sequence[RunRecord], metric: Metric) -> Candidate:
+def _candidate(value: float, runs: Sequence[RunRecord], metric: str) -> Candidate:
     states = {status(each, metric) for each in runs}
     if "diverged" in states:
         return Candidate(value, "diverged", None)

@@ -1,4 +1,4 @@
-"""What it took to reach the target: tokens and time to the first evaluation at or below it."""
+"""What it took to reach the target: tokens and time to the first evaluation there."""
 
 from __future__ import annotations
 

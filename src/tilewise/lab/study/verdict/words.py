@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from tilewise.lab.study.metrics import METRICS
 from tilewise.lab.study.verdict.quantities import Interval
 
 __all__ = ["UNITS", "effect_text", "interval_text", "layers_text", "listing", "p_text"]
 __all__ += ["seeds_text"]
 
-UNITS = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
+UNITS = {name: metric.unit for name, metric in METRICS.items()}
 
 
 def effect_text(value: float, smallest: float) -> str:

@@ -1,0 +1,70 @@
+"""Every metric that a held-out evaluation can have: its name, its unit, and which way is better.
+
+A task says which of them its evaluations have (``tasks/task.py``); an experiment decides by one.
+Formulas and sources: ``docs/metrics.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["METRICS", "Metric", "ahead", "rank", "reached", "value_in"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number that says how good the weights of a run are.
+
+    Args:
+        name: as configs and records have it.
+        unit: behind a number, in a sentence.
+        higher_is_better: False for a loss.
+        replaces_loss: it is the evaluation's own ``loss``, which is then no loss per token.
+    """
+
+    name: str
+    unit: str
+    higher_is_better: bool = False
+    replaces_loss: bool = False
+
+
+METRICS: Mapping[str, Metric] = {
+    each.name: each
+    for each in (
+        Metric("loss", "nats per token"),
+        Metric("bits_per_byte", "bits per byte"),
+        Metric("cross_entropy", "nats per example", replaces_loss=True),
+        Metric("squared_error", "squared error", replaces_loss=True),
+        Metric("accuracy", "accuracy", True),
+        Metric("accuracy_mismatched", "accuracy on mismatched genres", True),
+        Metric("f1", "F1", True),
+        Metric("f1_accuracy", "mean of F1 and accuracy", True),
+        Metric("matthews", "Matthews correlation", True),
+        Metric("pearson", "Pearson correlation", True),
+        Metric("spearman", "Spearman correlation", True),
+        Metric("pearson_spearman", "mean of Pearson and Spearman correlation", True),
+    )
+}
+
+
+def ahead(metric: str, effect: float) -> bool:
+    """Whether a difference of that metric is one to the better."""
+    return effect > 0 if METRICS[metric].higher_is_better else effect < 0
+
+
+def rank(metric: str, value: float) -> float:
+    """What sorts values of a metric, the best first."""
+    return -value if METRICS[metric].higher_is_better else value
+
+
+def reached(metric: str, value: float, target: float) -> bool:
+    """Whether a value is at the target, or better."""
+    return rank(metric, value) <= rank(metric, target)
+
+
+def value_in(evaluation: Mapping[str, Any], metric: str) -> float | None:
+    """The metric in an evaluation's fields; None where it was not finite, or is not there."""
+    own: float | None = evaluation.get(metric)
+    return own if metric in evaluation else (evaluation.get("metrics") or {}).get(metric)

@@ -1,0 +1,112 @@
+"""Language modelling: predict the next token of a text. The first task, and the standard one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from tilewise.lab.models.gpt2 import GPT2
+from tilewise.lab.study.config import RunConfig, Training
+from tilewise.lab.study.data import order
+from tilewise.lab.study.data.evaluate import evaluate, word_perplexity
+from tilewise.lab.study.data.tokenizers import tokenizer
+from tilewise.lab.study.data.tokens import Tokens, prepare
+from tilewise.lab.study.records import Sample
+from tilewise.lab.study.tasks.task import AbstractTask, Batch, Examination, Held
+from tilewise.lab.study.train.families import gpt2_of
+from tilewise.lab.study.train.objective import losses
+from tilewise.lab.study.train.sampler import PROMPT_TOKENS, printable, sample
+
+__all__ = ["LanguageModelling"]
+
+
+class _Batches:
+    """Windows of the training text: ``data/order.py``."""
+
+    def __init__(self, config: RunConfig, data: Tokens, seed: int) -> None:
+        training = config.training
+        self._windows = order.Batches(
+            data, config.model.context, training.batch, training.accumulation, seed
+        )
+
+    def at(self, step: int) -> list[Batch]:
+        return [
+            Batch((inputs,), targets, targets.numel(), targets.numel())
+            for inputs, targets in self._windows.at(step)
+        ]
+
+
+class _Examination(Examination):
+    """Windows of the held-out text, all of it at the end where the config has a stride."""
+
+    def __init__(self, config: RunConfig, data: Tokens) -> None:
+        evaluation, context = config.evaluation, config.model.context
+        self._config, self._data = config, data
+        self._windows = order.evaluation_windows(data.held_out, context, evaluation.windows)
+        self._whole = self._windows
+        if evaluation.final_stride:
+            self._whole = order.strided(data.held_out, context, evaluation.final_stride)
+
+    def held_out(self, model: nn.Module, whole: bool, autocast: torch.dtype | None) -> Held:
+        """The loss, also per byte and, of WikiText, per original word."""
+        score = evaluate(model, self._whole if whole else self._windows, self._data, autocast)
+        return Held(score.loss, score.bits_per_byte, word_perplexity(score, self._data))
+
+    def sample(
+        self, model: nn.Module, count: int, seed: int, autocast: torch.dtype | None
+    ) -> Sample:
+        """How the model goes on with the held-out text; arms draw the same random numbers."""
+        assert isinstance(model, GPT2)
+        decode = tokenizer(self._config.data.tokenizer).decode
+        prompt = self._data.held_out[: min(PROMPT_TOKENS, self._config.model.context)].tolist()
+        written = sample(model, prompt, count, seed, autocast)
+        return Sample(printable(decode(prompt)), printable(decode(written)))
+
+
+class LanguageModelling(AbstractTask):
+    """The next token of a text, with a GPT-2; see ``AbstractTask``."""
+
+    families = ("gpt2",)
+    tokenizers = ("bytes", "gpt2")
+    metrics = ("bits_per_byte", "loss")
+    writes = True
+    learns_text = True
+    causal = True
+    unit = "token"
+
+    def prepare(self, config: RunConfig, cache: Path) -> Tokens:
+        """The tokens of the text."""
+        return prepare(config.data, cache)
+
+    def batches(self, config: RunConfig, data: Tokens, seed: int) -> _Batches:
+        """Windows of the training text."""
+        return _Batches(config, data, seed)
+
+    def model(self, config: RunConfig, data: Tokens, seed: int, device: torch.device) -> GPT2:
+        """A GPT-2 with its tied head."""
+        return gpt2_of(config, data.vocabulary, seed, device)
+
+    def losses(self, output: Tensor, targets: Tensor, training: Training) -> tuple[Tensor, Tensor]:
+        """Cross-entropy of the next token."""
+        return losses(
+            output, targets, label_smoothing=training.label_smoothing, z_loss=training.z_loss
+        )
+
+    def examination(self, config: RunConfig, data: Tokens) -> _Examination:
+        """Windows of the held-out text."""
+        return _Examination(config, data)
+
+    def looked_up(self, model: nn.Module) -> int:
+        """The positions: the token embedding is the head, where it is multiplied."""
+        assert isinstance(model, GPT2)
+        return 0 if model.positions is None else model.positions.weight.numel()
+
+    def evaluated(self, config: RunConfig, data: Tokens, whole: bool) -> int:
+        """Windows, those of the final stride after the last step."""
+        evaluation = config.evaluation
+        if whole and evaluation.final_stride:
+            return math.ceil(len(data.held_out) / evaluation.final_stride)
+        return evaluation.windows

@@ -90,7 +90,7 @@ def charts_of(verdict: ExperimentVerdict, lines: Lines, slug: str) -> Iterator[C
         loss_chart(lines.tokens, "tokens", metric, f"{slug}-tokens"),
         difference_chart(lines.gaps, verdict.smallest_effect, metric, base, f"{slug}-difference"),
         time,
-        effects_chart(verdict.effects, UNITS[metric], f"{slug}-effects"),
+        effects_chart(verdict.effects, metric, f"{slug}-effects"),
         _memory(verdict, f"{slug}-memory"),
         *_targets(verdict, slug),
         sweep_chart(verdict.sweeps, UNITS[metric], f"{slug}-sweep"),

@@ -40,7 +40,7 @@ def target_result(
 
     def compared(value: Callable[[Reach], float]) -> Ratio | None:
         pairs = []
-        for seed in experiment.seeds:
+        for seed in finals:
             ours, other = mine.get(seed), theirs.get(seed)
             if ours is None or other is None:
                 return None

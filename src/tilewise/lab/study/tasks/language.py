@@ -81,6 +81,7 @@ class LanguageModelling(AbstractTask):
     metrics = ("bits_per_byte", "loss")
     writes = True
     learns_text = True
+    packs = True
     causal = True
     unit = "token"
 

@@ -133,6 +133,7 @@ class AbstractTask(ABC):
     writes: ClassVar[bool] = False  # whether its models can go on with a text
     unit: ClassVar[str] = "example"  # what a batch is counted in, in words
     learns_text: ClassVar[bool] = False  # data is one text: windows, strides, shares held out
+    packs: ClassVar[bool] = False  # it knows of documents and of rows that grow (data/packing.py)
     causal: ClassVar[bool] = False  # whether c = 6 means something (``train/flops.py``)
 
     @property
@@ -157,6 +158,7 @@ class AbstractTask(ABC):
         if config.model.checkpoint and not self.fine_tunes:
             came = repr(config.model.checkpoint)
             raise InvalidArgument("model.checkpoint", came, f"none: {task} begins from scratch")
+        self._check_factors(config)
         evaluation = config.evaluation
         if evaluation.sample_tokens and not self.writes:
             came = str(evaluation.sample_tokens)
@@ -168,6 +170,26 @@ class AbstractTask(ABC):
             came = f"{config.budget.tokens} tokens"
             required = f"budget.steps: sequences of task {task} differ in length"
             raise InvalidArgument("budget", came, required)
+
+    def _check_factors(self, config: RunConfig) -> None:
+        """Nothing that a task or a model does not know is set without an effect."""
+        rows = {
+            "data.packing": (config.data.packing, "stream"),
+            "evaluation.documents": (config.evaluation.documents, False),
+            "training.length_warmup.steps": (config.training.length_warmup.steps, 0),
+        }
+        model = config.model
+        shape = {
+            "model.kv_heads": (model.kv_heads, None),
+            "model.positions": (model.positions, "learned"),
+            "model.norm": (model.norm, "layer"),
+            "model.qk_norm": (model.qk_norm, False),
+        }
+        asked = {**({} if self.packs else rows), **({} if model.family == "gpt2" else shape)}
+        for path, (came, standard) in asked.items():
+            if came != standard:
+                who = f"task {config.task.name}" if path in rows else f"family {model.family}"
+                raise InvalidArgument(path, repr(came), f"{standard!r} for {who}")
 
     @abstractmethod
     def prepare(self, config: RunConfig, cache: Path) -> Any:

@@ -126,6 +126,8 @@ def held_out_note(experiment: Experiment, arm: Arm) -> tuple[str, ...]:
         what = "of another held-out text"
     elif experiment.metric == "loss" and mine.data.tokenizer != theirs.data.tokenizer:
         what = "per token of another tokenizer"
+    elif mine.evaluation.documents != theirs.evaluation.documents:
+        what = "of the held-out text read otherwise (evaluation.documents)"
     elif _scored(mine) != _scored(theirs):
         what = "of other windows of the held-out text"
     else:
@@ -134,16 +136,10 @@ def held_out_note(experiment: Experiment, arm: Arm) -> tuple[str, ...]:
 
 
 def _scored(config: RunConfig) -> tuple[int | str, ...]:
-    """Which tokens the final evaluation scores, and whether their documents are apart."""
-    evaluation = config.evaluation
-    if evaluation.final_stride:
-        return (evaluation.documents,)
-    return (
-        evaluation.documents,
-        evaluation.windows,
-        config.model.context,
-        config.data.tokenizer,
-    )
+    """Which tokens the final evaluation scores; nothing for all of them."""
+    if config.evaluation.final_stride:
+        return ()
+    return config.evaluation.windows, config.model.context, config.data.tokenizer
 
 
 def drift_note(experiment: Experiment, arm: Arm, finals: Finals) -> tuple[str, ...]:

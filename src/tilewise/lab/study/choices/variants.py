@@ -1,4 +1,7 @@
-"""Variants of attention: who attends to whom, and how scores are changed. All are causal."""
+"""Variants of attention: who attends to whom, and how scores are changed.
+
+All but ``full`` are causal.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from tilewise.lab.study.choices.registry import Positive, find, register
 if TYPE_CHECKING:  # config imports this module, through the registry
     from tilewise.lab.study.config import Variant
 
-__all__ = ["Heads", "Variation", "alibi", "build", "causal", "softcap", "window"]
+__all__ = ["Heads", "Variation", "alibi", "build", "causal", "full", "softcap", "window"]
 
 
 class Heads(NamedTuple):
@@ -52,6 +55,12 @@ def build(variant: Variant, heads: int, device: torch.device) -> Variation:
 def causal(heads: Heads) -> Variation:
     """Every token sees itself and all before it."""
     return Variation(masks.causal(), None)
+
+
+@register("variant")
+def full(heads: Heads) -> Variation:
+    """Every token sees every token of its sequence, as in an encoder."""
+    return Variation(masks.window(None, None), None)
 
 
 @register("variant")

@@ -18,7 +18,7 @@ from torch import Tensor
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study.data.tokens import Tokens
 
-__all__ = ["Batches", "Part", "Windows", "evaluation_windows", "strided"]
+__all__ = ["Batches", "Part", "Windows", "draws", "evaluation_windows", "shuffled", "strided"]
 
 _MASK = (1 << 64) - 1
 
@@ -79,10 +79,32 @@ class Batches:
         return offset + int(order[index]) * self.context
 
     def _draw_order(self, epoch: int) -> tuple[int, NDArray[np.int64]]:
-        key = _mixed(np.array([self.seed & _MASK], np.uint64), _mixed_int(epoch))[0]
-        keys = _mixed(np.arange(self.windows + 1, dtype=np.uint64), int(key))
+        keys = draws(self.windows + 1, self.seed, epoch)
         offset = int(keys[-1] % np.uint64(self._offsets))
         return offset, np.argsort(keys[:-1], kind="stable")
+
+
+def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The numbers below ``count`` in the order of an epoch.
+
+    Args:
+        count: of examples.
+        seed: of the order.
+        epoch: every one has an order of its own.
+    """
+    return np.argsort(draws(count, seed, epoch), kind="stable")
+
+
+def draws(count: int, seed: int, epoch: int) -> NDArray[np.uint64]:
+    """Random numbers, 64 bits each.
+
+    Args:
+        count: how many.
+        seed: of the run.
+        epoch: which of its sets of numbers.
+    """
+    key = _mixed(np.array([seed & _MASK], np.uint64), _mixed_int(epoch))[0]
+    return _mixed(np.arange(count, dtype=np.uint64), int(key))
 
 
 def _mixed(values: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:

@@ -155,6 +155,13 @@ class AbstractTask(ABC):
         if config.model.checkpoint and not self.fine_tunes:
             came = repr(config.model.checkpoint)
             raise InvalidArgument("model.checkpoint", came, f"none: {task} begins from scratch")
+        if config.model.family == "gpt2" and config.model.feed_forward is not None:
+            came, required = str(config.model.feed_forward), "none: it is that of a BERT"
+            raise InvalidArgument("model.feed_forward", came, required)
+        if config.model.family == "bert" and config.attention.variant.name != "full":
+            came = config.attention.variant.name
+            required = "full: an encoder's tokens see all of their sequence"
+            raise InvalidArgument("attention.variant", came, required)
         evaluation = config.evaluation
         if evaluation.sample_tokens and not self.writes:
             came = str(evaluation.sample_tokens)

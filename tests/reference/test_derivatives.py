@@ -86,6 +86,7 @@ for call in (tangent, second):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
 def test_memory_is_linear() -> None:
     """A byte for each pair, a quarter of one float32 matrix, is never reached."""

@@ -9,15 +9,15 @@ Dimensions: B batch, Hq query heads, Hk key/value heads, M queries, N keys, D he
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from tilewise.errors import InvalidArgument, InvalidType
-from tilewise.functional import MaskLike, ScoreLike
+from tilewise.functional import MaskLike, ScoreLike, SoftmaxStats
 from tilewise.nn.caches import Cache, Past
-from tilewise.nn.implementations import Ask, Implementation, implementation_of
+from tilewise.nn.implementations import Ask, Implementation, implementation_of, with_statistics
 from tilewise.nn.rotation import Rotary, longest, rotary
 from tilewise.variants.values import Mask, Score, as_mask, as_score
 
@@ -49,6 +49,10 @@ class Attention(nn.Module):
             ``"tilewise"`` is not the one that torch draws for the other two.
         implementation: ``"tilewise"``, ``"sdpa"`` or ``"plain"``; the attribute of that name may
             be changed at any time, the parameters are the same.
+
+    Attributes:
+        on_statistics: None, or called with the ``SoftmaxStats`` of every forward pass (without a
+            cache), which come from the kernel's same pass; of ``"tilewise"`` only.
 
     Raises:
         InvalidArgument, InvalidType: numbers that do not fit together, an unknown implementation.
@@ -93,6 +97,7 @@ class Attention(nn.Module):
         self.scale = 1.0 / math.sqrt(self.head_dim) if scale is None else float(scale)
         self.dropout_p = dropout_p
         self.implementation: Implementation = implementation
+        self.on_statistics: Callable[[SoftmaxStats], None] | None = None
         inner, inner_kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         source = width if context_width is None else _positive("context_width", context_width)
         self.context_width = source
@@ -144,7 +149,7 @@ class Attention(nn.Module):
             InvalidArgument: shapes that do not fit, positions that are missing, or what does not
                 go with a cache.
             Unsupported: ``"sdpa"`` was asked for softcap or sinks, which it cannot say; pages were
-                given to another implementation than ``"tilewise"``.
+                given, or statistics asked of, another implementation than ``"tilewise"``.
         """
         _check_input("x", x, self.width)
         if context is not None:
@@ -176,6 +181,9 @@ class Attention(nn.Module):
         )
         if past is not None:
             out = past.attend(q, k, v, ask, self.implementation)
+        elif self.on_statistics is not None:
+            out, stats = with_statistics(q, k, v, ask, self.implementation)
+            self.on_statistics(stats)
         else:
             out = implementation_of(self.implementation)(q, k, v, ask)
         merged: Tensor = self.output(out.transpose(1, 2).flatten(2))

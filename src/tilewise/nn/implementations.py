@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
 from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.functional import attention
+from tilewise.functional import AttentionResult, SoftmaxStats, attention
 from tilewise.reference.blocks import Block
 from tilewise.reference.programs import apply_score, visible
 from tilewise.variants.lower import Extent, lower_mask, lower_score, statistics_dtype
 from tilewise.variants.masks import causal
 from tilewise.variants.values import Mask, Score
 
-__all__ = ["Ask", "Implementation", "implementation_of", "with_weights"]
+__all__ = ["Ask", "Implementation", "implementation_of", "with_statistics", "with_weights"]
 
 Implementation = Literal["plain", "sdpa", "tilewise"]
 
@@ -80,6 +80,23 @@ def _sdpa_mask(q: Tensor, k: Tensor, ask: Ask) -> Tensor | None:
 def _plain(q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> Tensor:
     """softmax(mask(score(scale q k^T))) v, written out. Rows that see no key give 0."""
     return _written_out(q, k, v, ask)[0]
+
+
+def with_statistics(
+    q: Tensor, k: Tensor, v: Tensor, ask: Ask, name: Implementation
+) -> tuple[Tensor, SoftmaxStats]:
+    """The output of an implementation, and what the softmax of each row looked like.
+
+    Raises:
+        Unsupported: an implementation other than ``"tilewise"``, whose kernels say nothing of it.
+    """
+    if name != "tilewise":
+        fix = "use implementation='tilewise', or set on_statistics to None"
+        raise Unsupported(f"statistics of implementation {name!r}", fix=fix)
+    found = attention(q, k, v, **ask._asdict(), return_stats=True)
+    assert isinstance(found, AttentionResult)
+    assert found.stats is not None
+    return found.out, found.stats
 
 
 def with_weights(q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:

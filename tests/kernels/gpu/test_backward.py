@@ -222,6 +222,11 @@ def _hashed(d: Drawn) -> Any:
     return lambda s, b, h, m, n: s + table[(m * n) % 5, (m + n) % 3]
 
 
+def _scattered(d: Drawn) -> Any:
+    table = d.learned("table", 11, 13)
+    return lambda s, b, h, m, n: s + table[(m * n) % 11, (m + n) % 13]
+
+
 def _of_rows(d: Drawn) -> Any:
     table = d.learned("table", 6)
     return lambda s, b, h, m, n: s * table[m // 4]
@@ -267,6 +272,7 @@ FORMS: dict[str, Any] = {
     "relative": _relative,
     "clipped": _clipped,
     "hashed": _hashed,
+    "scattered": _scattered,
     "rows": _of_rows,
     "columns": _of_columns,
     "twice": _twice,
@@ -309,7 +315,9 @@ def test_loads_of_every_form(name: str) -> None:
     _check_call(Variant(name, mask, FORMS[name]))
 
 
-@pytest.mark.parametrize("name", ["relative", "hashed", "rows", "columns", "exchanged"])
+@pytest.mark.parametrize(
+    "name", ["relative", "hashed", "scattered", "rows", "columns", "exchanged"]
+)
 def test_loads_of_every_form_in_parts(name: str) -> None:
     """Diagonals, pairs, lines either way, and a tile of the tensor."""
     _check_call(Variant(name, some_masks.causal, FORMS[name]), parts=PARTS)
@@ -364,6 +372,7 @@ def test_forms() -> None:
         "relative": ["diagonals"],
         "clipped": ["diagonals"],
         "hashed": ["pairs"],
+        "scattered": ["pairs"],
         "rows": ["rows"],
         "columns": ["columns"],
         "twice": ["rows", "columns"],
@@ -516,7 +525,7 @@ def _asked(call: Call) -> tuple[Problem, Operands]:
     return problem, operands._replace(q=q, k=k, v=v, score_tensors=loaded)
 
 
-@pytest.mark.parametrize("name", ["hashed", "rows", "columns", "buckets"])
+@pytest.mark.parametrize("name", ["hashed", "scattered", "rows", "columns", "buckets"])
 def test_tables_and_loads_of_every_form(name: str) -> None:
     """Walks that gather shares visit the tiles that a table lists, and the sums are the same."""
     call = Call(Variant(name, some_masks.documents, FORMS[name]), torch.float32, SIZES)
@@ -531,11 +540,10 @@ def test_tables_and_loads_of_every_form(name: str) -> None:
     )
     result = forward(problem, operands, BLOCKS[0])
     _, todo = launches(problem, operands, result, upstream, BLOCKS[0])
-    walks = [
-        each for each in todo if each.kernel.__name__ in ("line_kernel", "spread_pairs_kernel")
-    ]
+    names = ("line_kernel", "spread_pairs_kernel", "table_kernel")
+    walks = [each for each in todo if each.kernel.__name__ in names]
     assert all("order" in each.arguments for each in walks)
-    assert len(walks) == {"hashed": 2, "buckets": 0}.get(name, 1)
+    assert len(walks) == {"scattered": 2, "buckets": 0}.get(name, 1)
 
 
 def test_upstream_of_any_strides() -> None:
@@ -558,9 +566,10 @@ def test_upstream_of_any_strides() -> None:
         assert_same_bits(getattr(got, name), getattr(expected, name), name)
 
 
-def test_same_bits_in_every_run() -> None:
+@pytest.mark.parametrize("name", ["hashed", "scattered"])
+def test_same_bits_in_every_run(name: str) -> None:
     """The guard shuffles the programs of each run; sums that are atomic are of integers."""
-    call = Call(Variant("hashed", some_masks.causal, _hashed), torch.float32, SIZES)
+    call = Call(Variant(name, some_masks.causal, FORMS[name]), torch.float32, SIZES)
     problem, operands = call.asked()
     operands = operands._replace(score_tensors=tuple(x.detach() for x in operands.score_tensors))
     upstream = Upstream(call.grad_out, call.grad_lse)
@@ -573,16 +582,23 @@ def test_same_bits_in_every_run() -> None:
     assert_same_bits(first.score_tensors[0], second.score_tensors[0], "table")
 
 
-def test_a_share_that_is_not_finite() -> None:
-    """It makes a gradient that is summed as integers NaN, and not some number."""
-    call = Call(Variant("hashed", None, _hashed), torch.float32, SIZES)
+@pytest.mark.parametrize("name", ["hashed", "scattered"])
+def test_a_share_that_is_not_finite(name: str) -> None:
+    """It makes the elements NaN that the row loads; where integers are summed, all of them."""
+    call = Call(Variant(name, None, FORMS[name]), torch.float32, SIZES)
     problem, operands = call.asked()
     operands = operands._replace(score_tensors=tuple(x.detach() for x in operands.score_tensors))
     call.grad_out[0, 0, 3, 1] = NAN
     with torch.no_grad():
         grads = backward(problem, operands, Upstream(call.grad_out), BLOCKS[0])
-    assert grads.score_tensors[0] is not None
-    assert bool(grads.score_tensors[0].isnan().all())
+    found = grads.score_tensors[0]
+    assert found is not None
+    expected = torch.ones(found.shape, dtype=torch.bool)
+    if name == "hashed":  # row 3 loads [3 * n % 5, (3 + n) % 3] of columns n
+        n = torch.arange(SIZES.keys)
+        expected = torch.zeros(found.shape, dtype=torch.bool)
+        expected[3 * n % 5, (3 + n) % 3] = True
+    assert torch.equal(found.isnan(), expected)
 
 
 def test_launches_without_values() -> None:

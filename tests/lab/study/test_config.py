@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -30,7 +31,7 @@ from tilewise.lab.study.config import (
     config_hash,
     parse,
 )
-from tilewise.lab.study.values import as_invalid_argument
+from tilewise.lab.study.values import Frozen, added, as_invalid_argument
 
 LION = Arm(name="lion", changes={"optimizer.name": "lion", "optimizer.lr": 0.001})
 
@@ -105,9 +106,41 @@ def test_the_hash_is_of_the_values_and_not_of_how_they_were_written() -> None:
     assert len(config_hash(whole)) == 12
 
 
+def test_hashes_are_those_of_earlier_versions() -> None:
+    """Fields that came later count only where they are changed: studies find their folders."""
+    assert config_hash(RunConfig()) == "7f1e061bc3b5"
+    assert config_hash(study()) == "3541d93e5d78"
+    assert plain(RunConfig())["model"]["positions"] == "learned"  # files say it all the same
+
+
+def test_what_is_added_counts_where_it_is_changed() -> None:
+    class Part(Frozen):
+        old: int = 1
+        new: int = added(2, ge=1)
+
+    class Whole(Frozen):
+        part: Part = Part()
+        parts: tuple[Part, ...] = (Part(), Part(old=3))
+
+    def written(values: dict[str, Any]) -> str:
+        text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    before = {"part": {"old": 1}, "parts": [{"old": 1}, {"old": 3}]}
+    assert config_hash(Whole()) == written(before)
+    changed = Whole(part=Part(new=4), parts=(Part(), Part(old=3, new=2)))
+    assert config_hash(changed) == written({**before, "part": {"old": 1, "new": 4}})
+    with pytest.raises(ValidationError):
+        Part(new=0)
+
+
 CHANGES: dict[str, Any] = {
     "model.width": 64,
     "model.dropout.attention": 0.1,
+    "model.positions": "rotary",
+    "model.kv_heads": 2,
+    "model.norm": "rms",
+    "model.qk_norm": True,
     "data.source": "wikitext-2",
     "attention.implementation": "plain",
     "attention.variant": {"name": "window", "size": 16},
@@ -118,6 +151,11 @@ CHANGES: dict[str, Any] = {
     "training.compile": True,
     "budget.tokens": 1000,
     "evaluation.final_stride": 32,
+    "evaluation.documents": True,
+    "evaluation.attention_windows": 0,
+    "data.packing": "padded",
+    "training.length_warmup.start": 64,
+    "training.length_warmup.steps": 10,
 }
 
 
@@ -128,6 +166,27 @@ def test_what_no_run_could_do_is_refused_at_once() -> None:
     with pytest.raises(InvalidArgument, match=r"attention.variant: got softcap.*to tilewise"):
         change(RunConfig(), changes)
     change(RunConfig(), {**changes, "attention.implementation": "plain"})
+    with pytest.raises(InvalidArgument, match=r"model.kv_heads: got 3.*a divisor of heads=4"):
+        change(RunConfig(), {"model.kv_heads": 3})
+    rotary = {"model.positions": "rotary", "model.heads": 4, "model.width": 12}
+    with pytest.raises(InvalidArgument, match=r"model.positions: got rotary.*even head width"):
+        change(RunConfig(), rotary)
+
+
+def test_lengths_grow_evenly_to_the_context() -> None:
+    warm = {"training.length_warmup": {"start": 32, "steps": 7}, "budget.steps": 20}
+    config = change(RunConfig(), warm)
+    # 32 + 32 k, rounded down to a divisor of 256.
+    expected = [32, 64, 64, 128, 128, 128, 128, *[256] * 13]
+    assert [config.length_at(step) for step in range(20)] == expected
+    assert config.lengths == {32: 1, 64: 2, 128: 4, 256: 13}
+    assert RunConfig().lengths == {256: 300}
+    assert change(config, {"budget.steps": 2}).lengths == {32: 1, 64: 1}
+    other = change(config, {"model.context": 96, "training.length_warmup.start": 12})
+    assert other.lengths == {12: 1, 24: 1, 32: 1, 48: 4, 96: 13}
+    assert (config.steps, config.tokens_per_step) == (20, RunConfig().tokens_per_step)
+    with pytest.raises(InvalidArgument, match=r"length_warmup.start: got 24.*context=256"):
+        change(config, {"training.length_warmup.start": 24})
 
 
 def test_every_change_changes_the_hash() -> None:

@@ -28,6 +28,14 @@ CASES: list[dict[str, Any]] = [
     {"attention.implementation": "tilewise", "model.dropout.attention": 0.1},
     {"model.dropout.residual": 0.1, "model.dropout.embedding": 0.1},
 ]
+FACTORS: list[dict[str, Any]] = [
+    {"model.positions": "rotary"},
+    {"model.positions": "none"},
+    {"model.kv_heads": 1},
+    {"model.norm": "rms"},
+    {"model.qk_norm": True},
+    {"model.positions": "rotary", "model.kv_heads": 2, "model.norm": "rms", "model.qk_norm": True},
+]
 
 
 def large(**changes: Any) -> RunConfig:
@@ -65,8 +73,26 @@ def test_the_estimate_is_near_what_is_kept(changes: dict[str, Any]) -> None:
     assert 0.8 < expected / measured < 1.25
 
 
-def test_parameters_are_counted() -> None:
-    config = large()
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("implementation", ["plain", "sdpa", "tilewise"])
+@pytest.mark.parametrize("changes", FACTORS, ids=str)
+def test_the_estimate_follows_the_factors(
+    changes: dict[str, Any], implementation: str, precision: str
+) -> None:
+    common = {"attention.implementation": implementation, "training.precision": precision}
+    standard = large(**{"model.heads": 4, **common})
+    factor = large(**{"model.heads": 4, **common, **changes})
+
+    def kept(config: RunConfig) -> int:
+        found = need(config)
+        return found.activations + found.matrix
+
+    assert 0.9 < kept(factor) / kept_bytes(factor) * kept_bytes(standard) / kept(standard) < 1.1
+
+
+@pytest.mark.parametrize("changes", [{}, *FACTORS], ids=str)
+def test_parameters_are_counted(changes: dict[str, Any]) -> None:
+    config = large(**{"model.heads": 4, **changes})
     model = gpt2_of(config, 256, 0, torch.device("cpu"))
     assert 4 * parameters(config) == weights_bytes(model)
 

@@ -68,6 +68,17 @@ def test_a_study_of_an_older_version_can_be_read(tmp_path: Path) -> None:
     assert store.read_study(tmp_path).study == STORED.study
 
 
+def test_a_study_that_says_what_was_added_is_read_back(tmp_path: Path) -> None:
+    study = change(STORED.study, {"question": "Another?"})
+    first = study.experiments[0]
+    rotary = change(first.baseline, {"model.positions": "rotary"})
+    study = study.model_copy(
+        update={"experiments": (first.model_copy(update={"baseline": rotary}),)}
+    )
+    store.begin(tmp_path, StoredStudy(study, "", {}, ""))
+    assert store.read_study(tmp_path).study == study
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.lab.models.gpt2 import GPT2, Layer
-from tilewise.nn import Attention
+from tilewise.nn import Attention, Rotary, rotary
 from tilewise.serving import Attend, PagedKVCache, Step
 from tilewise.variants.values import as_mask, as_score
 
@@ -47,12 +47,16 @@ def step(model: GPT2) -> Step:
 
     Raises:
         InvalidArgument: the model is in training mode.
-        Unsupported: a layer's mask or score counts queries from the first one of a call (only
-            bands aligned bottom right, ALiBi and softcap say the same of one query as of all).
+        Unsupported: the model has a pattern, or a layer's mask or score counts queries from the
+            first one of a call (only bands aligned bottom right, ALiBi and softcap say the same of
+            one query as of all).
     """
     layers = _layers(model)
     for layer in layers:
         _check(layer.attention)
+    if model.pattern is not None:
+        what = "decoding with a pattern of blocks, which counts queries from the first"
+        raise Unsupported(what, fix="use a variant whose mask is a causal window")
     if model.training:
         raise InvalidArgument("model", "one in training mode", "evaluation mode", "model.eval()")
 
@@ -61,9 +65,9 @@ def step(model: GPT2) -> Step:
         if last >= model.shape.context:
             required = f"no more tokens than the model's context of {model.shape.context}"
             raise InvalidArgument("prompts", f"one with a token at position {last}", required)
-        x = model.tokens(tokens) + model.positions(positions)
+        x = model.embedded(tokens, positions)
         for index, layer in enumerate(layers):
-            x = layer(x, partial(_attended, layer.attention, index, attend))
+            x = layer(x, partial(_attended, layer.attention, index, attend, positions))
         return functional.linear(model.norm(x[rows]), model.tokens.weight)
 
     return run
@@ -73,15 +77,26 @@ def _layers(model: GPT2) -> list[Layer]:
     return cast("list[Layer]", list(model.layers))
 
 
-def _attended(attention: Attention, index: int, attend: Attend, x: Tensor) -> Tensor:
-    """The attention of a layer over its cache, [T, width] to the same."""
+def _attended(
+    attention: Attention, index: int, attend: Attend, positions: Tensor, x: Tensor
+) -> Tensor:
+    """The attention of a layer over its cache, [T, width] to the same; positions [T]."""
     q, k, v = (
         project(x).unflatten(-1, (-1, attention.head_dim))
         for project in (attention.query, attention.key, attention.value)
     )
+    if attention.query_norm is not None and attention.key_norm is not None:
+        q, k = attention.query_norm(q), attention.key_norm(k)
+    if attention.rotary is not None:
+        q, k = (_rotated(each, positions, attention.rotary) for each in (q, k))
     words = {"mask": attention.mask, "score": attention.score, "scale": attention.scale}
     out: Tensor = attention.output(attend(index, q, k, v, **words).flatten(1))
     return out
+
+
+def _rotated(rows: Tensor, positions: Tensor, how: Rotary) -> Tensor:
+    """Rows [T, H, D], each turned by its own position."""
+    return rotary(rows.transpose(0, 1)[None], positions, **how._asdict())[0].transpose(0, 1)
 
 
 def _window(attention: Attention) -> int | None:

@@ -2,7 +2,9 @@
 
 The architecture is that of the published weights: learned positions, pre-norm layers, a perceptron
 of four times the width with the tanh form of GELU, and a head that is the token embedding itself.
-``save`` and ``load`` use the Hugging Face layout (``config.json`` and ``model.safetensors``).
+What later models changed one at a time is a number of the ``Shape``: rotary positions, fewer
+key/value heads, RMSNorm, QK-norm. ``save`` and ``load`` use the Hugging Face layout
+(``config.json`` and ``model.safetensors``): see ``gpt2_files.py``.
 
 Dimensions: B batch, S positions, V vocabulary.
 
@@ -14,62 +16,27 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tilewise import masks
-from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.nn import Attention, Implementation
+from tilewise.errors import InvalidArgument
+from tilewise.lab.models import gpt2_files as files
+from tilewise.lab.models.gpt2_shape import Shape
+from tilewise.nn import Attention, Implementation, Rotary
 from tilewise.variants.values import Mask, Score
 
-__all__ = ["GPT2", "PRESETS", "Shape", "load"]
+__all__ = ["GPT2", "PRESETS", "Shape", "first_places", "load"]
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
-EPS = 1e-5
 STD = 0.02  # of every weight matrix at the start; those that end a residual branch get less
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The numbers of a GPT-2.
-
-    Args:
-        layers, heads, width: of the transformer; ``heads`` divides ``width``.
-        context: the most positions.
-        vocabulary: token ids.
-        embedding_dropout, attention_dropout, residual_dropout: probabilities in training mode.
-
-    Raises:
-        InvalidArgument: a number that is not positive, or ``heads`` that do not divide ``width``.
-    """
-
-    layers: int
-    heads: int
-    width: int
-    context: int = 1024
-    vocabulary: int = 50257
-    embedding_dropout: float = 0.0
-    attention_dropout: float = 0.0
-    residual_dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "heads", "width", "context", "vocabulary"):
-            if getattr(self, name) < 1:
-                raise InvalidArgument(name, str(getattr(self, name)), "1 or more")
-        if self.width % self.heads:
-            raise InvalidArgument("width", str(self.width), f"a multiple of heads={self.heads}")
-        for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise InvalidArgument(name, str(getattr(self, name)), "a number in [0, 1)")
 
 
 # ``tiny`` is for laptops and reads bytes; the others are the published ones (124M to 1.6B).
@@ -80,6 +47,11 @@ PRESETS = {
     "large": Shape(layers=36, heads=20, width=1280),
     "xl": Shape(layers=48, heads=25, width=1600),
 }
+
+
+def _norm(shape: Shape) -> nn.Module:
+    kind = nn.RMSNorm if shape.norm == "rms" else nn.LayerNorm
+    return kind(shape.width, eps=files.EPS)
 
 
 class Layer(nn.Module):
@@ -94,17 +66,20 @@ class Layer(nn.Module):
         self, shape: Shape, implementation: Implementation, mask: Mask, score: Score | None
     ) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(shape.width, eps=EPS)
+        self.attention_norm = _norm(shape)
         self.attention = Attention(
             shape.width,
             shape.heads,
+            kv_heads=shape.kv_heads,
             bias=True,
+            qk_norm=shape.qk_norm,
+            rotary=Rotary() if shape.positions == "rotary" else None,
             mask=mask,
             score=score,
             dropout_p=shape.attention_dropout,
             implementation=implementation,
         )
-        self.mlp_norm = nn.LayerNorm(shape.width, eps=EPS)
+        self.mlp_norm = _norm(shape)
         self.expand = nn.Linear(shape.width, 4 * shape.width)
         self.contract = nn.Linear(4 * shape.width, shape.width)
         self.dropout = nn.Dropout(shape.residual_dropout)
@@ -118,6 +93,19 @@ class Layer(nn.Module):
         return out
 
 
+def _asked(layer: nn.Module, mask: Mask, places: Tensor) -> Callable[[Tensor], Tensor]:
+    """The attention of a layer with a further mask and with positions of its own."""
+    return partial(cast("Attention", layer.attention), mask=mask, positions=places)
+
+
+def first_places(documents: Tensor) -> Tensor:
+    """Where in its row each token's document begins, int64 [B, S], of document numbers [B, S]."""
+    places = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return places.masked_fill(~begins, 0).cummax(dim=1).values
+
+
 class GPT2(nn.Module):
     """Predicts the next token.
 
@@ -129,6 +117,8 @@ class GPT2(nn.Module):
         implementation: which attention runs; nothing else depends on it.
         mask: who sees whom; None for causal.
         score: a change of the attention's scores; None for none.
+        pattern: the number of positions of a call -> a further mask for it, such as a table of
+            blocks, which is of one size; None for none.
         seed: of the weights.
         checkpointing: keep only the input of each layer, and compute the layer again in the
             backward pass (with the same dropout).
@@ -141,21 +131,23 @@ class GPT2(nn.Module):
         implementation: Implementation = "tilewise",
         mask: Mask | None = None,
         score: Score | None = None,
+        pattern: Callable[[int], Mask] | None = None,
         seed: int = 0,
         checkpointing: bool = False,
     ) -> None:
         super().__init__()
         mask = masks.causal() if mask is None else mask
-        self.shape, self.checkpointing = shape, checkpointing
+        self.shape, self.pattern, self.checkpointing = shape, pattern, checkpointing
         self.extra_config: dict[str, Any] = {}  # keys of a loaded config that say nothing here
         with torch.device("meta"):  # torch's own initialisation would draw from the global state
             self.tokens = nn.Embedding(shape.vocabulary, shape.width)
-            self.positions = nn.Embedding(shape.context, shape.width)
+            learned = shape.positions == "learned"
+            self.positions = nn.Embedding(shape.context, shape.width) if learned else None
             self.dropout = nn.Dropout(shape.embedding_dropout)
             self.layers = nn.ModuleList(
                 Layer(shape, implementation, mask, score) for _ in range(shape.layers)
             )
-            self.norm = nn.LayerNorm(shape.width, eps=EPS)
+            self.norm = _norm(shape)
         self.to_empty(device="cpu")
         self._initialise(seed)
 
@@ -163,22 +155,32 @@ class GPT2(nn.Module):
     def _initialise(self, seed: int) -> None:
         """Normal weights of ``STD``, less where branches add up (by sqrt(2 layers)).
 
-        Gains are 1 and biases 0.
+        Gains are 1 and biases 0. What a shape lacks of GPT-2, positions and heads of keys and
+        values, is drawn all the same: the other weights are those of a GPT-2 of the same seed.
         """
-        generator = torch.Generator().manual_seed(seed)
+        shape, generator = self.shape, torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 ends_branch = name.endswith(("attention.output.weight", "contract.weight"))
-                shrink = math.sqrt(2 * self.shape.layers) if ends_branch else 1.0
-                parameter.normal_(std=STD / shrink, generator=generator)
+                shrink = math.sqrt(2 * shape.layers) if ends_branch else 1.0
+                grouped = name.endswith(("attention.key.weight", "attention.value.weight"))
+                whole = parameter.new_empty(shape.width, shape.width) if grouped else parameter
+                whole.normal_(std=STD / shrink, generator=generator)
+                parameter.copy_(whole[: len(parameter)])
             else:
                 parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+            if name == "tokens.weight" and self.positions is None:
+                parameter.new_empty(shape.context, shape.width).normal_(generator=generator)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Logits of the next token at every position.
 
         Args:
             tokens: int64 [B, S], S at most ``shape.context``.
+            documents: integer [B, S], the document of each token, whose tokens lie beside each
+                other; None where a row is one. A token sees those of its own document, and
+                positions count from the document's first token in the row: logits are those that
+                each document has alone (a pattern of blocks counts within the row).
 
         Returns:
             [B, S, V].
@@ -190,11 +192,27 @@ class GPT2(nn.Module):
             required = f"[B, S] with S at most the context {self.shape.context}"
             raise InvalidArgument("tokens", f"shape {list(tokens.shape)}", required)
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.dropout(self.tokens(tokens) + self.positions(places))
+        seen = None if self.pattern is None else self.pattern(tokens.shape[1])
+        if documents is not None:
+            places = places - first_places(documents)
+            own = masks.document(documents)
+            seen = own if seen is None else seen & own
+        x = self.dropout(self.embedded(tokens, places))
         recompute = self.checkpointing and torch.is_grad_enabled()
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+            asked = (x, None if seen is None else _asked(layer, seen, places))
+            x = checkpoint(layer, *asked, use_reentrant=False) if recompute else layer(*asked)
         return functional.linear(self.norm(x), self.tokens.weight)
+
+    def embedded(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """What goes into the first layer, before dropout; [..., width].
+
+        Args:
+            tokens: int64 [...].
+            places: the position of each, of a shape that broadcasts to that of ``tokens``.
+        """
+        x: Tensor = self.tokens(tokens)
+        return x if self.positions is None else x + self.positions(places)
 
     def save(self, folder: Path) -> None:
         """Write ``config.json`` and ``model.safetensors``, each whole or not at all.
@@ -203,12 +221,13 @@ class GPT2(nn.Module):
             folder: made where it is missing; files of an earlier save are replaced.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        weights, config = folder / f".{WEIGHTS}.new", folder / f".{CONFIG}.new"
-        save_file(_to_file(self.state_dict(), self.shape), weights, metadata={"format": "pt"})
-        values = {**self.extra_config, **_config(self.shape)}
+        weights, config = (folder / f".{name}.new" for name in (files.WEIGHTS, files.CONFIG))
+        tensors = files.to_file(self.state_dict(), self.shape)
+        save_file(tensors, weights, metadata={"format": "pt"})
+        values = {**self.extra_config, **files.config_of(self.shape)}
         config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
-        os.replace(weights, folder / WEIGHTS)
-        os.replace(config, folder / CONFIG)
+        os.replace(weights, folder / files.WEIGHTS)
+        os.replace(config, folder / files.CONFIG)
 
 
 def load(
@@ -232,164 +251,15 @@ def load(
         InvalidArgument: not such a folder, or tensors that are missing, too many or misshapen.
         Unsupported: a GPT-2 that computes something else, e.g. with another activation.
     """
-    values = _read_config(folder)
-    shape = _shape(values)
+    values = files.read_config(folder)
+    shape = Shape(**files.numbers_of(values))
     model = GPT2(shape, implementation=implementation, mask=mask, score=score)
-    model.extra_config = {key: value for key, value in values.items() if key not in _config(shape)}
-    tensors = _read_tensors(folder / WEIGHTS)
-    _check_tensors(folder / WEIGHTS, tensors, _to_file(model.state_dict(), shape))
+    own = files.config_of(shape)
+    model.extra_config = {key: value for key, value in values.items() if key not in own}
+    path = folder / files.WEIGHTS
+    tensors = files.read_tensors(path)
+    files.check_tensors(path, tensors, files.to_file(model.state_dict(), shape))
     if tensors["wte.weight"].dtype == torch.float64:
         model.double()
-    model.load_state_dict(_from_file(tensors, shape))
+    model.load_state_dict(files.from_file(tensors, shape))
     return model
-
-
-# What a layer's tensors are called here and in the file. Hugging Face keeps the matrices of a
-# layer as [in, out]; query, key and value are one matrix there, see ``_to_file``.
-_COPIED = {
-    "attention_norm.weight": "ln_1.weight",
-    "attention_norm.bias": "ln_1.bias",
-    "attention.output.bias": "attn.c_proj.bias",
-    "mlp_norm.weight": "ln_2.weight",
-    "mlp_norm.bias": "ln_2.bias",
-    "expand.bias": "mlp.c_fc.bias",
-    "contract.bias": "mlp.c_proj.bias",
-}
-_TRANSPOSED = {
-    "attention.output.weight": "attn.c_proj.weight",
-    "expand.weight": "mlp.c_fc.weight",
-    "contract.weight": "mlp.c_proj.weight",
-}
-_ENDS = {
-    "tokens.weight": "wte.weight",
-    "positions.weight": "wpe.weight",
-    "norm.weight": "ln_f.weight",
-    "norm.bias": "ln_f.bias",
-}
-_FUSED = ("query", "key", "value")
-_PREFIX = "transformer."
-
-
-def _to_file(state: Mapping[str, Tensor], shape: Shape) -> dict[str, Tensor]:
-    """The tensors under their names in the file, contiguous."""
-    out = {_PREFIX + theirs: state[ours] for ours, theirs in _ENDS.items()}
-    for index in range(shape.layers):
-        ours, theirs = f"layers.{index}.", f"{_PREFIX}h.{index}."
-        out |= {theirs + name: state[ours + own] for own, name in _COPIED.items()}
-        out |= {theirs + name: state[ours + own].t() for own, name in _TRANSPOSED.items()}
-        parts = [ours + f"attention.{name}." for name in _FUSED]
-        fused = torch.cat([state[part + "weight"].t() for part in parts], dim=1)
-        out[theirs + "attn.c_attn.weight"] = fused
-        out[theirs + "attn.c_attn.bias"] = torch.cat([state[part + "bias"] for part in parts])
-    return {name: tensor.contiguous() for name, tensor in out.items()}
-
-
-def _from_file(tensors: Mapping[str, Tensor], shape: Shape) -> dict[str, Tensor]:
-    """The inverse of ``_to_file``; names come without the prefix."""
-    out = {ours: tensors[theirs] for ours, theirs in _ENDS.items()}
-    for index in range(shape.layers):
-        ours, theirs = f"layers.{index}.", f"h.{index}."
-        out |= {ours + own: tensors[theirs + name] for own, name in _COPIED.items()}
-        out |= {ours + own: tensors[theirs + name].t() for own, name in _TRANSPOSED.items()}
-        weights = tensors[theirs + "attn.c_attn.weight"].chunk(3, dim=1)
-        biases = tensors[theirs + "attn.c_attn.bias"].chunk(3)
-        for name, weight, bias in zip(_FUSED, weights, biases, strict=True):
-            out[f"{ours}attention.{name}.weight"] = weight.t()
-            out[f"{ours}attention.{name}.bias"] = bias
-    return out
-
-
-# Keys of a config that decide what is computed: what each may say, and its meaning where absent.
-_REQUIRED: dict[str, tuple[tuple[Any, ...], Any]] = {
-    "activation_function": (("gelu_new", "gelu_pytorch_tanh"), "gelu_new"),
-    "add_cross_attention": ((False,), False),
-    "layer_norm_epsilon": ((EPS,), EPS),
-    "scale_attn_by_inverse_layer_idx": ((False,), False),
-    "scale_attn_weights": ((True,), True),
-    "tie_word_embeddings": ((True,), True),
-}
-_NUMBERS = {
-    "layers": "n_layer",
-    "heads": "n_head",
-    "width": "n_embd",
-    "context": "n_positions",
-    "vocabulary": "vocab_size",
-    "embedding_dropout": "embd_pdrop",
-    "attention_dropout": "attn_pdrop",
-    "residual_dropout": "resid_pdrop",
-}
-
-
-def _config(shape: Shape) -> dict[str, Any]:
-    """The keys of ``config.json`` that describe the shape."""
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": EPS,
-        "tie_word_embeddings": True,
-        **{theirs: getattr(shape, ours) for ours, theirs in _NUMBERS.items()},
-    }
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    required = f"a folder with {CONFIG} and {WEIGHTS}"
-    try:
-        values = json.loads((folder / CONFIG).read_text())
-    except OSError as error:
-        raise InvalidArgument("folder", f"{folder} ({error.strerror})", required) from None
-    except ValueError as error:
-        came = f"{folder / CONFIG}, which is not JSON ({error})"
-        raise InvalidArgument("folder", came, required) from None
-    if not isinstance(values, dict) or values.get("model_type") != "gpt2":
-        kind = values.get("model_type") if isinstance(values, dict) else None
-        raise InvalidArgument("folder", f"{folder}, a model of type {kind!r}", "type 'gpt2'")
-    return values
-
-
-def _shape(values: Mapping[str, Any]) -> Shape:
-    for key, (allowed, absent) in _REQUIRED.items():
-        if values.get(key, absent) not in allowed:
-            raise Unsupported(f"a GPT-2 with {key} {values[key]!r}: only {allowed[0]!r} is known")
-    missing = [key for key in list(_NUMBERS.values())[:5] if not isinstance(values.get(key), int)]
-    if missing:
-        raise InvalidArgument(CONFIG, f"no whole number for {missing[0]}", "one")
-    given = {ours: values.get(theirs, 0.1) for ours, theirs in _NUMBERS.items()}  # of dropout
-    shape = Shape(**given)
-    if values.get("n_inner") not in (None, 4 * shape.width):
-        raise Unsupported(f"a GPT-2 with n_inner {values['n_inner']}: only 4 * n_embd is known")
-    return shape
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file, names without prefix, half types widened, stored masks left out."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = {name.removeprefix(_PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise InvalidArgument("folder", f"{path} ({error})", "a file of safetensors") from None
-    head = found.pop("lm_head.weight", None)
-    if head is not None and not torch.equal(head, found.get("wte.weight", head.new_empty(0))):
-        raise Unsupported(f"{path}: a head that is not the token embedding")
-    return {
-        name: tensor if tensor.dtype == torch.float64 else tensor.float()
-        for name, tensor in found.items()
-        if not name.endswith((".attn.bias", ".attn.masked_bias"))  # causal masks of old files
-    }
-
-
-def _check_tensors(
-    path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]
-) -> None:
-    wanted = {name.removeprefix(_PREFIX): list(each.shape) for name, each in expected.items()}
-    for words, odd in (
-        ("no tensor", wanted.keys() - tensors.keys()),
-        ("an unknown tensor", tensors.keys() - wanted.keys()),
-    ):
-        if odd:
-            required = f"the {len(wanted)} tensors of the GPT-2 that {CONFIG} describes"
-            raise InvalidArgument(str(path), f"{words} {min(odd)!r}", required)
-    for name, shape in wanted.items():
-        if list(tensors[name].shape) != shape:
-            came = f"{name} of shape {list(tensors[name].shape)}"
-            raise InvalidArgument(str(path), came, f"shape {shape}, as {CONFIG} says")

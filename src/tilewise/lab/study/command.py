@@ -79,6 +79,8 @@ def _run(argv: Sequence[str], parser: argparse.ArgumentParser | None = None) -> 
         jobs=options.jobs,
         threads=options.threads,
         device=options.device,
+        on=options.on,
+        track=tuple(options.track),
         confirm=None if options.yes or not sys.stdin.isatty() else _confirm,
     )
     return conductor.conduct(request, console)
@@ -262,6 +264,20 @@ def _with_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("--jobs", type=_positive, metavar="N", help="runs at once (as many as there are cores)")
     add("--threads", type=_positive, default=1, metavar="N", help="of each run (1, pinned)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where runs train (cpu)")
+    add(
+        "--on",
+        choices=("here", "ray"),
+        default="here",
+        help="this machine, or the machines of a Ray cluster (here): docs/scaling.md",
+    )
+    add(
+        "--track",
+        action="append",
+        default=[],
+        metavar="TRACKER",
+        help="show the runs in tensorboard, mlflow or your own file.py:function (repeat): "
+        "docs/trackers.md",
+    )
     add("--yes", action="store_true", help="start a long study without asking")
     _add_out(parser)
     return parser

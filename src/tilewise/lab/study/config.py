@@ -12,12 +12,17 @@ A value that does not fit raises pydantic's ``ValidationError`` from a construct
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from tilewise.errors import InvalidArgument
+from tilewise.lab.study.checks import check_rules
 from tilewise.lab.study.choices.registry import find, nearest
+from tilewise.lab.study.deciding import Combine, Confirm, Design, Halving, Sweep
 from tilewise.lab.study.metrics import METRICS
 from tilewise.lab.study.values import Choice, Frozen, added, change, config_hash, parse
 
@@ -27,11 +32,16 @@ __all__ = [
     "Attention",
     "Budget",
     "Choice",
+    "Combine",
+    "Confirm",
     "Data",
+    "Design",
     "Dropout",
     "Evaluation",
     "Experiment",
     "Frozen",
+    "Halving",
+    "LengthWarmup",
     "Model",
     "Optimizer",
     "RunConfig",
@@ -95,7 +105,8 @@ class Model(Frozen):
     perceptron has ``feed_forward`` channels, four times the width if nothing is said.
 
     With ``nudge`` every initial weight is moved to the next number, up or down: an arm that changes
-    nothing else shows what rounding alone does to training.
+    nothing else shows what rounding alone does to training. ``kv_heads``, ``positions``, ``norm``
+    and ``qk_norm`` are those of its ``Shape``: GPT-2's own unless they are changed.
     """
 
     layers: int = Field(4, ge=1)
@@ -104,6 +115,10 @@ class Model(Frozen):
     context: int = Field(256, ge=2)
     dropout: Dropout = Dropout()
     nudge: bool = False
+    kv_heads: int | None = added(None, ge=1)
+    positions: Literal["learned", "rotary", "none"] = added("learned")
+    norm: Literal["layer", "rms"] = added("layer")
+    qk_norm: bool = added(False)
     family: Literal["gpt2", "bert"] = added("gpt2")
     checkpoint: str = added("")
     feed_forward: int | None = added(None, ge=1)
@@ -114,7 +129,23 @@ class Model(Frozen):
             raise InvalidArgument(
                 "model.width", str(self.width), f"a multiple of heads={self.heads}"
             )
+        if self.heads % (self.kv_heads or self.heads):
+            required = f"a divisor of heads={self.heads}, or none for as many"
+            raise InvalidArgument("model.kv_heads", str(self.kv_heads), required)
+        if self.positions == "rotary" and self.head_width % 2:
+            required = f"an even head width, and width / heads is {self.head_width}"
+            raise InvalidArgument("model.positions", "rotary", required)
         return self
+
+    @property
+    def head_width(self) -> int:
+        """Channels of a head."""
+        return self.width // self.heads
+
+    @property
+    def kv_width(self) -> int:
+        """Channels of all keys of a token, and of all values."""
+        return (self.kv_heads or self.heads) * self.head_width
 
 
 class Data(Frozen):
@@ -124,12 +155,17 @@ class Data(Frozen):
     ``"wikitext-103"`` (with ``-raw`` for the form without ``<unk>``; looked for in the folder that
     ``TILEWISE_DATA`` names), or the path of a text file or a folder of them. Tasks with data sets
     of their own say what it means there. The tokenizer ``"wordpiece"`` is that of BERT (uncased).
+
+    ``packing`` says how documents (files of a folder, articles of WikiText) become rows in
+    training: ``"stream"``, ``"documents"`` (queries see their own alone) or ``"padded"`` (a row
+    each): ``data/packing.py``. A budget counts rows of a whole context whatever is in them.
     """
 
     source: str = "stdlib"
     tokenizer: Literal["bytes", "gpt2", "wordpiece"] = "bytes"
     size_cap_bytes: int = Field(16 * 1024 * 1024, ge=1)
     held_out: float = Field(0.05, gt=0, lt=1)
+    packing: Literal["stream", "documents", "padded"] = added("stream")
 
 
 class Attention(Frozen):
@@ -137,6 +173,19 @@ class Attention(Frozen):
 
     implementation: Literal["plain", "sdpa", "tilewise"] = "tilewise"
     variant: Variant = Variant(name="causal")
+
+
+class LengthWarmup(Frozen):
+    """Short sequences first; 0 ``steps`` for none.
+
+    Over these steps the length grows evenly from ``start`` to the model's context, rounded down to
+    a length that divides the context. A step learns from the tokens that it would learn from
+    without it, its rows cut into pieces of that length: steps, tokens and the budget stay what they
+    are. Evaluations have the whole context always.
+    """
+
+    start: int = Field(32, ge=1)
+    steps: int = Field(0, ge=0)
 
 
 class Training(Frozen):
@@ -150,6 +199,7 @@ class Training(Frozen):
     z_loss: float = Field(0.0, ge=0, description="factor of the squared log of the partition sum")
     checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     compile: bool = Field(False, description="torch.compile")
+    length_warmup: LengthWarmup = added(LengthWarmup())
 
 
 class Budget(Frozen):
@@ -174,12 +224,19 @@ class Evaluation(Frozen):
     whole held-out text after the last step instead: windows move on by that many tokens, and only
     the tokens that are new in a window count. After the last step the model goes on with the
     beginning of the held-out text for ``sample_tokens`` tokens; 0 for none.
+
+    Windows are of the text as a stream, whatever the packing in training; with ``documents`` every
+    query sees its own document alone, in all arms alike, and the first token of a document is not
+    scored. Of ``attention_windows`` windows the attention layers' statistics are recorded, which
+    changes no result; 0 for none.
     """
 
     every: int = Field(25, ge=1)
     windows: int = Field(32, ge=1)
     final_stride: int = Field(0, ge=0)
     sample_tokens: int = Field(0, ge=0)
+    documents: bool = added(False)
+    attention_windows: int = added(4, ge=0)
 
 
 class RunConfig(Frozen):
@@ -202,6 +259,10 @@ class RunConfig(Frozen):
         if stride > context:
             required = f"at most model.context={context}"
             raise InvalidArgument("evaluation.final_stride", str(stride), required)
+        warmup = self.training.length_warmup
+        if warmup.steps and context % warmup.start:
+            required = f"a divisor of model.context={context}"
+            raise InvalidArgument("training.length_warmup.start", str(warmup.start), required)
         if self.attention.implementation == "sdpa" and self.attention.variant.name == "softcap":
             came, required = "softcap", "a variant that scaled_dot_product_attention has"
             fix = "Or set attention.implementation to tilewise or plain."
@@ -226,6 +287,22 @@ class RunConfig(Frozen):
             return self.budget.steps
         assert self.budget.tokens is not None
         return -(-self.budget.tokens // self.tokens_per_step)
+
+    def length_at(self, step: int) -> int:
+        """Tokens of a row in an optimizer step, 0 for the first: see ``LengthWarmup``."""
+        warmup, context = self.training.length_warmup, self.model.context
+        if step >= warmup.steps:
+            return context
+        reached = warmup.start + (context - warmup.start) * step // warmup.steps
+        return next(each for each in range(reached, 0, -1) if context % each == 0)
+
+    @property
+    def lengths(self) -> dict[int, int]:
+        """How many steps of the whole run have rows of each length."""
+        warm = min(self.training.length_warmup.steps, self.steps)
+        counts = Counter(self.length_at(step) for step in range(warm))
+        counts[self.model.context] += self.steps - warm
+        return {length: count for length, count in sorted(counts.items()) if count}
 
 
 class Arm(Frozen):
@@ -253,20 +330,6 @@ class Arm(Frozen):
         return plain
 
 
-class Sweep(Frozen):
-    """Candidates of one value, tried for every arm with an equal budget before the final seeds.
-
-    Args:
-        path: what is swept.
-        values: arm -> candidates; every arm, the baseline too, has equally many.
-        seeds: of the trial runs; none of them is a seed of the experiment.
-    """
-
-    path: str = "optimizer.lr"
-    values: dict[str, tuple[float, ...]]
-    seeds: tuple[int, ...] = (1000,)
-
-
 class Experiment(Frozen):
     """One question, and how it is decided.
 
@@ -284,6 +347,10 @@ class Experiment(Frozen):
         confidence: of intervals and tests.
         power: of the number of seeds that an undecided arm still needs.
         sweep: candidates to try first; None where every arm says its own values.
+        design: the factorial that the arms make up; None where they do not, or are not to be read
+            so.
+        combine: a further stage, the factorial of the arms that survived; None for none.
+        confirm: the last stage, the winner on fresh seeds; None for none.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")
@@ -298,6 +365,9 @@ class Experiment(Frozen):
     confidence: float = Field(0.95, gt=0.5, lt=1)
     power: float = Field(0.8, gt=0.5, lt=1)
     sweep: Sweep | None = None
+    design: Design | None = added(None)
+    combine: Combine | None = added(None)
+    confirm: Confirm | None = added(None)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -307,11 +377,31 @@ class Experiment(Frozen):
             raise InvalidArgument("arms", f"two called {twice[0]!r}", "a name for each arm")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise InvalidArgument("seeds", str(self.seeds), "at least one, and each once")
+        for arm in self.arms:
+            self.config_of(arm.name)
         for name in names:
             self._check_metric(name, self.config_of(name).learning.metrics)
-        if self.sweep is not None:
-            self._check_sweep(self.sweep, names)
+        check_rules(self)
         return self
+
+    def candidates(self, arm: str) -> tuple[float, ...]:
+        """What the sweep tries for an arm, in the order in which it was written.
+
+        Raises:
+            InvalidArgument: multiples of what the arm has no number for.
+        """
+        sweep = self.sweep
+        if sweep is None:
+            return ()
+        if sweep.values:
+            return sweep.values[arm]
+        own: Any = self.config_of(arm).model_dump(mode="json")
+        for part in sweep.path.split("."):
+            own = own.get(part) if isinstance(own, dict) else None
+        if isinstance(own, bool) or not isinstance(own, int | float):
+            required = f"a number in every arm; {arm} has {own!r}"
+            raise InvalidArgument("sweep.path", sweep.path, required)
+        return tuple(float(f"{multiple * own:.6g}") for multiple in sweep.multiples)
 
     def _check_metric(self, arm: str, known: tuple[str, ...]) -> None:
         if self.metric not in known:
@@ -319,36 +409,34 @@ class Experiment(Frozen):
             fix = nearest(self.metric, known if self.metric not in METRICS else ())
             raise InvalidArgument("metric", repr(self.metric), required, fix)
 
-    def _check_sweep(self, sweep: Sweep, names: list[str]) -> None:
-        came, required = ", ".join(sweep.values) or "none", f"candidates for {', '.join(names)}"
-        if set(sweep.values) != set(names):
-            raise InvalidArgument("sweep.values", came, required)
-        counts = {len(values) for values in sweep.values.values()}
-        if len(counts) > 1 or 0 in counts:
-            required = "the same number of candidates for every arm, 1 or more"
-            raise InvalidArgument("sweep.values", " and ".join(map(str, sorted(counts))), required)
-        for arm, values in sweep.values.items():
-            # Six digits name the folder of a trial.
-            if len({f"{value:g}" for value in values}) < len(values):
-                required = "candidates that differ in their first six digits"
-                raise InvalidArgument(f"sweep.values.{arm}", str(values), required)
-            for value in values:
-                change(self.config_of(arm), {sweep.path: value})
-        if not sweep.seeds or set(sweep.seeds) & set(self.seeds):
-            required = "at least one, and none of the experiment's own"
-            raise InvalidArgument("sweep.seeds", str(sweep.seeds), required)
-
     @property
     def arm_names(self) -> tuple[str, ...]:
         """All arms, the baseline first."""
         return (self.baseline_name, *(arm.name for arm in self.arms))
 
-    def config_of(self, arm: str) -> RunConfig:
-        """The config of an arm (without what a sweep chooses).
+    def config_of(self, arm: str, changes: Mapping[str, float] | None = None) -> RunConfig:
+        """The config of an arm (without what a sweep chooses), or with changes to it.
+
+        Args:
+            arm: its name, or that of the baseline.
+            changes: dotted path -> new value, on top of the arm's own.
 
         Raises:
             KeyError: no arm of that name.
         """
+        key = arm, tuple((changes or {}).items())
+        if key not in self._made:
+            self._made[key] = self._make(arm, changes or {})
+        return self._made[key]
+
+    @cached_property
+    def _made(self) -> dict[tuple[Any, ...], RunConfig]:
+        """Configs that were made before: checking one takes a millisecond, and they are many."""
+        return {}
+
+    def _make(self, arm: str, changes: Mapping[str, float]) -> RunConfig:
+        if changes:
+            return change(self.config_of(arm), changes)
         if arm == self.baseline_name:
             return self.baseline
         return change(self.baseline, {each.name: each for each in self.arms}[arm].changes)
@@ -366,6 +454,10 @@ class Study(Frozen):
         names = [each.name for each in self.experiments]
         if len(set(names)) < len(names):
             raise InvalidArgument("experiments", ", ".join(names), "a name for each experiment")
+        stages = {f"{name}.{stage}" for name in names for stage in ("combine", "confirm")}
+        if stages & set(names):
+            required = "a name that is not that of a later stage of another experiment"
+            raise InvalidArgument("experiments", repr(min(stages & set(names))), required)
         # ``--set optimizer.lr=0.1`` has to mean one thing.
         taken = {*Experiment.model_fields, *RunConfig.model_fields, "experiments"} & set(names)
         if taken:

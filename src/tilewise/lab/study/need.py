@@ -62,18 +62,26 @@ class Need:
 
 
 def parameters(config: RunConfig) -> int:
-    """Weights of the model: V d + T d + L (12 d^2 + 13 d) + 2 d.
+    """Weights of the model: V d + T d + L (12 d^2 + 13 d) + 2 d for a GPT-2.
 
-    A BERT has token types too, a perceptron of any width, and a head of d^2 and a little more.
+    Without learned positions T d falls away; with fewer heads, keys and values have fewer columns;
+    RMSNorm has no biases; QK-norm has two gains for each head's channels. A BERT has token types
+    too, a perceptron of any width, and a head of d^2 and a little more.
     """
     model = config.model
-    width = model.width
-    tables = (VOCABULARY[config.data.tokenizer] + model.context) * width
+    width, kv_width = model.width, model.kv_width
     if model.family == "bert":
         inner = model.feed_forward or 4 * width
         layer = 4 * width**2 + 2 * width * inner + 9 * width + inner
-        return tables + 4 * width + model.layers * layer + width**2 + 4 * width
-    return tables + model.layers * (12 * width**2 + 13 * width) + 2 * width
+        tables = (VOCABULARY[config.data.tokenizer] + model.context + 4) * width
+        return tables + model.layers * layer + width**2 + 4 * width
+    norm = width if model.norm == "rms" else 2 * width
+    attention = 2 * (width**2 + width) + 2 * kv_width * (width + 1)
+    attention += 2 * model.head_width if model.qk_norm else 0
+    perceptron = 8 * width**2 + 5 * width
+    positions = model.context * width if model.positions == "learned" else 0
+    tokens = VOCABULARY[config.data.tokenizer] * width
+    return tokens + positions + model.layers * (attention + perceptron + 2 * norm) + norm
 
 
 def need(config: RunConfig) -> Need:
@@ -81,9 +89,7 @@ def need(config: RunConfig) -> Need:
     model, training = config.model, config.training
     tokens = training.batch * model.context
     precision = training.precision
-    layer = _LAYER_BYTES[precision] * model.width * tokens
-    if model.dropout.residual:
-        layer += 2 * _FLOAT_BYTES * model.width * tokens  # the noise of two places
+    layer = _layer_bytes(config)
     square = _ELEMENT_BYTES[precision] * training.batch * model.heads * model.context**2
     kept = 0 if not writes_matrix(config) else square * (2 if model.dropout.attention else 1)
     if training.checkpointing:
@@ -92,7 +98,7 @@ def need(config: RunConfig) -> Need:
     else:
         activations, matrix = layer * model.layers, kept * model.layers
     logits = int(_FLOAT_BYTES * tokens * VOCABULARY[config.data.tokenizer] * _predicted(config))
-    activations += _LOGITS_KEPT * logits
+    activations += _LOGITS_KEPT * logits + _norm_bytes(config)
     matrix += _MATRICES_AT_ONCE * square if kept else 0
     slow = activations + (matrix if square < _GIVEN_BACK_BYTES else 0)
     return Need(
@@ -111,6 +117,33 @@ def _predicted(config: RunConfig) -> float:
     share = config.task.options.get("probability", 0.0)
     assert isinstance(share, float)
     return share
+
+
+def _layer_bytes(config: RunConfig) -> int:
+    """What one layer keeps of a micro-batch, without the matrix."""
+    model, training = config.model, config.training
+    tokens, element = training.batch * model.context, _ELEMENT_BYTES[training.precision]
+    kept = _LAYER_BYTES[training.precision] * model.width * tokens
+    if model.dropout.residual:
+        kept += 2 * _FLOAT_BYTES * model.width * tokens  # the noise of two places
+    kept += 2 * _norm_bytes(config)
+    turned = model.positions == "rotary"
+    if config.attention.implementation != "plain":  # which repeats keys and values for its product
+        kept -= 2 * element * (model.width - model.kv_width) * tokens
+        if turned or model.qk_norm:  # heads come apart in memory, and the output is copied together
+            kept += element * model.width * tokens
+    if turned:
+        kept += 2 * _FLOAT_BYTES * model.context * model.head_width  # cosines and sines, twice
+    if model.qk_norm:
+        kept += 2 * _FLOAT_BYTES * (model.width + model.kv_width) * tokens
+    return kept
+
+
+def _norm_bytes(config: RunConfig) -> int:
+    """What RMSNorm keeps more than LayerNorm: what it has normalised."""
+    model = config.model
+    tokens = config.training.batch * model.context
+    return _FLOAT_BYTES * model.width * tokens if model.norm == "rms" else 0
 
 
 def writes_matrix(config: RunConfig) -> bool:

@@ -7,22 +7,26 @@ The order:
 * arms take turns at being first, so that no arm always meets the machine in the same state;
 * an experiment with a sweep runs the trials of all its arms, and then, with the values that they
   chose, the runs that count; while some trials still run, later experiments keep the machine busy;
+  with successive halving the trials of an arm's rung follow from those of its last one;
+* an experiment of several stages runs each when the one before it is over, by the verdict on it;
 * a run of an experiment that compares kernels (one that has a systems arm) runs alone: what runs
   beside it would be part of what is measured.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tilewise.errors import TilewiseError
 from tilewise.lab.study.config import Experiment, Study
-from tilewise.lab.study.metrics import rank
 from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.run import Run, finals, trials
-from tilewise.lab.study.verdict.measures import final_metric
+from tilewise.lab.study.run import Run, finals
+from tilewise.lab.study.tuning import expected_trials, known_trials
+from tilewise.lab.study.verdict.judge import stages_of
+from tilewise.lab.study.verdict.stages import follows, stand_ins
+from tilewise.lab.study.verdict.sweeps import sweep_results
 
 __all__ = [
     "Agenda",
@@ -56,32 +60,81 @@ def chosen_value(
     Returns:
         the value; None where every candidate diverged: then the arm has no final runs.
     """
-    means: dict[float, list[float]] = {}
-    for run in trials(experiment):
-        if run.arm == arm:
-            assert run.candidate is not None
-            value = final_metric(records[run.name], experiment.metric)
-            worth = math.inf if value is None else rank(experiment.metric, value)
-            means.setdefault(run.candidate, []).append(worth)
-    ranked = sorted((sum(values) / len(values), candidate) for candidate, values in means.items())
-    best, candidate = ranked[0]
-    return candidate if math.isfinite(best) else None
+    return _chosen(experiment, records)[arm]
 
 
-def planned(study: Study) -> list[Task]:
-    """Every run of a study, as if each sweep chose its first candidate: for estimates before it."""
-    tasks = []
-    for experiment in study.experiments:
-        sweep = experiment.sweep
-        firsts = {} if sweep is None else {arm: values[0] for arm, values in sweep.values.items()}
-        alone = _alone(experiment)
-        runs = [*trials(experiment), *finals(experiment, firsts)]
-        tasks += [Task(run, alone) for run in runs]
-    return tasks
+def planned(study: Study, records: Mapping[str, RunRecord] | None = None) -> list[Task]:
+    """Every run that a study is expected to have, for estimates of its length.
+
+    What is not known before other runs have ended has stand-ins: a sweep is taken to choose its
+    first candidates, rung by rung.
+
+    Args:
+        study: the config.
+        records: of runs so far, by name.
+    """
+    return [
+        Task(run, _alone(experiment))
+        for experiment in study.experiments
+        for part in _runs(experiment, records or {})
+        for run in part
+    ]
+
+
+class _Runs(NamedTuple):
+    """The runs of an experiment: those that are known, and stand-ins for those that are not yet."""
+
+    known: list[Run]
+    expected: list[Run]
+
+
+def _runs(experiment: Experiment, records: Mapping[str, RunRecord]) -> _Runs:
+    """All runs of an experiment, as far as the records tell.
+
+    No arm counts before the last trial of all has ended. So all arms begin to count together, and a
+    study that is stopped has none without the rest.
+    """
+    stages = [experiment]
+    staged = experiment.combine is not None or experiment.confirm is not None
+    # Judging takes a while: nothing can follow before the first stage is over.
+    if staged and _over(_stage_runs(experiment, records), records):
+        stages = [each.planned for each in stages_of(experiment, records)]
+    parts = [_stage_runs(each, records) for each in stages]
+    known = [run for part in parts for run in part.known]
+    expected = [run for part in parts for run in part.expected]
+    if staged and not _over(_Runs(known, expected), records):
+        later = [each for each in stand_ins(experiment) if follows(each, stages[-1])]
+        expected += [run for each in later for part in _stage_runs(each, {}) for run in part]
+    return _Runs(known, expected)
+
+
+def _over(runs: _Runs, records: Mapping[str, RunRecord]) -> bool:
+    return not runs.expected and all(_is_done(run, records) for run in runs.known)
+
+
+def _stage_runs(experiment: Experiment, records: Mapping[str, RunRecord]) -> _Runs:
+    """Those of one experiment, whatever follows from it."""
+    if experiment.sweep is None:
+        return _Runs(finals(experiment, {}), [])
+    known = known_trials(experiment, records)
+    later = expected_trials(experiment, records)
+    if not later and all(_is_done(run, records) for run in known):
+        return _Runs([*known, *finals(experiment, _chosen(experiment, records))], [])
+    firsts = {name: experiment.candidates(name)[0] for name in experiment.arm_names}
+    return _Runs(known, [*later, *finals(experiment, firsts)])
+
+
+def _chosen(experiment: Experiment, records: Mapping[str, RunRecord]) -> dict[str, float | None]:
+    return {each.arm: each.chosen for each in sweep_results(experiment, records)}
 
 
 def _alone(experiment: Experiment) -> bool:
     return any(arm.kind == "systems" for arm in experiment.arms)
+
+
+def _is_done(run: Run, records: Mapping[str, RunRecord]) -> bool:
+    record = records.get(run.name)
+    return record is not None and record.done
 
 
 class Agenda:
@@ -95,8 +148,8 @@ class Agenda:
     def __init__(self, study: Study, records: Mapping[str, RunRecord]) -> None:
         self.study = study
         self.records = dict(records)
-        self._trials = {each.name: trials(each) for each in study.experiments}
         self._tasks: list[Task] = []
+        self._expected: list[Task] = []
         self._plan()
 
     def ended(self, run: Run, record: RunRecord) -> None:
@@ -110,22 +163,26 @@ class Agenda:
         return self.done == self.total
 
     @property
+    def tasks(self) -> list[Task]:
+        """All runs in order: those that are known, and stand-ins for those that follow from them.
+
+        An arm whose candidates all diverged has only its trials.
+        """
+        return [*self._tasks, *self._expected]
+
+    @property
     def total(self) -> int:
-        """Runs of the whole study; an arm whose candidates all diverged has only its trials."""
-        return sum(
-            len(self._trials[experiment.name])
-            + len(experiment.seeds) * (len(experiment.arm_names) - self._lost(experiment))
-            for experiment in self.study.experiments
-        )
+        """Runs of the whole study, as far as it is known."""
+        return len(self._tasks) + len(self._expected)
 
     @property
     def done(self) -> int:
         """Runs that have ended, diverged ones too."""
-        return sum(self._is_done(task.run) for task in self._tasks)
+        return sum(_is_done(task.run, self.records) for task in self._tasks)
 
     def ready(self) -> list[Task]:
         """The runs that have not ended and that may start now, those first that should be."""
-        return [task for task in self._tasks if not self._is_done(task.run)]
+        return [task for task in self._tasks if not _is_done(task.run, self.records)]
 
     def check(self) -> None:
         """Make sure that what is there belongs to the study that is to go on.
@@ -145,27 +202,9 @@ class Agenda:
                 )
 
     def _plan(self) -> None:
-        """All runs whose config is known, in order."""
-        self._tasks = []
+        """All runs whose config is known, in order, and those that are expected after them."""
+        self._tasks, self._expected = [], []
         for experiment in self.study.experiments:
-            alone = _alone(experiment)
-            runs = (*self._trials[experiment.name], *finals(experiment, self._chosen(experiment)))
-            self._tasks += [Task(run, alone) for run in runs]
-
-    def _chosen(self, experiment: Experiment) -> dict[str, float | None]:
-        """What is known of the sweep: nothing before its last trial has ended.
-
-        So all arms begin to count together, and a study that is stopped has none without the rest.
-        """
-        known = all(map(self._is_done, self._trials[experiment.name]))
-        if experiment.sweep is None or not known:
-            return {}
-        names = experiment.arm_names
-        return {name: chosen_value(experiment, name, self.records) for name in names}
-
-    def _lost(self, experiment: Experiment) -> int:
-        return sum(value is None for value in self._chosen(experiment).values())
-
-    def _is_done(self, run: Run) -> bool:
-        record = self.records.get(run.name)
-        return record is not None and record.done
+            alone, runs = _alone(experiment), _runs(experiment, self.records)
+            self._tasks += [Task(run, alone) for run in runs.known]
+            self._expected += [Task(run, alone) for run in runs.expected]

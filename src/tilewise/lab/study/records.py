@@ -30,6 +30,7 @@ __all__ = [
     "Event",
     "Kernels",
     "LayerKernel",
+    "LayerSoftmax",
     "Memory",
     "RunRecord",
     "Sample",
@@ -128,6 +129,23 @@ class Step(Event):
 
 
 @dataclass(frozen=True)
+class LayerSoftmax:
+    """What the softmax of an attention layer looked like, over some held-out windows.
+
+    Args:
+        layer: its index.
+        entropy: mean over windows, heads and rows, in nats.
+        lowest_head: of the head whose mean entropy is lowest.
+        max_logit: the largest score of all, after the scale and what a variant does to it.
+    """
+
+    layer: int
+    entropy: float | None
+    lowest_head: float | None
+    max_logit: float | None
+
+
+@dataclass(frozen=True)
 class Evaluation(Event):
     """The held-out loss after a step.
 
@@ -139,6 +157,8 @@ class Evaluation(Event):
         bits_per_byte: the same per byte of the text, base 2; None of other tasks.
         word_perplexity: exp(total nats / original words), for WikiText; None elsewhere.
         wall_s: of the evaluation itself.
+        softmaxes: of every attention layer; None where the attention keeps no statistics, or none
+            were asked for.
         metrics: what else the task's evaluation has, by name (``lab/study/metrics.py``).
     """
 
@@ -151,6 +171,7 @@ class Evaluation(Event):
     bits_per_byte: float | None
     word_perplexity: float | None
     wall_s: float
+    softmaxes: list[LayerSoftmax] | None = None
     metrics: dict[str, float | None] = field(default_factory=dict)
 
 
@@ -380,7 +401,10 @@ def _event(values: object) -> Event:
     if kind is Kernels:
         return Kernels([LayerKernel(**each) for each in values["layers"]])
     known = {each.name for each in fields(kind)}
-    return kind(**{key: value for key, value in values.items() if key in known})
+    given = {key: value for key, value in values.items() if key in known}
+    if given.get("softmaxes") is not None:
+        given["softmaxes"] = [LayerSoftmax(**each) for each in given["softmaxes"]]
+    return kind(**given)
 
 
 def finite(value: Any) -> Any:

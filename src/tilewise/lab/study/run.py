@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tilewise.lab.study.config import Experiment, RunConfig, change, config_hash, parse
+from tilewise.lab.study.config import Experiment, RunConfig, config_hash, parse
 
-__all__ = ["RECORD", "Run", "finals", "trials"]
+__all__ = ["RECORD", "Run", "finals", "trial", "trials"]
 
 RECORD = "record.jsonl"  # the file of events in the folder of a run
 
@@ -24,6 +24,7 @@ class Run:
         config: everything else.
         phase: ``"sweep"`` for a trial, which chooses a value and then counts as cost only.
         candidate: the swept value of a trial.
+        rung: of a trial of successive halving, 0 for the shortest; None for others.
     """
 
     experiment: str
@@ -32,11 +33,16 @@ class Run:
     config: RunConfig
     phase: Literal["final", "sweep"] = "final"
     candidate: float | None = None
+    rung: int | None = None
 
     @property
     def name(self) -> str:
-        """``experiment/arm/seed-0``, or ``experiment/arm/sweep-0.003-seed-1000``."""
+        """``experiment/arm/seed-0``; of a trial ``experiment/arm/sweep-0.003-seed-1000``.
+
+        A trial of successive halving has its rung too: ``.../sweep-0.003-rung-1-seed-1000``.
+        """
         trial = f"sweep-{self.candidate:g}-" if self.phase == "sweep" else ""
+        trial += "" if self.rung is None else f"rung-{self.rung}-"
         return f"{self.experiment}/{self.arm}/{trial}seed-{self.seed}"
 
     @property
@@ -58,6 +64,7 @@ class Run:
             "config_hash": self.config_hash,
             "phase": self.phase,
             "candidate": self.candidate,
+            "rung": self.rung,
         }
 
     @classmethod
@@ -68,25 +75,38 @@ class Run:
 
 
 def trials(experiment: Experiment) -> list[Run]:
-    """The runs of the sweep, if there is one."""
+    """The runs of the sweep, if there is one; of successive halving those of the first rung."""
     sweep = experiment.sweep
     if sweep is None:
         return []
     names = experiment.arm_names
-    candidates = range(len(sweep.values[names[0]]))
+    tried = {name: experiment.candidates(name) for name in names}
     return [
-        Run(
-            experiment.name,
-            name,
-            seed,
-            change(experiment.config_of(name), {sweep.path: sweep.values[name][index]}),
-            "sweep",
-            sweep.values[name][index],
-        )
+        trial(experiment, name, tried[name][index], 0, seed)
         for seed in sweep.seeds
-        for index in candidates
+        for index in range(len(tried[names[0]]))
         for name in names
     ]
+
+
+def trial(experiment: Experiment, arm: str, value: float, rung: int, seed: int) -> Run:
+    """One trial of an experiment's sweep.
+
+    Args:
+        experiment: which has a sweep.
+        arm: that is tuned.
+        value: the candidate.
+        rung: 0 without halving.
+        seed: one of the sweep's.
+    """
+    sweep = experiment.sweep
+    assert sweep is not None
+    changes = {sweep.path: value}
+    if sweep.halving is not None:
+        changes["budget.steps"] = sweep.steps_of(experiment.config_of(arm).steps, rung)
+    config = experiment.config_of(arm, changes)
+    number = None if sweep.halving is None else rung
+    return Run(experiment.name, arm, seed, config, "sweep", value, number)
 
 
 def finals(experiment: Experiment, chosen: Mapping[str, float | None]) -> list[Run]:
@@ -102,11 +122,12 @@ def finals(experiment: Experiment, chosen: Mapping[str, float | None]) -> list[R
     for turn, seed in enumerate(experiment.seeds):
         first = turn % len(names)
         for name in (*names[first:], *names[:first]):
-            config = experiment.config_of(name)
+            changes = {}
             if sweep is not None:
                 value = chosen.get(name)
                 if value is None:
                     continue
-                config = change(config, {sweep.path: value})
+                changes = {sweep.path: value}
+            config = experiment.config_of(name, changes)
             found.append(Run(experiment.name, name, seed, config))
     return found

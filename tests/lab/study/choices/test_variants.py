@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from tilewise import masks, nn, scores
+from tilewise import BlockMask, masks, nn, scores
 from tilewise.errors import InvalidArgument
+from tilewise.functional import visible_pairs
 from tilewise.lab.study.choices import variants
 from tilewise.lab.study.choices.registry import names
 from tilewise.lab.study.config import RunConfig, Variant, change
@@ -14,8 +17,19 @@ from tilewise.lab.study.config import RunConfig, Variant, change
 CPU = torch.device("cpu")
 
 
-def build(heads: int = 2, **values: object) -> variants.Variation:
-    return variants.build(Variant.model_validate(values), heads, CPU)
+def build(heads: int = 2, context: int = 9, **values: object) -> variants.Variation:
+    return variants.build(Variant.model_validate(values), variants.Heads(heads, CPU, context))
+
+
+def whole(variation: variants.Variation, length: int) -> masks.Mask:
+    """The mask of a call of that many positions."""
+    return variation.mask & (variation.pattern(length) if variation.pattern else masks.Mask(()))
+
+
+def seen(context: int, **values: object) -> torch.Tensor:
+    """Who sees whom, [context, context], of a variant that is the same in every head."""
+    mask = whole(build(context=context, **values), context)
+    return visible_pairs(mask, context, context, heads=2)[0, 0]
 
 
 def test_causal_and_window_are_masks() -> None:
@@ -31,7 +45,7 @@ def test_a_window_of_one_sees_itself() -> None:
 
 
 def test_softcap_is_a_score() -> None:
-    mask, score = build(name="softcap", cap=20)
+    mask, score, _ = build(name="softcap", cap=20)
     assert mask.program == masks.causal().program
     assert score is not None
     assert score.program == scores.softcap(20.0).program
@@ -56,9 +70,55 @@ def test_alibi_has_the_slopes_of_the_paper(heads: int, slopes: list[float]) -> N
     assert captured.tolist() == slopes
 
 
+PATTERNS: list[tuple[dict[str, object], Callable[[int, int], bool]]] = [
+    ({"name": "window-global", "size": 3, "tokens": 2}, lambda m, n: m - n < 3 or n < 2),
+    ({"name": "dilated", "size": 3, "dilation": 4}, lambda m, n: m - n in (0, 4, 8)),
+    ({"name": "blocks", "size": 5}, lambda m, n: m // 5 == n // 5),
+    ({"name": "strided", "stride": 4}, lambda m, n: m - n < 4 or (m - n) % 4 == 0),
+    ({"name": "fixed", "stride": 4, "summary": 1}, lambda m, n: m // 4 == n // 4 or n % 4 == 3),
+    ({"name": "butterfly", "block": 2}, lambda m, n: (m // 2 ^ n // 2).bit_count() <= 1),
+]
+
+
+@pytest.mark.parametrize(("values", "rule"), PATTERNS, ids=lambda each: str(each)[:40])
+def test_patterns_by_hand(values: dict[str, object], rule: Callable[[int, int], bool]) -> None:
+    expected = [[n <= m and rule(m, n) for n in range(17)] for m in range(17)]
+    assert seen(17, **values).tolist() == expected
+
+
+def test_bigbird_sees_its_window_the_first_block_and_what_it_drew() -> None:
+    options = {"name": "bigbird", "block": 4, "window": 3, "globals": 1, "random": 2}
+    mask = whole(build(context=64, **options), 64)
+    found = visible_pairs(mask, 64, 64, heads=2)[0]
+    m, n = torch.arange(64)[:, None], torch.arange(64)
+    causal, block = n <= m, (m // 4 - n // 4)
+    assert not (found & ~causal).any()
+    fixed = causal & ((block <= 1) | (n // 4 == 0))
+    assert (found | ~fixed).all()
+    drawn = found[:, 60:, ::4] & ~fixed[60:, ::4]
+    assert 0 < drawn[:, 0].sum() <= 4  # two blocks in each of two heads, or where the others are
+    assert not torch.equal(found[0], found[1])
+    again = visible_pairs(whole(build(context=64, **options), 64), 64, 64, heads=2)[0]
+    assert torch.equal(found, again)
+    mask = whole(build(context=64, **options), 40)  # a model may be asked for less than it can
+    shorter = visible_pairs(mask, 40, 40, heads=2)[0]
+    assert torch.equal(shorter, found[:, :40, :40])
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("window-global", 0.12), ("blocks", 0.08), ("bigbird", 0.3)]
+)
+def test_a_pattern_leaves_tiles_out(name: str, most: float) -> None:
+    """What tilewise saves: tiles in which nobody is seen; half of them even a causal mask has."""
+    mask = whole(build(name=name, context=4096), 4096)
+    assert BlockMask.of(mask, 4096, heads=2).density < most
+    assert BlockMask.of(masks.causal(), 4096).density > 0.5
+
+
 @pytest.mark.parametrize("name", names("variant"))
 def test_every_implementation_that_can_gives_one_result(name: str) -> None:
-    mask, score = build(name=name)
+    variation = build(name=name)
+    mask, score = whole(variation, 9), variation.score
     torch.manual_seed(0)
     layer = nn.Attention(16, 2, mask=mask, score=score, implementation="plain")
     x = torch.randn(2, 9, 16)
@@ -71,7 +131,16 @@ def test_every_implementation_that_can_gives_one_result(name: str) -> None:
     assert torch.equal(layer(changed)[:, :-1], layer(x)[:, :-1])  # all are causal
 
 
-@pytest.mark.parametrize("values", [{"name": "window", "size": 0}, {"name": "softcap", "cap": 0}])
-def test_values_out_of_bounds_are_refused(values: dict[str, object]) -> None:
-    with pytest.raises(InvalidArgument, match=r"variant\.(size|cap): got 0"):
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"name": "window", "size": 0}, r"variant\.size: got 0"),
+        ({"name": "softcap", "cap": 0}, r"variant\.cap: got 0"),
+        ({"name": "bigbird", "window": 2}, r"window: got 2.*odd number of blocks"),
+        ({"name": "fixed", "stride": 8, "summary": 9}, r"summary: got 9.*at most stride, 8"),
+        ({"name": "window-globl"}, r"Did you mean 'window-global'\?"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
         change(RunConfig(), {"attention.variant": values})

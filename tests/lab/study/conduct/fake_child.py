@@ -94,6 +94,7 @@ def _work(job: dict[str, Any], pause_s: float) -> None:
 
 def _name(run: dict[str, Any]) -> str:
     trial = f"sweep-{run['candidate']:g}-" if run["phase"] == "sweep" else ""
+    trial += "" if run["rung"] is None else f"rung-{run['rung']}-"
     return f"{run['experiment']}/{run['arm']}/{trial}seed-{run['seed']}"
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from tests.conftest import ROOT
 from tests.lab.study.records_of import config_of, experiment_of, study_of
 from tilewise.lab.study.conduct import pool as pools
 from tilewise.lab.study.conduct.follow import Follower
-from tilewise.lab.study.conduct.pool import Pool, RunError
+from tilewise.lab.study.conduct.local import Local
+from tilewise.lab.study.conduct.pool import Lost, Pool, RunError, Worker
+from tilewise.lab.study.conduct.process import Setting
 from tilewise.lab.study.config import Arm, Study, Sweep
 from tilewise.lab.study.files import DiskFullError
-from tilewise.lab.study.plan import Agenda
+from tilewise.lab.study.plan import Agenda, Task
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import RECORD, Run
 from tilewise.lab.study.store import read_records
@@ -52,6 +55,9 @@ class Watcher:
         self.told.append(("ended", run.name))
         assert record.done
 
+    def lost(self, run: Run, why: str) -> None:
+        self.told.append(("lost", run.name))
+
     def tick(self) -> None:
         self.told.append(("tick", ""))
 
@@ -63,7 +69,12 @@ def study_that(acts: str, *arms: Arm | str, steps: int = 3, **fields: Any) -> St
 
 def pool_in(folder: Path, **fields: Any) -> Pool:
     (folder / "runs").mkdir(parents=True, exist_ok=True)
-    return Pool(folder, folder / "cache", **{"jobs": 2, "module": FAKE, **fields})
+    cores = fields.pop("cores", ())
+    return Pool(Local(setting_in(folder, **fields), cores), jobs=2)
+
+
+def setting_in(folder: Path, **fields: Any) -> Setting:
+    return Setting(folder, folder / "cache", **{"module": FAKE, **fields})
 
 
 def children() -> list[int]:
@@ -169,6 +180,54 @@ def test_whatever_stops_it_no_process_is_left(tmp_path: Path, error: type[BaseEx
     assert 1 <= max(steps.values()) < 500
 
 
+class Flaky:
+    """A place whose workers go away: the n-th start of a run is lost while ``losses`` says so."""
+
+    def __init__(self, setting: Setting, losses: dict[str, int], checkpoints: bool = False) -> None:
+        self.local, self.losses, self.checkpoints = Local(setting), dict(losses), checkpoints
+
+    def start(self, task: Task, running: Sequence[Worker]) -> Worker:
+        worker = self.local.start(task, running)
+        if not self.losses.get(task.run.name):
+            return worker
+        self.losses[task.run.name] -= 1
+
+        def lost() -> RunRecord:
+            raise Lost("a machine that is gone")
+
+        worker.result = lost  # type: ignore[method-assign]
+        if self.checkpoints:
+            worker.new_events = lambda: [{"event": "checkpoint", "step": 1}]  # type: ignore[method-assign]
+        return worker
+
+
+def test_a_run_whose_worker_is_lost_is_taken_up_again(tmp_path: Path) -> None:
+    study, watcher = study_that("", "lion"), Watcher()
+    name = "optimizers/lion/seed-1"
+    agenda = Agenda(study, {})
+    Pool(Flaky(setting_in(tmp_path), {name: 2}), 2).work(agenda, watcher)
+    assert agenda.finished
+    assert [what for what, run in watcher.told if run == name] == [
+        *("started", "lost") * 2,
+        *("started", "ended"),
+    ]
+    others = [told for told in watcher.told if told[1] not in (name, "")]
+    assert len(others) == len(set(others))  # nothing else was done twice
+
+
+def test_a_run_that_loses_its_worker_again_and_again_is_given_up(tmp_path: Path) -> None:
+    name = "optimizers/baseline/seed-0"
+    place = Flaky(setting_in(tmp_path), {name: 9})
+    with pytest.raises(RunError, match=rf"{name}: its worker was lost 3 times in a row.*is gone"):
+        Pool(place, 2).work(Agenda(study_that("", "lion"), {}), Watcher())
+    assert children() == []
+    # One that comes further each time is not.
+    place = Flaky(setting_in(tmp_path / "further"), {name: 5}, checkpoints=True)
+    (tmp_path / "further" / "runs").mkdir(parents=True)
+    Pool(place, 2).work(Agenda(study_that(""), {}), Watcher())
+    assert place.losses[name] == 0
+
+
 def test_a_process_that_does_not_end_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,8 +240,8 @@ def test_a_process_that_does_not_end_is_killed(
 
 def test_the_job_says_everything(tmp_path: Path) -> None:
     run = Agenda(study_that(""), {}).ready()[0].run
-    pool = pool_in(tmp_path, device="cuda", checkpoint_every_s=3.0, threads=4)
-    values = json.loads(pool.job(run, 1))
+    setting = setting_in(tmp_path, device="cuda", checkpoint_every_s=3.0, threads=4)
+    values = json.loads(json.dumps(setting.job(run, 1)))
     assert Run.from_json(values.pop("run")) == run
     assert values == {
         "folder": str(tmp_path),

@@ -86,6 +86,7 @@ def _bits(record: RunRecord) -> tuple[Any, ...]:
     return record.end, losses, held_out, record.kernels
 
 
+@pytest.mark.slow
 def test_kill_9_at_random_moments_changes_no_bit(tmp_path: Path) -> None:
     changes = {"budget.steps": 150, "evaluation.every": 40, "model.dropout.residual": 0.1}
     run = _run(tmp_path, changes)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.lab.study.train.toys import CPU, STEPS, run_of, tokens_of, trainer_of
+from tilewise.lab.study import need as needs
 from tilewise.lab.study.tasks.task import Batch
 from tilewise.lab.study.train.state import weights_sha256
 from tilewise.lab.study.train.trainer import Diverged, Trainer
@@ -236,8 +237,33 @@ def test_parameters_count_the_tied_head_once_and_name_the_positions() -> None:
     assert trainer.parameters == {"total": total, "embedding": context * d}
 
 
-def test_groups_name_every_parameter_once() -> None:
-    trainer = trainer_of()
+FACTORS = {
+    "model.positions": "rotary",
+    "model.kv_heads": 1,
+    "model.norm": "rms",
+    "model.qk_norm": True,
+}
+
+
+def test_without_a_table_of_positions_nothing_is_looked_up() -> None:
+    trainer = trainer_of(FACTORS)
+    assert trainer.parameters == {"total": needs.parameters(trainer.config), "embedding": 0}
+
+
+@pytest.mark.parametrize("implementation", ["plain", "sdpa", "tilewise"])
+def test_a_model_with_every_factor_trains(implementation: str) -> None:
+    trainer = trainer_of({**FACTORS, "attention.implementation": implementation})
+    losses = [trainer.step().loss for _ in range(6)]
+    assert losses[-1] < losses[0]
+    assert trainer.split().activations_bytes > 0
+    kernels = {each.kernel for each in trainer.guard.kernels().layers}
+    assert len(kernels) == 1
+    assert kernels.pop().startswith(implementation)
+
+
+@pytest.mark.parametrize("factors", [{}, FACTORS], ids=["gpt2", "all"])
+def test_groups_name_every_parameter_once(factors: dict[str, Any]) -> None:
+    trainer = trainer_of(factors)
     named = [name for names in trainer.groups.values() for name in names]
     assert sorted(named) == sorted(name for name, _ in trainer.model.named_parameters())
 

@@ -8,6 +8,8 @@ same bits:
   items and heads that it is broadcast over;
 * by m or n alone, or neither: a program adds up a line of pairs in double precision, and a second
   kernel the lines;
+* by pairs, and the tensor is small: a program adds up the shares of its rows by element, and a
+  second kernel what the programs found;
 * anything else: shares that must go to the same element, all of a row of pairs, of a column or of
   a diagonal (``m - n`` constant), are added up first. What is left is added atomically, as 64-bit
   integers, whose sum does not depend on its order. Their unit is 2**-60 of a power of two above the
@@ -29,6 +31,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from tilewise.kernels.gpu.backward.forms import Form, form_of
@@ -46,6 +49,7 @@ from tilewise.kernels.gpu.backward.spread import (
     spread_lines_kernel,
     spread_pairs_kernel,
 )
+from tilewise.kernels.gpu.backward.tables import fold_table_kernel, table_kernel
 from tilewise.kernels.gpu.config import Blocks
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.lists import tile_lists
@@ -62,6 +66,7 @@ __all__ = ["captured_launches"]
 _LINE = 128
 _WIDE = 128  # columns, above which blocks have fewer queries; above half of it, fewer keys
 _ELEMENTS = 1024
+_SMALL = 64  # elements of a table that has sums of its own in every program
 
 
 class _Load(NamedTuple):
@@ -100,6 +105,8 @@ class _Captured:
             by_keys = "n" in axes
             sums, launch = self._sums_of_lines(load, by_keys)
             return [launch, self._fold(load, axes, sums, by_keys)]
+        if load.form.lines == "pairs" and load.out.numel() <= _SMALL:
+            return self._small_table(load)
         return self._spread(load)
 
     def _walk(
@@ -184,6 +191,22 @@ class _Captured:
         }
         constants = _kept(axes) | {"KEEP_I": name in axes, "BLOCK": _LINE, "ADD": load.add}
         return launch_of(fold_kernel, (blocks * self._owners(axes),), arguments, constants)
+
+    def _small_table(self, load: _Load) -> list[Launch]:
+        problem, elements = self.problem, load.out.numel()
+        table = max(16, triton.next_power_of_2(elements))
+        # Of few warps, each thread has more of a tile than it has registers for beside the sums.
+        blocks = self.blocks._replace(warps=max(self.blocks.warps, 8))
+        tiles = slots_of(problem, problem.queries, blocks.queries)
+        programs = programs_of(problem, problem.heads, tiles)
+        sums = torch.empty((programs, table), dtype=torch.float64, device=load.out.device)
+        arguments, constants = self._walk(load, blocks, sums=sums, tiles=tiles, elements=elements)
+        constants |= {"RANGE": self.call.variant.keys_of, "INDEX": load.index, "TABLE": table}
+        lists, constants["SKIPS"] = self._met(False)
+        walk = launch_of(table_kernel, (programs,), arguments | lists, constants, blocks)
+        arguments = {"sums": sums, "out": load.out, "programs": programs, "elements": elements}
+        constants = {"TABLE": table, "BLOCK": _ELEMENTS, "ADD": load.add}
+        return [walk, launch_of(fold_table_kernel, (elements,), arguments, constants)]
 
     def _spread(self, load: _Load) -> list[Launch]:
         """Sums of lines, where they help, and then integers that are added atomically."""

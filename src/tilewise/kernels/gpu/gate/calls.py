@@ -35,9 +35,9 @@ class Asked(NamedTuple):
         dtype: of all of them; float8 comes with scales.
         mask: "", "causal", "window", "document" (causal too), or "table", which is "document" with
             a table of tiles.
-        score: "", "alibi softcap", "bias" (of each pair), "head bias", "raw", or "learned": a
-            factor, a table by distance and one in which every pair looks up its place, all of which
-            want gradients.
+        score: "", "alibi softcap", "bias" (of each pair), "head bias", "raw", "learned": a factor,
+            a table by distance and one in which every pair looks up its place, all of which want
+            gradients; or "few": the last of them with few places.
         dropout_p, sinks, varlen: as in a call.
         statistics: "", "all" or "top1".
         queries: of each head; fewer than keys are the last ones.
@@ -188,6 +188,9 @@ def _score(asked: Asked) -> Score:
         return scores.raw("gate_weigh", meta(HEADS))
     if asked.score == "learned":
         return as_score(_learned_score())
+    if asked.score == "few":
+        few, places = meta(64), meta(QUERIES, KEYS, dtype=torch.int32)
+        return as_score(lambda s, b, h, m, n: s + few[places[m, n]])
     if asked.score:
         raise KeyError(asked.score)
     return Score(())

@@ -158,6 +158,7 @@ _PLAIN = frozenset(
         "row_kernel",
         "sink_kernel",
         "fold_kernel",
+        "fold_table_kernel",
         "merge_splits",
         "spread_lines_kernel",
         "factor_kernel",
@@ -186,6 +187,8 @@ def _cases() -> list[Case]:
         asked = Asked(width, mask="causal", score="learned")
         launches = partial(captured, asked)
         found.append(Case(f"captured D{width} causal", launches, without_products=_PLAIN))
+        launches = partial(captured, asked._replace(score="few"))
+        found.append(Case(f"captured D{width} few causal", launches, without_products=_PLAIN))
     for name, asked in _DECODED.items():
         sixteen, key = asked.dtype.itemsize <= 2, name == _KEY[0]
         found.append(Case(f"decode {name}", partial(decode, asked), sixteen, _PLAIN, key))

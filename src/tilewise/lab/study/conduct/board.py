@@ -71,6 +71,9 @@ class Board:
         jobs: int,
     ) -> None:
         self._tasks, self._forecast_s, self._jobs = tasks, forecast_s, jobs
+        known = [task.run for task in tasks if task.run.name in forecast_s]
+        steps = sum(run.config.steps for run in known)
+        self._step_s = sum(forecast_s[run.name] for run in known) / steps if steps else 0.0
         self._begun: dict[str, tuple[float, float]] = {}  # when, and what share was left then
         self._ratios: list[float] = []  # seconds that runs took over those that were expected
         self.lanes = {task.run.name: Lane(task.run) for task in tasks}
@@ -80,10 +83,25 @@ class Board:
         for lane in self.lanes.values():
             self._give_up_after(lane.run)
 
+    def expect(self, tasks: Sequence[Task]) -> None:
+        """What is known now of the runs to come, in place of what was expected before.
+
+        Args:
+            tasks: all runs, those that are over too. One that is new is forecast like the others,
+                by its steps.
+        """
+        self._tasks = tasks
+        named = {task.run.name: task.run for task in tasks}
+        lanes = {name: Lane(run) for name, run in named.items()}
+        kept = {name: each for name, each in self.lanes.items() if name in named or _begun(each)}
+        self.lanes = {**lanes, **kept}
+        for lane in list(self.lanes.values()):
+            self._give_up_after(lane.run)
+
     def started(self, run: Run) -> None:
         """A process took up a run."""
         # What a sweep chose is known now.
-        lane = self.lanes[run.name]
+        lane = self.lanes.setdefault(run.name, Lane(run))
         lane.run, lane.status = run, "running"
         self._begun[run.name] = time.monotonic(), _share_left(lane)
 
@@ -103,11 +121,16 @@ class Board:
     def ended(self, run: Run, record: RunRecord) -> None:
         """A run is over."""
         begun, share = self._begun.pop(run.name, (0.0, 0.0))
-        expected = self._forecast_s.get(run.name, 0.0) * share
+        expected = self._expected_s(run) * share
         if expected:
             self._ratios.append((time.monotonic() - begun) / expected)
         self._take_over(self.lanes[run.name], record)
         self._give_up_after(run)
+
+    def lost(self, run: Run) -> None:
+        """The worker of a run went away: the run waits again."""
+        self._begun.pop(run.name, None)
+        self.lanes[run.name].status = "waiting"
 
     def stopped(self) -> None:
         """Nothing runs any more."""
@@ -151,7 +174,13 @@ class Board:
         pace, share = lane.pace_s, _share_left(lane)
         if lane.status == "running" and pace is not None:
             return pace * lane.run.config.steps * share
-        return self._forecast_s.get(name, 0.0) * correction * share
+        return self._expected_s(lane.run) * correction * share
+
+    def _expected_s(self, run: Run) -> float:
+        """The forecast; of a run that has none, what its steps take in the mean of others."""
+        if run.name in self._forecast_s:
+            return self._forecast_s[run.name]
+        return self._step_s * run.config.steps
 
     def _take_over(self, lane: Lane, record: RunRecord) -> None:
         if record.end is not None:
@@ -161,6 +190,10 @@ class Board:
         if record.evaluations:
             lane.held_out = record.evaluations[-1].loss
         lane.step_s.extend(each.wall_s for each in record.steps[-_RECENT:])
+
+
+def _begun(lane: Lane) -> bool:
+    return lane.status != "waiting" or lane.step > 0
 
 
 def _over(lane: Lane) -> bool:

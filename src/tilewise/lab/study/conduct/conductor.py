@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,17 +17,23 @@ from tilewise.errors import InvalidArgument, TilewiseError
 from tilewise.lab.study import report, store
 from tilewise.lab.study.conduct import environment, words
 from tilewise.lab.study.conduct.board import Board, in_words
+from tilewise.lab.study.conduct.cluster import Cluster, connected
 from tilewise.lab.study.conduct.forecast import data_key, forecast_s
 from tilewise.lab.study.conduct.index import write_index
-from tilewise.lab.study.conduct.pool import CHILD, Pool
-from tilewise.lab.study.conduct.progress import LineProgress, LiveProgress, showing
+from tilewise.lab.study.conduct.local import Local
+from tilewise.lab.study.conduct.pool import Pool, Watcher
+from tilewise.lab.study.conduct.process import CHILD, Setting
+from tilewise.lab.study.conduct.progress import showing
 from tilewise.lab.study.conduct.room import available_bytes, room_for
 from tilewise.lab.study.conduct.signals import interrupts_ignored
 from tilewise.lab.study.conduct.target import check_target
 from tilewise.lab.study.config import Study
 from tilewise.lab.study.files import DiskFullError
-from tilewise.lab.study.plan import Agenda, Task, planned
+from tilewise.lab.study.plan import Agenda, Task
+from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import Run
+from tilewise.lab.study.track.registry import trackers
+from tilewise.lab.study.track.tracking import Tracking
 from tilewise.lab.study.verdict.judge import judge
 
 __all__ = ["Request", "conduct", "report_again"]
@@ -46,6 +53,8 @@ class Request:
         jobs: runs at once; None for as many as there are cores.
         threads: of each run.
         device: ``"cpu"`` or ``"cuda"``.
+        on: ``"here"``, or ``"ray"`` for the machines of a Ray cluster.
+        track: names of trackers that are told of the runs.
         confirm: asked before a long study starts, with its duration in words; False stops it.
         checkpoint_every_s: seconds between checkpoints of a run.
         module: of the child process; tests have others.
@@ -57,6 +66,8 @@ class Request:
     jobs: int | None = None
     threads: int = 1
     device: str = "cpu"
+    on: str = "here"
+    track: tuple[str, ...] = ()
     confirm: Callable[[str], bool] | None = None
     checkpoint_every_s: float = 10.0
     module: str = CHILD
@@ -76,7 +87,8 @@ def conduct(request: Request, console: Console) -> int:
     where = environment.describe(request.threads)
     began = datetime.now(UTC).isoformat(timespec="seconds")
     folder = store.folder_of(request.study, request.out)
-    _check_device(request.device)
+    if request.on == "here":
+        _check_device(request.device)
     with store.locked(folder):
         store.begin(folder, store.StoredStudy(request.study, request.command, where, began))
         agenda = Agenda(request.study, store.read_records(folder))
@@ -109,43 +121,77 @@ def _check_device(device: str) -> None:
 def _work(
     request: Request, folder: Path, agenda: Agenda, where: dict[str, Any], console: Console
 ) -> int:
-    study, tasks = request.study, planned(request.study)
+    study = request.study
     _say(console, words.opening(study, folder))
     for record in agenda.records.values():
         for each in record.evaluations[:1]:
             check_target(study, record.start.experiment, vars(each))
-    if agenda.finished:
-        _say(console, f"All {agenda.total} runs are done already.")
-        return 0
-    records = agenda.records
+    tracking = Tracking(folder, trackers(request.track, folder), lambda text: _say(console, text))
+    try:
+        tracking.catch_up(agenda.records)
+        code = 0
+        if agenda.finished:
+            _say(console, f"All {agenda.total} runs are done already.")
+        else:
+            code = _train(request, folder, agenda, where, tracking, console)
+    finally:
+        with interrupts_ignored():
+            tracking.close()
+    return 1 if tracking.failed else code
+
+
+def _train(
+    request: Request,
+    folder: Path,
+    agenda: Agenda,
+    where: dict[str, Any],
+    tracking: Tracking,
+    console: Console,
+) -> int:
+    """Run what is left of the agenda, if the user wants it to start."""
+    study, tasks, records = request.study, agenda.tasks, agenda.records
     todo = [
         task for task in tasks if task.run.name not in records or not records[task.run.name].done
     ]
-    jobs = _jobs(request, todo, console)
-    forecast = _forecast(request, todo, console)
-    board = Board(tasks, records, forecast, jobs)
-    expected = board.left_s()
-    _say(console, words.start(todo, len(tasks), jobs, request.threads, expected))
-    if expected > _LONG_S and request.confirm and not request.confirm(in_words(expected)):
-        return 1
-    pool = Pool(
-        folder=folder,
+    setting = Setting(
+        folder=folder.absolute(),
         cache=store.cache_folder(),
-        jobs=jobs,
         threads=request.threads,
-        cores=environment.pinnable_cores(),
         device=request.device,
         environment=where,
         checkpoint_every_s=request.checkpoint_every_s,
         module=request.module,
     )
-    with showing(study, board, console) as progress:
-        pool.work(agenda, _Checked(study, progress))
+    with _places(request, setting) as place:
+        if isinstance(place, Cluster):
+            jobs = place.jobs(request.jobs, todo)
+        else:
+            jobs = _jobs(request, todo, console)
+        forecast = _forecast(request, todo, console)
+        board = Board(tasks, records, forecast, jobs)
+        expected = board.left_s() if forecast else None
+        _say(console, words.start(todo, len(tasks), jobs, request.threads, expected))
+        long = expected is not None and expected > _LONG_S
+        if long and request.confirm and not request.confirm(in_words(expected or 0.0)):
+            return 1
+        with showing(study, board, console) as progress:
+            watchers = _Watchers(study, (progress, tracking), lambda: board.expect(agenda.tasks))
+            Pool(place, jobs).work(agenda, watchers)
     return 0
 
 
+@contextmanager
+def _places(request: Request, setting: Setting) -> Iterator[Local | Cluster]:
+    """Where the runs run, ready for them."""
+    if request.on == "here":
+        yield Local(setting, environment.pinnable_cores())
+        return
+    with connected() as ray:
+        yield Cluster(ray, setting)
+
+
 def _jobs(request: Request, todo: Sequence[Task], console: Console) -> int:
-    """Runs at once: as many as were asked for or as there are cores, if memory is enough."""
+    """Runs at once here: as many as were asked for or as there are cores, if memory is enough."""
     if request.jobs is not None:
         wished = request.jobs
     elif request.device == "cuda":
@@ -160,14 +206,17 @@ def _jobs(request: Request, todo: Sequence[Task], console: Console) -> int:
 
 
 def _forecast(request: Request, todo: Sequence[Task], console: Console) -> dict[str, float]:
-    """Seconds of each run. The data is made ready on the way.
+    """Seconds of each run; nothing where this machine lacks their device.
 
-    Before any run starts: what is missing is said once, and the runs find their tokens ready.
+    The data is made ready on the way, before any run starts: what is missing is said once, and the
+    runs find it ready.
     """
     corpora = {}
     for key, config in {data_key(task.run.config): task.run.config for task in todo}.items():
         corpora[key] = config.learning.prepare(config, store.cache_folder())
         _say(console, str(corpora[key]))
+    if request.device == "cuda" and not torch.cuda.is_available():
+        return {}
     before = torch.get_num_threads()
     torch.set_num_threads(request.threads)
     try:
@@ -185,19 +234,36 @@ def report_again(folder: Path, console: Console) -> None:
     _report(store.read_study(folder).study, folder, console)
 
 
-class _Checked:
-    """Progress, and the checks that need the first numbers."""
+class _Watchers:
+    """All who are told what happens, after the checks that need the first numbers."""
 
-    def __init__(self, study: Study, progress: LiveProgress | LineProgress) -> None:
-        self._study = study
-        self.started, self.tick = progress.started, progress.tick
-        self.ended = progress.ended
-        self._progress = progress
+    def __init__(
+        self, study: Study, watchers: Sequence[Watcher], plan_again: Callable[[], None]
+    ) -> None:
+        self._study, self._watchers, self._plan_again = study, watchers, plan_again
+
+    def started(self, run: Run) -> None:
+        for each in self._watchers:
+            each.started(run)
 
     def event(self, run: Run, values: dict[str, Any]) -> None:
         if values["event"] == "evaluation":
             check_target(self._study, run.experiment, values)
-        self._progress.event(run, values)
+        for each in self._watchers:
+            each.event(run, values)
+
+    def ended(self, run: Run, record: RunRecord) -> None:
+        self._plan_again()  # what follows from the run is known now
+        for each in self._watchers:
+            each.ended(run, record)
+
+    def lost(self, run: Run, why: str) -> None:
+        for each in self._watchers:
+            each.lost(run, why)
+
+    def tick(self) -> None:
+        for each in self._watchers:
+            each.tick()
 
 
 def _report(study: Study, folder: Path, console: Console) -> bool:

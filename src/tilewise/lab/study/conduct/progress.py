@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tilewise.lab.study.conduct.board import Board, Lane, in_words
-from tilewise.lab.study.config import Experiment, Study
+from tilewise.lab.study.config import Study
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import Run
 
@@ -51,6 +51,11 @@ class LineProgress:
         """A run is over."""
         self._board.ended(run, record)
         self._line(_ended_words(run, record))
+
+    def lost(self, run: Run, why: str) -> None:
+        """The worker of a run went away."""
+        self._board.lost(run)
+        self._line(f"{run.name} was lost ({why}) and will be taken up again")
 
     def tick(self) -> None:
         """Say how far the runs are, if that was long ago."""
@@ -90,6 +95,12 @@ class LiveProgress:
         """A run is over."""
         self._board.ended(run, record)
 
+    def lost(self, run: Run, why: str) -> None:
+        """The worker of a run went away."""
+        self._board.lost(run)
+        words = f"{run.name} was lost ({why}) and will be taken up again"
+        self._live.console.print(Text(words), soft_wrap=True)
+
     def tick(self) -> None:
         """Draw, if that was long enough ago."""
         if time.monotonic() >= self._next:
@@ -119,26 +130,29 @@ def showing(study: Study, board: Board, console: Console) -> Iterator[LiveProgre
 def picture(study: Study, board: Board) -> RenderableType:
     """The table of every experiment that has begun and is not over, and a line for the others."""
     parts: list[RenderableType] = []
-    for experiment in study.experiments:
-        lanes = [each for each in board.lanes.values() if each.run.experiment == experiment.name]
+    names = [each.name for each in study.experiments]
+    # Stages that follow from an experiment are not in the config.
+    for name in dict.fromkeys([*names, *(lane.run.experiment for lane in board.lanes.values())]):
+        lanes = [each for each in board.lanes.values() if each.run.experiment == name]
         over = sum(lane.status in ("done", "diverged") for lane in lanes)
         begun = any(lane.status != "waiting" or lane.step for lane in lanes)
         if begun and over < len(lanes):
-            parts.append(_table(experiment, lanes))
+            parts.append(_table(name, lanes))
         else:
             state = "done" if over == len(lanes) else "waiting"
-            parts.append(Text(f"{experiment.name}: {len(lanes)} runs, {state}", style="dim"))
+            parts.append(Text(f"{name}: {len(lanes)} runs, {state}", style="dim"))
     parts.append(Text(_counts(board), style="bold"))
     return Group(*parts)
 
 
-def _table(experiment: Experiment, lanes: list[Lane]) -> Table:
-    swept = experiment.sweep is not None
-    table = Table(title=experiment.name, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+def _table(name: str, lanes: list[Lane]) -> Table:
+    swept = any(lane.run.phase == "sweep" for lane in lanes)
+    seeds = dict.fromkeys(lane.run.seed for lane in lanes if lane.run.phase == "final")
+    table = Table(title=name, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
     table.add_column("arm")
     if swept:
         table.add_column("trials", justify="right")
-    for seed in experiment.seeds:
+    for seed in seeds:
         table.add_column(f"seed {seed}")
     table.add_column("tokens/s", justify="right")
     for arm in dict.fromkeys(lane.run.arm for lane in lanes):
@@ -146,7 +160,7 @@ def _table(experiment: Experiment, lanes: list[Lane]) -> Table:
         tried = [lane for lane in own if lane.run.phase == "sweep"]
         over = sum(lane.status in ("done", "diverged") for lane in tried)
         finals = {lane.run.seed: lane for lane in own if lane.run.phase == "final"}
-        cells = [_cell(finals[seed]) for seed in experiment.seeds]
+        cells = [_cell(finals[seed]) if seed in finals else Text("") for seed in seeds]
         speeds = [speed for lane in own if (speed := lane.tokens_s)]
         pace = Text(f"{speeds[-1]:,.0f}" if speeds else "")
         count = [Text(f"{over}/{len(tried)}")] if swept else []

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.config import Study
+from tilewise.lab.study.config import Experiment, Study
 from tilewise.lab.study.metrics import METRICS, reached, value_in
 from tilewise.lab.study.verdict.words import UNITS
 
@@ -24,7 +24,7 @@ def check_target(study: Study, experiment: str, evaluation: Mapping[str, Any]) -
     Raises:
         InvalidArgument: the target is not better than the first weights are.
     """
-    found = next(each for each in study.experiments if each.name == experiment)
+    found = _of_config(study, experiment)
     first = value_in(evaluation, found.metric)
     if found.target is None or evaluation["step"] or first is None:
         return
@@ -39,3 +39,11 @@ def check_target(study: Study, experiment: str, evaluation: Mapping[str, Any]) -
         "not trained yet",
         f"Set it, for example: --set {experiment}.target={example:.3g}",
     )
+
+
+def _of_config(study: Study, experiment: str) -> Experiment:
+    """The experiment of that name, or the one that it is a later stage of."""
+    known = {each.name: each for each in study.experiments}
+    while experiment not in known:
+        experiment = experiment.rpartition(".")[0]
+    return known[experiment]

@@ -13,7 +13,7 @@ from tilewise.lab.study.conduct.board import in_words
 from tilewise.lab.study.config import Experiment, Study
 from tilewise.lab.study.plan import Task
 from tilewise.lab.study.report.words import count
-from tilewise.lab.study.run import trials
+from tilewise.lab.study.tuning import expected_trials, known_trials
 from tilewise.lab.study.verdict.quantities import ArmMeasures, Ratio
 from tilewise.lab.study.verdict.result import ArmVerdict, ExperimentVerdict, StudyVerdict
 
@@ -40,14 +40,20 @@ def _experiment(experiment: Experiment) -> str:
     arms = ", ".join(experiment.arm_names[1:])
     seeds = count(len(experiment.seeds), "seed")
     steps = count(experiment.baseline.steps, "step")
-    tried = len(trials(experiment))
+    tried = len([*known_trials(experiment, {}), *expected_trials(experiment, {})])
     sweep = (
         f", after {count(tried, 'trial')} of {experiment.sweep.path}" if experiment.sweep else ""
     )
-    return f"{experiment.baseline_name} against {arms or 'nothing'}; {seeds}, {steps}{sweep}"
+    stages = "; then the factorial of those that survive" if experiment.combine else ""
+    stages += "; then the winner on fresh seeds" if experiment.confirm else ""
+    return (
+        f"{experiment.baseline_name} against {arms or 'nothing'}; {seeds}, {steps}{sweep}{stages}"
+    )
 
 
-def start(todo: Sequence[Task], runs: int, jobs: int, threads: int, expected_s: float) -> str:
+def start(
+    todo: Sequence[Task], runs: int, jobs: int, threads: int, expected_s: float | None
+) -> str:
     """How much there is to do, and how long it will take.
 
     Args:
@@ -55,7 +61,7 @@ def start(todo: Sequence[Task], runs: int, jobs: int, threads: int, expected_s: 
         runs: of the whole study.
         jobs: runs at once.
         threads: of each run.
-        expected_s: the forecast.
+        expected_s: the forecast; None where there is none.
     """
     what = f"{len(todo)} of {runs} runs" if len(todo) < runs else count(runs, "run")
     alone = sum(task.alone for task in todo)
@@ -63,10 +69,8 @@ def start(todo: Sequence[Task], runs: int, jobs: int, threads: int, expected_s: 
     if jobs > 1 and alone:
         how += " (those that compare kernels have the machine to themselves)"
     how += f", {count(threads, 'thread')} each"
-    return (
-        f"{what} to do, {how}. Expected duration: about {in_words(expected_s)}. "
-        "Ctrl-C stops; the same command goes on."
-    )
+    duration = "" if expected_s is None else f"Expected duration: about {in_words(expected_s)}. "
+    return f"{what} to do, {how}. {duration}Ctrl-C stops; the same command goes on."
 
 
 def verdicts(verdict: StudyVerdict) -> RenderableType:
@@ -77,6 +81,7 @@ def verdicts(verdict: StudyVerdict) -> RenderableType:
         parts.append(Text(title, style="bold"))
         parts.append(_arms(experiment))
         lines = [sweep.words for sweep in experiment.sweeps]
+        lines += [experiment.follows] if experiment.follows else []
         parts += [Text(f"  {line}") for line in (*lines, *experiment.notes)]
     return Group(*parts, "")
 
@@ -90,6 +95,9 @@ def _arms(experiment: ExperimentVerdict) -> Table:
     for together in experiment.interactions:
         name = Text(f"  {' with '.join(together.arms)}", no_wrap=True)
         table.add_row(name, Text(together.label, no_wrap=True), Text(together.reason))
+    for effect in experiment.effects:
+        name = Text(f"  {' x '.join(effect.factors)}", no_wrap=True)
+        table.add_row(name, Text(effect.label, no_wrap=True), Text(effect.reason))
     return table
 
 

@@ -65,6 +65,7 @@ class Corpus:
         train, held_out: the bytes of the two parts, as they are in the files.
         files: how many went in.
         is_wikitext: whether they are words that have to be made into text.
+        sizes: bytes of each document of both parts; None where each part is one, or of WikiText.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Corpus:
     held_out: bytes
     files: int
     is_wikitext: bool = False
+    sizes: tuple[Sequence[int], Sequence[int]] | None = None
 
     @property
     def sha256(self) -> str:
@@ -80,6 +82,16 @@ class Corpus:
         digest.update(self.train)
         digest.update(self.held_out)
         return digest.hexdigest()
+
+    def documents(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Bytes of each document of both parts, of the text as ``prepared`` gives it."""
+        if not self.is_wikitext:
+            return self.sizes or ([len(self.train)], [len(self.held_out)])
+        parts = (wikitext.articles(part.decode()) for part in (self.train, self.held_out))
+        train, held_out = (
+            [len(wikitext.detokenise(article).encode()) for article in part] for part in parts
+        )
+        return train, held_out
 
     def prepared(self) -> Prepared:
         """The text to tokenize; WikiText is detokenised and its words are counted."""
@@ -237,9 +249,11 @@ def _split_files(name: str, pieces: Sequence[Piece], held_out: float) -> Corpus:
             left -= len(piece.data)
     if pieces and not kept:
         kept = {min(pieces, key=lambda piece: (len(piece.data), piece.path)).path}
-    train = b"".join(piece.data for piece in pieces if piece.path not in kept)
-    evaluation = b"".join(piece.data for piece in pieces if piece.path in kept)
-    return _checked(Corpus(name, train, evaluation, len(pieces)))
+    train = [piece.data for piece in pieces if piece.path not in kept]
+    evaluation = [piece.data for piece in pieces if piece.path in kept]
+    sizes = [len(data) for data in train], [len(data) for data in evaluation]
+    parts = b"".join(train), b"".join(evaluation)
+    return _checked(Corpus(name, *parts, len(pieces), sizes=sizes))
 
 
 def _first_by_hash(pieces: Sequence[Piece], share: int) -> list[Piece]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study.data.tokens import Tokens
 
-__all__ = ["Batches", "Part", "Windows", "draws", "evaluation_windows", "shuffled", "strided"]
+__all__ = ["Batches", "Part", "Windows", "drawn", "evaluation_windows", "shuffled", "strided"]
 
 _MASK = (1 << 64) - 1
 
@@ -66,12 +66,16 @@ class Batches:
         Returns:
             ``accumulation`` pairs of inputs and targets, int64 [batch, context] each.
         """
-        first = step * self.batch * self.accumulation
-        starts = [self._start(first + each) for each in range(self.batch * self.accumulation)]
+        starts = self.starts(step)
         return [
             _pairs(self._text, starts[at : at + self.batch], self.context)
             for at in range(0, len(starts), self.batch)
         ]
+
+    def starts(self, step: int) -> list[int]:
+        """The first token of every window of an optimizer step, 0 for the first step."""
+        first = step * self.batch * self.accumulation
+        return [self._start(first + each) for each in range(self.batch * self.accumulation)]
 
     def _start(self, sample: int) -> int:
         epoch, index = divmod(sample, self.windows)
@@ -79,7 +83,7 @@ class Batches:
         return offset + int(order[index]) * self.context
 
     def _draw_order(self, epoch: int) -> tuple[int, NDArray[np.int64]]:
-        keys = draws(self.windows + 1, self.seed, epoch)
+        keys = drawn(self.seed, epoch, self.windows + 1)
         offset = int(keys[-1] % np.uint64(self._offsets))
         return offset, np.argsort(keys[:-1], kind="stable")
 
@@ -92,17 +96,11 @@ def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
         seed: of the order.
         epoch: every one has an order of its own.
     """
-    return np.argsort(draws(count, seed, epoch), kind="stable")
+    return np.argsort(drawn(seed, epoch, count), kind="stable")
 
 
-def draws(count: int, seed: int, epoch: int) -> NDArray[np.uint64]:
-    """Random numbers, 64 bits each.
-
-    Args:
-        count: how many.
-        seed: of the run.
-        epoch: which of its sets of numbers.
-    """
+def drawn(seed: int, epoch: int, count: int) -> NDArray[np.uint64]:
+    """Numbers of 64 bits that are the same on every machine: their order is that of an epoch."""
     key = _mixed(np.array([seed & _MASK], np.uint64), _mixed_int(epoch))[0]
     return _mixed(np.arange(count, dtype=np.uint64), int(key))
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from numpy.typing import NDArray
 
 from tilewise.errors import InvalidArgument, TilewiseError
 from tilewise.lab.study.config import Data
-from tilewise.lab.study.data import corpus
+from tilewise.lab.study.data import corpus, documents
+from tilewise.lab.study.data.documents import Documents
 from tilewise.lab.study.data.tokenizers import Tokenizer, tokenizer
 from tilewise.lab.study.files import replacing, write_atomically
 
@@ -49,6 +51,7 @@ class Tokens:
         token_bytes: int64 [vocabulary]: bytes of text that each token stands for.
         train_bytes, held_out_bytes: of the text.
         train_words, held_out_words: of WikiText, before it was detokenised; None for other text.
+        find_documents: where its documents begin; they are found when ``documents`` is asked for.
     """
 
     name: str
@@ -63,6 +66,18 @@ class Tokens:
     held_out_bytes: int
     train_words: int | None
     held_out_words: int | None
+    find_documents: Callable[[], Documents] | None = field(default=None, compare=False)
+
+    @cached_property
+    def documents(self) -> Documents:
+        """Where its documents begin; without knowing any, each part is one.
+
+        Raises:
+            CorruptCacheError: the file of borders is not what was written.
+        """
+        if self.find_documents is None:
+            return Documents(np.zeros(1, np.int64), np.zeros(1, np.int64))
+        return self.find_documents()
 
     def __str__(self) -> str:
         learnt, held_out = len(self.train), len(self.held_out)
@@ -127,20 +142,47 @@ def prepare(data: Data, cache: Path) -> Tokens:
             if not sidecar.exists():  # another process may have made them while this one waited
                 _write(text, chosen, binary, sidecar)
     found, tokens = _open(binary, sidecar)
+    # The same text may come in other files.
+    borders = hashlib.sha256(f"{key} {text.sizes}".encode()).hexdigest()[:16]
+    train, held_out = tokens[: found.train_tokens], tokens[found.train_tokens :]
+
+    def find_documents() -> Documents:
+        return _documents(cache / f"documents-{borders}.json", data, train, held_out)
+
     return Tokens(
         name=text.name,
         source=data.source,
         tokenizer=data.tokenizer,
         sha256=text_sha256,
         vocabulary=len(chosen.token_bytes),
-        train=tokens[: found.train_tokens],
-        held_out=tokens[found.train_tokens :],
+        train=train,
+        held_out=held_out,
         token_bytes=chosen.token_bytes,
         train_bytes=found.train_bytes,
         held_out_bytes=found.held_out_bytes,
         train_words=found.train_words,
         held_out_words=found.held_out_words,
+        find_documents=find_documents,
     )
+
+
+def _documents(path: Path, data: Data, train: NDArray[Any], held_out: NDArray[Any]) -> Documents:
+    """The borders of the documents, from their file or found now."""
+    if not path.exists():
+        with _locked(path.with_suffix(".lock")):
+            if not path.exists():
+                text = corpus.load(data.source, data.held_out, data.size_cap_bytes)
+                token_bytes = tokenizer(data.tokenizer).token_bytes
+                parts = zip(text.documents(), (train, held_out), strict=True)
+                found = [documents.begins(sizes, part, token_bytes) for sizes, part in parts]
+                write_atomically(path, documents.written(Documents(*found)) + "\n")
+    try:
+        return documents.read(path, len(train), len(held_out))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptCacheError(
+            f"the file of documents {path} is damaged ({error}). Delete it, and run the same "
+            "command again: it will be made anew."
+        ) from None
 
 
 def _make(cache: Path) -> None:

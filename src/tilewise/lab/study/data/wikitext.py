@@ -7,12 +7,13 @@ inside a word or number (``@-@``, ``@,@``, ``@.@``). ``detokenise`` makes ordina
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from tilewise.errors import InvalidArgument
 
-__all__ = ["NAMES", "Files", "detokenise", "find", "inside", "words"]
+__all__ = ["NAMES", "Files", "articles", "detokenise", "find", "inside", "words"]
 
 # source -> suffix of the official files, and the stem of single files that say the source
 # themselves
@@ -48,6 +49,7 @@ _PAIRS = tuple(
     )
 )
 _HEADINGS = (("= = = =", "===="), ("= = =", "==="), ("= =", "=="))
+_TITLE = re.compile(r" ?= (?!=).* (?<!= )= ?")
 _LAST = ((" °", "°"), (" 's", "'s"))
 
 
@@ -97,6 +99,29 @@ def words(text: str) -> int:
     The test set of WikiText-103 has 245,566 by this count, the usual one for word perplexity.
     """
     return text.strip().count(" ") + 1
+
+
+def articles(text: str) -> list[str]:
+    """The text cut before the title of each article; all of it, in order.
+
+    A title is a line ``= words =`` between blank ones (or at the start); headings inside an article
+    have more marks.
+
+    Args:
+        text: as it is in the files.
+    """
+    lines = text.split("\n")
+    blank = [not line.strip() for line in ("", *lines, "")]
+    cuts = [
+        at
+        for at, line in enumerate(lines)
+        if _TITLE.fullmatch(line) and blank[at] and blank[at + 2]
+    ]
+    before = "".join(lines[: cuts[0]]) if cuts else ""
+    edges = [0, *(cuts if before.strip() else cuts[1:]), len(lines)]
+    found = ["\n".join(lines[begin:end]) + "\n" for begin, end in pairwise(edges)]
+    found[-1] = found[-1].removesuffix("\n")
+    return found
 
 
 def find(name: str, folder: Path | None) -> Files:

@@ -27,7 +27,7 @@ from tilewise.lab.study.choices.registry import nearest
 from tilewise.lab.study.config import Study
 from tilewise.lab.study.values import as_invalid_argument
 
-__all__ = ["Recipe", "find", "names", "recipe"]
+__all__ = ["Recipe", "find", "load_file", "names", "recipe"]
 
 _RECIPES: dict[str, Recipe] = {}
 # Where the recipes of the package are; imported when one is first asked for.
@@ -116,7 +116,7 @@ def _check_type(key: str, value: object, default: object) -> None:
 def _from_file(file: Path, function: str) -> Recipe:
     if not file.is_file():
         raise InvalidArgument("recipe", f"{file}, which is no file", "a Python file and a function")
-    module = _load(file)
+    module = load_file(file)
     found = getattr(module, function, None)
     if not inspect.isfunction(found):
         own = [each for each in vars(module).values() if inspect.isfunction(each)]
@@ -126,7 +126,8 @@ def _from_file(file: Path, function: str) -> Recipe:
     return _described(f"{file}:{function}", found)
 
 
-def _load(file: Path) -> ModuleType:
+def load_file(file: Path) -> ModuleType:
+    """The module of a user's own file, which is run."""
     spec = importlib.util.spec_from_file_location(f"_tilewise_recipe_{file.stem}", file)
     assert spec is not None  # a name that ends in .py always has a loader
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""Figures with a row per arm: memory, and what it took to reach the target; and the sweeps."""
+"""Figures with a row per arm: memory, and what it took to reach the target."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tilewise.lab.study.report import words
-from tilewise.lab.study.report.curves import HEIGHT, WIDTH, LineEnd, label_ends
+from tilewise.lab.study.report.curves import WIDTH
 from tilewise.lab.study.report.svg import (
     INK,
     PART_COLOURS,
     RULE,
     SOFT,
     arm_colour,
-    arm_dashes,
     canvas,
     finish,
     place,
 )
 from tilewise.lab.study.report.view import Chart
-from tilewise.lab.study.verdict.result import MemorySplit, SweepResult
+from tilewise.lab.study.verdict.result import MemorySplit
 
-__all__ = ["PARTS", "ArmMemory", "ArmTarget", "memory_chart", "sweep_chart", "target_chart"]
+__all__ = ["PARTS", "ArmMemory", "ArmTarget", "memory_chart", "target_chart"]
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
 _ROW = 34.0  # height of an arm
@@ -139,85 +138,6 @@ def target_chart(
     )
     summary = f"{heading}: {'; '.join(told)}"
     return Chart(heading, finish(figure, name, summary), caption)
-
-
-def sweep_chart(sweeps: Sequence[SweepResult], unit: str, name: str) -> Chart | None:
-    """The final metric by the swept value, a line per arm; the chosen value is ringed.
-
-    Args:
-        sweeps: the baseline first.
-        unit: of the metric.
-        name: of the figure, unique in the page.
-    """
-    tried = [candidate for sweep in sweeps for candidate in sweep.candidates]
-    metrics = [candidate.metric for candidate in tried if candidate.metric is not None]
-    if not metrics:
-        return None
-    figure = canvas(WIDTH, HEIGHT)
-    longest = min(max(len(sweep.arm) for sweep in sweeps), _LONGEST)
-    axes = place(figure, 50, 48, 22 + _LETTER * longest, 30)
-    values = sorted({candidate.value for candidate in tried})
-    if min(values) > 0:
-        axes.set_xscale("log")
-    axes.xaxis.set_major_locator(FixedLocator(values[:: max(1, len(values) // 6)]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:g}"))
-    axes.yaxis.set_major_locator(MaxNLocator(5))
-    low, high = min(metrics), max(metrics)
-    span = max(high - low, 1e-3 * abs(high), 1e-9)
-    axes.set_ylim(low - 0.12 * span, high + 0.24 * span)
-    for index, sweep in enumerate(sweeps):
-        _sweep_line(axes, sweep, index, high + 0.16 * span)
-    ends = [
-        LineEnd(sweep.arm, index, *_last(sweep))
-        for index, sweep in enumerate(sweeps)
-        if any(candidate.metric is not None for candidate in sweep.candidates)
-    ]
-    label_ends(axes, ends)
-    axes.set_xlabel(sweeps[0].path, color=SOFT, labelpad=7, parse_math=False)
-    axes.text(
-        0, 1 + 13 / (HEIGHT - 78), f"{unit}, end of a trial", color=SOFT, transform=axes.transAxes
-    )
-    caption = "Ringed: chosen. Crosses on the upper edge: trials that diverged."
-    summary = " ".join(sweep.words for sweep in sweeps)
-    return Chart(f"Sweep of {sweeps[0].path}", finish(figure, name, summary), caption)
-
-
-def _last(sweep: SweepResult) -> tuple[float, float]:
-    """The largest value that did not diverge, and its metric."""
-    done = [(each.value, each.metric) for each in sweep.candidates if each.metric is not None]
-    return done[-1]
-
-
-def _sweep_line(axes: Axes, sweep: SweepResult, index: int, edge: float) -> None:
-    colour = arm_colour(index)
-    done = [(each.value, each.metric) for each in sweep.candidates if each.metric is not None]
-    lost = [each.value for each in sweep.candidates if each.status == "diverged"]
-    if done:
-        x, y = zip(*done, strict=True)
-        axes.plot(
-            x,
-            y,
-            color=colour,
-            linewidth=2.1,
-            linestyle=arm_dashes(index),
-            marker="o",
-            markersize=5.5,
-            clip_on=False,
-        )
-    axes.plot(lost, [edge] * len(lost), color=colour, marker="X", markersize=8, linestyle="none")
-    for value, metric in done:
-        if value == sweep.chosen:
-            axes.plot(
-                [value],
-                [metric],
-                marker="o",
-                markersize=13,
-                markerfacecolor="none",
-                markeredgecolor=colour,
-                markeredgewidth=1.6,
-                clip_on=False,
-            )
 
 
 def _rows(arms: Sequence[str], indices: Sequence[int], right: float) -> tuple[Figure, Axes]:

@@ -12,6 +12,7 @@ from tilewise.lab.study import config
 from tilewise.lab.study.plan import Agenda
 from tilewise.lab.study.records import Sample
 from tilewise.lab.study.report import words
+from tilewise.lab.study.report.attention import attention_table
 from tilewise.lab.study.report.definitions import DEFINITIONS
 from tilewise.lab.study.report.figures import charts_of, lines_of
 from tilewise.lab.study.report.gather import Evidence
@@ -43,7 +44,7 @@ def page_of(evidence: Evidence) -> Page:
         experiments = tuple(
             _experiment(planned, verdict, evidence, f"e{number}")
             for number, (planned, verdict) in enumerate(
-                zip(stored.study.experiments, evidence.verdict.experiments, strict=True), 1
+                zip(evidence.experiments, evidence.verdict.experiments, strict=True), 1
             )
         )
     return Page(
@@ -74,7 +75,7 @@ def _status(agenda: Agenda, evidence: Evidence) -> str:
 def _missing(evidence: Evidence) -> tuple[str, ...]:
     """The runs that count and are not over, in words."""
     said = []
-    for planned in evidence.stored.study.experiments:
+    for planned in evidence.experiments:
         for arm in planned.arm_names:
             records = evidence.finals(planned, arm)
             for seed in planned.seeds:
@@ -96,7 +97,7 @@ def _facts(agenda: Agenda, evidence: Evidence) -> tuple[Fact, ...]:
     runs = (
         f"{agenda.done:,}" if evidence.verdict.complete else f"{agenda.done:,} of {agenda.total:,}"
     )
-    seeds = {len(planned.seeds) for planned in evidence.stored.study.experiments}
+    seeds = {len(planned.seeds) for planned in evidence.experiments}
     found = [
         Fact("runs", runs),
         Fact("paired seeds", " and ".join(str(number) for number in sorted(seeds))),
@@ -117,6 +118,11 @@ def _experiment(
     steps = planned.baseline.steps
     wrote, wrote_note = _writings(planned, evidence)
     plain = plain_table(planned, verdict, evidence.stored.environment.get("memory_bytes"))
+    with_layers = {each.arm for each in lines.layers}
+    measures = {verdict.baseline.name: verdict.baseline.measures}
+    measures |= {each.arm: each.measures for each in verdict.arms}
+    without = [arm for arm in planned.arm_names if arm not in with_layers]
+    attention = attention_table(lines.layers, measures, without)
     protocol = (
         f"{words.count(len(planned.seeds), 'seed')}; for a seed every arm starts from the same "
         f"weights and sees the same batches. The baseline trains {words.count(steps, 'step')} of "
@@ -135,12 +141,14 @@ def _experiment(
         baseline=baseline_row(verdict),
         rows=rows,
         forest=forest_of(verdict),
+        follows=words.typeset(verdict.follows),
         notes=verdict.notes,
         charts=tuple(charts_of(verdict, lines, slug)),
         tables=(
             *(() if plain is None else (plain,)),
             *evidence_tables(verdict),
             *curve_tables(lines.tokens, lines.time, verdict),
+            *(() if attention is None else (attention,)),
         ),
         writings=wrote,
         writings_note=wrote_note,

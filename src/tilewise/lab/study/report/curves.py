@@ -24,7 +24,7 @@ from tilewise.lab.study.report.svg import (
 )
 from tilewise.lab.study.report.view import Chart
 
-__all__ = ["HEIGHT", "WIDTH", "LineEnd", "difference_chart", "label_ends", "loss_chart"]
+__all__ = ["HEIGHT", "WIDTH", "LineEnd", "difference_chart", "frame", "label_ends", "loss_chart"]
 
 WIDTH, HEIGHT = 470, 310
 _LEFT, _BOTTOM, _TOP = 50, 48, 30
@@ -69,7 +69,7 @@ def loss_chart(series: Sequence[Series], along: Abscissa, metric: str, name: str
     summary = f"{held_out} by {_AXES[along]}: " + "; ".join(
         f"{each.arm} from {each.mean[0]:.3f} to {each.mean[-1]:.3f}" for each in drawn
     )
-    figure, axes = _frame(drawn, f"{unit}, held-out data", _AXES[along])
+    figure, axes = frame(drawn, f"{unit}, held-out data", _AXES[along])
     if rises:
         mirrored, cut = _top([_mirrored(each) for each in drawn])
         low, high = -mirrored, max(max(each.high) for each in drawn)
@@ -105,7 +105,7 @@ def difference_chart(
     summary = f"Paired difference to {baseline} in {unit} by tokens: " + "; ".join(
         f"{each.arm} ends at {each.mean[-1]:+.4f}" for each in drawn
     )
-    figure, axes = _frame(drawn, f"{unit}, arm less {baseline}"[:46], _AXES["tokens"])
+    figure, axes = frame(drawn, f"{unit}, arm less {baseline}"[:46], _AXES["tokens"])
     axes.axhspan(-smallest, smallest, color=RULE, alpha=0.55, linewidth=0, zorder=0)
     axes.axhline(0, color=SOFT, linewidth=1.2, zorder=1)
     # The last half decides the frame: what happens in the first steps is large and passes.
@@ -127,7 +127,14 @@ def difference_chart(
     return Chart("Paired difference along the run", finish(figure, name, summary), caption)
 
 
-def _frame(drawn: Sequence[Series], above: str, below: str) -> tuple[Figure, Axes]:
+def frame(drawn: Sequence[Series], above: str, below: str) -> tuple[Figure, Axes]:
+    """An empty figure for lines, with room for their names on the right.
+
+    Args:
+        drawn: the lines; each has a point.
+        above: what the vertical axis counts.
+        below: what the horizontal axis counts.
+    """
     longest = min(max(len(each.arm) + 2 * each.broken for each in drawn), _LONGEST_LABEL)
     figure = canvas(WIDTH, HEIGHT)
     axes = place(figure, _LEFT, _BOTTOM, 18 + _LETTER * longest, _TOP)

@@ -76,6 +76,12 @@ DEFINITIONS = (
         "stability",
     ),
     Definition(
+        "Attention logits, entropy",
+        "Of a few held-out windows, from the attention kernel's own statistics: the largest score "
+        "before the softmax, and the entropy of the weights of a query, in nats.",
+        "stability",
+    ),
+    Definition(
         "Kernel flag",
         "In every run the kernel that each attention layer really ran is recorded. An arm whose "
         "kernels differ from the baseline's changed more than it says.",

@@ -7,16 +7,18 @@ from typing import NamedTuple
 
 from tilewise.lab.study import config
 from tilewise.lab.study.report import words
+from tilewise.lab.study.report.attention import ArmLayers, attention_charts, layers_of
 from tilewise.lab.study.report.bars import (
     ArmMemory,
     ArmTarget,
     memory_chart,
-    sweep_chart,
     target_chart,
 )
 from tilewise.lab.study.report.curves import difference_chart, loss_chart
+from tilewise.lab.study.report.effects import effects_chart
 from tilewise.lab.study.report.gather import Evidence
 from tilewise.lab.study.report.series import Series, curve, difference
+from tilewise.lab.study.report.tuned import sweep_chart
 from tilewise.lab.study.report.view import Chart
 from tilewise.lab.study.verdict.result import ExperimentVerdict
 from tilewise.lab.study.verdict.words import UNITS
@@ -32,12 +34,14 @@ class Lines(NamedTuple):
         time: the same by time; arms whose speed is withheld are not in it.
         gaps: every arm less the baseline, by tokens.
         withheld: those arms.
+        layers: the attention layers of the arms that have statistics of them.
     """
 
     tokens: tuple[Series, ...]
     time: tuple[Series, ...]
     gaps: tuple[Series, ...]
     withheld: tuple[str, ...]
+    layers: tuple[ArmLayers, ...]
 
 
 def lines_of(planned: config.Experiment, verdict: ExperimentVerdict, evidence: Evidence) -> Lines:
@@ -61,6 +65,11 @@ def lines_of(planned: config.Experiment, verdict: ExperimentVerdict, evidence: E
         ),
         tuple(difference(arm, at, each, base, metric) for at, (arm, each) in enumerate(others, 1)),
         withheld,
+        tuple(
+            each
+            for at, (arm, records) in enumerate(runs)
+            if (each := layers_of(arm, at, records)) is not None
+        ),
     )
 
 
@@ -81,9 +90,11 @@ def charts_of(verdict: ExperimentVerdict, lines: Lines, slug: str) -> Iterator[C
         loss_chart(lines.tokens, "tokens", metric, f"{slug}-tokens"),
         difference_chart(lines.gaps, verdict.smallest_effect, metric, base, f"{slug}-difference"),
         time,
+        effects_chart(verdict.effects, UNITS[metric], f"{slug}-effects"),
         _memory(verdict, f"{slug}-memory"),
         *_targets(verdict, slug),
         sweep_chart(verdict.sweeps, UNITS[metric], f"{slug}-sweep"),
+        *attention_charts(lines.layers, slug),
     )
     return (chart for chart in found if chart is not None)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tilewise.lab.study.config import Experiment
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.store import StoredStudy, read_records, read_study
-from tilewise.lab.study.verdict.judge import judge
+from tilewise.lab.study.verdict.judge import unfolded
 from tilewise.lab.study.verdict.result import StudyVerdict
 
 __all__ = ["Evidence", "gather"]
@@ -24,12 +24,14 @@ class Evidence:
         records: of every run that has begun, by the run's name.
         verdict: of the judge.
         folder: of the study.
+        experiments: the config's, each with the stages that follow from it; as in the verdict.
     """
 
     stored: StoredStudy
     records: Mapping[str, RunRecord]
     verdict: StudyVerdict
     folder: Path
+    experiments: tuple[Experiment, ...]
 
     def finals(self, experiment: Experiment, arm: str) -> dict[int, RunRecord]:
         """The runs of an arm that count, by seed; those that have not begun are left out."""
@@ -45,4 +47,5 @@ def gather(folder: Path) -> Evidence:
         CorruptRecordError: a record was changed.
     """
     stored, records = read_study(folder), read_records(folder)
-    return Evidence(stored, records, judge(stored.study, records), folder)
+    experiments, verdict = unfolded(stored.study, records)
+    return Evidence(stored, records, verdict, folder, experiments)

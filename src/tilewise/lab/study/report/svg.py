@@ -21,8 +21,27 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-__all__ = ["ARM_COLOURS", "INK", "PART_COLOURS", "RULE", "SOFT", "arm_colour", "arm_dashes"]
-__all__ += ["beside", "canvas", "finish", "house_style", "place", "quiet", "spread", "standalone"]
+__all__ = [
+    "ARM_COLOURS",
+    "BETTER",
+    "INK",
+    "PART_COLOURS",
+    "RULE",
+    "SOFT",
+    "arm_colour",
+    "arm_dashes",
+]
+__all__ += [
+    "WORSE",
+    "beside",
+    "canvas",
+    "finish",
+    "house_style",
+    "place",
+    "quiet",
+    "spread",
+    "standalone",
+]
 
 _POINTS_PER_INCH = 72
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
@@ -36,6 +55,7 @@ _STYLE: dict[Any, Any] = {
 
 # Colours that no figure shows: each stands for a variable of report.css.
 INK, SOFT, RULE, CARD = "#000001", "#000002", "#000003", "#000004"
+BETTER, WORSE = "#000005", "#000006"
 ARM_COLOURS = 8  # the baseline and seven more; after them they come round again, dashed
 PART_COLOURS = tuple(f"#0000c{index}" for index in range(4))
 _VARIABLES = {
@@ -43,6 +63,8 @@ _VARIABLES = {
     SOFT: "--soft",
     RULE: "--rule",
     CARD: "--card",
+    BETTER: "--better",
+    WORSE: "--worse",
     **{f"#0000a{index}": f"--arm-{index}" for index in range(ARM_COLOURS)},
     **{colour: f"--part-{index}" for index, colour in enumerate(PART_COLOURS)},
 }

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 from tilewise.lab.study.metrics import METRICS
 from tilewise.lab.study.report import words
+from tilewise.lab.study.report.effects import effects_table
 from tilewise.lab.study.report.series import Series
+from tilewise.lab.study.report.tuned import sweep_table
 from tilewise.lab.study.report.verdicts import differences, digits_of, spelled
 from tilewise.lab.study.report.view import Cell, Table
 from tilewise.lab.study.verdict.result import (
@@ -50,6 +52,7 @@ def _arms(experiment: ExperimentVerdict) -> list[_Arm]:
 def evidence_tables(experiment: ExperimentVerdict) -> tuple[Table, ...]:
     """Every table that there is something for, in the order in which it is asked."""
     found = (
+        effects_table(experiment),
         _interactions(experiment),
         _seeds(experiment),
         _quality(experiment),
@@ -57,7 +60,7 @@ def evidence_tables(experiment: ExperimentVerdict) -> tuple[Table, ...]:
         _memory(experiment),
         _target(experiment),
         _kernels(experiment),
-        _sweeps(experiment),
+        sweep_table(experiment),
         _cost(experiment),
     )
     return tuple(table for table in found if table is not None and table.rows)
@@ -227,28 +230,6 @@ def _kernels(experiment: ExperimentVerdict) -> Table:
         "kernels",
         text=True,
     )
-
-
-def _sweeps(experiment: ExperimentVerdict) -> Table | None:
-    if not experiment.sweeps:
-        return None
-    digits = digits_of(experiment)
-    rows = []
-    for sweep in experiment.sweeps:
-        for candidate in sweep.candidates:
-            chosen = candidate.value == sweep.chosen
-            metric = "" if candidate.metric is None else words.plain(candidate.metric, digits)
-            rows.append(
-                (
-                    Cell(sweep.arm),
-                    Cell(f"{candidate.value:g}", tone="best" if chosen else ""),
-                    Cell(metric or candidate.status, tone="" if metric else "bad"),
-                    Cell("chosen" if chosen else "", tone="best"),
-                )
-            )
-    head = ("arm", experiment.sweeps[0].path, UNITS[experiment.metric], "")
-    words_of = tuple(words.typeset(sweep.words) for sweep in experiment.sweeps)
-    return Table("Sweep", head, tuple(rows), words_of, "sweep")
 
 
 def _or_withheld(value: float | None, show: _Show, note: str = "") -> Cell:

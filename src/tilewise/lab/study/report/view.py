@@ -207,6 +207,7 @@ class Experiment:
         baseline: the baseline's row: name, final metric, seeds, speed, memory, cost.
         rows: one per arm.
         forest: the scale of the effects; None where there are none.
+        follows: what was decided for the next stage; empty where there is none.
         notes: of the whole experiment.
         charts, tables: the evidence.
         writings: what the arms wrote with the same prompt, seed and draws, and a sentence on that.
@@ -223,6 +224,7 @@ class Experiment:
     baseline: VerdictRow
     rows: tuple[VerdictRow, ...]
     forest: Forest | None
+    follows: str
     notes: tuple[str, ...]
     charts: tuple[Chart, ...]
     tables: tuple[Table, ...]

@@ -110,7 +110,7 @@ class LanguageModelling(AbstractTask):
     def looked_up(self, model: nn.Module) -> int:
         """The positions: the token embedding is the head, where it is multiplied."""
         assert isinstance(model, GPT2)
-        return model.positions.weight.numel()
+        return 0 if model.positions is None else model.positions.weight.numel()
 
     def evaluated(self, config: RunConfig, data: Tokens, whole: bool) -> int:
         """Windows, those of the final stride after the last step."""

@@ -71,14 +71,14 @@ def mask(
         index: of the micro-batch.
     """
     count = tokens.size
-    drawn = order.draws(3 * count, seed ^ _STREAM, index).reshape(3, count)
-    shares = (drawn[:2] >> np.uint64(11)) * 2.0**-53
+    random = order.drawn(seed ^ _STREAM, index, 3 * count).reshape(3, count)
+    shares = (random[:2] >> np.uint64(11)) * 2.0**-53
     chosen = shares[0] < probability
     if not chosen.any():
         chosen[0] = True
     flat = tokens.flatten()
     ordinary = np.array(pieces.ordinary, np.int64)
-    others = ordinary[(drawn[2] % np.uint64(len(ordinary))).astype(np.int64)]
+    others = ordinary[(random[2] % np.uint64(len(ordinary))).astype(np.int64)]
     hidden = np.where(shares[1] < _MASKED, pieces.mask, flat)
     hidden = np.where((shares[1] >= _MASKED) & (shares[1] < _MASKED + _OTHER), others, hidden)
     wanted = np.flatnonzero(chosen)

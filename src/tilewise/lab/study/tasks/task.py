@@ -34,10 +34,14 @@ import torch
 from torch import Tensor, nn
 
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.config import RunConfig, Training
+from tilewise.lab.study.config import Model, RunConfig, Training
 from tilewise.lab.study.records import Sample
 
 __all__ = ["AbstractTask", "Batch", "Batches", "Examination", "Held", "Prepared"]
+
+
+# Settings of config.Model that only one family has.
+_FACTORS = {"gpt2": ("kv_heads", "positions", "norm", "qk_norm"), "bert": ("feed_forward",)}
 
 
 class Prepared(Protocol):
@@ -155,9 +159,14 @@ class AbstractTask(ABC):
         if config.model.checkpoint and not self.fine_tunes:
             came = repr(config.model.checkpoint)
             raise InvalidArgument("model.checkpoint", came, f"none: {task} begins from scratch")
-        if config.model.family == "gpt2" and config.model.feed_forward is not None:
-            came, required = str(config.model.feed_forward), "none: it is that of a BERT"
-            raise InvalidArgument("model.feed_forward", came, required)
+        for key in _FACTORS["bert" if config.model.family == "gpt2" else "gpt2"]:
+            value, standard = getattr(config.model, key), Model.model_fields[key].default
+            if value != standard:
+                required = f"{standard}: a {config.model.family} has no such choice"
+                raise InvalidArgument(f"model.{key}", str(value), required)
+        if config.data.packing != "stream" and self.families != ("gpt2",):
+            required = f"stream for task {task}"
+            raise InvalidArgument("data.packing", config.data.packing, required)
         if config.model.family == "bert" and config.attention.variant.name != "full":
             came = config.attention.variant.name
             required = "full: an encoder's tokens see all of their sequence"

@@ -141,9 +141,9 @@ def _warm(config: RunConfig, data: Prepared, device: torch.device) -> None:
     The pages of the token files, which the system counts in every process, are there already: the
     files' checksum was taken.
     """
-    small = config.model.model_copy(
-        update={"layers": 1, "heads": 1, "width": 16, "context": 16, "checkpoint": ""}
-    )
+    numbers = {"layers": 1, "heads": 1, "kv_heads": None, "width": 16, "context": 16}
+    others = {"checkpoint": "", "feed_forward": None}
+    small = config.model.model_copy(update={**numbers, **others})
     training = config.training.model_copy(update={"batch": 1, "accumulation": 1})
     cut = config.model_copy(update={"model": small, "training": training})
     task = config.learning

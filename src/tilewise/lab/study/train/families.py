@@ -29,12 +29,14 @@ def gpt2_of(config: RunConfig, vocabulary: int, seed: int, device: torch.device)
         seed: of the weights.
         device: where it shall be.
     """
-    variation = variants.build(config.attention.variant, config.model.heads, device)
+    heads = variants.Heads(config.model.heads, device, config.model.context)
+    variation = variants.build(config.attention.variant, heads)
     model = GPT2(
         _shape(config.model, vocabulary),
         implementation=config.attention.implementation,
         mask=variation.mask,
         score=variation.score,
+        pattern=variation.pattern,
         seed=seed,
         checkpointing=config.training.checkpointing,
     )
@@ -53,6 +55,10 @@ def _shape(model: Model, vocabulary: int) -> Shape:
         embedding_dropout=model.dropout.embedding,
         attention_dropout=model.dropout.attention,
         residual_dropout=model.dropout.residual,
+        kv_heads=model.kv_heads,
+        positions=model.positions,
+        norm=model.norm,
+        qk_norm=model.qk_norm,
     )
 
 

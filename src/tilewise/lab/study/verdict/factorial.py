@@ -20,11 +20,11 @@ from tilewise.lab.study.verdict.result import Interaction, InteractionLabel, See
 from tilewise.lab.study.verdict.stats import Paired, equivalence, holm, paired
 from tilewise.lab.study.verdict.words import effect_text, interval_text, p_text
 
-__all__ = ["interactions"]
+__all__ = ["BROKEN", "PARTIAL", "interactions", "label_of"]
 
 
-_BROKEN: tuple[InteractionLabel, str] = ("diverged", "A run of these arms diverged.")
-_PARTIAL: tuple[InteractionLabel, str] = (
+BROKEN: tuple[InteractionLabel, str] = ("diverged", "A run of these arms diverged.")
+PARTIAL: tuple[InteractionLabel, str] = (
     "incomplete",
     "Not every run of these arms and of the baseline is there.",
 )
@@ -67,11 +67,11 @@ def interactions(
         values = [] if broken[at] else contrasts[at]
         seen = paired(values, rules.confidence)
         if broken[at]:
-            label, reason = _BROKEN
+            label, reason = BROKEN
         elif not wholes[at]:
-            label, reason = _PARTIAL
+            label, reason = PARTIAL
         else:
-            label, reason = _label(seen, different[at], same[at], rules)
+            label, reason = label_of(seen, different[at], same[at], rules)
         found.append(
             Interaction(
                 arms=design.parts,
@@ -127,17 +127,33 @@ def _broken(design: _Design, per_seed: Mapping[str, tuple[SeedResult, ...]]) -> 
     return any(each.status == "diverged" for arm in design.signs if arm for each in per_seed[arm])
 
 
-def _label(
-    seen: Paired, p_holm: float | None, p_same: float | None, rules: Rules
+def label_of(
+    seen: Paired, p_holm: float | None, p_same: float | None, rules: Rules, factors: int = 2
 ) -> tuple[InteractionLabel, str]:
+    """The decision about a contrast, and its words.
+
+    Args:
+        seen: interval and test of the contrast.
+        p_holm: of a difference, adjusted.
+        p_same: of equivalence, adjusted.
+        rules: how it is decided.
+        factors: 1 for the effect of one factor, more for an interaction.
+    """
     assert seen.mean is not None
     size = f"{effect_text(seen.mean, rules.smallest)} {rules.unit}"
     if seen.interval is not None:
         size += f" {interval_text(seen.interval, rules.smallest)}"
+    alone = factors == 1
     if p_same is not None and p_same <= rules.alpha:
+        if alone:
+            return "no difference", f"{size}: shown to be smaller than {rules.smallest:g}."
         return "additive", f"{size}: they add up, to within {rules.smallest:g}."
     if p_holm is not None and p_holm <= rules.alpha:
+        p = f"(Holm p {p_text(p_holm)})"
         helps = ahead(rules.metric, seen.mean)
+        if alone:
+            return ("better" if helps else "worse"), f"{size} {p}."
         side: InteractionLabel = "better together" if helps else "worse together"
-        return side, f"{size} beyond the sum of their effects (Holm p {p_text(p_holm)})."
-    return "undecided", f"{size}: neither an interaction nor its absence is shown."
+        return side, f"{size} beyond the sum of their effects {p}."
+    what = "a difference" if alone else "an interaction"
+    return "undecided", f"{size}: neither {what} nor its absence is shown."

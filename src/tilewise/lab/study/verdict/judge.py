@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from tilewise.lab.study.config import Arm, Experiment, Study
 from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.run import Run, trials
+from tilewise.lab.study.run import Run
+from tilewise.lab.study.tuning import rungs_of
 from tilewise.lab.study.verdict.decide import (
     Comparison,
     Decision,
@@ -17,6 +18,7 @@ from tilewise.lab.study.verdict.decide import (
     decide,
     examine,
 )
+from tilewise.lab.study.verdict.effects import factor_effects
 from tilewise.lab.study.verdict.factorial import interactions
 from tilewise.lab.study.verdict.kernels import kernel_flags, kernel_uses
 from tilewise.lab.study.verdict.measures import (
@@ -44,11 +46,12 @@ from tilewise.lab.study.verdict.result import (
     StudyVerdict,
     SweepResult,
 )
+from tilewise.lab.study.verdict.stages import Stage, following, over
 from tilewise.lab.study.verdict.stats import ratio
 from tilewise.lab.study.verdict.sweeps import all_diverged, sweep_results
 from tilewise.lab.study.verdict.targets import target_result, without_time
 
-__all__ = ["judge"]
+__all__ = ["judge", "stages_of", "unfolded"]
 
 _NO_SPREAD = 1e-9  # of an effect: rounding of differences that do not vary
 
@@ -60,13 +63,39 @@ def judge(study: Study, records: Mapping[str, RunRecord]) -> StudyVerdict:
         study: what was planned.
         records: of the runs so far, by ``Run.name``; other names are ignored.
     """
-    experiments = tuple(_experiment(each, records) for each in study.experiments)
-    complete = all(
-        each.baseline.status != "incomplete"
-        and all(seed.status != "incomplete" for arm in each.arms for seed in arm.per_seed)
-        for each in experiments
-    )
-    return StudyVerdict(study.name, study.question, complete, experiments)
+    return unfolded(study, records)[1]
+
+
+def unfolded(
+    study: Study, records: Mapping[str, RunRecord]
+) -> tuple[tuple[Experiment, ...], StudyVerdict]:
+    """The experiments of a study with the stages that follow from them, and their verdicts.
+
+    Args:
+        study: what was planned.
+        records: of the runs so far, by ``Run.name``.
+    """
+    stages = [stage for each in study.experiments for stage in stages_of(each, records)]
+    verdicts = tuple(each.verdict for each in stages)
+    whole = all(map(over, verdicts))
+    judged = StudyVerdict(study.name, study.question, whole, verdicts)
+    return tuple(each.planned for each in stages), judged
+
+
+def stages_of(experiment: Experiment, records: Mapping[str, RunRecord]) -> list[Stage]:
+    """An experiment, and those that follow from it by its rules, as far as the records tell.
+
+    Args:
+        experiment: of the config.
+        records: of the runs so far, by ``Run.name``.
+    """
+    found = [Stage(experiment, _experiment(experiment, records))]
+    while True:
+        last, following_it = found[-1], following(found)
+        found[-1] = last._replace(verdict=replace(last.verdict, follows=following_it.words))
+        if following_it.experiment is None:
+            return found
+        found.append(Stage(following_it.experiment, _experiment(following_it.experiment, records)))
 
 
 @dataclass(frozen=True)
@@ -114,6 +143,8 @@ def _experiment(experiment: Experiment, records: Mapping[str, RunRecord]) -> Exp
     )
     shown = _baseline(experiment, baseline)
     finals = _finals(runs)
+    per_seed = {arm.arm: arm.per_seed for arm in arms}
+    broken = bool(shown.diverged)
     return ExperimentVerdict(
         experiment=experiment.name,
         question=experiment.question,
@@ -122,11 +153,10 @@ def _experiment(experiment: Experiment, records: Mapping[str, RunRecord]) -> Exp
         confidence=experiment.confidence,
         baseline=shown,
         arms=arms,
-        interactions=interactions(
-            experiment, {arm.arm: arm.per_seed for arm in arms}, bool(shown.diverged)
-        ),
+        interactions=() if experiment.design else interactions(experiment, per_seed, broken),
         sweeps=sweeps,
         notes=experiment_notes(experiment, finals, [each.measures for each in runs.values()]),
+        effects=factor_effects(experiment, per_seed, broken),
     )
 
 
@@ -141,7 +171,12 @@ def _runs(
         seed: records.get(Run(experiment.name, arm, seed, config).name, RunRecord())
         for seed in experiment.seeds
     }
-    tried = [records.get(each.name, RunRecord()) for each in trials(experiment) if each.arm == arm]
+    tried = [
+        records.get(run.name, RunRecord())
+        for rung in rungs_of(experiment, arm, records)
+        for runs in rung.runs.values()
+        for run in runs
+    ]
     lost = any(all_diverged(each) for each in sweeps if each.arm == arm)
     measures = replace(over_seeds(list(finals.values())), kernels=kernel_uses(finals.values()))
     return _Runs(finals, tried, lost, measures)

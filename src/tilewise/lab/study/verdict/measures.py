@@ -59,6 +59,8 @@ class RunMeasures:
         memory: the split.
         gradient_norm, gradient_norm_max: over all steps that have one.
         spike_rate: share of the steps that could be judged.
+        max_logit, entropy_low: the outermost of all layers and evaluations.
+        entropy: mean over the layers, at the last evaluation.
     """
 
     loss: float | None = None
@@ -77,6 +79,9 @@ class RunMeasures:
     gradient_norm: float | None = None
     gradient_norm_max: float | None = None
     spike_rate: float | None = None
+    max_logit: float | None = None
+    entropy: float | None = None
+    entropy_low: float | None = None
 
 
 @dataclass(frozen=True)
@@ -155,7 +160,22 @@ def measure(record: RunRecord) -> RunMeasures:
         gradient_norm=statistics.median(norms) if norms else None,
         gradient_norm_max=max(norms, default=None),
         spike_rate=spike_rate([each.loss for each in record.steps]),
+        **_attention(record),
     )
+
+
+def _attention(record: RunRecord) -> dict[str, float]:
+    """What the statistics of the attention layers say, of a run that has them."""
+    seen = [each.softmaxes for each in record.evaluations if each.softmaxes]
+    layers = [layer for each in seen for layer in each]
+    logits = [each.max_logit for each in layers if each.max_logit is not None]
+    lowest = [each.lowest_head for each in layers if each.lowest_head is not None]
+    last = [each.entropy for each in seen[-1] if each.entropy is not None] if seen else []
+    found = {}
+    if logits and lowest and last:
+        found["max_logit"], found["entropy_low"] = max(logits), min(lowest)
+        found["entropy"] = statistics.fmean(last)
+    return found
 
 
 def spike_rate(losses: Sequence[float | None]) -> float | None:
@@ -234,6 +254,9 @@ def over_seeds(records: Sequence[RunRecord]) -> ArmMeasures:
         gradient_norm=of("gradient_norm"),
         gradient_norm_max=of("gradient_norm_max"),
         spike_rate=of("spike_rate"),
+        max_logit=of("max_logit"),
+        entropy=of("entropy"),
+        entropy_low=of("entropy_low"),
     )
 
 

@@ -154,6 +154,9 @@ class ArmMeasures:
         memory: the split and the peak.
         gradient_norm, gradient_norm_max: median and largest norm over the steps, before clipping.
         spike_rate: share of steps whose loss jumped.
+        max_logit: the largest attention logit of all layers and evaluations.
+        entropy: of attention, nats, mean over the layers, at the last evaluation.
+        entropy_low: the lowest mean entropy of a head, over all layers and evaluations.
         speed_ratio: of ``tokens_per_s`` against the baseline; None for the baseline itself.
         cpu_ratio: of ``tokens_per_cpu_s``.
         memory_ratio: of ``memory.peak_bytes``.
@@ -177,6 +180,9 @@ class ArmMeasures:
     gradient_norm: Summary | None = None
     gradient_norm_max: Summary | None = None
     spike_rate: Summary | None = None
+    max_logit: Summary | None = None
+    entropy: Summary | None = None
+    entropy_low: Summary | None = None
     speed_ratio: Ratio | None = None
     cpu_ratio: Ratio | None = None
     memory_ratio: Ratio | None = None

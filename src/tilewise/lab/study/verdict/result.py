@@ -30,6 +30,7 @@ __all__ = [
     "Candidate",
     "Cost",
     "ExperimentVerdict",
+    "FactorEffect",
     "Interaction",
     "InteractionLabel",
     "Interval",
@@ -38,6 +39,7 @@ __all__ = [
     "Label",
     "MemorySplit",
     "Ratio",
+    "RungResult",
     "SeedResult",
     "StudyVerdict",
     "Summary",
@@ -47,7 +49,15 @@ __all__ = [
 
 Label = Literal["better", "worse", "no difference", "undecided", "diverged", "incomplete"]
 InteractionLabel = Literal[
-    "better together", "worse together", "additive", "undecided", "diverged", "incomplete"
+    "better together",
+    "worse together",
+    "additive",
+    "better",
+    "worse",
+    "no difference",
+    "undecided",
+    "diverged",
+    "incomplete",
 ]
 Status = Literal["done", "diverged", "incomplete"]
 
@@ -197,6 +207,32 @@ class Interaction:
 
 
 @dataclass(frozen=True)
+class FactorEffect:
+    """An effect of a factorial design, averaged over the levels of all other factors.
+
+    Args:
+        factors: of one its main effect, of more their interaction.
+        aliases: the effects that a fraction cannot tell apart from it, with their sign, e.g.
+            ``"+c x d"``; empty for a full factorial.
+        label: the decision, made like an arm's; of several factors like an interaction's.
+        n, effect, interval, p_value, p_holm, p_equivalence_holm: like an arm's; Holm over the main
+            effects, or over the interactions.
+        reason: the decision as a sentence.
+    """
+
+    factors: tuple[str, ...]
+    aliases: tuple[str, ...]
+    label: InteractionLabel
+    n: int
+    effect: float | None
+    interval: Interval | None
+    p_value: float | None
+    p_holm: float | None
+    p_equivalence_holm: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A value that a sweep tried.
 
@@ -212,17 +248,33 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class RungResult:
+    """The trials of one length of successive halving.
+
+    Args:
+        steps: of every trial.
+        candidates: in ascending order.
+    """
+
+    steps: int
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True)
 class SweepResult:
     """The trials of one arm.
 
     Args:
         arm, path: whose, and what was swept.
-        candidates: in ascending order.
+        candidates: in ascending order; of successive halving with their longest trial.
         chosen: the best mean final metric, the smaller value on a tie; None while trials are
-            missing or where all diverged.
+            missing or where all diverged. Of successive halving the best of the longest rung that
+            has one which never diverged.
         survived: smallest and largest value that did not diverge; None where none is known to.
         at_edge: the chosen value is the smallest or largest tried, so a better one may lie outside.
         words: all of it as a sentence.
+        rungs: of successive halving, the shortest first; empty without.
+        budget_tokens: tokens that all trials of the arm may take.
     """
 
     arm: str
@@ -232,6 +284,8 @@ class SweepResult:
     survived: Interval | None
     at_edge: bool
     words: str
+    rungs: tuple[RungResult, ...] = ()
+    budget_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -242,9 +296,12 @@ class ExperimentVerdict:
         experiment, question: name and words.
         metric, smallest_effect, confidence: how it was decided.
         baseline, arms: in the config's order.
-        interactions: of arms named ``a+b`` whose parts are arms too.
+        interactions: of arms named ``a+b`` whose parts are arms too; where the experiment has a
+            design, its ``effects`` are in their place.
         sweeps: of every arm, the baseline first; empty without a sweep.
         notes: what concerns the whole experiment, as sentences.
+        effects: of a design's factors; empty without a design.
+        follows: what was decided for the next stage, as a sentence; empty where there is none.
     """
 
     experiment: str
@@ -257,6 +314,8 @@ class ExperimentVerdict:
     interactions: tuple[Interaction, ...]
     sweeps: tuple[SweepResult, ...]
     notes: tuple[str, ...] = ()
+    effects: tuple[FactorEffect, ...] = ()
+    follows: str = ""
 
 
 @dataclass(frozen=True)

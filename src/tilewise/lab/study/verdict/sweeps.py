@@ -8,27 +8,21 @@ from collections.abc import Mapping, Sequence
 from tilewise.lab.study.config import Experiment
 from tilewise.lab.study.metrics import rank
 from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.run import trials
+from tilewise.lab.study.tuning import Rung, rungs_of, tuning_tokens
 from tilewise.lab.study.verdict.measures import final_metric, status
 from tilewise.lab.study.verdict.quantities import Interval
-from tilewise.lab.study.verdict.result import Candidate, SweepResult
+from tilewise.lab.study.verdict.result import Candidate, RungResult, SweepResult
 
 __all__ = ["all_diverged", "sweep_results"]
 
+Records = Mapping[str, RunRecord]
 
-def sweep_results(
-    experiment: Experiment, records: Mapping[str, RunRecord]
-) -> tuple[SweepResult, ...]:
+
+def sweep_results(experiment: Experiment, records: Records) -> tuple[SweepResult, ...]:
     """The sweep of every arm, the baseline first; empty where the experiment has none."""
     if experiment.sweep is None:
         return ()
-    found: dict[str, dict[float, list[RunRecord]]] = {}
-    for run in trials(experiment):
-        assert run.candidate is not None
-        record = records.get(run.name, RunRecord())
-        found.setdefault(run.arm, {}).setdefault(run.candidate, []).append(record)
-    path = experiment.sweep.path
-    return tuple(_result(arm, path, found[arm], experiment.metric) for arm in experiment.arm_names)
+    return tuple(_result(experiment, arm, records) for arm in experiment.arm_names)
 
 
 def all_diverged(sweep: SweepResult) -> bool:
@@ -36,25 +30,53 @@ def all_diverged(sweep: SweepResult) -> bool:
     return all(each.status == "diverged" for each in sweep.candidates)
 
 
-def _result(
-    arm: str, path: str, found: Mapping[float, Sequence[RunRecord]], metric: str
-) -> SweepResult:
-    candidates = [_candidate(value, found[value], metric) for value in sorted(found)]
-    done = [(each.metric, each.value) for each in candidates if each.metric is not None]
-    ranked = sorted((rank(metric, found), value) for found, value in done)
-    known = all(each.status != "incomplete" for each in candidates)
-    chosen = ranked[0][1] if ranked and known else None
+def _result(experiment: Experiment, arm: str, records: Records) -> SweepResult:
+    sweep = experiment.sweep
+    assert sweep is not None
+    known = rungs_of(experiment, arm, records)
+    rungs = tuple(_rung(each, records, experiment.metric) for each in known)
+    # Of a value that several rungs tried, the longest trial counts.
+    last = {each.value: each for rung in rungs for each in rung.candidates}
+    candidates = tuple(last[value] for value in sorted(last))
+    over = known[-1].over(records)
+    chosen = _chosen(rungs, experiment.metric) if over else None
     alive = [each.value for each in candidates if each.status == "done"]
     ends = (candidates[0].value, candidates[-1].value)
+    at_edge = chosen in ends and len(candidates) > 1
     return SweepResult(
         arm=arm,
-        path=path,
-        candidates=tuple(candidates),
+        path=sweep.path,
+        candidates=candidates,
         chosen=chosen,
         survived=Interval(min(alive), max(alive)) if alive else None,
-        at_edge=chosen in ends and len(candidates) > 1,
-        words=_words(path, candidates, chosen, known, ends),
+        at_edge=at_edge,
+        words=_words(sweep.path, candidates, chosen, over, at_edge),
+        rungs=rungs if sweep.halving is not None else (),
+        budget_tokens=tuning_tokens(experiment, arm),
     )
+
+
+def _chosen(rungs: Sequence[RungResult], metric: str) -> float | None:
+    """The best of the longest rung that has any candidate which diverged in no rung."""
+    lost = {each.value for rung in rungs for each in rung.candidates if each.status == "diverged"}
+    for rung in reversed(rungs):
+        ranked = sorted(
+            (rank(metric, each.metric), each.value)
+            for each in rung.candidates
+            if each.metric is not None and each.value not in lost
+        )
+        if ranked:
+            return ranked[0][1]
+    return None
+
+
+def _rung(rung: Rung, records: Records, metric: str) -> RungResult:
+    found = {
+        value: [records.get(run.name, RunRecord()) for run in runs]
+        for value, runs in rung.runs.items()
+    }
+    candidates = tuple(_candidate(value, found[value], metric) for value in sorted(found))
+    return RungResult(rung.steps, candidates)
 
 
 def _candidate(value: float, runs: Sequence[RunRecord], metric: str) -> Candidate:
@@ -69,21 +91,17 @@ def _candidate(value: float, runs: Sequence[RunRecord], metric: str) -> Candidat
 
 
 def _words(
-    path: str,
-    candidates: Sequence[Candidate],
-    chosen: float | None,
-    known: bool,
-    ends: tuple[float, float],
+    path: str, candidates: Sequence[Candidate], chosen: float | None, over: bool, at_edge: bool
 ) -> str:
     tried = ", ".join(f"{each.value:g}" for each in candidates)
     lost = [f"{each.value:g}" for each in candidates if each.status == "diverged"]
     text = f"{path}: tried {tried}"
-    if not known:
+    if not over:
         done = sum(each.status != "incomplete" for each in candidates)
         text += f"; {done} of {len(candidates)} are done"
     elif chosen is not None:
         text += f"; {chosen:g} did best"
-    text += f"; diverged: {', '.join(lost)}." if lost else "; none diverged." if known else "."
-    if chosen in ends and len(candidates) > 1:
+    text += f"; diverged: {', '.join(lost)}." if lost else "; none diverged." if over else "."
+    if at_edge:
         text += " The best is the last value tried on its side: a better one may lie beyond it."
     return text

@@ -1,0 +1,131 @@
+"""The kernels that add shares to the elements of a small table, any of which any pair may name.
+
+In one walk, and in floating point: of every tile each element gets the sum of the shares that name
+it, a product of the tile with the one-hot matrix of what its pairs name, one column of which is
+made at a time. A program keeps a sum of its own of each element, in double precision; what the
+programs found is folded in a fixed order. Every run gives the same bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.gpu.backward.shares import (
+    key_side,
+    line_place,
+    product_of,
+    query_side,
+    seen_in,
+    step_of,
+    terms_of,
+    walk_from,
+)
+
+__all__ = ["fold_table_kernel", "table_kernel"]
+
+_COUNTS = ["batch", "heads", "group", "queries", "keys", "tiles", "elements", "plane"]
+_WORDS = ["seed_low", "seed_high", "threshold"]
+
+
+@triton.jit(do_not_specialize=[*_COUNTS, *_WORDS])
+def table_kernel(
+    inputs,
+    strides,
+    captured,
+    sums,
+    order,
+    counts,
+    list_numbers,
+    cu_q,
+    cu_k,
+    batch,
+    heads,
+    group,
+    queries,
+    keys,
+    tiles,
+    elements,
+    plane,
+    scale,
+    inverse_keep,
+    seed_low,
+    seed_high,
+    threshold,
+    SCORE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    SEEN: tl.constexpr,
+    RANGE: tl.constexpr,
+    INDEX: tl.constexpr,
+    SKIPS: tl.constexpr,
+    TABLE: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Sums of the shares of a tile of rows by the element that they name.
+
+    ``sums`` is float64 [programs, TABLE]; TABLE is ``elements`` or more, a power of two.
+    """
+    BLOCK_M: tl.constexpr = FORM[0]
+    BLOCK_N: tl.constexpr = FORM[1]
+    program = tl.program_id(0)
+    b, h, begin, begin_k, M, N, m0 = line_place(
+        program % tiles, program // tiles, cu_q, cu_k, batch, heads, queries, keys, BLOCK_M, False
+    )
+    place = (b, h, begin, begin_k, M, N)
+    numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
+    columns = tl.arange(0, TABLE)
+    total = tl.zeros([TABLE], tl.float64)
+    if m0 < M:
+        lists = (order, counts, list_numbers)
+        walk = walk_from(place, m0, captured, lists, RANGE, BLOCK_M, BLOCK_N, False)
+        query_tiles = query_side(inputs, strides, plane, place, m0, FORM)
+        for step in range(walk[1]):
+            n0 = step_of(step, walk, lists, BLOCK_N)
+            visible, met = seen_in(place, m0, n0, captured, SEEN, SKIPS, FORM)
+            if met:
+                key_tiles = key_side(inputs, strides, group, place, n0, FORM)
+                terms = terms_of(
+                    query_tiles,
+                    key_tiles,
+                    numbers,
+                    place,
+                    m0,
+                    n0,
+                    captured,
+                    visible,
+                    SCORE,
+                    FACTOR,
+                    FORM,
+                )
+                m = m0 + tl.arange(0, BLOCK_M)[:, None]
+                n = n0 + tl.arange(0, BLOCK_N)[None, :]
+                # A load may be indexed by the score; where none is, this product is left out.
+                scores = product_of(query_tiles[0], key_tiles[0], FORM[2], FORM) * scale
+                named = INDEX(scores, b, h, m, n, M, N, captured[2], captured[3])
+                for element in range(elements):
+                    found = tl.sum(tl.where(named == element, terms, 0.0), 1, keep_dims=True)
+                    found = tl.sum(found, 0)
+                    total += tl.where(columns == element, found, 0.0).to(tl.float64)
+    tl.store(sums + program.to(tl.int64) * TABLE + columns, total)
+
+
+@triton.jit(do_not_specialize=["programs", "elements"])
+def fold_table_kernel(
+    sums,
+    out,
+    programs,
+    elements,
+    TABLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """Adds up what the programs found: every program of this kernel those of one element."""
+    element = tl.program_id(0)
+    total = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, programs, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        total += tl.load(sums + i.to(tl.int64) * TABLE + element, mask=i < programs, other=0.0)
+    whole = tl.sum(total, 0)
+    if ADD:
+        whole += tl.load(out + element).to(tl.float64)
+    tl.store(out + element, whole.to(out.dtype.element_ty))

@@ -1,0 +1,67 @@
+"""Runs as processes on this machine, one a run."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tilewise.lab.study.conduct.follow import Follower
+from tilewise.lab.study.conduct.pool import RunError, Worker
+from tilewise.lab.study.conduct.process import Process, Setting, record_after
+from tilewise.lab.study.plan import Task
+from tilewise.lab.study.records import RunRecord
+
+__all__ = ["Local"]
+
+
+@dataclass(frozen=True)
+class Local:
+    """This machine.
+
+    Args:
+        setting: of the runs.
+        cores: processors to pin runs of one thread to; empty for none.
+    """
+
+    setting: Setting
+    cores: tuple[int, ...] = ()
+
+    def start(self, task: Task, running: Sequence[Worker]) -> Worker:
+        """Start the process of a run; see ``pool.Place``."""
+        return _LocalWorker(task, self.setting, self._free_core(running))
+
+    def _free_core(self, running: Sequence[Worker]) -> int | None:
+        """The core with the fewest runs; None where runs are not pinned."""
+        if self.setting.threads > 1 or not self.cores:
+            return None
+        used = [worker.core for worker in running]
+        return min(self.cores, key=used.count)
+
+
+class _LocalWorker:
+    """One process and the record that it writes; see ``pool.Worker``."""
+
+    def __init__(self, task: Task, setting: Setting, core: int | None) -> None:
+        self.task, self.core, self._setting = task, core, setting
+        self._follower = Follower(setting.record(task.run))
+        self._process = Process(setting, setting.job(task.run, core))
+        self.stop, self.close = self._process.stop, self._process.close
+
+    @property
+    def over(self) -> bool:
+        return self._process.over
+
+    def new_events(self) -> list[dict[str, Any]]:
+        return self._follower.new()
+
+    def result(self) -> RunRecord:
+        """The record; a process that was killed here is no loss but a failure: the machine is."""
+        outcome = self._process.outcome()
+        if outcome.code < 0:
+            ended = f"the process of {self.task.run.name} was ended by signal {-outcome.code}"
+            if outcome.code == -signal.SIGKILL:
+                ended += ": out of memory? The same command goes on; fewer --jobs need less"
+            raise RunError("\n".join([ended, *outcome.lines]))
+        return record_after(self._setting, self.task.run, outcome)

@@ -1,0 +1,1 @@
+"""Trackers, which show runs while they train; ``docs/trackers.md`` says how to add one."""

@@ -1,0 +1,70 @@
+"""What the softmax of every attention layer looks like, from the kernels' own statistics.
+
+A model whose attention is about to fail shows it here first: logits grow without bound, and a
+head's entropy falls to nothing, because all of its weight goes to one key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from tilewise.functional import SoftmaxStats
+from tilewise.lab.study.records import LayerSoftmax
+from tilewise.nn import Attention
+
+__all__ = ["Softmaxes", "watched"]
+
+
+class Softmaxes:
+    """Collects what the layers of a model say in forward passes.
+
+    Args:
+        layers: its attention, in order.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._entropies: list[list[torch.Tensor]] = [[] for _ in range(layers)]
+        self._largest = [-math.inf] * layers
+
+    def add(self, layer: int, stats: SoftmaxStats) -> None:
+        """Note the rows of one call, [B, Hq, M] each."""
+        self._entropies[layer].append(stats.entropy.detach().double().mean(dim=-1))
+        self._largest[layer] = max(self._largest[layer], stats.max_logit.max().item())
+
+    def found(self) -> list[LayerSoftmax]:
+        """Of every layer, over all that was noted."""
+        layers = []
+        for layer, (entropies, largest) in enumerate(
+            zip(self._entropies, self._largest, strict=True)
+        ):
+            of_heads = torch.cat(entropies).mean(dim=0)
+            mean, lowest = of_heads.mean().item(), of_heads.min().item()
+            layers.append(LayerSoftmax(layer, mean, lowest, largest))
+        return layers
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[Callable[[], list[LayerSoftmax]] | None]:
+    """Forward passes of this block are noted; what it gives says what was found.
+
+    It gives None where the model's attention has no statistics: another implementation than
+    ``"tilewise"``, or layers that are not ``tilewise.nn.Attention``.
+    """
+    layers = [each for each in model.modules() if isinstance(each, Attention)]
+    if not layers or any(each.implementation != "tilewise" for each in layers):
+        yield None
+        return
+    softmaxes = Softmaxes(len(layers))
+    for place, layer in enumerate(layers):
+        layer.on_statistics = partial(softmaxes.add, place)
+    try:
+        yield softmaxes.found
+    finally:
+        for layer in layers:
+            layer.on_statistics = None

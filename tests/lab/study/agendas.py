@@ -1,0 +1,45 @@
+"""Studies that are worked through without training: each run's record is what a behaviour says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+
+from tests.lab.study.records_of import Behaviour, record_of
+from tilewise.lab.study.config import Study
+from tilewise.lab.study.plan import Agenda
+from tilewise.lab.study.records import RunRecord
+
+__all__ = ["work"]
+
+Behaviours = Mapping[str, Behaviour]
+
+
+def work(
+    study: Study,
+    behaviours: Behaviours | None = None,
+    records: Mapping[str, RunRecord] | None = None,
+    most: int | None = None,
+    order: Random | None = None,
+) -> Agenda:
+    """The agenda when runs have ended, all of them or ``most``.
+
+    Args:
+        study: the config.
+        behaviours: ``"arm"`` or ``"experiment/arm"`` -> how its runs come out; plainly else.
+        records: of runs that ended before.
+        most: runs to end; None for all.
+        order: draws which of the runs that are ready ends next; None for the first.
+    """
+    known, left = behaviours or {}, most
+    agenda = Agenda(study, records or {})
+    agenda.check()
+    metrics = {each.name: each.metric for each in study.experiments}
+    while not agenda.finished and left != 0:
+        ready = agenda.ready()
+        run = (order.choice(ready) if order else ready[0]).run
+        behaviour = known.get(f"{run.experiment}/{run.arm}", known.get(run.arm, Behaviour()))
+        metric = metrics.get(run.experiment, "bits_per_byte")
+        agenda.ended(run, record_of(run, behaviour, metric))
+        left = None if left is None else left - 1
+    return agenda

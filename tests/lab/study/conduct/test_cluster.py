@@ -1,0 +1,211 @@
+"""A study on a local Ray cluster of two workers, one of which is killed."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.conftest import ROOT
+from tests.lab.study.records_of import config_of, experiment_of, study_of
+from tilewise.errors import InvalidArgument
+from tilewise.lab.study import report, store
+from tilewise.lab.study.conduct.conductor import Request, conduct
+from tilewise.lab.study.conduct.pool import RunError
+from tilewise.lab.study.conduct.process import CHILD
+from tilewise.lab.study.conduct.room import NotEnoughMemoryError
+from tilewise.lab.study.config import Study
+from tilewise.lab.study.records import RunRecord
+from tilewise.lab.study.run import RECORD
+
+FAKE = "tests.lab.study.conduct.fake_child"
+_WAIT_S = 120.0
+
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None,
+    reason="needs ray: pip install --no-deps -r .ci/ray.txt",
+)
+
+
+@pytest.fixture(scope="module")
+def _two_workers() -> Iterator[Any]:
+    """A cluster of this machine alone that has room for two runs, whatever the machine has."""
+    ray = importlib.import_module("ray")
+    before = dict(os.environ)
+    os.environ |= {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+        "OMP_NUM_THREADS": "1",
+    }
+    ray.init(address="local", num_cpus=2, log_to_driver=False, logging_level="ERROR")
+    yield ray
+    ray.shutdown()
+    os.environ.clear()
+    os.environ |= before
+
+
+class Conducted:
+    """A study on the cluster; its report is not drawn."""
+
+    def __init__(self, place: Path, acts: str = "quick", **fields: Any) -> None:
+        text = place / acts
+        text.write_text("the cat sat on the mat. " * 400)
+        changes = {"data.source": str(text), **fields.pop("changes", {})}
+        baseline = config_of(**changes)
+        self.study = study_of(
+            experiment_of("lion", baseline=baseline, **{"seeds": (0, 1), **fields})
+        )
+        self.out = place / "studies"
+        self.folder = store.folder_of(self.study, self.out)
+        self.said = io.StringIO()
+
+    def go(self, study: Study | None = None, **fields: Any) -> int:
+        values: dict[str, Any] = {"module": FAKE, "on": "ray", **fields}
+        request = Request(study or self.study, "tilewise study run x", self.out, **values)
+        return conduct(request, Console(file=self.said, width=200))
+
+    @property
+    def records(self) -> dict[str, RunRecord]:
+        return store.read_records(self.folder)
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(report, "write", lambda folder: (folder / "r.html", folder / "r.md"))
+    return tmp_path
+
+
+def test_without_ray_it_says_how_to_get_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    conducted = Conducted(place)
+    with pytest.raises(InvalidArgument, match=r"--on: got ray.*pip install 'tilewise\[ray\]'"):
+        conducted.go()
+    assert not conducted.folder.exists()
+
+
+@needs_ray
+@pytest.mark.usefixtures("_two_workers")
+def test_every_run_is_done_once(place: Path) -> None:
+    conducted = Conducted(place)
+    assert conducted.go() == 0
+    assert "4 runs to do, 2 at once" in conducted.said.getvalue()
+    records = conducted.records
+    assert len(records) == 4
+    for record in records.values():
+        assert record.done
+        assert len(record.starts) == 1
+        assert len(record.steps) == 40
+        # Where it ran is what its own machine says, and nothing is pinned there.
+        assert record.start.environment["core"] is None
+        assert record.start.environment["cores"] >= 1
+    before = {path: path.read_bytes() for path in conducted.folder.rglob(RECORD)}
+    assert conducted.go() == 0
+    assert {path: path.read_bytes() for path in conducted.folder.rglob(RECORD)} == before
+
+
+@needs_ray
+@pytest.mark.usefixtures("_two_workers")
+@pytest.mark.parametrize(
+    ("acts", "message"),
+    [
+        ("wrong", r"^optimizers/lion/seed-\d: the text is missing: get it$"),
+        ("crash", r"(?s)optimizers/lion/seed-\d ended with status 1.*ValueError: a bug of ours"),
+        ("killed", r"its worker was lost 3 times in a row.*ended by signal 9"),
+    ],
+)
+def test_a_run_that_fails_ends_the_study(place: Path, acts: str, message: str) -> None:
+    conducted = Conducted(place, acts)
+    with pytest.raises(RunError, match=message):
+        conducted.go()
+
+
+@needs_ray
+@pytest.mark.usefixtures("_two_workers")
+def test_what_no_machine_has_is_refused(place: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"without 1 CPU and 1 GPU on one machine"):
+        Conducted(place).go(device="cuda")
+    with pytest.raises(InvalidArgument, match=r"without 3 CPU on one machine"):
+        Conducted(place).go(threads=3)
+    large = Conducted(place, changes={"model.width": 1 << 16})
+    with pytest.raises(NotEnoughMemoryError, match="weights, gradients and optimizer state"):
+        large.go()
+
+
+@needs_ray
+@pytest.mark.usefixtures("_two_workers")
+def test_a_run_whose_worker_is_killed_is_taken_up_again_to_the_same_bits(place: Path) -> None:
+    changes = {
+        "model.layers": 1,
+        "model.width": 16,
+        "model.context": 16,
+        "model.dropout.residual": 0.1,
+        "budget.steps": 150,
+        "evaluation.every": 50,
+    }
+    conducted = Conducted(place, changes=changes, seeds=(0,))
+    options: dict[str, Any] = {"module": CHILD, "checkpoint_every_s": 0.05}
+    victim = conducted.folder / "runs" / "optimizers/lion/seed-0"
+    killer = threading.Thread(target=_kill_the_worker_of, args=(victim,))
+    killer.start()
+    try:
+        assert conducted.go(**options) == 0
+    finally:
+        killer.join()
+    records = conducted.records
+    assert "optimizers/lion/seed-0 was lost" in conducted.said.getvalue()
+    assert len(records["optimizers/baseline/seed-0"].starts) == 1
+    starts = [start.from_step for start in records["optimizers/lion/seed-0"].starts]
+    assert starts[0] == 0
+    assert starts[1] > 0
+    assert len(starts) == 2
+    for record in records.values():
+        assert [step.step for step in record.steps] == list(range(1, 151))
+        assert [each.step for each in record.evaluations] == [0, 50, 100, 150]
+
+    (place / "undisturbed").mkdir()
+    whole = Conducted(place, changes=changes, seeds=(0,))
+    whole.out = place / "undisturbed"
+    whole.folder = store.folder_of(whole.study, whole.out)
+    assert whole.go(on="here", jobs=2, module=CHILD) == 0
+    for name, record in whole.records.items():
+        assert records[name].end == record.end
+        assert [step.loss for step in records[name].steps] == [step.loss for step in record.steps]
+
+
+def _kill_the_worker_of(folder: Path) -> None:
+    """Kill the worker of Ray whose process has written a checkpoint of the run in a folder."""
+    deadline = time.monotonic() + _WAIT_S
+    while time.monotonic() < deadline:
+        path = folder / RECORD
+        if path.exists() and b'"event":"checkpoint"' in path.read_bytes():
+            os.kill(_parent(_process_in(folder)), signal.SIGKILL)
+            return
+        time.sleep(0.005)
+
+
+def _process_in(folder: Path) -> int:
+    """The process that holds the lock of a run's folder."""
+    lock = str(folder / ".lock")
+    for files in Path("/proc").glob("[0-9]*/fd"):
+        try:
+            if any(os.readlink(each) == lock for each in files.iterdir()):
+                return int(files.parent.name)
+        except OSError:  # gone, or somebody else's
+            continue
+    raise AssertionError(f"nobody works in {folder}")
+
+
+def _parent(process: int) -> int:
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("PPid"))[5:])

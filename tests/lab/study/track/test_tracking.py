@@ -1,0 +1,349 @@
+"""Trackers: every number once, whatever was stopped and taken up again."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from rich.console import Console
+
+from tests.conftest import ROOT
+from tests.lab.study.records_of import (
+    Behaviour,
+    config_of,
+    experiment_of,
+    record_of,
+    records_of,
+    study_of,
+    write,
+)
+from tilewise.errors import InvalidArgument
+from tilewise.lab.study import report, store
+from tilewise.lab.study.conduct.conductor import Request, conduct
+from tilewise.lab.study.records import RunRecord
+from tilewise.lab.study.run import Run
+from tilewise.lab.study.track.registry import trackers
+from tilewise.lab.study.track.tracker import AbstractTracker, Point, TrackedRun
+from tilewise.lab.study.track.tracking import Tracking
+
+STEPS, EVERY = 40, 10
+TOKENS = 4 * 64  # of a step of ``config_of``
+
+
+def _needs(package: str) -> Any:
+    absent = importlib.util.find_spec(package) is None
+    reason = f"needs {package}: pip install --no-deps -r .ci/track.txt"
+    return pytest.param(package, marks=pytest.mark.skipif(absent, reason=reason))
+
+
+@pytest.fixture(params=["memory", _needs("tensorboard"), _needs("mlflow")])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return str(request.param)
+
+
+class Memory(AbstractTracker):
+    """Keeps everything in a dictionary, as a server would."""
+
+    def __init__(self, kept: dict[str, Any] | None = None, fails: bool = False) -> None:
+        self.kept, self.fails = {} if kept is None else kept, fails
+
+    def begin(self, run: TrackedRun) -> Mapping[str, int]:
+        new: dict[str, Any] = {"parameters": dict(run.parameters), "curves": {}, "status": ""}
+        curves = self.kept.setdefault(run.name, new)["curves"]
+        return {metric: points[-1][0] for metric, points in curves.items()}
+
+    def add(self, run: TrackedRun, points: Sequence[Point]) -> None:
+        if self.fails:
+            raise ConnectionError("the server is away")
+        for point in points:
+            curve = self.kept[run.name]["curves"].setdefault(point.metric, [])
+            curve.append((point.step, point.value))
+
+    def end(self, run: TrackedRun, status: Literal["done", "diverged"]) -> None:
+        self.kept[run.name]["status"] = status
+
+    def close(self) -> None:
+        self.kept["closed"] = True
+
+
+_SERVER: dict[str, dict[str, Any]] = {}
+
+
+def _tracker(kind: str, folder: Path) -> AbstractTracker:
+    if kind == "memory":
+        return Memory(_SERVER.setdefault(str(folder), {}))
+    return trackers([kind], folder)[kind]
+
+
+def _curves(kind: str, folder: Path, name: str) -> dict[str, list[tuple[int, float]]]:
+    """What a tracker shows of a run."""
+    if kind == "memory":
+        found: dict[str, list[tuple[int, float]]] = _SERVER[str(folder)][name]["curves"]
+        return found
+    if kind == "tensorboard":
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        kept = EventAccumulator(str(folder / kind / name), size_guidance={"scalars": 0})
+        kept.Reload()
+        return {
+            tag: [(each.step, each.value) for each in kept.Scalars(tag)]
+            for tag in kept.Tags()["scalars"]
+        }
+    client, run = _mlflow(folder, name)
+    return {
+        metric: sorted(
+            (each.step, each.value) for each in client.get_metric_history(run.info.run_id, metric)
+        )
+        for metric in run.data.metrics
+    }
+
+
+def _mlflow(folder: Path, name: str) -> tuple[Any, Any]:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=(folder / "mlflow").as_uri())
+    experiment = client.get_experiment_by_name(folder.name)
+    assert experiment is not None
+    (run,) = (
+        each
+        for each in client.search_runs([experiment.experiment_id])
+        if each.info.run_name == name
+    )
+    return client, run
+
+
+def _parameters(kind: str, folder: Path, name: str) -> dict[str, Any]:
+    if kind == "memory":
+        found: dict[str, Any] = _SERVER[str(folder)][name]["parameters"]
+        return found
+    if kind == "mlflow":
+        return dict(_mlflow(folder, name)[1].data.params)
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    found = {}
+    for path in (folder / kind / name).iterdir():
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                if value.tag == "_hparams_/session_start_info":
+                    assert not found, "told twice"
+                    data = HParamsPluginData.FromString(value.metadata.plugin_data.content)
+                    given = data.session_start_info.hparams
+                    found = {
+                        key: getattr(each, each.WhichOneof("kind")) for key, each in given.items()
+                    }
+    return found
+
+
+def _run() -> Run:
+    return Run("optimizers", "lion", 1, config_of())
+
+
+def _told(tracking: Tracking, run: Run, record: RunRecord, first: int, last: int) -> None:
+    """Steps after ``first`` as they happen, each with its evaluation; 0 with that before it."""
+    evaluations = {each.step: each for each in record.evaluations}
+    steps = {each.step: each for each in record.steps}
+    for at in range(first + 1 if first else 0, last + 1):
+        if at in steps:
+            tracking.event(run, {"event": "step", **asdict(steps[at])})
+        if at in evaluations:
+            tracking.event(run, {"event": "evaluation", **asdict(evaluations[at])})
+        tracking.tick()
+
+
+@pytest.mark.parametrize("end", ["stopped", "killed"])
+def test_a_run_that_is_taken_up_again_goes_on_in_the_same_curves(
+    kind: str, end: str, tmp_path: Path
+) -> None:
+    folder, run = tmp_path / "study-1", _run()
+    whole = record_of(run, Behaviour())
+    said: list[str] = []
+
+    tracking = Tracking(folder, {kind: _tracker(kind, folder)}, said.append)
+    tracking.started(run)
+    _told(tracking, run, whole, 0, 15)
+    write(folder, {run.name: record_of(run, Behaviour(stopped={1: 15}))})
+    if end == "stopped":
+        tracking.close()  # one that is killed keeps what it has not sent yet
+
+    # The last checkpoint was after step 10: five steps are done again.
+    tracking = Tracking(folder, {kind: _tracker(kind, folder)}, said.append)
+    tracking.started(run)
+    tracking.event(run, {"event": "start", "from_step": 10})
+    _told(tracking, run, whole, 10, STEPS)
+    tracking.ended(run, whole)
+    tracking.close()
+    assert said == []
+    assert not tracking.failed
+
+    curves = _curves(kind, folder, run.name)
+    steps = list(range(1, STEPS + 1))
+    losses = [step.loss for step in whole.steps]
+    assert [step for step, _ in curves["train/loss"]] == steps
+    assert [value for _, value in curves["train/loss"]] == pytest.approx(losses, rel=1e-6)
+    assert [at for at, _ in curves["by_tokens/train/loss"]] == [TOKENS * step for step in steps]
+    assert [step for step, _ in curves["train/lr"]] == steps
+    evaluated = list(range(0, STEPS + 1, EVERY))
+    assert [step for step, _ in curves["held_out/bits_per_byte"]] == evaluated
+    assert [at for at, _ in curves["by_tokens/held_out/loss"]] == [TOKENS * at for at in evaluated]
+    assert "held_out/word_perplexity" not in curves  # it has none
+    last = whole.evaluations[-1].loss
+    assert curves["final/loss"] == [(STEPS, pytest.approx(last, rel=1e-6))]
+    parameters = _parameters(kind, folder, run.name)
+    assert float(parameters["optimizer.lr"]) == run.config.optimizer.options["lr"]
+    assert float(parameters["seed"]) == 1
+    assert parameters["schedule.name"] == "linear"
+
+
+def test_runs_that_are_over_are_caught_up_with_once(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "study-1"
+    study = study_of(experiment_of("lion", seeds=(0,)))
+    records = records_of(study, {"lion": Behaviour(diverged={0: 7})})
+    write(folder, records)
+    for _ in range(2):
+        tracking = Tracking(folder, {kind: _tracker(kind, folder)}, pytest.fail)
+        tracking.catch_up(records)
+        tracking.close()
+    found = _curves(kind, folder, "optimizers/baseline/seed-0")
+    assert [step for step, _ in found["train/loss"]] == list(range(1, STEPS + 1))
+    lost = _curves(kind, folder, "optimizers/lion/seed-0")
+    # The loss that is not finite is no point.
+    assert [step for step, _ in lost["train/loss"]] == list(range(1, 7))
+    if kind == "mlflow":
+        status = [_mlflow(folder, name)[1].info.status for name in records]
+        assert status == ["FINISHED", "FAILED"]
+
+
+def test_a_tracker_that_fails_is_said_and_costs_nothing(tmp_path: Path) -> None:
+    folder, run = tmp_path / "study-1", _run()
+    whole, said = record_of(run, Behaviour()), list[str]()
+    good, bad = Memory(), Memory(fails=True)
+    tracking = Tracking(folder, {"bad": bad, "good": good}, said.append)
+    tracking.started(run)
+    _told(tracking, run, whole, 0, STEPS)
+    tracking.ended(run, whole)
+    tracking.close()
+    assert tracking.failed
+    (words,) = said
+    assert words.startswith("The tracker bad failed and is left out")
+    assert "ConnectionError: the server is away" in words
+    assert len(good.kept[run.name]["curves"]["train/loss"]) == STEPS
+    assert good.kept[run.name]["status"] == "done"
+
+    bad.fails = False
+    write(folder, {run.name: whole})
+    tracking = Tracking(folder, {"bad": bad}, said.append)
+    tracking.catch_up({run.name: whole})
+    assert bad.kept[run.name]["curves"] == good.kept[run.name]["curves"]
+
+
+def test_tokens_are_those_that_steps_say(tmp_path: Path) -> None:
+    run, kept = _run(), Memory()
+    whole = record_of(run, Behaviour())
+    tracking = Tracking(tmp_path / "study-1", {"memory": kept}, pytest.fail)
+    tracking.started(run)
+    for step in whole.steps[:3]:
+        tracking.event(run, {"event": "step", **asdict(step), "tokens": 7})
+    tracking.close()
+    curve = kept.kept[run.name]["curves"]["by_tokens/train/loss"]
+    assert [at for at, _ in curve] == [7, 14, 21]
+    speeds = kept.kept[run.name]["curves"]["train/tokens_per_s"]
+    assert speeds == [(3, 7 / whole.steps[2].wall_s)]  # the first two warm up
+
+
+TRACKER = '''
+import json
+from tilewise.lab.study.track.tracker import AbstractTracker
+
+class Lines(AbstractTracker):
+    """A line a point."""
+
+    def __init__(self, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "points.txt"
+
+    def begin(self, run):
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        points = [json.loads(line) for line in lines]
+        return {metric: step for name, metric, step, _ in points if name == run.name}
+
+    def add(self, run, points):
+        with self.path.open("a") as file:
+            for each in points:
+                print(json.dumps([run.name, each.metric, each.step, each.value]), file=file)
+
+    def end(self, run, status):
+        pass
+
+    def close(self):
+        pass
+
+def nothing(folder):
+    return folder
+'''
+
+
+def test_a_study_with_a_tracker_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(report, "write", lambda folder: (folder / "r.html", folder / "r.md"))
+    own, text = tmp_path / "own.py", tmp_path / "quick"
+    own.write_text(TRACKER)
+    text.write_text("the cat sat on the mat. " * 400)
+    baseline = config_of(**{"data.source": str(text), "budget.steps": 3})
+    study = study_of(experiment_of("lion", baseline=baseline, seeds=(0,)))
+    request = Request(
+        study,
+        "x",
+        tmp_path / "studies",
+        jobs=2,
+        module="tests.lab.study.conduct.fake_child",
+        track=(f"{own}:Lines",),
+    )
+    console = Console(file=io.StringIO())
+    folder = store.folder_of(study, request.out)
+    assert conduct(request, console) == 0
+    points = (folder / "Lines" / "points.txt").read_text()
+    assert points.count('"train/loss"') == 2 * 3
+    assert points.count('"held_out/loss"') == 2 * 2
+    assert points.count('"final/loss"') == 2
+    assert conduct(request, console) == 0  # all is done, and told
+    assert (folder / "Lines" / "points.txt").read_text() == points
+
+    wrong = {
+        f"{own}:nothing": "a PosixPath from",
+        f"{own}:absent": "which is no function",
+        f"{tmp_path}/absent.py:f": "which is no file",
+        "mlfow": "Did you mean 'mlflow'",
+    }
+    for name, words in wrong.items():
+        with pytest.raises(InvalidArgument, match=words):
+            conduct(replace(request, track=(name,)), console)
+
+
+def test_without_its_package_a_tracker_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "tilewise.lab.study.track.mlflow", raising=False)
+    for module in ("mlflow", "mlflow.entities"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(InvalidArgument, match=r"--track.*pip install 'tilewise\[track\]'"):
+        trackers(["mlflow"], tmp_path)
+
+
+def test_no_tracker_is_imported_before_it_is_asked_for() -> None:
+    code = (
+        "import sys, tilewise.lab.study.command; "
+        "assert not {'mlflow', 'tensorboard', 'ray'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

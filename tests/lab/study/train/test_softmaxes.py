@@ -1,0 +1,108 @@
+"""What a model's attention layers say of their softmax, against the same written out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilewise import nn
+from tilewise.errors import Unsupported
+from tilewise.functional import SoftmaxStats
+from tilewise.lab.models.gpt2 import GPT2, Shape
+from tilewise.lab.study.records import LayerSoftmax
+from tilewise.lab.study.train.softmaxes import watched
+from tilewise.nn.implementations import Ask, with_weights
+
+SHAPE = Shape(layers=3, heads=2, width=16, context=12, vocabulary=31, kv_heads=1)
+
+
+def _model(**changes: object) -> GPT2:
+    model = GPT2(SHAPE, **changes).eval()  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(6.0)
+    return model
+
+
+def _tokens(rows: int = 3) -> Tensor:
+    return torch.randint(0, 31, (rows, 12), generator=torch.Generator().manual_seed(1))
+
+
+def _written_out(layer: nn.Attention, x: Tensor) -> LayerSoftmax:
+    q = layer._heads(layer.query(x), layer.heads)
+    k, v = (layer._heads(each(x), layer.kv_heads) for each in (layer.key, layer.value))
+    weights = with_weights(q, k, v, Ask(layer.mask, None, layer.scale, None, 0.0))[1]  # type: ignore[arg-type]
+    entropy = torch.special.entr(weights).sum(dim=-1).mean(dim=(0, 2))
+    scores = (q @ k.transpose(-2, -1) * layer.scale)[weights > 0]
+    return LayerSoftmax(0, entropy.mean().item(), entropy.min().item(), scores.max().item())
+
+
+def test_every_layer_says_what_the_written_out_softmax_says() -> None:
+    model, inputs = _model(), dict[int, Tensor]()
+    for place, layer in enumerate(model.layers):
+        layer.attention.register_forward_pre_hook(
+            lambda _, args, place=place: inputs.update({place: args[0]})
+        )
+    with torch.no_grad(), watched(model) as found:
+        assert found is not None
+        for part in _tokens(5).split(2):  # groups of two, two and one
+            model(part)
+        layers = found()
+    with torch.no_grad():
+        model(_tokens(5))
+        expected = [
+            _written_out(layer.attention, inputs[place]) for place, layer in enumerate(model.layers)
+        ]
+    assert [each.layer for each in layers] == [0, 1, 2]
+    for mine, theirs in zip(layers, expected, strict=True):
+        assert mine.entropy == pytest.approx(theirs.entropy, rel=1e-5)
+        assert mine.lowest_head == pytest.approx(theirs.lowest_head, rel=1e-5)
+        assert mine.max_logit == pytest.approx(theirs.max_logit, rel=1e-5)
+        assert mine.lowest_head < mine.entropy < math.log(12)  # type: ignore[operator]
+
+
+def test_even_weights_have_the_entropy_of_the_docs() -> None:
+    model = GPT2(SHAPE)
+    for layer in model.layers:
+        torch.nn.init.zeros_(layer.attention.query.weight)
+    with torch.no_grad(), watched(model) as found:
+        model(_tokens())
+        assert found is not None
+        (first, *_) = found()
+    assert first.entropy == pytest.approx(math.lgamma(13) / 12, rel=1e-6)
+    assert first.max_logit == 0.0
+
+
+def test_watching_changes_no_bit_and_ends() -> None:
+    model = _model()
+    before = model(_tokens())
+    with watched(model):
+        assert torch.equal(model(_tokens()), before)
+    assert all(layer.attention.on_statistics is None for layer in model.layers)
+    assert torch.equal(model(_tokens()), before)
+
+
+@pytest.mark.parametrize("implementation", ["plain", "sdpa"])
+def test_other_implementations_have_none(implementation: str) -> None:
+    with watched(_model(implementation=implementation)) as found:
+        assert found is None
+    layer = nn.Attention(8, 2, implementation=implementation)  # type: ignore[arg-type]
+    layer.on_statistics = lambda _: None
+    with pytest.raises(Unsupported, match=f"statistics of implementation '{implementation}'"):
+        layer(torch.zeros(1, 3, 8))
+
+
+def test_a_layer_gives_its_statistics_with_gradients() -> None:
+    layer, seen = nn.Attention(8, 2), list[SoftmaxStats]()
+    layer.on_statistics = seen.append
+    layer(torch.randn(2, 5, 8))
+    (stats,) = seen
+    assert stats.entropy.shape == stats.max_logit.shape == (2, 2, 5)
+    assert stats.entropy.requires_grad
+    with watched(layer) as found:
+        layer(torch.randn(1, 3, 8))
+        assert found is not None
+        assert len(found()) == 1

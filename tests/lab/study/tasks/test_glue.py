@@ -116,8 +116,7 @@ def test_an_epoch_sees_every_example_once(tmp_path: Path) -> None:
             (packed,) = batch.inputs
             assert batch.counted == len(batch.targets) == 4
             assert batch.tokens == len(packed.tokens) == packed.borders[-1]
-            borders = packed.borders.tolist()
-            rows = packed.tokens.split([b - a for a, b in zip(borders, borders[1:], strict=False)])
+            rows = packed.tokens.split(packed.borders.diff().tolist())
             seen += [
                 (tuple(row.tolist()), int(y)) for row, y in zip(rows, batch.targets, strict=True)
             ]

@@ -26,6 +26,7 @@ __all__ = [
     "drawn",
     "evaluation_windows",
     "micro_batch_seed",
+    "shuffled",
     "strided",
 ]
 
@@ -97,8 +98,19 @@ class Batches:
         return offset, np.argsort(keys[:-1], kind="stable")
 
 
+def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The numbers below ``count`` in the order of an epoch.
+
+    Args:
+        count: of examples.
+        seed: of the order.
+        epoch: every one has an order of its own.
+    """
+    return np.argsort(drawn(seed, epoch, count), kind="stable")
+
+
 def drawn(seed: int, epoch: int, count: int) -> NDArray[np.uint64]:
-    """Numbers that are the same on every machine: their order is that of an epoch."""
+    """Numbers of 64 bits that are the same on every machine: their order is that of an epoch."""
     key = _mixed(np.array([seed & _MASK], np.uint64), _mixed_int(epoch))[0]
     return _mixed(np.arange(count, dtype=np.uint64), int(key))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from tilewise.errors import InvalidArgument
 from tilewise.lab.models.gpt2 import GPT2
 from tilewise.lab.study.config import RunConfig, Training
 from tilewise.lab.study.data import order, packing
@@ -84,6 +85,13 @@ class LanguageModelling(AbstractTask):
     packs = True
     causal = True
     unit = "token"
+
+    def check(self, config: RunConfig) -> None:
+        """See ``AbstractTask``."""
+        super().check(config)
+        if config.attention.variant.name == "full":
+            required = "a causal variant: a token must not see the one that it predicts"
+            raise InvalidArgument("attention.variant", "full", required)
 
     def prepare(self, config: RunConfig, cache: Path) -> Tokens:
         """The tokens of the text."""

@@ -159,6 +159,10 @@ class AbstractTask(ABC):
             came = repr(config.model.checkpoint)
             raise InvalidArgument("model.checkpoint", came, f"none: {task} begins from scratch")
         self._check_factors(config)
+        if config.model.family == "bert" and config.attention.variant.name != "full":
+            came = config.attention.variant.name
+            required = "full: an encoder's tokens see all of their sequence"
+            raise InvalidArgument("attention.variant", came, required)
         evaluation = config.evaluation
         if evaluation.sample_tokens and not self.writes:
             came = str(evaluation.sample_tokens)
@@ -179,13 +183,15 @@ class AbstractTask(ABC):
             "training.length_warmup.steps": (config.training.length_warmup.steps, 0),
         }
         model = config.model
-        shape = {
-            "model.kv_heads": (model.kv_heads, None),
-            "model.positions": (model.positions, "learned"),
-            "model.norm": (model.norm, "layer"),
-            "model.qk_norm": (model.qk_norm, False),
-        }
-        asked = {**({} if self.packs else rows), **({} if model.family == "gpt2" else shape)}
+        foreign: dict[str, tuple[Any, Any]] = {"model.feed_forward": (model.feed_forward, None)}
+        if model.family != "gpt2":
+            foreign = {
+                "model.kv_heads": (model.kv_heads, None),
+                "model.positions": (model.positions, "learned"),
+                "model.norm": (model.norm, "layer"),
+                "model.qk_norm": (model.qk_norm, False),
+            }
+        asked = {**({} if self.packs else rows), **foreign}
         for path, (came, standard) in asked.items():
             if came != standard:
                 who = f"task {config.task.name}" if path in rows else f"family {model.family}"

@@ -157,7 +157,8 @@ def _warm(config: RunConfig, data: Prepared, device: torch.device) -> None:
     files' checksum was taken.
     """
     numbers = {"layers": 1, "heads": 1, "kv_heads": None, "width": 16, "context": 16}
-    small = config.model.model_copy(update={**numbers, "checkpoint": ""})
+    others = {"checkpoint": "", "feed_forward": None}
+    small = config.model.model_copy(update={**numbers, **others})
     training = config.training.model_copy(update={"batch": 1, "accumulation": 1})
     cut = config.model_copy(update={"model": small, "training": training})
     task = config.learning

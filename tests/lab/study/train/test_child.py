@@ -147,7 +147,7 @@ def job(tmp_path: Path) -> Job:
 def _told(monkeypatch: pytest.MonkeyPatch, line: str) -> int:
     """What ``main`` makes of a line, in this process."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(line))
-    monkeypatch.setattr(child, "_end_with_parent", lambda: None)
+    monkeypatch.setattr(child, "end_with_parent", lambda: None)
     return child.main()
 
 

@@ -19,7 +19,15 @@ from tilewise.errors import InvalidArgument
 from tilewise.lab.study.data.documents import segments
 from tilewise.lab.study.data.tokens import Tokens
 
-__all__ = ["Batches", "Part", "Windows", "drawn", "evaluation_windows", "strided"]
+__all__ = [
+    "Batches",
+    "Part",
+    "Windows",
+    "drawn",
+    "evaluation_windows",
+    "micro_batch_seed",
+    "strided",
+]
 
 _MASK = (1 << 64) - 1
 
@@ -109,6 +117,18 @@ def _mixed(values: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
 
 def _mixed_int(value: int) -> int:
     return int(_mixed(np.array([value], np.uint64), 0)[0])
+
+
+def micro_batch_seed(seed: int, step: int, index: int) -> int:
+    """The seed of what is drawn in a micro-batch, such as dropout: whoever computes it.
+
+    Args:
+        seed: of the run.
+        step: 0 for the first.
+        index: of the micro-batch in its step.
+    """
+    of_run = int(_mixed(np.array([seed & _MASK], np.uint64), _mixed_int(step))[0])
+    return int(_mixed(np.array([index], np.uint64), of_run)[0] >> np.uint64(1))
 
 
 class Part(NamedTuple):

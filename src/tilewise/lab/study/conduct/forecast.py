@@ -33,7 +33,8 @@ _MOST_ROWS = 8  # of the micro-batch that is timed
 
 def data_key(config: RunConfig) -> str:
     """What a task's data depends on, as text: runs with the same key share it."""
-    return f"{config.task.model_dump_json()} {config.data.model_dump_json()}"
+    data = config.data.model_dump_json(exclude={"packing"})  # how the same tokens become rows
+    return f"{config.task.model_dump_json()} {data}"
 
 
 class Price(NamedTuple):

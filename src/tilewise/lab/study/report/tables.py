@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 from tilewise.lab.study.metrics import METRICS
 from tilewise.lab.study.report import words
 from tilewise.lab.study.report.effects import effects_table
+from tilewise.lab.study.report.pareto import pareto_table
 from tilewise.lab.study.report.series import Series
+from tilewise.lab.study.report.survival import survival_table
 from tilewise.lab.study.report.tuned import sweep_table
 from tilewise.lab.study.report.verdicts import differences, digits_of, spelled
 from tilewise.lab.study.report.view import Cell, Table
@@ -59,6 +61,8 @@ def evidence_tables(experiment: ExperimentVerdict) -> tuple[Table, ...]:
         _speed(experiment),
         _memory(experiment),
         _target(experiment),
+        survival_table(experiment),
+        pareto_table(experiment),
         _kernels(experiment),
         sweep_table(experiment),
         _cost(experiment),

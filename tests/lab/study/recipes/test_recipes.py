@@ -146,3 +146,15 @@ def test_longer_context_stops_plain_attention_where_it_is_told_to() -> None:
         assert config.evaluation.final_stride == config.model.context, "all score all of the text"
     with pytest.raises(InvalidArgument, match="one of 512, 1024"):
         recipes.find("longer-context").study(plain_up_to=1000)
+
+
+def test_bert_glue_fine_tunes_one_encoder_on_three_data_sets() -> None:
+    metrics = {name: each.metric for name, each in experiments("bert-glue").items()}
+    assert metrics == {"cola": "matthews", "rte": "accuracy", "sst2": "accuracy"}
+    for name, each in experiments("bert-glue").items():
+        assert len(each.seeds) >= 5
+        assert each.baseline.task.options["dataset"] == name
+        assert each.baseline.model.checkpoint.startswith("package:")
+        changed = {path.partition(".")[0] for arm in each.arms for path in arm.changes}
+        assert changed == {"optimizer", "schedule", "model"}
+        assert need(each.baseline).total < 2e9  # two at once on a small machine

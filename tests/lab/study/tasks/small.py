@@ -55,8 +55,10 @@ FOLDERS = {
     "rte": "RTE",
     "wnli": "WNLI",
 }
-_SENTENCES = ("sentence", "sentence1", "sentence2", "question", "question1", "question2")
-_FIRSTS = ("sentence", "sentence1", "question", "question1", "#1 String")
+_SENTENCES = (
+    *("sentence", "sentence1", "sentence2", "question", "question1", "question2"),
+    *("#1 String", "#2 String"),
+)
 
 
 def sentence(number: int) -> str:
@@ -73,13 +75,9 @@ def row(dataset: str, number: int) -> list[str]:
     header = HEADERS[dataset].split("|" if "|" in HEADERS[dataset] else " ")
     named = {"label": label, "gold_label": label, "score": label, "Quality": label}
     named |= {"is_duplicate": label}
-    cells = []
-    for column in header:
-        if column in _SENTENCES or column.startswith(("#1 S", "#2 S")):
-            cells.append(sentence(number if column in _FIRSTS else number + 7))
-        else:
-            cells.append(named.get(column, "0"))
-    return cells
+    first, *others = [column for column in header if column in _SENTENCES]
+    named |= {first: sentence(number), **dict.fromkeys(others, sentence(number + 7))}
+    return [named.get(column, "0") for column in header]
 
 
 def write_glue(root: Path, dataset: str, examples: int = 24) -> Path:

@@ -116,6 +116,16 @@ def test_all_of_them_together_are_one_graph(implementation: Implementation) -> N
     assert_same_bits(compiled(_tokens()), model(_tokens()), "logits")
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_packed_documents_are_one_graph(implementation: Implementation) -> None:
+    model = GPT2(replace(STANDARD, **ALL), implementation=implementation)
+    documents = torch.tensor([[0] * 4 + [1] * 7, [3] * 10 + [5]])
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    expected = model(_tokens(), documents)
+    assert_same_bits(compiled(_tokens(), documents), expected, "logits")
+
+
 @each_factor
 def test_decoding_over_pages_is_the_whole_model(factor: dict[str, Any]) -> None:
     model = _apart(GPT2(replace(STANDARD, context=48, **factor))).double().eval()

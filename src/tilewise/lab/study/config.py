@@ -109,7 +109,8 @@ class Model(Frozen):
     ``family`` is ``"gpt2"`` (causal, ``gpt2.py``) or ``"bert"`` (an encoder, ``bert.py``); a task
     says which of them it takes. Weights begin as the seed draws them, or as those of
     ``checkpoint``: a folder in the Hugging Face layout, or ``package:NAME/FOLDER`` for one inside
-    an installed Python package; what the checkpoint lacks (a task's head) is drawn.
+    an installed Python package; what the checkpoint lacks (a task's head) is drawn. A BERT's
+    perceptron has ``feed_forward`` channels, four times the width if nothing is said.
 
     With ``nudge`` every initial weight is moved to the next number, up or down: an arm that changes
     nothing else shows what rounding alone does to training. ``kv_heads``, ``positions``, ``norm``
@@ -128,6 +129,7 @@ class Model(Frozen):
     qk_norm: bool = added(False)
     family: Literal["gpt2", "bert"] = added("gpt2")
     checkpoint: str = added("")
+    feed_forward: int | None = added(None, ge=1)
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:

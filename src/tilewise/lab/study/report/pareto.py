@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from tilewise.lab.study.metrics import METRICS, rank
 from tilewise.lab.study.report import words
 from tilewise.lab.study.report.curves import HEIGHT, WIDTH
-from tilewise.lab.study.report.svg import SOFT, arm_colour, canvas, finish, place
+from tilewise.lab.study.report.svg import RULE, SOFT, arm_colour, canvas, finish, place
 from tilewise.lab.study.report.verdicts import digits_of, metric_mean
 from tilewise.lab.study.report.view import Cell, Chart, Table
 from tilewise.lab.study.verdict.result import ArmMeasures, Cost, ExperimentVerdict
@@ -91,7 +91,7 @@ def pareto_chart(experiment: ExperimentVerdict, name: str) -> Chart | None:
     best = front(points)
     figure = canvas(WIDTH, HEIGHT)
     axes = place(figure, 56, 48, 30, 30)
-    axes.grid(axis="x", visible=True)
+    axes.grid(axis="x", color=RULE, linewidth=1)
     costs, metrics = [each.cost for each in points], [each.metric for each in points]
     wide, high = _margin(costs), _margin(metrics)
     axes.set_xlim(min(costs) - wide, max(costs) + 2.2 * wide)

@@ -54,7 +54,8 @@ def kaplan_meier(
     """
     z = float(special.ndtri((1 + confidence) / 2))
     share, greenwood = 1.0, 0.0
-    shares, intervals = [], []
+    shares: list[float] = []
+    intervals: list[Interval | None] = []
     places = sorted(set(reached))
     for place in places:
         events = sum(each == place for each in reached)

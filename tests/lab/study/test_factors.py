@@ -48,7 +48,7 @@ def test_rows_that_a_task_does_not_know(changes: dict[str, Any]) -> None:
 )
 def test_numbers_of_the_gpt2_alone(changes: dict[str, Any]) -> None:
     class Encoder(LanguageModelling):
-        families = ("gpt2", "bert")
+        families = ("gpt2", "bert")  # type: ignore[assignment]
 
     config = change(RunConfig(), changes)
     Encoder().check(config)

@@ -64,7 +64,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(
 def test_tokens_are_those_that_have_a_target(packing: str, tmp_path: Path) -> None:
     record = _finished(tmp_path / "run", {"data.packing": packing, **WARM})
     trainer = Trainer(run_of({"data.packing": packing, **WARM}), _tokens(), CPU)
-    counts = [each.tokens for each in record.steps]
+    counts = [each.tokens or 0 for each in record.steps]
     for step, count in enumerate(counts):
         targets = [each.targets for each in trainer._batches.at(step)]
         assert count == sum(int((each >= 0).sum()) for each in targets)

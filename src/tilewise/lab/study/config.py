@@ -22,7 +22,14 @@ from pydantic import Field, field_validator, model_validator
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study.checks import check_rules
 from tilewise.lab.study.choices.registry import find, nearest
-from tilewise.lab.study.deciding import Combine, Confirm, Design, Halving, Sweep
+from tilewise.lab.study.deciding import (
+    Combine,
+    Confirm,
+    Design,
+    Halving,
+    Sequential,
+    Sweep,
+)
 from tilewise.lab.study.metrics import METRICS
 from tilewise.lab.study.values import Choice, Frozen, added, change, config_hash, parse
 
@@ -46,6 +53,7 @@ __all__ = [
     "Optimizer",
     "RunConfig",
     "Schedule",
+    "Sequential",
     "Study",
     "Sweep",
     "Task",
@@ -101,7 +109,8 @@ class Model(Frozen):
     ``family`` is ``"gpt2"`` (causal, ``gpt2.py``) or ``"bert"`` (an encoder, ``bert.py``); a task
     says which of them it takes. Weights begin as the seed draws them, or as those of
     ``checkpoint``: a folder in the Hugging Face layout, or ``package:NAME/FOLDER`` for one inside
-    an installed Python package; what the checkpoint lacks (a task's head) is drawn.
+    an installed Python package; what the checkpoint lacks (a task's head) is drawn. A BERT's
+    perceptron has ``feed_forward`` channels, four times the width if nothing is said.
 
     With ``nudge`` every initial weight is moved to the next number, up or down: an arm that changes
     nothing else shows what rounding alone does to training. ``kv_heads``, ``positions``, ``norm``
@@ -120,6 +129,7 @@ class Model(Frozen):
     qk_norm: bool = added(False)
     family: Literal["gpt2", "bert"] = added("gpt2")
     checkpoint: str = added("")
+    feed_forward: int | None = added(None, ge=1)
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -345,6 +355,7 @@ class Experiment(Frozen):
         confidence: of intervals and tests.
         power: of the number of seeds that an undecided arm still needs.
         sweep: candidates to try first; None where every arm says its own values.
+        sequential: when to look, and how to stop early; None to run all seeds.
         design: the factorial that the arms make up; None where they do not, or are not to be read
             so.
         combine: a further stage, the factorial of the arms that survived; None for none.
@@ -363,6 +374,7 @@ class Experiment(Frozen):
     confidence: float = Field(0.95, gt=0.5, lt=1)
     power: float = Field(0.8, gt=0.5, lt=1)
     sweep: Sweep | None = None
+    sequential: Sequential | None = added(None)
     design: Design | None = added(None)
     combine: Combine | None = added(None)
     confirm: Confirm | None = added(None)

@@ -1,6 +1,7 @@
 """How much memory a run needs, estimated from its config before anything is started.
 
-It counts what a GPT-2 is known to keep (the tests compare it with what was measured):
+It counts what a GPT-2 is known to keep (the tests compare it with what was measured), and a BERT
+whose sequences all fill the context, which is the most that they can:
 
 * weights, gradients and two numbers a weight of optimizer state, 4 bytes each;
 * of each layer and token, what the backward pass reads again: 16 times the width in float32;
@@ -19,7 +20,7 @@ from tilewise.lab.study.config import RunConfig
 
 __all__ = ["Need", "need", "parameters", "writes_matrix"]
 
-VOCABULARY = {"bytes": 256, "gpt2": 50257}
+VOCABULARY = {"bytes": 256, "gpt2": 50257, "wordpiece": 30522}
 _PROCESS_BYTES = 350_000_000  # Python, torch and what they load, measured
 _FLOAT_BYTES = 4
 # Bytes a unit of width that one layer keeps for each token. Autocast keeps the inputs of products
@@ -64,10 +65,16 @@ def parameters(config: RunConfig) -> int:
     """Weights of the model: V d + T d + L (12 d^2 + 13 d) + 2 d for a GPT-2.
 
     Without learned positions T d falls away; with fewer heads, keys and values have fewer columns;
-    RMSNorm has no biases; QK-norm has two gains for each head's channels.
+    RMSNorm has no biases; QK-norm has two gains for each head's channels. A BERT has token types
+    too, a perceptron of any width, and a head of d^2 and a little more.
     """
     model = config.model
     width, kv_width = model.width, model.kv_width
+    if model.family == "bert":
+        inner = model.feed_forward or 4 * width
+        layer = 4 * width**2 + 2 * width * inner + 9 * width + inner
+        tables = (VOCABULARY[config.data.tokenizer] + model.context + 4) * width
+        return tables + model.layers * layer + width**2 + 4 * width
     norm = width if model.norm == "rms" else 2 * width
     attention = 2 * (width**2 + width) + 2 * kv_width * (width + 1)
     attention += 2 * model.head_width if model.qk_norm else 0
@@ -90,7 +97,7 @@ def need(config: RunConfig) -> Need:
         activations, matrix = inputs + layer, kept
     else:
         activations, matrix = layer * model.layers, kept * model.layers
-    logits = _FLOAT_BYTES * tokens * VOCABULARY[config.data.tokenizer]
+    logits = int(_FLOAT_BYTES * tokens * VOCABULARY[config.data.tokenizer] * _predicted(config))
     activations += _LOGITS_KEPT * logits + _norm_bytes(config)
     matrix += _MATRICES_AT_ONCE * square if kept else 0
     slow = activations + (matrix if square < _GIVEN_BACK_BYTES else 0)
@@ -101,6 +108,15 @@ def need(config: RunConfig) -> Need:
         freed=slow // _KEPT_BY_ALLOCATOR,
         moment=_LOGITS_AT_ONCE * logits,
     )
+
+
+def _predicted(config: RunConfig) -> float:
+    """The share of the tokens for which logits of the whole vocabulary are made."""
+    if config.model.family == "gpt2":
+        return 1.0
+    share = config.task.options.get("probability", 0.0)
+    assert isinstance(share, float)
+    return share
 
 
 def _layer_bytes(config: RunConfig) -> int:
@@ -135,5 +151,6 @@ def writes_matrix(config: RunConfig) -> bool:
     attention = config.attention
     if attention.implementation != "sdpa":
         return attention.implementation == "plain"
-    # On a CPU its fused kernel knows no dropout, and any other variant is given to it as a matrix.
-    return config.model.dropout.attention > 0 or attention.variant.name != "causal"
+    # On a CPU its fused kernel knows no dropout, and any other mask is given to it as a matrix.
+    other = attention.variant.name not in ("causal", "full") or config.data.packing == "documents"
+    return config.model.dropout.attention > 0 or other

@@ -25,8 +25,11 @@ from tilewise.lab.study.choices.registry import (
 CHOICES = {
     "optimizer": ("adafactor", "adamw", "lion", "muon", "schedule-free", "sgd"),
     "schedule": ("constant", "cosine", "inverse-sqrt", "linear", "one-cycle", "wsd"),
-    "variant": ("alibi", "causal", "softcap", "window"),
-    "task": ("language-modelling",),
+    "variant": (
+        *("alibi", "bigbird", "blocks", "butterfly", "causal", "dilated", "fixed", "full"),
+        *("softcap", "strided", "window", "window-global"),
+    ),
+    "task": ("glue", "language-modelling", "masked-language-modelling"),
 }
 
 

@@ -10,6 +10,7 @@ from tilewise.errors import InvalidArgument
 from tilewise.lab.study import recipes
 from tilewise.lab.study.config import Experiment, Study, change, config_hash, parse
 from tilewise.lab.study.need import need
+from tilewise.lab.study.plan import planned
 
 STUDIES = {name: recipes.find(name).study() for name in recipes.names()}
 ALL = [*STUDIES.values(), recipes.find("wikitext").study(preset="h200")]
@@ -111,6 +112,23 @@ def test_wikitext_scores_the_whole_held_out_text() -> None:
         recipes.find("wikitext").study(preset="a100")
 
 
+def test_gpt2_factorial_is_every_combination_with_tuned_rates() -> None:
+    (only,) = STUDIES["gpt2-factorial"].experiments
+    assert len(only.arms) == 15
+    assert only.design is not None
+    assert only.design.factors == ("dropout", "decay", "wsd", "muon")
+    assert only.design.generators == {}
+    all_four = only.config_of("dropout+decay+wsd+muon")
+    assert (all_four.optimizer.name, all_four.schedule.name) == ("muon", "wsd")
+    assert all_four.optimizer.options["weight_decay"] == 1.0
+    assert only.candidates("dropout+muon") == (0.0015, 0.003, 0.006, 0.012)
+    runs = planned(STUDIES["gpt2-factorial"])
+    # What the recipe says that it costs: in runs of the whole length.
+    assert sum(task.run.config.steps for task in runs) == 140 * only.baseline.steps
+    assert only.confirm is not None
+    assert not set(only.confirm.seeds) & set(only.seeds)
+
+
 def test_longer_context_stops_plain_attention_where_it_is_told_to() -> None:
     study = recipes.find("longer-context").study(plain_up_to=1024)
     names = [each.name for each in study.experiments]
@@ -128,3 +146,15 @@ def test_longer_context_stops_plain_attention_where_it_is_told_to() -> None:
         assert config.evaluation.final_stride == config.model.context, "all score all of the text"
     with pytest.raises(InvalidArgument, match="one of 512, 1024"):
         recipes.find("longer-context").study(plain_up_to=1000)
+
+
+def test_bert_glue_fine_tunes_one_encoder_on_three_data_sets() -> None:
+    metrics = {name: each.metric for name, each in experiments("bert-glue").items()}
+    assert metrics == {"cola": "matthews", "rte": "accuracy", "sst2": "accuracy"}
+    for name, each in experiments("bert-glue").items():
+        assert len(each.seeds) >= 5
+        assert each.baseline.task.options["dataset"] == name
+        assert each.baseline.model.checkpoint.startswith("package:")
+        changed = {path.partition(".")[0] for arm in each.arms for path in arm.changes}
+        assert changed == {"optimizer", "schedule", "model"}
+        assert need(each.baseline).total < 2e9  # two at once on a small machine

@@ -8,11 +8,18 @@ know all names, and a study of texts loads nothing of the others.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from tilewise.lab.study.choices.registry import register
 
-__all__ = ["language_modelling"]
+__all__ = ["glue", "language_modelling", "masked_language_modelling"]
+
+GlueName = Literal["cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli"]
+Pooling = Literal["first", "mean"]
+CountOrZero = Annotated[int, Field(ge=0)]
+Probability = Annotated[float, Field(gt=0, lt=1)]
 
 
 @register("task")
@@ -21,3 +28,24 @@ def language_modelling() -> Any:
     from tilewise.lab.study.tasks.language import LanguageModelling
 
     return LanguageModelling()
+
+
+@register("task")
+def glue(
+    *,
+    dataset: GlueName = "cola",
+    train_examples: CountOrZero = 0,
+    pooling: Pooling = "first",
+) -> Any:
+    """A data set of GLUE, with a BERT: from a checkpoint, or from scratch."""
+    from tilewise.lab.study.tasks.glue import GlueTask
+
+    return GlueTask(dataset, train_examples, pooling)
+
+
+@register("task")
+def masked_language_modelling(*, probability: Probability = 0.15) -> Any:
+    """Guess the tokens of a text that were masked, with a BERT."""
+    from tilewise.lab.study.tasks.masked import MaskedLanguageModelling
+
+    return MaskedLanguageModelling(probability)

@@ -1,4 +1,6 @@
-"""Variants of attention: who attends to whom, and how scores are changed. All are causal.
+"""Variants of attention: who attends to whom, and how scores are changed.
+
+All but ``full`` are causal.
 
 The sparse patterns are those of ``tilewise.patterns``, made causal. Every implementation computes
 all of them but one (``scaled_dot_product_attention`` has no softcap), and to the same numbers; only
@@ -32,6 +34,7 @@ __all__ = [
     "causal",
     "dilated",
     "fixed",
+    "full",
     "softcap",
     "strided",
     "window",
@@ -86,6 +89,12 @@ def build(variant: Variant, heads: Heads) -> Variation:
 def causal(heads: Heads) -> Variation:
     """Every token sees itself and all before it."""
     return Variation(masks.causal(), None)
+
+
+@register("variant")
+def full(heads: Heads) -> Variation:
+    """Every token sees every token of its sequence, as in an encoder."""
+    return Variation(masks.window(None, None), None)
 
 
 @register("variant")

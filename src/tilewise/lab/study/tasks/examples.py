@@ -1,0 +1,198 @@
+"""Labelled examples: a data set of sequences, or of pairs of them, ready to be learnt from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilewise.errors import InvalidArgument
+
+__all__ = ["Examples", "Ragged", "Split", "joined"]
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Sequences of tokens of different lengths in one array.
+
+    Args:
+        tokens: int32, all of them, one sequence after the other.
+        borders: int64 [n + 1]: sequence i is tokens[borders[i] : borders[i + 1]].
+    """
+
+    tokens: NDArray[np.int32]
+    borders: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> Ragged:
+        """These sequences."""
+        borders = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
+        tokens = np.empty(borders[-1], np.int32)
+        for row, begin, end in zip(rows, borders[:-1], borders[1:], strict=True):
+            tokens[begin:end] = row
+        return cls(tokens, borders)
+
+    def __len__(self) -> int:
+        return len(self.borders) - 1
+
+    def __getitem__(self, index: int) -> list[int]:
+        found: list[int] = self.tokens[self.borders[index] : self.borders[index + 1]].tolist()
+        return found
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sequence."""
+        return np.diff(self.borders)
+
+    def take(self, indices: Sequence[int]) -> Ragged:
+        """Some of them, in that order."""
+        return Ragged.of([self[index] for index in indices])
+
+
+@dataclass(frozen=True)
+class Split:
+    """Some examples.
+
+    Args:
+        first: the sequence of each.
+        second: the other one of a pair; None for single sequences.
+        labels: int64 classes from 0 on, or float64 numbers.
+    """
+
+    first: Ragged
+    second: Ragged | None
+    labels: NDArray[Any]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, indices: Sequence[int]) -> Split:
+        """Some of them, in that order."""
+        second = None if self.second is None else self.second.take(indices)
+        return Split(self.first.take(indices), second, self.labels[list(indices)])
+
+    def update(self, digest: Any) -> None:
+        """Put all of it into a hash."""
+        for ragged in (self.first, *(() if self.second is None else (self.second,))):
+            digest.update(ragged.borders.tobytes())
+            digest.update(ragged.tokens.tobytes())
+        digest.update(self.labels.tobytes())
+
+
+@dataclass(frozen=True)
+class Examples:
+    """A data set that is ready; a ``Prepared`` of ``tasks/task.py``.
+
+    Args:
+        name: in words.
+        source: as the config says it.
+        vocabulary: token ids.
+        start: token before a sequence; None for none.
+        border: token behind each part; None for none.
+        train: what is learnt from.
+        held_out: the parts that are evaluated, by name, the main one first.
+        tokenizer: what made the tokens, for the record.
+    """
+
+    name: str
+    source: str
+    vocabulary: int
+    start: int | None
+    border: int | None
+    train: Split
+    held_out: Mapping[str, Split]
+    tokenizer: str
+
+    def __post_init__(self) -> None:
+        for part, split in (("train", self.train), *self.held_out.items()):
+            if not len(split):
+                required = "one example or more to learn from, and to be evaluated"
+                raise InvalidArgument("data.source", f"{self.name} without {part}", required)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{len(split):,} {name}" for name, split in self.held_out.items())
+        return f"Data: {self.name}, {len(self.train):,} examples to learn from; held out: {parts}"
+
+    @property
+    def sha256(self) -> str:
+        """Of all tokens and labels, and of how sequences are put together."""
+        digest = hashlib.sha256(f"{self.vocabulary} {self.start} {self.border}\n".encode())
+        self.train.update(digest)
+        for name, split in self.held_out.items():
+            digest.update(f"\n{name}\n".encode())
+            split.update(digest)
+        return digest.hexdigest()
+
+    def as_json(self) -> dict[str, Any]:
+        """What it is, for records."""
+        return {
+            "name": self.name,
+            "source": self.source,
+            "tokenizer": self.tokenizer,
+            "sha256": self.sha256,
+            "vocabulary": self.vocabulary,
+            "train_examples": len(self.train),
+            "held_out_examples": {name: len(split) for name, split in self.held_out.items()},
+        }
+
+    def sequence(self, split: Split, index: int, context: int) -> tuple[list[int], list[int]]:
+        """An example as one sequence of at most ``context`` tokens, and its token types."""
+        second = None if split.second is None else split.second[index]
+        return joined(split.first[index], second, context, self.start, self.border)
+
+    def lengths(self, split: Split, context: int) -> NDArray[np.int64]:
+        """Tokens of each example's sequence."""
+        parts = 1 if split.second is None else 2
+        special = (self.start is not None) + parts * (self.border is not None)
+        whole = split.first.lengths + special
+        if split.second is not None:
+            whole = whole + split.second.lengths
+        return np.minimum(whole, context)
+
+
+def joined(
+    first: Sequence[int],
+    second: Sequence[int] | None,
+    context: int,
+    start: int | None,
+    border: int | None,
+) -> tuple[list[int], list[int]]:
+    """[CLS] first [SEP], or [CLS] first [SEP] second [SEP], and the types 0 and 1.
+
+    What is too long loses tokens at its ends, one at a time from the part that is longer then (of
+    equal ones the second), as BERT's fine-tuning does.
+
+    Args:
+        first: tokens.
+        second: tokens of the other part; None for a single sequence.
+        context: the most tokens of the whole, special ones too.
+        start: the first token of the whole; None for none.
+        border: the token behind each part; None for none.
+
+    Raises:
+        InvalidArgument: a context that has no room for a token of each part.
+    """
+    parts = 1 if second is None else 2
+    special = (start is not None) + parts * (border is not None)
+    room = context - special
+    if room < parts:
+        required = f"{special + parts} or more: {special} are special tokens"
+        raise InvalidArgument("model.context", str(context), required)
+    ends = [] if border is None else [border]
+    head = [] if start is None else [start]
+    if second is None:
+        tokens = [*head, *first[:room], *ends]
+        return tokens, [0] * len(tokens)
+    n, m = len(first), len(second)
+    if n + m > room:
+        small = min(n, m)
+        if 2 * small < room:  # the longer one alone has to give
+            n, m = (room - m, m) if n > m else (n, room - n)
+        else:
+            n, m = room - room // 2, room // 2
+    one, two = [*head, *first[:n], *ends], [*second[:m], *ends]
+    return one + two, [0] * len(one) + [1] * len(two)

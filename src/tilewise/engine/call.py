@@ -180,6 +180,7 @@ def _tensors_key(asked: Asked) -> tuple[Any, ...]:
     return tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
 
 
+@left_alone
 def make_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
     """The plan of a call, from nothing.
 

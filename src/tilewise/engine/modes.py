@@ -33,12 +33,17 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def left_alone(function: _Function) -> _Function:
     """A function that torch.compile neither tries by itself, after a graph break, nor inlines.
 
-    It is for those that call the core, of which torch.compile knows nothing and warns. What
+    It is for those that call the core, of which torch.compile knows nothing and warns, and for
+    those whose numbers change from call to call: each would be another graph. What
     ``torch.compiler.disable`` does takes a second for the first call of a process.
     """
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
     function.__dict__["_torchdynamo_disable"] = True
+    function.__dict__["_torchdynamo_disable_msg"] = (
+        f"tilewise's {function.__qualname__} cannot be part of a graph: without fullgraph=True it "
+        "runs between two of them"
+    )
     return function
 
 

@@ -23,6 +23,9 @@ def _load() -> tuple[ModuleType | None, str]:
         module = importlib.import_module("tilewise._core")
     except ImportError as error:
         return None, f"the compiled core is not there ({error}); {_BUILD}"
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        version = torch.__version__
+        return None, f"the compiled core needs torch 2.11 or newer, and this is torch {version}"
     module.set_tensor_type(torch.Tensor)
     forced = os.environ.get("TILEWISE_ISA")
     if forced:

@@ -15,6 +15,7 @@
 #include "expr_code.h"
 #include "expr_compile.h"
 #include "parallel.h"
+#include "tensors.h"
 
 namespace nb = nanobind;
 using namespace tilewise;
@@ -312,6 +313,12 @@ class Kernel {
     f.loads = compiled(derivative_, outputs, loads, score_tensors, f, exprs, ExprUse::loads);
   }
 
+  // Of one number for each row.
+  std::size_t row_bytes() const {
+    const i64 count = (varlen_ ? 1 : problem_.batch) * problem_.heads * problem_.queries;
+    return static_cast<std::size_t>(count) * (problem_.dtype == DType::f64 ? sizeof(double) : sizeof(float));
+  }
+
   bool varlen() const { return varlen_; }
   const Problem& problem() const { return problem_; }
 
@@ -432,23 +439,39 @@ Rows rows(const Kernel& kernel, std::uintptr_t address) {
   return r;
 }
 
+// Fewer multiply-adds than these are done before another thread is awake.
+constexpr double kAlone = 1 << 17;
+
+bool short_work(const Problem& p) {
+  const double rows = static_cast<double>(p.batch * p.heads) * static_cast<double>(p.queries);
+  return rows * static_cast<double>(p.keys) * (p.head_dim + p.value_dim) < kAlone;
+}
+
 void check(bool done) {
   if (!done) throw std::bad_alloc();
 }
 
-void forward(const Kernel& kernel, int threads, std::uint64_t seed, std::uintptr_t q, nb::tuple q_strides,
-             std::uintptr_t k, nb::tuple k_strides, std::uintptr_t v, nb::tuple v_strides, std::uintptr_t out,
-             nb::tuple out_strides, std::uintptr_t lse, std::uintptr_t row_max, std::uintptr_t row_sum,
-             std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences,
-             nb::tuple statistics, bool for_backward) {
+// lse, row_max and row_sum: addresses; all 0 where nobody wants them, who then go into memory of this call.
+void forward(const Kernel& kernel, int threads, std::uint64_t seed, nb::handle q, nb::handle k, nb::handle v,
+             nb::handle out, std::uintptr_t lse, std::uintptr_t row_max, std::uintptr_t row_sum, std::uintptr_t sinks,
+             nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences, nb::tuple statistics,
+             bool for_backward) {
   Forward f;
   f.for_backward = for_backward;
   CompiledExprs exprs;
   kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences, exprs);
-  f.q = view(q, q_strides);
-  f.k = view(k, k_strides);
-  f.v = view(v, v_strides);
-  f.out = view(out, out_strides);
+  if (short_work(f)) f.threads = 1;
+  f.q = view_of(q);
+  f.k = view_of(k);
+  f.v = view_of(v);
+  f.out = view_of(out);
+  std::unique_ptr<char[]> unwanted;
+  if (lse == 0) {
+    const std::size_t bytes = kernel.row_bytes();
+    unwanted.reset(new char[3 * bytes]);
+    lse = reinterpret_cast<std::uintptr_t>(unwanted.get());
+    row_max = lse + bytes, row_sum = row_max + bytes;
+  }
   f.lse = rows(kernel, lse);
   f.row_max = rows(kernel, row_max);
   f.row_sum = rows(kernel, row_sum);
@@ -461,14 +484,11 @@ void forward(const Kernel& kernel, int threads, std::uint64_t seed, std::uintptr
   check(kernels.forward(f));
 }
 
-// Tensors as (address, strides) in the order q, k, v, out, grad_out, grad_q, grad_k, grad_v.
+// Tensors in the order q, k, v, out, grad_out, grad_q, grad_k, grad_v.
 template <class Arguments>
 void fill_backward(Arguments& f, const Kernel& kernel, nb::tuple tensors, nb::tuple row_arrays) {
   View* views[] = {&f.q, &f.k, &f.v, &f.out, &f.grad_out, &f.grad_q, &f.grad_k, &f.grad_v};
-  for (int i = 0; i < 8; i++) {
-    nb::handle entry = PyTuple_GET_ITEM(tensors.ptr(), i);
-    *views[i] = view(static_cast<std::uintptr_t>(number(entry, 0)), PyTuple_GET_ITEM(entry.ptr(), 1));
-  }
+  for (int i = 0; i < 8; i++) *views[i] = view_of(PyTuple_GET_ITEM(tensors.ptr(), i));
   Rows* arrays[] = {&f.row_max, &f.row_sum, &f.grad_lse, &f.delta, &f.row_mean, &f.grad_entropy};
   for (int i = 0; i < 6; i++) *arrays[i] = rows(kernel, static_cast<std::uintptr_t>(number(row_arrays, i)));
 }
@@ -621,6 +641,8 @@ NB_MODULE(_core, m) {
       .def("add_score_expr", &Kernel::add_score_expr)
       .def("set_score_derivative", &Kernel::set_score_derivative)
       .def("set_compiler", &Kernel::set_compiler);
+  m.def("set_tensor_type", &set_tensor_type, nb::arg("type"));
+  m.def("signature", &signature);
   m.def("set_compile_exprs", &set_compile_exprs, nb::arg("wanted"));
   m.def("expr_code", [] { return std::string(kExprCode); });
   m.def("forward", &forward);

@@ -2,52 +2,20 @@
 // keys, lanes lie along the width of a head, and the keys are split (decode_tasks.h).
 #pragma once
 
-#include "close_rows.h"
 #include "decode_products.h"
+#include "decode_state.h"
 #include "decode_tasks.h"
 #include "philox.h"
 #include "score.h"
 
 namespace tilewise::TILEWISE_ISA {
 
-// What blocks of keys leave of the rows of a task.
-template <class C>
-struct RowState {
-  RowNumbers<C> numbers;
-  C* out;    // [rows][stride], not yet divided by the row sum
-  C* best;   // for the top key: the largest score as the product and the score chain left it
-  i64* top;  // and the first key that has it
-  std::size_t bytes;
-  RowState(void* base, i64 rows, i64 stride, bool statistics, bool top_key) {
-    const i64 width = round_up(rows, kLanes<C>);
-    Carver carve(base);
-    for (C** array : {&numbers.row_max, &numbers.row_sum, &numbers.deepest}) *array = carve.take<C>(width);
-    numbers.row_moment = statistics ? carve.take<C>(width) : nullptr;
-    best = top_key ? carve.take<C>(width) : nullptr;
-    top = top_key ? carve.take<i64>(width) : nullptr;
-    out = carve.take<C>(rows * stride);
-    bytes = carve.used();
-  }
-
-  void open(i64 rows, i64 stride) const {
-    const C none = -static_cast<C>(__builtin_inf());
-    for (i64 i = 0; i < round_up(rows, kLanes<C>); i++) {
-      numbers.row_max[i] = numbers.deepest[i] = none;
-      numbers.row_sum[i] = 0;
-      if (numbers.row_moment != nullptr) numbers.row_moment[i] = 0;
-    }
-    for (i64 i = 0; best != nullptr && i < rows; i++) best[i] = none, top[i] = -1;
-    std::memset(out, 0, static_cast<std::size_t>(rows * stride) * sizeof(C));
-  }
-};
-
-template <class Mode>
+template <class Mode, class Product>
 class DecodeKernel {
   using Elem = typename Mode::Elem;
   using Acc = typename Mode::Acc;
   using Word = typename Mode::Word;
   using Vectors = RowVectors<Mode>;
-  using Product = FewRows<Mode>;
   using State = RowState<Acc>;
   static constexpr int lanes = kLanes<Acc>;
   static constexpr Acc kInfinity = static_cast<Acc>(__builtin_inf());
@@ -97,22 +65,26 @@ class DecodeKernel {
   struct Memory {
     Word* q;
     Acc *scores, *chain, *alpha, *peak;
-    const Elem **keys, **values, **next;
+    const Elem **keys, **values, **next_keys, **next_values;
     Elem *key_rows, *value_rows, *zeros;
     u64 *bits, *kept;
     MaskedTile* tiles;
     char *expr, *first, *second;
+    RowsAhead* ahead;
+    Carver carve;
+    typename Product::Room room;
     std::size_t bytes;
-    Memory(const DecodeKernel& kernel, void* base) {
+    Memory(const DecodeKernel& kernel, void* base) : carve(base), room(carve, kernel.rows_, kernel.f_.head_dim) {
       const Forward& f = kernel.f_;
       const i64 rows = kernel.rows_, width = round_up(rows, lanes);
-      Carver carve(base);
       q = carve.take<Word>(rows * kernel.q_stride_);
       scores = carve.take<Acc>(width * kRoomKeys);
       chain = carve.take<Acc>(kernel.units_.chain ? kRoomKeys * round_up(kFewQueries, lanes) : 0);
       alpha = carve.take<Acc>(width);
       peak = carve.take<Acc>(width);
-      for (const Elem*** array : {&keys, &values, &next}) *array = carve.take<const Elem*>(kRoomKeys + kSubKeys);
+      for (const Elem*** array : {&keys, &values}) *array = carve.take<const Elem*>(kRoomKeys + kSubKeys);
+      for (const Elem*** array : {&next_keys, &next_values}) *array = carve.take<const Elem*>(kRoomKeys);
+      ahead = carve.take<RowsAhead>(1);
       key_rows = carve.take<Elem>(f.k.col == 1 ? 0 : kRoomKeys * f.head_dim);
       value_rows = carve.take<Elem>(f.v.col == 1 ? 0 : kRoomKeys * f.value_dim);
       zeros = carve.take<Elem>(f.value_dim);
@@ -149,6 +121,8 @@ class DecodeKernel {
       Vectors::pack(from, f_.q.row, f_.q.col, m, f_.head_dim, q_stride_, memory.q + g * m * q_stride_);
     }
     std::memset(memory.zeros, 0, static_cast<std::size_t>(f_.value_dim) * sizeof(Elem));
+    memory.room.open(memory.q, q_stride_, static_cast<int>(rows(t)), f_.head_dim);
+    memory.ahead->clear();
   }
 
   void all_splits(const SplitTask& t, const Memory& memory) const {
@@ -165,30 +139,49 @@ class DecodeKernel {
     to.open(rows(t), out_stride_);
     const i64 begin = (t.first_block / t.split_blocks + split) * t.split_blocks;
     const i64 end = min(begin + t.split_blocks, t.last_block);
+    const i64 last = t.split < 0 ? t.last_block : end;  // of this task
     const KeyBlocks blocks(t.key_limit);
     for (i64 x = max(begin, t.first_block); x < end; x++) {
-      const bool more = x + 1 < end && f_.k.col == 1;
-      const int ahead = more ? static_cast<int>(blocks.end(x + 1) - blocks.begin(x + 1)) : 0;
-      if (more) point(t, f_.k, blocks.begin(x + 1), blocks.end(x + 1), nullptr, 0, memory.next);
-      block(t, blocks.begin(x), blocks.end(x), to, memory, ahead);
+      // Of the first block nobody has fetched anything.
+      if (x == t.first_block || (t.split >= 0 && x == begin)) {
+        look_ahead(t, blocks, x, memory);
+        memory.ahead->all();
+      }
+      if (x + 1 < last) look_ahead(t, blocks, x + 1, memory);
+      block(t, blocks.begin(x), blocks.end(x), to, memory);
     }
+    memory.room.close();
+  }
+
+  // Rows that are copied before they are read are not fetched.
+  void look_ahead(const SplitTask& t, const KeyBlocks& blocks, i64 x, const Memory& memory) const {
+    if (f_.k.col != 1 || f_.v.col != 1) return;
+    const i64 n0 = blocks.begin(x), n1 = blocks.end(x);
+    point(t, f_.k, n0, n1, nullptr, 0, memory.next_keys);
+    point(t, f_.v, n0, n1, nullptr, 0, memory.next_values);
+    memory.ahead->aim(memory.next_keys, memory.next_values, static_cast<int>(n1 - n0), f_.head_dim, f_.value_dim);
   }
 
   // Pointers to the rows of keys n0 .. n1 - 1, or to copies of them where their elements lie apart.
   void point(const SplitTask& t, const View& view, i64 n0, i64 n1, Elem* copies, i64 width, const Elem** to) const {
     for (i64 n = n0; n < n1;) {
       const KeyRun run = key_run(f_, view, t.seq, t.kv_head, n, n1);
-      for (i64 i = 0; i < run.count; i++, n++) {
-        const Elem* row = Mode::at(view.data, run.at + i * view.row);
-        *to++ = view.col == 1 ? row : copies;
-        if (view.col == 1) continue;
+      const Elem* row = Mode::at(view.data, run.at);
+      n += run.count;
+      if (view.col == 1) {
+        for (i64 i = 0; i < run.count; i++) to[i] = row + i * view.row;
+        to += run.count;
+        continue;
+      }
+      for (i64 i = 0; i < run.count; i++, row += view.row) {
+        *to++ = copies;
         for (i64 d = 0; d < width; d++) *copies++ = row[d * view.col];
       }
     }
   }
 
   // Heads that see the same keys of a block go together; keys that a head does not see do not reach it.
-  void block(const SplitTask& t, i64 n0, i64 n1, const State& to, const Memory& memory, int ahead) const {
+  void block(const SplitTask& t, i64 n0, i64 n1, const State& to, const Memory& memory) const {
     const int m = static_cast<int>(t.seq.queries);
     for (i64 g = 0; g < t.heads; g++) {
       if (g > 0 && alike_) {
@@ -205,11 +198,11 @@ class DecodeKernel {
       const MaskedTile& tile = memory.tiles[g];
       end = g + 1;
       while (end < t.heads && memory.tiles[end].begin == tile.begin && memory.tiles[end].end == tile.end) end++;
-      if (tile.begin < tile.end) heads(t, g, end, to, memory, ahead);
+      if (tile.begin < tile.end) heads(t, g, end, to, memory);
     }
   }
 
-  void heads(const SplitTask& t, i64 g0, i64 g1, const State& to, const Memory& memory, int ahead) const {
+  void heads(const SplitTask& t, i64 g0, i64 g1, const State& to, const Memory& memory) const {
     const i64 n0 = memory.tiles[g0].begin, n1 = memory.tiles[g0].end;
     const int m = static_cast<int>(t.seq.queries), count = static_cast<int>(n1 - n0);
     const int padded = static_cast<int>(round_up(count, kSubKeys));
@@ -220,21 +213,18 @@ class DecodeKernel {
     for (int j = count; j < padded; j++) memory.keys[j] = memory.keys[count - 1];
 
     Acc* scores = memory.scores + static_cast<i64>(row0) * kRoomKeys;
-    const Word* q = memory.q + row0 * q_stride_;
-    for (int j = 0; j < padded; j += kSubKeys) {
-      for (int x = j; x < min(j + kSubKeys, count); x++) Product::fetch(memory.values[x], f_.value_dim);
-      Product::dots(q, q_stride_, rows, memory.keys + j, f_.head_dim, scores + j, kRoomKeys);
-    }
+    Product::dots(memory.room, memory.q, q_stride_, row0, rows, memory.keys, padded, f_.head_dim, scores, kRoomKeys,
+                  *memory.ahead);
     for (int r = 0; r < rows; r++)
       for (int j = count; j < padded; j++) scores[r * kRoomKeys + j] = -kInfinity;
     for (i64 g = g0; g < g1; g++) head(t, g, to, memory);
+    memory.ahead->spread(memory.ahead->left() / 6, 2 * rows);
     softmax(row0, rows, padded, to, memory);
     if (f_.dropout > 0)
       for (i64 g = g0; g < g1; g++) drop(t, g, n0, count, memory);
     for (int r = 0; r < rows; r++) Vectors::weights(scores + static_cast<i64>(r) * kRoomKeys, padded);
-    Product::sums(reinterpret_cast<const Word*>(scores), kRoomKeys, rows, memory.values, count, f_.value_dim,
-                  to.out + row0 * out_stride_, out_stride_, memory.alpha + row0,
-                  ahead >= count ? memory.next : nullptr);
+    Product::sums(memory.room, reinterpret_cast<const Word*>(scores), kRoomKeys, rows, memory.values, count,
+                  f_.value_dim, to.out + row0 * out_stride_, out_stride_, memory.alpha + row0, *memory.ahead);
   }
 
   // Scores of one head: the score chain, the mask, the top key.
@@ -286,6 +276,7 @@ class DecodeKernel {
     Acc* scores = memory.scores + static_cast<i64>(row0) * kRoomKeys;
     const Acc factor = units_.to_base2;
     each_fold<Largest>(rows, memory.peak, [&](int r) {
+      memory.ahead->step();
       Vec<Acc> top = set(-kInfinity);
       for (int j = 0; j < padded; j += lanes) top = vmax(load(scores + r * kRoomKeys + j), top);
       return top;
@@ -316,6 +307,7 @@ class DecodeKernel {
       moment += memory.peak[r];
     }
     each_fold<Sum>(rows, memory.peak, [&](int r) {
+      memory.ahead->step();
       Vec<Acc> sum{};
       for (int j = 0; j < padded; j += lanes) {
         Acc* p = scores + r * kRoomKeys + j;
@@ -403,13 +395,5 @@ class DecodeKernel {
   i64 q_stride_, out_stride_, rows_ = 0, heads_ = 0;
   bool alike_;
 };
-
-bool few_queries(const Forward& f) {
-#if defined(__AVX512BF16__)
-  const bool dots = f.dots < 0 ? has_fast_dots() : f.dots == 1;
-  if (f.dtype == DType::bf16 && !dots) return DecodeKernel<PlainMode<Bf16, float>>(f).run();
-#endif
-  return run<DecodeKernel>(f);
-}
 
 }  // namespace tilewise::TILEWISE_ISA

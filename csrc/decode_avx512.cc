@@ -1,3 +1,3 @@
 #define TILEWISE_ISA avx512
 #define TILEWISE_VECTOR_BYTES 64
-#include "decode.h"
+#include "few_queries.h"

@@ -3,8 +3,9 @@
 // does not depend on the rows beside it.
 #pragma once
 
+#include "decode_ahead.h"
 #include "modes.h"
-#include "tile_sizes.h"
+#include "schedule.h"
 
 namespace tilewise::TILEWISE_ISA {
 
@@ -156,48 +157,73 @@ class FewRows {
   // Products of one row that are summed over the lanes together.
   static constexpr int kDots = many ? 16 : 8;
   static constexpr int kDotRows = many ? 4 : 2, kSumRows = many ? 8 : 4;
+  // Vectors of one row's sum in registers: half of them, or a quarter of many.
+  template <int kR>
+  static constexpr int kMost = kR >= 8            ? 2
+                               : kR == 4          ? (many ? 4 : 2)
+                               : kR == 2 && !many ? 4
+                                                  : 8;
 
  public:
-  // s[r * stride + j] = q[r] . key j, for kSubKeys keys.
-  TW_NOINLINE static void dots(const Word* q, i64 q_stride, int rows, const Elem* const* keys, int depth, Acc* s,
-                               i64 stride) {
-    int r = 0;
-    for (; r + kDotRows <= rows; r += kDotRows)
-      dot_rows<kDotRows>(q + r * q_stride, q_stride, keys, depth, s + r * stride, stride);
-    if constexpr (kDotRows > 2)
-      for (; r + 2 <= rows; r += 2) dot_rows<2>(q + r * q_stride, q_stride, keys, depth, s + r * stride, stride);
-    for (; r < rows; r++) dot_rows<1>(q + r * q_stride, q_stride, keys, depth, s + r * stride, stride);
+  // What the products keep of the queries of a task: nothing but their rows.
+  struct Room {
+    Room(Carver&, i64, int) {}
+    void open(const Word*, i64, int, int) const {}
+    void close() const {}
+  };
+
+  // s[r * stride + j] = q[r] . key j, for `keys` keys, a multiple of kSubKeys.
+  static void dots(const Room&, const Word* q, i64 q_stride, int row0, int rows, const Elem* const* keys, int count,
+                   int depth, Acc* s, i64 stride, RowsAhead& ahead) {
+    constexpr int kBlocks = kSubKeys * kDotRows / kDots;
+    ahead.spread((ahead.left() + 1) / 2, count / kSubKeys * ((rows + kDotRows - 1) / kDotRows) * kBlocks);
+    q += row0 * q_stride;
+    for (int j = 0; j < count; j += kSubKeys) dots_piece(q, q_stride, rows, keys + j, depth, s + j, stride, ahead);
   }
 
   // out[r] = alpha[r] * out[r] + the sum over `keys` of p[r][j] * value j. Of an odd number of keys the pair's other
-  // half is a row of zeros. `next`: rows that are fetched on the way, one for each key, or null.
-  static void sums(const Word* p, i64 p_stride, int rows, const Elem* const* values, int keys, int width, Acc* out,
-                   i64 out_stride, const Acc* alpha, const Elem* const* next) {
+  // half is a row of zeros.
+  static void sums(const Room&, const Word* p, i64 p_stride, int rows, const Elem* const* values, int keys, int width,
+                   Acc* out, i64 out_stride, const Acc* alpha, RowsAhead& ahead) {
     const int steps = (keys + Mode::per_word - 1) / Mode::per_word;
+    const int wide = lanes * (rows >= kSumRows ? kMost<kSumRows>
+                              : rows >= 4      ? kMost<4>
+                              : rows > 1       ? kMost<2>
+                                               : kMost<1>);
+    ahead.spread(ahead.left(), steps * ((rows + kSumRows - 1) / kSumRows) * ((width + wide - 1) / wide));
     int r = 0;
     const auto of_rows = [&](auto count) {
       constexpr int kR = decltype(count)::value;
       for (; r + kR <= rows; r += kR)
         sum_rows<kR>(p + r * p_stride, p_stride, values, steps, width, out + r * out_stride, out_stride, alpha + r,
-                     r == 0 ? next : nullptr);
+                     ahead);
     };
     if constexpr (kSumRows == 8) of_rows(Int<8>{});
     of_rows(Int<4>{});
     of_rows(Int<2>{});
     of_rows(Int<1>{});
-  }
-
-  // Brings `count` elements nearer.
-  TW_INLINE void fetch(const Elem* p, i64 count) {
-    const char* from = reinterpret_cast<const char*>(p);
-    for (i64 at = 0; at < count * static_cast<i64>(sizeof(Elem)); at += 64) __builtin_prefetch(from + at, 0, 2);
+    ahead.all();
   }
 
  private:
+  TW_NOINLINE static void dots_piece(const Word* q, i64 q_stride, int rows, const Elem* const* keys, int depth, Acc* s,
+                                     i64 stride, RowsAhead& ahead) {
+    int r = 0;
+    for (; r + kDotRows <= rows; r += kDotRows)
+      dot_rows<kDotRows>(q + r * q_stride, q_stride, keys, depth, s + r * stride, stride, ahead);
+    if constexpr (kDotRows > 2)
+      for (; r + 2 <= rows; r += 2) dot_rows<2>(q + r * q_stride, q_stride, keys, depth, s + r * stride, stride, ahead);
+    for (; r < rows; r++) dot_rows<1>(q + r * q_stride, q_stride, keys, depth, s + r * stride, stride, ahead);
+  }
+
   template <int kR>
-  TW_INLINE void dot_rows(const Word* q, i64 q_stride, const Elem* const* keys, int depth, Acc* s, i64 stride) {
+  TW_INLINE void dot_rows(const Word* q, i64 q_stride, const Elem* const* keys, int depth, Acc* s, i64 stride,
+                          RowsAhead& ahead) {
     constexpr int kK = kDots / kR;
-    for (int j = 0; j < kSubKeys; j += kK) dot_block<kR, kK>(q, q_stride, keys + j, depth, s + j, stride);
+    for (int j = 0; j < kSubKeys; j += kK) {
+      ahead.step();
+      dot_block<kR, kK>(q, q_stride, keys + j, depth, s + j, stride);
+    }
   }
 
   template <int kR, int kK>
@@ -236,15 +262,13 @@ class FewRows {
 
   template <int kR>
   TW_NOINLINE static void sum_rows(const Word* p, i64 p_stride, const Elem* const* values, int steps, int width,
-                                   Acc* out, i64 out_stride, const Acc* alpha, const Elem* const* next) {
-    // Accumulators in registers: half of them, or a quarter of many.
-    constexpr int kMost = kR >= 8 ? 2 : kR == 4 ? (many ? 4 : 2) : kR == 2 && !many ? 4 : 8;
+                                   Acc* out, i64 out_stride, const Acc* alpha, RowsAhead& ahead) {
     int column = 0;
     const auto of_columns = [&](auto count) {
       constexpr int kV = decltype(count)::value;
-      if constexpr (kV <= kMost && kV >= Rows::sums)
+      if constexpr (kV <= kMost<kR> && kV >= Rows::sums)
         for (; column + kV * lanes <= width; column += kV * lanes)
-          sum_block<kR, kV, false>(p, p_stride, values, steps, column, 0, out + column, out_stride, alpha, next);
+          sum_block<kR, kV, false>(p, p_stride, values, steps, column, 0, out + column, out_stride, alpha, ahead);
     };
     of_columns(Int<8>{});
     of_columns(Int<4>{});
@@ -252,7 +276,7 @@ class FewRows {
     of_columns(Int<1>{});
     if (column < width)
       sum_block<kR, Rows::sums, true>(p, p_stride, values, steps, column, width - column, out + column, out_stride,
-                                      alpha, next);
+                                      alpha, ahead);
   }
 
   template <int kR, int kV>
@@ -260,11 +284,10 @@ class FewRows {
 
   template <int kR, int kV, bool kTail>
   TW_INLINE void sum_piece(const Word* p, i64 p_stride, const Elem* const* values, int from, int to, i64 column,
-                           i64 count, const Elem* const* next, Block<kR, kV>& acc) {
+                           i64 count, RowsAhead& ahead, Block<kR, kV>& acc) {
     TW_UNROLL(2)
     for (int j = from; j < to; j++) {
-      if (next != nullptr)
-        for (int x = 0; x < Mode::per_word; x++) fetch(next[j * Mode::per_word + x] + column, kV * lanes);
+      ahead.step();
       Vec<Word> x[kV];
       TW_UNROLL(8)
       for (int v = 0; v < kV; v += Rows::sums)
@@ -281,14 +304,14 @@ class FewRows {
   // `count`: how many columns there are where that is less than kV vectors.
   template <int kR, int kV, bool kTail>
   TW_INLINE void sum_block(const Word* p, i64 p_stride, const Elem* const* values, int steps, i64 column, i64 count,
-                           Acc* out, i64 out_stride, const Acc* alpha, const Elem* const* next) {
+                           Acc* out, i64 out_stride, const Acc* alpha, RowsAhead& ahead) {
     Block<kR, kV> acc = {};
-    sum_piece<kR, kV, kTail>(p, p_stride, values, 0, steps < kChain ? steps : kChain, column, count, next, acc);
+    sum_piece<kR, kV, kTail>(p, p_stride, values, 0, steps < kChain ? steps : kChain, column, count, ahead, acc);
     if constexpr (kChain < 1 << 10) {
       for (int from = kChain; from < steps; from += kChain) {
         Block<kR, kV> piece = {};
         sum_piece<kR, kV, kTail>(p, p_stride, values, from, from + kChain < steps ? from + kChain : steps, column,
-                                 count, next, piece);
+                                 count, ahead, piece);
         for (int r = 0; r < kR; r++)
           for (int v = 0; v < kV; v++) acc[r][v] += piece[r][v];
       }

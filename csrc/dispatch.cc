@@ -11,14 +11,20 @@ namespace tilewise {
 #if defined(TILEWISE_X86)
 extern const Kernels kernels_avx512_bf16, kernels_avx512, kernels_avx2;
 #endif
+#if defined(TILEWISE_AMX)
+const Kernels& kernels_avx512_amx();
+#endif
 extern const Kernels kernels_portable;
 
 namespace {
 
 struct Table {
-  const Kernels* kernels[4];
+  const Kernels* kernels[5];
   int count = 0;
   Table() {
+#if defined(TILEWISE_AMX)
+    if (kernels_avx512_amx().supported()) kernels[count++] = &kernels_avx512_amx();
+#endif
 #if defined(TILEWISE_X86)
     // Where dot products are slow, widened bfloat16 is multiplied faster.
     const Kernels *best = &kernels_avx512_bf16, *next = &kernels_avx512;

@@ -76,11 +76,10 @@ TW_INLINE Vec<T> exp2(Vec<T> x, T) {
   using F = FloatFormat<T>;
 #if TILEWISE_VECTOR_BYTES == 64
   if constexpr (sizeof(T) == 4) {
-    // Numbers too small for a whole mantissa would cost 150 cycles each here and in what they are multiplied with;
-    // vscalefps takes 2^NaN to be NaN.
+    // vscalefps would underflow by degrees, and each subnormal number cost 150 cycles here and in every product.
     const __m512 whole = _mm512_maskz_roundscale_ps(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const Vec<T> power = exp2_minus_one<kDegree>(x - (Vec<T>)whole) + static_cast<T>(1);
-    const __mmask16 normal = _mm512_cmp_ps_mask(whole, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+    const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
     return (Vec<T>)_mm512_maskz_scalef_ps(normal, (__m512)power, whole);
   }
 #endif

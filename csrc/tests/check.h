@@ -13,7 +13,10 @@ inline std::vector<const Kernels*> instruction_sets() {
   const Kernels* const* all = available(count);
   return {all, all + count};
 }
-inline bool paired(const Kernels& kernels) { return kernels.bf16_flops != nullptr; }
+// Whether some of its kernels round probabilities to bfloat16.
+inline bool paired(const Kernels& kernels) {
+  return kernels.bf16_flops != nullptr || std::string(kernels.name) == "avx512_amx";
+}
 
 // Within `slack` times the room; infinities and NaN stand in the same places.
 inline void expect_near(const Tensor& tensor, const Numbers& truth, const Numbers& room, const std::string& what) {

@@ -25,6 +25,8 @@ inline void test_few_queries(DType dtype) {
     check(c);
   }
   for (int width : {1, 16, 31, 32, 48, 64, 100, 128, 130}) check(few(dtype, 3, 70, 3, 1, width, 131 - width));
+  for (int width : {64, 96, 128, 256})
+    for (i64 group : {1, 2, 8, 17}) check(few(dtype, 1, 400 - group, group, 1, width, width));
   for (int layout = 0; layout < 6; layout++) {
     Case c = few(dtype, 2, 600, 6, 2, 21, 12);
     c.q = c.k = c.v = static_cast<Layout>(layout);
@@ -53,8 +55,8 @@ inline void test_few_queries_variants(DType dtype) {
 }
 
 // A head alone has the bits that it has in its group, and a sequence those that it has among others.
-inline void test_few_queries_alone(DType dtype) {
-  Case all = few(dtype, 3, 1200, 7, 1, 40, 48);
+inline void test_few_queries_alone(DType dtype, i64 queries, int head_dim, int value_dim) {
+  Case all = few(dtype, queries, 1200, 7, 1, head_dim, value_dim);
   all.batch = 2, all.mask = {band(-1, 0)};
   for (const Kernels* kernels : instruction_sets()) {
     Instance whole(all, Place::end);
@@ -76,6 +78,12 @@ inline void test_few_queries_alone(DType dtype) {
       }
     }
   }
+}
+
+inline void test_few_queries_alone(DType dtype) {
+  test_few_queries_alone(dtype, 3, 40, 48);
+  test_few_queries_alone(dtype, 1, 64, 80);
+  test_few_queries_alone(dtype, 2, 33, 128);
 }
 
 }  // namespace tilewise::test

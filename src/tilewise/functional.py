@@ -159,7 +159,7 @@ def attention(
         asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, scales=scales)
     if return_stats is not False:
         return _with_stats(run(q, k, v, asked, seed, plan, _wanted(return_stats)), return_lse)
-    result = run(q, k, v, asked, seed, plan)
+    result = run(q, k, v, asked, seed, plan, "", not return_lse)
     return AttentionResult(result.out, result.lse, None) if return_lse else result.out
 
 
@@ -206,7 +206,7 @@ def attention_varlen(
     asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed, scales=scales)
     if return_stats is not False:
         return _with_stats(run(q, k, v, asked, seed, plan, _wanted(return_stats)), return_lse)
-    result = run(q, k, v, asked, seed, plan)
+    result = run(q, k, v, asked, seed, plan, "", not return_lse)
     return AttentionResult(result.out, result.lse, None) if return_lse else result.out
 
 
@@ -273,7 +273,9 @@ def attention_paged(
     pages = Pages(block_table, key_lengths, cu_seqlens_q)
     scales = scales_of(q_scale, k_scale, v_scale)
     asked = read_keywords(mask, score, scale, 0.0, sinks, backend, pages=pages, scales=scales)
-    result = run_paged(q, k_pages, v_pages, asked, plan, _wanted(return_stats))
+    result = run_paged(
+        q, k_pages, v_pages, asked, plan, _wanted(return_stats), out_alone=not return_lse
+    )
     if return_stats is not False:
         return _with_stats(result, return_lse)
     return AttentionResult(result.out, result.lse, None) if return_lse else result.out

@@ -89,6 +89,8 @@ class Operands(NamedTuple):
             its head's scale. None where it is 1.
         for_backward: whether a backward pass may follow. A kernel that computes scores in another
             order than that pass does leaves such calls to one that does not.
+        out_alone: whether nobody will look at anything but the output: a kernel may then leave lse
+            and stats out, which are NaN, or what they would be otherwise.
     """
 
     q: Tensor
@@ -106,6 +108,7 @@ class Operands(NamedTuple):
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     for_backward: bool = False
+    out_alone: bool = False
 
 
 class Result(NamedTuple):

@@ -42,6 +42,31 @@ def test_more_comes_as_a_named_tuple(backend: str) -> None:
     assert torch.equal(result.stats.entropy, entropy)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_an_output_alone_has_the_same_bits(dtype: torch.dtype, backend: str) -> None:
+    q, k, v = (x.to(dtype) for x in qkv(False))
+    wanted = tilewise.attention(q, k, v, return_lse=True, backend=backend)
+    assert torch.equal(tilewise.attention(q, k, v, backend=backend), wanted.out)
+    q, k, v, cu_q, cu_k = packed(False)
+    rest = (q.to(dtype), k.to(dtype), v.to(dtype), cu_q, cu_k)
+    whole = tilewise.attention_varlen(*rest, return_lse=True, backend=backend)
+    assert torch.equal(tilewise.attention_varlen(*rest, backend=backend), whole.out)
+
+
+def test_other_tensors_of_the_same_sizes_are_another_call(backend: str) -> None:
+    q, k, v = qkv(False)
+    plan = tilewise.plan(q, k, v, backend=backend)
+    for keywords in ({"backend": backend}, {"plan": plan}):
+        wanted = tilewise.attention(q, k, v, **keywords)
+        assert torch.equal(tilewise.attention(q, k, v, **keywords), wanted)
+        with pytest.raises(InvalidArgument, match=r"^q: got layout torch.sparse_coo"):
+            tilewise.attention(q.to_sparse(), k, v, **keywords)
+        with pytest.raises(InvalidArgument, match=r"^(k: got torch.float64|plan: got)"):
+            tilewise.attention(q, k.double(), v, **keywords)
+        with pytest.raises(InvalidArgument, match=r"^(k|v|plan): got"):
+            tilewise.attention(q, k[:, :, :-1], v, **keywords)
+
+
 def test_statistics_of_a_held_plan(backend: str) -> None:
     q, k, v = qkv(False)
     plan = tilewise.plan(q, k, v, backend=backend)

@@ -165,6 +165,41 @@ def test_export_serves_every_length_and_survives_a_file(strict: bool, backend: s
     torch.testing.assert_close(torch.export.load(file).module()(x), model(x))
 
 
+def _few_queries(grad: bool) -> list[Tensor]:
+    torch.manual_seed(7)
+    q, k, v = torch.randn(2, 4, 1, 64), torch.randn(2, 2, 900, 64), torch.randn(2, 2, 900, 64)
+    return [x.requires_grad_(grad) for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_few_queries_have_the_bits_of_an_eager_call(grad: bool, backend: str) -> None:
+    # Without gradients they have a kernel of their own, which the graph asks for too.
+    torch._dynamo.reset()
+    compiled = torch.compile(tilewise.attention, fullgraph=True, backend="aot_eager")
+    eager = run(tilewise.attention, _few_queries(grad), backend=backend)
+    for mine, theirs in zip(eager, run(compiled, _few_queries(grad), backend=backend), strict=True):
+        assert torch.equal(theirs, mine)
+
+
+def test_a_graph_made_without_gradients_has_those_of_an_eager_call(backend: str) -> None:
+    class Attend(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = tilewise.attention(q, k, v, backend=backend)
+            return out
+
+    with torch.no_grad():
+        program = torch.export.export(Attend(), tuple(_few_queries(False)))
+    found, wanted = (
+        torch.autograd.grad(call(*tensors).sum(), tensors)
+        for call, tensors in (
+            (program.module(), _few_queries(True)),
+            (Attend(), _few_queries(True)),
+        )
+    )
+    for mine, theirs in zip(wanted, found, strict=True):
+        assert torch.equal(theirs, mine)
+
+
 def test_fake_and_meta_tensors_give_shapes() -> None:
     with FakeTensorMode():
         q = torch.empty(2, 4, 5, 8, requires_grad=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -73,3 +75,27 @@ def test_what_does_not_fit() -> None:
     with pytest.raises(InvalidArgument, match=r"^capacity: got 0"):
         KVCache(batch=2, kv_heads=2, head_dim=16, capacity=0)
     assert len(cache) == 40
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own
+def test_two_graphs_serve_a_prompt_and_all_that_follows() -> None:
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def step(cache: KVCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cache.append(k, v)
+        out: Tensor = cache.attend(q)
+        return out
+
+    compiled = torch.compile(step, fullgraph=True, backend=count)
+    eager, traced = (KVCache(batch=2, kv_heads=2, head_dim=16, capacity=16) for _ in range(2))
+    with torch.no_grad():
+        for seed, rows in enumerate((5, 1, 1, 1, 1)):
+            q, k, v = (drawn(3 * seed + x, heads, rows) for x, heads in ((0, 4), (1, 2), (2, 2)))
+            assert_same_bits(compiled(traced, q, k, v), step(eager, q, k, v), f"step {seed}")
+    assert len(graphs) == 2
+    assert len(traced) == len(eager)

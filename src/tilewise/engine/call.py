@@ -5,7 +5,8 @@ be wrong with it is looked at when the lookup misses, but for what depends on va
 tensors, which is looked at every time.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -14,8 +15,10 @@ from torch import Tensor
 
 from tilewise.engine import registry
 from tilewise.engine.dispatch import PLANS, plan_problem
+from tilewise.engine.modes import left_alone
 from tilewise.engine.pages import Pages, lower_pages
 from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.kernels.cpu.core import absence, tensor_reader
 from tilewise.plan.plan import Plan
 from tilewise.problem import Operands, Problem
 from tilewise.reference.checking import check_indices
@@ -49,13 +52,16 @@ __all__ = [
     "draw_seed",
     "make_plan",
     "read_keywords",
-    "signature",
+    "reader",
+    "shown",
     "with_scales",
 ]
 
 _NO_MASK = Mask(())
 _NO_SCORE = Score(())
 _SEED_BITS = 0xFFFF_FFFF_FFFF_FFFF
+# What reading a tensor raises that has no shape (nested), no memory, or is none.
+_UNREADABLE = (AttributeError, TypeError, RuntimeError, BufferError)
 # torch.randint's largest bound: 63 random bits.
 _SEED_LIMIT = 2**63 - 1
 
@@ -106,8 +112,8 @@ def read_keywords(
 NO_KEYWORDS = read_keywords(None, None, None, 0.0, None, None)
 
 
-def signature(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    """What a plan depends on in q, k and v. Strides are not part of it."""
+def shown(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """What a plan depends on in q, k and v, as Python reads it. Strides are not part of it."""
     return (
         q.shape,
         k.shape,
@@ -124,8 +130,22 @@ def signature(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
     )
 
 
-def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
+@cache
+def reader() -> Callable[[Tensor, Tensor, Tensor], Hashable]:
+    """What reads the same of tensors that have memory: in C, where the compiled core is there."""
+    return shown if absence() is not None else tensor_reader()
+
+
+@left_alone
+def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked, wrapped: bool = False) -> Plan:
     """The plan of a call, made at its first time.
+
+    Args:
+        q: of the call.
+        k: likewise.
+        v: likewise.
+        asked: the keywords.
+        wrapped: whether transforms may have put wrappers without memory around the tensors.
 
     Raises:
         InvalidArgument, InvalidType, Unsupported: as ``make_plan``.
@@ -133,18 +153,7 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
     mask, score, scale, dropout_p, _, backend, _, plain, *_ = asked
     try:
         key: Hashable = (
-            q.shape,
-            k.shape,
-            v.shape,
-            q.dtype,
-            k.dtype,
-            v.dtype,
-            q.device,
-            k.device,
-            v.device,
-            q.layout,
-            k.layout,
-            v.layout,
+            shown(q, k, v) if wrapped else reader()(q, k, v),
             mask.text,
             score.text,
             scale,
@@ -155,8 +164,8 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
         return PLANS.young[key]
     except KeyError:
         plan = PLANS.find(key)
-    except (AttributeError, TypeError, RuntimeError):
-        # Something is no tensor, has no shape (nested) or is not hashable: validation names it.
+    except _UNREADABLE:
+        # That, or something is not hashable: validation names it.
         return make_plan(q, k, v, asked)
     if plan is None:
         plan = make_plan(q, k, v, asked)
@@ -171,6 +180,7 @@ def _tensors_key(asked: Asked) -> tuple[Any, ...]:
     return tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
 
 
+@left_alone
 def make_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
     """The plan of a call, from nothing.
 
@@ -186,7 +196,11 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
         and asked.pages is None
         and "[" not in plan.mask_text + plan.score_text
     )
-    return plan._replace(signature=signature(q, k, v), bare=bare)
+    try:
+        signature = reader()(q, k, v)
+    except _UNREADABLE:
+        signature = None
+    return plan._replace(signature=signature, shown=shown(q, k, v), bare=bare)
 
 
 def build_problem(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Problem:
@@ -250,6 +264,7 @@ def build_operands(
     v: Tensor,
     asked: Asked,
     seed: int | Tensor | None,
+    out_alone: bool = False,
 ) -> Operands:
     """The operands in kernel form; captured tensors, cu_seqlens and seed are checked.
 
@@ -296,6 +311,7 @@ def build_operands(
         number,
         block_table,
         key_lengths,
+        out_alone=out_alone,
     )
     if asked.scales is not NO_SCALES:
         operands = with_scales(operands, asked.scales, problem)

@@ -1,9 +1,11 @@
-"""What is refused: transforms of a call whose rules are not written."""
+"""What is refused: transforms of a call whose rules are not written; and what is not compiled."""
 
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 
@@ -12,6 +14,7 @@ from tilewise.variants.program import RAW, Program
 from tilewise.variants.values import Score
 
 __all__ = [
+    "left_alone",
     "refuse_beyond_first",
     "refuse_constants",
     "refuse_forward_mode",
@@ -22,6 +25,26 @@ __all__ = [
 ]
 
 _functorch_active = torch._C._are_functorch_transforms_active
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def left_alone(function: _Function) -> _Function:
+    """A function that torch.compile neither tries by itself, after a graph break, nor inlines.
+
+    It is for those that call the core, of which torch.compile knows nothing and warns, and for
+    those whose numbers change from call to call: each would be another graph. What
+    ``torch.compiler.disable`` does takes a second for the first call of a process.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    function.__dict__["_torchdynamo_disable"] = True
+    function.__dict__["_torchdynamo_disable_msg"] = (
+        f"tilewise's {function.__qualname__} cannot be part of a graph: without fullgraph=True it "
+        "runs between two of them"
+    )
+    return function
 
 
 def transforms_active() -> bool:

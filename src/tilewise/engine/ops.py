@@ -56,6 +56,8 @@ def call(
         seed = draw_seed()
     elif isinstance(seed, int):
         seed = torch.full((), _signed(seed), dtype=torch.int64)
+    sinks = lower_sinks(asked.sinks, q.dtype)
+    leaves = (q, k, v, *score_tensors) if sinks is None else (q, k, v, *score_tensors, sinks)
     cu_q, cu_k = asked.cu_seqlens or (None, None)
     out, lse, stats, max_logit, entropy, top_key = torch.ops.tilewise.attention(
         q,
@@ -63,7 +65,7 @@ def call(
         v,
         list(asked.mask.captured),
         list(score_tensors),
-        lower_sinks(asked.sinks, q.dtype),
+        sinks,
         seed,
         cu_q,
         cu_k,
@@ -74,6 +76,7 @@ def call(
         asked.backend,
         statistics,
         *asked.scales,
+        torch.is_grad_enabled() and any(x.requires_grad for x in leaves),
     )
     if not statistics:
         return Result(out, lse, stats)
@@ -169,6 +172,7 @@ def _attention(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    for_backward: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     asked = _asked(
         mask_tensors,
@@ -184,8 +188,8 @@ def _attention(
         scales_of(q_scale, k_scale, v_scale),
     )
     plan, operands = _planned(q, k, v, asked, seed)
-    # Autograd is above the op: nobody here knows whether it will ask for gradients.
-    result: Result = plan.forward(operands._replace(for_backward=True), statistics)
+    # Autograd is above the op: only whoever called it knows whether it will ask for gradients.
+    result: Result = plan.forward(operands._replace(for_backward=for_backward), statistics)
     return returned(result, q)
 
 
@@ -219,6 +223,7 @@ def _attention_fake(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    for_backward: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return promised(q, v.shape[-1], statistics)
 
@@ -335,8 +340,9 @@ def _absent(like: Tensor) -> Tensor:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, mask_tensors, score_tensors, sinks, seed, cu_q, cu_k, *constants = inputs
     out, lse, stats, max_logit, _, top_key = output
-    *constants, statistics, _, _, _ = constants
+    *constants, statistics, _, _, _, for_backward = constants
     ctx.mask_count, ctx.constants = len(mask_tensors), tuple(constants)
+    ctx.statistics_again = None if for_backward else statistics
     fixed = (stats, max_logit, top_key) if statistics else output[2:]
     ctx.mark_non_differentiable(*fixed)
     ctx.set_materialize_grads(False)
@@ -359,26 +365,15 @@ def _op_backward(
     mask_tensors, score_tensors = captured[: ctx.mask_count], captured[ctx.mask_count :]
     need_q, need_k, need_v, _, need_scores, need_sinks, *_ = ctx.needs_input_grad
     need_scores = list(need_scores) if score_tensors else []
+    call = (q, k, v, mask_tensors, score_tensors, sinks, seed, cu_q, cu_k, *ctx.constants)
+    if ctx.statistics_again is not None:
+        # Traced where nothing wanted a gradient: the forward pass was not one for this pass.
+        out, lse, stats, *_ = torch.ops.tilewise.attention(*call, ctx.statistics_again)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
+    needs = [need_q, need_k, need_v, need_sinks, *need_scores]
     grads = torch.ops.tilewise.attention_backward(
-        grad_out,
-        grad_lse,
-        grad_entropy,
-        out,
-        lse,
-        stats,
-        [need_q, need_k, need_v, need_sinks, *need_scores],
-        q,
-        k,
-        v,
-        mask_tensors,
-        score_tensors,
-        sinks,
-        seed,
-        cu_q,
-        cu_k,
-        *ctx.constants,
+        grad_out, grad_lse, grad_entropy, out, lse, stats, needs, *call
     )
     return (
         grads[0] if need_q else None,

@@ -58,14 +58,20 @@ def _refuse_gradient(*_: Any) -> NoReturn:
 
 
 def attend_pages(
-    q: Tensor, k: Tensor, v: Tensor, asked: Asked, plan: Plan | None, statistics: Statistics
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    asked: Asked,
+    plan: Plan | None,
+    statistics: Statistics,
+    out_alone: bool = False,
 ) -> Result:
     """Attention over plain tensors, by a held plan if one is given."""
     if plan is None:
         plan = cached_plan(q, k, v, asked)
     _check_undifferentiated(q, k, v, asked)
     q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
-    operands = build_operands(plan.problem, q, k, v, asked, None)
+    operands = build_operands(plan.problem, q, k, v, asked, None, out_alone)
     result: Result = plan.forward(operands, statistics)
     return result
 

@@ -21,10 +21,11 @@ from tilewise.engine.call import (
     cached_plan,
     check_call_scales,
     check_forward_only,
-    signature,
+    reader,
+    shown,
 )
 from tilewise.engine.derivatives import attend
-from tilewise.engine.modes import refuse_constants, refuse_transforms
+from tilewise.engine.modes import left_alone, refuse_constants, refuse_transforms
 from tilewise.engine.nested import any_nested, nested, packed
 from tilewise.engine.paged import attend_pages, call_paged, refuse_paged_transforms
 from tilewise.engine.pages import Pages
@@ -44,6 +45,9 @@ _functorch_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _jit_tracing = torch._C._get_tracing_state
 _PLAIN = frozenset((Tensor, Parameter))
+# What Operands(q, k, v, out_alone=...) says, which takes three times as long.
+_new = tuple.__new__
+_NOTHING_ELSE = tuple(Operands._field_defaults.values())[:-1]
 _AUTOCAST_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -55,8 +59,11 @@ def run(
     seed: int | Tensor | None,
     plan: Plan | None = None,
     statistics: Statistics = "",
+    out_alone: bool = False,
 ) -> Result:
     """Attention as asked (``functional.attention``), by a held plan if one is given.
+
+    Of the result nothing but the output is to be looked at where ``out_alone`` says so.
 
     A program that watches torch's operations (torch.compile, a dispatch mode, torch.jit.trace, a
     tensor subclass) would not see the kernel behind an eager call, and would record its output as
@@ -91,9 +98,9 @@ def run(
         # The imaginary part of a conjugate: its sign is a flag that kernels do not see.
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     if seed is None and asked.plain and not plan.problem.dropout_p:
-        operands = Operands(q, k, v)
+        operands = _new(Operands, (q, k, v, *_NOTHING_ELSE, out_alone))
     else:
-        operands = build_operands(plan.problem, q, k, v, asked, seed)
+        operands = build_operands(plan.problem, q, k, v, asked, seed, out_alone)
     if _grad_enabled() and (
         q.requires_grad
         or k.requires_grad
@@ -113,6 +120,7 @@ def run_paged(
     asked: Asked,
     plan: Plan | None = None,
     statistics: Statistics = "",
+    out_alone: bool = False,
 ) -> Result:
     """Attention over pages as asked (``functional.attention_paged``), or through its op."""
     refuse_paged_transforms()
@@ -130,7 +138,7 @@ def run_paged(
         return call_paged(q, k, v, asked, statistics)
     if plan is not None:
         _check_plan(plan, q, k, v, asked)
-    return attend_pages(q, k, v, asked, plan, statistics)
+    return attend_pages(q, k, v, asked, plan, statistics, out_alone)
 
 
 def _captured_gradient(asked: Asked) -> bool:
@@ -167,9 +175,9 @@ def _run_transformed(
     refuse_constants(asked.score)
     q, k, v = _autocast(q, k, v)
     if plan is None:
-        plan = cached_plan(q, k, v, asked)
+        plan = cached_plan(q, k, v, asked, wrapped=True)
     else:
-        _check_plan(plan, q, k, v, asked)
+        _check_plan(plan, q, k, v, asked, wrapped=True)
     q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     return attend(build_operands(plan.problem, q, k, v, asked, seed), plan)
 
@@ -194,8 +202,11 @@ def _run_traced(
     return ops.call(q, k, v, asked, seed, statistics)
 
 
-def _check_plan(plan: Plan, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> None:
-    """Refuse a held plan that is for another call.
+@left_alone
+def _check_plan(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, asked: Asked, wrapped: bool = False
+) -> None:
+    """Refuse a held plan that is for another call (``wrapped``: as in ``cached_plan``).
 
     Raises:
         InvalidArgument, InvalidType: the call is not the one that the plan is for.
@@ -203,16 +214,17 @@ def _check_plan(plan: Plan, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> No
     if asked is not NO_KEYWORDS or type(plan) is not Plan or not plan.bare:
         _check_keywords(plan, asked)
     try:
-        same = plan.signature == signature(q, k, v)
-    except RuntimeError:
+        made, read = (plan.shown, shown) if wrapped else (plan.signature, reader())
+        same = made == read(q, k, v)
+    except (TypeError, RuntimeError, BufferError):
         # A nested tensor has no shape: validation names it.
         build_problem(q, k, v, asked)
         raise
     if not same:
         raise InvalidArgument(
             "plan",
-            f"a plan for {_describe(plan.signature)}",
-            f"one for {_describe(signature(q, k, v))}",
+            f"a plan for {_describe(plan.shown)}",
+            f"one for {_describe(shown(q, k, v))}",
             "Make it with tilewise.plan() from tensors like these.",
         )
 

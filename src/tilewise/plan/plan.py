@@ -1,6 +1,6 @@
 """How a problem is done: the Plan, an immutable value that a caller may hold."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from tilewise.plan.traffic.account import Account, Loops, cached
@@ -28,7 +28,9 @@ class Plan(NamedTuple):
         forward, backward: the backend's kernels bound to the problem
             (``kernels.base.Prepared``): what makes a held plan quick to run.
         mask_text, score_text: the programs as text: a held plan is matched by these.
-        signature: shapes, dtypes, devices and layouts of q, k, v that a held plan is for.
+        signature: shapes, dtypes and devices of q, k, v that a held plan is for, as
+            ``engine.call.reader`` reads them.
+        shown: the same and the layouts, as ``engine.call.shown`` does.
         bare: a call by this plan needs no keyword beside it.
         loops: which loops the backend runs, for the account of bytes.
     """
@@ -41,7 +43,8 @@ class Plan(NamedTuple):
     backward: Callable[..., Any]
     mask_text: str
     score_text: str
-    signature: tuple[Any, ...] = ()
+    signature: Hashable = None
+    shown: tuple[Any, ...] = ()
     bare: bool = False
     loops: Loops | None = None
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.engine.modes import left_alone
 from tilewise.errors import InvalidArgument
 from tilewise.functional import attention_paged
 from tilewise.serving.cascade import cascade_attention
@@ -37,6 +38,9 @@ class PagedKVCache:
     rounded again; so a row is rounded once, and what it becomes does not depend on how it came.
     It costs 4 bytes a row of D. No kernel reads such pages: ``attend`` writes out those of its
     sequences in ``dtype``, once each, for the time of the call. It saves room, not time.
+
+    ``append``, ``tables`` and ``attend`` are no part of a graph of torch.compile: which pages a
+    sequence has changes with every call. They run between two graphs; fullgraph=True refuses them.
 
     Args:
         pages: how many there are.
@@ -160,6 +164,7 @@ class PagedKVCache:
         """
         return self._sequences[sequence].length
 
+    @left_alone
     def append(
         self, sequences: Sequence[int], k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None
     ) -> None:
@@ -198,6 +203,7 @@ class PagedKVCache:
                     pool.copy(old, fresh)
                 pool.write(pages, places, given)
 
+    @left_alone
     def tables(self, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
         """What ``attention_paged`` asks for: block_table [B, P] and key_lengths [B] of sequences.
 
@@ -217,6 +223,7 @@ class PagedKVCache:
         lengths = torch.tensor([held.length for held in found], dtype=torch.int32, device=device)
         return block_table.reshape(len(found), slots), lengths
 
+    @left_alone
     def attend(
         self, sequences: Sequence[int], q: Tensor, *, cascade: bool = False, **keywords: Any
     ) -> Any:

@@ -202,8 +202,7 @@ def test_each_dropout_is_where_it_says() -> None:
     tokens = _tokens()
     still = GPT2(SMALL)(tokens)
     for field in ("embedding_dropout", "attention_dropout", "residual_dropout"):
-        shape = Shape(2, 2, 16, 12, 31, **{field: 0.5})
-        model = GPT2(shape)
+        model = GPT2(replace(SMALL, **{field: 0.5}))  # type: ignore[arg-type]
         assert not torch.equal(model(tokens), still), field
         assert_same_bits(model.eval()(tokens), still, field)
     layers = GPT2(Shape(1, 2, 16, 12, 31, attention_dropout=0.25)).modules()
@@ -213,6 +212,7 @@ def test_each_dropout_is_where_it_says() -> None:
 def test_residual_dropout_is_on_both_branches() -> None:
     torch.manual_seed(2)
     model = GPT2(Shape(2, 2, 16, 12, 31, residual_dropout=0.999999))  # next to nothing is left
+    assert model.positions is not None
     x = model.tokens(_tokens()) + model.positions(torch.arange(12))
     expected = functional.linear(model.norm(x), model.tokens.weight)
     assert_same_bits(model(_tokens()), expected, "logits")

@@ -58,7 +58,7 @@ def _results(model: GPT2) -> dict[str, Tensor]:
     logits = model(_tokens())
     functional.cross_entropy(logits[:, :-1].flatten(0, 1), _tokens()[:, 1:].flatten()).backward()
     found = {f"gradient of {name}": each.grad for name, each in model.named_parameters()}
-    return {"logits": logits.detach(), **found}  # type: ignore[dict-item]
+    return {"logits": logits.detach(), **found}
 
 
 @each_factor
@@ -114,6 +114,16 @@ def test_all_of_them_together_are_one_graph(implementation: Implementation) -> N
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert_same_bits(compiled(_tokens()), model(_tokens()), "logits")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_packed_documents_are_one_graph(implementation: Implementation) -> None:
+    model = GPT2(replace(STANDARD, **ALL), implementation=implementation)
+    documents = torch.tensor([[0] * 4 + [1] * 7, [3] * 10 + [5]])
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    expected = model(_tokens(), documents)
+    assert_same_bits(compiled(_tokens(), documents), expected, "logits")
 
 
 @each_factor
@@ -190,7 +200,7 @@ def test_packed_documents_are_what_each_is_alone(
         found = {name: each.grad for name, each in model.named_parameters()}
         return {"logits": logits.detach(), **found}
 
-    options = {"implementation": implementation, "checkpointing": checkpointing}
+    options: dict[str, Any] = {"implementation": implementation, "checkpointing": checkpointing}
     actual, plain = results(packed, **options), results(alone, implementation="plain")
     oracle = results(alone, torch.float64, implementation="plain")
     for name, each in actual.items():

@@ -66,7 +66,8 @@ def test_everything_that_can_be_said(
 ) -> None:
     argv = ["run", recipe, "--rate", "0.25", "--name=other", "--set", "optimizer.lr=0.125"]
     argv += ["--set", "e.seeds=0,1", "--jobs", "3", "--threads", "2", "--device", "cuda"]
-    argv += ["--out", str(tmp_path / "there"), "--yes"]
+    argv += ["--out", str(tmp_path / "there"), "--yes", "--on", "ray", "--processes", "2"]
+    argv += ["--strategy", "fsdp", "--track", "tensorboard", "--track", "x.py:f"]
     assert command.main(argv) == 7
     (request,) = asked
     (experiment,) = request.study.experiments
@@ -74,6 +75,8 @@ def test_everything_that_can_be_said(
     assert experiment.seeds == (0, 1)
     assert experiment.baseline.optimizer.options["lr"] == 0.125
     assert (request.jobs, request.threads, request.device) == (3, 2, "cuda")
+    assert (request.on, request.processes, request.strategy) == ("ray", 2, "fsdp")
+    assert request.track == ("tensorboard", "x.py:f")
     assert request.out == tmp_path / "there"
     assert request.confirm is None
     # The command is as it was typed, ready for a shell.

@@ -110,6 +110,9 @@ def test_only_what_writes_its_matrix_pays_for_it() -> None:
     window = {"attention.variant": {"name": "window", "size": 16}}
     assert matrix(**{"attention.implementation": "sdpa", **window}) > 0
     assert matrix(**{"attention.implementation": "tilewise", **window}) == 0
+    documents = {"data.packing": "documents"}
+    assert matrix(**{"attention.implementation": "sdpa", **documents}) > 0
+    assert matrix(**{"attention.implementation": "tilewise", **documents}) == 0
     plain = {"attention.implementation": "plain"}
     # Four times the matrix for twice the context.
     assert matrix(**plain, **{"model.context": 384}) == 4 * matrix(**plain)

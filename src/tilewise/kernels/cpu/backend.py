@@ -207,10 +207,6 @@ def _two_slots(instr: Instr) -> tuple[int, int]:
     return slots[0], slots[1]
 
 
-def _address(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
-    return tensor.data_ptr(), tensor.stride()
-
-
 def _broadcast(tensor: Tensor) -> tuple[int, tuple[int, ...], int]:
     """Address, strides with 0 where a dimension has size 1, dtype code (0 for what is not one)."""
     strides = tuple(
@@ -311,43 +307,47 @@ class _Kernel:
         )
         rows = problem.heads * problem.queries
         self._count = rows if problem.layout == "varlen" else problem.batch * rows
-        # empty_like of a zero-stride pattern is the cheapest way to new memory, and holds none.
-        pattern = torch.empty((), dtype=self._statistics)
+        # empty_like of a zero-stride pattern is the cheapest way to new memory, and holds none. The
+        # pattern itself stands for what nobody looks at.
+        pattern = torch.full((), math.nan, dtype=self._statistics)
         self._lse, self._stats = pattern.expand(self._rows), pattern.expand((2, *self._rows))
         self._step = self._count * pattern.itemsize
         # Nothing but q, k, v and out has an address to hand over.
         slots = any(instr.slots for instr in (*problem.mask, *problem.score))
         alone = problem.layout == "dense" and not problem.page_size
+        self._square = problem.head_dim == problem.value_dim
         self._plain = alone and not (slots or problem.sinks)
         self._loaded = _loaded(problem)
         self._derivative: Derivative | None = None
 
     def forward(self, operands: Operands, statistics: Statistics = "") -> Result:
         q, k, v = operands.q, operands.k, operands.v
-        out = output_like(q, self._problem.value_dim)
-        lse = torch.empty_like(self._lse, memory_format=torch.contiguous_format)
-        if statistics:
-            stats, more, addresses = self._room(statistics == "top1")
-        else:
-            stats = torch.empty_like(self._stats, memory_format=torch.contiguous_format)
-            more, addresses = (), ()
-        address = stats.data_ptr()
+        contiguous = self._square and q.is_contiguous()
+        out = torch.empty_like(q) if contiguous else output_like(q, self._problem.value_dim)
+        lse, stats = self._lse, self._stats
+        row_lse = row_max = row_sum = 0
+        more: tuple[Tensor | None, ...] = ()
+        addresses: tuple[int, ...] = ()
+        if statistics or not operands.out_alone:
+            lse = torch.empty_like(lse, memory_format=torch.contiguous_format)
+            if statistics:
+                stats, more, addresses = self._room(statistics == "top1")
+            else:
+                stats = torch.empty_like(stats, memory_format=torch.contiguous_format)
+            row_lse, row_max = lse.data_ptr(), stats.data_ptr()
+            row_sum = row_max + self._step
         call = _NOTHING if self._plain else _Call(operands, self._loaded)
         self._forward(
             self._kernel,
             _threads(),
             operands.seed,
-            q.data_ptr(),
-            q.stride(),
-            k.data_ptr(),
-            k.stride(),
-            v.data_ptr(),
-            v.stride(),
-            out.data_ptr(),
-            out.stride(),
-            lse.data_ptr(),
-            address,
-            address + self._step,
+            q,
+            k,
+            v,
+            out,
+            row_lse,
+            row_max,
+            row_sum,
             call.sinks,
             call.mask,
             call.score,
@@ -385,9 +385,7 @@ class _Kernel:
             grad_lse = grad_lse.to(self._statistics).contiguous()
         if grad_entropy is not None:
             grad_entropy = grad_entropy.to(self._statistics).contiguous()
-        tensors = tuple(
-            _address(x) for x in (q, k, v, result.out, grad_out, grad_q, grad_k, grad_v)
-        )
+        tensors = (q, k, v, result.out, grad_out, grad_q, grad_k, grad_v)
         arrays = (
             stats[0].data_ptr(),
             stats[1].data_ptr(),

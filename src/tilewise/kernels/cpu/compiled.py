@@ -37,6 +37,7 @@ _FLAGS = (
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _ISA_FLAGS: dict[str, tuple[str, ...]] = {
+    "avx512_amx": _AVX512,
     "avx512_bf16": (*_AVX512, "-mavx512bf16"),
     "avx512": _AVX512,
     "avx2": _AVX2,

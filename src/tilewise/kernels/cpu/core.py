@@ -2,12 +2,15 @@
 
 import importlib
 import os
+from collections.abc import Callable, Hashable
 from functools import cache
 from types import ModuleType
 
+from torch import Tensor
+
 from tilewise.errors import InvalidArgument
 
-__all__ = ["absence", "core"]
+__all__ = ["absence", "core", "tensor_reader"]
 
 _BUILD = "in a checkout `./run setup` builds it, elsewhere `pip install .` with a C++20 compiler"
 
@@ -15,11 +18,12 @@ _BUILD = "in a checkout `./run setup` builds it, elsewhere `pip install .` with 
 @cache
 def _load() -> tuple[ModuleType | None, str]:
     """The module, or None and why not."""
-    importlib.import_module("torch")  # its OpenMP runtime is the one that the core borrows
+    torch = importlib.import_module("torch")  # its OpenMP runtime is the one that the core borrows
     try:
         module = importlib.import_module("tilewise._core")
     except ImportError as error:
         return None, f"the compiled core is not there ({error}); {_BUILD}"
+    module.set_tensor_type(torch.Tensor)
     forced = os.environ.get("TILEWISE_ISA")
     if forced:
         available = module.isa_available()
@@ -44,3 +48,12 @@ def core() -> ModuleType:
     module, why = _load()
     assert module is not None, why
     return module
+
+
+def tensor_reader() -> Callable[[Tensor, Tensor, Tensor], Hashable]:
+    """The core's reading of dtypes, devices and sizes of three tensors; they need memory.
+
+    It raises what torch does for tensors that have none, and a TypeError for what is no tensor.
+    """
+    read: Callable[[Tensor, Tensor, Tensor], Hashable] = core().signature
+    return read

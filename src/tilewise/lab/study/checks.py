@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study import designs
-from tilewise.lab.study.deciding import Combine, Confirm, Design, Sweep
+from tilewise.lab.study.deciding import Combine, Confirm, Design, Sequential, Sweep
 
 __all__ = ["Ruled", "check_rules"]
 
@@ -43,6 +44,10 @@ class Ruled(Protocol):
     def confirm(self) -> Confirm | None:
         """The last stage."""
 
+    @property
+    def sequential(self) -> Sequential | None:
+        """When to look."""
+
     def candidates(self, arm: str) -> tuple[float, ...]:
         """What the sweep tries for an arm."""
 
@@ -51,7 +56,7 @@ class Ruled(Protocol):
 
 
 def check_rules(experiment: Ruled) -> None:
-    """Check the sweep, the design and the stages of an experiment.
+    """Check the sweep, the design, the stages and the looks of an experiment.
 
     Raises:
         InvalidArgument: what does not fit.
@@ -61,6 +66,19 @@ def check_rules(experiment: Ruled) -> None:
     if experiment.design is not None:
         designs.check(experiment.design, experiment.arm_names[1:])
     _check_stages(experiment)
+    if experiment.sequential is not None:
+        _check_looks(experiment, experiment.sequential)
+
+
+def _check_looks(experiment: Ruled, rule: Sequential) -> None:
+    looks, seeds = rule.looks, len(experiment.seeds)
+    grows = all(one < other for one, other in pairwise(looks))
+    if not grows or looks[0] < 2 or looks[-1] != seeds:
+        required = f"2 or more, growing, up to the number of seeds ({seeds})"
+        raise InvalidArgument("sequential.looks", str(looks), required)
+    if experiment.design is not None:
+        required = "one of both: effects of a design need every run"
+        raise InvalidArgument("sequential", "a design and sequential", required)
 
 
 def _check_sweep(experiment: Ruled, sweep: Sweep) -> None:

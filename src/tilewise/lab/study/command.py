@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ from tilewise.lab.study import overrides, recipes, store
 from tilewise.lab.study.browse import compare, find, show
 from tilewise.lab.study.choices import registry
 from tilewise.lab.study.conduct import conductor
+from tilewise.lab.study.train.team import STRATEGIES
 
 __all__ = ["demo", "main"]
 
@@ -64,6 +66,10 @@ def demo(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str], parser: argparse.ArgumentParser | None = None) -> int:
     parser = parser or _parser()
     options, rest = parser.parse_known_args(argv)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        came, required = "a start by torchrun", "a start without it, and --processes N"
+        fix = "A study has many runs, and starts the processes of each itself."
+        raise InvalidArgument("tilewise study", came, required, fix)
     name, texts = _recipe(parser, rest)
     recipe = recipes.find(name)
     _check_options(texts, (*recipe.options, *vars(options)))
@@ -79,6 +85,8 @@ def _run(argv: Sequence[str], parser: argparse.ArgumentParser | None = None) -> 
         jobs=options.jobs,
         threads=options.threads,
         device=options.device,
+        processes=options.processes,
+        strategy=options.strategy,
         on=options.on,
         track=tuple(options.track),
         confirm=None if options.yes or not sys.stdin.isatty() else _confirm,
@@ -264,6 +272,14 @@ def _with_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("--jobs", type=_positive, metavar="N", help="runs at once (as many as there are cores)")
     add("--threads", type=_positive, default=1, metavar="N", help="of each run (1, pinned)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where runs train (cpu)")
+    add(
+        "--processes",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="that train each run together, each on a device of its own (1): docs/scaling.md",
+    )
+    add("--strategy", choices=STRATEGIES, default="ddp", help="how they share its model (ddp)")
     add(
         "--on",
         choices=("here", "ray"),

@@ -22,7 +22,14 @@ from pydantic import Field, field_validator, model_validator
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study.checks import check_rules
 from tilewise.lab.study.choices.registry import find, nearest
-from tilewise.lab.study.deciding import Combine, Confirm, Design, Halving, Sweep
+from tilewise.lab.study.deciding import (
+    Combine,
+    Confirm,
+    Design,
+    Halving,
+    Sequential,
+    Sweep,
+)
 from tilewise.lab.study.metrics import METRICS
 from tilewise.lab.study.values import Choice, Frozen, added, change, config_hash, parse
 
@@ -46,6 +53,7 @@ __all__ = [
     "Optimizer",
     "RunConfig",
     "Schedule",
+    "Sequential",
     "Study",
     "Sweep",
     "Task",
@@ -347,6 +355,7 @@ class Experiment(Frozen):
         confidence: of intervals and tests.
         power: of the number of seeds that an undecided arm still needs.
         sweep: candidates to try first; None where every arm says its own values.
+        sequential: when to look, and how to stop early; None to run all seeds.
         design: the factorial that the arms make up; None where they do not, or are not to be read
             so.
         combine: a further stage, the factorial of the arms that survived; None for none.
@@ -365,6 +374,7 @@ class Experiment(Frozen):
     confidence: float = Field(0.95, gt=0.5, lt=1)
     power: float = Field(0.8, gt=0.5, lt=1)
     sweep: Sweep | None = None
+    sequential: Sequential | None = added(None)
     design: Design | None = added(None)
     combine: Combine | None = added(None)
     confirm: Confirm | None = added(None)

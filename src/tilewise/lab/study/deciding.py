@@ -6,6 +6,7 @@ Each is a part of ``config.Experiment``, and so of its hash; ``docs/metrics.md``
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -13,7 +14,7 @@ from pydantic import Field, model_validator
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study.values import Frozen, added
 
-__all__ = ["Combine", "Confirm", "Design", "Halving", "Sweep"]
+__all__ = ["Combine", "Confirm", "Design", "Halving", "Sequential", "Sweep"]
 
 
 class Halving(Frozen):
@@ -139,3 +140,32 @@ class Confirm(Frozen):
 
     seeds: tuple[int, ...] = Field(min_length=1)
     winner: Literal["observed", "predicted"] = "observed"
+
+
+class Sequential(Frozen):
+    """Seeds are added until every arm is decided, or all of them are spent.
+
+    After ``looks[j]`` seeds the arms that are still open are tested, look j at the level
+
+        alpha_j = alpha (t_j^rho - t_(j-1)^rho)        t_j = looks[j] / looks[-1], t_0 = 0
+
+    where alpha is 1 - confidence. The levels add up to alpha, so that by Boole's inequality the
+    chance of any wrong rejection over all looks is at most alpha, however the looks depend on each
+    other. Intervals are at 1 - alpha_j: together they hold at all looks. An arm that is decided
+    gets no further seeds.
+
+    Args:
+        looks: seeds at each look, more at each; the last is the number of the experiment's seeds.
+        rho: 1 spends evenly; more keeps level for later looks (3 is like O'Brien and Fleming's).
+
+    Sources: Lan and DeMets, "Discrete sequential boundaries for clinical trials", Biometrika 70,
+    1983 (spending); Kim and DeMets, Biometrika 74, 1987 (this family of functions).
+    """
+
+    looks: tuple[int, ...] = Field(min_length=1)
+    rho: float = Field(2.0, gt=0)
+
+    def levels(self, alpha: float) -> tuple[float, ...]:
+        """alpha_j of every look; they add up to ``alpha``."""
+        spent = [0.0, *(alpha * (look / self.looks[-1]) ** self.rho for look in self.looks)]
+        return tuple(after - before for before, after in pairwise(spent))

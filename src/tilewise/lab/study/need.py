@@ -151,6 +151,6 @@ def writes_matrix(config: RunConfig) -> bool:
     attention = config.attention
     if attention.implementation != "sdpa":
         return attention.implementation == "plain"
-    # On a CPU its fused kernel knows no dropout, and any other variant is given to it as a matrix.
-    fused = ("causal", "full")
-    return config.model.dropout.attention > 0 or attention.variant.name not in fused
+    # On a CPU its fused kernel knows no dropout, and any other mask is given to it as a matrix.
+    other = attention.variant.name not in ("causal", "full") or config.data.packing == "documents"
+    return config.model.dropout.attention > 0 or other

@@ -9,6 +9,8 @@ The order:
   chose, the runs that count; while some trials still run, later experiments keep the machine busy;
   with successive halving the trials of an arm's rung follow from those of its last one;
 * an experiment of several stages runs each when the one before it is over, by the verdict on it;
+* a sequential experiment runs the seeds of a look, and those of the next one for the arms that are
+  not decided then;
 * a run of an experiment that compares kernels (one that has a systems arm) runs alone: what runs
   beside it would be part of what is measured.
 """
@@ -24,7 +26,7 @@ from tilewise.lab.study.config import Experiment, Study
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import Run, finals
 from tilewise.lab.study.tuning import expected_trials, known_trials
-from tilewise.lab.study.verdict.judge import stages_of
+from tilewise.lab.study.verdict.judge import stages_of, wanted_seeds
 from tilewise.lab.study.verdict.stages import follows, stand_ins
 from tilewise.lab.study.verdict.sweeps import sweep_results
 
@@ -115,13 +117,34 @@ def _over(runs: _Runs, records: Mapping[str, RunRecord]) -> bool:
 def _stage_runs(experiment: Experiment, records: Mapping[str, RunRecord]) -> _Runs:
     """Those of one experiment, whatever follows from it."""
     if experiment.sweep is None:
-        return _Runs(finals(experiment, {}), [])
+        return _finals(experiment, {}, records)
     known = known_trials(experiment, records)
     later = expected_trials(experiment, records)
     if not later and all(_is_done(run, records) for run in known):
-        return _Runs([*known, *finals(experiment, _chosen(experiment, records))], [])
+        counted = _finals(experiment, _chosen(experiment, records), records)
+        return counted._replace(known=[*known, *counted.known])
     firsts = {name: experiment.candidates(name)[0] for name in experiment.arm_names}
     return _Runs(known, [*later, *finals(experiment, firsts)])
+
+
+def _finals(
+    experiment: Experiment,
+    chosen: Mapping[str, float | None],
+    records: Mapping[str, RunRecord],
+) -> _Runs:
+    """The runs that count. Of a sequential experiment, those that the looks so far ask for."""
+    every = finals(experiment, chosen)
+    if experiment.sequential is None:
+        return _Runs(every, [])
+    wanted = wanted_seeds(experiment, records)
+    known = finals(experiment, chosen, wanted)
+    if all(_is_done(run, records) for run in known):
+        return _Runs(known, [])  # every arm is decided: a look that is not would ask for more
+    names = {run.name for run in known}
+    # At most: an arm that is decided at its look needs no more seeds.
+    ahead = max(map(len, wanted.values()))
+    later = [run for run in every if run.name not in names and len(wanted[run.arm]) == ahead]
+    return _Runs(known, later)
 
 
 def _chosen(experiment: Experiment, records: Mapping[str, RunRecord]) -> dict[str, float | None]:

@@ -248,7 +248,7 @@ class End(Event):
         step: the last step that was taken.
         reason: in words; empty for ``"done"``.
         weights_sha256: of all weights in the order of their names.
-        state_sha256: of weights, optimizer state and random state.
+        state_sha256: of weights and optimizer state.
     """
 
     event = "end"

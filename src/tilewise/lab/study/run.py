@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -109,19 +109,26 @@ def trial(experiment: Experiment, arm: str, value: float, rung: int, seed: int) 
     return Run(experiment.name, arm, seed, config, "sweep", value, number)
 
 
-def finals(experiment: Experiment, chosen: Mapping[str, float | None]) -> list[Run]:
+def finals(
+    experiment: Experiment,
+    chosen: Mapping[str, float | None],
+    wanted: Mapping[str, Sequence[int]] | None = None,
+) -> list[Run]:
     """The runs that count.
 
     Args:
         experiment: of them.
         chosen: for an experiment with a sweep, arm -> what it chose; an arm with None has no runs,
             one that is missing is not known yet and has none either. Empty without a sweep.
+        wanted: arm -> its seeds; None for all of the experiment's.
     """
     sweep, names = experiment.sweep, experiment.arm_names
     found = []
     for turn, seed in enumerate(experiment.seeds):
         first = turn % len(names)
         for name in (*names[first:], *names[:first]):
+            if wanted is not None and seed not in wanted[name]:
+                continue
             changes = {}
             if sweep is not None:
                 value = chosen.get(name)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tilewise.lab.study.config import Experiment
+from tilewise.lab.study.metrics import rank
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import Run, trial
 from tilewise.lab.study.verdict.measures import final_metric
@@ -51,7 +52,7 @@ class Rung:
             known = [each for each in values if each is not None]
             if len(known) == len(values):
                 found.append((math.fsum(known) / len(known), candidate))
-        return sorted(found)
+        return sorted(found, key=lambda each: (rank(experiment.metric, each[0]), each[1]))
 
 
 def rungs_of(experiment: Experiment, arm: str, records: Records) -> list[Rung]:

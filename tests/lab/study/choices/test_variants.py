@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tilewise.lab.study.config import RunConfig, Variant, change
 CPU = torch.device("cpu")
 
 
-def build(heads: int = 2, context: int = 9, **values: object) -> variants.Variation:
+def build(heads: int = 2, context: int = 9, **values: Any) -> variants.Variation:
     return variants.build(Variant.model_validate(values), variants.Heads(heads, CPU, context))
 
 
@@ -26,7 +27,7 @@ def whole(variation: variants.Variation, length: int) -> masks.Mask:
     return variation.mask & (variation.pattern(length) if variation.pattern else masks.Mask(()))
 
 
-def seen(context: int, **values: object) -> torch.Tensor:
+def seen(context: int, **values: Any) -> torch.Tensor:
     """Who sees whom, [context, context], of a variant that is the same in every head."""
     mask = whole(build(context=context, **values), context)
     return visible_pairs(mask, context, context, heads=2)[0, 0]
@@ -87,7 +88,13 @@ def test_patterns_by_hand(values: dict[str, object], rule: Callable[[int, int], 
 
 
 def test_bigbird_sees_its_window_the_first_block_and_what_it_drew() -> None:
-    options = {"name": "bigbird", "block": 4, "window": 3, "globals": 1, "random": 2}
+    options: dict[str, Any] = {
+        "name": "bigbird",
+        "block": 4,
+        "window": 3,
+        "globals": 1,
+        "random": 2,
+    }
     mask = whole(build(context=64, **options), 64)
     found = visible_pairs(mask, 64, 64, heads=2)[0]
     m, n = torch.arange(64)[:, None], torch.arange(64)

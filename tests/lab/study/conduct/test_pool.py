@@ -26,6 +26,7 @@ from tilewise.lab.study.plan import Agenda, Task
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import RECORD, Run
 from tilewise.lab.study.store import read_records
+from tilewise.lab.study.train.child import Job
 
 FAKE = "tests.lab.study.conduct.fake_child"
 
@@ -241,6 +242,7 @@ def test_a_process_that_does_not_end_is_killed(
 def test_the_job_says_everything(tmp_path: Path) -> None:
     run = Agenda(study_that(""), {}).ready()[0].run
     setting = setting_in(tmp_path, device="cuda", checkpoint_every_s=3.0, threads=4)
+    assert Job.from_json(setting.job(run)).run == run
     values = json.loads(json.dumps(setting.job(run, 1)))
     assert Run.from_json(values.pop("run")) == run
     assert values == {
@@ -249,6 +251,8 @@ def test_the_job_says_everything(tmp_path: Path) -> None:
         "threads": 4,
         "core": 1,
         "device": "cuda",
+        "processes": 1,
+        "strategy": "ddp",
         "checkpoint_every_s": 3.0,
         "environment": {},
     }

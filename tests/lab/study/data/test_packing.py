@@ -9,10 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from tests.lab.study.train.toys import tokens_of
+from tests.lab.study.train.toys import CONFIG, tokens_of
 from tilewise.errors import InvalidArgument
+from tilewise.lab.study.config import change
 from tilewise.lab.study.data.documents import Documents
-from tilewise.lab.study.data.packing import IGNORED, Packed, Padded, Rows, Stream, shortened
+from tilewise.lab.study.data.order import evaluation_windows, strided
+from tilewise.lab.study.data.packing import (
+    IGNORED,
+    Packed,
+    Padded,
+    Rows,
+    RunRows,
+    Stream,
+    attended,
+    shortened,
+)
 from tilewise.lab.study.data.tokens import Tokens
 
 BEGINS = [0, 1, 40, 41, 43, 100, 260, 261, 330]
@@ -109,3 +120,51 @@ def test_documents_of_one_token_teach_nothing() -> None:
         Padded(alone, 16, 2, 1, 0)
     with pytest.raises(InvalidArgument, match=r"data.packing.*packing=stream"):
         Packed(alone, 16, 2, 1, 0).at(0)
+
+
+def test_held_out_windows_apart_by_document() -> None:
+    text, begins = np.arange(100, dtype=np.uint8), np.array([0, 7, 30, 31, 90])
+    whole, apart = (
+        [evaluation_windows(text, 10, 9, each), strided(text, 10, 4, each)]
+        for each in (None, begins)
+    )
+    for one, other in zip(whole, apart, strict=True):
+        scored: list[int] = []
+        for plain, part in zip(one.parts(4), other.parts(4), strict=True):
+            assert plain.documents is None
+            assert len(plain.asked) == 1
+            assert torch.equal(part.inputs, plain.inputs)
+            assert torch.equal(part.targets, plain.targets)
+            inputs, documents = part.asked
+            assert torch.equal(inputs, part.inputs)
+            targets = np.array(part.targets[part.counted].tolist())
+            of_targets = np.searchsorted(begins, targets, side="right") - 1
+            assert documents[part.counted].tolist() == of_targets.tolist()
+            hidden = plain.targets[plain.counted & ~part.counted]
+            assert set(hidden.tolist()) <= set(begins.tolist())
+            scored += part.targets[part.counted].tolist()
+        assert len(set(scored)) == len(scored)
+    assert set(scored) == set(range(1, 100)) - set(
+        begins.tolist()
+    )  # strided ones are all there are
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents", "padded"])
+def test_rows_of_a_run_grow_and_count_what_they_teach(packing: str) -> None:
+    changes = {
+        "data.packing": packing,
+        "training.length_warmup": {"start": 4, "steps": 3},
+        "budget.steps": 5,
+    }
+    config, tokens = change(CONFIG, changes), _tokens(BEGINS)
+    rows = RunRows(config, tokens, 3)
+    whole = RunRows(change(config, {"training.length_warmup.steps": 0}), tokens, 3)
+    shapes = [rows.at(step)[1].tokens.shape for step in range(5)]
+    assert [tuple(shape) for shape in shapes] == [(8, 4), (4, 8), (4, 8), (2, 16), (2, 16)]
+    for step in range(5):
+        for mine, theirs in zip(rows.at(step), whole.at(step), strict=True):
+            assert torch.equal(mine.targets.flatten(), theirs.targets.flatten())
+            assert mine.learnt == theirs.learnt
+    expected = (4 + 2 * 8 + 2 * 16) / 5
+    found = attended(config, tokens)
+    assert found == expected if packing == "stream" else 1 < found < expected

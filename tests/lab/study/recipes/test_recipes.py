@@ -10,6 +10,7 @@ from tilewise.errors import InvalidArgument
 from tilewise.lab.study import recipes
 from tilewise.lab.study.config import Experiment, Study, change, config_hash, parse
 from tilewise.lab.study.need import need
+from tilewise.lab.study.plan import planned
 
 STUDIES = {name: recipes.find(name).study() for name in recipes.names()}
 ALL = [*STUDIES.values(), recipes.find("wikitext").study(preset="h200")]
@@ -109,6 +110,23 @@ def test_wikitext_scores_the_whole_held_out_text() -> None:
     assert real.tokens_per_step == 512 * 1024
     with pytest.raises(InvalidArgument, match="'cpu' or 'h200'"):
         recipes.find("wikitext").study(preset="a100")
+
+
+def test_gpt2_factorial_is_every_combination_with_tuned_rates() -> None:
+    (only,) = STUDIES["gpt2-factorial"].experiments
+    assert len(only.arms) == 15
+    assert only.design is not None
+    assert only.design.factors == ("dropout", "decay", "wsd", "muon")
+    assert only.design.generators == {}
+    all_four = only.config_of("dropout+decay+wsd+muon")
+    assert (all_four.optimizer.name, all_four.schedule.name) == ("muon", "wsd")
+    assert all_four.optimizer.options["weight_decay"] == 1.0
+    assert only.candidates("dropout+muon") == (0.0015, 0.003, 0.006, 0.012)
+    runs = planned(STUDIES["gpt2-factorial"])
+    # What the recipe says that it costs: in runs of the whole length.
+    assert sum(task.run.config.steps for task in runs) == 140 * only.baseline.steps
+    assert only.confirm is not None
+    assert not set(only.confirm.seeds) & set(only.seeds)
 
 
 def test_longer_context_stops_plain_attention_where_it_is_told_to() -> None:

@@ -106,8 +106,8 @@ def test_the_report_shows_them_and_says_who_has_none(tmp_path: Path) -> None:
     page, twin = write(folder)
     text = twin.read_text("utf-8")
     assert "Largest attention logit" in page.read_text("utf-8")
-    assert "| layer 1 | 2.00 (lowest head 0.98, logits up to 40.9) | 2.00 (" in text
-    assert "| largest logit of the run | 41.4 (± 0.4) | 5.4 (± 0.4) |" in text
+    assert "| layer 1 | 2.00 (lowest head 0.98, logits up to 40.90) | 2.00 (" in text
+    assert "| largest logit of the run | 41.40 (± 0.40) | 5.40 (± 0.40) |" in text
     assert "Nothing of plain: only tilewise's kernels keep statistics" in text
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.lab.study.records_of import Behaviour, experiment_of, records_of, study_of
@@ -68,3 +70,18 @@ def test_nothing_is_nothing() -> None:
     assert curve("lion", 1, {}, "loss", "time").x == ()
     assert curve("lion", 1, {0: RunRecord()}, "loss", "time").x == ()
     assert difference("lion", 1, {}, _arms()["baseline"], "loss").x == ()
+
+
+def test_arms_of_other_tokens_a_step_are_compared_at_the_same_steps() -> None:
+    arms = _arms(
+        lion=Behaviour(finals={0: 2.0, 1: 2.3, 2: 2.9}),
+        baseline=Behaviour(finals={0: 2.1, 1: 2.5, 2: 2.8}),
+    )
+    same = difference("lion", 1, arms["lion"], arms["baseline"], "bits_per_byte")
+    for seed, record in arms["lion"].items():  # it pads, and no seed as much as another
+        record.evaluations = [
+            replace(each, tokens=each.tokens * (7 - seed) // 10) for each in record.evaluations
+        ]
+    found = difference("lion", 1, arms["lion"], arms["baseline"], "bits_per_byte")
+    assert (found.mean, found.low, found.seeds) == (same.mean, same.low, 3)
+    assert found.x == pytest.approx([0.6 * each for each in same.x], abs=1)

@@ -360,7 +360,8 @@ def test_the_hub_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("feed_forward", [None, 40])
 def test_parameters_are_counted(feed_forward: Any, tmp_path: Path) -> None:
-    config = config_of(tmp_path, **{"model.feed_forward": feed_forward})
+    changes: dict[str, Any] = {"model.feed_forward": feed_forward}
+    config = config_of(tmp_path, **changes)
     shape = Shape(1, 2, 16, feed_forward, 24, 30522)
     found = sum(each.numel() for each in BERT(shape, head=Head("classes", 2)).parameters())
     assert abs(parameters(config) - found) <= 100  # whatever the classes are

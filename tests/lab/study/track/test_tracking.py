@@ -196,7 +196,9 @@ def test_a_run_that_is_taken_up_again_goes_on_in_the_same_curves(
     assert [at for at, _ in curves["by_tokens/held_out/loss"]] == [TOKENS * at for at in evaluated]
     assert "held_out/word_perplexity" not in curves  # it has none
     last = whole.evaluations[-1].loss
-    assert curves["final/loss"] == [(STEPS, pytest.approx(last, rel=1e-6))]
+    ((step, value),) = curves["final/loss"]
+    assert step == STEPS
+    assert value == pytest.approx(last, rel=1e-6)
     parameters = _parameters(kind, folder, run.name)
     assert float(parameters["optimizer.lr"]) == run.config.optimizer.options["lr"]
     assert float(parameters["seed"]) == 1

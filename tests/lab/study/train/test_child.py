@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lab.study.train.toys import run_of, text_file
+from tests.lab.study.train.toys import CPU, run_of, text_file, tokens_of
 from tilewise.errors import InvalidArgument, TilewiseError
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import RECORD, Run
@@ -147,7 +147,7 @@ def job(tmp_path: Path) -> Job:
 def _told(monkeypatch: pytest.MonkeyPatch, line: str) -> int:
     """What ``main`` makes of a line, in this process."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(line))
-    monkeypatch.setattr(child, "_end_with_parent", lambda: None)
+    monkeypatch.setattr(child, "end_with_parent", lambda: None)
     return child.main()
 
 
@@ -160,6 +160,18 @@ def test_a_whole_run_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert record.start.corpus["train_tokens"] > 0
     assert record.memory is not None
     assert record.memory.peak_bytes > 0
+
+
+def test_what_warms_a_process_up_knows_every_factor() -> None:
+    changes = {
+        "model.heads": 4,
+        "model.kv_heads": 2,
+        "model.positions": "rotary",
+        "attention.variant": "bigbird",
+        "training.length_warmup": {"start": 8, "steps": 2},
+        "data.packing": "padded",
+    }
+    child._warm(run_of(changes).config, tokens_of(), CPU)
 
 
 @pytest.mark.parametrize(

@@ -46,3 +46,19 @@ def test_half_types_are_summed_in_float32(options: dict[str, float]) -> None:
     wide, _ = losses(narrow.float(), TARGETS, **options)
     assert objective.dtype == plain.dtype == torch.float32
     assert objective.item() == wide.item()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"label_smoothing": 0.1}, {"z_loss": 0.1}, {"label_smoothing": 0.1, "z_loss": 1}],
+)
+def test_tokens_without_a_target_do_not_count(options: dict[str, float]) -> None:
+    targets = TARGETS.clone()
+    targets[0, 1:4] = -100
+    targets[1, 4] = -100
+    found, expected = (
+        losses(LOGITS, targets, **options),
+        losses(LOGITS[targets >= 0][None], targets[targets >= 0][None], **options),
+    )
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.item() == pytest.approx(theirs.item(), rel=1e-12)

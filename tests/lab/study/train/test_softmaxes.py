@@ -40,10 +40,14 @@ def _written_out(layer: nn.Attention, x: Tensor) -> LayerSoftmax:
     return LayerSoftmax(0, entropy.mean().item(), entropy.min().item(), scores.max().item())
 
 
+def _attentions(model: GPT2) -> list[nn.Attention]:
+    return [each for each in model.modules() if isinstance(each, nn.Attention)]
+
+
 def test_every_layer_says_what_the_written_out_softmax_says() -> None:
     model, inputs = _model(), dict[int, Tensor]()
-    for place, layer in enumerate(model.layers):
-        layer.attention.register_forward_pre_hook(
+    for place, attention in enumerate(_attentions(model)):
+        attention.register_forward_pre_hook(
             lambda _, args, place=place: inputs.update({place: args[0]})
         )
     with torch.no_grad(), watched(model) as found:
@@ -54,7 +58,8 @@ def test_every_layer_says_what_the_written_out_softmax_says() -> None:
     with torch.no_grad():
         model(_tokens(5))
         expected = [
-            _written_out(layer.attention, inputs[place]) for place, layer in enumerate(model.layers)
+            _written_out(attention, inputs[place])
+            for place, attention in enumerate(_attentions(model))
         ]
     assert [each.layer for each in layers] == [0, 1, 2]
     for mine, theirs in zip(layers, expected, strict=True):
@@ -66,8 +71,8 @@ def test_every_layer_says_what_the_written_out_softmax_says() -> None:
 
 def test_even_weights_have_the_entropy_of_the_docs() -> None:
     model = GPT2(SHAPE)
-    for layer in model.layers:
-        torch.nn.init.zeros_(layer.attention.query.weight)
+    for attention in _attentions(model):
+        torch.nn.init.zeros_(attention.query.weight)
     with torch.no_grad(), watched(model) as found:
         model(_tokens())
         assert found is not None
@@ -81,7 +86,7 @@ def test_watching_changes_no_bit_and_ends() -> None:
     before = model(_tokens())
     with watched(model):
         assert torch.equal(model(_tokens()), before)
-    assert all(layer.attention.on_statistics is None for layer in model.layers)
+    assert all(each.on_statistics is None for each in _attentions(model))
     assert torch.equal(model(_tokens()), before)
 
 

@@ -101,6 +101,10 @@ def test_first_weights_are_compared_to_the_bit() -> None:
     [
         ({"data.source": "other.txt"}, "of another held-out text"),
         ({"data.held_out": 0.1}, "of another held-out text"),
+        (
+            {"evaluation.documents": True},
+            "of the held-out text read otherwise (evaluation.documents)",
+        ),
         ({"evaluation.windows": 7}, "of other windows of the held-out text"),
         ({"model.context": 128}, "of other windows of the held-out text"),
         ({"evaluation.final_stride": 8}, "of other windows of the held-out text"),

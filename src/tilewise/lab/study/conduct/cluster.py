@@ -111,15 +111,16 @@ class Cluster:
             name=task.run.name,
             num_cpus=wants["CPU"],
             num_gpus=wants.get("GPU", 0),
-            memory=need(task.run.config).total,
+            memory=need(task.run.config).total * self._setting.processes,
         )
         reference = train.remote(self._setting, self._setting.job(task.run))
         return _RemoteWorker(self._ray, task, self._setting, reference, follower)
 
     def _wants(self) -> dict[str, int]:
         """What one run takes, by the names of Ray's resources."""
-        wants = {"CPU": self._setting.threads}
-        return wants if self._setting.device == "cpu" else {**wants, "GPU": 1}
+        processes = self._setting.processes
+        wants = {"CPU": self._setting.threads * processes}
+        return wants if self._setting.device == "cpu" else {**wants, "GPU": processes}
 
 
 def _train(setting: Setting, job: dict[str, Any]) -> Outcome:

@@ -34,6 +34,7 @@ from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import Run
 from tilewise.lab.study.track.registry import trackers
 from tilewise.lab.study.track.tracking import Tracking
+from tilewise.lab.study.train.team import Strategy, check
 from tilewise.lab.study.verdict.judge import judge
 
 __all__ = ["Request", "conduct", "report_again"]
@@ -53,6 +54,8 @@ class Request:
         jobs: runs at once; None for as many as there are cores.
         threads: of each run.
         device: ``"cpu"`` or ``"cuda"``.
+        processes: that train each run together.
+        strategy: how they share its model, ``"ddp"`` or ``"fsdp"``.
         on: ``"here"``, or ``"ray"`` for the machines of a Ray cluster.
         track: names of trackers that are told of the runs.
         confirm: asked before a long study starts, with its duration in words; False stops it.
@@ -66,6 +69,8 @@ class Request:
     jobs: int | None = None
     threads: int = 1
     device: str = "cpu"
+    processes: int = 1
+    strategy: Strategy = "ddp"
     on: str = "here"
     track: tuple[str, ...] = ()
     confirm: Callable[[str], bool] | None = None
@@ -88,7 +93,7 @@ def conduct(request: Request, console: Console) -> int:
     began = datetime.now(UTC).isoformat(timespec="seconds")
     folder = store.folder_of(request.study, request.out)
     if request.on == "here":
-        _check_device(request.device)
+        _check_device(request.device, request.processes)
     with store.locked(folder):
         store.begin(folder, store.StoredStudy(request.study, request.command, where, began))
         agenda = Agenda(request.study, store.read_records(folder))
@@ -111,7 +116,10 @@ def conduct(request: Request, console: Console) -> int:
     return code
 
 
-def _check_device(device: str) -> None:
+def _check_device(device: str, processes: int) -> None:
+    if device == "cuda" and 0 < torch.cuda.device_count() < processes:
+        came, there = f"{processes} with --device cuda", torch.cuda.device_count()
+        raise InvalidArgument("--processes", came, f"at most {there}, the GPUs that there are")
     if device == "cuda" and not torch.cuda.is_available():
         came = f"cuda, and torch {torch.__version__} finds no GPU that it can use"
         fix = "`--device cpu` is the standard; a GPU needs its driver and torch built for CUDA."
@@ -158,10 +166,14 @@ def _train(
         cache=store.cache_folder(),
         threads=request.threads,
         device=request.device,
+        processes=request.processes,
+        strategy=request.strategy,
         environment=where,
         checkpoint_every_s=request.checkpoint_every_s,
         module=request.module,
     )
+    for task in todo:
+        check(task.run.config, request.processes, request.strategy)
     with _places(request, setting) as place:
         if isinstance(place, Cluster):
             jobs = place.jobs(request.jobs, todo)
@@ -198,8 +210,11 @@ def _jobs(request: Request, todo: Sequence[Task], console: Console) -> int:
         wished = 1  # two runs on one GPU would measure each other
     else:
         cores = environment.pinnable_cores()
-        wished = max(1, len(cores) // request.threads)
-    room = room_for(todo, wished, available_bytes(request.device))
+        wished = max(1, len(cores) // (request.threads * request.processes))
+    available = available_bytes(request.device)
+    if available is not None and request.device == "cpu":
+        available //= request.processes  # each holds a model, or a part and all its activations
+    room = room_for(todo, wished, available)
     if room < wished:
         _say(console, f"Memory is enough for {room} of {wished} runs at once: so many will run.")
     return room

@@ -33,7 +33,8 @@ _MOST_ROWS = 8  # of the micro-batch that is timed
 
 def data_key(config: RunConfig) -> str:
     """What a task's data depends on, as text: runs with the same key share it."""
-    return f"{config.task.model_dump_json()} {config.data.model_dump_json()}"
+    data = config.data.model_dump_json(exclude={"packing"})  # how the same tokens become rows
+    return f"{config.task.model_dump_json()} {data}"
 
 
 class Price(NamedTuple):
@@ -114,7 +115,8 @@ def _sequence_s(config: RunConfig, data: Prepared, layers: int, device: torch.de
     small = {"training.batch": rows, "training.accumulation": 1, "model.checkpoint": ""}
     cut = change(config, {"model.layers": layers, **small})
     model = task.model(cut, data, 0, device)
-    (batch,) = (each.to(device) for each in task.batches(cut, data, 0).at(0))
+    last = task.batches(cut, data, 0).at(cut.steps - 1)  # rows may grow
+    (batch,) = (each.to(device) for each in last)
     dtype = dtype_of(config.training.precision)
     narrow = dtype if dtype != torch.float32 else None
     best, began = math.inf, time.perf_counter()

@@ -34,7 +34,7 @@ class Local:
 
     def _free_core(self, running: Sequence[Worker]) -> int | None:
         """The core with the fewest runs; None where runs are not pinned."""
-        if self.setting.threads > 1 or not self.cores:
+        if self.setting.threads > 1 or self.setting.processes > 1 or not self.cores:
             return None
         used = [worker.core for worker in running]
         return min(self.cores, key=used.count)

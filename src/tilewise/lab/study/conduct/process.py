@@ -17,10 +17,12 @@ from tilewise.lab.study.conduct.pool import Lost, RunError
 from tilewise.lab.study.files import telling_full_disk
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import RECORD, Run
+from tilewise.lab.study.train.team import Strategy
 
 __all__ = ["CHILD", "EXPECTED_ERROR", "Outcome", "Process", "Setting", "record_after"]
 
 CHILD = "tilewise.lab.study.train.child"
+LAUNCH = "tilewise.lab.study.train.launch"  # which starts several children
 EXPECTED_ERROR = 3  # a child's exit status: the last line of its standard error says what is wrong
 _LAST_LINES = 12
 
@@ -34,6 +36,8 @@ class Setting:
         cache: of tokens.
         threads: of each run.
         device: ``"cpu"`` or ``"cuda"``.
+        processes: of each run, each with a device of its own.
+        strategy: how they share the model.
         environment: what the records say of where they ran.
         checkpoint_every_s: seconds between checkpoints.
         module: of the child; tests have others.
@@ -43,6 +47,8 @@ class Setting:
     cache: Path
     threads: int = 1
     device: str = "cpu"
+    processes: int = 1
+    strategy: Strategy = "ddp"
     environment: dict[str, Any] = field(default_factory=dict)
     checkpoint_every_s: float = 10.0
     module: str = CHILD
@@ -61,6 +67,8 @@ class Setting:
             "threads": self.threads,
             "core": core,
             "device": self.device,
+            "processes": self.processes,
+            "strategy": self.strategy,
             "checkpoint_every_s": self.checkpoint_every_s,
             "environment": self.environment,
         }
@@ -100,6 +108,7 @@ class Process:
 
     def __init__(self, setting: Setting, job: dict[str, Any]) -> None:
         threads = str(setting.threads)
+        modules = [*([LAUNCH] if setting.processes > 1 else []), setting.module]
         self._record = setting.record(Run.from_json(job["run"]))
         with ExitStack() as stack, telling_full_disk():
             self._record.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +117,7 @@ class Process:
             )
             # A session of its own: Ctrl-C at the terminal is the parent's to deal with.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", setting.module],
+                [sys.executable, "-m", *modules],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,

@@ -16,9 +16,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument
+from tilewise.lab.study.data.documents import segments
 from tilewise.lab.study.data.tokens import Tokens
 
-__all__ = ["Batches", "Part", "Windows", "drawn", "evaluation_windows", "shuffled", "strided"]
+__all__ = [
+    "Batches",
+    "Part",
+    "Windows",
+    "drawn",
+    "evaluation_windows",
+    "micro_batch_seed",
+    "shuffled",
+    "strided",
+]
 
 _MASK = (1 << 64) - 1
 
@@ -121,17 +131,37 @@ def _mixed_int(value: int) -> int:
     return int(_mixed(np.array([value], np.uint64), 0)[0])
 
 
+def micro_batch_seed(seed: int, step: int, index: int) -> int:
+    """The seed of what is drawn in a micro-batch, such as dropout: whoever computes it.
+
+    Args:
+        seed: of the run.
+        step: 0 for the first.
+        index: of the micro-batch in its step.
+    """
+    of_run = int(_mixed(np.array([seed & _MASK], np.uint64), _mixed_int(step))[0])
+    return int(_mixed(np.array([index], np.uint64), of_run)[0] >> np.uint64(1))
+
+
 class Part(NamedTuple):
     """Some windows of an evaluation.
 
     Args:
         inputs, targets: int64 [W, context].
         counted: bool [W, context]: the targets that are scored.
+        documents: int64 [W, context], the document of each input; None where a query sees those
+            before its own too.
     """
 
     inputs: Tensor
     targets: Tensor
     counted: Tensor
+    documents: Tensor | None = None
+
+    @property
+    def asked(self) -> tuple[Tensor, ...]:
+        """What a model is called with."""
+        return (self.inputs,) if self.documents is None else (self.inputs, self.documents)
 
 
 @dataclass(frozen=True)
@@ -143,12 +173,15 @@ class Windows:
         context: tokens in a window.
         starts: of each window, int64 [W].
         first: of each window, the first target that counts, int64 [W]; all after it count too.
+        begins: the first token of each document, where queries see their own alone and the first
+            token of a document does not count; None where documents do not matter.
     """
 
     text: NDArray[Any]
     context: int
     starts: NDArray[np.int64]
     first: NDArray[np.int64]
+    begins: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -164,16 +197,25 @@ class Windows:
             inputs, targets = _pairs(self.text, starts.tolist(), self.context)
             first = torch.from_numpy(self.first[at : at + rows])[:, None]
             ends = torch.from_numpy(len(self.text) - 1 - starts)[:, None]
-            yield Part(inputs, targets, (places >= first) & (places < ends))
+            counted = (places >= first) & (places < ends)
+            if self.begins is None:
+                yield Part(inputs, targets, counted)
+                continue
+            found = [segments(self.begins, start, self.context) for start in starts.tolist()]
+            documents, own = (torch.from_numpy(np.stack(each)) for each in zip(*found, strict=True))
+            yield Part(inputs, targets, counted & own, documents)
 
 
-def evaluation_windows(text: NDArray[Any], context: int, windows: int) -> Windows:
+def evaluation_windows(
+    text: NDArray[Any], context: int, windows: int, begins: NDArray[np.int64] | None = None
+) -> Windows:
     """Windows spread evenly over the held-out text, none overlapping, all targets counted.
 
     Args:
         text: the held-out tokens.
         context: tokens in a window.
         windows: how many; fewer where the text is too short for them.
+        begins: as for ``Windows``.
 
     Raises:
         InvalidArgument: a text that is shorter than one window and its last target.
@@ -182,10 +224,12 @@ def evaluation_windows(text: NDArray[Any], context: int, windows: int) -> Window
     count = min(windows, (len(text) - 1) // context)
     last = len(text) - 1 - context
     starts = np.array([last * each // max(count - 1, 1) for each in range(count)], np.int64)
-    return Windows(text, context, starts, np.zeros(count, np.int64))
+    return Windows(text, context, starts, np.zeros(count, np.int64), begins)
 
 
-def strided(text: NDArray[Any], context: int, stride: int) -> Windows:
+def strided(
+    text: NDArray[Any], context: int, stride: int, begins: NDArray[np.int64] | None = None
+) -> Windows:
     """Windows that score every token of the held-out text but the first, each once.
 
     Window k starts at ``k * stride``. The first counts all its targets, the others their last
@@ -195,6 +239,7 @@ def strided(text: NDArray[Any], context: int, stride: int) -> Windows:
         text: the held-out tokens.
         context: tokens in a window.
         stride: from 1 to ``context``.
+        begins: as for ``Windows``.
 
     Raises:
         InvalidArgument: such a stride, or fewer than two tokens.
@@ -208,7 +253,7 @@ def strided(text: NDArray[Any], context: int, stride: int) -> Windows:
     count = 1 + -(-beyond // stride)
     first = np.full(count, context - stride, np.int64)
     first[0] = 0
-    return Windows(text, context, np.arange(count, dtype=np.int64) * stride, first)
+    return Windows(text, context, np.arange(count, dtype=np.int64) * stride, first, begins)
 
 
 def _pairs(text: NDArray[Any], starts: list[int], context: int) -> tuple[Tensor, Tensor]:

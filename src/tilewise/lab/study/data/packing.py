@@ -12,8 +12,9 @@ Tokens that are learnt from are those that have a target.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,11 +22,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.data.documents import segments
+from tilewise.lab.study.config import RunConfig
+from tilewise.lab.study.data.documents import mean_piece, segments
 from tilewise.lab.study.data.order import Batches, drawn
 from tilewise.lab.study.data.tokens import Tokens
 
-__all__ = ["IGNORED", "Packed", "Padded", "Rows", "Stream", "shortened"]
+__all__ = ["IGNORED", "Packed", "Padded", "Rows", "RunRows", "Stream", "attended", "shortened"]
 
 IGNORED = -100  # a target that is none, as torch's cross-entropy has it
 
@@ -44,9 +46,70 @@ class Rows(NamedTuple):
     documents: Tensor | None = None
 
     @property
+    def asked(self) -> tuple[Tensor, ...]:
+        """What a model is called with."""
+        return (self.tokens,) if self.documents is None else (self.tokens, self.documents)
+
+    @property
     def learnt(self) -> int:
         """Tokens that are learnt from: targets that there are."""
         return int((self.targets != IGNORED).sum())
+
+
+class Source(Protocol):
+    """Rows of a training text, at random access."""
+
+    def at(self, step: int) -> list[Rows]:
+        """The micro-batches of an optimizer step, 0 for the first."""
+
+
+class RunRows:
+    """The rows of a run, of the length that a warm-up of lengths has come to.
+
+    Args:
+        config: of the run.
+        tokens: of its text.
+        seed: of the order.
+
+    Raises:
+        InvalidArgument: too little text.
+    """
+
+    def __init__(self, config: RunConfig, tokens: Tokens, seed: int) -> None:
+        kinds: dict[str, Callable[..., Source]]
+        kinds = {"stream": Stream, "documents": Packed, "padded": Padded}
+        training, self._config = config.training, config
+        kind = kinds[config.data.packing]
+        self._source = kind(
+            tokens, config.model.context, training.batch, training.accumulation, seed
+        )
+
+    def at(self, step: int) -> list[Rows]:
+        """The micro-batches of an optimizer step, 0 for the first."""
+        length, found = self._config.length_at(step), self._source.at(step)
+        if length == self._config.model.context:
+            return found
+        return [shortened(each, length) for each in found]
+
+
+def attended(config: RunConfig, tokens: Tokens) -> float:
+    """Tokens of the row, or of the document's piece in it, that a token is in: mean over a run.
+
+    Of packed documents the windows are taken to begin at multiples of their length.
+
+    Args:
+        config: of the run.
+        tokens: of its text.
+    """
+    packing, lengths = config.data.packing, config.lengths
+
+    def one(length: int) -> float:
+        if packing == "stream":
+            return float(length)
+        alone = packing == "padded"
+        return mean_piece(tokens.documents.train, len(tokens.train), length, cut_at_starts=alone)
+
+    return sum(one(length) * steps for length, steps in lengths.items()) / config.steps
 
 
 def shortened(rows: Rows, length: int) -> Rows:

@@ -174,7 +174,7 @@ def attention_table(
         cells = [_layer(each, layer) if layer < len(each.logits) else _NONE for each in arms]
         rows.append((Cell(f"layer {layer}"), *cells))
     whole = [measures[each.arm] for each in arms]
-    rows.append((Cell("largest logit of the run"), *(_number(each.max_logit, 1) for each in whole)))
+    rows.append((Cell("largest logit of the run"), *(_number(each.max_logit, 2) for each in whole)))
     rows.append(
         (Cell("lowest head of the run, nats"), *(_number(each.entropy_low, 3) for each in whole))
     )
@@ -193,7 +193,7 @@ def attention_table(
 
 def _layer(each: ArmLayers, layer: int) -> Cell:
     low, logit = each.lowest_head[layer][-1], each.logits[layer][-1]
-    note = f"lowest head {words.plain(low, 2)}, logits up to {words.plain(logit, 1)}"
+    note = f"lowest head {words.plain(low, 2)}, logits up to {words.plain(logit, 2)}"
     return Cell(words.plain(each.entropy[layer][-1], 2), note)
 
 

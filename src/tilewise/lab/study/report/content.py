@@ -39,7 +39,7 @@ def page_of(evidence: Evidence) -> Page:
     """Everything that the report shows, in words and figures."""
     stored = evidence.stored
     agenda = Agenda(stored.study, dict(evidence.records))
-    missing = () if evidence.verdict.complete else _missing(evidence)
+    missing = () if evidence.verdict.complete else _missing(agenda, evidence)
     with house_style():
         experiments = tuple(
             _experiment(planned, verdict, evidence, f"e{number}")
@@ -72,19 +72,23 @@ def _status(agenda: Agenda, evidence: Evidence) -> str:
     )
 
 
-def _missing(evidence: Evidence) -> tuple[str, ...]:
+def _missing(agenda: Agenda, evidence: Evidence) -> tuple[str, ...]:
     """The runs that count and are not over, in words."""
     said = []
-    for planned in evidence.experiments:
-        for arm in planned.arm_names:
-            records = evidence.finals(planned, arm)
-            for seed in planned.seeds:
-                record = records.get(seed)
-                if record is not None and record.done:
-                    continue
-                steps = 0 if record is None or not record.steps else record.steps[-1].step
-                come = f"{steps:,} steps done" if steps else "not begun"
-                said.append(f"{planned.name}/{arm}/seed-{seed}: {come}")
+    ranks = {
+        (planned.name, arm): (at, place)
+        for at, planned in enumerate(evidence.experiments)
+        for place, arm in enumerate(planned.arm_names)
+    }
+    finals = [task.run for task in agenda.tasks if task.run.phase == "final"]
+    known = [run for run in finals if (run.experiment, run.arm) in ranks]
+    for run in sorted(known, key=lambda run: ranks[run.experiment, run.arm]):
+        record = evidence.records.get(run.name)
+        if record is not None and record.done:
+            continue
+        steps = 0 if record is None or not record.steps else record.steps[-1].step
+        come = f"{steps:,} steps done" if steps else "not begun"
+        said.append(f"{run.name}: {come}")
     if len(said) > _MOST_NAMED:
         more = len(said) - _MOST_NAMED
         said[_MOST_NAMED:] = [f"and {words.count(more, 'more run')}".replace("more runs", "more")]
@@ -130,6 +134,8 @@ def _experiment(
         f"held-out {unit} with the same seed, with {share} intervals; smaller than "
         f"{verdict.smallest_effect:g} does not matter."
     )
+    if planned.sequential is not None:
+        protocol += f" {_looks(planned, planned.sequential)}"
     return Experiment(
         name=planned.name,
         slug=slug,
@@ -165,6 +171,18 @@ def _step(run: config.RunConfig) -> str:
     if run.learning.learns_text:
         return f"{words.integer(run.tokens_per_step)} tokens"
     return words.count(run.training.batch * run.training.accumulation, run.learning.unit)
+
+
+def _looks(planned: config.Experiment, rule: config.Sequential) -> str:
+    """How seeds were added, in a sentence."""
+    alpha = 1 - planned.confidence
+    levels = [f"{100 * level:.2g}" for level in rule.levels(alpha)]
+    looks = words.listing([str(look) for look in rule.looks])
+    return (
+        f"Seeds were added until an arm was decided, with looks after {looks} seeds at levels of "
+        f"{words.listing(levels)} %, which add up to {100 * alpha:.2g} %; intervals are at those "
+        "of the arm's look."
+    )
 
 
 def _writings(planned: config.Experiment, evidence: Evidence) -> tuple[tuple[Writing, ...], str]:

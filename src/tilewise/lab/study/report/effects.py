@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from matplotlib.patches import Rectangle
 
+from tilewise.lab.study.metrics import ahead
 from tilewise.lab.study.report import words
 from tilewise.lab.study.report.curves import WIDTH
 from tilewise.lab.study.report.svg import BETTER, INK, RULE, SOFT, WORSE, canvas, finish, place
@@ -55,12 +56,12 @@ def effects_table(experiment: ExperimentVerdict) -> Table | None:
     )
 
 
-def effects_chart(effects: Sequence[FactorEffect], unit: str, name: str) -> Chart | None:
+def effects_chart(effects: Sequence[FactorEffect], metric: str, name: str) -> Chart | None:
     """Main effects on the diagonal, interactions of two below it, darker where larger.
 
     Args:
         effects: of a design.
-        unit: of the metric.
+        metric: what the effects are of.
         name: of the figure, unique in the page.
     """
     factors = [each.factors[0] for each in effects if len(each.factors) == 1]
@@ -85,7 +86,7 @@ def effects_chart(effects: Sequence[FactorEffect], unit: str, name: str) -> Char
             each = shown.get(key)
             value = None if each is None else each.effect
             strength = 0.0 if value is None else _DEEPEST * abs(value) / most
-            colour = BETTER if value is not None and value < 0 else WORSE
+            colour = BETTER if value is not None and ahead(metric, value) else WORSE
             corner = (column - 0.47, row - 0.46)
             box = Rectangle(corner, 0.94, 0.92, facecolor=colour, alpha=strength, linewidth=0)
             frame = Rectangle(corner, 0.94, 0.92, fill=False, edgecolor=RULE, linewidth=1)
@@ -111,6 +112,7 @@ def effects_chart(effects: Sequence[FactorEffect], unit: str, name: str) -> Char
         for each in shown.values()
         if each.effect is not None
     )
+    unit = UNITS[metric]
     summary = f"Effects and interactions in {unit}: {'; '.join(told)}"
     return Chart(f"Effects and interactions, {unit}", finish(figure, name, summary), caption)
 

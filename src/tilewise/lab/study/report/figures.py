@@ -17,7 +17,9 @@ from tilewise.lab.study.report.bars import (
 from tilewise.lab.study.report.curves import difference_chart, loss_chart
 from tilewise.lab.study.report.effects import effects_chart
 from tilewise.lab.study.report.gather import Evidence
+from tilewise.lab.study.report.pareto import pareto_chart
 from tilewise.lab.study.report.series import Series, curve, difference
+from tilewise.lab.study.report.survival import survival_chart
 from tilewise.lab.study.report.tuned import sweep_chart
 from tilewise.lab.study.report.view import Chart
 from tilewise.lab.study.verdict.result import ExperimentVerdict
@@ -90,9 +92,10 @@ def charts_of(verdict: ExperimentVerdict, lines: Lines, slug: str) -> Iterator[C
         loss_chart(lines.tokens, "tokens", metric, f"{slug}-tokens"),
         difference_chart(lines.gaps, verdict.smallest_effect, metric, base, f"{slug}-difference"),
         time,
-        effects_chart(verdict.effects, UNITS[metric], f"{slug}-effects"),
+        effects_chart(verdict.effects, metric, f"{slug}-effects"),
         _memory(verdict, f"{slug}-memory"),
         *_targets(verdict, slug),
+        pareto_chart(verdict, f"{slug}-pareto"),
         sweep_chart(verdict.sweeps, UNITS[metric], f"{slug}-sweep"),
         *attention_charts(lines.layers, slug),
     )
@@ -120,4 +123,5 @@ def _targets(verdict: ExperimentVerdict, slug: str) -> list[Chart | None]:
     return [
         target_chart(tokens, "training tokens", f"Tokens to {said}", said, f"{slug}-target-tokens"),
         target_chart(time, "seconds of training", f"Time to {said}", said, f"{slug}-target-time"),
+        survival_chart(verdict, said, f"{slug}-survival"),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from tilewise.lab.study.records import Evaluation, RunRecord
@@ -89,6 +90,9 @@ def curve(arm: str, place: int, records: Records, metric: str, along: Abscissa) 
 def difference(arm: str, place: int, records: Records, baseline: Records, metric: str) -> Series:
     """An arm less the baseline, seed by seed, by tokens: of a loss, below zero it is ahead.
 
+    Both after equally many tokens; or after equally many steps, where they are never evaluated at
+    the same tokens but at the start (as where one of them pads): then the tokens are the arm's.
+
     Args:
         arm: its name.
         place: in its experiment.
@@ -96,21 +100,30 @@ def difference(arm: str, place: int, records: Records, baseline: Records, metric
         baseline: of the baseline, by seed.
         metric: what is subtracted.
     """
-    pairs = []
-    both = set(_furthest(records, metric)) & set(_furthest(baseline, metric))
-    for seed in sorted(both):
-        ours = {each.tokens: each for each in _finite(records[seed], metric).values()}
-        theirs = {each.tokens: each for each in _finite(baseline[seed], metric).values()}
-        pairs.append(
-            {
-                tokens: _number(ours[tokens], metric) - _number(theirs[tokens], metric)
-                for tokens in ours.keys() & theirs.keys()
-            }
-        )
-    common = sorted(set.intersection(*(set(each) for each in pairs))) if pairs else []
-    rows = [[each[tokens] for each in pairs] for tokens in common]
+    both = sorted(set(_furthest(records, metric)) & set(_furthest(baseline, metric)))
+    pairs = [
+        (list(_finite(records[seed], metric).values()), _finite(baseline[seed], metric).values())
+        for seed in both
+    ]
     broken = any(record.diverged for record in records.values())
-    return _series(arm, place, [float(tokens) for tokens in common], rows, len(pairs), broken)
+    x: list[float] = []
+    rows: list[list[float]] = []
+    for key in (attrgetter("tokens"), attrgetter("step")):
+        theirs = [{key(each): each for each in base} for _, base in pairs]
+        ours = [{key(each): each for each in evaluations} for evaluations, _ in pairs]
+        both_have = [set(mine) & set(other) for mine, other in zip(ours, theirs, strict=True)]
+        common = sorted(set.intersection(*both_have)) if pairs else []
+        x = [statistics.fmean(mine[at].tokens for mine in ours) for at in common]
+        rows = [
+            [
+                _number(mine[at], metric) - _number(other[at], metric)
+                for mine, other in zip(ours, theirs, strict=True)
+            ]
+            for at in common
+        ]
+        if len(common) > 1:
+            break
+    return _series(arm, place, x, rows, len(pairs), broken)
 
 
 def _series(

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 from tilewise.lab.study.metrics import METRICS
 from tilewise.lab.study.report import words
 from tilewise.lab.study.report.effects import effects_table
+from tilewise.lab.study.report.pareto import pareto_table
 from tilewise.lab.study.report.series import Series
+from tilewise.lab.study.report.survival import survival_table
 from tilewise.lab.study.report.tuned import sweep_table
 from tilewise.lab.study.report.verdicts import differences, digits_of, spelled
 from tilewise.lab.study.report.view import Cell, Table
@@ -59,6 +61,8 @@ def evidence_tables(experiment: ExperimentVerdict) -> tuple[Table, ...]:
         _speed(experiment),
         _memory(experiment),
         _target(experiment),
+        survival_table(experiment),
+        pareto_table(experiment),
         _kernels(experiment),
         sweep_table(experiment),
         _cost(experiment),
@@ -265,13 +269,17 @@ def _seeds(experiment: ExperimentVerdict) -> Table | None:
     if not experiment.arms:
         return None
     digits = max(digits_of(experiment), 4)
-    first = experiment.arms[0].per_seed
+    # Of a sequential experiment arms have as many seeds as they needed.
+    longest = max((arm.per_seed for arm in experiment.arms), key=len)
     written = [_differences(arm, digits) for arm in experiment.arms]
     rows = []
-    for at, seed in enumerate(first):
+    for at, seed in enumerate(longest):
         base = Cell("" if seed.baseline is None else words.plain(seed.baseline, digits))
         cells = [base if base.text else _NONE]
         for arm, said in zip(experiment.arms, written, strict=True):
+            if at >= len(arm.per_seed):
+                cells.append(Cell("not needed", tone="soft"))
+                continue
             result = arm.per_seed[at]
             if result.difference is not None:
                 same = "the same bits" if result.identical else ""

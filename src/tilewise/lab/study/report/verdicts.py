@@ -21,7 +21,7 @@ from tilewise.lab.study.verdict.result import (
 from tilewise.lab.study.verdict.words import UNITS, seeds_text
 
 __all__ = ["MARKS", "baseline_row", "digits_of", "forest_of", "meaning", "row_of"]
-__all__ += ["differences", "spelled"]
+__all__ += ["differences", "metric_mean", "spelled"]
 
 MARKS: dict[Label, Mark] = {
     "better": Mark("better", "\N{CHECK MARK}", "better"),
@@ -210,7 +210,7 @@ def differences(values: Sequence[float], digits: int) -> list[str]:
 def baseline_row(experiment: ExperimentVerdict) -> VerdictRow:
     """The baseline's row: absolute numbers where the arms have ratios."""
     base, digits = experiment.baseline, digits_of(experiment)
-    metric = _metric(base.measures, experiment)
+    metric = metric_mean(base.measures, experiment)
     speed = base.measures.tokens_per_s
     memory = base.measures.memory
     return VerdictRow(
@@ -233,7 +233,8 @@ def baseline_row(experiment: ExperimentVerdict) -> VerdictRow:
     )
 
 
-def _metric(measures: ArmMeasures, experiment: ExperimentVerdict) -> float | None:
+def metric_mean(measures: ArmMeasures, experiment: ExperimentVerdict) -> float | None:
+    """The mean of the experiment's metric over the seeds."""
     own: dict[str, Summary | None] = {
         "loss": measures.loss,
         "bits_per_byte": measures.bits_per_byte,

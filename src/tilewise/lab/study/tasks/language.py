@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tilewise.errors import InvalidArgument
 from tilewise.lab.models.gpt2 import GPT2
 from tilewise.lab.study.config import RunConfig, Training
-from tilewise.lab.study.data import order
+from tilewise.lab.study.data import order, packing
 from tilewise.lab.study.data.evaluate import evaluate, word_perplexity
 from tilewise.lab.study.data.tokenizers import tokenizer
 from tilewise.lab.study.data.tokens import Tokens, prepare
@@ -20,23 +20,21 @@ from tilewise.lab.study.tasks.task import AbstractTask, Batch, Examination, Held
 from tilewise.lab.study.train.families import gpt2_of
 from tilewise.lab.study.train.objective import losses
 from tilewise.lab.study.train.sampler import PROMPT_TOKENS, printable, sample
+from tilewise.lab.study.train.softmaxes import look
 
 __all__ = ["LanguageModelling"]
 
 
 class _Batches:
-    """Windows of the training text: ``data/order.py``."""
+    """Rows of the training text: ``data/packing.py``."""
 
     def __init__(self, config: RunConfig, data: Tokens, seed: int) -> None:
-        training = config.training
-        self._windows = order.Batches(
-            data, config.model.context, training.batch, training.accumulation, seed
-        )
+        self._rows = packing.RunRows(config, data, seed)
 
     def at(self, step: int) -> list[Batch]:
         return [
-            Batch((inputs,), targets, targets.numel(), targets.numel())
-            for inputs, targets in self._windows.at(step)
+            Batch(each.asked, each.targets, each.learnt, each.learnt)
+            for each in self._rows.at(step)
         ]
 
 
@@ -46,15 +44,24 @@ class _Examination(Examination):
     def __init__(self, config: RunConfig, data: Tokens) -> None:
         evaluation, context = config.evaluation, config.model.context
         self._config, self._data = config, data
-        self._windows = order.evaluation_windows(data.held_out, context, evaluation.windows)
-        self._whole = self._windows
+        begins = data.documents.held_out if evaluation.documents else None
+
+        def spread(windows: int) -> order.Windows:
+            return order.evaluation_windows(data.held_out, context, windows, begins)
+
+        self._windows = self._whole = spread(evaluation.windows)
         if evaluation.final_stride:
-            self._whole = order.strided(data.held_out, context, evaluation.final_stride)
+            self._whole = order.strided(data.held_out, context, evaluation.final_stride, begins)
+        count = evaluation.attention_windows
+        self._watched = spread(count) if count else None
 
     def held_out(self, model: nn.Module, whole: bool, autocast: torch.dtype | None) -> Held:
         """The loss, also per byte and, of WikiText, per original word."""
         score = evaluate(model, self._whole if whole else self._windows, self._data, autocast)
-        return Held(score.loss, score.bits_per_byte, word_perplexity(score, self._data))
+        watched = self._watched
+        softmaxes = None if watched is None else look(model, watched, autocast)
+        per_word = word_perplexity(score, self._data)
+        return Held(score.loss, score.bits_per_byte, per_word, softmaxes=softmaxes)
 
     def sample(
         self, model: nn.Module, count: int, seed: int, autocast: torch.dtype | None
@@ -75,6 +82,7 @@ class LanguageModelling(AbstractTask):
     metrics = ("bits_per_byte", "loss")
     writes = True
     learns_text = True
+    packs = True
     causal = True
     unit = "token"
 
@@ -111,6 +119,10 @@ class LanguageModelling(AbstractTask):
         """The positions: the token embedding is the head, where it is multiplied."""
         assert isinstance(model, GPT2)
         return 0 if model.positions is None else model.positions.weight.numel()
+
+    def attended(self, config: RunConfig, data: Tokens) -> float:
+        """Tokens of the row, or of the document's piece in it, that a token is in."""
+        return packing.attended(config, data)
 
     def evaluated(self, config: RunConfig, data: Tokens, whole: bool) -> int:
         """Windows, those of the final stride after the last step."""

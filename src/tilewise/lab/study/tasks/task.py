@@ -34,14 +34,10 @@ import torch
 from torch import Tensor, nn
 
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.config import Model, RunConfig, Training
-from tilewise.lab.study.records import Sample
+from tilewise.lab.study.config import RunConfig, Training
+from tilewise.lab.study.records import LayerSoftmax, Sample
 
 __all__ = ["AbstractTask", "Batch", "Batches", "Examination", "Held", "Prepared"]
-
-
-# Settings of config.Model that only one family has.
-_FACTORS = {"gpt2": ("kv_heads", "positions", "norm", "qk_norm"), "bert": ("feed_forward",)}
 
 
 class Prepared(Protocol):
@@ -93,12 +89,14 @@ class Held(NamedTuple):
         loss: the mean of what is minimised, without smoothing and the like; decides divergence.
         bits_per_byte, word_perplexity: of language models; None elsewhere.
         metrics: the task's others, by name.
+        softmaxes: of the attention layers, of a task that looks at them.
     """
 
     loss: float
     bits_per_byte: float | None = None
     word_perplexity: float | None = None
     metrics: dict[str, float | None] = {}  # noqa: RUF012  never changed
+    softmaxes: list[LayerSoftmax] | None = None
 
 
 class Examination(ABC):
@@ -135,6 +133,7 @@ class AbstractTask(ABC):
     writes: ClassVar[bool] = False  # whether its models can go on with a text
     unit: ClassVar[str] = "example"  # what a batch is counted in, in words
     learns_text: ClassVar[bool] = False  # data is one text: windows, strides, shares held out
+    packs: ClassVar[bool] = False  # it knows of documents and of rows that grow (data/packing.py)
     causal: ClassVar[bool] = False  # whether c = 6 means something (``train/flops.py``)
 
     @property
@@ -159,14 +158,7 @@ class AbstractTask(ABC):
         if config.model.checkpoint and not self.fine_tunes:
             came = repr(config.model.checkpoint)
             raise InvalidArgument("model.checkpoint", came, f"none: {task} begins from scratch")
-        for key in _FACTORS["bert" if config.model.family == "gpt2" else "gpt2"]:
-            value, standard = getattr(config.model, key), Model.model_fields[key].default
-            if value != standard:
-                required = f"{standard}: a {config.model.family} has no such choice"
-                raise InvalidArgument(f"model.{key}", str(value), required)
-        if config.data.packing != "stream" and self.families != ("gpt2",):
-            required = f"stream for task {task}"
-            raise InvalidArgument("data.packing", config.data.packing, required)
+        self._check_factors(config)
         if config.model.family == "bert" and config.attention.variant.name != "full":
             came = config.attention.variant.name
             required = "full: an encoder's tokens see all of their sequence"
@@ -182,6 +174,28 @@ class AbstractTask(ABC):
             came = f"{config.budget.tokens} tokens"
             required = f"budget.steps: sequences of task {task} differ in length"
             raise InvalidArgument("budget", came, required)
+
+    def _check_factors(self, config: RunConfig) -> None:
+        """Nothing that a task or a model does not know is set without an effect."""
+        rows = {
+            "data.packing": (config.data.packing, "stream"),
+            "evaluation.documents": (config.evaluation.documents, False),
+            "training.length_warmup.steps": (config.training.length_warmup.steps, 0),
+        }
+        model = config.model
+        foreign: dict[str, tuple[Any, Any]] = {"model.feed_forward": (model.feed_forward, None)}
+        if model.family != "gpt2":
+            foreign = {
+                "model.kv_heads": (model.kv_heads, None),
+                "model.positions": (model.positions, "learned"),
+                "model.norm": (model.norm, "layer"),
+                "model.qk_norm": (model.qk_norm, False),
+            }
+        asked = {**({} if self.packs else rows), **foreign}
+        for path, (came, standard) in asked.items():
+            if came != standard:
+                who = f"task {config.task.name}" if path in rows else f"family {model.family}"
+                raise InvalidArgument(path, repr(came), f"{standard!r} for {who}")
 
     @abstractmethod
     def prepare(self, config: RunConfig, cache: Path) -> Any:

@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,12 +33,14 @@ from tilewise.lab.study.tasks.task import Prepared
 from tilewise.lab.study.train.flops import dtype_of, peak_flops_s
 from tilewise.lab.study.train.memory_split import PeakMeter
 from tilewise.lab.study.train.session import Session
+from tilewise.lab.study.train.team import Strategy, Team, check, device_of, joined
 from tilewise.lab.study.train.trainer import Trainer
 
-__all__ = ["EXPECTED_ERROR", "ORPHANED", "Job", "main", "work"]
+__all__ = ["EXPECTED_ERROR", "JOB", "ORPHANED", "Job", "end_with_parent", "main", "work"]
 
 EXPECTED_ERROR = 3
 ORPHANED = 4
+JOB = "TILEWISE_STUDY_JOB"  # holds the line where there are several processes for one input
 _LOCK = ".lock"
 _LOCK_WAIT_S = 10.0  # for a process that is just ending
 
@@ -53,6 +56,8 @@ class Job:
         threads: of torch.
         core: to be pinned to; None for no pinning.
         device: ``"cpu"``, ``"cuda"``.
+        processes: that train the run together; this is one of them.
+        strategy: how they share the model, see ``team.py``.
         checkpoint_every_s: seconds between checkpoints.
         environment: where it runs, for the record.
     """
@@ -63,6 +68,8 @@ class Job:
     threads: int = 1
     core: int | None = None
     device: str = "cpu"
+    processes: int = 1
+    strategy: Strategy = "ddp"
     checkpoint_every_s: float = 10.0
     environment: dict[str, Any] = field(default_factory=dict)
 
@@ -79,9 +86,9 @@ class Job:
 
 
 def main() -> int:
-    """Do the job on standard input; the exit status."""
-    line = sys.stdin.readline()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    """Do the job on standard input, or in the environment; the exit status."""
+    line = os.environ.get(JOB) or sys.stdin.readline()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         with telling_full_disk():
             work(Job.from_json(json.loads(line)))
@@ -89,11 +96,15 @@ def main() -> int:
         return _refuse(str(error))
     except RuntimeError as error:
         if not _is_out_of_memory(error):
+            _tell_agent(traceback.format_exc())
             raise
         return _refuse(
             f"out of memory ({str(error).splitlines()[0]}): take a smaller training.batch with "
             "more training.accumulation, training.checkpointing=true, or fewer --jobs"
         )
+    except Exception:
+        _tell_agent(traceback.format_exc())
+        raise
     return 0
 
 
@@ -108,18 +119,20 @@ def work(job: Job) -> None:
     if job.core is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {job.core})
     torch.set_num_threads(job.threads)
-    device = torch.device(job.device)
+    check(job.run.config, job.processes, job.strategy)
+    device = device_of(job.device)
     folder = job.run.folder(job.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
+    with joined(job.processes, job.strategy, device) as team, _held(folder, team):
         config = job.run.config
-        data = config.learning.prepare(config, job.cache)
+        data = team.first(lambda: config.learning.prepare(config, job.cache))
         _warm(config, data, device)
         dtype = dtype_of(config.training.precision)
-        peak = peak_flops_s(dtype, device)  # before the meter: it takes memory
+        # Before the meter: it takes memory. The lead measures while the others are idle.
+        peak = team.agreed(peak_flops_s(dtype, device) if team.lead else 0.0) * team.size
         meter = PeakMeter(device)
         session = Session(
-            Trainer(job.run, data, device),
+            Trainer(job.run, data, device, team),
             data,
             folder,
             meter,
@@ -128,6 +141,8 @@ def work(job: Job) -> None:
             environment={
                 **job.environment,
                 "threads": job.threads,
+                "processes": team.size,
+                "strategy": team.strategy if team.size > 1 else None,
                 "core": job.core,
                 "device": _name_of(device),
             },
@@ -159,7 +174,7 @@ def _name_of(device: torch.device) -> str:
     return device.type
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Wait for the end of standard input, then end the process, whatever it is doing.
 
     Read without Python's buffer, whose lock would disturb an orderly end of the interpreter.
@@ -168,6 +183,11 @@ def _end_with_parent() -> None:
         while os.read(sys.stdin.fileno(), 4096):
             pass
     os._exit(ORPHANED)
+
+
+def _held(folder: Path, team: Team) -> contextlib.AbstractContextManager[None]:
+    """The folder, for the lead: the others do not write."""
+    return _locked(folder) if team.lead else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -197,8 +217,19 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def _refuse(words: str) -> int:
-    print(" ".join(words.split("\n")), file=sys.stderr)
+    line = " ".join(words.split("\n"))
+    print(line, file=sys.stderr)
+    _tell_agent(line)
     return EXPECTED_ERROR
+
+
+def _tell_agent(words: str) -> None:
+    """Leave the reason where torch's agent looks for it, if one started this process."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"timestamp": int(time.time()), "py_callstack": words}
+        message = {"message": words, "extraInfo": extra}
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewise.lab import memory
+from tilewise.lab.study.train.team import local
 
 __all__ = [
     "PeakMeter",
@@ -25,8 +26,8 @@ __all__ = [
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind some tensors, each storage once."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
+    """Bytes of the storages behind some tensors, each storage once; of cut ones this process's."""
+    storages = (local(tensor).untyped_storage() for tensor in tensors)
     return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
@@ -67,7 +68,7 @@ def saved_bytes(run: Callable[[], Tensor], weights: Iterable[Tensor]) -> tuple[T
         weights: whose storages are left out.
     """
     storages: dict[int, int] = {}
-    own = {weight.untyped_storage().data_ptr() for weight in weights}
+    own = {local(weight).untyped_storage().data_ptr() for weight in weights}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

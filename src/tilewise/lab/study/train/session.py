@@ -1,4 +1,6 @@
-"""What one process does for a run: takes it up where it was left, and writes down what happens.
+"""What a process does for a run: takes it up where it was left, and writes down what happens.
+
+Where several processes train a run together, all of them do this, and only the lead writes.
 
 The order of writing makes a crash harmless: what a step or an evaluation found is in the record
 before the checkpoint that has it behind it, so that a record is never behind a checkpoint.
@@ -17,6 +19,7 @@ from tilewise.lab.study.records import (
     Checkpoint,
     End,
     Evaluation,
+    Event,
     Memory,
     RunRecord,
     Start,
@@ -56,6 +59,19 @@ class Totals:
     kernels: list[list[Any]] = field(default_factory=list)
 
 
+class _Silent:
+    """The writer of a process that is not the lead."""
+
+    def write(self, event: Event) -> None:
+        """The lead writes the same."""
+
+    def sync(self) -> None:
+        """The lead does."""
+
+    def close(self) -> None:
+        """The lead does."""
+
+
 class Session:
     """Works on a run until it is over.
 
@@ -81,6 +97,7 @@ class Session:
         environment: dict[str, Any] | None = None,
     ) -> None:
         self.trainer, self.meter, self.totals = trainer, meter, Totals()
+        self._team = trainer.team
         self._examiner = Examiner(trainer, data)
         self._data = data
         self._record, self._checkpoint = folder / RECORD, folder / states.CHECKPOINT
@@ -99,12 +116,13 @@ class Session:
             CorruptRecordError: the record was changed.
             OSError: something cannot be written; what was written before stays.
         """
-        record = RunRecord.read(self._record)
-        if record.done:
+        record = RunRecord.read(self._record) if self._team.lead else RunRecord()
+        done, begun = self._team.agreed((record.done, bool(record.starts)))
+        if done:
             return
-        if record.starts:  # a checkpoint whose record is gone says nothing of how it came about
+        if begun:  # a checkpoint whose record is gone says nothing of how it came about
             self._resume()
-        self._writer = Writer(self._record)
+        self._writer = Writer(self._record) if self._team.lead else _Silent()
         try:
             self._writer.write(self._start())
             self._put_off_checkpoint(0.0)
@@ -141,7 +159,8 @@ class Session:
                 self._measure()
             if trainer.over or trainer.done % every == 0:
                 self._evaluate()
-            if not trainer.over and time.monotonic() >= self._next_checkpoint:
+            due = not trainer.over and time.monotonic() >= self._next_checkpoint
+            if self._team.agreed(due):
                 self._save()
         if self._taken:
             self._measure()
@@ -190,7 +209,10 @@ class Session:
         self._writer.sync()
         self.totals.peak_bytes = max(self.totals.peak_bytes, self.meter.peak_bytes())
         self.totals.kernels = self.trainer.guard.as_json()
-        states.write(self.trainer.state(vars(self.totals)), self._checkpoint)
+        state = self.trainer.state(vars(self.totals))
+        if self._team.lead:
+            states.write(state, self._checkpoint)
+        del state
         self._writer.write(Checkpoint(self.trainer.done))
         self._put_off_checkpoint(time.monotonic() - begin)
         self.meter.resume()
@@ -229,12 +251,15 @@ class Session:
 
     def _write_last(self, status: Any, reason: str) -> None:
         """Say that the run is over. No checkpoint here: one of a diverged run would lie ahead."""
+        weights = states.weights_sha256(self.trainer.model)
+        if self._team.agreed(weights) != weights:
+            raise RuntimeError("the weights of the run's processes are not the same any more")
         self._writer.write(
             End(
                 status=status,
                 step=self.trainer.done,
                 reason=reason,
-                weights_sha256=states.weights_sha256(self.trainer.model),
+                weights_sha256=weights,
                 state_sha256=self.trainer.state({}).sha256,
             )
         )

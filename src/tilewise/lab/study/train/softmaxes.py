@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
 from torch import nn
 
 from tilewise.functional import SoftmaxStats
+from tilewise.lab.study.data.order import Windows
 from tilewise.lab.study.records import LayerSoftmax
 from tilewise.nn import Attention
 
-__all__ = ["Softmaxes", "watched"]
+__all__ = ["Softmaxes", "look", "watched"]
+
+_ROWS = 8  # windows of a forward pass
 
 
 class Softmaxes:
@@ -68,3 +71,32 @@ def watched(model: nn.Module) -> Iterator[Callable[[], list[LayerSoftmax]] | Non
     finally:
         for layer in layers:
             layer.on_statistics = None
+
+
+@torch.no_grad()
+def look(
+    model: nn.Module, windows: Windows, autocast: torch.dtype | None = None
+) -> list[LayerSoftmax] | None:
+    """What the layers of a model say of windows; its mode and the random state stay as they are.
+
+    Args:
+        model: tokens [B, S] -> anything.
+        windows: to look at; None of them for nothing.
+        autocast: the dtype of matrix multiplications; None for that of the weights.
+
+    Returns:
+        None where the model keeps no statistics, or there is no window.
+    """
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    try:
+        with watched(model) as found:
+            if found is None or not len(windows):
+                return None
+            for part in windows.parts(_ROWS):
+                with nullcontext() if autocast is None else torch.autocast(device.type, autocast):
+                    model(*(each.to(device) for each in part.asked))
+            return found()
+    finally:
+        model.train(was_training)

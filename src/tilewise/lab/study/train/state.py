@@ -1,7 +1,7 @@
 """The state of a run on disk: one safetensors file, whole or not there.
 
-Everything that decides the rest of a run is in it: weights, optimizer state, random state, scaling
-of gradients, the step. Tensors are tensors of the file; the rest is JSON in its metadata, which
+Everything that decides the rest of a run is in it: weights, optimizer state, scaling of
+gradients, the step. Tensors are tensors of the file; the rest is JSON in its metadata, which
 gives every float back to the bit. Nothing is pickled, so nothing in a checkpoint can run.
 
 A checkpoint is written beside the last one, synced, and then renamed over it: whatever happens, one
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from tilewise.errors import TilewiseError
 from tilewise.lab.study.files import telling_full_disk
+from tilewise.lab.study.train.team import whole
 
 __all__ = [
     "CHECKPOINT",
@@ -87,7 +88,7 @@ class State:
 
 def weights_sha256(model: nn.Module) -> str:
     """Of all weights in the order of their names: names, dtypes, shapes, bits."""
-    return state_sha256(dict(model.named_parameters()), {})
+    return state_sha256(whole(dict(model.named_parameters())), {})
 
 
 def state_sha256(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> str:

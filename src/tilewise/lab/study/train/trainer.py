@@ -1,7 +1,8 @@
 """One run in memory: a model, its optimizer and its data, moved on one optimizer step at a time.
 
 Everything follows from the run's config and seed, and from the state of a checkpoint: the same
-steps give the same bits, interrupted or not. Wall-clock time decides nothing here.
+steps give the same bits, interrupted or not. Wall-clock time decides nothing here. Dropout is
+drawn from the seed, the step and the number of the micro-batch: no random state is carried on.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewise.lab.study.choices import optimizers, schedules
+from tilewise.lab.study.data.order import micro_batch_seed
 from tilewise.lab.study.run import Run
 from tilewise.lab.study.tasks.task import AbstractTask, Batch, Prepared
 from tilewise.lab.study.train.flops import dtype_of, synchronise
@@ -26,10 +28,11 @@ from tilewise.lab.study.train.memory_split import (
     weights_bytes,
 )
 from tilewise.lab.study.train.state import State, pack, unpack
+from tilewise.lab.study.train.team import ALONE, Team, cut_like, whole
 
 __all__ = ["Diverged", "Split", "Taken", "Trainer"]
 
-_WEIGHT, _CPU_RANDOM, _CUDA_RANDOM = "model.", "random.cpu", "random.cuda"
+_WEIGHT = "model."
 
 
 class Diverged(Exception):  # noqa: N818  reads as what happened; it never leaves the lab
@@ -67,7 +70,7 @@ class Split(NamedTuple):
 
 
 class Trainer:
-    """Trains the model of one run.
+    """Trains the model of one run, alone or with the other processes of a team.
 
     Dropout draws from torch's global generator, which the trainer seeds: one of them at a time.
 
@@ -75,27 +78,30 @@ class Trainer:
         run: what to train.
         data: what its task prepared.
         device: ``"cpu"``, or a GPU that its attention runs on.
+        team: the processes of the run; all of them call the same methods in the same order.
     """
 
-    def __init__(self, run: Run, data: Prepared, device: torch.device) -> None:
+    def __init__(self, run: Run, data: Prepared, device: torch.device, team: Team = ALONE) -> None:
         config, training = run.config, run.config.training
         self.run, self.config, self.device, self.done = run, config, device, 0
         self.task: AbstractTask = config.learning
+        self.team = team
         self.identity = {
             "config": run.config_hash,
             "seed": str(run.seed),
             "corpus": data.sha256,
         }
         self.model = self.task.model(config, data, run.seed, device)
+        team.spread(self.model)
         self.model.train()
         self._forward: nn.Module | Any = self.model
         if training.compile:
             self._forward = torch.compile(self.model)
+        self._shared: nn.Module | Any = team.wrapped(self._forward)
         self.guard = Guard(self.model, hooks=not training.compile)
         self.optimizer, self.groups = optimizers.build(config.optimizer, self.model)
         self._scaler = torch.amp.GradScaler(device.type, enabled=training.precision == "fp16")
         self._batches = self.task.batches(config, data, run.seed)
-        torch.manual_seed(run.seed)  # of dropout: a generator of its own makes the weights
 
     @property
     def over(self) -> bool:
@@ -133,31 +139,40 @@ class Trainer:
         norm = self._update(loss)
         self.done += 1
         synchronise(self.device)
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        wall = time.perf_counter() - wall
+        cpu = self.team.total(time.process_time() - cpu, self.device)
         rate = float(self.config.optimizer.options["lr"]) * factor
         return Taken(self.done, loss, rate, norm, wall, cpu, sum(each.tokens for each in batches))
 
     def _gradients(self, batches: Sequence[Batch]) -> float:
         """Add up the gradients of the step's micro-batches; the mean loss over their targets."""
         training = self.config.training
-        total = torch.zeros((), device=self.device)
         self.optimizer.zero_grad(set_to_none=True)
         if training.compile and not self.guard.probed:
             with self.autocast():
                 self.guard.probe(self.model, *batches[0].to(self.device).inputs)
         targets = sum(each.counted for each in batches)
-        for batch in batches:
-            with self.guard.watching():
-                objective, plain = self._losses(batch)
+        own = self.team.share(list(enumerate(batches)))
+        found = []
+        for index, batch in own:
+            torch.manual_seed(micro_batch_seed(self.run.seed, self.done, index))
             parts = targets / batch.counted  # as many as there are batches, where they are equal
-            self._scaler.scale(objective / parts).backward()  # type: ignore[no-untyped-call]
-            total += plain / parts
+            with self.team.adding_up(self._shared, last=index == own[-1][0]):
+                with self.guard.watching():
+                    objective, plain = self._losses(self._shared, batch)
+                # The gradients of the processes are averaged: each counts as often as there are.
+                share = objective / (parts / self.team.size)
+                self._scaler.scale(share).backward()  # type: ignore[no-untyped-call]
+            found.append(plain / parts)
+        total = torch.zeros((), device=self.device)
+        for part in self.team.in_order(found):
+            total += part
         return total.item()
 
-    def _losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _losses(self, forward: nn.Module | Any, batch: Batch) -> tuple[Tensor, Tensor]:
         there = batch.to(self.device)
         with self.autocast():
-            output = self._forward(*there.inputs)
+            output = forward(*there.inputs)
         return self.task.losses(output, there.targets, self.config.training)
 
     def _update(self, loss: float) -> float:
@@ -168,6 +183,7 @@ class Trainer:
         self._scaler.unscale_(self.optimizer)
         gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
+        norm = whole({"norm": norm})["norm"]
         found = norm.item()
         # With scaled gradients an overflow is routine: the scaler skips the step and scales less.
         if not math.isfinite(found) and not self._scaler.is_enabled():
@@ -185,39 +201,42 @@ class Trainer:
 
         The gradients of the last step are measured and then dropped, as the next step would.
         """
-        gradients, state = gradients_bytes(self.model), optimizer_bytes(self.optimizer)
+        held = weights_bytes(self.model), gradients_bytes(self.model)
+        state = optimizer_bytes(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
-        batch = self._batches.at(max(self.done - 1, 0))[0]
+        batch = self._batches.at(self.config.steps - 1)[0]  # rows may grow
         devices = [self.device] if self.device.type == "cuda" else []
         weights = list(self.model.parameters())
 
         with torch.random.fork_rng(devices):
-            _, activations = saved_bytes(lambda: self._losses(batch)[0], weights)
-        return Split(weights_bytes(self.model), gradients, state, activations)
+            _, activations = saved_bytes(lambda: self._losses(self._forward, batch)[0], weights)
+        return Split(*held, state, activations)
 
     def state(self, totals: dict[str, Any]) -> State:
-        """All that decides the rest of the run, and what was counted so far."""
+        """All that decides the rest of the run, and what was counted so far.
+
+        It is the same however many processes there are; they all have to ask for it.
+        """
         tensors = {_WEIGHT + name: each for name, each in self.model.state_dict().items()}
         values = {
             "optimizer": pack(self.optimizer.state_dict(), "optimizer", tensors),
             "scaler": pack(self._scaler.state_dict(), "scaler", tensors),
         }
-        tensors[_CPU_RANDOM] = torch.get_rng_state()
-        if self.device.type == "cuda":
-            tensors[_CUDA_RANDOM] = torch.cuda.get_rng_state(self.device)
-        return State(self.identity, self.done, tensors, values, totals)
+        return State(self.identity, self.done, whole(tensors), values, totals)
 
     def restore(self, state: State) -> None:
-        """Go on from a state of this very run, to the bit."""
+        """Go on from a state of this very run, to the bit, whatever the number of processes."""
         weights = {
             name.removeprefix(_WEIGHT): each
             for name, each in state.tensors.items()
             if name.startswith(_WEIGHT)
         }
-        self.model.load_state_dict(weights)
+        own = self.model.state_dict()
+        self.model.load_state_dict({name: cut_like(weights[name], own[name]) for name in weights})
         self.optimizer.load_state_dict(unpack(state.values["optimizer"], state.tensors))
+        for parameter, kept in self.optimizer.state.items():
+            for name, value in kept.items():
+                if isinstance(value, Tensor):
+                    kept[name] = cut_like(value, parameter)
         self._scaler.load_state_dict(unpack(state.values["scaler"], state.tensors))
-        torch.set_rng_state(state.tensors[_CPU_RANDOM])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state.tensors[_CUDA_RANDOM], self.device)
         self.done = state.step

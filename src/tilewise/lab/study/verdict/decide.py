@@ -137,11 +137,19 @@ class Decision:
     more_seeds: int | None = None
 
 
-def examine(comparisons: Sequence[Comparison], rules: Rules) -> list[Examined]:
+def examine(
+    comparisons: Sequence[Comparison], rules: Rules, others: tuple[int, int] = (0, 0)
+) -> list[Examined]:
     """All tests of one family.
 
     Where a seed diverged, the effect of the others says nothing about the arm: it has none. What is
     not whole is not tested, but counts in the family.
+
+    Args:
+        comparisons: what is tested.
+        rules: how.
+        others: comparisons that are not among these and count in the family too: for the tests of a
+            difference, and for those of equivalence.
     """
     effects = [_paired(each, rules) for each in comparisons]
     same = [
@@ -150,7 +158,9 @@ def examine(comparisons: Sequence[Comparison], rules: Rules) -> list[Examined]:
     ]
     wholes = zip(comparisons, effects, strict=True)
     different = [effect.p_value if each.whole else None for each, effect in wholes]
-    rows = zip(effects, holm(different), same, holm(same), strict=True)
+    p_holm = holm([*different, *[None] * others[0]])[: len(different)]
+    p_same = holm([*same, *[None] * others[1]])[: len(same)]
+    rows = zip(effects, p_holm, same, p_same, strict=True)
     return [Examined(*row) for row in rows]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import cached_property
 
 from tilewise.lab.study.config import Arm, Experiment, Study
 from tilewise.lab.study.records import RunRecord
@@ -13,7 +13,6 @@ from tilewise.lab.study.tuning import rungs_of
 from tilewise.lab.study.verdict.decide import (
     Comparison,
     Decision,
-    Examined,
     Rules,
     decide,
     examine,
@@ -46,12 +45,13 @@ from tilewise.lab.study.verdict.result import (
     StudyVerdict,
     SweepResult,
 )
+from tilewise.lab.study.verdict.sequential import Judged, look_by_look
 from tilewise.lab.study.verdict.stages import Stage, following, over
 from tilewise.lab.study.verdict.stats import ratio
 from tilewise.lab.study.verdict.sweeps import all_diverged, sweep_results
 from tilewise.lab.study.verdict.targets import target_result, without_time
 
-__all__ = ["judge", "stages_of", "unfolded"]
+__all__ = ["judge", "stages_of", "unfolded", "wanted_seeds"]
 
 _NO_SPREAD = 1e-9  # of an effect: rounding of differences that do not vary
 
@@ -106,38 +106,61 @@ class _Runs:
         finals: seed -> record, an empty one where there is none.
         trials: of its sweep.
         lost: every value of the sweep diverged, so that there are no finals.
-        measures: over its finals.
     """
 
     finals: Mapping[int, RunRecord]
     trials: Sequence[RunRecord]
     lost: bool
-    measures: ArmMeasures
+
+    @cached_property
+    def measures(self) -> ArmMeasures:
+        """Over its finals."""
+        finals = list(self.finals.values())
+        return replace(over_seeds(finals), kernels=kernel_uses(finals))
 
     @property
     def cost(self) -> Cost:
         return cost([*self.trials, *self.finals.values()])
 
 
-class _Judged(NamedTuple):
-    """A comparison, its tests and what was decided."""
+def wanted_seeds(
+    experiment: Experiment, records: Mapping[str, RunRecord]
+) -> dict[str, tuple[int, ...]]:
+    """Arm -> the seeds that it has to have run by now; more may be wanted when these are there.
 
-    compared: Comparison
-    test: Examined
-    decision: Decision
+    All of the experiment's, but for a sequential one.
+    """
+    _, judged = _compared_all(experiment, records, sweep_results(experiment, records))
+    wanted = {
+        arm.name: tuple(each.seed for each in found.compared.seeds)
+        for arm, found in zip(experiment.arms, judged, strict=True)
+    }
+    longest = max(wanted.values(), key=len, default=experiment.seeds)
+    return {experiment.baseline_name: longest, **wanted}
+
+
+def _compared_all(
+    experiment: Experiment,
+    records: Mapping[str, RunRecord],
+    sweeps: Sequence[SweepResult],
+) -> tuple[dict[str, _Runs], list[Judged]]:
+    """The runs of every arm, and the decisions; of a sequential experiment look by look."""
+    runs = {name: _runs(experiment, name, records, sweeps) for name in experiment.arm_names}
+    baseline = runs[experiment.baseline_name]
+    compared = [_compared(experiment, arm, runs[arm.name], baseline) for arm in experiment.arms]
+    if experiment.sequential is not None:
+        return runs, look_by_look(experiment, experiment.sequential, compared)
+    rules = Rules.of(experiment, max(len(compared), 1))
+    tests = zip(compared, examine(compared, rules), strict=True)
+    return runs, [Judged(each, test, decide(each, test, rules)) for each, test in tests]
 
 
 def _experiment(experiment: Experiment, records: Mapping[str, RunRecord]) -> ExperimentVerdict:
     sweeps = sweep_results(experiment, records)
-    names = [experiment.baseline_name, *(arm.name for arm in experiment.arms)]
-    runs = {name: _runs(experiment, name, records, sweeps) for name in names}
+    runs, judged = _compared_all(experiment, records, sweeps)
+    if experiment.sequential is not None:
+        runs = _needed(experiment, runs, judged)
     baseline = runs[experiment.baseline_name]
-    compared = [_compared(experiment, arm, runs[arm.name], baseline) for arm in experiment.arms]
-    rules = Rules.of(experiment, max(len(compared), 1))
-    judged = [
-        _Judged(each, test, decide(each, test, rules))
-        for each, test in zip(compared, examine(compared, rules), strict=True)
-    ]
     arms = tuple(
         _arm(experiment, arm, runs, each) for arm, each in zip(experiment.arms, judged, strict=True)
     )
@@ -145,6 +168,8 @@ def _experiment(experiment: Experiment, records: Mapping[str, RunRecord]) -> Exp
     finals = _finals(runs)
     per_seed = {arm.arm: arm.per_seed for arm in arms}
     broken = bool(shown.diverged)
+    # A design has its own effects, and arms with other numbers of seeds have no contrasts.
+    separate = experiment.design is not None or experiment.sequential is not None
     return ExperimentVerdict(
         experiment=experiment.name,
         question=experiment.question,
@@ -153,7 +178,7 @@ def _experiment(experiment: Experiment, records: Mapping[str, RunRecord]) -> Exp
         confidence=experiment.confidence,
         baseline=shown,
         arms=arms,
-        interactions=() if experiment.design else interactions(experiment, per_seed, broken),
+        interactions=() if separate else interactions(experiment, per_seed, broken),
         sweeps=sweeps,
         notes=experiment_notes(experiment, finals, [each.measures for each in runs.values()]),
         effects=factor_effects(experiment, per_seed, broken),
@@ -178,8 +203,22 @@ def _runs(
         for run in runs
     ]
     lost = any(all_diverged(each) for each in sweeps if each.arm == arm)
-    measures = replace(over_seeds(list(finals.values())), kernels=kernel_uses(finals.values()))
-    return _Runs(finals, tried, lost, measures)
+    return _Runs(finals, tried, lost)
+
+
+def _needed(
+    experiment: Experiment, runs: Mapping[str, _Runs], judged: Sequence[Judged]
+) -> dict[str, _Runs]:
+    """The same without seeds that no look has asked for."""
+    seeds = {
+        arm.name: [each.seed for each in found.compared.seeds]
+        for arm, found in zip(experiment.arms, judged, strict=True)
+    }
+    seeds[experiment.baseline_name] = max(seeds.values(), key=len, default=list(experiment.seeds))
+    return {
+        name: replace(each, finals={seed: each.finals[seed] for seed in seeds[name]})
+        for name, each in runs.items()
+    }
 
 
 def _finals(runs: Mapping[str, _Runs]) -> dict[str, Mapping[int, RunRecord]]:
@@ -221,9 +260,9 @@ def _arm(
     experiment: Experiment,
     arm: Arm,
     all_runs: Mapping[str, _Runs],
-    judged: _Judged,
+    judged: Judged,
 ) -> ArmVerdict:
-    compared, test, decision = judged
+    compared, test, decision, look = judged
     runs, baseline = all_runs[arm.name], all_runs[experiment.baseline_name]
     withheld = _withheld(arm, decision)
     target = target_result(experiment, runs.finals, baseline.finals)
@@ -258,6 +297,7 @@ def _arm(
         target=without_time(target) if withheld and target is not None else target,
         notes=notes,
         agrees=agreement(experiment, arm, _finals(all_runs)),
+        look=look,
     )
 
 
@@ -276,7 +316,7 @@ def _measures(experiment: Experiment, runs: _Runs, baseline: _Runs, withheld: bo
     theirs = {seed: measure(record) for seed, record in baseline.finals.items()}
 
     def of(value: Callable[[RunMeasures], float | None]) -> Ratio | None:
-        values = [(value(mine[seed]), value(theirs[seed])) for seed in experiment.seeds]
+        values = [(value(mine[seed]), value(theirs[seed])) for seed in mine if seed in theirs]
         pairs = [(ours, other) for ours, other in values if ours is not None and other is not None]
         return ratio(pairs, experiment.confidence)
 
@@ -311,7 +351,7 @@ def _without_times(cost: Cost) -> Cost:
 
 
 def _baseline(experiment: Experiment, runs: _Runs) -> Baseline:
-    states = {seed: _status(experiment, runs, seed) for seed in experiment.seeds}
+    states = {seed: _status(experiment, runs, seed) for seed in runs.finals}
     diverged = tuple(seed for seed, state in states.items() if state == "diverged")
     incomplete = tuple(seed for seed, state in states.items() if state == "incomplete")
     return Baseline(

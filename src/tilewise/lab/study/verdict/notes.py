@@ -28,7 +28,7 @@ _SPACING = 2.0**-23  # of float32 numbers, as a share of their size
 # Weights that are equal give losses that differ by rounding, also of kernels and of bf16.
 SAME_START = 5e-3
 # What the speed of runs depends on, among what records keep of their machine.
-_MACHINE = ("chip", "threads", "instruction_set", "versions", "commit")
+_MACHINE = ("chip", "threads", "processes", "strategy", "instruction_set", "versions", "commit")
 
 Finals = Mapping[str, Mapping[int, RunRecord]]  # arm -> seed -> record
 
@@ -126,6 +126,8 @@ def held_out_note(experiment: Experiment, arm: Arm) -> tuple[str, ...]:
         what = "of another held-out text"
     elif experiment.metric == "loss" and mine.data.tokenizer != theirs.data.tokenizer:
         what = "per token of another tokenizer"
+    elif mine.evaluation.documents != theirs.evaluation.documents:
+        what = "of the held-out text read otherwise (evaluation.documents)"
     elif _scored(mine) != _scored(theirs):
         what = "of other windows of the held-out text"
     else:

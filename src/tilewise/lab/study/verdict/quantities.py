@@ -118,6 +118,7 @@ class TargetResult:
         tokens, wall_s, cpu_s: of each seed that is over, in their order; None for a miss, which is
             censored: it counts as longer than any that reached it. ``wall_s`` and ``cpu_s`` are
             empty where speed is withheld.
+        censored: tokens at which each miss ended: its budget, of one that diverged too.
         reached: seeds that reached it.
         median_tokens, median_wall_s, median_cpu_s: over the seeds; None where half or more missed
             (or nothing is known, or speed is withheld).
@@ -134,6 +135,7 @@ class TargetResult:
     median_cpu_s: float | None
     tokens_ratio: Ratio | None = None
     wall_ratio: Ratio | None = None
+    censored: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ __all__ = [
     "KernelFlag",
     "KernelUse",
     "Label",
+    "Look",
     "MemorySplit",
     "Ratio",
     "RungResult",
@@ -104,6 +105,21 @@ class SeedResult:
 
 
 @dataclass(frozen=True)
+class Look:
+    """When a sequential comparison was tested.
+
+    Args:
+        number: 1 for the first look.
+        of: looks that there may be.
+        level: of its tests, over all arms; the interval is at 1 less this.
+    """
+
+    number: int
+    of: int
+    level: float
+
+
+@dataclass(frozen=True)
 class ArmVerdict:
     """What an arm's runs say against the baseline's.
 
@@ -118,7 +134,7 @@ class ArmVerdict:
         p_value, p_holm: of the two-sided paired t test, as it is and adjusted over the arms.
         p_equivalence, p_equivalence_holm: of the two one-sided tests against the smallest effect.
         more_seeds: further seeds that an undecided arm needs; None for other labels.
-        per_seed: every seed of the experiment.
+        per_seed: every seed of the experiment; of a sequential one those that the arm needed.
         diverged: seeds that diverged.
         identical: every paired seed ended with the same weights, bit for bit.
         kernel_flags: where attention kernels differ from the baseline's.
@@ -127,6 +143,7 @@ class ArmVerdict:
         measures, cost, target: see there; target is None where the experiment has none.
         notes: what else a reader has to know, as sentences.
         agrees: of a systems arm in float32, whether its losses differ by rounding only; else None.
+        look: of a sequential experiment, where it was decided or where it is; else None.
     """
 
     arm: str
@@ -151,6 +168,7 @@ class ArmVerdict:
     target: TargetResult | None
     notes: tuple[str, ...] = ()
     agrees: bool | None = None
+    look: Look | None = None
 
     @property
     def changed_what_is_learnt(self) -> bool:

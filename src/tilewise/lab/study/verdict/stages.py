@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from tilewise.lab.study.config import Arm, Experiment, change
 from tilewise.lab.study.designs import arm_name, combinations_of, fraction
+from tilewise.lab.study.metrics import rank
 from tilewise.lab.study.verdict.effects import predicted
 from tilewise.lab.study.verdict.result import ArmVerdict, ExperimentVerdict, SweepResult
 from tilewise.lab.study.verdict.words import effect_text, listing
@@ -132,7 +133,8 @@ def _rank(stage: Experiment) -> int:
 
 
 def _stage(first: Experiment, name: str, **fields: Any) -> Experiment:
-    values = {"combine": None, "confirm": None, "design": None, **fields}
+    rules = ("combine", "confirm", "design", "sequential")
+    values = {**dict.fromkeys(rules), **fields}
     return change(first, {"name": _name(first, name), **values})
 
 
@@ -187,8 +189,8 @@ def _meet(changes: set[str], others: set[str]) -> bool:
 
 
 def _loss(verdict: ExperimentVerdict, arm: ArmVerdict) -> float:
-    """The effect of an arm, the lower the better."""
-    return arm.effect if arm.effect is not None else 0.0
+    """The effect of an arm, turned so that lower is better."""
+    return rank(verdict.metric, arm.effect or 0.0)
 
 
 def _winner(first: Experiment, last: Stage, alone: bool) -> tuple[str | None, str]:
@@ -199,13 +201,13 @@ def _winner(first: Experiment, last: Stage, alone: bool) -> tuple[str | None, st
         found = [each for each in verdict.effects if each.label in _FOUND]
         everything = planned.design.model_copy(update={"generators": {}})
         ranked = sorted(
-            (predicted(planned.design, found, on), len(on), arm_name(on))
+            (rank(verdict.metric, predicted(planned.design, found, on)), len(on), arm_name(on))
             for on in combinations_of(everything)
         )
         best, _, name = ranked[0]
         if not name or best >= 0:
             return None, "By the effects that were found, nothing beats the baseline."
-        size = effect_text(best, planned.smallest_effect)
+        size = effect_text(rank(verdict.metric, best), planned.smallest_effect)
         return name, f"By the effects that were found, {name} is best ({size}): it is run again."
     arms = [arm for arm in verdict.arms if arm.effect is not None and not arm.diverged]
     if alone and first.combine is not None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from tilewise.lab.study.config import Experiment
 from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.verdict.measures import Reach, reach
+from tilewise.lab.study.verdict.measures import Reach, reach, tokens_per_step
 from tilewise.lab.study.verdict.quantities import Ratio, TargetResult
 from tilewise.lab.study.verdict.stats import ratio
 
@@ -40,7 +40,7 @@ def target_result(
 
     def compared(value: Callable[[Reach], float]) -> Ratio | None:
         pairs = []
-        for seed in experiment.seeds:
+        for seed in finals:
             ours, other = mine.get(seed), theirs.get(seed)
             if ours is None or other is None:
                 return None
@@ -58,6 +58,7 @@ def target_result(
         median_cpu_s=_median([math.inf if each is None else each.cpu_s for each in taken]),
         tokens_ratio=compared(lambda each: each.tokens),
         wall_ratio=compared(lambda each: each.wall_s),
+        censored=tuple(_budget(finals[seed]) for seed, each in mine.items() if each is None),
     )
 
 
@@ -75,6 +76,17 @@ def _reaches(experiment: Experiment, target: float, finals: Finals) -> dict[int,
         for seed, record in finals.items()
         if record.done
     }
+
+
+def _budget(record: RunRecord) -> float:
+    """Tokens at the end of a run; of one that diverged, those that it should have had.
+
+    Were it censored where it diverged, what is unstable would look as if it had only run less.
+    """
+    if not record.diverged and record.evaluations:
+        return float(record.evaluations[-1].tokens)
+    budget, step = record.start.config["budget"], tokens_per_step(record)
+    return float(budget["steps"] * step if budget["steps"] else budget["tokens"])
 
 
 def _median(values: Sequence[float]) -> float | None:

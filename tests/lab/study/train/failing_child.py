@@ -1,0 +1,31 @@
+"""A child whose second process fails as told when it is to take step 4."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+from tilewise.errors import TilewiseError
+from tilewise.lab.study.train import child
+from tilewise.lab.study.train.trainer import Trainer
+
+_take = Trainer.step
+
+
+def _step(self: Trainer) -> Any:
+    if self.team.rank == 1 and self.done == 3:
+        match os.environ["TILEWISE_TEST_FAILS"]:
+            case "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "wrong":
+                raise TilewiseError("the text is gone: get it back")
+            case "crash":
+                raise ValueError("a bug of ours")
+    return _take(self)
+
+
+if __name__ == "__main__":
+    Trainer.step = _step  # type: ignore[method-assign]
+    sys.exit(child.main())

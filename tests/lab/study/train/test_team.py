@@ -1,0 +1,237 @@
+"""One run by several processes: the same losses, resumed by any number of them, one writer."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import ROOT
+from tests.lab.study.train.toys import run_of, text_file
+from tilewise.errors import InvalidArgument
+from tilewise.lab.study.conduct.process import Process, Setting
+from tilewise.lab.study.data.order import micro_batch_seed
+from tilewise.lab.study.records import RunRecord
+from tilewise.lab.study.run import Run
+from tilewise.lab.study.train import child
+from tilewise.lab.study.train.child import EXPECTED_ERROR, Job
+from tilewise.lab.study.train.state import CHECKPOINT
+from tilewise.lab.study.train.team import ALONE, Strategy, Team, check, cut_like, local, whole
+
+_WAIT_S = 300.0
+DROPOUT = {"model.dropout": {"embedding": 0.1, "attention": 0.1, "residual": 0.1}}
+
+
+def _run(tmp_path: Path, changes: dict[str, Any] | None = None) -> Run:
+    """Two micro-batches a step, unless changed, of a text that other processes can read."""
+    return run_of({"data": text_file(tmp_path).model_dump(), **(changes or {})})
+
+
+def _setting(
+    tmp_path: Path, study: str, processes: int = 2, strategy: Strategy = "ddp", **fields: Any
+) -> Setting:
+    values = {"checkpoint_every_s": 0.0, **fields}
+    place = tmp_path / study
+    return Setting(place, tmp_path / "cache", processes=processes, strategy=strategy, **values)
+
+
+def _alone(tmp_path: Path, study: str, run: Run) -> RunRecord:
+    """The run, or the rest of it, in this process."""
+    setting = _setting(tmp_path, study, 1)
+    child.work(Job.from_json(setting.job(run)))
+    return RunRecord.read(setting.record(run))
+
+
+@contextmanager
+def _together(setting: Setting, run: Run) -> Iterator[Process]:
+    process = Process(setting, setting.job(run))
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+def _finished(setting: Setting, run: Run) -> RunRecord:
+    with _together(setting, run) as process:
+        outcome = process.outcome()
+    assert outcome.code == 0, outcome.lines
+    return RunRecord.read(setting.record(run))
+
+
+def _stopped_after(setting: Setting, run: Run, step: int) -> RunRecord:
+    """Stop a run when its record has a checkpoint of that step or a later one."""
+    deadline = time.monotonic() + _WAIT_S
+    with _together(setting, run) as process:
+        while RunRecord.read(setting.record(run)).checkpoint < step:
+            assert not process.over, process.outcome().lines
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    record = RunRecord.read(setting.record(run))
+    assert not record.done, "it was too quick to be stopped"
+    return record
+
+
+def _bits(record: RunRecord) -> tuple[Any, ...]:
+    """All that must not depend on the number of processes."""
+    assert record.end is not None
+    return (
+        record.end,
+        [(each.step, each.loss, each.lr, each.gradient_norm) for each in record.steps],
+        [(each.step, each.tokens, each.loss, each.bits_per_byte) for each in record.evaluations],
+    )
+
+
+def test_two_processes_of_one_micro_batch_each_give_the_bits_of_one_process(tmp_path: Path) -> None:
+    run = _run(tmp_path, DROPOUT)
+    one = _alone(tmp_path, "one", run)
+    two = _finished(_setting(tmp_path, "two"), run)
+    assert _bits(two) == _bits(one)
+    assert len(two.starts) == 1  # one process writes
+    environment = two.start.environment
+    assert (environment["processes"], environment["strategy"]) == (2, "ddp")
+    assert environment["core"] is None
+    assert one.start.environment["processes"] == 1
+    files = {path.name for path in run.folder(tmp_path / "two").iterdir()}
+    assert files == {path.name for path in run.folder(tmp_path / "one").iterdir()}
+    assert CHECKPOINT in files
+
+
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
+    run = _run(tmp_path, {**DROPOUT, "budget.steps": 120, "evaluation.every": 40})
+    whole_run = _alone(tmp_path, "whole", run)
+    one, two = (_setting(tmp_path, "parts", processes) for processes in (1, 2))
+    first = _stopped_after(one, run, 5)
+    second = _stopped_after(two, run, first.checkpoint + 5)
+    record = _alone(tmp_path, "parts", run)
+    assert _bits(record) == _bits(whole_run)
+    assert [start.environment["processes"] for start in record.starts] == [1, 2, 1]
+    at = [start.from_step for start in record.starts]
+    assert at == [0, first.checkpoint, second.checkpoint]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes"),
+    [
+        # Three micro-batches' gradients are added up in another order: (0 + 2) + (1 + 3).
+        ("ddp", {"training.accumulation": 4}),
+        ("ddp", {"optimizer.name": "muon", "training.precision": "bf16"}),
+        ("fsdp", {**DROPOUT}),
+        ("fsdp", {"optimizer.name": "sgd", "training.precision": "bf16"}),
+        ("fsdp", {"optimizer.name": "lion", "training.accumulation": 4}),
+    ],
+    ids=str,
+)
+def test_other_sums_differ_by_rounding_alone(
+    strategy: Strategy, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    run = _run(tmp_path, changes)
+    one = _alone(tmp_path, "one", run)
+    two = _finished(_setting(tmp_path, "two", strategy=strategy), run)
+    # The first losses are of the same weights, and are added up in the same order.
+    assert two.steps[0].loss == one.steps[0].loss
+    assert two.evaluations[0].loss == one.evaluations[0].loss
+    for mine, theirs in zip(one.steps, two.steps, strict=True):
+        assert theirs.loss == pytest.approx(mine.loss, rel=1e-5)
+        assert theirs.gradient_norm == pytest.approx(mine.gradient_norm, rel=1e-4)
+    assert two.evaluations[-1].loss == pytest.approx(one.evaluations[-1].loss, rel=1e-5)
+
+
+def test_parts_of_weights_are_put_together_in_a_checkpoint(tmp_path: Path) -> None:
+    """One process, then two that hold half of everything each, then one."""
+    run = _run(tmp_path, {"budget.steps": 120, "evaluation.every": 40})
+    whole_run = _alone(tmp_path, "whole", run)
+    first = _stopped_after(_setting(tmp_path, "parts", 1), run, 5)
+    _stopped_after(_setting(tmp_path, "parts", 2, "fsdp"), run, first.checkpoint + 5)
+    record = _alone(tmp_path, "parts", run)
+    assert [start.environment["strategy"] for start in record.starts] == [None, "fsdp", None]
+    # A hundred steps later rounding has grown, and the curves are still the same.
+    for mine, theirs in zip(whole_run.steps, record.steps, strict=True):
+        assert theirs.loss == pytest.approx(mine.loss, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("fails", "code", "words"),
+    [
+        ("wrong", EXPECTED_ERROR, "the text is gone: get it back"),
+        ("crash", 1, "ValueError: a bug of ours"),
+        ("killed", -9, "process 1 was ended by signal 9"),
+    ],
+)
+def test_when_one_process_fails_the_run_ends_with_its_reason(
+    fails: str, code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILEWISE_TEST_FAILS", fails)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    run = _run(tmp_path, {"budget.steps": 1000})
+    setting = _setting(tmp_path, "study", module="tests.lab.study.train.failing_child")
+    began = time.monotonic()
+    with _together(setting, run) as process:
+        outcome = process.outcome()
+    assert outcome.code == code, outcome.lines
+    assert words in outcome.lines[-1]
+    assert time.monotonic() - began < _WAIT_S
+    # The lead is gone too: its lock is free, and the run goes on from its checkpoint.
+    with child._locked(run.folder(setting.folder)):
+        assert RunRecord.read(setting.record(run)).checkpoint == 3
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes", "message"),
+    [
+        ("ddp", {"training.accumulation": 1}, r"accumulation=2 and training.batch=1"),
+        ("ddp", {"training.accumulation": 3}, r"a divisor of training.accumulation=3"),
+        ("ddp", {"training.compile": True}, r"training.compile"),
+        ("fsdp", {"optimizer.name": "muon"}, r"fsdp with muon; .*--strategy ddp"),
+        ("fsdp", {"training.precision": "fp16"}, r"fp16; .*--strategy ddp"),
+    ],
+)
+def test_what_several_processes_cannot_do_is_refused(
+    strategy: Strategy, changes: dict[str, Any], message: str
+) -> None:
+    config = run_of(changes).config
+    check(config, 1, strategy)
+    with pytest.raises(InvalidArgument, match=message):
+        check(config, 2, strategy)
+
+
+def test_micro_batches_are_dealt_out_and_draw_their_own_numbers() -> None:
+    items = list(range(6))
+    assert [list(Team(rank, 3).share(items)) for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
+    assert list(ALONE.share(items)) == items
+    assert ALONE.total(2.5, torch.device("cpu")) == 2.5
+    assert ALONE.agreed("x") == "x"
+    seeds = [
+        micro_batch_seed(seed, step, index)
+        for seed in (0, 1, -1)
+        for step in range(20)
+        for index in range(8)
+    ]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= each < 2**63 for each in seeds)
+
+
+def test_one_process_has_nothing_to_put_together() -> None:
+    model = nn.Linear(3, 2)
+    ALONE.spread(model)
+    assert ALONE.wrapped(model) is model
+    weight = model.weight
+    assert local(weight) is weight
+    assert whole({"weight": weight})["weight"] is weight
+    assert cut_like(weight, weight) is weight
+
+
+def test_torchrun_is_told_what_to_do_instead(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tilewise.lab.study import command
+
+    monkeypatch.setitem(os.environ, "TORCHELASTIC_RUN_ID", "x")
+    assert command.main([]) == 2
+    assert "--processes N" in capsys.readouterr().err

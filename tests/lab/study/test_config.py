@@ -72,7 +72,7 @@ def test_a_saved_config_says_every_number() -> None:
 
 @pytest.mark.parametrize("optimizer", names("optimizer"))
 @pytest.mark.parametrize("schedule", names("schedule"))
-@pytest.mark.parametrize("variant", names("variant"))
+@pytest.mark.parametrize("variant", [name for name in names("variant") if name != "full"])
 def test_every_choice_comes_back_from_a_file(optimizer: str, schedule: str, variant: str) -> None:
     config = change(
         RunConfig(),

@@ -155,7 +155,7 @@ def test_the_page_loads_nothing(rich: tuple[_Reader, str, str]) -> None:
 
 def test_figures_and_ids(rich: tuple[_Reader, str, str]) -> None:
     reader, source, _ = rich
-    assert reader.tags.count("figure") == source.count('role="img" aria-label="') - 9 == 17
+    assert reader.tags.count("figure") == source.count('role="img" aria-label="') - 9 == 22
     ids = re.findall(r' id="([^"]+)"', source)
     assert len(ids) == len(set(ids))
     targets = re.findall(r'(?:url\(#|href="#)([^)"]+)', source)

@@ -258,7 +258,7 @@ def test_what_no_run_could_do_is_refused(tmp_path: Path) -> None:
         ({"evaluation.final_stride": 5}, r"final_stride: got 5"),
         ({"budget.tokens": 500}, r"budget: got 500 tokens.*budget.steps"),
         ({"training.compile": True}, r"training.compile: got true"),
-        ({"model.norm": "rms"}, r"model.norm: got rms.*a bert has no such choice"),
+        ({"model.norm": "rms"}, r"model.norm: got 'rms'.*'layer' for family bert"),
         ({"task.dataset": "squad"}, r"task.dataset: got 'squad'"),
         ({"task.dataset": "stsb", "training.label_smoothing": 0.1}, r"learns a number"),
         ({"task.data_set": "rte"}, r"data_set.*Did you mean 'dataset'"),

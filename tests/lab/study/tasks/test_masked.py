@@ -140,7 +140,7 @@ def test_what_no_run_could_do_is_refused(tmp_path: Path) -> None:
         ({"evaluation.final_stride": 4}, r"final_stride: got 4"),
         ({"training.compile": True}, r"training.compile: got true"),
         ({"data.tokenizer": "bytes"}, r"data.tokenizer: got 'bytes'"),
-        ({"data.packing": "padded"}, r"data.packing: got padded"),
+        ({"data.packing": "padded"}, r"data.packing: got 'padded'"),
         ({"task.probability": 0.0}, r"task.probability"),
     ):
         with pytest.raises(InvalidArgument, match=words):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.lab.study.records_of import Behaviour, config_of, record_of
-from tilewise.lab.study.records import Memory, RunRecord
+from tilewise.lab.study.records import LayerSoftmax, Memory, RunRecord
 from tilewise.lab.study.run import Run
 from tilewise.lab.study.verdict.measures import (
     RunMeasures,
@@ -196,12 +196,19 @@ def test_cost_counts_every_step_of_every_run() -> None:
 
 def test_over_seeds_summarises_every_measure() -> None:
     records = [record(seed, finals={seed: 2.0 + seed}, pace=1.0 + seed) for seed in (0, 1)]
+    for seed, run in enumerate(records):
+        layers = [LayerSoftmax(0, 3.0, 2.5, 7.0 + seed), LayerSoftmax(1, 2.0, 1.5 + seed, 6.0)]
+        run.evaluations = [replace(each, softmaxes=layers) for each in run.evaluations]
     found = over_seeds(records)
     assert found.bits_per_byte is not None
     assert found.bits_per_byte.values == pytest.approx((2.0, 3.0))
     assert found.tokens_per_s is not None
     assert found.tokens_per_s.mean == pytest.approx(1.5 * TOKENS / 0.05)
     assert found.word_perplexity is None
+    assert found.max_logit is not None
+    assert found.max_logit.values == (7.0, 8.0)
+    assert found.entropy_low is not None
+    assert found.entropy_low.values == (1.5, 2.5)
     for name in RunMeasures.__dataclass_fields__:
         if name != "word_perplexity":
             assert getattr(found, name) is not None, name

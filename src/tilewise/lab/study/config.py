@@ -106,11 +106,12 @@ class Dropout(Frozen):
 class Model(Frozen):
     """A model of ``lab/models``. The vocabulary is the tokenizer's.
 
-    ``family`` is ``"gpt2"`` (causal, ``gpt2.py``) or ``"bert"`` (an encoder, ``bert.py``); a task
-    says which of them it takes. Weights begin as the seed draws them, or as those of
-    ``checkpoint``: a folder in the Hugging Face layout, or ``package:NAME/FOLDER`` for one inside
-    an installed Python package; what the checkpoint lacks (a task's head) is drawn. A BERT's
-    perceptron has ``feed_forward`` channels, four times the width if nothing is said.
+    ``family`` is ``"gpt2"`` (causal, ``gpt2.py``), ``"bert"`` (an encoder, ``bert.py``) or
+    ``"vit"`` (an encoder of images, ``vit.py``); a task says which of them it takes. Weights begin
+    as the seed draws them, or as those of ``checkpoint``: a folder in the Hugging Face layout, or
+    ``package:NAME/FOLDER`` for one inside an installed Python package; what the checkpoint lacks (a
+    task's head) is drawn. An encoder's perceptron has ``feed_forward`` channels, four times the
+    width if nothing is said.
 
     With ``nudge`` every initial weight is moved to the next number, up or down: an arm that changes
     nothing else shows what rounding alone does to training. ``kv_heads``, ``positions``, ``norm``
@@ -127,7 +128,7 @@ class Model(Frozen):
     positions: Literal["learned", "rotary", "none"] = added("learned")
     norm: Literal["layer", "rms"] = added("layer")
     qk_norm: bool = added(False)
-    family: Literal["gpt2", "bert"] = added("gpt2")
+    family: Literal["gpt2", "bert", "vit"] = added("gpt2")
     checkpoint: str = added("")
     feed_forward: int | None = added(None, ge=1)
 

@@ -29,7 +29,7 @@ CHOICES = {
         *("alibi", "bigbird", "blocks", "butterfly", "causal", "dilated", "fixed", "full"),
         *("softcap", "strided", "window", "window-global"),
     ),
-    "task": ("glue", "language-modelling", "masked-language-modelling"),
+    "task": ("glue", "images", "language-modelling", "masked-language-modelling"),
 }
 
 

@@ -14,10 +14,11 @@ from pydantic import Field
 
 from tilewise.lab.study.choices.registry import register
 
-__all__ = ["glue", "language_modelling", "masked_language_modelling"]
+__all__ = ["glue", "images", "language_modelling", "masked_language_modelling"]
 
 GlueName = Literal["cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli"]
 Pooling = Literal["first", "mean"]
+Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Probability = Annotated[float, Field(gt=0, lt=1)]
 
@@ -41,6 +42,14 @@ def glue(
     from tilewise.lab.study.tasks.glue import GlueTask
 
     return GlueTask(dataset, train_examples, pooling)
+
+
+@register("task")
+def images(*, patch: Count = 4, pooling: Pooling = "first", train_examples: CountOrZero = 0) -> Any:
+    """Classes of images, with a ViT: CIFAR-10, Pathfinder, arrays of one's own, the Hub's."""
+    from tilewise.lab.study.tasks.images import ImageClassification
+
+    return ImageClassification(patch, pooling, train_examples)
 
 
 @register("task")

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -160,6 +160,7 @@ class Classification(AbstractTask):
     families = ("bert",)
     fine_tunes = True
     classes: int  # 1: a number, learnt by squared error
+    ragged: ClassVar[bool] = True  # whether sequences differ in length
 
     def __init__(self, pooling: Literal["first", "mean"] = "first") -> None:
         self.pooling: Literal["first", "mean"] = pooling
@@ -173,7 +174,7 @@ class Classification(AbstractTask):
         """See ``AbstractTask``."""
         super().check(config)
         training = config.training
-        if training.compile:
+        if training.compile and self.ragged:
             required = "false: sequences differ in length, and every batch would be compiled anew"
             raise InvalidArgument("training.compile", "true", required)
         if self.classes == 1 and (training.label_smoothing or training.z_loss):

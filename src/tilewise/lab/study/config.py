@@ -19,6 +19,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study.checks import check_rules
 from tilewise.lab.study.choices.registry import find, nearest
@@ -454,11 +455,24 @@ class Experiment(Frozen):
 
 
 class Study(Frozen):
-    """A named set of experiments that one command runs and one report shows."""
+    """A named set of experiments that one command runs and one report shows.
+
+    ``chip`` names the GPU that it is of a size for (a row of ``tilewise.chips.CHIPS``): it does not
+    start on a processor. Empty for a study that runs anywhere.
+    """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")
     question: str
     experiments: tuple[Experiment, ...] = Field(min_length=1)
+    chip: str = added("")
+
+    @field_validator("chip")
+    @classmethod
+    def _known(cls, chip: str) -> str:
+        gpus = [name for name, each in CHIPS.items() if each.kind == "gpu"]
+        if chip and chip not in gpus:
+            raise InvalidArgument("chip", repr(chip), f"one of {', '.join(gpus)}, or nothing")
+        return chip
 
     @model_validator(mode="after")
     def _unique(self) -> Self:

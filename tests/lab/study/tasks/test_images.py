@@ -338,8 +338,11 @@ def test_the_named_data_sets(source: str, sizes: tuple[int, ...]) -> None:
 @pytest.mark.slow
 def test_a_vit_learns_cifar(tmp_path: Path) -> None:
     config = change(
-        config_of("cifar10-gray", model__context=65, task__patch=4),
+        config_of("any.npz"),
         {
+            "data.source": "cifar10-gray",
+            "task.patch": 4,
+            "model.context": 65,
             "model.layers": 2,
             "model.heads": 4,
             "model.width": 64,

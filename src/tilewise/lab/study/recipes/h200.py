@@ -186,6 +186,7 @@ def _fine_tuning(part: Part, checkpoint: str, source: str, seeds: tuple[int, ...
         **BERT_LARGE,
         "model.checkpoint": checkpoint,
         "optimizer.lr": 2e-5,
+        "task.pooling": "first",  # which BERT-large was trained for
         "training.precision": "bf16",
     }
     own = {f"baseline.{path}": value for path, value in changes.items()}

@@ -240,9 +240,10 @@ class ViT(nn.Module):
 
     def cut(self, images: Tensor) -> Tensor:
         """Patches, row by row: [B, C, image, image] -> [B, P, C patch patch]."""
-        side = self.shape.patch
-        rows = images.unflatten(2, (-1, side)).unflatten(4, (-1, side))  # [B, C, y, py, x, px]
-        return rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        side, channels = self.shape.patch, self.shape.channels
+        count = self.shape.image // side
+        split = images.reshape(-1, channels, count, side, count, side)  # [B, C, y, py, x, px]
+        return split.permute(0, 2, 4, 1, 3, 5).reshape(len(images), count**2, channels * side**2)
 
     def save(self, folder: Path) -> None:
         """Write ``config.json`` and ``model.safetensors``, each whole or not at all."""

@@ -92,7 +92,7 @@ def write(folder: Path, state: Mapping[str, Tensor], shape: Mapping[str, Any], e
     for ours, theirs in _names(state).items():
         tensor = state[ours]
         if ours == "embed.weight":
-            tensor = tensor.unflatten(1, sides)
+            tensor = tensor.view(-1, *sides)
         elif ours in ("class_token", "positions.weight"):
             tensor = tensor.reshape(1, -1, shape["width"])
         name = theirs if theirs.startswith(_HEAD) else _PREFIX + theirs

@@ -90,9 +90,12 @@ def test_images_are_read_learnt_and_measured(tmp_path: Path) -> None:
     last = record.evaluations[-1]
     assert list(last.metrics) == ["accuracy", "cross_entropy"]
     assert last.metrics["cross_entropy"] == last.loss
+    assert last.loss is not None
     assert math.isfinite(last.loss)
     assert last.softmaxes is not None
-    assert 0 < last.softmaxes[0].entropy < math.log(17)
+    entropy = last.softmaxes[0].entropy
+    assert entropy is not None
+    assert 0 < entropy < math.log(17)
     assert record.steps[0].tokens == 8 * 17
 
 
@@ -245,7 +248,9 @@ def test_factors_work(changes: dict[str, Any], tmp_path: Path) -> None:
     record = record_of(tmp_path)
     assert record.end is not None
     assert record.end.status == "done"
-    assert math.isfinite(record.evaluations[-1].loss)
+    loss = record.evaluations[-1].loss
+    assert loss is not None
+    assert math.isfinite(loss)
 
 
 def test_fine_tuning_from_a_checkpoint(tmp_path: Path) -> None:
@@ -348,16 +353,27 @@ def test_a_vit_learns_cifar(tmp_path: Path) -> None:
             "model.width": 64,
             "training.batch": 32,
             "training.accumulation": 1,
-            "budget.steps": 150,
-            "optimizer.lr": 0.002,
-            "evaluation.every": 150,
+            "budget.steps": 300,
+            "optimizer.lr": 0.001,
+            "evaluation.every": 300,
         },
     )
     session_of(config, tmp_path).work()
     record = record_of(tmp_path)
-    losses = [step.loss for step in record.steps]
-    assert np.mean(losses[-20:]) < np.mean(losses[:5]) - 0.25
-    first, last = record.evaluations[0], record.evaluations[-1]
-    assert first.metrics["accuracy"] is not None
-    assert last.metrics["accuracy"] is not None
-    assert last.metrics["accuracy"] > max(0.22, first.metrics["accuracy"])
+    losses = np.array([step.loss for step in record.steps], np.float64)
+    assert losses[-25:].mean() < losses[:25].mean() - 0.15
+    accuracy = record.evaluations[-1].metrics["accuracy"]
+    assert accuracy is not None
+    assert accuracy > 0.18  # a tenth is chance, and 0.01 one deviation of it
+
+
+@pytest.mark.slow
+def test_a_compiled_run_learns_the_same(tmp_path: Path) -> None:
+    losses = []
+    for compiled in (False, True):
+        folder = tmp_path / str(compiled)
+        folder.mkdir()
+        config = config_of(folder_of(folder), training__compile=compiled)
+        session_of(config, folder).work()
+        losses.append([step.loss or 0.0 for step in record_of(folder).steps])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)

@@ -98,12 +98,12 @@ class Images:
     @property
     def side(self) -> int:
         """Pixels of an image's side."""
-        return self.train.pixels.shape[2]
+        return int(self.train.pixels.shape[2])
 
     @property
     def channels(self) -> int:
         """Numbers of a pixel."""
-        return self.train.pixels.shape[1]
+        return int(self.train.pixels.shape[1])
 
     @property
     def sha256(self) -> str:

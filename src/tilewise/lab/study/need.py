@@ -20,7 +20,7 @@ from tilewise.lab.study.config import RunConfig
 
 __all__ = ["Need", "need", "parameters", "writes_matrix"]
 
-VOCABULARY = {"bytes": 256, "gpt2": 50257, "wordpiece": 30522}
+VOCABULARY = {"bytes": 256, "gpt2": 50257, "wordpiece": 30522, "listops": 16}
 _PROCESS_BYTES = 350_000_000  # Python, torch and what they load, measured
 _FLOAT_BYTES = 4
 # Bytes a unit of width that one layer keeps for each token. Autocast keeps the inputs of products
@@ -73,7 +73,8 @@ def parameters(config: RunConfig) -> int:
     if model.family == "bert":
         inner = model.feed_forward or 4 * width
         layer = 4 * width**2 + 2 * width * inner + 9 * width + inner
-        tables = (VOCABULARY[config.data.tokenizer] + model.context + 4) * width
+        start = config.data.tokenizer == "bytes"  # which are no token to begin with
+        tables = (VOCABULARY[config.data.tokenizer] + start + model.context + 4) * width
         return tables + model.layers * layer + width**2 + 4 * width
     norm = width if model.norm == "rms" else 2 * width
     attention = 2 * (width**2 + width) + 2 * kv_width * (width + 1)

@@ -31,7 +31,16 @@ __all__ = ["Recipe", "find", "load_file", "names", "recipe"]
 
 _RECIPES: dict[str, Recipe] = {}
 # Where the recipes of the package are; imported when one is first asked for.
-_MODULES = ("kernels", "laptop", "wikitext", "longer_context", "factorial", "bert_glue")
+_MODULES = (
+    "kernels",
+    "laptop",
+    "wikitext",
+    "longer_context",
+    "factorial",
+    "bert_glue",
+    "listops",
+    "long_documents",
+)
 
 
 class Recipe(NamedTuple):

@@ -81,7 +81,9 @@ PATTERNS: list[tuple[dict[str, object], Callable[[int, int], bool]]] = [
 ]
 
 
-@pytest.mark.parametrize(("values", "rule"), PATTERNS, ids=lambda each: str(each)[:40])
+@pytest.mark.parametrize(
+    ("values", "rule"), PATTERNS, ids=lambda each: each["name"] if isinstance(each, dict) else ""
+)
 def test_patterns_by_hand(values: dict[str, object], rule: Callable[[int, int], bool]) -> None:
     expected = [[n <= m and rule(m, n) for n in range(17)] for m in range(17)]
     assert seen(17, **values).tolist() == expected

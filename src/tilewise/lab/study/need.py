@@ -20,7 +20,7 @@ from tilewise.lab.study.config import RunConfig
 
 __all__ = ["Need", "need", "parameters", "writes_matrix"]
 
-VOCABULARY = {"bytes": 256, "gpt2": 50257, "wordpiece": 30522}
+VOCABULARY = {"bytes": 256, "gpt2": 50257, "wordpiece": 30522, "listops": 16}
 _CHANNELS = 3
 _PROCESS_BYTES = 350_000_000  # Python, torch and what they load, measured
 _FLOAT_BYTES = 4
@@ -78,7 +78,8 @@ def parameters(config: RunConfig) -> int:
         if model.family == "vit":
             patch = _CHANNELS * int(config.task.options["patch"]) ** 2
             return (model.context + patch + 4) * width + model.layers * layer
-        tables = (VOCABULARY[config.data.tokenizer] + model.context + 4) * width
+        start = config.data.tokenizer == "bytes"  # which are no token to begin with
+        tables = (VOCABULARY[config.data.tokenizer] + start + model.context + 4) * width
         return tables + model.layers * layer + width**2 + 4 * width
     norm = width if model.norm == "rms" else 2 * width
     attention = 2 * (width**2 + width) + 2 * kv_width * (width + 1)

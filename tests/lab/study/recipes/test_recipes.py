@@ -12,6 +12,7 @@ from tilewise.lab.study import recipes
 from tilewise.lab.study.config import Experiment, Study, change, config_hash, parse
 from tilewise.lab.study.need import need
 from tilewise.lab.study.plan import planned
+from tilewise.lab.study.recipes.lengths import plain_attention_bytes
 
 STUDIES = {name: recipes.find(name).study() for name in recipes.names()}
 ALL = [*STUDIES.values(), recipes.find("wikitext").study(preset="h200")]
@@ -193,3 +194,43 @@ def test_a_chip_is_one_that_is_known() -> None:
     assert config_hash(change(STUDIES["kernels"], {"chip": "a100"})) != config_hash(
         STUDIES["kernels"]
     )
+
+
+@pytest.mark.parametrize("name", ["listops", "long-documents"])
+def test_plain_attention_is_there_as_long_as_it_fits(name: str) -> None:
+    baselines = {}
+    for each in experiments(name).values():
+        baselines[each.name] = each.baseline_name
+        config = each.config_of(each.baseline_name)
+        predicted = plain_attention_bytes(config)
+        fits = predicted <= 4e9
+        assert each.baseline_name == config.attention.implementation
+        assert each.baseline_name == ("plain" if fits else "tilewise")
+        assert f"{predicted / 1e9:.2g} GB" in each.question
+        assert config.attention.variant.name == "full"
+        sparse = [arm for arm in each.arms if arm.kind == "training"]
+        assert [arm.name for arm in sparse] == ["window-global", "butterfly"]
+        for arm in sparse:
+            attention = each.config_of(arm.name).attention
+            assert (attention.implementation, attention.variant.name) == ("tilewise", arm.name)
+        fused = change(config, {"attention.implementation": "tilewise"})
+        assert need(fused).total < 2.5e9
+    first, *_, last = baselines.values()
+    assert (first, last) == ("plain", "tilewise")
+    roomy = recipes.find(name).study(plain_gb=100.0)
+    assert {each.baseline_name for each in roomy.experiments} == {"plain"}
+
+
+def test_predicted_bytes_of_plain_attention_are_those_of_the_io_model() -> None:
+    config = experiments("long-documents")["passages-8192"].baseline
+    numbers = 2 * 4 * 8192 * 4  # bytes of two sequences, four heads, float32
+    held = 4 * numbers * 8192  # probabilities: kept of two layers, and two more at once
+    assert plain_attention_bytes(config) == held + 3 * 4 * numbers * 16  # q, k, v and out
+
+
+def test_long_documents_learns_from_as_many_tokens_at_every_length() -> None:
+    steps = {each.baseline.tokens_per_step for each in STUDIES["long-documents"].experiments}
+    assert steps == {16384}
+    apart = recipes.find("long-documents").study(split="presidents", label="party")
+    options = apart.experiments[0].baseline.task.options
+    assert (options["split"], options["label"]) == ("presidents", "party")

@@ -13,7 +13,6 @@ import torch
 from tests.lab.study.train.toys import CPU, record_of
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.lab.models.vit import Shape, ViT
-from tilewise.lab.study.choices import variants
 from tilewise.lab.study.config import (
     Attention,
     Budget,
@@ -29,6 +28,7 @@ from tilewise.lab.study.config import (
 from tilewise.lab.study.data.corpus import data_folder
 from tilewise.lab.study.need import need, parameters
 from tilewise.lab.study.run import Run
+from tilewise.lab.study.tasks.images import VARIANTS
 from tilewise.lab.study.tasks.images_files import NAMED, Images, read
 from tilewise.lab.study.train.memory_split import PeakMeter
 from tilewise.lab.study.train.session import Session
@@ -201,7 +201,7 @@ def test_what_only_the_data_tells_is_refused_before_a_run(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("pooling", ["first", "mean"])
-@pytest.mark.parametrize("name", variants.BOTH_WAYS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_is_the_same_in_every_implementation(
     name: str, pooling: str, tmp_path: Path
 ) -> None:

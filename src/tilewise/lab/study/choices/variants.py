@@ -1,14 +1,14 @@
 """Variants of attention: who attends to whom, and how scores are changed.
 
-In a decoder all but ``full`` are causal. An encoder has those of ``BOTH_WAYS``, without that: a
-token sees by the same rule what comes after it.
+In a language model all but ``full`` are causal. An encoder looks both ways: ``ENCODER`` names the
+variants that it has, which are then ``full`` and the same patterns without the causal mask, a
+window as wide on either side.
 
-The sparse patterns are those of ``tilewise.patterns``, made causal in a decoder. Every
-implementation computes all of them but one (``scaled_dot_product_attention`` has no softcap), and
-to the same numbers; only ``tilewise`` gains by them: it leaves out the tiles in which nobody is
-seen, while ``plain`` and ``sdpa`` compute every pair, write the whole matrix and hide what the
-pattern leaves out. Tiles are 64 queries x 128 keys, so that windows and blocks which are much
-smaller save little.
+The sparse patterns are those of ``tilewise.patterns``, made causal. Every implementation computes
+all of them but one (``scaled_dot_product_attention`` has no softcap), and to the same numbers; only
+``tilewise`` gains by them: it leaves out the tiles in which nobody is seen, while ``plain`` and
+``sdpa`` compute every pair, write the whole matrix and hide what the pattern leaves out. Tiles are
+64 queries x 128 keys, so that windows and blocks which are much smaller save little.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # config imports this module, through the registry
     from tilewise.lab.study.config import Variant
 
 __all__ = [
-    "BOTH_WAYS",
+    "ENCODER",
     "Heads",
     "Variation",
     "alibi",
@@ -44,14 +44,9 @@ __all__ = [
     "window_global",
 ]
 
-# What an encoder can have. Of the others each says who comes before whom.
-BOTH_WAYS = (
-    *("full", "softcap", "window", "window-global"),
-    *("dilated", "blocks", "bigbird", "butterfly"),
-)
-
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
+ENCODER = ("full", "window", "window-global", "dilated", "blocks", "bigbird", "butterfly")
 
 
 class Heads(NamedTuple):
@@ -61,17 +56,13 @@ class Heads(NamedTuple):
         number: query heads.
         device: of its tensors.
         context: the most positions.
-        causal: False in an encoder.
+        causal: False for an encoder's.
     """
 
     number: int
     device: torch.device
     context: int
     causal: bool = True
-
-    def mask(self) -> masks.Mask:
-        """What every pattern is narrowed by."""
-        return masks.causal() if self.causal else masks.window(None, None)
 
 
 class Variation(NamedTuple):
@@ -124,7 +115,7 @@ def window_global(heads: Heads, *, size: Count = 256, tokens: CountOrZero = 16) 
 
     Source: Beltagy et al., Longformer (2020), section 3.1.
     """
-    return _narrowed(heads, patterns.local_global(size - 1, tokens))
+    return _looking(heads, patterns.local_global(size - 1, tokens))
 
 
 @register("variant")
@@ -133,7 +124,7 @@ def dilated(heads: Heads, *, size: Count = 128, dilation: Count = 2) -> Variatio
 
     Source: Beltagy et al., Longformer (2020), section 3.1.
     """
-    return _narrowed(heads, patterns.dilated(size - 1, dilation))
+    return _looking(heads, patterns.dilated(size - 1, dilation))
 
 
 @register("variant")
@@ -143,7 +134,7 @@ def blocks(heads: Heads, *, size: Count = 128) -> Variation:
     Source: Child et al., Sparse Transformers (2019), section 4.2 (fixed attention without summary).
     """
     own = patterns.fixed(size, 0) if heads.causal else patterns.butterfly(size, reach=1)
-    return _narrowed(heads, own)
+    return _looking(heads, own)
 
 
 @register("variant")
@@ -152,7 +143,7 @@ def strided(heads: Heads, *, stride: Count = 128) -> Variation:
 
     Source: Child et al., Sparse Transformers (2019), section 4.2.
     """
-    return _narrowed(heads, patterns.strided(stride))
+    return _looking(heads, patterns.strided(stride))
 
 
 def _summary_fits(stride: int, summary: int) -> None:
@@ -165,7 +156,7 @@ def fixed(heads: Heads, *, stride: Count = 128, summary: CountOrZero = 8) -> Var
 
     Source: Child et al., Sparse Transformers (2019), section 4.2.
     """
-    return _narrowed(heads, patterns.fixed(stride, summary))
+    return _looking(heads, patterns.fixed(stride, summary))
 
 
 def _window_is_odd(window: int, block: int, globals: int, random: int) -> None:
@@ -183,8 +174,9 @@ def bigbird(
 ) -> Variation:
     """In blocks: a window, the first blocks, and random ones, other ones in every head.
 
-    In a decoder what lies behind a token is left out, so that of ``window`` and ``random`` about
-    half remain. The draws are the same in every run.
+    In a language model what lies behind a token is left out, so that of ``window`` and ``random``
+    about half remain.
+    The draws are the same in every run.
 
     Source: Zaheer et al., Big Bird (2020), section 2 and appendix D.
     """
@@ -203,7 +195,7 @@ def bigbird(
         rows = -(-length // block)
         return patterns.layout(tiles[:, :rows, :rows], (block, block))
 
-    return Variation(heads.mask(), None, pattern)
+    return Variation(masks.causal() if heads.causal else masks.window(None, None), None, pattern)
 
 
 @register("variant")
@@ -212,10 +204,11 @@ def butterfly(heads: Heads, *, block: Count = 128) -> Variation:
 
     Source: Dao et al., FlashAttention (2022), section 3.3.
     """
-    return _narrowed(heads, patterns.butterfly(block))
+    return _looking(heads, patterns.butterfly(block))
 
 
-def _narrowed(heads: Heads, pattern: masks.Mask) -> Variation:
+def _looking(heads: Heads, pattern: masks.Mask) -> Variation:
+    """The pattern, of language models without what is to come."""
     return Variation(pattern & masks.causal() if heads.causal else pattern, None)
 
 
@@ -238,7 +231,8 @@ def softcap(heads: Heads, *, cap: Positive = 50.0) -> Variation:
 
     Source: Gemma 2 technical report (2024), section 2.
     """
-    return Variation(heads.mask(), scores.softcap(cap))
+    mask = masks.causal() if heads.causal else masks.window(None, None)
+    return Variation(mask, scores.softcap(cap))
 
 
 def alibi_slopes(heads: int) -> list[float]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tilewise.errors import InvalidArgument
 from tilewise.lab.models.vit import Pooling, Shape, ViT
-from tilewise.lab.study.choices.variants import BOTH_WAYS
+from tilewise.lab.study.choices.variants import ENCODER
 from tilewise.lab.study.config import Data, RunConfig
 from tilewise.lab.study.records import LayerSoftmax
 from tilewise.lab.study.tasks.classification import (
@@ -28,12 +28,13 @@ from tilewise.lab.study.tasks.classification import (
     evaluating,
 )
 from tilewise.lab.study.tasks.images_files import NAMED, Images, Pictures, read
-from tilewise.lab.study.tasks.task import Batch, Examination, Held
+from tilewise.lab.study.tasks.task import AbstractTask, Batch, Examination, Held
 from tilewise.lab.study.train.families import vit_of
 from tilewise.lab.study.train.softmaxes import watched
 
 __all__ = ["ImageClassification"]
 
+VARIANTS = (*ENCODER, "softcap")
 _TOKENS = 32768  # of an evaluation's forward pass, if a single image has not more
 
 
@@ -103,9 +104,8 @@ class ImageClassification(Classification):
 
     families = ("vit",)
     tokenizers = ("bytes",)  # what it takes: a pixel's number is a byte
-    metrics = ("accuracy", "cross_entropy")
+    sources = f"one of {', '.join(NAMED)}, a file .npz or a folder of them, or hub:NAME"
     classes = 0  # as many as the data has
-    ragged = False
 
     def __init__(self, patch: int, pooling: Pooling, train_examples: int) -> None:
         super().__init__(pooling)
@@ -113,14 +113,13 @@ class ImageClassification(Classification):
 
     def check(self, config: RunConfig) -> None:
         """See ``AbstractTask``."""
-        super().check(config)
+        AbstractTask.check(self, config)  # sequences of one length, and a share that is held out
         data, variant, standard = config.data, config.attention.variant.name, Data()
-        if variant not in BOTH_WAYS:
-            required = f"one of {', '.join(BOTH_WAYS)}: an image has no order"
+        if variant not in VARIANTS:
+            required = f"one of {', '.join(VARIANTS)}: an image has no order"
             raise InvalidArgument("attention.variant", variant, required)
         if data.source == standard.source:
-            required = f"one of {', '.join(NAMED)}, a file .npz or a folder of them, or hub:NAME"
-            raise InvalidArgument("data.source", repr(data.source), required)
+            raise InvalidArgument("data.source", repr(data.source), self.sources)
         if data.size_cap_bytes != standard.size_cap_bytes:
             required = f"{standard.size_cap_bytes}; task.train_examples takes a part of the images"
             raise InvalidArgument("data.size_cap_bytes", str(data.size_cap_bytes), required)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tilewise import masks
 from tilewise.errors import InvalidArgument
 from tilewise.lab.models import bert, vit
 from tilewise.lab.models.gpt2 import GPT2, Shape
@@ -86,6 +87,7 @@ def bert_of(
     keywords: dict[str, Any] = {
         "head": head,
         "implementation": config.attention.implementation,
+        "pattern": _pattern(config, device),
         "seed": seed,
         "checkpointing": config.training.checkpointing,
     }
@@ -108,6 +110,20 @@ def bert_of(
     if model.nudge:
         nudge(made, seed)
     return made.to(device)
+
+
+def _pattern(config: RunConfig, device: torch.device) -> bert.Pattern | None:
+    """Who of a sequence sees whom; None for everybody."""
+    if config.attention.variant.name == "full":
+        return None
+    heads = variants.Heads(config.model.heads, device, config.model.context, causal=False)
+    variation = variants.build(config.attention.variant, heads)
+
+    def seen(longest: int) -> masks.Mask:
+        more = variation.pattern
+        return variation.mask if more is None else variation.mask & more(longest)
+
+    return seen
 
 
 def checkpoint_folder(name: str) -> Path:

@@ -27,9 +27,11 @@ from tilewise.lab.study.config import (
 )
 from tilewise.lab.study.data.corpus import data_folder
 from tilewise.lab.study.need import need, parameters
-from tilewise.lab.study.run import Run
+from tilewise.lab.study.records import RunRecord
+from tilewise.lab.study.run import RECORD, Run
 from tilewise.lab.study.tasks.images import VARIANTS
 from tilewise.lab.study.tasks.images_files import NAMED, Images, read
+from tilewise.lab.study.train.child import Job, work
 from tilewise.lab.study.train.memory_split import PeakMeter
 from tilewise.lab.study.train.session import Session
 from tilewise.lab.study.train.trainer import Trainer
@@ -97,6 +99,16 @@ def test_images_are_read_learnt_and_measured(tmp_path: Path) -> None:
     assert entropy is not None
     assert 0 < entropy < math.log(17)
     assert record.steps[0].tokens == 8 * 17
+
+
+def test_a_run_is_made_in_a_process_of_its_own(tmp_path: Path) -> None:
+    run = Run("images", "arm", 0, config_of(folder_of(tmp_path)))
+    job = Job(run, tmp_path / "study", tmp_path / "cache", checkpoint_every_s=0.0)
+    work(job)
+    record = RunRecord.read(run.folder(job.folder) / RECORD)
+    assert record.end is not None
+    assert record.end.status == "done"
+    assert record.start.corpus["classes"] == 3
 
 
 def test_batches_are_images_and_their_labels(tmp_path: Path) -> None:
@@ -368,6 +380,7 @@ def test_a_vit_learns_cifar(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports
 def test_a_compiled_run_learns_the_same(tmp_path: Path) -> None:
     losses = []
     for compiled in (False, True):

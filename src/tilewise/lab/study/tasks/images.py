@@ -106,6 +106,7 @@ class ImageClassification(Classification):
     tokenizers = ("bytes",)  # what it takes: a pixel's number is a byte
     sources = f"one of {', '.join(NAMED)}, a file .npz or a folder of them, or hub:NAME"
     classes = 0  # as many as the data has
+    sized_by_data = True
 
     def __init__(self, patch: int, pooling: Pooling, train_examples: int) -> None:
         super().__init__(pooling)

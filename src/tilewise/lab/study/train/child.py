@@ -156,12 +156,14 @@ def _warm(config: RunConfig, data: Prepared, device: torch.device) -> None:
     The pages of the token files, which the system counts in every process, are there already: the
     files' checksum was taken.
     """
-    numbers = {"layers": 1, "heads": 1, "kv_heads": None, "width": 16, "context": 16}
+    task = config.learning
+    numbers = {"layers": 1, "heads": 1, "kv_heads": None, "width": 16}
     others = {"checkpoint": "", "feed_forward": None}
+    if not task.sized_by_data:
+        numbers["context"] = 16
     small = config.model.model_copy(update={**numbers, **others})
     training = config.training.model_copy(update={"batch": 1, "accumulation": 1})
     cut = config.model_copy(update={"model": small, "training": training})
-    task = config.learning
     model = task.model(cut, data, 0, device)
     (batch,) = task.batches(cut, data, 0).at(0)
     model(*batch.to(device).inputs).sum().backward()

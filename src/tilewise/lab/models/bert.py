@@ -15,7 +15,7 @@ Understanding (2019); the small sizes: Turc et al., Well-Read Students Learn Bet
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewise import attention_varlen
 from tilewise.errors import InvalidArgument
+from tilewise.functional import SoftmaxStats
 from tilewise.lab.models import bert_files as files
 from tilewise.nn import Implementation
 
@@ -149,12 +150,17 @@ class SelfAttention(nn.Module):
         shape: of the model.
         implementation: ``"tilewise"`` (no padding), or ``"sdpa"`` and ``"plain"``, which pad to the
             longest sequence and mask the padding; the attribute may be changed at any time.
+
+    Attributes:
+        on_statistics: None, or called with the ``SoftmaxStats`` of every forward pass ([H, T] each)
+            of ``"tilewise"``; the others keep none.
     """
 
     def __init__(self, shape: Shape, implementation: Implementation) -> None:
         super().__init__()
         self.heads, self.dropout_p = shape.heads, shape.attention_dropout
         self.implementation: Implementation = implementation
+        self.on_statistics: Callable[[SoftmaxStats], None] | None = None
         self.query = nn.Linear(shape.width, shape.width)
         self.key = nn.Linear(shape.width, shape.width)
         self.value = nn.Linear(shape.width, shape.width)
@@ -168,8 +174,7 @@ class SelfAttention(nn.Module):
         )
         dropout_p = self.dropout_p if self.training else 0.0
         if self.implementation == "tilewise":
-            borders = packed.borders
-            out = attention_varlen(q, k, v, borders, borders, dropout_p=dropout_p)
+            out = self._unpadded(q, k, v, packed.borders, dropout_p)
         elif self.implementation in ("plain", "sdpa"):
             out = _padded(q, k, v, packed, dropout_p, self.implementation)
         else:
@@ -177,6 +182,16 @@ class SelfAttention(nn.Module):
             raise InvalidArgument("implementation", repr(self.implementation), required)
         merged: Tensor = self.output(out.flatten(1))
         return merged
+
+    def _unpadded(
+        self, q: Tensor, k: Tensor, v: Tensor, borders: Tensor, dropout_p: float
+    ) -> Tensor:
+        if self.on_statistics is None:
+            return attention_varlen(q, k, v, borders, borders, dropout_p=dropout_p)
+        found = attention_varlen(q, k, v, borders, borders, dropout_p=dropout_p, return_stats=True)
+        assert found.stats is not None
+        self.on_statistics(found.stats)
+        return found.out
 
 
 def _padded(

@@ -118,8 +118,9 @@ def test_a_bert_says_it_of_its_own_sequences() -> None:
     shape = bert.Shape(layers=2, heads=2, width=16, context=12, vocabulary=31)
     model = bert.BERT(shape).eval()
     packed = bert.pack([[1, 2, 3], [4, 5, 6, 7, 8, 9, 10]])
-    for layer in model.layers:
-        torch.nn.init.zeros_(layer.attention.query.weight)
+    for layer in model.modules():
+        if isinstance(layer, bert.SelfAttention):
+            torch.nn.init.zeros_(layer.query.weight)
     with torch.no_grad():
         before = model(packed)
         found = look_at(model, packed)

@@ -238,8 +238,8 @@ class Evaluation(Frozen):
 
     Windows are of the text as a stream, whatever the packing in training; with ``documents`` every
     query sees its own document alone, in all arms alike, and the first token of a document is not
-    scored. Of ``attention_windows`` windows the attention layers' statistics are recorded, which
-    changes no result; 0 for none.
+    scored. Of ``attention_windows`` windows (or first examples) the statistics of the attention
+    layers are recorded, which changes no result; 0 for none.
     """
 
     every: int = Field(25, ge=1)

@@ -62,7 +62,7 @@ def at_length(
     Args:
         name: of the experiment.
         config: with attention of every token to every other.
-        task: in words.
+        task: and its length, in words.
         patterns: name of an arm -> its ``attention.variant``.
         plain_gb: the memory that plain attention may hold, in 10^9 bytes.
         seeds: paired.
@@ -70,12 +70,11 @@ def at_length(
     """
     wanted = plain_attention_bytes(config) / 1e9
     fits = wanted <= plain_gb
-    context = f"{task}, up to {config.model.context:,} tokens"
     holds = f"plain attention holds up to {wanted:.2g} GB of {plain_gb:g}"
-    question = f"{context}: what do tilewise and sparse patterns cost and lose ({holds})?"
+    question = f"{task}: what do tilewise and sparse patterns save and lose ({holds})?"
     if not fits:
         holds = f"would hold {wanted:.2g} GB and may hold {plain_gb:g}"
-        question = f"{context}, where plain attention {holds}: what do sparse patterns lose?"
+        question = f"{task}, where plain attention {holds}: what do sparse patterns save and lose?"
     sparse = {
         arm: {**(TILEWISE if fits else {}), "attention.variant": dict(variant)}
         for arm, variant in patterns.items()

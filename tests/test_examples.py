@@ -12,7 +12,16 @@ FOLDER = Path(__file__).resolve().parents[1] / "examples"
 FILES = sorted(FOLDER.glob("*.py"))
 
 
-@pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
+QUICK = ("alibi",)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, marks=() if file.stem in QUICK else pytest.mark.slow, id=file.stem)
+        for file in FILES
+    ],
+)
 def test_an_example_runs(file: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(file)], capture_output=True, text=True, timeout=240, check=False

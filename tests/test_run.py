@@ -140,6 +140,7 @@ def test_no_venv_module(run: Run, tools: Path) -> None:
     assert "python3-venv" in done.stderr
 
 
+@pytest.mark.slow
 def test_no_network(run: Run, tools: Path, checkout: Path) -> None:
     real_python(tools)
     offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}

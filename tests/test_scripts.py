@@ -103,7 +103,10 @@ def test_what_is_no_study_is_not_stored(tmp_path: Path) -> None:
 # each with the exit code that it is told to.
 STAND_IN = """\
 #!/bin/sh
-if [ "$1" = -c ]; then exit "$NO_TRITON"; fi
+case "$*" in
+  *cpu_count*) echo 3; exit 0 ;;
+  -c*) exit "$NO_TRITON" ;;
+esac
 printf '%s %s\\n' "${TRITON_INTERPRET:-0}" "$*" >>"$CALLS"
 if [ "${TRITON_INTERPRET:-0}" = 1 ]; then echo interpreted; exit "$INTERPRETED"; fi
 echo ordinary
@@ -120,7 +123,7 @@ def test_tests_run_in_two_processes(
 ) -> None:
     """The interpreter's with the same arguments; 5, which is nothing collected, is no failure."""
     calls, said, done = _test(tmp_path, ordinary, interpreted)
-    assert sorted(calls) == ["0 -m pytest -k a b", "1 -m pytest -k a b"]
+    assert calls == ["0 -m pytest -k a b", "1 -m pytest -k a b"]
     assert [word for word in said if word in ("ordinary", "interpreted")] == [
         "ordinary",
         "interpreted",
@@ -135,20 +138,30 @@ def test_tests_without_triton(tmp_path: Path, ordinary: int) -> None:
 
 
 def test_tests_that_are_interrupted(tmp_path: Path) -> None:
-    """Or called wrongly: what the second process says is not waited for."""
+    """Or called wrongly: the interpreter's do not run."""
     _, said, done = _test(tmp_path, 2, 0)
     assert (said, done) == (["ordinary"], 2)
 
 
+def test_all_tests_run_in_a_process_a_core(tmp_path: Path) -> None:
+    calls, _, done = _test(tmp_path, 0, 0, arguments=())
+    assert calls == [f"{way} -m pytest -q -n 3 --dist loadfile" for way in (0, 1)]
+    assert done == 0
+
+
 def _test(
-    folder: Path, ordinary: int, interpreted: int, no_triton: int = 0
+    folder: Path,
+    ordinary: int,
+    interpreted: int,
+    no_triton: int = 0,
+    arguments: tuple[str, ...] = ("-k", "a b"),
 ) -> tuple[list[str], list[str], int]:
     """The calls that scripts/test.sh makes where they end so, what it prints, and how it ends."""
     python, calls = folder / "python", folder / "calls"
     python.write_text(STAND_IN)
     python.chmod(0o755)
     done = subprocess.run(
-        ["bash", ROOT / "scripts" / "test.sh", python, "-k", "a b"],
+        ["bash", ROOT / "scripts" / "test.sh", python, *arguments],
         env=os.environ
         | {
             "TRITON_INTERPRET": "1",  # a caller's own does not reach the ordinary process

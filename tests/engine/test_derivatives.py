@@ -74,6 +74,7 @@ MASKS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
 def test_gradgradcheck_of_masks(name: str, backend: str) -> None:
     call = _dense(MASKS[name], backend)
@@ -82,7 +83,7 @@ def test_gradgradcheck_of_masks(name: str, backend: str) -> None:
     assert torch.autograd.gradgradcheck(call, arguments, check_fwd_over_rev=True, fast_mode=True)
 
 
-@pytest.mark.parametrize("of", ["cpu", "tiled"])
+@pytest.mark.parametrize("of", ["cpu", pytest.param("tiled", marks=pytest.mark.slow)])
 def test_gradgradcheck_of_everything_at_once(of: str, backend: str) -> None:
     """By q, k, v, a bias, sinks and the cotangents; through out and lse; with dropout."""
     call, arguments = _everything(backend if of == "cpu" else of)

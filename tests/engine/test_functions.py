@@ -103,7 +103,7 @@ class Model(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(None, marks=pytest.mark.slow), True])
 def test_functions_train_under_torch_compile(dynamic: bool | None) -> None:
     torch._dynamo.reset()
     q, k, v = operands(torch.float32)

@@ -19,6 +19,8 @@ from tilewise.errors import InvalidArgument
 
 ours = "ignore:`torch.jit:DeprecationWarning"  # torch's own, inside torch.compile
 pytestmark = pytest.mark.filterwarnings(ours)
+# Samples that are compiled quickly, with static and dynamic shapes; the others only as slow tests.
+QUICK = ("everything", "varlen", "statistics")
 
 
 def _op_arguments(name: str, grad: bool, backend: str, statistics: str = "") -> tuple[Any, ...]:
@@ -68,8 +70,11 @@ def test_opcheck_of_the_backward(name: str, statistics: str, backend: str) -> No
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [
-        *((name, False) for name in samples()),
-        *((name, True) for name in ("everything", "varlen", "statistics")),
+        *(
+            pytest.param(name, False, marks=() if name in QUICK else pytest.mark.slow)
+            for name in samples()
+        ),
+        *((name, True) for name in QUICK),
     ],
 )
 def test_compiled_equals_eager(name: str, dynamic: bool, backend: str) -> None:

@@ -47,7 +47,13 @@ def _check(mask: Any, sizes: Sizes, block: tuple[int, int]) -> BlockMask:
 
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_exact(name: str, way: str) -> None:
-    for block in BLOCKS if way == "core" else BLOCKS[:3]:
+    _check(CATALOGUE[name], SIZES, BLOCKS[0] if way == "core" else BLOCKS[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_exact_in_every_block(name: str, way: str) -> None:
+    for block in BLOCKS:
         _check(CATALOGUE[name], SIZES, block)
 
 
@@ -62,7 +68,7 @@ def test_odd_sizes(sizes: Sizes, way: str) -> None:
         _check(mask, sizes, (2, 3))
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_threads(threads: int) -> None:
     torch.set_num_threads(threads)
     for name in ("documents-causal", "mixed-or-band", "neighbours", "checkers"):

@@ -86,9 +86,20 @@ def assert_inside(found: Bounds, got: Tensor) -> None:
 
 
 @given(data=st.data(), kind=st.sampled_from(("bool", "int", "float")), seed=st.integers(0, 9))
-@settings(max_examples=400)
+@settings(max_examples=80)
 def test_every_value_is_inside(data: st.DataObject, kind: str, seed: int) -> None:
     """Of each node of random expressions on random boxes, in float32 and in float64."""
+    check_every_value(data, kind, seed)
+
+
+@pytest.mark.slow
+@given(data=st.data(), kind=st.sampled_from(("bool", "int", "float")), seed=st.integers(0, 9))
+@settings(max_examples=1000)
+def test_every_value_of_many_is_inside(data: st.DataObject, kind: str, seed: int) -> None:
+    check_every_value(data, kind, seed)
+
+
+def check_every_value(data: st.DataObject, kind: str, seed: int) -> None:
     expr = data.draw(expressions(kind, kinds=KINDS))
     box = {leaf: data.draw(SPANS) for leaf in "bhmn"}
     tensors = [held(*of, seed + i) for i, of in enumerate(zip(KINDS, SHAPES, strict=True))]

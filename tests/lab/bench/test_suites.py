@@ -151,6 +151,7 @@ def test_accuracy(tmp_path: Path) -> None:
     assert all(0 < p["samples"][0] <= p["allowed"] for p in ours)
 
 
+@pytest.mark.slow
 @needs_core
 def test_memory(tmp_path: Path) -> None:
     values = run("memory", tmp_path)
@@ -170,6 +171,7 @@ def test_memory(tmp_path: Path) -> None:
     assert "step by step: the scores take" in text
 
 
+@pytest.mark.slow
 @needs_core
 def test_paper(tmp_path: Path) -> None:
     values = run("paper", tmp_path)

@@ -156,6 +156,7 @@ def test_training() -> None:
     assert max(losses) - min(losses) < 0.1
 
 
+@pytest.mark.slow
 def test_host() -> None:
     (row,) = rows_of("host", "microseconds")
     assert {len(each) for each in row.values["samples_s"].values()} == {9}

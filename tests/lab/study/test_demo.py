@@ -29,6 +29,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_demo_compares_kernels_and_reports(
     text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

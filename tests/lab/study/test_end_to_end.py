@@ -186,6 +186,7 @@ def stop(place: Path, out: str, options: list[str], how: signal.Signals, after_s
     return said
 
 
+@pytest.mark.slow
 def test_killed_and_run_again_it_is_the_same_to_the_bit(
     place: Path, undisturbed: dict[str, RunRecord]
 ) -> None:
@@ -197,6 +198,7 @@ def test_killed_and_run_again_it_is_the_same_to_the_bit(
     assert_same(records(place, "killed"), {name: undisturbed[name] for name in names})
 
 
+@pytest.mark.slow
 def test_a_full_disk_says_so_and_loses_nothing(
     place: Path, undisturbed: dict[str, RunRecord], capsys: pytest.CaptureFixture[str]
 ) -> None:

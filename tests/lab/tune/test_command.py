@@ -264,6 +264,7 @@ def checked(done: subprocess.CompletedProcess[str], jobs: int, folder: Path) -> 
     assert not (folder / "cache").exists(), "nothing is written to the user's folder"
 
 
+@pytest.mark.slow
 def test_one_job_of_the_self_test(tmp_path: Path) -> None:
     if find_spec("triton") is None:
         pytest.skip("Triton is not installed (pip install triton)")

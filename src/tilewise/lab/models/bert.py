@@ -4,7 +4,8 @@ The architecture is that of the published weights: learned positions and token t
 layers, a perceptron with the exact form of GELU, and a head for masked tokens (tied to the token
 embedding) or for classes. Sequences of different lengths lie one after the other (``Packed``), so
 that no layer computes padding; attention is ``tilewise.attention_varlen``, or one of the padded
-implementations beside it. ``save`` and ``load`` use the Hugging Face layout: ``bert_files.py``.
+implementations beside it, of every token to its own sequence or to what a mask leaves of it.
+``save`` and ``load`` use the Hugging Face layout: ``bert_files.py``.
 
 Dimensions: B sequences, T tokens of all of them, V vocabulary.
 
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tilewise import attention_varlen
+from tilewise import attention_varlen, masks, visible_pairs
 from tilewise.errors import InvalidArgument
 from tilewise.functional import SoftmaxStats
 from tilewise.lab.models import bert_files as files
@@ -33,6 +34,7 @@ from tilewise.nn import Implementation
 
 __all__ = ["BERT", "PRESETS", "Head", "Packed", "Shape", "load", "pack"]
 
+Pattern = Callable[[int], masks.Mask]
 EPS = 1e-12
 STD = 0.02  # of every weight matrix and embedding at the start
 
@@ -166,17 +168,18 @@ class SelfAttention(nn.Module):
         self.value = nn.Linear(shape.width, shape.width)
         self.output = nn.Linear(shape.width, shape.width)
 
-    def forward(self, x: Tensor, packed: Packed) -> Tensor:
-        """[T, width] -> [T, width]."""
+    def forward(self, x: Tensor, packed: Packed, mask: masks.Mask | None = None) -> Tensor:
+        """[T, width] -> [T, width], every token to all of its sequence that the mask leaves."""
         q, k, v = (
             project(x).unflatten(-1, (self.heads, -1))
             for project in (self.query, self.key, self.value)
         )
         dropout_p = self.dropout_p if self.training else 0.0
         if self.implementation == "tilewise":
-            out = self._unpadded(q, k, v, packed.borders, dropout_p)
+            out = self._unpadded(q, k, v, packed.borders, mask, dropout_p)
         elif self.implementation in ("plain", "sdpa"):
-            out = _padded(q, k, v, packed, dropout_p, self.implementation)
+            seen = _seen(packed, mask, self.heads)
+            out = _padded(q, k, v, packed, seen, dropout_p, self.implementation)
         else:
             required = "'plain' or 'sdpa' or 'tilewise'"
             raise InvalidArgument("implementation", repr(self.implementation), required)
@@ -184,18 +187,44 @@ class SelfAttention(nn.Module):
         return merged
 
     def _unpadded(
-        self, q: Tensor, k: Tensor, v: Tensor, borders: Tensor, dropout_p: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        borders: Tensor,
+        mask: masks.Mask | None,
+        dropout_p: float,
     ) -> Tensor:
         if self.on_statistics is None:
-            return attention_varlen(q, k, v, borders, borders, dropout_p=dropout_p)
-        found = attention_varlen(q, k, v, borders, borders, dropout_p=dropout_p, return_stats=True)
+            return attention_varlen(q, k, v, borders, borders, mask=mask, dropout_p=dropout_p)
+        found = attention_varlen(
+            q, k, v, borders, borders, mask=mask, dropout_p=dropout_p, return_stats=True
+        )
         assert found.stats is not None
         self.on_statistics(found.stats)
         return found.out
 
 
+def _seen(packed: Packed, mask: masks.Mask | None, heads: int) -> Tensor:
+    """Who sees whom with padding, bool [B, 1, 1, S], or with a mask [B, H, S, S]."""
+    batch, longest = len(packed.borders) - 1, packed.longest
+    real = torch.zeros(batch * longest, dtype=torch.bool, device=packed.tokens.device)
+    real = real.index_fill(0, packed.padded_rows(), True).view(batch, 1, 1, longest)
+    if mask is None:
+        return real
+    allowed = visible_pairs(mask, longest, longest, heads=heads).to(real.device)
+    # Padding as a query sees all keys: a row that saw none would be NaN, and reach the gradients.
+    return real & (allowed | ~real.transpose(-2, -1))
+
+
 def _padded(
-    q: Tensor, k: Tensor, v: Tensor, packed: Packed, dropout_p: float, implementation: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: Packed,
+    seen: Tensor,
+    dropout_p: float,
+    implementation: str,
 ) -> Tensor:
     """Attention of [T, H, D] through [B, H, S, D] with padding."""
     rows = packed.padded_rows()
@@ -205,8 +234,6 @@ def _padded(
         whole = x.new_zeros(batch * longest, *x.shape[1:]).index_copy(0, rows, x)
         return whole.view(batch, longest, *x.shape[1:]).transpose(1, 2)
 
-    seen = torch.zeros(batch * longest, dtype=torch.bool, device=q.device)
-    seen = seen.index_fill(0, rows, True).view(batch, 1, 1, longest)
     q, k, v = pad(q), pad(k), pad(v)
     if implementation == "sdpa":
         out = functional.scaled_dot_product_attention(q, k, v, seen, dropout_p)
@@ -230,9 +257,9 @@ class Layer(nn.Module):
         self.mlp_norm = nn.LayerNorm(shape.width, eps=EPS)
         self.dropout = nn.Dropout(shape.residual_dropout)
 
-    def forward(self, x: Tensor, packed: Packed) -> Tensor:
+    def forward(self, x: Tensor, packed: Packed, mask: masks.Mask | None = None) -> Tensor:
         """[T, width] -> [T, width]."""
-        x = self.attention_norm(x + self.dropout(self.attention(x, packed)))
+        x = self.attention_norm(x + self.dropout(self.attention(x, packed, mask)))
         hidden = functional.gelu(self.expand(x))
         out: Tensor = self.mlp_norm(x + self.dropout(self.contract(hidden)))
         return out
@@ -264,6 +291,8 @@ class BERT(nn.Module):
         shape: its numbers.
         head: what it ends in.
         implementation: which attention runs; nothing else depends on it.
+        pattern: the tokens of the longest sequence of a call -> who of a sequence sees whom in it,
+            a mask of ``(h, m, n)`` in which m and n count within the sequence; None for everybody.
         seed: of the weights.
         checkpointing: keep only the input of each layer, and compute the layer again in the
             backward pass (with the same dropout).
@@ -275,11 +304,13 @@ class BERT(nn.Module):
         *,
         head: Head = Head(),  # noqa: B008  never changed
         implementation: Implementation = "tilewise",
+        pattern: Pattern | None = None,
         seed: int = 0,
         checkpointing: bool = False,
     ) -> None:
         super().__init__()
         self.shape, self.head, self.checkpointing = shape, head, checkpointing
+        self.pattern = pattern
         self.drawn: tuple[str, ...] = ()  # parameters that a loaded folder did not have
         width = shape.width
         with torch.device("meta"):  # torch's own initialisation would draw from the global state
@@ -330,8 +361,9 @@ class BERT(nn.Module):
         x = self.tokens(packed.tokens) + self.positions(packed.places) + self.kinds(packed.kinds)
         x = self.dropout(self.norm(x))
         recompute = self.checkpointing and torch.is_grad_enabled()
+        asked = (packed, None if self.pattern is None else self.pattern(packed.longest))
         for layer in self.layers:
-            x = checkpoint(layer, x, packed, use_reentrant=False) if recompute else layer(x, packed)
+            x = checkpoint(layer, x, *asked, use_reentrant=False) if recompute else layer(x, *asked)
         if self.head.kind == "masked":
             assert wanted is not None
             x = self.transform_norm(functional.gelu(self.transform(x[wanted])))
@@ -364,6 +396,7 @@ def load(
     *,
     head: Head = Head(),  # noqa: B008  never changed
     implementation: Implementation = "tilewise",
+    pattern: Pattern | None = None,
     seed: int = 0,
     checkpointing: bool = False,
     **dropout: float,
@@ -377,6 +410,7 @@ def load(
         head: what the model ends in. What the folder lacks of it is drawn from the seed, and named
             in the model's ``drawn``; what the folder has of other heads is left out.
         implementation: as for ``BERT``.
+        pattern: as for ``BERT``.
         seed: of what is drawn.
         checkpointing: as for ``BERT``.
         dropout: numbers of ``Shape`` in place of the folder's: ``residual_dropout=0.1``.
@@ -387,7 +421,12 @@ def load(
     """
     shape = Shape(**{**files.numbers(folder, EPS), **dropout})
     model = BERT(
-        shape, head=head, implementation=implementation, seed=seed, checkpointing=checkpointing
+        shape,
+        head=head,
+        implementation=implementation,
+        pattern=pattern,
+        seed=seed,
+        checkpointing=checkpointing,
     )
     state, model.drawn = files.read(folder, model.state_dict(), shape.layers)
     if state["tokens.weight"].dtype == torch.float64:

@@ -19,6 +19,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study.checks import check_rules
 from tilewise.lab.study.choices.registry import find, nearest
@@ -106,11 +107,12 @@ class Dropout(Frozen):
 class Model(Frozen):
     """A model of ``lab/models``. The vocabulary is the tokenizer's.
 
-    ``family`` is ``"gpt2"`` (causal, ``gpt2.py``) or ``"bert"`` (an encoder, ``bert.py``); a task
-    says which of them it takes. Weights begin as the seed draws them, or as those of
-    ``checkpoint``: a folder in the Hugging Face layout, or ``package:NAME/FOLDER`` for one inside
-    an installed Python package; what the checkpoint lacks (a task's head) is drawn. A BERT's
-    perceptron has ``feed_forward`` channels, four times the width if nothing is said.
+    ``family`` is ``"gpt2"`` (causal, ``gpt2.py``), ``"bert"`` (an encoder, ``bert.py``) or
+    ``"vit"`` (an encoder of images, ``vit.py``); a task says which of them it takes. Weights begin
+    as the seed draws them, or as those of ``checkpoint``: a folder in the Hugging Face layout, or
+    ``package:NAME/FOLDER`` for one inside an installed Python package; what the checkpoint lacks (a
+    task's head) is drawn. An encoder's perceptron has ``feed_forward`` channels, four times the
+    width if nothing is said.
 
     With ``nudge`` every initial weight is moved to the next number, up or down: an arm that changes
     nothing else shows what rounding alone does to training. ``kv_heads``, ``positions``, ``norm``
@@ -127,7 +129,7 @@ class Model(Frozen):
     positions: Literal["learned", "rotary", "none"] = added("learned")
     norm: Literal["layer", "rms"] = added("layer")
     qk_norm: bool = added(False)
-    family: Literal["gpt2", "bert"] = added("gpt2")
+    family: Literal["gpt2", "bert", "vit"] = added("gpt2")
     checkpoint: str = added("")
     feed_forward: int | None = added(None, ge=1)
 
@@ -162,7 +164,8 @@ class Data(Frozen):
     ``source`` is ``"stdlib"`` (the ``*.py`` of Python's standard library), ``"wikitext-2"`` or
     ``"wikitext-103"`` (with ``-raw`` for the form without ``<unk>``; looked for in the folder that
     ``TILEWISE_DATA`` names), or the path of a text file or a folder of them. Tasks with data sets
-    of their own say what it means there. The tokenizer ``"wordpiece"`` is that of BERT (uncased).
+    of their own say what it means there. The tokenizer ``"wordpiece"`` is that of BERT (uncased),
+    and ``"listops"`` that of the task of this name.
 
     ``packing`` says how documents (files of a folder, articles of WikiText) become rows in
     training: ``"stream"``, ``"documents"`` (queries see their own alone) or ``"padded"`` (a row
@@ -170,7 +173,7 @@ class Data(Frozen):
     """
 
     source: str = "stdlib"
-    tokenizer: Literal["bytes", "gpt2", "wordpiece"] = "bytes"
+    tokenizer: Literal["bytes", "gpt2", "wordpiece", "listops"] = "bytes"
     size_cap_bytes: int = Field(16 * 1024 * 1024, ge=1)
     held_out: float = Field(0.05, gt=0, lt=1)
     packing: Literal["stream", "documents", "padded"] = added("stream")
@@ -453,11 +456,24 @@ class Experiment(Frozen):
 
 
 class Study(Frozen):
-    """A named set of experiments that one command runs and one report shows."""
+    """A named set of experiments that one command runs and one report shows.
+
+    ``chip`` names the GPU that it is of a size for (a row of ``tilewise.chips.CHIPS``): it does not
+    start on a processor. Empty for a study that runs anywhere.
+    """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")
     question: str
     experiments: tuple[Experiment, ...] = Field(min_length=1)
+    chip: str = added("")
+
+    @field_validator("chip")
+    @classmethod
+    def _known(cls, chip: str) -> str:
+        gpus = [name for name, each in CHIPS.items() if each.kind == "gpu"]
+        if chip and chip not in gpus:
+            raise InvalidArgument("chip", repr(chip), f"one of {', '.join(gpus)}, or nothing")
+        return chip
 
     @model_validator(mode="after")
     def _unique(self) -> Self:

@@ -29,7 +29,15 @@ CHOICES = {
         *("alibi", "bigbird", "blocks", "butterfly", "causal", "dilated", "fixed", "full"),
         *("softcap", "strided", "window", "window-global"),
     ),
-    "task": ("glue", "language-modelling", "masked-language-modelling"),
+    "task": (
+        "documents",
+        "glue",
+        "images",
+        "language-modelling",
+        "listops",
+        "masked-language-modelling",
+        "text-classification",
+    ),
 }
 
 

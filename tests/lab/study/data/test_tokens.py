@@ -193,6 +193,7 @@ def test_many_at_once_make_it_once(
     assert all(_same(each, made[0]) for each in made)
 
 
+@pytest.mark.slow
 def test_processes_wait_for_the_one_that_makes_it(data: Data, tmp_path: Path) -> None:
     script = (
         "import sys, time\n"

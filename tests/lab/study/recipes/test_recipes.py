@@ -6,11 +6,13 @@ import json
 
 import pytest
 
+from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study import recipes
 from tilewise.lab.study.config import Experiment, Study, change, config_hash, parse
 from tilewise.lab.study.need import need
 from tilewise.lab.study.plan import planned
+from tilewise.lab.study.recipes.lengths import plain_attention_bytes
 
 STUDIES = {name: recipes.find(name).study() for name in recipes.names()}
 ALL = [*STUDIES.values(), recipes.find("wikitext").study(preset="h200")]
@@ -158,3 +160,77 @@ def test_bert_glue_fine_tunes_one_encoder_on_three_data_sets() -> None:
         changed = {path.partition(".")[0] for arm in each.arms for path in arm.changes}
         assert changed == {"optimizer", "schedule", "model"}
         assert need(each.baseline).total < 2e9  # two at once on a small machine
+
+
+def test_h200_is_the_shipped_protocols_at_full_size() -> None:
+    study, found = STUDIES["h200"], experiments("h200")
+    assert study.chip == "h200"
+    lengths = ("1k", "2k", "4k", "8k", "16k")
+    sizes = [f"{size}-{length}" for size in ("small", "medium") for length in lengths]
+    assert list(found) == [*sizes, "bert-large", "factorial", "bert-cola", "bert-rte", "bert-sst2"]
+    small, medium = found["small-16k"].baseline.model, found["medium-1k"].baseline.model
+    assert (small.layers, small.heads, small.width, small.context) == (12, 12, 768, 16384)
+    assert (medium.layers, medium.heads, medium.width, medium.context) == (24, 16, 1024, 1024)
+    assert found["medium-4k"].arm_names == ("plain", "sdpa", "tilewise", "rounding")
+    assert found["medium-16k"].arm_names == ("sdpa", "tilewise", "rounding")
+    assert found["factorial"].design == experiments("gpt2-factorial")["factorial"].design
+    assert set(experiments("bert-glue")["cola"].arm_names) == set(found["bert-cola"].arm_names)
+    tuned = found["bert-sst2"].baseline
+    assert (tuned.model.layers, tuned.model.width, tuned.steps) == (24, 1024, 6313)
+    room = CHIPS["h200"].memory_bytes
+    assert room is not None
+    for experiment in found.values():
+        for arm in experiment.arm_names:
+            config = experiment.config_of(arm)
+            assert config.training.precision == "bf16"
+            assert need(config).total < room, f"{experiment.name}/{arm}"
+    plain = change(found["medium-16k"].baseline, {"attention.implementation": "plain"})
+    assert need(plain).total > room
+
+
+def test_a_chip_is_one_that_is_known() -> None:
+    with pytest.raises(InvalidArgument, match=r"chip: got 'h201'.*one of a100"):
+        change(STUDIES["kernels"], {"chip": "h201"})
+    assert config_hash(change(STUDIES["kernels"], {"chip": "a100"})) != config_hash(
+        STUDIES["kernels"]
+    )
+
+
+@pytest.mark.parametrize("name", ["listops", "long-documents"])
+def test_plain_attention_is_there_as_long_as_it_fits(name: str) -> None:
+    baselines = {}
+    for each in experiments(name).values():
+        baselines[each.name] = each.baseline_name
+        config = each.config_of(each.baseline_name)
+        predicted = plain_attention_bytes(config)
+        fits = predicted <= 4e9
+        assert each.baseline_name == config.attention.implementation
+        assert each.baseline_name == ("plain" if fits else "tilewise")
+        assert f"{predicted / 1e9:.2g} GB" in each.question
+        assert config.attention.variant.name == "full"
+        sparse = [arm for arm in each.arms if arm.kind == "training"]
+        assert [arm.name for arm in sparse] == ["window-global", "butterfly"]
+        for arm in sparse:
+            attention = each.config_of(arm.name).attention
+            assert (attention.implementation, attention.variant.name) == ("tilewise", arm.name)
+        fused = change(config, {"attention.implementation": "tilewise"})
+        assert need(fused).total < 2.5e9
+    first, *_, last = baselines.values()
+    assert (first, last) == ("plain", "tilewise")
+    roomy = recipes.find(name).study(plain_gb=100.0)
+    assert {each.baseline_name for each in roomy.experiments} == {"plain"}
+
+
+def test_predicted_bytes_of_plain_attention_are_those_of_the_io_model() -> None:
+    config = experiments("long-documents")["passages-8192"].baseline
+    numbers = 2 * 4 * 8192 * 4  # bytes of two sequences, four heads, float32
+    held = 4 * numbers * 8192  # probabilities: kept of two layers, and two more at once
+    assert plain_attention_bytes(config) == held + 3 * 4 * numbers * 16  # q, k, v and out
+
+
+def test_long_documents_learns_from_as_many_tokens_at_every_length() -> None:
+    steps = {each.baseline.tokens_per_step for each in STUDIES["long-documents"].experiments}
+    assert steps == {16384}
+    apart = recipes.find("long-documents").study(split="presidents", label="party")
+    options = apart.experiments[0].baseline.task.options
+    assert (options["split"], options["label"]) == ("presidents", "party")

@@ -257,7 +257,7 @@ def test_what_no_run_could_do_is_refused(tmp_path: Path) -> None:
         ({"model.family": "gpt2"}, r"model.family: got 'gpt2'.*bert for task glue"),
         ({"data.tokenizer": "bytes"}, r"data.tokenizer: got 'bytes'.*wordpiece"),
         ({"data.source": "stdlib"}, r"data.source: got 'stdlib'.*hub:NAME"),
-        ({"data.held_out": 0.1}, r"data.held_out: got 0.1.*GLUE has a held-out part"),
+        ({"data.held_out": 0.1}, r"data.held_out: got 0.1.*its own held-out part"),
         ({"attention.variant": "causal"}, r"attention.variant: got causal.*full"),
         ({"evaluation.sample_tokens": 5}, r"sample_tokens: got 5.*writes no text"),
         ({"evaluation.final_stride": 5}, r"final_stride: got 5"),

@@ -128,7 +128,10 @@ def test_the_winner_may_be_one_that_the_effects_predict_and_was_not_run() -> Non
     assert last.config_of("wsd+drop+smooth").training.label_smoothing == 0.1
 
 
-@pytest.mark.parametrize("stop", [3, 15, 21, 40])
+@pytest.mark.parametrize(
+    "stop",
+    [pytest.param(3, marks=pytest.mark.slow), 15, 21, pytest.param(40, marks=pytest.mark.slow)],
+)
 def test_it_goes_on_after_any_stop_with_the_same_runs(stop: int) -> None:
     study = staged()
     whole = work(study, BEHAVIOURS)

@@ -12,13 +12,25 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from tilewise.errors import InvalidArgument
 from tilewise.lab.study.choices.registry import register
 
-__all__ = ["glue", "language_modelling", "masked_language_modelling"]
+__all__ = [
+    "documents",
+    "glue",
+    "images",
+    "language_modelling",
+    "listops",
+    "masked_language_modelling",
+    "text_classification",
+]
 
 GlueName = Literal["cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli"]
 Pooling = Literal["first", "mean"]
+Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
+Classes = Annotated[int, Field(ge=2)]
+_SHORTEST = 8
 Probability = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -44,8 +56,59 @@ def glue(
 
 
 @register("task")
+def images(*, patch: Count = 4, pooling: Pooling = "first", train_examples: CountOrZero = 0) -> Any:
+    """Classes of images, with a ViT: CIFAR-10, Pathfinder, arrays of one's own, the Hub's."""
+    from tilewise.lab.study.tasks.images import ImageClassification
+
+    return ImageClassification(patch, pooling, train_examples)
+
+
+@register("task")
+def listops(
+    *,
+    form: Literal["lra", "nyu"] = "lra",
+    longest: CountOrZero = 0,
+    pooling: Pooling = "first",
+) -> Any:
+    """The value of a nested expression, with a BERT: the Long Range Arena's, or shorter ones."""
+    from tilewise.lab.study.tasks.listops import ListOps
+
+    return ListOps(form, longest, pooling)
+
+
+@register("task")
 def masked_language_modelling(*, probability: Probability = 0.15) -> Any:
     """Guess the tokens of a text that were masked, with a BERT."""
     from tilewise.lab.study.tasks.masked import MaskedLanguageModelling
 
     return MaskedLanguageModelling(probability)
+
+
+def _room(passage: int, **_: Any) -> None:
+    """A passage has room for special tokens and one of its own."""
+    if 0 < passage < _SHORTEST:
+        raise InvalidArgument("task.passage", str(passage), f"{_SHORTEST} or more, or 0 for none")
+
+
+@register("task", _room)
+def text_classification(
+    *, classes: Classes = 2, passage: CountOrZero = 0, pooling: Pooling = "first"
+) -> Any:
+    """The label of a text from its bytes or word pieces, with a BERT: IMDb's reviews, or others."""
+    from tilewise.lab.study.tasks.texts import TextClassification
+
+    return TextClassification(classes, passage, pooling)
+
+
+@register("task", _room)
+def documents(
+    *,
+    label: Literal["era", "party"] = "era",
+    split: Literal["addresses", "presidents"] = "addresses",
+    passage: CountOrZero = 0,
+    pooling: Pooling = "first",
+) -> Any:
+    """When, or by which party, a long address to the Congress was given, with a BERT."""
+    from tilewise.lab.study.tasks.documents import Documents
+
+    return Documents(label, split, passage, pooling)

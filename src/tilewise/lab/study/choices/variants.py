@@ -1,6 +1,8 @@
 """Variants of attention: who attends to whom, and how scores are changed.
 
-All but ``full`` are causal.
+In a language model all but ``full`` are causal. An encoder looks both ways: ``ENCODER`` names the
+variants that it has, which are then ``full`` and the same patterns without the causal mask, a
+window as wide on either side.
 
 The sparse patterns are those of ``tilewise.patterns``, made causal. Every implementation computes
 all of them but one (``scaled_dot_product_attention`` has no softcap), and to the same numbers; only
@@ -24,6 +26,7 @@ if TYPE_CHECKING:  # config imports this module, through the registry
     from tilewise.lab.study.config import Variant
 
 __all__ = [
+    "ENCODER",
     "Heads",
     "Variation",
     "alibi",
@@ -43,6 +46,7 @@ __all__ = [
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
+ENCODER = ("full", "window", "window-global", "dilated", "blocks", "bigbird", "butterfly")
 
 
 class Heads(NamedTuple):
@@ -52,11 +56,13 @@ class Heads(NamedTuple):
         number: query heads.
         device: of its tensors.
         context: the most positions.
+        causal: False for an encoder's.
     """
 
     number: int
     device: torch.device
     context: int
+    causal: bool = True
 
 
 class Variation(NamedTuple):
@@ -100,7 +106,7 @@ def full(heads: Heads) -> Variation:
 @register("variant")
 def window(heads: Heads, *, size: Count = 256) -> Variation:
     """Every token sees itself and the ``size - 1`` tokens before it."""
-    return Variation(masks.window(size - 1, 0), None)
+    return Variation(masks.window(size - 1, 0 if heads.causal else size - 1), None)
 
 
 @register("variant")
@@ -109,7 +115,7 @@ def window_global(heads: Heads, *, size: Count = 256, tokens: CountOrZero = 16) 
 
     Source: Beltagy et al., Longformer (2020), section 3.1.
     """
-    return _causal(patterns.local_global(size - 1, tokens))
+    return _looking(heads, patterns.local_global(size - 1, tokens))
 
 
 @register("variant")
@@ -118,7 +124,7 @@ def dilated(heads: Heads, *, size: Count = 128, dilation: Count = 2) -> Variatio
 
     Source: Beltagy et al., Longformer (2020), section 3.1.
     """
-    return _causal(patterns.dilated(size - 1, dilation))
+    return _looking(heads, patterns.dilated(size - 1, dilation))
 
 
 @register("variant")
@@ -127,7 +133,8 @@ def blocks(heads: Heads, *, size: Count = 128) -> Variation:
 
     Source: Child et al., Sparse Transformers (2019), section 4.2 (fixed attention without summary).
     """
-    return _causal(patterns.fixed(size, 0))
+    own = patterns.fixed(size, 0) if heads.causal else patterns.butterfly(size, reach=1)
+    return _looking(heads, own)
 
 
 @register("variant")
@@ -136,7 +143,7 @@ def strided(heads: Heads, *, stride: Count = 128) -> Variation:
 
     Source: Child et al., Sparse Transformers (2019), section 4.2.
     """
-    return _causal(patterns.strided(stride))
+    return _looking(heads, patterns.strided(stride))
 
 
 def _summary_fits(stride: int, summary: int) -> None:
@@ -149,7 +156,7 @@ def fixed(heads: Heads, *, stride: Count = 128, summary: CountOrZero = 8) -> Var
 
     Source: Child et al., Sparse Transformers (2019), section 4.2.
     """
-    return _causal(patterns.fixed(stride, summary))
+    return _looking(heads, patterns.fixed(stride, summary))
 
 
 def _window_is_odd(window: int, block: int, globals: int, random: int) -> None:
@@ -167,7 +174,8 @@ def bigbird(
 ) -> Variation:
     """In blocks: a window, the first blocks, and random ones, other ones in every head.
 
-    What lies behind a token is left out, so that of ``window`` and ``random`` about half remain.
+    In a language model what lies behind a token is left out, so that of ``window`` and ``random``
+    about half remain.
     The draws are the same in every run.
 
     Source: Zaheer et al., Big Bird (2020), section 2 and appendix D.
@@ -187,7 +195,7 @@ def bigbird(
         rows = -(-length // block)
         return patterns.layout(tiles[:, :rows, :rows], (block, block))
 
-    return Variation(masks.causal(), None, pattern)
+    return Variation(masks.causal() if heads.causal else masks.window(None, None), None, pattern)
 
 
 @register("variant")
@@ -196,11 +204,12 @@ def butterfly(heads: Heads, *, block: Count = 128) -> Variation:
 
     Source: Dao et al., FlashAttention (2022), section 3.3.
     """
-    return _causal(patterns.butterfly(block))
+    return _looking(heads, patterns.butterfly(block))
 
 
-def _causal(pattern: masks.Mask) -> Variation:
-    return Variation(pattern & masks.causal(), None)
+def _looking(heads: Heads, pattern: masks.Mask) -> Variation:
+    """The pattern, of language models without what is to come."""
+    return Variation(pattern & masks.causal() if heads.causal else pattern, None)
 
 
 @register("variant")
@@ -218,11 +227,12 @@ def alibi(heads: Heads) -> Variation:
 
 @register("variant")
 def softcap(heads: Heads, *, cap: Positive = 50.0) -> Variation:
-    """Causal, with scores kept inside (-cap, cap) by cap * tanh(s / cap).
+    """Scores kept inside (-cap, cap) by cap * tanh(s / cap).
 
     Source: Gemma 2 technical report (2024), section 2.
     """
-    return Variation(masks.causal(), scores.softcap(cap))
+    mask = masks.causal() if heads.causal else masks.window(None, None)
+    return Variation(mask, scores.softcap(cap))
 
 
 def alibi_slopes(heads: int) -> list[float]:

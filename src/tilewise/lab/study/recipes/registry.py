@@ -31,7 +31,17 @@ __all__ = ["Recipe", "find", "load_file", "names", "recipe"]
 
 _RECIPES: dict[str, Recipe] = {}
 # Where the recipes of the package are; imported when one is first asked for.
-_MODULES = ("kernels", "laptop", "wikitext", "longer_context", "factorial", "bert_glue")
+_MODULES = (
+    "kernels",
+    "laptop",
+    "wikitext",
+    "longer_context",
+    "factorial",
+    "bert_glue",
+    "listops",
+    "long_documents",
+    "h200",
+)
 
 
 class Recipe(NamedTuple):

@@ -4,13 +4,15 @@ A subclass says where examples come from and what counts (``GlueTask`` in ``glue
 
     class Tones(Classification):
         tokenizers = ("wordpiece",)
+        sources = "tones, or the path of a folder"
         classes = 2
-        metrics = ("accuracy", "cross_entropy")
 
         def prepare(self, config, cache):
             return Examples(...)        # tokens and labels, split: tasks/examples.py
 
-``held_out`` of its ``Examples`` may have several parts; the first one gives the loss. Batches have
+``held_out`` of its ``Examples`` may have several parts; the first one gives the loss. A task whose
+examples differ much in length says ``quarters = True``: its metrics then have the accuracy on each
+quarter of the held-out examples, from the shortest to the longest. Batches have
 no padding: sequences of different lengths lie one after the other, through
 ``tilewise.attention_varlen``. An epoch goes once through all examples in a shuffled order, drawn
 anew for each epoch from the seed; batches are full, the last one of an epoch goes on with the next.
@@ -21,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +33,7 @@ from torch.nn import functional
 
 from tilewise.errors import InvalidArgument
 from tilewise.lab.models.bert import BERT, Head, Packed, pack
-from tilewise.lab.study.config import RunConfig, Training
+from tilewise.lab.study.config import Data, RunConfig, Training
 from tilewise.lab.study.data.order import shuffled
 from tilewise.lab.study.records import LayerSoftmax
 from tilewise.lab.study.tasks import scores
@@ -43,7 +45,8 @@ from tilewise.lab.study.train.softmaxes import look_at
 
 __all__ = ["Classification", "ExampleBatches", "Output", "evaluating", "looked_up"]
 
-_ROWS = 32  # sequences of an evaluation's forward pass
+_ROWS = 32  # sequences of an evaluation's forward pass, and fewer of long ones
+_TOKENS = 8192
 
 
 class Output(NamedTuple):
@@ -52,10 +55,12 @@ class Output(NamedTuple):
     Args:
         logits: float64 [n, classes]; [n] of a number.
         labels: int64 [n], or float64 [n].
+        lengths: tokens of each example before any was cut off, int64 [n]; None if nobody asks.
     """
 
     logits: NDArray[np.float64]
     labels: NDArray[Any]
+    lengths: NDArray[np.int64] | None = None
 
     @property
     def predicted(self) -> NDArray[np.int64]:
@@ -155,12 +160,14 @@ class _Examination(Examination):
 
     def _output(self, model: nn.Module, split: Split, device: torch.device) -> Output:
         logits = []
-        for at in range(0, len(split), _ROWS):
-            indices = list(range(at, min(at + _ROWS, len(split))))
+        rows = min(_ROWS, max(1, _TOKENS // self._context))
+        for at in range(0, len(split), rows):
+            indices = list(range(at, min(at + rows, len(split))))
             packed, _ = packed_of(self._data, split, indices, self._context)
             logits.append(model(packed.to(device)).double().cpu())
         whole: NDArray[np.float64] = torch.cat(logits).numpy()
-        return Output(whole[:, 0] if self._task.classes == 1 else whole, split.labels)
+        lengths = self._data.lengths(split)
+        return Output(whole[:, 0] if self._task.classes == 1 else whole, split.labels, lengths)
 
 
 class Classification(AbstractTask):
@@ -174,9 +181,16 @@ class Classification(AbstractTask):
     families = ("bert",)
     fine_tunes = True
     classes: int  # 1: a number, learnt by squared error
+    quarters: bool = False
+    sources: ClassVar[str]  # what data.source may be, in words
 
     def __init__(self, pooling: Literal["first", "mean"] = "first") -> None:
         self.pooling: Literal["first", "mean"] = pooling
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The accuracy and the loss, and the accuracy by length where that says something."""
+        return ("accuracy", *(scores.QUARTERS if self.quarters else ()), self.loss_name)
 
     @property
     def loss_name(self) -> str:
@@ -186,6 +200,15 @@ class Classification(AbstractTask):
     def check(self, config: RunConfig) -> None:
         """See ``AbstractTask``."""
         super().check(config)
+        if config.data.source == Data().source:
+            raise InvalidArgument("data.source", repr(config.data.source), self.sources)
+        for key in ("held_out", "size_cap_bytes"):
+            came, standard = getattr(config.data, key), getattr(Data(), key)
+            if came != standard:
+                required = (
+                    f"{standard}, which says nothing here: the task has its own held-out part"
+                )
+                raise InvalidArgument(f"data.{key}", str(came), required)
         training = config.training
         if training.compile:
             required = "false: sequences differ in length, and every batch would be compiled anew"
@@ -223,7 +246,13 @@ class Classification(AbstractTask):
     def score(self, outputs: Mapping[str, Output]) -> dict[str, float | None]:
         """The metrics of all held-out parts but the loss; here the accuracy of the first part."""
         output = next(iter(outputs.values()))
-        return {"accuracy": scores.accuracy(output.predicted, output.labels)}
+        found: dict[str, float | None] = {
+            "accuracy": scores.accuracy(output.predicted, output.labels)
+        }
+        if self.quarters:
+            assert output.lengths is not None
+            found |= scores.by_length(output.predicted, output.labels, output.lengths)
+        return found
 
     def examination(self, config: RunConfig, data: Examples) -> Examination:
         """All held-out examples."""

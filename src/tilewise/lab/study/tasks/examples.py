@@ -144,14 +144,14 @@ class Examples:
         second = None if split.second is None else split.second[index]
         return joined(split.first[index], second, context, self.start, self.border)
 
-    def lengths(self, split: Split, context: int) -> NDArray[np.int64]:
-        """Tokens of each example's sequence."""
+    def lengths(self, split: Split, context: int | None = None) -> NDArray[np.int64]:
+        """Tokens of each example's sequence, cut at a context or whole."""
         parts = 1 if split.second is None else 2
         special = (self.start is not None) + parts * (self.border is not None)
         whole = split.first.lengths + special
         if split.second is not None:
             whole = whole + split.second.lengths
-        return np.minimum(whole, context)
+        return whole if context is None else np.minimum(whole, context)
 
 
 def joined(

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.config import Data, RunConfig
+from tilewise.lab.study.config import RunConfig
 from tilewise.lab.study.data.corpus import data_folder
 from tilewise.lab.study.data.order import shuffled
 from tilewise.lab.study.data.wordpiece import WordPiece, wordpiece
@@ -44,6 +44,7 @@ class GlueTask(Classification):
     """
 
     tokenizers = ("wordpiece",)
+    sources = "glue, the path of a folder with GLUE's files, or hub:NAME"
 
     def __init__(
         self, dataset: str, train_examples: int, pooling: Literal["first", "mean"]
@@ -57,18 +58,6 @@ class GlueTask(Classification):
     def metrics(self) -> tuple[str, ...]:
         """Those that GLUE has for the data set, and the loss."""
         return (*self.dataset.metrics, self.loss_name)
-
-    def check(self, config: RunConfig) -> None:
-        """See ``AbstractTask``."""
-        super().check(config)
-        if config.data.source == Data().source:
-            required = "glue, the path of a folder with GLUE's files, or hub:NAME"
-            raise InvalidArgument("data.source", repr(config.data.source), required)
-        for key in ("held_out", "size_cap_bytes"):
-            came, standard = getattr(config.data, key), getattr(Data(), key)
-            if came != standard:
-                required = f"{standard}, which says nothing here: GLUE has a held-out part"
-                raise InvalidArgument(f"data.{key}", str(came), required)
 
     def prepare(self, config: RunConfig, cache: Path) -> Examples:
         """The data set's sentences as tokens."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.lab.study.data.corpus import data_folder
+from tilewise.errors import InvalidArgument
+from tilewise.lab.study.tasks.files import ended, folder_of, lines
+from tilewise.lab.study.tasks.hub import HUB, table
 
 __all__ = ["DATASETS", "Dataset", "Rows", "read"]
 
-HUB = "hub:"
 _TRAIN, _HELD_OUT = "train", "held_out"
 _ENTAILMENT = ("entailment", "not_entailment")
 
@@ -147,48 +146,34 @@ def read(dataset: Dataset, source: str) -> dict[str, Rows]:
         Unsupported: the Hub without the package datasets.
     """
     if source.startswith(HUB):
-        return _from_hub(dataset, source.removeprefix(HUB))
-    folder = _folder(source) / dataset.folder
+        return _from_hub(dataset, source)
+    folder = folder_of(source, "glue", "glue") / dataset.folder
     return {part: _from_file(dataset, folder, file) for part, (file, _) in dataset.parts.items()}
 
 
-def _folder(source: str) -> Path:
-    if source != "glue":
-        return Path(source).expanduser()
-    named = data_folder()
-    if named is None:
-        fix = "Name the folder that has glue/CoLA and so on, or set data.source to its path."
-        raise InvalidArgument("data.source", "'glue' and no TILEWISE_DATA", "both", fix)
-    return named / "glue"
-
-
 def _from_file(dataset: Dataset, folder: Path, file: str) -> Rows:
-    candidates = [folder / f"{file}.tsv", folder / f"{file}.tsv.gz"]
-    path = next((each for each in candidates if each.is_file()), None)
+    path = ended(folder / f"{file}.tsv")
     if path is None:
         fix = (
             f"Get it with: curl -LO https://dl.fbaipublicfiles.com/glue/data/{dataset.folder}.zip"
             " (MRPC: from Microsoft), or set data.source=hub:nyu-mll/glue."
         )
-        required = f"{candidates[0].name} of GLUE's {dataset.folder}"
+        required = f"{file}.tsv of GLUE's {dataset.folder}"
         raise InvalidArgument("data.source", f"{folder} without it", required, fix)
-    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    # A line is a row, whatever quotes or other kinds of line ends are in its text.
-    lines = data.decode("utf-8-sig").removesuffix("\n").split("\n")
-    table = [line.removesuffix("\r").split("\t") for line in lines]
-    header = list(dataset.header) or table.pop(0)
+    rows = [line.split("\t") for line in lines(path)]  # whatever quotes are in its text
+    header = list(dataset.header) or rows.pop(0)
     at = {column: header.index(column) for column in _columns(dataset) if column in header}
     missing = [column for column in _columns(dataset) if column not in at]
     if missing:
         came = f"{path} with the columns {', '.join(header)}"
         raise InvalidArgument("data.source", came, f"a column {missing[0]!r}, as GLUE has it")
-    for number, row in enumerate(table, 1 + (not dataset.header)):
+    for number, row in enumerate(rows, 1 + (not dataset.header)):
         if len(row) <= max(at.values()):
             came = f"{path}, line {number}: {len(row)} columns"
             raise InvalidArgument("data.source", came, f"{len(header)}, as GLUE has it")
-    labels = [_label(dataset, row[at[dataset.label]], path) for row in table]
-    second = [row[at[dataset.second]] for row in table] if dataset.second else None
-    return Rows([row[at[dataset.first]] for row in table], second, labels)
+    labels = [_label(dataset, row[at[dataset.label]], path) for row in rows]
+    second = [row[at[dataset.second]] for row in rows] if dataset.second else None
+    return Rows([row[at[dataset.first]] for row in rows], second, labels)
 
 
 def _columns(dataset: Dataset) -> list[str]:
@@ -210,37 +195,26 @@ def _label(dataset: Dataset, text: str, path: Path) -> float:
     return score
 
 
-def _from_hub(dataset: Dataset, name: str) -> dict[str, Rows]:
-    """By a name of the Hub, or the path of a folder that is laid out like a data set there."""
-    try:
-        import datasets
-    except ImportError:
-        fix = "pip install 'tilewise[hub]', or set data.source to a folder with GLUE's files"
-        raise Unsupported("a data set of the Hub without the package datasets", fix=fix) from None
-    found = {}
-    for part, (_, split) in dataset.parts.items():
-        try:
-            table = datasets.load_dataset(name, dataset.name, split=split)
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-            came = f"{HUB}{name} ({' '.join(str(error).split())[:200]})"
-            required = f"a data set with the configuration {dataset.name} and the split {split}"
-            raise InvalidArgument("data.source", came, required) from None
-        found[part] = _hub_rows(dataset, table, f"{HUB}{name}")
-    return found
+def _from_hub(dataset: Dataset, source: str) -> dict[str, Rows]:
+    files = "a folder with GLUE's files"
+    return {
+        part: _hub_rows(dataset, table(source, dataset.name, split, files), source)
+        for part, (_, split) in dataset.parts.items()
+    }
 
 
-def _hub_rows(dataset: Dataset, table: Any, source: str) -> Rows:
+def _hub_rows(dataset: Dataset, rows: Any, source: str) -> Rows:
     first = dataset.hub_first or dataset.first
     second = (dataset.hub_second or dataset.second) if dataset.second else ""
-    missing = [each for each in (first, second, "label") if each and each not in table.column_names]
+    missing = [each for each in (first, second, "label") if each and each not in rows.column_names]
     if missing:
-        came = f"{source} with the columns {', '.join(table.column_names)}"
+        came = f"{source} with the columns {', '.join(rows.column_names)}"
         raise InvalidArgument("data.source", came, f"a column {missing[0]!r}")
-    labels = [float(each) for each in table["label"]]
+    labels = [float(each) for each in rows["label"]]
     if dataset.labels:
         odd = [each for each in labels if each not in range(len(dataset.labels))]
         if odd:
             came = f"{source} with the label {odd[0]:g}"
             raise InvalidArgument("data.source", came, f"0 to {len(dataset.labels) - 1}")
-    others = [str(each) for each in table[second]] if second else None
-    return Rows([str(each) for each in table[first]], others, labels)
+    others = [str(each) for each in rows[second]] if second else None
+    return Rows([str(each) for each in rows[first]], others, labels)

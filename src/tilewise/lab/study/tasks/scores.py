@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["accuracy", "f1", "matthews", "pearson", "ranks", "spearman"]
+__all__ = ["QUARTERS", "accuracy", "by_length", "f1", "matthews", "pearson", "ranks", "spearman"]
 
+QUARTERS = tuple(f"accuracy_quarter_{number}" for number in (1, 2, 3, 4))
 Classes = NDArray[np.int64]
 Numbers = NDArray[Any]
 
@@ -17,6 +18,24 @@ Numbers = NDArray[Any]
 def accuracy(predicted: Classes, true: Classes) -> float:
     """The share of predictions that are right."""
     return float(np.mean(predicted == true))
+
+
+def by_length(predicted: Classes, true: Classes, lengths: NDArray[np.int64]) -> dict[str, float]:
+    """The accuracy on each quarter of the examples, the shortest first; see ``QUARTERS``.
+
+    Of equal lengths those that come first count as shorter, so that quarters are as large as can
+    be; what does not go into four makes the first ones larger.
+
+    Args:
+        predicted: int64 [n], n at least 4.
+        true: likewise.
+        lengths: what sorts the examples, likewise.
+    """
+    quarters = np.array_split(np.argsort(lengths, kind="stable"), len(QUARTERS))
+    return {
+        name: accuracy(predicted[each], true[each])
+        for name, each in zip(QUARTERS, quarters, strict=True)
+    }
 
 
 def f1(predicted: Classes, true: Classes) -> float:

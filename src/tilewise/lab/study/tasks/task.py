@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewise.errors import InvalidArgument
+from tilewise.lab.study.choices.variants import ENCODER
 from tilewise.lab.study.config import RunConfig, Training
 from tilewise.lab.study.records import LayerSoftmax, Sample
 
@@ -159,9 +160,9 @@ class AbstractTask(ABC):
             came = repr(config.model.checkpoint)
             raise InvalidArgument("model.checkpoint", came, f"none: {task} begins from scratch")
         self._check_factors(config)
-        if config.model.family == "bert" and config.attention.variant.name != "full":
+        if config.model.family == "bert" and config.attention.variant.name not in ENCODER:
             came = config.attention.variant.name
-            required = "full: an encoder's tokens see all of their sequence"
+            required = f"one of {', '.join(ENCODER)}: an encoder's tokens look both ways"
             raise InvalidArgument("attention.variant", came, required)
         evaluation = config.evaluation
         if evaluation.sample_tokens and not self.writes:
@@ -172,7 +173,7 @@ class AbstractTask(ABC):
             raise InvalidArgument("evaluation.final_stride", came, f"0 for task {task}")
         if config.budget.tokens is not None and not self.learns_text:
             came = f"{config.budget.tokens} tokens"
-            required = f"budget.steps: sequences of task {task} differ in length"
+            required = f"budget.steps: task {task} counts examples"
             raise InvalidArgument("budget", came, required)
 
     def _check_factors(self, config: RunConfig) -> None:

@@ -1,0 +1,65 @@
+"""Files of data sets: where they are, and their lines, packed by gzip or not."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+from tilewise.errors import InvalidArgument
+from tilewise.lab.study.data.corpus import data_folder
+
+__all__ = ["ended", "folder_of", "lines", "objects"]
+
+
+def folder_of(source: str, name: str, inside: str) -> Path:
+    """The folder of ``data.source``.
+
+    Args:
+        source: ``name``, for the one in the folder ``TILEWISE_DATA``, or a path.
+        name: of the data set.
+        inside: where it is in that folder.
+
+    Raises:
+        InvalidArgument: its name, where no ``TILEWISE_DATA`` says where it is.
+    """
+    if source != name:
+        return Path(source).expanduser()
+    named = data_folder()
+    if named is None:
+        fix = f"Name the folder that has {inside}, or set data.source to its path."
+        raise InvalidArgument("data.source", f"{name!r} and no TILEWISE_DATA", "both", fix)
+    return named / inside
+
+
+def ended(path: Path) -> Path | None:
+    """The file of that name, or with ``.gz`` behind it; None where neither is there."""
+    candidates = (path, path.with_name(f"{path.name}.gz"))
+    return next((each for each in candidates if each.is_file()), None)
+
+
+def lines(path: Path) -> list[str]:
+    """The lines of a file in UTF-8: only a newline ends one, whatever else is in the text."""
+    data = path.read_bytes()
+    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+
+
+def objects(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines.
+
+    Raises:
+        InvalidArgument: a line that is none.
+    """
+    found = []
+    for number, line in enumerate(lines(path), 1):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            came = f"{path}, line {number}: {line[:40]!r}"
+            raise InvalidArgument("data.source", came, "an object in JSON on every line")
+        found.append(value)
+    return found

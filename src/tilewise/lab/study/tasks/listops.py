@@ -1,0 +1,195 @@
+"""ListOps: what a nested expression of operators on lists of digits comes to, 0 to 9.
+
+``[MAX 2 9 [MIN 4 7 ] 0 ]`` is 9. Operators are MIN, MAX, MED (the integer part of the median) and
+SM (the sum modulo 10). The parentheses of the files say nothing that brackets do not, and are no
+tokens, as in the Long Range Arena; before an expression stands a start token.
+
+Two forms: ``"lra"``, the Long Range Arena's expressions of 500 to 2,000 tokens, and ``"nyu"``, the
+original ones, most of them shorter than 50. A part of an expression has another value than the
+whole, so that none is ever cut: a context that is too short is refused, and ``longest`` leaves
+longer ones out. Of classes that are drawn so, 0 and 9 are the most frequent (each about 17 %), and
+who sees the first operator alone knows more than chance: MAX is mostly 9 and MIN mostly 0.
+
+Sources: Nangia and Bowman, ListOps: A Diagnostic Dataset for Latent Tree Learning (2018); Tay et
+al., Long Range Arena (2021), section 2.2.1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from tilewise.errors import InvalidArgument
+from tilewise.lab.study.config import RunConfig
+from tilewise.lab.study.tasks.classification import Classification, ExampleBatches
+from tilewise.lab.study.tasks.examples import Examples, Ragged, Split
+from tilewise.lab.study.tasks.files import ended, folder_of, lines
+from tilewise.lab.study.tasks.hub import HUB
+from tilewise.lab.study.tasks.task import Examination
+
+__all__ = ["ListOps", "tokens_of"]
+
+_WORDS = ("[MIN", "[MAX", "[MED", "[SM", "]", *"0123456789")
+_NUMBERS = {word: number for number, word in enumerate(_WORDS)}
+_SILENT = ("(", ")")
+_START = len(_WORDS)
+_HELD_OUT_PARTS = 10  # one part in so many of NYU's expressions where they have one file only
+_SITE = "https://github.com/google-research/long-range-arena and https://github.com/nyu-mll/spinn"
+
+
+class _Form(NamedTuple):
+    """The files of a form.
+
+    Args:
+        train: its file.
+        held_out: its files; all that are there are taken together.
+        header: the first line says what columns are.
+        label: which column; the expression is in the other one.
+    """
+
+    train: str
+    held_out: tuple[str, ...]
+    header: bool
+    label: int
+
+
+_FORMS = {
+    "lra": _Form("basic_train.tsv", ("basic_val.tsv", "basic_test.tsv"), header=True, label=1),
+    "nyu": _Form("train_d20s.tsv", ("test_d20s.tsv",), header=False, label=0),
+}
+
+
+class ListOps(Classification):
+    """The value of an expression.
+
+    ``data.source`` is ``"listops"`` (the folder of that name in ``TILEWISE_DATA``, with ``lra`` and
+    ``nyu`` in it), or the path of a folder that has the files of the form itself. Validation and
+    test set of the Arena are held out together. Where NYU's training file is not there, a tenth of
+    its test file is held out, by a hash of the expression: the same ones whatever ``longest`` is.
+
+    Args:
+        form: ``"lra"`` or ``"nyu"``.
+        longest: leave out expressions of more tokens (the start token not counted); 0 for none.
+        pooling: as of ``Classification``.
+    """
+
+    tokenizers = ("listops",)
+    classes = 10
+    quarters = True
+    sources = "listops, or the path of a folder with the files of the form"
+
+    def __init__(
+        self, form: Literal["lra", "nyu"], longest: int, pooling: Literal["first", "mean"]
+    ) -> None:
+        super().__init__(pooling)
+        self.form, self.longest = form, longest
+
+    def check(self, config: RunConfig) -> None:
+        """See ``AbstractTask``."""
+        super().check(config)
+        if config.data.source.startswith(HUB):
+            raise InvalidArgument("data.source", repr(config.data.source), self.sources)
+        if self.longest and config.model.context < self.longest + 1:
+            self._refuse(config, self.longest)
+
+    def prepare(self, config: RunConfig, cache: Path) -> Examples:
+        """The expressions as tokens."""
+        form, source = _FORMS[self.form], config.data.source
+        folder = folder_of(source, "listops", f"listops/{self.form}")
+        train, held_out = (
+            [path for name in names if (path := ended(folder / name)) is not None]
+            for names in ((form.train,), form.held_out)
+        )
+        if not held_out or (not train and self.form == "lra"):
+            name = form.held_out[-1] if train else form.train
+            fix = f"Get it from {_SITE}, or set data.source."
+            raise InvalidArgument("data.source", f"{folder} without {name}", name, fix)
+        rows = [row for path in held_out for row in self._rows(path)]
+        learnt = [row for path in train for row in self._rows(path)]
+        if not train:
+            learnt = [row for row in rows if not _kept_out(row)]
+            rows = [row for row in rows if _kept_out(row)]
+        limit = f" of at most {self.longest:,} tokens" if self.longest else ""
+        return Examples(
+            name=f"ListOps ({self.form.upper()}){limit}",
+            source=source,
+            vocabulary=len(_WORDS) + 1,
+            start=_START,
+            border=None,
+            train=_split(learnt),
+            held_out={"held_out": _split(rows)},
+            tokenizer="listops",
+        )
+
+    def batches(self, config: RunConfig, data: Examples, seed: int) -> ExampleBatches:
+        """See ``Classification``."""
+        self._check_fits(config, data)
+        return super().batches(config, data, seed)
+
+    def examination(self, config: RunConfig, data: Examples) -> Examination:
+        """See ``Classification``."""
+        self._check_fits(config, data)
+        return super().examination(config, data)
+
+    def _check_fits(self, config: RunConfig, data: Examples) -> None:
+        longest = max(
+            int(each.first.lengths.max()) for each in (data.train, *data.held_out.values())
+        )
+        if config.model.context < longest + 1:
+            self._refuse(config, longest)
+
+    def _refuse(self, config: RunConfig, longest: int) -> None:
+        required = f"{longest + 1:,}, the longest expression and a start token, or more"
+        fix = f"Or set task.longest to {config.model.context - 1:,}: expressions are never cut."
+        raise InvalidArgument("model.context", f"{config.model.context:,}", required, fix)
+
+    def _rows(self, path: Path) -> list[_Row]:
+        """The expressions of a file that are not too long."""
+        form = _FORMS[self.form]
+        found = []
+        for number, line in enumerate(lines(path), 1):
+            if form.header and number == 1:
+                continue
+            columns = line.split("\t")
+            if len(columns) != 2 or columns[form.label] not in _WORDS[5:]:
+                came = f"{path}, line {number}: {line[:40]!r}"
+                order = "an expression and its" if form.label else "a"
+                other = "" if form.label else " and its expression"
+                required = f"{order} value from 0 to 9{other}, with a tab between them"
+                raise InvalidArgument("data.source", came, required)
+            try:
+                tokens = tokens_of(columns[1 - form.label])
+            except KeyError as error:
+                came = f"{path}, line {number}: {error.args[0]!r}"
+                required = f"one of {' '.join((*_WORDS, *_SILENT))}"
+                raise InvalidArgument("data.source", came, required) from None
+            if tokens and (not self.longest or len(tokens) <= self.longest):
+                found.append(_Row(tokens, int(columns[form.label])))
+        return found
+
+
+class _Row(NamedTuple):
+    tokens: list[int]
+    label: int
+
+
+def tokens_of(expression: str) -> list[int]:
+    """The tokens of an expression, parentheses left out.
+
+    Raises:
+        KeyError: a word that is no token.
+    """
+    return [_NUMBERS[word] for word in expression.split() if word not in _SILENT]
+
+
+def _kept_out(row: _Row) -> bool:
+    """Whether an expression is held out, by nothing but itself."""
+    return hashlib.sha256(bytes(row.tokens)).digest()[0] % _HELD_OUT_PARTS == 0
+
+
+def _split(rows: list[_Row]) -> Split:
+    labels = np.array([row.label for row in rows], np.int64)
+    return Split(Ragged.of([row.tokens for row in rows]), None, labels)

@@ -195,14 +195,14 @@ class SelfAttention(nn.Module):
         mask: masks.Mask | None,
         dropout_p: float,
     ) -> Tensor:
-        if self.on_statistics is None:
-            return attention_varlen(q, k, v, borders, borders, mask=mask, dropout_p=dropout_p)
+        watched = self.on_statistics is not None
         found = attention_varlen(
-            q, k, v, borders, borders, mask=mask, dropout_p=dropout_p, return_stats=True
+            q, k, v, borders, borders, mask=mask, dropout_p=dropout_p, return_stats=watched
         )
-        assert found.stats is not None
-        self.on_statistics(found.stats)
-        return found.out
+        if self.on_statistics is not None:
+            self.on_statistics(found.stats)
+        out: Tensor = found.out if watched else found
+        return out
 
 
 def _seen(packed: Packed, mask: masks.Mask | None, heads: int) -> Tensor:

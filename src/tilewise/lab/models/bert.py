@@ -195,13 +195,15 @@ class SelfAttention(nn.Module):
         mask: masks.Mask | None,
         dropout_p: float,
     ) -> Tensor:
-        watched = self.on_statistics is not None
-        found = attention_varlen(
-            q, k, v, borders, borders, mask=mask, dropout_p=dropout_p, return_stats=watched
-        )
-        if self.on_statistics is not None:
-            self.on_statistics(found.stats)
-        out: Tensor = found.out if watched else found
+        rest: dict[str, Any] = {"mask": mask, "dropout_p": dropout_p}
+        out: Tensor
+        if self.on_statistics is None:
+            out = attention_varlen(q, k, v, borders, borders, **rest)
+            return out
+        found = attention_varlen(q, k, v, borders, borders, **rest, return_stats=True)
+        assert found.stats is not None
+        self.on_statistics(found.stats)
+        out = found.out
         return out
 
 

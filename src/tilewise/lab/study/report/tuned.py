@@ -21,7 +21,7 @@ __all__ = ["sweep_chart", "sweep_table"]
 
 _LETTER = 9.2
 _LONGEST = 15
-_APART = 1 / 6  # of the axis: its numbers do not touch
+_APART = 1 / 4  # of the axis: its numbers do not touch
 
 
 class _Trials(NamedTuple):

@@ -1,0 +1,93 @@
+"""BERT by several processes: taken up by two, a run of one goes on to the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lab.study.tasks.small import WORDS, config_of, write_glue
+from tests.lab.study.train.toys import Killed, killed_after
+from tilewise.lab.study.conduct.process import Process, Setting
+from tilewise.lab.study.config import RunConfig, change
+from tilewise.lab.study.data.corpus import data_folder
+from tilewise.lab.study.records import RunRecord
+from tilewise.lab.study.run import Run
+from tilewise.lab.study.train import child
+from tilewise.lab.study.train.child import Job
+from tilewise.lab.study.train.team import Strategy
+
+pytest.importorskip("tokenizers")
+_FOLDER = data_folder()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        _FOLDER is None or not (_FOLDER / "vocab" / "bert-base-uncased").exists(),
+        reason="no vocab/bert-base-uncased in TILEWISE_DATA",
+    ),
+]
+DROPOUT: dict[str, Any] = {"model.dropout": {"embedding": 0.1, "attention": 0.1, "residual": 0.1}}
+
+
+def _config(task: str, folder: Path) -> RunConfig:
+    """Four steps of two micro-batches, which differ in tokens or in what is hidden."""
+    if task == "glue":
+        return config_of(write_glue(folder / "glue", "cola"), **DROPOUT)
+    path = folder / "text.txt"
+    path.write_text("\n".join(" ".join(WORDS) for _ in range(120)) + "\n")
+    masked = {"task": {"name": task, "probability": 0.2}, "data.held_out": 0.2}
+    return change(config_of(path, **DROPOUT), masked)
+
+
+def _setting(folder: Path, study: str, processes: int, strategy: Strategy = "ddp") -> Setting:
+    return Setting(
+        folder / study,
+        folder / "cache",
+        processes=processes,
+        strategy=strategy,
+        checkpoint_every_s=0.0,
+    )
+
+
+def _losses(record: RunRecord) -> tuple[list[Any], list[Any]]:
+    return (
+        [(each.step, each.loss, each.gradient_norm, each.tokens) for each in record.steps],
+        [(each.step, each.tokens, each.loss, each.metrics) for each in record.evaluations],
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "strategy"),
+    [
+        ("masked-language-modelling", "ddp"),
+        ("glue", "ddp"),
+        ("masked-language-modelling", "fsdp"),
+    ],
+)
+def test_two_processes_take_up_what_one_began(
+    task: str, strategy: Strategy, tmp_path: Path
+) -> None:
+    run = Run("e", "arm", 0, _config(task, tmp_path))
+    whole, parts = (_setting(tmp_path, study, 1) for study in ("whole", "parts"))
+    child.work(Job.from_json(whole.job(run)))
+    with killed_after(2), pytest.raises(Killed):
+        child.work(Job.from_json(parts.job(run)))
+    two = _setting(tmp_path, "parts", 2, strategy)
+    process = Process(two, two.job(run))
+    try:
+        outcome = process.outcome()
+    finally:
+        process.close()
+    assert outcome.code == 0, outcome.lines
+    one, both = RunRecord.read(whole.record(run)), RunRecord.read(parts.record(run))
+    assert [each.environment["processes"] for each in both.starts] == [1, 2]
+    assert [each.from_step for each in both.starts] == [0, 2]
+    if strategy == "ddp":
+        assert _losses(both) == _losses(one)
+        assert both.end == one.end  # the weights and the optimizer's state, to the bit
+        return
+    for mine, theirs in zip(one.steps, both.steps, strict=True):
+        assert theirs.loss == pytest.approx(mine.loss, rel=1e-5)
+        assert theirs.tokens == mine.tokens
+    assert both.evaluations[-1].loss == pytest.approx(one.evaluations[-1].loss, rel=1e-5)

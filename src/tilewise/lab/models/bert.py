@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewise import attention_varlen, masks, visible_pairs
 from tilewise.errors import InvalidArgument
+from tilewise.functional import SoftmaxStats
 from tilewise.lab.models import bert_files as files
 from tilewise.lab.models.packed import Packed
 from tilewise.nn import Implementation
@@ -97,12 +98,17 @@ class SelfAttention(nn.Module):
         shape: of the model.
         implementation: ``"tilewise"`` (no padding), or ``"sdpa"`` and ``"plain"``, which pad to the
             longest sequence and mask the padding; the attribute may be changed at any time.
+
+    Attributes:
+        on_statistics: None, or called with the ``SoftmaxStats`` of every forward pass ([H, T] each)
+            of ``"tilewise"``; the others keep none.
     """
 
     def __init__(self, shape: Shape, implementation: Implementation) -> None:
         super().__init__()
         self.heads, self.dropout_p = shape.heads, shape.attention_dropout
         self.implementation: Implementation = implementation
+        self.on_statistics: Callable[[SoftmaxStats], None] | None = None
         self.query = nn.Linear(shape.width, shape.width)
         self.key = nn.Linear(shape.width, shape.width)
         self.value = nn.Linear(shape.width, shape.width)
@@ -116,8 +122,7 @@ class SelfAttention(nn.Module):
         )
         dropout_p = self.dropout_p if self.training else 0.0
         if self.implementation == "tilewise":
-            borders = packed.borders
-            out = attention_varlen(q, k, v, borders, borders, mask=mask, dropout_p=dropout_p)
+            out = self._unpadded(q, k, v, packed.borders, mask, dropout_p)
         elif self.implementation in ("plain", "sdpa"):
             seen = _seen(packed, mask, self.heads)
             out = _padded(q, k, v, packed, seen, dropout_p, self.implementation)
@@ -126,6 +131,26 @@ class SelfAttention(nn.Module):
             raise InvalidArgument("implementation", repr(self.implementation), required)
         merged: Tensor = self.output(out.flatten(1))
         return merged
+
+    def _unpadded(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        borders: Tensor,
+        mask: masks.Mask | None,
+        dropout_p: float,
+    ) -> Tensor:
+        rest: dict[str, Any] = {"mask": mask, "dropout_p": dropout_p}
+        out: Tensor
+        if self.on_statistics is None:
+            out = attention_varlen(q, k, v, borders, borders, **rest)
+            return out
+        found = attention_varlen(q, k, v, borders, borders, **rest, return_stats=True)
+        assert found.stats is not None
+        self.on_statistics(found.stats)
+        out = found.out
+        return out
 
 
 def _seen(packed: Packed, mask: masks.Mask | None, heads: int) -> Tensor:

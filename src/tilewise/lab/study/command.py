@@ -23,7 +23,8 @@ from tilewise.errors import InvalidArgument
 from tilewise.lab.study import overrides, recipes, store
 from tilewise.lab.study.browse import compare, find, show
 from tilewise.lab.study.choices import registry
-from tilewise.lab.study.conduct import conductor
+from tilewise.lab.study.conduct import conductor, predict
+from tilewise.lab.study.config import Study
 from tilewise.lab.study.train.team import STRATEGIES
 
 __all__ = ["demo", "main"]
@@ -78,6 +79,10 @@ def _run(argv: Sequence[str], parser: argparse.ArgumentParser | None = None) -> 
     console = _console()
     for note in overrides.notes(study, options.set):
         console.print(Text(f"Note: {note}."), soft_wrap=True)
+    if options.dry_run:
+        return _dry_run(study, options.chip, console)
+    if options.chip:
+        raise InvalidArgument("--chip", repr(options.chip), "--dry-run too: it is predicted for")
     request = conductor.Request(
         study=study,
         command=shlex.join(["tilewise", "study", "run", *argv] if argv else _BARE),
@@ -92,6 +97,16 @@ def _run(argv: Sequence[str], parser: argparse.ArgumentParser | None = None) -> 
         confirm=None if options.yes or not sys.stdin.isatty() else _confirm,
     )
     return conductor.conduct(request, console)
+
+
+def _dry_run(study: Study, chip: str | None, console: Console) -> int:
+    """Print what a study would take on a GPU, and run nothing."""
+    name = chip or study.chip
+    if not name:
+        came, fix = f"{study.name}, which names no chip", "For example: --chip h200."
+        raise InvalidArgument("--dry-run", came, "the GPU to predict for, --chip NAME", fix)
+    console.print(predict.dry_run(study, predict.gpu_named(name)))
+    return 0
 
 
 _BARE = ["tilewise", "study", "run", DEFAULT]
@@ -294,6 +309,12 @@ def _with_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="show the runs in tensorboard, mlflow or your own file.py:function (repeat): "
         "docs/trackers.md",
     )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print what every arm would take on a GPU, in hours and memory, and run nothing",
+    )
+    add("--chip", metavar="NAME", help="that --dry-run is for, e.g. h200 (the study's own)")
     add("--yes", action="store_true", help="start a long study without asking")
     _add_out(parser)
     return parser

@@ -19,6 +19,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study.checks import check_rules
 from tilewise.lab.study.choices.registry import find, nearest
@@ -106,11 +107,12 @@ class Dropout(Frozen):
 class Model(Frozen):
     """A model of ``lab/models``. The vocabulary is the tokenizer's.
 
-    ``family`` is ``"gpt2"`` (causal, ``gpt2.py``) or ``"bert"`` (an encoder, ``bert.py``); a task
-    says which of them it takes. Weights begin as the seed draws them, or as those of
-    ``checkpoint``: a folder in the Hugging Face layout, or ``package:NAME/FOLDER`` for one inside
-    an installed Python package; what the checkpoint lacks (a task's head) is drawn. A BERT's
-    perceptron has ``feed_forward`` channels, four times the width if nothing is said.
+    ``family`` is ``"gpt2"`` (causal, ``gpt2.py``), ``"bert"`` (an encoder, ``bert.py``) or
+    ``"vit"`` (an encoder of images, ``vit.py``); a task says which of them it takes. Weights begin
+    as the seed draws them, or as those of ``checkpoint``: a folder in the Hugging Face layout, or
+    ``package:NAME/FOLDER`` for one inside an installed Python package; what the checkpoint lacks (a
+    task's head) is drawn. An encoder's perceptron has ``feed_forward`` channels, four times the
+    width if nothing is said.
 
     With ``nudge`` every initial weight is moved to the next number, up or down: an arm that changes
     nothing else shows what rounding alone does to training. ``kv_heads``, ``positions``, ``norm``
@@ -127,7 +129,7 @@ class Model(Frozen):
     positions: Literal["learned", "rotary", "none"] = added("learned")
     norm: Literal["layer", "rms"] = added("layer")
     qk_norm: bool = added(False)
-    family: Literal["gpt2", "bert"] = added("gpt2")
+    family: Literal["gpt2", "bert", "vit"] = added("gpt2")
     checkpoint: str = added("")
     feed_forward: int | None = added(None, ge=1)
 
@@ -236,8 +238,8 @@ class Evaluation(Frozen):
 
     Windows are of the text as a stream, whatever the packing in training; with ``documents`` every
     query sees its own document alone, in all arms alike, and the first token of a document is not
-    scored. Of ``attention_windows`` windows the attention layers' statistics are recorded, which
-    changes no result; 0 for none.
+    scored. Of ``attention_windows`` windows (or first examples) the statistics of the attention
+    layers are recorded, which changes no result; 0 for none.
     """
 
     every: int = Field(25, ge=1)
@@ -454,11 +456,24 @@ class Experiment(Frozen):
 
 
 class Study(Frozen):
-    """A named set of experiments that one command runs and one report shows."""
+    """A named set of experiments that one command runs and one report shows.
+
+    ``chip`` names the GPU that it is of a size for (a row of ``tilewise.chips.CHIPS``): it does not
+    start on a processor. Empty for a study that runs anywhere.
+    """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")
     question: str
     experiments: tuple[Experiment, ...] = Field(min_length=1)
+    chip: str = added("")
+
+    @field_validator("chip")
+    @classmethod
+    def _known(cls, chip: str) -> str:
+        gpus = [name for name, each in CHIPS.items() if each.kind == "gpu"]
+        if chip and chip not in gpus:
+            raise InvalidArgument("chip", repr(chip), f"one of {', '.join(gpus)}, or nothing")
+        return chip
 
     @model_validator(mode="after")
     def _unique(self) -> Self:

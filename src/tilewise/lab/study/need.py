@@ -1,7 +1,7 @@
 """How much memory a run needs, estimated from its config before anything is started.
 
-It counts what a GPT-2 is known to keep (the tests compare it with what was measured), and a BERT
-whose sequences all fill the context, which is the most that they can:
+It counts what a GPT-2 is known to keep (the tests compare it with what was measured), a BERT whose
+sequences all fill the context, which is the most that they can, and a ViT:
 
 * weights, gradients and two numbers a weight of optimizer state, 4 bytes each;
 * of each layer and token, what the backward pass reads again: 16 times the width in float32;
@@ -21,6 +21,7 @@ from tilewise.lab.study.config import RunConfig
 __all__ = ["Need", "need", "parameters", "writes_matrix"]
 
 VOCABULARY = {"bytes": 256, "gpt2": 50257, "wordpiece": 30522, "listops": 16}
+_CHANNELS = 3
 _PROCESS_BYTES = 350_000_000  # Python, torch and what they load, measured
 _FLOAT_BYTES = 4
 # Bytes a unit of width that one layer keeps for each token. Autocast keeps the inputs of products
@@ -66,13 +67,17 @@ def parameters(config: RunConfig) -> int:
 
     Without learned positions T d falls away; with fewer heads, keys and values have fewer columns;
     RMSNorm has no biases; QK-norm has two gains for each head's channels. A BERT has token types
-    too, a perceptron of any width, and a head of d^2 and a little more.
+    too, a perceptron of any width, and a head of d^2 and a little more. A ViT has positions, and a
+    matrix for its patches (taken to be of colour); its head is left out.
     """
     model = config.model
     width, kv_width = model.width, model.kv_width
-    if model.family == "bert":
+    if model.family in ("bert", "vit"):
         inner = model.feed_forward or 4 * width
         layer = 4 * width**2 + 2 * width * inner + 9 * width + inner
+        if model.family == "vit":
+            patch = _CHANNELS * int(config.task.options["patch"]) ** 2
+            return (model.context + patch + 4) * width + model.layers * layer
         start = config.data.tokenizer == "bytes"  # which are no token to begin with
         tables = (VOCABULARY[config.data.tokenizer] + start + model.context + 4) * width
         return tables + model.layers * layer + width**2 + 4 * width

@@ -32,6 +32,7 @@ CHOICES = {
     "task": (
         "documents",
         "glue",
+        "images",
         "language-modelling",
         "listops",
         "masked-language-modelling",

@@ -89,6 +89,22 @@ def test_patterns_by_hand(values: dict[str, object], rule: Callable[[int, int], 
     assert seen(17, **values).tolist() == expected
 
 
+@pytest.mark.parametrize(
+    ("values", "rule"), PATTERNS, ids=lambda each: each["name"] if isinstance(each, dict) else ""
+)
+def test_patterns_of_an_encoder_see_both_ways(
+    values: dict[str, object], rule: Callable[[int, int], bool]
+) -> None:
+    variant = Variant.model_validate(values)
+    if variant.name not in variants.ENCODER:
+        assert variant.name in ("strided", "fixed")
+        return
+    variation = variants.build(variant, variants.Heads(2, CPU, 17, causal=False))
+    found = visible_pairs(whole(variation, 17), 17, 17, heads=2)[0, 0]
+    expected = [[rule(max(m, n), min(m, n)) for n in range(17)] for m in range(17)]
+    assert found.tolist() == expected
+
+
 def test_bigbird_sees_its_window_the_first_block_and_what_it_drew() -> None:
     options: dict[str, Any] = {
         "name": "bigbird",

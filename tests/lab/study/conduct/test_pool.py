@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -130,25 +129,27 @@ def test_a_sweep_decides_what_counts(tmp_path: Path) -> None:
 
 
 def test_runs_that_compare_kernels_have_the_machine_to_themselves(tmp_path: Path) -> None:
-    systems = study_that("slow", Arm(name="sdpa", kind="systems"), name="kernels")
+    systems = study_that("", Arm(name="sdpa", kind="systems"), name="kernels", seeds=(0,))
     study = Study(
         name="s",
         question="?",
-        experiments=(*systems.experiments, *study_that("slow", "lion").experiments),
+        experiments=(*systems.experiments, *study_that("", "lion").experiments),
     )
-    agenda = Agenda(study, {})
-    pool_in(tmp_path).work(agenda, Watcher())
-    spans = {
-        name: (record.start.environment["at"], float(record.end.state_sha256))
-        for name, record in agenda.records.items()
-        if record.end is not None
-    }
-    overlapping = {
-        (a, b) for a in spans for b in spans if a < b and spans[a][0] < spans[b][1] > spans[b][0]
-        and spans[b][0] < spans[a][1]
-    }  # fmt: skip
-    assert overlapping, "two runs at once were asked for"
-    assert all(a.startswith("optimizers") and b.startswith("optimizers") for a, b in overlapping)
+    agenda, watcher = Agenda(study, {}), Watcher()
+    pool_in(tmp_path).work(agenda, watcher)
+    # Told before anything can be seen of a process, and when it is gone.
+    running: list[str] = []
+    most = 0
+    for what, name in watcher.told:
+        if what == "started":
+            running.append(name)
+        elif what == "ended":
+            running.remove(name)
+        most = max(most, len(running))
+        if any(each.startswith("kernels") for each in running):
+            assert len(running) == 1, running
+    assert running == []
+    assert most == 2, "two runs at once were asked for"
 
 
 @pytest.mark.parametrize(
@@ -161,12 +162,10 @@ def test_runs_that_compare_kernels_have_the_machine_to_themselves(tmp_path: Path
     ],
 )
 def test_a_run_that_fails_stops_the_study(tmp_path: Path, acts: str, message: str) -> None:
-    agenda = Agenda(study_that(f"slow+{acts}", "lion", steps=200), {})
-    began = time.monotonic()
+    agenda = Agenda(study_that(f"slow+{acts}", "lion", steps=100_000), {})
     with pytest.raises(RunError, match=message):
         pool_in(tmp_path).work(agenda, Watcher())
-    assert time.monotonic() - began < 8  # whoever runs beside it is not waited for
-    assert not agenda.finished
+    assert not agenda.finished  # whoever runs beside it is not waited for, for hours
     assert children() == []
 
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study import recipes
 from tilewise.lab.study.config import Experiment, Study, change, config_hash, parse
@@ -159,6 +160,40 @@ def test_bert_glue_fine_tunes_one_encoder_on_three_data_sets() -> None:
         changed = {path.partition(".")[0] for arm in each.arms for path in arm.changes}
         assert changed == {"optimizer", "schedule", "model"}
         assert need(each.baseline).total < 2e9  # two at once on a small machine
+
+
+def test_h200_is_the_shipped_protocols_at_full_size() -> None:
+    study, found = STUDIES["h200"], experiments("h200")
+    assert study.chip == "h200"
+    lengths = ("1k", "2k", "4k", "8k", "16k")
+    sizes = [f"{size}-{length}" for size in ("small", "medium") for length in lengths]
+    assert list(found) == [*sizes, "bert-large", "factorial", "bert-cola", "bert-rte", "bert-sst2"]
+    small, medium = found["small-16k"].baseline.model, found["medium-1k"].baseline.model
+    assert (small.layers, small.heads, small.width, small.context) == (12, 12, 768, 16384)
+    assert (medium.layers, medium.heads, medium.width, medium.context) == (24, 16, 1024, 1024)
+    assert found["medium-4k"].arm_names == ("plain", "sdpa", "tilewise", "rounding")
+    assert found["medium-16k"].arm_names == ("sdpa", "tilewise", "rounding")
+    assert found["factorial"].design == experiments("gpt2-factorial")["factorial"].design
+    assert set(experiments("bert-glue")["cola"].arm_names) == set(found["bert-cola"].arm_names)
+    tuned = found["bert-sst2"].baseline
+    assert (tuned.model.layers, tuned.model.width, tuned.steps) == (24, 1024, 6313)
+    room = CHIPS["h200"].memory_bytes
+    assert room is not None
+    for experiment in found.values():
+        for arm in experiment.arm_names:
+            config = experiment.config_of(arm)
+            assert config.training.precision == "bf16"
+            assert need(config).total < room, f"{experiment.name}/{arm}"
+    plain = change(found["medium-16k"].baseline, {"attention.implementation": "plain"})
+    assert need(plain).total > room
+
+
+def test_a_chip_is_one_that_is_known() -> None:
+    with pytest.raises(InvalidArgument, match=r"chip: got 'h201'.*one of a100"):
+        change(STUDIES["kernels"], {"chip": "h201"})
+    assert config_hash(change(STUDIES["kernels"], {"chip": "a100"})) != config_hash(
+        STUDIES["kernels"]
+    )
 
 
 @pytest.mark.parametrize("name", ["listops", "long-documents"])

@@ -83,6 +83,11 @@ def test_every_data_set_is_read_learnt_and_measured(dataset: str, tmp_path: Path
     assert set(record.start.flops_per_token) == {"full"}
     assert record.kernels is not None
     assert {each.kernel for each in record.kernels.layers} == {"tilewise cpu"}
+    for each in record.evaluations:
+        assert each.softmaxes is not None
+        (layer,) = each.softmaxes
+        assert layer.entropy is not None
+        assert 0 < layer.entropy < math.log(24)
 
 
 def test_metrics_of_each_data_set(tmp_path: Path) -> None:

@@ -127,6 +127,10 @@ def test_it_learns(tmp_path: Path) -> None:
     assert last.loss < 3.0 < first.loss  # of twelve words: log 12 is 2.5
     assert list(last.metrics) == ["accuracy"]
     assert last.bits_per_byte is None
+    assert last.softmaxes is not None
+    (layer,) = last.softmaxes
+    assert layer.entropy is not None
+    assert 0 < layer.entropy < np.log(24)
     assert last.tokens == 60 * config.tokens_per_step
     found = sum(each.numel() for each in trainer.model.parameters())
     # The head has a bias for each token, which the estimate leaves out.

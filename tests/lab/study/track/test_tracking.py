@@ -27,7 +27,7 @@ from tests.lab.study.records_of import (
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study import report, store
 from tilewise.lab.study.conduct.conductor import Request, conduct
-from tilewise.lab.study.records import RunRecord
+from tilewise.lab.study.records import LayerSoftmax, RunRecord
 from tilewise.lab.study.run import Run
 from tilewise.lab.study.track.registry import trackers
 from tilewise.lab.study.track.tracker import AbstractTracker, Point, TrackedRun
@@ -203,6 +203,35 @@ def test_a_run_that_is_taken_up_again_goes_on_in_the_same_curves(
     assert float(parameters["optimizer.lr"]) == run.config.optimizer.options["lr"]
     assert float(parameters["seed"]) == 1
     assert parameters["schedule.name"] == "linear"
+
+
+def test_every_attention_layer_has_its_curves(kind: str, tmp_path: Path) -> None:
+    folder, run = tmp_path / "study-1", _run()
+    whole = record_of(run, Behaviour())
+    looks = [
+        [
+            LayerSoftmax(layer, entropy=2.5 - layer, lowest_head=0.25, max_logit=float(each.step))
+            for layer in range(2)
+        ]
+        for each in whole.evaluations
+    ]
+    looks[2] = [replace(each, max_logit=None) for each in looks[2]]  # it was not finite
+    whole.evaluations = [
+        replace(each, softmaxes=look) for each, look in zip(whole.evaluations, looks, strict=True)
+    ]
+    tracking = Tracking(folder, {kind: _tracker(kind, folder)}, pytest.fail)
+    tracking.started(run)
+    _told(tracking, run, whole, 0, STEPS)
+    tracking.ended(run, whole)
+    tracking.close()
+    curves = _curves(kind, folder, run.name)
+    steps = list(range(0, STEPS + 1, EVERY))
+    assert curves["attention/layer_0/entropy"] == [(step, 2.5) for step in steps]
+    assert curves["attention/layer_1/entropy"] == [(step, 1.5) for step in steps]
+    assert curves["attention/layer_1/lowest_head"] == [(step, 0.25) for step in steps]
+    finite = [(step, float(step)) for step in steps if step != 2 * EVERY]
+    assert curves["attention/layer_0/max_logit"] == finite
+    assert not [name for name in curves if "attention" in name and name.startswith("by_tokens")]
 
 
 def test_runs_that_are_over_are_caught_up_with_once(kind: str, tmp_path: Path) -> None:

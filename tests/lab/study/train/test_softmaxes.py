@@ -11,9 +11,10 @@ from torch import Tensor
 from tilewise import nn
 from tilewise.errors import Unsupported
 from tilewise.functional import SoftmaxStats
+from tilewise.lab.models import bert
 from tilewise.lab.models.gpt2 import GPT2, Shape
 from tilewise.lab.study.records import LayerSoftmax
-from tilewise.lab.study.train.softmaxes import watched
+from tilewise.lab.study.train.softmaxes import look_at, watched
 from tilewise.nn.implementations import Ask, with_weights
 
 SHAPE = Shape(layers=3, heads=2, width=16, context=12, vocabulary=31, kv_heads=1)
@@ -111,3 +112,24 @@ def test_a_layer_gives_its_statistics_with_gradients() -> None:
         layer(torch.randn(1, 3, 8))
         assert found is not None
         assert len(found()) == 1
+
+
+def test_a_bert_says_it_of_its_own_sequences() -> None:
+    shape = bert.Shape(layers=2, heads=2, width=16, context=12, vocabulary=31)
+    model = bert.BERT(shape).eval()
+    packed = bert.pack([[1, 2, 3], [4, 5, 6, 7, 8, 9, 10]])
+    for layer in model.modules():
+        if isinstance(layer, bert.SelfAttention):
+            torch.nn.init.zeros_(layer.query.weight)
+    with torch.no_grad():
+        before = model(packed)
+        found = look_at(model, packed)
+        assert torch.equal(model(packed), before)
+    assert found is not None
+    # Even weights of 3 and of 7 keys: the mean over ten tokens.
+    even = (3 * math.log(3) + 7 * math.log(7)) / 10
+    assert [each.layer for each in found] == [0, 1]
+    assert [each.entropy for each in found] == pytest.approx([even, even], rel=1e-6)
+    assert [each.max_logit for each in found] == [0.0, 0.0]
+    model = bert.BERT(shape, implementation="sdpa").eval()
+    assert look_at(model, packed) is None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from tilewise.lab.study.config import Budget, Data, Evaluation, Model, RunConfig, Training, change
@@ -14,7 +17,7 @@ from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import RECORD, Run
 from tilewise.lab.study.train.memory_split import PeakMeter
 from tilewise.lab.study.train.session import Session
-from tilewise.lab.study.train.trainer import Trainer
+from tilewise.lab.study.train.trainer import Taken, Trainer
 
 CPU = torch.device("cpu")
 OPTIMIZERS = ("adafactor", "adamw", "lion", "muon", "schedule-free", "sgd")
@@ -94,3 +97,22 @@ def text_file(folder: Path) -> Data:
     path = folder / "toy.txt"
     path.write_bytes(text())
     return Data(source=str(path), held_out=0.1)
+
+
+class Killed(BaseException):
+    """Like SIGKILL: nothing that trains may catch it."""
+
+
+@contextmanager
+def killed_after(step: int) -> Iterator[None]:
+    """Training in this process raises ``Killed`` when it has done so many steps of a run."""
+    take = Trainer.step
+
+    def killed(self: Trainer) -> Taken:
+        if self.done == step:
+            raise Killed
+        return take(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "step", killed)
+        yield

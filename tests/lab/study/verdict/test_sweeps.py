@@ -36,7 +36,7 @@ def test_the_best_mean_is_chosen_and_values_are_in_order() -> None:
     assert found.survived == Interval(3e-4, 1e-2)
     assert found.chosen == chosen_value(experiment, "lion", records)
     assert found.words == (
-        "optimizer.lr: tried 0.0003, 0.001, 0.003, 0.01; 0.001 did best; none diverged."
+        "lion, optimizer.lr: tried 0.0003, 0.001, 0.003, 0.01; 0.001 did best; none diverged."
     )
 
 

@@ -18,6 +18,7 @@ from tilewise.lab.study.choices.registry import register
 __all__ = [
     "documents",
     "glue",
+    "images",
     "language_modelling",
     "listops",
     "masked_language_modelling",
@@ -26,6 +27,7 @@ __all__ = [
 
 GlueName = Literal["cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli"]
 Pooling = Literal["first", "mean"]
+Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Classes = Annotated[int, Field(ge=2)]
 _SHORTEST = 8
@@ -51,6 +53,14 @@ def glue(
     from tilewise.lab.study.tasks.glue import GlueTask
 
     return GlueTask(dataset, train_examples, pooling)
+
+
+@register("task")
+def images(*, patch: Count = 4, pooling: Pooling = "first", train_examples: CountOrZero = 0) -> Any:
+    """Classes of images, with a ViT: CIFAR-10, Pathfinder, arrays of one's own, the Hub's."""
+    from tilewise.lab.study.tasks.images import ImageClassification
+
+    return ImageClassification(patch, pooling, train_examples)
 
 
 @register("task")

@@ -227,11 +227,12 @@ def alibi(heads: Heads) -> Variation:
 
 @register("variant")
 def softcap(heads: Heads, *, cap: Positive = 50.0) -> Variation:
-    """Causal, with scores kept inside (-cap, cap) by cap * tanh(s / cap).
+    """Scores kept inside (-cap, cap) by cap * tanh(s / cap).
 
     Source: Gemma 2 technical report (2024), section 2.
     """
-    return Variation(masks.causal(), scores.softcap(cap))
+    mask = masks.causal() if heads.causal else masks.window(None, None)
+    return Variation(mask, scores.softcap(cap))
 
 
 def alibi_slopes(heads: int) -> list[float]:

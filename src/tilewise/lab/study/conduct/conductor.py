@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument, TilewiseError
 from tilewise.lab.study import report, store
 from tilewise.lab.study.conduct import environment, words
@@ -89,6 +90,7 @@ def conduct(request: Request, console: Console) -> int:
     Raises:
         TilewiseError: what is asked cannot be done, or a run failed; what was done is reported.
     """
+    _check_meant(request)
     where = environment.describe(request.threads)
     began = datetime.now(UTC).isoformat(timespec="seconds")
     folder = store.folder_of(request.study, request.out)
@@ -114,6 +116,19 @@ def conduct(request: Request, console: Console) -> int:
                 parted = _report(request.study, folder, console)
                 code = 1 if parted and code == 0 else code
     return code
+
+
+def _check_meant(request: Request) -> None:
+    """A study of a GPU's size does not start on a processor, on which it would take months."""
+    study = request.study
+    if not study.chip:
+        return
+    there = request.on != "here" or torch.cuda.is_available()
+    if request.device != "cuda" or not there:
+        came = "cpu" if request.device == "cpu" else "cuda, and torch finds no GPU that it can use"
+        required = f"cuda, on a machine with a GPU: {study.name} is of a size for "
+        fix = "`--dry-run` in its place says what it would take, and runs nothing."
+        raise InvalidArgument("--device", came, required + CHIPS[study.chip].name, fix)
 
 
 def _check_device(device: str, processes: int) -> None:

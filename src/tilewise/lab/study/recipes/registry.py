@@ -40,6 +40,7 @@ _MODULES = (
     "bert_glue",
     "listops",
     "long_documents",
+    "h200",
 )
 
 

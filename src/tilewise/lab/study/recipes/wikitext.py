@@ -66,7 +66,8 @@ def wikitext(*, preset: Literal["cpu", "h200"] = "cpu", seeds: int = 3) -> Study
         smallest_effect=0.01,
         metric="bits_per_byte",
     )
-    return Study(name=f"wikitext-{preset}", question=question, experiments=(experiment,))
+    chip = "h200" if preset == "h200" else ""
+    return Study(name=f"wikitext-{preset}", question=question, experiments=(experiment,), chip=chip)
 
 
 def _cpu() -> RunConfig:

@@ -29,7 +29,7 @@ __all__ = ["PARTS", "ArmMemory", "ArmTarget", "memory_chart", "target_chart"]
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
 _ROW = 34.0  # height of an arm
-_LETTER = 8.2
+_LETTER = 9.2
 _LONGEST = 15
 
 
@@ -148,7 +148,7 @@ def _rows(arms: Sequence[str], indices: Sequence[int], right: float) -> tuple[Fi
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", color=RULE, linewidth=1)
     axes.set_ylim(len(arms) - 0.5, -0.5)
-    names = [arm if len(arm) <= _LONGEST else f"{arm[:14]}…" for arm in arms]
+    names = [words.short_name(arm, _LONGEST) for arm in arms]
     axes.set_yticks(range(len(arms)), labels=names, parse_math=False)
     for label, index in zip(axes.get_yticklabels(), indices, strict=True):
         label.set_color(arm_colour(index))

@@ -24,11 +24,12 @@ from tilewise.lab.study.report.svg import (
 )
 from tilewise.lab.study.report.view import Chart
 
-__all__ = ["HEIGHT", "WIDTH", "LineEnd", "difference_chart", "frame", "label_ends", "loss_chart"]
+__all__ = ["HEIGHT", "WIDTH", "LineEnd", "beside_labels", "difference_chart", "frame"]
+__all__ += ["label_ends", "loss_chart"]
 
 WIDTH, HEIGHT = 470, 310
 _LEFT, _BOTTOM, _TOP = 50, 48, 30
-_LETTER = 8.0  # about as wide as a letter of a label
+_LETTER = 9.2  # about as wide as a letter of a label
 _LABEL_GAP = 19.0  # between the middles of two labels
 _LONGEST_LABEL = 15  # letters; the table has the whole name
 _AXES = {"tokens": "training tokens", "time": "seconds of training"}
@@ -136,14 +137,27 @@ def frame(drawn: Sequence[Series], above: str, below: str) -> tuple[Figure, Axes
         below: what the horizontal axis counts.
     """
     longest = min(max(len(each.arm) + 2 * each.broken for each in drawn), _LONGEST_LABEL)
-    figure = canvas(WIDTH, HEIGHT)
-    axes = place(figure, _LEFT, _BOTTOM, 18 + _LETTER * longest, _TOP)
+    figure, axes = beside_labels(len(drawn), 18 + _LETTER * longest, above)
     axes.set_xlabel(below, color=SOFT, labelpad=7)
-    axes.text(0, 1 + 13 / (HEIGHT - _BOTTOM - _TOP), above, color=SOFT, transform=axes.transAxes)
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda number, _: words.shorten(number)))
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     axes.set_xlim(0, max(each.x[-1] for each in drawn))
+    return figure, axes
+
+
+def beside_labels(lines: int, right: float, above: str) -> tuple[Figure, Axes]:
+    """An empty figure, high enough for the names of its lines one above the other.
+
+    Args:
+        lines: how many.
+        right: margin for their names, in units of the drawing.
+        above: what the vertical axis counts.
+    """
+    inside = max(HEIGHT - _BOTTOM - _TOP, _LABEL_GAP * (lines - 1))
+    figure = canvas(WIDTH, inside + _BOTTOM + _TOP)
+    axes = place(figure, _LEFT, _BOTTOM, right, _TOP)
+    axes.text(0, 1 + 13 / inside, above, color=SOFT, transform=axes.transAxes)
     return figure, axes
 
 
@@ -206,7 +220,7 @@ def label_ends(axes: Axes, ends: Sequence[LineEnd]) -> None:
     to_axes = _vertical(axes)
     low, high = axes.get_ylim()
     right = axes.get_xlim()[1]
-    height = HEIGHT - _BOTTOM - _TOP
+    height = axes.get_window_extent().height * 72 / axes.figure.dpi
     levels = [min(max(each.y, low), high) for each in ends]
     heights = [to_axes(level) for level in levels]
     places = spread(heights, _LABEL_GAP / height, 0.0, 1.0)
@@ -222,7 +236,7 @@ def label_ends(axes: Axes, ends: Sequence[LineEnd]) -> None:
                 alpha=0.8,
                 zorder=2,
             )
-        name = each.arm if len(each.arm) <= _LONGEST_LABEL else f"{each.arm[:14]}…"
+        name = words.short_name(each.arm, _LONGEST_LABEL)
         leader = {
             "arrowstyle": "-",
             "color": colour,

@@ -76,7 +76,7 @@ def effects_chart(effects: Sequence[FactorEffect], metric: str, name: str) -> Ch
     axes.set_ylim(rows - 0.5, -0.5)
     axes.grid(visible=False)
     axes.spines["bottom"].set_visible(False)
-    labels = [each if len(each) <= _LONGEST else f"{each[:12]}…" for each in factors]
+    labels = [words.short_name(each, _LONGEST) for each in factors]
     axes.set_xticks(range(rows), labels=labels, parse_math=False)
     axes.set_yticks(range(rows), labels=labels, parse_math=False)
     digits = words.digits_for(most) - 1

@@ -14,7 +14,7 @@ __all__ = ["html", "markdown", "markdown_text"]
 
 _PACKAGE = "tilewise.lab.study.report"
 _UNSAFE = re.compile(r"([\\`*_{}\[\]<>#|~$!&])")
-_PATH_DOT = re.compile(r"(?<=[a-z_])\.(?=[a-z_])")
+_JOINT = re.compile(r"((?<=[a-z_])\.(?=[a-z_])|(?<=\w)\+(?=\w))")
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -42,8 +42,8 @@ def printable(text: object) -> str:
 
 
 def breakable(text: object) -> Markup:
-    """A text for HTML in which a dotted path may go on in the next line after each dot."""
-    return Markup(_PATH_DOT.sub(".<wbr>", str(escape(printable(text)))))
+    """A text for HTML that may go on in the next line after a dot of a path or a plus of an arm."""
+    return Markup(_JOINT.sub(r"\1<wbr>", str(escape(printable(text)))))
 
 
 def fenced(text: object) -> str:

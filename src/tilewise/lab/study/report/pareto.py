@@ -96,7 +96,7 @@ def pareto_chart(experiment: ExperimentVerdict, name: str) -> Chart | None:
     wide, high = _margin(costs), _margin(metrics)
     axes.set_xlim(min(costs) - wide, max(costs) + 2.2 * wide)
     axes.set_ylim(min(metrics) - high, max(metrics) + high)
-    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda number, _: words.duration(number)))
     axes.yaxis.set_major_locator(MaxNLocator(5))
     stairs = [*((each.cost, each.metric) for each in best), (axes.get_xlim()[1], best[-1].metric)]
@@ -123,7 +123,7 @@ def pareto_chart(experiment: ExperimentVerdict, name: str) -> Chart | None:
             zorder=5,
         )
         if on or len(points) <= 6:
-            label = each.arm if len(each.arm) <= _LONGEST else f"{each.arm[: _LONGEST - 1]}…"
+            label = words.short_name(each.arm, _LONGEST)
             axes.annotate(
                 label,
                 (each.cost, each.metric),

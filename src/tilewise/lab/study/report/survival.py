@@ -9,15 +9,15 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tilewise.lab.study.report import words
-from tilewise.lab.study.report.curves import HEIGHT, WIDTH, LineEnd, label_ends
-from tilewise.lab.study.report.svg import SOFT, arm_colour, arm_dashes, canvas, finish, place
+from tilewise.lab.study.report.curves import LineEnd, beside_labels, label_ends
+from tilewise.lab.study.report.svg import SOFT, arm_colour, arm_dashes, finish
 from tilewise.lab.study.report.view import Cell, Chart, Table
 from tilewise.lab.study.verdict.result import ExperimentVerdict
 from tilewise.lab.study.verdict.survival import Survival, kaplan_meier
 
 __all__ = ["survival_chart", "survival_table"]
 
-_LETTER = 8.2
+_LETTER = 9.2
 _LONGEST = 15
 _NONE = Cell("\N{EN DASH}", tone="soft")
 
@@ -83,9 +83,9 @@ def survival_chart(experiment: ExperimentVerdict, target: str, name: str) -> Cha
     lines = _lines(experiment)
     if not any(line.curve.at for line in lines):
         return None
-    figure = canvas(WIDTH, HEIGHT)
     longest = min(max(len(line.arm) for line in lines), _LONGEST)
-    axes = place(figure, 50, 48, 22 + _LETTER * longest, 30)
+    above = "runs not at the target yet"
+    figure, axes = beside_labels(len(lines), 22 + _LETTER * longest, above)
     last = max(line.end for line in lines)
     axes.set_xlim(0, last)
     axes.set_ylim(0, 1.04)
@@ -97,8 +97,6 @@ def survival_chart(experiment: ExperimentVerdict, target: str, name: str) -> Cha
     ends = [LineEnd(line.arm, line.place, line.end, _at(line.curve, line.end)) for line in lines]
     label_ends(axes, ends)
     axes.set_xlabel("training tokens", color=SOFT, labelpad=7)
-    above = "runs not at the target yet"
-    axes.text(0, 1 + 13 / (HEIGHT - 78), above, color=SOFT, transform=axes.transAxes)
     caption = (
         f"Kaplan-Meier estimate of the share of runs that have not reached {target}. Strokes: runs "
         "that ended without it (censored; one that diverged at the end of its budget)."

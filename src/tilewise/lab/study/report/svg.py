@@ -57,6 +57,7 @@ _STYLE: dict[Any, Any] = {
 INK, SOFT, RULE, CARD = "#000001", "#000002", "#000003", "#000004"
 BETTER, WORSE = "#000005", "#000006"
 ARM_COLOURS = 8  # the baseline and seven more; after them they come round again, dashed
+_DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("solid", (0, (4, 2)), (0, (1, 1.4)))
 PART_COLOURS = tuple(f"#0000c{index}" for index in range(4))
 _VARIABLES = {
     INK: "--ink",
@@ -79,13 +80,13 @@ def arm_colour(index: int) -> str:
     return f"#0000a{0 if index == 0 else (index - 1) % (ARM_COLOURS - 1) + 1}"
 
 
-def arm_dashes(index: int) -> str | tuple[int, tuple[int, ...]]:
-    """The line style of an arm: solid until the colours come round again.
+def arm_dashes(index: int) -> str | tuple[int, tuple[float, ...]]:
+    """The line style of an arm: solid, dashed where the colours come round again, then dotted.
 
     Args:
         index: the arm's place in its experiment.
     """
-    return "solid" if index < ARM_COLOURS else (0, (4, 2))
+    return _DASHES[max(index - 1, 0) // (ARM_COLOURS - 1) % len(_DASHES)]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -9,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from tilewise.lab.study.report import words
-from tilewise.lab.study.report.curves import HEIGHT, WIDTH, LineEnd, label_ends
-from tilewise.lab.study.report.svg import SOFT, arm_colour, arm_dashes, canvas, finish, place
+from tilewise.lab.study.report.curves import LineEnd, beside_labels, label_ends
+from tilewise.lab.study.report.svg import SOFT, arm_colour, arm_dashes, finish
 from tilewise.lab.study.report.verdicts import digits_of
 from tilewise.lab.study.report.view import Cell, Chart, Table
 from tilewise.lab.study.verdict.result import Candidate, ExperimentVerdict, SweepResult
@@ -18,9 +19,9 @@ from tilewise.lab.study.verdict.words import UNITS
 
 __all__ = ["sweep_chart", "sweep_table"]
 
-_LETTER = 8.2
+_LETTER = 9.2
 _LONGEST = 15
-_MOST_VALUES = 7  # on the axis
+_APART = 1 / 6  # of the axis: its numbers do not touch
 
 
 class _Trials(NamedTuple):
@@ -98,13 +99,13 @@ def sweep_chart(sweeps: Sequence[SweepResult], unit: str, name: str) -> Chart | 
     metrics = [candidate.metric for candidate in tried if candidate.metric is not None]
     if not metrics:
         return None
-    figure = canvas(WIDTH, HEIGHT)
     longest = min(max(len(sweep.arm) for sweep in sweeps), _LONGEST)
-    axes = place(figure, 50, 48, 22 + _LETTER * longest, 30)
+    above = f"{unit}, end of a trial"
+    figure, axes = beside_labels(len(sweeps), 22 + _LETTER * longest, above)
     values = sorted({candidate.value for candidate in tried})
     if min(values) > 0:
         axes.set_xscale("log")
-    axes.xaxis.set_major_locator(FixedLocator(values[:: -(-len(values) // _MOST_VALUES)]))
+    axes.xaxis.set_major_locator(FixedLocator(_apart(values)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:g}"))
     axes.yaxis.set_major_locator(MaxNLocator(5))
@@ -115,14 +116,21 @@ def sweep_chart(sweeps: Sequence[SweepResult], unit: str, name: str) -> Chart | 
         _lines(axes, sweep, index, high + 0.16 * span)
     label_ends(axes, [end for index, sweep in enumerate(sweeps) for end in _end(sweep, index)])
     axes.set_xlabel(sweeps[0].path, color=SOFT, labelpad=7, parse_math=False)
-    axes.text(
-        0, 1 + 13 / (HEIGHT - 78), f"{unit}, end of a trial", color=SOFT, transform=axes.transAxes
-    )
     caption = "Ringed: chosen. Crosses on the upper edge: trials that diverged."
     if any(sweep.rungs for sweep in sweeps):
         caption += " Thin lines: the shorter trials, of which the best went on."
     summary = " ".join(sweep.words for sweep in sweeps)
     return Chart(f"Sweep of {sweeps[0].path}", finish(figure, name, summary), caption)
+
+
+def _apart(values: Sequence[float]) -> list[float]:
+    """Those of the rising values that the axis has room for, the first one always."""
+    at = [math.log(each) for each in values] if values[0] > 0 else list(values)
+    found = [0]
+    for index in range(1, len(values)):
+        if at[index] - at[found[-1]] >= _APART * (at[-1] - at[0]):
+            found.append(index)
+    return [values[index] for index in found]
 
 
 def _done(candidates: Sequence[Candidate]) -> list[tuple[float, float]]:

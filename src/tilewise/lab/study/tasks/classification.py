@@ -36,11 +36,13 @@ from tilewise.lab.models.bert import BERT, Head
 from tilewise.lab.models.packed import Packed, pack
 from tilewise.lab.study.config import Data, RunConfig, Training
 from tilewise.lab.study.data.order import shuffled
+from tilewise.lab.study.records import LayerSoftmax
 from tilewise.lab.study.tasks import scores
 from tilewise.lab.study.tasks.examples import Examples, Split
 from tilewise.lab.study.tasks.task import AbstractTask, Batch, Examination, Held
 from tilewise.lab.study.train.families import bert_of
 from tilewise.lab.study.train.objective import losses
+from tilewise.lab.study.train.softmaxes import look_at
 
 __all__ = ["Classification", "ExampleBatches", "Output", "evaluating", "looked_up"]
 
@@ -133,6 +135,7 @@ class _Examination(Examination):
 
     def __init__(self, task: Classification, config: RunConfig, data: Examples) -> None:
         self._task, self._data, self._context = task, data, config.model.context
+        self._watched = config.evaluation.attention_windows
 
     def held_out(self, model: nn.Module, whole: bool, autocast: torch.dtype | None) -> Held:
         """The loss of the first part, and the task's metrics of all of them."""
@@ -141,9 +144,20 @@ class _Examination(Examination):
                 name: self._output(model, split, device)
                 for name, split in self._data.held_out.items()
             }
+            softmaxes = self._look(model, device)
         loss = self._task.loss_of(next(iter(found.values())))
         metrics = {**self._task.score(found), self._task.loss_name: loss}
-        return Held(loss, metrics={name: metrics[name] for name in self._task.metrics})
+        metrics = {name: metrics[name] for name in self._task.metrics}
+        return Held(loss, metrics=metrics, softmaxes=softmaxes)
+
+    def _look(self, model: nn.Module, device: torch.device) -> list[LayerSoftmax] | None:
+        """What the attention layers say of the first examples."""
+        split = next(iter(self._data.held_out.values()))
+        indices = list(range(min(self._watched, len(split))))
+        if not indices:
+            return None
+        packed, _ = packed_of(self._data, split, indices, self._context)
+        return look_at(model, packed.to(device))
 
     def _output(self, model: nn.Module, split: Split, device: torch.device) -> Output:
         logits = []

@@ -11,13 +11,13 @@ __all__ = ["HUB", "table"]
 HUB = "hub:"  # of a ``data.source``
 
 
-def table(source: str, configuration: str | None, split: str, files: str) -> Any:
+def table(source: str, configuration: str | None, split: str | None, files: str) -> Any:
     """A split of a data set, by a name of the Hub or the path of a folder that is laid out so.
 
     Args:
         source: ``data.source``, with ``hub:``.
         configuration: of the data set; None for its only one.
-        split: of it.
+        split: of it; None for all of them, by name.
         files: what ``data.source`` may be instead, in words.
 
     Raises:
@@ -34,6 +34,5 @@ def table(source: str, configuration: str | None, split: str, files: str) -> Any
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         came = f"{source} ({' '.join(str(error).split())[:200]})"
         of = "" if configuration is None else f"the configuration {configuration} and "
-        raise InvalidArgument(
-            "data.source", came, f"a data set with {of}the split {split}"
-        ) from None
+        of += "a split" if split is None else f"the split {split}"
+        raise InvalidArgument("data.source", came, f"a data set with {of}") from None

@@ -34,6 +34,7 @@ from tilewise.lab.study.tasks.classification import evaluating, looked_up
 from tilewise.lab.study.tasks.task import AbstractTask, Batch, Examination, Held
 from tilewise.lab.study.train.families import bert_of
 from tilewise.lab.study.train.objective import losses
+from tilewise.lab.study.train.softmaxes import look_at
 
 __all__ = ["Masked", "MaskedLanguageModelling", "mask"]
 
@@ -125,6 +126,11 @@ class _Examination(Examination):
         window = config.model.context - _SPECIAL
         windows = config.evaluation.windows
         self._windows = order.evaluation_windows(data.held_out, window, windows)
+        count = config.evaluation.attention_windows
+        self._watched: Tensor | None = None
+        if count:
+            watched = order.evaluation_windows(data.held_out, window, count)
+            self._watched = next(watched.parts(count)).inputs
         self._probability, self._pieces = probability, pieces
 
     def held_out(self, model: nn.Module, whole: bool, autocast: torch.dtype | None) -> Held:
@@ -132,16 +138,23 @@ class _Examination(Examination):
         nats, right, count = 0.0, 0, 0
         with evaluating(model, autocast) as device:
             for index, part in enumerate(self._windows.parts(_ROWS)):
-                tokens = part.inputs.numpy()
-                masked = mask(tokens, self._pieces, self._probability, _EVALUATION_SEED, index)
-                packed, wanted, targets = _packed(masked, self._pieces)
+                packed, wanted, targets = self._masked(part.inputs, index)
                 logits = model(packed.to(device), wanted.to(device)).float()
                 targets = targets.to(device)
                 found = functional.cross_entropy(logits, targets, reduction="none")
                 nats += found.double().sum().item()
                 right += int((logits.argmax(-1) == targets).sum())
                 count += len(targets)
-        return Held(nats / count, metrics={"accuracy": right / count})
+            softmaxes = None
+            if self._watched is not None:
+                packed, wanted, _ = self._masked(self._watched, 0)
+                softmaxes = look_at(model, packed.to(device), wanted.to(device))
+        return Held(nats / count, metrics={"accuracy": right / count}, softmaxes=softmaxes)
+
+    def _masked(self, inputs: Tensor, index: int) -> tuple[Packed, Tensor, Tensor]:
+        tokens = inputs.numpy()
+        masked = mask(tokens, self._pieces, self._probability, _EVALUATION_SEED, index)
+        return _packed(masked, self._pieces)
 
 
 class MaskedLanguageModelling(AbstractTask):

@@ -173,7 +173,7 @@ class AbstractTask(ABC):
             raise InvalidArgument("evaluation.final_stride", came, f"0 for task {task}")
         if config.budget.tokens is not None and not self.learns_text:
             came = f"{config.budget.tokens} tokens"
-            required = f"budget.steps: sequences of task {task} differ in length"
+            required = f"budget.steps: task {task} counts examples"
             raise InvalidArgument("budget", came, required)
 
     def _check_factors(self, config: RunConfig) -> None:

@@ -18,7 +18,8 @@ __all__ = ["Tracking"]
 
 _FLUSH_S = 2.0  # the least between two messages to a tracker
 _STEP = ("loss", "lr", "gradient_norm")
-_NO_METRIC = ("event", "step", "tokens", "metrics")
+_NO_METRIC = ("event", "step", "tokens", "metrics", "softmaxes")
+_OF_A_LAYER = ("entropy", "lowest_head", "max_logit")
 _BY_TOKENS = "by_tokens/"
 
 
@@ -164,6 +165,7 @@ class _Followed:
                 pairs.append(("train/tokens_per_s", learnt / values["wall_s"]))
         elif values["event"] == "evaluation":
             pairs = list(_held_out(values))
+            self._add(list(_attention(values)), step, now)
         else:
             return
         tokens = values["tokens"] if values["event"] == "evaluation" else self._tokens[step]
@@ -204,6 +206,13 @@ def _held_out(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     numbers = {key: value for key, value in values.items() if key not in _NO_METRIC}
     for key, value in {**numbers, **values.get("metrics", {})}.items():
         yield f"held_out/{key}", value
+
+
+def _attention(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """A curve for each number of each attention layer, where the evaluation has them."""
+    for layer in values.get("softmaxes") or ():
+        for key in _OF_A_LAYER:
+            yield f"attention/layer_{layer['layer']}/{key}", layer[key]
 
 
 def _is_learning(name: str) -> bool:

@@ -10,13 +10,13 @@ import torch
 
 from tilewise import masks
 from tilewise.errors import InvalidArgument
-from tilewise.lab.models import bert
+from tilewise.lab.models import bert, vit
 from tilewise.lab.models.gpt2 import GPT2, Shape
 from tilewise.lab.study.choices import variants
 from tilewise.lab.study.config import Model, RunConfig
 from tilewise.lab.study.train.nudge import nudge
 
-__all__ = ["bert_of", "checkpoint_folder", "gpt2_of"]
+__all__ = ["bert_of", "checkpoint_folder", "gpt2_of", "vit_of"]
 
 _PACKAGE = "package:"
 
@@ -162,3 +162,37 @@ def _check_shape(config: RunConfig, vocabulary: int, found: bert.Shape) -> None:
     if vocabulary != found.vocabulary:
         came = f"{model.checkpoint} with a vocabulary of {found.vocabulary:,}"
         raise InvalidArgument("model.checkpoint", came, f"{vocabulary:,}, the tokenizer's")
+
+
+def vit_of(config: RunConfig, shape: vit.Shape, seed: int, device: torch.device) -> vit.ViT:
+    """The ViT of a run: from its checkpoint, or drawn from its shape and the seed alone.
+
+    Args:
+        config: of the run.
+        shape: of the model, whose numbers have to be those of the checkpoint, if there is one; a
+            head of other classes is drawn from the seed.
+        seed: of the weights that are drawn.
+        device: where it shall be.
+
+    Raises:
+        InvalidArgument: the checkpoint is not there, or has other numbers.
+    """
+    heads = variants.Heads(config.model.heads, device, shape.tokens, causal=False)
+    mask, score, pattern = variants.build(config.attention.variant, heads)
+    if pattern is not None:
+        mask = mask & pattern(shape.tokens)
+    keywords: dict[str, Any] = {
+        "implementation": config.attention.implementation,
+        "mask": mask if mask.program else None,
+        "score": score,
+        "seed": seed,
+        "checkpointing": config.training.checkpointing,
+    }
+    if config.model.checkpoint:
+        folder = checkpoint_folder(config.model.checkpoint)
+        made = vit.load(folder, shape=shape, **keywords).float()
+    else:
+        made = vit.ViT(shape, **keywords)
+    if config.model.nudge:
+        nudge(made, seed)
+    return made.to(device)

@@ -10,16 +10,18 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from tilewise.functional import SoftmaxStats
+from tilewise.lab.models.bert import SelfAttention
 from tilewise.lab.study.data.order import Windows
 from tilewise.lab.study.records import LayerSoftmax
 from tilewise.nn import Attention
 
-__all__ = ["Softmaxes", "look", "watched"]
+__all__ = ["Softmaxes", "look", "look_at", "watched"]
 
 _ROWS = 8  # windows of a forward pass
 
@@ -36,8 +38,9 @@ class Softmaxes:
         self._largest = [-math.inf] * layers
 
     def add(self, layer: int, stats: SoftmaxStats) -> None:
-        """Note the rows of one call, [B, Hq, M] each."""
-        self._entropies[layer].append(stats.entropy.detach().double().mean(dim=-1))
+        """Note the rows of one call, [B, Hq, M] each, or [Hq, T] of packed sequences."""
+        of_heads = stats.entropy.detach().double().mean(dim=-1)
+        self._entropies[layer].append(of_heads.view(-1, of_heads.shape[-1]))
         self._largest[layer] = max(self._largest[layer], stats.max_logit.max().item())
 
     def found(self) -> list[LayerSoftmax]:
@@ -57,9 +60,9 @@ def watched(model: nn.Module) -> Iterator[Callable[[], list[LayerSoftmax]] | Non
     """Forward passes of this block are noted; what it gives says what was found.
 
     It gives None where the model's attention has no statistics: another implementation than
-    ``"tilewise"``, or layers that are not ``tilewise.nn.Attention``.
+    ``"tilewise"``, or layers that are neither ``tilewise.nn.Attention`` nor those of a BERT.
     """
-    layers = [each for each in model.modules() if isinstance(each, Attention)]
+    layers = [each for each in model.modules() if isinstance(each, (Attention, SelfAttention))]
     if not layers or any(each.implementation != "tilewise" for each in layers):
         yield None
         return
@@ -71,6 +74,23 @@ def watched(model: nn.Module) -> Iterator[Callable[[], list[LayerSoftmax]] | Non
     finally:
         for layer in layers:
             layer.on_statistics = None
+
+
+def look_at(model: nn.Module, *inputs: Any) -> list[LayerSoftmax] | None:
+    """What the layers of a model say of one call of it.
+
+    Args:
+        model: as it is to be looked at, in eval mode.
+        inputs: of the call.
+
+    Returns:
+        None where the model keeps no statistics.
+    """
+    with watched(model) as found:
+        if found is None:
+            return None
+        model(*inputs)
+        return found()
 
 
 @torch.no_grad()

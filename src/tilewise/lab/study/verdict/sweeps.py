@@ -50,7 +50,7 @@ def _result(experiment: Experiment, arm: str, records: Records) -> SweepResult:
         chosen=chosen,
         survived=Interval(min(alive), max(alive)) if alive else None,
         at_edge=at_edge,
-        words=_words(sweep.path, candidates, chosen, over, at_edge),
+        words=_words(f"{arm}, {sweep.path}", candidates, chosen, over, at_edge),
         rungs=rungs if sweep.halving is not None else (),
         budget_tokens=tuning_tokens(experiment, arm),
     )
@@ -91,11 +91,11 @@ def _candidate(value: float, runs: Sequence[RunRecord], metric: str) -> Candidat
 
 
 def _words(
-    path: str, candidates: Sequence[Candidate], chosen: float | None, over: bool, at_edge: bool
+    what: str, candidates: Sequence[Candidate], chosen: float | None, over: bool, at_edge: bool
 ) -> str:
     tried = ", ".join(f"{each.value:g}" for each in candidates)
     lost = [f"{each.value:g}" for each in candidates if each.status == "diverged"]
-    text = f"{path}: tried {tried}"
+    text = f"{what}: tried {tried}"
     if not over:
         done = sum(each.status != "incomplete" for each in candidates)
         text += f"; {done} of {len(candidates)} are done"

@@ -1,0 +1,153 @@
+"""What a study would take on a GPU that is not here: counted by hand, printed, never started."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from tilewise.chips import CHIPS
+from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.lab.study import command, recipes
+from tilewise.lab.study.conduct import conductor
+from tilewise.lab.study.conduct.conductor import Request
+from tilewise.lab.study.conduct.predict import dry_run, gpu_named, predict
+from tilewise.lab.study.config import (
+    Attention,
+    Budget,
+    Data,
+    Evaluation,
+    Model,
+    RunConfig,
+    Training,
+    Variant,
+    change,
+)
+from tilewise.lab.study.need import need, parameters
+from tilewise.lab.study.plan import planned
+
+H200 = CHIPS["h200"]
+SMALL = RunConfig(
+    model=Model(layers=12, heads=12, width=768, context=1024),
+    data=Data(tokenizer="gpt2"),
+    attention=Attention(implementation="plain"),
+    training=Training(batch=8, accumulation=2, precision="bf16"),
+    budget=Budget(steps=100),
+    evaluation=Evaluation(every=50, windows=48),
+)
+
+
+def with_(**changes: Any) -> RunConfig:
+    return change(SMALL, {key.replace("__", "."): value for key, value in changes.items()})
+
+
+def test_products_and_bytes_are_those_counted_by_hand() -> None:
+    found, total = predict(SMALL, H200), 124_439_808  # GPT-2 small, as published
+    assert parameters(SMALL) == total
+    tokens = 8 * 2 * 1024
+    assert found.products_s == pytest.approx(6 * (total - 1024 * 768) * tokens / 989.4e12)
+    moved = 2 * (4 * need(SMALL).activations + 14 * total) + 28 * total
+    assert found.rest_s == pytest.approx(moved / 4800e9)
+    examined = 3 * 48 / 16 / 3  # three evaluations, a third of a step for 16 sequences
+    assert found.run_s == pytest.approx(5 + (100 + examined) * found.step_s)
+    assert found.memory_bytes == need(SMALL).total
+
+
+def test_attention_is_that_of_the_io_model() -> None:
+    plain, ours = (
+        predict(with_(attention__implementation=each), H200) for each in ("plain", "tilewise")
+    )
+    # The matrix, 2 bytes a pair, is passed over many times; at the least it is written and read.
+    pairs = 8 * 2 * 12 * 1024**2 * 12
+    assert plain.attention_s > 2 * 2 * pairs / 4800e9
+    assert ours.attention_s < plain.attention_s / 4
+    # Four products forward and ten backward of each visible pair, 64 channels, at the peak.
+    assert ours.attention_s > 14 * 64 * (pairs / 2) / 989.4e12
+    assert (plain.products_s, plain.memory_bytes > ours.memory_bytes) == (ours.products_s, True)
+    assert predict(with_(attention__implementation="sdpa"), H200).attention_s == ours.attention_s
+
+
+def test_what_grows_with_what() -> None:
+    base = predict(with_(attention__implementation="tilewise"), H200)
+    again = predict(with_(attention__implementation="tilewise", training__checkpointing=True), H200)
+    assert again.products_s == pytest.approx(base.products_s * 4 / 3)
+    assert again.memory_bytes < base.memory_bytes
+    slower = predict(with_(attention__implementation="tilewise"), CHIPS["a100"])
+    assert slower.step_s > 1.5 * base.step_s
+    longer = with_(attention__implementation="tilewise", model__context=4096, training__batch=2)
+    assert predict(longer, H200).attention_s > 3.5 * base.attention_s
+
+
+def test_what_cannot_be_counted_is_refused() -> None:
+    drawn = with_(attention=Attention(variant=Variant(name="bigbird")).model_dump())
+    with pytest.raises(Unsupported, match="prediction of bigbird"):
+        predict(drawn, H200)
+    with pytest.raises(InvalidArgument, match=r"--chip: got 'this'.*a GPU"):
+        gpu_named("this")
+    with pytest.raises(InvalidArgument, match="one of this, a100"):
+        gpu_named("h201")
+
+
+def printed(study: Any) -> str:
+    out = io.StringIO()
+    Console(file=out, width=200).print(dry_run(study, H200))
+    return out.getvalue()
+
+
+def test_the_table_has_every_arm_its_hours_and_its_memory() -> None:
+    study = recipes.find("h200").study()
+    text = printed(study)
+    lines = text.splitlines()
+    for experiment in study.experiments:
+        assert any(f"{experiment.name} " in line for line in lines), experiment.name
+    runs = planned(study)
+    seconds = sum(predict(task.run.config, H200).run_s for task in runs)
+    assert f"{len(runs)} runs, {seconds / 3600:,.1f} hours, one after" in text
+    assert "needs more than" not in text
+    (line,) = [line for line in lines if "medium-16k" in line]
+    memory = need(study.experiments[9].baseline).total
+    assert f"{memory / 1e9:,.1f} GB" in line
+    assert "take it for the least" in text
+
+
+def test_what_does_not_fit_is_marked() -> None:
+    study = recipes.find("kernels").study()
+    (_, long) = study.experiments
+    long = change(
+        long, {"baseline.attention.implementation": "plain", "baseline.training.batch": 64}
+    )
+    text = printed(change(study, {"experiments": [long.model_dump(mode="json")]}))
+    assert "! needs more than the chip's 141 GB: long/sdpa" in text
+
+
+def test_the_command_prints_and_runs_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(conductor, "conduct", None)  # whoever calls it fails
+    out = ["--out", str(tmp_path / "studies")]
+    assert command.main(["h200", "--dry-run", "--seeds", "3", *out]) == 0
+    assert "h200 on one NVIDIA H200 SXM, predicted" in capsys.readouterr().out
+    assert command.main(["kernels", "--dry-run", "--chip", "a100", *out]) == 0
+    assert "kernels on one NVIDIA A100" in capsys.readouterr().out
+    assert not (tmp_path / "studies").exists()
+    assert command.main(["kernels", "--dry-run", *out]) == 2
+    assert "--chip h200" in capsys.readouterr().err
+    assert command.main(["kernels", "--chip", "h200", *out]) == 2
+    assert "--dry-run too" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_it_does_not_start_without_a_gpu(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    study = recipes.find("h200").study()
+    request = Request(study=study, command="", out=tmp_path / "out", device=device)
+    words = rf"--device: got {device}.*NVIDIA H200 SXM.*--dry-run"
+    with pytest.raises(InvalidArgument, match=words):
+        conductor.conduct(request, Console(file=io.StringIO()))
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,379 @@
+"""Images: their files and splits, their batches, what is refused, and that a ViT learns them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.lab.study.train.toys import CPU, record_of
+from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.lab.models.vit import Shape, ViT
+from tilewise.lab.study.config import (
+    Attention,
+    Budget,
+    Data,
+    Evaluation,
+    Model,
+    RunConfig,
+    Task,
+    Training,
+    Variant,
+    change,
+)
+from tilewise.lab.study.data.corpus import data_folder
+from tilewise.lab.study.need import need, parameters
+from tilewise.lab.study.run import Run
+from tilewise.lab.study.tasks.images import VARIANTS
+from tilewise.lab.study.tasks.images_files import NAMED, Images, read
+from tilewise.lab.study.train.memory_split import PeakMeter
+from tilewise.lab.study.train.session import Session
+from tilewise.lab.study.train.trainer import Trainer
+
+SIDE = 8
+
+
+def arrays(count: int, side: int = SIDE, seed: int = 0, *sizes: int) -> dict[str, Any]:
+    """Images of three classes: what is bright is the upper half, the lower one, or neither."""
+    generator = np.random.default_rng(seed)
+    labels = generator.integers(0, 3, count)
+    images = generator.integers(0, 60, (count, side, side, *sizes))
+    for image, label in zip(images, labels, strict=True):
+        if label < 2:
+            image[label * side // 2 : (label + 1) * side // 2] += 150
+    return {"images": images.astype(np.uint8), "labels": labels}
+
+
+def folder_of(root: Path, train: int = 40, test: int = 12) -> Path:
+    """A folder with a held-out part of its own."""
+    for seed, (name, count) in enumerate((("train", train), ("test", test))):
+        np.savez(root / f"{name}.npz", **arrays(count, SIDE, seed))
+    return root
+
+
+def config_of(source: Path | str, **changes: Any) -> RunConfig:
+    """A run of a tiny ViT on 8 x 8 pixels in patches of 2 x 2."""
+    config = RunConfig(
+        model=Model(family="vit", layers=1, heads=2, width=16, context=17),
+        data=Data(source=str(source)),
+        attention=Attention(variant=Variant(name="full")),
+        training=Training(batch=4, accumulation=2),
+        budget=Budget(steps=4),
+        evaluation=Evaluation(every=2),
+        task=Task(name="images", patch=2),
+    )
+    return change(config, {key.replace("__", "."): value for key, value in changes.items()})
+
+
+def session_of(config: RunConfig, folder: Path, seed: int = 0) -> Session:
+    data = config.learning.prepare(config, folder)
+    trainer = Trainer(Run("images", "arm", seed, config), data, CPU)
+    meter = PeakMeter(CPU)
+    return Session(trainer, data, folder, meter, peak_flops_s=1e9, checkpoint_every_s=0.0)
+
+
+def test_images_are_read_learnt_and_measured(tmp_path: Path) -> None:
+    config = config_of(folder_of(tmp_path))
+    data = config.learning.prepare(config, tmp_path)
+    assert isinstance(data, Images)
+    assert (len(data.train), len(data.held_out), data.classes) == (40, 12, 3)
+    assert (data.side, data.channels) == (SIDE, 1)
+    assert data.as_json()["train_examples"] == 40
+    session_of(config, tmp_path).work()
+    record = record_of(tmp_path)
+    assert record.end is not None
+    assert record.end.status == "done"
+    last = record.evaluations[-1]
+    assert list(last.metrics) == ["accuracy", "cross_entropy"]
+    assert last.metrics["cross_entropy"] == last.loss
+    assert last.loss is not None
+    assert math.isfinite(last.loss)
+    assert last.softmaxes is not None
+    entropy = last.softmaxes[0].entropy
+    assert entropy is not None
+    assert 0 < entropy < math.log(17)
+    assert record.steps[0].tokens == 8 * 17
+
+
+def test_batches_are_images_and_their_labels(tmp_path: Path) -> None:
+    config = config_of(folder_of(tmp_path), training__accumulation=1)
+    data = config.learning.prepare(config, tmp_path)
+    batches = config.learning.batches(config, data, 3)
+    epoch = [batches.at(step)[0] for step in range(10)]
+    seen = np.concatenate([batch.inputs[0][:, 0].numpy() for batch in epoch])
+    labels = np.concatenate([batch.targets.numpy() for batch in epoch])
+    assert sorted(labels) == sorted(data.train.labels)
+    assert seen.min() >= -1 and seen.max() <= 1  # noqa: PT018
+    pixels = np.rint((seen + 1) * 127.5).astype(np.uint8)
+    wanted = {
+        (image.tobytes(), int(label))
+        for image, label in zip(data.train.pixels[:, 0], data.train.labels, strict=True)
+    }
+    assert {(a.tobytes(), int(b)) for a, b in zip(pixels, labels, strict=True)} == wanted
+    again = config.learning.batches(config, data, 3).at(7)[0]
+    assert torch.equal(again.inputs[0], epoch[7].inputs[0])
+
+
+def test_a_file_is_split_the_same_way_always(tmp_path: Path) -> None:
+    path = tmp_path / "all.npz"
+    np.savez(path, **arrays(50))
+    one, two = (read(Data(source=str(path), held_out=0.2), 0) for _ in range(2))
+    assert (len(one.train), len(one.held_out)) == (40, 10)
+    assert one.sha256 == two.sha256
+    both = [*one.train.pixels, *one.held_out.pixels]
+    assert len({each.tobytes() for each in both}) == 50, "an image on both sides"
+    assert read(Data(source=str(path), held_out=0.1), 0).sha256 != one.sha256
+    few = read(Data(source=str(path), held_out=0.2), 6)
+    assert (len(few.train), few.held_out.pixels.shape) == (6, one.held_out.pixels.shape)
+
+
+def test_colour(tmp_path: Path) -> None:
+    made = arrays(6, SIDE, 0, 3)
+    np.savez(tmp_path / "rgb.npz", **made)
+    config = config_of(tmp_path / "rgb.npz", data__held_out=0.2)
+    data = config.learning.prepare(config, tmp_path)
+    assert data.channels == 3
+    stored = {each.transpose(2, 0, 1).tobytes() for each in made["images"]}
+    assert {each.tobytes() for each in data.train.pixels} < stored
+    model = config.learning.model(config, data, 0, CPU)
+    assert model(config.learning.batches(config, data, 0).at(0)[0].inputs[0]).shape == (4, 3)
+
+
+def test_odd_files_are_refused(tmp_path: Path) -> None:
+    good = arrays(6)
+    odd: dict[str, dict[str, Any]] = {
+        "objects": {**good, "images": np.array([{}, 1], dtype=object)},
+        "no-labels": {"images": good["images"]},
+        "oblong": {**good, "images": good["images"][:, :4]},
+        "floats": {**good, "images": good["images"] / 255},
+        "fewer": {**good, "labels": good["labels"][:5]},
+        "negative": {**good, "labels": good["labels"] - 1},
+    }
+    words = ["allow_pickle", "labels is not a file", "squares", "float64", r"\[6\]", "from 0 on"]
+    for (name, values), word in zip(odd.items(), words, strict=True):
+        np.savez(tmp_path / f"{name}.npz", **values)
+        with pytest.raises(InvalidArgument, match=rf"data.source.*{word}"):
+            read(Data(source=str(tmp_path / f"{name}.npz")), 0)
+    (tmp_path / "text.npz").write_text("no archive")
+    for source in (tmp_path / "text.npz", tmp_path / "none.npz", tmp_path):
+        with pytest.raises(InvalidArgument, match=r"format .npz with images and labels"):
+            read(Data(source=str(source)), 0)
+    with pytest.raises(InvalidArgument, match="cifar10-gray, pathfinder32"):
+        read(Data(source="imagenet"), 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"attention.variant": "causal"}, "attention.variant: got causal.*no order"),
+        ({"attention.variant": "strided"}, "attention.variant: got strided"),
+        ({"model.family": "gpt2"}, "model.family.*vit for task images"),
+        ({"data.tokenizer": "gpt2"}, "data.tokenizer"),
+        ({"data.source": "stdlib"}, "data.source.*cifar10-gray"),
+        ({"data.size_cap_bytes": 9}, "task.train_examples takes a part"),
+        ({"data.source": "cifar10-gray", "data.held_out": 0.1}, "held-out part of its own"),
+        ({"data.source": "cifar10-gray"}, r"got 17.*257: 32 x 32.*Set model.context=257"),
+        ({"data.source": "pathfinder32", "task.patch": 3}, "task.patch: got 3.*divisor of 32"),
+        ({"model.qk_norm": True}, "model.qk_norm.*for family vit"),
+        ({"data.packing": "padded"}, "data.packing.*for task images"),
+        ({"budget.tokens": 1000}, "budget.*budget.steps: task images counts examples"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        change(config_of("some.npz"), changes)
+
+
+def test_what_only_the_data_tells_is_refused_before_a_run(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    config = config_of(folder, model__context=16)
+    data = config.learning.prepare(config, tmp_path)
+    with pytest.raises(InvalidArgument, match=r"got 16.*Set model.context=17"):
+        config.learning.model(config, data, 0, CPU)
+    with pytest.raises(InvalidArgument, match="says nothing here"):
+        read(Data(source=str(folder), held_out=0.5), 0)
+    with pytest.raises(InvalidArgument, match=r"train_examples: got 99.*at most 40"):
+        read(Data(source=str(folder)), 99)
+
+
+@pytest.mark.parametrize("pooling", ["first", "mean"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_is_the_same_in_every_implementation(
+    name: str, pooling: str, tmp_path: Path
+) -> None:
+    context = 65 if pooling == "first" else 64
+    small = {"window": {"size": 5}, "blocks": {"size": 8}, "bigbird": {"block": 8, "random": 1}}
+    small |= {"butterfly": {"block": 8}, "window-global": {"size": 5, "tokens": 1}}
+    small |= {"dilated": {"size": 3, "dilation": 4}}
+    variant = {"name": name, **small.get(name, {})}
+    found = {}
+    for implementation in ("plain", "tilewise", "sdpa"):
+        if (name, implementation) == ("softcap", "sdpa"):
+            continue
+        config = config_of(
+            folder_of(tmp_path),
+            model__context=context,
+            task={"name": "images", "patch": 1, "pooling": pooling},
+            attention={"variant": variant, "implementation": implementation},
+        )
+        data = config.learning.prepare(config, tmp_path)
+        model = config.learning.model(config, data, 5, CPU).double()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(5)
+        (batch,) = config.learning.batches(config, data, 0).at(0)[:1]
+        found[implementation] = model(batch.inputs[0].double())
+    first, *others = found.values()
+    for other in others:
+        assert (first - other).abs().max() < 1e-11
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": {"name": "muon", "lr": 0.01}, "model.dropout.attention": 0.2},
+        {"optimizer": {"name": "schedule-free"}, "schedule": "constant", "training.z_loss": 1e-4},
+        {"training.precision": "bf16", "training.checkpointing": True, "model.nudge": True},
+        {"schedule": "wsd", "training.label_smoothing": 0.1, "model.dropout.residual": 0.1},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_factors_work(changes: dict[str, Any], tmp_path: Path) -> None:
+    config = change(config_of(folder_of(tmp_path)), changes)
+    session_of(config, tmp_path).work()
+    record = record_of(tmp_path)
+    assert record.end is not None
+    assert record.end.status == "done"
+    loss = record.evaluations[-1].loss
+    assert loss is not None
+    assert math.isfinite(loss)
+
+
+def test_fine_tuning_from_a_checkpoint(tmp_path: Path) -> None:
+    shape = Shape(1, 2, 16, image=SIDE, patch=2, channels=1, classes=7)
+    kept = ViT(shape, seed=9)
+    kept.save(tmp_path / "vit")
+    config = config_of(folder_of(tmp_path), model__checkpoint=str(tmp_path / "vit"))
+    data = config.learning.prepare(config, tmp_path)
+    model = config.learning.model(config, data, 0, CPU)
+    assert torch.equal(model.embed.weight, kept.embed.weight)
+    assert model.drawn == ("classifier.weight", "classifier.bias")
+    wide = change(config, {"model.width": 32})
+    with pytest.raises(InvalidArgument, match="width 32"):
+        wide.learning.model(wide, data, 0, CPU)
+
+
+def test_parameters_are_counted(tmp_path: Path) -> None:
+    config = config_of(folder_of(tmp_path))
+    data = config.learning.prepare(config, tmp_path)
+    found = sum(each.numel() for each in config.learning.model(config, data, 0, CPU).parameters())
+    assert abs(parameters(config) - found) <= 16 * 12  # the channels, and the head
+    assert need(change(config, {"attention.implementation": "plain"})).matrix > 0
+
+
+@pytest.mark.filterwarnings("ignore:Cannot locate reference")  # of dill, inside datasets
+@pytest.mark.parametrize("own_part", [True, False])
+def test_by_a_name_of_the_hub(
+    own_part: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real loading code, on a folder that is laid out like a data set of the Hub."""
+    datasets = pytest.importorskip("datasets", reason="pip install 'tilewise[hub]'")
+    image = pytest.importorskip("PIL.Image")
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    names = ["up", "down", "none"]
+    features = datasets.Features(
+        {"img": datasets.Image(), "label": datasets.ClassLabel(names=names)}
+    )
+    made = {}
+    for seed, split in enumerate(("train", "test") if own_part else ("train",)):
+        made[split] = arrays(12, SIDE, seed, 3)
+        files = []
+        for each in made[split]["images"]:
+            image.fromarray(each).save(tmp_path / "one.png")
+            files.append({"bytes": (tmp_path / "one.png").read_bytes(), "path": None})
+        rows = {"img": files, "label": made[split]["labels"].tolist()}
+        path = tmp_path / "hub" / "data" / f"{split}-00000-of-00001.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(arrow.table(rows, schema=features.arrow_schema), path)
+    share = {} if own_part else {"held_out": 0.25}
+    found = read(Data(source=f"hub:{tmp_path / 'hub'}", **share), 0)
+    assert (found.classes, found.channels, found.side) == (3, 3, SIDE)
+    if own_part:
+        wanted = made["test"]["images"].transpose(0, 3, 1, 2)
+        assert np.array_equal(found.held_out.pixels, wanted)
+        assert np.array_equal(found.train.labels, made["train"]["labels"])
+    else:
+        assert (len(found.train), len(found.held_out)) == (9, 3)
+
+
+def test_the_hub_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(Unsupported, match=r"pip install 'tilewise\[hub\]'"):
+        read(Data(source="hub:ylecun/mnist"), 0)
+
+
+_FOLDER = data_folder()
+needs_data = pytest.mark.skipif(
+    _FOLDER is None or not (_FOLDER / NAMED["cifar10-gray"].train).exists(),
+    reason="no cifar10 in TILEWISE_DATA",
+)
+
+
+@needs_data
+@pytest.mark.parametrize(
+    ("source", "sizes"),
+    [
+        ("cifar10-gray", (4000, 1000, 10, 32)),
+        ("pathfinder32", (950, 50, 2, 32)),
+        ("pathfinder128", (95, 5, 2, 128)),
+        ("pathfinder256", (57, 3, 2, 256)),
+    ],
+)
+def test_the_named_data_sets(source: str, sizes: tuple[int, ...]) -> None:
+    found = read(Data(source=source), 0)
+    assert (len(found.train), len(found.held_out), found.classes, found.side) == sizes
+
+
+@needs_data
+@pytest.mark.slow
+def test_a_vit_learns_cifar(tmp_path: Path) -> None:
+    config = change(
+        config_of("any.npz"),
+        {
+            "data.source": "cifar10-gray",
+            "task.patch": 4,
+            "model.context": 65,
+            "model.layers": 2,
+            "model.heads": 4,
+            "model.width": 64,
+            "training.batch": 32,
+            "training.accumulation": 1,
+            "budget.steps": 300,
+            "optimizer.lr": 0.001,
+            "evaluation.every": 300,
+        },
+    )
+    session_of(config, tmp_path).work()
+    record = record_of(tmp_path)
+    losses = np.array([step.loss for step in record.steps], np.float64)
+    assert losses[-25:].mean() < losses[:25].mean() - 0.15
+    accuracy = record.evaluations[-1].metrics["accuracy"]
+    assert accuracy is not None
+    assert accuracy > 0.18  # a tenth is chance, and 0.01 one deviation of it
+
+
+@pytest.mark.slow
+def test_a_compiled_run_learns_the_same(tmp_path: Path) -> None:
+    losses = []
+    for compiled in (False, True):
+        folder = tmp_path / str(compiled)
+        folder.mkdir()
+        config = config_of(folder_of(folder), training__compile=compiled)
+        session_of(config, folder).work()
+        losses.append([step.loss or 0.0 for step in record_of(folder).steps])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)

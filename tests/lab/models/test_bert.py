@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.lab.models.bert import BERT, PRESETS, Head, Packed, Shape, load, pack
+from tilewise.lab.models.bert import BERT, PRESETS, Head, Shape, load
+from tilewise.lab.models.packed import Packed, pack
 from tilewise.lab.study.train.families import checkpoint_folder
 
 DATA = Path(os.environ.get("TILEWISE_DATA", Path(__file__).parents[4] / "shared" / "data"))

@@ -130,6 +130,22 @@ def test_bigbird_sees_its_window_the_first_block_and_what_it_drew() -> None:
     assert torch.equal(shorter, found[:, :40, :40])
 
 
+@pytest.mark.parametrize("name", [each for each in variants.ENCODER if each != "full"])
+def test_an_encoder_looks_both_ways(name: str) -> None:
+    """What a language model sees is what an encoder sees, without what is to come."""
+    size = {"block": 8} if name in ("bigbird", "butterfly") else {"size": 3}
+    variant = Variant.model_validate({"name": name, **size})
+    both, causal = (
+        whole(variants.build(variant, variants.Heads(2, CPU, 96, looks_back)), 96)
+        for looks_back in (False, True)
+    )
+    seen_by_both = visible_pairs(both, 96, 96, heads=2)
+    assert torch.equal(seen_by_both.tril(), visible_pairs(causal, 96, 96, heads=2))
+    assert seen_by_both.triu(1).any()
+    if name != "bigbird":
+        assert torch.equal(seen_by_both, seen_by_both.mT)
+
+
 @pytest.mark.parametrize(
     ("name", "most"), [("window-global", 0.12), ("blocks", 0.08), ("bigbird", 0.3)]
 )

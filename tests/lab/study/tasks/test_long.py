@@ -170,7 +170,9 @@ def test_an_expression_is_never_cut(tmp_path: Path) -> None:
     source = write_listops(tmp_path / "lra", "lra")
     config = config_of("listops", source, **{"model.context": 7})
     with pytest.raises(InvalidArgument, match=r"context: got 7.*8.*Or set task.longest to 6"):
-        config.learning.batches(config, prepared(config), 0)
+        config.learning.examination(config, prepared(config))
+    with pytest.raises(InvalidArgument, match=r"context: got 7"):  # the forecast asks it
+        config.learning.evaluated(config, prepared(config), whole=True)
     with pytest.raises(InvalidArgument, match=r"context: got 7.*101"):
         change(config, {"task.longest": 100})
     with pytest.raises(InvalidArgument, match=r"basic_train\.tsv"):

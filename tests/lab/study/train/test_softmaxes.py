@@ -13,6 +13,7 @@ from tilewise.errors import Unsupported
 from tilewise.functional import SoftmaxStats
 from tilewise.lab.models import bert
 from tilewise.lab.models.gpt2 import GPT2, Shape
+from tilewise.lab.models.packed import pack
 from tilewise.lab.study.records import LayerSoftmax
 from tilewise.lab.study.train.softmaxes import look_at, watched
 from tilewise.nn.implementations import Ask, with_weights
@@ -117,7 +118,7 @@ def test_a_layer_gives_its_statistics_with_gradients() -> None:
 def test_a_bert_says_it_of_its_own_sequences() -> None:
     shape = bert.Shape(layers=2, heads=2, width=16, context=12, vocabulary=31)
     model = bert.BERT(shape).eval()
-    packed = bert.pack([[1, 2, 3], [4, 5, 6, 7, 8, 9, 10]])
+    packed = pack([[1, 2, 3], [4, 5, 6, 7, 8, 9, 10]])
     for layer in model.modules():
         if isinstance(layer, bert.SelfAttention):
             torch.nn.init.zeros_(layer.query.weight)

@@ -24,7 +24,7 @@ import numpy as np
 
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study.config import RunConfig
-from tilewise.lab.study.tasks.classification import Classification, ExampleBatches
+from tilewise.lab.study.tasks.classification import Classification
 from tilewise.lab.study.tasks.examples import Examples, Ragged, Split
 from tilewise.lab.study.tasks.files import ended, folder_of, lines
 from tilewise.lab.study.tasks.hub import HUB
@@ -124,15 +124,15 @@ class ListOps(Classification):
             tokenizer="listops",
         )
 
-    def batches(self, config: RunConfig, data: Examples, seed: int) -> ExampleBatches:
-        """See ``Classification``."""
-        self._check_fits(config, data)
-        return super().batches(config, data, seed)
-
     def examination(self, config: RunConfig, data: Examples) -> Examination:
         """See ``Classification``."""
         self._check_fits(config, data)
         return super().examination(config, data)
+
+    def evaluated(self, config: RunConfig, data: Examples, whole: bool) -> int:
+        """See ``Classification``; it is asked before the first run, which is when to refuse."""
+        self._check_fits(config, data)
+        return super().evaluated(config, data, whole)
 
     def _check_fits(self, config: RunConfig, data: Examples) -> None:
         longest = max(

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilewise.errors import InvalidArgument
-from tilewise.lab.models.bert import BERT, Head, Packed, pack
+from tilewise.lab.models.bert import BERT, Head
+from tilewise.lab.models.packed import Packed, pack
 from tilewise.lab.study.config import RunConfig, Training
 from tilewise.lab.study.data import order
 from tilewise.lab.study.data.corpus import data_folder

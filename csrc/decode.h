@@ -2,6 +2,7 @@
 // keys, lanes lie along the width of a head, and the keys are split (decode_tasks.h).
 #pragma once
 
+#include "decode_near.h"
 #include "decode_products.h"
 #include "decode_state.h"
 #include "decode_tasks.h"
@@ -21,18 +22,21 @@ class DecodeKernel {
   static constexpr Acc kInfinity = static_cast<Acc>(__builtin_inf());
 
  public:
-  explicit DecodeKernel(const Forward& f)
+  explicit DecodeKernel(const Forward& f, Takes takes = Takes::all)
       : f_(f),
+        takes_(takes),
         units_(f),
         q_stride_(round_up(Mode::words(f.head_dim), Vectors::unit * kLanes<Word>)),
         out_stride_(round_up(f.value_dim, Vectors::sums * lanes)),
         alike_(heads_alike(f)) {}
 
   bool run() {
-    const SplitTasks tasks(f_);
+    const SplitTasks tasks(f_, takes_);
     if (tasks.count() <= 0) return tasks.count() == 0;
     rows_ = tasks.most_rows(), heads_ = tasks.most_heads();
-    const std::size_t each = state(nullptr).bytes;
+    state_bytes_ = state(nullptr).bytes;
+    const std::size_t each = state_bytes_;
+    near_ = lie_near<Mode>(f_, tasks);
     char* partials = nullptr;
     i64* done = nullptr;
     if (tasks.partials() > 0) {
@@ -92,8 +96,8 @@ class DecodeKernel {
       kept = carve.take<u64>(kRoomKeys + 4);
       tiles = carve.take<MaskedTile>(kernel.heads_);
       expr = carve.take<char>(f.expr_room);
-      first = carve.take<char>(static_cast<i64>(kernel.state(nullptr).bytes));
-      second = carve.take<char>(static_cast<i64>(kernel.state(nullptr).bytes));
+      first = carve.take<char>(static_cast<i64>(kernel.state_bytes_));
+      second = carve.take<char>(static_cast<i64>(kernel.state_bytes_));
       bytes = carve.used();
     }
   };
@@ -153,9 +157,9 @@ class DecodeKernel {
     memory.room.close();
   }
 
-  // Rows that are copied before they are read are not fetched.
+  // Rows that are near, or copied before they are read, are not fetched.
   void look_ahead(const SplitTask& t, const KeyBlocks& blocks, i64 x, const Memory& memory) const {
-    if (f_.k.col != 1 || f_.v.col != 1) return;
+    if (near_ || f_.k.col != 1 || f_.v.col != 1) return;
     const i64 n0 = blocks.begin(x), n1 = blocks.end(x);
     point(t, f_.k, n0, n1, nullptr, 0, memory.next_keys);
     point(t, f_.v, n0, n1, nullptr, 0, memory.next_values);
@@ -290,7 +294,7 @@ class DecodeKernel {
       // A row that has seen no key yet has no maximum to subtract.
       tops[r] = now == -kInfinity ? 0 : now;
       numbers.row_max[row0 + r] = now;
-      const Acc alpha = exp2<5>(set(before - tops[r]), Acc{})[0];
+      const Acc alpha = before == -kInfinity ? 0 : exp2<5>(set(before - tops[r]), Acc{})[0];
       memory.alpha[row0 + r] = alpha;
       if (numbers.row_moment == nullptr) continue;
       // What was relative to the maximum before becomes relative to the one now.
@@ -320,17 +324,6 @@ class DecodeKernel {
     for (int r = 0; r < rows; r++) {
       Acc& sum = numbers.row_sum[row0 + r];
       sum = sum * memory.alpha[row0 + r] + memory.peak[r];
-    }
-  }
-
-  // to[r] = f(r) folded over its lanes.
-  template <class Fold, class F>
-  static void each_fold(int rows, Acc* to, const F& f) {
-    for (int r = 0; r < rows; r += lanes) {
-      Vec<Acc> vectors[lanes] = {};
-      for (int i = 0; i < lanes && r + i < rows; i++) vectors[i] = f(r + i);
-      const Vec<Acc> all = fold_lanes<Fold, Acc>(vectors);
-      for (int i = 0; i < lanes && r + i < rows; i++) to[r + i] = all[i];
     }
   }
 
@@ -391,9 +384,11 @@ class DecodeKernel {
   }
 
   const Forward& f_;
+  Takes takes_;
   ScoreUnits<Acc> units_;
   i64 q_stride_, out_stride_, rows_ = 0, heads_ = 0;
-  bool alike_;
+  std::size_t state_bytes_ = 0;
+  bool alike_, near_ = false;
 };
 
 }  // namespace tilewise::TILEWISE_ISA

@@ -9,7 +9,7 @@ namespace tilewise::TILEWISE_ISA {
 
 class RowsAhead {
  public:
-  void clear() { left_ = 0; }
+  void clear() { left_ = 0, spread(0, 1); }
 
   // `count` rows of keys and as many of values, found through their pointers.
   template <class E>
@@ -28,6 +28,7 @@ class RowsAhead {
   // From now on every step fetches its share of `rows` rows over so many steps.
   void spread(int rows, int steps) { rows_due_ = rows, steps_ = steps > 0 ? steps : 1, due_ = 0; }
   inline __attribute__((always_inline)) void step() {
+    if (rows_due_ == 0) return;
     for (due_ += rows_due_; due_ >= steps_; due_ -= steps_) row();
   }
   void all() {

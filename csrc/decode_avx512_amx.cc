@@ -6,11 +6,17 @@
 namespace tilewise {
 namespace avx512 {
 bool few_queries(const Forward& f);
-}
+bool short_sequences(const Forward& f);
+}  // namespace avx512
 namespace avx512_amx {
+// Where no heads share their keys, tiles are configured more slowly than the few keys of a short sequence are widened.
+// Whose a sequence is does not follow from the batch, nor from how many of its queries come at once.
 bool few_queries(const Forward& f) {
   if (f.dtype != DType::bf16 || f.dots == 0) return avx512::few_queries(f);
-  return DecodeKernel<PairMode, TileProducts>(f).run();
+  if (f.dots == 1 || f.heads > f.kv_heads) return DecodeKernel<PairMode, TileProducts>(f).run();
+  const bool all_short = f.cu_k == nullptr && f.page_size == 0 && KeyBlocks(f.keys).count <= kSplitBlocks;
+  return avx512::short_sequences(f) &&
+         (all_short || DecodeKernel<PairMode, TileProducts>(f, Takes::several_splits).run());
 }
 }  // namespace avx512_amx
 }  // namespace tilewise

@@ -37,6 +37,37 @@ TW_INLINE Vec<T> fold_lanes(Vec<T>* r) {
     return r[0];
 }
 
+// The lanes of one vector, to the bit as fold_lanes has them.
+template <int kStep, class V, int... I>
+TW_INLINE V neighbours(V v, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(v, v, (I ^ kStep)...);
+}
+template <class Fold, class T, int kStep = 1>
+TW_INLINE T fold_vector(Vec<T> v) {
+  constexpr int n = kLanes<T>;
+  v = Fold::of(v, neighbours<kStep>(v, std::make_integer_sequence<int, n>{}));
+  if constexpr (2 * kStep < n)
+    return fold_vector<Fold, T, 2 * kStep>(v);
+  else
+    return v[0];
+}
+
+// to[r] = f(r) folded over its lanes.
+template <class Fold, class C, class F>
+static void each_fold(int rows, C* to, const F& f) {
+  constexpr int lanes = kLanes<C>;
+  if (rows == 1) {
+    to[0] = fold_vector<Fold, C>(f(0));
+    return;
+  }
+  for (int r = 0; r < rows; r += lanes) {
+    Vec<C> vectors[lanes] = {};
+    for (int i = 0; i < lanes && r + i < rows; i++) vectors[i] = f(r + i);
+    const Vec<C> all = fold_lanes<Fold, C>(vectors);
+    for (int i = 0; i < lanes && r + i < rows; i++) to[r + i] = all[i];
+  }
+}
+
 // ---- rows of operands
 
 // Vectors of a row of keys, as the dot product takes them, and of rows of values, as the weighted sum does: `unit` of
@@ -94,6 +125,15 @@ struct RowVectors<PlainMode<Bf16, float>> {
   static void pack(const Bf16* from, i64 row, i64 col, int rows, int depth, i64 stride, float* to) {
     for (int i = 0; i < rows; i++) {
       float* at = to + i * stride;
+      if (col == 1) {
+        for (i64 d = 0; d < stride; d += step) {
+          Vec<float> x[unit];
+          of_key(from + i * row + d, depth - d, x);
+          store(at + d, x[0]);
+          store(at + d + kLanes<float>, x[1]);
+        }
+        continue;
+      }
       for (i64 d = 0; d < stride; d++) {
         const i64 place = d % step, source = d - place + place % kLanes<float> * 2 + place / kLanes<float>;
         at[d] = source < depth ? widen_one(from + i * row + source * col) : 0;

@@ -19,9 +19,12 @@ struct SplitTask {
   i64 group, partial;  // numbers of the tasks that are merged, and of the first of their partial results
 };
 
+// The sequences that a kernel takes: where two share a call, the keys of a sequence alone say whose it is.
+enum class Takes { all, one_split, several_splits };
+
 class SplitTasks {
  public:
-  explicit SplitTasks(const Problem& p) : p_(p), group_size_(p.heads / p.kv_heads) {
+  SplitTasks(const Problem& p, Takes takes) : p_(p), takes_(takes), group_size_(p.heads / p.kv_heads) {
     i64 few = 0;
     for (i64 b = 0; b < p.batch; b++) few += of_sequence(sequence(p, b));
     if (few == 0) return;
@@ -63,16 +66,17 @@ class SplitTasks {
         high = middle - 1;
     }
     const Item& x = items_[low];
-    const i64 splits = whole_ ? 1 : x.splits, group = (task - x.task) / splits, blocks = x.groups / p_.kv_heads;
+    // A division takes as long as some keys.
+    const i64 at = task - x.task, splits = whole_ ? 1 : x.splits, group = splits == 1 ? at : at / splits;
     SplitTask t{};
     t.seq = sequence(p_, low);
-    t.kv_head = group / blocks;
-    const i64 first = group % blocks * x.heads;
+    t.kv_head = x.parts == 1 ? group : group / x.parts;
+    const i64 first = (group - t.kv_head * x.parts) * x.heads;
     t.first_head = t.kv_head * group_size_ + first;
     t.heads = min(x.heads, group_size_ - first);
     t.key_limit = x.key_limit, t.first_block = x.first_block, t.last_block = x.last_block;
     t.split_blocks = x.split_blocks, t.splits = x.splits;
-    t.split = whole_ ? -1 : (task - x.task) % splits;
+    t.split = whole_ ? -1 : at - group * splits;
     t.group = x.group + group;
     t.partial = x.partial + group * x.splits;
     return t;
@@ -81,7 +85,7 @@ class SplitTasks {
  private:
   struct Item {
     i64 task, group, partial;  // the first ones
-    i64 groups, heads;         // heads: of a task
+    i64 groups, heads, parts;  // heads: of a task; parts: tasks of a group of heads
     i64 key_limit, first_block, last_block, split_blocks, splits;
   };
 
@@ -95,19 +99,23 @@ class SplitTasks {
     const Range visible = mask.visible(0, seq.queries - 1);
     x.key_limit = mask.key_limit();
     const KeyBlocks blocks(x.key_limit);
+    const Takes kind = blocks.count <= kSplitBlocks ? Takes::one_split : Takes::several_splits;
+    if (takes_ != Takes::all && takes_ != kind) return Item{};
     x.split_blocks = max(kSplitBlocks, (blocks.count + kMostSplits - 1) / kMostSplits);
     if (visible.begin < visible.end)
       x.first_block = blocks.containing(visible.begin), x.last_block = blocks.containing(visible.end - 1) + 1;
     const i64 first = x.first_block / x.split_blocks;
     x.splits = max(1, (x.last_block + x.split_blocks - 1) / x.split_blocks - first);
     x.heads = min(group_size_, kDecodeRows / seq.queries);
-    x.groups = p_.kv_heads * ((group_size_ + x.heads - 1) / x.heads);
+    x.parts = (group_size_ + x.heads - 1) / x.heads;
+    x.groups = p_.kv_heads * x.parts;
     most_rows_ = max(most_rows_, x.heads * seq.queries);
     most_heads_ = max(most_heads_, x.heads);
     return x;
   }
 
   const Problem& p_;
+  Takes takes_;
   i64 group_size_, count_ = 0, groups_ = 0, partials_ = 0, most_rows_ = 0, most_heads_ = 0;
   bool whole_ = true;
   Item* items_ = nullptr;

@@ -103,6 +103,35 @@ def test_neither_the_group_nor_the_batch_changes_a_bit(target: Target, dtype: to
 
 
 @pytest.mark.parametrize("target", CPU, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("heads", [2, 6])
+def test_neither_shorter_nor_longer_neighbours_change_a_bit(
+    target: Target, dtype: torch.dtype, heads: int
+) -> None:
+    """Sequences of one split and of several, which may have kernels of their own."""
+    queries, keys = (1, 3, 1, 2, 8, 1), (1200, 60, 575, 576, 33, 640)
+    generator = torch.Generator().manual_seed(6)
+    q, k, v = (
+        torch.randn(sum(rows), count, 64, generator=generator).to(dtype)
+        for rows, count in ((queries, heads), (keys, 2), (keys, 2))
+    )
+    offsets = [torch.tensor((0, *lengths)).cumsum(0) for lengths in (queries, keys)]
+    whole = call_packed(target, q, k, v, *offsets)
+    for i, (m, n) in enumerate(zip(queries, keys, strict=True)):
+        rows, seen = (slice(int(cu[i]), int(cu[i + 1])) for cu in offsets)
+        alone = call_packed(
+            target, q[rows], k[seen], v[seen], torch.tensor([0, m]), torch.tensor([0, n])
+        )
+        assert_same_bits(alone, whole[rows], f"{m} queries and {n} keys")
+
+
+def call_packed(target: Target, *operands: torch.Tensor) -> torch.Tensor:
+    """Sequences in one call, causal."""
+    with forced(target):
+        return tilewise.attention_varlen(*operands, mask=masks.causal(), backend="cpu")
+
+
+@pytest.mark.parametrize("target", CPU, ids=str)
 def test_a_head_that_sees_no_key_of_a_block_takes_none_of_its_nans(target: Target) -> None:
     """Heads share the loads of a key, and not what they see."""
     q, k = torch.randn(1, 2, 1, 16), torch.randn(1, 1, 600, 16)

@@ -154,6 +154,14 @@ _ROWS = (
     _Row("short 129", _square(1, 64, 129, 64), _SHORT, quick=DTYPES[:2]),
     _Row("short 64", _square(1, 64, 64, 64), _SHORT),
     _Row("short 33", _square(1, 64, 33, 64), _SHORT),
+    *(
+        _Row(f"decode 8 heads, {keys} keys", Shape(1, 8, 8, 1, keys, 64), _NEVER_SLOWER[:2])
+        for keys in (64, 256, 512)
+    ),
+    *(
+        _Row(f"decode 32:4, D128, {keys} keys", Shape(1, 32, 4, 1, keys, 128), _NEVER_SLOWER[:2])
+        for keys in (64, 256, 512)
+    ),
     _Row("decode 8 heads, 16k keys", Shape(1, 8, 8, 1, 16384, 64), (Goal(1.0), Goal(7.0))),
     _Row("decode 32:4, D128, 16k keys", Shape(1, 32, 4, 1, 16384, 128), (Goal(6.0), Goal(20.0))),
     _Row("decode 4 rows, 32:4, 4k keys", Shape(1, 32, 4, 4, 4096, 128), _NEVER_SLOWER),

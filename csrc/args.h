@@ -111,6 +111,9 @@ struct Forward : Problem {
   // Few queries in bfloat16: by dot products where there are some (1), widened (0), as is faster on this processor
   // (-1).
   int dots = -1;
+  // Few queries: keys and values of the next block are fetched ahead (1), not (0), or where they seem far (-1). No
+  // result depends on it.
+  int fetch = -1;
   // Whether a backward pass may follow: few queries keep to the ordinary kernel then, whose scores it computes again
   // to the bit. Of others the gradients would show the difference.
   bool for_backward = false;

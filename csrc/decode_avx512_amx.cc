@@ -14,7 +14,7 @@ namespace avx512_amx {
 bool few_queries(const Forward& f) {
   if (f.dtype != DType::bf16 || f.dots == 0) return avx512::few_queries(f);
   if (f.dots == 1 || f.heads > f.kv_heads) return DecodeKernel<PairMode, TileProducts>(f).run();
-  const bool all_short = f.cu_k == nullptr && f.page_size == 0 && KeyBlocks(f.keys).count <= kSplitBlocks;
+  const bool all_short = KeyBlocks(f.keys).count <= kSplitBlocks;
   return avx512::short_sequences(f) &&
          (all_short || DecodeKernel<PairMode, TileProducts>(f, Takes::several_splits).run());
 }

@@ -9,43 +9,49 @@ namespace tilewise::TILEWISE_ISA {
 
 #if defined(TILEWISE_X86)
 constexpr double kMostNear = 4 << 20;  // bytes
-// Eight lines at once took some 150 from the second-level cache, up to 560 with some of the third level, and 1300 or
-// more from memory.
-constexpr u64 kNearTicks = 640;
+// Eight lines took 2 times as long as when they were read again from the second-level cache, 3 to 8 times with some of
+// the third level, and 9 times or more from memory.
+constexpr u64 kNear = 6;
 
-// Whether keys and values seem to be there: they are few enough, and some of them, read against the clock, come at
-// once. Of several threads the caller's clock says little.
-template <class Mode>
-static bool lie_near(const Forward& f, const SplitTasks& tasks) {
-  const double keys = static_cast<double>(f.batch * f.kv_heads) * static_cast<double>(f.keys);
-  const double bytes = keys * (f.head_dim + f.value_dim) * sizeof(typename Mode::Elem);
-  if (f.threads > 1 || bytes > kMostNear) return bytes <= kMostNear / 4;
-  constexpr int kTasks = 2, kRows = 2;
-  const void* lines[kTasks][kRows][2];
-  for (int i = 0; i < kTasks; i++) {
-    const SplitTask t = tasks[i == 0 ? tasks.count() / 2 : tasks.count() - 1];
-    if (t.first_block >= t.last_block) return true;
-    const KeyBlocks blocks(t.key_limit);
-    const i64 first = blocks.begin(t.first_block), last = blocks.end(t.last_block - 1) - 1;
-    for (int j = 0; j < kRows; j++) {
-      const i64 n = j == 0 ? (first + last) / 2 : last;
-      lines[i][j][0] = Mode::at(f.k.data, key_run(f, f.k, t.seq, t.kv_head, n, n + 1).at);
-      lines[i][j][1] = Mode::at(f.v.data, key_run(f, f.v, t.seq, t.kv_head, n, n + 1).at);
-    }
-  }
+// How long it takes to read lines that do not wait for one another.
+static inline u64 ticks_to_read(const void* const* lines, int count) {
   _mm_lfence();
   const u64 before = __builtin_ia32_rdtsc();
   _mm_lfence();
-  for (const auto& rows : lines)
-    for (const auto& row : rows)
-      for (const void* line : row) (void)*static_cast<const volatile char*>(line);
+  for (int i = 0; i < count; i++) (void)*static_cast<const volatile char*>(lines[i]);
   _mm_lfence();
-  return __builtin_ia32_rdtsc() - before < kNearTicks;
+  return __builtin_ia32_rdtsc() - before;
+}
+
+// Whether keys and values seem to be there: they are few enough, and some of them, read against the clock, come at
+// once. The rows looked at lie inside a sequence: its last one may have just been written. They are read twice, so that
+// neither the clock's rate nor what reading it takes matters.
+template <class Mode>
+static bool lie_near(const Forward& f, const SplitTasks& tasks) {
+  if (f.fetch >= 0) return f.fetch == 0;
+  const double keys = static_cast<double>(f.batch * f.kv_heads) * static_cast<double>(f.keys);
+  const double bytes = keys * (f.head_dim + f.value_dim) * sizeof(typename Mode::Elem);
+  if (bytes > kMostNear) return false;
+  const void* lines[8];
+  int count = 0;
+  for (int i = 0; i < 2; i++) {
+    const SplitTask t = tasks[i == 0 ? 0 : tasks.count() - 1];
+    if (t.first_block >= t.last_block) continue;  // no keys
+    const KeyBlocks blocks(t.key_limit);
+    const i64 first = blocks.begin(t.first_block), keys_of_task = blocks.end(t.last_block - 1) - first;
+    for (int quarter = 1; quarter <= 3; quarter += 2) {
+      const i64 n = first + keys_of_task * quarter / 4;
+      lines[count++] = Mode::at(f.k.data, key_run(f, f.k, t.seq, t.kv_head, n, n + 1).at);
+      lines[count++] = Mode::at(f.v.data, key_run(f, f.v, t.seq, t.kv_head, n, n + 1).at);
+    }
+  }
+  const u64 first_time = ticks_to_read(lines, count), again = ticks_to_read(lines, count);
+  return first_time <= kNear * again;
 }
 #else
 template <class Mode>
-static bool lie_near(const Forward&, const SplitTasks&) {
-  return false;
+static bool lie_near(const Forward& f, const SplitTasks&) {
+  return f.fetch == 0;
 }
 #endif
 

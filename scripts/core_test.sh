@@ -11,4 +11,11 @@ build=${1:-$root/build/native}
 
 cmake -S "$root" -B "$build" -DTILEWISE_PYTHON=OFF -DTILEWISE_TESTS=ON -DTILEWISE_WERROR="${TILEWISE_WERROR:-ON}" "$@" >/dev/null
 cmake --build "$build" --target core_test --parallel "$(nproc)"
-"$build/core_test"
+# One process a core, each with a share of the tests.
+processes=() failed=0 count=$(nproc)
+for ((i = 0; i < count; i++)); do
+  "$build/core_test" --share "$i" "$count" &
+  processes+=($!)
+done
+for each in "${processes[@]}"; do wait "$each" || failed=1; done
+exit $failed

@@ -18,4 +18,11 @@ done
 cmake -S "$root" -B "$build" -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER="$compiler" \
   -DTILEWISE_PYTHON=OFF -DTILEWISE_TESTS=ON -DTILEWISE_WERROR="${TILEWISE_WERROR:-ON}" -DCMAKE_EXE_LINKER_FLAGS=-static >/dev/null
 cmake --build "$build" --target core_test --parallel "$(nproc)"
-"$emulator" "$build/core_test"
+# One process a core, each with a share of the tests.
+processes=() failed=0 count=$(nproc)
+for ((i = 0; i < count; i++)); do
+  "$emulator" "$build/core_test" --share "$i" "$count" &
+  processes+=($!)
+done
+for each in "${processes[@]}"; do wait "$each" || failed=1; done
+exit $failed

@@ -16,6 +16,7 @@ namespace {
 
 constexpr DType kTypes[] = {DType::f32, DType::f64, DType::bf16, DType::f16};
 int draws = 60;
+int share = 0, shares = 1;  // of the tests: every shares-th, from this one on
 
 // Everything at once, drawn at random.
 Case draw(u64 seed) {
@@ -115,6 +116,13 @@ std::vector<Test> tests() {
                    }
                    forward_dots = -1;
                  }});
+  all.push_back({"few queries, keys fetched ahead and not", [] {
+                   for (int fetch : {0, 1}) {
+                     forward_fetch = fetch;
+                     for (DType dtype : kTypes) test_few_queries(dtype), test_few_queries_alone(dtype);
+                   }
+                   forward_fetch = -1;
+                 }});
   all.push_back({"expressions: checks", test_expr_checks});
   all.push_back({"order of tasks", test_order});
   const std::pair<const char*, void (*)(DType)> expressions[] = {
@@ -137,8 +145,9 @@ int run_all(const char* part) {
   std::printf("core_test: on");
   for (const Kernels* kernels : instruction_sets()) std::printf(" %s", kernels->name);
   std::printf("\n");
+  int number = 0;
   for (const Test& test : tests()) {
-    if (test.name.find(part) == std::string::npos) continue;
+    if (test.name.find(part) == std::string::npos || number++ % shares != share) continue;
     report = {};
     const auto begin = std::chrono::steady_clock::now();
     test.run();
@@ -163,6 +172,8 @@ int main(int argc, char** argv) {
   for (int i = 1; i < argc; i++) {
     if (std::strcmp(argv[i], "--draws") == 0 && i + 1 < argc)
       tilewise::test::draws = std::atoi(argv[++i]);
+    else if (std::strcmp(argv[i], "--share") == 0 && i + 2 < argc)
+      tilewise::test::share = std::atoi(argv[++i]), tilewise::test::shares = std::max(1, std::atoi(argv[++i]));
     else if (std::strcmp(argv[i], "--every") == 0 && i + 1 < argc)
       tilewise::test::every = std::max(1, std::atoi(argv[++i]));
     else

@@ -90,7 +90,7 @@ inline std::vector<bool> conjuncts(const std::vector<MaskSpec>& mask) {
   return flags;
 }
 
-inline int forward_dots = -1;  // see Forward::dots
+inline int forward_dots = -1, forward_fetch = -1;  // see Forward::dots and Forward::fetch
 
 class Instance {
  public:
@@ -178,6 +178,7 @@ class Instance {
     Forward f;
     static_cast<tilewise::Problem&>(f) = args;
     f.dots = forward_dots;
+    f.fetch = forward_fetch;
     f.q = q.view, f.k = k.view, f.v = v.view, f.out = out.view;
     f.lse = rows(lse), f.row_max = rows(row_max), f.row_sum = rows(row_sum);
     if (!c.statistics) return f;

@@ -1,7 +1,8 @@
 """Which calls give a row the same bits: prompts in pieces, and sequences in other company.
 
 Keys are cut into blocks at every multiple of 128, but a rest of fewer than 64 at the end joins the
-block before it. That, and whether there are more than 8 queries, is all that a row's bits know.
+block before it. That, and whether there are more than 8 queries, is all that a row's bits know;
+with matrix tiles, in bfloat16, also whether heads share keys.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tilewise import masks
 from tilewise.serving import KVCache, PagedKVCache
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 16
+shared_or_not = pytest.mark.parametrize("kv_heads", [KV_HEADS, HEADS])
 
 
 def drawn(heads: int, rows: int, seed: int, dtype: torch.dtype) -> Tensor:
@@ -80,11 +82,12 @@ def test_prompts_in_pieces(length: int, piece: int, dtype: torch.dtype, kind: st
     torch.testing.assert_close(found, whole, rtol=2e-2, atol=2e-2)
 
 
+@shared_or_not
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_few_queries_are_as_many_single_ones(dtype: torch.dtype) -> None:
+def test_a_few_queries_are_as_many_single_ones(dtype: torch.dtype, kv_heads: int) -> None:
     """What speculative decoding asks for: up to 8 at once, or one by one."""
     length = 330
-    q, k, v = (drawn(h, length, s, dtype) for s, h in enumerate((HEADS, KV_HEADS, KV_HEADS)))
+    q, k, v = (drawn(h, length, s, dtype) for s, h in enumerate((HEADS, kv_heads, kv_heads)))
 
     def few(end: int, rows: int) -> Tensor:
         keys = k[:, :, :end], v[:, :, :end]
@@ -105,15 +108,16 @@ def test_a_few_queries_are_as_many_single_ones(dtype: torch.dtype) -> None:
 LENGTHS = (1, 63, 64, 129, 700, 2200, 511, 17)
 
 
+@shared_or_not
 @pytest.mark.parametrize("queries", [1, 5, 8, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_company_in_pages(queries: int, dtype: torch.dtype, threads: int) -> None:
+def test_company_in_pages(queries: int, dtype: torch.dtype, kv_heads: int, threads: int) -> None:
     """A sequence alone, with others, in another order: the same bits."""
-    cache = PagedKVCache(pages=300, page_size=16, kv_heads=KV_HEADS, head_dim=WIDTH, dtype=dtype)
+    cache = PagedKVCache(pages=300, page_size=16, kv_heads=kv_heads, head_dim=WIDTH, dtype=dtype)
     chosen = [cache.add() for _ in LENGTHS]
     for i, (sequence, length) in enumerate(zip(chosen, LENGTHS, strict=True)):
         more = length + queries - 1
-        k, v = drawn(KV_HEADS, more, i, dtype), drawn(KV_HEADS, more, 50 + i, dtype)
+        k, v = drawn(kv_heads, more, i, dtype), drawn(kv_heads, more, 50 + i, dtype)
         cache.append([sequence], k, v)
     q = torch.cat([drawn(HEADS, queries, 90 + i, dtype) for i in range(len(LENGTHS))])
     together = cache.attend(chosen, q, return_lse=True)

@@ -198,6 +198,8 @@ def test_bytes_of_texts_are_tokens(tmp_path: Path) -> None:
     assert parameters(config) == pytest.approx(
         sum(each.numel() for each in shape.parameters()), abs=100
     )
+    passages = change(config, {"task.passage": 8}).learning
+    assert passages.metrics == ("accuracy", "cross_entropy")  # of one length: no quarters
     three = change(config, {"task.classes": 3})
     assert three.learning.classes == 3
     write_objects(tmp_path / "texts" / "test.jsonl.gz", [{"text": "x", "label": 2}])

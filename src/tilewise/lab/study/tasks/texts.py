@@ -74,6 +74,7 @@ class LabelledTexts(Classification):
     def __init__(self, passage: int, pooling: Literal["first", "mean"]) -> None:
         super().__init__(pooling)
         self.passage = passage
+        self.quarters = not passage  # passages are of one length
 
     def check(self, config: RunConfig) -> None:
         """See ``AbstractTask``."""
@@ -142,7 +143,6 @@ class TextClassification(LabelledTexts):
         pooling: as of ``Classification``.
     """
 
-    quarters = True
     sources = "imdb, a folder with train.jsonl and test.jsonl, or hub:NAME"
     title = "texts with labels"
 

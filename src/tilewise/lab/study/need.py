@@ -90,14 +90,20 @@ def parameters(config: RunConfig) -> int:
     return tokens + positions + model.layers * (attention + perceptron + 2 * norm) + norm
 
 
-def need(config: RunConfig) -> Need:
-    """The estimate for one run."""
+def need(config: RunConfig, device: str = "cpu") -> Need:
+    """The estimate for one run.
+
+    Args:
+        config: of the run.
+        device: ``"cpu"`` or ``"cuda"``, where it runs: see ``writes_matrix``.
+    """
     model, training = config.model, config.training
     tokens = training.batch * model.context
     precision = training.precision
     layer = _layer_bytes(config)
     square = _ELEMENT_BYTES[precision] * training.batch * model.heads * model.context**2
-    kept = 0 if not writes_matrix(config) else square * (2 if model.dropout.attention else 1)
+    times = 2 if model.dropout.attention else 1
+    kept = square * times if writes_matrix(config, device) else 0
     if training.checkpointing:
         inputs = _FLOAT_BYTES * model.width * tokens * model.layers
         activations, matrix = inputs + layer, kept
@@ -152,11 +158,18 @@ def _norm_bytes(config: RunConfig) -> int:
     return _FLOAT_BYTES * model.width * tokens if model.norm == "rms" else 0
 
 
-def writes_matrix(config: RunConfig) -> bool:
-    """Whether the attention of a config writes its N x N matrix."""
+def writes_matrix(config: RunConfig, device: str = "cpu") -> bool:
+    """Whether the attention of a config writes its N x N matrix.
+
+    torch's fused kernel knows no dropout on a CPU, and there a mask that is given as a matrix costs
+    as much; on a GPU it has both, and keeps no matrix of any head.
+
+    Args:
+        config: of a run.
+        device: ``"cpu"`` or ``"cuda"``, where it runs.
+    """
     attention = config.attention
-    if attention.implementation != "sdpa":
+    if attention.implementation != "sdpa" or device == "cuda":
         return attention.implementation == "plain"
-    # On a CPU its fused kernel knows no dropout, and any other mask is given to it as a matrix.
     other = attention.variant.name not in ("causal", "full") or config.data.packing == "documents"
     return config.model.dropout.attention > 0 or other

@@ -71,6 +71,16 @@ def test_attention_is_that_of_the_io_model() -> None:
     assert predict(with_(attention__implementation="sdpa"), H200).attention_s == ours.attention_s
 
 
+def test_torchs_kernel_on_a_gpu_has_dropout() -> None:
+    """What its kernel on a processor lacks decides nothing for a chip."""
+    fused, ours = (
+        predict(with_(attention__implementation=each, model__dropout__attention=0.1), H200)
+        for each in ("sdpa", "tilewise")
+    )
+    assert fused.attention_s == ours.attention_s
+    assert fused.memory_bytes == ours.memory_bytes
+
+
 def test_what_grows_with_what() -> None:
     base = predict(with_(attention__implementation="tilewise"), H200)
     again = predict(with_(attention__implementation="tilewise", training__checkpointing=True), H200)

@@ -229,7 +229,7 @@ def _jobs(request: Request, todo: Sequence[Task], console: Console) -> int:
     available = available_bytes(request.device)
     if available is not None and request.device == "cpu":
         available //= request.processes  # each holds a model, or a part and all its activations
-    room = room_for(todo, wished, available)
+    room = room_for(todo, wished, available, request.device)
     if room < wished:
         _say(console, f"Memory is enough for {room} of {wished} runs at once: so many will run.")
     return room

@@ -43,6 +43,7 @@ from tilewise.lab.study.train.flops import dtype_of
 
 __all__ = ["Predicted", "dry_run", "gpu_named", "predict"]
 
+_DEVICE = "cuda"  # what every chip here is to torch
 _START_S = 5.0  # of a process
 _FORWARD_SHARE = 1 / 3
 _RECOMPUTED = 4 / 3
@@ -103,13 +104,13 @@ def predict(config: RunConfig, chip: Chip) -> Predicted:
     if not peak or not bandwidth:
         came = f"{chip.name}, without a peak in {training.precision} or a bandwidth"
         raise InvalidArgument("--chip", came, "a chip with both")
-    total = parameters(config)
+    total, wanted = parameters(config), need(config, _DEVICE)
     recomputed = _RECOMPUTED if training.checkpointing else 1.0
     products = recomputed * 6.0 * _multiplied(config) * config.tokens_per_step / peak
     parts = training.accumulation
     attention = recomputed * parts * model.layers * _attention_s(config, chip)
     cast = _FLOAT_CAST_BYTES if training.precision == "float32" else _CAST_BYTES
-    moved = parts * (_KEPT_TIMES * need(config).activations + cast * total)
+    moved = parts * (_KEPT_TIMES * wanted.activations + cast * total)
     rest = (moved + _UPDATE_BYTES * total) / bandwidth
     step = products + attention + rest
     task: AbstractTask = config.learning
@@ -117,7 +118,7 @@ def predict(config: RunConfig, chip: Chip) -> Predicted:
     examined = times * config.evaluation.windows if task.learns_text else 0
     evaluated = examined * _FORWARD_SHARE * step / (training.batch * parts)
     run = _START_S + config.steps * step + evaluated
-    return Predicted(products, attention, rest, run, need(config).total)
+    return Predicted(products, attention, rest, run, wanted.total)
 
 
 def _multiplied(config: RunConfig) -> float:
@@ -143,7 +144,7 @@ def _attention_s(config: RunConfig, chip: Chip) -> float:
         config.attention.variant.model_dump_json(),
         model.family == "gpt2",
         model.dropout.attention,
-        writes_matrix(config),
+        writes_matrix(config, _DEVICE),
     )
 
 

@@ -21,7 +21,7 @@ from tilewise.lab.study.config import RunConfig
 __all__ = ["Need", "need", "parameters", "writes_matrix"]
 
 VOCABULARY = {"bytes": 256, "gpt2": 50257, "wordpiece": 30522, "listops": 16}
-_CHANNELS = 3
+_CHANNELS, _PATCH = 3, 16  # of images and of tasks that say nothing of them
 _PROCESS_BYTES = 350_000_000  # Python, torch and what they load, measured
 _FLOAT_BYTES = 4
 # Bytes a unit of width that one layer keeps for each token. Autocast keeps the inputs of products
@@ -68,7 +68,8 @@ def parameters(config: RunConfig) -> int:
     Without learned positions T d falls away; with fewer heads, keys and values have fewer columns;
     RMSNorm has no biases; QK-norm has two gains for each head's channels. A BERT has token types
     too, a perceptron of any width, and a head of d^2 and a little more. A ViT has positions, and a
-    matrix for its patches (taken to be of colour); its head is left out.
+    matrix for its patches (taken to be of colour, and
+    of 16 x 16 pixels for a task that has no option ``patch``); its head is left out.
     """
     model = config.model
     width, kv_width = model.width, model.kv_width
@@ -76,7 +77,7 @@ def parameters(config: RunConfig) -> int:
         inner = model.feed_forward or 4 * width
         layer = 4 * width**2 + 2 * width * inner + 9 * width + inner
         if model.family == "vit":
-            patch = _CHANNELS * int(config.task.options["patch"]) ** 2
+            patch = _CHANNELS * int(config.task.options.get("patch", _PATCH)) ** 2
             return (model.context + patch + 4) * width + model.layers * layer
         start = config.data.tokenizer == "bytes"  # which are no token to begin with
         tables = (VOCABULARY[config.data.tokenizer] + start + model.context + 4) * width

@@ -124,6 +124,14 @@ def test_the_table_has_every_arm_its_hours_and_its_memory() -> None:
     assert "take it for the least" in text
 
 
+def test_evaluations_that_are_not_counted_are_told() -> None:
+    assert "final_stride" not in printed(recipes.find("kernels").study())
+    text = printed(recipes.find("wikitext").study(preset="h200"))
+    assert "(evaluation.final_stride) is not." in text
+    assert "of examples are not" not in text
+    assert "of examples are not counted." in printed(recipes.find("bert-glue").study())
+
+
 def test_what_does_not_fit_is_marked() -> None:
     study = recipes.find("kernels").study()
     (_, long) = study.experiments

@@ -10,11 +10,12 @@ The seconds of an optimizer step are those of four parts, one after the other:
 * the weights: cast for every micro-batch, gradients added up, and the optimizer's update.
 
 An evaluation is a forward pass, a third of a step's time for as many sequences; of data sets of
-examples it is left out, as their sizes are not known without them. Of a text all of it is a lower
-bound: launches, passes of a chain of small operations, and what the ceilings are missed by are not
-in it; of examples, sequences are taken to fill the context, which they may not. A study on a GPU
-begins with a measured forecast (``forecast.py``). Memory is what the runner asks for before it
-starts a run.
+examples it is left out, as their sizes are not known without them, and so is what an
+``evaluation.final_stride`` adds to the last one: the whole held-out text. Of a text all of it is a
+lower bound: launches, passes of a chain of small operations, and what the ceilings are missed by
+are not in it; of examples, sequences are taken to fill the context, which they may not. A study on
+a GPU begins with a measured forecast (``forecast.py``). Memory is what the runner asks for before
+it starts a run.
 """
 
 from __future__ import annotations
@@ -251,6 +252,13 @@ def _summary(rows: Sequence[_Row], chip: Chip) -> str:
         "Predicted by counting operations and bytes against the chip's ceilings, which no run "
         "reaches: take it for the least. Nothing was run, and no data was read.",
     ]
+    if any(not row.config.learning.learns_text for row in rows):
+        lines.append("Evaluations of examples are not counted.")
+    if any(row.config.evaluation.final_stride for row in rows):
+        lines.append(
+            "The last evaluation is counted as one of the others: that it goes over the whole "
+            "held-out text (evaluation.final_stride) is not."
+        )
     large = [f"{row.experiment}/{row.arm}" for row in rows if not _fits(row, chip)]
     if large:
         room = f"{(chip.memory_bytes or 0) / 1e9:,.0f} GB"

@@ -146,6 +146,16 @@ def test_patches_of_one_pixel_are_the_pixels() -> None:
     assert torch.equal(ViT(shape).cut(images)[:, :, 0], images.flatten(1))
 
 
+def test_autocast_leaves_the_class_token_whole() -> None:
+    model, entered = lively(TINY), list[Tensor]()
+    model.layers[0].register_forward_pre_hook(lambda _, given: entered.append(given[0]))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(images_of(TINY))
+    assert model.class_token is not None
+    whole = model.class_token + model.positions.weight[0]
+    assert torch.equal(entered[0][:, -1], whole.expand(3, -1))
+
+
 def test_checkpointing_changes_no_bit() -> None:
     shape = replace(TINY, attention_dropout=0.2, residual_dropout=0.1, embedding_dropout=0.1)
     found = []

@@ -228,14 +228,25 @@ def test_odd_files_are_refused(name: str, words: str, tmp_path: Path) -> None:
         ("qkv_bias", False, Unsupported),
         ("model_type", "gpt2", InvalidArgument),
         ("image_size", [8, 8], InvalidArgument),
+        ("id2label", 5, InvalidArgument),
     ],
 )
 def test_other_models_are_refused(key: str, value: Any, error: Any, tmp_path: Path) -> None:
     ViT(TINY).save(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
-    with pytest.raises(error, match=str(value) if error is Unsupported else "model|image_size"):
+    with pytest.raises(
+        error, match=str(value) if error is Unsupported else "model|image_size|id2label"
+    ):
         load(tmp_path)
+
+
+def test_a_config_without_labels_has_two_classes_and_may_have_any_letters(tmp_path: Path) -> None:
+    ViT(replace(TINY, classes=2)).save(tmp_path)
+    path = tmp_path / "config.json"
+    values = {**json.loads(path.read_text()), "id2label": None, "label2id": {"Käfer": 0}}
+    path.write_bytes(json.dumps(values, ensure_ascii=False).encode())
+    assert load(tmp_path).shape.classes == 2
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -136,6 +136,7 @@ def test_the_split_of_short_expressions_is_theirs_alone(tmp_path: Path) -> None:
     one = prepared(config)
     held = [one.held_out["held_out"].first[at] for at in range(len(one.held_out["held_out"]))]
     assert 8 <= len(held) <= 40
+    assert one.name == "ListOps (NYU, of test_d20s.tsv alone)"
     assert not {tuple(row) for row in held} & {
         tuple(one.train.first[at]) for at in range(len(one.train))
     }
@@ -149,6 +150,7 @@ def test_the_split_of_short_expressions_is_theirs_alone(tmp_path: Path) -> None:
     ]
     (folder / "train_d20s.tsv").write_text("\n".join(texts[:20]))  # then the files say who is
     assert len(prepared(config).train) == 20
+    assert prepared(config).name == "ListOps (NYU)"
 
 
 @pytest.mark.parametrize(
@@ -164,6 +166,15 @@ def test_odd_expressions_are_refused(text: str, words: str, tmp_path: Path) -> N
     (folder / "basic_test.tsv").write_text(text)
     with pytest.raises(InvalidArgument, match=words):
         prepared(config_of("listops", folder))
+
+
+def test_every_held_out_file_of_the_arena_is_needed(tmp_path: Path) -> None:
+    source = write_listops(tmp_path / "lra", "lra")
+    (source / "basic_val.tsv").unlink()
+    with pytest.raises(InvalidArgument, match=r"without basic_val\.tsv.*long-range-arena"):
+        prepared(config_of("listops", source))
+    with pytest.raises(InvalidArgument, match=r"without test_d20s\.tsv.*spinn"):
+        prepared(config_of("listops", source, **{"task.form": "nyu"}))
 
 
 def test_an_expression_is_never_cut(tmp_path: Path) -> None:

@@ -42,7 +42,10 @@ EXPRESSIONS = [
     ("3", 3),
     ("( ( ( ( [MED 1 ) 5 ) 9 ) ] )", 5),
 ]
-PRESIDENTS = ("Adams", "Madison", "Monroe", "Adams", "Jackson", "Tyler", "Polk", "Pierce", "Grant")
+PRESIDENTS = (
+    *("Adams", "Madison", "Monroe", "Adams", "Jackson", "Tyler", "Polk", "Pierce", "Grant"),
+    *("Hayes", "Taft", "Ford", "Bush"),
+)
 
 
 def config_of(task: str, source: Path | str, **changes: Any) -> RunConfig:
@@ -101,7 +104,7 @@ def write_addresses(folder: Path) -> Path:
     folder.mkdir()
     rows = [
         {
-            "year": 1800 + 24 * at,
+            "year": 1800 + 18 * at,
             "president": name,
             "party": ("Democratic", "Whig", "Republican")[at % 3],
             "text": f"{name} says " + "x" * (10 * at),
@@ -213,9 +216,12 @@ def test_bytes_of_texts_are_tokens(tmp_path: Path) -> None:
     assert passages.metrics == ("accuracy", "cross_entropy")  # of one length: no quarters
     three = change(config, {"task.classes": 3})
     assert three.learning.classes == 3
-    write_objects(tmp_path / "texts" / "test.jsonl.gz", [{"text": "x", "label": 2}])
-    assert len(prepared(three).held_out["held_out"]) == 1
+    write_objects(tmp_path / "texts" / "test.jsonl.gz", [{"text": "x", "label": 2}] * 4)
+    assert len(prepared(three).held_out["held_out"]) == 4
     with pytest.raises(InvalidArgument, match=r"row 1.*label 2.*0 to 1 \(task.classes\)"):
+        prepared(config)
+    write_objects(tmp_path / "texts" / "test.jsonl.gz", [{"text": "x", "label": 1}] * 3)
+    with pytest.raises(InvalidArgument, match=r"with 3 held-out examples.*4 or more.*quarters"):
         prepared(config)
     (tmp_path / "texts" / "test.jsonl.gz").write_bytes(gzip.compress(b"{x}\n"))
     with pytest.raises(InvalidArgument, match=r"line 1: '\{x\}'.*an object in JSON"):
@@ -240,15 +246,15 @@ def test_texts_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_addresses_have_eras_and_parties(tmp_path: Path) -> None:
     source = write_addresses(tmp_path / "longdoc")
     data = prepared(config_of("documents", source))
-    # Years 1800, 1824, ..., 1992; every third is held out.
-    assert data.held_out["held_out"].labels.tolist() == [1, 2, 4]
-    assert data.train.labels.tolist() == [0, 0, 1, 2, 3, 3]
+    # Years 1800, 1818, ..., 2016; every third is held out.
+    assert data.held_out["held_out"].labels.tolist() == [0, 2, 3, 4]
+    assert data.train.labels.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4]
     apart = prepared(config_of("documents", source, **{"task.split": "presidents"}))
-    # The third and the sixth President by the first address are Monroe and Polk.
-    assert apart.held_out["held_out"].labels.tolist() == [1, 3]
+    # Every third President by the first address: Monroe, Polk, Hayes and Bush.
+    assert apart.held_out["held_out"].labels.tolist() == [0, 2, 3, 4]
     party = prepared(config_of("documents", source, **{"task.label": "party"}))
-    assert party.train.labels.tolist() == [0, 0, 0]
-    assert party.held_out["held_out"].labels.tolist() == [1, 1, 1]
+    assert party.train.labels.tolist() == [0] * 5
+    assert party.held_out["held_out"].labels.tolist() == [1] * 4
     assert party.name == "State of the Union addresses"
 
 

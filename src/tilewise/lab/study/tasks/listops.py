@@ -127,7 +127,7 @@ class ListOps(Classification):
             rows = [row for row in rows if _kept_out(row)]
             split = f", of {form.held_out[0]} alone"
         limit = f" of at most {self.longest:,} tokens" if self.longest else ""
-        return Examples(
+        data = Examples(
             name=f"ListOps ({self.form.upper()}{split}){limit}",
             source=source,
             vocabulary=len(_WORDS) + 1,
@@ -137,6 +137,7 @@ class ListOps(Classification):
             held_out={"held_out": _split(rows)},
             tokenizer="listops",
         )
+        return self.checked(data)
 
     def examination(self, config: RunConfig, data: Examples) -> Examination:
         """See ``Classification``."""

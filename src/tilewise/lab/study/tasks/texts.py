@@ -102,7 +102,7 @@ class LabelledTexts(Classification):
             for name, texts in self.read(config.data.source).items()
         }
         cut = f", in passages of {self.passage:,} tokens" if self.passage else ""
-        return Examples(
+        data = Examples(
             name=f"{self.title}{cut}",
             source=config.data.source,
             vocabulary=encoding.vocabulary,
@@ -112,6 +112,7 @@ class LabelledTexts(Classification):
             held_out=parts,
             tokenizer=config.data.tokenizer,
         )
+        return self.checked(data)
 
     def _split(self, texts: Texts, encoding: _Encoding) -> Split:
         room = self.passage - 1 - (encoding.border is not None)

@@ -28,7 +28,9 @@ from tilewise.lab.study.config import (
     change,
 )
 from tilewise.lab.study.need import need, parameters
+from tilewise.lab.study.overrides import apply
 from tilewise.lab.study.plan import planned
+from tilewise.lab.study.store import folder_of
 
 H200 = CHIPS["h200"]
 SMALL = RunConfig(
@@ -165,7 +167,17 @@ def test_it_does_not_start_without_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     study = recipes.find("h200").study()
     request = Request(study=study, command="", out=tmp_path / "out", device=device)
-    words = rf"--device: got {device}.*NVIDIA H200 SXM.*--dry-run"
+    words = rf"--device: got {device}.*NVIDIA H200 SXM.*--dry-run.*--set chip="
     with pytest.raises(InvalidArgument, match=words):
         conductor.conduct(request, Console(file=io.StringIO()))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_study_that_was_cut_down_may_run_anywhere() -> None:
+    study = recipes.find("h200").study()
+    anywhere = apply(study, ["chip=", "experiments=small-1k"])
+    assert anywhere.chip == ""
+    conductor._check_meant(Request(study=anywhere, command="", out=Path()))
+    assert folder_of(apply(study, ["chip="]), Path()) == folder_of(study, Path())
+    with pytest.raises(InvalidArgument, match=r"chip: got 'h201'"):
+        apply(study, ["chip=h201"])

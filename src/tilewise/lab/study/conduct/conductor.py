@@ -127,7 +127,10 @@ def _check_meant(request: Request) -> None:
     if request.device != "cuda" or not there:
         came = "cpu" if request.device == "cpu" else "cuda, and torch finds no GPU that it can use"
         required = f"cuda, on a machine with a GPU: {study.name} is of a size for "
-        fix = "`--dry-run` in its place says what it would take, and runs nothing."
+        fix = (
+            "`--dry-run` in its place says what it would take, and runs nothing; `--set chip=` "
+            "starts what was cut down to a size for another device."
+        )
         raise InvalidArgument("--device", came, required + CHIPS[study.chip].name, fix)
 
 

@@ -202,6 +202,23 @@ def test_accuracy_by_quarters_of_length() -> None:
     assert set(scores.QUARTERS) <= set(METRICS)
 
 
+@pytest.mark.parametrize(
+    "data",
+    [b"no gzip", gzip.compress(b"{}\n" * 99)[:-9], gzip.compress(b"\xff\xfe")],
+    ids=["other", "cut off", "no UTF-8"],
+)
+def test_damaged_files_are_refused(data: bytes, tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "texts")
+    (folder / "test.jsonl.gz").write_bytes(data)
+    with pytest.raises(InvalidArgument, match=r"test\.jsonl\.gz.*UTF-8, whole.*get it again"):
+        prepared(config_of("text-classification", folder))
+    body = bytearray(gzip.compress(b"{}\n" * 99))
+    body[12:20] = b"\xff" * 8  # inside the stream
+    (folder / "test.jsonl.gz").write_bytes(bytes(body))
+    with pytest.raises(InvalidArgument, match="get it again"):
+        prepared(config_of("text-classification", folder))
+
+
 def test_bytes_of_texts_are_tokens(tmp_path: Path) -> None:
     config = config_of("text-classification", write_texts(tmp_path / "texts"))
     data = prepared(config)

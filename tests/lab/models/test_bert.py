@@ -14,10 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tilewise import patterns
 from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.lab.models import padded
 from tilewise.lab.models.bert import BERT, PRESETS, Head, Shape, load
 from tilewise.lab.models.packed import Packed, pack
 from tilewise.lab.study.train.families import checkpoint_folder
+from tilewise.reference.programs import visible
 
 DATA = Path(os.environ.get("TILEWISE_DATA", Path(__file__).parents[4] / "shared" / "data"))
 FOLDER = DATA / "models" / "random-bert"
@@ -94,6 +97,28 @@ def test_a_sequence_does_not_see_the_others(implementation: Any) -> None:
     together = model(pack(ROWS)).split([len(row) for row in ROWS])
     for row, found in zip(ROWS, together, strict=True):
         assert (model(pack([row])) - found).abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("implementation", ["plain", "sdpa"])
+def test_who_is_seen_is_found_once_and_on_the_models_device(
+    implementation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device without values stands for a GPU: whatever mixes it with the CPU fails."""
+    meta = torch.device("meta")
+    tiles = patterns.bigbird(12, block=4, heads=2).captured[0][0].to(meta)
+    calls = []
+
+    def counted(*args: Any) -> Tensor:
+        calls.append(args)
+        return visible(*args)
+
+    monkeypatch.setattr(padded, "visible", counted)
+    model = BERT(
+        TINY, implementation=implementation, pattern=lambda _: patterns.layout(tiles, (4, 4))
+    )
+    out = model.to(meta)(pack(ROWS).to(meta))
+    assert out.shape == (sum(map(len, ROWS)), TINY.width)
+    assert len(calls) == 1
 
 
 def test_checkpointing_changes_no_bit() -> None:

@@ -146,6 +146,16 @@ def test_patches_of_one_pixel_are_the_pixels() -> None:
     assert torch.equal(ViT(shape).cut(images)[:, :, 0], images.flatten(1))
 
 
+def test_autocast_leaves_the_class_token_whole() -> None:
+    model, entered = lively(TINY), list[Tensor]()
+    model.layers[0].register_forward_pre_hook(lambda _, given: entered.append(given[0]))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(images_of(TINY))
+    assert model.class_token is not None
+    whole = model.class_token + model.positions.weight[0]
+    assert torch.equal(entered[0][:, -1], whole.expand(3, -1))
+
+
 def test_checkpointing_changes_no_bit() -> None:
     shape = replace(TINY, attention_dropout=0.2, residual_dropout=0.1, embedding_dropout=0.1)
     found = []
@@ -218,14 +228,25 @@ def test_odd_files_are_refused(name: str, words: str, tmp_path: Path) -> None:
         ("qkv_bias", False, Unsupported),
         ("model_type", "gpt2", InvalidArgument),
         ("image_size", [8, 8], InvalidArgument),
+        ("id2label", 5, InvalidArgument),
     ],
 )
 def test_other_models_are_refused(key: str, value: Any, error: Any, tmp_path: Path) -> None:
     ViT(TINY).save(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
-    with pytest.raises(error, match=str(value) if error is Unsupported else "model|image_size"):
+    with pytest.raises(
+        error, match=str(value) if error is Unsupported else "model|image_size|id2label"
+    ):
         load(tmp_path)
+
+
+def test_a_config_without_labels_has_two_classes_and_may_have_any_letters(tmp_path: Path) -> None:
+    ViT(replace(TINY, classes=2)).save(tmp_path)
+    path = tmp_path / "config.json"
+    values = {**json.loads(path.read_text()), "id2label": None, "label2id": {"Käfer": 0}}
+    path.write_bytes(json.dumps(values, ensure_ascii=False).encode())
+    assert load(tmp_path).shape.classes == 2
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -15,7 +15,6 @@ Understanding (2019); the small sizes: Turc et al., Well-Read Students Learn Bet
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +25,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tilewise import attention_varlen, masks, visible_pairs
+from tilewise import attention_varlen, masks
 from tilewise.errors import InvalidArgument
 from tilewise.functional import SoftmaxStats
 from tilewise.lab.models import bert_files as files
+from tilewise.lab.models import padded
 from tilewise.lab.models.packed import Packed
 from tilewise.nn import Implementation
 
@@ -114,8 +114,21 @@ class SelfAttention(nn.Module):
         self.value = nn.Linear(shape.width, shape.width)
         self.output = nn.Linear(shape.width, shape.width)
 
-    def forward(self, x: Tensor, packed: Packed, mask: masks.Mask | None = None) -> Tensor:
-        """[T, width] -> [T, width], every token to all of its sequence that the mask leaves."""
+    def forward(
+        self,
+        x: Tensor,
+        packed: Packed,
+        mask: masks.Mask | None = None,
+        seen: Tensor | None = None,
+    ) -> Tensor:
+        """[T, width] -> [T, width], every token to all of its sequence that the mask leaves.
+
+        Args:
+            x: [T, width].
+            packed: the sequences.
+            mask: who of a sequence sees whom; None for everybody.
+            seen: what ``padded.seen`` says of both, for the padded implementations; None to ask it.
+        """
         q, k, v = (
             project(x).unflatten(-1, (self.heads, -1))
             for project in (self.query, self.key, self.value)
@@ -124,8 +137,8 @@ class SelfAttention(nn.Module):
         if self.implementation == "tilewise":
             out = self._unpadded(q, k, v, packed.borders, mask, dropout_p)
         elif self.implementation in ("plain", "sdpa"):
-            seen = _seen(packed, mask, self.heads)
-            out = _padded(q, k, v, packed, seen, dropout_p, self.implementation)
+            seen = padded.seen(packed, mask, self.heads) if seen is None else seen
+            out = padded.attend(q, k, v, packed, seen, dropout_p, self.implementation)
         else:
             required = "'plain' or 'sdpa' or 'tilewise'"
             raise InvalidArgument("implementation", repr(self.implementation), required)
@@ -153,45 +166,6 @@ class SelfAttention(nn.Module):
         return out
 
 
-def _seen(packed: Packed, mask: masks.Mask | None, heads: int) -> Tensor:
-    """Who sees whom with padding, bool [B, 1, 1, S], or with a mask [B, H, S, S]."""
-    batch, longest = len(packed.borders) - 1, packed.longest
-    real = torch.zeros(batch * longest, dtype=torch.bool, device=packed.tokens.device)
-    real = real.index_fill(0, packed.padded_rows(), True).view(batch, 1, 1, longest)
-    if mask is None:
-        return real
-    allowed = visible_pairs(mask, longest, longest, heads=heads).to(real.device)
-    # Padding as a query sees all keys: a row that saw none would be NaN, and reach the gradients.
-    return real & (allowed | ~real.transpose(-2, -1))
-
-
-def _padded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packed: Packed,
-    seen: Tensor,
-    dropout_p: float,
-    implementation: str,
-) -> Tensor:
-    """Attention of [T, H, D] through [B, H, S, D] with padding."""
-    rows = packed.padded_rows()
-    batch, longest = len(packed.borders) - 1, packed.longest
-
-    def pad(x: Tensor) -> Tensor:
-        whole = x.new_zeros(batch * longest, *x.shape[1:]).index_copy(0, rows, x)
-        return whole.view(batch, longest, *x.shape[1:]).transpose(1, 2)
-
-    q, k, v = pad(q), pad(k), pad(v)
-    if implementation == "sdpa":
-        out = functional.scaled_dot_product_attention(q, k, v, seen, dropout_p)
-    else:
-        scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
-        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
-        out = functional.dropout(scores.softmax(-1), dropout_p) @ v
-    return out.transpose(1, 2).flatten(0, 1)[rows]
-
-
 class Layer(nn.Module):
     """norm(x + attention(x)), then norm(x + perceptron(x)); [T, width] to the same."""
 
@@ -205,9 +179,15 @@ class Layer(nn.Module):
         self.mlp_norm = nn.LayerNorm(shape.width, eps=EPS)
         self.dropout = nn.Dropout(shape.residual_dropout)
 
-    def forward(self, x: Tensor, packed: Packed, mask: masks.Mask | None = None) -> Tensor:
-        """[T, width] -> [T, width]."""
-        x = self.attention_norm(x + self.dropout(self.attention(x, packed, mask)))
+    def forward(
+        self,
+        x: Tensor,
+        packed: Packed,
+        mask: masks.Mask | None = None,
+        seen: Tensor | None = None,
+    ) -> Tensor:
+        """[T, width] -> [T, width]; arguments as of ``SelfAttention``."""
+        x = self.attention_norm(x + self.dropout(self.attention(x, packed, mask, seen)))
         hidden = functional.gelu(self.expand(x))
         out: Tensor = self.mlp_norm(x + self.dropout(self.contract(hidden)))
         return out
@@ -309,7 +289,10 @@ class BERT(nn.Module):
         x = self.tokens(packed.tokens) + self.positions(packed.places) + self.kinds(packed.kinds)
         x = self.dropout(self.norm(x))
         recompute = self.checkpointing and torch.is_grad_enabled()
-        asked = (packed, None if self.pattern is None else self.pattern(packed.longest))
+        mask = None if self.pattern is None else self.pattern(packed.longest)
+        attentions = (each for each in self.modules() if isinstance(each, SelfAttention))
+        pads = any(each.implementation != "tilewise" for each in attentions)
+        asked = (packed, mask, padded.seen(packed, mask, self.shape.heads) if pads else None)
         for layer in self.layers:
             x = checkpoint(layer, x, *asked, use_reentrant=False) if recompute else layer(x, *asked)
         if self.head.kind == "masked":

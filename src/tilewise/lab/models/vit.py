@@ -227,8 +227,9 @@ class ViT(nn.Module):
         if self.class_token is None:
             x = x + table
         else:
+            # Positions first: under autocast the patches alone are narrow before they have theirs.
             last = (self.class_token + table[0]).expand(len(x), 1, -1)
-            x = torch.cat([x + table[1:], last.to(x.dtype)], dim=1)
+            x = torch.cat([x + table[1:], last], dim=1)
         x = self.dropout(x)
         recompute = self.checkpointing and torch.is_grad_enabled()
         for layer in self.layers:

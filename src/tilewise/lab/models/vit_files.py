@@ -99,7 +99,7 @@ def write(folder: Path, state: Mapping[str, Tensor], shape: Mapping[str, Any], e
         tensors[name] = tensor.contiguous()
     new_weights, new_config = folder / f".{WEIGHTS}.new", folder / f".{CONFIG}.new"
     save_file(tensors, new_weights, metadata={"format": "pt"})
-    new_config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+    new_config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     os.replace(new_weights, folder / WEIGHTS)
     os.replace(new_config, folder / CONFIG)
 
@@ -142,7 +142,10 @@ def numbers(folder: Path, eps: float) -> dict[str, Any]:
     found |= {ours: values.get(theirs, 0.0) for ours, theirs in _DROPOUTS.items()}
     if _DROPOUTS["embedding_dropout"] not in values:
         found["embedding_dropout"] = found["residual_dropout"]
-    found["classes"] = len(values.get("id2label", range(_CLASSES)))
+    labels = values.get("id2label")
+    if not isinstance(labels, dict | None):
+        raise InvalidArgument(CONFIG, f"{labels!r} for id2label", "an object, or null")
+    found["classes"] = _CLASSES if labels is None else len(labels)
     found["pooling"] = "first" if values["model_type"] == _TYPE else "mean"
     return found
 
@@ -150,7 +153,7 @@ def numbers(folder: Path, eps: float) -> dict[str, Any]:
 def _read_config(folder: Path) -> dict[str, Any]:
     required = f"a folder with {CONFIG} and {WEIGHTS}"
     try:
-        values = json.loads((folder / CONFIG).read_text())
+        values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidArgument("folder", f"{folder} ({error.strerror})", required) from None
     except ValueError as error:

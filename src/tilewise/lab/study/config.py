@@ -32,7 +32,15 @@ from tilewise.lab.study.deciding import (
     Sweep,
 )
 from tilewise.lab.study.metrics import METRICS
-from tilewise.lab.study.values import Choice, Frozen, added, change, config_hash, parse
+from tilewise.lab.study.values import (
+    Choice,
+    Frozen,
+    added,
+    change,
+    config_hash,
+    parse,
+    unhashed,
+)
 
 __all__ = [
     "BASELINE",
@@ -459,13 +467,13 @@ class Study(Frozen):
     """A named set of experiments that one command runs and one report shows.
 
     ``chip`` names the GPU that it is of a size for (a row of ``tilewise.chips.CHIPS``): it does not
-    start on a processor. Empty for a study that runs anywhere.
+    start on a processor. Empty for a study that runs anywhere: ``--set chip=``.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")
     question: str
     experiments: tuple[Experiment, ...] = Field(min_length=1)
-    chip: str = added("")
+    chip: str = unhashed("")
 
     @field_validator("chip")
     @classmethod

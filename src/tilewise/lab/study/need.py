@@ -21,7 +21,7 @@ from tilewise.lab.study.config import RunConfig
 __all__ = ["Need", "need", "parameters", "writes_matrix"]
 
 VOCABULARY = {"bytes": 256, "gpt2": 50257, "wordpiece": 30522, "listops": 16}
-_CHANNELS = 3
+_CHANNELS, _PATCH = 3, 16  # of images and of tasks that say nothing of them
 _PROCESS_BYTES = 350_000_000  # Python, torch and what they load, measured
 _FLOAT_BYTES = 4
 # Bytes a unit of width that one layer keeps for each token. Autocast keeps the inputs of products
@@ -68,7 +68,8 @@ def parameters(config: RunConfig) -> int:
     Without learned positions T d falls away; with fewer heads, keys and values have fewer columns;
     RMSNorm has no biases; QK-norm has two gains for each head's channels. A BERT has token types
     too, a perceptron of any width, and a head of d^2 and a little more. A ViT has positions, and a
-    matrix for its patches (taken to be of colour); its head is left out.
+    matrix for its patches (taken to be of colour, and
+    of 16 x 16 pixels for a task that has no option ``patch``); its head is left out.
     """
     model = config.model
     width, kv_width = model.width, model.kv_width
@@ -76,7 +77,7 @@ def parameters(config: RunConfig) -> int:
         inner = model.feed_forward or 4 * width
         layer = 4 * width**2 + 2 * width * inner + 9 * width + inner
         if model.family == "vit":
-            patch = _CHANNELS * int(config.task.options["patch"]) ** 2
+            patch = _CHANNELS * int(config.task.options.get("patch", _PATCH)) ** 2
             return (model.context + patch + 4) * width + model.layers * layer
         start = config.data.tokenizer == "bytes"  # which are no token to begin with
         tables = (VOCABULARY[config.data.tokenizer] + start + model.context + 4) * width
@@ -90,14 +91,20 @@ def parameters(config: RunConfig) -> int:
     return tokens + positions + model.layers * (attention + perceptron + 2 * norm) + norm
 
 
-def need(config: RunConfig) -> Need:
-    """The estimate for one run."""
+def need(config: RunConfig, device: str = "cpu") -> Need:
+    """The estimate for one run.
+
+    Args:
+        config: of the run.
+        device: ``"cpu"`` or ``"cuda"``, where it runs: see ``writes_matrix``.
+    """
     model, training = config.model, config.training
     tokens = training.batch * model.context
     precision = training.precision
     layer = _layer_bytes(config)
     square = _ELEMENT_BYTES[precision] * training.batch * model.heads * model.context**2
-    kept = 0 if not writes_matrix(config) else square * (2 if model.dropout.attention else 1)
+    times = 2 if model.dropout.attention else 1
+    kept = square * times if writes_matrix(config, device) else 0
     if training.checkpointing:
         inputs = _FLOAT_BYTES * model.width * tokens * model.layers
         activations, matrix = inputs + layer, kept
@@ -152,11 +159,18 @@ def _norm_bytes(config: RunConfig) -> int:
     return _FLOAT_BYTES * model.width * tokens if model.norm == "rms" else 0
 
 
-def writes_matrix(config: RunConfig) -> bool:
-    """Whether the attention of a config writes its N x N matrix."""
+def writes_matrix(config: RunConfig, device: str = "cpu") -> bool:
+    """Whether the attention of a config writes its N x N matrix.
+
+    torch's fused kernel knows no dropout on a CPU, and there a mask that is given as a matrix costs
+    as much; on a GPU it has both, and keeps no matrix of any head.
+
+    Args:
+        config: of a run.
+        device: ``"cpu"`` or ``"cuda"``, where it runs.
+    """
     attention = config.attention
-    if attention.implementation != "sdpa":
+    if attention.implementation != "sdpa" or device == "cuda":
         return attention.implementation == "plain"
-    # On a CPU its fused kernel knows no dropout, and any other mask is given to it as a matrix.
     other = attention.variant.name not in ("causal", "full") or config.data.packing == "documents"
     return config.model.dropout.attention > 0 or other

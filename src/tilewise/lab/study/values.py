@@ -2,7 +2,8 @@
 
 A hash must not change because a later version has one more setting: a field that is declared with
 ``added`` is left out of what is hashed while it has its standard value, which means what was done
-before there was such a field. It is written out in files like every other.
+before there was such a field. One that is declared with ``unhashed`` changes no result, and is left
+out always. Both are written out in files like every other.
 """
 
 from __future__ import annotations
@@ -19,9 +20,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study.choices.registry import Kind, nearest, resolve
 
-__all__ = ["Choice", "Frozen", "added", "as_invalid_argument", "change", "config_hash", "parse"]
+__all__ = [
+    "Choice",
+    "Frozen",
+    "added",
+    "as_invalid_argument",
+    "change",
+    "config_hash",
+    "parse",
+    "unhashed",
+]
 
-_ADDED = {"added": True}
+_ADDED, _UNHASHED = {"added": True}, {"unhashed": True}
 
 
 class Frozen(BaseModel):
@@ -38,6 +48,11 @@ def added(default: Any, **bounds: Any) -> Any:
         bounds: others of pydantic's ``Field``.
     """
     return Field(default, json_schema_extra=dict(_ADDED), **bounds)
+
+
+def unhashed(default: Any) -> Any:
+    """A field that changes no result; see the top of this file."""
+    return Field(default, json_schema_extra=dict(_UNHASHED))
 
 
 class Choice(Frozen):
@@ -132,11 +147,12 @@ def config_hash(config: Frozen) -> str:
 
 
 def _canonical(config: Frozen) -> dict[str, Any]:
-    """The config in JSON's types, without the added fields that have their standard values."""
+    """The config in JSON's types, without the fields that are not hashed."""
     values = config.model_dump(mode="json")
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
-        if field.json_schema_extra == _ADDED and value == field.get_default():
+        extra = field.json_schema_extra
+        if extra == _UNHASHED or (extra == _ADDED and value == field.get_default()):
             del values[name]
         elif isinstance(value, Frozen):
             values[name] = _canonical(value)

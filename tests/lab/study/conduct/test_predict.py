@@ -28,7 +28,9 @@ from tilewise.lab.study.config import (
     change,
 )
 from tilewise.lab.study.need import need, parameters
+from tilewise.lab.study.overrides import apply
 from tilewise.lab.study.plan import planned
+from tilewise.lab.study.store import folder_of
 
 H200 = CHIPS["h200"]
 SMALL = RunConfig(
@@ -69,6 +71,16 @@ def test_attention_is_that_of_the_io_model() -> None:
     assert ours.attention_s > 14 * 64 * (pairs / 2) / 989.4e12
     assert (plain.products_s, plain.memory_bytes > ours.memory_bytes) == (ours.products_s, True)
     assert predict(with_(attention__implementation="sdpa"), H200).attention_s == ours.attention_s
+
+
+def test_torchs_kernel_on_a_gpu_has_dropout() -> None:
+    """What its kernel on a processor lacks decides nothing for a chip."""
+    fused, ours = (
+        predict(with_(attention__implementation=each, model__dropout__attention=0.1), H200)
+        for each in ("sdpa", "tilewise")
+    )
+    assert fused.attention_s == ours.attention_s
+    assert fused.memory_bytes == ours.memory_bytes
 
 
 def test_what_grows_with_what() -> None:
@@ -114,6 +126,14 @@ def test_the_table_has_every_arm_its_hours_and_its_memory() -> None:
     assert "take it for the least" in text
 
 
+def test_evaluations_that_are_not_counted_are_told() -> None:
+    assert "final_stride" not in printed(recipes.find("kernels").study())
+    text = printed(recipes.find("wikitext").study(preset="h200"))
+    assert "(evaluation.final_stride) is not." in text
+    assert "of examples are not" not in text
+    assert "of examples are not counted." in printed(recipes.find("bert-glue").study())
+
+
 def test_what_does_not_fit_is_marked() -> None:
     study = recipes.find("kernels").study()
     (_, long) = study.experiments
@@ -147,7 +167,17 @@ def test_it_does_not_start_without_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     study = recipes.find("h200").study()
     request = Request(study=study, command="", out=tmp_path / "out", device=device)
-    words = rf"--device: got {device}.*NVIDIA H200 SXM.*--dry-run"
+    words = rf"--device: got {device}.*NVIDIA H200 SXM.*--dry-run.*--set chip="
     with pytest.raises(InvalidArgument, match=words):
         conductor.conduct(request, Console(file=io.StringIO()))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_study_that_was_cut_down_may_run_anywhere() -> None:
+    study = recipes.find("h200").study()
+    anywhere = apply(study, ["chip=", "experiments=small-1k"])
+    assert anywhere.chip == ""
+    conductor._check_meant(Request(study=anywhere, command="", out=Path()))
+    assert folder_of(apply(study, ["chip="]), Path()) == folder_of(study, Path())
+    with pytest.raises(InvalidArgument, match=r"chip: got 'h201'"):
+        apply(study, ["chip=h201"])

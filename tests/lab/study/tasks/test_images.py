@@ -285,6 +285,8 @@ def test_parameters_are_counted(tmp_path: Path) -> None:
     found = sum(each.numel() for each in config.learning.model(config, data, 0, CPU).parameters())
     assert abs(parameters(config) - found) <= 16 * 12  # the channels, and the head
     assert need(change(config, {"attention.implementation": "plain"})).matrix > 0
+    own = config.model_copy(update={"task": Task(name="language-modelling")})  # without patches
+    assert parameters(own) - parameters(config) == 3 * (16**2 - 2**2) * config.model.width
 
 
 @pytest.mark.filterwarnings("ignore:Cannot locate reference")  # of dill, inside datasets

@@ -42,7 +42,10 @@ EXPRESSIONS = [
     ("3", 3),
     ("( ( ( ( [MED 1 ) 5 ) 9 ) ] )", 5),
 ]
-PRESIDENTS = ("Adams", "Madison", "Monroe", "Adams", "Jackson", "Tyler", "Polk", "Pierce", "Grant")
+PRESIDENTS = (
+    *("Adams", "Madison", "Monroe", "Adams", "Jackson", "Tyler", "Polk", "Pierce", "Grant"),
+    *("Hayes", "Taft", "Ford", "Bush"),
+)
 
 
 def config_of(task: str, source: Path | str, **changes: Any) -> RunConfig:
@@ -101,7 +104,7 @@ def write_addresses(folder: Path) -> Path:
     folder.mkdir()
     rows = [
         {
-            "year": 1800 + 24 * at,
+            "year": 1800 + 18 * at,
             "president": name,
             "party": ("Democratic", "Whig", "Republican")[at % 3],
             "text": f"{name} says " + "x" * (10 * at),
@@ -136,6 +139,7 @@ def test_the_split_of_short_expressions_is_theirs_alone(tmp_path: Path) -> None:
     one = prepared(config)
     held = [one.held_out["held_out"].first[at] for at in range(len(one.held_out["held_out"]))]
     assert 8 <= len(held) <= 40
+    assert one.name == "ListOps (NYU, of test_d20s.tsv alone)"
     assert not {tuple(row) for row in held} & {
         tuple(one.train.first[at]) for at in range(len(one.train))
     }
@@ -149,6 +153,7 @@ def test_the_split_of_short_expressions_is_theirs_alone(tmp_path: Path) -> None:
     ]
     (folder / "train_d20s.tsv").write_text("\n".join(texts[:20]))  # then the files say who is
     assert len(prepared(config).train) == 20
+    assert prepared(config).name == "ListOps (NYU)"
 
 
 @pytest.mark.parametrize(
@@ -164,6 +169,15 @@ def test_odd_expressions_are_refused(text: str, words: str, tmp_path: Path) -> N
     (folder / "basic_test.tsv").write_text(text)
     with pytest.raises(InvalidArgument, match=words):
         prepared(config_of("listops", folder))
+
+
+def test_every_held_out_file_of_the_arena_is_needed(tmp_path: Path) -> None:
+    source = write_listops(tmp_path / "lra", "lra")
+    (source / "basic_val.tsv").unlink()
+    with pytest.raises(InvalidArgument, match=r"without basic_val\.tsv.*long-range-arena"):
+        prepared(config_of("listops", source))
+    with pytest.raises(InvalidArgument, match=r"without test_d20s\.tsv.*spinn"):
+        prepared(config_of("listops", source, **{"task.form": "nyu"}))
 
 
 def test_an_expression_is_never_cut(tmp_path: Path) -> None:
@@ -188,6 +202,23 @@ def test_accuracy_by_quarters_of_length() -> None:
     assert set(scores.QUARTERS) <= set(METRICS)
 
 
+@pytest.mark.parametrize(
+    "data",
+    [b"no gzip", gzip.compress(b"{}\n" * 99)[:-9], gzip.compress(b"\xff\xfe")],
+    ids=["other", "cut off", "no UTF-8"],
+)
+def test_damaged_files_are_refused(data: bytes, tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "texts")
+    (folder / "test.jsonl.gz").write_bytes(data)
+    with pytest.raises(InvalidArgument, match=r"test\.jsonl\.gz.*UTF-8, whole.*get it again"):
+        prepared(config_of("text-classification", folder))
+    body = bytearray(gzip.compress(b"{}\n" * 99))
+    body[12:20] = b"\xff" * 8  # inside the stream
+    (folder / "test.jsonl.gz").write_bytes(bytes(body))
+    with pytest.raises(InvalidArgument, match="get it again"):
+        prepared(config_of("text-classification", folder))
+
+
 def test_bytes_of_texts_are_tokens(tmp_path: Path) -> None:
     config = config_of("text-classification", write_texts(tmp_path / "texts"))
     data = prepared(config)
@@ -198,11 +229,16 @@ def test_bytes_of_texts_are_tokens(tmp_path: Path) -> None:
     assert parameters(config) == pytest.approx(
         sum(each.numel() for each in shape.parameters()), abs=100
     )
+    passages = change(config, {"task.passage": 8}).learning
+    assert passages.metrics == ("accuracy", "cross_entropy")  # of one length: no quarters
     three = change(config, {"task.classes": 3})
     assert three.learning.classes == 3
-    write_objects(tmp_path / "texts" / "test.jsonl.gz", [{"text": "x", "label": 2}])
-    assert len(prepared(three).held_out["held_out"]) == 1
+    write_objects(tmp_path / "texts" / "test.jsonl.gz", [{"text": "x", "label": 2}] * 4)
+    assert len(prepared(three).held_out["held_out"]) == 4
     with pytest.raises(InvalidArgument, match=r"row 1.*label 2.*0 to 1 \(task.classes\)"):
+        prepared(config)
+    write_objects(tmp_path / "texts" / "test.jsonl.gz", [{"text": "x", "label": 1}] * 3)
+    with pytest.raises(InvalidArgument, match=r"with 3 held-out examples.*4 or more.*quarters"):
         prepared(config)
     (tmp_path / "texts" / "test.jsonl.gz").write_bytes(gzip.compress(b"{x}\n"))
     with pytest.raises(InvalidArgument, match=r"line 1: '\{x\}'.*an object in JSON"):
@@ -227,15 +263,15 @@ def test_texts_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_addresses_have_eras_and_parties(tmp_path: Path) -> None:
     source = write_addresses(tmp_path / "longdoc")
     data = prepared(config_of("documents", source))
-    # Years 1800, 1824, ..., 1992; every third is held out.
-    assert data.held_out["held_out"].labels.tolist() == [1, 2, 4]
-    assert data.train.labels.tolist() == [0, 0, 1, 2, 3, 3]
+    # Years 1800, 1818, ..., 2016; every third is held out.
+    assert data.held_out["held_out"].labels.tolist() == [0, 2, 3, 4]
+    assert data.train.labels.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4]
     apart = prepared(config_of("documents", source, **{"task.split": "presidents"}))
-    # The third and the sixth President by the first address are Monroe and Polk.
-    assert apart.held_out["held_out"].labels.tolist() == [1, 3]
+    # Every third President by the first address: Monroe, Polk, Hayes and Bush.
+    assert apart.held_out["held_out"].labels.tolist() == [0, 2, 3, 4]
     party = prepared(config_of("documents", source, **{"task.label": "party"}))
-    assert party.train.labels.tolist() == [0, 0, 0]
-    assert party.held_out["held_out"].labels.tolist() == [1, 1, 1]
+    assert party.train.labels.tolist() == [0] * 5
+    assert party.held_out["held_out"].labels.tolist() == [1] * 4
     assert party.name == "State of the Union addresses"
 
 

@@ -127,7 +127,10 @@ def _check_meant(request: Request) -> None:
     if request.device != "cuda" or not there:
         came = "cpu" if request.device == "cpu" else "cuda, and torch finds no GPU that it can use"
         required = f"cuda, on a machine with a GPU: {study.name} is of a size for "
-        fix = "`--dry-run` in its place says what it would take, and runs nothing."
+        fix = (
+            "`--dry-run` in its place says what it would take, and runs nothing; `--set chip=` "
+            "starts what was cut down to a size for another device."
+        )
         raise InvalidArgument("--device", came, required + CHIPS[study.chip].name, fix)
 
 
@@ -229,7 +232,7 @@ def _jobs(request: Request, todo: Sequence[Task], console: Console) -> int:
     available = available_bytes(request.device)
     if available is not None and request.device == "cpu":
         available //= request.processes  # each holds a model, or a part and all its activations
-    room = room_for(todo, wished, available)
+    room = room_for(todo, wished, available, request.device)
     if room < wished:
         _say(console, f"Memory is enough for {room} of {wished} runs at once: so many will run.")
     return room

@@ -10,11 +10,12 @@ The seconds of an optimizer step are those of four parts, one after the other:
 * the weights: cast for every micro-batch, gradients added up, and the optimizer's update.
 
 An evaluation is a forward pass, a third of a step's time for as many sequences; of data sets of
-examples it is left out, as their sizes are not known without them. Of a text all of it is a lower
-bound: launches, passes of a chain of small operations, and what the ceilings are missed by are not
-in it; of examples, sequences are taken to fill the context, which they may not. A study on a GPU
-begins with a measured forecast (``forecast.py``). Memory is what the runner asks for before it
-starts a run.
+examples it is left out, as their sizes are not known without them, and so is what an
+``evaluation.final_stride`` adds to the last one: the whole held-out text. Of a text all of it is a
+lower bound: launches, passes of a chain of small operations, and what the ceilings are missed by
+are not in it; of examples, sequences are taken to fill the context, which they may not. A study on
+a GPU begins with a measured forecast (``forecast.py``). Memory is what the runner asks for before
+it starts a run.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from tilewise.lab.study.train.flops import dtype_of
 
 __all__ = ["Predicted", "dry_run", "gpu_named", "predict"]
 
+_DEVICE = "cuda"  # what every chip here is to torch
 _START_S = 5.0  # of a process
 _FORWARD_SHARE = 1 / 3
 _RECOMPUTED = 4 / 3
@@ -103,13 +105,13 @@ def predict(config: RunConfig, chip: Chip) -> Predicted:
     if not peak or not bandwidth:
         came = f"{chip.name}, without a peak in {training.precision} or a bandwidth"
         raise InvalidArgument("--chip", came, "a chip with both")
-    total = parameters(config)
+    total, wanted = parameters(config), need(config, _DEVICE)
     recomputed = _RECOMPUTED if training.checkpointing else 1.0
     products = recomputed * 6.0 * _multiplied(config) * config.tokens_per_step / peak
     parts = training.accumulation
     attention = recomputed * parts * model.layers * _attention_s(config, chip)
     cast = _FLOAT_CAST_BYTES if training.precision == "float32" else _CAST_BYTES
-    moved = parts * (_KEPT_TIMES * need(config).activations + cast * total)
+    moved = parts * (_KEPT_TIMES * wanted.activations + cast * total)
     rest = (moved + _UPDATE_BYTES * total) / bandwidth
     step = products + attention + rest
     task: AbstractTask = config.learning
@@ -117,7 +119,7 @@ def predict(config: RunConfig, chip: Chip) -> Predicted:
     examined = times * config.evaluation.windows if task.learns_text else 0
     evaluated = examined * _FORWARD_SHARE * step / (training.batch * parts)
     run = _START_S + config.steps * step + evaluated
-    return Predicted(products, attention, rest, run, need(config).total)
+    return Predicted(products, attention, rest, run, wanted.total)
 
 
 def _multiplied(config: RunConfig) -> float:
@@ -143,7 +145,7 @@ def _attention_s(config: RunConfig, chip: Chip) -> float:
         config.attention.variant.model_dump_json(),
         model.family == "gpt2",
         model.dropout.attention,
-        writes_matrix(config),
+        writes_matrix(config, _DEVICE),
     )
 
 
@@ -250,6 +252,13 @@ def _summary(rows: Sequence[_Row], chip: Chip) -> str:
         "Predicted by counting operations and bytes against the chip's ceilings, which no run "
         "reaches: take it for the least. Nothing was run, and no data was read.",
     ]
+    if any(not row.config.learning.learns_text for row in rows):
+        lines.append("Evaluations of examples are not counted.")
+    if any(row.config.evaluation.final_stride for row in rows):
+        lines.append(
+            "The last evaluation is counted as one of the others: that it goes over the whole "
+            "held-out text (evaluation.final_stride) is not."
+        )
     large = [f"{row.experiment}/{row.arm}" for row in rows if not _fits(row, chip)]
     if large:
         room = f"{(chip.memory_bytes or 0) / 1e9:,.0f} GB"

@@ -25,13 +25,14 @@ def available_bytes(device: str) -> int | None:
     return memory.available_bytes()
 
 
-def room_for(tasks: Sequence[Task], jobs: int, available: int | None) -> int:
+def room_for(tasks: Sequence[Task], jobs: int, available: int | None, device: str = "cpu") -> int:
     """How many of the tasks may run at once.
 
     Args:
         tasks: what is to be run.
         jobs: how many at most.
         available: bytes; None where nobody knows, and then nothing is refused.
+        device: where they run.
 
     Returns:
         at most ``jobs``, at least 1.
@@ -41,17 +42,17 @@ def room_for(tasks: Sequence[Task], jobs: int, available: int | None) -> int:
     """
     if available is None or not tasks:
         return jobs
-    needs = sorted((need(task.run.config).total for task in tasks), reverse=True)
+    needs = sorted((need(task.run.config, device).total for task in tasks), reverse=True)
     if needs[0] > available:
-        worst = max(tasks, key=lambda task: need(task.run.config).total)
-        raise NotEnoughMemoryError(_too_much(worst, available))
+        worst = max(tasks, key=lambda task: need(task.run.config, device).total)
+        raise NotEnoughMemoryError(_too_much(worst, available, device))
     while jobs > 1 and sum(needs[:jobs]) > available:
         jobs -= 1
     return jobs
 
 
-def _too_much(task: Task, available: int) -> str:
-    run, wanted = task.run, need(task.run.config)
+def _too_much(task: Task, available: int, device: str) -> str:
+    run, wanted = task.run, need(task.run.config, device)
     largest = max(("activations", "matrix", "state"), key=lambda part: getattr(wanted, part))
     words, fix = _REMEDIES[largest]
     size = getattr(wanted, largest)

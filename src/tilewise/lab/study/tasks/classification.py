@@ -12,10 +12,11 @@ A subclass says where examples come from and what counts (``GlueTask`` in ``glue
 
 ``held_out`` of its ``Examples`` may have several parts; the first one gives the loss. A task whose
 examples differ much in length says ``quarters = True``: its metrics then have the accuracy on each
-quarter of the held-out examples, from the shortest to the longest. Batches have
-no padding: sequences of different lengths lie one after the other, through
-``tilewise.attention_varlen``. An epoch goes once through all examples in a shuffled order, drawn
-anew for each epoch from the seed; batches are full, the last one of an epoch goes on with the next.
+quarter of the held-out examples, from the shortest to the longest, and its ``prepare`` passes what
+it made through ``checked``, as there must be four of them. Batches have no padding: sequences of
+different lengths lie one after the other, through ``tilewise.attention_varlen``. An epoch goes once
+through all examples in a shuffled order, drawn anew for each epoch from the seed; batches are full,
+the last one of an epoch goes on with the next.
 """
 
 from __future__ import annotations
@@ -218,6 +219,19 @@ class Classification(AbstractTask):
             which = "label_smoothing" if training.label_smoothing else "z_loss"
             required = "0: this task learns a number"
             raise InvalidArgument(f"training.{which}", str(getattr(training, which)), required)
+
+    def checked(self, data: Examples) -> Examples:
+        """The data, if its first held-out part is large enough for the metrics.
+
+        Raises:
+            InvalidArgument: fewer than four examples for the accuracy by quarters.
+        """
+        count, least = len(next(iter(data.held_out.values()))), len(scores.QUARTERS)
+        if self.quarters and count < least:
+            required = f"{least} or more: the accuracy is told by quarters of length"
+            came = f"{data.name} with {count} held-out examples"
+            raise InvalidArgument("data.source", came, required)
+        return data
 
     def batches(self, config: RunConfig, data: Examples, seed: int) -> ExampleBatches:
         """Full batches of examples, an epoch after the other."""

@@ -63,7 +63,6 @@ class Documents(LabelledTexts):
         super().__init__(passage, pooling)
         self.label, self.split = label, split
         self.classes = _ERAS if label == "era" else len(_PARTIES)
-        self.quarters = not passage  # passages are of one length
 
     def check(self, config: RunConfig) -> None:
         """See ``AbstractTask``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,19 @@ def ended(path: Path) -> Path | None:
 
 
 def lines(path: Path) -> list[str]:
-    """The lines of a file in UTF-8: only a newline ends one, whatever else is in the text."""
-    data = path.read_bytes()
-    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
+    """The lines of a file in UTF-8: only a newline ends one, whatever else is in the text.
+
+    Raises:
+        InvalidArgument: it cannot be read or unpacked, or is not UTF-8.
+    """
+    try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        came = f"{path} ({' '.join(str(error).split())[:200]})"
+        required = "a file of text in UTF-8, whole, packed by gzip if its name ends in .gz"
+        fix = "It is damaged or something else: get it again."
+        raise InvalidArgument("data.source", came, required, fix) from None
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
+import zlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +27,9 @@ __all__ = ["NAMED", "Images", "Named", "Pictures", "read"]
 
 _SPLIT_SEED = 0  # the same images are held out in every study: a split belongs to the data
 _SAMPLE_SEED = 1
+# What numpy raises for a file that is missing, cut off, or of another kind (a single array is no
+# context, which is a TypeError).
+_DAMAGED = (OSError, ValueError, EOFError, TypeError, zlib.error, zipfile.BadZipFile)
 _MODES = ("L", "RGB")  # of Pillow: gray, colour
 
 
@@ -35,18 +40,27 @@ class Named(NamedTuple):
         train: its file in the folder ``TILEWISE_DATA``.
         held_out: the file of its own held-out part; empty where it has none.
         side: pixels of an image's side.
+        origin: what its file is made from, in words.
     """
 
     train: str
     held_out: str
     side: int
+    origin: str
 
 
+_CIFAR = (
+    "CIFAR-10 (https://www.cs.toronto.edu/~kriz/cifar.html), gray by 0.2989 R + 0.587 G + 0.114 B"
+)
+_PATHFINDER = (
+    "the images of https://github.com/drewlinsley/pathfinder with the numbers of "
+    "https://github.com/google-research/long-range-arena, label 1 for one contour"
+)
 NAMED = {
-    "cifar10-gray": Named("cifar10/train_gray.npz", "cifar10/test_gray.npz", 32),
-    "pathfinder32": Named("pathfinder/pathfinder32_hard.npz", "", 32),
-    "pathfinder128": Named("pathfinder/pathfinder128.npz", "", 128),
-    "pathfinder256": Named("pathfinder/pathfinder256.npz", "", 256),
+    "cifar10-gray": Named("cifar10/train_gray.npz", "cifar10/test_gray.npz", 32, _CIFAR),
+    "pathfinder32": Named("pathfinder/pathfinder32_hard.npz", "", 32, _PATHFINDER),
+    "pathfinder128": Named("pathfinder/pathfinder128.npz", "", 128, _PATHFINDER),
+    "pathfinder256": Named("pathfinder/pathfinder256.npz", "", 256, _PATHFINDER),
 }
 
 
@@ -105,14 +119,14 @@ class Images:
         """Numbers of a pixel."""
         return int(self.train.pixels.shape[1])
 
-    @property
+    @cached_property
     def sha256(self) -> str:
-        """Of all pixels and labels, and of the split."""
+        """Of all pixels and labels, and of the split; nothing is copied, as memory is measured."""
         digest = hashlib.sha256()
         for part in (self.train, self.held_out):
             digest.update(f"{part.pixels.shape} {self.classes}\n".encode())
-            digest.update(np.ascontiguousarray(part.pixels).tobytes())
-            digest.update(part.labels.tobytes())
+            digest.update(np.ravel(part.pixels).data)
+            digest.update(np.ravel(part.labels).data)
         return digest.hexdigest()
 
     def as_json(self) -> dict[str, Any]:
@@ -146,7 +160,7 @@ def read(data: Data, train_examples: int) -> Images:
         train, held_out, classes = _from_hub(source)
     else:
         paths = _paths(source)
-        train, *others = (_from_file(path) for path in paths)
+        train, *others = (_from_file(path, _how(source, path)) for path in paths)
         held_out = others[0] if others else None
         classes = 1 + max(int(each.labels.max(initial=0)) for each in (train, *others))
     if held_out is None:
@@ -184,7 +198,8 @@ def _paths(source: str) -> list[Path]:
     if source in NAMED:
         folder, named = data_folder(), NAMED[source]
         if folder is None:
-            fix = f"Name the folder that has {named.train}, or set data.source to a path."
+            fix = f"Name the folder that has {named.train}, or set data.source to a path. "
+            fix += _how(source, Path(named.train))
             raise InvalidArgument("data.source", f"{source!r} and no TILEWISE_DATA", "both", fix)
         return [folder / each for each in (named.train, named.held_out) if each]
     path = Path(source).expanduser()
@@ -196,16 +211,22 @@ def _paths(source: str) -> list[Path]:
     return [path / "train.npz", path / "test.npz"]
 
 
-def _from_file(path: Path) -> Pictures:
+def _how(source: str, path: Path) -> str:
+    """How to get a file of a data set."""
+    made = f" from {NAMED[source].origin}" if source in NAMED else ""
+    return f"Write {path.name} with numpy.savez(path, images=..., labels=...){made}."
+
+
+def _from_file(path: Path, fix: str) -> Pictures:
     required = "a file of numpy's format .npz with images and labels"
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             images, labels = file["images"], file["labels"]
     except KeyError as error:
-        raise InvalidArgument("data.source", f"{path} ({error.args[0]})", required) from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise InvalidArgument("data.source", f"{path} ({error.args[0]})", required, fix) from None
+    except _DAMAGED as error:
         came = f"{path} ({' '.join(str(error).split())[:200]})"
-        raise InvalidArgument("data.source", came, required) from None
+        raise InvalidArgument("data.source", came, required, fix) from None
     return _checked(images, labels, str(path))
 
 

@@ -37,7 +37,6 @@ _NUMBERS = {word: number for number, word in enumerate(_WORDS)}
 _SILENT = ("(", ")")
 _START = len(_WORDS)
 _HELD_OUT_PARTS = 10  # one part in so many of NYU's expressions where they have one file only
-_SITE = "https://github.com/google-research/long-range-arena and https://github.com/nyu-mll/spinn"
 
 
 class _Form(NamedTuple):
@@ -45,20 +44,34 @@ class _Form(NamedTuple):
 
     Args:
         train: its file.
-        held_out: its files; all that are there are taken together.
+        held_out: its files, which are taken together.
         header: the first line says what columns are.
         label: which column; the expression is in the other one.
+        site: where they come from.
     """
 
     train: str
     held_out: tuple[str, ...]
     header: bool
     label: int
+    site: str
 
 
 _FORMS = {
-    "lra": _Form("basic_train.tsv", ("basic_val.tsv", "basic_test.tsv"), header=True, label=1),
-    "nyu": _Form("train_d20s.tsv", ("test_d20s.tsv",), header=False, label=0),
+    "lra": _Form(
+        "basic_train.tsv",
+        ("basic_val.tsv", "basic_test.tsv"),
+        header=True,
+        label=1,
+        site="https://github.com/google-research/long-range-arena",
+    ),
+    "nyu": _Form(
+        "train_d20s.tsv",
+        ("test_d20s.tsv",),
+        header=False,
+        label=0,
+        site="https://github.com/nyu-mll/spinn",
+    ),
 }
 
 
@@ -99,22 +112,23 @@ class ListOps(Classification):
         """The expressions as tokens."""
         form, source = _FORMS[self.form], config.data.source
         folder = folder_of(source, "listops", f"listops/{self.form}")
-        train, held_out = (
-            [path for name in names if (path := ended(folder / name)) is not None]
-            for names in ((form.train,), form.held_out)
-        )
-        if not held_out or (not train and self.form == "lra"):
-            name = form.held_out[-1] if train else form.train
-            fix = f"Get it from {_SITE}, or set data.source."
+        found = {name: ended(folder / name) for name in (form.train, *form.held_out)}
+        spare = "" if self.form == "lra" else form.train  # its test file has enough for both
+        missing = [name for name, path in found.items() if path is None and name != spare]
+        if missing:
+            name = missing[0]
+            fix = f"Get it from {form.site}, or set data.source."
             raise InvalidArgument("data.source", f"{folder} without {name}", name, fix)
-        rows = [row for path in held_out for row in self._rows(path)]
-        learnt = [row for path in train for row in self._rows(path)]
-        if not train:
+        learnt, *parts = ([] if path is None else self._rows(path) for path in found.values())
+        rows = [row for part in parts for row in part]
+        split = ""
+        if found[form.train] is None:
             learnt = [row for row in rows if not _kept_out(row)]
             rows = [row for row in rows if _kept_out(row)]
+            split = f", of {form.held_out[0]} alone"
         limit = f" of at most {self.longest:,} tokens" if self.longest else ""
-        return Examples(
-            name=f"ListOps ({self.form.upper()}){limit}",
+        data = Examples(
+            name=f"ListOps ({self.form.upper()}{split}){limit}",
             source=source,
             vocabulary=len(_WORDS) + 1,
             start=_START,
@@ -123,6 +137,7 @@ class ListOps(Classification):
             held_out={"held_out": _split(rows)},
             tokenizer="listops",
         )
+        return self.checked(data)
 
     def examination(self, config: RunConfig, data: Examples) -> Examination:
         """See ``Classification``."""

@@ -74,6 +74,7 @@ class LabelledTexts(Classification):
     def __init__(self, passage: int, pooling: Literal["first", "mean"]) -> None:
         super().__init__(pooling)
         self.passage = passage
+        self.quarters = not passage  # passages are of one length
 
     def check(self, config: RunConfig) -> None:
         """See ``AbstractTask``."""
@@ -101,7 +102,7 @@ class LabelledTexts(Classification):
             for name, texts in self.read(config.data.source).items()
         }
         cut = f", in passages of {self.passage:,} tokens" if self.passage else ""
-        return Examples(
+        data = Examples(
             name=f"{self.title}{cut}",
             source=config.data.source,
             vocabulary=encoding.vocabulary,
@@ -111,6 +112,7 @@ class LabelledTexts(Classification):
             held_out=parts,
             tokenizer=config.data.tokenizer,
         )
+        return self.checked(data)
 
     def _split(self, texts: Texts, encoding: _Encoding) -> Split:
         room = self.passage - 1 - (encoding.border is not None)
@@ -142,7 +144,6 @@ class TextClassification(LabelledTexts):
         pooling: as of ``Classification``.
     """
 
-    quarters = True
     sources = "imdb, a folder with train.jsonl and test.jsonl, or hub:NAME"
     title = "texts with labels"
 

@@ -313,7 +313,7 @@ def test_a_failed_save_leaves_the_old_files(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tilewise.lab.models.gpt2.save_file", full)
+    monkeypatch.setattr("tilewise.lab.models.folders.save_file", full)
     with pytest.raises(OSError, match="No space"):
         GPT2(SMALL, seed=2).save(tmp_path)
     name = "model.safetensors"

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.lab.models import folders
+from tilewise.lab.models.folders import CONFIG, WEIGHTS
 
 __all__ = ["config", "numbers", "read", "write"]
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _PREFIX = "bert."  # of the encoder's tensors, in files of models with a head
 
 # What a layer's modules are called here and in the file.
@@ -121,7 +118,7 @@ def numbers(folder: Path, eps: float) -> dict[str, Any]:
         InvalidArgument: no such folder, or it is of another model.
         Unsupported: a BERT that computes something else.
     """
-    values = _read_config(folder)
+    values = folders.read_config(folder, ("bert",))
     for key, (allowed, absent) in {**_REQUIRED, "layer_norm_eps": ((eps,), eps)}.items():
         if values.get(key, absent) not in allowed:
             raise Unsupported(f"a BERT with {key} {values[key]!r}: only {allowed[0]!r} is known")
@@ -133,21 +130,6 @@ def numbers(folder: Path, eps: float) -> dict[str, Any]:
     if _DROPOUTS["embedding_dropout"] not in values:
         found["embedding_dropout"] = found["residual_dropout"]
     return found
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    required = f"a folder with {CONFIG} and {WEIGHTS}"
-    try:
-        values = json.loads((folder / CONFIG).read_text())
-    except OSError as error:
-        raise InvalidArgument("folder", f"{folder} ({error.strerror})", required) from None
-    except ValueError as error:
-        came = f"{folder / CONFIG}, which is not JSON ({error})"
-        raise InvalidArgument("folder", came, required) from None
-    if not isinstance(values, dict) or values.get("model_type") != "bert":
-        kind = values.get("model_type") if isinstance(values, dict) else None
-        raise InvalidArgument("folder", f"{folder}, a model of type {kind!r}", "type 'bert'")
-    return values
 
 
 def _names(state: Mapping[str, Tensor], layers: int) -> dict[str, str]:
@@ -172,17 +154,12 @@ def write(
         layers: how many.
         values: of ``config``.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     prefix = "" if values["architectures"] == [_ARCHITECTURES["none"]] else _PREFIX
     tensors = {
         theirs if theirs.startswith(_OUTSIDE) else prefix + theirs: state[ours].contiguous()
         for ours, theirs in _names(state, layers).items()
     }
-    new_weights, new_config = folder / f".{WEIGHTS}.new", folder / f".{CONFIG}.new"
-    save_file(tensors, new_weights, metadata={"format": "pt"})
-    new_config.write_text(json.dumps(dict(values), indent=2, sort_keys=True) + "\n")
-    os.replace(new_weights, folder / WEIGHTS)
-    os.replace(new_config, folder / CONFIG)
+    folders.write(folder, tensors, values)
 
 
 def read(
@@ -230,20 +207,12 @@ def read(
 
 def _tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of a file, names without prefix, half types widened, copies left out."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = {_plain(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise InvalidArgument("folder", f"{path} ({error})", "a file of safetensors") from None
+    found = {_plain(name): each for name, each in folders.read_tensors(path).items()}
     for name, source in _TIED.items():
         copy = found.pop(name, None)
         if copy is not None and not torch.equal(copy, found.get(source, copy.new_empty(0))):
             raise Unsupported(f"{path}: {name} is not {source}, which this BERT has for both")
-    return {
-        name: each if each.dtype == torch.float64 else each.float()
-        for name, each in found.items()
-        if name not in _LEFT_OUT
-    }
+    return {name: each for name, each in found.items() if name not in _LEFT_OUT}
 
 
 def _plain(name: str) -> str:

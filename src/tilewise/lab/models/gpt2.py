@@ -13,22 +13,20 @@ Source: Radford et al., Language Models are Unsupervised Multitask Learners (201
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tilewise import masks
 from tilewise.errors import InvalidArgument
+from tilewise.lab.models import folders
 from tilewise.lab.models import gpt2_files as files
 from tilewise.lab.models.gpt2_shape import Shape
 from tilewise.nn import Attention, Implementation, Rotary
@@ -220,14 +218,8 @@ class GPT2(nn.Module):
         Args:
             folder: made where it is missing; files of an earlier save are replaced.
         """
-        folder.mkdir(parents=True, exist_ok=True)
-        weights, config = (folder / f".{name}.new" for name in (files.WEIGHTS, files.CONFIG))
         tensors = files.to_file(self.state_dict(), self.shape)
-        save_file(tensors, weights, metadata={"format": "pt"})
-        values = {**self.extra_config, **files.config_of(self.shape)}
-        config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
-        os.replace(weights, folder / files.WEIGHTS)
-        os.replace(config, folder / files.CONFIG)
+        folders.write(folder, tensors, {**self.extra_config, **files.config_of(self.shape)})
 
 
 def load(
@@ -256,7 +248,7 @@ def load(
     model = GPT2(shape, implementation=implementation, mask=mask, score=score)
     own = files.config_of(shape)
     model.extra_config = {key: value for key, value in values.items() if key not in own}
-    path = folder / files.WEIGHTS
+    path = folder / folders.WEIGHTS
     tensors = files.read_tensors(path)
     files.check_tensors(path, tensors, files.to_file(model.state_dict(), shape))
     if tensors["wte.weight"].dtype == torch.float64:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.lab.models import folders
+from tilewise.lab.models.folders import CONFIG
 from tilewise.lab.models.gpt2_shape import Shape
 
-__all__ = ["CONFIG", "EPS", "WEIGHTS", "check_tensors", "config_of"]
+__all__ = ["EPS", "check_tensors", "config_of"]
 __all__ += ["from_file", "numbers_of", "read_config", "read_tensors", "to_file"]
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
 EPS = 1e-5
 
 # What a layer's tensors are called here and in the file. Hugging Face keeps the matrices of a
@@ -145,19 +144,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         InvalidArgument: it is not there, or not of a GPT-2.
     """
-    required = f"a folder with {CONFIG} and {WEIGHTS}"
-    try:
-        values = json.loads((folder / CONFIG).read_text())
-    except OSError as error:
-        raise InvalidArgument("folder", f"{folder} ({error.strerror})", required) from None
-    except ValueError as error:
-        came = f"{folder / CONFIG}, which is not JSON ({error})"
-        raise InvalidArgument("folder", came, required) from None
-    kind = values.get("model_type") if isinstance(values, dict) else None
-    if kind not in (_TYPE, _OTHER_TYPE):
-        raise InvalidArgument("folder", f"{folder}, a model of type {kind!r}", f"type {_TYPE!r}")
-    assert isinstance(values, dict)
-    return values
+    return folders.read_config(folder, (_TYPE, _OTHER_TYPE))
 
 
 def numbers_of(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,16 +175,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         InvalidArgument: no such file.
         Unsupported: a head of its own.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = {name.removeprefix(_PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise InvalidArgument("folder", f"{path} ({error})", "a file of safetensors") from None
+    found = {name.removeprefix(_PREFIX): each for name, each in folders.read_tensors(path).items()}
     head = found.pop("lm_head.weight", None)
     if head is not None and not torch.equal(head, found.get("wte.weight", head.new_empty(0))):
         raise Unsupported(f"{path}: a head that is not the token embedding")
     return {
-        name: tensor if tensor.dtype == torch.float64 else tensor.float()
+        name: tensor
         for name, tensor in found.items()
         if not name.endswith((".attn.bias", ".attn.masked_bias"))  # causal masks of old files
     }

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.lab.models import folders
+from tilewise.lab.models.folders import CONFIG, WEIGHTS
 
 __all__ = ["numbers", "read", "write"]
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _PREFIX = "vit."  # of the encoder's tensors, in files of models with a head
 # A ViT without a class token is another type: no library shall draw one for it.
 _TYPE, _MEAN_TYPE = "vit", "tilewise-vit"
@@ -75,7 +71,6 @@ def write(folder: Path, state: Mapping[str, Tensor], shape: Mapping[str, Any], e
         shape: its numbers by their names here.
         eps: of norms.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     first = shape["pooling"] == "first"
     values: dict[str, Any] = {
         "architectures": ["ViTForImageClassification"] if first else [],
@@ -97,11 +92,7 @@ def write(folder: Path, state: Mapping[str, Tensor], shape: Mapping[str, Any], e
             tensor = tensor.reshape(1, -1, shape["width"])
         name = theirs if theirs.startswith(_HEAD) else _PREFIX + theirs
         tensors[name] = tensor.contiguous()
-    new_weights, new_config = folder / f".{WEIGHTS}.new", folder / f".{CONFIG}.new"
-    save_file(tensors, new_weights, metadata={"format": "pt"})
-    new_config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(new_weights, folder / WEIGHTS)
-    os.replace(new_config, folder / CONFIG)
+    folders.write(folder, tensors, values)
 
 
 def _names(state: Mapping[str, Tensor]) -> dict[str, str]:
@@ -128,7 +119,7 @@ def numbers(folder: Path, eps: float) -> dict[str, Any]:
         InvalidArgument: no such folder, or it is of another model.
         Unsupported: a ViT that computes something else.
     """
-    values = _read_config(folder)
+    values = folders.read_config(folder, (_TYPE, _MEAN_TYPE))
     for key, (known, absent) in {**_REQUIRED, "layer_norm_eps": (eps, eps)}.items():
         if values.get(key, absent) != known:
             raise Unsupported(f"a ViT with {key} {values[key]!r}: only {known!r} is known")
@@ -148,22 +139,6 @@ def numbers(folder: Path, eps: float) -> dict[str, Any]:
     found["classes"] = _CLASSES if labels is None else len(labels)
     found["pooling"] = "first" if values["model_type"] == _TYPE else "mean"
     return found
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    required = f"a folder with {CONFIG} and {WEIGHTS}"
-    try:
-        values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidArgument("folder", f"{folder} ({error.strerror})", required) from None
-    except ValueError as error:
-        came = f"{folder / CONFIG}, which is not JSON ({error})"
-        raise InvalidArgument("folder", came, required) from None
-    kind = values.get("model_type") if isinstance(values, dict) else None
-    if kind not in (_TYPE, _MEAN_TYPE):
-        raise InvalidArgument("folder", f"{folder}, a model of type {kind!r}", f"type {_TYPE!r}")
-    assert isinstance(values, dict)
-    return values
 
 
 def read(
@@ -216,13 +191,5 @@ def read(
 
 def _tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of a file that are of use, names without prefix, half types widened."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = {name.removeprefix(_PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise InvalidArgument("folder", f"{path} ({error})", "a file of safetensors") from None
-    return {
-        name: each if each.dtype == torch.float64 else each.float()
-        for name, each in found.items()
-        if name not in _LEFT_OUT
-    }
+    found = {name.removeprefix(_PREFIX): each for name, each in folders.read_tensors(path).items()}
+    return {name: each for name, each in found.items() if name not in _LEFT_OUT}

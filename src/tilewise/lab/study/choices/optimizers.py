@@ -8,7 +8,7 @@ go on later with the same bits, save ``state_dict()`` and the weights in trainin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -90,8 +90,7 @@ def adamw(
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 2.
     """
-    torch_groups = [each.for_torch(lr, weight_decay) for each in groups]
-    return torch.optim.AdamW(torch_groups, betas=betas, eps=eps)
+    return _torch_adamw([each.for_torch(lr, weight_decay) for each in groups], betas, eps)
 
 
 @register("optimizer")
@@ -140,7 +139,7 @@ def muon(
         adjust_lr_fn=adjust,
     )
     rest = [each.for_torch(lr * adamw_lr_share, weight_decay) for each in others]
-    return MuonAdamW(hidden, torch.optim.AdamW(rest, betas=betas, eps=eps) if rest else None)
+    return MuonAdamW(hidden, _torch_adamw(rest, betas, eps) if rest else None)
 
 
 @register("optimizer")
@@ -197,3 +196,10 @@ def schedule_free(
     torch_groups = [each.for_torch(lr, weight_decay) for each in groups]
     made: torch.optim.Optimizer = ScheduleFree(torch_groups, betas=betas, eps=eps)
     return made
+
+
+def _torch_adamw(
+    groups: Sequence[dict[str, Any]], betas: tuple[float, float], eps: float
+) -> torch.optim.AdamW:
+    """One pass over the weights: torch's default makes one for every operation of the rule."""
+    return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)

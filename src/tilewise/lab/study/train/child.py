@@ -167,7 +167,7 @@ def _warm(config: RunConfig, data: Prepared, device: torch.device) -> None:
     model = task.model(cut, data, 0, device)
     (batch,) = task.batches(cut, data, 0).at(0)
     model(*batch.to(device).inputs).sum().backward()
-    torch.optim.AdamW(model.parameters()).step()
+    torch.optim.AdamW(model.parameters(), fused=True).step()
 
 
 def _name_of(device: torch.device) -> str:

@@ -99,6 +99,9 @@ struct Rows {
 };
 
 struct Forward : Problem {
+  Forward() = default;
+  explicit Forward(const Problem& problem) : Problem(problem) {}
+
   View q, k, v, out;
   Rows lse;      // natural log, sink included
   Rows row_max;  // of the scores in base-2 units, before the sink

@@ -246,10 +246,9 @@ class Kernel {
 
   // captured: (address, strides, dtype) per mask slot and per score slot, with the sizes too where an expression reads
   // it. sequences: (cu_q, cu_k, longest query, longest key) of a variable-length call; of keys in pages, whose cu_k is
-  // 0, then (block_table, its columns, page_size, key_lengths); else empty.
+  // 0, then (block_table, its columns, page_size, key_lengths); else empty. p: a copy of `problem()`.
   void fill(Problem& p, int threads, std::uint64_t seed, std::uintptr_t sinks, nb::handle mask_tensors,
             nb::handle score_tensors, nb::handle sequences, CompiledExprs& exprs, bool backward = false) const {
-    p = problem_;
     p.threads = threads;
     p.seed = seed;
     p.sinks = pointer<void>(sinks);
@@ -451,37 +450,60 @@ void check(bool done) {
   if (!done) throw std::bad_alloc();
 }
 
-// lse, row_max and row_sum: addresses; all 0 where nobody wants them, who then go into memory of this call.
-void forward(const Kernel& kernel, int threads, std::uint64_t seed, nb::handle q, nb::handle k, nb::handle v,
-             nb::handle out, std::uintptr_t lse, std::uintptr_t row_max, std::uintptr_t row_sum, std::uintptr_t sinks,
-             nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences, nb::tuple statistics,
-             bool for_backward) {
-  Forward f;
-  f.for_backward = for_backward;
-  CompiledExprs exprs;
-  kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences, exprs);
+// Memory for lse, row_max and row_sum that nobody wants.
+std::unique_ptr<char[]> unwanted_rows(Forward& f, const Kernel& kernel) {
+  const std::size_t bytes = kernel.row_bytes();
+  std::unique_ptr<char[]> room(new char[3 * bytes]);
+  const auto address = reinterpret_cast<std::uintptr_t>(room.get());
+  f.lse = rows(kernel, address);
+  f.row_max = rows(kernel, address + bytes);
+  f.row_sum = rows(kernel, address + 2 * bytes);
+  return room;
+}
+
+void run_forward(Forward& f, nb::handle q, nb::handle k, nb::handle v, nb::handle out) {
   if (short_work(f)) f.threads = 1;
   f.q = view_of(q);
   f.k = view_of(k);
   f.v = view_of(v);
   f.out = view_of(out);
+  const Kernels& kernels = active();
+  nb::gil_scoped_release release;
+  check(kernels.forward(f));
+}
+
+// lse, row_max and row_sum: addresses; all 0 where nobody wants them.
+void forward(const Kernel& kernel, int threads, std::uint64_t seed, nb::handle q, nb::handle k, nb::handle v,
+             nb::handle out, std::uintptr_t lse, std::uintptr_t row_max, std::uintptr_t row_sum, std::uintptr_t sinks,
+             nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences, nb::tuple statistics,
+             bool for_backward) {
+  Forward f(kernel.problem());
+  f.for_backward = for_backward;
+  CompiledExprs exprs;
+  kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences, exprs);
   std::unique_ptr<char[]> unwanted;
   if (lse == 0) {
-    const std::size_t bytes = kernel.row_bytes();
-    unwanted.reset(new char[3 * bytes]);
-    lse = reinterpret_cast<std::uintptr_t>(unwanted.get());
-    row_max = lse + bytes, row_sum = row_max + bytes;
+    unwanted = unwanted_rows(f, kernel);
+  } else {
+    f.lse = rows(kernel, lse);
+    f.row_max = rows(kernel, row_max);
+    f.row_sum = rows(kernel, row_sum);
   }
-  f.lse = rows(kernel, lse);
-  f.row_max = rows(kernel, row_max);
-  f.row_sum = rows(kernel, row_sum);
   if (PyTuple_GET_SIZE(statistics.ptr()) > 0) {  // addresses, 0 for a top_key that is not wanted
     Rows* arrays[] = {&f.max_logit, &f.entropy, &f.row_mean, &f.top_key};
     for (int i = 0; i < 4; i++) *arrays[i] = rows(kernel, static_cast<std::uintptr_t>(number(statistics, i)));
   }
-  const Kernels& kernels = active();
-  nb::gil_scoped_release release;
-  check(kernels.forward(f));
+  run_forward(f, q, k, v, out);
+}
+
+// `forward` of a call that has no tensor beside these and wants nothing but its output: most of a short call's time is
+// what comes before the kernel.
+void output(const Kernel& kernel, int threads, nb::handle q, nb::handle k, nb::handle v, nb::handle out) {
+  Forward f(kernel.problem());
+  CompiledExprs exprs;
+  kernel.fill(f, threads, 0, 0, nb::tuple(), nb::tuple(), nb::tuple(), exprs);
+  const std::unique_ptr<char[]> unwanted = unwanted_rows(f, kernel);
+  run_forward(f, q, k, v, out);
 }
 
 // Tensors in the order q, k, v, out, grad_out, grad_q, grad_k, grad_v.
@@ -496,6 +518,7 @@ void fill_backward(Arguments& f, const Kernel& kernel, nb::tuple tensors, nb::tu
 void backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple tensors, nb::tuple row_arrays,
               std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences) {
   Backward f;
+  static_cast<Problem&>(f) = kernel.problem();
   CompiledExprs exprs;
   kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences, exprs, true);
   fill_backward(f, kernel, tensors, row_arrays);
@@ -508,6 +531,7 @@ void bias_backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tu
                    std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences,
                    int index, std::uintptr_t grad, nb::tuple grad_strides, bool wide) {
   BiasBackward f;
+  static_cast<Problem&>(f) = kernel.problem();
   CompiledExprs exprs;
   kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences, exprs, true);
   fill_backward(f, kernel, tensors, row_arrays);
@@ -524,6 +548,7 @@ void load_backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tu
                    std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences,
                    nb::tuple grads) {
   LoadBackward f;
+  static_cast<Problem&>(f) = kernel.problem();
   CompiledExprs exprs;
   kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences, exprs, true);
   fill_backward(f, kernel, tensors, row_arrays);
@@ -537,6 +562,7 @@ void load_backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tu
 void covers(const Kernel& kernel, int threads, nb::tuple mask_tensors, nb::tuple sequences, nb::tuple grid,
             std::uintptr_t address) {
   Covers f;
+  static_cast<Problem&>(f) = kernel.problem();
   CompiledExprs exprs;
   kernel.fill(f, threads, 0, 0, mask_tensors, nb::tuple(), sequences, exprs);
   i64* sizes[] = {&f.block_queries, &f.block_keys, &f.batches, &f.heads_apart, &f.rows, &f.columns};
@@ -646,6 +672,7 @@ NB_MODULE(_core, m) {
   m.def("set_compile_exprs", &set_compile_exprs, nb::arg("wanted"));
   m.def("expr_code", [] { return std::string(kExprCode); });
   m.def("forward", &forward);
+  m.def("output", &output);
   m.def("backward", &backward);
   m.def("bias_backward", &bias_backward);
   m.def("load_backward", &load_backward);

@@ -150,9 +150,12 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked, wrapped: bool = F
     Raises:
         InvalidArgument, InvalidType, Unsupported: as ``make_plan``.
     """
-    mask, score, scale, dropout_p, _, backend, _, plain, *_ = asked
     try:
-        key: Hashable = (
+        if asked is NO_KEYWORDS and not wrapped:
+            key: Hashable = reader()(q, k, v)
+            return PLANS.young[key]
+        mask, score, scale, dropout_p, _, backend, _, plain, *_ = asked
+        key = (
             shown(q, k, v) if wrapped else reader()(q, k, v),
             mask.text,
             score.text,

@@ -49,6 +49,7 @@ def plan_problem(problem: Problem, backend: str | None = None) -> Plan:
         encode(problem.mask),
         encode(problem.score),
         loops=chosen.loops(problem),
+        output=prepared.output,
     )
 
 

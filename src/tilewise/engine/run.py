@@ -41,6 +41,7 @@ __all__ = ["run", "run_paged"]
 _is_compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
 _autocast_enabled = torch.is_autocast_enabled
+_any_autocast = torch._C._is_any_autocast_enabled
 _functorch_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _jit_tracing = torch._C._get_tracing_state
@@ -48,6 +49,7 @@ _PLAIN = frozenset((Tensor, Parameter))
 # What Operands(q, k, v, out_alone=...) says, which takes three times as long.
 _new = tuple.__new__
 _NOTHING_ELSE = tuple(Operands._field_defaults.values())[:-1]
+_UNSEEN = (None,) * (len(Result._fields) - 1)
 _AUTOCAST_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -63,7 +65,8 @@ def run(
 ) -> Result:
     """Attention as asked (``functional.attention``), by a held plan if one is given.
 
-    Of the result nothing but the output is to be looked at where ``out_alone`` says so.
+    Of the result nothing but the output is to be looked at where ``out_alone`` says so, which goes
+    without ``statistics``.
 
     A program that watches torch's operations (torch.compile, a dispatch mode, torch.jit.trace, a
     tensor subclass) would not see the kernel behind an eager call, and would record its output as
@@ -83,12 +86,9 @@ def run(
         or _jit_tracing() is not None
     ):
         return _run_traced(q, k, v, asked, seed, plan, statistics)
-    if q.is_cpu:
-        if _autocast_enabled("cpu"):
-            q, k, v = _autocast(q, k, v)
-    elif q.is_meta:
+    if q.is_meta:
         return _run_traced(q, k, v, asked, seed, plan, statistics)
-    else:
+    if _any_autocast():
         q, k, v = _autocast(q, k, v)
     if plan is None:
         plan = cached_plan(q, k, v, asked)
@@ -97,16 +97,20 @@ def run(
     if q.is_neg() or k.is_neg() or v.is_neg():
         # The imaginary part of a conjugate: its sign is a flag that kernels do not see.
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
-    if seed is None and asked.plain and not plan.problem.dropout_p:
-        operands = _new(Operands, (q, k, v, *_NOTHING_ELSE, out_alone))
-    else:
-        operands = build_operands(plan.problem, q, k, v, asked, seed, out_alone)
-    if _grad_enabled() and (
+    gradient = _grad_enabled() and (
         q.requires_grad
         or k.requires_grad
         or v.requires_grad
         or (not asked.plain and _captured_gradient(asked))
-    ):
+    )
+    bare = seed is None and asked.plain
+    if bare and out_alone and plan.output is not None and not gradient:
+        return _new(Result, (plan.output(q, k, v), *_UNSEEN))
+    if bare and not plan.problem.dropout_p:
+        operands = _new(Operands, (q, k, v, *_NOTHING_ELSE, out_alone))
+    else:
+        operands = build_operands(plan.problem, q, k, v, asked, seed, out_alone)
+    if gradient:
         check_forward_only(q, k, v, asked)
         return differentiable(operands, plan, statistics)
     result: Result = plan.forward(operands, statistics)

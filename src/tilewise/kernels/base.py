@@ -26,10 +26,13 @@ class Prepared(NamedTuple):
     Args:
         forward: ``(operands, statistics="") -> Result``.
         backward: ``(operands, result, grad_out, grad_lse, needs, grad_entropy=None) -> Grads``.
+        output: ``(q, k, v) -> out``, the quickest way to the output of a call that has no tensor
+            and no seed beside these and wants nothing else; None where ``forward`` is.
     """
 
     forward: Callable[..., Result]
     backward: Callable[..., Grads]
+    output: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
 
 def raw_reasons(problem: Problem) -> list[str]:

@@ -25,7 +25,7 @@ class Plan(NamedTuple):
         backend: who does it.
         tiles: in which blocks.
         reasons: why each backend asked before it was not chosen, as (name, reasons) pairs.
-        forward, backward: the backend's kernels bound to the problem
+        forward, backward, output: the backend's kernels bound to the problem
             (``kernels.base.Prepared``): what makes a held plan quick to run.
         mask_text, score_text: the programs as text: a held plan is matched by these.
         signature: shapes, dtypes and devices of q, k, v that a held plan is for, as
@@ -47,6 +47,7 @@ class Plan(NamedTuple):
     shown: tuple[Any, ...] = ()
     bare: bool = False
     loops: Loops | None = None
+    output: Callable[..., Any] | None = None
 
     @property
     def account(self) -> Account:

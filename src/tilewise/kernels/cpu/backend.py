@@ -128,7 +128,8 @@ class CpuBackend(Backend):
     def prepare(self, problem: Problem) -> Prepared:
         """Both passes with the programs already handed to the core."""
         kernel = _Kernel(problem)
-        return Prepared(kernel.forward, kernel.backward)
+        bare = kernel.plain and not problem.dropout_p
+        return Prepared(kernel.forward, kernel.backward, kernel.output if bare else None)
 
 
 def _exprs(program: Program) -> list[Expr]:
@@ -297,7 +298,7 @@ class _Kernel:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._kernel = _build(problem)
-        self._forward = core().forward
+        self._forward, self._output = core().forward, core().output
         wide = problem.dtype is torch.float64
         self._statistics = torch.float64 if wide else torch.float32
         self._rows = (
@@ -316,14 +317,13 @@ class _Kernel:
         slots = any(instr.slots for instr in (*problem.mask, *problem.score))
         alone = problem.layout == "dense" and not problem.page_size
         self._square = problem.head_dim == problem.value_dim
-        self._plain = alone and not (slots or problem.sinks)
+        self.plain = alone and not (slots or problem.sinks)
         self._loaded = _loaded(problem)
         self._derivative: Derivative | None = None
 
     def forward(self, operands: Operands, statistics: Statistics = "") -> Result:
         q, k, v = operands.q, operands.k, operands.v
-        contiguous = self._square and q.is_contiguous()
-        out = torch.empty_like(q) if contiguous else output_like(q, self._problem.value_dim)
+        out = self._room_for(q)
         lse, stats = self._lse, self._stats
         row_lse = row_max = row_sum = 0
         more: tuple[Tensor | None, ...] = ()
@@ -336,7 +336,7 @@ class _Kernel:
                 stats = torch.empty_like(stats, memory_format=torch.contiguous_format)
             row_lse, row_max = lse.data_ptr(), stats.data_ptr()
             row_sum = row_max + self._step
-        call = _NOTHING if self._plain else _Call(operands, self._loaded)
+        call = _NOTHING if self.plain else _Call(operands, self._loaded)
         self._forward(
             self._kernel,
             _threads(),
@@ -356,6 +356,16 @@ class _Kernel:
             operands.for_backward,
         )
         return Result(out, lse, stats, *more)
+
+    def output(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The output of a plain call: ``forward`` without what nobody asked for."""
+        out = self._room_for(q)
+        self._output(self._kernel, _threads(), q, k, v, out)
+        return out
+
+    def _room_for(self, q: Tensor) -> Tensor:
+        contiguous = self._square and q.is_contiguous()
+        return torch.empty_like(q) if contiguous else output_like(q, self._problem.value_dim)
 
     def _room(self, top1: bool) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[int, ...]]:
         """Stats with a third row, the statistics to be filled in, and where the core puts them."""

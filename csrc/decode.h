@@ -2,12 +2,9 @@
 // keys, lanes lie along the width of a head, and the keys are split (decode_tasks.h).
 #pragma once
 
+#include "decode_alone.h"
 #include "decode_near.h"
-#include "decode_products.h"
-#include "decode_state.h"
-#include "decode_tasks.h"
 #include "philox.h"
-#include "score.h"
 
 namespace tilewise::TILEWISE_ISA {
 
@@ -16,7 +13,7 @@ class DecodeKernel {
   using Elem = typename Mode::Elem;
   using Acc = typename Mode::Acc;
   using Word = typename Mode::Word;
-  using Vectors = RowVectors<Mode>;
+  using Vectors = typename Product::Vectors;
   using State = RowState<Acc>;
   static constexpr int lanes = kLanes<Acc>;
   static constexpr Acc kInfinity = static_cast<Acc>(__builtin_inf());
@@ -26,7 +23,7 @@ class DecodeKernel {
       : f_(f),
         takes_(takes),
         units_(f),
-        q_stride_(round_up(Mode::words(f.head_dim), Vectors::unit * kLanes<Word>)),
+        q_stride_(row_words<Mode, Product>(f.head_dim)),
         out_stride_(round_up(f.value_dim, Vectors::sums * lanes)),
         alike_(heads_alike(f)) {}
 
@@ -37,6 +34,10 @@ class DecodeKernel {
     state_bytes_ = state(nullptr).bytes;
     const std::size_t each = state_bytes_;
     near_ = lie_near<Mode>(f_, tasks);
+    if constexpr (Product::alone > 0) {
+      using Alone = RowsAlone<Mode, Product>;
+      if (Alone::serves(f_, units_)) return Alone(f_, tasks, units_.to_base2, near_).run();
+    }
     char* partials = nullptr;
     i64* done = nullptr;
     if (tasks.partials() > 0) {
@@ -168,15 +169,11 @@ class DecodeKernel {
 
   // Pointers to the rows of keys n0 .. n1 - 1, or to copies of them where their elements lie apart.
   void point(const SplitTask& t, const View& view, i64 n0, i64 n1, Elem* copies, i64 width, const Elem** to) const {
+    if (view.col == 1) return point_rows(f_, view, t.seq, t.kv_head, n0, n1, to);
     for (i64 n = n0; n < n1;) {
       const KeyRun run = key_run(f_, view, t.seq, t.kv_head, n, n1);
       const Elem* row = Mode::at(view.data, run.at);
       n += run.count;
-      if (view.col == 1) {
-        for (i64 i = 0; i < run.count; i++) to[i] = row + i * view.row;
-        to += run.count;
-        continue;
-      }
       for (i64 i = 0; i < run.count; i++, row += view.row) {
         *to++ = copies;
         for (i64 d = 0; d < width; d++) *copies++ = row[d * view.col];
@@ -373,12 +370,7 @@ class DecodeKernel {
       closed.write(f_, from.numbers, first, m, t.seq.b, h, row);
       for (int i = 0; i < m; i++) {
         if (f_.top_key.data) *rows_at<i64>(f_.top_key, t.seq.b, h, row + i) = from.top[first + i];
-        const bool live = closed.live >> (first + i) & 1;
-        const Vec<Acc> factor = set(closed.factor[first + i]);
-        const Acc* sums = from.out + (first + i) * out_stride_;
-        Elem* out = Mode::at(const_cast<void*>(f_.out.data), view_at(f_.out, t.seq.b, h, row + i));
-        for (i64 d = 0; d < f_.value_dim; d += lanes)
-          narrow(out + d, f_.value_dim - d, live ? load(sums + d) * factor : Vec<Acc>{});
+        write_row<Mode>(f_, closed, first + i, from.out + (first + i) * out_stride_, t.seq.b, h, row + i);
       }
     }
   }

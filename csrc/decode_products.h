@@ -4,6 +4,7 @@
 #pragma once
 
 #include "decode_ahead.h"
+#include "decode_rows.h"
 #include "modes.h"
 #include "schedule.h"
 
@@ -81,8 +82,9 @@ struct RowVectors {
 
   // The first `count` elements from p on, zeros behind them.
   TW_INLINE void of_key(const Elem* p, i64 count, Vec<Acc>* to) { to[0] = widen(p, count); }
-  TW_INLINE void of_values(const Elem* const* rows, i64 column, i64 count, Vec<Acc>* to) {
-    to[0] = widen(rows[0] + column, count);
+  template <class Rows>
+  TW_INLINE void of_values(const Rows& rows, int j, i64 column, i64 count, Vec<Acc>* to) {
+    to[0] = widen(rows[j] + column, count);
   }
   TW_INLINE void in_order(Vec<Acc>*) {}
   // A row of probabilities as the weighted sum reads it, in place.
@@ -117,8 +119,9 @@ struct RowVectors<PlainMode<Bf16, float>> {
     to[0] = (Vec<float>)(words << 16);
     to[1] = (Vec<float>)(words & 0xffff0000u);
   }
-  TW_INLINE void of_values(const Bf16* const* rows, i64 column, i64 count, Vec<float>* to) {
-    of_key(rows[0] + column, count, to);
+  template <class Rows>
+  TW_INLINE void of_values(const Rows& rows, int j, i64 column, i64 count, Vec<float>* to) {
+    of_key(rows[j] + column, count, to);
   }
   TW_INLINE void in_order(Vec<float>* sums) { turn(sums, std::make_integer_sequence<int, kLanes<float>>{}); }
   static void weights(float*, int) {}
@@ -158,8 +161,9 @@ struct RowVectors<PairMode> {
 
   TW_INLINE void of_key(const Bf16* p, i64 count, Vec<i32>* to) { to[0] = (Vec<i32>)words_of(p, count); }
   // Two rows, interleaved within the quarters of a vector: the sums come out of order.
-  TW_INLINE void of_values(const Bf16* const* rows, i64 column, i64 count, Vec<i32>* to) {
-    const __m512i a = (__m512i)words_of(rows[0] + column, count), b = (__m512i)words_of(rows[1] + column, count);
+  template <class Rows>
+  TW_INLINE void of_values(const Rows& rows, int j, i64 column, i64 count, Vec<i32>* to) {
+    const __m512i a = (__m512i)words_of(rows[j] + column, count), b = (__m512i)words_of(rows[j + 1] + column, count);
     to[0] = (Vec<i32>)_mm512_unpacklo_epi16(a, b);
     to[1] = (Vec<i32>)_mm512_unpackhi_epi16(a, b);
   }
@@ -185,6 +189,12 @@ struct RowVectors<PairMode> {
 
 // ---- the products
 
+// Words of a packed row of queries.
+template <class Mode, class Product>
+static i64 row_words(int depth) {
+  return round_up(Mode::words(depth), Product::Vectors::unit * kLanes<typename Mode::Word>);
+}
+
 template <class Mode>
 class FewRows {
   using Elem = typename Mode::Elem;
@@ -205,8 +215,12 @@ class FewRows {
                                                   : 8;
 
  public:
+  using Vectors = RowVectors<Mode>;
+  static constexpr i64 alone = 1;  // queries of a head that RowsAlone takes
+
   // What the products keep of the queries of a task: nothing but their rows.
   struct Room {
+    Room() = default;
     Room(Carver&, i64, int) {}
     void open(const Word*, i64, int, int) const {}
     void close() const {}
@@ -219,6 +233,12 @@ class FewRows {
     ahead.spread((ahead.left() + 1) / 2, count / kSubKeys * ((rows + kDotRows - 1) / kDotRows) * kBlocks);
     q += row0 * q_stride;
     for (int j = 0; j < count; j += kSubKeys) dots_piece(q, q_stride, rows, keys + j, depth, s + j, stride, ahead);
+  }
+
+  // The same of one row.
+  template <class Keys>
+  TW_NOINLINE static void dot_row(const Room&, const Word* q, const Keys& keys, int count, int depth, Acc* s) {
+    for (int j = 0; j < count; j += kDots) dot_block<1, kDots>(q, 0, keys.from(j), depth, s + j, 0);
   }
 
   // out[r] = alpha[r] * out[r] + the sum over `keys` of p[r][j] * value j. Of an odd number of keys the pair's other
@@ -235,14 +255,19 @@ class FewRows {
     const auto of_rows = [&](auto count) {
       constexpr int kR = decltype(count)::value;
       for (; r + kR <= rows; r += kR)
-        sum_rows<kR>(p + r * p_stride, p_stride, values, steps, width, out + r * out_stride, out_stride, alpha + r,
-                     ahead);
+        sum_rows<kR>(p + r * p_stride, p_stride, RowPointers<Elem>{values}, steps, width, out + r * out_stride,
+                     out_stride, alpha + r, ahead);
     };
     if constexpr (kSumRows == 8) of_rows(Int<8>{});
     of_rows(Int<4>{});
     of_rows(Int<2>{});
     of_rows(Int<1>{});
     ahead.all();
+  }
+  template <class Values>
+  static void sum_row(const Word* p, const Values& values, int keys, int width, Acc* out, Acc alpha) {
+    NothingAhead ahead;
+    sum_rows<1>(p, 0, values, (keys + Mode::per_word - 1) / Mode::per_word, width, out, 0, &alpha, ahead);
   }
 
  private:
@@ -262,12 +287,12 @@ class FewRows {
     constexpr int kK = kDots / kR;
     for (int j = 0; j < kSubKeys; j += kK) {
       ahead.step();
-      dot_block<kR, kK>(q, q_stride, keys + j, depth, s + j, stride);
+      dot_block<kR, kK>(q, q_stride, RowPointers<Elem>{keys + j}, depth, s + j, stride);
     }
   }
 
-  template <int kR, int kK>
-  TW_INLINE void dot_block(const Word* q, i64 q_stride, const Elem* const* keys, int depth, Acc* s, i64 stride) {
+  template <int kR, int kK, class Keys>
+  TW_INLINE void dot_block(const Word* q, i64 q_stride, const Keys& keys, int depth, Acc* s, i64 stride) {
     Vec<Acc> acc[kR * kK] = {};
     const auto step = [&](int d, i64 count) {
       constexpr int kU = Rows::unit;
@@ -300,9 +325,9 @@ class FewRows {
     }
   }
 
-  template <int kR>
-  TW_NOINLINE static void sum_rows(const Word* p, i64 p_stride, const Elem* const* values, int steps, int width,
-                                   Acc* out, i64 out_stride, const Acc* alpha, RowsAhead& ahead) {
+  template <int kR, class Values, class Ahead>
+  TW_NOINLINE static void sum_rows(const Word* p, i64 p_stride, const Values& values, int steps, int width, Acc* out,
+                                   i64 out_stride, const Acc* alpha, Ahead& ahead) {
     int column = 0;
     const auto of_columns = [&](auto count) {
       constexpr int kV = decltype(count)::value;
@@ -322,16 +347,16 @@ class FewRows {
   template <int kR, int kV>
   using Block = Vec<Acc>[kR][kV];
 
-  template <int kR, int kV, bool kTail>
-  TW_INLINE void sum_piece(const Word* p, i64 p_stride, const Elem* const* values, int from, int to, i64 column,
-                           i64 count, RowsAhead& ahead, Block<kR, kV>& acc) {
+  template <int kR, int kV, bool kTail, class Values, class Ahead>
+  TW_INLINE void sum_piece(const Word* p, i64 p_stride, const Values& values, int from, int to, i64 column, i64 count,
+                           Ahead& ahead, Block<kR, kV>& acc) {
     TW_UNROLL(2)
     for (int j = from; j < to; j++) {
       ahead.step();
       Vec<Word> x[kV];
       TW_UNROLL(8)
       for (int v = 0; v < kV; v += Rows::sums)
-        Rows::of_values(values + j * Mode::per_word, column + v * lanes, kTail ? count : 1 << 20, x + v);
+        Rows::of_values(values, j * Mode::per_word, column + v * lanes, kTail ? count : 1 << 20, x + v);
       TW_UNROLL(8)
       for (int r = 0; r < kR; r++) {
         const Vec<Word> weight = Dot::broadcast(p[r * p_stride + j]);
@@ -342,9 +367,9 @@ class FewRows {
   }
 
   // `count`: how many columns there are where that is less than kV vectors.
-  template <int kR, int kV, bool kTail>
-  TW_INLINE void sum_block(const Word* p, i64 p_stride, const Elem* const* values, int steps, i64 column, i64 count,
-                           Acc* out, i64 out_stride, const Acc* alpha, RowsAhead& ahead) {
+  template <int kR, int kV, bool kTail, class Values, class Ahead>
+  TW_INLINE void sum_block(const Word* p, i64 p_stride, const Values& values, int steps, i64 column, i64 count,
+                           Acc* out, i64 out_stride, const Acc* alpha, Ahead& ahead) {
     Block<kR, kV> acc = {};
     sum_piece<kR, kV, kTail>(p, p_stride, values, 0, steps < kChain ? steps : kChain, column, count, ahead, acc);
     if constexpr (kChain < 1 << 10) {

@@ -36,4 +36,16 @@ struct RowState {
   }
 };
 
+// One row of the output: its sums times the factor that closing has found.
+template <class Mode>
+TW_INLINE void write_row(const Forward& f, const ClosedRows<typename Mode::Acc>& closed, int r,
+                         const typename Mode::Acc* sums, i64 b, i64 h, i64 row) {
+  using Acc = typename Mode::Acc;
+  const bool live = closed.live >> r & 1;
+  const Vec<Acc> factor = set(closed.factor[r]);
+  auto* out = Mode::at(const_cast<void*>(f.out.data), view_at(f.out, b, h, row));
+  for (i64 d = 0; d < f.value_dim; d += kLanes<Acc>)
+    narrow(const_cast<typename Mode::Elem*>(out) + d, f.value_dim - d, live ? load(sums + d) * factor : Vec<Acc>{});
+}
+
 }  // namespace tilewise::TILEWISE_ISA

@@ -10,6 +10,18 @@ namespace tilewise::TILEWISE_ISA {
 constexpr i64 kSplitBlocks = 4, kMostSplits = 32;  // blocks of keys of the smallest split; splits of a long sequence
 constexpr i64 kDecodeRows = kTileQueries;          // of a task
 
+// Pointers to the rows of keys n0 .. n1 - 1.
+template <class E>
+static void point_rows(const Problem& p, const View& view, const Sequence& seq, i64 kv_head, i64 n0, i64 n1,
+                       const E** to) {
+  while (n0 < n1) {
+    const KeyRun run = key_run(p, view, seq, kv_head, n0, n1);
+    const E* row = static_cast<const E*>(view.data) + run.at;
+    n0 += run.count;
+    for (const E** const end = to + run.count; to < end; row += view.row) *to++ = row;
+  }
+}
+
 // What a task does.
 struct SplitTask {
   Sequence seq;

@@ -9,6 +9,7 @@
 namespace tilewise::TILEWISE_ISA {
 
 class TileProducts {
+ protected:
   static constexpr int kTileRows = 16, kTileDepth = 32;  // rows; bfloat16 numbers of a row
   static constexpr int kTileBytes = 64;
   static constexpr int kGroups = 4;      // of 16 keys, multiplied side by side
@@ -17,6 +18,7 @@ class TileProducts {
 
  public:
   using Vectors = RowVectors<PairMode>;
+  static constexpr i64 alone = 0;
 
   struct Room {
     i32* queries;  // [depth / 2][width]
@@ -61,7 +63,10 @@ class TileProducts {
     for (int j = 0; j < count; j += kGroups * kSubKeys) {
       const int groups = static_cast<int>(min(kGroups, (count - j) / kSubKeys));
       KeyRows at[kGroups];
-      for (int g = 0; g < groups; g++) at[g] = rows_of(room, keys + j + g * kSubKeys, g, depth);
+      for (int g = 0; g < groups; g++) {
+        u16* copies = room.keys + g * kTileRows * round_up(depth, kTileDepth);
+        at[g] = rows_of(copies, keys + j + g * kSubKeys, depth);
+      }
       for (int r = 0; r < rows; r += kTileRows) {
         const i32* q = room.queries + row0 + r;
         const int few = static_cast<int>(min(kTileRows, rows - r));
@@ -99,7 +104,7 @@ class TileProducts {
     ahead.all();
   }
 
- private:
+ protected:
   struct KeyRows {
     const Bf16* first;
     i64 bytes;  // from row to row
@@ -108,20 +113,21 @@ class TileProducts {
   // What is left of a row behind the last whole tile. A tile's row has whole words: rows of odd width are copied.
   static int rest_of(int depth) { return depth % 2 == 0 ? depth % kTileDepth : 0; }
 
-  static KeyRows rows_of(const Room& room, const Bf16* const* keys, int group, int depth) {
+  // Where rows do not lie at equal distances they are copied.
+  static KeyRows rows_of(u16* copies, const Bf16* const* keys, int depth) {
     const i64 apart = reinterpret_cast<const char*>(keys[1]) - reinterpret_cast<const char*>(keys[0]);
     i64 other = 0;
     for (int j = 1; j < kSubKeys; j++)
       other |= (reinterpret_cast<const char*>(keys[j]) - reinterpret_cast<const char*>(keys[j - 1])) ^ apart;
     if (other == 0 && depth % 2 == 0) return {keys[0], apart};
     const i64 whole = round_up(depth, kTileDepth);
-    u16* copies = room.keys + group * kTileRows * whole;
     for (int j = 0; j < kSubKeys; j++)
       for (i64 d = 0; d < whole; d += kTileDepth)
         store(copies + j * whole + d, (Vec<u16>)words_of(keys[j] + d, depth - d));
     return {reinterpret_cast<const Bf16*>(copies), whole * 2};
   }
 
+ private:
   // Of a single row (`rows` is 0) the tiles have one column, which is stored as it is.
   template <int kG>
   TW_NOINLINE static void score_tiles(const Room& room, const i32* q, const KeyRows* at, int depth, int rows, float* s,
@@ -178,8 +184,8 @@ class TileProducts {
       ahead.step();
       Vec<i32> x[2 * kHalves] = {};
       if (row + 2 * j < from.count) {
-        if constexpr (kHalves > 1) Vectors::of_values(rows + 2 * j, from.column, kStep, x);
-        Vectors::of_values(rows + 2 * j, from.column + (kHalves - 1) * kStep, last, x + 2 * (kHalves - 1));
+        if constexpr (kHalves > 1) Vectors::of_values(rows, 2 * j, from.column, kStep, x);
+        Vectors::of_values(rows, 2 * j, from.column + (kHalves - 1) * kStep, last, x + 2 * (kHalves - 1));
       }
       TW_UNROLL(4)
       for (int v = 0; v < 2 * kHalves; v++) store(to + v * kLanes<i32>, x[v]);

@@ -104,6 +104,7 @@ std::vector<Test> tests() {
                                                              {"few queries", test_few_queries},
                                                              {"few queries, variants", test_few_queries_variants},
                                                              {"few queries, alone", test_few_queries_alone},
+                                                             {"few queries, short", test_few_queries_short},
                                                              {"batch mates", test_batch_mates},
                                                              {"tables", test_covers}};
   for (const auto& each : numeric)

@@ -86,4 +86,48 @@ inline void test_few_queries_alone(DType dtype) {
   test_few_queries_alone(dtype, 2, 33, 128);
 }
 
+// Short sequences whose heads share no keys have a kernel of their own, and the bits of the other one, which is asked for
+// more: whatever is masked, fetched or not, and however many threads and queries there are.
+inline void test_few_queries_short(DType dtype) {
+  const auto same = [](const Tensor& x, i64 row, const Tensor& y, const Case& c, const Kernels* kernels) {
+    x.each([&](i64 b, i64 h, i64 r, i64 d) {
+      const double mine = x.get(b, h, r, d), other = y.get(b, h, r + row, d);
+      expect(std::memcmp(&mine, &other, sizeof mine) == 0,
+             std::string("a kernel of their own, ") + kernels->name + ", " + c.text());
+    });
+  };
+  int turn = 0;
+  for (int width : {32, 40, 64}) {
+    for (i64 keys : {5, 64, 130, 575}) {
+      Case c = few(dtype, 1, keys, 3, 3, width, 80 - width / 2);
+      c.batch = 6, c.sinks = turn % 2 == 0, c.k = turn % 3 == 0 ? Layout::heads_inside : Layout::plain;
+      if (turn % 4 == 1) c.mask = {band(40, -1)};
+      if (turn % 4 == 2) c.mask = {dense(0, 0.3), lengths(), kAnd}, c.poison = true;
+      turn++;
+      for (const Kernels* kernels : instruction_sets()) {
+        Case asked = c;
+        asked.statistics = true;
+        Instance own(c, Place::end), other(asked, Place::start);
+        other.run(*kernels, 1);
+        for (int fetch : {0, 1}) {
+          forward_fetch = fetch;
+          own.run(*kernels, turn % 2 == 0 ? 1 : 3);
+          same(own.out, 0, other.out, c, kernels), same(own.lse, 0, other.lse, c, kernels);
+        }
+        if (!c.mask.empty()) continue;
+        Case more = c;
+        more.queries = turn % 3 == 0 ? 3 : 5;
+        Instance several(more, Place::end);
+        several.run(*kernels, 1);
+        for (i64 row = 0; row < more.queries; row++) {
+          own.q.each([&](i64 b, i64 h, i64 r, i64 d) { own.q.put(b, h, r, d, several.q.get(b, h, row, d)); });
+          own.run(*kernels, 2);
+          same(own.out, row, several.out, c, kernels);
+        }
+      }
+      forward_fetch = -1;
+    }
+  }
+}
+
 }  // namespace tilewise::test

@@ -1,5 +1,5 @@
-// Short sequences of one query each, or so, whose heads share no keys: a task has several of them, and computes the next scores
-// before the last ones become weights, where every step waits for the one before it. Rows get the bits that
+// Short sequences of one query, or very few, whose heads share no keys: a task has several of them, and computes the
+// next scores before the last ones become weights, where every step waits for the one before it. Rows get the bits that
 // DecodeKernel gives them.
 #pragma once
 
@@ -24,8 +24,10 @@ class RowsAlone {
  public:
   // What else may be asked for is left to DecodeKernel.
   static bool serves(const Forward& f, const ScoreUnits<Acc>& units) {
-    return f.queries <= Product::alone && f.heads == f.kv_heads && KeyBlocks(f.keys).count <= kSplitBlocks && !units.chain &&
-           f.dropout == 0 && f.entropy.data == nullptr && f.top_key.data == nullptr && f.k.col == 1 && f.v.col == 1;
+    const bool alone = f.queries <= Product::alone && f.heads == f.kv_heads,
+               few = KeyBlocks(f.keys).count <= kSplitBlocks, plain = !units.chain && f.dropout == 0,
+               asked = f.entropy.data != nullptr || f.top_key.data != nullptr;
+    return alone && few && plain && !asked && f.k.col == 1 && f.v.col == 1;
   }
 
   RowsAlone(const Forward& f, const SplitTasks& tasks, Acc to_base2, bool near)
@@ -113,21 +115,22 @@ class RowsAlone {
     Piece now{-1, 0, {}};
     int turn = 0;
     bool more = next(t, count, memory, turn, now);
-    if (more) {
-      fetch(t[now.row], now, memory);
-      memory.ahead->all();
-      multiply_keys(t[now.row], now, memory, turn);
-    }
+    if (more && near_) multiply_keys(t[now.row], now, memory, memory.scores[turn]);
+    if (more && !near_) fetch(t[now.row], now, memory), memory.ahead->all();
     while (more) {
       Acc* scores = memory.scores[turn];
       turn = 1 - turn;
       Piece then = now;
       more = next(t, count, memory, turn, then);
-      if (more && near_) multiply_keys(t[then.row], then, memory, turn);
+      // What is not near comes while this piece is computed, and what is near is multiplied early.
+      if (near_) {
+        if (more) multiply_keys(t[then.row], then, memory, memory.scores[turn]);
+      } else {
+        if (more) fetch(t[then.row], then, memory);
+        multiply_keys(t[now.row], now, memory, scores);
+      }
       const Acc alpha = softmax(now, scores, state.numbers);
-      if (more) fetch(t[then.row], then, memory);
       add_values(t[now.row], now, alpha, memory, scores, state.out + now.row * out_stride_);
-      if (more && !near_) multiply_keys(t[then.row], then, memory, turn);
       now = then;
     }
     memory.room.close();
@@ -155,31 +158,28 @@ class RowsAlone {
     }
   }
 
-  // What is not near comes while the last values are added up.
   void fetch(const Row& t, const Piece& piece, const Memory& memory) const {
-    if (near_ || t.m > 0) return;
+    if (t.m > 0) return;
     point_rows(f_, f_.k, t.seq, t.kv_head, piece.keys.begin, piece.keys.end, memory.next_keys);
     point_rows(f_, f_.v, t.seq, t.kv_head, piece.keys.begin, piece.keys.end, memory.next_values);
     memory.ahead->aim(memory.next_keys, memory.next_values, piece.count(), f_.head_dim, f_.value_dim);
   }
 
-  void multiply_keys(const SplitTask& t, const Piece& piece, const Memory& memory, int turn) const {
+  void multiply_keys(const Row& t, const Piece& piece, const Memory& memory, Acc* scores) const {
     const int count = piece.count(), padded = piece.padded();
-    Acc* scores = memory.scores[turn];
-    const auto dots = [&](const auto& keys, int from, int to) {
-      Product::dot_row(memory.room, memory.q + piece.row * q_stride_, keys.from(from), to - from, f_.head_dim,
-                       scores + from);
-    };
+    const Word* q = memory.q + piece.row * q_stride_;
     const KeyRun run = key_run(f_, f_.k, t.seq, t.kv_head, piece.keys.begin, piece.keys.end);
-    if (count >= kSubKeys && run.count == count) {
+    if (near_ && count >= kSubKeys && run.count == count) {
       // Instead of a rest of less than kSubKeys keys as many as that are multiplied, some of them again.
       const EvenRows<Elem> keys{Mode::at(f_.k.data, run.at), f_.k.row};
-      dots(keys, 0, count / kSubKeys * kSubKeys);
-      if (count < padded) dots(keys, count - kSubKeys, count);
+      Product::dot_row(memory.room, q, keys, count / kSubKeys * kSubKeys, f_.head_dim, scores);
+      const int last = count - kSubKeys;
+      if (count < padded) Product::dot_row(memory.room, q, keys.from(last), kSubKeys, f_.head_dim, scores + last);
     } else {
       point_rows(f_, f_.k, t.seq, t.kv_head, piece.keys.begin, piece.keys.end, memory.keys);
       for (int j = count; j < padded; j++) memory.keys[j] = memory.keys[count - 1];
-      dots(RowPointers<Elem>{memory.keys}, 0, padded);
+      Product::dots(memory.room, q, q_stride_, 0, 1, memory.keys, padded, f_.head_dim, scores, kRoomKeys,
+                    *memory.ahead);
     }
     for (int j = count; j < padded; j++) scores[j] = -kInfinity;
     if (piece.keys.plain) return;
@@ -209,7 +209,7 @@ class RowsAlone {
     return alpha;
   }
 
-  void add_values(const SplitTask& t, const Piece& piece, Acc alpha, const Memory& memory, const Acc* scores,
+  void add_values(const Row& t, const Piece& piece, Acc alpha, const Memory& memory, const Acc* scores,
                   Acc* out) const {
     const int count = piece.count();
     const Word* p = reinterpret_cast<const Word*>(scores);

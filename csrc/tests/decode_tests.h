@@ -86,8 +86,8 @@ inline void test_few_queries_alone(DType dtype) {
   test_few_queries_alone(dtype, 2, 33, 128);
 }
 
-// Short sequences whose heads share no keys have a kernel of their own, and the bits of the other one, which is asked for
-// more: whatever is masked, fetched or not, and however many threads and queries there are.
+// Short sequences whose heads share no keys have a kernel of their own, and the bits of the other one, which serves who
+// asks for more: whatever is masked, fetched or not, and however many threads and queries there are.
 inline void test_few_queries_short(DType dtype) {
   const auto same = [](const Tensor& x, i64 row, const Tensor& y, const Case& c, const Kernels* kernels) {
     x.each([&](i64 b, i64 h, i64 r, i64 d) {

@@ -27,6 +27,7 @@ from tilewise.lab.counted.table import table as tabulated
 
 ROOT = Path(__file__).resolve().parent.parent
 STUDY = Path("benchmarks/studies/laptop/report.md")
+YOUNGER = "**Decoding has had a kernel of its own since**: its rows above are of the one before."
 BLOCK = r"(<!-- {0}: begin[^\n]*-->\n).*?(<!-- {0}: end -->)"
 
 
@@ -104,6 +105,9 @@ def pages() -> dict[Path, str]:
     account = ROOT / "docs" / "io-model.md"
     found = {path: path.read_text() for path in (readme, measurements, account)}
     measured = [table(path) for path in sorted((ROOT / "benchmarks").glob("*/cpu.json"))]
+    decoded = [table(path) for path in sorted((ROOT / "benchmarks").glob("*/decode.json"))]
+    if measured and decoded:
+        measured += [YOUNGER, *decoded]
     if measured:
         found[readme] = filled(found[readme], "measured", "\n\n".join(measured))
     if (ROOT / STUDY).exists():

@@ -36,7 +36,7 @@ def long_documents(
     label: str = "era",
     split: str = "addresses",
     plain_gb: float = 4.0,
-    steps: int = 80,
+    steps: int = 64,
     seeds: int = 3,
 ) -> Study:
     """When was an address given? Passages of 512 to 8,192 tokens, plain attention while it fits.

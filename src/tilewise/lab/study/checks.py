@@ -143,6 +143,10 @@ def _check_stages(experiment: Ruled) -> None:
         if experiment.sweep is not None:
             required = "observed: what was not run has no tuned value"
             raise InvalidArgument("confirm.winner", "predicted, with a sweep", required)
+        if experiment.design is not None and experiment.design.generators:
+            # The best combination may be one that is no arm.
+            arms = {arm.name: arm.changes for arm in experiment.arms}
+            designs.changes_of(experiment.design, arms)
     used = list(experiment.seeds)
     used += [] if experiment.sweep is None else experiment.sweep.seeds
     for name, stage in (("combine", experiment.combine), ("confirm", experiment.confirm)):

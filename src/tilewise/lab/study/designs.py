@@ -11,15 +11,15 @@ with the fewest short words too).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study.deciding import Design
 
-__all__ = ["Estimate", "arm_name", "check", "combinations_of", "estimates", "fraction"]
-__all__ += ["resolution", "words"]
+__all__ = ["Estimate", "arm_name", "changes_of", "check", "combinations_of", "estimates"]
+__all__ += ["fraction", "resolution", "words"]
 
 Effect = tuple[str, ...]
 
@@ -158,6 +158,38 @@ def check(design: Design, arms: Sequence[str]) -> None:
     if {frozenset(each.split("+")) for each in arms} != wanted or len(arms) != len(wanted):
         names = ", ".join(arm_name(each) for each in combinations_of(design) if each)
         raise InvalidArgument("design", f"arms {', '.join(arms)}", f"arms {names}")
+
+
+def changes_of(design: Design, arms: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What each factor alone changes, told from the arms, which need not have it alone.
+
+    A factor's changes are those that all arms with it share: in a design of resolution 3 or more
+    no other factor is on in all of them.
+
+    Args:
+        design: that ``check`` has passed.
+        arms: what each changes, path -> value.
+
+    Raises:
+        InvalidArgument: an arm changes something else than its factors together do, or two factors
+            change the same path: then nobody said what one of them changes.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for factor in design.factors:
+        one, *others = (changes for arm, changes in arms.items() if factor in arm.split("+"))
+        found[factor] = {
+            path: value
+            for path, value in one.items()
+            if all(path in each and each[path] == value for each in others)
+        }
+    paths = [path for changes in found.values() for path in changes]
+    for arm, changes in arms.items():
+        together = {path: value for each in arm.split("+") for path, value in found[each].items()}
+        if together != dict(changes) or len(set(paths)) < len(paths):
+            came = f"{arm}, which is not the sum of what its factors change in other arms"
+            required = "arms from which it follows what each factor changes alone"
+            raise InvalidArgument("design", came, required)
+    return found
 
 
 def _ordered(design: Design, factors: Iterable[str]) -> Effect:

@@ -20,6 +20,8 @@ DECAY = Arm(name="decay", changes={"optimizer.weight_decay": 0.5})
 DROP = Arm(name="drop", changes={"model.dropout.residual": 0.1})
 SMOOTH = Arm(name="smooth", changes={"training.label_smoothing": 0.1})
 
+ALL = (WSD, DROP, SMOOTH)
+
 
 def staged(*arms: Arm, combine: dict[str, Any] | None = None, **fields: Any) -> Study:
     values: dict[str, Any] = {
@@ -126,6 +128,41 @@ def test_the_winner_may_be_one_that_the_effects_predict_and_was_not_run() -> Non
     last = stages(study, better)[-1]
     assert last.arm_names == ("baseline", "wsd+drop+smooth")
     assert last.config_of("wsd+drop+smooth").training.label_smoothing == 0.1
+
+
+def half(**changes: Any) -> Experiment:
+    """wsd, drop and smooth in the half fraction in which each arm has two of them."""
+    pairs = {"wsd+drop": (WSD, DROP), "smooth+wsd": (WSD, SMOOTH), "drop+smooth": (DROP, SMOOTH)}
+    arms = (
+        Arm(name=name, changes={**one.changes, **other.changes, **changes.get(name, {})})
+        for name, (one, other) in pairs.items()
+    )
+    generators = {"smooth": ("wsd", "drop")}
+    return experiment_of(
+        *arms,
+        design={"factors": ("wsd", "drop", "smooth"), "generators": generators, "order": 1},
+        confirm=Confirm(seeds=(20, 21), winner="predicted"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("effects", "winner"),
+    [((-0.1, -0.1, 0.0), "wsd"), ((-0.2, -0.2, -0.2), "wsd+drop+smooth")],
+)
+def test_a_fraction_tells_what_a_combination_changes_that_is_no_arm(
+    effects: tuple[float, ...], winner: str
+) -> None:
+    names = ("wsd+drop", "smooth+wsd", "drop+smooth")
+    known = {name: Behaviour(effect=each) for name, each in zip(names, effects, strict=True)}
+    last = stages(study_of(half()), known)[-1]
+    assert last.arm_names == ("baseline", winner)
+    found = {each.name: last.arms[0].changes.items() >= each.changes.items() for each in ALL}
+    assert found == {each.name: each.name in winner.split("+") for each in ALL}
+
+
+def test_a_winner_is_not_predicted_of_what_nobody_can_tell_apart() -> None:
+    with pytest.raises(ValidationError, match="from which it follows what each factor changes"):
+        half(**{"drop+smooth": {"optimizer.lr": 0.01}})
 
 
 @pytest.mark.parametrize(

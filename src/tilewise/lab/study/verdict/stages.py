@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tilewise.lab.study.config import Arm, Experiment, change
-from tilewise.lab.study.designs import arm_name, combinations_of, fraction
+from tilewise.lab.study.designs import arm_name, changes_of, combinations_of, fraction
 from tilewise.lab.study.metrics import rank
 from tilewise.lab.study.verdict.effects import predicted
 from tilewise.lab.study.verdict.result import ArmVerdict, ExperimentVerdict, SweepResult
@@ -143,12 +143,22 @@ def _name(first: Experiment, stage: str) -> str:
 
 
 def _together(first: Experiment, factors: Sequence[str]) -> dict[str, Any]:
-    """The changes of several factors; where a design has them, those of its arms."""
-    known = {arm.name: arm.changes for arm in first.arms}
-    whole = known.get(arm_name(factors))
+    """The changes of several factors: those of the arm that has them all, or of each.
+
+    Raises:
+        KeyError: a factor of which no arm says what it changes.
+    """
+    each_of = {arm.name: arm.changes for arm in first.arms}
+    whole = each_of.get(arm_name(factors))
+    if whole is None and first.design is not None:  # whose arms may name their factors in any order
+        whole = {frozenset(arm.split("+")): each for arm, each in each_of.items()}.get(
+            frozenset(factors)
+        )
     if whole is not None:
         return dict(whole)
-    return {path: value for each in factors for path, value in known.get(each, {}).items()}
+    if first.design is not None:
+        each_of = changes_of(first.design, each_of)
+    return {path: value for each in factors for path, value in each_of[each].items()}
 
 
 def _survivors(first: Experiment, verdict: ExperimentVerdict) -> tuple[list[str], str]:

@@ -10,15 +10,18 @@ sequences all fill the context, which is the most that they can, and a ViT:
 * a quarter more of what is kept, for freed blocks that the C library does not give back at once
   (measured: none for matrices of 32 MiB, its threshold, or more; up to half of smaller blocks);
 * the process itself.
+
+All that follows from the config alone. What the task's data takes depends on its files, and only
+``host_need`` looks at them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewise.lab.study.config import RunConfig
 
-__all__ = ["Need", "need", "parameters", "writes_matrix"]
+__all__ = ["Need", "gpu_need", "host_need", "need", "parameters", "writes_matrix"]
 
 VOCABULARY = {"bytes": 256, "gpt2": 50257, "wordpiece": 30522, "listops": 16}
 _CHANNELS, _PATCH = 3, 16  # of images and of tasks that say nothing of them
@@ -46,6 +49,8 @@ class Need:
         freed: blocks that are free and not given back to the system.
         moment: what the loss needs for a moment.
         process: the process itself.
+        data: the task's data that each process keeps in memory of its own.
+        reading: the most while that is read and made ready, before there is a model.
     """
 
     state: int
@@ -54,12 +59,19 @@ class Need:
     freed: int
     moment: int
     process: int = _PROCESS_BYTES
+    data: int = 0
+    reading: int = 0
+
+    @property
+    def training(self) -> int:
+        """Beside the process itself, once there is a model."""
+        kept = self.activations + self.matrix + self.freed
+        return self.data + self.state + kept + self.moment
 
     @property
     def total(self) -> int:
-        """All of it."""
-        kept = self.activations + self.matrix + self.freed
-        return self.state + kept + self.moment + self.process
+        """All of it, when it is most."""
+        return self.process + max(self.reading, self.training)
 
 
 def parameters(config: RunConfig) -> int:
@@ -92,7 +104,7 @@ def parameters(config: RunConfig) -> int:
 
 
 def need(config: RunConfig, device: str = "cpu") -> Need:
-    """The estimate for one run.
+    """The estimate of the memory of its device for one run, by its config alone.
 
     Args:
         config: of the run.
@@ -121,6 +133,27 @@ def need(config: RunConfig, device: str = "cpu") -> Need:
         freed=slow // _KEPT_BY_ALLOCATOR,
         moment=_LOGITS_AT_ONCE * logits,
     )
+
+
+def gpu_need(config: RunConfig) -> Need:
+    """What a process of a run needs of the memory of its GPU."""
+    return need(config, "cuda")
+
+
+def host_need(config: RunConfig, device: str = "cpu") -> Need:
+    """What a process of a run needs of its machine's memory.
+
+    With a GPU that is its data, and the state, which goes through it with every checkpoint.
+
+    Args:
+        config: of the run.
+        device: ``"cpu"`` or ``"cuda"``, where it runs.
+    """
+    found = need(config, device)
+    if device == "cuda":
+        found = Need(state=found.state, activations=0, matrix=0, freed=0, moment=0)
+    data = config.learning.data_bytes(config)
+    return replace(found, data=data.kept, reading=data.most)
 
 
 def _predicted(config: RunConfig) -> float:

@@ -21,9 +21,10 @@ the last one of an epoch goes on with the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -40,7 +41,8 @@ from tilewise.lab.study.data.order import shuffled
 from tilewise.lab.study.records import LayerSoftmax
 from tilewise.lab.study.tasks import scores
 from tilewise.lab.study.tasks.examples import Examples, Split
-from tilewise.lab.study.tasks.task import AbstractTask, Batch, Examination, Held
+from tilewise.lab.study.tasks.files import unpacked_bytes
+from tilewise.lab.study.tasks.task import AbstractTask, Batch, DataBytes, Examination, Held
 from tilewise.lab.study.train.families import bert_of
 from tilewise.lab.study.train.objective import losses
 from tilewise.lab.study.train.softmaxes import look_at
@@ -49,6 +51,10 @@ __all__ = ["Classification", "ExampleBatches", "Output", "evaluating", "looked_u
 
 _ROWS = 32  # sequences of an evaluation's forward pass, and fewer of long ones
 _TOKENS = 8192
+# Tokenizer -> bytes in memory for each byte of the files: of what is kept (int32 tokens, borders,
+# labels), and at the most, when texts and lists of tokens are there too. More than what GLUE's
+# files, reviews, addresses and ListOps took; one with other columns beside the text takes less.
+_A_BYTE = {"bytes": (4.0, 11.0), "wordpiece": (1.5, 13.0), "listops": (1.0, 4.0)}
 
 
 class Output(NamedTuple):
@@ -232,6 +238,18 @@ class Classification(AbstractTask):
             came = f"{data.name} with {count} held-out examples"
             raise InvalidArgument("data.source", came, required)
         return data
+
+    def files(self, config: RunConfig) -> Sequence[Path | None]:
+        """The files that ``prepare`` reads; None for one that is not there, empty for the Hub."""
+        return ()
+
+    def data_bytes(self, config: RunConfig) -> DataBytes:
+        """See ``AbstractTask``; by the sizes of the files."""
+        size = 0
+        with suppress(InvalidArgument, OSError):  # ``prepare`` will say what is missing
+            size = sum(unpacked_bytes(each) for each in self.files(config) if each is not None)
+        kept, most = _A_BYTE.get(config.data.tokenizer, _A_BYTE["wordpiece"])
+        return DataBytes(int(kept * size), int(most * size))
 
     def batches(self, config: RunConfig, data: Examples, seed: int) -> ExampleBatches:
         """Full batches of examples, an epoch after the other."""

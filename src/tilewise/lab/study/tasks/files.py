@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study.data.corpus import data_folder
 
-__all__ = ["ended", "folder_of", "lines", "objects"]
+__all__ = ["ended", "folder_of", "lines", "objects", "unpacked_bytes"]
+
+_SIZE_BYTES = 4  # of the field ISIZE that a file of gzip ends with (RFC 1952, section 2.3.1)
 
 
 def folder_of(source: str, name: str, inside: str) -> Path:
@@ -38,6 +41,20 @@ def ended(path: Path) -> Path | None:
     """The file of that name, or with ``.gz`` behind it; None where neither is there."""
     candidates = (path, path.with_name(f"{path.name}.gz"))
     return next((each for each in candidates if each.is_file()), None)
+
+
+def unpacked_bytes(path: Path) -> int:
+    """Size of a file, unpacked; of one that gzip packed as it says itself, modulo 4 GiB.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    size = path.stat().st_size
+    if path.suffix != ".gz" or size < _SIZE_BYTES:
+        return size
+    with path.open("rb") as file:
+        file.seek(-_SIZE_BYTES, os.SEEK_END)
+        return max(size, int.from_bytes(file.read(), "little"))
 
 
 def lines(path: Path) -> list[str]:

@@ -23,7 +23,9 @@ from tilewise.lab.study.data.wordpiece import WordPiece, wordpiece
 from tilewise.lab.study.tasks import scores
 from tilewise.lab.study.tasks.classification import Classification, Output
 from tilewise.lab.study.tasks.examples import Examples, Ragged, Split
+from tilewise.lab.study.tasks.files import ended, folder_of
 from tilewise.lab.study.tasks.glue_files import DATASETS, Dataset, Rows, read
+from tilewise.lab.study.tasks.hub import HUB
 
 __all__ = ["GlueTask"]
 
@@ -85,6 +87,13 @@ class GlueTask(Classification):
             },
             tokenizer="wordpiece",
         )
+
+    def files(self, config: RunConfig) -> list[Path | None]:
+        """See ``Classification``."""
+        if config.data.source.startswith(HUB):
+            return []
+        folder = folder_of(config.data.source, "glue", "glue") / self.dataset.folder
+        return [ended(folder / f"{file}.tsv") for file, _ in self.dataset.parts.values()]
 
     def score(self, outputs: Mapping[str, Output]) -> dict[str, float | None]:
         """What GLUE measures of the data set."""

@@ -27,8 +27,8 @@ from tilewise.lab.study.tasks.classification import (
     Output,
     evaluating,
 )
-from tilewise.lab.study.tasks.images_files import NAMED, Images, Pictures, read
-from tilewise.lab.study.tasks.task import AbstractTask, Batch, Examination, Held
+from tilewise.lab.study.tasks.images_files import NAMED, Images, Pictures, data_bytes, read
+from tilewise.lab.study.tasks.task import AbstractTask, Batch, DataBytes, Examination, Held
 from tilewise.lab.study.train.families import vit_of
 from tilewise.lab.study.train.softmaxes import watched
 
@@ -157,6 +157,10 @@ class ImageClassification(Classification):
     def prepare(self, config: RunConfig, cache: Path) -> Any:
         """The images, ``Images``."""
         return read(config.data, self.train_examples)
+
+    def data_bytes(self, config: RunConfig) -> DataBytes:
+        """See ``AbstractTask``."""
+        return data_bytes(config.data, self.train_examples)
 
     def batches(self, config: RunConfig, data: Any, seed: int) -> ExampleBatches:
         """Full batches of images, an epoch after the other."""

@@ -7,6 +7,7 @@ whole numbers [n] from 0 on. Nothing in it is unpickled.
 from __future__ import annotations
 
 import hashlib
+import math
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ from tilewise.lab.study.config import Data
 from tilewise.lab.study.data.corpus import data_folder
 from tilewise.lab.study.data.order import shuffled
 from tilewise.lab.study.tasks import hub
+from tilewise.lab.study.tasks.task import DataBytes
 
-__all__ = ["NAMED", "Images", "Named", "Pictures", "read"]
+__all__ = ["NAMED", "Images", "Named", "Pictures", "data_bytes", "read"]
 
 _SPLIT_SEED = 0  # the same images are held out in every study: a split belongs to the data
 _SAMPLE_SEED = 1
+_AT_ONCE = 1024  # images that are moved
 # What numpy raises for a file that is missing, cut off, or of another kind (a single array is no
 # context, which is a TypeError).
 _DAMAGED = (OSError, ValueError, EOFError, TypeError, zlib.error, zipfile.BadZipFile)
@@ -183,14 +186,52 @@ def read(data: Data, train_examples: int) -> Images:
     return Images(name, source, classes, train, held_out)
 
 
+def data_bytes(data: Data, train_examples: int) -> DataBytes:
+    """What ``read`` will take, from the headers of the files; nothing for what cannot be read.
+
+    Args:
+        data: as of ``read``.
+        train_examples: as of ``read``.
+    """
+    if data.source.startswith(hub.HUB):
+        return DataBytes()
+    try:
+        shapes = [_shape(path) for path in _paths(data.source)]
+    except (InvalidArgument, KeyError, *_DAMAGED):
+        return DataBytes()  # ``read`` will say what is wrong
+    sizes = [math.prod(shape) for shape in shapes]
+    colour = [math.prod(shape) for shape in shapes if len(shape) == 4]  # channels change places
+    own = round(data.held_out * sizes[0]) if len(sizes) == 1 else 0
+    sample = train_examples * math.prod(shapes[0][1:])
+    kept = (sample or sizes[0]) + own + sum(sizes[1:])
+    return DataBytes(kept, max(sum(sizes) + max(own + sample, *colour, 0), kept))
+
+
+def _shape(path: Path) -> tuple[int, ...]:
+    """The shape of the images in a file, from its header."""
+    with zipfile.ZipFile(path) as file, file.open("images.npy") as array:
+        if np.lib.format.read_magic(array) == (1, 0):
+            return tuple(np.lib.format.read_array_header_1_0(array)[0])
+        return tuple(np.lib.format.read_array_header_2_0(array)[0])
+
+
 def _split(whole: Pictures, share: float, source: str) -> tuple[Pictures, Pictures]:
-    """What is learnt from, and what is held out: drawn once and for all."""
+    """What is learnt from, and what is held out: drawn once and for all.
+
+    The former takes the place of the whole: there may be gigabytes of it.
+    """
     count = max(1, round(share * len(whole)))
     if count >= len(whole):
         came = f"{share} of {len(whole)} images of {source}"
         raise InvalidArgument("data.held_out", came, "a share that leaves one to learn from")
     order = shuffled(len(whole), _SPLIT_SEED, 0)
-    return whole.take(np.sort(order[count:])), whole.take(np.sort(order[:count]))
+    held_out = whole.take(np.sort(order[:count]))
+    learnt = np.sort(order[count:])
+    for at in range(0, len(learnt), _AT_ONCE):
+        # They only move to the front: what is read later has not been written over.
+        part = learnt[at : at + _AT_ONCE]
+        whole.pixels[at : at + len(part)] = whole.pixels[part]
+    return Pictures(whole.pixels[: len(learnt)], whole.labels[learnt]), held_out
 
 
 def _paths(source: str) -> list[Path]:

@@ -108,11 +108,20 @@ class ListOps(Classification):
         if self.longest and config.model.context < self.longest + 1:
             self._refuse(config, self.longest)
 
+    def _folder(self, config: RunConfig) -> Path:
+        return folder_of(config.data.source, "listops", f"listops/{self.form}")
+
+    def files(self, config: RunConfig) -> list[Path | None]:
+        """See ``Classification``."""
+        form, folder = _FORMS[self.form], self._folder(config)
+        return [ended(folder / name) for name in (form.train, *form.held_out)]
+
     def prepare(self, config: RunConfig, cache: Path) -> Examples:
         """The expressions as tokens."""
         form, source = _FORMS[self.form], config.data.source
-        folder = folder_of(source, "listops", f"listops/{self.form}")
-        found = {name: ended(folder / name) for name in (form.train, *form.held_out)}
+        folder = self._folder(config)
+        names = (form.train, *form.held_out)
+        found = dict(zip(names, self.files(config), strict=True))
         spare = "" if self.form == "lra" else form.train  # its test file has enough for both
         missing = [name for name, path in found.items() if path is None and name != spare]
         if missing:

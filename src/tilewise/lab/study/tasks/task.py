@@ -38,7 +38,7 @@ from tilewise.lab.study.choices.variants import ENCODER
 from tilewise.lab.study.config import RunConfig, Training
 from tilewise.lab.study.records import LayerSoftmax, Sample
 
-__all__ = ["AbstractTask", "Batch", "Batches", "Examination", "Held", "Prepared"]
+__all__ = ["AbstractTask", "Batch", "Batches", "DataBytes", "Examination", "Held", "Prepared"]
 
 
 class Prepared(Protocol):
@@ -53,6 +53,18 @@ class Prepared(Protocol):
 
     def __str__(self) -> str:
         """The data in a line, for the console."""
+
+
+class DataBytes(NamedTuple):
+    """Memory that data takes in each process of a run.
+
+    Args:
+        kept: while the run trains.
+        most: while it is read and made ready.
+    """
+
+    kept: int = 0
+    most: int = 0
 
 
 class Batch(NamedTuple):
@@ -212,6 +224,14 @@ class AbstractTask(ABC):
         Raises:
             InvalidArgument: it is not there; the message says how to get it.
         """
+
+    def data_bytes(self, config: RunConfig) -> DataBytes:
+        """What ``prepare`` will take, told from the config and the sizes of files before it runs.
+
+        Nothing for data that is mapped from a file (tokens of a text are), or whose size nobody
+        knows before it is read.
+        """
+        return DataBytes()
 
     @abstractmethod
     def batches(self, config: RunConfig, data: Any, seed: int) -> Batches:

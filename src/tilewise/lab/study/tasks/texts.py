@@ -29,6 +29,7 @@ from tilewise.lab.study.tasks.hub import HUB, table
 __all__ = ["LabelledTexts", "TextClassification", "Texts"]
 
 _BYTES = 256
+_PARTS = {"train": "train", "held_out": "test"}  # of a data set, and what its file is called
 
 
 class Texts(NamedTuple):
@@ -151,18 +152,24 @@ class TextClassification(LabelledTexts):
         super().__init__(passage, pooling)
         self.classes = classes
 
+    def files(self, config: RunConfig) -> list[Path | None]:
+        """See ``Classification``."""
+        if config.data.source.startswith(HUB):
+            return []
+        folder = folder_of(config.data.source, "imdb", "imdb")
+        return [ended(folder / f"{name}.jsonl") for name in _PARTS.values()]
+
     def read(self, source: str) -> dict[str, Texts]:
         """See ``LabelledTexts``."""
-        parts = {"train": "train", "held_out": "test"}
         if source.startswith(HUB):
             found = {
                 part: table(source, None, split, "a folder with train.jsonl and test.jsonl")
-                for part, split in parts.items()
+                for part, split in _PARTS.items()
             }
             return {part: self._texts(rows, f"{source}, {part}") for part, rows in found.items()}
         folder = folder_of(source, "imdb", "imdb")
         texts = {}
-        for part, name in parts.items():
+        for part, name in _PARTS.items():
             path = ended(folder / f"{name}.jsonl")
             if path is None:
                 fix = "Get reviews by data.source=hub:stanfordnlp/imdb, or set data.source."

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,15 @@ from tests.conftest import ROOT
 from tests.lab.study.records_of import config_of, experiment_of, study_of
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study import report, store
+from tilewise.lab.study.conduct import cluster
+from tilewise.lab.study.conduct.cluster import Cluster
 from tilewise.lab.study.conduct.conductor import Request, conduct
 from tilewise.lab.study.conduct.pool import RunError
-from tilewise.lab.study.conduct.process import CHILD
+from tilewise.lab.study.conduct.process import CHILD, Setting
 from tilewise.lab.study.conduct.room import NotEnoughMemoryError
 from tilewise.lab.study.config import Study
+from tilewise.lab.study.need import gpu_need, host_need
+from tilewise.lab.study.plan import planned
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import RECORD
 
@@ -100,6 +105,62 @@ def test_without_ray_it_says_how_to_get_it(place: Path, monkeypatch: pytest.Monk
     with pytest.raises(InvalidArgument, match=r"--on: got ray.*pip install 'tilewise\[ray\]'"):
         conducted.go()
     assert not conducted.folder.exists()
+
+
+class Nodes:
+    """Stands in for Ray: machines with these resources, and the tasks that were asked for."""
+
+    def __init__(self, *resources: dict[str, float]) -> None:
+        self._nodes = [{"Alive": True, "Resources": each} for each in resources]
+        self.asked: list[dict[str, Any]] = []
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": False, "Resources": {}}, *self._nodes]
+
+    def remote(self, *args: Any, **options: Any) -> Any:
+        return (lambda train: self) if "max_retries" in options else None
+
+    def options(self, **asked: Any) -> Nodes:
+        self.asked.append(asked)
+        return self
+
+
+def started(place: Path, nodes: Nodes, **fields: Any) -> int:
+    """How many runs at once there is room for; the first one is started."""
+    ours = Cluster(nodes, Setting(place, place / "cache", **fields))
+    task = planned(study_of(experiment_of(baseline=config_of(), seeds=(0,))))[0]
+    jobs = ours.jobs(None, [task])
+    ours.start(task, ())
+    return jobs
+
+
+def test_a_run_asks_for_no_more_than_what_was_there_when_it_was_checked(place: Path) -> None:
+    each = host_need(config_of()).total
+    small = Nodes({"CPU": 4, "memory": 2 * each - 1})
+    with pytest.raises(NotEnoughMemoryError, match="of memory in 2 processes"):
+        started(place, small, processes=2)
+    enough = Nodes({"CPU": 1, "memory": 9 * each}, {"CPU": 4, "memory": 2 * each})
+    assert started(place, enough, processes=2) == 2
+    (asked,) = enough.asked
+    assert (asked["num_cpus"], asked["num_gpus"], asked["memory"]) == (2, 0, 2 * each)
+
+
+def test_memory_of_a_gpu_is_not_asked_of_its_machine(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = replace(gpu_need(config_of()), activations=20 << 30)
+    monkeypatch.setattr(cluster, "gpu_need", lambda config: needed)
+    host = {"CPU": 2, "GPU": 2, "memory": 2 * host_need(config_of(), "cuda").total}
+    options: dict[str, Any] = {"device": "cuda", "processes": 2}
+    for known in ({"accelerator_type:A100": 1}, {"accelerator_type:ours": 1}, {}):
+        nodes = Nodes({**host, **known}, {**host, "accelerator_type:T4": 1})
+        assert started(place, nodes, **options) == 2
+        assert nodes.asked[0]["memory"] == host["memory"]
+        assert nodes.asked[0]["num_gpus"] == 2
+    with pytest.raises(NotEnoughMemoryError, match=r"of GPU memory, and 17\.2 GB are free"):
+        started(place, Nodes({**host, "accelerator_type:T4": 1}), **options)
+    with pytest.raises(NotEnoughMemoryError, match="of memory in 2 processes"):
+        started(place, Nodes({**host, "memory": host["memory"] - 1}), **options)
 
 
 @needs_ray

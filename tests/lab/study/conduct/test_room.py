@@ -9,8 +9,10 @@ import pytest
 from tests.lab.study.records_of import config_of, experiment_of, study_of
 from tilewise.lab.study.conduct.room import NotEnoughMemoryError, available_bytes, room_for
 from tilewise.lab.study.config import Arm
-from tilewise.lab.study.need import need
+from tilewise.lab.study.need import gpu_need, host_need, need
 from tilewise.lab.study.plan import planned
+from tilewise.lab.study.tasks.language import LanguageModelling
+from tilewise.lab.study.tasks.task import DataBytes
 
 
 def tasks_of(**changes: Any) -> Any:
@@ -39,6 +41,38 @@ def test_too_little_memory_names_the_arm_and_the_remedy(changes: Any, words: str
     message = rf"arm wide of optimizers needs about [\d.]+ GB.*4\.0 GB are free.*{words}"
     with pytest.raises(NotEnoughMemoryError, match=message):
         room_for(tasks_of(**changes), 2, 4_000_000_000)
+
+
+def test_data_and_processes_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = tasks_of()
+    before = max(host_need(task.run.config).total for task in tasks)
+    told = DataBytes(kept=10**10, most=10**10)
+    monkeypatch.setattr(LanguageModelling, "data_bytes", lambda self, config: told)
+    need_of = host_need(tasks[0].run.config)
+    assert (need_of.data, need_of.reading) == told
+    assert max(host_need(task.run.config).total for task in tasks) == before + 10**10
+    with pytest.raises(NotEnoughMemoryError, match=r"10\.0 GB, is its data: use less of it"):
+        room_for(tasks, 1, 10**10)
+    with pytest.raises(NotEnoughMemoryError, match=r"memory in 3 processes.*30\.0 GB, is its data"):
+        room_for(tasks, 1, 3 * 10**10, processes=3)
+    assert room_for(tasks, 1, 3 * (before + 10**10), processes=3) == 1
+    # While it is read there is no model yet.
+    told = DataBytes(kept=1, most=10**10)
+    assert host_need(tasks[0].run.config).total < before + 10**10
+    with pytest.raises(NotEnoughMemoryError, match=r"its data while it is read"):
+        room_for(tasks, 1, 10**10)
+
+
+def test_with_a_gpu_the_host_holds_data_and_passes_the_state_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LanguageModelling, "data_bytes", lambda self, config: DataBytes(5, 7))
+    config = config_of(**{"attention.implementation": "plain", "training.batch": 64})
+    host, gpu = host_need(config, "cuda"), gpu_need(config)
+    assert host.training == gpu.state + 5
+    assert host.reading == 7
+    assert gpu.data == gpu.reading == 0
+    assert gpu.total == need(config, "cuda").total > host.total
 
 
 def test_memory_of_this_machine_is_known_on_linux() -> None:

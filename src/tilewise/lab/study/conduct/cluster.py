@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from tilewise.lab.study.conduct.follow import Follower
 from tilewise.lab.study.conduct.pool import Lost, RunError, Worker
 from tilewise.lab.study.conduct.process import Outcome, Process, Setting, record_after
 from tilewise.lab.study.conduct.room import room_for
-from tilewise.lab.study.need import need
+from tilewise.lab.study.config import RunConfig
+from tilewise.lab.study.need import Need, gpu_need, host_need
 from tilewise.lab.study.plan import Task
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import Run
@@ -31,6 +32,12 @@ from tilewise.lab.study.run import Run
 __all__ = ["Cluster", "connected"]
 
 _SEEN_S = 60.0  # for a network's file system to show what another machine wrote
+_KIND = "accelerator_type:"  # what a resource is called that names a machine's GPU
+# Ray knows a GPU's name and not its memory: here is the largest of each name.
+_GPU_GIB = {
+    "T4": 16, "V100": 32, "L4": 24, "A10G": 24, "L40S": 48, "A100": 80, "H100": 96, "H200": 141,
+    "B200": 192,
+}  # fmt: skip
 
 
 @contextmanager
@@ -87,19 +94,24 @@ class Cluster:
             InvalidArgument: no machine has what a single run needs.
             NotEnoughMemoryError: no machine has the memory.
         """
-        places, most_memory = 0, 0
-        wants = self._wants()
+        wants, places = self._wants(), 0
+        memory: list[int] = []
+        gpus: list[int | None] = []
         for node in self._ray.nodes():
-            if node["Alive"]:
-                has = node["Resources"]
-                fitting = min(int(has.get(name, 0) // count) for name, count in wants.items())
+            has = node["Resources"]
+            fitting = min(int(has.get(name, 0) // count) for name, count in wants.items())
+            if node["Alive"] and fitting:
                 places += fitting
-                most_memory = max(most_memory, int(has.get("memory", 0)) if fitting else 0)
+                memory.append(int(has.get("memory", 0)))
+                gpus.append(_gpu_bytes(has))
         if not places:
             came = "a Ray cluster without " + " and ".join(f"{n:g} {k}" for k, n in wants.items())
             fix = "Add such a machine, or take fewer --threads or another --device."
             raise InvalidArgument("--on", f"{came} on one machine", "one for each run", fix)
-        room_for(tasks, 1, most_memory)
+        room_for(tasks, 1, max(memory), self._need, self._setting.processes)
+        known = [each for each in gpus if each is not None]
+        if "GPU" in wants and len(known) == len(gpus):
+            room_for(tasks, 1, max(known), gpu_need, kind="GPU memory")
         return places if wished is None else min(wished, places)
 
     def start(self, task: Task, running: Sequence[Worker]) -> Worker:
@@ -111,16 +123,27 @@ class Cluster:
             name=task.run.name,
             num_cpus=wants["CPU"],
             num_gpus=wants.get("GPU", 0),
-            memory=need(task.run.config).total * self._setting.processes,
+            memory=self._need(task.run.config).total * self._setting.processes,
         )
         reference = train.remote(self._setting, self._setting.job(task.run))
         return _RemoteWorker(self._ray, task, self._setting, reference, follower)
+
+    def _need(self, config: RunConfig) -> Need:
+        """What a process of a run takes of its machine's memory, all that Ray counts."""
+        return host_need(config, self._setting.device)
 
     def _wants(self) -> dict[str, int]:
         """What one run takes, by the names of Ray's resources."""
         processes = self._setting.processes
         wants = {"CPU": self._setting.threads * processes}
         return wants if self._setting.device == "cpu" else {**wants, "GPU": processes}
+
+
+def _gpu_bytes(resources: Mapping[str, float]) -> int | None:
+    """What a GPU of a machine has at the most, by the name that Ray found; None for another one."""
+    names = [each.removeprefix(_KIND) for each in resources if each.startswith(_KIND)]
+    known = [_GPU_GIB[each] for each in names if each in _GPU_GIB]
+    return max(known) << 30 if known else None
 
 
 def _train(setting: Setting, job: dict[str, Any]) -> Outcome:

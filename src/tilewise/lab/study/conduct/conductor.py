@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tilewise.lab.study.conduct.signals import interrupts_ignored
 from tilewise.lab.study.conduct.target import check_target
 from tilewise.lab.study.config import Study
 from tilewise.lab.study.files import DiskFullError
+from tilewise.lab.study.need import gpu_need, host_need
 from tilewise.lab.study.plan import Agenda, Task
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import Run
@@ -229,10 +231,12 @@ def _jobs(request: Request, todo: Sequence[Task], console: Console) -> int:
     else:
         cores = environment.pinnable_cores()
         wished = max(1, len(cores) // (request.threads * request.processes))
-    available = available_bytes(request.device)
-    if available is not None and request.device == "cpu":
-        available //= request.processes  # each holds a model, or a part and all its activations
-    room = room_for(todo, wished, available, request.device)
+    room = wished
+    if request.device == "cuda":
+        room = room_for(todo, room, available_bytes("cuda"), gpu_need, kind="GPU memory")
+    # Each process holds a model, or a part and all its activations.
+    on_host = partial(host_need, device=request.device)
+    room = room_for(todo, room, available_bytes("cpu"), on_host, request.processes)
     if room < wished:
         _say(console, f"Memory is enough for {room} of {wished} runs at once: so many will run.")
     return room

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from tilewise.errors import TilewiseError
 from tilewise.lab import memory
-from tilewise.lab.study.need import need
+from tilewise.lab.study.config import RunConfig
+from tilewise.lab.study.need import Need, host_need
 from tilewise.lab.study.plan import Task
 
 __all__ = ["NotEnoughMemoryError", "available_bytes", "room_for"]
@@ -25,14 +26,23 @@ def available_bytes(device: str) -> int | None:
     return memory.available_bytes()
 
 
-def room_for(tasks: Sequence[Task], jobs: int, available: int | None, device: str = "cpu") -> int:
+def room_for(
+    tasks: Sequence[Task],
+    jobs: int,
+    available: int | None,
+    needed: Callable[[RunConfig], Need] = host_need,
+    processes: int = 1,
+    kind: str = "memory",
+) -> int:
     """How many of the tasks may run at once.
 
     Args:
         tasks: what is to be run.
         jobs: how many at most.
         available: bytes; None where nobody knows, and then nothing is refused.
-        device: where they run.
+        needed: what one process of a run takes of them.
+        processes: of each run that share them.
+        kind: what they are called.
 
     Returns:
         at most ``jobs``, at least 1.
@@ -42,22 +52,27 @@ def room_for(tasks: Sequence[Task], jobs: int, available: int | None, device: st
     """
     if available is None or not tasks:
         return jobs
-    needs = sorted((need(task.run.config, device).total for task in tasks), reverse=True)
+    found = sorted(
+        ((needed(task.run.config), task) for task in tasks), key=lambda each: -each[0].total
+    )
+    needs = [processes * each.total for each, _ in found]
     if needs[0] > available:
-        worst = max(tasks, key=lambda task: need(task.run.config, device).total)
-        raise NotEnoughMemoryError(_too_much(worst, available, device))
+        raise NotEnoughMemoryError(_too_much(*found[0], available, processes, kind))
     while jobs > 1 and sum(needs[:jobs]) > available:
         jobs -= 1
     return jobs
 
 
-def _too_much(task: Task, available: int, device: str) -> str:
-    run, wanted = task.run, need(task.run.config, device)
-    largest = max(("activations", "matrix", "state"), key=lambda part: getattr(wanted, part))
+def _too_much(wanted: Need, task: Task, available: int, processes: int, kind: str) -> str:
+    run, total = task.run, processes * wanted.total
+    reads = wanted.reading > wanted.training
+    parts = ("reading",) if reads else ("activations", "matrix", "state", "data")
+    largest = max(parts, key=lambda part: getattr(wanted, part))
     words, fix = _REMEDIES[largest]
-    size = getattr(wanted, largest)
+    size = processes * getattr(wanted, largest)
+    several = f" in {processes} processes" if processes > 1 else ""
     return (
-        f"arm {run.arm} of {run.experiment} needs about {_gb(wanted.total)} of memory, and "
+        f"arm {run.arm} of {run.experiment} needs about {_gb(total)} of {kind}{several}, and "
         f"{_gb(available)} are free. Most of it, {_gb(size)}, is {words}: {fix}"
     )
 
@@ -77,6 +92,8 @@ _REMEDIES = {
         "weights, gradients and optimizer state",
         "use a smaller model.width or fewer model.layers",
     ),
+    "data": ("its data", "use less of it: a task.train_examples, or smaller files"),
+    "reading": ("its data while it is read", "use smaller files"),
 }
 
 

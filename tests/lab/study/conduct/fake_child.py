@@ -2,7 +2,8 @@
 
 It imports nothing of tilewise, so that it starts at once. The name of its run's text says what it
 does besides: ``slow`` takes its time, ``wrong`` refuses, ``crash`` crashes, ``killed`` is killed,
-``lazy`` ends without having done its run, ``stubborn`` ignores that standard input is closed.
+``lazy`` ends without having done its run, ``stubborn`` ignores that standard input is closed,
+``where`` says where it is.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ def main() -> int:
         raise ValueError("a bug of ours")
     if "killed" in acts:
         os.kill(os.getpid(), signal.SIGKILL)
+    if "where" in acts:
+        print(f"data in {os.environ.get('TILEWISE_DATA')}, works in {Path.cwd()}", file=sys.stderr)
+        return 3
     if "lazy" in acts:
         return 0
     _work(job, 0.05 if "slow" in acts else 0.0)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tests.conftest import ROOT
 from tests.lab.study.records_of import config_of, experiment_of, study_of
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study import report, store
-from tilewise.lab.study.conduct import cluster
+from tilewise.lab.study.conduct import cluster, environment
 from tilewise.lab.study.conduct.cluster import Cluster
 from tilewise.lab.study.conduct.conductor import Request, conduct
 from tilewise.lab.study.conduct.pool import RunError
@@ -31,7 +32,7 @@ from tilewise.lab.study.config import Study
 from tilewise.lab.study.need import gpu_need, host_need
 from tilewise.lab.study.plan import planned
 from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.run import RECORD
+from tilewise.lab.study.run import RECORD, Run
 
 FAKE = "tests.lab.study.conduct.fake_child"
 _WAIT_S = 120.0
@@ -145,6 +146,30 @@ def test_a_run_asks_for_no_more_than_what_was_there_when_it_was_checked(place: P
     assert (asked["num_cpus"], asked["num_gpus"], asked["memory"]) == (2, 0, 2 * each)
 
 
+def test_what_the_study_is_told_by_its_environment_runs_are_told_too(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("TILEWISE_DATA", "sets")
+    monkeypatch.setenv("TILEWISE_TUNED", "off")
+    monkeypatch.setenv("TILEWISE_STUDY_JOB", "of one run")
+    told = environment.variables()
+    assert told["TILEWISE_DATA"] == str(place / "sets")
+    assert told["TILEWISE_TUNED"] == "off"
+    assert "TILEWISE_STUDY_JOB" not in told
+    setting = Setting(place, place / "cache", module=FAKE, variables=told, working=Path.cwd())
+    # As on a machine of the cluster, which was started before the study and elsewhere.
+    for name in told:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("TILEWISE_STUDY_JOB")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (place / "other").mkdir()
+    monkeypatch.chdir(place / "other")
+    run = Run("optimizers", "lion", 0, config_of(**{"data.source": "where"}))
+    outcome = cluster._train(setting, setting.job(run))
+    assert outcome.lines == [f"data in {place / 'sets'}, works in {place}"]
+
+
 def test_memory_of_a_gpu_is_not_asked_of_its_machine(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,10 +215,16 @@ def test_every_run_is_done_once(place: Path) -> None:
     [
         ("wrong", r"^optimizers/lion/seed-\d: the text is missing: get it$"),
         ("crash", r"(?s)optimizers/lion/seed-\d ended with status 1.*ValueError: a bug of ours"),
+        ("where", r"data in (\S+)/sets, works in \1$"),
         ("killed", r"its worker was lost 3 times in a row.*ended by signal 9"),
     ],
 )
-def test_a_run_that_fails_ends_the_study(place: Path, acts: str, message: str) -> None:
+def test_a_run_that_fails_ends_the_study(
+    place: Path, acts: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Set after the cluster was started: it does not know of it.
+    monkeypatch.setenv("TILEWISE_DATA", str(place / "sets"))
+    monkeypatch.chdir(place)
     conducted = Conducted(place, acts)
     with pytest.raises(RunError, match=message):
         conducted.go()
@@ -267,12 +298,17 @@ def _process_in(folder: Path) -> int:
     """The process that holds the lock of a run's folder."""
     lock = str(folder / ".lock")
     for files in Path("/proc").glob("[0-9]*/fd"):
-        try:
-            if any(os.readlink(each) == lock for each in files.iterdir()):
+        with suppress(OSError):  # gone, or somebody else's
+            if any(_link(each) == lock for each in files.iterdir()):
                 return int(files.parent.name)
-        except OSError:  # gone, or somebody else's
-            continue
     raise AssertionError(f"nobody works in {folder}")
+
+
+def _link(file: Path) -> str:
+    """What an open file is; nothing for one that was closed meanwhile, as a checkpoint is."""
+    with suppress(OSError):
+        return os.readlink(file)
+    return ""
 
 
 def _parent(process: int) -> int:

@@ -183,7 +183,7 @@ def _train(
     ]
     setting = Setting(
         folder=folder.absolute(),
-        cache=store.cache_folder(),
+        cache=store.cache_folder().absolute(),
         threads=request.threads,
         device=request.device,
         processes=request.processes,
@@ -191,6 +191,8 @@ def _train(
         environment=where,
         checkpoint_every_s=request.checkpoint_every_s,
         module=request.module,
+        variables=environment.variables(),
+        working=Path.cwd(),
     )
     for task in todo:
         check(task.run.config, request.processes, request.strategy)

@@ -15,8 +15,10 @@ from tilewise.chips import detect
 from tilewise.kernels.cpu.core import absence, core
 from tilewise.lab import memory
 
-__all__ = ["describe", "pinnable_cores"]
+__all__ = ["describe", "pinnable_cores", "variables"]
 
+_OURS, _OF_ONE_RUN = "TILEWISE_", "TILEWISE_STUDY_JOB"
+_PATHS = ("TILEWISE_CACHE", "TILEWISE_DATA", "TILEWISE_TUNED")
 _PACKAGES = ("tilewise", "torch", "numpy", "schedulefree", "tokenizers", "scipy")
 
 
@@ -39,6 +41,22 @@ def describe(threads: int) -> dict[str, Any]:
         "commit": commit(),
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
     }
+
+
+def variables() -> dict[str, str]:
+    """What this process's environment says to tilewise, for runs on machines that do not have it.
+
+    Paths are absolute: elsewhere another folder is the working one.
+    """
+    found = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_OURS) and name != _OF_ONE_RUN and value
+    }
+    for name in found.keys() & set(_PATHS):
+        if found[name].lower() != "off":  # a word of TILEWISE_TUNED
+            found[name] = str(Path(found[name]).expanduser().absolute())
+    return found
 
 
 def commit() -> str:

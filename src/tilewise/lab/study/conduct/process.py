@@ -41,6 +41,9 @@ class Setting:
         environment: what the records say of where they ran.
         checkpoint_every_s: seconds between checkpoints.
         module: of the child; tests have others.
+        variables: of the environment, whatever the machine of a run has itself.
+        working: folder that relative paths of a config start from, where a machine has it; None for
+            that of the process that starts a run.
     """
 
     folder: Path
@@ -52,6 +55,8 @@ class Setting:
     environment: dict[str, Any] = field(default_factory=dict)
     checkpoint_every_s: float = 10.0
     module: str = CHILD
+    variables: dict[str, str] = field(default_factory=dict)
+    working: Path | None = None
 
     def job(self, run: Run, core: int | None = None) -> dict[str, Any]:
         """What a child is told, in JSON's types.
@@ -108,6 +113,7 @@ class Process:
 
     def __init__(self, setting: Setting, job: dict[str, Any]) -> None:
         threads = str(setting.threads)
+        working = setting.working
         modules = [*([LAUNCH] if setting.processes > 1 else []), setting.module]
         self._record = setting.record(Run.from_json(job["run"]))
         with ExitStack() as stack, telling_full_disk():
@@ -123,7 +129,13 @@ class Process:
                 stderr=self._errors,
                 text=True,
                 encoding="utf-8",
-                env={**same_tilewise(), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+                env={
+                    **same_tilewise(),
+                    **setting.variables,
+                    "OMP_NUM_THREADS": threads,
+                    "MKL_NUM_THREADS": threads,
+                },
+                cwd=working if working is not None and working.is_dir() else None,
                 start_new_session=True,
             )
             self._stack = stack.pop_all()

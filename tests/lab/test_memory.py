@@ -48,3 +48,18 @@ def test_release_gives_back_what_was_freed() -> None:
 def test_available_memory_is_what_the_machine_has_at_most() -> None:
     available = memory.available_bytes()
     assert available is None or 0 < available < 1 << 50
+
+
+def test_a_containers_file_pages_can_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    before = memory.available_bytes()
+    assert before is not None
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 200000\ninactive_file 500000\nactive_file 30000\n")
+    assert memory.available_bytes() == 630_000
+    assert memory.total_bytes() == 1_000_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.available_bytes() == pytest.approx(before, rel=0.5)

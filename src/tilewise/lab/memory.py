@@ -85,9 +85,13 @@ def _cgroup_limit() -> int | None:
 
 
 def _cgroup_left() -> int | None:
+    """What the container may still take: what it holds of files' pages is given up for it."""
     limit = _cgroup_limit()
     try:
         used = int((_CGROUP / "memory.current").read_text())
+        lines = (_CGROUP / "memory.stat").read_text().splitlines()
     except (OSError, ValueError):
         return None
-    return None if limit is None else max(limit - used, 0)
+    told = dict(line.split() for line in lines if len(line.split()) == 2)
+    used -= sum(int(told.get(name, "0")) for name in ("inactive_file", "active_file"))
+    return None if limit is None else min(limit, max(limit - used, 0))

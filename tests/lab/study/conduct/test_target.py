@@ -28,3 +28,4 @@ def test_any_other_target_is_let_be() -> None:
     high = study_of(experiment_of("lion", target=8.0))
     check_target(high, "optimizers", {**FIRST, "step": 10})
     check_target(high, "optimizers", {**FIRST, "bits_per_byte": None})
+    check_target(high, "put.there.by.hand", FIRST)

@@ -25,8 +25,10 @@ def check_target(study: Study, experiment: str, evaluation: Mapping[str, Any]) -
         InvalidArgument: the target is not better than the first weights are.
     """
     found = _of_config(study, experiment)
+    if found is None or found.target is None or evaluation["step"]:
+        return
     first = value_in(evaluation, found.metric)
-    if found.target is None or evaluation["step"] or first is None:
+    if first is None:
         return
     if not reached(found.metric, first, found.target):
         return
@@ -41,9 +43,9 @@ def check_target(study: Study, experiment: str, evaluation: Mapping[str, Any]) -
     )
 
 
-def _of_config(study: Study, experiment: str) -> Experiment:
-    """The experiment of that name, or the one that it is a later stage of."""
+def _of_config(study: Study, experiment: str) -> Experiment | None:
+    """The experiment of that name, or the one that it is a later stage of; None for a stranger."""
     known = {each.name: each for each in study.experiments}
-    while experiment not in known:
+    while experiment and experiment not in known:
         experiment = experiment.rpartition(".")[0]
-    return known[experiment]
+    return known.get(experiment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,7 +93,13 @@ def _bits(record: RunRecord) -> tuple[Any, ...]:
     )
 
 
-def test_two_processes_of_one_micro_batch_each_give_the_bits_of_one_process(tmp_path: Path) -> None:
+def test_two_processes_of_one_micro_batch_each_give_the_bits_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     run = _run(tmp_path, DROPOUT)
     one = _alone(tmp_path, "one", run)
     two = _finished(_setting(tmp_path, "two"), run)
@@ -105,6 +112,7 @@ def test_two_processes_of_one_micro_batch_each_give_the_bits_of_one_process(tmp_
     files = {path.name for path in run.folder(tmp_path / "two").iterdir()}
     assert files == {path.name for path in run.folder(tmp_path / "one").iterdir()}
     assert CHECKPOINT in files
+    assert not list(scratch.iterdir()), "nothing is left behind"
 
 
 @pytest.mark.slow

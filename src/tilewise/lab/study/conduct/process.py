@@ -112,15 +112,24 @@ class Process:
     """
 
     def __init__(self, setting: Setting, job: dict[str, Any]) -> None:
-        threads = str(setting.threads)
-        working = setting.working
-        modules = [*([LAUNCH] if setting.processes > 1 else []), setting.module]
+        threads, working = str(setting.threads), setting.working
+        several = setting.processes > 1
+        modules = [*([LAUNCH] if several else []), setting.module]
         self._record = setting.record(Run.from_json(job["run"]))
+        environment = {
+            **same_tilewise(),
+            **setting.variables,
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+        }
         with ExitStack() as stack, telling_full_disk():
             self._record.parent.mkdir(parents=True, exist_ok=True)
             self._errors = stack.enter_context(
                 tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
             )
+            if several:  # torch's agent leaves folders behind
+                folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+                environment["TMPDIR"] = stack.enter_context(folder)
             # A session of its own: Ctrl-C at the terminal is the parent's to deal with.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", *modules],
@@ -129,12 +138,7 @@ class Process:
                 stderr=self._errors,
                 text=True,
                 encoding="utf-8",
-                env={
-                    **same_tilewise(),
-                    **setting.variables,
-                    "OMP_NUM_THREADS": threads,
-                    "MKL_NUM_THREADS": threads,
-                },
+                env=environment,
                 cwd=working if working is not None and working.is_dir() else None,
                 start_new_session=True,
             )

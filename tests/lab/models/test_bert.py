@@ -185,6 +185,32 @@ def test_another_head_is_drawn_and_named(tmp_path: Path) -> None:
     assert torch.equal(model.classifier.weight, drawn.classifier.weight)
 
 
+@pytest.mark.parametrize("head", [Head("classes", 2), Head("classes", 1), Head("masked")], ids=str)
+def test_a_classifier_of_other_classes_is_drawn_and_named(head: Head, tmp_path: Path) -> None:
+    """A model that was trained on MNLI begins one for RTE: its pooler goes along."""
+    trained = BERT(TINY, head=Head("classes", 3), seed=7)
+    trained.save(tmp_path)
+    model = load(tmp_path, head=head, seed=3)
+    drawn = BERT(TINY, head=head, seed=3)
+    assert model.drawn
+    for name, each in model.state_dict().items():
+        source = drawn if name in model.drawn else trained
+        assert torch.equal(each, source.state_dict()[name]), name
+    if head.kind == "classes":
+        assert model.drawn == ("classifier.weight", "classifier.bias")
+    _edit(tmp_path, lambda tensors: tensors.update({"bert.pooler.dense.bias": torch.zeros(3)}))
+    with pytest.raises(InvalidArgument, match=r"pooler.dense.bias of shape \[3\].*shape \[16\]"):
+        load(tmp_path, head=Head("classes", 2))
+
+
+@pytest.mark.parametrize("pooling", ["first", "mean"])
+def test_a_classifier_over_another_pooling_is_drawn(pooling: Any, tmp_path: Path) -> None:
+    BERT(TINY, head=Head("classes", 3, pooling), seed=7).save(tmp_path)
+    assert load(tmp_path, head=Head("classes", 3, pooling)).drawn == ()
+    other = load(tmp_path, head=Head("classes", 3, "mean" if pooling == "first" else "first"))
+    assert {"classifier.weight", "classifier.bias"} <= set(other.drawn)
+
+
 def _edit(folder: Path, change: Any) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)

@@ -239,7 +239,7 @@ class BERT(nn.Module):
         super().__init__()
         self.shape, self.head, self.checkpointing = shape, head, checkpointing
         self.pattern = pattern
-        self.drawn: tuple[str, ...] = ()  # parameters that a loaded folder did not have
+        self.drawn: tuple[str, ...] = ()  # parameters that are not those of a loaded folder
         width = shape.width
         with torch.device("meta"):  # torch's own initialisation would draw from the global state
             self.tokens = nn.Embedding(shape.vocabulary, width)
@@ -339,7 +339,8 @@ def load(
     Args:
         folder: with ``config.json`` and ``model.safetensors``, of an encoder with any head.
         head: what the model ends in. What the folder lacks of it is drawn from the seed, and named
-            in the model's ``drawn``; what the folder has of other heads is left out.
+            in the model's ``drawn``; so is a classifier that the folder has for other classes, or
+            over another pooling. What the folder has of other heads is left out.
         implementation: as for ``BERT``.
         pattern: as for ``BERT``.
         seed: of what is drawn.

@@ -46,7 +46,8 @@ _HEADS = {
     "transform_norm.bias": "cls.predictions.transform.LayerNorm.bias",
     "token_bias": "cls.predictions.bias",
 }
-_OUTSIDE = ("classifier.", "cls.")  # without the prefix, also where the encoder has it
+_CLASSIFIER, _POOLER = "classifier.", "pooler.dense.weight"
+_OUTSIDE = (_CLASSIFIER, "cls.")  # without the prefix, also where the encoder has it
 _TIED = {
     "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
@@ -169,11 +170,12 @@ def read(
 
     Args:
         folder: of the files.
-        state: of the model as it was made: what the file lacks of a head stays so.
+        state: of the model as it was made: what the file lacks of a head stays so, and so does a
+            classifier that has other classes there, or another pooling before it.
         layers: how many.
 
     Returns:
-        the new state, and the names of what the file lacks.
+        the new state, and the names of what was not taken from the file.
 
     Raises:
         InvalidArgument: tensors of the encoder are missing, there are unknown ones, or one has
@@ -191,6 +193,8 @@ def read(
         if odd:
             required = f"the tensors of the BERT that {CONFIG} describes"
             raise InvalidArgument(str(path), f"{words} {min(odd)!r}", required)
+    if not _same_classes(tensors, state):
+        tensors = {name: each for name, each in tensors.items() if not name.startswith(_CLASSIFIER)}
     found, drawn = {}, []
     for ours, theirs in names.items():
         if theirs not in tensors:
@@ -203,6 +207,14 @@ def read(
             found[ours] = tensors[theirs]
     dtype = found["tokens.weight"].dtype
     return {name: each.to(dtype) for name, each in found.items()}, tuple(drawn)
+
+
+def _same_classes(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> bool:
+    """Whether the classifier of a file counts the model's classes, from what it was trained on."""
+    own, given = state.get("classifier.weight"), tensors.get("classifier.weight")
+    if own is None or given is None:
+        return True
+    return len(own) == len(given) and ("pooler.weight" in state) == (_POOLER in tensors)
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:

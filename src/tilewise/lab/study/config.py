@@ -119,8 +119,8 @@ class Model(Frozen):
     ``"vit"`` (an encoder of images, ``vit.py``); a task says which of them it takes. Weights begin
     as the seed draws them, or as those of ``checkpoint``: a folder in the Hugging Face layout, or
     ``package:NAME/FOLDER`` for one inside an installed Python package; what the checkpoint lacks (a
-    task's head) is drawn. An encoder's perceptron has ``feed_forward`` channels, four times the
-    width if nothing is said.
+    task's head, also where it has one for other classes) is drawn. An encoder's perceptron has
+    ``feed_forward`` channels, four times the width if nothing is said.
 
     With ``nudge`` every initial weight is moved to the next number, up or down: an arm that changes
     nothing else shows what rounding alone does to training. ``kv_heads``, ``positions``, ``norm``

@@ -13,9 +13,12 @@ from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.lab.models import folders
 from tilewise.lab.models.folders import CONFIG, WEIGHTS
 
-__all__ = ["config", "numbers", "read", "write"]
+__all__ = ["config", "head_of", "numbers", "read", "write"]
 
 _PREFIX = "bert."  # of the encoder's tensors, in files of models with a head
+# A head of classes over the mean of all tokens is another type: no library shall draw a pooler for
+# its classifier.
+_TYPE, _MEAN_TYPE = "bert", "tilewise-bert"
 
 # What a layer's modules are called here and in the file.
 _LAYER = {
@@ -58,6 +61,7 @@ _ARCHITECTURES = {
     "masked": "BertForMaskedLM",
     "classes": "BertForSequenceClassification",
 }
+_CLASSES = 2  # of a file that says nothing, as Hugging Face takes it
 # Keys of a config that decide what is computed: what each may say, and its meaning where absent.
 _REQUIRED: dict[str, tuple[tuple[Any, ...], Any]] = {
     "hidden_act": (("gelu",), "gelu"),
@@ -83,24 +87,25 @@ _DROPOUTS = {
 }
 
 
-def config(shape: Mapping[str, Any], eps: float, head: str, classes: int) -> dict[str, Any]:
+def config(shape: Mapping[str, Any], eps: float, head: tuple[str, int, str]) -> dict[str, Any]:
     """The keys of ``config.json``.
 
     Args:
         shape: the numbers by their names here.
         eps: of norms.
-        head: its kind.
-        classes: of a head of classes.
+        head: its kind, and of one of classes how many they are and the pooling before it.
     """
+    kind, classes, pooling = head
+    mean = kind == "classes" and pooling == "mean"
     values: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[head]],
-        "model_type": "bert",
+        "architectures": [] if mean else [_ARCHITECTURES[kind]],
+        "model_type": _MEAN_TYPE if mean else _TYPE,
         "hidden_act": "gelu",
         "layer_norm_eps": eps,
         "tie_word_embeddings": True,
         **{theirs: shape[ours] for ours, theirs in (*_NUMBERS.items(), *_DROPOUTS.items())},
     }
-    if head == "classes":
+    if kind == "classes":
         values["id2label"] = {str(each): f"LABEL_{each}" for each in range(classes)}
         values["label2id"] = {f"LABEL_{each}": each for each in range(classes)}
         if classes == 1:
@@ -119,7 +124,7 @@ def numbers(folder: Path, eps: float) -> dict[str, Any]:
         InvalidArgument: no such folder, or it is of another model.
         Unsupported: a BERT that computes something else.
     """
-    values = folders.read_config(folder, ("bert",))
+    values = folders.read_config(folder, (_TYPE, _MEAN_TYPE))
     for key, (allowed, absent) in {**_REQUIRED, "layer_norm_eps": ((eps,), eps)}.items():
         if values.get(key, absent) not in allowed:
             raise Unsupported(f"a BERT with {key} {values[key]!r}: only {allowed[0]!r} is known")
@@ -131,6 +136,26 @@ def numbers(folder: Path, eps: float) -> dict[str, Any]:
     if _DROPOUTS["embedding_dropout"] not in values:
         found["embedding_dropout"] = found["residual_dropout"]
     return found
+
+
+def head_of(folder: Path) -> tuple[Any, int, Any]:
+    """What the BERT in a folder ends in, as ``config`` takes it.
+
+    Raises:
+        InvalidArgument: no such folder, it is of another model, or of a head that is not known.
+    """
+    values = folders.read_config(folder, (_TYPE, _MEAN_TYPE))
+    labels = values.get("id2label")
+    classes = len(labels) if isinstance(labels, dict) else _CLASSES
+    if values["model_type"] == _MEAN_TYPE:
+        return "classes", classes, "mean"
+    told = values.get("architectures") or [_ARCHITECTURES["none"]]
+    kinds = [kind for kind, name in _ARCHITECTURES.items() if told == [name]]
+    if not kinds:
+        required = f"one of {', '.join(_ARCHITECTURES.values())}"
+        fix = "Say which head it shall have."
+        raise InvalidArgument("head", f"None, and {folder} with {told}", required, fix)
+    return kinds[0], classes, "first"
 
 
 def _names(state: Mapping[str, Tensor], layers: int) -> dict[str, str]:

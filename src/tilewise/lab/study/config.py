@@ -239,7 +239,8 @@ class Evaluation(Frozen):
     """The held-out loss, on the same windows in every run.
 
     ``every`` counts optimizer steps; the first weights and the last step are always evaluated.
-    ``windows`` are spread evenly over the held-out text. A ``final_stride`` above 0 scores the
+    ``windows`` are spread evenly over the held-out text; a task that learns no text evaluates all
+    of its held-out examples, and refuses another number. A ``final_stride`` above 0 scores the
     whole held-out text after the last step instead: windows move on by that many tokens, and only
     the tokens that are new in a window count. After the last step the model goes on with the
     beginning of the held-out text for ``sample_tokens`` tokens; 0 for none.

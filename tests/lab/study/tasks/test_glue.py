@@ -261,6 +261,7 @@ def test_what_no_run_could_do_is_refused(tmp_path: Path) -> None:
         ({"attention.variant": "causal"}, r"attention.variant: got causal.*full"),
         ({"evaluation.sample_tokens": 5}, r"sample_tokens: got 5.*writes no text"),
         ({"evaluation.final_stride": 5}, r"final_stride: got 5"),
+        ({"evaluation.windows": 3}, r"evaluation.windows: got 3.*32.*glue is evaluated on all"),
         ({"budget.tokens": 500}, r"budget: got 500 tokens.*budget.steps"),
         ({"training.compile": True}, r"training.compile: got true"),
         ({"model.norm": "rms"}, r"model.norm: got 'rms'.*'layer' for family bert"),

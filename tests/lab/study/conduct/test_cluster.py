@@ -250,8 +250,8 @@ def test_a_run_whose_worker_is_killed_is_taken_up_again_to_the_same_bits(place: 
         "model.width": 16,
         "model.context": 16,
         "model.dropout.residual": 0.1,
-        "budget.steps": 150,
-        "evaluation.every": 50,
+        "budget.steps": 450,
+        "evaluation.every": 150,
     }
     conducted = Conducted(place, changes=changes, seeds=(0,))
     options: dict[str, Any] = {"module": CHILD, "checkpoint_every_s": 0.05}
@@ -270,8 +270,8 @@ def test_a_run_whose_worker_is_killed_is_taken_up_again_to_the_same_bits(place: 
     assert starts[1] > 0
     assert len(starts) == 2
     for record in records.values():
-        assert [step.step for step in record.steps] == list(range(1, 151))
-        assert [each.step for each in record.evaluations] == [0, 50, 100, 150]
+        assert [step.step for step in record.steps] == list(range(1, 451))
+        assert [each.step for each in record.evaluations] == [0, 150, 300, 450]
 
     (place / "undisturbed").mkdir()
     whole = Conducted(place, changes=changes, seeds=(0,))
@@ -295,12 +295,12 @@ def _kill_the_worker_of(folder: Path) -> None:
 
 
 def _process_in(folder: Path) -> int:
-    """The process that holds the lock of a run's folder."""
+    """The process that holds the lock of a run's folder; the newest first, as it is one of them."""
     lock = str(folder / ".lock")
-    for files in Path("/proc").glob("[0-9]*/fd"):
+    for process in sorted((int(each.name) for each in Path("/proc").glob("[0-9]*")), reverse=True):
         with suppress(OSError):  # gone, or somebody else's
-            if any(_link(each) == lock for each in files.iterdir()):
-                return int(files.parent.name)
+            if any(_link(each) == lock for each in Path(f"/proc/{process}/fd").iterdir()):
+                return process
     raise AssertionError(f"nobody works in {folder}")
 
 

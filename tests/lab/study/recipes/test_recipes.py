@@ -9,10 +9,18 @@ import pytest
 from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study import recipes
-from tilewise.lab.study.config import Experiment, Study, change, config_hash, parse
+from tilewise.lab.study.config import (
+    Experiment,
+    Sequential,
+    Study,
+    change,
+    config_hash,
+    parse,
+)
 from tilewise.lab.study.need import need
 from tilewise.lab.study.plan import planned
 from tilewise.lab.study.recipes.lengths import plain_attention_bytes
+from tilewise.lab.study.verdict.stages import combined
 
 STUDIES = {name: recipes.find(name).study() for name in recipes.names()}
 ALL = [*STUDIES.values(), recipes.find("wikitext").study(preset="h200")]
@@ -129,6 +137,29 @@ def test_gpt2_factorial_is_every_combination_with_tuned_rates() -> None:
     assert sum(task.run.config.steps for task in runs) == 124 * only.baseline.steps
     assert only.confirm is not None
     assert not set(only.confirm.seeds) & set(only.seeds)
+
+
+def test_screening_goes_all_the_way_and_says_what_it_costs() -> None:
+    (only,) = STUDIES["screening"].experiments
+    assert [arm.name for arm in only.arms] == ["muon", "wsd", "rotary", "rms", "qk-norm", "dropout"]
+    changed = [path for arm in only.arms for path in arm.changes]
+    assert len(set(changed)) == len(changed), "any of them goes with any other"
+    assert only.sequential is not None
+    assert (only.sequential.looks, len(only.seeds)) == ((3, 5), 5)
+    assert only.combine is not None
+    assert only.confirm is not None
+    runs = planned(STUDIES["screening"])
+    whole = sum(task.run.config.steps for task in runs) / only.baseline.steps
+    assert whole == 7 * (2 + 5) + 8 * (2 + 3) + 2 * 6 == 101
+    assert only.baseline.steps * only.baseline.tokens_per_step == 327_680
+    few = combined(only, ("muon", "wsd", "rms"))
+    four = combined(only, ("muon", "wsd", "rms", "qk-norm"))
+    assert [len(each.arms) for each in (few, four)] == [7, 7]
+    assert four.design is not None
+    assert four.design.generators == {"qk-norm": ("muon", "wsd", "rms")}
+    for seeds, looks in ((2, (2,)), (3, (3,)), (4, (3, 4))):
+        shorter = recipes.find("screening").study(seeds=seeds).experiments[0]
+        assert shorter.sequential == Sequential(looks=looks)
 
 
 def test_longer_context_stops_plain_attention_where_it_is_told_to() -> None:

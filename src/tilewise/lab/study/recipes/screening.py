@@ -44,7 +44,7 @@ SMALLEST_BITS_PER_BYTE = 0.02
 def screening(*, steps: int = 160, seeds: int = 5, fresh_seeds: int = 6) -> Study:
     """Six choices one at a time, a factorial of those that survive, the winner on fresh seeds.
 
-    Under an hour on two cores: at most as much as 101 runs of 330 thousand tokens, of which one
+    An hour or less on two cores: at most as much as 101 runs of 330 thousand tokens, of which one
     takes 20 to 60 seconds of a core. A byte-level GPT-2 of 0.85 million parameters reads the source
     of Python's standard library. Muon, warmup-stable-decay, rotary positions, RMSNorm, QK-norm and
     dropout are each compared with AdamW and a linear decay: with three seeds, and with all

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Store a finished study small: scripts/store_study.py STUDY_FOLDER benchmarks/studies/NAME.
 
-Copies ``study.json``, ``report.md`` and every record; the records go into one ``records.tar.gz``
-whose bytes depend on them alone. Checkpoints, the HTML page and the index stay behind. To have the
+Copies ``study.json`` and ``report.md`` (without ``--out FOLDER`` in their command, a place of one
+machine) and every record; the records go into one ``records.tar.gz`` whose bytes depend on
+them alone. Checkpoints, the HTML page and the index stay behind. To have the
 page again: unpack the archive beside ``study.json``, and ``tilewise study report`` on the folder.
 """
 
@@ -10,12 +11,13 @@ from __future__ import annotations
 
 import gzip
 import io
-import shutil
+import json
+import re
 import sys
 import tarfile
 from pathlib import Path
 
-COPIED = ("study.json", "report.md")
+FOLDER = re.compile(r""" --out[ =]('[^']*'|\S+)""")  # as a shell quotes it
 
 
 def store(study: Path, target: Path) -> int:
@@ -26,8 +28,11 @@ def store(study: Path, target: Path) -> int:
         target: the folder to write, made if need be.
     """
     target.mkdir(parents=True, exist_ok=True)
-    for name in COPIED:
-        shutil.copyfile(study / name, target / name)
+    told = json.loads((study / "study.json").read_text())
+    command, told["command"] = told["command"], FOLDER.sub("", told["command"])
+    (target / "study.json").write_text(json.dumps(told, indent=1) + "\n")
+    report = (study / "report.md").read_text().replace(command, told["command"])
+    (target / "report.md").write_text(report)
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for record in sorted(study.glob("runs/**/record.jsonl")):

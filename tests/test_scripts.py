@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -66,8 +67,10 @@ def test_a_stored_study_is_whole(tmp_path: Path) -> None:
         (study / "runs" / run).mkdir(parents=True)
         (study / "runs" / run / "record.jsonl").write_text(text)
         (study / "runs" / run / "checkpoint.safetensors").write_bytes(b"large")
-    for name in ("study.json", "report.md", "report.html"):
-        (study / name).write_text(name)
+    command = "tilewise study run a --out '/my place' --jobs 2"
+    (study / "study.json").write_text(json.dumps({"command": command, "hash": "abc"}))
+    for name in ("report.md", "report.html"):
+        (study / name).write_text(f"before\n{command}\nafter")
     script = ROOT / "scripts" / "store_study.py"
     for target in ("first", "second"):
         subprocess.run([sys.executable, script, study, tmp_path / target], check=True)
@@ -78,6 +81,10 @@ def test_a_stored_study_is_whole(tmp_path: Path) -> None:
         "report.md",
         "study.json",
     }
+    told = json.loads((tmp_path / "first" / "study.json").read_text())
+    assert told == {"command": "tilewise study run a --jobs 2", "hash": "abc"}
+    report = (tmp_path / "first" / "report.md").read_text()
+    assert report == "before\ntilewise study run a --jobs 2\nafter"
     with tarfile.open(first) as archive:
         files = [archive.extractfile(name) for name in archive.getnames()]
         texts = dict(zip(archive.getnames(), [file.read() for file in files if file], strict=True))

@@ -151,8 +151,8 @@ def test_weights_depend_on_the_seed_alone() -> None:
 def test_what_is_saved_is_loaded(head: Head, tmp_path: Path) -> None:
     model = BERT(replace(TINY, embedding_dropout=0.3), head=head, seed=7)
     model.save(tmp_path)
-    again = load(tmp_path, head=head)
-    assert again.shape == model.shape
+    again = load(tmp_path, head=None)
+    assert (again.shape, again.head) == (model.shape, model.head)
     assert again.drawn == ()
     model.eval()
     again.eval()
@@ -183,6 +183,69 @@ def test_another_head_is_drawn_and_named(tmp_path: Path) -> None:
     assert torch.equal(model.tokens.weight, masked.tokens.weight)
     drawn = BERT(TINY, head=Head("classes", 2), seed=3)
     assert torch.equal(model.classifier.weight, drawn.classifier.weight)
+
+
+def test_a_head_over_the_mean_is_no_model_of_hugging_face(tmp_path: Path) -> None:
+    BERT(TINY, head=Head("classes", 3, "mean")).save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("tilewise-bert", [])
+    assert load(tmp_path).drawn == ()  # its encoder is one
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "model_type": "bert", "architectures": ["BertForTokenTags"]})
+    )
+    with pytest.raises(InvalidArgument, match=r"head: got None.*BertForTokenTags.*BertForMaskedLM"):
+        load(tmp_path, head=None)
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers, on import
+def test_transformers_computes_the_same_or_refuses(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    for head, name in ((Head(), "BertModel"), (Head("masked"), "BertForMaskedLM")):
+        model = BERT(TINY, head=head, seed=7).eval()
+        model.save(tmp_path)
+        theirs = getattr(transformers, name).from_pretrained(tmp_path).eval()
+        with torch.no_grad():
+            (found, *_) = theirs(torch.tensor([ROWS[0]])).to_tuple()
+            expected = model(pack([ROWS[0]]), torch.arange(5))
+        assert (found[0] - expected).abs().max() < 1e-5
+    model = BERT(TINY, head=Head("classes", 3), seed=7).eval()
+    model.save(tmp_path)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert (theirs(torch.tensor([ROWS[0]])).logits - model(pack([ROWS[0]]))).abs().max() < 1e-5
+    BERT(TINY, head=Head("classes", 3, "mean"), seed=7).save(tmp_path)
+    with pytest.raises(ValueError, match="tilewise-bert"):
+        transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    encoder = transformers.BertModel.from_pretrained(tmp_path, add_pooling_layer=False).eval()
+    with torch.no_grad():
+        hidden = encoder(torch.tensor([ROWS[0]])).last_hidden_state[0]
+        assert (hidden - load(tmp_path).eval()(pack([ROWS[0]]))).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("head", [Head("classes", 2), Head("classes", 1), Head("masked")], ids=str)
+def test_a_classifier_of_other_classes_is_drawn_and_named(head: Head, tmp_path: Path) -> None:
+    """A model that was trained on MNLI begins one for RTE: its pooler goes along."""
+    trained = BERT(TINY, head=Head("classes", 3), seed=7)
+    trained.save(tmp_path)
+    model = load(tmp_path, head=head, seed=3)
+    drawn = BERT(TINY, head=head, seed=3)
+    assert model.drawn
+    for name, each in model.state_dict().items():
+        source = drawn if name in model.drawn else trained
+        assert torch.equal(each, source.state_dict()[name]), name
+    if head.kind == "classes":
+        assert model.drawn == ("classifier.weight", "classifier.bias")
+    _edit(tmp_path, lambda tensors: tensors.update({"bert.pooler.dense.bias": torch.zeros(3)}))
+    with pytest.raises(InvalidArgument, match=r"pooler.dense.bias of shape \[3\].*shape \[16\]"):
+        load(tmp_path, head=Head("classes", 2))
+
+
+@pytest.mark.parametrize("pooling", ["first", "mean"])
+def test_a_classifier_over_another_pooling_is_drawn(pooling: Any, tmp_path: Path) -> None:
+    BERT(TINY, head=Head("classes", 3, pooling), seed=7).save(tmp_path)
+    assert load(tmp_path, head=Head("classes", 3, pooling)).drawn == ()
+    other = load(tmp_path, head=Head("classes", 3, "mean" if pooling == "first" else "first"))
+    assert {"classifier.weight", "classifier.bias"} <= set(other.drawn)
 
 
 def _edit(folder: Path, change: Any) -> None:

@@ -132,6 +132,8 @@ def test_a_long_study_is_asked_about_on_a_terminal_only(
         (["show", "x", "--out", "/nonexistent"], "there is none"),
         (["compare", "x"], "required: b"),
         (["report", "x", "--out", "/nonexistent"], "there is none"),
+        (["export", "x"], "required: folder"),
+        (["export", "x", "y", "--out", "/nonexistent"], "there is none"),
         (["recipes", "more"], "unrecognized"),
         (["choices", "--out", "x"], "unrecognized"),
     ],

@@ -239,7 +239,7 @@ class BERT(nn.Module):
         super().__init__()
         self.shape, self.head, self.checkpointing = shape, head, checkpointing
         self.pattern = pattern
-        self.drawn: tuple[str, ...] = ()  # parameters that a loaded folder did not have
+        self.drawn: tuple[str, ...] = ()  # parameters that are not those of a loaded folder
         width = shape.width
         with torch.device("meta"):  # torch's own initialisation would draw from the global state
             self.tokens = nn.Embedding(shape.vocabulary, width)
@@ -315,17 +315,22 @@ class BERT(nn.Module):
         return mean
 
     def save(self, folder: Path) -> None:
-        """Write ``config.json`` and ``model.safetensors``, each whole or not at all."""
-        files.write(folder, self.state_dict(), self.shape.layers, self._config())
+        """Write ``config.json`` and ``model.safetensors``, each whole or not at all.
 
-    def _config(self) -> dict[str, Any]:
-        return files.config(vars(self.shape), EPS, self.head.kind, self.head.classes)
+        The layout is Hugging Face's, and so is every model but one: of a head of classes over the
+        ``"mean"`` it knows nothing, and would draw a pooler for the classifier. So that one is of
+        another type, ``"tilewise-bert"``, which transformers refuses where it chooses the class by
+        the type (``AutoModel``). ``BertModel.from_pretrained`` still reads the encoder, and
+        ``BertForSequenceClassification.from_pretrained``, called by its name, still draws a pooler.
+        """
+        values = files.config(vars(self.shape), EPS, self.head)
+        files.write(folder, self.state_dict(), self.shape.layers, values)
 
 
 def load(
     folder: Path,
     *,
-    head: Head = Head(),  # noqa: B008  never changed
+    head: Head | None = Head(),  # noqa: B008  never changed
     implementation: Implementation = "tilewise",
     pattern: Pattern | None = None,
     seed: int = 0,
@@ -338,8 +343,10 @@ def load(
 
     Args:
         folder: with ``config.json`` and ``model.safetensors``, of an encoder with any head.
-        head: what the model ends in. What the folder lacks of it is drawn from the seed, and named
-            in the model's ``drawn``; what the folder has of other heads is left out.
+        head: what the model ends in; None for what it was saved with. What the folder lacks of it
+            is drawn from the seed, and named in the model's ``drawn``; so is a classifier that the
+            folder has for other classes, or over another pooling. What the folder has of other
+            heads is left out.
         implementation: as for ``BERT``.
         pattern: as for ``BERT``.
         seed: of what is drawn.
@@ -347,13 +354,14 @@ def load(
         dropout: numbers of ``Shape`` in place of the folder's: ``residual_dropout=0.1``.
 
     Raises:
-        InvalidArgument: not such a folder, or tensors that are missing, too many or misshapen.
+        InvalidArgument: not such a folder, tensors that are missing, too many or misshapen, or a
+            head that is not known where none was named.
         Unsupported: a BERT that computes something else, e.g. with another activation.
     """
     shape = Shape(**{**files.numbers(folder, EPS), **dropout})
     model = BERT(
         shape,
-        head=head,
+        head=Head(*files.head_of(folder)) if head is None else head,
         implementation=implementation,
         pattern=pattern,
         seed=seed,

@@ -13,9 +13,12 @@ from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.lab.models import folders
 from tilewise.lab.models.folders import CONFIG, WEIGHTS
 
-__all__ = ["config", "numbers", "read", "write"]
+__all__ = ["config", "head_of", "numbers", "read", "write"]
 
 _PREFIX = "bert."  # of the encoder's tensors, in files of models with a head
+# A head of classes over the mean of all tokens is another type: no library shall draw a pooler for
+# its classifier.
+_TYPE, _MEAN_TYPE = "bert", "tilewise-bert"
 
 # What a layer's modules are called here and in the file.
 _LAYER = {
@@ -46,7 +49,8 @@ _HEADS = {
     "transform_norm.bias": "cls.predictions.transform.LayerNorm.bias",
     "token_bias": "cls.predictions.bias",
 }
-_OUTSIDE = ("classifier.", "cls.")  # without the prefix, also where the encoder has it
+_CLASSIFIER, _POOLER = "classifier.", "pooler.dense.weight"
+_OUTSIDE = (_CLASSIFIER, "cls.")  # without the prefix, also where the encoder has it
 _TIED = {
     "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
@@ -57,6 +61,7 @@ _ARCHITECTURES = {
     "masked": "BertForMaskedLM",
     "classes": "BertForSequenceClassification",
 }
+_CLASSES = 2  # of a file that says nothing, as Hugging Face takes it
 # Keys of a config that decide what is computed: what each may say, and its meaning where absent.
 _REQUIRED: dict[str, tuple[tuple[Any, ...], Any]] = {
     "hidden_act": (("gelu",), "gelu"),
@@ -82,24 +87,25 @@ _DROPOUTS = {
 }
 
 
-def config(shape: Mapping[str, Any], eps: float, head: str, classes: int) -> dict[str, Any]:
+def config(shape: Mapping[str, Any], eps: float, head: tuple[str, int, str]) -> dict[str, Any]:
     """The keys of ``config.json``.
 
     Args:
         shape: the numbers by their names here.
         eps: of norms.
-        head: its kind.
-        classes: of a head of classes.
+        head: its kind, and of one of classes how many they are and the pooling before it.
     """
+    kind, classes, pooling = head
+    mean = kind == "classes" and pooling == "mean"
     values: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[head]],
-        "model_type": "bert",
+        "architectures": [] if mean else [_ARCHITECTURES[kind]],
+        "model_type": _MEAN_TYPE if mean else _TYPE,
         "hidden_act": "gelu",
         "layer_norm_eps": eps,
         "tie_word_embeddings": True,
         **{theirs: shape[ours] for ours, theirs in (*_NUMBERS.items(), *_DROPOUTS.items())},
     }
-    if head == "classes":
+    if kind == "classes":
         values["id2label"] = {str(each): f"LABEL_{each}" for each in range(classes)}
         values["label2id"] = {f"LABEL_{each}": each for each in range(classes)}
         if classes == 1:
@@ -118,7 +124,7 @@ def numbers(folder: Path, eps: float) -> dict[str, Any]:
         InvalidArgument: no such folder, or it is of another model.
         Unsupported: a BERT that computes something else.
     """
-    values = folders.read_config(folder, ("bert",))
+    values = folders.read_config(folder, (_TYPE, _MEAN_TYPE))
     for key, (allowed, absent) in {**_REQUIRED, "layer_norm_eps": ((eps,), eps)}.items():
         if values.get(key, absent) not in allowed:
             raise Unsupported(f"a BERT with {key} {values[key]!r}: only {allowed[0]!r} is known")
@@ -130,6 +136,26 @@ def numbers(folder: Path, eps: float) -> dict[str, Any]:
     if _DROPOUTS["embedding_dropout"] not in values:
         found["embedding_dropout"] = found["residual_dropout"]
     return found
+
+
+def head_of(folder: Path) -> tuple[Any, int, Any]:
+    """What the BERT in a folder ends in, as ``config`` takes it.
+
+    Raises:
+        InvalidArgument: no such folder, it is of another model, or of a head that is not known.
+    """
+    values = folders.read_config(folder, (_TYPE, _MEAN_TYPE))
+    labels = values.get("id2label")
+    classes = len(labels) if isinstance(labels, dict) else _CLASSES
+    if values["model_type"] == _MEAN_TYPE:
+        return "classes", classes, "mean"
+    told = values.get("architectures") or [_ARCHITECTURES["none"]]
+    kinds = [kind for kind, name in _ARCHITECTURES.items() if told == [name]]
+    if not kinds:
+        required = f"one of {', '.join(_ARCHITECTURES.values())}"
+        fix = "Say which head it shall have."
+        raise InvalidArgument("head", f"None, and {folder} with {told}", required, fix)
+    return kinds[0], classes, "first"
 
 
 def _names(state: Mapping[str, Tensor], layers: int) -> dict[str, str]:
@@ -169,11 +195,12 @@ def read(
 
     Args:
         folder: of the files.
-        state: of the model as it was made: what the file lacks of a head stays so.
+        state: of the model as it was made: what the file lacks of a head stays so, and so does a
+            classifier that has other classes there, or another pooling before it.
         layers: how many.
 
     Returns:
-        the new state, and the names of what the file lacks.
+        the new state, and the names of what was not taken from the file.
 
     Raises:
         InvalidArgument: tensors of the encoder are missing, there are unknown ones, or one has
@@ -191,6 +218,8 @@ def read(
         if odd:
             required = f"the tensors of the BERT that {CONFIG} describes"
             raise InvalidArgument(str(path), f"{words} {min(odd)!r}", required)
+    if not _same_classes(tensors, state):
+        tensors = {name: each for name, each in tensors.items() if not name.startswith(_CLASSIFIER)}
     found, drawn = {}, []
     for ours, theirs in names.items():
         if theirs not in tensors:
@@ -203,6 +232,14 @@ def read(
             found[ours] = tensors[theirs]
     dtype = found["tokens.weight"].dtype
     return {name: each.to(dtype) for name, each in found.items()}, tuple(drawn)
+
+
+def _same_classes(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> bool:
+    """Whether the classifier of a file counts the model's classes, from what it was trained on."""
+    own, given = state.get("classifier.weight"), tensors.get("classifier.weight")
+    if own is None or given is None:
+        return True
+    return len(own) == len(given) and ("pooler.weight" in state) == (_POOLER in tensors)
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:

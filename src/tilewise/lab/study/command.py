@@ -25,6 +25,8 @@ from tilewise.lab.study.browse import compare, find, show
 from tilewise.lab.study.choices import registry
 from tilewise.lab.study.conduct import conductor, predict
 from tilewise.lab.study.config import Study
+from tilewise.lab.study.train.export import export
+from tilewise.lab.study.train.state import CHECKPOINT
 from tilewise.lab.study.train.team import STRATEGIES
 
 __all__ = ["demo", "main"]
@@ -227,6 +229,26 @@ def _compare(argv: Sequence[str]) -> int:
     return 0
 
 
+def _export(argv: Sequence[str]) -> int:
+    parser = _sub("export", "write the weights of a finished run in the Hugging Face layout")
+    parser.add_argument("run", help="e.g. choices/lion/seed-0, or laptop:choices/lion/seed-0")
+    parser.add_argument("folder", type=Path, help="for config.json and model.safetensors")
+    options = parser.parse_args(argv)
+    run, record = find.find_run(options.run, options.out)
+    found = export(record, run / CHECKPOINT, options.folder)
+    console = _console()
+    what = f"{record.start.run} after step {found.step}: a model of type {found.kind}"
+    console.print(Text(f"{what} in {options.folder}."), soft_wrap=True)
+    if found.kind != found.family:
+        module = f"tilewise.lab.models.{found.family}"
+        note = f"transformers has none of this type; {module} loads it."
+        console.print(Text(note), soft_wrap=True)
+    if found.family != "gpt2":
+        begins = f"--set model.checkpoint={options.folder}"
+        console.print(Text(f"A run begins with it by {begins}"), soft_wrap=True)
+    return 0
+
+
 _SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": _run,
     "recipes": _recipes,
@@ -235,6 +257,7 @@ _SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": _list,
     "show": _show,
     "compare": _compare,
+    "export": _export,
 }
 
 
@@ -248,7 +271,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="tilewise study",
         usage="tilewise study [run] [RECIPE | FILE.py:FUNCTION] [options] [the recipe's options]\n"
         "       tilewise study recipes | choices | list\n"
-        "       tilewise study report STUDY | show RUN | compare A B",
+        "       tilewise study report STUDY | show RUN | compare A B | export RUN FOLDER",
         description="Train arms that differ in one choice, with paired seeds, and say which "
         "choices are worth having. The same command goes on with a study that was stopped. "
         f"The recipe is {DEFAULT} if none is named.",

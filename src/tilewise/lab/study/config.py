@@ -119,8 +119,8 @@ class Model(Frozen):
     ``"vit"`` (an encoder of images, ``vit.py``); a task says which of them it takes. Weights begin
     as the seed draws them, or as those of ``checkpoint``: a folder in the Hugging Face layout, or
     ``package:NAME/FOLDER`` for one inside an installed Python package; what the checkpoint lacks (a
-    task's head) is drawn. An encoder's perceptron has ``feed_forward`` channels, four times the
-    width if nothing is said.
+    task's head, also where it has one for other classes) is drawn. An encoder's perceptron has
+    ``feed_forward`` channels, four times the width if nothing is said.
 
     With ``nudge`` every initial weight is moved to the next number, up or down: an arm that changes
     nothing else shows what rounding alone does to training. ``kv_heads``, ``positions``, ``norm``
@@ -239,7 +239,8 @@ class Evaluation(Frozen):
     """The held-out loss, on the same windows in every run.
 
     ``every`` counts optimizer steps; the first weights and the last step are always evaluated.
-    ``windows`` are spread evenly over the held-out text. A ``final_stride`` above 0 scores the
+    ``windows`` are spread evenly over the held-out text; a task that learns no text evaluates all
+    of its held-out examples, and refuses another number. A ``final_stride`` above 0 scores the
     whole held-out text after the last step instead: windows move on by that many tokens, and only
     the tokens that are new in a window count. After the last step the model goes on with the
     beginning of the held-out text for ``sample_tokens`` tokens; 0 for none.

@@ -11,7 +11,7 @@ import pytest
 from tests.lab.study.records_of import experiment_of, records_of, study_of, write
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study import store
-from tilewise.lab.study.browse.find import find, find_study
+from tilewise.lab.study.browse.find import find, find_run, find_study
 from tilewise.lab.study.config import Study
 from tilewise.lab.study.run import RECORD
 
@@ -60,6 +60,15 @@ def test_by_path(tmp_path: Path, make: Made) -> None:
     run = find(str(folder / "runs/optimizers/lion/seed-0"), nowhere)
     assert list(run.records) == ["optimizers/lion/seed-0"]
     assert run.folder == folder
+
+
+def test_a_single_run(tmp_path: Path, make: Made) -> None:
+    folder = make(study_of(), 1)
+    place, record = find_run("optimizers/lion/seed-1", tmp_path)
+    assert place == folder / "runs/optimizers/lion/seed-1"
+    assert (record.start.arm, record.start.seed) == ("lion", 1)
+    with pytest.raises(InvalidArgument, match=r"'optimizers/lion', which is 3 runs.*lion/seed-0"):
+        find_run("optimizers/lion", tmp_path)
 
 
 @pytest.mark.parametrize(

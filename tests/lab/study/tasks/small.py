@@ -102,7 +102,7 @@ def config_of(source: Path, dataset: str = "cola", **changes: Any) -> RunConfig:
         attention=Attention(variant=Variant(name="full")),
         training=Training(batch=4, accumulation=2),
         budget=Budget(steps=4),
-        evaluation=Evaluation(every=2, windows=3),
+        evaluation=Evaluation(every=2),
         task=Task(name="glue", dataset=dataset),
     )
     return change(config, changes)

@@ -261,6 +261,7 @@ def test_what_no_run_could_do_is_refused(tmp_path: Path) -> None:
         ({"attention.variant": "causal"}, r"attention.variant: got causal.*full"),
         ({"evaluation.sample_tokens": 5}, r"sample_tokens: got 5.*writes no text"),
         ({"evaluation.final_stride": 5}, r"final_stride: got 5"),
+        ({"evaluation.windows": 3}, r"evaluation.windows: got 3.*32.*glue is evaluated on all"),
         ({"budget.tokens": 500}, r"budget: got 500 tokens.*budget.steps"),
         ({"training.compile": True}, r"training.compile: got true"),
         ({"model.norm": "rms"}, r"model.norm: got 'rms'.*'layer' for family bert"),
@@ -307,6 +308,24 @@ def test_odd_files_are_refused(text: str, words: str, tmp_path: Path) -> None:
     (root / "CoLA" / "dev.tsv").unlink()
     with pytest.raises(InvalidArgument, match=r"dev.tsv of GLUE's CoLA.*hub:nyu-mll/glue"):
         read(DATASETS["cola"], str(root))
+
+
+def test_broken_lines_of_qqp_are_left_out_and_counted(tmp_path: Path) -> None:
+    """GLUE's own train.tsv of QQP has lines of three columns."""
+    root = write_glue(tmp_path, "qqp")
+    whole = read(DATASETS["qqp"], str(root))
+    path = root / "QQP" / "train.tsv"
+    header, *rows = path.read_text().splitlines()
+    odd = ["7\t8\tWhat is", rows[3] + "\t1", ""]
+    path.write_text("\n".join([header, odd[0], *rows[:4], odd[1], *rows[4:], odd[2], rows[0]]))
+    found = read(DATASETS["qqp"], str(root))
+    assert found["train"].left_out == 3
+    assert found["train"].first == [*whole["train"].first, whole["train"].first[0]]
+    assert found["held_out"] == whole["held_out"]
+    data = examples_of(config_of(root, "qqp"), tmp_path)
+    assert data.name == "GLUE QQP, without 3 broken lines of its files"
+    assert "QQP, without 3 broken lines" in str(data)
+    assert "broken" not in examples_of(config_of(write_glue(tmp_path, "rte"), "rte"), tmp_path).name
 
 
 def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:

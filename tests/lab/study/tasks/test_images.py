@@ -182,6 +182,7 @@ def test_odd_files_are_refused(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"attention.variant": "causal"}, "attention.variant: got causal.*no order"),
+        ({"evaluation.windows": 64}, "evaluation.windows: got 64.*images is evaluated on all"),
         ({"attention.variant": "strided"}, "attention.variant: got strided"),
         ({"model.family": "gpt2"}, "model.family.*vit for task images"),
         ({"data.tokenizer": "gpt2"}, "data.tokenizer"),

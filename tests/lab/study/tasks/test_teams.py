@@ -36,8 +36,9 @@ def _config(task: str, folder: Path) -> RunConfig:
         return config_of(write_glue(folder / "glue", "cola"), **DROPOUT)
     path = folder / "text.txt"
     path.write_text("\n".join(" ".join(WORDS) for _ in range(120)) + "\n")
-    masked = {"task": {"name": task, "probability": 0.2}, "data.held_out": 0.2}
-    return change(config_of(path, **DROPOUT), masked)
+    masked = {"task": {"name": task, "probability": 0.2}}
+    fewer = {"data.held_out": 0.2, "evaluation.windows": 3}
+    return change(config_of(path, **DROPOUT), {**masked, **fewer})
 
 
 def _setting(folder: Path, study: str, processes: int, strategy: Strategy = "ddp") -> Setting:

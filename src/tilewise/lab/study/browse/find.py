@@ -11,7 +11,7 @@ from tilewise.lab.study.choices.registry import nearest
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.store import STUDY, read_records, study_folders
 
-__all__ = ["Found", "find", "find_study"]
+__all__ = ["Found", "find", "find_run", "find_study"]
 
 _REQUIRED = (
     "a study (laptop, laptop-0123456789ab or its folder), or in it an arm or a run "
@@ -82,6 +82,21 @@ def find(name: str, out: Path) -> Found:
     known = [run for folder in folders[:1] for run in read_records(folder)]
     came = f"{name!r}; in {out} there is {', '.join(each.name for each in folders) or 'none'}"
     raise InvalidArgument("name", came, _REQUIRED, nearest(name, [*known, *_parts(known)]))
+
+
+def find_run(name: str, out: Path) -> tuple[Path, RunRecord]:
+    """The folder and the record of the one run that is called so.
+
+    Raises:
+        InvalidArgument: there is none, or there are several.
+    """
+    found = find(name, out)
+    if len(found.records) != 1:
+        some = f" ({', '.join(list(found.records)[:2])}, ...)" if found.records else ""
+        came = f"{name!r}, which is {len(found.records)} runs{some}"
+        raise InvalidArgument("run", came, "a single one, e.g. choices/lion/seed-0")
+    ((run, record),) = found.records.items()
+    return found.folder / "runs" / run, record
 
 
 def _study_name(folder: Path) -> str:

@@ -18,6 +18,7 @@ from tilewise.errors import InvalidArgument, TilewiseError
 from tilewise.lab.study import report, store
 from tilewise.lab.study.conduct import environment, words
 from tilewise.lab.study.conduct.board import Board, in_words
+from tilewise.lab.study.conduct.checkpoints import check_checkpoints
 from tilewise.lab.study.conduct.cluster import Cluster, connected
 from tilewise.lab.study.conduct.forecast import data_key, forecast_s
 from tilewise.lab.study.conduct.index import write_index
@@ -241,13 +242,14 @@ def _jobs(request: Request, todo: Sequence[Task], console: Console) -> int:
 def _forecast(request: Request, todo: Sequence[Task], console: Console) -> dict[str, float]:
     """Seconds of each run; nothing where this machine lacks their device.
 
-    The data is made ready on the way, before any run starts: what is missing is said once, and the
-    runs find it ready.
+    The data is made ready on the way, and checkpoints are looked at, before any run starts: what is
+    missing is said once, and the runs find the data ready.
     """
     corpora = {}
     for key, config in {data_key(task.run.config): task.run.config for task in todo}.items():
         corpora[key] = config.learning.prepare(config, store.cache_folder())
         _say(console, str(corpora[key]))
+    check_checkpoints(todo, corpora)
     if request.device == "cuda" and not torch.cuda.is_available():
         return {}
     before = torch.get_num_threads()

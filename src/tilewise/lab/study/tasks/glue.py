@@ -64,6 +64,7 @@ class GlueTask(Classification):
         pieces = wordpiece(data_folder())
         parts = read(self.dataset, config.data.source)
         train = parts["train"]
+        broken = sum(rows.left_out for rows in parts.values())
         if self.train_examples and self.train_examples < len(train.labels):
             order = shuffled(len(train.labels), _SAMPLE_SEED, 0)[: self.train_examples]
             train = train.take(sorted(order.tolist()))
@@ -71,8 +72,9 @@ class GlueTask(Classification):
             came, required = str(self.train_examples), f"at most {len(train.labels)}, or 0 for all"
             raise InvalidArgument("task.train_examples", came, required)
         sample = f" (a sample of {len(train.labels):,})" if self.train_examples else ""
+        left_out = f", without {broken:,} broken lines of its files" if broken else ""
         return Examples(
-            name=f"GLUE {self.dataset.folder}{sample}",
+            name=f"GLUE {self.dataset.folder}{sample}{left_out}",
             source=config.data.source,
             vocabulary=pieces.vocabulary,
             start=pieces.first,

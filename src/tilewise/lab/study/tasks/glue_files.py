@@ -26,18 +26,22 @@ class Rows:
         first: sentences.
         second: the others of pairs; None for single sentences.
         labels: classes by number, or scores.
+        left_out: lines of the file that are no examples; see ``Dataset.broken_lines``.
     """
 
     first: list[str]
     second: list[str] | None
     labels: list[float]
+    left_out: int = 0
 
     def take(self, indices: Sequence[int]) -> Rows:
         """Some of them, in that order."""
         second = None if self.second is None else [self.second[each] for each in indices]
-        return Rows(
-            [self.first[each] for each in indices], second, [self.labels[each] for each in indices]
+        first, labels = (
+            [self.first[each] for each in indices],
+            [self.labels[each] for each in indices],
         )
+        return Rows(first, second, labels, self.left_out)
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class Dataset:
         hub_first, hub_second: columns on the Hub, where they have other names; the label is
             ``label`` there, a number.
         held_out: part -> (file, split of the Hub).
+        broken_lines: GLUE's own files have some, with more or fewer columns than the header: they
+            are left out and counted. Elsewhere a line that lacks a column is refused.
     """
 
     name: str
@@ -68,6 +74,7 @@ class Dataset:
     hub_first: str = ""
     hub_second: str = ""
     held_out: Mapping[str, tuple[str, str]] | None = None
+    broken_lines: bool = False
 
     @property
     def parts(self) -> dict[str, tuple[str, str]]:
@@ -102,7 +109,16 @@ DATASETS: Mapping[str, Dataset] = {
             hub_first="sentence1",
             hub_second="sentence2",
         ),
-        Dataset("qqp", "QQP", "question1", "question2", "is_duplicate", ("0", "1"), _PARAPHRASE),
+        Dataset(
+            "qqp",
+            "QQP",
+            "question1",
+            "question2",
+            "is_duplicate",
+            ("0", "1"),
+            _PARAPHRASE,
+            broken_lines=True,
+        ),
         Dataset(
             "stsb",
             "STS-B",
@@ -167,13 +183,17 @@ def _from_file(dataset: Dataset, folder: Path, file: str) -> Rows:
     if missing:
         came = f"{path} with the columns {', '.join(header)}"
         raise InvalidArgument("data.source", came, f"a column {missing[0]!r}, as GLUE has it")
+    whole = len(rows)
+    if dataset.broken_lines:
+        rows = [row for row in rows if len(row) == len(header)]
     for number, row in enumerate(rows, 1 + (not dataset.header)):
         if len(row) <= max(at.values()):
             came = f"{path}, line {number}: {len(row)} columns"
             raise InvalidArgument("data.source", came, f"{len(header)}, as GLUE has it")
     labels = [_label(dataset, row[at[dataset.label]], path) for row in rows]
     second = [row[at[dataset.second]] for row in rows] if dataset.second else None
-    return Rows([row[at[dataset.first]] for row in rows], second, labels)
+    first = [row[at[dataset.first]] for row in rows]
+    return Rows(first, second, labels, whole - len(rows))
 
 
 def _columns(dataset: Dataset) -> list[str]:

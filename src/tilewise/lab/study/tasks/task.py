@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study.choices.variants import ENCODER
-from tilewise.lab.study.config import RunConfig, Training
+from tilewise.lab.study.config import Evaluation, RunConfig, Training
 from tilewise.lab.study.records import LayerSoftmax, Sample
 
 __all__ = ["AbstractTask", "Batch", "Batches", "Examination", "Held", "Prepared"]
@@ -172,6 +172,11 @@ class AbstractTask(ABC):
         if evaluation.final_stride and not self.learns_text:
             came = str(evaluation.final_stride)
             raise InvalidArgument("evaluation.final_stride", came, f"0 for task {task}")
+        standard = Evaluation().windows
+        if evaluation.windows != standard and not self.learns_text:
+            required = f"{standard}, which says nothing here: {task} is evaluated on all examples"
+            fix = "It counts windows of a text."
+            raise InvalidArgument("evaluation.windows", str(evaluation.windows), required, fix)
         if config.budget.tokens is not None and not self.learns_text:
             came = f"{config.budget.tokens} tokens"
             required = f"budget.steps: task {task} counts examples"

@@ -16,7 +16,7 @@ from tilewise.lab.study.choices import variants
 from tilewise.lab.study.config import Model, RunConfig
 from tilewise.lab.study.train.nudge import nudge
 
-__all__ = ["bert_of", "checkpoint_folder", "gpt2_of", "vit_of"]
+__all__ = ["bert_of", "checkpoint_folder", "gpt2_of", "gpt2_shape", "vit_of"]
 
 _PACKAGE = "package:"
 
@@ -33,7 +33,7 @@ def gpt2_of(config: RunConfig, vocabulary: int, seed: int, device: torch.device)
     heads = variants.Heads(config.model.heads, device, config.model.context)
     variation = variants.build(config.attention.variant, heads)
     model = GPT2(
-        _shape(config.model, vocabulary),
+        gpt2_shape(config.model, vocabulary),
         implementation=config.attention.implementation,
         mask=variation.mask,
         score=variation.score,
@@ -46,7 +46,8 @@ def gpt2_of(config: RunConfig, vocabulary: int, seed: int, device: torch.device)
     return model.to(device)
 
 
-def _shape(model: Model, vocabulary: int) -> Shape:
+def gpt2_shape(model: Model, vocabulary: int) -> Shape:
+    """The numbers of the GPT-2 that a config describes, with so many tokens."""
     return Shape(
         layers=model.layers,
         heads=model.heads,

@@ -30,7 +30,7 @@ from tilewise.lab.study.train.memory_split import (
 from tilewise.lab.study.train.state import State, pack, unpack
 from tilewise.lab.study.train.team import ALONE, Team, cut_like, whole
 
-__all__ = ["Diverged", "Split", "Taken", "Trainer"]
+__all__ = ["Diverged", "Split", "Taken", "Trainer", "weights_of"]
 
 _WEIGHT = "model."
 
@@ -58,6 +58,15 @@ class Taken(NamedTuple):
     wall_s: float
     cpu_s: float
     tokens: int
+
+
+def weights_of(state: State) -> dict[str, Tensor]:
+    """The weights in a state, in training mode, by their names in the model."""
+    return {
+        name.removeprefix(_WEIGHT): each
+        for name, each in state.tensors.items()
+        if name.startswith(_WEIGHT)
+    }
 
 
 class Split(NamedTuple):
@@ -226,11 +235,7 @@ class Trainer:
 
     def restore(self, state: State) -> None:
         """Go on from a state of this very run, to the bit, whatever the number of processes."""
-        weights = {
-            name.removeprefix(_WEIGHT): each
-            for name, each in state.tensors.items()
-            if name.startswith(_WEIGHT)
-        }
+        weights = weights_of(state)
         own = self.model.state_dict()
         self.model.load_state_dict({name: cut_like(weights[name], own[name]) for name in weights})
         self.optimizer.load_state_dict(unpack(state.values["optimizer"], state.tensors))

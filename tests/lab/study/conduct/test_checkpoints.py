@@ -1,0 +1,130 @@
+"""Checkpoints are looked at before any run starts: BERT and ViT, there or not, fitting or not."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from tests.lab.study.records_of import config_of as language_of
+from tests.lab.study.records_of import experiment_of, study_of
+from tests.lab.study.tasks import test_images as images
+from tests.lab.study.tasks.small import config_of
+from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.lab.models.bert import BERT, Shape
+from tilewise.lab.models.vit import Shape as ViTShape
+from tilewise.lab.models.vit import ViT
+from tilewise.lab.study import store
+from tilewise.lab.study.conduct.checkpoints import check_checkpoints
+from tilewise.lab.study.conduct.conductor import Request, conduct
+from tilewise.lab.study.conduct.forecast import data_key
+from tilewise.lab.study.config import Arm, Experiment, RunConfig, Study
+from tilewise.lab.study.plan import planned
+from tilewise.lab.study.tasks.classification import Classification
+from tilewise.lab.study.tasks.examples import Examples, Ragged, Split
+from tilewise.lab.study.tasks.task import Prepared
+
+VOCABULARY = 20
+BERT_SHAPE = Shape(layers=1, heads=2, width=16, context=32, vocabulary=VOCABULARY)
+
+
+def examples() -> Examples:
+    split = Split(Ragged.of([[1], [2, 3]]), None, np.array([0, 1]))
+    return Examples("some", "some", VOCABULARY, 4, 5, split, {"held_out": split}, "wordpiece")
+
+
+def study_from(baseline: RunConfig, *arms: Mapping[str, Any]) -> Study:
+    changed = tuple(Arm(name=f"arm-{at}", changes=dict(each)) for at, each in enumerate(arms))
+    experiment = Experiment(
+        name="tuned",
+        question="?",
+        baseline=baseline,
+        arms=changed,
+        seeds=(0, 1),
+        smallest_effect=0.02,
+        metric="accuracy",
+    )
+    return study_of(experiment)
+
+
+def check(study: Study, data: Prepared) -> None:
+    tasks = planned(study)
+    check_checkpoints(tasks, {data_key(task.run.config): data for task in tasks})
+
+
+def test_each_is_loaded_once_and_as_its_runs_load_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        BERT(BERT_SHAPE).save(tmp_path / name)
+    asked: list[str] = []
+    real = Classification.model
+
+    def counted(self: Classification, config: RunConfig, *rest: Any) -> BERT:
+        asked.append(Path(config.model.checkpoint).name)
+        return real(self, config, *rest)
+
+    monkeypatch.setattr(Classification, "model", counted)
+    check(
+        study_from(
+            config_of(tmp_path, **{"model.checkpoint": str(tmp_path / "one")}),
+            {"optimizer.lr": 0.1},
+            {"model.dropout.residual": 0.1},
+            {"model.checkpoint": str(tmp_path / "two")},
+            {"model.checkpoint": ""},
+        ),
+        examples(),
+    )
+    assert sorted(asked) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model.checkpoint": "nowhere"}, r"arm-0: model.checkpoint: got nowhere.*config.json"),
+        ({"model.layers": 2}, r"tuned/arm-0: model.layers: got 2.*Set model.layers=1"),
+        ({"model.context": 64}, r"tuned/arm-0: model.context: got 64.*at most 32"),
+    ],
+)
+def test_a_bert_that_does_not_fit(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    BERT(BERT_SHAPE).save(tmp_path)
+    study = study_from(config_of(tmp_path, **{"model.checkpoint": str(tmp_path)}), changes)
+    with pytest.raises(InvalidArgument, match=words):
+        check(study, examples())
+
+
+def test_a_bert_of_another_kind(tmp_path: Path) -> None:
+    BERT(BERT_SHAPE).save(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_act": "relu"}))
+    study = study_from(config_of(tmp_path, **{"model.checkpoint": str(tmp_path)}))
+    with pytest.raises(Unsupported, match=rf"tuned/baseline: {tmp_path}: a BERT with hidden_act"):
+        check(study, examples())
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_no_run_starts_before_the_checkpoint_of_a_later_one_is_there(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The language model would run first, and needs no checkpoint."""
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text").write_text("the cat sat on the mat. " * 400)
+    weights = tmp_path / "weights"
+    if there:
+        shape = ViTShape(layers=1, heads=2, width=16, image=16, patch=4, channels=1, classes=3)
+        ViT(shape).save(weights)
+    source = images.folder_of(tmp_path)
+    first = experiment_of("lion", baseline=language_of(**{"data.source": str(tmp_path / "text")}))
+    later = study_from(images.config_of(source, model__checkpoint=str(weights))).experiments
+    study = study_of(first, *later)
+    request = Request(study, "", tmp_path / "out", jobs=1, module="no.child.shall.start")
+    words = r"shape: got image 8; required: 16" if there else r"model.checkpoint: got .*weights"
+    with pytest.raises(InvalidArgument, match=rf"tuned/baseline: {words}"):
+        conduct(request, Console(file=io.StringIO()))
+    assert not store.folder_of(study, tmp_path / "out").exists()

@@ -55,11 +55,12 @@ def test_every_command_is_taken(
     monkeypatch.setenv("TILEWISE_STUDIES", str(tmp_path))
     monkeypatch.setattr(conductor, "conduct", conduct)
     words = shlex.split(line, comments=True)[1:]
-    if words[1] in ("show", "compare"):
+    if words[1] in ("show", "compare", "export"):
         assert words[1] in command._SUBCOMMANDS
+        asked_of = words[2:3] if words[1] == "export" else words[2:]
         experiments = recipes.find(f"{example}:choices").study().experiments
         known = {f"{each.name}/{arm}" for each in experiments for arm in each.arm_names}
-        assert set(words[2:]) <= known
+        assert {each.removesuffix("/seed-0") for each in asked_of} <= known
         return
     assert cli.main(words) == 0
     looks = words[1] in command._SUBCOMMANDS or "--dry-run" in words
@@ -101,6 +102,12 @@ def test_every_choice_is_there_with_its_options(kind: registry.Kind) -> None:
 @pytest.mark.parametrize("kind", ["optimizer", "schedule"])
 def test_every_name_is_there(kind: registry.Kind) -> None:
     assert [name for name in registry.names(kind) if f"`{name}`" not in PAGE] == []
+
+
+def test_every_subcommand_is_there() -> None:
+    shown = "\n".join(LINES)
+    asked = [name for name in command._SUBCOMMANDS if name != "run"]
+    assert [name for name in asked if not re.search(rf"\b{name}\b", shown)] == []
 
 
 def test_what_an_encoder_sees_is_said() -> None:

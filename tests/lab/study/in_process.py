@@ -40,13 +40,16 @@ def quickly(folder: Path) -> Iterator[None]:
         yield
 
 
-def run(recipe: str, out: Path, kill: str = "") -> tuple[int | None, list[str]]:
+def run(
+    recipe: str, out: Path, kill: str = "", options: Sequence[str] = ()
+) -> tuple[int | None, list[str]]:
     """``tilewise study RECIPE``.
 
     Args:
         recipe: e.g. ``my_study.py:function``.
         out: folder of studies.
         kill: the name (a pattern) of a run that is to be killed half way.
+        options: further words of the command.
 
     Returns:
         its exit status, None if it was killed, and the runs that it began, in order.
@@ -60,7 +63,7 @@ def run(recipe: str, out: Path, kill: str = "") -> tuple[int | None, list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conductor, "Local", local)
         try:
-            status = cli.main(["study", recipe, "--out", str(out), "--jobs", "1"])
+            status = cli.main(["study", recipe, "--out", str(out), "--jobs", "1", *options])
         except Killed:
             return None, here[0].started
     return status, here[0].started if here else []

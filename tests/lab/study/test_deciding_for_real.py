@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 RECIPE = '''
 from pathlib import Path
 
+from tilewise.lab.study import overrides, recipes
 from tilewise.lab.study.config import *
 from tilewise.lab.study.recipes.arms import factorial
 
@@ -67,6 +68,13 @@ def grown() -> Study:
         confirm=Confirm(seeds=(20, 21)),
     )
     return Study(name="grown", question="?", experiments=(experiment,))
+
+def screened() -> Study:
+    """The shipped recipe with a model of a few weights."""
+    study = recipes.find("screening").study(steps=8, seeds=3, fresh_seeds=2)
+    small = ("model.layers=1", "model.heads=2", "model.width=16", "model.context=32")
+    less = ("training.batch=4", "evaluation.windows=4", f"data.source={RUN.data.source}")
+    return overrides.apply(study, (*small, *less, "sweep.multiples=1,2"))
 '''
 
 
@@ -186,6 +194,28 @@ def test_seeds_are_added_and_survivors_go_on(place: Path) -> None:
     page = page_of(place / "grown")
     for words in ("one.combine", "one.confirm", "diverged", "Look 1 of 2"):
         assert words in page
+
+
+def test_the_recipe_screening_goes_from_six_choices_to_a_winner(place: Path) -> None:
+    status, started = study(place, "screened", "screened")
+    assert status == 0
+    stages = [name.partition("/")[0] for name in started]
+    assert stages == sorted(stages)
+    assert set(stages) == {"choices", "choices.combine", "choices.confirm"}
+    first, *others = verdicts(place / "screened")
+    alone = [each["arm"] for each in first["arms"]]
+    assert alone == ["muon", "wsd", "rotary", "rms", "qk-norm", "dropout"]
+    assert all(each["look"]["number"] == 1 for each in first["arms"])
+    able = [each["arm"] for each in first["arms"] if each["label"] not in ("worse", "diverged")]
+    combined = next(each for each in others if each["experiment"] == "choices.combine")
+    factors = {part for each in combined["arms"] for part in each["arm"].split("+")}
+    assert len(factors) == min(4, len(able)) >= 2
+    assert factors <= set(able)
+    assert len(combined["arms"]) == (7 if len(factors) > 2 else 3)
+    confirmed = next(each for each in others if each["experiment"] == "choices.confirm")
+    (winner,) = confirmed["arms"]
+    assert winner["arm"] == min(combined["arms"], key=lambda each: each["effect"])["arm"]
+    assert [each["seed"] for each in winner["per_seed"]] == [100, 101]
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,10 @@ def printed(study: Any) -> str:
 
 
 def test_the_table_has_every_arm_its_hours_and_its_memory() -> None:
-    study = recipes.find("h200").study()
+    # At 8,192 tokens each tile of a pattern is judged by itself, which takes seconds.
+    whole = recipes.find("h200").study()
+    quick = [each.name for each in whole.experiments if each.name != "passages-8192"]
+    study = apply(whole, [f"experiments={','.join(quick)}"])
     text = printed(study)
     lines = text.splitlines()
     for experiment in study.experiments:
@@ -124,6 +127,27 @@ def test_the_table_has_every_arm_its_hours_and_its_memory() -> None:
     memory = need(study.experiments[9].baseline).total
     assert f"{memory / 1e9:,.1f} GB" in line
     assert "take it for the least" in text
+
+
+def test_a_pattern_saves_the_pairs_that_it_leaves_out() -> None:
+    found = {each.name: each for each in recipes.find("h200").study().experiments}
+    experiment = found["passages-2048"]
+    full, plain, window, butterfly = (
+        predict(experiment.config_of(arm), H200)
+        for arm in ("tilewise", "plain", "window-global", "butterfly")
+    )
+    assert window.attention_s < butterfly.attention_s < 0.4 * full.attention_s
+    assert full.attention_s < plain.attention_s
+    assert window.products_s == butterfly.products_s == plain.products_s
+    assert window.memory_bytes == full.memory_bytes
+
+
+@pytest.mark.slow
+def test_the_longest_passages_are_predicted_too() -> None:
+    (experiment,) = apply(recipes.find("h200").study(), ["experiments=passages-8192"]).experiments
+    sparse = [predict(experiment.config_of(arm), H200) for arm in ("window-global", "butterfly")]
+    full = predict(experiment.baseline, H200)
+    assert all(10 * each.attention_s < 2 * full.attention_s for each in sparse)
 
 
 def test_evaluations_that_are_not_counted_are_told() -> None:
@@ -149,7 +173,8 @@ def test_the_command_prints_and_runs_nothing(
 ) -> None:
     monkeypatch.setattr(conductor, "conduct", None)  # whoever calls it fails
     out = ["--out", str(tmp_path / "studies")]
-    assert command.main(["h200", "--dry-run", "--seeds", "3", *out]) == 0
+    only = ["--set", "experiments=small-1k"]
+    assert command.main(["h200", "--dry-run", "--seeds", "3", *only, *out]) == 0
     assert "h200 on one NVIDIA H200 SXM, predicted" in capsys.readouterr().out
     assert command.main(["kernels", "--dry-run", "--chip", "a100", *out]) == 0
     assert "kernels on one NVIDIA A100" in capsys.readouterr().out

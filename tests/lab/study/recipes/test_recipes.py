@@ -9,10 +9,18 @@ import pytest
 from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument
 from tilewise.lab.study import recipes
-from tilewise.lab.study.config import Experiment, Study, change, config_hash, parse
+from tilewise.lab.study.config import (
+    Experiment,
+    Sequential,
+    Study,
+    change,
+    config_hash,
+    parse,
+)
 from tilewise.lab.study.need import need
 from tilewise.lab.study.plan import planned
 from tilewise.lab.study.recipes.lengths import plain_attention_bytes
+from tilewise.lab.study.verdict.stages import combined
 
 STUDIES = {name: recipes.find(name).study() for name in recipes.names()}
 ALL = [*STUDIES.values(), recipes.find("wikitext").study(preset="h200")]
@@ -131,6 +139,29 @@ def test_gpt2_factorial_is_every_combination_with_tuned_rates() -> None:
     assert not set(only.confirm.seeds) & set(only.seeds)
 
 
+def test_screening_goes_all_the_way_and_says_what_it_costs() -> None:
+    (only,) = STUDIES["screening"].experiments
+    assert [arm.name for arm in only.arms] == ["muon", "wsd", "rotary", "rms", "qk-norm", "dropout"]
+    changed = [path for arm in only.arms for path in arm.changes]
+    assert len(set(changed)) == len(changed), "any of them goes with any other"
+    assert only.sequential is not None
+    assert (only.sequential.looks, len(only.seeds)) == ((3, 5), 5)
+    assert only.combine is not None
+    assert only.confirm is not None
+    runs = planned(STUDIES["screening"])
+    whole = sum(task.run.config.steps for task in runs) / only.baseline.steps
+    assert whole == 7 * (2 + 5) + 8 * (2 + 3) + 2 * 6 == 101
+    assert only.baseline.steps * only.baseline.tokens_per_step == 327_680
+    few = combined(only, ("muon", "wsd", "rms"))
+    four = combined(only, ("muon", "wsd", "rms", "qk-norm"))
+    assert [len(each.arms) for each in (few, four)] == [7, 7]
+    assert four.design is not None
+    assert four.design.generators == {"qk-norm": ("muon", "wsd", "rms")}
+    for seeds, looks in ((2, (2,)), (3, (3,)), (4, (3, 4))):
+        shorter = recipes.find("screening").study(seeds=seeds).experiments[0]
+        assert shorter.sequential == Sequential(looks=looks)
+
+
 def test_longer_context_stops_plain_attention_where_it_is_told_to() -> None:
     study = recipes.find("longer-context").study(plain_up_to=1024)
     names = [each.name for each in study.experiments]
@@ -167,7 +198,9 @@ def test_h200_is_the_shipped_protocols_at_full_size() -> None:
     assert study.chip == "h200"
     lengths = ("1k", "2k", "4k", "8k", "16k")
     sizes = [f"{size}-{length}" for size in ("small", "medium") for length in lengths]
-    assert list(found) == [*sizes, "bert-large", "factorial", "bert-cola", "bert-rte", "bert-sst2"]
+    tuned = ["bert-cola", "bert-rte", "bert-sst2"]
+    by_length = [*experiments("listops"), *experiments("long-documents")]
+    assert list(found) == [*sizes, "bert-large", "factorial", *tuned, *by_length]
     small, medium = found["small-16k"].baseline.model, found["medium-1k"].baseline.model
     assert (small.layers, small.heads, small.width, small.context) == (12, 12, 768, 16384)
     assert (medium.layers, medium.heads, medium.width, medium.context) == (24, 16, 1024, 1024)
@@ -175,8 +208,8 @@ def test_h200_is_the_shipped_protocols_at_full_size() -> None:
     assert found["medium-16k"].arm_names == ("sdpa", "tilewise", "rounding")
     assert found["factorial"].design == experiments("gpt2-factorial")["factorial"].design
     assert set(experiments("bert-glue")["cola"].arm_names) == set(found["bert-cola"].arm_names)
-    tuned = found["bert-sst2"].baseline
-    assert (tuned.model.layers, tuned.model.width, tuned.steps) == (24, 1024, 6313)
+    sst2 = found["bert-sst2"].baseline
+    assert (sst2.model.layers, sst2.model.width, sst2.steps) == (24, 1024, 6313)
     room = CHIPS["h200"].memory_bytes
     assert room is not None
     for experiment in found.values():
@@ -186,6 +219,31 @@ def test_h200_is_the_shipped_protocols_at_full_size() -> None:
             assert need(config).total < room, f"{experiment.name}/{arm}"
     plain = change(found["medium-16k"].baseline, {"attention.implementation": "plain"})
     assert need(plain).total > room
+
+
+@pytest.mark.parametrize("name", ["listops", "long-documents"])
+def test_h200_has_the_studies_of_length_with_larger_models(name: str) -> None:
+    """The same task, lengths and patterns; what differs is the size, and when plain is left out."""
+    sizes = {"listops": (6, 8, 512), "long-documents": (12, 12, 768)}
+    for each, small in experiments(name).items():
+        large = experiments("h200")[each]
+        model, same = large.baseline.model, ("family", "context", "dropout", "checkpoint")
+        assert (model.layers, model.heads, model.width) == sizes[name]
+        assert all(getattr(model, key) == getattr(small.baseline.model, key) for key in same)
+        assert large.baseline.task == small.baseline.task
+        assert large.baseline.data == small.baseline.data
+        assert (large.metric, large.smallest_effect) == (small.metric, small.smallest_effect)
+        for arm in ("window-global", "butterfly"):
+            patterns = [one.config_of(arm).attention for one in (small, large)]
+            assert patterns[0] == patterns[1]
+        assert large.baseline.steps * large.baseline.training.batch > 6 * (
+            small.baseline.steps * small.baseline.training.batch
+        )
+    last = {"listops": "lra-2000", "long-documents": "passages-2048"}[name]
+    assert experiments("h200")[last].baseline_name == "plain"
+    beyond = experiments("h200")["passages-8192"]
+    assert beyond.arm_names == ("tilewise", "window-global", "butterfly")
+    assert "would hold 2.6e+02 GB and may hold 122" in beyond.question
 
 
 def test_a_chip_is_one_that_is_known() -> None:
@@ -227,6 +285,9 @@ def test_predicted_bytes_of_plain_attention_are_those_of_the_io_model() -> None:
     numbers = 2 * 4 * 8192 * 4  # bytes of two sequences, four heads, float32
     held = 4 * numbers * 8192  # probabilities: kept of two layers, and two more at once
     assert plain_attention_bytes(config) == held + 3 * 4 * numbers * 16  # q, k, v and out
+    # Autocast keeps them in float32 all the same, and of each layer a copy of half the size.
+    narrow = change(config, {"training.precision": "bf16"})
+    assert plain_attention_bytes(narrow) - plain_attention_bytes(config) == numbers * 8192
 
 
 def test_long_documents_learns_from_as_many_tokens_at_every_length() -> None:

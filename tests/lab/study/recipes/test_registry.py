@@ -49,7 +49,8 @@ def mine(tmp_path: Path) -> Path:
 def test_the_packages_recipes_by_name() -> None:
     by_length = ("listops", "long-documents")
     others = ("kernels", "laptop", "laptop-full", "wikitext", "longer-context")
-    assert recipes.names() == (*others, "gpt2-factorial", "bert-glue", *by_length, "h200")
+    factors = ("gpt2-factorial", "screening")
+    assert recipes.names() == (*others, *factors, "bert-glue", *by_length, "h200")
     found = recipes.find("longer-context")
     assert found.name == "longer-context"
     assert found.options["seeds"] == 3

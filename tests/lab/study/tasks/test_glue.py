@@ -12,7 +12,7 @@ import torch
 
 from tests.lab.study.tasks.small import FOLDERS, LABELS, config_of, sentence, write_glue
 from tests.lab.study.train.toys import CPU, record_of
-from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.errors import InvalidArgument
 from tilewise.lab.models.bert import BERT, Head, Shape
 from tilewise.lab.study.config import Experiment, RunConfig, change, config_hash
 from tilewise.lab.study.data.corpus import data_folder
@@ -364,40 +364,6 @@ def test_the_real_files() -> None:
         rows = read(DATASETS[dataset], "glue")
         assert (len(rows["train"].labels), len(rows["held_out"].labels)) == (train, dev)
         assert set(rows["train"].labels) == {0, 1}
-
-
-@pytest.mark.filterwarnings("ignore:Cannot locate reference")  # of dill, inside datasets
-@pytest.mark.parametrize("dataset", ["cola", "mnli", "stsb", "mrpc"])
-def test_by_a_name_of_the_hub(
-    dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The real loading code, on a folder that is laid out like a data set of the Hub."""
-    datasets = pytest.importorskip("datasets", reason="pip install 'tilewise[hub]'")
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    local = read(DATASETS[dataset], str(write_glue(tmp_path / "glue", dataset)))
-    described = DATASETS[dataset]
-    names = (described.hub_first or described.first, described.hub_second or described.second)
-    lines = ["---", "configs:", f"- config_name: {dataset}", "  data_files:"]
-    for part, (_, split) in described.parts.items():
-        rows = local[part]
-        columns: dict[str, Any] = {names[0]: rows.first, "label": rows.labels}
-        if rows.second is not None:
-            columns[names[1]] = rows.second
-        path = tmp_path / "hub" / dataset / f"{split}-00000-of-00001.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        parquet.write_table(arrow.table(columns), path)
-        lines += [f"  - split: {split}", f"    path: {dataset}/{path.name}"]
-    (tmp_path / "hub" / "README.md").write_text("\n".join([*lines, "---", ""]))
-    assert read(described, f"hub:{tmp_path / 'hub'}") == local
-    with pytest.raises(InvalidArgument, match="configuration rte"):
-        read(DATASETS["rte"], f"hub:{tmp_path / 'hub'}")
-
-
-def test_the_hub_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(Unsupported, match=r"pip install 'tilewise\[hub\]'"):
-        read(DATASETS["cola"], "hub:nyu-mll/glue")
 
 
 @pytest.mark.parametrize("feed_forward", [None, 40])

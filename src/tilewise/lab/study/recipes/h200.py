@@ -1,4 +1,4 @@
-"""The shipped studies at full size, for one H200: kernels, the factorial, fine-tuning."""
+"""The shipped studies at full size, for one H200: kernels, the factorial, fine-tuning, length."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from tilewise.lab.study.config import (
     change,
 )
 from tilewise.lab.study.need import need
+from tilewise.lab.study.recipes import listops, long_documents
 from tilewise.lab.study.recipes.arms import factorial, one_at_a_time
 from tilewise.lab.study.recipes.bert_glue import PARTS, Part, glue_experiment
 from tilewise.lab.study.recipes.kernels import ROUNDING
@@ -62,6 +63,24 @@ FINE_TUNED: dict[str, dict[str, Any]] = {
     "no-decay": {"optimizer.weight_decay": 0.0},
 }
 BERT_LARGE = {"model.layers": 24, "model.heads": 16, "model.width": 1024}
+# Of the Long Range Arena's own ListOps: 1,000 of 5,000 steps of warm-up, batches of 32.
+LRA = {
+    "model.layers": 6,
+    "model.heads": 8,
+    "model.width": 512,
+    "optimizer.lr": 0.0005,
+    "schedule.warmup": 0.2,
+    "training.precision": "bf16",
+}
+LRA_STEPS, LRA_BATCH = 5000, 32
+BERT_BASE = {
+    "model.layers": 12,
+    "model.heads": 12,
+    "model.width": 768,
+    "optimizer.lr": 0.0002,
+    "training.precision": "bf16",
+}
+PASSAGES_TOKENS, PASSAGES_STEPS = 32768, 400
 
 
 @recipe
@@ -72,13 +91,16 @@ def h200(
     checkpoint: str = "bert-large-uncased",
     glue: str = "glue",
 ) -> Study:
-    """GPT-2 small and medium to 16,384 tokens, and BERT-large, for one H200 in bfloat16.
+    """The shipped protocols with GPT-2 small and medium and BERT base and large, for one H200.
 
-    The protocols of ``kernels``, ``gpt2-factorial`` and ``bert-glue`` at full size: plain, sdpa and
-    tilewise attention on WikiText-103, at contexts of 1,024 to 16,384 and 16,384 tokens a step
-    (plain while its matrices have room), and on masked tokens with BERT-large; the sixteen
-    combinations with GPT-2 small on two epochs of WikiText-103; BERT-large on CoLA, RTE and SST-2,
-    three epochs of each. ``tilewise study h200 --dry-run`` says what it takes, on any machine.
+    All in bfloat16. ``kernels``: plain, sdpa and tilewise attention on WikiText-103, at contexts of
+    1,024 to 16,384 and 16,384 tokens a step (plain while its matrices have room), and on masked
+    tokens with BERT-large. ``gpt2-factorial``: the sixteen combinations with GPT-2 small on two
+    epochs of WikiText-103. ``bert-glue``: BERT-large on CoLA, RTE and SST-2, three epochs of each.
+    ``listops``: its four lengths with the Long Range Arena's own size of model, batch and steps.
+    ``long-documents``: a model of BERT-base's size from scratch, some ten epochs of the 233
+    addresses, 32,768 tokens a step. ``tilewise study h200 --dry-run`` says what it takes, on any
+    machine.
 
     Args:
         steps: of the runs that compare kernels.
@@ -95,6 +117,8 @@ def h200(
             _bert_kernels(steps, numbers),
             _factorial(tuple(range(seeds + 1))),
             *(_fine_tuning(each, checkpoint, glue, tuple(range(seeds + 2))) for each in PARTS),
+            *(_listops(each, numbers) for each in listops.LENGTHS),
+            *(_passages(length, numbers) for length in long_documents.LENGTHS),
         ),
         chip=CHIP,
     )
@@ -102,10 +126,9 @@ def h200(
 
 def _compared(name: str, question: str, config: RunConfig, seeds: tuple[int, ...]) -> Experiment:
     """Three kernels on one config; two of them where plain attention has no room."""
-    room = CHIPS[CHIP].memory_bytes
-    assert room is not None
     plain = change(config, {"attention.implementation": "plain"})
-    names = ["plain", "sdpa", "tilewise"] if need(plain).total <= room else ["sdpa", "tilewise"]
+    fits = need(plain).total <= _room()
+    names = ["plain", "sdpa", "tilewise"] if fits else ["sdpa", "tilewise"]
     arms: dict[str, Any] = {each: {"attention.implementation": each} for each in names[1:]}
     return Experiment(
         name=name,
@@ -191,6 +214,32 @@ def _fine_tuning(part: Part, checkpoint: str, source: str, seeds: tuple[int, ...
     }
     own = {f"baseline.{path}": value for path, value in changes.items()}
     return change(small, {"name": f"bert-{part.dataset}", **own})
+
+
+def _listops(length: listops.Expressions, seeds: tuple[int, ...]) -> Experiment:
+    """The Arena's model and steps on expressions of a length, in the protocol of ``listops``."""
+    whole = length._replace(batch=LRA_BATCH, steps=LRA_STEPS)
+    config = change(listops.listops_config(whole), LRA)
+    return listops.listops_experiment(whole, config, _beside(config), seeds)
+
+
+def _passages(length: int, seeds: tuple[int, ...]) -> Experiment:
+    """A model of BERT-base's size on passages, in the protocol of ``long-documents``."""
+    small = long_documents.passages_config(length, PASSAGES_STEPS, tokens=PASSAGES_TOKENS)
+    config = change(small, BERT_BASE)
+    return long_documents.passages_experiment(config, _beside(config), seeds)
+
+
+def _beside(config: RunConfig) -> float:
+    """10^9 bytes, whole ones, that the chip has left for the matrices of plain attention."""
+    rest = need(change(config, {"attention.implementation": "tilewise"})).total
+    return (_room() - rest) // 10**9
+
+
+def _room() -> int:
+    room = CHIPS[CHIP].memory_bytes
+    assert room is not None
+    return room
 
 
 def _wikitext(tokenizer: Any) -> Data:

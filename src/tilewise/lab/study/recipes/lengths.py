@@ -16,13 +16,15 @@ from tilewise.problem import Problem
 __all__ = ["at_length", "plain_attention_bytes"]
 
 TILEWISE = {"attention.implementation": "tilewise"}
+_NARROW_BYTES = 2  # of a number in half precision
 
 
 def plain_attention_bytes(config: RunConfig) -> int:
     """What plain attention holds at most in a training step, by the IO model.
 
     Of a micro-batch whose longest sequence fills the context: shorter ones are padded to it.
-    Beside it are the rest of the model and its optimizer.
+    Beside it are the rest of the model and its optimizer. Autocast on a GPU has the softmax in
+    float32 and keeps a copy of two bytes a probability for the product that follows.
     """
     model, batch = config.model, config.training.batch
     problem = Problem(
@@ -42,7 +44,10 @@ def plain_attention_bytes(config: RunConfig) -> int:
         dropout_p=model.dropout.attention,
         sinks=False,
     )
-    return plain_held(problem).peak(model.layers)
+    held = plain_held(problem).peak(model.layers)
+    if config.training.precision == "float32":
+        return held
+    return held + model.layers * _NARROW_BYTES * batch * model.heads * model.context**2
 
 
 def at_length(

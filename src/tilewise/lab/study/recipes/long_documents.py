@@ -7,6 +7,7 @@ from tilewise.lab.study.config import (
     Budget,
     Data,
     Evaluation,
+    Experiment,
     Model,
     Optimizer,
     RunConfig,
@@ -19,7 +20,7 @@ from tilewise.lab.study.config import (
 from tilewise.lab.study.recipes.lengths import at_length
 from tilewise.lab.study.recipes.registry import recipe
 
-__all__ = ["long_documents"]
+__all__ = ["LENGTHS", "long_documents", "passages_config", "passages_experiment"]
 
 LENGTHS = (512, 2048, 8192)
 TOKENS_PER_STEP = 16384
@@ -62,28 +63,62 @@ def long_documents(
         name="long-documents",
         question="What does accuracy gain from longer passages, and what does length cost?",
         experiments=tuple(
-            at_length(
-                f"passages-{length}",
-                _config(length, source, label, split, steps),
-                task=f"Addresses in passages of {length:,} tokens",
-                patterns=PATTERNS,
-                plain_gb=plain_gb,
-                seeds=numbers,
-                smallest_effect=0.05,
+            passages_experiment(
+                passages_config(length, steps, source=source, label=label, split=split),
+                plain_gb,
+                numbers,
             )
             for length in LENGTHS
         ),
     )
 
 
-def _config(length: int, source: str, label: str, split: str, steps: int) -> RunConfig:
+def passages_experiment(config: RunConfig, plain_gb: float, seeds: tuple[int, ...]) -> Experiment:
+    """Plain attention while it fits, tilewise and the patterns on passages of a length.
+
+    Args:
+        config: what ``passages_config`` says of it, or the same with another model.
+        plain_gb: as of ``at_length``.
+        seeds: of every arm.
+    """
+    length = config.model.context
+    return at_length(
+        f"passages-{length}",
+        config,
+        task=f"Addresses in passages of {length:,} tokens",
+        patterns=PATTERNS,
+        plain_gb=plain_gb,
+        seeds=seeds,
+        smallest_effect=0.05,
+    )
+
+
+def passages_config(
+    length: int,
+    steps: int,
+    *,
+    tokens: int = TOKENS_PER_STEP,
+    source: str = "sotu",
+    label: str = "era",
+    split: str = "addresses",
+) -> RunConfig:
+    """A run with the small model on passages of a length.
+
+    Args:
+        length: in tokens.
+        steps: of the run.
+        tokens: that a step learns from.
+        source: as of ``long_documents``.
+        label: as of it.
+        split: as of it.
+    """
     return RunConfig(
         model=Model(family="bert", layers=2, heads=4, width=64, context=length),
         data=Data(source=source, tokenizer="wordpiece"),
         attention=Attention(variant=Variant(name="full")),
         optimizer=Optimizer(name="adamw", lr=0.002, weight_decay=0.01, betas=(0.9, 0.98)),
         schedule=Schedule(name="linear", warmup=0.1),
-        training=Training(batch=TOKENS_PER_STEP // length),
+        training=Training(batch=tokens // length),
         budget=Budget(steps=steps),
         evaluation=Evaluation(every=max(1, steps // 2)),
         task=Task(name="documents", label=label, split=split, passage=length, pooling="mean"),

@@ -37,6 +37,7 @@ _MODULES = (
     "wikitext",
     "longer_context",
     "factorial",
+    "screening",
     "bert_glue",
     "listops",
     "long_documents",

@@ -1,0 +1,134 @@
+"""``docs/studies.md`` tells the truth: its example runs, its commands are taken, its keys exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lab.study.in_process import quickly, run, verdicts
+from tests.lab.study.train.toys import text
+from tilewise import cli
+from tilewise.lab.study import command, deciding, recipes
+from tilewise.lab.study.choices import registry
+from tilewise.lab.study.choices.variants import ENCODER
+from tilewise.lab.study.conduct import conductor
+from tilewise.lab.study.config import Arm, Experiment, Frozen, RunConfig
+from tilewise.lab.study.plan import planned
+
+PAGE = (Path(__file__).parents[3] / "docs/studies.md").read_text()
+LINES = re.findall(r"^    (tilewise study .*)$", PAGE, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page's example as a file."""
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    path = tmp_path_factory.mktemp("page") / "my_study.py"
+    path.write_text(code)
+    return path
+
+
+def test_the_example_is_as_many_runs_as_it_says(example: Path) -> None:
+    study = recipes.find(f"{example}:choices").study()
+    assert f"`choices` has at most {len(planned(study))} runs" in PAGE
+    (reviews,) = recipes.find(f"{example}:reviews").study().experiments
+    assert reviews.baseline.data.source.startswith("hub:")
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_every_command_is_taken(
+    line: str, example: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever runs a study comes to the conductor; what looks at one is a subcommand."""
+    asked: list[conductor.Request] = []
+
+    def conduct(request: conductor.Request, _: object) -> int:
+        asked.append(request)
+        return 0
+
+    monkeypatch.chdir(example.parent)
+    monkeypatch.setenv("TILEWISE_STUDIES", str(tmp_path))
+    monkeypatch.setattr(conductor, "conduct", conduct)
+    words = shlex.split(line, comments=True)[1:]
+    if words[1] in ("show", "compare", "export"):
+        assert words[1] in command._SUBCOMMANDS
+        asked_of = words[2:3] if words[1] == "export" else words[2:]
+        experiments = recipes.find(f"{example}:choices").study().experiments
+        known = {f"{each.name}/{arm}" for each in experiments for arm in each.arm_names}
+        assert {each.removesuffix("/seed-0") for each in asked_of} <= known
+        return
+    assert cli.main(words) == 0
+    looks = words[1] in command._SUBCOMMANDS or "--dry-run" in words
+    assert len(asked) == (0 if looks else 1)
+
+
+CHOSEN = ("task", "optimizer", "schedule", "variant", "dropout")  # told as a whole
+
+
+def fields(kind: type[Frozen], path: str = "") -> Iterator[str]:
+    """The dotted paths of a config's values."""
+    for name, field in kind.model_fields.items():
+        part: Any = field.annotation
+        if isinstance(part, type) and issubclass(part, Frozen) and name not in CHOSEN:
+            yield from fields(part, f"{path}{name}.")
+        else:
+            yield f"{path}{name}"
+
+
+def test_every_key_is_there() -> None:
+    code = re.findall(r"`([^`\n]+)`", PAGE)
+    named = {word for each in code for word in re.split(r"[ ,=()]", each)}
+    keys = {re.sub(r"(length_warmup)\..*", r"\1", key) for key in fields(RunConfig)}
+    keys |= {*fields(Arm), *(key for key in Experiment.model_fields)}
+    assert sorted(keys - named) == []
+    rules = (deciding.Sweep, deciding.Halving, deciding.Sequential, deciding.Design)
+    for rule in (*rules, deciding.Combine, deciding.Confirm):
+        assert {rule.__name__, *rule.model_fields} - named == set()
+
+
+@pytest.mark.parametrize("kind", ["task", "variant"])
+def test_every_choice_is_there_with_its_options(kind: registry.Kind) -> None:
+    for name in registry.names(kind):
+        assert f"`{name}`" in PAGE
+        for option, standard in registry.find(kind, name).defaults.items():
+            assert f"`{option}={standard}`" in PAGE, name
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "schedule"])
+def test_every_name_is_there(kind: registry.Kind) -> None:
+    assert [name for name in registry.names(kind) if f"`{name}`" not in PAGE] == []
+
+
+def test_every_subcommand_is_there() -> None:
+    shown = "\n".join(LINES)
+    asked = [name for name in command._SUBCOMMANDS if name != "run"]
+    assert [name for name in asked if not re.search(rf"\b{name}\b", shown)] == []
+
+
+def test_what_an_encoder_sees_is_said() -> None:
+    (line,) = re.findall(r"- of an encoder, (.*?);", PAGE, re.DOTALL)
+    assert set(re.findall(r"`([\w-]+)`", line)) - {"causal"} == set(ENCODER)
+
+
+@pytest.mark.slow
+def test_the_example_runs_to_its_end(example: Path) -> None:
+    (example.parent / "text.txt").write_bytes(text(8000))
+    tiny = ("--steps", "8", "--seeds", "3", "--source", str(example.parent / "text.txt"))
+    small = ("model.layers=1", "model.heads=2", "model.width=16", "model.context=32")
+    more = [
+        word
+        for each in (*small, "evaluation.windows=4", "staged.sweep.multiples=1,2")
+        for word in ("--set", each)
+    ]
+    with quickly(example.parent):
+        status, _ = run(f"{example}:choices", example.parent / "out", options=(*tiny, *more))
+    assert status == 0
+    staged, *later = verdicts(example.parent / "out")
+    assert {each["label"] for each in staged["arms"]}.isdisjoint({"incomplete", "diverged"})
+    names = [each["experiment"] for each in later]
+    assert names == ["staged.combine", "staged.confirm", "crossed"]

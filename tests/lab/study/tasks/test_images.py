@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,9 @@ from tilewise.lab.study.config import (
     change,
 )
 from tilewise.lab.study.data.corpus import data_folder
-from tilewise.lab.study.data.order import shuffled
 from tilewise.lab.study.need import need, parameters
 from tilewise.lab.study.records import RunRecord
 from tilewise.lab.study.run import RECORD, Run
-from tilewise.lab.study.tasks import images_files
 from tilewise.lab.study.tasks.images import VARIANTS
 from tilewise.lab.study.tasks.images_files import NAMED, Images, read
 from tilewise.lab.study.train.child import Job, work
@@ -131,40 +128,6 @@ def test_batches_are_images_and_their_labels(tmp_path: Path) -> None:
     assert {(a.tobytes(), int(b)) for a, b in zip(pixels, labels, strict=True)} == wanted
     again = config.learning.batches(config, data, 3).at(7)[0]
     assert torch.equal(again.inputs[0], epoch[7].inputs[0])
-
-
-@pytest.mark.parametrize("examples", [0, 100])
-@pytest.mark.parametrize("sizes", [(), (3,)], ids=["gray", "colour"])
-def test_what_images_take_is_known_from_the_header(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], examples: int
-) -> None:
-    monkeypatch.setattr(images_files, "_AT_ONCE", 64)
-    pixels = np.random.default_rng(0).integers(0, 256, (3000, 32, 32, *sizes), np.uint8)
-    np.savez(tmp_path / "all.npz", images=pixels, labels=np.arange(3000))
-    config = config_of(tmp_path / "all.npz", task__patch=8, task__train_examples=examples)
-    told = config.learning.data_bytes(config)
-    del pixels
-    tracemalloc.start()
-    data = config.learning.prepare(config, tmp_path)
-    kept, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert len(data.train) == (examples or 2850)
-    # Labels, orders and what is moved at once are beside the pixels.
-    assert told.kept <= kept < told.kept + 300_000
-    assert 0.99 * told.most <= most < told.most + 800_000
-    missing = config_of(tmp_path / "none.npz")
-    assert missing.learning.data_bytes(missing) == (0, 0)
-
-
-def test_the_split_of_a_file_keeps_the_order_of_its_images(tmp_path: Path) -> None:
-    count = 2500  # they are moved in parts
-    pixels = np.arange(count, dtype=np.uint16).view(np.uint8).reshape(count, 1, 2).repeat(2, axis=1)
-    np.savez(tmp_path / "all.npz", images=pixels, labels=np.arange(count))
-    data = read(Data(source=str(tmp_path / "all.npz"), held_out=0.1), 0)
-    order = shuffled(count, 0, 0)
-    for part, wanted in ((data.held_out, order[:250]), (data.train, order[250:])):
-        assert part.labels.tolist() == sorted(wanted.tolist())
-        assert np.array_equal(part.pixels[:, 0], pixels[np.sort(wanted)])
 
 
 def test_a_file_is_split_the_same_way_always(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -114,44 +113,6 @@ def write_addresses(folder: Path) -> Path:
     ]
     write_objects(folder / "sotu.jsonl.gz", rows[::-1])  # dates sort them, not the file
     return folder
-
-
-def write_long_texts(folder: Path) -> Path:
-    folder.mkdir()
-    for name in ("train", "test"):
-        rows = [{"text": "good and bad " * 100, "label": at % 2} for at in range(300)]
-        write_objects(folder / f"{name}.jsonl.gz", rows)
-    return folder
-
-
-def write_long_listops(folder: Path) -> Path:
-    folder.mkdir()
-    expression = "[SM"
-    for at in range(300):  # as the Arena's files have it: a parenthesis around every pair
-        expression = f"( {expression} {at % 10} )"
-    for name in ("train", "val", "test"):
-        rows = f"( {expression} ] )\t0\n" * 100
-        (folder / f"basic_{name}.tsv").write_text(f"Source\tTarget\n{rows}")
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("task", "write"),
-    [("text-classification", write_long_texts), ("listops", write_long_listops)],
-)
-def test_what_examples_take_is_known_from_the_files(task: str, write: Any, tmp_path: Path) -> None:
-    config = config_of(task, write(tmp_path / "files"))
-    told = config.learning.data_bytes(config)
-    tracemalloc.start()
-    data = prepared(config)
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    splits = [data.train, *data.held_out.values()]
-    kept = sum(each.first.tokens.nbytes + each.first.borders.nbytes for each in splits)
-    assert kept <= told.kept < 1.7 * kept
-    assert most <= told.most < 2 * most
-    absent = change(config, {"data.source": str(tmp_path / "absent")})
-    assert absent.learning.data_bytes(absent) == (0, 0)
 
 
 def test_listops_has_the_arenas_tokens(tmp_path: Path) -> None:

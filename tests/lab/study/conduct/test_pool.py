@@ -6,7 +6,8 @@ import errno
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.lab.study.records_of import config_of, experiment_of, study_of
 from tilewise.lab.study.conduct import pool as pools
+from tilewise.lab.study.conduct.cores import Cores
 from tilewise.lab.study.conduct.follow import Follower
 from tilewise.lab.study.conduct.local import Local
 from tilewise.lab.study.conduct.pool import Lost, Pool, RunError, Worker
@@ -62,6 +64,12 @@ class Watcher:
         self.told.append(("tick", ""))
 
 
+@pytest.fixture
+def cores(tmp_path: Path) -> Iterator[Cores]:
+    with closing(Cores((0, 1), tmp_path / "locks")) as ours:
+        yield ours
+
+
 def study_that(acts: str, *arms: Arm | str, steps: int = 3, **fields: Any) -> Study:
     baseline = config_of(**{"data.source": acts, "budget.steps": steps})
     return study_of(experiment_of(*arms, baseline=baseline, **fields))
@@ -69,7 +77,7 @@ def study_that(acts: str, *arms: Arm | str, steps: int = 3, **fields: Any) -> St
 
 def pool_in(folder: Path, **fields: Any) -> Pool:
     (folder / "runs").mkdir(parents=True, exist_ok=True)
-    cores = fields.pop("cores", ())
+    cores = fields.pop("cores", None)
     return Pool(Local(setting_in(folder, **fields), cores), jobs=2)
 
 
@@ -82,10 +90,10 @@ def children() -> list[int]:
     return [int(pid) for pid in listed.read_text().split()] if listed.exists() else []
 
 
-def test_it_does_everything_once(tmp_path: Path) -> None:
+def test_it_does_everything_once(tmp_path: Path, cores: Cores) -> None:
     study, watcher = study_that("", "lion"), Watcher()
     agenda = Agenda(study, {})
-    pool_in(tmp_path, cores=(0, 1), environment={"chip": "x"}).work(agenda, watcher)
+    pool_in(tmp_path, cores=cores, environment={"chip": "x"}).work(agenda, watcher)
     assert agenda.finished
     assert agenda.done == 6
     assert read_records(tmp_path).keys() == agenda.records.keys()
@@ -106,8 +114,8 @@ def test_it_does_everything_once(tmp_path: Path) -> None:
     assert again.told == []
 
 
-def test_more_threads_are_not_pinned(tmp_path: Path) -> None:
-    pool = pool_in(tmp_path, cores=(0, 1), threads=2)
+def test_more_threads_are_not_pinned(tmp_path: Path, cores: Cores) -> None:
+    pool = pool_in(tmp_path, cores=cores, threads=2)
     agenda = Agenda(study_that("", seeds=(0,)), {})
     pool.work(agenda, Watcher())
     (record,) = agenda.records.values()

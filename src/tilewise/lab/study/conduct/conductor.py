@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -21,6 +21,7 @@ from tilewise.lab.study.conduct import environment, words
 from tilewise.lab.study.conduct.board import Board, in_words
 from tilewise.lab.study.conduct.checkpoints import check_checkpoints
 from tilewise.lab.study.conduct.cluster import Cluster, connected
+from tilewise.lab.study.conduct.cores import Cores, lock_folder
 from tilewise.lab.study.conduct.forecast import data_key, forecast_s
 from tilewise.lab.study.conduct.index import write_index
 from tilewise.lab.study.conduct.local import Local
@@ -219,7 +220,8 @@ def _train(
 def _places(request: Request, setting: Setting) -> Iterator[Local | Cluster]:
     """Where the runs run, ready for them."""
     if request.on == "here":
-        yield Local(setting, environment.pinnable_cores())
+        with closing(Cores(environment.pinnable_cores(), lock_folder())) as cores:
+            yield Local(setting, cores)
         return
     with connected() as ray:
         yield Cluster(ray, setting)

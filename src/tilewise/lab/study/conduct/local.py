@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tilewise.lab.study.conduct.cores import Cores
 from tilewise.lab.study.conduct.follow import Follower
 from tilewise.lab.study.conduct.pool import RunError, Worker
 from tilewise.lab.study.conduct.process import Process, Setting, record_after
@@ -22,22 +23,18 @@ class Local:
 
     Args:
         setting: of the runs.
-        cores: processors to pin runs of one thread to; empty for none.
+        cores: to pin runs of one thread to; None for no pinning.
     """
 
     setting: Setting
-    cores: tuple[int, ...] = ()
+    cores: Cores | None = None
 
     def start(self, task: Task, running: Sequence[Worker]) -> Worker:
         """Start the process of a run; see ``pool.Place``."""
-        return _LocalWorker(task, self.setting, self._free_core(running))
-
-    def _free_core(self, running: Sequence[Worker]) -> int | None:
-        """The core with the fewest runs; None where runs are not pinned."""
-        if self.setting.threads > 1 or self.setting.processes > 1 or not self.cores:
-            return None
-        used = [worker.core for worker in running]
-        return min(self.cores, key=used.count)
+        core = None
+        if self.cores is not None and self.setting.threads == self.setting.processes == 1:
+            core = self.cores.choose([worker.core for worker in running])
+        return _LocalWorker(task, self.setting, core)
 
 
 class _LocalWorker:

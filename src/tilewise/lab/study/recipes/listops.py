@@ -47,10 +47,10 @@ class Expressions(NamedTuple):
 
 
 LENGTHS = (
-    Expressions("nyu", 128, 32, 400),
-    Expressions("nyu", 1000, 32, 400),
-    Expressions("lra", 1000, 16, 60),
-    Expressions("lra", 2000, 16, 60),
+    Expressions("nyu", 128, 32, 300),
+    Expressions("nyu", 1000, 32, 300),
+    Expressions("lra", 1000, 16, 40),
+    Expressions("lra", 2000, 16, 40),
 )
 
 
@@ -61,7 +61,7 @@ def listops(*, plain_gb: float = 4.0, seeds: int = 3) -> Study:
     Four lengths: the original expressions of at most 128 and of at most 1,000 tokens (which are
     mostly short: plain attention pads them to the longest of a batch, tilewise does not), and those
     of the Long Range Arena up to 1,000 and up to 2,000. A BERT of 0.1 to 0.2 million parameters
-    sees 12,800 of the short expressions and 960 of the Arena's, less than a hundredth of what the
+    sees 9,600 of the short expressions and 640 of the Arena's, less than a hundredth of what the
     Arena trains on, drawn from a fiftieth of its examples. Of the short ones it learns to be right
     more than twice as often as chance (0.1); of the Arena's hardly more than how often each digit
     is the answer (0 and 9 about 0.17 each): there the study compares costs, not what a model can

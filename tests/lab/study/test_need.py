@@ -116,3 +116,13 @@ def test_only_what_writes_its_matrix_pays_for_it() -> None:
     plain = {"attention.implementation": "plain"}
     # Four times the matrix for twice the context.
     assert matrix(**plain, **{"model.context": 384}) == 4 * matrix(**plain)
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("float32", (4, 4)), ("bf16", (6, 4))])
+def test_on_a_gpu_half_precision_keeps_the_softmax_in_float32(
+    precision: str, expected: tuple[int, int]
+) -> None:
+    config = large(**{"attention.implementation": "plain", "training.precision": precision})
+    kept, at_once = expected
+    pairs = 2 * config.model.heads * 192**2
+    assert need(config, "cuda").matrix == (3 * kept + 3 * at_once) * pairs

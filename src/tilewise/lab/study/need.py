@@ -31,6 +31,9 @@ _FLOAT_BYTES = 4
 # in two bytes, but casts the norm's output once for each of query, key and value.
 _LAYER_BYTES = {"float32": 64, "bf16": 43, "fp16": 43}
 _ELEMENT_BYTES = {"float32": 4, "bf16": 2, "fp16": 2}
+# Of a probability, kept and at one moment: on a GPU autocast has the softmax in float32, and keeps
+# it beside the half that the next product reads. On a CPU it is in half.
+_GPU_HALF_BYTES = (6, 4)
 # At one moment a layer that writes its matrix holds scores, mask and gradients beside it.
 _MATRICES_AT_ONCE = 3
 _LOGITS_KEPT, _LOGITS_AT_ONCE = 2, 2
@@ -114,9 +117,13 @@ def need(config: RunConfig, device: str = "cpu") -> Need:
     tokens = training.batch * model.context
     precision = training.precision
     layer = _layer_bytes(config)
-    square = _ELEMENT_BYTES[precision] * training.batch * model.heads * model.context**2
+    pairs = training.batch * model.heads * model.context**2
+    each, at_once = 2 * (_ELEMENT_BYTES[precision],)
+    if device == "cuda" and precision != "float32":
+        each, at_once = _GPU_HALF_BYTES
     times = 2 if model.dropout.attention else 1
-    kept = square * times if writes_matrix(config, device) else 0
+    square = at_once * pairs
+    kept = each * times * pairs if writes_matrix(config, device) else 0
     if training.checkpointing:
         inputs = _FLOAT_BYTES * model.width * tokens * model.layers
         activations, matrix = inputs + layer, kept

@@ -27,7 +27,7 @@ from tilewise.lab.study.config import (
     Variant,
     change,
 )
-from tilewise.lab.study.need import need, parameters
+from tilewise.lab.study.need import gpu_need, need, parameters
 from tilewise.lab.study.overrides import apply
 from tilewise.lab.study.plan import planned
 from tilewise.lab.study.store import folder_of
@@ -56,7 +56,7 @@ def test_products_and_bytes_are_those_counted_by_hand() -> None:
     assert found.rest_s == pytest.approx(moved / 4800e9)
     examined = 3 * 48 / 16 / 3  # three evaluations, a third of a step for 16 sequences
     assert found.run_s == pytest.approx(5 + (100 + examined) * found.step_s)
-    assert found.memory_bytes == need(SMALL).total
+    assert found.memory_bytes == gpu_need(SMALL).total
 
 
 def test_attention_is_that_of_the_io_model() -> None:

@@ -25,7 +25,7 @@ from tilewise.lab.study.config import (
     Variant,
     change,
 )
-from tilewise.lab.study.need import need
+from tilewise.lab.study.need import gpu_need
 from tilewise.lab.study.recipes import listops, long_documents
 from tilewise.lab.study.recipes.arms import factorial, one_at_a_time
 from tilewise.lab.study.recipes.bert_glue import PARTS, Part, glue_experiment
@@ -127,7 +127,7 @@ def h200(
 def _compared(name: str, question: str, config: RunConfig, seeds: tuple[int, ...]) -> Experiment:
     """Three kernels on one config; two of them where plain attention has no room."""
     plain = change(config, {"attention.implementation": "plain"})
-    fits = need(plain).total <= _room()
+    fits = gpu_need(plain).total <= _room()
     names = ["plain", "sdpa", "tilewise"] if fits else ["sdpa", "tilewise"]
     arms: dict[str, Any] = {each: {"attention.implementation": each} for each in names[1:]}
     return Experiment(
@@ -232,7 +232,7 @@ def _passages(length: int, seeds: tuple[int, ...]) -> Experiment:
 
 def _beside(config: RunConfig) -> float:
     """10^9 bytes, whole ones, that the chip has left for the matrices of plain attention."""
-    rest = need(change(config, {"attention.implementation": "tilewise"})).total
+    rest = gpu_need(change(config, {"attention.implementation": "tilewise"})).total
     return (_room() - rest) // 10**9
 
 

@@ -129,6 +129,9 @@ struct Backward : Problem {
   Rows row_mean, grad_entropy;  // data is null without a gradient of the entropy
   Rows delta;                   // written: rowsum(grad_out * out) - grad_lse (tiles with all keys take their own sum)
   View grad_q, grad_k, grad_v;
+  // The rows see keys beyond these: out and the row statistics are of all of them, and these keys' probabilities add up
+  // to less than 1.
+  bool partial = false;
 };
 
 // The gradient of one bias of the score chain, reduced over the dimensions that it was broadcast over.

@@ -104,17 +104,20 @@ class BackwardKernel {
                        width, o);
       Mode::transposed(Mode::at(f_.grad_out.data, view_at(f_.grad_out, b, h, row)), f_.grad_out.row, f_.grad_out.col,
                        rows, f_.value_dim, width, g);
-      for (int i = 0; i < width; i += lanes) {
-        Vec<Acc> sum{};
-        for (int d = 0; d < words; d += kChain) {
-          Vec<Acc> part{};
-          for (int x = d; x < words && x < d + kChain; x++)
-            part = Mode::Dot::multiply_add(part, load(o + x * width + i), load(g + x * width + i));
-          sum += part;
+      for_columns<Acc>(width, [&](auto vectors, int column) {
+        constexpr int kV = decltype(vectors)::value, kPieceWords = Product::template kInnerPiece<kV>;
+        for (int i = column; i < column + kV * lanes; i += lanes) {
+          Vec<Acc> sum{};
+          for (int d = 0; d < words; d += kPieceWords) {
+            Vec<Acc> part{};
+            for (int x = d; x < words && x < d + kPieceWords; x++)
+              part = Mode::Dot::multiply_add(part, load(o + x * width + i), load(g + x * width + i));
+            sum += part;
+          }
+          if (f_.grad_lse.data) sum -= load_first(rows_at<Acc>(f_.grad_lse, b, h, row) + i, rows - i);
+          store_first(rows_at<Acc>(f_.delta, b, h, row) + i, rows - i, sum);
         }
-        if (f_.grad_lse.data) sum -= load_first(rows_at<Acc>(f_.grad_lse, b, h, row) + i, rows - i);
-        store_first(rows_at<Acc>(f_.delta, b, h, row) + i, rows - i, sum);
-      }
+      });
     });
   }
 

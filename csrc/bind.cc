@@ -11,9 +11,11 @@
 #include <string>
 #include <vector>
 
+#include "bind_checks.h"
 #include "dispatch.h"
 #include "expr_code.h"
 #include "expr_compile.h"
+#include "forks.h"
 #include "parallel.h"
 #include "tensors.h"
 
@@ -27,15 +29,13 @@ const T* pointer(std::uintptr_t address) {
   return reinterpret_cast<const T*>(address);
 }
 
-i64 number(nb::handle tuple, int index) {
-  return static_cast<i64>(PyLong_AsLongLong(PyTuple_GET_ITEM(tuple.ptr(), index)));
-}
-
 // (address, strides) of a tensor [batch, head, row, col], or of a packed one [row, head, col].
 View view(std::uintptr_t address, nb::handle strides) {
   View v;
   v.data = pointer<void>(address);
-  if (PyTuple_GET_SIZE(strides.ptr()) == 3) {
+  const i64 dims = length(strides, "strides");
+  if (dims != 3 && dims != 4) bad("a tensor has 3 or 4 strides, not " + std::to_string(dims));
+  if (dims == 3) {
     v.row = number(strides, 0);
     v.head = number(strides, 1);
     v.col = number(strides, 2);
@@ -47,8 +47,6 @@ View view(std::uintptr_t address, nb::handle strides) {
   }
   return v;
 }
-
-[[noreturn]] void bad(const std::string& what) { throw std::invalid_argument("tilewise._core: " + what); }
 
 MaskOp mask_op(const std::string& name) {
   if (name == "band") return MaskOp::band;
@@ -87,6 +85,7 @@ ExprNode expr_node(nb::handle given) {
     bad("'" + name + "' has " + std::to_string(args.size()) + " arguments; " + std::to_string(kMaxRank) +
         " are the most");
   for (int arg : args) node.arg[node.count++] = arg;
+  if (node.op == ExprOp::constant && node.count > 0) bad("'" + name + "' takes no arguments");
   nb::object value = nb::borrow(given[2]);
   const bool stored = node.op == ExprOp::constant || node.op == ExprOp::load;
   if (stored == value.is_none()) bad("'" + name + "' has a value that it should not have, or none");
@@ -118,12 +117,7 @@ GivenExpr given_expr(nb::handle nodes, std::vector<int> outputs, std::vector<int
   }
   if (all_loads > kMaxLoads)
     bad("an expression has at most " + std::to_string(kMaxLoads) + " loads, not " + std::to_string(all_loads));
-  if (outputs.empty() || outputs.size() > kMaxOutputs) bad("an expression has the wrong number of outputs");
-  for (int output : outputs)
-    if (output < 0 || output >= count) bad("an expression's output is not one of its nodes");
-  for (int load : loads)
-    if (load < 0 || load >= count || e.nodes[static_cast<std::size_t>(load)].op != ExprOp::load)
-      bad("a gradient is asked for what is no load");
+  check_places(e.nodes, outputs, loads);
   e.outputs = std::move(outputs), e.loads = std::move(loads), e.slots = std::move(slots);
   return e;
 }
@@ -166,6 +160,7 @@ nb::tuple described(const ExprProgram& p, ExprUse use, DType dtype) {
 }
 
 constexpr int kIntegerCode = 4, kBooleanCode = 5;  // dtypes of captured tensors besides DType's
+constexpr int kMostThreads = 4096;
 
 // The compiled expressions of one call.
 using CompiledExprs = std::vector<std::unique_ptr<CompiledExpr>>;
@@ -174,7 +169,10 @@ using CompiledExprs = std::vector<std::unique_ptr<CompiledExpr>>;
 class Kernel {
  public:
   Kernel(int dtype, nb::tuple dims, double scale, double dropout, bool varlen) : varlen_(varlen) {
-    problem_.dtype = static_cast<DType>(dtype);
+    problem_.dtype = dtype_of(dtype);
+    require_length(dims, 7, "dims");
+    for (int i = 5; i < 7; i++)
+      if (number(dims, i) < 1 || number(dims, i) > kMaxDim) bad("D and Dv must be 1 to " + std::to_string(kMaxDim));
     problem_.batch = number(dims, 0);
     problem_.heads = number(dims, 1);
     problem_.kv_heads = number(dims, 2);
@@ -184,6 +182,7 @@ class Kernel {
     problem_.value_dim = static_cast<int>(number(dims, 6));
     problem_.scale = scale;
     problem_.dropout = dropout;
+    check_problem(problem_);
   }
 
   // left, right and length are the parameters of a band or of a fixed length; left and right also the queries and keys
@@ -192,10 +191,11 @@ class Kernel {
   void add_mask(const std::string& op, bool bounds, i64 left, i64 right, bool bottom_right, i64 length, int slot,
                 int second_slot) {
     const MaskOp known = mask_op(op);
+    check_mask_slots(known, slot, second_slot);
     MaskInstr& x = next_mask(known);
     x.bounds = bounds;
     if (known == MaskOp::blocks || known == MaskOp::tiles) {
-      if (left < 1 || right < 1 || slot < 0) bad("a table has a tensor, and rectangles of at least one pair");
+      if (left < 1 || right < 1) bad("a table has rectangles of at least one pair");
       x.block_queries = left;
       x.block_keys = right;
     } else {
@@ -210,6 +210,7 @@ class Kernel {
 
   void add_score(const std::string& op, double cap, int slot) {
     const ScoreOp known = score_op(op);
+    if (known != ScoreOp::softcap && slot < 0) bad("'" + op + "' reads a tensor and has no slot");
     next_score(known, slot).cap = cap;
   }
 
@@ -220,6 +221,7 @@ class Kernel {
     for (const ExprNode& node : e.nodes)
       if (node.op == ExprOp::score) bad("a mask's expression knows no score");
     next_mask(MaskOp::expr);
+    codes_.clear();  // they know expressions by their addresses
     mask_exprs_.push_back(std::move(e));
   }
 
@@ -229,6 +231,7 @@ class Kernel {
     if (e.outputs.size() != 1 || e.kinds[static_cast<std::size_t>(e.outputs[0])] != ExprKind::real)
       bad("a score's expression has one output, a float");
     next_score(ScoreOp::expr, -1);
+    codes_.clear();
     value_ = std::move(e);
   }
 
@@ -236,9 +239,13 @@ class Kernel {
   void set_score_derivative(nb::tuple nodes, std::vector<int> outputs, std::vector<int> loads) {
     if (value_.outputs.empty()) bad("a derivative needs its expression first");
     if (outputs.size() != loads.size() + 2) bad("a derivative has an output per load, and two");
-    derivative_ = given_expr(nodes, std::move(outputs), std::move(loads), value_.slots, kMaxDerivativeNodes);
-    for (int output : derivative_.outputs)
-      if (derivative_.kinds[static_cast<std::size_t>(output)] != ExprKind::real) bad("a derivative is a float");
+    GivenExpr e = given_expr(nodes, std::move(outputs), std::move(loads), value_.slots, kMaxDerivativeNodes);
+    for (int output : e.outputs)
+      if (e.kinds[static_cast<std::size_t>(output)] != ExprKind::real) bad("a derivative is a float");
+    for (int load : e.loads)
+      if (e.kinds[static_cast<std::size_t>(load)] != ExprKind::real) bad("a gradient is asked for what is no float");
+    std::erase_if(codes_, [&](const Code& code) { return code.expr == &derivative_; });
+    derivative_ = std::move(e);
   }
 
   // compiler: from a program as `described` has it to the address of its code, or 0.
@@ -249,22 +256,31 @@ class Kernel {
   // 0, then (block_table, its columns, page_size, key_lengths); else empty. p: a copy of `problem()`.
   void fill(Problem& p, int threads, std::uint64_t seed, std::uintptr_t sinks, nb::handle mask_tensors,
             nb::handle score_tensors, nb::handle sequences, CompiledExprs& exprs, bool backward = false) const {
+    if (threads < 1 || threads > kMostThreads)
+      bad("threads must be 1 to " + std::to_string(kMostThreads) + ", not " + std::to_string(threads));
+    if (stacked_ > 1 || (p.mask_length > 0 && stacked_ != 1)) bad("a mask's program must leave one value");
     p.threads = threads;
     p.seed = seed;
     p.sinks = pointer<void>(sinks);
+    const i64 given = length(sequences, "sequences");
+    if (given != 8 && given != (varlen_ ? 4 : 0)) bad("sequences has the wrong number of elements");
     if (varlen_) {
-      p.cu_q = pointer<i64>(static_cast<std::uintptr_t>(number(sequences, 0)));
+      p.cu_q = address<const i64>(sequences, 0, "sequences");
       p.cu_k = pointer<i64>(static_cast<std::uintptr_t>(number(sequences, 1)));
       p.queries = number(sequences, 2);
       p.keys = number(sequences, 3);
     }
-    if (PyTuple_GET_SIZE(sequences.ptr()) == 8) {
+    if (given == 8) {
       p.keys = number(sequences, 3);
       p.block_table = pointer<std::int32_t>(static_cast<std::uintptr_t>(number(sequences, 4)));
       p.page_slots = number(sequences, 5);
       p.page_size = number(sequences, 6);
       p.key_lengths = pointer<std::int32_t>(static_cast<std::uintptr_t>(number(sequences, 7)));
+      if (p.page_slots < 0 || p.page_size < 1) bad("a page must have at least one row");
+    } else if (varlen_ && p.cu_k == nullptr) {
+      bad("a variable-length call has no cu_seqlens of its keys");
     }
+    check_problem(p);
     std::size_t mask_expr = 0;
     for (int i = 0; i < p.mask_length; i++) {
       if (p.mask[i].op == MaskOp::expr)
@@ -283,33 +299,37 @@ class Kernel {
                                       p, exprs, ExprUse::score);
       }
       if (score_slots_[i] < 0) continue;
-      nb::handle entry = PyTuple_GET_ITEM(score_tensors.ptr(), score_slots_[i]);
+      nb::handle entry = item(score_tensors, score_slots_[i], "the score's tensors");
       p.score[i].tensor = captured(entry, p.score[i].op == ScoreOp::alibi);
-      p.score[i].dtype = static_cast<DType>(number(entry, 2));
+      p.score[i].dtype = dtype_of(number(entry, 2));
     }
   }
 
-  // What the gradients of the loads need, of tensors with an address in `grads` (by score slot; else 0).
-  void fill_loads(LoadBackward& f, nb::handle score_tensors, nb::tuple grads, CompiledExprs& exprs) const {
+  // What the gradients of the loads need, of tensors with an address in `grads` (by score slot; else 0). False where
+  // there is nothing to add to any of them: no derivative by a load, or only empty tensors, which have no address.
+  [[nodiscard]] bool fill_loads(LoadBackward& f, nb::handle score_tensors, nb::tuple grads,
+                                CompiledExprs& exprs) const {
     std::vector<int> outputs, loads;
     for (std::size_t i = 0; i < derivative_.loads.size(); i++) {
       const ExprNode& load = derivative_.nodes[static_cast<std::size_t>(derivative_.loads[i])];
       const int slot = derivative_.slots[static_cast<std::size_t>(load.integer)];
-      double* grad = reinterpret_cast<double*>(number(grads, slot));
+      double* grad = reinterpret_cast<double*>(number(grads, slot, "grads"));
       if (grad == nullptr) continue;
       int tensor = 0;
       while (tensor < f.tensors && f.grad[tensor] != grad) tensor++;
       if (tensor == f.tensors) {
         f.grad[f.tensors] = grad;
         f.size[f.tensors++] = 1;
-        nb::handle sizes = PyTuple_GET_ITEM(PyTuple_GET_ITEM(score_tensors.ptr(), slot), 3);
+        nb::handle sizes = item(item(score_tensors, slot, "the score's tensors"), 3, "a tensor of an expression");
         for (nb::handle size : sizes) f.size[tensor] *= nb::cast<i64>(size);
       }
       f.tensor[loads.size()] = tensor;
       outputs.push_back(derivative_.outputs[i + 2]);
       loads.push_back(derivative_.loads[i]);
     }
+    if (loads.empty()) return false;
     f.loads = compiled(derivative_, outputs, loads, score_tensors, f, exprs, ExprUse::loads);
+    return true;
   }
 
   // Of one number for each row.
@@ -325,6 +345,7 @@ class Kernel {
   MaskInstr& next_mask(MaskOp op) {
     if (problem_.mask_length == kMaxMask)
       bad("a mask program has at most " + std::to_string(kMaxMask) + " instructions");
+    stacked_ = stacked(op, stacked_);
     MaskInstr& x = problem_.mask[problem_.mask_length++];
     x.op = op;
     return x;
@@ -337,8 +358,8 @@ class Kernel {
     return x;
   }
   static View captured(nb::handle entry, bool heads_only) {
-    nb::handle strides = PyTuple_GET_ITEM(entry.ptr(), 1);
-    const auto address = static_cast<std::uintptr_t>(number(entry, 0));
+    nb::handle strides = item(entry, 1, "a captured tensor");
+    const auto address = static_cast<std::uintptr_t>(number(entry, 0, "a captured tensor"));
     if (!heads_only) return view(address, strides);
     View v;
     v.data = pointer<void>(address);
@@ -353,7 +374,7 @@ class Kernel {
     for (const ExprNode& node : e.nodes)
       if (node.op == ExprOp::load) {
         const std::size_t slot = static_cast<std::size_t>(node.integer);
-        captured[slot] = expr_tensor(PyTuple_GET_ITEM(tensors.ptr(), e.slots[slot]), node, p.dtype);
+        captured[slot] = expr_tensor(item(tensors, e.slots[slot], "the tensors of a program"), node, p.dtype);
       }
     exprs.push_back(std::make_unique<CompiledExpr>(e.nodes, e.kinds, outputs, loads, captured, p));
     CompiledExpr& expr = *exprs.back();
@@ -377,17 +398,22 @@ class Kernel {
     return run;
   }
   static ExprTensor expr_tensor(nb::handle entry, const ExprNode& load, DType dtype) {
-    if (PyTuple_GET_SIZE(entry.ptr()) != 4) bad("a tensor of an expression comes with its sizes");
-    nb::handle strides = PyTuple_GET_ITEM(entry.ptr(), 1), sizes = PyTuple_GET_ITEM(entry.ptr(), 3);
+    if (length(entry, "a captured tensor") != 4) bad("a tensor of an expression comes with its sizes");
+    nb::handle strides = item(entry, 1, "a captured tensor"), sizes = item(entry, 3, "a captured tensor");
     ExprTensor t;
     t.data = pointer<void>(static_cast<std::uintptr_t>(number(entry, 0)));
     t.kind = load.kind;
-    t.rank = static_cast<int>(PyTuple_GET_SIZE(sizes.ptr()));
-    if (t.rank != load.count) bad("a tensor is loaded with another number of indices than it has dimensions");
+    bool empty = false;
+    t.rank = static_cast<int>(length(sizes, "sizes"));
+    if (t.rank != load.count || length(strides, "strides") != t.rank)
+      bad("a tensor is loaded with another number of indices than it has dimensions");
     for (int d = 0; d < t.rank; d++) {
       t.size[d] = number(sizes, d);
       t.stride[d] = number(strides, d);
+      if (t.size[d] < 0) bad("sizes must not be negative");
+      empty |= t.size[d] == 0;
     }
+    if (t.data == nullptr && !empty) bad("a tensor of an expression has no address");
     const int real = static_cast<int>(dtype == DType::f64 ? DType::f64 : DType::f32);
     const int wanted = load.kind == ExprKind::real      ? real
                        : load.kind == ExprKind::integer ? kIntegerCode
@@ -397,21 +423,22 @@ class Kernel {
   }
   static void bind_mask(MaskInstr& x, const int* slots, nb::handle tensors) {
     if (slots[0] < 0) return;
-    nb::handle first = PyTuple_GET_ITEM(tensors.ptr(), slots[0]);
-    const auto address = static_cast<std::uintptr_t>(number(first, 0));
-    nb::handle strides = PyTuple_GET_ITEM(first.ptr(), 1);
+    nb::handle first = item(tensors, slots[0], "the mask's tensors");
+    const auto address = static_cast<std::uintptr_t>(number(first, 0, "a captured tensor"));
+    nb::handle strides = item(first, 1, "a captured tensor");
     if (x.op == MaskOp::below) x.lengths = pointer<i64>(address);
     if (x.op == MaskOp::dense || x.op == MaskOp::blocks || x.op == MaskOp::tiles) x.tensor = view(address, strides);
     if (x.op != MaskOp::same_document) return;
-    nb::handle second = PyTuple_GET_ITEM(tensors.ptr(), slots[1]);
+    nb::handle second = item(tensors, slots[1], "the mask's tensors");
     x.query_ids = pointer<i64>(address);
     x.query_batch = number(strides, 0);
     x.key_ids = pointer<i64>(static_cast<std::uintptr_t>(number(second, 0)));
-    x.key_batch = number(PyTuple_GET_ITEM(second.ptr(), 1), 0);
+    x.key_batch = number(item(second, 1, "a captured tensor"), 0);
   }
 
   Problem problem_;
   bool varlen_;
+  int stacked_ = 0;  // values that the mask's program leaves
   int mask_slots_[kMaxMask][2];
   int score_slots_[kMaxScore];
   std::vector<GivenExpr> mask_exprs_;
@@ -461,12 +488,23 @@ std::unique_ptr<char[]> unwanted_rows(Forward& f, const Kernel& kernel) {
   return room;
 }
 
-void run_forward(Forward& f, nb::handle q, nb::handle k, nb::handle v, nb::handle out) {
+// The tensors that a kernel is for: `rows`: of queries or of keys, `width`: the last dimension.
+View queries_of(const Kernel& kernel, nb::handle tensor, const char* name, int width) {
+  const Problem& p = kernel.problem();
+  return operand(tensor, name, p, kernel.varlen(), p.batch, p.heads, p.queries, width);
+}
+View keys_of(const Kernel& kernel, const Problem& filled, nb::handle tensor, const char* name, int width) {
+  const Problem& p = kernel.problem();
+  if (filled.page_size > 0) return operand(tensor, name, p, false, -1, p.kv_heads, filled.page_size, width);
+  return operand(tensor, name, p, kernel.varlen(), p.batch, p.kv_heads, p.keys, width);
+}
+
+void run_forward(Forward& f, const Kernel& kernel, nb::handle q, nb::handle k, nb::handle v, nb::handle out) {
   if (short_work(f)) f.threads = 1;
-  f.q = view_of(q);
-  f.k = view_of(k);
-  f.v = view_of(v);
-  f.out = view_of(out);
+  f.q = queries_of(kernel, q, "q", f.head_dim);
+  f.k = keys_of(kernel, f, k, "k", f.head_dim);
+  f.v = keys_of(kernel, f, v, "v", f.value_dim);
+  f.out = queries_of(kernel, out, "out", f.value_dim);
   const Kernels& kernels = active();
   nb::gil_scoped_release release;
   check(kernels.forward(f));
@@ -482,18 +520,22 @@ void forward(const Kernel& kernel, int threads, std::uint64_t seed, nb::handle q
   CompiledExprs exprs;
   kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences, exprs);
   std::unique_ptr<char[]> unwanted;
-  if (lse == 0) {
+  if (lse == 0 || kernel.row_bytes() == 0) {
     unwanted = unwanted_rows(f, kernel);
   } else {
+    if (row_max == 0 || row_sum == 0) bad("lse comes with row_max and row_sum");
     f.lse = rows(kernel, lse);
     f.row_max = rows(kernel, row_max);
     f.row_sum = rows(kernel, row_sum);
   }
-  if (PyTuple_GET_SIZE(statistics.ptr()) > 0) {  // addresses, 0 for a top_key that is not wanted
+  if (length(statistics, "statistics") > 0) {  // addresses, 0 for a top_key that is not wanted
+    require_length(statistics, 4, "statistics");
     Rows* arrays[] = {&f.max_logit, &f.entropy, &f.row_mean, &f.top_key};
     for (int i = 0; i < 4; i++) *arrays[i] = rows(kernel, static_cast<std::uintptr_t>(number(statistics, i)));
+    for (int i = 0; i < 3; i++)
+      if (arrays[i]->data == nullptr && kernel.row_bytes() > 0) bad("statistics are written together or not at all");
   }
-  run_forward(f, q, k, v, out);
+  run_forward(f, kernel, q, k, v, out);
 }
 
 // `forward` of a call that has no tensor beside these and wants nothing but its output: most of a short call's time is
@@ -503,16 +545,43 @@ void output(const Kernel& kernel, int threads, nb::handle q, nb::handle k, nb::h
   CompiledExprs exprs;
   kernel.fill(f, threads, 0, 0, nb::tuple(), nb::tuple(), nb::tuple(), exprs);
   const std::unique_ptr<char[]> unwanted = unwanted_rows(f, kernel);
-  run_forward(f, q, k, v, out);
+  run_forward(f, kernel, q, k, v, out);
 }
 
-// Tensors in the order q, k, v, out, grad_out, grad_q, grad_k, grad_v.
+// Tensors in the order q, k, v, out, grad_out, grad_q, grad_k, grad_v. Behind the six addresses of row_arrays stands
+// whether the rows see keys beyond these.
 template <class Arguments>
 void fill_backward(Arguments& f, const Kernel& kernel, nb::tuple tensors, nb::tuple row_arrays) {
-  View* views[] = {&f.q, &f.k, &f.v, &f.out, &f.grad_out, &f.grad_q, &f.grad_k, &f.grad_v};
-  for (int i = 0; i < 8; i++) *views[i] = view_of(PyTuple_GET_ITEM(tensors.ptr(), i));
+  struct Place {
+    View* view;
+    const char* name;
+    bool keys;
+    int width;
+  };
+  const Place places[] = {{&f.q, "q", false, f.head_dim},
+                          {&f.k, "k", true, f.head_dim},
+                          {&f.v, "v", true, f.value_dim},
+                          {&f.out, "out", false, f.value_dim},
+                          {&f.grad_out, "grad_out", false, f.value_dim},
+                          {&f.grad_q, "grad_q", false, f.head_dim},
+                          {&f.grad_k, "grad_k", true, f.head_dim},
+                          {&f.grad_v, "grad_v", true, f.value_dim}};
+  if (f.page_size > 0) bad("keys in pages have no backward pass");
+  require_length(tensors, 8, "tensors");
+  require_length(row_arrays, 7, "row_arrays");
+  for (int i = 0; i < 8; i++) {
+    const Place& to = places[i];
+    nb::handle tensor = item(tensors, i, "tensors");
+    *to.view = to.keys ? keys_of(kernel, f, tensor, to.name, to.width) : queries_of(kernel, tensor, to.name, to.width);
+  }
   Rows* arrays[] = {&f.row_max, &f.row_sum, &f.grad_lse, &f.delta, &f.row_mean, &f.grad_entropy};
   for (int i = 0; i < 6; i++) *arrays[i] = rows(kernel, static_cast<std::uintptr_t>(number(row_arrays, i)));
+  f.partial = number(row_arrays, 6) != 0;
+  const bool some = kernel.row_bytes() > 0;
+  if (some && (f.row_max.data == nullptr || f.row_sum.data == nullptr || f.delta.data == nullptr))
+    bad("a backward pass needs row_max, row_sum and delta");
+  if (some && f.grad_entropy.data != nullptr && f.row_mean.data == nullptr)
+    bad("a gradient of the entropy needs row_mean");
 }
 
 void backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple tensors, nb::tuple row_arrays,
@@ -535,6 +604,8 @@ void bias_backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tu
   CompiledExprs exprs;
   kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences, exprs, true);
   fill_backward(f, kernel, tensors, row_arrays);
+  if (index < 0 || index >= f.score_length || f.score[index].op != ScoreOp::bias)
+    bad("step " + std::to_string(index) + " of the score is no bias");
   f.index = index;
   f.grad_bias = view(grad, grad_strides);
   f.wide = wide;
@@ -552,7 +623,7 @@ void load_backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tu
   CompiledExprs exprs;
   kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences, exprs, true);
   fill_backward(f, kernel, tensors, row_arrays);
-  kernel.fill_loads(f, score_tensors, grads, exprs);
+  if (!kernel.fill_loads(f, score_tensors, grads, exprs)) return;
   const Kernels& kernels = active();
   nb::gil_scoped_release release;
   check(kernels.load_backward(f));
@@ -565,9 +636,12 @@ void covers(const Kernel& kernel, int threads, nb::tuple mask_tensors, nb::tuple
   static_cast<Problem&>(f) = kernel.problem();
   CompiledExprs exprs;
   kernel.fill(f, threads, 0, 0, mask_tensors, nb::tuple(), sequences, exprs);
+  require_length(grid, 6, "grid");
   i64* sizes[] = {&f.block_queries, &f.block_keys, &f.batches, &f.heads_apart, &f.rows, &f.columns};
   for (int i = 0; i < 6; i++) *sizes[i] = number(grid, i);
   if (f.block_queries < 1 || f.block_keys < 1) bad("a rectangle has at least one pair");
+  for (int i = 2; i < 6; i++)
+    if (*sizes[i] < 0) bad("sizes must not be negative");
   f.table = reinterpret_cast<unsigned char*>(address);
   const Kernels& kernels = active();
   nb::gil_scoped_release release;
@@ -681,6 +755,7 @@ NB_MODULE(_core, m) {
   m.def("isa_active", [] { return std::string(active().name); });
   m.def("isa_description", [] { return std::string(active().description); });
   m.def("set_isa", &set_isa, nb::arg("name"));
+  m.def("fork_loses_team", &fork_loses_team);
   m.def("openmp_runtime", [] { return std::string(openmp_runtime()); });
   m.def("peak", &peak, nb::arg("kind"), nb::arg("threads"), nb::arg("clock") = "cpu");
   m.def("team_seconds", &team_seconds, nb::arg("kind"), nb::arg("threads"), nb::arg("operations"), nb::arg("repeats"));

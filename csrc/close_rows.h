@@ -30,7 +30,14 @@ struct RowNumbers {
   C* row_sum;
   C* deepest;     // see ScoreChain::Extras
   C* row_moment;  // for statistics only: the sum of exp2(score - row_max) * (score - row_max)
+  C* best;        // for statistics only: the largest score as it was left, NaN once one was
 };
+
+// Whether a score takes the place of the best one so far: as torch's argmax has it, the first NaN is larger than all.
+template <class C>
+bool beats(C score, C best) {
+  return score > best || (score != score && best == best);
+}
 
 template <class C>
 class ClosedRows {
@@ -91,7 +98,8 @@ class ClosedRows {
     const Vec<C> deep = load(rows.deepest + i);
     const Vec<C> lowest = deep == -kInfinity ? before * ln2 : deep;
     const Vec<C> top = before < kLowestBias<C> ? lowest : before * ln2;
-    store(max_logit_ + i, before == -kInfinity ? before : top);
+    const Vec<C> best = load(rows.best + i);
+    store(max_logit_ + i, best != best ? best : before == -kInfinity ? before : top);
   }
 
   alignas(kVectorBytes) C lse_[kTileQueries], mean_[kTileQueries], entropy_[kTileQueries], max_logit_[kTileQueries];

@@ -238,11 +238,18 @@ class DecodeKernel {
       for (int i = 0; i < m; i++)
         for (int j = 0; j < count; j++)
           if ((tile.bits[j] >> i & 1) == 0) scores[i * kRoomKeys + j] = -kInfinity;
-    if (!f_.top_key.data) return;
+    if (to.numbers.best == nullptr) return;
     for (int i = 0; i < m; i++) {
-      Acc& best = to.best[g * m + i];
+      const Acc* row = scores + i * kRoomKeys;
+      Acc& best = to.numbers.best[g * m + i];
+      if (to.top == nullptr) {  // without a key all that counts is whether one is NaN
+        bool odd = false;
+        for (int j = 0; j < count; j++) odd |= row[j] != row[j];
+        if (odd) best = static_cast<Acc>(__builtin_nan(""));
+        continue;
+      }
       for (int j = 0; j < count; j++)
-        if (scores[i * kRoomKeys + j] > best) best = scores[i * kRoomKeys + j], to.top[g * m + i] = tile.begin + j;
+        if (beats(row[j], best)) best = row[j], to.top[g * m + i] = tile.begin + j;
     }
   }
 
@@ -352,9 +359,11 @@ class DecodeKernel {
       for (i64 d = 0; d < out_stride_; d += lanes)
         store(out + d, fused(load(more + d), take, rounded(load(out + d) * keep, Acc{})));
     }
-    if (!f_.top_key.data) return;
-    for (int r = 0; r < count; r++)
-      if (from.best[r] > to.best[r]) to.best[r] = from.best[r], to.top[r] = from.top[r];
+    for (int r = 0; a.best != nullptr && r < count; r++) {
+      if (!beats(b.best[r], a.best[r])) continue;
+      a.best[r] = b.best[r];
+      if (to.top != nullptr) to.top[r] = from.top[r];
+    }
   }
 
   void close(const SplitTask& t, const State& from) const {

@@ -10,15 +10,14 @@ template <class C>
 struct RowState {
   RowNumbers<C> numbers;
   C* out;    // [rows][stride], not yet divided by the row sum
-  C* best;   // for the top key: the largest score as the product and the score chain left it
-  i64* top;  // and the first key that has it
+  i64* top;  // for the top key: the first one that has numbers.best
   std::size_t bytes;
   RowState(void* base, i64 rows, i64 stride, bool statistics, bool top_key) {
     const i64 width = round_up(rows, kLanes<C>);
     Carver carve(base);
     for (C** array : {&numbers.row_max, &numbers.row_sum, &numbers.deepest}) *array = carve.take<C>(width);
     numbers.row_moment = statistics ? carve.take<C>(width) : nullptr;
-    best = top_key ? carve.take<C>(width) : nullptr;
+    numbers.best = statistics ? carve.take<C>(width) : nullptr;
     top = top_key ? carve.take<i64>(width) : nullptr;
     out = carve.take<C>(rows * stride);
     bytes = carve.used();
@@ -29,9 +28,9 @@ struct RowState {
     for (i64 i = 0; i < round_up(rows, kLanes<C>); i++) {
       numbers.row_max[i] = numbers.deepest[i] = none;
       numbers.row_sum[i] = 0;
-      if (numbers.row_moment != nullptr) numbers.row_moment[i] = 0;
+      if (numbers.row_moment != nullptr) numbers.row_moment[i] = 0, numbers.best[i] = none;
     }
-    for (i64 i = 0; best != nullptr && i < rows; i++) best[i] = none, top[i] = -1;
+    for (i64 i = 0; top != nullptr && i < rows; i++) top[i] = -1;
     std::memset(out, 0, static_cast<std::size_t>(rows * stride) * sizeof(C));
   }
 };

@@ -365,6 +365,8 @@ void CompiledExpr::assign_registers() {
 
 // What it makes in one pass are the program's last values, each taken by the next alone.
 void CompiledExpr::plan_tail() {
+  // A program without outputs has no tail, and nothing asks for one.
+  if (program_.outputs == 0) return;
   const int end = program_.begin[kExtents], first = program_.begin[per_pair], out = program_.output[0];
   const auto value = [&](int place) -> const ExprValue& { return values_[static_cast<std::size_t>(place)]; };
   std::vector<int> uses(values_.size(), 0);

@@ -90,7 +90,7 @@ class ForwardKernel {
       key_rows = carve.take<Elem>(f.page_size ? kRoomKeys * f.head_dim : 0);
       value_rows = carve.take<Elem>(f.page_size ? kRoomKeys * f.value_dim : 0);
       row_moment = carve.take<Acc>(f.entropy.data ? queries : 0);
-      for (Acc** array : {&best, &best_piece, &best_place}) *array = carve.take<Acc>(f.top_key.data ? queries : 0);
+      for (Acc** array : {&best, &best_piece, &best_place}) *array = carve.take<Acc>(f.entropy.data ? queries : 0);
       bytes = carve.used();
     }
   };
@@ -168,8 +168,7 @@ class ForwardKernel {
     for (int i = 0; i < tile.width; i++) {
       tile.row_max[i] = tile.deepest[i] = -static_cast<Acc>(__builtin_inf());
       tile.row_sum[i] = 0;
-      if (f_.entropy.data) tile.row_moment[i] = 0;
-      if (f_.top_key.data) tile.best[i] = -static_cast<Acc>(__builtin_inf());
+      if (f_.entropy.data) tile.row_moment[i] = 0, tile.best[i] = -static_cast<Acc>(__builtin_inf());
     }
     std::memset(tile.out, 0,
                 static_cast<std::size_t>(tile.width) * static_cast<std::size_t>(f_.value_dim) * sizeof(Acc));
@@ -245,7 +244,7 @@ class ForwardKernel {
                                                                       width, s, width, nullptr, memory.peak, ahead);
     }
     if (!peaked || !masked.plain) mask_and_peak(s, width, count, masked.plain ? nullptr : masked.bits, memory.peak);
-    if (f_.top_key.data) track_top(s, width, count, masked.begin, tile, memory.peak);
+    if (f_.entropy.data) track_top(s, width, count, masked.begin, tile, memory.peak);
     const u64* kept = nullptr;
     if (f_.dropout > 0) {
       dropout_bits(f_.seed, dropout_threshold(f_.dropout), seq.b, h, tile.first,
@@ -288,27 +287,40 @@ class ForwardKernel {
     });
   }
 
-  // For the queries whose maximum grows, the first key of the block that has the new one.
+  // For the queries whose maximum grows, the first key of the block that has the new one; a NaN is the largest of all.
   static void track_top(const Acc* s, int width, int count, i64 n0, const QueryTile<Mode>& tile, const Acc* peak) {
     const Vec<Acc> piece = set(static_cast<Acc>(n0 / kSubKeys));
     for_columns<Acc>(width, [&](auto vectors, int column) {
       constexpr int kV = decltype(vectors)::value;
       Vec<Acc> top[kV], place[kV], here = set(static_cast<Acc>(count));
+      Vec<SInt<Acc>> odd[kV];  // whether one of the scores is NaN, which no peak shows
       TW_UNROLL(4)
-      for (int v = 0; v < kV; v++) top[v] = load(peak + column + v * lanes), place[v] = Vec<Acc>{};
+      for (int v = 0; v < kV; v++)
+        top[v] = load(peak + column + v * lanes), place[v] = Vec<Acc>{}, odd[v] = Vec<SInt<Acc>>{};
+      for (int j = 0; j < count; j++) {
+        TW_UNROLL(4)
+        for (int v = 0; v < kV; v++) {
+          const Vec<Acc> x = load(s + static_cast<i64>(j) * width + column + v * lanes);
+          odd[v] |= (Vec<SInt<Acc>>)(x != x);
+        }
+      }
       for (int j = count - 1; j >= 0; j--) {
         here -= static_cast<Acc>(1);
         TW_UNROLL(4)
-        for (int v = 0; v < kV; v++)
-          place[v] = load(s + static_cast<i64>(j) * width + column + v * lanes) == top[v] ? here : place[v];
+        for (int v = 0; v < kV; v++) {
+          const Vec<Acc> x = load(s + static_cast<i64>(j) * width + column + v * lanes);
+          place[v] = (odd[v] ? (Vec<SInt<Acc>>)(x != x) : (Vec<SInt<Acc>>)(x == top[v])) ? here : place[v];
+        }
       }
       TW_UNROLL(4)
       for (int v = 0; v < kV; v++) {
         const int i = column + v * lanes;
         const Vec<Acc> before = load(tile.best + i);
-        store(tile.best + i, top[v] > before ? top[v] : before);
-        store(tile.best_piece + i, top[v] > before ? piece : load(tile.best_piece + i));
-        store(tile.best_place + i, top[v] > before ? place[v] : load(tile.best_place + i));
+        const Vec<Acc> now = odd[v] ? set(static_cast<Acc>(__builtin_nan(""))) : top[v];
+        const Vec<SInt<Acc>> taken = odd[v] ? (Vec<SInt<Acc>>)(before == before) : (Vec<SInt<Acc>>)(top[v] > before);
+        store(tile.best + i, taken ? now : before);
+        store(tile.best_piece + i, taken ? piece : load(tile.best_piece + i));
+        store(tile.best_place + i, taken ? place[v] : load(tile.best_place + i));
       }
     });
   }
@@ -402,8 +414,8 @@ class ForwardKernel {
     alignas(kVectorBytes) Acc sinks[kTileQueries];
     if (f_.sinks != nullptr)
       for (int i = 0; i < tile.width; i++) sinks[i] = static_cast<const Acc*>(f_.sinks)[h];
-    const RowNumbers<Acc> rows = {tile.row_max, tile.row_sum, tile.deepest,
-                                  f_.entropy.data ? tile.row_moment : nullptr};
+    const RowNumbers<Acc> rows = {tile.row_max, tile.row_sum, tile.deepest, f_.entropy.data ? tile.row_moment : nullptr,
+                                  f_.entropy.data ? tile.best : nullptr};
     const ClosedRows<Acc> closed(rows, tile.width, f_.sinks != nullptr ? sinks : nullptr, f_.dropout);
     const i64 row = seq.query_begin + tile.first;
     closed.write(f_, rows, 0, tile.rows, seq.b, h, row);

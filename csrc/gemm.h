@@ -72,12 +72,26 @@ TW_INLINE void for_columns(int width, F&& f) {
   if (rest == 1) f(Int<1>{}, column);
 }
 
-// The longest chain of additions along the depth. Where products are rounded before they are added, chains are
-// shorter: the parts are added up at the end of each.
+// Chains of additions are cut, as their error grows with their length. Sums over a block of keys or queries are short;
+// they are cut only where products are rounded before they are added.
 #if defined(__FMA__) || defined(__aarch64__)
-constexpr int kChain = 1 << 20;
+constexpr int kChain = 1 << 20, kPiece = 64;
 #else
-constexpr int kChain = 32;
+constexpr int kChain = 32, kPiece = kChain;
+#endif
+
+// Inner products (scores, dP) are summed in pieces of kPiece terms: a softmax turns the error of a large score into a
+// relative error of the output. Many queries read and write C once per piece, 1 % of the time at a depth of 128. Few
+// queries wait for the stream of keys, which pieces in C would interrupt (1.3x the time): theirs meet in registers, and
+// can be shorter.
+constexpr int kShortPiece = 16;
+// Rows of C whose pieces are in registers too.
+#if TILEWISE_VECTOR_BYTES == 64 || defined(__aarch64__)
+constexpr int kShortRows = 8;
+#elif TILEWISE_VECTOR_BYTES == 32
+constexpr int kShortRows = 6;
+#else
+constexpr int kShortRows = 4;
 #endif
 
 enum class AOrder { row_major, column_major };  // A[row * lda + k] or A[k * lda + row]
@@ -105,17 +119,28 @@ struct Gemm {
     }
   }
 
-  template <int kR, int kV, AOrder kOrder, Into kInto, bool kPeak>
+  // Inner products of numbers, as against sums over a block of keys or queries, and against pairs of bfloat16, whose
+  // own rounding hides that of the additions.
+  template <AOrder kOrder, Into kInto>
+  static constexpr bool kInner = kOrder == AOrder::row_major && kInto == Into::overwrite && Dot::per_word == 1;
+
+  // Words of a piece of an inner product with kV vectors of columns.
+  template <int kV>
+  static constexpr int kInnerPiece = Dot::per_word > 1 ? kChain
+                                     : kV == 1         ? kShortPiece
+                                                       : kPiece;
+
+  template <int kR, int kV, AOrder kOrder, Into kInto, bool kPeak, int kLongest = kChain>
   TW_INLINE void block(const Word* a, i64 lda, const Word* b, i64 ldb, int depth, Acc* c, i64 ldc, const Acc* alpha,
                        Vec<Acc>* peak) {
     constexpr int lanes = kLanes<Acc>;
     Vec<Acc> acc[kR][kV] = {};
-    sum<kR, kV, kOrder>(a, lda, b, ldb, depth < kChain ? depth : kChain, acc);
+    sum<kR, kV, kOrder>(a, lda, b, ldb, depth < kLongest ? depth : kLongest, acc);
     // The pieces of a long product meet here, before the entry of C, which may hold many blocks already.
-    if constexpr (kChain < 1 << 10) {
+    if constexpr (kLongest < 1 << 10) {
       const i64 step = kOrder == AOrder::row_major ? 1 : lda;
-      for (int from = kChain; from < depth; from += kChain) {
-        const int count = depth - from < kChain ? depth - from : kChain;
+      for (int from = kLongest; from < depth; from += kLongest) {
+        const int count = depth - from < kLongest ? depth - from : kLongest;
         Vec<Acc> piece[kR][kV] = {};
         sum<kR, kV, kOrder>(a + from * step, lda, b + from * ldb, ldb, count, piece);
         TW_UNROLL(16)
@@ -139,23 +164,43 @@ struct Gemm {
     }
   }
 
+  // Rows of C, the pieces of inner products being added in registers (one vector) or in C (several).
+  template <int kR, int kV, AOrder kOrder, Into kInto, bool kPeak>
+  TW_INLINE void rows_of(const Word* a, i64 lda, const Word* b, i64 ldb, int depth, Acc* c, i64 ldc, const Acc* alpha,
+                         Vec<Acc>* peak) {
+    if constexpr (!kInner<kOrder, kInto>) {
+      block<kR, kV, kOrder, kInto, kPeak>(a, lda, b, ldb, depth, c, ldc, alpha, peak);
+    } else if constexpr (kV == 1) {
+      block<kR, kV, kOrder, kInto, kPeak, kShortPiece>(a, lda, b, ldb, depth, c, ldc, alpha, peak);
+    } else if (depth <= kPiece) {
+      block<kR, kV, kOrder, kInto, kPeak>(a, lda, b, ldb, depth, c, ldc, alpha, peak);
+    } else {
+      block<kR, kV, kOrder, kInto, false>(a, lda, b, ldb, kPiece, c, ldc, alpha, peak);
+      int k = kPiece;
+      for (; k + kPiece < depth; k += kPiece)
+        block<kR, kV, kOrder, Into::add, false>(a + k, lda, b + k * ldb, ldb, kPiece, c, ldc, alpha, peak);
+      block<kR, kV, kOrder, Into::add, kPeak>(a + k, lda, b + k * ldb, ldb, depth - k, c, ldc, alpha, peak);
+    }
+  }
+
   template <int kV, AOrder kOrder, Into kInto, bool kPeak>
   TW_NOINLINE static void columns(const Word* a, i64 lda, const Word* b, i64 ldb, int rows, int depth, Acc* c, i64 ldc,
                                   const Acc* alpha, Acc* peak_out, Ahead* ahead) {
     constexpr int lanes = kLanes<Acc>;
+    constexpr int kMost = kV == 1 && kInner<kOrder, kInto> ? kShortRows : kRows<kV>;
     const i64 step = kOrder == AOrder::row_major ? lda : 1;
     Vec<Acc> peak[kV];
     TW_UNROLL(4)
     for (int v = 0; v < kV; v++) peak[v] = set(-static_cast<Acc>(__builtin_inf()));
     int r = 0;
-    for (; r + kRows<kV> <= rows; r += kRows<kV>) {
-      block<kRows<kV>, kV, kOrder, kInto, kPeak>(a + r * step, lda, b, ldb, depth, c + r * ldc, ldc, alpha, peak);
+    for (; r + kMost <= rows; r += kMost) {
+      rows_of<kMost, kV, kOrder, kInto, kPeak>(a + r * step, lda, b, ldb, depth, c + r * ldc, ldc, alpha, peak);
       if (ahead != nullptr) ahead->step();
     }
     for (; r + 2 <= rows; r += 2)
-      block<2, kV, kOrder, kInto, kPeak>(a + r * step, lda, b, ldb, depth, c + r * ldc, ldc, alpha, peak);
+      rows_of<2, kV, kOrder, kInto, kPeak>(a + r * step, lda, b, ldb, depth, c + r * ldc, ldc, alpha, peak);
     for (; r < rows; r++)
-      block<1, kV, kOrder, kInto, kPeak>(a + r * step, lda, b, ldb, depth, c + r * ldc, ldc, alpha, peak);
+      rows_of<1, kV, kOrder, kInto, kPeak>(a + r * step, lda, b, ldb, depth, c + r * ldc, ldc, alpha, peak);
     if constexpr (kPeak) {
       TW_UNROLL(4)
       for (int v = 0; v < kV; v++) store(peak_out + v * lanes, peak[v]);

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <string>
 
+#include "forks.h"
+
 namespace tilewise {
 namespace {
 
@@ -59,14 +61,23 @@ struct Buffer {
 };
 thread_local Buffer buffer;
 
+// Whether this thread had a team. A fork copies the flag with the thread, and leaves the team behind.
+thread_local bool had_team = false;
+
 }  // namespace
 
 void run_team(int threads, void (*body)(void*), void* context) {
   if (threads <= 1 || runtime().parallel == nullptr) {
     body(context);
   } else {
+    had_team = true;
     runtime().parallel(body, context, static_cast<unsigned>(threads), 0);
   }
+}
+
+bool fork_loses_team() {
+  // GNU's runtime waits for threads that are not in the child; LLVM's and Intel's make new ones.
+  return had_team && runtime().path.find("/libgomp") != std::string::npos;
 }
 
 const char* openmp_runtime() { return runtime().path.c_str(); }

@@ -47,8 +47,7 @@ inline nb::dlpack::dltensor borrowed(nb::handle tensor) {
 }
 
 // A tensor [batch, head, row, col], or a packed one [row, head, col].
-inline View view_of(nb::handle tensor) {
-  const nb::dlpack::dltensor t = borrowed(tensor);
+inline View view_of(const nb::dlpack::dltensor& t) {
   View v;
   v.data = static_cast<const char*>(t.data) + t.byte_offset;
   if (t.ndim == 3)

@@ -80,7 +80,8 @@ class TileGradients {
     const Acc* row_sum = rows_at<Acc>(f_.row_sum, seq.b, h, row);
     const Acc* delta = rows_at<Acc>(f_.delta, seq.b, h, row);
     const Acc* grad_lse = f_.grad_lse.data ? rows_at<Acc>(f_.grad_lse, seq.b, h, row) : nullptr;
-    tile.one_block = KeyBlocks(seq.keys).count == 1;
+    // The sum over this tile's keys is that of the row only where the row has no others.
+    tile.one_block = !f_.partial && KeyBlocks(seq.keys).count == 1;
     for (int i = 0; i < tile.width; i++) {
       const bool live = i < tile.rows && row_sum[i] != 0;
       // An infinite maximum makes every probability of a dead row, or of a lane without a query, exactly 0.

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import torch
 
 import tilewise
+from tilelab.bench.clock import interleave, once, repeats_for
 from tilewise import BlockMask, masks, patterns
 from tilewise.chips import detect
 from tilewise.kernels.cpu.core import core
-from tilewise.lab.bench.clock import interleave, once, repeats_for
 
 WIDTH = 64
 HEADS = {4096: 4, 16384: 2, 65536: 1}  # fewer where a call takes long; times are by the tile

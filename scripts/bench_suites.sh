@@ -10,7 +10,7 @@ export OMP_WAIT_POLICY=PASSIVE
 
 bench() {
   echo "== $*"
-  PYTHONPATH=src "$python" -m tilewise.lab.bench "$@" --out "$out" > /dev/null
+  PYTHONPATH=src:lab/src "$python" -m tilelab.bench "$@" --out "$out" > /dev/null
 }
 
 bench accuracy --minutes 2 --lengths 128,512,2048,8192
@@ -24,10 +24,10 @@ bench variants --minutes 4 --dtype float32
 drawn=$(mktemp -d)
 trap 'rm -rf "$drawn"' EXIT
 for suite in paper memory speed variants; do
-  PYTHONPATH=src "$python" -m tilewise.lab.bench show "$out/$suite.json" --figures "$drawn" > /dev/null
+  PYTHONPATH=src:lab/src "$python" -m tilelab.bench show "$out/$suite.json" --figures "$drawn" > /dev/null
 done
 # Forward and backward of the paper; the double peak, and training; forward, full, in the first dtype; all variants.
 for figure in paper-0 memory-0 memory-4 speed-0 variants-bars-float32; do
   if [ -f "$drawn/$figure.svg" ]; then cp "$drawn/$figure.svg" "$out/"; else echo "no figure $figure"; fi
 done
-PYTHONPATH=src "$python" scripts/readme_table.py
+PYTHONPATH=src:lab/src "$python" scripts/readme_table.py

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tilewise.compat.table import page
+from tilelab.compatibility.table import page
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "compatibility.md"
 

@@ -17,4 +17,4 @@ if ! command -v valgrind >/dev/null; then
 fi
 cmake -S "$root" -B "$build" -DTILEWISE_PYTHON=OFF -DTILEWISE_TESTS=ON -DTILEWISE_WERROR="${TILEWISE_WERROR:-ON}" >/dev/null
 cmake --build "$build" --target counted --parallel "$(nproc)"
-PYTHONPATH=$root/src "$python" -m tilewise.lab.counted --driver "$build/counted" "$@"
+PYTHONPATH=$root/src:$root/lab/src "$python" -m tilelab.counted --driver "$build/counted" "$@"

@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tilelab.counted.cases import Case
+from tilelab.counted.table import Row
 from tilewise.errors import InvalidArgument
-from tilewise.lab.counted.cases import Case
-from tilewise.lab.counted.table import Row
 
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "benchmarks" / "cachegrind" / "counted.json"

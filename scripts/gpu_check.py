@@ -8,9 +8,10 @@ table last. docs/gpu.md says what it does.
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "lab" / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
-from tilewise.lab.gpu_check import main
+from tilelab.gpu_check import main
 
 if __name__ == "__main__":
     sys.exit(main())

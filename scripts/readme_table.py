@@ -1,7 +1,7 @@
-"""Fill the READMEs' tables from stored results: python scripts/readme_table.py [--check].
+"""Fill the tables of pages from stored results: python scripts/readme_table.py [--check].
 
 The text between the two ``measured`` marks (of the bench) and between the two ``studied`` marks (of
-the study) of README.md belongs to this script, that between the two ``sparse`` and the two
+the study) of docs/measured.md belongs to this script, that between the two ``sparse`` and the two
 ``suites`` marks of benchmarks/README.md, and that between the two ``counted`` marks of
 docs/io-model.md. With
 ``--check`` nothing is written, and the exit status is 1 where a page differs from benchmarks/.
@@ -17,17 +17,17 @@ import runpy
 import sys
 from pathlib import Path
 
-from tilewise.lab import bench
-from tilewise.lab.bench.entry import SUITES
-from tilewise.lab.bench.suites.point import Record
-from tilewise.lab.bench.suites.sentences import sentences
-from tilewise.lab.bench.suites.tables import heading
-from tilewise.lab.counted.table import Row, verdict
-from tilewise.lab.counted.table import table as tabulated
+from tilelab import bench
+from tilelab.bench.entry import SUITES
+from tilelab.bench.suites.point import Record
+from tilelab.bench.suites.sentences import sentences
+from tilelab.bench.suites.tables import heading
+from tilelab.counted.table import Row, verdict
+from tilelab.counted.table import table as tabulated
 
 ROOT = Path(__file__).resolve().parent.parent
 STUDY = Path("benchmarks/studies/laptop/report.md")
-YOUNGER = "**Decoding has had a kernel of its own since**: its rows above are of the one before."
+YOUNGER = "The decode rows above predate the decode kernel; these are of a later run."
 BLOCK = r"(<!-- {0}: begin[^\n]*-->\n).*?(<!-- {0}: end -->)"
 
 
@@ -55,7 +55,7 @@ def verdicts(report: str) -> str:
             shown.append(f"{line.strip('*')}\n")
         elif line.startswith("|"):
             shown.append(line)
-    return "\n".join([*facts, *shown, "", f"The whole report: [{STUDY}]({STUDY})."])
+    return "\n".join([*facts, *shown, "", f"The whole report: [{STUDY}](../{STUDY})."])
 
 
 def sparse(stored: Path) -> str:
@@ -93,25 +93,26 @@ def counted(stored: Path) -> str:
     return f"{tabulated(rows)}\n\nIn short, {verdict(rows)}."
 
 
-def filled(readme: str, mark: str, text: str) -> str:
-    """The README with a text between two marks."""
+def filled(page: str, mark: str, text: str) -> str:
+    """The page with a text between two marks."""
     block = re.compile(BLOCK.format(mark), re.DOTALL)
-    return block.sub(lambda found: f"{found[1]}{text}\n{found[2]}", readme)
+    return block.sub(lambda found: f"{found[1]}{text}\n{found[2]}", page)
 
 
 def pages() -> dict[Path, str]:
     """Every page with tables, as it should be."""
-    readme, measurements = ROOT / "README.md", ROOT / "benchmarks" / "README.md"
+    measured_page, measurements = ROOT / "docs" / "measured.md", ROOT / "benchmarks" / "README.md"
     account = ROOT / "docs" / "io-model.md"
-    found = {path: path.read_text() for path in (readme, measurements, account)}
+    found = {path: path.read_text() for path in (measured_page, measurements, account)}
     measured = [table(path) for path in sorted((ROOT / "benchmarks").glob("*/cpu.json"))]
     decoded = [table(path) for path in sorted((ROOT / "benchmarks").glob("*/decode.json"))]
     if measured and decoded:
         measured += [YOUNGER, *decoded]
     if measured:
-        found[readme] = filled(found[readme], "measured", "\n\n".join(measured))
+        found[measured_page] = filled(found[measured_page], "measured", "\n\n".join(measured))
     if (ROOT / STUDY).exists():
-        found[readme] = filled(found[readme], "studied", verdicts((ROOT / STUDY).read_text()))
+        told = verdicts((ROOT / STUDY).read_text())
+        found[measured_page] = filled(found[measured_page], "studied", told)
     stored = [sparse(path) for path in sorted((ROOT / "benchmarks").glob("*/sparse.json"))]
     if stored:
         found[measurements] = filled(found[measurements], "sparse", "\n\n".join(stored))
@@ -126,13 +127,13 @@ def pages() -> dict[Path, str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the READMEs, or compare."""
+    """Write the pages, or compare."""
     pending = {path: text for path, text in pages().items() if path.read_text() != text}
     if arguments == ["--check"]:
         for path in pending:
             print(f"{path.relative_to(ROOT)} is out of date")
         if not pending:
-            print("the READMEs show benchmarks/")
+            print("the pages show benchmarks/")
         return int(bool(pending))
     for path, text in pending.items():
         path.write_text(text)

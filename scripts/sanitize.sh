@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The numeric tests against a core with AddressSanitizer and UndefinedBehaviorSanitizer (Linux, GCC; call ./run setup first).
 #
-#   scripts/sanitize.sh [pytest arguments]      default: tests/kernels on the core
+#   scripts/sanitize.sh [pytest arguments]                default: tests/kernels on the core
+#   scripts/sanitize.sh --module tests.fuzz [arguments]   another module (./run fuzz --sanitize)
 #
 # The package with the instrumented core goes into a virtual environment of its own, which borrows the other packages of
 # .venv by path: the editable install in .venv always comes first there, so a PYTHONPATH alone would not do.
@@ -27,6 +28,7 @@ cd "$root"
 # The allocations of new and delete cross from instrumented into other libraries, so their kinds need not match.
 export ASAN_OPTIONS=detect_leaks=0:alloc_dealloc_mismatch=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1
 export LD_PRELOAD="$(runtime libasan.so) $(runtime libubsan.so) $(runtime libstdc++.so)"
+if [ "${1:-}" = --module ]; then exec "$own/bin/python" -m "${@:2}"; fi
 if [ $# -eq 0 ]; then set -- tests/kernels -k "not tiled"; fi # the tiled reference is not ours in C++
 # With pytest's usual capture the sanitizer's report, written as the process dies, would be lost.
 exec "$own/bin/python" -m pytest --capture=sys "$@"

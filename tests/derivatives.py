@@ -14,7 +14,7 @@ from tests.cases import Case
 from tests.contract import assert_exact
 from tests.inputs import Inputs, build
 from tests.oracle import problem_of
-from tilewise.reference.dense import dense
+from tilelab.oracles.dense import dense
 from tilewise.variants.values import Score
 
 # out and lse of inputs.

@@ -14,9 +14,9 @@ import tilewise
 from tests.cases import Case
 from tests.contract import InexactError, assert_exact
 from tests.inputs import Inputs, build
+from tilelab.oracles.dense import dense
+from tilelab.oracles.extended import extended
 from tilewise.problem import Operands, Problem
-from tilewise.reference.dense import dense
-from tilewise.reference.extended import extended
 from tilewise.validation import dense_problem, lower_sinks, varlen_problem
 from tilewise.variants.lower import Extent, lower_mask, lower_score, statistics_dtype
 

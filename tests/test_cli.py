@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+import tilewise
 from tests.conftest import NO_CORE, available_isas
 from tilewise import cli, doctor
+from tilewise.commands import plugins
 from tilewise.doctor import Check, examine, openmp_runtimes, report
 
 MAPS = """\
@@ -37,9 +40,69 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert f"usage: tilewise {command}" in capsys.readouterr().out
 
 
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """The package, its metadata and the command name one version."""
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"tilewise {tilewise.__version__}\n"
+    assert version("tilewise") == tilewise.__version__
+
+
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["teleport"]) == 2
     assert "unknown command 'teleport'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "seen"),
+    [(["doctr"], "'doctor'"), (["bench", "sped"], "'speed'"), (["bench", "nosuite"], "There are:")],
+)
+def test_what_was_meant_is_suggested(
+    argv: list[str], seen: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        sys.exit(cli.main(argv))
+    assert stopped.value.code == 2
+    text = capsys.readouterr().err
+    assert seen in text
+    if argv[0] == "bench":
+        for suite in ("cpu", "speed", "memory", "accuracy", "paper", "models", "variants", "all"):
+            assert suite in text
+
+
+@pytest.mark.parametrize("argv", [["show", "none.json"], ["compare", "none.json", "b.json"]])
+def test_the_bench_names_the_argument_that_is_wrong(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *argv]) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("tilewise bench: A.json:" if len(argv) > 2 else "tilewise bench: FILE")
+    assert "--from" not in text
+
+
+@pytest.mark.parametrize("when", ["torch", "tilelab.study.command"])
+def test_ctrl_c_while_the_command_loads(when: str) -> None:
+    code = f"""
+import signal, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {when!r}:
+            signal.raise_signal(signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupting())
+sys.argv = [sys.argv[1], "study", "list"]
+from tilewise.cli import main
+sys.exit(main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, "/somewhere/bin/tilewise"], capture_output=True, text=True
+    )
+    assert done.returncode == 130
+    assert done.stdout + done.stderr == ""
+    # A program of another name keeps Python's way.
+    other = subprocess.run(
+        [sys.executable, "-c", code, "/somewhere/train.py"], capture_output=True, text=True
+    )
+    assert ("KeyboardInterrupt" in other.stderr) == (when == "torch")
 
 
 def test_our_errors_are_messages_not_tracebacks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,13 +110,28 @@ def test_our_errors_are_messages_not_tracebacks(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.startswith("tilewise explain: ")
 
 
-def test_a_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> None:
-        raise ModuleNotFoundError(f"No module named {name!r}", name="rich")
+def test_a_missing_package_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Broken:
+        def load(self) -> None:
+            raise ModuleNotFoundError("No module named 'rich'", name="rich")
 
-    monkeypatch.setattr(cli, "import_module", absent)
-    with pytest.raises(SystemExit, match=r"'rich' is missing.*tilewise\[lab\]"):
-        cli.main(["demo"])
+    monkeypatch.setattr(plugins, "entry_points", lambda **_: [Broken()])
+    assert cli.main(["demo"]) == 1
+    said = capsys.readouterr().err
+    assert "'rich' is missing" in said
+    assert "tilewise[lab]" in said
+
+
+def test_a_command_of_the_lab_without_the_lab(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plugins, "entry_points", lambda **_: [])
+    assert cli.main(["study"]) == 1
+    said = capsys.readouterr().err
+    assert "study is part of the package tilelab" in said
+    assert "tilewise[lab]" in said
 
 
 def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +147,7 @@ def test_explain_gives_backend_and_reasons(capsys: pytest.CaptureFixture[str]) -
     assert cli.main(argv) == 0
     text = capsys.readouterr().out
     assert "tiled" in text
-    assert "band" in text
+    assert "mask      causal" in text
     assert "not cpu" in text
 
 

@@ -13,85 +13,124 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent.parent / "src" / "tilewise"
-ROOT = "tilewise"
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = (ROOT / "src", ROOT / "lab" / "src")
 
-# From the ground up. A unit is a module or folder directly under the package; "" is the package's
-# own face, ``tilewise/__init__.py``. Within a unit modules import one another freely (but never in
-# a circle); units of one floor do not.
+# From the ground up. A unit is a room of one of the two packages: a module or folder directly
+# under it, or under ``tilelab.study``; a package's own face is its bare name. Within a unit modules
+# import one another freely (but neither they nor their folders in a circle); units of one floor do
+# not.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "folders"),
-    ("chips", "variants"),
-    ("problem",),
-    ("validation",),
-    ("reference",),
-    ("plan",),
-    ("_core",),
-    ("kernels",),
-    ("engine",),
-    ("functional", "sparse"),
-    ("merging", "nn"),
-    ("serving", "distributed"),
-    ("",),
-    ("compat", "lab"),
-    ("integrations",),
-    ("doctor",),
-    ("cli",),
+    ("tilewise.errors", "tilewise.folders", "tilewise.interrupts", "tilewise.torch_private"),
+    ("tilewise.chips", "tilewise.variants"),
+    ("tilewise.problem",),
+    ("tilewise.validation",),
+    ("tilewise.reference",),
+    ("tilewise.plan",),
+    ("tilewise._core",),
+    ("tilewise.kernels",),
+    ("tilewise.engine",),
+    ("tilewise.functional", "tilewise.sparse"),
+    ("tilewise.merging", "tilewise.nn"),
+    ("tilewise.serving", "tilewise.distributed"),
+    ("tilewise.compat",),
+    ("tilewise.integrations",),
+    ("tilewise",),
+    ("tilewise.commands",),
+    ("tilewise.doctor",),
+    ("tilewise.cli",),
+    ("tilelab",),
+    ("tilelab.common",),
+    ("tilelab.oracles", "tilelab.models", "tilelab.counted", "tilelab.gate"),
+    ("tilelab.compatibility", "tilelab.bench", "tilelab.gpu_check", "tilelab.explain"),
+    ("tilelab.tune",),
+    ("tilelab.study.ask",),
+    ("tilelab.study.need", "tilelab.study.data", "tilelab.study.records"),
+    ("tilelab.study.choices",),
+    ("tilelab.study.tasks",),
+    ("tilelab.study.train",),
+    ("tilelab.study.verdict",),
+    ("tilelab.study.plan",),
+    ("tilelab.study.recipes",),
+    ("tilelab.study.track",),
+    ("tilelab.study.report",),
+    ("tilelab.study.conduct",),
+    ("tilelab.study.browse",),
+    ("tilelab.study.command",),
+    ("tilelab.study",),
+    ("tilewise.lab",),  # the lab's old name
 )
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 
 # (importer, imported): prefixes of names that stay apart although the floors would let them.
-APART = (("kernels.cpu", "kernels.gpu"), ("kernels.gpu", "kernels.cpu"))
-# The compiled core is known to its backend, and to the bench, which measures its peak.
-CORE_USERS = ("kernels.cpu", "lab.bench")
+APART = (
+    ("tilewise.kernels.cpu", "tilewise.kernels.gpu"),
+    ("tilewise.kernels.gpu", "tilewise.kernels.cpu"),
+)
+# The compiled core is known to its backend alone.
+CORE_USERS = ("tilewise.kernels.cpu",)
 
 Graph = dict[str, set[str]]
 
 
-def module_name(path: Path, package: Path) -> str:
-    """kernels/cpu/backend.py -> "kernels.cpu.backend"; the package's own __init__ -> ""."""
-    parts = path.relative_to(package).with_suffix("").parts
+def module_name(path: Path, source: Path) -> str:
+    """src/tilewise/plan/plan.py -> "tilewise.plan.plan"; an __init__ -> its package."""
+    parts = path.relative_to(source).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imported_names(
     tree: ast.AST, module: str, is_package: bool
 ) -> Iterator[tuple[str, str | None]]:
-    """(module, name): what each import statement names, below the package, without its root."""
-    here = module.split(".") if module else []
+    """(module, name): what each import statement names."""
+    here = module.split(".")
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                head, _, rest = alias.name.partition(".")
-                if head == ROOT:
-                    yield rest, None
+                yield alias.name, None
         elif isinstance(node, ast.ImportFrom):
             source = node.module or ""
             if node.level:
                 up = node.level - (1 if is_package else 0)
                 base = here[: len(here) - up]
                 source = ".".join([*base, *([source] if source else [])])
-            elif source.partition(".")[0] == ROOT:
-                source = source.partition(".")[2]
-            else:
-                continue
             for alias in node.names:
                 yield source, alias.name
 
 
-def import_graph(package: Path) -> Graph:
-    """Which module imports which, by name below the package; the compiled ``_core`` counts."""
-    paths = {module_name(path, package): path for path in package.rglob("*.py")}
-    known = {*paths, "_core"}
+def strings(tree: ast.AST) -> Iterator[str]:
+    """Every string of a module: it may name another that is imported by name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def import_graph(*sources: Path) -> Graph:
+    """Which module imports which, by full name; the compiled ``_core`` counts."""
+    paths = {module_name(path, source): path for source in sources for path in source.rglob("*.py")}
+    known = {*paths, "tilewise._core"}
     graph: Graph = {}
     for module, path in paths.items():
         found = graph.setdefault(module, set())
         tree = ast.parse(path.read_text(), str(path))
         for source, name in imported_names(tree, module, path.name == "__init__.py"):
-            submodule = ".".join(filter(None, (source, name)))
-            found.add(submodule if name and submodule in known else source)
+            submodule = f"{source}.{name}"
+            if name and submodule in known:
+                found.add(submodule)
+            elif source.partition(".")[0] in ("tilewise", "tilelab"):
+                found.add(source)
+        # A string that names the module's own package finds files in it.
+        found |= {each for each in strings(tree) if "." in each and each in known} - {
+            each for each in known if within(module, each)
+        }
         found.discard(module)
     return graph
+
+
+def unit_of(module: str) -> str:
+    """The room of the table above that a module is in."""
+    parts = module.split(".")
+    return ".".join(parts[: 3 if parts[:2] == ["tilelab", "study"] else 2])
 
 
 def within(module: str, prefix: str) -> bool:
@@ -102,24 +141,52 @@ def complaints(graph: Graph) -> list[str]:
     """Every broken rule, in words; empty when the house stands."""
     found = []
     for module, imports in sorted(graph.items()):
-        unit = module.partition(".")[0]
+        unit = unit_of(module)
         if unit not in FLOOR:
             found.append(f"{module} has no floor: give it one in tests/test_floors.py")
             continue
         for target in sorted(imports):
-            other = target.partition(".")[0]
+            other = unit_of(target)
             if other not in FLOOR:
                 found.append(f"{module} imports {target}, which has no floor")
             elif other != unit and FLOOR[other] >= FLOOR[unit]:
                 found.append(
-                    f"{module} (floor {FLOOR[unit]}) imports {target or 'the package face'} "
-                    f"(floor {FLOOR[other]})"
+                    f"{module} (floor {FLOOR[unit]}) imports {target} (floor {FLOOR[other]})"
                 )
-            elif other == "_core" and not any(within(module, user) for user in CORE_USERS):
+            elif other == "tilewise._core" and not any(within(module, u) for u in CORE_USERS):
                 found.append(f"{module} imports _core, which only {', '.join(CORE_USERS)} may")
             elif any(within(module, a) and within(target, b) for a, b in APART):
                 found.append(f"{module} imports {target}: these two stay apart")
-    return found + [f"a circle: {' -> '.join(circle)}" for circle in circles(graph)]
+    found += [f"a circle: {' -> '.join(circle)}" for circle in circles(graph)]
+    return found + [
+        f"a circle of rooms: {' -> '.join(circle)}"
+        for rooms in room_graphs(graph)
+        for circle in circles(rooms)
+    ]
+
+
+def room_graphs(graph: Graph) -> Iterator[Graph]:
+    """For every folder: which of the folders directly in it import which others of them."""
+    folders = {
+        module.rsplit(".", up)[0] for module in graph for up in range(1, module.count(".") + 1)
+    }
+    for folder in sorted(folders):
+        rooms: Graph = {}
+        for module, imports in graph.items():
+            here = room_in(folder, module, folders)
+            for target in imports:
+                there = room_in(folder, target, folders)
+                if here and there and here != there:
+                    rooms.setdefault(here, set()).add(there)
+        yield rooms
+
+
+def room_in(folder: str, module: str, folders: set[str]) -> str | None:
+    """The folder directly in ``folder`` that holds a module; None where none does."""
+    if not module.startswith(folder + "."):
+        return None
+    room = f"{folder}.{module.removeprefix(folder + '.').partition('.')[0]}"
+    return room if room in folders else None
 
 
 def circles(graph: Graph) -> list[list[str]]:
@@ -143,14 +210,14 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 def test_the_house_stands() -> None:
-    graph = import_graph(PACKAGE)
+    graph = import_graph(*SOURCES)
     assert len(graph) > 10, "the test looks at the wrong folder"
     assert complaints(graph) == []
 
 
 def build(folder: Path, files: dict[str, str]) -> Graph:
     for name, text in files.items():
-        path = folder / name
+        path = folder / ("tilewise" if not name.startswith("tilelab/") else "") / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return import_graph(folder)
@@ -165,8 +232,13 @@ SOUND = {
     "problem.py": "from tilewise.variants import masks, Mask\n",
     "kernels/base.py": "import tilewise.problem\n",
     "kernels/cpu/backend.py": "from .. import base\nfrom tilewise import _core\n",
+    "kernels/gpu/forward/attend.py": "from tilewise.kernels.gpu.backward import shared\n",
+    "kernels/gpu/backward/shared.py": "",
+    "kernels/gpu/backward/passes.py": "",
     "functional.py": "def f():\n    from tilewise.kernels.cpu import backend\n",
-    "lab/tool.py": "import tilewise\nfrom tilewise import masks\n",
+    "lab/__init__.py": "",
+    "tilelab/common/files.py": "import tilewise\nfrom tilewise import masks\n",
+    "tilelab/study/ask/config.py": "from tilelab.common import files\n",
 }
 
 
@@ -177,39 +249,71 @@ def test_a_sound_tree_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "text", "complaint"),
     [
-        ("errors.py", "import tilewise.problem\n", "errors (floor 0) imports problem"),
-        ("errors.py", "from tilewise.problem import P\n", "errors (floor 0) imports problem"),
-        ("errors.py", "from tilewise import problem\n", "errors (floor 0) imports problem"),
-        ("errors.py", "from . import problem\n", "errors (floor 0) imports problem"),
-        ("errors.py", "from .problem import P\n", "errors (floor 0) imports problem"),
-        ("errors.py", "import tilewise\n", "errors (floor 0) imports the package face"),
+        (
+            "errors.py",
+            "import tilewise.problem\n",
+            "tilewise.errors (floor 0) imports tilewise.problem",
+        ),
+        (
+            "errors.py",
+            "from tilewise.problem import P\n",
+            "tilewise.errors (floor 0) imports tilewise.problem",
+        ),
+        (
+            "errors.py",
+            "from tilewise import problem\n",
+            "tilewise.errors (floor 0) imports tilewise.problem",
+        ),
+        (
+            "errors.py",
+            "from . import problem\n",
+            "tilewise.errors (floor 0) imports tilewise.problem",
+        ),
+        (
+            "errors.py",
+            "from .problem import P\n",
+            "tilewise.errors (floor 0) imports tilewise.problem",
+        ),
+        ("errors.py", "import tilewise\n", "tilewise.errors (floor 0) imports tilewise (floor"),
         (
             "errors.py",
             "from tilewise import attention\n",
-            "errors (floor 0) imports the package face",
+            "tilewise.errors (floor 0) imports tilewise (floor",
         ),
-        ("errors.py", "def f():\n    from .problem import P\n", "errors (floor 0) imports problem"),
+        (
+            "errors.py",
+            "def f():\n    from .problem import P\n",
+            "tilewise.errors (floor 0) imports tilewise.problem",
+        ),
         (
             "problem.py",
             "if TYPE_CHECKING:\n    import tilewise.nn\n",
-            "problem (floor 2) imports nn",
+            "tilewise.problem (floor 2) imports tilewise.nn",
         ),
         (
             "variants/values.py",
             "from ..problem import P\n",
-            "variants.values (floor 1) imports problem",
+            "tilewise.variants.values (floor 1) imports tilewise.problem",
         ),
-        ("variants/__init__.py", "from ..problem import P\n", "variants (floor 1) imports problem"),
-        ("variants/__init__.py", "from .. import problem\n", "variants (floor 1) imports problem"),
+        (
+            "variants/__init__.py",
+            "from ..problem import P\n",
+            "tilewise.variants (floor 1) imports tilewise.problem",
+        ),
+        (
+            "variants/__init__.py",
+            "from .. import problem\n",
+            "tilewise.variants (floor 1) imports tilewise.problem",
+        ),
         (
             "chips.py",
             "from tilewise.variants.values import Mask\n",
-            "chips (floor 1) imports variants.values",
+            "tilewise.chips (floor 1) imports tilewise.variants.values",
         ),
         (
             "variants/values.py",
             "from .masks import causal\n",
-            "a circle: variants.masks -> variants.values",
+            "a circle: tilewise.variants.masks -> tilewise.variants.values",
         ),
         (
             "kernels/gpu/backend.py",
@@ -217,9 +321,28 @@ def test_a_sound_tree_passes(tmp_path: Path) -> None:
             "these two stay apart",
         ),
         ("kernels/cpu/tape.py", "from ..gpu.emit import emit\n", "these two stay apart"),
-        ("functional.py", "from tilewise import _core\n", "functional imports _core"),
-        ("attic.py", "", "attic has no floor"),
-        ("nn.py", "from tilewise.attic import old\n", "nn imports attic, which has no floor"),
+        ("functional.py", "from tilewise import _core\n", "tilewise.functional imports _core"),
+        (
+            "functional.py",
+            'LAB = "tilelab.common.files"\n',
+            "tilewise.functional (floor 9) imports tilelab.common.files",
+        ),
+        (
+            "tilelab/common/files.py",
+            "from tilelab.study.ask import config\n",
+            "tilelab.common.files (floor 19) imports tilelab.study.ask.config",
+        ),
+        (
+            "kernels/gpu/backward/passes.py",
+            "from tilewise.kernels.gpu.forward import attend\n",
+            "a circle of rooms: tilewise.kernels.gpu.backward -> tilewise.kernels.gpu.forward",
+        ),
+        ("attic.py", "", "tilewise.attic has no floor"),
+        (
+            "nn.py",
+            "from tilewise.attic import old\n",
+            "tilewise.nn imports tilewise.attic, which has no floor",
+        ),
     ],
 )
 def test_a_broken_tree_fails(tmp_path: Path, file: str, text: str, complaint: str) -> None:

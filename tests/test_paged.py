@@ -16,16 +16,16 @@ from tests.cases import Case
 from tests.contract import assert_same_bits
 from tests.inputs import Inputs, build
 from tests.paged import Paged, in_pages, sequences_of
+from tilelab.oracles.dense import dense
+from tilelab.oracles.extended import extended
 from tilewise import BlockMask, masks, scores
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.problem import Operands
 from tilewise.reference import tiled
-from tilewise.reference.dense import dense
-from tilewise.reference.extended import extended
 from tilewise.validation import check_page_tensors, paged_problem
 from tilewise.variants.float8 import FLOAT8
 
-ours = "ignore:`torch.jit:DeprecationWarning"  # torch's own, inside torch.compile
+ours = "ignore:`torch.jit"  # torch's own, inside torch.compile
 pytestmark = pytest.mark.filterwarnings(ours)
 
 LENGTHS = ((33, 20), (0, 5), (1, 40), (17, 0), (16, 16), (2, 133))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from tilewise.lab.bench.suites.point import Point, Record
-from tilewise.lab.study import recipes
+from tilelab.bench.suites.point import Point, Record
+from tilelab.counted.table import Row
+from tilelab.study import recipes
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -40,10 +42,34 @@ def test_links_and_paths_exist(page: Path) -> None:
     assert missing == []
 
 
-def test_the_tables_are_the_stored_ones() -> None:
-    check = [sys.executable, str(ROOT / "scripts/readme_table.py"), "--check"]
+@pytest.mark.parametrize("script", ["readme_table", "readme_pictures"])
+def test_tables_and_pictures_are_the_stored_ones(script: str) -> None:
+    check = [sys.executable, str(ROOT / f"scripts/{script}.py"), "--check"]
     done = subprocess.run(check, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_numbers_of_the_readme_are_the_stored_ones() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    stored = json.loads((ROOT / "benchmarks/amd-epyc-26-2/cpu.json").read_text())
+    ratios = {(c["name"], c["dtype"]): c["summary"]["ratio"] for c in stored["cases"]}
+    forward = ratios["forward full 2k D64", "bfloat16"]
+    assert f"bfloat16 forward at 2,048 tokens is {forward:.1f} times as fast as torch's" in text
+    window = ratios["window 256 at 2k", "float32"]
+    assert f"window of 256 keys at 2,048 tokens is {window:.0f} times as fast" in text
+    wanted = {"name": "forward 16k D64", "dtype": "float32", "side": "ours"}
+    (memory,) = [each for each in stored["memory"] if wanted.items() <= each.items()]
+    beyond = (memory["extra_bytes"] - memory["result_bytes"]) / 1e6
+    assert f"at 16,384 tokens holds {beyond:.1f} MB beyond its operands and its result" in text
+    counts = json.loads((ROOT / "benchmarks/cachegrind/counted.json").read_text())["rows"]
+    worst = max(abs(Row.read(each).off) for each in counts)
+    assert f"within {100 * worst:.1f} % of the bytes that cachegrind counts" in text
+
+
+def test_the_readme_is_short() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 110
+    assert lines.index("```python") < 35
 
 
 def _script() -> Any:
@@ -102,10 +128,10 @@ def test_the_verdicts_of_a_report_are_shown_with_their_questions() -> None:
 
 def test_the_design_names_every_room_of_the_study_and_every_variable() -> None:
     design = (ROOT / "docs/design.md").read_text()
-    rooms = [path.parent.name for path in (ROOT / "src/tilewise/lab/study").glob("*/__init__.py")]
+    rooms = [path.parent.name for path in (ROOT / "lab/src/tilelab/study").glob("*/__init__.py")]
     assert len(rooms) > 5
     assert [room for room in rooms if f"{room}/" not in design] == []
-    sources = [ROOT / "run", *(ROOT / "src").rglob("*.py")]
+    sources = [ROOT / "run", *(ROOT / "src").rglob("*.py"), *(ROOT / "lab/src").rglob("*.py")]
     # In Python a variable is a string of its own; a macro of generated code is not.
     quoted, bare = r"[\"'](TILEWISE_[A-Z_]+)[\"']", r"\b(TILEWISE_[A-Z_]+)\b"
     variables = {

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import cmake
+import ninja
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,6 +41,7 @@ def checkout(tmp_path: Path) -> Path:
     ignore = shutil.ignore_patterns("__pycache__", "*.so")
     shutil.copytree(ROOT / "src", folder / "src", ignore=ignore)
     shutil.copytree(ROOT / "csrc", folder / "csrc")
+    shutil.copytree(ROOT / "lab", folder / "lab", ignore=ignore)
     return folder
 
 
@@ -93,7 +96,7 @@ def real_python(tools: Path) -> None:
 def test_help_names_every_command(run: Run) -> None:
     done = run("help")
     assert done.returncode == 0
-    for command in ("study", "demo", "test", "bench", "tilewise", "setup"):
+    for command in ("study", "demo", "test", "fuzz", "bench", "tilewise", "setup"):
         assert f"./run {command}" in done.stdout
 
 
@@ -140,6 +143,25 @@ def test_no_venv_module(run: Run, tools: Path) -> None:
     assert "python3-venv" in done.stderr
 
 
+def test_pip_without_a_compiler_says_what_to_do(
+    checkout: Path, tools: Path, tmp_path: Path
+) -> None:
+    """``pip install .`` runs CMake, which looks for the compiler."""
+    program = Path(cmake.CMAKE_BIN_DIR, "cmake")
+    make = f"-DCMAKE_MAKE_PROGRAM={Path(ninja.BIN_DIR, 'ninja')}"
+    done = subprocess.run(
+        [program, "-G", "Ninja", make, "-S", checkout, "-B", tmp_path / "build"],
+        env={"PATH": str(tools)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "no C++20 compiler was found" in done.stderr
+    assert "./run setup" in done.stderr
+    assert "wheel.cmake=false" in done.stderr
+
+
 @pytest.mark.slow
 def test_no_network(run: Run, tools: Path, checkout: Path) -> None:
     real_python(tools)
@@ -164,6 +186,20 @@ def test_without_a_compiler_zig_builds_the_core(run: Run, tools: Path, checkout:
     with (checkout / "csrc/dispatch.cc").open("a") as source:
         source.write("\n// changed\n")
     assert "building" in run("tilewise", "doctor").stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="wheels for distribution are made on Linux")
+def test_the_wheel_for_distribution_asks_for_glibc_2_28(
+    run: Run, tools: Path, tmp_path: Path
+) -> None:
+    """auditwheel names a wheel so only when the core calls no later function of the C library."""
+    real_python(tools)
+    done = run("wheel", str(tmp_path / "dist"))
+    assert done.returncode == 0, done.stderr
+    lab, wheel = sorted(each.name for each in (tmp_path / "dist").iterdir())
+    assert lab.startswith("tilelab-")
+    assert "-manylinux_2_28_" in wheel
 
 
 @pytest.mark.slow

@@ -71,6 +71,9 @@ CATALOGUE: tuple[Variant, ...] = (
     Variant("pruned", None, scores.pruned),
     Variant("undefined-above", masks.causal, scores.undefined_above),
     Variant("outside-above", masks.causal, scores.outside_above),
+    Variant("chosen", masks.causal, scores.chosen),
+    Variant("stepped", None, scores.stepped),
+    Variant("times-zero", None, scores.times_zero),
     Variant("sinks", masks.both(masks.causal, masks.documents), scores.alibi, sinks=True),
     Variant(
         "everything",

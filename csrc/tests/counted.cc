@@ -1,4 +1,4 @@
-// What cachegrind counts: one attention, ours or plain, with nothing else in the process (src/tilewise/lab/counted).
+// What cachegrind counts: one attention, ours or plain, with nothing else in the process (lab/src/tilelab/counted).
 //
 //   counted NAME=VALUE...     what=core|plain|nothing|compare pass=forward|backward isa=avx2 heads=1 kv_heads=1
 //                             queries=512 keys=512 head_dim=64 threads=1 causal=0 flush=0

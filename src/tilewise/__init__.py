@@ -3,24 +3,29 @@
 from importlib import import_module
 from typing import Any
 
-from tilewise import errors, nn
-from tilewise.functional import (
-    AttentionResult,
-    Explanation,
-    SoftmaxStats,
-    attention,
-    attention_paged,
-    attention_varlen,
-    explain,
-    plan,
-    visible_pairs,
-)
-from tilewise.merging import merge
-from tilewise.plan.plan import Plan
-from tilewise.sparse.block_mask import BlockMask
-from tilewise.variants import masks, patterns, scores
-from tilewise.variants.checked import checked
-from tilewise.variants.vocabulary import maximum, minimum, where
+from tilewise.interrupts import command_loads, ending_at_once
+
+with ending_at_once(command_loads()):  # torch takes its time
+    from tilewise import errors, nn
+    from tilewise.functional import (
+        AttentionResult,
+        Explanation,
+        SoftmaxStats,
+        attention,
+        attention_paged,
+        attention_varlen,
+        explain,
+        plan,
+        visible_pairs,
+    )
+    from tilewise.merging import merge
+    from tilewise.plan.plan import Plan
+    from tilewise.sparse.block_mask import BlockMask
+    from tilewise.variants import masks, patterns, scores
+    from tilewise.variants.checked import checked
+    from tilewise.variants.vocabulary import maximum, minimum, where
+
+__version__ = "0.1.0"
 
 __all__ = [
     "AttentionResult",
@@ -28,6 +33,7 @@ __all__ = [
     "Explanation",
     "Plan",
     "SoftmaxStats",
+    "__version__",
     "attention",
     "attention_paged",
     "attention_varlen",

@@ -8,48 +8,44 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from typing import NamedTuple
 
+from tilewise import __version__
+from tilewise.commands.plugins import plugin
+from tilewise.commands.visible import visible
 from tilewise.errors import TilewiseError
+from tilewise.interrupts import INTERRUPTED, ending_at_once
 
 __all__ = ["main"]
 
 
 class _Command(NamedTuple):
     name: str
-    module: str
     help: str
-    function: str = "main"
+    module: str = ""  # "": a package adds the command
 
 
 _COMMANDS = (
-    _Command("doctor", "tilewise.doctor", "what runs here, and why the rest does not"),
-    _Command("explain", "tilewise.lab.explain", "the plan for a problem given by its shape"),
-    _Command("study", "tilewise.lab.study.command", "find out which training choices pay"),
-    _Command("demo", "tilewise.lab.study.command", "the study of the kernels, for short", "demo"),
-    _Command("bench", "tilewise.lab.bench", "measure against torch's own attention"),
-    _Command("tune", "tilewise.lab.tune", "measure blocks for the GPU that is there"),
+    _Command("doctor", "what runs here, and why the rest does not", "tilewise.doctor"),
+    _Command("explain", "the plan for a problem given by its shape", "tilewise.commands.explain"),
+    _Command("study", "find out which training choices pay"),
+    _Command("demo", "the study of the kernels, for short"),
+    _Command("bench", "measure against torch's own attention"),
+    _Command("tune", "measure blocks for the GPU that is there"),
 )
 
 
 def _usage() -> str:
-    lines = ["usage: tilewise COMMAND [options]", ""]
+    lines = ["usage: tilewise COMMAND [options]", "       tilewise --version", ""]
     lines += [f"  {command.name:<8} {command.help}" for command in _COMMANDS]
     return "\n".join([*lines, "", "tilewise COMMAND --help tells more."])
 
 
 def _load(command: _Command) -> Callable[[Sequence[str]], int | None]:
-    try:
-        main: Callable[[Sequence[str]], int | None]
-        main = getattr(import_module(command.module), command.function)
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("tilewise"):
-            raise
-        sys.exit(
-            f"tilewise {command.name}: the package {error.name!r} is missing; "
-            "install it with: pip install 'tilewise[lab]'"
-        )
+    main: Callable[[Sequence[str]], int | None]
+    main = import_module(command.module).main if command.module else plugin(command.name)
     return main
 
 
@@ -66,17 +62,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in ("-h", "--help", "help"):
         print(_usage())
         return 0
+    if name == "--version":
+        print(f"tilewise {__version__}")
+        return 0
     chosen = next((command for command in _COMMANDS if command.name == name), None)
     if chosen is None:
-        print(f"tilewise: unknown command {name!r}\n\n{_usage()}", file=sys.stderr)
+        near = get_close_matches(name, [command.name for command in _COMMANDS], n=1)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
+        print(f"tilewise: unknown command {name!r}.{meant}\n\n{_usage()}", file=sys.stderr)
         return 2
     try:
-        return _load(chosen)(rest) or 0
+        with ending_at_once():
+            run = _load(chosen)
+        return run(rest) or 0
     except TilewiseError as error:
-        print(f"tilewise {name}: {error}", file=sys.stderr)
+        print(visible(f"tilewise {name}: {error}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

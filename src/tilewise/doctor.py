@@ -156,7 +156,7 @@ def _peak_checks() -> list[Check]:
     """The ceilings, measured; kept unless a lower instruction set is forced."""
     if absence():
         return []
-    from tilewise.lab import ceilings  # the rest of the doctor needs nothing of the lab
+    from tilewise.commands import ceilings  # the rest of the doctor needs nothing of the lab
 
     threads = torch.get_num_threads()
     kinds = (("fma", "float32 multiply-add"), ("bf16", "bfloat16 dot product"))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 __all__ = [
     "InvalidArgument",
     "InvalidType",
+    "LostThreads",
     "OutOfPages",
     "SlowPathWarning",
     "TilewiseError",
@@ -74,6 +75,25 @@ class Unsupported(TilewiseError, NotImplementedError):  # noqa: N818  reads as w
         if self.fix:
             lines.append(f"  fix: {self.fix}")
         return "\n".join(lines)
+
+
+class LostThreads(TilewiseError):  # noqa: N818  reads as what is wrong
+    """A call on several threads in a forked process whose parent kept the threads.
+
+    Args:
+        threads: of the call.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+
+    def __str__(self) -> str:
+        return (
+            f"a call on {self.threads} threads in a forked process: the threads stayed in the "
+            "parent, which has computed attention on several, and the call would wait for them "
+            "forever. Call torch.set_num_threads(1) in the child, or start it by spawn: "
+            'multiprocessing.get_context("spawn"), DataLoader(multiprocessing_context="spawn")'
+        )
 
 
 class OutOfPages(TilewiseError):  # noqa: N818  reads as what is wrong

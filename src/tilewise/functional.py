@@ -1,7 +1,8 @@
 """Floor 6: the calls: attention, attention_varlen, attention_paged, plan and explain."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Never, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from tilewise.problem import Operands, Result, Statistics
 from tilewise.reference.blocks import Block
 from tilewise.reference.programs import visible
 from tilewise.variants.float8 import scales_of
+from tilewise.variants.guidance import refuse_keywords
 from tilewise.variants.lower import Extent, lower_mask
 from tilewise.variants.values import Mask, Score, as_mask
 
@@ -59,14 +61,14 @@ class SoftmaxStats(NamedTuple):
 
     Args:
         max_logit: the largest score s[n] of a key, natural-log units; the sink does not count; -inf
-            for a row that sees no key. Without gradient.
+            for a row that sees no key, NaN for a row with a NaN score. Without gradient.
         lse: the natural-log sum of exponentials, sink included; -inf for a row without keys and
             sink. Differentiable.
         entropy: -sum of p log p over the outcomes, in nats: 0 where one has all the weight, at most
             log of their number. A row that sees no key has 0. Differentiable.
-        top1: int64, the key with the largest score, the first of equal ones; -1 for a row that sees
-            no key. In a variable-length call keys count within their sequence. None unless
-            ``return_stats="top1"``.
+        top1: int64, the key with the largest score, the first of equal ones, or the first with a
+            NaN score; -1 for a row that sees no key. In a variable-length call keys count within
+            their sequence. None unless ``return_stats="top1"``.
     """
 
     max_logit: Tensor
@@ -108,6 +110,7 @@ def attention(
     return_stats: bool | Literal["top1"] = False,
     backend: str | None = None,
     plan: Plan | None = None,
+    **unknown: Never,
 ) -> Any:
     """Exact attention that never writes the M x N matrix: out = softmax(score(scale q.k^T)) v.
 
@@ -131,11 +134,13 @@ def attention(
         v_scale: of v in the same way, with v's heads.
         dropout_p: the probability in [0, 1) of dropping a pair; what stays is divided by 1 - p.
         seed: 64 bits that choose what is dropped, as a number or an int64 tensor of one element;
-            None draws one from torch's generator.
+            None draws one from the generator of q's device. On a GPU it stays there: in a captured
+            CUDA graph, None draws anew and a tensor on the device is read anew at each replay.
         return_lse: ask for an AttentionResult with lse.
         return_stats: ask for an AttentionResult with stats; "top1" has the top key of each row too.
         backend: None (choose), or a name of ``explain``; a named one never falls back.
         plan: a held Plan of ``tilewise.plan`` for a call like this one, to skip choosing.
+        **unknown: refused, saying what to write for a keyword of another library.
 
     Returns:
         The output [B, Hq, M, Dv], or an AttentionResult where more is asked for. Gradients are
@@ -146,7 +151,11 @@ def attention(
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
         Unsupported: nothing here can do it, with each backend's reason.
+        LostThreads: on several threads in a process that was forked after its parent used them;
+            take one thread there (data loaders' workers do), or start the process by spawn.
     """
+    if unknown:
+        _refuse("attention", unknown)
     if (
         (mask is None and score is None and scale is None and sinks is None and backend is None)
         and (q_scale is None and k_scale is None and v_scale is None)
@@ -183,6 +192,7 @@ def attention_varlen(
     return_stats: bool | Literal["top1"] = False,
     backend: str | None = None,
     plan: Plan | None = None,
+    **unknown: Never,
 ) -> Any:
     """Attention over sequences of different lengths, packed one after the other.
 
@@ -201,6 +211,8 @@ def attention_varlen(
     Raises:
         InvalidArgument, InvalidType, Unsupported: as ``attention``.
     """
+    if unknown:
+        _refuse("attention_varlen", unknown)
     packed = (cu_seqlens_q, cu_seqlens_k)
     scales = scales_of(q_scale, k_scale, v_scale)
     asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed, scales=scales)
@@ -229,6 +241,7 @@ def attention_paged(
     return_stats: bool | Literal["top1"] = False,
     backend: str | None = None,
     plan: Plan | None = None,
+    **unknown: Never,
 ) -> Any:
     """Attention over keys and values that lie in pages, which a block table finds. Forward only.
 
@@ -258,6 +271,7 @@ def attention_paged(
         return_stats: ask for an AttentionResult with stats; "top1" has the top key of each row too.
         backend: None (choose), or a name of ``explain``.
         plan: a held Plan of ``tilewise.plan`` for a call like this one.
+        **unknown: refused, as in ``attention``.
 
     Values of block_table, key_lengths and cu_seqlens_q are checked where they are on the CPU. On a
     device they are not read (but in checked mode); kernels clamp lengths and page numbers to what
@@ -270,6 +284,8 @@ def attention_paged(
         InvalidArgument, InvalidType: naming the argument that is wrong.
         Unsupported: nothing here can do it, with each backend's reason; or a gradient is wanted.
     """
+    if unknown:
+        _refuse("attention_paged", unknown)
     pages = Pages(block_table, key_lengths, cu_seqlens_q)
     scales = scales_of(q_scale, k_scale, v_scale)
     asked = read_keywords(mask, score, scale, 0.0, sinks, backend, pages=pages, scales=scales)
@@ -279,6 +295,13 @@ def attention_paged(
     if return_stats is not False:
         return _with_stats(result, return_lse)
     return AttentionResult(result.out, result.lse, None) if return_lse else result.out
+
+
+def _refuse(call: str, unknown: Mapping[str, object]) -> NoReturn:
+    """Refuse keywords that the call does not have: other libraries say them."""
+    parameters = inspect.signature(globals()[call]).parameters.values()
+    known = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    refuse_keywords(call, unknown, known)
 
 
 def _wanted(return_stats: object) -> Statistics:
@@ -345,6 +368,7 @@ def plan(
     block_table: Tensor | None = None,
     key_lengths: Tensor | None = None,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Plan:
     """The plan of a call, to hold and to pass as ``plan=`` to calls of the same shapes.
 
@@ -357,6 +381,8 @@ def plan(
     Raises:
         InvalidArgument, InvalidType, Unsupported: as the call.
     """
+    if unknown:
+        _refuse("plan", unknown)
     packed, pages = _packed(cu_seqlens_q, cu_seqlens_k, block_table, key_lengths, dropout_p)
     asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed, pages)
     made = make_plan(q, k, v, asked)
@@ -380,6 +406,7 @@ def explain(
     key_lengths: Tensor | None = None,
     backend: str | None = None,
     chip: str | None = None,
+    **unknown: Never,
 ) -> Explanation:
     """How a call would be done, what it moves, and why no other backend would do it.
 
@@ -392,6 +419,8 @@ def explain(
     Raises:
         InvalidArgument, InvalidType: as the call. A call that nothing can do is explained.
     """
+    if unknown:
+        _refuse("explain", unknown)
     packed, pages = _packed(cu_seqlens_q, cu_seqlens_k, block_table, key_lengths, dropout_p)
     asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed, pages)
     problem = build_problem(q, k, v, asked)

@@ -79,7 +79,8 @@ class Operands(NamedTuple):
         sinks: [Hq], contiguous, float32 (float64 for float64), or None.
         cu_seqlens_q, cu_seqlens_k: int64 [B + 1], contiguous; None if dense. On the CPU, checked;
             for the GPU backend's tensors on their device, where their values are not read.
-        seed: 64 random bits as a number in [0, 2**64); 0 without dropout.
+        seed: 64 random bits as a number in [0, 2**64); 0 without dropout. For the GPU backend an
+            int64 tensor of one element on the device of q, whose value the host does not read.
         block_table: int32 [B, P], contiguous: key n of sequence b is row ``n % page_size`` of page
             ``block_table[b, n // page_size]``; k and v are then [pages, Hk, page_size, D or Dv] of
             any strides. Entries beyond a sequence's keys are not looked at. None without pages.
@@ -101,7 +102,7 @@ class Operands(NamedTuple):
     sinks: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
-    seed: int = 0
+    seed: int | Tensor = 0
     block_table: Tensor | None = None
     key_lengths: Tensor | None = None
     q_scale: Tensor | None = None
@@ -137,13 +138,20 @@ class Result(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which gradients are wanted."""
+    """Which gradients are wanted, and of what.
+
+    Args:
+        q, k, v, score_tensors, sinks: whether the gradient of each is wanted.
+        partial: the result is of more keys than the operands have: the keys are a block of a
+            sequence that is split, and out, lse and stats are of all its blocks merged.
+    """
 
     q: bool
     k: bool
     v: bool
     score_tensors: tuple[bool, ...] = ()
     sinks: bool = False
+    partial: bool = False
 
 
 class Grads(NamedTuple):

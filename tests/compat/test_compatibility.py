@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tilewise.compat.flash_attn.rows import TABLES
-from tilewise.compat.rows import Row
-from tilewise.compat.table import page, tables
+from tilelab.compatibility.flash_rows import TABLES
+from tilelab.compatibility.rows import Row
+from tilelab.compatibility.table import page, tables
 
 (TABLE,) = TABLES
 

@@ -51,6 +51,10 @@ def alone(code: str, *folders: Path) -> str:
         ("flash_attn", "flash_attn_qkvpacked_func"),
         ("flash_attn", "flash_attn_with_kvcache"),
         ("flash_attn.flash_attn_interface", "flash_attn_varlen_func"),
+        ("flash_attn.flash_attn_interface", "_flash_attn_forward"),
+        ("flash_attn.flash_attn_interface", "_flash_attn_backward"),
+        ("flash_attn.flash_attn_interface", "_flash_attn_varlen_forward"),
+        ("flash_attn.flash_attn_interface", "_flash_attn_varlen_backward"),
         ("flash_attn.bert_padding", "unpad_input"),
         ("flash_attn.bert_padding", "pad_input"),
         ("flash_attn.bert_padding", "index_first_axis"),
@@ -77,6 +81,18 @@ def test_metadata() -> None:
     assert importlib.metadata.version("torch")
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("flash_attn.losses")
+
+
+def test_metadata_imports_nothing() -> None:
+    """Entry points are read while modules are imported: torch._dynamo does so for Triton's."""
+    code = """
+    import importlib.metadata
+    from tilewise import compat
+    compat.install("flash_attn")
+    found = importlib.metadata.version("flash-attn"), importlib.metadata.entry_points(group="x")
+    print(found[0], [x for x in sys.modules if x.startswith(("flash_attn", "tilewise.compat.f"))])
+    """
+    assert alone(code) == "2.8.3 []"
 
 
 def test_install_twice_and_undo() -> None:

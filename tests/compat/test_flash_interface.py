@@ -6,6 +6,7 @@ import inspect
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -147,6 +148,29 @@ def test_packed_forms_are_the_plain_call() -> None:
     ):
         assert_same_bits(out, plain, "out")
         assert_same_bits(torch.autograd.grad(out.square().sum(), qkv)[0], expected, "gradient")
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        torch.tensor([3, 2]),
+        torch.tensor([3, 2], dtype=torch.int32),
+        (torch.tensor(3), torch.tensor(2)),
+        (np.int64(3), np.int32(2)),
+        [3, torch.tensor([2])],
+    ],
+    ids=str,
+)
+def test_windows_in_tensors(window: Any) -> None:
+    q, k, v = (draw(2, rows, 2, 8).detach() for rows in (13, 19, 19))
+    expected = flash_attn.flash_attn_func(q, k, v, window_size=(3, 2))
+    assert_same_bits(flash_attn.flash_attn_func(q, k, v, window_size=window), expected, "out")
+    cache = {"cache_seqlens": 17, "causal": True}
+    assert_same_bits(
+        flash_attn.flash_attn_with_kvcache(q, k, v, **cache, window_size=window),
+        flash_attn.flash_attn_with_kvcache(q, k, v, **cache, window_size=(3, 2)),
+        "out of a cache",
+    )
 
 
 LENGTHS = ((5, 9), (0, 4), (7, 0), (12, 12), (0, 0), (3, 17))
@@ -340,6 +364,12 @@ Q, CU = torch.zeros(1, 4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
         ({"window_size": 3}, InvalidType, "window_size"),
         ({"window_size": (3,)}, InvalidArgument, "window_size"),
         ({"window_size": (None, None)}, InvalidType, "window_size"),
+        ({"window_size": (True, 3)}, InvalidType, "window_size"),
+        ({"window_size": (1.0, 3)}, InvalidType, "window_size"),
+        ({"window_size": torch.tensor([1, 2, 3])}, InvalidArgument, "window_size"),
+        ({"window_size": torch.tensor([1.0, 2.0])}, InvalidArgument, "window_size"),
+        ({"window_size": torch.tensor(3)}, InvalidArgument, "window_size"),
+        ({"window_size": (torch.tensor(1.5), 3)}, InvalidType, "window_size"),
         ({"softcap": None}, InvalidType, "softcap"),
         ({"softmax_scale": "a"}, InvalidType, "softmax_scale"),
         ({"dropout_p": 1.0}, InvalidArgument, "dropout_p"),
@@ -379,6 +409,21 @@ def test_mistakes_of_packed_calls() -> None:
             flash_attn.flash_attn_varlen_func(
                 q, Q, Q, **lengths, max_seqlen_q=4, max_seqlen_k=4, block_table=table
             )
-    q = q.clone().requires_grad_()
-    with pytest.raises(Unsupported, match="requires a gradient"):
-        flash_attn.flash_attn_varlen_func(q, Q, Q, CU, CU, 4, 4, block_table=table)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "alibi_slopes"])
+def test_a_gradient_over_pages_is_refused_when_it_is_asked_for(name: str) -> None:
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    given = {"q": Q[0], "k": Q + 1, "v": Q + 2, "alibi_slopes": torch.ones(2)}
+    given[name] = given[name].clone().requires_grad_()
+    said = {**given, "cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 4, "max_seqlen_k": 4}
+    call = flash_attn.flash_attn_varlen_func
+    out, lse, _ = call(**said, block_table=table, return_attn_probs=True)
+    with torch.no_grad():
+        bare = call(**said, block_table=table, return_attn_probs=True)
+    for found, expected in ((out, bare[0]), (lse, bare[1])):
+        assert found.requires_grad
+        assert not expected.requires_grad
+        assert_same_bits(found.detach(), expected, "with a gradient wanted")
+        with pytest.raises(Unsupported, match=f"^{name} requires a gradient, and attention over"):
+            torch.autograd.grad(found.sum(), given[name], retain_graph=True)

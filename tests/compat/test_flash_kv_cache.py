@@ -404,11 +404,35 @@ def test_a_mistake_writes_nothing() -> None:
     assert_same_bits(case.k_cache, before, "cache")
 
 
-@pytest.mark.parametrize("name", ["q", "k_cache", "k"])
-def test_a_gradient_is_refused(name: str) -> None:
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "k", "v"])
+def test_a_gradient_is_refused_when_it_is_asked_for(name: str, rotated: bool) -> None:
     case = build()
-    case = case._replace(**{name: getattr(case, name).requires_grad_()})
-    with pytest.raises(Unsupported, match=rf"^{name} requires a gradient"):
-        case.call()
+    if rotated:
+        case.said.update(rotary_cos=ANGLES.cos(), rotary_sin=ANGLES.sin())
+    with torch.no_grad():
+        expected = case._replace(k_cache=case.k_cache.clone(), v_cache=case.v_cache.clone()).call()
+    leaf = getattr(case, name).requires_grad_()
+    found = case._replace(**{name: leaf}).call(return_softmax_lse=True)
+    assert_same_bits(found[0].detach(), expected, "out")
+    for each in found:
+        with pytest.raises(Unsupported, match=rf"^{name} requires a gradient, and attention over"):
+            torch.autograd.grad(each.sum(), leaf, retain_graph=True)
     with torch.no_grad():
         assert not case.call().requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's
+def test_a_gradient_of_a_compiled_call_is_refused_when_it_is_asked_for() -> None:
+    case = build(new=0)
+
+    def call(q: Tensor) -> Any:
+        return flash_attn.flash_attn_with_kvcache(q, case.k_cache, case.v_cache, cache_seqlens=9)
+
+    compiled = torch.compile(call, backend="aot_eager")
+    expected = call(case.q)
+    assert_same_bits(compiled(case.q), expected, "out")
+    found = compiled(case.q.requires_grad_())
+    assert_same_bits(found.detach(), expected, "out")
+    with pytest.raises(Unsupported, match="q requires a gradient"):
+        found.sum().backward()

@@ -174,19 +174,22 @@ def test_a_block_mask_is_read_once_and_again_when_it_changes() -> None:
         return kv_idx < limits[b]
 
     block_mask = torchs.create_block_mask(below, B, H, M, N, device="cpu", BLOCK_SIZE=32)
-    first = flex_masks.mask_of(block_mask)
-    assert flex_masks.mask_of(block_mask) is first
+    first = flex_masks.mask_of(block_mask, M)
+    assert flex_masks.mask_of(block_mask, M) is first
     limits[0] = 20  # inside of the same block, so that torch's lists stay right
-    second = flex_masks.mask_of(block_mask)
+    second = flex_masks.mask_of(block_mask, M)
     assert second is not first
     got = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
     want = tilewise.attention(q, k, v, mask=below)
     torch.testing.assert_close(got, want)
     block_mask.mask_mod = causal
-    assert flex_masks.mask_of(block_mask) is not second
+    third = flex_masks.mask_of(block_mask, M)
+    assert third is not second
+    block_mask.seq_lengths = (M, N - 8)
+    assert flex_masks.mask_of(block_mask, M) is not third
     made = create_block_mask(causal, 1, 1, M, N, device="cpu")
-    assert flex_masks.mask_of(made) is flex_masks.mask_of(made)
-    assert flex_masks.mask_of(tilewise.BlockMask.of(causal, M, N)).program
+    assert flex_masks.mask_of(made, M) is flex_masks.mask_of(made, M)
+    assert flex_masks.mask_of(tilewise.BlockMask.of(causal, M, N), M).program
 
 
 def test_only_present_blocks_are_computed() -> None:
@@ -206,6 +209,109 @@ def test_one_batch_of_keys() -> None:
     got = flex_attention(q, k[:1], v[:1], block_mask=block_mask, enable_gqa=True)
     want = torchs_own(q, k[:1], v[:1], block_mask=block_mask, enable_gqa=True)
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("rows", [1, 7, 70])
+def test_the_empty_block_mask_is_for_any_lengths(rows: int, compiled: bool) -> None:
+    torch.compiler.reset()
+    q, k, v, *_ = (x.detach() for x in build(torch.float32))
+    empty = torchs._create_empty_block_mask(q, k)
+    asked = (q[:, :, :rows], k, v, None, empty)
+    ours_compiled = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
+    got = (ours_compiled if compiled else flex_attention)(*asked, enable_gqa=True)
+    torch.testing.assert_close(got, torchs_own(*asked, enable_gqa=True))
+
+
+def moved(mask_mod: Any, offset: int | Tensor) -> Any:
+    """The mask of rows that count from ``offset``, as who decodes writes it."""
+
+    def mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return mask_mod(b, h, q_idx + offset, kv_idx)
+
+    return mod
+
+
+@pytest.mark.parametrize("said", [False, True], ids=["lengths as sliced", "lengths set"])
+@pytest.mark.parametrize("name", ["causal", "documents", "few"])
+def test_slices_of_a_block_mask_decode(name: str, said: bool) -> None:
+    """Query by query, each with the row of blocks that it is in."""
+    mod, block = MODS[name], 32
+    q, k, v, *_ = (x.detach() for x in build(torch.float32))
+    whole = torchs.create_block_mask(mod, B, H, M, N, device="cpu", BLOCK_SIZE=block)
+    expected = plain([q, k, v, *build(torch.float32)[3:]], mod, False)[0]
+    for position in (0, 7, 31, 32, 69):
+        index = position // block if said else torch.tensor([position // block])
+        mask = whole[:, :, index]
+        offset = torch.tensor(position) if said else position
+        mask.mask_mod = moved(mod, offset)
+        if said:
+            mask.seq_lengths = (1, N)
+        one = q[:, :, position : position + 1]
+        got = flex_attention(one, k, v, block_mask=mask, enable_gqa=True)
+        torch.testing.assert_close(got, expected[:, :, position : position + 1])
+
+
+def test_a_slice_is_for_the_rows_of_its_blocks_alone() -> None:
+    q, k, v, *_ = (x.detach() for x in build(torch.float32))
+    whole = torchs.create_block_mask(causal, B, H, M, N, device="cpu", BLOCK_SIZE=32)
+    mask = whole[:, :, 0:2]
+    with pytest.raises(RuntimeError, match="mask_mod from a sliced BlockMask"):  # torch's words
+        flex_attention(q[:, :, :64], k, v, block_mask=mask, enable_gqa=True)
+    mask.mask_mod = causal
+    assert tilewise.BlockMask.from_flex(mask).queries == 64
+    for rows in (33, 64):  # another number of rows, and the table is read again
+        got = flex_attention(q[:, :, :rows], k, v, block_mask=mask, enable_gqa=True)
+        want = tilewise.attention(q[:, :, :rows], k, v, mask=causal)
+        torch.testing.assert_close(got, want)
+    said = "one for a slice of 2 blocks of 32 queries and 150 keys; required: one for"
+    for rows in (32, 65):
+        with pytest.raises(InvalidArgument, match=said):
+            flex_attention(q[:, :, :rows], k, v, block_mask=mask, enable_gqa=True)
+    one = whole[1, 2:]  # of one batch item, and of two heads
+    one.mask_mod = lambda b, h, m, n: causal(b + 1, h + 2, m, n)
+    got = flex_attention(q[1:, 2:], k[1:, 1:], v[1:, 1:], block_mask=one, enable_gqa=True)
+    want = tilewise.attention(q, k, v, mask=causal)[1:, 2:]
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("rows", [1, 31, 64])
+@pytest.mark.parametrize("keys", [40, 64, 150])
+def test_lists_may_say_more_than_the_lengths(rows: int, keys: int) -> None:
+    """Cropped by ``_adjust``, or by its lengths alone, as code that decodes does it."""
+    torch.compiler.reset()
+    q, k, v, *_ = (x.detach() for x in build(torch.float32))
+    q, k, v = q[:, :, :rows], k[:, :, :keys], v[:, :, :keys]
+    want = tilewise.attention(q, k, v, mask=causal)
+    whole = torchs.create_block_mask(causal, B, H, M, N, device="cpu", BLOCK_SIZE=32)
+    adjusted = whole._adjust(rows, keys)
+    got = flex_attention(q, k, v, block_mask=adjusted, enable_gqa=True)
+    torch.testing.assert_close(got, want)
+    whole.seq_lengths = (rows, keys)
+    got = flex_attention(q, k, v, block_mask=whole, enable_gqa=True)
+    torch.testing.assert_close(got, want)
+    step = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(step(q, k, v, None, whole, enable_gqa=True), want)
+
+
+def test_new_values_of_the_shape_of_an_index() -> None:
+    """Of torch's own tests: what a position has is a shape, and new ones of it."""
+    table = torch.ones(B, 1, M, N, dtype=torch.bool).tril(9)
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        every = b.new_ones(size=(), dtype=torch.bool, device=b.device)
+        return table[b, h.new_zeros(h.shape), q_idx, kv_idx] & every
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        some = h.new_empty(h.shape) * 0 + torch.zeros_like(h) + torch.full_like(score, 0.5)
+        return score + table[b, h.new_zeros(h.shape), q_idx, kv_idx] * score.new_full((), 3) + some
+
+    q, k, v, *_ = (x.detach() for x in build(torch.float32))
+    block_mask = create_block_mask(mask_mod, B, None, M, N, device="cpu", BLOCK_SIZE=32)
+    want_mask = torchs.create_block_mask(mask_mod, B, None, M, N, device="cpu", BLOCK_SIZE=32)
+    assert torch.equal(block_mask.to_dense(), want_mask.to_dense())
+    got = flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True)
+    torch.testing.assert_close(got, torchs_own(q, k, v, score_mod, want_mask, enable_gqa=True))
 
 
 @pytest.mark.parametrize("name", ["causal", "few"])

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tilelab.compatibility.nn_rows import TABLES
 from tilewise import nn
-from tilewise.compat.nn_rows import TABLES
 
 (TABLE,) = TABLES
 

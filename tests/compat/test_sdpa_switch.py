@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import tilewise
@@ -191,14 +190,25 @@ class Marked(Tensor):
     """A class of somebody's own."""
 
 
+def test_vmap_is_taken() -> None:
+    """One call for all; a mask of each call too."""
+    qkv = [torch.stack([x, -x, 2 * x]) for x in tensors()]
+    masks = torch.rand(3, 1, 1, qkv[1].shape[-2]) < 0.8
+    with tilewise.sdpa() as report:
+        found = torch.func.vmap(call)(*qkv)
+        masked = torch.func.vmap(lambda *x: call(*x[:3], attn_mask=x[3]))(*qkv, masks)
+    assert report.taken == 2
+    for at in range(3):
+        torch.testing.assert_close(found[at], BUILTIN(*[x[at] for x in qkv]))
+        due = BUILTIN(*[x[at] for x in qkv], attn_mask=masks[at])
+        torch.testing.assert_close(masked[at], due)
+
+
 def test_other_classes_and_transforms_are_left() -> None:
     qkv = tensors()
     with tilewise.sdpa() as report:
         marked = [x.as_subclass(Marked) for x in qkv]
         assert isinstance(call(*marked), Marked)
-        with sdpa_kernel(SDPBackend.MATH):
-            mapped = torch.func.vmap(call)(*[x[None] for x in qkv])
-        torch.testing.assert_close(mapped[0], BUILTIN(*qkv))
         proxy = torch.fx.symbolic_trace(lambda q, k, v: call(q, k, v))
     assert "scaled_dot_product_attention" in proxy.code
     assert report.left["a tensor of another class (Marked)"] == 1

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from tilelab.compatibility.torch_rows import TABLES
 from tilewise.compat import flex_attention, sdpa
-from tilewise.compat.torch_rows import TABLES
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": sdpa.scaled_dot_product_attention,

@@ -20,17 +20,26 @@ TABLE = torch.randn(3, 5)
 IDS = torch.zeros(2, S, dtype=torch.int64)
 SMALL = torch.randn(3, S, S - 2)
 
+# What a captured tensor decides is not known before a call: else most of these were refused there
+# (test_outside.py).
+OPEN = torch.ones(S, dtype=torch.bool)
+
+
+def some(b: Any, h: Any, m: Any, n: Any) -> Any:
+    return OPEN[n]
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "past the end": (
-        {"score": lambda s, b, h, m, n: s + TABLE[h, n // 2 + 1]},
+        {"mask": some, "score": lambda s, b, h, m, n: s + TABLE[h, n // 2 + 1]},
         r"score: got the index 5 into dimension 1 .*\[3, 5\], at b 0, h 0, m 0, n 8; .*from 0 to 4",
     ),
     "below zero": (
-        {"score": lambda s, b, h, m, n: s * TABLE[h, m - n]},
+        {"mask": some, "score": lambda s, b, h, m, n: s * TABLE[h, m - n]},
         r"the index -1 into dimension 1 .*, at b 0, h 0, m 0, n 1",
     ),
     "another head": (
-        {"score": lambda s, b, h, m, n: s + TABLE[h + 1, 0]},
+        {"mask": some, "score": lambda s, b, h, m, n: s + TABLE[h + 1, 0]},
         "the index 3 into dimension 0",
     ),
     "of a mask": (
@@ -38,7 +47,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"mask: got the index 9 into dimension 1 .* \[2, 9\], at b 0, h 0, m 8, n 0",
     ),
     "too short for a bias": (
-        {"score": lambda s, b, h, m, n: s + SMALL[h, m, n]},
+        {"mask": some, "score": lambda s, b, h, m, n: s + SMALL[h, m, n]},
         r"the index 7 into dimension 2 .*, at b 0, h 0, m 0, n 7",
     ),
     "by the score": (
@@ -96,7 +105,8 @@ def test_packed_sequences_are_checked_each_by_itself() -> None:
 def test_the_environment_checks_every_call() -> None:
     code = (
         "import torch, tilewise; t = torch.zeros(3); q = torch.randn(1, 1, 5, 4);"
-        "tilewise.attention(q, q, q, score=lambda s, b, h, m, n: s + t[n // 1 + 0 * m])"
+        "tilewise.attention(q, q, q, mask=lambda b, h, m, n: t[0] < 1,"
+        "score=lambda s, b, h, m, n: s + t[n // 1 + 0 * m])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -17,7 +17,7 @@ from tilewise import masks, scores
 from tilewise.errors import InvalidArgument, Unsupported
 
 # torch's own, when forward mode first runs.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 Function = Callable[..., Any]
 DOUBLE = torch.float64
@@ -309,12 +309,6 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
         "tangent of a tangent",
         lambda: func.jvp(lambda q: func.jvp(_attend, (q,), (U,))[1], (Q,), (U,)),
     ),
-    "vmap": ("vmap", lambda: func.vmap(_attend)(Q[None])),
-    "vmap of a gradient": ("vmap", lambda: func.vmap(func.grad(_scalar(_attend)))(Q[None])),
-    "vmap of another tensor": ("vmap", lambda: func.vmap(lambda x: _attend(Q) + x)(U)),
-    "jacrev": ("vmap", lambda: func.jacrev(_attend)(Q)),
-    "jacfwd": ("vmap", lambda: func.jacfwd(_attend)(Q)),
-    "hessian": ("vmap", lambda: func.hessian(_scalar(_attend))(Q)),
     "linearize": ("forward-mode", lambda: func.linearize(_attend, Q)),
 }
 

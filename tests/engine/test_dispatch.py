@@ -130,7 +130,7 @@ def test_explain_says_why_for_every_other_backend(
         "tiles     16 query rows x 32 keys, 3 splits",
         "problem   dense, float32 on cpu, batch 2, heads 4, kv_heads 2, queries 5, keys 7, "
         "head_dim 8, value_dim 6",
-        "mask      band(-1,0,1)",
+        "mask      causal",
         "score     unchanged",
         "scale     0.353553",
         "dropout   0",

@@ -17,7 +17,7 @@ from tests.engine.samples import packed, qkv, run, samples, transformer
 from tilewise import masks
 from tilewise.errors import InvalidArgument
 
-ours = "ignore:`torch.jit:DeprecationWarning"  # torch's own, inside torch.compile
+ours = "ignore:`torch.jit"  # torch's own, inside torch.compile
 pytestmark = pytest.mark.filterwarnings(ours)
 # Samples that are compiled quickly, with static and dynamic shapes; the others only as slow tests.
 QUICK = ("everything", "varlen", "statistics")
@@ -40,6 +40,8 @@ def _op_arguments(name: str, grad: bool, backend: str, statistics: str = "") -> 
     return (q, k, v, [], [], None, None, None, None, "", "", None, 0.0, backend, statistics)
 
 
+# torch 2.15's own: its check copies tensors together with their gradients.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize(
     ("name", "statistics"),
@@ -226,7 +228,7 @@ def test_dispatch_modes_see_the_op(backend: str) -> None:
         tilewise.attention(*qkv(), backend=backend)
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::torch.jit.TracerWarning")
 def test_a_jit_trace_is_not_a_constant(backend: str) -> None:
     def call(q: Tensor) -> Tensor:
         out: Tensor = tilewise.attention(q, q, q, backend=backend)
@@ -235,6 +237,21 @@ def test_a_jit_trace_is_not_a_constant(backend: str) -> None:
     traced = torch.jit.trace(call, torch.randn(1, 2, 3, 4))
     other = torch.randn(1, 2, 3, 4)
     torch.testing.assert_close(traced(other), call(other))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("traced_with", [True, False], ids=["gradients", "no gradients"])
+def test_a_jit_trace_has_gradients(traced_with: bool, backend: str) -> None:
+    """torch's own check of the trace runs without gradients, and must find the same graph."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = tilewise.attention(q, k, v, mask=masks.causal(), backend=backend)
+        return out
+
+    leaves = qkv()
+    traced = torch.jit.trace(call, qkv() if traced_with else qkv(grad=False))
+    for mine, theirs in zip(run(call, leaves), run(traced, leaves), strict=True):
+        torch.testing.assert_close(theirs, mine)
 
 
 def test_the_op_checks_values_again_when_it_runs(backend: str) -> None:

@@ -18,6 +18,7 @@ from tests.integrations.tiny_models import (
     noise,
     tokens,
 )
+from tilewise.errors import InvalidArgument
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of transformers
@@ -109,6 +110,29 @@ def test_a_mask_of_the_users_own(kind: str) -> None:
     given = allowed if kind == "boolean" else added
     expected = eager(ids, attention_mask=added).logits
     assert_equal_to_float32(ours(ids, attention_mask=given).logits, expected)
+
+
+def test_keys_that_a_model_appends_after_its_mask_was_made() -> None:
+    """DeepSeek-V4's compressed keys: its masks grow only where they are tensors."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.DeepseekV4Config(
+        vocab_size=99, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=2, head_dim=16,
+        num_attention_heads=4, q_lora_rank=32, o_groups=2, o_lora_rank=16, sliding_window=8,
+        layer_types=["sliding_attention", "compressed_sparse_attention"], index_n_heads=2,
+        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        index_head_dim=16, index_topk=4, n_routed_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    kind = transformers.DeepseekV4ForCausalLM
+    model = kind._from_config(config, attn_implementation="tilewise").eval()
+    ids = tokens(2, 24)
+    said = r"24 queries and 24 keys; .*30 keys of this layer.*set_attn_implementation\('eager'\)"
+    with pytest.raises(InvalidArgument, match=said):
+        model(ids, use_cache=False)
+    model.set_attn_implementation("eager")
+    assert model(ids, use_cache=False).logits.shape == (2, 24, 99)
 
 
 def test_autocast() -> None:

@@ -18,8 +18,8 @@ from tests.contract import assert_exact
 from tests.inputs import Inputs
 from tests.kernels.targets import Target
 from tests.oracle import attend, problem_of
+from tilelab.oracles.dense import dense
 from tilewise import masks, scores
-from tilewise.reference.dense import dense
 
 
 def _torch(leaves: list[Tensor], kind: str, extra: Tensor) -> Tensor:

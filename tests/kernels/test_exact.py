@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 
 from tests.cases import FLOATS, LENGTHS, TABLE, WIDTHS, Case, cases
 from tests.kernels.targets import TARGETS, Target, forced, pairs
-from tests.oracle import check_case, check_drawn
+from tests.oracle import check_case, check_drawn, check_pooled
 
 ALL_DTYPES = [case.of(dtype) for dtype in FLOATS for case in TABLE]
 
@@ -63,6 +65,43 @@ def _length_cases() -> list[Case]:
 def test_lengths(target: Target, case: Case) -> None:
     """Tile remainders, one row, one key and none."""
     check_case(case, target.backend)
+
+
+def _peaked_cases() -> list[Case]:
+    """Logits of standard deviation 4 to 18: a softmax multiplies the rounding of their products."""
+    found = [
+        Case(
+            f"peaked-{queries}-{width}",
+            batch=1,
+            heads=1,
+            kv_heads=1,
+            queries=queries,
+            keys=600,
+            head_dim=width,
+            value_dim=width,
+            gain=gain,
+        )
+        for queries, width, gain in (
+            (1, 64, 3.0),
+            (1, 128, 3.0),
+            (1, 512, 3.0),
+            (2, 320, 2.0),
+            (8, 128, 3.1),
+            (8, 256, 2.0),
+            (8, 512, 3.0),
+            (33, 128, 3.1),
+            (64, 512, 3.0),
+        )
+    ]
+    varlen = Case("peaked-varlen", sequences=((8, 600), (3, 200)), scale=1.0)
+    found.append(replace(varlen, head_dim=320, value_dim=320))
+    return [case.of(dtype) for dtype in (torch.float32, torch.float64) for case in found]
+
+
+@pytest.mark.parametrize(("target", "case"), pairs(_peaked_cases(), 3), indirect=["target"])
+def test_peaked(target: Target, case: Case) -> None:
+    """Few queries and wide heads with large logits, judged on as many draws as give 32 rows."""
+    check_pooled(case, target.backend, range(max(2, 32 // case.queries)))
 
 
 @given(case=cases())

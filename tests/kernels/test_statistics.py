@@ -19,10 +19,10 @@ from tests.kernels.targets import Target, pairs
 from tests.kernels.test_gradcheck import CASES as GRADCHECK_CASES
 from tests.kernels.test_gradcheck import replaced
 from tests.oracle import problem_of
+from tilelab.oracles.dense import dense
+from tilelab.oracles.extended import extended
 from tilewise import masks, scores
 from tilewise.reference.blocks import parts
-from tilewise.reference.dense import dense
-from tilewise.reference.extended import extended
 from tilewise.reference.programs import apply_score, visible
 from tilewise.variants.lower import statistics_dtype
 

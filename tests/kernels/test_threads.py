@@ -6,6 +6,8 @@ may be computed by several threads.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -20,6 +22,7 @@ from tests.inputs import Inputs, build
 from tests.kernels.targets import TARGETS, Target
 from tests.oracle import Outcome, attend
 from tilewise import masks, scores
+from tilewise.kernels.cpu.core import absence
 
 WIDTH: dict[str, Any] = {"batch": 1, "head_dim": 16, "value_dim": 16}
 CHUNKS = [
@@ -157,3 +160,83 @@ def test_two_callers_at_once(target: Target) -> None:
     for thread in threads:
         thread.join()
     assert not failures, failures
+
+
+FORK = """
+import os, sys, threading, time
+import torch, tilewise
+from torch.utils.data import DataLoader, Dataset
+q = torch.randn(2, 8, 256, 32)
+
+def call(threads):
+    torch.set_num_threads(threads)
+    tilewise.attention(q, q, q)
+
+def child(work):
+    number = os.fork()
+    if number:
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            done, status = os.waitpid(number, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.01)
+        os.kill(number, 9)
+        os.waitpid(number, 0)
+        return "hangs"
+    try:
+        work()
+        os._exit(0)
+    except tilewise.errors.LostThreads as error:
+        assert "set_num_threads(1)" in str(error) and "spawn" in str(error), error
+        os._exit(77)
+    finally:
+        os._exit(1)
+
+def in_a_thread():
+    thread = threading.Thread(target=call, args=(2,))
+    thread.start()
+    thread.join()
+
+class Attends(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return tilewise.attention(q, q, q).sum()
+
+def load():
+    torch.set_num_threads(2)
+    assert len(list(DataLoader(Attends(), num_workers=2))) == 4
+"""
+
+
+def _forked(code: str) -> str:
+    """What a process that forks prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORK + code], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+forks = pytest.mark.skipif(
+    sys.platform != "linux" or absence() is not None, reason="of the core with GNU's OpenMP runtime"
+)
+
+
+@forks
+def test_a_fork_without_its_threads_raises_and_does_not_hang() -> None:
+    found = _forked("call(2); print(child(lambda: call(2)), child(lambda: child(lambda: call(2))))")
+    assert found == "77 0"  # the second child's own child raises, and that child ends well
+
+
+@forks
+def test_a_fork_goes_on_with_one_thread_or_a_thread_of_its_own() -> None:
+    assert _forked("call(2); print(child(lambda: call(1)), child(in_a_thread))") == "0 0"
+    assert _forked("call(2); load(); call(2); print(0)") == "0"
+
+
+@forks
+def test_a_fork_that_lost_nothing_takes_several_threads() -> None:
+    assert _forked("call(1); print(child(lambda: call(2)))") == "0"
+    assert _forked("in_a_thread(); print(child(lambda: call(2)))") == "0"

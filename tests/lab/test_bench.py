@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tilelab.bench import table
+from tilelab.bench.build import build, operands
+from tilelab.bench.cases import CASES, DTYPES, Case, Goal, Shape, Variant, find
+from tilelab.bench.clock import Samples, Spread, interleave, repeats_for, rounds_for
+from tilelab.bench.gate import complaint
+from tilelab.bench.record import COMPLETE, Record
+from tilelab.bench.result import CaseResult, Memory, Overhead, Scaling
 from tilewise.errors import InvalidArgument
-from tilewise.lab.bench import table
-from tilewise.lab.bench.build import build, operands
-from tilewise.lab.bench.cases import CASES, DTYPES, Case, Goal, Shape, Variant, find
-from tilewise.lab.bench.clock import Samples, Spread, interleave, repeats_for, rounds_for
-from tilewise.lab.bench.gate import complaint
-from tilewise.lab.bench.record import COMPLETE, Record
-from tilewise.lab.bench.result import CaseResult, Memory, Overhead, Scaling
 
 SMALL = Case("small", "float32", Shape(2, 4, 2, 70, 70, 16), goal=Goal(1.5, 0.8))
 MACHINE = {

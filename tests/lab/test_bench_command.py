@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from tilelab.bench import child, command, main, worker
+from tilelab.bench.cases import SCALING_GOAL, find
+from tilelab.bench.measure import measure_cases
+from tilelab.bench.result import Scaling
 from tilewise import cli
+from tilewise.commands import peaks
 from tilewise.errors import TilewiseError, Unsupported
 from tilewise.kernels.cpu.core import absence
-from tilewise.lab.bench import child, command, main, peaks, worker
-from tilewise.lab.bench.cases import SCALING_GOAL, find
-from tilewise.lab.bench.measure import measure_cases
-from tilewise.lab.bench.result import Scaling
 
 needs_core = pytest.mark.skipif(absence() is not None, reason="the compiled core is not built")
 Stored = Callable[..., str]
@@ -111,7 +112,7 @@ def test_a_wrong_case_is_not_timed_and_fails(
     def wrong(*_: object) -> str:
         return "out: largest error 1"
 
-    monkeypatch.setattr("tilewise.lab.bench.measure.complaint", wrong)
+    monkeypatch.setattr("tilelab.bench.measure.complaint", wrong)
     assert main(["--cases", "short 33", "--dtype", "float32"]) == 1
     text = capsys.readouterr().out
     assert "WRONG short 33 float32: out: largest error 1" in text
@@ -127,7 +128,7 @@ def test_ctrl_c_keeps_what_is_done(
         yield from measure_cases(cases[:1], *rest)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tilewise.lab.bench.command.measure_cases", interrupted)
+    monkeypatch.setattr("tilelab.bench.command.measure_cases", interrupted)
     path = tmp_path / "cpu.json"
     options = ["--cases", "short", "--dtype", "float32", "--rounds", "1", "--json", str(path)]
     assert cli.main(["bench", *options]) == 130
@@ -144,8 +145,8 @@ def test_a_failure_late_keeps_what_is_done(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "CASES", (find("short 33 float32"),))
-    monkeypatch.setattr("tilewise.lab.bench.child.memory", broken)
-    monkeypatch.setattr("tilewise.lab.bench.child.scaling", lambda *_: (each for each in [SCALED]))
+    monkeypatch.setattr("tilelab.bench.child.memory", broken)
+    monkeypatch.setattr("tilelab.bench.child.scaling", lambda *_: (each for each in [SCALED]))
     assert main([]) == 1
     said = capsys.readouterr()
     assert "memory process failed" in said.err

@@ -11,8 +11,8 @@ import torch
 
 from tilewise import chips
 from tilewise.chips import Chip, ceilings_file, detect, measured, named
+from tilewise.commands import ceilings
 from tilewise.kernels.cpu.core import absence
-from tilewise.lab import ceilings
 
 MADE_UP = Chip(
     "made up",

@@ -14,10 +14,10 @@ import tilewise
 from tests.conftest import SHARED_DATA
 from tilewise import cli
 from tilewise.chips import CHIPS
-from tilewise.engine.explanation import row_of
+from tilewise.commands.known_models import KNOWN_MODELS, known_model
+from tilewise.commands.shape import DTYPES, room
+from tilewise.engine.explanation import row_of, spoken
 from tilewise.errors import InvalidArgument
-from tilewise.lab.explain.asked import DTYPES, room
-from tilewise.lab.known_models import KNOWN_MODELS, known_model
 from tilewise.plan.traffic import visits
 from tilewise.plan.traffic.words import amount, duration
 from tilewise.variants import masks
@@ -39,7 +39,7 @@ def test_a_chip_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
         "backend   gpu",
         "tiles     128 query rows x 128 keys",
         "dense, bfloat16 on cuda, batch 1, heads 32, kv_heads 8",
-        "band(-1,0,1)",
+        "mask      causal",
         "NVIDIA H200 SXM: 4.8 TB/s, 989 TFLOP/s in bfloat16, ridge at 206 FLOP/B",
         "bound by matrix products",
         "right of the ridge",
@@ -54,7 +54,7 @@ def test_the_old_form_still_works(capsys: pytest.CaptureFixture[str]) -> None:
     old = run(capsys, "1", "4", "64", "16", "--kv-heads", "2", "--window", "5")
     new = run(capsys, "--shape", "1x4x64x16", "--kv-heads", "2", "--mask", "window:5")
     assert old == new
-    assert "band(5,5,1)" in old
+    assert "mask      window:5" in old
 
 
 @pytest.mark.parametrize("name", sorted(CHIPS))
@@ -98,7 +98,7 @@ def test_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "softcap(50" in text
     assert "heads 16, kv_heads 8, queries 8192, keys 8192, head_dim 256" in text
     windowed = run(capsys, "--model", "mistral-7b", "--queries", "100", "--batch", "3")
-    assert "band(4095,0,1)" in windowed
+    assert "mask      causal+window:4095" in windowed
     assert "batch 3, heads 32, kv_heads 8, queries 100" in windowed
 
 
@@ -220,6 +220,54 @@ def test_the_page_is_whole_and_loads_nothing(
     again = tmp_path / "again.html"
     run(capsys, *H200, "--html", str(again))
     assert again.read_text() == page
+
+
+def test_the_page_leads_with_the_ratio_of_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("jinja2")
+    path = tmp_path / "page.html"
+    text = run(capsys, *H200, "--html", str(path))
+    ours, plain = re.search(r"([\d.]+) us \(lower bound\), plain ([\d.]+) ms", text).groups()  # type: ignore[union-attr]
+    found = re.search(r"<h1>([\d.]+)x faster than plain attention</h1>", path.read_text())
+    assert found is not None
+    assert float(found[1]) == pytest.approx(float(plain) * 1e3 / float(ours), rel=0.01)
+
+
+def test_a_page_that_cannot_be_written_is_an_error_of_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("jinja2")
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "page.html", tmp_path / "absent" / "page.html", tmp_path):
+        assert cli.main(["explain", "1", "4", "64", "16", "--html", str(path)]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"tilewise explain: --html: got {path} (")
+        assert error.count("\n") == 1
+
+
+def test_a_time_is_said_to_be_a_lower_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "--shape", "1x32x8192x128", "--chip", "h100", "--causal")
+    assert "564 us (lower bound), plain 7.81 ms (lower bound)" in text
+    assert "at most 989 TFLOP/s" in text
+    assert "mask      causal\n" in text
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        ("band(-1,0,1)", "causal"),
+        ("band(4,0,1) below()[0] and", "causal+window:4 below()[0] and"),
+        ("band(3,3,1)", "window:3"),
+        ("band(-1,0,0)", "band(-1,0,0)"),
+        ("band(3,-1,1)", "band(3,-1,1)"),
+        ("band(-1,-1,1)", "band(-1,-1,1)"),
+    ],
+)
+def test_usual_bands_have_names(mask: str, said: str) -> None:
+    assert spoken(mask) == said
 
 
 def test_a_page_without_ceilings_says_why(

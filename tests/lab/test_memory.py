@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.lab import memory
+from tilelab.common import memory
 
 MIB = 1 << 20
 

@@ -12,10 +12,10 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from tests.cases import TABLE, Case
 from tests.inputs import Inputs, build
 from tests.oracle import problem_of
+from tilelab.oracles.dense import dense
+from tilelab.oracles.extended import extended, has_extended_precision
 from tilewise import masks
 from tilewise.reference.blocks import Block
-from tilewise.reference.dense import dense
-from tilewise.reference.extended import extended, has_extended_precision
 from tilewise.reference.philox import keep_mask
 from tilewise.reference.programs import visible
 

@@ -14,7 +14,7 @@ from tests.cases import FLOATS, TABLE, Case
 from tests.derivatives import check, seconds, tangents
 
 # torch's own, when forward mode first runs.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 # How often a pair of a case and a dtype runs quickly: each case in one dtype at least, and one case
 # in three where it takes longer.

@@ -14,9 +14,9 @@ from torch import Tensor
 from tests.cases import Case
 from tests.inputs import build
 from tests.oracle import problem_of
+from tilelab.oracles.dense import dense
 from tilewise.errors import InvalidArgument
 from tilewise.problem import Result
-from tilewise.reference.dense import dense
 from tilewise.reference.merge import merge, merge_partial
 from tilewise.reference.tiled import forward
 

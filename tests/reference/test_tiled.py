@@ -68,14 +68,14 @@ def test_covers_are_tight(word: str, expected: list[Cover]) -> None:
 def test_only_tiles_inside_the_mask_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A causal mask over 8 x 8 tiles runs 36 of the 64."""
     computed = 0
-    product = tiles.product
+    inner_product = tiles.inner_product
 
     def counted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         nonlocal computed
         computed += 1
-        return product(a, b)
+        return inner_product(a, b)
 
-    monkeypatch.setattr(tiles, "product", counted)
+    monkeypatch.setattr(tiles, "inner_product", counted)
     problem, operands = problem_of(build(Case("skip", queries=128, keys=128, mask=("causal",))))
     tiled.forward(problem, operands, walk=Walk(16, 16))
     assert computed == 36

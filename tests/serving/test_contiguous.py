@@ -77,7 +77,7 @@ def test_what_does_not_fit() -> None:
     assert len(cache) == 40
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own
 def test_two_graphs_serve_a_prompt_and_all_that_follows() -> None:
     torch._dynamo.reset()
     graphs: list[Any] = []

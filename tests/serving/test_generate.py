@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tests.serving.models import drawn_prompts, one_at_a_time
+from tilelab.models import decoding
+from tilelab.models.gpt2 import GPT2, Shape
 from tilewise import masks, scores
 from tilewise.errors import InvalidArgument, OutOfPages, Unsupported
-from tilewise.lab.models import decoding
-from tilewise.lab.models.gpt2 import GPT2, Shape
 from tilewise.serving import Attend, PagedKVCache, generate
 
 BYTES, CONTEXT, STOP = 256, 128, range(12)

@@ -191,7 +191,7 @@ def test_wrong_rows_are_named(name: str, change: dict[str, Any]) -> None:
         PagedKVCache(pages=4, page_size=0, kv_heads=2, head_dim=4)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own
 def test_compiled_code_leaves_pages_to_python() -> None:
     torch._dynamo.reset()
     graphs: list[Any] = []

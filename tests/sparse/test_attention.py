@@ -277,7 +277,7 @@ def test_plan_and_explain() -> None:
     )
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_compiled() -> None:
     """One graph, made outside or passed in; a table of another size makes a new one."""
 
@@ -328,7 +328,7 @@ def test_in_a_module() -> None:
     assert "\n" not in layer.extra_repr()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_second_derivatives_and_forward_mode() -> None:
     """The roads beside the kernels read a mask with a table as they read the mask."""
     ids = torch.arange(100) // 30

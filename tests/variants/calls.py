@@ -9,8 +9,8 @@ from torch import Tensor
 
 import tilewise
 from tests.variants.making import Sizes, Variant, plain_attention
+from tilelab.oracles.dense import dense
 from tilewise.problem import Operands, Problem
-from tilewise.reference.dense import dense
 from tilewise.validation import dense_problem, lower_sinks, varlen_problem
 from tilewise.variants.lower import Extent, lower_mask, lower_score
 from tilewise.variants.values import Mask, Score, as_mask, as_score

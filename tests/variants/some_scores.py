@@ -214,6 +214,22 @@ def outside_above(drawn: Drawn) -> PairFunction:
     return lambda s, b, h, m, n: s + table[h, m - n]
 
 
+def chosen(drawn: Drawn) -> PairFunction:
+    """A gate that decides, and has no derivative: its gradient is 0."""
+    gate = drawn.learned("gate", drawn.sizes.heads)
+    return lambda s, b, h, m, n: torch.where(gate[h] > 0, s, 2.0 * s)
+
+
+def stepped(drawn: Drawn) -> PairFunction:
+    table = drawn.learned("table", drawn.sizes.heads, low=-3.0, high=3.0)
+    return lambda s, b, h, m, n: s + table[h].round()
+
+
+def times_zero(drawn: Drawn) -> PairFunction:
+    table = drawn.learned("table", drawn.sizes.heads, drawn.sizes.keys)
+    return lambda s, b, h, m, n: s + 0.0 * table[h, n]
+
+
 def everything(drawn: Drawn) -> PairFunction:
     parts = [make(drawn) for make in (temperature, alibi, relative_clipped, softcap)]
 

@@ -20,9 +20,9 @@ from tests.variants_catalogue import (
     assert_all_close,
     plain_attention,
 )
+from tilelab.oracles.dense import dense
+from tilelab.oracles.extended import extended, has_extended_precision
 from tilewise.reference import blocks, tiles
-from tilewise.reference.dense import dense
-from tilewise.reference.extended import extended, has_extended_precision
 from tilewise.reference.ledger import Walk
 from tilewise.variants.values import as_score
 

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -94,6 +95,12 @@ MASKS: dict[str, Callable[..., Any]] = {
     "boolean": lambda b, h, m, n: (IDS == 2)[b, n],
     "new values": lambda b, h, m, n: (
         m.new_ones((), dtype=torch.bool).to(m.device) & (n < m + n.new_ones(()))
+    ),
+    "new values of a shape": lambda b, h, m, n: (
+        IDS[b, m.new_zeros(m.shape)] + n.new_empty(n.shape) * 0 + m.new_full((), 2) < m
+    ),
+    "new values like others": lambda b, h, m, n: (
+        torch.ones_like(b, dtype=torch.bool) & (torch.full_like(m, 3) + torch.empty_like(n) * 0 < n)
     ),
     "new zeros": lambda b, h, m, n: m.new_zeros((), dtype=torch.bool) | (n < m),
     "what always holds": lambda b, h, m, n: (m >= 0) & (n > -1) & ~(b < 0) & (n <= m),
@@ -233,6 +240,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "a float index": (lambda b, h, m, n: IDS[b, n / 2] == 0, "an index that is a float"),
     "a boolean index": (lambda b, h, m, n: IDS[b, n < 2] == 0, "an index that is a bool"),
     "a new tensor": (lambda b, h, m, n: m.new_ones(3) < n, r"a new tensor of size 3"),
+    "a new tensor by keyword": (lambda b, h, m, n: m.new_ones(size=(3,)) < n, r"of size 3"),
+    "a new full tensor": (lambda b, h, m, n: m.new_full((2, 3), 1) < n, r"of size \(2, 3\)"),
     "another function": (lambda b, h, m, n: torch.cumsum(m, 0) < n, "one of: abs, "),
     "another method": (lambda b, h, m, n: m.median() < n, "operators, or one of: abs, "),
     "bits of floats": (lambda b, h, m, n: (m / 2) & 1, "a float as operand of &"),
@@ -254,6 +263,32 @@ def test_what_is_not_in_the_language_is_refused(name: str) -> None:
         trace_mask(function)
     assert str(caught.value).startswith("mask")
     assert isinstance(caught.value, InvalidArgument | InvalidType)
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 5)])
+def test_a_numpy_array_is_to_be_a_torch_tensor(shape: tuple[int, ...]) -> None:
+    t = np.ones(shape)
+
+    def score(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+        return s + (t[m] if t.ndim == 1 else t[h, m])
+
+    with pytest.raises(InvalidType, match=r"numpy array .*\(.*test_trace.py:\d+.*torch.from_numpy"):
+        trace_score(score)
+    with pytest.raises(InvalidType, match="ndarray"):
+        trace_score(lambda s, b, h, m, n: t * s)
+    t = torch.from_numpy(t).float()  # type: ignore[assignment]
+    assert len(trace_score(score)[1]) == 1
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    two = np.float32(2), np.float64(2), np.int64(2)
+    expected = trace_score(lambda s, b, h, m, n: 2.0 * s)
+    for each in two[:2]:
+        assert trace_score(lambda s, b, h, m, n, each=each: each * s) == expected
+        assert trace_score(lambda s, b, h, m, n, each=each: s * each) == trace_score(
+            lambda s, b, h, m, n: s * 2.0
+        )
+    trace_score(lambda s, b, h, m, n: two[2] * s + two[2])
 
 
 def test_a_value_of_another_call_is_refused() -> None:

@@ -10,7 +10,6 @@ GPU) never comes here; ``tilewise.sdpa()`` takes it.
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
+from tilewise.compat.from_lse import stats_of
 from tilewise.engine.call import Asked, build_operands, cached_plan, read_keywords
 from tilewise.errors import Unsupported
 from tilewise.plan.plan import Plan
@@ -27,7 +27,6 @@ from tilewise.variants import masks, scores
 __all__ = ["NAME", "register"]
 
 NAME = "tilewise"
-_LOG2E = math.log2(math.e)
 _CPU = "_scaled_dot_product_flash_attention_for_cpu"
 _GPU = "_scaled_dot_product_flash_attention"
 _CAUSAL = masks.causal("top_left")
@@ -112,10 +111,8 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     plan, operands = _planned(q, k, v, *asked)
     lse = lse.contiguous()
-    # exp2(score2 - row_max) / row_sum is exp(score - lse) for these too.
-    stats = torch.stack((lse * _LOG2E, lse.isfinite().to(lse.dtype)))
     needs = Needs(True, True, True, (False,) * len(operands.score_tensors))
-    grads = plan.backward(operands, Result(out, lse, stats), grad_out, None, needs, None)
+    grads = plan.backward(operands, Result(out, lse, stats_of(lse)), grad_out, None, needs, None)
     assert grads.q is not None
     assert grads.k is not None
     assert grads.v is not None

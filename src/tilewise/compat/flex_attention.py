@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import (
     noop_mask,
 )
 
-from tilewise.compat.flex_masks import created, mask_of, score_of
+from tilewise.compat.flex_masks import created, is_everything, mask_of, score_of
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.functional import attention
 from tilewise.sparse.block_mask import BlockMask as OwnBlockMask
@@ -70,7 +70,9 @@ def flex_attention(
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, called once, with values that write
             down what is done with them.
         block_mask: torch's BlockMask for these L and S (its ``mask_mod`` is traced, its lists say
-            which blocks are there), or a ``tilewise.BlockMask``.
+            which blocks are there); a slice of one, ``block_mask[:, :, i]``, that has the blocks of
+            L rows, its ``mask_mod`` set anew; the empty one, for any lengths; or a
+            ``tilewise.BlockMask``.
         scale: 1/sqrt(E) if None.
         enable_gqa: Hq may be a multiple of Hk; without it they are equal.
         return_lse: ask for (output, lse).
@@ -95,7 +97,7 @@ def flex_attention(
     mask = None
     if block_mask is not None:
         _check_lengths(block_mask, query, key)
-        mask = mask_of(block_mask)
+        mask = mask_of(block_mask, query.shape[2])
     found = attention(
         query,
         key,
@@ -228,13 +230,24 @@ def _with_batch(
 
 
 def _check_lengths(block_mask: Any, query: Tensor, key: Tensor) -> None:
+    """A block mask of torch's is for these lengths, or a slice with the blocks of these rows."""
     if isinstance(block_mask, OwnBlockMask) or not isinstance(block_mask, BlockMask):
         return
+    if is_everything(block_mask):
+        return
     rows, keys = block_mask.shape[-2:]
-    if (rows, keys) != (query.shape[2], key.shape[2]):
-        raise InvalidArgument(
-            "block_mask",
-            f"one for {rows} queries and {keys} keys",
-            f"one for {query.shape[2]} queries and {key.shape[2]} keys",
-            "Make a new one with create_block_mask, or crop it with block_mask._adjust.",
-        )
+    queries, block, listed = query.shape[2], block_mask.BLOCK_SIZE[0], block_mask.kv_num_blocks
+    needed, there = -(-queries // block), listed.shape[-1]
+    is_slice = there < -(-rows // block)
+    fits = there == needed if is_slice else rows == queries
+    if fits and keys == key.shape[2]:
+        return
+    made_for = f"a slice of {there} blocks of {block} queries" if is_slice else f"{rows} queries"
+    raise InvalidArgument(
+        "block_mask",
+        f"one for {made_for} and {keys} keys",
+        f"one for {queries} queries and {key.shape[2]} keys",
+        "Make a new one with create_block_mask; or crop it to its first rows and keys with "
+        "block_mask._adjust(q_len, kv_len); or, to decode, slice it: mask = block_mask[:, :, i], "
+        "and set mask.mask_mod to the whole mask's, with the rows counted from the slice's first.",
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,9 +16,10 @@ from tilewise.sparse.flex import read, write
 from tilewise.variants import masks, patterns, scores
 from tilewise.variants.values import Mask, Score, as_mask
 
-__all__ = ["created", "mask_of", "score_of"]
+__all__ = ["created", "is_everything", "mask_of", "score_of"]
 
 _V = TypeVar("_V", Mask, Score)
+_WHOLE = 1 << 30  # torch's size of the one block of a mask that is made where none is given
 _EVERYTHING = masks.window(None, None)
 
 
@@ -26,6 +27,7 @@ class _Kept(NamedTuple):
     """A block mask read, and what it was read from."""
 
     text: str
+    sizes: tuple[int, ...]
     tensors: tuple[Tensor, ...]
     versions: tuple[int, ...]
     found: BlockMask
@@ -43,11 +45,16 @@ def score_of(score_mod: Callable[..., Any]) -> Score:
     return _expressed("score_mod", score_mod, scores.function)
 
 
-def mask_of(block_mask: Any) -> Mask:
-    """The mask of a block mask: torch's or ours.
+def is_everything(block_mask: Any) -> bool:
+    """Whether a torch's block mask is of one block for any lengths, as None makes one."""
+    return all(size == _WHOLE for size in block_mask.BLOCK_SIZE)
 
-    What torch's says is read again when its ``mask_mod`` has become another function, or a tensor
-    was changed; else what was read before is used.
+
+def mask_of(block_mask: Any, queries: int) -> Mask:
+    """The mask of a block mask, torch's or ours, for so many queries.
+
+    What torch's says is read again when its ``mask_mod`` has become another function, its lengths
+    others, or a tensor was changed; else what was read before is used.
 
     Raises:
         InvalidType: it is neither.
@@ -59,13 +66,15 @@ def mask_of(block_mask: Any) -> Mask:
         required = "a BlockMask of torch.nn.attention.flex_attention or of tilewise"
         fix = "Make it with create_block_mask(mask_mod, ...)."
         raise InvalidType("block_mask", f"a {type(block_mask).__name__}", required, fix)
+    if is_everything(block_mask):
+        return _read_mod(block_mask.mask_mod)
     if torch.compiler.is_compiling():
-        return _in_graph(block_mask)
+        return _in_graph(block_mask, queries)
     held = _KEPT.get(block_mask)
-    now = _state(block_mask, _read_mod(block_mask.mask_mod))
+    now = _state(block_mask, _read_mod(block_mask.mask_mod), queries)
     if held is not None and _same(held, *now):
         return held.found
-    found = BlockMask.from_flex(block_mask)
+    found = BlockMask.from_flex(block_mask, queries)
     _keep(block_mask, now, found)
     return found
 
@@ -92,13 +101,13 @@ def created(
         covers = covers.clamp(max=1)
     made = write(mask, covers, block, queries, keys, given=mask_mod)
     if all(tensor.device == covers.device for tensor in mask.captured):
-        _keep(made, _state(made, mask), found.to(device))
+        _keep(made, _state(made, mask, queries), found.to(device))
     return made
 
 
-def _in_graph(block_mask: Any) -> Mask:
+def _in_graph(block_mask: Any, queries: int) -> Mask:
     """The mask of a block mask while torch.compile traces: its lists are read inside the graph."""
-    given = read(block_mask)
+    given = read(block_mask, queries)
     partial, full = (patterns.layout(given.covers == cover, given.block) for cover in (1, 2))
     mask = _EVERYTHING if given.mask is None else _read_mod(given.mask)
     return (mask & partial) | full
@@ -128,25 +137,31 @@ def _expressed(kind: str, function: Any, reading: Callable[[Any], _V]) -> _V:
         ) from error
 
 
-def _state(block_mask: Any, mask: Mask) -> tuple[str, tuple[Tensor, ...]]:
+_State: TypeAlias = tuple[str, tuple[int, ...], tuple[Tensor, ...]]
+
+
+def _state(block_mask: Any, mask: Mask, queries: int) -> _State:
     lists = (
         block_mask.kv_num_blocks,
         block_mask.kv_indices,
         block_mask.full_kv_num_blocks,
         block_mask.full_kv_indices,
     )
-    return mask.text, (*mask.captured, *(x for x in lists if x is not None))
+    sizes = (queries, *block_mask.shape[-2:], *block_mask.BLOCK_SIZE)
+    return mask.text, sizes, (*mask.captured, *(x for x in lists if x is not None))
 
 
-def _keep(block_mask: Any, state: tuple[str, tuple[Tensor, ...]], found: BlockMask) -> None:
-    text, tensors = state
+def _keep(block_mask: Any, state: _State, found: BlockMask) -> None:
+    text, sizes, tensors = state
     if not any(tensor.is_inference() for tensor in tensors):  # they do not tell of changes
-        _KEPT[block_mask] = _Kept(text, tensors, tuple([x._version for x in tensors]), found)
+        versions = tuple([x._version for x in tensors])
+        _KEPT[block_mask] = _Kept(text, sizes, tensors, versions, found)
 
 
-def _same(held: _Kept, text: str, tensors: tuple[Tensor, ...]) -> bool:
+def _same(held: _Kept, text: str, sizes: tuple[int, ...], tensors: tuple[Tensor, ...]) -> bool:
     return (
         held.text == text
+        and held.sizes == sizes
         and len(held.tensors) == len(tensors)
         and all(one is other for one, other in zip(held.tensors, tensors, strict=True))
         and held.versions == tuple([x._version for x in tensors])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tilewise.compat.sdpa_take import Report, take
-from tilewise.variants.recognise import constant_while_compiling
+from tilewise.torch_private import constant_while_compiling
 
 __all__ = ["Report", "disable", "enable", "sdpa"]
 

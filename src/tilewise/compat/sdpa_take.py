@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
 from tilewise.compat.sdpa_call import Call, attend, cast
 from tilewise.compat.sdpa_mistakes import mistake, why_not
 from tilewise.errors import TilewiseError, Unsupported
+from tilewise.torch_private import FakeTensor
 from tilewise.variants.values import Score
 
 __all__ = ["Report", "take"]

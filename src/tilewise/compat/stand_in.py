@@ -18,6 +18,7 @@ from os import PathLike
 from types import MappingProxyType, ModuleType
 from typing import NamedTuple, NoReturn
 
+from tilewise.compat.stand_in_version import FLASH_ATTN_VERSION
 from tilewise.errors import InvalidArgument, Unsupported
 
 __all__ = ["install", "installed", "uninstall"]
@@ -28,11 +29,13 @@ class _Package(NamedTuple):
 
     Args:
         distribution: its name on the package index.
+        version: whose interface the modules have.
         modules: its modules, each with tilewise's whose public names it has; "" for none.
         note: what the distribution's summary says.
     """
 
     distribution: str
+    version: str
     modules: Mapping[str, str]
     note: str
 
@@ -41,6 +44,7 @@ _HERE = "tilewise.compat.flash_attn"
 _PACKAGES = {
     "flash_attn": _Package(
         "flash-attn",
+        FLASH_ATTN_VERSION,
         MappingProxyType(
             {
                 "flash_attn": _HERE,
@@ -167,10 +171,11 @@ class _StandIn(Distribution):
     def read_text(self, filename: str) -> str | None:
         """The text of METADATA and top_level.txt; None for any other file."""
         if filename == "METADATA":
-            version = import_module(self._package.modules[self._name]).__version__
+            # Nothing is imported for it: whatever reads entry points reads this, also while the
+            # modules themselves are being imported.
             return (
                 f"Metadata-Version: 2.1\nName: {self._package.distribution}\n"
-                f"Version: {version}\nSummary: {self._package.note}\n"
+                f"Version: {self._package.version}\nSummary: {self._package.note}\n"
             )
         return f"{self._name}\n" if filename == "top_level.txt" else None
 

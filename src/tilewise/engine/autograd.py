@@ -15,6 +15,7 @@ from tilewise.engine.modes import transforms_active
 from tilewise.errors import Unsupported
 from tilewise.plan.plan import Plan
 from tilewise.problem import Needs, Operands, Result, Statistics
+from tilewise.torch_private import has_batch
 
 __all__ = ["Attention", "differentiable"]
 
@@ -49,7 +50,7 @@ class Attention(torch.autograd.Function):
         ctx: Any,
         plan: Plan,
         statistics: Statistics,
-        seed: int,
+        seed: int | Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -99,12 +100,14 @@ class Attention(torch.autograd.Function):
         )
         wanted = ctx.needs_input_grad
         score_needs = wanted[_FIRST_CAPTURED + split :]
-        if torch.is_grad_enabled() or transforms_active():
+        several = any(each is not None and has_batch(each) for each in (grad_out, grad_lse, *rest))
+        if several or torch.is_grad_enabled() or transforms_active():
             # With create_graph, or inside of transforms: the gradients have derivatives too.
             if grad_entropy is not None:
                 raise Unsupported(
-                    "tilewise has no second derivative of the entropy",
-                    fix="use the mathematics in plain torch where its gradient is differentiated",
+                    "tilewise has no second derivative and no batched gradient of the entropy",
+                    fix="use the mathematics in plain torch where its gradient is differentiated; "
+                    "ask for one gradient after the other",
                 )
             call, x = Call(ctx.plan, ctx.seed, split), flat(operands)
             wishes, cotangents = (*wanted[3:7], *score_needs), (grad_out, grad_lse)

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from tilewise.engine import registry
 from tilewise.engine.dispatch import PLANS, plan_problem
-from tilewise.engine.modes import left_alone
 from tilewise.engine.pages import Pages, lower_pages
-from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.engine.seeds import read_seed
 from tilewise.kernels.cpu.core import absence, tensor_reader
 from tilewise.plan.plan import Plan
 from tilewise.problem import Operands, Problem
 from tilewise.reference.checking import check_indices
+from tilewise.torch_private import left_alone
 from tilewise.validation import (
     check_cu_seqlens,
     dense_problem,
@@ -39,6 +39,7 @@ from tilewise.variants.float8 import (
     refuse_gradients,
 )
 from tilewise.variants.lower import Extent, lower_mask, lower_score
+from tilewise.variants.outside import refuse_outside
 from tilewise.variants.values import Mask, Score, as_mask, as_score
 
 __all__ = [
@@ -49,7 +50,6 @@ __all__ = [
     "cached_plan",
     "check_call_scales",
     "check_forward_only",
-    "draw_seed",
     "make_plan",
     "read_keywords",
     "reader",
@@ -59,11 +59,8 @@ __all__ = [
 
 _NO_MASK = Mask(())
 _NO_SCORE = Score(())
-_SEED_BITS = 0xFFFF_FFFF_FFFF_FFFF
 # What reading a tensor raises that has no shape (nested), no memory, or is none.
 _UNREADABLE = (AttributeError, TypeError, RuntimeError, BufferError)
-# torch.randint's largest bound: 63 random bits.
-_SEED_LIMIT = 2**63 - 1
 
 
 class Asked(NamedTuple):
@@ -299,9 +296,12 @@ def build_operands(
             extent = extent._replace(check_values=False)
         mask_tensors = lower_mask(problem.mask, mask_tensors, extent, q.device, q.dtype)
     if score_tensors:
+        refuse_outside(problem.mask, problem.score, score_tensors, extent)
         score_tensors = lower_score(problem.score, score_tensors, extent, q.dtype, q.device)
     checks = is_checked() and (mask_tensors or score_tensors)
-    number = 0 if seed is None and not problem.dropout_p else _seed_number(seed)
+    bits: int | Tensor = 0
+    if seed is not None or problem.dropout_p:
+        bits = read_seed(seed, problem, asked.backend, q.device)
     operands = Operands(
         q,
         k,
@@ -311,7 +311,7 @@ def build_operands(
         lower_sinks(asked.sinks, q.dtype),
         cu_q,
         cu_k,
-        number,
+        bits,
         block_table,
         key_lengths,
         out_alone=out_alone,
@@ -362,28 +362,3 @@ def _ragged_extent(problem: Problem, starts_q: list[int], starts_k: list[int]) -
         key_counts=key_counts,
         query_counts=query_counts,
     )
-
-
-def draw_seed() -> Tensor:
-    """One int64 from torch's generator, so that checkpointing and compile replay it."""
-    return torch.randint(0, _SEED_LIMIT, (), dtype=torch.int64)
-
-
-def _seed_number(seed: int | Tensor | None) -> int:
-    if seed is None:
-        seed = draw_seed()
-    if isinstance(seed, Tensor):
-        if seed.numel() != 1 or seed.dtype != torch.int64:
-            raise InvalidArgument(
-                "seed",
-                f"a tensor of {seed.dtype}, shape {tuple(seed.shape)}",
-                "an integer or an int64 tensor of one element",
-            )
-        return int(seed.item()) & _SEED_BITS
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise InvalidType(
-            "seed", f"a {type(seed).__name__}", "an integer or an int64 tensor of one element"
-        )
-    if not -(2**63) <= seed < 2**64:
-        raise InvalidArgument("seed", str(seed), "a number of 64 bits")
-    return seed & _SEED_BITS

@@ -24,8 +24,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from tilewise.engine.batching import Given, applied, batched
 from tilewise.engine.flat import Call, Tensors, flat, needs_of, split, wanted
-from tilewise.engine.modes import refuse_beyond_first, refuse_vmap
+from tilewise.engine.modes import refuse_beyond_first
 from tilewise.errors import Unsupported
 from tilewise.plan.plan import Plan
 from tilewise.problem import Operands, Result
@@ -62,9 +63,7 @@ def gradients(
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     found = iter(
-        Gradients.apply(  # type: ignore[no-untyped-call]
-            call, tuple(needs), out, lse, stats, grad_out, grad_lse, *x
-        )
+        applied(Gradients.apply, call, tuple(needs), (out, lse, stats, grad_out, grad_lse), (), x)
     )
     return [next(found) if need else None for need in needs]
 
@@ -76,21 +75,26 @@ def _seconds(
     if not any(needs) or all(tangent is None for tangent in u):
         return [None] * len(needs)
     refuse_beyond_first(call.plan.problem.score)
-    fenced = Fence.apply(*cotangents, *x)  # type: ignore[no-untyped-call]
-    found = iter(
-        Second.apply(call, tuple(needs), *fenced[:2], *u, *fenced[2:])  # type: ignore[no-untyped-call]
-    )
+    found = iter(applied(_fenced, call, tuple(needs), cotangents, u, x))
     return [next(found) if need else None for need in needs]
+
+
+def _fenced(call: Call, needs: tuple[bool, ...], *tensors: Any) -> tuple[Tensor, ...]:
+    """``Second`` of which the cotangents and the operands have no derivative."""
+    u, x = split(call, tensors[2:])
+    fenced = Fence.apply(*tensors[:2], *x)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, ...] = Second.apply(  # type: ignore[no-untyped-call]
+        call, needs, *fenced[:2], *u, *fenced[2:]
+    )
+    return found
 
 
 def _tangents(call: Call, result: Tensors, u: Tensors, x: Tensors) -> tuple[Tensor, Tensor]:
     """``Tangents`` of out and lse."""
     refuse_beyond_first(call.plan.problem.score)
     out, lse, stats = (tensor.detach() for tensor in result if tensor is not None)
-    found: tuple[Tensor, Tensor] = Tangents.apply(  # type: ignore[no-untyped-call]
-        call, out, lse, stats, *u, *x
-    )
-    return found
+    out, lse = applied(Tangents.apply, call, None, (out, lse, stats), u, x)
+    return out, lse
 
 
 def _keep(ctx: Any, tensors: Tensors) -> None:
@@ -113,16 +117,10 @@ def _refuse(what: str, fix: str) -> NoReturn:
     raise Unsupported(f"tilewise has no {what}", fix=fix)
 
 
-class _Nested(torch.autograd.Function):
-    """What the four have in common: no batching rule."""
-
-    @staticmethod
-    def vmap(*_: Any) -> Any:
-        """Refuse."""
-        refuse_vmap()
+_NONE = Given((), ())
 
 
-class Attend(_Nested):
+class Attend(torch.autograd.Function):
     """Attention inside of transforms: out, lse and stats."""
 
     @staticmethod
@@ -152,8 +150,13 @@ class Attend(_Nested):
         call, (out, lse, stats, *x) = ctx.call, ctx.saved_tensors
         return (*_tangents(call, (out, lse, stats), call.leaves(moves), x), None)
 
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], call: Call, *x: Tensor | None) -> Any:
+        """The calls in one."""
+        return batched(Attend.apply, info.batch_size, call, None, _NONE, _NONE, Given(x, dims[1:]))
 
-class Gradients(_Nested):
+
+class Gradients(torch.autograd.Function):
     """The gradients by the needed leaves, as a function of the operands and the cotangents."""
 
     @staticmethod
@@ -213,8 +216,16 @@ class Gradients(_Nested):
                 found.append(sum(there[1:], there[0]) if there else torch.zeros_like(leaf))
         return tuple(found)
 
+    @staticmethod
+    def vmap(
+        info: Any, dims: tuple[Any, ...], call: Call, needs: Any, *tensors: Tensor | None
+    ) -> Any:
+        """The calls in one."""
+        rows, x = Given(tensors[:5], dims[2:7]), Given(tensors[5:], dims[7:])
+        return batched(Gradients.apply, info.batch_size, call, needs, rows, _NONE, x)
 
-class Tangents(_Nested):
+
+class Tangents(torch.autograd.Function):
     """The tangents of out and lse, as a function of the operands and their tangents."""
 
     @staticmethod
@@ -254,8 +265,15 @@ class Tangents(_Nested):
             "let one of the two be reverse mode: torch.func.grad or vjp, inside or outside",
         )
 
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], call: Call, *tensors: Tensor | None) -> Any:
+        """The calls in one."""
+        (u, x), (u_dims, x_dims) = split(call, tensors[3:]), split(call, dims[4:])
+        parts = (Given(tensors[:3], dims[1:4]), Given(u, u_dims), Given(x, x_dims))
+        return batched(Tangents.apply, info.batch_size, call, None, *parts)
 
-class Second(_Nested):
+
+class Second(torch.autograd.Function):
     """The gradient by the needed leaves of the cotangents times the tangents of out and lse."""
 
     @staticmethod
@@ -306,8 +324,17 @@ class Second(_Nested):
         found = _seconds(call, ctx.needs, (grad_out, grad_lse), moves_u, x)
         return tuple(grad for grad, need in zip(found, ctx.needs, strict=True) if need)
 
+    @staticmethod
+    def vmap(
+        info: Any, dims: tuple[Any, ...], call: Call, needs: Any, *tensors: Tensor | None
+    ) -> Any:
+        """The calls in one."""
+        (u, x), (u_dims, x_dims) = split(call, tensors[2:]), split(call, dims[4:])
+        parts = (Given(tensors[:2], dims[2:4]), Given(u, u_dims), Given(x, x_dims))
+        return batched(Second.apply, info.batch_size, call, needs, *parts)
 
-class Fence(_Nested):
+
+class Fence(torch.autograd.Function):
     """Passes tensors on; a derivative through here would be a third one, and is refused.
 
     autograd calls only nodes that lead to what it was asked for, so that it does not come here
@@ -322,6 +349,11 @@ class Fence(_Nested):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         """Keep nothing."""
+
+    @staticmethod
+    def vmap(_: Any, dims: tuple[int | None, ...], *tensors: Tensor | None) -> Any:
+        """The tensors as they are, as a function of no batch."""
+        return Fence.apply(*tensors), dims  # type: ignore[no-untyped-call]
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from tilewise.plan.traffic.account import Account
 from tilewise.plan.traffic.words import lines
 from tilewise.problem import Problem
 
-__all__ = ["Explanation", "chip_of", "row_of", "told"]
+__all__ = ["Explanation", "chip_of", "row_of", "spoken", "told"]
 
 _SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "value_dim")
 _WIDTH = 9
@@ -69,13 +70,29 @@ def told(
             ),
             ("problem", f"{problem.layout}, {dtype} on {problem.device}, " + ", ".join(sizes)),
             *pages,
-            ("mask", mask_text or "none: every pair attends"),
+            ("mask", spoken(mask_text) or "none: every pair attends"),
             ("score", score_text or "unchanged"),
             ("scale", f"{problem.scale:g}"),
             ("dropout", f"{problem.dropout_p:g}"),
             ("sinks", "yes" if problem.sinks else "no"),
         )
     )
+
+
+def spoken(mask_text: str) -> str:
+    """The text of a mask with the usual bands by the names that ``--mask`` gives them."""
+    return _BAND.sub(_named_band, mask_text)
+
+
+# Anchored at the last row and key; others keep their numbers.
+_BAND = re.compile(r"\bband\((-?\d+),(-?\d+),1\)")
+
+
+def _named_band(found: re.Match[str]) -> str:
+    left, right = int(found[1]), int(found[2])
+    if right == 0:
+        return "causal" if left < 0 else f"causal+window:{left}"
+    return f"window:{left}" if left == right >= 0 else found[0]
 
 
 def _aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:

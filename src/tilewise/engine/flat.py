@@ -25,7 +25,7 @@ class Call:
     """
 
     plan: Plan
-    seed: int
+    seed: int | Tensor
     masks: int
 
     def operands(self, x: Sequence[Any]) -> Operands:

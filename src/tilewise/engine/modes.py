@@ -1,20 +1,23 @@
-"""What is refused: transforms of a call whose rules are not written; and what is not compiled."""
+"""What is refused: transforms of a call whose rules are not written."""
 
-from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
-from torch._C._dynamo import eval_frame
-from torch._compile import _disable_dynamo
-from torch.autograd import forward_ad
 
 from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.torch_private import (
+    functorch_active,
+    in_forward_level,
+    is_batched,
+    is_tracked,
+    vmap_active,
+)
+from tilewise.variants.checked import is_checked
 from tilewise.variants.program import RAW, Program
 from tilewise.variants.values import Score
 
 __all__ = [
-    "left_alone",
+    "refuse_batched",
     "refuse_beyond_first",
     "refuse_constants",
     "refuse_forward_mode",
@@ -24,52 +27,52 @@ __all__ = [
     "transforms_active",
 ]
 
-_functorch_active = torch._C._are_functorch_transforms_active
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def left_alone(function: _Function) -> _Function:
-    """A function that torch.compile neither tries by itself, after a graph break, nor inlines.
-
-    It is for those that call the core, of which torch.compile knows nothing and warns, and for
-    those whose numbers change from call to call: each would be another graph. What
-    ``torch.compiler.disable`` does takes a second for the first call of a process.
-    """
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
-    function.__dict__["_torchdynamo_disable"] = True
-    function.__dict__["_torchdynamo_disable_msg"] = (
-        f"tilewise's {function.__qualname__} cannot be part of a graph: without fullgraph=True it "
-        "runs between two of them"
-    )
-    return function
-
 
 def transforms_active() -> bool:
     """Whether a torch.func transform or a forward-mode level is active around the call."""
-    return _functorch_active() or forward_ad._current_level >= 0
+    return functorch_active() or in_forward_level()
 
 
 def refuse_transforms(tensors: tuple[Tensor | None, ...], traced: bool) -> None:
-    """Refuse what has no rule: vmap, and any transform of a call that goes through the torch ops.
+    """Refuse any transform of a call that goes through the torch ops.
 
     Args:
         tensors: the tensors of the call.
         traced: whether it goes through the ops (``run.run``), which have no rules for transforms.
 
     Raises:
-        Unsupported: under vmap; or ``traced`` with a transform or a tangent.
+        Unsupported: ``traced`` with a transform or a tangent.
     """
     if traced:
-        if _functorch_active():
+        if functorch_active():
             _refuse_traced("torch.func transforms (grad, vjp, jvp, vmap, jacrev, hessian, ...)")
         for tensor in tensors:
-            if isinstance(tensor, Tensor) and _is_tracked(tensor):
+            if isinstance(tensor, Tensor) and is_tracked(tensor):
                 refuse_forward_mode()
-    elif _vmap_active():
-        refuse_vmap()
+
+
+def refuse_batched(starts: tuple[Tensor, Tensor] | None) -> None:
+    """Refuse what a vmap cannot give to each of its calls.
+
+    Args:
+        starts: cu_seqlens of the call.
+
+    Raises:
+        Unsupported: under vmap with cu_seqlens of each call, or with indices that are looked at.
+    """
+    if not vmap_active():
+        return
+    if starts is not None and any(is_batched(each) for each in starts):
+        raise Unsupported(
+            "tilewise has no cu_seqlens that differ from call to call under torch.func.vmap",
+            fix="pack the sequences of all calls into one, and call it once",
+        )
+    if is_checked():
+        raise Unsupported(
+            "tilewise looks at no index (TILEWISE_CHECKED, tilewise.checked()) under "
+            "torch.func.vmap",
+            fix="check the call outside of vmap",
+        )
 
 
 def refuse_constants(score: Score) -> None:
@@ -80,13 +83,13 @@ def refuse_constants(score: Score) -> None:
         Unsupported: so it is with a tensor of a raw score.
     """
     for instr in score.program:
-        if instr.op == RAW and any(_is_tracked(score.captured[slot]) for slot in instr.slots):
+        if instr.op == RAW and any(is_tracked(score.captured[slot]) for slot in instr.slots):
             raise Unsupported(
                 f"the raw score {instr.params[0]!r} has no derivative with respect to a tensor "
                 "that it is given",
                 fix="pass tensor.detach()",
             )
-        if instr.op == "alibi" and _is_tracked(score.captured[instr.slots[0]]):
+        if instr.op == "alibi" and is_tracked(score.captured[instr.slots[0]]):
             raise InvalidArgument(
                 "score (alibi slopes)",
                 "a tensor that a transform differentiates by",
@@ -127,32 +130,13 @@ def _refuse_traced(what: str) -> NoReturn:
 def refuse_vmap(*_: Any) -> NoReturn:
     """Raise Unsupported: the batching rule of the ops."""
     raise Unsupported(
-        "tilewise has no batching rule for torch.func.vmap yet",
-        fix="put the vmapped dimension into the batch: x.flatten(0, 1); for a Jacobian call "
-        "torch.func.jvp or vjp once for each direction",
+        "tilewise's torch ops (torch.compile, exported graphs, pages) have no batching rule for "
+        "torch.func.vmap yet",
+        fix="call tilewise.attention eagerly, or put the vmapped dimension into the batch: "
+        "x.flatten(0, 1)",
     )
 
 
 def refuse_second_derivative(*_: Any) -> NoReturn:
     """Raise Unsupported: the derivative of the op of the gradients."""
     _refuse_traced("second derivative")
-
-
-def _vmap_active() -> bool:
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
-
-
-# While it traces, torch.compile takes the inputs of a graph for tensors without tangents.
-@_disable_dynamo
-def _is_tracked(tensor: Tensor) -> bool:
-    """Whether a tensor has a tangent or, inside of torch.func, a gradient at any level."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        if tensor.requires_grad or _has_tangent(tensor):
-            return True
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return _has_tangent(tensor)
-
-
-def _has_tangent(tensor: Tensor) -> bool:
-    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]

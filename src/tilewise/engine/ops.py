@@ -17,7 +17,6 @@ from tilewise.engine.call import (
     build_problem,
     cached_plan,
     check_forward_only,
-    draw_seed,
     read_keywords,
 )
 from tilewise.engine.modes import (
@@ -26,8 +25,11 @@ from tilewise.engine.modes import (
     refuse_vmap,
     transforms_active,
 )
+from tilewise.engine.seeds import draw_seed
 from tilewise.plan.plan import Plan
 from tilewise.problem import Needs, Operands, Problem, Result, Statistics, output_like
+from tilewise.reference.philox import seed_tensor
+from tilewise.torch_private import jit_tracing
 from tilewise.validation import lower_sinks
 from tilewise.variants.float8 import FLOAT8, NO_SCALES, Scales, refuse_backward, scales_of
 from tilewise.variants.lower import Extent, lower_score, statistics_dtype
@@ -53,9 +55,9 @@ def call(
         asked.score.program, asked.score.captured, _traced_extent(problem), q.dtype, q.device
     )
     if seed is None and problem.dropout_p > 0:
-        seed = draw_seed()
+        seed = draw_seed(q.device)
     elif isinstance(seed, int):
-        seed = torch.full((), _signed(seed), dtype=torch.int64)
+        seed = seed_tensor(seed, q.device)
     sinks = lower_sinks(asked.sinks, q.dtype)
     leaves = (q, k, v, *score_tensors) if sinks is None else (q, k, v, *score_tensors, sinks)
     cu_q, cu_k = asked.cu_seqlens or (None, None)
@@ -76,16 +78,13 @@ def call(
         asked.backend,
         statistics,
         *asked.scales,
-        torch.is_grad_enabled() and any(x.requires_grad for x in leaves),
+        # A graph of torch.jit.trace serves calls with gradients and without, as it was traced.
+        jit_tracing() is not None
+        or (torch.is_grad_enabled() and any(x.requires_grad for x in leaves)),
     )
     if not statistics:
         return Result(out, lse, stats)
     return Result(out, lse, stats, max_logit, entropy, top_key if statistics == "top1" else None)
-
-
-def _signed(seed: int) -> int:
-    """64 bits as torch's int64 holds them."""
-    return seed - 2**64 if seed >= 2**63 else seed
 
 
 def _traced_extent(problem: Problem) -> Extent:
@@ -268,6 +267,7 @@ def _backward(
     scale: float | None,
     dropout_p: float,
     backend: str | None,
+    partial: bool = False,
 ) -> list[Tensor]:
     asked = _asked(
         mask_tensors,
@@ -282,7 +282,7 @@ def _backward(
         backend,
     )
     plan, operands = _planned(q, k, v, asked, seed)
-    wanted = Needs(needs[0], needs[1], needs[2], tuple(needs[4:]), needs[3])
+    wanted = Needs(needs[0], needs[1], needs[2], tuple(needs[4:]), needs[3], partial)
     result = Result(out, lse, stats)
     grads = plan.backward(operands, result, grad_out, grad_lse, wanted, grad_entropy)
     found = [
@@ -321,6 +321,7 @@ def _backward_fake(
     scale: float | None,
     dropout_p: float,
     backend: str | None,
+    partial: bool = False,
 ) -> list[Tensor]:
     found = [
         output_like(like, like.shape[-1]) if need else _absent(like)

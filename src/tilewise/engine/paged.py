@@ -9,13 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from tilewise.engine.call import (
-    Asked,
-    build_operands,
-    build_problem,
-    cached_plan,
-    read_keywords,
-)
+from tilewise.engine.call import Asked, build_operands, build_problem, cached_plan, read_keywords
 from tilewise.engine.modes import refuse_vmap, transforms_active
 from tilewise.engine.ops import promised, returned
 from tilewise.engine.pages import Pages

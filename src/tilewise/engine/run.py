@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from tilewise.engine import ops
@@ -25,13 +24,21 @@ from tilewise.engine.call import (
     shown,
 )
 from tilewise.engine.derivatives import attend
-from tilewise.engine.modes import left_alone, refuse_constants, refuse_transforms
+from tilewise.engine.modes import refuse_batched, refuse_constants, refuse_transforms
 from tilewise.engine.nested import any_nested, nested, packed
 from tilewise.engine.paged import attend_pages, call_paged, refuse_paged_transforms
 from tilewise.engine.pages import Pages
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.plan.plan import Plan
 from tilewise.problem import Operands, Problem, Result, Statistics
+from tilewise.torch_private import (
+    any_autocast,
+    dispatch_modes,
+    functorch_active,
+    in_forward_level,
+    jit_tracing,
+    left_alone,
+)
 from tilewise.validation import check_cu_tensors, check_page_tensors, check_sinks
 from tilewise.variants.float8 import FLOAT8
 from tilewise.variants.values import Mask, Score
@@ -41,10 +48,6 @@ __all__ = ["run", "run_paged"]
 _is_compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
 _autocast_enabled = torch.is_autocast_enabled
-_any_autocast = torch._C._is_any_autocast_enabled
-_functorch_active = torch._C._are_functorch_transforms_active
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_jit_tracing = torch._C._get_tracing_state
 _PLAIN = frozenset((Tensor, Parameter))
 # What Operands(q, k, v, out_alone=...) says, which takes three times as long.
 _new = tuple.__new__
@@ -72,23 +75,23 @@ def run(
     tensor subclass) would not see the kernel behind an eager call, and would record its output as
     a constant: such calls go through the torch ops.
     """
-    if _functorch_active() or forward_ad._current_level >= 0:
+    if functorch_active() or in_forward_level():
         if statistics:
             fix = "ask for return_stats outside of them"
             raise Unsupported("tilewise has no statistics inside of torch.func transforms", fix=fix)
         return _run_transformed(q, k, v, asked, seed, plan)
     if (
         _is_compiling()
-        or _dispatch_modes() > 0
+        or dispatch_modes() > 0
         or type(q) not in _PLAIN
         or type(k) not in _PLAIN
         or type(v) not in _PLAIN
-        or _jit_tracing() is not None
+        or jit_tracing() is not None
     ):
         return _run_traced(q, k, v, asked, seed, plan, statistics)
     if q.is_meta:
         return _run_traced(q, k, v, asked, seed, plan, statistics)
-    if _any_autocast():
+    if any_autocast():
         q, k, v = _autocast(q, k, v)
     if plan is None:
         plan = cached_plan(q, k, v, asked)
@@ -130,9 +133,9 @@ def run_paged(
     refuse_paged_transforms()
     traced = (
         _is_compiling()
-        or _dispatch_modes() > 0
+        or dispatch_modes() > 0
         or any(type(x) not in _PLAIN or x.is_meta for x in (q, k, v))
-        or _jit_tracing() is not None
+        or jit_tracing() is not None
     )
     q, k, v = _autocast(q, k, v)
     if traced:
@@ -163,8 +166,8 @@ def _run_transformed(
     tensors = (q, k, v, asked.sinks, *asked.mask.captured, *asked.score.captured)
     traced = (
         _is_compiling()
-        or _dispatch_modes() > 0
-        or _jit_tracing() is not None
+        or dispatch_modes() > 0
+        or jit_tracing() is not None
         or any(type(x) not in _PLAIN or x.is_meta for x in (q, k, v))
     )
     refuse_transforms(tensors, traced)
@@ -177,6 +180,7 @@ def _run_transformed(
     if traced:
         return _run_traced(q, k, v, asked, seed, plan, "")
     refuse_constants(asked.score)
+    refuse_batched(asked.cu_seqlens)
     q, k, v = _autocast(q, k, v)
     if plan is None:
         plan = cached_plan(q, k, v, asked, wrapped=True)

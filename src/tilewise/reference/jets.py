@@ -21,7 +21,7 @@ from torch import Tensor
 from tilewise.problem import Operands
 from tilewise.reference.blocks import Block, Part
 from tilewise.reference.programs import apply_score, score_gradient
-from tilewise.reference.tiles import base2, keep_tile, key_tiles, product
+from tilewise.reference.tiles import base2, inner_product, keep_tile, key_tiles
 from tilewise.variants.program import Instr, Program
 
 __all__ = ["JetTile", "Rows", "direction", "drop", "jet_tiles", "pull_score", "rows_of"]
@@ -120,11 +120,11 @@ def jet_tiles(part: Part, toward: Part, rows: Rows) -> Iterator[JetTile]:
         if tile.seen is not None:
             used = tile.seen.any(-2)[..., None]
             k_t, v_t = torch.where(used, k_t, 0.0), torch.where(used, v_t, 0.0)
-        s_t = product(rows.q_t, tile.k.transpose(-1, -2)) + product(rows.q, k_t.transpose(-1, -2))
+        s_t = inner_product(rows.q_t, tile.k) + inner_product(rows.q, k_t)
         s_t = s_t * problem.scale
         steps: list[_Step] = []
         if problem.score:
-            s = product(rows.q, tile.k.transpose(-1, -2)) * problem.scale
+            s = inner_product(rows.q, tile.k) * problem.scale
             s_t, steps = _push_score(part, toward, s, s_t, tile.block, tile.seen)
         if tile.seen is not None:
             s_t = torch.where(tile.seen, s_t, 0.0)

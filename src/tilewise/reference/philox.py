@@ -43,13 +43,13 @@ def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
 
 
 def philox4x32(
-    counter: Sequence[Tensor], key: tuple[int, int]
+    counter: Sequence[Tensor], key: tuple[int | Tensor, int | Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four pseudo-random 32-bit words for every counter.
 
     Args:
         counter: four int64 tensors of one broadcastable shape, values in [0, 2**32).
-        key: two 32-bit integers.
+        key: two 32-bit integers, or int64 tensors of one element with their values.
 
     Returns:
         Four int64 tensors of the broadcast shape, values in [0, 2**32).
@@ -64,7 +64,15 @@ def philox4x32(
     return c0, c1, c2, c3
 
 
-def split_seed(seed: int) -> tuple[int, int]:
+def seed_tensor(seed: int | Tensor, device: torch.device) -> Tensor:
+    """The 64 bits of a seed as an int64 tensor of one element on a device."""
+    if isinstance(seed, Tensor):
+        return seed
+    signed = seed - 2**64 if seed >= 2**63 else seed
+    return torch.full((), signed, dtype=torch.int64, device=device)
+
+
+def split_seed(seed: int | Tensor) -> tuple[int | Tensor, int | Tensor]:
     """The two key words (low, high) of a 64-bit seed, signed or not."""
     return seed & _MASK32, (seed >> 32) & _MASK32
 
@@ -75,7 +83,7 @@ def threshold(dropout_p: float) -> int:
 
 
 def keep_mask(
-    seed: int,
+    seed: int | Tensor,
     dropout_p: float,
     *,
     batches: range,
@@ -86,7 +94,7 @@ def keep_mask(
     """The dropout mask of a block: True where the probability is kept.
 
     Args:
-        seed: 64-bit seed.
+        seed: 64 bits, as a number or an int64 tensor of one element, which stays on its device.
         dropout_p: probability of dropping, in [0, 1).
         batches: the block's batch entries, step 1 (as in all four).
         heads: its query heads.
@@ -94,14 +102,15 @@ def keep_mask(
         keys: its keys.
 
     Returns:
-        bool ``[len(batches), len(heads), len(queries), len(keys)]``.
+        bool ``[len(batches), len(heads), len(queries), len(keys)]``, on the seed's device.
     """
+    device = seed.device if isinstance(seed, Tensor) else None
     first, last = keys.start >> 2, -(-keys.stop // 4)
     counter = (
-        torch.arange(first, max(last, first)),
-        torch.arange(queries.start, queries.stop)[:, None],
-        torch.arange(heads.start, heads.stop)[:, None, None],
-        torch.arange(batches.start, batches.stop)[:, None, None, None],
+        torch.arange(first, max(last, first), device=device),
+        torch.arange(queries.start, queries.stop, device=device)[:, None],
+        torch.arange(heads.start, heads.stop, device=device)[:, None, None],
+        torch.arange(batches.start, batches.stop, device=device)[:, None, None, None],
     )
     words = torch.stack(philox4x32(counter, split_seed(seed)), dim=-1).flatten(-2)
     offset = keys.start - 4 * first

@@ -35,6 +35,7 @@ from tilewise.reference.tiles import (
     compute_dtype,
     exp2,
     finite_or_zero,
+    inner_product,
     key_tiles,
     normaliser,
     part_rows,
@@ -149,8 +150,8 @@ def _terms(part: Part, tile: JetTile, state: _State) -> _TileTerms:
     p = exp2(tile.s - state.base[..., None]) * state.weight[..., None]
     if tile.seen is not None:
         grad_out = torch.where(tile.seen.any(-1, keepdim=True), grad_out, 0.0)
-    a = product(grad_out, tile.v.transpose(-1, -2))
-    b = product(grad_out, tile.v_t.transpose(-1, -2))
+    a = inner_product(grad_out, tile.v)
+    b = inner_product(grad_out, tile.v_t)
     a, b = drop(part, tile.block, [a, b])
     if tile.seen is not None:
         p, a, b = (torch.where(tile.seen, each, 0.0) for each in (p, a, b))

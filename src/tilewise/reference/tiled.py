@@ -38,6 +38,7 @@ from tilewise.reference.tiles import (
     exp2,
     far,
     finite_or_zero,
+    inner_product,
     keep_tile,
     key_tiles,
     normaliser,
@@ -149,11 +150,16 @@ def backward(
             if part.walk.ledger is not None:
                 read = {"grad_out": given, "stats": tile_stats, "grad_lse": lse_given}
                 enter_reads(part, rows, **read, grad_entropy=entropy_given)
+            delta = None
+            if needs.partial:
+                out = part_view(result.out, part.queries, problem)[:, :, span].to(dtype)
+                delta = (given.to(dtype) * out).sum(-1)
             state = RowState(
                 given.to(dtype),
                 None if lse_given is None else lse_given.to(dtype),
                 *normaliser(part, tile_stats, dtype),
                 None if entropy_given is None else _tilt(part, tile_stats, entropy_given),
+                delta,
             )
             _backward_rows(part, rows, state, views)
     ledger = (walk or WALK).ledger
@@ -167,7 +173,8 @@ class RowState(NamedTuple):
 
     ``base`` is the row maximum (0 for a dead row), ``weight`` what ``exp2(s - base)`` is multiplied
     by to give a probability, ``sink`` the probability that went to the sink (None without one),
-    ``tilt`` the gradient of the entropy (None without one).
+    ``tilt`` the gradient of the entropy (None without one), ``delta`` the row sum of grad_out * out
+    where the rows see keys beyond these (None where they do not).
     """
 
     grad_out: Tensor
@@ -176,6 +183,7 @@ class RowState(NamedTuple):
     weight: Tensor
     sink: Tensor | None
     tilt: _Tilt | None
+    delta: Tensor | None = None
 
 
 class _Tilt(NamedTuple):
@@ -236,7 +244,9 @@ def forward_rows(
         total = total * fade + p.sum(-1)
         if statistics == "top1":
             best, place = tile.scores.max(-1)
-            top_key = torch.where(best > top_natural, tile.block.keys.start + place, top_key)
+            # The first NaN is larger than all, as for torch's argmax.
+            larger = (best > top_natural) | (best.isnan() & ~top_natural.isnan())
+            top_key = torch.where(larger, tile.block.keys.start + place, top_key)
         if problem.dropout_p:
             p = torch.where(keep_tile(part, tile.block), p / (1 - problem.dropout_p), 0.0)
         out = out * fade[..., None] + product(p, tile.v)
@@ -286,7 +296,7 @@ def tile_gradient(part: Part, tile: Tile, state: RowState) -> TileGradient:
     if tile.seen is not None:
         grad_out = torch.where(tile.seen.any(-1, keepdim=True), grad_out, 0.0)
         p = torch.where(tile.seen, p, 0.0)
-    dp = product(grad_out, tile.v.transpose(-1, -2))
+    dp = inner_product(grad_out, tile.v)
     if not dropout_p:
         return TileGradient(exponent, p, p, dp, grad_out)
     keep = keep_tile(part, tile.block)
@@ -300,8 +310,11 @@ def _row_shift(part: Part, rows: range, q: Tensor, state: RowState) -> Tensor:
 
     delta = rowsum(P * dP) equals rowsum(dO * O), which the kernels use. It is summed here from the
     very products that it is subtracted from: for a row with one key they then cancel to the bit.
+    Where the row sees keys beyond these it is the latter.
     """
     shift = q.new_zeros(q.shape[:-1]) if state.grad_lse is None else state.grad_lse
+    if state.delta is not None:
+        return shift - state.delta
     for tile in key_tiles(part, rows, q):
         gradient = tile_gradient(part, tile, state)
         rowsum = gradient.p * gradient.dp

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from tilewise.problem import Problem
 from tilewise.reference.blocks import Block, Part, multiplied
-from tilewise.reference.dense import LOG2E
 from tilewise.reference.philox import keep_mask
 from tilewise.reference.programs import Cover, apply_score, cover, visible
 from tilewise.variants.float8 import output_dtype
 
 LN2 = math.log(2.0)
+LOG2E = math.log2(math.e)
 _WHOLE = 128  # products are padded to multiples of this
+_PIECE = 32  # terms of a sum that are added up before they meet the others
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -126,7 +127,7 @@ def score_tile(part: Part, rows: range, columns: range, q: Tensor) -> Tile | Non
         seen = visible(problem.mask, operands.mask_tensors, block, q.device)
         used = seen.any(-2)[..., None]
         k, v = torch.where(used, k, 0.0), torch.where(used, v, 0.0)
-    scores = product(q, k.transpose(-1, -2)) * problem.scale
+    scores = inner_product(q, k) * problem.scale
     if ledger is not None:
         ledger.multiplies(scores, problem.head_dim)
         ledger.scores(problem.score, operands.score_tensors, scores)
@@ -136,18 +137,38 @@ def score_tile(part: Part, rows: range, columns: range, q: Tensor) -> Tile | Non
     return Tile(k, v, scores, saved, seen, block)
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b``, both padded with zeros to whole tiles.
+def product(a: Tensor, b: Tensor, inner: int | None = None) -> Tensor:
+    """``a @ b``, both padded with zeros to whole tiles (``inner``: the tile of what is summed).
 
     The library behind torch chooses its kernels, and with them the roundings, by the shape of a
     product and by its threads. Whole tiles leave it no remainders to treat in another way, so that
     the bits of a row do not depend on the threads or on the batch.
     """
-    rows, inner, columns = a.size(-2), a.size(-1), b.size(-1)
-    pad_rows, pad_inner, pad_columns = (-size % _WHOLE for size in (rows, inner, columns))
+    rows, columns = a.size(-2), b.size(-1)
+    pad_rows, pad_columns, pad_inner = (
+        -rows % _WHOLE,
+        -columns % _WHOLE,
+        -a.size(-1) % (inner or _WHOLE),
+    )
     a = torch.nn.functional.pad(a, (0, pad_inner, 0, pad_rows))
     b = torch.nn.functional.pad(b, (0, pad_columns, 0, pad_inner))
     return (a @ b)[..., :rows, :columns]
+
+
+def inner_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b.transpose(-1, -2)`` of rows, each sum cut into pieces of 32 terms.
+
+    The error of a chain of additions grows with its length, and a softmax turns the error of a
+    large score into a relative error of the output. The kernels cut these sums too.
+    """
+    pieces = [
+        product(each, other.transpose(-1, -2), inner=_PIECE)
+        for each, other in zip(torch.split(a, _PIECE, -1), torch.split(b, _PIECE, -1), strict=True)
+    ]
+    total = pieces[0]
+    for piece in pieces[1:]:
+        total = total + piece
+    return total
 
 
 def exp2(x: Tensor) -> Tensor:

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.engine.modes import left_alone
 from tilewise.errors import InvalidArgument
 from tilewise.functional import attention_paged
 from tilewise.serving.cascade import cascade_attention
 from tilewise.serving.pool import Pool
 from tilewise.serving.rows import check_rows, counts_of
 from tilewise.serving.sequences import Sequences
+from tilewise.torch_private import left_alone
 from tilewise.variants.masks import causal, window
 from tilewise.variants.values import Mask, as_mask
 

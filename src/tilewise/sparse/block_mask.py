@@ -127,16 +127,21 @@ class BlockMask(Mask):
         return cls(mask.program, mask.captured)
 
     @classmethod
-    def from_flex(cls, block_mask: Any) -> "BlockMask":
+    def from_flex(cls, block_mask: Any, queries: int | None = None) -> "BlockMask":
         """The same mask as a ``torch.nn.attention.flex_attention.BlockMask``.
 
         Its ``mask_mod`` is traced; what its lists of blocks leave out stays left out. The block
         size, M and N are its own; B and Hq too, where the mask depends on them.
 
+        Args:
+            block_mask: FlexAttention's.
+            queries: M, of a slice of a block mask (``block_mask[:, :, i]``), which does not know
+                it; None for its own, or all rows of the slice's blocks.
+
         Raises:
             InvalidArgument, InvalidType: it is none, or its ``mask_mod`` is not in the language.
         """
-        given = flex.read(block_mask)
+        given = flex.read(block_mask, queries)
         keywords: dict[str, Any] = {
             "batch": given.covers.shape[0],
             "heads": given.covers.shape[1],

@@ -36,8 +36,16 @@ class Given(NamedTuple):
     keys: int
 
 
-def read(block_mask: Any) -> Given:
+def read(block_mask: Any, queries: int | None = None) -> Given:
     """What a BlockMask of FlexAttention says.
+
+    Its lists may have more rows and name more columns than its lengths have: code that crops a
+    mask sets its ``seq_lengths`` alone. A slice, ``block_mask[:, :, i]``, has fewer rows than its
+    lengths say.
+
+    Args:
+        block_mask: to be read.
+        queries: M of the call; what the mask says if None, or as many as the rows of a slice have.
 
     Raises:
         InvalidType: it is none.
@@ -45,8 +53,10 @@ def read(block_mask: Any) -> Given:
     if not isinstance(block_mask, flex_attention.BlockMask):
         required = "a torch.nn.attention.flex_attention.BlockMask"
         raise InvalidType("block_mask", f"a {type(block_mask).__name__}", required)
-    queries, keys = block_mask.shape[-2:]
+    own, keys = block_mask.shape[-2:]
     block = (int(block_mask.BLOCK_SIZE[0]), int(block_mask.BLOCK_SIZE[1]))
+    if queries is None:
+        queries = min(own, block_mask.kv_num_blocks.shape[-1] * block[0])
     columns = -(-keys // block[1])
     lists = [(block_mask.kv_num_blocks, block_mask.kv_indices, 1)]
     full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
@@ -56,12 +66,14 @@ def read(block_mask: Any) -> Given:
     covers = torch.zeros(*counts.shape, columns, dtype=torch.uint8, device=counts.device)
     for numbers, indices, cover in lists:
         named = torch.arange(indices.shape[-1], device=counts.device) < numbers[..., None]
+        named &= indices < columns
         # What a list does not name goes to a column that is cut off.
         places = torch.where(named, indices.to(torch.int64), columns)
         wide = torch.nn.functional.pad(covers, (0, 1))
         covers = wide.scatter(-1, places, cover)[..., :columns]
     while covers.dim() < 4:
         covers = covers[None]
+    covers = covers[:, :, : -(-queries // block[0])]
     given: Any = block_mask.mask_mod
     if given is flex_attention.noop_mask:
         given = None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.torch_private import is_batched, without_wrappers
 from tilewise.variants.extent import Extent, statistics_dtype
 from tilewise.variants.float8 import output_dtype
 from tilewise.variants.lower_table import lower_table
@@ -177,7 +178,8 @@ def _arranged(tensor: Tensor, axes: Sequence[Number], extent: Extent) -> Tensor:
     for axis, size in enumerate(sizes):
         if axis not in codes:
             tensor = tensor.unsqueeze(axis)
-        elif size and not (extent.ragged and axis > 1 and tensor.shape[axis] >= size):
+        elif not extent.ragged or (size and not (axis > 1 and tensor.shape[axis] >= size)):
+            # A size of 0 may be unknown in a ragged extent; in any other nothing is read.
             tensor = _reaching(tensor, axis, size)
     return tensor
 
@@ -235,7 +237,9 @@ def _lengths(tensor: Tensor, extent: Extent) -> Tensor:
 
 
 def _check_length_values(tensor: Tensor, extent: Extent) -> None:
-    if extent.key_counts:
+    batched = is_batched(tensor)
+    tensor = without_wrappers(tensor)
+    if extent.key_counts and not batched:
         for index, (length, keys) in enumerate(
             zip(tensor.tolist(), extent.key_counts, strict=True)
         ):
@@ -246,19 +250,20 @@ def _check_length_values(tensor: Tensor, extent: Extent) -> None:
                     f"in [0, {keys}], the keys of that sequence",
                 )
         return
-    if tensor.shape[0] == 0:
+    if tensor.numel() == 0:
         return
-    if tensor.shape[0] <= _LIST_LIMIT:
-        values = tensor.tolist()
+    if tensor.numel() <= _LIST_LIMIT:
+        values = tensor.flatten().tolist()
         low, high = min(values), max(values)
     else:
         low, high = (int(bound) for bound in tensor.aminmax())
-    if low < 0 or high > extent.keys:
+    keys = max(extent.key_counts, default=extent.keys)
+    if low < 0 or high > keys:
         wrong = low if low < 0 else high
         raise InvalidArgument(
             "mask (lengths)",
             f"the length {wrong}",
-            f"every length in [0, N] with N = {extent.keys}",
+            f"every length in [0, N] with N = {keys}",
         )
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.torch_private import constant_while_compiling
 from tilewise.variants.program import LARGEST_COUNT, Program, fitted
-from tilewise.variants.recognise import constant_while_compiling
 from tilewise.variants.values import Mask, dense_mask, mask_of
 
 __all__ = [
@@ -95,13 +95,14 @@ def causal(align: str = "bottom_right") -> Mask:
     return _CAUSAL[_align(align)]
 
 
-def window(left: int | None, right: int | None, align: str = "bottom_right") -> Mask:
+def window(left: int | None, right: int | None = 0, align: str = "bottom_right") -> Mask:
     """Each row sees a band of keys: a + m - left <= n <= a + m + right.
+
+    ``window(255)`` is a causal window of 256 keys: the row's own and 255 to the left of it.
 
     Args:
         left: keys to the left of the row's own position, 0 or more; None for open.
-        right: keys to the right of it, 0 or more; None for open. ``window(255, 0)`` is a causal
-            window of 256 keys.
+        right: keys to the right of it, 0 or more; None for open. 0 is causal.
         align: as in ``causal``.
 
     Raises:

@@ -7,12 +7,13 @@ addition of a tensor indexed by positions, ALiBi's penalty, a soft cap. What is 
 expression (the operation ``expr``), which kernels interpret.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
+from tilewise.torch_private import constant_while_compiling
 from tilewise.variants.expr import Expr, Graph, Node, decode, encode
 from tilewise.variants.program import BY_USER, LARGEST_COUNT, Instr, Program
 from tilewise.variants.program import decode as program_of
@@ -21,7 +22,6 @@ from tilewise.variants.program import encode as program_text
 __all__ = [
     "Recognised",
     "as_expression",
-    "constant_while_compiling",
     "in_one_step",
     "mask_program",
     "score_program",
@@ -43,18 +43,6 @@ class Recognised(NamedTuple):
     program: Program
     sources: tuple[int, ...]
     text: str
-
-
-_F = TypeVar("_F", bound=Callable[..., object])
-
-
-def constant_while_compiling(function: _F) -> _F:
-    """Let torch.compile run a function of constants, and not trace it.
-
-    This is torch.compiler.assume_constant_result, which would load the compiler.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 def mask_program(expr: Expr) -> Recognised:

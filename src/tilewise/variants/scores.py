@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.torch_private import constant_while_compiling
 from tilewise.variants.program import RAW, Instr, Program, fitted
 from tilewise.variants.raw import register_triton, registered
-from tilewise.variants.recognise import constant_while_compiling
 from tilewise.variants.values import Score, score_of
 
 __all__ = ["Score", "alibi", "bias", "function", "raw", "register_triton", "softcap"]

@@ -19,13 +19,7 @@ from torch import Tensor
 
 from tilewise.errors import InvalidType
 from tilewise.variants.expr import Expr, Kind
-from tilewise.variants.traced import (
-    Indexing,
-    Recording,
-    Row,
-    Traced,
-    named,
-)
+from tilewise.variants.traced import Indexing, Recording, Row, Traced, named
 from tilewise.variants.vocabulary import maximum, minimum
 
 __all__ = ["trace_mask", "trace_score"]

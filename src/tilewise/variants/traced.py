@@ -295,6 +295,9 @@ class Traced:
         """Whether this value is not zero."""
         return self if self.kind == "bool" else self._apply("ne", 0)
 
+    ndim = 0
+    shape = torch.Size(())  # one value for a pair, as torch's vmap shows it: x.new_zeros(x.shape)
+
     @property
     def device(self) -> torch.device:
         """Of no device: what is captured may be on any, and ``.to`` a device changes nothing."""
@@ -375,6 +378,17 @@ class Traced:
 
     def __len__(self) -> NoReturn:
         self._refuse("a sequence")
+
+    __array_ufunc__ = None  # operators of a numpy array leave the work to the operators here
+
+    def __array__(self, *_: object, **__: object) -> NoReturn:
+        """What numpy asks for of an index, and of an operand of its functions."""
+        raise InvalidType(
+            self.recording.argument,
+            f"a traced {self.kind} in a numpy array or function{_line()}",
+            "torch tensors and functions of torch",
+            "Make the array a torch tensor before the function: t = torch.from_numpy(t).",
+        )
 
     def _refuse(self, what: str) -> NoReturn:
         raise InvalidType(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.variants.guidance import named_mask, named_score
 from tilewise.variants.program import (
     EXPR,
     RAW,
@@ -188,6 +189,8 @@ def as_mask(value: object) -> Mask:
     if callable(value) and not isinstance(value, type):
         return mask_of(value)
     required = "a Mask of tilewise.masks, a boolean tensor, or a function (b, h, m, n) -> bool"
+    if isinstance(value, str):
+        raise InvalidType("mask", f"the text {value!r}", required, named_mask(value))
     raise InvalidType("mask", _type_name(value), required)
 
 
@@ -209,9 +212,11 @@ def as_score(value: object) -> Score:
         fix = "An additive tensor is score=tilewise.scores.bias(tensor)."
     if isinstance(value, Mask):
         fix = "Pass it as mask=."
+    if isinstance(value, str):
+        fix = named_score(value)
     raise InvalidType(
         "score",
-        _type_name(value),
+        f"the text {value!r}" if isinstance(value, str) else _type_name(value),
         "a Score of tilewise.scores, a function (s, b, h, m, n) -> s, or a sequence of them",
         fix,
     )

@@ -136,34 +136,66 @@ def _softplus(recording: Recording, x: object) -> Traced:
     return value._apply("max", 0.0) + tail
 
 
-def _filled(number: float) -> Callable[..., Traced]:
-    def handler(recording: Recording, like: object, **_: object) -> Traced:
-        return (
-            recording.lift(number)
-            if recording.lift(like).kind == "float"
-            else recording.lift(int(number))
-        )
+def _filled(number: int) -> Callable[..., Traced]:
+    """``torch.zeros_like(x)`` and the like: one value, which a pair has anyway."""
+
+    def handler(
+        recording: Recording, like: object, *, dtype: torch.dtype | None = None, **_: object
+    ) -> Traced:
+        return _made(recording, number, like, dtype)
 
     return handler
 
 
+def _full_like(
+    recording: Recording,
+    like: object,
+    fill_value: object,
+    *,
+    dtype: torch.dtype | None = None,
+    **_: object,
+) -> Traced:
+    return _made(recording, fill_value, like, dtype)
+
+
 def _new(number: int) -> Callable[..., Traced]:
-    """``x.new_ones(())`` and ``x.new_zeros(())``: one value, which a pair has anyway."""
+    """``x.new_ones(())`` and the like, ``x.new_zeros(x.shape)``: one value again."""
 
     def handler(
         recording: Recording,
         like: object,
         *size: Any,
         dtype: torch.dtype | None = None,
-        **_: object,
+        **more: Any,
     ) -> Traced:
-        if size not in ((), ((),)):
-            came = f"a new tensor of size {size[0] if len(size) == 1 else size}"
-            raise InvalidArgument(recording.argument, came, "size ()", whereabouts())
-        whole = recording.lift(number)
-        return whole.to(dtype) if dtype is not None else _like(recording.lift(like), whole)
+        _check_size(recording, more.get("size", size))
+        return _made(recording, number, like, dtype)
 
     return handler
+
+
+def _new_full(
+    recording: Recording,
+    like: object,
+    size: Any,
+    fill_value: object,
+    dtype: torch.dtype | None = None,
+    **_: object,
+) -> Traced:
+    _check_size(recording, size)
+    return _made(recording, fill_value, like, dtype)
+
+
+def _check_size(recording: Recording, size: Any) -> None:
+    if size not in ((), ((),)):
+        came = f"a new tensor of size {size[0] if len(size) == 1 else size}"
+        raise InvalidArgument(recording.argument, came, "size ()", whereabouts())
+
+
+def _made(recording: Recording, value: object, like: object, dtype: torch.dtype | None) -> Traced:
+    """A value as one of a dtype, or of another's kind."""
+    made = recording.lift(value)
+    return made.to(dtype) if dtype is not None else _like(recording.lift(like), made)
 
 
 def _like(like: Traced, value: Traced) -> Traced:
@@ -207,10 +239,12 @@ _TORCH: dict[str, Callable[..., Traced]] = {
     "relu": _relu,
     "silu": lambda recording, x, inplace=False: recording.lift(x) * recording.lift(x).sigmoid(),
     "softplus": _softplus,
-    "zeros_like": _filled(0.0),
-    "ones_like": _filled(1.0),
-    "new_zeros": _new(0),
+    **dict.fromkeys(("zeros_like", "empty_like"), _filled(0)),  # what is empty may hold anything
+    "ones_like": _filled(1),
+    "full_like": _full_like,
+    **dict.fromkeys(("new_zeros", "new_empty"), _new(0)),
     "new_ones": _new(1),
+    "new_full": _new_full,
 }
 
 

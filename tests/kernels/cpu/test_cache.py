@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.kernels.cpu.cache import Cache, NotPrivate, folder
+from tilewise.folders import NotPrivate
+from tilewise.kernels.cpu.cache import Cache, folder
 
 
 @pytest.fixture

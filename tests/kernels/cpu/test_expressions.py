@@ -156,6 +156,9 @@ def test_threads(target: Target) -> None:
     for index, variant in enumerate(GRADED):
         dtype = FLOATS[(index + target.rank) % 4]
         sizes = Sizes(1, 2, 1, 400, 1300) if index % 2 else Sizes(3, 4, 4, 140, 200)
+        if variant.name == "gated":  # a table of all pairs
+            pairs = (sizes.batch, sizes.heads, sizes.queries, sizes.keys)
+            variant = variant._replace(shapes=(pairs,))
         check_bits(variant, inputs(variant, sizes, dtype), (2, 3))
 
 
@@ -296,12 +299,22 @@ def test_keys_that_only_evaluation_finds_hidden(target: Target, dtype: torch.dty
 
 @only_cpu
 def test_indices_are_clamped(target: Target) -> None:
-    """An index outside of its tensor reads the nearest element; nothing reads an empty tensor."""
+    """An index outside of its tensor reads the nearest element; nothing reads an empty tensor.
+
+    A captured mask decides which pairs attend: without it the calls were refused.
+    """
+    everything = torch.ones(40, dtype=torch.bool)
+    mask = as_mask(lambda b, h, m, n: everything[n])
     torch.manual_seed(7)
     table = torch.randn(3, 5).requires_grad_()
     q, k, v = (torch.randn(2, 2, 40, 8) for _ in "qkv")
     out = tilewise.attention(
-        q, k, v, score=as_score(lambda s, b, h, m, n: s + table[h + 2, m - n]), backend="cpu"
+        q,
+        k,
+        v,
+        mask=mask,
+        score=as_score(lambda s, b, h, m, n: s + table[h + 2, m - n]),
+        backend="cpu",
     )
     m, n = torch.arange(40)[:, None], torch.arange(40)
     picked = table[2, (m - n).clamp(0, 4)]
@@ -311,7 +324,7 @@ def test_indices_are_clamped(target: Target) -> None:
     torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
     empty = torch.zeros(0, 3)
     same = tilewise.attention(
-        q, k, v, score=as_score(lambda s, b, h, m, n: s + empty[m, n]), backend="cpu"
+        q, k, v, mask=mask, score=as_score(lambda s, b, h, m, n: s + empty[m, n]), backend="cpu"
     )
     torch.testing.assert_close(same, tilewise.attention(q, k, v, backend="cpu"))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from tilewise.kernels.gpu.gate.case import Case
+from tilelab.gate.case import Case
 from tilewise.kernels.gpu.launch import Launch
 
 

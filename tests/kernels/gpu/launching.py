@@ -70,8 +70,8 @@ def _pretend(stub: Stub) -> None:
     from triton.backends.nvidia.driver import CudaDriver
     from triton.runtime import driver
 
+    from tilelab.gpu_check.setting import Setting
     from tilewise.kernels.gpu import backend
-    from tilewise.lab.gpu_check.setting import Setting
 
     changes: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: 0),
@@ -90,7 +90,7 @@ def _pretend(stub: Stub) -> None:
 
 def _cases(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Launch cases of the gate; every one without names."""
-    from tilewise.kernels.gpu.gate.cases import CASES
+    from tilelab.gate.cases import CASES
     from tilewise.kernels.gpu.launch import run
 
     for case in CASES:
@@ -113,8 +113,8 @@ def _problems(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Both passes of the problems of the accuracy step; every one without names."""
     import torch
 
-    from tilewise.lab.gpu_check import accuracy, outcomes, problems
-    from tilewise.lab.gpu_check.setting import Setting
+    from tilelab.gpu_check import accuracy, outcomes, problems
+    from tilelab.gpu_check.setting import Setting
 
     setting = Setting()
     known = {case.name for case in problems.PROBLEMS}

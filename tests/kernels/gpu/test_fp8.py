@@ -23,12 +23,12 @@ from tests.kernels.gpu.test_decode import SHORT
 from tests.kernels.gpu.test_decode import forward as decoded
 from tests.kernels.gpu.test_forward import GQA, forward, launches
 from tests.oracle import problem_of
+from tilelab.oracles.dense import dense
 from tilewise import masks, scores
 from tilewise.engine.call import with_scales
 from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config
 from tilewise.problem import Operands, Problem, Statistics
 from tilewise.reference import tiled
-from tilewise.reference.dense import dense
 from tilewise.variants.float8 import FLOAT8, Scales
 
 SMALL: dict[str, Any] = {"batch": 2, "queries": 37, "keys": 45, "head_dim": 16, "value_dim": 16}

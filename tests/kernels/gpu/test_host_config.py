@@ -233,6 +233,50 @@ def test_the_dtype_of_products_is_that_of_the_kernels(family: str, asked: dict[s
     assert backend.loops(problem._replace(dtype=torch.float16), family).products == ""
 
 
+_SETTINGS = {
+    "torch's own": ("", "ieee"),
+    "the old flag": ("matmul.allow_tf32 = True", "tf32"),
+    "the old function": ("torch.set_float32_matmul_precision('high')", "tf32"),
+    "its least": ("torch.set_float32_matmul_precision('medium')", "tf32"),
+    "the new one": ("matmul.fp32_precision = 'tf32'", "tf32"),
+    "the new one, off": ("matmul.fp32_precision = 'ieee'", "ieee"),
+    "of everything": ("torch.backends.fp32_precision = 'tf32'", "tf32"),
+    "of everything, off": ("torch.backends.fp32_precision = 'ieee'", "ieee"),
+    "inherited": (
+        "torch.backends.fp32_precision = 'tf32'; matmul.fp32_precision = 'none'",
+        "tf32",
+    ),
+    "of everything but this": (
+        "torch.backends.fp32_precision = 'tf32'; matmul.fp32_precision = 'ieee'",
+        "ieee",
+    ),
+    "of all of CUDA": ("torch.backends.cudnn.fp32_precision = 'tf32'", "tf32"),
+    # Of mixed settings torch goes by the last one; reading an old one raises.
+    "on, then off": ("matmul.allow_tf32 = True; matmul.fp32_precision = 'ieee'", "ieee"),
+    "off, then on": ("matmul.allow_tf32 = False; matmul.fp32_precision = 'tf32'", "tf32"),
+}
+
+
+def test_tf32_by_any_of_torch_s_settings() -> None:
+    """Each in a process of its own: torch's settings cannot all be put back."""
+    program = (
+        "import os, torch\n"
+        "from tilewise.kernels.gpu.config import config_for\n"
+        "matmul = torch.backends.cuda.matmul\n"
+        f"for code in {[code for code, _ in _SETTINGS.values()]!r}:\n"
+        "    if os.fork() == 0:\n"
+        "        exec(code)\n"
+        "        chips = ('sm_90', 'sm_75', 'gfx942')\n"
+        "        print(*(config_for(chip).precision for chip in chips), flush=True)\n"
+        "        os._exit(0)\n"
+        "    assert os.wait()[1] == 0\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = dict(zip(_SETTINGS, done.stdout.splitlines(), strict=True))
+    assert found == {name: f"{word} ieee ieee" for name, (_, word) in _SETTINGS.items()}
+
+
 def test_nothing_imports_triton_before_it_is_needed() -> None:
     """Not the package, not the backend, not the question whether it is there."""
     code = (

@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 
+from tilelab.gate.__main__ import main
+from tilelab.gate.baseline import Entry, baseline_path, load, store
+from tilelab.gate.case import Case, cases_of
+from tilelab.gate.cases import CASES
+from tilelab.gate.conduct import compile_all, environment
+from tilelab.gate.machine import of_amdgcn, of_sass
+from tilelab.gate.record import Record
+from tilelab.gate.search import ladder
+from tilelab.gate.table import table
+from tilelab.gate.targets import TARGETS, target_named
+from tilelab.gate.verdicts import faults, out_of_date
 from tilewise.kernels.gpu.config import Pass, shared_need
-from tilewise.kernels.gpu.gate.__main__ import main
-from tilewise.kernels.gpu.gate.baseline import Entry, baseline_path, load, store
-from tilewise.kernels.gpu.gate.case import Case, cases_of
-from tilewise.kernels.gpu.gate.cases import CASES
-from tilewise.kernels.gpu.gate.conduct import compile_all, environment
-from tilewise.kernels.gpu.gate.machine import of_amdgcn, of_sass
-from tilewise.kernels.gpu.gate.record import Record
-from tilewise.kernels.gpu.gate.search import ladder
-from tilewise.kernels.gpu.gate.table import table
-from tilewise.kernels.gpu.gate.targets import TARGETS, target_named
-from tilewise.kernels.gpu.gate.verdicts import faults, out_of_date
 
 OWN = "tests.kernels.gpu.gate_cases"
 AMPERE, HOPPER = target_named("sm_80"), target_named("sm_90a")
@@ -275,7 +275,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_imports_no_triton() -> None:
     """Neither the gate nor the lists of cases do: the children must come first."""
     code = (
-        "import sys, tilewise.kernels.gpu.gate.__main__ as gate; "
+        "import sys, tilelab.gate.__main__ as gate; "
         f"gate.cases_of(gate.DEFAULT_CASES); gate.cases_of({OWN!r}); "
         "sys.exit('triton' in sys.modules)"
     )
@@ -285,7 +285,7 @@ def test_imports_no_triton() -> None:
 def test_without_triton(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tilewise.kernels.gpu.gate.__main__.find_spec", lambda name: None)
+    monkeypatch.setattr("tilelab.gate.__main__.find_spec", lambda name: None)
     assert main([]) == 2
     assert capsys.readouterr().err == "gate: Triton is not installed\n"
 
@@ -387,8 +387,8 @@ def test_signature() -> None:
     code = """
 import json, torch
 from tests.kernels.gpu.gate_kernels import many_kinds
-from tilewise.kernels.gpu.gate.compiling import signature
-from tilewise.kernels.gpu.gate.targets import target_named
+from tilelab.gate.compiling import signature
+from tilelab.gate.targets import target_named
 from tilewise.kernels.gpu.launch import Launch
 whole = torch.empty(64, dtype=torch.bfloat16, device="meta")
 given = dict(tensor=whole, number=48, one=1, tuples=((whole[1:], whole[8:]), 3, 1), floating=0.5,

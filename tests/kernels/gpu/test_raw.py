@@ -92,7 +92,7 @@ for _name, _functions in {
     scores.register_triton(_name, *_functions)
 
 # torch's own, at the first forward-mode derivative of a process.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 SIZES: dict[str, Any] = {"queries": 37, "keys": 45, "head_dim": 16, "value_dim": 8}
 GQA: dict[str, Any] = {"heads": 4, "kv_heads": 2}

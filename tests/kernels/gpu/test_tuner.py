@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from tilelab.gpu_check.row import Row
+from tilelab.gpu_check.setting import Setting
+from tilelab.gpu_check.worker import do
+from tilelab.tune import probes, worker
+from tilelab.tune.jobs import read_job
 from tilewise.kernels.gpu.config import Pass
 from tilewise.kernels.gpu.launch import Launch, run
-from tilewise.lab.gpu_check.row import Row
-from tilewise.lab.gpu_check.setting import Setting
-from tilewise.lab.gpu_check.worker import do
-from tilewise.lab.tune import probes, worker
-from tilewise.lab.tune.jobs import read_job
 
 SETTING = Setting(self_test=True)
 WRITES: dict[Pass, set[str]] = {
@@ -94,7 +94,7 @@ def test_spills_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         def __getitem__(self, grid: Any) -> Any:
             return lambda **arguments: Compiled()
 
-    from tilewise.lab.tune.work import spills_in
+    from tilelab.tune.work import spills_in
 
     launches = [Launch(Kernel(), grid, {}, {}) for grid in ((2,), (0,), (1, 1))]
     assert spills_in(launches) == 6

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise import masks, patterns
-from tilewise.lab.bench.approximate import (
+from tilelab.bench.approximate import (
     bigbird,
     linear,
     linformer,
@@ -20,9 +19,10 @@ from tilewise.lab.bench.approximate import (
     performer,
     reformer,
 )
-from tilewise.lab.bench.approximate.linformer import projection
-from tilewise.lab.bench.approximate.performer import directions, features
-from tilewise.lab.bench.approximate.reformer import hashes
+from tilelab.bench.approximate.linformer import projection
+from tilelab.bench.approximate.performer import directions, features
+from tilelab.bench.approximate.reformer import hashes
+from tilewise import masks, patterns
 
 METHODS: dict[str, Callable[..., Tensor]] = {
     "local": lambda *x, **more: local(*x, window=5, **more),

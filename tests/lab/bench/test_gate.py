@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 import tilewise
+from tilelab.bench.suites import gate, timed
+from tilelab.bench.suites.budget import Budget
+from tilelab.bench.suites.gate import compare, sampled
+from tilelab.bench.suites.methods import Method, block_sparse, exact, ours, sdpa
+from tilelab.bench.suites.plain import chunked, plain
+from tilelab.bench.suites.work import Given, Work, call_of, draw
 from tilewise import masks, scores
-from tilewise.lab.bench.suites import gate, timed
-from tilewise.lab.bench.suites.budget import Budget
-from tilewise.lab.bench.suites.gate import compare, sampled
-from tilewise.lab.bench.suites.methods import Method, block_sparse, exact, ours, sdpa
-from tilewise.lab.bench.suites.plain import chunked, plain
-from tilewise.lab.bench.suites.work import Given, Work, call_of, draw
 
 WORK = Work("speed", "small", 70, heads=4, kv_heads=2, head_dim=16)
 VARIANTS: dict[str, dict[str, Any]] = {

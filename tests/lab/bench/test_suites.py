@@ -17,24 +17,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from tilelab.bench import entry, main
+from tilelab.bench.suites import accuracy, command, compare, nursery
+from tilelab.bench.suites.crossover import crossing, told
+from tilelab.bench.suites.memory import CURE, DOUBLE, predicted
+from tilelab.bench.suites.methods import OURS, own_masks
+from tilelab.bench.suites.models import layer
+from tilelab.bench.suites.page import ABOUT, html, markdown
+from tilelab.bench.suites.peak import STEPS, Wanted
+from tilelab.bench.suites.point import COMPLETE, INTERRUPTED, Point, Record
+from tilelab.bench.suites.rivals import rivals
+from tilelab.bench.suites.sentences import sentences
+from tilelab.bench.suites.steps import Step
+from tilelab.bench.suites.tables import tables
+from tilelab.bench.suites.variants import Variant, catalogue
+from tilelab.bench.suites.work import Work, draw
 from tilewise import attention, visible_pairs
 from tilewise.errors import InvalidArgument, TilewiseError
 from tilewise.kernels.cpu.core import absence
-from tilewise.lab.bench import entry, main
-from tilewise.lab.bench.suites import command, compare, nursery
-from tilewise.lab.bench.suites.crossover import crossing, told
-from tilewise.lab.bench.suites.memory import CURE, DOUBLE, predicted
-from tilewise.lab.bench.suites.methods import own_masks
-from tilewise.lab.bench.suites.models import layer
-from tilewise.lab.bench.suites.page import ABOUT, html, markdown
-from tilewise.lab.bench.suites.peak import STEPS, Wanted
-from tilewise.lab.bench.suites.point import COMPLETE, INTERRUPTED, Point, Record
-from tilewise.lab.bench.suites.rivals import rivals
-from tilewise.lab.bench.suites.sentences import sentences
-from tilewise.lab.bench.suites.steps import Step
-from tilewise.lab.bench.suites.tables import tables
-from tilewise.lab.bench.suites.variants import Variant, catalogue
-from tilewise.lab.bench.suites.work import Work, draw
 
 needs_core = pytest.mark.skipif(absence() is not None, reason="the compiled core is not built")
 
@@ -112,7 +112,9 @@ def run(name: str, folder: Path, *options: str) -> dict[str, Any]:
     assert values["status"] == COMPLETE
     values["stored"] = values["points"]
     values["points"] = [asdict(each) for each in Record.read(folder / f"{name}.json").points]
-    assert not [p for p in values["points"] if p["status"] in ("wrong", "failed")]
+    # torch's own methods may break the 2x rule on some processors; ours may not.
+    bad = [p for p in values["points"] if p["status"] in ("wrong", "failed")]
+    assert not [p for p in bad if p["method"] == OURS or p["status"] == "failed"]
     page = assert_sound((folder / f"{name}.html").read_text())
     assert "svg" in page.seen
     assert (folder / f"{name}.md").read_text().startswith("# tilewise bench")
@@ -143,10 +145,10 @@ def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_accuracy(tmp_path: Path) -> None:
     values = run("accuracy", tmp_path)
     ours = [p for p in values["points"] if p["method"] == "tilewise"]
+    kinds = ["usual scores", "large scores"]
+    kinds += [f"{m} queries of {d}, large scores" for m, d in accuracy.FEW]
     assert {p["case"] for p in ours} == {
-        f"{direction}, {scores} scores"
-        for direction in ("forward", "backward")
-        for scores in ("usual", "large")
+        f"{direction}, {kind}" for direction in ("forward", "backward") for kind in kinds
     }
     assert all(0 < p["samples"][0] <= p["allowed"] for p in ours)
 
@@ -413,6 +415,45 @@ def test_crossings_in_a_sentence() -> None:
     assert hardly.at is None
     none = told("forward", "ours", {"a": hardly, "b": hardly})
     assert none == "forward: up to 512 none is faster than ours: a and b."
+
+
+def _lead_of(record: Record) -> str:
+    found = re.search(r"<h1>(.*?)</h1>", html(record))
+    assert found is not None
+    return found[1]
+
+
+def test_the_page_leads_with_the_one_ratio_that_matters() -> None:
+    """Times before memory before accuracy; without any of them the suites' names."""
+    work: dict[str, Any] = {"case": "forward", "dtype": "float32"}
+
+    def times(length: int, method: str, seconds: float, exact: bool = True) -> Point:
+        samples = (seconds,)
+        return Point("speed", length=length, method=method, samples=samples, exact=exact, **work)
+
+    def held(method: str, size: float) -> Point:
+        return Point("memory", length=8, method=method, quantity="bytes", samples=(size,), **work)
+
+    speed = [times(8, OURS, 9.0), times(16, OURS, 2.0), times(8, "plain", 1.0)]
+    speed += [times(16, "plain", 8.0), times(16, "sdpa", 3.0), times(16, "wrong", 0.1, exact=False)]
+    memory = [held(OURS, 1e3), held("plain", 5e4)]
+    error = [
+        Point("accuracy", length=8, method=OURS, quantity="error", samples=(0.3,), allowed=0.4,
+              **work)
+    ]  # fmt: skip
+    machine = {"chip": "x", "versions": {"torch": "2", "python": "3"}, "core": "c", "isa": "i"}
+
+    def record(*points: Point) -> Record:
+        suites = list(dict.fromkeys(point.suite for point in points)) or ["speed"]
+        made = Record.begin(suites, "cpu", {})
+        made.machine |= machine
+        made.points += points
+        return made
+
+    assert _lead_of(record(*speed, *memory)) == "1.50x the speed of the fastest other exact method"
+    assert _lead_of(record(*memory, *error)) == "50x less memory than plain attention"
+    assert _lead_of(record(*error)) == "75% of the allowed error"
+    assert _lead_of(record()) == "speed"
 
 
 def test_the_page_states_one_crossing_and_tables_all() -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tilelab.counted import cachegrind, command
+from tilelab.counted.cases import CASES, QUICK, SWEEP, Case
+from tilelab.counted.table import Row, table, verdict
 from tilewise.errors import InvalidArgument
-from tilewise.lab.counted import cachegrind, command
-from tilewise.lab.counted.cases import CASES, QUICK, SWEEP, Case
-from tilewise.lab.counted.table import Row, table, verdict
 
 ROOT = Path(__file__).resolve().parents[3]
 STORED = ROOT / "benchmarks" / "cachegrind" / "counted.json"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilewise.lab.gpu_check import timed
-from tilewise.lab.gpu_check.record import COMPLETE, Record
-from tilewise.lab.gpu_check.row import Row
-from tilewise.lab.gpu_check.setting import REAL
-from tilewise.lab.gpu_check.timed import Timed
+from tilelab.gpu_check import timed
+from tilelab.gpu_check.record import COMPLETE, Record
+from tilelab.gpu_check.row import Row
+from tilelab.gpu_check.setting import REAL
+from tilelab.gpu_check.timed import Timed
 
 MACHINE = {"chip": "Chip 9", "torch": "2.11", "triton": "3.6.0"}
 

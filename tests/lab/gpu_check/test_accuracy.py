@@ -11,13 +11,13 @@ from torch import Tensor
 
 import tilewise
 from tests.contract import InexactError, assert_exact
-from tilewise.lab.gpu_check import accuracy, speed, timed
-from tilewise.lab.gpu_check.exact import judge
-from tilewise.lab.gpu_check.outcomes import build, refer, sized
-from tilewise.lab.gpu_check.problems import LONG, PROBLEMS, ProblemCase, find
-from tilewise.lab.gpu_check.row import Row
-from tilewise.lab.gpu_check.setting import Setting
-from tilewise.lab.gpu_check.timed import Attend, Given, Timed
+from tilelab.gpu_check import accuracy, speed, timed
+from tilelab.gpu_check.exact import judge
+from tilelab.gpu_check.outcomes import build, refer, sized
+from tilelab.gpu_check.problems import LONG, PROBLEMS, ProblemCase, find
+from tilelab.gpu_check.row import Row
+from tilelab.gpu_check.setting import Setting
+from tilelab.gpu_check.timed import Attend, Given, Timed
 from tilewise.reference.philox import keep_mask
 
 TILED = Setting("tiled", self_test=True)
@@ -158,7 +158,7 @@ def test_another_generator_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(seed: int, p: float, **ranges: range) -> Tensor:
         return keep_mask(seed + 1, p, **ranges)
 
-    monkeypatch.setattr("tilewise.lab.gpu_check.accuracy.keep_mask", shifted)
+    monkeypatch.setattr("tilelab.gpu_check.accuracy.keep_mask", shifted)
     rows = list(accuracy.run(TILED, "dropout bits"))
     assert [row.status for row in rows] == ["wrong", "wrong"]
 
@@ -204,7 +204,7 @@ def test_a_wrong_case_is_not_timed(kind: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_long_and_huge_problems_pass_on_the_reference() -> None:
-    from tilewise.lab.gpu_check import long
+    from tilelab.gpu_check import long
 
     for job in ("causal", "past 2^31 elements"):
         assert {row.status for row in long.run(TILED, job)} == {"ok"}

@@ -10,15 +10,17 @@ from pathlib import Path
 
 import pytest
 
+import tilelab
+import tilewise
+from tilelab.gpu_check import conduct as conducting
+from tilelab.gpu_check import steps, worker
+from tilelab.gpu_check.child import Child, environment
+from tilelab.gpu_check.conduct import conduct
+from tilelab.gpu_check.record import Record
+from tilelab.gpu_check.row import Row
+from tilelab.gpu_check.setting import Setting
+from tilelab.gpu_check.steps import STEPS, Step
 from tilewise.errors import Unsupported
-from tilewise.lab.gpu_check import conduct as conducting
-from tilewise.lab.gpu_check import steps, worker
-from tilewise.lab.gpu_check.child import Child, environment
-from tilewise.lab.gpu_check.conduct import conduct
-from tilewise.lab.gpu_check.record import Record
-from tilewise.lab.gpu_check.row import Row
-from tilewise.lab.gpu_check.setting import Setting
-from tilewise.lab.gpu_check.steps import STEPS, Step
 
 REAL, SELF_TEST = Setting(), Setting(self_test=True)
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_worker.py"))]
@@ -197,8 +199,8 @@ def test_the_interpreter_is_asked_for_before_triton_is_there() -> None:
     assert environment(SELF_TEST, False)["TRITON_INTERPRET"] == "1"
     assert environment(REAL, True)["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
     assert "TORCHINDUCTOR_COMPILE_THREADS" not in environment(REAL, False)
-    source = Path(conducting.__file__).resolve().parents[3]
-    assert environment(REAL, False)["PYTHONPATH"].split(":")[0] == str(source)
+    sources = [Path(each.__path__[0]).resolve().parent for each in (tilewise, tilelab)]
+    assert environment(REAL, False)["PYTHONPATH"].split(":")[:2] == [*map(str, sources)]
 
 
 def test_every_step_has_jobs_of_different_names() -> None:

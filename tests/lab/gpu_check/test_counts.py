@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from tests.lab.gpu_check.records import ceilings, speed_row
-from tilewise.lab.gpu_check import timed
-from tilewise.lab.gpu_check.derived import best, fraction, met, rate, summary
-from tilewise.lab.gpu_check.flops import (
+from tilelab.gpu_check import timed
+from tilelab.gpu_check.derived import best, fraction, met, rate, summary
+from tilelab.gpu_check.flops import (
     backward_flops,
     causal_pairs,
     forward_flops,
     full_pairs,
     window_pairs,
 )
-from tilewise.lab.gpu_check.goals import Goal, goal_for
-from tilewise.lab.gpu_check.setting import REAL, TINY, Setting
-from tilewise.lab.gpu_check.timed import Timed
+from tilelab.gpu_check.goals import Goal, goal_for
+from tilelab.gpu_check.setting import REAL, TINY, Setting
+from tilelab.gpu_check.timed import Timed
 
 SELF_TEST = Setting(self_test=True)
 

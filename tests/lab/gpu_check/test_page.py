@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from tilelab.gpu_check.steps import STEPS
 from tilewise.kernels.gpu.config import FAMILIES
-from tilewise.lab.gpu_check.steps import STEPS
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "gpu.md").read_text()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.lab.gpu_check.steps import STEPS
+from tilelab.gpu_check.steps import STEPS
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = str(ROOT / "scripts" / "gpu_check.py")
@@ -52,7 +52,7 @@ def test_some_steps_of_the_self_test(tmp_path: Path) -> None:
 def test_nothing_else_is_imported() -> None:
     """Every module, where only torch and numpy are installed; Triton belongs to the backend."""
     folder = ROOT / "src" / "tilewise" / "lab" / "gpu_check"
-    names = [f"tilewise.lab.gpu_check.{path.stem}" for path in folder.glob("*.py")]
+    names = [f"tilelab.gpu_check.{path.stem}" for path in folder.glob("*.py")]
     code = (
         f"import sys, importlib\nfor name in {MISSING}: sys.modules[name] = None\n"
         f"for name in {names}: importlib.import_module(name)"

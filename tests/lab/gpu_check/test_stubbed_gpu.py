@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tilewise.lab.gpu_check import steps, worker
-from tilewise.lab.gpu_check.clock import interleave, once
-from tilewise.lab.gpu_check.conduct import _processes
-from tilewise.lab.gpu_check.row import Row
-from tilewise.lab.gpu_check.setting import TINY, Setting
+from tilelab.gpu_check import host, steps, worker
+from tilelab.gpu_check.clock import interleave, once
+from tilelab.gpu_check.conduct import _processes
+from tilelab.gpu_check.row import Row
+from tilelab.gpu_check.setting import TINY, Setting
 
 STUBBED = Setting("tiled")
 
@@ -175,6 +175,25 @@ def test_a_graph_that_is_not_replayed_is_found(job: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "randn_like", same)
     (row,) = rows_of("host", job)
     assert {"replay", "call"} == set(row.values["samples_s"])
+
+
+def test_a_graph_that_drops_the_same_pairs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does in which the seed is a number of the host."""
+    (row,) = worker.do(STUBBED, "host", "graph of dropout")
+    notes = "out of a replay with another seed differs; every replay drops the same pairs"
+    assert (row.status, row.note) == ("wrong", notes)
+
+    def captured(call: Callable[[], dict[str, Tensor]]) -> tuple[Any, dict[str, Tensor]]:
+        found = call()
+
+        def replay() -> None:
+            for name, values in call().items():
+                found[name].copy_(values)
+
+        return SimpleNamespace(replay=replay), found
+
+    monkeypatch.setattr(host, "_captured", captured)
+    rows_of("host", "graph of dropout")
 
 
 def test_memory_over_its_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from tests.lab.gpu_check.records import speed_row, whole
+from tilelab.gpu_check.command import main
+from tilelab.gpu_check.record import FORMAT, Record
+from tilelab.gpu_check.row import Row
+from tilelab.gpu_check.table import table
+from tilelab.gpu_check.timed import Timed
 from tilewise.errors import InvalidArgument
-from tilewise.lab.gpu_check.command import main
-from tilewise.lab.gpu_check.record import FORMAT, Record
-from tilewise.lab.gpu_check.row import Row
-from tilewise.lab.gpu_check.table import table
-from tilewise.lab.gpu_check.timed import Timed
 
 SHORT = 11_000  # what a reply of the machine carries, with something to spare
 

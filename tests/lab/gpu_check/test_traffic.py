@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.lab.gpu_check.records import whole
-from tilewise.lab.gpu_check import counters, traffic
-from tilewise.lab.gpu_check.row import FAILURES
-from tilewise.lab.gpu_check.setting import Setting
-from tilewise.lab.gpu_check.table import table
+from tilelab.gpu_check import counters, traffic
+from tilelab.gpu_check.row import FAILURES
+from tilelab.gpu_check.setting import Setting
+from tilelab.gpu_check.table import table
 
 HEAD = '"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"'
 PRINTED = f"""==PROF== Connected to process 7
@@ -114,7 +114,7 @@ def test_counts_stand_beside_predictions(monkeypatch: pytest.MonkeyPatch) -> Non
         "written": 1056,
         "kernels": 2,
     }
-    assert asked[0][1:3] == ["-m", "tilewise.lab.gpu_check.traffic"]
+    assert asked[0][1:3] == ["-m", "tilelab.gpu_check.traffic"]
     assert asked[0][-1] == "backward"
     record = whole()
     record.rows.append(row)

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tilelab.models import padded
+from tilelab.models.bert import BERT, PRESETS, Head, Shape, load
+from tilelab.models.packed import Packed, pack
+from tilelab.study.tasks.families import checkpoint_folder
 from tilewise import patterns
 from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.lab.models import padded
-from tilewise.lab.models.bert import BERT, PRESETS, Head, Shape, load
-from tilewise.lab.models.packed import Packed, pack
-from tilewise.lab.study.train.families import checkpoint_folder
 from tilewise.reference.programs import visible
 
 DATA = Path(os.environ.get("TILEWISE_DATA", Path(__file__).parents[4] / "shared" / "data"))

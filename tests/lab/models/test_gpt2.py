@@ -24,7 +24,7 @@ from tilewise.nn import Attention, Implementation
 pytest.importorskip("safetensors")
 from safetensors.torch import load_file, save_file
 
-from tilewise.lab.models.gpt2 import GPT2, PRESETS, Shape, load
+from tilelab.models.gpt2 import GPT2, PRESETS, Shape, load
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("plain", "sdpa", "tilewise")
 MODELS = ("random-gpt2", "tiny-gpt2-bytes-wikitext")
@@ -313,7 +313,7 @@ def test_a_failed_save_leaves_the_old_files(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tilewise.lab.models.folders.save_file", full)
+    monkeypatch.setattr("tilelab.models.folders.save_file", full)
     with pytest.raises(OSError, match="No space"):
         GPT2(SMALL, seed=2).save(tmp_path)
     name = "model.safetensors"

@@ -19,8 +19,8 @@ from tilewise.nn import Implementation
 
 pytest.importorskip("safetensors")
 
-from tilewise.lab.models import decoding
-from tilewise.lab.models.gpt2 import GPT2, Shape, load
+from tilelab.models import decoding
+from tilelab.models.gpt2 import GPT2, Shape, load
 from tilewise.serving import generate
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("plain", "sdpa", "tilewise")

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.contract import assert_exact
+from tilelab.models.vit import PRESETS, Pooling, Shape, ViT, load
 from tilewise import masks, patterns
 from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.lab.models.vit import PRESETS, Pooling, Shape, ViT, load
 
 POOLINGS: tuple[Pooling, ...] = ("first", "mean")
 TINY = Shape(layers=2, heads=2, width=16, image=8, patch=2, channels=3, classes=5, feed_forward=24)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from random import Random
 
 from tests.lab.study.records_of import Behaviour, record_of
-from tilewise.lab.study.config import Study
-from tilewise.lab.study.plan import Agenda
-from tilewise.lab.study.records import RunRecord
+from tilelab.study.ask.config import Study
+from tilelab.study.plan import Agenda
+from tilelab.study.records.events import RunRecord
 
 __all__ = ["work"]
 

@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 
 from tests.lab.study.train.toys import Killed, killed_after
+from tilelab.study.conduct import conductor
+from tilelab.study.conduct.follow import Follower
+from tilelab.study.conduct.process import Setting
+from tilelab.study.plan import Task
+from tilelab.study.records import store
+from tilelab.study.records.events import RunRecord
+from tilelab.study.train import child
+from tilelab.study.train.child import Job
 from tilewise import cli
-from tilewise.lab.study import store
-from tilewise.lab.study.conduct import conductor
-from tilewise.lab.study.conduct.follow import Follower
-from tilewise.lab.study.conduct.process import Setting
-from tilewise.lab.study.plan import Task
-from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.train import child
-from tilewise.lab.study.train.child import Job
 
 __all__ = ["page_of", "quickly", "records", "run", "verdicts"]
 

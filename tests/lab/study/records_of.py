@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tilewise.lab.study.config import (
+from tilelab.study.ask.config import (
     Arm,
     Budget,
     Data,
@@ -28,7 +28,8 @@ from tilewise.lab.study.config import (
     change,
     config_hash,
 )
-from tilewise.lab.study.records import (
+from tilelab.study.ask.run import RECORD, Run
+from tilelab.study.records.events import (
     Checkpoint,
     End,
     Kernels,
@@ -39,8 +40,7 @@ from tilewise.lab.study.records import (
     Step,
     Writer,
 )
-from tilewise.lab.study.records import Evaluation as Evaluated
-from tilewise.lab.study.run import RECORD, Run
+from tilelab.study.records.events import Evaluation as Evaluated
 
 STEP_S = 0.05  # wall seconds of a step of the baseline
 START_LOSS = math.log(256)  # nats per token of weights that know nothing

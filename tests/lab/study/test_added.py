@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.lab.study.config import RunConfig, Study, config_hash, parse
-from tilewise.lab.study.store import read_study
+from tilelab.study.ask.config import RunConfig, Study, config_hash, parse
+from tilelab.study.records.store import read_study
 
 STUDIES = sorted((Path(__file__).parents[3] / "benchmarks" / "studies").glob("*/study.json"))
 

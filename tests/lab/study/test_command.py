@@ -11,14 +11,15 @@ import pytest
 from rich.console import Console
 
 from tests.lab.study.records_of import records_of, study_of, write
+from tilelab.study import command, recipes
+from tilelab.study.ask import registry
+from tilelab.study.conduct import conductor
+from tilelab.study.conduct.conductor import Request
+from tilelab.study.records import store
 from tilewise import cli
-from tilewise.lab.study import command, recipes, store
-from tilewise.lab.study.choices import registry
-from tilewise.lab.study.conduct import conductor
-from tilewise.lab.study.conduct.conductor import Request
 
 RECIPE = '''
-from tilewise.lab.study.config import *
+from tilelab.study.ask.config import *
 
 def mine(*, rate: float = 0.1, name: str = "mine") -> Study:
     """A study of one's own."""
@@ -205,6 +206,24 @@ def test_a_study_whose_record_was_changed(
     record.write_text("nonsense\n" + record.read_text())
     assert cli.main(["study", "report", "synthetic", "--out", str(tmp_path)]) == 1
     assert "record.jsonl, line 1: not an event" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("x = 1\ndef study(:\n", "line 2: invalid syntax (def study(:)"),
+        ("def study():\nreturn 1\n", "line 2: expected an indented block"),
+    ],
+)
+def test_a_syntax_error_in_a_study_is_one_line(
+    text: str, seen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    assert cli.main(["study", "run", f"{path}:study"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"tilewise study: {path}: got {path}, {seen}")
+    assert error.count("\n") == 1
 
 
 def test_the_demo_is_the_study_of_the_kernels(

@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tilewise.errors import InvalidArgument
-from tilewise.lab.study.choices.registry import names
-from tilewise.lab.study.config import (
+from tilelab.study.ask.config import (
     Arm,
     Attention,
     Budget,
@@ -31,7 +29,9 @@ from tilewise.lab.study.config import (
     config_hash,
     parse,
 )
-from tilewise.lab.study.values import Frozen, added, as_invalid_argument
+from tilelab.study.ask.registry import names
+from tilelab.study.ask.values import Frozen, added, as_invalid_argument
+from tilewise.errors import InvalidArgument
 
 LION = Arm(name="lion", changes={"optimizer.name": "lion", "optimizer.lr": 0.001})
 

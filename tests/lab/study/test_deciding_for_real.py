@@ -13,16 +13,16 @@ import pytest
 from tests.lab.study.in_process import page_of, quickly, records, run, verdicts
 from tests.lab.study.test_end_to_end import assert_same
 from tests.lab.study.train.toys import text
-from tilewise.lab.study.records import RunRecord
+from tilelab.study.records.events import RunRecord
 
 pytestmark = pytest.mark.slow
 
 RECIPE = '''
 from pathlib import Path
 
-from tilewise.lab.study import overrides, recipes
-from tilewise.lab.study.config import *
-from tilewise.lab.study.recipes.arms import factorial
+from tilelab.study import overrides, recipes
+from tilelab.study.ask.config import *
+from tilelab.study.recipes.arms import factorial
 
 ADAMW = {"optimizer": {"name": "adamw", "lr": 0.004}}
 DROPOUT = {"model.dropout.residual": 0.2}

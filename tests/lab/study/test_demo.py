@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tilelab.study.records import store
+from tilelab.study.records.events import RunRecord
 from tilewise import cli
-from tilewise.lab.study import store
-from tilewise.lab.study.records import RunRecord
 
 SMALL = ("--context", "32", "--steps", "4", "--seeds", "1", "--long-context", "64")
 SMALLER = (

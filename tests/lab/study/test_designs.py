@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tilewise.errors import InvalidArgument
-from tilewise.lab.study.deciding import Design
-from tilewise.lab.study.designs import (
+from tilelab.study.ask.deciding import Design
+from tilelab.study.ask.designs import (
     arm_name,
     check,
     combinations_of,
@@ -16,6 +15,7 @@ from tilewise.lab.study.designs import (
     resolution,
     words,
 )
+from tilewise.errors import InvalidArgument
 
 HALF = Design(factors=("a", "b", "c", "d"), generators={"d": ("a", "b", "c")})
 

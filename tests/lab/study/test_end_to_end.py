@@ -21,9 +21,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tilelab.study.records import store
+from tilelab.study.records.events import RunRecord
 from tilewise import cli
-from tilewise.lab.study import store
-from tilewise.lab.study.records import RunRecord
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="needs Linux's /proc to see the processes of runs"
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 RECIPE = '''
 from pathlib import Path
 
-from tilewise.lab.study.config import *
+from tilelab.study.ask.config import *
 
 def micro(*, seeds: int = 1, steps: int = 60) -> Study:
     """Two arms that learn and one that cannot, in seconds."""

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from tilelab.study.ask.config import RunConfig, change
+from tilelab.study.tasks.language import LanguageModelling
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.config import RunConfig, change
-from tilewise.lab.study.tasks.language import LanguageModelling
 
 
 class Ignorant(LanguageModelling):

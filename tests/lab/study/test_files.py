@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.lab.study.files import DiskFullError, replacing, telling_full_disk, write_atomically
+from tilelab.common.files import DiskFullError, replacing, telling_full_disk, write_atomically
 
 
 def test_the_new_text_takes_the_place_of_the_old(tmp_path: Path) -> None:

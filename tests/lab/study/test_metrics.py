@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from tests.lab.study.records_of import Behaviour, experiment_of, records_of, study_of, write
+from tilelab.study.ask.config import Experiment, Study, Sweep, change
+from tilelab.study.ask.metrics import METRICS, ahead, rank, reached, value_in
+from tilelab.study.conduct.target import check_target
+from tilelab.study.plan import chosen_value
+from tilelab.study.records.store import StoredStudy, begin
+from tilelab.study.report import write as report
+from tilelab.study.verdict.judge import judge
+from tilelab.study.verdict.result import ExperimentVerdict
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.conduct.target import check_target
-from tilewise.lab.study.config import Experiment, Study, Sweep, change
-from tilewise.lab.study.metrics import METRICS, ahead, rank, reached, value_in
-from tilewise.lab.study.plan import chosen_value
-from tilewise.lab.study.report import write as report
-from tilewise.lab.study.store import StoredStudy, begin
-from tilewise.lab.study.verdict.judge import judge
-from tilewise.lab.study.verdict.result import ExperimentVerdict
 
 PAGE = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
 

@@ -9,12 +9,12 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tests.lab.study.records_of import config_of
-from tilewise.lab.study import need as needs
-from tilewise.lab.study.config import RunConfig
-from tilewise.lab.study.data.tokenizers import tokenizer
-from tilewise.lab.study.need import need, parameters
-from tilewise.lab.study.train.families import gpt2_of
-from tilewise.lab.study.train.memory_split import saved_bytes, weights_bytes
+from tilelab.study import need as needs
+from tilelab.study.ask.config import RunConfig
+from tilelab.study.data.tokenizers import tokenizer
+from tilelab.study.need import need, parameters
+from tilelab.study.tasks.families import gpt2_of
+from tilelab.study.train.memory_split import saved_bytes, weights_bytes
 
 CASES: list[dict[str, Any]] = [
     {"attention.implementation": "plain"},

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from tilelab.study.ask.config import Arm, Experiment, RunConfig, Study, Sweep, config_hash
+from tilelab.study.ask.overrides import apply, notes
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.config import Arm, Experiment, RunConfig, Study, Sweep, config_hash
-from tilewise.lab.study.overrides import apply, notes
 
 LION = Arm(name="lion", changes={"optimizer": {"name": "lion", "lr": 0.001}})
 COSINE = Arm(name="cosine", changes={"schedule.name": "cosine"})

@@ -15,12 +15,12 @@ from tests.lab.study.records_of import (
     records_of,
     study_of,
 )
+from tilelab.study.ask.config import Arm, Study, Sweep
+from tilelab.study.ask.run import Run, finals, trials
+from tilelab.study.plan import Agenda, chosen_value, planned
+from tilelab.study.records.events import RunRecord
+from tilelab.study.verdict.judge import judge
 from tilewise.errors import TilewiseError
-from tilewise.lab.study.config import Arm, Study, Sweep
-from tilewise.lab.study.plan import Agenda, chosen_value, planned
-from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.run import Run, finals, trials
-from tilewise.lab.study.verdict.judge import judge
 
 RATES = {"baseline": (0.001, 0.002), "lion": (0.0001, 0.0004)}
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import errno
 import json
 import math
+import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tilewise.lab.study.records import (
+from tests.conftest import ROOT
+from tilelab.study.records import store
+from tilelab.study.records.events import (
     Checkpoint,
     CorruptRecordError,
     End,
@@ -197,6 +201,105 @@ def test_an_evaluation_that_is_made_again_counts_once(tmp_path: Path) -> None:
     first = (start(), step(1), evaluation(1, loss=9.0), Checkpoint(1))
     path = written(tmp_path / "r", *first, start(from_step=1), evaluation(1))
     assert RunRecord.read(path).evaluations == [evaluation(1)]
+
+
+def lines_of(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_number_that_was_edited_is_noticed(tmp_path: Path, at: int) -> None:
+    path = written(tmp_path / "r", start(), step(1), step(2), end())
+    lines = lines_of(path)
+    old, new = [(b'"seed":0', b'"seed":1'), *[(b"2.0", b"1.0")] * 2, (b"aa", b"ab")][at]
+    assert old in lines[at]
+    lines[at] = lines[at].replace(old, new)
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(CorruptRecordError, match=rf"line {at + 1}: .*checksum"):
+        RunRecord.read(path)
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_line_that_is_missing_or_doubled_is_noticed(tmp_path: Path, at: int) -> None:
+    path = written(tmp_path / "r", start(), step(1), evaluation(1), step(2), end())
+    lines = lines_of(path)
+    for changed in ([*lines[:at], *lines[at + 1 :]], [*lines[: at + 1], *lines[at:]]):
+        path.write_bytes(b"".join(changed))
+        with pytest.raises(CorruptRecordError, match="checksum"):
+            RunRecord.read(path)
+
+
+def test_a_record_without_checksums_is_read_and_goes_on_with_them(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    path.write_text(start().line() + step(1).line())
+    assert RunRecord.read(path).steps == [step(1)]
+    written(path, step(2), end())
+    assert RunRecord.read(path).done
+    path.write_text(path.read_text().replace("1.5", "1.6"))  # in the old lines too: the next knows
+    with pytest.raises(CorruptRecordError, match="line 3"):
+        RunRecord.read(path)
+
+
+def test_a_line_without_a_checksum_after_lines_with_one_is_noticed(tmp_path: Path) -> None:
+    path = written(tmp_path / "r", start(), step(1))
+    path.write_text(path.read_text() + step(2).line())
+    with pytest.raises(CorruptRecordError, match="it has no checksum"):
+        RunRecord.read(path)
+
+
+@pytest.mark.parametrize(
+    ("events", "missing"),
+    [
+        ((start(), step(1), end()), "1 of 2 steps"),
+        ((start(), step(2), end()), "0 of 2 steps"),
+        ((start(), step(1), start(from_step=2), end()), "1 of 2 steps"),
+        ((start(), step(1), start(from_step=2), step(3)), "1 of 3 steps"),
+    ],
+)
+def test_a_record_that_lacks_steps_is_not_done(
+    tmp_path: Path, events: tuple[Event, ...], missing: str
+) -> None:
+    record = RunRecord.read(written(tmp_path / "r", *events))
+    assert not record.done
+    assert record.end is None
+    assert missing in record.missing
+    again = RunRecord.read(written(tmp_path / "r", start(), step(1), step(2), end()))
+    assert again.done
+    assert again.missing == ""
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"budget": {"steps": 3, "tokens": None}, "training": {}},
+        {
+            "budget": {"steps": None, "tokens": 129},
+            "training": {"batch": 2, "accumulation": 2},
+            "model": {"context": 16},
+        },
+    ],
+)
+def test_a_run_is_done_after_all_its_planned_steps(tmp_path: Path, config: dict[str, Any]) -> None:
+    first = replace(start(), config=config)
+    path = written(tmp_path / "r", first, step(1), step(2), end())
+    assert RunRecord.read(path).missing == "2 of 3 steps are in the record"
+    early = written(tmp_path / "diverged", first, step(1), step(2), end("diverged"))
+    assert RunRecord.read(early).diverged
+
+
+STORED = sorted((ROOT / "benchmarks/studies").glob("*/records.tar.gz"))
+
+
+@pytest.mark.parametrize("archive", STORED, ids=lambda path: path.parent.name)
+def test_stored_records_are_whole(tmp_path: Path, archive: Path) -> None:
+    """Written before there were checksums; their verdicts are of every run in them."""
+    with tarfile.open(archive) as packed:
+        packed.extractall(tmp_path, filter="data")
+    found = store.readable_records(tmp_path)
+    assert found.damaged == {}
+    assert len(found.whole) >= 12
+    assert {name: record.missing for name, record in found.whole.items() if record.missing} == {}
+    assert all(record.done for record in found.whole.values())
 
 
 class FullDisk:

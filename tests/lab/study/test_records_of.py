@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.lab.study.records_of import Behaviour, experiment_of, records_of, study_of, write
-from tilewise.lab.study.config import Sweep
-from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.run import RECORD
+from tilelab.study.ask.config import Sweep
+from tilelab.study.ask.run import RECORD
+from tilelab.study.records.events import RunRecord
 
 
 def test_records_come_back_from_their_files(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tilelab.study.ask.config import RunConfig, change, config_hash
+from tilelab.study.ask.run import Run
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.config import RunConfig, change, config_hash
-from tilewise.lab.study.run import Run
 
 FINAL = Run("optimizers", "lion+wsd", 3, change(RunConfig(), {"optimizer": "lion"}))
 TRIAL = Run("optimizers", "lion", 1000, RunConfig(), phase="sweep", candidate=3e-05)

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from tests.lab.study.records_of import Behaviour, records_of, study_of, write
+from tilelab.study.ask.config import change, config_hash
+from tilelab.study.ask.run import RECORD
+from tilelab.study.records import store
+from tilelab.study.records.store import StoredStudy
 from tilewise.errors import InvalidArgument, TilewiseError
-from tilewise.lab.study import store
-from tilewise.lab.study.config import change, config_hash
-from tilewise.lab.study.run import RECORD
-from tilewise.lab.study.store import StoredStudy
 
 STORED = StoredStudy(study_of(), "tilewise study run x", {"chip": "test"}, "2026-01-02T03:04:05")
 

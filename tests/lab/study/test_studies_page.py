@@ -12,13 +12,13 @@ import pytest
 
 from tests.lab.study.in_process import quickly, run, verdicts
 from tests.lab.study.train.toys import text
+from tilelab.study import command, recipes
+from tilelab.study.ask import deciding, registry
+from tilelab.study.ask.config import Arm, Experiment, Frozen, RunConfig
+from tilelab.study.choices.variants import ENCODER
+from tilelab.study.conduct import conductor
+from tilelab.study.plan import planned
 from tilewise import cli
-from tilewise.lab.study import command, deciding, recipes
-from tilewise.lab.study.choices import registry
-from tilewise.lab.study.choices.variants import ENCODER
-from tilewise.lab.study.conduct import conductor
-from tilewise.lab.study.config import Arm, Experiment, Frozen, RunConfig
-from tilewise.lab.study.plan import planned
 
 PAGE = (Path(__file__).parents[3] / "docs/studies.md").read_text()
 LINES = re.findall(r"^    (tilewise study .*)$", PAGE, re.MULTILINE)

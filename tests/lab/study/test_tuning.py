@@ -12,13 +12,13 @@ from pydantic import ValidationError
 
 from tests.lab.study.agendas import work
 from tests.lab.study.records_of import Behaviour, config_of, experiment_of, record_of, study_of
-from tilewise.lab.study.config import Arm, Experiment, Halving, Study, Sweep
-from tilewise.lab.study.plan import Agenda, planned
-from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.tuning import expected_trials, known_trials, rungs_of, tuning_tokens
-from tilewise.lab.study.verdict.judge import judge
-from tilewise.lab.study.verdict.measures import tokens_per_step
-from tilewise.lab.study.verdict.result import SweepResult
+from tilelab.study.ask.config import Arm, Experiment, Halving, Study, Sweep
+from tilelab.study.plan import Agenda, planned
+from tilelab.study.records.events import RunRecord
+from tilelab.study.verdict.judge import judge
+from tilelab.study.verdict.measures import tokens_per_step
+from tilelab.study.verdict.result import SweepResult
+from tilelab.study.verdict.tuning import expected_trials, known_trials, rungs_of, tuning_tokens
 
 MULTIPLES = (0.125, 0.25, 0.5, 1, 2, 4, 8, 16)
 LION = Arm(name="lion", changes={"optimizer": {"name": "lion", "lr": 0.0005}})

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tilelab.gpu_check.row import Row
+from tilelab.tune.jobs import Job, table_blocks
 from tilewise.kernels.gpu.config import Blocks
-from tilewise.lab.gpu_check.row import Row
-from tilewise.lab.tune.jobs import Job, table_blocks
 
 FAMILY, CHIP = "sm_90", "NVIDIA H200"
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from tests.lab.tune.team import FAMILY, FakeTeam, gain
+from tilelab.gpu_check.row import Row
+from tilelab.gpu_check.setting import Setting
+from tilelab.tune.conduct import MOST, Finding, Team, tune
+from tilelab.tune.decide import Timing, beats
+from tilelab.tune.jobs import Job, candidates, read_job, table_blocks
+from tilelab.tune.page import lines_of, plan_of, summary
 from tilewise.kernels.gpu.config import FAMILIES, KINDS, PASSES, WIDTHS, Blocks, shared_need
-from tilewise.lab.gpu_check.row import Row
-from tilewise.lab.gpu_check.setting import Setting
-from tilewise.lab.tune.conduct import MOST, Finding, Team, tune
-from tilewise.lab.tune.decide import Timing, beats
-from tilewise.lab.tune.jobs import Job, candidates, read_job, table_blocks
-from tilewise.lab.tune.page import lines_of, plan_of, summary
 
 JOB = Job("forward", "bfloat16", 64, "plain")
 TABLE = table_blocks(FAMILY, JOB)

@@ -17,13 +17,13 @@ import torch
 
 from tests.lab.gpu_check.test_self_test import MISSING
 from tests.lab.tune.team import CHIP, FAMILY, FakeTeam, gain
+from tilelab.tune import command
+from tilelab.tune.command import main
+from tilelab.tune.jobs import Job, table_blocks
 from tilewise import cli
 from tilewise.errors import InvalidArgument
 from tilewise.kernels.gpu.config import KINDS, PASSES, Blocks
 from tilewise.kernels.gpu.measured import why_unfit
-from tilewise.lab.tune import command
-from tilewise.lab.tune.command import main
-from tilewise.lab.tune.jobs import Job, table_blocks
 from tilewise.plan import tuned
 from tilewise.plan.tuned import Entry, Store, Tuned, read, write
 

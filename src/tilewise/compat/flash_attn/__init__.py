@@ -13,6 +13,7 @@ from tilewise.compat.flash_attn.flash_attn_interface import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from tilewise.compat.stand_in_version import FLASH_ATTN_VERSION
 
 __all__ = [
     "__version__",
@@ -25,5 +26,4 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
-# The version whose interface this is.
-__version__ = "2.8.3"
+__version__ = FLASH_ATTN_VERSION  # whose interface this is

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
-from typing import Any, NamedTuple
+from numbers import Integral, Real
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from tilewise import masks, scores
 from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.variants import masks, scores
 
-__all__ = ["Asked", "as_flash_attn", "check_tensor", "is_local", "read"]
+__all__ = ["Asked", "WindowSize", "as_flash_attn", "bounds", "check_tensor", "is_local", "read"]
+
+WindowSize: TypeAlias = Sequence[Any] | Tensor  # two integers, or two tensors of one integer
 
 
 class Asked(NamedTuple):
@@ -51,7 +53,7 @@ def read(
     dropout_p: float,
     softmax_scale: float | None,
     causal: bool,
-    window_size: Sequence[int],
+    window_size: WindowSize,
     softcap: float,
     alibi_slopes: Tensor | None,
 ) -> Asked:
@@ -68,11 +70,34 @@ def read(
     _check_number("softcap", softcap, "a number; 0 or less for none")
     if alibi_slopes is not None:
         _check_slopes(alibi_slopes, sequences, heads)
-    mask = _mask(causal, window_size)
+    mask = _mask(causal, *bounds(window_size))
     return Asked(mask, float(softcap), alibi_slopes, softmax_scale, dropout_p)
 
 
-def is_local(causal: bool, window_size: Sequence[int]) -> bool:
+def bounds(window_size: WindowSize) -> tuple[int, int]:
+    """Read (left, right) as two Python integers; a tensor on a device is copied from there.
+
+    Args:
+        window_size: two integers of Python, of numpy or in tensors; or an integer tensor [2].
+
+    Raises:
+        InvalidArgument, InvalidType: it is something else.
+    """
+    required = "two integers (left, right), each -1 for no bound"
+    if isinstance(window_size, Tensor):
+        if window_size.dim() != 1 or not _is_integer(window_size):
+            came = f"a tensor of {window_size.dtype}, shape {tuple(window_size.shape)}"
+            raise InvalidArgument("window_size", came, f"{required}, or an integer tensor [2]")
+        window_size = window_size.tolist()
+    if not isinstance(window_size, Sequence) or isinstance(window_size, str):
+        raise InvalidType("window_size", f"a {type(window_size).__name__}", required)
+    if len(window_size) != 2:
+        raise InvalidArgument("window_size", f"{len(window_size)} entries", required)
+    left, right = (_bound(each, required) for each in window_size)
+    return left, right
+
+
+def is_local(causal: bool, window_size: tuple[int, int]) -> bool:
     """Whether rows differ in the keys that they see: flash-attn then rotates each at its place."""
     return causal or window_size[0] >= 0 or window_size[1] >= 0
 
@@ -97,20 +122,28 @@ def as_flash_attn(lse: Tensor | None) -> Tensor:
     return torch.where(lse == -torch.inf, torch.inf, lse)
 
 
-def _mask(causal: bool, window_size: Sequence[int]) -> masks.Mask | None:
-    required = "two integers (left, right), each -1 for no bound"
-    if not isinstance(window_size, Sequence) or isinstance(window_size, str):
-        raise InvalidType("window_size", f"a {type(window_size).__name__}", required)
-    if len(window_size) != 2:
-        raise InvalidArgument("window_size", f"{len(window_size)} entries", required)
-    for bound in window_size:
-        if isinstance(bound, bool) or not isinstance(bound, int):
-            raise InvalidType("window_size", f"a {type(bound).__name__} in it", required)
-    left = None if window_size[0] < 0 else window_size[0]
-    right = 0 if causal else None if window_size[1] < 0 else window_size[1]
-    if left is None:
-        return None if right is None else masks.causal() if causal else masks.window(None, right)
-    return masks.window(left, right)
+def _bound(value: object, required: str) -> int:
+    if isinstance(value, Tensor) and value.numel() == 1 and _is_integer(value):
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        came = f"a {type(value).__name__} in it"
+        if isinstance(value, Tensor):
+            came = f"a tensor of {value.dtype}, shape {tuple(value.shape)}, in it"
+        raise InvalidType("window_size", came, required)
+    return value if isinstance(value, int) else int(value)
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    dtype = tensor.dtype
+    return not (dtype is torch.bool or dtype.is_floating_point or dtype.is_complex)
+
+
+def _mask(causal: bool, left: int, right: int) -> masks.Mask | None:
+    behind = None if left < 0 else left
+    ahead = 0 if causal else None if right < 0 else right
+    if behind is None:
+        return None if ahead is None else masks.causal() if causal else masks.window(None, ahead)
+    return masks.window(behind, ahead)
 
 
 def _check_number(name: str, value: object, required: str) -> None:

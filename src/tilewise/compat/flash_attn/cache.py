@@ -1,28 +1,31 @@
 """Attention over a cache: keys of different numbers in rows or pages. Forward only.
 
-``tilewise.attention_paged`` reads the cache where it lies: a row of the cache is a page.
+``tilewise.attention_paged`` reads the cache where it lies: a row of the cache is a page. Tensors
+that require a gradient are taken; a backward pass through the result raises.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise import AttentionResult, attention_paged, masks
 from tilewise.compat.flash_attn.arguments import Asked
-from tilewise.errors import InvalidArgument, InvalidType, Unsupported
+from tilewise.compat.flash_attn.forward_only import forward_only
+from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.functional import AttentionResult, attention_paged
+from tilewise.variants import masks
 
-__all__ = [
-    "Cache",
-    "attend",
-    "check_blocks",
-    "check_integers",
-    "check_lengths",
-    "refuse_gradients",
-]
+__all__ = ["Cache", "attend", "check_blocks", "check_integers", "check_lengths"]
+
+_WHAT = "attention over a cache or pages"
+_FIX = (
+    "keep it out of the loss, or compute it in torch.no_grad(); to train, pass the keys themselves "
+    "to flash_attn_func or flash_attn_varlen_func"
+)
 
 
 class Cache(NamedTuple):
@@ -50,7 +53,11 @@ class Cache(NamedTuple):
 
 
 def attend(
-    q: Tensor, cache: Cache, asked: Asked, cu_seqlens_q: Tensor | None = None
+    q: Tensor,
+    cache: Cache,
+    asked: Asked,
+    given: Mapping[str, Tensor | None],
+    cu_seqlens_q: Tensor | None = None,
 ) -> AttentionResult:
     """Attention of queries to the keys of their sequence in a cache.
 
@@ -59,36 +66,25 @@ def attend(
         cache: of B sequences; ``check_lengths`` and ``check_blocks`` have looked at it.
         asked: flags, without dropout. Positions count from the end of the keys, so that ``starts``
             moves none of them.
+        given: the caller's tensors by their names, q, keys and values among them: one that requires
+            a gradient is named when somebody asks for it.
         cu_seqlens_q: integer [B + 1], or None.
 
     Returns:
-        out as q, with width Dv; lse [B, Hq, M] or [Hq, Tq].
+        out as q, with width Dv; lse [B, Hq, M] or [Hq, Tq]. A backward pass through them raises
+        ``Unsupported``.
 
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
-        Unsupported: a gradient is wanted.
     """
-    refuse_gradients({"q": q, "k": cache.k, "v": cache.v})
-    if cache.starts is not None and cache.starts.is_cpu:
-        cache = _without_padding(cache, cache.starts)
-    return in_place(q, cache, asked, cu_seqlens_q)
-
-
-def refuse_gradients(tensors: dict[str, Tensor | None]) -> None:
-    """A call that could want a gradient raises: one that is silently missing would be worse.
-
-    Raises:
-        Unsupported: gradients are on, and a tensor requires one.
-    """
-    if not torch.is_grad_enabled():
-        return
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad:
-            raise Unsupported(
-                f"{name} requires a gradient, and attention over a cache has none (flash-attn's "
-                "has none either)",
-                fix="call it in torch.no_grad() or torch.inference_mode()",
-            )
+    with torch.no_grad():
+        bare = cache
+        if cache.starts is not None and cache.starts.is_cpu:
+            bare = _without_padding(cache, cache.starts)
+        found = in_place(q, bare, asked, cu_seqlens_q)
+    assert found.lse is not None
+    out, lse = forward_only(_WHAT, _FIX, (found.out, found.lse), given)
+    return found._replace(out=out, lse=lse)
 
 
 def check_integers(name: str, tensor: object, shape: tuple[int | None, ...], device: str) -> None:

@@ -12,7 +12,8 @@ What they share:
 
 * float32 and float64 are taken beside float16 and bfloat16, head widths need be no multiple of 8,
   v's may differ from q's, strides are free, and dropout goes with softcap.
-* ``dropout_p`` draws its seed from torch's generator of the CPU: ``torch.manual_seed`` repeats it.
+* ``window_size`` may be an integer tensor [2], or have integers of numpy or of tensors in it.
+* ``dropout_p`` draws its seed from the generator of q's device: ``torch.manual_seed`` repeats it.
 * ``deterministic`` changes nothing: the same call gives the same bits, gradients too.
 * ``return_attn_probs`` gives ``(out, softmax_lse, S_dmask)``. ``softmax_lse`` is float32, the
   natural-log sum of exponentials, and +inf for a row without keys as flash-attn 2 has it
@@ -21,32 +22,40 @@ What they share:
   reference computes it a second time, for tests only. It has no gradient.
 * Functions of other versions (descales, ``qv``, sinks) are ``tilewise.attention``'s own keywords.
 
+The passes by themselves, ``_flash_attn_forward`` and others, are in ``passes.py``.
+
 Source: Dao, FlashAttention-2 (2023); the signatures are those of flash-attn 2.8.3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from tilewise import AttentionResult, attention, attention_varlen
-from tilewise.compat.flash_attn.arguments import Asked, as_flash_attn, check_tensor, read
-from tilewise.compat.flash_attn.cache import (
-    Cache,
-    attend,
-    check_blocks,
-    check_integers,
-    check_lengths,
+from tilewise.compat.flash_attn.arguments import WindowSize, check_tensor, read
+from tilewise.compat.flash_attn.calls import (
+    Packing,
+    check_dense,
+    check_packed,
+    dense,
+    packed,
+    paged,
 )
 from tilewise.compat.flash_attn.kv_cache import flash_attn_with_kvcache
-from tilewise.compat.flash_attn.probabilities import signed_probabilities
-from tilewise.engine.call import draw_seed
-from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.validation import check_cu_seqlens
+from tilewise.compat.flash_attn.passes import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+)
+from tilewise.errors import InvalidArgument
 
 __all__ = [
+    "_flash_attn_backward",
+    "_flash_attn_forward",
+    "_flash_attn_varlen_backward",
+    "_flash_attn_varlen_forward",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -57,7 +66,7 @@ __all__ = [
 ]
 
 # dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
-Flags: TypeAlias = tuple[float, float | None, bool, Sequence[int], float, Tensor | None]
+Flags: TypeAlias = tuple[float, float | None, bool, WindowSize, float, Tensor | None]
 
 
 def flash_attn_func(
@@ -67,7 +76,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -94,11 +103,11 @@ def flash_attn_func(
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
     """
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, tensor, "[B, S, H, D]")
+    check_dense(q=q, k=k, v=v)
     flags = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     asked = read(q.shape[0], q.shape[2], *flags)
-    return _dense(q, k, v, asked, return_attn_probs)
+    found = dense(q, k, v, asked, lse=return_attn_probs, signed=return_attn_probs)
+    return (found.out, found.lse, found.signed) if return_attn_probs else found.out
 
 
 def flash_attn_kvpacked_func(
@@ -107,7 +116,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -128,7 +137,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -155,7 +164,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -180,8 +189,8 @@ def flash_attn_varlen_func(
         alibi_slopes: floating [Hq] or [sequences, Hq].
         deterministic: always so.
         return_attn_probs: ask for ``(out, softmax_lse, S_dmask)``.
-        block_table: integer [sequences, blocks]: the pages of each sequence's keys. Forward only,
-            without dropout.
+        block_table: integer [sequences, blocks]: the pages of each sequence's keys. Forward only (a
+            backward pass raises ``Unsupported``), without dropout.
 
     Returns:
         out [Tq, Hq, Dv]; where asked for, with softmax_lse [Hq, Tq] and S_dmask
@@ -189,12 +198,11 @@ def flash_attn_varlen_func(
 
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
-        Unsupported: dropout or a gradient with a block_table.
+        Unsupported: dropout with a block_table.
     """
-    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     flags = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    longest = (max_seqlen_q, max_seqlen_k)
-    return _varlen(*tensors, *longest, flags, return_attn_probs, block_table)
+    return _varlen(q, k, v, packing, flags, return_attn_probs, block_table)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -207,7 +215,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -219,9 +227,9 @@ def flash_attn_varlen_kvpacked_func(
         InvalidArgument, InvalidType: naming the argument that is wrong.
     """
     k, v = _unpacked("kv", kv, "[T, 2, H, D]", 2)
-    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     flags = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return _varlen(*tensors, max_seqlen_q, max_seqlen_k, flags, return_attn_probs)
+    return _varlen(q, k, v, packing, flags, return_attn_probs)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -231,7 +239,7 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -244,9 +252,9 @@ def flash_attn_varlen_qkvpacked_func(
     """
     q, k, v = _unpacked("qkv", qkv, "[T, 3, H, D]", 3)
     check_tensor("cu_seqlens", cu_seqlens, "[sequences + 1]")
-    sequences = (cu_seqlens, cu_seqlens)
+    packing = Packing(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     flags = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return _varlen(q, k, v, *sequences, max_seqlen, max_seqlen, flags, return_attn_probs)
+    return _varlen(q, k, v, packing, flags, return_attn_probs)
 
 
 def _unpacked(name: str, tensor: Tensor, shape: str, count: int) -> tuple[Tensor, ...]:
@@ -257,77 +265,19 @@ def _unpacked(name: str, tensor: Tensor, shape: str, count: int) -> tuple[Tensor
     return tensor.unbind(-3)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, asked: Asked, return_attn_probs: bool) -> Any:
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    seed = draw_seed() if asked.dropout_p else None
-    keywords = asked.keywords(seed)
-    if not return_attn_probs:
-        return attention(q, k, v, **keywords).transpose(1, 2)
-    out, lse, _ = attention(q, k, v, **keywords, return_lse=True)
-    signed = q.new_empty(0)
-    if seed is not None:
-        signed = signed_probabilities(q, k, v, lse, asked, seed)
-    return out.transpose(1, 2), as_flash_attn(lse), signed
-
-
 def _varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    packing: Packing,
     flags: Flags,
     return_attn_probs: bool,
     block_table: Tensor | None = None,
 ) -> Any:
-    check_tensor("q", q, "[T, H, D]")
-    keys = "[T, H, D]" if block_table is None else "[blocks, page size, H, D]"
-    for name, tensor in (("k", k), ("v", v)):
-        check_tensor(name, tensor, keys)
-    packed = (cu_seqlens_q, cu_seqlens_k)
-    for name, tensor in zip(("cu_seqlens_q", "cu_seqlens_k"), packed, strict=True):
-        check_tensor(name, tensor, "[sequences + 1]")
-    asked = read(cu_seqlens_q.shape[0] - 1, q.shape[1], *flags)
+    check_packed(packing, block_table is not None, q, k=k, v=v)
+    asked = read(packing.cu_seqlens_q.shape[0] - 1, q.shape[1], *flags)
     if block_table is not None:
-        result = _varlen_paged(q, k, v, packed, block_table, asked)
-        if not return_attn_probs:
-            return result.out
-        return result.out, as_flash_attn(result.lse), q.new_empty(0)
-    seed = draw_seed() if asked.dropout_p else None
-    keywords = asked.keywords(seed)
-    if not return_attn_probs:
-        return attention_varlen(q, k, v, *packed, **keywords)
-    out, lse, _ = attention_varlen(q, k, v, *packed, **keywords, return_lse=True)
-    signed = q.new_empty(0)
-    if seed is not None:
-        longest = (max_seqlen_q, max_seqlen_k)
-        signed = signed_probabilities(q, k, v, lse, asked, seed, packed, longest)
-    return out, as_flash_attn(lse), signed
-
-
-def _varlen_paged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packed: tuple[Tensor, Tensor],
-    block_table: Tensor,
-    asked: Asked,
-) -> AttentionResult:
-    if asked.dropout_p:
-        raise Unsupported(
-            f"dropout_p = {asked.dropout_p} with a block_table: paged keys are for inference",
-            fix="set dropout_p=0.0, or pass the keys packed, without a block_table",
-        )
-    rows, keys = packed
-    sequences, device = keys.shape[0] - 1, q.device.type
-    check_integers("cu_seqlens_q", rows, (sequences + 1,), device)
-    check_integers("cu_seqlens_k", keys, (sequences + 1,), device)
-    check_integers("block_table", block_table, (sequences, None), device)
-    if rows.is_cpu:
-        check_cu_seqlens("cu_seqlens_q", rows, q.shape[0])
-    cache = Cache(k, v, keys.diff(), block_table)
-    check_lengths(cache, "cu_seqlens_k")
-    check_blocks(cache)
-    return attend(q, cache, asked, cu_seqlens_q=rows)
+        found = paged(q, k, v, packing, asked, block_table)
+    else:
+        found = packed(q, k, v, packing, asked, lse=return_attn_probs, signed=return_attn_probs)
+    return (found.out, found.lse, found.signed) if return_attn_probs else found.out

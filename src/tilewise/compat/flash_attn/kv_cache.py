@@ -1,21 +1,26 @@
-"""``flash_attn_with_kvcache``: append to a cache, rotate, attend; for inference."""
+"""``flash_attn_with_kvcache``: append to a cache, rotate, attend; forward only."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise.compat.flash_attn.arguments import as_flash_attn, check_tensor, is_local, read
+from tilewise.compat.flash_attn.arguments import (
+    WindowSize,
+    as_flash_attn,
+    bounds,
+    check_tensor,
+    is_local,
+    read,
+)
 from tilewise.compat.flash_attn.cache import (
     Cache,
     attend,
     check_blocks,
     check_integers,
     check_lengths,
-    refuse_gradients,
 )
 from tilewise.compat.flash_attn.layers.tables import check_tables, rotate_at
 from tilewise.errors import InvalidArgument, InvalidType
@@ -37,7 +42,7 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
@@ -49,7 +54,8 @@ def flash_attn_with_kvcache(
     The keys of sequence b are the rows cache_leftpad[b] to cache_seqlens[b] of its cache and then
     the new ones, which are written to the rows from cache_seqlens[b] on. Formula, ``causal`` (the
     last query sees every key), ``window_size``, ``softcap`` and ``alibi_slopes`` are those of
-    ``flash_attn_func`` over these keys. There is no gradient.
+    ``flash_attn_func`` over these keys. Tensors may require gradients, but there is none: a
+    backward pass through the result raises ``Unsupported`` (flash-attn leaves them out silently).
 
     The cache is read where it lies; only on the CPU and with cache_leftpad is one copied whose rows
     are not evenly spaced in memory.
@@ -91,14 +97,12 @@ def flash_attn_with_kvcache(
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong. Values of tensors are
             looked at on the CPU only.
-        Unsupported: a gradient is wanted.
     """
-    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
-    for name, tensor in given.items():
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, tensor, "[B, S, H, D]")
-    refuse_gradients({**given, "k": k, "v": v})
     _check_splits(num_splits)
-    flags = (softmax_scale, causal, window_size, softcap, alibi_slopes)
+    window = bounds(window_size)
+    flags = (softmax_scale, causal, window, softcap, alibi_slopes)
     asked = read(q.shape[0], q.shape[2], 0.0, *flags)
     cache = _cache(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     _check_both("k", k, "v", v)
@@ -114,11 +118,12 @@ def flash_attn_with_kvcache(
         check_blocks(cache, new)
     if k is not None and v is not None:
         if rotary_cos is not None and rotary_sin is not None:
-            local = is_local(causal, window_size)
+            local = is_local(causal, window)
             pair = (rotary_cos, rotary_sin)
             q, k = _rotated(q, k, pair, cache, local, rotary_interleaved)
         cache = _append(cache, k, v)
-    result = attend(q, cache, asked)
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
+    result = attend(q, cache, asked, {**given, "alibi_slopes": alibi_slopes})
     if not return_softmax_lse:
         return result.out
     return result.out, as_flash_attn(result.lse)

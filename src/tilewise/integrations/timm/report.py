@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from tilewise.compat.sdpa_take import Report as Calls
-from tilewise.variants.recognise import constant_while_compiling
+from tilewise.torch_private import constant_while_compiling
 
 __all__ = ["Report", "note_traced"]
 

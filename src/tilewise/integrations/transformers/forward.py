@@ -18,6 +18,10 @@ from tilewise.variants.values import Mask, Score
 __all__ = ["attention_forward"]
 
 _CAUSAL = masks.causal("top_left")
+_MORE_KEYS = (
+    "A model that appends keys after its mask was made, as DeepSeek-V4 does its compressed ones, "
+    "extends masks that are tensors only: model.set_attn_implementation('eager') for it."
+)
 
 
 class _Seen(NamedTuple):
@@ -113,11 +117,32 @@ def _refuse(kwargs: Mapping[str, Any]) -> None:
 
 
 def _collects_weights() -> bool:
-    """Whether transformers' hooks wait for weights: not every model hands output_attentions on."""
+    """Whether transformers' hooks wait for weights: not every model hands output_attentions on.
+
+    In a model that torch.compile traces as a whole, what they wait for is part of the graph. Of a
+    layer that is compiled by itself it stands in a ContextVar, which dynamo does not know: it is
+    read when the layer is traced, again after hooks have changed.
+    """
     collector = _collector()
-    return collector is not None and any(
-        name.endswith("attentions") for name in collector.get() or ()
-    )
+    if collector is None:
+        return False
+    if torch.compiler.is_compiling() and not getattr(collector, "compiling", True):
+        now: bool = _when_traced()
+        return now
+    return _names_weights(collector.get())
+
+
+def _names_weights(waited_for: Mapping[str, Any] | None) -> bool:
+    return any(name.endswith("attentions") for name in waited_for or ())
+
+
+def _collects_weights_now() -> bool:
+    collector = _collector()
+    return collector is not None and _names_weights(collector.get())
+
+
+_compiler: Any = torch.compiler
+_when_traced = _compiler.assume_constant_result(_collects_weights_now)
 
 
 @lru_cache(maxsize=1)
@@ -151,7 +176,7 @@ def _read(
         if given.shape[2:] != (queries, keys):
             came = f"one for {given.shape[2]} queries and {given.shape[3]} keys"
             required = f"one for the {queries} queries and {keys} keys of this layer"
-            raise InvalidArgument("attention_mask", came, required)
+            raise InvalidArgument("attention_mask", came, required, _MORE_KEYS)
         return _Seen(given.mask, None, given.keys)
     if given is None:
         window = kwargs.get("sliding_window")

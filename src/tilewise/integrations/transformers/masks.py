@@ -4,6 +4,9 @@ transformers describes a mask by a function ``(batch, head, q, kv) -> bool`` ove
 it composes from causal, window, chunk and packing functions, and by a tensor [B, positions] of what
 is no padding. The function is traced (``tilewise.masks.function``), so that a user's own
 ``or_mask_function`` goes the same way; padding becomes lengths where it is on the right.
+
+What a tensor holds is looked at on the CPU only, and not while something traces: elsewhere a look
+would stall the device, break a graph, or hold for one call alone.
 """
 
 from __future__ import annotations
@@ -84,7 +87,8 @@ def make_mask(
         batch_size: B.
         q_length: M.
         kv_length: N, of a static cache its whole size.
-        q_offset: the position of the first query. A tensor is read: its cache will change it.
+        q_offset: the position of the first query. A tensor is read, as its cache will change it;
+            but not while something traces.
         kv_offset: the position of the first key.
         mask_function: ``(batch, head, q, kv) -> bool`` over positions.
         attention_mask: [B, positions], True or not 0 for what is no padding; or a result of this
@@ -100,9 +104,12 @@ def make_mask(
     """
     if isinstance(attention_mask, Pairs):
         return attention_mask
-    first = int(q_offset)
     shape = (batch_size, 1, q_length, kv_length)
-    mask, keys = _over_positions(mask_function, q_length, kv_length, first, kv_offset)
+    sizes = (q_length, kv_length)
+    if isinstance(q_offset, Tensor) and _is_traced(q_offset):
+        mask, keys = _from_the_start(mask_function, q_offset, kv_offset), kv_length
+    else:
+        mask, keys = _over_positions(mask_function, *sizes, int(q_offset), kv_offset)
     padding = None if attention_mask is None else _padding(attention_mask, kv_offset, keys)
     if padding is not None:
         mask = mask & padding
@@ -123,11 +130,14 @@ def _over_positions(
         found = trace(function, bool(q_offset), kv_offset)
         if last == keys or _hides_the_future(found.program):
             return found, last
+    return _from_the_start(function, q_offset, kv_offset), keys
 
-    def from_the_start(b: Any, h: Any, m: Any, n: Any) -> Any:
+
+def _from_the_start(function: MaskFunction, q_offset: int | Tensor, kv_offset: int) -> Mask:
+    def positioned(b: Any, h: Any, m: Any, n: Any) -> Any:
         return function(b, h, m + q_offset, n + kv_offset)
 
-    return _traced(from_the_start, function), keys
+    return _traced(positioned, function)
 
 
 def _from_the_end(function: MaskFunction, shifted: bool, kv_offset: int) -> Mask:
@@ -144,9 +154,9 @@ _kept = lru_cache(maxsize=16)(_from_the_end)
 def _is_constant(function: MaskFunction) -> bool:
     """Whether a mask function is one of transformers that says the same in every forward."""
     return (
-        getattr(function, "__module__", "") == "transformers.masking_utils"
+        not torch.compiler.is_compiling()  # first: dynamo knows no closure of a function of its own
+        and getattr(function, "__module__", "") == "transformers.masking_utils"
         and getattr(function, "__closure__", ()) is None
-        and not torch.compiler.is_compiling()
     )
 
 
@@ -170,13 +180,24 @@ def _traced(positioned: MaskFunction, function: MaskFunction) -> Mask:
         ) from error
 
 
+def _is_traced(tensor: Tensor) -> bool:
+    """Whether what a tensor holds is not there to be looked at, or not for good."""
+    jit: Any = torch.jit
+    return torch.compiler.is_compiling() or jit.is_tracing() or type(tensor) is not Tensor
+
+
 def _padding(real: Tensor, first: int, keys: int) -> Mask | None:
-    """The keys that are no padding; None where all are real."""
+    """The keys that are no padding; None where all are seen to be real."""
     if real.dim() != 2:
         raise InvalidArgument("attention_mask", f"shape {tuple(real.shape)}", "[B, positions]")
     real = real[:, first : first + keys].bool()
     if real.shape[1] < keys:  # of a static cache, what is not yet there
         real = torch.nn.functional.pad(real, (0, keys - real.shape[1]))
+    if not real.is_cpu or _is_traced(real):
+        # One expression for every length and side. Kernels leave out what lies behind the last key.
+        places = torch.arange(1, keys + 1, device=real.device)
+        last = (real * places).amax(-1) if keys else real.sum(-1)
+        return masks.lengths(last) & masks.dense(real[:, None, None, :])
     on_the_right = (real[:, :-1] | ~real[:, 1:]).all()
     every, right = torch.stack((real.all(), on_the_right)).tolist()
     if every:

@@ -6,17 +6,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.kernels.base import (
-    Backend,
-    Loops,
-    Needs,
-    Prepared,
-    Tiles,
-    output_like,
-    raw_reasons,
-)
+from tilewise.kernels.base import Backend, Loops, Needs, Prepared, Tiles, output_like, raw_reasons
 from tilewise.kernels.cpu import compiled
 from tilewise.kernels.cpu.core import absence, core
+from tilewise.kernels.cpu.forks import threads
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
 from tilewise.reference.covers import Grid
 from tilewise.variants.derive import Derivative, differentiate
@@ -28,7 +21,6 @@ __all__ = ["CpuBackend"]
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _CODES = {**_DTYPES, torch.int64: 4, torch.bool: 5}
 _LOG2E, _LN2 = math.log2(math.e), math.log(2.0)
-_threads = torch.get_num_threads
 # Sizes of the core's loops, to whose headers a test holds them. Of the backward's chunks of keys:
 # csrc/schedule.h and key_sums.h; of the forward pass of few queries: schedule.h and decode_tasks.h.
 _BLOCK_KEYS, _CHUNK_BLOCKS, _MOST_CHUNKS = 128, 8, 8
@@ -122,7 +114,7 @@ class CpuBackend(Backend):
         table = torch.empty(grid[2:], dtype=torch.uint8)
         call = _Call(operands, _loaded(problem))
         arguments = (call.mask, call.sequences, tuple(grid), table.data_ptr())
-        core().covers(_build(problem), _threads(), *arguments)
+        core().covers(_build(problem), threads(), *arguments)
         return table
 
     def prepare(self, problem: Problem) -> Prepared:
@@ -223,6 +215,11 @@ def _sized(tensor: Tensor) -> tuple[int, tuple[int, ...], int, tuple[int, ...]]:
     return address, strides, _CODES[tensor.dtype], tuple(tensor.shape)
 
 
+def _aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where its elements lie at no multiple of their size."""
+    return tensor if tensor.data_ptr() % tensor.element_size() == 0 else tensor.clone()
+
+
 class _Loaded(NamedTuple):
     """The slots of the captured tensors that expressions read; of ``strided`` nothing else does."""
 
@@ -249,43 +246,53 @@ class _Call:
     __slots__ = ("held", "mask", "score", "sequences", "sinks")
 
     def __init__(self, operands: Operands, loaded: _Loaded = _NO_LOADS) -> None:
-        # Ids are read along their rows; contiguous copies must live as long as the call.
-        self.held = [
-            tensor.contiguous() if tensor.dim() < 4 and slot not in loaded.strided else tensor
+        # Ids are read along their rows; copies must live as long as the call.
+        masks = [
+            _aligned(
+                tensor.contiguous() if tensor.dim() < 4 and slot not in loaded.strided else tensor
+            )
             for slot, tensor in enumerate(operands.mask_tensors)
         ]
+        scores = [_aligned(tensor) for tensor in operands.score_tensors]
+        self.held = [*masks, *scores]
         self.mask = tuple(
             [
                 _sized(tensor) if slot in loaded.mask else _broadcast(tensor)
-                for slot, tensor in enumerate(self.held)
+                for slot, tensor in enumerate(masks)
             ]
         )
         self.score = tuple(
             [
                 _sized(tensor) if slot in loaded.score else _broadcast(tensor)
-                for slot, tensor in enumerate(operands.score_tensors)
+                for slot, tensor in enumerate(scores)
             ]
         )
-        self.sinks = 0 if operands.sinks is None else operands.sinks.data_ptr()
+        self.sinks = self._address(operands.sinks)
         self.sequences: tuple[int, ...] = ()
         cu_q, cu_k = operands.cu_seqlens_q, operands.cu_seqlens_k
         if cu_q is not None and cu_k is not None:
-            self.sequences = (cu_q.data_ptr(), cu_k.data_ptr(), _longest(cu_q), _longest(cu_k))
+            addresses = self._address(cu_q), self._address(cu_k)
+            self.sequences = (*addresses, _longest(cu_q), _longest(cu_k))
         elif operands.block_table is not None:
-            self.sequences = _paged(operands, operands.block_table)
+            self.sequences = self._paged(operands, operands.block_table)
+
+    def _address(self, tensor: Tensor | None) -> int:
+        if tensor is None:
+            return 0
+        self.held.append(_aligned(tensor))
+        return self.held[-1].data_ptr()
+
+    def _paged(self, operands: Operands, table: Tensor) -> tuple[int, ...]:
+        cu_q, lengths = operands.cu_seqlens_q, operands.key_lengths
+        assert lengths is not None
+        queries = (0, 0, 0) if cu_q is None else (self._address(cu_q), 0, _longest(cu_q))
+        longest = int(lengths.max()) if lengths.numel() else 0
+        pages = (self._address(table), table.shape[1], operands.k.shape[2], self._address(lengths))
+        return (*queries, longest, *pages)
 
 
 _EMPTY = torch.empty(0)
 _NOTHING = _Call(Operands(_EMPTY, _EMPTY, _EMPTY))
-
-
-def _paged(operands: Operands, table: Tensor) -> tuple[int, ...]:
-    cu_q, lengths = operands.cu_seqlens_q, operands.key_lengths
-    assert lengths is not None
-    queries = (0, 0, 0) if cu_q is None else (cu_q.data_ptr(), 0, _longest(cu_q))
-    longest = int(lengths.max()) if lengths.numel() else 0
-    pages = (table.data_ptr(), table.shape[1], operands.k.shape[2], lengths.data_ptr())
-    return (*queries, longest, *pages)
 
 
 def _longest(cu_seqlens: Tensor) -> int:
@@ -339,7 +346,7 @@ class _Kernel:
         call = _NOTHING if self.plain else _Call(operands, self._loaded)
         self._forward(
             self._kernel,
-            _threads(),
+            threads(),
             operands.seed,
             q,
             k,
@@ -360,7 +367,7 @@ class _Kernel:
     def output(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The output of a plain call: ``forward`` without what nobody asked for."""
         out = self._room_for(q)
-        self._output(self._kernel, _threads(), q, k, v, out)
+        self._output(self._kernel, threads(), q, k, v, out)
         return out
 
     def _room_for(self, q: Tensor) -> Tensor:
@@ -403,12 +410,13 @@ class _Kernel:
             delta.data_ptr(),
             0 if grad_entropy is None else stats[2].data_ptr(),
             0 if grad_entropy is None else grad_entropy.data_ptr(),
+            int(needs.partial),
         )
         call = _Call(operands, self._loaded)
         self._differentiate()
         arguments = (
             self._kernel,
-            _threads(),
+            threads(),
             operands.seed,
             tensors,
             arrays,
@@ -453,7 +461,8 @@ class _Kernel:
         if not wide:
             return
         addresses = [wide[slot].data_ptr() if slot in wide else 0 for slot in range(len(grads))]
-        core().load_backward(*arguments, tuple(addresses))
+        if self._derivative.loads:  # else the score depends on no element of them: zeros
+            core().load_backward(*arguments, tuple(addresses))
         for slot, grad in wide.items():
             grads[slot] = grad.to(operands.score_tensors[slot].dtype)
 

@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 import tempfile
 from pathlib import Path
 
-from tilewise.folders import cache_folder
+from tilewise.folders import cache_folder, private_folder
 
-__all__ = ["Cache", "NotPrivate", "folder"]
+__all__ = ["Cache", "folder"]
 
 _DIGEST = hashlib.sha256().digest_size
-
-
-class NotPrivate(OSError):  # noqa: N818  reads as what is wrong
-    """Others could write where code is to be kept."""
 
 
 def folder() -> Path:
@@ -38,13 +33,7 @@ class Cache:
     """
 
     def __init__(self, where: Path) -> None:
-        missing = [path for path in (where, *where.parents) if not path.exists()]
-        for path in reversed(missing):
-            # Each with its own mode: what mkdir makes on the way may be open to the group.
-            path.mkdir(mode=0o700, exist_ok=True)
-        _check_private(where)
-        # By the names that were checked: a link on the way could be bent later.
-        self.where = where.resolve()
+        self.where = private_folder(where)
 
     def find(self, name: str) -> Path | None:
         """The file of that name; None if it is not there, or not as it was written."""
@@ -79,26 +68,3 @@ class Cache:
         draft.chmod(0o700)
         draft.replace(path)
         return path
-
-
-def _check_private(where: Path) -> None:
-    """Refuse a folder that is not the user's alone, or that others could replace."""
-    if not hasattr(os, "geteuid"):
-        raise NotPrivate("who can write a folder is only known on POSIX systems")
-    me = os.geteuid()
-    found = where.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        raise NotPrivate(f"{where} is no folder of its own (a link, perhaps)")
-    if found.st_uid != me or found.st_mode & 0o077:
-        raise NotPrivate(
-            f"{where} is not private: it has owner {found.st_uid} and mode "
-            f"{stat.S_IMODE(found.st_mode):o}; required are owner {me} and mode 700"
-        )
-    for parent in where.resolve().parents:
-        above = parent.stat()
-        shared = above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX
-        if shared or above.st_uid not in (0, me):
-            raise NotPrivate(
-                f"{where} is not private: {parent}, above it, has owner {above.st_uid} and mode "
-                f"{stat.S_IMODE(above.st_mode):o}, so that others could replace it"
-            )

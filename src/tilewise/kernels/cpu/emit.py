@@ -10,13 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from tilewise.kernels.cpu.described import (
-    PER_KEY,
-    PER_PAIR,
-    PER_QUERY,
-    WHOLE_TILE,
-    Program,
-)
+from tilewise.kernels.cpu.described import PER_KEY, PER_PAIR, PER_QUERY, WHOLE_TILE, Program
 
 __all__ = ["emit", "why_not"]
 

@@ -528,7 +528,10 @@ def config_for(family: str, measured: Found = NOTHING) -> Config:
         measured: what stands before the table.
     """
     chip = FAMILIES[family]
-    tf32 = torch.backends.cuda.matmul.allow_tf32 and chip.maker == "cuda" and family != "sm_75"
+    # This setting answers for torch's old ones and its global one too. Reading an old one raises
+    # as soon as a new one was set.
+    allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    tf32 = allowed and chip.maker == "cuda" and family != "sm_75"
     descriptors = chip.descriptors if _DESCRIBED.get() else None
     precision = "tf32" if tf32 else "ieee"
     return Config(family, precision, (), measured, descriptors, chip.parts)

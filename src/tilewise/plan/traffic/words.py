@@ -9,7 +9,7 @@ from tilewise.errors import InvalidArgument
 from tilewise.plan.traffic.account import Account, Comparison, trains
 from tilewise.plan.traffic.time import Seconds, balance
 
-__all__ = ["amount", "duration", "lines"]
+__all__ = ["amount", "duration", "lead", "lines"]
 
 _BOUND = {
     "memory": "memory-bound",
@@ -65,6 +65,28 @@ def lines(account: Account, chip: Chip | None, training: bool = True) -> list[tu
     return found
 
 
+def lead(account: Account, chip: Chip | None) -> str:
+    """Return the one ratio that matters, in a sentence: of times, else of bytes."""
+    ours, plain = account.forward
+    try:
+        if chip is not None:
+            least, other = (account.seconds(each, chip).total for each in (ours, plain))
+            if least:
+                return (
+                    f"{other / least:.3g}x faster than plain attention: {duration(least)} and "
+                    f"{duration(other)} at best for the forward pass"
+                )
+    except InvalidArgument:
+        pass  # a ceiling of the chip is not known; the bytes are
+    reaching = ours if chip is None else account.reaching(ours, chip)
+    if not reaching.bytes:
+        return ""
+    return (
+        f"{plain.bytes / reaching.bytes:.3g}x fewer bytes than plain attention: "
+        f"{amount(reaching.bytes)} and {amount(plain.bytes)} for the forward pass"
+    )
+
+
 def _chip_line(chip: Chip | None, account: Account) -> str:
     if chip is None:
         return "not in the table of chips: no time is predicted"
@@ -104,11 +126,15 @@ def _direction(
     rate = ours.flops / seconds.total if seconds.total else 0.0
     return [
         *found,
-        ("", f"{duration(seconds.total)}, plain {duration(other.total)}: {_bounds(seconds)}"),
         (
             "",
-            f"{reaching.intensity:.4g} FLOP/B, {side} of the ridge; {amount(rate, 'FLOP/s')}; "
-            f"plain {plain.intensity:.3g} FLOP/B",
+            f"{duration(seconds.total)} (lower bound), plain {duration(other.total)} "
+            f"(lower bound): {_bounds(seconds)}",
+        ),
+        (
+            "",
+            f"{reaching.intensity:.4g} FLOP/B, {side} of the ridge; "
+            f"at most {amount(rate, 'FLOP/s')}; plain {plain.intensity:.3g} FLOP/B",
         ),
     ]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.lab.study.records_of import experiment_of, records_of, study_of, write
+from tilelab.study.ask.config import Study
+from tilelab.study.ask.run import RECORD
+from tilelab.study.browse.find import find, find_run, find_study
+from tilelab.study.records import store
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study import store
-from tilewise.lab.study.browse.find import find, find_run, find_study
-from tilewise.lab.study.config import Study
-from tilewise.lab.study.run import RECORD
 
 Made = Callable[[Study, int], Path]
 

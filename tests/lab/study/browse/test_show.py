@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,14 @@ from tests.lab.study.records_of import (
     study_of,
     write,
 )
+from tilelab.study.ask.config import Arm, Study, Sweep
+from tilelab.study.browse import show
+from tilelab.study.browse.compare import compare, pairs
+from tilelab.study.browse.find import Found, find
+from tilelab.study.conduct.conductor import report_again
+from tilelab.study.records import store
+from tilelab.study.records.events import CorruptRecordError, Sample
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study import store
-from tilewise.lab.study.browse import show
-from tilewise.lab.study.browse.compare import compare, pairs
-from tilewise.lab.study.browse.find import Found, find
-from tilewise.lab.study.config import Arm, Study, Sweep
 
 STUDY = study_of(experiment_of(Arm(name="lion", changes={"optimizer.name": "lion"}), "wsd"))
 
@@ -74,6 +77,50 @@ def test_a_study_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) ->
     text = to.export_text()
     assert row(text, "broken-1")[1] == "unreadable"
     assert row(text, folder.name)[1] == "9/9"
+
+
+def test_a_damaged_record_does_not_hide_the_others(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, STUDY)
+    record = folder / "runs/optimizers/lion/seed-0/record.jsonl"
+    record.write_text("{}\n" + record.read_text())
+    to = console()
+    show.list_studies(tmp_path, to)
+    text = to.export_text()
+    assert row(text, folder.name)[1] == "8/9"
+    assert f"{folder.name}:optimizers/lion/seed-0: its record is damaged" in text
+    text = shown(find("optimizers/lion", tmp_path))
+    assert "optimizers/lion/seed-0: its record is damaged and left out" in text
+    assert row(text, "optimizers/lion/seed-1")[1] == "done"
+    with pytest.raises(CorruptRecordError, match=r"seed-0/record.jsonl, line 1"):
+        find("optimizers/lion/seed-0", tmp_path)
+
+
+def test_control_characters_are_shown_and_not_obeyed(tmp_path: Path) -> None:
+    """What a record and ``study.json`` say, wherever it is printed."""
+    evil = "\x1b]0;owned\x07\x1b[31m\x9b2J\r\x08"
+    seen = r"\x1b]0;owned\x07\x1b[31m\x9b2J\x0d\x08"
+    study = STUDY.model_copy(update={"question": f"Why {evil}?"})
+    records = records_of(study)
+    name = "optimizers/lion/seed-0"
+    record = records[name]
+    record.starts[0] = replace(
+        record.start, environment={"chip": evil}, corpus={"name": evil}, groups={evil: ["a"]}
+    )
+    record.sample = Sample(evil, evil)
+    folder = store.folder_of(study, tmp_path)
+    store.begin(folder, store.StoredStudy(study, f"run {evil}", {"chip": evil}, "2026"))
+    write(folder, records)
+    printed = io.StringIO()
+    to = Console(width=400, file=printed, force_terminal=True, color_system=None)
+    show.list_studies(tmp_path, to)
+    show.show(find(name, tmp_path), to)
+    show.show(find(folder.name, tmp_path), to)
+    report_again(folder, to)
+    text = printed.getvalue() + (folder / "report.md").read_text()
+    assert text.count(seen) >= 8
+    assert f"Why {seen}?" in text
+    assert not set(text) & set("\x1b\x07\x9b\r\x08")
+    assert "\x1b" not in (folder / "report.html").read_text()
 
 
 def test_a_run(tmp_path: Path) -> None:

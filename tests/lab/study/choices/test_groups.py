@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tilewise.lab.study.choices.groups import parameter_groups
+from tilelab.study.choices.groups import parameter_groups
 
 
 class Tied(nn.Module):

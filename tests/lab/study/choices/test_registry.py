@@ -10,17 +10,9 @@ from typing import Annotated, Any, Literal, get_args
 import pytest
 from pydantic import Field
 
+from tilelab.study.ask import registry
+from tilelab.study.ask.registry import Kind, Share, find, names, nearest, register, resolve
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.choices import registry
-from tilewise.lab.study.choices.registry import (
-    Kind,
-    Share,
-    find,
-    names,
-    nearest,
-    register,
-    resolve,
-)
 
 CHOICES = {
     "optimizer": ("adafactor", "adamw", "lion", "muon", "schedule-free", "sgd"),
@@ -194,8 +186,8 @@ def test_a_choice_without_docstring_or_standard_value_is_refused() -> None:
 def test_the_registry_fills_itself_in_a_fresh_process() -> None:
     """Nobody has to import the choices: neither a config nor a list of names needs it."""
     program = (
-        "from tilewise.lab.study.choices.registry import names; print(names('variant'));"
-        "from tilewise.lab.study.config import RunConfig; print(RunConfig().schedule.options)"
+        "from tilelab.study.ask.registry import names; print(names('variant'));"
+        "from tilelab.study.ask.config import RunConfig; print(RunConfig().schedule.options)"
     )
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=True

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tilelab.study.ask.config import RunConfig, Schedule, change
+from tilelab.study.ask.registry import names
+from tilelab.study.choices.schedules import factor
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.choices.registry import names
-from tilewise.lab.study.choices.schedules import factor
-from tilewise.lab.study.config import RunConfig, Schedule, change
 
 NAMES = names("schedule")
 WARMUPS = st.floats(0.0, 0.79)

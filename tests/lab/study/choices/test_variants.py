@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from tilelab.study.ask.config import RunConfig, Variant, change
+from tilelab.study.ask.registry import names
+from tilelab.study.choices import variants
 from tilewise import BlockMask, masks, nn, scores
 from tilewise.errors import InvalidArgument
 from tilewise.functional import visible_pairs
-from tilewise.lab.study.choices import variants
-from tilewise.lab.study.choices.registry import names
-from tilewise.lab.study.config import RunConfig, Variant, change
 
 CPU = torch.device("cpu")
 

@@ -9,13 +9,14 @@ import pytest
 from rich.console import Console
 
 from tests.lab.study.records_of import Behaviour, experiment_of, record_of, records_of, study_of
-from tilewise.lab.study.conduct import board as boards
-from tilewise.lab.study.conduct import progress as progresses
-from tilewise.lab.study.conduct.board import Board, in_words, makespan
-from tilewise.lab.study.conduct.progress import LineProgress, LiveProgress, showing
-from tilewise.lab.study.config import Study, Sweep
-from tilewise.lab.study.plan import planned
-from tilewise.lab.study.records import RunRecord
+from tilelab.common.durations import in_words
+from tilelab.study.ask.config import Study, Sweep
+from tilelab.study.conduct import board as boards
+from tilelab.study.conduct import progress as progresses
+from tilelab.study.conduct.board import Board, makespan
+from tilelab.study.conduct.progress import LineProgress, LiveProgress, showing
+from tilelab.study.plan import planned
+from tilelab.study.records.events import RunRecord
 
 STEP = {"event": "step", "loss": 2.5, "wall_s": 2.0, "warmup": False}
 

@@ -16,19 +16,19 @@ from tests.lab.study.records_of import config_of as language_of
 from tests.lab.study.records_of import experiment_of, study_of
 from tests.lab.study.tasks import test_images as images
 from tests.lab.study.tasks.small import config_of
+from tilelab.models.bert import BERT, Shape
+from tilelab.models.vit import Shape as ViTShape
+from tilelab.models.vit import ViT
+from tilelab.study.ask.config import Arm, Experiment, RunConfig, Study
+from tilelab.study.conduct.checkpoints import check_checkpoints
+from tilelab.study.conduct.conductor import Request, conduct
+from tilelab.study.conduct.forecast import data_key
+from tilelab.study.plan import planned
+from tilelab.study.records import store
+from tilelab.study.tasks.classification import Classification
+from tilelab.study.tasks.examples import Examples, Ragged, Split
+from tilelab.study.tasks.task import Prepared
 from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.lab.models.bert import BERT, Shape
-from tilewise.lab.models.vit import Shape as ViTShape
-from tilewise.lab.models.vit import ViT
-from tilewise.lab.study import store
-from tilewise.lab.study.conduct.checkpoints import check_checkpoints
-from tilewise.lab.study.conduct.conductor import Request, conduct
-from tilewise.lab.study.conduct.forecast import data_key
-from tilewise.lab.study.config import Arm, Experiment, RunConfig, Study
-from tilewise.lab.study.plan import planned
-from tilewise.lab.study.tasks.classification import Classification
-from tilewise.lab.study.tasks.examples import Examples, Ragged, Split
-from tilewise.lab.study.tasks.task import Prepared
 
 VOCABULARY = 20
 BERT_SHAPE = Shape(layers=1, heads=2, width=16, context=32, vocabulary=VOCABULARY)

@@ -20,19 +20,21 @@ from rich.console import Console
 
 from tests.conftest import ROOT
 from tests.lab.study.records_of import config_of, experiment_of, study_of
+from tilelab.common import environment
+from tilelab.study import report
+from tilelab.study.ask.config import Study
+from tilelab.study.ask.run import RECORD, Run
+from tilelab.study.conduct import cluster
+from tilelab.study.conduct.cluster import Cluster
+from tilelab.study.conduct.conductor import Request, conduct
+from tilelab.study.conduct.pool import RunError
+from tilelab.study.conduct.process import CHILD, Setting
+from tilelab.study.conduct.room import NotEnoughMemoryError
+from tilelab.study.need import gpu_need, host_need
+from tilelab.study.plan import planned
+from tilelab.study.records import store
+from tilelab.study.records.events import RunRecord
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study import report, store
-from tilewise.lab.study.conduct import cluster, environment
-from tilewise.lab.study.conduct.cluster import Cluster
-from tilewise.lab.study.conduct.conductor import Request, conduct
-from tilewise.lab.study.conduct.pool import RunError
-from tilewise.lab.study.conduct.process import CHILD, Setting
-from tilewise.lab.study.conduct.room import NotEnoughMemoryError
-from tilewise.lab.study.config import Study
-from tilewise.lab.study.need import gpu_need, host_need
-from tilewise.lab.study.plan import planned
-from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.run import RECORD, Run
 
 FAKE = "tests.lab.study.conduct.fake_child"
 _WAIT_S = 120.0

@@ -20,16 +20,20 @@ from rich.console import Console
 
 from tests.conftest import ROOT
 from tests.lab.study.records_of import config_of, experiment_of, study_of
+from tilelab.common import environment
+from tilelab.common.files import DiskFullError
+from tilelab.common.threads import crowded
+from tilelab.study import report
+from tilelab.study.ask.config import Study
+from tilelab.study.conduct import conductor
+from tilelab.study.conduct.conductor import Request, conduct, report_again
+from tilelab.study.conduct.pool import RunError
+from tilelab.study.conduct.room import NotEnoughMemoryError
+from tilelab.study.data.tokens import CorruptCacheError
+from tilelab.study.records import store
+from tilelab.study.records.events import CorruptRecordError
+from tilelab.study.verdict.judge import judge
 from tilewise.errors import InvalidArgument, TilewiseError
-from tilewise.lab.study import report, store
-from tilewise.lab.study.conduct import conductor, environment
-from tilewise.lab.study.conduct.conductor import Request, conduct
-from tilewise.lab.study.conduct.pool import RunError
-from tilewise.lab.study.conduct.room import NotEnoughMemoryError
-from tilewise.lab.study.config import Study
-from tilewise.lab.study.data.tokens import CorruptCacheError
-from tilewise.lab.study.files import DiskFullError
-from tilewise.lab.study.verdict.judge import judge
 
 FAKE = "tests.lab.study.conduct.fake_child"
 
@@ -106,6 +110,51 @@ def test_everything_is_said_done_and_written(place: Path) -> None:
     assert conducted.go() == 0
     assert "All 4 runs are done already." in conducted.said
     assert "to do" not in conducted.said
+
+
+@quick_report
+def test_a_run_whose_record_lost_steps_is_trained_again_and_that_is_said(place: Path) -> None:
+    conducted = Conducted(place)
+    assert conducted.go() == 0
+    record = conducted.folder / "runs/optimizers/lion/seed-0/record.jsonl"
+    lines = record.read_text().splitlines(keepends=True)
+    start, *others = lines
+    kept = [start, *(each for each in others if '"step": 2' not in each)]
+    record.write_text("".join(kept))
+    assert not _records(conducted)["optimizers/lion/seed-0"].done
+    record.write_text("".join([*lines[:3], start.replace('"from_step": 0', '"from_step": 3')]))
+    assert conducted.go() == 0
+    lost = "optimizers/lion/seed-0: 1 of 3 steps are in the record. The run is trained again"
+    assert lost in conducted.said
+    assert conducted.said.count("is trained again") == 1
+    assert all(record.done for record in _records(conducted).values())
+
+
+@quick_report
+def test_more_threads_than_cores_are_said(place: Path) -> None:
+    conducted = Conducted(place)
+    threads = len(os.sched_getaffinity(0)) + 1
+    assert conducted.go(threads=threads) == 0
+    assert f"Warning: --threads {threads} on {threads - 1} core" in conducted.said
+    assert "Take at most" in conducted.said
+
+
+def test_as_many_threads_as_cores_are_no_trouble() -> None:
+    assert crowded(1) == ""
+
+
+@quick_report
+def test_a_damaged_record_is_named_and_the_others_are_reported(place: Path) -> None:
+    conducted = Conducted(place)
+    assert conducted.go() == 0
+    record = conducted.folder / "runs/optimizers/lion/seed-0/record.jsonl"
+    record.write_text("{}\n" + record.read_text())
+    stream = io.StringIO()
+    with pytest.raises(CorruptRecordError, match=r"seed-0/record.jsonl, line 1"):
+        report_again(conducted.folder, Console(file=stream, width=120))
+    said = stream.getvalue()
+    assert "optimizers/lion/seed-0: its record is damaged. The report leaves it out." in said
+    assert "Report: " in said
 
 
 @pytest.fixture

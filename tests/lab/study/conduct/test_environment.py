@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.lab.study.conduct import environment
-from tilewise.lab.study.conduct.environment import describe, pinnable_cores
+from tilelab.common import environment
+from tilelab.common.environment import describe, pinnable_cores
 
 
 def test_it_says_versions_and_no_names() -> None:

@@ -9,11 +9,11 @@ import torch
 
 from tests.lab.study.records_of import config_of, experiment_of, study_of
 from tests.lab.study.train.toys import tokens_of
-from tilewise.lab.study.conduct import forecast
-from tilewise.lab.study.conduct.forecast import Price, data_key, price, run_s
-from tilewise.lab.study.config import Arm, RunConfig
-from tilewise.lab.study.plan import planned
-from tilewise.lab.study.tasks.task import Prepared
+from tilelab.study.ask.config import Arm, RunConfig
+from tilelab.study.conduct import forecast
+from tilelab.study.conduct.forecast import Price, data_key, price, run_s
+from tilelab.study.plan import planned
+from tilelab.study.tasks.task import Prepared
 
 PRICE = Price(layer=0.1, rest=0.2)
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.lab.study.records_of import Behaviour, records_of, study_of
-from tilewise.lab.study.conduct import index
-from tilewise.lab.study.conduct.index import INDEX, write_index
-from tilewise.lab.study.files import DiskFullError
-from tilewise.lab.study.records import RunRecord
+from tilelab.common.files import DiskFullError
+from tilelab.study.conduct import index
+from tilelab.study.conduct.index import INDEX, write_index
+from tilelab.study.records.events import RunRecord
 
 BEHAVIOURS = {"lion": Behaviour(diverged={0: 4}, stopped={1: 0}, starts=(0,))}
 

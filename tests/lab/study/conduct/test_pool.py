@@ -15,19 +15,19 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.lab.study.records_of import config_of, experiment_of, study_of
-from tilewise.lab.study.conduct import pool as pools
-from tilewise.lab.study.conduct.cores import Cores
-from tilewise.lab.study.conduct.follow import Follower
-from tilewise.lab.study.conduct.local import Local
-from tilewise.lab.study.conduct.pool import Lost, Pool, RunError, Worker
-from tilewise.lab.study.conduct.process import Setting
-from tilewise.lab.study.config import Arm, Study, Sweep
-from tilewise.lab.study.files import DiskFullError
-from tilewise.lab.study.plan import Agenda, Task
-from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.run import RECORD, Run
-from tilewise.lab.study.store import read_records
-from tilewise.lab.study.train.child import Job
+from tilelab.common.files import DiskFullError
+from tilelab.study.ask.config import Arm, Study, Sweep
+from tilelab.study.ask.run import RECORD, Run
+from tilelab.study.conduct import pool as pools
+from tilelab.study.conduct.cores import Cores
+from tilelab.study.conduct.follow import Follower
+from tilelab.study.conduct.local import Local
+from tilelab.study.conduct.pool import Lost, Pool, RunError, Worker
+from tilelab.study.conduct.process import Setting
+from tilelab.study.plan import Agenda, Task
+from tilelab.study.records.events import RunRecord
+from tilelab.study.records.store import read_records
+from tilelab.study.train.child import Job
 
 FAKE = "tests.lab.study.conduct.fake_child"
 

@@ -10,13 +10,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from tilewise.chips import CHIPS
-from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.lab.study import command, recipes
-from tilewise.lab.study.conduct import conductor
-from tilewise.lab.study.conduct.conductor import Request
-from tilewise.lab.study.conduct.predict import dry_run, gpu_named, predict
-from tilewise.lab.study.config import (
+from tilelab.study import command, recipes
+from tilelab.study.ask.config import (
     Attention,
     Budget,
     Data,
@@ -27,10 +22,15 @@ from tilewise.lab.study.config import (
     Variant,
     change,
 )
-from tilewise.lab.study.need import gpu_need, need, parameters
-from tilewise.lab.study.overrides import apply
-from tilewise.lab.study.plan import planned
-from tilewise.lab.study.store import folder_of
+from tilelab.study.ask.overrides import apply
+from tilelab.study.conduct import conductor
+from tilelab.study.conduct.conductor import Request
+from tilelab.study.conduct.predict import dry_run, gpu_named, predict
+from tilelab.study.need import gpu_need, need, parameters
+from tilelab.study.plan import planned
+from tilelab.study.records.store import folder_of
+from tilewise.chips import CHIPS
+from tilewise.errors import InvalidArgument, Unsupported
 
 H200 = CHIPS["h200"]
 SMALL = RunConfig(

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from tests.lab.study.records_of import config_of, experiment_of, study_of
-from tilewise.lab.study.conduct.room import NotEnoughMemoryError, available_bytes, room_for
-from tilewise.lab.study.config import Arm
-from tilewise.lab.study.need import gpu_need, host_need, need
-from tilewise.lab.study.plan import planned
-from tilewise.lab.study.tasks.language import LanguageModelling
-from tilewise.lab.study.tasks.task import DataBytes
+from tilelab.study.ask.config import Arm
+from tilelab.study.conduct.room import NotEnoughMemoryError, available_bytes, room_for
+from tilelab.study.need import gpu_need, host_need, need
+from tilelab.study.plan import planned
+from tilelab.study.tasks.language import LanguageModelling
+from tilelab.study.tasks.task import DataBytes
 
 
 def tasks_of(**changes: Any) -> Any:

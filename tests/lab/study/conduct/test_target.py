@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.lab.study.records_of import experiment_of, study_of
+from tilelab.study.conduct.target import check_target
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.conduct.target import check_target
 
 FIRST = {"step": 0, "loss": 5.5, "bits_per_byte": 7.9}
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from rich.console import Console
 
 from tests.lab.study.records_of import Behaviour, experiment_of, records_of, study_of
-from tilewise.lab.study.conduct import words
-from tilewise.lab.study.config import Arm, Sweep
-from tilewise.lab.study.plan import planned
-from tilewise.lab.study.verdict.judge import judge
+from tilelab.study.ask.config import Arm, Sweep
+from tilelab.study.conduct import words
+from tilelab.study.plan import planned
+from tilelab.study.verdict.judge import judge
 
 SWEEP = Sweep(values=dict.fromkeys(("baseline", "lion", "wsd", "lion+wsd"), (0.001, 0.002)))
 

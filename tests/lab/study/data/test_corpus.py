@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tilelab.study.data import corpus
+from tilelab.study.data.corpus import Corpus, Piece, load, standard_library
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.data import corpus
-from tilewise.lab.study.data.corpus import Corpus, Piece, load, standard_library
 
 CAP = 1 << 24
 

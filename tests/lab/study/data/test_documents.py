@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tilewise.lab.study.config import Data
-from tilewise.lab.study.data import documents, wikitext
-from tilewise.lab.study.data.tokens import CorruptCacheError, prepare
+from tilelab.study.ask.config import Data
+from tilelab.study.data import documents, wikitext
+from tilelab.study.data.tokens import CorruptCacheError, prepare
 
 WIKI = (
     " \n = First article = \n \n Some words . \n \n = = A heading = = \n \n More words . \n"
@@ -73,7 +73,7 @@ def test_articles_begin_with_their_titles() -> None:
 def test_the_articles_of_wikitext(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """60 in the validation text, by its own count."""
     monkeypatch.setenv("TILEWISE_DATA", str(shared_data))
-    from tilewise.lab.study.data import corpus
+    from tilelab.study.data import corpus
 
     text = corpus.load("wikitext-103", 0.05, 1 << 20)
     train, held_out = text.documents()

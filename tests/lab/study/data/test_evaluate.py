@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.lab.study.data.texts import tokens_of
-from tilewise.lab.study.data import evaluate as module
-from tilewise.lab.study.data.evaluate import Score, evaluate, word_perplexity
-from tilewise.lab.study.data.order import Windows, evaluation_windows, strided
-from tilewise.lab.study.data.tokens import Tokens
+from tilelab.study.data import evaluate as module
+from tilelab.study.data.evaluate import Score, evaluate, word_perplexity
+from tilelab.study.data.order import Windows, evaluation_windows, strided
+from tilelab.study.data.tokens import Tokens
 
 
 class Bigram(nn.Module):
@@ -145,7 +145,7 @@ def test_word_perplexity_of_a_sample_is_scaled_by_bytes() -> None:
 
 def test_the_loss_of_a_real_model_is_that_of_the_reference(shared_data: Path) -> None:
     pytest.importorskip("safetensors")
-    from tilewise.lab.models.gpt2 import load
+    from tilelab.models.gpt2 import load
 
     folder = shared_data / "models" / "tiny-gpt2-bytes-wikitext"
     with gzip.open(shared_data / "wikitext" / "wikitext103.valid.tokens.txt.gz") as file:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.lab.study.data.texts import tokens_of
+from tilelab.study.data.order import Batches, _mixed, evaluation_windows, strided
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.data.order import Batches, _mixed, evaluation_windows, strided
 
 GOLDEN_7 = [12, 62, 22, 32, 2, 52, 72, 42, 82, 36, 46, 86]
 GOLDEN_8 = [16, 66, 36]

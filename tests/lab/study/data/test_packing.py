@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from tests.lab.study.train.toys import CONFIG, tokens_of
-from tilewise.errors import InvalidArgument
-from tilewise.lab.study.config import change
-from tilewise.lab.study.data.documents import Documents
-from tilewise.lab.study.data.order import evaluation_windows, strided
-from tilewise.lab.study.data.packing import (
+from tilelab.study.ask.config import change
+from tilelab.study.data.documents import Documents
+from tilelab.study.data.order import evaluation_windows, strided
+from tilelab.study.data.packing import (
     IGNORED,
     Packed,
     Padded,
@@ -24,7 +23,8 @@ from tilewise.lab.study.data.packing import (
     attended,
     shortened,
 )
-from tilewise.lab.study.data.tokens import Tokens
+from tilelab.study.data.tokens import Tokens
+from tilewise.errors import InvalidArgument
 
 BEGINS = [0, 1, 40, 41, 43, 100, 260, 261, 330]
 

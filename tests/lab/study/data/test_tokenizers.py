@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tilelab.study.data import tokenizers as module
+from tilelab.study.data.tokenizers import Tokenizer, tokenizer
 from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.lab.study.data import tokenizers as module
-from tilewise.lab.study.data.tokenizers import Tokenizer, tokenizer
 
 KNOWN = {
     "Hello world": [15496, 995],

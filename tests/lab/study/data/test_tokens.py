@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tilelab.common.files import DiskFullError
+from tilelab.study.ask.config import Data
+from tilelab.study.data import tokens as module
+from tilelab.study.data.tokens import CorruptCacheError, Tokens, prepare
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.config import Data
-from tilewise.lab.study.data import tokens as module
-from tilewise.lab.study.data.tokens import CorruptCacheError, Tokens, prepare
-from tilewise.lab.study.files import DiskFullError
 
 TEXT = "".join(f"line {index} of a text\n" for index in range(200))
 
@@ -198,8 +198,8 @@ def test_processes_wait_for_the_one_that_makes_it(data: Data, tmp_path: Path) ->
     script = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from tilewise.lab.study.config import Data\n"
-        "from tilewise.lab.study.data import tokens\n"
+        "from tilelab.study.ask.config import Data\n"
+        "from tilelab.study.data import tokens\n"
         "write = tokens._write\n"
         "def slow(*arguments):\n"
         "    print('made', flush=True)\n"

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tilelab.study.data.wikitext import NAMES, detokenise, find, inside, words
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.data.wikitext import NAMES, detokenise, find, inside, words
 
 GOLDEN = {
     " \n = Robert Boulter = \n \n": "\n= Robert Boulter =\n\n",

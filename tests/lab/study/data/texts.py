@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.lab.study.data.tokens import Tokens
+from tilelab.study.data.tokens import Tokens
 
 
 def tokens_of(

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tilelab.study.recipes.arms import factorial, one_at_a_time
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.recipes.arms import factorial, one_at_a_time
 
 LION = {"optimizer": "lion"}
 WSD = {"schedule": {"name": "wsd"}}

@@ -6,21 +6,14 @@ import json
 
 import pytest
 
+from tilelab.study import recipes
+from tilelab.study.ask.config import Experiment, Sequential, Study, change, config_hash, parse
+from tilelab.study.need import gpu_need, need
+from tilelab.study.plan import planned
+from tilelab.study.recipes.lengths import plain_attention_bytes
+from tilelab.study.verdict.stages import combined
 from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study import recipes
-from tilewise.lab.study.config import (
-    Experiment,
-    Sequential,
-    Study,
-    change,
-    config_hash,
-    parse,
-)
-from tilewise.lab.study.need import gpu_need, need
-from tilewise.lab.study.plan import planned
-from tilewise.lab.study.recipes.lengths import plain_attention_bytes
-from tilewise.lab.study.verdict.stages import combined
 
 STUDIES = {name: recipes.find(name).study() for name in recipes.names()}
 ALL = [*STUDIES.values(), recipes.find("wikitext").study(preset="h200")]

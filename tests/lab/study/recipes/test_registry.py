@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from tilelab.study import recipes
+from tilelab.study.ask.config import Study
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study import recipes
-from tilewise.lab.study.config import Study
 
 MINE = '''
 from __future__ import annotations
 from dataclasses import dataclass
-from tilewise.lab.study.config import Arm, Experiment, Model, RunConfig, Study
+from tilelab.study.ask.config import Arm, Experiment, Model, RunConfig, Study
 
 def mine(*, width: int = 32, seeds: int = 2):
     """My own question.

@@ -15,11 +15,11 @@ from tests.lab.study.records_of import (
     study_of,
     write,
 )
-from tilewise.lab.study.config import Arm, Study, Sweep
-from tilewise.lab.study.plan import chosen_value
-from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.run import finals
-from tilewise.lab.study.store import StoredStudy, begin
+from tilelab.study.ask.config import Arm, Study, Sweep
+from tilelab.study.ask.run import finals
+from tilelab.study.plan import chosen_value
+from tilelab.study.records.events import RunRecord
+from tilelab.study.records.store import StoredStudy, begin
 
 EVIL = "</pre></table><script>alert('x')</script><img src=x onerror=alert(1)>`|*_[a](b)\u202e&"
 COMMAND = "tilewise study run laptop --set 'seeds=0,1,2'"

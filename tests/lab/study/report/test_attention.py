@@ -13,11 +13,11 @@ pytest.importorskip("scipy")
 
 from tests.lab.study.records_of import config_of, experiment_of, records_of, study_of
 from tests.lab.study.report.samples import folder_of
-from tilewise.lab.study.config import Arm
-from tilewise.lab.study.records import LayerSoftmax, RunRecord
-from tilewise.lab.study.report import write
-from tilewise.lab.study.report.attention import attention_charts, layers_of
-from tilewise.lab.study.verdict.measures import measure, over_seeds
+from tilelab.study.ask.config import Arm
+from tilelab.study.records.events import LayerSoftmax, RunRecord
+from tilelab.study.report import write
+from tilelab.study.report.attention import attention_charts, layers_of
+from tilelab.study.verdict.measures import measure, over_seeds
 
 STUDY = study_of(
     experiment_of(

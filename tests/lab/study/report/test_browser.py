@@ -19,7 +19,7 @@ pytest.importorskip("scipy")
 from PIL import Image
 
 from tests.lab.study.report.samples import folder_of, rich_study
-from tilewise.lab.study.report import write
+from tilelab.study.report import write
 
 DARK = "--blink-settings=preferredColorScheme=0"
 PHONE, DESK = 380, 1280

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from tilewise.lab.study.report.curves import loss_chart
-from tilewise.lab.study.report.series import Series
+from tilelab.study.report.curves import loss_chart
+from tilelab.study.report.series import Series
 
 
 @pytest.mark.parametrize("loss", [5.5, 0.0])

@@ -8,8 +8,8 @@ import pytest
 
 from tests.lab.study.records_of import Behaviour, experiment_of, records_of, study_of
 from tests.lab.study.report.samples import folder_of
-from tilewise.lab.study import report
-from tilewise.lab.study.config import Sequential
+from tilelab.study import report
+from tilelab.study.ask.config import Sequential
 
 
 @pytest.fixture(scope="module")

@@ -23,12 +23,12 @@ from tests.lab.study.report.samples import (
     kernels_experiment,
     rich_study,
 )
+from tilelab.study.ask.config import Arm, Study, Sweep
+from tilelab.study.records.events import RunRecord, Sample
+from tilelab.study.report import write
+from tilelab.study.report.definitions import DEFINITIONS
+from tilelab.study.report.gather import gather
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.config import Arm, Study, Sweep
-from tilewise.lab.study.records import CorruptRecordError, RunRecord, Sample
-from tilewise.lab.study.report import write
-from tilewise.lab.study.report.definitions import DEFINITIONS
-from tilewise.lab.study.report.gather import gather
 
 MINUS, TIMES = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
 
@@ -412,13 +412,18 @@ def test_many_arms_with_long_names(tmp_path: Path) -> None:
 def test_what_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="study"):
         write(tmp_path)
+
+
+def test_a_damaged_record_does_not_hide_the_report_of_the_others(tmp_path: Path) -> None:
     study = _study("lion")
-    folder = folder_of(tmp_path / "x", study, records_of(study))
-    record = next((folder / "runs").rglob("record.jsonl"))
+    folder = folder_of(tmp_path, study, records_of(study))
+    record = folder / "runs/optimizers/lion/seed-1/record.jsonl"
     record.write_text("{}\n" + record.read_text())
-    with pytest.raises(CorruptRecordError):
-        write(folder)
-    assert not (folder / "report.html").exists()
+    reader, source, text = _written(folder)
+    for page in (reader.text, text):
+        assert "optimizers/lion/seed-1: its record is damaged and left out" in page
+        assert "optimizers/lion/seed-0: its record" not in page
+    assert "<svg" in source
 
 
 def test_the_link_to_the_definitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.lab.study.records_of import Behaviour, experiment_of, records_of, study_of
-from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.report.series import curve, difference
+from tilelab.study.records.events import RunRecord
+from tilelab.study.report.series import curve, difference
 
 
 def _arms(**behaviours: Behaviour) -> dict[str, dict[int, RunRecord]]:

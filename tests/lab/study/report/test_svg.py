@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("matplotlib")
 
-from tilewise.lab.study.report.svg import (
+from tilelab.common.svg import (
     ARM_COLOURS,
     SOFT,
     arm_colour,

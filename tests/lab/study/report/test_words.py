@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 
-from tilewise.lab.study.report import words
+from tilelab.study.verdict import counts as words
 
 MINUS, TIMES = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tilewise.lab.study.config import (
+from tilelab.study.ask.config import (
     Attention,
     Budget,
     Data,

@@ -13,11 +13,11 @@ from tests.lab.study.tasks.small import config_of as of_glue
 from tests.lab.study.tasks.small import sentence, write_glue
 from tests.lab.study.tasks.test_images import config_of as of_images
 from tests.lab.study.tasks.test_long import config_of, prepared, write_objects
-from tilewise.lab.study.config import Data, change
-from tilewise.lab.study.data.corpus import data_folder
-from tilewise.lab.study.data.order import shuffled
-from tilewise.lab.study.tasks import images_files
-from tilewise.lab.study.tasks.images_files import read
+from tilelab.study.ask.config import Data, change
+from tilelab.study.data.corpus import data_folder
+from tilelab.study.data.order import shuffled
+from tilelab.study.tasks import images_files
+from tilelab.study.tasks.images_files import read
 
 FOLDER = data_folder()
 

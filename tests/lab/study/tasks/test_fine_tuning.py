@@ -8,8 +8,8 @@ import pytest
 
 from tests.lab.study.in_process import page_of, quickly, records, run, verdicts
 from tests.lab.study.tasks.small import write_glue
-from tilewise.lab.models.bert import BERT, Shape
-from tilewise.lab.study.data.corpus import data_folder
+from tilelab.models.bert import BERT, Shape
+from tilelab.study.data.corpus import data_folder
 
 pytest.importorskip("tokenizers")
 _FOLDER = data_folder()
@@ -22,7 +22,7 @@ RECIPE = '''
 from pathlib import Path
 
 from tests.lab.study.tasks.small import config_of
-from tilewise.lab.study.config import *
+from tilelab.study.ask.config import *
 
 def tuned(*, weights: str = "") -> Study:
     """From scratch, and from a checkpoint."""

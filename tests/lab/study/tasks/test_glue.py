@@ -12,19 +12,19 @@ import torch
 
 from tests.lab.study.tasks.small import FOLDERS, LABELS, config_of, sentence, write_glue
 from tests.lab.study.train.toys import CPU, record_of
+from tilelab.models.bert import BERT, Head, Shape
+from tilelab.study.ask.config import Experiment, RunConfig, change, config_hash
+from tilelab.study.ask.metrics import METRICS
+from tilelab.study.ask.run import Run
+from tilelab.study.data.corpus import data_folder
+from tilelab.study.need import parameters
+from tilelab.study.tasks.classification import Output
+from tilelab.study.tasks.examples import Examples, Ragged, joined
+from tilelab.study.tasks.glue_files import DATASETS, read
+from tilelab.study.train.memory_split import PeakMeter
+from tilelab.study.train.session import Session
+from tilelab.study.train.trainer import Trainer
 from tilewise.errors import InvalidArgument
-from tilewise.lab.models.bert import BERT, Head, Shape
-from tilewise.lab.study.config import Experiment, RunConfig, change, config_hash
-from tilewise.lab.study.data.corpus import data_folder
-from tilewise.lab.study.metrics import METRICS
-from tilewise.lab.study.need import parameters
-from tilewise.lab.study.run import Run
-from tilewise.lab.study.tasks.classification import Output
-from tilewise.lab.study.tasks.examples import Examples, Ragged, joined
-from tilewise.lab.study.tasks.glue_files import DATASETS, read
-from tilewise.lab.study.train.memory_split import PeakMeter
-from tilewise.lab.study.train.session import Session
-from tilewise.lab.study.train.trainer import Trainer
 
 pytest.importorskip("tokenizers")
 _FOLDER = data_folder()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.lab.study.tasks.small import write_glue
+from tilelab.study.tasks.glue_files import DATASETS, read
 from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.lab.study.tasks.glue_files import DATASETS, read
 
 # Columns and splits of nyu-mll/glue, which the code under test has its own table of.
 ON_THE_HUB = {

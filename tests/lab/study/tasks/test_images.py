@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from tests.lab.study.train.toys import CPU, record_of
-from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.lab.models.vit import Shape, ViT
-from tilewise.lab.study.config import (
+from tilelab.models.vit import Shape, ViT
+from tilelab.study.ask.config import (
     Attention,
     Budget,
     Data,
@@ -25,16 +24,17 @@ from tilewise.lab.study.config import (
     Variant,
     change,
 )
-from tilewise.lab.study.data.corpus import data_folder
-from tilewise.lab.study.need import need, parameters
-from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.run import RECORD, Run
-from tilewise.lab.study.tasks.images import VARIANTS
-from tilewise.lab.study.tasks.images_files import NAMED, Images, read
-from tilewise.lab.study.train.child import Job, work
-from tilewise.lab.study.train.memory_split import PeakMeter
-from tilewise.lab.study.train.session import Session
-from tilewise.lab.study.train.trainer import Trainer
+from tilelab.study.ask.run import RECORD, Run
+from tilelab.study.data.corpus import data_folder
+from tilelab.study.need import need, parameters
+from tilelab.study.records.events import RunRecord
+from tilelab.study.tasks.images import VARIANTS
+from tilelab.study.tasks.images_files import NAMED, Images, read
+from tilelab.study.train.child import Job, work
+from tilelab.study.train.memory_split import PeakMeter
+from tilelab.study.train.session import Session
+from tilelab.study.train.trainer import Trainer
+from tilewise.errors import InvalidArgument, Unsupported
 
 SIDE = 8
 

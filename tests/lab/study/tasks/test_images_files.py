@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tilelab.study.ask.config import Data
+from tilelab.study.tasks.images_files import read
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.config import Data
-from tilewise.lab.study.tasks.images_files import read
 
 
 def write(path: Path, count: int, side: int) -> None:

@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from tests.lab.study.train.toys import CPU
-from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.lab.models.bert import BERT, Head
-from tilewise.lab.study.choices import variants
-from tilewise.lab.study.config import (
+from tilelab.models.bert import BERT, Head
+from tilelab.study.ask.config import (
     Attention,
     Budget,
     Data,
@@ -27,14 +25,16 @@ from tilewise.lab.study.config import (
     Variant,
     change,
 )
-from tilewise.lab.study.data.corpus import data_folder
-from tilewise.lab.study.metrics import METRICS
-from tilewise.lab.study.need import VOCABULARY, parameters
-from tilewise.lab.study.run import Run
-from tilewise.lab.study.tasks import scores
-from tilewise.lab.study.tasks.examples import Examples
-from tilewise.lab.study.tasks.listops import tokens_of
-from tilewise.lab.study.train.trainer import Trainer
+from tilelab.study.ask.metrics import METRICS
+from tilelab.study.ask.run import Run
+from tilelab.study.choices import variants
+from tilelab.study.data.corpus import data_folder
+from tilelab.study.need import VOCABULARY, parameters
+from tilelab.study.tasks import scores
+from tilelab.study.tasks.examples import Examples
+from tilelab.study.tasks.listops import tokens_of
+from tilelab.study.train.trainer import Trainer
+from tilewise.errors import InvalidArgument, Unsupported
 
 EXPRESSIONS = [
     ("( ( ( [MAX 2 ) 9 ) ] )", 9),

@@ -11,17 +11,17 @@ import torch
 
 from tests.lab.study.tasks.small import WORDS, config_of
 from tests.lab.study.train.toys import CPU, record_of
+from tilelab.study.ask.config import RunConfig, change
+from tilelab.study.ask.run import Run
+from tilelab.study.data.corpus import data_folder
+from tilelab.study.data.tokenizers import tokenizer
+from tilelab.study.data.wordpiece import WordPiece, wordpiece
+from tilelab.study.need import parameters
+from tilelab.study.tasks.masked import mask
+from tilelab.study.train.memory_split import PeakMeter
+from tilelab.study.train.session import Session
+from tilelab.study.train.trainer import Trainer
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.config import RunConfig, change
-from tilewise.lab.study.data.corpus import data_folder
-from tilewise.lab.study.data.tokenizers import tokenizer
-from tilewise.lab.study.data.wordpiece import WordPiece, wordpiece
-from tilewise.lab.study.need import parameters
-from tilewise.lab.study.run import Run
-from tilewise.lab.study.tasks.masked import mask
-from tilewise.lab.study.train.memory_split import PeakMeter
-from tilewise.lab.study.train.session import Session
-from tilewise.lab.study.train.trainer import Trainer
 
 pytest.importorskip("tokenizers")
 _FOLDER = data_folder()

@@ -9,14 +9,14 @@ import pytest
 
 from tests.lab.study.tasks.small import WORDS, config_of, write_glue
 from tests.lab.study.train.toys import Killed, killed_after
-from tilewise.lab.study.conduct.process import Process, Setting
-from tilewise.lab.study.config import RunConfig, change
-from tilewise.lab.study.data.corpus import data_folder
-from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.run import Run
-from tilewise.lab.study.train import child
-from tilewise.lab.study.train.child import Job
-from tilewise.lab.study.train.team import Strategy
+from tilelab.study.ask.config import RunConfig, change
+from tilelab.study.ask.run import Run
+from tilelab.study.conduct.process import Process, Setting
+from tilelab.study.data.corpus import data_folder
+from tilelab.study.records.events import RunRecord
+from tilelab.study.train import child
+from tilelab.study.train.child import Job
+from tilelab.study.train.team import Strategy
 
 pytest.importorskip("tokenizers")
 _FOLDER = data_folder()

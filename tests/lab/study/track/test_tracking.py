@@ -24,14 +24,15 @@ from tests.lab.study.records_of import (
     study_of,
     write,
 )
+from tilelab.study import report
+from tilelab.study.ask.run import Run
+from tilelab.study.conduct.conductor import Request, conduct
+from tilelab.study.records import store
+from tilelab.study.records.events import LayerSoftmax, RunRecord
+from tilelab.study.track.registry import trackers
+from tilelab.study.track.tracker import AbstractTracker, Point, TrackedRun
+from tilelab.study.track.tracking import Tracking
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study import report, store
-from tilewise.lab.study.conduct.conductor import Request, conduct
-from tilewise.lab.study.records import LayerSoftmax, RunRecord
-from tilewise.lab.study.run import Run
-from tilewise.lab.study.track.registry import trackers
-from tilewise.lab.study.track.tracker import AbstractTracker, Point, TrackedRun
-from tilewise.lab.study.track.tracking import Tracking
 
 STEPS, EVERY = 40, 10
 TOKENS = 4 * 64  # of a step of ``config_of``
@@ -292,7 +293,7 @@ def test_tokens_are_those_that_steps_say(tmp_path: Path) -> None:
 
 TRACKER = '''
 import json
-from tilewise.lab.study.track.tracker import AbstractTracker
+from tilelab.study.track.tracker import AbstractTracker
 
 class Lines(AbstractTracker):
     """A line a point."""
@@ -365,7 +366,7 @@ def test_a_study_with_a_tracker_of_ones_own(
 def test_without_its_package_a_tracker_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "tilewise.lab.study.track.mlflow", raising=False)
+    monkeypatch.delitem(sys.modules, "tilelab.study.track.mlflow", raising=False)
     for module in ("mlflow", "mlflow.entities"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(InvalidArgument, match=r"--track.*pip install 'tilewise\[track\]'"):
@@ -374,7 +375,7 @@ def test_without_its_package_a_tracker_says_how_to_get_it(
 
 def test_no_tracker_is_imported_before_it_is_asked_for() -> None:
     code = (
-        "import sys, tilewise.lab.study.command; "
+        "import sys, tilelab.study.command; "
         "assert not {'mlflow', 'tensorboard', 'ray'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

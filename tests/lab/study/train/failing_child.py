@@ -7,9 +7,9 @@ import signal
 import sys
 from typing import Any
 
+from tilelab.study.train import child
+from tilelab.study.train.trainer import Trainer
 from tilewise.errors import TilewiseError
-from tilewise.lab.study.train import child
-from tilewise.lab.study.train.trainer import Trainer
 
 _take = Trainer.step
 

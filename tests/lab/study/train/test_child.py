@@ -20,11 +20,11 @@ import pytest
 import torch
 
 from tests.lab.study.train.toys import CPU, run_of, text_file, tokens_of
+from tilelab.study.ask.run import RECORD, Run
+from tilelab.study.records.events import RunRecord
+from tilelab.study.train import child
+from tilelab.study.train.child import EXPECTED_ERROR, ORPHANED, Job, work
 from tilewise.errors import InvalidArgument, TilewiseError
-from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.run import RECORD, Run
-from tilewise.lab.study.train import child
-from tilewise.lab.study.train.child import EXPECTED_ERROR, ORPHANED, Job, work
 
 _WAIT_S = 120.0
 
@@ -50,7 +50,7 @@ def _line(run: Run, tmp_path: Path, study: str = "study", **more: Any) -> str:
 def _process(line: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
     """A child that was told its job, its input still open."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tilewise.lab.study.train.child"],
+        [sys.executable, "-m", "tilelab.study.train.child"],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

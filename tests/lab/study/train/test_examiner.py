@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 
 from tests.lab.study.train.toys import tokens_of, trainer_of
-from tilewise.lab.study.train.examiner import Examiner
-from tilewise.lab.study.train.trainer import Trainer
+from tilelab.study.train.examiner import Examiner
+from tilelab.study.train.trainer import Trainer
 
 TOKENS = tokens_of()
 

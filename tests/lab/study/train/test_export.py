@@ -15,21 +15,21 @@ from tests.lab.study.records_of import study_of
 from tests.lab.study.tasks import test_images as images
 from tests.lab.study.tasks.small import WORDS, config_of, write_glue
 from tests.lab.study.train.toys import CONFIG, CPU, record_of, text_file
+from tilelab.models import bert, gpt2, vit
+from tilelab.study.ask.config import Experiment, RunConfig, change
+from tilelab.study.ask.run import RECORD, Run
+from tilelab.study.data.corpus import data_folder
+from tilelab.study.records import store
+from tilelab.study.records.events import RunRecord
+from tilelab.study.train import child
+from tilelab.study.train.child import Job
+from tilelab.study.train.export import export
+from tilelab.study.train.memory_split import PeakMeter
+from tilelab.study.train.session import Session
+from tilelab.study.train.state import CHECKPOINT, CheckpointError
+from tilelab.study.train.trainer import Trainer
 from tilewise import cli
 from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.lab.models import bert, gpt2, vit
-from tilewise.lab.study import store
-from tilewise.lab.study.config import Experiment, RunConfig, change
-from tilewise.lab.study.data.corpus import data_folder
-from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.run import RECORD, Run
-from tilewise.lab.study.train import child
-from tilewise.lab.study.train.child import Job
-from tilewise.lab.study.train.export import export
-from tilewise.lab.study.train.memory_split import PeakMeter
-from tilewise.lab.study.train.session import Session
-from tilewise.lab.study.train.state import CHECKPOINT, CheckpointError
-from tilewise.lab.study.train.trainer import Trainer
 
 _FOLDER = data_folder()
 FACTORS: dict[str, Any] = {
@@ -135,7 +135,7 @@ def test_a_masked_run_feeds_one_of_glue_by_the_command(
         assert record.end.status == "done"
         # And on from there, from MNLI to RTE; the table of positions is the first run's still.
         assert exported("tuned/baseline", tmp_path / "again") == 0
-        assert "tilewise.lab.models.bert loads it" in capsys.readouterr().out
+        assert "tilelab.models.bert loads it" in capsys.readouterr().out
         assert exported("tuned/baseline", tmp_path / "again") == 2
         assert "config.json, model.safetensors; required: a folder that is empty" in (
             capsys.readouterr().err
@@ -175,7 +175,7 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path, monkeypatch: pytest.Mo
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     with monkeypatch.context() as patch:
-        patch.setattr("tilewise.lab.models.folders.save_file", full)
+        patch.setattr("tilelab.models.folders.save_file", full)
         with pytest.raises(InvalidArgument, match=r"folder: got .*full \(I/O error: No space left"):
             export(record, run / CHECKPOINT, tmp_path / "full")
     with pytest.raises(CheckpointError, match="nothing is left of the weights of toy/arm/seed-1"):

@@ -11,10 +11,10 @@ import pytest
 
 from tests.lab.study.train.test_session import _bits, _kill_at
 from tests.lab.study.train.toys import CPU, STEPS, record_of, run_of, session_of, tokens_of
-from tilewise.lab.study.data.documents import Documents
-from tilewise.lab.study.data.tokens import Tokens
-from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.train.trainer import Trainer
+from tilelab.study.data.documents import Documents
+from tilelab.study.data.tokens import Tokens
+from tilelab.study.records.events import RunRecord
+from tilelab.study.train.trainer import Trainer
 
 WARM = {"training.length_warmup": {"start": 4, "steps": 4}}
 CHANGES: list[dict[str, Any]] = [

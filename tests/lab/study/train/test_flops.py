@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 
+from tilelab.study.ask.config import Model, RunConfig
+from tilelab.study.train.flops import dtype_of, gemm_peak_flops_s, peak_flops_s, per_token
+from tilewise.commands import peaks
 from tilewise.kernels.cpu.core import absence
-from tilewise.lab.bench import peaks
-from tilewise.lab.study.config import Model, RunConfig
-from tilewise.lab.study.train.flops import dtype_of, gemm_peak_flops_s, peak_flops_s, per_token
 
 
 def test_operations_per_token_by_hand() -> None:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tilewise
+from tilelab.models.gpt2 import GPT2, Shape
+from tilelab.study.train.guard import Guard, kernel_of
 from tilewise import masks, scores
-from tilewise.lab.models.gpt2 import GPT2, Shape
-from tilewise.lab.study.train.guard import Guard, kernel_of
 from tilewise.nn import Attention, Implementation
 
 OTHER = "tiled"

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from tilewise.lab.memory import resident_bytes
-from tilewise.lab.models.gpt2 import GPT2, Shape
-from tilewise.lab.study.train.memory_split import (
+from tilelab.common.memory import resident_bytes
+from tilelab.models.gpt2 import GPT2, Shape
+from tilelab.study.train.memory_split import (
     PeakMeter,
     gradients_bytes,
     optimizer_bytes,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from tests.lab.study.train.toys import trainer_of
-from tilewise.lab.study.train.nudge import nudge
-from tilewise.lab.study.train.trainer import Trainer
+from tilelab.study.tasks.nudge import nudge
+from tilelab.study.train.trainer import Trainer
 
 NUDGED = {"model.nudge": True}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tilewise.lab.study.train.objective import losses
+from tilelab.study.tasks.objective import losses
 
 LOGITS = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 TARGETS = torch.randint(0, 7, (2, 5), generator=torch.Generator().manual_seed(1))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.lab.study.train.toys import record_of, session_of
-from tilewise.lab.models.gpt2 import GPT2, Shape
-from tilewise.lab.study.train.sampler import printable, sample
+from tilelab.models.gpt2 import GPT2, Shape
+from tilelab.study.tasks.sampler import printable, sample
 
 
 def model(**changes: Any) -> GPT2:

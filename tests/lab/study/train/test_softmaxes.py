@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tilelab.models import bert
+from tilelab.models.gpt2 import GPT2, Shape
+from tilelab.models.packed import pack
+from tilelab.study.records.events import LayerSoftmax
+from tilelab.study.tasks.softmaxes import look_at, watched
 from tilewise import nn
 from tilewise.errors import Unsupported
 from tilewise.functional import SoftmaxStats
-from tilewise.lab.models import bert
-from tilewise.lab.models.gpt2 import GPT2, Shape
-from tilewise.lab.models.packed import pack
-from tilewise.lab.study.records import LayerSoftmax
-from tilewise.lab.study.train.softmaxes import look_at, watched
 from tilewise.nn.implementations import Ask, with_weights
 
 SHAPE = Shape(layers=3, heads=2, width=16, context=12, vocabulary=31, kv_heads=1)

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tilewise.lab.study.files import DiskFullError
-from tilewise.lab.study.train.state import (
+from tilelab.common.files import DiskFullError
+from tilelab.study.train.state import (
     CheckpointError,
     State,
     pack,

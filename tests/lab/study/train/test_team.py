@@ -16,15 +16,15 @@ from torch import nn
 
 from tests.conftest import ROOT
 from tests.lab.study.train.toys import Killed, killed_after, run_of, text_file
+from tilelab.study.ask.run import Run
+from tilelab.study.conduct.process import Process, Setting
+from tilelab.study.data.order import micro_batch_seed
+from tilelab.study.records.events import RunRecord
+from tilelab.study.train import child
+from tilelab.study.train.child import EXPECTED_ERROR, Job
+from tilelab.study.train.state import CHECKPOINT
+from tilelab.study.train.team import ALONE, Strategy, Team, check, cut_like, local, whole
 from tilewise.errors import InvalidArgument
-from tilewise.lab.study.conduct.process import Process, Setting
-from tilewise.lab.study.data.order import micro_batch_seed
-from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.run import Run
-from tilewise.lab.study.train import child
-from tilewise.lab.study.train.child import EXPECTED_ERROR, Job
-from tilewise.lab.study.train.state import CHECKPOINT
-from tilewise.lab.study.train.team import ALONE, Strategy, Team, check, cut_like, local, whole
 
 DROPOUT = {"model.dropout": {"embedding": 0.1, "attention": 0.1, "residual": 0.1}}
 
@@ -238,7 +238,7 @@ def test_one_process_has_nothing_to_put_together() -> None:
 def test_torchrun_is_told_what_to_do_instead(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tilewise.lab.study import command
+    from tilelab.study import command
 
     monkeypatch.setitem(os.environ, "TORCHELASTIC_RUN_ID", "x")
     assert command.main([]) == 2

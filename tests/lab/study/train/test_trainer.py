@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.lab.study.train.toys import CPU, STEPS, run_of, tokens_of, trainer_of
-from tilewise.lab.study import need as needs
-from tilewise.lab.study.tasks.task import Batch
-from tilewise.lab.study.train.state import weights_sha256
-from tilewise.lab.study.train.trainer import Diverged, Trainer
+from tilelab.study import need as needs
+from tilelab.study.tasks.task import Batch
+from tilelab.study.train.state import weights_sha256
+from tilelab.study.train.trainer import Diverged, Trainer
 
 
 def _bits(trainer: Trainer) -> str:

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from tilewise.lab.study.config import Budget, Data, Evaluation, Model, RunConfig, Training, change
-from tilewise.lab.study.data.tokens import Tokens
-from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.run import RECORD, Run
-from tilewise.lab.study.train.memory_split import PeakMeter
-from tilewise.lab.study.train.session import Session
-from tilewise.lab.study.train.trainer import Taken, Trainer
+from tilelab.study.ask.config import Budget, Data, Evaluation, Model, RunConfig, Training, change
+from tilelab.study.ask.run import RECORD, Run
+from tilelab.study.data.tokens import Tokens
+from tilelab.study.records.events import RunRecord
+from tilelab.study.train.memory_split import PeakMeter
+from tilelab.study.train.session import Session
+from tilelab.study.train.trainer import Taken, Trainer
 
 CPU = torch.device("cpu")
 OPTIMIZERS = ("adafactor", "adamw", "lion", "muon", "schedule-free", "sgd")

@@ -10,11 +10,11 @@ import pytest
 from scipy import stats as oracle
 
 from tests.lab.study.records_of import Behaviour, experiment_of, records_of, study_of
-from tilewise.lab.study.config import Design, Experiment, Study
-from tilewise.lab.study.designs import arm_name, combinations_of, fraction
-from tilewise.lab.study.verdict.effects import predicted
-from tilewise.lab.study.verdict.judge import judge
-from tilewise.lab.study.verdict.result import FactorEffect
+from tilelab.study.ask.config import Design, Experiment, Study
+from tilelab.study.ask.designs import arm_name, combinations_of, fraction
+from tilelab.study.verdict.effects import predicted
+from tilelab.study.verdict.judge import judge
+from tilelab.study.verdict.result import FactorEffect
 
 SEEDS = (0, 1, 2, 3)
 

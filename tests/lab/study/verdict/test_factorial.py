@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.lab.study.records_of import Behaviour, experiment_of, records_of, study_of
-from tilewise.lab.study.verdict.judge import judge
-from tilewise.lab.study.verdict.result import Interaction
-from tilewise.lab.study.verdict.stats import paired
+from tilelab.study.verdict.judge import judge
+from tilelab.study.verdict.result import Interaction
+from tilelab.study.verdict.stats import paired
 
 BASE = {0: 2.0, 1: 2.2, 2: 2.1}
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from tests.lab.study.records_of import Behaviour, config_of, experiment_of, records_of, study_of
-from tilewise.lab.study.config import Arm, Experiment, Sweep
-from tilewise.lab.study.verdict.decide import Comparison, Rules, decide, examine
-from tilewise.lab.study.verdict.judge import judge
-from tilewise.lab.study.verdict.result import ArmVerdict, ExperimentVerdict, SeedResult
-from tilewise.lab.study.verdict.stats import holm, paired, seeds_for_equivalence
+from tilelab.study.ask.config import Arm, Experiment, Sweep
+from tilelab.study.verdict.decide import Comparison, Rules, decide, examine
+from tilelab.study.verdict.judge import judge
+from tilelab.study.verdict.result import ArmVerdict, ExperimentVerdict, SeedResult
+from tilelab.study.verdict.stats import holm, paired, seeds_for_equivalence
 
 SDPA = Arm(name="sdpa", changes={"attention.implementation": "sdpa"}, kind="systems")
 FLAT = {0: 2.0, 1: 2.1, 2: 2.2}  # final metrics of the baseline where they are given by hand

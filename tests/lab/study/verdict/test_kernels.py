@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tests.lab.study.records_of import Behaviour, config_of, experiment_of, records_of, study_of
-from tilewise.lab.study.config import Arm, Experiment
-from tilewise.lab.study.records import PROBED, Kernels, LayerKernel, RunRecord
-from tilewise.lab.study.verdict.judge import judge
-from tilewise.lab.study.verdict.kernels import kernel_flags, kernel_uses
-from tilewise.lab.study.verdict.quantities import KernelUse
-from tilewise.lab.study.verdict.result import KernelFlag
+from tilelab.study.ask.config import Arm, Experiment
+from tilelab.study.records.events import PROBED, Kernels, LayerKernel, RunRecord
+from tilelab.study.verdict.judge import judge
+from tilelab.study.verdict.kernels import kernel_flags, kernel_uses
+from tilelab.study.verdict.quantities import KernelUse
+from tilelab.study.verdict.result import KernelFlag
 
 FLASH, MATH = "sdpa flash (cpu)", "sdpa math"
 DROPOUT = Arm(name="dropout", changes={"model.dropout.attention": 0.1})

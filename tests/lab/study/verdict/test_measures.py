@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.lab.study.records_of import Behaviour, config_of, record_of
-from tilewise.lab.study.records import LayerSoftmax, Memory, RunRecord
-from tilewise.lab.study.run import Run
-from tilewise.lab.study.verdict.measures import (
+from tilelab.study.ask.run import Run
+from tilelab.study.records.events import LayerSoftmax, Memory, RunRecord
+from tilelab.study.verdict.measures import (
     RunMeasures,
     cost,
     final_metric,
@@ -23,7 +23,7 @@ from tilewise.lab.study.verdict.measures import (
     status,
     tokens_per_step,
 )
-from tilewise.lab.study.verdict.quantities import Cost, MemorySplit
+from tilelab.study.verdict.quantities import Cost, MemorySplit
 
 STEPS, TOKENS = 40, 256  # of the builder's runs: 4 sequences of 64 tokens
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.lab.study.train.session import WARMUP_STEPS
-from tilewise.lab.study.verdict import measures
-from tilewise.lab.study.verdict.notes import FIRST_STEPS, SAME_START
-from tilewise.lab.study.verdict.quantities import ArmMeasures, MemorySplit
-from tilewise.lab.study.verdict.result import ArmVerdict, SweepResult
+from tilelab.study.train.session import WARMUP_STEPS
+from tilelab.study.verdict import measures
+from tilelab.study.verdict.notes import FIRST_STEPS, SAME_START
+from tilelab.study.verdict.quantities import ArmMeasures, MemorySplit
+from tilelab.study.verdict.result import ArmVerdict, SweepResult
 
 PAGE = (Path(__file__).parents[4] / "docs" / "metrics.md").read_text()
 WORDS = " ".join(PAGE.split())

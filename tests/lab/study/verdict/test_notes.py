@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.lab.study.records_of import Behaviour, config_of, experiment_of, records_of, study_of
-from tilewise.lab.study.config import Arm, Experiment
-from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.verdict.judge import judge
-from tilewise.lab.study.verdict.result import ExperimentVerdict
+from tilelab.study.ask.config import Arm, Experiment
+from tilelab.study.records.events import RunRecord
+from tilelab.study.verdict.judge import judge
+from tilelab.study.verdict.result import ExperimentVerdict
 
 Spoil = Callable[[RunRecord], None]
 LION = "optimizers/lion/seed-1"

@@ -11,12 +11,12 @@ from scipy import stats as oracle
 
 from tests.lab.study.agendas import work
 from tests.lab.study.records_of import Behaviour, experiment_of, study_of
-from tilewise.lab.study.config import Confirm, Experiment, Sequential, Study
-from tilewise.lab.study.plan import Agenda
-from tilewise.lab.study.verdict.decide import Comparison
-from tilewise.lab.study.verdict.judge import judge, wanted_seeds
-from tilewise.lab.study.verdict.result import SeedResult
-from tilewise.lab.study.verdict.sequential import Judged, look_by_look
+from tilelab.study.ask.config import Confirm, Experiment, Sequential, Study
+from tilelab.study.plan import Agenda
+from tilelab.study.verdict.decide import Comparison
+from tilelab.study.verdict.judge import judge, wanted_seeds
+from tilelab.study.verdict.result import SeedResult
+from tilelab.study.verdict.sequential import Judged, look_by_look
 
 LOOKS = (3, 6, 9, 12)
 RULE = Sequential(looks=LOOKS)

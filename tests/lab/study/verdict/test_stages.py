@@ -10,9 +10,9 @@ from pydantic import ValidationError
 
 from tests.lab.study.agendas import work
 from tests.lab.study.records_of import Behaviour, config_of, experiment_of, study_of
-from tilewise.lab.study.config import Arm, Combine, Confirm, Experiment, Halving, Study, Sweep
-from tilewise.lab.study.plan import Agenda
-from tilewise.lab.study.verdict.judge import judge, unfolded
+from tilelab.study.ask.config import Arm, Combine, Confirm, Experiment, Halving, Study, Sweep
+from tilelab.study.plan import Agenda
+from tilelab.study.verdict.judge import judge, unfolded
 
 WSD = Arm(name="wsd", changes={"schedule.name": "wsd"})
 COSINE = Arm(name="cosine", changes={"schedule.name": "cosine"})

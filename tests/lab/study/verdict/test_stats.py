@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from tilewise.lab.study.verdict.quantities import Interval
-from tilewise.lab.study.verdict.stats import (
+from tilelab.study.verdict.quantities import Interval
+from tilelab.study.verdict.stats import (
     SEEDS_LIMIT,
     equivalence,
     holm,

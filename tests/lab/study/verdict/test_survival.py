@@ -10,9 +10,9 @@ import pytest
 from scipy.stats import CensoredData, ecdf
 
 from tests.lab.study.records_of import Behaviour, experiment_of, records_of, study_of
-from tilewise.lab.study.report.pareto import Point, front
-from tilewise.lab.study.verdict.judge import judge
-from tilewise.lab.study.verdict.survival import kaplan_meier
+from tilelab.study.report.pareto import Point, front
+from tilelab.study.verdict.judge import judge
+from tilelab.study.verdict.survival import kaplan_meier
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from tests.lab.study.records_of import Behaviour, experiment_of, records_of, study_of
-from tilewise.lab.study.config import Experiment, Sweep
-from tilewise.lab.study.plan import chosen_value
-from tilewise.lab.study.records import RunRecord
-from tilewise.lab.study.verdict.quantities import Interval
-from tilewise.lab.study.verdict.result import SweepResult
-from tilewise.lab.study.verdict.sweeps import all_diverged, sweep_results
+from tilelab.study.ask.config import Experiment, Sweep
+from tilelab.study.plan import chosen_value
+from tilelab.study.records.events import RunRecord
+from tilelab.study.verdict.quantities import Interval
+from tilelab.study.verdict.result import SweepResult
+from tilelab.study.verdict.sweeps import all_diverged, sweep_results
 
 RATES = (3e-3, 1e-3, 1e-2, 3e-4)
 

@@ -8,11 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.gpu.backward.rows import (
-    FAR,
-    Upstream,
-    folds,
-)
+from tilewise.kernels.gpu.backward.rows import FAR, Upstream, folds
 from tilewise.kernels.gpu.config import Blocks, Config, Pass, padded
 from tilewise.kernels.gpu.expressions.variant import Variant, captures
 from tilewise.kernels.gpu.walk.lists import tile_lists
@@ -23,11 +19,11 @@ from tilewise.kernels.gpu.walk.tiles import (
     lists_of,
     meets_empty_tiles,
     number_strides,
+    seed_memory,
     wide,
     word,
 )
 from tilewise.problem import Operands, Problem
-from tilewise.reference.philox import split_seed
 from tilewise.reference.philox import threshold as dropout_threshold
 
 __all__ = ["Backward", "pair_gradients", "row_gradients"]
@@ -211,7 +207,6 @@ class Backward(NamedTuple):
     def _shared(self) -> dict[str, Any]:
         """The arguments of all walks."""
         problem, operands = self.problem, self.operands
-        low, high = split_seed(operands.seed)
         return {
             "cu_q": operands.cu_seqlens_q,
             "cu_k": operands.cu_seqlens_k,
@@ -224,8 +219,7 @@ class Backward(NamedTuple):
             "plane": self.rows[0].numel(),
             "scale": problem.scale,
             "inverse_keep": 1 / (1 - problem.dropout_p),
-            "seed_low": word(low),
-            "seed_high": word(high),
+            "seed": seed_memory(problem, operands),
             "threshold": word(dropout_threshold(problem.dropout_p)),
         }
 

@@ -30,16 +30,11 @@ from torch import Tensor
 
 from tilewise.kernels.gpu.backward.captured import captured_launches
 from tilewise.kernels.gpu.backward.gradients import Backward, pair_gradients
-from tilewise.kernels.gpu.backward.rows import (
-    Upstream,
-    planes_of,
-    row_launches,
-    row_values,
-)
+from tilewise.kernels.gpu.backward.rows import Upstream, planes_of, row_launches, row_values
 from tilewise.kernels.gpu.config import Config
 from tilewise.kernels.gpu.expressions.variant import Variant
 from tilewise.kernels.gpu.launch import Launch
-from tilewise.kernels.gpu.walk.pairs import shown
+from tilewise.kernels.gpu.walk.pairs import seed_words, shown
 from tilewise.kernels.gpu.walk.parts import product_in_parts, rows_of
 from tilewise.kernels.gpu.walk.tiles import (
     counts_in,
@@ -60,10 +55,9 @@ __all__ = ["backward_launches"]
 
 
 _NUMBERS = ["batch", "heads", "group", "queries", "keys", "tiles", "plane"]
-_WORDS = ["seed_low", "seed_high", "threshold"]
 
 
-@triton.jit(do_not_specialize=[*_NUMBERS, *_WORDS])
+@triton.jit(do_not_specialize=[*_NUMBERS, "threshold"])
 def query_kernel(
     q,
     k,
@@ -92,8 +86,7 @@ def query_kernel(
     plane,
     scale,
     inverse_keep,
-    seed_low,
-    seed_high,
+    seed,
     threshold,
     SCORE: tl.constexpr,
     GAIN: tl.constexpr,
@@ -158,6 +151,7 @@ def query_kernel(
     v_head = head_of(v, v_strides, b, h // group, begin_k)
     m = m0 + tl.arange(0, BLOCK_M)[:, None]
     row = row_values(head_of(rows, row_strides, b, h, begin), plane, m, M, FOLD, ENTROPY)
+    seed_low, seed_high = seed_words(seed)
     numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
     pairs = (b, h, M, N)
     total = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
@@ -214,7 +208,7 @@ def query_kernel(
     store_tile(head, m0, grad_q_strides, M, total * scale, BLOCK_M, HEAD_DIM, HEAD_PADDED)
 
 
-@triton.jit(do_not_specialize=[*_NUMBERS, *_WORDS])
+@triton.jit(do_not_specialize=[*_NUMBERS, "threshold"])
 def key_kernel(
     q,
     k,
@@ -245,8 +239,7 @@ def key_kernel(
     plane,
     scale,
     inverse_keep,
-    seed_low,
-    seed_high,
+    seed,
     threshold,
     SCORE: tl.constexpr,
     GAIN: tl.constexpr,
@@ -309,6 +302,7 @@ def key_kernel(
         k_tile = rows_of(k_rows, BLOCK_N, HEAD_DIM, HEAD_PADDED, True, WIDE)
         v_tile = rows_of(v_rows, BLOCK_N, VALUE_DIM, VALUE_PADDED, True, WIDE)
     n = n0 + tl.arange(0, BLOCK_N)[:, None]
+    seed_low, seed_high = seed_words(seed)
     numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
     total_k = tl.zeros([BLOCK_N, HEAD_PADDED], tl.float32)
     total_v = tl.zeros([BLOCK_N, VALUE_PADDED], tl.float32)

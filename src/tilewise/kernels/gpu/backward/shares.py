@@ -7,7 +7,7 @@ import triton.language as tl
 
 from tilewise.kernels.gpu.backward.gradients import pair_gradients, row_gradients
 from tilewise.kernels.gpu.backward.rows import row_values
-from tilewise.kernels.gpu.walk.pairs import shown
+from tilewise.kernels.gpu.walk.pairs import seed_words, shown
 from tilewise.kernels.gpu.walk.parts import product_in_parts, rows_of
 from tilewise.kernels.gpu.walk.tiles import head_of, list_of, place_of
 
@@ -21,7 +21,6 @@ __all__ = [
 ]
 
 _COUNTS = ["batch", "heads", "group", "queries", "keys", "tiles", "plane"]
-_WORDS = ["seed_low", "seed_high", "threshold"]
 
 
 @triton.jit
@@ -227,7 +226,7 @@ def step_of(i, walk, lists, OTHER):
     return at
 
 
-@triton.jit(do_not_specialize=[*_COUNTS, *_WORDS])
+@triton.jit(do_not_specialize=[*_COUNTS, "threshold"])
 def line_kernel(
     inputs,
     strides,
@@ -248,8 +247,7 @@ def line_kernel(
     plane,
     scale,
     inverse_keep,
-    seed_low,
-    seed_high,
+    seed,
     threshold,
     SCORE: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -275,6 +273,7 @@ def line_kernel(
     length = N if BY_KEYS else M
     if first >= length:
         return
+    seed_low, seed_high = seed_words(seed)
     numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
     lists = (order, counts, list_numbers)
     walk = walk_from(place, first, captured, lists, RANGE, BLOCK, OTHER, BY_KEYS)
@@ -397,7 +396,9 @@ def fold_kernel(
         tl.store(to, whole.to(out.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=[*_COUNTS, *_WORDS, "rows", "columns", "row_tiles", "column_tiles"])
+@triton.jit(
+    do_not_specialize=[*_COUNTS, "threshold", "rows", "columns", "row_tiles", "column_tiles"]
+)
 def pair_kernel(
     inputs,
     strides,
@@ -418,8 +419,7 @@ def pair_kernel(
     plane,
     scale,
     inverse_keep,
-    seed_low,
-    seed_high,
+    seed,
     threshold,
     SCORE: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -446,6 +446,7 @@ def pair_kernel(
     last_b = kept_b + 1 if KEEP_B else batch
     first_h = kept_h
     last_h = kept_h + 1 if KEEP_H else heads
+    seed_low, seed_high = seed_words(seed)
     numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     lost = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -498,7 +499,7 @@ def pair_kernel(
         tl.store(to, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=[*_COUNTS, *_WORDS, "row_tiles"])
+@triton.jit(do_not_specialize=[*_COUNTS, "threshold", "row_tiles"])
 def diagonal_kernel(
     inputs,
     strides,
@@ -514,8 +515,7 @@ def diagonal_kernel(
     plane,
     scale,
     inverse_keep,
-    seed_low,
-    seed_high,
+    seed,
     threshold,
     SCORE: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -533,6 +533,7 @@ def diagonal_kernel(
     offset = program % tiles - (column_tiles - 1)
     line = program // tiles
     place = (line // heads, line % heads, 0, 0, queries, keys)
+    seed_low, seed_high = seed_words(seed)
     numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
     total = tl.zeros([BLOCK, BLOCK], tl.float32)
     lost = tl.zeros([BLOCK, BLOCK], tl.float32)

@@ -19,6 +19,7 @@ from tilewise.kernels.gpu.backward.shares import (
     terms_of,
     walk_from,
 )
+from tilewise.kernels.gpu.walk.pairs import seed_words
 from tilewise.kernels.gpu.walk.tiles import head_of
 
 __all__ = ["factor_kernel", "number_kernel", "spread_lines_kernel", "spread_pairs_kernel"]
@@ -28,10 +29,9 @@ _BITS: tl.constexpr = tl.constexpr(60)
 _LARGEST_SUM: tl.constexpr = tl.constexpr(1e38)
 _LARGEST_POWER: tl.constexpr = tl.constexpr(120)
 _COUNTS = ["batch", "heads", "group", "queries", "keys", "tiles", "plane"]
-_WORDS = ["seed_low", "seed_high", "threshold"]
 
 
-@triton.jit(do_not_specialize=[*_COUNTS, *_WORDS])
+@triton.jit(do_not_specialize=[*_COUNTS, "threshold"])
 def spread_pairs_kernel(
     inputs,
     strides,
@@ -53,8 +53,7 @@ def spread_pairs_kernel(
     plane,
     scale,
     inverse_keep,
-    seed_low,
-    seed_high,
+    seed,
     threshold,
     SCORE: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -75,6 +74,7 @@ def spread_pairs_kernel(
         program % tiles, program // tiles, cu_q, cu_k, batch, heads, queries, keys, BLOCK_M, False
     )
     place = (b, h, begin, begin_k, M, N)
+    seed_low, seed_high = seed_words(seed)
     numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
     total = tl.zeros([BLOCK_M], tl.float64)
     if m0 < M:

@@ -21,14 +21,14 @@ from tilewise.kernels.gpu.backward.shares import (
     terms_of,
     walk_from,
 )
+from tilewise.kernels.gpu.walk.pairs import seed_words
 
 __all__ = ["fold_table_kernel", "table_kernel"]
 
 _COUNTS = ["batch", "heads", "group", "queries", "keys", "tiles", "elements", "plane"]
-_WORDS = ["seed_low", "seed_high", "threshold"]
 
 
-@triton.jit(do_not_specialize=[*_COUNTS, *_WORDS])
+@triton.jit(do_not_specialize=[*_COUNTS, "threshold"])
 def table_kernel(
     inputs,
     strides,
@@ -49,8 +49,7 @@ def table_kernel(
     plane,
     scale,
     inverse_keep,
-    seed_low,
-    seed_high,
+    seed,
     threshold,
     SCORE: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -72,6 +71,7 @@ def table_kernel(
         program % tiles, program // tiles, cu_q, cu_k, batch, heads, queries, keys, BLOCK_M, False
     )
     place = (b, h, begin, begin_k, M, N)
+    seed_low, seed_high = seed_words(seed)
     numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
     columns = tl.arange(0, TABLE)
     total = tl.zeros([TABLE], tl.float64)

@@ -10,11 +10,12 @@ from tilewise.kernels.gpu.walk.tiles import (
     head_strides,
     knows_whole_tiles,
     meets_empty_tiles,
+    seed_memory,
     wide,
     word,
 )
 from tilewise.problem import Operands, Problem, Result
-from tilewise.reference.philox import split_seed, threshold
+from tilewise.reference.philox import threshold
 
 __all__ = ["constants_of", "dropout_of", "finishing_of", "paging_of", "tensors_of"]
 
@@ -93,11 +94,9 @@ def paging_of(problem: Problem, operands: Operands) -> dict[str, Any]:
 
 
 def dropout_of(problem: Problem, operands: Operands) -> dict[str, Any]:
-    """Seed and threshold as 32-bit words, and the factor of what is kept."""
-    low, high = split_seed(operands.seed)
+    """The seed's memory, the threshold as a 32-bit word, and the factor of what is kept."""
     return {
-        "seed_low": word(low),
-        "seed_high": word(high),
+        "seed": seed_memory(problem, operands),
         "drop_below": word(threshold(problem.dropout_p)),
         "keep_factor": 1.0 / (1.0 - problem.dropout_p),
     }

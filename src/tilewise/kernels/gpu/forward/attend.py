@@ -22,11 +22,7 @@ from tilewise.kernels.gpu.forward.arguments import (
     paging_of,
     tensors_of,
 )
-from tilewise.kernels.gpu.forward.online import (
-    settled,
-    store_numbers,
-    walk_keys,
-)
+from tilewise.kernels.gpu.forward.online import settled, store_numbers, walk_keys
 from tilewise.kernels.gpu.forward.statistics import Walk, statistics_launch
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.descriptors import key_rows
@@ -40,6 +36,7 @@ from tilewise.kernels.gpu.walk.eight import (
     with_codes,
 )
 from tilewise.kernels.gpu.walk.lists import tile_lists
+from tilewise.kernels.gpu.walk.pairs import seed_words
 from tilewise.kernels.gpu.walk.parts import rows_of
 from tilewise.kernels.gpu.walk.tiles import (
     counts_in,
@@ -90,8 +87,6 @@ def slot_of(tiles, section, lines, REVERSED: tl.constexpr):
         "last_page",
         "tiles",
         "section",
-        "seed_low",
-        "seed_high",
         "drop_below",
     ]
 )
@@ -130,8 +125,7 @@ def attend(
     tiles,
     section,
     scale,
-    seed_low,
-    seed_high,
+    seed,
     drop_below,
     keep_factor,
     SEEN: tl.constexpr,
@@ -203,6 +197,7 @@ def attend(
         tl.zeros([BM], tl.float32),
     )
     place = (b, h, m[:, None], M, N)
+    seed_low, seed_high = seed_words(seed)
     numbers = (scale, seed_low, seed_high, drop_below)
     low, full_low, full_high, high = m0 * 0, m0 * 0, m0 * 0 + N, m0 * 0 + N
     if KEYS_OF is not None:

@@ -29,6 +29,7 @@ from tilewise.kernels.gpu.forward.online import settled, store_numbers, walk_key
 from tilewise.kernels.gpu.forward.statistics import Walk, statistics_launch
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.eight import decoded, eight_bits, scales_of, with_codes
+from tilewise.kernels.gpu.walk.pairs import seed_words
 from tilewise.kernels.gpu.walk.tiles import (
     counts_in,
     head_of,
@@ -60,8 +61,6 @@ def rows_of(base, strides, h, m):
         "last_page",
         "blocks",
         "slots",
-        "seed_low",
-        "seed_high",
         "drop_below",
     ]
 )
@@ -95,8 +94,7 @@ def attend_split(
     blocks,
     slots,
     scale,
-    seed_low,
-    seed_high,
+    seed,
     drop_below,
     keep_factor,
     SEEN: tl.constexpr,
@@ -154,6 +152,7 @@ def attend_split(
         tl.zeros([BM], tl.float32),
     )
     place = (b, h[:, None], m[:, None], M, N)
+    seed_low, seed_high = seed_words(seed)
     numbers = (scale, seed_low, seed_high, drop_below)
     begin = split * size
     end = tl.minimum(begin + size, N)

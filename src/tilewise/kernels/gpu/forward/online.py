@@ -11,16 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.kernels.gpu.walk.eight import (
-    decoded,
-)
+from tilewise.kernels.gpu.walk.eight import decoded
 from tilewise.kernels.gpu.walk.pairs import LOG2E, kept, shown
 from tilewise.kernels.gpu.walk.parts import product_in_parts
-from tilewise.kernels.gpu.walk.tiles import (
-    load_keys,
-    load_tile,
-    tile_in,
-)
+from tilewise.kernels.gpu.walk.tiles import load_keys, load_tile, tile_in
 
 __all__ = [
     "absorb",

@@ -51,6 +51,7 @@ __all__ = ["Walk", "describe", "statistics_launch"]
 
 FAR: tl.constexpr = tl.constexpr(-2000.0)  # an exponent whose power of two is 0, but finite
 NEVER: tl.constexpr = tl.constexpr(2147483647)
+OF_NAN: tl.constexpr = tl.constexpr(-2147483648)
 
 
 @triton.jit
@@ -104,14 +105,20 @@ def describe_block(
         EIGHT,
         PART,
     )
-    best = tl.max(scores, 1)
+    best = tl.max(scores, 1)  # a chip's maximum leaves NaN out
     if NAMED:
-        first = tl.min(tl.where(scores == best[:, None], n, NEVER), 1)
-        better = tl.where(best == top, tl.minimum(first, top_key), top_key)
+        # The sign of a key says that its score is NaN, so that the least of all is the first NaN's.
+        found = tl.where(scores == best[:, None], n, NEVER)
+        first = tl.min(tl.where(scores != scores, n | OF_NAN, found), 1)
+        either = tl.minimum(first, top_key)
+        better = tl.where(best == top, either, top_key)
         better = tl.where(best > top, first, better)
-        top_key = tl.where(best == float("-inf"), top_key, better)
+        better = tl.where(best == float("-inf"), top_key, better)
+        top_key = tl.where(either < 0, either, better)
     new_top = tl.maximum(top, best)
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row may have seen nothing yet
+    # A row may have seen nothing yet. One that saw infinity is measured from 0 as well: its total
+    # is infinite then, and NaN where a score is and nowhere else.
+    base = tl.where(tl.abs(new_top) == float("inf"), 0.0, new_top)
     unit = scale * LOG2E if FOLDED else LOG2E
     exponent = (scores - base[:, None]) * unit
     moved = (top - base) * unit
@@ -208,6 +215,7 @@ def describe_blocks(
 def of_rows(top, total, moment, sink, scale, FOLDED: tl.constexpr):
     """What a walk comes to: (max_logit, row_mean, entropy) of rows, 0 for those of a dead one."""
     natural, base2 = tops(top, scale, FOLDED)
+    natural = tl.where(total == total, natural, total)
     if sink is not None:
         of_keys, of_sink = beside_sink(base2, sink)
         fade, sunk = tl.math.exp2(of_keys), tl.math.exp2(of_sink)
@@ -301,7 +309,7 @@ def describe(
         tl.full([BM], float("-inf"), tl.float32),
         tl.zeros([BM], tl.float32),
         tl.zeros([BM], tl.float32),
-        tl.full([BM], -1, tl.int32),
+        tl.full([BM], NEVER, tl.int32),
     )
     place = (b, h, m[:, None], M, N)
     side = (k_head, k_strides, pages)
@@ -376,6 +384,7 @@ def describe(
     tl.store(row_mean + at + m, mean, mask=m < M)
     tl.store(entropy + at + m, spread, mask=m < M)
     if NAMED:
+        first_key = tl.where(first_key == NEVER, -1, first_key & NEVER)
         tl.store(top_key + at + m, first_key.to(tl.int64), mask=m < M)
 
 

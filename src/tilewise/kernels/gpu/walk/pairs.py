@@ -34,6 +34,21 @@ def _philox_round(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
+def seed_words(seed):
+    """Load the halves of the seed, 32 bits each; without dropout there is no seed (None).
+
+    The kernel reads the seed, not the host: a CUDA graph that is replayed then sees the value that
+    stands there at that time.
+    """
+    if seed is None:
+        low, high = 0, 0
+    else:
+        bits = tl.load(seed)
+        low, high = bits.to(tl.int32), (bits >> 32).to(tl.int32)
+    return low, high
+
+
+@triton.jit
 def kept(seed_low, seed_high, threshold, b, h, m, n):
     """Whether dropout keeps each pair: ``reference/philox.py``, bit for bit.
 

@@ -17,7 +17,8 @@ from tilewise.kernels.gpu.config import Blocks, padded
 from tilewise.kernels.gpu.expressions.variant import Variant
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.lists import TileLists
-from tilewise.problem import Problem
+from tilewise.problem import Operands, Problem
+from tilewise.reference.philox import seed_tensor
 from tilewise.variants.program import Program
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "pages_of",
     "place_of",
     "programs_of",
+    "seed_memory",
     "side_of",
     "slots_of",
     "split_range",
@@ -293,6 +295,13 @@ def launch_of(
 def word(bits: int) -> int:
     """32 bits as the signed number that a kernel takes without widening it."""
     return bits - 2**32 if bits >= 2**31 else bits
+
+
+def seed_memory(problem: Problem, operands: Operands) -> Tensor | None:
+    """Where the kernels read the seed: an int64 tensor on their device; None without dropout."""
+    if problem.dropout_p == 0:
+        return None
+    return seed_tensor(operands.seed, operands.q.device)
 
 
 def head_strides(tensor: Tensor, problem: Problem) -> tuple[int, int, int, int]:

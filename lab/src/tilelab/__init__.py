@@ -1,0 +1,1 @@
+"""The lab: what attention costs, measured, and which training choices pay, with error bars."""

@@ -1,0 +1,186 @@
+"""``bench compare A.json B.json``: ratios of medians, and which moved by more than the noise."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tilelab.bench.record import Record as CpuRecord
+from tilelab.bench.suites.methods import OURS
+from tilelab.bench.suites.point import Point, Quantity, Record
+from tilelab.bench.suites.speed import points_of
+from tilelab.bench.suites.tables import amount_of
+from tilelab.bench.table import Table
+from tilewise.errors import InvalidArgument
+
+__all__ = ["Moved", "Points", "compare", "noise", "read", "scatter", "table"]
+
+# A median's standard error is 1.25 s / sqrt(n) and the MAD of normal numbers s / 1.48.
+_ERROR_OF_MAD = 1.2533 * 1.4826
+_SIGMAS = 3.0
+_CONTROLS = 5  # fewer tell nothing of how runs differ
+_LEAST = 0.03  # runs differ by so much where nothing changed: other addresses, other neighbours
+
+Key = tuple[str, str, int, str, str, str]
+
+
+class Points(NamedTuple):
+    """What a file holds.
+
+    Args:
+        chip: where it was measured.
+        points: those with samples, by their keys.
+    """
+
+    chip: str
+    points: dict[Key, Point]
+
+
+class Moved(NamedTuple):
+    """A point that both files have.
+
+    Args:
+        point: of the second file.
+        before, after: medians.
+        noise: the largest change of the ratio, as a share, that says nothing.
+    """
+
+    point: Point
+    before: float
+    after: float
+    noise: float
+
+    @property
+    def ratio(self) -> float:
+        """The second median over the first: above 1 is slower, or more."""
+        return self.after / self.before
+
+    @property
+    def word(self) -> str:
+        """Better, worse, or nothing where it did not move by more than the noise."""
+        if abs(math.log(self.ratio)) <= math.log1p(self.noise):
+            return ""
+        if self.point.quantity == "seconds":
+            return "slower" if self.ratio > 1 else "faster"
+        return "more" if self.ratio > 1 else "less"
+
+
+def read(path: Path, argument: str = "FILE.json") -> Points:
+    """Return the points of a record of a suite, or of ``bench cpu``.
+
+    Args:
+        path: of the record.
+        argument: that names it, for the error.
+
+    Raises:
+        InvalidArgument: it is neither.
+    """
+    try:
+        record = Record.read(path, argument)
+        chip, points = record.machine["chip"], record.points
+    except InvalidArgument as first:
+        try:
+            old = CpuRecord.read(path)
+        except InvalidArgument:
+            raise first from None
+        chip = old.machine["chip"]
+        points = [point for result in old.cases for point in points_of(result)]
+    return Points(chip, {point.key: point for point in points if point.samples})
+
+
+def noise(point: Point) -> float:
+    """The standard error of a median as a share of it; 0 where there are too few samples."""
+    middle = statistics.median(point.samples)
+    if len(point.samples) < 3 or not middle:
+        return 0.0
+    spread = statistics.median(abs(each - middle) for each in point.samples)
+    return _ERROR_OF_MAD * spread / math.sqrt(len(point.samples)) / middle
+
+
+def compare(before: Points, after: Points) -> list[Moved]:
+    """Every point that both have."""
+    both = [
+        (before.points[key], point)
+        for key, point in after.points.items()
+        if key in before.points and before.points[key].median and point.median
+    ]
+    between = scatter(
+        [
+            math.log((point.median or 1.0) / (old.median or 1.0))
+            for old, point in both
+            if _is_control(point)
+        ]
+    )
+    found = []
+    for old, point in both:
+        apart = between if point.quantity == "seconds" else 0.0
+        wide = _SIGMAS * math.hypot(noise(old), noise(point), apart)
+        found.append(Moved(point, old.median or 0.0, point.median or 0.0, max(_LEAST, wide)))
+    return found
+
+
+def _is_control(point: Point) -> bool:
+    """A time that no change of ours moves: it tells how much runs differ on this machine."""
+    return point.quantity == "seconds" and not point.method.startswith(OURS)
+
+
+def scatter(ratios: Sequence[float]) -> float:
+    """The standard deviation of logarithms of ratios around their median; 0 of too few.
+
+    Args:
+        ratios: logarithms.
+    """
+    if len(ratios) < _CONTROLS:
+        return 0.0
+    middle = statistics.median(ratios)
+    return 1.4826 * statistics.median(abs(each - middle) for each in ratios)
+
+
+def drift(moved: Sequence[Moved]) -> float:
+    """How the machine differs: the median ratio of times that are not ours; 1 without any."""
+    others = [each.ratio for each in moved if _is_control(each.point)]
+    return statistics.median(others) if others else 1.0
+
+
+def table(before: Points, after: Points, *, every: bool = False) -> Table:
+    """What moved, or every ratio.
+
+    Args:
+        before: the first file.
+        after: the second.
+        every: also what did not move.
+    """
+    moved = compare(before, after)
+    shown = [each for each in moved if every or each.word]
+    rows = [
+        (
+            f"{each.point.suite}: {each.point.case}",
+            each.point.dtype,
+            str(each.point.length),
+            each.point.method,
+            amount_of(each.before, _quantity(each)),
+            amount_of(each.after, _quantity(each)),
+            f"{each.ratio:.3f}",
+            f"±{each.noise:.0%}",
+            each.word or "-",
+        )
+        for each in shown
+    ]
+    count = sum(bool(each.word) for each in moved)
+    notes = [f"{count} of {len(moved)} points moved by more than the noise."]
+    if before.chip != after.chip:
+        notes.append(f"Different chips: {before.chip} and {after.chip}.")
+    notes.append(f"Times that are not of {OURS} moved by a median of {drift(moved):.3f}.")
+    only = [len(before.points.keys() - after.points.keys())]
+    only.append(len(after.points.keys() - before.points.keys()))
+    if any(only):
+        notes.append(f"In one file only: {only[0]} of the first, {only[1]} of the second.")
+    head = ("case", "dtype", "N", "method", "before", "after", "ratio", "noise", "moved")
+    return Table("The second file against the first", head, rows, tuple(notes))
+
+
+def _quantity(each: Moved) -> Quantity:
+    return each.point.quantity

@@ -1,0 +1,169 @@
+"""Suite ``memory``: peaks of passes along the length, the softmax's double peak, and its cure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from tilelab.bench.suites.budget import Budget
+from tilelab.bench.suites.methods import OURS, Method, exact
+from tilelab.bench.suites.nursery import peaks
+from tilelab.bench.suites.peak import STEP_BY_STEP, STEPS, Peak, Wanted
+from tilelab.bench.suites.point import Point, Status
+from tilelab.bench.suites.steps import Settings, Step
+from tilelab.bench.suites.work import Pass, Work, draw, problem_of
+from tilewise.plan.traffic.memory import plain_held, tiled_held
+
+__all__ = ["CURE", "DOUBLE", "predicted", "steps", "weigh"]
+
+SUITE = "memory"
+DOUBLE = "plain attention, step by step"
+CURE = "plain attention, some rows at a time"
+_FIXED = 2048  # the longest of what is shown at one length
+_CHUNKS = (1, 16, 256)
+
+
+def steps(settings: Settings) -> list[Step]:
+    """Two looks at one length; then forward, and forward with backward, along the length."""
+    methods = exact(settings.device, with_flex=False)
+    found = []
+    for length in settings.lengths:
+        for dtype in settings.dtypes:
+            base = Work(
+                SUITE,
+                "",
+                length,
+                dtype,
+                settings.heads,
+                settings.heads,
+                batch=settings.batch,
+                device=settings.device,
+            )
+            ways: tuple[tuple[Pass, str], ...] = (("forward", "forward"), ("both", "training"))
+            works = [replace(base, passes=passes, case=case) for passes, case in ways]
+            name = f"memory, {length}, {dtype}"
+            found.append(Step(name, partial(weigh, works, methods)))
+    length = max(n for n in settings.lengths if n <= _FIXED or n == settings.lengths[0])
+    fixed = Work(
+        SUITE,
+        DOUBLE,
+        length,
+        settings.dtypes[0],
+        settings.heads,
+        settings.heads,
+        batch=settings.batch,
+        device=settings.device,
+    )
+    return [Step(f"step by step, {length}", partial(_at_one_length, fixed)), *found]
+
+
+def weigh(works: Sequence[Work], methods: Sequence[Method], budget: Budget) -> Iterator[Point]:
+    """The peaks of all methods on some works, each in a process of its own.
+
+    Args:
+        works: of one length.
+        methods: in the order of the record.
+        budget: what may be spent.
+    """
+    asked: list[tuple[Work, Method]] = []
+    for work in works:
+        for method in methods:
+            reason = (
+                method.why_not(work)
+                or budget.too_long(_key(work, method), work.length)
+                or budget.too_large(method.bytes(work), work.device)
+            )
+            if reason:
+                yield _without(work, method, reason, "skipped")
+            else:
+                asked.append((work, method))
+    jobs = [Wanted.of(work, method.name) for work, method in asked]
+    found = peaks(jobs, works[0].device)
+    with closing(found):
+        for (work, method), result in zip(asked, found, strict=True):
+            if isinstance(result, str):
+                yield _without(work, method, result, "failed" if method.name == OURS else "skipped")
+                continue
+            (peak,) = result
+            budget.took(_key(work, method), work.length, peak.seconds)
+            yield _point(
+                work,
+                method.name,
+                peak.extra_bytes,
+                exact=method.exact,
+                predicted=predicted(work, method.name),
+            )
+
+
+def _key(work: Work, method: Method) -> tuple[str, ...]:
+    return work.suite, work.case, work.dtype, method.name, "bytes"
+
+
+def _without(work: Work, method: Method, note: str, status: Status) -> Point:
+    return Point.of(
+        work, method.name, quantity="bytes", status=status, note=note, exact=method.exact
+    )
+
+
+def _point(work: Work, method: str, count: int, **more: Any) -> Point:
+    return Point.of(work, method, quantity="bytes", samples=(float(count),), **more)
+
+
+def predicted(work: Work, method: str) -> float | None:
+    """What the model says that a method holds beyond its operands; None where it says nothing.
+
+    Operands are q, k and v, and for training the gradient of the output.
+    """
+    held = {OURS: tiled_held, "plain": plain_held}.get(method)
+    if held is None:
+        return None
+    small = replace(work, length=1, padding=0)
+    problem, _ = problem_of(small, draw(small))
+    problem = problem._replace(queries=work.length, keys=work.length)
+    training = work.passes != "forward"
+    size = problem.dtype.itemsize * work.batch * work.length * work.head_dim
+    operands = size * (work.heads + 2 * work.kv_heads + (work.heads if training else 0))
+    return float(held(problem, training).peak() - operands)
+
+
+def _at_one_length(work: Work, budget: Budget) -> Iterator[Point]:
+    """The steps of plain attention, and its forward pass by the rows that are done at a time."""
+    reason = budget.too_large(4 * work.matrix_bytes, work.device)
+    if reason:
+        yield Point.of(work, STEPS[0][0], quantity="bytes", status="skipped", note=reason)
+        return
+    cure = replace(work, case=CURE)
+    sizes = sorted({min(rows, work.length) for rows in (*_CHUNKS, work.length)})
+    jobs = [Wanted.of(work, STEP_BY_STEP)]
+    jobs += [Wanted.of(cure, "plain, chunked", rows) for rows in sizes]
+    with closing(peaks(jobs, work.device)) as found:
+        yield from _stepwise(work, next(found))
+        for rows in sizes:
+            yield from _cured(cure, rows, next(found))
+
+
+def _stepwise(work: Work, result: list[Peak] | str) -> Iterator[Point]:
+    if isinstance(result, str):
+        yield Point.of(work, STEPS[0][0], quantity="bytes", status="failed", note=result)
+        return
+    for (name, matrices), peak in zip(STEPS, result, strict=True):
+        yield _point(work, name, peak.extra_bytes, predicted=float(matrices * work.matrix_bytes))
+
+
+def _cured(work: Work, rows: int, result: list[Peak] | str) -> Iterator[Point]:
+    """Bytes and seconds of so many rows at a time."""
+    name = f"{rows} rows" if rows > 1 else "1 row"
+    if isinstance(result, str):
+        yield Point.of(work, name, quantity="bytes", status="failed", note=result)
+        return
+    (peak,) = result
+    itemsize = getattr(torch, work.dtype).itemsize
+    output = work.batch * work.heads * work.length * work.head_dim * itemsize
+    part = 2 * work.matrix_bytes * rows / work.length
+    yield _point(work, name, peak.extra_bytes, predicted=part + output)
+    yield Point.of(work, name, samples=(peak.seconds,))

@@ -1,0 +1,222 @@
+"""The exact ways of doing a work: ours, torch's, plain attention and its cures."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import tilewise
+from tilelab.bench.suites.plain import chunked, plain, seen_rows
+from tilelab.bench.suites.work import SEED, Attend, Given, Work, problem_of
+from tilewise.variants import masks
+
+__all__ = ["OURS", "Method", "block_sparse", "cures", "exact", "flex", "ours", "own_masks", "sdpa"]
+
+OURS = "tilewise"
+ROWS = 256  # of a chunk of plain attention
+_WITH_GRADIENTS = 1.6  # three matrices at the softmax's backward in the place of two
+Make = Callable[[Work, Given], Attend]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of doing a work.
+
+    Args:
+        name: for tables.
+        make: gives the function; masks are made here, not in the timed call.
+        exact: whether the 2x rule holds it; else its error is printed.
+        why_not: what it cannot do of a work; empty if it can.
+        matrices: how many matrices of all heads its forward pass holds at once, roughly.
+        same_dropout: whether it drops what ours drops.
+    """
+
+    name: str
+    make: Make
+    exact: bool = True
+    why_not: Callable[[Work], str] = lambda _: ""
+    matrices: Callable[[Work], float] = lambda _: 0.0
+    same_dropout: bool = False
+
+    def bytes(self, work: Work) -> float:
+        """About what its matrices need: for what is not to be tried."""
+        times = 1.0 if work.passes == "forward" else _WITH_GRADIENTS
+        return work.matrix_bytes * self.matrices(work) * times
+
+
+def exact(device: str, *, with_flex: bool = True) -> list[Method]:
+    """All exact methods that a device has."""
+    found = [ours(), *(sdpa(name) for name in _backends(device)), _plain()]
+    return [*found, *cures(), *([flex()] if with_flex else [])]
+
+
+def ours() -> Method:
+    """tilewise.attention."""
+
+    def make(work: Work, given: Given) -> Attend:
+        keywords: dict[str, Any] = {"mask": work.masked, "score": work.score}
+        if work.dropout_p:
+            keywords |= {"dropout_p": work.dropout_p, "seed": SEED}
+        return lambda q, k, v: tilewise.attention(q, k, v, **keywords)
+
+    return Method(OURS, make, same_dropout=True)
+
+
+def block_sparse(name: str, pattern: Callable[[int], Any]) -> Method:
+    """Ours with a block-sparse pattern on top: fast, and not what was asked.
+
+    Args:
+        name: of the pattern.
+        pattern: the mask for a length.
+    """
+
+    def make(work: Work, given: Given) -> Attend:
+        mask = pattern(work.length)
+        if work.masked is not None:
+            mask = mask & work.masked
+        table = tilewise.BlockMask.of(mask, work.length, batch=work.batch).to(work.device)
+        keywords: dict[str, Any] = {"mask": table, "score": work.score}
+        if work.dropout_p:
+            keywords |= {"dropout_p": work.dropout_p, "seed": SEED}
+        return lambda q, k, v: tilewise.attention(q, k, v, **keywords)
+
+    return Method(f"{OURS} {name}", make, exact=False)
+
+
+_SDPA = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def _backends(device: str) -> tuple[str, ...]:
+    """Torch's backends that exist for a device."""
+    return tuple(_SDPA) if device == "cuda" else ("flash", "math")
+
+
+def sdpa(name: str) -> Method:
+    """The scaled_dot_product_attention of torch with one of its backends.
+
+    Args:
+        name: cudnn, flash, efficient or math.
+    """
+    kind = _SDPA[name]
+
+    def make(work: Work, given: Given) -> Attend:
+        keywords: dict[str, Any] = {"dropout_p": work.dropout_p}
+        if work.heads != work.kv_heads:
+            keywords["enable_gqa"] = True
+        if _is_causal(work):
+            keywords["is_causal"] = True
+        elif work.masked is not None:
+            seen = seen_rows(*problem_of(work, given), [range(work.rows)])
+            assert seen is not None
+            keywords["attn_mask"] = ~seen.hidden
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(kind), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # why it declines: its error says so too
+                return scaled_dot_product_attention(q, k, v, **keywords)
+
+        return attend
+
+    def why_not(work: Work) -> str:
+        return "" if work.score is None else "it takes no score function"
+
+    def matrices(work: Work) -> float:
+        written_out = work.masked is not None and not _is_causal(work)
+        return 3.0 if name == "math" else 1.5 if written_out else 0.0
+
+    return Method(f"sdpa {name}", make, True, why_not, matrices)
+
+
+def _is_causal(work: Work) -> bool:
+    return not work.padding and isinstance(work.mask, masks.Mask) and work.mask == masks.causal()
+
+
+def _plain() -> Method:
+    return Method("plain", plain, matrices=lambda _: 2.5)
+
+
+def cures(rows: int = ROWS) -> list[Method]:
+    """Plain attention some rows at a time, keeping its parts or computing them again.
+
+    Args:
+        rows: of a part.
+    """
+    return [
+        Method(
+            "plain, chunked",
+            lambda work, given: chunked(work, given, rows),
+            matrices=lambda work: 0.0 if work.passes == "forward" else 1.0,
+        ),
+        Method(
+            "plain, checkpointed",
+            lambda work, given: chunked(work, given, rows, again=True),
+            why_not=lambda work: "it is the chunked one" if work.passes == "forward" else "",
+        ),
+    ]
+
+
+def flex() -> Method:
+    """FlexAttention, compiled."""
+
+    def make(work: Work, given: Given) -> Attend:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        torch.compiler.reset()  # it stops compiling after some variants
+        block_mask, score = None, work.flex_score or work.score
+        if work.masked is not None:
+            sizes = own_masks(work, given)
+            block_mask = create_block_mask(
+                _flex_mask(work, given), *sizes, work.rows, work.length, device=work.device
+            )
+        compiled: Any = torch.compile(flex_attention, dynamic=False)
+        grouped = work.heads != work.kv_heads
+        return lambda q, k, v: compiled(
+            q, k, v, score_mod=score, block_mask=block_mask, enable_gqa=grouped
+        )
+
+    def why_not(work: Work) -> str:
+        if work.dropout_p:
+            return "it has no dropout"
+        if work.device == "cpu" and work.passes != "forward":
+            return "it has no backward on a CPU"
+        if not (work.flex_score or work.score is None or callable(work.score)):
+            return "the score is no function"
+        return ""
+
+    def matrices(work: Work) -> float:
+        return 0.0 if work.masked is None else 1.0  # of its block mask, while it is made
+
+    return Method("flex_attention", make, True, why_not, matrices)
+
+
+def own_masks(work: Work, given: Given) -> tuple[int | None, int | None]:
+    """Of how many batch items and heads a mask has one each; None where all have the same."""
+    seen = seen_rows(*problem_of(work, given), [range(1)])
+    assert seen is not None
+    batches, heads = seen.hidden.shape[:2]
+    return (batches if batches > 1 else None), (heads if heads > 1 else None)
+
+
+def _flex_mask(work: Work, given: Given) -> Callable[..., Any]:
+    """The mask as a function of tensors: a lookup in the whole matrix if it is no function."""
+    given_function = work.flex_mask or work.mask
+    if callable(given_function) and not work.padding:
+        function: Callable[..., Any] = given_function
+        return function
+    seen = seen_rows(*problem_of(work, given), [range(work.rows)])
+    assert seen is not None
+    shown = ~seen.hidden
+    batches, heads = shown.shape[:2]
+    return lambda b, h, m, n: shown[b if batches > 1 else 0, h if heads > 1 else 0, m, n]

@@ -1,0 +1,180 @@
+"""The plain mathematics, row by row if need be: the oracle of the gate, and a method itself.
+
+::
+
+    s = score(scale q k^T);  p = softmax(s where visible);  out = dropout(p) v
+
+A row that sees no key gives 0. torch's autograd differentiates it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout
+from torch.utils.checkpoint import checkpoint
+
+from tilelab.bench.suites.work import SEED, Attend, Given, Work, problem_of
+from tilewise.problem import Operands, Problem
+from tilewise.reference.blocks import Part
+from tilewise.reference.philox import keep_mask
+from tilewise.reference.programs import apply_score, visible
+
+__all__ = ["Keep", "Seen", "attend_rows", "chunked", "plain", "rows_kept", "seen_rows"]
+
+Keep = Callable[[Tensor], Tensor]  # dropout
+
+
+class Seen(NamedTuple):
+    """What rows see.
+
+    Args:
+        hidden: True for a pair that does not attend, bool [B or 1, Hq or 1, rows, N].
+        blind: True for a row that sees nothing, [.., rows, 1]; None where there is none.
+    """
+
+    hidden: Tensor
+    blind: Tensor | None
+
+
+def plain(work: Work, given: Given) -> Attend:
+    """Attention that writes its matrix, with the mask made before."""
+    problem, operands = problem_of(work, given)
+    every = [range(work.rows)]
+    seen = seen_rows(problem, operands, every)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend_rows(problem, operands, (q, k, v), every, seen, _dropping(work))
+
+    return attend
+
+
+def chunked(work: Work, given: Given, rows: int, *, again: bool = False) -> Attend:
+    """The same, some rows at a time: only their part of the matrix is ever there.
+
+    Without ``again``, autograd keeps every part for the backward, and nothing is saved; with it
+    each part is computed again there (checkpointing).
+
+    Args:
+        work: what is measured.
+        given: its tensors.
+        rows: of a part.
+        again: whether to compute parts again instead of keeping them.
+    """
+    problem, operands = problem_of(work, given)
+    parts = [range(i, min(i + rows, work.rows)) for i in range(0, work.rows, rows)]
+
+    def one(q: Tensor, k: Tensor, v: Tensor, part: range) -> Tensor:
+        seen = seen_rows(problem, operands, [part])
+        return attend_rows(problem, operands, (q, k, v), [part], seen, _dropping(work))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not q.requires_grad:
+            # In place: small outputs between large parts would leave holes in the heap.
+            out = v.new_empty(*q.shape[:3], v.shape[-1])
+            for part in parts:
+                out[:, :, part.start : part.stop] = one(q, k, v, part)
+            return out
+        if not again:
+            return torch.cat([one(q, k, v, part) for part in parts], dim=2)
+        done = [checkpoint(one, q, k, v, part, use_reentrant=False) for part in parts]
+        return torch.cat(done, dim=2)
+
+    return attend
+
+
+def _dropping(work: Work) -> Keep | None:
+    if not work.dropout_p:
+        return None
+    return lambda p: dropout(p, work.dropout_p)
+
+
+def rows_kept(work: Work, chunks: Sequence[range]) -> Keep | None:
+    """The dropout that ours does, on the rows of some chunks."""
+    if not work.dropout_p:
+        return None
+    sizes = {"batches": range(work.batch), "heads": range(work.heads)}
+    keep = torch.cat(
+        [
+            keep_mask(SEED, work.dropout_p, **sizes, queries=rows, keys=range(work.length))
+            for rows in chunks
+        ],
+        dim=2,
+    )
+    return lambda p: p * keep.to(p.device) / (1 - work.dropout_p)
+
+
+def seen_rows(problem: Problem, operands: Operands, chunks: Sequence[range]) -> Seen | None:
+    """Which keys the rows of some chunks see; None for all."""
+    if not problem.mask:
+        return None
+    every = slice(None)
+    part = Part(problem, operands, 0, every, every)
+    device = operands.q.device
+    found = [
+        visible(problem.mask, operands.mask_tensors, part.block(rows, range(problem.keys)), device)
+        for rows in chunks
+    ]
+    hidden = ~(torch.cat(found, dim=2) if len(found) > 1 else found[0])
+    blind = hidden.all(-1, keepdim=True)
+    return Seen(hidden, blind if bool(blind.any()) else None)
+
+
+def attend_rows(
+    problem: Problem,
+    operands: Operands,
+    tensors: Sequence[Tensor],
+    chunks: Sequence[range],
+    seen: Seen | None,
+    keep: Keep | None,
+) -> Tensor:
+    """The output of the rows of some chunks, one below the other, in the tensors' dtype.
+
+    Args:
+        problem: what is asked.
+        operands: captured tensors of mask and score.
+        tensors: q, k and v, whole.
+        chunks: the rows.
+        seen: of ``seen_rows``.
+        keep: what drops probabilities.
+    """
+    q, k, v = tensors
+    group = problem.heads // problem.kv_heads
+    if group > 1:
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    if sum(len(rows) for rows in chunks) < problem.queries:
+        q = torch.cat([q[:, :, rows.start : rows.stop] for rows in chunks], dim=2)
+    s = (q @ k.mT).mul_(problem.scale)
+    if problem.score:
+        s = _scored(problem, operands, s, chunks, seen)
+        s = s if seen is None else s.masked_fill(seen.hidden, -math.inf)
+    elif seen is not None:
+        s = s.masked_fill_(seen.hidden, -math.inf)
+    p = s.softmax(-1)
+    del s  # or the matrix is held beside what comes next
+    if seen is not None and seen.blind is not None:
+        p = p.masked_fill(seen.blind, 0.0)
+    return (p if keep is None else keep(p)) @ v
+
+
+def _scored(
+    problem: Problem,
+    operands: Operands,
+    s: Tensor,
+    chunks: Sequence[range],
+    seen: Seen | None,
+) -> Tensor:
+    every = slice(None)
+    part = Part(problem, operands, 0, every, every)
+    found, at = [], 0
+    for rows in chunks:
+        cut = slice(at, at + len(rows))
+        block = part.block(rows, range(problem.keys))
+        shown = None if seen is None else ~seen.hidden[:, :, cut]
+        found.append(apply_score(problem.score, operands.score_tensors, s[:, :, cut], block, shown))
+        at += len(rows)
+    return torch.cat([each for each, _ in found], dim=2) if len(found) > 1 else found[0][0]

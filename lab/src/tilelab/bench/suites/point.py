@@ -1,0 +1,190 @@
+"""What a suite found: points, and the record that keeps them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from tilelab.bench.clock import Spread
+from tilelab.bench.suites.work import Work
+from tilelab.common import environment
+from tilelab.common.compact import compact_json, read_json
+from tilewise.errors import InvalidArgument
+from tilewise.kernels.cpu.core import absence
+
+__all__ = ["COMPLETE", "FORMAT", "INTERRUPTED", "Point", "Quantity", "Record", "Status", "groups"]
+
+FORMAT = 1
+KIND = "a JSON file of a suite of the bench"
+COMPLETE, INTERRUPTED = "complete", "stopped with Ctrl-C"
+Quantity = Literal["seconds", "bytes", "error"]
+Status = Literal["ok", "wrong", "skipped", "failed"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One method on one case at one length.
+
+    Args:
+        suite, case, length, dtype: of the work.
+        method: its name.
+        quantity: what the samples are: seconds of one call, bytes held at the highest beyond the
+            operands, or the largest error against float64.
+        shape: batch, heads, kv_heads and head_dim.
+        status: "ok"; "wrong" breaks the 2x rule, "skipped" and "failed" have no samples either.
+        exact: whether the method claims to be.
+        note: why there are no samples, or what else is to be said.
+        samples: all of them.
+        predicted: what the model says, in the same unit.
+        error: root mean square of the error against exact attention, over that of the values; of
+            methods that are not exact.
+        allowed: the largest error that the 2x rule allows.
+    """
+
+    suite: str
+    case: str
+    length: int
+    dtype: str
+    method: str
+    quantity: Quantity = "seconds"
+    shape: dict[str, int] = field(default_factory=dict)
+    status: Status = "ok"
+    exact: bool = True
+    note: str = ""
+    samples: tuple[float, ...] = ()
+    predicted: float | None = None
+    error: float | None = None
+    allowed: float | None = None
+
+    @classmethod
+    def of(cls, work: Work, method: str, **found: Any) -> Point:
+        """A point of a work."""
+        return cls(
+            work.suite, work.case, work.length, work.dtype, method, shape=work.shape, **found
+        )
+
+    @property
+    def key(self) -> tuple[str, str, int, str, str, str]:
+        """Names this point in a record."""
+        return self.suite, self.case, self.length, self.dtype, self.method, self.quantity
+
+    @property
+    def median(self) -> float | None:
+        """Of the samples; None where there are none."""
+        return Spread.of(self.samples).median if self.samples else None
+
+    def as_json(self) -> dict[str, Any]:
+        """In JSON's types, without what is as usual; ``from_json`` reads it back.
+
+        Of several samples the median, the least and the largest, and the quartiles stand beside.
+        """
+        usual = {each.name: each.default for each in fields(self)}
+        values = {key: value for key, value in asdict(self).items() if value != usual[key]}
+        if self.samples:
+            values["samples"] = list(self.samples)
+        if len(self.samples) > 1:
+            median, *rest = Spread.of(self.samples)
+            values |= {"median": median, "spread": rest}
+        return values
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Point:
+        """The inverse of ``as_json``."""
+        known = {each.name for each in fields(cls)}
+        kept = {key: value for key, value in values.items() if key in known}
+        return cls(**{**kept, "samples": tuple(kept.get("samples", ()))})
+
+
+@dataclass
+class Record:
+    """One run.
+
+    Args:
+        suites: which were asked for.
+        machine: where it ran: chip, versions, load; no host name, no path.
+        device: "cpu" or "cuda".
+        settings: what was asked, by option.
+        status: "complete", or why not everything is there.
+        seconds: how long it took.
+        points: the findings.
+    """
+
+    suites: list[str]
+    machine: dict[str, Any]
+    device: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    status: str = "not finished"
+    seconds: float = 0.0
+    points: list[Point] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, suites: list[str], device: str, settings: dict[str, Any]) -> Record:
+        """A record of a run on this machine that has not begun."""
+        machine = environment.describe(1)
+        machine["core"] = absence() or "compiled"
+        if device == "cuda":
+            machine["chip"] = torch.cuda.get_device_name()
+            machine["versions"]["cuda"] = torch.version.cuda
+        machine["load_average"] = [machine["load_average"]]
+        return cls(suites, machine, device, settings)
+
+    def of(self, suite: str) -> list[Point]:
+        """The points of a suite."""
+        return [point for point in self.points if point.suite == suite]
+
+    def end(self, status: str, seconds: float) -> None:
+        """The run is over."""
+        self.status, self.seconds = status, round(seconds, 1)
+        if hasattr(os, "getloadavg"):
+            self.machine["load_average"].append(round(os.getloadavg()[0], 2))
+
+    def write(self, path: Path) -> None:
+        """Write the JSON whole or not at all, making its folder; each point is on one line.
+
+        The shape that the first point has is that of all that name none.
+        """
+        shape = self.points[0].shape if self.points else {}
+        values = {
+            "format": FORMAT,
+            "kind": KIND,
+            **{key: getattr(self, key) for key in ("suites", "status", "seconds", "device")},
+            "machine": self.machine,
+            "settings": self.settings,
+            "shape": shape,
+        }
+        points = [point.as_json() for point in self.points]
+        for each in points:
+            if each["shape"] == shape:
+                del each["shape"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.part")
+        unfinished.write_text(compact_json(values, points=points))
+        unfinished.replace(path)
+
+    @classmethod
+    def read(cls, path: Path, argument: str = "FILE.json") -> Record:
+        """Return the record in a file that an argument of the command names.
+
+        Raises:
+            InvalidArgument: there is none that this version can read.
+        """
+        values = read_json(path, FORMAT, KIND, argument)
+        if values.get("kind") != KIND:
+            raise InvalidArgument(argument, f"{path} of another kind", KIND)
+        shape = values.get("shape", {})
+        points = [Point.from_json({"shape": shape, **each}) for each in values["points"]]
+        kept = ("suites", "machine", "device", "settings", "status", "seconds")
+        return cls(**{key: values[key] for key in kept}, points=points)
+
+
+def groups(points: Iterable[Point]) -> dict[tuple[str, str, Quantity], list[Point]]:
+    """Points by case, dtype and quantity, in order."""
+    found: dict[tuple[str, str, Quantity], list[Point]] = {}
+    for point in points:
+        found.setdefault((point.case, point.dtype, point.quantity), []).append(point)
+    return found

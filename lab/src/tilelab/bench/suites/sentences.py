@@ -1,0 +1,225 @@
+"""What a suite found, in sentences that are computed from its points."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tilelab.bench.suites.crossover import crossings, listed, medians_of, told
+from tilelab.bench.suites.memory import CURE, DOUBLE
+from tilelab.bench.suites.methods import OURS
+from tilelab.bench.suites.point import Point, Record, groups
+from tilelab.bench.suites.tables import amount_of
+from tilelab.bench.suites.variants import NONE
+
+__all__ = ["lead", "sentences"]
+
+
+def sentences(record: Record, suite: str) -> list[str]:
+    """What is to be said of a suite; what is wrong comes first."""
+    points = record.of(suite)
+    makers = {
+        "paper": (_crossings, _sparse, _memory),
+        "memory": (_memory, _double, _cure),
+        "accuracy": (_accuracy,),
+        "variants": (_faster, _extra),
+    }.get(suite, (_faster,))
+    return [*_wrong(points), *(line for maker in makers for line in maker(points))]
+
+
+def lead(record: Record) -> str:
+    """Return the one ratio that matters, in a sentence; empty where a record has none.
+
+    Time against the fastest other exact method if there are times, else memory against plain
+    attention, else the share of the allowed error.
+    """
+    ratios = [ratio for ratio, _ in _exact_ratios(record.points)]
+    if ratios:
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        return (
+            f"{mean:.2f}x the speed of the fastest other exact method: geometric mean of "
+            f"{len(ratios)} case{'s' if len(ratios) > 1 else ''}, each at its longest length"
+        )
+    saved = [each for each in _held_ratios(record.points) if each.plain]
+    if saved:
+        most = max(saved, key=lambda each: each.length)
+        return (
+            f"{most.plain / most.ours:.3g}x less memory than plain attention: "
+            f"{amount_of(most.ours, 'bytes')} and {amount_of(most.plain, 'bytes')} beyond the "
+            f"operands ({most.words})"
+        )
+    used = [
+        max(point.samples) / point.allowed
+        for point in record.points
+        if point.method == OURS and point.samples and point.allowed
+    ]
+    return f"{max(used):.0%} of the allowed error: the most that {OURS} uses" if used else ""
+
+
+def _wrong(points: Sequence[Point]) -> list[str]:
+    bad = [point for point in points if point.status in ("wrong", "failed")]
+    names = list(dict.fromkeys(point.method for point in bad if point.status == "wrong"))
+    found = []
+    if names:
+        found.append(f"Breaks the 2x rule somewhere, and is not timed there: {listed(names)}.")
+    failed = list(dict.fromkeys(point.case for point in bad if point.status == "failed"))
+    if failed:
+        found.append(f"Failed: {listed(failed)}.")
+    return found
+
+
+def _faster(points: Sequence[Point]) -> list[str]:
+    """Ours against the best other exact method, at the longest length that both have."""
+    ratios = sorted(_exact_ratios(points))
+    if not ratios:
+        return []
+    ahead = sum(ratio > 1 for ratio, _ in ratios)
+    low, high = ratios[0], ratios[-1]
+    return [
+        f"Against the fastest other exact method, {OURS} is faster in {ahead} of {len(ratios)} "
+        f"cases: from {low[0]:.2f} times ({low[1]}) to {high[0]:.2f} times ({high[1]})."
+    ]
+
+
+def _exact_ratios(points: Sequence[Point]) -> list[tuple[float, str]]:
+    """The fastest other exact method's time over ours, and of what, case by case."""
+    exact = [point for point in points if point.exact and point.quantity == "seconds"]
+    ratios: list[tuple[float, str]] = []
+    for (case, dtype, _), own in groups(exact).items():
+        found = medians_of(own)
+        ours = found.pop(OURS, {})
+        lengths = sorted(n for n in ours if any(n in times for times in found.values()))
+        if lengths:
+            last = lengths[-1]
+            best = min((times[last], name) for name, times in found.items() if last in times)
+            words = f"{case}, {dtype} at {last}; {best[1]}"
+            ratios.append((best[0] / ours[last], words))
+    return ratios
+
+
+def _crossings(points: Sequence[Point]) -> list[str]:
+    """Where each method that is not exact crosses over ours, in the first case; a table has all."""
+    found = crossings(points)
+    if not found:
+        return []
+    words, where = next(iter(found.items()))
+    return [told(words, OURS, where)]
+
+
+def _accuracy(points: Sequence[Point]) -> list[str]:
+    """How much of what is allowed was used."""
+    shares: dict[str, list[float]] = {}
+    for point in points:
+        if point.samples and point.allowed:
+            shares.setdefault(point.method, []).append(max(point.samples) / point.allowed)
+    if not shares:
+        return []
+    parts = [f"{name} {max(used):.0%}" for name, used in shares.items()]
+    return [f"Largest share of the allowed error that was used: {listed(parts)}."]
+
+
+def _memory(points: Sequence[Point]) -> list[str]:
+    """Ours against plain attention at the longest common length, and how well it is predicted."""
+    return [
+        f"{each.words}: at {each.length}, plain attention holds {amount_of(each.plain, 'bytes')} "
+        f"beyond the operands and {OURS} {amount_of(each.ours, 'bytes')}, "
+        f"{each.plain / each.ours:.3g} times less."
+        for each in _held_ratios(points)
+    ]
+
+
+class _Held(NamedTuple):
+    """Bytes beyond the operands at the longest length that both ways have."""
+
+    words: str
+    length: int
+    ours: float
+    plain: float
+
+
+def _held_ratios(points: Sequence[Point]) -> list[_Held]:
+    found = []
+    held = [point for point in points if point.quantity == "bytes"]
+    for (case, dtype, _), own in groups(held).items():
+        medians = medians_of(own)
+        plain, ours = medians.get("plain", {}), medians.get(OURS, {})
+        common = sorted(plain.keys() & ours.keys())
+        if common:
+            last = common[-1]
+            found.append(_Held(f"{case}, {dtype}", last, ours[last], plain[last]))
+    return found
+
+
+def _sparse(points: Sequence[Point]) -> list[str]:
+    """Our block-sparse kernel against every other method, at the longest length of each case."""
+    timed = [point for point in points if point.quantity == "seconds"]
+    ratios: dict[str, list[tuple[float, str]]] = {}
+    for (case, dtype, _), own in groups(timed).items():
+        medians = medians_of(own)
+        names = [name for name in medians if name.startswith(f"{OURS} ")]
+        for name in names:
+            last = max(medians[name])
+            others = {n: t[last] for n, t in medians.items() if n not in names and last in t}
+            if others:
+                best = min(others, key=lambda each: others[each])
+                words = f"{case}, {dtype} at {last}; {best}"
+                ratios.setdefault(name, []).append((others[best] / medians[name][last], words))
+    return [
+        f"{name} against the fastest of the others, exact or not, at the longest length of a case: "
+        f"faster in {sum(ratio > 1 for ratio, _ in every)} of {len(every)} cases, "
+        f"{min(every)[0]:.2f} times ({min(every)[1]}) to {max(every)[0]:.2f} times "
+        f"({max(every)[1]})."
+        for name, every in ratios.items()
+    ]
+
+
+def _double(points: Sequence[Point]) -> list[str]:
+    """The peak at the softmax, in matrices."""
+    held = {p.method: p for p in points if p.case == DOUBLE and p.median and p.predicted}
+    if not {"scores", "softmax"} <= held.keys():
+        return []
+    scores, softmax = held["scores"], held["softmax"]
+    highest = max(held.values(), key=lambda point: point.median or 0.0)
+    return [
+        f"Plain attention at {scores.length}, step by step: the scores take "
+        f"{amount_of(scores.median or 0, 'bytes')}, and the softmax, which has its input and its "
+        f"output at once, {amount_of(softmax.median or 0, 'bytes')}, "
+        f"{(softmax.median or 0) / (scores.median or 1):.2f} times as much; the highest of all is "
+        f"{highest.method} with {amount_of(highest.median or 0, 'bytes')}."
+    ]
+
+
+def _cure(points: Sequence[Point]) -> list[str]:
+    """What fewer rows at a time save and cost."""
+    own = [point for point in points if point.case == CURE and point.median]
+    held = [point for point in own if point.quantity == "bytes"]
+    took = {point.method: point.median or 0.0 for point in own if point.quantity == "seconds"}
+    if len(held) < 2:
+        return []
+    few, whole = held[0], held[-1]
+    slower = took[few.method] / took[whole.method]
+    return [
+        f"The cure, {few.method} at a time: {amount_of(few.median or 0, 'bytes')} in the place of "
+        f"{amount_of(whole.median or 0, 'bytes')}, and {slower:.2f} times the time."
+    ]
+
+
+def _extra(points: Sequence[Point]) -> list[str]:
+    """What scores cost over no variant, ours."""
+    medians = {
+        (p.case, p.dtype): p.median for p in points if p.method == OURS and p.median and p.length
+    }
+    found = []
+    for (case, dtype), base in medians.items():
+        name, _, direction = case.rpartition(", ")
+        if name != NONE or not base:
+            continue
+        costs = [
+            f"{other.rpartition(', ')[0]} {(time or 0) / base - 1:+.0%}"
+            for (other, kind), time in medians.items()
+            if kind == dtype and other != case and other.endswith(f", {direction}")
+        ]
+        if costs:
+            found.append(f"Time over no variant, {direction}, {dtype}: {'; '.join(costs)}.")
+    return found

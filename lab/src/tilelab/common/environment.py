@@ -1,0 +1,105 @@
+"""Where a study runs, in a few words that a record can keep: no host name, no path."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import tilewise
+from tilelab.common import memory
+from tilewise.chips import detect
+from tilewise.kernels.cpu.core import absence, core
+
+__all__ = ["describe", "pinnable_cores", "variables"]
+
+_OURS, _OF_ONE_RUN = "TILEWISE_", "TILEWISE_STUDY_JOB"
+_PATHS = ("TILEWISE_CACHE", "TILEWISE_DATA", "TILEWISE_TUNED")
+_PACKAGES = ("tilewise", "torch", "numpy", "schedulefree", "tokenizers", "scipy")
+
+
+def describe(threads: int) -> dict[str, Any]:
+    """Versions, chip, memory, instruction set, git commit and load.
+
+    Args:
+        threads: of each run.
+    """
+    chip = detect()
+    return {
+        "chip": chip.name,
+        "cores": chip.cores,
+        "memory_bytes": memory.total_bytes(),
+        "threads": threads,
+        "instruction_set": absence() or core().isa_active(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
+        "commit": commit(),
+        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+    }
+
+
+def variables() -> dict[str, str]:
+    """What this process's environment says to tilewise, for runs on machines that do not have it.
+
+    Paths are absolute: elsewhere another folder is the working one.
+    """
+    found = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_OURS) and name != _OF_ONE_RUN and value
+    }
+    for name in found.keys() & set(_PATHS):
+        if found[name].lower() != "off":  # a word of TILEWISE_TUNED
+            found[name] = str(Path(found[name]).expanduser().absolute())
+    return found
+
+
+def commit() -> str:
+    """The git commit of this tilewise, ``+`` for changes on top; empty if there is none."""
+    folder = Path(tilewise.__file__).parent
+    revision = _git(folder, "rev-parse", "--short=12", "HEAD")
+    if not revision:
+        return ""
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", str(folder))
+    return revision + ("+" if changed else "")
+
+
+def pinnable_cores(devices: Path = Path("/sys/devices/system/cpu")) -> tuple[int, ...]:
+    """One processor of each core that this process may use; none where threads cannot be pinned.
+
+    Two runs on the two hardware threads of one core would measure each other.
+
+    Args:
+        devices: where Linux tells which processors share a core.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return ()
+    found: dict[str, int] = {}
+    for processor in sorted(os.sched_getaffinity(0)):
+        try:
+            siblings = (devices / f"cpu{processor}/topology/thread_siblings_list").read_text()
+        except OSError:
+            siblings = str(processor)
+        found.setdefault(siblings.strip(), processor)
+    return tuple(found.values())
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command: Sequence[str] = ("git", "-C", str(folder), *arguments)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,268 @@
+"""Figures drawn by matplotlib, as SVG that belongs to the page: its fonts and its colours.
+
+matplotlib draws with marker colours; ``finish`` replaces each by a CSS variable, gives texts
+classes in place of fonts, drops sizes in points (the page decides) and makes every id unique within
+the page.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import resources
+from typing import Any
+from xml.etree import ElementTree
+
+import matplotlib
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+__all__ = [
+    "ARM_COLOURS",
+    "BETTER",
+    "INK",
+    "PART_COLOURS",
+    "RULE",
+    "SOFT",
+    "arm_colour",
+    "arm_dashes",
+]
+__all__ += [
+    "WORSE",
+    "beside",
+    "canvas",
+    "finish",
+    "house_style",
+    "place",
+    "quiet",
+    "spread",
+    "standalone",
+    "style_sheet",
+]
+
+_POINTS_PER_INCH = 72
+_SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # letters stay letters: they can be selected, searched and restyled
+    "svg.hashsalt": "tilewise",  # the same figure gives the same bytes
+    "font.family": "DejaVu Sans",  # comes with matplotlib: nothing is looked up on the machine
+    "font.size": 12.5,
+    "path.simplify_threshold": 0.2,
+}
+
+# Colours that no figure shows: each stands for a variable of report.css.
+INK, SOFT, RULE, CARD = "#000001", "#000002", "#000003", "#000004"
+BETTER, WORSE = "#000005", "#000006"
+ARM_COLOURS = 8  # the baseline and seven more; after them they come round again, dashed
+_DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("solid", (0, (4, 2)), (0, (1, 1.4)))
+PART_COLOURS = tuple(f"#0000c{index}" for index in range(4))
+_VARIABLES = {
+    INK: "--ink",
+    SOFT: "--soft",
+    RULE: "--rule",
+    CARD: "--card",
+    BETTER: "--better",
+    WORSE: "--worse",
+    **{f"#0000a{index}": f"--arm-{index}" for index in range(ARM_COLOURS)},
+    **{colour: f"--part-{index}" for index, colour in enumerate(PART_COLOURS)},
+}
+
+
+def arm_colour(index: int) -> str:
+    """The marker colour of an arm; 0 is the baseline.
+
+    Args:
+        index: the arm's place in its experiment.
+    """
+    return f"#0000a{0 if index == 0 else (index - 1) % (ARM_COLOURS - 1) + 1}"
+
+
+def arm_dashes(index: int) -> str | tuple[int, tuple[float, ...]]:
+    """The line style of an arm: solid, dashed where the colours come round again, then dotted.
+
+    Args:
+        index: the arm's place in its experiment.
+    """
+    return _DASHES[max(index - 1, 0) // (ARM_COLOURS - 1) % len(_DASHES)]
+
+
+@contextmanager
+def house_style() -> Iterator[None]:
+    """Figures that are made within look like the page; what matplotlib knew before comes back."""
+    with matplotlib.rc_context(_STYLE):
+        yield
+
+
+def canvas(width: float, height: float) -> Figure:
+    """An empty figure.
+
+    Args:
+        width: in units of the drawing, of which a line of text is some 16 high.
+        height: in the same.
+    """
+    figure = Figure(figsize=(width / _POINTS_PER_INCH, height / _POINTS_PER_INCH), frameon=False)
+    FigureCanvasSVG(figure)
+    return figure
+
+
+def place(figure: Figure, left: float, bottom: float, right: float, top: float) -> Axes:
+    """Axes with margins of a fixed size, so that figures beside each other line up.
+
+    Args:
+        figure: of ``canvas``.
+        left: margin in units of the drawing.
+        bottom: the same below.
+        right: the same.
+        top: the same above.
+    """
+    width, height = (inches * _POINTS_PER_INCH for inches in figure.get_size_inches())
+    axes = figure.add_axes(
+        (
+            left / width,
+            bottom / height,
+            (width - left - right) / width,
+            (height - bottom - top) / height,
+        )
+    )
+    quiet(axes)
+    return axes
+
+
+def quiet(axes: Axes) -> None:
+    """Only what is needed to read a value: hairlines across, a base line, soft numbers."""
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(RULE)
+    axes.tick_params(length=0, pad=6, colors=SOFT, which="both")
+    axes.tick_params(axis="x", pad=8, which="both")
+    axes.grid(axis="y", color=RULE, linewidth=1)
+    axes.set_axisbelow(True)
+
+
+def beside(axes: Axes, at: tuple[float, float], words: str) -> None:
+    """Words to the right of the end of a bar."""
+    axes.annotate(
+        words,
+        at,
+        xytext=(6, 0),
+        textcoords="offset points",
+        va="center",
+        color=INK,
+        annotation_clip=False,
+    )
+
+
+def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Places for labels, as near as may be to where they are wanted, none closer than ``gap``.
+
+    Args:
+        wanted: one number per label.
+        gap: between neighbours; less where they do not all fit.
+        low: no label lies below.
+        high: no label lies above.
+
+    Returns:
+        One place per label, in the same order among themselves as wanted.
+    """
+    count = len(wanted)
+    if count > 1:
+        gap = min(gap, (high - low) / (count - 1))
+    order = sorted(range(count), key=lambda index: wanted[index])
+    # Blocks of labels that touch: each lies where the mean of its wishes is, and is merged with the
+    # block below while they overlap.
+    blocks: list[list[int]] = []
+    for index in order:
+        blocks.append([index])
+        while len(blocks) > 1:
+            lower, upper = blocks[-2], blocks[-1]
+            top = _start(lower, wanted, gap, low, high) + gap * len(lower)
+            if top <= _start(upper, wanted, gap, low, high) + 1e-9:
+                break
+            blocks[-2:] = [lower + upper]
+    places = [0.0] * count
+    for block in blocks:
+        start = _start(block, wanted, gap, low, high)
+        for offset, index in enumerate(block):
+            places[index] = start + gap * offset
+    return places
+
+
+def _start(
+    block: Sequence[int], wanted: Sequence[float], gap: float, low: float, high: float
+) -> float:
+    length = gap * (len(block) - 1)
+    middle = sum(wanted[index] for index in block) / len(block)
+    return min(max(middle - length / 2, low), high - length)
+
+
+def finish(figure: Figure, name: str, summary: str) -> Markup:
+    """The figure as an ``<svg>`` element for the page.
+
+    Args:
+        figure: of ``canvas``.
+        name: unique in the page, letters, digits and dashes.
+        summary: the figure in a sentence, for those who cannot see it.
+    """
+    buffer = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with house_style():
+        figure.savefig(buffer, format="svg", metadata=nothing, transparent=True)
+    ElementTree.register_namespace("", _SVG)
+    ElementTree.register_namespace("xlink", _XLINK)
+    root = ElementTree.fromstring(buffer.getvalue())
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag.endswith(("}style", "}metadata")):
+                parent.remove(child)
+    used = set(re.findall(r"(?:url\(|href=\")#([^)\"]+)", buffer.getvalue()))
+    for element in root.iter():
+        _belong(element, name, used)
+    for key in ("width", "height", "version"):
+        root.attrib.pop(key, None)
+    root.set("role", "img")
+    root.set("aria-label", summary)
+    text = ElementTree.tostring(root, encoding="unicode")
+    for colour, variable in _VARIABLES.items():
+        text = text.replace(colour, f"var({variable})")
+    return Markup(text)  # made here from numbers and from texts that ElementTree has escaped
+
+
+def style_sheet() -> str:
+    """Return the style sheet of every page and figure."""
+    return resources.files("tilelab.common").joinpath("house.css").read_text("utf-8")
+
+
+def standalone(drawing: Markup) -> str:
+    """A figure of ``finish`` as a file, with the page's colours, light or dark, and its card."""
+    colours, _, _ = style_sheet().partition("\n* {")
+    box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawing)
+    assert box is not None
+    width, height = box.groups()
+    inside = (
+        f"<style>{colours} svg {{ font: 12.5px system-ui, sans-serif; }}</style>"
+        f'<rect width="{width}" height="{height}" rx="14" style="fill: var(--card)"/>'
+    )
+    start = drawing.index(">") + 1
+    opening = f'{drawing[: start - 1]} width="{width}" height="{height}">'
+    return f"{opening}{inside}{drawing[start:]}\n"
+
+
+def _belong(element: ElementTree.Element, name: str, used: Collection[str]) -> None:
+    """Make one element the page's: unique ids where any are needed, classes for fonts."""
+    if element.get("id") not in used:
+        element.attrib.pop("id", None)
+    for key in ("id", "clip-path", f"{{{_XLINK}}}href"):
+        value = element.get(key)
+        if value is not None:
+            element.set(key, re.sub(r"^(url\(#|#|)", rf"\g<1>{name}-", value))
+    if element.get("transform", "").startswith("rotate(-0 "):
+        del element.attrib["transform"]
+    if element.tag == f"{{{_SVG}}}text":
+        style = element.get("style", "")
+        if re.search(r"font(?:-weight)?: *(?:bold|[67]00)", style):
+            element.set("class", "strong")
+        element.set("style", re.sub(r"font(?:-[a-z]+)?:[^;]*(;|$)", "", style).strip("; "))

@@ -1,0 +1,1 @@
+"""What the drop-ins support, as rows of docs/compatibility.md."""

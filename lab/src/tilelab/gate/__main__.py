@@ -1,0 +1,142 @@
+"""``python -m tilelab.gate``: compile, print the table, keep the JSON, fail or not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from tilelab.gate.baseline import Baseline, baseline_path, load, store
+from tilelab.gate.case import Case, cases_of
+from tilelab.gate.conduct import Compiled, compile_all
+from tilelab.gate.record import Record
+from tilelab.gate.table import table
+from tilelab.gate.targets import TARGETS, Target
+from tilelab.gate.verdicts import faults, out_of_date
+from tilewise.errors import TilewiseError
+
+__all__ = ["main"]
+
+DEFAULT_CASES = "tilelab.gate.cases"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the gate.
+
+    Args:
+        argv: the arguments; None takes them from the command line.
+
+    Returns:
+        0 if every kernel is good, 1 if one is not, 2 if the gate could not run.
+    """
+    options = _options(argv)
+    if find_spec("triton") is None:
+        print("gate: Triton is not installed", file=sys.stderr)
+        return 2
+    try:
+        return _run(options)
+    except TilewiseError as error:
+        print(f"gate: {error}", file=sys.stderr)
+        return 2
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tilelab.gate",
+        description="Compile the Triton kernels for chips that are not here, and judge the code.",
+    )
+    names = [target.name for target in TARGETS]
+    parser.add_argument("--quick", action="store_true", help="the key kernels only")
+    parser.add_argument("--targets", help="by name, with commas: " + ",".join(names))
+    parser.add_argument("--cases", default="", help="only cases with this in their name")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once")
+    parser.add_argument("--json", type=Path, help="write every kernel's numbers to this file")
+    parser.add_argument("--store", action="store_true", help="make this run the baseline")
+    parser.add_argument("--baselines", type=Path, help="the folder of baselines")
+    parser.add_argument("--module", default=DEFAULT_CASES, help="where CASES are listed")
+    options = parser.parse_args(argv)
+    chosen = options.targets.split(",") if options.targets else names
+    if unknown := set(chosen) - set(names):
+        parser.error(f"--targets: unknown: {', '.join(sorted(unknown))}")
+    if options.jobs < 1:
+        parser.error("--jobs: at least one")
+    options.targets = [target for target in TARGETS if target.name in chosen]
+    return options
+
+
+def _run(options: argparse.Namespace) -> int:
+    begun = time.perf_counter()
+    cases = cases_of(options.module)
+    names = {target.name: _chosen(cases, target, options) for target in options.targets}
+    if not any(names.values()):
+        raise TilewiseError("there is no such case")
+    baseline: Baseline = {}
+    path: Path | None = None
+    records: list[Record] = []
+    bad: list[str] = []
+    fresh = 0
+    for compiled in compile_all(options.targets, names, options.module, options.jobs):
+        if path is None:
+            path = baseline_path(compiled.triton, *filter(None, [options.baselines]))
+            baseline = {} if options.store else load(path)
+            print(f"Triton {compiled.triton}, baseline {path.name if baseline else 'none'}")
+        if compiled.target.why_not:
+            bad += _show_left_out(compiled)
+            continue
+        bad += _show(compiled, cases, baseline)
+        records += compiled.records
+        known = baseline.get(compiled.target.name, {})
+        fresh += sum(record.key not in known for record in compiled.records)
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        lines = ",\n".join(json.dumps(record._asdict()) for record in records)
+        options.json.write_text(f"[\n{lines}\n]\n")
+    if options.store and path is not None:
+        store(path, records, whole=not (options.quick or options.cases))
+        print(f"baseline written: {path}")
+    elif fresh:
+        print(f"{fresh} kernels have no baseline; --store makes one")
+    for line in bad:
+        print(f"FAIL {line}")
+    seconds = time.perf_counter() - begun
+    print(f"{len(records)} kernels, {len(bad)} bad, {seconds:.0f} s")
+    return 1 if bad else 0
+
+
+def _chosen(cases: dict[str, Case], target: Target, options: argparse.Namespace) -> list[str]:
+    return [
+        case.name
+        for case in cases.values()
+        if options.cases in case.name
+        and (case.key or not options.quick)
+        and (not case.families or target.family.name in case.families)
+    ]
+
+
+def _show(compiled: Compiled, cases: dict[str, Case], baseline: Baseline) -> list[str]:
+    """Print a chip's table; its bad kernels in words."""
+    target = compiled.target
+    before = baseline.get(target.name, {})
+    judged = [
+        (record, faults(record, cases[record.case], target, before.get(record.key)))
+        for record in compiled.records
+    ]
+    print(table(target, judged), flush=True)
+    return [f"{target.name} {record.key}: {fault}" for record, found in judged for fault in found]
+
+
+def _show_left_out(compiled: Compiled) -> list[str]:
+    """Print why a chip is left out, which its probe must bear out."""
+    target = compiled.target
+    print(f"{target.name}\n  left out: {target.why_not}", flush=True)
+    found = [out_of_date(record, target) for record in compiled.records]
+    return [f"{target.name}: {words}" for words in found if words]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

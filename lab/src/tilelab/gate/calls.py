@@ -1,0 +1,206 @@
+"""Calls that are never run: problems and operands on the ``meta`` device, as the engine makes them.
+
+They are of training size, so that Triton sees the divisible strides of a real call, and laid out
+as models have them: [B, S, H, D] in memory. Importing this module imports no Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.problem import Grads, Needs, Operands, Problem, Result, output_like
+from tilewise.validation import dense_problem, lower_sinks, varlen_problem
+from tilewise.variants import masks, scores
+from tilewise.variants.extent import Extent
+from tilewise.variants.float8 import FLOAT8
+from tilewise.variants.lower import lower_mask, lower_score
+from tilewise.variants.program import Instr
+from tilewise.variants.values import Mask, Score, as_score
+
+__all__ = ["Asked", "backward_tensors", "meta", "operands_of", "result_of"]
+
+BATCH, HEADS, KV_HEADS, QUERIES, KEYS = 2, 16, 8, 4096, 4096
+BLOCK = 128  # the sides of a rectangle of a table of tiles
+
+
+class Asked(NamedTuple):
+    """What a case asks for.
+
+    Args:
+        width: of queries, keys and values.
+        dtype: of all of them; float8 comes with scales.
+        mask: "", "causal", "window", "document" (causal too), or "table", which is "document" with
+            a table of tiles.
+        score: "", "alibi softcap", "bias" (of each pair), "head bias", "raw", "learned": a factor,
+            a table by distance and one in which every pair looks up its place, all of which want
+            gradients; or "few": the last of them with few places.
+        dropout_p, sinks, varlen: as in a call.
+        statistics: "", "all" or "top1".
+        queries: of each head; fewer than keys are the last ones.
+        page_size: of the pages that keys and values lie in; 0: they do not.
+    """
+
+    width: int
+    dtype: torch.dtype = torch.bfloat16
+    mask: str = ""
+    score: str = ""
+    dropout_p: float = 0.0
+    sinks: bool = False
+    varlen: bool = False
+    statistics: str = ""
+    queries: int = QUERIES
+    page_size: int = 0
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor without memory."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def operands_of(asked: Asked) -> tuple[Problem, Operands]:
+    """The problem, and operands in kernel form."""
+    mask, score = _mask(asked), _score(asked)
+    sinks = meta(HEADS) if asked.sinks else None
+    q = _rows(asked, asked.queries, HEADS)
+    k, v = (_rows(asked, KEYS, KV_HEADS) for _ in range(2))
+    cu_seqlens = meta(BATCH + 1, dtype=torch.int64)
+    said: dict[str, Any] = {"scale": None, "dropout_p": asked.dropout_p, "sinks": sinks}
+    said |= {"mask": mask.program, "score": score.program}
+    if asked.varlen:
+        problem = varlen_problem(q, k, v, cu_seqlens, cu_seqlens, **said)
+    else:
+        problem = dense_problem(q, k, v, **said)
+    extent = Extent(BATCH, HEADS, asked.queries, KEYS, ragged=asked.varlen, check_values=False)
+    operands = Operands(
+        q,
+        k,
+        v,
+        lower_mask(problem.mask, mask.captured, extent, q.device, q.dtype),
+        lower_score(problem.score, score.captured, extent, q.dtype, q.device),
+        lower_sinks(sinks, q.dtype),
+        cu_seqlens if asked.varlen else None,
+        cu_seqlens if asked.varlen else None,
+        2**63 + 1 if asked.dropout_p else 0,
+        q_scale=_scales(asked, HEADS),
+        k_scale=_scales(asked, KV_HEADS),
+        v_scale=_scales(asked, KV_HEADS),
+    )
+    return _in_pages(asked, problem, operands) if asked.page_size else (problem, operands)
+
+
+def result_of(asked: Asked, problem: Problem, operands: Operands) -> Result:
+    """Memory for what the forward pass gives."""
+    rows = (HEADS, problem.queries) if asked.varlen else (BATCH, HEADS, problem.queries)
+    more = bool(asked.statistics)
+    return Result(
+        output_like(operands.q, problem.value_dim),
+        meta(*rows),
+        meta(2 + more, *rows),
+        meta(*rows) if more else None,
+        meta(*rows) if more else None,
+        meta(*rows, dtype=torch.int64) if asked.statistics == "top1" else None,
+    )
+
+
+def backward_tensors(problem: Problem, operands: Operands) -> tuple[Tensor, Needs, Grads]:
+    """The gradient of the output, and all gradients of tensors wanted with memory for them."""
+    fixed = any(instr.op == "alibi" for instr in problem.score)  # slopes have no gradient
+    learned = tuple(
+        tensor.dtype.is_floating_point and not fixed for tensor in operands.score_tensors
+    )
+    needs = Needs(True, True, True, learned, problem.sinks)
+    grads = Grads(
+        torch.empty_like(operands.q),
+        torch.empty_like(operands.k),
+        torch.empty_like(operands.v),
+        tuple(
+            torch.empty_like(tensor) if wanted else None
+            for tensor, wanted in zip(operands.score_tensors, learned, strict=True)
+        ),
+        None if operands.sinks is None else torch.empty_like(operands.sinks),
+    )
+    return output_like(operands.q, problem.value_dim), needs, grads
+
+
+def _scales(asked: Asked, heads: int) -> Tensor | None:
+    """Of float8; none for any other dtype."""
+    return meta(BATCH, heads) if asked.dtype is FLOAT8 else None
+
+
+def _in_pages(asked: Asked, problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
+    """The same call with its keys and values in pages, their rows first in memory."""
+    size, slots = asked.page_size, KEYS // asked.page_size
+    k, v = (
+        meta(BATCH * slots, size, KV_HEADS, asked.width, dtype=asked.dtype).transpose(1, 2)
+        for _ in range(2)
+    )
+    operands = operands._replace(
+        k=k,
+        v=v,
+        cu_seqlens_k=None,
+        block_table=meta(BATCH, slots, dtype=torch.int32),
+        key_lengths=meta(BATCH, dtype=torch.int32),
+    )
+    return problem._replace(keys=KEYS, page_size=size), operands
+
+
+def _rows(asked: Asked, length: int, heads: int) -> Tensor:
+    if asked.varlen:
+        return meta(BATCH * length, heads, asked.width, dtype=asked.dtype)
+    return meta(BATCH, length, heads, asked.width, dtype=asked.dtype).transpose(1, 2)
+
+
+def _mask(asked: Asked) -> Mask:
+    name, queries = asked.mask, asked.queries
+    if name == "causal":
+        return masks.causal()
+    if name == "window":
+        return masks.window(1023, 0)
+    if name == "document":
+        of_queries, of_keys = (meta(BATCH, length, dtype=torch.int64) for length in (queries, KEYS))
+        return masks.document(of_keys, of_queries) & masks.causal()
+    if name == "table":
+        plain = _mask(asked._replace(mask="document"))
+        sides = (BLOCK, BLOCK, 0, 0, queries, KEYS, 0)
+        covers = meta(1, 1, -(-queries // BLOCK), KEYS // BLOCK, dtype=torch.uint8)
+        table = Instr("tiles", sides, (len(plain.captured),))
+        return Mask((*plain.program, table), (*plain.captured, covers))
+    if name:
+        raise KeyError(name)
+    return Mask(())
+
+
+def _score(asked: Asked) -> Score:
+    if asked.score == "alibi softcap":
+        return as_score((scores.alibi(meta(HEADS)), scores.softcap(30.0)))
+    if asked.score == "bias":
+        return scores.bias(meta(HEADS, asked.queries, KEYS, dtype=asked.dtype))
+    if asked.score == "head bias":
+        return scores.bias(meta(HEADS, 1, 1, dtype=asked.dtype))
+    if asked.score == "raw":
+        from tilelab.gate.raw_pair import weigh, weigh_slope
+
+        scores.register_triton("gate_weigh", weigh, weigh_slope)
+        return scores.raw("gate_weigh", meta(HEADS))
+    if asked.score == "learned":
+        return as_score(_learned_score())
+    if asked.score == "few":
+        few, places = meta(64), meta(QUERIES, KEYS, dtype=torch.int32)
+        return as_score(lambda s, b, h, m, n: s + few[places[m, n]])
+    if asked.score:
+        raise KeyError(asked.score)
+    return Score(())
+
+
+def _learned_score() -> Callable[..., Any]:
+    factors, table = meta(HEADS), meta(HEADS, QUERIES + KEYS - 1)
+    places, of_places = meta(QUERIES, KEYS, dtype=torch.int32), meta(4096, HEADS)
+
+    def score(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+        return s * factors[h] + table[h, m - n + KEYS - 1] + of_places[places[m, n], h]
+
+    return score

@@ -1,0 +1,112 @@
+"""One Launch compiled for a chip that need not be there. This module imports Triton."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from tilelab.gate.machine import Machine, of_amdgcn, of_cubin
+from tilelab.gate.record import Record
+from tilelab.gate.targets import Target
+from tilewise.kernels.gpu.launch import Launch
+
+__all__ = ["compile_launch", "signature"]
+
+
+def signature(launch: Launch, target: Target) -> tuple[ASTSource, dict[str, Any]]:
+    """What Triton would compile for this launch: the source with its types, and the options.
+
+    Triton's own functions look at the arguments, so that dtypes, divisibility by 16, ones that
+    become constants, AMD's small tensors, and tuples are seen as in a real launch. Tensors may be
+    on the ``meta`` device: their addresses count as aligned.
+
+    Raises:
+        TypeError: the arguments are not those of the kernel.
+    """
+    kernel = launch.kernel
+    backend = make_backend(_gpu(target))
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    given = {"num_warps": launch.warps, "num_stages": launch.stages}
+    bound, special, options = bind(**launch.arguments, **launch.constants, **given)
+    parsed, types, constants, attributes = kernel._pack_args(
+        backend, given, bound, special, options
+    )
+    return ASTSource(kernel, types, constants, attributes), parsed.__dict__
+
+
+def compile_launch(case: str, name: str, launch: Launch, target: Target) -> Record:
+    """Compile a launch and count what came out.
+
+    Args:
+        case: the name of the case that it belongs to.
+        name: of the kernel within the case.
+        launch: what to compile.
+        target: for which chip.
+
+    Returns:
+        The record; where Triton fails, one with the error.
+    """
+    record = Record(
+        target=target.name,
+        case=case,
+        kernel=name,
+        tile=_tile(launch),
+        warps=launch.warps,
+        stages=launch.stages,
+    )
+    begun = time.perf_counter()
+    try:
+        source, options = signature(launch, target)
+        compiled = triton.compile(source, target=_gpu(target), options=options)
+        record = record._replace(seconds=round(time.perf_counter() - begun, 2))
+        machine = _machine(compiled)
+    except Exception as error:
+        return record._replace(error=_words(error))
+    return record._replace(
+        warps=compiled.metadata.num_warps,
+        shared_bytes=compiled.metadata.shared,
+        **machine._asdict(),
+    )
+
+
+def _gpu(target: Target) -> GPUTarget:
+    return GPUTarget(target.family.maker, target.arch, target.family.warp)
+
+
+def _machine(compiled: Any) -> Machine:
+    if "cubin" in compiled.asm:
+        tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+        return of_cubin(compiled.asm["cubin"], tools)
+    return of_amdgcn(compiled.asm["amdgcn"])
+
+
+def _tile(launch: Launch) -> dict[str, int]:
+    """The numbers among the constants that are set by choice and not by the problem.
+
+    Those of the walks of ``captured.py`` come first in their form.
+    """
+    constants = launch.constants
+    if "FORM" in constants:
+        return dict(zip(("BLOCK_M", "BLOCK_N"), constants["FORM"], strict=False))
+    return {
+        name: value
+        for name, value in constants.items()
+        if type(value) is int and name.startswith(("BM", "BN", "BLOCK"))
+    }
+
+
+def _words(error: Exception) -> str:
+    """The error in one line.
+
+    Triton's messages begin with the place in the kernel, quote it, and end with what is wrong.
+    """
+    lines = [line.strip(" ^:") for line in str(error).splitlines() if line.strip(" ^")]
+    place = f" ({lines[0]})" if len(lines) > 1 and lines[0].startswith("at ") else ""
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}{place}"[:300]

@@ -1,0 +1,192 @@
+"""Accuracy: every feature against float64 on the device, by the 2x rule, and the bits repeated."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tilewise
+from tilelab.gpu_check.eight import quantised, references
+from tilelab.gpu_check.exact import Verdict, judge
+from tilelab.gpu_check.outcomes import SEED, Outcome, attend, build, refer, sized
+from tilelab.gpu_check.pages import PAGE_SIZES, attend_pages, few_queries
+from tilelab.gpu_check.problems import PROBLEMS, ProblemCase, find
+from tilelab.gpu_check.row import Row
+from tilelab.gpu_check.setting import Setting
+from tilewise.reference.philox import keep_mask
+from tilewise.variants.float8 import Scales
+
+__all__ = ["check", "differing", "jobs", "judged", "run"]
+
+STEP = "accuracy"
+_BITS, _STATISTICS, _EIGHT_BITS = "dropout bits", "statistics", "fp8"
+_EIGHT_BITS_OF = ("full D64", "full D128", "causal D128", "causal D256", "grouped 8:2", "one row")
+_PAGES = "pages"
+_SEEDS = (0, 2**32, -1, SEED)
+
+
+def jobs(setting: Setting) -> list[str]:
+    """The half type for all problems, other dtypes for some, and what is no such problem."""
+    main = _name(setting.dtype)
+    others = [name for name in ("float16", "float32") if name != main]
+    found = [f"{main} {case.name}" for case in PROBLEMS]
+    found[8:8] = [_BITS, _STATISTICS, _EIGHT_BITS, _PAGES]
+    return found + [
+        f"{each} {case.name}" for each in others for case in PROBLEMS if case.every_dtype
+    ]
+
+
+def run(setting: Setting, job: str) -> Iterator[Row]:
+    """The rows of a job."""
+    if job == _BITS:
+        yield from _dropout_bits(setting)
+    elif job == _STATISTICS:
+        yield _statistics(setting)
+    elif job == _EIGHT_BITS:
+        yield from _eight_bits(setting)
+    elif job == _PAGES:
+        yield from _in_pages(setting)
+    else:
+        dtype, _, name = job.partition(" ")
+        case = sized(setting, find(name))
+        yield from check(setting, STEP, job, case, getattr(torch, dtype))
+
+
+def check(
+    setting: Setting, step: str, name: str, case: ProblemCase, dtype: torch.dtype
+) -> Iterator[Row]:
+    """Hold a sized problem to the rule, done twice: a row of out and lse, one of the gradients."""
+    inputs = build(setting, case, dtype)
+    plain, oracle = refer(case, inputs, dtype), refer(case, inputs, torch.float64)
+    for gradients in (False, True):
+        actual, again = (attend(setting, case, inputs, gradients=gradients) for _ in range(2))
+        verdicts = {key: judge(actual[key], plain[key], oracle[key]) for key in actual}
+        what = f"{name}, gradients" if gradients else name
+        yield judged(step, what, verdicts, differing(actual, again))
+
+
+def judged(step: str, name: str, verdicts: Mapping[str, Verdict], unequal: str = "") -> Row:
+    """The row of some verdicts, and of bits that were not the same twice."""
+    wrong = [
+        f"{key}: {verdict.complaint or f'{verdict.ratio:.2f} times what is allowed'}"
+        for key, verdict in verdicts.items()
+        if not verdict.passes
+    ]
+    if unequal:
+        wrong.append(f"{unequal} differs when it is done again")
+    ratios = {key: verdict.ratio for key, verdict in verdicts.items()}
+    errors = {key: verdict.error for key, verdict in verdicts.items()}
+    values = {"ratios": ratios, "errors": errors, "same_bits": not unequal}
+    return Row(step, name, "wrong" if wrong else "ok", "; ".join(wrong), values)
+
+
+def differing(first: Outcome, second: Outcome) -> str:
+    """The first output whose bits are not the same in both; "" if all are."""
+    for name, values in first.items():
+        other = second[name]
+        if not bool(((values == other) | (values.isnan() & other.isnan())).all()):
+            return name
+    return ""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dropout_bits(setting: Setting) -> Iterator[Row]:
+    """What is dropped, forward and backward, read off uniform weights; against ``philox.py``.
+
+    Queries and keys of 0 give every pair the same weight; the values are an identity, and so is
+    the gradient that is sent in: out[m, n] and the gradient dv[n, m] are 0 where n is dropped.
+    """
+    shrink = setting.sizes.shrink
+    batch, heads, size, width = 2, 3, -(-250 // shrink), -(-64 // shrink)
+    with setting.device:
+        q = torch.zeros(batch, heads, size, width, dtype=setting.dtype)
+        v = torch.eye(size, dtype=setting.dtype).repeat(batch, heads, 1, 1)
+    for backward in (False, True):
+        wrong = []
+        for seed, p in itertools.product(_SEEDS, (0.1, 0.5)):
+            values = v.clone().requires_grad_()
+            found = tilewise.attention(
+                q, q, values, dropout_p=p, seed=seed, backend=setting.backend
+            )
+            if backward:
+                found = torch.autograd.grad(found, values, v)[0].mT
+            ranges = {"batches": batch, "heads": heads, "queries": size, "keys": size}
+            kept = keep_mask(seed, p, **{name: range(n) for name, n in ranges.items()})
+            unequal = int(((found > 0) != kept.to(setting.device)).sum())
+            if unequal:
+                wrong.append(f"{unequal} with seed {seed}, p {p}")
+        note = f"bits that differ: {'; '.join(wrong)}" if wrong else ""
+        name = f"{_BITS}, gradients" if backward else _BITS
+        checked = batch * heads * size**2 * 2 * len(_SEEDS)
+        yield Row(STEP, name, "wrong" if wrong else "ok", note, {"pairs": checked})
+
+
+def _statistics(setting: Setting) -> Row:
+    """max_logit, entropy and the top key of each row.
+
+    Where scores are equal but for rounding, another top key is as good: its score counts.
+    """
+    case = sized(setting, find("full D64"))
+    inputs = build(setting, case, setting.dtype)
+    q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+    stats = tilewise.attention(q, k, v, return_stats="top1", backend=setting.backend).stats
+
+    def plain(dtype: torch.dtype) -> dict[str, Tensor]:
+        s = (q.to(dtype) @ k.to(dtype).mT) * case.head_dim**-0.5
+        p, top = s.softmax(-1), s.max(-1).values
+        entropy = -(p * s.log_softmax(-1)).sum(-1)
+        return {"max_logit": top, "entropy": entropy, "score of top1": top}
+
+    oracle = plain(torch.float64)
+    scores = (q.double() @ k.double().mT) * case.head_dim**-0.5
+    chosen = scores.gather(-1, stats.top1[..., None])[..., 0].to(stats.max_logit.dtype)
+    actual = {"max_logit": stats.max_logit, "entropy": stats.entropy, "score of top1": chosen}
+    own = plain(setting.dtype)
+    verdicts = {key: judge(actual[key], own[key], oracle[key]) for key in actual}
+    return judged(STEP, _STATISTICS, verdicts)
+
+
+def _in_pages(setting: Setting) -> Iterator[Row]:
+    """Keys in pages, of packed queries and of few; in another order they must give the bits."""
+    for packed, problem in ((True, find("varlen")), (False, few_queries())):
+        case = sized(setting, problem)
+        inputs = build(setting, case, setting.dtype)
+        plain, oracle = (refer(case, inputs, dtype) for dtype in (setting.dtype, torch.float64))
+        for size in PAGE_SIZES:
+            actual, again = (
+                attend_pages(setting, inputs, size, packed=packed, seed=seed) for seed in (1, 5)
+            )
+            verdicts = {key: judge(actual[key], plain[key], oracle[key]) for key in actual}
+            what = f"{_PAGES} of {size}, {case.name}"
+            yield judged(STEP, what, verdicts, differing(actual, again))
+
+
+def _eight_bits(setting: Setting) -> Iterator[Row]:
+    """The forward pass in float8 e4m3 with a scale per head.
+
+    The error of lse is told and not judged: matrix units that add float8 with few bits, as those of
+    sm_89 and sm_90 do, have no float32 result that the plain implementation could be asked for.
+    """
+    for name in _EIGHT_BITS_OF:
+        case = sized(setting, find(name))
+        inputs = build(setting, case, torch.float32)
+        pairs = [quantised(x) for x in (inputs.q, inputs.k, inputs.v)]
+        (q, k, v), scales = (x for x, _ in pairs), Scales(*[scale for _, scale in pairs])
+        keywords: dict[str, Any] = {"mask": inputs.mask, "backend": setting.backend}
+        keywords |= {"q_scale": scales.q, "k_scale": scales.k, "v_scale": scales.v}
+        keywords["return_lse"] = True
+        found, again = (tilewise.attention(q, k, v, **keywords) for _ in range(2))
+        plain, oracle = references(q, k, v, scales, inputs.mask)
+        both = ({"out": each.out, "lse": each.lse} for each in (found, again))
+        unequal = differing(*both)
+        verdicts = {"out": judge(found.out, plain.out, oracle.out)}
+        row = judged(STEP, f"{_EIGHT_BITS} {name}", verdicts, unequal)
+        row.values["errors"]["lse"] = judge(found.lse, plain.lse, oracle.lse).error
+        yield row

@@ -1,0 +1,92 @@
+"""``scripts/gpu_check.py``: check the GPU backend on a GPU, in under nine minutes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tilelab.gpu_check.conduct import conduct
+from tilelab.gpu_check.record import COMPLETE, ONLY, Record
+from tilelab.gpu_check.setting import Setting
+from tilelab.gpu_check.steps import STEPS, Step
+from tilelab.gpu_check.table import table
+
+__all__ = ["RESULTS", "TABLE", "main"]
+
+RESULTS, TABLE = "gpu_check.json", "gpu_check.txt"
+_MINUTES, _SELF_TEST_MINUTES = 8.7, 60.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the check.
+
+    Returns:
+        0 only where everything was done and nothing is wrong, else 1; 2 without a GPU.
+    """
+    options = _parser().parse_args(argv)
+    if options.stored is None and not options.self_test and not torch.cuda.is_available():
+        print("gpu_check: torch sees no GPU here; --self-test needs none", file=sys.stderr)
+        return 2
+    record = Record.read(options.stored) if options.stored is not None else _run(options)
+    sys.stdout.write(table(record))
+    sys.stdout.flush()
+    return 1 if record.failures or not record.finished else 0
+
+
+def _run(options: argparse.Namespace) -> Record:
+    steps = [step for step in STEPS if not options.only or step.name in options.only]
+    record = Record(options.self_test, options.backend)
+    folder: Path = options.out
+    folder.mkdir(parents=True, exist_ok=True)
+    begun = time.perf_counter()
+    minutes = options.minutes or (_SELF_TEST_MINUTES if options.self_test else _MINUTES)
+
+    def changed() -> None:
+        record.write(folder / RESULTS)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        # Without the step that compiles beforehand, FlexAttention compiles when it is timed.
+        prepared = scratch if any(step.name == "prepare" for step in steps) else ""
+        setting = Setting(options.backend, options.self_test, prepared)
+        try:
+            conduct(setting, steps, record, 60 * minutes, changed=changed)
+            record.status = _status(record, steps)
+        except KeyboardInterrupt:
+            record.status = f"interrupted after {time.perf_counter() - begun:.0f} s"
+    changed()
+    (folder / TABLE).write_text(table(record))
+    return record
+
+
+def _status(record: Record, steps: Sequence[Step]) -> str:
+    skipped = [row for row in record.rows if row.status == "skipped"]
+    if skipped:
+        return f"{len(skipped)} jobs had no time"
+    if len(steps) < len(STEPS):
+        return ONLY + ", ".join(step.name for step in steps)
+    return COMPLETE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gpu_check.py",
+        description="Check the GPU backend on a GPU: exact, repeatable, O(N) memory, how fast.",
+        epilog=f"Writes {RESULTS} and {TABLE}. Ends with 1 where something failed or was left out.",
+    )
+    add = parser.add_argument
+    out = Path(os.environ.get("OUT", "gpu_check"))
+    add("--out", type=Path, default=out, metavar="DIR", help="where to write (default $OUT)")
+    add("--self-test", action="store_true", help="tiny, in Triton's interpreter, on the processor")
+    add("--backend", default="gpu", metavar="NAME", help="which backend (default gpu)")
+    add("--minutes", type=float, metavar="N", help=f"the limit of time (default {_MINUTES})")
+    names = [step.name for step in STEPS]
+    add("--only", nargs="+", choices=names, metavar="STEP", help=f"of {', '.join(names)}")
+    add("--from", dest="stored", type=Path, metavar="FILE", help="the table of a stored run")
+    return parser

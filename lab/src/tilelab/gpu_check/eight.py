@@ -1,0 +1,40 @@
+"""float8: numbers quantised head by head, and what the references make of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilelab.oracles.dense import dense
+from tilewise.engine.call import with_scales
+from tilewise.problem import Operands, Result
+from tilewise.validation import dense_problem
+from tilewise.variants.float8 import FLOAT8, Scales
+from tilewise.variants.values import Mask
+
+__all__ = ["quantised", "references"]
+
+
+def quantised(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, H, S, D] as float8, and scales [H] by which the largest number of each head is 448."""
+    largest = numbers.detach().float().abs().amax((0, 2, 3)).clamp(min=1e-12)
+    scale = largest / torch.finfo(FLOAT8).max
+    return (numbers.detach().float() / scale[:, None, None]).to(FLOAT8), scale
+
+
+def references(
+    q: Tensor, k: Tensor, v: Tensor, scales: Scales, mask: Mask | None = None
+) -> tuple[Result, Result]:
+    """What the plain implementation gives in float8, and what float64 gives."""
+    problem = dense_problem(
+        q,
+        k,
+        v,
+        mask=() if mask is None else mask.program,
+        score=(),
+        scale=None,
+        dropout_p=0.0,
+        sinks=None,
+    )
+    operands = with_scales(Operands(q, k, v), scales, problem)
+    return dense(problem, operands, dtype=FLOAT8), dense(problem, operands)

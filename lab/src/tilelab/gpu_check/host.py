@@ -1,0 +1,208 @@
+"""What a call costs the host: microseconds, kernel launches, and whether a CUDA graph holds it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import tilewise
+from tilelab.gpu_check.accuracy import differing
+from tilelab.gpu_check.clock import Call, interleave, synchronize
+from tilelab.gpu_check.outcomes import Outcome
+from tilelab.gpu_check.row import Row
+from tilelab.gpu_check.setting import Setting
+from tilewise import masks, scores
+
+__all__ = ["jobs", "run"]
+
+STEP = "host"
+_ROUNDS, _CALLS = 9, 40
+
+
+class Small(NamedTuple):
+    """A problem so small that the host is what takes time."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+    slopes: Tensor
+
+
+def jobs(setting: Setting) -> list[str]:
+    """Microseconds, launches, and graphs of the forward pass and of both."""
+    graphs = ["graph of the forward pass", "graph of both passes", "graph of dropout"]
+    return ["microseconds", "launches", *graphs]
+
+
+def run(setting: Setting, job: str) -> Iterator[Row]:
+    """One row."""
+    small = _small(setting)
+    if job == "microseconds":
+        yield Row(STEP, job, values={"samples_s": _host_seconds(setting, small)})
+    elif job == "launches":
+        calls = _calls(setting, small)
+        for call in calls.values():
+            call()
+        found = {name: _launches(setting, call) for name, call in calls.items()}
+        yield Row(STEP, job, values={"kernels": found})
+    elif job == "graph of dropout":
+        yield _dropout_graph(setting, job, small)
+    else:
+        yield _graph(setting, job, small, backward="both" in job)
+
+
+def _small(setting: Setting) -> Small:
+    size = (1, 8, 128 // setting.sizes.shrink, 64)
+    q, k, v, grad = (torch.randn(size, device=setting.device).to(setting.dtype) for _ in range(4))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    return Small(q, k, v, grad, torch.rand(8, device=setting.device))
+
+
+def _calls(setting: Setting, small: Small) -> dict[str, Call]:
+    q, k, v, grad, slopes = small
+    backend, mask = setting.backend, masks.causal()
+    plan = tilewise.plan(q, k, v, mask=mask, backend=backend)
+    alibi = scores.alibi(slopes)
+
+    def ours() -> Tensor:
+        out: Tensor = tilewise.attention(q, k, v, mask=mask, backend=backend)
+        return out
+
+    def no_grad(call: Call) -> Call:
+        def calling() -> None:
+            with torch.no_grad():
+                call()
+
+        return calling
+
+    def theirs() -> Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def both(call: Call) -> Call:
+        return lambda: torch.autograd.grad(call(), (q, k, v), grad)
+
+    held = no_grad(lambda: tilewise.attention(q, k, v, mask=mask, plan=plan))
+    with_alibi = no_grad(
+        lambda: tilewise.attention(q, k, v, mask=mask, score=alibi, backend=backend)
+    )
+    return {
+        "forward": no_grad(ours),
+        "forward, held plan": held,
+        "forward, alibi": with_alibi,
+        "forward, torch": no_grad(theirs),
+        "both passes": both(ours),
+        "both passes, torch": both(theirs),
+    }
+
+
+def _host_seconds(setting: Setting, small: Small) -> dict[str, list[float]]:
+    """Seconds of the host for one call, while the device works behind it."""
+    calls = _calls(setting, small)
+    for call in calls.values():
+        call()
+    rounds, times = (1, 1) if setting.self_test else (_ROUNDS, _CALLS)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            synchronize(setting)
+            begin = time.perf_counter()
+            for _ in range(times):
+                call()
+            samples[name].append((time.perf_counter() - begin) / times)
+    synchronize(setting)
+    return samples
+
+
+def _launches(setting: Setting, call: Call) -> list[str]:
+    """Names of the kernels of one call; in the self-test there are none."""
+    if setting.self_test:
+        call()
+        return []
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        call()
+        torch.cuda.synchronize()
+    device = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+    return [event.name[:80] for event in seen.events() if event.device_type == device]
+
+
+def _graph(setting: Setting, job: str, small: Small, *, backward: bool) -> Row:
+    """Capture a call, replay it on other numbers, and compare with a plain call."""
+    q, k, v, grad, _ = small
+
+    def call() -> dict[str, Tensor]:
+        out = tilewise.attention(q, k, v, mask=masks.causal(), backend=setting.backend)
+        found = {"out": out.detach()}
+        if backward:
+            grads = torch.autograd.grad(out, (q, k, v), grad)
+            found |= dict(zip(("grad of q", "grad of k", "grad of v"), grads, strict=True))
+        return found
+
+    if setting.self_test:
+        unequal = differing(call(), call())
+        return Row(STEP, job, "wrong" if unequal else "ok", "no GPU: called twice instead")
+    graph, captured = _captured(call)
+    with torch.no_grad():
+        for x in (q, k, v, grad):
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.cuda.synchronize()
+    unequal = differing(captured, call())
+    samples = interleave(setting, {"replay": graph.replay, "call": call}, 0.3)
+    note = f"{unequal} of the graph differs" if unequal else ""
+    return Row(STEP, job, "wrong" if unequal else "ok", note, {"samples_s": samples})
+
+
+def _captured(call: Callable[[], Outcome]) -> tuple[torch.cuda.CUDAGraph, Outcome]:
+    """A graph of a call, after three calls beside it, and where it puts its results."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    return graph, captured
+
+
+def _dropout_graph(setting: Setting, job: str, small: Small) -> Row:
+    """Replay dropout: each replay drops by the seed that stands in memory, or by a new one."""
+    q, k, v, grad, _ = small
+    place = torch.zeros((), dtype=torch.int64, device=setting.device)
+
+    def call(seed: int | Tensor | None) -> Outcome:
+        out = tilewise.attention(q, k, v, dropout_p=0.3, seed=seed, backend=setting.backend)
+        grads = torch.autograd.grad(out, (q, k, v), grad)
+        names = ("out", "grad of q", "grad of k", "grad of v")
+        return dict(zip(names, (out.detach(), *grads), strict=True))
+
+    if setting.self_test:
+        unequal = differing(call(place), call(0))
+        return Row(STEP, job, "wrong" if unequal else "ok", "no GPU: called twice instead")
+    graph, captured = _captured(partial(call, place))
+    unequal = ""
+    for seed in (5, 2**63 - 9):
+        place.fill_(seed)
+        graph.replay()
+        torch.cuda.synchronize()
+        unequal = unequal or differing(captured, call(seed))
+    notes = [f"{unequal} of a replay with another seed differs"] if unequal else []
+    graph, captured = _captured(partial(call, None))
+    outs = []
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        outs.append(captured["out"].clone())
+    if torch.equal(*outs):
+        notes.append("every replay drops the same pairs")
+    return Row(STEP, job, "wrong" if notes else "ok", "; ".join(notes))

@@ -1,0 +1,162 @@
+"""A training step of GPT-2 and BERT shapes on random tokens, with three kinds of attention.
+
+Mixed precision with weights in float32 and AdamW; no dropout. One model serves all kinds, in turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import tilewise
+from tilelab.gpu_check.clock import once, synchronize
+from tilelab.gpu_check.row import Row
+from tilelab.gpu_check.setting import Model, Setting
+from tilelab.gpu_check.worker import in_short
+from tilewise import masks
+from tilewise.errors import Unsupported
+
+__all__ = ["KINDS", "Transformer", "attention_kinds", "jobs", "run"]
+
+STEP = "training"
+KINDS = ("plain", "sdpa", "tilewise")
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # [B, H, S, D], three times
+
+
+class _Layer(nn.Module):
+    """x + attention(norm(x)), then x + perceptron(norm(x)); [B, S, width] to the same."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        batch, length, width = x.shape
+        split = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, -1)
+        q, k, v = split.permute(2, 0, 3, 1, 4)
+        out = attend(q, k, v).transpose(1, 2).reshape(batch, length, width)
+        x = x + self.project(out)
+        hidden = functional.gelu(self.expand(self.mlp_norm(x)), approximate="tanh")
+        result: Tensor = x + self.contract(hidden)
+        return result
+
+
+class Transformer(nn.Module):
+    """Tokens to the logits of tokens, [B, S] to [B, S, vocabulary].
+
+    Args:
+        shape: its numbers.
+    """
+
+    def __init__(self, shape: Model) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.positions = nn.Embedding(shape.context, shape.width)
+        self.layers = nn.ModuleList(_Layer(shape.width, shape.heads) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width)
+
+    def forward(self, tokens: Tensor, attend: Attend) -> Tensor:
+        """The logits; the head is the token embedding."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(places)
+        for layer in self.layers:
+            x = layer(x, attend)
+        return functional.linear(self.norm(x), self.tokens.weight)
+
+
+def attention_kinds(backend: str, *, causal: bool) -> dict[str, Attend]:
+    """The three kinds of attention, by the names of ``KINDS``."""
+    mask = masks.causal() if causal else None
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = (q @ k.mT) / math.sqrt(q.shape[-1])
+        if causal:
+            hidden = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1)
+            s = s.masked_fill(hidden, -math.inf)
+        return s.softmax(-1).to(v.dtype) @ v
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = tilewise.attention(q, k, v, mask=mask, backend=backend)
+        return out
+
+    return {"plain": plain, "sdpa": sdpa, "tilewise": ours}
+
+
+def jobs(setting: Setting) -> list[str]:
+    """The models."""
+    return [name for name, _ in setting.sizes.models]
+
+
+def run(setting: Setting, job: str) -> Iterator[Row]:
+    """Tokens per second and peak memory of a model with each attention."""
+    shape = dict(setting.sizes.models)[job]
+    torch.manual_seed(0)
+    with setting.device:
+        model = Transformer(shape)
+        tokens = torch.randint(0, shape.vocabulary, (shape.batch, shape.context))
+        targets = torch.randint(0, shape.vocabulary, (shape.batch * shape.context,))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=not setting.self_test)
+    kinds = attention_kinds(setting.backend, causal=shape.causal)
+    losses: dict[str, float] = {}
+
+    def loss_of(kind: str) -> Tensor:
+        with torch.autocast(setting.device.type, setting.dtype):
+            logits = model(tokens, kinds[kind])
+            return functional.cross_entropy(logits.flatten(0, 1), targets)
+
+    def step(kind: str) -> None:
+        loss = loss_of(kind)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    declined = ""
+    for kind in KINDS:
+        try:
+            losses[kind] = float(loss_of(kind).detach())
+            step(kind)  # compiles, and makes the optimizer's state
+        except Unsupported as error:
+            declined = in_short(error)
+    able = [kind for kind in KINDS if kind in losses]
+    peaks = {kind: _peak_bytes(setting, partial(step, kind)) for kind in able}
+    samples: dict[str, list[float]] = {kind: [] for kind in able}
+    for _ in range(setting.sizes.steps):
+        for kind in able:
+            samples[kind].append(once(setting, partial(step, kind)))
+    values = {
+        "tokens": shape.batch * shape.context,
+        "context": shape.context,
+        "batch": shape.batch,
+        "first_loss": losses,
+        "peak_bytes": peaks,
+        "samples_s": samples,
+    }
+    if not all(math.isfinite(loss) for loss in losses.values()):
+        yield Row(STEP, job, "wrong", "a loss is not finite", values)
+    else:
+        yield Row(STEP, job, "unsupported" if declined else "ok", declined, values)
+
+
+def _peak_bytes(setting: Setting, call: Callable[[], None]) -> int:
+    """The most memory that a call holds; 0 in the self-test."""
+    if setting.self_test:
+        call()
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    synchronize(setting)
+    return torch.cuda.max_memory_allocated()

@@ -1,0 +1,302 @@
+"""A vision transformer (ViT) of any size in one file, with attention as one argument.
+
+An image is cut into square patches, each of them a token: a linear map of its pixels plus a learned
+position. The architecture is that of the published weights: a class token, pre-norm layers, a
+perceptron with the exact form of GELU, and a linear head over the class token, or over the mean of
+all patches where there is no class token. With patches of one pixel the tokens are the pixels, row
+by row, as in the image tasks of the Long Range Arena. ``save`` and ``load`` use the Hugging Face
+layout: ``vit_files.py``.
+
+Dimensions: B images, P patches, C channels.
+
+Sources: Dosovitskiy et al., An Image is Worth 16x16 Words (2021); the two smallest sizes: Touvron
+et al., Training Data-efficient Image Transformers (2021).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from tilelab.models import vit_files as files
+from tilewise.errors import InvalidArgument
+from tilewise.nn import Attention, Implementation
+from tilewise.variants.values import Mask, Score, as_mask
+
+__all__ = ["PRESETS", "Pooling", "Shape", "ViT", "load"]
+
+EPS = 1e-12
+STD = 0.02  # of every weight matrix, the positions and the class token at the start
+# What may differ from a folder's shape.
+_FREE = ("classes", "embedding_dropout", "attention_dropout", "residual_dropout")
+
+Pooling = Literal["first", "mean"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers of a ViT.
+
+    Args:
+        layers, heads, width: of the transformer; ``heads`` divides ``width``.
+        image: pixels of a side of the images, which are squares.
+        patch: pixels of a side of a patch, a divisor of ``image``.
+        channels: numbers of a pixel: 1 of gray, 3 of colour.
+        classes: of the head.
+        feed_forward: channels inside the perceptron; None for four times the width.
+        pooling: what the head sees: ``"first"``, a class token, or ``"mean"`` of all patches.
+        embedding_dropout, attention_dropout, residual_dropout: probabilities in training mode.
+
+    Raises:
+        InvalidArgument: a number that is not positive, or one that does not divide the other.
+    """
+
+    layers: int
+    heads: int
+    width: int
+    image: int = 224
+    patch: int = 16
+    channels: int = 3
+    classes: int = 1000
+    feed_forward: int | None = None
+    pooling: Pooling = "first"
+    embedding_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    residual_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.feed_forward is None:
+            object.__setattr__(self, "feed_forward", 4 * self.width)
+        whole = ("layers", "heads", "width", "image", "patch", "channels", "classes")
+        for name in (*whole, "feed_forward"):
+            if getattr(self, name) < 1:
+                raise InvalidArgument(name, str(getattr(self, name)), "1 or more")
+        if self.width % self.heads:
+            raise InvalidArgument("width", str(self.width), f"a multiple of heads={self.heads}")
+        if self.image % self.patch:
+            raise InvalidArgument("patch", str(self.patch), f"a divisor of image={self.image}")
+        if self.pooling not in ("first", "mean"):
+            raise InvalidArgument("pooling", repr(self.pooling), "'first' or 'mean'")
+        for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise InvalidArgument(name, str(getattr(self, name)), "a number in [0, 1)")
+
+    @property
+    def patches(self) -> int:
+        """P, the patches of an image."""
+        return (self.image // self.patch) ** 2
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an image: its patches, and the class token where there is one."""
+        return self.patches + (self.pooling == "first")
+
+
+PRESETS = {
+    "tiny": Shape(layers=12, heads=3, width=192),
+    "small": Shape(layers=12, heads=6, width=384),
+    "base": Shape(layers=12, heads=12, width=768),
+    "large": Shape(layers=24, heads=16, width=1024),
+}
+
+
+class Layer(nn.Module):
+    """x + attention(norm(x)), then x + perceptron(norm(x)); [B, tokens, width] to the same."""
+
+    def __init__(
+        self, shape: Shape, implementation: Implementation, mask: Mask | None, score: Score | None
+    ) -> None:
+        super().__init__()
+        assert shape.feed_forward is not None
+        self.attention_norm = nn.LayerNorm(shape.width, eps=EPS)
+        self.attention = Attention(
+            shape.width,
+            shape.heads,
+            bias=True,
+            mask=mask,
+            score=score,
+            dropout_p=shape.attention_dropout,
+            implementation=implementation,
+        )
+        self.mlp_norm = nn.LayerNorm(shape.width, eps=EPS)
+        self.expand = nn.Linear(shape.width, shape.feed_forward)
+        self.contract = nn.Linear(shape.feed_forward, shape.width)
+        self.dropout = nn.Dropout(shape.residual_dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, tokens, width] -> [B, tokens, width]."""
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        hidden = functional.gelu(self.expand(self.mlp_norm(x)))
+        out: Tensor = x + self.dropout(self.contract(hidden))
+        return out
+
+
+def _with_class_token(mask: Mask, patches: int) -> Mask:
+    """A mask over the patches, and a token behind them that sees and is seen by all."""
+
+    def own(b: Any, h: Any, m: Any, n: Any) -> Any:
+        return (m == patches) | (n == patches)
+
+    return mask | as_mask(own)
+
+
+class ViT(nn.Module):
+    """Classifies images.
+
+    In a sequence the patches come first, row by row, and the class token last: patterns of blocks
+    begin at the first patch.
+
+    Weights depend on ``shape`` and ``seed`` alone, never on the attention, and making them leaves
+    torch's global random state as it is. The model is made on the CPU in float32.
+
+    Args:
+        shape: its numbers.
+        implementation: which attention runs; nothing else depends on it.
+        mask: who sees whom among the patches (of a table of blocks: it counts the class token too);
+            the class token sees and is seen by all. None for everybody.
+        score: a change of the attention's scores; None for none.
+        seed: of the weights.
+        checkpointing: keep only the input of each layer, and compute the layer again in the
+            backward pass (with the same dropout).
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        implementation: Implementation = "tilewise",
+        mask: Mask | None = None,
+        score: Score | None = None,
+        seed: int = 0,
+        checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        self.shape, self.checkpointing = shape, checkpointing
+        self.drawn: tuple[str, ...] = ()  # parameters that a loaded folder did not have
+        first = shape.pooling == "first"
+        if mask is not None and first:
+            mask = _with_class_token(mask, shape.patches)
+        with torch.device("meta"):  # torch's own initialisation would draw from the global state
+            self.embed = nn.Linear(shape.channels * shape.patch**2, shape.width)
+            self.class_token = nn.Parameter(torch.empty(shape.width)) if first else None
+            self.positions = nn.Embedding(shape.tokens, shape.width)  # the class token's first
+            self.dropout = nn.Dropout(shape.embedding_dropout)
+            self.layers = nn.ModuleList(
+                Layer(shape, implementation, mask, score) for _ in range(shape.layers)
+            )
+            self.norm = nn.LayerNorm(shape.width, eps=EPS)
+            self.classifier = nn.Linear(shape.width, shape.classes)
+        self.to_empty(device="cpu")
+        self._initialise(seed)
+
+    @torch.no_grad()
+    def _initialise(self, seed: int) -> None:
+        """Normal weights of ``STD``; gains are 1 and biases 0."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2 or name == "class_token":
+                parameter.normal_(std=STD, generator=generator)
+            else:
+                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of the classes.
+
+        Args:
+            images: [B, C, image, image], of the dtype of the weights.
+
+        Returns:
+            [B, classes].
+
+        Raises:
+            InvalidArgument: images of another size, or of other channels.
+        """
+        shape = self.shape
+        sides = (shape.channels, shape.image, shape.image)
+        if images.dim() != 4 or tuple(images.shape[1:]) != sides:
+            required = f"[B, {', '.join(map(str, sides))}]"
+            raise InvalidArgument("images", f"shape {list(images.shape)}", required)
+        x = self.embed(self.cut(images))
+        table = self.positions.weight
+        if self.class_token is None:
+            x = x + table
+        else:
+            # Positions first: under autocast the patches alone are narrow before they have theirs.
+            last = (self.class_token + table[0]).expand(len(x), 1, -1)
+            x = torch.cat([x + table[1:], last], dim=1)
+        x = self.dropout(x)
+        recompute = self.checkpointing and torch.is_grad_enabled()
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+        x = self.norm(x)
+        seen = x.mean(1) if self.class_token is None else x[:, -1]
+        logits: Tensor = self.classifier(seen)
+        return logits
+
+    def cut(self, images: Tensor) -> Tensor:
+        """Patches, row by row: [B, C, image, image] -> [B, P, C patch patch]."""
+        side, channels = self.shape.patch, self.shape.channels
+        count = self.shape.image // side
+        split = images.reshape(-1, channels, count, side, count, side)  # [B, C, y, py, x, px]
+        return split.permute(0, 2, 4, 1, 3, 5).reshape(len(images), count**2, channels * side**2)
+
+    def save(self, folder: Path) -> None:
+        """Write ``config.json`` and ``model.safetensors``, each whole or not at all."""
+        files.write(folder, self.state_dict(), vars(self.shape), EPS)
+
+
+def load(
+    folder: Path,
+    *,
+    shape: Shape | None = None,
+    implementation: Implementation = "tilewise",
+    mask: Mask | None = None,
+    score: Score | None = None,
+    seed: int = 0,
+    checkpointing: bool = False,
+) -> ViT:
+    """A ViT from a folder in the Hugging Face layout.
+
+    Weights of half precision are widened to float32, those of float64 stay so.
+
+    Args:
+        folder: with ``config.json`` and ``model.safetensors``, of an encoder with a head or none.
+        shape: None for the folder's. Another one may have other dropouts, and other classes: a head
+            that the folder lacks, or has with other classes, is drawn from the seed, and named in
+            the model's ``drawn``.
+        implementation: as for ``ViT``.
+        mask: as for ``ViT``.
+        score: as for ``ViT``.
+        seed: of what is drawn.
+        checkpointing: as for ``ViT``.
+
+    Raises:
+        InvalidArgument: not such a folder, one of other numbers than were asked for, or tensors
+            that are missing, too many or misshapen.
+        Unsupported: a ViT that computes something else, e.g. with another activation.
+    """
+    found = Shape(**files.numbers(folder, EPS))
+    shape = found if shape is None else shape
+    for name, value in vars(found).items():
+        if name not in _FREE and getattr(shape, name) != value:
+            came, required = f"{name} {getattr(shape, name)!r}", f"{value!r}, as in {folder}"
+            raise InvalidArgument("shape", came, required)
+    model = ViT(
+        shape,
+        implementation=implementation,
+        mask=mask,
+        score=score,
+        seed=seed,
+        checkpointing=checkpointing,
+    )
+    state, model.drawn = files.read(folder, model.state_dict(), shape.patch)
+    if state["positions.weight"].dtype == torch.float64:
+        model.double()
+    model.load_state_dict(state)
+    return model

@@ -1,0 +1,1 @@
+"""Slow and exact: dense attention, extended precision, and other loop orders."""

@@ -1,0 +1,271 @@
+"""The backward in the orders of the GPU backend and of the CPU core (see the package)."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilelab.oracles.orders.visits import Visit, Visits
+from tilewise.problem import Grads, Needs, Operands, Problem, Result
+from tilewise.reference.blocks import Part, parts
+from tilewise.reference.ledger import Ledger, Walk
+from tilewise.reference.programs import score_gradient
+from tilewise.reference.tiled import RowState, tile_gradient
+from tilewise.reference.tiles import (
+    Tile,
+    compute_dtype,
+    key_spans,
+    key_tiles,
+    normaliser,
+    part_rows,
+    part_view,
+    product,
+    query_tiles,
+    score_tile,
+)
+from tilewise.reference.totals import Totals, accumulators, sum_group
+
+__all__ = ["Delta", "backward_by_tiles", "backward_keys_outside"]
+
+Delta = Literal["pass", "first", "each"]
+_Q_K_V = Needs(True, True, True)
+
+
+def backward_by_tiles(
+    problem: Problem, operands: Operands, result: Result, grad_out: Tensor, walk: Walk
+) -> Grads:
+    """The backward whose every sum has one owner: delta, then dQ by rows, then dK, dV by keys.
+
+    Args:
+        problem: what is asked.
+        operands: with what.
+        result: of a forward pass.
+        grad_out: shaped as its out.
+        walk: tile sizes and ledger.
+    """
+    call = _Call(problem, operands, result, grad_out, walk, folded=True)
+    for part in parts(problem, operands, walk):
+        delta = call.delta_pass(part)
+        views = call.totals.of(part, problem)
+        for rows in query_tiles(part):
+            call.query_owner(part, rows, delta, views)
+        for columns in key_spans(part):
+            call.key_owner(part, columns, delta, views)
+    return call.totals.grads(operands)
+
+
+def backward_keys_outside(
+    problem: Problem,
+    operands: Operands,
+    result: Result,
+    grad_out: Tensor,
+    walk: Walk,
+    partial: torch.dtype | None = None,
+    delta: Delta = "pass",
+) -> Grads:
+    """The backward with tiles of keys outside: dQ of a row is a sum in slow memory.
+
+    Args:
+        problem: what is asked.
+        operands: with what.
+        result: of a forward pass.
+        grad_out: shaped as its out.
+        walk: tile sizes and ledger.
+        partial: what the unfinished dQ is stored in; None for the compute dtype.
+        delta: where rowsum(dO * O) comes from: a pass of its own, the first visit of a tile of
+            rows (which stores it), or each visit again (algorithm 4 to the letter).
+    """
+    call = _Call(problem, operands, result, grad_out, walk)
+    kept = partial or call.dtype
+    for part in parts(problem, operands, walk):
+        views = call.totals.of(part, problem)
+        deltas = call.delta_pass(part) if delta == "pass" else call.deltas(part)
+        visits = Visits(part)
+        for columns in key_spans(part):
+            k, v = call.load_keys(part, columns)
+            sums = [torch.zeros_like(k), torch.zeros_like(v)]
+            for rows in query_tiles(part):
+                tile = call.load_rows(part, rows, columns)
+                if tile is None:
+                    continue
+                visit = visits.count(rows)
+                call.enter_delta(part, rows, delta, visit.first)
+                gradient = call.gradients(part, rows, tile, deltas)
+                for total, share in zip(sums, (gradient.k, gradient.v), strict=True):
+                    total += share
+                call.add_query_share(part, rows, gradient.q, visit, kept, views)
+            call.store_keys(part, columns, sums, views)
+        visits.store_untouched(part, "grad_q", problem.head_dim * operands.q.element_size())
+    return call.totals.grads(operands)
+
+
+class _TileGradients(NamedTuple):
+    """Of one tile: dQ ``[B, Hq, m, D]``, and dK, dV ``[B, Hk, n, .]`` summed over groups."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class _Call:
+    """A backward pass: its tensors, and each access to slow memory with its entry.
+
+    ``folded``: the pass over the rows turns the statistics and delta into the two numbers a row
+    that the others read; else these read the statistics, and delta beside them.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        operands: Operands,
+        result: Result,
+        grad_out: Tensor,
+        walk: Walk,
+        folded: bool = False,
+    ) -> None:
+        self.folded = folded
+        self.problem, self.result, self.grad_out = problem, result, grad_out
+        self.dtype = compute_dtype(problem.dtype)
+        self.ledger = walk.ledger or Ledger()
+        scores = (False,) * len(operands.score_tensors)
+        needs = _Q_K_V._replace(score_tensors=scores)
+        self.totals = accumulators(problem, operands, needs, self.dtype)
+
+    def _of_rows(self, tensor: Tensor, part: Part, rows: range) -> Tensor:
+        return part_view(tensor, part.queries, self.problem)[:, :, rows.start : rows.stop]
+
+    def deltas(self, part: Part) -> Tensor:
+        """rowsum(dO * O) of a part, ``[B, Hq, M]``; entered by whoever reads it."""
+        out, grad_out = (
+            part_view(tensor, part.queries, self.problem).to(self.dtype)
+            for tensor in (self.result.out, self.grad_out)
+        )
+        # A dead row's out is 0; what its gradient holds does not matter.
+        return torch.where(out == 0, 0.0, out * grad_out).sum(-1)
+
+    def delta_pass(self, part: Part) -> Tensor:
+        """The pass over the rows before the others."""
+        found = self.deltas(part)
+        rows = found.numel() * part.problem.value_dim
+        self.ledger.reads(out=rows * self.result.out.element_size())
+        self.ledger.reads(grad_out=rows * self.grad_out.element_size())
+        row_numbers = found.numel() * found.element_size()
+        if self.folded:
+            self.ledger.reads(stats=2 * row_numbers)
+        self.ledger.writes(delta=(2 if self.folded else 1) * row_numbers)
+        return found
+
+    def enter_delta(self, part: Part, rows: range, delta: Delta, first: bool) -> None:
+        """Enter how a visit comes by the delta of its rows."""
+        count = part.problem.batch * part.problem.heads * len(rows)
+        stored = count * self.dtype.itemsize
+        if delta == "pass" or (delta == "first" and not first):
+            self.ledger.reads(delta=(2 if self.folded else 1) * stored)
+            return
+        size = self.result.out.element_size()
+        self.ledger.reads(out=count * part.problem.value_dim * size)
+        if delta == "first":
+            self.ledger.writes(delta=stored)
+
+    def _read_rows(self, part: Part, rows: range) -> Tensor:
+        """The queries of a tile; enters them, their dO and their statistics."""
+        q = part.operands.q[:, :, rows.start : rows.stop]
+        grad = self._of_rows(self.grad_out, part, rows)
+        count = q.shape[0] * q.shape[1] * len(rows)
+        self.ledger.reads(q=q.numel() * q.element_size())
+        self.ledger.reads(grad_out=grad.numel() * grad.element_size())
+        if not self.folded:
+            self.ledger.reads(stats=2 * count * self.dtype.itemsize)
+        return q.to(self.dtype)
+
+    def load_rows(self, part: Part, rows: range, columns: range) -> Tile | None:
+        """A tile for which keys are there already and queries are read; None if it is empty."""
+        q = part.operands.q[:, :, rows.start : rows.stop].to(self.dtype)
+        tile = score_tile(part, rows, columns, q)
+        if tile is not None:
+            self._read_rows(part, rows)
+        return tile
+
+    def load_keys(self, part: Part, columns: range) -> tuple[Tensor, Tensor]:
+        """Keys and values of a tile, ``[B, Hk, n, .]``, which a group of query heads shares."""
+        k, v = (x[:, :, columns.start : columns.stop] for x in part.operands[1:3])
+        self.ledger.reads(k=k.numel() * k.element_size(), v=v.numel() * v.element_size())
+        return k.to(self.dtype), v.to(self.dtype)
+
+    def store_keys(self, part: Part, columns: range, sums: list[Tensor], views: Totals) -> None:
+        """The finished gradients of a tile of keys."""
+        names = (("grad_k", views.k, sums[0]), ("grad_v", views.v, sums[1]))
+        for name, total, share in names:
+            assert total is not None
+            total[:, :, columns.start : columns.stop] = share
+            self.ledger.writes(**{name: share.numel() * part.operands.k.element_size()})
+
+    def gradients(
+        self, part: Part, rows: range, tile: Tile, deltas: Tensor, wanted: str = "qkv"
+    ) -> _TileGradients:
+        """What a tile adds to the gradients of its rows and keys; its products are entered."""
+        problem = part.problem
+        span = slice(rows.start, rows.stop)
+        stats = part_rows(self.result.stats, part.queries, self.problem)[..., span]
+        grad_out = self._of_rows(self.grad_out, part, rows).to(self.dtype)
+        state = RowState(grad_out, None, *normaliser(part, stats, self.dtype), None)
+        found = tile_gradient(part, tile, state)
+        ds = found.p * (found.dp - deltas[..., span, None])
+        q = part.operands.q[:, :, span].to(self.dtype)
+        if tile.seen is not None:
+            ds = torch.where(tile.seen, ds, 0.0)
+            q = torch.where(tile.seen.any(-1, keepdim=True), q, 0.0)
+        none = [None] * len(part.operands.score_tensors)
+        tensors = part.operands.score_tensors
+        ds = score_gradient(problem.score, tensors, tile.saved, ds, tile.block, none)
+        ds = ds * problem.scale
+        group = problem.heads // problem.kv_heads
+        if "q" in wanted:
+            self.ledger.multiplies(ds, problem.head_dim)
+        if "k" in wanted:
+            self.ledger.multiplies(ds, problem.head_dim, problem.value_dim)
+        return _TileGradients(
+            product(ds, tile.k),
+            sum_group(product(ds.transpose(-1, -2), q), group),
+            sum_group(product(found.dropped.transpose(-1, -2), found.grad_out), group),
+        )
+
+    def query_owner(self, part: Part, rows: range, deltas: Tensor, views: Totals) -> None:
+        """The dQ of a tile of rows, by a walk over the keys."""
+        q = self._read_rows(part, rows)
+        self.enter_delta(part, rows, "pass", first=True)
+        grad_q = torch.zeros_like(q)
+        for tile in key_tiles(part, rows, q):
+            grad_q += self.gradients(part, rows, tile, deltas, "q").q
+        assert views.q is not None
+        views.q[:, :, rows.start : rows.stop] = grad_q
+        self.ledger.writes(grad_q=grad_q.numel() * part.operands.q.element_size())
+
+    def key_owner(self, part: Part, columns: range, deltas: Tensor, views: Totals) -> None:
+        """The dK and dV of a tile of keys, by a walk over the queries of its group."""
+        k, v = self.load_keys(part, columns)
+        sums = [torch.zeros_like(k), torch.zeros_like(v)]
+        for rows in query_tiles(part):
+            tile = self.load_rows(part, rows, columns)
+            if tile is None:
+                continue
+            self.enter_delta(part, rows, "pass", first=True)
+            found = self.gradients(part, rows, tile, deltas, "k")
+            for total, share in zip(sums, (found.k, found.v), strict=True):
+                total += share
+        self.store_keys(part, columns, sums, views)
+
+    def add_query_share(
+        self, part: Part, rows: range, share: Tensor, visit: Visit, kept: torch.dtype, views: Totals
+    ) -> None:
+        """A visit's share of dQ: read unless it is the first, left in ``kept`` unless the last."""
+        assert views.q is not None
+        span = slice(rows.start, rows.stop)
+        if not visit.first:
+            share = share + views.q[:, :, span]
+            self.ledger.reads(grad_q=share.numel() * kept.itemsize)
+        stored = part.operands.q.dtype if visit.last else kept
+        views.q[:, :, span] = share if visit.last else share.to(kept).to(share.dtype)
+        self.ledger.writes(grad_q=share.numel() * stored.itemsize)

@@ -1,0 +1,486 @@
+"""What a study is: typed, frozen and complete: its hash names everything that decides a result.
+
+A ``Study`` holds experiments; an ``Experiment`` compares arms with a baseline over seeds; an
+``Arm`` is the baseline with some values changed; a ``RunConfig`` is everything of one run but its
+seed. Standard values are written out: a saved config says every number that was used.
+
+Values are addressed by dotted paths, e.g. ``optimizer.lr`` or ``training.clip``; see ``change``.
+A value that does not fit raises pydantic's ``ValidationError`` from a constructor and
+``tilewise.InvalidArgument`` from ``parse`` and ``change``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from tilelab.study.ask.checks import check_rules
+from tilelab.study.ask.deciding import Combine, Confirm, Design, Halving, Sequential, Sweep
+from tilelab.study.ask.metrics import METRICS
+from tilelab.study.ask.registry import find, nearest
+from tilelab.study.ask.values import Choice, Frozen, added, change, config_hash, parse, unhashed
+from tilewise.chips import CHIPS
+from tilewise.errors import InvalidArgument
+
+__all__ = [
+    "BASELINE",
+    "Arm",
+    "Attention",
+    "Budget",
+    "Choice",
+    "Combine",
+    "Confirm",
+    "Data",
+    "Design",
+    "Dropout",
+    "Evaluation",
+    "Experiment",
+    "Frozen",
+    "Halving",
+    "LengthWarmup",
+    "Model",
+    "Optimizer",
+    "RunConfig",
+    "Schedule",
+    "Sequential",
+    "Study",
+    "Sweep",
+    "Task",
+    "Training",
+    "Variant",
+    "change",
+    "config_hash",
+    "parse",
+]
+
+BASELINE = "baseline"  # the name of the arm that changes nothing
+
+
+class Optimizer(Choice):
+    """How weights follow gradients: a function in ``choices/optimizers.py``."""
+
+    kind = "optimizer"
+    name: str = "adamw"
+
+
+class Schedule(Choice):
+    """The learning rate over the run, as a share of ``optimizer.lr``: ``choices/schedules.py``."""
+
+    kind = "schedule"
+    name: str = "linear"
+
+
+class Variant(Choice):
+    """Who attends to whom, and how scores are changed: ``choices/variants.py``."""
+
+    kind = "variant"
+    name: str = "causal"
+
+
+class Task(Choice):
+    """What is learnt, from what, and how it is judged: ``choices/tasks.py`` and ``tasks/``."""
+
+    kind = "task"
+    name: str = "language-modelling"
+
+
+class Dropout(Frozen):
+    """Probabilities of dropout in training, each in [0, 1)."""
+
+    embedding: float = Field(0.0, ge=0, lt=1)
+    attention: float = Field(0.0, ge=0, lt=1)
+    residual: float = Field(0.0, ge=0, lt=1)
+
+
+class Model(Frozen):
+    """A model of ``lab/models``. The vocabulary is the tokenizer's.
+
+    ``family`` is ``"gpt2"`` (causal, ``gpt2.py``), ``"bert"`` (an encoder, ``bert.py``) or
+    ``"vit"`` (an encoder of images, ``vit.py``); a task says which of them it takes. Weights begin
+    as the seed draws them, or as those of ``checkpoint``: a folder in the Hugging Face layout, or
+    ``package:NAME/FOLDER`` for one inside an installed Python package; what the checkpoint lacks (a
+    task's head, also where it has one for other classes) is drawn. An encoder's perceptron has
+    ``feed_forward`` channels, four times the width if nothing is said.
+
+    With ``nudge`` every initial weight is moved to the next number, up or down: an arm that changes
+    nothing else shows what rounding alone does to training. ``kv_heads``, ``positions``, ``norm``
+    and ``qk_norm`` are those of its ``Shape``: GPT-2's own unless they are changed.
+    """
+
+    layers: int = Field(4, ge=1)
+    heads: int = Field(4, ge=1)
+    width: int = Field(128, ge=1)
+    context: int = Field(256, ge=2)
+    dropout: Dropout = Dropout()
+    nudge: bool = False
+    kv_heads: int | None = added(None, ge=1)
+    positions: Literal["learned", "rotary", "none"] = added("learned")
+    norm: Literal["layer", "rms"] = added("layer")
+    qk_norm: bool = added(False)
+    family: Literal["gpt2", "bert", "vit"] = added("gpt2")
+    checkpoint: str = added("")
+    feed_forward: int | None = added(None, ge=1)
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.width % self.heads:
+            raise InvalidArgument(
+                "model.width", str(self.width), f"a multiple of heads={self.heads}"
+            )
+        if self.heads % (self.kv_heads or self.heads):
+            required = f"a divisor of heads={self.heads}, or none for as many"
+            raise InvalidArgument("model.kv_heads", str(self.kv_heads), required)
+        if self.positions == "rotary" and self.head_width % 2:
+            required = f"an even head width, and width / heads is {self.head_width}"
+            raise InvalidArgument("model.positions", "rotary", required)
+        return self
+
+    @property
+    def head_width(self) -> int:
+        """Channels of a head."""
+        return self.width // self.heads
+
+    @property
+    def kv_width(self) -> int:
+        """Channels of all keys of a token, and of all values."""
+        return (self.kv_heads or self.heads) * self.head_width
+
+
+class Data(Frozen):
+    """The data, its tokens, and how much of it is kept for evaluation.
+
+    ``source`` is ``"stdlib"`` (the ``*.py`` of Python's standard library), ``"wikitext-2"`` or
+    ``"wikitext-103"`` (with ``-raw`` for the form without ``<unk>``; looked for in the folder that
+    ``TILEWISE_DATA`` names), or the path of a text file or a folder of them. Tasks with data sets
+    of their own say what it means there. The tokenizer ``"wordpiece"`` is that of BERT (uncased),
+    and ``"listops"`` that of the task of this name.
+
+    ``packing`` says how documents (files of a folder, articles of WikiText) become rows in
+    training: ``"stream"``, ``"documents"`` (queries see their own alone) or ``"padded"`` (a row
+    each): ``data/packing.py``. A budget counts rows of a whole context whatever is in them.
+    """
+
+    source: str = "stdlib"
+    tokenizer: Literal["bytes", "gpt2", "wordpiece", "listops"] = "bytes"
+    size_cap_bytes: int = Field(16 * 1024 * 1024, ge=1)
+    held_out: float = Field(0.05, gt=0, lt=1)
+    packing: Literal["stream", "documents", "padded"] = added("stream")
+
+
+class Attention(Frozen):
+    """Which attention runs, and which variant of it."""
+
+    implementation: Literal["plain", "sdpa", "tilewise"] = "tilewise"
+    variant: Variant = Variant(name="causal")
+
+
+class LengthWarmup(Frozen):
+    """Short sequences first; 0 ``steps`` for none.
+
+    Over these steps the length grows evenly from ``start`` to the model's context, rounded down to
+    a length that divides the context. A step learns from the tokens that it would learn from
+    without it, its rows cut into pieces of that length: steps, tokens and the budget stay what they
+    are. Evaluations have the whole context always.
+    """
+
+    start: int = Field(32, ge=1)
+    steps: int = Field(0, ge=0)
+
+
+class Training(Frozen):
+    """One optimizer step: ``batch * accumulation`` sequences."""
+
+    batch: int = Field(8, ge=1)
+    accumulation: int = Field(1, ge=1)
+    precision: Literal["float32", "bf16", "fp16"] = "float32"
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    clip: float = Field(1.0, ge=0, description="largest norm of the gradient; 0 for no clipping")
+    z_loss: float = Field(0.0, ge=0, description="factor of the squared log of the partition sum")
+    checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    compile: bool = Field(False, description="torch.compile")
+    length_warmup: LengthWarmup = added(LengthWarmup())
+
+
+class Budget(Frozen):
+    """When a run ends: after so many optimizer steps, or tokens (rounded up to a step)."""
+
+    steps: int | None = Field(None, ge=1)
+    tokens: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        if (self.steps is None) == (self.tokens is None):
+            came = "neither" if self.steps is None else "both"
+            raise InvalidArgument("budget", came, "either steps or tokens")
+        return self
+
+
+class Evaluation(Frozen):
+    """The held-out loss, on the same windows in every run.
+
+    ``every`` counts optimizer steps; the first weights and the last step are always evaluated.
+    ``windows`` are spread evenly over the held-out text; a task that learns no text evaluates all
+    of its held-out examples, and refuses another number. A ``final_stride`` above 0 scores the
+    whole held-out text after the last step instead: windows move on by that many tokens, and only
+    the tokens that are new in a window count. After the last step the model goes on with the
+    beginning of the held-out text for ``sample_tokens`` tokens; 0 for none.
+
+    Windows are of the text as a stream, whatever the packing in training; with ``documents`` every
+    query sees its own document alone, in all arms alike, and the first token of a document is not
+    scored. Of ``attention_windows`` windows (or first examples) the statistics of the attention
+    layers are recorded, which changes no result; 0 for none.
+    """
+
+    every: int = Field(25, ge=1)
+    windows: int = Field(32, ge=1)
+    final_stride: int = Field(0, ge=0)
+    sample_tokens: int = Field(0, ge=0)
+    documents: bool = added(False)
+    attention_windows: int = added(4, ge=0)
+
+
+class RunConfig(Frozen):
+    """Everything that decides a run, but its seed."""
+
+    model: Model = Model()
+    data: Data = Data()
+    attention: Attention = Attention()
+    optimizer: Optimizer = Optimizer(name="adamw")
+    schedule: Schedule = Schedule(name="linear")
+    training: Training = Training()
+    budget: Budget = Budget(steps=300)
+    evaluation: Evaluation = Evaluation()
+    task: Task = added(Task(name="language-modelling"))
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        """What no run could do is refused before the first one, not after hours of others."""
+        stride, context = self.evaluation.final_stride, self.model.context
+        if stride > context:
+            required = f"at most model.context={context}"
+            raise InvalidArgument("evaluation.final_stride", str(stride), required)
+        warmup = self.training.length_warmup
+        if warmup.steps and context % warmup.start:
+            required = f"a divisor of model.context={context}"
+            raise InvalidArgument("training.length_warmup.start", str(warmup.start), required)
+        if self.attention.implementation == "sdpa" and self.attention.variant.name == "softcap":
+            came, required = "softcap", "a variant that scaled_dot_product_attention has"
+            fix = "Or set attention.implementation to tilewise or plain."
+            raise InvalidArgument("attention.variant", came, required, fix)
+        self.learning.check(self)
+        return self
+
+    @property
+    def learning(self) -> Any:
+        """The task with its options, an ``AbstractTask`` of ``tasks/task.py``."""
+        return find("task", self.task.name).function(**self.task.options)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step learns from, if every sequence fills the context."""
+        return self.training.batch * self.training.accumulation * self.model.context
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        if self.budget.steps is not None:
+            return self.budget.steps
+        assert self.budget.tokens is not None
+        return -(-self.budget.tokens // self.tokens_per_step)
+
+    def length_at(self, step: int) -> int:
+        """Tokens of a row in an optimizer step, 0 for the first: see ``LengthWarmup``."""
+        warmup, context = self.training.length_warmup, self.model.context
+        if step >= warmup.steps:
+            return context
+        reached = warmup.start + (context - warmup.start) * step // warmup.steps
+        return next(each for each in range(reached, 0, -1) if context % each == 0)
+
+    @property
+    def lengths(self) -> dict[int, int]:
+        """How many steps of the whole run have rows of each length."""
+        warm = min(self.training.length_warmup.steps, self.steps)
+        counts = Counter(self.length_at(step) for step in range(warm))
+        counts[self.model.context] += self.steps - warm
+        return {length: count for length, count in sorted(counts.items()) if count}
+
+
+class Arm(Frozen):
+    """The baseline with some values changed.
+
+    Args:
+        name: unique in its experiment, made of letters, digits, ``.``, ``+``, ``=`` and ``-``.
+        changes: dotted path -> new value.
+        kind: ``"systems"`` for an arm that must not change what is learnt (another kernel): it has
+            to pass the equivalence test on loss before its speed is reported.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.+=-]*$")
+    changes: dict[str, Any] = Field(default_factory=dict)
+    kind: Literal["training", "systems"] = "training"
+
+    @field_validator("changes")
+    @classmethod
+    def _plain(cls, changes: dict[str, Any]) -> dict[str, Any]:
+        """The changes in JSON's types, so that an arm that was saved equals the one that was."""
+        try:
+            plain: dict[str, Any] = json.loads(json.dumps(changes, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument("changes", repr(changes), f"values of JSON ({error})") from None
+        return plain
+
+
+class Experiment(Frozen):
+    """One question, and how it is decided.
+
+    Args:
+        name: unique in the study.
+        question: in words.
+        baseline: what the arms are compared with.
+        baseline_name: what the report calls it.
+        arms: the others.
+        seeds: of every arm; the same seed gives every arm the same weights and batches.
+        smallest_effect: the smallest difference of the final metric that matters, in its unit.
+        metric: of the final held-out evaluation, one that the tasks of all arms have: e.g.
+            ``"loss"`` in nats per token or ``"bits_per_byte"`` of a text (``metrics.py`` has all).
+        target: the value (same unit) whose time and tokens are reported; None for none.
+        confidence: of intervals and tests.
+        power: of the number of seeds that an undecided arm still needs.
+        sweep: candidates to try first; None where every arm says its own values.
+        sequential: when to look, and how to stop early; None to run all seeds.
+        design: the factorial that the arms make up; None where they do not, or are not to be read
+            so.
+        combine: a further stage, the factorial of the arms that survived; None for none.
+        confirm: the last stage, the winner on fresh seeds; None for none.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")
+    question: str
+    baseline: RunConfig
+    baseline_name: str = Field(BASELINE, pattern=r"^[A-Za-z0-9][A-Za-z0-9.+=-]*$")
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...] = (0, 1, 2)
+    smallest_effect: float = Field(gt=0)
+    metric: str = "bits_per_byte"
+    target: float | None = Field(None, gt=0)
+    confidence: float = Field(0.95, gt=0.5, lt=1)
+    power: float = Field(0.8, gt=0.5, lt=1)
+    sweep: Sweep | None = None
+    sequential: Sequential | None = added(None)
+    design: Design | None = added(None)
+    combine: Combine | None = added(None)
+    confirm: Confirm | None = added(None)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        names = [self.baseline_name, *(arm.name for arm in self.arms)]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise InvalidArgument("arms", f"two called {twice[0]!r}", "a name for each arm")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise InvalidArgument("seeds", str(self.seeds), "at least one, and each once")
+        for arm in self.arms:
+            self.config_of(arm.name)
+        for name in names:
+            self._check_metric(name, self.config_of(name).learning.metrics)
+        check_rules(self)
+        return self
+
+    def candidates(self, arm: str) -> tuple[float, ...]:
+        """What the sweep tries for an arm, in the order in which it was written.
+
+        Raises:
+            InvalidArgument: multiples of what the arm has no number for.
+        """
+        sweep = self.sweep
+        if sweep is None:
+            return ()
+        if sweep.values:
+            return sweep.values[arm]
+        own: Any = self.config_of(arm).model_dump(mode="json")
+        for part in sweep.path.split("."):
+            own = own.get(part) if isinstance(own, dict) else None
+        if isinstance(own, bool) or not isinstance(own, int | float):
+            required = f"a number in every arm; {arm} has {own!r}"
+            raise InvalidArgument("sweep.path", sweep.path, required)
+        return tuple(float(f"{multiple * own:.6g}") for multiple in sweep.multiples)
+
+    def _check_metric(self, arm: str, known: tuple[str, ...]) -> None:
+        if self.metric not in known:
+            required = f"one of {', '.join(known)}, which the task of {arm} has"
+            fix = nearest(self.metric, known if self.metric not in METRICS else ())
+            raise InvalidArgument("metric", repr(self.metric), required, fix)
+
+    @property
+    def arm_names(self) -> tuple[str, ...]:
+        """All arms, the baseline first."""
+        return (self.baseline_name, *(arm.name for arm in self.arms))
+
+    def config_of(self, arm: str, changes: Mapping[str, float] | None = None) -> RunConfig:
+        """The config of an arm (without what a sweep chooses), or with changes to it.
+
+        Args:
+            arm: its name, or that of the baseline.
+            changes: dotted path -> new value, on top of the arm's own.
+
+        Raises:
+            KeyError: no arm of that name.
+        """
+        key = arm, tuple((changes or {}).items())
+        if key not in self._made:
+            self._made[key] = self._make(arm, changes or {})
+        return self._made[key]
+
+    @cached_property
+    def _made(self) -> dict[tuple[Any, ...], RunConfig]:
+        """Configs that were made before: checking one takes a millisecond, and they are many."""
+        return {}
+
+    def _make(self, arm: str, changes: Mapping[str, float]) -> RunConfig:
+        if changes:
+            return change(self.config_of(arm), changes)
+        if arm == self.baseline_name:
+            return self.baseline
+        return change(self.baseline, {each.name: each for each in self.arms}[arm].changes)
+
+
+class Study(Frozen):
+    """A named set of experiments that one command runs and one report shows.
+
+    ``chip`` names the GPU that it is of a size for (a row of ``tilewise.chips.CHIPS``): it does not
+    start on a processor. Empty for a study that runs anywhere: ``--set chip=``.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")
+    question: str
+    experiments: tuple[Experiment, ...] = Field(min_length=1)
+    chip: str = unhashed("")
+
+    @field_validator("chip")
+    @classmethod
+    def _known(cls, chip: str) -> str:
+        gpus = [name for name, each in CHIPS.items() if each.kind == "gpu"]
+        if chip and chip not in gpus:
+            raise InvalidArgument("chip", repr(chip), f"one of {', '.join(gpus)}, or nothing")
+        return chip
+
+    @model_validator(mode="after")
+    def _unique(self) -> Self:
+        names = [each.name for each in self.experiments]
+        if len(set(names)) < len(names):
+            raise InvalidArgument("experiments", ", ".join(names), "a name for each experiment")
+        stages = {f"{name}.{stage}" for name in names for stage in ("combine", "confirm")}
+        if stages & set(names):
+            required = "a name that is not that of a later stage of another experiment"
+            raise InvalidArgument("experiments", repr(min(stages & set(names))), required)
+        # ``--set optimizer.lr=0.1`` has to mean one thing.
+        taken = {*Experiment.model_fields, *RunConfig.model_fields, "experiments"} & set(names)
+        if taken:
+            required = "a name that is no key of an experiment or a run"
+            raise InvalidArgument("experiments", repr(min(taken)), required)
+        return self

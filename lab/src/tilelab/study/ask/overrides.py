@@ -1,0 +1,218 @@
+"""Overrides: ``path=value`` on the command line, laid over the study that a recipe made.
+
+``optimizer.lr=0.001`` sets a value of every experiment's baseline, ``seeds=0,1`` a field of every
+experiment, ``kernels.budget.steps=5`` either for the experiment of that name only. ``arms=`` and
+``experiments=`` keep some of them, ``chip=`` is the study's own. What an arm changes itself it
+keeps: ``notes`` says where.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from tilelab.study.ask.config import Experiment, RunConfig, Study, change
+from tilelab.study.ask.registry import nearest
+from tilelab.study.ask.values import Frozen
+from tilewise.errors import InvalidArgument
+
+__all__ = ["apply", "notes"]
+
+_OF_EXPERIMENT = tuple(
+    key
+    for key in Experiment.model_fields
+    if key not in ("name", "baseline", "baseline_name", "arms")
+)
+_OF_RUN = tuple(RunConfig.model_fields)
+
+
+class _Override(NamedTuple):
+    """``experiment`` is None where it is for all; ``text`` is the value as it was written."""
+
+    experiment: str | None
+    path: str
+    text: str
+
+
+def apply(study: Study, overrides: Sequence[str]) -> Study:
+    """The study with the overrides laid over it, in order.
+
+    A value is read as JSON, else as a list where it has commas, else as text; where text is wanted,
+    it is taken as it is.
+
+    Args:
+        study: what a recipe made; it is not changed.
+        overrides: ``path=value``; the path is a field of experiments, a dotted path of a run's
+            config, ``arms`` or ``experiments`` (names to keep), and may begin with the name of an
+            experiment; or ``chip``, of the study.
+
+    Raises:
+        InvalidArgument: no ``=``, an unknown key (the nearest is suggested), or a value that does
+            not fit.
+    """
+    for each in overrides:
+        study = _apply(study, _parse(study, each))
+    return study
+
+
+def notes(study: Study, overrides: Sequence[str]) -> list[str]:
+    """Where the overrides do not reach: the arms that keep their own value, and sweeps.
+
+    Args:
+        study: with the overrides laid over it.
+        overrides: as given to ``apply``.
+    """
+    found = []
+    for each in overrides:
+        override = _parse(study, each)
+        if override.path.split(".")[0] in _OF_RUN:
+            for experiment in _targets(study, override):
+                found += list(_kept(experiment, override.path))
+    return list(dict.fromkeys(found))
+
+
+def _kept(experiment: Experiment, path: str) -> Iterator[str]:
+    meant = _at(experiment.baseline, path)
+    for arm in experiment.arms:
+        own = _at(experiment.config_of(arm.name), path)
+        if own is None and meant is not None:
+            yield f"{experiment.name}/{arm.name} has no {path}"
+        elif own != meant:
+            yield f"{experiment.name}/{arm.name} keeps its own {path}: {json.dumps(own)}"
+    if experiment.sweep is not None and experiment.sweep.path == path:
+        yield f"{experiment.name}: the sweep chooses {path} for every arm"
+
+
+def _parse(study: Study, override: str) -> _Override:
+    path, equals, text = (part.strip() for part in override.partition("="))
+    if not equals or not path:
+        raise InvalidArgument("--set", repr(override), "path=value, such as optimizer.lr=0.001")
+    # A name may have dots of its own, and begin like another.
+    for name in sorted((each.name for each in study.experiments), key=len, reverse=True):
+        if path.startswith(f"{name}."):
+            return _Override(name, path.removeprefix(f"{name}."), text)
+    return _Override(None, path, text)
+
+
+def _apply(study: Study, override: _Override) -> Study:
+    root = override.path.split(".")[0]
+    if override.path == "experiments" and override.experiment is None:
+        return _keep_experiments(study, _names(override.text))
+    if override.path == "chip" and override.experiment is None:
+        return change(study, {"chip": override.text})
+    if override.path == "arms":
+        return _keep_arms(study, override)
+    if root not in (*_OF_EXPERIMENT, *_OF_RUN):
+        names = [f"{each.name}." for each in study.experiments]
+        known = ["experiments", "arms", "chip", *_OF_EXPERIMENT, *_OF_RUN, *names]
+        required = f"one of {', '.join(known)}"
+        raise InvalidArgument(override.path, "an unknown key", required, nearest(root, known))
+
+    def laid_over(experiment: Experiment) -> Experiment:
+        if root in _OF_RUN:
+            value = _value(override.text, _at(experiment.baseline, override.path))
+            baseline = change(experiment.baseline, {override.path: value})
+            return change(experiment, {"baseline": baseline.model_dump(mode="json")})
+        value = _value(override.text, _at(experiment, override.path))
+        return change(experiment, {override.path: value})
+
+    return _each(study, override, laid_over)
+
+
+def _keep_experiments(study: Study, names: list[str]) -> Study:
+    known = [each.name for each in study.experiments]
+    _check_names("experiments", names, known)
+    kept = [each for each in study.experiments if each.name in names]
+    return change(study, {"experiments": [each.model_dump(mode="json") for each in kept]})
+
+
+def _keep_arms(study: Study, override: _Override) -> Study:
+    """Keep some arms; an experiment of several that has none of them is left out."""
+    names, targets = _names(override.text), _targets(study, override)
+    known = [name for each in targets for name in _arms(each)]
+    _check_names(override.path, names, list(dict.fromkeys(known)))
+    left = [each.name for each in targets if not set(names) & set(_arms(each))]
+
+    def fewer(experiment: Experiment) -> Experiment:
+        if experiment.name in left:
+            return experiment
+        values = experiment.model_dump(mode="json")
+        changes: dict[str, Any] = {
+            "arms": [each for each in values["arms"] if each["name"] in names]
+        }
+        if values["sweep"] is not None:
+            swept = {*names, experiment.baseline_name}
+            kept = {arm: each for arm, each in values["sweep"]["values"].items() if arm in swept}
+            changes["sweep.values"] = kept
+        return change(experiment, changes)
+
+    fewer_arms = _each(study, override, fewer)
+    return _keep_experiments(
+        fewer_arms, [each.name for each in study.experiments if each.name not in left]
+    )
+
+
+def _each(study: Study, override: _Override, changed: Callable[[Experiment], Experiment]) -> Study:
+    """The study with the experiments that an override is for changed."""
+    targets = _targets(study, override)
+    made = []
+    for experiment in study.experiments:
+        try:
+            made.append(changed(experiment) if experiment in targets else experiment)
+        except InvalidArgument as error:
+            where = f"(In experiment {experiment.name!r}.)"
+            fix = f"{error.fix} {where}".strip()
+            raise InvalidArgument(error.argument, error.came, error.required, fix) from None
+    return change(study, {"experiments": [each.model_dump(mode="json") for each in made]})
+
+
+def _targets(study: Study, override: _Override) -> list[Experiment]:
+    wanted = override.experiment
+    named = [each for each in study.experiments if wanted is None or each.name == wanted]
+    swept = [each for each in named if each.sweep is not None]
+    return swept if swept and override.path.startswith("sweep.") else named
+
+
+def _arms(experiment: Experiment) -> list[str]:
+    return [experiment.baseline_name, *(arm.name for arm in experiment.arms)]
+
+
+def _check_names(path: str, names: list[str], known: list[str]) -> None:
+    for name in names or [""]:
+        if name not in known:
+            required = f"some of {', '.join(known)}"
+            raise InvalidArgument(path, repr(name), required, nearest(name, known))
+
+
+def _names(text: str) -> list[str]:
+    return [str(each) for each in _value(text, [])]
+
+
+def _value(text: str, current: Any) -> Any:
+    """The value that a text stands for, where ``current`` is the one that it replaces."""
+    if isinstance(current, str):
+        return _json(text) if text.startswith('"') else text
+    value = _json(text)
+    if isinstance(value, str) and "," in value and value == text:
+        value = [_json(each.strip()) for each in value.split(",")]
+    if isinstance(current, list) and value is not None and not isinstance(value, list):
+        value = [value]
+    return value
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _at(config: Frozen, path: str) -> Any:
+    """The value at a path in JSON's types; None where there is no such path."""
+    at: Any = config.model_dump(mode="json")
+    for part in path.split("."):
+        if not isinstance(at, dict) or part not in at:
+            return None
+        at = at[part]
+    return at

@@ -1,0 +1,184 @@
+"""The registry of choices: a choice is one function with a name; its keywords are its options.
+
+Adding one is writing one function::
+
+    @register("schedule")
+    def cosine(progress: Progress, *, warmup: Share = 0.05, floor: Share = 0.1) -> float:
+        ...
+
+Its keyword-only parameters, with their types and defaults, are what a config may set and what a
+report shows; nothing else has to be touched. A type may carry pydantic's bounds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from tilewise.errors import InvalidArgument
+
+__all__ = [
+    "Entry",
+    "Kind",
+    "NotNegative",
+    "Positive",
+    "Share",
+    "Value",
+    "find",
+    "names",
+    "nearest",
+    "provide",
+    "register",
+    "resolve",
+]
+
+Kind = Literal["optimizer", "schedule", "variant", "task"]
+Value = bool | int | float | str | tuple[float, ...]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Entry(NamedTuple):
+    """A registered choice.
+
+    Args:
+        kind: what it is a choice of.
+        name: the function's name, with dashes for underscores.
+        function: what it does.
+        defaults: every option and its standard value.
+        types: checks a value of every option.
+        summary: the first line of its docstring.
+        check: raises where options do not fit together.
+    """
+
+    kind: Kind
+    name: str
+    function: Callable[..., Any]
+    defaults: Mapping[str, Value]
+    types: Mapping[str, TypeAdapter[Any]]
+    summary: str
+    check: Callable[..., None]
+
+
+# A whole number may stand for a float, and nothing else for anything else.
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+_ENTRIES: dict[tuple[Kind, str], Entry] = {}
+_MODULES: dict[Kind, str] = {}
+
+
+def provide(kind: Kind, module: str) -> None:
+    """Say which module registers the choices of a kind; it is imported when one is asked for."""
+    _MODULES[kind] = module
+
+
+def register(kind: Kind, check: Callable[..., None] | None = None) -> Callable[[F], F]:
+    """Decorator that makes a function a choice of that kind, under its own name.
+
+    Args:
+        kind: what it is a choice of.
+        check: called with all options by keyword when a config is made; raises InvalidArgument
+            where they do not fit together.
+    """
+
+    def add(function: F) -> F:
+        options = {
+            name: parameter.default
+            for name, parameter in inspect.signature(function).parameters.items()
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        }
+        without = [name for name, value in options.items() if value is inspect.Parameter.empty]
+        assert not without, f"{function.__name__}: give {', '.join(without)} a standard value"
+        assert function.__doc__, f"{function.__name__}: say in a docstring what it does"
+        name = function.__name__.replace("_", "-")
+        summary = function.__doc__.strip().splitlines()[0]
+        hints = get_type_hints(function, include_extras=True)
+        types = {key: TypeAdapter[Any](hints[key], config=_STRICT) for key in options}
+        for key, value in options.items():
+            _as(key, value, types[key])  # a standard value obeys its own bounds
+        _ENTRIES[kind, name] = Entry(
+            kind,
+            name,
+            function,
+            MappingProxyType(options),
+            MappingProxyType(types),
+            summary,
+            check or _any_options,
+        )
+        return function
+
+    return add
+
+
+def names(kind: Kind) -> tuple[str, ...]:
+    """The names of all choices of a kind, in alphabetical order."""
+    import_module(_MODULES[kind])
+    return tuple(sorted(name for known, name in _ENTRIES if known == kind))
+
+
+def find(kind: Kind, name: str) -> Entry:
+    """The choice of that name.
+
+    Raises:
+        InvalidArgument: there is none; the message suggests the nearest.
+    """
+    import_module(_MODULES[kind])
+    # Configs come from JSON: the name may be anything.
+    found = _ENTRIES.get((kind, name)) if isinstance(name, str) else None
+    if found is None:
+        known = names(kind)
+        required = f"one of {', '.join(known)}"
+        suggestion = nearest(name, known) if isinstance(name, str) else ""
+        raise InvalidArgument(f"{kind}.name", repr(name), required, suggestion)
+    return found
+
+
+def resolve(kind: Kind, name: str, options: Mapping[str, Any]) -> dict[str, Value]:
+    """All options of a choice: what was given, and the standard value of the rest.
+
+    Raises:
+        InvalidArgument: no such choice, no such option, a value of another type or out of bounds,
+            or options that do not fit together.
+    """
+    entry = find(kind, name)
+    for key in options:
+        if key not in entry.defaults:
+            required = f"one of {', '.join(entry.defaults) or 'none: it has no options'}"
+            raise InvalidArgument(
+                f"{kind}.{key}", "an unknown option", required, nearest(key, entry.defaults)
+            )
+    whole = {
+        key: _as(f"{kind}.{key}", options.get(key, default), entry.types[key])
+        for key, default in entry.defaults.items()
+    }
+    entry.check(**whole)
+    return whole
+
+
+def _as(path: str, value: Any, kind: TypeAdapter[Any]) -> Value:
+    """The value in the type of the option."""
+    try:
+        checked: Value = kind.validate_python(tuple(value) if isinstance(value, list) else value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        at = "".join(f"[{each}]" for each in first["loc"])
+        required = first["msg"].removeprefix("Input should be ")
+        raise InvalidArgument(path + at, repr(first["input"]), required) from None
+    return checked
+
+
+def _any_options(**_: Value) -> None:
+    """All options fit together."""
+
+
+def nearest(word: str, known: Any) -> str:
+    """A sentence that suggests the nearest known word, or ``""`` where none is near."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"Did you mean {close[0]!r}?" if close else ""

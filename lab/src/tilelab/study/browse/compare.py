@@ -1,0 +1,226 @@
+"""``tilewise study compare A B``: two arms, two runs or two studies, seed by seed.
+
+A difference is B less A. Only seeds that both have finished are compared: the same seed means the
+same first weights and batches, if model and data are the same too; what differs is printed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tilelab.common.terminal import Text
+from tilelab.study.ask.metrics import METRICS
+from tilelab.study.browse.find import Found
+from tilelab.study.browse.show import add_row, difference, flat, number, say_damaged, size, table_of
+from tilelab.study.browse.withheld import WITHHELD, arm_of, withheld
+from tilelab.study.records.events import RunRecord
+from tilelab.study.verdict.measures import final_metric, measure
+from tilelab.study.verdict.stats import paired, ratio
+from tilewise.errors import InvalidArgument
+
+__all__ = ["Pairs", "compare", "pairs"]
+
+_CONFIDENCE = 0.95
+Reading = Callable[[RunRecord], float | None]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The finished runs of two sides.
+
+    Args:
+        first, second: records by seed.
+    """
+
+    first: dict[int, RunRecord]
+    second: dict[int, RunRecord]
+
+    @property
+    def seeds(self) -> list[int]:
+        """Those that both have."""
+        return sorted(self.first.keys() & self.second.keys())
+
+    def of(self, reading: Reading) -> list[tuple[float, float]]:
+        """A measure of both sides at each common seed, where both have it."""
+        both = [(reading(self.first[seed]), reading(self.second[seed])) for seed in self.seeds]
+        return [(a, b) for a, b in both if a is not None and b is not None]
+
+
+def pairs(first: Mapping[str, RunRecord], second: Mapping[str, RunRecord]) -> Pairs:
+    """The final runs of two arms by seed; trials of sweeps and diverged runs do not count.
+
+    A single run on each side is a pair whatever the seeds are.
+    """
+    sides = [
+        {
+            record.start.seed: record
+            for record in side.values()
+            if record.start.phase == "final" and record.done and not record.diverged
+        }
+        for side in (first, second)
+    ]
+    if all(len(side) == 1 for side in (first, second)) and all(map(len, sides)):
+        sides = [{0: next(iter(side.values()))} for side in sides]
+    return Pairs(*sides)
+
+
+def compare(first: Found, second: Found, console: Console) -> None:
+    """Print how B differs from A, arm by arm.
+
+    Raises:
+        InvalidArgument: nothing of the two can be compared.
+    """
+    for side in (first, second):
+        say_damaged(side.damaged, console)
+    one, other = _by_arm(first), _by_arm(second)
+    if len(one) == len(other) == 1:
+        matched = [(next(iter(one)), next(iter(other)))]
+    else:
+        matched = [(arm, arm) for arm in one if arm in other]
+    if not matched:
+        came = f"{first.name} and {second.name}, which have no arm in common"
+        raise InvalidArgument("compare", came, "two arms, two runs, or studies with equal arms")
+    console.print(Text(f"A: {first.name}\nB: {second.name}"), soft_wrap=True)
+    held_a, held_b = withheld(first.folder), withheld(second.folder)
+    for a, b in matched:
+        title = a if a == b else f"{a} (A) and {b} (B)"
+        held = {arm: why[arm] for arm, why in ((a, held_a), (b, held_b)) if arm in why}
+        _compare_arms(title, one[a], other[b], held, console)
+
+
+def _by_arm(found: Found) -> dict[str, dict[str, RunRecord]]:
+    """Final runs by ``experiment/arm``, in the order of their names."""
+    arms: dict[str, dict[str, RunRecord]] = {}
+    for name, record in found.records.items():
+        if record.start.phase == "final" or name == found.part:
+            arms.setdefault(arm_of(name), {})[name] = record
+    return arms
+
+
+def _compare_arms(
+    title: str,
+    first: Mapping[str, RunRecord],
+    second: Mapping[str, RunRecord],
+    held: Mapping[str, str],
+    console: Console,
+) -> None:
+    console.print(Text(f"\n{title}", style="bold"), soft_wrap=True)
+    for line in _differences(first, second):
+        console.print(Text(f"  {line}"), soft_wrap=True)
+    found = pairs(first, second)
+    if not found.seeds:
+        console.print(Text("  No seed is finished in both: nothing is compared."))
+        return
+    console.print(_table(found, timed=not held))
+    reasons = [f"{arm}: {why}" for arm, why in held.items()]
+    for line in (*_remarks(first, second, found), *reasons):
+        console.print(Text(f"  {line}"), soft_wrap=True)
+
+
+def _table(found: Pairs, timed: bool) -> Table:
+    table = table_of("measure", "A", "B", "B - A", "95 % interval", "p", left=("measure",))
+    both = found.of(lambda record: measure(record).loss)
+    add_row(table, "loss, nats per token", *_loss_cells(both))
+    both = found.of(lambda record: final_metric(record, "bits_per_byte"))
+    add_row(table, "bits per byte", *_loss_cells(both))
+    names = {name for each in found.first.values() for name in measure(each).metrics}
+    for name in sorted(names):
+        both = found.of(lambda record, name=name: final_metric(record, name))  # type: ignore[misc]
+        add_row(table, METRICS[name].unit, *_loss_cells(both))
+    both = found.of(lambda record: measure(record).tokens_per_s)
+    speeds = _ratio_cells(both, lambda value: f"{value:,.0f}") if timed else [WITHHELD] * 3
+    add_row(table, "tokens/s", *speeds)
+    both = found.of(lambda record: record.memory.peak_bytes if record.memory else None)
+    add_row(table, "peak memory", *_ratio_cells(both, size))
+    return table
+
+
+def _loss_cells(both: list[tuple[float, float]]) -> list[str]:
+    if not both:
+        return []
+    test = paired([b - a for a, b in both], _CONFIDENCE)
+    interval = test.interval
+    return [
+        *_means(both, lambda value: f"{value:.4f}"),
+        "" if test.mean is None else difference(test.mean),
+        f"[{difference(interval.low)}, {difference(interval.high)}]" if interval else "",
+        number(test.p_value, ".2g"),
+    ]
+
+
+def _ratio_cells(both: list[tuple[float, float]], form: Callable[[float], str]) -> list[str]:
+    factor = ratio([(b, a) for a, b in both], _CONFIDENCE)
+    if factor is None:
+        return []
+    interval = factor.interval
+    return [
+        *_means(both, form),
+        f"x{factor.value:.3f}",
+        f"[x{interval.low:.3f}, x{interval.high:.3f}]" if interval else "",
+    ]
+
+
+def _means(both: list[tuple[float, float]], form: Callable[[float], str]) -> tuple[str, str]:
+    return form(statistics.fmean(a for a, _ in both)), form(statistics.fmean(b for _, b in both))
+
+
+def _differences(first: Mapping[str, RunRecord], second: Mapping[str, RunRecord]) -> list[str]:
+    """What of the configs and the text is not the same."""
+    a, b = (next(iter(side.values())).start for side in (first, second))
+    one, other = dict(flat(a.config)), dict(flat(b.config))
+    lines = [
+        f"{path}: {_said(one.get(path))} in A, {_said(other.get(path))} in B"
+        for path in dict.fromkeys((*one, *other))
+        if one.get(path) != other.get(path)
+    ]
+    if a.corpus.get("sha256") != b.corpus.get("sha256"):
+        lines.append("The texts are not the same: losses are not comparable.")
+    return lines
+
+
+def _said(value: Any) -> str:
+    return "not there" if value is None else str(value)
+
+
+def _remarks(
+    first: Mapping[str, RunRecord], second: Mapping[str, RunRecord], found: Pairs
+) -> list[str]:
+    count = len(found.seeds)
+    lines = [f"{count} paired {'seed' if count == 1 else 'seeds'}."]
+    for side, records in (("A", first), ("B", second)):
+        left_out = [
+            f"{name} ({'diverged' if record.diverged else 'not done'})"
+            for name, record in records.items()
+            if not record.done or record.diverged
+        ]
+        if left_out:
+            lines.append(f"Left out of {side}: {', '.join(left_out)}.")
+    a, b = _kernels(found.first), _kernels(found.second)
+    if a != b:
+        lines.append(f"Attention kernels: {_list(a)} in A, {_list(b)} in B.")
+    if all(_weights(found.first[seed]) == _weights(found.second[seed]) for seed in found.seeds):
+        lines.append("The final weights are the same to the last bit.")
+    return lines
+
+
+def _kernels(records: Mapping[int, RunRecord]) -> set[str]:
+    return {
+        layer.kernel
+        for record in records.values()
+        for layer in (record.kernels.layers if record.kernels else ())
+    }
+
+
+def _list(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "unknown"
+
+
+def _weights(record: RunRecord) -> str:
+    assert record.end is not None
+    return record.end.weights_sha256

@@ -1,0 +1,273 @@
+"""``tilewise study list`` and ``tilewise study show``: what there is, and what one run was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+from tilelab.common.durations import in_words
+from tilelab.common.terminal import Text
+from tilelab.study.ask.metrics import METRICS
+from tilelab.study.ask.run import RECORD
+from tilelab.study.browse.find import Found
+from tilelab.study.browse.withheld import WITHHELD, arm_of, withheld
+from tilelab.study.plan import Agenda
+from tilelab.study.records.events import RunRecord, Sample
+from tilelab.study.records.store import read_study, readable_records, study_folders, worked_on
+from tilelab.study.verdict.measures import measure
+from tilewise.errors import TilewiseError
+
+__all__ = ["list_studies", "say_damaged", "show"]
+
+_BARS = "▁▂▃▄▅▆▇█"
+_CURVE = 48  # columns of the loss curve
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def list_studies(out: Path, console: Console) -> None:
+    """Print all studies of a folder, the newest first."""
+    folders = study_folders(out)
+    if not folders:
+        console.print(Text(f"No studies in {out}. `tilewise study recipes` shows what to run."))
+        return
+    lost: list[str] = []
+    table = table_of("study", "runs done", "diverged", "last worked on", "question")
+    for folder in folders:
+        try:
+            study, (records, damaged) = read_study(folder).study, readable_records(folder)
+        except TilewiseError as error:
+            add_row(table, folder.name, "unreadable", "", "", str(error))
+            continue
+        lost += [f"{folder.name}:{name}" for name in damaged]
+        agenda = Agenda(study, records)
+        diverged = sum(record.diverged for record in records.values())
+        add_row(
+            table,
+            folder.name,
+            f"{agenda.done}/{agenda.total}",
+            str(diverged or ""),
+            datetime.fromtimestamp(worked_on(folder), UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            study.question,
+        )
+    console.print(table)
+    say_damaged(lost, console)
+
+
+def say_damaged(runs: Iterable[str], console: Console) -> None:
+    """Name the runs whose records cannot be read."""
+    for name in runs:
+        console.print(Text(f"{name}: its record is damaged and left out."), soft_wrap=True)
+
+
+def show(found: Found, console: Console) -> None:
+    """Print a run, or a table of the runs of an arm, an experiment or a study."""
+    if list(found.records) == [found.part]:
+        console.print(_run(found))
+        return
+    stored = read_study(found.folder)
+    console.print(Text(f"{found.name}: {stored.study.question}"), soft_wrap=True)
+    console.print(Text(f"Command: {stored.command}"), soft_wrap=True)
+    held = withheld(found.folder)
+    console.print(_runs(found.records, held))
+    for arm in dict.fromkeys(map(arm_of, found.records)):
+        if arm in held:
+            console.print(Text(f"{arm}: {held[arm]}"), soft_wrap=True)
+    say_damaged(found.damaged, console)
+    if not found.part:
+        for experiment in stored.study.experiments:
+            arms = ", ".join(experiment.arm_names)
+            console.print(Text(f"{experiment.name}: {arms}"), soft_wrap=True)
+
+
+def table_of(*columns: str, left: Sequence[str] = ("study", "run", "arm", "question")) -> Table:
+    """An empty table in the house's style; numbers are to the right."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right")
+    return table
+
+
+def add_row(table: Table, *cells: str) -> None:
+    """Add a row of plain text: rich would take ``[x]`` in a string for a style."""
+    table.add_row(*map(Text, cells))
+
+
+def _runs(records: Mapping[str, RunRecord], held: Mapping[str, str]) -> Table:
+    table = table_of("run", "status", "step", "loss", "bits/byte", "tokens/s", "peak memory")
+    for name, record in records.items():
+        found = measure(record)
+        last = record.evaluations[-1] if record.evaluations else None
+        add_row(
+            table,
+            name,
+            _status(record),
+            str(record.steps[-1].step if record.steps else 0),
+            number(last.loss if last else None, ".4f"),
+            number(last.bits_per_byte if last else None, ".4f"),
+            WITHHELD if arm_of(name) in held else number(found.tokens_per_s, ",.0f"),
+            size(record.memory.peak_bytes if record.memory else None),
+        )
+    return table
+
+
+def _run(found: Found) -> RenderableType:
+    record = found.records[found.part]
+    start, took = record.start, measure(record)
+    held = withheld(found.folder).get(arm_of(found.part))
+    speed = _speed(took.tokens_per_s, took.tokens_per_cpu_s, took.mfu_full, took.mfu_causal)
+    head = f"{found.name}: {_status(record)}"
+    if record.end is not None and record.end.reason:
+        head += f" ({record.end.reason})"
+    facts = [
+        ("record", str(found.folder / "runs" / found.part / RECORD)),
+        ("config", start.config_hash),
+        ("parameters", _parameters(start.parameters)),
+        *((f"group {name}", _named(names)) for name, names in start.groups.items()),
+        ("text", _corpus(start.corpus)),
+        ("where", _environment(start.environment)),
+        ("started", ", ".join(f"step {each.from_step} at {each.time}" for each in record.starts)),
+        ("speed", f"{WITHHELD}. {held}" if held else speed),
+        ("memory", _memory(record)),
+        ("attention", _kernels(record)),
+        ("gradient norm", f"median {number(took.gradient_norm, '.3g')}"),
+        ("train loss", _curve([each.loss for each in record.steps])),
+    ]
+    if record.end is not None:
+        facts.append(("weights sha256", record.end.weights_sha256))
+    table = Table.grid(padding=(0, 2))
+    for name, words in facts:
+        table.add_row(Text(name, style="bold"), Text(words))
+    written = [] if record.sample is None else [_sample(record.sample)]
+    return Group(
+        Text(head, style="bold"),
+        table,
+        _evaluations(record, timed=not held),
+        *written,
+        _config(start.config),
+    )
+
+
+def _sample(sample: Sample) -> RenderableType:
+    """What the model wrote, after the prompt that it was given."""
+    return Text.assemble((sample.prompt, "dim"), sample.text, "\n")
+
+
+def _evaluations(record: RunRecord, timed: bool) -> Table:
+    words = any(each.word_perplexity is not None for each in record.evaluations)
+    names = list(dict.fromkeys(name for each in record.evaluations for name in each.metrics))
+    columns = ["step", "tokens", "training time", "held-out loss"]
+    columns += [METRICS[name].unit for name in names] if names else ["bits/byte"]
+    table = table_of(*columns, *(["word perplexity"] if words else []))
+    for each in record.evaluations:
+        row = [
+            str(each.step),
+            f"{each.tokens:,}",
+            in_words(each.train_wall_s) if timed else WITHHELD,
+            number(each.loss, ".4f"),
+        ]
+        shown = [each.metrics.get(name) for name in names] if names else [each.bits_per_byte]
+        row += [number(value, ".4f") for value in shown]
+        add_row(table, *row, *([number(each.word_perplexity, ".2f")] if words else []))
+    return table
+
+
+def _config(config: Mapping[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for path, value in flat(config):
+        table.add_row(Text(path, style="dim"), Text(str(value)))
+    return table
+
+
+def flat(values: Mapping[str, Any], above: str = "") -> list[tuple[str, Any]]:
+    """A config as dotted paths with their values."""
+    found: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        path = f"{above}{key}"
+        found += flat(value, f"{path}.") if isinstance(value, Mapping) else [(path, value)]
+    return found
+
+
+def number(value: float | None, form: str) -> str:
+    """A number in that form; empty for none."""
+    return "" if value is None else format(value, form)
+
+
+def difference(value: float) -> str:
+    """A difference with its sign; one of rounding shows its size."""
+    return f"{value:+.4f}" if abs(value) >= 5e-5 or not value else f"{value:+.0e}"
+
+
+def size(count: float | None) -> str:
+    """Bytes as ``850 kB``, ``13.4 MB``, ``1.34 GB``; empty for none."""
+    if count is None:
+        return ""
+    unit, name = next((u, n) for u, n in _UNITS if count >= u or u == 1e3)
+    return f"{count / unit:.3g} {name}" if count < 999.5 * unit else f"{count / unit:,.0f} {name}"
+
+
+def _parameters(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items())
+
+
+def _status(record: RunRecord) -> str:
+    if record.missing:
+        return f"incomplete ({record.missing})"
+    return "incomplete" if record.end is None else record.end.status
+
+
+def _named(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return f"{len(names)} tensors: {shown}{', ...' if len(names) > 3 else ''}"
+
+
+def _corpus(corpus: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in corpus.items())
+
+
+def _environment(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in flat(values) if value not in (None, ""))
+
+
+def _speed(
+    wall: float | None, cpu: float | None, mfu_full: float | None, mfu_causal: float | None
+) -> str:
+    if wall is None:
+        return "not known yet"
+    shares = [("12 L d T", mfu_full), ("6 L d T", mfu_causal)]
+    mfu = ", ".join(f"{share:.1%} MFU ({name})" for name, share in shares if share is not None)
+    per_cpu = "" if cpu is None else f", {cpu:,.0f} a CPU-second"
+    return f"{wall:,.0f} tokens/s{per_cpu}{', ' if mfu else ''}{mfu}"
+
+
+def _memory(record: RunRecord) -> str:
+    found = record.memory
+    if found is None:
+        return "not measured yet"
+    parts = ("weights", "gradients", "optimizer", "activations", "peak")
+    return ", ".join(f"{part} {size(getattr(found, f'{part}_bytes'))}" for part in parts)
+
+
+def _kernels(record: RunRecord) -> str:
+    layers = record.kernels.layers if record.kernels else []
+    return ", ".join(f"layer {each.layer}: {each.kernel} x{each.calls}" for each in layers)
+
+
+def _curve(losses: Sequence[float | None]) -> str:
+    """The training loss as a line of blocks, from its highest to its lowest."""
+    known = [loss for loss in losses if loss is not None]
+    if not known:
+        return ""
+    columns = min(_CURVE, len(known))
+    edges = [round(at * len(known) / columns) for at in range(columns + 1)]
+    means = [sum(known[low:high]) / (high - low) for low, high in pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    line = "".join(_BARS[round((mean - low) * scale)] for mean in means)
+    return f"{known[0]:.3f} {line} {known[-1]:.3f}"

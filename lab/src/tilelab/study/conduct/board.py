@@ -1,0 +1,222 @@
+"""How far a study is: every run's state, and the time that is left."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tilelab.study.ask.run import Run
+from tilelab.study.plan import Task
+from tilelab.study.records.events import RunRecord
+
+__all__ = ["Board", "Lane", "makespan"]
+
+Status = Literal["waiting", "running", "done", "diverged"]
+_RECENT = 16  # steps whose median is the pace
+
+
+@dataclass
+class Lane:
+    """One run.
+
+    Args:
+        run: which.
+        status: where it is; a run that was begun and stopped is waiting.
+        step: optimizer steps done.
+        loss: of the last step's batch, nats per token; None where there is none.
+        held_out: the last held-out loss.
+        step_s: wall seconds of recent steps.
+        tokens: that they learnt from.
+    """
+
+    run: Run
+    status: Status = "waiting"
+    step: int = 0
+    loss: float | None = None
+    held_out: float | None = None
+    step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_RECENT))
+
+    @property
+    def pace_s(self) -> float | None:
+        """Seconds of a step; None where none was seen."""
+        return statistics.median(self.step_s) if self.step_s else None
+
+    @property
+    def tokens_s(self) -> float | None:
+        """Tokens per second of recent steps."""
+        pace = self.pace_s
+        return statistics.fmean(self.tokens) / pace if pace and self.tokens else None
+
+
+class Board:
+    """Keeps the state of all runs.
+
+    Args:
+        tasks: all runs of the study, in order.
+        records: what there is already.
+        forecast_s: seconds that each run was expected to take, by its name.
+        jobs: runs at once.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        records: Mapping[str, RunRecord],
+        forecast_s: Mapping[str, float],
+        jobs: int,
+    ) -> None:
+        self._tasks, self._forecast_s, self._jobs = tasks, forecast_s, jobs
+        known = [task.run for task in tasks if task.run.name in forecast_s]
+        steps = sum(run.config.steps for run in known)
+        self._step_s = sum(forecast_s[run.name] for run in known) / steps if steps else 0.0
+        self._begun: dict[str, tuple[float, float]] = {}  # when, and what share was left then
+        self._ratios: list[float] = []  # seconds that runs took over those that were expected
+        self.lanes = {task.run.name: Lane(task.run) for task in tasks}
+        for name, record in records.items():
+            if name in self.lanes:
+                self._take_over(self.lanes[name], record)
+        for lane in self.lanes.values():
+            self._give_up_after(lane.run)
+
+    def expect(self, tasks: Sequence[Task]) -> None:
+        """What is known now of the runs to come, in place of what was expected before.
+
+        Args:
+            tasks: all runs, those that are over too. One that is new is forecast like the others,
+                by its steps.
+        """
+        self._tasks = tasks
+        named = {task.run.name: task.run for task in tasks}
+        lanes = {name: Lane(run) for name, run in named.items()}
+        kept = {name: each for name, each in self.lanes.items() if name in named or _begun(each)}
+        self.lanes = {**lanes, **kept}
+        for lane in list(self.lanes.values()):
+            self._give_up_after(lane.run)
+
+    def started(self, run: Run) -> None:
+        """A process took up a run."""
+        # What a sweep chose is known now.
+        lane = self.lanes.setdefault(run.name, Lane(run))
+        lane.run, lane.status = run, "running"
+        self._begun[run.name] = time.monotonic(), _share_left(lane)
+
+    def event(self, run: Run, values: Mapping[str, Any]) -> None:
+        """A line was added to the run's record."""
+        lane = self.lanes[run.name]
+        if values["event"] == "start":
+            lane.step = values["from_step"]
+        elif values["event"] == "step":
+            lane.step, lane.loss = values["step"], values["loss"]
+            if not values["warmup"] or lane.pace_s is None:
+                lane.step_s.append(values["wall_s"])
+                lane.tokens.append(values.get("tokens") or lane.run.config.tokens_per_step)
+        elif values["event"] == "evaluation":
+            lane.held_out = values["loss"]
+
+    def ended(self, run: Run, record: RunRecord) -> None:
+        """A run is over."""
+        begun, share = self._begun.pop(run.name, (0.0, 0.0))
+        expected = self._expected_s(run) * share
+        if expected:
+            self._ratios.append((time.monotonic() - begun) / expected)
+        self._take_over(self.lanes[run.name], record)
+        self._give_up_after(run)
+
+    def lost(self, run: Run) -> None:
+        """The worker of a run went away: the run waits again."""
+        self._begun.pop(run.name, None)
+        self.lanes[run.name].status = "waiting"
+
+    def stopped(self) -> None:
+        """Nothing runs any more."""
+        for lane in self.lanes.values():
+            if lane.status == "running":
+                lane.status = "waiting"
+
+    @property
+    def done(self) -> int:
+        """Runs that are over."""
+        return sum(map(_over, self.lanes.values()))
+
+    def left_s(self) -> float:
+        """Seconds that the rest takes: as forecast, corrected by what runs took so far."""
+        correction = statistics.median(self._ratios) if self._ratios else 1.0
+        return makespan(
+            [(self._left_of(task.run.name, correction), task.alone) for task in self._tasks],
+            self._jobs,
+        )
+
+    def _give_up_after(self, trial: Run) -> None:
+        """An arm whose every candidate diverged with some seed has no runs that count."""
+        if trial.phase != "sweep":
+            return
+        own = [
+            lane
+            for lane in self.lanes.values()
+            if (lane.run.experiment, lane.run.arm) == (trial.experiment, trial.arm)
+        ]
+        trials = [lane for lane in own if lane.run.phase == "sweep"]
+        lost = {lane.run.candidate for lane in trials if lane.status == "diverged"}
+        if all(map(_over, trials)) and lost == {lane.run.candidate for lane in trials}:
+            for lane in own:
+                if lane.run.phase == "final":
+                    lane.status = "diverged"
+
+    def _left_of(self, name: str, correction: float) -> float:
+        lane = self.lanes[name]
+        if _over(lane):
+            return 0.0
+        pace, share = lane.pace_s, _share_left(lane)
+        if lane.status == "running" and pace is not None:
+            return pace * lane.run.config.steps * share
+        return self._expected_s(lane.run) * correction * share
+
+    def _expected_s(self, run: Run) -> float:
+        """The forecast; of a run that has none, what its steps take in the mean of others."""
+        if run.name in self._forecast_s:
+            return self._forecast_s[run.name]
+        return self._step_s * run.config.steps
+
+    def _take_over(self, lane: Lane, record: RunRecord) -> None:
+        if record.end is not None:
+            lane.status = record.end.status
+        if record.steps:
+            lane.step, lane.loss = record.steps[-1].step, record.steps[-1].loss
+        if record.evaluations:
+            lane.held_out = record.evaluations[-1].loss
+        lane.step_s.extend(each.wall_s for each in record.steps[-_RECENT:])
+
+
+def _begun(lane: Lane) -> bool:
+    return lane.status != "waiting" or lane.step > 0
+
+
+def _over(lane: Lane) -> bool:
+    return lane.status in ("done", "diverged")
+
+
+def _share_left(lane: Lane) -> float:
+    steps = lane.run.config.steps
+    return max(0, steps - lane.step) / steps
+
+
+def makespan(durations: Sequence[tuple[float, bool]], jobs: int) -> float:
+    """Seconds until the last run ends: each starts, in order, when there is room.
+
+    Args:
+        durations: (seconds, whether it runs alone) of each.
+        jobs: runs at once.
+    """
+    free_at = [0.0] * max(1, jobs)
+    for seconds, alone in durations:
+        if alone:
+            free_at = [max(free_at) + seconds] * len(free_at)
+        else:
+            first = free_at.index(min(free_at))
+            free_at[first] += seconds
+    return max(free_at)

@@ -1,0 +1,132 @@
+"""How long a study will take, from a second of calibration before it starts.
+
+One sequence goes forward and backward through the model with one layer, and with two: the
+difference is the price of a layer, the rest that of everything else. Steps, evaluations and the
+start of a process are added up from there. It is for planning an evening, not a measurement.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+
+from tilelab.study.ask.config import RunConfig, change
+from tilelab.study.plan import Task
+from tilelab.study.tasks.sampler import PROMPT_TOKENS
+from tilelab.study.tasks.task import AbstractTask, Prepared
+from tilelab.study.train.flops import dtype_of, synchronise
+
+__all__ = ["Price", "data_key", "forecast_s", "price", "run_s"]
+
+_START_S = 5.0  # of a process: importing torch, opening the tokens, measuring memory
+_COMPILE_S = 60.0
+_BUDGET_S = 0.2  # of one calibration
+_FORWARD_SHARE = 1 / 3  # of the time of a forward and backward pass
+_RECOMPUTED = 4 / 3
+_MOST_ROWS = 8  # of the micro-batch that is timed
+
+
+def data_key(config: RunConfig) -> str:
+    """What a task's data depends on, as text: runs with the same key share it."""
+    data = config.data.model_dump_json(exclude={"packing"})  # how the same tokens become rows
+    return f"{config.task.model_dump_json()} {data}"
+
+
+class Price(NamedTuple):
+    """Seconds that one sequence takes, forward and backward.
+
+    Args:
+        layer: in each layer.
+        rest: in everything else.
+    """
+
+    layer: float
+    rest: float
+
+
+def forecast_s(
+    tasks: Sequence[Task], corpora: Mapping[str, Prepared], device: torch.device
+) -> dict[str, float]:
+    """Seconds that each run takes, by its name; the calibration takes a second or so.
+
+    Args:
+        tasks: the runs.
+        corpora: their data, ready, by ``data_key``.
+        device: where they train.
+    """
+    prices: dict[str, Price] = {}
+    found = {}
+    for task in tasks:
+        config, data = task.run.config, corpora[data_key(task.run.config)]
+        key = _key(config)
+        if key not in prices:
+            prices[key] = price(config, data, device)
+        found[task.run.name] = run_s(config, prices[key], data)
+    return found
+
+
+def run_s(config: RunConfig, found: Price, data: Prepared) -> float:
+    """Seconds of a whole run.
+
+    Args:
+        config: of the run.
+        found: what its sequences cost.
+        data: of it.
+    """
+    sequence = found.rest + config.model.layers * found.layer
+    training, evaluation = config.training, config.evaluation
+    step = training.batch * training.accumulation * sequence
+    if training.checkpointing:
+        step *= _RECOMPUTED
+    task: AbstractTask = config.learning
+    times = math.ceil(config.steps / evaluation.every)
+    examined = times * task.evaluated(config, data, whole=False)
+    last = task.evaluated(config, data, whole=True)
+    seen = min(config.model.context, PROMPT_TOKENS + evaluation.sample_tokens)
+    written = evaluation.sample_tokens * seen / config.model.context
+    evaluated = (examined + last + written) * sequence * _FORWARD_SHARE
+    start = _START_S + (_COMPILE_S if training.compile else 0.0)
+    return start + config.steps * step + evaluated
+
+
+def price(config: RunConfig, data: Prepared, device: torch.device) -> Price:
+    """Measure what a sequence costs on this machine's device, with this process's threads."""
+    one, two = (_sequence_s(config, data, layers, device) for layers in (1, 2))
+    layer = max(two - one, 0.0)
+    return Price(layer, max(one - layer, 0.0))
+
+
+def _key(config: RunConfig) -> str:
+    """What the price depends on."""
+    model = config.model.model_copy(update={"layers": 1})
+    parts = (model, config.attention, config.task, config.data)
+    dumped = " ".join(each.model_dump_json() for each in parts)
+    return f"{dumped} {config.training.precision}"
+
+
+def _sequence_s(config: RunConfig, data: Prepared, layers: int, device: torch.device) -> float:
+    task: AbstractTask = config.learning
+    rows = 1 if task.learns_text else min(config.training.batch, _MOST_ROWS)  # lengths differ
+    small = {"training.batch": rows, "training.accumulation": 1, "model.checkpoint": ""}
+    cut = change(config, {"model.layers": layers, **small})
+    model = task.model(cut, data, 0, device)
+    last = task.batches(cut, data, 0).at(cut.steps - 1)  # rows may grow
+    (batch,) = (each.to(device) for each in last)
+    dtype = dtype_of(config.training.precision)
+    narrow = dtype if dtype != torch.float32 else None
+    best, began = math.inf, time.perf_counter()
+    while best == math.inf or time.perf_counter() - began < _BUDGET_S:
+        start = time.perf_counter()
+        with torch.autocast(device.type, narrow) if narrow else nullcontext():
+            output = model(*batch.inputs)
+        loss, _ = task.losses(output, batch.targets, cut.training)
+        loss.backward()  # type: ignore[no-untyped-call]
+        model.zero_grad()
+        synchronise(device)
+        best = min(best, time.perf_counter() - start)
+    return best / rows

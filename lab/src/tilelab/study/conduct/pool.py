@@ -1,0 +1,215 @@
+"""Works through an agenda with several runs at once, wherever they run.
+
+A ``Place`` starts a run and gives a ``Worker`` to watch it by: ``local.Local`` starts processes on
+this machine, ``cluster.Cluster`` tasks of Ray. No place holds anything that the folder of a run
+does not: a run may be killed at any time, and whoever takes it up goes on from its last checkpoint
+to the same bits. So a worker that is lost with its machine costs the steps since then, and no more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tilelab.common.signals import interrupts_ignored
+from tilelab.study.ask.run import Run
+from tilelab.study.plan import Agenda, Task
+from tilelab.study.records.events import RunRecord
+from tilewise.errors import TilewiseError
+
+__all__ = ["Lost", "Place", "Pool", "RunError", "Watcher", "Worker"]
+
+_POLL_S = 0.05
+_GRACE_S = 5.0  # for workers to end by themselves
+_MOST_LOSSES = 3  # of a run in a row, without a checkpoint in between
+
+
+class RunError(TilewiseError, RuntimeError):
+    """The process of a run failed."""
+
+
+class Lost(Exception):  # noqa: N818  reads as what happened; it never leaves the lab
+    """A worker went away with its machine; its run did nothing wrong and can be taken up again."""
+
+
+class Watcher(Protocol):
+    """Is told what happens, as it happens."""
+
+    def started(self, run: Run) -> None:
+        """A process took up a run."""
+
+    def event(self, run: Run, values: dict[str, Any]) -> None:
+        """A line was added to the run's record. Raising an error ends the study."""
+
+    def ended(self, run: Run, record: RunRecord) -> None:
+        """A run is over."""
+
+    def lost(self, run: Run, why: str) -> None:
+        """The worker of a run went away; the run will be taken up again."""
+
+    def tick(self) -> None:
+        """Some time went by."""
+
+
+class Worker(Protocol):
+    """A run that was started somewhere."""
+
+    @property
+    def task(self) -> Task:
+        """Which."""
+
+    @property
+    def core(self) -> int | None:
+        """The processor of this machine that it is pinned to; None for none."""
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, well or not."""
+
+    def new_events(self) -> list[dict[str, Any]]:
+        """The lines of its record since the last look."""
+
+    def result(self) -> RunRecord:
+        """The record of one that is over.
+
+        Raises:
+            RunError: it failed.
+            Lost: it went away.
+        """
+
+    def stop(self) -> None:
+        """Ask it to end, which costs at most the steps since the last checkpoint."""
+
+    def close(self, deadline: float = 0.0) -> None:
+        """Wait for its end until a time of the monotonic clock, then end it by force."""
+
+
+class Place(Protocol):
+    """Where runs run."""
+
+    def start(self, task: Task, running: Sequence[Worker]) -> Worker:
+        """Start a run.
+
+        Args:
+            task: which.
+            running: what it shares the place with.
+
+        Raises:
+            DiskFullError: there is no room for what it writes.
+        """
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Runs runs.
+
+    Args:
+        place: where.
+        jobs: runs at once.
+    """
+
+    place: Place
+    jobs: int
+
+    def work(self, agenda: Agenda, watcher: Watcher) -> None:
+        """Run everything that is not done yet.
+
+        However it ends, no worker is left.
+
+        Raises:
+            RunError: a run failed; the others were stopped, and all can be taken up again.
+            DiskFullError: there is no room for what a run writes.
+            KeyboardInterrupt: Ctrl-C.
+        """
+        losses = _Losses()
+        with _stopping() as workers:
+            while not agenda.finished:
+                self._start(agenda, workers, watcher)
+                time.sleep(_POLL_S)
+                for worker in list(workers):
+                    # First whether it is over, then its lines: so that none is missed.
+                    over = worker.over
+                    for values in worker.new_events():
+                        losses.event(worker.task.run, values)
+                        watcher.event(worker.task.run, values)
+                    if over:
+                        self._end(worker, workers, agenda, watcher, losses)
+                watcher.tick()
+
+    def _start(self, agenda: Agenda, workers: list[Worker], watcher: Watcher) -> None:
+        """Start what there is room for; a run that must be alone waits and lets none past it."""
+        if len(workers) >= self.jobs or any(worker.task.alone for worker in workers):
+            return
+        running = {worker.task.run.name for worker in workers}
+        for task in agenda.ready():
+            if task.run.name in running:
+                continue
+            if len(workers) >= self.jobs or (task.alone and workers):
+                return
+            workers.append(self.place.start(task, workers))
+            watcher.started(task.run)
+            if task.alone:
+                return
+
+    def _end(
+        self,
+        worker: Worker,
+        workers: list[Worker],
+        agenda: Agenda,
+        watcher: Watcher,
+        losses: _Losses,
+    ) -> None:
+        run = worker.task.run
+        try:
+            record = worker.result()
+        except Lost as lost:
+            losses.lost(run, str(lost))
+            watcher.lost(run, str(lost))
+        else:
+            agenda.ended(run, record)
+            watcher.ended(run, record)
+        workers.remove(worker)
+        worker.close()
+
+
+class _Losses:
+    """Counts how often runs were lost, so that one that kills its workers does not go on so."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def event(self, run: Run, values: dict[str, Any]) -> None:
+        """A checkpoint is progress: what comes after it counts anew."""
+        if values["event"] == "checkpoint":
+            self._counts.pop(run.name, None)
+
+    def lost(self, run: Run, why: str) -> None:
+        """Count a loss.
+
+        Raises:
+            RunError: one too many.
+        """
+        times = self._counts[run.name] = self._counts.get(run.name, 0) + 1
+        if times >= _MOST_LOSSES:
+            raise RunError(
+                f"{run.name}: its worker was lost {times} times in a row before it came to a "
+                f"checkpoint ({why}); the same command goes on"
+            )
+
+
+@contextmanager
+def _stopping() -> Iterator[list[Worker]]:
+    """A list of workers that are all stopped at the end."""
+    workers: list[Worker] = []
+    try:
+        yield workers
+    finally:
+        with interrupts_ignored():
+            for worker in workers:
+                worker.stop()
+            deadline = time.monotonic() + _GRACE_S
+            for worker in workers:
+                worker.close(deadline)

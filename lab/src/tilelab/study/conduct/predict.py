@@ -1,0 +1,266 @@
+"""What a study would take on a GPU that is not here: counted, nothing is run and no data is read.
+
+The seconds of an optimizer step are those of four parts, one after the other:
+
+* matrix products, 6 operations for each weight that a token is multiplied with, at the chip's peak;
+* attention, by the IO model (``tilewise explain --chip``): plain attention by its passes over the
+  matrix, the others by the tiled algorithm (torch's fused kernel is taken to be as good as ours);
+* what else lies in memory for the backward pass (``need.py``), at the chip's bandwidth: written and
+  read again, and so are its gradients;
+* the weights: cast for every micro-batch, gradients added up, and the optimizer's update.
+
+An evaluation is a forward pass, a third of a step's time for as many sequences; of data sets of
+examples it is left out, as their sizes are not known without them, and so is what an
+``evaluation.final_stride`` adds to the last one: the whole held-out text. Of a text all of it is a
+lower bound: launches, passes of a chain of small operations, and what the ceilings are missed by
+are not in it; of examples, sequences are taken to fill the context, which they may not. A study on
+a GPU begins with a measured forecast (``forecast.py``). Memory is what the runner asks for before
+it starts a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from tilelab.common.durations import in_words
+from tilelab.common.terminal import Text
+from tilelab.study.ask.config import RunConfig, Study, Variant
+from tilelab.study.choices import variants
+from tilelab.study.need import VOCABULARY, need, parameters, writes_matrix
+from tilelab.study.plan import planned
+from tilelab.study.tasks.task import AbstractTask
+from tilelab.study.train.flops import dtype_of
+from tilewise.chips import Chip, named
+from tilewise.commands.answer import tell
+from tilewise.commands.shape import Asked
+from tilewise.errors import InvalidArgument, Unsupported
+
+__all__ = ["Predicted", "dry_run", "gpu_named", "predict"]
+
+_DEVICE = "cuda"  # what every chip here is to torch
+_START_S = 5.0  # of a process
+_FORWARD_SHARE = 1 / 3
+_RECOMPUTED = 4 / 3
+_KEPT_TIMES = 4  # written and read, of what is kept and of its gradient
+_CAST_BYTES = 4 + 2 + 8  # a weight in a micro-batch: read, written narrow; its gradient added
+_UPDATE_BYTES = 7 * 4  # weight, gradient and two moments read, all but the gradient written
+_FLOAT_CAST_BYTES = 8  # in float32 nothing is cast
+
+
+class Predicted(NamedTuple):
+    """What one run takes on a chip.
+
+    Args:
+        products_s, attention_s, rest_s: of an optimizer step: matrix products, attention, memory.
+        run_s: of the whole run.
+        memory_bytes: at its highest.
+    """
+
+    products_s: float
+    attention_s: float
+    rest_s: float
+    run_s: float
+    memory_bytes: int
+
+    @property
+    def step_s(self) -> float:
+        """Of an optimizer step."""
+        return self.products_s + self.attention_s + self.rest_s
+
+
+def gpu_named(name: str) -> Chip:
+    """The row of a GPU.
+
+    Raises:
+        InvalidArgument: there is none of that name, or it is a processor.
+    """
+    chip = named(name)
+    if chip.kind != "gpu":
+        fix = "A processor that is here needs no prediction: runs are timed before a study starts."
+        raise InvalidArgument("--chip", repr(name), "a GPU of `tilewise explain --chip`", fix)
+    return chip
+
+
+def predict(config: RunConfig, chip: Chip) -> Predicted:
+    """The prediction for one run; see the top of this file.
+
+    Args:
+        config: of the run.
+        chip: a GPU's row.
+
+    Raises:
+        InvalidArgument: the row lacks a figure.
+        Unsupported: an attention whose traffic depends on numbers, such as a table of blocks.
+    """
+    training, model = config.training, config.model
+    dtype = dtype_of(training.precision)
+    peak, bandwidth = chip.peak(str(dtype).removeprefix("torch.")), chip.bandwidth_bytes_s
+    if not peak or not bandwidth:
+        came = f"{chip.name}, without a peak in {training.precision} or a bandwidth"
+        raise InvalidArgument("--chip", came, "a chip with both")
+    total, wanted = parameters(config), need(config, _DEVICE)
+    recomputed = _RECOMPUTED if training.checkpointing else 1.0
+    products = recomputed * 6.0 * _multiplied(config) * config.tokens_per_step / peak
+    parts = training.accumulation
+    attention = recomputed * parts * model.layers * _attention_s(config, chip)
+    cast = _FLOAT_CAST_BYTES if training.precision == "float32" else _CAST_BYTES
+    moved = parts * (_KEPT_TIMES * wanted.activations + cast * total)
+    rest = (moved + _UPDATE_BYTES * total) / bandwidth
+    step = products + attention + rest
+    task: AbstractTask = config.learning
+    times = 1 + math.ceil(config.steps / config.evaluation.every)
+    examined = times * config.evaluation.windows if task.learns_text else 0
+    evaluated = examined * _FORWARD_SHARE * step / (training.batch * parts)
+    run = _START_S + config.steps * step + evaluated
+    return Predicted(products, attention, rest, run, wanted.total)
+
+
+def _multiplied(config: RunConfig) -> float:
+    """Weights that a token is multiplied with, on average: what is looked up is left out."""
+    model, found = config.model, float(parameters(config))
+    if model.positions == "learned":
+        found -= model.context * model.width
+    if model.family == "bert":  # tokens and their types; a head over some tokens is the former
+        tokens = VOCABULARY[config.data.tokenizer]
+        hidden = config.task.options.get("probability", 0.0)
+        found -= ((1.0 - hidden) * tokens + 2) * model.width
+    return found
+
+
+def _attention_s(config: RunConfig, chip: Chip) -> float:
+    """Seconds of one layer's attention, forward and backward, of a micro-batch."""
+    model, training = config.model, config.training
+    return _layer_s(
+        chip,
+        (training.batch, model.heads, model.context, model.head_width),
+        model.kv_heads or model.heads,
+        training.precision,
+        config.attention.variant.model_dump_json(),
+        model.family == "gpt2",
+        model.dropout.attention,
+        writes_matrix(config, _DEVICE),
+    )
+
+
+@lru_cache(maxsize=512)
+def _layer_s(
+    chip: Chip,
+    queries: tuple[int, int, int, int],
+    kv_heads: int,
+    precision: str,
+    variant: str,
+    causal: bool,
+    dropout_p: float,
+    plain: bool,
+) -> float:
+    batch, number, length, width = queries
+    heads = variants.Heads(number, torch.device("cpu"), length, causal)
+    which = Variant.model_validate_json(variant)
+    mask, score, pattern = variants.build(which, heads)
+    if pattern is not None or mask.captured:
+        fix = "Leave its arm out: the time of the others does not depend on it."
+        raise Unsupported(f"a prediction of {which.name}, which draws its pattern", fix=fix)
+    keys = (batch, kv_heads, length, width)
+    asked = Asked(queries, keys, width, dtype_of(precision), mask, score, 1, ())
+    found = tell(asked, chip, dropout_p, None).account
+    assert found is not None
+    return found.seconds(found.both.plain if plain else found.both.ours, chip).total
+
+
+class _Row(NamedTuple):
+    experiment: str
+    arm: str
+    config: RunConfig
+    runs: int
+    predicted: Predicted
+    total_s: float
+
+
+def _rows(study: Study, chip: Chip) -> list[_Row]:
+    """Of every arm in the order of the study; a sweep's trials are in their arm's total."""
+    found: dict[tuple[str, str], list[RunConfig]] = {}
+    for task in planned(study):
+        found.setdefault((task.run.experiment, task.run.arm), []).append(task.run.config)
+    rows = []
+    for (experiment, arm), configs in found.items():
+        each = [predict(config, chip) for config in configs]
+        longest = max(range(len(each)), key=lambda at: each[at].run_s)
+        seconds = sum(one.run_s for one in each)
+        rows.append(_Row(experiment, arm, configs[longest], len(each), each[longest], seconds))
+    return rows
+
+
+def dry_run(study: Study, chip: Chip) -> RenderableType:
+    """The table of what a study would take.
+
+    Args:
+        study: the config.
+        chip: a GPU's row.
+
+    Raises:
+        InvalidArgument, Unsupported: as ``predict``.
+    """
+    rows = _rows(study, chip)
+    return Group(_table(study, rows, chip), Text(_summary(rows, chip)))
+
+
+def _table(study: Study, rows: Sequence[_Row], chip: Chip) -> Table:
+    table = Table(title=f"{study.name} on one {chip.name}, predicted", title_justify="left")
+    for head in ("experiment", "arm", "model", "context", "batch"):
+        table.add_column(head, overflow="fold")
+    for head in ("runs", "steps", "step", "attention", "each run", "all runs", "memory"):
+        table.add_column(head, justify="right")
+    before = ""
+    for row in rows:
+        config, predicted, model = row.config, row.predicted, row.config.model
+        parts = config.training.accumulation
+        if before and row.experiment != before:
+            table.add_section()
+        table.add_row(
+            row.experiment if row.experiment != before else "",
+            row.arm,
+            f"{model.family} {model.layers} x {model.width}, {parameters(config) / 1e6:.0f} M",
+            f"{model.context:,}",
+            f"{config.training.batch}{f' x {parts}' if parts > 1 else ''}",
+            f"{row.runs}",
+            f"{config.steps:,}",
+            f"{predicted.step_s * 1e3:,.1f} ms",
+            f"{predicted.attention_s / predicted.step_s:.0%}",
+            in_words(predicted.run_s),
+            f"{row.total_s / 3600:,.2f} h",
+            f"{predicted.memory_bytes / 1e9:,.1f} GB{'' if _fits(row, chip) else ' !'}",
+        )
+        before = row.experiment
+    return table
+
+
+def _fits(row: _Row, chip: Chip) -> bool:
+    return chip.memory_bytes is None or row.predicted.memory_bytes <= chip.memory_bytes
+
+
+def _summary(rows: Sequence[_Row], chip: Chip) -> str:
+    hours = sum(row.total_s for row in rows) / 3600
+    lines = [
+        f"{sum(row.runs for row in rows)} runs, {hours:,.1f} hours, one after the other.",
+        "Predicted by counting operations and bytes against the chip's ceilings, which no run "
+        "reaches: take it for the least. Nothing was run, and no data was read.",
+    ]
+    if any(not row.config.learning.learns_text for row in rows):
+        lines.append("Evaluations of examples are not counted.")
+    if any(row.config.evaluation.final_stride for row in rows):
+        lines.append(
+            "The last evaluation is counted as one of the others: that it goes over the whole "
+            "held-out text (evaluation.final_stride) is not."
+        )
+    large = [f"{row.experiment}/{row.arm}" for row in rows if not _fits(row, chip)]
+    if large:
+        room = f"{(chip.memory_bytes or 0) / 1e9:,.0f} GB"
+        lines.append(f"! needs more than the chip's {room}: {', '.join(large)}")
+    return "\n".join(lines)

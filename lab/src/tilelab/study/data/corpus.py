@@ -1,0 +1,310 @@
+"""Where a study's text comes from, and which part of it is held out.
+
+A split is decided by content and names alone, so that it is the same on every machine and for every
+seed and arm: files go to one side or the other by the hash of their path (near copies of others
+always to training), a single file is cut once.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import sysconfig
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from tilelab.study.data import wikitext
+from tilewise.errors import InvalidArgument
+
+__all__ = ["Corpus", "Piece", "Prepared", "data_folder", "load", "standard_library"]
+
+STDLIB = "stdlib"
+# Third-party packages and test suites differ between distributions of the same Python.
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+_SHORT_LINE = 20  # bytes up to which a line may be anybody's: ``return self``
+_CANDIDATE_SHARES = 4  # of the held-out share: files that are looked at for it
+
+
+class Piece(NamedTuple):
+    """A file that was read.
+
+    Args:
+        path: relative to where the search began, with ``/``.
+        data: its bytes.
+    """
+
+    path: str
+    data: bytes
+
+
+class Prepared(NamedTuple):
+    """The text as it is tokenized.
+
+    Args:
+        train, held_out: UTF-8, or any bytes where only bytes are asked for.
+        train_words, held_out_words: original words of WikiText; None for other text.
+    """
+
+    train: bytes
+    held_out: bytes
+    train_words: int | None
+    held_out_words: int | None
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text as it was found, split in two.
+
+    Args:
+        name: the source in words.
+        train, held_out: the bytes of the two parts, as they are in the files.
+        files: how many went in.
+        is_wikitext: whether they are words that have to be made into text.
+        sizes: bytes of each document of both parts; None where each part is one, or of WikiText.
+    """
+
+    name: str
+    train: bytes
+    held_out: bytes
+    files: int
+    is_wikitext: bool = False
+    sizes: tuple[Sequence[int], Sequence[int]] | None = None
+
+    @property
+    def sha256(self) -> str:
+        """Of the training text's length in decimal, a newline, and both parts: text and split."""
+        digest = hashlib.sha256(f"{len(self.train)}\n".encode())
+        digest.update(self.train)
+        digest.update(self.held_out)
+        return digest.hexdigest()
+
+    def documents(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Bytes of each document of both parts, of the text as ``prepared`` gives it."""
+        if not self.is_wikitext:
+            return self.sizes or ([len(self.train)], [len(self.held_out)])
+        parts = (wikitext.articles(part.decode()) for part in (self.train, self.held_out))
+        train, held_out = (
+            [len(wikitext.detokenise(article).encode()) for article in part] for part in parts
+        )
+        return train, held_out
+
+    def prepared(self) -> Prepared:
+        """The text to tokenize; WikiText is detokenised and its words are counted."""
+        if not self.is_wikitext:
+            return Prepared(self.train, self.held_out, None, None)
+        train, held_out = self.train.decode(), self.held_out.decode()
+        return Prepared(
+            wikitext.detokenise(train).encode(),
+            wikitext.detokenise(held_out).encode(),
+            wikitext.words(train),
+            wikitext.words(held_out),
+        )
+
+
+def load(source: str, held_out: float, size_cap_bytes: int) -> Corpus:
+    """Find a text and split it.
+
+    Args:
+        source: ``"stdlib"``, one of ``wikitext.NAMES``, or the path of a text file (``.gz`` or
+            not), of a folder with the official WikiText files, or of any folder of text files.
+        held_out: the share of the bytes that is kept for evaluation; WikiText brings its own part.
+        size_cap_bytes: the most bytes that are read: whole files in the order of their paths, or
+            whole lines of a single file. It does not cap WikiText's held-out text.
+
+    Raises:
+        InvalidArgument: no such text, not text, or too little of it to split.
+    """
+    if source == STDLIB:
+        pieces = standard_library(size_cap_bytes)
+        name = f"the standard library of Python {sysconfig.get_python_version()}"
+        return _split_files(name, pieces, held_out)
+    if source in wikitext.NAMES:
+        return _wikitext(wikitext.find(source, data_folder()), size_cap_bytes)
+    path = Path(source).expanduser()
+    if path.is_file():
+        return _split_file(path.name, _lines(_read(path), size_cap_bytes), held_out)
+    if path.is_dir():
+        files = wikitext.inside(path)
+        if files is not None:
+            return _wikitext(files, size_cap_bytes)
+        return _split_files(path.resolve().name, _text_files(path, size_cap_bytes), held_out)
+    known = ", ".join([STDLIB, *wikitext.NAMES])
+    raise InvalidArgument("data.source", repr(source), f"{known}, or a path that exists")
+
+
+def data_folder() -> Path | None:
+    """The folder of data sets that the user named by ``TILEWISE_DATA``; None for none."""
+    named = os.environ.get("TILEWISE_DATA")
+    return Path(named).expanduser() if named else None
+
+
+def standard_library(size_cap_bytes: int, folder: Path | None = None) -> list[Piece]:
+    """The ``*.py`` of the Python that runs this, sorted by path, whole files up to a size.
+
+    Args:
+        size_cap_bytes: the first file that goes over it ends the list.
+        folder: where to look instead, for tests.
+    """
+    root = Path(sysconfig.get_path("stdlib")) if folder is None else folder
+    found = [
+        path
+        for path in root.rglob("*.py")
+        if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
+    ]
+    return _whole_files(root, found, size_cap_bytes, _read_if_possible)
+
+
+def _read_if_possible(path: Path) -> bytes | None:
+    """The bytes; None for a dangling link or a file of another user (the hash tells)."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+def _text_files(root: Path, size_cap_bytes: int) -> list[Piece]:
+    """All files of a folder but hidden ones, sorted by path, up to a size."""
+    found = [
+        path
+        for path in root.rglob("*")
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts)
+    ]
+    return _whole_files(root, found, size_cap_bytes, _read)
+
+
+def _whole_files(
+    root: Path, found: list[Path], size_cap_bytes: int, read: Callable[[Path], bytes | None]
+) -> list[Piece]:
+    """Files in the order of their paths; the first that goes over the size ends the list."""
+    pieces: list[Piece] = []
+    size = 0
+    for path in sorted(found, key=lambda path: path.relative_to(root).as_posix()):
+        data = read(path)
+        if data is None:
+            continue
+        size += len(data)
+        if size > size_cap_bytes:
+            break
+        pieces.append(Piece(path.relative_to(root).as_posix(), data))
+    return pieces
+
+
+def _read(path: Path) -> bytes:
+    """The bytes of a text file, unpacked."""
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        came = f"{path} ({reason})"
+        raise InvalidArgument("data.source", came, "files that can be read") from None
+    if b"\0" in data:
+        fix = "Move it out of the folder, or name the text files' own folder."
+        raise InvalidArgument("data.source", f"{path}, which is not text", "text files", fix)
+    return data
+
+
+def _lines(data: bytes, size_cap_bytes: int) -> bytes:
+    """The text up to a size, cut after a line (or after a character, where a line is longer)."""
+    if len(data) <= size_cap_bytes:
+        return data
+    return data[: _cut(data, size_cap_bytes)]
+
+
+def _cut(data: bytes, at: int) -> int:
+    """The nearest place at or before ``at`` that ends a line, or a character where none does."""
+    after_line = data.rfind(b"\n", 0, at) + 1
+    if after_line:
+        return after_line
+    while at > 0 and at < len(data) and data[at] & 0xC0 == 0x80:  # inside a character of UTF-8
+        at -= 1
+    return at
+
+
+def _split_file(name: str, data: bytes, held_out: float) -> Corpus:
+    """The last part of a text is held out, from the start of a line on."""
+    border = _cut(data, len(data) - int(len(data) * held_out))
+    return _checked(Corpus(name, data[:border], data[border:], 1))
+
+
+def _split_files(name: str, pieces: Sequence[Piece], held_out: float) -> Corpus:
+    """Whole files are held out: in the order of their paths' hashes, those that fit into the share.
+
+    Copies stay in training: their text would be learnt by heart. Where no file fits, the smallest
+    is held out. A single file is cut in two.
+    """
+    if len(pieces) == 1:
+        return _split_file(name, pieces[0].data, held_out)
+    share = left = int(sum(len(piece.data) for piece in pieces) * held_out)
+    candidates = _first_by_hash(pieces, share)
+    copies = _copies(pieces, candidates)
+    kept = set()
+    for piece in candidates:
+        if len(piece.data) <= left and piece.path not in copies:
+            kept.add(piece.path)
+            left -= len(piece.data)
+    if pieces and not kept:
+        kept = {min(pieces, key=lambda piece: (len(piece.data), piece.path)).path}
+    train = [piece.data for piece in pieces if piece.path not in kept]
+    evaluation = [piece.data for piece in pieces if piece.path in kept]
+    sizes = [len(data) for data in train], [len(data) for data in evaluation]
+    parts = b"".join(train), b"".join(evaluation)
+    return _checked(Corpus(name, *parts, len(pieces), sizes=sizes))
+
+
+def _first_by_hash(pieces: Sequence[Piece], share: int) -> list[Piece]:
+    """Files that fit into the share, in the order of their paths' hashes, a few shares of them.
+
+    More would hardly be held out, and what is compared with all of the text should be small.
+    """
+    found, size = [], 0
+    for piece in sorted(pieces, key=lambda piece: hashlib.sha256(piece.path.encode()).digest()):
+        if 0 < len(piece.data) <= share and size <= _CANDIDATE_SHARES * share:
+            found.append(piece)
+            size += len(piece.data)
+    return found
+
+
+def _copies(pieces: Sequence[Piece], candidates: Sequence[Piece]) -> set[str]:
+    """The candidates most of whose text is, line by line, in another file as well.
+
+    The standard library has whole families of them: its tables of code pages differ in a few lines.
+    Short lines say nothing, and licences at the head of every file are less than most of it.
+    """
+    lines_of = {
+        piece.path: {line for line in piece.data.split(b"\n") if len(line) > _SHORT_LINE}
+        for piece in candidates
+    }
+    wanted = set().union(*lines_of.values())
+    files = Counter[bytes]()  # line -> how many files have it
+    for piece in pieces:
+        files.update(wanted.intersection(piece.data.split(b"\n")))
+    return {
+        path
+        for path, lines in lines_of.items()
+        if 2 * sum(len(line) for line in lines if files[line] > 1) > sum(map(len, lines))
+    }
+
+
+def _wikitext(files: wikitext.Files, size_cap_bytes: int) -> Corpus:
+    train, held_out = _lines(_read(files.train), size_cap_bytes), _read(files.held_out)
+    for path, data in ((files.train, train), (files.held_out, held_out)):
+        try:
+            data.decode()
+        except UnicodeDecodeError:
+            came = f"{path}, which is not UTF-8"
+            raise InvalidArgument("data.source", came, "the files of WikiText") from None
+    return _checked(Corpus(files.name, train, held_out, 2, is_wikitext=True))
+
+
+def _checked(corpus: Corpus) -> Corpus:
+    if corpus.train and corpus.held_out:
+        return corpus
+    size = len(corpus.train) + len(corpus.held_out)
+    came = f"{size:,} bytes in {corpus.files} files ({corpus.name})"
+    fix = "Give more text, or a larger data.held_out or data.size_cap_bytes."
+    raise InvalidArgument("data.source", came, "text for both training and evaluation", fix)

@@ -1,0 +1,272 @@
+"""Which window of the text comes when: a function of seed and step, and of nothing else.
+
+Windows are ``context`` inputs and as many targets, the inputs moved on by one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tilelab.study.data.documents import segments
+from tilelab.study.data.tokens import Tokens
+from tilewise.errors import InvalidArgument
+
+__all__ = [
+    "Batches",
+    "Part",
+    "Windows",
+    "drawn",
+    "evaluation_windows",
+    "micro_batch_seed",
+    "shuffled",
+    "strided",
+]
+
+_MASK = (1 << 64) - 1
+
+
+class Batches:
+    """The training windows of a run, at random access.
+
+    Sample number s (counted from 0 over all steps) is window ``s % n`` of epoch ``s // n``. An
+    epoch goes once through the text in n windows that do not overlap, from an offset below
+    ``context``, in a shuffled order; offset and order are drawn anew for each epoch. Batch and
+    accumulation only cut that sequence into pieces: 4 x 2 and 8 x 1 learn from the same windows in
+    a step.
+
+    The draws are defined here and not by a library, whose generators may change: see ``_mixed``.
+
+    Args:
+        tokens: of the text; windows come from its training part.
+        context: tokens in a window.
+        batch: windows in a micro-batch.
+        accumulation: micro-batches in an optimizer step.
+        seed: of the order.
+
+    Raises:
+        InvalidArgument: a text that is shorter than one window and its last target.
+    """
+
+    def __init__(
+        self, tokens: Tokens, context: int, batch: int, accumulation: int, seed: int
+    ) -> None:
+        text = tokens.train
+        _check_length("the training text", len(text), context)
+        self._text = text
+        self.context, self.batch, self.accumulation, self.seed = context, batch, accumulation, seed
+        # The last offset: every epoch has the same number of windows wherever it starts.
+        self._offsets = min(context, len(text) - context)
+        self.windows = (len(text) - self._offsets) // context
+        self._order = lru_cache(maxsize=2)(self._draw_order)  # a step may reach into the next epoch
+
+    def at(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """The micro-batches of an optimizer step.
+
+        Args:
+            step: 0 for the first.
+
+        Returns:
+            ``accumulation`` pairs of inputs and targets, int64 [batch, context] each.
+        """
+        starts = self.starts(step)
+        return [
+            _pairs(self._text, starts[at : at + self.batch], self.context)
+            for at in range(0, len(starts), self.batch)
+        ]
+
+    def starts(self, step: int) -> list[int]:
+        """The first token of every window of an optimizer step, 0 for the first step."""
+        first = step * self.batch * self.accumulation
+        return [self._start(first + each) for each in range(self.batch * self.accumulation)]
+
+    def _start(self, sample: int) -> int:
+        epoch, index = divmod(sample, self.windows)
+        offset, order = self._order(epoch)
+        return offset + int(order[index]) * self.context
+
+    def _draw_order(self, epoch: int) -> tuple[int, NDArray[np.int64]]:
+        keys = drawn(self.seed, epoch, self.windows + 1)
+        offset = int(keys[-1] % np.uint64(self._offsets))
+        return offset, np.argsort(keys[:-1], kind="stable")
+
+
+def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The numbers below ``count`` in the order of an epoch.
+
+    Args:
+        count: of examples.
+        seed: of the order.
+        epoch: every one has an order of its own.
+    """
+    return np.argsort(drawn(seed, epoch, count), kind="stable")
+
+
+def drawn(seed: int, epoch: int, count: int) -> NDArray[np.uint64]:
+    """Numbers of 64 bits that are the same on every machine: their order is that of an epoch."""
+    key = _mixed(np.array([seed & _MASK], np.uint64), _mixed_int(epoch))[0]
+    return _mixed(np.arange(count, dtype=np.uint64), int(key))
+
+
+def _mixed(values: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
+    """SplitMix64's output function of ``key + (value + 1) * golden ratio``, modulo 2**64.
+
+    Source: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014.
+    """
+    z = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    out: NDArray[np.uint64] = z ^ (z >> np.uint64(31))
+    return out
+
+
+def _mixed_int(value: int) -> int:
+    return int(_mixed(np.array([value], np.uint64), 0)[0])
+
+
+def micro_batch_seed(seed: int, step: int, index: int) -> int:
+    """The seed of what is drawn in a micro-batch, such as dropout: whoever computes it.
+
+    Args:
+        seed: of the run.
+        step: 0 for the first.
+        index: of the micro-batch in its step.
+    """
+    of_run = int(_mixed(np.array([seed & _MASK], np.uint64), _mixed_int(step))[0])
+    return int(_mixed(np.array([index], np.uint64), of_run)[0] >> np.uint64(1))
+
+
+class Part(NamedTuple):
+    """Some windows of an evaluation.
+
+    Args:
+        inputs, targets: int64 [W, context].
+        counted: bool [W, context]: the targets that are scored.
+        documents: int64 [W, context], the document of each input; None where a query sees those
+            before its own too.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    counted: Tensor
+    documents: Tensor | None = None
+
+    @property
+    def asked(self) -> tuple[Tensor, ...]:
+        """What a model is called with."""
+        return (self.inputs,) if self.documents is None else (self.inputs, self.documents)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of the held-out text, and which of their targets count.
+
+    Args:
+        text: the held-out tokens.
+        context: tokens in a window.
+        starts: of each window, int64 [W].
+        first: of each window, the first target that counts, int64 [W]; all after it count too.
+        begins: the first token of each document, where queries see their own alone and the first
+            token of a document does not count; None where documents do not matter.
+    """
+
+    text: NDArray[Any]
+    context: int
+    starts: NDArray[np.int64]
+    first: NDArray[np.int64]
+    begins: NDArray[np.int64] | None = None
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def parts(self, rows: int) -> Iterator[Part]:
+        """All windows in order, at most ``rows`` at a time.
+
+        A window that reaches over the end of the text is filled up with token 0, not counted.
+        """
+        places = torch.arange(self.context)
+        for at in range(0, len(self), rows):
+            starts = self.starts[at : at + rows]
+            inputs, targets = _pairs(self.text, starts.tolist(), self.context)
+            first = torch.from_numpy(self.first[at : at + rows])[:, None]
+            ends = torch.from_numpy(len(self.text) - 1 - starts)[:, None]
+            counted = (places >= first) & (places < ends)
+            if self.begins is None:
+                yield Part(inputs, targets, counted)
+                continue
+            found = [segments(self.begins, start, self.context) for start in starts.tolist()]
+            documents, own = (torch.from_numpy(np.stack(each)) for each in zip(*found, strict=True))
+            yield Part(inputs, targets, counted & own, documents)
+
+
+def evaluation_windows(
+    text: NDArray[Any], context: int, windows: int, begins: NDArray[np.int64] | None = None
+) -> Windows:
+    """Windows spread evenly over the held-out text, none overlapping, all targets counted.
+
+    Args:
+        text: the held-out tokens.
+        context: tokens in a window.
+        windows: how many; fewer where the text is too short for them.
+        begins: as for ``Windows``.
+
+    Raises:
+        InvalidArgument: a text that is shorter than one window and its last target.
+    """
+    _check_length("the held-out text", len(text), context)
+    count = min(windows, (len(text) - 1) // context)
+    last = len(text) - 1 - context
+    starts = np.array([last * each // max(count - 1, 1) for each in range(count)], np.int64)
+    return Windows(text, context, starts, np.zeros(count, np.int64), begins)
+
+
+def strided(
+    text: NDArray[Any], context: int, stride: int, begins: NDArray[np.int64] | None = None
+) -> Windows:
+    """Windows that score every token of the held-out text but the first, each once.
+
+    Window k starts at ``k * stride``. The first counts all its targets, the others their last
+    ``stride``: each token is predicted from at least ``context - stride`` before it.
+
+    Args:
+        text: the held-out tokens.
+        context: tokens in a window.
+        stride: from 1 to ``context``.
+        begins: as for ``Windows``.
+
+    Raises:
+        InvalidArgument: such a stride, or fewer than two tokens.
+
+    Source: the overlapping evaluation of Megatron-LM (Shoeybi et al. 2019).
+    """
+    if not 1 <= stride <= context:
+        raise InvalidArgument("final_stride", str(stride), f"from 1 to the context {context}")
+    _check_length("the held-out text", len(text), 1)
+    beyond = max(len(text) - 1 - context, 0)  # targets that the first window does not reach
+    count = 1 + -(-beyond // stride)
+    first = np.full(count, context - stride, np.int64)
+    first[0] = 0
+    return Windows(text, context, np.arange(count, dtype=np.int64) * stride, first, begins)
+
+
+def _pairs(text: NDArray[Any], starts: list[int], context: int) -> tuple[Tensor, Tensor]:
+    windows = np.zeros((len(starts), context + 1), np.int64)
+    for row, start in enumerate(starts):
+        piece = text[start : start + context + 1]
+        windows[row, : len(piece)] = piece
+    tokens = torch.from_numpy(windows)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def _check_length(what: str, length: int, context: int) -> None:
+    if length < context + 1:
+        fix = "Give more text, or a smaller model.context."
+        required = f"at least {context + 1:,} for a context of {context:,}"
+        raise InvalidArgument("data.source", f"{length:,} tokens in {what}", required, fix)

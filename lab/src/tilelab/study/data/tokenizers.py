@@ -1,0 +1,183 @@
+"""Text to numbers: bytes, the byte-pair encoding of GPT-2, and BERT's WordPiece."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilelab.study.data.corpus import data_folder
+from tilelab.study.data.wordpiece import WordPiece, wordpiece
+from tilewise.errors import InvalidArgument, Unsupported
+
+__all__ = ["Tokenizer", "tokenizer"]
+
+_CHUNK_LENGTH = 1 << 18  # text is encoded in pieces: the encoder's own record of a piece is large
+_CHUNKS_AT_ONCE = 16
+_WORD_END = re.compile(r"(?<=\S)[ \n]")
+_VOCABULARY_NAMES = ("vocab.json", "encoder.json")
+_MERGES_NAMES = ("merges.txt", "vocab.bpe")
+_GPT2_SIZE = 50257
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A way to turn text into tokens, without losing a byte (but for WordPiece).
+
+    Args:
+        sha256: of all that decides the tokens; part of a cache's key.
+        dtype: of tokens in a file.
+        token_bytes: int64 [vocabulary]: the bytes that each token stands for; 0 for a token that
+            text never gives, and for all of WordPiece, which loses case, accents and space.
+        encode: UTF-8 to tokens of ``dtype``; raises ``InvalidArgument`` for what it cannot take.
+        decode: tokens to text; bytes that are not UTF-8 become U+FFFD.
+    """
+
+    sha256: str
+    dtype: np.dtype[Any]
+    token_bytes: NDArray[np.int64]
+    encode: Callable[[bytes], NDArray[Any]]
+    decode: Callable[[Sequence[int]], str]
+
+
+def tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of that name: ``"bytes"``, ``"gpt2"`` or ``"wordpiece"``; files are looked for.
+
+    Raises:
+        InvalidArgument: the files of the vocabulary are not there; the message says how to get
+            them.
+        Unsupported: the package ``tokenizers`` is not installed.
+    """
+    if name == "wordpiece":
+        return _wordpiece(wordpiece(data_folder()))
+    return _bytes() if name == "bytes" else _gpt2(_find_gpt2(data_folder()))
+
+
+def _bytes() -> Tokenizer:
+    digest = hashlib.sha256(b"bytes").hexdigest()
+    dtype = np.dtype(np.uint8)
+    return Tokenizer(
+        digest,
+        dtype,
+        np.ones(256, np.int64),
+        lambda text: np.frombuffer(text, np.uint8),
+        lambda tokens: bytes(tokens).decode(errors="replace"),
+    )
+
+
+def _wordpiece(pieces: WordPiece) -> Tokenizer:
+    def encode(text: bytes) -> NDArray[Any]:
+        rows = pieces.encode(_decoded(text, "wordpiece").split("\n"))
+        return np.array([token for row in rows for token in row], np.uint16)
+
+    none = np.zeros(pieces.vocabulary, np.int64)
+    return Tokenizer(pieces.sha256, np.dtype(np.uint16), none, encode, pieces.decode)
+
+
+class _Gpt2Files(NamedTuple):
+    vocabulary: bytes
+    merges: bytes
+
+
+def _find_gpt2(folder: Path | None) -> _Gpt2Files:
+    places = [] if folder is None else [folder, folder / "gpt2", folder / "vocab" / "gpt2"]
+    for place in places:
+        vocabulary, merges = _first(place, _VOCABULARY_NAMES), _first(place, _MERGES_NAMES)
+        if vocabulary is not None and merges is not None:
+            return _Gpt2Files(_unpacked(vocabulary), _unpacked(merges))
+    came = "no TILEWISE_DATA" if folder is None else f"TILEWISE_DATA={folder} without it"
+    site = "https://huggingface.co/openai-community/gpt2/resolve/main"
+    fix = (
+        f"Get them with: mkdir -p data/gpt2 && cd data/gpt2 && curl -LO {site}/vocab.json && "
+        f"curl -LO {site}/merges.txt && export TILEWISE_DATA=$(dirname $PWD)"
+    )
+    required = "a folder with gpt2/vocab.json and gpt2/merges.txt (GPT-2's vocabulary)"
+    raise InvalidArgument("data.tokenizer", came, required, fix)
+
+
+def _first(folder: Path, names: tuple[str, ...]) -> Path | None:
+    candidates = [folder / (name + end) for name in names for end in ("", ".gz")]
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _unpacked(path: Path) -> bytes:
+    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+
+
+def _gpt2(files: _Gpt2Files) -> Tokenizer:
+    try:
+        import tokenizers
+    except ImportError:
+        fix = "pip install 'tilewise[data]', or take data.tokenizer=bytes"
+        raise Unsupported("GPT-2's encoding without the package tokenizers", fix=fix) from None
+    vocabulary = json.loads(files.vocabulary)
+    lines = [line for line in files.merges.decode().splitlines() if not line.startswith("#version")]
+    merges = [(left, right) for left, right in (line.split(" ") for line in lines if line)]
+    encoder = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+    encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder.decoder = tokenizers.decoders.ByteLevel()
+    if len(vocabulary) != _GPT2_SIZE or encoder.encode("Hello world").ids != [15496, 995]:
+        came = f"a vocabulary of {len(vocabulary):,}"
+        raise InvalidArgument("data.tokenizer", came, "GPT-2's own vocab.json and merges.txt")
+    # A character of a token's name stands for one byte; the special token stands for no text.
+    token_bytes = np.zeros(_GPT2_SIZE, np.int64)
+    for word, index in vocabulary.items():
+        token_bytes[index] = 0 if word == "<|endoftext|>" else len(word)
+
+    def encode(text: bytes) -> NDArray[Any]:
+        pieces: list[NDArray[Any]] = []
+        waiting: list[str] = []
+        for chunk in _chunks(_decoded(text, "gpt2")):
+            waiting.append(chunk)
+            if len(waiting) == _CHUNKS_AT_ONCE:
+                pieces += _encoded(encoder, waiting)
+                waiting = []
+        tokens = np.concatenate([*pieces, *_encoded(encoder, waiting), np.empty(0, np.uint16)])
+        assert int(token_bytes[tokens].sum()) == len(text), "the encoding lost text"
+        return tokens
+
+    digest = hashlib.sha256(b"gpt2\n" + files.vocabulary + files.merges).hexdigest()
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(encoder.decode(list(tokens), skip_special_tokens=False))
+
+    return Tokenizer(digest, np.dtype(np.uint16), token_bytes, encode, decode)
+
+
+def _encoded(encoder: Any, texts: list[str]) -> list[NDArray[Any]]:
+    found = encoder.encode_batch(texts, add_special_tokens=False)
+    return [np.array(each.ids, np.uint16) for each in found]
+
+
+def _decoded(text: bytes, name: str) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        came = f"text that is not UTF-8 (byte {error.start:,})"
+        fix = "Convert it, or take data.tokenizer=bytes."
+        raise InvalidArgument(
+            "data.source", came, f"UTF-8 for data.tokenizer={name}", fix
+        ) from None
+
+
+def _chunks(text: str) -> Iterator[str]:
+    """Pieces of some size whose tokens, put together, are those of the whole.
+
+    GPT-2 first cuts text into words, from left to right and never looking back. No word has a space
+    or newline after another character, so that text may be cut before these.
+    """
+    start = 0
+    while len(text) - start > _CHUNK_LENGTH:
+        found = _WORD_END.search(text, start + _CHUNK_LENGTH)
+        end = len(text) if found is None else found.start()
+        yield text[start:end]
+        start = end
+    yield text[start:]

@@ -1,0 +1,216 @@
+"""How much memory a run needs, estimated from its config before anything is started.
+
+It counts what a GPT-2 is known to keep (the tests compare it with what was measured), a BERT whose
+sequences all fill the context, which is the most that they can, and a ViT:
+
+* weights, gradients and two numbers a weight of optimizer state, 4 bytes each;
+* of each layer and token, what the backward pass reads again: 16 times the width in float32;
+* B Hq N^2 probabilities of each layer, where the attention writes its matrix;
+* the logits and their logarithms; what a single layer or the loss needs for a moment;
+* a quarter more of what is kept, for freed blocks that the C library does not give back at once
+  (measured: none for matrices of 32 MiB, its threshold, or more; up to half of smaller blocks);
+* the process itself.
+
+All that follows from the config alone. What the task's data takes depends on its files, and only
+``host_need`` looks at them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tilelab.study.ask.config import RunConfig
+
+__all__ = ["Need", "gpu_need", "host_need", "need", "parameters", "writes_matrix"]
+
+VOCABULARY = {"bytes": 256, "gpt2": 50257, "wordpiece": 30522, "listops": 16}
+_CHANNELS, _PATCH = 3, 16  # of images and of tasks that say nothing of them
+_PROCESS_BYTES = 350_000_000  # Python, torch and what they load, measured
+_FLOAT_BYTES = 4
+# Bytes a unit of width that one layer keeps for each token. Autocast keeps the inputs of products
+# in two bytes, but casts the norm's output once for each of query, key and value.
+_LAYER_BYTES = {"float32": 64, "bf16": 43, "fp16": 43}
+_ELEMENT_BYTES = {"float32": 4, "bf16": 2, "fp16": 2}
+# Of a probability, kept and at one moment: on a GPU autocast has the softmax in float32, and keeps
+# it beside the half that the next product reads. On a CPU it is in half.
+_GPU_HALF_BYTES = (6, 4)
+# At one moment a layer that writes its matrix holds scores, mask and gradients beside it.
+_MATRICES_AT_ONCE = 3
+_LOGITS_KEPT, _LOGITS_AT_ONCE = 2, 2
+_KEPT_BY_ALLOCATOR = 4  # one part in so many
+_GIVEN_BACK_BYTES = 32 << 20  # glibc's largest threshold for memory of its own mapping
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a run needs, in bytes.
+
+    Args:
+        state: weights, gradients and optimizer.
+        activations: kept of one micro-batch, without the matrix.
+        matrix: the N x N matrices of attention, kept and at one moment; 0 where none is written.
+        freed: blocks that are free and not given back to the system.
+        moment: what the loss needs for a moment.
+        process: the process itself.
+        data: the task's data that each process keeps in memory of its own.
+        reading: the most while that is read and made ready, before there is a model.
+    """
+
+    state: int
+    activations: int
+    matrix: int
+    freed: int
+    moment: int
+    process: int = _PROCESS_BYTES
+    data: int = 0
+    reading: int = 0
+
+    @property
+    def training(self) -> int:
+        """Beside the process itself, once there is a model."""
+        kept = self.activations + self.matrix + self.freed
+        return self.data + self.state + kept + self.moment
+
+    @property
+    def total(self) -> int:
+        """All of it, when it is most."""
+        return self.process + max(self.reading, self.training)
+
+
+def parameters(config: RunConfig) -> int:
+    """Weights of the model: V d + T d + L (12 d^2 + 13 d) + 2 d for a GPT-2.
+
+    Without learned positions T d falls away; with fewer heads, keys and values have fewer columns;
+    RMSNorm has no biases; QK-norm has two gains for each head's channels. A BERT has token types
+    too, a perceptron of any width, and a head of d^2 and a little more. A ViT has positions, and a
+    matrix for its patches (taken to be of colour, and
+    of 16 x 16 pixels for a task that has no option ``patch``); its head is left out.
+    """
+    model = config.model
+    width, kv_width = model.width, model.kv_width
+    if model.family in ("bert", "vit"):
+        inner = model.feed_forward or 4 * width
+        layer = 4 * width**2 + 2 * width * inner + 9 * width + inner
+        if model.family == "vit":
+            patch = _CHANNELS * int(config.task.options.get("patch", _PATCH)) ** 2
+            return (model.context + patch + 4) * width + model.layers * layer
+        start = config.data.tokenizer == "bytes"  # which are no token to begin with
+        tables = (VOCABULARY[config.data.tokenizer] + start + model.context + 4) * width
+        return tables + model.layers * layer + width**2 + 4 * width
+    norm = width if model.norm == "rms" else 2 * width
+    attention = 2 * (width**2 + width) + 2 * kv_width * (width + 1)
+    attention += 2 * model.head_width if model.qk_norm else 0
+    perceptron = 8 * width**2 + 5 * width
+    positions = model.context * width if model.positions == "learned" else 0
+    tokens = VOCABULARY[config.data.tokenizer] * width
+    return tokens + positions + model.layers * (attention + perceptron + 2 * norm) + norm
+
+
+def need(config: RunConfig, device: str = "cpu") -> Need:
+    """The estimate of the memory of its device for one run, by its config alone.
+
+    Args:
+        config: of the run.
+        device: ``"cpu"`` or ``"cuda"``, where it runs: see ``writes_matrix``.
+    """
+    model, training = config.model, config.training
+    tokens = training.batch * model.context
+    precision = training.precision
+    layer = _layer_bytes(config)
+    pairs = training.batch * model.heads * model.context**2
+    each, at_once = 2 * (_ELEMENT_BYTES[precision],)
+    if device == "cuda" and precision != "float32":
+        each, at_once = _GPU_HALF_BYTES
+    times = 2 if model.dropout.attention else 1
+    square = at_once * pairs
+    kept = each * times * pairs if writes_matrix(config, device) else 0
+    if training.checkpointing:
+        inputs = _FLOAT_BYTES * model.width * tokens * model.layers
+        activations, matrix = inputs + layer, kept
+    else:
+        activations, matrix = layer * model.layers, kept * model.layers
+    logits = int(_FLOAT_BYTES * tokens * VOCABULARY[config.data.tokenizer] * _predicted(config))
+    activations += _LOGITS_KEPT * logits + _norm_bytes(config)
+    matrix += _MATRICES_AT_ONCE * square if kept else 0
+    slow = activations + (matrix if square < _GIVEN_BACK_BYTES else 0)
+    return Need(
+        state=4 * _FLOAT_BYTES * parameters(config),
+        activations=activations,
+        matrix=matrix,
+        freed=slow // _KEPT_BY_ALLOCATOR,
+        moment=_LOGITS_AT_ONCE * logits,
+    )
+
+
+def gpu_need(config: RunConfig) -> Need:
+    """What a process of a run needs of the memory of its GPU."""
+    return need(config, "cuda")
+
+
+def host_need(config: RunConfig, device: str = "cpu") -> Need:
+    """What a process of a run needs of its machine's memory.
+
+    With a GPU that is its data, and the state, which goes through it with every checkpoint.
+
+    Args:
+        config: of the run.
+        device: ``"cpu"`` or ``"cuda"``, where it runs.
+    """
+    found = need(config, device)
+    if device == "cuda":
+        found = Need(state=found.state, activations=0, matrix=0, freed=0, moment=0)
+    data = config.learning.data_bytes(config)
+    return replace(found, data=data.kept, reading=data.most)
+
+
+def _predicted(config: RunConfig) -> float:
+    """The share of the tokens for which logits of the whole vocabulary are made."""
+    if config.model.family == "gpt2":
+        return 1.0
+    share = config.task.options.get("probability", 0.0)
+    assert isinstance(share, float)
+    return share
+
+
+def _layer_bytes(config: RunConfig) -> int:
+    """What one layer keeps of a micro-batch, without the matrix."""
+    model, training = config.model, config.training
+    tokens, element = training.batch * model.context, _ELEMENT_BYTES[training.precision]
+    kept = _LAYER_BYTES[training.precision] * model.width * tokens
+    if model.dropout.residual:
+        kept += 2 * _FLOAT_BYTES * model.width * tokens  # the noise of two places
+    kept += 2 * _norm_bytes(config)
+    turned = model.positions == "rotary"
+    if config.attention.implementation != "plain":  # which repeats keys and values for its product
+        kept -= 2 * element * (model.width - model.kv_width) * tokens
+        if turned or model.qk_norm:  # heads come apart in memory, and the output is copied together
+            kept += element * model.width * tokens
+    if turned:
+        kept += 2 * _FLOAT_BYTES * model.context * model.head_width  # cosines and sines, twice
+    if model.qk_norm:
+        kept += 2 * _FLOAT_BYTES * (model.width + model.kv_width) * tokens
+    return kept
+
+
+def _norm_bytes(config: RunConfig) -> int:
+    """What RMSNorm keeps more than LayerNorm: what it has normalised."""
+    model = config.model
+    tokens = config.training.batch * model.context
+    return _FLOAT_BYTES * model.width * tokens if model.norm == "rms" else 0
+
+
+def writes_matrix(config: RunConfig, device: str = "cpu") -> bool:
+    """Whether the attention of a config writes its N x N matrix.
+
+    torch's fused kernel knows no dropout on a CPU, and there a mask that is given as a matrix costs
+    as much; on a GPU it has both, and keeps no matrix of any head.
+
+    Args:
+        config: of a run.
+        device: ``"cpu"`` or ``"cuda"``, where it runs.
+    """
+    attention = config.attention
+    if attention.implementation != "sdpa" or device == "cuda":
+        return attention.implementation == "plain"
+    other = attention.variant.name not in ("causal", "full") or config.data.packing == "documents"
+    return config.model.dropout.attention > 0 or other

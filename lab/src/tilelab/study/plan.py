@@ -1,0 +1,233 @@
+"""Which runs a study consists of, in which order, and which of them may start now.
+
+The order:
+
+* seeds are the outer loop and arms the inner one, so that a study that is stopped early has the
+  same seeds of every arm, as far as it came;
+* arms take turns at being first, so that no arm always meets the machine in the same state;
+* an experiment with a sweep runs the trials of all its arms, and then, with the values that they
+  chose, the runs that count; while some trials still run, later experiments keep the machine busy;
+  with successive halving the trials of an arm's rung follow from those of its last one;
+* an experiment of several stages runs each when the one before it is over, by the verdict on it;
+* a sequential experiment runs the seeds of a look, and those of the next one for the arms that are
+  not decided then;
+* a run of an experiment that compares kernels (one that has a systems arm) runs alone: what runs
+  beside it would be part of what is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tilelab.study.ask.config import Experiment, Study
+from tilelab.study.ask.run import Run, finals
+from tilelab.study.records.events import RunRecord
+from tilelab.study.verdict.judge import stages_of, wanted_seeds
+from tilelab.study.verdict.stages import follows, stand_ins
+from tilelab.study.verdict.sweeps import sweep_results
+from tilelab.study.verdict.tuning import expected_trials, known_trials
+from tilewise.errors import TilewiseError
+
+__all__ = [
+    "Agenda",
+    "Task",
+    "chosen_value",
+    "planned",
+]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A run and how it is to be run.
+
+    Args:
+        run: what.
+        alone: nothing else of the study runs meanwhile.
+    """
+
+    run: Run
+    alone: bool
+
+
+def chosen_value(
+    experiment: Experiment, arm: str, records: Mapping[str, RunRecord]
+) -> float | None:
+    """What the sweep chose for an arm, from the finished records of its trials.
+
+    The candidate with the best mean of the final metric over the sweep's seeds; of equals the
+    smallest. One that diverged with any seed is not chosen.
+
+    Returns:
+        the value; None where every candidate diverged: then the arm has no final runs.
+    """
+    return _chosen(experiment, records)[arm]
+
+
+def planned(study: Study, records: Mapping[str, RunRecord] | None = None) -> list[Task]:
+    """Every run that a study is expected to have, for estimates of its length.
+
+    What is not known before other runs have ended has stand-ins: a sweep is taken to choose its
+    first candidates, rung by rung.
+
+    Args:
+        study: the config.
+        records: of runs so far, by name.
+    """
+    return [
+        Task(run, _alone(experiment))
+        for experiment in study.experiments
+        for part in _runs(experiment, records or {})
+        for run in part
+    ]
+
+
+class _Runs(NamedTuple):
+    """The runs of an experiment: those that are known, and stand-ins for those that are not yet."""
+
+    known: list[Run]
+    expected: list[Run]
+
+
+def _runs(experiment: Experiment, records: Mapping[str, RunRecord]) -> _Runs:
+    """All runs of an experiment, as far as the records tell.
+
+    No arm counts before the last trial of all has ended. So all arms begin to count together, and a
+    study that is stopped has none without the rest.
+    """
+    stages = [experiment]
+    staged = experiment.combine is not None or experiment.confirm is not None
+    # Judging takes a while: nothing can follow before the first stage is over.
+    if staged and _over(_stage_runs(experiment, records), records):
+        stages = [each.planned for each in stages_of(experiment, records)]
+    parts = [_stage_runs(each, records) for each in stages]
+    known = [run for part in parts for run in part.known]
+    expected = [run for part in parts for run in part.expected]
+    if staged and not _over(_Runs(known, expected), records):
+        later = [each for each in stand_ins(experiment) if follows(each, stages[-1])]
+        expected += [run for each in later for part in _stage_runs(each, {}) for run in part]
+    return _Runs(known, expected)
+
+
+def _over(runs: _Runs, records: Mapping[str, RunRecord]) -> bool:
+    return not runs.expected and all(_is_done(run, records) for run in runs.known)
+
+
+def _stage_runs(experiment: Experiment, records: Mapping[str, RunRecord]) -> _Runs:
+    """Those of one experiment, whatever follows from it."""
+    if experiment.sweep is None:
+        return _finals(experiment, {}, records)
+    known = known_trials(experiment, records)
+    later = expected_trials(experiment, records)
+    if not later and all(_is_done(run, records) for run in known):
+        counted = _finals(experiment, _chosen(experiment, records), records)
+        return counted._replace(known=[*known, *counted.known])
+    firsts = {name: experiment.candidates(name)[0] for name in experiment.arm_names}
+    return _Runs(known, [*later, *finals(experiment, firsts)])
+
+
+def _finals(
+    experiment: Experiment,
+    chosen: Mapping[str, float | None],
+    records: Mapping[str, RunRecord],
+) -> _Runs:
+    """The runs that count. Of a sequential experiment, those that the looks so far ask for."""
+    every = finals(experiment, chosen)
+    if experiment.sequential is None:
+        return _Runs(every, [])
+    wanted = wanted_seeds(experiment, records)
+    known = finals(experiment, chosen, wanted)
+    if all(_is_done(run, records) for run in known):
+        return _Runs(known, [])  # every arm is decided: a look that is not would ask for more
+    names = {run.name for run in known}
+    # At most: an arm that is decided at its look needs no more seeds.
+    ahead = max(map(len, wanted.values()))
+    later = [run for run in every if run.name not in names and len(wanted[run.arm]) == ahead]
+    return _Runs(known, later)
+
+
+def _chosen(experiment: Experiment, records: Mapping[str, RunRecord]) -> dict[str, float | None]:
+    return {each.arm: each.chosen for each in sweep_results(experiment, records)}
+
+
+def _alone(experiment: Experiment) -> bool:
+    return any(arm.kind == "systems" for arm in experiment.arms)
+
+
+def _is_done(run: Run, records: Mapping[str, RunRecord]) -> bool:
+    record = records.get(run.name)
+    return record is not None and record.done
+
+
+class Agenda:
+    """What is done and what may be done next.
+
+    Args:
+        study: the config.
+        records: of runs so far, by name.
+    """
+
+    def __init__(self, study: Study, records: Mapping[str, RunRecord]) -> None:
+        self.study = study
+        self.records = dict(records)
+        self._tasks: list[Task] = []
+        self._expected: list[Task] = []
+        self._plan()
+
+    def ended(self, run: Run, record: RunRecord) -> None:
+        """A run has ended, and this is its record."""
+        self.records[run.name] = record
+        self._plan()
+
+    @property
+    def finished(self) -> bool:
+        """Whether every run has ended."""
+        return self.done == self.total
+
+    @property
+    def tasks(self) -> list[Task]:
+        """All runs in order: those that are known, and stand-ins for those that follow from them.
+
+        An arm whose candidates all diverged has only its trials.
+        """
+        return [*self._tasks, *self._expected]
+
+    @property
+    def total(self) -> int:
+        """Runs of the whole study, as far as it is known."""
+        return len(self._tasks) + len(self._expected)
+
+    @property
+    def done(self) -> int:
+        """Runs that have ended, diverged ones too."""
+        return sum(_is_done(task.run, self.records) for task in self._tasks)
+
+    def ready(self) -> list[Task]:
+        """The runs that have not ended and that may start now, those first that should be."""
+        return [task for task in self._tasks if not _is_done(task.run, self.records)]
+
+    def check(self) -> None:
+        """Make sure that what is there belongs to the study that is to go on.
+
+        A study that is only looked at need not: another version of tilewise may have run it.
+
+        Raises:
+            TilewiseError: a record is of another config.
+        """
+        for task in self._tasks:
+            record, run = self.records.get(task.run.name), task.run
+            if record is not None and record.start.config_hash != run.config_hash:
+                raise TilewiseError(
+                    f"the record of {run.name} is of another config ({record.start.config_hash}; "
+                    f"the study's is {run.config_hash}): it was put there or changed by hand; "
+                    "remove the folder of that run to run it again"
+                )
+
+    def _plan(self) -> None:
+        """All runs whose config is known, in order, and those that are expected after them."""
+        self._tasks, self._expected = [], []
+        for experiment in self.study.experiments:
+            alone, runs = _alone(experiment), _runs(experiment, self.records)
+            self._tasks += [Task(run, alone) for run in runs.known]
+            self._expected += [Task(run, alone) for run in runs.expected]

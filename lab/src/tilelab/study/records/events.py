@@ -1,0 +1,451 @@
+"""What a run leaves behind: one append-only file of JSON lines, and nothing else is ever believed.
+
+Every line is one event. A line is written whole and flushed, so that a crash loses at most the line
+in flight; a reader drops a last line that does not end. Every line has a checksum (see
+``record_lines``). A run that is resumed writes another ``Start`` with the step it goes on from, and
+a reader forgets the steps and evaluations after it: they are done again, with the same bits but
+other timings. A record that lacks steps is not done, whatever its end says.
+
+Losses of language models are in nats per token. A number that is not finite is stored as null;
+``End`` says why.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from tilelab.study.records.lines import mended, sealed, whole_lines
+from tilewise.errors import TilewiseError
+
+__all__ = [
+    "PROBED",
+    "Checkpoint",
+    "CorruptRecordError",
+    "End",
+    "Evaluation",
+    "Event",
+    "Kernels",
+    "LayerKernel",
+    "LayerSoftmax",
+    "Memory",
+    "RunRecord",
+    "Sample",
+    "Start",
+    "Step",
+    "Writer",
+    "finite",
+]
+
+FORMAT = 1
+PROBED = " (eager probe)"  # end of a kernel's name: of a compiled model, see ``train/guard.py``
+
+
+class CorruptRecordError(TilewiseError):
+    """A line of a record cannot be read, or is not as it was written."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line; ``event`` names its type."""
+
+    event: ClassVar[str]
+
+    def line(self) -> str:
+        """The event as one line of JSON, newline included."""
+        values = {"event": self.event, **finite(asdict(self))}
+        return json.dumps(values, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+@dataclass(frozen=True)
+class Start(Event):
+    """A process took up the run.
+
+    Args:
+        run: its name, ``experiment/arm/seed-0`` (a sweep's trial: ``.../sweep-0.003-seed-1000``).
+        experiment, arm, seed, phase: the same apart; ``phase`` is ``"final"`` or ``"sweep"``.
+        candidate: the swept value of a trial.
+        config: everything of the run but its seed, written out.
+        config_hash: of ``config``.
+        from_step: optimizer steps already done (0 for a new run).
+        time: ISO 8601, UTC.
+        environment: versions, chip, threads, git commit.
+        corpus: name, sha256, tokens and bytes of the training and the held-out text.
+        parameters: trainable numbers, and of them ``embedding`` (looked up, not multiplied).
+        groups: name of each parameter group -> the names of its parameters.
+        flops_per_token: ``full`` (12 L d T) and ``causal`` (6 L d T) conventions.
+        peak_flops_s: the most that the run's threads can do in its precision, as measured (on a CPU
+            per second of CPU time, the mean over the threads).
+        weights_sha256: of the weights before the first step; empty where it was not recorded.
+    """
+
+    event = "start"
+    run: str
+    experiment: str
+    arm: str
+    seed: int
+    phase: Literal["final", "sweep"]
+    candidate: float | None
+    config: dict[str, Any]
+    config_hash: str
+    from_step: int
+    time: str
+    environment: dict[str, Any]
+    corpus: dict[str, Any]
+    parameters: dict[str, int]
+    groups: dict[str, list[str]]
+    flops_per_token: dict[str, float]
+    peak_flops_s: float
+    weights_sha256: str = ""
+    format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class Step(Event):
+    """One optimizer step is done.
+
+    Args:
+        step: 1 for the first.
+        loss: of the step's batch before the step, without smoothing and z-loss.
+        lr: learning rate used.
+        gradient_norm: before clipping.
+        wall_s, cpu_s: of the step, all its micro-batches; CPU over all threads.
+        warmup: True where the step is left out of throughput (the first ones of a process).
+        tokens: that it learnt from; None in old records: as many as the config says.
+    """
+
+    event = "step"
+    step: int
+    loss: float | None
+    lr: float
+    gradient_norm: float | None
+    wall_s: float
+    cpu_s: float
+    warmup: bool
+    tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class LayerSoftmax:
+    """What the softmax of an attention layer looked like, over some held-out windows.
+
+    Args:
+        layer: its index.
+        entropy: mean over windows, heads and rows, in nats.
+        lowest_head: of the head whose mean entropy is lowest.
+        max_logit: the largest score of all, after the scale and what a variant does to it.
+    """
+
+    layer: int
+    entropy: float | None
+    lowest_head: float | None
+    max_logit: float | None
+
+
+@dataclass(frozen=True)
+class Evaluation(Event):
+    """The held-out loss after a step.
+
+    Args:
+        step: optimizer steps done; 0 before the first.
+        tokens: trained on so far.
+        train_wall_s, train_cpu_s: spent in optimizer steps so far, over all resumes.
+        loss: mean nats per token on the held-out windows; of other tasks their own loss.
+        bits_per_byte: the same per byte of the text, base 2; None of other tasks.
+        word_perplexity: exp(total nats / original words), for WikiText; None elsewhere.
+        wall_s: of the evaluation itself.
+        softmaxes: of every attention layer; None where the attention keeps no statistics, or none
+            were asked for.
+        metrics: what else the task's evaluation has, by name (``lab/study/metrics.py``).
+    """
+
+    event = "evaluation"
+    step: int
+    tokens: int
+    train_wall_s: float
+    train_cpu_s: float
+    loss: float | None
+    bits_per_byte: float | None
+    word_perplexity: float | None
+    wall_s: float
+    softmaxes: list[LayerSoftmax] | None = None
+    metrics: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Memory(Event):
+    """Where memory goes: sums of storages, and the peak over what was held before the model.
+
+    Args:
+        weights_bytes, gradients_bytes, optimizer_bytes: each storage counted once.
+        activations_bytes: what autograd saves of one micro-batch, weights not counted.
+        peak_bytes: most that the process held during training, less what it held before the model
+            (the allocator's peak on a GPU).
+    """
+
+    event = "memory"
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class LayerKernel:
+    """Which attention kernel a layer ran in training, and how often.
+
+    Args:
+        layer: its index.
+        kernel: e.g. ``"tilewise cpu"``, ``"sdpa flash"``, ``"sdpa math"``, ``"plain"``.
+        calls: forward passes since the run began.
+    """
+
+    layer: int
+    kernel: str
+    calls: int
+
+
+@dataclass(frozen=True)
+class Kernels(Event):
+    """What the guard saw, cumulative over the run."""
+
+    event = "kernels"
+    layers: list[LayerKernel]
+
+
+@dataclass(frozen=True)
+class Checkpoint(Event):
+    """The state after ``step`` is safely on disk."""
+
+    event = "checkpoint"
+    step: int
+
+
+@dataclass(frozen=True)
+class Sample(Event):
+    """What the model of the last step writes.
+
+    Args:
+        prompt: the beginning of the held-out text, which it was given.
+        text: how it went on. What is no text, or is not seen, is U+FFFD in both.
+    """
+
+    event = "sample"
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class End(Event):
+    """The run is over.
+
+    Args:
+        status: ``"done"``, or ``"diverged"`` (a loss or gradient was not finite).
+        step: the last step that was taken.
+        reason: in words; empty for ``"done"``.
+        weights_sha256: of all weights in the order of their names.
+        state_sha256: of weights and optimizer state.
+    """
+
+    event = "end"
+    status: Literal["done", "diverged"]
+    step: int
+    reason: str
+    weights_sha256: str
+    state_sha256: str
+
+
+_TYPES: dict[str, type[Event]] = {
+    kind.event: kind for kind in (Start, Step, Evaluation, Memory, Kernels, Checkpoint, Sample, End)
+}
+
+
+@dataclass
+class RunRecord:
+    """A run as its file tells it. Empty lists and None where it has not come so far.
+
+    ``missing`` says which steps were lost; the run has no end then.
+    """
+
+    starts: list[Start] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    memory: Memory | None = None
+    kernels: Kernels | None = None
+    checkpoint: int = 0
+    sample: Sample | None = None
+    end: End | None = None
+    missing: str = ""
+
+    @property
+    def start(self) -> Start:
+        """The first start: what the run is."""
+        return self.starts[0]
+
+    @property
+    def done(self) -> bool:
+        """Whether the run is over, well or not."""
+        return self.end is not None
+
+    @property
+    def diverged(self) -> bool:
+        """Whether it ended because a number was not finite."""
+        return self.end is not None and self.end.status == "diverged"
+
+    @classmethod
+    def read(cls, path: Path) -> RunRecord:
+        """The record in a file; an empty record where there is no file.
+
+        Raises:
+            CorruptRecordError: a line other than a torn last one is not an event, or was changed.
+        """
+        record = cls()
+        for event in _events(path):
+            record._add(event)
+        record.missing = record._lost()
+        if record.missing:
+            record.end = None
+        return record
+
+    @property
+    def whole_steps(self) -> int:
+        """Steps from the first one on, up to the first that is missing."""
+        numbers = [each.step for each in self.steps]
+        return next((at for at, each in enumerate(numbers) if each != at + 1), len(numbers))
+
+    def _lost(self) -> str:
+        """The steps that must be there by what the record says, and are not; in words."""
+        if not self.starts:
+            return ""
+        last = max([self.starts[-1].from_step, *(each.step for each in self.steps)])
+        if self.end is not None:
+            last = max(last, self.end.step)
+            if self.end.status == "done":
+                last = max(last, _planned_steps(self.start.config))
+        if self.whole_steps >= last:
+            return ""
+        return f"{self.whole_steps} of {last} steps are in the record"
+
+    def _add(self, event: Event) -> None:
+        match event:
+            case Start():
+                self.starts.append(event)
+                self.checkpoint, self.end = event.from_step, None
+                self.steps = [each for each in self.steps if each.step <= event.from_step]
+                # An evaluation after the step of the checkpoint is in the checkpoint too.
+                kept = [each for each in self.evaluations if each.step <= event.from_step]
+                self.evaluations = kept if event.from_step else []
+            case Step():
+                self.steps.append(event)
+            case Evaluation():
+                # One that a resumed run makes again takes the place of the first.
+                kept = [each for each in self.evaluations if each.step != event.step]
+                self.evaluations = [*kept, event]
+            case Memory():
+                self.memory = event
+            case Kernels():
+                self.kernels = event
+            case Checkpoint():
+                self.checkpoint = event.step
+            case Sample():
+                self.sample = event
+            case End():
+                self.end = event
+
+
+class Writer:
+    """Appends events to a record; mends a torn last line first.
+
+    Args:
+        path: of the file; its folder exists.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._before = mended(path)
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, event: Event) -> None:
+        """Append one event: one write, so that it is there whole or torn, never mixed.
+
+        Raises:
+            OSError: there is no room. What is in the file already stays as it was.
+        """
+        line = whole = sealed(event.line(), self._before)
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            while line:  # a disk that fills up takes a part first, and refuses the rest
+                line = line[self._file.write(line) :]
+        except OSError:
+            self._file.truncate(before)
+            raise
+        self._before = whole
+
+    def sync(self) -> None:
+        """Make what was written outlive a power cut."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _planned_steps(config: dict[str, Any]) -> int:
+    """Steps of the whole run by its config as written; 0 where it does not say."""
+    try:
+        budget, training = config["budget"], config["training"]
+        if budget["tokens"] is None:
+            return int(budget["steps"])
+        each = training["batch"] * training["accumulation"] * config["model"]["context"]
+        return int(-(-budget["tokens"] // each))
+    except (LookupError, TypeError, ValueError, ZeroDivisionError):
+        return 0
+
+
+def _events(path: Path) -> Iterator[Event]:
+    if not path.exists():
+        return
+    for number, line, wrong in whole_lines(path):
+        try:
+            event = _event(json.loads(line))
+            if wrong is not None:
+                raise wrong
+            yield event
+        except (ValueError, KeyError, TypeError) as error:
+            why = f"{type(error).__name__}: {error}"
+            message = (
+                f"{path}, line {number}: not an event of a study ({why}); the file was changed "
+                "or the disk lost it. Move the folder of the run away to train it again."
+            )
+            raise CorruptRecordError(message) from None
+
+
+def _event(values: object) -> Event:
+    if not isinstance(values, dict):
+        raise TypeError(f"a {type(values).__name__}")
+    kind = _TYPES[values.pop("event")]
+    if kind is Start and values["format"] != FORMAT:
+        raise ValueError(f"format {values['format']}, and this tilewise reads format {FORMAT}")
+    if kind is Kernels:
+        return Kernels([LayerKernel(**each) for each in values["layers"]])
+    known = {each.name for each in fields(kind)}
+    given = {key: value for key, value in values.items() if key in known}
+    if given.get("softmaxes") is not None:
+        given["softmaxes"] = [LayerSoftmax(**each) for each in given["softmaxes"]]
+    return kind(**given)
+
+
+def finite(value: Any) -> Any:
+    """The same with null in JSON for every number that is not finite, however deep inside."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return value

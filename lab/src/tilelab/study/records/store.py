@@ -1,0 +1,240 @@
+"""A study on disk: ``<out>/<name>-<hash>/`` holds everything of it, and nothing else is needed.
+
+    study.json      what was asked: the config, the command, where it ran (written once)
+    runs/...        one folder a run, with its record and its checkpoint
+    index.sqlite    the records as tables, made anew from them; for questions in SQL, never believed
+    report.html, report.md, verdict.json
+
+The hash is of the config: the same command finds its folder again and goes on; another config is
+another folder. Token caches belong to the user, not to a study: studies share them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tilelab.common.files import telling_full_disk, write_atomically
+from tilelab.study.ask.config import Study, config_hash, parse
+from tilelab.study.ask.run import RECORD
+from tilelab.study.records.events import CorruptRecordError, RunRecord
+from tilewise.errors import InvalidArgument, TilewiseError
+from tilewise.folders import cache_folder
+
+__all__ = [
+    "STUDY",
+    "Records",
+    "StoredStudy",
+    "begin",
+    "cache_folder",
+    "folder_of",
+    "forget_empty",
+    "locked",
+    "read_records",
+    "read_study",
+    "readable_records",
+    "studies_folder",
+    "study_folders",
+    "worked_on",
+]
+
+FORMAT = 1
+STUDY, LOCK = "study.json", ".lock"
+
+
+@dataclass(frozen=True)
+class StoredStudy:
+    """What ``study.json`` says.
+
+    Args:
+        study: the config.
+        command: what repeats the study, as typed in a shell.
+        environment: where it began: versions, chip, cores, threads, git commit.
+        began: ISO 8601, UTC.
+    """
+
+    study: Study
+    command: str
+    environment: dict[str, Any]
+    began: str
+
+
+def studies_folder() -> Path:
+    """Where studies go: ``$TILEWISE_STUDIES``, or ``studies`` in the working folder."""
+    return Path(os.environ.get("TILEWISE_STUDIES") or "studies")
+
+
+def folder_of(study: Study, out: Path) -> Path:
+    """The folder of a study below ``out``; it need not be there."""
+    return out / f"{study.name}-{config_hash(study)}"
+
+
+def begin(folder: Path, stored: StoredStudy) -> StoredStudy:
+    """Make a study's folder, or find it made: then what it says is kept.
+
+    Raises:
+        InvalidArgument: the folder cannot be made.
+        DiskFullError: there is no room.
+    """
+    with _writable(folder):
+        (folder / "runs").mkdir(parents=True, exist_ok=True)
+    if (folder / STUDY).exists():
+        return read_study(folder)
+    values = {
+        "format": FORMAT,
+        "hash": config_hash(stored.study),
+        "began": stored.began,
+        "command": stored.command,
+        "environment": stored.environment,
+        "study": stored.study.model_dump(mode="json"),
+    }
+    write_atomically(folder / STUDY, json.dumps(values, indent=1) + "\n")
+    return stored
+
+
+def forget_empty(folder: Path) -> bool:
+    """Remove the folder of a study of which no run has begun; nothing else is ever removed.
+
+    Returns:
+        whether it was one.
+    """
+    if any((folder / "runs").rglob(RECORD)):
+        return False
+    for path in (folder / STUDY, *folder.rglob(LOCK)):  # runs have locks too
+        path.unlink(missing_ok=True)
+    for path in sorted((folder, *folder.rglob("*")), reverse=True):  # what is inside comes first
+        with suppress(OSError):  # not a folder, or not empty: it is not ours
+            path.rmdir()
+    return True
+
+
+def read_study(folder: Path) -> StoredStudy:
+    """What a study's folder says of it.
+
+    Raises:
+        InvalidArgument: it is no study's folder, or its ``study.json`` was changed.
+    """
+    required = f"the folder of a study, with a {STUDY} of format {FORMAT}"
+    try:
+        values = json.loads((folder / STUDY).read_text(encoding="utf-8"))
+        if values["format"] != FORMAT:
+            raise InvalidArgument("folder", f"{folder} of format {values['format']}", required)
+        study = parse(Study, values["study"])
+        if values["hash"] not in (config_hash(study), _hash(values["study"])):
+            came = f"{folder / STUDY}, whose config does not have its hash {values['hash']}"
+            fix = "It was changed by hand: start a new study."
+            raise InvalidArgument("folder", came, "the config as it was written", fix)
+        return StoredStudy(study, values["command"], values["environment"], values["began"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, InvalidArgument):
+            raise
+        fix = "`tilewise study list` shows what there is."
+        raise InvalidArgument("folder", f"{folder} ({error})", required, fix) from None
+
+
+def _hash(study: dict[str, Any]) -> str:
+    """Of a config as it was written, which may lack what later versions added and hash."""
+    text = json.dumps(study, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+class Records(NamedTuple):
+    """The records of a study, by the run's name in alphabetical order.
+
+    Args:
+        whole: of all runs that have begun.
+        damaged: why a record cannot be read.
+    """
+
+    whole: dict[str, RunRecord]
+    damaged: dict[str, str]
+
+
+def read_records(folder: Path) -> dict[str, RunRecord]:
+    """The records of all runs that have begun, by the run's name, in alphabetical order.
+
+    Raises:
+        CorruptRecordError: a line of one cannot be read.
+    """
+    found = readable_records(folder)
+    if found.damaged:
+        raise CorruptRecordError("\n".join(found.damaged.values()))
+    return found.whole
+
+
+def readable_records(folder: Path) -> Records:
+    """Read every record of a study; one that is damaged does not hide the others."""
+    runs = folder / "runs"
+    found = Records({}, {})
+    for path in sorted(runs.rglob(RECORD)):
+        name = path.parent.relative_to(runs).as_posix()
+        try:
+            record = RunRecord.read(path)
+        except CorruptRecordError as error:
+            found.damaged[name] = str(error)
+            continue
+        # A process that was killed before its first line leaves an empty record.
+        if record.starts:
+            found.whole[name] = record
+    return found
+
+
+def study_folders(out: Path) -> list[Path]:
+    """The folders of all studies below ``out``, the one that was last worked on first."""
+    found = [path.parent for path in out.glob(f"*/{STUDY}")]
+    return sorted(found, key=lambda folder: (-worked_on(folder), folder.name))
+
+
+def worked_on(folder: Path) -> float:
+    """When a study was last worked on, in seconds since 1970."""
+    paths = [folder / STUDY, *(folder / "runs").rglob(RECORD)]
+    return max(path.stat().st_mtime for path in paths)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Nobody else runs the study of this folder, which is made, while the block lasts.
+
+    The lock is the system's: it goes with the process that holds it, however that ends.
+
+    Raises:
+        TilewiseError: another process runs it.
+        InvalidArgument: the folder cannot be made, or nothing can be written there.
+        DiskFullError: there is no room.
+    """
+    with ExitStack() as stack:
+        with _writable(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((folder / LOCK).open("a+"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            message = (
+                f"{folder} is being worked on by another process ({holder}): wait for it, end it, "
+                "or choose another folder with --out"
+            )
+            raise TilewiseError(message) from None
+        with telling_full_disk(folder / LOCK):
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+        yield
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    try:
+        with telling_full_disk(folder):
+            yield
+    except OSError as error:
+        required = "a folder that can be written, there or to be made"
+        raise InvalidArgument("--out", f"{folder} ({error.strerror})", required) from None

@@ -1,0 +1,204 @@
+"""What attention looks like along the runs, layer by layer: its largest logit and its entropy."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from markupsafe import Markup
+
+from tilelab.common.svg import arm_colour, arm_dashes, finish
+from tilelab.study.records.events import LayerSoftmax, RunRecord
+from tilelab.study.report.curves import LineEnd, frame, label_ends
+from tilelab.study.report.series import Series
+from tilelab.study.report.view import Cell, Chart, Table
+from tilelab.study.verdict import counts as words
+from tilelab.study.verdict.result import ArmMeasures, Summary
+
+__all__ = ["ArmLayers", "attention_charts", "attention_table", "layers_of"]
+
+_NONE = Cell("\N{EN DASH}", tone="soft")
+
+
+class ArmLayers(NamedTuple):
+    """The attention layers of an arm along its runs, means over the seeds.
+
+    Args:
+        arm, place: name, and place in its experiment: the colour.
+        x: tokens trained on, at each evaluation.
+        entropy: of each layer, mean over its heads, nats.
+        lowest_head: of each layer, that of its lowest head.
+        logits: the largest of each layer.
+        broken: whether a run of the arm diverged.
+    """
+
+    arm: str
+    place: int
+    x: tuple[float, ...]
+    entropy: tuple[tuple[float, ...], ...]
+    lowest_head: tuple[tuple[float, ...], ...]
+    logits: tuple[tuple[float, ...], ...]
+    broken: bool
+
+
+def layers_of(arm: str, place: int, records: Mapping[int, RunRecord]) -> ArmLayers | None:
+    """What the runs of an arm recorded; None where they have no statistics.
+
+    Evaluations that every seed has reached, with numbers that are finite in all of them.
+
+    Args:
+        arm: its name.
+        place: in its experiment.
+        records: of the arm, by seed.
+    """
+    runs = [_finite(record) for record in records.values()]
+    runs = [each for each in runs if each]
+    steps = sorted(set.intersection(*(set(each) for each in runs))) if runs else []
+    if not steps:
+        return None
+    layers = range(len(runs[0][steps[0]][1]))
+
+    def lines(value: Callable[[LayerSoftmax], float | None]) -> tuple[tuple[float, ...], ...]:
+        return tuple(
+            tuple(
+                statistics.fmean(value(run[step][1][layer]) or 0.0 for run in runs)
+                for step in steps
+            )
+            for layer in layers
+        )
+
+    return ArmLayers(
+        arm,
+        place,
+        tuple(statistics.fmean(run[step][0] for run in runs) for step in steps),
+        lines(lambda each: each.entropy),
+        lines(lambda each: each.lowest_head),
+        lines(lambda each: each.max_logit),
+        any(record.diverged for record in records.values()),
+    )
+
+
+def _finite(record: RunRecord) -> dict[int, tuple[int, list[LayerSoftmax]]]:
+    """Step -> tokens and layers of an evaluation whose numbers are all there."""
+    return {
+        each.step: (each.tokens, each.softmaxes)
+        for each in record.evaluations
+        if each.softmaxes
+        and not any(
+            None in (layer.entropy, layer.lowest_head, layer.max_logit) for layer in each.softmaxes
+        )
+    }
+
+
+def attention_charts(arms: Sequence[ArmLayers], slug: str) -> Iterator[Chart]:
+    """The largest logit and the entropy by tokens: a thin line per layer, a thick one per arm.
+
+    Args:
+        arms: those that have statistics.
+        slug: begins the figures' names.
+    """
+    drawn = [each for each in arms if len(each.x) > 1]
+    if not drawn:
+        return
+    over = [_outline(each, each.logits, max) for each in drawn]
+    caption = (
+        "Thin lines: the largest score of each layer over a few held-out windows, before the "
+        "softmax. Thick: the largest of all layers. One that grows without bound ends badly."
+    )
+    lines = [each.logits for each in drawn]
+    title, name = "Largest attention logit", f"{slug}-logits"
+    yield Chart(title, _drawn(over, lines, "largest logit", title, name), caption)
+    means = [_outline(each, each.entropy, statistics.fmean) for each in drawn]
+    caption = (
+        "Thin lines: the entropy of each layer's attention, mean over heads and queries of a few "
+        "held-out windows. Thick: the mean of the layers. At 0 every query looks at one key."
+    )
+    lines = [each.entropy for each in drawn]
+    title, name = "Entropy of attention", f"{slug}-entropy"
+    yield Chart(title, _drawn(means, lines, "nats", title, name), caption)
+
+
+def _outline(
+    each: ArmLayers,
+    layers: Sequence[Sequence[float]],
+    together: Callable[[Sequence[float]], float],
+) -> Series:
+    columns = list(zip(*layers, strict=True))
+    thick = tuple(together(column) for column in columns)
+    low, high = tuple(map(min, columns)), tuple(map(max, columns))
+    return Series(each.arm, each.place, each.x, thick, low, high, 1, each.broken)
+
+
+def _drawn(
+    outlines: Sequence[Series],
+    layers: Sequence[Sequence[Sequence[float]]],
+    unit: str,
+    title: str,
+    name: str,
+) -> Markup:
+    summary = f"{title} by training tokens: " + "; ".join(
+        f"{each.arm} from {each.mean[0]:.3g} to {each.mean[-1]:.3g}" for each in outlines
+    )
+    figure, axes = frame(outlines, unit, "training tokens")
+    low = min(min(each.low) for each in outlines)
+    high = max(max(each.high) for each in outlines)
+    margin = 0.06 * (high - low) or 1.0
+    axes.set_ylim(low - margin, high + margin)
+    for each, lines in zip(outlines, layers, strict=True):
+        colour, dashes = arm_colour(each.place), arm_dashes(each.place)
+        for line in lines:
+            axes.plot(each.x, line, color=colour, linewidth=0.9, alpha=0.45, zorder=2)
+        axes.plot(
+            each.x, each.mean, color=colour, linewidth=2.1, linestyle=dashes, zorder=3 + each.place
+        )
+    ends = [LineEnd(each.arm, each.place, each.x[-1], each.mean[-1]) for each in outlines]
+    label_ends(axes, ends)
+    return finish(figure, name, summary)
+
+
+def attention_table(
+    arms: Sequence[ArmLayers], measures: Mapping[str, ArmMeasures], without: Sequence[str]
+) -> Table | None:
+    """Every layer at the last evaluation, and what the stability of the whole run is judged by.
+
+    Args:
+        arms: those that have statistics.
+        measures: of every arm.
+        without: names of the arms without.
+    """
+    if not arms:
+        return None
+    rows = []
+    for layer in range(max(len(each.logits) for each in arms)):
+        cells = [_layer(each, layer) if layer < len(each.logits) else _NONE for each in arms]
+        rows.append((Cell(f"layer {layer}"), *cells))
+    whole = [measures[each.arm] for each in arms]
+    rows.append((Cell("largest logit of the run"), *(_number(each.max_logit, 2) for each in whole)))
+    rows.append(
+        (Cell("lowest head of the run, nats"), *(_number(each.entropy_low, 3) for each in whole))
+    )
+    notes = [
+        "Layers: entropy in nats, mean over the heads and the seeds, at the last evaluation. The "
+        "last two rows: the outermost of all layers and evaluations."
+    ]
+    if without:
+        notes.append(
+            f"Nothing of {words.listing(list(without))}: only tilewise's kernels keep statistics, "
+            "and only where evaluation.attention_windows asks for them."
+        )
+    head = ("", *(each.arm for each in arms))
+    return Table("Attention by layer", head, tuple(rows), tuple(notes), "attention")
+
+
+def _layer(each: ArmLayers, layer: int) -> Cell:
+    low, logit = each.lowest_head[layer][-1], each.logits[layer][-1]
+    note = f"lowest head {words.plain(low, 2)}, logits up to {words.plain(logit, 2)}"
+    return Cell(words.plain(each.entropy[layer][-1], 2), note)
+
+
+def _number(summary: Summary | None, digits: int) -> Cell:
+    if summary is None:
+        return _NONE
+    spread = "one seed" if summary.spread is None else f"± {words.plain(summary.spread, digits)}"
+    return Cell(words.plain(summary.mean, digits), spread)

@@ -1,0 +1,245 @@
+"""Puts the page together: evidence in, words and figures out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tilewise
+from tilelab.common.svg import house_style
+from tilelab.study.ask import config
+from tilelab.study.plan import Agenda
+from tilelab.study.records.events import Sample
+from tilelab.study.report.attention import attention_table
+from tilelab.study.report.definitions import DEFINITIONS
+from tilelab.study.report.figures import charts_of, lines_of
+from tilelab.study.report.gather import Evidence
+from tilelab.study.report.plain import plain_table
+from tilelab.study.report.tables import config_table, curve_tables, evidence_tables
+from tilelab.study.report.verdicts import baseline_row, forest_of, meaning, row_of
+from tilelab.study.report.view import Experiment, Fact, Page, Writing
+from tilelab.study.verdict import counts as words
+from tilelab.study.verdict.measures import learnt
+from tilelab.study.verdict.result import ExperimentVerdict
+from tilelab.study.verdict.words import UNITS
+
+__all__ = ["page_of"]
+
+_MOST_NAMED = 12  # runs that are missing, by name
+
+
+def page_of(evidence: Evidence) -> Page:
+    """Everything that the report shows, in words and figures."""
+    stored = evidence.stored
+    agenda = Agenda(stored.study, dict(evidence.records))
+    left_out = tuple(f"{name}: its record is damaged and left out" for name in evidence.damaged)
+    missing = () if evidence.verdict.complete else _missing(agenda, evidence)
+    with house_style():
+        experiments = tuple(
+            _experiment(planned, verdict, evidence, f"e{number}")
+            for number, (planned, verdict) in enumerate(
+                zip(evidence.experiments, evidence.verdict.experiments, strict=True), 1
+            )
+        )
+    return Page(
+        study=stored.study.name,
+        question=stored.study.question,
+        status=_status(agenda, evidence),
+        missing=(*left_out, *missing),
+        facts=_facts(agenda, evidence),
+        experiments=experiments,
+        environment=(Fact("began", stored.began), *_flat_facts(stored.environment)),
+        corpus=_corpus(evidence),
+        command=stored.command,
+        definitions=DEFINITIONS,
+        metrics=_metrics_page(evidence.folder),
+        hash=config.config_hash(stored.study),
+    )
+
+
+def _status(agenda: Agenda, evidence: Evidence) -> str:
+    if evidence.verdict.complete and not evidence.damaged:
+        return ""
+    return (
+        f"This study is not finished: {agenda.done:,} of {words.count(agenda.total, 'run')} are "
+        "over. What follows is what has been seen so far; the command below goes on with it."
+    )
+
+
+def _missing(agenda: Agenda, evidence: Evidence) -> tuple[str, ...]:
+    """The runs that count and are not over, in words."""
+    said = []
+    ranks = {
+        (planned.name, arm): (at, place)
+        for at, planned in enumerate(evidence.experiments)
+        for place, arm in enumerate(planned.arm_names)
+    }
+    finals = [task.run for task in agenda.tasks if task.run.phase == "final"]
+    known = [run for run in finals if (run.experiment, run.arm) in ranks]
+    for run in sorted(known, key=lambda run: ranks[run.experiment, run.arm]):
+        record = evidence.records.get(run.name)
+        if record is not None and record.done:
+            continue
+        if run.name in evidence.damaged:
+            continue
+        if record is not None and record.missing:
+            said.append(f"{run.name}: {record.missing}, and it will be trained again")
+            continue
+        steps = 0 if record is None or not record.steps else record.steps[-1].step
+        come = f"{steps:,} steps done" if steps else "not begun"
+        said.append(f"{run.name}: {come}")
+    if len(said) > _MOST_NAMED:
+        more = len(said) - _MOST_NAMED
+        said[_MOST_NAMED:] = [f"and {words.count(more, 'more run')}".replace("more runs", "more")]
+    return tuple(said)
+
+
+def _facts(agenda: Agenda, evidence: Evidence) -> tuple[Fact, ...]:
+    steps = [step for record in evidence.records.values() for step in record.steps]
+    tokens = sum(learnt(record, record.steps) for record in evidence.records.values())
+    runs = (
+        f"{agenda.done:,}" if evidence.verdict.complete else f"{agenda.done:,} of {agenda.total:,}"
+    )
+    seeds = {len(planned.seeds) for planned in evidence.experiments}
+    found = [
+        Fact("runs", runs),
+        Fact("paired seeds", " and ".join(str(number) for number in sorted(seeds))),
+        Fact("tokens trained on", words.shorten(float(f"{tokens:.3g}"))),
+        Fact("CPU time of training", words.duration(sum(step.cpu_s for step in steps))),
+    ]
+    chip = evidence.stored.environment.get("chip")
+    return (*found, Fact("chip", str(chip))) if chip else tuple(found)
+
+
+def _experiment(
+    planned: config.Experiment, verdict: ExperimentVerdict, evidence: Evidence, slug: str
+) -> Experiment:
+    rows = tuple(row_of(arm, index, verdict, planned) for index, arm in enumerate(verdict.arms, 1))
+    lines = lines_of(planned, verdict, evidence)
+    share = f"{verdict.confidence * 100:g} %"
+    unit = UNITS[verdict.metric]
+    steps = planned.baseline.steps
+    wrote, wrote_note = _writings(planned, evidence)
+    plain = plain_table(planned, verdict, evidence.stored.environment.get("memory_bytes"))
+    with_layers = {each.arm for each in lines.layers}
+    measures = {verdict.baseline.name: verdict.baseline.measures}
+    measures |= {each.arm: each.measures for each in verdict.arms}
+    without = [arm for arm in planned.arm_names if arm not in with_layers]
+    attention = attention_table(lines.layers, measures, without)
+    protocol = (
+        f"{words.count(len(planned.seeds), 'seed')}; for a seed every arm starts from the same "
+        f"weights and sees the same batches. The baseline trains {words.count(steps, 'step')} of "
+        f"{_step(planned.baseline)}. Effects are differences of the "
+        f"held-out {unit} with the same seed, with {share} intervals; smaller than "
+        f"{verdict.smallest_effect:g} does not matter."
+    )
+    if planned.sequential is not None:
+        protocol += f" {_looks(planned, planned.sequential)}"
+    return Experiment(
+        name=planned.name,
+        slug=slug,
+        question=planned.question,
+        meaning=meaning(verdict),
+        protocol=protocol,
+        unit=unit,
+        confidence=share,
+        baseline=baseline_row(verdict),
+        rows=rows,
+        forest=forest_of(verdict),
+        follows=words.typeset(verdict.follows),
+        notes=verdict.notes,
+        charts=tuple(charts_of(verdict, lines, slug)),
+        tables=(
+            *(() if plain is None else (plain,)),
+            *evidence_tables(verdict),
+            *curve_tables(lines.tokens, lines.time, verdict),
+            *(() if attention is None else (attention,)),
+        ),
+        writings=wrote,
+        writings_note=wrote_note,
+        config=config_table(
+            planned.baseline_name,
+            _written_out(planned, planned.baseline_name, evidence),
+            {arm.name: _written_out(planned, arm.name, evidence) for arm in planned.arms},
+        ),
+    )
+
+
+def _step(run: config.RunConfig) -> str:
+    """What a step learns from, in words."""
+    if run.learning.learns_text:
+        return f"{words.integer(run.tokens_per_step)} tokens"
+    return words.count(run.training.batch * run.training.accumulation, run.learning.unit)
+
+
+def _looks(planned: config.Experiment, rule: config.Sequential) -> str:
+    """How seeds were added, in a sentence."""
+    alpha = 1 - planned.confidence
+    levels = [f"{100 * level:.2g}" for level in rule.levels(alpha)]
+    looks = words.listing([str(look) for look in rule.looks])
+    return (
+        f"Seeds were added until an arm was decided, with looks after {looks} seeds at levels of "
+        f"{words.listing(levels)} %, which add up to {100 * alpha:.2g} %; intervals are at those "
+        "of the arm's look."
+    )
+
+
+def _writings(planned: config.Experiment, evidence: Evidence) -> tuple[tuple[Writing, ...], str]:
+    """What the arms wrote with the first seed that all who wrote have; those who agree together."""
+    found: dict[int, dict[str, Sample]] = {}
+    for arm in planned.arm_names:
+        for seed, record in evidence.finals(planned, arm).items():
+            if record.sample is not None:
+                found.setdefault(seed, {})[arm] = record.sample
+    if not found:
+        return (), ""
+    seed = max(found, key=lambda each: (len(found[each]), -each))
+    arms: dict[Sample, list[str]] = {}
+    for arm, sample in found[seed].items():
+        arms.setdefault(sample, []).append(arm)
+    count = planned.baseline.evaluation.sample_tokens
+    note = (
+        f"After the last step, seed {seed}: {words.count(count, 'token')} drawn with the same "
+        "random numbers in every arm, after the beginning of the held-out text."
+    )
+    wrote = tuple(
+        Writing(words.listing(names), each.prompt, each.text) for each, names in arms.items()
+    )
+    return wrote, note
+
+
+def _written_out(planned: config.Experiment, arm: str, evidence: Evidence) -> Mapping[str, Any]:
+    """The config that ran, with what a sweep chose; the planned one before it ran."""
+    for record in evidence.finals(planned, arm).values():
+        return record.start.config
+    return planned.config_of(arm).model_dump(mode="json")
+
+
+def _corpus(evidence: Evidence) -> tuple[Fact, ...]:
+    """What was trained on: one list per different text."""
+    seen: dict[str, Mapping[str, Any]] = {}
+    for record in evidence.records.values():
+        seen.setdefault(json.dumps(record.start.corpus, sort_keys=True), record.start.corpus)
+    return tuple(fact for values in seen.values() for fact in _flat_facts(values))
+
+
+def _flat_facts(values: Mapping[str, Any], before: str = "") -> Iterator[Fact]:
+    for key, value in values.items():
+        name = f"{before}{key}".replace("_", " ")
+        if isinstance(value, Mapping):
+            yield from _flat_facts(value, f"{name} ")
+        elif value not in (None, ""):
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            yield Fact(name, words.integer(value) if whole else str(value))
+
+
+def _metrics_page(folder: Path) -> str:
+    """A link from the report to ``docs/metrics.md`` where both lie in one checkout; else empty."""
+    root = Path(tilewise.__file__).resolve().parents[2]
+    page, here = root / "docs" / "metrics.md", folder.resolve()
+    if not page.exists() or not here.is_relative_to(root):
+        return ""
+    up = "../" * len(here.relative_to(root).parts)
+    return f"{up}docs/metrics.md"

@@ -1,0 +1,266 @@
+"""Line figures of an experiment: the metric along the runs, and the difference to the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from tilelab.common.svg import RULE, SOFT, arm_colour, arm_dashes, canvas, finish, place, spread
+from tilelab.study.ask.metrics import METRICS
+from tilelab.study.report.series import Abscissa, Series
+from tilelab.study.report.view import Chart
+from tilelab.study.verdict import counts as words
+
+__all__ = ["HEIGHT", "WIDTH", "LineEnd", "beside_labels", "difference_chart", "frame"]
+__all__ += ["label_ends", "loss_chart"]
+
+WIDTH, HEIGHT = 470, 310
+_LEFT, _BOTTOM, _TOP = 50, 48, 30
+_LETTER = 9.2  # about as wide as a letter of a label
+_LABEL_GAP = 19.0  # between the middles of two labels
+_LONGEST_LABEL = 15  # letters; the table has the whole name
+_AXES = {"tokens": "training tokens", "time": "seconds of training"}
+_TITLES = {"tokens": "{} by tokens", "time": "{} by time"}
+
+
+class LineEnd(NamedTuple):
+    """Where a line ends, for its label.
+
+    Args:
+        arm, place: name, and place in the experiment: the colour.
+        x, y: of the last point.
+        broken: whether the line ends because a run diverged.
+    """
+
+    arm: str
+    place: int
+    x: float
+    y: float
+    broken: bool = False
+
+
+def loss_chart(series: Sequence[Series], along: Abscissa, metric: str, name: str) -> Chart | None:
+    """The held-out metric of every arm, with the outermost seeds as a band.
+
+    Args:
+        series: one per arm, the baseline first; those of fewer than two points are left out.
+        along: what the horizontal axis counts.
+        metric: its name; one that rises is cut off below, a loss above.
+        name: of the figure, unique in the page.
+    """
+    unit, rises = METRICS[metric].unit, METRICS[metric].higher_is_better
+    drawn = [each for each in series if len(each.x) > 1]
+    if not drawn:
+        return None
+    what = unit[0].upper() + unit[1:] if rises else "Loss"
+    held_out = f"Held-out {unit}" if rises else f"Held-out loss in {unit}"
+    summary = f"{held_out} by {_AXES[along]}: " + "; ".join(
+        f"{each.arm} from {each.mean[0]:.3f} to {each.mean[-1]:.3f}" for each in drawn
+    )
+    figure, axes = frame(drawn, f"{unit}, held-out data", _AXES[along])
+    if rises:
+        mirrored, cut = _top([_mirrored(each) for each in drawn])
+        low, high = -mirrored, max(max(each.high) for each in drawn)
+        axes.set_ylim(low, high + (0.06 * (high - low) or 1.0))
+    else:
+        low = min(min(each.low) for each in drawn)
+        high, cut = _top(drawn)
+        # Losses that are all one number, as of runs that have only begun, still need a frame.
+        axes.set_ylim(low - (0.06 * (high - low) or 1.0), high)
+    _lines(axes, drawn)
+    caption = _band_words(drawn)
+    if cut:
+        caption += " The frame leaves out the steep beginning."
+    return Chart(_TITLES[along].format(what), finish(figure, name, summary), caption)
+
+
+def difference_chart(
+    series: Sequence[Series], smallest: float, metric: str, baseline: str, name: str
+) -> Chart | None:
+    """Every arm less the baseline, seed by seed, along the run.
+
+    Args:
+        series: of ``series.difference``.
+        smallest: differences between ``-smallest`` and ``+smallest`` do not matter.
+        metric: its name.
+        baseline: its name.
+        name: of the figure, unique in the page.
+    """
+    unit, rises = METRICS[metric].unit, METRICS[metric].higher_is_better
+    drawn = [each for each in series if len(each.x) > 1]
+    if not drawn:
+        return None
+    summary = f"Paired difference to {baseline} in {unit} by tokens: " + "; ".join(
+        f"{each.arm} ends at {each.mean[-1]:+.4f}" for each in drawn
+    )
+    figure, axes = frame(drawn, f"{unit}, arm less {baseline}"[:46], _AXES["tokens"])
+    axes.axhspan(-smallest, smallest, color=RULE, alpha=0.55, linewidth=0, zorder=0)
+    axes.axhline(0, color=SOFT, linewidth=1.2, zorder=1)
+    # The last half decides the frame: what happens in the first steps is large and passes.
+    late = [
+        number
+        for each in drawn
+        for line in (each.low, each.high)
+        for number in line[len(line) // 2 :]
+    ]
+    low, high = min(*late, -1.5 * smallest), max(*late, 1.5 * smallest)
+    margin = 0.12 * (high - low)
+    axes.set_ylim(low - margin, high + margin)
+    _lines(axes, drawn)
+    side = "above" if rises else "below"
+    caption = (
+        f"Each seed against the baseline's same seed; {side} the line an arm is ahead. "
+        f"Grey: within ±{smallest:g}, too small to matter. {_band_words(drawn)}"
+    )
+    return Chart("Paired difference along the run", finish(figure, name, summary), caption)
+
+
+def frame(drawn: Sequence[Series], above: str, below: str) -> tuple[Figure, Axes]:
+    """An empty figure for lines, with room for their names on the right.
+
+    Args:
+        drawn: the lines; each has a point.
+        above: what the vertical axis counts.
+        below: what the horizontal axis counts.
+    """
+    longest = min(max(len(each.arm) + 2 * each.broken for each in drawn), _LONGEST_LABEL)
+    figure, axes = beside_labels(len(drawn), 18 + _LETTER * longest, above)
+    axes.set_xlabel(below, color=SOFT, labelpad=7)
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda number, _: words.shorten(number)))
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    axes.set_xlim(0, max(each.x[-1] for each in drawn))
+    return figure, axes
+
+
+def beside_labels(lines: int, right: float, above: str) -> tuple[Figure, Axes]:
+    """An empty figure, high enough for the names of its lines one above the other.
+
+    Args:
+        lines: how many.
+        right: margin for their names, in units of the drawing.
+        above: what the vertical axis counts.
+    """
+    inside = max(HEIGHT - _BOTTOM - _TOP, _LABEL_GAP * (lines - 1))
+    figure = canvas(WIDTH, inside + _BOTTOM + _TOP)
+    axes = place(figure, _LEFT, _BOTTOM, right, _TOP)
+    axes.text(0, 1 + 13 / inside, above, color=SOFT, transform=axes.transAxes)
+    return figure, axes
+
+
+def _top(drawn: Sequence[Series]) -> tuple[float, bool]:
+    """The upper end of the frame: where the slowest arm is after a tenth of the run."""
+    whole = max(max(each.high) for each in drawn)
+    ends = min(min(each.low) for each in drawn)
+    early = max(each.high[max(1, round(len(each.high) * 0.12))] for each in drawn)
+    high = early + 0.12 * (early - ends)
+    return (high, True) if high < whole else (whole, False)
+
+
+def _mirrored(series: Series) -> Series:
+    """Upside down, so that what is said of falling lines holds for rising ones."""
+    low, high = (tuple(-each for each in line) for line in (series.high, series.low))
+    return series._replace(low=low, high=high, mean=tuple(-each for each in series.mean))
+
+
+def _lines(axes: Axes, drawn: Sequence[Series]) -> None:
+    for each in drawn:  # bands first: no line is covered by a band
+        if each.seeds > 1:
+            colour = arm_colour(each.place)
+            axes.fill_between(
+                each.x, each.low, each.high, color=colour, alpha=0.16, linewidth=0, zorder=2
+            )
+    for each in drawn:
+        colour = arm_colour(each.place)
+        axes.plot(
+            each.x,
+            each.mean,
+            color=colour,
+            linewidth=2.1,
+            linestyle=arm_dashes(each.place),
+            solid_capstyle="round",
+            zorder=3 + each.place,
+        )
+        axes.plot(
+            each.x[-1:],
+            each.mean[-1:],
+            color=colour,
+            marker="X" if each.broken else "o",
+            markersize=8 if each.broken else 5.5,
+            markeredgewidth=0,
+            clip_on=False,
+            zorder=30,
+        )
+    label_ends(
+        axes,
+        [LineEnd(each.arm, each.place, each.x[-1], each.mean[-1], each.broken) for each in drawn],
+    )
+
+
+def label_ends(axes: Axes, ends: Sequence[LineEnd]) -> None:
+    """Names beside the frame, level with the ends of the lines, moved apart where they would touch.
+
+    Args:
+        axes: with the limits that they will keep, and a margin on the right.
+        ends: of the lines.
+    """
+    to_axes = _vertical(axes)
+    low, high = axes.get_ylim()
+    right = axes.get_xlim()[1]
+    height = axes.get_window_extent().height * 72 / axes.figure.dpi
+    levels = [min(max(each.y, low), high) for each in ends]
+    heights = [to_axes(level) for level in levels]
+    places = spread(heights, _LABEL_GAP / height, 0.0, 1.0)
+    for each, level, wanted, at in zip(ends, levels, heights, places, strict=True):
+        colour = arm_colour(each.place)
+        if not each.broken and each.x < right:  # it has ended; its loss stays what it is
+            axes.plot(
+                [each.x, right],
+                [level, level],
+                color=colour,
+                linewidth=1.1,
+                linestyle=(0, (1, 3)),
+                alpha=0.8,
+                zorder=2,
+            )
+        name = words.short_name(each.arm, _LONGEST_LABEL)
+        leader = {
+            "arrowstyle": "-",
+            "color": colour,
+            "linewidth": 0.8,
+            "alpha": 0.6,
+            "shrinkA": 2,
+            "shrinkB": 6,
+            "relpos": (0, 0.5),
+        }
+        axes.annotate(
+            f"{name} \N{MULTIPLICATION SIGN}" if each.broken else name,
+            xy=(each.x if each.broken else right, level),
+            xytext=(1 + 13 / (axes.get_position().width * WIDTH), at),
+            textcoords="axes fraction",
+            color=colour,
+            weight="bold",
+            va="center",
+            parse_math=False,
+            annotation_clip=False,
+            arrowprops=leader if each.broken or abs(at - wanted) * height >= 5 else None,
+        )
+
+
+def _vertical(axes: Axes) -> Callable[[float], float]:
+    low, high = axes.get_ylim()
+    return lambda value: (min(max(value, low), high) - low) / (high - low)
+
+
+def _band_words(drawn: Sequence[Series]) -> str:
+    seeds = {each.seeds for each in drawn}
+    if seeds == {1}:
+        return "One seed."
+    said = words.count(max(seeds), "seed") if len(seeds) == 1 else "the seeds that have come so far"
+    ended = [each.arm for each in drawn if each.broken]
+    crosses = f" Crosses: a run of {words.listing(ended)} diverged there." if ended else ""
+    return f"Lines: the mean of {said}. Bands: from the lowest to the highest.{crosses}"

@@ -1,0 +1,400 @@
+"""The tables below the verdicts: every measure, per arm and per seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tilelab.study.ask.metrics import METRICS
+from tilelab.study.report.effects import effects_table
+from tilelab.study.report.pareto import pareto_table
+from tilelab.study.report.series import Series
+from tilelab.study.report.survival import survival_table
+from tilelab.study.report.tuned import sweep_table
+from tilelab.study.report.verdicts import differences, digits_of, spelled
+from tilelab.study.report.view import Cell, Table
+from tilelab.study.verdict import counts as words
+from tilelab.study.verdict.result import (
+    ArmMeasures,
+    ArmVerdict,
+    Cost,
+    ExperimentVerdict,
+    Interaction,
+    Summary,
+    TargetResult,
+)
+from tilelab.study.verdict.words import UNITS
+
+__all__ = ["config_table", "curve_tables", "evidence_tables"]
+
+_NONE = Cell("\N{EN DASH}", tone="soft")
+_CURVE_ROWS = 12  # of the table of the curves, about
+_Show = Callable[[float], str]
+
+
+class _Arm(NamedTuple):
+    """What the baseline and an arm have in common."""
+
+    name: str
+    measures: ArmMeasures
+    cost: Cost
+    target: TargetResult | None
+    withheld: bool
+
+
+def _arms(experiment: ExperimentVerdict) -> list[_Arm]:
+    base = experiment.baseline
+    others = [
+        _Arm(each.arm, each.measures, each.cost, each.target, bool(each.speed_withheld))
+        for each in experiment.arms
+    ]
+    return [_Arm(base.name, base.measures, base.cost, base.target, False), *others]
+
+
+def evidence_tables(experiment: ExperimentVerdict) -> tuple[Table, ...]:
+    """Every table that there is something for, in the order in which it is asked."""
+    found = (
+        effects_table(experiment),
+        _interactions(experiment),
+        _seeds(experiment),
+        _quality(experiment),
+        _speed(experiment),
+        _memory(experiment),
+        _target(experiment),
+        survival_table(experiment),
+        pareto_table(experiment),
+        _kernels(experiment),
+        sweep_table(experiment),
+        _cost(experiment),
+    )
+    return tuple(table for table in found if table is not None and table.rows)
+
+
+def _number(summary: Summary | None, show: _Show) -> Cell:
+    """The mean, and below it the spread over the seeds."""
+    if summary is None:
+        return _NONE
+    if summary.spread is None:
+        return Cell(show(summary.mean), "one seed")
+    return Cell(show(summary.mean), f"± {show(summary.spread)}")
+
+
+def _fixed(digits: int) -> _Show:
+    return lambda number: words.plain(number, digits)
+
+
+def _percent(number: float) -> str:
+    return f"{number * 100:.3g} %" if number >= 5e-6 else "0 %"
+
+
+def _table(
+    title: str,
+    experiment: ExperimentVerdict,
+    columns: Sequence[tuple[str, Callable[[_Arm], Cell]]],
+    notes: tuple[str, ...] = (),
+    key: str = "",
+) -> Table | None:
+    """A row per arm; columns and rows of which nothing is known are left out."""
+    arms = _arms(experiment)
+    shown = [(name, [show(arm) for arm in arms]) for name, show in columns]
+    kept = [(name, cells) for name, cells in shown if any(cell != _NONE for cell in cells)]
+    if not kept:
+        return None
+    rows = tuple((Cell(arm.name), *(cells[at] for _, cells in kept)) for at, arm in enumerate(arms))
+    return Table(title, ("arm", *(name for name, _ in kept)), rows, notes, key)
+
+
+def _quality(experiment: ExperimentVerdict) -> Table | None:
+    digits = max(digits_of(experiment), 4)
+    return _table(
+        "Quality and stability",
+        experiment,
+        [
+            ("bits per byte", lambda arm: _number(arm.measures.bits_per_byte, _fixed(digits))),
+            ("nats per token", lambda arm: _number(arm.measures.loss, _fixed(digits))),
+            ("token perplexity", lambda arm: _number(arm.measures.perplexity, _fixed(2))),
+            ("word perplexity", lambda arm: _number(arm.measures.word_perplexity, _fixed(2))),
+            *((METRICS[name].unit, _of_task(name, digits)) for name in _names(experiment)),
+            ("gradient norm", lambda arm: _number(arm.measures.gradient_norm, _fixed(3))),
+            ("largest", lambda arm: _number(arm.measures.gradient_norm_max, _fixed(2))),
+            ("spikes", lambda arm: _number(arm.measures.spike_rate, _percent)),
+        ],
+        ("Held-out data after the last step; mean and standard deviation over the seeds.",),
+        "quality",
+    )
+
+
+def _names(experiment: ExperimentVerdict) -> list[str]:
+    """The metrics of the arms' tasks, beside those of language models."""
+    return list(dict.fromkeys(name for arm in _arms(experiment) for name in arm.measures.metrics))
+
+
+def _of_task(metric: str, digits: int) -> Callable[[_Arm], Cell]:
+    return lambda arm: _number(arm.measures.metrics.get(metric), _fixed(digits))
+
+
+def _speed(experiment: ExperimentVerdict) -> Table | None:
+    withheld = [arm.name for arm in _arms(experiment) if arm.withheld]
+    notes = ["Optimizer steps alone: evaluation and the first steps of a process are left out."]
+    if withheld:
+        notes.append(
+            f"Withheld for {words.listing(withheld)}: a systems arm shows its speed only once its "
+            "losses have been found equal."
+        )
+    return _table(
+        "Speed",
+        experiment,
+        [
+            ("tokens/s", lambda arm: _number(arm.measures.tokens_per_s, words.rate)),
+            ("tokens/CPU-s", lambda arm: _number(arm.measures.tokens_per_cpu_s, words.rate)),
+            ("step", lambda arm: _number(arm.measures.step_s, words.duration)),
+            ("first to ninth decile", _spread),
+            ("MFU, c = 12", lambda arm: _number(arm.measures.mfu_full, _percent)),
+            ("MFU, c = 6", lambda arm: _number(arm.measures.mfu_causal, _percent)),
+        ],
+        tuple(notes),
+        "speed",
+    )
+
+
+def _spread(arm: _Arm) -> Cell:
+    low, high = arm.measures.step_low_s, arm.measures.step_high_s
+    if low is None or high is None:
+        return _NONE
+    return Cell(f"{words.duration(low.mean)} to {words.duration(high.mean)}")
+
+
+def _memory(experiment: ExperimentVerdict) -> Table | None:
+    def part(name: str) -> Callable[[_Arm], Cell]:
+        def show(arm: _Arm) -> Cell:
+            split = arm.measures.memory
+            return _NONE if split is None else Cell(words.size(getattr(split, name)))
+
+        return show
+
+    names = ("weights", "gradients", "optimizer", "activations", "peak")
+    columns = [(name, part(f"{name}_bytes")) for name in names]
+    return _table("Memory", experiment, columns, (), "memory")
+
+
+def _target(experiment: ExperimentVerdict) -> Table | None:
+    results = [arm.target for arm in _arms(experiment) if arm.target is not None]
+    if not results:
+        return None
+
+    def shown(name: str, show: _Show, ratio: str = "") -> Callable[[_Arm], Cell]:
+        def cell(arm: _Arm) -> Cell:
+            value = None if arm.target is None else getattr(arm.target, f"median_{name}")
+            if value is not None:
+                found = getattr(arm.target, ratio) if ratio else None
+                return Cell(show(value), "" if found is None else words.ratio(found.value))
+            missed = arm.target is not None and arm.target.tokens and not _half(arm.target)
+            return Cell("not reached", tone="soft") if missed else _NONE
+
+        return cell
+
+    def reached(arm: _Arm) -> Cell:
+        if arm.target is None:
+            return _NONE
+        return Cell(f"{arm.target.reached} of {len(arm.target.tokens)}")
+
+    return _table(
+        f"To {results[0].target:g} {UNITS[experiment.metric]}",
+        experiment,
+        [
+            ("seeds that reached it", reached),
+            ("tokens, median", shown("tokens", words.integer, "tokens_ratio")),
+            ("time", shown("wall_s", words.duration, "wall_ratio")),
+            ("CPU time", shown("cpu_s", words.duration)),
+        ],
+        (
+            "A miss is censored: it counts as longer than any run that reached the target. Ratios "
+            "are to the baseline, where every seed of both reached it.",
+        ),
+        "target",
+    )
+
+
+def _half(target: TargetResult) -> bool:
+    return target.reached * 2 > len(target.tokens)
+
+
+def _kernels(experiment: ExperimentVerdict) -> Table:
+    rows = []
+    for arm in _arms(experiment):
+        for use in arm.measures.kernels:
+            layers = ", ".join(str(layer) for layer in use.layers)
+            cells = (Cell(use.kernel), Cell(layers), Cell(words.integer(use.calls)))
+            rows.append((Cell(arm.name), *cells))
+    return Table(
+        "Attention kernels that ran",
+        ("arm", "kernel", "layers", "forward passes"),
+        tuple(rows),
+        ("Seen in the autograd graph of each layer in training, over all seeds.",),
+        "kernels",
+        text=True,
+    )
+
+
+def _or_withheld(value: float | None, show: _Show, note: str = "") -> Cell:
+    return Cell("withheld", note, tone="soft") if value is None else Cell(show(value), note)
+
+
+def _cost(experiment: ExperimentVerdict) -> Table | None:
+    def trials(arm: _Arm) -> Cell:
+        if not arm.cost.sweep_runs:
+            return _NONE
+        runs = words.count(arm.cost.sweep_runs, "run")
+        return _or_withheld(arm.cost.sweep_cpu_s, words.duration, runs)
+
+    def of(name: str, show: _Show) -> Callable[[_Arm], Cell]:
+        return lambda arm: _or_withheld(getattr(arm.cost, name), show) if arm.cost.runs else _NONE
+
+    return _table(
+        "What it cost",
+        experiment,
+        [
+            ("runs", of("runs", words.integer)),
+            ("tokens", of("tokens", words.integer)),
+            ("CPU time", of("cpu_s", words.duration)),
+            ("wall time, added up", of("wall_s", words.duration)),
+            ("of it trials", trials),
+        ],
+        ("All runs of the arm, trials of a sweep and runs that diverged included.",),
+        "cost",
+    )
+
+
+def _seeds(experiment: ExperimentVerdict) -> Table | None:
+    if not experiment.arms:
+        return None
+    digits = max(digits_of(experiment), 4)
+    # Of a sequential experiment arms have as many seeds as they needed.
+    longest = max((arm.per_seed for arm in experiment.arms), key=len)
+    written = [_differences(arm, digits) for arm in experiment.arms]
+    rows = []
+    for at, seed in enumerate(longest):
+        base = Cell("" if seed.baseline is None else words.plain(seed.baseline, digits))
+        cells = [base if base.text else _NONE]
+        for arm, said in zip(experiment.arms, written, strict=True):
+            if at >= len(arm.per_seed):
+                cells.append(Cell("not needed", tone="soft"))
+                continue
+            result = arm.per_seed[at]
+            if result.difference is not None:
+                same = "the same bits" if result.identical else ""
+                cells.append(Cell(said[result.seed], same))
+            else:
+                tone = "bad" if result.status == "diverged" else "soft"
+                cells.append(Cell(result.status, tone=tone))
+        rows.append((Cell(f"seed {seed.seed}"), *cells))
+    head = (
+        "",
+        experiment.baseline.name,
+        *(f"{arm.arm} {words.MINUS} {experiment.baseline.name}" for arm in experiment.arms),
+    )
+    unit = UNITS[experiment.metric]
+    note = f"{unit[0].upper()}{unit[1:]}; the difference of every arm with the same seed."
+    return Table("Seed by seed", head, tuple(rows), (note,), "effect")
+
+
+def _differences(arm: ArmVerdict, digits: int) -> dict[int, str]:
+    known = {each.seed: each.difference for each in arm.per_seed if each.difference is not None}
+    return dict(zip(known, differences(list(known.values()), digits), strict=True))
+
+
+def _interactions(experiment: ExperimentVerdict) -> Table | None:
+    if not experiment.interactions:
+        return None
+    digits = digits_of(experiment)
+
+    def row(each: Interaction) -> tuple[Cell, ...]:
+        effect = _NONE if each.effect is None else Cell(words.signed(each.effect, digits))
+        if each.interval is not None:
+            ends = (each.interval.low, each.interval.high)
+            effect = Cell(effect.text, f"[{', '.join(words.signed(end, digits) for end in ends)}]")
+        p = Cell(words.p_value(each.p_holm))
+        return Cell(each.together), Cell(each.label), effect, p, Cell(words.typeset(each.reason))
+
+    return Table(
+        "Do they add up?",
+        ("together", "verdict", "beyond the sum", "p (Holm)", ""),
+        tuple(row(each) for each in experiment.interactions),
+        (),
+        "interaction",
+    )
+
+
+def curve_tables(
+    tokens: Sequence[Series], time: Sequence[Series], experiment: ExperimentVerdict
+) -> tuple[Table, ...]:
+    """The curves as numbers, for those who cannot see the figures: one table, or none.
+
+    Args:
+        tokens: every arm by tokens.
+        time: the arms whose time is shown, by time.
+        experiment: of them.
+    """
+    drawn = [each for each in tokens if each.x]
+    if not drawn:
+        return ()
+    digits = digits_of(experiment)
+    seconds = {each.arm: each.x for each in time}
+    every = sorted({x for each in drawn for x in each.x})
+    stride = -(-len(every) // _CURVE_ROWS)
+    shown = sorted({*every[::stride], every[-1]})
+    rows = []
+    for x in shown:
+        cells = [Cell(words.integer(x))]
+        for each in drawn:
+            if x not in each.x:
+                cells.append(_NONE)
+                continue
+            at = each.x.index(x)
+            note = words.duration(seconds[each.arm][at]) if each.arm in seconds else ""
+            cells.append(Cell(words.plain(each.mean[at], digits), note))
+        rows.append(tuple(cells))
+    notes = (f"Mean {UNITS[experiment.metric]} of the held-out data, and the training time.",)
+    head = ("tokens", *(each.arm for each in drawn))
+    return (Table("The metric along the runs", head, tuple(rows), notes, "curve"),)
+
+
+def config_table(
+    baseline_name: str, baseline: Mapping[str, Any], arms: Mapping[str, Mapping[str, Any]]
+) -> Table:
+    """Every setting of the baseline, and where an arm differs.
+
+    Args:
+        baseline_name: of the baseline.
+        baseline: its config, written out.
+        arms: arm -> its config, written out.
+    """
+    base = dict(_flat(baseline))
+    others = {name: dict(_flat(values)) for name, values in arms.items()}
+    paths = [*base]
+    for values in others.values():
+        paths += [path for path in values if path not in paths]
+    rows = []
+    for path in sorted(paths, key=lambda path: (path.partition(".")[0], paths.index(path))):
+        mine = _shown(base, path)
+        changed = [
+            f"{name}: {_shown(values, path)}"
+            for name, values in others.items()
+            if _shown(values, path) != mine
+        ]
+        cell = Cell("; ".join(changed), tone="changed")
+        rows.append((Cell(path), Cell(mine), cell))
+    head = ("setting", baseline_name, "changed in")
+    return Table("Every setting", head, tuple(rows), text=True)
+
+
+def _shown(values: Mapping[str, Any], path: str) -> str:
+    return spelled(values[path]) if path in values else "\N{EN DASH}"
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value

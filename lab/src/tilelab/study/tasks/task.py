@@ -1,0 +1,274 @@
+"""What a task is: everything of a run that depends on what is learnt.
+
+The rest of the study (trainer, session, verdicts, reports) asks a task and knows none by name. A
+task decides
+
+* which configs it can run at all (``check``), before any run starts;
+* its data (``prepare``): read, tokenized and hashed once, then the same for every arm and seed;
+* the batches, as a function of seed and step alone (``batches``): paired seeds see the same ones;
+* the model with its head (``model``), whose weights depend on config and seed alone;
+* what a step minimises (``losses``) and what a held-out evaluation says (``examination``), with the
+  names of its metrics (``metrics``; ``study/metrics.py`` knows their units and directions);
+* what an evening's forecast and a FLOP count need to know (the rest).
+
+To add a task: subclass ``AbstractTask`` in a file of this folder, and add a function that makes it
+to ``choices/tasks.py``; its keyword-only parameters are the task's options in a config
+(``task.name``, ``task.folder``, ...). A task that classifies sequences should start from
+``Classification`` (``classification.py``): it only says where examples come from, how many classes
+there are and which metrics count; batches without padding, the BERT with its head, the objective
+and the evaluation are there. A model of another shape is a new file in ``lab/models`` and a new
+value of ``config.Model.family``; its inputs are whatever ``Batch.inputs`` holds.
+
+An option that only some tasks know belongs to the task, never to ``RunConfig``: what is not in a
+config's task cannot be set wrongly.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tilelab.study.ask.config import Evaluation, RunConfig, Training
+from tilelab.study.choices.variants import ENCODER
+from tilelab.study.records.events import LayerSoftmax, Sample
+from tilewise.errors import InvalidArgument
+
+__all__ = ["AbstractTask", "Batch", "Batches", "DataBytes", "Examination", "Held", "Prepared"]
+
+
+class Prepared(Protocol):
+    """Data that is ready: whatever a task needs of it, and what every record says."""
+
+    @property
+    def sha256(self) -> str:
+        """Of all that decides what is learnt from, and of its split."""
+
+    def as_json(self) -> dict[str, Any]:
+        """What records and reports say of the data: name, sizes, ``sha256``."""
+
+    def __str__(self) -> str:
+        """The data in a line, for the console."""
+
+
+class DataBytes(NamedTuple):
+    """Memory that data takes in each process of a run.
+
+    Args:
+        kept: while the run trains.
+        most: while it is read and made ready.
+    """
+
+    kept: int = 0
+    most: int = 0
+
+
+class Batch(NamedTuple):
+    """A micro-batch.
+
+    Args:
+        inputs: what the model is called with; each has ``.to(device)``.
+        targets: what ``losses`` compares its output with.
+        counted: targets that the loss is a mean over: the share of a micro-batch in its step.
+        tokens: that are learnt from, padding not counted.
+    """
+
+    inputs: tuple[Any, ...]
+    targets: Tensor
+    counted: int
+    tokens: int
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on a device."""
+        inputs = tuple(each.to(device) for each in self.inputs)
+        return self._replace(inputs=inputs, targets=self.targets.to(device))
+
+
+class Batches(Protocol):
+    """The training batches of a run, at random access."""
+
+    def at(self, step: int) -> Sequence[Batch]:
+        """The micro-batches of an optimizer step, 0 for the first; the same in every process."""
+
+
+class Held(NamedTuple):
+    """What a held-out evaluation found; see ``records.Evaluation``.
+
+    Args:
+        loss: the mean of what is minimised, without smoothing and the like; decides divergence.
+        bits_per_byte, word_perplexity: of language models; None elsewhere.
+        metrics: the task's others, by name.
+        softmaxes: of the attention layers, of a task that looks at them.
+    """
+
+    loss: float
+    bits_per_byte: float | None = None
+    word_perplexity: float | None = None
+    metrics: dict[str, float | None] = {}  # noqa: RUF012  never changed
+    softmaxes: list[LayerSoftmax] | None = None
+
+
+class Examination(ABC):
+    """The held-out data of a run, and how a model is examined on it."""
+
+    @abstractmethod
+    def held_out(self, model: nn.Module, whole: bool, autocast: torch.dtype | None) -> Held:
+        """Evaluate, in eval mode and without a trace: mode and random state stay as they are.
+
+        Args:
+            model: of ``AbstractTask.model``.
+            whole: after the last step, where a task may look at more.
+            autocast: the dtype of matrix products; None for that of the weights.
+        """
+
+    def sample(
+        self, model: nn.Module, count: int, seed: int, autocast: torch.dtype | None
+    ) -> Sample:
+        """What the model writes, of a task that can write."""
+        raise NotImplementedError("check() refuses evaluation.sample_tokens for this task")
+
+
+class AbstractTask(ABC):
+    """What is learnt, and how it is judged.
+
+    Instances are cheap and have no state: data goes in and out.
+
+    Args of all methods: ``config`` is of the run; ``data`` is what ``prepare`` gave.
+    """
+
+    families: ClassVar[tuple[str, ...]]  # of models that it takes
+    tokenizers: ClassVar[tuple[str, ...]]  # of config.Data that it takes
+    fine_tunes: ClassVar[bool] = False  # whether it takes model.checkpoint
+    writes: ClassVar[bool] = False  # whether its models can go on with a text
+    unit: ClassVar[str] = "example"  # what a batch is counted in, in words
+    learns_text: ClassVar[bool] = False  # data is one text: windows, strides, shares held out
+    packs: ClassVar[bool] = False  # it knows of documents and of rows that grow (data/packing.py)
+    sized_by_data: ClassVar[bool] = False  # model.context is what its data has, and no other
+    causal: ClassVar[bool] = False  # whether c = 6 means something (``train/flops.py``)
+
+    @property
+    @abstractmethod
+    def metrics(self) -> tuple[str, ...]:
+        """Names of ``study/metrics.py`` that its evaluations have, the usual one first."""
+
+    def check(self, config: RunConfig) -> None:
+        """Refuse what no run of this task could do; subclasses call this one too.
+
+        Raises:
+            InvalidArgument: with the path of the value, what is required and how to fix it.
+        """
+        task = config.task.name
+        asked: list[tuple[str, str, tuple[str, ...]]] = [
+            ("model.family", config.model.family, self.families),
+            ("data.tokenizer", config.data.tokenizer, self.tokenizers),
+        ]
+        for path, given, known in asked:
+            if given not in known:
+                raise InvalidArgument(path, repr(given), f"{' or '.join(known)} for task {task}")
+        if config.model.checkpoint and not self.fine_tunes:
+            came = repr(config.model.checkpoint)
+            raise InvalidArgument("model.checkpoint", came, f"none: {task} begins from scratch")
+        self._check_factors(config)
+        if config.model.family == "bert" and config.attention.variant.name not in ENCODER:
+            came = config.attention.variant.name
+            required = f"one of {', '.join(ENCODER)}: an encoder's tokens look both ways"
+            raise InvalidArgument("attention.variant", came, required)
+        evaluation = config.evaluation
+        if evaluation.sample_tokens and not self.writes:
+            came = str(evaluation.sample_tokens)
+            raise InvalidArgument("evaluation.sample_tokens", came, f"0: {task} writes no text")
+        if evaluation.final_stride and not self.learns_text:
+            came = str(evaluation.final_stride)
+            raise InvalidArgument("evaluation.final_stride", came, f"0 for task {task}")
+        standard = Evaluation().windows
+        if evaluation.windows != standard and not self.learns_text:
+            required = f"{standard}, which says nothing here: {task} is evaluated on all examples"
+            fix = "It counts windows of a text."
+            raise InvalidArgument("evaluation.windows", str(evaluation.windows), required, fix)
+        if config.budget.tokens is not None and not self.learns_text:
+            came = f"{config.budget.tokens} tokens"
+            required = f"budget.steps: task {task} counts examples"
+            raise InvalidArgument("budget", came, required)
+
+    def _check_factors(self, config: RunConfig) -> None:
+        """Nothing that a task or a model does not know is set without an effect."""
+        rows = {
+            "data.packing": (config.data.packing, "stream"),
+            "evaluation.documents": (config.evaluation.documents, False),
+            "training.length_warmup.steps": (config.training.length_warmup.steps, 0),
+        }
+        model = config.model
+        foreign: dict[str, tuple[Any, Any]] = {"model.feed_forward": (model.feed_forward, None)}
+        if model.family != "gpt2":
+            foreign = {
+                "model.kv_heads": (model.kv_heads, None),
+                "model.positions": (model.positions, "learned"),
+                "model.norm": (model.norm, "layer"),
+                "model.qk_norm": (model.qk_norm, False),
+            }
+        asked = {**({} if self.packs else rows), **foreign}
+        for path, (came, standard) in asked.items():
+            if came != standard:
+                who = f"task {config.task.name}" if path in rows else f"family {model.family}"
+                raise InvalidArgument(path, repr(came), f"{standard!r} for {who}")
+
+    @abstractmethod
+    def prepare(self, config: RunConfig, cache: Path) -> Any:
+        """The data, a ``Prepared``.
+
+        It depends on ``config.task`` and ``config.data`` alone, so that runs share it.
+
+        Args:
+            config: of the run.
+            cache: a folder for what takes long to make; it may be used or not.
+
+        Raises:
+            InvalidArgument: it is not there; the message says how to get it.
+        """
+
+    def data_bytes(self, config: RunConfig) -> DataBytes:
+        """What ``prepare`` will take, told from the config and the sizes of files before it runs.
+
+        Nothing for data that is mapped from a file (tokens of a text are), or whose size nobody
+        knows before it is read.
+        """
+        return DataBytes()
+
+    @abstractmethod
+    def batches(self, config: RunConfig, data: Any, seed: int) -> Batches:
+        """The training batches."""
+
+    @abstractmethod
+    def model(self, config: RunConfig, data: Any, seed: int, device: torch.device) -> nn.Module:
+        """The model with its head; ``model(*batch.inputs)`` gives what ``losses`` takes.
+
+        Its attention layers are modules with an attribute ``implementation``: the guard sees those.
+        """
+
+    @abstractmethod
+    def losses(self, output: Tensor, targets: Tensor, training: Training) -> tuple[Tensor, Tensor]:
+        """The objective with its graph, and the plain loss without one, means over the targets."""
+
+    @abstractmethod
+    def examination(self, config: RunConfig, data: Any) -> Examination:
+        """The held-out side.
+
+        Raises:
+            InvalidArgument: there is too little of it.
+        """
+
+    @abstractmethod
+    def looked_up(self, model: nn.Module) -> int:
+        """How many numbers of the model are looked up, and not multiplied (``train/flops.py``)."""
+
+    def attended(self, config: RunConfig, data: Any) -> float:
+        """Keys that a token meets, on average, without a mask: the context, or less of it."""
+        return float(config.model.context)
+
+    @abstractmethod
+    def evaluated(self, config: RunConfig, data: Any, whole: bool) -> int:
+        """Sequences of an evaluation, for forecasts; ``whole`` as in ``Examination.held_out``."""

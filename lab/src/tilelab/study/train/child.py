@@ -1,0 +1,238 @@
+"""The process of one run: ``python -m tilelab.study.train.child``.
+
+It reads one line of JSON from standard input, a ``Job``, and writes to the folder of its run. It
+ends when its work is done, and at once when its standard input closes: a parent that is gone,
+killed or not, leaves no process behind.
+
+Exit status: 0, the run is over (done or diverged; its record tells); 3, an error that its user can
+put right, said in the last line of standard error; anything else is a crash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilelab.common.files import telling_full_disk
+from tilelab.study.ask.config import RunConfig
+from tilelab.study.ask.run import Run
+from tilelab.study.tasks.task import Prepared
+from tilelab.study.train.flops import dtype_of, peak_flops_s
+from tilelab.study.train.memory_split import PeakMeter
+from tilelab.study.train.session import Session
+from tilelab.study.train.team import Strategy, Team, check, device_of, joined
+from tilelab.study.train.trainer import Trainer
+from tilewise.errors import TilewiseError
+
+__all__ = ["EXPECTED_ERROR", "JOB", "ORPHANED", "Job", "end_with_parent", "main", "work"]
+
+EXPECTED_ERROR = 3
+ORPHANED = 4
+JOB = "TILEWISE_STUDY_JOB"  # holds the line where there are several processes for one input
+_LOCK = ".lock"
+_LOCK_WAIT_S = 10.0  # for a process that is just ending
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process is told.
+
+    Args:
+        run: what to train.
+        folder: of the study.
+        cache: of token files.
+        threads: of torch.
+        core: to be pinned to; None for no pinning.
+        device: ``"cpu"``, ``"cuda"``.
+        processes: that train the run together; this is one of them.
+        strategy: how they share the model, see ``team.py``.
+        checkpoint_every_s: seconds between checkpoints.
+        environment: where it runs, for the record.
+    """
+
+    run: Run
+    folder: Path
+    cache: Path
+    threads: int = 1
+    core: int | None = None
+    device: str = "cpu"
+    processes: int = 1
+    strategy: Strategy = "ddp"
+    checkpoint_every_s: float = 10.0
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Job:
+        """The job in a line of JSON."""
+        given = {
+            **values,
+            "run": Run.from_json(values["run"]),
+            "folder": Path(values["folder"]),
+            "cache": Path(values["cache"]),
+        }
+        return cls(**given)
+
+
+def main() -> int:
+    """Do the job on standard input, or in the environment; the exit status."""
+    line = os.environ.get(JOB) or sys.stdin.readline()
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    try:
+        with telling_full_disk():
+            work(Job.from_json(json.loads(line)))
+    except TilewiseError as error:
+        return _refuse(str(error))
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            _tell_agent(traceback.format_exc())
+            raise
+        return _refuse(
+            f"out of memory ({str(error).splitlines()[0]}): take a smaller training.batch with "
+            "more training.accumulation, training.checkpointing=true, or fewer --jobs"
+        )
+    except Exception:
+        _tell_agent(traceback.format_exc())
+        raise
+    return 0
+
+
+def work(job: Job) -> None:
+    """Do a job in this process.
+
+    Raises:
+        TilewiseError: something that the user can put right: data, a checkpoint of another config,
+            a folder in use.
+        OSError: something cannot be written.
+    """
+    if job.core is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {job.core})
+    torch.set_num_threads(job.threads)
+    check(job.run.config, job.processes, job.strategy)
+    device = device_of(job.device)
+    folder = job.run.folder(job.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with joined(job.processes, job.strategy, device) as team, _held(folder, team):
+        config = job.run.config
+        data = team.first(lambda: config.learning.prepare(config, job.cache))
+        _warm(config, data, device)
+        dtype = dtype_of(config.training.precision)
+        # Before the meter: it takes memory. The lead measures while the others are idle.
+        peak = team.agreed(peak_flops_s(dtype, device) if team.lead else 0.0) * team.size
+        meter = PeakMeter(device)
+        session = Session(
+            Trainer(job.run, data, device, team),
+            data,
+            folder,
+            meter,
+            peak_flops_s=peak,
+            checkpoint_every_s=job.checkpoint_every_s,
+            environment={
+                **job.environment,
+                "threads": job.threads,
+                "processes": team.size,
+                "strategy": team.strategy if team.size > 1 else None,
+                "core": job.core,
+                "device": _name_of(device),
+            },
+        )
+        session.work()
+
+
+def _warm(config: RunConfig, data: Prepared, device: torch.device) -> None:
+    """Let the process take what torch takes once, so that no arm is charged for it as memory.
+
+    The pages of the token files, which the system counts in every process, are there already: the
+    files' checksum was taken.
+    """
+    task = config.learning
+    numbers = {"layers": 1, "heads": 1, "kv_heads": None, "width": 16}
+    others = {"checkpoint": "", "feed_forward": None}
+    if not task.sized_by_data:
+        numbers["context"] = 16
+    small = config.model.model_copy(update={**numbers, **others})
+    training = config.training.model_copy(update={"batch": 1, "accumulation": 1})
+    cut = config.model_copy(update={"model": small, "training": training})
+    model = task.model(cut, data, 0, device)
+    (batch,) = task.batches(cut, data, 0).at(0)
+    model(*batch.to(device).inputs).sum().backward()
+    torch.optim.AdamW(model.parameters(), fused=True).step()
+
+
+def _name_of(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return device.type
+
+
+def end_with_parent() -> None:
+    """Wait for the end of standard input, then end the process, whatever it is doing.
+
+    Read without Python's buffer, whose lock would disturb an orderly end of the interpreter.
+    """
+    with contextlib.suppress(OSError):
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+    os._exit(ORPHANED)
+
+
+def _held(folder: Path, team: Team) -> contextlib.AbstractContextManager[None]:
+    """The folder, for the lead: the others do not write."""
+    return _locked(folder) if team.lead else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Nobody else works in this folder while the block lasts; the system ends the lock.
+
+    Raises:
+        TilewiseError: another process does.
+    """
+    with (folder / _LOCK).open("a") as file:
+        deadline = time.monotonic() + _LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    message = f"{folder}: another process works on this run; wait for it or end it"
+                    raise TilewiseError(message) from None
+                time.sleep(0.05)
+        yield
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    words = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in words
+
+
+def _refuse(words: str) -> int:
+    line = " ".join(words.split("\n"))
+    print(line, file=sys.stderr)
+    _tell_agent(line)
+    return EXPECTED_ERROR
+
+
+def _tell_agent(words: str) -> None:
+    """Leave the reason where torch's agent looks for it, if one started this process."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"timestamp": int(time.time()), "py_callstack": words}
+        message = {"message": words, "extraInfo": extra}
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Floating-point operations of a token, and how many the processor can do at most.
+
+A model-FLOPs utilisation (MFU) is operations per token times tokens per second over the peak. It is
+only comparable where its convention is named, so both common ones are recorded.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from tilelab.study.ask.config import RunConfig
+from tilewise.commands import peaks
+from tilewise.kernels.cpu.core import absence
+
+__all__ = ["dtype_of", "gemm_peak_flops_s", "peak_flops_s", "per_token", "synchronise"]
+
+_FULL, _CAUSAL = 12, 6
+_SAMPLE_S = 0.02  # a matrix product of at least this long is timed
+_LARGEST = 4096
+_SAMPLES = 5
+_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """The dtype of matrix products in a precision of ``config.Training``."""
+    return _DTYPES[precision]
+
+
+def per_token(
+    config: RunConfig, parameters: dict[str, int], attended: float | None = None
+) -> dict[str, float]:
+    """Operations of the forward and backward pass per trained token: 6 (N - E) + c L d T.
+
+    N counts all parameters, E those that are looked up and not multiplied, as the positions are. A
+    token embedding that is tied to a head is multiplied there: it counts, once. L layers of width d
+    attend over the context T, or over ``attended`` keys where sequences are shorter. What
+    activation checkpointing computes again is not counted.
+
+    * ``full``: c = 12, every query with every key, the custom of PaLM and most others.
+    * ``causal``: c = 6, the half that a causal mask leaves.
+
+    Args:
+        config: of the run.
+        parameters: ``total`` (N) and ``embedding`` (E).
+        attended: T; None for the whole context.
+
+    Source: Chowdhery et al., PaLM (2022), appendix B.
+    """
+    model = config.model
+    dense = 6.0 * (parameters["total"] - parameters["embedding"])
+    attention = model.layers * model.width * float(attended or model.context)
+    return {"full": dense + _FULL * attention, "causal": dense + _CAUSAL * attention}
+
+
+def peak_flops_s(dtype: torch.dtype, device: torch.device) -> float:
+    """Operations per second of this process's threads at their best.
+
+    On a CPU with the compiled core that is its bare loop of multiply-adds, which nothing exceeds;
+    torch's matrix product, much slower than that on some processors, counts where it is faster and
+    where there is no such loop.
+
+    Args:
+        dtype: of matrix products.
+        device: where they run.
+    """
+    product = gemm_peak_flops_s(dtype, device)
+    if device.type != "cpu" or absence() is not None:
+        return product
+    kind = peaks.loop(str(dtype).removeprefix("torch."), peaks.isa())
+    threads = torch.get_num_threads()
+    return max(product, *(peaks.measure(kind, threads, "cpu") for _ in range(_SAMPLES)))
+
+
+def gemm_peak_flops_s(dtype: torch.dtype, device: torch.device) -> float:
+    """Operations per second of torch's square matrix product with this process's threads.
+
+    The size doubles until a product takes long enough to be timed, then a few more are made; the
+    best rate of all of them counts. On a CPU it is a rate of CPU time: what the threads wait, while
+    other processes have their cores, is left out, so that a busy machine does not lower the peak.
+    It takes a fraction of a second, much of it only where the dtype has no fast path.
+    """
+    size = 128
+    _product_s(size, dtype, device)  # the first one starts threads and makes kernels
+    # Layers multiply by a transposed weight, which torch does several times faster in float16.
+    layouts = (False, True)
+    transposed = min(layouts, key=lambda each: min(_samples(size, dtype, device, each)))
+    rates = []
+    while True:
+        taken = _product_s(size, dtype, device, transposed)
+        rates.append(2.0 * size**3 / taken)
+        if taken >= _SAMPLE_S or size >= _LARGEST:
+            break
+        size *= 2
+    return max(*rates, 2.0 * size**3 / min(_samples(size, dtype, device, transposed)))
+
+
+def _samples(size: int, dtype: torch.dtype, device: torch.device, transposed: bool) -> list[float]:
+    return [_product_s(size, dtype, device, transposed) for _ in range(_SAMPLES)]
+
+
+def _product_s(
+    size: int, dtype: torch.dtype, device: torch.device, transposed: bool = False
+) -> float:
+    """Seconds of one product, inputs made before."""
+    left = torch.full((size, size), 0.5, dtype=dtype, device=device)
+    right, out = torch.full_like(left, 0.25), torch.empty_like(left)
+    right = right.t() if transposed else right
+    synchronise(device)
+    begin = _now(device)
+    torch.mm(left, right, out=out)
+    synchronise(device)
+    return max(_now(device) - begin, 1e-9)  # a clock that stands still is no infinite rate
+
+
+def _now(device: torch.device) -> float:
+    """Wall time of a GPU; on a CPU the mean CPU time of torch's threads."""
+    if device.type == "cuda":
+        return time.perf_counter()
+    return time.process_time() / torch.get_num_threads()
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until a device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

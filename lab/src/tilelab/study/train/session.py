@@ -1,0 +1,267 @@
+"""What a process does for a run: takes it up where it was left, and writes down what happens.
+
+Where several processes train a run together, all of them do this, and only the lead writes.
+
+The order of writing makes a crash harmless: what a step or an evaluation found is in the record
+before the checkpoint that has it behind it, so that a record is never behind a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tilelab.study.ask.run import RECORD
+from tilelab.study.records.events import (
+    Checkpoint,
+    End,
+    Evaluation,
+    Event,
+    Memory,
+    RunRecord,
+    Start,
+    Step,
+    Writer,
+)
+from tilelab.study.tasks.task import Prepared
+from tilelab.study.train import state as states
+from tilelab.study.train.examiner import Examiner
+from tilelab.study.train.flops import per_token
+from tilelab.study.train.memory_split import PeakMeter
+from tilelab.study.train.trainer import Diverged, Split, Trainer
+
+__all__ = ["WARMUP_STEPS", "Session", "Totals"]
+
+WARMUP_STEPS = 2  # first steps of a process: caches, compilation, optimizer state
+# A checkpoint waits for this many times what the last one took: it costs a few percent at most.
+_CHECKPOINT_SHARE = 20.0
+
+
+@dataclass
+class Totals:
+    """What is counted over all processes of a run; in the checkpoint, but not in its hash.
+
+    Args:
+        train_wall_s, train_cpu_s: spent in optimizer steps.
+        tokens: learnt from.
+        peak_bytes: most memory while training.
+        kernels: the guard's counts.
+    """
+
+    train_wall_s: float = 0.0
+    train_cpu_s: float = 0.0
+    tokens: int = 0
+    peak_bytes: int = 0
+    kernels: list[list[Any]] = field(default_factory=list)
+
+
+class _Silent:
+    """The writer of a process that is not the lead."""
+
+    def write(self, event: Event) -> None:
+        """The lead writes the same."""
+
+    def sync(self) -> None:
+        """The lead does."""
+
+    def close(self) -> None:
+        """The lead does."""
+
+
+class Session:
+    """Works on a run until it is over.
+
+    Args:
+        trainer: of the run, new.
+        data: what its task prepared.
+        folder: of the run; it exists, and no other process works in it.
+        meter: made before the trainer.
+        peak_flops_s: the most that its threads can do in the run's precision.
+        checkpoint_every_s: seconds between checkpoints, 0 for one after every step.
+        environment: where it runs, for the record.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        data: Prepared,
+        folder: Path,
+        meter: PeakMeter,
+        *,
+        peak_flops_s: float,
+        checkpoint_every_s: float = 10.0,
+        environment: dict[str, Any] | None = None,
+    ) -> None:
+        self.trainer, self.meter, self.totals = trainer, meter, Totals()
+        self._team = trainer.team
+        self._examiner = Examiner(trainer, data)
+        self._data = data
+        self._record, self._checkpoint = folder / RECORD, folder / states.CHECKPOINT
+        self._every_s, self._environment = checkpoint_every_s, environment or {}
+        self._peak_flops_s = peak_flops_s
+        self._first_weights = states.weights_sha256(trainer.model)
+        self._split: Split | None = None
+        self._taken = 0  # steps of this session
+        self._next_checkpoint = 0.0
+
+    def work(self) -> None:
+        """Train to the end of the budget, or until a number is not finite.
+
+        Raises:
+            CheckpointError: the checkpoint is not of this run, or damaged.
+            CorruptRecordError: the record was changed.
+            OSError: something cannot be written; what was written before stays.
+        """
+        record = RunRecord.read(self._record) if self._team.lead else RunRecord()
+        done, begun = self._team.agreed((record.done, bool(record.starts)))
+        if done:
+            return
+        if begun:  # a checkpoint whose record is gone says nothing of how it came about
+            self._resume(record)
+        self._writer = Writer(self._record) if self._team.lead else _Silent()
+        try:
+            self._writer.write(self._start())
+            self._put_off_checkpoint(0.0)
+            try:
+                self._train()
+            except Diverged as diverged:
+                self._writer.write(self.trainer.guard.kernels())
+                self._write_last("diverged", str(diverged))
+            else:
+                if self.trainer.config.evaluation.sample_tokens:
+                    self._writer.write(self._examiner.sample())
+                self._write_last("done", "")
+        finally:
+            self._writer.close()
+
+    def _resume(self, record: RunRecord) -> None:
+        """Go on from the checkpoint, unless the record lost steps that it has behind it."""
+        self.meter.pause()
+        state = states.read(self._checkpoint, self.trainer.identity)
+        known = self._team.agreed(record.whole_steps)
+        if state is not None and state.step <= known:
+            self.trainer.restore(state)
+            whole = state.step * self.trainer.config.tokens_per_step
+            self.totals = Totals(**{"tokens": whole, **state.totals})  # old ones do not count them
+            self.trainer.guard.restore(self.totals.kernels)
+        del state
+        self.meter.resume()
+
+    def _train(self) -> None:
+        trainer, every = self.trainer, self.trainer.config.evaluation.every
+        if trainer.done == 0:
+            self._evaluate()
+        while not trainer.over:
+            self._step()
+            if self._taken == WARMUP_STEPS:
+                self._measure()
+            if trainer.over or trainer.done % every == 0:
+                self._evaluate()
+            due = not trainer.over and time.monotonic() >= self._next_checkpoint
+            if self._team.agreed(due):
+                self._save()
+        if self._taken:
+            self._measure()
+            self._save()
+
+    def _step(self) -> None:
+        taken = self.trainer.step()
+        self._taken += 1
+        self.totals.train_wall_s += taken.wall_s
+        self.totals.train_cpu_s += taken.cpu_s
+        self.totals.tokens += taken.tokens
+        self._writer.write(Step(**taken._asdict(), warmup=self._taken <= WARMUP_STEPS))
+
+    def _evaluate(self) -> None:
+        """Evaluate the weights; not finite is diverged, for there may be no step to notice it."""
+        self.meter.pause()
+        begin = time.perf_counter()
+        found = self._examiner.held_out(whole=self.trainer.over)
+        self._writer.write(
+            Evaluation(
+                step=self.trainer.done,
+                tokens=self.totals.tokens,
+                train_wall_s=self.totals.train_wall_s,
+                train_cpu_s=self.totals.train_cpu_s,
+                **found._asdict(),
+                wall_s=time.perf_counter() - begin,
+            )
+        )
+        self.meter.resume()
+        if not math.isfinite(found.loss):
+            raise Diverged(f"the held-out loss after step {self.trainer.done} is {found.loss}")
+
+    def _measure(self) -> None:
+        """Write where memory goes, and which kernels ran."""
+        self.meter.pause()
+        self.totals.peak_bytes = max(self.totals.peak_bytes, self.meter.peak_bytes())
+        if self._split is None:
+            self._split = self.trainer.split()
+        self._writer.write(Memory(**self._split._asdict(), peak_bytes=self.totals.peak_bytes))
+        self._writer.write(self.trainer.guard.kernels())
+        self.meter.resume()
+
+    def _save(self) -> None:
+        self.meter.pause()
+        begin = time.monotonic()
+        self._writer.sync()
+        self.totals.peak_bytes = max(self.totals.peak_bytes, self.meter.peak_bytes())
+        self.totals.kernels = self.trainer.guard.as_json()
+        state = self.trainer.state(vars(self.totals))
+        if self._team.lead:
+            states.write(state, self._checkpoint)
+        del state
+        self._writer.write(Checkpoint(self.trainer.done))
+        self._put_off_checkpoint(time.monotonic() - begin)
+        self.meter.resume()
+
+    def _put_off_checkpoint(self, took_s: float) -> None:
+        wait_s = max(self._every_s, _CHECKPOINT_SHARE * took_s) if self._every_s else 0.0
+        self._next_checkpoint = time.monotonic() + wait_s
+
+    def _start(self) -> Start:
+        run, trainer = self.trainer.run, self.trainer
+        return Start(
+            run=run.name,
+            experiment=run.experiment,
+            arm=run.arm,
+            seed=run.seed,
+            phase=run.phase,
+            candidate=run.candidate,
+            config=run.config.model_dump(mode="json"),
+            config_hash=run.config_hash,
+            from_step=trainer.done,
+            time=datetime.now(UTC).isoformat(timespec="seconds"),
+            environment=self._environment,
+            corpus=self._data.as_json(),
+            parameters=trainer.parameters,
+            groups=trainer.groups,
+            flops_per_token=self._flops_per_token(),
+            peak_flops_s=self._peak_flops_s,
+            weights_sha256=self._first_weights,
+        )
+
+    def _flops_per_token(self) -> dict[str, float]:
+        trainer = self.trainer
+        attended = trainer.task.attended(trainer.config, self._data)
+        found = per_token(trainer.config, trainer.parameters, attended)
+        return found if trainer.task.causal else {"full": found["full"]}
+
+    def _write_last(self, status: Any, reason: str) -> None:
+        """Say that the run is over. No checkpoint here: one of a diverged run would lie ahead."""
+        weights = states.weights_sha256(self.trainer.model)
+        if self._team.agreed(weights) != weights:
+            raise RuntimeError("the weights of the run's processes are not the same any more")
+        self._writer.write(
+            End(
+                status=status,
+                step=self.trainer.done,
+                reason=reason,
+                weights_sha256=weights,
+                state_sha256=self.trainer.state({}).sha256,
+            )
+        )

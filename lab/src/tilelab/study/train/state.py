@@ -1,0 +1,274 @@
+"""The state of a run on disk: one safetensors file, whole or not there.
+
+Everything that decides the rest of a run is in it: weights, optimizer state, scaling of
+gradients, the step. Tensors are tensors of the file; the rest is JSON in its metadata, which
+gives every float back to the bit. Nothing is pickled, so nothing in a checkpoint can run.
+
+A checkpoint is written beside the last one, synced, and then renamed over it: whatever happens, one
+whole checkpoint is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from tilelab.common.files import telling_full_disk
+from tilelab.study.train.team import whole
+from tilewise.errors import TilewiseError
+
+__all__ = [
+    "CHECKPOINT",
+    "CheckpointError",
+    "State",
+    "pack",
+    "read",
+    "state_sha256",
+    "unpack",
+    "weights_sha256",
+    "write",
+]
+
+CHECKPOINT = "checkpoint.safetensors"  # in the folder of a run
+FORMAT = "1"
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class CheckpointError(TilewiseError):
+    """A checkpoint cannot be used."""
+
+
+@dataclass
+class State:
+    """A run between two steps.
+
+    Args:
+        identity: what the run is, e.g. its config's hash, its seed and its corpus; only a run with
+            the same one goes on from here.
+        step: optimizer steps done.
+        tensors: all tensors by name, on the CPU.
+        values: what is no tensor and decides the rest of the run, in JSON's types (``pack``).
+        totals: what is only counted: seconds, tokens, kernels. They are no part of the hash.
+    """
+
+    identity: dict[str, str]
+    step: int
+    tensors: dict[str, Tensor]
+    values: dict[str, Any]
+    totals: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def sha256(self) -> str:
+        """Of everything that decides the rest of the run."""
+        return state_sha256(self.tensors, {"step": self.step, **self.values})
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """Of all weights in the order of their names: names, dtypes, shapes, bits."""
+    return state_sha256(whole(dict(model.named_parameters())), {})
+
+
+def state_sha256(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> str:
+    """Of tensors in the order of their names, and of values in JSON's types."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(_bytes(tensor))
+    digest.update(json.dumps(values, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """A nested value, such as a ``state_dict``, as JSON; its tensors go to ``tensors``.
+
+    Args:
+        value: made of dicts, lists, tuples, tensors, numbers, strings, booleans and None.
+        name: what the tensors' names begin with.
+        tensors: gets the tensors, as they are.
+
+    Raises:
+        TypeError: something of another type is in it.
+    """
+    match value:
+        case Tensor():
+            tensors[name] = value.detach()
+            return {"tensor": name}
+        case dict():
+            items = [[key, pack(each, f"{name}.{key}", tensors)] for key, each in value.items()]
+            return {"dict": items}
+        case list() | tuple():
+            items = [pack(each, f"{name}.{at}", tensors) for at, each in enumerate(value)]
+            return {"list" if isinstance(value, list) else "tuple": items}
+        case None | bool() | int() | float() | str():
+            return value
+    raise TypeError(f"{name}: a {type(value).__name__} has no place in a checkpoint")
+
+
+def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of ``pack``; every tensor is a copy."""
+    match packed:
+        case {"tensor": str(name)}:
+            return tensors[name].clone()
+        case {"dict": list(items)}:
+            return {key: unpack(each, tensors) for key, each in items}
+        case {"list": list(items)}:
+            return [unpack(each, tensors) for each in items]
+        case {"tuple": list(items)}:
+            return tuple(unpack(each, tensors) for each in items)
+    return packed
+
+
+def write(state: State, path: Path) -> None:
+    """Put a state on disk in place of the one that is there.
+
+    Args:
+        state: what to write.
+        path: of the checkpoint; its folder exists.
+
+    Raises:
+        DiskFullError: there is no room; the old checkpoint is still there.
+        OSError: it cannot be written for another reason; so is it then.
+    """
+    new = path.with_name(path.name + ".new")
+    with telling_full_disk(path):
+        try:
+            with new.open("wb") as file:
+                for part in _parts(state):
+                    file.write(part)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(path)
+        except OSError:
+            with suppress(OSError):
+                new.unlink()
+            raise
+    _sync_folder(path.parent)
+
+
+def _parts(state: State) -> Iterator[bytes | memoryview]:
+    """The file piece by piece, so that a large model is never in memory twice."""
+    header: dict[str, Any] = {
+        "__metadata__": {
+            "format": FORMAT,
+            "identity": json.dumps(state.identity),
+            "step": str(state.step),
+            "sha256": state.sha256,
+            "values": json.dumps(state.values),
+            "totals": json.dumps(state.totals),
+        }
+    }
+    # Wide types first: every tensor is then aligned to its own width.
+    names = sorted(state.tensors, key=lambda name: (-state.tensors[name].element_size(), name))
+    at = 0
+    for name in names:
+        tensor = state.tensors[name]
+        end = at + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, end],
+        }
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text))
+    yield text
+    for name in names:
+        yield _bytes(state.tensors[name])
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The bits of a tensor."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename outlive a power cut, where the system can."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def read(path: Path, identity: Mapping[str, str]) -> State | None:
+    """The state in a file; None where there is none.
+
+    Args:
+        path: of the checkpoint.
+        identity: of the run that wants to go on.
+
+    Raises:
+        CheckpointError: it is of another run, or its bits are not those that were written.
+    """
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            told = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        state = State(
+            json.loads(told["identity"]),
+            int(told["step"]),
+            tensors,
+            json.loads(told["values"]),
+            json.loads(told["totals"]),
+        )
+        whole = told["format"] == FORMAT and state.sha256 == told["sha256"]
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise CheckpointError(_corrupt(path, str(error))) from None
+    if state.identity != dict(identity):
+        raise CheckpointError(_of_another(path, state.identity, identity))
+    if not whole:
+        raise CheckpointError(_corrupt(path, "its checksum does not match"))
+    return state
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step of the state in a file by its header alone; None where nothing can say."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return int((file.metadata() or {})["step"])
+    except (OSError, SafetensorError, KeyError, ValueError):
+        return None
+
+
+def _of_another(path: Path, found: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+    keys = [key for key in {**wanted, **found} if found.get(key) != wanted.get(key)]
+    pairs = [f"{key} {found.get(key)}, not {wanted.get(key)}" for key in keys]
+    return (
+        f"{path}: a checkpoint of another {keys[0]} ({'; '.join(pairs)}). Give the study another "
+        f"folder, or remove {path.parent} to begin this run again"
+    )
+
+
+def _corrupt(path: Path, why: str) -> str:
+    return (
+        f"{path}: the checkpoint is damaged ({why}); remove {path.parent} to begin this run again"
+    )

@@ -1,0 +1,254 @@
+"""The processes that train one run together, each on a device of its own.
+
+A step's micro-batches are dealt out to them: process r of P takes number r, r + P, r + 2 P, ... All
+else they do alike, evaluations included, and the first one, the lead, writes everything down. So
+the number of processes changes the order in which gradients are added up, and nothing else: losses
+are added in the order of the micro-batches whoever computed them, and dropout is drawn from the
+seed, the step and the number of the micro-batch.
+
+Two strategies: with ``ddp`` every process holds the whole model (``DistributedDataParallel``);
+with ``fsdp`` weights, gradients and optimizer state are cut into P parts (``fully_shard``), put
+together a layer at a time. What of torch only the latter needs is imported there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tilelab.study.ask.config import RunConfig
+from tilewise.errors import InvalidArgument
+
+__all__ = [
+    "ALONE",
+    "STRATEGIES",
+    "Strategy",
+    "Team",
+    "check",
+    "cut_like",
+    "device_of",
+    "joined",
+    "local",
+    "whole",
+]
+
+Strategy = Literal["ddp", "fsdp"]
+STRATEGIES: tuple[Strategy, ...] = ("ddp", "fsdp")
+# Adafactor keeps a matrix's rows and columns, which are no parts of the matrix. Muon multiplies
+# whole matrices; schedule-free moves weights in place outside of a step.
+_SHARDED_OPTIMIZERS = ("adamw", "lion", "sgd")
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Team:
+    """What one process knows of the others.
+
+    Args:
+        rank: its number; 0 leads.
+        size: how many there are.
+        strategy: how they share the model.
+    """
+
+    rank: int = 0
+    size: int = 1
+    strategy: Strategy = "ddp"
+
+    @property
+    def lead(self) -> bool:
+        """Whether this process writes records and checkpoints."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[_T]) -> Sequence[_T]:
+        """What of a step's micro-batches is this process's."""
+        return items[self.rank :: self.size]
+
+    def spread(self, model: nn.Module) -> None:
+        """Leave this process its part of the weights, where the strategy cuts them.
+
+        Args:
+            model: whole, on its device; every module list in it is a list of layers.
+        """
+        if self.size == 1 or self.strategy == "ddp":
+            return
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        device = next(model.parameters()).device.type
+        mesh = init_device_mesh(device, (self.size,))
+        for each in model.modules():
+            if isinstance(each, nn.ModuleList):
+                for layer in each:
+                    fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+    def wrapped(self, model: nn.Module | Any) -> nn.Module | Any:
+        """The module to call in training, whose backward pass adds up everybody's gradients."""
+        if self.size == 1 or self.strategy == "fsdp":
+            return model
+        return DistributedDataParallel(model)
+
+    def adding_up(self, forward: nn.Module | Any, last: bool) -> AbstractContextManager[None]:
+        """The context of one forward and backward pass.
+
+        Args:
+            forward: of ``wrapped``.
+            last: whether it is this process's last one of the step: only then do gradients travel.
+        """
+        if last or not isinstance(forward, DistributedDataParallel):
+            return nullcontext()
+        context: AbstractContextManager[None] = forward.no_sync()
+        return context
+
+    def in_order(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """A number of every micro-batch of a step, in their order, from those of ``share``."""
+        if self.size == 1:
+            return list(own)
+        mine = torch.stack(list(own))
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        distributed.all_gather(found, mine)
+        return list(torch.stack(found, dim=1).flatten())
+
+    def total(self, value: float, device: torch.device) -> float:
+        """The sum of everybody's numbers."""
+        if self.size == 1:
+            return value
+        sum_of = torch.tensor(value, dtype=torch.float64, device=device)
+        distributed.all_reduce(sum_of)
+        return sum_of.item()
+
+    def agreed(self, value: _T) -> _T:
+        """The lead's value, in all processes."""
+        if self.size == 1:
+            return value
+        held: list[Any] = [value]
+        distributed.broadcast_object_list(held, src=0)
+        found: _T = held[0]
+        return found
+
+    def first(self, make: Callable[[], _T]) -> _T:
+        """What every process makes, the lead before the others: they find its files."""
+        if not self.lead:
+            self.wait()
+        made = make()
+        if self.lead:
+            self.wait()
+        return made
+
+    def wait(self) -> None:
+        """Until all have come here."""
+        if self.size > 1:
+            distributed.barrier()
+
+
+ALONE = Team()
+
+
+@contextmanager
+def joined(processes: int, strategy: Strategy, device: torch.device) -> Iterator[Team]:
+    """The team of this process, as its environment names it (``RANK``, ``WORLD_SIZE``, ...).
+
+    Args:
+        processes: how many were asked for; with 1 nothing is set up.
+        strategy: how they share the model.
+        device: of this one.
+    """
+    if processes == 1:
+        yield ALONE
+        return
+    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    team = Team(distributed.get_rank(), distributed.get_world_size(), strategy)
+    assert team.size == processes
+    yield team
+    # Not after an error: the others may wait where nobody comes any more; their agent ends them.
+    team.wait()
+    distributed.destroy_process_group()
+
+
+def device_of(kind: str) -> torch.device:
+    """This process's own device of a kind: with several processes GPU 0, 1, ..."""
+    if kind == "cuda":
+        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        return device
+    return torch.device(kind)
+
+
+def check(config: RunConfig, processes: int, strategy: Strategy) -> None:
+    """Refuse what several processes cannot do alike.
+
+    Raises:
+        InvalidArgument: the micro-batches of a step cannot be dealt out evenly, or the strategy
+            cannot do what the config asks for.
+    """
+    if processes == 1:
+        return
+    training, came = config.training, f"{processes} processes"
+    if training.accumulation % processes:
+        step = training.batch * training.accumulation
+        required = f"a divisor of training.accumulation={training.accumulation}"
+        fix = (
+            f"Each process takes whole micro-batches. A step of {step} sequences is also "
+            f"training.accumulation={processes} and training.batch={step // processes}"
+            if step % processes == 0
+            else f"Take a training.accumulation that {processes} divides"
+        )
+        raise InvalidArgument("--processes", came, required, f"{fix}.")
+    if training.compile:
+        fix = "Leave one of the two out."
+        raise InvalidArgument("--processes", f"{came} and training.compile", "one of the two", fix)
+    if strategy == "fsdp":
+        _check_sharded(config)
+
+
+def _check_sharded(config: RunConfig) -> None:
+    fix = "`--strategy ddp` can do it."
+    name = config.optimizer.name
+    if name not in _SHARDED_OPTIMIZERS:
+        required = f"an optimizer that works on parts of weights: {', '.join(_SHARDED_OPTIMIZERS)}"
+        raise InvalidArgument("--strategy", f"fsdp with {name}", required, fix)
+    if config.training.precision == "fp16":
+        required = "float32 or bf16: the scale of fp16's gradients is not agreed on between parts"
+        raise InvalidArgument("--strategy", "fsdp with training.precision=fp16", required, fix)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds."""
+    part: Tensor = tensor.to_local() if _is_cut(tensor) else tensor  # type: ignore[attr-defined]
+    return part
+
+
+def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, those that are cut put together; all processes have to ask at once."""
+    return {
+        name: each.full_tensor() if _is_cut(each) else each  # type: ignore[attr-defined]
+        for name, each in tensors.items()
+    }
+
+
+def cut_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """The part of a whole tensor, cut as another one of its shape is; itself where that is whole.
+
+    Args:
+        tensor: the same in all processes.
+        like: e.g. the weight that it is the momentum of.
+    """
+    if not _is_cut(like) or _is_cut(tensor) or tensor.shape != like.shape:
+        return tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(like, DTensor)
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+
+
+def _is_cut(tensor: Tensor) -> bool:
+    """Whether it is a ``DTensor``, the type of torch for a tensor in parts."""
+    return hasattr(tensor, "full_tensor")

@@ -1,0 +1,154 @@
+"""Numbers as people read them, the same in the page, in its Markdown twin and in the figures."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from tilelab.study.verdict.words import listing
+
+__all__ = ["MINUS", "count", "digits_for", "duration", "integer", "listing", "p_value", "plain"]
+__all__ += ["power", "rate", "ratio", "shorten", "signed", "size", "times", "typeset"]
+
+MINUS = "\N{MINUS SIGN}"
+_RAISED = str.maketrans(
+    "-0123456789",
+    "\N{SUPERSCRIPT MINUS}\N{SUPERSCRIPT ZERO}\N{SUPERSCRIPT ONE}\N{SUPERSCRIPT TWO}"
+    "\N{SUPERSCRIPT THREE}\N{SUPERSCRIPT FOUR}\N{SUPERSCRIPT FIVE}\N{SUPERSCRIPT SIX}"
+    "\N{SUPERSCRIPT SEVEN}\N{SUPERSCRIPT EIGHT}\N{SUPERSCRIPT NINE}",
+)
+
+
+def digits_for(scale: float) -> int:
+    """Decimals that show a number of that size to three figures, e.g. 4 for 0.0123; 0 to 6.
+
+    Args:
+        scale: the size of what has to be told apart.
+    """
+    if not scale or not math.isfinite(scale):
+        return 3
+    return min(max(2 - math.floor(math.log10(abs(scale))), 0), 6)
+
+
+def plain(value: float, digits: int) -> str:
+    """A number with that many decimals and a real minus sign; ``∞`` where it has no end."""
+    if math.isinf(value):
+        return "\N{INFINITY}" if value > 0 else f"{MINUS}\N{INFINITY}"
+    text = f"{value:,.{digits}f}"
+    if float(text.replace(",", "")) == 0:
+        text = text.lstrip("-")
+    return text.replace("-", MINUS)
+
+
+def signed(value: float, digits: int) -> str:
+    """The same with its sign: ``+0.012``; a zero has none."""
+    text = plain(value, digits)
+    return f"+{text}" if value > 0 and any(c in "123456789\N{INFINITY}" for c in text) else text
+
+
+def power(value: float) -> str:
+    """A small number as a power of ten: ``+4`` times ten to the minus sixth; ``0`` as it is."""
+    if value == 0 or not math.isfinite(value):
+        return signed(value, 0)
+    return typeset(f"{value:+.0e}")
+
+
+def typeset(sentence: str) -> str:
+    """A sentence with real minus signs, and powers of ten in place of ``1e-06``."""
+
+    def raised(match: re.Match[str]) -> str:
+        exponent = str(int(match[2])).translate(_RAISED)
+        return f"{match[1]}\N{MULTIPLICATION SIGN}10{exponent}"
+
+    powers = re.sub(r"\b(\d+(?:\.\d+)?)e([-+]?\d+)\b", raised, sentence)
+    return re.sub(r"(?<![\w.)])-(?=\d)", MINUS, powers)
+
+
+def p_value(p: float | None) -> str:
+    """``0.034``, ``< 0.0001``; a dash where there is none."""
+    if p is None:
+        return "\N{EN DASH}"
+    return "< 0.0001" if p < 1e-4 else f"{p:.4f}" if p < 0.01 else f"{p:.3f}"
+
+
+def duration(seconds: float) -> str:
+    """A time: ``85 ms``, ``3.2 s``, ``4 min 10 s``, ``2 h 05 min``."""
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 99.95:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        whole = round(seconds)
+        return f"{whole // 60} min {whole % 60:02} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60:,} h {minutes % 60:02} min"
+
+
+def size(number_bytes: float) -> str:
+    """An amount of memory in decimal units: ``640 kB``, ``412 MB``, ``26.4 GB``."""
+    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if number_bytes >= 0.9995 * factor:
+            return f"{number_bytes / factor:.3g} {unit}"
+    return f"{number_bytes:.0f} B"
+
+
+def rate(value: float) -> str:
+    """Things per second: ``12,300``, ``3.21``."""
+    if value < 0.005:
+        return "0"
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}"
+
+
+def ratio(value: float) -> str:
+    """A ratio to three figures and a times sign, e.g. of 2.41 or 12.3."""
+    digits = 0 if value >= 99.5 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f}\N{MULTIPLICATION SIGN}"
+
+
+def times(value: float, more: str, less: str) -> str:
+    """A ratio in words, e.g. of speed: faster, slower, ``as fast``.
+
+    Args:
+        value: above 1 for ``more``.
+        more: what it is above 1.
+        less: what it is below 1.
+    """
+    if abs(math.log(value)) < 0.005:
+        return "as fast"
+    return f"{ratio(max(value, 1 / value))} {more if value > 1 else less}"
+
+
+def integer(number: int | float) -> str:
+    """A whole number of anything: ``1,228,800``."""
+    return f"{number:,.0f}"
+
+
+def shorten(number: float) -> str:
+    """A number for the axis of a figure: ``250``, ``1.2M``, ``0.5``."""
+    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= factor:
+            return f"{number / factor:g}{unit}".replace("-", MINUS)
+    return f"{number:g}".replace("-", MINUS)
+
+
+def short_name(name: str, most: int) -> str:
+    """The name of an arm in a figure: ``dro+dec+wsd+muo`` still says which factors are on.
+
+    Args:
+        name: the whole one, which tables have.
+        most: letters, 7 or more.
+    """
+    if len(name) <= most:
+        return name
+    parts = name.split("+")
+    longest = (most + 1) // len(parts) - 1
+    if len(parts) == 1 or longest < 2:
+        return f"{name[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
+    while sum(len(part[: longest + 1]) + 1 for part in parts) <= most + 1:
+        longest += 1  # short parts leave room to the long ones
+    return "+".join(part[:longest] for part in parts)
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things: ``1 seed``, ``3 seeds``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,251 @@
+"""The decision about one comparison, and its words.
+
+In this order, the first that holds:
+
+1. *diverged*: a seed of the arm ended because a number was not finite;
+2. *incomplete*: a seed of the arm or of the baseline is missing;
+3. *no difference*: all seeds ended with the same weights bit for bit, or the equivalence tests
+   (Holm) show an effect smaller than the smallest one that matters;
+4. *better* or *worse*: the paired t test (Holm) rejects an effect of zero;
+5. *undecided*: neither; with the number of seeds that would decide it.
+
+So an effect that is surely not zero but surely too small to matter is no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tilelab.study.ask.config import Experiment
+from tilelab.study.ask.metrics import ahead
+from tilelab.study.verdict.quantities import Interval
+from tilelab.study.verdict.result import Label, SeedResult
+from tilelab.study.verdict.stats import Paired, equivalence, holm, more_seeds, paired
+from tilelab.study.verdict.words import UNITS, effect_text, interval_text, p_text, seeds_text
+
+__all__ = ["Comparison", "Decision", "Examined", "Rules", "decide", "examine"]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How an experiment decides.
+
+    Args:
+        metric: its name.
+        smallest: the smallest effect that matters.
+        confidence: of intervals.
+        power: of further seeds.
+        family: comparisons that share the error of the experiment.
+    """
+
+    metric: str
+    smallest: float
+    confidence: float
+    power: float
+    family: int
+
+    @classmethod
+    def of(cls, experiment: Experiment, family: int) -> Rules:
+        """Those of an experiment."""
+        return cls(
+            experiment.metric,
+            experiment.smallest_effect,
+            experiment.confidence,
+            experiment.power,
+            family,
+        )
+
+    @property
+    def unit(self) -> str:
+        """Of the metric, in words."""
+        return UNITS[self.metric]
+
+    @property
+    def alpha(self) -> float:
+        """The level of every test, over its family."""
+        return 1 - self.confidence
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is to be decided about.
+
+    Args:
+        kind: of the arm.
+        seeds: every seed of the experiment.
+        baseline_diverged: seeds with which the baseline diverged.
+        lost: the arm has no runs, because every value of its sweep diverged.
+    """
+
+    kind: Literal["training", "systems"]
+    seeds: Sequence[SeedResult]
+    baseline_diverged: Sequence[int] = ()
+    lost: bool = False
+
+    @property
+    def differences(self) -> list[float]:
+        """Of the seeds that both have finished."""
+        return [each.difference for each in self.seeds if each.difference is not None]
+
+    @property
+    def diverged(self) -> tuple[int, ...]:
+        """The seeds with which the arm diverged."""
+        return tuple(each.seed for each in self.seeds if each.status == "diverged")
+
+    @property
+    def whole(self) -> bool:
+        """Whether every seed is there in both: only then it is tested."""
+        return len(self.differences) == len(self.seeds)
+
+    @property
+    def identical(self) -> bool:
+        """Whether every pair of runs that have finished ended with the same weights."""
+        pairs = [each for each in self.seeds if each.difference is not None]
+        return bool(pairs) and all(each.identical for each in pairs)
+
+
+@dataclass(frozen=True)
+class Examined:
+    """The tests of a comparison; None for what cannot be tested.
+
+    Args:
+        paired: interval and test of the differences.
+        p_holm: of a difference, adjusted.
+        p_equivalence, p_equivalence_holm: of equivalence, as it is and adjusted.
+    """
+
+    paired: Paired
+    p_holm: float | None
+    p_equivalence: float | None
+    p_equivalence_holm: float | None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The label, the sentence, and the seeds that an undecided comparison still needs."""
+
+    label: Label
+    reason: str
+    more_seeds: int | None = None
+
+
+def examine(
+    comparisons: Sequence[Comparison], rules: Rules, others: tuple[int, int] = (0, 0)
+) -> list[Examined]:
+    """All tests of one family.
+
+    Where a seed diverged, the effect of the others says nothing about the arm: it has none. What is
+    not whole is not tested, but counts in the family.
+
+    Args:
+        comparisons: what is tested.
+        rules: how.
+        others: comparisons that are not among these and count in the family too: for the tests of a
+            difference, and for those of equivalence.
+    """
+    effects = [_paired(each, rules) for each in comparisons]
+    same = [
+        equivalence(each.differences, rules.smallest) if each.whole else None
+        for each in comparisons
+    ]
+    wholes = zip(comparisons, effects, strict=True)
+    different = [effect.p_value if each.whole else None for each, effect in wholes]
+    p_holm = holm([*different, *[None] * others[0]])[: len(different)]
+    p_same = holm([*same, *[None] * others[1]])[: len(same)]
+    rows = zip(effects, p_holm, same, p_same, strict=True)
+    return [Examined(*row) for row in rows]
+
+
+def decide(comparison: Comparison, test: Examined, rules: Rules) -> Decision:
+    """The label of a comparison by the order above, with its sentence."""
+    if comparison.lost:
+        return Decision("diverged", "Every value of its sweep diverged, so no run could count.")
+    if comparison.diverged:
+        return Decision("diverged", _diverged_text(comparison))
+    if any(each.status == "incomplete" for each in comparison.seeds):
+        return Decision("incomplete", _incomplete_text(comparison, rules, test.paired))
+    if comparison.baseline_diverged:
+        seeds = seeds_text(comparison.baseline_diverged)
+        return Decision(
+            "undecided", f"The baseline diverged with {seeds}: nothing to compare with."
+        )
+    if not comparison.whole:
+        done = len(comparison.differences)
+        missing = f"The baseline has finished {done} of {len(comparison.seeds)} seeds."
+        return Decision("incomplete", missing)
+    return _of_whole(comparison, test, rules)
+
+
+def _of_whole(comparison: Comparison, test: Examined, rules: Rules) -> Decision:
+    effect, interval = test.paired.mean, test.paired.interval
+    assert effect is not None
+    size = _size_text(effect, interval, rules)
+    if comparison.identical:
+        count = test.paired.n
+        seeds = "the one seed" if count == 1 else f"all {count} seeds"
+        return Decision("no difference", f"Identical weights, bit for bit, with {seeds}.")
+    if test.p_equivalence_holm is not None and test.p_equivalence_holm <= rules.alpha:
+        return Decision(
+            "no difference",
+            f"{size}: shown to be smaller than {rules.smallest:g}, the smallest effect that "
+            f"matters (equivalence, Holm p {p_text(test.p_equivalence_holm)}).",
+        )
+    if test.p_holm is not None and test.p_holm <= rules.alpha:
+        assert interval is not None
+        label: Label = "better" if ahead(rules.metric, effect) else "worse"
+        nearest = min(abs(interval.low), abs(interval.high))
+        doubt = (
+            f" It may be smaller than {rules.smallest:g}, the smallest effect that matters."
+            if nearest < rules.smallest
+            else ""
+        )
+        return Decision(label, f"{size} (Holm p {p_text(test.p_holm)}).{doubt}")
+    return _undecided(comparison, size, rules)
+
+
+def _undecided(comparison: Comparison, size: str, rules: Rules) -> Decision:
+    values = comparison.differences
+    systems = comparison.kind == "systems"
+    # Holm's strictest level: it holds for whichever of the arms turns out to be the clearest.
+    level = rules.alpha / rules.family
+    more = more_seeds(values, rules.smallest, level, rules.power, systems)
+    if len(values) < 2:
+        reason = f"{size}: one seed has no error bar. Two at least are needed."
+    else:
+        wanted = "to show that nothing changed" if systems else "to decide it"
+        seeds = "1 more seed" if more == 1 else f"{more:,} more seeds"
+        reason = (
+            f"{size}: neither a difference nor its absence is shown. About {seeds} {wanted} "
+            f"(power {rules.power:.0%}, as the seeds vary so far)."
+        )
+    return Decision("undecided", reason, more)
+
+
+def _paired(comparison: Comparison, rules: Rules) -> Paired:
+    if comparison.diverged or comparison.baseline_diverged:
+        return Paired(len(comparison.differences), None, None, None, None)
+    return paired(comparison.differences, rules.confidence)
+
+
+def _size_text(effect: float, interval: Interval | None, rules: Rules) -> str:
+    text = f"{effect_text(effect, rules.smallest)} {rules.unit}"
+    return text if interval is None else f"{text} {interval_text(interval, rules.smallest)}"
+
+
+def _diverged_text(comparison: Comparison) -> str:
+    diverged = comparison.diverged
+    text = (
+        f"Diverged with {len(diverged)} of {len(comparison.seeds)} seeds ({seeds_text(diverged)})"
+    )
+    both = [seed for seed in diverged if seed in comparison.baseline_diverged]
+    return f"{text}; so did the baseline with {seeds_text(both)}." if both else f"{text}."
+
+
+def _incomplete_text(comparison: Comparison, rules: Rules, so_far: Paired) -> str:
+    done = sum(each.status == "done" for each in comparison.seeds)
+    text = f"{done} of {len(comparison.seeds)} seeds are done"
+    if so_far.mean is None:
+        return f"{text}."
+    return f"{text}; so far {_size_text(so_far.mean, so_far.interval, rules)}."

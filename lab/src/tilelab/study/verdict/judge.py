@@ -1,0 +1,360 @@
+"""The judge: from the records of a study to its verdicts. Nothing but the records is believed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from tilelab.study.ask.config import Arm, Experiment, Study
+from tilelab.study.ask.run import Run
+from tilelab.study.records.events import RunRecord
+from tilelab.study.verdict.decide import Comparison, Decision, Rules, decide, examine
+from tilelab.study.verdict.effects import factor_effects
+from tilelab.study.verdict.factorial import interactions
+from tilelab.study.verdict.kernels import kernel_flags, kernel_uses
+from tilelab.study.verdict.measures import (
+    RunMeasures,
+    cost,
+    final_metric,
+    measure,
+    over_seeds,
+    status,
+)
+from tilelab.study.verdict.notes import (
+    agreement,
+    drift_note,
+    experiment_notes,
+    held_out_note,
+    pairing_note,
+)
+from tilelab.study.verdict.quantities import ArmMeasures, Cost, Ratio
+from tilelab.study.verdict.result import (
+    ArmVerdict,
+    Baseline,
+    ExperimentVerdict,
+    SeedResult,
+    Status,
+    StudyVerdict,
+    SweepResult,
+)
+from tilelab.study.verdict.sequential import Judged, look_by_look
+from tilelab.study.verdict.stages import Stage, following, over
+from tilelab.study.verdict.stats import ratio
+from tilelab.study.verdict.sweeps import all_diverged, sweep_results
+from tilelab.study.verdict.targets import target_result, without_time
+from tilelab.study.verdict.tuning import rungs_of
+
+__all__ = ["judge", "stages_of", "unfolded", "wanted_seeds"]
+
+_NO_SPREAD = 1e-9  # of an effect: rounding of differences that do not vary
+
+
+def judge(study: Study, records: Mapping[str, RunRecord]) -> StudyVerdict:
+    """The verdicts of a study, as far as its runs have come.
+
+    Args:
+        study: what was planned.
+        records: of the runs so far, by ``Run.name``; other names are ignored.
+    """
+    return unfolded(study, records)[1]
+
+
+def unfolded(
+    study: Study, records: Mapping[str, RunRecord]
+) -> tuple[tuple[Experiment, ...], StudyVerdict]:
+    """The experiments of a study with the stages that follow from them, and their verdicts.
+
+    Args:
+        study: what was planned.
+        records: of the runs so far, by ``Run.name``.
+    """
+    stages = [stage for each in study.experiments for stage in stages_of(each, records)]
+    verdicts = tuple(each.verdict for each in stages)
+    whole = all(map(over, verdicts))
+    judged = StudyVerdict(study.name, study.question, whole, verdicts)
+    return tuple(each.planned for each in stages), judged
+
+
+def stages_of(experiment: Experiment, records: Mapping[str, RunRecord]) -> list[Stage]:
+    """An experiment, and those that follow from it by its rules, as far as the records tell.
+
+    Args:
+        experiment: of the config.
+        records: of the runs so far, by ``Run.name``.
+    """
+    found = [Stage(experiment, _experiment(experiment, records))]
+    while True:
+        last, following_it = found[-1], following(found)
+        found[-1] = last._replace(verdict=replace(last.verdict, follows=following_it.words))
+        if following_it.experiment is None:
+            return found
+        found.append(Stage(following_it.experiment, _experiment(following_it.experiment, records)))
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """The runs of an arm.
+
+    Args:
+        finals: seed -> record, an empty one where there is none.
+        trials: of its sweep.
+        lost: every value of the sweep diverged, so that there are no finals.
+    """
+
+    finals: Mapping[int, RunRecord]
+    trials: Sequence[RunRecord]
+    lost: bool
+
+    @cached_property
+    def measures(self) -> ArmMeasures:
+        """Over its finals."""
+        finals = list(self.finals.values())
+        return replace(over_seeds(finals), kernels=kernel_uses(finals))
+
+    @property
+    def cost(self) -> Cost:
+        return cost([*self.trials, *self.finals.values()])
+
+
+def wanted_seeds(
+    experiment: Experiment, records: Mapping[str, RunRecord]
+) -> dict[str, tuple[int, ...]]:
+    """Arm -> the seeds that it has to have run by now; more may be wanted when these are there.
+
+    All of the experiment's, but for a sequential one.
+    """
+    _, judged = _compared_all(experiment, records, sweep_results(experiment, records))
+    wanted = {
+        arm.name: tuple(each.seed for each in found.compared.seeds)
+        for arm, found in zip(experiment.arms, judged, strict=True)
+    }
+    longest = max(wanted.values(), key=len, default=experiment.seeds)
+    return {experiment.baseline_name: longest, **wanted}
+
+
+def _compared_all(
+    experiment: Experiment,
+    records: Mapping[str, RunRecord],
+    sweeps: Sequence[SweepResult],
+) -> tuple[dict[str, _Runs], list[Judged]]:
+    """The runs of every arm, and the decisions; of a sequential experiment look by look."""
+    runs = {name: _runs(experiment, name, records, sweeps) for name in experiment.arm_names}
+    baseline = runs[experiment.baseline_name]
+    compared = [_compared(experiment, arm, runs[arm.name], baseline) for arm in experiment.arms]
+    if experiment.sequential is not None:
+        return runs, look_by_look(experiment, experiment.sequential, compared)
+    rules = Rules.of(experiment, max(len(compared), 1))
+    tests = zip(compared, examine(compared, rules), strict=True)
+    return runs, [Judged(each, test, decide(each, test, rules)) for each, test in tests]
+
+
+def _experiment(experiment: Experiment, records: Mapping[str, RunRecord]) -> ExperimentVerdict:
+    sweeps = sweep_results(experiment, records)
+    runs, judged = _compared_all(experiment, records, sweeps)
+    if experiment.sequential is not None:
+        runs = _needed(experiment, runs, judged)
+    baseline = runs[experiment.baseline_name]
+    arms = tuple(
+        _arm(experiment, arm, runs, each) for arm, each in zip(experiment.arms, judged, strict=True)
+    )
+    shown = _baseline(experiment, baseline)
+    finals = _finals(runs)
+    per_seed = {arm.arm: arm.per_seed for arm in arms}
+    broken = bool(shown.diverged)
+    # A design has its own effects, and arms with other numbers of seeds have no contrasts.
+    separate = experiment.design is not None or experiment.sequential is not None
+    return ExperimentVerdict(
+        experiment=experiment.name,
+        question=experiment.question,
+        metric=experiment.metric,
+        smallest_effect=experiment.smallest_effect,
+        confidence=experiment.confidence,
+        baseline=shown,
+        arms=arms,
+        interactions=() if separate else interactions(experiment, per_seed, broken),
+        sweeps=sweeps,
+        notes=experiment_notes(experiment, finals, [each.measures for each in runs.values()]),
+        effects=factor_effects(experiment, per_seed, broken),
+    )
+
+
+def _runs(
+    experiment: Experiment,
+    arm: str,
+    records: Mapping[str, RunRecord],
+    sweeps: Sequence[SweepResult],
+) -> _Runs:
+    config = experiment.baseline  # the name of a run does not depend on it
+    finals = {
+        seed: records.get(Run(experiment.name, arm, seed, config).name, RunRecord())
+        for seed in experiment.seeds
+    }
+    tried = [
+        records.get(run.name, RunRecord())
+        for rung in rungs_of(experiment, arm, records)
+        for runs in rung.runs.values()
+        for run in runs
+    ]
+    lost = any(all_diverged(each) for each in sweeps if each.arm == arm)
+    return _Runs(finals, tried, lost)
+
+
+def _needed(
+    experiment: Experiment, runs: Mapping[str, _Runs], judged: Sequence[Judged]
+) -> dict[str, _Runs]:
+    """The same without seeds that no look has asked for."""
+    seeds = {
+        arm.name: [each.seed for each in found.compared.seeds]
+        for arm, found in zip(experiment.arms, judged, strict=True)
+    }
+    seeds[experiment.baseline_name] = max(seeds.values(), key=len, default=list(experiment.seeds))
+    return {
+        name: replace(each, finals={seed: each.finals[seed] for seed in seeds[name]})
+        for name, each in runs.items()
+    }
+
+
+def _finals(runs: Mapping[str, _Runs]) -> dict[str, Mapping[int, RunRecord]]:
+    return {name: each.finals for name, each in runs.items()}
+
+
+def _status(experiment: Experiment, runs: _Runs, seed: int) -> Status:
+    return "diverged" if runs.lost else status(runs.finals[seed], experiment.metric)
+
+
+def _compared(experiment: Experiment, arm: Arm, runs: _Runs, baseline: _Runs) -> Comparison:
+    seeds = tuple(_seed(experiment, runs, baseline, seed) for seed in experiment.seeds)
+    diverged = [
+        seed for seed in experiment.seeds if _status(experiment, baseline, seed) == "diverged"
+    ]
+    return Comparison(arm.kind, seeds, diverged, runs.lost)
+
+
+def _seed(experiment: Experiment, runs: _Runs, baseline: _Runs, seed: int) -> SeedResult:
+    mine, theirs = runs.finals[seed], baseline.finals[seed]
+    metric = final_metric(mine, experiment.metric)
+    other = final_metric(theirs, experiment.metric)
+    both = metric is not None and other is not None
+    return SeedResult(
+        seed=seed,
+        status=_status(experiment, runs, seed),
+        metric=metric,
+        baseline=other,
+        difference=metric - other if metric is not None and other is not None else None,
+        identical=both and _weights(mine) == _weights(theirs),
+    )
+
+
+def _weights(record: RunRecord) -> str:
+    return "" if record.end is None else record.end.weights_sha256
+
+
+def _arm(
+    experiment: Experiment,
+    arm: Arm,
+    all_runs: Mapping[str, _Runs],
+    judged: Judged,
+) -> ArmVerdict:
+    compared, test, decision, look = judged
+    runs, baseline = all_runs[arm.name], all_runs[experiment.baseline_name]
+    withheld = _withheld(arm, decision)
+    target = target_result(experiment, runs.finals, baseline.finals)
+    notes = pairing_note(runs.finals, baseline.finals)
+    notes += held_out_note(experiment, arm)
+    notes += drift_note(experiment, arm, _finals(all_runs))
+    effect, spread = test.paired.mean, test.paired.spread
+    if compared.whole and effect and spread is not None and spread < _NO_SPREAD * abs(effect):
+        notes += ("The difference is the same with every seed: do the seeds change anything?",)
+    return ArmVerdict(
+        arm=arm.name,
+        kind=arm.kind,
+        label=decision.label,
+        reason=decision.reason,
+        n=test.paired.n,
+        effect=effect,
+        interval=test.paired.interval,
+        p_value=test.paired.p_value,
+        p_holm=test.p_holm,
+        p_equivalence=test.p_equivalence,
+        p_equivalence_holm=test.p_equivalence_holm,
+        more_seeds=decision.more_seeds,
+        per_seed=tuple(compared.seeds),
+        diverged=compared.diverged,
+        identical=compared.identical,
+        kernel_flags=kernel_flags(
+            experiment, arm.name, runs.measures.kernels, baseline.measures.kernels
+        ),
+        speed_withheld=withheld,
+        measures=_measures(experiment, runs, baseline, bool(withheld)),
+        cost=_without_times(runs.cost) if withheld else runs.cost,
+        target=without_time(target) if withheld and target is not None else target,
+        notes=notes,
+        agrees=agreement(experiment, arm, _finals(all_runs)),
+        look=look,
+    )
+
+
+def _withheld(arm: Arm, decision: Decision) -> str:
+    """Why the speed of a systems arm is not reported; empty where it is."""
+    if arm.kind != "systems" or decision.label == "no difference":
+        return ""
+    return (
+        "A systems arm has to be shown to change nothing of what is learnt before its speed "
+        f"counts: this one is {decision.label}."
+    )
+
+
+def _measures(experiment: Experiment, runs: _Runs, baseline: _Runs, withheld: bool) -> ArmMeasures:
+    mine = {seed: measure(record) for seed, record in runs.finals.items()}
+    theirs = {seed: measure(record) for seed, record in baseline.finals.items()}
+
+    def of(value: Callable[[RunMeasures], float | None]) -> Ratio | None:
+        values = [(value(mine[seed]), value(theirs[seed])) for seed in mine if seed in theirs]
+        pairs = [(ours, other) for ours, other in values if ours is not None and other is not None]
+        return ratio(pairs, experiment.confidence)
+
+    found = replace(
+        runs.measures,
+        speed_ratio=of(lambda each: each.tokens_per_s),
+        cpu_ratio=of(lambda each: each.tokens_per_cpu_s),
+        memory_ratio=of(lambda each: each.memory.peak_bytes if each.memory else None),
+        activations_ratio=of(lambda each: each.memory.activations_bytes if each.memory else None),
+    )
+    return _without_speed(found) if withheld else found
+
+
+def _without_speed(measures: ArmMeasures) -> ArmMeasures:
+    """The same with everything withheld that is a speed or a time."""
+    return replace(
+        measures,
+        tokens_per_s=None,
+        tokens_per_cpu_s=None,
+        mfu_full=None,
+        mfu_causal=None,
+        step_s=None,
+        step_low_s=None,
+        step_high_s=None,
+        speed_ratio=None,
+        cpu_ratio=None,
+    )
+
+
+def _without_times(cost: Cost) -> Cost:
+    return replace(cost, wall_s=None, cpu_s=None, sweep_wall_s=None, sweep_cpu_s=None)
+
+
+def _baseline(experiment: Experiment, runs: _Runs) -> Baseline:
+    states = {seed: _status(experiment, runs, seed) for seed in runs.finals}
+    diverged = tuple(seed for seed, state in states.items() if state == "diverged")
+    incomplete = tuple(seed for seed, state in states.items() if state == "incomplete")
+    return Baseline(
+        name=experiment.baseline_name,
+        status="incomplete" if incomplete else "diverged" if diverged else "done",
+        n=len(states) - len(diverged) - len(incomplete),
+        diverged=diverged,
+        incomplete=incomplete,
+        measures=runs.measures,
+        cost=runs.cost,
+        target=target_result(experiment, runs.finals),
+    )

@@ -1,0 +1,316 @@
+"""What a reader has to know besides the verdicts: does the comparison hold at all?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tilelab.study.ask.config import Arm, Experiment, RunConfig, change
+from tilelab.study.ask.metrics import rank, reached
+from tilelab.study.records.events import RunRecord
+from tilelab.study.verdict.measures import final_metric, metric_of
+from tilelab.study.verdict.quantities import ArmMeasures
+from tilelab.study.verdict.words import UNITS, seeds_text
+
+__all__ = [
+    "FIRST_STEPS",
+    "agreement",
+    "drift_note",
+    "experiment_notes",
+    "held_out_note",
+    "pairing_note",
+]
+
+FIRST_STEPS = 20  # later, rounding grows with every step, whatever made it
+MOST_DRIFT = 1e-5  # of a loss of the first steps, where nothing but rounding differs
+_SPACING = 2.0**-23  # of float32 numbers, as a share of their size
+
+# Weights that are equal give losses that differ by rounding, also of kernels and of bf16.
+SAME_START = 5e-3
+# What the speed of runs depends on, among what records keep of their machine.
+_MACHINE = ("chip", "threads", "processes", "strategy", "instruction_set", "versions", "commit")
+
+Finals = Mapping[str, Mapping[int, RunRecord]]  # arm -> seed -> record
+
+
+def experiment_notes(
+    experiment: Experiment, finals: Finals, measures: Iterable[ArmMeasures]
+) -> tuple[str, ...]:
+    """What concerns all arms of an experiment, each a sentence.
+
+    Args:
+        experiment: its config.
+        finals: the runs that count, the baseline's first.
+        measures: of every arm, the baseline too.
+    """
+    records = [each for runs in finals.values() for each in runs.values() if each.starts]
+    notes = [
+        *_texts(experiment, finals),
+        *_machines(records),
+        *_target(experiment, records),
+        *_utilisation(measures),
+    ]
+    if len(experiment.seeds) == 1:
+        notes.append("One seed only: nothing can be tested, so there are no error bars.")
+    return tuple(notes)
+
+
+def pairing_note(
+    arm: Mapping[int, RunRecord], baseline: Mapping[int, RunRecord]
+) -> tuple[str, ...]:
+    """A warning where an arm did not start from the weights of the baseline.
+
+    Where the shape of the model and the tokenizer are the baseline's, the first weights have to be
+    the same to the bit; where the text, the evaluation and the precision are too, the loss before
+    the first step has to be the same.
+
+    Args:
+        arm: seed -> record.
+        baseline: the same of the baseline.
+    """
+    pairs = [
+        (seed, record, baseline[seed])
+        for seed, record in arm.items()
+        if record.starts and seed in baseline and baseline[seed].starts
+    ]
+    other = [seed for seed, mine, theirs in pairs if _other_weights(mine, theirs)]
+    apart = [seed for seed, mine, theirs in pairs if _other_loss(mine, theirs)]
+    if other:
+        return (f"Not paired: the first weights are not the baseline's with {seeds_text(other)}.",)
+    if not apart:
+        return ()
+    seeds = seeds_text(apart)
+    return (f"Not paired: the loss before the first step is not the baseline's with {seeds}.",)
+
+
+def _other_weights(record: RunRecord, other: RunRecord) -> bool:
+    mine, theirs = record.start, other.start
+    known = bool(mine.weights_sha256 and theirs.weights_sha256)
+    comparable = _shape(mine.config) == _shape(theirs.config)
+    return known and comparable and mine.weights_sha256 != theirs.weights_sha256
+
+
+def _shape(config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What the first weights depend on, beside the seed."""
+    model = {key: value for key, value in config["model"].items() if key != "dropout"}
+    return model, config["data"]["tokenizer"], _task(config)
+
+
+def _task(config: Mapping[str, Any]) -> Any:
+    """The task; records that are older than tasks are of language models."""
+    return config.get("task", {"name": "language-modelling"})
+
+
+def _other_loss(record: RunRecord, other: RunRecord) -> bool:
+    if _beginning(record.start.config) != _beginning(other.start.config):
+        return False
+    mine, theirs = _first(record), _first(other)
+    if mine is None or theirs is None:
+        return False
+    return abs(mine - theirs) > SAME_START * theirs
+
+
+def held_out_note(experiment: Experiment, arm: Arm) -> tuple[str, ...]:
+    """A warning where the final loss of an arm is of another text than the baseline's.
+
+    The same windows go through every seed, so that a difference between two texts looks like an
+    effect that is the same with every seed: no test can tell them apart.
+
+    Args:
+        experiment: its config.
+        arm: one of its arms.
+    """
+    mine, theirs = experiment.config_of(arm.name), experiment.baseline
+    text = {"source", "size_cap_bytes", "held_out"}
+    if mine.data.model_dump(include=text) != theirs.data.model_dump(include=text):
+        what = "of another held-out text"
+    elif experiment.metric == "loss" and mine.data.tokenizer != theirs.data.tokenizer:
+        what = "per token of another tokenizer"
+    elif mine.evaluation.documents != theirs.evaluation.documents:
+        what = "of the held-out text read otherwise (evaluation.documents)"
+    elif _scored(mine) != _scored(theirs):
+        what = "of other windows of the held-out text"
+    else:
+        return ()
+    return (f"The final loss is {what} than the baseline's: the effect is that of both changes.",)
+
+
+def _scored(config: RunConfig) -> tuple[int | str, ...]:
+    """Which tokens the final evaluation scores; nothing for all of them."""
+    if config.evaluation.final_stride:
+        return ()
+    return config.evaluation.windows, config.model.context, config.data.tokenizer
+
+
+def drift_note(experiment: Experiment, arm: Arm, finals: Finals) -> tuple[str, ...]:
+    """How far the training loss of a systems arm is from the baseline's, step by step.
+
+    Beside it, where there is one, that of an arm that changes nothing but the last bit of its
+    initial weights: how far rounding alone drives a run. In float32 only: narrower types round so
+    much that it would say nothing.
+
+    Args:
+        experiment: its config.
+        arm: one of its arms.
+        finals: the runs that count.
+    """
+    if arm.kind != "systems" or experiment.baseline.training.precision != "float32":
+        return ()
+    baseline = finals[experiment.baseline_name]
+    drift = _drift(finals[arm.name], baseline)
+    if drift is None:
+        return ()
+    parted = agreement(experiment, arm, finals) is False
+    first = f"The training loss of the first {min(FIRST_STEPS, experiment.baseline.steps)} steps"
+    apart = f"differs from the baseline's by at most {drift:.1e} of its value"
+    if drift == 0:
+        apart = "is the baseline's, to the last bit"
+    controls = [each.name for each in experiment.arms if _only_nudged(experiment, each)]
+    if arm.name in controls:
+        end = ": this is what rounding alone does"
+    else:
+        known = {name: _drift(finals[name], baseline) for name in controls}
+        others = [f"{value:.1e}" for value in known.values() if value is not None]
+        end = f" (rounding alone: {', '.join(others)})" if others else ""
+    limits = f"{MOST_DRIFT:g} in these steps, and at the end what rounding alone does"
+    more = f" More than rounding explains: the limits are {limits}." if parted else ""
+    return (f"{first} {apart}{end}.{more}",)
+
+
+def agreement(experiment: Experiment, arm: Arm, finals: Finals) -> bool | None:
+    """Whether a systems arm in float32 differs from the baseline by rounding only.
+
+    Its training losses of the first steps are within ``MOST_DRIFT`` of the baseline's, and its
+    final loss is no further from the baseline's than that of a control which only rounds otherwise
+    (where there is one), or than one spacing of float32.
+
+    Args:
+        experiment: its config.
+        arm: one of its arms.
+        finals: the runs that count.
+
+    Returns:
+        None where it is not asked: of other arms, other precisions, and before all runs are over.
+    """
+    asked = arm.kind == "systems" and experiment.baseline.training.precision == "float32"
+    if not asked or _only_nudged(experiment, arm):
+        return None
+    baseline = finals[experiment.baseline_name]
+    drift, gap = _drift(finals[arm.name], baseline), _gap(finals[arm.name], baseline)
+    if drift is None or gap is None:
+        return None
+    controls = [each.name for each in experiment.arms if _only_nudged(experiment, each)]
+    known = [_gap(finals[name], baseline) for name in controls]
+    allowed = max((each for each in known if each is not None), default=None)
+    return drift <= MOST_DRIFT and (allowed is None or gap <= max(allowed, _SPACING))
+
+
+def _gap(arm: Mapping[int, RunRecord], baseline: Mapping[int, RunRecord]) -> float | None:
+    """Largest relative difference of the final held-out loss, over all seeds."""
+    found = []
+    for seed, record in arm.items():
+        ours, theirs = (final_metric(each, "loss") for each in (record, baseline[seed]))
+        if ours is None or not theirs:
+            return None
+        found.append(abs(ours - theirs) / theirs)
+    return max(found, default=None)
+
+
+def _drift(arm: Mapping[int, RunRecord], baseline: Mapping[int, RunRecord]) -> float | None:
+    """Largest relative difference of the training loss, over the first steps and all seeds.
+
+    None before all runs are over: fewer steps would be a smaller difference.
+    """
+    if not all(record.done for runs in (arm, baseline) for record in runs.values()):
+        return None
+    found = []
+    for seed, record in arm.items():
+        theirs = {each.step: each.loss for each in baseline[seed].steps}
+        for step in record.steps:
+            other = theirs.get(step.step)
+            if step.step <= FIRST_STEPS and step.loss is not None and other:
+                found.append(abs(step.loss - other) / other)
+    return max(found, default=None)
+
+
+def _only_nudged(experiment: Experiment, arm: Arm) -> bool:
+    nudged = change(experiment.baseline, {"model.nudge": True})
+    return not experiment.baseline.model.nudge and experiment.config_of(arm.name) == nudged
+
+
+def _beginning(config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What the loss before the first step depends on."""
+    without = ("dropout", "nudge")
+    model = {key: value for key, value in config["model"].items() if key not in without}
+    variant = config["attention"]["variant"]
+    precision = config["training"]["precision"]
+    return model, config["data"], config["evaluation"], variant, precision, _task(config)
+
+
+def _first(record: RunRecord) -> float | None:
+    """The loss before the first step, whatever the experiment decides by; of a text per byte."""
+    found = [each for each in record.evaluations if each.step == 0]
+    if not found:
+        return None
+    return found[0].loss if found[0].bits_per_byte is None else found[0].bits_per_byte
+
+
+def _texts(experiment: Experiment, finals: Finals) -> list[str]:
+    """Arms with the same ``data`` have to have seen the same text."""
+    texts: dict[str, set[Any]] = {}
+    for arm, runs in finals.items():
+        key = experiment.config_of(arm).data.model_dump_json()
+        for record in runs.values():
+            if record.starts:
+                texts.setdefault(key, set()).update(
+                    each.corpus.get("sha256") for each in record.starts
+                )
+    if all(len(found) <= 1 for found in texts.values()):
+        return []
+    return ["The text was not the same in all runs (its hash differs): losses do not compare."]
+
+
+def _machines(records: Sequence[RunRecord]) -> list[str]:
+    """Runs of several machines, or of several versions, are not comparable in speed."""
+    starts = [start for record in records for start in record.starts]
+    differing = []
+    for key in _MACHINE:
+        seen = {repr(each.environment[key]) for each in starts if key in each.environment}
+        if len(seen) > 1:
+            differing.append(key.replace("_", " "))
+    if not differing:
+        return []
+    what = ", ".join(differing)
+    return [f"The runs were not all made alike ({what} differ): their speeds do not compare."]
+
+
+def _target(experiment: Experiment, records: Sequence[RunRecord]) -> list[str]:
+    if experiment.target is None:
+        return []
+    values = [
+        value
+        for record in records
+        for each in record.evaluations
+        if (value := metric_of(each, experiment.metric)) is not None
+    ]
+    over = records and all(record.done for record in records)
+    if not over or not values:
+        return []
+    best = min(values, key=lambda value: rank(experiment.metric, value))
+    if reached(experiment.metric, best, experiment.target):
+        return []
+    unit = UNITS[experiment.metric]
+    return [
+        f"No run reached the target of {experiment.target:g} {unit}; the best evaluation was "
+        f"{best:.4g}. Every arm is censored."
+    ]
+
+
+def _utilisation(measures: Iterable[ArmMeasures]) -> list[str]:
+    shares = [each.mfu_causal.mean for each in measures if each.mfu_causal is not None]
+    if max(shares, default=0.0) <= 1:
+        return []
+    return [
+        "A utilisation (MFU) above 100 %: the peak that its run measured before the start was too "
+        "low, probably because something else kept the machine busy."
+    ]

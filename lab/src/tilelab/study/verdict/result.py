@@ -1,0 +1,357 @@
+"""What a judged study is: values only, made by ``judge`` from records and shown by the reports.
+
+Effects are differences of the experiment's metric on the held-out data after the last step, arm
+less baseline: below zero is better of a loss, above zero of what is to be high (``metrics.py``).
+Every definition is in ``docs/metrics.md``. None stands for what is not known or is withheld.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from tilelab.study.records.events import finite
+from tilelab.study.verdict.quantities import (
+    ArmMeasures,
+    Cost,
+    Interval,
+    KernelUse,
+    MemorySplit,
+    Ratio,
+    Summary,
+    TargetResult,
+)
+
+__all__ = [
+    "ArmMeasures",
+    "ArmVerdict",
+    "Baseline",
+    "Candidate",
+    "Cost",
+    "ExperimentVerdict",
+    "FactorEffect",
+    "Interaction",
+    "InteractionLabel",
+    "Interval",
+    "KernelFlag",
+    "KernelUse",
+    "Label",
+    "Look",
+    "MemorySplit",
+    "Ratio",
+    "RungResult",
+    "SeedResult",
+    "StudyVerdict",
+    "Summary",
+    "SweepResult",
+    "TargetResult",
+]
+
+Label = Literal["better", "worse", "no difference", "undecided", "diverged", "incomplete"]
+InteractionLabel = Literal[
+    "better together",
+    "worse together",
+    "additive",
+    "better",
+    "worse",
+    "no difference",
+    "undecided",
+    "diverged",
+    "incomplete",
+]
+Status = Literal["done", "diverged", "incomplete"]
+
+
+@dataclass(frozen=True)
+class KernelFlag:
+    """A difference of attention kernels that a reader has to know of.
+
+    Args:
+        arm: kernels of the arm in ``layers``, e.g. ``"sdpa math"``; ``" and "`` between several.
+        baseline: those of the baseline in the same layers.
+        layers: indices.
+        expected: True where the arm changes the attention by its own words (a systems arm, or a
+            change below ``attention``); False where it is a side effect.
+        words: the whole flag as a sentence.
+    """
+
+    arm: str
+    baseline: str
+    layers: tuple[int, ...]
+    expected: bool
+    words: str
+
+
+@dataclass(frozen=True)
+class SeedResult:
+    """One seed of an arm.
+
+    Args:
+        seed: the seed.
+        status: of the arm's run.
+        metric: of the arm after the last step; None unless done.
+        baseline: the same of the baseline with this seed.
+        difference: ``metric - baseline``; None unless both are done.
+        identical: both runs ended with the same weights, bit for bit.
+    """
+
+    seed: int
+    status: Status
+    metric: float | None
+    baseline: float | None
+    difference: float | None
+    identical: bool
+
+
+@dataclass(frozen=True)
+class Look:
+    """When a sequential comparison was tested.
+
+    Args:
+        number: 1 for the first look.
+        of: looks that there may be.
+        level: of its tests, over all arms; the interval is at 1 less this.
+    """
+
+    number: int
+    of: int
+    level: float
+
+
+@dataclass(frozen=True)
+class ArmVerdict:
+    """What an arm's runs say against the baseline's.
+
+    Args:
+        arm, kind: name, and ``"training"`` or ``"systems"``.
+        label: the decision.
+        reason: the decision as one sentence with its numbers.
+        n: paired seeds that finished in both.
+        effect: mean paired difference; None without a pair.
+        interval: of the effect, at the experiment's confidence, not adjusted for other arms; None
+            for fewer than two pairs.
+        p_value, p_holm: of the two-sided paired t test, as it is and adjusted over the arms.
+        p_equivalence, p_equivalence_holm: of the two one-sided tests against the smallest effect.
+        more_seeds: further seeds that an undecided arm needs; None for other labels.
+        per_seed: every seed of the experiment; of a sequential one those that the arm needed.
+        diverged: seeds that diverged.
+        identical: every paired seed ended with the same weights, bit for bit.
+        kernel_flags: where attention kernels differ from the baseline's.
+        speed_withheld: why no speed is reported; empty where it is. Then every measure of time in
+            ``measures`` and ``target`` is None.
+        measures, cost, target: see there; target is None where the experiment has none.
+        notes: what else a reader has to know, as sentences.
+        agrees: of a systems arm in float32, whether its losses differ by rounding only; else None.
+        look: of a sequential experiment, where it was decided or where it is; else None.
+    """
+
+    arm: str
+    kind: Literal["training", "systems"]
+    label: Label
+    reason: str
+    n: int
+    effect: float | None
+    interval: Interval | None
+    p_value: float | None
+    p_holm: float | None
+    p_equivalence: float | None
+    p_equivalence_holm: float | None
+    more_seeds: int | None
+    per_seed: tuple[SeedResult, ...]
+    diverged: tuple[int, ...]
+    identical: bool
+    kernel_flags: tuple[KernelFlag, ...]
+    speed_withheld: str
+    measures: ArmMeasures
+    cost: Cost
+    target: TargetResult | None
+    notes: tuple[str, ...] = ()
+    agrees: bool | None = None
+    look: Look | None = None
+
+    @property
+    def changed_what_is_learnt(self) -> bool:
+        """Whether it is a systems arm, which is to change nothing, and did."""
+        changed = self.label in ("better", "worse", "diverged") or self.agrees is False
+        return self.kind == "systems" and changed
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What the arms are compared with; fields as of ``ArmVerdict``.
+
+    Args:
+        name: what the report calls it.
+        status: ``"done"`` where every seed is; ``"diverged"`` where any diverged.
+        n: finished seeds.
+        diverged, incomplete: seeds.
+        measures, cost, target: of its runs.
+    """
+
+    name: str
+    status: Status
+    n: int
+    diverged: tuple[int, ...]
+    incomplete: tuple[int, ...]
+    measures: ArmMeasures
+    cost: Cost
+    target: TargetResult | None
+
+
+@dataclass(frozen=True)
+class Interaction:
+    """Whether choices add up: the effect of all together less what smaller sets of them explain.
+
+    For two: (both - baseline) - (first - baseline) - (second - baseline).
+
+    Args:
+        arms: the single choices, e.g. ``("lion", "wsd")``.
+        together: the arm that has them all, e.g. ``"lion+wsd"``.
+        label: the decision, made like an arm's.
+        n, effect, interval, p_value, p_holm: like an arm's; Holm over the interactions.
+        reason: the decision as a sentence.
+    """
+
+    arms: tuple[str, ...]
+    together: str
+    label: InteractionLabel
+    n: int
+    effect: float | None
+    interval: Interval | None
+    p_value: float | None
+    p_holm: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class FactorEffect:
+    """An effect of a factorial design, averaged over the levels of all other factors.
+
+    Args:
+        factors: of one its main effect, of more their interaction.
+        aliases: the effects that a fraction cannot tell apart from it, with their sign, e.g.
+            ``"+c x d"``; empty for a full factorial.
+        label: the decision, made like an arm's; of several factors like an interaction's.
+        n, effect, interval, p_value, p_holm, p_equivalence_holm: like an arm's; Holm over the main
+            effects, or over the interactions.
+        reason: the decision as a sentence.
+    """
+
+    factors: tuple[str, ...]
+    aliases: tuple[str, ...]
+    label: InteractionLabel
+    n: int
+    effect: float | None
+    interval: Interval | None
+    p_value: float | None
+    p_holm: float | None
+    p_equivalence_holm: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A value that a sweep tried.
+
+    Args:
+        value: the swept value.
+        status: ``"diverged"`` where any seed did.
+        metric: mean final metric over the sweep's seeds; None unless done.
+    """
+
+    value: float
+    status: Status
+    metric: float | None
+
+
+@dataclass(frozen=True)
+class RungResult:
+    """The trials of one length of successive halving.
+
+    Args:
+        steps: of every trial.
+        candidates: in ascending order.
+    """
+
+    steps: int
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """The trials of one arm.
+
+    Args:
+        arm, path: whose, and what was swept.
+        candidates: in ascending order; of successive halving with their longest trial.
+        chosen: the best mean final metric, the smaller value on a tie; None while trials are
+            missing or where all diverged. Of successive halving the best of the longest rung that
+            has one which never diverged.
+        survived: smallest and largest value that did not diverge; None where none is known to.
+        at_edge: the chosen value is the smallest or largest tried, so a better one may lie outside.
+        words: all of it as a sentence.
+        rungs: of successive halving, the shortest first; empty without.
+        budget_tokens: tokens that all trials of the arm may take.
+    """
+
+    arm: str
+    path: str
+    candidates: tuple[Candidate, ...]
+    chosen: float | None
+    survived: Interval | None
+    at_edge: bool
+    words: str
+    rungs: tuple[RungResult, ...] = ()
+    budget_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class ExperimentVerdict:
+    """One question decided, as far as its runs have come.
+
+    Args:
+        experiment, question: name and words.
+        metric, smallest_effect, confidence: how it was decided.
+        baseline, arms: in the config's order.
+        interactions: of arms named ``a+b`` whose parts are arms too; where the experiment has a
+            design, its ``effects`` are in their place.
+        sweeps: of every arm, the baseline first; empty without a sweep.
+        notes: what concerns the whole experiment, as sentences.
+        effects: of a design's factors; empty without a design.
+        follows: what was decided for the next stage, as a sentence; empty where there is none.
+    """
+
+    experiment: str
+    question: str
+    metric: str
+    smallest_effect: float
+    confidence: float
+    baseline: Baseline
+    arms: tuple[ArmVerdict, ...]
+    interactions: tuple[Interaction, ...]
+    sweeps: tuple[SweepResult, ...]
+    notes: tuple[str, ...] = ()
+    effects: tuple[FactorEffect, ...] = ()
+    follows: str = ""
+
+
+@dataclass(frozen=True)
+class StudyVerdict:
+    """A study judged from its records.
+
+    Args:
+        study, question: name and words.
+        complete: whether every planned run is over.
+        experiments: in the config's order.
+    """
+
+    study: str
+    question: str
+    complete: bool
+    experiments: tuple[ExperimentVerdict, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it in JSON's types; what is not finite becomes null."""
+        values: dict[str, Any] = json.loads(json.dumps(finite(asdict(self)), allow_nan=False))
+        return values

@@ -1,0 +1,233 @@
+"""What comes after an experiment: the factorial of its survivors, and its winner on fresh seeds.
+
+Every stage is an experiment of its own, made from the verdict on the one before it by the rules of
+``config.Combine`` and ``config.Confirm``, which were there before the first run. So a stage is a
+function of finished records alone, whoever asks and whenever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tilelab.study.ask.config import Arm, Experiment, change
+from tilelab.study.ask.designs import arm_name, changes_of, combinations_of, fraction
+from tilelab.study.ask.metrics import rank
+from tilelab.study.verdict.effects import predicted
+from tilelab.study.verdict.result import ArmVerdict, ExperimentVerdict, SweepResult
+from tilelab.study.verdict.words import effect_text, listing
+
+__all__ = ["Stage", "combined", "confirmed", "following", "follows", "over", "stand_ins"]
+
+_FOUND = ("better", "worse", "better together", "worse together")
+
+
+class Stage(NamedTuple):
+    """An experiment and what its records say so far."""
+
+    planned: Experiment
+    verdict: ExperimentVerdict
+
+
+class _Next(NamedTuple):
+    """The next stage, or None, and why, as a sentence."""
+
+    experiment: Experiment | None
+    words: str
+
+
+def over(verdict: ExperimentVerdict) -> bool:
+    """Whether every run of an experiment has ended."""
+    seeds = [each for arm in verdict.arms for each in arm.per_seed]
+    return verdict.baseline.status != "incomplete" and all(
+        each.status != "incomplete" for each in seeds
+    )
+
+
+def following(stages: Sequence[Stage]) -> _Next:
+    """What the stages so far lead to: an experiment where they are over and there is one.
+
+    Args:
+        stages: of one experiment, that of the config first.
+    """
+    first, last = stages[0].planned, stages[-1]
+    if not over(last.verdict):
+        return _Next(None, "")
+    said = ""
+    if first.combine is not None and len(stages) == 1:
+        factors, said = _survivors(first, last.verdict)
+        if len(factors) > 1:
+            return _Next(combined(first, factors), said)
+    if first.confirm is None or last.planned.name == _name(first, "confirm"):
+        return _Next(None, said)
+    if last.verdict.baseline.diverged:
+        return _Next(None, f"{said} The baseline diverged: nothing is confirmed.".strip())
+    winner, why = _winner(first, last, len(stages) == 1)
+    said = f"{said} {why}".strip()
+    return _Next(None if winner is None else confirmed(first, last.verdict.sweeps, winner), said)
+
+
+def combined(first: Experiment, factors: Sequence[str]) -> Experiment:
+    """The factorial of some of an experiment's arms."""
+    rule = first.combine
+    assert rule is not None
+    design = fraction(factors, rule.runs, rule.order)
+    arms = tuple(
+        Arm(name=arm_name(on), changes=_together(first, on)) for on in combinations_of(design) if on
+    )
+    return _stage(
+        first,
+        "combine",
+        question=f"What do {listing(list(factors))} do alone, and beyond the sum of it together?",
+        arms=[arm.model_dump(mode="json") for arm in arms],
+        design=design.model_dump(mode="json"),
+        seeds=rule.seeds,
+    )
+
+
+def confirmed(first: Experiment, sweeps: Sequence[SweepResult], winner: str) -> Experiment:
+    """The winner against the baseline on fresh seeds.
+
+    Args:
+        first: the experiment of the config.
+        sweeps: of the stage that the winner is of: what was tuned there stays.
+        winner: an arm, or factors joined with ``+``.
+    """
+    rule = first.confirm
+    assert rule is not None
+    tuned: dict[str, dict[str, Any]] = {
+        each.arm: {each.path: each.chosen} for each in sweeps if each.chosen is not None
+    }
+    changes = {**_together(first, winner.split("+")), **tuned.get(winner, {})}
+    baseline = change(first.baseline, tuned.get(first.baseline_name, {}))
+    return _stage(
+        first,
+        "confirm",
+        question=f"Does {winner} keep its lead on seeds that did not choose it?",
+        baseline=baseline.model_dump(mode="json"),
+        arms=[{"name": winner, "changes": changes}],
+        seeds=rule.seeds,
+        sweep=None,
+    )
+
+
+def stand_ins(first: Experiment) -> list[Experiment]:
+    """What is expected of the stages to come, for estimates: as many factors as may survive."""
+    found = []
+    names = [arm.name for arm in first.arms]
+    if first.combine is not None and len(names) > 1:
+        found.append(combined(first, names[: first.combine.most]))
+    if first.confirm is not None and names:
+        found.append(confirmed(first, (), names[-1]))
+    return found
+
+
+def follows(stage: Experiment, other: Experiment) -> bool:
+    """Whether a stage comes after another of the same experiment."""
+    return _rank(stage) > _rank(other)
+
+
+def _rank(stage: Experiment) -> int:
+    """0 for an experiment of the config, unless it is called like a stage."""
+    return {"combine": 1, "confirm": 2}.get(stage.name.rpartition(".")[2], 0)
+
+
+def _stage(first: Experiment, name: str, **fields: Any) -> Experiment:
+    rules = ("combine", "confirm", "design", "sequential")
+    values = {**dict.fromkeys(rules), **fields}
+    return change(first, {"name": _name(first, name), **values})
+
+
+def _name(first: Experiment, stage: str) -> str:
+    return f"{first.name}.{stage}"
+
+
+def _together(first: Experiment, factors: Sequence[str]) -> dict[str, Any]:
+    """The changes of several factors: those of the arm that has them all, or of each.
+
+    Raises:
+        KeyError: a factor of which no arm says what it changes.
+    """
+    each_of = {arm.name: arm.changes for arm in first.arms}
+    whole = each_of.get(arm_name(factors))
+    if whole is None and first.design is not None:  # whose arms may name their factors in any order
+        whole = {frozenset(arm.split("+")): each for arm, each in each_of.items()}.get(
+            frozenset(factors)
+        )
+    if whole is not None:
+        return dict(whole)
+    if first.design is not None:
+        each_of = changes_of(first.design, each_of)
+    return {path: value for each in factors for path, value in each_of[each].items()}
+
+
+def _survivors(first: Experiment, verdict: ExperimentVerdict) -> tuple[list[str], str]:
+    """The arms that go on, in the config's order, and why."""
+    rule = first.combine
+    assert rule is not None
+    kept = ("better",) if rule.keep == "better" else ("better", "no difference", "undecided")
+    changes = {arm.name: set(arm.changes) for arm in first.arms}
+    able = [arm for arm in verdict.arms if arm.label in kept and arm.effect is not None]
+    ranked = sorted(able, key=lambda arm: _loss(verdict, arm))
+    taken: list[str] = []
+    apart: list[str] = []
+    for arm in ranked:
+        if len(taken) == rule.most:
+            break
+        if any(_meet(changes[arm.arm], changes[other]) for other in taken):
+            apart.append(arm.arm)
+        else:
+            taken.append(arm.arm)
+    names = [arm.name for arm in first.arms if arm.name in taken]
+    shown = "shown to be better" if rule.keep == "better" else "not shown to be worse"
+    said = f"{len(able)} of {len(verdict.arms)} arms were {shown}"
+    said += f"; {listing(names)} go on together." if len(names) > 1 else "."
+    if len(names) < 2:
+        said += " There is nothing to combine."
+    if apart:
+        said += f" Left out, for what a better one changes too: {listing(apart)}."
+    return names, said
+
+
+def _meet(changes: set[str], others: set[str]) -> bool:
+    """Whether two arms change the same value, or one of them a part of what the other does."""
+    return any(
+        f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
+        for path in changes
+        for other in others
+    )
+
+
+def _loss(verdict: ExperimentVerdict, arm: ArmVerdict) -> float:
+    """The effect of an arm, turned so that lower is better."""
+    return rank(verdict.metric, arm.effect or 0.0)
+
+
+def _winner(first: Experiment, last: Stage, alone: bool) -> tuple[str | None, str]:
+    """The arm that is to be confirmed, or None, and why."""
+    rule, verdict, planned = first.confirm, last.verdict, last.planned
+    assert rule is not None
+    if rule.winner == "predicted" and planned.design is not None:
+        found = [each for each in verdict.effects if each.label in _FOUND]
+        everything = planned.design.model_copy(update={"generators": {}})
+        ranked = sorted(
+            (rank(verdict.metric, predicted(planned.design, found, on)), len(on), arm_name(on))
+            for on in combinations_of(everything)
+        )
+        best, _, name = ranked[0]
+        if not name or best >= 0:
+            return None, "By the effects that were found, nothing beats the baseline."
+        size = effect_text(rank(verdict.metric, best), planned.smallest_effect)
+        return name, f"By the effects that were found, {name} is best ({size}): it is run again."
+    arms = [arm for arm in verdict.arms if arm.effect is not None and not arm.diverged]
+    if alone and first.combine is not None:
+        kept, _ = _survivors(first, verdict)
+        arms = [arm for arm in arms if arm.arm in kept]
+    best_arm = min(arms, key=lambda arm: _loss(verdict, arm), default=None)
+    if best_arm is None or _loss(verdict, best_arm) >= 0:
+        return None, "Nothing has a better mean than the baseline: there is nothing to confirm."
+    size = effect_text(best_arm.effect or 0.0, planned.smallest_effect)
+    return best_arm.arm, (
+        f"{best_arm.arm} has the best mean of {len(verdict.arms)} ({size}), which flatters the "
+        "one that was chosen by it: it is run again on fresh seeds."
+    )

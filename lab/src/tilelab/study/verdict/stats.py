@@ -1,0 +1,251 @@
+"""Statistics of paired differences: intervals, tests, equivalence, and how many seeds decide.
+
+The seeds are the sample: for each seed, the arm and the baseline see the same initial weights and
+the same batches, and their difference is one observation. ``docs/metrics.md`` has the definitions.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scipy import special
+
+from tilelab.study.verdict.quantities import Interval, Ratio, Summary
+
+__all__ = [
+    "SEEDS_LIMIT",
+    "Paired",
+    "equivalence",
+    "holm",
+    "more_seeds",
+    "paired",
+    "ratio",
+    "seeds_for_difference",
+    "seeds_for_equivalence",
+    "summary",
+]
+
+SEEDS_LIMIT = 10_000  # more seeds than that are not counted exactly: nobody runs them
+
+
+@dataclass(frozen=True)
+class Paired:
+    """The paired t test of some differences.
+
+    Args:
+        n: differences.
+        mean: of them; None for none.
+        spread: their sample standard deviation; None for fewer than two.
+        interval: of the mean; None for fewer than two.
+        p_value: two-sided, of a mean of zero; None for fewer than two.
+    """
+
+    n: int
+    mean: float | None
+    spread: float | None
+    interval: Interval | None
+    p_value: float | None
+
+
+def paired(differences: Sequence[float], confidence: float) -> Paired:
+    """The paired t interval and test.
+
+    Differences that do not vary at all give the limit of a vanishing spread: an interval of one
+    point, and a p-value of 0 (of 1 where they are all zero).
+
+    Args:
+        differences: one per seed, all finite.
+        confidence: of the interval, e.g. 0.95.
+
+    Source: Student, "The probable error of a mean", Biometrika 6, 1908.
+    """
+    n = len(differences)
+    if n == 0:
+        return Paired(0, None, None, None, None)
+    mean = statistics.fmean(differences)
+    if n == 1:
+        return Paired(1, mean, None, None, None)
+    spread = _spread(differences)
+    error = spread / math.sqrt(n)
+    half = _quantile(n - 1, (1 + confidence) / 2) * error
+    p_value = 2 * _upper_tail(abs(mean), error, n - 1) if mean else 1.0
+    return Paired(n, mean, spread, Interval(mean - half, mean + half), p_value)
+
+
+def equivalence(differences: Sequence[float], margin: float) -> float | None:
+    """The p-value of two one-sided t tests: of a mean that is at least ``margin`` away from zero.
+
+    Small values say that the mean lies within ``(-margin, margin)``.
+
+    Args:
+        differences: one per seed.
+        margin: the smallest effect that matters, above 0.
+
+    Returns:
+        The larger of the two one-sided p-values; None for fewer than two differences.
+
+    Source: Schuirmann, "A comparison of the two one-sided tests procedure and the power approach",
+    Journal of Pharmacokinetics and Biopharmaceutics 15, 1987.
+    """
+    n = len(differences)
+    if n < 2:
+        return None
+    mean, error = statistics.fmean(differences), _spread(differences) / math.sqrt(n)
+    return max(_upper_tail(margin - mean, error, n - 1), _upper_tail(margin + mean, error, n - 1))
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Holm's step-down adjustment of p-values, in their order.
+
+    A None is a test that is planned but cannot be made yet: it stays None and counts as one of the
+    family, so that what is decided today does not depend on what is still missing.
+
+    Source: Holm, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of
+    Statistics 6, 1979.
+    """
+    order = sorted((p, at) for at, p in enumerate(p_values) if p is not None)
+    adjusted: list[float | None] = [None] * len(p_values)
+    largest = 0.0
+    for rank, (p, at) in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p))
+        adjusted[at] = largest
+    return adjusted
+
+
+def seeds_for_difference(spread: float, effect: float, alpha: float, power: float) -> int:
+    """Seeds so that the two-sided paired t test finds a mean difference of ``effect``.
+
+    The normal approximation ((z_(1 - alpha/2) + z_power) spread / effect)^2 is the first guess; the
+    noncentral t distribution then gives the smallest number with at least the wished power.
+
+    Args:
+        spread: standard deviation of the differences, 0 or more.
+        effect: the difference to be found, above 0.
+        alpha: the test's level.
+        power: the wished probability of finding it.
+
+    Returns:
+        2 or more; beyond ``SEEDS_LIMIT`` the normal approximation.
+    """
+    return _seeds(spread, effect, alpha / 2, power)
+
+
+def seeds_for_equivalence(spread: float, gap: float, alpha: float, power: float) -> int:
+    """Seeds so that two one-sided tests show equivalence of a mean ``gap`` inside the margin.
+
+    Args:
+        spread: standard deviation of the differences, 0 or more.
+        gap: margin less the size of the true mean, above 0.
+        alpha: level of each one-sided test.
+        power: wished for both to reject; each gets half of what may fail: on the safe side.
+
+    Returns:
+        2 or more; beyond ``SEEDS_LIMIT`` the normal approximation.
+    """
+    return _seeds(spread, gap, alpha, (1 + power) / 2)
+
+
+def more_seeds(
+    differences: Sequence[float],
+    smallest: float,
+    alpha: float,
+    power: float,
+    equivalence_wanted: bool = False,
+) -> int:
+    """Further seeds that an undecided comparison needs.
+
+    As many as find a difference of ``smallest`` with the wished power, taking the spread seen so
+    far for the true one. Where there are that many already, the truth lies near the edge of what
+    matters: then as many as show either a difference of the size seen, or equivalence, whichever
+    is sooner. Fewer than two differences have no spread: then what is missing to two.
+
+    Args:
+        differences: one per seed.
+        smallest: the smallest effect that matters.
+        alpha: level of one comparison.
+        power: the wished power.
+        equivalence_wanted: count the seeds that show equivalence where the mean seen allows it.
+
+    Returns:
+        1 or more.
+    """
+    n = len(differences)
+    if n < 2:
+        return 2 - n
+    mean, spread = abs(statistics.fmean(differences)), _spread(differences)
+    same = seeds_for_equivalence(spread, smallest - mean, alpha, power) if mean < smallest else None
+    if equivalence_wanted and same is not None:
+        return max(same - n, 1)
+    needed = seeds_for_difference(spread, smallest, alpha, power)
+    if needed <= n:
+        ways = [same] if same is not None else []
+        if mean > 0:
+            ways.append(seeds_for_difference(spread, mean, alpha, power))
+        needed = min(ways)
+    return max(needed - n, 1)
+
+
+def ratio(pairs: Sequence[tuple[float, float]], confidence: float) -> Ratio | None:
+    """How much more the first of each pair is: geometric mean, with a t interval on the logarithms.
+
+    Args:
+        pairs: (arm, baseline) of one seed each.
+        confidence: of the interval.
+
+    Returns:
+        None without a pair, or where a value is not above 0.
+    """
+    if not pairs or any(min(pair) <= 0 for pair in pairs):
+        return None
+    logs = paired([math.log(arm / base) for arm, base in pairs], confidence)
+    assert logs.mean is not None
+    ends = logs.interval
+    interval = Interval(_exp(ends.low), _exp(ends.high)) if ends is not None else None
+    return Ratio(math.exp(logs.mean), interval, logs.n)
+
+
+def summary(values: Sequence[float]) -> Summary | None:
+    """Mean and sample standard deviation; None without a value."""
+    if not values:
+        return None
+    spread = _spread(values) if len(values) > 1 else None
+    return Summary(statistics.fmean(values), tuple(values), spread)
+
+
+def _spread(values: Sequence[float]) -> float:
+    """The sample standard deviation; exactly 0 for equal values, whatever their mean rounds to."""
+    return 0.0 if min(values) == max(values) else statistics.stdev(values)
+
+
+def _quantile(freedom: int, probability: float) -> float:
+    return float(special.stdtrit(freedom, probability))
+
+
+def _upper_tail(distance: float, error: float, freedom: int) -> float:
+    """P(T >= distance / error); of a vanishing error its limit."""
+    if error == 0:
+        return 0.0 if distance > 0 else 1.0
+    return float(special.stdtr(freedom, -distance / error))
+
+
+def _seeds(spread: float, effect: float, tail: float, power: float) -> int:
+    """Smallest n with P(T' > t_(1 - tail)) >= power, T' noncentral with sqrt(n) effect / spread."""
+    if spread == 0:
+        return 2
+    z = float(special.ndtri(1 - tail) + special.ndtri(power))
+    guess = (z * spread / effect) ** 2
+    n = max(2, math.ceil(min(guess, SEEDS_LIMIT)))
+    while n < SEEDS_LIMIT:
+        shift = math.sqrt(n) * effect / spread
+        if 1 - special.nctdtr(n - 1, shift, _quantile(n - 1, 1 - tail)) >= power:
+            return n
+        n += 1
+    return max(SEEDS_LIMIT, math.ceil(guess))
+
+
+def _exp(value: float) -> float:
+    """e^value, infinite where a float cannot hold it."""
+    return math.exp(value) if value < 700 else math.inf

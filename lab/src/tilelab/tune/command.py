@@ -1,0 +1,231 @@
+"""``tilewise tune``: blocks measured on the GPU that is there, for its file of measured blocks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from tilelab.gpu_check.setting import Setting
+from tilelab.tune.conduct import MOST, Finding, Team, tune
+from tilelab.tune.jobs import Job
+from tilelab.tune.page import HEADER, lines_of, plan_of, summary
+from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.folders import cache_folder
+from tilewise.kernels.gpu.config import KINDS, PASSES, WIDTHS, family_of
+from tilewise.kernels.gpu.measured import chip_of, why_unfit
+from tilewise.plan.tuned import (
+    Entry,
+    Malformed,
+    Tuned,
+    file_name,
+    installed_triton,
+    path_for,
+    read,
+    refusal,
+    shown,
+    write,
+)
+
+__all__ = ["main"]
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_WIDTHS = WIDTHS[:3]  # the widest is rare, and has the smallest blocks whatever is measured
+_MINUTES = 60.0
+
+
+class _Chip(NamedTuple):
+    name: str
+    family: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and write.
+
+    Args:
+        argv: the arguments; None takes them from the command line.
+
+    Returns:
+        0 if nothing failed, else 1. What was not begun for want of time did not fail.
+
+    Raises:
+        Unsupported: there is nothing to measure on.
+        InvalidArgument: the file cannot be written there.
+    """
+    options = _parser().parse_args(argv)
+    setting = Setting(self_test=options.self_test)
+    chip, jobs = _chip(setting), _jobs(options)
+    if options.dry_run:
+        _say(_title(chip), *plan_of(chip.family, jobs, MOST))
+        return 0
+    with tempfile.TemporaryDirectory() as scratch:
+        path = _path(options.out, chip, Path(scratch) if options.self_test else None)
+        _say(_title(chip), f"into {shown(path)}", HEADER)
+        findings: list[Finding] = []
+        session = _Session(setting, chip, path)
+        try:
+            left = session.run(jobs, time.monotonic() + 60 * options.minutes, findings)
+        except KeyboardInterrupt:
+            _say("interrupted", *summary(findings, ()))
+            raise
+        _say(*summary(findings, left))
+        if options.self_test:
+            _say("self-test: nothing here is a measurement")
+    return 1 if any(finding.failure for finding in findings) else 0
+
+
+class _Session:
+    """One run: where, for what chip, into which file."""
+
+    def __init__(self, setting: Setting, chip: _Chip, path: Path) -> None:
+        self.setting, self.chip, self.path = setting, chip, path
+        self._before = _before(path, chip)
+
+    def run(self, jobs: Sequence[Job], until: float, findings: list[Finding]) -> list[Job]:
+        """Do jobs, write after every width of a pass, and give back what there was no time for."""
+        left: list[Job] = []
+        team = Team(self.setting)
+        try:
+            for _, group in groupby(jobs, key=lambda job: job[:3]):
+                for job in group:
+                    if time.monotonic() > until:
+                        left.append(job)
+                        continue
+                    findings.append(tune(self.setting, team, self.chip.family, job))
+                    _say(*lines_of(findings[-1]))
+                self._write(findings)
+        finally:
+            team.close()
+            self._write(findings)
+        return left
+
+    def _write(self, findings: Sequence[Finding]) -> None:
+        """The entries of before and the new ones; a job that was done replaces its place's."""
+        done = {finding.job.place: finding.entry for finding in findings if not finding.failure}
+        if not done:
+            return
+        entries = {entry.place: entry for entry in self._before} | done
+        tuned = Tuned(
+            self.chip.name,
+            self.chip.family,
+            torch.__version__,
+            installed_triton(),
+            datetime.now(UTC).date().isoformat(),
+            tuple(entry for entry in entries.values() if entry is not None),
+        )
+        write(self.path, tuned)
+        if why := refusal(read(self.path), *self.chip, why_unfit):
+            raise AssertionError(f"what was written would be refused: {why}")
+
+
+def _before(path: Path, chip: _Chip) -> tuple[Entry, ...]:
+    """The entries that a file has already, where they are of this chip and this Triton."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+        tuned = read(path)
+        why = refusal(tuned, *chip, why_unfit)
+    except FileNotFoundError:
+        return ()
+    except Malformed as error:
+        why = str(error)
+    except OSError as error:
+        required = "a file that can be read and written, in a folder that can be made"
+        raise InvalidArgument("--out", f"{path} ({error})", required) from None
+    if why:
+        _say(f"what was in it is not kept: {why}")
+        return ()
+    return tuned.entries
+
+
+def _chip(setting: Setting) -> _Chip:
+    """What is tuned for.
+
+    Raises:
+        Unsupported: there is no GPU, no Triton, or no family of chips that this one is of.
+    """
+    reason, name = "", ""
+    family = family_of(setting.device) if setting.self_test else None
+    if find_spec("triton") is None:
+        reason = "Triton is not installed (pip install triton)"
+    elif setting.self_test:
+        name = chip_of(setting.device)
+    elif os.environ.get("TRITON_INTERPRET"):
+        reason = "TRITON_INTERPRET is set: kernels would be interpreted, not measured"
+    elif not torch.cuda.is_available():
+        reason = "torch sees no GPU here"
+    else:
+        name, family = chip_of(setting.device), family_of(setting.device)
+        reason = "" if family else f"no family of chips is known that {name} is of"
+    if reason or family is None:
+        fix = "--self-test needs Triton and no GPU; it measures nothing."
+        raise Unsupported(f"there is nothing to tune for: {reason}", fix=fix)
+    return _Chip(name, family)
+
+
+def _jobs(options: argparse.Namespace) -> list[Job]:
+    """What was asked for, the most common dtype and the widths of a pass together."""
+    tiny = options.self_test
+    dtypes = options.dtypes or (("float16",) if tiny else _DTYPES)
+    if tiny and "bfloat16" in dtypes:
+        raise InvalidArgument(
+            "--dtypes", "bfloat16", "float16 or float32 with --self-test",
+            "Triton's interpreter gets products of bfloat16 wrong.",
+        )  # fmt: skip
+    widths = options.widths or (_WIDTHS[:1] if tiny else _WIDTHS)
+    return [
+        Job(pass_name, dtype, width, kind)
+        for dtype in dtypes
+        for pass_name in options.passes or PASSES
+        for width in widths
+        for kind in options.kinds or KINDS
+    ]
+
+
+def _path(out: Path | None, chip: _Chip, scratch: Path | None) -> Path:
+    """The file to write: what is asked for, else where calls look for it."""
+    if out is not None:
+        return out / file_name(chip.name) if out.is_dir() else out
+    if scratch is not None:  # nothing of the self-test is left behind
+        return scratch / file_name(chip.name)
+    return path_for(chip.name) or cache_folder() / "tuned" / file_name(chip.name)
+
+
+def _title(chip: _Chip) -> str:
+    versions = f"torch {torch.__version__}, Triton {installed_triton()}"
+    return f"tilewise tune: {chip.name} ({chip.family}), {versions}"
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        print(line, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tilewise tune",
+        description="Measure blocks for the GPU that is there; keep those that are faster than "
+        "the table's by more than the noise. Calls of later processes run in them.",
+        epilog="The file is written after every width of a pass: Ctrl-C keeps what is done. "
+        "docs/gpu.md says more.",
+    )
+    add = parser.add_argument
+    add("--out", type=Path, metavar="FILE", help="or a folder; else where calls look for it")
+    add("--passes", nargs="+", choices=PASSES, metavar="PASS", help=f"of {', '.join(PASSES)}")
+    add("--dtypes", nargs="+", choices=_DTYPES, metavar="DTYPE", help=f"of {', '.join(_DTYPES)}")
+    add("--widths", nargs="+", type=int, choices=_WIDTHS, metavar="D", help="of 64, 128, 256")
+    kinds = "plain, + (more for a pair than a comparison or two), * (a mask of no known shape)"
+    add("--kinds", nargs="+", choices=KINDS, metavar="KIND", help=f"of {kinds}")
+    add("--minutes", type=float, default=_MINUTES, metavar="N", help="begin nothing after these")
+    add("--dry-run", action="store_true", help="list what would be tried, and do nothing")
+    add("--self-test", action="store_true", help="tiny, in Triton's interpreter, on the processor")
+    return parser

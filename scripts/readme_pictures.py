@@ -1,0 +1,155 @@
+"""Draw the README's two pictures from stored results: python scripts/readme_pictures.py [--check].
+
+``docs/speed.svg`` shows how many times faster than torch attention is on one core, and
+``docs/study.svg`` what each choice of the study ``laptop`` does to the loss. Both follow the
+reader's light or dark theme. With ``--check`` nothing is written, and the exit status is 1 where
+a picture does not show what is stored.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from tilelab.common.svg import (
+    INK,
+    RULE,
+    SOFT,
+    arm_colour,
+    beside,
+    canvas,
+    finish,
+    house_style,
+    place,
+    standalone,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+SPEED = ROOT / "benchmarks/amd-epyc-26-2/cpu.json"
+REPORT = ROOT / "benchmarks/studies/laptop/report.md"
+# Names in the record, and what the picture calls them.
+CASES = {
+    "forward full 2k D64": "forward, 2k tokens",
+    "forward causal 2k": "forward, causal, 2k",
+    "forward causal 16k": "forward, causal, 16k",
+    "backward full 2k": "backward, 2k",
+    "backward causal 2k": "backward, causal, 2k",
+    "window 256 at 2k": "window of 256, 2k",
+    "dropout 0.1 at 2k": "dropout 0.1, 2k",
+    "grouped 32:4 at 2k": "32 heads on 4, 2k",
+}
+NAMES = {"lion": "Lion", "wsd": "warmup-stable-decay", "lion+wsd": "both"}
+DTYPES = ("float32", "bfloat16")
+_WIDTH, _LINE = 680.0, 44.0
+
+
+class Effect(NamedTuple):
+    """What one choice does to the loss, with its 95 % interval; the unit is the report's."""
+
+    name: str
+    middle: float
+    low: float
+    high: float
+
+
+def ratios(stored: Path) -> dict[tuple[str, str], float]:
+    """Torch's median time over ours, by case and dtype."""
+    found = {
+        (each["name"], each["dtype"]): each["summary"]["ratio"]
+        for each in json.loads(stored.read_text())["cases"]
+    }
+    return {(case, dtype): found[case, dtype] for case in CASES for dtype in DTYPES}
+
+
+def effects(report: str) -> list[Effect]:
+    """The choices of the report's last table of verdicts that have an interval."""
+    table = report.partition("## Verdicts")[2].partition("\n## ")[0].split("### ")[-1]
+    number = "([+\N{MINUS SIGN}-]?[\\d.]+)"
+    row = re.compile(rf"^\| ([^|]+) \|[^|]*\| {number} \| \\\[{number}, {number}\\\]", re.MULTILINE)
+    return [
+        Effect(name.strip(), *(float(each.replace("\N{MINUS SIGN}", "-")) for each in numbers))
+        for name, *numbers in row.findall(table)
+    ]
+
+
+def _rows(names: list[str]) -> tuple[Figure, Axes]:
+    figure = canvas(_WIDTH, _LINE * len(names) + 60)
+    axes = place(figure, 168, 48, 60, 12)
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", color=RULE, linewidth=1)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_yticks(range(len(names)), labels=names)
+    for label in axes.get_yticklabels():
+        label.set_color(INK)
+    return figure, axes
+
+
+def speed() -> str:
+    """Bars: a case's two dtypes under each other, and a line where torch is."""
+    found = ratios(SPEED)
+    figure, axes = _rows(list(CASES.values()))
+    axes.set_xlim(0, max(found.values()) * 1.04)
+    for row, case in enumerate(CASES):
+        for place_of, dtype in enumerate(DTYPES):
+            ratio, at = found[case, dtype], row + (place_of - 0.5) * 0.38
+            axes.barh(at, ratio, height=0.34, color=arm_colour(place_of + 1), zorder=3)
+            beside(axes, (ratio, at), f"{ratio:.1f}x" + ("" if row else f", {dtype}"))
+    axes.axvline(1, color=INK, linewidth=1.2, zorder=5)
+    axes.set_xlabel("times faster than torch (line: torch), one core", color=SOFT, labelpad=7)
+    told = "; ".join(f"{CASES[case]}, {dtype}: {found[case, dtype]:.1f}x" for case, dtype in found)
+    return standalone(finish(figure, "speed", f"Times faster than torch. {told}"))
+
+
+def study() -> str:
+    """A dot and an interval for each choice, left of the line where it lowers the loss."""
+    found = effects(REPORT.read_text())
+    figure, axes = _rows([NAMES.get(each.name, each.name) for each in found])
+    reach = max(abs(end) for each in found for end in (each.low, each.high)) * 1.25
+    axes.set_xlim(-reach, reach)
+    for row, each in enumerate(found):
+        colour = arm_colour(row + 1)
+        axes.plot([each.low, each.high], [row, row], color=colour, linewidth=3, zorder=3)
+        axes.plot([each.middle], [row], color=colour, marker="o", markersize=9, zorder=4)
+        beside(axes, (each.high, row), f"{each.middle:+.3f}")
+    axes.axvline(0, color=INK, linewidth=1.2, zorder=2)
+    axes.set_xlabel(
+        "bits per byte against AdamW with linear decay (left is better)", color=SOFT, labelpad=7
+    )
+    told = "; ".join(
+        f"{each.name}: {each.middle:+.3f} [{each.low:+.3f}, {each.high:+.3f}]" for each in found
+    )
+    return standalone(finish(figure, "study", f"Effect on the loss, bits per byte. {told}"))
+
+
+def label(picture: str) -> str:
+    """What a picture says to those who do not see it: every number in it."""
+    found = re.search(r'aria-label="([^"]*)"', picture)
+    return found[1] if found else ""
+
+
+def main(arguments: list[str]) -> int:
+    """Draw the pictures, or compare what they say."""
+    with house_style():
+        drawn = {ROOT / "docs/speed.svg": speed(), ROOT / "docs/study.svg": study()}
+    if arguments == ["--check"]:
+        old = [
+            path
+            for path, picture in drawn.items()
+            if not path.exists() or label(path.read_text()) != label(picture)
+        ]
+        for path in old:
+            print(f"{path.relative_to(ROOT)} is out of date: run scripts/readme_pictures.py")
+        return int(bool(old))
+    for path, picture in drawn.items():
+        path.write_text(picture)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

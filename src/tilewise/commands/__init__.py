@@ -1,0 +1,1 @@
+"""The commands of ``tilewise`` that need nothing but torch and numpy."""

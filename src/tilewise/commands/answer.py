@@ -1,0 +1,115 @@
+"""An explanation by shape alone, for this machine or for a chip that is not here."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+import tilewise
+from tilewise.chips import Chip
+from tilewise.commands.shape import Asked
+from tilewise.engine import registry
+from tilewise.engine.explanation import told
+from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.kernels.base import Backend
+from tilewise.kernels.gpu.config import LARGEST_WIDTH
+from tilewise.plan.plan import Tiles
+from tilewise.plan.traffic.account import Account, account
+from tilewise.plan.traffic.words import lines
+from tilewise.problem import Problem
+from tilewise.validation import dense_problem
+from tilewise.variants.program import encode
+
+__all__ = ["Told", "tell"]
+
+
+class Told(NamedTuple):
+    """What there is to say.
+
+    Args:
+        text: for people.
+        problem: what was asked; None where nothing can do it.
+        account: what it moves; None where nothing can do it.
+        chip: whose ceilings count; None where they are not known.
+    """
+
+    text: str
+    problem: Problem | None
+    account: Account | None
+    chip: Chip | None
+
+
+def tell(asked: Asked, chip: Chip | None, dropout_p: float, backend: str | None) -> Told:
+    """The explanation of what is asked.
+
+    Args:
+        asked: the problem.
+        chip: a row; None for this machine.
+        dropout_p: the probability of dropping.
+        backend: asked for by name; None chooses.
+
+    Raises:
+        InvalidArgument: something of it makes no sense.
+        Unsupported: the chip's kernels cannot do it.
+    """
+    if chip is not None and chip.kind == "gpu":
+        return _elsewhere(asked, chip, dropout_p, backend)
+    # Nobody touches these, so the system gives them no memory, however large they are.
+    q, k, v = _tensors(asked, "cpu")
+    found = tilewise.explain(
+        q, k, v, mask=asked.mask, score=asked.score, dropout_p=dropout_p, backend=backend
+    )
+    if chip is not None:
+        found = found._replace(chip=chip)
+    problem = None if found.plan is None else found.plan.problem
+    return Told(str(found), problem, found.account, found.chip)
+
+
+def _tensors(asked: Asked, device: str) -> list[torch.Tensor]:
+    shapes = (asked.queries, asked.keys, (*asked.keys[:3], asked.value_dim))
+    return [torch.empty(shape, dtype=asked.dtype, device=device) for shape in shapes]
+
+
+def _elsewhere(asked: Asked, chip: Chip, dropout_p: float, backend: str | None) -> Told:
+    """For a GPU that need not be here: the GPU backend's tiles for its family."""
+    if backend not in (None, "gpu"):
+        raise InvalidArgument("backend", repr(backend), f"'gpu', or none, on {chip.name}")
+    made = dense_problem(
+        *_tensors(asked, "meta"),
+        mask=() if asked.mask is None else asked.mask.program,
+        score=() if asked.score is None else asked.score.program,
+        scale=None,
+        dropout_p=dropout_p,
+        sinks=None,
+    )
+    problem = made._replace(device="cuda")
+    chosen = registry.load("gpu")
+    _check(problem)
+    loops = chosen.loops(problem, chip.family)
+    found = account(problem, loops)
+    texts = encode(problem.mask), encode(problem.score)
+    splits = -(-problem.keys // loops.split_keys) if loops.split_keys else 1
+    text = told(problem, "gpu", Tiles(*loops.forward, max(1, splits)), *texts)
+    text += [f"{name:9} {line}" for name, line in lines(found, chip)]
+    for name in registry.BACKEND_NAMES:
+        if name != "gpu":
+            reasons = _reasons(registry.load(name), problem)
+            text += [f"not {name}:", *(f"  {reason}" for reason in reasons)]
+    return Told("\n".join(text), problem, found, chip)
+
+
+def _check(problem: Problem) -> None:
+    """The limits of the GPU backend that hold on every chip."""
+    reasons = []
+    if problem.dtype == torch.float64:
+        reasons.append("it computes float32, bfloat16, float16; not torch.float64")
+    for what, size in (("D", problem.head_dim), ("Dv", problem.value_dim)):
+        if size > LARGEST_WIDTH:
+            reasons.append(f"{what} = {size} is over its limit of {LARGEST_WIDTH}")
+    if reasons:
+        raise Unsupported("the kernels of this chip cannot do this attention", {"gpu": reasons})
+
+
+def _reasons(backend: Backend, problem: Problem) -> list[str]:
+    return backend.why_not(problem) or ["it could, but 'gpu' comes first"]

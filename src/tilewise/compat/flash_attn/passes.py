@@ -1,0 +1,384 @@
+"""flash-attn's forward and backward passes by themselves, which ring attention is made of.
+
+Libraries that split a sequence among devices (ring-flash-attention, yunchang) call a forward pass
+per block of keys, merge the blocks by their lse, and call a backward pass per block with the merged
+output and lse. So the backward passes here trust the ``out`` and ``softmax_lse`` that they get.
+
+The names, their order and what is returned are those of flash-attn 2.8.3, whose functions are torch
+ops; these are Python functions. None has a gradient of its own: one that is asked for raises.
+``rng_state`` is int64 [2], of which the first is the seed of dropout and the second is 0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from tilewise.compat.flash_attn.arguments import Asked, check_tensor, read
+from tilewise.compat.flash_attn.calls import (
+    Answer,
+    Packing,
+    check_dense,
+    check_packed,
+    dense,
+    packed,
+    paged,
+)
+from tilewise.compat.flash_attn.forward_only import forward_only
+from tilewise.compat.from_lse import stats_of
+from tilewise.engine.call import build_problem, read_keywords
+from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.variants.lower import Extent, lower_score, statistics_dtype
+from tilewise.variants.program import encode, fitted
+
+__all__ = [
+    "_flash_attn_backward",
+    "_flash_attn_forward",
+    "_flash_attn_varlen_backward",
+    "_flash_attn_varlen_forward",
+]
+
+Passed: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]  # out, softmax_lse, S_dmask, rng_state
+_PIECE = 128  # rows in multiples of which flash-attn 2 lays out softmax_d
+_FIX = "call flash_attn_func, or write an autograd.Function over the two passes"
+
+
+class _Given(NamedTuple):
+    """The tensors of a backward pass, with heads before rows where they are dense."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> Passed:
+    """Run the forward pass of ``flash_attn_func``, whose arguments these are.
+
+    Returns:
+        out [B, M, Hq, Dv]; softmax_lse [B, Hq, M], float32 (float64 for float64), +inf for a row
+        without keys; S_dmask, empty unless return_softmax with dropout; rng_state, int64 [2].
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+    """
+    check_dense(q=q, k=k, v=v)
+    window = (window_size_left, window_size_right)
+    flags = (dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
+    asked = read(q.shape[0], q.shape[2], *flags)
+    with torch.no_grad():
+        found = dense(q, k, v, asked, lse=True, signed=return_softmax)
+    return _passed("_flash_attn_forward", found, q, k, v)
+
+
+def _flash_attn_varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> Passed:
+    """Run the forward pass of ``flash_attn_varlen_func``, whose arguments these are, and more.
+
+    Args:
+        q: [Tq, Hq, D].
+        k: [Tk, Hk, D], or pages with a block_table.
+        v: as k, with width Dv.
+        cu_seqlens_q: integer [sequences + 1].
+        cu_seqlens_k: integer [sequences + 1].
+        max_seqlen_q: rows of the longest sequence.
+        max_seqlen_k: keys of the longest sequence.
+        dropout_p: as ``flash_attn_func``, like all up to alibi_slopes.
+        softmax_scale: 1/sqrt(D) if None.
+        causal: bottom right corner of each sequence.
+        window_size_left: -1 for no bound.
+        window_size_right: -1 for no bound.
+        softcap: above 0, scores are capped to it.
+        alibi_slopes: floating [Hq] or [sequences, Hq].
+        return_softmax: ask for S_dmask.
+        block_table: integer [sequences, blocks], without dropout.
+        leftpad_k: integer [sequences]: as many keys at the beginning of each do not count.
+        seqused_k: integer [sequences]: how many keys of each there are, in the stead of all.
+        zero_tensors: of no effect: rows without keys are 0 anyway.
+
+    Returns:
+        out [Tq, Hq, Dv]; softmax_lse [Hq, Tq]; S_dmask and rng_state as ``_flash_attn_forward``.
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+        Unsupported: dropout with a block_table, leftpad_k or seqused_k.
+    """
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    check_packed(packing, block_table is not None, q, k=k, v=v)
+    window = (window_size_left, window_size_right)
+    flags = (dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
+    asked = read(cu_seqlens_q.shape[0] - 1, q.shape[1], *flags)
+    with torch.no_grad():
+        if block_table is None and leftpad_k is None and seqused_k is None:
+            found = packed(q, k, v, packing, asked, lse=True, signed=return_softmax)
+        else:
+            found = paged(q, k, v, packing, asked, block_table, leftpad_k, seqused_k)
+    return _passed("_flash_attn_varlen_forward", found, q, k, v)
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    """Write the gradients of ``_flash_attn_forward`` into dq, dk and dv.
+
+    Args:
+        dout: the gradient of out, [B, M, Hq, Dv].
+        q: [B, M, Hq, D], like k and v as in the forward pass.
+        k: [B, N, Hk, D].
+        v: [B, N, Hk, Dv].
+        out: [B, M, Hq, Dv], of all keys that the softmax is over, these or more.
+        softmax_lse: [B, Hq, M], of all of them too.
+        dq: where the gradient of q goes, of q's shape and dtype, any strides; None for nowhere.
+        dk: likewise.
+        dv: likewise.
+        dropout_p: as in the forward pass, like all up to alibi_slopes.
+        softmax_scale: 1/sqrt(D) if None.
+        causal: row i sees the keys up to i + N - M.
+        window_size_left: -1 for no bound.
+        window_size_right: -1 for no bound.
+        softcap: above 0, scores are capped to it.
+        alibi_slopes: floating [Hq] or [B, Hq]; no gradient.
+        deterministic: always so.
+        rng_state: of the forward pass; needed with dropout.
+
+    Returns:
+        softmax_d, [B, Hq, M up to a multiple of 128]: (1 - dropout_p) * sum over Dv of dout * out,
+        and 0 behind the last row.
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+    """
+    check_dense(dout=dout, q=q, k=k, v=v, out=out)
+    window = (window_size_left, window_size_right)
+    flags = (dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
+    asked = read(q.shape[0], q.shape[2], *flags)
+    _check_rows(dout, q, v, out, softmax_lse, (q.shape[0], q.shape[2], q.shape[1]))
+    seed = _seed_of(rng_state, asked)
+    with torch.no_grad():
+        g, x, y, z, o = (each.transpose(1, 2) for each in (dout, q, k, v, out))
+        given = _Given(g, x, y, z, o, softmax_lse)
+        buffers = [None if x is None else x.transpose(1, 2) for x in _checked(dq, dk, dv, q, k, v)]
+        _write_gradients(given, buffers, asked, seed, None)
+        delta = _delta(given, asked)
+        return torch.nn.functional.pad(delta, (0, -delta.shape[-1] % _PIECE))
+
+
+def _flash_attn_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> Tensor:
+    """Write the gradients of ``_flash_attn_varlen_forward`` into dq, dk and dv.
+
+    The arguments are those of ``_flash_attn_backward`` for packed tensors: dout and out
+    [Tq, Hq, Dv], softmax_lse [Hq, Tq]. ``zero_tensors`` is of no effect.
+
+    Returns:
+        softmax_d, [Hq, Tq + 128 sequences]: that of row i of sequence b, which begins at row s, at
+        s + 128 b + i, and 0 elsewhere.
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+    """
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    check_packed(packing, False, q, k=k, v=v, dout=dout, out=out)
+    window = (window_size_left, window_size_right)
+    flags = (dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
+    sequences = cu_seqlens_q.shape[0] - 1
+    asked = read(sequences, q.shape[1], *flags)
+    _check_rows(dout, q, v, out, softmax_lse, (q.shape[1], q.shape[0]))
+    seed = _seed_of(rng_state, asked)
+    with torch.no_grad():
+        given = _Given(dout, q, k, v, out, softmax_lse)
+        _write_gradients(given, _checked(dq, dk, dv, q, k, v), asked, seed, packing.starts)
+        delta = _delta(given, asked)
+        starts = cu_seqlens_q.contiguous()
+        rows = torch.arange(q.shape[0], device=q.device, dtype=starts.dtype)
+        own = torch.searchsorted(starts, rows, right=True) - 1
+        found = delta.new_zeros(delta.shape[0], q.shape[0] + _PIECE * sequences)
+        return found.index_copy(1, rows + _PIECE * own, delta)
+
+
+def _passed(name: str, found: Answer, q: Tensor, k: Tensor, v: Tensor) -> Passed:
+    """What a forward pass returns, tied to the arguments that may want a gradient."""
+    assert found.lse is not None
+    given = {"q": q, "k": k, "v": v}
+    out, lse = forward_only(name, _FIX, (found.out, found.lse), given)
+    state = torch.zeros(2, dtype=torch.int64, device=q.device)
+    if found.seed is not None:
+        state = torch.stack((found.seed, state[1]))
+    return out, lse, found.signed, state
+
+
+def _seed_of(rng_state: Tensor | None, asked: Asked) -> Tensor | None:
+    """The seed of the forward pass; None without dropout."""
+    if not asked.dropout_p:
+        return None
+    required = "what the forward pass returned, an int64 tensor [2], as dropout_p is not 0"
+    if not isinstance(rng_state, Tensor):
+        raise InvalidType("rng_state", f"a {type(rng_state).__name__}", required)
+    if rng_state.dtype is not torch.int64 or tuple(rng_state.shape) != (2,):
+        came = f"a tensor of {rng_state.dtype}, shape {tuple(rng_state.shape)}"
+        raise InvalidArgument("rng_state", came, required)
+    return rng_state[0]
+
+
+def _check_rows(
+    dout: Tensor, q: Tensor, v: Tensor, out: Tensor, lse: object, rows: tuple[int, ...]
+) -> None:
+    """dout, out and softmax_lse have the rows of q; the first two the width of v."""
+    due = (*q.shape[:-1], v.shape[-1])
+    for name, tensor in (("dout", dout), ("out", out)):
+        if tuple(tensor.shape) != due:
+            raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", f"{due}, as of the output")
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            came = f"{tensor.dtype} on {tensor.device}"
+            raise InvalidArgument(name, came, f"q's, {q.dtype} on {q.device}")
+    check_tensor("softmax_lse", lse, "[B, H, M]" if len(rows) == 3 else "[H, T]")
+    assert isinstance(lse, Tensor)
+    if tuple(lse.shape) != rows:
+        raise InvalidArgument("softmax_lse", f"shape {tuple(lse.shape)}", f"{rows}, as of the rows")
+    if not lse.dtype.is_floating_point or lse.device != q.device:
+        came = f"{lse.dtype} on {lse.device}"
+        raise InvalidArgument("softmax_lse", came, f"{statistics_dtype(q.dtype)} on {q.device}")
+
+
+def _checked(
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, q: Tensor, k: Tensor, v: Tensor
+) -> list[Tensor | None]:
+    """The buffers of the gradients, which have room for them."""
+    for name, buffer, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+        if buffer is None:
+            continue
+        required = f"a tensor of {like.dtype}, shape {tuple(like.shape)}, on {like.device}, or None"
+        if not isinstance(buffer, Tensor):
+            raise InvalidType(name, f"a {type(buffer).__name__}", required)
+        if (buffer.shape, buffer.dtype, buffer.device) != (like.shape, like.dtype, like.device):
+            came = f"one of {buffer.dtype}, shape {tuple(buffer.shape)}, on {buffer.device}"
+            raise InvalidArgument(name, came, required)
+    return [dq, dk, dv]
+
+
+def _write_gradients(
+    given: _Given,
+    buffers: list[Tensor | None],
+    asked: Asked,
+    seed: Tensor | None,
+    packed: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Compute the gradients that have a buffer, and copy them there."""
+    q, k, v = given.q, given.k, given.v
+    keywords = (asked.mask, asked.score(), asked.scale, float(asked.dropout_p), None, None, packed)
+    wanted = read_keywords(*keywords)
+    problem = build_problem(q, k, v, wanted)
+    program, captured = wanted.score.program, wanted.score.captured
+    sizes = (0, 0) if packed else (problem.queries, problem.keys)
+    extent = Extent(problem.batch, problem.heads, *sizes, packed is not None, check_values=False)
+    slopes = lower_score(program, captured, extent, q.dtype, q.device)
+    lse = given.lse.to(statistics_dtype(q.dtype)).contiguous()
+    lse = torch.where(lse == torch.inf, -torch.inf, lse)  # rows without keys, as tilewise has them
+    gradients: list[Tensor] = torch.ops.tilewise.attention_backward(
+        given.dout,
+        None,
+        None,
+        given.out,
+        lse,
+        stats_of(lse),
+        [*(buffer is not None for buffer in buffers), False, *(False for _ in slopes)],
+        q,
+        k,
+        v,
+        list(wanted.mask.captured),
+        list(slopes),
+        None,
+        seed,
+        *(packed or (None, None)),
+        wanted.mask.text,
+        encode(fitted(program)),
+        None if asked.scale is None else problem.scale,
+        problem.dropout_p,
+        None,
+        True,  # out and lse may be of more keys than these
+    )
+    for buffer, gradient in zip(buffers, gradients, strict=False):
+        if buffer is not None:
+            buffer.copy_(gradient)
+
+
+def _delta(given: _Given, asked: Asked) -> Tensor:
+    """(1 - dropout_p) * sum over the width of dout * out: [B, Hq, M], packed [Hq, Tq]."""
+    wide = statistics_dtype(given.q.dtype)
+    found = (given.dout.to(wide) * given.out.to(wide)).sum(-1) * (1 - asked.dropout_p)
+    return found if found.dim() == 3 else found.transpose(0, 1)

@@ -1,0 +1,51 @@
+"""Floor 0: Ctrl-C while the command loads: exit status 130 and no traceback.
+
+Loading takes two seconds, most of them torch's. An interrupt in an import comes up as a traceback,
+or as an error of a package that was loaded by half. So the command ends at once instead. Programs
+that import tilewise keep Python's own way: only the command, by its name, asks for this.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+__all__ = ["INTERRUPTED", "command_loads", "ending_at_once"]
+
+INTERRUPTED = 130
+
+
+def command_loads() -> bool:
+    """Whether this process is the command ``tilewise``, or ``python -m tilewise.cli``."""
+    program = sys.argv[0] if sys.argv else ""
+    asked = sys.orig_argv[1:3] == ["-m", f"{__package__}.cli"]
+    return asked or os.path.basename(program).removesuffix(".exe") == "tilewise"
+
+
+@contextmanager
+def ending_at_once(wanted: bool = True) -> Iterator[None]:
+    """End the process with status 130 on Ctrl-C while the block lasts.
+
+    Args:
+        wanted: False changes nothing. Neither does another thread than the main one, nor a program
+            that handles or ignores Ctrl-C itself.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not (wanted and main) or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Not by an exception: what is loaded by half need not be tidied up."""
+    os._exit(INTERRUPTED)

@@ -1,8 +1,0 @@
-"""``python -m tilewise.lab.bench``: the bench without the ``tilewise`` command around it."""
-
-import sys
-
-from tilewise.lab.bench.entry import main
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

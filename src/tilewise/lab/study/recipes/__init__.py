@@ -1,5 +1,0 @@
-"""Recipes: functions that return a ``config.Study``, by name or from a user's own file."""
-
-from tilewise.lab.study.recipes.registry import Recipe, find, names, recipe
-
-__all__ = ["Recipe", "find", "names", "recipe"]

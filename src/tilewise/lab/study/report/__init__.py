@@ -1,5 +1,0 @@
-"""The report: a page and its Markdown twin, made from a study's config and records alone."""
-
-from tilewise.lab.study.report.files import write
-
-__all__ = ["write"]

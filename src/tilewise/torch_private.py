@@ -1,0 +1,155 @@
+"""Everything of torch that has no public name, in one place: what changes with torch's versions.
+
+``tests/test_torch_private.py`` holds every name here to what it promises, on each torch that
+``scripts/matrix.sh`` runs, and finds private names of torch anywhere else.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch._C._dynamo import eval_frame
+from torch._compile import _disable_dynamo
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+
+__all__ = [
+    "FakeTensor",
+    "any_autocast",
+    "constant_while_compiling",
+    "dispatch_modes",
+    "functorch_active",
+    "has_batch",
+    "has_tangent",
+    "in_forward_level",
+    "is_batched",
+    "is_tracked",
+    "jit_tracing",
+    "keep_buffers",
+    "keep_busy",
+    "left_alone",
+    "softmax_backward_data",
+    "vmap_active",
+    "with_batch",
+    "without_batch",
+    "without_wrappers",
+]
+
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+softmax_backward_data: Callable[..., Tensor] = torch._softmax_backward_data
+# The state of torch.jit.trace; None where nothing is traced.
+jit_tracing: Callable[[], Any] = torch._C._get_tracing_state
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def left_alone(function: _Function) -> _Function:
+    """Return a function that torch.compile neither tries after a graph break, nor inlines.
+
+    It is for those that call the core, of which torch.compile knows nothing and warns, and for
+    those whose numbers change from call to call: each would be another graph. What
+    ``torch.compiler.disable`` does takes a second for the first call of a process.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    function.__dict__["_torchdynamo_disable"] = True
+    function.__dict__["_torchdynamo_disable_msg"] = (
+        f"tilewise's {function.__qualname__} cannot be part of a graph: without fullgraph=True it "
+        "runs between two of them"
+    )
+    return function
+
+
+def constant_while_compiling(function: _Function) -> _Function:
+    """Let torch.compile run a function of constants, and not trace it.
+
+    This is torch.compiler.assume_constant_result, which would load the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def keep_busy(cycles: int) -> None:
+    """Let the GPU wait for some cycles."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+def keep_buffers() -> None:
+    """Let the gradients of a compiled graph be asked for again and again."""
+    from torch._functorch import config
+
+    config.donated_buffer = False
+
+
+def in_forward_level() -> bool:
+    """Whether a level of forward-mode AD is active."""
+    return forward_ad._current_level >= 0
+
+
+def vmap_active() -> bool:
+    """Whether a vmap is active, at any level."""
+    stack = _functorch.get_interpreter_stack() or ()
+    return any(level.key() == _functorch.TransformType.Vmap for level in stack)
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether a tensor has a vmapped dimension, at any level."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if _functorch.is_batchedtensor(tensor):
+            return True
+        tensor = _functorch.get_unwrapped(tensor)
+    return False
+
+
+def without_wrappers(tensor: Tensor) -> Tensor:
+    """Return the tensor of values under the wrappers of torch.func, vmapped dimensions included."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def has_batch(tensor: Tensor) -> bool:
+    """Whether a tensor is one of ``torch.autograd.grad(..., is_grads_batched=True)``.
+
+    That still has torch's first vmap, which knows no rules of Functions.
+    """
+    found: bool = _functorch.is_legacy_batchedtensor(tensor)
+    return found
+
+
+def without_batch(tensor: Tensor | None) -> tuple[Tensor | None, int | None]:
+    """Return a tensor with its batch first, if it ``has_batch``, and where that is (0 or None)."""
+    if tensor is None or not has_batch(tensor):
+        return tensor, None
+    return torch._remove_batch_dim(tensor, _batch_level(), 0, 0), 0
+
+
+def with_batch(tensor: Tensor, dim: int) -> Tensor:
+    """The inverse of ``without_batch`` for a tensor whose batch is a dimension."""
+    return torch._add_batch_dim(tensor, dim, _batch_level())
+
+
+def _batch_level() -> int:
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    return level
+
+
+# While it traces, torch.compile takes the inputs of a graph for tensors without tangents.
+@_disable_dynamo
+def is_tracked(tensor: Tensor) -> bool:
+    """Whether a tensor has a tangent or, inside of torch.func, a gradient at any level."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if tensor.requires_grad or has_tangent(tensor):
+            return True
+        tensor = _functorch.get_unwrapped(tensor)
+    return has_tangent(tensor)
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether a tensor has a tangent in the active level of forward-mode AD."""
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]

@@ -1,0 +1,81 @@
+"""Programs for a batch into which a dimension of calls was folded: item b of call c is c * B + b.
+
+A batching rule (vmap) makes one call of V: the batch of the whole is V * B. What a tensor says of a
+batch item is then folded as q is. An expression reads ``b`` modulo B, and finds in a tensor that
+differs from call to call the one of call ``b // B``, which is a new first dimension.
+"""
+
+from collections.abc import Collection
+from functools import lru_cache
+from typing import Literal, TypeAlias
+
+from tilewise.variants.expr import LEAVES, Expr, Graph, decode, encode, kinds
+from tilewise.variants.program import EXPR, RAW, Instr, Program
+
+__all__ = ["Role", "folded", "roles"]
+
+# How the tensor of a slot is folded: "each" has a row for every batch item [B, ..], "full" one or
+# a common one [B|1, ..], "indexed" is read by an expression, and "fixed" cannot be folded.
+Role: TypeAlias = Literal["each", "full", "indexed", "fixed"]
+
+
+def roles(program: Program, count: int) -> tuple[Role, ...]:
+    """How each of ``count`` tensors of a program of a dense call is folded, in kernel form."""
+    found: list[Role | None] = [None] * count
+    for instr in program:
+        role: Role = "full"
+        if instr.op == EXPR:
+            role = "indexed"
+        elif instr.op == RAW or len(instr.slots) == 3:
+            role = "fixed"
+        elif instr.op == "below":
+            role = "each"
+        for slot in instr.slots:
+            found[slot] = role if found[slot] in (None, role) else "fixed"
+    return tuple(["fixed" if role is None else role for role in found])
+
+
+@lru_cache(maxsize=256)
+def folded(program: Program, batch: int, calls: int, varied: frozenset[int]) -> Program:
+    """The program for the folded batch.
+
+    Args:
+        program: of one call.
+        batch: B of one call.
+        calls: V.
+        varied: the slots of expressions whose tensors have a first dimension of V.
+    """
+    return tuple([_folded_one(instr, batch, calls, varied) for instr in program])
+
+
+def _folded_one(instr: Instr, batch: int, calls: int, varied: Collection[int]) -> Instr:
+    op, params, slots = instr
+    if op == EXPR:
+        local = frozenset([at for at, slot in enumerate(slots) if slot in varied])
+        return Instr(op, (encode(_folded_expr(decode(str(params[0])), batch, local)),), slots)
+    if op == "tiles" and params[2]:
+        return Instr(op, (*params[:2], int(params[2]) * calls, *params[3:]), slots)
+    return instr
+
+
+def _folded_expr(expr: Expr, batch: int, varied: Collection[int]) -> Expr:
+    graph = Graph()
+    size = graph.constant(max(batch, 1))
+    item = graph.apply("mod", graph.leaf("b"), size)
+    call = graph.apply("floordiv", graph.leaf("b"), size)
+    places: list[int] = []
+    for node, kind in zip(expr.nodes, kinds(expr), strict=True):
+        args = tuple([places[arg] for arg in node.args])
+        if node.op == "b":
+            places.append(item)
+        elif node.op in LEAVES:
+            places.append(graph.leaf(node.op))
+        elif node.op.startswith("const_"):
+            assert node.value is not None
+            places.append(graph.constant(node.value))
+        elif node.op.startswith("load_"):
+            slot = int(node.value or 0)
+            places.append(graph.load(kind, slot, (call, *args) if slot in varied else args))
+        else:
+            places.append(graph.apply(node.op, *args))
+    return graph.expr(*[places[output] for output in expr.outputs])

@@ -1,0 +1,281 @@
+"""Indices of a score that leave their tensor for certain, found before a call and without values.
+
+Intervals over the whole call say which indices may leave. For those a witness is looked for: a pair
+that attends whatever the captured tensors hold, and whose score reads beyond the end there. A load
+behind a ``where``, a product with 0 or a mask that protects it has no witness. What has none stays
+clamped, and ``checked()`` looks at every pair. A mask's own loads have none either: whether a pair
+attends is what they decide.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from tilewise.errors import InvalidArgument
+from tilewise.variants.expr import Expr, Graph, Node, decode
+from tilewise.variants.extent import Extent
+from tilewise.variants.intervals import Bounds, Interval, bounds, every_bound
+from tilewise.variants.program import BY_USER, EXPR, Instr, Program
+
+__all__ = ["refuse_outside"]
+
+_LETTERS = "bhmn"
+_FIRST = 4  # the axis code of a dimension whose index is the constant 0
+_MOST_SEQUENCES = 8
+_Shapes: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+class _Sizes(NamedTuple):
+    """Of one sequence, or of all batch items of a dense call: its first and last ``b``."""
+
+    first: int
+    last: int
+    heads: int
+    queries: int
+    keys: int
+
+
+class _Found(NamedTuple):
+    """An index outside of its tensor: where, and what it can be in the whole call."""
+
+    slot: int
+    dim: int
+    place: int
+    span: Interval | None
+    pair: tuple[int, ...]
+
+
+def refuse_outside(
+    mask: Program, score: Program, captured: Sequence[Tensor], extent: Extent
+) -> None:
+    """Refuse a score that reads outside of a captured tensor at a pair that attends for certain.
+
+    Args:
+        mask: of the call.
+        score: of the call.
+        captured: what the score captured, as the user gave it.
+        extent: of the call. Where it does not know the lengths nothing is refused.
+
+    Raises:
+        InvalidArgument: naming the tensor, its dimension, the index and the pair.
+    """
+    if extent.ragged:
+        sizes = _longest(extent)
+    else:
+        sizes = (_Sizes(0, extent.batch - 1, extent.heads, extent.queries, extent.keys),)
+    shapes = tuple([tuple(tensor.shape) for tensor in captured])
+    for each in sizes:
+        found = _outside(mask, score, shapes, each)
+        if found is not None:
+            _refuse(found, shapes[found.slot])
+
+
+def _refuse(found: _Found, shape: tuple[int, ...]) -> None:
+    at = ", ".join(f"{letter} {x}" for letter, x in zip(_LETTERS, found.pair, strict=True))
+    span = found.span
+    among = "" if span is None else f" (of indices from {span.low:.0f} to {span.high:.0f})"
+    raise InvalidArgument(
+        "score",
+        f"the index {found.place}{among} into dimension {found.dim} of captured tensor "
+        f"{found.slot}, of shape {list(shape)}, at {at}",
+        f"an index from 0 to {shape[found.dim] - 1} at every pair that attends"
+        if shape[found.dim]
+        else "a tensor that is not empty",
+        "Clamp the index (torch.clamp) if the edge is meant, mask the pair, or enlarge the tensor.",
+    )
+
+
+def _longest(extent: Extent) -> tuple[_Sizes, ...]:
+    """Sequences of a variable-length call that are looked at: the ends and the longest ones."""
+    queries, keys = extent.query_counts, extent.key_counts
+    if not queries or len(queries) != len(keys):
+        return ()
+    every = range(len(queries))
+    chosen = {0, len(queries) - 1}
+    if len(queries) <= _MOST_SEQUENCES:
+        chosen = set(every)
+    else:
+        chosen |= {max(every, key=queries.__getitem__), max(every, key=keys.__getitem__)}
+    return tuple([_Sizes(b, b, extent.heads, queries[b], keys[b]) for b in sorted(chosen)])
+
+
+@lru_cache(maxsize=1024)
+def _outside(mask: Program, score: Program, shapes: _Shapes, sizes: _Sizes) -> _Found | None:
+    """The first index with a witness; None if there is none."""
+    if sizes.last < sizes.first or 0 in sizes[2:]:
+        return None  # no pair at all
+    box = {
+        "b": Interval(sizes.first, sizes.last),
+        "h": Interval(0, sizes.heads - 1),
+        "m": Interval(0, sizes.queries - 1),
+        "n": Interval(0, sizes.keys - 1),
+        "M": Interval(sizes.queries, sizes.queries),
+        "N": Interval(sizes.keys, sizes.keys),
+    }
+    for instr in score:
+        expr = _as_expr(instr, shapes)
+        if expr is None:
+            continue
+        known = every_bound(expr, box)
+        doubtful = {
+            (place, dim)
+            for place, dim, size in _indices(expr, instr, shapes)
+            if not _inside(known[expr.nodes[place].args[dim]], size)
+        }
+        if doubtful:
+            found = _witness(mask, expr, instr, shapes, sizes, doubtful, known)
+            if found is not None:
+                return found
+    return None
+
+
+def _as_expr(instr: Instr, shapes: _Shapes) -> Expr | None:
+    """The step as an expression; None for one that a user's index is not in."""
+    if instr.op == EXPR:
+        return decode(str(instr.params[0]))
+    if not instr.params or instr.params[0] != BY_USER or instr.op not in ("bias", "alibi"):
+        return None
+    codes = [int(axis) for axis in instr.params[1:]]
+    if len(codes) != len(shapes[instr.slots[0]]):
+        return None  # lowered already
+    graph = Graph()
+    places = [graph.constant(0) if x == _FIRST else graph.leaf(_LETTERS[x]) for x in codes]
+    return graph.expr(graph.load("float", 0, places))
+
+
+def _indices(expr: Expr, instr: Instr, shapes: _Shapes) -> Iterator[tuple[int, int, int]]:
+    """(place of the load, dimension, size) of every index."""
+    for place, node in enumerate(expr.nodes):
+        if node.op.startswith("load_") and node.value is not None:
+            shape = shapes[instr.slots[int(node.value)]]
+            fitted = instr.op == EXPR and _as_built_in(expr, node)
+            for dim, size in enumerate(shape[: len(node.args)]):
+                if not (fitted and size == 1):
+                    yield place, dim, size
+
+
+def _as_built_in(expr: Expr, load: Node) -> bool:
+    """Whether a load reads as ``scores.bias`` or ``alibi`` do in one expression with other steps.
+
+    Their tensors broadcast: an index past a dimension of size 1 reads its only element.
+    """
+    letters = "".join([expr.nodes[arg].op for arg in load.args])
+    return _LETTERS.endswith(letters) or _LETTERS[:2].endswith(letters)
+
+
+def _inside(index: Bounds, size: int) -> bool:
+    return isinstance(index, Interval) and index.low >= 0 and index.high < size
+
+
+def _pairs(mask: Program, sizes: _Sizes) -> Iterator[tuple[int, int, int, int]]:
+    """Corners of the call, and the ends of its diagonals and of the mask's bands."""
+    shift = sizes.keys - sizes.queries
+    for m in sorted({0, sizes.queries - 1}):
+        columns = {0, sizes.keys - 1, m, m + shift}
+        for instr in mask:
+            if instr.op == "band":
+                left, right, anchor = (int(x) for x in instr.params)
+                row = m + (shift if anchor else 0)
+                columns |= {row - max(left, 0), row + max(right, 0)}
+            elif instr.op == "below" and not instr.slots:
+                columns.add(int(instr.params[0]) - 1)
+        for n in sorted(x for x in columns if 0 <= x < sizes.keys):
+            for b in sorted({sizes.first, sizes.last}):
+                for h in sorted({0, sizes.heads - 1}):
+                    yield b, h, m, n
+
+
+def _witness(
+    mask: Program,
+    expr: Expr,
+    instr: Instr,
+    shapes: _Shapes,
+    sizes: _Sizes,
+    doubtful: set[tuple[int, int]],
+    whole: Sequence[Bounds],
+) -> _Found | None:
+    for pair in _pairs(mask, sizes):
+        point = {letter: Interval(x, x) for letter, x in zip(_LETTERS, pair, strict=True)}
+        point["M"] = Interval(sizes.queries, sizes.queries)
+        point["N"] = Interval(sizes.keys, sizes.keys)
+        if not _attends(mask, pair, sizes, point):
+            continue
+        known = every_bound(expr, point)
+        used = _used(expr, known)
+        for place, dim in sorted(doubtful):
+            node = expr.nodes[place]
+            index = known[node.args[dim]]
+            assert node.value is not None
+            slot = instr.slots[int(node.value)]
+            if place not in used or not isinstance(index, Interval):
+                continue
+            if index.low >= shapes[slot][dim] or index.high < 0:
+                over = whole[node.args[dim]]
+                span = over if isinstance(over, Interval) else None
+                return _Found(slot, dim, int(index.low), span, pair)
+    return None
+
+
+def _attends(
+    mask: Program, pair: tuple[int, ...], sizes: _Sizes, point: dict[str, Interval]
+) -> bool:
+    """Whether the mask lets a pair attend, whatever the tensors that it captures hold."""
+    stack: list[bool | None] = []
+    _, _, m, n = pair
+    for instr in mask:
+        if instr.op == "not":
+            value = stack.pop()
+            stack.append(None if value is None else not value)
+        elif instr.op in ("and", "or"):
+            decides = instr.op == "or"
+            two = (stack.pop(), stack.pop())
+            stack.append(decides if decides in two else None if None in two else not decides)
+        elif instr.op == "band":
+            left, right, anchor = (int(x) for x in instr.params)
+            row = m + (sizes.keys - sizes.queries if anchor else 0)
+            stack.append((left < 0 or n >= row - left) and (right < 0 or n <= row + right))
+        elif instr.op == "below" and not instr.slots:
+            stack.append(n < int(instr.params[0]))
+        elif instr.op == EXPR:
+            found = bounds(decode(str(instr.params[0])), point)
+            stack.append(found if isinstance(found, bool) else None)
+        elif instr.op != "tiles":  # which changes nothing
+            stack.append(None)
+    return stack[-1] is True if stack else True
+
+
+def _used(expr: Expr, known: Sequence[Bounds]) -> set[int]:
+    """The nodes that the value depends on for certain, where these are their values."""
+    used: set[int] = set()
+    left = [expr.outputs[0]]
+    while left:
+        place = left.pop()
+        if place in used:
+            continue
+        used.add(place)
+        node = expr.nodes[place]
+        if node.op == "where":
+            condition = known[node.args[0]]
+            left.append(node.args[0])
+            if isinstance(condition, bool):
+                left.append(node.args[1 if condition else 2])
+        elif node.op in ("and", "or", "mul") and len(node.args) == 2:
+            for arg, other in (node.args, node.args[::-1]):
+                if _counts(expr, known, node.op, other):
+                    left.append(arg)
+        else:
+            left.extend(node.args)
+    return used
+
+
+def _counts(expr: Expr, known: Sequence[Bounds], op: str, other: int) -> bool:
+    """Whether one argument of an operation counts beside the other one."""
+    value = known[other]
+    if op != "mul":
+        return isinstance(value, bool) and value is (op == "and")
+    if isinstance(value, Interval) and (value.low > 0 or value.high < 0):
+        return True
+    # The score itself is not 0 by intention; an element of a tensor may be.
+    return expr.nodes[other].op == "s"

@@ -1,0 +1,391 @@
+"""flash-attn's passes by themselves: gradients, layouts, buffers, dropout, and rings over them."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.compat import extended
+from tests.compat.flash_reference import Flags, attend, attend_packed, seen_of, slopes_of
+from tests.compat.ring import PackedRing, Ring
+from tests.compat.test_flash_interface import FLAGS, LENGTHS, check, cu_seqlens, draw, words
+from tests.contract import assert_exact, assert_same_bits
+from tilewise.compat import flash_attn
+from tilewise.compat.flash_attn import flash_attn_interface as interface
+from tilewise.errors import InvalidArgument, InvalidType, TilewiseError, Unsupported
+
+passes: Any = interface  # calls here are made of tuples and dicts, and some are wrong
+
+
+def said_of(flags: Flags, slopes: Tensor | None) -> dict[str, Any]:
+    """The flags under the names of the passes."""
+    left, right = flags.window_size
+    said = {**words(flags, slopes), "window_size_left": left, "window_size_right": right}
+    del said["window_size"]
+    return said
+
+
+class Passes(torch.autograd.Function):
+    """Attention by a forward and a backward pass; what is packed says so by its cu_seqlens."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, said: dict[str, Any], packing: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Out and lse."""
+        name = "_flash_attn_varlen_forward" if packing else "_flash_attn_forward"
+        forward = getattr(passes, name)
+        out, lse, signed, ctx.state = forward(q, k, v, **packing, **said, return_softmax=False)
+        assert signed.numel() == 0
+        ctx.said, ctx.packing = said, packing
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _: Any) -> Any:
+        """Gradients through buffers that are views of larger ones, whose rest stays as it was."""
+        name = "_flash_attn_varlen_backward" if ctx.packing else "_flash_attn_backward"
+        q, k, v, out, lse = ctx.saved_tensors
+        wide = [torch.full((*x.shape[:-1], x.shape[-1] + 3), 7.0, dtype=x.dtype) for x in (q, k, v)]
+        room = [x[..., 1:-2] for x in wide]
+        rest = {"deterministic": False, "rng_state": ctx.state}
+        delta = getattr(passes, name)(
+            dout, q, k, v, out, lse, *room, **ctx.packing, **ctx.said, **rest
+        )
+        assert delta.shape[0] == (lse.shape[0] if not ctx.packing else q.shape[1])
+        for x in wide:
+            assert bool((x[..., 0] == 7).all())
+            assert bool((x[..., -2:] == 7).all())
+        return *room, None, None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_both_passes(flags: Flags, dtype: torch.dtype) -> None:
+    sizes = ((13, 6, 24), (19, 2, 24), (19, 2, 16))
+    q, k, v = (draw(2, *each, dtype=dtype) for each in sizes)
+    slopes = slopes_of(flags, 2, 6)
+    said = {**said_of(flags, slopes), "dropout_p": 0}
+    got: Any = Passes.apply(q, k, v, said, {})
+    assert got[1].shape == (2, 6, 13)
+    expected = passes.flash_attn_func(q, k, v, **words(flags, slopes), return_attn_probs=True)
+    for one, two, name in zip(got, expected, ("out", "lse"), strict=False):
+        assert_same_bits(one, two, name)
+    leaves = {"q": q, "k": k, "v": v}
+    check(got, leaves, lambda kind: attend(q, k, v, flags, slopes, kind), dtype)
+
+
+def test_float64() -> None:
+    q, k, v = (
+        draw(2, *each, dtype=torch.float64) for each in ((13, 6, 24), (19, 2, 24), (19, 2, 9))
+    )
+    got: Any = Passes.apply(q, k, v, {**said_of(Flags(causal=True), None), "dropout_p": 0.0}, {})
+    assert [x.dtype for x in got] == [torch.float64] * 2
+    weights = torch.randn_like(got[0])
+    leaves = [x.transpose(1, 2) for x in (q, k, v)]
+    seen = seen_of(13, 19, Flags(causal=True))
+    out, *grads = extended.attend(leaves, seen, weights.transpose(1, 2), {"enable_gqa": True})
+    near, *_ = attend(q, k, v, Flags(causal=True), None, torch.float64)
+    assert_exact(got[0], near, out.swapaxes(1, 2), "out")
+    its = (torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (got[0], near))
+    for name, one, two, three in zip("qkv", *its, grads, strict=True):
+        assert_exact(one, two, three.swapaxes(1, 2), f"gradient of {name}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_both_passes_of_packed_sequences(flags: Flags, dtype: torch.dtype) -> None:
+    q, k, v = (draw(rows, heads, 20, dtype=dtype) for rows, heads in ((27, 4), (42, 2), (42, 2)))
+    slopes = slopes_of(flags, len(LENGTHS), 4)
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    packing = dict(zip(names, (*cu_seqlens(), 12, 17), strict=True))
+    got: Any = Passes.apply(q, k, v, {**said_of(flags, slopes), "dropout_p": 0.0}, packing)
+    assert got[1].shape == (4, 27)
+    check(
+        got,
+        {"q": q, "k": k, "v": v},
+        lambda kind: attend_packed(q, k, v, LENGTHS, flags, slopes, kind),
+        dtype,
+    )
+
+
+def test_large_logits_cost_no_accuracy() -> None:
+    """The softmax is made again from lse: what it is rounded by once is lost, and nothing more."""
+    q, k, v, dout = (draw(1, 200, 2, 64, seed=i).detach() * 6 for i in range(4))
+    said = {**said_of(Flags(causal=True), None), "dropout_p": 0.0}
+    out, lse, *_ = passes._flash_attn_forward(q, k, v, **said, return_softmax=False)
+    assert float(lse.max()) > 100
+    room = [torch.empty_like(x) for x in (q, k, v)]
+    call = (dout, q, k, v, out, lse)
+    passes._flash_attn_backward(*call, *room, **said, deterministic=True)
+
+    def plain(kind: torch.dtype) -> list[Tensor]:
+        g, x, y, z, o = (each.to(kind).transpose(1, 2) for each in (dout, q, k, v, out))
+        s = (x @ y.mT) / 8
+        seen = torch.ones(200, 200, dtype=torch.bool).tril()
+        p = torch.exp(s - lse.to(kind)[..., None]).masked_fill(~seen, 0)
+        ds = p * (g @ z.mT - (g * o).sum(-1, keepdim=True)) / 8
+        return [found.transpose(1, 2) for found in (ds @ y, ds.mT @ x, p.mT @ g)]
+
+    pairs = zip(room, plain(torch.float32), plain(torch.float64), "qkv", strict=True)
+    for got, one, two, name in pairs:
+        assert_exact(got, one, two, f"gradient of {name}")
+
+
+def test_dropout_is_repeated_by_its_rng_state() -> None:
+    q, k, v = (draw(2, *sizes, 16) for sizes in ((21, 4), (33, 2), (33, 2)))
+    said = {**said_of(Flags(causal=True), None), "dropout_p": 0.3}
+    out, lse, signed, state = passes._flash_attn_forward(q, k, v, **said, return_softmax=True)
+    assert state.dtype == torch.int64
+    assert state.shape == (2,)
+    assert signed.shape == (2, 4, 21, 33)
+    kept = ~torch.signbit(signed)
+    dout = draw(2, 21, 4, 16, seed=9).detach()
+    room = [torch.empty_like(x) for x in (q, k, v)]
+    call = (dout, q, k, v, out, lse)
+    more = {**said, "deterministic": True}
+    passes._flash_attn_backward(*call, *room, **more, rng_state=state)
+
+    def plain(kind: torch.dtype) -> tuple[Tensor, ...]:
+        found, *_ = attend(q, k, v, Flags(causal=True), None, kind, kept, 0.3)
+        return torch.autograd.grad((found * dout.to(kind)).sum(), (q, k, v))
+
+    for got, one, two, name in zip(
+        room, plain(torch.float32), plain(torch.float64), "qkv", strict=True
+    ):
+        assert_exact(got, one, two, f"gradient of {name}")
+    with pytest.raises(InvalidType, match=r"rng_state: got a NoneType; required: what the"):
+        passes._flash_attn_backward(*call, *room, **more)
+    with pytest.raises(InvalidArgument, match=r"rng_state: got a tensor of torch.int64, shape"):
+        passes._flash_attn_backward(*call, *room, **more, rng_state=state[:1])
+
+
+def test_softmax_d() -> None:
+    q = draw(2, 13, 4, 8, dtype=torch.float64).detach()
+    said = {**said_of(Flags(), None), "dropout_p": 0.25}
+    out, lse, _, state = passes._flash_attn_forward(q, q, q, **said, return_softmax=False)
+    dout = draw(2, 13, 4, 8, dtype=torch.float64, seed=1).detach()
+    more = {**said, "deterministic": False, "rng_state": state}
+    nothing = passes._flash_attn_backward(dout, q, q, q, out, lse, None, None, None, **more)
+    assert nothing.shape == (2, 4, 128)
+    expected = 0.75 * torch.einsum("bmhd,bmhd->bhm", dout, out)
+    torch.testing.assert_close(nothing[..., :13], expected)
+    assert not nothing[..., 13:].any()
+    cu = torch.tensor([0, 5, 5, 13], dtype=torch.int32)
+    packing = (cu, cu, 8, 8)
+    out, lse, _, state = passes._flash_attn_varlen_forward(q[0], q[0], q[0], *packing, **said)
+    call = (dout[0], q[0], q[0], q[0], out, lse, None, None, None, *packing)
+    more["rng_state"] = state
+    found = passes._flash_attn_varlen_backward(*call, **more)
+    assert found.shape == (4, 13 + 3 * 128)
+    expected = 0.75 * torch.einsum("mhd,mhd->hm", dout[0], out)
+    torch.testing.assert_close(found[:, :5], expected[:, :5])
+    torch.testing.assert_close(found[:, 5 + 256 : 13 + 256], expected[:, 5:])
+    assert float(found.abs().sum()) == pytest.approx(float(expected.abs().sum()))
+
+
+def test_nan_stays_nan() -> None:
+    q = draw(1, 9, 2, 8).detach()
+    q[0, 4, 1, 2] = math.nan
+    k = draw(1, 7, 2, 8).detach()
+    said = {**said_of(Flags(), None), "dropout_p": 0.0}
+    out, lse, *_ = passes._flash_attn_forward(q, k, k, **said, return_softmax=False)
+    dq, dk = torch.zeros_like(q), torch.zeros_like(k)
+    call = (torch.ones_like(q), q, k, k, out, lse, dq, dk, None)
+    passes._flash_attn_backward(*call, **said, deterministic=False)
+    assert bool(dq[0, 4, 1].isnan().all())
+    assert bool(dk[0, :, 1].isnan().all())
+    assert bool(dq[0, :4].isfinite().all())
+
+
+def test_rows_without_keys_have_no_gradient() -> None:
+    q, k = draw(1, 9, 2, 8).detach(), draw(1, 5, 2, 8).detach()
+    said = {**said_of(Flags(causal=True), None), "dropout_p": 0.0}
+    out, lse, *_ = passes._flash_attn_forward(q, k, k, **said, return_softmax=False)
+    assert bool((lse[..., :4] == math.inf).all())
+    dq = torch.full_like(q, math.nan)
+    call = (torch.ones_like(q), q, k, k, out, lse, dq, None, None)
+    passes._flash_attn_backward(*call, **said, deterministic=False)
+    assert not dq[:, :4].any()
+    assert bool(dq.isfinite().all())
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_keys_that_do_not_count(flags: Flags) -> None:
+    """leftpad_k and seqused_k give what the keys that are left give alone."""
+    q, k, v = (draw(rows, heads, 20).detach() for rows, heads in ((27, 4), (42, 2), (42, 2)))
+    cu_q, cu_k = cu_seqlens()
+    padding, used = torch.tensor([2, 0, 0, 3, 0, 16]), torch.tensor([7, 4, 0, 12, 0, 16])
+    slopes = slopes_of(flags, len(LENGTHS), 4)
+    said = {**said_of(flags, slopes), "dropout_p": 0.0}
+    keys = [
+        torch.arange(start + pad, start + end)
+        for start, pad, end in zip(cu_k[:-1].tolist(), padding.tolist(), used.tolist(), strict=True)
+    ]
+    lengths = torch.tensor([0, *(len(each) for each in keys)], dtype=torch.int32)
+    own = torch.cat(keys)
+    hidden = torch.ones(42, dtype=torch.bool).index_fill(0, own, value=False)
+    k[hidden], v[hidden] = math.nan, math.nan
+    found = passes._flash_attn_varlen_forward(
+        q, k, v, cu_q, cu_k, 12, 17, **said, leftpad_k=padding.int(), seqused_k=used.int()
+    )
+    cu = lengths.cumsum(0, dtype=torch.int32)
+    expected = passes._flash_attn_varlen_forward(q, k[own], v[own], cu_q, cu, 12, 17, **said)
+    for one, two, name in zip(found[:2], expected[:2], ("out", "lse"), strict=True):
+        torch.testing.assert_close(one, two, msg=name)
+    table = torch.arange(len(LENGTHS) * 5).view(-1, 5).flip(0)
+    pages = [torch.full((table.numel(), 4, 2, 20), math.nan) for _ in "kv"]
+    for b, (start, end) in enumerate(zip(cu_k.tolist(), used.tolist(), strict=False)):
+        for place in range(end):
+            for held, packed in zip(pages, (k, v), strict=True):
+                held[int(table[b, place // 4]), place % 4] = packed[start + place]
+    counts = {"block_table": table.int(), "leftpad_k": padding, "seqused_k": used}
+    paged = passes._flash_attn_varlen_forward(q, *pages, cu_q, cu_k, 12, 17, **said, **counts)
+    for one, two, name in zip(paged[:2], expected[:2], ("out", "lse"), strict=True):
+        torch.testing.assert_close(one, two, msg=name)
+    with pytest.raises(InvalidArgument, match="seqused_k: got"):
+        passes._flash_attn_varlen_forward(
+            q, k, v, cu_q, cu_k, 12, 17, **said, seqused_k=used.int() + 5
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_zigzag_ring_is_full_attention(ranks: int, dtype: torch.dtype) -> None:
+    q, k, v = (draw(2, 64, heads, 16, dtype=dtype) for heads in (4, 2, 2))
+    flags = Flags(causal=True, softmax_scale=0.3)
+    out: Any = Ring.apply(q, k, v, ranks, 0.3)
+    _assert_full(out, (q, k, v), lambda kind: attend(q, k, v, flags, None, kind)[0], dtype)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_ring_over_packed_sequences_is_full_attention(ranks: int) -> None:
+    lengths = [(5, 9), (12, 12), (3, 17)]
+    q, k, v = draw(20, 4, 16), draw(38, 2, 16), draw(38, 2, 16)
+    cu_q, cu_k = (torch.tensor([0, *x], dtype=torch.int32).cumsum(0) for x in zip(*lengths))  # noqa: B905
+    out: Any = PackedRing.apply(q, k, v, cu_q.int(), cu_k.int(), ranks)
+    flags = Flags(softmax_scale=0.3)
+
+    def plain(kind: torch.dtype) -> Tensor:
+        return attend_packed(q, k, v, lengths, flags, None, kind)[0]
+
+    _assert_full(out, (q, k, v), plain, torch.float32)
+
+
+def _assert_full(out: Tensor, leaves: tuple[Tensor, ...], plain: Any, dtype: torch.dtype) -> None:
+    """The output and the gradients of a ring, by the contract."""
+    near, true = plain(dtype), plain(torch.float64)
+    assert_exact(out, near, true, "out")
+    weights = draw(*out.shape, seed=9).detach()
+    grads = [
+        torch.autograd.grad((x * weights.to(x.dtype)).sum(), leaves) for x in (out, near, true)
+    ]
+    for name, one, two, three in zip("qkv", *grads, strict=True):
+        assert_exact(one, two, three, f"gradient of {name}")
+
+
+def test_a_gradient_through_a_pass_is_refused_when_it_is_asked_for() -> None:
+    q = draw(1, 4, 2, 8)
+    said = {**said_of(Flags(), None), "dropout_p": 0.0}
+    out, lse, *_ = passes._flash_attn_forward(q, q, q, **said, return_softmax=False)
+    for found in (out, lse):
+        with pytest.raises(Unsupported, match="q requires a gradient, and _flash_attn_forward has"):
+            found.sum().backward(retain_graph=True)
+    with torch.no_grad():
+        assert not passes._flash_attn_forward(q, q, q, **said, return_softmax=False)[
+            0
+        ].requires_grad
+
+
+def test_under_torch_compile() -> None:
+    q, k, v = (draw(2, *sizes, 16) for sizes in ((9, 4), (13, 2), (13, 2)))
+    dout, said = draw(2, 9, 4, 16, seed=9).detach(), said_of(Flags(causal=True, softcap=2.0), None)
+    said |= {"dropout_p": 0.0, "alibi_slopes": torch.rand(4)}
+
+    def both(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        room = [torch.empty_like(x) for x in (q, k, v)]
+        out, lse, *_ = passes._flash_attn_forward(q, k, v, **said, return_softmax=False)
+        call = (dout, q, k, v, out, lse, *room)
+        return out, *room, passes._flash_attn_backward(*call, **said, deterministic=False)
+
+    leaves = [x.detach() for x in (q, k, v)]
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
+    for one, two in zip(compiled(*leaves), both(*leaves), strict=True):
+        assert_same_bits(one, two, "compiled")
+
+
+DENSE = "q k v", "dropout_p softmax_scale causal"
+FLAG_NAMES = "window_size_left window_size_right softcap alibi_slopes"
+PACKING = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+GIVEN = "dout q k v out softmax_lse dq dk dv"
+MORE = "block_table leftpad_k seqused_k zero_tensors"
+ORDERS = {
+    "_flash_attn_forward": f"{DENSE[0]} {DENSE[1]} {FLAG_NAMES} return_softmax",
+    "_flash_attn_varlen_forward": f"{DENSE[0]} {PACKING} {DENSE[1]} {FLAG_NAMES} return_softmax "
+    f"{MORE}",
+    "_flash_attn_backward": f"{GIVEN} {DENSE[1]} {FLAG_NAMES} deterministic rng_state",
+    "_flash_attn_varlen_backward": f"{GIVEN} {PACKING} {DENSE[1]} {FLAG_NAMES} deterministic "
+    "rng_state zero_tensors",
+}
+DEFAULTS: dict[str, dict[str, object]] = {
+    "_flash_attn_forward": {},
+    "_flash_attn_varlen_forward": {
+        "window_size_left": -1,
+        "window_size_right": -1,
+        "softcap": 0.0,
+        "alibi_slopes": None,
+        "return_softmax": False,
+        "block_table": None,
+        "leftpad_k": None,
+        "seqused_k": None,
+        "zero_tensors": False,
+    },
+    "_flash_attn_backward": {"rng_state": None},
+    "_flash_attn_varlen_backward": {"rng_state": None, "zero_tensors": False},
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_names_orders_and_defaults(name: str) -> None:
+    found = inspect.signature(getattr(passes, name)).parameters
+    assert list(found) == ORDERS[name].split()
+    empty = inspect.Parameter.empty
+    defaults = {each.name: each.default for each in found.values() if each.default is not empty}
+    assert defaults == DEFAULTS[name]
+    assert not hasattr(flash_attn, name)  # as in the package: of its interface alone
+
+
+Q = torch.zeros(1, 4, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "names"),
+    [
+        ({"dout": Q[0]}, InvalidArgument, "dout"),
+        ({"dout": Q[:, :3]}, InvalidArgument, "dout"),
+        ({"out": Q.double()}, InvalidArgument, "out"),
+        ({"softmax_lse": torch.zeros(1, 2, 5)}, InvalidArgument, "softmax_lse"),
+        ({"softmax_lse": torch.zeros(1, 2, 4).int()}, InvalidArgument, "softmax_lse"),
+        ({"softmax_lse": None}, InvalidType, "softmax_lse"),
+        ({"dq": Q[:, :3]}, InvalidArgument, "dq"),
+        ({"dk": Q.half()}, InvalidArgument, "dk"),
+        ({"dv": 3}, InvalidType, "dv"),
+        ({"k": Q[..., :4], "dk": None}, InvalidArgument, "k"),
+        ({"window_size_left": None}, InvalidType, "window_size"),
+    ],
+    ids=str,
+)
+def test_mistakes_name_the_argument(
+    given: dict[str, Any], kind: type[TilewiseError], names: str
+) -> None:
+    call: dict[str, Any] = dict.fromkeys(("dout", "q", "k", "v", "out", "dq", "dk", "dv"), Q)
+    said = {**said_of(Flags(), None), "dropout_p": 0.0, "deterministic": False}
+    lse = torch.zeros(1, 2, 4)
+    with pytest.raises(kind, match=rf"^{names}: got"):
+        passes._flash_attn_backward(**{**call, "softmax_lse": lse, **said, **given})

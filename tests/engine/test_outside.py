@@ -1,0 +1,165 @@
+"""A score whose index leaves its tensor for certain is refused; what may not be is clamped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise
+from tilewise import BlockMask, attention, attention_varlen, masks, scores
+from tilewise.errors import InvalidArgument
+
+S = 64
+Q = torch.randn(2, 3, S, 8)
+ONE = torch.randn(10)
+TABLE = torch.randn(3, 10)
+GATE = torch.zeros(S)
+GATE[:10] = 1.0
+LONG = torch.randn(3, 2 * S - 1)
+
+CERTAIN: dict[str, tuple[dict[str, Any], str]] = {
+    "a row": (
+        {"score": lambda s, b, h, m, n: s + ONE[m]},
+        r"score: got the index 63 \(of indices from 0 to 63\) into dimension 0 of captured "
+        r"tensor 0, of shape \[10\], at b 0, h 0, m 63, n 0; .*from 0 to 9 .* Clamp the index",
+    ),
+    "a key": ({"score": lambda s, b, h, m, n: s * ONE[n]}, "the index 63 .* n 63"),
+    "a batch item": ({"score": lambda s, b, h, m, n: s + TABLE[h, 9 + b]}, "the index 10 .* b 1"),
+    "a head": ({"score": lambda s, b, h, m, n: s + TABLE[h + 1, 0]}, "the index 3 .* h 2"),
+    "below 0": (
+        {"score": lambda s, b, h, m, n: s + LONG[h, m - n]},
+        r"the index -63 \(of indices from -63 to 63\) into dimension 1",
+    ),
+    "under a causal mask": (
+        {"mask": masks.causal(), "score": lambda s, b, h, m, n: s + TABLE[h, m - n]},
+        "the index 63 .* m 63, n 0",
+    ),
+    "under a window one too wide": (
+        {"mask": masks.window(10, 0), "score": lambda s, b, h, m, n: s + TABLE[h, m - n]},
+        "the index 10 .*dimension 1",
+    ),
+    "where it is chosen": (
+        {"score": lambda s, b, h, m, n: tilewise.where(m >= 10, s + ONE[m], s)},
+        "the index 63",
+    ),
+    "behind another step": (
+        {"score": [lambda s, b, h, m, n: s + ONE[n], scores.softcap(3.0)]},
+        "the index 63",
+    ),
+    "as an index": (
+        {"score": lambda s, b, h, m, n: s + LONG[h, torch.arange(10)[m]]},
+        "the index 63",
+    ),
+    "by lengths": ({"score": lambda s, b, h, m, n: s + ONE[m + n.length - 60]}, "the index 67"),
+    "of a table of tiles": (
+        {"mask": BlockMask.of(masks.causal(), S), "score": lambda s, b, h, m, n: s + ONE[m]},
+        "the index 63",
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
+@pytest.mark.parametrize("name", CERTAIN)
+def test_what_leaves_for_certain_is_refused(name: str, backend: str) -> None:
+    keywords, message = CERTAIN[name]
+    for _ in range(2):  # the second time from the cache
+        with pytest.raises(InvalidArgument, match=message):
+            attention(Q, Q, Q, backend=backend, **keywords)
+
+
+UNCERTAIN: dict[str, dict[str, Any]] = {
+    "inside": {"score": lambda s, b, h, m, n: s + LONG[h, m - n + S - 1]},
+    "clamped": {"score": lambda s, b, h, m, n: s + TABLE[h, torch.clamp(m - n, 0, 9)]},
+    "not chosen": {"score": lambda s, b, h, m, n: tilewise.where(m < 10, s + ONE[m], s)},
+    "times 0": {"score": lambda s, b, h, m, n: s + (m < 10).float() * ONE[m]},
+    "times a captured gate": {"score": lambda s, b, h, m, n: s + GATE[m] * ONE[m]},
+    "under a mask": {
+        "mask": lambda b, h, m, n: n < 10,
+        "score": lambda s, b, h, m, n: s + ONE[n],
+    },
+    "under a composed mask": {
+        "mask": masks.causal() & (lambda b, h, m, n: m - n < 10),
+        "score": lambda s, b, h, m, n: s + TABLE[h, m - n],
+    },
+    "under a window": {
+        "mask": masks.window(9, 0),
+        "score": lambda s, b, h, m, n: s + TABLE[h, m - n],
+    },
+    "under documents": {
+        "mask": masks.causal() & masks.document(torch.arange(S) // 10),
+        "score": lambda s, b, h, m, n: s + TABLE[h, m - n],
+    },
+    "under lengths": {
+        "mask": masks.lengths(torch.tensor([10, 4])),
+        "score": lambda s, b, h, m, n: s + ONE[n],
+    },
+    "under a tensor": {
+        "mask": lambda b, h, m, n: GATE[m] > 0,
+        "score": lambda s, b, h, m, n: s + ONE[m],
+    },
+    "of a mask": {"mask": lambda b, h, m, n: ONE[m] < 9},
+    "by the score": {"score": lambda s, b, h, m, n: s + ONE[(s * 1000).long()]},
+}
+
+
+@pytest.mark.parametrize("name", UNCERTAIN)
+def test_what_is_uncertain_is_clamped(name: str) -> None:
+    assert attention(Q, Q, Q, **UNCERTAIN[name]).shape == Q.shape
+
+
+def _by_row(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+    return s + ONE[m]
+
+
+def test_packed_sequences_count_each_by_itself() -> None:
+    q = torch.randn(20, 3, 8)
+    short, long = torch.tensor([0, 10, 13, 20]), torch.tensor([0, 9, 20])
+    attention_varlen(q, q, q, short, short, score=_by_row)
+    with pytest.raises(InvalidArgument, match=r"the index 10 .* at b 1, h 0, m 10"):
+        attention_varlen(q, q, q, long, long, score=_by_row)
+    empty = torch.tensor([0, 0, 20])  # the long sequence has no keys: nothing is read
+    none = torch.tensor([0, 20, 20])
+    attention_varlen(q, q, q, empty, none, score=_by_row)
+
+
+def test_many_sequences_are_looked_at_where_they_are_longest() -> None:
+    lengths = [1, 1, 1, 1, 1, 11, 1, 1, 1, 1]
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    q = torch.randn(sum(lengths), 3, 8)
+    with pytest.raises(InvalidArgument, match=r"the index 10 .* at b 5"):
+        attention_varlen(q, q, q, starts, starts, score=_by_row)
+
+
+def test_decoding_counts_rows_from_0() -> None:
+    """One query over many keys, and no query or key at all."""
+    attention(Q[:, :, :1], Q, Q, score=_by_row)
+    attention(Q[:, :, :0], Q, Q, score=_by_row)
+    attention(Q, Q[:, :, :0], Q[:, :, :0], score=_by_row)
+
+
+def test_compiled_calls_refuse_an_expression_too() -> None:
+    def call(q: torch.Tensor) -> torch.Tensor:
+        return attention(q, q, q, score=lambda s, b, h, m, n: s * ONE[m])
+
+    with pytest.raises(Exception, match="the index 63"):
+        torch.compile(call, backend="eager")(Q)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(), (1,), (1, 1), (S, 1), (1, S), (3, 1, 1), (1, 1, 1, 1), (2, 1, S, 1), (1, 3, 1, S)]
+)
+def test_a_built_in_score_broadcasts_in_a_chain_too(sizes: tuple[int, ...]) -> None:
+    bias = torch.randn(sizes)
+    half: list[Any] = [scores.bias(bias), lambda s, b, h, m, n: 0.5 * s]
+    expected = attention(Q, Q, Q, score=scores.bias(0.5 * bias), scale=0.5 / 8**0.5)
+    torch.testing.assert_close(attention(Q, Q, Q, score=half), expected)
+
+
+@pytest.mark.parametrize("sizes", [(3,), (1, 3), (2, 3)])
+def test_slopes_broadcast_in_a_chain_too(sizes: tuple[int, ...]) -> None:
+    slopes = torch.rand(sizes)
+    half: list[Any] = [scores.alibi(slopes), lambda s, b, h, m, n: 0.5 * s]
+    expected = attention(Q, Q, Q, score=scores.alibi(0.5 * slopes), scale=0.5 / 8**0.5)
+    torch.testing.assert_close(attention(Q, Q, Q, score=half), expected)

@@ -1,0 +1,1 @@
+"""The differential fuzzer: random calls against float64 (``./run fuzz``, see CONTRIBUTING.md)."""

@@ -1,0 +1,40 @@
+"""A NaN in the statistics of the rows: seen wherever it is, by every walk over the keys."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise
+from tests.kernels.test_statistics_nan import _check, _holes, _inputs, _scores
+from tilewise import masks
+
+
+@pytest.mark.parametrize("asked", [True, "top1"], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 300), (70, 150)], ids=str)
+def test_a_nan_is_seen(sizes: tuple[int, int], asked: Any) -> None:
+    """By one query, of each kind of row in turn; by rows of every kind at once."""
+    qkv = _inputs(*sizes, torch.float32)
+    for shift in range(8 if sizes[0] == 1 else 1):
+        table = _holes(max(8, sizes[0]), sizes[1])[shift : shift + sizes[0]]
+
+        def score(s: Any, _b: Any, _h: Any, m: Any, n: Any, table: Any = table) -> Any:
+            return s + table[m, n]
+
+        stats = tilewise.attention(*qkv, score=score, backend="gpu", return_stats=asked).stats
+        _check(stats, _scores(*qkv[:2], table))
+
+
+def test_in_whole_and_in_partial_blocks() -> None:
+    """Whole blocks are walked first: the first NaN counts, whichever walk meets it."""
+    q, k, v = _inputs(70, 300, torch.float32)
+    k[:, 0, [3, 290]] = math.nan
+    k[:, 1, [150, 40]] = math.nan
+    mask = masks.window(200, 0)
+    m, n = torch.arange(70)[:, None] + 230, torch.arange(300)
+    seen = (n <= m) & (n >= m - 200)
+    stats = tilewise.attention(q, k, v, mask=mask, backend="gpu", return_stats="top1").stats
+    _check(stats, _scores(q, k, None, seen))

@@ -90,12 +90,14 @@ def in_forward_level() -> bool:
     return forward_ad._current_level >= 0
 
 
+@left_alone
 def vmap_active() -> bool:
     """Whether a vmap is active, at any level."""
     stack = _functorch.get_interpreter_stack() or ()
     return any(level.key() == _functorch.TransformType.Vmap for level in stack)
 
 
+@left_alone
 def is_batched(tensor: Tensor) -> bool:
     """Whether a tensor has a vmapped dimension, at any level."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
@@ -105,6 +107,7 @@ def is_batched(tensor: Tensor) -> bool:
     return False
 
 
+@left_alone
 def without_wrappers(tensor: Tensor) -> Tensor:
     """Return the tensor of values under the wrappers of torch.func, vmapped dimensions included."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
@@ -112,6 +115,7 @@ def without_wrappers(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@left_alone
 def has_batch(tensor: Tensor) -> bool:
     """Whether a tensor is one of ``torch.autograd.grad(..., is_grads_batched=True)``.
 

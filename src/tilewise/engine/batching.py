@@ -54,6 +54,7 @@ class _Part(NamedTuple):
         return [x.select(0, index) if flag else x for x, flag in zip(*self, strict=True)]
 
 
+@left_alone
 def applied(
     apply: Apply,
     call: Call,

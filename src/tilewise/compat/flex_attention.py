@@ -249,5 +249,6 @@ def _check_lengths(block_mask: Any, query: Tensor, key: Tensor) -> None:
         f"one for {queries} queries and {key.shape[2]} keys",
         "Make a new one with create_block_mask; or crop it to its first rows and keys with "
         "block_mask._adjust(q_len, kv_len); or, to decode, slice it: mask = block_mask[:, :, i], "
-        "and set mask.mask_mod to the whole mask's, with the rows counted from the slice's first.",
+        "set mask.mask_mod to the whole mask's, with the rows counted from the slice's first, and "
+        "mask.seq_lengths to (rows of query, keys).",
     )

@@ -205,10 +205,9 @@ def test_a_shared_module_is_replaced_once() -> None:
     assert model["first"] is model["second"] is shared
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own, of torch.jit.script
 def test_a_scripted_module_is_left() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        scripted = torch.jit.script(nn.MultiheadAttention(E, H))
+    scripted = torch.jit.script(nn.MultiheadAttention(E, H))
     (left,) = convert(scripted, quiet=True).left
     assert "torch.jit.script" in left.why
 

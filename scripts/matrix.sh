@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tests of the core with other versions of torch and Python: all but those of the lab, of the integrations, and of the
-# GPU kernels, which go by Triton's version (python -m tilelab.gate).
+# GPU kernels, which go by Triton's version (python -m tilelab.gate), and of the record that this script writes.
 #
 #   scripts/matrix.sh                          torch 2.11, 2.13 and 2.15 with Python 3.11, 2.13 and 2.15 with 3.13
 #   scripts/matrix.sh 2.15.0/3.13 ...          these pairs of torch and Python
@@ -78,7 +78,8 @@ print(json.dumps({"python": platform.python_version(), "torch": torch.__version_
     "numpy": version("numpy"), "machine": platform.machine(), "commit": commit}))
 PY
   (cd "$root" && env -u TRITON_INTERPRET OMP_WAIT_POLICY=PASSIVE "$python" -m pytest -q -p no:cacheprovider -n "$(nproc)" \
-    --dist loadfile --ignore=tests/lab --ignore=tests/integrations --ignore=tests/kernels/gpu --junit-xml="$results/$name.xml" ${MATRIX_ARGS:-} tests) |
+    --dist loadfile --ignore=tests/lab --ignore=tests/integrations --ignore=tests/kernels/gpu --ignore=tests/test_matrix.py \
+    --junit-xml="$results/$name.xml" ${MATRIX_ARGS:-} tests) |
     tee "$results/$name.log" | tail -n 40
   local status=${PIPESTATUS[0]}
   [ -n "${KEEP:-}" ] || rm -rf "$folder"

@@ -127,7 +127,7 @@ struct Backward : Problem {
   Rows row_max, row_sum;
   Rows grad_lse;                // data may be null
   Rows row_mean, grad_entropy;  // data is null without a gradient of the entropy
-  Rows delta;                   // written: rowsum(grad_out * out) - grad_lse (tiles with all keys take their own sum)
+  Rows delta;                   // written: rowsum(grad_out * out) (tiles with all keys take their own sum)
   View grad_q, grad_k, grad_v;
   // The rows see keys beyond these: out and the row statistics are of all of them, and these keys' probabilities add up
   // to less than 1.

@@ -83,7 +83,7 @@ class BackwardKernel {
   i64 tile_size() const { return kTileQueries * static_cast<i64>(f_.head_dim); }
   Chunks chunks(const Sequence& seq) const { return Chunks(Mask(f_, seq.b, 0, seq.queries, seq.keys).key_limit()); }
 
-  // delta = rowsum(dO * O) - dlse, the term that the softmax and the logsumexp share. Summed by the same
+  // delta = rowsum(dO * O), what the softmax takes from every dP of a row. Summed by the same
   // instructions in the same order as an entry of dP = dO V^T, so that where one key has all the weight (O = V)
   // the difference dP - delta is exactly zero.
   bool rowwise_delta() const {
@@ -114,7 +114,6 @@ class BackwardKernel {
               part = Mode::Dot::multiply_add(part, load(o + x * width + i), load(g + x * width + i));
             sum += part;
           }
-          if (f_.grad_lse.data) sum -= load_first(rows_at<Acc>(f_.grad_lse, b, h, row) + i, rows - i);
           store_first(rows_at<Acc>(f_.delta, b, h, row) + i, rows - i, sum);
         }
       });

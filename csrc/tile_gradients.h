@@ -15,8 +15,9 @@ struct GradTile {
   Word *q, *grad_out;  // transposed: [words(D)][width], [words(Dv)][width]
   Words<Word> q_rows, grad_rows;
   Acc *row_max, *inverse_sum, *delta;
-  Acc *slope, *center;  // of the entropy's gradient, see open
-  bool one_block;       // all keys of the sequence are in one block: delta is summed from the tile itself
+  Acc *slope, *center;  // of the entropy's gradient, see open_entropy
+  Acc* grad_lse;
+  bool one_block;  // all keys of the sequence are in one block: delta is summed from the tile itself
 };
 
 // Computes P and dS of a tile; shared by the gradients of the operands and of a bias.
@@ -52,6 +53,7 @@ class TileGradients {
       tile.delta = carve.take<Acc>(kTileQueries);
       tile.slope = carve.take<Acc>(kTileQueries);
       tile.center = carve.take<Acc>(kTileQueries);
+      tile.grad_lse = carve.take<Acc>(kTileQueries);
       scores = carve.take<Acc>(kRoomKeys * kTileQueries);
       grads = carve.take<Acc>(kRoomKeys * kTileQueries);
       gain = carve.take<Acc>(kRoomKeys * kTileQueries);
@@ -87,8 +89,9 @@ class TileGradients {
       // An infinite maximum makes every probability of a dead row, or of a lane without a query, exactly 0.
       tile.row_max[i] = live ? row_max[i] : infinity;
       tile.inverse_sum[i] = 0;
-      tile.delta[i] = i < tile.rows ? delta[i] : 0;
-      if (tile.one_block) tile.delta[i] = i < tile.rows && grad_lse ? -grad_lse[i] : 0;
+      tile.delta[i] = i < tile.rows && !tile.one_block ? delta[i] : 0;
+      tile.grad_lse[i] = i < tile.rows && grad_lse ? grad_lse[i] : 0;
+      tile.slope[i] = tile.center[i] = 0;
       if (!live) continue;
       double sum = row_sum[i];
       if (f_.sinks != nullptr) {
@@ -108,7 +111,6 @@ class TileGradients {
     const Acc* row_mean = rows_at<Acc>(f_.row_mean, seq.b, h, row);
     const Acc* grad = rows_at<Acc>(f_.grad_entropy, seq.b, h, row);
     for (int i = 0; i < tile.width; i++) {
-      tile.slope[i] = tile.center[i] = 0;
       if (i >= tile.rows || row_sum[i] == 0) continue;
       Acc above = 0;
       if (f_.sinks != nullptr) {
@@ -161,7 +163,8 @@ class TileGradients {
       kept = memory.kept;
     }
     const u64* bits = masked.plain ? nullptr : masked.bits;
-    if (f_.grad_entropy.data) return differentiate_entropy<kFloat>(count, memory, bits, kept, gain);
+    if (f_.grad_lse.data || f_.grad_entropy.data)
+      return differentiate_statistics<kFloat>(count, memory, bits, kept, gain);
     const bool special = bits || kept || gain;
     for_columns<Acc>(width, [&](auto vectors, int column) {
       constexpr int kV = decltype(vectors)::value;
@@ -181,10 +184,13 @@ class TileGradients {
   }
 
   struct Lane {
-    Vec<Acc> top, inverse, delta, slope, center;
+    Vec<Acc> top, inverse, delta, slope{}, center{}, grad_lse{};
   };
 
-  template <bool kSpecial, bool kEntropy = false>
+  // With kStatistics lse and entropy have gradients too. What they add comes after dP - delta: where one key has all
+  // the weight that difference is zero, and all of the gradient is theirs.
+  // With kSums delta is being summed, and not known yet.
+  template <bool kSpecial, bool kStatistics = false, bool kSums = false>
   TW_INLINE void pair(const Acc* s, const Acc* g, i64 at, const Lane& lane, u64 seen, const u64* kept, u64 keep,
                       const Acc* gain, Acc factor, Acc keep_scale, Vec<Acc>& p, Vec<Acc>& ds) {
     const Vec<Acc> exponent = rounded(load(s + at) * factor, Acc{}) - lane.top;
@@ -194,10 +200,13 @@ class TileGradients {
       p = keep_where<Acc>(seen, p);
       if (kept) dp = keep_where<Acc>(keep, Mode::paired ? dp * keep_scale : dp);
     }
-    if constexpr (kEntropy)
-      ds = p * (dp - lane.delta - lane.slope * (vmax(set(kFar<Acc>), exponent) + lane.center));
-    else
-      ds = p * (dp - lane.delta);
+    Vec<Acc> above = dp - lane.delta;
+    // The 16-bit types round what they store of v / (1 - p), and delta with it. Where one key has all the weight dP is
+    // delta, whatever is left of it here.
+    if constexpr (kSpecial && !kSums)
+      if (kept) above = p == 1 ? Vec<Acc>{} : above;
+    if constexpr (kStatistics) above += lane.grad_lse - lane.slope * (vmax(set(kFar<Acc>), exponent) + lane.center);
+    ds = p * above;
     if constexpr (kSpecial) {
       if (gain) ds *= load(gain + at);
       ds = keep_where<Acc>(seen, ds);
@@ -205,8 +214,9 @@ class TileGradients {
     }
   }
 
-  // delta += sum over keys of P * dP: where the tile has all keys this is closer than rowsum(dO * O), whose O is
-  // rounded.
+  // delta = sum over keys of P * dP: where the tile has all keys this is closer than rowsum(dO * O), whose O is
+  // rounded. What each addition loses is summed too (Knuth's two-sum): keys with the same value have dP = delta, and
+  // nothing but rounding is left of their difference.
   template <int kV>
   void add_delta(int column, int count, const Memory& memory, const u64* bits, const u64* kept) const {
     const GradTile<Mode>& tile = memory.tile;
@@ -214,22 +224,26 @@ class TileGradients {
     TW_UNROLL(4)
     for (int v = 0; v < kV; v++) {
       const int i = column + v * lanes;
-      const Lane lane{load(tile.row_max + i), load(tile.inverse_sum + i), Vec<Acc>{}, Vec<Acc>{}, Vec<Acc>{}};
-      Vec<Acc> sum{};
+      const Lane lane{load(tile.row_max + i), load(tile.inverse_sum + i), Vec<Acc>{}};
+      Vec<Acc> sum{}, lost{};
       for (int j = 0; j < count; j++) {
         Vec<Acc> p, ds;
-        pair<true>(memory.scores, memory.grads, static_cast<i64>(j) * tile.width + i, lane,
-                   bits ? bits[j] >> i : ~u64{0}, kept, kept ? kept[j] >> i : 0, nullptr, factor, keep_scale, p, ds);
+        pair<true, false, true>(memory.scores, memory.grads, static_cast<i64>(j) * tile.width + i, lane,
+                                bits ? bits[j] >> i : ~u64{0}, kept, kept ? kept[j] >> i : 0, nullptr, factor,
+                                keep_scale, p, ds);
+        const Vec<Acc> before = sum;
         sum += ds;
+        const Vec<Acc> added = sum - before;
+        lost += (before - (sum - added)) + (ds - added);
       }
-      store(tile.delta + i, load(tile.delta + i) + sum);
+      store(tile.delta + i, sum + lost);
     }
   }
 
-  // A function of its own: beside the loops for calls without an entropy it would change how those are compiled.
+  // A function of its own: beside the loops for calls without such gradients it would change how those are compiled.
   template <bool kFloat>
-  TW_NOINLINE void differentiate_entropy(int count, const Memory& memory, const u64* bits, const u64* kept,
-                                         const Acc* gain) const {
+  TW_NOINLINE void differentiate_statistics(int count, const Memory& memory, const u64* bits, const u64* kept,
+                                            const Acc* gain) const {
     for_columns<Acc>(memory.tile.width, [&](auto vectors, int column) {
       constexpr int kV = decltype(vectors)::value;
       if (memory.tile.one_block) add_delta<kV>(column, count, memory, bits, kept);
@@ -237,7 +251,7 @@ class TileGradients {
     });
   }
 
-  template <int kV, bool kSpecial, bool kFloat, bool kEntropy>
+  template <int kV, bool kSpecial, bool kFloat, bool kStatistics>
   void differentiate(int column, int count, const Memory& memory, const u64* bits, const u64* kept,
                      const Acc* gain) const {
     const GradTile<Mode>& tile = memory.tile;
@@ -247,8 +261,11 @@ class TileGradients {
     TW_UNROLL(4)
     for (int v = 0; v < kV; v++) {
       const int i = column + v * lanes;
-      lane[v] = {load(tile.row_max + i), load(tile.inverse_sum + i), load(tile.delta + i), Vec<Acc>{}, Vec<Acc>{}};
-      if constexpr (kEntropy) lane[v].slope = load(tile.slope + i), lane[v].center = load(tile.center + i);
+      lane[v] = {load(tile.row_max + i), load(tile.inverse_sum + i), load(tile.delta + i)};
+      if constexpr (kStatistics) {
+        lane[v].slope = load(tile.slope + i), lane[v].center = load(tile.center + i);
+        lane[v].grad_lse = load(tile.grad_lse + i);
+      }
     }
     constexpr bool pack = Mode::paired && !kFloat;
     for (int j = 0; j < count; j += pack ? 2 : 1) {
@@ -258,8 +275,8 @@ class TileGradients {
         const i64 at = static_cast<i64>(j) * width + i;
         const u64 seen = kSpecial && bits ? bits[j] >> i : ~u64{0};
         Vec<Acc> p, ds;
-        pair<kSpecial, kEntropy>(memory.scores, memory.grads, at, lane[v], seen, kept,
-                                 kSpecial && kept ? kept[j] >> i : 0, gain, factor, keep_scale, p, ds);
+        pair<kSpecial, kStatistics>(memory.scores, memory.grads, at, lane[v], seen, kept,
+                                    kSpecial && kept ? kept[j] >> i : 0, gain, factor, keep_scale, p, ds);
         if constexpr (!pack) {
           store(memory.scores + at, p);
           store(memory.grads + at, ds);
@@ -268,8 +285,8 @@ class TileGradients {
           Vec<Acc> p2{}, ds2{};
           if (j + 1 < count) {
             const u64 seen2 = kSpecial && bits ? bits[j + 1] >> i : ~u64{0};
-            pair<kSpecial, kEntropy>(memory.scores, memory.grads, at + width, lane[v], seen2, kept,
-                                     kSpecial && kept ? kept[j + 1] >> i : 0, gain, factor, keep_scale, p2, ds2);
+            pair<kSpecial, kStatistics>(memory.scores, memory.grads, at + width, lane[v], seen2, kept,
+                                        kSpecial && kept ? kept[j + 1] >> i : 0, gain, factor, keep_scale, p2, ds2);
           }
           store_row_pairs(memory.p_rows, memory.ds_rows, j, i, width, p, p2, ds, ds2);
           store(reinterpret_cast<Word*>(memory.grads) + static_cast<i64>(j / 2) * width + i, pair_rows(ds, ds2));

@@ -108,6 +108,20 @@ def test_what_is_to_be_written_instead_can_be_written() -> None:
     assert {"scale", "dropout_p", "sinks", "mask", "score"} >= set(parameters)
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"mask": masks.causal}, r"Call it: mask=tilewise\.masks\.causal\(\)\."),
+        ({"mask": masks.dense}, r"Call it: mask=tilewise\.masks\.dense\(\.\.\.\)\."),
+        ({"score": scores.alibi}, r"Call it: score=tilewise\.scores\.alibi\(slopes\)\."),
+    ],
+    ids=["causal", "dense", "alibi"],
+)
+def test_a_variant_that_was_not_called(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidType, match=says):
+        tilewise.attention(Q, K, K, **given)
+
+
 def test_the_advice_on_causality_is_what_torch_computes() -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(Q, K, K, is_causal=True)
     assert "'top_left'" in guidance._KEYWORDS["is_causal"]

@@ -177,7 +177,7 @@ class Naive {
       }
     }
 
-    double sum = -grad_lse, sum_size = std::fabs(grad_lse), sum_room = 0;
+    double sum = 0, sum_size = 0, sum_room = 0;
     for (std::size_t d = 0; d < dv; d++) {
       const double o = out[o_at + d], g = grad_[o_at + d];
       sum += o * g;
@@ -186,6 +186,7 @@ class Naive {
     }
     delta[r_at] = sum;
     delta_room[r_at] = sum_room + 8 * unit * sum_size;
+    sum_size += std::fabs(grad_lse);
     if (top == -INFINITY) return;
 
     for (std::size_t n = 0; n < s.size(); n++) {
@@ -200,7 +201,7 @@ class Naive {
         grad_v[v_at + d] += p[n] * keep * grad_[o_at + d];
         grad_v_room[v_at + d] += loss * p[n] * keep * std::fabs(grad_[o_at + d]);
       }
-      double ds = p[n] * (dp - sum);
+      double ds = p[n] * (dp - sum + grad_lse);
       double room = p[n] * (loss * (dp_size + sum_size) + delta_room[r_at]);
       if (c_.statistics) {
         const double away = s[n] - shift - mean, grad = g_.grad_entropy.get(block, h, 0, first_query + m);

@@ -27,6 +27,8 @@ from tests.fuzz.reference import Outcome, plain, wider
 CERTAIN, MANY = 16.0, 256
 # An excess beyond this is no rounding: its kind is "wrong", of others "inexact".
 GROSS = 100.0
+# Scores beyond this, such as s ** 9, leave float64 too few digits to tell one formula from another.
+_TELLING = 1e8
 
 
 class FaultError(AssertionError):
@@ -131,8 +133,10 @@ def _check_values(case: Case, judged: Judged, heap: Heap) -> None:
 def _confirm(case: Case, heap: Heap, count: int) -> None:
     """Raise ``FaultError`` if an excess of an output with ``count`` numbers shows again.
 
-    First on several draws taken together, then in most of nine draws alone: under large logits few
-    pairs have all the error, and a maximum of few says little about the one or the other.
+    First on several draws taken together, then in most of nine draws alone, then in most of 41:
+    under large logits few pairs have all the error, and a maximum of few says little about the one
+    or the other. A few cases of 20,000 have an excess in a third of all draws, though their errors
+    are those of plain torch on average. Nine draws alone would blame one of these in ten.
     """
     draws = max(4, min(64, 2000 // (1 + count)))
     if not case.kinked:
@@ -142,14 +146,18 @@ def _confirm(case: Case, heap: Heap, count: int) -> None:
         except ExcessError as error:
             if error.ratio > CERTAIN and error.count >= MANY:
                 raise _over(error) from error
-    found = []
-    for draw in _fresh(case, heap, 1 + draws, 9):
-        try:
-            _exact([draw])
-        except InexactError as error:
-            found.append(error)
-    if len(found) > 4:
-        raise _over(found[-1]) from found[-1]
+    found: list[InexactError] = []
+    tried = 0
+    for more in (9, 32):
+        for draw in _fresh(case, heap, 1 + draws + tried, more):
+            try:
+                _exact([draw])
+            except InexactError as error:
+                found.append(error)
+        tried += more
+        if 2 * len(found) <= tried:
+            return
+    raise _over(found[-1]) from found[-1]
 
 
 def _over(error: InexactError) -> FaultError:
@@ -192,7 +200,10 @@ def _exact(draws: list[Judged]) -> None:
 
 def _check_question(case: Case, judged: Judged) -> None:
     """Both references of a float64 case agree, so that the library traced what was written."""
-    if case.kinked:
+    largest = max(
+        (s[s.isfinite()].abs().max().item() for s in judged.plain.scores if s.numel()), default=0.0
+    )
+    if case.kinked or largest > _TELLING:
         return
     for name in judged.got:
         if name == "top1":

@@ -9,6 +9,7 @@ from tests.fuzz.memory import strides_of
 _HEAD = """import zlib
 import torch
 import tilewise
+import tilewise._core
 from tilewise import masks, maximum, minimum, scores, where
 
 def numbers(name, sizes, draw=torch.randn):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tilewise.errors import InvalidType
 
-__all__ = ["named_mask", "named_score", "refuse_keywords"]
+__all__ = ["named_mask", "named_score", "refuse_keywords", "uncalled"]
 
 _CAUSAL = (
     "mask=tilewise.masks.causal() sets the last query against the last key, "
@@ -102,3 +102,20 @@ def named_score(name: str) -> str:
 def _instead(name: str, known: Mapping[str, str], otherwise: str) -> str:
     close = difflib.get_close_matches(name.lower(), list(known), n=1)
     return f"Write instead: {known[close[0]]}." if close else otherwise
+
+
+def uncalled(argument: str, function: object) -> str:
+    """What to write where a function of ``masks`` or ``scores`` was given and not its result.
+
+    Args:
+        argument: the keyword, "mask" or "score".
+        function: what was given.
+
+    Returns:
+        An empty string for any other function.
+    """
+    if getattr(function, "__module__", "") != f"tilewise.variants.{argument}s":
+        return ""
+    name = getattr(function, "__name__", "")
+    known = _MASKS if argument == "mask" else _SCORES
+    return f"Call it: {known.get(name, f'{argument}=tilewise.{argument}s.{name}(...)')}."

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tilewise.errors import InvalidType
 from tilewise.variants.expr import Expr, Kind
+from tilewise.variants.guidance import uncalled
 from tilewise.variants.traced import Indexing, Recording, Row, Traced, named
 from tilewise.variants.vocabulary import maximum, minimum
 
@@ -79,7 +80,8 @@ def _check_signature(argument: str, function: Callable[..., Any], leaves: str) -
         inspect.signature(function).bind(*leaves)
     except TypeError:
         came = f"a function of {inspect.signature(function)}"
-        raise InvalidType(argument, came, f"a function of ({', '.join(leaves)})") from None
+        required = f"a function of ({', '.join(leaves)})"
+        raise InvalidType(argument, came, required, uncalled(argument, function)) from None
     except ValueError:  # a function of C, which says nothing of its arguments
         return
 

@@ -431,7 +431,9 @@ class _Kernel:
             grad_k if needs.k else None,
             grad_v if needs.v else None,
             self._score_grads(arguments, operands, needs),
-            self._sink_grads(operands, lse, delta, stats, grad_entropy) if needs.sinks else None,
+            self._sink_grads(operands, lse, delta, stats, grad_lse, grad_entropy)
+            if needs.sinks
+            else None,
         )
 
     def _differentiate(self) -> None:
@@ -494,14 +496,18 @@ class _Kernel:
         lse: Tensor,
         delta: Tensor,
         stats: Tensor,
+        grad_lse: Tensor | None,
         grad_entropy: Tensor | None,
     ) -> Tensor:
         """The sinks' gradient: -sum over rows of p_sink * delta, p_sink = exp(sink - lse).
 
-        A gradient of the entropy adds to delta grad * (log p_sink + entropy).
+        A gradient of lse is taken from delta. One of the entropy adds to it
+        grad * (log p_sink + entropy).
         """
         sinks = operands.sinks
         assert sinks is not None
+        if grad_lse is not None:
+            delta = delta - grad_lse
         if grad_entropy is not None:
             # As in the kernels: base-2 units, less the largest logit, less their mean. A NaN is
             # that of -inf - -inf, in a row without keys.

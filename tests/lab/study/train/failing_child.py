@@ -1,10 +1,10 @@
-"""A child whose second process fails as told when it is to take step 4."""
+"""A child whose second process fails as told when it is to take step 4, or after its work."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
-import sys
 from typing import Any
 
 from tilelab.study.train import child
@@ -23,9 +23,11 @@ def _step(self: Trainer) -> Any:
                 raise TilewiseError("the text is gone: get it back")
             case "crash":
                 raise ValueError("a bug of ours")
+            case "teardown":
+                atexit.register(os.abort)
     return _take(self)
 
 
 if __name__ == "__main__":
     Trainer.step = _step  # type: ignore[method-assign]
-    sys.exit(child.main())
+    child.leave(child.main())

@@ -115,6 +115,17 @@ def test_two_processes_of_one_micro_batch_each_give_the_bits_of_one_process(
     assert not list(scratch.iterdir()), "nothing is left behind"
 
 
+def test_a_process_that_aborts_after_its_work_does_not_fail_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As threads of Gloo do at the end of the interpreter, about once in a hundred runs."""
+    monkeypatch.setenv("TILEWISE_TEST_FAILS", "teardown")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    failing = "tests.lab.study.train.failing_child"
+    record = _finished(_setting(tmp_path, "two", module=failing), _run(tmp_path))
+    assert record.done
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -36,7 +36,7 @@ from tilelab.study.train.team import Strategy, Team, check, device_of, joined
 from tilelab.study.train.trainer import Trainer
 from tilewise.errors import TilewiseError
 
-__all__ = ["EXPECTED_ERROR", "JOB", "ORPHANED", "Job", "end_with_parent", "main", "work"]
+__all__ = ["EXPECTED_ERROR", "JOB", "ORPHANED", "Job", "end_with_parent", "leave", "main", "work"]
 
 EXPECTED_ERROR = 3
 ORPHANED = 4
@@ -234,5 +234,19 @@ def _tell_agent(words: str) -> None:
         Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
+def leave(status: int) -> NoReturn:
+    """End this process with an exit status.
+
+    One of several processes skips the end of the interpreter. Gloo's threads may still hold tensors
+    there, and a thread that wants the interpreter's lock too late aborts a process whose work is
+    done (pytorch/pytorch#179291).
+    """
+    if JOB not in os.environ:
+        sys.exit(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -18,7 +18,10 @@ from tilelab.counted.table import Row
 from tilelab.study import recipes
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
+    *(page for folder in ("docs", "notes") for page in sorted((ROOT / folder).glob("*.md"))),
+]
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,7 +37,7 @@ def test_links_and_paths_exist(page: Path) -> None:
     text = page.read_text()
     links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
     # Also what is named as code and looks like a path of the repository.
-    links += re.findall(r"`((?:src|csrc|tests|docs|scripts|\.ci)/[\w./]+\w)`", text)
+    links += re.findall(r"`((?:src|csrc|tests|docs|notes|scripts|\.ci)/[\w./]+\w)`", text)
     links = [link for link in links if "NAME" not in link]  # a placeholder
     missing = [
         link for link in links if not any((base / link).exists() for base in (page.parent, ROOT))

@@ -25,7 +25,7 @@ _MOST_BYTES = 2**40  # of a step
 _MOST_ROWS = 256  # of a block
 _LONELY = 2**20  # the step along a dimension of size 1, which nobody takes
 # Wider heads, dropout and biases take more registers or longer loops by descriptors than by
-# pointers, and float32 multiplies without them: see docs/performance-log.md.
+# pointers, and float32 multiplies without them: see notes/performance-log.md.
 _WIDEST, _ITEM_BYTES = 128, 2
 _LARGE_BLOCK = 128 * 64
 

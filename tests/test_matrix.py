@@ -46,6 +46,15 @@ def test_the_newest_torch_that_the_readme_names_passed() -> None:
     assert claimed("torch")[1] in [torch for torch, _ in passed]
 
 
+def test_the_readme_says_what_fails() -> None:
+    said = re.findall(
+        r"([\d,]+ of [\d,]+) tests fail with torch (\d\.\d+)", (ROOT / "README.md").read_text()
+    )
+    failed = [(torch, e) for (torch, _), e in pairs().items() if e["status"] == "failed"]
+    due = [(f"{e['failed']:,} of {e['passed'] + e['failed']:,}", torch) for torch, e in failed]
+    assert [(count, version(torch)) for count, torch in said] == due
+
+
 def test_an_entry_says_what_ran_or_why_not() -> None:
     for entry in pairs().values():
         if entry["status"] == "not run here":

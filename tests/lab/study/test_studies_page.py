@@ -111,7 +111,7 @@ def test_every_subcommand_is_there() -> None:
 
 
 def test_what_an_encoder_sees_is_said() -> None:
-    (line,) = re.findall(r"- of an encoder, (.*?);", PAGE, re.DOTALL)
+    (line,) = re.findall(r"- for an encoder, (.*?);", PAGE, re.DOTALL)
     assert set(re.findall(r"`([\w-]+)`", line)) - {"causal"} == set(ENCODER)
 
 

@@ -4,17 +4,17 @@
 #   scripts/check_objects.sh [BUILD_FOLDER]     after scripts/core_test.sh
 #
 # A function that several files define (inline, template) is kept once by the linker, from whichever file comes first. If
-# that copy was compiled for AVX-512, it runs on processors without it, and the process dies. So files csrc/isa_*.cc and
-# csrc/decode_*.cc may share no weak symbol with those of another instruction set, or of none.
+# that copy was compiled for AVX-512, it runs on processors without it, and the process dies. So files
+# csrc/isa/NAME.cc and decode_NAME.cc may share no weak symbol with those of another instruction set, or of none.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 objects=${1:-$root/build/native}/CMakeFiles/tilewise_kernels.dir/csrc
 shared=$(
-  for object in "$objects"/*.o; do
-    file=$(basename "$object")
-    nm --defined-only "$object" | awk -v file="${file/#decode_/isa_}" '$2 == "W" { print $3, file }'
-  done | sort -u | awk '{ count[$1]++; isa[$1] = isa[$1] || $2 ~ /^isa_/; files[$1] = files[$1] " " $2 }
+  for object in "$objects"/*/*.o; do
+    file=${object#"$objects"/}
+    nm --defined-only "$object" | awk -v file="${file/#isa\/decode_/isa/}" '$2 == "W" { print $3, file }'
+  done | sort -u | awk '{ count[$1]++; isa[$1] = isa[$1] || ($2 ~ /^isa\// && $2 !~ /dispatch/); files[$1] = files[$1] " " $2 }
     END { for (name in count) if (count[name] > 1 && isa[name]) print name ":" files[name] }' | c++filt | sort
 )
 if [ -n "$shared" ]; then

@@ -183,7 +183,7 @@ def test_without_a_compiler_zig_builds_the_core(run: Run, tools: Path, checkout:
     again = run("tilewise", "doctor")
     assert again.stderr == ""  # nothing to install: it starts at once
     assert again.stdout == done.stdout
-    with (checkout / "csrc/dispatch.cc").open("a") as source:
+    with (checkout / "csrc/isa/dispatch.cc").open("a") as source:
         source.write("\n// changed\n")
     assert "building" in run("tilewise", "doctor").stderr
 

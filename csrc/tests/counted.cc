@@ -13,7 +13,7 @@
 #include <map>
 #include <string>
 
-#include "dispatch.h"
+#include "isa/dispatch.h"
 #include "plain_passes.h"
 
 namespace tilewise::test {

@@ -1,7 +1,7 @@
 // The table of a mask against its definition, pair by pair; and that with it every kernel gives what it gives without.
 #pragma once
 
-#include "order.h"
+#include "base/order.h"
 #include "variant_tests.h"
 
 namespace tilewise::test {

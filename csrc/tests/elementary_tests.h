@@ -3,7 +3,7 @@
 
 #define TILEWISE_ISA test_vectors
 #define TILEWISE_VECTOR_BYTES 16
-#include "elementary.h"
+#include "base/elementary.h"
 
 #include "report.h"
 

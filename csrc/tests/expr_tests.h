@@ -5,7 +5,7 @@
 #include <functional>
 
 #include "check.h"
-#include "expr_compile.h"
+#include "expressions/compile.h"
 
 namespace tilewise::test {
 

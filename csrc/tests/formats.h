@@ -7,7 +7,7 @@
 #include <cstring>
 #include <vector>
 
-#include "args.h"
+#include "base/args.h"
 
 namespace tilewise::test {
 

@@ -62,7 +62,7 @@ class Naive {
     finish(grad_v, grad_v_room);
   }
 
-  // Whether query m may attend to key n: the mask program, by its definition in args.h.
+  // Whether query m may attend to key n: the mask program, by its definition in base/args.h.
   bool sees(i64 b, i64 h, i64 m, i64 n) const {
     if (g_.args.mask_length == 0) return true;
     bool stack[kMaxMask];

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <vector>
 
-#include "args.h"
+#include "base/args.h"
 
 namespace tilewise::test {
 

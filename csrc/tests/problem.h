@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <string>
 
-#include "dispatch.h"
+#include "isa/dispatch.h"
 #include "guarded.h"
-#include "parallel.h"
+#include "base/parallel.h"
 
 namespace tilewise::test {
 

@@ -139,7 +139,7 @@ def _check_kinds(isa: str, threads: int, lengths: tuple[int, int]) -> None:
     """A few times what q, k, v and out take, whatever the length: linear in N.
 
     Twice for one thread: gradients are most of it. Threads that share a head's keys take partial
-    sums of grad q beside, as much as kPartialShare in csrc/backward.h lets them.
+    sums of grad q beside, as much as kPartialShare in csrc/passes/backward.h lets them.
     """
     words = [isa, str(threads), ",".join(map(str, lengths))]
     # What one call frees must go back to the system, or the next one would seem to take nothing.

@@ -24,15 +24,18 @@ def constant(header: str, name: str) -> int:
 
 
 def test_the_constants() -> None:
-    tile, block = constant("tile_sizes.h", "kTileQueries"), constant("schedule.h", "kBlockKeys")
-    least, most = (constant("key_sums.h", name) for name in ("kChunkBlocks", "kMostChunks"))
+    tile, block = (
+        constant("base/tile_sizes.h", "kTileQueries"),
+        constant("base/schedule.h", "kBlockKeys"),
+    )
+    least, most = (constant("passes/key_sums.h", name) for name in ("kChunkBlocks", "kMostChunks"))
     assert (tile, block, least) == (fills._TILE_QUERIES, fills._BLOCK_KEYS, fills._CHUNK_BLOCKS)
     assert block == backend._BLOCK_KEYS
     assert (least, most) == (backend._CHUNK_BLOCKS, backend._MOST_CHUNKS)
-    assert constant("schedule.h", "kFewQueries") == backend._FEW_QUERIES
-    split = tuple(constant("decode_tasks.h", name) for name in ("kSplitBlocks", "kMostSplits"))
+    assert constant("base/schedule.h", "kFewQueries") == backend._FEW_QUERIES
+    split = tuple(constant("decode/tasks.h", name) for name in ("kSplitBlocks", "kMostSplits"))
     assert split == (backend._SPLIT_BLOCKS, backend._MOST_SPLITS)
-    assert "kDecodeRows = kTileQueries;" in (CSRC / "decode_tasks.h").read_text()
+    assert "kDecodeRows = kTileQueries;" in (CSRC / "decode/tasks.h").read_text()
     assert tile == backend._DECODE_ROWS
 
 
@@ -40,20 +43,23 @@ def test_the_formulas() -> None:
     """What ``loops`` makes of them is worked out as the core does it."""
     blocks = "count(max(1, (key_limit + kBlockKeys / 2) / kBlockKeys))"
     chunks = "per_chunk(max(kChunkBlocks, (blocks.count + kMostChunks - 1) / kMostChunks))"
-    assert blocks in (CSRC / "schedule.h").read_text()
-    assert chunks in (CSRC / "key_sums.h").read_text()
-    tasks = (CSRC / "decode_tasks.h").read_text()
+    assert blocks in (CSRC / "base/schedule.h").read_text()
+    assert chunks in (CSRC / "passes/key_sums.h").read_text()
+    tasks = (CSRC / "decode/tasks.h").read_text()
     assert "max(kSplitBlocks, (blocks.count + kMostSplits - 1) / kMostSplits)" in tasks
     assert "x.heads = min(group_size_, kDecodeRows / seq.queries);" in tasks
 
 
 @pytest.mark.parametrize("keys", [1, 63, 64, 1087, 1088, 8191, 8192, 8256, 16384, 70001])
 def test_the_loops_of_the_core(keys: int) -> None:
-    block, most = constant("schedule.h", "kBlockKeys"), constant("key_sums.h", "kMostChunks")
+    block, most = (
+        constant("base/schedule.h", "kBlockKeys"),
+        constant("passes/key_sums.h", "kMostChunks"),
+    )
     count = max(1, (keys + block // 2) // block)
-    each = max(constant("key_sums.h", "kChunkBlocks"), -(-count // most))
+    each = max(constant("passes/key_sums.h", "kChunkBlocks"), -(-count // most))
     found = registry.load("cpu").loops(problem(keys=keys))
-    assert found.backward == (constant("tile_sizes.h", "kTileQueries"), each * block)
+    assert found.backward == (constant("base/tile_sizes.h", "kTileQueries"), each * block)
     packed = registry.load("cpu").loops(problem(keys=keys, layout="varlen"))
     assert packed.backward == registry.load("cpu").loops(problem(keys=1)).backward
 

@@ -57,10 +57,10 @@ def test_every_cache_can_be_had() -> None:
 
 
 def test_the_core_cuts_the_tasks_of_a_case() -> None:
-    """As csrc/forward.h does it: half the tiles while there are fewer than four tasks a thread."""
-    source = (ROOT / "csrc" / "forward.h").read_text()
+    """As csrc/passes/forward.h does: half the tiles while a thread has fewer than four tasks."""
+    source = (ROOT / "csrc/passes/forward.h").read_text()
     assert "task_estimate(tiles) < 4 * f_.threads) tiles /= 2" in source
-    assert "query_tiles = 8" in (ROOT / "csrc" / "modes.h").read_text()
+    assert "query_tiles = 8" in (ROOT / "csrc/products/modes.h").read_text()
     for case in CASES + SWEEP:
         tiles, threads = 8, case.threads
         while (

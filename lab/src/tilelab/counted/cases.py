@@ -73,7 +73,7 @@ class Case:
 
     @property
     def threads(self) -> int:
-        """For how many threads the core cuts tasks of this size, in ``csrc/forward.h``.
+        """For how many threads the core cuts tasks of this size, in ``csrc/passes/forward.h``.
 
         Raises:
             InvalidArgument: for none.

@@ -22,7 +22,7 @@ _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16:
 _CODES = {**_DTYPES, torch.int64: 4, torch.bool: 5}
 _LOG2E, _LN2 = math.log2(math.e), math.log(2.0)
 # Sizes of the core's loops, to whose headers a test holds them. Of the backward's chunks of keys:
-# csrc/schedule.h and key_sums.h; of the forward pass of few queries: schedule.h and decode_tasks.h.
+# csrc/base/schedule.h and passes/key_sums.h; of the forward pass of few queries: decode/tasks.h.
 _BLOCK_KEYS, _CHUNK_BLOCKS, _MOST_CHUNKS = 128, 8, 8
 _FEW_QUERIES, _DECODE_ROWS, _SPLIT_BLOCKS, _MOST_SPLITS = 8, 64, 4, 32
 
@@ -76,7 +76,7 @@ class CpuBackend(Backend):
         Chunks are cut by a sequence's own length. That of a packed call's is not known here: up to
         8 x 1024 keys a chunk is the least one, which is what is taken for all of them.
 
-        A dense call of few queries that wants no gradients walks as ``csrc/decode_tasks.h`` says:
+        A dense call of few queries that wants no gradients walks as ``csrc/decode/tasks.h`` says:
         the heads of a group together, over splits of the keys. Where there are tasks enough for
         all threads one walks over all splits and writes no partial results, which are counted
         nevertheless: at most 32 rows of output per row.

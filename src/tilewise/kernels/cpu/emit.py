@@ -1,4 +1,4 @@
-"""C++ for the program of an expression: one function, in the words of csrc/expr_words.h.
+"""C++ for the program of an expression: one function, in the words of csrc/expressions/words.h.
 
 The core hands over the program that its interpreter would run: which values are needed, how often
 each changes (``extent``), how wide integers are. What holds for a tile or for a query stays the

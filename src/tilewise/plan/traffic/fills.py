@@ -6,9 +6,9 @@ written in place is filled once, and the memory that a kernel works in is filled
 Besides, that memory takes up a part of the cache: on a GPU tiles lie in registers and shared
 memory, on a processor in the cache itself (``Pass.held``).
 
-``core_forward`` and ``core_backward`` are the loops of the C++ core (``csrc/forward.h``,
-``csrc/backward.h``) in float32 or float64, on one thread; ``fills`` takes any passes that follow
-one another. Of the results ``read`` is what is filled, and nothing is written.
+``core_forward`` and ``core_backward`` are the loops of the C++ core (``csrc/passes/``) in float32
+or float64, on one thread; ``fills`` takes any passes that follow one another. Of the results
+``read`` is what is filled, and nothing is written.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tilewise.problem import Operands, Problem
 
 __all__ = ["core_backward", "core_forward", "fills"]
 
-_TILE_QUERIES = 64  # csrc/tile_sizes.h
-_BLOCK_KEYS = 128  # csrc/schedule.h
-_CHUNK_BLOCKS = 8  # csrc/key_sums.h
+_TILE_QUERIES = 64  # csrc/base/tile_sizes.h
+_BLOCK_KEYS = 128  # csrc/base/schedule.h
+_CHUNK_BLOCKS = 8  # csrc/passes/key_sums.h
 _ONE_CHUNK = _CHUNK_BLOCKS * _BLOCK_KEYS + _BLOCK_KEYS // 2 - 1  # the most keys of a single chunk
 
 

@@ -1,0 +1,189 @@
+// Elementary functions on vectors: exp2 for the softmax, log for the logsumexp, tanh for the softcap.
+#pragma once
+
+#include "base/simd.h"
+
+namespace tilewise::TILEWISE_ISA {
+
+template <class T>
+struct FloatFormat;
+template <>
+struct FloatFormat<float> {
+  static constexpr int mantissa_bits = 23;
+  static constexpr i32 exponent_bias = 127;
+  static constexpr i32 one = 0x3f800000;
+  static constexpr i32 mantissa_mask = 0x007fffff;
+  static constexpr i32 sqrt_half = 0x3f3504f3;
+  static constexpr float round_magic = 12582912.0f;  // 1.5 * 2^23
+};
+template <>
+struct FloatFormat<double> {
+  static constexpr int mantissa_bits = 52;
+  static constexpr i64 exponent_bias = 1023;
+  static constexpr i64 one = 0x3ff0000000000000;
+  static constexpr i64 mantissa_mask = 0x000fffffffffffff;
+  static constexpr i64 sqrt_half = 0x3fe6a09e667f3bcd;
+  static constexpr double round_magic = 6755399441055744.0;  // 1.5 * 2^52
+};
+
+// 2^r - 1 = r * poly(r) on [-1/2, 1/2]: minimax fits whose constant term is exactly zero, so that
+// exp2(0) = 1 to the bit. Relative errors: degree 3 1e-4, degree 4 3e-6, degree 5 1.7e-7, degree 6 8e-8.
+template <int kDegree>
+TW_INLINE Vec<float> exp2_minus_one(Vec<float> r) {
+  Vec<float> p;
+  if constexpr (kDegree == 3) {
+    p = set(5.500893295e-02f);
+    p = p * r + 2.422109693e-01f;
+    p = p * r + 6.932829022e-01f;
+  } else if constexpr (kDegree == 4) {
+    p = set(9.582852945e-03f);
+    p = p * r + 5.590642616e-02f;
+    p = p * r + 2.402409911e-01f;
+    p = p * r + 6.931241751e-01f;
+  } else if constexpr (kDegree == 5) {
+    p = set(1.326472731e-03f);
+    p = p * r + 9.671512991e-03f;
+    p = p * r + 5.550733581e-02f;
+    p = p * r + 2.402224243e-01f;
+    p = p * r + 6.931470037e-01f;
+  } else {
+    p = set(1.535336196e-04f);
+    p = p * r + 1.339887502e-03f;
+    p = p * r + 9.618436918e-03f;
+    p = p * r + 5.550332367e-02f;
+    p = p * r + 2.402264774e-01f;
+    p = p * r + 6.931471825e-01f;
+  }
+  return p * r;
+}
+// The Taylor series: ln(2)^n / n!; the first term left out is below 5e-18.
+template <int>
+TW_INLINE Vec<double> exp2_minus_one(Vec<double> r) {
+  constexpr double ln2 = 0.693147180559945309417;
+  Vec<double> p = set(0.0);
+  double term[14];
+  term[0] = 1;
+  TW_UNROLL(16)
+  for (int n = 1; n < 14; n++) term[n] = term[n - 1] * ln2 / n;
+  TW_UNROLL(16)
+  for (int n = 13; n > 0; n--) p = p * r + term[n];
+  return p * r;
+}
+
+// 2^x for x up to the largest exponent; exactly 0 from the smallest one down (so for -inf); NaN for NaN.
+template <int kDegree, class T>
+TW_INLINE Vec<T> exp2(Vec<T> x, T) {
+  using F = FloatFormat<T>;
+#if TILEWISE_VECTOR_BYTES == 64
+  if constexpr (sizeof(T) == 4) {
+    // vscalefps would underflow by degrees, and each subnormal number cost 150 cycles here and in every product.
+    const __m512 whole = _mm512_maskz_roundscale_ps(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const Vec<T> power = exp2_minus_one<kDegree>(x - (Vec<T>)whole) + static_cast<T>(1);
+    const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+    return (Vec<T>)_mm512_maskz_scalef_ps(normal, (__m512)power, whole);
+  }
+#endif
+  x = vmax(set(static_cast<T>(-F::exponent_bias)), x);
+  const Vec<T> shifted = x + F::round_magic;
+  const Vec<T> r = x - (shifted - F::round_magic);
+  const Vec<T> p = exp2_minus_one<kDegree>(r) + static_cast<T>(1);
+  return (Vec<T>)((Vec<UInt<T>>)p + ((Vec<UInt<T>>)shifted << F::mantissa_bits));
+}
+
+// Natural logarithm of a positive normal number, by the series of atanh; NaN for NaN.
+template <class T>
+TW_INLINE Vec<T> log(Vec<T> x, T) {
+  using F = FloatFormat<T>;
+  using I = SInt<T>;
+  using U = UInt<T>;
+  const Vec<U> bits = (Vec<U>)x;
+  const Vec<I> exponent = (Vec<I>)(bits - static_cast<U>(F::sqrt_half)) >> F::mantissa_bits;
+  const Vec<T> m = (Vec<T>)(bits - ((Vec<U>)exponent << F::mantissa_bits));  // in [sqrt(1/2), sqrt(2))
+  const Vec<T> s = (m - static_cast<T>(1)) / (m + static_cast<T>(1)), z = s * s;
+  constexpr int terms = sizeof(T) == 4 ? 6 : 13;
+  Vec<T> series = set(static_cast<T>(0));
+  TW_UNROLL(16)
+  for (int n = terms; n > 0; n--) series = series * z + static_cast<T>(1.0 / (2 * n + 1));
+  const Vec<T> log_m = s * 2 + s * 2 * (series * z);
+  const Vec<T> e = __builtin_convertvector(exponent, Vec<T>);
+  const Vec<T> result = log_m + e * static_cast<T>(0.693147180559945309417);
+  return x != x ? x : result;
+}
+
+// tanh(x) = x + x^3 * poly(x^2) near zero, where x^2 is below kTanhNear and a softcap has most of its scores: a
+// minimax fit, good to 1.3e-8.
+constexpr float kTanhNear = 0.47265625f;
+TW_INLINE Vec<float> tanh_near(Vec<float> x, Vec<float> square) {
+  Vec<float> p = set(-5.232240961e-03f);
+  p = p * square + 2.019105641e-02f;
+  p = p * square - 5.359461318e-02f;
+  p = p * square + 1.332961179e-01f;
+  p = p * square - 3.333321132e-01f;
+  return x * (p * square + 1.0f);
+}
+// Elsewhere (1 - e) / (1 + e) with e = exp(-2|x|). `slope` gets the derivative 4 e / (1 + e)^2, which 1 - tanh^2 would
+// lose to cancellation.
+TW_INLINE Vec<float> tanh_far(Vec<float> x, Vec<float>& slope) {
+  const Vec<i32> sign = (Vec<i32>)x & INT32_MIN;
+  const Vec<float> e = exp2<6>((Vec<float>)((Vec<i32>)x ^ sign) * -2.88539008177792681472f, float{});
+  const Vec<float> whole = e + 1.0f;
+  slope = 4.0f * e / (whole * whole);
+  return (Vec<float>)((Vec<i32>)((1.0f - e) / whole) | sign);
+}
+
+// What a lane gets depends on its x alone; the time, on whether some lane is far from zero.
+TW_INLINE Vec<float> tanh(Vec<float> x, Vec<float>& slope, float) {
+  const Vec<float> square = x * x;
+  Vec<float> t = tanh_near(x, square);
+  slope = 1.0f - t * t;
+  const u64 far = bits_not_below(square, kTanhNear);
+  if (__builtin_expect(far != 0, 0)) {
+    Vec<float> far_slope;
+    t = select_bits<float>(far, tanh_far(x, far_slope), t);
+    slope = select_bits<float>(far, far_slope, slope);
+  }
+  return t;
+}
+// tanh(x) = -m / (m + 2) with m = exp(-2|x|) - 1: relative accuracy near zero, no overflow far out.
+TW_INLINE Vec<double> tanh(Vec<double> x, Vec<double>& slope, double) {
+  using F = FloatFormat<double>;
+  const Vec<i64> sign = (Vec<i64>)x & INT64_MIN;
+  const Vec<double> magnitude = (Vec<double>)((Vec<i64>)x ^ sign);
+  const Vec<double> y = vmax(set(-100.0), magnitude * -2.88539008177792681472);
+  const Vec<double> shifted = y + F::round_magic;
+  const Vec<double> r = y - (shifted - F::round_magic);
+  const Vec<double> power = (Vec<double>)(static_cast<u64>(F::one) + ((Vec<u64>)shifted << F::mantissa_bits));
+  const Vec<double> part = exp2_minus_one<6>(r) * power;
+  const Vec<double> m = part + (power - 1.0), e = part + power;
+  const Vec<double> whole = m + 2.0;
+  slope = 4.0 * e / (whole * whole);
+  const Vec<double> t = -m / whole;
+  return x != x ? x : (Vec<double>)((Vec<i64>)t ^ sign);
+}
+
+// Of several vectors in place, with one branch for all.
+template <int kV>
+TW_INLINE void tanh_of_all(Vec<float> (&x)[kV]) {
+  Vec<float> near[kV];
+  u64 far[kV], some = 0;
+  TW_UNROLL(4)
+  for (int v = 0; v < kV; v++) {
+    const Vec<float> square = x[v] * x[v];
+    near[v] = tanh_near(x[v], square);
+    some |= far[v] = bits_not_below(square, kTanhNear);
+  }
+  if (__builtin_expect(some != 0, 0)) {
+    Vec<float> slope;
+    TW_UNROLL(4)
+    for (int v = 0; v < kV; v++) near[v] = select_bits<float>(far[v], tanh_far(x[v], slope), near[v]);
+  }
+  TW_UNROLL(4)
+  for (int v = 0; v < kV; v++) x[v] = near[v];
+}
+template <int kV>
+TW_INLINE void tanh_of_all(Vec<double> (&x)[kV]) {
+  Vec<double> slope;
+  for (int v = 0; v < kV; v++) x[v] = tanh(x[v], slope, double{});
+}
+
+}  // namespace tilewise::TILEWISE_ISA

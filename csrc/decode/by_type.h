@@ -1,0 +1,19 @@
+// Which kernel serves few queries, by storage type.
+#pragma once
+
+#include "decode/decode.h"
+
+namespace tilewise::TILEWISE_ISA {
+
+template <class Mode>
+using FewQueries = DecodeKernel<Mode, FewRows<Mode>>;
+
+bool few_queries(const Forward& f) {
+#if defined(__AVX512BF16__)
+  const bool dots = f.dots < 0 ? has_fast_dots() : f.dots == 1;
+  if (f.dtype == DType::bf16 && !dots) return FewQueries<PlainMode<Bf16, float>>(f).run();
+#endif
+  return run<FewQueries>(f);
+}
+
+}  // namespace tilewise::TILEWISE_ISA

@@ -1,0 +1,395 @@
+// The forward pass of few queries (FlashDecoding, Dao et al. 2023): rows are the queries of all heads that share their
+// keys, lanes lie along the width of a head, and the keys are split (decode/tasks.h).
+#pragma once
+
+#include "decode/alone.h"
+#include "decode/near.h"
+#include "base/philox.h"
+
+namespace tilewise::TILEWISE_ISA {
+
+template <class Mode, class Product>
+class DecodeKernel {
+  using Elem = typename Mode::Elem;
+  using Acc = typename Mode::Acc;
+  using Word = typename Mode::Word;
+  using Vectors = typename Product::Vectors;
+  using State = RowState<Acc>;
+  static constexpr int lanes = kLanes<Acc>;
+  static constexpr Acc kInfinity = static_cast<Acc>(__builtin_inf());
+
+ public:
+  explicit DecodeKernel(const Forward& f, Takes takes = Takes::all)
+      : f_(f),
+        takes_(takes),
+        units_(f),
+        q_stride_(row_words<Mode, Product>(f.head_dim)),
+        out_stride_(round_up(f.value_dim, Vectors::sums * lanes)),
+        alike_(heads_alike(f)) {}
+
+  bool run() {
+    const SplitTasks tasks(f_, takes_);
+    if (tasks.count() <= 0) return tasks.count() == 0;
+    rows_ = tasks.most_rows(), heads_ = tasks.most_heads();
+    state_bytes_ = state(nullptr).bytes;
+    const std::size_t each = state_bytes_;
+    near_ = lie_near<Mode>(f_, tasks);
+    if constexpr (Product::alone > 0) {
+      using Alone = RowsAlone<Mode, Product>;
+      if (Alone::serves(f_, units_)) return Alone(f_, tasks, units_.to_base2, near_).run();
+    }
+    char* partials = nullptr;
+    i64* done = nullptr;
+    if (tasks.partials() > 0) {
+      const std::size_t all = static_cast<std::size_t>(tasks.partials()) * each;
+      partials = static_cast<char*>(std::aligned_alloc(64, all));
+      done = static_cast<i64*>(std::calloc(static_cast<std::size_t>(tasks.groups()), sizeof(i64)));
+    }
+    const bool room = tasks.partials() == 0 || (partials != nullptr && done != nullptr);
+    const Memory sizes(*this, nullptr);
+    const bool finished =
+        room && for_tasks(f_.threads, tasks.count(), sizes.bytes, [&](i64 task, void* base) {
+          const SplitTask t = tasks[task];
+          const Memory memory(*this, base);
+          pack_queries(t, memory);
+          if (t.split < 0 || t.splits == 1) return all_splits(t, memory);
+          char* first = partials + static_cast<std::size_t>(t.partial) * each;
+          const auto of = [&](i64 split) { return state(first + static_cast<std::size_t>(split) * each); };
+          one_split(t, t.split, of(t.split), memory);
+          // Whoever comes last merges.
+          if (__atomic_add_fetch(&done[t.group], 1, __ATOMIC_ACQ_REL) < t.splits) return;
+          for (i64 split = 1; split < t.splits; split++) merge(t, of(0), of(split));
+          close(t, of(0));
+        });
+    std::free(partials);
+    std::free(done);
+    return finished;
+  }
+
+ private:
+  struct Memory {
+    Word* q;
+    Acc *scores, *chain, *alpha, *peak;
+    const Elem **keys, **values, **next_keys, **next_values;
+    Elem *key_rows, *value_rows, *zeros;
+    u64 *bits, *kept;
+    MaskedTile* tiles;
+    char *expr, *first, *second;
+    RowsAhead* ahead;
+    Carver carve;
+    typename Product::Room room;
+    std::size_t bytes;
+    Memory(const DecodeKernel& kernel, void* base) : carve(base), room(carve, kernel.rows_, kernel.f_.head_dim) {
+      const Forward& f = kernel.f_;
+      const i64 rows = kernel.rows_, width = round_up(rows, lanes);
+      q = carve.take<Word>(rows * kernel.q_stride_);
+      scores = carve.take<Acc>(width * kRoomKeys);
+      chain = carve.take<Acc>(kernel.units_.chain ? kRoomKeys * round_up(kFewQueries, lanes) : 0);
+      alpha = carve.take<Acc>(width);
+      peak = carve.take<Acc>(width);
+      for (const Elem*** array : {&keys, &values}) *array = carve.take<const Elem*>(kRoomKeys + kSubKeys);
+      for (const Elem*** array : {&next_keys, &next_values}) *array = carve.take<const Elem*>(kRoomKeys);
+      ahead = carve.take<RowsAhead>(1);
+      key_rows = carve.take<Elem>(f.k.col == 1 ? 0 : kRoomKeys * f.head_dim);
+      value_rows = carve.take<Elem>(f.v.col == 1 ? 0 : kRoomKeys * f.value_dim);
+      zeros = carve.take<Elem>(f.value_dim);
+      bits = carve.take<u64>(f.mask_length > 0 ? kernel.heads_ * kRoomKeys : 0);
+      kept = carve.take<u64>(kRoomKeys + 4);
+      tiles = carve.take<MaskedTile>(kernel.heads_);
+      expr = carve.take<char>(f.expr_room);
+      first = carve.take<char>(static_cast<i64>(kernel.state_bytes_));
+      second = carve.take<char>(static_cast<i64>(kernel.state_bytes_));
+      bytes = carve.used();
+    }
+  };
+
+  State state(void* base) const {
+    return State(base, rows_, out_stride_, f_.entropy.data != nullptr, f_.top_key.data != nullptr);
+  }
+
+  // Whether the mask says the same for all heads.
+  static bool heads_alike(const Problem& p) {
+    for (int i = 0; i < p.mask_length; i++) {
+      const MaskInstr& x = p.mask[i];
+      const bool tensor = x.op == MaskOp::dense || x.op == MaskOp::blocks || x.op == MaskOp::tiles;
+      if (x.op == MaskOp::expr || (tensor && x.tensor.head != 0)) return false;
+    }
+    return true;
+  }
+
+  i64 rows(const SplitTask& t) const { return t.heads * t.seq.queries; }
+
+  void pack_queries(const SplitTask& t, const Memory& memory) const {
+    const int m = static_cast<int>(t.seq.queries);
+    for (i64 g = 0; g < t.heads; g++) {
+      const Elem* from = Mode::at(f_.q.data, view_at(f_.q, t.seq.b, t.first_head + g, t.seq.query_begin));
+      Vectors::pack(from, f_.q.row, f_.q.col, m, f_.head_dim, q_stride_, memory.q + g * m * q_stride_);
+    }
+    std::memset(memory.zeros, 0, static_cast<std::size_t>(f_.value_dim) * sizeof(Elem));
+    memory.room.open(memory.q, q_stride_, static_cast<int>(rows(t)), f_.head_dim);
+    memory.ahead->clear();
+  }
+
+  void all_splits(const SplitTask& t, const Memory& memory) const {
+    const State whole = state(memory.first), part = state(memory.second);
+    one_split(t, 0, whole, memory);
+    for (i64 split = 1; split < t.splits; split++) {
+      one_split(t, split, part, memory);
+      merge(t, whole, part);
+    }
+    close(t, whole);
+  }
+
+  void one_split(const SplitTask& t, i64 split, const State& to, const Memory& memory) const {
+    to.open(rows(t), out_stride_);
+    const i64 begin = (t.first_block / t.split_blocks + split) * t.split_blocks;
+    const i64 end = min(begin + t.split_blocks, t.last_block);
+    const i64 last = t.split < 0 ? t.last_block : end;  // of this task
+    const KeyBlocks blocks(t.key_limit);
+    for (i64 x = max(begin, t.first_block); x < end; x++) {
+      // Of the first block nobody has fetched anything.
+      if (x == t.first_block || (t.split >= 0 && x == begin)) {
+        look_ahead(t, blocks, x, memory);
+        memory.ahead->all();
+      }
+      if (x + 1 < last) look_ahead(t, blocks, x + 1, memory);
+      block(t, blocks.begin(x), blocks.end(x), to, memory);
+    }
+    memory.room.close();
+  }
+
+  // Rows that are near, or copied before they are read, are not fetched.
+  void look_ahead(const SplitTask& t, const KeyBlocks& blocks, i64 x, const Memory& memory) const {
+    if (near_ || f_.k.col != 1 || f_.v.col != 1) return;
+    const i64 n0 = blocks.begin(x), n1 = blocks.end(x);
+    point(t, f_.k, n0, n1, nullptr, 0, memory.next_keys);
+    point(t, f_.v, n0, n1, nullptr, 0, memory.next_values);
+    memory.ahead->aim(memory.next_keys, memory.next_values, static_cast<int>(n1 - n0), f_.head_dim, f_.value_dim);
+  }
+
+  // Pointers to the rows of keys n0 .. n1 - 1, or to copies of them where their elements lie apart.
+  void point(const SplitTask& t, const View& view, i64 n0, i64 n1, Elem* copies, i64 width, const Elem** to) const {
+    if (view.col == 1) return point_rows(f_, view, t.seq, t.kv_head, n0, n1, to);
+    for (i64 n = n0; n < n1;) {
+      const KeyRun run = key_run(f_, view, t.seq, t.kv_head, n, n1);
+      const Elem* row = Mode::at(view.data, run.at);
+      n += run.count;
+      for (i64 i = 0; i < run.count; i++, row += view.row) {
+        *to++ = copies;
+        for (i64 d = 0; d < width; d++) *copies++ = row[d * view.col];
+      }
+    }
+  }
+
+  // Heads that see the same keys of a block go together; keys that a head does not see do not reach it.
+  void block(const SplitTask& t, i64 n0, i64 n1, const State& to, const Memory& memory) const {
+    const int m = static_cast<int>(t.seq.queries);
+    for (i64 g = 0; g < t.heads; g++) {
+      if (g > 0 && alike_) {
+        memory.tiles[g] = memory.tiles[0];
+        continue;
+      }
+      const Mask mask(f_, t.seq.b, t.first_head + g, t.seq.queries, t.seq.keys, memory.expr);
+      MaskedTile tile;
+      tile.bits = memory.bits + g * kRoomKeys;
+      if (!tile.resolve(mask, 0, m, n0, n1)) tile.begin = tile.end = 0;
+      memory.tiles[g] = tile;
+    }
+    for (i64 g = 0, end = 0; g < t.heads; g = end) {
+      const MaskedTile& tile = memory.tiles[g];
+      end = g + 1;
+      while (end < t.heads && memory.tiles[end].begin == tile.begin && memory.tiles[end].end == tile.end) end++;
+      if (tile.begin < tile.end) heads(t, g, end, to, memory);
+    }
+  }
+
+  void heads(const SplitTask& t, i64 g0, i64 g1, const State& to, const Memory& memory) const {
+    const i64 n0 = memory.tiles[g0].begin, n1 = memory.tiles[g0].end;
+    const int m = static_cast<int>(t.seq.queries), count = static_cast<int>(n1 - n0);
+    const int padded = static_cast<int>(round_up(count, kSubKeys));
+    const int row0 = static_cast<int>(g0) * m, rows = static_cast<int>(g1 - g0) * m;
+    point(t, f_.k, n0, n1, memory.key_rows, f_.head_dim, memory.keys);
+    point(t, f_.v, n0, n1, memory.value_rows, f_.value_dim, memory.values);
+    memory.values[count] = memory.zeros;
+    for (int j = count; j < padded; j++) memory.keys[j] = memory.keys[count - 1];
+
+    Acc* scores = memory.scores + static_cast<i64>(row0) * kRoomKeys;
+    Product::dots(memory.room, memory.q, q_stride_, row0, rows, memory.keys, padded, f_.head_dim, scores, kRoomKeys,
+                  *memory.ahead);
+    for (int r = 0; r < rows; r++)
+      for (int j = count; j < padded; j++) scores[r * kRoomKeys + j] = -kInfinity;
+    for (i64 g = g0; g < g1; g++) head(t, g, to, memory);
+    memory.ahead->spread(memory.ahead->left() / 6, 2 * rows);
+    softmax(row0, rows, padded, to, memory);
+    if (f_.dropout > 0)
+      for (i64 g = g0; g < g1; g++) drop(t, g, n0, count, memory);
+    for (int r = 0; r < rows; r++) Vectors::weights(scores + static_cast<i64>(r) * kRoomKeys, padded);
+    Product::sums(memory.room, reinterpret_cast<const Word*>(scores), kRoomKeys, rows, memory.values, count,
+                  f_.value_dim, to.out + row0 * out_stride_, out_stride_, memory.alpha + row0, *memory.ahead);
+  }
+
+  // Scores of one head: the score chain, the mask, the top key.
+  void head(const SplitTask& t, i64 g, const State& to, const Memory& memory) const {
+    const MaskedTile& tile = memory.tiles[g];
+    const int m = static_cast<int>(t.seq.queries), count = static_cast<int>(tile.end - tile.begin);
+    Acc* scores = memory.scores + g * m * kRoomKeys;
+    if (units_.chain) chain(t, g, tile.begin, count, to.numbers.deepest + g * m, memory);
+    if (!tile.plain)
+      for (int i = 0; i < m; i++)
+        for (int j = 0; j < count; j++)
+          if ((tile.bits[j] >> i & 1) == 0) scores[i * kRoomKeys + j] = -kInfinity;
+    if (to.numbers.best == nullptr) return;
+    for (int i = 0; i < m; i++) {
+      const Acc* row = scores + i * kRoomKeys;
+      Acc& best = to.numbers.best[g * m + i];
+      if (to.top == nullptr) {  // without a key all that counts is whether one is NaN
+        bool odd = false;
+        for (int j = 0; j < count; j++) odd |= row[j] != row[j];
+        if (odd) best = static_cast<Acc>(__builtin_nan(""));
+        continue;
+      }
+      for (int j = 0; j < count; j++)
+        if (beats(row[j], best)) best = row[j], to.top[g * m + i] = tile.begin + j;
+    }
+  }
+
+  // The score chain has the queries in its lanes.
+  void chain(const SplitTask& t, i64 g, i64 n0, int count, Acc* deepest, const Memory& memory) const {
+    const i64 h = t.first_head + g;
+    const int m = static_cast<int>(t.seq.queries), width = static_cast<int>(round_up(m, lanes));
+    const ScoreChain<Acc> steps(f_, t.seq.b, h, t.seq.queries, t.seq.keys, memory.expr);
+    Acc* scores = memory.scores + g * m * kRoomKeys;
+    alignas(kVectorBytes) Acc deep[kTileQueries], peak[kTileQueries];
+    for (int i = 0; i < width; i++) deep[i] = i < m ? deepest[i] : -kInfinity;
+    for (int j = 0; j < count; j++)
+      for (int i = 0; i < width; i++) memory.chain[j * width + i] = i < m ? scores[i * kRoomKeys + j] : 0;
+    steps.apply(memory.chain, width, 0, m, n0, count, {nullptr, 0, deep, nullptr, peak});
+    for (int j = 0; j < count; j++)
+      for (int i = 0; i < m; i++) scores[i * kRoomKeys + j] = memory.chain[j * width + i];
+    for (int i = 0; i < m; i++) deepest[i] = deep[i];
+  }
+
+  void drop(const SplitTask& t, i64 g, i64 n0, int count, const Memory& memory) const {
+    const int m = static_cast<int>(t.seq.queries);
+    dropout_bits(f_.seed, dropout_threshold(f_.dropout), t.seq.b, t.first_head + g, 0,
+                 static_cast<int>(round_up(m, kLanes<u32>)), n0, count, memory.kept);
+    Acc* scores = memory.scores + g * m * kRoomKeys;
+    for (int i = 0; i < m; i++)
+      for (int j = 0; j < count; j++)
+        if ((memory.kept[j] >> i & 1) == 0) scores[i * kRoomKeys + j] = 0;
+  }
+
+  // Scores of rows row0 .. row0 + rows - 1 become probabilities relative to the new row maxima.
+  void softmax(int row0, int rows, int padded, const State& to, const Memory& memory) const {
+    Acc* scores = memory.scores + static_cast<i64>(row0) * kRoomKeys;
+    const Acc factor = units_.to_base2;
+    each_fold<Largest>(rows, memory.peak, [&](int r) {
+      memory.ahead->step();
+      Vec<Acc> top = set(-kInfinity);
+      for (int j = 0; j < padded; j += lanes) top = vmax(load(scores + r * kRoomKeys + j), top);
+      return top;
+    });
+    alignas(kVectorBytes) Acc tops[kDecodeRows];
+    const RowNumbers<Acc>& numbers = to.numbers;
+    for (int r = 0; r < rows; r++) {
+      const Acc before = numbers.row_max[row0 + r], here = memory.peak[r] * factor;
+      // Rounded here and below alike, the largest score minus the maximum is exactly 0, however large they are.
+      const Acc now = here > before ? here : before;
+      // A row that has seen no key yet has no maximum to subtract.
+      tops[r] = now == -kInfinity ? 0 : now;
+      numbers.row_max[row0 + r] = now;
+      const Acc alpha = before == -kInfinity ? 0 : exp2<5>(set(before - tops[r]), Acc{})[0];
+      memory.alpha[row0 + r] = alpha;
+      if (numbers.row_moment == nullptr) continue;
+      // What was relative to the maximum before becomes relative to the one now.
+      const Acc moved = before - tops[r] > kFar<Acc> ? before - tops[r] : kFar<Acc>;
+      Acc& moment = numbers.row_moment[row0 + r];
+      moment = (moment + moved * numbers.row_sum[row0 + r]) * alpha;
+      Vec<Acc> sum{};
+      for (int j = 0; j < padded; j += lanes) {
+        const Vec<Acc> x = rounded(load(scores + r * kRoomKeys + j) * factor, Acc{}) - tops[r];
+        sum = fused(exp2<Mode::exp2_degree>(x, Acc{}), vmax(set(kFar<Acc>), x), sum);
+      }
+      memory.peak[r] = 0;
+      for (int i = 0; i < lanes; i++) memory.peak[r] += sum[i];
+      moment += memory.peak[r];
+    }
+    each_fold<Sum>(rows, memory.peak, [&](int r) {
+      memory.ahead->step();
+      Vec<Acc> sum{};
+      for (int j = 0; j < padded; j += lanes) {
+        Acc* p = scores + r * kRoomKeys + j;
+        const Vec<Acc> e = exp2<Mode::exp2_degree>(rounded(load(p) * factor, Acc{}) - tops[r], Acc{});
+        sum += e;
+        store(p, e);
+      }
+      return sum;
+    });
+    for (int r = 0; r < rows; r++) {
+      Acc& sum = numbers.row_sum[row0 + r];
+      sum = sum * memory.alpha[row0 + r] + memory.peak[r];
+    }
+  }
+
+  // What a later split left, into what those before it have.
+  void merge(const SplitTask& t, const State& to, const State& from) const {
+    const RowNumbers<Acc>&a = to.numbers, &b = from.numbers;
+    alignas(kVectorBytes) Acc mine[kDecodeRows], theirs[kDecodeRows];
+    const int count = static_cast<int>(rows(t));
+    for (int i = 0; i < count; i += lanes) {
+      const Vec<Acc> x = load(a.row_max + i), y = load(b.row_max + i), now = vmax(y, x);
+      const Vec<Acc> safe = now == -kInfinity ? Vec<Acc>{} : now;
+      const Vec<Acc> keep = exp2<5>(x - safe, Acc{}), take = exp2<5>(y - safe, Acc{});
+      store(mine + i, keep);
+      store(theirs + i, take);
+      if (a.row_moment != nullptr) {
+        const Vec<Acc> far = set(kFar<Acc>);
+        const Vec<Acc> first = (load(a.row_moment + i) + vmax(far, x - safe) * load(a.row_sum + i)) * keep;
+        const Vec<Acc> second = (load(b.row_moment + i) + vmax(far, y - safe) * load(b.row_sum + i)) * take;
+        store(a.row_moment + i, first + second);
+      }
+      store(a.row_sum + i, fused(load(b.row_sum + i), take, load(a.row_sum + i) * keep));
+      store(a.row_max + i, now);
+      store(a.deepest + i, vmax(load(b.deepest + i), load(a.deepest + i)));
+    }
+    for (int r = 0; r < count; r++) {
+      const Vec<Acc> keep = set(mine[r]), take = set(theirs[r]);
+      Acc* out = to.out + r * out_stride_;
+      const Acc* more = from.out + r * out_stride_;
+      for (i64 d = 0; d < out_stride_; d += lanes)
+        store(out + d, fused(load(more + d), take, rounded(load(out + d) * keep, Acc{})));
+    }
+    for (int r = 0; a.best != nullptr && r < count; r++) {
+      if (!beats(b.best[r], a.best[r])) continue;
+      a.best[r] = b.best[r];
+      if (to.top != nullptr) to.top[r] = from.top[r];
+    }
+  }
+
+  void close(const SplitTask& t, const State& from) const {
+    const int count = static_cast<int>(rows(t)), m = static_cast<int>(t.seq.queries);
+    const int width = static_cast<int>(round_up(count, lanes));
+    alignas(kVectorBytes) Acc sinks[kTileQueries] = {};
+    if (f_.sinks != nullptr)
+      for (int r = 0; r < count; r++) sinks[r] = static_cast<const Acc*>(f_.sinks)[t.first_head + r / m];
+    const ClosedRows<Acc> closed(from.numbers, width, f_.sinks != nullptr ? sinks : nullptr, f_.dropout);
+    for (i64 g = 0; g < t.heads; g++) {
+      const i64 h = t.first_head + g, row = t.seq.query_begin;
+      const int first = static_cast<int>(g) * m;
+      closed.write(f_, from.numbers, first, m, t.seq.b, h, row);
+      for (int i = 0; i < m; i++) {
+        if (f_.top_key.data) *rows_at<i64>(f_.top_key, t.seq.b, h, row + i) = from.top[first + i];
+        write_row<Mode>(f_, closed, first + i, from.out + (first + i) * out_stride_, t.seq.b, h, row + i);
+      }
+    }
+  }
+
+  const Forward& f_;
+  Takes takes_;
+  ScoreUnits<Acc> units_;
+  i64 q_stride_, out_stride_, rows_ = 0, heads_ = 0;
+  std::size_t state_bytes_ = 0;
+  bool alike_, near_ = false;
+};
+
+}  // namespace tilewise::TILEWISE_ISA

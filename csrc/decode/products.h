@@ -1,0 +1,398 @@
+// The two products of few rows. Keys and values are found through one pointer per key, so that they may lie anywhere,
+// and the lanes are along the width of a head: what is loaded is used for all rows that share the key. What a row gets
+// does not depend on the rows beside it.
+#pragma once
+
+#include "decode/ahead.h"
+#include "decode/rows.h"
+#include "products/modes.h"
+#include "base/schedule.h"
+
+namespace tilewise::TILEWISE_ISA {
+
+// ---- vectors to their sums or largest elements, one per lane
+
+struct Sum {
+  template <class V>
+  TW_INLINE V of(V a, V b) {
+    return a + b;
+  }
+};
+struct Largest {
+  TW_INLINE Vec<float> of(Vec<float> a, Vec<float> b) { return vmax(a, b); }
+  TW_INLINE Vec<double> of(Vec<double> a, Vec<double> b) { return vmax(a, b); }
+};
+
+// The lanes of r[i] folded into lane i of the result; neighbours first, whatever i is.
+template <class Fold, class T, int kStep = 1>
+TW_INLINE Vec<T> fold_lanes(Vec<T>* r) {
+  constexpr int n = kLanes<T>;
+  using Order = std::make_integer_sequence<int, n>;
+  TW_UNROLL(16)
+  for (int i = 0; i < n; i += 2 * kStep)
+    r[i] = Fold::of(exchange<kStep, false>(r[i], r[i + kStep], Order{}),
+                    exchange<kStep, true>(r[i], r[i + kStep], Order{}));
+  if constexpr (2 * kStep < n)
+    return fold_lanes<Fold, T, 2 * kStep>(r);
+  else
+    return r[0];
+}
+
+// The lanes of one vector, to the bit as fold_lanes has them.
+template <int kStep, class V, int... I>
+TW_INLINE V neighbours(V v, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(v, v, (I ^ kStep)...);
+}
+template <class Fold, class T, int kStep = 1>
+TW_INLINE T fold_vector(Vec<T> v) {
+  constexpr int n = kLanes<T>;
+  v = Fold::of(v, neighbours<kStep>(v, std::make_integer_sequence<int, n>{}));
+  if constexpr (2 * kStep < n)
+    return fold_vector<Fold, T, 2 * kStep>(v);
+  else
+    return v[0];
+}
+
+// to[r] = f(r) folded over its lanes.
+template <class Fold, class C, class F>
+static void each_fold(int rows, C* to, const F& f) {
+  constexpr int lanes = kLanes<C>;
+  if (rows == 1) {
+    to[0] = fold_vector<Fold, C>(f(0));
+    return;
+  }
+  for (int r = 0; r < rows; r += lanes) {
+    Vec<C> vectors[lanes] = {};
+    for (int i = 0; i < lanes && r + i < rows; i++) vectors[i] = f(r + i);
+    const Vec<C> all = fold_lanes<Fold, C>(vectors);
+    for (int i = 0; i < lanes && r + i < rows; i++) to[r + i] = all[i];
+  }
+}
+
+// ---- rows of operands
+
+// Vectors of a row of keys, as the dot product takes them, and of rows of values, as the weighted sum does: `unit` of
+// them belong together.
+template <class Mode>
+struct RowVectors {
+  using Elem = typename Mode::Elem;
+  using Acc = typename Mode::Acc;
+  static constexpr int unit = 1, step = kLanes<Acc>;  // step: elements of a unit
+  static constexpr int sums = 1;                      // accumulators of a unit of values
+
+  // The first `count` elements from p on, zeros behind them.
+  TW_INLINE void of_key(const Elem* p, i64 count, Vec<Acc>* to) { to[0] = widen(p, count); }
+  template <class Rows>
+  TW_INLINE void of_values(const Rows& rows, int j, i64 column, i64 count, Vec<Acc>* to) {
+    to[0] = widen(rows[j] + column, count);
+  }
+  TW_INLINE void in_order(Vec<Acc>*) {}
+  // A row of probabilities as the weighted sum reads it, in place.
+  static void weights(Acc*, int) {}
+  // Rows of queries, zeros behind them up to `stride` words.
+  static void pack(const Elem* from, i64 row, i64 col, int rows, int depth, i64 stride, Acc* to) {
+    pack_rows(from, row, col, rows, depth, stride, to);
+  }
+};
+
+TW_INLINE Vec<u32> words_of(const Bf16* p, i64 count) {
+  Vec<u32> words{};
+  if (count >= 2 * kLanes<u32>) {
+    std::memcpy(&words, p, sizeof words);
+  } else if (count > 0) {
+#if TILEWISE_VECTOR_BYTES == 64
+    words = (Vec<u32>)_mm512_maskz_loadu_epi16((1u << count) - 1, p);
+#else
+    std::memcpy(&words, p, static_cast<std::size_t>(count) * 2);
+#endif
+  }
+  return words;
+}
+
+// bfloat16 as float: a word holds one of an even place, to be shifted, and one of an odd place, to be masked.
+template <>
+struct RowVectors<PlainMode<Bf16, float>> {
+  static constexpr int unit = 2, step = 2 * kLanes<float>, sums = 2;
+
+  TW_INLINE void of_key(const Bf16* p, i64 count, Vec<float>* to) {
+    const Vec<u32> words = words_of(p, count);
+    to[0] = (Vec<float>)(words << 16);
+    to[1] = (Vec<float>)(words & 0xffff0000u);
+  }
+  template <class Rows>
+  TW_INLINE void of_values(const Rows& rows, int j, i64 column, i64 count, Vec<float>* to) {
+    of_key(rows[j] + column, count, to);
+  }
+  TW_INLINE void in_order(Vec<float>* sums) { turn(sums, std::make_integer_sequence<int, kLanes<float>>{}); }
+  static void weights(float*, int) {}
+  static void pack(const Bf16* from, i64 row, i64 col, int rows, int depth, i64 stride, float* to) {
+    for (int i = 0; i < rows; i++) {
+      float* at = to + i * stride;
+      if (col == 1) {
+        for (i64 d = 0; d < stride; d += step) {
+          Vec<float> x[unit];
+          of_key(from + i * row + d, depth - d, x);
+          store(at + d, x[0]);
+          store(at + d + kLanes<float>, x[1]);
+        }
+        continue;
+      }
+      for (i64 d = 0; d < stride; d++) {
+        const i64 place = d % step, source = d - place + place % kLanes<float> * 2 + place / kLanes<float>;
+        at[d] = source < depth ? widen_one(from + i * row + source * col) : 0;
+      }
+    }
+  }
+
+ private:
+  template <int... I>
+  TW_INLINE void turn(Vec<float>* sums, std::integer_sequence<int, I...>) {
+    constexpr int n = sizeof...(I);
+    const Vec<float> even = sums[0], odd = sums[1];
+    sums[0] = __builtin_shufflevector(even, odd, (I / 2 + I % 2 * n)...);
+    sums[1] = __builtin_shufflevector(even, odd, (n / 2 + I / 2 + I % 2 * n)...);
+  }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct RowVectors<PairMode> {
+  static constexpr int unit = 1, step = 32, sums = 2;
+
+  TW_INLINE void of_key(const Bf16* p, i64 count, Vec<i32>* to) { to[0] = (Vec<i32>)words_of(p, count); }
+  // Two rows, interleaved within the quarters of a vector: the sums come out of order.
+  template <class Rows>
+  TW_INLINE void of_values(const Rows& rows, int j, i64 column, i64 count, Vec<i32>* to) {
+    const __m512i a = (__m512i)words_of(rows[j] + column, count), b = (__m512i)words_of(rows[j + 1] + column, count);
+    to[0] = (Vec<i32>)_mm512_unpacklo_epi16(a, b);
+    to[1] = (Vec<i32>)_mm512_unpackhi_epi16(a, b);
+  }
+  TW_INLINE void in_order(Vec<float>* sums) {
+    alignas(64) static constexpr i32 first[16] = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};
+    alignas(64) static constexpr i32 second[16] = {8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31};
+    const __m512 low = (__m512)sums[0], high = (__m512)sums[1];
+    sums[0] = (Vec<float>)_mm512_permutex2var_ps(low, _mm512_load_si512(first), high);
+    sums[1] = (Vec<float>)_mm512_permutex2var_ps(low, _mm512_load_si512(second), high);
+  }
+  static void pack(const Bf16* from, i64 row, i64 col, int rows, int depth, i64 stride, i32* to) {
+    pack_rows_pairs(PairMode::bits(from), row, col, rows, depth, stride, to);
+  }
+  static void weights(float* p, int count) {
+    for (int j = 0; j < count; j += 32) {
+      const __m512bh both = _mm512_cvtne2ps_pbh(j + 16 < count ? _mm512_loadu_ps(p + j + 16) : _mm512_setzero_ps(),
+                                                _mm512_loadu_ps(p + j));
+      std::memcpy(reinterpret_cast<i32*>(p) + j / 2, &both, sizeof both);
+    }
+  }
+};
+#endif
+
+// ---- the products
+
+// Words of a packed row of queries.
+template <class Mode, class Product>
+static i64 row_words(int depth) {
+  return round_up(Mode::words(depth), Product::Vectors::unit * kLanes<typename Mode::Word>);
+}
+
+template <class Mode>
+class FewRows {
+  using Elem = typename Mode::Elem;
+  using Word = typename Mode::Word;
+  using Acc = typename Mode::Acc;
+  using Dot = typename Mode::Dot;
+  using Rows = RowVectors<Mode>;
+  static constexpr int lanes = kLanes<Acc>;
+  static constexpr bool many = kVectorBytes == 64;  // registers
+  // Products of one row that are summed over the lanes together.
+  static constexpr int kDots = many ? 16 : 8;
+  static constexpr int kDotRows = many ? 4 : 2, kSumRows = many ? 8 : 4;
+  // Vectors of one row's sum in registers: half of them, or a quarter of many.
+  template <int kR>
+  static constexpr int kMost = kR >= 8            ? 2
+                               : kR == 4          ? (many ? 4 : 2)
+                               : kR == 2 && !many ? 4
+                                                  : 8;
+
+ public:
+  using Vectors = RowVectors<Mode>;
+  static constexpr i64 alone = 1;  // queries of a head that RowsAlone takes
+
+  // What the products keep of the queries of a task: nothing but their rows.
+  struct Room {
+    Room() = default;
+    Room(Carver&, i64, int) {}
+    void open(const Word*, i64, int, int) const {}
+    void close() const {}
+  };
+
+  // s[r * stride + j] = q[r] . key j, for `keys` keys, a multiple of kSubKeys.
+  static void dots(const Room&, const Word* q, i64 q_stride, int row0, int rows, const Elem* const* keys, int count,
+                   int depth, Acc* s, i64 stride, RowsAhead& ahead) {
+    constexpr int kBlocks = kSubKeys * kDotRows / kDots;
+    ahead.spread((ahead.left() + 1) / 2, count / kSubKeys * ((rows + kDotRows - 1) / kDotRows) * kBlocks);
+    q += row0 * q_stride;
+    for (int j = 0; j < count; j += kSubKeys) dots_piece(q, q_stride, rows, keys + j, depth, s + j, stride, ahead);
+  }
+
+  // The same of one row.
+  template <class Keys>
+  TW_NOINLINE static void dot_row(const Room&, const Word* q, const Keys& keys, int count, int depth, Acc* s) {
+    for (int j = 0; j < count; j += kDots) dot_block<1, kDots>(q, 0, keys.from(j), depth, s + j, 0);
+  }
+
+  // out[r] = alpha[r] * out[r] + the sum over `keys` of p[r][j] * value j. Of an odd number of keys the pair's other
+  // half is a row of zeros.
+  static void sums(const Room&, const Word* p, i64 p_stride, int rows, const Elem* const* values, int keys, int width,
+                   Acc* out, i64 out_stride, const Acc* alpha, RowsAhead& ahead) {
+    const int steps = (keys + Mode::per_word - 1) / Mode::per_word;
+    const int wide = lanes * (rows >= kSumRows ? kMost<kSumRows>
+                              : rows >= 4      ? kMost<4>
+                              : rows > 1       ? kMost<2>
+                                               : kMost<1>);
+    ahead.spread(ahead.left(), steps * ((rows + kSumRows - 1) / kSumRows) * ((width + wide - 1) / wide));
+    int r = 0;
+    const auto of_rows = [&](auto count) {
+      constexpr int kR = decltype(count)::value;
+      for (; r + kR <= rows; r += kR)
+        sum_rows<kR>(p + r * p_stride, p_stride, RowPointers<Elem>{values}, steps, width, out + r * out_stride,
+                     out_stride, alpha + r, ahead);
+    };
+    if constexpr (kSumRows == 8) of_rows(Int<8>{});
+    of_rows(Int<4>{});
+    of_rows(Int<2>{});
+    of_rows(Int<1>{});
+    ahead.all();
+  }
+  template <class Values>
+  static void sum_row(const Word* p, const Values& values, int keys, int width, Acc* out, Acc alpha) {
+    NothingAhead ahead;
+    sum_rows<1>(p, 0, values, (keys + Mode::per_word - 1) / Mode::per_word, width, out, 0, &alpha, ahead);
+  }
+
+ private:
+  TW_NOINLINE static void dots_piece(const Word* q, i64 q_stride, int rows, const Elem* const* keys, int depth, Acc* s,
+                                     i64 stride, RowsAhead& ahead) {
+    int r = 0;
+    for (; r + kDotRows <= rows; r += kDotRows)
+      dot_rows<kDotRows>(q + r * q_stride, q_stride, keys, depth, s + r * stride, stride, ahead);
+    if constexpr (kDotRows > 2)
+      for (; r + 2 <= rows; r += 2) dot_rows<2>(q + r * q_stride, q_stride, keys, depth, s + r * stride, stride, ahead);
+    for (; r < rows; r++) dot_rows<1>(q + r * q_stride, q_stride, keys, depth, s + r * stride, stride, ahead);
+  }
+
+  template <int kR>
+  TW_INLINE void dot_rows(const Word* q, i64 q_stride, const Elem* const* keys, int depth, Acc* s, i64 stride,
+                          RowsAhead& ahead) {
+    constexpr int kK = kDots / kR;
+    for (int j = 0; j < kSubKeys; j += kK) {
+      ahead.step();
+      dot_block<kR, kK>(q, q_stride, RowPointers<Elem>{keys + j}, depth, s + j, stride);
+    }
+  }
+
+  template <int kR, int kK, class Keys>
+  TW_INLINE void dot_block(const Word* q, i64 q_stride, const Keys& keys, int depth, Acc* s, i64 stride) {
+    Vec<Acc> acc[kR * kK] = {};
+    const auto step = [&](int d, i64 count) {
+      constexpr int kU = Rows::unit;
+      Vec<Word> row[kR][kU];
+      TW_UNROLL(8)
+      for (int r = 0; r < kR; r++)
+        for (int u = 0; u < kU; u++) row[r][u] = load(q + r * q_stride + d / Mode::per_word + u * kLanes<Word>);
+      TW_UNROLL(16)
+      for (int j = 0; j < kK; j++) {
+        Vec<Word> key[kU];
+        Rows::of_key(keys[j] + d, count, key);
+        TW_UNROLL(4)
+        for (int r = 0; r < kR; r++)
+          for (int u = 0; u < kU; u++) acc[r * kK + j] = Dot::multiply_add(acc[r * kK + j], row[r][u], key[u]);
+      }
+    };
+    int d = 0;
+    for (; d + Rows::step <= depth; d += Rows::step) step(d, Rows::step);
+    if (d < depth) step(d, depth - d);
+    TW_UNROLL(16)
+    for (int x = 0; x < kR * kK; x += lanes) {
+      const Vec<Acc> sums = fold_lanes<Sum, Acc>(acc + x);
+      if constexpr (kK >= lanes) {
+        store(s + x / kK * stride + x % kK, sums);
+      } else {
+        TW_UNROLL(4)
+        for (int r = 0; r < lanes / kK; r++)
+          std::memcpy(s + (x / kK + r) * stride, reinterpret_cast<const Acc*>(&sums) + r * kK, kK * sizeof(Acc));
+      }
+    }
+  }
+
+  template <int kR, class Values, class Ahead>
+  TW_NOINLINE static void sum_rows(const Word* p, i64 p_stride, const Values& values, int steps, int width, Acc* out,
+                                   i64 out_stride, const Acc* alpha, Ahead& ahead) {
+    int column = 0;
+    const auto of_columns = [&](auto count) {
+      constexpr int kV = decltype(count)::value;
+      if constexpr (kV <= kMost<kR> && kV >= Rows::sums)
+        for (; column + kV * lanes <= width; column += kV * lanes)
+          sum_block<kR, kV, false>(p, p_stride, values, steps, column, 0, out + column, out_stride, alpha, ahead);
+    };
+    of_columns(Int<8>{});
+    of_columns(Int<4>{});
+    of_columns(Int<2>{});
+    of_columns(Int<1>{});
+    if (column < width)
+      sum_block<kR, Rows::sums, true>(p, p_stride, values, steps, column, width - column, out + column, out_stride,
+                                      alpha, ahead);
+  }
+
+  template <int kR, int kV>
+  using Block = Vec<Acc>[kR][kV];
+
+  template <int kR, int kV, bool kTail, class Values, class Ahead>
+  TW_INLINE void sum_piece(const Word* p, i64 p_stride, const Values& values, int from, int to, i64 column, i64 count,
+                           Ahead& ahead, Block<kR, kV>& acc) {
+    TW_UNROLL(2)
+    for (int j = from; j < to; j++) {
+      ahead.step();
+      Vec<Word> x[kV];
+      TW_UNROLL(8)
+      for (int v = 0; v < kV; v += Rows::sums)
+        Rows::of_values(values, j * Mode::per_word, column + v * lanes, kTail ? count : 1 << 20, x + v);
+      TW_UNROLL(8)
+      for (int r = 0; r < kR; r++) {
+        const Vec<Word> weight = Dot::broadcast(p[r * p_stride + j]);
+        TW_UNROLL(8)
+        for (int v = 0; v < kV; v++) acc[r][v] = Dot::multiply_add(acc[r][v], weight, x[v]);
+      }
+    }
+  }
+
+  // `count`: how many columns there are where that is less than kV vectors.
+  template <int kR, int kV, bool kTail, class Values, class Ahead>
+  TW_INLINE void sum_block(const Word* p, i64 p_stride, const Values& values, int steps, i64 column, i64 count,
+                           Acc* out, i64 out_stride, const Acc* alpha, Ahead& ahead) {
+    Block<kR, kV> acc = {};
+    sum_piece<kR, kV, kTail>(p, p_stride, values, 0, steps < kChain ? steps : kChain, column, count, ahead, acc);
+    if constexpr (kChain < 1 << 10) {
+      for (int from = kChain; from < steps; from += kChain) {
+        Block<kR, kV> piece = {};
+        sum_piece<kR, kV, kTail>(p, p_stride, values, from, from + kChain < steps ? from + kChain : steps, column,
+                                 count, ahead, piece);
+        for (int r = 0; r < kR; r++)
+          for (int v = 0; v < kV; v++) acc[r][v] += piece[r][v];
+      }
+    }
+    TW_UNROLL(8)
+    for (int r = 0; r < kR; r++) {
+      TW_UNROLL(8)
+      for (int v = 0; v < kV; v += Rows::sums) Rows::in_order(acc[r] + v);
+      const Vec<Acc> factor = set(alpha[r]);
+      TW_UNROLL(8)
+      for (int v = 0; v < kV; v++) {
+        Acc* to = out + r * out_stride + v * lanes;
+        store(to, fused(load(to), factor, acc[r][v]));
+      }
+    }
+  }
+};
+
+}  // namespace tilewise::TILEWISE_ISA

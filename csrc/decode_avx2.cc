@@ -1,3 +1,0 @@
-#define TILEWISE_ISA avx2
-#define TILEWISE_VECTOR_BYTES 32
-#include "few_queries.h"

@@ -1,4 +1,0 @@
-// Serves every processor, NEON on aarch64 included.
-#define TILEWISE_ISA portable
-#define TILEWISE_VECTOR_BYTES 16
-#include "few_queries.h"

@@ -1,0 +1,79 @@
+// Integers of expressions beside floats: truths and integers of other widths than the floats, conversions, and division
+// rounded down.
+#pragma once
+
+#include <type_traits>
+
+#include "expressions/functions.h"
+
+namespace tilewise::TILEWISE_ISA {
+
+template <class T>
+using SameSize = std::conditional_t<sizeof(T) == 4, i32, i64>;
+
+// Vectors of integers next to vectors of C: of the same number of lanes, or twice as wide and two for one.
+template <class I, class Truth>
+TW_INLINE void store_truth(Truth* to, Vec<I> mask) {
+  if constexpr (sizeof(I) == sizeof(Truth)) {
+    store(to, mask);
+  } else {
+    const HalfInts half = __builtin_convertvector(mask, HalfInts);
+    std::memcpy(to, &half, sizeof half);
+  }
+}
+TW_INLINE Vec<i64> truth_as(const i32* from, i64) {
+  HalfInts half;
+  std::memcpy(&half, from, sizeof half);
+  return __builtin_convertvector(half, Vec<i64>);
+}
+TW_INLINE Vec<i32> truth_as(const i32* from, i32) { return load(from); }
+TW_INLINE Vec<i64> truth_as(const i64* from, i64) { return load(from); }
+
+TW_INLINE void store_converted(float* to, Vec<i32> x) { store(to, __builtin_convertvector(x, Vec<float>)); }
+TW_INLINE void store_converted(double* to, Vec<i64> x) { store(to, __builtin_convertvector(x, Vec<double>)); }
+TW_INLINE void store_converted(float* to, Vec<i64> x) {
+  const HalfFloats half = __builtin_convertvector(x, HalfFloats);
+  std::memcpy(to, &half, sizeof half);
+}
+TW_INLINE Vec<i32> to_integers(const float* from, i32) { return __builtin_convertvector(load(from), Vec<i32>); }
+TW_INLINE Vec<i64> to_integers(const double* from, i64) { return __builtin_convertvector(load(from), Vec<i64>); }
+TW_INLINE Vec<i64> to_integers(const float* from, i64) {
+  HalfFloats half;
+  std::memcpy(&half, from, sizeof half);
+  return __builtin_convertvector(half, Vec<i64>);
+}
+
+// Integer division rounded down. Of 32-bit numbers by way of double, whose quotient rounds to a whole number only where
+// it is one. What is divided by 0 has any value.
+TW_INLINE Vec<double> floors(const i32* a, const i32* b) {
+  HalfInts x, y;
+  std::memcpy(&x, a, sizeof x);
+  std::memcpy(&y, b, sizeof y);
+  const Vec<double> q = __builtin_convertvector(x, Vec<double>) / __builtin_convertvector(y, Vec<double>);
+  return round_to<Toward::down>(q, double{});
+}
+TW_INLINE Vec<i32> floor_divide(Vec<i32> a, Vec<i32> b) {
+  b = b == 0 ? set<i32>(1) : b;
+  const i32 *p = reinterpret_cast<const i32*>(&a), *q = reinterpret_cast<const i32*>(&b);
+  constexpr int half = kLanes<i32> / 2;
+  HalfInts parts[2];
+  parts[0] = __builtin_convertvector(floors(p, q), HalfInts);
+  parts[1] = __builtin_convertvector(floors(p + half, q + half), HalfInts);
+  Vec<i32> r;
+  std::memcpy(&r, parts, sizeof r);
+  return r;
+}
+TW_INLINE Vec<i64> floor_divide(Vec<i64> a, Vec<i64> b) {
+  for (int i = 0; i < kLanes<i64>; i++) {
+    const i64 x = a[i], y = b[i];
+    if (y == 0 || y == -1) {
+      a[i] = static_cast<i64>(-static_cast<u64>(x));  // also of the least number, whose quotient does not fit
+      continue;
+    }
+    const i64 q = x / y;
+    a[i] = q - (x % y != 0 && (x < 0) != (y < 0));
+  }
+  return a;
+}
+
+}  // namespace tilewise::TILEWISE_ISA

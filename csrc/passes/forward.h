@@ -1,0 +1,439 @@
+// The forward pass: online softmax over blocks of keys, queries in the lanes (FlashAttention-2, Dao 2023,
+// algorithm 1, transposed). S^T = K Q^T, P^T = exp2(S^T - max), O^T += V^T P^T.
+#pragma once
+
+#include "passes/close_rows.h"
+#include "products/modes.h"
+#include "base/philox.h"
+#include "base/schedule.h"
+#include "variants/score.h"
+
+namespace tilewise::TILEWISE_ISA {
+
+// What one tile of queries carries from block to block.
+template <class Mode>
+struct QueryTile {
+  using Acc = typename Mode::Acc;
+  i64 first;               // query
+  int rows, width;         // width: rows rounded up to whole vectors
+  typename Mode::Word* q;  // [words(D)][width]
+  Acc* out;                // [Dv][width], not yet divided by the row sum
+  Acc* row_max;            // base 2
+  Acc* row_sum;
+  Acc* deepest;  // see ScoreChain::Extras
+  // For statistics only.
+  Acc* row_moment;  // the sum of exp2(score - row_max) * (score - row_max)
+  Acc* best;        // the largest score as the matrix product and the score chain left it
+  // The first key that has it: piece * kSubKeys + place, either exact in any type.
+  Acc *best_piece, *best_place;
+  TableRows table;
+};
+
+template <class Mode>
+class ForwardKernel {
+  using Elem = typename Mode::Elem;
+  using Acc = typename Mode::Acc;
+  using Word = typename Mode::Word;
+  using Product = Gemm<typename Mode::Dot>;
+  static constexpr int lanes = kLanes<Acc>;
+
+ public:
+  explicit ForwardKernel(const Forward& f) : f_(f), units_(f) {}
+
+  bool run() {
+    int tiles = Mode::query_tiles;
+    // More, smaller tasks when threads would idle; a tile's result does not depend on its neighbours.
+    while (tiles > 1 && f_.threads > 1 && task_estimate(tiles) < 4 * f_.threads) tiles /= 2;
+    tiles_ = tiles;
+    const QueryTasks tasks(f_, static_cast<i64>(tiles) * kTileQueries, f_.for_backward ? 0 : kFewQueries);
+    if (tasks.count() <= 0) return tasks.count() == 0;
+    const i64 rows = static_cast<i64>(tiles) * kTileQueries;
+    const TaskOrder order(f_, tasks.count(), [&](i64 task, const MaskInstr& table) {
+      i64 b, h, block;
+      tasks.locate(task, b, h, block);
+      const Sequence seq = sequence(f_, b);
+      return table_weight(table, b, h, block * rows, min((block + 1) * rows, seq.queries) - 1, 0, seq.keys);
+    });
+    Memory sizes(f_, tiles, nullptr);
+    return for_tasks(f_.threads, tasks.count(), sizes.bytes, [&](i64 task, void* memory) {
+      i64 b, h, block;
+      tasks.locate(order[task], b, h, block);
+      work(b, h, block, Memory(f_, tiles_, memory));
+    });
+  }
+
+ private:
+  struct Memory {
+    Word *q, *keys, *values;
+    Elem *key_rows, *value_rows;
+    Acc *out, *scores, *row_max, *row_sum, *deepest, *alpha, *peak;
+    Acc *row_moment, *best, *best_piece, *best_place;
+    u64 *bits, *kept;
+    char* expr;
+    std::size_t bytes;
+    Memory(const Forward& f, int tiles, void* base) {
+      Carver carve(base);
+      const i64 queries = static_cast<i64>(tiles) * kTileQueries;
+      q = carve.take<Word>(queries * Mode::words(f.head_dim));
+      out = carve.take<Acc>(queries * f.value_dim);
+      scores = carve.take<Acc>(kRoomKeys * kTileQueries);
+      row_max = carve.take<Acc>(queries);
+      row_sum = carve.take<Acc>(queries);
+      deepest = carve.take<Acc>(queries);
+      alpha = carve.take<Acc>(kTileQueries);
+      peak = carve.take<Acc>(kTileQueries);
+      bits = carve.take<u64>(kRoomKeys);
+      kept = carve.take<u64>(kRoomKeys + 4);
+      expr = carve.take<char>(f.expr_room);
+      keys = carve.take<Word>(kRoomKeys * Mode::words(f.head_dim));
+      values = carve.take<Word>(kRoomKeys * f.value_dim);
+      key_rows = carve.take<Elem>(f.page_size ? kRoomKeys * f.head_dim : 0);
+      value_rows = carve.take<Elem>(f.page_size ? kRoomKeys * f.value_dim : 0);
+      row_moment = carve.take<Acc>(f.entropy.data ? queries : 0);
+      for (Acc** array : {&best, &best_piece, &best_place}) *array = carve.take<Acc>(f.entropy.data ? queries : 0);
+      bytes = carve.used();
+    }
+  };
+
+  i64 task_estimate(int tiles) const {
+    return f_.batch * f_.heads * ((f_.queries + tiles * kTileQueries - 1) / (tiles * kTileQueries));
+  }
+
+  void work(i64 b, i64 h, i64 block, const Memory& memory) const {
+    const Sequence seq = sequence(f_, b);
+    const i64 begin = block * tiles_ * kTileQueries, end = min(seq.queries, begin + tiles_ * kTileQueries);
+    const Mask mask(f_, b, h, seq.queries, seq.keys, memory.expr);
+    const ScoreChain<Acc> chain(f_, b, h, seq.queries, seq.keys, memory.expr);
+    QueryTile<Mode> tiles[Mode::query_tiles];
+    int count = 0;
+    for (i64 first = begin; first < end; first += kTileQueries) {
+      tiles[count] = open(seq, h, first, end, count, memory);
+      tiles[count].table = mask.table(first, min(first + kTileQueries, end) - 1);
+      count++;
+    }
+
+    const Range visible = mask.visible(begin, end - 1);
+    const KeyBlocks blocks(mask.key_limit());
+    const TableRows table = mask.table(begin, end - 1);
+    const i64 last = visible.begin < visible.end ? blocks.containing(visible.end - 1) + 1 : 0;
+    const auto next = [&](i64 x) {  // from x on
+      while (x < last && table.skips(blocks.begin(x), blocks.end(x))) x++;
+      return x;
+    };
+    for (i64 x = next(blocks.containing(visible.begin)), y = 0; x < last; x = y) {
+      y = next(x + 1);
+      Ahead ahead;
+      if (y < last && stands_alone(tiles, count, blocks.begin(x), blocks.end(x), y > x + 1))
+        look_ahead(seq, h, blocks.begin(y), blocks.end(y), ahead);
+      key_block(seq, h, blocks.begin(x), blocks.end(x), mask, chain, tiles, count, memory,
+                ahead.any() ? &ahead : nullptr);
+    }
+    for (int t = 0; t < count; t++) close(seq, h, tiles[t]);
+  }
+
+  // Whether little is computed with keys n0 .. n1 - 1 before the next block of keys is needed.
+  static bool stands_alone(const QueryTile<Mode>* tiles, int count, i64 n0, i64 n1, bool gap) {
+    if (gap || count == 0 || !tiles[0].table.known()) return gap;
+    int visited = 0;
+    for (int t = 0; t < count; t++) visited += !tiles[t].table.skips(n0, n1);
+    return 2 * visited <= count;
+  }
+
+  void look_ahead(const Sequence& seq, i64 h, i64 n0, i64 n1, Ahead& ahead) const {
+    if (f_.page_size != 0) return;
+    const i64 kv_head = h / (f_.heads / f_.kv_heads), row = seq.key_begin + n0, size = sizeof(Elem);
+    if (f_.k.col == 1)
+      ahead.add(Mode::at(f_.k.data, view_at(f_.k, seq.b, kv_head, row)), f_.k.row * size, n1 - n0, f_.head_dim * size);
+    if (f_.v.col == 1)
+      ahead.add(Mode::at(f_.v.data, view_at(f_.v, seq.b, kv_head, row)), f_.v.row * size, n1 - n0, f_.value_dim * size);
+  }
+
+  QueryTile<Mode> open(const Sequence& seq, i64 h, i64 first, i64 end, int index, const Memory& memory) const {
+    QueryTile<Mode> tile;
+    tile.first = first;
+    tile.rows = static_cast<int>(min(kTileQueries, end - first));
+    tile.width = static_cast<int>(round_up(tile.rows, lanes));
+    const i64 at = static_cast<i64>(index) * kTileQueries;
+    tile.q = memory.q + at * Mode::words(f_.head_dim);
+    tile.out = memory.out + at * f_.value_dim;
+    tile.row_max = memory.row_max + at;
+    tile.row_sum = memory.row_sum + at;
+    tile.deepest = memory.deepest + at;
+    tile.row_moment = memory.row_moment + at;
+    tile.best = memory.best + at;
+    tile.best_piece = memory.best_piece + at;
+    tile.best_place = memory.best_place + at;
+    const Elem* q = Mode::at(f_.q.data, view_at(f_.q, seq.b, h, seq.query_begin + first));
+    Mode::transposed(q, f_.q.row, f_.q.col, tile.rows, f_.head_dim, tile.width, tile.q);
+    for (int i = 0; i < tile.width; i++) {
+      tile.row_max[i] = tile.deepest[i] = -static_cast<Acc>(__builtin_inf());
+      tile.row_sum[i] = 0;
+      if (f_.entropy.data) tile.row_moment[i] = 0, tile.best[i] = -static_cast<Acc>(__builtin_inf());
+    }
+    std::memset(tile.out, 0,
+                static_cast<std::size_t>(tile.width) * static_cast<std::size_t>(f_.value_dim) * sizeof(Acc));
+    return tile;
+  }
+
+  struct StoredRows {
+    const Elem* data;
+    i64 row, col;
+  };
+  // Keys or values from n0 on, where they lie; copied to `room` where that is in several pages.
+  StoredRows stored(const View& view, const Sequence& seq, i64 kv_head, i64 n0, i64 rows, i64 width, Elem* room) const {
+    const KeyRun whole = key_run(f_, view, seq, kv_head, n0, n0 + rows);
+    if (whole.count >= rows) return {Mode::at(view.data, whole.at), view.row, view.col};
+    Elem* to = room;
+    for (i64 n = n0; n < n0 + rows;) {
+      const KeyRun run = key_run(f_, view, seq, kv_head, n, n0 + rows);
+      n += run.count;
+      for (i64 i = 0; i < run.count; i++, to += width) {
+        const Elem* from = Mode::at(view.data, run.at + i * view.row);
+        if (view.col == 1) {
+          std::memcpy(to, from, static_cast<std::size_t>(width) * sizeof(Elem));
+        } else {
+          for (i64 d = 0; d < width; d++) to[d] = from[d * view.col];
+        }
+      }
+    }
+    return {room, width, 1};
+  }
+
+  void key_block(const Sequence& seq, i64 h, i64 n0, i64 n1, const Mask& mask, const ScoreChain<Acc>& chain,
+                 const QueryTile<Mode>* tiles, int count, const Memory& memory, Ahead* ahead) const {
+    const i64 kv_head = h / (f_.heads / f_.kv_heads);
+    Words<Word> keys{}, values{};
+    i64 packed_begin = -1;
+    for (int t = 0; t < count; t++) {
+      const QueryTile<Mode>& tile = tiles[t];
+      if (tile.table.skips(n0, n1)) continue;
+      MaskedTile masked;
+      masked.bits = memory.bits;
+      if (!masked.resolve(mask, tile.first, tile.rows, n0, n1)) continue;
+      if (packed_begin < 0) {
+        // Only the keys that some tile of this task may see: what is excluded is never read.
+        const QueryTile<Mode>& bottom = tiles[count - 1];
+        const Range all = mask.walked(tiles[0].first, bottom.first + bottom.rows - 1, n0, n1);
+        packed_begin = all.begin;
+        const int rows = static_cast<int>(all.end - all.begin);
+        const StoredRows k = stored(f_.k, seq, kv_head, packed_begin, rows, f_.head_dim, memory.key_rows);
+        const StoredRows v = stored(f_.v, seq, kv_head, packed_begin, rows, f_.value_dim, memory.value_rows);
+        keys = Mode::along_depth(k.data, k.row, k.col, rows, f_.head_dim, memory.keys);
+        values = Mode::along_rows(v.data, v.row, v.col, rows, f_.value_dim, memory.values);
+      }
+      const i64 skip = masked.begin - packed_begin;
+      step(tile, seq, h, masked, keys.data + skip * keys.stride, keys.stride,
+           values.data + skip / Mode::per_word * values.stride, values.stride, chain, memory, ahead);
+    }
+  }
+
+  void step(const QueryTile<Mode>& tile, const Sequence& seq, i64 h, const MaskedTile& masked, const Word* keys,
+            i64 key_stride, const Word* values, i64 value_stride, const ScoreChain<Acc>& chain, const Memory& memory,
+            Ahead* ahead) const {
+    const int count = static_cast<int>(masked.end - masked.begin), width = tile.width;
+    Acc* s = memory.scores;
+    const i64 depth = Mode::words(f_.head_dim);
+    bool peaked = true;
+    if (units_.chain) {
+      Product::template run<AOrder::row_major, Into::overwrite>(keys, key_stride, tile.q, width, count, depth, width, s,
+                                                                width, nullptr, nullptr, ahead);
+      peaked = chain.apply(s, width, tile.first, tile.rows, masked.begin, count,
+                           {nullptr, 0, tile.deepest, nullptr, memory.peak});
+    } else {
+      Product::template run<AOrder::row_major, Into::overwrite, true>(keys, key_stride, tile.q, width, count, depth,
+                                                                      width, s, width, nullptr, memory.peak, ahead);
+    }
+    if (!peaked || !masked.plain) mask_and_peak(s, width, count, masked.plain ? nullptr : masked.bits, memory.peak);
+    if (f_.entropy.data) track_top(s, width, count, masked.begin, tile, memory.peak);
+    const u64* kept = nullptr;
+    if (f_.dropout > 0) {
+      dropout_bits(f_.seed, dropout_threshold(f_.dropout), seq.b, h, tile.first,
+                   static_cast<int>(round_up(width, kLanes<u32>)), masked.begin, count, memory.kept);
+      kept = memory.kept;
+    }
+    if (f_.entropy.data)
+      softmax_columns<true>(s, count, tile, kept, memory);
+    else
+      softmax_columns<false>(s, count, tile, kept, memory);
+    Product::template run<AOrder::column_major, Into::rescale>(
+        values, value_stride, reinterpret_cast<const Word*>(s), width, f_.value_dim,
+        (count + Mode::per_word - 1) / Mode::per_word, width, tile.out, width, memory.alpha, nullptr, ahead);
+  }
+
+  // Pairs that the mask excludes become -inf; the largest score of each query is taken again.
+  static void mask_and_peak(Acc* s, int width, int count, const u64* bits, Acc* peak) {
+    const Vec<Acc> none = set(-static_cast<Acc>(__builtin_inf()));
+    for_columns<Acc>(width, [&](auto vectors, int column) {
+      constexpr int kV = decltype(vectors)::value;
+      Vec<Acc> top[kV];
+      TW_UNROLL(4)
+      for (int v = 0; v < kV; v++) top[v] = none;
+      for (int j = 0; j < count; j++) {
+        const u64 seen = bits ? bits[j] : ~u64{0};
+        TW_UNROLL(4)
+        for (int v = 0; v < kV; v++) {
+          const int i = column + v * lanes;
+          Acc* p = s + static_cast<i64>(j) * width + i;
+          Vec<Acc> value = load(p);
+          if (seen != ~u64{0}) {
+            value = select_bits<Acc>(seen >> i, value, none);
+            store(p, value);
+          }
+          top[v] = vmax(value, top[v]);
+        }
+      }
+      TW_UNROLL(4)
+      for (int v = 0; v < kV; v++) store(peak + column + v * lanes, top[v]);
+    });
+  }
+
+  // For the queries whose maximum grows, the first key of the block that has the new one; a NaN is the largest of all.
+  static void track_top(const Acc* s, int width, int count, i64 n0, const QueryTile<Mode>& tile, const Acc* peak) {
+    const Vec<Acc> piece = set(static_cast<Acc>(n0 / kSubKeys));
+    for_columns<Acc>(width, [&](auto vectors, int column) {
+      constexpr int kV = decltype(vectors)::value;
+      Vec<Acc> top[kV], place[kV], here = set(static_cast<Acc>(count));
+      Vec<SInt<Acc>> odd[kV];  // whether one of the scores is NaN, which no peak shows
+      TW_UNROLL(4)
+      for (int v = 0; v < kV; v++)
+        top[v] = load(peak + column + v * lanes), place[v] = Vec<Acc>{}, odd[v] = Vec<SInt<Acc>>{};
+      for (int j = 0; j < count; j++) {
+        TW_UNROLL(4)
+        for (int v = 0; v < kV; v++) {
+          const Vec<Acc> x = load(s + static_cast<i64>(j) * width + column + v * lanes);
+          odd[v] |= (Vec<SInt<Acc>>)(x != x);
+        }
+      }
+      for (int j = count - 1; j >= 0; j--) {
+        here -= static_cast<Acc>(1);
+        TW_UNROLL(4)
+        for (int v = 0; v < kV; v++) {
+          const Vec<Acc> x = load(s + static_cast<i64>(j) * width + column + v * lanes);
+          place[v] = (odd[v] ? (Vec<SInt<Acc>>)(x != x) : (Vec<SInt<Acc>>)(x == top[v])) ? here : place[v];
+        }
+      }
+      TW_UNROLL(4)
+      for (int v = 0; v < kV; v++) {
+        const int i = column + v * lanes;
+        const Vec<Acc> before = load(tile.best + i);
+        const Vec<Acc> now = odd[v] ? set(static_cast<Acc>(__builtin_nan(""))) : top[v];
+        const Vec<SInt<Acc>> taken = odd[v] ? (Vec<SInt<Acc>>)(before == before) : (Vec<SInt<Acc>>)(top[v] > before);
+        store(tile.best + i, taken ? now : before);
+        store(tile.best_piece + i, taken ? piece : load(tile.best_piece + i));
+        store(tile.best_place + i, taken ? place[v] : load(tile.best_place + i));
+      }
+    });
+  }
+
+  template <bool kMoment>
+  void softmax_columns(Acc* s, int count, const QueryTile<Mode>& tile, const u64* kept, const Memory& memory) const {
+    for_columns<Acc>(tile.width, [&](auto vectors, int column) {
+      constexpr int kV = decltype(vectors)::value;
+      if (kept)
+        softmax<kV, true, kMoment>(s, tile.width, count, column, tile, kept, memory);
+      else
+        softmax<kV, false, kMoment>(s, tile.width, count, column, tile, nullptr, memory);
+    });
+  }
+
+  // Scores become probabilities relative to the new row maximum, in the layout that the second product reads.
+  template <int kV, bool kDropout, bool kMoment>
+  void softmax(Acc* s, int width, int count, int column, const QueryTile<Mode>& tile, const u64* kept,
+               const Memory& memory) const {
+    constexpr int degree = Mode::exp2_degree;
+    const Acc factor = units_.to_base2;
+    Vec<Acc> top[kV], sum[kV], moment[kV];
+    TW_UNROLL(4)
+    for (int v = 0; v < kV; v++) {
+      const int i = column + v * lanes;
+      const Vec<Acc> before = load(tile.row_max + i);
+      // Rounded here and below alike, the largest score minus the maximum is exactly 0, however large they are.
+      const Vec<Acc> now = vmax(load(memory.peak + i) * factor, before);
+      // A row that has seen no key yet has no maximum to subtract.
+      top[v] = now == -static_cast<Acc>(__builtin_inf()) ? Vec<Acc>{} : now;
+      const Vec<Acc> alpha = exp2<5>(before - top[v], Acc{});
+      store(memory.alpha + i, alpha);
+      store(tile.row_max + i, now);
+      sum[v] = moment[v] = Vec<Acc>{};
+      if constexpr (kMoment) {
+        // What was relative to the maximum before becomes relative to the one now.
+        const Vec<Acc> moved = vmax(set(kFar<Acc>), before - top[v]);
+        store(tile.row_moment + i, (load(tile.row_moment + i) + moved * load(tile.row_sum + i)) * alpha);
+      }
+    }
+    if constexpr (Mode::paired) {
+#if defined(__AVX512BF16__)
+      for (int j = 0; j < count; j += 2) {
+        TW_UNROLL(4)
+        for (int v = 0; v < kV; v++) {
+          const int i = column + v * lanes;
+          const Acc* p = s + static_cast<i64>(j) * width + i;
+          const Vec<Acc> x = rounded(load(p) * factor, Acc{}) - top[v];
+          Vec<Acc> first = exp2<degree>(x, Acc{}), second{};
+          if constexpr (kMoment) moment[v] = fused(first, vmax(set(kFar<Acc>), x), moment[v]);
+          if (j + 1 < count) {
+            const Vec<Acc> y = rounded(load(p + width) * factor, Acc{}) - top[v];
+            second = exp2<degree>(y, Acc{});
+            if constexpr (kMoment) moment[v] = fused(second, vmax(set(kFar<Acc>), y), moment[v]);
+          }
+          sum[v] += first + second;
+          if constexpr (kDropout) {
+            first = keep_where<Acc>(kept[j] >> i, first);
+            second = keep_where<Acc>(kept[j + 1] >> i, second);
+          }
+          store(reinterpret_cast<Word*>(s) + static_cast<i64>(j / 2) * width + i, pair_rows(first, second));
+        }
+      }
+#endif
+    } else {
+      for (int j = 0; j < count; j++) {
+        TW_UNROLL(4)
+        for (int v = 0; v < kV; v++) {
+          const int i = column + v * lanes;
+          Acc* p = s + static_cast<i64>(j) * width + i;
+          const Vec<Acc> x = rounded(load(p) * factor, Acc{}) - top[v];
+          Vec<Acc> e = exp2<degree>(x, Acc{});
+          sum[v] += e;
+          if constexpr (kMoment) moment[v] = fused(e, vmax(set(kFar<Acc>), x), moment[v]);
+          if constexpr (kDropout) e = keep_where<Acc>(kept[j] >> i, e);
+          store(p, e);
+        }
+      }
+    }
+    // The block's own sum is added last: no chain of additions is longer than a block, or than the blocks.
+    TW_UNROLL(4)
+    for (int v = 0; v < kV; v++) {
+      const int i = column + v * lanes;
+      store(tile.row_sum + i, load(tile.row_sum + i) * load(memory.alpha + i) + sum[v]);
+      if constexpr (kMoment) store(tile.row_moment + i, load(tile.row_moment + i) + moment[v]);
+    }
+  }
+
+  // Divides by the row sums (the sink's share included) and writes out, lse and the row statistics.
+  void close(const Sequence& seq, i64 h, const QueryTile<Mode>& tile) const {
+    alignas(kVectorBytes) Acc sinks[kTileQueries];
+    if (f_.sinks != nullptr)
+      for (int i = 0; i < tile.width; i++) sinks[i] = static_cast<const Acc*>(f_.sinks)[h];
+    const RowNumbers<Acc> rows = {tile.row_max, tile.row_sum, tile.deepest, f_.entropy.data ? tile.row_moment : nullptr,
+                                  f_.entropy.data ? tile.best : nullptr};
+    const ClosedRows<Acc> closed(rows, tile.width, f_.sinks != nullptr ? sinks : nullptr, f_.dropout);
+    const i64 row = seq.query_begin + tile.first;
+    closed.write(f_, rows, 0, tile.rows, seq.b, h, row);
+    if (f_.top_key.data) {
+      i64* top_key = rows_at<i64>(f_.top_key, seq.b, h, row);
+      for (int i = 0; i < tile.rows; i++) {
+        const bool found = tile.best[i] != -static_cast<Acc>(__builtin_inf());
+        top_key[i] =
+            found ? static_cast<i64>(tile.best_piece[i]) * kSubKeys + static_cast<i64>(tile.best_place[i]) : -1;
+      }
+    }
+    Elem* out = Mode::at(const_cast<void*>(f_.out.data), view_at(f_.out, seq.b, h, row));
+    unpack_transposed(tile.out, tile.width, tile.rows, f_.value_dim, closed.factor, closed.live, out, f_.out.row);
+  }
+
+  const Forward& f_;
+  ScoreUnits<Acc> units_;
+  int tiles_ = 1;
+};
+
+}  // namespace tilewise::TILEWISE_ISA

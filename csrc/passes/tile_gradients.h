@@ -1,0 +1,316 @@
+// P and dS of one tile of queries against a block of keys: what the gradients of the operands and of a bias share.
+#pragma once
+
+#include "passes/forward.h"
+
+namespace tilewise::TILEWISE_ISA {
+
+// One tile of queries with everything that a tile product of the backward pass reads of it.
+template <class Mode>
+struct GradTile {
+  using Word = typename Mode::Word;
+  using Acc = typename Mode::Acc;
+  i64 first;
+  int rows, width;
+  Word *q, *grad_out;  // transposed: [words(D)][width], [words(Dv)][width]
+  Words<Word> q_rows, grad_rows;
+  Acc *row_max, *inverse_sum, *delta;
+  Acc *slope, *center;  // of the entropy's gradient, see open_entropy
+  Acc* grad_lse;
+  bool one_block;  // all keys of the sequence are in one block: delta is summed from the tile itself
+};
+
+// Computes P and dS of a tile; shared by the gradients of the operands and of a bias.
+template <class Mode>
+class TileGradients {
+  using Elem = typename Mode::Elem;
+  using Acc = typename Mode::Acc;
+  using Word = typename Mode::Word;
+  using Product = Gemm<typename Mode::Dot>;
+  static constexpr int lanes = kLanes<Acc>;
+
+ public:
+  explicit TileGradients(const Backward& f) : f_(f), units_(f) {
+    for (int i = 0; i < f.score_length; i++)
+      bends_ |= f.score[i].op == ScoreOp::softcap || (f.score[i].op == ScoreOp::expr && !adds(*f.score[i].slope));
+  }
+
+  struct Memory {
+    GradTile<Mode> tile{};
+    Word *q_room, *grad_room;
+    Acc *scores, *grads, *gain;
+    Word *p_rows, *ds_rows;  // of the paired mode: the lanes packed in pairs
+    u64 *bits, *kept;
+    char* expr;
+    Memory(const Backward& f, Carver& carve) {
+      const i64 depth = round_up(f.head_dim, lanes), value = round_up(f.value_dim, lanes);
+      tile.q = carve.take<Word>(kTileQueries * depth);
+      tile.grad_out = carve.take<Word>(kTileQueries * value);
+      q_room = carve.take<Word>(kTileQueries * depth);
+      grad_room = carve.take<Word>(kTileQueries * value);
+      tile.row_max = carve.take<Acc>(kTileQueries);
+      tile.inverse_sum = carve.take<Acc>(kTileQueries);
+      tile.delta = carve.take<Acc>(kTileQueries);
+      tile.slope = carve.take<Acc>(kTileQueries);
+      tile.center = carve.take<Acc>(kTileQueries);
+      tile.grad_lse = carve.take<Acc>(kTileQueries);
+      scores = carve.take<Acc>(kRoomKeys * kTileQueries);
+      grads = carve.take<Acc>(kRoomKeys * kTileQueries);
+      gain = carve.take<Acc>(kRoomKeys * kTileQueries);
+      p_rows = carve.take<Word>(kRoomKeys * kTileQueries / 2);
+      ds_rows = carve.take<Word>(kRoomKeys * kTileQueries / 2);
+      bits = carve.take<u64>(kRoomKeys);
+      kept = carve.take<u64>(kRoomKeys + 4);
+      expr = carve.take<char>(f.expr_room);
+    }
+  };
+
+  void open(const Sequence& seq, i64 h, i64 first, Memory& memory) const {
+    GradTile<Mode>& tile = memory.tile;
+    tile.first = first;
+    tile.rows = static_cast<int>(min(kTileQueries, seq.queries - first));
+    tile.width = static_cast<int>(round_up(tile.rows, lanes));
+    const i64 row = seq.query_begin + first;
+    const Elem* q = Mode::at(f_.q.data, view_at(f_.q, seq.b, h, row));
+    const Elem* g = Mode::at(f_.grad_out.data, view_at(f_.grad_out, seq.b, h, row));
+    Mode::transposed(q, f_.q.row, f_.q.col, tile.rows, f_.head_dim, tile.width, tile.q);
+    Mode::transposed(g, f_.grad_out.row, f_.grad_out.col, tile.rows, f_.value_dim, tile.width, tile.grad_out);
+    tile.q_rows = Mode::padded(q, f_.q.row, f_.q.col, tile.rows, f_.head_dim, memory.q_room);
+    tile.grad_rows = Mode::padded(g, f_.grad_out.row, f_.grad_out.col, tile.rows, f_.value_dim, memory.grad_room);
+    const Acc infinity = static_cast<Acc>(__builtin_inf());
+    const Acc* row_max = rows_at<Acc>(f_.row_max, seq.b, h, row);
+    const Acc* row_sum = rows_at<Acc>(f_.row_sum, seq.b, h, row);
+    const Acc* delta = rows_at<Acc>(f_.delta, seq.b, h, row);
+    const Acc* grad_lse = f_.grad_lse.data ? rows_at<Acc>(f_.grad_lse, seq.b, h, row) : nullptr;
+    // The sum over this tile's keys is that of the row only where the row has no others.
+    tile.one_block = !f_.partial && KeyBlocks(seq.keys).count == 1;
+    for (int i = 0; i < tile.width; i++) {
+      const bool live = i < tile.rows && row_sum[i] != 0;
+      // An infinite maximum makes every probability of a dead row, or of a lane without a query, exactly 0.
+      tile.row_max[i] = live ? row_max[i] : infinity;
+      tile.inverse_sum[i] = 0;
+      tile.delta[i] = i < tile.rows && !tile.one_block ? delta[i] : 0;
+      tile.grad_lse[i] = i < tile.rows && grad_lse ? grad_lse[i] : 0;
+      tile.slope[i] = tile.center[i] = 0;
+      if (!live) continue;
+      double sum = row_sum[i];
+      if (f_.sinks != nullptr) {
+        const double sink = static_cast<const Acc*>(f_.sinks)[h] * kLog2e;
+        sum += __builtin_exp2(sink - static_cast<double>(row_max[i]));
+      }
+      tile.inverse_sum[i] = static_cast<Acc>(1 / sum);
+    }
+    if (f_.grad_entropy.data) open_entropy(seq, h, row, tile);
+  }
+
+  // d entropy / d s = -p * (log p + entropy) = -p * ln(2) * (t - mean of t), t the logits less the largest of them in
+  // base-2 units. A tile subtracts the largest score, which a sink may exceed: t = exponent + row_max - largest.
+  void open_entropy(const Sequence& seq, i64 h, i64 row, GradTile<Mode>& tile) const {
+    const Acc* row_max = rows_at<Acc>(f_.row_max, seq.b, h, row);
+    const Acc* row_sum = rows_at<Acc>(f_.row_sum, seq.b, h, row);
+    const Acc* row_mean = rows_at<Acc>(f_.row_mean, seq.b, h, row);
+    const Acc* grad = rows_at<Acc>(f_.grad_entropy, seq.b, h, row);
+    for (int i = 0; i < tile.width; i++) {
+      if (i >= tile.rows || row_sum[i] == 0) continue;
+      Acc above = 0;
+      if (f_.sinks != nullptr) {
+        const Acc sink = static_cast<const Acc*>(f_.sinks)[h] * static_cast<Acc>(kLog2e);
+        if (sink > row_max[i]) above = row_max[i] - sink < kFar<Acc> ? -kFar<Acc> : sink - row_max[i];
+      }
+      tile.slope[i] = grad[i] * static_cast<Acc>(kLn2);
+      tile.center[i] = -above - row_mean[i];
+    }
+  }
+
+  // Values for dP, times 1 / (1 - p) under dropout: scaled as the output is, so that where one key has all the
+  // weight dP - delta is exactly zero. (Not in bfloat16, whose rounding would cost more than it saves.)
+  Words<Word> value_words(const Elem* v, const View& view, int count, Word* room) const {
+    const Words<Word> words = Mode::along_depth(v, view.row, view.col, count, f_.value_dim, room);
+    if constexpr (!Mode::paired) {
+      if (f_.dropout > 0) {
+        const Acc keep_scale = static_cast<Acc>(1 / (1 - f_.dropout));
+        for (int j = 0; j < count; j++)
+          for (int d = 0; d < f_.value_dim; d++)
+            room[static_cast<i64>(j) * f_.value_dim + d] = words.data[j * words.stride + d] * keep_scale;
+        return {room, f_.value_dim};
+      }
+    }
+    return words;
+  }
+
+  // P (with dropped pairs zero) and dS = d loss / d (score after step `from` - 1 of the chain). Plain modes:
+  // floats in memory.scores and memory.grads; the paired mode: rows and pairs, see Memory. With `kFloat` dS stays
+  // in floats in any mode. `raw` receives the scores before the chain.
+  template <bool kFloat = false>
+  void compute(const Sequence& seq, i64 h, const MaskedTile& masked, Words<Word> keys, Words<Word> values,
+               const ScoreChain<Acc>& chain, const Memory& memory, int from = 0, Acc* raw = nullptr,
+               Ahead* ahead = nullptr) const {
+    const GradTile<Mode>& tile = memory.tile;
+    const int count = static_cast<int>(masked.end - masked.begin), width = tile.width;
+    Product::template run<AOrder::row_major, Into::overwrite>(keys.data, keys.stride, tile.q, width, count,
+                                                              Mode::words(f_.head_dim), width, memory.scores, width,
+                                                              nullptr, nullptr, ahead);
+    Product::template run<AOrder::row_major, Into::overwrite>(values.data, values.stride, tile.grad_out, width, count,
+                                                              Mode::words(f_.value_dim), width, memory.grads, width,
+                                                              nullptr, nullptr, ahead);
+    Acc* gain = bends_ ? memory.gain : nullptr;
+    if (units_.chain)
+      chain.apply(memory.scores, width, tile.first, tile.rows, masked.begin, count, {gain, from, nullptr, raw});
+    const u64* kept = nullptr;
+    if (f_.dropout > 0) {
+      dropout_bits(f_.seed, dropout_threshold(f_.dropout), seq.b, h, tile.first,
+                   static_cast<int>(round_up(width, kLanes<u32>)), masked.begin, count, memory.kept);
+      kept = memory.kept;
+    }
+    const u64* bits = masked.plain ? nullptr : masked.bits;
+    if (f_.grad_lse.data || f_.grad_entropy.data)
+      return differentiate_statistics<kFloat>(count, memory, bits, kept, gain);
+    const bool special = bits || kept || gain;
+    for_columns<Acc>(width, [&](auto vectors, int column) {
+      constexpr int kV = decltype(vectors)::value;
+      if (tile.one_block) add_delta<kV>(column, count, memory, bits, kept);
+      if (special)
+        differentiate<kV, true, kFloat, false>(column, count, memory, bits, kept, gain);
+      else
+        differentiate<kV, false, kFloat, false>(column, count, memory, nullptr, nullptr, nullptr);
+    });
+  }
+
+ private:
+  // Whether the derivative of an expression by the score is 1 everywhere.
+  static bool adds(const ExprProgram& slope) {
+    const ExprValue& by_score = slope.values[slope.output[1]];
+    return by_score.op == ExprOp::constant && by_score.real == 1;
+  }
+
+  struct Lane {
+    Vec<Acc> top, inverse, delta, slope{}, center{}, grad_lse{};
+  };
+
+  // With kStatistics lse and entropy have gradients too. What they add comes after dP - delta: where one key has all
+  // the weight that difference is zero, and all of the gradient is theirs.
+  // With kSums delta is being summed, and not known yet.
+  template <bool kSpecial, bool kStatistics = false, bool kSums = false>
+  TW_INLINE void pair(const Acc* s, const Acc* g, i64 at, const Lane& lane, u64 seen, const u64* kept, u64 keep,
+                      const Acc* gain, Acc factor, Acc keep_scale, Vec<Acc>& p, Vec<Acc>& ds) {
+    const Vec<Acc> exponent = rounded(load(s + at) * factor, Acc{}) - lane.top;
+    p = exp2<Mode::exp2_degree>(exponent, Acc{}) * lane.inverse;
+    Vec<Acc> dp = load(g + at);
+    if constexpr (kSpecial) {
+      p = keep_where<Acc>(seen, p);
+      if (kept) dp = keep_where<Acc>(keep, Mode::paired ? dp * keep_scale : dp);
+    }
+    Vec<Acc> above = dp - lane.delta;
+    // The 16-bit types round what they store of v / (1 - p), and delta with it. Where one key has all the weight dP is
+    // delta, whatever is left of it here.
+    if constexpr (kSpecial && !kSums)
+      if (kept) above = p == 1 ? Vec<Acc>{} : above;
+    if constexpr (kStatistics) above += lane.grad_lse - lane.slope * (vmax(set(kFar<Acc>), exponent) + lane.center);
+    ds = p * above;
+    if constexpr (kSpecial) {
+      if (gain) ds *= load(gain + at);
+      ds = keep_where<Acc>(seen, ds);
+      if (kept) p = keep_where<Acc>(keep, p);
+    }
+  }
+
+  // delta = sum over keys of P * dP: where the tile has all keys this is closer than rowsum(dO * O), whose O is
+  // rounded. What each addition loses is summed too (Knuth's two-sum): keys with the same value have dP = delta, and
+  // nothing but rounding is left of their difference.
+  template <int kV>
+  void add_delta(int column, int count, const Memory& memory, const u64* bits, const u64* kept) const {
+    const GradTile<Mode>& tile = memory.tile;
+    const Acc factor = units_.to_base2, keep_scale = static_cast<Acc>(1 / (1 - f_.dropout));
+    TW_UNROLL(4)
+    for (int v = 0; v < kV; v++) {
+      const int i = column + v * lanes;
+      const Lane lane{load(tile.row_max + i), load(tile.inverse_sum + i), Vec<Acc>{}};
+      Vec<Acc> sum{}, lost{};
+      for (int j = 0; j < count; j++) {
+        Vec<Acc> p, ds;
+        pair<true, false, true>(memory.scores, memory.grads, static_cast<i64>(j) * tile.width + i, lane,
+                                bits ? bits[j] >> i : ~u64{0}, kept, kept ? kept[j] >> i : 0, nullptr, factor,
+                                keep_scale, p, ds);
+        const Vec<Acc> before = sum;
+        sum += ds;
+        const Vec<Acc> added = sum - before;
+        lost += (before - (sum - added)) + (ds - added);
+      }
+      store(tile.delta + i, sum + lost);
+    }
+  }
+
+  // A function of its own: beside the loops for calls without such gradients it would change how those are compiled.
+  template <bool kFloat>
+  TW_NOINLINE void differentiate_statistics(int count, const Memory& memory, const u64* bits, const u64* kept,
+                                            const Acc* gain) const {
+    for_columns<Acc>(memory.tile.width, [&](auto vectors, int column) {
+      constexpr int kV = decltype(vectors)::value;
+      if (memory.tile.one_block) add_delta<kV>(column, count, memory, bits, kept);
+      differentiate<kV, true, kFloat, true>(column, count, memory, bits, kept, gain);
+    });
+  }
+
+  template <int kV, bool kSpecial, bool kFloat, bool kStatistics>
+  void differentiate(int column, int count, const Memory& memory, const u64* bits, const u64* kept,
+                     const Acc* gain) const {
+    const GradTile<Mode>& tile = memory.tile;
+    const int width = tile.width;
+    const Acc factor = units_.to_base2, keep_scale = static_cast<Acc>(1 / (1 - f_.dropout));
+    Lane lane[kV];
+    TW_UNROLL(4)
+    for (int v = 0; v < kV; v++) {
+      const int i = column + v * lanes;
+      lane[v] = {load(tile.row_max + i), load(tile.inverse_sum + i), load(tile.delta + i)};
+      if constexpr (kStatistics) {
+        lane[v].slope = load(tile.slope + i), lane[v].center = load(tile.center + i);
+        lane[v].grad_lse = load(tile.grad_lse + i);
+      }
+    }
+    constexpr bool pack = Mode::paired && !kFloat;
+    for (int j = 0; j < count; j += pack ? 2 : 1) {
+      TW_UNROLL(4)
+      for (int v = 0; v < kV; v++) {
+        const int i = column + v * lanes;
+        const i64 at = static_cast<i64>(j) * width + i;
+        const u64 seen = kSpecial && bits ? bits[j] >> i : ~u64{0};
+        Vec<Acc> p, ds;
+        pair<kSpecial, kStatistics>(memory.scores, memory.grads, at, lane[v], seen, kept,
+                                    kSpecial && kept ? kept[j] >> i : 0, gain, factor, keep_scale, p, ds);
+        if constexpr (!pack) {
+          store(memory.scores + at, p);
+          store(memory.grads + at, ds);
+        } else {
+#if defined(__AVX512BF16__)
+          Vec<Acc> p2{}, ds2{};
+          if (j + 1 < count) {
+            const u64 seen2 = kSpecial && bits ? bits[j + 1] >> i : ~u64{0};
+            pair<kSpecial, kStatistics>(memory.scores, memory.grads, at + width, lane[v], seen2, kept,
+                                        kSpecial && kept ? kept[j + 1] >> i : 0, gain, factor, keep_scale, p2, ds2);
+          }
+          store_row_pairs(memory.p_rows, memory.ds_rows, j, i, width, p, p2, ds, ds2);
+          store(reinterpret_cast<Word*>(memory.grads) + static_cast<i64>(j / 2) * width + i, pair_rows(ds, ds2));
+#endif
+        }
+      }
+    }
+  }
+
+#if defined(__AVX512BF16__)
+  // Rows j and j + 1 as bfloat16, lanes side by side: a word is two neighbouring queries.
+  TW_INLINE void store_row_pairs(i32* p_rows, i32* ds_rows, int j, int i, int width, Vec<float> p, Vec<float> p2,
+                                 Vec<float> ds, Vec<float> ds2) {
+    const i64 at = (static_cast<i64>(j) * width + i) / 2;
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p_rows + at), (__m256i)_mm512_cvtneps_pbh((__m512)p));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p_rows + at + width / 2), (__m256i)_mm512_cvtneps_pbh((__m512)p2));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(ds_rows + at), (__m256i)_mm512_cvtneps_pbh((__m512)ds));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(ds_rows + at + width / 2), (__m256i)_mm512_cvtneps_pbh((__m512)ds2));
+  }
+#endif
+
+  const Backward& f_;
+  ScoreUnits<Acc> units_;
+  bool bends_ = false;
+};
+
+}  // namespace tilewise::TILEWISE_ISA

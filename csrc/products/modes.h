@@ -1,0 +1,123 @@
+// How each storage type is computed: what the matrix product's words are and how operands become words.
+#pragma once
+
+#include "products/gemm.h"
+#include "base/elementary.h"
+#include "base/pack.h"
+
+namespace tilewise::TILEWISE_ISA {
+
+// Rows of words that the matrix product reads; where possible the operand's own memory.
+template <class Word>
+struct Words {
+  const Word* data;
+  i64 stride;
+};
+
+// Stored as E, computed in C: float and double as they are, the 16-bit types widened block by block.
+template <class E, class C>
+struct PlainMode {
+  using Elem = E;
+  using Acc = C;
+  using Word = C;
+  using Dot = PlainDot<C>;
+  static constexpr int per_word = 1;
+  static constexpr bool paired = false;
+  static constexpr int exp2_degree = sizeof(E) == 2 ? 4 : 6;
+  static constexpr int query_tiles = 8;  // that share a block of keys, packed or at least near
+
+  static int words(int depth) { return depth; }
+  static const E* at(const void* data, i64 offset) { return static_cast<const E*>(data) + offset; }
+  static E* at(void* data, i64 offset) { return static_cast<E*>(data) + offset; }
+
+  static Words<Word> along_depth(const E* p, i64 row, i64 col, int rows, int depth, Word* room) {
+    if constexpr (sizeof(E) == sizeof(C))
+      if (col == 1) return {p, row};
+    pack_rows(p, row, col, rows, depth, depth, room);
+    return {room, depth};
+  }
+  // For products that contract over the rows themselves: the same words serve.
+  static Words<Word> along_rows(const E* p, i64 row, i64 col, int rows, int depth, Word* room) {
+    return along_depth(p, row, col, rows, depth, room);
+  }
+  static void transposed(const E* p, i64 row, i64 col, int rows, int depth, int width, Word* to) {
+    pack_transposed(p, row, col, rows, depth, width, to);
+  }
+  // Rows padded to whole vectors, as the right-hand side of a product over the rows.
+  static Words<Word> padded(const E* p, i64 row, i64 col, int rows, int depth, Word* room) {
+    const i64 stride = round_up(depth, kLanes<C>);
+    if constexpr (sizeof(E) == sizeof(C))
+      if (col == 1 && stride == depth) return {p, row};
+    pack_rows(p, row, col, rows, depth, stride, room);
+    return {room, stride};
+  }
+};
+
+#if defined(__AVX512BF16__)
+// bfloat16 multiplied in pairs and summed in float by the dot-product instruction.
+struct PairMode {
+  using Elem = Bf16;
+  using Acc = float;
+  using Word = i32;
+  using Dot = PairDot;
+  static constexpr int per_word = 2;
+  static constexpr bool paired = true;
+  static constexpr int exp2_degree = 3;
+  static constexpr int query_tiles = 8;
+
+  static int words(int depth) { return (depth + 1) / 2; }
+  static const Bf16* at(const void* data, i64 offset) { return static_cast<const Bf16*>(data) + offset; }
+  static Bf16* at(void* data, i64 offset) { return static_cast<Bf16*>(data) + offset; }
+
+  static const u16* bits(const Bf16* p) { return reinterpret_cast<const u16*>(p); }
+  static Words<Word> along_depth(const Bf16* p, i64 row, i64 col, int rows, int depth, Word* room) {
+    const bool aligned = reinterpret_cast<std::uintptr_t>(p) % 4 == 0 && row % 2 == 0 && depth % 2 == 0;
+    if (col == 1 && aligned) return {reinterpret_cast<const Word*>(p), row / 2};
+    pack_rows_pairs(bits(p), row, col, rows, depth, words(depth), room);
+    return {room, words(depth)};
+  }
+  static Words<Word> along_rows(const Bf16* p, i64 row, i64 col, int rows, int depth, Word* room) {
+    interleave_rows(bits(p), row, col, rows, depth, depth, room);
+    return {room, depth};
+  }
+  static void transposed(const Bf16* p, i64 row, i64 col, int rows, int depth, int width, Word* to) {
+    pack_transposed_pairs(bits(p), row, col, rows, depth, width, to);
+  }
+  static Words<Word> padded(const Bf16* p, i64 row, i64 col, int rows, int depth, Word* room) {
+    const i64 stride = round_up(depth, kLanes<float>);
+    interleave_rows(bits(p), row, col, rows, depth, stride, room);
+    return {room, stride};
+  }
+};
+
+// Two float vectors as bfloat16: the neighbours along the rows in one word each.
+TW_INLINE Vec<i32> pair_rows(Vec<float> first, Vec<float> second) {
+  alignas(64) static constexpr u16 order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512bh both = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+  return (Vec<i32>)_mm512_permutexvar_epi16(_mm512_load_si512(order), (__m512i)both);
+}
+#endif
+
+#if defined(__AVX512BF16__)
+using Bf16Mode = PairMode;
+#else
+using Bf16Mode = PlainMode<Bf16, float>;
+#endif
+
+template <template <class> class Kernel, class Arguments>
+static bool run(const Arguments& arguments) {
+  switch (arguments.dtype) {
+    case DType::f32:
+      return Kernel<PlainMode<float, float>>(arguments).run();
+    case DType::f64:
+      return Kernel<PlainMode<double, double>>(arguments).run();
+    case DType::bf16:
+      return Kernel<Bf16Mode>(arguments).run();
+    case DType::f16:
+      return Kernel<PlainMode<Half, float>>(arguments).run();
+  }
+  return true;
+}
+
+}  // namespace tilewise::TILEWISE_ISA

@@ -1,0 +1,268 @@
+// The score chain on a tile: s = scale * q.k, then each step in order; and for the backward pass the product of
+// the steps' derivatives (only a softcap's is not one).
+#pragma once
+
+#include "products/gemm.h"
+#include "variants/mask.h"
+#include "base/elementary.h"
+#include "base/pack.h"
+#include "base/schedule.h"
+
+namespace tilewise::TILEWISE_ISA {
+
+// bias[m0 + i][n0 + j] for a piece of kSubKeys keys, lanes along the queries: to[j * width + i].
+template <class C, class E>
+static void bias_piece(const E* from, const View& view, int rows, int count, int width, C* to) {
+  constexpr int lanes = kLanes<C>;
+  if (view.row == 0) {
+    for (int j = 0; j < count; j++) {
+      const Vec<C> v = set<C>(widen_one(from + j * view.col));
+      for (int i = 0; i < width; i += lanes) store(to + j * width + i, v);
+    }
+    return;
+  }
+  for (int i = 0; i < width; i += lanes) {
+    for (int j = 0; j < count; j += lanes) {
+      Vec<C> r[lanes];
+      TW_UNROLL(16)
+      for (int x = 0; x < lanes; x++)
+        r[x] =
+            i + x < rows ? widen_strided<C>(from + (i + x) * view.row + j * view.col, view.col, count - j) : Vec<C>{};
+      transpose<C>(r);
+      for (int x = 0; x < lanes && j + x < count; x++) store(to + (j + x) * width + i, r[x]);
+    }
+  }
+}
+
+template <class C>
+class ScoreChain {
+ public:
+  // `room`: the thread's scratch memory for expressions.
+  ScoreChain(const Problem& problem, i64 b, i64 h, i64 queries, i64 keys, char* room)
+      : code_(problem.score),
+        length_(problem.score_length),
+        b_(b),
+        h_(h),
+        offset_(keys - queries),
+        scale_(static_cast<C>(problem.scale)),
+        room_(room) {
+    if (length_ == 0 || code_[0].op != ScoreOp::expr) return;
+    ExprRun<C>(*code_[0].value, room).open(b, h, queries, keys);
+    if (code_[0].slope) ExprRun<C>(*code_[0].slope, room).open(b, h, queries, keys);
+  }
+
+  // What a pass wants besides the scores. `gain` receives d(final score) / d(score after step `from` - 1), from 0:
+  // d / d(scale * q.k). `deepest` collects, per query, the largest score that a bias below kLowestBias made.
+  // `raw` receives scale * q.k, `peak` the largest final score of each query where that is told (see apply).
+  struct Extras {
+    C* gain = nullptr;
+    int from = 0;
+    C* deepest = nullptr;
+    C* raw = nullptr;
+    C* peak = nullptr;
+  };
+
+  // Scores in place: s[j * width + i] for queries m0 + i, keys n0 + j; on entry q.k, on return the final score.
+  // True if the peak was told.
+  TW_NOINLINE bool apply(C* s, int width, i64 m0, int rows, i64 n0, int count, const Extras& extras) const {
+    constexpr int lanes = kLanes<C>;
+    const bool done = length_ > 0 && at_once(code_[0], extras);
+    const bool peaked = done && first_step(s, width, m0, rows, n0, count, extras);
+    if (done && length_ == 1) return peaked;
+    for (int j = 0; j < count; j += kSubKeys) {
+      const int piece = static_cast<int>(min(kSubKeys, count - j));
+      C* rows_s = s + static_cast<i64>(j) * width;
+      C* rows_gain = extras.gain ? extras.gain + static_cast<i64>(j) * width : nullptr;
+      const int size = piece * width;
+      if (done) {
+        steps(1, rows_s, rows_gain, width, m0, rows, n0 + j, piece, extras);
+        continue;
+      }
+      for (int x = 0; x < size; x += lanes) store(rows_s + x, load(rows_s + x) * scale_);
+      if (rows_gain)
+        for (int x = 0; x < size; x += lanes) store(rows_gain + x, set(static_cast<C>(1)));
+      if (extras.raw) std::memcpy(extras.raw + (rows_s - s), rows_s, static_cast<std::size_t>(size) * sizeof(C));
+      steps(0, rows_s, rows_gain, width, m0, rows, n0 + j, piece, extras);
+    }
+    return false;
+  }
+
+ private:
+  // Whether a step takes scores as they come from the product, and a whole block of them.
+  static bool at_once(const ScoreInstr& x, const Extras& extras) {
+    if (x.op == ScoreOp::bias || extras.raw != nullptr) return false;
+    if (extras.gain == nullptr) return true;
+    return x.op == ScoreOp::expr && extras.from == 0 && x.slope->compiled != nullptr;
+  }
+
+  // The first step, with the scale before it. True if the peak was told.
+  bool first_step(C* s, int width, i64 m0, int rows, i64 n0, int count, const Extras& extras) const {
+    static_assert(kRoomKeys <= kExprKeys);
+    alignas(kVectorBytes) C room[kTileQueries];
+    const Leaving<C> to = {s, extras.peak ? extras.peak : room, width, rows, count};
+    const ScoreInstr& x = code_[0];
+    if (x.op == ScoreOp::expr && (extras.gain ? x.slope : x.value)->compiled != nullptr)
+      return run_compiled(extras.gain ? *x.slope : *x.value, to, m0, n0, extras, scale_);
+    for (int i = 0; i < width; i += kLanes<C>) store(to.peak + i, set(-static_cast<C>(__builtin_inf())));
+    if (x.op == ScoreOp::expr) {
+      ExprRun<C> run(*x.value, room_);
+      run.tile(m0, rows);
+      return !run.block(s, n0, count, scale_, to.peak) || settle_all(to, extras);
+    }
+    const C scale = scale_;
+    if (x.op == ScoreOp::alibi) {
+      leave<false>(to, [=, this, slope = slope_of(x)](int j, int i, auto& out) {
+        const C* p = s + static_cast<i64>(j) * width + i;
+        for (auto& z : out)
+          z = with_alibi(rounded(load(p) * scale, C{}), slope, m0 + i, n0 + j), p += kLanes<C>, i += kLanes<C>;
+      });
+      return true;
+    }
+    const C cap = static_cast<C>(x.cap), inverse = static_cast<C>(1 / x.cap);
+    leave<false>(to, [=](int j, int i, auto& out) {
+      const C* p = s + static_cast<i64>(j) * width + i;
+      for (auto& z : out) z = rounded(load(p) * scale, C{}) * inverse, p += kLanes<C>;
+      tanh_of_all(out);
+      for (auto& z : out) z = z * cap;
+    });
+    return true;
+  }
+
+  // Scores below kLowestBias are put where they belong; false.
+  bool settle_all(const Leaving<C>& to, const Extras& extras) const {
+    const Operand done = {reinterpret_cast<char*>(to.s), to.width, -1};
+    settle(done, done, to.s, to.width, to.rows, to.count, nullptr, extras.deepest);
+    return false;
+  }
+
+  // The steps from `first` on, for a piece.
+  void steps(int first, C* s, C* gain, int width, i64 m0, int rows, i64 n0, int count, const Extras& extras) const {
+    for (int step = first; step < length_; step++) {
+      const ScoreInstr& x = code_[step];
+      switch (x.op) {
+        case ScoreOp::alibi:
+          alibi(x, s, width, m0, n0, count);
+          break;
+        case ScoreOp::softcap:
+          softcap(x, s, count * width, step >= extras.from ? gain : nullptr);
+          break;
+        case ScoreOp::bias:
+          bias(x, s, width, m0, rows, n0, count, extras.deepest);
+          break;
+        case ScoreOp::expr:
+          expr(x, s, width, m0, rows, n0, count, {extras.from == 0 ? gain : nullptr, 0, extras.deepest});
+          break;
+      }
+    }
+  }
+
+  C slope_of(const ScoreInstr& x) const {
+    return static_cast<const C*>(x.tensor.data)[b_ * x.tensor.batch + h_ * x.tensor.head];
+  }
+  // Of the queries from m on and key n.
+  Vec<C> with_alibi(Vec<C> score, C slope, i64 m, i64 n) const {
+    const Vec<C> distance = lane_numbers<C>() + static_cast<C>(m + offset_ - n);
+    return score - slope * vmax(distance, -distance);
+  }
+  void alibi(const ScoreInstr& x, C* s, int width, i64 m0, i64 n0, int count) const {
+    const C slope = slope_of(x);
+    for (int j = 0; j < count; j++)
+      for (int i = 0; i < width; i += kLanes<C>)
+        store(s + j * width + i, with_alibi(load(s + j * width + i), slope, m0 + i, n0 + j));
+  }
+
+  void softcap(const ScoreInstr& x, C* s, int size, C* gain) const {
+    constexpr int lanes = kLanes<C>;
+    const C cap = static_cast<C>(x.cap), inverse = static_cast<C>(1 / x.cap);
+    for (int i = 0; i < size; i += lanes) {
+      Vec<C> slope;
+      store(s + i, tanh(load(s + i) * inverse, slope, C{}) * cap);
+      if (gain) store(gain + i, load(gain + i) * slope);
+    }
+  }
+
+  void bias(const ScoreInstr& x, C* s, int width, i64 m0, int rows, i64 n0, int count, C* deepest) const {
+    alignas(kVectorBytes) C piece[kSubKeys * kTileQueries];
+    const i64 at = b_ * x.tensor.batch + h_ * x.tensor.head + m0 * x.tensor.row + n0 * x.tensor.col;
+    if constexpr (sizeof(C) == 8) {
+      bias_piece(static_cast<const double*>(x.tensor.data) + at, x.tensor, rows, count, width, piece);
+    } else if (x.dtype == DType::bf16) {
+      bias_piece(static_cast<const Bf16*>(x.tensor.data) + at, x.tensor, rows, count, width, piece);
+    } else if (x.dtype == DType::f16) {
+      bias_piece(static_cast<const Half*>(x.tensor.data) + at, x.tensor, rows, count, width, piece);
+    } else {
+      bias_piece(static_cast<const float*>(x.tensor.data) + at, x.tensor, rows, count, width, piece);
+    }
+    constexpr int lanes = kLanes<C>;
+    // The most negative numbers are masks in disguise, yet a row of nothing else is still a row with keys.
+    const Vec<C> floor = set(kLowestBias<C>);
+    const Vec<C> none = set(-static_cast<C>(__builtin_inf()));
+    for (int i = 0; i < width; i += lanes) {
+      Vec<C> deep = deepest ? load(deepest + i) : none;
+      for (int j = 0; j < count; j++) {
+        C* p = s + j * width + i;
+        const Vec<C> value = load(piece + j * width + i), score = load(p);
+        deep = vmax(value < floor ? score + value : none, deep);
+        const Vec<C> finite = value == none ? none : vmax(floor, value);
+        store(p, score + finite);
+      }
+      if (deepest) store(deepest + i, deep);
+    }
+  }
+
+  // A piece, scaled.
+  void expr(const ScoreInstr& x, C* s, int width, i64 m0, int rows, i64 n0, int count, const Extras& extras) const {
+    C* gain = extras.gain;
+    const ExprProgram& program = gain ? *x.slope : *x.value;
+    if (program.compiled != nullptr) {
+      alignas(kVectorBytes) C peak[kTileQueries];
+      run_compiled(program, {s, peak, width, rows, count}, m0, n0, extras, 1);
+      return;
+    }
+    ExprRun<C> run(program, room_);
+    run.tile(m0, rows);
+    run.piece(s, n0, count);
+    settle(run.output(0), run.output(gain ? 1 : 0), s, width, rows, count, gain, extras.deepest);
+  }
+  // `scale`: what the scores are yet to be multiplied by. True if the peak was told.
+  bool run_compiled(const ExprProgram& program, const Leaving<C>& to, i64 m0, i64 n0, const Extras& extras,
+                    C scale) const {
+    ExprRun<C> run(program, room_);
+    run.tile(m0, to.rows);
+    ExprFrame frame = run.frame(to.s, n0, to.count);
+    frame.gain = extras.gain;
+    frame.peak = to.peak;
+    frame.scale = static_cast<double>(scale);
+    frame.lowest = static_cast<double>(kLowestBias<C>);
+    program.compiled(&frame);
+    return !frame.low || settle_all(to, extras);
+  }
+
+  // Scores and derivatives to their places.
+  static void settle(Operand value, Operand slope, C* s, int width, int rows, int count, C* gain, C* deepest) {
+    constexpr int lanes = kLanes<C>;
+    // As with a bias: finite numbers stay finite in base-2 units.
+    const Vec<C> floor = set(kLowestBias<C>);
+    const Vec<C> none = set(-static_cast<C>(__builtin_inf()));
+    for (int i = 0; i < width; i += lanes) {
+      Vec<C> deep = deepest ? load(deepest + i) : none;
+      // Lanes without a query hold no score, of which an expression could make NaN.
+      const u64 there = i + lanes <= rows ? ~u64{0} : i < rows ? (u64{1} << (rows - i)) - 1 : 0;
+      for (int j = 0; j < count; j++) {
+        const Vec<C> score = keep_where<C>(there, load(value.at<C>(j, i)));
+        if (gain) store(gain + j * width + i, keep_where<C>(there, load(slope.at<C>(j, i))));
+        deep = vmax(score < floor ? score : none, deep);
+        store(s + j * width + i, score == none ? none : vmax(floor, score));
+      }
+      if (deepest) store(deepest + i, deep);
+    }
+  }
+
+  const ScoreInstr* code_;
+  int length_;
+  i64 b_, h_, offset_;
+  C scale_;
+  char* room_;
+};
+
+}  // namespace tilewise::TILEWISE_ISA

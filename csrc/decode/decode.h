@@ -1,5 +1,14 @@
-// The forward pass of few queries (FlashDecoding, Dao et al. 2023): rows are the queries of all heads that share their
-// keys, lanes lie along the width of a head, and the keys are split (decode/tasks.h).
+// The forward pass of 1 to 8 queries (FlashDecoding, Dao et al. 2023). It reads each key and value once and does little
+// with it, so memory sets its speed.
+//
+// Why it is arranged so:
+// - Lanes lie along the width of a head. With queries in the lanes, as in passes/forward.h, most lanes would be empty.
+// - Rows are the queries of all heads that share their keys: one load of a key serves them all.
+// - Keys are split (decode/tasks.h), so that one query of one head still keeps all threads busy. Splits follow from the
+//   length of the sequence alone and are merged in their order: no bit depends on the number of threads.
+// - The rows of the next block are fetched while this one is computed, of several pages in turn (decode/ahead.h). If
+// the
+//   keys are in the caches already, nothing is fetched (decode/near.h).
 #pragma once
 
 #include "decode/alone.h"

@@ -1,6 +1,16 @@
 // The backward pass: the probabilities are computed again, tile by tile, from the saved row statistics
 // (FlashAttention-2, Dao 2023, algorithm 2, transposed). With P the probabilities, dP = dO V^T and
 // dS = P * (dP - delta): dV = P^T dO, dK = dS^T Q, dQ = dS K.
+//
+// Why it is arranged so:
+// - The outer loop is over chunks of keys, the inner one over tiles of queries. Then each dK and dV is written once,
+//   and only dQ needs sums over chunks.
+// - A chunk has at least 8 blocks (1,024 keys), and a sequence at most 8 chunks: queries are packed anew for each
+//   chunk, and each chunk may have a partial dQ.
+// - Few heads leave threads idle, so their chunks become tasks, each with a dQ of its own. These are added in the order
+//   of the chunks, which is the order of one task that does all: no bit depends on the number of threads.
+// - P and dS are never written to memory: they are computed again from the saved row maximum and row sum, which cost
+//   less to read than the probabilities would.
 #pragma once
 
 #include "passes/key_sums.h"

@@ -1,5 +1,15 @@
 // The forward pass: online softmax over blocks of keys, queries in the lanes (FlashAttention-2, Dao 2023,
 // algorithm 1, transposed). S^T = K Q^T, P^T = exp2(S^T - max), O^T += V^T P^T.
+//
+// Why it is arranged so:
+// - Queries lie in the lanes. Row maxima and row sums are then plain vector operations, without a sum across lanes, and
+//   keys and values are read where they lie: one element of them is broadcast against a vector of queries. Only the
+//   queries are packed, once for all keys.
+// - A tile has 64 queries, so that a mask of a row of keys is one 64-bit word.
+// - A task has 8 tiles against the same block of keys: the block is packed (or at least read from memory) once for all.
+//   Where threads would idle a task has fewer tiles; no tile's bits depend on its neighbours.
+// - A block has 128 keys. The order of all sums follows from that number, so it is part of the rounding contract.
+// - Scores stay in units of log2(e), so that a probability is one exp2.
 #pragma once
 
 #include "passes/close_rows.h"

@@ -6,9 +6,8 @@
 // - Rows are the queries of all heads that share their keys: one load of a key serves them all.
 // - Keys are split (decode/tasks.h), so that one query of one head still keeps all threads busy. Splits follow from the
 //   length of the sequence alone and are merged in their order: no bit depends on the number of threads.
-// - The rows of the next block are fetched while this one is computed, of several pages in turn (decode/ahead.h). If
-// the
-//   keys are in the caches already, nothing is fetched (decode/near.h).
+// - The rows of the next block are fetched while this one is computed, of several pages in turn (decode/ahead.h).
+//   If the keys are in the caches already, nothing is fetched (decode/near.h).
 #pragma once
 
 #include "decode/alone.h"

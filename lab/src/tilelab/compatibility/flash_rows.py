@@ -1,4 +1,4 @@
-"""What of flash-attn 2.8.3 is covered, for ``docs/compatibility.md``."""
+"""Rows of ``docs/compatibility.md`` for flash-attn 2.8.3."""
 
 from __future__ import annotations
 
@@ -33,14 +33,17 @@ _IN_PLACE = ("layers.rotary.apply_rotary_emb_qkv_", "layers.rotary.apply_rotary_
 _MODULE = ("layers.rotary.RotaryEmbedding",)
 
 _INTRO = """
-`tilewise.compat.install("flash_attn")` makes `import flash_attn` find these where the package
-itself is absent, with the version and the metadata of flash-attn 2.8.3, which transformers looks
-for; `uninstall` undoes it. Importing patches nothing, and `tilewise.compat.flash_attn` is there
-without it. Everywhere: CPU and GPU, float16, bfloat16, float32 and float64, head widths up to 512,
-any strides, the same bits for the same call. The passes by themselves, which ring-flash-attention
-and yunchang are made of, are there too: their backward passes take the output and the lse of all
-keys. Other names of the package (`modules`, `losses`, `flash_attn_gpu`) are not there, and
-importing them says so.
+Import these functions from `tilewise.compat.flash_attn`. Importing it patches nothing.
+
+- **Stand-in.** `tilewise.compat.install("flash_attn")` makes `import flash_attn` find these
+  functions where the package itself is absent. They come with the version and the metadata of
+  flash-attn 2.8.3, which transformers looks for. `uninstall` undoes it.
+- **What they take.** CPU and GPU; float16, bfloat16, float32 and float64; head widths up to 512;
+  any strides. The same call gives the same bits.
+- **Single passes.** ring-flash-attention and yunchang call the forward and the backward pass by
+  themselves. Both are here. The backward passes take the output and the lse of all keys.
+- **Not here.** Importing another name of the package (`modules`, `losses`, `flash_attn_gpu`)
+  fails with an error that says so.
 """
 
 _ALL_OF_THEM = (
@@ -58,15 +61,15 @@ _ALL_OF_THEM = (
     Row(_ATTENTION, "causal", "covered", "bottom right; rows without keys give 0"),
     Row(_ATTENTION, "window_size", "covered", "-1 for no bound on either side; integers, or "
         "tensors of them"),
-    Row(_ATTENTION, "window_size=(None, None)", "refused", "flash-attn 4's way to say (-1, -1)"),
+    Row(_ATTENTION, "window_size=(None, None)", "refused", "flash-attn 4's form of (-1, -1)"),
     Row(_ATTENTION, "softcap", "covered", "0 or less for none"),
     Row(_ATTENTION, "alibi_slopes", "covered", "`[H]` or `[B, H]`, any floating dtype; "
         "`softmax_lse` has the documented bias, which flash-attn's kernels shift by a number per "
         "row where causal; no gradient"),
-    Row(_TRAINED, "deterministic", "accepted", "always so"),
-    Row(_TRAINED, "return_attn_probs", "covered", "`S_dmask` has the unrounded shape and the right "
-        "scaling, is negative (or -0.0) where dropped, and N x N: the reference computes it. "
-        "`softmax_lse` has a gradient, and +inf for a row without keys"),
+    Row(_TRAINED, "deterministic", "accepted", "results always are"),
+    Row(_TRAINED, "return_attn_probs", "covered", "the reference computes `S_dmask`, as it is "
+        "N x N. It has the unrounded shape and the right scaling, and is negative (or -0.0) where "
+        "dropped. `softmax_lse` has a gradient, and is +inf for a row without keys"),
 )  # fmt: skip
 
 _SEQUENCES = (
@@ -79,15 +82,15 @@ _SEQUENCES = (
     Row((_VARLEN[0],), "block_table", "covered", "any page size; forward only; on the CPU one "
         "sequence's keys at a time are copied"),
     Row((_VARLEN[0],), "block_table with dropout_p > 0", "refused", "paged keys are for inference"),
-    Row((_VARLEN[0],), "block_table with a gradient", "refused", "when it is asked for: a backward "
-        "pass raises; flash-attn has none"),
+    Row((_VARLEN[0],), "block_table with a gradient", "refused", "a backward pass raises; "
+        "flash-attn has no gradient"),
 )  # fmt: skip
 
 _CACHED = (
     Row(_CACHE, "q, k_cache, v_cache", "covered", "any page size, any strides"),
     Row(_CACHE, "k, v", "covered", "written into the cache in place"),
-    Row(_CACHE, "a gradient", "refused", "when it is asked for: a backward pass raises; flash-attn "
-        "gives none silently"),
+    Row(_CACHE, "a gradient", "refused", "a backward pass raises; flash-attn silently gives no "
+        "gradient"),
     Row(_CACHE, "rotary_cos, rotary_sin", "covered", "any even rotary width, any floating dtype"),
     Row(_CACHE, "rotary_cos without k", "refused", "as flash-attn does"),
     Row(_CACHE, "rotary_interleaved", "covered"),
@@ -98,7 +101,7 @@ _CACHED = (
         "must be finite"),
     Row(_CACHE, "block_table", "covered", "on a GPU read in place; on the CPU one sequence's keys "
         "at a time are copied"),
-    Row(_CACHE, "num_splits", "accepted", "splits follow from a sequence's number of keys alone"),
+    Row(_CACHE, "num_splits", "accepted", "splits depend on a sequence's number of keys alone"),
     Row(_CACHE, "return_softmax_lse", "covered", "+inf for a row without keys"),
     Row(_ATTENTION, "q_descale, k_descale, v_descale, qv, learnable_sink, ...", "refused",
         "arguments of flash-attn 3 and 4, by Python's TypeError: `tilewise.attention` has float8 "
@@ -115,11 +118,12 @@ _BY_THEMSELVES = (
     Row(_PACKED, "zero_tensors", "accepted", "rows without keys are 0 anyway"),
     Row(_FORWARD, "return_softmax", "covered", "as `return_attn_probs`"),
     Row((_FORWARD[1],), "block_table, leftpad_k, seqused_k", "covered", "without dropout; "
-        "together too"),
-    Row(_BACKWARD, "dout, out, softmax_lse", "covered", "of these keys, or of more, merged"),
-    Row(_BACKWARD, "dq, dk, dv", "covered", "written in place, any strides; None for nowhere"),
-    Row(_BACKWARD, "deterministic", "accepted", "always so"),
-    Row(_BACKWARD, "rng_state", "covered", "needed with dropout: flash-attn draws another one"),
+        "also together"),
+    Row(_BACKWARD, "dout, out, softmax_lse", "covered", "of these keys, or of more keys, merged"),
+    Row(_BACKWARD, "dq, dk, dv", "covered", "written in place, any strides; None to leave one out"),
+    Row(_BACKWARD, "deterministic", "accepted", "results always are"),
+    Row(_BACKWARD, "rng_state", "covered", "required with dropout; "
+        "flash-attn draws another one"),
 )  # fmt: skip
 
 _OTHERS = (

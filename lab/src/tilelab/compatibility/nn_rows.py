@@ -1,4 +1,4 @@
-"""What of torch's attention modules ``tilewise.nn`` covers, for ``docs/compatibility.md``."""
+"""Rows of ``docs/compatibility.md`` for torch's attention modules in ``tilewise.nn``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ _CONVERT = ("convert",)
 
 _INTRO = """
 `tilewise.nn.MultiheadAttention`, `TransformerEncoderLayer` and `TransformerDecoderLayer` are
-subclasses of torch's modules of these names with another forward: constructor, parameters, initial
-values for a seed and state dict are torch's. `tilewise.nn.convert(model)` makes torch's modules in
-a model tilewise's, where they are, and prints what it did. Torch's fast path in eval mode is not
-taken.
+subclasses of torch's modules of these names.
+
+- The forward is tilewise's. The constructor, the parameters, the initial values for a seed and
+  the state dict are torch's.
+- `tilewise.nn.convert(model)` converts torch's modules in a model in place, and prints what it
+  did.
+- Torch's fast path in eval mode is not taken.
 """
 
 TABLES = (
@@ -36,7 +39,7 @@ TABLES = (
                 _MHA,
                 "dropout",
                 "covered",
-                "in training only; repeated by torch.manual_seed, but of other pairs",
+                "in training only; torch.manual_seed repeats it; drops other pairs than torch",
             ),
             Row(
                 _MHA,
@@ -49,29 +52,28 @@ TABLES = (
                 _MHA,
                 "key_padding_mask, attn_mask",
                 "covered",
-                "bool (True = does not attend) or added floats, with a gradient; read inside of "
-                "the kernel as they are, never merged; a bool one beside a float one too",
+                "bool (True = does not attend) or added floats, with a gradient; also one of each; "
+                "the kernel reads both as they are and never merges them",
             ),
             Row(
                 _MHA,
                 "need_weights=True",
                 "covered",
-                "torch's default: in plain operations that write the weights, and a "
-                "SlowPathWarning once per process; drop_weights=True on a module gives None "
-                "instead",
+                "torch's default; plain operations write the weights, with a SlowPathWarning once "
+                "per process; drop_weights=True on a module gives None instead",
             ),
             Row(_MHA, "average_attn_weights", "covered"),
             Row(
                 _MHA,
                 "is_causal",
                 "covered",
-                "without attn_mask too, which torch refuses; with it the hint that it is in torch",
+                "also without attn_mask, which torch refuses; with it a hint, as in torch",
             ),
             Row(
                 _MHA,
                 "a query that sees no key",
                 "covered",
-                "the bias of out_proj, weights 0 and gradients 0, where torch gives NaN with "
+                "gives the bias of out_proj, with weights 0 and gradients 0; torch gives NaN with "
                 "weights",
             ),
             Row(
@@ -104,7 +106,7 @@ TABLES = (
                 "model",
                 "covered",
                 "modules of exactly these three classes of torch; parameters, buffers, hooks and "
-                "flags stay; again does nothing",
+                "flags stay; a second call does nothing",
             ),
             Row(
                 _CONVERT,

@@ -19,12 +19,15 @@ MODULES = (
 
 _LEAD = """# Compatibility
 
-What calls of other libraries become here. `scripts/compatibility.py` writes this page from the code
-(`TABLES` of the modules in `lab/src/tilelab/compatibility/`), and a test compares them.
+This page says, for each argument of other libraries' attention functions, whether you can use it
+with tilewise.
 
-- **covered**: does what it does there; the note says what is different.
-- **accepted**: taken, and changes nothing; the note says why.
-- **refused**: raises an error that names the argument.
+- **covered**: it does what it does there. The note says what is different.
+- **accepted**: you may pass it, and it changes nothing. The note says why.
+- **refused**: it raises an error that names the argument.
+
+`scripts/compatibility.py` writes this page from the code (`TABLES` of the modules in
+`lab/src/tilelab/compatibility/`), and a test compares them.
 """
 
 

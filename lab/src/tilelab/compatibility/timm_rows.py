@@ -1,4 +1,4 @@
-"""What of timm's models is covered, for ``docs/compatibility.md``."""
+"""Rows of ``docs/compatibility.md`` for timm's models."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ __all__ = ["TABLES"]
 _SWITCH = ("enable", "disable")
 
 _INTRO = """
-`report = tilewise.integrations.timm.enable(model)`, and `disable(model)`: while a layer of the
-model is in its forward, the `F.scaled_dot_product_attention` that it calls is `tilewise.attention`.
-timm has no list of implementations to register in, so the switch is a model's own; nothing is
-patched.
-Tested with timm 1.0.31, random weights, on the CPU: ViT (also with blocks in parallel, differential
-attention, pooling by attention, relative position bias), BEiT, EVA, rotary ViT and Swin give what
-timm's path that writes the weights gives.
+`report = tilewise.integrations.timm.enable(model)` switches one model, and `disable(model)`
+switches it back.
+
+- **What changes.** While a layer of the model is in its forward, the
+  `F.scaled_dot_product_attention` that it calls is `tilewise.attention`.
+- **Why a switch.** timm has no list of implementations to register in, so each model has a
+  switch of its own. Nothing is patched.
+- **Tested** with timm 1.0.31 and random weights on the CPU. ViT, BEiT, EVA, rotary ViT and Swin
+  give what timm's path that writes the weights gives. The ViTs include blocks in parallel,
+  differential attention, pooling by attention and relative position bias.
 """
 
 TABLES = (
@@ -28,7 +31,7 @@ TABLES = (
                 _SWITCH,
                 "layers with fused_attn",
                 "covered",
-                "of every model, Swin's too, for which timm leaves it off; outputs, gradients, "
+                "of every model, also Swin, for which timm leaves it off; outputs, gradients, "
                 "`torch.compile(fullgraph=True)`, autocast, checkpoints, copies and pickles; the "
                 "state dict is the model's",
             ),
@@ -42,10 +45,10 @@ TABLES = (
                 _SWITCH,
                 "mask of Swin's shifted windows",
                 "covered",
-                "read where it lies, [windows, N, N], and not spread over heads and images; pairs "
-                "of other regions, to which timm adds -100, are left out",
+                "read in place, [windows, N, N], and not repeated for heads and images; pairs of "
+                "other regions, to which timm adds -100, are left out",
             ),
-            Row(_SWITCH, "attn_drop", "covered", "repeated by `torch.manual_seed`; other pairs"),
+            Row(_SWITCH, "attn_drop", "covered", "`torch.manual_seed` repeats it; other pairs"),
             Row(
                 _SWITCH,
                 "a call that tilewise does not cover",
@@ -59,8 +62,10 @@ TABLES = (
                 "Swin V2's cosine attention, talking heads and others: they stay as they are, and "
                 "the report names them",
             ),
-            Row(_SWITCH, "a model with no layer to switch", "refused", "named with what it has"),
-            Row(_SWITCH, "while tilewise.sdpa() is on", "accepted", "the calls are that switch's"),
+            Row(
+                _SWITCH, "a model with no layer to switch", "refused", "the error says what it has"
+            ),
+            Row(_SWITCH, "while tilewise.sdpa() is on", "accepted", "that switch takes the calls"),
             Row(_SWITCH, "torch.jit.script", "refused", "by torch: `disable(model)` first"),
         ),
     ),

@@ -1,4 +1,4 @@
-"""What of torch's own attention functions is covered, as data for ``docs/compatibility.md``."""
+"""Rows of ``docs/compatibility.md`` for torch's own attention functions."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ _JOIN = ("and_masks", "or_masks")
 _SAME = ("create_mask", "noop_mask", "AuxRequest", "AuxOutput", "BlockMask")
 
 _SDPA_INTRO = """
-`tilewise.compat.sdpa.scaled_dot_product_attention` is torch's function by its signature, with its
-errors. `with tilewise.sdpa() as report:` lets it take the calls of `F.scaled_dot_product_attention`
-of this thread, `tilewise.compat.sdpa.enable()` those of all threads; what it does not take goes to
-torch, and the report says how many calls that were and why.
+`tilewise.compat.sdpa.scaled_dot_product_attention` has the signature and the errors of torch's
+function. Two switches let it take calls of `F.scaled_dot_product_attention`:
+
+- `with tilewise.sdpa() as report:` takes the calls of this thread.
+- `tilewise.compat.sdpa.enable()` takes the calls of all threads.
+
+Calls that it does not take go to torch. The report says how many these were, and why.
 """
 
 _SDPA_ROWS: tuple[_Line, ...] = (
@@ -59,7 +62,7 @@ _SDPA_ROWS: tuple[_Line, ...] = (
         "covered",
         "stays hidden; torch's plain path spreads it",
     ),
-    (_SWITCH, "torch.nn.functional.scaled_dot_product_attention", "covered", "where it is read"),
+    (_SWITCH, "torch.nn.functional.scaled_dot_product_attention", "covered", "at each lookup"),
     (
         _SWITCH,
         "a name imported before, and the fast path of nn.MultiheadAttention in eval mode",
@@ -71,15 +74,16 @@ _SDPA_ROWS: tuple[_Line, ...] = (
         _SWITCH,
         "torch.compile",
         "covered",
-        "compiled for whoever is on, and compiled again when that changes; counted when traced",
+        "a graph is compiled for the switch that is on, and again when that changes; calls are "
+        "counted when traced",
     ),
     (_IMPL, '"tilewise"', "covered", "what torch's flash path takes, on the CPU and on CUDA"),
     (_IMPL, "dropout_p on CUDA", "refused", "the switch has dropout"),
 )
 
 _FLEX_INTRO = """
-`tilewise.compat.flex_attention` in the stead of `torch.nn.attention.flex_attention`, eager and
-under `torch.compile(fullgraph=True)`, on the CPU too, with a backward everywhere.
+Import `tilewise.compat.flex_attention` instead of `torch.nn.attention.flex_attention`. It works
+eager and under `torch.compile(fullgraph=True)`, also on the CPU, with a backward everywhere.
 """
 
 _FLEX_ROWS: tuple[_Line, ...] = (
@@ -98,7 +102,7 @@ _FLEX_ROWS: tuple[_Line, ...] = (
         "covered",
         "torch's BlockMask or a tilewise.BlockMask; mask_mod in the same language, evaluated in "
         "partial blocks only; slices `block_mask[:, :, i]` with a mask_mod of their own, for as "
-        "many queries as their blocks have; `_adjust`, and lengths that are set; the empty one",
+        "many queries as their blocks have; `_adjust`, and lengths that are set; the empty mask",
     ),
     (_FLEX, "scale", "covered", ""),
     (_FLEX, "enable_gqa", "covered", ""),
@@ -119,8 +123,9 @@ _FLEX_ROWS: tuple[_Line, ...] = (
 )
 
 _NESTED_INTRO = """
-Nested tensors [B, H, j, D] of layout `torch.jagged` go into `tilewise.attention` as they are: no
-padding, no copy, gradients, eager and compiled. What comes out is nested as q is.
+Pass nested tensors [B, H, j, D] of layout `torch.jagged` to `tilewise.attention` as they are.
+There is no padding and no copy. Gradients work, eager and compiled. The output is nested as q
+is.
 """
 
 _NESTED_ROWS: tuple[_Line, ...] = (

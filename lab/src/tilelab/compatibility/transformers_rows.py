@@ -1,4 +1,4 @@
-"""What of transformers' attention interfaces is covered, for ``docs/compatibility.md``."""
+"""Rows of ``docs/compatibility.md`` for transformers' attention interfaces."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ _ATTENTION = ("AttentionInterface",)
 _MASK = ("AttentionMaskInterface",)
 
 _INTRO = """
-`tilewise.integrations.transformers.register()` makes `attn_implementation="tilewise"` known;
-`unregister` undoes it. Masks are expressions and never tensors of queries x keys. For transformers
-5 (tested with 5.23.0): Llama, Mistral, Gemma 2, GPT-2, BERT, Qwen 3, T5, Whisper, ViT and gpt-oss
-with random weights, and a pretrained encoder, give what `"eager"` gives, on the CPU. Queries that
-see no key, such as padding on the left, give 0 where eager gives the mean of all values.
+`tilewise.integrations.transformers.register()` registers two implementations with transformers,
+version 5 of it. `unregister` undoes it.
 
-`attn_implementation="tilewise_paged"`, also made known by `register()`, is for
-`tilewise.serving.generate` alone ([serving](serving.md)): causal decoders whose layers see all keys
-or a window. It takes `scaling`, `softcap`, `s_aux` and `sliding_window`, and refuses by name what
-pages have no place for.
+With `attn_implementation="tilewise"`:
+
+- **Masks** are expressions and never tensors of queries x keys.
+- **Tested** with transformers 5.23.0 on the CPU. Llama, Mistral, Gemma 2, GPT-2, BERT, Qwen 3,
+  T5, Whisper, ViT and gpt-oss with random weights give what `"eager"` gives. So does a
+  pretrained encoder.
+- **Queries that see no key**, such as padding on the left, give 0. With eager they give the mean
+  of all values.
+
+`attn_implementation="tilewise_paged"` is for `tilewise.serving.generate` alone
+([serving](serving.md)), with causal decoders whose layers see all keys or a window. It takes
+`scaling`, `softcap`, `s_aux` and `sliding_window`. It refuses by name what pages cannot hold.
 """
 
 TABLES = (
@@ -38,8 +43,8 @@ TABLES = (
                 _ATTENTION,
                 "attention_mask",
                 "covered",
-                "of the mask interface; a user's own 4-D "
-                "tensor, boolean or additive, is read as it is: it is dense by nature",
+                "from the mask interface; your own 4-D tensor, boolean or additive, is read as it "
+                "is, and is dense",
             ),
             Row(
                 _ATTENTION,
@@ -53,7 +58,7 @@ TABLES = (
                 "dropout",
                 "covered",
                 "by a counter-based generator; `torch.manual_seed` "
-                "repeats it; other pairs than eager drops",
+                "repeats it; drops other pairs than eager",
             ),
             Row(
                 _ATTENTION,
@@ -69,7 +74,7 @@ TABLES = (
                 _ATTENTION,
                 "sliding_window",
                 "accepted",
-                "the mask has it; without a mask, and smaller than the keys, it is refused",
+                "the mask has it; refused without a mask if it is smaller than the keys",
             ),
             Row(
                 _ATTENTION,
@@ -95,13 +100,13 @@ TABLES = (
                 _MASK,
                 "batch_size, q_length, kv_length, kv_offset",
                 "covered",
-                "of a static cache the keys that are not yet there are left out",
+                "the keys of a static cache that are not yet there are left out",
             ),
             Row(
                 _MASK,
                 "q_offset",
                 "covered",
-                "a tensor is read, once for a step, but not inside of a graph; compiled steps of "
+                "a tensor is read once for a step, but not inside of a graph; compiled steps of "
                 "`generate` are not tested (on GPUs it compiles with a static cache; "
                 "`disable_compile=True` turns that off)",
             ),

@@ -8,7 +8,7 @@ bool has_avx512();  // F, BW, DQ, VL
 bool has_avx512_bf16();
 bool has_tiles();  // AMX with bfloat16; the first call asks the system for leave to use them
 // Whether bfloat16 dot products are faster than widening and multiplying. A Zen 4 or 5 does twice the products of
-// float32 in a second; a Sapphire Rapids 0.6 of them (docs/performance-log.md).
+// float32 in a second; a Sapphire Rapids 0.6 of them (notes/performance-log.md).
 bool has_fast_dots();
 
 }  // namespace tilewise

@@ -1,5 +1,5 @@
 // Keys and values of the next block, brought nearer while this one is computed. Rows that lie apart are fetched in
-// turn: a processor that reads line after line of one page waits for each page anew (docs/performance-log.md).
+// turn: a processor that reads line after line of one page waits for each page anew (notes/performance-log.md).
 #pragma once
 
 #include "base/simd.h"

@@ -1,10 +1,21 @@
 """One call: which road it takes, and along it from the arguments to a Result.
 
-Written for the overhead of a small eager call, which is why the questions of ``run`` stand in one
-function and in this order.
+``road`` asks once what surrounds the call; ``run`` and ``run_paged`` branch on its answer:
+
+========================  ==========================================================================
+road                      where it leads
+========================  ==========================================================================
+``"eager"``               the kernel, by a cached or held plan; with gradients, one autograd node
+``"watched"``             the torch ops of ``ops.py``; nested tensors as packed sequences
+``"transformed"``         the derivatives of ``derivatives.py`` (torch.func, forward mode)
+``"transformed watched"`` what of both can be had, else a refusal
+========================  ==========================================================================
+
+Written for the overhead of a small eager call, which is why the questions of ``road`` and of the
+eager part of ``run`` stand in this order.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -43,7 +54,9 @@ from tilewise.validation import check_cu_tensors, check_page_tensors, check_sink
 from tilewise.variants.float8 import FLOAT8
 from tilewise.variants.values import Mask, Score
 
-__all__ = ["run", "run_paged"]
+__all__ = ["Road", "road", "run", "run_paged"]
+
+Road = Literal["eager", "watched", "transformed", "transformed watched"]
 
 _is_compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
@@ -54,6 +67,26 @@ _new = tuple.__new__
 _NOTHING_ELSE = tuple(Operands._field_defaults.values())[:-1]
 _UNSEEN = (None,) * (len(Result._fields) - 1)
 _AUTOCAST_FROM = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def road(q: Any, k: Any, v: Any) -> Road:
+    """The road of a call with these tensors, here and now.
+
+    A program that watches torch's operations (torch.compile, a dispatch mode, torch.jit.trace, a
+    tensor subclass, a meta tensor) would not see the kernel behind an eager call, and would record
+    its output as a constant: such calls go through the torch ops.
+    """
+    plain = type(q) is type(k) is type(v) is Tensor  # quicker to ask than the sets
+    watched = (
+        _is_compiling()
+        or dispatch_modes() > 0
+        or (not plain and not _PLAIN.issuperset((type(q), type(k), type(v))))
+        or q.is_meta
+        or jit_tracing() is not None
+    )
+    if functorch_active() or in_forward_level():
+        return "transformed watched" if watched else "transformed"
+    return "watched" if watched else "eager"
 
 
 def run(
@@ -70,27 +103,15 @@ def run(
 
     Of the result nothing but the output is to be looked at where ``out_alone`` says so, which goes
     without ``statistics``.
-
-    A program that watches torch's operations (torch.compile, a dispatch mode, torch.jit.trace, a
-    tensor subclass) would not see the kernel behind an eager call, and would record its output as
-    a constant: such calls go through the torch ops.
     """
-    if functorch_active() or in_forward_level():
+    way = road(q, k, v)
+    if way != "eager":
+        if way == "watched":
+            return _run_watched(q, k, v, asked, seed, plan, statistics)
         if statistics:
             fix = "ask for return_stats outside of them"
             raise Unsupported("tilewise has no statistics inside of torch.func transforms", fix=fix)
-        return _run_transformed(q, k, v, asked, seed, plan)
-    if (
-        _is_compiling()
-        or dispatch_modes() > 0
-        or type(q) not in _PLAIN
-        or type(k) not in _PLAIN
-        or type(v) not in _PLAIN
-        or jit_tracing() is not None
-    ):
-        return _run_traced(q, k, v, asked, seed, plan, statistics)
-    if q.is_meta:
-        return _run_traced(q, k, v, asked, seed, plan, statistics)
+        return _run_transformed(q, k, v, asked, seed, plan, way == "transformed watched")
     if any_autocast():
         q, k, v = _autocast(q, k, v)
     if plan is None:
@@ -131,14 +152,9 @@ def run_paged(
 ) -> Result:
     """Attention over pages as asked (``functional.attention_paged``), or through its op."""
     refuse_paged_transforms()
-    traced = (
-        _is_compiling()
-        or dispatch_modes() > 0
-        or any(type(x) not in _PLAIN or x.is_meta for x in (q, k, v))
-        or jit_tracing() is not None
-    )
+    way = road(q, k, v)
     q, k, v = _autocast(q, k, v)
-    if traced:
+    if way != "eager":
         if plan is not None:
             _check_keywords(plan, asked)
             asked = _asked_of(plan, asked)
@@ -161,24 +177,19 @@ def _run_transformed(
     asked: Asked,
     seed: int | Tensor | None,
     plan: Plan | None,
+    watched: bool,
 ) -> Result:
     """Attention inside of torch.func transforms or of a forward-mode level."""
     tensors = (q, k, v, asked.sinks, *asked.mask.captured, *asked.score.captured)
-    traced = (
-        _is_compiling()
-        or dispatch_modes() > 0
-        or jit_tracing() is not None
-        or any(type(x) not in _PLAIN or x.is_meta for x in (q, k, v))
-    )
-    refuse_transforms(tensors, traced)
+    refuse_transforms(tensors, watched)
     if q.dtype is FLOAT8:
         raise Unsupported(
             "tilewise computes float8 forward only, and not inside of torch.func transforms or of "
             "forward-mode derivatives",
             fix="call it outside of them; to differentiate, compute in bfloat16",
         )
-    if traced:
-        return _run_traced(q, k, v, asked, seed, plan, "")
+    if watched:
+        return _run_watched(q, k, v, asked, seed, plan, "")
     refuse_constants(asked.score)
     refuse_batched(asked.cu_seqlens)
     q, k, v = _autocast(q, k, v)
@@ -190,7 +201,7 @@ def _run_transformed(
     return attend(build_operands(plan.problem, q, k, v, asked, seed), plan)
 
 
-def _run_traced(
+def _run_watched(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -76,7 +76,7 @@ def generate(
     decided otherwise in other company.
 
     Args:
-        step: of a model, such as ``lab.models.decoding.step`` or
+        step: of a model, such as ``tilelab.models.decoding.step`` or
             ``integrations.transformers.paged_step`` makes.
         caches: one for each layer that attends, all on one device, with sequences of nobody else
             added meanwhile.

@@ -136,7 +136,7 @@ class Traffic(NamedTuple):
         holds what the groups in flight walk over beside what the tiles hold there themselves, each
         byte is fetched once; else those in flight go over it in step, so that it is fetched once
         for each round of them. Writes and what is read by one tile alone go through. For one
-        program cachegrind has counted it (``lab.counted``); that several keep step is assumed.
+        program cachegrind has counted it (``tilelab.counted``); that several keep step is assumed.
 
         Args:
             cache_bytes: of the cache; None for no cache.

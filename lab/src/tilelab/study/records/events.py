@@ -2,7 +2,7 @@
 
 Every line is one event. A line is written whole and flushed, so that a crash loses at most the line
 in flight; a reader drops a last line that does not end. Every line has a checksum (see
-``record_lines``). A run that is resumed writes another ``Start`` with the step it goes on from, and
+``lines``). A run that is resumed writes another ``Start`` with the step it goes on from, and
 a reader forgets the steps and evaluations after it: they are done again, with the same bits but
 other timings. A record that lacks steps is not done, whatever its end says.
 

@@ -324,7 +324,7 @@ def ceilings_file() -> Path:
 
 
 def measured(chip: Chip, path: Path | None = None) -> Chip:
-    """The row with what was measured of it before (``tilewise.commands.ceilings``); as it is where nothing was.
+    """Return a chip with the ceilings that were measured on it (``tilewise.commands.ceilings``).
 
     Args:
         chip: of this machine.

@@ -326,6 +326,8 @@ def ceilings_file() -> Path:
 def measured(chip: Chip, path: Path | None = None) -> Chip:
     """Return a chip with the ceilings that were measured on it (``tilewise.commands.ceilings``).
 
+    A chip without measurements comes back as it is.
+
     Args:
         chip: of this machine.
         path: the file; None for ``ceilings_file``.

@@ -1,7 +1,7 @@
 """What was measured, with every sample kept, and the numbers that follow from the samples.
 
-All of it goes to JSON and comes back the same; what follows from the samples is computed when it is
-read, and written beside them for people and other programs.
+JSON holds all of it and reads back the same. What follows from the samples is computed on reading;
+the file holds it too, for people and other programs.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Scaling:
 
     @property
     def met(self) -> Verdict:
-        """Whether the goal is met; empty where there is none."""
+        """The verdict on the goal, "yes" or "no"; empty where there is no goal."""
         if not self.has_goal:
             return ""
         return "yes" if self.relative >= SCALING_GOAL else "no"

@@ -1,8 +1,8 @@
 """Approximate and sparse attention as published: small references to measure exact attention with.
 
-Each is a function of q [B, H, N, D], k and v [B, H, N, D | Dv], differentiable by autograd, whose
-cost is that of its paper and not N x N. ``keys`` (bool [N]) says which keys there are; the others
-are padding. None is tuned: they are what a reader of the paper would write in torch.
+Each function takes q [B, H, N, D], k and v [B, H, N, D | Dv], and autograd can differentiate it.
+Its cost is that of its paper, not N x N. ``keys`` (bool [N]) says which keys there are; the others
+are padding. None is tuned: each is what a reader of the paper would write in torch.
 """
 
 from tilelab.bench.approximate.bigbird import bigbird

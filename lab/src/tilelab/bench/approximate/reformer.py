@@ -24,9 +24,9 @@ def reformer(
 ) -> Tensor:
     """Sort rows and keys by their hash; a chunk of rows sees the keys of its bucket nearby.
 
-    In each round a chunk of sorted rows sees the sorted keys of the same chunk and of both beside
-    it, where the hashes agree; rounds are weighted by their softmax's denominators (equations 4 to
-    6). O(rounds N (chunk + log N)).
+    In each round a chunk of sorted rows sees the sorted keys of the same chunk and of its two
+    neighbours, where the hashes agree. The denominators of their softmax weight the rounds
+    (equations 4 to 6). The cost is O(rounds N (chunk + log N)).
 
     Source: Kitaev, Kaiser and Levskaya, "Reformer: The Efficient Transformer", ICLR 2020, section
     2. There queries and keys are the same vectors; here both are hashed by the same rotations and

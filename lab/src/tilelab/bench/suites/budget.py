@@ -1,4 +1,4 @@
-"""What a run may spend: minutes, and the memory that is there."""
+"""Limits of a run: minutes, and the available memory."""
 
 from __future__ import annotations
 

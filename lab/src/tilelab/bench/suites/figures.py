@@ -67,10 +67,10 @@ def _lines(points: Sequence[Point], methods: Sequence[str]) -> list[_Line]:
 def lines(
     points: Sequence[Point], methods: Sequence[str], quantity: Quantity, name: str
 ) -> Markup | None:
-    """Medians of all methods along the length; None where nothing has two lengths.
+    """Draw the medians of all methods by length; None where nothing has two lengths.
 
-    What was predicted is dotted beside what was measured. Of errors it is the share of what is
-    allowed: which of the gradients a largest error is of differs by method.
+    Predictions are dotted. Errors are drawn as the share of what is allowed, because methods differ
+    in which gradient has the largest error.
 
     Args:
         points: of one case and dtype.

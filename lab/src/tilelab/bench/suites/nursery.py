@@ -1,7 +1,7 @@
 """A process that measures memory: it loads everything once, then gives each job a fork of its own.
 
 It reads a list of jobs as JSON from standard input and writes a line for each result. A fork has
-run nothing yet, and what it frees cannot hide in what an earlier job left; where the system cannot
+run nothing yet, so what it frees cannot hide in what an earlier job left. Where the system cannot
 fork, the parent starts one such process for each job.
 """
 
@@ -26,7 +26,7 @@ _SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def peaks(wanted: list[Wanted], device: str) -> Generator[list[Peak] | str]:
-    """What was found of each job, in order; or why there is nothing.
+    """Yield what each job measured, in order, or the reason why it measured nothing.
 
     Args:
         wanted: the jobs.

@@ -75,7 +75,7 @@ class Point:
 
     @property
     def median(self) -> float | None:
-        """Of the samples; None where there are none."""
+        """The median of the samples; None without samples."""
         return Spread.of(self.samples).median if self.samples else None
 
     def as_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a suite found, in sentences that are computed from its points."""
+"""Sentences about the results of a suite, computed from its points."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["lead", "sentences"]
 
 
 def sentences(record: Record, suite: str) -> list[str]:
-    """What is to be said of a suite; what is wrong comes first."""
+    """Return the sentences about a suite, problems first."""
     points = record.of(suite)
     makers = {
         "paper": (_crossings, _sparse, _memory),

@@ -49,7 +49,7 @@ class Settings:
 
     @property
     def heads(self) -> int:
-        """Of a sweep: few on one thread of a processor."""
+        """Heads of a sweep: few on a single CPU thread."""
         return 8 if self.device == "cuda" else 2
 
     @property

@@ -1,4 +1,4 @@
-"""What is measured: one attention, its tensors, and the passes that are called."""
+"""The measured work: one attention, its tensors, and the passes that are called."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Work:
 
     @property
     def matrix_bytes(self) -> int:
-        """Of the matrix of all heads, in the operands' dtype."""
+        """Bytes of the N x N matrices of all heads, in the operands' dtype."""
         pairs = self.batch * self.heads * self.rows * self.length
         return int(pairs * getattr(torch, self.dtype).itemsize)
 

@@ -1,9 +1,9 @@
-"""The gate: the Triton kernels compiled for chips that are not there, and what came out judged.
+"""The gate: compile the Triton kernels for absent chips and judge the result.
 
-``python -m tilelab.gate`` needs Triton and no GPU: Triton's wheels hold the compilers
-for NVIDIA and AMD chips, and NVIDIA's disassembler. What the host functions of the passes would
-launch (``launch.Launch``, made from ``meta`` tensors) is compiled once per chip; a spill, too much
-shared memory, a product without matrix instructions, or code that grew fails the gate.
+``python -m tilelab.gate`` needs Triton and no GPU: Triton's wheels hold the compilers for NVIDIA
+and AMD chips, and NVIDIA's disassembler. The gate takes the launches of the host functions
+(``launch.Launch``, made from ``meta`` tensors) and compiles each once per chip. It fails on a
+spill, on too much shared memory, on a product without matrix instructions, and on code that grew.
 
-The command itself never imports Triton: each chip is compiled for in a process of its own.
+The command itself never imports Triton: a process of its own compiles for each chip.
 """

@@ -88,9 +88,9 @@ def _machine(compiled: Any) -> Machine:
 
 
 def _tile(launch: Launch) -> dict[str, int]:
-    """The numbers among the constants that are set by choice and not by the problem.
+    """Return the constants that are a choice and do not follow from the problem.
 
-    Those of the walks of ``captured.py`` come first in their form.
+    The walks of ``captured.py`` have them as the first entries of their ``FORM``.
     """
     constants = launch.constants
     if "FORM" in constants:

@@ -10,7 +10,7 @@ FLEX = "flex"  # as the peers are named
 
 
 class Goal(NamedTuple):
-    """What a case should reach; None where nothing is asked.
+    """The goals of a case; None where there is no goal.
 
     Args:
         rate: TFLOP/s; of decoding TB/s.

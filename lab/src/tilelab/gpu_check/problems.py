@@ -57,7 +57,7 @@ class ProblemCase:
 
 
 class Draw:
-    """What a mask or a score is made from: the sizes of the call, and random tensors.
+    """The inputs of a mask or a score: the sizes of the call, and random tensors.
 
     Args:
         batch, heads, queries, keys: of the call (batch counts sequences, lengths are the longest).

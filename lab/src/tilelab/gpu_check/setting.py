@@ -144,9 +144,9 @@ class Setting:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is timed.
+        """The dtype of timed calls.
 
-        Triton's interpreter multiplies the bits of bfloat16 as if they were whole numbers, so that
-        the self-test has none.
+        The self-test has no bfloat16: Triton's interpreter multiplies its bits as if they were
+        whole numbers.
         """
         return torch.float16 if self.self_test else torch.bfloat16

@@ -1,4 +1,4 @@
-"""What is timed: the cases, their tensors, and the ways that attention is called on them."""
+"""The timed cases, their tensors, and the ways that attention is called on them."""
 
 from __future__ import annotations
 

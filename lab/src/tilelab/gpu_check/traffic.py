@@ -1,8 +1,8 @@
 """Bytes of memory that attention moves, counted by ncu, beside those that the model predicts.
 
-Optional: where counters cannot be read the rows say why, and that is no failure. What is read is
-compared; what is written may still be in the cache when a kernel ends. ``python -m
-tilelab.gpu_check.traffic SETTING JOB`` is the process that ncu watches.
+The check is optional: where counters cannot be read, the rows say why, and that is no failure. Only
+bytes read are compared; bytes written may still be in the cache when a kernel ends.
+``python -m tilelab.gpu_check.traffic SETTING JOB`` is the process that ncu watches.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _operands(setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _call(setting: Setting, job: str) -> Callable[[], object]:
-    """What is counted; everything before it is done here."""
+    """Return the call to count; everything before the call is done here."""
     q, k, v = _operands(setting)
     if job == "plain forward":  # unscaled: one pass less, and the same matrices
         return lambda: torch.matmul((q @ k.mT).softmax(-1), v)

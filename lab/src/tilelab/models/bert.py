@@ -1,11 +1,11 @@
 """BERT of any size in one file, over sequences without padding, with attention as one argument.
 
-The architecture is that of the published weights: learned positions and token types, post-norm
-layers, a perceptron with the exact form of GELU, and a head for masked tokens (tied to the token
-embedding) or for classes. Sequences of different lengths lie one after the other (``Packed``), so
-that no layer computes padding; attention is ``tilewise.attention_varlen``, or one of the padded
-implementations beside it, of every token to its own sequence or to what a mask leaves of it.
-``save`` and ``load`` use the Hugging Face layout: ``bert_files.py``.
+The architecture is that of the published weights. It has learned positions and token types,
+post-norm layers and a perceptron with the exact form of GELU. Its head is for masked tokens (tied
+to the token embedding) or for classes. Sequences of different lengths lie one after the other
+(``Packed``), so no layer computes padding. Every token attends to its own sequence, or to the part
+of it that a mask leaves. Attention is ``tilewise.attention_varlen`` or one of the padded
+implementations beside it. ``save`` and ``load`` use the Hugging Face layout: ``bert_files.py``.
 
 Dimensions: B sequences, T tokens of all of them, V vocabulary.
 
@@ -317,10 +317,10 @@ class BERT(nn.Module):
     def save(self, folder: Path) -> None:
         """Write ``config.json`` and ``model.safetensors``, each whole or not at all.
 
-        The layout is Hugging Face's, and so is every model but one: of a head of classes over the
-        ``"mean"`` it knows nothing, and would draw a pooler for the classifier. So that one is of
+        The layout is Hugging Face's, and so is every model but one. Hugging Face has no head of
+        classes over the ``"mean"`` and would draw a pooler for the classifier. So that model has
         another type, ``"tilewise-bert"``, which transformers refuses where it chooses the class by
-        the type (``AutoModel``). ``BertModel.from_pretrained`` still reads the encoder, and
+        the type (``AutoModel``). ``BertModel.from_pretrained`` still reads the encoder.
         ``BertForSequenceClassification.from_pretrained``, called by its name, still draws a pooler.
         """
         values = files.config(vars(self.shape), EPS, self.head)

@@ -1,9 +1,9 @@
 """GPT-2 of any size in one file, with attention as one argument.
 
-The architecture is that of the published weights: learned positions, pre-norm layers, a perceptron
-of four times the width with the tanh form of GELU, and a head that is the token embedding itself.
-What later models changed one at a time is a number of the ``Shape``: rotary positions, fewer
-key/value heads, RMSNorm, QK-norm. ``save`` and ``load`` use the Hugging Face layout
+The architecture is that of the published weights: learned positions and pre-norm layers. The
+perceptron has four times the width and the tanh form of GELU. The head is the token embedding
+itself. What later models changed one at a time is a number of the ``Shape``: rotary positions,
+fewer key/value heads, RMSNorm, QK-norm. ``save`` and ``load`` use the Hugging Face layout
 (``config.json`` and ``model.safetensors``): see ``gpt2_files.py``.
 
 Dimensions: B batch, S positions, V vocabulary.
@@ -151,10 +151,11 @@ class GPT2(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:
-        """Normal weights of ``STD``, less where branches add up (by sqrt(2 layers)).
+        """Draw normal weights of ``STD``, smaller by sqrt(2 layers) where branches add up.
 
-        Gains are 1 and biases 0. What a shape lacks of GPT-2, positions and heads of keys and
-        values, is drawn all the same: the other weights are those of a GPT-2 of the same seed.
+        Gains are 1 and biases 0. Positions, and the heads of keys and values that GPT-2 has and the
+        shape lacks, are drawn all the same. The other weights are therefore those of a GPT-2 of the
+        same seed.
         """
         shape, generator = self.shape, torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():

@@ -21,7 +21,7 @@ __all__ = ["attend", "seen"]
 
 
 def seen(packed: Packed, mask: masks.Mask | None, heads: int) -> Tensor:
-    """Who sees whom with padding, bool [B, 1, 1, S], or with a mask [B, H or 1, S, S].
+    """Return who sees whom: bool [B, 1, 1, S] for padding alone, [B, H or 1, S, S] with a mask.
 
     Args:
         packed: the sequences, on the device of the result.

@@ -1,10 +1,10 @@
 """A vision transformer (ViT) of any size in one file, with attention as one argument.
 
 An image is cut into square patches, each of them a token: a linear map of its pixels plus a learned
-position. The architecture is that of the published weights: a class token, pre-norm layers, a
-perceptron with the exact form of GELU, and a linear head over the class token, or over the mean of
-all patches where there is no class token. With patches of one pixel the tokens are the pixels, row
-by row, as in the image tasks of the Long Range Arena. ``save`` and ``load`` use the Hugging Face
+position. The architecture is that of the published weights: a class token, pre-norm layers, and a
+perceptron with the exact form of GELU. A linear head reads the class token, or the mean of all
+patches where there is no class token. With patches of one pixel the tokens are the pixels, row by
+row, as in the image tasks of the Long Range Arena. ``save`` and ``load`` use the Hugging Face
 layout: ``vit_files.py``.
 
 Dimensions: B images, P patches, C channels.

@@ -12,10 +12,13 @@ For every query head h and query m, over the keys n that the mask lets through::
 torch's autograd differentiates it. In float64 it is the oracle of the tests; in the problem's own
 dtype it is the plain implementation whose error the kernels are measured against.
 
-In float8 e4m3 that means: q and k times their scales are multiplied in float32; p, after the
-softmax, is multiplied by 2^8, rounded to e4m3 and divided by 2^8 again (so that what is under 2^-9,
-the least e4m3 number, is not lost); p v is summed in float32 over the stored numbers of v, then
-multiplied by v's scale and rounded to bfloat16.
+In float8 e4m3 this means:
+
+* q and k times their scales are multiplied in float32;
+* p, after the softmax, is multiplied by 2^8, rounded to e4m3 and divided by 2^8 again, so that
+  values under 2^-9, the least e4m3 number, are not lost;
+* p v is summed in float32 over the stored numbers of v, then multiplied by v's scale and rounded to
+  bfloat16.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class ExtendedResult(NamedTuple):
 
 
 def has_extended_precision() -> bool:
-    """Whether longdouble is more precise than float64 here (it is not on every system)."""
+    """Return whether longdouble is more precise than float64 here; on some systems it is not."""
     return bool(np.finfo(np.longdouble).eps < np.finfo(np.float64).eps)
 
 

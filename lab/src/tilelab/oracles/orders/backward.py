@@ -205,7 +205,7 @@ class _Call:
     def gradients(
         self, part: Part, rows: range, tile: Tile, deltas: Tensor, wanted: str = "qkv"
     ) -> _TileGradients:
-        """What a tile adds to the gradients of its rows and keys; its products are entered."""
+        """Return what a tile adds to the gradients of its rows and keys, and enter its products."""
         problem = part.problem
         span = slice(rows.start, rows.stop)
         stats = part_rows(self.result.stats, part.queries, self.problem)[..., span]

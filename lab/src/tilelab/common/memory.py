@@ -85,7 +85,7 @@ def _cgroup_limit() -> int | None:
 
 
 def _cgroup_left() -> int | None:
-    """What the container may still take: what it holds of files' pages is given up for it."""
+    """Return the bytes that the container may still take; its page cache counts as available."""
     limit = _cgroup_limit()
     try:
         used = int((_CGROUP / "memory.current").read_text())

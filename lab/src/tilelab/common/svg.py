@@ -1,8 +1,8 @@
 """Figures drawn by matplotlib, as SVG that belongs to the page: its fonts and its colours.
 
-matplotlib draws with marker colours; ``finish`` replaces each by a CSS variable, gives texts
-classes in place of fonts, drops sizes in points (the page decides) and makes every id unique within
-the page.
+matplotlib draws with marker colours. ``finish`` replaces each marker by a CSS variable, replaces
+fonts by classes, drops font sizes in points (the page decides) and makes every id unique within the
+page.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Last-level misses of a native process, counted by valgrind's cachegrind.
 
-Valgrind runs the process on a processor of its own making, one thread at a time, whose caches have
-the sizes that it is told: the counts are the same on every machine, but for where memory begins.
-It knows no AVX-512, no prefetcher and no write-back. A line is fetched into the cache at the first
+Valgrind runs the process on a simulated CPU, one thread at a time, with caches of the given sizes.
+The counts are therefore the same on every machine, except for the addresses where memory begins. It
+knows no AVX-512, no prefetcher and no write-back. A line is fetched into the cache at the first
 read or write of it, which is what ``plan.traffic.fills`` predicts.
 """
 

@@ -89,7 +89,7 @@ class Case:
 
     @property
     def arguments(self) -> dict[str, str | int]:
-        """Of the native driver, but for what it is to run."""
+        """Arguments of the native driver, except what it runs."""
         return {
             "pass": self.direction,
             "heads": self.heads,

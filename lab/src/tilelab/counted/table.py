@@ -41,7 +41,7 @@ class Row:
 
     @classmethod
     def read(cls, stored: dict[str, Any]) -> Row:
-        """Of a stored count, with what the model says today."""
+        """Read a stored count, and predict it again with today's model."""
         case = Case(**stored["case"])
         return cls(case, stored["counted"], case.predicted().bytes)
 

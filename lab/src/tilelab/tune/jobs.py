@@ -1,4 +1,4 @@
-"""What is tuned: a pass for a dtype, a width and a kind of call, and the blocks that are tried."""
+"""Tuning jobs: a pass for a dtype, a width and a kind of call, and the blocks to try."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def table_blocks(family: str, job: Job) -> Blocks:
 
 
 def candidates(family: str, job: Job, most: int) -> list[Blocks]:
-    """Other blocks worth a try: the nearest to the table's that fit the chip.
+    """Return other blocks worth a try: the nearest to the table's that fit the chip.
 
-    The distance counts doublings of sides and of warps, and stages; one more for those that give
-    a thread more pairs than the table's do: that has the most that did not spill. Of equally near
-    ones the larger come first.
+    The distance counts doublings of sides and of warps, and stages. It adds one for blocks that
+    give a thread more pairs than the table's do: the table has the most that did not spill. Among
+    equally near blocks the larger come first.
 
     Args:
         family: a name of FAMILIES.

@@ -1,4 +1,4 @@
-"""What the command prints: a line for each job as it is done, and what was dropped on the way."""
+"""Output of the tuning command: a line for each finished job, and what was dropped."""
 
 from __future__ import annotations
 

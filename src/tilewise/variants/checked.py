@@ -14,11 +14,12 @@ _CHECKED = ContextVar("tilewise_checked", default=os.environ.get("TILEWISE_CHECK
 
 @contextmanager
 def checked() -> Iterator[None]:
-    """Let an index that leaves its tensor, at a pair that attends, be an error.
+    """Raise an error for an index outside its tensor at a pair that attends.
 
-    Elsewhere such an index reads the nearest element. Inside of the block (or everywhere, with
-    ``TILEWISE_CHECKED=1`` in the environment) each eager call of attention first evaluates the
-    indices of its mask and score for all pairs, in plain torch: to find mistakes, not for speed.
+    Without it, such an index reads the nearest element. Inside the block, each eager call of
+    attention first evaluates the indices of its mask and score for all pairs, in plain torch.
+    ``TILEWISE_CHECKED=1`` in the environment does this everywhere. Use it to find mistakes, not for
+    speed.
     """
     token = _CHECKED.set(True)
     try:

@@ -1,14 +1,18 @@
-"""The derivative of a score: another expression, made once for all backends.
+"""Derive the derivative of a score: another expression, made once for all backends.
 
-Reverse mode on the graph: from the value back to its arguments, each node hands its own share on.
-A share (``_Share``) is a constant times a node, so that the constants of ``cap * tanh(s / cap)``
-cancel ahead of time and the derivative of ``s + f(m, n)`` is the constant 1. A share of zero is no
-node at all.
+This is reverse mode on the graph: from the value back to its arguments, each node passes its own
+share on. A share (``_Share``) is a constant times a node. So the constants of
+``cap * tanh(s / cap)`` cancel ahead of time, and the derivative of ``s + f(m, n)`` is the constant
+1. A share of zero makes no node.
 
-Where a function has no derivative, torch's convention holds: ``abs`` has its sign (0 at 0), ``min``
-and ``max`` give half to each side of a tie, ``where`` selects, ``mod`` is (1, -floor(a / b)); steps
-(``floor``, ``ceil``, ``round``, ``trunc``, ``sign``, ``floordiv``) and whatever goes through an
-integer or boolean have none.
+Where a function has no derivative, torch's convention holds:
+
+* ``abs`` has its sign (0 at 0).
+* ``min`` and ``max`` give half to each side of a tie.
+* ``where`` selects.
+* ``mod`` is (1, -floor(a / b)).
+* Steps (``floor``, ``ceil``, ``round``, ``trunc``, ``sign``, ``floordiv``) have none.
+* Whatever passes through an integer or boolean has none.
 """
 
 import math

@@ -1,8 +1,8 @@
-"""Programs for a batch into which a dimension of calls was folded: item b of call c is c * B + b.
+"""Fold a dimension of calls into the batch of a program: item b of call c is c * B + b.
 
-A batching rule (vmap) makes one call of V: the batch of the whole is V * B. What a tensor says of a
-batch item is then folded as q is. An expression reads ``b`` modulo B, and finds in a tensor that
-differs from call to call the one of call ``b // B``, which is a new first dimension.
+A batching rule (vmap) makes one call out of V calls, with a batch of V * B. A tensor with a row per
+batch item is folded as q is. An expression reads ``b`` modulo B. If a tensor differs from call to
+call, it gets a new first dimension for the calls, and the expression indexes it with ``b // B``.
 """
 
 from collections.abc import Collection

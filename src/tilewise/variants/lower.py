@@ -1,9 +1,14 @@
-"""Captured tensors brought to the form that kernels read, checked against the call's extents.
+"""Lower captured tensors to the form that kernels read, checked against the call's extents.
 
-Kernels then see only: int64 lengths [B] (contiguous); int64 ids [B|1, S]; boolean masks and biases
-as 4-D views [B|1, Hq|1, M|1, N|1] whose broadcast dimensions keep size 1; slopes [B|1, Hq] in
-float32 (float64 for float64). Lowering what is already lowered returns it as it is. Every step on a
-bias is a differentiable torch operation, so that autograd itself reduces and reshapes its gradient.
+Kernels then see only these:
+
+* lengths: int64 [B], contiguous.
+* ids: int64 [B|1, S].
+* boolean masks and biases: 4-D views [B|1, Hq|1, M|1, N|1] whose broadcast dimensions keep size 1.
+* slopes: [B|1, Hq] in float32 (float64 for float64).
+
+Lowering a lowered tensor returns it as it is. Every step on a bias is a differentiable torch
+operation, so autograd reduces and reshapes its gradient.
 """
 
 from collections.abc import Sequence

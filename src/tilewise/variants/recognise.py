@@ -1,10 +1,12 @@
-"""Expressions brought to programs: what kernels know by structure, and the rest as it is.
+"""Turn expressions into programs: operations that kernels know, and the rest as it is.
 
-A mask is taken apart at ``and``, ``or`` and ``not``; a comparison that is a band of the diagonal, a
-length or an equality of documents becomes that operation, and a boolean tensor indexed by distinct
-positions the dense one. Of a score, what was applied last is taken off while it is known: an
-addition of a tensor indexed by positions, ALiBi's penalty, a soft cap. What is left stays an
-expression (the operation ``expr``), which kernels interpret.
+A mask is split at ``and``, ``or`` and ``not``. A comparison becomes a band of the diagonal, a
+length or an equality of documents where it is one. A boolean tensor indexed by distinct positions
+becomes the dense operation.
+
+A score is undone from its last step back, as long as the step is known: an addition of a tensor
+indexed by positions, ALiBi's penalty, or a soft cap. The rest stays an expression (the operation
+``expr``), which kernels interpret.
 """
 
 from collections.abc import Iterable, Sequence

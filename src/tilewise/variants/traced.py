@@ -1,7 +1,7 @@
-"""What a function under trace computes with: values that write down what is done with them.
+"""Values that record what a function under trace does with them.
 
-Operators are Python's; torch's functions and the methods of its tensors are known by their names.
-While a function is traced, indexing any tensor with a traced value writes down a load.
+They support Python's operators, and know torch's functions and tensor methods by their names. While
+a function is traced, indexing any tensor with a traced value records a load.
 """
 
 import linecache
@@ -48,7 +48,7 @@ _HERE = os.path.dirname(__file__)
 
 
 def named(value: object) -> str:
-    """What a value is, for an error."""
+    """Describe a value for an error message."""
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
@@ -292,7 +292,7 @@ class Traced:
     int = long
 
     def bool(self) -> "Traced":
-        """Whether this value is not zero."""
+        """Return whether this value differs from zero."""
         return self if self.kind == "bool" else self._apply("ne", 0)
 
     ndim = 0

@@ -36,11 +36,11 @@ class Choice(NamedTuple):
 
 
 def choose(candidates: Sequence[Candidate]) -> Choice:
-    """The cheapest candidate that can run; a last resort only where all the others are absent.
+    """Return the cheapest candidate that can run; a last resort only if all others are absent.
 
-    Where a cost is missing or two are the same, it is the first in order of preference. A backend
-    that is there and declines a problem is not replaced by a slow one behind the caller's back: the
-    answer is then None, and the caller raises with every reason.
+    If a cost is missing or two are equal, it is the first in order of preference. A backend that is
+    present and declines a problem is not silently replaced by a slow one. The answer is then None,
+    and the caller raises with every reason.
     """
     able = [each for each in candidates if not each.reasons and not each.last_resort]
     costs = [each.cost for each in able if each.cost is not None]

@@ -51,11 +51,11 @@ class Plan(NamedTuple):
 
     @property
     def account(self) -> Account:
-        """What a call by this plan moves, and plain attention: made when it is first asked for.
+        """Return what a call by this plan and plain attention move; computed on first use.
 
         Raises:
-            InvalidArgument: the mask or score has tensors, or the lengths of the sequences matter:
-                ``tilewise.explain`` of the call has them.
+            InvalidArgument: the mask or score has tensors, or the result depends on the lengths of
+                the sequences. Use ``tilewise.explain`` of the call instead.
         """
         assert self.loops is not None
         return cached(self.problem, self.loops)

@@ -137,7 +137,7 @@ def installed_triton() -> str:
 
 
 def read(path: Path) -> Tuned:
-    """What a file says, whatever chip it is of.
+    """Read a tuned file, whichever chip it is for.
 
     Raises:
         OSError: it cannot be read.

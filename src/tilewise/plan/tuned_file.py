@@ -1,4 +1,4 @@
-"""What a file of measured blocks says, and its JSON: strict, for it decides how sums are split."""
+"""Fields and JSON of a file of measured blocks; strict, since it decides how sums are split."""
 
 from __future__ import annotations
 

@@ -32,13 +32,16 @@ def sparse_form(length: int, width: int, fast: int, density: float) -> float:
 
 
 def lower_bound(length: int, width: int, fast: int) -> float:
-    """What exact attention moves at least: max(4 N d, N^2 d^2 / M - M).
+    """Return a lower bound on what exact attention moves: max(4 N d, N^2 d^2 / M - M).
 
-    The first is its inputs and its output. The second holds where each score is made of a whole row
-    of Q and a whole row of K that are in fast memory together: between M transfers at most 2 M
-    numbers are ever there, a rows of Q and b of K with (a + b) d <= 2 M, hence at most (M / d)^2
-    scores. Proposition 3 of the paper says that no algorithm is in o(N^2 d^2 / M) for every M; Saha
-    and Ye, "The I/O complexity of attention", 2024, that for M >= d^2 none is better for any.
+    The first term is its inputs and its output. The second assumes that each score is made of a
+    whole row of Q and a whole row of K, both in fast memory at once. Between M transfers, at most 2
+    M numbers are ever there. They are a rows of Q and b rows of K with (a + b) d <= 2 M, hence at
+    most (M / d)^2 scores.
+
+    Proposition 3 of the paper says that no algorithm is in o(N^2 d^2 / M) for every M. Saha and Ye,
+    "The I/O complexity of attention", 2024, show that for M >= d^2 no algorithm does better for any
+    M.
     """
     _check(length, width, fast)
     return max(4.0 * length * width, tiled_form(length, width, fast) - fast)

@@ -130,13 +130,15 @@ class Traffic(NamedTuple):
         return Traffic(self.passes + other.passes, omitted)
 
     def behind(self, cache_bytes: int | None, programs: int) -> Traffic:
-        """What of it reaches the memory behind a cache.
+        """Return the part of this traffic that reaches the memory behind a cache.
 
-        Tiles that share an operand run next to one another, ``programs`` at a time. If the cache
-        holds what the groups in flight walk over beside what the tiles hold there themselves, each
-        byte is fetched once; else those in flight go over it in step, so that it is fetched once
-        for each round of them. Writes and what is read by one tile alone go through. For one
-        program cachegrind has counted it (``tilelab.counted``); that several keep step is assumed.
+        Tiles that share an operand run next to one another, ``programs`` at a time. The groups in
+        flight walk over some operands, and the tiles hold others in the cache. If all of these fit,
+        each byte is fetched once. If not, the groups in flight walk in step, and each byte is
+        fetched once per round of them.
+
+        Writes, and reads by one tile alone, go through. For one program cachegrind has counted this
+        (``tilelab.counted``); that several programs keep step is an assumption.
 
         Args:
             cache_bytes: of the cache; None for no cache.

@@ -1,14 +1,14 @@
-"""Fills: what a processor's cache takes in, which is what cachegrind counts.
+"""Count fills: what a processor's cache takes in, as cachegrind counts it.
 
-A cache with write-allocation takes a line in when it is first read *or written*; what goes back
-later is counted by nobody here. So a fill is not a byte of traffic: an operand that is read and
-written in place is filled once, and the memory that a kernel works in is filled like any other.
-Besides, that memory takes up a part of the cache: on a GPU tiles lie in registers and shared
-memory, on a processor in the cache itself (``Pass.held``).
+A cache with write-allocation takes a line in when it is first read *or written*. Lines that go back
+later are not counted here. So a fill is not a byte of traffic. An operand that is read and written
+in place is filled once, and a kernel's working memory is filled like any other. That memory also
+takes up a part of the cache: on a GPU tiles lie in registers and shared memory, on a processor in
+the cache itself (``Pass.held``).
 
 ``core_forward`` and ``core_backward`` are the loops of the C++ core (``csrc/passes/``) in float32
-or float64, on one thread; ``fills`` takes any passes that follow one another. Of the results
-``read`` is what is filled, and nothing is written.
+or float64, on one thread. ``fills`` takes any passes that follow one another. In the results,
+``read`` is the bytes filled, and nothing is written.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ _ONE_CHUNK = _CHUNK_BLOCKS * _BLOCK_KEYS + _BLOCK_KEYS // 2 - 1  # the most keys
 def core_forward(
     problem: Problem, task_queries: int, cache_bytes: int, operands: Operands | None = None
 ) -> Traffic:
-    """The fills of the core's forward pass: tiles of 64 queries walk together over the keys.
+    """Count fills of the core's forward pass: tiles of 64 queries walk together over the keys.
 
     The m queries of a task need a room of m (D + Dv) e for queries and outputs, and one for scores.
-    Where the cache holds it and the keys of a head besides, everything is filled once; where it
-    holds the room alone, keys and values once for every task; where it holds not even that, the
-    room is filled again for every block of keys.
+    There are three cases:
+
+    * The cache holds the room and the keys of a head: everything is filled once.
+    * The cache holds the room alone: keys and values are filled once for every task.
+    * The cache does not hold the room: it is filled again for every block of keys.
 
     Args:
         problem: what is asked, in float32 or float64.
@@ -160,14 +162,15 @@ def _check(problem: Problem) -> None:
 
 
 def fills(traffic: Traffic, cache_bytes: int) -> Traffic:
-    """What a cache takes in while passes follow one another, oldest lines leaving first.
+    """Count what a cache takes in over passes one after another, evicting the oldest lines first.
 
-    An operand that an earlier pass went over is still there as far as little was filled since. Of
-    what lies at a share x of it, (1 - x) F + B + x G bytes came since: F those of the pass that
-    touched it last, B of passes between, G of this one. It stays where that is at most the cache.
+    An operand from an earlier pass is still in the cache unless too much was filled since. For the
+    part at a share x of the operand, (1 - x) F + B + x G bytes came since. F are the bytes of the
+    pass that touched it last, B those of passes between, and G those of this pass. The part stays
+    if that sum is at most the cache.
 
     Args:
-        traffic: passes, in each of which every operand is gone over in step with the others.
+        traffic: passes; each walks over all its operands in step.
         cache_bytes: of the cache.
     """
     filled: list[Pass] = []

@@ -34,7 +34,7 @@ class Held(NamedTuple):
     passing: int
 
     def peak(self, layers: int = 1) -> int:
-        """Of a model of so many layers."""
+        """Return the peak of a model with this many layers."""
         return layers * self.kept + self.passing
 
 

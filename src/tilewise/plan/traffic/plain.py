@@ -6,15 +6,16 @@ has besides: repeating the keys of groups, score, mask, dropout. Conventions:
 * every operation is a pass of its own, which reads its inputs and writes its output whole;
 * a matrix product reads each operand once, and scales for nothing;
 * the softmax is one pass, forward and backward, though its row is walked over several times;
-* a mask is added (``"add"``), whose backward is no pass, or filled in (``"fill"``), whose backward
-  is one; it is stored once for all batch items and heads, and read once in a pass;
+* a mask is added (``"add"``) or filled in (``"fill"``); its backward is no pass for ``"add"`` and
+  one pass for ``"fill"``;
+* a mask is stored once for all batch items and heads, and read once in a pass;
 * each step of a score is a pass, forward and backward, besides what it captures;
 * dropout writes a byte for each pair that says whether it is kept, and reads it in the backward;
 * the matrix has the operands' dtype; nothing is skipped, however little attends;
 * keys in pages are first gathered by the block table into rows that lie one after the other;
-* no operation here attends in eight bits: float8 operands are first converted, times their scales,
-  to bfloat16, a pass that reads a byte a number and writes two, and all else is in bfloat16. (What
-  the 2x rule calls the plain implementation in float8, ``reference.dense``, is another one.)
+* no operation here attends in float8: a pass first converts the operands, times their scales, to
+  bfloat16. It reads one byte per number and writes two. Everything else is in bfloat16. (The 2x
+  rule's plain implementation in float8, ``reference.dense``, is another one.)
 
 So with S the bytes of the matrix of all heads, in two bytes a number: scores 1 S, mask 2, softmax
 2, dropout 2.5, product 1; backward dV 1, dP 1, dropout 2.5, softmax 3, dQ 1, dK 1. That is 18 S.

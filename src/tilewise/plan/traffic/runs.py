@@ -51,16 +51,17 @@ def _bounds(instr: Instr, rows: range, queries: int, keys: int) -> tuple[int, in
 
 
 def fetched(walks: Sequence[range], key_bytes: int, room: int) -> int:
-    """Keys that walks over the same memory, one after the other, bring into a cache.
+    """Count the keys that successive walks over the same memory bring into a cache.
 
-    Of two walks the second finds what both have in common, if all that lies between its own first
-    key and the other's last one fits: a key comes round again after the rest of the one walk and
-    the beginning of the other. What only an earlier walk had is gone, unless all keys fit.
+    The second of two walks finds their common keys in the cache if there is room. Between two
+    visits of a key lie the rest of the first walk and the beginning of the second. So everything
+    from the second walk's first key to the first walk's last key must fit. Keys that only an
+    earlier walk had are gone, unless all keys fit.
 
     Args:
         walks: in order.
         key_bytes: of what is walked over, for a key.
-        room: bytes of the cache that are there for it.
+        room: bytes of the cache available for the keys.
     """
     seen = {key for walk in set(walks) for key in walk}
     if len(seen) * key_bytes <= room:

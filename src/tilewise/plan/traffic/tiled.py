@@ -1,12 +1,12 @@
-"""The tiled algorithm, counted: what each of its walks moves for given tiles.
+"""Count what each walk of the tiled algorithm moves for given tiles.
 
-Letters of the formulas: R query rows and K keys of all heads (key heads for K), W_k and W_r the
-keys and the rows of all visited tiles, P the pairs in them; e bytes of an operand's element, f of
-a row statistic's. ``Visits`` has these sums. With tiles of m x n and no mask W_k = R N / m and
+Letters of the formulas: R query rows and K keys of all heads (key heads for K). W_k and W_r are the
+keys and the rows of all visited tiles, P the pairs in them. An operand's element has e bytes, a row
+statistic's f bytes. ``Visits`` has these sums. With tiles of m x n and no mask, W_k = R N / m and
 W_r = Hq/Hk K M / n: larger tiles of queries read keys less often.
 
 Each function is the account of a function of ``reference.tiled`` or ``reference.orders``, byte for
-byte. The sinks' gradient, and those of what a score reads, are in none.
+byte. None includes the gradients of the sinks or of tensors that a score reads.
 """
 
 from __future__ import annotations
@@ -238,11 +238,16 @@ def forward_keys_outside(
 def backward_by_tiles(
     problem: Problem, visits: Visits, key_visits: Visits | None = None
 ) -> Traffic:
-    """Three passes, each sum with one owner, as the GPU backend has them.
+    """Count three passes, each sum with one owner, as the GPU backend runs them.
 
-    A pass over the rows makes two numbers a row of the statistics and delta = rowsum(dO * O); dQ by
-    tiles of queries walks over the keys; dK and dV by tiles of keys walk over the queries of their
-    group. The scores are computed twice: seven products in place of five.
+    The three passes are:
+
+    * A pass over the rows makes two numbers per row, from the statistics and delta =
+      rowsum(dO * O).
+    * dQ: each tile of queries walks over the keys.
+    * dK and dV: each tile of keys walks over the queries of its group.
+
+    The scores are computed twice: seven products in place of five.
 
     Args:
         problem: what is asked.

@@ -1,9 +1,9 @@
-"""From an account of bytes to seconds on a chip.
+"""Turn an account of bytes into seconds on a chip.
 
-Assumed: inside of a pass memory, matrix products and exponentials all go on at once, each at its
-ceiling, so that a pass takes as long as the longest of them; passes follow one another and overlap
-in nothing. What a launch costs, and what the ceilings are missed by, is not in it: a lower bound,
-which good kernels come within some tens of percent of.
+The model assumes that memory, matrix products and exponentials all run at once inside a pass, each
+at its ceiling. So a pass takes as long as the longest of them. Passes follow one another and do not
+overlap. The model leaves out launch costs and how far kernels stay below the ceilings. So it is a
+lower bound; good kernels come within some tens of percent of it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Which tiles of the score matrix a walk visits: the sums that every count is made of.
+"""Count the tiles of the score matrix that a walk visits: the sums behind every count.
 
-Where a mask is made of bands and lengths alone, the tiles of a row are one run, found by
-arithmetic; where it ends with a table of tiles that fit into those of the walk, by looking them up;
-else every tile is judged as the reference does (``reference.programs.cover``).
+There are three ways:
+
+* If a mask has only bands and lengths, the tiles of a row are one run, found by arithmetic.
+* If it ends with a table of tiles that fit into those of the walk, they are looked up.
+* Otherwise every tile is judged as the reference does (``reference.programs.cover``).
 """
 
 from __future__ import annotations
@@ -229,7 +231,7 @@ def _with(sums: Visits, matrix: _Matrix, together: bool) -> Visits:
 
 
 def _visited(matrix: _Matrix, tile: tuple[int, int], together: bool) -> tuple[_Counts, int]:
-    """What is visited, and how often that is to be counted."""
+    """Return the visited tiles' counts, and how many times to count them."""
     problem = matrix.problem
     each = problem.batch * problem.heads
     if not each or not problem.queries or not problem.keys:

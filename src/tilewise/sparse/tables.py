@@ -20,7 +20,7 @@ __all__ = ["Sizes", "Table", "build", "sizes"]
 
 
 class Sizes(NamedTuple):
-    """What a table is asked for.
+    """Sizes that a table is requested for.
 
     Args:
         batch, heads: None where the caller did not say.

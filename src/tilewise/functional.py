@@ -53,18 +53,18 @@ ScoreLike: TypeAlias = Score | ScoreFunction | Sequence[Score | ScoreFunction] |
 
 
 class SoftmaxStats(NamedTuple):
-    """What a row's softmax looked like, from the same pass; each [B, Hq, M] (varlen [Hq, Tq]).
+    """Statistics of each row's softmax, from the same pass; each [B, Hq, M] (varlen [Hq, Tq]).
 
-    With p[n] = exp(s[n] - lse), the probabilities before dropout of the keys that the row sees, and
-    with sinks p[sink] = exp(sink - lse) as one more outcome beside them. Floats are float32
-    (float64 for float64).
+    p[n] = exp(s[n] - lse) are the probabilities, before dropout, of the keys that the row sees.
+    With sinks, p[sink] = exp(sink - lse) is one more outcome. Floats are float32 (float64 for
+    float64).
 
     Args:
         max_logit: the largest score s[n] of a key, natural-log units; the sink does not count; -inf
             for a row that sees no key, NaN for a row with a NaN score. Without gradient.
         lse: the natural-log sum of exponentials, sink included; -inf for a row without keys and
             sink. Differentiable.
-        entropy: -sum of p log p over the outcomes, in nats: 0 where one has all the weight, at most
+        entropy: -sum of p log p over the outcomes, in nats: 0 if one has all the weight, at most
             log of their number. A row that sees no key has 0. Differentiable.
         top1: int64, the key with the largest score, the first of equal ones, or the first with a
             NaN score; -1 for a row that sees no key. In a variable-length call keys count within
@@ -78,7 +78,7 @@ class SoftmaxStats(NamedTuple):
 
 
 class AttentionResult(NamedTuple):
-    """What a call gives when more than the output is asked for.
+    """Result of a call with ``return_lse`` or ``return_stats``.
 
     Args:
         out: [B, Hq, M, Dv] (varlen [Tq, Hq, Dv]), q's dtype (bfloat16 for float8).
@@ -194,16 +194,17 @@ def attention_varlen(
     plan: Plan | None = None,
     **unknown: Never,
 ) -> Any:
-    """Attention over sequences of different lengths, packed one after the other.
+    """Compute attention over sequences of different lengths, packed one after the other.
 
-    Sequence i has the query rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] and the keys likewise; rows
-    see keys of their own sequence only. In masks, scores and dropout, b is the sequence's index,
-    and m, n, M, N count within it: captured tensors have sequences as their first dimension, and
-    rows or keys up to the longest sequence's at least.
+    Sequence i has the query rows cu_seqlens_q[i] to cu_seqlens_q[i + 1], and its keys likewise.
+    Rows see only the keys of their own sequence. In masks, scores and dropout, b is the sequence's
+    index, and m, n, M and N count within it. The first dimension of a captured tensor is the
+    sequence. Its rows or keys cover at least the longest sequence.
 
-    The keywords are those of ``attention`` (a scale [B, heads] has a row per sequence). q is
-    [Tq, Hq, D], k [Tk, Hk, D] and v [Tk, Hk, Dv], of any strides; cu_seqlens_q and cu_seqlens_k
-    are int32 or int64 [sequences + 1] that start at 0, never decrease and end at Tq and Tk.
+    The keywords are those of ``attention``; a scale [B, heads] has a row per sequence. The operands
+    q [Tq, Hq, D], k [Tk, Hk, D] and v [Tk, Hk, Dv] may have any strides. The offsets cu_seqlens_q
+    and cu_seqlens_k are int32 or int64 [sequences + 1]. They start at 0, never decrease and end at
+    Tq and Tk.
 
     Returns:
         The output [Tq, Hq, Dv], or an AttentionResult with lse [Hq, Tq].
@@ -243,13 +244,13 @@ def attention_paged(
     plan: Plan | None = None,
     **unknown: Never,
 ) -> Any:
-    """Attention over keys and values that lie in pages, which a block table finds. Forward only.
+    """Compute attention over keys and values in pages, found by a block table. Forward only.
 
     Sequence b has N = key_lengths[b] keys; key n is row n % page_size of the page
-    block_table[b, n // page_size]. In masks and scores, b is the sequence's index, and m, n, M, N
-    count within it: captured tensors have sequences as their first dimension, and keys up to the
-    longest sequence's at least. What rows and pages hold that no sequence has keys in, and what
-    the block table says beyond a sequence's keys, does not matter.
+    block_table[b, n // page_size]. In masks and scores, b is the sequence's index, and m, n, M and
+    N count within it. The first dimension of a captured tensor is the sequence. Its keys cover at
+    least the longest sequence. Rows and pages without keys of a sequence may hold anything, and so
+    may the block table beyond a sequence's keys.
 
     Args:
         q: [B, Hq, M, D]; or [Tq, Hq, D], packed as for ``attention_varlen``, with cu_seqlens_q.
@@ -273,9 +274,9 @@ def attention_paged(
         plan: a held Plan of ``tilewise.plan`` for a call like this one.
         **unknown: refused, as in ``attention``.
 
-    Values of block_table, key_lengths and cu_seqlens_q are checked where they are on the CPU. On a
-    device they are not read (but in checked mode); kernels clamp lengths and page numbers to what
-    there is.
+    Values of block_table, key_lengths and cu_seqlens_q are checked if they are on the CPU. On a
+    device they are not read, except in checked mode; kernels clamp lengths and page numbers to the
+    valid range.
 
     Returns:
         The output [B, Hq, M, Dv] (packed [Tq, Hq, Dv]), or an AttentionResult.
@@ -370,13 +371,13 @@ def plan(
     backend: str | None = None,
     **unknown: Never,
 ) -> Plan:
-    """The plan of a call, to hold and to pass as ``plan=`` to calls of the same shapes.
+    """Return the plan of a call, to hold and to pass as ``plan=`` to calls of the same shapes.
 
-    The plan keeps no tensor: a mask or score that captures tensors, sinks and cu_seqlens are passed
-    again at the call; one that captures none may be left out there.
+    The plan keeps no tensor. Pass sinks, cu_seqlens and any mask or score that captures tensors
+    again at the call. A mask or score that captures none may be left out there.
 
-    Every argument is as the call will have it; cu_seqlens only for ``attention_varlen``,
-    block_table and key_lengths for ``attention_paged``, whose cu_seqlens_q may be there too.
+    Every argument is as the call will have it. Pass cu_seqlens only for ``attention_varlen``. Pass
+    block_table and key_lengths only for ``attention_paged``, which also takes cu_seqlens_q.
 
     Raises:
         InvalidArgument, InvalidType, Unsupported: as the call.
@@ -408,16 +409,18 @@ def explain(
     chip: str | None = None,
     **unknown: Never,
 ) -> Explanation:
-    """How a call would be done, what it moves, and why no other backend would do it.
+    """Explain how a call would run, what it moves, and why no other backend would run it.
 
-    Nothing is computed. Bytes and times are predicted for the forward and the backward, ours beside
-    plain attention (docs/io-model.md).
+    This computes no attention. It predicts bytes and times of the forward and the backward, for
+    tilewise and for plain attention (docs/io-model.md).
 
-    Every argument is as in ``plan``; ``chip`` says whose caches and ceilings count: a name of
-    ``tilewise.chips.CHIPS`` of the kind that the tensors are on, or "this"; None for their own.
+    Every argument is as in ``plan``. ``chip`` selects the caches and ceilings to predict with. It
+    is a name in ``tilewise.chips.CHIPS`` of the kind of device that the tensors are on, "this", or
+    None for the tensors' own device.
 
     Raises:
-        InvalidArgument, InvalidType: as the call. A call that nothing can do is explained.
+        InvalidArgument, InvalidType: as the call. A call that no backend supports is explained, not
+            refused.
     """
     if unknown:
         _refuse("explain", unknown)
@@ -458,7 +461,7 @@ def _same_kind(row: Chip, device: torch.device) -> Chip:
 
 
 def _account(made: Plan, operands: Operands) -> tuple[Account | None, tuple[tuple[str, str], ...]]:
-    """What a call moves, or why it is not predicted."""
+    """Return the account of what a call moves, or None and why it is not predicted."""
     assert made.loops is not None
     try:
         return account(made.problem, made.loops, operands), ()

@@ -50,9 +50,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def left_alone(function: _Function) -> _Function:
     """Return a function that torch.compile neither tries after a graph break, nor inlines.
 
-    It is for those that call the core, of which torch.compile knows nothing and warns, and for
-    those whose numbers change from call to call: each would be another graph. What
-    ``torch.compiler.disable`` does takes a second for the first call of a process.
+    Use it for functions that call the core, which torch.compile does not know and warns about. Use
+    it also for functions whose numbers change from call to call, because each value would be
+    another graph. ``torch.compiler.disable`` would take a second for the first call of a process.
     """
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))

@@ -1,11 +1,12 @@
 """tilewise as a flash-attention implementation of torch's own dispatcher.
 
 ``register`` puts a name into torch's registry, as the providers of FA3 and FA4 do, and changes
-nothing; ``torch.nn.attention.activate_flash_attention_impl("tilewise")`` then lets the operator
-that ``F.scaled_dot_product_attention`` calls where torch chooses its flash path run our kernels,
-forward and backward, until ``restore_flash_attention_impl()``. Torch goes on choosing: what its
-flash path does not take (dropout on the CPU, Dv != D, masks that want a gradient, float64 on a
-GPU) never comes here; ``tilewise.sdpa()`` takes it.
+nothing else. ``torch.nn.attention.activate_flash_attention_impl("tilewise")`` then switches our
+kernels on, forward and backward, until ``restore_flash_attention_impl()``. They replace the
+operator that ``F.scaled_dot_product_attention`` calls where torch chooses its flash path.
+
+Torch still chooses the path. Calls that its flash path does not take never come here: dropout on
+the CPU, Dv != D, masks that want a gradient, float64 on a GPU. ``tilewise.sdpa()`` takes them.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     from tilewise.compat.flex_attention import create_block_mask, flex_attention
 
-in the stead of ``torch.nn.attention.flex_attention``. A ``score_mod`` and a ``mask_mod`` are traced
-into the expressions of ``docs/variants.md`` and run inside the kernel, in the blocks that the block
-mask has, eager and compiled, on the CPU too, with a backward everywhere. A function that is not in
-that language is refused by name; nothing is computed in another way instead.
+replaces the import from ``torch.nn.attention.flex_attention``. A ``score_mod`` and a ``mask_mod``
+are traced into the expressions of ``docs/variants.md`` and run inside the kernel, in the blocks of
+the block mask. They run eager and compiled, also on the CPU, with a backward everywhere. A function
+outside that language is refused by name; nothing is computed in another way instead.
 """
 
 from __future__ import annotations

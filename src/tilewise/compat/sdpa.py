@@ -33,14 +33,14 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Torch's ``scaled_dot_product_attention`` by ``tilewise.attention``, in O(L + S) memory.
+    """Run torch's ``scaled_dot_product_attention`` by ``tilewise.attention``, in O(L + S) memory.
 
     ``softmax(scale query key^T + attn_mask) value``, over the last two dimensions.
 
-    Where torch's own paths differ, this is what holds here:
+    Torch's own paths differ from one another in these cases; this function does the following:
 
-    * A row that sees no key gives 0, with zero gradients, be it hidden by a bool mask, by -inf of a
-      float mask or by S = 0: as every path of torch 2.13 has it on the CPU.
+    * A row that sees no key gives 0, with zero gradients. This holds for a bool mask, -inf in a
+      float mask, and S = 0. Every path of torch 2.13 does so on the CPU.
     * ``attn_mask`` together with ``is_causal`` is refused, as torch's page says and its plain path
       does; its flash kernel on the CPU applies both.
     * NaN: a NaN query, and a NaN key or value that is attended, give NaN. A hidden value counts as

@@ -1,8 +1,8 @@
-"""A call of scaled_dot_product_attention, brought to the shapes of ``tilewise.attention``.
+"""Convert a call of scaled_dot_product_attention to the shapes of ``tilewise.attention``.
 
-Letters: L queries, S keys, E query/key width, Ev value width. What stands before the last two
-dimensions broadcasts as in torch's plain path, which is a product of matrices: the last of it is
-the heads, the rest is the batch, and three-dimensional tensors are heads of one batch item.
+Letters: L queries, S keys, E query/key width, Ev value width. The dimensions before the last two
+broadcast as in torch's plain path, which is a product of matrices. The last of them is the heads,
+the rest is the batch. Three-dimensional tensors are the heads of one batch item.
 """
 
 from collections.abc import Sequence

@@ -18,7 +18,7 @@ _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 
 def mistake(call: Call) -> str | None:
-    """What is wrong with a call in torch's eyes, in a few words; None where nothing is."""
+    """Return briefly why torch would reject a call, or None if it would not."""
     q, k, v, attn_mask, dropout_p, is_causal, _, enable_gqa = call
     if not _typed(call):
         return "types"

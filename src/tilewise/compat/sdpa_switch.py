@@ -1,9 +1,9 @@
 """The switch that puts tilewise in the place of ``F.scaled_dot_product_attention``.
 
-While a switch is on anywhere, torch's name of the function is this module's ``_stand_in``. It asks
-whether a switch is on for the thread that calls, takes the call if nothing speaks against it, and
-hands it to the function that was there before if something does; either is written into the
-reports of the switches that are on. When the last one goes off, torch's name is what it was.
+While a switch is on anywhere, torch's name of the function is this module's ``_stand_in``. It
+checks whether a switch is on for the calling thread. If so, it takes the call when tilewise covers
+it, and otherwise passes it to the function that was there before. Either outcome is counted in the
+reports of the switches that are on. When the last switch goes off, torch's name is what it was.
 """
 
 from __future__ import annotations
@@ -47,21 +47,26 @@ _on = False
 def sdpa() -> Iterator[Report]:
     """Let tilewise compute the calls of ``F.scaled_dot_product_attention`` in a block.
 
-    ``with tilewise.sdpa() as report:`` takes the calls of this thread (of this context, in
-    asyncio) that it covers, leaves the others to torch, and counts both in ``report``. It nests:
-    a call is counted by every block that it is in. Whoever reaches the function by
-    ``torch.nn.functional`` is reached: models that say ``F.scaled_dot_product_attention``,
-    transformers, timm, ``nn.MultiheadAttention`` while training. Not reached: a name imported from
-    there before (``from torch.nn.functional import scaled_dot_product_attention``), and what never
-    calls it, as the fast path of ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` in
-    eval mode (``torch.backends.mha.set_fastpath_enabled(False)`` turns that off).
+    ``with tilewise.sdpa() as report:`` takes the calls of this thread (of this context, in asyncio)
+    that it covers, leaves the others to torch, and counts both in ``report``. It nests: a call is
+    counted by every block that it is in.
 
-    A backward pass belongs into the block where checkpoints are computed again in it.
+    The switch reaches every caller of ``torch.nn.functional``: models that write
+    ``F.scaled_dot_product_attention``, transformers, timm, ``nn.MultiheadAttention`` while
+    training. It does not reach two kinds of code:
 
-    Under ``torch.compile`` a function is compiled for tilewise while a switch is on, in whatever
-    thread, and for torch while none is: which one is guarded on, and the other one made when
-    needed. A compiled call counts whenever it is traced, in the reports of the thread that traces,
-    and not when it runs.
+    * a name imported from there before
+      (``from torch.nn.functional import scaled_dot_product_attention``);
+    * code that never calls it, such as the fast path of ``nn.MultiheadAttention`` and
+      ``nn.TransformerEncoderLayer`` in eval mode
+      (``torch.backends.mha.set_fastpath_enabled(False)`` turns that off).
+
+    If a backward pass recomputes checkpoints, put it into the block too.
+
+    ``torch.compile`` compiles a function for tilewise while a switch is on in any thread, and for
+    torch while none is. It guards on the switch and compiles the other version when needed. A
+    compiled call counts whenever it is traced, in the reports of the thread that traces, and not
+    when it runs.
     """
     report = Report()
     _install()

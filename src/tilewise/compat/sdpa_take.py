@@ -1,7 +1,7 @@
-"""A call of ``F.scaled_dot_product_attention`` taken by tilewise, or the reason why it is not.
+"""Take a call of ``F.scaled_dot_product_attention``, or give the reason why tilewise does not.
 
-Whoever stands in torch's place asks this: ``sdpa_switch`` for whatever calls the function,
-``tilewise.integrations.timm`` for the layers of a model.
+The replacements of torch's function use this module: ``sdpa_switch`` for any code that calls the
+function, ``tilewise.integrations.timm`` for the layers of a model.
 """
 
 from __future__ import annotations

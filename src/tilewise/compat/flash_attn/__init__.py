@@ -1,7 +1,7 @@
 """flash-attn's Python interface over tilewise: its names, orders, defaults and layouts.
 
-``tilewise.compat.install("flash_attn")`` makes ``import flash_attn`` find it. What is covered is in
-``docs/compatibility.md``.
+``tilewise.compat.install("flash_attn")`` makes ``import flash_attn`` find it.
+``docs/compatibility.md`` lists what it covers.
 """
 
 from tilewise.compat.flash_attn.flash_attn_interface import (

@@ -5,21 +5,26 @@ All of them compute, for query row i and key j of a sequence with M rows and N k
     s[i, j] = softcap * tanh(softmax_scale * q[i].k[j] / softcap) - slope * |i + N - M - j|
     out[i]  = sum_j dropout(softmax(s[i])[j]) v[j]
 
-over the keys that ``causal`` (j <= i + N - M) and ``window_size`` (i + N - M - left <= j <=
-i + N - M + right, -1 for no bound) leave; a row that sees no key gives 0.
+The sums run over the keys that these keywords allow:
+
+* ``causal``: j <= i + N - M.
+* ``window_size``: i + N - M - left <= j <= i + N - M + right, with -1 for no bound.
+
+A row that sees no key gives 0.
 
 What they share:
 
-* float32 and float64 are taken beside float16 and bfloat16, head widths need be no multiple of 8,
-  v's may differ from q's, strides are free, and dropout goes with softcap.
+* float32 and float64 work besides float16 and bfloat16. Head widths may be any number, v's may
+  differ from q's, and strides are free. Dropout works together with softcap.
 * ``window_size`` may be an integer tensor [2], or have integers of numpy or of tensors in it.
 * ``dropout_p`` draws its seed from the generator of q's device: ``torch.manual_seed`` repeats it.
 * ``deterministic`` changes nothing: the same call gives the same bits, gradients too.
 * ``return_attn_probs`` gives ``(out, softmax_lse, S_dmask)``. ``softmax_lse`` is float32, the
-  natural-log sum of exponentials, and +inf for a row without keys as flash-attn 2 has it
-  (``tilewise.attention`` says -inf); it has a gradient. ``S_dmask`` is empty without dropout; with
-  it, the probabilities before dropout in q's dtype, negative where dropped, **N x N memory**: the
-  reference computes it a second time, for tests only. It has no gradient.
+  natural-log sum of exponentials, with a gradient. For a row without keys it is +inf, as in
+  flash-attn 2 (``tilewise.attention`` gives -inf). Without dropout, ``S_dmask`` is empty. With
+  dropout, it is the probabilities before dropout in q's dtype, negative where dropped. It takes
+  **N x N memory**, because the reference computes it a second time, for tests only. It has no
+  gradient.
 * Functions of other versions (descales, ``qv``, sinks) are ``tilewise.attention``'s own keywords.
 
 The passes by themselves, ``_flash_attn_forward`` and others, are in ``passes.py``.

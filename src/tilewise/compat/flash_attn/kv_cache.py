@@ -49,16 +49,17 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Attention to a cache of keys and values, after k and v were written into it, in place.
+    """Write k and v into a cache in place, then compute attention to the cache.
 
-    The keys of sequence b are the rows cache_leftpad[b] to cache_seqlens[b] of its cache and then
-    the new ones, which are written to the rows from cache_seqlens[b] on. Formula, ``causal`` (the
-    last query sees every key), ``window_size``, ``softcap`` and ``alibi_slopes`` are those of
-    ``flash_attn_func`` over these keys. Tensors may require gradients, but there is none: a
-    backward pass through the result raises ``Unsupported`` (flash-attn leaves them out silently).
+    The keys of sequence b are the rows cache_leftpad[b] to cache_seqlens[b] of its cache, and then
+    the new ones. The new keys are written to the rows from cache_seqlens[b] on. The formula,
+    ``causal`` (the last query sees every key), ``window_size``, ``softcap`` and ``alibi_slopes``
+    are those of ``flash_attn_func`` over these keys. Tensors may require gradients, but the result
+    has none: a backward pass through it raises ``Unsupported`` (flash-attn silently leaves the
+    gradients out).
 
-    The cache is read where it lies; only on the CPU and with cache_leftpad is one copied whose rows
-    are not evenly spaced in memory.
+    The cache is read in place. The exception is on the CPU with cache_leftpad: a cache whose rows
+    are not evenly spaced in memory is copied.
 
     Args:
         q: [B, M, Hq, D].

@@ -1,12 +1,13 @@
-"""flash-attn's forward and backward passes by themselves, which ring attention is made of.
+"""flash-attn's separate forward and backward passes, the parts of ring attention.
 
-Libraries that split a sequence among devices (ring-flash-attention, yunchang) call a forward pass
-per block of keys, merge the blocks by their lse, and call a backward pass per block with the merged
-output and lse. So the backward passes here trust the ``out`` and ``softmax_lse`` that they get.
+Some libraries split a sequence among devices (ring-flash-attention, yunchang). They call a forward
+pass per block of keys and merge the blocks by their lse. Then they call a backward pass per block
+with the merged output and lse. So the backward passes here trust the ``out`` and ``softmax_lse``
+that they get.
 
-The names, their order and what is returned are those of flash-attn 2.8.3, whose functions are torch
-ops; these are Python functions. None has a gradient of its own: one that is asked for raises.
-``rng_state`` is int64 [2], of which the first is the seed of dropout and the second is 0.
+The names, their order and the results are those of flash-attn 2.8.3. Its functions are torch ops;
+these are Python functions. None has a gradient of its own: requesting one raises. ``rng_state`` is
+int64 [2]: the first number is the seed of dropout, the second is 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The eager path's autograd: one Function over a plan's two kernels.
 
-A torch custom op in Python costs 10 to 25 us a call, so eager calls come here; ``ops.py`` serves
-torch.compile and export over the same kernels, ``derivatives.py`` what goes beyond one gradient.
+A torch custom op in Python costs 10 to 25 us a call, so eager calls come here. ``ops.py`` serves
+torch.compile and export over the same kernels. ``derivatives.py`` serves everything beyond one
+gradient.
 """
 
 from typing import Any

@@ -1,12 +1,16 @@
 """The batching rule of the Functions of ``derivatives.py``: vmap and batched gradients.
 
 A vmapped dimension of V calls is folded into the batch, with the masks and captured tensors: one
-call for all. Where that would be another call it goes through the calls one by one and stacks what
-they return: packed sequences, sinks or tensors of raw scores that differ from call to call, and
-dropout, which drops the same pairs in each of them (what torch calls randomness="same").
+call for all. In some cases that would be a different call:
 
-Within a rule the tensors may be those of an outer vmap: the Function is applied again, so that
-vmaps nest.
+* packed sequences;
+* sinks or tensors of raw scores that differ from call to call;
+* dropout, which drops the same pairs in each call (torch's randomness="same").
+
+Then the rule makes the calls one by one and stacks their results.
+
+Within a rule, the tensors may belong to an outer vmap. The Function is applied again, so vmaps
+nest.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
 """What the eager path and the torch ops share: the plan of a call, and its operands.
 
-Written for overhead: a call that was made before costs one tuple and one dict lookup; whatever can
-be wrong with it is looked at when the lookup misses, but for what depends on values or on captured
-tensors, which is looked at every time.
+This code is written for low overhead. A call that was made before costs one tuple and one dict
+lookup. When the lookup misses, all checks run. Checks of values or captured tensors run on every
+call.
 """
 
 from collections.abc import Callable, Hashable

@@ -13,9 +13,9 @@ With x the operands (q, k, v, sinks, score tensors), u tangents of x, c cotangen
     Tangents    by x: Second(x, u, c); by u: Gradients(x, c) refused
     Second      by u: Second(x, w, c); by x and c: refused   likewise
 
-They have ``setup_context``, so that torch.func transforms nest over them in any order; that costs
-some microseconds a call, which is why plain eager calls go through ``autograd.py`` and come here
-only from its backward.
+They have ``setup_context``, so torch.func transforms nest over them in any order. That costs some
+microseconds a call. So plain eager calls go through ``autograd.py`` and come here only from its
+backward.
 """
 
 from collections.abc import Sequence

@@ -113,9 +113,9 @@ def warn_slow(name: str, reasons: tuple[tuple[str, tuple[str, ...]], ...]) -> No
 class PlanCache:
     """Plans by call signature: bounded, and without a lock or a reordering on a hit.
 
-    Two generations stand in for the order of use: what the young one misses and the old one has
-    moves back to the young one; when the young one is full it becomes the old one, and what was
-    not used since is dropped.
+    Two generations approximate the order of use. A plan that the young generation misses and the
+    old one has moves back to the young one. When the young one is full, it becomes the old one, and
+    the plans not used since are dropped.
 
     Args:
         size: entries per generation; twice as many are held at most.

@@ -18,7 +18,7 @@ Tensors = Sequence[Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a call is beside its tensors; no pytree, so that torch.func leaves it as it is.
+    """A call without its tensors; no pytree, so torch.func leaves it as it is.
 
     The tensors ``x`` of a call are q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, mask tensors, score
     tensors. Its *leaves* are those that have derivatives: q, k, v, sinks, score tensors.

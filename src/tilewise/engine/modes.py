@@ -1,4 +1,4 @@
-"""What is refused: transforms of a call whose rules are not written."""
+"""Refuse transforms of a call whose rules are not written."""
 
 from typing import Any, NoReturn
 

@@ -1,6 +1,6 @@
-"""One call: which road it takes, and along it from the arguments to a Result.
+"""Run one call: choose its road, and follow it from the arguments to a Result.
 
-``road`` asks once what surrounds the call; ``run`` and ``run_paged`` branch on its answer:
+``road`` checks once what surrounds the call. ``run`` and ``run_paged`` branch on its answer:
 
 ========================  ==========================================================================
 road                      where it leads
@@ -11,8 +11,8 @@ road                      where it leads
 ``"transformed watched"`` what of both can be had, else a refusal
 ========================  ==========================================================================
 
-Written for the overhead of a small eager call, which is why the questions of ``road`` and of the
-eager part of ``run`` stand in this order.
+The checks in ``road`` and in the eager part of ``run`` are ordered for low overhead of a small
+eager call.
 """
 
 from typing import Any, Literal
@@ -70,11 +70,11 @@ _AUTOCAST_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def road(q: Any, k: Any, v: Any) -> Road:
-    """The road of a call with these tensors, here and now.
+    """Return the road of a call with these tensors in the current context.
 
-    A program that watches torch's operations (torch.compile, a dispatch mode, torch.jit.trace, a
-    tensor subclass, a meta tensor) would not see the kernel behind an eager call, and would record
-    its output as a constant: such calls go through the torch ops.
+    Some programs watch torch's operations: torch.compile, a dispatch mode, torch.jit.trace, a
+    tensor subclass, a meta tensor. They would not see the kernel behind an eager call, and would
+    record its output as a constant. Such calls go through the torch ops.
     """
     plain = type(q) is type(k) is type(v) is Tensor  # quicker to ask than the sets
     watched = (
@@ -99,10 +99,9 @@ def run(
     statistics: Statistics = "",
     out_alone: bool = False,
 ) -> Result:
-    """Attention as asked (``functional.attention``), by a held plan if one is given.
+    """Compute the requested attention (``functional.attention``), by a held plan if one is given.
 
-    Of the result nothing but the output is to be looked at where ``out_alone`` says so, which goes
-    without ``statistics``.
+    With ``out_alone``, read only the output from the result. ``out_alone`` excludes ``statistics``.
     """
     way = road(q, k, v)
     if way != "eager":

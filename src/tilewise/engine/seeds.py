@@ -1,7 +1,7 @@
-"""The seed of dropout: drawn, checked, and brought to where the kernels read it.
+"""Draw and check the seed of dropout, and bring it to where the kernels read it.
 
-The core takes a number. The GPU's kernels read a tensor on their device, so that nothing waits for
-the device, and a CUDA graph draws anew at each replay: the captured draw is part of the graph.
+The core takes a number. The GPU's kernels read a tensor on their device, so nothing waits for the
+device. A CUDA graph draws anew at each replay, because the captured draw is part of the graph.
 """
 
 import torch

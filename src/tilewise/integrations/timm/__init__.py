@@ -27,18 +27,19 @@ __all__ = ["Report", "disable", "enable"]
 def enable(model: nn.Module) -> Report:
     """Let tilewise compute the attention of a model's layers, until ``disable``.
 
-    Every layer of timm that can call ``F.scaled_dot_product_attention`` does so from now on (its
-    ``fused_attn`` becomes True: timm leaves it off for Swin and some others), and while it is in
-    its forward, that function is ``tilewise.attention``. What tilewise does not cover goes to
-    torch, and is counted. Parameters, buffers and the state dict stay what they are; copies and
+    Every layer of timm that can call ``F.scaled_dot_product_attention`` does so from now on. Its
+    ``fused_attn`` becomes True; timm leaves it off for Swin and some others. While the layer is in
+    its forward, that function is ``tilewise.attention``. Calls that tilewise does not cover go to
+    torch, and are counted. Parameters, buffers and the state dict stay what they are; copies and
     pickles of the model stay switched.
 
-    In the windows of Swin the relative position bias is a captured tensor [H, N, N] with its
-    gradient, and the mask of shifted windows [windows, N, N] is read where it lies: nothing is
-    spread over the batch.
+    In the windows of Swin, the relative position bias is a captured tensor [H, N, N] with its
+    gradient. The mask of shifted windows [windows, N, N] is read in place. Nothing is expanded over
+    the batch.
 
-    While another function stands in torch's name (``tilewise.sdpa()`` does), layers call that one.
-    Under ``torch.compile`` a call counts when it is traced. ``torch.jit.script`` wants ``disable``.
+    If another function has replaced torch's (``tilewise.sdpa()`` does so), layers call that one.
+    Under ``torch.compile`` a call counts when it is traced. Call ``disable`` before
+    ``torch.jit.script``.
 
     Args:
         model: of timm, or with modules of timm in it. Once more is the same.

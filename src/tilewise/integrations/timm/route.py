@@ -1,8 +1,8 @@
-"""The way from a layer of timm to ``tilewise.attention``: the one call that it makes of torch's.
+"""Route a timm layer's one call of torch's function to ``tilewise.attention``.
 
-A switched layer is of a class made from its own, which differs in its forward: for that long,
-torch's hook for overriding functions (a ``TorchFunctionMode``, of this thread alone) is asked about
-every function of torch that the layer calls, and answers for one.
+A switched layer has a class derived from its own, with a different forward. During that forward,
+torch's hook for overriding functions sees every function of torch that the layer calls, and
+replaces one. The hook is a ``TorchFunctionMode`` of this thread alone.
 """
 
 from __future__ import annotations
@@ -126,9 +126,9 @@ def _note(report: Report, reason: str | None) -> None:
 
 
 def _shifted(shift: Tensor) -> Score:
-    """What is added to window b; nothing is seen where it is -100 or less.
+    """Return the score that adds ``shift`` to window b and hides pairs where it is -100 or less.
 
-    timm's page says 0 or -inf, and its code -100: weights of e^-100 are no normal numbers of
+    timm's page says 0 or -inf, and its code -100. Weights of e^-100 are no normal numbers of
     float32, and processors take some fifteen times as long for products of those.
     """
     windows = shift.shape[0]

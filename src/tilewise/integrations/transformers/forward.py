@@ -25,7 +25,7 @@ _MORE_KEYS = (
 
 
 class _Seen(NamedTuple):
-    """What a layer's mask says: which pairs attend, what is added to them, and of how many keys."""
+    """Contents of a layer's mask: which pairs attend, what is added to them, and how many keys."""
 
     mask: Mask | None
     added: Tensor | None
@@ -117,11 +117,12 @@ def _refuse(kwargs: Mapping[str, Any]) -> None:
 
 
 def _collects_weights() -> bool:
-    """Whether transformers' hooks wait for weights: not every model hands output_attentions on.
+    """Return whether transformers' hooks wait for weights.
 
-    In a model that torch.compile traces as a whole, what they wait for is part of the graph. Of a
-    layer that is compiled by itself it stands in a ContextVar, which dynamo does not know: it is
-    read when the layer is traced, again after hooks have changed.
+    Not every model passes output_attentions on to its layers. If torch.compile traces the model as
+    a whole, the hooks' request is part of the graph. If it compiles a layer by itself, the request
+    is in a ContextVar, which dynamo does not know. It is read when the layer is traced, and again
+    after hooks have changed.
     """
     collector = _collector()
     if collector is None:

@@ -1,12 +1,13 @@
-"""The masks of transformers as expressions: nothing of queries x keys is written.
+"""Turn the masks of transformers into expressions, without writing a queries x keys tensor.
 
-transformers describes a mask by a function ``(batch, head, q, kv) -> bool`` over positions, which
-it composes from causal, window, chunk and packing functions, and by a tensor [B, positions] of what
-is no padding. The function is traced (``tilewise.masks.function``), so that a user's own
-``or_mask_function`` goes the same way; padding becomes lengths where it is on the right.
+transformers describes a mask in two parts. The first is a function ``(batch, head, q, kv) -> bool``
+over positions, which it composes from causal, window, chunk and packing functions. The second is a
+tensor [B, positions] that marks what is no padding. The function is traced
+(``tilewise.masks.function``), so a user's own ``or_mask_function`` goes the same way. Padding on
+the right becomes lengths.
 
-What a tensor holds is looked at on the CPU only, and not while something traces: elsewhere a look
-would stall the device, break a graph, or hold for one call alone.
+Values of a tensor are read on the CPU only, and not while something traces. Elsewhere a read would
+stall the device, break a graph, or hold for one call alone.
 """
 
 from __future__ import annotations
@@ -119,10 +120,11 @@ def make_mask(
 def _over_positions(
     function: MaskFunction, queries: int, keys: int, q_offset: int, kv_offset: int
 ) -> tuple[Mask, int]:
-    """The mask over rows and keys that count from 0, and how many keys it is for.
+    """Return the mask over rows and keys that count from 0, and how many keys it is for.
 
-    The last query mostly stands at the last key, or before it in a static cache, whose rest a
-    causal mask hides: then the offset is said as N - M, and the same program serves every step.
+    The last query is mostly at the last key. In a static cache it is before the last key, and a
+    causal mask hides the rest. In both cases the offset is written as N - M, and the same program
+    serves every step.
     """
     last = q_offset - kv_offset + queries
     if 0 < last <= keys:
@@ -181,7 +183,7 @@ def _traced(positioned: MaskFunction, function: MaskFunction) -> Mask:
 
 
 def _is_traced(tensor: Tensor) -> bool:
-    """Whether what a tensor holds is not there to be looked at, or not for good."""
+    """Return whether a tensor's values cannot be read, or would hold for one call alone."""
     jit: Any = torch.jit
     return torch.compiler.is_compiling() or jit.is_tracing() or type(tensor) is not Tensor
 

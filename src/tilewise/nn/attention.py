@@ -121,25 +121,27 @@ class Attention(nn.Module):
         cache: Cache | None = None,
         sequences: Sequence[int] | None = None,
     ) -> Tensor:
-        """Attend from ``x`` to ``context``, or to itself, or to a cache that ``x`` continues.
+        """Attend from ``x`` to ``context``, to itself, or to a cache that ``x`` continues.
 
-        With a cache the rows of ``x`` are put behind what it has, and see all of it that the mask
-        allows. A causal layer that gets a sequence in pieces, however small, gives what it gives in
-        one (but for rounding). In masks and scores m counts the rows of the call, which are the
-        last ones of all n.length: masks and scores that are aligned to the bottom right, as the
-        built-in ones are if nothing else is said, mean the same with a cache and without.
+        With a cache, the rows of ``x`` are appended to it, and see all of it that the mask allows.
+        A causal layer gives the same result for a sequence in pieces, however small, as in one
+        (except for rounding).
+
+        In masks and scores, m counts the rows of the call, which are the last ones of all n.length.
+        Masks and scores aligned to the bottom right mean the same with a cache and without. The
+        built-in ones are aligned so by default.
 
         Args:
             x: [B, M, width].
             context: [B, N, context_width]; None for ``x``.
-            mask: a further mask for this call: both it and the module's own must allow a pair.
+            mask: a further mask for this call; it and the module's own must both allow a pair.
             score: further scores for this call, applied after the module's own.
             positions: for the rotation of the queries, [M] or [B, M]; None for 0, 1, ...
             context_positions: for the rotation of the keys, [N] or [B, N]; None for ``positions``.
                 With both ``rotary`` and ``context``, both must be given.
             cache: a ``KVCache`` or ``PagedKVCache`` of ``tilewise.serving`` for this layer alone,
-                with its kv_heads, head_dim and dtype. ``positions`` None are then those behind
-                what it has. No context, no gradients, no dropout.
+                with its kv_heads, head_dim and dtype. ``positions`` None then continue the cache's.
+                No context, no gradients, no dropout.
             sequences: which sequences of a ``PagedKVCache`` the B items of ``x`` continue.
 
         Returns:

@@ -77,9 +77,12 @@ def convert(model: nn.Module, *, drop_weights: bool = False, quiet: bool = False
     parameters and buffers (optimizers go on), hooks, training flag, dtype and device, and whatever
     else refers to it, the model itself included. To convert again does nothing.
 
-    Left as they are, and named with the reason: subclasses of those three, which may compute
-    something else; modules whose ``forward`` was replaced on the instance; scripted ones; and
-    what looks like attention but is not torch's module.
+    These modules stay as they are, and are named with the reason:
+
+    * subclasses of those three, which may compute something else;
+    * modules whose ``forward`` was replaced on the instance;
+    * scripted ones;
+    * modules that look like attention but are not torch's.
 
     Convert before ``torch.jit.script`` and ``fully_shard``, which make other classes of a model's;
     a compiled model is compiled again at its next call.

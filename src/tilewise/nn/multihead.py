@@ -46,27 +46,29 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     and drops other pairs than torch's for the same seed.
 
     **Pass need_weights=False.** Torch's default is ``need_weights=True``, and so it is here, for
-    code that unpacks and uses the weights. They are L x S numbers per head: such a call is
-    computed in plain torch operations, in O(L S) memory, and says so once per process by a
-    ``SlowPathWarning``. Where the weights are thrown away (``attn(x, x, x)[0]``) nothing but the
-    call knows that; with ``drop_weights = True`` on a module its calls run in the kernel whatever
-    they ask, and give ``None`` as weights. ``tilewise.nn.convert(model, drop_weights=True)`` sets
-    it in a model whose code is not yours.
+    code that unpacks and uses the weights. They are L x S numbers per head. Such a call is computed
+    in plain torch operations, in O(L S) memory, and warns once per process with a
+    ``SlowPathWarning``.
 
-    With ``need_weights=False`` masks run inside of the kernel: nothing of size [B, H, L, S] is
-    written, and neither mask is copied or merged with the other (with ``add_bias_kv`` or
-    ``add_zero_attn`` they are copied, to have a column more). In eval mode too: torch's fast path
-    is not taken.
+    The module cannot know that its caller throws the weights away (``attn(x, x, x)[0]``). Set
+    ``drop_weights = True`` on a module to run all its calls in the kernel, whatever they request,
+    and return ``None`` as weights. ``tilewise.nn.convert(model, drop_weights=True)`` sets it in a
+    model whose code is not yours.
+
+    With ``need_weights=False``, masks run inside the kernel. Nothing of size [B, H, L, S] is
+    written, and the masks are neither copied nor merged with each other. ``add_bias_kv`` and
+    ``add_zero_attn`` do copy the masks, to add a column. The same holds in eval mode: torch's fast
+    path is not taken.
 
     What differs from torch's:
 
     * A query that sees no key gives the bias of ``out_proj``, weights 0 and gradients 0. Torch
       gives NaN with ``need_weights=True`` and on its fast path in eval mode.
     * ``is_causal=True`` needs no ``attn_mask``: alone it means that query m sees keys 0 to m. With
-      an ``attn_mask`` it is the hint that it is in torch, that this is the causal mask, which then
-      is not read (unless it wants a gradient); keys of ``add_bias_kv`` and ``add_zero_attn`` stay
+      an ``attn_mask`` it is a hint, as in torch, that the mask is the causal one. The mask is then
+      not read, unless it wants a gradient. Keys of ``add_bias_kv`` and ``add_zero_attn`` stay
       visible. A wrong hint gives a wrong result.
-    * A bool mask beside a float mask is no mistake.
+    * A bool mask together with a float mask is allowed.
     * Wrong shapes and dtypes raise ``InvalidArgument``, a ValueError, not AssertionError or
       RuntimeError.
 

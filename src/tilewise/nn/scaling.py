@@ -198,9 +198,9 @@ class YarnScaling(RotaryScaling):
 class Llama3Scaling(RotaryScaling):
     """Llama 3.1: by the turns r_i = L0 f_i / (2 pi) of a pair within L0.
 
-    Pairs that turn more than ``high_freq_factor`` times keep f_i, those that turn less than
-    ``low_freq_factor`` times have f_i / s, and in between, with
-    t_i = (r_i - low_freq_factor) / (high_freq_factor - low_freq_factor)::
+    Pairs that turn more than ``high_freq_factor`` times keep f_i. Those that turn less than
+    ``low_freq_factor`` times have f_i / s. In between, with t_i = (r_i - low_freq_factor) /
+    (high_freq_factor - low_freq_factor)::
 
         f'_i = (1 - t_i) f_i / s + t_i f_i
 

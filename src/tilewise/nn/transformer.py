@@ -22,10 +22,14 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     the same seed and the state dict are torch's own. It goes into ``torch.nn.TransformerEncoder``,
     with nested tensors (``enable_nested_tensor``) or without.
 
-    What differs from torch's: its fast path, which in eval mode without gradients computes the
-    whole layer at once and writes the S x S matrix, is not taken; hooks run in every mode; bool
-    masks stay bool; ``is_causal=True`` needs no mask; and what ``MultiheadAttention`` says of
-    queries that see no key.
+    It differs from torch's in these points:
+
+    * Torch's fast path is not taken. In eval mode without gradients, that path computes the whole
+      layer at once and writes the S x S matrix.
+    * Hooks run in every mode.
+    * Bool masks stay bool.
+    * ``is_causal=True`` needs no mask.
+    * Queries that see no key behave as in ``MultiheadAttention``.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.TransformerEncoderLayer.html
     """

@@ -1,1 +1,1 @@
-"""What a study is asked to do: its config, its choices, its designs and its runs."""
+"""The request of a study: its config, its choices, its designs and its runs."""

@@ -1,4 +1,4 @@
-"""Whether an experiment's rules hold together: what could not be done is refused before any run."""
+"""Checks that an experiment's rules hold together, made before any run."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ __all__ = ["Ruled", "check_rules"]
 
 
 class Ruled(Protocol):
-    """What is looked at of a ``config.Experiment``."""
+    """The parts of a ``config.Experiment`` that the checks read."""
 
     @property
     def arms(self) -> Sequence[Any]:
-        """All but the baseline."""
+        """Every arm except the baseline."""
 
     @property
     def arm_names(self) -> tuple[str, ...]:
-        """The baseline first."""
+        """Names of all arms, the baseline first."""
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Of the first stage."""
+        """The seeds of the first stage."""
 
     @property
     def sweep(self) -> Sweep | None:
-        """What is tuned."""
+        """The sweep that tunes a value."""
 
     @property
     def design(self) -> Design | None:
@@ -46,13 +46,13 @@ class Ruled(Protocol):
 
     @property
     def sequential(self) -> Sequential | None:
-        """When to look."""
+        """The rule for looks at the results."""
 
     def candidates(self, arm: str) -> tuple[float, ...]:
-        """What the sweep tries for an arm."""
+        """Return the values that the sweep tries for an arm."""
 
     def config_of(self, arm: str, changes: Mapping[str, float] | None = None) -> Any:
-        """Of one run, but for its seed."""
+        """Return the config of one run, without its seed."""
 
 
 def check_rules(experiment: Ruled) -> None:
@@ -117,7 +117,7 @@ def _check_halving(experiment: Ruled, sweep: Sweep, arm: str) -> None:
 
 
 def _check_stages(experiment: Ruled) -> None:
-    """What a later stage could not do is refused before the first."""
+    """Refuse, before the first stage, what a later stage could not do."""
     if experiment.combine is None and experiment.confirm is None and experiment.design is None:
         return
     if any(arm.kind == "systems" for arm in experiment.arms):

@@ -1,8 +1,8 @@
-"""What a study is: typed, frozen and complete: its hash names everything that decides a result.
+"""The config of a study: typed, frozen, complete. Its hash names everything that decides a result.
 
-A ``Study`` holds experiments; an ``Experiment`` compares arms with a baseline over seeds; an
-``Arm`` is the baseline with some values changed; a ``RunConfig`` is everything of one run but its
-seed. Standard values are written out: a saved config says every number that was used.
+A ``Study`` holds experiments. An ``Experiment`` compares arms with a baseline over seeds. An
+``Arm`` is the baseline with some values changed. A ``RunConfig`` is everything of one run except
+its seed. Default values are written out: a saved config says every number that was used.
 
 Values are addressed by dotted paths, e.g. ``optimizer.lr`` or ``training.clip``; see ``change``.
 A value that does not fit raises pydantic's ``ValidationError`` from a constructor and
@@ -76,14 +76,14 @@ class Schedule(Choice):
 
 
 class Variant(Choice):
-    """Who attends to whom, and how scores are changed: ``choices/variants.py``."""
+    """An attention mask and a change of scores: ``choices/variants.py``."""
 
     kind = "variant"
     name: str = "causal"
 
 
 class Task(Choice):
-    """What is learnt, from what, and how it is judged: ``choices/tasks.py`` and ``tasks/``."""
+    """The objective, the data and the metrics: ``choices/tasks.py`` and ``tasks/``."""
 
     kind = "task"
     name: str = "language-modelling"
@@ -103,9 +103,9 @@ class Model(Frozen):
     ``family`` is ``"gpt2"`` (causal, ``gpt2.py``), ``"bert"`` (an encoder, ``bert.py``) or
     ``"vit"`` (an encoder of images, ``vit.py``); a task says which of them it takes. Weights begin
     as the seed draws them, or as those of ``checkpoint``: a folder in the Hugging Face layout, or
-    ``package:NAME/FOLDER`` for one inside an installed Python package; what the checkpoint lacks (a
-    task's head, also where it has one for other classes) is drawn. An encoder's perceptron has
-    ``feed_forward`` channels, four times the width if nothing is said.
+    ``package:NAME/FOLDER`` for one inside an installed Python package. The seed draws what the
+    checkpoint lacks, such as a task's head, also where the checkpoint has one for other classes. An
+    encoder's perceptron has ``feed_forward`` channels, four times the width if nothing is said.
 
     With ``nudge`` every initial weight is moved to the next number, up or down: an arm that changes
     nothing else shows what rounding alone does to training. ``kv_heads``, ``positions``, ``norm``
@@ -154,11 +154,15 @@ class Model(Frozen):
 class Data(Frozen):
     """The data, its tokens, and how much of it is kept for evaluation.
 
-    ``source`` is ``"stdlib"`` (the ``*.py`` of Python's standard library), ``"wikitext-2"`` or
-    ``"wikitext-103"`` (with ``-raw`` for the form without ``<unk>``; looked for in the folder that
-    ``TILEWISE_DATA`` names), or the path of a text file or a folder of them. Tasks with data sets
-    of their own say what it means there. The tokenizer ``"wordpiece"`` is that of BERT (uncased),
-    and ``"listops"`` that of the task of this name.
+    ``source`` is one of:
+
+    * ``"stdlib"``: the ``*.py`` of Python's standard library;
+    * ``"wikitext-2"`` or ``"wikitext-103"``, with ``-raw`` for the form without ``<unk>``, in the
+      folder that ``TILEWISE_DATA`` names;
+    * the path of a text file or a folder of them.
+
+    Tasks with data sets of their own say what it means there. The tokenizer ``"wordpiece"`` is that
+    of BERT (uncased), and ``"listops"`` that of the task of this name.
 
     ``packing`` says how documents (files of a folder, articles of WikiText) become rows in
     training: ``"stream"``, ``"documents"`` (queries see their own alone) or ``"padded"`` (a row
@@ -226,14 +230,14 @@ class Evaluation(Frozen):
     ``every`` counts optimizer steps; the first weights and the last step are always evaluated.
     ``windows`` are spread evenly over the held-out text; a task that learns no text evaluates all
     of its held-out examples, and refuses another number. A ``final_stride`` above 0 scores the
-    whole held-out text after the last step instead: windows move on by that many tokens, and only
-    the tokens that are new in a window count. After the last step the model goes on with the
+    whole held-out text after the last step instead. Windows then move on by that many tokens, and
+    only the tokens that are new in a window count. After the last step the model goes on with the
     beginning of the held-out text for ``sample_tokens`` tokens; 0 for none.
 
-    Windows are of the text as a stream, whatever the packing in training; with ``documents`` every
+    Windows are of the text as a stream, whatever the packing in training. With ``documents`` every
     query sees its own document alone, in all arms alike, and the first token of a document is not
-    scored. Of ``attention_windows`` windows (or first examples) the statistics of the attention
-    layers are recorded, which changes no result; 0 for none.
+    scored. ``attention_windows`` windows (or first examples) give the recorded statistics of the
+    attention layers, which changes no result; 0 for none.
     """
 
     every: int = Field(25, ge=1)

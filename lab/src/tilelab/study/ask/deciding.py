@@ -22,7 +22,7 @@ class Halving(Frozen):
 
     Rung i (0 for the first) trains ceil(n / eta^i) of an arm's n candidates for
     ``longest / eta^(rungs - 1 - i)`` of the arm's own steps. Each trial is a run of its own from
-    the first weights, whose schedule ends where the rung does: a schedule that is cut off has not
+    the first weights, and its schedule ends where the rung does. A schedule that is cut off has not
     lowered its rate yet, and would rank large rates too low.
 
     Args:
@@ -91,8 +91,8 @@ class Design(Frozen):
     """A factorial of two levels, full or a regular fraction, that an experiment's arms make up.
 
     The arms are called ``a``, ``b``, ``a+b`` after the factors that they have on; the baseline has
-    none. Of a fraction, a factor with a generator is on where an odd number of the generator's
-    factors are: this is the fraction that the baseline belongs to.
+    none. In a fraction, a factor with a generator is on where an odd number of the generator's
+    factors are. The baseline belongs to this fraction.
 
     Args:
         factors: names, without ``+``.
@@ -149,8 +149,8 @@ class Sequential(Frozen):
 
         alpha_j = alpha (t_j^rho - t_(j-1)^rho)        t_j = looks[j] / looks[-1], t_0 = 0
 
-    where alpha is 1 - confidence. The levels add up to alpha, so that by Boole's inequality the
-    chance of any wrong rejection over all looks is at most alpha, however the looks depend on each
+    where alpha is 1 - confidence. The levels add up to alpha. By Boole's inequality the chance of
+    any wrong rejection over all looks is therefore at most alpha, however the looks depend on each
     other. Intervals are at 1 - alpha_j: together they hold at all looks. An arm that is decided
     gets no further seeds.
 

@@ -47,7 +47,7 @@ class Run:
 
     @property
     def config_hash(self) -> str:
-        """Of the config alone; a checkpoint with another one is refused."""
+        """The hash of the config alone; a run refuses a checkpoint with another one."""
         return config_hash(self.config)
 
     def folder(self, study: Path) -> Path:

@@ -1,9 +1,9 @@
 """Frozen values and what can be done with them: parse, change by dotted paths, hash.
 
-A hash must not change because a later version has one more setting: a field that is declared with
-``added`` is left out of what is hashed while it has its standard value, which means what was done
-before there was such a field. One that is declared with ``unhashed`` changes no result, and is left
-out always. Both are written out in files like every other.
+A hash must not change because a later version has one more setting. A field that is declared with
+``added`` is therefore left out of the hash while it has its default value, which means what was
+done before the field existed. A field that is declared with ``unhashed`` changes no result and is
+always left out. Both are written out in files like every other.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def change(config: M, changes: Mapping[str, Any]) -> M:
 
     A path may name a single value (``optimizer.lr``) or a whole part (``optimizer``, then the value
     is a mapping). Setting the ``name`` of a choice keeps those options that the new one has too.
-    Of the steps and the tokens of a budget, setting one clears the other.
+    Setting the steps of a budget clears its tokens, and the other way round.
 
     Args:
         config: what to start from; it is not changed.

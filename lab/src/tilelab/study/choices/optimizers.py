@@ -125,9 +125,9 @@ def muon(
     """Orthogonalised momentum for hidden matrices, and AdamW for all other weights.
 
     The matrices are the decaying weights of two dimensions; the rest trains at
-    ``adamw_lr_share * lr``. With ``adjust="match_rms_adamw"`` a matrix [A, B] moves by
-    0.2 sqrt(max(A, B)) lr times an orthogonal matrix, which has the root mean square of a step of
-    AdamW, so that one rate serves both; with ``"original"`` by sqrt(max(1, A / B)) lr.
+    ``adamw_lr_share * lr``. With ``adjust="match_rms_adamw"`` a matrix [A, B] moves by 0.2
+    sqrt(max(A, B)) lr times an orthogonal matrix. That has the root mean square of a step of AdamW,
+    so one rate serves both. With ``"original"`` it moves by sqrt(max(1, A / B)) lr.
 
     Sources: Jordan et al., Muon (2024); the adjustment: Liu et al., Muon is Scalable (2025), eq. 4.
     """

@@ -2,8 +2,8 @@
 
 ``t`` is the step about to be taken, 0 for the first; ``T`` the steps of the run; ``W`` the steps of
 warm-up: ``warmup * T``, rounded, and at most T - 1. During warm-up (t < W) every schedule but
-one-cycle is (t + 1) / (W + 1), so that no step is wasted on a rate of zero and step W is the first
-at the full rate. After it, with x = (t - W) / (T - W) in [0, 1), each has its own form, and none
+one-cycle is (t + 1) / (W + 1). So no step is wasted on a rate of zero, and step W is the first at
+the full rate. After warm-up, with x = (t - W) / (T - W) in [0, 1), each has its own form, and none
 reaches its end before the run is over.
 """
 

@@ -1,14 +1,13 @@
 """Variants of attention: who attends to whom, and how scores are changed.
 
-In a language model all but ``full`` are causal. An encoder looks both ways: ``ENCODER`` names the
-variants that it has, which are then ``full`` and the same patterns without the causal mask, a
-window as wide on either side.
+In a language model all but ``full`` are causal. An encoder looks both ways. ``ENCODER`` names its
+variants: ``full`` and the same patterns without the causal mask, a window as wide on either side.
 
 The sparse patterns are those of ``tilewise.patterns``, made causal. Every implementation computes
-all of them but one (``scaled_dot_product_attention`` has no softcap), and to the same numbers; only
-``tilewise`` gains by them: it leaves out the tiles in which nobody is seen, while ``plain`` and
-``sdpa`` compute every pair, write the whole matrix and hide what the pattern leaves out. Tiles are
-64 queries x 128 keys, so that windows and blocks which are much smaller save little.
+all of them to the same numbers, with one exception: ``scaled_dot_product_attention`` has no
+softcap. Only ``tilewise`` gains by them, because it skips the tiles in which nobody is seen.
+``plain`` and ``sdpa`` compute every pair, write the whole matrix and hide what the pattern leaves
+out. Tiles are 64 queries x 128 keys, so windows and blocks which are much smaller save little.
 """
 
 from __future__ import annotations

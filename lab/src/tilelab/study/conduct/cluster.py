@@ -1,10 +1,10 @@
 """Runs as tasks of Ray, on whatever machines its cluster has.
 
-A task starts the same child process that a study starts on one machine, and waits for it; the child
-writes to the study's folder, which every machine has to see, and the records come from there. When
-a worker of Ray or its machine dies, the child ends too (its standard input closes), and the pool
-takes the run up again elsewhere: Ray's own retries are off, for it cannot tell a run that failed
-from one that was lost.
+A task starts the same child process that a study starts on one machine, and waits for it. The child
+writes to the study's folder, which every machine has to see; the records come from there. When a
+worker of Ray or its machine dies, the child ends too (its standard input closes), and the pool
+takes the run up again elsewhere. Ray's own retries are off: Ray cannot tell a run that failed from
+one that was lost.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Cluster:
         return _RemoteWorker(self._ray, task, self._setting, reference, follower)
 
     def _need(self, config: RunConfig) -> Need:
-        """What a process of a run takes of its machine's memory, all that Ray counts."""
+        """Return the host memory that a process of a run takes; Ray counts nothing else."""
         return host_need(config, self._setting.device)
 
     def _wants(self) -> dict[str, int]:

@@ -1,7 +1,7 @@
-"""Which core a run is pinned to, so that runs do not measure each other.
+"""Choose the core that a run is pinned to, so that runs do not measure each other.
 
-Every study would begin with the first core. So a core that a study pins to is the study's alone for
-as long as it lasts: it holds the lock of a file, which the system gives back with the process,
+Every study would begin with the first core. So a study locks a file for each core that it pins to,
+and has the core alone for as long as it lasts. The system gives the lock back with the process,
 however that ends.
 """
 

@@ -1,8 +1,8 @@
-"""Works through an agenda with several runs at once, wherever they run.
+"""Work through an agenda with several runs at once, wherever they run.
 
 A ``Place`` starts a run and gives a ``Worker`` to watch it by: ``local.Local`` starts processes on
 this machine, ``cluster.Cluster`` tasks of Ray. No place holds anything that the folder of a run
-does not: a run may be killed at any time, and whoever takes it up goes on from its last checkpoint
+does not. A run may be killed at any time, and whoever takes it up goes on from its last checkpoint
 to the same bits. So a worker that is lost with its machine costs the steps since then, and no more.
 """
 

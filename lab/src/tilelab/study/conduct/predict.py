@@ -1,21 +1,25 @@
-"""What a study would take on a GPU that is not here: counted, nothing is run and no data is read.
+"""Predict what a study would take on an absent GPU, by counting: no run starts, no data is read.
 
 The seconds of an optimizer step are those of four parts, one after the other:
 
 * matrix products, 6 operations for each weight that a token is multiplied with, at the chip's peak;
 * attention, by the IO model (``tilewise explain --chip``): plain attention by its passes over the
-  matrix, the others by the tiled algorithm (torch's fused kernel is taken to be as good as ours);
+  matrix, the others by the tiled algorithm. The model takes torch's fused kernel to be as good as
+  ours;
 * what else lies in memory for the backward pass (``need.py``), at the chip's bandwidth: written and
   read again, and so are its gradients;
 * the weights: cast for every micro-batch, gradients added up, and the optimizer's update.
 
-An evaluation is a forward pass, a third of a step's time for as many sequences; of data sets of
-examples it is left out, as their sizes are not known without them, and so is what an
-``evaluation.final_stride`` adds to the last one: the whole held-out text. Of a text all of it is a
-lower bound: launches, passes of a chain of small operations, and what the ceilings are missed by
-are not in it; of examples, sequences are taken to fill the context, which they may not. A study on
-a GPU begins with a measured forecast (``forecast.py``). Memory is what the runner asks for before
-it starts a run.
+An evaluation is a forward pass: a third of a step's time for as many sequences. The prediction
+leaves out
+
+* evaluations on data sets of examples, whose sizes are not known without the data;
+* what an ``evaluation.final_stride`` adds to the last evaluation: the whole held-out text.
+
+For a text the prediction is a lower bound. It leaves out launches, the passes of a chain of small
+operations, and the distance from the ceilings. For examples it assumes that sequences fill the
+context, which they may not. A study on a GPU begins with a measured forecast (``forecast.py``). The
+memory is what the runner asks for before it starts a run.
 """
 
 from __future__ import annotations
@@ -71,7 +75,7 @@ class Predicted(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """Of an optimizer step."""
+        """Seconds of an optimizer step."""
         return self.products_s + self.attention_s + self.rest_s
 
 

@@ -59,7 +59,7 @@ class Setting:
     working: Path | None = None
 
     def job(self, run: Run, core: int | None = None) -> dict[str, Any]:
-        """What a child is told, in JSON's types.
+        """Return the job of a child process, in JSON's types.
 
         Args:
             run: which.

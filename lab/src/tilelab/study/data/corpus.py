@@ -1,8 +1,8 @@
 """Where a study's text comes from, and which part of it is held out.
 
-A split is decided by content and names alone, so that it is the same on every machine and for every
-seed and arm: files go to one side or the other by the hash of their path (near copies of others
-always to training), a single file is cut once.
+Content and names alone decide a split, so it is the same on every machine and for every seed and
+arm. Files go to one side or the other by the hash of their path (near copies of others always to
+training). A single file is cut once.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Corpus:
 
     @property
     def sha256(self) -> str:
-        """Of the training text's length in decimal, a newline, and both parts: text and split."""
+        """The hash of text and split: the training length in decimal, a newline, both parts."""
         digest = hashlib.sha256(f"{len(self.train)}\n".encode())
         digest.update(self.train)
         digest.update(self.held_out)

@@ -38,11 +38,12 @@ class Batches:
 
     Sample number s (counted from 0 over all steps) is window ``s % n`` of epoch ``s // n``. An
     epoch goes once through the text in n windows that do not overlap, from an offset below
-    ``context``, in a shuffled order; offset and order are drawn anew for each epoch. Batch and
+    ``context``, in a shuffled order. Each epoch draws its own offset and order. Batch and
     accumulation only cut that sequence into pieces: 4 x 2 and 8 x 1 learn from the same windows in
     a step.
 
-    The draws are defined here and not by a library, whose generators may change: see ``_mixed``.
+    This module defines the draws itself, because a library may change its generators: see
+    ``_mixed``.
 
     Args:
         tokens: of the text; windows come from its training part.
@@ -160,7 +161,7 @@ class Part(NamedTuple):
 
     @property
     def asked(self) -> tuple[Tensor, ...]:
-        """What a model is called with."""
+        """The arguments of a call of the model."""
         return (self.inputs,) if self.documents is None else (self.inputs, self.documents)
 
 

@@ -1,13 +1,13 @@
 """How documents become the rows of a batch: as a stream, packed with masks, or padded.
 
 * ``stream``: windows of the text, whatever documents they cut or join (``order.py``).
-* ``documents``: the same windows in the same order; a query sees its own document alone, positions
-  count from the document's beginning in the window, and the last token of a document, which would
-  be asked for the first one of another, has no target.
+* ``documents``: the same windows in the same order. A query sees its own document alone, and
+  positions count from the document's beginning in the window. The last token of a document has no
+  target: its target would be the first token of another document.
 * ``padded``: every row is a piece of one document, from its beginning on; what is left of the row
   is filled up with token 0 and has no target. Longer documents are cut into as many rows.
 
-Tokens that are learnt from are those that have a target.
+The model learns from the tokens that have a target.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
 
     @property
     def asked(self) -> tuple[Tensor, ...]:
-        """What a model is called with."""
+        """The arguments of a call of the model."""
         return (self.tokens,) if self.documents is None else (self.tokens, self.documents)
 
     @property

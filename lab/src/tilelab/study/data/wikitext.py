@@ -69,13 +69,13 @@ class Files(NamedTuple):
 
 
 def detokenise(text: str) -> str:
-    """Ordinary text from WikiText's words.
+    """Turn WikiText's words into ordinary text.
 
     These are the rules behind published word perplexities of GPT-2 (those of Megatron-LM), with two
-    differences: brackets and quotes pair up within a line, so that one that is not closed does not
-    turn all those after it; and the letter N stays an N. So nothing is added, replaced or lost but
-    spaces and the marks of joints: the text without spaces is the same before and after, with marks
-    read as what they mark. What cannot be told from the result is whether a joint had a space.
+    differences. Brackets and quotes pair up within a line, so an unclosed one does not turn all
+    those after it. The letter N stays an N. So the rules add, replace and lose only spaces and the
+    marks of joints. The text without spaces is the same before and after, with marks read as what
+    they mark. The result does not tell whether a joint had a space.
 
     Args:
         text: one or more lines as they are in the files: a space, words, a space, a newline.

@@ -43,8 +43,8 @@ def gpt2_factorial(*, steps: int = 120, seeds: int = 3, fresh_seeds: int = 6) ->
     Half an hour on two cores: as much as 124 runs of 250 thousand tokens, of which one takes 20 to
     35 seconds of a core. A byte-level GPT-2 of 0.46 million parameters reads 120 kB of WikiText-103
     twice. Every combination tunes its learning rate by successive halving, with the tokens of four
-    runs; then come the main effects and the interactions of two, and the best of the sixteen
-    against the baseline once more on fresh seeds. ``TILEWISE_DATA`` names the folder with the text.
+    runs. Then come the main effects and the interactions of two. The best of the sixteen meets the
+    baseline once more on fresh seeds. ``TILEWISE_DATA`` names the folder with the text.
 
     Args:
         steps: of every run that counts.

@@ -112,7 +112,7 @@ def _attention(implementation: str) -> dict[str, str]:
 
 
 def _training(context: int, steps: int, text: str) -> RunConfig:
-    """Of a byte-level GPT-2 of 0.9 million parameters, with whichever attention."""
+    """Return the run config of a byte-level GPT-2 of 0.9 million parameters, with any attention."""
     return RunConfig(
         model=Model(layers=4, heads=4, width=128, context=context),
         data=Data(source=text, size_cap_bytes=4 * 1024 * 1024),

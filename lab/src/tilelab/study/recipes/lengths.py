@@ -20,10 +20,10 @@ _NARROW_BYTES = 2  # of a number in half precision
 
 
 def plain_attention_bytes(config: RunConfig) -> int:
-    """What plain attention holds at most in a training step, by the IO model.
+    """Return the peak bytes of plain attention in a training step, by the IO model.
 
-    Of a micro-batch whose longest sequence fills the context: shorter ones are padded to it.
-    Beside it are the rest of the model and its optimizer. Autocast on a GPU has the softmax in
+    The micro-batch has a longest sequence that fills the context; shorter ones are padded to it.
+    The rest of the model and its optimizer come on top. Autocast on a GPU has the softmax in
     float32 and keeps a copy of two bytes a probability for the product that follows.
     """
     model, batch = config.model, config.training.batch

@@ -31,7 +31,7 @@ PATTERNS = {
 
 
 class Expressions(NamedTuple):
-    """Those of a length of the study.
+    """The expressions of one length of the study.
 
     Args:
         form: of the expressions.
@@ -58,14 +58,14 @@ LENGTHS = (
 def listops(*, plain_gb: float = 4.0, seeds: int = 3) -> Study:
     """ListOps by length: plain attention while it fits, tilewise, and two sparse patterns.
 
-    Four lengths: the original expressions of at most 128 and of at most 1,000 tokens (which are
-    mostly short: plain attention pads them to the longest of a batch, tilewise does not), and those
-    of the Long Range Arena up to 1,000 and up to 2,000. A BERT of 0.1 to 0.2 million parameters
-    sees 9,600 of the short expressions and 640 of the Arena's, less than a hundredth of what the
-    Arena trains on, drawn from a fiftieth of its examples. Of the short ones it learns to be right
-    more than twice as often as chance (0.1); of the Arena's hardly more than how often each digit
-    is the answer (0 and 9 about 0.17 each): there the study compares costs, not what a model can
-    learn.
+    There are four lengths. Two have the original expressions, of at most 128 and of at most 1,000
+    tokens, most of them short: plain attention pads them to the longest of a batch, tilewise does
+    not. Two have the expressions of the Long Range Arena, up to 1,000 and up to 2,000. A BERT of
+    0.1 to 0.2 million parameters sees 9,600 of the short expressions and 640 of the Arena's. The
+    latter are less than a hundredth of what the Arena trains on, drawn from a fiftieth of its
+    examples. On the short ones it learns to be right more than twice as often as chance (0.1). On
+    the Arena's it learns hardly more than how often each digit is the answer (0 and 9 about 0.17
+    each). There the study compares costs, not what a model can learn.
 
     Args:
         plain_gb: memory for plain attention, in 10^9 bytes: a length at which the IO model

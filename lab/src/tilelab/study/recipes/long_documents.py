@@ -42,12 +42,12 @@ def long_documents(
 ) -> Study:
     """When was an address given? Passages of 512 to 8,192 tokens, plain attention while it fits.
 
-    The same addresses are cut into passages of 512, 2,048 or 8,192 word pieces; a step learns from
+    The same addresses are cut into passages of 512, 2,048 or 8,192 word pieces. A step learns from
     16,384 tokens at every length, and a run sees each passage once or twice. Longer passages say
-    more, and are fewer: of the 39 addresses held out there are 667 of 512 tokens and 48 of 8,192,
-    where one is 0.02 of accuracy. A mean over all tokens goes into the head: much of an era is in
-    its words, whoever attends to whom, so that a small difference between patterns says little of
-    tasks that need distant tokens together.
+    more, and are fewer. The 39 addresses held out give 667 passages of 512 tokens and 48 of 8,192,
+    where one is 0.02 of accuracy. A mean over all tokens goes into the head. Much of an era is in
+    its words, whoever attends to whom, so a small difference between patterns says little of tasks
+    that need distant tokens together.
 
     Args:
         source: ``data.source`` of the task ``documents``.

@@ -36,10 +36,12 @@ TILEWISE = {"attention.implementation": "tilewise"}
 def longer_context(*, plain_up_to: int = 4096, steps: int = 100, seeds: int = 3) -> Study:
     """Contexts of 512 to 8,192 at equal tokens; plain attention until it cannot; memory for batch.
 
-    Three kinds of experiment: ``context`` asks what a longer context learns from the same tokens,
-    at as many tokens a step; ``reach-512`` and on compare tilewise at one context with plain
-    attention, or with ``scaled_dot_product_attention`` where plain attention is left out;
-    ``spend`` gives the memory saved at 2,048 (or at ``plain_up_to``) to a larger batch.
+    There are three kinds of experiment:
+
+    * ``context`` asks what a longer context learns from the same tokens, at as many tokens a step;
+    * ``reach-512`` and on compare tilewise at one context with plain attention, or with
+      ``scaled_dot_product_attention`` where plain attention is left out;
+    * ``spend`` gives the memory saved at 2,048 (or at ``plain_up_to``) to a larger batch.
 
     Args:
         plain_up_to: the longest context that plain attention has the memory for: one of 512, 1024,

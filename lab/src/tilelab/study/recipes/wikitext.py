@@ -42,11 +42,11 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
 def wikitext(*, preset: Literal["cpu", "h200"] = "cpu", seeds: int = 3) -> Study:
     """GPT-2 on WikiText-103: schedule, optimizer and dropout by word perplexity.
 
-    The held-out text is scored whole, and perplexity counts original words.
-    ``cpu`` is a model of width 128 on whatever part of WikiText-103 is at hand, with windows that
-    move on by their whole context. ``h200`` is GPT-2 small, 12 layers of width 768 at context
-    1,024, for five epochs (590 million tokens), with windows that move on by 32: 12 runs of some
-    25 minutes on one H200, five hours in all at an estimated 400,000 tokens a second.
+    The held-out text is scored whole, and perplexity counts original words. ``cpu`` is a model of
+    width 128 on whatever part of WikiText-103 is at hand, with windows that move on by their whole
+    context. ``h200`` is GPT-2 small: 12 layers of width 768 at context 1,024. It trains for five
+    epochs (590 million tokens), with windows that move on by 32. Its 12 runs take some 25 minutes
+    each on one H200, five hours in all at an estimated 400,000 tokens a second.
 
     Args:
         preset: ``"cpu"`` or ``"h200"``.

@@ -1,10 +1,10 @@
-"""What a run leaves behind: one append-only file of JSON lines, and nothing else is ever believed.
+"""The record of a run: one append-only file of JSON lines. Nothing else is ever believed.
 
-Every line is one event. A line is written whole and flushed, so that a crash loses at most the line
-in flight; a reader drops a last line that does not end. Every line has a checksum (see
-``lines``). A run that is resumed writes another ``Start`` with the step it goes on from, and
-a reader forgets the steps and evaluations after it: they are done again, with the same bits but
-other timings. A record that lacks steps is not done, whatever its end says.
+Every line is one event. A line is written whole and flushed, so a crash loses at most the line in
+flight; a reader drops a last line that does not end. Every line has a checksum (see ``lines``). A
+run that is resumed writes another ``Start`` with the step it goes on from. A reader forgets the
+steps and evaluations after that step: they are done again, with the same bits but other timings. A
+record that lacks steps is not done, whatever its end says.
 
 Losses of language models are in nats per token. A number that is not finite is stored as null;
 ``End`` says why.

@@ -140,7 +140,7 @@ def read_study(folder: Path) -> StoredStudy:
 
 
 def _hash(study: dict[str, Any]) -> str:
-    """Of a config as it was written, which may lack what later versions added and hash."""
+    """Hash a config as it was written; it may lack what later versions added and hash."""
     text = json.dumps(study, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -1,4 +1,4 @@
-"""What a report is made from: ``study.json`` and the records of a study, and nothing else."""
+"""The sources of a report: ``study.json`` and the records of a study, nothing else."""
 
 from __future__ import annotations
 

@@ -72,5 +72,5 @@ def _environment(*, escaped: bool) -> Environment:
 
 
 def _shown(value: object) -> object:
-    """What the page prints: as it is if it is markup or a number, else without what is not seen."""
+    """Return markup and numbers as they are, and text without unprintable characters."""
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -88,10 +88,11 @@ def curve(arm: str, place: int, records: Records, metric: str, along: Abscissa) 
 
 
 def difference(arm: str, place: int, records: Records, baseline: Records, metric: str) -> Series:
-    """An arm less the baseline, seed by seed, by tokens: of a loss, below zero it is ahead.
+    """Return the arm minus the baseline, seed by seed, by tokens; for a loss, below 0 is ahead.
 
-    Both after equally many tokens; or after equally many steps, where they are never evaluated at
-    the same tokens but at the start (as where one of them pads): then the tokens are the arm's.
+    Both are taken after equally many tokens. Where they share no evaluation by tokens except the
+    start (as where one of them pads), both are taken after equally many steps, and the tokens are
+    the arm's.
 
     Args:
         arm: its name.

@@ -124,7 +124,7 @@ def sweep_chart(sweeps: Sequence[SweepResult], unit: str, name: str) -> Chart | 
 
 
 def _apart(values: Sequence[float]) -> list[float]:
-    """Those of the rising values that the axis has room for, the first one always."""
+    """Return the rising values that the axis has room for, the first one always."""
     at = [math.log(each) for each in values] if values[0] > 0 else list(values)
     found = [0]
     for index in range(1, len(values)):

@@ -1,4 +1,4 @@
-"""What the page shows, in words: the HTML page and its Markdown twin are written from these values.
+"""The values that the page shows: the HTML page and its Markdown twin are written from them.
 
 Nothing here is escaped: the templates do that.
 """

@@ -11,11 +11,11 @@ A subclass says where examples come from and what counts (``GlueTask`` in ``glue
             return Examples(...)        # tokens and labels, split: tasks/examples.py
 
 ``held_out`` of its ``Examples`` may have several parts; the first one gives the loss. A task whose
-examples differ much in length says ``quarters = True``: its metrics then have the accuracy on each
-quarter of the held-out examples, from the shortest to the longest, and its ``prepare`` passes what
-it made through ``checked``, as there must be four of them. Batches have no padding: sequences of
+examples differ much in length says ``quarters = True``. Its metrics then have the accuracy on each
+quarter of the held-out examples, from the shortest to the longest. Its ``prepare`` passes what it
+made through ``checked``, as there must be four of them. Batches have no padding: sequences of
 different lengths lie one after the other, through ``tilewise.attention_varlen``. An epoch goes once
-through all examples in a shuffled order, drawn anew for each epoch from the seed; batches are full,
+through all examples in a shuffled order, drawn anew for each epoch from the seed. Batches are full:
 the last one of an epoch goes on with the next.
 """
 

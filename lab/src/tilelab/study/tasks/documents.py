@@ -3,15 +3,17 @@
 The texts are Presidents' State of the Union addresses, a median of 7,000 and up to 39,000 GPT-2
 tokens long. Two labels:
 
-* ``"era"``: the half century, counted from 1790 (so that the classes are 1790-1839, 1840-1889,
-  1890-1939, 1940-1989 and 1990-2039): it is there for every address, and language changes with it;
-* ``"party"``: of the President, Democratic or Republican; the other addresses (before 1829, of
+* ``"era"``: the half century, counted from 1790, so that the classes are 1790-1839, 1840-1889,
+  1890-1939, 1940-1989 and 1990-2039. Every address has one, and language changes with it;
+* ``"party"``: the President's party, Democratic or Republican. The other addresses (before 1829, of
   Whigs and of the National Union) are left out.
 
-Two splits, each by a rule and the same for all runs: ``"addresses"`` holds out every third address
-by date, so that its neighbours of the years before and after are learnt from; ``"presidents"``
-holds out all addresses of every third President by the date of the first, so that a label cannot be
-told by who speaks: of parties that is the harder and the more honest question.
+There are two splits, each by a rule and the same for all runs:
+
+* ``"addresses"`` holds out every third address by date, so that its neighbours of the years before
+  and after are learnt from;
+* ``"presidents"`` holds out all addresses of every third President by the date of the first, so
+  that who speaks cannot tell a label. For parties that is the harder and the more honest question.
 
 Whole documents are cut off at the context. With ``passage`` they are cut into passages instead,
 each with the label of its document: the same text at every length, in more examples.
@@ -40,9 +42,13 @@ _FIELDS = {"year": int, "president": str, "party": str, "text": str}
 class Documents(LabelledTexts):
     """The label of a long document; see the top of this file.
 
-    ``data.source`` is ``"sotu"`` (``longdoc/sotu.jsonl`` in ``TILEWISE_DATA``), or the path of a
-    folder that has ``sotu.jsonl`` (or with ``.gz``), of a file of that format with any name: on
-    each line an object with ``year``, ``president``, ``party`` and ``text``.
+    ``data.source`` is one of:
+
+    * ``"sotu"``: ``longdoc/sotu.jsonl`` in ``TILEWISE_DATA``;
+    * the path of a folder that has ``sotu.jsonl`` (or with ``.gz``);
+    * the path of a file of that format with any name.
+
+    Each line is an object with ``year``, ``president``, ``party`` and ``text``.
 
     Args:
         label: ``"era"`` or ``"party"``.

@@ -120,7 +120,7 @@ class Examples:
 
     @cached_property
     def sha256(self) -> str:
-        """Of all tokens and labels, and of how sequences are put together."""
+        """The hash of all tokens and labels, and of the rule that puts sequences together."""
         digest = hashlib.sha256(f"{self.vocabulary} {self.start} {self.border}\n".encode())
         self.train.update(digest)
         for name, split in self.held_out.items():
@@ -129,7 +129,7 @@ class Examples:
         return digest.hexdigest()
 
     def as_json(self) -> dict[str, Any]:
-        """What it is, for records."""
+        """Return a description of the data for records."""
         return {
             "name": self.name,
             "source": self.source,
@@ -164,8 +164,8 @@ def joined(
 ) -> tuple[list[int], list[int]]:
     """[CLS] first [SEP], or [CLS] first [SEP] second [SEP], and the types 0 and 1.
 
-    What is too long loses tokens at its ends, one at a time from the part that is longer then (of
-    equal ones the second), as BERT's fine-tuning does.
+    An input that is too long loses tokens at its ends, one at a time from the part that is longer
+    then. Of equal parts the second loses one, as in BERT's fine-tuning.
 
     Args:
         first: tokens.

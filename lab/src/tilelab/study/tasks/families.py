@@ -114,7 +114,7 @@ def bert_of(
 
 
 def _pattern(config: RunConfig, device: torch.device) -> bert.Pattern | None:
-    """Who of a sequence sees whom; None for everybody."""
+    """Return which tokens of a sequence see which; None where all see all."""
     if config.attention.variant.name == "full":
         return None
     heads = variants.Heads(config.model.heads, device, config.model.context, causal=False)

@@ -35,9 +35,12 @@ _SAMPLE_SEED = 0  # the same examples in every study: a sample belongs to the da
 class GlueTask(Classification):
     """One of the tasks of GLUE.
 
-    ``data.source`` is ``"glue"`` (the folder of that name in ``TILEWISE_DATA``), the path of a
-    folder that has GLUE's own (``CoLA/train.tsv`` and so on), or ``"hub:NAME"`` for a data set by
-    its name on the Hub, e.g. ``"hub:nyu-mll/glue"`` (needs the package datasets).
+    ``data.source`` is one of:
+
+    * ``"glue"``: the folder of that name in ``TILEWISE_DATA``;
+    * the path of a folder that has GLUE's own (``CoLA/train.tsv`` and so on);
+    * ``"hub:NAME"`` for a data set by its name on the Hub, e.g. ``"hub:nyu-mll/glue"`` (needs the
+      package datasets).
 
     Args:
         dataset: which.

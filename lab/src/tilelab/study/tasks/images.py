@@ -85,11 +85,16 @@ class _Examination(Examination):
 class ImageClassification(Classification):
     """The class of an image; see ``AbstractTask`` and the top of this file.
 
-    ``data.source`` is ``"cifar10-gray"``, ``"pathfinder32"``, ``"pathfinder128"`` or
-    ``"pathfinder256"`` (in the folder ``TILEWISE_DATA``), the path of a file ``.npz`` or of a
-    folder with ``train.npz`` and ``test.npz`` (``images_files.py``), or ``"hub:NAME"`` for a data
-    set by its name on the Hub. Where the data has no held-out part (Pathfinder), ``data.held_out``
-    is the share of a fixed one. ``model.context`` is the number of an image's tokens.
+    ``data.source`` is one of:
+
+    * ``"cifar10-gray"``, ``"pathfinder32"``, ``"pathfinder128"`` or ``"pathfinder256"``, in the
+      folder ``TILEWISE_DATA``;
+    * the path of a file ``.npz`` or of a folder with ``train.npz`` and ``test.npz``
+      (``images_files.py``);
+    * ``"hub:NAME"`` for a data set by its name on the Hub.
+
+    Where the data has no held-out part (Pathfinder), ``data.held_out`` is the share of a fixed one.
+    ``model.context`` is the number of an image's tokens.
 
     Args:
         patch: pixels of a patch's side.

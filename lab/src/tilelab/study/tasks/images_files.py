@@ -124,7 +124,7 @@ class Images:
 
     @cached_property
     def sha256(self) -> str:
-        """Of all pixels and labels, and of the split; nothing is copied, as memory is measured."""
+        """The hash of pixels, labels and split; it copies nothing, because memory is measured."""
         digest = hashlib.sha256()
         for part in (self.train, self.held_out):
             digest.update(f"{part.pixels.shape} {self.classes}\n".encode())
@@ -133,7 +133,7 @@ class Images:
         return digest.hexdigest()
 
     def as_json(self) -> dict[str, Any]:
-        """What it is, for records."""
+        """Return a description of the data for records."""
         return {
             "name": self.name,
             "source": self.source,
@@ -216,9 +216,9 @@ def _shape(path: Path) -> tuple[int, ...]:
 
 
 def _split(whole: Pictures, share: float, source: str) -> tuple[Pictures, Pictures]:
-    """What is learnt from, and what is held out: drawn once and for all.
+    """Split the images into a training and a held-out part, drawn once and for all.
 
-    The former takes the place of the whole: there may be gigabytes of it.
+    The training part takes the place of the whole: there may be gigabytes of it.
     """
     count = max(1, round(share * len(whole)))
     if count >= len(whole):

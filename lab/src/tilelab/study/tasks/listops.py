@@ -1,14 +1,15 @@
-"""ListOps: what a nested expression of operators on lists of digits comes to, 0 to 9.
+"""ListOps: the value, 0 to 9, of a nested expression of operators on lists of digits.
 
 ``[MAX 2 9 [MIN 4 7 ] 0 ]`` is 9. Operators are MIN, MAX, MED (the integer part of the median) and
 SM (the sum modulo 10). The parentheses of the files say nothing that brackets do not, and are no
 tokens, as in the Long Range Arena; before an expression stands a start token.
 
-Two forms: ``"lra"``, the Long Range Arena's expressions of 500 to 2,000 tokens, and ``"nyu"``, the
-original ones, most of them shorter than 50. A part of an expression has another value than the
-whole, so that none is ever cut: a context that is too short is refused, and ``longest`` leaves
-longer ones out. Of classes that are drawn so, 0 and 9 are the most frequent (each about 17 %), and
-who sees the first operator alone knows more than chance: MAX is mostly 9 and MIN mostly 0.
+There are two forms: ``"lra"``, the Long Range Arena's expressions of 500 to 2,000 tokens, and
+``"nyu"``, the original ones, most of them shorter than 50. A part of an expression has another
+value than the whole, so none is ever cut. A context that is too short is refused, and ``longest``
+leaves longer expressions out. The classes are not equally frequent: 0 and 9 are the most frequent
+(each about 17 %). A model that sees the first operator alone does better than chance: MAX is mostly
+9 and MIN mostly 0.
 
 Sources: Nangia and Bowman, ListOps: A Diagnostic Dataset for Latent Tree Learning (2018); Tay et
 al., Long Range Arena (2021), section 2.2.1.

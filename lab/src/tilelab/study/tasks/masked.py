@@ -1,10 +1,10 @@
 """Masked language modelling: guess the tokens of a text that were hidden.
 
-The rules, all of them: text is tokenized by WordPiece, its tokens cut into windows of context - 2,
-as for language modelling (``data/order.py``), and a window stands between ``[CLS]`` and ``[SEP]``.
-Every token of a window is chosen by itself with the task's ``probability``; were none chosen in a
-micro-batch, its first one is. Of the chosen ones 80 % become ``[MASK]``, 10 % any ordinary token
-(drawn from all words and pieces, evenly), and 10 % stay. The loss is over the chosen ones. In
+These are all the rules. Text is tokenized by WordPiece and cut into windows of context - 2 tokens,
+as for language modelling (``data/order.py``). A window stands between ``[CLS]`` and ``[SEP]``.
+Every token of a window is chosen by itself with the task's ``probability``; if none is chosen in a
+micro-batch, its first one is. Among the chosen tokens, 80 % become ``[MASK]``, 10 % any ordinary
+token (drawn from all words and pieces, evenly), and 10 % stay. The loss is over the chosen ones. In
 training they are drawn anew for every step, from the run's seed; in evaluations they are the same
 in every run. There is no second objective (next sentence).
 

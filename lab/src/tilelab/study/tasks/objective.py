@@ -1,4 +1,4 @@
-"""What a step minimises, and what is recorded of it: a factor may change the first."""
+"""The objective of a step, and the recorded loss: a factor may change the objective."""
 
 from __future__ import annotations
 

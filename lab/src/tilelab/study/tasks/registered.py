@@ -1,9 +1,9 @@
-"""Tasks by name: what a run learns. Each is a room of ``lab/study/tasks``; its options are here.
+"""Tasks by name: what a run learns. Each is a module of ``lab/study/tasks``; its options are here.
 
-To add one: write the room (``tasks/task.py`` says what it has to do), and a function here that
-makes it from its options: an ``AbstractTask``, which cannot be named here, as rooms import config
-and config this module, through the registry. Rooms are imported when they are asked for: configs
-know all names, and a study of texts loads nothing of the others.
+To add one, write the module (``tasks/task.py`` says what it has to do) and a function here that
+makes it from its options. The function returns an ``AbstractTask``, which cannot be named here:
+task modules import config, and config imports this module through the registry. Task modules are
+imported on demand: configs know all names, and a study of texts loads nothing of the others.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the softmax of every attention layer looks like, from the kernels' own statistics.
+"""Statistics of the softmax of every attention layer, from the kernels' own statistics.
 
-A model whose attention is about to fail shows it here first: logits grow without bound, and a
+A model whose attention is about to fail shows it here first. Its logits grow without bound, and a
 head's entropy falls to nothing, because all of its weight goes to one key.
 """
 
@@ -97,7 +97,9 @@ def look_at(model: nn.Module, *inputs: Any) -> list[LayerSoftmax] | None:
 def look(
     model: nn.Module, windows: Windows, autocast: torch.dtype | None = None
 ) -> list[LayerSoftmax] | None:
-    """What the layers of a model say of windows; its mode and the random state stay as they are.
+    """Return the softmax statistics of a model's layers on windows.
+
+    The mode of the model and the random state stay as they are.
 
     Args:
         model: tokens [B, S] -> anything.

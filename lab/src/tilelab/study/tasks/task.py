@@ -1,4 +1,4 @@
-"""What a task is: everything of a run that depends on what is learnt.
+"""The base of tasks: everything of a run that depends on what is learnt.
 
 The rest of the study (trainer, session, verdicts, reports) asks a task and knows none by name. A
 task decides
@@ -11,13 +11,13 @@ task decides
   names of its metrics (``metrics``; ``study/metrics.py`` knows their units and directions);
 * what an evening's forecast and a FLOP count need to know (the rest).
 
-To add a task: subclass ``AbstractTask`` in a file of this folder, and add a function that makes it
-to ``choices/tasks.py``; its keyword-only parameters are the task's options in a config
+To add a task, subclass ``AbstractTask`` in a file of this folder, and add a function that makes it
+to ``choices/tasks.py``. The function's keyword-only parameters are the task's options in a config
 (``task.name``, ``task.folder``, ...). A task that classifies sequences should start from
-``Classification`` (``classification.py``): it only says where examples come from, how many classes
-there are and which metrics count; batches without padding, the BERT with its head, the objective
-and the evaluation are there. A model of another shape is a new file in ``lab/models`` and a new
-value of ``config.Model.family``; its inputs are whatever ``Batch.inputs`` holds.
+``Classification`` (``classification.py``). It only says where examples come from, how many classes
+there are and which metrics count. ``Classification`` has batches without padding, the BERT with its
+head, the objective and the evaluation. A model of another shape is a new file in ``lab/models`` and
+a new value of ``config.Model.family``; its inputs are whatever ``Batch.inputs`` holds.
 
 An option that only some tasks know belongs to the task, never to ``RunConfig``: what is not in a
 config's task cannot be set wrongly.
@@ -46,7 +46,7 @@ class Prepared(Protocol):
 
     @property
     def sha256(self) -> str:
-        """Of all that decides what is learnt from, and of its split."""
+        """The hash of everything that decides the training data, and of its split."""
 
     def as_json(self) -> dict[str, Any]:
         """What records and reports say of the data: name, sizes, ``sha256``."""
@@ -133,7 +133,7 @@ class Examination(ABC):
 
 
 class AbstractTask(ABC):
-    """What is learnt, and how it is judged.
+    """The objective, the data and the metrics of a run.
 
     Instances are cheap and have no state: data goes in and out.
 

@@ -134,10 +134,15 @@ def _passages(tokens: Sequence[int], room: int) -> list[Sequence[int]]:
 class TextClassification(LabelledTexts):
     """IMDb's reviews, good or bad, or other texts in files of the same format.
 
-    ``data.source`` is ``"imdb"`` (the folder of that name in ``TILEWISE_DATA``), a folder with
-    ``train.jsonl`` and ``test.jsonl`` (or with ``.gz``; on each line an object with ``text`` and
-    ``label``, a number from 0 on), or ``"hub:NAME"`` for a data set of the Hub with these columns
-    and splits, e.g. ``"hub:stanfordnlp/imdb"``. The test part is held out.
+    ``data.source`` is one of:
+
+    * ``"imdb"``: the folder of that name in ``TILEWISE_DATA``;
+    * a folder with ``train.jsonl`` and ``test.jsonl`` (or with ``.gz``); each line is an object
+      with ``text`` and ``label``, a number from 0 on;
+    * ``"hub:NAME"`` for a data set of the Hub with these columns and splits, e.g.
+      ``"hub:stanfordnlp/imdb"``.
+
+    The test part is held out.
 
     Args:
         classes: of labels.

@@ -1,7 +1,7 @@
-"""What a tracker is: a place that shows the curves of runs, such as TensorBoard or MLflow.
+"""The base of trackers: places that show the curves of runs, such as TensorBoard or MLflow.
 
-A study needs none: its records are the truth, and a tracker is filled from them. It is told nothing
-twice and may be late: what it has already, it says itself (``begin``), and gets the rest.
+A study needs none: its records are the truth, and a tracker is filled from them. A tracker gets
+nothing twice and may be late: it says itself what it has already (``begin``), and gets the rest.
 """
 
 from __future__ import annotations

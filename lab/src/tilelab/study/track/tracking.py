@@ -114,10 +114,10 @@ class Tracking:
         followed.points.clear()
 
     def _try(self, name: str, do: Callable[[AbstractTracker], object]) -> None:
-        """Do something with a tracker; one that fails is left out from then on, and that is said.
+        """Do something with a tracker; report one that fails, and leave it out from then on.
 
-        It may be a server far away, and its errors are its library's: whatever they are, they must
-        not cost the study, whose records hold all that the tracker would have been told.
+        It may be a server far away, and its errors are those of its library. Whatever they are,
+        they must not cost the study, whose records hold all that the tracker would have got.
         """
         try:
             do(self._trackers[name])

@@ -4,8 +4,11 @@ It reads one line of JSON from standard input, a ``Job``, and writes to the fold
 ends when its work is done, and at once when its standard input closes: a parent that is gone,
 killed or not, leaves no process behind.
 
-Exit status: 0, the run is over (done or diverged; its record tells); 3, an error that its user can
-put right, said in the last line of standard error; anything else is a crash.
+Exit status:
+
+* 0: the run is over (done or diverged; its record tells);
+* 3: an error that its user can put right, said in the last line of standard error;
+* anything else: a crash.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ _LOCK_WAIT_S = 10.0  # for a process that is just ending
 
 @dataclass(frozen=True)
 class Job:
-    """What a process is told.
+    """The job of a process, read from its standard input.
 
     Args:
         run: what to train.

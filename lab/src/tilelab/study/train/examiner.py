@@ -1,4 +1,4 @@
-"""What a run's weights are worth: the held-out evaluation, on the same data whatever the arm."""
+"""The held-out evaluation of a run's weights, on the same data for every arm."""
 
 from __future__ import annotations
 

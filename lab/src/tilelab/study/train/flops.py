@@ -57,9 +57,9 @@ def per_token(
 def peak_flops_s(dtype: torch.dtype, device: torch.device) -> float:
     """Operations per second of this process's threads at their best.
 
-    On a CPU with the compiled core that is its bare loop of multiply-adds, which nothing exceeds;
-    torch's matrix product, much slower than that on some processors, counts where it is faster and
-    where there is no such loop.
+    On a CPU with the compiled core this is the rate of its bare loop of multiply-adds, which
+    nothing exceeds. The matrix product of torch, much slower than that on some processors, counts
+    where it is faster and where there is no such loop.
 
     Args:
         dtype: of matrix products.
@@ -77,9 +77,9 @@ def gemm_peak_flops_s(dtype: torch.dtype, device: torch.device) -> float:
     """Operations per second of torch's square matrix product with this process's threads.
 
     The size doubles until a product takes long enough to be timed, then a few more are made; the
-    best rate of all of them counts. On a CPU it is a rate of CPU time: what the threads wait, while
-    other processes have their cores, is left out, so that a busy machine does not lower the peak.
-    It takes a fraction of a second, much of it only where the dtype has no fast path.
+    best rate of all of them counts. On a CPU it is a rate of CPU time. It leaves out the time that
+    threads wait while other processes have their cores, so a busy machine does not lower the peak.
+    The measurement takes a fraction of a second, much of it only where the dtype has no fast path.
     """
     size = 128
     _product_s(size, dtype, device)  # the first one starts threads and makes kernels

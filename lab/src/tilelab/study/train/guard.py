@@ -1,9 +1,9 @@
 """The guard: which attention kernel a layer really ran, read from the autograd graph.
 
-``scaled_dot_product_attention`` chooses among kernels by itself: attention dropout on a CPU makes
-it leave its fused kernel for the textbook form, without a word, and an arm that was to change
-regularisation also changes speed and memory. The graph that a forward pass leaves behind names the
-kernel whose backward will run, so that nothing has to be guessed or patched.
+``scaled_dot_product_attention`` chooses among kernels by itself. Attention dropout on a CPU makes
+it leave its fused kernel for the textbook form, without a word. An arm that was to change
+regularisation then also changes speed and memory. The graph that a forward pass leaves behind names
+the kernel whose backward will run, so nothing has to be guessed or patched.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def _nodes(output: Tensor, source: Tensor) -> Iterator[Any]:
 class Guard:
     """Counts the kernels of a model's attention layers over a run.
 
-    Eager models are watched by forward hooks, in every training forward pass. A hook would break
-    the graph of a compiled model, so that one is probed instead: a forward pass of the model that
-    was not compiled names the kernels, and the names say so.
+    Forward hooks watch eager models, in every training forward pass. A hook would break the graph
+    of a compiled model, so the guard probes that one instead. A forward pass of the model that was
+    not compiled names the kernels, and the names say so.
 
     Args:
         model: its modules with an attribute ``implementation``, in order, are the attention layers.

@@ -1,6 +1,6 @@
 """The processes of one run: ``python -m tilelab.study.train.launch CHILD``.
 
-It stands where a run of one process has its child (``child.py``): it reads the same job from
+It stands where a run of one process has its child (``child.py``). It reads the same job from
 standard input, ends at once when that closes, and has the same exit status. In between it starts
 the job's processes as ``torchrun --standalone`` does, with torch's own agent: that one names them,
 watches them, and ends all when one fails.

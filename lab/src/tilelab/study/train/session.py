@@ -1,9 +1,9 @@
-"""What a process does for a run: takes it up where it was left, and writes down what happens.
+"""The work of a process for a run: take it up where it was left, and write down what happens.
 
 Where several processes train a run together, all of them do this, and only the lead writes.
 
-The order of writing makes a crash harmless: what a step or an evaluation found is in the record
-before the checkpoint that has it behind it, so that a record is never behind a checkpoint.
+The order of writing makes a crash harmless. The results of a step or an evaluation are in the
+record before the checkpoint that has the step behind it, so a record is never behind a checkpoint.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class State:
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """Of all weights in the order of their names: names, dtypes, shapes, bits."""
+    """Hash all weights in the order of their names: names, dtypes, shapes, bits."""
     return state_sha256(whole(dict(model.named_parameters())), {})
 
 

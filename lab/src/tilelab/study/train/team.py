@@ -1,14 +1,15 @@
 """The processes that train one run together, each on a device of its own.
 
-A step's micro-batches are dealt out to them: process r of P takes number r, r + P, r + 2 P, ... All
-else they do alike, evaluations included, and the first one, the lead, writes everything down. So
-the number of processes changes the order in which gradients are added up, and nothing else: losses
-are added in the order of the micro-batches whoever computed them, and dropout is drawn from the
-seed, the step and the number of the micro-batch.
+A step's micro-batches are dealt out to them: process r of P takes number r, r + P, r + 2 P, ...
+They do all else alike, evaluations included, and the first one, the lead, writes everything down.
+So the number of processes changes only the order in which gradients are added up. Losses are added
+in the order of the micro-batches, whoever computed them. Dropout is drawn from the seed, the step
+and the number of the micro-batch.
 
-Two strategies: with ``ddp`` every process holds the whole model (``DistributedDataParallel``);
-with ``fsdp`` weights, gradients and optimizer state are cut into P parts (``fully_shard``), put
-together a layer at a time. What of torch only the latter needs is imported there.
+There are two strategies. With ``ddp`` every process holds the whole model
+(``DistributedDataParallel``). With ``fsdp`` weights, gradients and optimizer state are cut into P
+parts (``fully_shard``), put together a layer at a time. The parts of torch that only ``fsdp`` needs
+are imported there.
 """
 
 from __future__ import annotations

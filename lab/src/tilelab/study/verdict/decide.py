@@ -48,7 +48,7 @@ class Rules:
 
     @classmethod
     def of(cls, experiment: Experiment, family: int) -> Rules:
-        """Those of an experiment."""
+        """Make the rules of an experiment."""
         return cls(
             experiment.metric,
             experiment.smallest_effect,
@@ -59,7 +59,7 @@ class Rules:
 
     @property
     def unit(self) -> str:
-        """Of the metric, in words."""
+        """The unit of the metric, in words."""
         return UNITS[self.metric]
 
     @property
@@ -86,7 +86,7 @@ class Comparison:
 
     @property
     def differences(self) -> list[float]:
-        """Of the seeds that both have finished."""
+        """The differences of the seeds that both have finished."""
         return [each.difference for each in self.seeds if each.difference is not None]
 
     @property
@@ -134,10 +134,10 @@ class Decision:
 def examine(
     comparisons: Sequence[Comparison], rules: Rules, others: tuple[int, int] = (0, 0)
 ) -> list[Examined]:
-    """All tests of one family.
+    """Make all tests of one family.
 
-    Where a seed diverged, the effect of the others says nothing about the arm: it has none. What is
-    not whole is not tested, but counts in the family.
+    Where a seed diverged, the effect of the others says nothing about the arm: it has none. An
+    incomplete comparison is not tested, but counts in the family.
 
     Args:
         comparisons: what is tested.

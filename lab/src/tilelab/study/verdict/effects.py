@@ -1,9 +1,9 @@
 """The effects of a factorial design: of each factor, and of what factors do beyond their sum.
 
-The effect of a set S of s factors is, for each seed, the sum over all N runs of the metric times
-the product of the set's signs (+1 for on, -1 for off), times 2^s / N. Of one factor this is the
-mean with it less the mean without it. Of two it is (both - one - other + neither), averaged over
-the levels of all other factors: what both do together beyond the sum of what each does. (The
+For each seed, the effect of a set S of s factors is 2^s / N times a sum over all N runs. Each term
+is the metric times the product of the set's signs (+1 for on, -1 for off). For one factor this is
+the mean with it minus the mean without it. For two it is (both - one - other + neither), averaged
+over the levels of all other factors: what both do together beyond the sum of what each does. (The
 convention of Yates divides by a further 2^(s - 1).)
 
 The seeds are the sample, as everywhere: an effect is one number a seed. Main effects are one family

@@ -1,7 +1,7 @@
 """Interactions: whether choices that were tried alone and together add up.
 
 An arm named ``a+b`` has the changes of the arms ``a`` and ``b``. For each seed the contrast is
-(both - baseline) - (a - baseline) - (b - baseline), and for more choices the alternating sum over
+(both - baseline) - (a - baseline) - (b - baseline). For more choices it is the alternating sum over
 all subsets: what all of them together do beyond everything that smaller sets explain.
 
 Source: Yates, "The design and analysis of factorial experiments", 1937.

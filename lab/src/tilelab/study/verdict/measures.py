@@ -174,11 +174,12 @@ def _attention(record: RunRecord) -> dict[str, float]:
 
 
 def spike_rate(losses: Sequence[float | None]) -> float | None:
-    """The share of steps whose training loss jumped.
+    """Return the share of steps whose training loss jumped.
 
-    A step jumped where its loss lies more than ``SPIKE_FACTOR`` robust standard deviations (1.4826
-    times the median absolute deviation) above the median of up to ``SPIKE_WINDOW`` losses before
-    it, or is not finite. Both medians are blind to a few earlier spikes.
+    A step jumped where its loss is not finite or lies far above the median of up to
+    ``SPIKE_WINDOW`` losses before it. Far means more than ``SPIKE_FACTOR`` robust standard
+    deviations (1.4826 times the median absolute deviation). Both medians are blind to a few earlier
+    spikes.
 
     Args:
         losses: of the steps in order; None for one that was not finite.

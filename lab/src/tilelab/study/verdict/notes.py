@@ -58,10 +58,10 @@ def experiment_notes(
 def pairing_note(
     arm: Mapping[int, RunRecord], baseline: Mapping[int, RunRecord]
 ) -> tuple[str, ...]:
-    """A warning where an arm did not start from the weights of the baseline.
+    """Return a warning where an arm did not start from the weights of the baseline.
 
     Where the shape of the model and the tokenizer are the baseline's, the first weights have to be
-    the same to the bit; where the text, the evaluation and the precision are too, the loss before
+    the same to the bit. Where the text, the evaluation and the precision are too, the loss before
     the first step has to be the same.
 
     Args:
@@ -111,10 +111,10 @@ def _other_loss(record: RunRecord, other: RunRecord) -> bool:
 
 
 def held_out_note(experiment: Experiment, arm: Arm) -> tuple[str, ...]:
-    """A warning where the final loss of an arm is of another text than the baseline's.
+    """Return a warning where the final loss of an arm is of another text than the baseline's.
 
-    The same windows go through every seed, so that a difference between two texts looks like an
-    effect that is the same with every seed: no test can tell them apart.
+    The same windows go through every seed. So a difference between two texts looks like an effect
+    that is the same with every seed: no test can tell them apart.
 
     Args:
         experiment: its config.
@@ -178,11 +178,11 @@ def drift_note(experiment: Experiment, arm: Arm, finals: Finals) -> tuple[str, .
 
 
 def agreement(experiment: Experiment, arm: Arm, finals: Finals) -> bool | None:
-    """Whether a systems arm in float32 differs from the baseline by rounding only.
+    """Return whether a systems arm in float32 differs from the baseline by rounding only.
 
-    Its training losses of the first steps are within ``MOST_DRIFT`` of the baseline's, and its
-    final loss is no further from the baseline's than that of a control which only rounds otherwise
-    (where there is one), or than one spacing of float32.
+    Its training losses of the first steps have to be within ``MOST_DRIFT`` of the baseline's. Where
+    there is a control, which only rounds otherwise, the final loss has to be as close to the
+    baseline's as the control's, or within one spacing of float32.
 
     Args:
         experiment: its config.

@@ -1,8 +1,9 @@
-"""What a judged study is: values only, made by ``judge`` from records and shown by the reports.
+"""A judged study: values only, which ``judge`` makes from records and the reports show.
 
 Effects are differences of the experiment's metric on the held-out data after the last step, arm
-less baseline: below zero is better of a loss, above zero of what is to be high (``metrics.py``).
-Every definition is in ``docs/metrics.md``. None stands for what is not known or is withheld.
+minus baseline. An effect below zero is better for a loss; above zero is better for a metric that is
+to be high (``metrics.py``). Every definition is in ``docs/metrics.md``. None stands for what is not
+known or is withheld.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ class ArmVerdict:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What the arms are compared with; fields as of ``ArmVerdict``.
+    """The baseline of the arms; fields as of ``ArmVerdict``.
 
     Args:
         name: what the report calls it.

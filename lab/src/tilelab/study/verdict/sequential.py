@@ -1,12 +1,12 @@
 """Sequential comparisons: seeds are added until every arm is decided, by the rule of the config.
 
 ``config.Sequential`` has the levels. At a look, Holm's adjustment is over the arms at the look's
-level. The family shrinks by the arms that an earlier look rejected, and by no others: the first
-wrong rejection of all then has a p-value of at most the look's level over the number of arms for
-which the hypothesis is true, and these levels add up over looks and arms to alpha.
+level. The family shrinks only by the arms that an earlier look rejected. The first wrong rejection
+of all then has a p-value of at most the look's level over the number of arms for which the
+hypothesis is true. These levels add up over looks and arms to alpha.
 
-A look is taken when every open arm and the baseline have all of its seeds. What has run beyond it
-is not looked at, so that the decision depends on the records alone and not on who ran when.
+A look is taken when every open arm and the baseline have all of its seeds. Runs beyond the look are
+not looked at, so the decision depends on the records alone and not on who ran when.
 """
 
 from __future__ import annotations

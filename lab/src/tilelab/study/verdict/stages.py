@@ -1,8 +1,8 @@
-"""What comes after an experiment: the factorial of its survivors, and its winner on fresh seeds.
+"""Stages after an experiment: the factorial of its survivors, and its winner on fresh seeds.
 
-Every stage is an experiment of its own, made from the verdict on the one before it by the rules of
-``config.Combine`` and ``config.Confirm``, which were there before the first run. So a stage is a
-function of finished records alone, whoever asks and whenever.
+Every stage is an experiment of its own, made from the verdict on the one before it. The rules are
+those of ``config.Combine`` and ``config.Confirm``, which were there before the first run. So a
+stage is a function of finished records alone, whoever asks and whenever.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def over(verdict: ExperimentVerdict) -> bool:
 
 
 def following(stages: Sequence[Stage]) -> _Next:
-    """What the stages so far lead to: an experiment where they are over and there is one.
+    """Return the experiment that the stages so far lead to, where they are over and there is one.
 
     Args:
         stages: of one experiment, that of the config first.

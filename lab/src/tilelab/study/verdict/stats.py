@@ -98,10 +98,10 @@ def equivalence(differences: Sequence[float], margin: float) -> float | None:
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Holm's step-down adjustment of p-values, in their order.
+    """Adjust p-values by Holm's step-down method, in their order.
 
-    A None is a test that is planned but cannot be made yet: it stays None and counts as one of the
-    family, so that what is decided today does not depend on what is still missing.
+    A None is a test that is planned but cannot be made yet. It stays None and counts as one of the
+    family, so today's decision does not depend on what is still missing.
 
     Source: Holm, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of
     Statistics 6, 1979.
@@ -155,12 +155,13 @@ def more_seeds(
     power: float,
     equivalence_wanted: bool = False,
 ) -> int:
-    """Further seeds that an undecided comparison needs.
+    """Return how many further seeds an undecided comparison needs.
 
-    As many as find a difference of ``smallest`` with the wished power, taking the spread seen so
+    So many seeds find a difference of ``smallest`` with the wished power, taking the spread seen so
     far for the true one. Where there are that many already, the truth lies near the edge of what
-    matters: then as many as show either a difference of the size seen, or equivalence, whichever
-    is sooner. Fewer than two differences have no spread: then what is missing to two.
+    matters. Then the seeds have to show either a difference of the size seen, or equivalence,
+    whichever is sooner. Fewer than two differences have no spread: then the number is what is
+    missing to two.
 
     Args:
         differences: one per seed.

@@ -1,8 +1,10 @@
-"""How many runs have not reached the target yet, by tokens: the Kaplan-Meier estimate.
+"""Share of runs that have not reached the target yet, by tokens: the Kaplan-Meier estimate.
+
+The interval is Greenwood's variance on the scale of log(-log S), as of Kalbfleisch and Prentice,
+which stays within 0 and 1.
 
 Source: Kaplan and Meier, "Nonparametric estimation from incomplete observations", Journal of the
-American Statistical Association 53, 1958; the interval is Greenwood's variance on the scale of
-log(-log S), as of Kalbfleisch and Prentice, which stays within 0 and 1.
+American Statistical Association 53, 1958.
 """
 
 from __future__ import annotations

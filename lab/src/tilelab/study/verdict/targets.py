@@ -21,7 +21,7 @@ Finals = Mapping[int, RunRecord]  # seed -> record
 def target_result(
     experiment: Experiment, finals: Finals, baseline: Finals | None = None
 ) -> TargetResult | None:
-    """What the target took in the runs of an arm that are over.
+    """Return the cost of reaching the target in the finished runs of an arm.
 
     Args:
         experiment: its target, metric and seeds.

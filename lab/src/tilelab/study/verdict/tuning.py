@@ -1,8 +1,8 @@
 """The trials of a sweep, rung by rung, as the finished records of the earlier ones decide them.
 
 A sweep without halving has one rung. A rung of an arm is known when all trials of the arm's rung
-before it have ended; its candidates are the best of those by the mean of the final metric over the
-sweep's seeds, the smaller value on a tie. One that diverged with any seed never goes on.
+before it have ended. Its candidates are the best of those by the mean of the final metric over the
+sweep's seeds; on a tie the smaller value wins. One that diverged with any seed never goes on.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
 """``tilewise study``: run a study, and look at those that were run.
 
-Exit status: 0 done, 1 something is wrong (a run failed, a file is damaged, no memory, a full disk,
-a systems arm that changed what is learnt),
-2 wrong usage, 130 stopped with Ctrl-C (what was done by then is reported).
+Exit status:
+
+* 0: done;
+* 1: something is wrong (a run failed, a file is damaged, no memory, a full disk, a systems arm that
+  changed what is learnt);
+* 2: wrong usage;
+* 130: stopped with Ctrl-C (the command reports what was done by then).
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """How much memory a run needs, estimated from its config before anything is started.
 
-It counts what a GPT-2 is known to keep (the tests compare it with what was measured), a BERT whose
-sequences all fill the context, which is the most that they can, and a ViT:
+It counts what a GPT-2 is known to keep (the tests compare it with measurements), a BERT and a ViT.
+A BERT's sequences are taken to fill the context, which is the most that they can. The parts:
 
 * weights, gradients and two numbers a weight of optimizer state, 4 bytes each;
 * of each layer and token, what the backward pass reads again: 16 times the width in float32;
 * B Hq N^2 probabilities of each layer, where the attention writes its matrix;
 * the logits and their logarithms; what a single layer or the loss needs for a moment;
-* a quarter more of what is kept, for freed blocks that the C library does not give back at once
-  (measured: none for matrices of 32 MiB, its threshold, or more; up to half of smaller blocks);
+* a quarter more of what is kept, for freed blocks that the C library does not give back at once.
+  Measured: none for matrices of 32 MiB (its threshold) or more, up to half of smaller blocks;
 * the process itself.
 
-All that follows from the config alone. What the task's data takes depends on its files, and only
-``host_need`` looks at them.
+All of this follows from the config alone. The memory of the task's data depends on its files, and
+only ``host_need`` looks at them.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ class Need:
 
 
 def parameters(config: RunConfig) -> int:
-    """Weights of the model: V d + T d + L (12 d^2 + 13 d) + 2 d for a GPT-2.
+    """Count the weights of the model: V d + T d + L (12 d^2 + 13 d) + 2 d for a GPT-2.
 
     Without learned positions T d falls away; with fewer heads, keys and values have fewer columns;
     RMSNorm has no biases; QK-norm has two gains for each head's channels. A BERT has token types
     too, a perceptron of any width, and a head of d^2 and a little more. A ViT has positions, and a
-    matrix for its patches (taken to be of colour, and
-    of 16 x 16 pixels for a task that has no option ``patch``); its head is left out.
+    matrix for its patches, taken to be of colour, and of 16 x 16 pixels for a task that has no
+    option ``patch``. The head of a ViT is left out.
     """
     model = config.model
     width, kv_width = model.width, model.kv_width
@@ -200,10 +200,10 @@ def _norm_bytes(config: RunConfig) -> int:
 
 
 def writes_matrix(config: RunConfig, device: str = "cpu") -> bool:
-    """Whether the attention of a config writes its N x N matrix.
+    """Return whether the attention of a config writes its N x N matrix.
 
-    torch's fused kernel knows no dropout on a CPU, and there a mask that is given as a matrix costs
-    as much; on a GPU it has both, and keeps no matrix of any head.
+    On a CPU torch's fused kernel knows no dropout, and a mask that is given as a matrix costs as
+    much. On a GPU it has both, and keeps no matrix of any head.
 
     Args:
         config: of a run.

@@ -1,18 +1,20 @@
-"""Which runs a study consists of, in which order, and which of them may start now.
+"""The runs of a study, their order, and which of them may start now.
 
 The order:
 
 * seeds are the outer loop and arms the inner one, so that a study that is stopped early has the
   same seeds of every arm, as far as it came;
 * arms take turns at being first, so that no arm always meets the machine in the same state;
-* an experiment with a sweep runs the trials of all its arms, and then, with the values that they
-  chose, the runs that count; while some trials still run, later experiments keep the machine busy;
-  with successive halving the trials of an arm's rung follow from those of its last one;
-* an experiment of several stages runs each when the one before it is over, by the verdict on it;
+* an experiment with a sweep runs the trials of all its arms first, and then the runs that count,
+  with the values that the trials chose. While some trials still run, later experiments keep the
+  machine busy. With successive halving the trials of an arm's rung follow from those of its last
+  one;
+* an experiment of several stages runs each stage when the one before it is over, by the verdict on
+  it;
 * a sequential experiment runs the seeds of a look, and those of the next one for the arms that are
   not decided then;
-* a run of an experiment that compares kernels (one that has a systems arm) runs alone: what runs
-  beside it would be part of what is measured.
+* a run of an experiment that compares kernels (one that has a systems arm) runs alone, because
+  anything that runs beside it would be part of the measurement.
 """
 
 from __future__ import annotations
@@ -66,9 +68,9 @@ def chosen_value(
 
 
 def planned(study: Study, records: Mapping[str, RunRecord] | None = None) -> list[Task]:
-    """Every run that a study is expected to have, for estimates of its length.
+    """Return every run that a study is expected to have, for estimates of its length.
 
-    What is not known before other runs have ended has stand-ins: a sweep is taken to choose its
+    Stand-ins replace what is not known before other runs have ended: a sweep is taken to choose its
     first candidates, rung by rung.
 
     Args:
@@ -115,7 +117,7 @@ def _over(runs: _Runs, records: Mapping[str, RunRecord]) -> bool:
 
 
 def _stage_runs(experiment: Experiment, records: Mapping[str, RunRecord]) -> _Runs:
-    """Those of one experiment, whatever follows from it."""
+    """Return the runs of one experiment, without the stages that follow from it."""
     if experiment.sweep is None:
         return _finals(experiment, {}, records)
     known = known_trials(experiment, records)
@@ -132,7 +134,7 @@ def _finals(
     chosen: Mapping[str, float | None],
     records: Mapping[str, RunRecord],
 ) -> _Runs:
-    """The runs that count. Of a sequential experiment, those that the looks so far ask for."""
+    """Return the runs that count; for a sequential experiment, those of the looks so far."""
     every = finals(experiment, chosen)
     if experiment.sequential is None:
         return _Runs(every, [])

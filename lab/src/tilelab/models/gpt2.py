@@ -153,8 +153,8 @@ class GPT2(nn.Module):
     def _initialise(self, seed: int) -> None:
         """Draw normal weights of ``STD``, smaller by sqrt(2 layers) where branches add up.
 
-        Gains are 1 and biases 0. Positions, and the heads of keys and values that GPT-2 has and the
-        shape lacks, are drawn all the same. The other weights are therefore those of a GPT-2 of the
+        Gains are 1 and biases 0. The parts of GPT-2 that a shape lacks (positions, heads of keys
+        and values) are drawn all the same. The other weights are therefore those of a GPT-2 of the
         same seed.
         """
         shape, generator = self.shape, torch.Generator().manual_seed(seed)

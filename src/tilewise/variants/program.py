@@ -313,9 +313,8 @@ def shift_slots(program: Program, by: int) -> Program:
     """The same program with every slot moved up, for appending its captures to a longer list."""
     if by == 0:
         return program
-    return tuple(
-        [
-            Instr(op, params, tuple([slot + by for slot in slots])) if slots else Instr(op, params)
-            for op, params, slots in program
-        ]
-    )
+    moved = []
+    for instr in program:  # torch 2.11's Dynamo does not unpack one of these
+        slots = tuple([slot + by for slot in instr.slots]) if instr.slots else ()
+        moved.append(Instr(instr.op, instr.params, slots))
+    return tuple(moved)

@@ -423,11 +423,14 @@ def test_a_gradient_is_refused_when_it_is_asked_for(name: str, rotated: bool) ->
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's
-def test_a_gradient_of_a_compiled_call_is_refused_when_it_is_asked_for() -> None:
-    case = build(new=0)
+@pytest.mark.parametrize("new", [0, 2])
+def test_a_gradient_of_a_compiled_call_is_refused_when_it_is_asked_for(new: int) -> None:
+    torch._dynamo.reset()
+    case = build(new=new)
 
     def call(q: Tensor) -> Any:
-        return flash_attn.flash_attn_with_kvcache(q, case.k_cache, case.v_cache, cache_seqlens=9)
+        cached = (case.k_cache, case.v_cache, case.k, case.v)
+        return flash_attn.flash_attn_with_kvcache(q, *cached, cache_seqlens=9)
 
     compiled = torch.compile(call, backend="aot_eager")
     expected = call(case.q)

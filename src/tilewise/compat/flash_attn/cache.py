@@ -84,7 +84,7 @@ def attend(
         found = in_place(q, bare, asked, cu_seqlens_q)
     assert found.lse is not None
     out, lse = forward_only(_WHAT, _FIX, (found.out, found.lse), given)
-    return found._replace(out=out, lse=lse)
+    return AttentionResult(out, lse, found.stats)
 
 
 def check_integers(name: str, tensor: object, shape: tuple[int | None, ...], device: str) -> None:
@@ -121,7 +121,7 @@ def in_place(
         after = masks.function(lambda b, h, m, n: n >= starts[b])
         mask = after if mask is None else mask & after
     packed = cu_seqlens_q is not None
-    result: AttentionResult = attention_paged(
+    found: AttentionResult = attention_paged(
         q if packed else q.transpose(1, 2),
         cache.k.transpose(1, 2),
         cache.v.transpose(1, 2),
@@ -134,7 +134,8 @@ def in_place(
         return_lse=True,
         backend=backend,
     )
-    return result if packed else result._replace(out=result.out.transpose(1, 2))
+    # Not _replace: torch 2.11's Dynamo cannot hold what that made over a break of the graph.
+    return found if packed else AttentionResult(found.out.transpose(1, 2), found.lse, found.stats)
 
 
 def _without_padding(cache: Cache, starts: Tensor) -> Cache:

@@ -253,4 +253,5 @@ def _append(cache: Cache, k: Tensor, v: Tensor) -> Cache:
     with torch.no_grad():
         cache.k[blocks, rows] = k
         cache.v[blocks, rows] = v
-    return cache._replace(lengths=cache.lengths + k.shape[1])
+    # Not _replace: torch 2.11's Dynamo cannot hold what that made over a break of the graph.
+    return Cache(cache.k, cache.v, cache.lengths + k.shape[1], cache.table, cache.starts)

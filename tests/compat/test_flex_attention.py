@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable
@@ -143,6 +144,9 @@ def test_torchs_function_says_the_same() -> None:
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_block_masks_are_torchs(apart: bool) -> None:
+    # torch 2.11 has no such option.
+    names = inspect.signature(torchs.create_block_mask).parameters
+    asked: Any = {"separate_full_blocks": apart} if "separate_full_blocks" in names else {}
     joined = {
         "and": (and_masks(causal, documents), torchs.and_masks(causal, documents)),
         "or": (or_masks(causal, few), torchs.or_masks(causal, few)),
@@ -155,11 +159,13 @@ def test_block_masks_are_torchs(apart: bool) -> None:
         found = create_block_mask(
             own, *sizes, device="cpu", BLOCK_SIZE=(32, 16), separate_full_blocks=apart
         )
-        want = torchs.create_block_mask(
-            other, *sizes, device="cpu", BLOCK_SIZE=(32, 16), separate_full_blocks=apart
-        )
+        want = torchs.create_block_mask(other, *sizes, device="cpu", BLOCK_SIZE=(32, 16), **asked)
         assert torch.equal(found.to_dense(), want.to_dense()), name
-        assert torch.equal(found.kv_num_blocks, want.kv_num_blocks), name
+        counts = want.kv_num_blocks
+        if not apart and not asked:  # that torch always has them apart
+            assert want.full_kv_num_blocks is not None
+            counts = counts + want.full_kv_num_blocks
+        assert torch.equal(found.kv_num_blocks, counts), name
         assert found.mask_mod is own
         assert found.shape == want.shape
         assert torch.equal(torchs.create_mask(own, *sizes, device="cpu"),
@@ -309,7 +315,26 @@ def test_lists_may_say_more_than_the_lengths(rows: int, keys: int) -> None:
     got = flex_attention(q, k, v, block_mask=whole, enable_gqa=True)
     torch.testing.assert_close(got, want)
     step = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(step(q, k, v, None, whole, enable_gqa=True), want)
+    for block_mask in (whole, adjusted):
+        torch.testing.assert_close(step(q, k, v, None, block_mask, enable_gqa=True), want)
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_rounded_lengths_are_taken_only_where_torch_rounds_them(
+    forgets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch 2.11's ``_adjust`` does; elsewhere a mask for 160 keys is not one for 150."""
+    monkeypatch.setattr(flex_masks, "_FORGETS", [forgets])
+    q, k, v, *_ = (x.detach() for x in build(torch.float32))
+    rounded = torchs.create_block_mask(causal, B, H, 96, 160, device="cpu", BLOCK_SIZE=32)
+    if forgets:
+        got = flex_attention(q, k, v, block_mask=rounded, enable_gqa=True)
+        torch.testing.assert_close(got, tilewise.attention(q, k, v, mask=causal))
+    wrong = [(60, N), (M, 120), (97, N)] + ([] if forgets else [(M, N)])
+    for rows, keys in wrong:
+        asked = (torch.ones(B, H, rows, D), k[:, :, :keys], v[:, :, :keys])
+        with pytest.raises(InvalidArgument, match="one for 96 queries and 160 keys; required"):
+            flex_attention(*asked, block_mask=rounded, enable_gqa=True)
 
 
 def test_new_values_of_the_shape_of_an_index() -> None:

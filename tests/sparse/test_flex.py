@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from tests.sparse.pairs import SIZES, Sizes, catalogue, shown, table_of
 from tilewise import BlockMask, masks
-from tilewise.errors import InvalidType, Unsupported
+from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.variants.values import as_mask
 
 DOCUMENTS = torch.arange(500) // 70
@@ -51,6 +51,17 @@ def test_every_mask_as_a_mask_mod(name: str) -> None:
     found = BlockMask.of(mask, *SIZES[2:], batch=SIZES.batch, heads=SIZES.heads, block=(128, 128))
     flex = found.to_flex()
     assert torch.equal(create_mask(flex.mask_mod, *SIZES, device="cpu"), shown(mask))
+
+
+def test_fewer_keys_than_a_mask_was_made_for() -> None:
+    flex = create_block_mask(MODS["causal"][0], None, None, 96, 160, device="cpu", BLOCK_SIZE=32)
+    found = BlockMask.from_flex(flex, 70, 150)
+    assert (found.queries, found.keys) == (70, 150)
+    assert torch.equal(
+        shown(found, Sizes(1, 1, 70, 150)), shown(MODS["causal"][0], Sizes(1, 1, 70, 150))
+    )
+    with pytest.raises(InvalidArgument, match="no more than the 160"):
+        BlockMask.from_flex(flex, keys=161)
 
 
 def test_lists_that_say_something_else() -> None:

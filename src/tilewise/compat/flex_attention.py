@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import (
     noop_mask,
 )
 
-from tilewise.compat.flex_masks import created, is_everything, mask_of, score_of
+from tilewise.compat.flex_masks import created, is_adjusted, is_everything, mask_of, score_of
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.functional import attention
 from tilewise.sparse.block_mask import BlockMask as OwnBlockMask
@@ -96,8 +96,8 @@ def flex_attention(
     key, value = _with_batch(query, key, value, block_mask)
     mask = None
     if block_mask is not None:
-        _check_lengths(block_mask, query, key)
-        mask = mask_of(block_mask, query.shape[2])
+        said = _check_lengths(block_mask, query, key)
+        mask = mask_of(block_mask, query.shape[2], None if said else key.shape[2])
     found = attention(
         query,
         key,
@@ -229,19 +229,25 @@ def _with_batch(
     return key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
 
 
-def _check_lengths(block_mask: Any, query: Tensor, key: Tensor) -> None:
-    """A block mask of torch's is for these lengths, or a slice with the blocks of these rows."""
+def _check_lengths(block_mask: Any, query: Tensor, key: Tensor) -> bool:
+    """A block mask of torch's is for these lengths, or a slice with the blocks of these rows.
+
+    Returns:
+        Whether it says how many keys there are: not where torch's ``_adjust`` rounded them up.
+    """
     if isinstance(block_mask, OwnBlockMask) or not isinstance(block_mask, BlockMask):
-        return
+        return True
     if is_everything(block_mask):
-        return
+        return True
     rows, keys = block_mask.shape[-2:]
     queries, block, listed = query.shape[2], block_mask.BLOCK_SIZE[0], block_mask.kv_num_blocks
     needed, there = -(-queries // block), listed.shape[-1]
     is_slice = there < -(-rows // block)
     fits = there == needed if is_slice else rows == queries
     if fits and keys == key.shape[2]:
-        return
+        return True
+    if is_adjusted(block_mask, queries, key.shape[2]):
+        return False
     made_for = f"a slice of {there} blocks of {block} queries" if is_slice else f"{rows} queries"
     raise InvalidArgument(
         "block_mask",

@@ -13,10 +13,11 @@ from torch.nn.attention import flex_attention as flex
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.sparse.block_mask import BlockMask
 from tilewise.sparse.flex import read, write
+from tilewise.torch_private import constant_while_compiling
 from tilewise.variants import masks, patterns, scores
 from tilewise.variants.values import Mask, Score, as_mask
 
-__all__ = ["created", "is_everything", "mask_of", "score_of"]
+__all__ = ["created", "is_adjusted", "is_everything", "mask_of", "score_of"]
 
 _V = TypeVar("_V", Mask, Score)
 _WHOLE = 1 << 30  # torch's size of the one block of a mask that is made where none is given
@@ -34,6 +35,7 @@ class _Kept(NamedTuple):
 
 
 _KEPT: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
+_FORGETS: list[bool] = []
 
 
 def score_of(score_mod: Callable[..., Any]) -> Score:
@@ -50,8 +52,28 @@ def is_everything(block_mask: Any) -> bool:
     return all(size == _WHOLE for size in block_mask.BLOCK_SIZE)
 
 
-def mask_of(block_mask: Any, queries: int) -> Mask:
-    """The mask of a block mask, torch's or ours, for so many queries.
+def is_adjusted(block_mask: Any, queries: int, keys: int) -> bool:
+    """Whether this torch's ``_adjust(queries, keys)`` gives lengths as this block mask has them.
+
+    Where it forgets what it was asked for, they are those of whole blocks.
+    """
+    across, along = block_mask.BLOCK_SIZE
+    whole = (-(-queries // across) * across, -(-keys // along) * along)
+    return tuple(block_mask.shape[-2:]) == whole and _adjust_forgets()
+
+
+@constant_while_compiling
+def _adjust_forgets() -> bool:
+    """Whether ``_adjust`` rounds lengths up to whole blocks, as that of torch 2.11."""
+    if not _FORGETS:
+        one = torch.ones(1, 1, 1, dtype=torch.int32, device="cpu")
+        made = flex.BlockMask.from_kv_blocks(one, one[..., None] - 1, BLOCK_SIZE=2)
+        _FORGETS.append(made._adjust(1, 1).shape[-1] != 1)
+    return _FORGETS[0]
+
+
+def mask_of(block_mask: Any, queries: int, keys: int | None = None) -> Mask:
+    """The mask of a block mask, torch's or ours, for so many queries; keys if not those it says.
 
     What torch's says is read again when its ``mask_mod`` has become another function, its lengths
     others, or a tensor was changed; else what was read before is used.
@@ -69,12 +91,12 @@ def mask_of(block_mask: Any, queries: int) -> Mask:
     if is_everything(block_mask):
         return _read_mod(block_mask.mask_mod)
     if torch.compiler.is_compiling():
-        return _in_graph(block_mask, queries)
+        return _in_graph(block_mask, queries, keys)
     held = _KEPT.get(block_mask)
-    now = _state(block_mask, _read_mod(block_mask.mask_mod), queries)
+    now = _state(block_mask, _read_mod(block_mask.mask_mod), queries, keys)
     if held is not None and _same(held, *now):
         return held.found
-    found = BlockMask.from_flex(block_mask, queries)
+    found = BlockMask.from_flex(block_mask, queries, keys)
     _keep(block_mask, now, found)
     return found
 
@@ -105,9 +127,9 @@ def created(
     return made
 
 
-def _in_graph(block_mask: Any, queries: int) -> Mask:
+def _in_graph(block_mask: Any, queries: int, keys: int | None) -> Mask:
     """The mask of a block mask while torch.compile traces: its lists are read inside the graph."""
-    given = read(block_mask, queries)
+    given = read(block_mask, queries, keys)
     partial, full = (patterns.layout(given.covers == cover, given.block) for cover in (1, 2))
     mask = _EVERYTHING if given.mask is None else _read_mod(given.mask)
     return (mask & partial) | full
@@ -140,14 +162,15 @@ def _expressed(kind: str, function: Any, reading: Callable[[Any], _V]) -> _V:
 _State: TypeAlias = tuple[str, tuple[int, ...], tuple[Tensor, ...]]
 
 
-def _state(block_mask: Any, mask: Mask, queries: int) -> _State:
+def _state(block_mask: Any, mask: Mask, queries: int, keys: int | None = None) -> _State:
     lists = (
         block_mask.kv_num_blocks,
         block_mask.kv_indices,
         block_mask.full_kv_num_blocks,
         block_mask.full_kv_indices,
     )
-    sizes = (queries, *block_mask.shape[-2:], *block_mask.BLOCK_SIZE)
+    rows, columns = block_mask.shape[-2:]
+    sizes = (queries, rows, columns if keys is None else keys, *block_mask.BLOCK_SIZE)
     return mask.text, sizes, (*mask.captured, *(x for x in lists if x is not None))
 
 

@@ -127,7 +127,9 @@ class BlockMask(Mask):
         return cls(mask.program, mask.captured)
 
     @classmethod
-    def from_flex(cls, block_mask: Any, queries: int | None = None) -> "BlockMask":
+    def from_flex(
+        cls, block_mask: Any, queries: int | None = None, keys: int | None = None
+    ) -> "BlockMask":
         """The same mask as a ``torch.nn.attention.flex_attention.BlockMask``.
 
         Its ``mask_mod`` is traced; what its lists of blocks leave out stays left out. The block
@@ -137,11 +139,13 @@ class BlockMask(Mask):
             block_mask: FlexAttention's.
             queries: M, of a slice of a block mask (``block_mask[:, :, i]``), which does not know
                 it; None for its own, or all rows of the slice's blocks.
+            keys: N, of one that ``_adjust`` cropped in torch 2.11, which rounds its lengths up to
+                whole blocks; None for its own.
 
         Raises:
             InvalidArgument, InvalidType: it is none, or its ``mask_mod`` is not in the language.
         """
-        given = flex.read(block_mask, queries)
+        given = flex.read(block_mask, queries, keys)
         keywords: dict[str, Any] = {
             "batch": given.covers.shape[0],
             "heads": given.covers.shape[1],

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
-from tilewise.errors import InvalidType
+from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.reference.expressions import evaluate
 from tilewise.variants import expr as expressions
 from tilewise.variants.lower import Extent, lower_mask
@@ -36,7 +36,7 @@ class Given(NamedTuple):
     keys: int
 
 
-def read(block_mask: Any, queries: int | None = None) -> Given:
+def read(block_mask: Any, queries: int | None = None, keys: int | None = None) -> Given:
     """What a BlockMask of FlexAttention says.
 
     Its lists may have more rows and name more columns than its lengths have: code that crops a
@@ -46,14 +46,20 @@ def read(block_mask: Any, queries: int | None = None) -> Given:
     Args:
         block_mask: to be read.
         queries: M of the call; what the mask says if None, or as many as the rows of a slice have.
+        keys: N of the call; what the mask says if None.
 
     Raises:
         InvalidType: it is none.
+        InvalidArgument: it has fewer keys.
     """
     if not isinstance(block_mask, flex_attention.BlockMask):
         required = "a torch.nn.attention.flex_attention.BlockMask"
         raise InvalidType("block_mask", f"a {type(block_mask).__name__}", required)
-    own, keys = block_mask.shape[-2:]
+    own, own_keys = block_mask.shape[-2:]
+    if keys is None:
+        keys = own_keys
+    elif keys > own_keys:
+        raise InvalidArgument("keys", str(keys), f"no more than the {own_keys} of block_mask")
     block = (int(block_mask.BLOCK_SIZE[0]), int(block_mask.BLOCK_SIZE[1]))
     if queries is None:
         queries = min(own, block_mask.kv_num_blocks.shape[-1] * block[0])

@@ -347,4 +347,4 @@ def test_a_plain_call_leaves_no_second_node(backend: str) -> None:
     """Outside of transforms the output comes from the quick Function."""
     node = tilewise.attention(*qkv(), backend=backend).grad_fn
     assert node is not None
-    assert node.name() == "AttentionBackward"
+    assert type(node).__name__ == "AttentionBackward"  # torch 2.11's has no name()

@@ -237,7 +237,9 @@ def test_compiled_equals_eager(dynamic: bool) -> None:
     got, expected = compiled(q, k, v, scales), call(q, k, v, scales)
     assert_same_bits(got.out, expected.out, "out")
     assert_same_bits(got.lse, expected.lse, "lse")
-    with pytest.raises(TorchDynamoException, match="float8 forward only"):
+    # Of the refusal torch 2.11 keeps the type in its own words, without ours.
+    said = r"float8 forward only|raised exception Unsupported\("
+    with pytest.raises(TorchDynamoException, match=said):
         compiled(q, k, v, {**scales, "q_scale": torch.rand(4).requires_grad_()})
 
 

@@ -71,15 +71,16 @@ class CpuBackend(Backend):
         return Tiles(64, 128)
 
     def loops(self, problem: Problem, family: str = "") -> Loops:
-        """Keys outside in the backward: a chunk of whole blocks stays while the queries go by.
+        """Return the loops. In the backward, a chunk of keys stays while the queries go by.
 
-        Chunks are cut by a sequence's own length. That of a packed call's is not known here: up to
-        8 x 1024 keys a chunk is the least one, which is what is taken for all of them.
+        Chunks are cut by a sequence's own length, in whole blocks. In a packed call that length is
+        not known here. Up to 8 x 1024 keys a chunk is the smallest one, and that is assumed for all
+        of them.
 
-        A dense call of few queries that wants no gradients walks as ``csrc/decode/tasks.h`` says:
-        the heads of a group together, over splits of the keys. Where there are tasks enough for
-        all threads one walks over all splits and writes no partial results, which are counted
-        nevertheless: at most 32 rows of output per row.
+        A dense decode call without gradients walks as ``csrc/decode/tasks.h`` describes: the heads
+        of a group together, over splits of the keys. With enough tasks for all threads, one task
+        walks over all splits and writes no partial results. They are counted nevertheless: at most
+        32 rows of output per row.
         """
         keys = problem.keys if problem.layout == "dense" else 0
         blocks = max(1, (keys + _BLOCK_KEYS // 2) // _BLOCK_KEYS)

@@ -1,8 +1,11 @@
-"""Compiled code on disk: in a folder that only its user can write, whole or not at all.
+"""Keep compiled code on disk: in a folder that only its user can write, whole or not at all.
 
-Code that a process loads is code that it runs, so nothing is loaded that another user could have
-put there: the folder is the user's own with no rights for others, no folder above it lets others
-rename things, and what is found is checked against a digest that a cut file does not have.
+Code that a process loads is code that it runs. So nothing is loaded that another user could have
+put there:
+
+* The folder is the user's own, with no rights for others.
+* No folder above it lets others rename things.
+* Each file is checked against a digest, which a truncated file does not have.
 """
 
 from __future__ import annotations

@@ -354,7 +354,7 @@ class _Writer:
         }
 
     def _along(self, place: int) -> set[int]:
-        """What a value along diagonals is made of, itself included, as far as that is too."""
+        """Return the places of the values along diagonals that make up one, itself included."""
         found, open_ = set(), [place]
         while open_:
             at = open_.pop()

@@ -369,11 +369,11 @@ class Config(NamedTuple):
 
 
 def decodes(problem: Problem) -> bool:
-    """Whether the forward pass is that of few queries.
+    """Return whether the forward pass is the decode pass.
 
-    In a packed call nobody knows how many a sequence has without reading them, and what the call
-    has in all says something of the others: such a call takes the ordinary road. So does a raw
-    score, which takes the head for a number; rows of several heads share a block here.
+    In a packed call, the number of queries of a sequence is not known without reading it. The
+    call's total depends on the other sequences. So such a call takes the ordinary pass. A raw score
+    does too, because it takes the head as a number, and rows of several heads share a block here.
     """
     raw = any(instr.op == RAW for instr in problem.score)
     return problem.layout == "dense" and problem.queries <= _FEW and not raw

@@ -1,8 +1,8 @@
-"""Gradients of what a score captures: of every tensor element, the sum over the pairs that load it.
+"""Gradients of captured tensors: for each element, the sum over the pairs that load it.
 
-A pair's share is ``ds * d score / d load``. How the shares are added up follows from how the load
-is indexed; the same sums are made in the same order, or in integers, so that every run gives the
-same bits:
+A pair's share is ``ds * d score / d load``. The indices of the load decide how the shares are
+summed. Each way makes the same sums in the same order, or in integers, so every run gives the same
+bits:
 
 * by m and n themselves (a dense bias): a program owns a tile of the tensor and walks over the batch
   items and heads that it is broadcast over;
@@ -10,20 +10,20 @@ same bits:
   kernel the lines;
 * by pairs, and the tensor is small: a program adds up the shares of its rows by element, and a
   second kernel what the programs found;
-* anything else: shares that must go to the same element, all of a row of pairs, of a column or of
-  a diagonal (``m - n`` constant), are added up first. What is left is added atomically, as 64-bit
+* anything else: shares that must go to the same element are added up first: all of a row of pairs,
+  of a column or of a diagonal (``m - n`` constant). The rest is added atomically, as 64-bit
   integers, whose sum does not depend on its order. Their unit is 2**-60 of a power of two above the
-  sum of all absolute values, so that they cannot overflow.
+  sum of all absolute values, so they cannot overflow.
 
-A share that is not finite makes all of a gradient of the last kind NaN.
+A share that is not finite makes a whole gradient of the last kind NaN.
 
-Along a row ``ds = p * (dP - shift)``, and what ``shift`` was rounded by has one sign in all of it:
-a sum over the row would grow by that times ``sum(p * d score / d load)``. But it is known what
-``ds`` itself adds up to, ``due``: the gradient of the row's lse, less the sink's part. So
+Along a row ``ds = p * (dP - shift)``. The rounding of ``shift`` has one sign along the whole row. A
+sum over the row would grow by that rounding times ``sum(p * d score / d load)``. But the exact sum
+of ``ds`` is known. It is ``due``: the gradient of the row's lse, less the sink's part. So
 
     sum(ds * factor) - (sum(ds) - due) * sum(p * factor)
 
-is what sums of rows are, as if the shift had been summed from the very p and dP of the walk.
+gives the sums of rows, as if the shift had been summed from the very p and dP of the walk.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ class _Captured:
 
 
 def _blocks(call: Backward) -> Blocks:
-    """Those of dQ, cut down: more is added up, and a branch passes over tiles that are empty."""
+    """Return the blocks of dQ, reduced: more is summed, and a branch skips empty tiles."""
     problem = call.problem
     queries, keys, warps, stages = call.config.blocks("dq", problem)
     widest = max(problem.head_dim, problem.value_dim)

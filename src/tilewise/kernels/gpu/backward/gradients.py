@@ -103,15 +103,15 @@ def pair_gradients(
     FOLD: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """(p, ds) of a tile of pairs from its products q.k and grad_out.v.
+    """Return (p, ds) of a tile of pairs from its products q.k and grad_out.v.
 
-    p is 0 where dropout drops, and not divided by what it keeps. ds is the gradient of the score,
-    times ``FACTOR`` (arguments as SCORE) if there is one. ``visible`` says which
-    pairs attend if MASKED; else all of them do.
+    Where dropout drops, p is 0. It is not divided by the share that dropout keeps. The gradient of
+    the score is ds, times ``FACTOR`` (arguments as SCORE) if there is one. If MASKED, ``visible``
+    says which pairs attend; otherwise all of them do.
 
-    ``row`` is of ``row_values``; ``numbers`` are (scale, 1 / (1 - dropout_p), the two halves of the
-    seed, the threshold), ``pairs`` (b, h, M, N), ``captured`` tensors and shape numbers of the mask
-    and of the score.
+    ``row`` is from ``row_values``. ``numbers`` are (scale, 1 / (1 - dropout_p), the two halves of
+    the seed, the threshold). ``pairs`` are (b, h, M, N). ``captured`` are the tensors and shape
+    numbers of the mask and of the score.
     """
     scores, p, ds, keep, factor = _gradients(
         products,

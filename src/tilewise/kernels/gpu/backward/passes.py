@@ -8,18 +8,18 @@ Both walks recompute the scores of a tile from q and k. With ``t = s2 - row_max`
     shift = rowsum(grad_out * out) - grad_lse,    slope = ln(2) * grad_entropy
 
 so that dq = scale * ds . k, dk = scale * ds^T . q, dv = (p * keep)^T . grad_out / (1 - dropout_p).
-Every sum has a fixed order and one owner: a program owns a tile of queries of one head, or a tile
-of keys of one key head, whose group of query heads it walks. So the gradients are the same bits in
+Every sum has a fixed order and one owner. A program owns a tile of queries of one head, or a tile
+of keys of one key head, and walks its group of query heads. So the gradients are the same bits in
 every run, and nothing is added atomically.
 
-The key tiles are worked on transposed, ``[keys, queries]``, so that P and dS enter their products
-as they were computed.
+The key tiles are computed transposed, ``[keys, queries]``, so P and dS enter their products as they
+were computed.
 
-Where PART is not 0, operands are too wide for the registers: the products that make scores are
-summed over PART columns of them at a time, and a tile is loaded whole when it enters a gradient.
+If PART is not 0, the operands are too wide for the registers. The products that make scores are
+then summed over PART columns at a time. A tile is loaded whole when it enters a gradient.
 
-Nothing leaks from what is not there: rows beyond a sequence and keys outside of the range that the
-mask leaves a tile are loaded as 0, and a hidden pair's dS is selected to be 0.
+Absent rows and keys do not affect the result. Rows beyond a sequence, and keys outside the range
+that the mask allows a tile, are loaded as 0. The dS of a hidden pair is selected to be 0.
 """
 
 from __future__ import annotations

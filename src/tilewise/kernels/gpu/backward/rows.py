@@ -1,8 +1,9 @@
-"""What the walks of the backward pass read of each row of queries, and the sinks' gradient.
+"""Compute the numbers per row that the backward walks read, and the sinks' gradient.
 
-With a row's largest score and sum from the forward pass, and grad_out, out and the gradients of
-lse and entropy, a pair's probability and gradient take no more than the row's five numbers. A sixth
-is what the gradients of all its scores add up to: where no sink takes a part, that of lse.
+The forward pass gives a row's largest score and sum; grad_out, out and the gradients of lse and
+entropy come in. From these, a pair's probability and gradient take no more than five numbers per
+row. A sixth is the sum of the gradients of all the row's scores. Without a sink, it is the gradient
+of lse.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def due_plane(upstream: Upstream) -> int:
 
 
 def folds(problem: Problem) -> bool:
-    """Whether the row sum goes into the exponent: its rounding is nothing beside 16 bits."""
+    """Return whether the row sum goes into the exponent: its rounding is negligible for 16 bits."""
     return problem.dtype is not torch.float32
 
 

@@ -63,9 +63,10 @@ def line_place(
 
 @triton.jit
 def query_side(inputs, strides, plane, place, m0, FORM: tl.constexpr):
-    """(q, grad_out, values of rows) of a tile of queries; arguments as for ``terms_of``.
+    """Return (q, grad_out, values of rows) of a tile of queries; arguments as for ``terms_of``.
 
-    What is multiplied in parts is not loaded here: the first two are as ``side`` of ``rows_of``.
+    Operands multiplied in parts are not loaded here: the first two are then a ``side`` of
+    ``rows_of``.
     """
     b, h, begin, _, M, _ = place
     q = (head_of(inputs[0], strides[0], b, h, begin), strides[0], m0, 0, M)
@@ -258,10 +259,10 @@ def line_kernel(
     BY_KEYS: tl.constexpr,
     DUE: tl.constexpr,
 ):
-    """Sums of the shares of each row of pairs, or (BY_KEYS) of each column, in float64.
+    """Sum the shares of each row of pairs, or (BY_KEYS) of each column, in float64.
 
-    Those of rows are rid of what the shift of a row was rounded by; DUE is the plane of ``rows``
-    that says what the gradients of its scores add up to.
+    Row sums are corrected for the rounding of the row's shift. DUE is the plane of ``rows`` with
+    the sum of the gradients of its scores.
     """
     program = tl.program_id(0)
     BLOCK: tl.constexpr = FORM[1] if BY_KEYS else FORM[0]

@@ -1,9 +1,9 @@
-"""The kernels that add shares to the elements of a small table, any of which any pair may name.
+"""Add shares to the elements of a small table; any pair may name any element.
 
-In one walk, and in floating point: of every tile each element gets the sum of the shares that name
-it, a product of the tile with the one-hot matrix of what its pairs name, one column of which is
-made at a time. A program keeps a sum of its own of each element, in double precision; what the
-programs found is folded in a fixed order. Every run gives the same bits.
+The kernels make one walk, in floating point. In every tile, each element gets the sum of the shares
+that name it. That is a product of the tile with the one-hot matrix of the elements that its pairs
+name, made one column at a time. A program keeps its own sum of each element, in double precision.
+The programs' sums are folded in a fixed order. Every run gives the same bits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A score in stages: what the language can look into, and raw steps, which it cannot.
+"""Split a score into stages: steps that the language can read, and raw steps, which it cannot.
 
-A stage maps the running score s of a block of pairs, and has the functions of a ``Variant``: the
-score, its derivative with respect to s, and of each load the derivative and the element. The
-functions here are those of several stages one after another. Of what enters a stage everything
-before it has to be computed again; the compiler finds what it has already.
+A stage maps the running score s of a block of pairs. It has the functions of a ``Variant``: the
+score, its derivative with respect to s, and for each load the derivative and the element. The
+functions here are those of several stages one after another. The input of a stage is recomputed
+from everything before it; the compiler finds what it has already.
 """
 
 from __future__ import annotations

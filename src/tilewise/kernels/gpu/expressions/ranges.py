@@ -1,7 +1,7 @@
-"""Which keys a mask leaves to a run of queries, and which queries to a run of keys, as text.
+"""Write as text which keys a mask allows a run of queries, and which queries a run of keys.
 
-A mask is looked at as its program has it: bands of the diagonal and lengths bound both; ``and``
-and ``or`` join what is known of two masks; of everything else nothing is known. A range is four
+The range of a mask follows its program. Bands of the diagonal and lengths bound both sides. ``and``
+and ``or`` combine what is known of two masks. Nothing is known of other operations. A range is four
 numbers: the mask hides every pair before ``low`` and from ``high`` on, and shows all of them in
 [full_low, full_high).
 """
@@ -76,7 +76,7 @@ def _length(instr: Instr, ranks: Sequence[int], most: int) -> str:
 
 
 def _band(instr: Instr, of_keys: bool, most: int) -> tuple[str, ...]:
-    """Of a + m - left <= n <= a + m + right."""
+    """Return the range of the band a + m - left <= n <= a + m + right."""
     before, after, anchor = (int(number) for number in instr.params)
     if not of_keys:  # n - a - right <= m <= n - a + left
         before, after = after, before

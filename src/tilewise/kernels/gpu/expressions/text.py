@@ -22,7 +22,7 @@ _TYPES: dict[Kind, str] = {"bool": "tl.int1", "float": "tl.float32"}
 
 
 class Source(NamedTuple):
-    """What the text of an expression is made for.
+    """Conditions that the text of an expression is made for.
 
     Args:
         ranks: dimensions of the captured tensors, by slot.
@@ -308,7 +308,7 @@ def _whole_division(op: str, a: _Value, b: _Value) -> str | None:
 
 
 def _divisor(value: _Value) -> dict[str, int]:
-    """Of a constant power of two its exponent and the number before it; else nothing."""
+    """Return a constant power of two's exponent and the number before it; else an empty dict."""
     number = value.node.value
     if value.node.op != "const_int" or number is None or number <= 0 or int(number).bit_count() > 1:
         return {}

@@ -1,9 +1,9 @@
-"""What the operations of expressions are in Triton, where it has no operation of its own for them.
+"""Define in Triton the operations of expressions that it has no operation of its own for.
 
 The arguments are blocks and scalars, in any mixture that broadcasts: int32 or int64 of one width,
-or float32. Nothing here is the library of one maker: the interpreter and every chip run the same
-formulas. Sums and products that must be exact are fused (``tl.fma``); nothing depends on whether a
-compiler fuses others.
+or float32. No vendor's library is used: the interpreter and every chip run the same formulas. Sums
+and products that must be exact are fused (``tl.fma``); nothing depends on whether a compiler fuses
+others.
 """
 
 import triton
@@ -281,7 +281,7 @@ def element(before, index, size):
 
 @triton.jit
 def range_and(one, other):
-    """Of what both masks show."""
+    """Return the range of the pairs that both masks show."""
     return (
         tl.maximum(one[0], other[0]),
         tl.maximum(one[1], other[1]),
@@ -292,7 +292,7 @@ def range_and(one, other):
 
 @triton.jit
 def range_or(one, other):
-    """Of what either mask shows."""
+    """Return the range of the pairs that either mask shows."""
     # An empty range is no bound to the other.
     some = one[0] < one[3]
     other_some = other[0] < other[3]

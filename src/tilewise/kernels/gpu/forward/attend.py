@@ -1,9 +1,8 @@
 """The forward pass of many queries: one kernel for every layout, mask and score, and its host code.
 
 A program takes a block of queries of one head and walks over the blocks of keys that the mask
-leaves, with the row maximum, the row sum and the unfinished output of an online softmax
-(``online.py``). Blocks that the mask shows whole come first and never look at it; the others
-follow.
+allows. It keeps the row maximum, the row sum and the unfinished output of an online softmax
+(``online.py``). Blocks that the mask shows whole come first, and skip the mask. The others follow.
 """
 
 from __future__ import annotations

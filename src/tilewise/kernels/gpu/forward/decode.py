@@ -1,13 +1,13 @@
-"""The forward pass of few queries: the keys of a head are split among programs.
+"""The forward pass for decode: the keys of a head are split among programs.
 
 A program takes a block of rows and one split of their keys. Rows are the queries of all heads that
-share the keys, head by head, so that a key is loaded once for all of them; a block has the same
-number of rows whatever the group. Splits are cut by the number of the sequence's own keys
-(``config.Splitting``): what else is in the call changes no bit. What a split leaves is merged in
+share the keys, head by head. So a key is loaded once for all of them, and a block has the same
+number of rows for every group size. Splits are cut by the number of the sequence's own keys
+(``config.Splitting``): the rest of the call changes no bit. The results of the splits are merged in
 the order of the keys (``merge.py``). A sequence of one split is finished at once.
 
-A mask's range of keys is that of all queries of a head; a split that it leaves out reads nothing.
-Of a ``BlockMask`` blocks of keys in which nothing attends are found on the way, by the mask itself.
+A mask's range of keys is that of all queries of a head; a split outside it reads nothing. With a
+``BlockMask``, the mask itself finds blocks of keys in which nothing attends, during the walk.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The online softmax that every walk over blocks of keys goes by, and how a row's walk ends.
+"""The online softmax of every walk over blocks of keys, and how a row's walk ends.
 
-Scores are kept in the units that are cheapest to compare. Without a score function that is the bare
-product q.k: the scale, which must be positive for it, then belongs to the exponent, and one fused
-multiply-add per pair makes ``scale * log2(e) * (q.k - top)``. With one it is the natural logit,
-which is subtracted before it is scaled, so that even the lowest float stays finite.
+Scores are kept in the units that are cheapest to compare. Without a score function, that is the
+bare product q.k. The scale, which must then be positive, belongs to the exponent. One fused
+multiply-add per pair makes ``scale * log2(e) * (q.k - top)``. With a score function it is the
+natural logit. It is subtracted before it is scaled, so even the lowest float stays finite.
 """
 
 from __future__ import annotations

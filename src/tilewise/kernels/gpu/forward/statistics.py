@@ -1,7 +1,7 @@
-"""Statistics of the rows: the largest logit, its first key, and the entropy.
+"""Compute statistics of the rows: the largest logit, its first key, and the entropy.
 
-They are a walk of their own over the keys, behind that of the output and without the values. What
-it keeps takes no registers from the other, whose bits are the same with statistics and without.
+They take a separate walk over the keys, after that of the output and without the values. So they
+take no registers from the output's walk, whose bits are the same with statistics and without.
 
 With ``t_j`` the exponents of a row in base 2 less the largest of them, its sink included::
 

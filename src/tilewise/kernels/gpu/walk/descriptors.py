@@ -1,9 +1,11 @@
 """Tensor descriptors: whole blocks of rows copied by the chip's own engine, from one instruction.
 
-Only blocks that no mask and no length touches are loaded so. In all others some rows count as zero,
-which a descriptor cannot say: they keep their pointers, and what lies beyond a length stays unread.
+Only blocks that no mask and no length touches are loaded this way. In all others some rows count as
+zero, which a descriptor cannot express. They keep their pointers, and rows beyond a length stay
+unread.
+
 A descriptor is made on the host from strides and the address alone, and is an argument of the
-launch: no memory is taken for it on the device, and a CUDA graph keeps it like any other argument.
+launch. It takes no memory on the device, and a CUDA graph keeps it like any other argument.
 """
 
 from __future__ import annotations

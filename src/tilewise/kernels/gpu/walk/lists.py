@@ -1,8 +1,8 @@
-"""Lists of the tiles that a BlockMask leaves, made on the device without reading a value.
+"""List the tiles that a BlockMask keeps, on the device and without reading a value.
 
-A table of rectangles (the operations ``tiles`` and ``blocks``) becomes, for every row of a kernel's
-own tiles, the list of those that it has to visit: first the full ones, which need no mask, then the
-partial ones.
+The input is a table of rectangles (the operations ``tiles`` and ``blocks``). For every row of a
+kernel's own tiles it becomes the list of tiles to visit. The full ones, which need no mask, come
+first, then the partial ones.
 """
 
 from __future__ import annotations

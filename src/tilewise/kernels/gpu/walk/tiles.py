@@ -50,10 +50,10 @@ __all__ = [
 
 @triton.jit
 def place_of(tile, cu, batch, BLOCK: tl.constexpr):
-    """Of the tile slots of a packed call the sequence, and its tile, that one stands for.
+    """Map a tile slot of a packed call to its sequence, first row and the sequence's offset.
 
-    Sequence ``b`` has the slots from ``cu[b] // BLOCK + b`` on, at least as many as it has tiles;
-    what is left over lies beyond its end. No slot count depends on the values of ``cu``.
+    Sequence ``b`` has the slots from ``cu[b] // BLOCK + b`` on, at least as many as it has tiles.
+    Extra slots lie beyond its end. No slot count depends on the values of ``cu``.
     """
     low = tile * 0
     high = low + batch
@@ -116,17 +116,16 @@ def load_keys(
     WIDE: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """Rows ``first`` and on of the keys or the values of a head: what ``load_tile`` gives.
+    """Load rows ``first`` and on of the keys or the values of a head, as ``load_tile`` does.
 
-    ``side`` is (head, strides, pages). Where PAGE is 0, rows follow one another from ``head`` on
-    and ``pages`` means nothing. Else a row lies in the page of PAGE rows that ``pages`` (made by
-    ``pages_of``) has for it, pages are ``strides[0]`` apart, and ``head`` is where the rows of page
-    0 begin. Entries for rows outside of [low, high) are not read where MASKED. ``first`` is a
-    multiple of BLOCK.
+    ``side`` is (head, strides, pages). If PAGE is 0, rows follow one another from ``head`` on, and
+    ``pages`` is unused. Otherwise ``pages`` (made by ``pages_of``) gives the page of PAGE rows that
+    holds a row. Pages are ``strides[0]`` apart, and ``head`` is where the rows of page 0 begin. If
+    MASKED, entries for rows outside of [low, high) are not read. ``first`` is a multiple of BLOCK.
 
-    ``side`` may have two parts more: a descriptor of blocks of BLOCK rows (``descriptors.py``), and
-    where in it the head's rows begin, (b, h, row). Blocks of which every row is there, those that
-    are not MASKED, are then copied by it.
+    ``side`` may have two more parts: a descriptor of blocks of BLOCK rows (``descriptors.py``), and
+    where in it the head's rows begin, (b, h, row). The descriptor then copies the blocks whose rows
+    are all there, which are those that are not MASKED.
     """
     head, strides = side[0], side[1]
     if len(side) > 3 and not MASKED:
@@ -176,10 +175,10 @@ def side_of(head, strides, pages, rows, start):
 
 @triton.jit
 def page_of(pages, slot, inside, MASKED: tl.constexpr):
-    """The number of the page in each slot of a sequence's row of the block table, as int64.
+    """Return the page number in each slot of a sequence's row of the block table, as int64.
 
-    Where MASKED, slots that are not ``inside`` are not read. What the entries are is the caller's
-    promise, which nobody reads on a device: they are clamped to the pages that there are.
+    If MASKED, slots that are not ``inside`` are not read. The caller is responsible for valid
+    entries, which are not checked on a device. They are clamped to the existing pages.
     """
     entries, last = pages
     page = tl.load(entries + slot, mask=inside, other=0) if MASKED else tl.load(entries + slot)
@@ -229,10 +228,10 @@ def head_of(base, strides, b, h, begin):
 
 @triton.jit
 def split_range(low, full_low, full_high, high, end, BLOCK: tl.constexpr):
-    """A range in tiles: (first, full, beyond, last): tiles of [full, beyond) need no mask.
+    """Split a range into tiles: (first, full, beyond, last); tiles of [full, beyond) need no mask.
 
-    Those of [first, full) and [beyond, last) do. All but the last are multiples of BLOCK; the full
-    part lies within [full_low, full_high), and no tile of it goes beyond ``end``.
+    Tiles of [first, full) and [beyond, last) need one. All but the last are multiples of BLOCK; the
+    full part lies within [full_low, full_high), and no tile of it goes beyond ``end``.
     """
     high = tl.minimum(high, end).to(tl.int32)
     first = (tl.maximum(low, 0) // BLOCK * BLOCK).to(tl.int32)
@@ -365,10 +364,10 @@ def _has_whole_ranges(mask: Program) -> bool:
 
 
 def meets_empty_tiles(problem: Problem, variant: Variant) -> bool:
-    """Whether a walk may meet a tile of which no pair attends: nothing of it is to be read.
+    """Return whether a walk may meet a tile in which no pair attends; it must read none of it.
 
-    Two bands may have nothing in common in any row, and yet ranges that overlap. What a table lists
-    counts as met by its own rectangles.
+    Two bands may have no pair in common in any row, although their ranges overlap. Tiles that a
+    table lists are judged by the table's own rectangles.
     """
     bands = sum(instr.op == "band" for instr in problem.mask)
     exact = bands < 2 and all(instr.op in ("band", "below", "and") for instr in problem.mask)

@@ -1,12 +1,13 @@
-"""Values turned round for matrix units that take float8 only along the keys.
+"""Transpose values for matrix units that take float8 only along the keys.
 
-The product P V sums over keys. For 16-bit types matrix units and their loads can turn a tile of
-values on the way; for 8 bits most of them cannot, and a walk over the keys would do it byte by byte
-for every tile of queries. So the values are laid out key by key once, before the walk: as much
-memory as they have, and a fraction of a percent of its time where there are thousands of queries.
+The product P V sums over keys. For 16-bit types, matrix units and their loads can transpose a tile
+of values on the way. For 8 bits most of them cannot, and a walk over the keys would transpose byte
+by byte for every tile of queries. So the values are laid out key by key once, before the walk. This
+takes as much memory as they do, and a fraction of a percent of the walk's time with thousands of
+queries.
 
-A sequence of a packed call begins at a multiple of 16, and behind the last key there is room for a
-block, so that blocks can be read whole. What lies there is not to be used.
+A sequence of a packed call begins at a multiple of 16. Behind the last key there is room for a
+block, so blocks can be read whole. Do not use the contents of that room.
 """
 
 from __future__ import annotations

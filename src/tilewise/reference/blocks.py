@@ -33,10 +33,10 @@ class Block(NamedTuple):
 class Part(NamedTuple):
     """One rectangular problem of a call: the whole batch (dense) or one sequence (varlen).
 
-    ``queries`` and ``keys`` are the rows of the packed tensors that the part covers, or where they
-    are dense its batch items (``keys`` is empty with pages), ``first_batch`` is the index of its
-    first batch entry (it enters the dropout counter), ``walk`` is how it is gone over, and
-    ``page_size`` that of the pages its keys are gathered from (0: from none).
+    ``queries`` and ``keys`` are the rows of the packed tensors that the part covers, or the batch
+    items if they are dense. ``keys`` is empty with pages. ``first_batch`` is the index of its first
+    batch entry, which enters the dropout counter. ``walk`` is the order in which it is visited.
+    ``page_size`` is that of the pages its keys are gathered from (0: from none).
     """
 
     problem: Problem
@@ -62,12 +62,12 @@ class Part(NamedTuple):
 
 
 def parts(problem: Problem, operands: Operands, walk: Walk | None = None) -> Iterator[Part]:
-    """The rectangular problems of a call, in order: one if dense, else one per sequence.
+    """Yield the rectangular problems of a call, in order: one if dense, else one per sequence.
 
-    In a varlen part q, k and v are ``[1, H, S, D]`` views, and captured tensors are cut to the
-    sequence (batch entry b, its first m queries and first n keys); an expression indexes its own
-    by the sequence, and they stay whole. With pages too there is a part per sequence; its keys and
-    values are gathered. ``walk`` None is ``WALK``.
+    In a varlen part, q, k and v are ``[1, H, S, D]`` views. Captured tensors are cut to the
+    sequence (batch entry b, its first m queries and first n keys). Tensors of an expression stay
+    whole, because it indexes them by the sequence. With pages, too, there is a part per sequence;
+    its keys and values are gathered. ``walk`` None is ``WALK``.
     """
     walk = walk or WALK
     if problem.page_size:

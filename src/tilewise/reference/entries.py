@@ -28,7 +28,7 @@ def enter_reads(part: Part, rows: range, **tensors: Tensor | None) -> None:
 
 
 def enter_result(ledger: Ledger, tile: Result, whole: Result) -> None:
-    """What a tile of rows writes of each field of the result, in the dtype it is stored in."""
+    """Enter the bytes that a tile of rows writes to each field of the result, as it is stored."""
     for name, of, to in zip(Result._fields, tile, whole, strict=True):
         if of is not None and to is not None:
             ledger.writes(**{name: of.numel() * to.element_size()})

@@ -136,12 +136,12 @@ def _table_possible(instr: Instr, tensors: Sequence[Tensor], block: Block, full:
 
 
 def cover(program: Program, tensors: Sequence[Tensor], block: Block) -> Cover:
-    """Whether a mask leaves nothing, something or everything of a (non-empty) block.
+    """Return whether a mask keeps nothing, something or everything of a (non-empty) block.
 
-    Leaves answer by interval arithmetic (band, below, same_document, expr) or by any/all (dense),
-    and connectives combine the answers by Kleene's logic, so PARTIAL may be said of a block that
-    is in truth empty or full, but never the other way round. One answer serves all batch entries
-    and heads.
+    Leaves are decided by interval arithmetic (band, below, same_document, expr) or by any/all
+    (dense). Connectives combine the answers by Kleene's logic. So PARTIAL may be returned for a
+    block that is in truth empty or full, but never the other way round. One answer serves all batch
+    entries and heads.
     """
     stack: list[_Possible] = []
     for instr in program:

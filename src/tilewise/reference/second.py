@@ -1,22 +1,28 @@
 """The second derivative of attention by tiles: the gradient of a derivative in a direction.
 
-For a direction u of the operands x = (q, k, v, score tensors, sinks) and cotangents c = (dO, dl)
-of (out, lse), this is the gradient by x of the number
+Take a direction u of the operands x = (q, k, v, score tensors, sinks), and cotangents c = (dO, dl)
+of (out, lse). The module computes the gradient by x of the number
 
     <c, J(x) u> = <dO, tangent of out> + <dl, tangent of lse>
 
-which is both what a double backward (u is what came in for the gradients) and what a tangent of the
-backward needs: the Hessian is symmetric. With ds the tangents of the scores, D what dropout
-multiplies by, A = D * (dO V^T), B = D * (dO dV^T), and E the mean under P (a sink counts as one
-more key, with A = B = 0), row by row:
+Both a double backward (u is what came in for the gradients) and a tangent of the backward need it:
+the Hessian is symmetric. The letters, row by row:
+
+* ds: the tangents of the scores.
+* D: what dropout multiplies by.
+* A = D * (dO V^T), B = D * (dO dV^T).
+* E: the mean under P; a sink counts as one more key, with A = B = 0.
+
+The gradients are:
 
     G  = P * (A - E[A] + dl)                                     by the tangents of the scores
     H  = P * (X - E[X]),  X = (ds - E[ds]) (A - E[A] + dl) + B   by the scores
     dV = (D * P * (ds - E[ds]))^T dO
 
-and then back through the score program, and through s = scale * q k^T and its tangent. Four walks
-over the tiles: the softmax, then E[ds] and E[A], then E[X], then the gradients. Memory beyond
-operands and results is one tile, and accumulators of the size of the operands in the compute dtype.
+They then go back through the score program, and through s = scale * q k^T and its tangent. There
+are four walks over the tiles: the softmax, then E[ds] and E[A], then E[X], then the gradients.
+Memory beyond operands and results is one tile, and accumulators of the size of the operands in the
+compute dtype.
 """
 
 from __future__ import annotations

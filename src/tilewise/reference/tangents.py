@@ -6,10 +6,10 @@ With ds the tangents of the scores (``jets.py``), and D what dropout multiplies 
     dP   = P * (ds - dlse)
     dout = (D * dP) V + (D * P) dV
 
-One walk over the tiles with an online softmax. dlse is known only at its end, so that the sum of
-dP V is kept about the mean of ds so far, and moved to each new mean (as variances are computed in
-one pass): subtracting two large sums at the end would lose digits. Memory beyond operands and
-results: one tile.
+It takes one walk over the tiles, with an online softmax. The value of dlse is known only at the end
+of the walk. So the sum of dP V is kept about the mean of ds so far, and moved to each new mean, as
+variances are computed in one pass. Subtracting two large sums at the end would lose digits. Memory
+beyond operands and results is one tile.
 
 Source of the update: Chan, Golub, LeVeque, "Algorithms for computing the sample variance", 1983.
 """

@@ -169,12 +169,13 @@ def backward(
 
 
 class RowState(NamedTuple):
-    """What the backward holds for a tile of query rows, ``[B, Hq, m(, Dv)]``.
+    """State of the backward for a tile of query rows, ``[B, Hq, m(, Dv)]``.
 
-    ``base`` is the row maximum (0 for a dead row), ``weight`` what ``exp2(s - base)`` is multiplied
-    by to give a probability, ``sink`` the probability that went to the sink (None without one),
-    ``tilt`` the gradient of the entropy (None without one), ``delta`` the row sum of grad_out * out
-    where the rows see keys beyond these (None where they do not).
+    * ``base``: the row maximum (0 for a dead row).
+    * ``weight``: the factor that makes ``exp2(s - base)`` a probability.
+    * ``sink``: the probability that went to the sink (None without one).
+    * ``tilt``: the gradient of the entropy (None without one).
+    * ``delta``: the row sum of grad_out * out if the rows see keys beyond these (None if not).
     """
 
     grad_out: Tensor
@@ -272,9 +273,9 @@ def _log_add_exp(a: Tensor, b: Tensor) -> Tensor:
 class TileGradient(NamedTuple):
     """The backward of one tile up to the row sums.
 
-    ``p`` and ``dropped`` are the probabilities before and after dropout, ``p`` being the power
-    of two of ``exponent`` times a weight; ``dp`` is the gradient of ``p``, ``grad_out`` the
-    gradient rows with those that see no key of the tile set to 0.
+    ``p`` and ``dropped`` are the probabilities before and after dropout. ``p`` is the power of two
+    of ``exponent`` times a weight. ``dp`` is the gradient of ``p``. ``grad_out`` is the gradient
+    rows, with those that see no key of the tile set to 0.
     """
 
     exponent: Tensor

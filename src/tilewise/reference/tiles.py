@@ -194,7 +194,7 @@ def far(exponent: Tensor) -> Tensor:
 
 
 class RowEntropy(NamedTuple):
-    """Of a query tile ``[B, Hq, m]``: see ``row_entropy``."""
+    """Result of ``row_entropy`` for a query tile ``[B, Hq, m]``."""
 
     entropy: Tensor
     mean: Tensor

@@ -38,12 +38,12 @@ def cascade_attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """``attention_paged`` where the first keys of all sequences lie in the same pages.
+    """Compute ``attention_paged`` when all sequences have their first keys in the same pages.
 
     The queries of all sequences, and of all heads that share keys, attend to the common keys as one
-    block of rows, so that these are read once and not once for each sequence; then each sequence's
-    queries attend to its other keys, and ``merge`` joins the two. It is the same but for rounding,
-    and forward only.
+    block of rows. So the common keys are read once and not once for each sequence. Then each
+    sequence's queries attend to its other keys, and ``merge`` joins the two. The result is the same
+    except for rounding. Forward only.
 
     Args:
         q: [B, Hq, M, D]; or packed [Tq, Hq, D], with cu_seqlens_q.

@@ -16,7 +16,7 @@ __all__ = ["KVCache"]
 class KVCache:
     """Room for ``capacity`` keys and values of each of B sequences that grow together.
 
-    What is appended is copied and detached: there are no gradients through a cache.
+    The cache copies and detaches appended keys and values: it passes no gradients.
 
     Args:
         batch: B.
@@ -94,18 +94,26 @@ class KVCache:
         self._length = length
 
     def attend(self, q: Tensor, **keywords: Any) -> Any:
-        """Attention of q [B, Hq, M, D] over all keys; the last query sees the last key.
+        """Compute attention of q [B, Hq, M, D] over all keys; the last query sees the last key.
 
-        Append the keys of these queries first. A prompt may be appended and attended in pieces: it
-        is equal but for rounding, and on the CPU often to the bit. There a row's bits follow from
-        its own keys, from where these are cut into blocks (at every multiple of 128, but a rest of
-        fewer than 64 at the end joins the block before it), and from whether its sequence has more
-        than 8 queries in the call or wants gradients: up to 8 without have another kernel. So
+        Append the keys of these queries first. A prompt may be appended and attended in pieces. The
+        result is equal except for rounding, and on the CPU often to the bit. There a row's bits
+        follow from three things:
 
-        * pieces of more than 8 queries that end at multiples of 64 have the bits of one piece, and
-          of those that end elsewhere all rows but the last (length % 128), where these are < 64;
+        * its own keys;
+        * where these are cut into blocks: at every multiple of 128, but a rest of fewer than 64 at
+          the end joins the block before it;
+        * whether its sequence has more than 8 queries in the call or wants gradients: up to 8
+          without have another kernel.
+
+        So
+
+        * pieces of more than 8 queries that end at multiples of 64 have the bits of one piece;
+        * pieces of more than 8 queries that end elsewhere have them in all rows but the last
+          (length % 128), where these are < 64;
         * up to 8 queries have the bits of as many calls of one, where the blocks of both are cut
-          alike, up to 16k keys (beyond, the kernel's splits grow with the number of keys);
+          alike. This holds up to 16k keys; beyond, the kernel's splits grow with the number of
+          keys;
         * a sequence has the bits that it has alone, whatever else is in the batch.
 
         Args:

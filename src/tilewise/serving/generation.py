@@ -69,11 +69,12 @@ def generate(
     """Continue prompts by the token with the largest logit, the first of equal ones.
 
     Every round is one step over the new tokens of all running sequences, packed: the whole prompt
-    of those that just came, one token of the others. A sequence that ends gives its pages back, and
-    the next prompt takes its place, in order, as soon as the pages that it may need at most are
-    left over by the others: nothing that runs is ever taken out again. Attention gives a sequence
-    the bits that it has alone; a model's matrix products need not, so that near ties may be
-    decided otherwise in other company.
+    of those that just came, one token of the others. A sequence that ends gives its pages back. The
+    next prompt, in order, starts as soon as the others leave the pages that it may need at most. A
+    running sequence is never removed early.
+
+    Attention gives a sequence the same bits as it has alone. A model's matrix products may not, so
+    near ties may be decided differently in another batch.
 
     Args:
         step: of a model, such as ``tilelab.models.decoding.step`` or

@@ -25,19 +25,19 @@ class PagedKVCache:
 
     A sequence is a number that ``add`` or ``fork`` gave. A fork shares all pages of its origin; the
     last page, where it is not full, is copied when one of them grows. Every operation is done whole
-    or, where it raises, not at all. What is appended is copied and detached.
+    or, where it raises, not at all. The cache copies and detaches appended keys and values.
 
-    With a ``window`` a sequence lets go of the pages that no query to come can see: those wholly
-    behind the window of the first new key, each time that it grows. It then holds no more than
-    ``window`` keys, those of the last ``append`` and two pages' rest. What is left gives the same
-    bits as attention over everything under ``masks.window(window - 1, 0)``.
+    With a ``window``, a sequence releases the pages that no later query can see. These are the
+    pages wholly behind the window of the first new key, each time that it grows. It then holds no
+    more than ``window`` keys, those of the last ``append`` and two pages' rest. The remaining pages
+    give the same bits as attention over everything under ``masks.window(window - 1, 0)``.
 
-    With a ``storage`` pages hold 8-bit numbers and a float32 scale for each row and head, by the
-    row's own largest number (``serving.pool.quantised`` tells the formula and its error). A scale
-    for a whole page would have to change when a later row is larger, and the rows before it be
-    rounded again; so a row is rounded once, and what it becomes does not depend on how it came.
-    It costs 4 bytes a row of D. No kernel reads such pages: ``attend`` writes out those of its
-    sequences in ``dtype``, once each, for the time of the call. It saves room, not time.
+    With a ``storage``, pages hold 8-bit numbers and a float32 scale for each row and head, by the
+    row's own largest number (``serving.pool.quantised`` has the formula and its error). A scale for
+    a whole page would have to change when a later row is larger, and the rows before it be rounded
+    again. So a row is rounded once, and its result does not depend on how it came. The scale costs
+    4 bytes per row of D. No kernel reads such pages: ``attend`` writes out those of its sequences
+    in ``dtype``, once each, for the time of the call. It saves room, not time.
 
     ``append``, ``tables`` and ``attend`` are no part of a graph of torch.compile: which pages a
     sequence has changes with every call. They run between two graphs; fullgraph=True refuses them.

@@ -1,4 +1,4 @@
-"""Who holds which page: numbers and counts, no memory."""
+"""Track the holders of each page: numbers and counts, no memory."""
 
 from collections import Counter
 from collections.abc import Iterable

@@ -13,11 +13,12 @@ _LARGEST = {torch.int8: 127.0, FLOAT8: 448.0}
 
 
 def quantised(x: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows in 8 bits: ``scale = max|row| / largest``, and ``row / scale`` to the nearest number.
+    """Round rows to 8 bits: ``scale = max|row| / largest``, ``row / scale`` to the nearest number.
 
-    The largest number is 127 for int8 and 448 for float8_e4m3fn. With int8 an element is then off
-    by scale / 2 at most, a 254th of the row's largest; with float8 by a 16th of itself, or by
-    scale / 1024 where it is smaller than scale / 64. A row with a NaN or infinity reads as NaN.
+    The largest number is 127 for int8 and 448 for float8_e4m3fn. With int8 the error of an element
+    is at most scale / 2, a 254th of the row's largest. With float8 it is at most a 16th of the
+    element, or scale / 1024 where the element is smaller than scale / 64. A row with a NaN or
+    infinity reads as NaN.
 
     Args:
         x: [..., D], floating.

@@ -1,4 +1,4 @@
-"""What the caches require of the keys and values that they are given."""
+"""Check the keys and values that are given to the caches."""
 
 from itertools import pairwise
 

@@ -62,7 +62,7 @@ BASELINE = "baseline"  # the name of the arm that changes nothing
 
 
 class Optimizer(Choice):
-    """How weights follow gradients: a function in ``choices/optimizers.py``."""
+    """The optimizer: a function in ``choices/optimizers.py``."""
 
     kind = "optimizer"
     name: str = "adamw"
@@ -177,7 +177,7 @@ class Data(Frozen):
 
 
 class Attention(Frozen):
-    """Which attention runs, and which variant of it."""
+    """The attention implementation, and its variant."""
 
     implementation: Literal["plain", "sdpa", "tilewise"] = "tilewise"
     variant: Variant = Variant(name="causal")
@@ -211,7 +211,7 @@ class Training(Frozen):
 
 
 class Budget(Frozen):
-    """When a run ends: after so many optimizer steps, or tokens (rounded up to a step)."""
+    """The length of a run: optimizer steps, or tokens (rounded up to a step)."""
 
     steps: int | None = Field(None, ge=1)
     tokens: int | None = Field(None, ge=1)
@@ -263,7 +263,7 @@ class RunConfig(Frozen):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        """What no run could do is refused before the first one, not after hours of others."""
+        """Refuse what no run could do, before the first one and not after hours of others."""
         stride, context = self.evaluation.final_stride, self.model.context
         if stride > context:
             required = f"at most model.context={context}"
@@ -307,7 +307,7 @@ class RunConfig(Frozen):
 
     @property
     def lengths(self) -> dict[int, int]:
-        """How many steps of the whole run have rows of each length."""
+        """The number of steps of the whole run that have rows of each length."""
         warm = min(self.training.length_warmup.steps, self.steps)
         counts = Counter(self.length_at(step) for step in range(warm))
         counts[self.model.context] += self.steps - warm
@@ -396,7 +396,7 @@ class Experiment(Frozen):
         return self
 
     def candidates(self, arm: str) -> tuple[float, ...]:
-        """What the sweep tries for an arm, in the order in which it was written.
+        """Return the values that the sweep tries for an arm, in the order of the config.
 
         Raises:
             InvalidArgument: multiples of what the arm has no number for.

@@ -1,4 +1,4 @@
-"""How an experiment decides beyond fixed arms and seeds: rules that are written before its runs.
+"""Rules by which an experiment decides beyond fixed arms and seeds, written before its runs.
 
 Each is a part of ``config.Experiment``, and so of its hash; ``docs/metrics.md`` defines them.
 """
@@ -39,7 +39,7 @@ class Halving(Frozen):
     longest: float = Field(1.0, gt=0, le=1)
 
     def candidates(self, count: int, rung: int) -> int:
-        """How many of ``count`` candidates a rung trains."""
+        """Return how many of ``count`` candidates a rung trains."""
         return math.ceil(count / math.pow(self.eta, rung))
 
     def steps(self, steps: int, rung: int) -> int:
@@ -75,11 +75,11 @@ class Sweep(Frozen):
 
     @property
     def rungs(self) -> int:
-        """How often candidates are compared; 1 without halving."""
+        """The number of times that candidates are compared; 1 without halving."""
         return 1 if self.halving is None else self.halving.rungs
 
     def candidates_of(self, count: int, rung: int) -> int:
-        """How many of an arm's ``count`` candidates a rung trains."""
+        """Return how many of an arm's ``count`` candidates a rung trains."""
         return count if self.halving is None else self.halving.candidates(count, rung)
 
     def steps_of(self, steps: int, rung: int) -> int:

@@ -161,7 +161,7 @@ def check(design: Design, arms: Sequence[str]) -> None:
 
 
 def changes_of(design: Design, arms: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What each factor alone changes, told from the arms, which need not have it alone.
+    """Return what each factor alone changes; the arms that show it need not have it alone.
 
     A factor's changes are those that all arms with it share: in a design of resolution 3 or more
     no other factor is on in all of them.

@@ -54,17 +54,17 @@ METRICS: Mapping[str, Metric] = {
 
 
 def ahead(metric: str, effect: float) -> bool:
-    """Whether a difference of that metric is one to the better."""
+    """Return whether a difference of a metric is an improvement."""
     return effect > 0 if METRICS[metric].higher_is_better else effect < 0
 
 
 def rank(metric: str, value: float) -> float:
-    """What sorts values of a metric, the best first."""
+    """Return a sort key for values of a metric, the best first."""
     return -value if METRICS[metric].higher_is_better else value
 
 
 def reached(metric: str, value: float, target: float) -> bool:
-    """Whether a value is at the target, or better."""
+    """Return whether a value is at the target, or better."""
     return rank(metric, value) <= rank(metric, target)
 
 

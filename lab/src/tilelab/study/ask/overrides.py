@@ -57,7 +57,7 @@ def apply(study: Study, overrides: Sequence[str]) -> Study:
 
 
 def notes(study: Study, overrides: Sequence[str]) -> list[str]:
-    """Where the overrides do not reach: the arms that keep their own value, and sweeps.
+    """Return notes on what the overrides do not reach: arms with a value of their own, and sweeps.
 
     Args:
         study: with the overrides laid over it.

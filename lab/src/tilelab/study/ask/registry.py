@@ -75,7 +75,7 @@ _MODULES: dict[Kind, str] = {}
 
 
 def provide(kind: Kind, module: str) -> None:
-    """Say which module registers the choices of a kind; it is imported when one is asked for."""
+    """Name the module that registers the choices of a kind; it is imported on demand."""
     _MODULES[kind] = module
 
 

@@ -16,7 +16,7 @@ RECORD = "record.jsonl"  # the file of events in the folder of a run
 
 @dataclass(frozen=True)
 class Run:
-    """What one process trains.
+    """The training run of one process.
 
     Args:
         experiment, arm: names.
@@ -51,7 +51,7 @@ class Run:
         return config_hash(self.config)
 
     def folder(self, study: Path) -> Path:
-        """Where it writes, inside the folder of its study."""
+        """Return the folder that the run writes to, inside the folder of its study."""
         return study / "runs" / self.name
 
     def as_json(self) -> dict[str, Any]:

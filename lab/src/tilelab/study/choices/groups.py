@@ -1,4 +1,4 @@
-"""Which weights decay: the groups of parameters that every optimizer sees."""
+"""The groups of parameters that every optimizer sees: weights that decay, and the others."""
 
 from __future__ import annotations
 

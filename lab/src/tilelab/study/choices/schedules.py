@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Progress(NamedTuple):
-    """Where a run is.
+    """The position within a run.
 
     Args:
         step: t, the step about to be taken, 0 for the first.

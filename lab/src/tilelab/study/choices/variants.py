@@ -65,7 +65,7 @@ class Heads(NamedTuple):
 
 
 class Variation(NamedTuple):
-    """What ``tilewise.nn.Attention`` takes as ``mask`` and ``score``.
+    """A variant as ``mask`` and ``score`` of ``tilewise.nn.Attention``.
 
     Args:
         mask: of every call.

@@ -1,4 +1,4 @@
-"""How far a study is: every run's state, and the time that is left."""
+"""The progress of a study: every run's state, and the time that is left."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Board:
             self._give_up_after(lane.run)
 
     def expect(self, tasks: Sequence[Task]) -> None:
-        """What is known now of the runs to come, in place of what was expected before.
+        """Replace the expected runs by those that are known now.
 
         Args:
             tasks: all runs, those that are over too. One that is new is forecast like the others,

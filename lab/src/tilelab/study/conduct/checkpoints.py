@@ -1,4 +1,4 @@
-"""Whether the checkpoints that runs begin with are there and fit, before the first run starts."""
+"""Check, before the first run, that the checkpoints that runs begin with exist and fit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_checkpoints(tasks: Sequence[Task], corpora: Mapping[str, Prepared]) ->
 
 
 def _key(config: RunConfig) -> str:
-    """What loading depends on; empty without a checkpoint."""
+    """Return a key of everything that loading depends on; empty without a checkpoint."""
     if not config.model.checkpoint:
         return ""
     return f"{config.model.model_dump_json(exclude={'dropout', 'nudge'})} {data_key(config)}"

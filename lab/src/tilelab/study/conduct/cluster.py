@@ -133,14 +133,14 @@ class Cluster:
         return host_need(config, self._setting.device)
 
     def _wants(self) -> dict[str, int]:
-        """What one run takes, by the names of Ray's resources."""
+        """Return the resources that one run takes, by their names in Ray."""
         processes = self._setting.processes
         wants = {"CPU": self._setting.threads * processes}
         return wants if self._setting.device == "cpu" else {**wants, "GPU": processes}
 
 
 def _gpu_bytes(resources: Mapping[str, float]) -> int | None:
-    """What a GPU of a machine has at the most, by the name that Ray found; None for another one."""
+    """Return the memory of a machine's GPU by its name in Ray; None for an unknown one."""
     names = [each.removeprefix(_KIND) for each in resources if each.startswith(_KIND)]
     known = [_GPU_GIB[each] for each in names if each in _GPU_GIB]
     return max(known) << 30 if known else None

@@ -55,7 +55,7 @@ _LONG_S = 30 * 60.0
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asked for.
+    """The request of a user.
 
     Args:
         study: the config.
@@ -242,7 +242,7 @@ def _say_what_begins_again(
 
 @contextmanager
 def _places(request: Request, setting: Setting, console: Console) -> Iterator[Local | Cluster]:
-    """Where the runs run, ready for them."""
+    """Yield the place where the runs run, ready for them."""
     if request.on == "here":
         with closing(Cores(environment.pinnable_cores(), lock_folder())) as cores:
             if cores.trouble:
@@ -305,7 +305,7 @@ def report_again(folder: Path, console: Console) -> None:
 
 
 class _Watchers:
-    """All who are told what happens, after the checks that need the first numbers."""
+    """All watchers, after the checks that need the first numbers."""
 
     def __init__(
         self, study: Study, watchers: Sequence[Watcher], plan_again: Callable[[], None]

@@ -47,7 +47,7 @@ class Cores:
         self.close = self._files.close
 
     def choose(self, used: Sequence[int | None]) -> int | None:
-        """Where the next run goes: to a core without a run, else to the one with the fewest.
+        """Choose the core of the next run: one without a run, else the one with the fewest.
 
         None where cores are left that are other studies': the system finds a place for the run.
 
@@ -62,7 +62,7 @@ class Cores:
         return min(self._processors, key=used.count)
 
     def _take(self, core: int) -> bool:
-        """Whether it is this study's, perhaps from now on."""
+        """Claim a core for this study if it is free; return whether the study has it."""
         if core not in self._own:
             file = self._open(core)
             if file is not None:

@@ -1,4 +1,4 @@
-"""How long a study will take, from a second of calibration before it starts.
+"""Forecast the time of a study, from a second of calibration before it starts.
 
 One sequence goes forward and backward through the model with one layer, and with two: the
 difference is the price of a layer, the rest that of everything else. Steps, evaluations and the
@@ -32,7 +32,7 @@ _MOST_ROWS = 8  # of the micro-batch that is timed
 
 
 def data_key(config: RunConfig) -> str:
-    """What a task's data depends on, as text: runs with the same key share it."""
+    """Return a key of everything that a task's data depends on: runs with the same key share it."""
     data = config.data.model_dump_json(exclude={"packing"})  # how the same tokens become rows
     return f"{config.task.model_dump_json()} {data}"
 
@@ -102,7 +102,7 @@ def price(config: RunConfig, data: Prepared, device: torch.device) -> Price:
 
 
 def _key(config: RunConfig) -> str:
-    """What the price depends on."""
+    """Return a key of everything that the price depends on."""
     model = config.model.model_copy(update={"layers": 1})
     parts = (model, config.attention, config.task, config.data)
     dumped = " ".join(each.model_dump_json() for each in parts)

@@ -36,7 +36,7 @@ class Lost(Exception):  # noqa: N818  reads as what happened; it never leaves th
 
 
 class Watcher(Protocol):
-    """Is told what happens, as it happens."""
+    """A watcher: it hears of events as they happen."""
 
     def started(self, run: Run) -> None:
         """A process took up a run."""
@@ -59,7 +59,7 @@ class Worker(Protocol):
 
     @property
     def task(self) -> Task:
-        """Which."""
+        """The task of the worker."""
 
     @property
     def core(self) -> int | None:
@@ -67,7 +67,7 @@ class Worker(Protocol):
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the run has ended, well or not."""
 
     def new_events(self) -> list[dict[str, Any]]:
         """The lines of its record since the last look."""
@@ -88,7 +88,7 @@ class Worker(Protocol):
 
 
 class Place(Protocol):
-    """Where runs run."""
+    """A place where runs run."""
 
     def start(self, task: Task, running: Sequence[Worker]) -> Worker:
         """Start a run.

@@ -59,7 +59,7 @@ _FLOAT_CAST_BYTES = 8  # in float32 nothing is cast
 
 
 class Predicted(NamedTuple):
-    """What one run takes on a chip.
+    """The predicted cost of one run on a chip.
 
     Args:
         products_s, attention_s, rest_s: of an optimizer step: matrix products, attention, memory.
@@ -188,7 +188,7 @@ class _Row(NamedTuple):
 
 
 def _rows(study: Study, chip: Chip) -> list[_Row]:
-    """Of every arm in the order of the study; a sweep's trials are in their arm's total."""
+    """Return a row per arm in the study's order; an arm's total includes its sweep's trials."""
     found: dict[tuple[str, str], list[RunConfig]] = {}
     for task in planned(study):
         found.setdefault((task.run.experiment, task.run.arm), []).append(task.run.config)

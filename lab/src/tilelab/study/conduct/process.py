@@ -29,7 +29,7 @@ _LAST_LINES = 12
 
 @dataclass(frozen=True)
 class Setting:
-    """How every run of a study is run, wherever that is.
+    """The settings of every run of a study, wherever it runs.
 
     Args:
         folder: of the study.
@@ -84,7 +84,7 @@ class Setting:
 
 
 class Outcome(NamedTuple):
-    """How a process ended.
+    """The end of a process.
 
     Args:
         code: its exit status; negative for the signal that ended it.

@@ -1,4 +1,4 @@
-"""What a study says while it runs: a live table on a terminal, a line now and then elsewhere."""
+"""Output of a running study: a live table on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def room_for(
     processes: int = 1,
     kind: str = "memory",
 ) -> int:
-    """How many of the tasks may run at once.
+    """Return how many of the tasks may run at once.
 
     Args:
         tasks: what is to be run.

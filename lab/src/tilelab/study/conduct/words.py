@@ -1,4 +1,4 @@
-"""What a study says in sentences, before it starts and when it has been judged."""
+"""Sentences of a study, before it starts and when it has been judged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STYLES = {
 
 
 def opening(study: Study, folder: Path) -> str:
-    """What is asked, by experiment, and where it goes."""
+    """Return the question of each experiment, and the folder of the study."""
     lines = [f"Study {study.name}: {study.question}"]
     lines += [f"  {each.name}: {_experiment(each)}" for each in study.experiments]
     return "\n".join([*lines, f"Folder: {folder}"])
@@ -54,7 +54,7 @@ def _experiment(experiment: Experiment) -> str:
 def start(
     todo: Sequence[Task], runs: int, jobs: int, threads: int, expected_s: float | None
 ) -> str:
-    """How much there is to do, and how long it will take.
+    """Return a sentence on how much there is to do, and how long it will take.
 
     Args:
         todo: what is to be done.
@@ -102,7 +102,7 @@ def _arms(experiment: ExperimentVerdict) -> Table:
 
 
 def _ratios(measures: ArmMeasures) -> list[str]:
-    """How much faster and larger than the baseline, e.g. ``Speed x2.41 [x2.30, x2.52].``."""
+    """Return how much faster and larger than the baseline, e.g. ``Speed x2.41 [x2.30, x2.52].``."""
     found = {
         "speed": measures.speed_ratio,
         "peak memory": measures.memory_ratio,

@@ -1,4 +1,4 @@
-"""Where a study's text comes from, and which part of it is held out.
+"""The text of a study, and the part of it that is held out.
 
 Content and names alone decide a split, so it is the same on every machine and for every seed and
 arm. Files go to one side or the other by the hash of their path (near copies of others always to
@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """The text as it is tokenized.
+    """The text as the tokenizer gets it.
 
     Args:
         train, held_out: UTF-8, or any bytes where only bytes are asked for.

@@ -1,4 +1,4 @@
-"""Where the documents of a text begin: files of a folder, articles of WikiText.
+"""The borders of a text's documents: files of a folder, articles of WikiText.
 
 A text from a single file is one document. Borders are kept beside the tokens, in
 ``documents-KEY.json``; they are only made where they are asked for.
@@ -77,7 +77,7 @@ def segments(
 
 
 def mean_piece(starts: NDArray[np.int64], size: int, window: int, *, cut_at_starts: bool) -> float:
-    """How long the piece of a document is that a token is in, on average over the tokens.
+    """Return the mean length, over all tokens, of the document piece that a token is in.
 
     Args:
         starts: the first token of each document.
@@ -97,7 +97,7 @@ def mean_piece(starts: NDArray[np.int64], size: int, window: int, *, cut_at_star
 
 
 def written(documents: Documents) -> str:
-    """What a file of borders says."""
+    """Return the text of a file with these borders."""
     return json.dumps({"train": documents.train.tolist(), "held_out": documents.held_out.tolist()})
 
 

@@ -20,7 +20,7 @@ _MOST_ROWS = 8
 
 
 class Score(NamedTuple):
-    """What a model paid for the targets that count.
+    """The loss of a model on the targets that count.
 
     Args:
         nats: sum of their cross-entropies.

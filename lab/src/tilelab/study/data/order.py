@@ -1,4 +1,4 @@
-"""Which window of the text comes when: a function of seed and step, and of nothing else.
+"""The order of the text's windows: a function of seed and step, and of nothing else.
 
 Windows are ``context`` inputs and as many targets, the inputs moved on by one token.
 """

@@ -1,4 +1,4 @@
-"""How documents become the rows of a batch: as a stream, packed with masks, or padded.
+"""Turn documents into the rows of a batch: as a stream, packed with masks, or padded.
 
 * ``stream``: windows of the text, whatever documents they cut or join (``order.py``).
 * ``documents``: the same windows in the same order. A query sees its own document alone, and

@@ -70,7 +70,7 @@ class Tokens:
 
     @cached_property
     def documents(self) -> Documents:
-        """Where its documents begin; without knowing any, each part is one.
+        """The beginnings of its documents; where none are known, each part is one document.
 
         Raises:
             CorruptCacheError: the file of borders is not what was written.
@@ -102,7 +102,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class _Sidecar:
-    """What ``tokens-KEY.json`` says; ``sha256`` is of the file of tokens."""
+    """The contents of ``tokens-KEY.json``; ``sha256`` is of the file of tokens."""
 
     dtype: str
     train_tokens: int
@@ -216,7 +216,7 @@ def _write(text: corpus.Corpus, chosen: Tokenizer, binary: Path, sidecar: Path) 
 
 
 def _open(binary: Path, sidecar: Path) -> tuple[_Sidecar, NDArray[Any]]:
-    """What the sidecar says, and the tokens, checked."""
+    """Open the sidecar and the tokens, and check both."""
     try:
         said = _Sidecar(**json.loads(sidecar.read_text(encoding="utf-8")))
         tokens: NDArray[Any] = np.memmap(binary, np.dtype(said.dtype), mode="r")

@@ -94,7 +94,7 @@ def _detokenise_line(line: str) -> str:
 
 
 def words(text: str) -> int:
-    """How many words the original has: pieces between single spaces; a line's end is one too.
+    """Count the words of the original: pieces between single spaces; a line's end is one too.
 
     The test set of WikiText-103 has 245,566 by this count, the usual one for word perplexity.
     """

@@ -1,4 +1,4 @@
-"""What a laptop can find out: the kernels, and training choices on a byte-level GPT-2.
+"""A study for a laptop: the kernels, and training choices on a byte-level GPT-2.
 
 Text is the source of Python's standard library, so that nothing is downloaded. ``laptop`` gives the
 learning rates; ``laptop-full`` sweeps them.
@@ -152,7 +152,7 @@ def _regularisation(steps: int, seeds: tuple[int, ...]) -> Experiment:
 
 
 def _together(steps: int, seeds: tuple[int, ...]) -> Experiment:
-    """On fresh seeds: the arms of the others were chosen before these are seen."""
+    """Compare both choices together on fresh seeds, which the choice of arms has not seen."""
     return Experiment(
         name="together",
         question="Do Muon and warmup-stable-decay add up?",

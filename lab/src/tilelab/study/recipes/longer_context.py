@@ -1,4 +1,4 @@
-"""What context buys, and what the memory that attention does not take can be spent on."""
+"""The gain from longer contexts, and uses of the memory that attention does not take."""
 
 from __future__ import annotations
 

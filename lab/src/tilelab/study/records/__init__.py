@@ -1,1 +1,1 @@
-"""What a run writes while it trains, and the folder that holds it."""
+"""The records that a run writes while it trains, and the folder that holds them."""

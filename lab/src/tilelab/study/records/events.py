@@ -132,7 +132,7 @@ class Step(Event):
 
 @dataclass(frozen=True)
 class LayerSoftmax:
-    """What the softmax of an attention layer looked like, over some held-out windows.
+    """Softmax statistics of an attention layer, over some held-out windows.
 
     Args:
         layer: its index.
@@ -179,7 +179,7 @@ class Evaluation(Event):
 
 @dataclass(frozen=True)
 class Memory(Event):
-    """Where memory goes: sums of storages, and the peak over what was held before the model.
+    """The parts of memory: sums of storages, and the peak over what was held before the model.
 
     Args:
         weights_bytes, gradients_bytes, optimizer_bytes: each storage counted once.
@@ -198,7 +198,7 @@ class Memory(Event):
 
 @dataclass(frozen=True)
 class LayerKernel:
-    """Which attention kernel a layer ran in training, and how often.
+    """The attention kernel that a layer ran in training, and how often.
 
     Args:
         layer: its index.
@@ -213,7 +213,7 @@ class LayerKernel:
 
 @dataclass(frozen=True)
 class Kernels(Event):
-    """What the guard saw, cumulative over the run."""
+    """The kernels that the guard saw, cumulative over the run."""
 
     event = "kernels"
     layers: list[LayerKernel]
@@ -229,7 +229,7 @@ class Checkpoint(Event):
 
 @dataclass(frozen=True)
 class Sample(Event):
-    """What the model of the last step writes.
+    """The text that the model of the last step writes.
 
     Args:
         prompt: the beginning of the held-out text, which it was given.

@@ -51,7 +51,7 @@ STUDY, LOCK = "study.json", ".lock"
 
 @dataclass(frozen=True)
 class StoredStudy:
-    """What ``study.json`` says.
+    """The contents of ``study.json``.
 
     Args:
         study: the config.
@@ -67,7 +67,7 @@ class StoredStudy:
 
 
 def studies_folder() -> Path:
-    """Where studies go: ``$TILEWISE_STUDIES``, or ``studies`` in the working folder."""
+    """Return the folder of studies: ``$TILEWISE_STUDIES``, or ``studies`` in the working folder."""
     return Path(os.environ.get("TILEWISE_STUDIES") or "studies")
 
 
@@ -116,7 +116,7 @@ def forget_empty(folder: Path) -> bool:
 
 
 def read_study(folder: Path) -> StoredStudy:
-    """What a study's folder says of it.
+    """Read a study's ``study.json``.
 
     Raises:
         InvalidArgument: it is no study's folder, or its ``study.json`` was changed.
@@ -193,7 +193,7 @@ def study_folders(out: Path) -> list[Path]:
 
 
 def worked_on(folder: Path) -> float:
-    """When a study was last worked on, in seconds since 1970."""
+    """Return when a study was last worked on, in seconds since 1970."""
     paths = [folder / STUDY, *(folder / "runs").rglob(RECORD)]
     return max(path.stat().st_mtime for path in paths)
 

@@ -1,4 +1,4 @@
-"""What attention looks like along the runs, layer by layer: its largest logit and its entropy."""
+"""Attention along the runs, layer by layer: its largest logit and its entropy."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ class ArmLayers(NamedTuple):
 
 
 def layers_of(arm: str, place: int, records: Mapping[int, RunRecord]) -> ArmLayers | None:
-    """What the runs of an arm recorded; None where they have no statistics.
+    """Return the layer statistics of an arm's runs; None where they have none.
 
-    Evaluations that every seed has reached, with numbers that are finite in all of them.
+    The evaluations are those that every seed has reached, with numbers that are finite in all of
+    them.
 
     Args:
         arm: its name.

@@ -33,7 +33,7 @@ class ArmMemory(NamedTuple):
 
 
 class ArmTarget(NamedTuple):
-    """What an arm took to the target, one number per seed; None for a miss."""
+    """The cost of an arm to reach the target, one number per seed; None for a miss."""
 
     arm: str
     place: int
@@ -41,7 +41,7 @@ class ArmTarget(NamedTuple):
 
 
 def memory_chart(arms: Sequence[ArmMemory], name: str) -> Chart | None:
-    """Where memory goes, a bar per arm, and the peak as a mark.
+    """Draw the parts of memory, a bar per arm, and the peak as a mark.
 
     Args:
         arms: the baseline first; those without a measurement are not among them.

@@ -168,14 +168,14 @@ def _experiment(
 
 
 def _step(run: config.RunConfig) -> str:
-    """What a step learns from, in words."""
+    """Describe the data that a step learns from, in words."""
     if run.learning.learns_text:
         return f"{words.integer(run.tokens_per_step)} tokens"
     return words.count(run.training.batch * run.training.accumulation, run.learning.unit)
 
 
 def _looks(planned: config.Experiment, rule: config.Sequential) -> str:
-    """How seeds were added, in a sentence."""
+    """Describe how seeds were added, in a sentence."""
     alpha = 1 - planned.confidence
     levels = [f"{100 * level:.2g}" for level in rule.levels(alpha)]
     looks = words.listing([str(look) for look in rule.looks])
@@ -187,7 +187,7 @@ def _looks(planned: config.Experiment, rule: config.Sequential) -> str:
 
 
 def _writings(planned: config.Experiment, evidence: Evidence) -> tuple[tuple[Writing, ...], str]:
-    """What the arms wrote with the first seed that all who wrote have; those who agree together."""
+    """Return the arms' texts with the seed that most arms have, equal texts together."""
     found: dict[int, dict[str, Sample]] = {}
     for arm in planned.arm_names:
         for seed, record in evidence.finals(planned, arm).items():
@@ -218,7 +218,7 @@ def _written_out(planned: config.Experiment, arm: str, evidence: Evidence) -> Ma
 
 
 def _corpus(evidence: Evidence) -> tuple[Fact, ...]:
-    """What was trained on: one list per different text."""
+    """Return facts on the training data: one list per different text."""
     seen: dict[str, Mapping[str, Any]] = {}
     for record in evidence.records.values():
         seen.setdefault(json.dumps(record.start.corpus, sort_keys=True), record.start.corpus)

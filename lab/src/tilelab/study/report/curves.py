@@ -28,7 +28,7 @@ _TITLES = {"tokens": "{} by tokens", "time": "{} by time"}
 
 
 class LineEnd(NamedTuple):
-    """Where a line ends, for its label.
+    """The end of a line, for its label.
 
     Args:
         arm, place: name, and place in the experiment: the colour.

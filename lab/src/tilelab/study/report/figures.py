@@ -1,4 +1,4 @@
-"""The figures of an experiment, in the order in which they are asked for."""
+"""The figures of an experiment, in the order in which the page shows them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Lines", "charts_of", "lines_of"]
 
 
 class Lines(NamedTuple):
-    """What the line figures show.
+    """The contents of the line figures.
 
     Args:
         tokens: held-out metric by tokens, the baseline first.

@@ -38,7 +38,7 @@ class Point(NamedTuple):
 
 
 def front(points: Sequence[Point]) -> list[Point]:
-    """The points than which no other is as cheap and as good, and better in one; cheapest first."""
+    """Return the Pareto front, cheapest first: points that no other beats on cost and quality."""
     found: list[Point] = []
     for each in sorted(points, key=lambda point: (point.cost, point.rank)):
         if not found or each.rank < found[-1].rank:

@@ -1,4 +1,4 @@
-"""What plain attention would have needed, where an experiment compares others because it cannot."""
+"""The memory that plain attention would have needed, where an experiment has to leave it out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many runs of every arm have not reached the target yet, by tokens."""
+"""Share of every arm's runs that have not reached the target yet, by tokens."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _Show = Callable[[float], str]
 
 
 class _Arm(NamedTuple):
-    """What the baseline and an arm have in common."""
+    """The fields that the baseline and an arm have in common."""
 
     name: str
     measures: ArmMeasures

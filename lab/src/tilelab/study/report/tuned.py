@@ -1,4 +1,4 @@
-"""What was tuned before the runs that count: the trials of every arm as a table and a figure."""
+"""Tuning before the runs that count: the trials of every arm as a table and a figure."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def sweep_table(experiment: ExperimentVerdict) -> Table | None:
 
 
 def _budgets(experiment: ExperimentVerdict) -> Iterator[str]:
-    """What the trials of an arm may take, and which arms took less."""
+    """Say how many tokens the trials of an arm may take, and which arms took fewer."""
     taken = {experiment.baseline.name: experiment.baseline.cost.sweep_tokens}
     taken |= {arm.arm: arm.cost.sweep_tokens for arm in experiment.arms}
     stated = {sweep.budget_tokens for sweep in experiment.sweeps}
@@ -138,7 +138,7 @@ def _done(candidates: Sequence[Candidate]) -> list[tuple[float, float]]:
 
 
 def _end(sweep: SweepResult, index: int) -> list[LineEnd]:
-    """Where the name of an arm goes: at the largest value of its longest trials."""
+    """Return the place of an arm's name: the largest value of its longest trials."""
     for trials in reversed(_lengths(sweep)):
         done = _done(trials.candidates)
         if done:

@@ -168,7 +168,7 @@ def row_of(
 
 
 def _change(arm: str, experiment: ExperimentVerdict, planned: config.Experiment) -> str:
-    """What an arm changes; of a swept value, what its sweep chose."""
+    """Return what an arm changes; for a swept value, what its sweep chose."""
     changes = dict(next(each.changes for each in planned.arms if each.name == arm))
     sweep = next((each for each in experiment.sweeps if each.arm == arm), None)
     chosen = []
@@ -182,7 +182,7 @@ def _change(arm: str, experiment: ExperimentVerdict, planned: config.Experiment)
 
 
 def _reason(sentence: str) -> str:
-    """What a reason says beyond the numbers beside it."""
+    """Return the part of a reason that the numbers beside it do not say."""
     rest = _SAID_BY_NUMBERS.sub("", sentence)
     return words.typeset(rest[:1].upper() + rest[1:])
 
@@ -283,7 +283,7 @@ def _ratio(ratio: Ratio | None, *, better_above: bool) -> Cell:
 
 
 def _clear(ratio: Ratio) -> bool:
-    """Whether its whole interval lies on one side of 1."""
+    """Return whether its whole interval lies on one side of 1."""
     return ratio.interval is not None and (ratio.interval.low > 1 or ratio.interval.high < 1)
 
 
@@ -299,7 +299,7 @@ def _cost(cost: Cost) -> Cell:
 
 
 def meaning(experiment: ExperimentVerdict) -> str:
-    """What the verdicts mean, in one line."""
+    """Say what the verdicts mean, in one line."""
     unit, digits = UNITS[experiment.metric], digits_of(experiment)
     groups: dict[Label, list[ArmVerdict]] = {}
     for arm in experiment.arms:
@@ -334,7 +334,7 @@ def _are(arms: Sequence[ArmVerdict]) -> str:
 
 
 def _speeds(arms: Sequence[ArmVerdict], baseline: str) -> list[str]:
-    """What systems arms buy, once they have passed: a ratio is claimed only if it is clear."""
+    """Say what systems arms gain once they have passed: a ratio is claimed only if it is clear."""
     known = [
         (arm.arm, arm.measures.speed_ratio)
         for arm in arms

@@ -77,7 +77,7 @@ class Chart(NamedTuple):
 
 
 class Writing(NamedTuple):
-    """What models wrote.
+    """A text that models wrote.
 
     Args:
         arms: that wrote it, in words.
@@ -98,7 +98,7 @@ class Fact(NamedTuple):
 
 
 class Definition(NamedTuple):
-    """What a word means.
+    """The definition of a word.
 
     Args:
         name: the word.
@@ -126,7 +126,7 @@ class Mark(NamedTuple):
 
 
 class Band(NamedTuple):
-    """Where an effect is drawn, in percent of the width.
+    """The place of a drawn effect, in percent of the width.
 
     Args:
         point: the mean difference.

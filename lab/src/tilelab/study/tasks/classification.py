@@ -58,7 +58,7 @@ _A_BYTE = {"bytes": (4.0, 11.0), "wordpiece": (1.5, 13.0), "listops": (1.0, 4.0)
 
 
 class Output(NamedTuple):
-    """What a model says of a held-out part.
+    """The outputs of a model on a held-out part.
 
     Args:
         logits: float64 [n, classes]; [n] of a number.
@@ -158,7 +158,7 @@ class _Examination(Examination):
         return Held(loss, metrics=metrics, softmaxes=softmaxes)
 
     def _look(self, model: nn.Module, device: torch.device) -> list[LayerSoftmax] | None:
-        """What the attention layers say of the first examples."""
+        """Return the attention statistics of the first examples."""
         split = next(iter(self._data.held_out.values()))
         indices = list(range(min(self._watched, len(split))))
         if not indices:

@@ -112,7 +112,7 @@ class Documents(LabelledTexts):
 
 
 def _found(source: str) -> tuple[Path, Path | None]:
-    """Where to look for the addresses, and their file; None where it is not there."""
+    """Return the place of the addresses, and their file; None where it is not there."""
     place = folder_of(source, "sotu", "longdoc")
     return place, place if place.is_file() else ended(place / _FILE)
 

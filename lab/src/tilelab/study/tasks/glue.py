@@ -61,7 +61,7 @@ class GlueTask(Classification):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Those that GLUE has for the data set, and the loss."""
+        """The metrics that GLUE has for the data set, and the loss."""
         return (*self.dataset.metrics, self.loss_name)
 
     def prepare(self, config: RunConfig, cache: Path) -> Examples:
@@ -101,7 +101,7 @@ class GlueTask(Classification):
         return [ended(folder / f"{file}.tsv") for file, _ in self.dataset.parts.values()]
 
     def score(self, outputs: Mapping[str, Output]) -> dict[str, float | None]:
-        """What GLUE measures of the data set."""
+        """Return GLUE's metrics of the data set."""
         first, *others = outputs.values()
         found: dict[str, float | None] = {}
         if self.classes == 1:

@@ -187,7 +187,7 @@ def read(data: Data, train_examples: int) -> Images:
 
 
 def data_bytes(data: Data, train_examples: int) -> DataBytes:
-    """What ``read`` will take, from the headers of the files; nothing for what cannot be read.
+    """Estimate the bytes that ``read`` will take, from file headers; 0 for unreadable files.
 
     Args:
         data: as of ``read``.
@@ -253,7 +253,7 @@ def _paths(source: str) -> list[Path]:
 
 
 def _how(source: str, path: Path) -> str:
-    """How to get a file of a data set."""
+    """Say how to get a file of a data set."""
     made = f" from {NAMED[source].origin}" if source in NAMED else ""
     return f"Write {path.name} with numpy.savez(path, images=..., labels=...){made}."
 
@@ -287,7 +287,7 @@ def _checked(images: NDArray[Any], labels: NDArray[Any], source: str) -> Picture
 
 
 def _from_hub(source: str) -> tuple[Pictures, Pictures | None, int]:
-    """By a name of the Hub, or the path of a folder that is laid out like a data set there."""
+    """Read images by a name of the Hub, or from a folder that is laid out like a data set there."""
     parts = hub.table(source, None, None, "a file .npz")
     import datasets  # it is there
 

@@ -66,7 +66,7 @@ class _Examination(Examination):
     def sample(
         self, model: nn.Module, count: int, seed: int, autocast: torch.dtype | None
     ) -> Sample:
-        """How the model goes on with the held-out text; arms draw the same random numbers."""
+        """Let the model go on with the held-out text; arms draw the same random numbers."""
         assert isinstance(model, GPT2)
         decode = tokenizer(self._config.data.tokenizer).decode
         prompt = self._data.held_out[: min(PROMPT_TOKENS, self._config.model.context)].tolist()

@@ -211,7 +211,7 @@ def tokens_of(expression: str) -> list[int]:
 
 
 def _kept_out(row: _Row) -> bool:
-    """Whether an expression is held out, by nothing but itself."""
+    """Return whether an expression is held out, which depends on the expression alone."""
     return hashlib.sha256(bytes(row.tokens)).digest()[0] % _HELD_OUT_PARTS == 0
 
 

@@ -1,4 +1,4 @@
-"""What a model writes: text drawn from it a token at a time."""
+"""Sample text from a model, a token at a time."""
 
 from __future__ import annotations
 

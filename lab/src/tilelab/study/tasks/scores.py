@@ -1,4 +1,4 @@
-"""What predictions are worth: the metrics of classes and of numbers. See ``docs/metrics.md``."""
+"""Metrics of predicted classes and numbers. See ``docs/metrics.md``."""
 
 from __future__ import annotations
 

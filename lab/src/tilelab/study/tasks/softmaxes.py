@@ -44,7 +44,7 @@ class Softmaxes:
         self._largest[layer] = max(self._largest[layer], stats.max_logit.max().item())
 
     def found(self) -> list[LayerSoftmax]:
-        """Of every layer, over all that was noted."""
+        """Return the statistics of every layer, over all that was noted."""
         layers = []
         for layer, (entropies, largest) in enumerate(
             zip(self._entropies, self._largest, strict=True)
@@ -77,7 +77,7 @@ def watched(model: nn.Module) -> Iterator[Callable[[], list[LayerSoftmax]] | Non
 
 
 def look_at(model: nn.Module, *inputs: Any) -> list[LayerSoftmax] | None:
-    """What the layers of a model say of one call of it.
+    """Return the softmax statistics of a model's layers on one call.
 
     Args:
         model: as it is to be looked at, in eval mode.

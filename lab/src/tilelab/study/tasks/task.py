@@ -49,7 +49,7 @@ class Prepared(Protocol):
         """The hash of everything that decides the training data, and of its split."""
 
     def as_json(self) -> dict[str, Any]:
-        """What records and reports say of the data: name, sizes, ``sha256``."""
+        """Return the facts on the data for records and reports: name, sizes, ``sha256``."""
 
     def __str__(self) -> str:
         """The data in a line, for the console."""
@@ -96,7 +96,7 @@ class Batches(Protocol):
 
 
 class Held(NamedTuple):
-    """What a held-out evaluation found; see ``records.Evaluation``.
+    """The results of a held-out evaluation; see ``records.Evaluation``.
 
     Args:
         loss: the mean of what is minimised, without smoothing and the like; decides divergence.
@@ -128,7 +128,7 @@ class Examination(ABC):
     def sample(
         self, model: nn.Module, count: int, seed: int, autocast: torch.dtype | None
     ) -> Sample:
-        """What the model writes, of a task that can write."""
+        """Return a text that the model writes, for a task that can write."""
         raise NotImplementedError("check() refuses evaluation.sample_tokens for this task")
 
 
@@ -231,7 +231,7 @@ class AbstractTask(ABC):
         """
 
     def data_bytes(self, config: RunConfig) -> DataBytes:
-        """What ``prepare`` will take, told from the config and the sizes of files before it runs.
+        """Estimate the bytes that ``prepare`` will take, from the config and the sizes of files.
 
         Nothing for data that is mapped from a file (tokens of a text are), or whose size nobody
         knows before it is read.
@@ -263,7 +263,7 @@ class AbstractTask(ABC):
 
     @abstractmethod
     def looked_up(self, model: nn.Module) -> int:
-        """How many numbers of the model are looked up, and not multiplied (``train/flops.py``)."""
+        """Count the model's numbers that are looked up and not multiplied (``train/flops.py``)."""
 
     def attended(self, config: RunConfig, data: Any) -> float:
         """Keys that a token meets, on average, without a mask: the context, or less of it."""

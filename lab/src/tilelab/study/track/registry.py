@@ -1,4 +1,4 @@
-"""The trackers there are, by name; one that is not asked for is not imported."""
+"""The trackers by name; each is imported on demand."""
 
 from __future__ import annotations
 

@@ -216,6 +216,6 @@ def _attention(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_learning(name: str) -> bool:
-    """Whether a curve is worth seeing over tokens: losses and metrics, not times."""
+    """Return whether a curve is worth seeing over tokens: losses and metrics, not times."""
     kind, _, metric = name.partition("/")
     return metric == "loss" if kind == "train" else not metric.endswith("_s")

@@ -42,7 +42,7 @@ class Examiner:
         return self._examined(lambda: self._examination.held_out(model, whole, self._autocast))
 
     def sample(self) -> Sample:
-        """What the model writes; arms draw the same random numbers."""
+        """Return a text that the model writes; arms draw the same random numbers."""
         trainer, count = self._trainer, self._trainer.config.evaluation.sample_tokens
         seed = trainer.run.seed
         return self._examined(
@@ -55,7 +55,7 @@ class Examiner:
         return None if dtype == torch.float32 else dtype
 
     def _examined(self, look: Callable[[], _T]) -> _T:
-        """What is seen of the weights; an optimizer that averages shows its average."""
+        """Look at the weights; an optimizer that averages shows its average."""
         optimizers.evaluation_mode(self._trainer.optimizer)
         try:
             return look()

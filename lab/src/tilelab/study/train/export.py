@@ -36,7 +36,7 @@ _Weights = Mapping[str, Tensor]
 
 
 class Exported(NamedTuple):
-    """What was written.
+    """The exported files.
 
     Args:
         family: of ``config.Model``.
@@ -178,7 +178,7 @@ def _vit(config: RunConfig, corpus: Mapping[str, Any], weights: _Weights) -> vit
 
 
 def _common(config: RunConfig) -> dict[str, Any]:
-    """What the config says of every encoder."""
+    """Return the part of the config that every encoder has."""
     model, dropout = config.model, config.model.dropout
     return {
         "layers": model.layers,

@@ -131,7 +131,7 @@ class Guard:
         self._probed = found
 
     def kernels(self) -> Kernels:
-        """What ran so far, for the record."""
+        """Return the kernels that ran so far, for the record."""
         return Kernels(
             [LayerKernel(*place, calls) for place, calls in sorted(self._counts.items())]
         )

@@ -1,4 +1,4 @@
-"""Where the memory of a training step goes: weights, gradients, optimizer state, activations, peak.
+"""Memory of a training step: weights, gradients, optimizer state, activations, peak.
 
 The first four are sums over storages: exact, the same on every machine, each storage counted once
 however many tensors share it. The peak is what the process (or the GPU's allocator) really held.
@@ -58,7 +58,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def saved_bytes(run: Callable[[], Tensor], weights: Iterable[Tensor]) -> tuple[Tensor, int]:
-    """What ``run`` returns, and the bytes that autograd keeps of it for the backward pass.
+    """Return ``run``'s result, and the bytes that autograd keeps of it for the backward pass.
 
     Each storage counts once, however many views of it are kept; weights do not count, but the
     copies of them that autocast makes in a narrower type do.
@@ -107,7 +107,7 @@ class PeakMeter:
         self._highest = self.peak_bytes()
 
     def resume(self) -> None:
-        """What comes next counts again."""
+        """Count again from here on."""
         if self._cuda is None:
             memory.release()  # else what the pause has freed lies beside what training takes anew
             memory.reset_peak()

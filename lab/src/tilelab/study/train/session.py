@@ -43,7 +43,7 @@ _CHECKPOINT_SHARE = 20.0
 
 @dataclass
 class Totals:
-    """What is counted over all processes of a run; in the checkpoint, but not in its hash.
+    """Counts over all processes of a run; in the checkpoint, but not in its hash.
 
     Args:
         train_wall_s, train_cpu_s: spent in optimizer steps.

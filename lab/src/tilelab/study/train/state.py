@@ -82,7 +82,7 @@ class State:
 
     @property
     def sha256(self) -> str:
-        """Of everything that decides the rest of the run."""
+        """The hash of everything that decides the rest of the run."""
         return state_sha256(self.tensors, {"step": self.step, **self.values})
 
 
@@ -92,7 +92,7 @@ def weights_sha256(model: nn.Module) -> str:
 
 
 def state_sha256(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> str:
-    """Of tensors in the order of their names, and of values in JSON's types."""
+    """Hash tensors in the order of their names, and values in JSON's types."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]

@@ -51,7 +51,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Team:
-    """What one process knows of the others.
+    """The view that one process has of the others.
 
     Args:
         rank: its number; 0 leads.
@@ -69,7 +69,7 @@ class Team:
         return self.rank == 0
 
     def share(self, items: Sequence[_T]) -> Sequence[_T]:
-        """What of a step's micro-batches is this process's."""
+        """Return this process's share of a step's micro-batches."""
         return items[self.rank :: self.size]
 
     def spread(self, model: nn.Module) -> None:
@@ -136,7 +136,7 @@ class Team:
         return found
 
     def first(self, make: Callable[[], _T]) -> _T:
-        """What every process makes, the lead before the others: they find its files."""
+        """Make something in every process, in the lead before the others: they find its files."""
         if not self.lead:
             self.wait()
         made = make()
@@ -251,5 +251,5 @@ def cut_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _is_cut(tensor: Tensor) -> bool:
-    """Whether it is a ``DTensor``, the type of torch for a tensor in parts."""
+    """Return whether it is a ``DTensor``, the type of torch for a tensor in parts."""
     return hasattr(tensor, "full_tensor")

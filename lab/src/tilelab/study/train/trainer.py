@@ -119,13 +119,13 @@ class Trainer:
 
     @property
     def parameters(self) -> dict[str, int]:
-        """How many numbers are trained, and how many of them only looked up."""
+        """The number of trained parameters, and how many of them are only looked up."""
         total = sum(each.numel() for each in self.model.parameters() if each.requires_grad)
         return {"total": total, "embedding": self.task.looked_up(self.model)}
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of matrix products; the weights are float32 always."""
+        """The dtype of matrix products; the weights are float32 always."""
         return dtype_of(self.config.training.precision)
 
     def autocast(self) -> torch.autocast:
@@ -206,7 +206,7 @@ class Trainer:
         return found
 
     def split(self) -> Split:
-        """Where memory goes, between two steps; takes one forward pass and changes no bit.
+        """Split the memory, between two steps; this takes one forward pass and changes no bit.
 
         The gradients of the last step are measured and then dropped, as the next step would.
         """

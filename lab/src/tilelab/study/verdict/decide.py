@@ -30,7 +30,7 @@ __all__ = ["Comparison", "Decision", "Examined", "Rules", "decide", "examine"]
 
 @dataclass(frozen=True)
 class Rules:
-    """How an experiment decides.
+    """The decision rules of an experiment.
 
     Args:
         metric: its name.
@@ -70,7 +70,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is to be decided about.
+    """A comparison to decide.
 
     Args:
         kind: of the arm.
@@ -96,7 +96,7 @@ class Comparison:
 
     @property
     def whole(self) -> bool:
-        """Whether every seed is there in both: only then it is tested."""
+        """Whether both have every seed: only then the comparison is tested."""
         return len(self.differences) == len(self.seeds)
 
     @property

@@ -123,7 +123,7 @@ def _contrasts(
 
 
 def _broken(design: _Design, per_seed: Mapping[str, tuple[SeedResult, ...]]) -> bool:
-    """Whether a run of any of its arms diverged."""
+    """Return whether a run of any of its arms diverged."""
     return any(each.status == "diverged" for arm in design.signs if arm for each in per_seed[arm])
 
 

@@ -203,7 +203,7 @@ def _runs(
 def _needed(
     experiment: Experiment, runs: Mapping[str, _Runs], judged: Sequence[Judged]
 ) -> dict[str, _Runs]:
-    """The same without seeds that no look has asked for."""
+    """Return the runs without seeds that no look needs."""
     seeds = {
         arm.name: [each.seed for each in found.compared.seeds]
         for arm, found in zip(experiment.arms, judged, strict=True)

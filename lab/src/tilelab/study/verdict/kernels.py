@@ -34,7 +34,7 @@ def kernel_uses(records: Iterable[RunRecord]) -> tuple[KernelUse, ...]:
 def kernel_flags(
     experiment: Experiment, arm: str, ran: Sequence[KernelUse], baseline: Sequence[KernelUse]
 ) -> tuple[KernelFlag, ...]:
-    """Where the layers of an arm ran other kernels than the same layers of the baseline.
+    """Return flags where layers of an arm ran other kernels than those of the baseline.
 
     Args:
         experiment: of the arm; it tells what the arm asked for.
@@ -62,7 +62,7 @@ def kernel_flags(
 
 
 def _asked(experiment: Experiment, arm: str) -> bool:
-    """Whether the arm says by itself that another attention runs."""
+    """Return whether the arm says by itself that another attention runs."""
     kind = next(each.kind for each in experiment.arms if each.name == arm)
     wanted = experiment.config_of(arm).attention.implementation
     return kind == "systems" or wanted != experiment.baseline.attention.implementation

@@ -1,4 +1,4 @@
-"""What one run's record says: quality, speed, memory, stability, cost.
+"""Measures of one run's record: quality, speed, memory, stability, cost.
 
 ``docs/metrics.md`` has the definitions. Nothing here compares runs; ``judge`` does.
 """
@@ -81,7 +81,7 @@ class RunMeasures:
 
 @dataclass(frozen=True)
 class Reach:
-    """What it took to the first evaluation that was at the target or better.
+    """The cost of the first evaluation that was at the target or better.
 
     Args:
         tokens: trained on by then.
@@ -118,7 +118,7 @@ def final_metric(record: RunRecord, metric: str) -> float | None:
 
 
 def status(record: RunRecord, metric: str) -> Status:
-    """How far a run is: done with a final metric, diverged (its final metric too), or neither."""
+    """Return the state of a run: done, diverged (also where its final metric is), or incomplete."""
     last = _last(record)
     if record.diverged or (last is not None and metric_of(last, metric) is None):
         return "diverged"
@@ -160,7 +160,7 @@ def measure(record: RunRecord) -> RunMeasures:
 
 
 def _attention(record: RunRecord) -> dict[str, float]:
-    """What the statistics of the attention layers say, of a run that has them."""
+    """Return the measures of the attention layers, for a run that has statistics."""
     seen = [each.softmaxes for each in record.evaluations if each.softmaxes]
     layers = [layer for each in seen for layer in each]
     logits = [each.max_logit for each in layers if each.max_logit is not None]
@@ -208,7 +208,7 @@ def reach(record: RunRecord, metric: str, target: float) -> Reach | None:
 
 
 def cost(records: Iterable[RunRecord]) -> Cost:
-    """What these runs took in optimizer steps, whether they ended well or not."""
+    """Return the cost of these runs in optimizer steps, whether they ended well or not."""
     runs = tokens = sweep_runs = sweep_tokens = 0
     wall_s = cpu_s = sweep_wall_s = sweep_cpu_s = 0.0
     for record in records:

@@ -1,4 +1,4 @@
-"""What a reader has to know besides the verdicts: does the comparison hold at all?"""
+"""Notes for the reader besides the verdicts: does the comparison hold at all?"""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Finals = Mapping[str, Mapping[int, RunRecord]]  # arm -> seed -> record
 def experiment_notes(
     experiment: Experiment, finals: Finals, measures: Iterable[ArmMeasures]
 ) -> tuple[str, ...]:
-    """What concerns all arms of an experiment, each a sentence.
+    """Return notes that concern all arms of an experiment, each a sentence.
 
     Args:
         experiment: its config.
@@ -91,7 +91,7 @@ def _other_weights(record: RunRecord, other: RunRecord) -> bool:
 
 
 def _shape(config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What the first weights depend on, beside the seed."""
+    """Return what the first weights depend on, beside the seed."""
     model = {key: value for key, value in config["model"].items() if key != "dropout"}
     return model, config["data"]["tokenizer"], _task(config)
 
@@ -136,14 +136,14 @@ def held_out_note(experiment: Experiment, arm: Arm) -> tuple[str, ...]:
 
 
 def _scored(config: RunConfig) -> tuple[int | str, ...]:
-    """Which tokens the final evaluation scores; nothing for all of them."""
+    """Return a key of the tokens that the final evaluation scores; empty for all of them."""
     if config.evaluation.final_stride:
         return ()
     return config.evaluation.windows, config.model.context, config.data.tokenizer
 
 
 def drift_note(experiment: Experiment, arm: Arm, finals: Finals) -> tuple[str, ...]:
-    """How far the training loss of a systems arm is from the baseline's, step by step.
+    """Return a note on how far a systems arm's training loss is from the baseline's, by step.
 
     Beside it, where there is one, that of an arm that changes nothing but the last bit of its
     initial weights: how far rounding alone drives a run. In float32 only: narrower types round so
@@ -239,7 +239,7 @@ def _only_nudged(experiment: Experiment, arm: Arm) -> bool:
 
 
 def _beginning(config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What the loss before the first step depends on."""
+    """Return what the loss before the first step depends on."""
     without = ("dropout", "nudge")
     model = {key: value for key, value in config["model"].items() if key not in without}
     variant = config["attention"]["variant"]

@@ -63,7 +63,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """Where memory goes, in bytes; means over the seeds. See ``records.Memory``."""
+    """The parts of memory, in bytes; means over the seeds. See ``records.Memory``."""
 
     weights_bytes: float
     gradients_bytes: float
@@ -89,7 +89,7 @@ class KernelUse:
 
 @dataclass(frozen=True)
 class Cost:
-    """What an arm took, all its runs together: whole, diverged and partial ones.
+    """The cost of an arm, all its runs together: whole, diverged and partial ones.
 
     Args:
         runs: that were begun, trials included.
@@ -111,7 +111,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class TargetResult:
-    """What it took to reach the target, at the first evaluation that was there, or better.
+    """The cost of reaching the target, at the first evaluation that was there, or better.
 
     Args:
         target: in the experiment's metric.

@@ -107,7 +107,7 @@ class SeedResult:
 
 @dataclass(frozen=True)
 class Look:
-    """When a sequential comparison was tested.
+    """A look of a sequential comparison.
 
     Args:
         number: 1 for the first look.
@@ -122,7 +122,7 @@ class Look:
 
 @dataclass(frozen=True)
 class ArmVerdict:
-    """What an arm's runs say against the baseline's.
+    """The verdict on an arm's runs against the baseline's.
 
     Args:
         arm, kind: name, and ``"training"`` or ``"systems"``.
@@ -202,7 +202,7 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Interaction:
-    """Whether choices add up: the effect of all together less what smaller sets of them explain.
+    """An interaction: the effect of all choices together minus what smaller sets explain.
 
     For two: (both - baseline) - (first - baseline) - (second - baseline).
 

@@ -37,7 +37,7 @@ class _Next(NamedTuple):
 
 
 def over(verdict: ExperimentVerdict) -> bool:
-    """Whether every run of an experiment has ended."""
+    """Return whether every run of an experiment has ended."""
     seeds = [each for arm in verdict.arms for each in arm.per_seed]
     return verdict.baseline.status != "incomplete" and all(
         each.status != "incomplete" for each in seeds
@@ -112,7 +112,7 @@ def confirmed(first: Experiment, sweeps: Sequence[SweepResult], winner: str) -> 
 
 
 def stand_ins(first: Experiment) -> list[Experiment]:
-    """What is expected of the stages to come, for estimates: as many factors as may survive."""
+    """Return the expected later stages, for estimates: as many factors as may survive."""
     found = []
     names = [arm.name for arm in first.arms]
     if first.combine is not None and len(names) > 1:
@@ -123,7 +123,7 @@ def stand_ins(first: Experiment) -> list[Experiment]:
 
 
 def follows(stage: Experiment, other: Experiment) -> bool:
-    """Whether a stage comes after another of the same experiment."""
+    """Return whether a stage comes after another of the same experiment."""
     return _rank(stage) > _rank(other)
 
 
@@ -190,7 +190,7 @@ def _survivors(first: Experiment, verdict: ExperimentVerdict) -> tuple[list[str]
 
 
 def _meet(changes: set[str], others: set[str]) -> bool:
-    """Whether two arms change the same value, or one of them a part of what the other does."""
+    """Return whether two arms change the same value, or one a part of what the other changes."""
     return any(
         f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
         for path in changes

@@ -190,7 +190,7 @@ def more_seeds(
 
 
 def ratio(pairs: Sequence[tuple[float, float]], confidence: float) -> Ratio | None:
-    """How much more the first of each pair is: geometric mean, with a t interval on the logarithms.
+    """Return the geometric mean ratio of first to second, with a t interval on the logarithms.
 
     Args:
         pairs: (arm, baseline) of one seed each.

@@ -1,4 +1,4 @@
-"""What the trials of a sweep say: which value was chosen, and which values survived."""
+"""Results of a sweep's trials: the chosen value, and the values that survived."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sweep_results(experiment: Experiment, records: Records) -> tuple[SweepResult
 
 
 def all_diverged(sweep: SweepResult) -> bool:
-    """Whether every value diverged: then the arm has no runs that count."""
+    """Return whether every value diverged: then the arm has no runs that count."""
     return all(each.status == "diverged" for each in sweep.candidates)
 
 

@@ -1,4 +1,4 @@
-"""What it took to reach the target: tokens and time to the first evaluation there."""
+"""The cost of reaching the target: tokens and time to the first evaluation there."""
 
 from __future__ import annotations
 

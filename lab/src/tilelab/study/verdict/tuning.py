@@ -36,11 +36,11 @@ class Rung:
 
     @property
     def steps(self) -> int:
-        """Of every trial."""
+        """The optimizer steps of every trial."""
         return next(iter(self.runs.values()))[0].config.steps
 
     def over(self, records: Records) -> bool:
-        """Whether every trial has ended."""
+        """Return whether every trial has ended."""
         runs = (run for each in self.runs.values() for run in each)
         return all((record := records.get(run.name)) is not None and record.done for run in runs)
 

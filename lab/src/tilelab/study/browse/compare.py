@@ -43,7 +43,7 @@ class Pairs:
 
     @property
     def seeds(self) -> list[int]:
-        """Those that both have."""
+        """The seeds that both have."""
         return sorted(self.first.keys() & self.second.keys())
 
     def of(self, reading: Reading) -> list[tuple[float, float]]:
@@ -171,7 +171,7 @@ def _means(both: list[tuple[float, float]], form: Callable[[float], str]) -> tup
 
 
 def _differences(first: Mapping[str, RunRecord], second: Mapping[str, RunRecord]) -> list[str]:
-    """What of the configs and the text is not the same."""
+    """Return how the configs and the text differ, a line each."""
     a, b = (next(iter(side.values())).start for side in (first, second))
     one, other = dict(flat(a.config)), dict(flat(b.config))
     lines = [

@@ -1,4 +1,4 @@
-"""What a user names on the command line: a study, an arm of one, or a run."""
+"""Find what a user names on the command line: a study, an arm of one, or a run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Found:
 
     @property
     def name(self) -> str:
-        """How to call it."""
+        """The name that the command line takes."""
         return f"{self.folder.name}:{self.part}" if self.part else self.folder.name
 
 

@@ -155,7 +155,7 @@ def _run(found: Found) -> RenderableType:
 
 
 def _sample(sample: Sample) -> RenderableType:
-    """What the model wrote, after the prompt that it was given."""
+    """Return the prompt and the text that the model wrote after it."""
     return Text.assemble((sample.prompt, "dim"), sample.text, "\n")
 
 

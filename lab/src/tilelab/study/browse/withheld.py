@@ -1,4 +1,4 @@
-"""Which arms of a study may not show their speed: the command line keeps to the verdicts."""
+"""The arms of a study that may not show their speed: the command line keeps to the verdicts."""
 
 from __future__ import annotations
 

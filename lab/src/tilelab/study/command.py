@@ -142,7 +142,7 @@ def _recipe(parser: argparse.ArgumentParser, rest: Sequence[str]) -> tuple[str, 
 
 
 def _check_options(given: Iterable[str], known: Iterable[str]) -> None:
-    """What is no option of the recipe may be one of the command, spelled in another way."""
+    """Refuse an option that the recipe lacks; it may be a misspelled one of the command."""
     spelled = [f"--{key.replace('_', '-')}" for key in known]
     for option in (f"--{key.replace('_', '-')}" for key in given):
         if option not in spelled:
@@ -152,7 +152,7 @@ def _check_options(given: Iterable[str], known: Iterable[str]) -> None:
 
 
 def _value(text: str, standard: object) -> Any:
-    """What the text of an option stands for: JSON, unless its standard value is text itself."""
+    """Return the value of an option's text: JSON, unless its default value is text itself."""
     if isinstance(standard, str):
         return text
     try:

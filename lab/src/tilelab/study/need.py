@@ -1,4 +1,4 @@
-"""How much memory a run needs, estimated from its config before anything is started.
+"""Estimate the memory of a run from its config, before anything is started.
 
 It counts what a GPT-2 is known to keep (the tests compare it with measurements), a BERT and a ViT.
 A BERT's sequences are taken to fill the context, which is the most that they can. The parts:
@@ -43,7 +43,7 @@ _GIVEN_BACK_BYTES = 32 << 20  # glibc's largest threshold for memory of its own 
 
 @dataclass(frozen=True)
 class Need:
-    """What a run needs, in bytes.
+    """The memory of a run, in bytes.
 
     Args:
         state: weights, gradients and optimizer.
@@ -143,12 +143,12 @@ def need(config: RunConfig, device: str = "cpu") -> Need:
 
 
 def gpu_need(config: RunConfig) -> Need:
-    """What a process of a run needs of the memory of its GPU."""
+    """Return the GPU memory that a process of a run needs."""
     return need(config, "cuda")
 
 
 def host_need(config: RunConfig, device: str = "cpu") -> Need:
-    """What a process of a run needs of its machine's memory.
+    """Return the host memory that a process of a run needs.
 
     With a GPU that is its data, and the state, which goes through it with every checkpoint.
 
@@ -173,7 +173,7 @@ def _predicted(config: RunConfig) -> float:
 
 
 def _layer_bytes(config: RunConfig) -> int:
-    """What one layer keeps of a micro-batch, without the matrix."""
+    """Return the bytes that one layer keeps of a micro-batch, without the matrix."""
     model, training = config.model, config.training
     tokens, element = training.batch * model.context, _ELEMENT_BYTES[training.precision]
     kept = _LAYER_BYTES[training.precision] * model.width * tokens
@@ -193,7 +193,7 @@ def _layer_bytes(config: RunConfig) -> int:
 
 
 def _norm_bytes(config: RunConfig) -> int:
-    """What RMSNorm keeps more than LayerNorm: what it has normalised."""
+    """Return the bytes that RMSNorm keeps more than LayerNorm: its normalised input."""
     model = config.model
     tokens = config.training.batch * model.context
     return _FLOAT_BYTES * model.width * tokens if model.norm == "rms" else 0

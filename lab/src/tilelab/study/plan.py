@@ -56,7 +56,7 @@ class Task:
 def chosen_value(
     experiment: Experiment, arm: str, records: Mapping[str, RunRecord]
 ) -> float | None:
-    """What the sweep chose for an arm, from the finished records of its trials.
+    """Return the value that the sweep chose for an arm, from its trials' finished records.
 
     The candidate with the best mean of the final metric over the sweep's seeds; of equals the
     smallest. One that diverged with any seed is not chosen.
@@ -163,7 +163,7 @@ def _is_done(run: Run, records: Mapping[str, RunRecord]) -> bool:
 
 
 class Agenda:
-    """What is done and what may be done next.
+    """The finished runs, and those that may start next.
 
     Args:
         study: the config.

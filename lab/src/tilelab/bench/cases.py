@@ -1,4 +1,4 @@
-"""What is measured: one frozen row per case and dtype, with the goals beside it.
+"""The measured cases: one frozen row per case and dtype, with its goals.
 
 The shapes are those of the prototype's study, so that numbers compare. Goals are for a processor
 with AVX-512 and BF16 and without AMX, on one thread.
@@ -21,7 +21,7 @@ Variant = Literal["full", "causal", "window", "bias", "dropout"]
 
 
 class Goal(NamedTuple):
-    """What a case should reach.
+    """The goals of a case.
 
     Args:
         ratio: torch's time over ours, at least.

@@ -87,10 +87,10 @@ def interleave(
 
 
 def repeats_for(call_s: float) -> int:
-    """How often a call of that duration is repeated within one sample."""
+    """Return how often a call of that duration is repeated within one sample."""
     return max(1, math.ceil(_MIN_SAMPLE_S / max(call_s, 1e-7)))
 
 
 def rounds_for(round_s: float, budget_s: float, least: int, most: int) -> int:
-    """How many rounds of that duration fit in a budget, within limits."""
+    """Return how many rounds of that duration fit in a budget, within limits."""
     return max(least, min(most, int(budget_s / max(round_s, 1e-9))))

@@ -107,7 +107,7 @@ def _steps(cases: int, everything: bool, quick: bool) -> int:
 
 
 def _in_children(record: Record, cases: Sequence[Case], progress: Progress) -> None:
-    """What needs processes of its own."""
+    """Run the measurements that need processes of their own: scaling and memory."""
     if record.machine["cores"] > 1:
         found = child.scaling([case.key for case in cases], _SCALING_S)
         with closing(found):
@@ -136,7 +136,7 @@ def _names() -> str:
 
 
 def _path(record: Record, options: argparse.Namespace) -> Path | None:
-    """Where the JSON goes: a part of the bench never replaces a whole one."""
+    """Return where the JSON goes: a part of the bench never replaces a whole one."""
     if options.json is not None:
         return Path(options.json)
     if options.quick or options.cases or options.dtype or options.rounds or options.threads > 1:

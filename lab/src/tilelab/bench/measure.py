@@ -83,7 +83,7 @@ def _plan(pair: Pair, effort: Effort) -> tuple[tuple[int, int], int]:
 
 
 def overhead(rounds: int) -> list[Overhead]:
-    """What a call of a tiny problem costs: ours, ours with a held plan, torch's.
+    """Measure a call of a tiny problem: ours, ours with a held plan, torch's.
 
     Args:
         rounds: samples of each.

@@ -25,7 +25,7 @@ COMPLETE = "complete"
 
 @dataclass
 class Record:
-    """What a run found, while it goes on and afterwards.
+    """The results of a run, while it goes on and afterwards.
 
     Args:
         machine: where it ran: chip, instruction set, versions, load. No host names, no paths.
@@ -145,7 +145,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """What the first processor says about itself; empty where the system does not tell."""
+    """Return the description of the first processor; empty where the system has none."""
     try:
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""What was measured, with every sample kept, and the numbers that follow from the samples.
+"""Measurements with every sample kept, and the numbers that follow from the samples.
 
 JSON holds all of it and reads back the same. What follows from the samples is computed on reading;
 the file holds it too, for people and other programs.
@@ -101,7 +101,7 @@ class CaseResult:
         return "no: " + ", ".join(missed) if missed else "yes"
 
     def as_json(self) -> dict[str, Any]:
-        """In JSON's types; ``from_json`` reads it back."""
+        """Return JSON's types; ``from_json`` reads them back."""
         values = asdict(self)
         values |= {"ours": self.ours._asdict(), "torch": self.torch._asdict()}
         values["goal"] = None if self.goal is None else self.goal._asdict()
@@ -130,7 +130,7 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class Overhead:
-    """What one call of a tiny problem costs.
+    """The cost of one call of a tiny problem.
 
     Args:
         name: how ours is called.
@@ -156,7 +156,7 @@ class Overhead:
 
 @dataclass(frozen=True)
 class Scaling:
-    """How much faster two threads are, next to the bare loop in the same rounds.
+    """The speed-up of two threads, next to that of the bare loop in the same rounds.
 
     Args:
         name, dtype: of the case.

@@ -1,4 +1,4 @@
-"""What the bench says: progress on standard error, tables on standard output."""
+"""Output of the bench: progress on standard error, tables on standard output."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def tables(record: Record, *, brief: bool = False) -> list[Table]:
 
 
 def heading(record: Record) -> list[str]:
-    """Where it was measured, in a few lines."""
+    """Return a few lines that say where the record was measured."""
     machine = record.machine
     versions = machine["versions"]
     loads = " to ".join(str(load) for load in machine["load_average"] if load is not None)
@@ -192,7 +192,7 @@ def _wrong(results: Sequence[CaseResult]) -> Iterator[str]:
 
 
 def _peak_notes(results: Sequence[CaseResult]) -> Iterator[str]:
-    """What 100 % of peak was, by dtype."""
+    """Yield a note per dtype on the peak rate, which is the 100 % of the table."""
     for dtype in dict.fromkeys(result.dtype for result in results):
         found = [
             rate for result in results if result.dtype == dtype for rate in result.peak_flops_s
@@ -248,7 +248,7 @@ def _scaling(record: Record) -> Table:
 
 
 def _scaling_notes(record: Record) -> tuple[str, ...]:
-    """How many cases scale as they should, and beside those that do not a bare loop as short."""
+    """Return how many cases scale as they should, and an equally short bare loop for the others."""
     judged = [each for each in record.scaling if each.has_goal]
     if not judged:
         return ()

@@ -56,7 +56,7 @@ def scaling(key: str, budget_s: float) -> Scaling:
 
 
 def memory(length: int, dtype: str, side: str, backward: bool) -> Memory:
-    """What one pass holds at its highest, beyond its operands: two heads of width 64.
+    """Measure the peak memory of one pass beyond its operands: two heads of width 64.
 
     Args:
         length: queries and keys.

@@ -28,7 +28,7 @@ Key = tuple[str, str, int, str, str, str]
 
 
 class Points(NamedTuple):
-    """What a file holds.
+    """The contents of a file.
 
     Args:
         chip: where it was measured.
@@ -140,13 +140,13 @@ def scatter(ratios: Sequence[float]) -> float:
 
 
 def drift(moved: Sequence[Moved]) -> float:
-    """How the machine differs: the median ratio of times that are not ours; 1 without any."""
+    """Return the drift of the machine: the median ratio of times that are not ours, or 1."""
     others = [each.ratio for each in moved if _is_control(each.point)]
     return statistics.median(others) if others else 1.0
 
 
 def table(before: Points, after: Points, *, every: bool = False) -> Table:
-    """What moved, or every ratio.
+    """Return a table of what moved, or of every ratio.
 
     Args:
         before: the first file.

@@ -20,7 +20,7 @@ __all__ = ["Effort", "conduct"]
 
 
 class Effort(NamedTuple):
-    """What may be spent.
+    """The limits of a run.
 
     Args:
         minutes: for all suites.

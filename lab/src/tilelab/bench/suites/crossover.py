@@ -1,4 +1,4 @@
-"""Where an approximate method becomes faster than exact attention, as a number and in words."""
+"""The length from which an approximate method is faster than exact attention, and its sentence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AHEAD = 1.03  # times faster at the end; less is within the noise
 
 
 class Crossing(NamedTuple):
-    """How one method compares with another along the length.
+    """The comparison of one method with another by length.
 
     Args:
         first, last: the shortest and the longest length at which both were measured.
@@ -32,7 +32,7 @@ class Crossing(NamedTuple):
 
 
 def crossing(exact: Mapping[int, float], other: Mapping[int, float]) -> Crossing | None:
-    """From which length on ``other`` is faster and stays so; None without a common length.
+    """Return from which length on ``other`` is faster and stays so; None without a common length.
 
     Between two lengths, both times are taken to be powers of the length.
 
@@ -67,7 +67,7 @@ def medians_of(points: Iterable[Point]) -> dict[str, dict[int, float]]:
 
 
 def crossings(points: Iterable[Point]) -> dict[str, dict[str, Crossing]]:
-    """Where each method that is not exact crosses over ours: by the case, then by the method."""
+    """Find where each approximate method crosses over ours: by the case, then by the method."""
     found: dict[str, dict[str, Crossing]] = {}
     for (case, dtype, quantity), own in groups(points).items():
         medians = medians_of(own) if quantity == "seconds" else {}

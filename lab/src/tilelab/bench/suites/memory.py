@@ -115,7 +115,7 @@ def _point(work: Work, method: str, count: int, **more: Any) -> Point:
 
 
 def predicted(work: Work, method: str) -> float | None:
-    """What the model says that a method holds beyond its operands; None where it says nothing.
+    """Predict the bytes that a method holds beyond its operands; None without a prediction.
 
     Operands are q, k and v, and for training the gradient of the output.
     """

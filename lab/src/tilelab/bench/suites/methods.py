@@ -202,7 +202,7 @@ def flex() -> Method:
 
 
 def own_masks(work: Work, given: Given) -> tuple[int | None, int | None]:
-    """Of how many batch items and heads a mask has one each; None where all have the same."""
+    """Return how many batch items and heads have a mask of their own; None where all share one."""
     seen = seen_rows(*problem_of(work, given), [range(1)])
     assert seen is not None
     batches, heads = seen.hidden.shape[:2]

@@ -1,4 +1,4 @@
-"""Memory at the highest, measured: of a pass of a method, or of each step of plain attention.
+"""Measure the peak memory of a pass of a method, or of each step of plain attention.
 
 On a CPU it is asked for in a process of its own (``nursery``); on a GPU the allocator knows.
 """
@@ -59,7 +59,7 @@ class Wanted(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """What was found.
+    """A measured peak.
 
     Args:
         step: of plain attention; empty for a whole pass.

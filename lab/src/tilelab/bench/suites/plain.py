@@ -30,7 +30,7 @@ Keep = Callable[[Tensor], Tensor]  # dropout
 
 
 class Seen(NamedTuple):
-    """What rows see.
+    """The mask of some rows.
 
     Args:
         hidden: True for a pair that does not attend, bool [B or 1, Hq or 1, rows, N].
@@ -109,7 +109,7 @@ def rows_kept(work: Work, chunks: Sequence[range]) -> Keep | None:
 
 
 def seen_rows(problem: Problem, operands: Operands, chunks: Sequence[range]) -> Seen | None:
-    """Which keys the rows of some chunks see; None for all."""
+    """Return which keys the rows of some chunks see; None for all."""
     if not problem.mask:
         return None
     every = slice(None)

@@ -1,4 +1,4 @@
-"""What a suite found: points, and the record that keeps them."""
+"""The results of a suite: points, and the record that keeps them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Point:
         return Spread.of(self.samples).median if self.samples else None
 
     def as_json(self) -> dict[str, Any]:
-        """In JSON's types, without what is as usual; ``from_json`` reads it back.
+        """Return JSON's types, without default values; ``from_json`` reads them back.
 
         Of several samples the median, the least and the largest, and the quartiles stand beside.
         """

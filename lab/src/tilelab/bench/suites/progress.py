@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, a line for each step elsewhere."""
+"""Progress of a run: a bar on a terminal, a line for each step elsewhere."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def _exact_ratios(points: Sequence[Point]) -> list[tuple[float, str]]:
 
 
 def _crossings(points: Sequence[Point]) -> list[str]:
-    """Where each method that is not exact crosses over ours, in the first case; a table has all."""
+    """Return where each approximate method crosses over ours in the first case; a table has all."""
     found = crossings(points)
     if not found:
         return []
@@ -108,7 +108,7 @@ def _crossings(points: Sequence[Point]) -> list[str]:
 
 
 def _accuracy(points: Sequence[Point]) -> list[str]:
-    """How much of what is allowed was used."""
+    """Return the largest share of the allowed error that each method used."""
     shares: dict[str, list[float]] = {}
     for point in points:
         if point.samples and point.allowed:
@@ -191,7 +191,7 @@ def _double(points: Sequence[Point]) -> list[str]:
 
 
 def _cure(points: Sequence[Point]) -> list[str]:
-    """What fewer rows at a time save and cost."""
+    """Return the memory that fewer rows at a time save, and the time that they cost."""
     own = [point for point in points if point.case == CURE and point.median]
     held = [point for point in own if point.quantity == "bytes"]
     took = {point.method: point.median or 0.0 for point in own if point.quantity == "seconds"}
@@ -206,7 +206,7 @@ def _cure(points: Sequence[Point]) -> list[str]:
 
 
 def _extra(points: Sequence[Point]) -> list[str]:
-    """What scores cost over no variant, ours."""
+    """Return the extra time of our scores over no variant."""
     medians = {
         (p.case, p.dtype): p.median for p in points if p.method == OURS and p.median and p.length
     }

@@ -29,7 +29,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for.
+    """The settings that the user asked for.
 
     Args:
         device: "cpu" or "cuda".

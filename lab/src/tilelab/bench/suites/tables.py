@@ -25,7 +25,7 @@ _RUN_BY = ("torch", "triton", "cuda", "numpy")  # of the versions in the record
 
 
 def heading(record: Record) -> list[str]:
-    """Where it was measured and whether all of it is there, in a few lines."""
+    """Return a few lines that say where the record was measured and whether it is complete."""
     machine = record.machine
     named = {name: machine["versions"].get(name) for name in _RUN_BY}
     versions = ", ".join(f"{name} {value}" for name, value in named.items() if value)
@@ -64,7 +64,7 @@ def tables(record: Record, suite: str) -> list[Table]:
 
 
 def _crossed(points: Sequence[Point]) -> list[Table]:
-    """From which length on each method that is not exact is faster than ours, in every case."""
+    """Tabulate the length from which each approximate method is faster than ours, by case."""
     found = crossings(points)
     methods = list(dict.fromkeys(name for each in found.values() for name in each))
     rows = [
@@ -86,7 +86,7 @@ def _table(title: str, points: Sequence[Point]) -> Table:
 
 
 def _methods(points: Sequence[Point]) -> list[str]:
-    """Those that were measured, then those that were not."""
+    """Return the methods that were measured, then those that were not."""
     measured = [point.method for point in points if point.samples]
     return list(dict.fromkeys([*measured, *(point.method for point in points)]))
 

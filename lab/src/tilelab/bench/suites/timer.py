@@ -34,7 +34,7 @@ def once(call: Call, device: str, repeats: int = 1) -> float:
 
 
 def repeats_for(seconds: float, device: str) -> int:
-    """How often a call of that duration is repeated within one sample."""
+    """Return how often a call of that duration is repeated within one sample."""
     if device == "cpu":
         return clock.repeats_for(seconds)
     return min(20, max(1, round(_SAMPLE_S / max(seconds, 1e-7))))

@@ -97,7 +97,7 @@ class Given(NamedTuple):
 
     @property
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What gradients are taken of."""
+        """Return the tensors that gradients are taken of."""
         return self.q, self.k, self.v
 
 

@@ -19,7 +19,7 @@ FOLDER = Path(__file__).resolve().parent / "baselines"
 
 
 class Entry(NamedTuple):
-    """What one kernel was.
+    """The stored numbers of one kernel.
 
     Args:
         registers, instructions: see ``machine.Machine``.

@@ -28,7 +28,7 @@ BLOCK = 128  # the sides of a rectangle of a table of tiles
 
 
 class Asked(NamedTuple):
-    """What a case asks for.
+    """The call that a case makes.
 
     Args:
         width: of queries, keys and values.
@@ -127,7 +127,7 @@ def backward_tensors(problem: Problem, operands: Operands) -> tuple[Tensor, Need
 
 
 def _scales(asked: Asked, heads: int) -> Tensor | None:
-    """Of float8; none for any other dtype."""
+    """Return the scales of float8; None for any other dtype."""
     return meta(BATCH, heads) if asked.dtype is FLOAT8 else None
 
 

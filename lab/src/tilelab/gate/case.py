@@ -1,4 +1,4 @@
-"""A case: what a pass would launch on a chip, made when it is asked for."""
+"""A case: the launches of a pass on a chip, made on demand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Case", "cases_of"]
 
 
 class Case(NamedTuple):
-    """What a pass would launch.
+    """The launches of a pass.
 
     Args:
         name: short, unique.

@@ -21,7 +21,7 @@ __all__ = ["compile_launch", "signature"]
 
 
 def signature(launch: Launch, target: Target) -> tuple[ASTSource, dict[str, Any]]:
-    """What Triton would compile for this launch: the source with its types, and the options.
+    """Return what Triton would compile for a launch: the source with its types, and the options.
 
     Triton's own functions look at the arguments, so that dtypes, divisibility by 16, ones that
     become constants, AMD's small tensors, and tuples are seen as in a real launch. Tensors may be

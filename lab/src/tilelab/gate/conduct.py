@@ -27,7 +27,7 @@ _CHILD = "tilelab.gate.child"
 
 
 class Compiled(NamedTuple):
-    """What one chip's child did.
+    """The results of one chip's child process.
 
     Args:
         target: the chip.

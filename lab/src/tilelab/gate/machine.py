@@ -1,4 +1,4 @@
-"""What a compiled kernel does with the chip, counted in its machine code.
+"""Resources that a compiled kernel uses, counted in its machine code.
 
 NVIDIA's comes as a cubin, read with cuobjdump and nvdisasm from Triton's wheel; AMD's as the text
 of the assembler. Both become the same numbers.

@@ -1,4 +1,4 @@
-"""What the gate keeps of one kernel on one chip."""
+"""The gate's record of one kernel on one chip."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def _calls(options: argparse.Namespace, dtype: torch.dtype) -> tuple[Asked, ...]
 
 
 def _wrong(target: Target, pass_name: Pass, calls: Sequence[Asked], blocks: Blocks) -> str:
-    """What is wrong with blocks on the first call that they fail; empty if none."""
+    """Return what is wrong with blocks on the first call that they fail; empty if none."""
     from tilelab.gate.compiling import compile_launch
 
     config = config_for(target.family.name)._replace(overrides=((pass_name, blocks),))

@@ -31,7 +31,7 @@ class Target(NamedTuple):
 
     @property
     def arch(self) -> int | str:
-        """What Triton calls it: a number for NVIDIA, the name for AMD."""
+        """Triton's name of the chip: a number for NVIDIA, the name for AMD."""
         return int(self.family.name[3:]) if self.family.maker == "cuda" else self.family.name
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a compiled kernel, in words."""
+"""Describe in words what is wrong with a compiled kernel."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def faults(record: Record, case: Case, target: Target, before: Entry | None) -> 
 
 
 def out_of_date(record: Record, target: Target) -> str:
-    """What a probe's record says against the target's reason to be left out; empty if nothing."""
+    """Return how a probe's record contradicts the target's reason to be left out; empty if not."""
     if record.error:
         return f"the probe failed: {record.error}"
     if record.matrix:

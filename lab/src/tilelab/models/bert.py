@@ -194,7 +194,7 @@ class Layer(nn.Module):
 
 
 class Head(NamedTuple):
-    """What a BERT ends in.
+    """The head of a BERT.
 
     Args:
         kind: ``"none"``: the hidden states [T, width]. ``"masked"``: logits of tokens [P, V] at the
@@ -271,7 +271,7 @@ class BERT(nn.Module):
                 parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
 
     def forward(self, packed: Packed, wanted: Tensor | None = None) -> Tensor:
-        """What the head says.
+        """Return the output of the head.
 
         Args:
             packed: sequences, each of at most ``shape.context`` tokens.

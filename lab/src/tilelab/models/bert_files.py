@@ -139,7 +139,7 @@ def numbers(folder: Path, eps: float) -> dict[str, Any]:
 
 
 def head_of(folder: Path) -> tuple[Any, int, Any]:
-    """What the BERT in a folder ends in, as ``config`` takes it.
+    """Return the head of the BERT in a folder, as ``config`` takes it.
 
     Raises:
         InvalidArgument: no such folder, it is of another model, or of a head that is not known.
@@ -235,7 +235,7 @@ def read(
 
 
 def _same_classes(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> bool:
-    """Whether the classifier of a file counts the model's classes, from what it was trained on."""
+    """Return whether a file's classifier fits the model's, in its classes and its pooler."""
     own, given = state.get("classifier.weight"), tensors.get("classifier.weight")
     if own is None or given is None:
         return True

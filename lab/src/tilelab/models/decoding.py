@@ -100,7 +100,7 @@ def _rotated(rows: Tensor, positions: Tensor, how: Rotary) -> Tensor:
 
 
 def _window(attention: Attention) -> int | None:
-    """How many keys a query sees where the mask is a causal window."""
+    """Return how many keys a query sees where the mask is a causal window."""
     program = () if attention.mask is None else as_mask(attention.mask).program
     if len(program) == 1 and program[0].op == "band" and program[0].params[1] == 0:
         left = int(program[0].params[0])

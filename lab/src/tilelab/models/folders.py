@@ -38,7 +38,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]
 
 
 def read_config(folder: Path, kinds: Collection[str]) -> dict[str, Any]:
-    """What ``config.json`` of a folder says.
+    """Read ``config.json`` of a folder.
 
     Args:
         folder: of the files.

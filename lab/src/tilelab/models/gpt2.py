@@ -97,7 +97,7 @@ def _asked(layer: nn.Module, mask: Mask, places: Tensor) -> Callable[[Tensor], T
 
 
 def first_places(documents: Tensor) -> Tensor:
-    """Where in its row each token's document begins, int64 [B, S], of document numbers [B, S]."""
+    """Return where each token's document begins, int64 [B, S], from document numbers [B, S]."""
     places = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -204,7 +204,7 @@ class GPT2(nn.Module):
         return functional.linear(self.norm(x), self.tokens.weight)
 
     def embedded(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """What goes into the first layer, before dropout; [..., width].
+        """Return the input of the first layer, before dropout; [..., width].
 
         Args:
             tokens: int64 [...].

@@ -139,7 +139,7 @@ def config_of(shape: Shape) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """What ``config.json`` of a folder says.
+    """Read ``config.json`` of a folder.
 
     Raises:
         InvalidArgument: it is not there, or not of a GPT-2.

@@ -36,7 +36,7 @@ class Packed(NamedTuple):
         return Packed(tokens, kinds, places, borders, self.longest)
 
     def padded_rows(self) -> Tensor:
-        """Where each token lies in [B * longest], int64 [T]."""
+        """Return where each token lies in [B * longest], int64 [T]."""
         at = torch.arange(len(self.tokens), device=self.tokens.device, dtype=self.borders.dtype)
         sequence = torch.bucketize(at, self.borders[1:], right=True)
         return sequence * self.longest + self.places

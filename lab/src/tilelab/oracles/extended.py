@@ -201,7 +201,7 @@ class _Forward:
         return logs
 
     def _kept(self) -> Array:
-        """What dropout multiplies the probabilities by: 0 or 1 / (1 - p)."""
+        """Return the factors of dropout on the probabilities: 0 or 1 / (1 - p)."""
         problem, first = self.part.problem, self.part.first_batch
         if not problem.dropout_p:
             return np.ones((1, 1, 1, 1), dtype=np.longdouble)

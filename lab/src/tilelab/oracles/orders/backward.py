@@ -102,7 +102,7 @@ def backward_keys_outside(
 
 
 class _TileGradients(NamedTuple):
-    """Of one tile: dQ ``[B, Hq, m, D]``, and dK, dV ``[B, Hk, n, .]`` summed over groups."""
+    """One tile: dQ ``[B, Hq, m, D]``, and dK, dV ``[B, Hk, n, .]`` summed over groups."""
 
     q: Tensor
     k: Tensor

@@ -1,4 +1,4 @@
-"""How often the tiles of rows of a part are visited, where tiles of keys are outside."""
+"""Visits of the tiles of rows of a part, where the outer loop is over tiles of keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Visit(NamedTuple):
 
 
 class Visits:
-    """How often each tile of rows of a part has been visited, out of how many times."""
+    """Count the visits of each tile of rows of a part, out of its total."""
 
     def __init__(self, part: Part) -> None:
         problem, tensors = part.problem, part.operands.mask_tensors

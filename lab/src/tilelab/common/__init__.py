@@ -1,1 +1,1 @@
-"""What every part of the lab uses: files, memory, child processes, the environment, drawing."""
+"""Tools for every part of the lab: files, memory, child processes, the environment, drawing."""

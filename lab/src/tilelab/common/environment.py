@@ -1,4 +1,4 @@
-"""Where a study runs, in a few words that a record can keep: no host name, no path."""
+"""Describe where a study runs, for records: no host name, no path."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def describe(threads: int) -> dict[str, Any]:
 
 
 def variables() -> dict[str, str]:
-    """What this process's environment says to tilewise, for runs on machines that do not have it.
+    """Return tilewise's variables in this environment, for runs on machines that lack them.
 
     Paths are absolute: elsewhere another folder is the working one.
     """

@@ -1,4 +1,4 @@
-"""How much memory a process used at its highest, and how much the machine has to give."""
+"""Peak memory of a process, and memory that the machine has available."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def _cgroup_limit() -> int | None:
-    """What the container may take (cgroup version 2), if it has a limit."""
+    """Return the bytes that the container may take (cgroup version 2), if it has a limit."""
     try:
         return int((_CGROUP / "memory.max").read_text())
     except (OSError, ValueError):  # no such file, or "max"

@@ -1,4 +1,4 @@
-"""Whether a number of threads suits this machine."""
+"""Check that a number of threads suits this machine."""
 
 from __future__ import annotations
 

@@ -101,6 +101,6 @@ def counted(driver: Path, cache: int, arguments: Mapping[str, str | int]) -> int
 
 
 def version() -> str:
-    """What valgrind says it is."""
+    """Return the version that valgrind prints."""
     done = subprocess.run(["valgrind", "--version"], capture_output=True, text=True, check=True)
     return done.stdout.strip()

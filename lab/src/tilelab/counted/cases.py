@@ -1,4 +1,4 @@
-"""What is run under cachegrind, and what the model says of it."""
+"""The cases that run under cachegrind, and the model's predictions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Case:
 
     @property
     def problem(self) -> Problem:
-        """What is asked."""
+        """The problem of the case."""
         mask = masks.causal().program if self.causal else ()
         sizes = (1, self.heads, self.kv_heads, self.length, self.length, self.width, self.width)
         return Problem(
@@ -73,7 +73,7 @@ class Case:
 
     @property
     def threads(self) -> int:
-        """For how many threads the core cuts tasks of this size, in ``csrc/passes/forward.h``.
+        """Threads for which the core cuts tasks of this size, in ``csrc/passes/forward.h``.
 
         Raises:
             InvalidArgument: for none.
@@ -103,7 +103,7 @@ class Case:
         }
 
     def predicted(self) -> Traffic:
-        """What the model says: fills, by pass and operand."""
+        """Predict the fills by pass and operand, by the model."""
         problem = self.problem
         if self.method == "core":
             if self.direction == "forward":

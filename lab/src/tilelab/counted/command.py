@@ -47,7 +47,7 @@ def count(cases: Sequence[Case], counter: Counter, done: Callable[[Row], None]) 
 
 
 def compared(driver: Path) -> tuple[int, str]:
-    """How ours and the driver's plain attention compare: the status, and what was printed.
+    """Compare ours with the driver's plain attention; return the status and the output.
 
     0: they give the same numbers; ``NO_AVX2``: this processor cannot run what would be counted.
     """

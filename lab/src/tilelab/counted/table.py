@@ -27,12 +27,12 @@ class Row:
 
     @property
     def off(self) -> float:
-        """How much more is predicted than counted, as a share of what is counted."""
+        """The excess of the prediction over the count, as a share of the count."""
         return self.predicted / self.counted - 1
 
     @property
     def holds(self) -> bool:
-        """Whether that is within what the case allows."""
+        """Whether the excess is within the limit of the case."""
         return abs(self.off) <= self.case.allowed
 
     def as_json(self) -> dict[str, Any]:

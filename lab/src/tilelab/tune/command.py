@@ -148,7 +148,7 @@ def _before(path: Path, chip: _Chip) -> tuple[Entry, ...]:
 
 
 def _chip(setting: Setting) -> _Chip:
-    """What is tuned for.
+    """Return the chip to tune for.
 
     Raises:
         Unsupported: there is no GPU, no Triton, or no family of chips that this one is of.
@@ -173,7 +173,7 @@ def _chip(setting: Setting) -> _Chip:
 
 
 def _jobs(options: argparse.Namespace) -> list[Job]:
-    """What was asked for, the most common dtype and the widths of a pass together."""
+    """Return the requested jobs: by dtype, the most common first, and then by pass and width."""
     tiny = options.self_test
     dtypes = options.dtypes or (("float16",) if tiny else _DTYPES)
     if tiny and "bfloat16" in dtypes:
@@ -192,7 +192,7 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
 
 
 def _path(out: Path | None, chip: _Chip, scratch: Path | None) -> Path:
-    """The file to write: what is asked for, else where calls look for it."""
+    """Return the file to write: the requested one, else the one that calls look for."""
     if out is not None:
         return out / file_name(chip.name) if out.is_dir() else out
     if scratch is not None:  # nothing of the self-test is left behind

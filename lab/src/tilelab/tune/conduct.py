@@ -26,7 +26,7 @@ MOST, _MOST_IN_SELF_TEST = 7, 2  # candidates of a job
 
 
 class Finding(NamedTuple):
-    """What became of a job.
+    """The result of a job.
 
     Args:
         job: which.
@@ -46,7 +46,7 @@ class Finding(NamedTuple):
 
     @property
     def entry(self) -> Entry | None:
-        """What goes into the file; None where the table's blocks stay."""
+        """The entry for the file; None where the table's blocks stay."""
         table, timing = self.table
         if not self.kept or self.best is None or timing is None:
             return None
@@ -74,7 +74,7 @@ class Team:
             self._free.put(child)
 
     def check(self, job: Job, blocks: Sequence[Blocks]) -> list[Row]:
-        """What each of these blocks comes to on the small problems."""
+        """Check each of these blocks on the small problems."""
 
         def one(each: Blocks) -> Row:
             child = self._free.get()

@@ -1,4 +1,4 @@
-"""Whether blocks are faster than the table's, by more than the noise."""
+"""Decide whether blocks are faster than the table's by more than the noise."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ class Timing(NamedTuple):
 
 
 def beats(new: Timing, table: Timing) -> bool:
-    """Whether the gain is more than both spreads together, and at least LEAST_GAIN."""
+    """Return whether the gain is more than both spreads together, and at least LEAST_GAIN."""
     gain = table.seconds / new.seconds - 1
     return gain > max(LEAST_GAIN, new.spread + table.spread)

@@ -37,7 +37,7 @@ class Job(NamedTuple):
 
     @property
     def place(self) -> Place:
-        """Where its blocks belong in a file."""
+        """The place of its blocks in a file."""
         return Place(self.pass_name, self.type, self.width, self.kind)
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Job(NamedTuple):
 
 
 def table_blocks(family: str, job: Job) -> Blocks:
-    """What the table has for a job."""
+    """Return the table's blocks for a job."""
     width, heavy = job.width, job.kind != "plain"
     return tiles_for(family, job.pass_name, job.type, width, width, heavy, job.kind == "*")
 
@@ -74,12 +74,12 @@ def _distance(one: Blocks, other: Blocks) -> float:
 
 
 def _pairs(blocks: Blocks) -> int:
-    """Of a warp."""
+    """Return the pairs of a warp."""
     return blocks.queries * blocks.keys // blocks.warps
 
 
 def read_job(words: str) -> tuple[Job, list[Blocks]]:
-    """Of "dq bfloat16 64 + 64x32/4/2 64x64/8/1": a job and blocks as ``str`` has them."""
+    """Parse "dq bfloat16 64 + 64x32/4/2 64x64/8/1": a job and blocks as ``str`` has them."""
     name, dtype, width, kind, *texts = words.split()
     job = Job(next(each for each in PASSES if each == name), dtype, int(width), kind)
     numbers = ([int(number) for number in text.replace("x", "/").split("/")] for text in texts)

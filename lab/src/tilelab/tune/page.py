@@ -41,14 +41,14 @@ def lines_of(finding: Finding) -> Iterator[str]:
 
 
 def plan_of(family: str, jobs: Sequence[Job], most: int) -> Iterator[str]:
-    """What would be tried."""
+    """Yield a line per job with the blocks that would be tried."""
     for job in jobs:
         others = " ".join(str(blocks) for blocks in candidates(family, job, most))
         yield f"{job!s:<27} table {table_blocks(family, job)!s:<12} tries {others}"
 
 
 def summary(findings: Sequence[Finding], left: Sequence[Job]) -> Iterator[str]:
-    """What came of it."""
+    """Yield the summary lines of the findings."""
     kept = sum(finding.kept for finding in findings)
     yield f"{kept} of {len(findings)} have faster blocks than the table's"
     if failed := sum(bool(finding.failure) for finding in findings):

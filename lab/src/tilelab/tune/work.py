@@ -75,7 +75,7 @@ class Work:
         run(self._forward(self._config, self._result))
 
     def launches(self, pass_name: Pass, blocks: Blocks) -> tuple[list[Launch], Outcome]:
-        """What a pass launches in these blocks, and where its results will be.
+        """Return what a pass launches in these blocks, and where its results will be.
 
         That is the same memory for all blocks, with NaN in it now: nobody gets another's results.
         """
@@ -90,7 +90,7 @@ class Work:
         return launches, outcome
 
     def own(self, pass_name: Pass, launches: list[Launch]) -> list[Launch]:
-        """Those that walk over the pairs: what is timed."""
+        """Return the launches that walk over the pairs: only these are timed."""
         return [launch for launch in launches if launch.kernel is _KERNELS[pass_name]]
 
     def _forward(self, config: Config, result: Result) -> list[Launch]:

@@ -1,1 +1,1 @@
-"""What the drop-ins support, as rows of docs/compatibility.md."""
+"""Support of the drop-ins, as rows of docs/compatibility.md."""

@@ -1,4 +1,4 @@
-"""What ``docs/compatibility.md`` is made of: rows that each module of this room writes of itself.
+"""The rows of ``docs/compatibility.md``, which each module of this folder writes for itself.
 
 A module says ``TABLES = (Table(...), ...)``; ``table.MODULES`` names it, and the page has it.
 """
@@ -28,7 +28,7 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-    """What one module covers.
+    """The coverage of one module.
 
     Args:
         title: of the section.

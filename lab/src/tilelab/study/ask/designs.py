@@ -96,7 +96,7 @@ def resolution(design: Design) -> int | None:
 def estimates(design: Design) -> list[Estimate]:
     """The main effects, then interactions by size, up to the design's order.
 
-    Of effects that are aliases only the one with the fewest factors is estimated (the first of
+    Among effects that are aliases, only the one with the fewest factors is estimated (the first of
     equals): large interactions are taken to be the smaller ones.
     """
     constant, found = words(design), []

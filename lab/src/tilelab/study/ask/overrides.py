@@ -2,8 +2,8 @@
 
 ``optimizer.lr=0.001`` sets a value of every experiment's baseline, ``seeds=0,1`` a field of every
 experiment, ``kernels.budget.steps=5`` either for the experiment of that name only. ``arms=`` and
-``experiments=`` keep some of them, ``chip=`` is the study's own. What an arm changes itself it
-keeps: ``notes`` says where.
+``experiments=`` keep some of them, ``chip=`` is the study's own. An arm keeps what it changes
+itself: ``notes`` says where.
 """
 
 from __future__ import annotations

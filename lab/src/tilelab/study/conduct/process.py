@@ -150,7 +150,7 @@ class Process:
 
     @property
     def over(self) -> bool:
-        """Whether it has ended."""
+        """Whether the process has ended."""
         return self._process.poll() is not None
 
     def outcome(self) -> Outcome:

@@ -95,7 +95,7 @@ class RunRows:
 def attended(config: RunConfig, tokens: Tokens) -> float:
     """Tokens of the row, or of the document's piece in it, that a token is in: mean over a run.
 
-    Of packed documents the windows are taken to begin at multiples of their length.
+    For packed documents, windows are taken to begin at multiples of their length.
 
     Args:
         config: of the run.

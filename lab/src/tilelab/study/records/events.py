@@ -295,7 +295,7 @@ class RunRecord:
 
     @property
     def diverged(self) -> bool:
-        """Whether it ended because a number was not finite."""
+        """Whether the run ended because a number was not finite."""
         return self.end is not None and self.end.status == "diverged"
 
     @classmethod

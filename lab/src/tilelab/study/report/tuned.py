@@ -87,7 +87,7 @@ def _budgets(experiment: ExperimentVerdict) -> Iterator[str]:
 def sweep_chart(sweeps: Sequence[SweepResult], unit: str, name: str) -> Chart | None:
     """The final metric by the swept value, a line per arm; the chosen value is ringed.
 
-    Of successive halving every rung is a line of its own, thin for the short trials.
+    With successive halving every rung is a line of its own, thin for the short trials.
 
     Args:
         sweeps: the baseline first.

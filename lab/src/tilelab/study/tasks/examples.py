@@ -165,7 +165,7 @@ def joined(
     """[CLS] first [SEP], or [CLS] first [SEP] second [SEP], and the types 0 and 1.
 
     An input that is too long loses tokens at its ends, one at a time from the part that is longer
-    then. Of equal parts the second loses one, as in BERT's fine-tuning.
+    then. With equal parts the second loses one, as in BERT's fine-tuning.
 
     Args:
         first: tokens.

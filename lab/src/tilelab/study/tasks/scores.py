@@ -23,8 +23,8 @@ def accuracy(predicted: Classes, true: Classes) -> float:
 def by_length(predicted: Classes, true: Classes, lengths: NDArray[np.int64]) -> dict[str, float]:
     """The accuracy on each quarter of the examples, the shortest first; see ``QUARTERS``.
 
-    Of equal lengths those that come first count as shorter, so that quarters are as large as can
-    be; what does not go into four makes the first ones larger.
+    Among equal lengths the first examples count as shorter, so quarters are as large as can be. A
+    remainder of the division by four makes the first quarters larger.
 
     Args:
         predicted: int64 [n], n at least 4.

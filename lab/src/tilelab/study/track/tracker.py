@@ -46,7 +46,7 @@ class Point(NamedTuple):
 
 
 class AbstractTracker(ABC):
-    """Keeps runs somewhere. Whatever it raises is said to the user, and the study goes on."""
+    """Keeps runs somewhere. The study reports whatever it raises to the user, and goes on."""
 
     @abstractmethod
     def begin(self, run: TrackedRun) -> Mapping[str, int]:

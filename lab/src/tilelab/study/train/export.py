@@ -1,8 +1,8 @@
 """The weights of a finished run as a model's folder in the Hugging Face layout.
 
-The folder has what the last held-out evaluation looked at: of an optimizer that averages, the
-average. Neither the data of the run nor the checkpoint that it began with is needed: sizes that the
-config does not say are those of the weights.
+The folder has the weights of the last held-out evaluation: the average, for an optimizer that
+averages. The export needs neither the data of the run nor the checkpoint that it began with: sizes
+that the config does not say are those of the weights.
 """
 
 from __future__ import annotations

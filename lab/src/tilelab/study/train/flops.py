@@ -35,8 +35,8 @@ def per_token(
 
     N counts all parameters, E those that are looked up and not multiplied, as the positions are. A
     token embedding that is tied to a head is multiplied there: it counts, once. L layers of width d
-    attend over the context T, or over ``attended`` keys where sequences are shorter. What
-    activation checkpointing computes again is not counted.
+    attend over the context T, or over ``attended`` keys where sequences are shorter. Recomputation
+    by activation checkpointing does not count.
 
     * ``full``: c = 12, every query with every key, the custom of PaLM and most others.
     * ``causal``: c = 6, the half that a causal mask leaves.

@@ -83,9 +83,8 @@ def saved_bytes(run: Callable[[], Tensor], weights: Iterable[Tensor]) -> tuple[T
 class PeakMeter:
     """The most memory held while training, less what was held before the model was made.
 
-    Make it before the model. What evaluations and checkpoints take on top is left out: call
-    ``pause`` before them and ``resume`` after. With ``torch.compile`` the compiler's own memory
-    counts too.
+    Make it before the model. Leave out what evaluations and checkpoints take on top: call ``pause``
+    before them and ``resume`` after. With ``torch.compile`` the compiler's own memory counts too.
 
     Args:
         device: where the model will be; the process's memory for a CPU, else the allocator's.

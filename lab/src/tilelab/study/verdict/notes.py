@@ -145,9 +145,9 @@ def _scored(config: RunConfig) -> tuple[int | str, ...]:
 def drift_note(experiment: Experiment, arm: Arm, finals: Finals) -> tuple[str, ...]:
     """Return a note on how far a systems arm's training loss is from the baseline's, by step.
 
-    Beside it, where there is one, that of an arm that changes nothing but the last bit of its
-    initial weights: how far rounding alone drives a run. In float32 only: narrower types round so
-    much that it would say nothing.
+    Where another arm changes only the last bit of its initial weights, the note has its difference
+    too: it shows how far rounding alone drives a run. There is a note in float32 only: narrower
+    types round so much that it would say nothing.
 
     Args:
         experiment: its config.

@@ -173,7 +173,7 @@ class ArmVerdict:
 
     @property
     def changed_what_is_learnt(self) -> bool:
-        """Whether it is a systems arm, which is to change nothing, and did."""
+        """Whether the arm is a systems arm, which is to change nothing, and changed the result."""
         changed = self.label in ("better", "worse", "diverged") or self.agrees is False
         return self.kind == "systems" and changed
 

@@ -81,7 +81,7 @@ def _reaches(experiment: Experiment, target: float, finals: Finals) -> dict[int,
 def _budget(record: RunRecord) -> float:
     """Tokens at the end of a run; of one that diverged, those that it should have had.
 
-    Were it censored where it diverged, what is unstable would look as if it had only run less.
+    Censoring a run where it diverged would make an unstable arm look as if it had only run less.
     """
     if not record.diverged and record.evaluations:
         return float(record.evaluations[-1].tokens)

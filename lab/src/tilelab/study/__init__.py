@@ -1,6 +1,6 @@
 """The study: trains arms that differ in one choice, and says which choices are worth having.
 
-What happens, in order:
+The steps, in order:
 
 1. ``recipes/`` says what is asked: a ``config.Study`` (typed, frozen, hashed).
 2. ``conduct/`` turns it into runs and works through them, each in a process of its own.

@@ -67,7 +67,7 @@ class Need:
 
     @property
     def training(self) -> int:
-        """Beside the process itself, once there is a model."""
+        """Bytes that training takes beside the process itself, once there is a model."""
         kept = self.activations + self.matrix + self.freed
         return self.data + self.state + kept + self.moment
 

@@ -81,7 +81,7 @@ class Point:
     def as_json(self) -> dict[str, Any]:
         """Return JSON's types, without default values; ``from_json`` reads them back.
 
-        Of several samples the median, the least and the largest, and the quartiles stand beside.
+        Several samples come with their median, their least and largest, and their quartiles.
         """
         usual = {each.name: each.default for each in fields(self)}
         values = {key: value for key, value in asdict(self).items() if value != usual[key]}

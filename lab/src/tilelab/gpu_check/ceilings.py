@@ -1,4 +1,4 @@
-"""What the GPU can do at most: a large matrix product, and a copy of memory."""
+"""Measure the ceilings of the GPU: a large matrix product, and a copy of memory."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 
 def environment(setting: Setting, parallel: bool) -> dict[str, str]:
-    """What a worker finds: the same packages first, and Triton's interpreter in the self-test."""
+    """Return a worker's environment: our packages first, and in self-tests Triton's interpreter."""
     found = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
     sources = [str(Path(each.__path__[0]).resolve().parent) for each in (tilewise, tilelab)]
     found["PYTHONPATH"] = os.pathsep.join(filter(None, (*sources, found.get("PYTHONPATH"))))

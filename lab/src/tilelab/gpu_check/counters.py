@@ -26,7 +26,7 @@ class CannotCount(TilewiseError):  # noqa: N818  no error of the check: a counte
 
 
 def count(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> list[Bytes]:
-    """What every kernel of a process reads and writes, in order.
+    """Count the bytes that every kernel of a process reads and writes, in order.
 
     Args:
         command: of the process.

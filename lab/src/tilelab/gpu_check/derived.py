@@ -1,4 +1,4 @@
-"""What follows from the samples: rates, fractions of the ceilings, and whether goals are met."""
+"""Numbers derived from the samples: rates, fractions of the ceilings, and verdicts on goals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def best(row: Row) -> Spread | None:
 
 
 def ceiling(rows: Sequence[Row], unit: str) -> Spread | None:
-    """What the GPU does at most in a unit; None where that was not measured."""
+    """Return the GPU's ceiling in a unit; None where it was not measured."""
     for row in rows:
         if row.step == "ceilings" and row.values.get("unit") == unit:
             return rate(row, row.name)
@@ -71,7 +71,7 @@ def met(row: Row) -> str:
 
 
 def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """What was timed beside others, in numbers for people and other programs."""
+    """Return the timed cases as numbers, for people and other programs."""
     return [
         {
             "name": row.name,

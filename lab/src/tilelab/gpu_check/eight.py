@@ -25,7 +25,7 @@ def quantised(numbers: Tensor) -> tuple[Tensor, Tensor]:
 def references(
     q: Tensor, k: Tensor, v: Tensor, scales: Scales, mask: Mask | None = None
 ) -> tuple[Result, Result]:
-    """What the plain implementation gives in float8, and what float64 gives."""
+    """Return the results of the plain implementation in float8 and of float64."""
     problem = dense_problem(
         q,
         k,

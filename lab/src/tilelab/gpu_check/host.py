@@ -1,4 +1,4 @@
-"""What a call costs the host: microseconds, kernel launches, and whether a CUDA graph holds it."""
+"""Cost of a call to the host: microseconds, kernel launches, and support by a CUDA graph."""
 
 from __future__ import annotations
 

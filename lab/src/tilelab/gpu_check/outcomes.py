@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """What can be differentiated, by name."""
+        """Return the tensors that can be differentiated, by name."""
         found = {"q": self.q, "k": self.k, "v": self.v}
         captured = () if self.score is None else self.score.captured
         found |= {f"captured {i}": t for i, t in enumerate(captured) if t.requires_grad}
@@ -125,7 +125,7 @@ def _laid_out(values: Tensor, layout: str) -> Tensor:
 
 
 def attend(setting: Setting, case: ProblemCase, inputs: Inputs, *, gradients: bool) -> Outcome:
-    """What the public call gives: out and lse, or the gradients."""
+    """Return the result of the public call: out and lse, or the gradients."""
     keywords: dict[str, Any] = {
         "mask": inputs.mask,
         "score": inputs.score,

@@ -29,7 +29,7 @@ def few_queries() -> ProblemCase:
 def attend_pages(
     setting: Setting, inputs: Inputs, page_size: int, *, packed: bool, seed: int
 ) -> Outcome:
-    """What the public call gives, packed: out and lse.
+    """Return the packed result of the public call: out and lse.
 
     Args:
         setting: whose backend does it.

@@ -1,4 +1,4 @@
-"""What others offer for a case: torch's three fused backends, FlexAttention, and plain attention.
+"""Peers for a case: torch's three fused backends, FlexAttention, and plain attention.
 
 Nothing here is called before it is timed; what is not there raises when it is called.
 """

@@ -18,7 +18,7 @@ COMPLETE, ONLY = "complete", "only "  # the steps that were asked for
 
 @dataclass
 class Record:
-    """What a run found, while it goes on and afterwards.
+    """The results of a run, while it goes on and afterwards.
 
     Args:
         self_test: nothing in it is a measurement.
@@ -44,12 +44,12 @@ class Record:
 
     @property
     def finished(self) -> bool:
-        """Whether all that was asked for was begun."""
+        """Whether every requested job was begun."""
         return self.status == COMPLETE or self.status.startswith(ONLY)
 
     @property
     def failures(self) -> list[Row]:
-        """What is wrong, did not end or was not begun."""
+        """Return the rows that are wrong, did not end or were not begun."""
         return [row for row in self.rows if row.status in FAILURES]
 
     def as_json(self) -> dict[str, Any]:

@@ -32,5 +32,5 @@ class Row:
     values: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """In JSON's types; ``Row(**values)`` reads it back."""
+        """Return JSON's types; ``Row(**values)`` reads them back."""
         return asdict(self)

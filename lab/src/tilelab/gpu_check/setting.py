@@ -1,4 +1,4 @@
-"""On what the check runs, and how large its problems are: on a GPU, or in the self-test."""
+"""The device of the check and the size of its problems: on a GPU, or in the self-test."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Model(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """How large things are.
+    """Sizes of the problems.
 
     Args:
         tokens, hidden: of every speed case: batch = tokens / length, heads = hidden / width.
@@ -120,7 +120,7 @@ TINY = Sizes(
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a job runs.
+    """The setting of a job.
 
     Args:
         backend: of ``tilewise.attention``; it never falls back.
@@ -134,12 +134,12 @@ class Setting:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are; a GPU with its index, as tensors on it say."""
+        """The device of the tensors; a GPU with its index, as tensors on it say."""
         return torch.device("cpu") if self.self_test else torch.device("cuda", 0)
 
     @property
     def sizes(self) -> Sizes:
-        """How large things are."""
+        """Sizes of the problems."""
         return TINY if self.self_test else REAL
 
     @property

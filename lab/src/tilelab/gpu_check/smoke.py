@@ -26,7 +26,7 @@ STEP = "smoke"
 
 
 def jobs(setting: Setting) -> list[str]:
-    """Where it runs, and one call."""
+    """Return the jobs: describe the machine, and make one call."""
     return ["machine", "first call"]
 
 

@@ -176,7 +176,7 @@ def _failures(record: Record) -> Iterator[str]:
 
 
 def _declined(record: Record) -> Iterator[str]:
-    """What the backend says that it cannot do."""
+    """Yield what the backend says that it cannot do."""
     rows = [row for row in record.rows if row.status == "unsupported"]
     yield from _by_reason(rows, _MOST_DECLINED)
 

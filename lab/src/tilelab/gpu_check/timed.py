@@ -68,7 +68,7 @@ class Timed(NamedTuple):
 
     @property
     def has_backward(self) -> bool:
-        """Whether its gradients are timed."""
+        """Whether the gradients of the case are timed."""
         return self.kind not in ("decode", "fp8")
 
 
@@ -186,7 +186,7 @@ def amount(case: Timed, things: Given, backward: bool) -> float:
 
 
 def visible(case: Timed, things: Given) -> Callable[[Any, Any], Any] | None:
-    """Which pairs attend, of integer tensors m and n that broadcast; None if all do."""
+    """Return which pairs attend, for integer tensors m and n that broadcast; None if all do."""
     if case.kind in ("full", "fp8", "decode"):
         return None
     if case.kind == "window":

@@ -37,7 +37,7 @@ def jobs(setting: Setting) -> list[str]:
 
 
 def run(setting: Setting, job: str) -> Iterator[Row]:
-    """What is read and written, counted and predicted."""
+    """Yield rows of the bytes read and written, counted and predicted."""
     model = predicted(setting, job)
     values: dict[str, object] = {"predicted_read": model.read, "predicted_written": model.written}
     if setting.self_test:
@@ -58,7 +58,7 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
 
 
 def predicted(setting: Setting, job: str) -> Traffic:
-    """What reaches the memory of this chip, by the model: each pass from cold caches.
+    """Predict the traffic to this chip's memory: each pass starts from cold caches.
 
     The self-test has no chip, and no cache then.
     """

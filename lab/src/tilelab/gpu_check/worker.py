@@ -1,7 +1,7 @@
 """The child process: does jobs as they come, and ends itself where its GPU context is lost.
 
-``python -m tilelab.gpu_check.worker SETTING`` reads lines ``{"step": .., "job": ..}`` and
-writes lines ``{"row": ..}``, then ``{"done": true}`` for each job. What libraries print goes to the
+``python -m tilelab.gpu_check.worker SETTING`` reads lines ``{"step": .., "job": ..}`` and writes
+lines ``{"row": ..}``, then ``{"done": true}`` for each job. Output of libraries goes to the
 standard error.
 """
 

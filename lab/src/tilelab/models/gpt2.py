@@ -2,9 +2,9 @@
 
 The architecture is that of the published weights: learned positions and pre-norm layers. The
 perceptron has four times the width and the tanh form of GELU. The head is the token embedding
-itself. What later models changed one at a time is a number of the ``Shape``: rotary positions,
-fewer key/value heads, RMSNorm, QK-norm. ``save`` and ``load`` use the Hugging Face layout
-(``config.json`` and ``model.safetensors``): see ``gpt2_files.py``.
+itself. The ``Shape`` also has single changes of later models: rotary positions, fewer key/value
+heads, RMSNorm, QK-norm. ``save`` and ``load`` use the Hugging Face layout (``config.json`` and
+``model.safetensors``): see ``gpt2_files.py``.
 
 Dimensions: B batch, S positions, V vocabulary.
 

@@ -77,7 +77,7 @@ class Work:
     def launches(self, pass_name: Pass, blocks: Blocks) -> tuple[list[Launch], Outcome]:
         """Return what a pass launches in these blocks, and where its results will be.
 
-        That is the same memory for all blocks, with NaN in it now: nobody gets another's results.
+        All blocks share this memory, which now holds NaN: no blocks get another's results.
         """
         config = self._config._replace(overrides=((pass_name, blocks),))
         if pass_name in ("forward", "decode"):

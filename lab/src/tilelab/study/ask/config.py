@@ -107,9 +107,9 @@ class Model(Frozen):
     checkpoint lacks, such as a task's head, also where the checkpoint has one for other classes. An
     encoder's perceptron has ``feed_forward`` channels, four times the width if nothing is said.
 
-    With ``nudge`` every initial weight is moved to the next number, up or down: an arm that changes
-    nothing else shows what rounding alone does to training. ``kv_heads``, ``positions``, ``norm``
-    and ``qk_norm`` are those of its ``Shape``: GPT-2's own unless they are changed.
+    ``nudge`` moves every initial weight to the next number, up or down. An arm that changes nothing
+    else shows what rounding alone does to training. ``kv_heads``, ``positions``, ``norm`` and
+    ``qk_norm`` are those of its ``Shape``: GPT-2's own unless they are changed.
     """
 
     layers: int = Field(4, ge=1)
@@ -187,9 +187,9 @@ class LengthWarmup(Frozen):
     """Short sequences first; 0 ``steps`` for none.
 
     Over these steps the length grows evenly from ``start`` to the model's context, rounded down to
-    a length that divides the context. A step learns from the tokens that it would learn from
-    without it, its rows cut into pieces of that length: steps, tokens and the budget stay what they
-    are. Evaluations have the whole context always.
+    a length that divides the context. A step learns from the same tokens as without it, with its
+    rows cut into pieces of that length. Steps, tokens and the budget stay what they are.
+    Evaluations have the whole context always.
     """
 
     start: int = Field(32, ge=1)

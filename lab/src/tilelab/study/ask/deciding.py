@@ -110,8 +110,8 @@ class Design(Frozen):
 class Combine(Frozen):
     """The second stage: a factorial of the factors that survived one at a time, on fresh seeds.
 
-    Factors survive by their verdict and are taken by their effect, the best first; one that changes
-    a value which another that was taken changes too is left out.
+    Factors survive by their verdict and are taken by their effect, the best first. A factor is left
+    out if it changes a value that a taken factor changes too.
 
     Args:
         seeds: of the factorial; none of them is used elsewhere in the experiment.

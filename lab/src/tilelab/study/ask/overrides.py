@@ -38,7 +38,7 @@ class _Override(NamedTuple):
 def apply(study: Study, overrides: Sequence[str]) -> Study:
     """The study with the overrides laid over it, in order.
 
-    A value is read as JSON, else as a list where it has commas, else as text; where text is wanted,
+    A value is read as JSON, else as a list where it has commas, else as text. Where text is wanted,
     it is taken as it is.
 
     Args:

@@ -276,7 +276,7 @@ def _jobs(request: Request, todo: Sequence[Task], console: Console) -> int:
 def _forecast(request: Request, todo: Sequence[Task], console: Console) -> dict[str, float]:
     """Seconds of each run; nothing where this machine lacks their device.
 
-    The data is made ready on the way, and checkpoints are looked at, before any run starts: what is
+    On the way this prepares the data and looks at checkpoints, before any run starts. So what is
     missing is said once, and the runs find the data ready.
     """
     corpora = {}

@@ -1,8 +1,8 @@
 """Forecast the time of a study, from a second of calibration before it starts.
 
-One sequence goes forward and backward through the model with one layer, and with two: the
-difference is the price of a layer, the rest that of everything else. Steps, evaluations and the
-start of a process are added up from there. It is for planning an evening, not a measurement.
+One sequence goes forward and backward through the model with one layer, and with two. The
+difference is the price of a layer; the rest is the price of everything else. Steps, evaluations and
+the start of a process are added up from there. It is for planning an evening, not a measurement.
 """
 
 from __future__ import annotations

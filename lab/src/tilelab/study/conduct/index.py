@@ -1,7 +1,7 @@
 """The records of a study as an SQLite file, for questions that the report does not answer.
 
-It is made from the records, whole or not at all, and nothing ever reads it back: delete it, change
-it, and the next report makes it again.
+It is made from the records, whole or not at all, and nothing ever reads it back. If you delete or
+change it, the next report makes it again.
 
     sqlite3 index.sqlite "select arm, avg(loss) from runs where phase = 'final' group by arm"
 """

@@ -59,9 +59,9 @@ def listops(*, plain_gb: float = 4.0, seeds: int = 3) -> Study:
     """ListOps by length: plain attention while it fits, tilewise, and two sparse patterns.
 
     There are four lengths. Two have the original expressions, of at most 128 and of at most 1,000
-    tokens, most of them short: plain attention pads them to the longest of a batch, tilewise does
-    not. Two have the expressions of the Long Range Arena, up to 1,000 and up to 2,000. A BERT of
-    0.1 to 0.2 million parameters sees 9,600 of the short expressions and 640 of the Arena's. The
+    tokens. Most of them are short: plain attention pads them to the longest of a batch, tilewise
+    does not. Two have the expressions of the Long Range Arena, up to 1,000 and up to 2,000. A BERT
+    of 0.1 to 0.2 million parameters sees 9,600 of the short expressions and 640 of the Arena's. The
     latter are less than a hundredth of what the Arena trains on, drawn from a fiftieth of its
     examples. On the short ones it learns to be right more than twice as often as chance (0.1). On
     the Arena's it learns hardly more than how often each digit is the answer (0 and 9 about 0.17

@@ -48,10 +48,11 @@ def screening(*, steps: int = 160, seeds: int = 5, fresh_seeds: int = 6) -> Stud
     takes 20 to 60 seconds of a core. A byte-level GPT-2 of 0.85 million parameters reads the source
     of Python's standard library. Muon, warmup-stable-decay, rotary positions, RMSNorm, QK-norm and
     dropout are each compared with AdamW and a linear decay: with three seeds, and with all
-    ``seeds`` where three do not decide. Up to four that were not shown to be worse go on, on three
-    seeds of their own: all combinations of two or three, half of those of four. The best of these
-    meets the baseline once more. Until then every arm tunes its learning rate by successive
-    halving, on a quarter and on half of the steps, with the tokens of two whole runs.
+    ``seeds`` where three do not decide. Up to four factors that were not shown to be worse go on,
+    on three seeds of their own. They run in all combinations of two or three, or half of those of
+    four. The best of these meets the baseline once more. Until then every arm tunes its learning
+    rate by successive halving, on a quarter and on half of the steps, with the tokens of two whole
+    runs.
 
     Args:
         steps: of every run that counts.

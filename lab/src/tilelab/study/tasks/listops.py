@@ -2,7 +2,7 @@
 
 ``[MAX 2 9 [MIN 4 7 ] 0 ]`` is 9. Operators are MIN, MAX, MED (the integer part of the median) and
 SM (the sum modulo 10). The parentheses of the files say nothing that brackets do not, and are no
-tokens, as in the Long Range Arena; before an expression stands a start token.
+tokens, as in the Long Range Arena. A start token stands before each expression.
 
 There are two forms: ``"lra"``, the Long Range Arena's expressions of 500 to 2,000 tokens, and
 ``"nyu"``, the original ones, most of them shorter than 50. A part of an expression has another

@@ -1,7 +1,7 @@
 """Texts with labels, from their bytes or from word pieces: reviews, and whatever has their format.
 
 Bytes are the tokens of the Long Range Arena's task "text": ids 0 to 255, and before each text a
-start token; what goes over the context is cut off. Word pieces are BERT's, between ``[CLS]`` and
+start token. What goes over the context is cut off. Word pieces are BERT's, between ``[CLS]`` and
 ``[SEP]``.
 
 Sources: Tay et al., Long Range Arena (2021), section 2.2.2; Maas et al., Learning Word Vectors for

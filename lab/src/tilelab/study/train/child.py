@@ -1,7 +1,7 @@
 """The process of one run: ``python -m tilelab.study.train.child``.
 
 It reads one line of JSON from standard input, a ``Job``, and writes to the folder of its run. It
-ends when its work is done, and at once when its standard input closes: a parent that is gone,
+ends when its work is done, and at once when its standard input closes. So a parent that is gone,
 killed or not, leaves no process behind.
 
 Exit status:

@@ -60,8 +60,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def saved_bytes(run: Callable[[], Tensor], weights: Iterable[Tensor]) -> tuple[Tensor, int]:
     """Return ``run``'s result, and the bytes that autograd keeps of it for the backward pass.
 
-    Each storage counts once, however many views of it are kept; weights do not count, but the
-    copies of them that autocast makes in a narrower type do.
+    Each storage counts once, however many views of it are kept. Weights do not count, but their
+    copies that autocast makes in a narrower type do.
 
     Args:
         run: a forward pass.

@@ -1,7 +1,7 @@
 """Statistics of paired differences: intervals, tests, equivalence, and how many seeds decide.
 
-The seeds are the sample: for each seed, the arm and the baseline see the same initial weights and
-the same batches, and their difference is one observation. ``docs/metrics.md`` has the definitions.
+The seeds are the sample. For each seed, the arm and the baseline see the same initial weights and
+the same batches; their difference is one observation. ``docs/metrics.md`` has the definitions.
 """
 
 from __future__ import annotations

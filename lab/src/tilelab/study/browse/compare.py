@@ -1,7 +1,8 @@
 """``tilewise study compare A B``: two arms, two runs or two studies, seed by seed.
 
-A difference is B less A. Only seeds that both have finished are compared: the same seed means the
-same first weights and batches, if model and data are the same too; what differs is printed.
+A difference is B less A. Only seeds that both have finished are compared. The same seed means the
+same first weights and batches, if model and data are the same too. The comparison prints what
+differs.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The order:
 
-* seeds are the outer loop and arms the inner one, so that a study that is stopped early has the
-  same seeds of every arm, as far as it came;
+* seeds are the outer loop and arms the inner one: a study that is stopped early has the same seeds
+  of every arm, as far as it came;
 * arms take turns at being first, so that no arm always meets the machine in the same state;
 * an experiment with a sweep runs the trials of all its arms first, and then the runs that count,
   with the values that the trials chose. While some trials still run, later experiments keep the

@@ -29,9 +29,9 @@ def reformer(
     (equations 4 to 6). The cost is O(rounds N (chunk + log N)).
 
     Source: Kitaev, Kaiser and Levskaya, "Reformer: The Efficient Transformer", ICLR 2020, section
-    2. There queries and keys are the same vectors; here both are hashed by the same rotations and
-    sorted apart, which is why three chunks are looked at and not two. A pair found in several
-    rounds counts in each.
+    2. There queries and keys are the same vectors. Here the same rotations hash both, and each is
+    sorted apart, so a row looks at three chunks and not two. A pair found in several rounds counts
+    in each.
 
     Args:
         q: [B, H, N, D].

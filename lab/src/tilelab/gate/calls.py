@@ -1,7 +1,7 @@
 """Calls that are never run: problems and operands on the ``meta`` device, as the engine makes them.
 
-They are of training size, so that Triton sees the divisible strides of a real call, and laid out
-as models have them: [B, S, H, D] in memory. Importing this module imports no Triton.
+They are of training size, so Triton sees the divisible strides of a real call. Their layout is that
+of models: [B, S, H, D] in memory. Importing this module imports no Triton.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ __all__ = ["compile_launch", "signature"]
 def signature(launch: Launch, target: Target) -> tuple[ASTSource, dict[str, Any]]:
     """Return what Triton would compile for a launch: the source with its types, and the options.
 
-    Triton's own functions look at the arguments, so that dtypes, divisibility by 16, ones that
-    become constants, AMD's small tensors, and tuples are seen as in a real launch. Tensors may be
-    on the ``meta`` device: their addresses count as aligned.
+    Triton's own functions look at the arguments. They see dtypes, divisibility by 16, ones that
+    become constants, AMD's small tensors, and tuples as in a real launch. Tensors may be on the
+    ``meta`` device: their addresses count as aligned.
 
     Raises:
         TypeError: the arguments are not those of the kernel.

@@ -1,8 +1,8 @@
 """Bytes of a GPU's memory, counted by Nsight Compute (``ncu``) while a process runs.
 
-``ncu`` empties the caches before each kernel, so that every kernel is counted from cold memory, and
-counts only between the start and the stop of the profiler. Reading counters needs a right that
-many machines do not give (``ERR_NVGPUCTRPERM``).
+``ncu`` empties the caches before each kernel, so every kernel is counted from cold memory. It
+counts only between the start and the stop of the profiler. Reading counters needs a right that many
+machines do not give (``ERR_NVGPUCTRPERM``).
 """
 
 from __future__ import annotations

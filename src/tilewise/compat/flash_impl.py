@@ -35,7 +35,7 @@ _ROWS_FIRST = (0, 2, 1, 3)  # the memory [B, S, H, D] of torch's gradients
 
 
 class _Handle:
-    """What torch keeps while the implementation is active."""
+    """Handle that torch keeps while the implementation is active."""
 
     def __init__(self, library: Any) -> None:
         self._library = library

@@ -48,12 +48,12 @@ def score_of(score_mod: Callable[..., Any]) -> Score:
 
 
 def is_everything(block_mask: Any) -> bool:
-    """Whether a torch's block mask is of one block for any lengths, as None makes one."""
+    """Return whether a torch's block mask is of one block for any lengths, as None makes one."""
     return all(size == _WHOLE for size in block_mask.BLOCK_SIZE)
 
 
 def is_adjusted(block_mask: Any, queries: int, keys: int) -> bool:
-    """Whether this torch's ``_adjust(queries, keys)`` gives lengths as this block mask has them.
+    """Return whether this torch's ``_adjust(queries, keys)`` gives this block mask's lengths.
 
     Where it forgets what it was asked for, they are those of whole blocks.
     """
@@ -64,7 +64,7 @@ def is_adjusted(block_mask: Any, queries: int, keys: int) -> bool:
 
 @constant_while_compiling
 def _adjust_forgets() -> bool:
-    """Whether ``_adjust`` rounds lengths up to whole blocks, as that of torch 2.11."""
+    """Return whether ``_adjust`` rounds lengths up to whole blocks, as that of torch 2.11."""
     if not _FORGETS:
         one = torch.ones(1, 1, 1, dtype=torch.int32, device="cpu")
         made = flex.BlockMask.from_kv_blocks(one, one[..., None] - 1, BLOCK_SIZE=2)

@@ -94,7 +94,7 @@ def joint(*shapes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _keywords(call: Call, attn_mask: Tensor | None, more: tuple[Score, ...]) -> dict[str, Any]:
-    """What the call says beside q, k and v, in the words of ``tilewise.attention``."""
+    """Return what the call says beside q, k and v, in the words of ``tilewise.attention``."""
     found: dict[str, Any] = {"scale": call.scale, "dropout_p": float(call.dropout_p)}
     if call.is_causal:
         found["mask"] = _CAUSAL
@@ -144,7 +144,7 @@ def _expanded(x: Tensor, heads: int) -> Tensor:
 
 
 def _batched(x: Tensor, lead: tuple[int, ...]) -> Tensor:
-    """One dimension for the batch; what does not broadcast stays as it lies."""
+    """Make one dimension for the batch; a tensor that does not broadcast keeps its memory."""
     batch = lead[:-1]
     own = x.shape[-3:]
     if len(batch) == 1 and x.dim() == 4 and x.shape[0] == batch[0]:

@@ -1,4 +1,4 @@
-"""What torch refuses in a call of scaled_dot_product_attention, and torch's own error for it."""
+"""Find what torch refuses in a call of scaled_dot_product_attention, and raise torch's error."""
 
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -42,7 +42,7 @@ def mistake(call: Call) -> str | None:
 
 
 def why_not(call: Call) -> str | None:
-    """Why a call without a mistake is not one for ``tilewise.attention``; None where it is."""
+    """Return why ``tilewise.attention`` does not take a call without mistakes; None if it does."""
     if call.query.dtype not in _DTYPES:
         return f"{call.query.dtype}"
     if call.scale is not None and not abs(call.scale) <= torch.finfo(torch.float32).max / 2:
@@ -118,7 +118,7 @@ def _typed(call: Call) -> bool:
 
 
 def _leads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> bool:
-    """Whether what stands before the last two dimensions goes together."""
+    """Return whether what stands before the last two dimensions goes together."""
     if not grouped:
         return _broadcast(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     if min(q.dim(), k.dim(), v.dim()) < 3:
@@ -140,7 +140,7 @@ def _broadcast(*shapes: Sequence[int]) -> bool:
 
 
 def _misfit(call: Call, told: bool = False) -> bool:
-    """Whether the mask does not broadcast to the scores; ``told`` raises torch's error for it."""
+    """Return whether the mask fails to broadcast to the scores; ``told`` raises torch's error."""
     q, k, mask = call.query, call.key, call.attn_mask
     assert mask is not None
     lead = q.shape[:-2] if call.enable_gqa else joint(q.shape[:-2], k.shape[:-2])

@@ -28,7 +28,7 @@ _NAME = "scaled_dot_product_attention"
 
 
 class _State:
-    """What is switched on in the process, and what was in torch's name before."""
+    """State of the process: what is switched on, and what torch's name held before."""
 
     def __init__(self) -> None:
         self.lock = Lock()
@@ -145,7 +145,7 @@ def _note_traced(reason: str | None) -> bool:
 
 
 def _stand_in(*args: Any, **keywords: Any) -> Tensor:
-    """What stands in torch's name; whatever is not taken goes to torch as it came."""
+    """Replace torch's function; calls that tilewise does not take go to torch unchanged."""
     compiling = torch.compiler.is_compiling()
     reports = () if compiling else _reports()
     if not (reports or (compiling and _on)):

@@ -27,7 +27,7 @@ _WIDEST = 512  # of every backend; torch.compile cannot ask them before the call
 
 
 class Report:
-    """What a switch saw.
+    """Record of the calls that a switch saw.
 
     Args:
         taken: how many calls tilewise computed.
@@ -102,7 +102,7 @@ def _tried(
 
 
 def _against(call: Call) -> str | None:
-    """What speaks against a call, as far as its arguments tell."""
+    """Return what speaks against a call, as far as its arguments tell."""
     wrong = mistake(call)
     if wrong is not None:
         return f"what torch refuses ({wrong})"
@@ -117,6 +117,6 @@ def _compiling() -> bool:
 
 
 def _reason(error: Unsupported) -> str:
-    """Why no backend took it, without the sizes of the call."""
+    """Return why no backend took it, without the sizes of the call."""
     reasons = [f"backend {name!r}: {why}" for name, whys in error.reasons.items() for why in whys]
     return "; ".join(reasons) or error.what

@@ -108,7 +108,7 @@ def uninstall(name: str) -> None:
 
 
 def installed(name: str) -> bool:
-    """Whether tilewise stands in for the package."""
+    """Return whether tilewise stands in for the package."""
     return any(isinstance(each, _Finder) and each.name == name for each in sys.meta_path)
 
 
@@ -139,7 +139,7 @@ class _Finder(MetaPathFinder):
     def find_distributions(
         self, context: DistributionFinder.Context | None = None
     ) -> Iterable[Distribution]:
-        """Its distribution, where that or everything is looked for."""
+        """Yield its distribution if a search is for that or for everything."""
         wanted = None if context is None else context.name
         if wanted is None or wanted.replace("_", "-").lower() == self._package.distribution:
             yield _StandIn(self.name, self._package)

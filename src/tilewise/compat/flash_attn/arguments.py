@@ -18,7 +18,7 @@ WindowSize: TypeAlias = Sequence[Any] | Tensor  # two integers, or two tensors o
 
 
 class Asked(NamedTuple):
-    """What a call of flash-attn says beside its tensors.
+    """Arguments of a call of flash-attn other than its tensors.
 
     Args:
         mask: which pairs attend; None for all of them.
@@ -98,7 +98,7 @@ def bounds(window_size: WindowSize) -> tuple[int, int]:
 
 
 def is_local(causal: bool, window_size: tuple[int, int]) -> bool:
-    """Whether rows differ in the keys that they see: flash-attn then rotates each at its place."""
+    """Return whether rows see different keys: flash-attn then rotates each at its place."""
     return causal or window_size[0] >= 0 or window_size[1] >= 0
 
 

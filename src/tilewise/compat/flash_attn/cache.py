@@ -48,7 +48,7 @@ class Cache(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """How many keys a sequence may have."""
+        """Return how many keys a sequence may have."""
         return self.table.shape[1] * self.k.shape[1]
 
 

@@ -25,7 +25,7 @@ __all__ = ["Answer", "Packing", "check_dense", "check_packed", "dense", "packed"
 
 
 class Answer(NamedTuple):
-    """What a forward call found.
+    """Result of a forward call.
 
     Args:
         out: [B, M, Hq, Dv] or [Tq, Hq, Dv].
@@ -41,7 +41,7 @@ class Answer(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Where packed sequences begin, and the longest ones, by which S_dmask is sized."""
+    """Starts of packed sequences, and the longest ones, which set the size of S_dmask."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -50,7 +50,7 @@ class Packing(NamedTuple):
 
     @property
     def starts(self) -> tuple[Tensor, Tensor]:
-        """Both cu_seqlens."""
+        """Return both cu_seqlens."""
         return self.cu_seqlens_q, self.cu_seqlens_k
 
 

@@ -229,7 +229,7 @@ def _rotated(
 
 
 def _checked_new(k: Tensor, v: Tensor | None, cache: Cache) -> int:
-    """How many keys k and v bring to each sequence; they fit the cache."""
+    """Return how many keys k and v bring to each sequence; they fit the cache."""
     new: Tensor | None
     for name, new, held in (("k", k, cache.k), ("v", v, cache.v)):
         check_tensor(name, new, "[B, S, H, D]")

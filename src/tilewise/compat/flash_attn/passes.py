@@ -273,7 +273,7 @@ def _flash_attn_varlen_backward(
 
 
 def _passed(name: str, found: Answer, q: Tensor, k: Tensor, v: Tensor) -> Passed:
-    """What a forward pass returns, tied to the arguments that may want a gradient."""
+    """Return what a forward pass returns, tied to the arguments that may want a gradient."""
     assert found.lse is not None
     given = {"q": q, "k": k, "v": v}
     out, lse = forward_only(name, _FIX, (found.out, found.lse), given)

@@ -134,7 +134,7 @@ def _blank(tensor: Any, flag: bool) -> Any:
 
 
 def _roles(call: Call, count: int) -> tuple[Role, ...]:
-    """Of each of ``count`` tensors of a call."""
+    """Return the role of each of ``count`` tensors of a call."""
     problem, masks = call.plan.problem, call.masks
     of_scores = roles(problem.score, count - 6 - masks)
     every: tuple[Role, ...] = ("each", "each", "each", "fixed", "fixed", "fixed")
@@ -239,7 +239,7 @@ def _folded(
 
 
 def _common(tensor: Tensor, role: Role) -> bool:
-    """Whether all batch items share a tensor that is the same in all calls."""
+    """Return whether all batch items share a tensor that is the same in all calls."""
     return role == "full" and tensor.shape[0] == 1
 
 

@@ -1,4 +1,4 @@
-"""What the eager path and the torch ops share: the plan of a call, and its operands.
+"""Plan a call and build its operands, for the eager path and the torch ops.
 
 This code is written for low overhead. A call that was made before costs one tuple and one dict
 lookup. When the lookup misses, all checks run. Checks of values or captured tensors run on every
@@ -64,7 +64,7 @@ _UNREADABLE = (AttributeError, TypeError, RuntimeError, BufferError)
 
 
 class Asked(NamedTuple):
-    """What a call says beside q, k and v: the keywords of ``functional.attention``, read.
+    """Arguments of a call other than q, k and v: the keywords of ``functional.attention``, read.
 
     Args:
         cu_seqlens: the pair (queries, keys) of a variable-length call, or None.
@@ -110,7 +110,7 @@ NO_KEYWORDS = read_keywords(None, None, None, 0.0, None, None)
 
 
 def shown(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    """What a plan depends on in q, k and v, as Python reads it. Strides are not part of it."""
+    """Return what a plan depends on in q, k and v, read in Python; without strides."""
     return (
         q.shape,
         k.shape,
@@ -129,7 +129,7 @@ def shown(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
 
 @cache
 def reader() -> Callable[[Tensor, Tensor, Tensor], Hashable]:
-    """What reads the same of tensors that have memory: in C, where the compiled core is there."""
+    """Return a reader of the same for tensors with memory: in C if the compiled core is there."""
     return shown if absence() is not None else tensor_reader()
 
 
@@ -174,7 +174,7 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked, wrapped: bool = F
 
 
 def _tensors_key(asked: Asked) -> tuple[Any, ...]:
-    """What a plan depends on in sinks, cu_seqlens, pages and scales."""
+    """Return what a plan depends on in sinks, cu_seqlens, pages and scales."""
     packed = asked.cu_seqlens or (None, None)
     tensors = (asked.sinks, *packed, *(asked.pages or ()), *asked.scales)
     return tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
@@ -341,7 +341,7 @@ def check_forward_only(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> None:
 
 
 def _stay_on_device(problem: Problem, asked: Asked) -> bool:
-    """Whether cu_seqlens go to the kernels as they are: reading them would stall the device."""
+    """Return whether cu_seqlens go to the kernels unread: reading them would stall the device."""
     return problem.device != "cpu" and asked.backend != "tiled"
 
 

@@ -301,7 +301,7 @@ class Second(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        """By the tangents ``Second`` again, for the Hessian is symmetric; the rest is fenced."""
+        """Use ``Second`` again by the tangents, since the Hessian is symmetric; fence the rest."""
         call, (grad_out, grad_lse, *rest) = ctx.call, ctx.saved_tensors
         u, x = split(call, rest)
         needs_u, _ = split(call, ctx.needs_input_grad[4:])

@@ -67,7 +67,7 @@ def _choose(asked: list[Candidate], problem: Problem) -> Choice:
 
 
 def candidates(problem: Problem, names: tuple[str, ...], by_name: bool = False) -> list[Candidate]:
-    """What each of the named backends says to a problem.
+    """Return what each of the named backends says to a problem.
 
     Args:
         problem: what is asked.

@@ -1,4 +1,4 @@
-"""Why a call is done as it is, and what that costs: what ``tilewise.explain`` gives."""
+"""The result of ``tilewise.explain``: why a call runs as it does, and what that costs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WIDTH = 9
 
 
 class Explanation(NamedTuple):
-    """Why a call is done as it is; ``str()`` is for people.
+    """Reasons why a call runs as it does; ``str()`` is for people.
 
     Args:
         plan: the plan, or None if nothing can do the call.

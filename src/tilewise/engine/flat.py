@@ -37,7 +37,7 @@ class Call:
         )
 
     def leaves(self, per_tensor: Sequence[Any]) -> tuple[Any, ...]:
-        """What belongs to the leaves, of something for each tensor."""
+        """Return what belongs to the leaves, of something for each tensor."""
         return (*per_tensor[:4], *per_tensor[6 + self.masks :])
 
     def spread(self, per_leaf: Sequence[Any]) -> tuple[Any, ...]:

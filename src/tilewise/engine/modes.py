@@ -29,7 +29,7 @@ __all__ = [
 
 
 def transforms_active() -> bool:
-    """Whether a torch.func transform or a forward-mode level is active around the call."""
+    """Return whether a torch.func transform or a forward-mode level is active around the call."""
     return functorch_active() or in_forward_level()
 
 

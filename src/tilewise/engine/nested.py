@@ -28,7 +28,7 @@ class Packed(NamedTuple):
 
 
 def any_nested(q: Any, k: Any, v: Any) -> bool:
-    """Whether a call has a nested tensor; of anything at all."""
+    """Return whether a call has a nested tensor; of anything at all."""
     return any(getattr(x, "is_nested", False) is True for x in (q, k, v))
 
 
@@ -96,7 +96,7 @@ def _check(name: str, x: Any) -> None:
 
 
 def _same_lengths(k: Any, v: Any) -> bool:
-    """Whether two have the same lengths; on a device only a common origin can be seen."""
+    """Return whether two have the same lengths; on a device only a common origin can be seen."""
     if k.shape[2] == v.shape[2]:
         return True
     if torch.compiler.is_compiling() or not k.is_cpu:

@@ -88,7 +88,7 @@ def call(
 
 
 def _traced_extent(problem: Problem) -> Extent:
-    """What is known while tracing: every extent of a dense call, no lengths of packed ones."""
+    """Return the extent known while tracing: all of a dense call, no lengths of packed ones."""
     ragged = problem.layout == "varlen"
     queries, keys = (0, 0) if ragged else (problem.queries, problem.keys)
     return Extent(problem.batch, problem.heads, queries, keys, ragged, check_values=False)
@@ -230,7 +230,7 @@ def _attention_fake(
 def promised(
     q: Tensor, width: int, statistics: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What an op over q, dense or packed, returns for values of a width: without values."""
+    """Return what an op over q, dense or packed, returns for values of a width: without values."""
     rows = q.shape[:-1] if q.dim() == 4 else (q.shape[1], q.shape[0])
     dtype = statistics_dtype(q.dtype)
     facts = rows if statistics else (0,)

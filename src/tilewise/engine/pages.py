@@ -1,4 +1,4 @@
-"""What finds the keys of a paged call: its integer tensors, checked and in kernel form."""
+"""Check the integer tensors that find the keys of a paged call, and lower them to kernel form."""
 
 from itertools import pairwise
 from typing import NamedTuple
@@ -32,7 +32,7 @@ class Pages(NamedTuple):
 def lower_pages(
     problem: Problem, pages: Pages, q: Tensor, k: Tensor, stays: bool
 ) -> tuple[Pages, Extent]:
-    """What finds pages as kernels read it, and what captured tensors are broadcast against.
+    """Return what finds pages as kernels read it, and what captured tensors are broadcast against.
 
     Values are looked at where that stalls no device: on the CPU, and for the reference; of
     tensors on a device in checked mode.

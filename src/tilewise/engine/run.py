@@ -164,7 +164,7 @@ def run_paged(
 
 
 def _captured_gradient(asked: Asked) -> bool:
-    """Whether sinks, scales or something that the score captured may want a gradient."""
+    """Return whether sinks, scales or something that the score captured may want a gradient."""
     tensors = (asked.sinks, *asked.scales, *asked.score.captured)
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 

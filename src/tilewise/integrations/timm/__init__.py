@@ -105,7 +105,7 @@ def _is_attention(layer: nn.Module) -> bool:
 
 
 def _is_able(layer: nn.Module) -> bool:
-    """Whether a layer has a path through ``F.scaled_dot_product_attention``."""
+    """Return whether a layer has a path through ``F.scaled_dot_product_attention``."""
     return isinstance(getattr(layer, "fused_attn", None), bool)
 
 

@@ -1,4 +1,4 @@
-"""What a model of timm did since it was switched."""
+"""Record what a model of timm did since it was switched."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ALL: WeakValueDictionary[int, Report] = WeakValueDictionary()
 
 
 class Report(Calls):
-    """Which calls tilewise took, which it left to torch and why, and of which layers.
+    """Counts of the calls that tilewise took or left to torch, why, and of which layers.
 
     Args:
         taken: how many calls tilewise computed.
@@ -38,7 +38,7 @@ class Report(Calls):
         return self
 
     def __reduce__(self) -> tuple[type[Report], tuple[()], dict[str, Any]]:
-        """For a pickle: the layers, and no calls yet."""
+        """Pickle the layers, and no calls yet."""
         return Report, (), {"layers": self.layers, "passed_over": self.passed_over}
 
     def __str__(self) -> str:

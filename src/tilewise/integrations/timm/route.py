@@ -66,7 +66,7 @@ class _Route(TorchFunctionMode):
 
 
 class Routed(nn.Module):
-    """What a class made by ``routed_class`` has in front of the layer's own."""
+    """Base that a class made by ``routed_class`` has in front of the layer's own."""
 
     _tilewise_report: Report
     _tilewise_was_fused: bool
@@ -80,7 +80,7 @@ class Routed(nn.Module):
             return super().forward(*args, **keywords)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """For copies and pickles, which find a class by its name: by that of the layer's own."""
+        """Copy and pickle by the name of the layer's own class."""
         found: Any = super().__reduce_ex__(protocol)
         return (_remade, (unrouted_class(type(self)),), *found[2:])
 

@@ -148,7 +148,7 @@ _when_traced = _compiler.assume_constant_result(_collects_weights_now)
 
 @lru_cache(maxsize=1)
 def _collector() -> Any:
-    """Where transformers' hooks write down what they wait for; None where it has none."""
+    """Return where transformers' hooks write down what they wait for; None where it has none."""
     try:
         from transformers.utils.output_capturing import _active_collector
     except ImportError:
@@ -200,7 +200,7 @@ def _read(
 
 
 def _packed(mask: Mask | None, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Where packed sequences begin, unless the mask knows: one of position_ids or of padding."""
+    """Return where packed sequences begin, from position_ids or padding, unless the mask knows."""
     begins = kwargs.get("cu_seq_lens_q")
     if begins is None or (mask is not None and mask.captured):
         return None

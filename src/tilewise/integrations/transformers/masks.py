@@ -30,7 +30,7 @@ MaskFunction = Callable[..., Any]
 
 
 class Pairs:
-    """Which pairs attend: what a model carries where other implementations have a tensor.
+    """The pairs that attend, which a model carries where other implementations have a tensor.
 
     Models ask it for what says that it is no padding mask (``ndim``, ``shape``), and generate for
     a contiguous one.
@@ -154,7 +154,7 @@ _kept = lru_cache(maxsize=16)(_from_the_end)
 
 
 def _is_constant(function: MaskFunction) -> bool:
-    """Whether a mask function is one of transformers that says the same in every forward."""
+    """Return whether a mask function is one of transformers that says the same in every forward."""
     return (
         not torch.compiler.is_compiling()  # first: dynamo knows no closure of a function of its own
         and getattr(function, "__module__", "") == "transformers.masking_utils"
@@ -163,7 +163,7 @@ def _is_constant(function: MaskFunction) -> bool:
 
 
 def _hides_the_future(program: Program) -> bool:
-    """Whether no row sees a key after its own: masks that must all allow it, one of them causal."""
+    """Return whether no row sees a later key: all masks must allow a pair, and one is causal."""
     return all(instr.op not in ("or", "not") for instr in program) and any(
         instr.op == "band" and instr.params[1] == 0 for instr in program
     )

@@ -25,7 +25,7 @@ class RowCache(Protocol):
     """One batch whose sequences have one length: ``tilewise.serving.KVCache``."""
 
     def __len__(self) -> int:
-        """How many keys there are."""
+        """Return how many keys there are."""
 
     @property
     def keys(self) -> Tensor:
@@ -44,7 +44,7 @@ class PageCache(Protocol):
     """Sequences of any lengths, by their numbers: ``tilewise.serving.PagedKVCache``."""
 
     def length(self, sequence: int) -> int:
-        """How many keys a sequence has."""
+        """Return how many keys a sequence has."""
 
     def append(self, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
         """Put keys and values behind those of each sequence."""

@@ -132,7 +132,7 @@ def convert(model: nn.Module, *, drop_weights: bool = False, quiet: bool = False
 
 
 def _why_left(module: nn.Module) -> str:
-    """Why a module that is one of torch's three, or made from one, is left; "" where it is not."""
+    """Return why one of torch's three modules, or a subclass, is left; "" if it is not."""
     kind = next((known for known in _OURS if isinstance(module, known)), None)
     if kind is None or isinstance(module, _KNOWN):
         return ""
@@ -167,7 +167,7 @@ def _why_left_layer(layer: nn.Module) -> str:
 
 
 def _why_unknown(module: nn.Module) -> str:
-    """Why a module that seems to have attention is not for ``convert``; "" for any other."""
+    """Return why a module that seems to have attention is not for ``convert``; "" for any other."""
     if isinstance(module, torch.jit.ScriptModule):
         scripted = module.original_name in {kind.__name__ for kind in _OURS}
         return "it is scripted: convert the model before torch.jit.script" if scripted else ""

@@ -30,7 +30,7 @@ Implementation = Literal["plain", "sdpa", "tilewise"]
 
 
 class Ask(NamedTuple):
-    """What is asked of an implementation, beside q, k and v."""
+    """Arguments of an implementation other than q, k and v."""
 
     mask: Mask | None
     score: Score | None
@@ -194,7 +194,7 @@ def _scored(score: Score, scores: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _is_causal(mask: Mask | None, queries: int, keys: int) -> bool:
-    """Whether the mask is what sdpa calls is_causal, which is aligned to the top left."""
+    """Return whether the mask is what sdpa calls is_causal, which is aligned to the top left."""
     if mask is None:
         return False
     square = queries == keys and mask.program == causal().program

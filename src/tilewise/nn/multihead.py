@@ -27,7 +27,7 @@ _NOTHING = ~Mask(())
 
 
 class _Call(NamedTuple):
-    """What a call says beside its query, key and value."""
+    """Arguments of a call other than its query, key and value."""
 
     key_padding_mask: Tensor | None
     need_weights: bool
@@ -166,7 +166,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return apart[0], apart[1], apart[2]
 
     def _appended(self, rows: Tensor, learned: Tensor | None, at: int) -> Tensor:
-        """Keys or values with those that the constructor adds behind them."""
+        """Append to keys or values those that the constructor adds."""
         parts, one = [rows], list(rows.shape)
         one[at] = 1
         if learned is not None:

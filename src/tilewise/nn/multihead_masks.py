@@ -84,7 +84,7 @@ def check_shapes(
 def said_by(
     key_padding_mask: Tensor | None, attn_mask: Tensor | None, is_causal: bool, sizes: Sizes
 ) -> Masks:
-    """What the masks of a call say; ``check_shapes`` has seen them.
+    """Return what the masks of a call say; ``check_shapes`` has seen them.
 
     Args:
         key_padding_mask: [B, S], unbatched [S].

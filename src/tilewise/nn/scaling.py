@@ -1,4 +1,4 @@
-"""How rotary embedding is stretched to contexts longer than those that a model was trained on.
+"""Stretch rotary embedding to contexts longer than those that a model was trained on.
 
 Letters: f_i = base ** (-2 i / dim) is the unscaled angle per position of channel pair i, in
 radians; s is ``factor``; L0 is ``original_length``, the longest context of the training.
@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RotaryScaling(ABC):
-    """What all have in common.
+    """Common base of all scalings.
 
     Args:
         factor: s, how many times the context is longer; 1 or more.
@@ -67,7 +67,7 @@ class RotaryScaling(ABC):
 
     @property
     def magnitude(self) -> float:
-        """What cosines and sines are multiplied by; scores by its square."""
+        """Return what cosines and sines are multiplied by; scores by its square."""
         return 1.0
 
 

@@ -36,7 +36,7 @@ class Prepared(NamedTuple):
 
 
 def raw_reasons(problem: Problem) -> list[str]:
-    """Why a backend that does not run Triton code cannot do a problem."""
+    """Return why a backend that does not run Triton code cannot do a problem."""
     names = [str(instr.params[0]) for instr in problem.score if instr.op == RAW]
     return [f"the score {name!r} is Triton code" for name in names]
 
@@ -49,19 +49,19 @@ class Backend(ABC):
     last_resort: ClassVar[bool] = False
 
     def absence(self) -> str | None:
-        """Why this backend is not there at all (not built, no device); None if it is there."""
+        """Return why this backend is absent (not built, no device); None if it is there."""
         return None
 
     def in_question(self, problem: Problem) -> bool:
-        """Whether it is asked at all where the caller names no backend."""
+        """Return whether it is asked at all where the caller names no backend."""
         return True
 
     @abstractmethod
     def why_not(self, problem: Problem) -> list[str]:
-        """Why this backend cannot do the problem, one reason a line; empty if it can."""
+        """Return why this backend cannot do the problem, one reason a line; empty if it can."""
 
     def notes(self, problem: Problem) -> tuple[tuple[str, str], ...]:
-        """What else there is to say of how it does the problem, as (name, text) pairs."""
+        """Return what else there is to say of how it does the problem, as (name, text) pairs."""
         return ()
 
     @abstractmethod
@@ -69,7 +69,7 @@ class Backend(ABC):
         """The blocks in which it would be done."""
 
     def loops(self, problem: Problem, family: str = "") -> Loops:
-        """Which loops it would run, for the account of bytes: those of the reference here.
+        """Return which loops it would run, for the account of bytes: those of the reference here.
 
         Args:
             problem: what is asked.
@@ -107,7 +107,7 @@ class Backend(ABC):
         """
 
     def covers(self, problem: Problem, operands: Operands, grid: Grid) -> Tensor:
-        """Of every rectangle of a grid whether the mask hides all (0), some (1) or none (2).
+        """Return for each rectangle of a grid whether the mask hides all (0), some (1) or none (2).
 
         Args:
             problem: with the mask, for which ``why_not`` has nothing to say.
@@ -120,5 +120,5 @@ class Backend(ABC):
         return covers(problem, operands, grid)
 
     def prepare(self, problem: Problem) -> Prepared:
-        """Both passes bound to a problem. Override to keep what can be computed once."""
+        """Bind both passes to a problem. Override to keep what can be computed once."""
         return Prepared(partial(self.forward, problem), partial(self.backward, problem))

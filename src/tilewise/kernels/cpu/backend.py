@@ -33,7 +33,7 @@ class CpuBackend(Backend):
     name: ClassVar[str] = "cpu"
 
     def absence(self) -> str | None:
-        """Why the compiled core is not there."""
+        """Return why the compiled core is not there."""
         return absence()
 
     def why_not(self, problem: Problem) -> list[str]:
@@ -61,7 +61,7 @@ class CpuBackend(Backend):
         return reasons
 
     def notes(self, problem: Problem) -> tuple[tuple[str, str], ...]:
-        """How expressions run: interpreted, compiled, and why."""
+        """Return how expressions run: interpreted, compiled, and why."""
         if not (_exprs(problem.mask) or _exprs(problem.score)):
             return ()
         return (("functions", compiled.state(_label(problem))),)
@@ -119,7 +119,7 @@ class CpuBackend(Backend):
         return table
 
     def prepare(self, problem: Problem) -> Prepared:
-        """Both passes with the programs already handed to the core."""
+        """Return both passes with the programs already handed to the core."""
         kernel = _Kernel(problem)
         bare = kernel.plain and not problem.dropout_p
         return Prepared(kernel.forward, kernel.backward, kernel.output if bare else None)
@@ -211,7 +211,7 @@ def _broadcast(tensor: Tensor) -> tuple[int, tuple[int, ...], int]:
 
 
 def _sized(tensor: Tensor) -> tuple[int, tuple[int, ...], int, tuple[int, ...]]:
-    """What an expression reads: address, strides, dtype code, sizes."""
+    """Return what an expression reads: address, strides, dtype code, sizes."""
     address, strides, _ = _broadcast(tensor)
     return address, strides, _CODES[tensor.dtype], tuple(tensor.shape)
 
@@ -242,7 +242,7 @@ def _loaded(problem: Problem) -> _Loaded:
 
 
 class _Call:
-    """What the forward and the backward pass of one call have in common, as the core takes it."""
+    """Arguments that both passes of one call share, as the core takes them."""
 
     __slots__ = ("held", "mask", "score", "sequences", "sinks")
 

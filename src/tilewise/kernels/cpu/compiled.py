@@ -48,7 +48,7 @@ _ERROR_LINES = 3
 
 
 class _Failure(Exception):  # noqa: N818  reads as what is wrong
-    """Why an expression is not compiled."""
+    """Reason why an expression is not compiled."""
 
 
 class _Compiler(NamedTuple):
@@ -59,7 +59,7 @@ class _Compiler(NamedTuple):
 
 
 class _Memory:
-    """What this process knows: functions by content, and the outcome per expression.
+    """Memory of this process: functions by content, and the outcome per expression.
 
     Args:
         asked: whether compiling was asked for within ``compiling()``.
@@ -78,7 +78,7 @@ _memory = _Memory()
 
 
 def wanted() -> bool:
-    """Whether expressions are to be compiled."""
+    """Return whether expressions are to be compiled."""
     return _memory.asked > 0 or os.environ.get(_ENVIRONMENT, "") not in ("", "0")
 
 
@@ -109,7 +109,7 @@ def bind(kernel: Any, label: str) -> None:
 
 
 def state(label: str) -> str:
-    """How the expressions of the kernels bound with that label run, in words."""
+    """Return how the expressions of the kernels bound with that label run, in words."""
     if not wanted():
         return f"interpreted; {_ENVIRONMENT}=1 has them compiled"
     outcomes = _memory.outcomes.get(label)

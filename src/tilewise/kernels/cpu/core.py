@@ -41,7 +41,7 @@ def _load() -> tuple[ModuleType | None, str]:
 
 
 def absence() -> str | None:
-    """Why the compiled core is not there; None if it is."""
+    """Return why the compiled core is not there; None if it is."""
     module, why = _load()
     return None if module is not None else why
 

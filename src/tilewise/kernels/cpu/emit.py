@@ -27,7 +27,7 @@ _STORED = ("unsigned char", "i64", "Real")
 
 
 def why_not(program: Program) -> str | None:
-    """Why a program is not for compilers; None if it is."""
+    """Return why a program is not for compilers; None if it is."""
     count, listed = len(program.values), len(_Writer(program).listed)
     if count > _MOST_VALUES:
         return f"it has {count} values; more than {_MOST_VALUES} take a compiler too long"
@@ -200,11 +200,11 @@ class _Writer:
             yield "  score.close(f);"
 
     def _put(self) -> str:
-        """Where an infinite score is no accident, it is not taken for one that is too low."""
+        """Return the call that stores a score; a constant -inf is intended, not a score too low."""
         return "put_hiding" if any(x.real == -math.inf for x in self.values) else "put"
 
     def _tile(self, extent: int) -> Iterator[str]:
-        """What holds for the tile, as far as values of an extent need it, and their sources."""
+        """Write the values of the whole tile that values of an extent need, and their sources."""
         loads = [
             place
             for place, value in enumerate(self.values)
@@ -225,7 +225,7 @@ class _Writer:
                 yield f"  base{place} += moved_first(t{place}, {dim}, first(v{arg}));"
 
     def _queries(self) -> Iterator[str]:
-        """What holds for the queries of the columns."""
+        """Write the values that hold per query of the columns."""
         read = sorted(self._read(PER_QUERY, PER_PAIR) | self._results(PER_QUERY))
         loads = [
             place
@@ -295,12 +295,12 @@ class _Writer:
         return -1
 
     def _divides(self, place: int) -> bool:
-        """Whether it is a constant far from the ends of its type, whose inverse has all bits."""
+        """Return whether it is a constant whose inverse has all bits: far from its type's ends."""
         value = self.values[place]
         return value.op == "constant" and 2.0**-60 < abs(value.real) < 2.0**60
 
     def _is_smoothed(self, place: int) -> bool:
-        """Whether nothing but functions without steps, and of small slope, see a value."""
+        """Return whether nothing but functions without steps, and of small slope, see a value."""
         users = {value.op for value in self.values if place in value.args}
         return users <= _SMOOTH and place not in (*self.program.outputs, *self.program.kept)
 
@@ -398,7 +398,7 @@ class _Writer:
         return {place for place in self.program.outputs if self.values[place].extent == extent}
 
     def _is_left(self, place: int) -> bool:
-        """Whether the value is left in its register."""
+        """Return whether the value is left in its register."""
         if self.program.use != "loads" or self.values[place].reg < 0:
             return False
         return place in self.program.outputs or place in self.program.kept

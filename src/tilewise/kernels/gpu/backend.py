@@ -49,7 +49,7 @@ class GpuBackend(Backend):
     interprets_bfloat16: ClassVar[bool] = False
 
     def absence(self) -> str | None:
-        """Whether Triton or a GPU is missing."""
+        """Return whether Triton or a GPU is missing."""
         if not _interprets() and not torch.cuda.is_available():
             return "torch sees no GPU"
         if not _has_triton():
@@ -169,7 +169,7 @@ class GpuBackend(Backend):
         return table
 
     def prepare(self, problem: Problem) -> Prepared:
-        """Both passes, with the functions of mask and score kept from the first call on."""
+        """Return both passes, with the functions of mask and score kept from the first call on."""
         passes = _Passes(problem)
         return Prepared(passes.forward, passes.backward)
 
@@ -180,7 +180,7 @@ def _has_triton() -> bool:
 
 
 def _interprets() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors: as Triton itself asks."""
+    """Return whether kernels run in Triton's interpreter, on CPU tensors: as Triton itself asks."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
@@ -193,7 +193,7 @@ def _chip(device: str) -> str:
 
 
 def _holds(problem: Problem) -> bool:
-    """Whether the chip has room for the widths; where nobody knows the chip, that is the reason."""
+    """Return whether the chip has room for the widths; an unknown chip has its own reason."""
     family = _family(problem.device)
     if family is None or max(problem.head_dim, problem.value_dim) > LARGEST_WIDTH:
         return True
@@ -201,7 +201,7 @@ def _holds(problem: Problem) -> bool:
 
 
 def _products(problem: Problem, family: str) -> str:
-    """In what the forward multiplies, where it is not the operands' dtype.
+    """Return the dtype that the forward multiplies in if it is not the operands'; else "".
 
     ``walk.eight.eight_bits`` decides it; explaining a chip that is not here must do without Triton.
     """

@@ -56,7 +56,7 @@ _DESCRIBED = ContextVar("tilewise_described", default=True)
 
 
 class Descriptors(NamedTuple):
-    """When the forward pass loads whole blocks of keys and values by tensor descriptors.
+    """Conditions for loading whole blocks of keys and values by tensor descriptors in the forward.
 
     Args:
         keys: the fewest of a call for which they pay: making one costs the host microseconds.
@@ -129,7 +129,7 @@ class Family(NamedTuple):
 
 
 class Splitting(NamedTuple):
-    """How the keys of a decoding call are split: by their own number, and by nothing else.
+    """Split of the keys of a decode call: by their own number alone.
 
     A split is the least multiple of ``least`` keys of which ``most`` are enough.
 
@@ -142,11 +142,11 @@ class Splitting(NamedTuple):
     most: int
 
     def size(self, keys: int) -> int:
-        """Of how many keys a split of so many is."""
+        """Return how many keys a split of this many keys has."""
         return self.least * max(1, -(-keys // (self.least * self.most)))
 
     def splits(self, keys: int) -> int:
-        """Into how many splits so many keys fall, at least one."""
+        """Return how many splits this many keys make, at least one."""
         return max(1, -(-keys // self.size(keys)))
 
     def splits_within(self, keys: int) -> int:
@@ -319,7 +319,7 @@ _TABLE = _rows(
 
 
 class Config(NamedTuple):
-    """What host code of a pass has to know of the chip.
+    """Facts about the chip that the host code of a pass needs.
 
     Args:
         family: a name of FAMILIES.
@@ -358,13 +358,13 @@ class Config(NamedTuple):
         )
 
     def part(self, pass_name: Pass, problem: Problem) -> int:
-        """Of how many columns of its operands a pass sums its products at a time; 0 for all."""
+        """Return how many columns of its operands a pass multiplies at a time; 0 for all."""
         if self.parts is None or problem.dtype is FLOAT8 or problem.page_size:
             return 0
         return self.parts.of(pass_name, problem.dtype, problem.head_dim, problem.value_dim)
 
     def splitting(self) -> Splitting:
-        """How the pass "decode" splits keys."""
+        """Return how the pass "decode" splits keys."""
         return _SPLITTING_INTERPRETED if self.family == _INTERPRETER else _SPLITTING
 
 
@@ -380,7 +380,7 @@ def decodes(problem: Problem) -> bool:
 
 
 def place_of(pass_name: Pass, problem: Problem) -> Place:
-    """What the blocks of a pass for a problem may depend on."""
+    """Return what the blocks of a pass for a problem may depend on."""
     kind = "*" if _is_scattered(problem) else "+" if _is_heavy(problem) else "plain"
     width = _class_of(problem.head_dim, problem.value_dim)
     return Place(pass_name, problem.dtype, width, kind)
@@ -393,14 +393,14 @@ def _class_of(head_dim: int, value_dim: int) -> int:
 
 
 def _is_heavy(problem: Problem) -> bool:
-    """Whether a kernel computes more for a pair than to compare its place with a bound or two."""
+    """Return whether a kernel does more per pair than compare its place with a bound or two."""
     bands = all(instr.op in ("band", "below", "and") for instr in problem.mask)
     found = problem.layout == "varlen" or problem.page_size > 0
     return bool(problem.score or problem.dropout_p) or found or not bands
 
 
 def _is_scattered(problem: Problem) -> bool:
-    """Whether a walk asks of every block if anything attends: a branch that needs registers."""
+    """Return whether a walk checks each block for attending pairs; that branch needs registers."""
     names = {instr.op for instr in problem.mask}
     return not names <= {"band", "below", "and"} and "tiles" not in names
 
@@ -472,7 +472,7 @@ def shared_need(
 
 
 def holds(family: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
-    """Whether a family has the shared memory for the smallest blocks of both passes."""
+    """Return whether a family has the shared memory for the smallest blocks of both passes."""
     chip = FAMILIES[family]
     least = Blocks(_LEAST, _LEAST, 1, 1)
     needs = (shared_need(name, least, dtype.itemsize, head_dim, value_dim) for name in PASSES)
@@ -514,7 +514,7 @@ def family_of(device: torch.device) -> str | None:
 
 @cache
 def _cuda_family(capability: int) -> str | None:
-    """Of compute capability 8.7 that of 8.6, of 10.3 that of 10.0, of 12.1 that of 12.0."""
+    """Return the family: for capability 8.7 that of 8.6, for 10.3 of 10.0, for 12.1 of 12.0."""
     known = [int(f.name[3:]) for f in FAMILIES.values() if f.maker == "cuda"]
     below = [each for each in known if each <= capability and each // 10 == capability // 10]
     return f"sm_{max(below)}" if below else None

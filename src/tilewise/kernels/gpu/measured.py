@@ -37,7 +37,7 @@ def measured_on(chip: str, family: str) -> Found:
 
 
 def why_unfit(family: str, entry: Entry) -> str:
-    """Why the blocks of an entry cannot be taken on a family; "" if they can."""
+    """Return why the blocks of an entry cannot be taken on a family; "" if they can."""
     (pass_name, dtype, width, kind), blocks = entry.place, entry.blocks
     for what, value, known in (
         ("pass", pass_name, PASSES),

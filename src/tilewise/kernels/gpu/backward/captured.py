@@ -149,7 +149,7 @@ class _Captured:
         return launch_of(pair_kernel, (programs,), arguments, constants, self.blocks)
 
     def _owners(self, axes: dict[str, int]) -> int:
-        """How many batch items and heads have elements of their own."""
+        """Return how many batch items and heads have elements of their own."""
         count = self.problem.batch if "b" in axes else 1
         return count * (self.problem.heads if "h" in axes else 1)
 

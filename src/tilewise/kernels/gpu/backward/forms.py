@@ -1,4 +1,4 @@
-"""How a load is indexed, as far as it says which pairs load the same element."""
+"""Find how a load is indexed, as far as that decides which pairs load the same element."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Lines: TypeAlias = Literal["rows", "columns", "diagonals", "pairs"]
 
 
 class Form(NamedTuple):
-    """How a load is indexed.
+    """Form of a load's indices.
 
     Args:
         lines: pairs that load the same element, in one head of one batch item. Where it depends
@@ -29,7 +29,7 @@ class Form(NamedTuple):
 
 
 class _Positions(NamedTuple):
-    """How a value depends on m and n.
+    """Dependence of a value on m and n.
 
     Args:
         lines: the pairs for which it is the same; None for all of them.
@@ -73,7 +73,7 @@ def form_of(indices: Expr, shape: Sequence[int], problem: Problem, *, fits: bool
 
 
 def _positions(nodes: Sequence[Node]) -> list[_Positions]:
-    """How each node depends on the positions."""
+    """Return how each node depends on the positions."""
     found: list[_Positions] = []
     for node in nodes:
         args = [found[arg] for arg in node.args]

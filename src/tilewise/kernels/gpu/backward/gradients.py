@@ -1,4 +1,4 @@
-"""What every walk of the backward pass over the pairs shares: its inputs, a tile's gradient."""
+"""Inputs and tile gradients that all walks of the backward pass over the pairs share."""
 
 from __future__ import annotations
 

@@ -55,12 +55,12 @@ class Upstream(NamedTuple):
 
 
 def planes_of(upstream: Upstream, captured: bool) -> int:
-    """How many numbers there are of each row; one more where captured tensors have gradients."""
+    """Return the count of numbers per row; one more if captured tensors have gradients."""
     return due_plane(upstream) + captured
 
 
 def due_plane(upstream: Upstream) -> int:
-    """Which of the numbers is what the gradients of a row's scores add up to."""
+    """Return which of the numbers is what the gradients of a row's scores add up to."""
     return 3 if upstream.entropy is None else 5
 
 
@@ -98,7 +98,7 @@ def row_kernel(
     DUE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What both walks read of each row: see ``row_values``; and of each tile its sinks' gradient.
+    """Write what both walks read per row (see ``row_values``), and each tile's sinks' gradient.
 
     FOLD: the row sum goes into the base as its logarithm. DUE: the plane of what the gradients of
     a row's scores add up to, 0 for none.

@@ -220,7 +220,7 @@ def walk_from(
 
 @triton.jit
 def step_of(i, walk, lists, OTHER):
-    """Where tile ``i`` of a walk begins."""
+    """Return where tile ``i`` of a walk begins."""
     at = walk[0] + i * OTHER
     if lists[0] is not None:
         at = tl.load(walk[2] + i) * OTHER

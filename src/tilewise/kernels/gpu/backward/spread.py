@@ -152,7 +152,7 @@ def spread_lines_kernel(
     DIAGONAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """As ``spread_pairs_kernel``, for the sums of rows, of columns or of diagonals.
+    """Do as ``spread_pairs_kernel``, for the sums of rows, of columns or of diagonals.
 
     DIAGONAL is 0, or the size of the tiles that gave the sums; ``origin`` is then the line whose
     ``m - n`` is 0.

@@ -42,7 +42,7 @@ def stages_of(program: Program) -> list[Program]:
 
 
 def raw_text(instr: Instr, ranks: Sequence[int], name: str, function: Any) -> Text:
-    """One of a raw step's functions, with the step's own tensors, for a block of any shape.
+    """Write one of a raw step's functions, with the step's own tensors, for a block of any shape.
 
     Args:
         instr: the step.

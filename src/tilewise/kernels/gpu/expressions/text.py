@@ -185,7 +185,7 @@ class _Writer:
             self.values.append(value)
 
     def depends(self, place: int, leaves: str) -> bool:
-        """Whether a value is made of one of these leaves."""
+        """Return whether a value is made of one of these leaves."""
         return any(leaf in leaves for leaf in self.leaves[place])
 
     def _text(self, place: int, value: _Value) -> str:
@@ -227,7 +227,7 @@ class _Writer:
         return OPERATIONS[op, last.kind]
 
     def _is_smoothed(self, place: int) -> bool:
-        """Whether nothing but smooth functions uses a value."""
+        """Return whether nothing but smooth functions uses a value."""
         return set(self.users[place]) <= set(_SMOOTH)
 
     def _load(self, value: _Value) -> Iterator[str]:
@@ -254,7 +254,7 @@ class _Writer:
 
 
 def _numbers(ranks: Sequence[int], slot: int) -> tuple[int, int]:
-    """Where the sizes and the strides of a slot begin among the shape numbers."""
+    """Return where the sizes and the strides of a slot begin among the shape numbers."""
     start = 2 * sum(ranks[:slot])
     return start, start + ranks[slot]
 
@@ -321,5 +321,5 @@ def _inverse(number: float) -> float | None:
 
 
 def _is_power(number: float) -> bool:
-    """Whether it is a power of two: its inverse is exact."""
+    """Return whether it is a power of two: its inverse is exact."""
     return abs(math.frexp(number)[0]) == 0.5

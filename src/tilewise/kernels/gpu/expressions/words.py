@@ -247,10 +247,10 @@ def nearest(offset, index, size, stride):
 
 @triton.jit
 def moved(offset, index, size, stride):
-    """As ``nearest`` for an index that is inside, or whose lane is left out.
+    """Do as ``nearest`` for an index that is inside, or whose lane is masked out.
 
-    A dimension of size 1 has a stride of 0. Clamping is what this avoids: after it, the compiler
-    no longer sees which elements lie side by side.
+    A dimension of size 1 has a stride of 0. This avoids clamping: after it, the compiler no longer
+    sees which elements lie side by side.
     """
     found = offset
     if not isinstance(size, int):
@@ -260,7 +260,7 @@ def moved(offset, index, size, stride):
 
 @triton.jit
 def inside(before, index, size):
-    """Which lanes stay: those of ``before`` whose index is in a dimension; all if it has size 1."""
+    """Return the lanes of ``before`` whose index is in a dimension; all if it has size 1."""
     found = before
     if not isinstance(size, int):
         found = before & ((index < size) | (size == 1))

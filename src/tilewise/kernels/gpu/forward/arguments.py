@@ -1,4 +1,4 @@
-"""What the kernels of the forward pass take: arguments and constants of a call."""
+"""Arguments and constants of a call for the kernels of the forward pass."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def finishing_of(problem: Problem, operands: Operands, variant: Variant) -> dict
 
 
 def _folds(problem: Problem, operands: Operands, variant: Variant) -> bool:
-    """Whether scores may be kept in units of the bare product q.k."""
+    """Return whether scores may be kept in units of the bare product q.k."""
     scaled = operands.q_scale is not None or operands.k_scale is not None
     return variant.score is None and problem.scale > _LEAST_FOLDED and not scaled
 

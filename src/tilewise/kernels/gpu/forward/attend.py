@@ -361,7 +361,7 @@ def _grid(problem: Problem, blocks: Blocks) -> Grid:
 
 
 def _grows(problem: Problem) -> bool:
-    """Whether later queries see more keys: the longest tiles then come first."""
+    """Return whether later queries see more keys: the longest tiles then come first."""
     if any(instr.op not in ("band", "below", "and") for instr in problem.mask):
         return False
     bands = [instr.params for instr in problem.mask if instr.op == "band"]

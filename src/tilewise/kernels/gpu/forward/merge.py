@@ -87,7 +87,7 @@ def merge_splits(
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """One row of the result. Rows of a sequence of one split are there already."""
+    """Merge one row of the result. Rows of a sequence of one split are there already."""
     row = tl.program_id(0)
     line = row // queries
     b, h, m = line // heads, line % heads, row % queries

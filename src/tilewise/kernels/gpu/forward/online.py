@@ -242,7 +242,7 @@ def take_block(
 
 @triton.jit
 def block_start(i, spans, listed, BN: tl.constexpr, MASKED: tl.constexpr):
-    """Where block ``i`` of a walk begins: see ``walk_keys``."""
+    """Return where block ``i`` of a walk begins: see ``walk_keys``."""
     n0 = tl.load(listed + i) * BN if listed is not None else tile_in(i, spans, BN, MASKED)
     return tl.multiple_of(n0, BN)
 
@@ -366,7 +366,7 @@ def tops(top, scale, FOLDED: tl.constexpr):
 
 @triton.jit
 def beside_sink(base2, sink):
-    """How far a row's largest exponent, and its sink, are below the larger of both (0 or less)."""
+    """Return a row's largest exponent and its sink, each less the larger of both (0 or less)."""
     _, sink2 = tops(sink, 1.0, False)
     highest = tl.maximum(base2, sink2)
     highest = tl.where(highest == float("-inf"), 0.0, highest)
@@ -389,7 +389,7 @@ def with_sink(natural, base2, total, sink):
 
 @triton.jit
 def settled(top, total, sink, scale, keep_factor, FOLDED: tl.constexpr, DROPOUT: tl.constexpr):
-    """What a walk comes to: (weight, (lse, row_max)).
+    """Return what a walk comes to: (weight, (lse, row_max)).
 
     The output is the unfinished one times the weight.
     """

@@ -213,7 +213,7 @@ def describe_blocks(
 
 @triton.jit
 def of_rows(top, total, moment, sink, scale, FOLDED: tl.constexpr):
-    """What a walk comes to: (max_logit, row_mean, entropy) of rows, 0 for those of a dead one."""
+    """Return a walk's result: (max_logit, row_mean, entropy) of rows, 0 for those of a dead one."""
     natural, base2 = tops(top, scale, FOLDED)
     natural = tl.where(total == total, natural, total)
     if sink is not None:

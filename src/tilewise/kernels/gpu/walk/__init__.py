@@ -1,1 +1,1 @@
-"""What every walk over the pairs shares: tiles in memory, which of them to visit, what attends."""
+"""Parts of every walk over the pairs: tiles in memory, which to visit, which pairs attend."""

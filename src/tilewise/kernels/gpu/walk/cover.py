@@ -39,7 +39,7 @@ def cover_rectangles(
     SEEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Whether the mask hides all (0), some (1) or none (2) of the pairs of a rectangle.
+    """Return whether the mask hides all (0), some (1) or none (2) of the pairs of a rectangle.
 
     A rectangle past the end of its sequence is 0.
     """

@@ -75,7 +75,7 @@ def described(tensor: Tensor, problem: Problem, rows: int) -> TensorDescriptor |
 def key_rows(
     problem: Problem, operands: Operands, config: Config, variant: Variant, blocks: Blocks
 ) -> KeyRows:
-    """What the forward pass loads whole blocks of keys and values by; arguments as there."""
+    """Return what the forward pass loads whole blocks of keys and values by; arguments as there."""
     wanted = config.descriptors
     widest = max(padded(problem.head_dim), padded(problem.value_dim))
     if (

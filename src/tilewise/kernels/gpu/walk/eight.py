@@ -1,4 +1,4 @@
-"""What the forward kernel does with float8 e4m3: operands, scales, and probabilities of 8 bits.
+"""Handle float8 e4m3 in the forward kernel: operands, scales, and probabilities of 8 bits.
 
 How a chip multiplies it is its family's (``config.EightBits``), and the constexpr ``EIGHT`` here:
 
@@ -117,7 +117,7 @@ def folded(q, scale):
 
 @triton.jit
 def lowered(values, EIGHT: tl.constexpr):
-    """What was summed of probabilities that were raised, without that: a power of two, exactly."""
+    """Undo in sums the power of two that probabilities were raised by; exact."""
     if (EIGHT == "short") | (EIGHT == "whole"):
         values = values * 0.00390625
     return values

@@ -115,7 +115,7 @@ def _gathered(covers: Tensor, dim: int, places: Tensor) -> Tensor:
 
 
 def _past(size: int, counts: Tensor | None, tile: int, like: Tensor, dim: int) -> Tensor:
-    """Which tiles reach past the end, broadcasting against ``like`` along its dimension ``dim``."""
+    """Return which tiles reach past the end; broadcasts against ``like`` along ``dim``."""
     ends = torch.arange(1, like.shape[dim] + 1, device=like.device) * tile
     shape = [1, 1, 1, 1]
     shape[dim] = like.shape[dim]

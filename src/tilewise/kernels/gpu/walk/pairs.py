@@ -1,4 +1,4 @@
-"""What forward and backward kernels do to a tile of pairs: hide some, drop some.
+"""Hide and drop pairs of a tile, in forward and backward kernels.
 
 A tile has queries ``m`` and keys ``n``, integer blocks that broadcast against one another:
 ``[BM, 1]`` and ``[1, BN]``, or transposed. ``b`` and ``h`` are numbers: the batch item (in a
@@ -17,7 +17,7 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def shown(b, h, m, n, M, N, mask_tensors, mask_shapes, SEEN: tl.constexpr):
-    """Which pairs of a tile attend: within M and N, and shown by the mask ``SEEN`` if not None."""
+    """Return which pairs of a tile attend: within M and N, and shown by ``SEEN`` if not None."""
     inside = (m < M) & (n < N)
     if SEEN is not None:
         inside = inside & SEEN(b, h, m, n, M, N, mask_tensors, mask_shapes)
@@ -50,7 +50,7 @@ def seed_words(seed):
 
 @triton.jit
 def kept(seed_low, seed_high, threshold, b, h, m, n):
-    """Whether dropout keeps each pair: ``reference/philox.py``, bit for bit.
+    """Return whether dropout keeps each pair: ``reference/philox.py``, bit for bit.
 
     The halves of the seed and the threshold, below which a word means "dropped", are 32 bits each.
     """

@@ -19,7 +19,7 @@ def rows_of(
     MASKED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """What ``load_tile`` gives; ``side`` is (head, strides, first row, low, high)."""
+    """Return what ``load_tile`` gives; ``side`` is (head, strides, first row, low, high)."""
     head, strides, first, low, high = side
     return load_tile(head, first, strides, low, high, BLOCK, WIDTH, PADDED, MASKED, WIDE)
 

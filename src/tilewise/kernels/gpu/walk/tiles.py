@@ -1,4 +1,4 @@
-"""How every walk over the pairs finds its way: tiles in memory, ranges of them, packed sequences.
+"""Find the way of every walk over the pairs: tiles in memory, their ranges, packed sequences.
 
 Grids are along one axis: all tiles of a head, then the next head, then the next batch item, so that
 programs that run together share their keys. Offsets from the beginning of a head take 64 bits,
@@ -196,7 +196,7 @@ def pages_of(block_table, b, keys, last_page, PAGE: tl.constexpr):
 
 @triton.jit
 def keys_in(key_lengths, b, keys):
-    """How many keys sequence ``b`` has, clamped to what its row of the block table holds."""
+    """Return how many keys sequence ``b`` has, clamped to what its row of the block table holds."""
     return tl.minimum(tl.maximum(tl.load(key_lengths + b), 0), keys)
 
 
@@ -245,7 +245,7 @@ def split_range(low, full_low, full_high, high, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def counts_in(spans, BLOCK: tl.constexpr):
-    """How many tiles of a split range need no mask, and how many do."""
+    """Return how many tiles of a split range need no mask, and how many do."""
     first, full, beyond, last = spans
     left = (full - first) // BLOCK
     right = (tl.maximum(last - beyond, 0) + BLOCK - 1) // BLOCK
@@ -254,7 +254,7 @@ def counts_in(spans, BLOCK: tl.constexpr):
 
 @triton.jit
 def tile_in(i, spans, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Where tile ``i`` of those that need a mask begins, or of those that need none."""
+    """Return where tile ``i`` of those that need a mask begins, or of those that need none."""
     first, full, beyond, _ = spans
     if MASKED:
         start = first + i * BLOCK
@@ -297,7 +297,7 @@ def word(bits: int) -> int:
 
 
 def seed_memory(problem: Problem, operands: Operands) -> Tensor | None:
-    """Where the kernels read the seed: an int64 tensor on their device; None without dropout."""
+    """Return the seed for the kernels: an int64 tensor on their device; None without dropout."""
     if problem.dropout_p == 0:
         return None
     return seed_tensor(operands.seed, operands.q.device)
@@ -325,14 +325,14 @@ def number_strides(tensor: Tensor, problem: Problem) -> tuple[int, int, int]:
 
 
 def slots_of(problem: Problem, length: int, block: int) -> int:
-    """How many tiles there are of a head's ``length`` rows, or slots for them in a packed call."""
+    """Return the number of tiles of a head's ``length`` rows, or of slots in a packed call."""
     if problem.layout == "dense":
         return -(-length // block)
     return length // block + problem.batch if problem.batch else 0
 
 
 def programs_of(problem: Problem, heads: int, slots: int) -> int:
-    """How many programs a walk has that gives each slot of each head one."""
+    """Return how many programs a walk has that gives each slot of each head one."""
     return slots * heads * (problem.batch if problem.layout == "dense" else 1)
 
 
@@ -345,12 +345,12 @@ def lists_of(lists: TileLists | None) -> dict[str, Any]:
 
 
 def knows_whole_tiles(problem: Problem, variant: Variant) -> bool:
-    """Whether a walk may find tiles of which the mask is known to hide nothing."""
+    """Return whether a walk may find tiles of which the mask is known to hide nothing."""
     return _has_whole_ranges(problem.mask) or any(table.whole for table in variant.tables)
 
 
 def _has_whole_ranges(mask: Program) -> bool:
-    """Whether ``ranges.py`` can tell of any range of pairs that a mask shows all of it."""
+    """Return whether ``ranges.py`` can tell of any range of pairs that a mask shows all of it."""
     stack = [True]
     for instr in mask:
         if instr.op in ("and", "or"):
@@ -375,7 +375,7 @@ def meets_empty_tiles(problem: Problem, variant: Variant) -> bool:
 
 
 def wide(tensors: tuple[Tensor, ...], problem: Problem, blocks: Blocks) -> bool:
-    """Whether an offset within a tile may take more than 31 bits."""
+    """Return whether an offset within a tile may take more than 31 bits."""
     most = max(blocks.queries, blocks.keys)
     return any(
         (most - 1) * row + (padded(tensor.shape[-1]) - 1) * column >= 2**31

@@ -1,4 +1,4 @@
-"""How a problem is done: the Plan, an immutable value that a caller may hold."""
+"""The Plan: how a problem runs, as an immutable value that a caller may hold."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple

@@ -51,7 +51,7 @@ Check: TypeAlias = Callable[[str, Entry], str]
 
 
 class Found(NamedTuple):
-    """What there is for a chip.
+    """Measured blocks found for a chip.
 
     Args:
         entries: measured blocks by place; none where there is no file or it is refused.
@@ -107,7 +107,7 @@ STORE = Store()
 
 
 def path_for(chip: str) -> Path | None:
-    """Where the file of a chip is looked for; None where measured blocks are not wanted.
+    """Return where the file of a chip is looked for; None where measured blocks are not wanted.
 
     ``$TILEWISE_TUNED`` names the file, a folder of such files, or says "off"; else it is in
     ``tuned`` of the user's cache folder.
@@ -122,7 +122,7 @@ def path_for(chip: str) -> Path | None:
 
 
 def file_name(chip: str) -> str:
-    """Of "NVIDIA H200" it is "nvidia-h200.json"."""
+    """Return a chip's file name: "nvidia-h200.json" for "NVIDIA H200"."""
     return re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-") + ".json"
 
 
@@ -204,7 +204,7 @@ def _look(chip: str, family: str, check: Check) -> Found:
 
 
 def refusal(tuned: Tuned, chip: str, family: str, check: Check) -> str:
-    """Why a file is not used on a chip; "" if it is.
+    """Return why a file is not used on a chip; "" if it is.
 
     Args:
         tuned: what it says.
@@ -216,7 +216,7 @@ def refusal(tuned: Tuned, chip: str, family: str, check: Check) -> str:
 
 
 def _stale(tuned: Tuned, chip: str, family: str) -> str:
-    """Why a file is not of this chip and this Triton; "" if it is."""
+    """Return why a file is not of this chip and this Triton; "" if it is."""
     if (tuned.chip, tuned.family) != (chip, family):
         return f"it is of {tuned.chip} ({tuned.family}), this is {chip} ({family})"
     triton = installed_triton()
@@ -228,7 +228,7 @@ def _stale(tuned: Tuned, chip: str, family: str) -> str:
 
 
 def _minor(version: str) -> list[str]:
-    """Of "3.6.0+git" what decides which code is made: 3 and 6."""
+    """Return the parts of a version that decide the generated code: 3 and 6 of "3.6.0+git"."""
     return re.split(r"[.+]", version)[:2]
 
 

@@ -26,7 +26,7 @@ class Malformed(ValueError):  # noqa: N818  reads as what is wrong
 
 
 class Blocks(NamedTuple):
-    """How a kernel is launched: queries and keys of a block, warps, and stages of its pipeline."""
+    """Launch of a kernel: queries and keys of a block, warps, and stages of its pipeline."""
 
     queries: int
     keys: int
@@ -38,7 +38,7 @@ class Blocks(NamedTuple):
 
 
 class Place(NamedTuple):
-    """For what blocks are, on a family of chips: all that they may depend on.
+    """Everything that blocks may depend on, on a family of chips.
 
     Args:
         pass_name: "forward" and so on.
@@ -74,7 +74,7 @@ class Entry(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """How many times faster than the table's."""
+        """Return how many times faster than the table's."""
         return self.table_seconds / self.seconds
 
 

@@ -43,14 +43,14 @@ class Loops(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Of one direction: what ours moves, and what plain attention does."""
+    """Traffic of one direction, for tilewise and for plain attention."""
 
     ours: Traffic
     plain: Traffic
 
 
 class Account(NamedTuple):
-    """What an attention moves.
+    """Account of what an attention moves.
 
     Args:
         problem: what was asked.
@@ -73,7 +73,7 @@ class Account(NamedTuple):
         return Comparison(ours.plus(ours_after), other.plus(other_after))
 
     def reaching(self, traffic: Traffic, chip: Chip) -> Traffic:
-        """What of an account reaches the memory of a chip."""
+        """Return what of an account reaches the memory of a chip."""
         return traffic.behind(chip.last_cache_bytes, chip.cores)
 
     @property
@@ -82,7 +82,7 @@ class Account(NamedTuple):
         return self.loops.products or str(self.problem.dtype).removeprefix("torch.")
 
     def seconds(self, traffic: Traffic, chip: Chip) -> Seconds:
-        """How long it takes there.
+        """Return how long it takes there.
 
         Raises:
             InvalidArgument: the chip's row lacks a figure.
@@ -138,7 +138,7 @@ def account(
 
 
 def trains(problem: Problem) -> bool:
-    """Whether there is a backward pass: not with pages, and not of eight bits."""
+    """Return whether there is a backward pass: not with pages, and not of eight bits."""
     return problem.page_size == 0 and problem.dtype.itemsize > 1
 
 
@@ -158,7 +158,7 @@ def cached(problem: Problem, loops: Loops) -> Account:
 
 
 def cost(problem: Problem, loops: Loops) -> int | None:
-    """What a choice among backends goes by: the forward's bytes for one head of one batch item.
+    """Return the cost for choosing a backend: the forward's bytes per head of one batch item.
 
     A choice decides how rows are rounded, and so may depend on a row's own sequence but not on the
     batch or the heads. None where tensors would have to be looked at.

@@ -1,4 +1,4 @@
-"""What an account of bytes is made of: operands, passes, and their sum.
+"""The parts of an account of bytes: operands, passes, and their sum.
 
 A **pass** is one walk over the operands, as one kernel makes it. Bytes go between slow and fast
 memory: of an operand that several tiles walk over, ``read`` counts every one of these walks, and
@@ -125,7 +125,7 @@ class Traffic(NamedTuple):
         return self.flops / self.bytes if self.bytes else 0.0
 
     def plus(self, other: Traffic) -> Traffic:
-        """Both, one after the other."""
+        """Return both, one after the other."""
         omitted = tuple(dict.fromkeys(self.omitted + other.omitted))
         return Traffic(self.passes + other.passes, omitted)
 

@@ -1,4 +1,4 @@
-"""What attention has to hold at once, and what fits into a memory.
+"""Count what attention has to hold at once, and what fits into a memory.
 
 Counted for one model's attention: of every layer what the backward needs, and of the layer at work
 what comes and goes. Weights, optimizer and the rest of the model are not in it. Plain attention is

@@ -59,11 +59,11 @@ class _Sizes:
 
     @property
     def converts(self) -> bool:
-        """Whether the operands have eight bits."""
+        """Return whether the operands have eight bits."""
         return output_dtype(self.problem.dtype) is not self.problem.dtype
 
     def before(self) -> list[Pass]:
-        """What is done to the operands before the products."""
+        """Return what is done to the operands before the products."""
         narrow = 2 if self.converts else 1
         stored = {"k": self.k // self.group, "v": self.v // self.group}
         passes = []

@@ -11,7 +11,7 @@ __all__ = ["fetched", "is_run", "runs_of"]
 
 
 def is_run(mask: Program) -> bool:
-    """Whether the tiles of every row are one run: a mask of bands and lengths alone."""
+    """Return whether the tiles of every row are one run: a mask of bands and lengths alone."""
     return all(
         instr.op in ("band", "and") or (instr.op == "below" and not instr.slots) for instr in mask
     )

@@ -61,7 +61,7 @@ class _Sizes:
         return Operand("k", keys * self.head), Operand("v", keys * self.value)
 
     def pages_walked(self) -> Operand:
-        """What the block table says of the keys that the tiles of queries walk over."""
+        """Return what the block table says of the keys that the tiles of queries walk over."""
         size, visits = self.problem.page_size, self.visits
         held = sum(each.items * -(-each.keys // size) for each in visits.extents) if size else 0
         distinct = min(held, visits.pages)

@@ -98,7 +98,7 @@ class Visits(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    """Of one head of one score matrix, or of several: what is visited."""
+    """Counts of what is visited of one head of one score matrix, or of several."""
 
     tiles: int
     pairs: int
@@ -333,7 +333,7 @@ def _of_grid(grid: Tensor, problem: Problem, tile: tuple[int, int]) -> _Counts:
 
 
 def _mask_bytes(matrix: _Matrix, tile: tuple[int, int]) -> int:
-    """What a walk of one head reads to judge every tile of a score matrix."""
+    """Return what a walk of one head reads to judge every tile of a score matrix."""
     problem, total = matrix.problem, 0
     rows, columns = (
         -(-size // one) for size, one in zip((problem.queries, problem.keys), tile, strict=True)
@@ -362,13 +362,13 @@ def _mask_bytes(matrix: _Matrix, tile: tuple[int, int]) -> int:
 
 
 def _touched(places: range, tile: int, block: int) -> list[int]:
-    """How many blocks each tile touches along one side."""
+    """Return how many blocks each tile touches along one side."""
     starts = range(places.start, places.stop, tile)
     return [(min(at + tile, places.stop) - 1) // block - at // block + 1 for at in starts]
 
 
 def _score_bytes(matrix: _Matrix, found: _Counts) -> int:
-    """What the visited tiles read of the tensors of a score."""
+    """Return what the visited tiles read of the tensors of a score."""
     total = 0
     for instr in matrix.problem.score:
         held = [matrix.score_tensors[slot] for slot in instr.slots]

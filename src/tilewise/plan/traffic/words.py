@@ -37,7 +37,7 @@ def duration(seconds: float) -> str:
 
 
 def lines(account: Account, chip: Chip | None, training: bool = True) -> list[tuple[str, str]]:
-    """What there is to say of an account, as (name, text) pairs.
+    """Return what there is to say of an account, as (name, text) pairs.
 
     Args:
         account: of the problem.

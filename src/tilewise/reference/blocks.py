@@ -110,13 +110,13 @@ def _row(scale: Tensor | None, b: int) -> Tensor | None:
 
 
 def multiplied(tensor: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What [B, H, S, D] stands for in ``dtype``: float8 times the scales [B, H] of its heads."""
+    """Return [B, H, S, D] in ``dtype``: float8 is multiplied by the scales [B, H] of its heads."""
     numbers = tensor.to(dtype)
     return numbers if scale is None else numbers * scale.to(dtype)[:, :, None, None]
 
 
 def _paged_parts(problem: Problem, operands: Operands, walk: Walk) -> Iterator[Part]:
-    """One part per sequence, with a copy of its keys and values."""
+    """Yield one part per sequence, with a copy of its keys and values."""
     assert operands.block_table is not None
     assert operands.key_lengths is not None
     bounds = None if operands.cu_seqlens_q is None else operands.cu_seqlens_q.tolist()

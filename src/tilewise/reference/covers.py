@@ -39,7 +39,7 @@ class Grid(NamedTuple):
 
 
 def covers(problem: Problem, operands: Operands, grid: Grid) -> Tensor:
-    """Whether the mask hides all (0), some (1) or none (2) of the pairs of each rectangle.
+    """Return whether the mask hides all (0), some (1) or none (2) of the pairs of each rectangle.
 
     Args:
         problem: with the mask.

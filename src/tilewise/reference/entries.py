@@ -1,4 +1,4 @@
-"""What the tiled forward and backward enter in a ledger, operand by operand."""
+"""Enter the tiled forward and backward in a ledger, operand by operand."""
 
 from __future__ import annotations
 

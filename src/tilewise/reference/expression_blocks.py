@@ -58,7 +58,7 @@ def _of_block(
 
 
 def visible(instr: Instr, tensors: Sequence[Tensor], block: Block, device: torch.device) -> Tensor:
-    """Which pairs of a block the expression of a mask shows, broadcastable to all of them."""
+    """Return which pairs of a block a mask's expression shows, broadcastable to all of them."""
     (shown,) = _of_block(
         _expression(instr), instr, tensors, block, s=None, device=device, dtype=block.floats
     )
@@ -66,7 +66,7 @@ def visible(instr: Instr, tensors: Sequence[Tensor], block: Block, device: torch
 
 
 def proven(instr: Instr, tensors: Sequence[Tensor], block: Block) -> bool | None:
-    """What the expression of a mask says of all pairs of a block; None if not one and the same.
+    """Return what a mask's expression gives for all pairs of a block; None if not the same.
 
     Each batch item and head that it asks for is looked at by itself, if they are few.
     """
@@ -104,7 +104,7 @@ def _proven_box(
 
 
 def _extremes(tensor: Tensor, indices: Sequence[Interval]) -> Bounds:
-    """What the elements in a box of a captured tensor can be."""
+    """Return what the elements in a box of a captured tensor can be."""
     if tensor.numel() == 0:
         return False if tensor.dtype is torch.bool else Interval(0, 0)
     for dim, (index, size) in enumerate(zip(indices, tensor.shape, strict=True)):

@@ -107,7 +107,7 @@ def _load(node: Node, loads: Sequence[Tensor], indices: list[Tensor], dtype: tor
 
 
 def _by_safe(divide: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
-    """Of integers: torch raises for b = 0, and the processor may trap for the least a by -1."""
+    """Divide integers safely: torch raises for b = 0, the processor may trap for least a by -1."""
     return divide(a, torch.where((b == 0) | (b == -1), 1, b))
 
 

@@ -207,7 +207,7 @@ def _push(
 def _connected(
     tensors: Sequence[Tensor | None], weights: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Those tensors that depend on something, and their weights in the tensors' dtypes."""
+    """Return the tensors that depend on something, and their weights in the tensors' dtypes."""
     pairs = [
         (tensor, weight.to(tensor.dtype))
         for tensor, weight in zip(tensors, weights, strict=True)

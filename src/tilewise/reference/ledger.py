@@ -1,4 +1,4 @@
-"""What a walk over tiles moves between slow and fast memory, written down while it runs.
+"""Record what a walk over tiles moves between slow and fast memory while it runs.
 
 The counting mode of the references. Slow memory holds operands and results; fast memory holds one
 tile's worth at a time. Every read and write is entered under the operand's name, for each batch

@@ -49,7 +49,7 @@ def _unknown(instr: Instr, kind: str) -> Unsupported:
 def visible(
     program: Program, tensors: Sequence[Tensor], block: Block, device: torch.device
 ) -> Tensor:
-    """Which pairs of a block attend.
+    """Return which pairs of a block attend.
 
     Args:
         program: a mask program; the empty one lets everything through.
@@ -100,7 +100,7 @@ def visible(
 
 
 class _Possible(NamedTuple):
-    """Whether any pair of a block may be visible, and whether any may be hidden."""
+    """Flags: whether any pair of a block may be visible, and whether any may be hidden."""
 
     seen: bool
     hidden: bool

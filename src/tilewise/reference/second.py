@@ -98,7 +98,7 @@ def second(
 
 
 class _State(NamedTuple):
-    """What is known of a tile of query rows before its gradients.
+    """State of a tile of query rows before its gradients.
 
     Args:
         rows: the rows.

@@ -286,7 +286,7 @@ class TileGradient(NamedTuple):
 
 
 def tile_gradient(part: Part, tile: Tile, state: RowState) -> TileGradient:
-    """One tile of the backward, up to what needs the row sums."""
+    """Compute one tile of the backward, up to what needs the row sums."""
     dropout_p = part.problem.dropout_p
     grad_out = state.grad_out
     if part.walk.ledger is not None:

@@ -1,4 +1,4 @@
-"""What the tiled forward and backward share: the walk over the tiles, and row normalisation."""
+"""Common parts of the tiled forward and backward: the walk over tiles, row normalisation."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def key_tiles(part: Part, rows: range, q: Tensor, keys: range | None = None) -> 
 
 
 def score_tile(part: Part, rows: range, columns: range, q: Tensor) -> Tile | None:
-    """One tile with its scores, as ``key_tiles`` gives it; None where the mask leaves nothing.
+    """Return one tile with its scores, as ``key_tiles`` does; None if the mask keeps nothing.
 
     Args:
         part: what is asked.
@@ -223,7 +223,7 @@ def row_entropy(part: Part, stats: Tensor, moment: Tensor, dtype: torch.dtype) -
 
 
 def sink_exponents(part: Part, top: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, Tensor]:
-    """How far the sink is from the largest logit (0 or less), and how far that is above ``top``."""
+    """Return the sink less the largest logit (0 or less), and how far that is above ``top``."""
     if part.operands.sinks is None:
         return None, torch.zeros_like(top)
     sink = base2(part.operands.sinks.to(dtype))[:, None]

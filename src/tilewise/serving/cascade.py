@@ -144,7 +144,7 @@ def _check_variants(mask: MaskLike, score: ScoreLike) -> None:
 
 
 def _shared_pages(k_pages: Tensor, block_table: Tensor, shared: int) -> int:
-    """How many pages the common keys fill."""
+    """Return how many pages the common keys fill."""
     if isinstance(shared, bool) or not isinstance(shared, int):
         raise InvalidType("shared", f"a {type(shared).__name__}", "an integer, 0 or more")
     size, slots = k_pages.shape[2], block_table.shape[-1]

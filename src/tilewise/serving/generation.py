@@ -169,7 +169,7 @@ def _checked(
     new_tokens: int | Sequence[int],
     concurrent: int,
 ) -> list[int]:
-    """How many tokens each prompt is to be continued by."""
+    """Return how many tokens each prompt is to be continued by."""
     if not caches:
         raise InvalidArgument("caches", "none", "one for each layer")
     if concurrent < 1:

@@ -111,11 +111,11 @@ class PagedKVCache:
 
     @property
     def free_pages(self) -> int:
-        """How many pages no sequence has."""
+        """Return how many pages no sequence has."""
         return self._sequences.free_pages
 
     def pages_for(self, first: int, total: int) -> int:
-        """How many pages a sequence needs at most, given so many keys at once and then one by one.
+        """Return the most pages that a sequence needs, given keys at once and then one by one.
 
         Args:
             first: keys of the first ``append``.
@@ -157,7 +157,7 @@ class PagedKVCache:
         self._sequences.truncate(sequence, length)
 
     def length(self, sequence: int) -> int:
-        """How many keys a sequence was given.
+        """Return how many keys a sequence was given.
 
         Raises:
             InvalidArgument: there is no such sequence.
@@ -205,7 +205,7 @@ class PagedKVCache:
 
     @left_alone
     def tables(self, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """What ``attention_paged`` asks for: block_table [B, P] and key_lengths [B] of sequences.
+        """Return the arguments of ``attention_paged``: block_table [B, P] and key_lengths [B].
 
         They find rows of ``k_pages`` and ``v_pages``, and of the scales of those in 8 bits. With a
         window, a page of zeros stands for those that were dropped: attend by a mask that hides
@@ -273,7 +273,7 @@ class PagedKVCache:
         return *pages, places.to(torch.int32), lengths
 
     def _counts(self, sequences: Sequence[int], q: Tensor, keywords: dict[str, Any]) -> list[int]:
-        """How many queries each sequence has; none where that cannot be looked at."""
+        """Return how many queries each sequence has; none where that cannot be looked at."""
         cu_seqlens = keywords.get("cu_seqlens_q")
         if cu_seqlens is None:
             return [q.shape[2] if q.dim() == 4 else 0] * len(sequences)
@@ -284,7 +284,7 @@ class PagedKVCache:
         return []
 
     def _common(self, sequences: Sequence[int], counts: Sequence[int]) -> int:
-        """How many pages all sequences begin with, none with a key of these queries."""
+        """Return how many pages all sequences begin with, none with a key of these queries."""
         found = [self._sequences[sequence] for sequence in sequences]
         before = [
             (held.length - count) // self.page_size

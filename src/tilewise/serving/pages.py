@@ -27,11 +27,11 @@ class PageAllocator:
 
     @property
     def free(self) -> int:
-        """How many pages nobody holds."""
+        """Return how many pages nobody holds."""
         return len(self._free)
 
     def holders(self, page: int) -> int:
-        """How many hold a page.
+        """Return how many hold a page.
 
         Raises:
             InvalidArgument: there is no such page.
@@ -40,7 +40,7 @@ class PageAllocator:
         return self._holders[page]
 
     def take(self, count: int) -> list[int]:
-        """So many pages that nobody held, each now held once.
+        """Take ``count`` pages that nobody held; each is now held once.
 
         Raises:
             OutOfPages: there are not as many.
@@ -76,7 +76,7 @@ class PageAllocator:
                 self._free.append(page)
 
     def _check_held(self, pages: Iterable[int], least: int | None) -> Counter[int]:
-        """How often each page is named; each is held ``least`` times, or as often as named."""
+        """Count each page's mentions; each must be held ``least`` times, or as often as named."""
         named = Counter(pages)
         self._check_pages(named)
         for page, times in named.items():

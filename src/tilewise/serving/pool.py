@@ -39,7 +39,7 @@ def quantised(x: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def dequantised(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """What rows in 8 bits stand for, [..., D] in a floating dtype."""
+    """Return what rows in 8 bits stand for, [..., D] in a floating dtype."""
     return (values.to(torch.float32) * scales[..., None]).to(dtype)
 
 

@@ -12,7 +12,7 @@ __all__ = ["check_rows", "counts_of"]
 
 
 def counts_of(cu_seqlens: Tensor, sequences: int, total: int) -> list[int]:
-    """How many of ``total`` packed rows each sequence is given.
+    """Return how many of ``total`` packed rows each sequence is given.
 
     Raises:
         InvalidArgument, InvalidType: cu_seqlens does not say it.
@@ -31,7 +31,7 @@ def counts_of(cu_seqlens: Tensor, sequences: int, total: int) -> list[int]:
 def check_rows(
     k: Tensor, v: Tensor, k_room: Tensor, v_room: Tensor, fixed: tuple[int, ...], rows: int
 ) -> int:
-    """How many rows of keys and values there are.
+    """Return how many rows of keys and values there are.
 
     Args:
         k: [..., D].

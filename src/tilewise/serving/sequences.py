@@ -1,4 +1,4 @@
-"""Which pages each sequence of a paged cache has, and how far it is: numbers, no memory."""
+"""Track the pages of each sequence of a paged cache, and its length: numbers, no memory."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ __all__ = ["Growth", "Held", "Sequences"]
 
 
 class Held:
-    """What one sequence has.
+    """Pages and length of one sequence.
 
     Args:
         pages: those that it holds, in order.
@@ -29,7 +29,7 @@ class Held:
 
 
 class Growth(NamedTuple):
-    """Where new rows go.
+    """Places where new rows go.
 
     Args:
         copies: (from, to) of pages to be copied before anything is written.
@@ -62,7 +62,7 @@ class Sequences:
 
     @property
     def free_pages(self) -> int:
-        """How many pages no sequence has."""
+        """Return how many pages no sequence has."""
         return self._allocator.free
 
     def __getitem__(self, sequence: int) -> Held:
@@ -73,7 +73,7 @@ class Sequences:
         return held
 
     def different(self, sequences: Sequence[int]) -> list[Held]:
-        """What each of some sequences has, none of which is named twice."""
+        """Return what each of some sequences has, none of which is named twice."""
         twice = [sequence for sequence, times in Counter(sequences).items() if times > 1]
         if twice:
             raise InvalidArgument("sequences", f"{twice[0]} more than once", "different ones")
@@ -109,7 +109,7 @@ class Sequences:
         held.pages, held.length = held.pages[:kept], length
 
     def has_keys_of(self, held: Held, position: int) -> bool:
-        """Whether no key that a query at a position sees was dropped."""
+        """Return whether no key that a query at a position sees was dropped."""
         first = position + 1 - (self._window or 0)
         return held.dropped == 0 or first >= held.dropped * self._page_size
 
@@ -154,7 +154,7 @@ class Sequences:
         return self._next - 1
 
     def _behind(self, held: Held) -> int:
-        """How many of its pages lie wholly behind the window of the next query."""
+        """Return how many of its pages lie wholly behind the window of the next query."""
         if self._window is None:
             return 0
         first = max(0, held.length + 1 - self._window)

@@ -212,7 +212,7 @@ class BlockMask(Mask):
 
     @property
     def counts(self) -> Counts:
-        """How many tiles are empty, partial and full."""
+        """Return how many tiles are empty, partial and full."""
         found = torch.bincount(self.covers.flatten().to(torch.int64), minlength=3)
         return Counts(*found.tolist())
 
@@ -255,7 +255,7 @@ class BlockMask(Mask):
         )
 
     def notes(self) -> tuple[tuple[str, str], ...]:
-        """What its table says, as ``tilewise.explain`` shows it."""
+        """Return what its table says, as ``tilewise.explain`` shows it."""
         return (("table", self._summary()),)
 
     def _summary(self) -> str:
@@ -290,7 +290,7 @@ class BlockMask(Mask):
 
 
 def _versions(captured: tuple[Tensor, ...]) -> tuple[int, ...]:
-    """What changes when a tensor is changed in place; inference tensors do not tell."""
+    """Return what changes when a tensor is changed in place; inference tensors do not tell."""
     if torch.compiler.is_compiling():
         return ()
     return tuple([-1 if tensor.is_inference() else tensor._version for tensor in captured])

@@ -20,7 +20,7 @@ _OURS = "_tilewise_mask"  # the attribute of a mask_mod of ours that says what i
 
 
 class Given(NamedTuple):
-    """What a BlockMask of FlexAttention says.
+    """Contents of a BlockMask of FlexAttention.
 
     Args:
         covers: uint8 [B|1, Hq|1, rows, columns]: 0 left out, 1 asks ``mask_mod``, 2 all pairs.
@@ -37,7 +37,7 @@ class Given(NamedTuple):
 
 
 def read(block_mask: Any, queries: int | None = None, keys: int | None = None) -> Given:
-    """What a BlockMask of FlexAttention says.
+    """Return what a BlockMask of FlexAttention says.
 
     Its lists may have more rows and name more columns than its lengths have: code that crops a
     mask sets its ``seq_lengths`` alone. A slice, ``block_mask[:, :, i]``, has fewer rows than its
@@ -115,7 +115,7 @@ def write(
 
 
 def _listed(named: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks each row names, and which, those first."""
+    """Return how many blocks each row names, and which, those first."""
     order = torch.argsort(named.to(torch.int32), dim=-1, descending=True, stable=True)
     return named.sum(-1, dtype=torch.int32), order.to(torch.int32)
 

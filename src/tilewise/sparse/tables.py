@@ -158,7 +158,7 @@ def build(mask: Mask, asked: Sizes, block: tuple[int, int]) -> Table:
 
 
 def _covers(problem: Problem, operands: Operands, grid: Grid) -> Tensor:
-    """By the first backend that is there and can; the reference evaluates every pair."""
+    """Return the table by the first able backend; otherwise the reference evaluates every pair."""
     for name in registry.BACKEND_NAMES:
         backend = registry.load(name)
         if backend.absence() is None and not backend.why_not(problem):
@@ -167,7 +167,7 @@ def _covers(problem: Problem, operands: Operands, grid: Grid) -> Tensor:
 
 
 def _depends(mask: Mask) -> tuple[bool, bool]:
-    """Whether what a mask says depends on the batch item, and on the head."""
+    """Return whether what a mask says depends on the batch item, and on the head."""
     found = [_instr_depends(instr, mask.captured) for instr in mask.program]
     return any(batch for batch, _ in found), any(head for _, head in found)
 

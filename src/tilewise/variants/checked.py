@@ -29,5 +29,5 @@ def checked() -> Iterator[None]:
 
 
 def is_checked() -> bool:
-    """Whether the caller is in checked mode."""
+    """Return whether the caller is in checked mode."""
     return _CHECKED.get()

@@ -230,7 +230,7 @@ class _Shares:
 
 
 def _active(graph: Graph, value: int) -> list[bool]:
-    """Which nodes are ``s``, a float load, or hand shares on to one."""
+    """Return which nodes are ``s``, a float load, or hand shares on to one."""
     active: list[bool] = []
     for place in range(value + 1):
         node = graph.nodes[place]

@@ -237,7 +237,7 @@ class Graph:
     def _certain(
         self, op: str, args: tuple[int, ...], values: list[Constant | None]
     ) -> bool | None:
-        """How a position, which is 0 or more, compares with a number at or below all of them."""
+        """Compare a position, which is 0 or more, with a number at or below all positions."""
         for at, number in enumerate(values):
             if number is None or self.nodes[args[1 - at]].op not in _POSITIONS:
                 continue

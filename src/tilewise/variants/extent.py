@@ -1,4 +1,4 @@
-"""What captured tensors are brought to: the sizes of a call, and the dtype of its statistics."""
+"""The form for captured tensors: the sizes of a call, and the dtype of its statistics."""
 
 from typing import NamedTuple
 

@@ -53,7 +53,7 @@ def output_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def fix_for(dtype: torch.dtype) -> str:
-    """What to do with operands of a dtype that no call takes; "" where nothing special is.
+    """Return what to do with operands of a dtype that no call takes; "" where nothing special is.
 
     Raises:
         Unsupported: float8 with the number format of AMD's older chips.
@@ -103,7 +103,7 @@ def check_scales(
 
 
 def _fits(scale: Tensor, batch: int, heads: int) -> bool:
-    """Whether a scale has one of the shapes; one by one, as torch.compile traces them."""
+    """Return whether a scale has one of the shapes; one by one, as torch.compile traces them."""
     if scale.dim() == 1 and scale.shape[0] == heads:
         return True
     if scale.dim() == 2 and scale.shape[0] == batch and scale.shape[1] == heads:

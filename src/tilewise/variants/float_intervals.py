@@ -14,7 +14,7 @@ __all__ = ["OF_BOTH", "OF_FLOATS", "Interval", "rounded", "sign"]
 
 
 class Interval(NamedTuple):
-    """Both ends belong to it. Of floats they may be infinite, and none of its values is NaN."""
+    """A closed interval. For floats, the ends may be infinite, and no value is NaN."""
 
     low: float
     high: float
@@ -33,7 +33,7 @@ def _single(x: float) -> float:
 
 
 def rounded(low: float, high: float) -> Interval:
-    """What exact values between these ends are rounded to."""
+    """Return what exact values between these ends are rounded to."""
     ends = [low, high, _single(low), _single(high)]
     if any(0.0 < abs(x) < _SMALLEST for x in ends):
         ends.append(0.0)
@@ -41,7 +41,7 @@ def rounded(low: float, high: float) -> Interval:
 
 
 def _widened(low: float, high: float) -> Interval:
-    """What functions give that are not rounded correctly."""
+    """Return what functions give that are not rounded correctly."""
     if math.isfinite(low):
         low -= abs(low) * _WIDER
     if math.isfinite(high):
@@ -140,7 +140,7 @@ def _step(function: Callable[[float], int]) -> Callable[[float], float]:
 
 
 def _stepped(function: Callable[[float], int]) -> Callable[[Interval], Interval]:
-    """Of whole numbers, which are exact."""
+    """Return the interval function of a step, whose values are whole numbers and so exact."""
     step = _step(function)
     return lambda a: Interval(step(a.low), step(a.high))
 

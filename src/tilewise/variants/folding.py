@@ -20,7 +20,7 @@ Role: TypeAlias = Literal["each", "full", "indexed", "fixed"]
 
 
 def roles(program: Program, count: int) -> tuple[Role, ...]:
-    """How each of ``count`` tensors of a program of a dense call is folded, in kernel form."""
+    """Return how a dense call's program folds each of its ``count`` tensors, in kernel form."""
     found: list[Role | None] = [None] * count
     for instr in program:
         role: Role = "full"

@@ -1,4 +1,4 @@
-"""What other libraries call things, and what to write here: the words of errors."""
+"""Words of errors: what other libraries call things, and what to write here."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -90,12 +90,12 @@ def refuse_keywords(call: str, given: Mapping[str, object], known: Iterable[str]
 
 
 def named_mask(name: str) -> str:
-    """What to write for a mask that is given by its name."""
+    """Return what to write for a mask that is given by its name."""
     return _instead(name, _MASKS, "See tilewise.masks.")
 
 
 def named_score(name: str) -> str:
-    """What to write for a score that is given by its name."""
+    """Return what to write for a score that is given by its name."""
     return _instead(name, _SCORES, "See tilewise.scores.")
 
 
@@ -105,7 +105,7 @@ def _instead(name: str, known: Mapping[str, str], otherwise: str) -> str:
 
 
 def uncalled(argument: str, function: object) -> str:
-    """What to write where a function of ``masks`` or ``scores`` was given and not its result.
+    """Return what to write if a function of ``masks`` or ``scores`` came instead of its result.
 
     Args:
         argument: the keyword, "mask" or "score".

@@ -1,4 +1,4 @@
-"""What an expression can be on a whole box of pairs: intervals, and three-valued truth.
+"""Bound an expression on a whole box of pairs: intervals, and three-valued truth.
 
 An interval holds every value that the expression takes on the box, whether floats are computed as
 float32 or float64. It may be wider than that: ``m`` in two places counts as two unknowns. Integers
@@ -25,7 +25,7 @@ _MOST_SHIFT = 63
 
 
 def bounds(expr: Expr, ranges: Mapping[str, Interval], extremes: Extremes | None = None) -> Bounds:
-    """What the first result of an expression can be on a box.
+    """Return what the first result of an expression can be on a box.
 
     Args:
         expr: a mask or score.
@@ -41,7 +41,7 @@ def bounds(expr: Expr, ranges: Mapping[str, Interval], extremes: Extremes | None
 def every_bound(
     expr: Expr, ranges: Mapping[str, Interval], extremes: Extremes | None = None
 ) -> list[Bounds]:
-    """What each node can be (arguments as of ``bounds``)."""
+    """Return what each node can be (arguments as of ``bounds``)."""
     known: list[Bounds] = []
     for node, kind in zip(expr.nodes, kinds(expr), strict=True):
         found = _node_bounds(node, kind, known, ranges, extremes)
@@ -56,7 +56,7 @@ def every_bound(
 
 
 def _fits(found: Bounds) -> bool:
-    """Whether integers wrap nowhere."""
+    """Return whether integers wrap nowhere."""
     return (
         isinstance(found, Interval) and found.low >= EVERY_INT.low and found.high <= EVERY_INT.high
     )

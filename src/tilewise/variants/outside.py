@@ -28,7 +28,7 @@ _Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class _Sizes(NamedTuple):
-    """Of one sequence, or of all batch items of a dense call: its first and last ``b``."""
+    """Sizes of one sequence, or of a dense call's batch items, with the first and last ``b``."""
 
     first: int
     last: int
@@ -157,7 +157,7 @@ def _indices(expr: Expr, instr: Instr, shapes: _Shapes) -> Iterator[tuple[int, i
 
 
 def _as_built_in(expr: Expr, load: Node) -> bool:
-    """Whether a load reads as ``scores.bias`` or ``alibi`` do in one expression with other steps.
+    """Return whether a load reads as ``scores.bias`` or ``alibi`` do beside other steps.
 
     Their tensors broadcast: an index past a dimension of size 1 reads its only element.
     """
@@ -221,7 +221,7 @@ def _witness(
 def _attends(
     mask: Program, pair: tuple[int, ...], sizes: _Sizes, point: dict[str, Interval]
 ) -> bool:
-    """Whether the mask lets a pair attend, whatever the tensors that it captures hold."""
+    """Return whether the mask lets a pair attend, whatever the tensors that it captures hold."""
     stack: list[bool | None] = []
     _, _, m, n = pair
     for instr in mask:
@@ -271,7 +271,7 @@ def _used(expr: Expr, known: Sequence[Bounds]) -> set[int]:
 
 
 def _counts(expr: Expr, known: Sequence[Bounds], op: str, other: int) -> bool:
-    """Whether one argument of an operation counts beside the other one."""
+    """Return whether one argument of an operation counts beside the other one."""
     value = known[other]
     if op != "mul":
         return isinstance(value, bool) and value is (op == "and")

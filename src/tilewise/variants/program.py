@@ -79,7 +79,7 @@ Program: TypeAlias = tuple[Instr, ...]
 
 
 class _Form(NamedTuple):
-    """What an operation may look like: (params, slots) counts, and the effect on the stack."""
+    """Form of an operation: (params, slots) counts, and the effect on the stack."""
 
     arities: tuple[tuple[int, int], ...]
     pops: int = 0
@@ -304,7 +304,7 @@ def _check_raw(instr: Instr) -> None:
 
 
 def slot_count(program: Program) -> int:
-    """How many captured tensors a program names: its largest slot and one."""
+    """Return how many captured tensors a program names: its largest slot and one."""
     slots = [slot for instr in program for slot in instr.slots]
     return max(slots) + 1 if slots else 0
 

@@ -109,7 +109,7 @@ def _check_function(argument: str, function: object) -> None:
 
 
 def _same(held: Any, new: Any) -> bool:
-    """Whether two jit functions are one, or have one source and use the same others.
+    """Return whether two jit functions are one, or have one source and use the same others.
 
     A cell of a notebook that is run again makes a new object of the same code.
     """

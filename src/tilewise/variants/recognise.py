@@ -139,7 +139,7 @@ def _mask(expr: Expr, place: int) -> Program:
 
 
 def _joined_band(left: Program, right: Program) -> Instr | None:
-    """One band from two that are open at opposite sides."""
+    """Join two bands that are open at opposite sides into one."""
     if len(left) != 1 or len(right) != 1 or left[0].op != "band" or right[0].op != "band":
         return None
     (a, b, anchor), (c, d, other) = (tuple(map(int, x[0].params)) for x in (left, right))
@@ -229,7 +229,7 @@ def _documents(expr: Expr, node: Node) -> Instr | None:
 
 
 def _positions(expr: Expr, load: Node) -> tuple[int, ...] | None:
-    """Which position indexes each dimension; None unless they are distinct, or the constant 0."""
+    """Return the position that indexes each dimension; None unless distinct, or the constant 0."""
     axes = []
     for index in load.args:
         node = expr.nodes[index]
@@ -255,7 +255,7 @@ def _score(expr: Expr, place: int, learned: Sequence[bool]) -> Program:
 
 
 def _last_step(expr: Expr, node: Node, learned: Sequence[bool]) -> tuple[int, Instr] | None:
-    """What a score was before its last step, and that step, if kernels know it."""
+    """Return what a score was before its last step, and that step, if kernels know it."""
     if node.op == "add":
         for inner, added in (node.args, node.args[::-1]):
             term = expr.nodes[added]
@@ -275,7 +275,7 @@ def _last_step(expr: Expr, node: Node, learned: Sequence[bool]) -> tuple[int, In
 
 
 def _has_score(expr: Expr, place: int) -> bool:
-    """Whether a value depends on ``s``."""
+    """Return whether a value depends on ``s``."""
     stack, seen = [place], set()
     while stack:
         at = stack.pop()

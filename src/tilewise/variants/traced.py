@@ -227,7 +227,7 @@ class Traced:
 
     @property
     def length(self) -> "Traced":
-        """Of ``m`` and ``n``: how many there are in the sequence."""
+        """Return the number of rows (of ``m``) or keys (of ``n``) in the sequence."""
         name = _LENGTHS.get(self.recording.graph.nodes[self.place].op)
         if name is None:
             required = "m.length or n.length of the function's own m and n"
@@ -300,7 +300,7 @@ class Traced:
 
     @property
     def device(self) -> torch.device:
-        """Of no device: what is captured may be on any, and ``.to`` a device changes nothing."""
+        """Return no real device: captured tensors may be on any, and ``.to`` changes nothing."""
         return torch.device("meta")
 
     def to(self, dtype: torch.dtype | torch.device) -> "Traced":
@@ -382,7 +382,7 @@ class Traced:
     __array_ufunc__ = None  # operators of a numpy array leave the work to the operators here
 
     def __array__(self, *_: object, **__: object) -> NoReturn:
-        """What numpy asks for of an index, and of an operand of its functions."""
+        """Return what numpy asks for of an index, and of an operand of its functions."""
         raise InvalidType(
             self.recording.argument,
             f"a traced {self.kind} in a numpy array or function{_line()}",

@@ -99,7 +99,7 @@ class Mask(_Variant):
         return self
 
     def notes(self) -> tuple[tuple[str, str], ...]:
-        """What it knows beyond its program, as (name, text) pairs for ``tilewise.explain``."""
+        """Return facts beyond its program, as (name, text) pairs for ``tilewise.explain``."""
         return ()
 
     def __bool__(self) -> NoReturn:
@@ -195,7 +195,7 @@ def as_mask(value: object) -> Mask:
 
 
 def as_score(value: object) -> Score:
-    """One score from what ``score=`` takes: a Score or function, or a sequence applied in order."""
+    """Return one score for ``score=``: a Score or function, or a sequence applied in order."""
     if isinstance(value, Score):
         return value
     if isinstance(value, Sequence) and not isinstance(value, str):

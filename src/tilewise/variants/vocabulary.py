@@ -1,4 +1,4 @@
-"""What torch's functions, and the methods of its tensors, mean of values that are traced.
+"""Define torch's functions and tensor methods on traced values.
 
 By name: ``torch.exp(s)`` and ``s.exp()`` are one row. ``where``, ``minimum`` and ``maximum`` are
 public too, as functions that take traced values and tensors alike.
@@ -76,7 +76,7 @@ def _select(recording: Recording, condition: object, x: object, y: object) -> Tr
 
 
 def _clamp(recording: Recording, x: object, min: object = None, max: object = None) -> Traced:
-    """Of floats a choice, as in torch: at a bound the gradient is that of x, and not half of it."""
+    """Clamp; floats select, as in torch: at a bound the gradient is all of x's, not half of it."""
     found = recording.lift(x)
     for bound, op in ((min, "max"), (max, "min")):
         if bound is None:

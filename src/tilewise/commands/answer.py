@@ -72,7 +72,7 @@ def _tensors(asked: Asked, device: str) -> list[torch.Tensor]:
 
 
 def _elsewhere(asked: Asked, chip: Chip, dropout_p: float, backend: str | None) -> Told:
-    """For a GPU that need not be here: the GPU backend's tiles for its family."""
+    """Return the GPU backend's tiles for the family of a GPU that need not be here."""
     if backend not in (None, "gpu"):
         raise InvalidArgument("backend", repr(backend), f"'gpu', or none, on {chip.name}")
     made = dense_problem(

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fitting(problem: Problem, space: int, layers: int) -> list[str]:
-    """What fits into a memory, plain and ours."""
+    """Return what fits into a memory, plain and ours."""
     of = f"{layers} layers'" if layers > 1 else "one layer's"
     lines = [f"fit       into {amount(space)}, {of} attention alone:"]
     for training, when in ((True, "training"), (False, "inference")):

@@ -1,4 +1,4 @@
-"""What other packages add to the command: their entry points in the group ``tilewise.commands``."""
+"""Load other packages' parts of the command: entry points in the group ``tilewise.commands``."""
 
 from __future__ import annotations
 

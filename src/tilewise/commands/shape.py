@@ -32,7 +32,7 @@ _MASKS = "none, causal, window:W, causal+window:W (or sliding:W), prefix:P"
 
 
 class Asked(NamedTuple):
-    """What is to be explained.
+    """The call to explain.
 
     Args:
         queries: B, Hq, M, D.
@@ -54,7 +54,7 @@ class Asked(NamedTuple):
 
 
 def read(options: argparse.Namespace, chip: Chip | None) -> Asked:
-    """What the options of the command ask for.
+    """Return what the options of the command ask for.
 
     Args:
         options: parsed.

@@ -70,7 +70,7 @@ class Chip:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known about a kind of processor beyond what it says about itself.
+    """Facts about a kind of processor that it does not report itself.
 
     Attributes:
         vendor: as in /proc/cpuinfo, e.g. "AuthenticAMD".
@@ -319,7 +319,7 @@ def named(name: str | None = None) -> Chip:
 
 
 def ceilings_file() -> Path:
-    """Where measured ceilings are kept: in the folder of what can be made again."""
+    """Return where measured ceilings are kept: in the folder of what can be made again."""
     return cache_folder().absolute() / "ceilings.json"
 
 

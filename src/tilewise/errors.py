@@ -22,7 +22,7 @@ class TilewiseError(Exception):
 
 
 class _ArgumentError(TilewiseError):
-    """What InvalidArgument and InvalidType share.
+    """Common base of InvalidArgument and InvalidType.
 
     Args:
         argument: the name of the argument as the caller wrote it, e.g. ``"cu_seqlens_q"``.

@@ -329,7 +329,7 @@ def _with_stats(result: Result, return_lse: bool) -> AttentionResult:
 def visible_pairs(
     mask: MaskLike, queries: int, keys: int, *, batch: int = 1, heads: int = 1
 ) -> Tensor:
-    """Which pairs a mask lets attend, written out: to look at, or to test with.
+    """Return which pairs a mask lets attend as a full tensor, to inspect or to test with.
 
     Args:
         mask: what ``attention`` takes.

@@ -30,7 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, FLOAT8)
 
 
 class Problem(NamedTuple):
-    """What is asked: immutable, hashable, no tensors.
+    """The requested attention: immutable, hashable, no tensors.
 
     Args:
         batch: B, or the number of sequences (varlen).
@@ -113,7 +113,7 @@ class Operands(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a forward pass gives.
+    """Result of a forward pass.
 
     Args:
         out: [B, Hq, M, Dv] in q's dtype (bfloat16 for float8) and memory order; varlen
@@ -138,7 +138,7 @@ class Result(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which gradients are wanted, and of what.
+    """The gradients that are wanted, and of what.
 
     Args:
         q, k, v, score_tensors, sinks: whether the gradient of each is wanted.

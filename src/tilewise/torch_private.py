@@ -86,20 +86,20 @@ def keep_buffers() -> None:
 
 
 def in_forward_level() -> bool:
-    """Whether a level of forward-mode AD is active."""
+    """Return whether a level of forward-mode AD is active."""
     return forward_ad._current_level >= 0
 
 
 @left_alone
 def vmap_active() -> bool:
-    """Whether a vmap is active, at any level."""
+    """Return whether a vmap is active, at any level."""
     stack = _functorch.get_interpreter_stack() or ()
     return any(level.key() == _functorch.TransformType.Vmap for level in stack)
 
 
 @left_alone
 def is_batched(tensor: Tensor) -> bool:
-    """Whether a tensor has a vmapped dimension, at any level."""
+    """Return whether a tensor has a vmapped dimension, at any level."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         if _functorch.is_batchedtensor(tensor):
             return True
@@ -117,7 +117,7 @@ def without_wrappers(tensor: Tensor) -> Tensor:
 
 @left_alone
 def has_batch(tensor: Tensor) -> bool:
-    """Whether a tensor is one of ``torch.autograd.grad(..., is_grads_batched=True)``.
+    """Return whether a tensor is one of ``torch.autograd.grad(..., is_grads_batched=True)``.
 
     That still has torch's first vmap, which knows no rules of Functions.
     """
@@ -146,7 +146,7 @@ def _batch_level() -> int:
 # While it traces, torch.compile takes the inputs of a graph for tensors without tangents.
 @_disable_dynamo
 def is_tracked(tensor: Tensor) -> bool:
-    """Whether a tensor has a tangent or, inside of torch.func, a gradient at any level."""
+    """Return whether a tensor has a tangent or, inside of torch.func, a gradient at any level."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         if tensor.requires_grad or has_tangent(tensor):
             return True
@@ -155,5 +155,5 @@ def is_tracked(tensor: Tensor) -> bool:
 
 
 def has_tangent(tensor: Tensor) -> bool:
-    """Whether a tensor has a tangent in the active level of forward-mode AD."""
+    """Return whether a tensor has a tangent in the active level of forward-mode AD."""
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]

@@ -319,7 +319,7 @@ def _real(name: str, value: object, required: str) -> float:
 
 
 def check_sinks(sinks: object, heads: int, device: str) -> bool:
-    """Whether there are sinks, which must then be a floating tensor [Hq] on ``device``.
+    """Return whether there are sinks, which must then be a floating tensor [Hq] on ``device``.
 
     Raises:
         InvalidArgument, InvalidType: where they are not.

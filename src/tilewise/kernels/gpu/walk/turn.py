@@ -37,7 +37,7 @@ _ALIGNED = tl.constexpr(16)
 
 
 def turns(eight: str, family: str) -> bool:
-    """Return whether to transpose values: float8 is multiplied, not by Blackwell, which takes both."""
+    """Return whether to transpose values: for float8, but not on Blackwell, which takes both."""
     return eight in ("short", "whole") and FAMILIES[family].unit != "tcgen05"
 
 

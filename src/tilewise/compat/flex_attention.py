@@ -161,7 +161,7 @@ def create_block_mask(
 
 
 def and_masks(*mask_mods: Callable[..., Any]) -> Callable[..., Any]:
-    """The ``mask_mod`` of the pairs that all of them let attend.
+    """Return the ``mask_mod`` of the pairs that all of them let attend.
 
     Raises:
         InvalidType: one is no function.
@@ -170,7 +170,7 @@ def and_masks(*mask_mods: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def or_masks(*mask_mods: Callable[..., Any]) -> Callable[..., Any]:
-    """The ``mask_mod`` of the pairs that one of them at least lets attend.
+    """Return the ``mask_mod`` of the pairs that one of them at least lets attend.
 
     Raises:
         InvalidType: one is no function.

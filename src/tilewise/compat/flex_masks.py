@@ -39,7 +39,7 @@ _FORGETS: list[bool] = []
 
 
 def score_of(score_mod: Callable[..., Any]) -> Score:
-    """The score of a ``score_mod(score, b, h, q_idx, kv_idx)``.
+    """Return the score of a ``score_mod(score, b, h, q_idx, kv_idx)``.
 
     Raises:
         Unsupported: it is not in the language of scores.

@@ -83,7 +83,7 @@ def attend(call: Call, more: tuple[Score, ...] = ()) -> Tensor:
 
 
 def joint(*shapes: Sequence[int]) -> tuple[int, ...]:
-    """The shape that shapes broadcast to."""
+    """Return the shape that shapes broadcast to."""
     rank = max(len(shape) for shape in shapes)
     found = [1] * rank
     for shape in shapes:
@@ -110,7 +110,7 @@ def _keywords(call: Call, attn_mask: Tensor | None, more: tuple[Score, ...]) -> 
 
 
 def _nothing(call: Call, shape: tuple[int, ...]) -> Tensor:
-    """An output without elements, whose gradients are zeros."""
+    """Return an output without elements, whose gradients are zeros."""
     out = call.query.new_zeros(shape)
     for x in (call.query, call.key, call.value, call.attn_mask):
         if x is not None and x.requires_grad:
@@ -153,7 +153,7 @@ def _batched(x: Tensor, lead: tuple[int, ...]) -> Tensor:
 
 
 def _flat_batch(attn_mask: Tensor, batch: tuple[int, ...]) -> Tensor:
-    """A mask with one dimension for the batch; copied where only some of it broadcasts."""
+    """Return a mask with one dimension for the batch; copied where only some of it broadcasts."""
     own = attn_mask.shape[-3:]
     if _product(attn_mask.shape[:-3]) == 1:
         return attn_mask.reshape(1, *own)

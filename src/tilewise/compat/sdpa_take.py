@@ -41,7 +41,7 @@ class Report:
 
     @property
     def calls(self) -> int:
-        """All of them."""
+        """Return all of them."""
         return self.taken + sum(self.left.values())
 
     def note(self, reason: str | None) -> None:

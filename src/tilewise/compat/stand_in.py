@@ -128,7 +128,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of one of its modules, else None."""
+        """Return the spec of one of its modules, else None."""
         modules = self._package.modules
         if fullname not in modules:
             return None
@@ -169,7 +169,7 @@ class _StandIn(Distribution):
         self._package = package
 
     def read_text(self, filename: str) -> str | None:
-        """The text of METADATA and top_level.txt; None for any other file."""
+        """Return the text of METADATA and top_level.txt; None for any other file."""
         if filename == "METADATA":
             # Nothing is imported for it: whatever reads entry points reads this, also while the
             # modules themselves are being imported.

@@ -35,14 +35,14 @@ class Asked(NamedTuple):
     dropout_p: float
 
     def score(self) -> list[scores.Score] | None:
-        """The score: the cap first and then ALiBi."""
+        """Return the score: the cap first and then ALiBi."""
         steps = [scores.softcap(self.cap)] if self.cap > 0 else []
         if self.slopes is not None:
             steps.append(scores.alibi(self.slopes))
         return steps or None
 
     def keywords(self, seed: Tensor | None = None) -> dict[str, Any]:
-        """The keywords of ``tilewise.attention``."""
+        """Return the keywords of ``tilewise.attention``."""
         words = {"mask": self.mask, "score": self.score(), "scale": self.scale}
         return words if seed is None else {**words, "dropout_p": self.dropout_p, "seed": seed}
 
@@ -57,7 +57,7 @@ def read(
     softcap: float,
     alibi_slopes: Tensor | None,
 ) -> Asked:
-    """The flags of a call with so many sequences and query heads.
+    """Return the flags of a call with so many sequences and query heads.
 
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.

@@ -22,7 +22,7 @@ __all__ = [
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """The rows ``input[indices]``: input [rows, ...], indices integer [n] -> [n, ...].
+    """Return the rows ``input[indices]``: input [rows, ...], indices integer [n] -> [n, ...].
 
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
@@ -52,7 +52,7 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The rows of a padded batch that masks keep, packed.
+    """Return the rows of a padded batch that masks keep, packed.
 
     Args:
         hidden_states: [B, S, ...].

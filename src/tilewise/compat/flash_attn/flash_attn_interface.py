@@ -263,7 +263,7 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def _unpacked(name: str, tensor: Tensor, shape: str, count: int) -> tuple[Tensor, ...]:
-    """The views of a packed tensor, whose third dimension from the end counts them."""
+    """Return the views of a packed tensor, whose third dimension from the end counts them."""
     check_tensor(name, tensor, shape)
     if tensor.shape[-3] != count:
         raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", shape)

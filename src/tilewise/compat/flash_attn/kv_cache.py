@@ -153,7 +153,7 @@ def _cache(
     cache_leftpad: Tensor | None,
     block_table: Tensor | None,
 ) -> Cache:
-    """The cache as it is before anything is appended."""
+    """Return the cache as it is before anything is appended."""
     batch, device = q.shape[0], q.device
     caches, rows = k_cache.shape[:2]
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):

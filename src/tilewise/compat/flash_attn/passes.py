@@ -284,7 +284,7 @@ def _passed(name: str, found: Answer, q: Tensor, k: Tensor, v: Tensor) -> Passed
 
 
 def _seed_of(rng_state: Tensor | None, asked: Asked) -> Tensor | None:
-    """The seed of the forward pass; None without dropout."""
+    """Return the seed of the forward pass; None without dropout."""
     if not asked.dropout_p:
         return None
     required = "what the forward pass returned, an int64 tensor [2], as dropout_p is not 0"
@@ -319,7 +319,7 @@ def _check_rows(
 def _checked(
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, q: Tensor, k: Tensor, v: Tensor
 ) -> list[Tensor | None]:
-    """The buffers of the gradients, which have room for them."""
+    """Return the buffers of the gradients, which have room for them."""
     for name, buffer, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
         if buffer is None:
             continue

@@ -140,7 +140,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def _places(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """The position of each row: [S], [B, S] or packed [T]."""
+    """Return the position of each row: [S], [B, S] or packed [T]."""
     if isinstance(seqlen_offsets, bool) or not isinstance(seqlen_offsets, (int, Tensor)):
         came = f"a {type(seqlen_offsets).__name__}"
         raise InvalidType("seqlen_offsets", came, "an integer or an integer tensor [B]")

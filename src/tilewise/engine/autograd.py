@@ -91,7 +91,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *rest: Any) -> Any:
-        """The gradients that autograd asks for, in the order of forward's arguments."""
+        """Return the gradients that autograd requests, in the order of forward's arguments."""
         # Those of stats, max_logit, entropy and top_key, as far as the call had them.
         grad_entropy = rest[2] if len(rest) > 1 else None
         out, lse, stats, q, k, v, sinks, cu_q, cu_k, *captured = ctx.saved_tensors

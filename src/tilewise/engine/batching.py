@@ -54,7 +54,7 @@ class _Part(NamedTuple):
     flags: list[bool]
 
     def of_call(self, index: int) -> list[Any]:
-        """The tensors of one call."""
+        """Return the tensors of one call."""
         return [x.select(0, index) if flag else x for x, flag in zip(*self, strict=True)]
 
 
@@ -144,7 +144,7 @@ def _roles(call: Call, count: int) -> tuple[Role, ...]:
 def _alike(
     call: Call, needs: tuple[bool, ...] | None, u: _Part, x: _Part
 ) -> list[tuple[Role, bool]] | None:
-    """The role of each tensor of a call, and whether it differs from call to call.
+    """Return the role of each tensor of a call, and whether it differs from call to call.
 
     A leaf does if its tangent does, or if each call has a gradient of its own for it. None where
     the calls cannot be folded.
@@ -168,7 +168,7 @@ def _fold(
     parts: list[_Part],
     alike: list[tuple[Role, bool]],
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """The results of one call of the whole batch."""
+    """Return the results of one call of the whole batch."""
     rows, u, x = parts
     batch = call.plan.problem.batch
     of_leaves = call.leaves(alike)
@@ -214,7 +214,7 @@ def _folded(
     varied: bool,
     dim: int = 0,
 ) -> Tensor:
-    """A tensor of the folded call.
+    """Return a tensor of the folded call.
 
     Args:
         tensor: with the vmapped dimension first, if ``flag``.
@@ -244,7 +244,7 @@ def _common(tensor: Tensor, role: Role) -> bool:
 
 
 def _plan(call: Call, calls: int, alike: list[tuple[Role, bool]]) -> Plan:
-    """The plan of the folded call, by the same backend."""
+    """Return the plan of the folded call, by the same backend."""
     problem, first = call.plan.problem, 6 + call.masks
     varied = [role == "indexed" and differs for role, differs in alike]
     programs = []

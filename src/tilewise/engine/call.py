@@ -135,7 +135,7 @@ def reader() -> Callable[[Tensor, Tensor, Tensor], Hashable]:
 
 @left_alone
 def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked, wrapped: bool = False) -> Plan:
-    """The plan of a call, made at its first time.
+    """Return the plan of a call, made at its first time.
 
     Args:
         q: of the call.
@@ -182,7 +182,7 @@ def _tensors_key(asked: Asked) -> tuple[Any, ...]:
 
 @left_alone
 def make_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
-    """The plan of a call, from nothing.
+    """Return the plan of a call, from nothing.
 
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
@@ -204,7 +204,7 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
 
 
 def build_problem(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Problem:
-    """The problem of a call, checked (all but captured tensors and values)."""
+    """Return the problem of a call, checked (all but captured tensors and values)."""
     problem = _problem_of(q, k, v, asked)
     check_call_scales(problem, asked.scales)
     return problem
@@ -266,7 +266,7 @@ def build_operands(
     seed: int | Tensor | None,
     out_alone: bool = False,
 ) -> Operands:
-    """The operands in kernel form; captured tensors, cu_seqlens and seed are checked.
+    """Return the operands in kernel form; captured tensors, cu_seqlens and seed are checked.
 
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
@@ -324,7 +324,7 @@ def build_operands(
 
 
 def with_scales(operands: Operands, scales: Scales, problem: Problem) -> Operands:
-    """The operands with the scales of a call in kernel form."""
+    """Return the operands with the scales of a call in kernel form."""
     heads = (problem.heads, problem.kv_heads, problem.kv_heads)
     q, k, v = lower_scales(scales, problem.batch, heads)
     return operands._replace(q_scale=q, k_scale=k, v_scale=v)
@@ -346,7 +346,7 @@ def _stay_on_device(problem: Problem, asked: Asked) -> bool:
 
 
 def _unread_extent(problem: Problem) -> Extent:
-    """The extent of a variable-length call whose lengths only the kernels know."""
+    """Return the extent of a variable-length call whose lengths only the kernels know."""
     return Extent(problem.batch, problem.heads, 0, 0, ragged=True)
 
 

@@ -17,7 +17,7 @@ __all__ = ["PLANS", "PlanCache", "candidates", "plan_problem", "warn_slow"]
 
 
 def plan_problem(problem: Problem, backend: str | None = None) -> Plan:
-    """The plan for a problem.
+    """Return the plan for a problem.
 
     Args:
         problem: what is asked.
@@ -54,7 +54,7 @@ def plan_problem(problem: Problem, backend: str | None = None) -> Plan:
 
 
 def _choose(asked: list[Candidate], problem: Problem) -> Choice:
-    """The choice; costs are predicted only where there is one."""
+    """Return the choice; costs are predicted only where there is one."""
     able = [each for each in asked if not each.reasons and not each.last_resort]
     if len(able) < 2:
         return choose(asked)
@@ -128,7 +128,7 @@ class PlanCache:
         self._lock = Lock()
 
     def find(self, key: Hashable) -> Plan | None:
-        """The plan of a key that is not among the young ones, if there is one."""
+        """Return the plan of a key that is not among the young ones, if there is one."""
         plan = self.young.get(key) or self._old.get(key)
         if plan is not None:
             self.add(key, plan)

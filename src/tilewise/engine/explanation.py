@@ -56,7 +56,7 @@ class Explanation(NamedTuple):
 def told(
     problem: Problem, backend: str, tiles: Tiles, mask_text: str, score_text: str
 ) -> list[str]:
-    """The lines that say what is asked, and how it is done."""
+    """Return the lines that say what is asked, and how it is done."""
     sizes = [f"{name} {value}" for name, value in zip(_SIZES, problem[:7], strict=True)]
     dtype = str(problem.dtype).removeprefix("torch.")
     pages = [("pages", f"of {problem.page_size} keys")] if problem.page_size else []
@@ -80,7 +80,7 @@ def told(
 
 
 def spoken(mask_text: str) -> str:
-    """The text of a mask with the usual bands by the names that ``--mask`` gives them."""
+    """Return the text of a mask with the usual bands by the names that ``--mask`` gives them."""
     return _BAND.sub(_named_band, mask_text)
 
 
@@ -100,7 +100,7 @@ def _aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def chip_of(device: torch.device) -> Chip | None:
-    """The row of the chip of a device; None where the table has none.
+    """Return the row of the chip of a device; None where the table has none.
 
     Args:
         device: a processor's row is what it says of itself, and what was measured of it.
@@ -115,7 +115,7 @@ def chip_of(device: torch.device) -> Chip | None:
 
 
 def row_of(name: str, memory_bytes: int) -> Chip | None:
-    """The row of a GPU by the name that its driver gives it, e.g. "NVIDIA A100-SXM4-80GB".
+    """Return the row of a GPU by the name that its driver gives it, e.g. "NVIDIA A100-SXM4-80GB".
 
     Args:
         name: of the device.

@@ -29,7 +29,7 @@ class Call:
     masks: int
 
     def operands(self, x: Sequence[Any]) -> Operands:
-        """The operands of flat tensors."""
+        """Return the operands of flat tensors."""
         q, k, v, sinks, cu_q, cu_k, *captured = x
         mask_tensors, score_tensors = captured[: self.masks], captured[self.masks :]
         return Operands(
@@ -41,12 +41,12 @@ class Call:
         return (*per_tensor[:4], *per_tensor[6 + self.masks :])
 
     def spread(self, per_leaf: Sequence[Any]) -> tuple[Any, ...]:
-        """The inverse of ``leaves``, with None for the other tensors."""
+        """Return the inverse of ``leaves``, with None for the other tensors."""
         return (*per_leaf[:4], *(None,) * (2 + self.masks), *per_leaf[4:])
 
 
 def flat(operands: Operands) -> tuple[Tensor | None, ...]:
-    """The tensors of operands in the order of ``Call``."""
+    """Return the tensors of operands in the order of ``Call``."""
     q, k, v, mask_tensors, score_tensors, sinks, cu_q, cu_k, *_ = operands
     return (q, k, v, sinks, cu_q, cu_k, *mask_tensors, *score_tensors)
 
@@ -58,12 +58,12 @@ def split(call: Call, rest: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]
 
 
 def needs_of(flags: Sequence[bool]) -> Needs:
-    """The needs of leaves, from a flag for each."""
+    """Return the needs of leaves, from a flag for each."""
     return Needs(flags[0], flags[1], flags[2], tuple(flags[4:]), flags[3])
 
 
 def wanted(call: Call, grads: Grads, needs: Sequence[bool], x: Tensors) -> tuple[Tensor, ...]:
-    """The gradients that are needed, each in its leaf's dtype."""
+    """Return the gradients that are needed, each in its leaf's dtype."""
     found = (grads.q, grads.k, grads.v, grads.sinks, *grads.score_tensors)
     return tuple(
         torch.zeros_like(leaf) if grad is None else grad.to(leaf.dtype)

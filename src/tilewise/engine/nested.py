@@ -33,7 +33,7 @@ def any_nested(q: Any, k: Any, v: Any) -> bool:
 
 
 def packed(q: Any, k: Any, v: Any, asked: Asked) -> Packed:
-    """The variable-length call that a nested one is.
+    """Return the variable-length call that a nested one is.
 
     Raises:
         InvalidArgument: a tensor is not nested, not of the form, or has holes; k and v have other
@@ -62,7 +62,7 @@ def packed(q: Any, k: Any, v: Any, asked: Asked) -> Packed:
 
 
 def nested(result: Result, q: Any) -> Result:
-    """A variable-length result with its rows nested as those of q; ``stats`` stay packed."""
+    """Return a variable-length result with its rows nested as those of q; ``stats`` stay packed."""
 
     def of_rows(values: Tensor | None) -> Any:
         if values is None:

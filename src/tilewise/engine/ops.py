@@ -193,7 +193,7 @@ def _attention(
 
 
 def returned(result: Result, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A result as an op returns it; ``promised`` says how."""
+    """Return a result as an op returns it; ``promised`` says how."""
     max_logit, entropy, top_key = (
         _absent(like) if found is None else _own(found)
         for found, like in zip(result[3:], (result.lse, result.lse, _KEYS), strict=True)

@@ -27,7 +27,7 @@ BACKEND_NAMES = tuple(entry.name for entry in _ENTRIES)
 
 @cache
 def load(name: str) -> Backend:
-    """The backend of that name, one instance per process."""
+    """Return the backend of that name, one instance per process."""
     entry = next(entry for entry in _ENTRIES if entry.name == name)
     backend: Backend = getattr(import_module(entry.module), entry.class_name)()
     return backend

@@ -310,7 +310,7 @@ def _check_plan_pages(problem: Problem, pages: Pages) -> None:
 
 
 def _asked_of(plan: Plan, asked: Asked) -> Asked:
-    """The keywords of a call with those of its plan filled in."""
+    """Return the keywords of a call with those of its plan filled in."""
     problem = plan.problem
     mask, score = asked.mask, asked.score
     return asked._replace(

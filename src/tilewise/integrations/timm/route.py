@@ -72,7 +72,7 @@ class Routed(nn.Module):
     _tilewise_was_fused: bool
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        """The layer's own, with tilewise where it calls torch's function."""
+        """Run the layer's own forward, with tilewise where it calls torch's function."""
         if functional.scaled_dot_product_attention is not TORCH:
             _note(self._tilewise_report, _ELSEWHERE)
             return super().forward(*args, **keywords)
@@ -97,7 +97,7 @@ class _RoutedWindows(Routed):
 
 
 def routed_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class that a layer has while it is switched on; the same one every time."""
+    """Return the class that a layer has while it is switched on; the same one every time."""
     made = _MADE.get(kind)
     if made is None:
         windows = any(f"{each.__module__}.{each.__qualname__}" == _WINDOWS for each in kind.__mro__)
@@ -108,7 +108,7 @@ def routed_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def unrouted_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class that ``routed_class`` was given."""
+    """Return the class that ``routed_class`` was given."""
     found: type[nn.Module] = kind.__bases__[1]
     return found
 

@@ -72,7 +72,7 @@ def unregister() -> None:
 
 
 def _interfaces() -> tuple[tuple[Any, str, Any], ...]:
-    """The interfaces of transformers, each with a name and the function for it."""
+    """Return the interfaces of transformers, each with a name and the function for it."""
     try:
         from transformers import AttentionInterface, AttentionMaskInterface, __version__
         from transformers.masking_utils import eager_mask

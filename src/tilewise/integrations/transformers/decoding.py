@@ -27,7 +27,7 @@ _CHANGES = ("position_bias", "head_mask", "output_attentions", "cache")
 
 
 def paged_caches(model: Any, *, pages: int, page_size: int, **keywords: Any) -> list[PagedKVCache]:
-    """A cache for each layer of a model, with a window where the layer has one.
+    """Return a cache for each layer of a model, with a window where the layer has one.
 
     Args:
         model: a decoder of transformers; its config says what its layers are.
@@ -52,7 +52,7 @@ def paged_caches(model: Any, *, pages: int, page_size: int, **keywords: Any) -> 
 
 
 def paged_step(model: Any) -> Step:
-    """The step of a model, for ``generate``: one call of it over packed tokens.
+    """Return the step of a model, for ``generate``: one call of it over packed tokens.
 
     Args:
         model: a decoder made with ``attn_implementation="tilewise_paged"``, in evaluation mode.
@@ -113,7 +113,7 @@ def paged_forward(
     tilewise_attend: Attend | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of ``AttentionInterface``, over the caches of a ``paged_step``.
+    """Return the attention function of ``AttentionInterface``, over the caches of a ``paged_step``.
 
     The arguments are those of ``attention_forward``, of one batch item that packs all sequences.
 
@@ -172,7 +172,7 @@ def _absent(value: object) -> bool:
 
 
 def _windows(config: Any) -> list[int | None]:
-    """The window of each layer; None for all keys."""
+    """Return the window of each layer; None for all keys."""
     layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     if types is None:

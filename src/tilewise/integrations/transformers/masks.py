@@ -189,7 +189,7 @@ def _is_traced(tensor: Tensor) -> bool:
 
 
 def _padding(real: Tensor, first: int, keys: int) -> Mask | None:
-    """The keys that are no padding; None where all are seen to be real."""
+    """Return the keys that are no padding; None where all are seen to be real."""
     if real.dim() != 2:
         raise InvalidArgument("attention_mask", f"shape {tuple(real.shape)}", "[B, positions]")
     real = real[:, first : first + keys].bool()

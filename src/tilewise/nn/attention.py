@@ -192,7 +192,7 @@ class Attention(nn.Module):
         return merged
 
     def extra_repr(self) -> str:
-        """The settings that the submodules do not show."""
+        """Return the settings that the submodules do not show."""
         parts = [f"heads={self.heads}", f"kv_heads={self.kv_heads}", f"head_dim={self.head_dim}"]
         optional = {"rotary": self.rotary, "mask": self.mask, "score": self.score}
         parts += [f"{name}={value!r}" for name, value in optional.items() if value is not None]

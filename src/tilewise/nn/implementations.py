@@ -85,7 +85,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> Tensor:
 def with_statistics(
     q: Tensor, k: Tensor, v: Tensor, ask: Ask, name: Implementation
 ) -> tuple[Tensor, SoftmaxStats]:
-    """The output of an implementation, and what the softmax of each row looked like.
+    """Return the output of an implementation, and what the softmax of each row looked like.
 
     Raises:
         Unsupported: an implementation other than ``"tilewise"``, whose kernels say nothing of it.
@@ -100,7 +100,7 @@ def with_statistics(
 
 
 def with_weights(q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
-    """The plain implementation's output and its weights, those that dropout left.
+    """Return the plain implementation's output and its weights, those that dropout left.
 
     Args:
         q: [B, Hq, M, D].
@@ -116,7 +116,7 @@ def with_weights(q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Ten
 
 
 def _written_out(q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The output, the weights, and which rows see a key (None for all), [.., M, 1]."""
+    """Return the output, the weights, and which rows see a key (None for all), [.., M, 1]."""
     if q.shape[1] != k.shape[1]:
         k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
     weights, alive = _weights(q, k, ask)
@@ -154,7 +154,7 @@ _IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Ask], Tensor]] = {
 
 
 def implementation_of(name: str) -> Callable[[Tensor, Tensor, Tensor, Ask], Tensor]:
-    """The function of an implementation: (q, k, v, ask) -> out, [B, H, S, D] all.
+    """Return the function of an implementation: (q, k, v, ask) -> out, [B, H, S, D] all.
 
     Raises:
         InvalidArgument: there is none of this name.
@@ -167,7 +167,7 @@ def implementation_of(name: str) -> Callable[[Tensor, Tensor, Tensor, Ask], Tens
 
 
 def _block(q: Tensor, k: Tensor) -> Block:
-    """The whole score matrix as one block."""
+    """Return the whole score matrix as one block."""
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
     floats = statistics_dtype(q.dtype)
     return Block(range(queries), range(keys), queries, keys, range(batch), range(heads), floats)
@@ -188,7 +188,7 @@ def _visible(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _scored(score: Score, scores: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """The scores (broadcastable to [B, Hq, M, N]) after the score's program."""
+    """Return the scores (broadcastable to [B, Hq, M, N]) after the score's program."""
     captured = lower_score(score.program, score.captured, _extent(q, k), q.dtype, q.device)
     return apply_score(score.program, captured, scores, _block(q, k))[0]
 

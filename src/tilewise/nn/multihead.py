@@ -137,7 +137,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return self.dropout if self.training else 0.0
 
     def _keywords(self, masks: Masks) -> dict[str, Any]:
-        """The keywords of a call of the kernel."""
+        """Return the keywords of a call of the kernel."""
         dropout_p = self._dropout()
         if dropout_p == 1.0:  # everything is dropped
             return {"mask": _NOTHING}

@@ -33,7 +33,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(name: str, nested: Any) -> Rows:
-    """The rows of a nested tensor; of a jagged one they are its own memory.
+    """Return the rows of a nested tensor; of a jagged one they are its own memory.
 
     Raises:
         InvalidArgument: it is not nested, or not of the form.

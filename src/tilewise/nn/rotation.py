@@ -94,7 +94,7 @@ def rotary(
 
 
 def longest(*positions: Tensor) -> Tensor | None:
-    """The largest of some positions and 1, [1] or [B, 1]; None where there are none."""
+    """Return the largest of some positions and 1, [1] or [B, 1]; None where there are none."""
     found = None
     for each in positions:
         if each.shape[-1]:

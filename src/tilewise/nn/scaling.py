@@ -53,7 +53,7 @@ class RotaryScaling(ABC):
 
     @abstractmethod
     def frequencies(self, base: float, exponents: Tensor, length: Tensor | None) -> Tensor:
-        """The angle per position of every channel pair, in radians.
+        """Return the angle per position of every channel pair, in radians.
 
         Args:
             base: of the geometric series.
@@ -190,7 +190,7 @@ class YarnScaling(RotaryScaling):
         return unscaled * (1 - ramp) + unscaled / self.factor * ramp
 
     def _index(self, turns: float, base: float, dim: int) -> float:
-        """The index, not whole, of the pair that turns so often within L0."""
+        """Return the index, not whole, of the pair that turns so often within L0."""
         return dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
 

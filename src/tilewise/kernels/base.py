@@ -66,7 +66,7 @@ class Backend(ABC):
 
     @abstractmethod
     def tiles(self, problem: Problem) -> Tiles:
-        """The blocks in which it would be done."""
+        """Return the blocks in which it would be done."""
 
     def loops(self, problem: Problem, family: str = "") -> Loops:
         """Return which loops it would run, for the account of bytes: those of the reference here.
@@ -81,7 +81,7 @@ class Backend(ABC):
 
     @abstractmethod
     def forward(self, problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
-        """The forward pass; what it gives has the statistics that are asked for."""
+        """Run the forward pass; its result has the requested statistics."""
 
     @abstractmethod
     def backward(
@@ -94,7 +94,7 @@ class Backend(ABC):
         needs: Needs,
         grad_entropy: Tensor | None = None,
     ) -> Grads:
-        """The backward pass: the gradients that ``needs`` names.
+        """Run the backward pass: return the gradients that ``needs`` names.
 
         Args:
             problem: what was asked.

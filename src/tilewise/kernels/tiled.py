@@ -23,11 +23,11 @@ class TiledBackend(Backend):
         return raw_reasons(problem)
 
     def tiles(self, problem: Problem) -> Tiles:
-        """The blocks of the reference."""
+        """Return the blocks of the reference."""
         return Tiles(tiled.WALK.query_tile, tiled.WALK.key_tile)
 
     def forward(self, problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
-        """The forward pass (see ``reference.tiled.forward``)."""
+        """Run the forward pass (see ``reference.tiled.forward``)."""
         with _plain_arithmetic(problem):
             return tiled.forward(problem, operands, statistics)
 
@@ -41,7 +41,7 @@ class TiledBackend(Backend):
         needs: Needs,
         grad_entropy: Tensor | None = None,
     ) -> Grads:
-        """The backward pass (see ``reference.tiled.backward``)."""
+        """Run the backward pass (see ``reference.tiled.backward``)."""
         with _plain_arithmetic(problem):
             return tiled.backward(
                 problem, operands, result, grad_out, grad_lse, needs, grad_entropy

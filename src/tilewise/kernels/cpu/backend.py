@@ -93,7 +93,7 @@ class CpuBackend(Backend):
         return Loops(tile, "keys_outside", (64, chunk), split_keys=split, shared=True)
 
     def forward(self, problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
-        """The forward pass."""
+        """Run the forward pass."""
         return self.prepare(problem).forward(operands, statistics)
 
     def backward(
@@ -106,12 +106,12 @@ class CpuBackend(Backend):
         needs: Needs,
         grad_entropy: Tensor | None = None,
     ) -> Grads:
-        """The backward pass."""
+        """Run the backward pass."""
         prepared = self.prepare(problem)
         return prepared.backward(operands, result, grad_out, grad_lse, needs, grad_entropy)
 
     def covers(self, problem: Problem, operands: Operands, grid: Grid) -> Tensor:
-        """The table of a mask, by the core."""
+        """Return the table of a mask, by the core."""
         table = torch.empty(grid[2:], dtype=torch.uint8)
         call = _Call(operands, _loaded(problem))
         arguments = (call.mask, call.sequences, tuple(grid), table.data_ptr())
@@ -169,7 +169,7 @@ def _bounds(program: Program) -> set[int]:
 
 
 def _build(problem: Problem) -> Any:
-    """The core's kernel object for a problem."""
+    """Return the core's kernel object for a problem."""
     dims = tuple(problem[:7])
     kernel = core().Kernel(
         _DTYPES[problem.dtype], dims, problem.scale, problem.dropout_p, problem.layout == "varlen"
@@ -217,7 +217,7 @@ def _sized(tensor: Tensor) -> tuple[int, tuple[int, ...], int, tuple[int, ...]]:
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where its elements lie at no multiple of their size."""
+    """Return the tensor, or a copy where its elements lie at no multiple of their size."""
     return tensor if tensor.data_ptr() % tensor.element_size() == 0 else tensor.clone()
 
 
@@ -366,7 +366,7 @@ class _Kernel:
         return Result(out, lse, stats, *more)
 
     def output(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The output of a plain call: ``forward`` without what nobody asked for."""
+        """Return the output of a plain call: ``forward`` without what nobody asked for."""
         out = self._room_for(q)
         self._output(self._kernel, threads(), q, k, v, out)
         return out
@@ -500,7 +500,7 @@ class _Kernel:
         grad_lse: Tensor | None,
         grad_entropy: Tensor | None,
     ) -> Tensor:
-        """The sinks' gradient: -sum over rows of p_sink * delta, p_sink = exp(sink - lse).
+        """Return the sinks' gradient: -sum over rows of p_sink * delta, p_sink = exp(sink - lse).
 
         A gradient of lse is taken from delta. One of the entropy adds to it
         grad * (log p_sink + entropy).

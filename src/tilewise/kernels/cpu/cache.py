@@ -39,7 +39,7 @@ class Cache:
         self.where = private_folder(where)
 
     def find(self, name: str) -> Path | None:
-        """The file of that name; None if it is not there, or not as it was written."""
+        """Return the file of that name; None if it is not there, or not as it was written."""
         path = self.where / name
         try:
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -122,7 +122,7 @@ def state(label: str) -> str:
 
 
 def _address(label: str, described: tuple[object, ...]) -> int:
-    """The address of a program's code, or 0: what the core asks."""
+    """Return the address of a program's code, or 0: what the core asks."""
     outcomes = _memory.outcomes.setdefault(label, {})
     try:
         address = _function(described)
@@ -208,7 +208,7 @@ def _headers() -> str:
 
 
 def _compiler() -> _Compiler:
-    """The compiler that the environment names, or the first that is there."""
+    """Return the compiler that the environment names, or the first that is there."""
     return _compiler_of(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
 
 

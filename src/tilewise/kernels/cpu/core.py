@@ -17,7 +17,7 @@ _BUILD = "in a checkout `./run setup` builds it, elsewhere `pip install .` with 
 
 @cache
 def _load() -> tuple[ModuleType | None, str]:
-    """The module, or None and why not."""
+    """Return the module, or None and why not."""
     torch = importlib.import_module("torch")  # its OpenMP runtime is the one that the core borrows
     try:
         module = importlib.import_module("tilewise._core")
@@ -47,14 +47,14 @@ def absence() -> str | None:
 
 
 def core() -> ModuleType:
-    """The compiled core; call only where ``absence()`` is None."""
+    """Return the compiled core; call only where ``absence()`` is None."""
     module, why = _load()
     assert module is not None, why
     return module
 
 
 def tensor_reader() -> Callable[[Tensor, Tensor, Tensor], Hashable]:
-    """The core's reading of dtypes, devices and sizes of three tensors; they need memory.
+    """Return the core's reading of dtypes, devices and sizes of three tensors; they need memory.
 
     It raises what torch does for tensors that have none, and a TypeError for what is no tensor.
     """

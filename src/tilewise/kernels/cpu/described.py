@@ -62,7 +62,7 @@ class Program(NamedTuple):
 
 
 def program_of(described: tuple[object, ...]) -> Program:
-    """The program from the core's plain tuples."""
+    """Return the program from the core's plain tuples."""
     program = Program(*described)  # type: ignore[arg-type]
     values = []
     for value in [Value(*each) for each in program.values]:

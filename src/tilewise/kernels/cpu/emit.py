@@ -37,7 +37,7 @@ def why_not(program: Program) -> str | None:
 
 
 def emit(program: Program, headers: str) -> str:
-    """The source of ``extern "C" void tilewise_expression(tilewise::ExprFrame*)``.
+    """Return the source of ``extern "C" void tilewise_expression(tilewise::ExprFrame*)``.
 
     Args:
         program: what to compute.
@@ -97,7 +97,7 @@ class _Writer:
         yield "}"
 
     def _keys(self) -> Iterator[str]:
-        """The function that fills the arrays."""
+        """Yield the function that fills the arrays."""
         yield "static void fill(ExprFrame& f, Keys& keys) {"
         yield "  const i64 n0 = f.n0;"
         yield from self._tile(PER_KEY)
@@ -149,7 +149,7 @@ class _Writer:
         yield "}"
 
     def _columns(self) -> Iterator[str]:
-        """The body of the function that goes through the keys with some columns."""
+        """Yield the body of the function that goes through the keys with some columns."""
         use = self.program.use
         yield "  const int width = f.width, count = f.count;"
         yield from self._tile(PER_PAIR)
@@ -312,7 +312,7 @@ class _Writer:
         return f"pick<{_TYPES[self.values[place].kind]}>(t{place}, {_sum(terms)})"
 
     def _held(self, place: int, at: str) -> str:
-        """A value of the tile or of its queries."""
+        """Return a value of the tile or of its queries."""
         value = self.values[place]
         if value.op == "constant":
             if value.kind == _FLOAT:
@@ -377,7 +377,7 @@ class _Writer:
         return [place for place, value in enumerate(self.values) if value.extent == PER_KEY]
 
     def _indices(self, place: int, extent: int) -> list[tuple[int, int]]:
-        """The dimensions of a load whose index has that extent, with the index's place."""
+        """Return the dimensions of a load whose index has that extent, with the index's place."""
         args = self.values[place].args
         return [(dim, arg) for dim, arg in enumerate(args) if self.values[arg].extent == extent]
 

@@ -99,7 +99,7 @@ class GpuBackend(Backend):
         return reasons
 
     def notes(self, problem: Problem) -> tuple[tuple[str, str], ...]:
-        """Each pass of the call with its blocks, and where they come from."""
+        """Return each pass of the call with its blocks, and where they come from."""
         config = _config(problem)
         left_out = {"forward" if decodes(problem) else "decode"}
         if problem.page_size:
@@ -111,7 +111,7 @@ class GpuBackend(Backend):
         )
 
     def tiles(self, problem: Problem) -> Tiles:
-        """The blocks of the forward pass."""
+        """Return the blocks of the forward pass."""
         config = _config(problem)
         if decodes(problem):
             blocks, splitting = config.blocks("decode", problem), config.splitting()
@@ -121,7 +121,7 @@ class GpuBackend(Backend):
         return Tiles(blocks.queries, blocks.keys)
 
     def loops(self, problem: Problem, family: str = "") -> Loops:
-        """A walk over the keys for dQ, and one over the queries for dK and dV."""
+        """Return a walk over the keys for dQ, and one over the queries for dK and dV."""
         config = config_for(family) if family else _config(problem)
         names: tuple[Pass, ...] = ("decode" if decodes(problem) else "forward", "dq", "dkdv")
         forward, dq, dkdv = (
@@ -134,7 +134,7 @@ class GpuBackend(Backend):
         return found._replace(split_keys=config.splitting().size(problem.keys), shared=True)
 
     def forward(self, problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
-        """The forward pass."""
+        """Run the forward pass."""
         return self.prepare(problem).forward(operands, statistics)
 
     def backward(
@@ -147,12 +147,12 @@ class GpuBackend(Backend):
         needs: Needs,
         grad_entropy: Tensor | None = None,
     ) -> Grads:
-        """The backward pass."""
+        """Run the backward pass."""
         prepared = self.prepare(problem)
         return prepared.backward(operands, result, grad_out, grad_lse, needs, grad_entropy)
 
     def covers(self, problem: Problem, operands: Operands, grid: Grid) -> Tensor:
-        """The table of a mask, made on the device of its tensors."""
+        """Return the table of a mask, made on the device of its tensors."""
         from tilewise.kernels.gpu.expressions.variant import variant_of
         from tilewise.kernels.gpu.walk.cover import cover_launches
 

@@ -89,7 +89,7 @@ class Parts(NamedTuple):
     columns: int = 16
 
     def of(self, pass_name: Pass, dtype: torch.dtype, head_dim: int, value_dim: int) -> int:
-        """The columns of a part; 0 where products are not summed in parts."""
+        """Return the columns of a part; 0 where products are not summed in parts."""
         wide = dtype.itemsize > 2
         whole = {
             "forward": self.forward_single if wide else self.forward,
@@ -150,7 +150,7 @@ class Splitting(NamedTuple):
         return max(1, -(-keys // self.size(keys)))
 
     def splits_within(self, keys: int) -> int:
-        """The most splits of any sequence of up to so many keys."""
+        """Return the most splits of any sequence of up to so many keys."""
         return max(1, min(self.most, -(-keys // self.least)))
 
 
@@ -191,7 +191,7 @@ _Row: TypeAlias = tuple[Blocks, Blocks, Blocks, Blocks]
 
 
 def _rows(text: str) -> dict[tuple[str, str], _Row]:
-    """The lines "table pass", then "queries x keys / warps / stages" for each of WIDTHS."""
+    """Return the lines "table pass", then "queries x keys / warps / stages" for each of WIDTHS."""
     rows = {}
     for line in text.strip().splitlines():
         table, name, *cells = line.split()
@@ -339,7 +339,7 @@ class Config(NamedTuple):
     parts: Parts | None = None
 
     def blocks(self, pass_name: Pass, problem: Problem) -> Blocks:
-        """The blocks of a pass for a problem."""
+        """Return the blocks of a pass for a problem."""
         for name, blocks in self.overrides:
             if name == pass_name:
                 return blocks
@@ -387,7 +387,7 @@ def place_of(pass_name: Pass, problem: Problem) -> Place:
 
 
 def _class_of(head_dim: int, value_dim: int) -> int:
-    """The width whose row of the table holds for these; LARGEST_WIDTH is not exceeded."""
+    """Return the width whose row of the table holds for these; LARGEST_WIDTH is not exceeded."""
     widest = max(padded(head_dim), padded(value_dim))
     return next(width for width in WIDTHS if widest <= width)
 
@@ -406,7 +406,7 @@ def _is_scattered(problem: Problem) -> bool:
 
 
 def padded(width: int) -> int:
-    """A width as kernels hold it: the next power of two, at least 16."""
+    """Return a width as kernels hold it: the next power of two, at least 16."""
     return max(_LEAST, 1 << (width - 1).bit_length())
 
 
@@ -420,7 +420,7 @@ def tiles_for(
     has_variant: bool,
     scattered: bool = False,
 ) -> Blocks:
-    """The blocks of a pass, small enough for the shared memory of the family.
+    """Return the blocks of a pass, small enough for the shared memory of the family.
 
     Args:
         family: a name of FAMILIES.
@@ -482,7 +482,7 @@ def holds(family: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> boo
 def _fitting(
     blocks: Blocks, pass_name: Pass, chip: Family, itemsize: int, head_dim: int, value_dim: int
 ) -> Blocks:
-    """The blocks with fewer stages, then smaller, until they fit."""
+    """Return the blocks with fewer stages, then smaller, until they fit."""
     while shared_need(pass_name, blocks, itemsize, head_dim, value_dim) > chip.shared_bytes:
         queries, keys, warps, stages = blocks
         if stages > 1:
@@ -497,7 +497,7 @@ def _fitting(
 
 
 def family_of(device: torch.device) -> str | None:
-    """The family of the chip of a device; None where it is of none that is known.
+    """Return the family of the chip of a device; None where it is of none that is known.
 
     The CPU's is the interpreter. Chips newer than a family of their kind run its code's blocks.
     """
@@ -521,7 +521,7 @@ def _cuda_family(capability: int) -> str | None:
 
 
 def config_for(family: str, measured: Found = NOTHING) -> Config:
-    """The configuration of a family, with the precision that torch allows at this time.
+    """Return the configuration of a family, with the precision that torch allows at this time.
 
     Args:
         family: a name of FAMILIES.

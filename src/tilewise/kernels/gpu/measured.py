@@ -32,7 +32,7 @@ def chip_of(device: torch.device) -> str:
 
 
 def measured_on(chip: str, family: str) -> Found:
-    """The measured blocks of a chip; the file is read at the first call."""
+    """Return the measured blocks of a chip; the file is read at the first call."""
     return STORE.find(chip, family, why_unfit)
 
 

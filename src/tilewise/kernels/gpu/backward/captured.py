@@ -97,7 +97,7 @@ class _Captured:
         self.lists: dict[bool, dict[str, Any]] = {}
 
     def launches(self, load: _Load) -> list[Launch]:
-        """The launches of one load."""
+        """Return the launches of one load."""
         axes = load.form.axes
         if axes is not None and {"m", "n"} <= axes.keys():
             return [self._pairs(load, axes)]
@@ -301,14 +301,14 @@ def _strides(out: Tensor, axes: dict[str, int], names: str) -> tuple[int, ...]:
 
 
 def _line_strides(sums: Tensor) -> tuple[int, int, int]:
-    """Strides along (b, h, line) of sums of lines; of diagonals, along (b, h, tile)."""
+    """Return strides along (b, h, line) of sums of lines; of diagonals, along (b, h, tile)."""
     if sums.dim() == 2:
         return 0, sums.stride(0), 1
     return sums.stride(0), sums.stride(1), sums.stride(2)
 
 
 def number_launch(fixed: Tensor, factors: Tensor | None, out: Tensor, add: bool) -> Launch:
-    """The launch that puts numbers into a gradient."""
+    """Return the launch that puts numbers into a gradient."""
     count = out.numel()
     arguments = {"fixed": fixed, "factors": factors, "out": out, "count": count}
     constants = {"BLOCK": _ELEMENTS, "ADD": add}
@@ -318,7 +318,7 @@ def number_launch(fixed: Tensor, factors: Tensor | None, out: Tensor, add: bool)
 def captured_launches(
     call: Backward, wanted: tuple[bool, ...], grads: tuple[Tensor | None, ...]
 ) -> list[Launch]:
-    """The launches that make the gradients of what the score captured.
+    """Return the launches that make the gradients of what the score captured.
 
     Args:
         call: the backward pass; the values of its rows are made by earlier launches.

@@ -41,7 +41,7 @@ class _Positions(NamedTuple):
 
 
 def form_of(indices: Expr, shape: Sequence[int], problem: Problem, *, fits: bool) -> Form:
-    """The form of a load.
+    """Return the form of a load.
 
     Args:
         indices: its indices before clamping, one per dimension.

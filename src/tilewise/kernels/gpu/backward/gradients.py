@@ -205,7 +205,7 @@ class Backward(NamedTuple):
         return (*captures(operands.mask_tensors), *captures(operands.score_tensors))
 
     def _shared(self) -> dict[str, Any]:
-        """The arguments of all walks."""
+        """Return the arguments of all walks."""
         problem, operands = self.problem, self.operands
         return {
             "cu_q": operands.cu_seqlens_q,

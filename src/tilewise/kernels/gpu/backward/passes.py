@@ -398,7 +398,7 @@ def backward_launches(
     config: Config,
     variant: Variant,
 ) -> list[Launch]:
-    """The launches of a backward pass, for tensors on any device; no value is read.
+    """Return the launches of a backward pass, for tensors on any device; no value is read.
 
     Args:
         problem: what was asked.

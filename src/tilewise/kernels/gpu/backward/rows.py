@@ -237,7 +237,7 @@ def row_launches(
     rows: Tensor,
     config: Config,
 ) -> list[Launch]:
-    """The launches that make the values of each row and, where wanted, the sinks' gradient.
+    """Return the launches that make the values of each row and, where wanted, the sinks' gradient.
 
     Args:
         problem: what was asked.

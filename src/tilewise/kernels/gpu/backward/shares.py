@@ -131,7 +131,7 @@ def terms_of(
     FACTOR: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """The shares of a tile of pairs, ``[BLOCK_M, BLOCK_N]``; 0 for those that do not attend.
+    """Return the shares of a tile of pairs, ``[BLOCK_M, BLOCK_N]``; 0 for those that do not attend.
 
     ``queries`` are of ``query_side``, ``keys`` of ``key_side``: they take ``inputs``, which are q,
     k, v, grad_out and the values of rows, and ``strides`` of them. ``place`` is (b, h, begin,

@@ -115,7 +115,7 @@ def spread_pairs_kernel(
 
 @triton.jit
 def line_value(sums, sum_strides, b, h, begin, i, inside, diagonals, DIAGONAL: tl.constexpr):
-    """The sums of lines ``i``; of diagonals, of which the halves of two tiles are parts."""
+    """Return the sums of lines ``i``; of diagonals, of which the halves of two tiles are parts."""
     if DIAGONAL == 0:
         return tl.load(head_of(sums, sum_strides, b, h, begin) + i, mask=inside, other=0.0)
     # Of line i, m - n + (columns of tiles) * DIAGONAL - 1, a diagonal t of tiles has those from

@@ -80,19 +80,19 @@ class Chain:
         self.stages = stages
 
     def score(self) -> Text:
-        """The score after the last stage."""
+        """Return the score after the last stage."""
         written = _Writer(self.stages)
         last = len(self.stages)
         written.enter(last)
         return written.result(f"s{last}")
 
     def gain(self) -> Text:
-        """The derivative with respect to the score before the first stage."""
+        """Return the derivative with respect to the score before the first stage."""
         written = _Writer(self.stages)
         return written.result(*written.slopes(0))
 
     def loads(self) -> list[Text]:
-        """The derivatives with respect to the loads of all stages, in order."""
+        """Return the derivatives with respect to the loads of all stages, in order."""
         found = []
         for place, stage in enumerate(self.stages):
             for load in stage.loads:
@@ -102,7 +102,7 @@ class Chain:
         return found
 
     def load_indices(self) -> list[Text]:
-        """The elements of the loads of all stages, in order."""
+        """Return the elements of the loads of all stages, in order."""
         found = []
         for place, stage in enumerate(self.stages):
             for index in stage.load_indices:
@@ -121,7 +121,7 @@ class _Writer:
         self.uses: dict[str, Any] = {}
 
     def call(self, function: Any, place: int) -> str:
-        """A call of a function of the stage at a place, of what enters it."""
+        """Return a call of a function of the stage at a place, of what enters it."""
         name = function.__name__
         self.uses[name] = function
         return f"{name}(s{place}, {_REST})"
@@ -132,12 +132,12 @@ class _Writer:
             self.lines.append(f"s{at + 1} = {self.call(stage.score, at)}")
 
     def slopes(self, first: int) -> list[str]:
-        """The derivatives of the stages from one on, where they are not 1."""
+        """Return the derivatives of the stages from one on, where they are not 1."""
         self.enter(len(self.stages) - 1)
         later = list(enumerate(self.stages))[first:]
         return [self.call(stage.gain, place) for place, stage in later if stage.gain is not None]
 
     def result(self, *factors: str) -> Text:
-        """The text of a function that gives a product."""
+        """Return the text of a function that gives a product."""
         lines = (*self.lines, f"result = {' * '.join(factors)}")
         return Text(lines, tuple(self.uses.items()))

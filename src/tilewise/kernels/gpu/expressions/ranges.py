@@ -21,7 +21,7 @@ _UNKNOWN = ("zero", "zero", "zero", "size")
 def range_lines(
     program: Program, ranks: Sequence[int], *, of_keys: bool, largest: int
 ) -> Iterator[str]:
-    """The body of ``keys_of`` (of queries m0..m1-1) or of ``queries_of`` (of keys n0..n1-1).
+    """Yield the body of ``keys_of`` (of queries m0..m1-1) or of ``queries_of`` (of keys n0..n1-1).
 
     Args:
         program: of a mask, not empty.

@@ -297,7 +297,7 @@ def _literal(value: bool | int | float) -> str:
 
 
 def _whole_division(op: str, a: _Value, b: _Value) -> str | None:
-    """The text of a division by a positive divisor; None for another one."""
+    """Return the text of a division by a positive divisor; None for another one."""
     if not isinstance(b.known, Interval) or b.known.low <= 0:
         return None
     by_any, by_natural, by_power = _BY_POSITIVE[op]

@@ -138,7 +138,7 @@ def _strides(tensor: Tensor) -> list[int]:
 def variant_of(
     problem: Problem, mask_ranks: tuple[int, ...], score_ranks: tuple[int, ...]
 ) -> Variant:
-    """The functions of a problem's mask and score; the same ones for the same text.
+    """Return the functions of a problem's mask and score; the same ones for the same text.
 
     Args:
         problem: its programs and sizes.
@@ -199,7 +199,7 @@ def _stage(
     leaves: tuple[tuple[str, Interval], ...],
     whole: Program,
 ) -> Variant:
-    """The functions of a stage of a score; ``whole`` is all of it."""
+    """Return the functions of a stage of a score; ``whole`` is all of it."""
     if steps[0].op != RAW:
         return _scored(as_expression(steps, ranks), Source(ranks, exactly_sized(whole), leaves))
     (instr,) = steps
@@ -212,7 +212,7 @@ def _stage(
 
 
 def _chained(stages: Sequence[Variant]) -> Variant:
-    """The functions of a score in several stages."""
+    """Return the functions of a score in several stages."""
     chain = Chain([Stage(x.score, x.gain, x.loads, x.load_indices) for x in stages])
     return Variant(
         score=_of_text("score", chain.score()),
@@ -225,7 +225,7 @@ def _chained(stages: Sequence[Variant]) -> Variant:
 
 
 def _scored(expr: Expr, source: Source) -> Variant:
-    """The functions of a score that is one expression."""
+    """Return the functions of a score that is one expression."""
     whole = differentiate(expr)
     nodes, (_, by_s, *by_loads) = whole.expr
     gain = nodes[by_s]
@@ -258,7 +258,7 @@ def _part(expr: Expr, *outputs: int) -> Expr:
 
 
 def _tables(mask: Program) -> tuple[Table, ...]:
-    """The tables of the program's parts that all have to hold."""
+    """Return the tables of the program's parts that all have to hold."""
     stack: list[tuple[Table, ...]] = []
     for instr in mask:
         if instr.op == "tiles":
@@ -294,7 +294,7 @@ def _function(name: str, parameters: str, lines: Iterable[str], uses: _Uses = ()
 
 @lru_cache(maxsize=2048)
 def _compiled(kind: str, text: str, uses: _Uses) -> Any:
-    """The function ``def <kind>_<hash><text>``, which calls others by the names given.
+    """Return the function ``def <kind>_<hash><text>``, which calls others by the names given.
 
     Triton hashes the sources of these too, and compiles anew where one has changed.
     """

@@ -77,7 +77,7 @@ def sign_int(a):
 
 @triton.jit
 def to_int(a):
-    """A float towards zero; the least integer for what does not fit, NaN included."""
+    """Round a float towards zero; the least integer for what does not fit, NaN included."""
     fits = tl.abs(a) < _LARGEST_INT
     return tl.where(fits, tl.where(fits, a, 0.0).to(tl.int64), tl.cast(_LEAST_INT, tl.int64))
 
@@ -93,13 +93,13 @@ def sign_float(a):
 
 @triton.jit
 def least(a, b):
-    """The lesser one; NaN if one of them is."""
+    """Return the lesser one; NaN if one of them is."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def largest(a, b):
-    """The larger one; NaN if one of them is."""
+    """Return the larger one; NaN if one of them is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -232,7 +232,7 @@ def power(a, b):
 
 @triton.jit
 def clamped(index, size):
-    """The index moved into its dimension, the nearest one."""
+    """Return the index moved into its dimension, the nearest one."""
     return tl.minimum(tl.maximum(index, 0), size - 1)
 
 
@@ -312,7 +312,7 @@ def range_or(one, other):
 
 @triton.jit
 def range_within(found, size):
-    """A range in order, and in [0, size]."""
+    """Return a range in order, and in [0, size]."""
     low = tl.minimum(tl.maximum(found[0], 0), size)
     high = tl.maximum(tl.minimum(found[3], size), low)
     full_low = tl.minimum(tl.maximum(found[1], low), high)

@@ -29,7 +29,7 @@ def constants_of(
     variant: Variant,
     blocks: Blocks,
 ) -> dict[str, Any]:
-    """The constants of every walk over the keys; arguments as for ``forward_launches``."""
+    """Return the constants of every walk over the keys; arguments as for ``forward_launches``."""
     return {
         "SEEN": variant.seen,
         "SCORE": variant.score,
@@ -48,7 +48,7 @@ def constants_of(
 
 
 def finishing_of(problem: Problem, operands: Operands, variant: Variant) -> dict[str, Any]:
-    """The constants of what ends a walk: ``settled``, and the rows of the output."""
+    """Return the constants of what ends a walk: ``settled``, and the rows of the output."""
     return {
         "FOLDED": _folds(problem, operands, variant),
         "DROPOUT": problem.dropout_p > 0,
@@ -64,7 +64,7 @@ def _folds(problem: Problem, operands: Operands, variant: Variant) -> bool:
 
 
 def tensors_of(problem: Problem, operands: Operands, result: Result) -> dict[str, Any]:
-    """The tensors of a call, but for cu_seqlens, and their strides."""
+    """Return the tensors of a call, but for cu_seqlens, and their strides."""
     stats = result.stats
     return {
         "q": operands.q,
@@ -83,7 +83,7 @@ def tensors_of(problem: Problem, operands: Operands, result: Result) -> dict[str
 
 
 def paging_of(problem: Problem, operands: Operands) -> dict[str, Any]:
-    """The block table, the lengths, and the bounds that kernels clamp both to."""
+    """Return the block table, the lengths, and the bounds that kernels clamp both to."""
     held = operands.k.shape[0] if problem.page_size else 1
     return {
         "block_table": operands.block_table,
@@ -94,7 +94,7 @@ def paging_of(problem: Problem, operands: Operands) -> dict[str, Any]:
 
 
 def dropout_of(problem: Problem, operands: Operands) -> dict[str, Any]:
-    """The seed's memory, the threshold as a 32-bit word, and the factor of what is kept."""
+    """Return the seed's memory, the threshold as a 32-bit word, and the factor of what is kept."""
     return {
         "seed": seed_memory(problem, operands),
         "drop_below": word(threshold(problem.dropout_p)),

@@ -61,7 +61,7 @@ _CACHED_BYTES = 32 << 20  # of keys and values, which heads that run together ma
 
 @triton.jit
 def slot_of(tiles, section, lines, REVERSED: tl.constexpr):
-    """The tile and the line (a head of a batch item) of this program.
+    """Return the tile and the line (a head of a batch item) of this program.
 
     Programs are numbered by sections of so many lines, within these by tiles, and then by lines, so
     that those that run together find their keys in the cache. REVERSED: the last tiles come first.
@@ -293,7 +293,7 @@ class Grid(NamedTuple):
 def forward_launches(
     problem: Problem, operands: Operands, result: Result, config: Config, variant: Variant
 ) -> list[Launch]:
-    """The launches that fill a result; nothing here reads a tensor's values.
+    """Return the launches that fill a result; nothing here reads a tensor's values.
 
     Args:
         problem: what is asked.

@@ -407,7 +407,7 @@ class Walk(NamedTuple):
 
 
 def statistics_launch(problem: Problem, operands: Operands, result: Result, walk: Walk) -> Launch:
-    """The launch that fills the statistics of a result, which has memory for them."""
+    """Return the launch that fills the statistics of a result, which has memory for them."""
     blocks = walk.blocks
     operands = with_codes(operands, walk.eight)
     tiles = slots_of(problem, problem.queries, blocks.queries)

@@ -71,7 +71,7 @@ def cover_rectangles(
 def cover_launches(
     problem: Problem, operands: Operands, grid: Grid, table: Tensor, variant: Variant
 ) -> list[Launch]:
-    """The launch that fills a table.
+    """Return the launch that fills a table.
 
     Args:
         problem: with the mask.

@@ -43,7 +43,7 @@ _MOST = tl.constexpr(3.4e38)
 
 
 def eight_bits(problem: Problem, family: str, *, whole_walk: bool = True) -> str:
-    """The constexpr ``EIGHT`` of a problem on a family of chips.
+    """Return the constexpr ``EIGHT`` of a problem on a family of chips.
 
     Args:
         problem: what is asked.
@@ -67,7 +67,7 @@ def with_codes(operands: Operands, eight: str) -> Operands:
 
 
 def scales_of(operands: Operands) -> dict[str, Any]:
-    """The scales as arguments."""
+    """Return the scales as arguments."""
     return {
         "q_scale": operands.q_scale,
         "k_scale": operands.k_scale,
@@ -77,7 +77,7 @@ def scales_of(operands: Operands) -> dict[str, Any]:
 
 @triton.jit
 def decoded(tile, EIGHT: tl.constexpr):
-    """A tile of codes, or of float8, as float16 where EIGHT says so; any other as it is.
+    """Return a tile of codes, or of float8, as float16 where EIGHT says so; any other as it is.
 
     Exponent and fraction of a code, moved to where float16 has them, are a number 2^8 too small.
     """

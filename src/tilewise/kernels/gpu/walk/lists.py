@@ -46,7 +46,7 @@ def tile_lists(
     keys: int,
     by_keys: bool = False,
 ) -> TileLists | None:
-    """The lists for tiles of ``queries`` x ``keys``, or None where the mask has no table.
+    """Return the lists for tiles of ``queries`` x ``keys``, or None where the mask has no table.
 
     A tile that reaches past the last query or key is never full: kernels bound it as they mask it.
 
@@ -87,7 +87,7 @@ def tile_lists(
 def _coarse(
     problem: Problem, covers: Tensor, table: Table, queries: int, keys: int
 ) -> tuple[Tensor, Tensor]:
-    """The least and the most that a table says of the rectangles that each tile touches."""
+    """Return the least and the most that a table says of the rectangles that each tile touches."""
     if covers.dtype is torch.bool:  # of ``blocks``
         covers = covers.to(torch.uint8) * 2
     least = most = covers

@@ -283,7 +283,7 @@ def launch_of(
     constants: dict[str, Any],
     blocks: Blocks | None = None,
 ) -> Launch:
-    """A Launch; arguments that are None are constants."""
+    """Return a Launch; arguments that are None are constants."""
     missing = {name: None for name, value in arguments.items() if value is None}
     present = {name: value for name, value in arguments.items() if value is not None}
     if blocks is None:
@@ -304,7 +304,7 @@ def seed_memory(problem: Problem, operands: Operands) -> Tensor | None:
 
 
 def head_strides(tensor: Tensor, problem: Problem) -> tuple[int, int, int, int]:
-    """Strides along (b, h, row, column) of a tensor with a row per query or key.
+    """Return strides along (b, h, row, column) of a tensor with a row per query or key.
 
     Of keys or values in pages, along (page, h, row of a page, column).
     """
@@ -316,7 +316,7 @@ def head_strides(tensor: Tensor, problem: Problem) -> tuple[int, int, int, int]:
 
 
 def number_strides(tensor: Tensor, problem: Problem) -> tuple[int, int, int]:
-    """Strides along (b, h, m) of a tensor with one number per row, shaped as lse."""
+    """Return strides along (b, h, m) of a tensor with one number per row, shaped as lse."""
     if problem.layout == "dense":
         b, h, row = tensor.stride()
         return b, h, row

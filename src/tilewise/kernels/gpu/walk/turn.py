@@ -85,7 +85,7 @@ def turn_kernel(
 def turn_values(
     problem: Problem, operands: Operands, blocks: Blocks
 ) -> tuple[Operands, list[Launch]]:
-    """The operands with their values turned, and what turns them.
+    """Return the operands with their values turned, and what turns them.
 
     Args:
         problem: what is asked, of a type of 8 bits.

@@ -77,7 +77,7 @@ class Store:
         self._lock = Lock()
 
     def find(self, chip: str, family: str, check: Check) -> Found:
-        """The measured blocks of a chip; ``NOTHING`` where none are there or wanted.
+        """Return the measured blocks of a chip; ``NOTHING`` where none are there or wanted.
 
         Args:
             chip: its maker's name.
@@ -127,7 +127,7 @@ def file_name(chip: str) -> str:
 
 
 def installed_triton() -> str:
-    """The version of Triton, which is not imported for it; "" where none is known."""
+    """Return the version of Triton, which is not imported for it; "" where none is known."""
     for package in _PACKAGES:
         try:
             return metadata.version(package)
@@ -170,7 +170,7 @@ def write(path: Path, tuned: Tuned) -> None:
 
 
 def shown(path: Path) -> str:
-    """A path as people write it: from "~" where it is below the home folder."""
+    """Return a path as people write it: from "~" where it is below the home folder."""
     try:
         return str("~" / path.absolute().relative_to(Path.home()))
     except (RuntimeError, ValueError):
@@ -178,7 +178,7 @@ def shown(path: Path) -> str:
 
 
 def _look(chip: str, family: str, check: Check) -> Found:
-    """The entries of a chip's file, or why there are none."""
+    """Return the entries of a chip's file, or why there are none."""
     try:
         path = path_for(chip)
     except RuntimeError:  # the user has no home folder, and so no file in it

@@ -98,7 +98,7 @@ class Tuned(NamedTuple):
 
 
 def text_of(tuned: Tuned) -> str:
-    """The JSON of a file, with a line's end."""
+    """Return the JSON of a file, with a line's end."""
     values = {"format": FORMAT, "kind": _KIND} | tuned._asdict()
     values["entries"] = [_values_of(entry) for entry in tuned.entries]
     return json.dumps(values, indent=1) + "\n"
@@ -126,7 +126,7 @@ def _six_digits(value: float) -> float:
 
 
 def parse(text: str) -> Tuned:
-    """The file that a text is.
+    """Return the file that a text is.
 
     Raises:
         Malformed: anything in it is not as ``text_of`` writes it.

@@ -78,7 +78,7 @@ class Account(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The name of the dtype in which ours multiplies."""
+        """Return the name of the dtype in which ours multiplies."""
         return self.loops.products or str(self.problem.dtype).removeprefix("torch.")
 
     def seconds(self, traffic: Traffic, chip: Chip) -> Seconds:
@@ -103,7 +103,7 @@ def account(
     operands: Operands | None = None,
     lengths: Sequence[tuple[int, int]] | None = None,
 ) -> Account:
-    """The account of a problem.
+    """Return the account of a problem.
 
     Args:
         problem: what is asked.
@@ -153,7 +153,7 @@ def _backward(problem: Problem, loops: Loops, of: Callable[[tuple[int, int]], Vi
 
 @lru_cache(maxsize=256)
 def cached(problem: Problem, loops: Loops) -> Account:
-    """The account of a problem without tensors in its mask and score, made once."""
+    """Return the account of a problem without tensors in its mask and score, made once."""
     return account(problem, loops)
 
 

@@ -32,7 +32,7 @@ class Operand(NamedTuple):
 
     @property
     def distinct(self) -> int:
-        """Bytes read at least once."""
+        """Return bytes read at least once."""
         return self.read if self.once is None else self.once
 
 
@@ -91,17 +91,17 @@ class Traffic(NamedTuple):
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """Each operand once, summed over the passes, largest first."""
+        """Return each operand once, summed over the passes, largest first."""
         return merged(operand for each in self.passes for operand in each.operands)
 
     @property
     def read(self) -> int:
-        """Bytes from slow to fast memory."""
+        """Return bytes from slow to fast memory."""
         return sum(each.read for each in self.operands)
 
     @property
     def written(self) -> int:
-        """Bytes from fast to slow memory."""
+        """Return bytes from fast to slow memory."""
         return sum(each.written for each in self.operands)
 
     @property

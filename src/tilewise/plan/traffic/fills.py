@@ -79,7 +79,7 @@ def core_forward(
 
 
 def core_backward(problem: Problem, cache_bytes: int, operands: Operands | None = None) -> Traffic:
-    """The fills of the core's backward pass, for keys of one chunk (up to 1087 of them).
+    """Return the fills of the core's backward pass, for keys of one chunk (up to 1087 of them).
 
     A first pass makes delta. Then tiles of 64 queries walk over the keys and values of their head
     and over the sums of dK and dV, N (D + Dv) e of each. Where the cache holds both, they are
@@ -193,7 +193,7 @@ def fills(traffic: Traffic, cache_bytes: int) -> Traffic:
 
 
 def _kept(first: int, between: int, now: int, cache_bytes: int) -> float:
-    """The share of x in 0 .. 1 with (1 - x) first + between + x now <= cache_bytes."""
+    """Return the share of x in 0 .. 1 with (1 - x) first + between + x now <= cache_bytes."""
     left, slope = cache_bytes - between - first, now - first
     if slope == 0:
         return float(left >= 0)

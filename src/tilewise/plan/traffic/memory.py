@@ -98,7 +98,7 @@ def plain_held(problem: Problem, training: bool = True) -> Held:
 
 
 def fit(problem: Problem, room: int, what: str, layers: int = 1, training: bool = True) -> Fit:
-    """The largest batch, or the longest sequence, that fits.
+    """Return the largest batch, or the longest sequence, that fits.
 
     Args:
         problem: dense; all but ``what`` stays as it is.

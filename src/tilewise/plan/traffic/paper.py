@@ -42,7 +42,7 @@ _STORED = 2  # bytes of a number of the unfinished output and dQ, as algorithms 
 
 
 def gpt2_medium(mask: bool = True) -> Problem:
-    """The problem of the figure.
+    """Return the problem of the figure.
 
     Args:
         mask: with a causal mask and dropout, as its standard attention ran; their tiles are visited

@@ -39,7 +39,7 @@ def runs_of(problem: Problem, tile: tuple[int, int]) -> list[tuple[range, range]
 
 
 def _bounds(instr: Instr, rows: range, queries: int, keys: int) -> tuple[int, int]:
-    """The first and last key that any of the rows may see by one leaf."""
+    """Return the first and last key that any of the rows may see by one leaf."""
     if instr.op == "below":
         return 0, int(instr.params[0]) - 1
     if instr.op != "band":

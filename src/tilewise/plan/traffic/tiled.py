@@ -31,7 +31,7 @@ __all__ = [
 
 
 def statistic_bytes(dtype: torch.dtype) -> int:
-    """Bytes of a row statistic: float32's, or float64's for float64."""
+    """Return bytes of a row statistic: float32's, or float64's for float64."""
     return 8 if dtype == torch.float64 else 4
 
 
@@ -82,7 +82,7 @@ class _Sizes:
         )
 
     def captured(self, times: int = 1) -> tuple[Operand, ...]:
-        """The tensors of mask and score, and sinks, for so many walks."""
+        """Return the tensors of mask and score, and sinks, for so many walks."""
         visits = self.visits
         return (
             Operand("mask", times * visits.mask_bytes),

@@ -36,7 +36,7 @@ class Seconds(NamedTuple):
 
 
 def predict(traffic: Traffic, chip: Chip, dtype: str) -> Seconds:
-    """The time of an account.
+    """Return the time of an account.
 
     Args:
         traffic: bytes as they reach memory (``Traffic.behind`` takes the caches out).

@@ -88,7 +88,7 @@ class Visits(NamedTuple):
 
     @property
     def density(self) -> float:
-        """The share of the pairs that is computed; 1 where there are none."""
+        """Return the share of the pairs that is computed; 1 where there are none."""
         return self.pairs / self.all_pairs if self.all_pairs else 1.0
 
     @property
@@ -124,7 +124,7 @@ def visits_of(
     lengths: Sequence[tuple[int, int]] | None = None,
     together: bool = False,
 ) -> Visits:
-    """The visits of a walk.
+    """Return the visits of a walk.
 
     Args:
         problem: what is asked.
@@ -169,7 +169,7 @@ def lengths_of(problem: Problem, operands: Operands) -> list[tuple[int, int]] | 
 def _matrices(
     problem: Problem, operands: Operands | None, lengths: Sequence[tuple[int, int]] | None
 ) -> Iterator[_Matrix]:
-    """The score matrices of a call: one if dense, else one per sequence."""
+    """Yield the score matrices of a call: one if dense, else one per sequence."""
     masks = () if operands is None else operands.mask_tensors
     scores = () if operands is None else operands.score_tensors
     if operands is not None:
@@ -249,7 +249,7 @@ def _visited(matrix: _Matrix, tile: tuple[int, int], together: bool) -> tuple[_C
 
 
 def _runs(problem: Problem, tile: tuple[int, int]) -> _Counts:
-    """The sums of the runs."""
+    """Return the sums of the runs."""
     counts = [0, 0, 0, 0, 0, 0]
     size = problem.page_size
     for rows, keys in runs_of(problem, tile):
@@ -280,7 +280,7 @@ def _looked_up(matrix: _Matrix, tile: tuple[int, int]) -> Tensor | None:
 
 
 def _by_item(matrix: _Matrix) -> Iterator[_Matrix]:
-    """The batch items, each by itself where the tensors of the mask tell them apart."""
+    """Yield the batch items, each by itself where the tensors of the mask tell them apart."""
     problem, tensors = matrix.problem, matrix.mask_tensors
     named = {slot for instr in problem.mask if instr.op != EXPR for slot in instr.slots}
     if problem.batch == 1 or all(tensors[slot].shape[0] == 1 for slot in named):
@@ -312,7 +312,7 @@ def _judged(matrix: _Matrix, tile: tuple[int, int], times: int = 1) -> Tensor:
 
 
 def _of_grid(grid: Tensor, problem: Problem, tile: tuple[int, int]) -> _Counts:
-    """The sums over visited tiles [.., rows, columns]."""
+    """Return the sums over visited tiles [.., rows, columns]."""
     heights, widths = (
         torch.tensor([min(size, total - at) for at in range(0, total, size)], dtype=torch.int64)
         for size, total in zip(tile, (problem.queries, problem.keys), strict=True)

@@ -48,7 +48,7 @@ class Part(NamedTuple):
     page_size: int = 0
 
     def block(self, queries: range, keys: range) -> Block:
-        """A rectangle of this part."""
+        """Return a rectangle of this part."""
         problem = self.problem
         return Block(
             queries,
@@ -105,7 +105,7 @@ def parts(problem: Problem, operands: Operands, walk: Walk | None = None) -> Ite
 
 
 def _row(scale: Tensor | None, b: int) -> Tensor | None:
-    """The scales of sequence ``b``, [1, H]."""
+    """Return the scales of sequence ``b``, [1, H]."""
     return None if scale is None else scale[b : b + 1]
 
 

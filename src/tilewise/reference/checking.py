@@ -78,7 +78,7 @@ def _loads(argument: str, program: Program, captured: Sequence[Tensor]) -> Itera
 
 
 def _positions(instr: Instr, position: int, rank: int) -> Expr:
-    """The indices of a tensor that positions index."""
+    """Return the indices of a tensor that positions index."""
     letters = {"below": "b", "same_document": ("bm", "bn")[position][-rank:]}.get(instr.op)
     graph = Graph()
     if letters is not None:

@@ -37,7 +37,7 @@ def _of_block(
     device: torch.device,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """The results for a block; each broadcasts to ``[B, Hq, m, n]``."""
+    """Return the results for a block; each broadcasts to ``[B, Hq, m, n]``."""
 
     def positions(span: range, dims: int) -> Tensor:
         found = torch.arange(span.start, span.stop, device=device)
@@ -121,7 +121,7 @@ def _extremes(tensor: Tensor, indices: Sequence[Interval]) -> Bounds:
 def scored(
     instr: Instr, tensors: Sequence[Tensor], s: Tensor, block: Block, seen: Tensor | None
 ) -> Tensor:
-    """The scores after the expression; only of the pairs that are seen, and 0 elsewhere.
+    """Return the scores after the expression; only of the pairs that are seen, and 0 elsewhere.
 
     Args:
         instr: the expression.
@@ -161,7 +161,7 @@ def gradient(
     block: Block,
     totals: Sequence[Tensor | None],
 ) -> Tensor:
-    """The gradient before the expression from the one after it.
+    """Return the gradient before the expression from the one after it.
 
     Args:
         instr: the expression.

@@ -33,7 +33,7 @@ def evaluate(
     loads: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """The results of an expression.
+    """Return the results of an expression.
 
     Args:
         expr: what is evaluated.

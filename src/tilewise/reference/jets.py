@@ -64,7 +64,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(part: Part, toward: Part, queries: range, dtype: torch.dtype) -> Rows:
-    """A tile of query rows."""
+    """Return a tile of query rows."""
     span = slice(queries.start, queries.stop)
     q, q_t = (each.operands.q[:, :, span].to(dtype) for each in (part, toward))
     return Rows(queries, q, q_t)
@@ -108,7 +108,7 @@ class JetTile(NamedTuple):
 
 
 def jet_tiles(part: Part, toward: Part, rows: Rows) -> Iterator[JetTile]:
-    """The tiles that the mask leaves for a tile of queries, with their tangents."""
+    """Yield the tiles that the mask leaves for a tile of queries, with their tangents."""
     problem = part.problem
     group = problem.heads // problem.kv_heads
     for tile in key_tiles(part, rows.queries, rows.q):
@@ -187,7 +187,7 @@ def _localise(step: _Step, tensors: Sequence[Tensor], block: Block) -> _Local:
 def _push(
     step: _Step, tensors: Sequence[Tensor], tangents: Sequence[Tensor], block: Block
 ) -> tuple[Tensor, Tensor]:
-    """The scores and tangents after a step: reverse mode of reverse mode is forward mode."""
+    """Return the scores and tangents after a step: reverse mode of reverse mode is forward mode."""
     with torch.enable_grad():
         local = _localise(step, tensors, block)
         if not local.after.requires_grad:

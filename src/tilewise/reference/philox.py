@@ -65,7 +65,7 @@ def philox4x32(
 
 
 def seed_tensor(seed: int | Tensor, device: torch.device) -> Tensor:
-    """The 64 bits of a seed as an int64 tensor of one element on a device."""
+    """Return the 64 bits of a seed as an int64 tensor of one element on a device."""
     if isinstance(seed, Tensor):
         return seed
     signed = seed - 2**64 if seed >= 2**63 else seed
@@ -73,12 +73,12 @@ def seed_tensor(seed: int | Tensor, device: torch.device) -> Tensor:
 
 
 def split_seed(seed: int | Tensor) -> tuple[int | Tensor, int | Tensor]:
-    """The two key words (low, high) of a 64-bit seed, signed or not."""
+    """Return the two key words (low, high) of a 64-bit seed, signed or not."""
     return seed & _MASK32, (seed >> 32) & _MASK32
 
 
 def threshold(dropout_p: float) -> int:
-    """The word below which an element is dropped: ``min(round(p * 2**32), 2**32 - 1)``."""
+    """Return the word below which an element is dropped: ``min(round(p * 2**32), 2**32 - 1)``."""
     return min(round(dropout_p * 2**32), _MASK32)
 
 
@@ -91,7 +91,7 @@ def keep_mask(
     queries: range,
     keys: range,
 ) -> Tensor:
-    """The dropout mask of a block: True where the probability is kept.
+    """Return the dropout mask of a block: True where the probability is kept.
 
     Args:
         seed: 64 bits, as a number or an int64 tensor of one element, which stays on its device.

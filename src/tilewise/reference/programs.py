@@ -36,7 +36,7 @@ def _positions(block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _cut4(tensor: Tensor, block: Block) -> Tensor:
-    """The block of a 4-D tensor whose last two dimensions may be broadcast (size 1)."""
+    """Return the block of a 4-D tensor whose last two dimensions may be broadcast (size 1)."""
     rows = slice(block.queries.start, block.queries.stop) if tensor.size(2) > 1 else slice(None)
     columns = slice(block.keys.start, block.keys.stop) if tensor.size(3) > 1 else slice(None)
     return tensor[:, :, rows, columns]
@@ -191,7 +191,7 @@ def apply_score(
     block: Block,
     seen: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The scores after a score program.
+    """Return the scores after a score program.
 
     Args:
         program: a score program, its instructions applied in order.
@@ -235,7 +235,7 @@ def score_gradient(
     block: Block,
     totals: Sequence[Tensor | None],
 ) -> Tensor:
-    """The gradient before a score program from the one after it.
+    """Return the gradient before a score program from the one after it.
 
     Args:
         program: the program that ``apply_score`` ran.

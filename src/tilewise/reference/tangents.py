@@ -40,7 +40,7 @@ __all__ = ["tangents"]
 
 
 def tangents(problem: Problem, operands: Operands, toward: Operands) -> tuple[Tensor, Tensor]:
-    """The tangents of out and lse.
+    """Return the tangents of out and lse.
 
     Args:
         problem: what was asked.

@@ -214,7 +214,7 @@ def forward_rows(
     statistics: Statistics,
     keys: range | None = None,
 ) -> Result:
-    """The result of a query tile: out ``[B, Hq, m, Dv]``, lse ``[B, Hq, m]``, and so on.
+    """Return the result of a query tile: out ``[B, Hq, m, Dv]``, lse ``[B, Hq, m]``, and so on.
 
     ``keys`` are those that it is over, from the first of a tile of keys on; None for all.
     """

@@ -22,7 +22,7 @@ _PIECE = 32  # terms of a sum that are added up before they meet the others
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the arithmetic for operands of ``dtype``."""
+    """Return the dtype of the arithmetic for operands of ``dtype``."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -40,12 +40,12 @@ def empty_in_order_of(q: Tensor, width: int) -> Tensor:
 
 
 def part_view(tensor: Tensor, rows: slice, problem: Problem) -> Tensor:
-    """The part ``[B, H, S, D]`` of a dense or packed tensor."""
+    """Return the part ``[B, H, S, D]`` of a dense or packed tensor."""
     return tensor[rows] if problem.layout == "dense" else tensor[rows].transpose(0, 1)[None]
 
 
 def part_rows(tensor: Tensor, rows: slice, problem: Problem) -> Tensor:
-    """The part ``[..., B, H, M]`` of a tensor with one number per query row."""
+    """Return the part ``[..., B, H, M]`` of a tensor with one number per query row."""
     if problem.layout == "dense":
         return tensor[..., rows, :, :]
     return tensor[..., rows].unsqueeze(-3)
@@ -57,13 +57,13 @@ def _spans(total: int, size: int) -> Iterator[range]:
 
 
 def query_tiles(part: Part) -> Iterator[range]:
-    """The rows of each tile of queries; none for an empty batch."""
+    """Return the rows of each tile of queries; none for an empty batch."""
     problem = part.problem
     return _spans(problem.queries if problem.batch else 0, part.walk.query_tile)
 
 
 def key_spans(part: Part, keys: range | None = None) -> Iterator[range]:
-    """The keys of each tile of keys, or of those in ``keys``; none for an empty batch."""
+    """Yield the keys of each tile of keys, or of those in ``keys``; none for an empty batch."""
     problem = part.problem
     if keys is None:
         keys = range(problem.keys if problem.batch else 0)
@@ -83,7 +83,7 @@ class Tile(NamedTuple):
 
 
 def key_tiles(part: Part, rows: range, q: Tensor, keys: range | None = None) -> Iterator[Tile]:
-    """The tiles that the mask leaves for a tile of queries, their scores in natural units.
+    """Yield the tiles that the mask leaves for a tile of queries, their scores in natural units.
 
     Only those in ``keys``, if it is given. Hidden pairs score -inf. ``seen`` is None where the
     mask hides nothing.
@@ -184,12 +184,12 @@ def base2(scores: Tensor) -> Tensor:
 
 
 def finite_or_zero(top: Tensor) -> Tensor:
-    """A row maximum to subtract: -inf, of a row that sees no key, becomes 0."""
+    """Return a row maximum to subtract: -inf, of a row that sees no key, becomes 0."""
     return torch.where(top == -math.inf, 0.0, top)
 
 
 def far(exponent: Tensor) -> Tensor:
-    """An exponent whose power of two may be 0, made finite: 0 times it is then 0."""
+    """Return an exponent whose power of two may be 0, made finite: 0 times it is then 0."""
     return exponent.clamp(min=-2000.0)
 
 
@@ -201,7 +201,7 @@ class RowEntropy(NamedTuple):
 
 
 def row_entropy(part: Part, stats: Tensor, moment: Tensor, dtype: torch.dtype) -> RowEntropy:
-    """The entropy of each row and the mean of its logits less the largest, sink included.
+    """Return the entropy of each row and the mean of its logits less the largest, sink included.
 
     With t those differences in base-2 units, entropy = log(sum of 2^t) - ln(2) * mean of t, of
     which neither term is negative.
@@ -250,7 +250,7 @@ def normaliser(
 
 
 def keep_tile(part: Part, block: Block) -> Tensor:
-    """The dropout mask of a tile, bool ``[B, Hq, m, n]``: True where kept."""
+    """Return the dropout mask of a tile, bool ``[B, Hq, m, n]``: True where kept."""
     problem = part.problem
     return keep_mask(
         part.operands.seed,

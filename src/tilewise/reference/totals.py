@@ -44,7 +44,7 @@ class Totals(NamedTuple):
         return Totals(q, k, v, scores, self.sinks)
 
     def grads(self, operands: Operands) -> Grads:
-        """The gradients in the dtypes of their operands."""
+        """Return the gradients in the dtypes of their operands."""
         q, k, v = (
             None if total is None else total.to(t.dtype)
             for total, t in zip(self[:3], operands[:3], strict=True)

@@ -130,7 +130,7 @@ def generate(
 
 
 def _round(step: Step, caches: Sequence[PagedKVCache], running: list[_Running]) -> list[int]:
-    """The next token of each running sequence."""
+    """Return the next token of each running sequence."""
     device = caches[0].k_pages.device
     tokens = [token for one in running for token in one.pending]
     places = [one.length + i for one in running for i in range(len(one.pending))]

@@ -128,11 +128,11 @@ class PagedKVCache:
         return min(every, max(-(-first // self.page_size), later))
 
     def add(self) -> int:
-        """A new sequence without keys."""
+        """Return a new sequence without keys."""
         return self._sequences.add()
 
     def fork(self, sequence: int) -> int:
-        """A new sequence with the keys that one has, in the same pages.
+        """Return a new sequence with the keys that one has, in the same pages.
 
         Raises:
             InvalidArgument: there is no such sequence.

@@ -86,7 +86,7 @@ class Pool:
         self.like = torch.empty(0, width, dtype=dtype, device=device)
 
     def _bytes(self) -> Tensor:
-        """The values in a dtype that torch indexes: it does not index float8 everywhere."""
+        """Return the values in a dtype that torch indexes: it does not index float8 everywhere."""
         return self.values if self.scales is None else self.values.view(torch.uint8)
 
     def clear(self, first: int) -> None:

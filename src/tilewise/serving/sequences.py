@@ -80,11 +80,11 @@ class Sequences:
         return [self[sequence] for sequence in sequences]
 
     def add(self) -> int:
-        """A new sequence without keys."""
+        """Return a new sequence without keys."""
         return self._enter(Held([], 0, 0))
 
     def fork(self, sequence: int) -> int:
-        """A new sequence with the pages that one has."""
+        """Return a new sequence with the pages that one has."""
         held = self[sequence]
         self._allocator.share(held.pages)
         return self._enter(Held(list(held.pages), held.length, held.dropped))

@@ -69,7 +69,7 @@ class BlockMask(Mask):
         cu_seqlens_k: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> "BlockMask":
-        """The table of any mask that ``mask=`` takes, for attention of these sizes.
+        """Return the table of any mask that ``mask=`` takes, for attention of these sizes.
 
         Intervals prove most tiles empty or full; the others are evaluated. A mask that does not
         depend on the batch item or on the head has one table for all of them.
@@ -113,7 +113,7 @@ class BlockMask(Mask):
 
     @classmethod
     def from_layout(cls, tiles: Tensor, block: tuple[int, int] = BLOCK) -> "BlockMask":
-        """The mask that a boolean per tile spells out: all pairs of a tile attend, or none.
+        """Return the mask that a boolean per tile spells out: all pairs of a tile attend, or none.
 
         Args:
             tiles: bool [.., M / block[0], N / block[1]], rounded up; before that Hq, and before
@@ -130,7 +130,7 @@ class BlockMask(Mask):
     def from_flex(
         cls, block_mask: Any, queries: int | None = None, keys: int | None = None
     ) -> "BlockMask":
-        """The same mask as a ``torch.nn.attention.flex_attention.BlockMask``.
+        """Return the same mask as a ``torch.nn.attention.flex_attention.BlockMask``.
 
         Its ``mask_mod`` is traced; what its lists of blocks leave out stays left out. The block
         size, M and N are its own; B and Hq too, where the mask depends on them.
@@ -161,7 +161,7 @@ class BlockMask(Mask):
         return cls.of((mask & partial) | full, given.queries, given.keys, **keywords)
 
     def to_flex(self) -> Any:
-        """The same mask as a ``torch.nn.attention.flex_attention.BlockMask``.
+        """Return the same mask as a ``torch.nn.attention.flex_attention.BlockMask``.
 
         Raises:
             Unsupported: it is for a variable-length call.
@@ -175,13 +175,13 @@ class BlockMask(Mask):
         return flex.write(self.to_mask(), self.covers, self.block, queries, keys)
 
     def to_mask(self) -> Mask:
-        """The same mask without its table (that of a layout is the layout)."""
+        """Return the same mask without its table (that of a layout is the layout)."""
         if self._table.op == "blocks":
             return Mask(self.program, self.captured)
         return Mask(self.program[:-1], self.captured[: self._table.slots[0]])
 
     def to(self, device: torch.device | str) -> "BlockMask":
-        """The mask with its tensors on a device."""
+        """Return the mask with its tensors on a device."""
         return BlockMask(self.program, tuple([tensor.to(device) for tensor in self.captured]))
 
     @property

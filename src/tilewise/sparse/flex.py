@@ -180,5 +180,5 @@ def mask_mod(mask: Mask, queries: int, keys: int) -> Callable[..., Tensor]:
 
 
 def _at(index: Tensor, tensor: Tensor, dim: int) -> Tensor:
-    """An index, or the first where a dimension broadcasts."""
+    """Return an index, or the first where a dimension broadcasts."""
     return index if tensor.shape[dim] > 1 else torch.zeros_like(index)

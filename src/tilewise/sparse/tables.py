@@ -65,7 +65,7 @@ def sizes(
     cu_seqlens_k: Tensor | None,
     dtype: torch.dtype,
 ) -> Sizes:
-    """The arguments of ``BlockMask.of``, checked.
+    """Return the arguments of ``BlockMask.of``, checked.
 
     Raises:
         InvalidArgument, InvalidType: naming the one that is wrong.
@@ -116,7 +116,7 @@ def whole(name: str, value: object, least: int = 0) -> int:
 
 
 def build(mask: Mask, asked: Sizes, block: tuple[int, int]) -> Table:
-    """The table of a mask.
+    """Return the table of a mask.
 
     Raises:
         InvalidArgument: the mask depends on the batch item or the head and their number is not

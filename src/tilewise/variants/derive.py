@@ -43,7 +43,7 @@ class Derivative(NamedTuple):
 
 
 def differentiate(expr: Expr) -> Derivative:
-    """The derivatives of a score with respect to ``s`` and to every element that it loads.
+    """Return the derivatives of a score with respect to ``s`` and to every element that it loads.
 
     Args:
         expr: one float value.
@@ -173,7 +173,7 @@ class _Shares:
         yield exponent, self._select(flat, by_exponent, inside=False)
 
     def node(self, share: _Share) -> int:
-        """The place of the share's value."""
+        """Return the place of the share's value."""
         constant = self.graph.nodes[share.place]
         if constant.op == "const_float" and constant.value == 1.0:
             return self.graph.constant(share.factor)
@@ -182,7 +182,7 @@ class _Shares:
         return self.graph.apply("mul", self.graph.constant(share.factor), share.place)
 
     def _number(self, place: int) -> float | None:
-        """The value of a constant that may become part of a factor: finite and not 0."""
+        """Return the value of a constant that may become part of a factor: finite and not 0."""
         node = self.graph.nodes[place]
         if node.op != "const_float" or node.value is None:
             return None
@@ -190,21 +190,21 @@ class _Shares:
         return value if math.isfinite(value) and value != 0.0 else None
 
     def _times(self, share: _Share, place: int, factor: float = 1.0) -> _Share:
-        """The share, multiplied by a node and a number."""
+        """Return the share, multiplied by a node and a number."""
         constant = self._number(place)
         if constant is not None:
             return _Share(share.factor * constant * factor, share.place)
         return _Share(share.factor * factor, self.graph.apply("mul", share.place, place))
 
     def _over(self, share: _Share, place: int) -> _Share:
-        """The share, divided by a node."""
+        """Return the share, divided by a node."""
         constant = self._number(place)
         if constant is not None:
             return _Share(share.factor / constant, share.place)
         return share._replace(place=self.graph.apply("div", share.place, place))
 
     def _select(self, condition: int, share: _Share, *, inside: bool) -> _Share:
-        """The share where the condition is ``inside``, else 0."""
+        """Return the share where the condition is ``inside``, else 0."""
         zero = self.graph.constant(0.0)
         sides = (share.place, zero) if inside else (zero, share.place)
         return share._replace(place=self.graph.apply("where", condition, *sides))

@@ -120,11 +120,11 @@ class Graph:
         self._places: dict[tuple[object, ...], int] = {}
 
     def leaf(self, name: str) -> int:
-        """The place of a leaf of ``LEAVES``."""
+        """Return the place of a leaf of ``LEAVES``."""
         return self._place(Node(name), LEAVES[name])
 
     def constant(self, value: Constant) -> int:
-        """The place of a constant: its kind is that of its Python type.
+        """Return the place of a constant: its kind is that of its Python type.
 
         Raises:
             InvalidArgument: an integer of more than 64 bits.
@@ -141,11 +141,11 @@ class Graph:
         return self._place(Node("const_float", (), float(value)), "float")
 
     def load(self, kind: Kind, slot: int, indices: Sequence[int]) -> int:
-        """The place of an element of a captured tensor, one integer index per dimension."""
+        """Return the place of an element of a captured tensor, one integer index per dimension."""
         return self._place(Node(f"load_{kind}", tuple(indices), slot), kind)
 
     def apply(self, op: str, *args: int) -> int:
-        """The place of an operation's value.
+        """Return the place of an operation's value.
 
         Raises:
             InvalidArgument: arguments of a kind that it does not take.
@@ -197,7 +197,7 @@ class Graph:
         return [places[output] for output in expr.outputs]
 
     def expr(self, *outputs: int) -> Expr:
-        """The expression with these results: what they need, in a canonical order."""
+        """Return the expression with these results: what they need, in a canonical order."""
         order: dict[int, int] = {}
         for output in outputs:
             self._visit(output, order)
@@ -249,7 +249,7 @@ class Graph:
     def _simplified(
         self, op: str, args: tuple[int, ...], values: list[Constant | None]
     ) -> int | None:
-        """The place of an argument that the operation would only repeat."""
+        """Return the place of an argument that the operation would only repeat."""
         first, second = values[0], values[1] if len(args) > 1 else None
         kind = self.kinds[args[-1]]
         match op:
@@ -285,7 +285,7 @@ def _is(value: Constant | None, number: int) -> bool:
 
 
 def _folded(fold: Callable[..., Constant], values: list[Constant | None]) -> Constant | None:
-    """A constant's value; None where Python has none or it does not fit 64 bits."""
+    """Return a constant's value; None where Python has none or it does not fit 64 bits."""
     try:
         found = fold(*values)
     except (ArithmeticError, ValueError):
@@ -350,13 +350,13 @@ def _kind_of(op: str, given: tuple[Kind, ...]) -> Kind:
 
 
 def _stored_kind(node: Node) -> Kind:
-    """The kind of a constant or load, from its operation's name."""
+    """Return the kind of a constant or load, from its operation's name."""
     return _LETTERS[node.op.partition("_")[2][0]]
 
 
 @lru_cache(maxsize=1024)
 def kinds(expr: Expr) -> tuple[Kind, ...]:
-    """The kind of every node.
+    """Return the kind of every node.
 
     Raises:
         InvalidArgument: it is no expression: see ``check``.
@@ -382,7 +382,7 @@ def kinds(expr: Expr) -> tuple[Kind, ...]:
 
 
 def encode(expr: Expr) -> str:
-    """The text of an expression, without blanks: ``m;n;sub(0,1);const_int:3;lt(2,3)``.
+    """Return the text of an expression, without blanks: ``m;n;sub(0,1);const_int:3;lt(2,3)``.
 
     More than one output, or one that is not the last node, is named at the end: ``...;=4,2``.
     """
@@ -402,7 +402,7 @@ def _spelled(value: Constant) -> str:
 
 @lru_cache(maxsize=1024)
 def decode(text: str) -> Expr:
-    """The expression that a text stands for: ``decode(encode(e)) == e``.
+    """Return the expression that a text stands for: ``decode(encode(e)) == e``.
 
     Raises:
         InvalidArgument: the text is no expression.

@@ -41,7 +41,7 @@ NO_SCALES = Scales()
 
 
 def scales_of(q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None) -> Scales:
-    """The scales as one value; always the same one where there are none."""
+    """Return the scales as one value; always the same one where there are none."""
     if q_scale is None and k_scale is None and v_scale is None:
         return NO_SCALES
     return Scales(q_scale, k_scale, v_scale)

@@ -37,7 +37,7 @@ def roles(program: Program, count: int) -> tuple[Role, ...]:
 
 @lru_cache(maxsize=256)
 def folded(program: Program, batch: int, calls: int, varied: frozenset[int]) -> Program:
-    """The program for the folded batch.
+    """Return the program for the folded batch.
 
     Args:
         program: of one call.

@@ -206,7 +206,7 @@ def _shift(op: Callable[[int, int], int]) -> Callable[[Interval, Interval], Boun
 
 
 def _bits(a: Interval) -> int:
-    """The least 2**k - 1 that is not below the interval, which has no negative."""
+    """Return the least 2**k - 1 that is not below the interval, which has no negative."""
     return int((1 << int(a.high).bit_length()) - 1)
 
 

@@ -168,7 +168,7 @@ def _as_indexed(instr: Instr, position: int, tensor: Tensor, extent: Extent) -> 
 
 
 def _arranged(tensor: Tensor, axes: Sequence[Number], extent: Extent) -> Tensor:
-    """A 4-D view [B|1, Hq|1, M|1, N|1] of a tensor that the positions ``axes`` index."""
+    """Return a 4-D view [B|1, Hq|1, M|1, N|1] of a tensor that the positions ``axes`` index."""
     codes = [int(axis) for axis in axes]
     if tensor.dim() != len(codes):
         raise InvalidArgument(

@@ -14,7 +14,7 @@ __all__ = ["exactly_sized", "mask_expression"]
 
 
 def mask_expression(program: Program) -> Expr:
-    """The boolean that a mask's program gives; its slots are the same. No program shows all.
+    """Return the boolean that a mask's program gives; its slots are the same. No program shows all.
 
     Args:
         program: of tensors in kernel form.
@@ -70,7 +70,7 @@ def _leaf(graph: Graph, instr: Instr) -> int:
 
 
 def _included(graph: Graph, instr: Instr) -> int:
-    """The expression of an instruction, whose slots count in the instruction's."""
+    """Return the expression of an instruction, whose slots count in the instruction's."""
     expr = decode(str(instr.params[0]))
     nodes = [
         node._replace(value=instr.slots[int(node.value)])

@@ -33,13 +33,13 @@ _ALIGNS = ("bottom_right", "top_left")
 
 
 def _own(m: Any, n: Any, align: str) -> Any:
-    """The key at a row's own position."""
+    """Return the key at a row's own position."""
     return m + (n.length - m.length) if align == "bottom_right" else m
 
 
 @constant_while_compiling
 def _band(left: int | None, right: int | None, align: str) -> Program:
-    """A + m - left <= n <= a + m + right."""
+    """Return the program of a + m - left <= n <= a + m + right."""
 
     def inside(b: Any, h: Any, m: Any, n: Any) -> Any:
         own = _own(m, n, align)
@@ -68,7 +68,7 @@ _DOCUMENT = fitted(mask_of(lambda b, h, m, n: _IDS[b, m] == _OTHER_IDS[b, n]).pr
 
 
 def function(f: Callable[..., Any]) -> Mask:
-    """The mask of ``f(b, h, m, n) -> bool``, as it is now; ``mask=f`` says the same.
+    """Return the mask of ``f(b, h, m, n) -> bool``, as it is now; ``mask=f`` says the same.
 
     Args:
         f: plain Python and torch over the batch item, query head, query row and key: ``+ - * / //
@@ -83,7 +83,7 @@ def function(f: Callable[..., Any]) -> Mask:
 
 
 def causal(align: str = "bottom_right") -> Mask:
-    """Each row sees the keys up to its own position: n <= a + m.
+    """Let each row see the keys up to its own position: n <= a + m.
 
     Args:
         align: ``"bottom_right"`` (a = N - M: the last row sees every key, the convention of
@@ -96,7 +96,7 @@ def causal(align: str = "bottom_right") -> Mask:
 
 
 def window(left: int | None, right: int | None = 0, align: str = "bottom_right") -> Mask:
-    """Each row sees a band of keys: a + m - left <= n <= a + m + right.
+    """Let each row see a band of keys: a + m - left <= n <= a + m + right.
 
     ``window(255)`` is a causal window of 256 keys: the row's own and 255 to the left of it.
 

@@ -103,7 +103,7 @@ def _longest(extent: Extent) -> tuple[_Sizes, ...]:
 
 @lru_cache(maxsize=1024)
 def _outside(mask: Program, score: Program, shapes: _Shapes, sizes: _Sizes) -> _Found | None:
-    """The first index with a witness; None if there is none."""
+    """Return the first index with a witness; None if there is none."""
     if sizes.last < sizes.first or 0 in sizes[2:]:
         return None  # no pair at all
     box = {
@@ -132,7 +132,7 @@ def _outside(mask: Program, score: Program, shapes: _Shapes, sizes: _Sizes) -> _
 
 
 def _as_expr(instr: Instr, shapes: _Shapes) -> Expr | None:
-    """The step as an expression; None for one that a user's index is not in."""
+    """Return the step as an expression; None for one that a user's index is not in."""
     if instr.op == EXPR:
         return decode(str(instr.params[0]))
     if not instr.params or instr.params[0] != BY_USER or instr.op not in ("bias", "alibi"):
@@ -247,7 +247,7 @@ def _attends(
 
 
 def _used(expr: Expr, known: Sequence[Bounds]) -> set[int]:
-    """The nodes that the value depends on for certain, where these are their values."""
+    """Return the nodes that the value depends on for certain, where these are their values."""
     used: set[int] = set()
     left = [expr.outputs[0]]
     while left:

@@ -138,7 +138,7 @@ def _encode_one(instr: Instr) -> str:
 
 @lru_cache(maxsize=1024)
 def decode(text: str) -> Program:
-    """The program that a text stands for: ``decode(encode(p)) == p``.
+    """Return the program that a text stands for: ``decode(encode(p)) == p``.
 
     Raises:
         InvalidArgument: the text is not a program, or its stack does not come out even.
@@ -270,7 +270,7 @@ def fitted(program: Program) -> Program:
 
 
 def _kind(instr: Instr) -> str:
-    """The kind of what the expression of an instruction gives."""
+    """Return the kind of what the expression of an instruction gives."""
     expr = expressions.decode(str(instr.params[0]))
     return expressions.kinds(expr)[expr.outputs[0]]
 

@@ -70,7 +70,7 @@ def register_triton(name: str, score: Any, derivative: Any) -> None:
 
 
 def registered(name: str) -> RawScore:
-    """The pair that a name stands for.
+    """Return the pair that a name stands for.
 
     Raises:
         InvalidArgument: it stands for none in this process.

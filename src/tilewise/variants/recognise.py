@@ -48,14 +48,14 @@ class Recognised(NamedTuple):
 
 
 def mask_program(expr: Expr) -> Recognised:
-    """The program of a mask's expression."""
+    """Return the program of a mask's expression."""
     if torch.compiler.is_compiling():
         return Recognised(*_mask_while_compiling(encode(expr)))
     return _mask_program(expr)
 
 
 def score_program(expr: Expr, learned: tuple[bool, ...] = ()) -> Recognised:
-    """The program of a score's expression.
+    """Return the program of a score's expression.
 
     Args:
         expr: of one float.

@@ -37,7 +37,7 @@ _BIAS = fitted(score_of(lambda s, b, h, m, n: s + _FULL[b, h, m, n]).program)
 
 
 def function(f: Callable[..., Any]) -> Score:
-    """The score of ``f(s, b, h, m, n) -> s``, as it is now; ``score=f`` says the same.
+    """Return the score of ``f(s, b, h, m, n) -> s``, as it is now; ``score=f`` says the same.
 
     Args:
         f: as for ``masks.function``, over the score s too. Gradients are defined for s and for
@@ -111,7 +111,7 @@ def _raw(name: str, count: int) -> Program:
 
 
 def raw(name: str, *tensors: Tensor) -> Score:
-    """A score that is Triton code: the pair of jit functions registered as ``name``.
+    """Return a score that is Triton code: the pair of jit functions registered as ``name``.
 
     It composes with other scores and with every mask, and runs on the GPU backend only. Gradients
     are defined for s, and for nothing that it is given; there is no second derivative.

@@ -27,7 +27,7 @@ __all__ = ["trace_mask", "trace_score"]
 
 
 def trace_mask(function: Callable[..., Any]) -> tuple[Expr, tuple[Tensor, ...]]:
-    """The expression of ``f(b, h, m, n) -> bool`` and the tensors that its slots name.
+    """Return the expression of ``f(b, h, m, n) -> bool`` and the tensors that its slots name.
 
     Raises:
         InvalidArgument, InvalidType: what the function does or returns is not in the language.
@@ -36,7 +36,7 @@ def trace_mask(function: Callable[..., Any]) -> tuple[Expr, tuple[Tensor, ...]]:
 
 
 def trace_score(function: Callable[..., Any]) -> tuple[Expr, tuple[Tensor, ...]]:
-    """The expression of ``f(s, b, h, m, n) -> s`` and the tensors that its slots name.
+    """Return the expression of ``f(s, b, h, m, n) -> s`` and the tensors that its slots name.
 
     Raises:
         InvalidArgument, InvalidType: what the function does or returns is not in the language.

@@ -60,11 +60,11 @@ class Recording:
         self.captured: list[Tensor] = []
 
     def leaf(self, name: str) -> "Traced":
-        """A position or the score."""
+        """Return a position or the score."""
         return Traced(self, self.graph.leaf(name))
 
     def lift(self, value: object) -> "Traced":
-        """A value of the language from an operand."""
+        """Return a value of the language from an operand."""
         if isinstance(value, Traced):
             if value.recording is not self:
                 came = "a value of another function, or of an earlier call"
@@ -90,7 +90,7 @@ class Recording:
         raise InvalidType(self.argument, named(value), required, whereabouts())
 
     def load(self, tensor: Tensor, indices: tuple[object, ...]) -> "Traced":
-        """An element of a captured tensor."""
+        """Return an element of a captured tensor."""
         if len(indices) != tensor.dim():
             raise InvalidArgument(
                 self.argument,
@@ -418,13 +418,13 @@ def _line() -> str:
 
 
 def whereabouts() -> str:
-    """The line of the code that is being traced, for the end of an error."""
+    """Return the line of the code that is being traced, for the end of an error."""
     line = _line()
     return f"At{line.replace(' (', ' ', 1)[:-1]}" if line else ""
 
 
 def apply(recording: Recording, op: str, operands: tuple[object, ...]) -> Traced:
-    """An operation, its operands lifted and brought to the kinds that it takes."""
+    """Apply an operation, with its operands lifted and brought to the kinds that it takes."""
     values = [recording.lift(operand) for operand in operands]
     graph = recording.graph
     given = [value.kind for value in values]
@@ -451,12 +451,12 @@ _TAKE_FLOATS = frozenset(("div", "pow", *FLOATING, *ROUNDING))
 
 
 def common(given: list[Kind]) -> Kind:
-    """The kind that values of different kinds meet in."""
+    """Return the kind that values of different kinds meet in."""
     return "float" if "float" in given else "int" if "int" in given else "bool"
 
 
 def cast(graph: Graph, place: int, kind: Kind) -> int:
-    """The place of a value as one of another kind."""
+    """Return the place of a value as one of another kind."""
     if graph.kinds[place] == kind:
         return place
     if kind == "bool":

@@ -133,7 +133,7 @@ def _join(left: Mask, right: Mask | Tensor | Callable[..., Any], connective: str
 
 
 def dense_mask(tensor: Tensor, argument: str = "mask") -> Mask:
-    """The mask that a boolean tensor spells out (True = attend)."""
+    """Return the mask that a boolean tensor spells out (True = attend)."""
     if tensor.dtype is not torch.bool:
         raise InvalidArgument(
             argument,
@@ -152,14 +152,14 @@ _V = TypeVar("_V", bound=_Variant)
 
 
 def mask_of(function: Callable[..., Any]) -> Mask:
-    """The mask of a function ``(b, h, m, n) -> bool``, as it is now: it is called once."""
+    """Return the mask of a function ``(b, h, m, n) -> bool``, as it is now: it is called once."""
     expr, captured = trace_mask(function)
     program, sources, text = mask_program(expr)
     return _known(Mask, program, tuple([captured[slot] for slot in sources]), text)
 
 
 def score_of(function: Callable[..., Any]) -> Score:
-    """The score of a function ``(s, b, h, m, n) -> s``, as it is now: it is called once."""
+    """Return the score of a function ``(s, b, h, m, n) -> s``, as it is now: it is called once."""
     expr, captured = trace_score(function)
     program, sources, text = score_program(expr, tuple([x.requires_grad for x in captured]))
     return _known(Score, program, tuple([captured[slot] for slot in sources]), text)
@@ -179,7 +179,7 @@ _DENSE = fitted(mask_of(lambda b, h, m, n: _FULL[b, h, m, n]).program)
 
 
 def as_mask(value: object) -> Mask:
-    """A mask from what ``mask=`` takes: a Mask, a boolean tensor or a function."""
+    """Return a mask from what ``mask=`` takes: a Mask, a boolean tensor or a function."""
     if isinstance(value, Mask):
         return value.current()
     if isinstance(value, Tensor):

@@ -193,13 +193,13 @@ def _check_size(recording: Recording, size: Any) -> None:
 
 
 def _made(recording: Recording, value: object, like: object, dtype: torch.dtype | None) -> Traced:
-    """A value as one of a dtype, or of another's kind."""
+    """Return a value as one of a dtype, or of another's kind."""
     made = recording.lift(value)
     return made.to(dtype) if dtype is not None else _like(recording.lift(like), made)
 
 
 def _like(like: Traced, value: Traced) -> Traced:
-    """A value as one of another's kind."""
+    """Return a value as one of another's kind."""
     return {"bool": value.bool, "int": value.long, "float": value.float}[like.kind]()
 
 
@@ -249,7 +249,7 @@ _TORCH: dict[str, Callable[..., Traced]] = {
 
 
 def _functions() -> dict[Any, Callable[..., Traced]]:
-    """The table above by the functions and methods themselves, reflected operators too."""
+    """Return the table above by the functions and methods themselves, reflected operators too."""
     found: dict[Any, Callable[..., Traced]] = {}
     for name, handler in _TORCH.items():
         for owner in (torch, Tensor, torch.nn.functional):

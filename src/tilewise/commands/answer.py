@@ -41,7 +41,7 @@ class Told(NamedTuple):
 
 
 def tell(asked: Asked, chip: Chip | None, dropout_p: float, backend: str | None) -> Told:
-    """The explanation of what is asked.
+    """Return the explanation of what is asked.
 
     Args:
         asked: the problem.

@@ -79,7 +79,7 @@ KNOWN_MODELS: Mapping[str, KnownModel] = {
 
 
 def known_model(name: str) -> KnownModel:
-    """A model of the table.
+    """Return a model of the table.
 
     Raises:
         InvalidArgument: there is none of that name.

@@ -12,12 +12,12 @@ Clock = Literal["cpu", "wall"]
 
 
 def isa() -> str:
-    """The instruction set that runs, e.g. ``"avx512_bf16"``."""
+    """Return the instruction set that runs, e.g. ``"avx512_bf16"``."""
     return str(core().isa_active())
 
 
 def loop(dtype: str, name: str) -> str:
-    """The bare loop that bounds a dtype: ``"bf16"`` or ``"fma"``.
+    """Return the bare loop that bounds a dtype: ``"bf16"`` or ``"fma"``.
 
     float16 is computed in float32, and so is bfloat16 where its dot product is missing.
 

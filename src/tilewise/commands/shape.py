@@ -91,7 +91,7 @@ def read(options: argparse.Namespace, chip: Chip | None) -> Asked:
 def _dtype(
     options: argparse.Namespace, model: KnownModel | None, chip: Chip | None
 ) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """The name of the dtype, and what is to be said where nobody asked for it."""
+    """Return the name of the dtype, and what is to be said where nobody asked for it."""
     if options.dtype is not None:
         return options.dtype, ()
     found, why = "float32", "on a processor"
@@ -162,7 +162,7 @@ def _named_mask(text: str) -> masks.Mask | None:
 
 
 def room(text: str) -> int:
-    """Bytes of "24GB" (decimal), "24GiB" (binary) or "24G".
+    """Return bytes of "24GB" (decimal), "24GiB" (binary) or "24G".
 
     Raises:
         InvalidArgument: it is no memory.

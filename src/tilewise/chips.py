@@ -60,7 +60,7 @@ class Chip:
 
     @property
     def last_cache_bytes(self) -> int | None:
-        """The cache before memory that all cores share; None where it is unknown."""
+        """Return the cache before memory that all cores share; None where it is unknown."""
         return self.l3_bytes or (self.l2_bytes if self.kind == "gpu" else None)
 
     def peak(self, dtype: str) -> float | None:
@@ -88,7 +88,7 @@ KNOWN = (Known("AuthenticAMD", 26, 50e9),)
 
 
 def detect(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Chip:
-    """The row of the processor that runs this.
+    """Return the row of the processor that runs this.
 
     Args:
         proc: where to read ``cpuinfo``.
@@ -127,7 +127,7 @@ def _gpu(
     source: str,
     powers_a_clock: int = 16,
 ) -> Chip:
-    """A row of the table: exponentials are ``powers_a_clock`` x cores x clock."""
+    """Return a row of the table: exponentials are ``powers_a_clock`` x cores x clock."""
     return Chip(
         name,
         "gpu",
@@ -150,7 +150,7 @@ def _cpu(
     core_flops_s: tuple[float, float],
     source: str,
 ) -> Chip:
-    """A row of the table; a core's peaks are in float32 and bfloat16.
+    """Return a row of the table; a core's peaks are in float32 and bfloat16.
 
     A processor has no unit for powers: 16 multiply-adds are taken for one, with which the products
     compete.
@@ -304,7 +304,7 @@ CHIPS: Mapping[str, Chip] = {
 
 
 def named(name: str | None = None) -> Chip:
-    """A chip by its name in ``CHIPS``, or "this" or None for the processor that runs this.
+    """Return a chip by its name in ``CHIPS``, or "this" or None for the processor that runs this.
 
     Raises:
         InvalidArgument: there is no such row.
@@ -347,7 +347,7 @@ def measured(chip: Chip, path: Path | None = None) -> Chip:
 
 
 def _cpuinfo(path: Path) -> dict[str, str]:
-    """The first processor's block of /proc/cpuinfo; empty where the file is missing."""
+    """Return the first processor's block of /proc/cpuinfo; empty where the file is missing."""
     info: dict[str, str] = {}
     for line in _read(path).splitlines():
         key, colon, value = line.partition(":")
@@ -365,7 +365,7 @@ def _name(info: dict[str, str]) -> str:
 
 
 def _caches(folder: Path) -> dict[int, int]:
-    """Bytes of the data or unified cache of each level that one core sees."""
+    """Return bytes of the data or unified cache of each level that one core sees."""
     sizes: dict[int, int] = {}
     for index in sorted(folder.glob("index*")):
         level, size = _read(index / "level").strip(), _bytes(_read(index / "size").strip())
@@ -392,7 +392,7 @@ def _usable_cores(folder: Path) -> int:
 
 
 def _read(path: Path) -> str:
-    """The text of a small system file; empty where it cannot be read."""
+    """Return the text of a small system file; empty where it cannot be read."""
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError):

@@ -41,7 +41,7 @@ class Check(NamedTuple):
 
 
 def openmp_runtimes(maps: Path = Path("/proc/self/maps")) -> list[str]:
-    """The OpenMP runtimes that are mapped into this process, by path; one is right.
+    """Return the OpenMP runtimes that are mapped into this process, by path; one is right.
 
     Two runtimes in one process keep two teams of threads that fight for the same cores.
 
@@ -67,7 +67,7 @@ def examine(chip: Chip | None = None) -> list[Check]:
 
 
 def report(checks: Sequence[Check]) -> str:
-    """The checks as aligned lines; what needs mending is marked with an exclamation mark."""
+    """Return the checks as aligned lines; what needs mending is marked with an exclamation mark."""
     width = max(len(check.what) for check in checks)
     return "\n".join(
         f"{' ' if check.ok else '!'} {check.what:<{width}}  {check.found}" for check in checks
@@ -153,7 +153,7 @@ def _version(package: str) -> str:
 
 
 def _peak_checks() -> list[Check]:
-    """The ceilings, measured; kept unless a lower instruction set is forced."""
+    """Return the ceilings, measured; kept unless a lower instruction set is forced."""
     if absence():
         return []
     from tilewise.commands import ceilings  # the rest of the doctor needs nothing of the lab

@@ -133,7 +133,7 @@ def without_batch(tensor: Tensor | None) -> tuple[Tensor | None, int | None]:
 
 
 def with_batch(tensor: Tensor, dim: int) -> Tensor:
-    """The inverse of ``without_batch`` for a tensor whose batch is a dimension."""
+    """Return the inverse of ``without_batch`` for a tensor whose batch is a dimension."""
     return torch._add_batch_dim(tensor, dim, _batch_level())
 
 

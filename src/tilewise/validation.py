@@ -43,7 +43,7 @@ def dense_problem(
     dropout_p: float,
     sinks: Tensor | None,
 ) -> Problem:
-    """The problem of ``attention``, checked (arguments as there; programs already built).
+    """Return the problem of ``attention``, checked (arguments as there; programs already built).
 
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
@@ -79,7 +79,7 @@ def varlen_problem(
     dropout_p: float,
     sinks: Tensor | None,
 ) -> Problem:
-    """The problem of ``attention_varlen``, checked but for the values of cu_seqlens.
+    """Return the problem of ``attention_varlen``, checked but for the values of cu_seqlens.
 
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
@@ -109,7 +109,7 @@ def paged_problem(
     scale: float | None,
     sinks: Tensor | None,
 ) -> Problem:
-    """The problem of ``attention_paged``, checked but for the values of its integer tensors.
+    """Return the problem of ``attention_paged``, checked but for the values of its integer tensors.
 
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
@@ -196,7 +196,7 @@ def check_cu_tensors(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
 
 
 def check_cu_seqlens(name: str, tensor: Tensor, total: int) -> list[int]:
-    """The values of cu_seqlens: 0 at the start, never falling, ``total`` at the end.
+    """Check and return the values of cu_seqlens: from 0, never falling, up to ``total``.
 
     Raises:
         InvalidArgument: where they are not.

@@ -298,7 +298,7 @@ class RunConfig(Frozen):
         return -(-self.budget.tokens // self.tokens_per_step)
 
     def length_at(self, step: int) -> int:
-        """Tokens of a row in an optimizer step, 0 for the first: see ``LengthWarmup``."""
+        """Return tokens of a row in an optimizer step, 0 for the first: see ``LengthWarmup``."""
         warmup, context = self.training.length_warmup, self.model.context
         if step >= warmup.steps:
             return context
@@ -426,7 +426,7 @@ class Experiment(Frozen):
         return (self.baseline_name, *(arm.name for arm in self.arms))
 
     def config_of(self, arm: str, changes: Mapping[str, float] | None = None) -> RunConfig:
-        """The config of an arm (without what a sweep chooses), or with changes to it.
+        """Return the config of an arm (without what a sweep chooses), or with changes to it.
 
         Args:
             arm: its name, or that of the baseline.

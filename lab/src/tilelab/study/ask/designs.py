@@ -57,12 +57,12 @@ class Estimate(NamedTuple):
 
 
 def arm_name(factors: Iterable[str]) -> str:
-    """The arm that has these factors on; empty for the baseline."""
+    """Return the arm that has these factors on; empty for the baseline."""
     return "+".join(factors)
 
 
 def combinations_of(design: Design) -> list[Effect]:
-    """The factors that each run has on, the run without any first."""
+    """Return the factors that each run has on, the run without any first."""
     basic = [each for each in design.factors if each not in design.generators]
     found = []
     for size in range(len(basic) + 1):
@@ -94,7 +94,7 @@ def resolution(design: Design) -> int | None:
 
 
 def estimates(design: Design) -> list[Estimate]:
-    """The main effects, then interactions by size, up to the design's order.
+    """Return the main effects, then interactions by size, up to the design's order.
 
     Among effects that are aliases, only the one with the fewest factors is estimated (the first of
     equals): large interactions are taken to be the smaller ones.
@@ -115,7 +115,7 @@ def estimates(design: Design) -> list[Estimate]:
 
 
 def fraction(factors: Sequence[str], runs: int, order: int = 2) -> Design:
-    """The largest design of these factors with at most so many runs.
+    """Return the largest design of these factors with at most so many runs.
 
     Raises:
         InvalidArgument: even the smallest fraction that tells main effects apart has more.

@@ -36,7 +36,7 @@ class _Override(NamedTuple):
 
 
 def apply(study: Study, overrides: Sequence[str]) -> Study:
-    """The study with the overrides laid over it, in order.
+    """Return the study with the overrides laid over it, in order.
 
     A value is read as JSON, else as a list where it has commas, else as text. Where text is wanted,
     it is taken as it is.
@@ -154,7 +154,7 @@ def _keep_arms(study: Study, override: _Override) -> Study:
 
 
 def _each(study: Study, override: _Override, changed: Callable[[Experiment], Experiment]) -> Study:
-    """The study with the experiments that an override is for changed."""
+    """Return the study with the experiments that an override is for changed."""
     targets = _targets(study, override)
     made = []
     for experiment in study.experiments:
@@ -190,7 +190,7 @@ def _names(text: str) -> list[str]:
 
 
 def _value(text: str, current: Any) -> Any:
-    """The value that a text stands for, where ``current`` is the one that it replaces."""
+    """Return the value that a text stands for, where ``current`` is the one that it replaces."""
     if isinstance(current, str):
         return _json(text) if text.startswith('"') else text
     value = _json(text)
@@ -209,7 +209,7 @@ def _json(text: str) -> Any:
 
 
 def _at(config: Frozen, path: str) -> Any:
-    """The value at a path in JSON's types; None where there is no such path."""
+    """Return the value at a path in JSON's types; None where there is no such path."""
     at: Any = config.model_dump(mode="json")
     for part in path.split("."):
         if not isinstance(at, dict) or part not in at:

@@ -118,13 +118,13 @@ def register(kind: Kind, check: Callable[..., None] | None = None) -> Callable[[
 
 
 def names(kind: Kind) -> tuple[str, ...]:
-    """The names of all choices of a kind, in alphabetical order."""
+    """Return the names of all choices of a kind, in alphabetical order."""
     import_module(_MODULES[kind])
     return tuple(sorted(name for known, name in _ENTRIES if known == kind))
 
 
 def find(kind: Kind, name: str) -> Entry:
-    """The choice of that name.
+    """Return the choice of that name.
 
     Raises:
         InvalidArgument: there is none; the message suggests the nearest.
@@ -141,7 +141,7 @@ def find(kind: Kind, name: str) -> Entry:
 
 
 def resolve(kind: Kind, name: str, options: Mapping[str, Any]) -> dict[str, Value]:
-    """All options of a choice: what was given, and the standard value of the rest.
+    """Return all options of a choice: what was given, and the standard value of the rest.
 
     Raises:
         InvalidArgument: no such choice, no such option, a value of another type or out of bounds,
@@ -163,7 +163,7 @@ def resolve(kind: Kind, name: str, options: Mapping[str, Any]) -> dict[str, Valu
 
 
 def _as(path: str, value: Any, kind: TypeAdapter[Any]) -> Value:
-    """The value in the type of the option."""
+    """Return the value in the type of the option."""
     try:
         checked: Value = kind.validate_python(tuple(value) if isinstance(value, list) else value)
     except ValidationError as error:
@@ -179,6 +179,6 @@ def _any_options(**_: Value) -> None:
 
 
 def nearest(word: str, known: Any) -> str:
-    """A sentence that suggests the nearest known word, or ``""`` where none is near."""
+    """Return a sentence that suggests the nearest known word, or ``""`` where none is near."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"Did you mean {close[0]!r}?" if close else ""

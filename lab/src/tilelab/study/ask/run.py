@@ -55,7 +55,7 @@ class Run:
         return study / "runs" / self.name
 
     def as_json(self) -> dict[str, Any]:
-        """The run in JSON's types; ``from_json`` reads it back."""
+        """Return the run in JSON's types; ``from_json`` reads it back."""
         return {
             "experiment": self.experiment,
             "arm": self.arm,
@@ -69,7 +69,7 @@ class Run:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Run:
-        """The inverse of ``as_json``."""
+        """Return the inverse of ``as_json``."""
         own = {key: value for key, value in values.items() if key != "config_hash"}
         return cls(**{**own, "config": parse(RunConfig, values["config"])})
 
@@ -90,7 +90,7 @@ def trials(experiment: Experiment) -> list[Run]:
 
 
 def trial(experiment: Experiment, arm: str, value: float, rung: int, seed: int) -> Run:
-    """One trial of an experiment's sweep.
+    """Return one trial of an experiment's sweep.
 
     Args:
         experiment: which has a sweep.
@@ -114,7 +114,7 @@ def finals(
     chosen: Mapping[str, float | None],
     wanted: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Run]:
-    """The runs that count.
+    """Return the runs that count.
 
     Args:
         experiment: of them.

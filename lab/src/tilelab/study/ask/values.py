@@ -41,7 +41,7 @@ class Frozen(BaseModel):
 
 
 def added(default: Any, **bounds: Any) -> Any:
-    """A field that configs of earlier versions lack; see the top of this file.
+    """Return a field that configs of earlier versions lack; see the top of this file.
 
     Args:
         default: what earlier versions did.
@@ -51,7 +51,7 @@ def added(default: Any, **bounds: Any) -> Any:
 
 
 def unhashed(default: Any) -> Any:
-    """A field that changes no result; see the top of this file."""
+    """Return a field that changes no result; see the top of this file."""
     return Field(default, json_schema_extra=dict(_UNHASHED))
 
 
@@ -87,7 +87,7 @@ M = TypeVar("M", bound=Frozen)
 
 
 def parse(kind: type[M], values: Mapping[str, Any]) -> M:
-    """A value of that type from plain JSON values.
+    """Return a value of that type from plain JSON values.
 
     Raises:
         InvalidArgument: an unknown key (the nearest is suggested), a wrong type or a wrong value.
@@ -99,7 +99,7 @@ def parse(kind: type[M], values: Mapping[str, Any]) -> M:
 
 
 def as_invalid_argument(error: ValidationError) -> InvalidArgument:
-    """The first complaint of pydantic about a frozen value, in the words of tilewise."""
+    """Return the first complaint of pydantic about a frozen value, in the words of tilewise."""
     first = error.errors()[0]
     inner = first.get("ctx", {}).get("error")
     if isinstance(inner, InvalidArgument):
@@ -119,7 +119,7 @@ def as_invalid_argument(error: ValidationError) -> InvalidArgument:
 
 
 def change(config: M, changes: Mapping[str, Any]) -> M:
-    """The config with the values at some dotted paths replaced.
+    """Return the config with the values at some dotted paths replaced.
 
     A path may name a single value (``optimizer.lr``) or a whole part (``optimizer``, then the value
     is a mapping). Setting the ``name`` of a choice keeps those options that the new one has too.
@@ -147,7 +147,7 @@ def config_hash(config: Frozen) -> str:
 
 
 def _canonical(config: Frozen) -> dict[str, Any]:
-    """The config in JSON's types, without the fields that are not hashed."""
+    """Return the config in JSON's types, without the fields that are not hashed."""
     values = config.model_dump(mode="json")
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
@@ -176,7 +176,7 @@ def _whole_first(path: str) -> tuple[int, bool, str]:
 
 
 def _cleared(changes: Mapping[str, Any]) -> dict[str, None]:
-    """The steps of budgets that get tokens, and the tokens of those that get steps."""
+    """Return the steps of budgets that get tokens, and the tokens of those that get steps."""
     other = {"steps": "tokens", "tokens": "steps"}
     paths = [path.rpartition(".") for path, value in changes.items() if value is not None]
     return {
@@ -209,7 +209,7 @@ def _set(values: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _keys(kind: str, path: list[str | int]) -> list[str]:
-    """The fields of the part that a path leads to in the type of that name."""
+    """Return the fields of the part that a path leads to in the type of that name."""
     at: Any = next(each for each in _kinds(Frozen) if each.__name__ == kind)
     for part in path:
         at = at.model_fields[part].annotation if isinstance(part, str) else get_args(at)[0]

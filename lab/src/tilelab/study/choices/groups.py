@@ -24,7 +24,7 @@ class Group(NamedTuple):
     decays: bool
 
     def for_torch(self, lr: float, weight_decay: float, **options: Any) -> dict[str, Any]:
-        """The group as ``torch.optim`` takes it.
+        """Return the group as ``torch.optim`` takes it.
 
         Args:
             lr: learning rate.
@@ -41,7 +41,7 @@ class Group(NamedTuple):
 
 
 def parameter_groups(model: nn.Module) -> list[Group]:
-    """The parameters of a model in two groups.
+    """Return the parameters of a model in two groups.
 
     ``decay``: weights of two dimensions or more that are multiplied with activations.
     ``no-decay``: biases, norms, and embeddings, whose rows are looked up (a head that is tied to

@@ -44,7 +44,7 @@ class Built(NamedTuple):
 
 
 def build(optimizer: Optimizer, model: nn.Module) -> Built:
-    """The optimizer of a model, in training mode, at the full learning rate.
+    """Return the optimizer of a model, in training mode, at the full learning rate.
 
     Args:
         optimizer: which, with its options.

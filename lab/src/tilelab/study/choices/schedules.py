@@ -43,7 +43,7 @@ class Progress(NamedTuple):
 
 
 def factor(schedule: Schedule, step: int, steps: int) -> float:
-    """The share of the optimizer's ``lr`` at a step, in [0, 1].
+    """Return the share of the optimizer's ``lr`` at a step, in [0, 1].
 
     Args:
         schedule: which, with its options.

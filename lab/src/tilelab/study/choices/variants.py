@@ -79,7 +79,7 @@ class Variation(NamedTuple):
 
 
 def build(variant: Variant, heads: Heads) -> Variation:
-    """The mask and the score of a variant.
+    """Return the mask and the score of a variant.
 
     Args:
         variant: which, with its options.
@@ -207,7 +207,7 @@ def butterfly(heads: Heads, *, block: Count = 128) -> Variation:
 
 
 def _looking(heads: Heads, pattern: masks.Mask) -> Variation:
-    """The pattern, of language models without what is to come."""
+    """Return the pattern, of language models without what is to come."""
     return Variation(pattern & masks.causal() if heads.causal else pattern, None)
 
 
@@ -235,7 +235,7 @@ def softcap(heads: Heads, *, cap: Positive = 50.0) -> Variation:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """The slope of every head: see ``alibi``."""
+    """Return the slope of every head: see ``alibi``."""
     below = 1 << (heads.bit_length() - 1)
     first = [2.0 ** (-8.0 * i / below) for i in range(1, below + 1)]
     between = [2.0 ** (-8.0 * i / (2 * below)) for i in range(1, 2 * below + 1, 2)]

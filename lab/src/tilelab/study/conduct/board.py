@@ -144,7 +144,7 @@ class Board:
         return sum(map(_over, self.lanes.values()))
 
     def left_s(self) -> float:
-        """Seconds that the rest takes: as forecast, corrected by what runs took so far."""
+        """Return seconds that the rest takes: as forecast, corrected by what runs took so far."""
         correction = statistics.median(self._ratios) if self._ratios else 1.0
         return makespan(
             [(self._left_of(task.run.name, correction), task.alone) for task in self._tasks],
@@ -206,7 +206,7 @@ def _share_left(lane: Lane) -> float:
 
 
 def makespan(durations: Sequence[tuple[float, bool]], jobs: int) -> float:
-    """Seconds until the last run ends: each starts, in order, when there is room.
+    """Return seconds until the last run ends: each starts, in order, when there is room.
 
     Args:
         durations: (seconds, whether it runs alone) of each.

@@ -274,7 +274,7 @@ def _jobs(request: Request, todo: Sequence[Task], console: Console) -> int:
 
 
 def _forecast(request: Request, todo: Sequence[Task], console: Console) -> dict[str, float]:
-    """Seconds of each run; nothing where this machine lacks their device.
+    """Return seconds of each run; nothing where this machine lacks their device.
 
     On the way this prepares the data and looks at checkpoints, before any run starts. So what is
     missing is said once, and the runs find the data ready.

@@ -52,7 +52,7 @@ class Price(NamedTuple):
 def forecast_s(
     tasks: Sequence[Task], corpora: Mapping[str, Prepared], device: torch.device
 ) -> dict[str, float]:
-    """Seconds that each run takes, by its name; the calibration takes a second or so.
+    """Return seconds that each run takes, by its name; the calibration takes a second or so.
 
     Args:
         tasks: the runs.
@@ -71,7 +71,7 @@ def forecast_s(
 
 
 def run_s(config: RunConfig, found: Price, data: Prepared) -> float:
-    """Seconds of a whole run.
+    """Return seconds of a whole run.
 
     Args:
         config: of the run.

@@ -70,10 +70,10 @@ class Worker(Protocol):
         """Whether the run has ended, well or not."""
 
     def new_events(self) -> list[dict[str, Any]]:
-        """The lines of its record since the last look."""
+        """Return the lines of its record since the last look."""
 
     def result(self) -> RunRecord:
-        """The record of one that is over.
+        """Return the record of one that is over.
 
         Raises:
             RunError: it failed.

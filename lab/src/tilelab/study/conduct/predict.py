@@ -80,7 +80,7 @@ class Predicted(NamedTuple):
 
 
 def gpu_named(name: str) -> Chip:
-    """The row of a GPU.
+    """Return the row of a GPU.
 
     Raises:
         InvalidArgument: there is none of that name, or it is a processor.
@@ -93,7 +93,7 @@ def gpu_named(name: str) -> Chip:
 
 
 def predict(config: RunConfig, chip: Chip) -> Predicted:
-    """The prediction for one run; see the top of this file.
+    """Return the prediction for one run; see the top of this file.
 
     Args:
         config: of the run.
@@ -139,7 +139,7 @@ def _multiplied(config: RunConfig) -> float:
 
 
 def _attention_s(config: RunConfig, chip: Chip) -> float:
-    """Seconds of one layer's attention, forward and backward, of a micro-batch."""
+    """Return seconds of one layer's attention, forward and backward, of a micro-batch."""
     model, training = config.model, config.training
     return _layer_s(
         chip,
@@ -202,7 +202,7 @@ def _rows(study: Study, chip: Chip) -> list[_Row]:
 
 
 def dry_run(study: Study, chip: Chip) -> RenderableType:
-    """The table of what a study would take.
+    """Return the table of what a study would take.
 
     Args:
         study: the config.

@@ -79,7 +79,7 @@ class Setting:
         }
 
     def record(self, run: Run) -> Path:
-        """The record of a run."""
+        """Return the record of a run."""
         return run.folder(self.folder) / RECORD
 
 
@@ -179,7 +179,7 @@ class Process:
 
 
 def record_after(setting: Setting, run: Run, outcome: Outcome) -> RunRecord:
-    """The record of a run whose process is over.
+    """Return the record of a run whose process is over.
 
     Raises:
         RunError: it failed.

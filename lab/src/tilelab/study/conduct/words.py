@@ -74,7 +74,7 @@ def start(
 
 
 def verdicts(verdict: StudyVerdict) -> RenderableType:
-    """Every arm's verdict, a table an experiment."""
+    """Return every arm's verdict, a table an experiment."""
     parts: list[RenderableType] = []
     for experiment in verdict.experiments:
         title = f"\n{experiment.experiment}: {experiment.question}"

@@ -84,7 +84,7 @@ class Corpus:
         return digest.hexdigest()
 
     def documents(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Bytes of each document of both parts, of the text as ``prepared`` gives it."""
+        """Return bytes of each document of both parts, of the text as ``prepared`` gives it."""
         if not self.is_wikitext:
             return self.sizes or ([len(self.train)], [len(self.held_out)])
         parts = (wikitext.articles(part.decode()) for part in (self.train, self.held_out))
@@ -94,7 +94,7 @@ class Corpus:
         return train, held_out
 
     def prepared(self) -> Prepared:
-        """The text to tokenize; WikiText is detokenised and its words are counted."""
+        """Return the text to tokenize; WikiText is detokenised and its words are counted."""
         if not self.is_wikitext:
             return Prepared(self.train, self.held_out, None, None)
         train, held_out = self.train.decode(), self.held_out.decode()
@@ -138,13 +138,13 @@ def load(source: str, held_out: float, size_cap_bytes: int) -> Corpus:
 
 
 def data_folder() -> Path | None:
-    """The folder of data sets that the user named by ``TILEWISE_DATA``; None for none."""
+    """Return the folder of data sets that the user named by ``TILEWISE_DATA``; None for none."""
     named = os.environ.get("TILEWISE_DATA")
     return Path(named).expanduser() if named else None
 
 
 def standard_library(size_cap_bytes: int, folder: Path | None = None) -> list[Piece]:
-    """The ``*.py`` of the Python that runs this, sorted by path, whole files up to a size.
+    """Return the ``*.py`` of the Python that runs this, sorted by path, whole files up to a size.
 
     Args:
         size_cap_bytes: the first file that goes over it ends the list.
@@ -160,7 +160,7 @@ def standard_library(size_cap_bytes: int, folder: Path | None = None) -> list[Pi
 
 
 def _read_if_possible(path: Path) -> bytes | None:
-    """The bytes; None for a dangling link or a file of another user (the hash tells)."""
+    """Return the bytes; None for a dangling link or a file of another user (the hash tells)."""
     try:
         return path.read_bytes()
     except OSError:
@@ -168,7 +168,7 @@ def _read_if_possible(path: Path) -> bytes | None:
 
 
 def _text_files(root: Path, size_cap_bytes: int) -> list[Piece]:
-    """All files of a folder but hidden ones, sorted by path, up to a size."""
+    """Return all files of a folder but hidden ones, sorted by path, up to a size."""
     found = [
         path
         for path in root.rglob("*")
@@ -195,7 +195,7 @@ def _whole_files(
 
 
 def _read(path: Path) -> bytes:
-    """The bytes of a text file, unpacked."""
+    """Return the bytes of a text file, unpacked."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
@@ -226,7 +226,7 @@ def _cut(data: bytes, at: int) -> int:
 
 
 def _split_file(name: str, data: bytes, held_out: float) -> Corpus:
-    """The last part of a text is held out, from the start of a line on."""
+    """Hold out the last part of a text, from the start of a line on."""
     border = _cut(data, len(data) - int(len(data) * held_out))
     return _checked(Corpus(name, data[:border], data[border:], 1))
 
@@ -270,7 +270,7 @@ def _first_by_hash(pieces: Sequence[Piece], share: int) -> list[Piece]:
 
 
 def _copies(pieces: Sequence[Piece], candidates: Sequence[Piece]) -> set[str]:
-    """The candidates most of whose text is, line by line, in another file as well.
+    """Return the candidates most of whose text is, line by line, in another file as well.
 
     The standard library has whole families of them: its tables of code pages differ in a few lines.
     Short lines say nothing, and licences at the head of every file are less than most of it.

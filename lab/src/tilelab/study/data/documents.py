@@ -36,7 +36,7 @@ class Documents:
 def begins(
     sizes: Sequence[int], tokens: NDArray[Any], token_bytes: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """The first token of each document.
+    """Return the first token of each document.
 
     A token that reaches over a border belongs to the document that it begins in; a document in
     which no token begins is none.
@@ -102,7 +102,7 @@ def written(documents: Documents) -> str:
 
 
 def read(path: Path, train_tokens: int, held_out_tokens: int) -> Documents:
-    """The borders in a file.
+    """Return the borders in a file.
 
     Raises:
         ValueError, KeyError, OSError: they are not borders of a text of that many tokens.

@@ -69,7 +69,7 @@ class Batches:
         self._order = lru_cache(maxsize=2)(self._draw_order)  # a step may reach into the next epoch
 
     def at(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """The micro-batches of an optimizer step.
+        """Return the micro-batches of an optimizer step.
 
         Args:
             step: 0 for the first.
@@ -84,7 +84,7 @@ class Batches:
         ]
 
     def starts(self, step: int) -> list[int]:
-        """The first token of every window of an optimizer step, 0 for the first step."""
+        """Return the first token of every window of an optimizer step, 0 for the first step."""
         first = step * self.batch * self.accumulation
         return [self._start(first + each) for each in range(self.batch * self.accumulation)]
 
@@ -100,7 +100,7 @@ class Batches:
 
 
 def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The numbers below ``count`` in the order of an epoch.
+    """Return the numbers below ``count`` in the order of an epoch.
 
     Args:
         count: of examples.
@@ -133,7 +133,7 @@ def _mixed_int(value: int) -> int:
 
 
 def micro_batch_seed(seed: int, step: int, index: int) -> int:
-    """The seed of what is drawn in a micro-batch, such as dropout: whoever computes it.
+    """Return the seed of what is drawn in a micro-batch, such as dropout: whoever computes it.
 
     Args:
         seed: of the run.
@@ -188,7 +188,7 @@ class Windows:
         return len(self.starts)
 
     def parts(self, rows: int) -> Iterator[Part]:
-        """All windows in order, at most ``rows`` at a time.
+        """Yield all windows in order, at most ``rows`` at a time.
 
         A window that reaches over the end of the text is filled up with token 0, not counted.
         """

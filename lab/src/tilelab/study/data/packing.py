@@ -60,7 +60,7 @@ class Source(Protocol):
     """Rows of a training text, at random access."""
 
     def at(self, step: int) -> list[Rows]:
-        """The micro-batches of an optimizer step, 0 for the first."""
+        """Return the micro-batches of an optimizer step, 0 for the first."""
 
 
 class RunRows:
@@ -85,7 +85,7 @@ class RunRows:
         )
 
     def at(self, step: int) -> list[Rows]:
-        """The micro-batches of an optimizer step, 0 for the first."""
+        """Return the micro-batches of an optimizer step, 0 for the first."""
         length, found = self._config.length_at(step), self._source.at(step)
         if length == self._config.model.context:
             return found
@@ -113,7 +113,7 @@ def attended(config: RunConfig, tokens: Tokens) -> float:
 
 
 def shortened(rows: Rows, length: int) -> Rows:
-    """The same tokens in rows of another length: each row is cut into equal pieces.
+    """Return the same tokens in rows of another length: each row is cut into equal pieces.
 
     Args:
         rows: [B, S].
@@ -147,7 +147,7 @@ class Stream:
         self._windows = Batches(tokens, context, batch, accumulation, seed)
 
     def at(self, step: int) -> list[Rows]:
-        """The micro-batches of an optimizer step, 0 for the first."""
+        """Return the micro-batches of an optimizer step, 0 for the first."""
         return [Rows(inputs, targets) for inputs, targets in self._windows.at(step)]
 
 
@@ -161,7 +161,7 @@ class Packed(Stream):
         self._begins = tokens.documents.train
 
     def at(self, step: int) -> list[Rows]:
-        """The micro-batches of an optimizer step, 0 for the first."""
+        """Return the micro-batches of an optimizer step, 0 for the first."""
         starts, size = self._windows.starts(step), self._windows.batch
         found = []
         for at, rows in enumerate(super().at(step)):
@@ -214,7 +214,7 @@ class Padded:
         self._order = lru_cache(maxsize=2)(self._draw)  # a step may reach into the next epoch
 
     def at(self, step: int) -> list[Rows]:
-        """The micro-batches of an optimizer step, 0 for the first."""
+        """Return the micro-batches of an optimizer step, 0 for the first."""
         first = step * self._rows_per_step
         chosen = [self._row(first + each) for each in range(self._rows_per_step)]
         return [

@@ -84,7 +84,7 @@ class Tokens:
         return f"Text: {self.name}, {learnt:,} tokens to learn from, {held_out:,} held out"
 
     def as_json(self) -> dict[str, Any]:
-        """All but the tokens, for records."""
+        """Return all but the tokens, for records."""
         return {
             "name": self.name,
             "source": self.source,
@@ -115,7 +115,7 @@ class _Sidecar:
 
 
 def prepare(data: Data, cache: Path) -> Tokens:
-    """The tokens of a text, from the cache or made now.
+    """Return the tokens of a text, from the cache or made now.
 
     Several processes may ask at once: one makes them, the others wait for it.
 
@@ -167,7 +167,7 @@ def prepare(data: Data, cache: Path) -> Tokens:
 
 
 def _documents(path: Path, data: Data, train: NDArray[Any], held_out: NDArray[Any]) -> Documents:
-    """The borders of the documents, from their file or found now."""
+    """Return the borders of the documents, from their file or found now."""
     if not path.exists():
         with _locked(path.with_suffix(".lock")):
             if not path.exists():

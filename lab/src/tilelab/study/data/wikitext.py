@@ -102,7 +102,7 @@ def words(text: str) -> int:
 
 
 def articles(text: str) -> list[str]:
-    """The text cut before the title of each article; all of it, in order.
+    """Return the text cut before the title of each article; all of it, in order.
 
     A title is a line ``= words =`` between blank ones (or at the start); headings inside an article
     have more marks.
@@ -125,7 +125,7 @@ def articles(text: str) -> list[str]:
 
 
 def find(name: str, folder: Path | None) -> Files:
-    """The files of a WikiText in a folder of data sets.
+    """Return the files of a WikiText in a folder of data sets.
 
     Looked for, with or without ``.gz``: the official ``wiki.train.tokens`` (``.raw``) and
     ``wiki.valid.tokens`` in ``NAME/`` or ``NAME-v1/``, and ``wikitext103.train.tokens.txt`` and the

@@ -42,7 +42,7 @@ class WordPiece:
     encoder: Any
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text, without special ones."""
+        """Return the tokens of each text, without special ones."""
         found: list[list[int]] = []
         for at in range(0, len(texts), _AT_ONCE):
             part = self.encoder.encode_batch(texts[at : at + _AT_ONCE], add_special_tokens=False)
@@ -50,12 +50,12 @@ class WordPiece:
         return found
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The words of tokens, special ones too."""
+        """Return the words of tokens, special ones too."""
         return str(self.encoder.decode(list(tokens), skip_special_tokens=False))
 
 
 def wordpiece(folder: Path | None) -> WordPiece:
-    """The tokenizer whose vocabulary lies in a folder of data sets.
+    """Return the tokenizer whose vocabulary lies in a folder of data sets.
 
     Args:
         folder: with ``bert-base-uncased/vocab.txt``, ``vocab/bert-base-uncased/vocab.txt`` or

@@ -17,7 +17,7 @@ Factors = Mapping[str, Mapping[str, Any]]
 def one_at_a_time(
     factors: Factors, kind: Literal["training", "systems"] = "training"
 ) -> tuple[Arm, ...]:
-    """One arm for each factor.
+    """Return one arm for each factor.
 
     Args:
         factors: name of the arm -> what it changes, by dotted paths.
@@ -29,7 +29,7 @@ def one_at_a_time(
 
 
 def factorial(factors: Factors) -> tuple[Arm, ...]:
-    """All 2^k - 1 combinations of k factors: ``lion``, ``wsd``, ``lion+wsd``.
+    """Return all 2^k - 1 combinations of k factors: ``lion``, ``wsd``, ``lion+wsd``.
 
     With the baseline, which has none of them, that is a full factorial design: it shows what each
     factor does alone and whether they add up.

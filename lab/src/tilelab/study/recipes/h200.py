@@ -224,7 +224,7 @@ def _listops(length: listops.Expressions, seeds: tuple[int, ...]) -> Experiment:
 
 
 def _passages(length: int, seeds: tuple[int, ...]) -> Experiment:
-    """A model of BERT-base's size on passages, in the protocol of ``long-documents``."""
+    """Return a model of BERT-base's size on passages, in the protocol of ``long-documents``."""
     small = long_documents.passages_config(length, PASSAGES_STEPS, tokens=PASSAGES_TOKENS)
     config = change(small, BERT_BASE)
     return long_documents.passages_experiment(config, _beside(config), seeds)

@@ -33,7 +33,7 @@ MUON_RATES = (0.003, 0.006, 0.012, 0.024)
 
 
 def _baseline(steps: int) -> RunConfig:
-    """A byte-level GPT-2 of 0.85 million parameters, AdamW, straight to zero."""
+    """Return a byte-level GPT-2 of 0.85 million parameters, AdamW, straight to zero."""
     return RunConfig(
         model=Model(layers=4, heads=4, width=128, context=256),
         optimizer=Optimizer(name="adamw", lr=0.001),

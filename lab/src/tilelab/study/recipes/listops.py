@@ -105,7 +105,7 @@ def listops_experiment(
 
 
 def listops_config(length: Expressions) -> RunConfig:
-    """A run with the small model on expressions of a length.
+    """Return a run with the small model on expressions of a length.
 
     Args:
         length: of the expressions.

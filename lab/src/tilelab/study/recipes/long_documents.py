@@ -102,7 +102,7 @@ def passages_config(
     label: str = "era",
     split: str = "addresses",
 ) -> RunConfig:
-    """A run with the small model on passages of a length.
+    """Return a run with the small model on passages of a length.
 
     Args:
         length: in tokens.

@@ -61,7 +61,7 @@ class Recipe(NamedTuple):
     summary: str
 
     def study(self, **options: Any) -> Study:
-        """The study, with some options given.
+        """Return the study, with some options given.
 
         Raises:
             InvalidArgument: an unknown option (the nearest is suggested), a value of another type
@@ -91,7 +91,7 @@ def recipe(function: Callable[..., Study]) -> Callable[..., Study]:
 
 
 def names() -> tuple[str, ...]:
-    """The names of the package's recipes, in the order of their modules."""
+    """Return the names of the package's recipes, in the order of their modules."""
     for module in _MODULES:
         import_module(f"tilelab.study.recipes.{module}")
     return tuple(_RECIPES)

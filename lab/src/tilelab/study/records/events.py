@@ -57,7 +57,7 @@ class Event:
     event: ClassVar[str]
 
     def line(self) -> str:
-        """The event as one line of JSON, newline included."""
+        """Return the event as one line of JSON, newline included."""
         values = {"event": self.event, **finite(asdict(self))}
         return json.dumps(values, separators=(",", ":"), allow_nan=False) + "\n"
 
@@ -300,7 +300,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, path: Path) -> RunRecord:
-        """The record in a file; an empty record where there is no file.
+        """Return the record in a file; an empty record where there is no file.
 
         Raises:
             CorruptRecordError: a line other than a torn last one is not an event, or was changed.
@@ -320,7 +320,7 @@ class RunRecord:
         return next((at for at, each in enumerate(numbers) if each != at + 1), len(numbers))
 
     def _lost(self) -> str:
-        """The steps that must be there by what the record says, and are not; in words."""
+        """Return the steps that must be there by what the record says, and are not; in words."""
         if not self.starts:
             return ""
         last = max([self.starts[-1].from_step, *(each.step for each in self.steps)])

@@ -72,7 +72,7 @@ def studies_folder() -> Path:
 
 
 def folder_of(study: Study, out: Path) -> Path:
-    """The folder of a study below ``out``; it need not be there."""
+    """Return the folder of a study below ``out``; it need not be there."""
     return out / f"{study.name}-{config_hash(study)}"
 
 
@@ -158,7 +158,7 @@ class Records(NamedTuple):
 
 
 def read_records(folder: Path) -> dict[str, RunRecord]:
-    """The records of all runs that have begun, by the run's name, in alphabetical order.
+    """Return the records of all runs that have begun, by the run's name, in alphabetical order.
 
     Raises:
         CorruptRecordError: a line of one cannot be read.
@@ -187,7 +187,7 @@ def readable_records(folder: Path) -> Records:
 
 
 def study_folders(out: Path) -> list[Path]:
-    """The folders of all studies below ``out``, the one that was last worked on first."""
+    """Return the folders of all studies below ``out``, the one that was last worked on first."""
     found = [path.parent for path in out.glob(f"*/{STUDY}")]
     return sorted(found, key=lambda folder: (-worked_on(folder), folder.name))
 

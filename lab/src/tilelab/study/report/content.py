@@ -31,7 +31,7 @@ _MOST_NAMED = 12  # runs that are missing, by name
 
 
 def page_of(evidence: Evidence) -> Page:
-    """Everything that the report shows, in words and figures."""
+    """Return everything that the report shows, in words and figures."""
     stored = evidence.stored
     agenda = Agenda(stored.study, dict(evidence.records))
     left_out = tuple(f"{name}: its record is damaged and left out" for name in evidence.damaged)
@@ -69,7 +69,7 @@ def _status(agenda: Agenda, evidence: Evidence) -> str:
 
 
 def _missing(agenda: Agenda, evidence: Evidence) -> tuple[str, ...]:
-    """The runs that count and are not over, in words."""
+    """Return the runs that count and are not over, in words."""
     said = []
     ranks = {
         (planned.name, arm): (at, place)
@@ -211,7 +211,7 @@ def _writings(planned: config.Experiment, evidence: Evidence) -> tuple[tuple[Wri
 
 
 def _written_out(planned: config.Experiment, arm: str, evidence: Evidence) -> Mapping[str, Any]:
-    """The config that ran, with what a sweep chose; the planned one before it ran."""
+    """Return the config that ran, with what a sweep chose; the planned one before it ran."""
     for record in evidence.finals(planned, arm).values():
         return record.start.config
     return planned.config_of(arm).model_dump(mode="json")

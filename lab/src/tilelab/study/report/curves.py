@@ -44,7 +44,7 @@ class LineEnd(NamedTuple):
 
 
 def loss_chart(series: Sequence[Series], along: Abscissa, metric: str, name: str) -> Chart | None:
-    """The held-out metric of every arm, with the outermost seeds as a band.
+    """Draw the held-out metric of every arm, with the outermost seeds as a band.
 
     Args:
         series: one per arm, the baseline first; those of fewer than two points are left out.
@@ -81,7 +81,7 @@ def loss_chart(series: Sequence[Series], along: Abscissa, metric: str, name: str
 def difference_chart(
     series: Sequence[Series], smallest: float, metric: str, baseline: str, name: str
 ) -> Chart | None:
-    """Every arm less the baseline, seed by seed, along the run.
+    """Draw every arm less the baseline, seed by seed, along the run.
 
     Args:
         series: of ``series.difference``.
@@ -120,7 +120,7 @@ def difference_chart(
 
 
 def frame(drawn: Sequence[Series], above: str, below: str) -> tuple[Figure, Axes]:
-    """An empty figure for lines, with room for their names on the right.
+    """Return an empty figure for lines, with room for their names on the right.
 
     Args:
         drawn: the lines; each has a point.
@@ -138,7 +138,7 @@ def frame(drawn: Sequence[Series], above: str, below: str) -> tuple[Figure, Axes
 
 
 def beside_labels(lines: int, right: float, above: str) -> tuple[Figure, Axes]:
-    """An empty figure, high enough for the names of its lines one above the other.
+    """Return an empty figure, high enough for the names of its lines one above the other.
 
     Args:
         lines: how many.
@@ -153,7 +153,7 @@ def beside_labels(lines: int, right: float, above: str) -> tuple[Figure, Axes]:
 
 
 def _top(drawn: Sequence[Series]) -> tuple[float, bool]:
-    """The upper end of the frame: where the slowest arm is after a tenth of the run."""
+    """Return the upper end of the frame: where the slowest arm is after a tenth of the run."""
     whole = max(max(each.high) for each in drawn)
     ends = min(min(each.low) for each in drawn)
     early = max(each.high[max(1, round(len(each.high) * 0.12))] for each in drawn)

@@ -25,7 +25,7 @@ _DEEPEST = 0.62  # how much colour the largest effect has: its number stays read
 
 
 def effects_table(experiment: ExperimentVerdict) -> Table | None:
-    """Every effect in words and numbers; None without a design."""
+    """Return every effect in words and numbers; None without a design."""
     if not experiment.effects:
         return None
     digits = digits_of(experiment)

@@ -42,7 +42,7 @@ class Lines(NamedTuple):
 
 
 def lines_of(planned: config.Experiment, verdict: ExperimentVerdict, evidence: Evidence) -> Lines:
-    """The lines of an experiment.
+    """Return the lines of an experiment.
 
     Args:
         planned: its config.
@@ -71,7 +71,7 @@ def lines_of(planned: config.Experiment, verdict: ExperimentVerdict, evidence: E
 
 
 def charts_of(verdict: ExperimentVerdict, lines: Lines, slug: str) -> Iterator[Chart]:
-    """The figures for which there is something to show.
+    """Return the figures for which there is something to show.
 
     Args:
         verdict: of the experiment.

@@ -36,7 +36,7 @@ class Evidence:
     damaged: Mapping[str, str]
 
     def finals(self, experiment: Experiment, arm: str) -> dict[int, RunRecord]:
-        """The runs of an arm that count, by seed; those that have not begun are left out."""
+        """Return the runs of an arm that count, by seed; those that have not begun are left out."""
         names = {seed: f"{experiment.name}/{arm}/seed-{seed}" for seed in experiment.seeds}
         return {seed: self.records[name] for seed, name in names.items() if name in self.records}
 

@@ -19,25 +19,25 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u20
 
 
 def html(page: Page) -> str:
-    """The page; every text that comes from outside is escaped by the template engine."""
+    """Return the page; every text that comes from outside is escaped by the template engine."""
     environment = _environment(escaped=True)
     style = style_sheet()
     return environment.get_template("report.html").render(page=page, style=Markup(style))
 
 
 def markdown(page: Page) -> str:
-    """The same content without figures."""
+    """Return the same content without figures."""
     text = _environment(escaped=False).get_template("report.md").render(page=page)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
 def markdown_text(text: object) -> str:
-    """A text that Markdown shows as it is: on one line, nothing in it means anything."""
+    """Return a text that Markdown shows as it is: on one line, nothing in it means anything."""
     return _UNSAFE.sub(r"\\\1", " ".join(printable(text).split()))
 
 
 def printable(text: object) -> str:
-    """A text without characters that are not seen or turn the direction of what follows."""
+    """Return a text without characters that are not seen or turn the direction of what follows."""
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", str(text))
 
 

@@ -59,7 +59,7 @@ def _points(experiment: ExperimentVerdict) -> Iterator[Point]:
 
 
 def pareto_table(experiment: ExperimentVerdict) -> Table | None:
-    """The arms on the front, and who beats each of the others in both."""
+    """Return the arms on the front, and who beats each of the others in both."""
     points = list(_points(experiment))
     if len(points) < 2:
         return None
@@ -79,7 +79,7 @@ def pareto_table(experiment: ExperimentVerdict) -> Table | None:
 
 
 def pareto_chart(experiment: ExperimentVerdict, name: str) -> Chart | None:
-    """A point per arm, and the front as a staircase.
+    """Draw a point per arm, and the front as a staircase.
 
     Args:
         experiment: its verdict.

@@ -17,7 +17,7 @@ _PATH = "attention.implementation"
 def plain_table(
     planned: config.Experiment, verdict: ExperimentVerdict, memory_bytes: int | None
 ) -> Table | None:
-    """A step of the arms beside what plain attention would need for it.
+    """Return a step of the arms beside what plain attention would need for it.
 
     Args:
         planned: the experiment.

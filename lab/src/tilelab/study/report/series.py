@@ -43,7 +43,7 @@ def _finite(record: RunRecord, metric: str) -> dict[int, Evaluation]:
 
 
 def _furthest(records: Records, metric: str) -> list[int]:
-    """The seeds of the runs that have come furthest, and of those that diverged on the way.
+    """Return the seeds of the runs that have come furthest, and of those that diverged on the way.
 
     In a study that is not finished, the others would cut the lines off where they are.
     """
@@ -53,7 +53,7 @@ def _furthest(records: Records, metric: str) -> list[int]:
 
 
 def _common(found: Sequence[Mapping[int, Evaluation]]) -> list[int]:
-    """The steps that every run has reached, in order."""
+    """Return the steps that every run has reached, in order."""
     return sorted(set.intersection(*(set(each) for each in found))) if found else []
 
 
@@ -64,7 +64,7 @@ def _number(evaluation: Evaluation, metric: str) -> float:
 
 
 def curve(arm: str, place: int, records: Records, metric: str, along: Abscissa) -> Series:
-    """The held-out metric of an arm along its runs, those that have come furthest.
+    """Return the held-out metric of an arm along its runs, those that have come furthest.
 
     Args:
         arm: its name.

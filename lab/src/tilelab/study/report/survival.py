@@ -45,7 +45,7 @@ def _lines(experiment: ExperimentVerdict) -> list[_Line]:
 
 
 def survival_table(experiment: ExperimentVerdict) -> Table | None:
-    """The curves as numbers; None where no run reached the target or there is none."""
+    """Return the curves as numbers; None where no run reached the target or there is none."""
     lines = _lines(experiment)
     if not any(line.curve.at for line in lines):
         return None
@@ -73,7 +73,7 @@ def survival_table(experiment: ExperimentVerdict) -> Table | None:
 
 
 def survival_chart(experiment: ExperimentVerdict, target: str, name: str) -> Chart | None:
-    """A falling line for every arm, with a stroke where runs were censored.
+    """Draw a falling line for every arm, with a stroke where runs were censored.
 
     Args:
         experiment: its verdict.

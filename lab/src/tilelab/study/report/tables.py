@@ -52,7 +52,7 @@ def _arms(experiment: ExperimentVerdict) -> list[_Arm]:
 
 
 def evidence_tables(experiment: ExperimentVerdict) -> tuple[Table, ...]:
-    """Every table that there is something for, in the order in which it is asked."""
+    """Return every table that there is something for, in the order in which it is asked."""
     found = (
         effects_table(experiment),
         _interactions(experiment),
@@ -71,7 +71,7 @@ def evidence_tables(experiment: ExperimentVerdict) -> tuple[Table, ...]:
 
 
 def _number(summary: Summary | None, show: _Show) -> Cell:
-    """The mean, and below it the spread over the seeds."""
+    """Return the mean, and below it the spread over the seeds."""
     if summary is None:
         return _NONE
     if summary.spread is None:
@@ -94,7 +94,7 @@ def _table(
     notes: tuple[str, ...] = (),
     key: str = "",
 ) -> Table | None:
-    """A row per arm; columns and rows of which nothing is known are left out."""
+    """Return a row per arm; columns and rows of which nothing is known are left out."""
     arms = _arms(experiment)
     shown = [(name, [show(arm) for arm in arms]) for name, show in columns]
     kept = [(name, cells) for name, cells in shown if any(cell != _NONE for cell in cells)]
@@ -125,7 +125,7 @@ def _quality(experiment: ExperimentVerdict) -> Table | None:
 
 
 def _names(experiment: ExperimentVerdict) -> list[str]:
-    """The metrics of the arms' tasks, beside those of language models."""
+    """Return the metrics of the arms' tasks, beside those of language models."""
     return list(dict.fromkeys(name for arm in _arms(experiment) for name in arm.measures.metrics))
 
 
@@ -328,7 +328,7 @@ def _interactions(experiment: ExperimentVerdict) -> Table | None:
 def curve_tables(
     tokens: Sequence[Series], time: Sequence[Series], experiment: ExperimentVerdict
 ) -> tuple[Table, ...]:
-    """The curves as numbers, for those who cannot see the figures: one table, or none.
+    """Return the curves as numbers, for those who cannot see the figures: one table, or none.
 
     Args:
         tokens: every arm by tokens.
@@ -362,7 +362,7 @@ def curve_tables(
 def config_table(
     baseline_name: str, baseline: Mapping[str, Any], arms: Mapping[str, Mapping[str, Any]]
 ) -> Table:
-    """Every setting of the baseline, and where an arm differs.
+    """Return every setting of the baseline, and where an arm differs.
 
     Args:
         baseline_name: of the baseline.

@@ -38,7 +38,7 @@ def _lengths(sweep: SweepResult) -> list[_Trials]:
 
 
 def sweep_table(experiment: ExperimentVerdict) -> Table | None:
-    """Every trial, the arms' budgets, and what was chosen."""
+    """Return every trial, the arms' budgets, and what was chosen."""
     sweeps, digits = experiment.sweeps, digits_of(experiment)
     if not sweeps:
         return None
@@ -85,7 +85,7 @@ def _budgets(experiment: ExperimentVerdict) -> Iterator[str]:
 
 
 def sweep_chart(sweeps: Sequence[SweepResult], unit: str, name: str) -> Chart | None:
-    """The final metric by the swept value, a line per arm; the chosen value is ringed.
+    """Draw the final metric by the swept value, a line per arm; the chosen value is ringed.
 
     With successive halving every rung is a line of its own, thin for the short trials.
 

@@ -44,7 +44,7 @@ def digits_of(experiment: ExperimentVerdict) -> int:
 
 
 def spelled(value: object) -> str:
-    """A value of a config in words."""
+    """Return a value of a config in words."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, float):
@@ -134,7 +134,7 @@ def _band(arm: ArmVerdict, experiment: ExperimentVerdict) -> Band | None:
 def row_of(
     arm: ArmVerdict, place: int, experiment: ExperimentVerdict, planned: config.Experiment
 ) -> VerdictRow:
-    """An arm's row.
+    """Return an arm's row.
 
     Args:
         arm: its verdict.
@@ -208,7 +208,7 @@ def differences(values: Sequence[float], digits: int) -> list[str]:
 
 
 def baseline_row(experiment: ExperimentVerdict) -> VerdictRow:
-    """The baseline's row: absolute numbers where the arms have ratios."""
+    """Return the baseline's row: absolute numbers where the arms have ratios."""
     base, digits = experiment.baseline, digits_of(experiment)
     metric = metric_mean(base.measures, experiment)
     speed = base.measures.tokens_per_s
@@ -234,7 +234,7 @@ def baseline_row(experiment: ExperimentVerdict) -> VerdictRow:
 
 
 def metric_mean(measures: ArmMeasures, experiment: ExperimentVerdict) -> float | None:
-    """The mean of the experiment's metric over the seeds."""
+    """Return the mean of the experiment's metric over the seeds."""
     own: dict[str, Summary | None] = {
         "loss": measures.loss,
         "bits_per_byte": measures.bits_per_byte,
@@ -271,7 +271,7 @@ def _speed(arm: ArmVerdict) -> Cell:
 
 
 def _ratio(ratio: Ratio | None, *, better_above: bool) -> Cell:
-    """A ratio, toned where its whole interval lies on one side of 1."""
+    """Return a ratio, toned where its whole interval lies on one side of 1."""
     if ratio is None:
         return _NONE
     if ratio.interval is None:

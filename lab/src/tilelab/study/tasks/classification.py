@@ -93,7 +93,7 @@ class ExampleBatches:
         self._order = lru_cache(maxsize=2)(lambda epoch: shuffled(count, seed, epoch))
 
     def at(self, step: int) -> list[Batch]:
-        """The micro-batches of an optimizer step."""
+        """Return the micro-batches of an optimizer step."""
         count = len(self._examples.train)
         found = []
         for part in range(self._accumulation):
@@ -145,7 +145,7 @@ class _Examination(Examination):
         self._watched = config.evaluation.attention_windows
 
     def held_out(self, model: nn.Module, whole: bool, autocast: torch.dtype | None) -> Held:
-        """The loss of the first part, and the task's metrics of all of them."""
+        """Return the loss of the first part, and the task's metrics of all of them."""
         with evaluating(model, autocast) as device:
             found = {
                 name: self._output(model, split, device)
@@ -227,7 +227,7 @@ class Classification(AbstractTask):
             raise InvalidArgument(f"training.{which}", str(getattr(training, which)), required)
 
     def checked(self, data: Examples) -> Examples:
-        """The data, if its first held-out part is large enough for the metrics.
+        """Return the data, if its first held-out part is large enough for the metrics.
 
         Raises:
             InvalidArgument: fewer than four examples for the accuracy by quarters.
@@ -256,7 +256,7 @@ class Classification(AbstractTask):
         return ExampleBatches(data, config, seed)
 
     def model(self, config: RunConfig, data: Examples, seed: int, device: torch.device) -> BERT:
-        """A BERT with a head of classes."""
+        """Return a BERT with a head of classes."""
         head = Head("classes", self.classes, self.pooling)
         return bert_of(config, data.vocabulary, head, seed, device)
 
@@ -270,7 +270,7 @@ class Classification(AbstractTask):
         return losses(rows, targets[:, None], label_smoothing=smoothing, z_loss=z_loss)
 
     def loss_of(self, output: Output) -> float:
-        """The plain loss of a held-out part."""
+        """Return the plain loss of a held-out part."""
         if self.classes == 1:
             return float(np.mean((output.logits - output.labels) ** 2))
         logits, labels = torch.from_numpy(output.logits), torch.from_numpy(output.labels)
@@ -288,18 +288,18 @@ class Classification(AbstractTask):
         return found
 
     def examination(self, config: RunConfig, data: Examples) -> Examination:
-        """All held-out examples."""
+        """Return the examination on all held-out examples."""
         return _Examination(self, config, data)
 
     def looked_up(self, model: nn.Module) -> int:
-        """All embeddings."""
+        """Count the numbers of all embeddings."""
         return looked_up(model)
 
     def attended(self, config: RunConfig, data: Examples) -> float:
-        """The mean over the training tokens of the length of their sequence."""
+        """Return the mean over the training tokens of the length of their sequence."""
         lengths = data.lengths(data.train, config.model.context).astype(np.float64)
         return float((lengths**2).sum() / lengths.sum())
 
     def evaluated(self, config: RunConfig, data: Examples, whole: bool) -> int:
-        """All held-out examples."""
+        """Return the number of all held-out examples."""
         return sum(len(split) for split in data.held_out.values())

@@ -105,7 +105,7 @@ class Documents(LabelledTexts):
         return parts
 
     def _label(self, row: dict[str, Any]) -> int | None:
-        """The class of a document; None for one that has none."""
+        """Return the class of a document; None for one that has none."""
         if self.label == "party":
             return _PARTIES.index(row["party"]) if row["party"] in _PARTIES else None
         return int((row["year"] - _FIRST_YEAR) // _ERA_YEARS)

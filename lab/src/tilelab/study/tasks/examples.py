@@ -141,12 +141,12 @@ class Examples:
         }
 
     def sequence(self, split: Split, index: int, context: int) -> tuple[list[int], list[int]]:
-        """An example as one sequence of at most ``context`` tokens, and its token types."""
+        """Return an example as one sequence of at most ``context`` tokens, and its token types."""
         second = None if split.second is None else split.second[index]
         return joined(split.first[index], second, context, self.start, self.border)
 
     def lengths(self, split: Split, context: int | None = None) -> NDArray[np.int64]:
-        """Tokens of each example's sequence, cut at a context or whole."""
+        """Return tokens of each example's sequence, cut at a context or whole."""
         parts = 1 if split.second is None else 2
         special = (self.start is not None) + parts * (self.border is not None)
         whole = split.first.lengths + special

@@ -22,7 +22,7 @@ _PACKAGE = "package:"
 
 
 def gpt2_of(config: RunConfig, vocabulary: int, seed: int, device: torch.device) -> GPT2:
-    """The GPT-2 of a run: its weights depend on its shape and the seed alone.
+    """Return the GPT-2 of a run: its weights depend on its shape and the seed alone.
 
     Args:
         config: of the run.
@@ -47,7 +47,7 @@ def gpt2_of(config: RunConfig, vocabulary: int, seed: int, device: torch.device)
 
 
 def gpt2_shape(model: Model, vocabulary: int) -> Shape:
-    """The numbers of the GPT-2 that a config describes, with so many tokens."""
+    """Return the numbers of the GPT-2 that a config describes, with so many tokens."""
     return Shape(
         layers=model.layers,
         heads=model.heads,
@@ -67,7 +67,7 @@ def gpt2_shape(model: Model, vocabulary: int) -> Shape:
 def bert_of(
     config: RunConfig, vocabulary: int, head: bert.Head, seed: int, device: torch.device
 ) -> bert.BERT:
-    """The BERT of a run: from its checkpoint, or drawn from its shape and the seed alone.
+    """Return the BERT of a run: from its checkpoint, or drawn from its shape and the seed alone.
 
     Args:
         config: of the run; its numbers have to be those of the checkpoint, if there is one.
@@ -128,7 +128,7 @@ def _pattern(config: RunConfig, device: torch.device) -> bert.Pattern | None:
 
 
 def checkpoint_folder(name: str) -> Path:
-    """The folder of ``model.checkpoint``.
+    """Return the folder of ``model.checkpoint``.
 
     Raises:
         InvalidArgument: a package that is not installed.
@@ -166,7 +166,7 @@ def _check_shape(config: RunConfig, vocabulary: int, found: bert.Shape) -> None:
 
 
 def vit_of(config: RunConfig, shape: vit.Shape, seed: int, device: torch.device) -> vit.ViT:
-    """The ViT of a run: from its checkpoint, or drawn from its shape and the seed alone.
+    """Return the ViT of a run: from its checkpoint, or drawn from its shape and the seed alone.
 
     Args:
         config: of the run.

@@ -18,7 +18,7 @@ _SIZE_BYTES = 4  # of the field ISIZE that a file of gzip ends with (RFC 1952, s
 
 
 def folder_of(source: str, name: str, inside: str) -> Path:
-    """The folder of ``data.source``.
+    """Return the folder of ``data.source``.
 
     Args:
         source: ``name``, for the one in the folder ``TILEWISE_DATA``, or a path.
@@ -38,7 +38,7 @@ def folder_of(source: str, name: str, inside: str) -> Path:
 
 
 def ended(path: Path) -> Path | None:
-    """The file of that name, or with ``.gz`` behind it; None where neither is there."""
+    """Return the file of that name, or with ``.gz`` behind it; None where neither is there."""
     candidates = (path, path.with_name(f"{path.name}.gz"))
     return next((each for each in candidates if each.is_file()), None)
 
@@ -58,7 +58,7 @@ def unpacked_bytes(path: Path) -> int:
 
 
 def lines(path: Path) -> list[str]:
-    """The lines of a file in UTF-8: only a newline ends one, whatever else is in the text.
+    """Return the lines of a file in UTF-8: only a newline ends one, whatever else is in the text.
 
     Raises:
         InvalidArgument: it cannot be read or unpacked, or is not UTF-8.
@@ -75,7 +75,7 @@ def lines(path: Path) -> list[str]:
 
 
 def objects(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines.
+    """Return the objects of a file of JSON lines.
 
     Raises:
         InvalidArgument: a line that is none.

@@ -65,7 +65,7 @@ class GlueTask(Classification):
         return (*self.dataset.metrics, self.loss_name)
 
     def prepare(self, config: RunConfig, cache: Path) -> Examples:
-        """The data set's sentences as tokens."""
+        """Return the data set's sentences as tokens."""
         pieces = wordpiece(data_folder())
         parts = read(self.dataset, config.data.source)
         train = parts["train"]

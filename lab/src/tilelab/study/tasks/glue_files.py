@@ -151,7 +151,7 @@ DATASETS: Mapping[str, Dataset] = {
 
 
 def read(dataset: Dataset, source: str) -> dict[str, Rows]:
-    """The parts of a data set: ``"train"``, and those that are held out.
+    """Return the parts of a data set: ``"train"``, and those that are held out.
 
     Args:
         dataset: which.

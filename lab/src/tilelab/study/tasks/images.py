@@ -60,7 +60,7 @@ class _Examination(Examination):
         self._watched = min(config.evaluation.attention_windows, len(data.held_out))
 
     def held_out(self, model: nn.Module, whole: bool, autocast: torch.dtype | None) -> Held:
-        """The loss and the accuracy; of the first images what the attention looks like."""
+        """Return the loss and the accuracy; of the first images what the attention looks like."""
         softmaxes: list[LayerSoftmax] | None = None
         with evaluating(model, autocast) as device:
             logits = self._logits(model, device, 0, len(self._held_out))
@@ -155,7 +155,7 @@ class ImageClassification(Classification):
         )
 
     def prepare(self, config: RunConfig, cache: Path) -> Any:
-        """The images, ``Images``."""
+        """Return the images, ``Images``."""
         return read(config.data, self.train_examples)
 
     def data_bytes(self, config: RunConfig) -> DataBytes:
@@ -167,14 +167,14 @@ class ImageClassification(Classification):
         return _Batches(data, config, seed)
 
     def model(self, config: RunConfig, data: Any, seed: int, device: torch.device) -> Any:
-        """A ViT, from scratch or from a checkpoint."""
+        """Return a ViT, from scratch or from a checkpoint."""
         shape = self._shape(config, data.side, data.channels, data.classes)
         if config.model.context != shape.tokens:
             raise wrong_context(config, shape)
         return vit_of(config, shape, seed, device)
 
     def examination(self, config: RunConfig, data: Any) -> Examination:
-        """All held-out images."""
+        """Return the examination on all held-out images."""
         return _Examination(self, config, data)
 
     def looked_up(self, model: nn.Module) -> int:
@@ -184,16 +184,16 @@ class ImageClassification(Classification):
         return model.positions.weight.numel() + token
 
     def attended(self, config: RunConfig, data: Any) -> float:
-        """All tokens of an image."""
+        """Return the number of an image's tokens."""
         return float(config.model.context)
 
     def evaluated(self, config: RunConfig, data: Any, whole: bool) -> int:
-        """All held-out images."""
+        """Return the number of all held-out images."""
         return len(data.held_out)
 
 
 def wrong_context(config: RunConfig, shape: Shape) -> InvalidArgument:
-    """The error of a context that is not what an image of the data has."""
+    """Return the error of a context that is not what an image of the data has."""
     token = " and a class token" if shape.pooling == "first" else ""
     side = f"{shape.image} x {shape.image} pixels in patches of {shape.patch} x {shape.patch}"
     required = f"{shape.tokens}: {side} are {shape.patches} tokens{token}"

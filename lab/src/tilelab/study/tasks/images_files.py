@@ -146,7 +146,7 @@ class Images:
 
 
 def read(data: Data, train_examples: int) -> Images:
-    """The images of a run, split in two.
+    """Return the images of a run, split in two.
 
     Args:
         data: ``source`` is a name of ``NAMED``, the path of a file, of a folder with ``train.npz``
@@ -208,7 +208,7 @@ def data_bytes(data: Data, train_examples: int) -> DataBytes:
 
 
 def _shape(path: Path) -> tuple[int, ...]:
-    """The shape of the images in a file, from its header."""
+    """Return the shape of the images in a file, from its header."""
     with zipfile.ZipFile(path) as file, file.open("images.npy") as array:
         if np.lib.format.read_magic(array) == (1, 0):
             return tuple(np.lib.format.read_array_header_1_0(array)[0])
@@ -235,7 +235,7 @@ def _split(whole: Pictures, share: float, source: str) -> tuple[Pictures, Pictur
 
 
 def _paths(source: str) -> list[Path]:
-    """The file to learn from, and the held-out one where there is one."""
+    """Return the file to learn from, and the held-out one where there is one."""
     if source in NAMED:
         folder, named = data_folder(), NAMED[source]
         if folder is None:

@@ -56,7 +56,7 @@ class _Examination(Examination):
         self._watched = spread(count) if count else None
 
     def held_out(self, model: nn.Module, whole: bool, autocast: torch.dtype | None) -> Held:
-        """The loss, also per byte and, of WikiText, per original word."""
+        """Return the loss, also per byte and, of WikiText, per original word."""
         score = evaluate(model, self._whole if whole else self._windows, self._data, autocast)
         watched = self._watched
         softmaxes = None if watched is None else look(model, watched, autocast)
@@ -94,7 +94,7 @@ class LanguageModelling(AbstractTask):
             raise InvalidArgument("attention.variant", "full", required)
 
     def prepare(self, config: RunConfig, cache: Path) -> Tokens:
-        """The tokens of the text."""
+        """Return the tokens of the text."""
         return prepare(config.data, cache)
 
     def batches(self, config: RunConfig, data: Tokens, seed: int) -> _Batches:
@@ -102,7 +102,7 @@ class LanguageModelling(AbstractTask):
         return _Batches(config, data, seed)
 
     def model(self, config: RunConfig, data: Tokens, seed: int, device: torch.device) -> GPT2:
-        """A GPT-2 with its tied head."""
+        """Return a GPT-2 with its tied head."""
         return gpt2_of(config, data.vocabulary, seed, device)
 
     def losses(self, output: Tensor, targets: Tensor, training: Training) -> tuple[Tensor, Tensor]:
@@ -116,12 +116,12 @@ class LanguageModelling(AbstractTask):
         return _Examination(config, data)
 
     def looked_up(self, model: nn.Module) -> int:
-        """The positions: the token embedding is the head, where it is multiplied."""
+        """Count the positions: the token embedding is the head, where it is multiplied."""
         assert isinstance(model, GPT2)
         return 0 if model.positions is None else model.positions.weight.numel()
 
     def attended(self, config: RunConfig, data: Tokens) -> float:
-        """Tokens of the row, or of the document's piece in it, that a token is in."""
+        """Return tokens of the row, or of the document's piece in it, that a token is in."""
         return packing.attended(config, data)
 
     def evaluated(self, config: RunConfig, data: Tokens, whole: bool) -> int:

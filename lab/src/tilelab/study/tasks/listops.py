@@ -118,7 +118,7 @@ class ListOps(Classification):
         return [ended(folder / name) for name in (form.train, *form.held_out)]
 
     def prepare(self, config: RunConfig, cache: Path) -> Examples:
-        """The expressions as tokens."""
+        """Return the expressions as tokens."""
         form, source = _FORMS[self.form], config.data.source
         folder = self._folder(config)
         names = (form.train, *form.held_out)
@@ -172,7 +172,7 @@ class ListOps(Classification):
         raise InvalidArgument("model.context", f"{config.model.context:,}", required, fix)
 
     def _rows(self, path: Path) -> list[_Row]:
-        """The expressions of a file that are not too long."""
+        """Return the expressions of a file that are not too long."""
         form = _FORMS[self.form]
         found = []
         for number, line in enumerate(lines(path), 1):
@@ -202,7 +202,7 @@ class _Row(NamedTuple):
 
 
 def tokens_of(expression: str) -> list[int]:
-    """The tokens of an expression, parentheses left out.
+    """Return the tokens of an expression, parentheses left out.
 
     Raises:
         KeyError: a word that is no token.

@@ -88,7 +88,7 @@ def mask(
 
 
 def _packed(masked: Masked, pieces: WordPiece) -> tuple[Packed, Tensor, Tensor]:
-    """The windows between their special tokens, and where the chosen tokens are then."""
+    """Return the windows between their special tokens, and where the chosen tokens are then."""
     rows = [[pieces.first, *row, pieces.border] for row in masked.tokens.tolist()]
     window = masked.tokens.shape[1]
     wanted = masked.wanted + _SPECIAL * (masked.wanted // window) + 1
@@ -134,7 +134,7 @@ class _Examination(Examination):
         self._probability, self._pieces = probability, pieces
 
     def held_out(self, model: nn.Module, whole: bool, autocast: torch.dtype | None) -> Held:
-        """The loss and the accuracy over the hidden tokens."""
+        """Return the loss and the accuracy over the hidden tokens."""
         nats, right, count = 0.0, 0, 0
         with evaluating(model, autocast) as device:
             for index, part in enumerate(self._windows.parts(_ROWS)):
@@ -189,7 +189,7 @@ class MaskedLanguageModelling(AbstractTask):
             raise InvalidArgument("training.compile", "true", required)
 
     def prepare(self, config: RunConfig, cache: Path) -> Tokens:
-        """The tokens of the text."""
+        """Return the tokens of the text."""
         return prepare(config.data, cache)
 
     def batches(self, config: RunConfig, data: Tokens, seed: int) -> _Batches:
@@ -197,7 +197,7 @@ class MaskedLanguageModelling(AbstractTask):
         return _Batches(config, data, seed, self.probability, wordpiece(data_folder()))
 
     def model(self, config: RunConfig, data: Tokens, seed: int, device: torch.device) -> BERT:
-        """A BERT with a head of tokens, tied to their embedding."""
+        """Return a BERT with a head of tokens, tied to their embedding."""
         return bert_of(config, data.vocabulary, Head("masked"), seed, device)
 
     def losses(self, output: Tensor, targets: Tensor, training: Training) -> tuple[Tensor, Tensor]:
@@ -211,7 +211,7 @@ class MaskedLanguageModelling(AbstractTask):
         return _Examination(config, data, self.probability, wordpiece(data_folder()))
 
     def looked_up(self, model: nn.Module) -> int:
-        """All embeddings: the head that is one of them sees only the hidden tokens."""
+        """Count all embeddings: the head that is one of them sees only the hidden tokens."""
         return looked_up(model)
 
     def evaluated(self, config: RunConfig, data: Tokens, whole: bool) -> int:

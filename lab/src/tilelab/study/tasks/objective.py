@@ -13,7 +13,7 @@ _NONE = -100  # a target that is none
 def losses(
     logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """The objective and the plain cross-entropy, both means over tokens in nats.
+    """Return the objective and the plain cross-entropy, both means over tokens in nats.
 
     With log-probabilities l and the partition sum Z of a token's logits, V tokens in all::
 

@@ -20,7 +20,7 @@ _UNSEEN = ("Cc", "Cf", "Co", "Cn")  # controls, marks of direction, and what is 
 def sample(
     model: GPT2, prompt: Sequence[int], count: int, seed: int, autocast: torch.dtype | None = None
 ) -> list[int]:
-    """Tokens that the model puts after a prompt, drawn from its own distribution.
+    """Return tokens that the model puts after a prompt, drawn from its own distribution.
 
     Its mode and torch's random state are left as they were. Models that agree write the same: the
     same numbers are drawn whatever the model is.
@@ -56,7 +56,7 @@ def sample(
 
 
 def printable(text: str) -> str:
-    """The text with U+FFFD for every character that is not seen, but newlines and tabs."""
+    """Return the text with U+FFFD for every character that is not seen, but newlines and tabs."""
     return "".join(
         "\N{REPLACEMENT CHARACTER}"
         if unicodedata.category(each) in _UNSEEN and each not in "\n\t"

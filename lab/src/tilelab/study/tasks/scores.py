@@ -16,12 +16,12 @@ Numbers = NDArray[Any]
 
 
 def accuracy(predicted: Classes, true: Classes) -> float:
-    """The share of predictions that are right."""
+    """Return the share of predictions that are right."""
     return float(np.mean(predicted == true))
 
 
 def by_length(predicted: Classes, true: Classes, lengths: NDArray[np.int64]) -> dict[str, float]:
-    """The accuracy on each quarter of the examples, the shortest first; see ``QUARTERS``.
+    """Return the accuracy on each quarter of the examples, the shortest first; see ``QUARTERS``.
 
     Among equal lengths the first examples count as shorter, so quarters are as large as can be. A
     remainder of the division by four makes the first quarters larger.
@@ -46,7 +46,7 @@ def f1(predicted: Classes, true: Classes) -> float:
 
 
 def matthews(predicted: Classes, true: Classes) -> float:
-    """The correlation of two classes, 0 and 1; 0 where either does not vary.
+    """Return the correlation of two classes, 0 and 1; 0 where either does not vary.
 
     (TP TN - FP FN) / sqrt((TP + FP) (TP + FN) (TN + FP) (TN + FN))
 
@@ -72,7 +72,7 @@ def pearson(predicted: Numbers, true: Numbers) -> float:
 
 
 def spearman(predicted: Numbers, true: Numbers) -> float:
-    """The linear correlation of the ranks."""
+    """Return the linear correlation of the ranks."""
     finite = np.isfinite(predicted).all() and np.isfinite(true).all()
     return pearson(ranks(predicted), ranks(true)) if finite else math.nan
 

@@ -52,7 +52,7 @@ class Prepared(Protocol):
         """Return the facts on the data for records and reports: name, sizes, ``sha256``."""
 
     def __str__(self) -> str:
-        """The data in a line, for the console."""
+        """Return the data in a line, for the console."""
 
 
 class DataBytes(NamedTuple):
@@ -83,7 +83,7 @@ class Batch(NamedTuple):
     tokens: int
 
     def to(self, device: torch.device) -> Batch:
-        """The same on a device."""
+        """Return the same on a device."""
         inputs = tuple(each.to(device) for each in self.inputs)
         return self._replace(inputs=inputs, targets=self.targets.to(device))
 
@@ -218,7 +218,7 @@ class AbstractTask(ABC):
 
     @abstractmethod
     def prepare(self, config: RunConfig, cache: Path) -> Any:
-        """The data, a ``Prepared``.
+        """Return the data, a ``Prepared``.
 
         It depends on ``config.task`` and ``config.data`` alone, so that runs share it.
 
@@ -240,11 +240,11 @@ class AbstractTask(ABC):
 
     @abstractmethod
     def batches(self, config: RunConfig, data: Any, seed: int) -> Batches:
-        """The training batches."""
+        """Return the training batches."""
 
     @abstractmethod
     def model(self, config: RunConfig, data: Any, seed: int, device: torch.device) -> nn.Module:
-        """The model with its head; ``model(*batch.inputs)`` gives what ``losses`` takes.
+        """Return the model with its head; ``model(*batch.inputs)`` gives what ``losses`` takes.
 
         Its attention layers are modules with an attribute ``implementation``: the guard sees those.
         """
@@ -255,7 +255,7 @@ class AbstractTask(ABC):
 
     @abstractmethod
     def examination(self, config: RunConfig, data: Any) -> Examination:
-        """The held-out side.
+        """Return the held-out side.
 
         Raises:
             InvalidArgument: there is too little of it.

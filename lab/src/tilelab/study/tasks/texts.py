@@ -86,7 +86,7 @@ class LabelledTexts(Classification):
 
     @abstractmethod
     def read(self, source: str) -> dict[str, Texts]:
-        """The texts: ``"train"``, and the part that is held out.
+        """Return the texts: ``"train"``, and the part that is held out.
 
         Args:
             source: ``data.source``.
@@ -96,7 +96,7 @@ class LabelledTexts(Classification):
         """
 
     def prepare(self, config: RunConfig, cache: Path) -> Examples:
-        """The texts as tokens."""
+        """Return the texts as tokens."""
         encoding = _encoding(config.data.tokenizer)
         parts = {
             name: self._split(texts, encoding)

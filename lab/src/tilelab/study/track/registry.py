@@ -22,7 +22,7 @@ TRACKERS = {
 
 
 def trackers(names: Sequence[str], folder: Path) -> dict[str, AbstractTracker]:
-    """The trackers of these names, each once.
+    """Return the trackers of these names, each once.
 
     Args:
         names: of ``TRACKERS``, or ``file.py:function`` with a function that takes a folder and

@@ -209,7 +209,7 @@ def _held_out(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _attention(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """A curve for each number of each attention layer, where the evaluation has them."""
+    """Yield a curve for each number of each attention layer, where the evaluation has them."""
     for layer in values.get("softmaxes") or ():
         for key in _OF_A_LAYER:
             yield f"attention/layer_{layer['layer']}/{key}", layer[key]

@@ -78,7 +78,7 @@ class Job:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Job:
-        """The job in a line of JSON."""
+        """Return the job in a line of JSON."""
         given = {
             **values,
             "run": Run.from_json(values["run"]),
@@ -191,7 +191,7 @@ def end_with_parent() -> None:
 
 
 def _held(folder: Path, team: Team) -> contextlib.AbstractContextManager[None]:
-    """The folder, for the lead: the others do not write."""
+    """Return a lock on the folder for the lead: the others do not write."""
     return _locked(folder) if team.lead else contextlib.nullcontext()
 
 

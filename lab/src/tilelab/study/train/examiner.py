@@ -33,7 +33,7 @@ class Examiner:
         self._examination = trainer.task.examination(trainer.config, data)
 
     def held_out(self, whole: bool) -> Held:
-        """The loss and the metrics now.
+        """Return the loss and the metrics now.
 
         Args:
             whole: after the last step, where a task may look at more.

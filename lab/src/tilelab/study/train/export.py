@@ -126,7 +126,7 @@ def _state(start: Start, checkpoint: Path) -> State:
 
 
 def _model(config: RunConfig, start: Start, weights: _Weights) -> _Model:
-    """The model with these weights, in eval mode or not: nothing is computed with it."""
+    """Return the model with these weights, in eval mode or not: nothing is computed with it."""
     family = config.model.family
     try:
         model = _MAKERS[family](config, start.corpus, weights)

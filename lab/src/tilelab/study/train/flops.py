@@ -24,7 +24,7 @@ _DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """The dtype of matrix products in a precision of ``config.Training``."""
+    """Return the dtype of matrix products in a precision of ``config.Training``."""
     return _DTYPES[precision]
 
 
@@ -103,7 +103,7 @@ def _samples(size: int, dtype: torch.dtype, device: torch.device, transposed: bo
 def _product_s(
     size: int, dtype: torch.dtype, device: torch.device, transposed: bool = False
 ) -> float:
-    """Seconds of one product, inputs made before."""
+    """Return seconds of one product, inputs made before."""
     left = torch.full((size, size), 0.5, dtype=dtype, device=device)
     right, out = torch.full_like(left, 0.25), torch.empty_like(left)
     right = right.t() if transposed else right

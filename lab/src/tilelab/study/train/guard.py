@@ -27,7 +27,7 @@ _MOST_NODES = 200  # a layer has some twenty; the walk must end even in a graph 
 
 
 def kernel_of(output: Tensor, source: Tensor, implementation: str) -> str:
-    """The attention kernel between a layer's input and its output.
+    """Return the attention kernel between a layer's input and its output.
 
     Args:
         output: what the layer returned, with its graph.
@@ -53,7 +53,7 @@ def kernel_of(output: Tensor, source: Tensor, implementation: str) -> str:
 
 
 def _nodes(output: Tensor, source: Tensor) -> Iterator[Any]:
-    """The graph from the output to the input, nearest first."""
+    """Yield the graph from the output to the input, nearest first."""
     seen: set[Any] = {source.grad_fn, None}
     queue: deque[Any] = deque([output.grad_fn])
     for _ in range(_MOST_NODES):
@@ -137,7 +137,7 @@ class Guard:
         )
 
     def as_json(self) -> list[list[Any]]:
-        """The counts, for a checkpoint."""
+        """Return the counts, for a checkpoint."""
         return [[*place, calls] for place, calls in sorted(self._counts.items())]
 
     def restore(self, counts: list[list[Any]]) -> None:

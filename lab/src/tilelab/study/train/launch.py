@@ -69,7 +69,7 @@ def _told(error: ChildFailedError) -> int:
 
 
 def _order(failure: ProcessFailure) -> tuple[int, int]:
-    """The cause comes first: when one process dies, the others fail where they wait for it.
+    """Return a sort key with the cause first: when a process dies, others fail waiting for it.
 
     A signal came from outside, but for the one by which the agent ends the rest.
     """

@@ -32,17 +32,17 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def weights_bytes(model: nn.Module) -> int:
-    """Bytes of a model's parameters; tied ones count once."""
+    """Return bytes of a model's parameters; tied ones count once."""
     return storage_bytes(model.parameters())
 
 
 def gradients_bytes(model: nn.Module) -> int:
-    """Bytes of the gradients that a model's parameters hold now."""
+    """Return bytes of the gradients that a model's parameters hold now."""
     return storage_bytes(each.grad for each in model.parameters() if each.grad is not None)
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of an optimizer's state: moments, averages, step counters."""
+    """Return bytes of an optimizer's state: moments, averages, step counters."""
     return storage_bytes(_tensors(dict(optimizer.state)))
 
 
@@ -98,7 +98,7 @@ class PeakMeter:
         self.resume()
 
     def peak_bytes(self) -> int:
-        """The peak so far."""
+        """Return the peak so far."""
         return max(self._highest, self._peak())
 
     def pause(self) -> None:

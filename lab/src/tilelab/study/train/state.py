@@ -103,7 +103,7 @@ def state_sha256(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> st
 
 
 def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """A nested value, such as a ``state_dict``, as JSON; its tensors go to ``tensors``.
+    """Return a nested value, such as a ``state_dict``, as JSON; its tensors go to ``tensors``.
 
     Args:
         value: made of dicts, lists, tuples, tensors, numbers, strings, booleans and None.
@@ -129,7 +129,7 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of ``pack``; every tensor is a copy."""
+    """Return the inverse of ``pack``; every tensor is a copy."""
     match packed:
         case {"tensor": str(name)}:
             return tensors[name].clone()
@@ -170,7 +170,7 @@ def write(state: State, path: Path) -> None:
 
 
 def _parts(state: State) -> Iterator[bytes | memoryview]:
-    """The file piece by piece, so that a large model is never in memory twice."""
+    """Yield the file piece by piece, so that a large model is never in memory twice."""
     header: dict[str, Any] = {
         "__metadata__": {
             "format": FORMAT,
@@ -202,7 +202,7 @@ def _parts(state: State) -> Iterator[bytes | memoryview]:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The bits of a tensor."""
+    """Return the bits of a tensor."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
@@ -218,7 +218,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def read(path: Path, identity: Mapping[str, str]) -> State | None:
-    """The state in a file; None where there is none.
+    """Return the state in a file; None where there is none.
 
     Args:
         path: of the checkpoint.

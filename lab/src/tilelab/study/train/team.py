@@ -98,7 +98,7 @@ class Team:
         return DistributedDataParallel(model)
 
     def adding_up(self, forward: nn.Module | Any, last: bool) -> AbstractContextManager[None]:
-        """The context of one forward and backward pass.
+        """Return the context of one forward and backward pass.
 
         Args:
             forward: of ``wrapped``.
@@ -119,7 +119,7 @@ class Team:
         return list(torch.stack(found, dim=1).flatten())
 
     def total(self, value: float, device: torch.device) -> float:
-        """The sum of everybody's numbers."""
+        """Return the sum of everybody's numbers."""
         if self.size == 1:
             return value
         sum_of = torch.tensor(value, dtype=torch.float64, device=device)
@@ -127,7 +127,7 @@ class Team:
         return sum_of.item()
 
     def agreed(self, value: _T) -> _T:
-        """The lead's value, in all processes."""
+        """Return the lead's value, in all processes."""
         if self.size == 1:
             return value
         held: list[Any] = [value]
@@ -222,7 +222,7 @@ def _check_sharded(config: RunConfig) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds."""
+    """Return the part of a tensor that this process holds."""
     part: Tensor = tensor.to_local() if _is_cut(tensor) else tensor  # type: ignore[attr-defined]
     return part
 

@@ -61,7 +61,7 @@ class Taken(NamedTuple):
 
 
 def weights_of(state: State) -> dict[str, Tensor]:
-    """The weights in a state, in training mode, by their names in the model."""
+    """Return the weights in a state, in training mode, by their names in the model."""
     return {
         name.removeprefix(_WEIGHT): each
         for name, each in state.tensors.items()
@@ -129,7 +129,7 @@ class Trainer:
         return dtype_of(self.config.training.precision)
 
     def autocast(self) -> torch.autocast:
-        """The context of a forward pass in the run's precision."""
+        """Return the context of a forward pass in the run's precision."""
         narrow = self.dtype != torch.float32
         return torch.autocast(self.device.type, self.dtype if narrow else None, enabled=narrow)
 
@@ -222,7 +222,7 @@ class Trainer:
         return Split(*held, state, activations)
 
     def state(self, totals: dict[str, Any]) -> State:
-        """All that decides the rest of the run, and what was counted so far.
+        """Return all that decides the rest of the run, and what was counted so far.
 
         It is the same however many processes there are; they all have to ask for it.
         """

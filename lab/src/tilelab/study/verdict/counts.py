@@ -31,7 +31,7 @@ def digits_for(scale: float) -> int:
 
 
 def plain(value: float, digits: int) -> str:
-    """A number with that many decimals and a real minus sign; ``∞`` where it has no end."""
+    """Return a number with that many decimals and a real minus sign; ``∞`` where it has no end."""
     if math.isinf(value):
         return "\N{INFINITY}" if value > 0 else f"{MINUS}\N{INFINITY}"
     text = f"{value:,.{digits}f}"
@@ -41,7 +41,7 @@ def plain(value: float, digits: int) -> str:
 
 
 def signed(value: float, digits: int) -> str:
-    """The same with its sign: ``+0.012``; a zero has none."""
+    """Return the same with its sign: ``+0.012``; a zero has none."""
     text = plain(value, digits)
     return f"+{text}" if value > 0 and any(c in "123456789\N{INFINITY}" for c in text) else text
 
@@ -54,7 +54,7 @@ def power(value: float) -> str:
 
 
 def typeset(sentence: str) -> str:
-    """A sentence with real minus signs, and powers of ten in place of ``1e-06``."""
+    """Return a sentence with real minus signs, and powers of ten in place of ``1e-06``."""
 
     def raised(match: re.Match[str]) -> str:
         exponent = str(int(match[2])).translate(_RAISED)
@@ -72,7 +72,7 @@ def p_value(p: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time: ``85 ms``, ``3.2 s``, ``4 min 10 s``, ``2 h 05 min``."""
+    """Return a time: ``85 ms``, ``3.2 s``, ``4 min 10 s``, ``2 h 05 min``."""
     if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 99.95:
@@ -85,7 +85,7 @@ def duration(seconds: float) -> str:
 
 
 def size(number_bytes: float) -> str:
-    """An amount of memory in decimal units: ``640 kB``, ``412 MB``, ``26.4 GB``."""
+    """Return an amount of memory in decimal units: ``640 kB``, ``412 MB``, ``26.4 GB``."""
     for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if number_bytes >= 0.9995 * factor:
             return f"{number_bytes / factor:.3g} {unit}"
@@ -100,13 +100,13 @@ def rate(value: float) -> str:
 
 
 def ratio(value: float) -> str:
-    """A ratio to three figures and a times sign, e.g. of 2.41 or 12.3."""
+    """Return a ratio to three figures and a times sign, e.g. of 2.41 or 12.3."""
     digits = 0 if value >= 99.5 else 1 if value >= 9.995 else 2
     return f"{value:.{digits}f}\N{MULTIPLICATION SIGN}"
 
 
 def times(value: float, more: str, less: str) -> str:
-    """A ratio in words, e.g. of speed: faster, slower, ``as fast``.
+    """Return a ratio in words, e.g. of speed: faster, slower, ``as fast``.
 
     Args:
         value: above 1 for ``more``.
@@ -119,12 +119,12 @@ def times(value: float, more: str, less: str) -> str:
 
 
 def integer(number: int | float) -> str:
-    """A whole number of anything: ``1,228,800``."""
+    """Return a whole number of anything: ``1,228,800``."""
     return f"{number:,.0f}"
 
 
 def shorten(number: float) -> str:
-    """A number for the axis of a figure: ``250``, ``1.2M``, ``0.5``."""
+    """Return a number for the axis of a figure: ``250``, ``1.2M``, ``0.5``."""
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= factor:
             return f"{number / factor:g}{unit}".replace("-", MINUS)
@@ -132,7 +132,7 @@ def shorten(number: float) -> str:
 
 
 def short_name(name: str, most: int) -> str:
-    """The name of an arm in a figure: ``dro+dec+wsd+muo`` still says which factors are on.
+    """Return the name of an arm in a figure: ``dro+dec+wsd+muo`` still says which factors are on.
 
     Args:
         name: the whole one, which tables have.
@@ -150,5 +150,5 @@ def short_name(name: str, most: int) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things: ``1 seed``, ``3 seeds``."""
+    """Return a number of things: ``1 seed``, ``3 seeds``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -159,7 +159,7 @@ def examine(
 
 
 def decide(comparison: Comparison, test: Examined, rules: Rules) -> Decision:
-    """The label of a comparison by the order above, with its sentence."""
+    """Return the label of a comparison by the order above, with its sentence."""
     if comparison.lost:
         return Decision("diverged", "Every value of its sweep diverged, so no run could count.")
     if comparison.diverged:

@@ -30,7 +30,7 @@ Seeds = Mapping[str, tuple[SeedResult, ...]]
 def factor_effects(
     experiment: Experiment, per_seed: Seeds, baseline_diverged: bool
 ) -> tuple[FactorEffect, ...]:
-    """Every effect that the experiment's design estimates; none where it has no design.
+    """Return every effect that the experiment's design estimates; none where it has no design.
 
     Args:
         experiment: its design, and how it decides.
@@ -50,7 +50,7 @@ def factor_effects(
 
 
 def predicted(design: Design, effects: Sequence[FactorEffect], on: Sequence[str]) -> float:
-    """The metric of a combination of factors less that of the baseline, by some effects.
+    """Return the metric of a combination of factors less that of the baseline, by some effects.
 
     Args:
         design: of them.

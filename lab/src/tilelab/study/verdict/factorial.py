@@ -47,7 +47,7 @@ def interactions(
     per_seed: Mapping[str, tuple[SeedResult, ...]],
     baseline_diverged: bool = False,
 ) -> tuple[Interaction, ...]:
-    """Every interaction that the experiment's arms can tell, with Holm over them.
+    """Return every interaction that the experiment's arms can tell, with Holm over them.
 
     Args:
         experiment: its arms and how it decides.
@@ -107,7 +107,7 @@ def _designs(names: list[str]) -> Iterable[_Design]:
 def _contrasts(
     design: _Design, seeds: Iterable[int], per_seed: Mapping[str, tuple[SeedResult, ...]]
 ) -> list[float]:
-    """The contrast of every seed that all its arms and the baseline have finished.
+    """Return the contrast of every seed that all its arms and the baseline have finished.
 
     The signs of a contrast sum to zero, so differences to the baseline do as well as the metrics.
     """
@@ -130,7 +130,7 @@ def _broken(design: _Design, per_seed: Mapping[str, tuple[SeedResult, ...]]) -> 
 def label_of(
     seen: Paired, p_holm: float | None, p_same: float | None, rules: Rules, factors: int = 2
 ) -> tuple[InteractionLabel, str]:
-    """The decision about a contrast, and its words.
+    """Return the decision about a contrast, and its words.
 
     Args:
         seen: interval and test of the contrast.

@@ -51,7 +51,7 @@ _NO_SPREAD = 1e-9  # of an effect: rounding of differences that do not vary
 
 
 def judge(study: Study, records: Mapping[str, RunRecord]) -> StudyVerdict:
-    """The verdicts of a study, as far as its runs have come.
+    """Return the verdicts of a study, as far as its runs have come.
 
     Args:
         study: what was planned.
@@ -63,7 +63,7 @@ def judge(study: Study, records: Mapping[str, RunRecord]) -> StudyVerdict:
 def unfolded(
     study: Study, records: Mapping[str, RunRecord]
 ) -> tuple[tuple[Experiment, ...], StudyVerdict]:
-    """The experiments of a study with the stages that follow from them, and their verdicts.
+    """Return the experiments of a study with the stages that follow from them, and their verdicts.
 
     Args:
         study: what was planned.
@@ -77,7 +77,7 @@ def unfolded(
 
 
 def stages_of(experiment: Experiment, records: Mapping[str, RunRecord]) -> list[Stage]:
-    """An experiment, and those that follow from it by its rules, as far as the records tell.
+    """Return an experiment, and those that follow from it by its rules, as far as the records tell.
 
     Args:
         experiment: of the config.
@@ -138,7 +138,7 @@ def _compared_all(
     records: Mapping[str, RunRecord],
     sweeps: Sequence[SweepResult],
 ) -> tuple[dict[str, _Runs], list[Judged]]:
-    """The runs of every arm, and the decisions; of a sequential experiment look by look."""
+    """Return the runs of every arm, and the decisions; of a sequential experiment look by look."""
     runs = {name: _runs(experiment, name, records, sweeps) for name in experiment.arm_names}
     baseline = runs[experiment.baseline_name]
     compared = [_compared(experiment, arm, runs[arm.name], baseline) for arm in experiment.arms]
@@ -325,7 +325,7 @@ def _measures(experiment: Experiment, runs: _Runs, baseline: _Runs, withheld: bo
 
 
 def _without_speed(measures: ArmMeasures) -> ArmMeasures:
-    """The same with everything withheld that is a speed or a time."""
+    """Return the same with everything withheld that is a speed or a time."""
     return replace(
         measures,
         tokens_per_s=None,

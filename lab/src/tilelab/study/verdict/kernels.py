@@ -20,7 +20,7 @@ Names = frozenset[str]
 
 
 def kernel_uses(records: Iterable[RunRecord]) -> tuple[KernelUse, ...]:
-    """The attention kernels of these runs, most calls first."""
+    """Return the attention kernels of these runs, most calls first."""
     layers: dict[str, set[int]] = {}
     calls: dict[str, int] = {}
     for record in records:
@@ -91,5 +91,5 @@ def _by_layer(uses: Sequence[KernelUse]) -> dict[int, Names]:
 
 
 def _kernel(use: KernelUse) -> str:
-    """The kernel, however it became known: compiling a model is no other attention."""
+    """Return the kernel, however it became known: compiling a model is no other attention."""
     return use.kernel.removesuffix(PROBED)

@@ -101,18 +101,18 @@ def tokens_per_step(record: RunRecord) -> int:
 
 
 def learnt(record: RunRecord, steps: Iterable[Step]) -> int:
-    """Tokens that these steps learnt from, as they said, or as the config says."""
+    """Return tokens that these steps learnt from, as they said, or as the config says."""
     whole = tokens_per_step(record)
     return sum(whole if each.tokens is None else each.tokens for each in steps)
 
 
 def metric_of(evaluation: Evaluation, metric: str) -> float | None:
-    """The value of an evaluation in that metric; None where it was not finite."""
+    """Return the value of an evaluation in that metric; None where it was not finite."""
     return value_in(vars(evaluation), metric)
 
 
 def final_metric(record: RunRecord, metric: str) -> float | None:
-    """The held-out metric after the last step; None unless the run is done."""
+    """Return the held-out metric after the last step; None unless the run is done."""
     last = _last(record)
     return None if last is None else metric_of(last, metric)
 
@@ -126,7 +126,7 @@ def status(record: RunRecord, metric: str) -> Status:
 
 
 def measure(record: RunRecord) -> RunMeasures:
-    """All measures of a run, as far as it has come."""
+    """Return all measures of a run, as far as it has come."""
     if not record.starts:
         return RunMeasures()
     last = _last(record)
@@ -199,7 +199,7 @@ def spike_rate(losses: Sequence[float | None]) -> float | None:
 
 
 def reach(record: RunRecord, metric: str, target: float) -> Reach | None:
-    """The first evaluation at the target or better; None where no evaluation was."""
+    """Return the first evaluation at the target or better; None where no evaluation was."""
     for each in record.evaluations:
         value = metric_of(each, metric)
         if value is not None and reached(metric, value, target):
@@ -263,7 +263,7 @@ def _metrics(runs: Sequence[dict[str, float]]) -> dict[str, Summary]:
 
 
 def _last(record: RunRecord) -> Evaluation | None:
-    """The evaluation after the last step of a run that is done."""
+    """Return the evaluation after the last step of a run that is done."""
     if record.end is None or record.end.status != "done" or not record.evaluations:
         return None
     last = record.evaluations[-1]

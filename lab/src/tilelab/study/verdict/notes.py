@@ -97,7 +97,7 @@ def _shape(config: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _task(config: Mapping[str, Any]) -> Any:
-    """The task; records that are older than tasks are of language models."""
+    """Return the task; records that are older than tasks are of language models."""
     return config.get("task", {"name": "language-modelling"})
 
 
@@ -206,7 +206,7 @@ def agreement(experiment: Experiment, arm: Arm, finals: Finals) -> bool | None:
 
 
 def _gap(arm: Mapping[int, RunRecord], baseline: Mapping[int, RunRecord]) -> float | None:
-    """Largest relative difference of the final held-out loss, over all seeds."""
+    """Return the largest relative difference of the final held-out loss, over all seeds."""
     found = []
     for seed, record in arm.items():
         ours, theirs = (final_metric(each, "loss") for each in (record, baseline[seed]))
@@ -217,7 +217,7 @@ def _gap(arm: Mapping[int, RunRecord], baseline: Mapping[int, RunRecord]) -> flo
 
 
 def _drift(arm: Mapping[int, RunRecord], baseline: Mapping[int, RunRecord]) -> float | None:
-    """Largest relative difference of the training loss, over the first steps and all seeds.
+    """Return the largest relative difference of training loss, over first steps and all seeds.
 
     None before all runs are over: fewer steps would be a smaller difference.
     """

@@ -353,6 +353,6 @@ class StudyVerdict:
     experiments: tuple[ExperimentVerdict, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """All of it in JSON's types; what is not finite becomes null."""
+        """Return all of it in JSON's types; what is not finite becomes null."""
         values: dict[str, Any] = json.loads(json.dumps(finite(asdict(self)), allow_nan=False))
         return values

@@ -34,7 +34,7 @@ class Judged(NamedTuple):
 def look_by_look(
     experiment: Experiment, rule: Sequential, compared: Sequence[Comparison]
 ) -> list[Judged]:
-    """The decisions about all arms of a sequential experiment, as far as its runs have come.
+    """Return the decisions about all arms of a sequential experiment, as far as its runs have come.
 
     Args:
         experiment: how it decides.
@@ -71,7 +71,7 @@ def look_by_look(
 
 
 def _first(compared: Comparison, count: int) -> Comparison:
-    """The same with the first seeds only."""
+    """Return the same with the first seeds only."""
     seeds = tuple(compared.seeds[:count])
     known = {each.seed for each in seeds}
     diverged = tuple(seed for seed in compared.baseline_diverged if seed in known)

@@ -68,7 +68,7 @@ def following(stages: Sequence[Stage]) -> _Next:
 
 
 def combined(first: Experiment, factors: Sequence[str]) -> Experiment:
-    """The factorial of some of an experiment's arms."""
+    """Return the factorial of some of an experiment's arms."""
     rule = first.combine
     assert rule is not None
     design = fraction(factors, rule.runs, rule.order)
@@ -86,7 +86,7 @@ def combined(first: Experiment, factors: Sequence[str]) -> Experiment:
 
 
 def confirmed(first: Experiment, sweeps: Sequence[SweepResult], winner: str) -> Experiment:
-    """The winner against the baseline on fresh seeds.
+    """Return the winner against the baseline on fresh seeds.
 
     Args:
         first: the experiment of the config.
@@ -143,7 +143,7 @@ def _name(first: Experiment, stage: str) -> str:
 
 
 def _together(first: Experiment, factors: Sequence[str]) -> dict[str, Any]:
-    """The changes of several factors: those of the arm that has them all, or of each.
+    """Return the changes of several factors: those of the arm that has them all, or of each.
 
     Raises:
         KeyError: a factor of which no arm says what it changes.
@@ -162,7 +162,7 @@ def _together(first: Experiment, factors: Sequence[str]) -> dict[str, Any]:
 
 
 def _survivors(first: Experiment, verdict: ExperimentVerdict) -> tuple[list[str], str]:
-    """The arms that go on, in the config's order, and why."""
+    """Return the arms that go on, in the config's order, and why."""
     rule = first.combine
     assert rule is not None
     kept = ("better",) if rule.keep == "better" else ("better", "no difference", "undecided")
@@ -199,12 +199,12 @@ def _meet(changes: set[str], others: set[str]) -> bool:
 
 
 def _loss(verdict: ExperimentVerdict, arm: ArmVerdict) -> float:
-    """The effect of an arm, turned so that lower is better."""
+    """Return the effect of an arm, turned so that lower is better."""
     return rank(verdict.metric, arm.effect or 0.0)
 
 
 def _winner(first: Experiment, last: Stage, alone: bool) -> tuple[str | None, str]:
-    """The arm that is to be confirmed, or None, and why."""
+    """Return the arm that is to be confirmed, or None, and why."""
     rule, verdict, planned = first.confirm, last.verdict, last.planned
     assert rule is not None
     if rule.winner == "predicted" and planned.design is not None:

@@ -51,7 +51,7 @@ class Paired:
 
 
 def paired(differences: Sequence[float], confidence: float) -> Paired:
-    """The paired t interval and test.
+    """Return the paired t interval and test.
 
     Differences that do not vary at all give the limit of a vanishing spread: an interval of one
     point, and a p-value of 0 (of 1 where they are all zero).
@@ -209,7 +209,7 @@ def ratio(pairs: Sequence[tuple[float, float]], confidence: float) -> Ratio | No
 
 
 def summary(values: Sequence[float]) -> Summary | None:
-    """Mean and sample standard deviation; None without a value."""
+    """Return the mean and sample standard deviation; None without a value."""
     if not values:
         return None
     spread = _spread(values) if len(values) > 1 else None

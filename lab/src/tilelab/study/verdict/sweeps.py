@@ -19,7 +19,7 @@ Records = Mapping[str, RunRecord]
 
 
 def sweep_results(experiment: Experiment, records: Records) -> tuple[SweepResult, ...]:
-    """The sweep of every arm, the baseline first; empty where the experiment has none."""
+    """Return the sweep of every arm, the baseline first; empty where the experiment has none."""
     if experiment.sweep is None:
         return ()
     return tuple(_result(experiment, arm, records) for arm in experiment.arm_names)
@@ -57,7 +57,7 @@ def _result(experiment: Experiment, arm: str, records: Records) -> SweepResult:
 
 
 def _chosen(rungs: Sequence[RungResult], metric: str) -> float | None:
-    """The best of the longest rung that has any candidate which diverged in no rung."""
+    """Return the best of the longest rung that has any candidate which diverged in no rung."""
     lost = {each.value for rung in rungs for each in rung.candidates if each.status == "diverged"}
     for rung in reversed(rungs):
         ranked = sorted(

@@ -63,7 +63,7 @@ def target_result(
 
 
 def without_time(target: TargetResult) -> TargetResult:
-    """The same with everything withheld that is a time."""
+    """Return the same with everything withheld that is a time."""
     return replace(
         target, wall_s=(), cpu_s=(), median_wall_s=None, median_cpu_s=None, wall_ratio=None
     )
@@ -79,7 +79,7 @@ def _reaches(experiment: Experiment, target: float, finals: Finals) -> dict[int,
 
 
 def _budget(record: RunRecord) -> float:
-    """Tokens at the end of a run; of one that diverged, those that it should have had.
+    """Return tokens at the end of a run; of one that diverged, those that it should have had.
 
     Censoring a run where it diverged would make an unstable arm look as if it had only run less.
     """
@@ -90,6 +90,6 @@ def _budget(record: RunRecord) -> float:
 
 
 def _median(values: Sequence[float]) -> float | None:
-    """The median with every miss as infinite; None where that is not a number."""
+    """Return the median with every miss as infinite; None where that is not a number."""
     middle = statistics.median(values) if values else math.inf
     return middle if math.isfinite(middle) else None

@@ -56,7 +56,7 @@ class Rung:
 
 
 def rungs_of(experiment: Experiment, arm: str, records: Records) -> list[Rung]:
-    """The rungs of an arm that are known, the first one always; none without a sweep.
+    """Return the rungs of an arm that are known, the first one always; none without a sweep.
 
     Fewer than ``sweep.rungs`` where trials are missing, or where every candidate has diverged.
     """
@@ -82,7 +82,7 @@ def rungs_of(experiment: Experiment, arm: str, records: Records) -> list[Rung]:
 
 
 def known_trials(experiment: Experiment, records: Records) -> list[Run]:
-    """Every trial that is known, rung by rung; seeds outside, then candidates, then arms."""
+    """Return every trial that is known, rung by rung; seeds outside, then candidates, then arms."""
     rungs = {name: rungs_of(experiment, name, records) for name in experiment.arm_names}
     return _in_order([rung for each in rungs.values() for rung in each])
 
@@ -109,7 +109,7 @@ def expected_trials(experiment: Experiment, records: Records) -> list[Run]:
 
 
 def tuning_tokens(experiment: Experiment, arm: str) -> int:
-    """Tokens that the sweep may spend on an arm: every trial of every rung.
+    """Return tokens that the sweep may spend on an arm: every trial of every rung.
 
     The same share of a run's tokens for every arm; less is taken only where candidates diverge.
     """

@@ -15,7 +15,7 @@ UNITS = {name: metric.unit for name, metric in METRICS.items()}
 
 
 def effect_text(value: float, smallest: float) -> str:
-    """An effect with its sign, as exact as the smallest effect that matters needs it.
+    """Return an effect with its sign, as exact as the smallest effect that matters needs it.
 
     Args:
         value: the effect.

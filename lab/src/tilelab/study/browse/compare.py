@@ -48,13 +48,13 @@ class Pairs:
         return sorted(self.first.keys() & self.second.keys())
 
     def of(self, reading: Reading) -> list[tuple[float, float]]:
-        """A measure of both sides at each common seed, where both have it."""
+        """Return a measure of both sides at each common seed, where both have it."""
         both = [(reading(self.first[seed]), reading(self.second[seed])) for seed in self.seeds]
         return [(a, b) for a, b in both if a is not None and b is not None]
 
 
 def pairs(first: Mapping[str, RunRecord], second: Mapping[str, RunRecord]) -> Pairs:
-    """The final runs of two arms by seed; trials of sweeps and diverged runs do not count.
+    """Return the final runs of two arms by seed; trials of sweeps and diverged runs do not count.
 
     A single run on each side is a pair whatever the seeds are.
     """

@@ -41,7 +41,7 @@ class Found:
 
 
 def find_study(name: str, out: Path) -> Path:
-    """The folder of a study: by path, by its folder's name, or the newest of that name.
+    """Return the folder of a study: by path, by its folder's name, or the newest of that name.
 
     Raises:
         InvalidArgument: there is none.
@@ -58,7 +58,7 @@ def find_study(name: str, out: Path) -> Path:
 
 
 def find(name: str, out: Path) -> Found:
-    """The study, experiment, arm or run of that name; without a study's name, of the newest.
+    """Return the study, experiment, arm or run of that name; without a study's name, of the newest.
 
     Args:
         name: see the message of the error; a path works too.
@@ -87,7 +87,7 @@ def find(name: str, out: Path) -> Found:
 
 
 def find_run(name: str, out: Path) -> tuple[Path, RunRecord]:
-    """The folder and the record of the one run that is called so.
+    """Return the folder and the record of the one run that is called so.
 
     Raises:
         InvalidArgument: there is none, or there are several.
@@ -107,7 +107,7 @@ def _study_name(folder: Path) -> str:
 
 
 def _above(path: Path, name: str) -> tuple[Path, str]:
-    """The study's folder that a folder lies in, and the part that it is."""
+    """Return the study's folder that a folder lies in, and the part that it is."""
     for folder in (path, *path.parents):
         if (folder / STUDY).is_file():
             part = path.relative_to(folder).as_posix().removeprefix("runs").strip("/.")
@@ -125,7 +125,7 @@ def _part(folder: Path, part: str, name: str) -> Found:
 
 
 def _below(folder: Path, part: str) -> Found | None:
-    """The runs of a part; None where nothing of it has run."""
+    """Return the runs of a part; None where nothing of it has run."""
     whole, damaged = readable_records(folder)
     names = [name for name in (*whole, *damaged) if not part or f"{name}/".startswith(f"{part}/")]
     records = {name: whole[name] for name in names if name in whole}

@@ -87,7 +87,7 @@ def show(found: Found, console: Console) -> None:
 
 
 def table_of(*columns: str, left: Sequence[str] = ("study", "run", "arm", "question")) -> Table:
-    """An empty table in the house's style; numbers are to the right."""
+    """Return an empty table in the house's style; numbers are to the right."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right")
@@ -186,7 +186,7 @@ def _config(config: Mapping[str, Any]) -> Table:
 
 
 def flat(values: Mapping[str, Any], above: str = "") -> list[tuple[str, Any]]:
-    """A config as dotted paths with their values."""
+    """Return a config as dotted paths with their values."""
     found: list[tuple[str, Any]] = []
     for key, value in values.items():
         path = f"{above}{key}"
@@ -195,17 +195,17 @@ def flat(values: Mapping[str, Any], above: str = "") -> list[tuple[str, Any]]:
 
 
 def number(value: float | None, form: str) -> str:
-    """A number in that form; empty for none."""
+    """Return a number in that form; empty for none."""
     return "" if value is None else format(value, form)
 
 
 def difference(value: float) -> str:
-    """A difference with its sign; one of rounding shows its size."""
+    """Return a difference with its sign; one of rounding shows its size."""
     return f"{value:+.4f}" if abs(value) >= 5e-5 or not value else f"{value:+.0e}"
 
 
 def size(count: float | None) -> str:
-    """Bytes as ``850 kB``, ``13.4 MB``, ``1.34 GB``; empty for none."""
+    """Return bytes as ``850 kB``, ``13.4 MB``, ``1.34 GB``; empty for none."""
     if count is None:
         return ""
     unit, name = next((u, n) for u, n in _UNITS if count >= u or u == 1e3)
@@ -260,7 +260,7 @@ def _kernels(record: RunRecord) -> str:
 
 
 def _curve(losses: Sequence[float | None]) -> str:
-    """The training loss as a line of blocks, from its highest to its lowest."""
+    """Return the training loss as a line of blocks, from its highest to its lowest."""
     known = [loss for loss in losses if loss is not None]
     if not known:
         return ""

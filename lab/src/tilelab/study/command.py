@@ -121,7 +121,7 @@ _BARE = ["tilewise", "study", "run", DEFAULT]
 
 
 def _recipe(parser: argparse.ArgumentParser, rest: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """The recipe's name and options: what is no option of the command, ``--preset h200``."""
+    """Return the recipe's name and options: what is no option of the command, ``--preset h200``."""
     name: str | None = None
     options: dict[str, str] = {}
     words = list(rest)
@@ -304,7 +304,7 @@ def _demo_parser() -> argparse.ArgumentParser:
 
 
 def _with_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The same parser with the options of running any study."""
+    """Return the same parser with the options of running any study."""
     add = parser.add_argument
     add(
         "--set",
@@ -350,7 +350,7 @@ def _with_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _sub(name: str, description: str, *, stored: bool = True) -> argparse.ArgumentParser:
-    """The parser of a subcommand; of one that looks at stored studies with their folder."""
+    """Return the parser of a subcommand; of one that looks at stored studies with their folder."""
     parser = argparse.ArgumentParser(
         prog=f"tilewise study {name}", description=f"{description[:1].upper()}{description[1:]}."
     )

@@ -107,7 +107,7 @@ def parameters(config: RunConfig) -> int:
 
 
 def need(config: RunConfig, device: str = "cpu") -> Need:
-    """The estimate of the memory of its device for one run, by its config alone.
+    """Return the estimate of the memory of its device for one run, by its config alone.
 
     Args:
         config: of the run.
@@ -164,7 +164,7 @@ def host_need(config: RunConfig, device: str = "cpu") -> Need:
 
 
 def _predicted(config: RunConfig) -> float:
-    """The share of the tokens for which logits of the whole vocabulary are made."""
+    """Return the share of the tokens for which logits of the whole vocabulary are made."""
     if config.model.family == "gpt2":
         return 1.0
     share = config.task.options.get("probability", 0.0)

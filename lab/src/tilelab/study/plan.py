@@ -93,7 +93,7 @@ class _Runs(NamedTuple):
 
 
 def _runs(experiment: Experiment, records: Mapping[str, RunRecord]) -> _Runs:
-    """All runs of an experiment, as far as the records tell.
+    """Return all runs of an experiment, as far as the records tell.
 
     No arm counts before the last trial of all has ended. So all arms begin to count together, and a
     study that is stopped has none without the rest.

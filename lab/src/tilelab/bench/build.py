@@ -60,7 +60,7 @@ def operands(case: Case) -> Operands:
 
 
 def build(case: Case, given: Operands) -> Pair:
-    """The two calls; what both could prepare once (masks, the forward pass) is prepared."""
+    """Return the two calls; what both could prepare once (masks, the forward pass) is prepared."""
     ours, theirs = _ours(case, given), _theirs(case, given)
     if given.grad is None:
         return Pair(ours, theirs)

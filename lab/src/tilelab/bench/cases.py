@@ -184,5 +184,5 @@ CASES = tuple(
 
 
 def find(key: str) -> Case:
-    """The case of that key."""
+    """Return the case of that key."""
     return next(case for case in CASES if case.key == key)

@@ -57,7 +57,7 @@ def ask(
     module: str = "tilelab.bench.worker",
     settings: Mapping[str, str] | None = None,
 ) -> Generator[dict[str, Any]]:
-    """The results of a job, one by one; the child ends when nobody listens any more.
+    """Yield the results of a job, one by one; the child ends when nobody listens any more.
 
     Args:
         job: what to do, for JSON.

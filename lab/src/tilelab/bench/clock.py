@@ -41,7 +41,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of one or more values."""
+        """Return the spread of one or more values."""
         if len(values) > 1:
             quartiles = statistics.quantiles(values, n=4, method="inclusive")
         else:

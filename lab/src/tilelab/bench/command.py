@@ -102,7 +102,7 @@ def _run(record: Record, cases: Sequence[Case], options: argparse.Namespace) -> 
 
 
 def _steps(cases: int, everything: bool, quick: bool) -> int:
-    """Each case once, and once more on two threads; the cost of a call; eight of memory."""
+    """Count the steps: each case, each on two threads, the cost of a call, eight of memory."""
     return 2 * cases + 1 + 1 + 8 if everything else cases + quick
 
 

@@ -46,7 +46,7 @@ class Record:
 
     @classmethod
     def begin(cls, threads: int) -> Record:
-        """A record of a run that has not begun, on this machine."""
+        """Return a record of a run that has not begun, on this machine."""
         return cls(_machine(), threads)
 
     @property
@@ -92,7 +92,7 @@ class Record:
 
     @classmethod
     def read(cls, path: Path) -> Record:
-        """The record in a file.
+        """Return the record in a file.
 
         Raises:
             InvalidArgument: there is none that this version can read.

@@ -51,7 +51,7 @@ class CaseResult:
 
     @classmethod
     def describing(cls, case: Case, clock: Clock, **measured: Any) -> CaseResult:
-        """The result of a case."""
+        """Return the result of a case."""
         return cls(
             name=case.name,
             dtype=case.dtype,
@@ -65,7 +65,7 @@ class CaseResult:
         )
 
     def seconds(self, side: Samples) -> list[float]:
-        """The samples of the clock that counts."""
+        """Return the samples of the clock that counts."""
         return side.cpu_s if self.clock == "cpu" else side.wall_s
 
     @property
@@ -119,7 +119,7 @@ class CaseResult:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> CaseResult:
-        """The inverse of ``as_json``."""
+        """Return the inverse of ``as_json``."""
         kept = {key: value for key, value in values.items() if key != "summary"}
         kept["goal"] = None if kept["goal"] is None else Goal(**kept["goal"])
         kept["ours"], kept["torch"] = Samples(**kept["ours"]), Samples(**kept["torch"])

@@ -33,7 +33,7 @@ class Table(NamedTuple):
 
 
 def tables(record: Record, *, brief: bool = False) -> list[Table]:
-    """Every table that a record has something for.
+    """Return every table that a record has something for.
 
     Args:
         record: what was measured.
@@ -76,7 +76,7 @@ def plain(table: Table) -> str:
 
 
 def markdown(table: Table) -> str:
-    """A table of Markdown."""
+    """Return a table of Markdown."""
     left = _left_columns(table)
     rules = ["---" if column in left else "---:" for column in range(len(table.head))]
     rows = [table.head, tuple(rules), *table.rows]
@@ -87,7 +87,7 @@ def markdown(table: Table) -> str:
 
 
 def _plain_star(note: str) -> str:
-    """A star that begins a line would begin a list."""
+    """Escape a star at the beginning of a note, which would begin a list."""
     return "\\" + note if note.startswith("*") else note
 
 

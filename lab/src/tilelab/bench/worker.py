@@ -27,7 +27,7 @@ __all__ = ["memory", "scaling"]
 
 
 def scaling(key: str, budget_s: float) -> Scaling:
-    """One and two threads in turn on one case, with the bare loop beside them.
+    """Time one and two threads in turn on one case, with the bare loop beside them.
 
     Args:
         key: of the case.

@@ -22,7 +22,7 @@ def bigbird(
     keys: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Each block of rows sees 3 blocks around it, 2 global and 3 random ones: O(8 N block).
+    """Let each block of rows see 3 blocks around it, 2 global and 3 random ones: O(8 N block).
 
     The mask is ``patterns.bigbird(N, block=block)``, whose global blocks see everything.
 
@@ -48,7 +48,7 @@ _GLOBALS = 2
 
 @lru_cache(maxsize=8)
 def _blocks(length: int, block: int) -> Tensor:
-    """The blocks that each block of rows sees, -1 behind the last of them."""
+    """Return the blocks that each block of rows sees, -1 behind the last of them."""
     (tiles,) = patterns.bigbird(length, block=block, globals=_GLOBALS).captured
     seen = tiles[0, 0].clone()
     seen[:_GLOBALS] = False  # they are done apart

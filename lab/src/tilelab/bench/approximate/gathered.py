@@ -64,7 +64,7 @@ def gathered(
 
 
 def softmax_seen(s: Tensor, seen: Tensor) -> Tensor:
-    """The softmax over what is seen; 0 in a row that sees nothing.
+    """Return the softmax over what is seen; 0 in a row that sees nothing.
 
     Args:
         s: scores.
@@ -85,7 +85,7 @@ def with_global_rows(
     keys: Tensor | None,
     dropout_p: float,
 ) -> Tensor:
-    """The output with its first rows replaced by those that see every key.
+    """Return the output with its first rows replaced by those that see every key.
 
     Args:
         q: all queries.

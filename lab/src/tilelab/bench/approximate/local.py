@@ -42,7 +42,7 @@ def local(
 
 
 def neighbours(count: int, reach: int, device: torch.device) -> Tensor:
-    """The blocks up to ``reach`` away from each, itself included: [count, 2 reach + 1]."""
+    """Return the blocks up to ``reach`` away from each, itself included: [count, 2 reach + 1]."""
     own = torch.arange(count, device=device)[:, None]
     found = own + torch.arange(-reach, reach + 1, device=device)
     return found.masked_fill((found < 0) | (found >= count), -1)

@@ -62,7 +62,7 @@ def reformer(
 
 
 def hashes(x: Tensor, buckets: int, number: int) -> Tensor:
-    """The bucket of each row: the largest of ``[x R, -x R]`` for random directions R.
+    """Return the bucket of each row: the largest of ``[x R, -x R]`` for random directions R.
 
     Args:
         x: [B, H, N, D].
@@ -86,7 +86,7 @@ def _round(
     keys: Tensor | None,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
-    """The output and the logarithm of the denominator of each row, for one hash."""
+    """Return the output and the logarithm of the denominator of each row, for one hash."""
     length = q.shape[2]
     count = -(-length // chunk)
     behind = count * chunk - length

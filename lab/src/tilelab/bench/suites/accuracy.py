@@ -29,7 +29,7 @@ _FEW_KEYS, _FEW_HEADS = 600, 32
 
 
 def steps(settings: Settings) -> list[Step]:
-    """Every length, dtype and pass, with usual and with large scores; then few queries."""
+    """Return steps for every length, dtype and pass, usual and large scores; then few queries."""
     methods = exact(settings.device, with_flex=False)
     found = []
     for work, factor in [*_swept(settings), *_few(settings)]:

@@ -92,7 +92,7 @@ def read(path: Path, argument: str = "FILE.json") -> Points:
 
 
 def noise(point: Point) -> float:
-    """The standard error of a median as a share of it; 0 where there are too few samples."""
+    """Return the standard error of a median as a share of it; 0 where there are too few samples."""
     middle = statistics.median(point.samples)
     if len(point.samples) < 3 or not middle:
         return 0.0
@@ -101,7 +101,7 @@ def noise(point: Point) -> float:
 
 
 def compare(before: Points, after: Points) -> list[Moved]:
-    """Every point that both have."""
+    """Return every point that both have."""
     both = [
         (before.points[key], point)
         for key, point in after.points.items()
@@ -123,12 +123,12 @@ def compare(before: Points, after: Points) -> list[Moved]:
 
 
 def _is_control(point: Point) -> bool:
-    """A time that no change of ours moves: it tells how much runs differ on this machine."""
+    """Return whether no change of ours moves a time; such times show how much runs differ here."""
     return point.quantity == "seconds" and not point.method.startswith(OURS)
 
 
 def scatter(ratios: Sequence[float]) -> float:
-    """The standard deviation of logarithms of ratios around their median; 0 of too few.
+    """Return the standard deviation of logarithms of ratios around their median; 0 of too few.
 
     Args:
         ratios: logarithms.

@@ -84,14 +84,14 @@ def crossings(points: Iterable[Point]) -> dict[str, dict[str, Crossing]]:
 
 
 def where(found: Crossing) -> str:
-    """A crossing in a cell of a table."""
+    """Return a crossing in a cell of a table."""
     if found.at is None:
         return f"not up to {found.last}"
     return f"from {found.first}" if found.at == found.first else f"from about {_near(found.at)}"
 
 
 def told(what: str, exact: str, found: Mapping[str, Crossing]) -> str:
-    """All crossings of one case, in a sentence.
+    """Return all crossings of one case, in a sentence.
 
     Args:
         what: the case.

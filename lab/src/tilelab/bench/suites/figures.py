@@ -44,7 +44,7 @@ class _Line(NamedTuple):
 
 
 def places(methods: Sequence[str]) -> dict[str, int]:
-    """A colour's place for each method: plain is the baseline, ours comes first."""
+    """Return a colour's place for each method: plain is the baseline, ours comes first."""
     first = [name for name in ("plain", OURS) if name in methods]
     rest = [name for name in methods if name not in first]
     ordered = ["plain", OURS, *rest]
@@ -173,7 +173,7 @@ def bars(
     mark: float | None = None,
     predicted: Sequence[float | None] = (),
 ) -> Markup | None:
-    """A bar for each name.
+    """Draw a bar for each name.
 
     Args:
         values: names and what is drawn.

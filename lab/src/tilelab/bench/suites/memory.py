@@ -63,7 +63,7 @@ def steps(settings: Settings) -> list[Step]:
 
 
 def weigh(works: Sequence[Work], methods: Sequence[Method], budget: Budget) -> Iterator[Point]:
-    """The peaks of all methods on some works, each in a process of its own.
+    """Yield the peaks of all methods on some works, each in a process of its own.
 
     Args:
         works: of one length.
@@ -156,7 +156,7 @@ def _stepwise(work: Work, result: list[Peak] | str) -> Iterator[Point]:
 
 
 def _cured(work: Work, rows: int, result: list[Peak] | str) -> Iterator[Point]:
-    """Bytes and seconds of so many rows at a time."""
+    """Yield bytes and seconds of so many rows at a time."""
     name = f"{rows} rows" if rows > 1 else "1 row"
     if isinstance(result, str):
         yield Point.of(work, name, quantity="bytes", status="failed", note=result)

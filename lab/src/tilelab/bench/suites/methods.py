@@ -52,7 +52,7 @@ class Method:
 
 
 def exact(device: str, *, with_flex: bool = True) -> list[Method]:
-    """All exact methods that a device has."""
+    """Return all exact methods that a device has."""
     found = [ours(), *(sdpa(name) for name in _backends(device)), _plain()]
     return [*found, *cures(), *([flex()] if with_flex else [])]
 
@@ -104,7 +104,7 @@ def _backends(device: str) -> tuple[str, ...]:
 
 
 def sdpa(name: str) -> Method:
-    """The scaled_dot_product_attention of torch with one of its backends.
+    """Return the scaled_dot_product_attention of torch with one of its backends.
 
     Args:
         name: cudnn, flash, efficient or math.

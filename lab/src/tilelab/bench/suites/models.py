@@ -28,7 +28,7 @@ _SHORT = 1024  # every model is measured up to here, before any at its own lengt
 
 
 def steps(settings: Settings) -> list[Step]:
-    """Every model at a short length, then those whose own length is within the sweep."""
+    """Return every model at a short length, then those whose own length is within the sweep."""
     methods = exact(settings.device, with_flex=settings.flex)
     passes: tuple[tuple[Pass, str], ...] = (("forward", "forward"), ("both", "training"))
     found = []

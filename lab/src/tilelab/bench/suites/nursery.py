@@ -63,7 +63,7 @@ def _result(wanted: Wanted) -> dict[str, Any]:
 
 
 def _in_a_fork(wanted: Wanted) -> dict[str, Any]:
-    """The result of a job that a fork of this process did."""
+    """Return the result of a job that a fork of this process did."""
     read, write = os.pipe()
     number = os.fork()
     if number == 0:

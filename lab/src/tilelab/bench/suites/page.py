@@ -56,7 +56,7 @@ class _Section(NamedTuple):
 
 
 def html(record: Record) -> str:
-    """The page; every text that comes from outside is escaped by the template engine."""
+    """Return the page; every text that comes from outside is escaped by the template engine."""
     environment = Environment(
         loader=PackageLoader("tilelab.bench.suites"),
         autoescape=True,
@@ -79,14 +79,14 @@ def html(record: Record) -> str:
 
 
 def pictures(record: Record) -> dict[str, str]:
-    """Every figure of the page as an SVG file, by its name."""
+    """Return every figure of the page as an SVG file, by its name."""
     with house_style():
         every = [each for suite in record.suites for each in _figures(suite, record.of(suite))]
     return {each.name: standalone(each.drawing) for each in every}
 
 
 def _said(value: Any) -> str:
-    """An option's value in words."""
+    """Return an option's value in words."""
     if isinstance(value, list):
         return ", ".join(str(each) for each in value)
     if isinstance(value, bool):
@@ -156,7 +156,7 @@ def _ratios(points: Sequence[Point]) -> list[tuple[str, float]]:
 
 
 def markdown(record: Record) -> str:
-    """The same without figures."""
+    """Return the same without figures."""
     parts = ["# tilewise bench: " + ", ".join(record.suites), "\n\n".join(heading(record))]
     for suite in record.suites:
         parts += [f"## {suite}", ABOUT[suite]]

@@ -53,7 +53,7 @@ class Wanted(NamedTuple):
 
     @classmethod
     def of(cls, work: Work, method: str, rows: int = 0) -> Wanted:
-        """The job of a work whose mask is the causal one, or none."""
+        """Return the job of a work whose mask is the causal one, or none."""
         bare = replace(work, mask=None, score=None, flex_mask=None, flex_score=None)
         return cls(method, rows, work.mask is not None, asdict(bare))
 
@@ -73,7 +73,7 @@ class Peak(NamedTuple):
 
 
 def method_named(name: str, device: str, rows: int = 0) -> Method:
-    """The method of that name.
+    """Return the method of that name.
 
     Args:
         name: as in the tables.

@@ -54,7 +54,7 @@ def plain(work: Work, given: Given) -> Attend:
 
 
 def chunked(work: Work, given: Given, rows: int, *, again: bool = False) -> Attend:
-    """The same, some rows at a time: only their part of the matrix is ever there.
+    """Make the same call, some rows at a time: only their part of the matrix is ever there.
 
     Without ``again``, autograd keeps every part for the backward, and nothing is saved; with it
     each part is computed again there (checkpointing).
@@ -94,7 +94,7 @@ def _dropping(work: Work) -> Keep | None:
 
 
 def rows_kept(work: Work, chunks: Sequence[range]) -> Keep | None:
-    """The dropout that ours does, on the rows of some chunks."""
+    """Return the dropout of ours on the rows of some chunks."""
     if not work.dropout_p:
         return None
     sizes = {"batches": range(work.batch), "heads": range(work.heads)}
@@ -132,7 +132,7 @@ def attend_rows(
     seen: Seen | None,
     keep: Keep | None,
 ) -> Tensor:
-    """The output of the rows of some chunks, one below the other, in the tensors' dtype.
+    """Return the output of the rows of some chunks, one below the other, in the tensors' dtype.
 
     Args:
         problem: what is asked.

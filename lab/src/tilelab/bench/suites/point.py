@@ -63,7 +63,7 @@ class Point:
 
     @classmethod
     def of(cls, work: Work, method: str, **found: Any) -> Point:
-        """A point of a work."""
+        """Return a point of a work."""
         return cls(
             work.suite, work.case, work.length, work.dtype, method, shape=work.shape, **found
         )
@@ -94,7 +94,7 @@ class Point:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Point:
-        """The inverse of ``as_json``."""
+        """Return the inverse of ``as_json``."""
         known = {each.name for each in fields(cls)}
         kept = {key: value for key, value in values.items() if key in known}
         return cls(**{**kept, "samples": tuple(kept.get("samples", ()))})
@@ -124,7 +124,7 @@ class Record:
 
     @classmethod
     def begin(cls, suites: list[str], device: str, settings: dict[str, Any]) -> Record:
-        """A record of a run on this machine that has not begun."""
+        """Return a record of a run on this machine that has not begun."""
         machine = environment.describe(1)
         machine["core"] = absence() or "compiled"
         if device == "cuda":
@@ -134,7 +134,7 @@ class Record:
         return cls(suites, machine, device, settings)
 
     def of(self, suite: str) -> list[Point]:
-        """The points of a suite."""
+        """Return the points of a suite."""
         return [point for point in self.points if point.suite == suite]
 
     def end(self, status: str, seconds: float) -> None:

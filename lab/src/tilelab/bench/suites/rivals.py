@@ -53,7 +53,7 @@ def _method(
     drops: bool = True,
     **drawn: Callable[[Work], Tensor],
 ) -> Method:
-    """A published method.
+    """Return a published method.
 
     Args:
         name: of it.

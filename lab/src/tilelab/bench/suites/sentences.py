@@ -83,7 +83,7 @@ def _faster(points: Sequence[Point]) -> list[str]:
 
 
 def _exact_ratios(points: Sequence[Point]) -> list[tuple[float, str]]:
-    """The fastest other exact method's time over ours, and of what, case by case."""
+    """Return the fastest other exact method's time over ours, and of what, case by case."""
     exact = [point for point in points if point.exact and point.quantity == "seconds"]
     ratios: list[tuple[float, str]] = []
     for (case, dtype, _), own in groups(exact).items():
@@ -175,7 +175,7 @@ def _sparse(points: Sequence[Point]) -> list[str]:
 
 
 def _double(points: Sequence[Point]) -> list[str]:
-    """The peak at the softmax, in matrices."""
+    """Return the peak at the softmax, in matrices."""
     held = {p.method: p for p in points if p.case == DOUBLE and p.median and p.predicted}
     if not {"scores", "softmax"} <= held.keys():
         return []

@@ -25,7 +25,7 @@ GOALS = "goals"  # the prefix of the cases that have them
 
 
 def steps(settings: Settings) -> list[Step]:
-    """The sweep, and on a CPU before its longest lengths the cases of ``bench cpu``."""
+    """Return the sweep's steps; on a CPU ``bench cpu``'s cases come before the longest lengths."""
     short = [length for length in settings.lengths if length <= _SHORT]
     long = [length for length in settings.lengths if length > _SHORT]
     return [*_sweep(settings, short), *_with_goals(settings), *_sweep(settings, long)]
@@ -74,7 +74,7 @@ def _case(case: Case, budget: Budget) -> Iterator[Point]:
 
 
 def points_of(result: CaseResult) -> list[Point]:
-    """A result of ``bench cpu`` as points."""
+    """Return a result of ``bench cpu`` as points."""
     shape = {key: result.shape[key] for key in ("batch", "heads", "kv_heads", "head_dim")}
     about = (SUITE, f"{GOALS}: {result.name}", result.shape["keys"], result.dtype)
     if result.wrong:

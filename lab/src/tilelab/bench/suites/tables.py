@@ -44,7 +44,7 @@ def heading(record: Record) -> list[str]:
 
 
 def tables(record: Record, suite: str) -> list[Table]:
-    """A table for each case and dtype; of many cases a table for each dtype, cases down."""
+    """Return a table for each case and dtype; of many cases a table for each dtype, cases down."""
     points = record.of(suite)
     crossed = _crossed(points) if suite == "paper" else []
     if suite in BY_CASE:
@@ -102,7 +102,7 @@ def _cases(title: str, points: Sequence[Point]) -> Table:
 
 
 def amount_of(value: float, quantity: Quantity) -> str:
-    """A value with its unit."""
+    """Return a value with its unit."""
     if quantity == "seconds":
         return duration(value)
     return amount(value) if quantity == "bytes" else f"{value:.2g}"

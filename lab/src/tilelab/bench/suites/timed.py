@@ -33,7 +33,7 @@ class _Ready(NamedTuple):
 def time_all(
     work: Work, methods: Sequence[Method], budget: Budget, *, wrap: Wrap = call_of
 ) -> Iterator[Point]:
-    """The points of all methods on one work.
+    """Yield the points of all methods on one work.
 
     Args:
         work: what is measured.
@@ -85,7 +85,7 @@ def _without(work: Work, method: Method, status: Status, note: str) -> Point:
 
 
 def _prepare(work: Work, given: Given, method: Method, wrap: Wrap) -> _Ready | Point:
-    """The call of a method, warm; a point where it is wrong."""
+    """Return the call of a method, warm; a point where it is wrong."""
     attend = judged_attend = method.make(work, given)
     judged = work
     if work.dropout_p and not method.same_dropout:

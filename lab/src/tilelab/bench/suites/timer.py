@@ -19,7 +19,7 @@ _HEAD_START_CYCLES = 2_000_000
 
 
 def once(call: Call, device: str, repeats: int = 1) -> float:
-    """Seconds of one call, the mean of some repeats; waits for the end."""
+    """Return the seconds of one call, the mean of some repeats; wait for the end."""
     if device == "cpu":
         return clock.once(call, repeats)[0]
     event: Callable[..., Any] = torch.cuda.Event

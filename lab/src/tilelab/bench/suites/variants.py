@@ -42,7 +42,7 @@ class Variant:
 
 
 def steps(settings: Settings) -> list[Step]:
-    """Every variant, forward and backward, at one length."""
+    """Return every variant, forward and backward, at one length."""
     longest = _LENGTHS[settings.device]
     length = max([n for n in settings.lengths if n <= longest], default=min(settings.lengths))
     methods = exact(settings.device, with_flex=settings.flex)
@@ -66,7 +66,7 @@ def steps(settings: Settings) -> list[Step]:
 
 
 def catalogue(length: int, device: str) -> list[Variant]:
-    """The variants for a length, no variant first.
+    """Return the variants for a length, no variant first.
 
     Args:
         length: N.

@@ -124,7 +124,7 @@ def draw(work: Work, factor: float = 1.0) -> Given:
 
 
 def call_of(work: Work, given: Given, attend: Attend) -> Callable[[], Any]:
-    """One call of the passes; for the backward alone the forward is done here."""
+    """Return one call of the passes; for the backward alone the forward is done here."""
     q, k, v, grad = given
     if work.passes == "forward":
         return lambda: attend(q, k, v)
@@ -135,7 +135,7 @@ def call_of(work: Work, given: Given, attend: Attend) -> Callable[[], Any]:
 
 
 def problem_of(work: Work, given: Given) -> tuple[Problem, Operands]:
-    """The work as the library's own problem, with everything lowered."""
+    """Return the work as the library's own problem, with everything lowered."""
     q, k, v, _ = (x.detach() for x in given)
     asked = read_keywords(work.masked, work.score, None, work.dropout_p, None, None, None)
     problem = build_problem(q, k, v, asked)

@@ -40,7 +40,7 @@ def baseline_path(version: str, folder: Path = FOLDER) -> Path:
 
 
 def load(path: Path) -> Baseline:
-    """The baseline of a file; empty where there is none."""
+    """Return the baseline of a file; empty where there is none."""
     if not path.is_file():
         return {}
     found = json.loads(path.read_text())

@@ -57,12 +57,12 @@ class Asked(NamedTuple):
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor without memory."""
+    """Return a tensor without memory."""
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def operands_of(asked: Asked) -> tuple[Problem, Operands]:
-    """The problem, and operands in kernel form."""
+    """Return the problem, and operands in kernel form."""
     mask, score = _mask(asked), _score(asked)
     sinks = meta(HEADS) if asked.sinks else None
     q = _rows(asked, asked.queries, HEADS)
@@ -132,7 +132,7 @@ def _scales(asked: Asked, heads: int) -> Tensor | None:
 
 
 def _in_pages(asked: Asked, problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
-    """The same call with its keys and values in pages, their rows first in memory."""
+    """Return the same call with its keys and values in pages, their rows first in memory."""
     size, slots = asked.page_size, KEYS // asked.page_size
     k, v = (
         meta(BATCH * slots, size, KV_HEADS, asked.width, dtype=asked.dtype).transpose(1, 2)

@@ -34,5 +34,5 @@ class Case(NamedTuple):
 
 
 def cases_of(module: str) -> dict[str, Case]:
-    """The cases by name that a module lists as ``CASES``."""
+    """Return the cases by name that a module lists as ``CASES``."""
     return {case.name: case for case in import_module(module).CASES}

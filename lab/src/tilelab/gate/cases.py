@@ -25,7 +25,7 @@ __all__ = ["CASES", "backward", "captured", "decode", "forward"]
 
 
 def forward(asked: Asked, family: str, config: Config | None = None) -> Sequence[Launch]:
-    """The launches of the forward pass on a family of chips.
+    """Return the launches of the forward pass on a family of chips.
 
     Args:
         asked: the call.
@@ -41,7 +41,7 @@ def forward(asked: Asked, family: str, config: Config | None = None) -> Sequence
 
 
 def decode(asked: Asked, family: str, config: Config | None = None) -> Sequence[Launch]:
-    """The launches of the forward pass of few queries; arguments as for ``forward``."""
+    """Return the launches of the forward pass of few queries; arguments as for ``forward``."""
     from tilewise.kernels.gpu.forward.decode import decode_launches
 
     problem, operands = operands_of(asked)
@@ -72,7 +72,7 @@ def backward(asked: Asked, family: str, config: Config | None = None) -> Sequenc
 
 
 def captured(asked: Asked, family: str, config: Config | None = None) -> Sequence[Launch]:
-    """The launches of ``backward`` that make gradients of what the score captured."""
+    """Return the launches of ``backward`` that make gradients of what the score captured."""
     launches = backward(asked, family, config)
     names = [launch.kernel.__name__ for launch in launches]
     return launches[names.index("query_kernel") + 1 :]
@@ -197,7 +197,7 @@ def _cases() -> list[Case]:
 
 
 def _families(asked: Asked) -> tuple[str, ...]:
-    """The families that the backend does not decline such widths on."""
+    """Return the families that the backend does not decline such widths on."""
     return tuple(name for name in FAMILIES if holds(name, asked.dtype, asked.width, asked.width))
 
 

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _line_writer() -> Callable[[dict[str, Any]], None]:
-    """A writer to the standard output, from which everybody else is turned away."""
+    """Return a writer to the standard output, from which everybody else is turned away."""
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 

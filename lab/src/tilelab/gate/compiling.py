@@ -103,7 +103,7 @@ def _tile(launch: Launch) -> dict[str, int]:
 
 
 def _words(error: Exception) -> str:
-    """The error in one line.
+    """Return the error in one line.
 
     Triton's messages begin with the place in the kernel, quote it, and end with what is wrong.
     """

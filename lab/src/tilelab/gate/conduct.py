@@ -99,7 +99,7 @@ def _compile_on(target: Target, names: list[str], module: str, limit_s: int) -> 
 
 
 def _listen(arguments: Sequence[str]) -> tuple[list[dict[str, Any]], int, str]:
-    """A child's lines, its exit status, and the last line of its standard error."""
+    """Return a child's lines, its exit status, and the last line of its standard error."""
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
             [sys.executable, "-m", _CHILD, *arguments],
@@ -116,7 +116,7 @@ def _listen(arguments: Sequence[str]) -> tuple[list[dict[str, Any]], int, str]:
 def _died(
     target: Target, begun: dict[str, str], status: int, last_words: str, limit_s: int
 ) -> Record:
-    """A record of the launch on which a child ended; the rest of its case goes with it."""
+    """Return a record of the launch on which a child ended; the rest of its case goes with it."""
     if status == -signal.SIGALRM:
         error = f"not compiled in {limit_s} s"
     elif status < 0:

@@ -54,7 +54,7 @@ class Machine(NamedTuple):
 
 
 def of_cubin(cubin: bytes, tools: Path) -> Machine:
-    """The counts of a cubin with one kernel.
+    """Return the counts of a cubin with one kernel.
 
     Args:
         cubin: its bytes.
@@ -72,7 +72,7 @@ def of_cubin(cubin: bytes, tools: Path) -> Machine:
 
 
 def of_sass(usage: str, code: str) -> Machine:
-    """The counts from what cuobjdump says of the resources and nvdisasm of the code."""
+    """Return the counts from what cuobjdump says of the resources and nvdisasm of the code."""
     found = _RESOURCES.search(usage)
     opcodes = Counter(_SASS.findall(code))
     if found is None or not opcodes:
@@ -89,7 +89,7 @@ def of_sass(usage: str, code: str) -> Machine:
 
 
 def of_amdgcn(text: str) -> Machine:
-    """The counts from the assembler text of one AMD kernel.
+    """Return the counts from the assembler text of one AMD kernel.
 
     Scalar registers that spill into lanes of a vector register cost nothing that shows, and are
     not counted.

@@ -15,7 +15,7 @@ _WORDS = ("case", "kernel", "tile", "matrix", "async", "verdict")
 
 
 def table(target: Target, records: Sequence[tuple[Record, list[str]]]) -> str:
-    """The kernels of one chip.
+    """Return the kernels of one chip.
 
     Args:
         target: the chip.

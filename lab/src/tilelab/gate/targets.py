@@ -43,7 +43,7 @@ TARGETS = tuple(
 
 
 def target_named(name: str) -> Target:
-    """The target of this name.
+    """Return the target of this name.
 
     Raises:
         KeyError: there is none.

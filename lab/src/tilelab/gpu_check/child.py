@@ -46,7 +46,7 @@ class Child:
         self._errors: IO[str] | None = None
 
     def ask(self, step: str, job: str, limit_s: float) -> list[Row]:
-        """The rows of a job; one says so where the process failed or took too long.
+        """Return the rows of a job; one says so where the process failed or took too long.
 
         Args:
             step: of the job.
@@ -120,7 +120,7 @@ class Child:
 
 
 def _talk(process: subprocess.Popen[str], step: str, job: str) -> tuple[list[Row], bool]:
-    """The rows of a job, and whether it came to its end."""
+    """Return the rows of a job, and whether it came to its end."""
     assert process.stdin is not None
     assert process.stdout is not None
     rows: list[Row] = []

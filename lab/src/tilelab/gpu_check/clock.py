@@ -32,7 +32,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of values."""
+        """Return the spread of values."""
         return cls(statistics.median(values), min(values), max(values))
 
 
@@ -43,7 +43,7 @@ def synchronize(setting: Setting) -> None:
 
 
 def once(setting: Setting, call: Call, repeats: int = 1) -> float:
-    """Seconds of one call, the mean of some repeats; waits for the end."""
+    """Return the seconds of one call, the mean of some repeats; wait for the end."""
     if setting.self_test:
         begin = time.perf_counter()
         for _ in range(repeats):

@@ -72,7 +72,7 @@ def _processes() -> int:
 
 
 def _ask(child: Child, step: str, job: str, limit_s: float) -> list[Row]:
-    """The rows of a job, whatever happens."""
+    """Return the rows of a job, whatever happens."""
     try:
         return child.ask(step, job, limit_s)
     except Exception as error:  # a thread that ended would leave its jobs to nobody

@@ -58,7 +58,7 @@ def count(command: Sequence[str], environment: Mapping[str, str], limit_s: float
 
 
 def bytes_of(printed: str) -> list[Bytes]:
-    """The counts in what ncu printed: for each kernel, bytes by metric.
+    """Return the counts in what ncu printed: for each kernel, bytes by metric.
 
     Raises:
         CannotCount: there is no table with these metrics in it.

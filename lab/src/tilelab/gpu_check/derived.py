@@ -24,7 +24,7 @@ def rate(row: Row, name: str) -> Spread | None:
 
 
 def best(row: Row) -> Spread | None:
-    """The faster of our ways."""
+    """Return the faster of our ways."""
     found = [spread for name in OURS if (spread := rate(row, name)) is not None]
     return max(found, key=lambda spread: spread.median, default=None)
 
@@ -44,7 +44,7 @@ def fraction(rows: Sequence[Row], row: Row) -> float | None:
 
 
 def goal(row: Row) -> Goal:
-    """The goal of what was timed beside others; of anything else an empty one."""
+    """Return the goal of what was timed beside others; of anything else an empty one."""
     values = row.values
     if "direction" not in values:
         return Goal()

@@ -13,7 +13,7 @@ __all__ = ["backward_flops", "causal_pairs", "forward_flops", "full_pairs", "win
 
 
 def full_pairs(queries: int, keys: int) -> float:
-    """Every pair."""
+    """Return the number of all pairs."""
     return float(queries * keys)
 
 

@@ -41,7 +41,7 @@ _VARIANTS = ("alibi", "document", "window")
 
 
 def goal_for(direction: str, kind: str, head_dim: int, length: int) -> Goal:
-    """The goal of a speed case.
+    """Return the goal of a speed case.
 
     Args:
         direction: ``"forward"`` or ``"backward"``.

@@ -42,7 +42,7 @@ def jobs(setting: Setting) -> list[str]:
 
 
 def run(setting: Setting, job: str) -> Iterator[Row]:
-    """One row."""
+    """Yield one row."""
     small = _small(setting)
     if job == "microseconds":
         yield Row(STEP, job, values={"samples_s": _host_seconds(setting, small)})
@@ -103,7 +103,7 @@ def _calls(setting: Setting, small: Small) -> dict[str, Call]:
 
 
 def _host_seconds(setting: Setting, small: Small) -> dict[str, list[float]]:
-    """Seconds of the host for one call, while the device works behind it."""
+    """Return seconds of the host for one call, while the device works behind it."""
     calls = _calls(setting, small)
     for call in calls.values():
         call()
@@ -121,7 +121,7 @@ def _host_seconds(setting: Setting, small: Small) -> dict[str, list[float]]:
 
 
 def _launches(setting: Setting, call: Call) -> list[str]:
-    """Names of the kernels of one call; in the self-test there are none."""
+    """Return the names of the kernels of one call; in the self-test there are none."""
     if setting.self_test:
         call()
         return []
@@ -162,7 +162,7 @@ def _graph(setting: Setting, job: str, small: Small, *, backward: bool) -> Row:
 
 
 def _captured(call: Callable[[], Outcome]) -> tuple[torch.cuda.CUDAGraph, Outcome]:
-    """A graph of a call, after three calls beside it, and where it puts its results."""
+    """Return a graph of a call, after three calls beside it, and where it puts its results."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

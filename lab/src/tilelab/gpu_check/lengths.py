@@ -15,10 +15,10 @@ STEP = "lengths"
 
 
 def jobs(setting: Setting) -> list[str]:
-    """A job for each case."""
+    """Return a job for each case."""
     return [case.name for case in timed.other_lengths(setting.sizes)]
 
 
 def run(setting: Setting, job: str) -> Iterator[Row]:
-    """The forward pass of a case, and the backward pass."""
+    """Measure the forward pass of a case, and the backward pass."""
     return measure(setting, STEP, job)

@@ -51,7 +51,7 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
 
 
 def _extra_bytes(setting: Setting, length: int, direction: str, *, plain: bool) -> int:
-    """The peak of a pass, less what was held before it and less what it gives."""
+    """Return the peak of a pass, less what was held before it and less what it gives."""
     size = (1, _HEADS, length, _WIDTH)
     q, k, v, grad = (torch.randn(size, device=setting.device).to(setting.dtype) for _ in range(4))
     leaves = tuple(x.requires_grad_(direction == "backward") for x in (q, k, v))

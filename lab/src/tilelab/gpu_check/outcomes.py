@@ -58,7 +58,7 @@ Outcome = dict[str, Tensor]  # "out", "lse", and "grad of NAME" for each leaf
 
 
 def sized(setting: Setting, case: ProblemCase) -> ProblemCase:
-    """The problem as large as the setting says."""
+    """Return the problem as large as the setting says."""
     sizes, shrink = setting.sizes, setting.sizes.shrink
     narrow = math.isqrt(shrink)
     rows = sizes.long if case.queries < 0 else -(-case.queries // shrink)
@@ -75,7 +75,7 @@ def sized(setting: Setting, case: ProblemCase) -> ProblemCase:
 
 
 def build(setting: Setting, case: ProblemCase, dtype: torch.dtype) -> Inputs:
-    """The tensors of a sized problem: the same at every call."""
+    """Return the tensors of a sized problem: the same at every call."""
     device = setting.device
     generator = torch.Generator(device).manual_seed(7)
     ends = [torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -114,7 +114,7 @@ def build(setting: Setting, case: ProblemCase, dtype: torch.dtype) -> Inputs:
 
 
 def _laid_out(values: Tensor, layout: str) -> Tensor:
-    """The same values in another order of memory; gaps hold NaN."""
+    """Return the same values in another order of memory; gaps hold NaN."""
     if layout == "bshd":
         return values.transpose(-3, -2).contiguous().transpose(-3, -2)
     if layout == "strided":
@@ -159,7 +159,7 @@ def _gradients(inputs: Inputs, out: Tensor, lse: Tensor) -> Outcome:
 
 
 def refer(case: ProblemCase, inputs: Inputs, dtype: torch.dtype) -> Outcome:
-    """The plain mathematics with every matrix in ``dtype``; in float64 it is the oracle."""
+    """Return the plain mathematics with every matrix in ``dtype``; in float64 it is the oracle."""
     if dtype == torch.float64:
         inputs = _widened(inputs)
     problem, operands = _problem(case, inputs)
@@ -170,7 +170,7 @@ def refer(case: ProblemCase, inputs: Inputs, dtype: torch.dtype) -> Outcome:
 
 
 def _widened(inputs: Inputs) -> Inputs:
-    """The same numbers in float64, as new leaves."""
+    """Return the same numbers in float64, as new leaves."""
 
     def leaf(tensor: Tensor) -> Tensor:
         return tensor.detach().double().requires_grad_()
@@ -185,7 +185,7 @@ def _widened(inputs: Inputs) -> Inputs:
 
 
 def _problem(case: ProblemCase, inputs: Inputs) -> tuple[Problem, Operands]:
-    """The Problem and Operands that a public call makes of the inputs."""
+    """Return the Problem and Operands that a public call makes of the inputs."""
     q, k, v, mask, score = inputs.q, inputs.k, inputs.v, inputs.mask, inputs.score
     keywords: dict[str, Any] = {
         "mask": () if mask is None else mask.program,

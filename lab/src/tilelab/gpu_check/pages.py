@@ -20,7 +20,7 @@ _FEW = 3
 
 
 def few_queries() -> ProblemCase:
-    """The sequences of "varlen" with as many queries each, and so few that they decode."""
+    """Return the sequences of "varlen" with as many queries each, and so few that they decode."""
     case = find("varlen")
     lengths = tuple((_FEW, keys) for _, keys in case.lengths)
     return replace(case, name="few rows", lengths=lengths)

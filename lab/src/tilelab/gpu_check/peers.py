@@ -29,7 +29,7 @@ _PLAIN_MATRICES = 6  # of the size B Hq M N that plain attention and its gradien
 
 
 def peers(setting: Setting, case: Timed, things: Given) -> dict[str, Attend]:
-    """The others by name; FlexAttention, which compiles, is last."""
+    """Return the others by name; FlexAttention, which compiles, is last."""
     found: dict[str, Attend] = {}
     if case.kind in ("full", "causal", "decode"):
         found |= {name: _sdpa(case, kind) for name, kind in _BACKENDS.items()}
@@ -103,7 +103,7 @@ def flex(setting: Setting, case: Timed, things: Given) -> Attend:
 
 
 def _flex_parts(setting: Setting, case: Timed, things: Given) -> tuple[Any, Any, Any]:
-    """The function, its block mask and its score."""
+    """Return the function, its block mask and its score."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     seen, block_mask, score = visible(case, things), None, None

@@ -19,7 +19,7 @@ _OF_A_SELF_TEST = 2  # cases: nothing is compiled
 
 
 def jobs(setting: Setting) -> list[str]:
-    """A job for each case that is timed."""
+    """Return a job for each timed case."""
     names = [case.name for case in timed.cases(setting.sizes)]
     return names[:_OF_A_SELF_TEST] if setting.self_test else names
 

@@ -83,7 +83,7 @@ class Draw:
         return drawn.requires_grad_()
 
     def positive(self, *size: int) -> Tensor:
-        """Numbers in [0.1, 1.1), [size], float32, without gradient."""
+        """Return numbers in [0.1, 1.1), [size], float32, without gradient."""
         return 0.1 + torch.rand(size, generator=self.generator, device=self.device)
 
     def whole(self, low: int, high: int, *size: int) -> Tensor:
@@ -261,5 +261,5 @@ LONG: tuple[ProblemCase, ...] = tuple(
 
 
 def find(name: str) -> ProblemCase:
-    """The problem of that name."""
+    """Return the problem of that name."""
     return next(case for case in PROBLEMS if case.name == name)

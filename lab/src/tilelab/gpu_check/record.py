@@ -35,11 +35,11 @@ class Record:
     rows: list[Row] = field(default_factory=list)
 
     def of(self, step: str) -> list[Row]:
-        """The rows of a step."""
+        """Return the rows of a step."""
         return [row for row in self.rows if row.step == step]
 
     def find(self, step: str, name: str) -> Row | None:
-        """The first row of that name."""
+        """Return the first row of that name."""
         return next((row for row in self.of(step) if row.name == name), None)
 
     @property
@@ -73,7 +73,7 @@ class Record:
 
     @classmethod
     def read(cls, path: Path) -> Record:
-        """The record in a file.
+        """Return the record in a file.
 
         Raises:
             InvalidArgument: there is none that this version can read.

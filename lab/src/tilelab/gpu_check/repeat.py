@@ -18,7 +18,7 @@ _TIMES = 8
 
 
 def jobs(setting: Setting) -> list[str]:
-    """The widest lengths of each kind that has gradients."""
+    """Return the widest lengths of each kind that has gradients."""
     length = setting.sizes.variant_length
     chosen = [case for case in timed.cases(setting.sizes) if case.has_backward]
     return [case.name for case in chosen if case.length == length]

@@ -31,7 +31,7 @@ def jobs(setting: Setting) -> list[str]:
 
 
 def run(setting: Setting, job: str) -> Iterator[Row]:
-    """One row."""
+    """Yield one row."""
     if job == "machine":
         yield Row(STEP, job, values=_machine(setting))
         return

@@ -29,7 +29,7 @@ class Step(NamedTuple):
     parallel: bool = False
 
     def jobs(self, setting: Setting) -> list[str]:
-        """Names of its jobs, the most important first."""
+        """Return the names of its jobs, the most important first."""
         found: Callable[[Setting], list[str]] = self._module().jobs
         return found(setting)
 
@@ -60,5 +60,5 @@ STEPS = (
 
 
 def find(name: str) -> Step:
-    """The step of that name."""
+    """Return the step of that name."""
     return next(step for step in STEPS if step.name == name)

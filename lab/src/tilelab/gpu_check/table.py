@@ -16,7 +16,7 @@ _MOST_FAILURES, _MOST_DECLINED, _NOTE = 12, 8, 110
 
 
 def table(record: Record) -> str:
-    """Everything that people read first; the rest is in the JSON."""
+    """Return everything that people read first; the rest is in the JSON."""
     parts = [_heading(record)]
     if not record.self_test:
         parts += [_speed(record), _training(record), _host(record), _memory(record), _bytes(record)]
@@ -182,7 +182,7 @@ def _declined(record: Record) -> Iterator[str]:
 
 
 def _by_reason(rows: Sequence[Row], most: int) -> Iterator[str]:
-    """One line for rows of one status and note."""
+    """Yield one line for rows of one status and note."""
     reasons: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         reasons.setdefault((row.status, row.note), []).append(row)

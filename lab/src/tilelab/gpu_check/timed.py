@@ -97,12 +97,12 @@ class Given(NamedTuple):
 
 
 def cases(sizes: Sizes) -> list[Timed]:
-    """Every case, those with a goal first."""
+    """Return every case, those with a goal first."""
     return [*with_goals(sizes), *other_lengths(sizes)]
 
 
 def with_goals(sizes: Sizes) -> list[Timed]:
-    """The two greatest lengths, the variants, and what is no square problem.
+    """Return the two greatest lengths, the variants, and what is no square problem.
 
     One of each kind comes first: time that runs out costs a second width or length.
     """
@@ -126,7 +126,7 @@ def other_lengths(sizes: Sizes) -> list[Timed]:
 
 
 def find(sizes: Sizes, name: str) -> Timed:
-    """The case of that name."""
+    """Return the case of that name."""
     return next(case for case in cases(sizes) if case.name == name)
 
 

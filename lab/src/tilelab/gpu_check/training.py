@@ -65,7 +65,7 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(shape.width)
 
     def forward(self, tokens: Tensor, attend: Attend) -> Tensor:
-        """The logits; the head is the token embedding."""
+        """Return the logits; the head is the token embedding."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.tokens(tokens) + self.positions(places)
         for layer in self.layers:
@@ -74,7 +74,7 @@ class Transformer(nn.Module):
 
 
 def attention_kinds(backend: str, *, causal: bool) -> dict[str, Attend]:
-    """The three kinds of attention, by the names of ``KINDS``."""
+    """Return the three kinds of attention, by the names of ``KINDS``."""
     mask = masks.causal() if causal else None
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -95,12 +95,12 @@ def attention_kinds(backend: str, *, causal: bool) -> dict[str, Attend]:
 
 
 def jobs(setting: Setting) -> list[str]:
-    """The models."""
+    """Return the models."""
     return [name for name, _ in setting.sizes.models]
 
 
 def run(setting: Setting, job: str) -> Iterator[Row]:
-    """Tokens per second and peak memory of a model with each attention."""
+    """Yield tokens per second and peak memory of a model with each attention."""
     shape = dict(setting.sizes.models)[job]
     torch.manual_seed(0)
     with setting.device:
@@ -150,7 +150,7 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
 
 
 def _peak_bytes(setting: Setting, call: Callable[[], None]) -> int:
-    """The most memory that a call holds; 0 in the self-test."""
+    """Return the most memory that a call holds; 0 in the self-test."""
     if setting.self_test:
         call()
         return 0

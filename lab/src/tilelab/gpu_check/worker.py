@@ -35,7 +35,7 @@ def _run_step(setting: Setting, step: str, job: str) -> Iterator[Row]:
 
 
 def do(setting: Setting, step: str, job: str, run: Run = _run_step) -> list[Row]:
-    """The rows of a job; what it raised is one of them."""
+    """Return the rows of a job; what it raised is one of them."""
     rows: list[Row] = []
     try:
         for row in run(setting, step, job):
@@ -49,7 +49,7 @@ def do(setting: Setting, step: str, job: str, run: Run = _run_step) -> list[Row]
 
 
 def in_short(error: BaseException) -> str:
-    """An error in one line."""
+    """Return an error in one line."""
     if isinstance(error, Unsupported):
         reasons = [reason for why in error.reasons.values() for reason in why]
         return "; ".join(reasons or [error.what])[:_LONGEST_NOTE]

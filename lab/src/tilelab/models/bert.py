@@ -337,7 +337,7 @@ def load(
     checkpointing: bool = False,
     **dropout: float,
 ) -> BERT:
-    """A BERT from a folder in the Hugging Face layout.
+    """Return a BERT from a folder in the Hugging Face layout.
 
     Weights of half precision are widened to float32, those of float64 stay so.
 

@@ -88,7 +88,7 @@ _DROPOUTS = {
 
 
 def config(shape: Mapping[str, Any], eps: float, head: tuple[str, int, str]) -> dict[str, Any]:
-    """The keys of ``config.json``.
+    """Return the keys of ``config.json``.
 
     Args:
         shape: the numbers by their names here.
@@ -114,7 +114,7 @@ def config(shape: Mapping[str, Any], eps: float, head: tuple[str, int, str]) -> 
 
 
 def numbers(folder: Path, eps: float) -> dict[str, Any]:
-    """The numbers of the BERT in a folder, by their names here.
+    """Return the numbers of the BERT in a folder, by their names here.
 
     Args:
         folder: of the files.
@@ -159,7 +159,7 @@ def head_of(folder: Path) -> tuple[Any, int, Any]:
 
 
 def _names(state: Mapping[str, Tensor], layers: int) -> dict[str, str]:
-    """Every parameter's name here -> in the file, without the prefix."""
+    """Return every parameter's name here -> in the file, without the prefix."""
     found = {**_ENDS, **{ours: theirs for ours, theirs in _HEADS.items() if ours in state}}
     for index in range(layers):
         for ours, theirs in _LAYER.items():
@@ -191,7 +191,7 @@ def write(
 def read(
     folder: Path, state: Mapping[str, Tensor], layers: int
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The weights of a model from a folder.
+    """Return the weights of a model from a folder.
 
     Args:
         folder: of the files.
@@ -243,7 +243,7 @@ def _same_classes(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) ->
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file, names without prefix, half types widened, copies left out."""
+    """Return all tensors of a file, names without prefix, half types widened, copies left out."""
     found = {_plain(name): each for name, each in folders.read_tensors(path).items()}
     for name, source in _TIED.items():
         copy = found.pop(name, None)
@@ -253,7 +253,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _plain(name: str) -> str:
-    """A tensor's name without prefix; old files say gamma and beta of norms."""
+    """Return a tensor's name without prefix; old files say gamma and beta of norms."""
     name = name.removeprefix(_PREFIX)
     for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
         if name.endswith(old):

@@ -18,7 +18,7 @@ __all__ = ["caches", "step"]
 
 
 def caches(model: GPT2, *, pages: int, page_size: int, **keywords: Any) -> list[PagedKVCache]:
-    """A cache for each layer; with a window where the layer's mask is one.
+    """Return a cache for each layer; with a window where the layer's mask is one.
 
     Args:
         model: whose layers they are for.
@@ -43,7 +43,7 @@ def caches(model: GPT2, *, pages: int, page_size: int, **keywords: Any) -> list[
 
 
 def step(model: GPT2) -> Step:
-    """The model's step, for ``generate``; in evaluation mode.
+    """Return the model's step, for ``generate``; in evaluation mode.
 
     Raises:
         InvalidArgument: the model is in training mode.
@@ -80,7 +80,7 @@ def _layers(model: GPT2) -> list[Layer]:
 def _attended(
     attention: Attention, index: int, attend: Attend, positions: Tensor, x: Tensor
 ) -> Tensor:
-    """The attention of a layer over its cache, [T, width] to the same; positions [T]."""
+    """Return the attention of a layer over its cache, [T, width] to the same; positions [T]."""
     q, k, v = (
         project(x).unflatten(-1, (-1, attention.head_dim))
         for project in (attention.query, attention.key, attention.value)

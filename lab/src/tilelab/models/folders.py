@@ -64,7 +64,7 @@ def read_config(folder: Path, kinds: Collection[str]) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file; those of half precision are widened to float32.
+    """Return all tensors of a file; those of half precision are widened to float32.
 
     Raises:
         InvalidArgument: no such file, or of another format.

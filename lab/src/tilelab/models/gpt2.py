@@ -92,7 +92,7 @@ class Layer(nn.Module):
 
 
 def _asked(layer: nn.Module, mask: Mask, places: Tensor) -> Callable[[Tensor], Tensor]:
-    """The attention of a layer with a further mask and with positions of its own."""
+    """Return the attention of a layer with a further mask and with positions of its own."""
     return partial(cast("Attention", layer.attention), mask=mask, positions=places)
 
 
@@ -230,7 +230,7 @@ def load(
     mask: Mask | None = None,
     score: Score | None = None,
 ) -> GPT2:
-    """A GPT-2 from a folder in the Hugging Face layout.
+    """Return a GPT-2 from a folder in the Hugging Face layout.
 
     Weights of half precision are widened to float32, those of float64 stay so.
 

@@ -66,7 +66,7 @@ def _has(shape: Shape, name: str) -> bool:
 
 
 def to_file(state: Mapping[str, Tensor], shape: Shape) -> dict[str, Tensor]:
-    """The tensors of a model under their names in the file, contiguous."""
+    """Return the tensors of a model under their names in the file, contiguous."""
     out = {_PREFIX + theirs: state[ours] for ours, theirs in _ends(shape).items()}
     for index in range(shape.layers):
         ours, theirs = f"layers.{index}.", f"{_PREFIX}h.{index}."
@@ -80,7 +80,7 @@ def to_file(state: Mapping[str, Tensor], shape: Shape) -> dict[str, Tensor]:
 
 
 def from_file(tensors: Mapping[str, Tensor], shape: Shape) -> dict[str, Tensor]:
-    """The inverse of ``to_file``; names come without the prefix."""
+    """Return the inverse of ``to_file``; names come without the prefix."""
     out = {ours: tensors[theirs] for ours, theirs in _ends(shape).items()}
     widths = [shape.width, shape.kv_width, shape.kv_width]
     for index in range(shape.layers):
@@ -124,7 +124,7 @@ _ARCHITECTURE, _TYPE, _OTHER_TYPE = "GPT2LMHeadModel", "gpt2", "tilewise-gpt2"
 
 
 def config_of(shape: Shape) -> dict[str, Any]:
-    """The keys of ``config.json`` that describe a shape."""
+    """Return the keys of ``config.json`` that describe a shape."""
     factors = {name: getattr(shape, name) for name in _FACTORS}
     standard = factors == _STANDARD
     return {
@@ -148,7 +148,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def numbers_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the ``Shape`` that a config describes.
+    """Return the arguments of the ``Shape`` that a config describes.
 
     Raises:
         InvalidArgument: a number that is missing.

@@ -31,7 +31,7 @@ class Packed(NamedTuple):
     longest: int
 
     def to(self, device: torch.device) -> Packed:
-        """The same on a device."""
+        """Return the same on a device."""
         tokens, kinds, places, borders = (each.to(device) for each in self[:4])
         return Packed(tokens, kinds, places, borders, self.longest)
 

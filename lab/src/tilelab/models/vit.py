@@ -138,7 +138,7 @@ class Layer(nn.Module):
 
 
 def _with_class_token(mask: Mask, patches: int) -> Mask:
-    """A mask over the patches, and a token behind them that sees and is seen by all."""
+    """Return a mask over the patches, and a token behind them that sees and is seen by all."""
 
     def own(b: Any, h: Any, m: Any, n: Any) -> Any:
         return (m == patches) | (n == patches)
@@ -261,7 +261,7 @@ def load(
     seed: int = 0,
     checkpointing: bool = False,
 ) -> ViT:
-    """A ViT from a folder in the Hugging Face layout.
+    """Return a ViT from a folder in the Hugging Face layout.
 
     Weights of half precision are widened to float32, those of float64 stay so.
 

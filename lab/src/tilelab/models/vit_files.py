@@ -96,7 +96,7 @@ def write(folder: Path, state: Mapping[str, Tensor], shape: Mapping[str, Any], e
 
 
 def _names(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Every parameter's name here -> in the file, without the prefix."""
+    """Return every parameter's name here -> in the file, without the prefix."""
     found = {}
     for name in state:
         if name in _ENDS:
@@ -109,7 +109,7 @@ def _names(state: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def numbers(folder: Path, eps: float) -> dict[str, Any]:
-    """The numbers of the ViT in a folder, by their names here.
+    """Return the numbers of the ViT in a folder, by their names here.
 
     Args:
         folder: of the files.
@@ -144,7 +144,7 @@ def numbers(folder: Path, eps: float) -> dict[str, Any]:
 def read(
     folder: Path, state: Mapping[str, Tensor], patch: int
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The weights of a model from a folder.
+    """Return the weights of a model from a folder.
 
     Args:
         folder: of the files.
@@ -190,6 +190,6 @@ def read(
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file that are of use, names without prefix, half types widened."""
+    """Return all tensors of a file that are of use, names without prefix, half types widened."""
     found = {name.removeprefix(_PREFIX): each for name, each in folders.read_tensors(path).items()}
     return {name: each for name, each in found.items() if name not in _LEFT_OUT}

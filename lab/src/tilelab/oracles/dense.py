@@ -68,7 +68,7 @@ def dense(problem: Problem, operands: Operands, *, dtype: torch.dtype = torch.fl
 
 
 def _batched(results: list[Result]) -> Result:
-    """The Result of a batch whose items were done one by one."""
+    """Return the Result of a batch whose items were done one by one."""
     out, lse = torch.cat([r.out for r in results]), torch.cat([r.lse for r in results])
     facts = zip(*[(r.max_logit, r.entropy, r.top_key) for r in results], strict=True)
     stats = torch.cat([r.stats for r in results], dim=1)

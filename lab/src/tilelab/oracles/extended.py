@@ -122,12 +122,12 @@ def _zeros(shape: tuple[int, ...]) -> Array:
 
 
 def _packed(array: Array, rows: slice, varlen: bool) -> Array:
-    """The ``[B, H, S, D]`` view of a part's rows."""
+    """Return the ``[B, H, S, D]`` view of a part's rows."""
     return array[rows].swapaxes(0, 1)[None] if varlen else array[rows]
 
 
 def _rows(array: Array, rows: slice, varlen: bool) -> Array:
-    """The ``[B, H, M]`` view of a part's numbers per row."""
+    """Return the ``[B, H, M]`` view of a part's numbers per row."""
     return array[None, :, rows] if varlen else array[rows]
 
 

@@ -65,7 +65,7 @@ def backward_keys_outside(
     partial: torch.dtype | None = None,
     delta: Delta = "pass",
 ) -> Grads:
-    """The backward with tiles of keys outside: dQ of a row is a sum in slow memory.
+    """Compute the backward with tiles of keys outside: dQ of a row is a sum in slow memory.
 
     Args:
         problem: what is asked.
@@ -146,7 +146,7 @@ class _Call:
         return torch.where(out == 0, 0.0, out * grad_out).sum(-1)
 
     def delta_pass(self, part: Part) -> Tensor:
-        """The pass over the rows before the others."""
+        """Run the pass over the rows, which comes before the others."""
         found = self.deltas(part)
         rows = found.numel() * part.problem.value_dim
         self.ledger.reads(out=rows * self.result.out.element_size())
@@ -170,7 +170,7 @@ class _Call:
             self.ledger.writes(delta=stored)
 
     def _read_rows(self, part: Part, rows: range) -> Tensor:
-        """The queries of a tile; enters them, their dO and their statistics."""
+        """Return the queries of a tile; enter them, their dO and their statistics."""
         q = part.operands.q[:, :, rows.start : rows.stop]
         grad = self._of_rows(self.grad_out, part, rows)
         count = q.shape[0] * q.shape[1] * len(rows)

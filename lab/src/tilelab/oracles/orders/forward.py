@@ -118,7 +118,7 @@ def _enter_visit(ledger: Ledger, part: Part, tile: Tile, visit: Visit, kept: tor
 def forward_in_parts(
     problem: Problem, operands: Operands, walk: Walk, split_keys: int, shared: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The forward with the keys of a sequence split among programs, and the parts merged.
+    """Compute the forward with a sequence's keys split among programs, and merge the parts.
 
     Each part of the keys gives an output of its own and the maximum and sum of its rows; a second
     pass reads them all. Where one part holds all keys there is nothing to merge.

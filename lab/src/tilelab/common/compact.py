@@ -15,7 +15,7 @@ __all__ = ["compact_json", "read_json"]
 
 
 def compact_json(values: Any, **lists: Sequence[Any]) -> str:
-    """The text of JSON values, with a line's end.
+    """Return the text of JSON values, with a line's end.
 
     Numbers have six digits, which is more than any clock here is worth; JSON knows no infinity and
     no NaN, which become null.
@@ -42,7 +42,7 @@ def _without_breaks(text: str) -> str:
 
 
 def read_json(path: Path, form: int, kind: str, argument: str = "--from") -> dict[str, Any]:
-    """The record in the file that an argument names.
+    """Return the record in the file that an argument names.
 
     Args:
         path: the file.

@@ -4,7 +4,7 @@ __all__ = ["in_words"]
 
 
 def in_words(seconds: float) -> str:
-    """A duration in words: ``4.5 s``, ``45 s``, ``6:05 min``, ``3:20 h``, ``2.5 days``."""
+    """Return a duration in words: ``4.5 s``, ``45 s``, ``6:05 min``, ``3:20 h``, ``2.5 days``."""
     if 0 < seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)

@@ -60,7 +60,7 @@ def variables() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The git commit of this tilewise, ``+`` for changes on top; empty if there is none."""
+    """Return the git commit of this tilewise, ``+`` for changes on top; empty if there is none."""
     folder = Path(tilewise.__file__).parent
     revision = _git(folder, "rev-parse", "--short=12", "HEAD")
     if not revision:

@@ -73,7 +73,7 @@ _VARIABLES = {
 
 
 def arm_colour(index: int) -> str:
-    """The marker colour of an arm; 0 is the baseline.
+    """Return the marker colour of an arm; 0 is the baseline.
 
     Args:
         index: the arm's place in its experiment.
@@ -98,7 +98,7 @@ def house_style() -> Iterator[None]:
 
 
 def canvas(width: float, height: float) -> Figure:
-    """An empty figure.
+    """Return an empty figure.
 
     Args:
         width: in units of the drawing, of which a line of text is some 16 high.
@@ -200,7 +200,7 @@ def _start(
 
 
 def finish(figure: Figure, name: str, summary: str) -> Markup:
-    """The figure as an ``<svg>`` element for the page.
+    """Return the figure as an ``<svg>`` element for the page.
 
     Args:
         figure: of ``canvas``.

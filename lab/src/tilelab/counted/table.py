@@ -72,7 +72,7 @@ def _line(row: Row) -> str:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """One sentence."""
+    """Return one sentence."""
     parts = []
     for method, name in (("core", "ours"), ("plain", "plain")):
         of = [row for row in rows if row.case.method == method]

@@ -128,7 +128,7 @@ class _Session:
 
 
 def _before(path: Path, chip: _Chip) -> tuple[Entry, ...]:
-    """The entries that a file has already, where they are of this chip and this Triton."""
+    """Return the entries that a file has already, where they are of this chip and this Triton."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path.parent).close()

@@ -94,7 +94,7 @@ class Team:
                 raise
 
     def measure(self, job: Job, blocks: Sequence[Blocks]) -> Row:
-        """Seconds of each of these blocks on the large problems, while nobody else works."""
+        """Return seconds of each of these blocks on the large problems, while nobody else works."""
         asked = " ".join(str(each) for each in (job, *blocks))
         return _only(self._children[0].ask("measure", asked, self._patience * _MEASURE_S))
 
@@ -166,7 +166,7 @@ def _why_dropped(row: Row) -> str:
 
 
 def _only(rows: list[Row]) -> Row:
-    """The row of a job; where its process ended after it, what it last said."""
+    """Return the row of a job; where its process ended after it, what it last said."""
     return rows[-1]
 
 

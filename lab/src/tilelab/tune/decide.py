@@ -24,7 +24,7 @@ class Timing(NamedTuple):
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Timing:
-        """The timing of one or more runs."""
+        """Return the timing of one or more runs."""
         median = statistics.median(samples)
         if len(samples) == 1:
             return cls(median, 0.0)

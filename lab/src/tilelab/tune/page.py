@@ -16,7 +16,7 @@ HEADER = _FORM.format(
 
 
 def lines_of(finding: Finding) -> Iterator[str]:
-    """The line of a job, and one for each candidate that was not timed."""
+    """Yield the line of a job, and one for each candidate that was not timed."""
     table, timing = finding.table
     job = [str(each) for each in finding.job]
     if timing is None:

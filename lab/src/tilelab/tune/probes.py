@@ -118,7 +118,7 @@ def large(job: Job, tiny: bool) -> list[ProblemCase]:
 
 
 def _sized(case: ProblemCase, job: Job, tiny: bool) -> ProblemCase:
-    """The problem with its widths, and as many keys as queries where it does not say."""
+    """Return the problem with its widths, and as many keys as queries where it does not say."""
     keys = case.keys or case.queries
     if not tiny:
         return replace(case, keys=keys, head_dim=job.width, value_dim=job.width)
@@ -137,5 +137,5 @@ def _sized(case: ProblemCase, job: Job, tiny: bool) -> ProblemCase:
 
 
 def _shrunk(length: int) -> int:
-    """A length that takes the interpreter no long time; one that is tiny already stays."""
+    """Return a length that takes the interpreter no long time; one that is tiny already stays."""
     return length if length <= _LARGEST_TINY else min(length // _SHRINK, 4 * _LARGEST_TINY)

@@ -32,7 +32,7 @@ with tilewise.
 
 
 def tables() -> tuple[Table, ...]:
-    """The tables of all modules."""
+    """Return the tables of all modules."""
     found: list[Table] = []
     for module in MODULES:
         found += import_module(module).TABLES
@@ -40,7 +40,7 @@ def tables() -> tuple[Table, ...]:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join([_LEAD, *[_section(each) for each in tables()]])
 
 

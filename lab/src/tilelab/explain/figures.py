@@ -77,7 +77,7 @@ def roofline(account: Account, chip: Chip) -> Markup:
 
 
 def bars(account: Account, chip: Chip | None) -> Markup:
-    """Bytes that reach memory, a bar for each way and direction, on a logarithmic axis.
+    """Draw the bytes that reach memory, a bar for each way and direction, on a logarithmic axis.
 
     Args:
         account: of the problem.

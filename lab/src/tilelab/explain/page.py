@@ -36,7 +36,7 @@ class _Table(NamedTuple):
 
 
 def page(asked: Asked, found: Told) -> str:
-    """The page.
+    """Return the page.
 
     Args:
         asked: what was asked.

@@ -55,7 +55,7 @@ def is_everything(block_mask: Any) -> bool:
 def is_adjusted(block_mask: Any, queries: int, keys: int) -> bool:
     """Return whether this torch's ``_adjust(queries, keys)`` gives this block mask's lengths.
 
-    Where it forgets what it was asked for, they are those of whole blocks.
+    If ``_adjust`` forgets the lengths that it was given, they are those of whole blocks.
     """
     across, along = block_mask.BLOCK_SIZE
     whole = (-(-queries // across) * across, -(-keys // along) * along)
@@ -73,10 +73,10 @@ def _adjust_forgets() -> bool:
 
 
 def mask_of(block_mask: Any, queries: int, keys: int | None = None) -> Mask:
-    """The mask of a block mask, torch's or ours, for so many queries; keys if not those it says.
+    """Return a block mask's mask, torch's or ours, for ``queries``; ``keys`` if not its own.
 
-    What torch's says is read again when its ``mask_mod`` has become another function, its lengths
-    others, or a tensor was changed; else what was read before is used.
+    A block mask of torch's is read again when its ``mask_mod`` has become another function, its
+    lengths have changed, or a tensor was changed. Otherwise the earlier reading is used.
 
     Raises:
         InvalidType: it is neither.

@@ -147,7 +147,7 @@ def paged(
         asked: the flags.
         block_table: integer [sequences, blocks]; None where keys are packed.
         leftpad_k: integer [sequences]: how many keys at the beginning of each do not count.
-        seqused_k: integer [sequences]: how many keys of each there are, in the stead of all.
+        seqused_k: integer [sequences]: how many keys of each there are, instead of all.
 
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.

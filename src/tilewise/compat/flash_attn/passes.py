@@ -129,7 +129,7 @@ def _flash_attn_varlen_forward(
         return_softmax: ask for S_dmask.
         block_table: integer [sequences, blocks], without dropout.
         leftpad_k: integer [sequences]: as many keys at the beginning of each do not count.
-        seqused_k: integer [sequences]: how many keys of each there are, in the stead of all.
+        seqused_k: integer [sequences]: how many keys of each there are, instead of all.
         zero_tensors: of no effect: rows without keys are 0 anyway.
 
     Returns:

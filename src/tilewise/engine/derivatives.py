@@ -337,8 +337,8 @@ class Second(torch.autograd.Function):
 class Fence(torch.autograd.Function):
     """Passes tensors on; a derivative through here would be a third one, and is refused.
 
-    autograd calls only nodes that lead to what it was asked for, so that it does not come here
-    where ``Second`` is differentiated by its tangents alone (``torch.autograd.functional.hvp``).
+    autograd calls only nodes that lead to the requested gradients. So it does not come here when
+    ``Second`` is differentiated by its tangents alone (``torch.autograd.functional.hvp``).
     """
 
     @staticmethod

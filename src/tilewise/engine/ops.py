@@ -1,8 +1,8 @@
-"""The torch ops: what torch.compile, torch.export and everything that traces see of tilewise.
+"""The torch ops, which torch.compile, torch.export and other tracers see of tilewise.
 
-An op carries q, k, v, the captured tensors and the variant as text without shapes; the Problem is
-completed inside, so that one graph serves every shape. Eager calls do not come here (a Python op
-costs 10 to 25 us a call) but through ``autograd.py``, over the same kernels.
+An op carries q, k, v, the captured tensors and the variant as text without shapes. The Problem is
+completed inside, so one graph serves every shape. Eager calls do not come here, because a Python op
+costs 10 to 25 us a call. They go through ``autograd.py``, over the same kernels.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
 """Above compat: model libraries that call tilewise through the hooks that they offer.
 
-Nothing is imported, registered or patched by an import of this room: transformers has a
-``register``, and timm, which has no place to register in, an ``enable`` for a model.
+Importing this package imports, registers and patches nothing. transformers has a ``register``. timm
+has no place to register in, so it has an ``enable`` for a model.
 """

@@ -5,9 +5,9 @@
     model(images)
     print(report)  # how many calls were taken, of which layers, and what was left and why
 
-timm has no list of attention implementations to register in; its layers call
-``F.scaled_dot_product_attention`` where their ``fused_attn`` says so, all but a few of them. So the
-switch is a model's own. Importing this imports no timm, and nothing of it is patched, ever.
+timm has no list of attention implementations to register in. All but a few of its layers call
+``F.scaled_dot_product_attention`` when their ``fused_attn`` is set. So the switch belongs to a
+model. Importing this module does not import timm, and never patches any of it.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Past:
             raise InvalidArgument("sequences", "numbers", "None: this cache has no pages")
 
     def positions(self, x: Tensor) -> Tensor:
-        """Where the rows of ``x`` stand: behind what is there, [M] or [B, M]."""
+        """Return the positions of the rows of ``x``, after the cached ones: [M] or [B, M]."""
         rows = torch.arange(x.shape[1], device=x.device)
         if isinstance(self._cache, RowCache):
             return rows + len(self._cache)

@@ -366,7 +366,7 @@ class _Kernel:
         return Result(out, lse, stats, *more)
 
     def output(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the output of a plain call: ``forward`` without what nobody asked for."""
+        """Return the output of a plain call: ``forward`` without the other results."""
         out = self._room_for(q)
         self._output(self._kernel, threads(), q, k, v, out)
         return out

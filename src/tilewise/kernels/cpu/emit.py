@@ -1,8 +1,8 @@
-"""C++ for the program of an expression: one function, in the words of csrc/expressions/words.h.
+"""Emit C++ for an expression's program: one function, in the words of csrc/expressions/words.h.
 
 The core hands over the program that its interpreter would run: which values are needed, how often
-each changes (``extent``), how wide integers are. What holds for a tile or for a query stays the
-interpreter's, which leaves it in registers; the code does the work per key and per pair.
+each changes (``extent``), how wide integers are. The interpreter still computes the values of a
+tile or a query, and leaves them in registers. The code does the work per key and per pair.
 """
 
 from __future__ import annotations

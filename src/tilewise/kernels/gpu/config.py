@@ -1,8 +1,8 @@
 """Chip families, and the blocks that each kernel works in on them: one table, no measuring.
 
-A block decides how a row is rounded. So it depends on the family, the pass, the dtype, the widths,
-the layout and the kind of mask and score, and on nothing else of a call. Blocks that ``tilewise
-tune`` measured on the chip stand before the table (``plan/tuned.py``), and depend on the same.
+A block decides how a row is rounded. So it depends only on the family, the pass, the dtype, the
+widths, the layout and the kind of mask and score. Blocks that ``tilewise tune`` measured on the
+chip come before the table (``plan/tuned.py``), and depend on the same.
 """
 
 from __future__ import annotations

@@ -63,8 +63,9 @@ _CACHED_BYTES = 32 << 20  # of keys and values, which heads that run together ma
 def slot_of(tiles, section, lines, REVERSED: tl.constexpr):
     """Return the tile and the line (a head of a batch item) of this program.
 
-    Programs are numbered by sections of so many lines, within these by tiles, and then by lines, so
-    that those that run together find their keys in the cache. REVERSED: the last tiles come first.
+    Programs are numbered by sections of ``section`` lines, within these by tiles, and then by
+    lines. So those that run together find their keys in the cache. REVERSED: the last tiles come
+    first.
     """
     program = tl.program_id(0)
     first = program // (section * tiles) * section
@@ -283,7 +284,7 @@ def attend(
 
 
 class Grid(NamedTuple):
-    """How programs are spread over the tiles of heads: see ``slot_of``."""
+    """Spread of programs over the tiles of heads: see ``slot_of``."""
 
     tiles: int
     section: int

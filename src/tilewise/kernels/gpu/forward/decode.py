@@ -245,7 +245,7 @@ def attend_split(
 def decode_launches(
     problem: Problem, operands: Operands, result: Result, config: Config, variant: Variant
 ) -> list[Launch]:
-    """The launches that fill the result of few queries; nothing here reads a tensor's values.
+    """Return the launches that fill a decode result; nothing here reads a tensor's values.
 
     Args:
         problem: one of which ``config.decodes`` is true.

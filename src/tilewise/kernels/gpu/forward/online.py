@@ -71,9 +71,9 @@ def scores_of_block(
 ):
     """Scores of the block of keys from ``n0`` on, in the units of the walk.
 
-    -inf where MASKED and a pair is not ``visible``. ``side``, ``low`` and ``high`` are what
-    ``load_keys`` takes. Where PART is not 0, the product is summed over so many columns at a time,
-    and q is not a tile, but as ``side`` of ``rows_of``.
+    If MASKED, pairs that are not ``visible`` have -inf. ``side``, ``low`` and ``high`` are those of
+    ``load_keys``. If PART is not 0, the product is summed over PART columns at a time, and q is not
+    a tile but a ``side`` of ``rows_of``.
     """
     if PART == 0:
         k = load_keys(side, n0, low, high, BN, D, q.shape[1], MASKED, WIDE, PAGE)

@@ -9,11 +9,11 @@ How a chip multiplies it is its family's (``config.EightBits``), and the constex
 * "short": its matrix units add with few bits, and an accumulator of many blocks would drift. Each
   block's product begins at 0 and is added in float32;
 * "whole": they add in float32;
-* "casts": few queries, or keys in pages, on any of these chips: bytes are what such a call waits
-  for, and its values are not turned round (``turn.py``). Operands are float8 and cast to float16.
+* "casts": decode calls, or keys in pages, on any of these chips. Such a call is bound by bytes, and
+  its values are not transposed (``turn.py``). Operands are float8 and cast to float16.
 
-Where probabilities have 8 bits they are raised by 2^8 on the way: the largest is then 256 of 448,
-and those down to 2^-14 of it keep all their digits.
+Probabilities of 8 bits are raised by 2^8 on the way. The largest is then 256 of 448, and those down
+to 2^-14 of it keep all their digits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The choice among candidates: of those that can do the problem the one that moves the least.
+"""Choose among the candidates that can do a problem the one that moves the least.
 
-A choice decides how rows are rounded. So what it goes by (``plan.traffic.account.cost``) may depend
-on a row's own sequence, dtype, widths and variant, and never on the batch or the heads.
+A choice decides how rows are rounded. So its cost (``plan.traffic.account.cost``) may depend on a
+row's own sequence, dtype, widths and variant, and never on the batch or the heads.
 """
 
 from collections.abc import Sequence

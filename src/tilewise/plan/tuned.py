@@ -1,7 +1,7 @@
 """Blocks that ``tilewise tune`` measured on a chip: a JSON file, read once per process.
 
-A file counts whole or not at all. One that is malformed, of another chip, of another Triton, or
-whose blocks cannot be taken is refused with a warning, and the table of the backend stands.
+A file counts whole or not at all. A file is refused with a warning if it is malformed, of another
+chip or another Triton, or if its blocks cannot be taken. The table of the backend then applies.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The parts of an account of bytes: operands, passes, and their sum.
 
 A **pass** is one walk over the operands, as one kernel makes it. Bytes go between slow and fast
-memory: of an operand that several tiles walk over, ``read`` counts every one of these walks, and
-``once`` each byte a single time. What a cache in between saves lies between the two (``behind``).
+memory. When several tiles walk over an operand, ``read`` counts every one of these walks, and
+``once`` each byte a single time. The savings of a cache in between lie between the two
+(``behind``).
 """
 
 from __future__ import annotations

@@ -207,10 +207,10 @@ def _shared_blocks(visits: Visits, group: int) -> int:
 def forward_keys_outside(
     problem: Problem, visits: Visits, partial_bytes: int | None = None
 ) -> Traffic:
-    """FlashAttention's algorithm 1: keys outside; output and statistics go to and fro.
+    """Count FlashAttention's algorithm 1: keys outside; output and statistics go to and fro.
 
-    Reads K (D + Dv) e + W_r D e and, but at the first visit of a row, its Dv output numbers and two
-    statistics; writes these at every visit.
+    It reads K (D + Dv) e + W_r D e. Except at the first visit of a row, it also reads the row's Dv
+    output numbers and two statistics. It writes these at every visit.
 
     Args:
         problem: what is asked, without sinks.

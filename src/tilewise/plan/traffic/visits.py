@@ -292,7 +292,7 @@ def _by_item(matrix: _Matrix) -> Iterator[_Matrix]:
 
 
 def _judged(matrix: _Matrix, tile: tuple[int, int], times: int = 1) -> Tensor:
-    """Visited tiles [rows, columns], each asked for by itself, for so many matrices."""
+    """Judge each tile one by one: return visited tiles [rows, columns], for ``times`` matrices."""
     problem, (across, along) = matrix.problem, tile
     rows, columns = -(-problem.queries // across), -(-problem.keys // along)
     if rows * columns * times > MOST_TILES:

@@ -17,8 +17,9 @@ from tilewise.variants.program import EXPR, Program
 class Block(NamedTuple):
     """A rectangle of the score matrix of a sequence pair with M queries and N keys.
 
-    ``batches`` and ``heads`` are the batch items (or the sequence) and query heads that share it,
-    ``floats`` is what expressions compute in (a mask's, and so which pairs it shows).
+    ``batches`` and ``heads`` are the batch items (or the sequence) and query heads that share it.
+    ``floats`` is the dtype that expressions compute in. A mask's expression does too, so it decides
+    which pairs the mask shows.
     """
 
     queries: range

@@ -1,7 +1,7 @@
-"""Expressions evaluated in plain torch, on whatever broadcasts: pairs, rows, tiles.
+"""Evaluate expressions in plain torch, on any shapes that broadcast: pairs, rows, tiles.
 
-Every node is a tensor of the shape that its leaves give it, so that what depends on the row alone
-is computed once per row. Integers are int64 and divide as Python's, floats are of one dtype.
+Every node is a tensor of the shape that its leaves give it. So values that depend on the row alone
+are computed once per row. Integers are int64 and divide as Python's, floats are of one dtype.
 torch's autograd differentiates floats through all of it, with respect to ``s`` and the captured
 tensors.
 """

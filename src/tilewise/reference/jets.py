@@ -5,9 +5,9 @@ move. The scores of a tile then move by
 
     ds = scale * (dq k^T + q dk^T), carried through the score program
 
-Each step of a score program is differentiated by torch's autograd on the tile, twice where a
-second derivative needs it, so that every step that ``apply_score`` knows has both. A bias is the
-exception: its derivative is plain, and its tensor may be as large as the score matrix.
+torch's autograd differentiates each step of a score program on the tile, twice if a second
+derivative needs it. So every step that ``apply_score`` knows has both. A bias is the exception: its
+derivative is plain, and its tensor may be as large as the score matrix.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def direction(
     sinks: Tensor | None,
     score_tensors: Sequence[Tensor | None],
 ) -> Operands:
-    """Tangents in the form of the operands that they belong to; None stands still.
+    """Return tangents in the form of the operands that they belong to; None means zero.
 
-    What stands still is 0 without memory of its own; masks, cu_seqlens and the seed are kept.
+    A zero tangent takes no memory of its own. Masks, cu_seqlens and the seed are kept.
     """
 
     def filled(tangent: Tensor | None, like: Tensor) -> Tensor:

@@ -1,12 +1,11 @@
 """Record what a walk over tiles moves between slow and fast memory while it runs.
 
-The counting mode of the references. Slow memory holds operands and results; fast memory holds one
-tile's worth at a time. Every read and write is entered under the operand's name, for each batch
-item and each query head by itself: that is how kernels own their tiles. ``plan.traffic`` predicts
+This is the counting mode of the references. Slow memory holds operands and results; fast memory
+holds one tile's worth at a time. Every read and write is entered under the operand's name,
+separately for each batch item and query head, as kernels own their tiles. ``plan.traffic`` predicts
 these numbers from the sizes alone.
 
-A fill that is overwritten as a whole is no entry: it is of the reference's making, not of the
-algorithm's.
+A fill that is overwritten as a whole is not entered: the reference makes it, not the algorithm.
 """
 
 from __future__ import annotations

@@ -140,9 +140,9 @@ def score_tile(part: Part, rows: range, columns: range, q: Tensor) -> Tile | Non
 def product(a: Tensor, b: Tensor, inner: int | None = None) -> Tensor:
     """``a @ b``, both padded with zeros to whole tiles (``inner``: the tile of what is summed).
 
-    The library behind torch chooses its kernels, and with them the roundings, by the shape of a
-    product and by its threads. Whole tiles leave it no remainders to treat in another way, so that
-    the bits of a row do not depend on the threads or on the batch.
+    The library behind torch chooses its kernels, and so the rounding, by the shape of a product and
+    by its threads. Whole tiles leave it no remainders to treat differently. So the bits of a row do
+    not depend on the threads or on the batch.
     """
     rows, columns = a.size(-2), b.size(-1)
     pad_rows, pad_columns, pad_inner = (

@@ -32,17 +32,17 @@ class Counts(NamedTuple):
 class BlockMask(Mask):
     """A mask with a table of its tiles: which are empty, which partial, and which full.
 
-    Attention with it visits the tiles that are not empty, looks at the mask in partial ones only,
-    and gives the same bits as with the mask alone. Memory is O(number of tiles). Made by ``of``
-    from any mask, by ``from_layout`` from a boolean per tile, by ``from_flex`` from
+    Attention with it visits the tiles that are not empty, and evaluates the mask in partial ones
+    only. It gives the same bits as the mask alone. Memory is O(number of tiles). Make one with
+    ``of`` from any mask, with ``from_layout`` from a boolean per tile, or with ``from_flex`` from
     FlexAttention's.
 
-    It is a snapshot: the table says what the captured tensors held when it was made. A call with a
-    BlockMask whose tensors were changed in place since is refused, and nothing is ever looked up by
-    a tensor's identity.
+    It is a snapshot: the table reflects what the captured tensors held when it was made. A call is
+    refused if the BlockMask's tensors were changed in place since. Nothing is ever looked up by a
+    tensor's identity.
 
-    ``a & b``, ``a | b`` and ``~a`` give plain masks, which still look at the tables of both; for
-    one with a table of its own say ``BlockMask.of(a & b, ...)``.
+    ``a & b``, ``a | b`` and ``~a`` give plain masks, which still use the tables of both. For a mask
+    with its own table, write ``BlockMask.of(a & b, ...)``.
     """
 
     __slots__ = ("_versions",)
@@ -81,8 +81,8 @@ class BlockMask(Mask):
             batch: B; needed where the mask depends on the batch item.
             heads: Hq; needed where the mask depends on the head.
             block: queries and keys of a tile. The kernels' own size serves best.
-            cu_seqlens_q: of ``attention_varlen``, in the stead of M and B.
-            cu_seqlens_k: of ``attention_varlen``, in the stead of N.
+            cu_seqlens_q: of ``attention_varlen``, instead of M and B.
+            cu_seqlens_k: of ``attention_varlen``, instead of N.
             dtype: of q, k and v; matters to masks that compute with floats.
 
         Raises:

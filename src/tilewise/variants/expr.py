@@ -174,7 +174,7 @@ class Graph:
 
         Args:
             expr: what to add.
-            leaves: places to put in the stead of leaves.
+            leaves: places that replace leaves.
             shift: added to the slots of its loads.
 
         Returns:

@@ -91,7 +91,7 @@ def read(options: argparse.Namespace, chip: Chip | None) -> Asked:
 def _dtype(
     options: argparse.Namespace, model: KnownModel | None, chip: Chip | None
 ) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Return the name of the dtype, and what is to be said where nobody asked for it."""
+    """Return the name of the dtype, and a note if the user did not name it."""
     if options.dtype is not None:
         return options.dtype, ()
     found, why = "float32", "on a processor"

@@ -76,7 +76,7 @@ def combinations_of(design: Design) -> list[Effect]:
 
 
 def words(design: Design) -> list[Effect]:
-    """The products that are constant in the fraction, the shortest first; none in a full design."""
+    """Return the constant products of the fraction, shortest first; none in a full design."""
     single = [frozenset((factor, *parts)) for factor, parts in design.generators.items()]
     found = set()
     for size in range(1, len(single) + 1):

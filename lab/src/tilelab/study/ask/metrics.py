@@ -69,6 +69,6 @@ def reached(metric: str, value: float, target: float) -> bool:
 
 
 def value_in(evaluation: Mapping[str, Any], metric: str) -> float | None:
-    """The metric in an evaluation's fields; None where it was not finite, or is not there."""
+    """Return the metric in an evaluation's fields; None where it is not finite or not there."""
     own: float | None = evaluation.get(metric)
     return own if metric in evaluation else (evaluation.get("metrics") or {}).get(metric)

@@ -75,7 +75,7 @@ class Run:
 
 
 def trials(experiment: Experiment) -> list[Run]:
-    """The runs of the sweep, if there is one; of successive halving those of the first rung."""
+    """Return the runs of the sweep, if there is one; with successive halving, of the first rung."""
     sweep = experiment.sweep
     if sweep is None:
         return []

@@ -147,7 +147,7 @@ def _warmup(progress: Progress, warmup: float) -> int:
 
 
 def _phases(progress: Progress, warmup: float) -> tuple[float, float]:
-    """The factor of warm-up (1 after it), and x, how much of the rest is over (0 before it)."""
+    """Return the warm-up factor (1 after it), and x, the elapsed share of the rest (0 before)."""
     ramp = _warmup(progress, warmup)
     rise = min(1.0, (progress.step + 1) / (ramp + 1))
     return rise, max(0.0, (progress.step - ramp) / (progress.steps - ramp))

@@ -177,7 +177,7 @@ class Board:
         return self._expected_s(lane.run) * correction * share
 
     def _expected_s(self, run: Run) -> float:
-        """The forecast; of a run that has none, what its steps take in the mean of others."""
+        """Return the forecast; without one, what the run's steps take in the mean of others."""
         if run.name in self._forecast_s:
             return self._forecast_s[run.name]
         return self._step_s * run.config.steps

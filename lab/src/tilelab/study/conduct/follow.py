@@ -22,7 +22,7 @@ class Follower:
         self._offset = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
 
     def new(self) -> list[dict[str, Any]]:
-        """The new whole lines, parsed; what is no event is left to the reader of the record."""
+        """Return the new whole lines, parsed; what is no event is left to the record's reader."""
         try:
             size = self._path.stat().st_size
             if size <= self._offset:

@@ -130,7 +130,7 @@ def showing(study: Study, board: Board, console: Console) -> Iterator[LiveProgre
 
 
 def picture(study: Study, board: Board) -> RenderableType:
-    """The table of every experiment that has begun and is not over, and a line for the others."""
+    """Return a table of every experiment that is under way, and a line for the others."""
     parts: list[RenderableType] = []
     names = [each.name for each in study.experiments]
     # Stages that follow from an experiment are not in the config.

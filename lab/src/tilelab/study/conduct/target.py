@@ -44,7 +44,7 @@ def check_target(study: Study, experiment: str, evaluation: Mapping[str, Any]) -
 
 
 def _of_config(study: Study, experiment: str) -> Experiment | None:
-    """The experiment of that name, or the one that it is a later stage of; None for a stranger."""
+    """Return the experiment of that name, or the one whose stage it is; None for a stranger."""
     known = {each.name: each for each in study.experiments}
     while experiment and experiment not in known:
         experiment = experiment.rpartition(".")[0]

@@ -209,14 +209,14 @@ def _read(path: Path) -> bytes:
 
 
 def _lines(data: bytes, size_cap_bytes: int) -> bytes:
-    """The text up to a size, cut after a line (or after a character, where a line is longer)."""
+    """Return the text up to a size, cut after a line (or a character, where a line is longer)."""
     if len(data) <= size_cap_bytes:
         return data
     return data[: _cut(data, size_cap_bytes)]
 
 
 def _cut(data: bytes, at: int) -> int:
-    """The nearest place at or before ``at`` that ends a line, or a character where none does."""
+    """Return the last place up to ``at`` that ends a line, or a character where none does."""
     after_line = data.rfind(b"\n", 0, at) + 1
     if after_line:
         return after_line

@@ -62,7 +62,7 @@ def begins(
 def segments(
     starts: NDArray[np.int64], first: int, length: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The documents of some tokens in a row, and which of them are followed by one of their own.
+    """Return the documents of tokens in a row, and whether the next token is of the same one.
 
     Args:
         starts: the first token of each document.

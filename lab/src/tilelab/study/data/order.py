@@ -111,7 +111,7 @@ def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def drawn(seed: int, epoch: int, count: int) -> NDArray[np.uint64]:
-    """Numbers of 64 bits that are the same on every machine: their order is that of an epoch."""
+    """Draw numbers of 64 bits, the same on every machine: their order is that of an epoch."""
     key = _mixed(np.array([seed & _MASK], np.uint64), _mixed_int(epoch))[0]
     return _mixed(np.arange(count, dtype=np.uint64), int(key))
 

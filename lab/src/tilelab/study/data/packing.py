@@ -93,7 +93,7 @@ class RunRows:
 
 
 def attended(config: RunConfig, tokens: Tokens) -> float:
-    """Tokens of the row, or of the document's piece in it, that a token is in: mean over a run.
+    """Return the mean size, over a run, of the row (or document's piece in it) that a token is in.
 
     For packed documents, windows are taken to begin at multiples of their length.
 

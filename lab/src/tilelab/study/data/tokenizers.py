@@ -49,7 +49,7 @@ class Tokenizer:
 
 
 def tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of that name: ``"bytes"``, ``"gpt2"`` or ``"wordpiece"``; files are looked for.
+    """Find the tokenizer of that name: ``"bytes"``, ``"gpt2"`` or ``"wordpiece"``, with its files.
 
     Raises:
         InvalidArgument: the files of the vocabulary are not there; the message says how to get

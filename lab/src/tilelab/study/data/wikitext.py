@@ -157,7 +157,7 @@ def find(name: str, folder: Path | None) -> Files:
 
 
 def inside(folder: Path) -> Files | None:
-    """The official files of a WikiText right in a folder; None where it is no such folder."""
+    """Return the official files of a WikiText right in a folder; None for another folder."""
     for suffix in ("tokens", "raw"):
         found = _pair(folder, folder.name, suffix, "", official=True)
         if found is not None:

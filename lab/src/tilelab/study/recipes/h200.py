@@ -217,7 +217,7 @@ def _fine_tuning(part: Part, checkpoint: str, source: str, seeds: tuple[int, ...
 
 
 def _listops(length: listops.Expressions, seeds: tuple[int, ...]) -> Experiment:
-    """The Arena's model and steps on expressions of a length, in the protocol of ``listops``."""
+    """Return the Arena's model and steps on expressions of a length, as ``listops`` runs them."""
     whole = length._replace(batch=LRA_BATCH, steps=LRA_STEPS)
     config = change(listops.listops_config(whole), LRA)
     return listops.listops_experiment(whole, config, _beside(config), seeds)

@@ -98,7 +98,7 @@ def names() -> tuple[str, ...]:
 
 
 def find(name: str) -> Recipe:
-    """The recipe of that name, or the function ``function`` of the file in ``file.py:function``.
+    """Find the recipe of that name, or ``function`` of the file in ``file.py:function``.
 
     The file is the user's own and is run.
 

@@ -441,7 +441,7 @@ def _event(values: object) -> Event:
 
 
 def finite(value: Any) -> Any:
-    """The same with null in JSON for every number that is not finite, however deep inside."""
+    """Return the values with null for every number that is not finite, however deep inside."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

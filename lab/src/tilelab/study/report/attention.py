@@ -93,7 +93,7 @@ def _finite(record: RunRecord) -> dict[int, tuple[int, list[LayerSoftmax]]]:
 
 
 def attention_charts(arms: Sequence[ArmLayers], slug: str) -> Iterator[Chart]:
-    """The largest logit and the entropy by tokens: a thin line per layer, a thick one per arm.
+    """Draw the largest logit and the entropy by tokens: thin lines for layers, thick ones for arms.
 
     Args:
         arms: those that have statistics.
@@ -161,7 +161,7 @@ def _drawn(
 def attention_table(
     arms: Sequence[ArmLayers], measures: Mapping[str, ArmMeasures], without: Sequence[str]
 ) -> Table | None:
-    """Every layer at the last evaluation, and what the stability of the whole run is judged by.
+    """Tabulate every layer at the last evaluation, and the measures of the whole run's stability.
 
     Args:
         arms: those that have statistics.

@@ -77,7 +77,7 @@ def memory_chart(arms: Sequence[ArmMemory], name: str) -> Chart | None:
 def target_chart(
     arms: Sequence[ArmTarget], what: str, heading: str, target: str, name: str
 ) -> Chart | None:
-    """Tokens or seconds to the target: a dot per seed, the median as a bar, misses at the edge.
+    """Draw the cost to the target: a dot per seed, the median as a bar, misses at the edge.
 
     Args:
         arms: the baseline first; those of which nothing is known are not among them.

@@ -236,7 +236,7 @@ def _flat_facts(values: Mapping[str, Any], before: str = "") -> Iterator[Fact]:
 
 
 def _metrics_page(folder: Path) -> str:
-    """A link from the report to ``docs/metrics.md`` where both lie in one checkout; else empty."""
+    """Return a link from the report to ``docs/metrics.md`` in the same checkout; else empty."""
     root = Path(tilewise.__file__).resolve().parents[2]
     page, here = root / "docs" / "metrics.md", folder.resolve()
     if not page.exists() or not here.is_relative_to(root):

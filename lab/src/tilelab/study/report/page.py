@@ -42,12 +42,12 @@ def printable(text: object) -> str:
 
 
 def breakable(text: object) -> Markup:
-    """A text for HTML that may go on in the next line after a dot of a path or a plus of an arm."""
+    """Return a text for HTML that may wrap after a dot of a path or a plus of an arm."""
     return Markup(_JOINT.sub(r"\1<wbr>", str(escape(printable(text)))))
 
 
 def fenced(text: object) -> str:
-    """A block of code in Markdown; its fence is longer than any row of backticks in the text."""
+    """Return a Markdown code block; its fence is longer than any row of backticks in the text."""
     body = printable(text)
     longest = max((len(run) for run in re.findall(r"`+", body)), default=0)
     fence = "`" * max(3, longest + 1)

@@ -60,7 +60,7 @@ def spelled(value: object) -> str:
 
 
 def forest_of(experiment: ExperimentVerdict) -> Forest | None:
-    """The scale: zero and the smallest effect are always on it; None where there is no effect."""
+    """Return the scale, always with zero and the smallest effect; None where there is no effect."""
     reach = [each for arm in experiment.arms if (each := _reach(arm)) is not None]
     if not reach:
         return None

@@ -131,7 +131,7 @@ def evaluating(model: nn.Module, autocast: torch.dtype | None) -> Iterator[torch
 
 
 def looked_up(model: nn.Module, multiplied: bool = False) -> int:
-    """The embeddings' numbers; those of tokens only where they are not multiplied in a head too."""
+    """Count the embeddings' numbers; those of tokens only where no head multiplies them too."""
     assert isinstance(model, BERT)
     tables = [model.positions, model.kinds, *([] if multiplied else [model.tokens])]
     return sum(each.weight.numel() for each in tables)
@@ -240,7 +240,7 @@ class Classification(AbstractTask):
         return data
 
     def files(self, config: RunConfig) -> Sequence[Path | None]:
-        """The files that ``prepare`` reads; None for one that is not there, empty for the Hub."""
+        """Return the files that ``prepare`` reads; None for a missing one, empty for the Hub."""
         return ()
 
     def data_bytes(self, config: RunConfig) -> DataBytes:
@@ -277,7 +277,7 @@ class Classification(AbstractTask):
         return functional.cross_entropy(logits, labels).item()
 
     def score(self, outputs: Mapping[str, Output]) -> dict[str, float | None]:
-        """The metrics of all held-out parts but the loss; here the accuracy of the first part."""
+        """Return the metrics of all held-out parts but the loss; here the first part's accuracy."""
         output = next(iter(outputs.values()))
         found: dict[str, float | None] = {
             "accuracy": scores.accuracy(output.predicted, output.labels)

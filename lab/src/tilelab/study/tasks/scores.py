@@ -60,7 +60,7 @@ def matthews(predicted: Classes, true: Classes) -> float:
 
 
 def pearson(predicted: Numbers, true: Numbers) -> float:
-    """The linear correlation; 0 where either does not vary, NaN where a number is not finite."""
+    """Return the linear correlation; 0 where either does not vary, NaN for numbers not finite."""
     x, y = (np.asarray(each, np.float64) for each in (predicted, true))
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
         return math.nan

@@ -92,7 +92,7 @@ class Batches(Protocol):
     """The training batches of a run, at random access."""
 
     def at(self, step: int) -> Sequence[Batch]:
-        """The micro-batches of an optimizer step, 0 for the first; the same in every process."""
+        """Return the micro-batches of an optimizer step (0: the first), equal in every process."""
 
 
 class Held(NamedTuple):
@@ -251,7 +251,7 @@ class AbstractTask(ABC):
 
     @abstractmethod
     def losses(self, output: Tensor, targets: Tensor, training: Training) -> tuple[Tensor, Tensor]:
-        """The objective with its graph, and the plain loss without one, means over the targets."""
+        """Return the objective with its graph and the plain loss without, means over targets."""
 
     @abstractmethod
     def examination(self, config: RunConfig, data: Any) -> Examination:

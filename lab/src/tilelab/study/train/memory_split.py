@@ -26,7 +26,7 @@ __all__ = [
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind some tensors, each storage once; of cut ones this process's."""
+    """Count the bytes behind some tensors, each storage once; of cut ones this process's."""
     storages = (local(tensor).untyped_storage() for tensor in tensors)
     return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 

@@ -92,7 +92,7 @@ class Team:
         fully_shard(model, mesh=mesh)
 
     def wrapped(self, model: nn.Module | Any) -> nn.Module | Any:
-        """The module to call in training, whose backward pass adds up everybody's gradients."""
+        """Return the module to call in training; its backward pass adds up all gradients."""
         if self.size == 1 or self.strategy == "fsdp":
             return model
         return DistributedDataParallel(model)
@@ -110,7 +110,7 @@ class Team:
         return context
 
     def in_order(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """A number of every micro-batch of a step, in their order, from those of ``share``."""
+        """Return a number of every micro-batch of a step in order, from those of ``share``."""
         if self.size == 1:
             return list(own)
         mine = torch.stack(list(own))
@@ -228,7 +228,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors, those that are cut put together; all processes have to ask at once."""
+    """Return the tensors with cut ones put together; all processes have to call it at once."""
     return {
         name: each.full_tensor() if _is_cut(each) else each  # type: ignore[attr-defined]
         for name, each in tensors.items()
@@ -236,7 +236,7 @@ def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def cut_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """The part of a whole tensor, cut as another one of its shape is; itself where that is whole.
+    """Return a whole tensor cut as another one of its shape is; itself where that is whole.
 
     Args:
         tensor: the same in all processes.

@@ -47,7 +47,7 @@ def signed(value: float, digits: int) -> str:
 
 
 def power(value: float) -> str:
-    """A small number as a power of ten: ``+4`` times ten to the minus sixth; ``0`` as it is."""
+    """Return a small number as a power of ten: ``+4`` times ten to the minus sixth; ``0`` stays."""
     if value == 0 or not math.isfinite(value):
         return signed(value, 0)
     return typeset(f"{value:+.0e}")

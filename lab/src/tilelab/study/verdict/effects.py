@@ -121,7 +121,7 @@ def _complete(experiment: Experiment, per_seed: Seeds) -> list[dict[str, float]]
 
 
 def _contrast(design: Design, estimate: Estimate, row: Mapping[str, float]) -> float:
-    """The effect with one seed. Its signs sum to zero, so differences do as well as metrics."""
+    """Return the effect with one seed; its signs sum to zero, so differences do for metrics."""
     runs = combinations_of(design)
     by_factors = {frozenset(arm.split("+")): value for arm, value in row.items()}
     total = 0.0

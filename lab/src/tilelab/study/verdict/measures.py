@@ -94,7 +94,7 @@ class Reach:
 
 
 def tokens_per_step(record: RunRecord) -> int:
-    """Tokens that one optimizer step of the run can learn from: whole sequences, no padding."""
+    """Count the tokens that one optimizer step can learn from: whole sequences, no padding."""
     config = record.start.config
     training = config["training"]
     return int(training["batch"] * training["accumulation"] * config["model"]["context"])
@@ -226,7 +226,7 @@ def cost(records: Iterable[RunRecord]) -> Cost:
 
 
 def over_seeds(records: Sequence[RunRecord]) -> ArmMeasures:
-    """The measures of an arm: every seed's, summarised. Ratios and kernels are the judge's."""
+    """Summarise the measures of an arm over its seeds. Ratios and kernels are the judge's."""
     runs = [measure(each) for each in records]
 
     def of(name: str) -> Summary | None:
@@ -283,7 +283,7 @@ def _mfu(record: RunRecord, convention: str, tokens_per_s: float | None) -> floa
 
 
 def _decile(ordered: Sequence[float], tenth: int) -> float | None:
-    """A decile of sorted values, the nearest one (no interpolation between two measurements)."""
+    """Return a decile of sorted values: the nearest one, without interpolation."""
     return ordered[round(tenth / 10 * (len(ordered) - 1))] if ordered else None
 
 

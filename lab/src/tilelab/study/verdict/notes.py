@@ -248,7 +248,7 @@ def _beginning(config: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _first(record: RunRecord) -> float | None:
-    """The loss before the first step, whatever the experiment decides by; of a text per byte."""
+    """Return the loss before the first step, whatever the metric is; per byte for texts."""
     found = [each for each in record.evaluations if each.step == 0]
     if not found:
         return None

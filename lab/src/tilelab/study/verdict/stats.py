@@ -76,7 +76,7 @@ def paired(differences: Sequence[float], confidence: float) -> Paired:
 
 
 def equivalence(differences: Sequence[float], margin: float) -> float | None:
-    """The p-value of two one-sided t tests: of a mean that is at least ``margin`` away from zero.
+    """Return the p-value of two one-sided t tests: of a mean at least ``margin`` away from zero.
 
     Small values say that the mean lies within ``(-margin, margin)``.
 
@@ -217,7 +217,7 @@ def summary(values: Sequence[float]) -> Summary | None:
 
 
 def _spread(values: Sequence[float]) -> float:
-    """The sample standard deviation; exactly 0 for equal values, whatever their mean rounds to."""
+    """Return the sample standard deviation; exactly 0 for equal values, however the mean rounds."""
     return 0.0 if min(values) == max(values) else statistics.stdev(values)
 
 

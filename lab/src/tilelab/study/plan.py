@@ -206,7 +206,7 @@ class Agenda:
         return sum(_is_done(task.run, self.records) for task in self._tasks)
 
     def ready(self) -> list[Task]:
-        """The runs that have not ended and that may start now, those first that should be."""
+        """Return the runs that have not ended and may start now, the preferred ones first."""
         return [task for task in self._tasks if not _is_done(task.run, self.records)]
 
     def check(self) -> None:

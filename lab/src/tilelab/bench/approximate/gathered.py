@@ -24,7 +24,7 @@ def gathered(
     keys: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Each block of queries attends to the keys of its listed blocks: O(N L size) for L of them.
+    """Attend from each block of queries to its L listed blocks of keys: O(N L size).
 
     Args:
         q: [B, H, N, D].

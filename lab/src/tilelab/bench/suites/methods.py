@@ -210,7 +210,7 @@ def own_masks(work: Work, given: Given) -> tuple[int | None, int | None]:
 
 
 def _flex_mask(work: Work, given: Given) -> Callable[..., Any]:
-    """The mask as a function of tensors: a lookup in the whole matrix if it is no function."""
+    """Return the mask as a function of tensors, or else a lookup in the whole matrix."""
     given_function = work.flex_mask or work.mask
     if callable(given_function) and not work.padding:
         function: Callable[..., Any] = given_function

@@ -132,7 +132,7 @@ def _figures(suite: str, points: Sequence[Point]) -> list[_Figure]:
 
 
 def _bars(points: Sequence[Point], name: str) -> Markup | None:
-    """Bytes or seconds of what is measured at one length, with ticks where it was predicted."""
+    """Draw bytes or seconds of measurements at one length, with ticks for predictions."""
     in_bytes = points[0].quantity == "bytes"
     factor = 1e-6 if in_bytes else 1e3
     shown = [point for point in points if point.median]

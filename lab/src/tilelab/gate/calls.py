@@ -107,7 +107,7 @@ def result_of(asked: Asked, problem: Problem, operands: Operands) -> Result:
 
 
 def backward_tensors(problem: Problem, operands: Operands) -> tuple[Tensor, Needs, Grads]:
-    """The gradient of the output, and all gradients of tensors wanted with memory for them."""
+    """Return the output's gradient, the wanted gradients (all of them), and memory for them."""
     fixed = any(instr.op == "alibi" for instr in problem.score)  # slopes have no gradient
     learned = tuple(
         tensor.dtype.is_floating_point and not fixed for tensor in operands.score_tensors

@@ -51,7 +51,7 @@ def decode(asked: Asked, family: str, config: Config | None = None) -> Sequence[
 
 
 def backward(asked: Asked, family: str, config: Config | None = None) -> Sequence[Launch]:
-    """The launches of the backward pass, every gradient wanted; arguments as for ``forward``."""
+    """Return the backward pass's launches, with every gradient; arguments as for ``forward``."""
     from tilewise.kernels.gpu.backward.passes import backward_launches
 
     problem, operands = operands_of(asked)

@@ -70,7 +70,7 @@ def compile_all(
 
 
 def environment(cache: str) -> dict[str, str]:
-    """A child's environment: this process's modules, no settings of Triton but its own cache."""
+    """Return a child's environment: our modules, and no Triton settings but its own cache."""
     found = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [*sys.path, os.environ.get("PYTHONPATH")]))
     found["TRITON_CACHE_DIR"] = cache
@@ -78,7 +78,7 @@ def environment(cache: str) -> dict[str, str]:
 
 
 def _compile_on(target: Target, names: list[str], module: str, limit_s: int) -> Compiled:
-    """All the cases on one chip: a child that dies is followed by another for the cases left."""
+    """Compile all cases on one chip; after a child dies, another one does the cases left."""
     records: list[Record] = []
     version = ""
     left = list(names)

@@ -169,7 +169,7 @@ def numbers_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file, names without prefix, half types widened, stored masks left out.
+    """Read all tensors of a file, names without prefix, half types widened, stored masks left out.
 
     Raises:
         InvalidArgument: no such file.

@@ -20,7 +20,7 @@ Array = npt.NDArray[Any]
 
 
 def scored(instr: Instr, tensors: Sequence[Tensor], s: Array, block: Block) -> Array:
-    """The scores ``[B, Hq, M, N]`` after the expression; those of hidden pairs may be NaN."""
+    """Return scores ``[B, Hq, M, N]`` after the expression; those of hidden pairs may be NaN."""
     expr = decode(str(instr.params[0]))
     return np.broadcast_to(_evaluated(expr, instr, tensors, s, block)[0], s.shape)
 
@@ -33,7 +33,7 @@ def gradient(
     block: Block,
     totals: Sequence[Array],
 ) -> Array:
-    """The gradient before the expression; those of what it captured are added to ``totals``."""
+    """Return the gradient before the expression; add those of captured tensors to ``totals``."""
     derivative = differentiate(decode(str(instr.params[0])))
     nodes, outputs = derivative.expr
     places = [place for load in derivative.loads for place in nodes[load].args]

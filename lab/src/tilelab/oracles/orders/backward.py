@@ -36,7 +36,7 @@ _Q_K_V = Needs(True, True, True)
 def backward_by_tiles(
     problem: Problem, operands: Operands, result: Result, grad_out: Tensor, walk: Walk
 ) -> Grads:
-    """The backward whose every sum has one owner: delta, then dQ by rows, then dK, dV by keys.
+    """Compute the backward with one owner per sum: delta, then dQ by rows, then dK, dV by keys.
 
     Args:
         problem: what is asked.

@@ -70,7 +70,7 @@ def commit() -> str:
 
 
 def pinnable_cores(devices: Path = Path("/sys/devices/system/cpu")) -> tuple[int, ...]:
-    """One processor of each core that this process may use; none where threads cannot be pinned.
+    """Return one processor of each usable core; none where threads cannot be pinned.
 
     Two runs on the two hardware threads of one core would measure each other.
 

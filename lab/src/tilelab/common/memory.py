@@ -17,7 +17,7 @@ def resident_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has held since ``reset_peak`` (or since it started)."""
+    """Return the peak memory of this process since ``reset_peak`` (or since it started)."""
     peak = _status_bytes("VmHWM")
     if peak is not None:
         return peak

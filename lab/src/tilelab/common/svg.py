@@ -82,7 +82,7 @@ def arm_colour(index: int) -> str:
 
 
 def arm_dashes(index: int) -> str | tuple[int, tuple[float, ...]]:
-    """The line style of an arm: solid, dashed where the colours come round again, then dotted.
+    """Return the line style of an arm: solid, dashed where the colours repeat, then dotted.
 
     Args:
         index: the arm's place in its experiment.
@@ -237,7 +237,7 @@ def style_sheet() -> str:
 
 
 def standalone(drawing: Markup) -> str:
-    """A figure of ``finish`` as a file, with the page's colours, light or dark, and its card."""
+    """Return a figure of ``finish`` as a file, with the page's card and light or dark colours."""
     colours, _, _ = style_sheet().partition("\n* {")
     box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawing)
     assert box is not None

@@ -24,7 +24,7 @@ Counter: TypeAlias = Callable[[int, Mapping[str, str | int]], int]
 
 
 def count(cases: Sequence[Case], counter: Counter, done: Callable[[Row], None]) -> list[Row]:
-    """The rows of the cases: what a run misses less what the same run misses without attention.
+    """Count the rows of the cases: misses of a run minus misses of the same run without attention.
 
     Args:
         cases: in order.

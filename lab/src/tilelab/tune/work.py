@@ -136,7 +136,7 @@ class Work:
 
 
 def _pages(k: Tensor) -> Pages:
-    """A block table for keys [B, Hk, N, D]: pages in no order, and every sequence with N keys."""
+    """Return a block table for keys [B, Hk, N, D]: pages in no order, N keys in every sequence."""
     batch, keys = k.shape[0], k.shape[2]
     per_sequence = -(-keys // _PAGE)
     generator = torch.Generator().manual_seed(3)

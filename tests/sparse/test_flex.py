@@ -64,6 +64,28 @@ def test_fewer_keys_than_a_mask_was_made_for() -> None:
         BlockMask.from_flex(flex, keys=161)
 
 
+CROPPED = {
+    "causal": masks.causal(),
+    "top left": masks.causal("top_left"),
+    "window": masks.window(20, 3),
+    "left": masks.window(9, None),
+    "right": masks.window(None, 4),
+    "of both": masks.causal() & ~masks.window(3, 3),
+    "prefix": masks.prefix(torch.tensor([9])),
+    "function": masks.function(lambda b, h, m, n: n - n.length <= m - m.length),
+}
+
+
+@pytest.mark.parametrize("sizes", [(31, 100), (70, 97), (1, 150), (70, 150)])
+@pytest.mark.parametrize("name", CROPPED)
+def test_a_cropped_mask_of_ours_sees_the_same_pairs(name: str, sizes: tuple[int, int]) -> None:
+    """Also where it counts from the last key: from that which it was made for, as in torch."""
+    whole = BlockMask.of(CROPPED[name], 70, 150, batch=1, heads=1, block=(32, 32)).to_flex()
+    found = BlockMask.from_flex(whole._adjust(*sizes), *sizes)
+    expected = shown(CROPPED[name], Sizes(1, 1, 70, 150))[..., : sizes[0], : sizes[1]]
+    assert torch.equal(shown(found, Sizes(1, 1, *sizes)), expected)
+
+
 def test_lists_that_say_something_else() -> None:
     """Blocks that a list leaves out stay out, and those that it calls full are."""
     lists: dict[str, Any] = {

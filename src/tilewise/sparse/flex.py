@@ -11,12 +11,13 @@ from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.reference.expressions import evaluate
 from tilewise.variants import expr as expressions
 from tilewise.variants.lower import Extent, lower_mask
+from tilewise.variants.masks import function
 from tilewise.variants.program import EXPR, Instr
 from tilewise.variants.values import Mask
 
 __all__ = ["Given", "read", "write"]
 
-_OURS = "_tilewise_mask"  # the attribute of a mask_mod of ours that says what it was made of
+_OURS = "_tilewise_mask"  # the attribute of a mask_mod of ours: its mask, and M and N that it has
 
 
 class Given(NamedTuple):
@@ -83,8 +84,46 @@ def read(block_mask: Any, queries: int | None = None, keys: int | None = None) -
     given: Any = block_mask.mask_mod
     if given is flex_attention.noop_mask:
         given = None
-    mask = getattr(given, _OURS, given)
+    made = getattr(given, _OURS, None)
+    mask = given if made is None else _as_made(made, int(queries), int(keys))
     return Given(covers.contiguous(), mask, block, int(queries), int(keys))
+
+
+def _as_made(made: tuple[Mask, int, int], queries: int, keys: int) -> Mask:
+    """A mask with its own lengths written down, where it is to be one of other lengths.
+
+    As torch crops a mask: each pair is seen or not as before.
+    """
+    mask, own_queries, own_keys = made
+    if (own_queries, own_keys) == (queries, keys):
+        return mask
+    lengths = {"M": own_queries, "N": own_keys}
+    program: list[Instr] = []
+    for instr in mask.program:
+        if instr.op == "band" and instr.params[2]:
+            left, right = (int(value) for value in instr.params[:2])
+            program += function(_band(left, right, own_keys - own_queries)).program
+        elif instr.op == EXPR:
+            expr = expressions.decode(str(instr.params[0]))
+            nodes = [
+                expressions.Node("const_int", (), lengths[node.op]) if node.op in lengths else node
+                for node in expr.nodes
+            ]
+            text = expressions.encode(expressions.Expr(tuple(nodes), expr.outputs))
+            program.append(Instr(EXPR, (text,), instr.slots))
+        else:
+            program.append(instr)
+    return Mask(tuple(program), mask.captured)
+
+
+def _band(left: int, right: int, offset: int) -> Callable[..., Any]:
+    """The function of a band around the keys ``m + offset``; -1 for an open side."""
+
+    def seen(b: Any, h: Any, m: Any, n: Any) -> Any:
+        found = n >= (m + (offset - left) if left >= 0 else 0)
+        return found & (n <= m + (offset + right)) if right >= 0 else found
+
+    return seen
 
 
 def write(
@@ -175,7 +214,7 @@ def mask_mod(mask: Mask, queries: int, keys: int) -> Callable[..., Tensor]:
             first = first.reshape((1,) * (4 - first.dim()) + first.shape)
         return first[_at(b, first, 0), _at(h, first, 1), _at(m, first, 2), _at(n, first, 3)]
 
-    setattr(says, _OURS, mask)
+    setattr(says, _OURS, (mask, queries, keys))
     return says
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import tilewise
 from tests.contract import InexactError, assert_exact
+from tilelab.common.exactness import judge
 from tilelab.gpu_check import accuracy, speed, timed
-from tilelab.gpu_check.exact import judge
 from tilelab.gpu_check.outcomes import build, refer, sized
 from tilelab.gpu_check.problems import LONG, PROBLEMS, ProblemCase, find
 from tilelab.gpu_check.row import Row

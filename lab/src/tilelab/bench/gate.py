@@ -1,10 +1,8 @@
 """Correctness before speed: a case whose result is wrong is not timed.
 
 A few query rows of the first and the last head are computed the plain way, in float64 and in the
-case's own dtype (every product and the softmax rounded to it). Ours passes when its largest error
-is at most twice the plain one's::
-
-    max|ours - exact| <= 2 max|plain - exact| + 4 eps max(1, max|exact|)
+case's own dtype (every product and the softmax rounded to it). Ours is held to the 2x rule
+(``tilelab.common.exactness``).
 
 For a backward case all rows of one head are computed, since keys gather gradients from every row.
 """
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from tilelab.bench.build import SEED, Operands
 from tilelab.bench.cases import DROPOUT_P, WINDOW, Case
+from tilelab.common.exactness import judge
 from tilewise.reference.philox import keep_mask
 
 __all__ = ["complaint"]
@@ -68,14 +67,14 @@ def _compare_rows(
 ) -> str | None:
     part = _head(case, given, place, rows)
     exact, plain = _plain(part, torch.float64), _plain(part, given.q.dtype)
-    return _judge("out", out[place][rows], plain[0], exact[0])
+    return judge(out[place][rows], plain[0], exact[0]).fault("out") or None
 
 
 def _compare_gradients(case: Case, given: Operands, result: tuple[Tensor, ...]) -> str | None:
     part = _head(case, given, (0, 0), torch.arange(case.shape.queries))
     exact, plain = _plain(part, torch.float64), _plain(part, given.q.dtype)
     for name, ours, own, truth in zip("qkv", result, plain[1:], exact[1:], strict=True):
-        found = _judge(f"grad of {name}", ours[0, 0], own, truth)
+        found = judge(ours[0, 0], own, truth).fault(f"grad of {name}")
         if found:
             return found
     return None
@@ -157,13 +156,3 @@ def _plain_gradients(
     dp = rounded(grad @ v.T)
     ds = rounded(p * (dp - (p * dp).sum(-1, keepdim=True)) * scale)
     return rounded(ds @ k), rounded(ds.T @ q), rounded(p.T @ grad)
-
-
-def _judge(name: str, ours: Tensor, plain: Tensor, exact: Tensor) -> str | None:
-    error = (ours.double() - exact).abs().max().item()
-    own = (plain.double() - exact).abs().max().item()
-    eps = torch.finfo(ours.dtype).eps
-    allowed = 2 * own + 4 * eps * max(1.0, exact.abs().max().item())
-    if error <= allowed:  # false for NaN as well
-        return None
-    return f"{name}: largest error {error:.2e}, allowed {allowed:.2e}"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import tilewise
+from tilelab.common.exactness import Verdict, judge
 from tilelab.gpu_check.eight import quantised, references
-from tilelab.gpu_check.exact import Verdict, judge
 from tilelab.gpu_check.outcomes import SEED, Outcome, attend, build, refer, sized
 from tilelab.gpu_check.pages import PAGE_SIZES, attend_pages, few_queries
 from tilelab.gpu_check.problems import PROBLEMS, ProblemCase, find

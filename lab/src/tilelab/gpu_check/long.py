@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 
 import tilewise
+from tilelab.common.exactness import judge
 from tilelab.gpu_check.accuracy import check, judged
-from tilelab.gpu_check.exact import judge
 from tilelab.gpu_check.outcomes import sized
 from tilelab.gpu_check.problems import LONG
 from tilelab.gpu_check.row import Row

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilelab.common.exactness import Verdict, judge
 from tilelab.gpu_check import timed
 from tilelab.gpu_check.clock import Call, interleave, once
 from tilelab.gpu_check.derived import OURS
 from tilelab.gpu_check.eight import references
-from tilelab.gpu_check.exact import Verdict, judge
 from tilelab.gpu_check.goals import FLEX
 from tilelab.gpu_check.peers import peers
 from tilelab.gpu_check.row import Row, Status

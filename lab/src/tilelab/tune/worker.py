@@ -11,8 +11,8 @@ from functools import lru_cache, partial
 
 import torch
 
+from tilelab.common.exactness import judge
 from tilelab.gpu_check.clock import interleave, synchronize
-from tilelab.gpu_check.exact import judge
 from tilelab.gpu_check.outcomes import Outcome, refer
 from tilelab.gpu_check.problems import ProblemCase
 from tilelab.gpu_check.row import Row

@@ -1,9 +1,7 @@
 """Correctness before speed, for any mask and score: the 2x rule, and the error of approximations.
 
 Some chunks of rows of all heads are computed the plain way, in float64 and in the work's own
-dtype. An exact method passes when its largest error is at most twice the plain one's::
-
-    max|got - exact| <= 2 max|plain - exact| + 4 eps max(1, max|exact|)
+dtype. An exact method is held to the 2x rule (``tilelab.common.exactness``).
 
 For gradients the output's gradient is zero in all other rows, so that the sampled rows are all
 that the gradients of keys and values gather. Short problems are compared whole.
@@ -11,6 +9,7 @@ that the gradients of keys and values gather. Short problems are compared whole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from tilelab.bench.suites.plain import attend_rows, rows_kept, seen_rows
 from tilelab.bench.suites.work import Attend, Given, Work, problem_of
+from tilelab.common.exactness import judge
 
 __all__ = ["Measured", "compare", "sampled"]
 
@@ -69,7 +69,7 @@ def compare(work: Work, given: Given, attend: Attend) -> Measured:
     )
     found = [_judge(*each) for each in zip(names, got, plain, exact, strict=True)]
     wrong = [each.complaint for each in found if each.complaint]
-    worst = max(found, key=lambda each: each.largest / each.allowed)
+    worst = max(found, key=lambda each: each.largest / each.allowed if each.allowed else math.inf)
     relative = max(each.relative for each in found)
     return worst._replace(complaint="; ".join(wrong), relative=relative)
 
@@ -116,14 +116,8 @@ def _plain(
 
 
 def _judge(name: str, got: Tensor, plain: Tensor, exact: Tensor) -> Measured:
-    difference = got.double() - exact
-    largest = difference.abs().max().item()
-    own = (plain.double() - exact).abs().max().item()
-    eps = torch.finfo(got.dtype).eps
-    allowed = 2 * own + 4 * eps * max(1.0, exact.abs().max().item())
+    verdict = judge(got, plain, exact)
     size = exact.square().mean().sqrt().item()
-    relative = difference.square().mean().sqrt().item() / size if size else 0.0
-    if largest <= allowed:  # false for NaN as well
-        return Measured("", largest, allowed, relative)
-    words = f"{name}: largest error {largest:.2e}, allowed {allowed:.2e}"
-    return Measured(words, largest, allowed, relative)
+    error = (got.double() - exact).square().mean().sqrt().item()
+    relative = error / size if size else 0.0
+    return Measured(verdict.fault(name), verdict.error, verdict.allowed, relative)

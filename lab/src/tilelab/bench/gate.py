@@ -1,7 +1,7 @@
 """Correctness before speed: a case whose result is wrong is not timed.
 
-A few query rows of the first and the last head are computed the plain way, in float64 and in the
-case's own dtype (every product and the softmax rounded to it). Ours is held to the 2x rule
+The gate computes a few query rows of the first and the last head the plain way: in float64, and in
+the case's own dtype (every product and the softmax rounded to it). Ours is held to the 2x rule
 (``tilelab.common.exactness``).
 
 For a backward case all rows of one head are computed, since keys gather gradients from every row.
@@ -39,7 +39,7 @@ class _Head(NamedTuple):
 
 
 def complaint(case: Case, given: Operands, result: Any) -> str | None:
-    """What is wrong with our result; None if nothing is.
+    """Return what is wrong with our result, or None.
 
     Args:
         case: the case.

@@ -28,7 +28,7 @@ _CHUNKS = 4
 
 
 class Measured(NamedTuple):
-    """How far a result is from the exact one.
+    """The distance of a result from the exact one.
 
     Args:
         complaint: what breaks the 2x rule; empty if nothing does.

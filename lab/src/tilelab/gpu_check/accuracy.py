@@ -98,10 +98,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _dropout_bits(setting: Setting) -> Iterator[Row]:
-    """What is dropped, forward and backward, read off uniform weights; against ``philox.py``.
+    """Check dropped pairs, forward and backward, read off uniform weights, against ``philox.py``.
 
-    Queries and keys of 0 give every pair the same weight; the values are an identity, and so is
-    the gradient that is sent in: out[m, n] and the gradient dv[n, m] are 0 where n is dropped.
+    Queries and keys of 0 give every pair the same weight. The values and the incoming gradient are
+    identity matrices. So out[m, n] and the gradient dv[n, m] are 0 where n is dropped.
     """
     shrink = setting.sizes.shrink
     batch, heads, size, width = 2, 3, -(-250 // shrink), -(-64 // shrink)
@@ -169,10 +169,10 @@ def _in_pages(setting: Setting) -> Iterator[Row]:
 
 
 def _eight_bits(setting: Setting) -> Iterator[Row]:
-    """The forward pass in float8 e4m3 with a scale per head.
+    """Check the forward pass in float8 e4m3 with a scale per head.
 
-    The error of lse is told and not judged: matrix units that add float8 with few bits, as those of
-    sm_89 and sm_90 do, have no float32 result that the plain implementation could be asked for.
+    The error of lse is reported but not judged. Matrix units that add float8 with few bits, as
+    those of sm_89 and sm_90 do, have no float32 result that the plain implementation could give.
     """
     for name in _EIGHT_BITS_OF:
         case = sized(setting, find(name))

@@ -36,7 +36,7 @@ _ROWS = 48
 
 
 class Tried(NamedTuple):
-    """What came of calling everybody once: who can be timed, and why the others cannot."""
+    """The outcome of calling every method once: which can be timed, and why the others cannot."""
 
     calls: dict[str, Call]
     outs: dict[str, Any]
@@ -108,7 +108,7 @@ def _pass(
 
 
 def _verdict(case: Timed, things: Given, tried: Tried, backward: bool) -> tuple[Status, str]:
-    """Whether ours ran at all, and was exact."""
+    """Return whether ours ran at all, and was exact."""
     for name in OURS:
         if name in tried.failed:
             return "error", f"{name}: {tried.failed[name]}"
@@ -154,7 +154,7 @@ def _first(things: Given, attend: Attend, name: str, backward: bool, found: Trie
 
 
 def _complaint(case: Timed, things: Given, result: Any, backward: bool) -> str:
-    """What is wrong with sampled rows of the output, or of the gradient of q; "" if nothing is."""
+    """Return what is wrong with sampled rows of the output or the gradient of q; "" if nothing."""
     q, k, v, grad = things.q, things.k, things.v, things.grad
     found: Tensor = result[0] if backward else result
     if case.kind == "varlen":
@@ -182,7 +182,7 @@ def _complaint(case: Timed, things: Given, result: Any, backward: bool) -> str:
 
 
 def _words(what: str, verdict: Verdict) -> str:
-    """What a verdict complains of; "" if it passes."""
+    """Return the complaint of a verdict; "" if it passes."""
     if verdict.passes:
         return ""
     return f"{what}: {verdict.complaint or f'error {verdict.ratio:.2f} times what is allowed'}"

@@ -42,7 +42,7 @@ def perform(setting: Setting, step: str, asked: str) -> Iterator[Row]:
 
 
 def _check(setting: Setting, job: Job, blocks: Blocks) -> Row:
-    """Whether a pass in these blocks is exact on every small problem, and what it spills."""
+    """Return whether a pass in these blocks is exact on every small problem, and what it spills."""
     ratios: dict[str, float] = {}
     spills = 0
     for case in probes.small(job, setting.self_test):

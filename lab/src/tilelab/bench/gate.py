@@ -1,8 +1,8 @@
 """Correctness before speed: a case whose result is wrong is not timed.
 
-The gate computes a few query rows of the first and the last head the plain way: in float64, and in
-the case's own dtype (every product and the softmax rounded to it). Ours is held to the 2x rule
-(``tilelab.common.exactness``).
+The gate computes a few query rows of the first and the last head the plain way. It does so in
+float64 and in the case's own dtype, with every product and the softmax rounded to it. Ours is held
+to the 2x rule (``tilelab.common.exactness``).
 
 For a backward case all rows of one head are computed, since keys gather gradients from every row.
 """

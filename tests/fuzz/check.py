@@ -90,6 +90,7 @@ def check(case: Case, guard: str = "") -> None:
         guard: "end" or "begin" lays every tensor against a page that kills who touches it.
     """
     heap = Guarded(guard) if guard else Heap()
+    before = core.isa_active(), torch.get_num_threads()
     core.set_isa(isa_of(case))
     torch.set_num_threads(case.threads)
     try:
@@ -99,6 +100,8 @@ def check(case: Case, guard: str = "") -> None:
     finally:
         judged = None  # type: ignore[assignment]
         heap.free()
+        core.set_isa(before[0])
+        torch.set_num_threads(before[1])
 
 
 def isa_of(case: Case) -> str:

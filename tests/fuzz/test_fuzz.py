@@ -292,6 +292,13 @@ def test_a_printed_script_makes_the_same_call(capsys: pytest.CaptureFixture[str]
     assert "grad_fn" in capsys.readouterr().out
 
 
+def test_a_check_leaves_the_process_as_it_was() -> None:
+    """Other tests of the same process would run on another instruction set, with other bits."""
+    before = tilewise._core.isa_active(), torch.get_num_threads()
+    check(Case(values=5, isa=tilewise._core.isa_available()[-1], threads=3, queries=3, keys=4))
+    assert (tilewise._core.isa_active(), torch.get_num_threads()) == before
+
+
 def test_the_command_says_a_seed_that_fails_and_goes_on() -> None:
     def full(seed: int) -> bool:
         return draw(seed).work() > 0

@@ -101,8 +101,7 @@ def test_two_processes_of_one_micro_batch_each_give_the_bits_of_one_process(
     monkeypatch.setenv("TMPDIR", str(scratch))
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     run = _run(tmp_path, DROPOUT)
-    # In a process of its own too, as the study runs it: what other tests leave in this one may
-    # change bits.
+    # In a process of its own too, as the study runs it.
     one = _finished(_setting(tmp_path, "one", 1), run)
     two = _finished(_setting(tmp_path, "two"), run)
     assert _bits(two) == _bits(one)

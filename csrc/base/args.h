@@ -104,8 +104,8 @@ struct Forward : Problem {
 
   View q, k, v, out;
   Rows lse;      // natural log, sink included
-  Rows row_max;  // of the scores in base-2 units, before the sink
-  Rows row_sum;  // of exp2(score - row_max), before the sink
+  Rows row_max;  // of the scores, before the sink; natural units, without a score chain those of q.k (not scaled)
+  Rows row_sum;  // of exp(score - row_max), before the sink
   // Statistics, together or not at all (data is null): written for whoever asks for them.
   Rows max_logit;  // natural units, before the sink
   Rows entropy;    // of the probabilities, natural units; the sink is one of the outcomes
@@ -127,7 +127,9 @@ struct Backward : Problem {
   Rows row_max, row_sum;
   Rows grad_lse;                // data may be null
   Rows row_mean, grad_entropy;  // data is null without a gradient of the entropy
-  Rows delta;                   // written: rowsum(grad_out * out) (tiles with all keys take their own sum)
+  // Written by `backward` as rowsum(grad_out * out), by `key_delta` as the sum over keys of P * dP, read by the others.
+  // Where one block has all keys of a sequence, nobody reads it: tiles take their own sum.
+  Rows delta;
   View grad_q, grad_k, grad_v;
   // The rows see keys beyond these: out and the row statistics are of all of them, and these keys' probabilities add up
   // to less than 1.
@@ -175,6 +177,7 @@ struct Kernels {
   bool (*supported)();
   bool (*forward)(const Forward&);
   bool (*backward)(const Backward&);
+  bool (*key_delta)(const Backward&);
   bool (*bias_backward)(const BiasBackward&);
   bool (*load_backward)(const LoadBackward&);
   bool (*covers)(const Covers&);

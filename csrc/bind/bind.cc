@@ -596,6 +596,20 @@ void backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple t
   check(kernels.backward(f));
 }
 
+// delta alone, from the keys (passes/key_delta.h).
+void key_delta(const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple tensors, nb::tuple row_arrays,
+               std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences) {
+  Backward f;
+  static_cast<Problem&>(f) = kernel.problem();
+  CompiledExprs exprs;
+  kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences, exprs, true);
+  fill_backward(f, kernel, tensors, row_arrays);
+  if (f.partial) bad("the sum over a part of the keys is no delta");
+  const Kernels& kernels = active();
+  nb::gil_scoped_release release;
+  check(kernels.key_delta(f));
+}
+
 void bias_backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple tensors, nb::tuple row_arrays,
                    std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences,
                    int index, std::uintptr_t grad, nb::tuple grad_strides, bool wide) {
@@ -748,6 +762,7 @@ NB_MODULE(_core, m) {
   m.def("forward", &forward);
   m.def("output", &output);
   m.def("backward", &backward);
+  m.def("key_delta", &key_delta);
   m.def("bias_backward", &bias_backward);
   m.def("load_backward", &load_backward);
   m.def("covers", &covers);

@@ -30,10 +30,10 @@ class RowsAlone {
     return alone && few && plain && !asked && f.k.col == 1 && f.v.col == 1;
   }
 
-  RowsAlone(const Forward& f, const SplitTasks& tasks, Acc to_base2, bool near)
+  RowsAlone(const Forward& f, const SplitTasks& tasks, const ScoreUnits<Acc>& units, bool near)
       : f_(f),
         tasks_(tasks),
-        to_base2_(to_base2),
+        units_(units),
         near_(near),
         q_stride_(row_words<Mode, Product>(f.head_dim)),
         out_stride_(round_up(f.value_dim, Vectors::sums * lanes)) {}
@@ -190,15 +190,15 @@ class RowsAlone {
   // What DecodeKernel::softmax does; returns the factor of the sums so far.
   Acc softmax(const Piece& piece, Acc* scores, const RowNumbers<Acc>& numbers) const {
     const int padded = piece.padded();
-    const Acc factor = to_base2_;
+    const Acc factor = units_.to_base2;
     Vec<Acc> top = set(-kInfinity);
     for (int j = 0; j < padded; j += lanes) top = vmax(load(scores + j), top);
-    const Acc before = numbers.row_max[piece.row], here = fold_vector<Largest, Acc>(top) * factor;
+    const Acc before = numbers.row_max[piece.row], here = fold_vector<Largest, Acc>(top);
     const Acc now = here > before ? here : before, from = now == -kInfinity ? 0 : now;
-    const Acc alpha = before == -kInfinity ? 0 : exp2<5>(set(before - from), Acc{})[0];
+    const Acc alpha = before == -kInfinity ? 0 : exp2<5>(set((before - from) * factor), Acc{})[0];
     Vec<Acc> sum{};
     for (int j = 0; j < padded; j += lanes) {
-      const Vec<Acc> e = exp2<Mode::exp2_degree>(rounded(load(scores + j) * factor, Acc{}) - from, Acc{});
+      const Vec<Acc> e = exp2<Mode::exp2_degree>((load(scores + j) - from) * factor, Acc{});
       sum += e;
       store(scores + j, e);
     }
@@ -229,7 +229,7 @@ class RowsAlone {
     alignas(kVectorBytes) Acc sinks[kTileQueries] = {};
     if (f_.sinks != nullptr)
       for (int r = 0; r < count; r++) sinks[r] = static_cast<const Acc*>(f_.sinks)[t[r].first_head];
-    const ClosedRows<Acc> closed(state.numbers, width, f_.sinks != nullptr ? sinks : nullptr, 0);
+    const ClosedRows<Acc> closed(state.numbers, width, f_.sinks != nullptr ? sinks : nullptr, 0, units_);
     for (int r = 0; r < count; r++) {
       closed.write(f_, state.numbers, r, 1, t[r].seq.b, t[r].first_head, t[r].place());
       write_row<Mode>(f_, closed, r, state.out + r * out_stride_, t[r].seq.b, t[r].first_head, t[r].place());
@@ -238,7 +238,7 @@ class RowsAlone {
 
   const Forward& f_;
   const SplitTasks& tasks_;
-  Acc to_base2_;
+  ScoreUnits<Acc> units_;
   bool near_;
   i64 q_stride_, out_stride_;
 };

@@ -44,7 +44,7 @@ class DecodeKernel {
     near_ = lie_near<Mode>(f_, tasks);
     if constexpr (Product::alone > 0) {
       using Alone = RowsAlone<Mode, Product>;
-      if (Alone::serves(f_, units_)) return Alone(f_, tasks, units_.to_base2, near_).run();
+      if (Alone::serves(f_, units_)) return Alone(f_, tasks, units_, near_).run();
     }
     char* partials = nullptr;
     i64* done = nullptr;
@@ -241,7 +241,7 @@ class DecodeKernel {
     const MaskedTile& tile = memory.tiles[g];
     const int m = static_cast<int>(t.seq.queries), count = static_cast<int>(tile.end - tile.begin);
     Acc* scores = memory.scores + g * m * kRoomKeys;
-    if (units_.chain) chain(t, g, tile.begin, count, to.numbers.deepest + g * m, memory);
+    if (units_.chain) chain(t, g, tile.begin, count, memory);
     if (!tile.plain)
       for (int i = 0; i < m; i++)
         for (int j = 0; j < count; j++)
@@ -262,19 +262,17 @@ class DecodeKernel {
   }
 
   // The score chain has the queries in its lanes.
-  void chain(const SplitTask& t, i64 g, i64 n0, int count, Acc* deepest, const Memory& memory) const {
+  void chain(const SplitTask& t, i64 g, i64 n0, int count, const Memory& memory) const {
     const i64 h = t.first_head + g;
     const int m = static_cast<int>(t.seq.queries), width = static_cast<int>(round_up(m, lanes));
     const ScoreChain<Acc> steps(f_, t.seq.b, h, t.seq.queries, t.seq.keys, memory.expr);
     Acc* scores = memory.scores + g * m * kRoomKeys;
-    alignas(kVectorBytes) Acc deep[kTileQueries], peak[kTileQueries];
-    for (int i = 0; i < width; i++) deep[i] = i < m ? deepest[i] : -kInfinity;
+    alignas(kVectorBytes) Acc peak[kTileQueries];
     for (int j = 0; j < count; j++)
       for (int i = 0; i < width; i++) memory.chain[j * width + i] = i < m ? scores[i * kRoomKeys + j] : 0;
-    steps.apply(memory.chain, width, 0, m, n0, count, {nullptr, 0, deep, nullptr, peak});
+    steps.apply(memory.chain, width, 0, m, n0, count, {nullptr, 0, nullptr, peak});
     for (int j = 0; j < count; j++)
       for (int i = 0; i < m; i++) scores[i * kRoomKeys + j] = memory.chain[j * width + i];
-    for (int i = 0; i < m; i++) deepest[i] = deep[i];
   }
 
   void drop(const SplitTask& t, i64 g, i64 n0, int count, const Memory& memory) const {
@@ -300,22 +298,22 @@ class DecodeKernel {
     alignas(kVectorBytes) Acc tops[kDecodeRows];
     const RowNumbers<Acc>& numbers = to.numbers;
     for (int r = 0; r < rows; r++) {
-      const Acc before = numbers.row_max[row0 + r], here = memory.peak[r] * factor;
-      // Rounded here and below alike, the largest score minus the maximum is exactly 0, however large they are.
+      const Acc before = numbers.row_max[row0 + r], here = memory.peak[r];
       const Acc now = here > before ? here : before;
       // A row that has seen no key yet has no maximum to subtract.
       tops[r] = now == -kInfinity ? 0 : now;
       numbers.row_max[row0 + r] = now;
-      const Acc alpha = before == -kInfinity ? 0 : exp2<5>(set(before - tops[r]), Acc{})[0];
+      const Acc change = (before - tops[r]) * factor;
+      const Acc alpha = before == -kInfinity ? 0 : exp2<5>(set(change), Acc{})[0];
       memory.alpha[row0 + r] = alpha;
       if (numbers.row_moment == nullptr) continue;
       // What was relative to the maximum before becomes relative to the one now.
-      const Acc moved = before - tops[r] > kFar<Acc> ? before - tops[r] : kFar<Acc>;
+      const Acc moved = change > kFar<Acc> ? change : kFar<Acc>;
       Acc& moment = numbers.row_moment[row0 + r];
       moment = (moment + moved * numbers.row_sum[row0 + r]) * alpha;
       Vec<Acc> sum{};
       for (int j = 0; j < padded; j += lanes) {
-        const Vec<Acc> x = rounded(load(scores + r * kRoomKeys + j) * factor, Acc{}) - tops[r];
+        const Vec<Acc> x = (load(scores + r * kRoomKeys + j) - tops[r]) * factor;
         sum = fused(exp2<Mode::exp2_degree>(x, Acc{}), vmax(set(kFar<Acc>), x), sum);
       }
       memory.peak[r] = 0;
@@ -327,7 +325,7 @@ class DecodeKernel {
       Vec<Acc> sum{};
       for (int j = 0; j < padded; j += lanes) {
         Acc* p = scores + r * kRoomKeys + j;
-        const Vec<Acc> e = exp2<Mode::exp2_degree>(rounded(load(p) * factor, Acc{}) - tops[r], Acc{});
+        const Vec<Acc> e = exp2<Mode::exp2_degree>((load(p) - tops[r]) * factor, Acc{});
         sum += e;
         store(p, e);
       }
@@ -347,18 +345,18 @@ class DecodeKernel {
     for (int i = 0; i < count; i += lanes) {
       const Vec<Acc> x = load(a.row_max + i), y = load(b.row_max + i), now = vmax(y, x);
       const Vec<Acc> safe = now == -kInfinity ? Vec<Acc>{} : now;
-      const Vec<Acc> keep = exp2<5>(x - safe, Acc{}), take = exp2<5>(y - safe, Acc{});
+      const Vec<Acc> fall = (x - safe) * units_.to_base2, other = (y - safe) * units_.to_base2;
+      const Vec<Acc> keep = exp2<5>(fall, Acc{}), take = exp2<5>(other, Acc{});
       store(mine + i, keep);
       store(theirs + i, take);
       if (a.row_moment != nullptr) {
         const Vec<Acc> far = set(kFar<Acc>);
-        const Vec<Acc> first = (load(a.row_moment + i) + vmax(far, x - safe) * load(a.row_sum + i)) * keep;
-        const Vec<Acc> second = (load(b.row_moment + i) + vmax(far, y - safe) * load(b.row_sum + i)) * take;
+        const Vec<Acc> first = (load(a.row_moment + i) + vmax(far, fall) * load(a.row_sum + i)) * keep;
+        const Vec<Acc> second = (load(b.row_moment + i) + vmax(far, other) * load(b.row_sum + i)) * take;
         store(a.row_moment + i, first + second);
       }
       store(a.row_sum + i, fused(load(b.row_sum + i), take, load(a.row_sum + i) * keep));
       store(a.row_max + i, now);
-      store(a.deepest + i, vmax(load(b.deepest + i), load(a.deepest + i)));
     }
     for (int r = 0; r < count; r++) {
       const Vec<Acc> keep = set(mine[r]), take = set(theirs[r]);
@@ -380,7 +378,7 @@ class DecodeKernel {
     alignas(kVectorBytes) Acc sinks[kTileQueries] = {};
     if (f_.sinks != nullptr)
       for (int r = 0; r < count; r++) sinks[r] = static_cast<const Acc*>(f_.sinks)[t.first_head + r / m];
-    const ClosedRows<Acc> closed(from.numbers, width, f_.sinks != nullptr ? sinks : nullptr, f_.dropout);
+    const ClosedRows<Acc> closed(from.numbers, width, f_.sinks != nullptr ? sinks : nullptr, f_.dropout, units_);
     for (i64 g = 0; g < t.heads; g++) {
       const i64 h = t.first_head + g, row = t.seq.query_begin;
       const int first = static_cast<int>(g) * m;

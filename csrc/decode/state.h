@@ -15,7 +15,7 @@ struct RowState {
   RowState(void* base, i64 rows, i64 stride, bool statistics, bool top_key) {
     const i64 width = round_up(rows, kLanes<C>);
     Carver carve(base);
-    for (C** array : {&numbers.row_max, &numbers.row_sum, &numbers.deepest}) *array = carve.take<C>(width);
+    for (C** array : {&numbers.row_max, &numbers.row_sum}) *array = carve.take<C>(width);
     numbers.row_moment = statistics ? carve.take<C>(width) : nullptr;
     numbers.best = statistics ? carve.take<C>(width) : nullptr;
     top = top_key ? carve.take<i64>(width) : nullptr;
@@ -26,7 +26,7 @@ struct RowState {
   void open(i64 rows, i64 stride) const {
     const C none = -static_cast<C>(__builtin_inf());
     for (i64 i = 0; i < round_up(rows, kLanes<C>); i++) {
-      numbers.row_max[i] = numbers.deepest[i] = none;
+      numbers.row_max[i] = none;
       numbers.row_sum[i] = 0;
       if (numbers.row_moment != nullptr) numbers.row_moment[i] = 0, numbers.best[i] = none;
     }

@@ -82,8 +82,6 @@ struct ExprFrame {
   i64 n0;
   int count, width, rows;  // at most kExprKeys keys
   double scale;            // the scores are yet to be multiplied by it
-  double lowest;
-  bool low;  // told by a score: some are below `lowest`, and `settle` of variants/score.h is still to be done
 };
 using ExprCompiled = void (*)(ExprFrame*);
 

@@ -78,15 +78,14 @@ class ExprRun {
   }
 
   // The same of a score and up to kExprKeys keys, as the tail has it: s is multiplied by `scale`, and becomes the new
-  // score. True if one is below kLowestBias.
-  bool block(C* s, i64 n0, int keys, C scale, C* peak) {
+  // score.
+  void block(C* s, i64 n0, int keys, C scale, C* peak) {
     diagonal_ = diagonals_ = static_cast<int>(round_up(keys, lanes));
     s_ = s, n0_ = n0;
     if (p_.registers[per_diagonal] > 0) {
       run(per_key, 1);
       run(per_diagonal, 1);
     }
-    bool low = false;
     const int step = p_.tail.alone ? keys : kSubKeys;
     for (int j = 0; j < keys; j += step) {
       const int count = static_cast<int>(min(step, keys - j)), width = width_;
@@ -95,14 +94,13 @@ class ExprRun {
       if (!p_.tail.scales)
         for (int x = 0; x < count * width; x += lanes) store(s_ + x, load(s_ + x) * scale);
       for (int at = p_.begin[per_pair]; at < p_.tail.begin; at++) run_one(at, count, width);
-      low |= end({s_, peak, width, rows_, count}, p_.tail.scales ? scale : static_cast<C>(1));
+      end({s_, peak, width, rows_, count}, p_.tail.scales ? scale : static_cast<C>(1));
     }
-    return low;
   }
 
   // What compiled code is given for such a piece.
   ExprFrame frame(C* s, i64 n0, int count) const {
-    return {base_, p_.tensors, s, nullptr, nullptr, nullptr, n0, count, width_, rows_, 1, 0, false};
+    return {base_, p_.tensors, s, nullptr, nullptr, nullptr, n0, count, width_, rows_, 1};
   }
 
   int width() const { return width_; }
@@ -195,7 +193,7 @@ class ExprRun {
 
   // ---- the tail of a score
 
-  bool end(const Leaving<C>& to, C scale) const {
+  void end(const Leaving<C>& to, C scale) const {
     using V = Vec<C>;
     const ExprTail& t = p_.tail;
     switch (t.end) {
@@ -219,7 +217,7 @@ class ExprRun {
         });
       default: {
         const Operand x = operand(t.x);
-        return leave<true>(to, [=](int j, int i, auto& out) {
+        leave(to, [=](int j, int i, auto& out) {
           const C* from = x.at<C>(j, 0);
           for (auto& y : out) y = load(from + (i & x.lane)) * scale, i += lanes;
         });
@@ -229,18 +227,18 @@ class ExprRun {
   // Rounded after it was scaled, as where that is done by itself.
   static Vec<C> scaled(const C* p, C scale) { return rounded(load(p) * scale, C{}); }
   template <class F>
-  bool end_of_two(const Leaving<C>& to, C scale, const F& f) const {
+  void end_of_two(const Leaving<C>& to, C scale, const F& f) const {
     const Operand x = operand(p_.tail.x), y = operand(p_.tail.before);
-    return leave<true>(to, [=](int j, int i, auto& out) {
+    leave(to, [=](int j, int i, auto& out) {
       const C *p = x.at<C>(j, i), *q = y.at<C>(j, 0);
       TW_UNROLL(4)
       for (auto& z : out) z = f(scaled(p, scale), load(q + (i & y.lane))), i += lanes, p += lanes;
     });
   }
   template <class F>
-  bool end_where(const Leaving<C>& to, C scale, const F& f) const {
+  void end_where(const Leaving<C>& to, C scale, const F& f) const {
     const Operand x = operand(p_.tail.x), y = operand(p_.tail.before), c = operand(p_.tail.after);
-    return leave<true>(to, [=](int j, int i, auto& out) {
+    leave(to, [=](int j, int i, auto& out) {
       const C *p = x.at<C>(j, i), *q = y.at<C>(j, 0);
       const Truth* r = c.at<Truth>(j, 0);
       TW_UNROLL(4)
@@ -249,13 +247,13 @@ class ExprRun {
     });
   }
   template <class F>
-  bool end_function(const Leaving<C>& to, C scale, const F& f) const {
+  void end_function(const Leaving<C>& to, C scale, const F& f) const {
     const ExprTail& t = p_.tail;
     const Operand x = operand(t.x);
     const C one = 1, before = t.before < 0 ? one : *operand(t.before).template at<C>(0, 0);
     const C after = t.after < 0 ? one : *operand(t.after).template at<C>(0, 0);
     const auto with = [&](const auto& inner) {
-      return leave<true>(to, [=](int j, int i, auto& out) {
+      leave(to, [=](int j, int i, auto& out) {
         const C* p = x.at<C>(j, i);
         for (auto& z : out) z = inner(scaled(p, scale), before), p += lanes;
         f(out);

@@ -392,21 +392,15 @@ template <int kV>
 struct Score {
   Real *scores, *gain, *peak;
   int from, rows;
-  Reals lowest, top[kV], least[kV];
-  using Bits = UInt<Real>;
-  Bits bound, span;
-  Vec<Bits> deepest[kV];
+  Reals top[kV];
 
   __attribute__((always_inline)) Score(const ExprFrame& f, int first)
       : scores(static_cast<Real*>(f.s)),
         gain(static_cast<Real*>(f.gain)),
         peak(static_cast<Real*>(f.peak)),
         from(first),
-        rows(f.rows),
-        lowest(reals(f.lowest)),
-        bound(__builtin_bit_cast(Bits, static_cast<Real>(f.lowest))),
-        span(__builtin_bit_cast(Bits, -static_cast<Real>(__builtin_inf())) - bound) {
-    for (int v = 0; v < kV; v++) top[v] = reals(-__builtin_inf()), least[v] = reals(0), deepest[v] = set<Bits>(span);
+        rows(f.rows) {
+    for (int v = 0; v < kV; v++) top[v] = reals(-__builtin_inf());
   }
   // Lanes without a query hold no score.
   __attribute__((always_inline)) Reals there(int v, Reals x) const {
@@ -418,23 +412,10 @@ struct Score {
     x = there(v, x);
     store(scores + at, x);
     top[v] = vmax(x, top[v]);
-    least[v] = x < least[v] ? x : least[v];
-  }
-  // Where -inf is a score like others. As unsigned integers numbers from the bound down to the lowest follow one
-  // another, and -inf comes next.
-  __attribute__((always_inline)) void put_hiding(int v, int at, Reals x) {
-    x = there(v, x);
-    store(scores + at, x);
-    top[v] = vmax(x, top[v]);
-    const Vec<Bits> depth = (Vec<Bits>)x - bound;
-    deepest[v] = depth < deepest[v] ? depth : deepest[v];
   }
   __attribute__((always_inline)) void put_gain(int v, int at, Reals x) const { store(gain + at, there(v, x)); }
-  __attribute__((always_inline)) void close(ExprFrame& f) const {
-    for (int v = 0; v < kV; v++) {
-      store(peak + from + v * kStep, top[v]);
-      f.low |= bits_of_mask<Truth>((Truths)(least[v] < lowest) | (Truths)(deepest[v] < span)) != 0;
-    }
+  __attribute__((always_inline)) void close() const {
+    for (int v = 0; v < kV; v++) store(peak + from + v * kStep, top[v]);
   }
 };
 

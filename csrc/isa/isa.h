@@ -6,6 +6,7 @@
 #include "passes/bias_backward.h"
 #include "variants/cover.h"
 #include "passes/forward.h"
+#include "passes/key_delta.h"
 #include "passes/load_backward.h"
 
 namespace tilewise::TILEWISE_ISA {
@@ -14,6 +15,7 @@ bool few_queries(const Forward& f);  // decode_*.cc
 // Each takes the sequences that the other leaves.
 static bool forward(const Forward& f) { return (f.for_backward || few_queries(f)) && run<ForwardKernel>(f); }
 static bool backward(const Backward& f) { return run<BackwardKernel>(f); }
+static bool key_delta(const Backward& f) { return run<KeyDeltaKernel>(f); }
 static bool bias_backward(const BiasBackward& f) { return run<BiasKernel>(f); }
 static bool load_backward(const LoadBackward& f) { return run<LoadKernel>(f); }
 

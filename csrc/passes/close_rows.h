@@ -14,22 +14,26 @@ constexpr double kLn2 = 0.693147180559945309417;
 template <class C>
 constexpr C kFar = static_cast<C>(-2000);
 
-// The factor from stored scores to base-2 units, and whether the score chain runs (it applies the scale itself).
+// The units in which a pass keeps scores: natural ones behind a score chain, which applies the scale itself; else those
+// of q.k, and the scale is part of both factors. Row maxima are kept in the same units. A probability is then
+// 2^((s - max) * to_base2): the difference of close scores is exact, so equal scores have equal probabilities, and the
+// factor's rounding is relative to that difference instead of to the score.
 template <class C>
 struct ScoreUnits {
   bool chain;
-  C to_base2;
+  C to_natural, to_base2;
   explicit ScoreUnits(const Problem& p)
-      : chain(p.score_length > 0 || !(p.scale > 0)), to_base2(static_cast<C>(chain ? kLog2e : p.scale * kLog2e)) {}
+      : chain(p.score_length > 0 || !(p.scale > 0)),
+        to_natural(chain ? 1 : static_cast<C>(p.scale)),
+        to_base2(static_cast<C>(chain ? kLog2e : p.scale * kLog2e)) {}
 };
 
 // What is known of some rows, one element each, in whole vectors; no more than kTileQueries.
 template <class C>
 struct RowNumbers {
-  C* row_max;  // base 2
+  C* row_max;  // in the units of the scores
   C* row_sum;
-  C* deepest;     // see ScoreChain::Extras
-  C* row_moment;  // for statistics only: the sum of exp2(score - row_max) * (score - row_max)
+  C* row_moment;  // for statistics only: the sum of 2^t * t, t the score less the maximum in base-2 units
   C* best;        // for statistics only: the largest score as it was left, NaN once one was
 };
 
@@ -46,24 +50,21 @@ class ClosedRows {
   u64 live = 0;                                  // rows that have something to divide by
 
   // `sinks`: of each row, in natural units, or null. Statistics are taken where row_moment is not null.
-  ClosedRows(const RowNumbers<C>& rows, int width, const C* sinks, double dropout) {
+  ClosedRows(const RowNumbers<C>& rows, int width, const C* sinks, double dropout, const ScoreUnits<C>& units) {
     const C keep_scale = static_cast<C>(1 / (1 - dropout));
     for (int i = 0; i < width; i += kLanes<C>) {
-      const Vec<C> before = load(rows.row_max + i);
+      const Vec<C> before = load(rows.row_max + i) * units.to_natural;
       Vec<C> sum = load(rows.row_sum + i), top = before, alpha = set(static_cast<C>(1)), sink{};
       live |= bits_of_mask<SInt<C>>((Vec<SInt<C>>)(sum != 0)) << i;
       if (sinks != nullptr) {
-        sink = load(sinks + i) * static_cast<C>(kLog2e);
+        sink = load(sinks + i);
         top = vmax(sink, before);
         const Vec<C> safe = top == -kInfinity ? Vec<C>{} : top;
-        alpha = exp2<5>(before - safe, C{});
-        sum = sum * alpha + exp2<5>(sink - safe, C{});
+        alpha = exp2<5>((before - safe) * log2e, C{});
+        sum = sum * alpha + exp2<5>((sink - safe) * log2e, C{});
       }
-      if (rows.row_moment != nullptr) statistics(rows, i, sinks == nullptr ? nullptr : &sink, sum, top);
-      // Scores at the bound of biases stood for lower ones.
-      const Vec<C> sum_log = top * static_cast<C>(kLn2) + log(sum, C{});
-      const Vec<C> value = sum != sum ? sum : top < kLowestBias<C> ? load(rows.deepest + i) : sum_log;
-      store(lse_ + i, sum == 0 ? set(-kInfinity) : value);
+      if (rows.row_moment != nullptr) statistics(rows, i, before, sinks == nullptr ? nullptr : &sink, sum, top);
+      store(lse_ + i, sum == 0 ? set(-kInfinity) : top + log(sum, C{}));
       store(factor + i, alpha * keep_scale / sum);
     }
   }
@@ -81,25 +82,25 @@ class ClosedRows {
   }
 
  private:
-  static constexpr C kInfinity = static_cast<C>(__builtin_inf());
+  static constexpr C kInfinity = static_cast<C>(__builtin_inf()), log2e = static_cast<C>(kLog2e);
 
   // With t the logits less the largest of them, in base-2 units: entropy = log(sum of 2^t) - ln(2) * mean of t, of
-  // which neither term is negative. `sum` and `now`: the row sum and maximum with the sink.
-  void statistics(const RowNumbers<C>& rows, int i, const Vec<C>* sink, Vec<C> sum, Vec<C> now) {
+  // which neither term is negative. `before`: the row maximum in natural units; `sum` and `now`: the row sum and
+  // maximum with the sink.
+  void statistics(const RowNumbers<C>& rows, int i, Vec<C> before, const Vec<C>* sink, Vec<C> sum, Vec<C> now) {
     const C ln2 = static_cast<C>(kLn2);
-    const Vec<C> before = load(rows.row_max + i);
     const Vec<C> safe = now == -kInfinity ? Vec<C>{} : now;
-    const Vec<C> moved = vmax(set(kFar<C>), before - safe);
-    Vec<C> moment = (load(rows.row_moment + i) + moved * load(rows.row_sum + i)) * exp2<5>(before - safe, C{});
-    if (sink != nullptr) moment += exp2<5>(*sink - safe, C{}) * vmax(set(kFar<C>), *sink - safe);
+    const Vec<C> change = (before - safe) * log2e, moved = vmax(set(kFar<C>), change);
+    Vec<C> moment = (load(rows.row_moment + i) + moved * load(rows.row_sum + i)) * exp2<5>(change, C{});
+    if (sink != nullptr) {
+      const Vec<C> share = (*sink - safe) * log2e;
+      moment += exp2<5>(share, C{}) * vmax(set(kFar<C>), share);
+    }
     const Vec<C> average = sum == 0 ? Vec<C>{} : moment / sum;
     store(mean_ + i, average);
     store(entropy_ + i, sum == 0 ? Vec<C>{} : log(sum, C{}) - average * ln2);
-    const Vec<C> deep = load(rows.deepest + i);
-    const Vec<C> lowest = deep == -kInfinity ? before * ln2 : deep;
-    const Vec<C> top = before < kLowestBias<C> ? lowest : before * ln2;
     const Vec<C> best = load(rows.best + i);
-    store(max_logit_ + i, best != best ? best : before == -kInfinity ? before : top);
+    store(max_logit_ + i, best != best ? best : before);
   }
 
   alignas(kVectorBytes) C lse_[kTileQueries], mean_[kTileQueries], entropy_[kTileQueries], max_logit_[kTileQueries];

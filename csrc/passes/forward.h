@@ -1,5 +1,5 @@
 // The forward pass: online softmax over blocks of keys, queries in the lanes (FlashAttention-2, Dao 2023,
-// algorithm 1, transposed). S^T = K Q^T, P^T = exp2(S^T - max), O^T += V^T P^T.
+// algorithm 1, transposed). S^T = K Q^T, P^T = exp(S^T - max), O^T += V^T P^T.
 //
 // Why it is arranged so:
 // - Queries lie in the lanes. Row maxima and row sums are then plain vector operations, without a sum across lanes, and
@@ -9,7 +9,7 @@
 // - A task has 8 tiles against the same block of keys: the block is packed (or at least read from memory) once for all.
 //   Where threads would idle a task has fewer tiles; no tile's bits depend on its neighbours.
 // - A block has 128 keys. The order of all sums follows from that number, so it is part of the rounding contract.
-// - Scores stay in units of log2(e), so that a probability is one exp2.
+// - The scale and log2(e) are one factor (ScoreUnits), which multiplies S - max: a probability is one exp2.
 #pragma once
 
 #include "passes/close_rows.h"
@@ -28,11 +28,10 @@ struct QueryTile {
   int rows, width;         // width: rows rounded up to whole vectors
   typename Mode::Word* q;  // [words(D)][width]
   Acc* out;                // [Dv][width], not yet divided by the row sum
-  Acc* row_max;            // base 2
+  Acc* row_max;            // in the units of the scores, see ScoreUnits
   Acc* row_sum;
-  Acc* deepest;  // see ScoreChain::Extras
   // For statistics only.
-  Acc* row_moment;  // the sum of exp2(score - row_max) * (score - row_max)
+  Acc* row_moment;  // see RowNumbers
   Acc* best;        // the largest score as the matrix product and the score chain left it
   // The first key that has it: piece * kSubKeys + place, either exact in any type.
   Acc *best_piece, *best_place;
@@ -76,7 +75,7 @@ class ForwardKernel {
   struct Memory {
     Word *q, *keys, *values;
     Elem *key_rows, *value_rows;
-    Acc *out, *scores, *row_max, *row_sum, *deepest, *alpha, *peak;
+    Acc *out, *scores, *row_max, *row_sum, *alpha, *peak;
     Acc *row_moment, *best, *best_piece, *best_place;
     u64 *bits, *kept;
     char* expr;
@@ -89,7 +88,6 @@ class ForwardKernel {
       scores = carve.take<Acc>(kRoomKeys * kTileQueries);
       row_max = carve.take<Acc>(queries);
       row_sum = carve.take<Acc>(queries);
-      deepest = carve.take<Acc>(queries);
       alpha = carve.take<Acc>(kTileQueries);
       peak = carve.take<Acc>(kTileQueries);
       bits = carve.take<u64>(kRoomKeys);
@@ -168,7 +166,6 @@ class ForwardKernel {
     tile.out = memory.out + at * f_.value_dim;
     tile.row_max = memory.row_max + at;
     tile.row_sum = memory.row_sum + at;
-    tile.deepest = memory.deepest + at;
     tile.row_moment = memory.row_moment + at;
     tile.best = memory.best + at;
     tile.best_piece = memory.best_piece + at;
@@ -176,7 +173,7 @@ class ForwardKernel {
     const Elem* q = Mode::at(f_.q.data, view_at(f_.q, seq.b, h, seq.query_begin + first));
     Mode::transposed(q, f_.q.row, f_.q.col, tile.rows, f_.head_dim, tile.width, tile.q);
     for (int i = 0; i < tile.width; i++) {
-      tile.row_max[i] = tile.deepest[i] = -static_cast<Acc>(__builtin_inf());
+      tile.row_max[i] = -static_cast<Acc>(__builtin_inf());
       tile.row_sum[i] = 0;
       if (f_.entropy.data) tile.row_moment[i] = 0, tile.best[i] = -static_cast<Acc>(__builtin_inf());
     }
@@ -247,8 +244,7 @@ class ForwardKernel {
     if (units_.chain) {
       Product::template run<AOrder::row_major, Into::overwrite>(keys, key_stride, tile.q, width, count, depth, width, s,
                                                                 width, nullptr, nullptr, ahead);
-      peaked = chain.apply(s, width, tile.first, tile.rows, masked.begin, count,
-                           {nullptr, 0, tile.deepest, nullptr, memory.peak});
+      peaked = chain.apply(s, width, tile.first, tile.rows, masked.begin, count, {nullptr, 0, nullptr, memory.peak});
     } else {
       Product::template run<AOrder::row_major, Into::overwrite, true>(keys, key_stride, tile.q, width, count, depth,
                                                                       width, s, width, nullptr, memory.peak, ahead);
@@ -357,17 +353,16 @@ class ForwardKernel {
     for (int v = 0; v < kV; v++) {
       const int i = column + v * lanes;
       const Vec<Acc> before = load(tile.row_max + i);
-      // Rounded here and below alike, the largest score minus the maximum is exactly 0, however large they are.
-      const Vec<Acc> now = vmax(load(memory.peak + i) * factor, before);
+      const Vec<Acc> now = vmax(load(memory.peak + i), before);
       // A row that has seen no key yet has no maximum to subtract.
       top[v] = now == -static_cast<Acc>(__builtin_inf()) ? Vec<Acc>{} : now;
-      const Vec<Acc> alpha = exp2<5>(before - top[v], Acc{});
+      const Vec<Acc> change = (before - top[v]) * factor, alpha = exp2<5>(change, Acc{});
       store(memory.alpha + i, alpha);
       store(tile.row_max + i, now);
       sum[v] = moment[v] = Vec<Acc>{};
       if constexpr (kMoment) {
         // What was relative to the maximum before becomes relative to the one now.
-        const Vec<Acc> moved = vmax(set(kFar<Acc>), before - top[v]);
+        const Vec<Acc> moved = vmax(set(kFar<Acc>), change);
         store(tile.row_moment + i, (load(tile.row_moment + i) + moved * load(tile.row_sum + i)) * alpha);
       }
     }
@@ -378,11 +373,11 @@ class ForwardKernel {
         for (int v = 0; v < kV; v++) {
           const int i = column + v * lanes;
           const Acc* p = s + static_cast<i64>(j) * width + i;
-          const Vec<Acc> x = rounded(load(p) * factor, Acc{}) - top[v];
+          const Vec<Acc> x = (load(p) - top[v]) * factor;
           Vec<Acc> first = exp2<degree>(x, Acc{}), second{};
           if constexpr (kMoment) moment[v] = fused(first, vmax(set(kFar<Acc>), x), moment[v]);
           if (j + 1 < count) {
-            const Vec<Acc> y = rounded(load(p + width) * factor, Acc{}) - top[v];
+            const Vec<Acc> y = (load(p + width) - top[v]) * factor;
             second = exp2<degree>(y, Acc{});
             if constexpr (kMoment) moment[v] = fused(second, vmax(set(kFar<Acc>), y), moment[v]);
           }
@@ -401,7 +396,7 @@ class ForwardKernel {
         for (int v = 0; v < kV; v++) {
           const int i = column + v * lanes;
           Acc* p = s + static_cast<i64>(j) * width + i;
-          const Vec<Acc> x = rounded(load(p) * factor, Acc{}) - top[v];
+          const Vec<Acc> x = (load(p) - top[v]) * factor;
           Vec<Acc> e = exp2<degree>(x, Acc{});
           sum[v] += e;
           if constexpr (kMoment) moment[v] = fused(e, vmax(set(kFar<Acc>), x), moment[v]);
@@ -424,9 +419,9 @@ class ForwardKernel {
     alignas(kVectorBytes) Acc sinks[kTileQueries];
     if (f_.sinks != nullptr)
       for (int i = 0; i < tile.width; i++) sinks[i] = static_cast<const Acc*>(f_.sinks)[h];
-    const RowNumbers<Acc> rows = {tile.row_max, tile.row_sum, tile.deepest, f_.entropy.data ? tile.row_moment : nullptr,
+    const RowNumbers<Acc> rows = {tile.row_max, tile.row_sum, f_.entropy.data ? tile.row_moment : nullptr,
                                   f_.entropy.data ? tile.best : nullptr};
-    const ClosedRows<Acc> closed(rows, tile.width, f_.sinks != nullptr ? sinks : nullptr, f_.dropout);
+    const ClosedRows<Acc> closed(rows, tile.width, f_.sinks != nullptr ? sinks : nullptr, f_.dropout, units_);
     const i64 row = seq.query_begin + tile.first;
     closed.write(f_, rows, 0, tile.rows, seq.b, h, row);
     if (f_.top_key.data) {

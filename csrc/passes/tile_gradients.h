@@ -95,8 +95,9 @@ class TileGradients {
       if (!live) continue;
       double sum = row_sum[i];
       if (f_.sinks != nullptr) {
-        const double sink = static_cast<const Acc*>(f_.sinks)[h] * kLog2e;
-        sum += __builtin_exp2(sink - static_cast<double>(row_max[i]));
+        const double sink = static_cast<const Acc*>(f_.sinks)[h];
+        sum +=
+            __builtin_exp2((sink - static_cast<double>(row_max[i]) * static_cast<double>(units_.to_natural)) * kLog2e);
       }
       tile.inverse_sum[i] = static_cast<Acc>(1 / sum);
     }
@@ -114,8 +115,9 @@ class TileGradients {
       if (i >= tile.rows || row_sum[i] == 0) continue;
       Acc above = 0;
       if (f_.sinks != nullptr) {
-        const Acc sink = static_cast<const Acc*>(f_.sinks)[h] * static_cast<Acc>(kLog2e);
-        if (sink > row_max[i]) above = row_max[i] - sink < kFar<Acc> ? -kFar<Acc> : sink - row_max[i];
+        const Acc sink = static_cast<const Acc*>(f_.sinks)[h];
+        const Acc excess = (sink - row_max[i] * units_.to_natural) * static_cast<Acc>(kLog2e);
+        if (excess > 0) above = excess > -kFar<Acc> ? -kFar<Acc> : excess;
       }
       tile.slope[i] = grad[i] * static_cast<Acc>(kLn2);
       tile.center[i] = -above - row_mean[i];
@@ -146,27 +148,14 @@ class TileGradients {
                const ScoreChain<Acc>& chain, const Memory& memory, int from = 0, Acc* raw = nullptr,
                Ahead* ahead = nullptr) const {
     const GradTile<Mode>& tile = memory.tile;
-    const int count = static_cast<int>(masked.end - masked.begin), width = tile.width;
-    Product::template run<AOrder::row_major, Into::overwrite>(keys.data, keys.stride, tile.q, width, count,
-                                                              Mode::words(f_.head_dim), width, memory.scores, width,
-                                                              nullptr, nullptr, ahead);
-    Product::template run<AOrder::row_major, Into::overwrite>(values.data, values.stride, tile.grad_out, width, count,
-                                                              Mode::words(f_.value_dim), width, memory.grads, width,
-                                                              nullptr, nullptr, ahead);
+    const int count = static_cast<int>(masked.end - masked.begin);
     Acc* gain = bends_ ? memory.gain : nullptr;
-    if (units_.chain)
-      chain.apply(memory.scores, width, tile.first, tile.rows, masked.begin, count, {gain, from, nullptr, raw});
-    const u64* kept = nullptr;
-    if (f_.dropout > 0) {
-      dropout_bits(f_.seed, dropout_threshold(f_.dropout), seq.b, h, tile.first,
-                   static_cast<int>(round_up(width, kLanes<u32>)), masked.begin, count, memory.kept);
-      kept = memory.kept;
-    }
+    const u64* kept = products(seq, h, masked, keys, values, chain, memory, {gain, from, raw}, ahead);
     const u64* bits = masked.plain ? nullptr : masked.bits;
     if (f_.grad_lse.data || f_.grad_entropy.data)
       return differentiate_statistics<kFloat>(count, memory, bits, kept, gain);
     const bool special = bits || kept || gain;
-    for_columns<Acc>(width, [&](auto vectors, int column) {
+    for_columns<Acc>(tile.width, [&](auto vectors, int column) {
       constexpr int kV = decltype(vectors)::value;
       if (tile.one_block) add_delta<kV>(column, count, memory, bits, kept);
       if (special)
@@ -176,7 +165,36 @@ class TileGradients {
     });
   }
 
+  // Adds what these keys give to delta, the sum over the keys of P * dP.
+  void add_to_delta(const Sequence& seq, i64 h, const MaskedTile& masked, Words<Word> keys, Words<Word> values,
+                    const ScoreChain<Acc>& chain, const Memory& memory) const {
+    const u64* kept = products(seq, h, masked, keys, values, chain, memory, {}, nullptr);
+    for_columns<Acc>(memory.tile.width, [&](auto vectors, int column) {
+      add_delta<decltype(vectors)::value>(column, static_cast<int>(masked.end - masked.begin), memory,
+                                          masked.plain ? nullptr : masked.bits, kept);
+    });
+  }
+
  private:
+  // The scores and dP of a tile, in memory.scores and memory.grads. Returns the pairs that dropout keeps, null for all.
+  const u64* products(const Sequence& seq, i64 h, const MaskedTile& masked, Words<Word> keys, Words<Word> values,
+                      const ScoreChain<Acc>& chain, const Memory& memory,
+                      const typename ScoreChain<Acc>::Extras& extras, Ahead* ahead) const {
+    const GradTile<Mode>& tile = memory.tile;
+    const int count = static_cast<int>(masked.end - masked.begin), width = tile.width;
+    Product::template run<AOrder::row_major, Into::overwrite>(keys.data, keys.stride, tile.q, width, count,
+                                                              Mode::words(f_.head_dim), width, memory.scores, width,
+                                                              nullptr, nullptr, ahead);
+    Product::template run<AOrder::row_major, Into::overwrite>(values.data, values.stride, tile.grad_out, width, count,
+                                                              Mode::words(f_.value_dim), width, memory.grads, width,
+                                                              nullptr, nullptr, ahead);
+    if (units_.chain) chain.apply(memory.scores, width, tile.first, tile.rows, masked.begin, count, extras);
+    if (f_.dropout <= 0) return nullptr;
+    dropout_bits(f_.seed, dropout_threshold(f_.dropout), seq.b, h, tile.first,
+                 static_cast<int>(round_up(width, kLanes<u32>)), masked.begin, count, memory.kept);
+    return memory.kept;
+  }
+
   // Whether the derivative of an expression by the score is 1 everywhere.
   static bool adds(const ExprProgram& slope) {
     const ExprValue& by_score = slope.values[slope.output[1]];
@@ -193,7 +211,7 @@ class TileGradients {
   template <bool kSpecial, bool kStatistics = false, bool kSums = false>
   TW_INLINE void pair(const Acc* s, const Acc* g, i64 at, const Lane& lane, u64 seen, const u64* kept, u64 keep,
                       const Acc* gain, Acc factor, Acc keep_scale, Vec<Acc>& p, Vec<Acc>& ds) {
-    const Vec<Acc> exponent = rounded(load(s + at) * factor, Acc{}) - lane.top;
+    const Vec<Acc> exponent = (load(s + at) - lane.top) * factor;
     p = exp2<Mode::exp2_degree>(exponent, Acc{}) * lane.inverse;
     Vec<Acc> dp = load(g + at);
     if constexpr (kSpecial) {
@@ -214,7 +232,7 @@ class TileGradients {
     }
   }
 
-  // delta = sum over keys of P * dP: where the tile has all keys this is closer than rowsum(dO * O), whose O is
+  // Adds these keys' sum of P * dP to delta. Where a tile has all keys this is closer than rowsum(dO * O), whose O is
   // rounded. What each addition loses is summed too (Knuth's two-sum): keys with the same value have dP = delta, and
   // nothing but rounding is left of their difference.
   template <int kV>
@@ -236,7 +254,7 @@ class TileGradients {
         const Vec<Acc> added = sum - before;
         lost += (before - (sum - added)) + (ds - added);
       }
-      store(tile.delta + i, sum + lost);
+      store(tile.delta + i, load(tile.delta + i) + (sum + lost));
     }
   }
 

@@ -45,7 +45,7 @@ inline void expect_same(const Numbers& got, const Numbers& other, const std::str
 }
 
 inline void compare_statistics(const Instance& x, const Naive& truth, const std::string& what) {
-  expect_near(x.max_logit, truth.max_logit, truth.row_room, "max_logit of " + what);
+  expect_near(x.max_logit, truth.max_logit, truth.logit_room, "max_logit of " + what);
   expect_near(x.entropy, truth.entropy, truth.entropy_room, "entropy of " + what);
   Numbers room = truth.entropy_room;
   for (double& one : room) one *= 2;  // in base-2 units

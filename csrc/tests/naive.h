@@ -24,7 +24,7 @@ struct Precision {
 class Naive {
  public:
   Numbers out, lse, row_max, delta, grad_q, grad_k, grad_v;
-  Numbers out_room, lse_room, row_room, delta_room, grad_q_room, grad_k_room, grad_v_room;
+  Numbers out_room, lse_room, logit_room, row_room, delta_room, grad_q_room, grad_k_room, grad_v_room;
   Numbers max_logit, entropy, row_mean, entropy_room;
   std::vector<std::vector<bool>> tops;  // per row: which keys may be on top; none in a dead row
   std::vector<Numbers> grad_bias, grad_bias_room;
@@ -39,7 +39,7 @@ class Naive {
         grad_(given.grad_out.values()) {
     const auto like = [](const Tensor& t) { return Numbers(t.values().size()); };
     for (Numbers* x : {&out, &out_room}) *x = like(g_.out);
-    for (Numbers* x : {&lse, &row_max, &delta, &lse_room, &row_room, &delta_room}) *x = like(g_.lse);
+    for (Numbers* x : {&lse, &row_max, &delta, &lse_room, &logit_room, &row_room, &delta_room}) *x = like(g_.lse);
     for (Numbers* x : {&max_logit, &entropy, &row_mean, &entropy_room}) *x = like(g_.lse);
     tops.resize(lse.size());
     for (Numbers* x : {&grad_q, &grad_q_room}) *x = like(g_.q);
@@ -151,15 +151,17 @@ class Naive {
     for (std::size_t n = 0; n < s.size(); n++)
       if (s[n] != -INFINITY) total += p[n] = std::exp(s[n] - shift);
     if (sink != -INFINITY) total += std::exp(sink - shift);
-    row_max[r_at] = top / std::log(2.0);
+    // In the units of the scores: those of q.k where the pass leaves the scale to the softmax.
+    const double units = steps == 0 && c_.factor() > 0 ? c_.factor() : 1;
+    row_max[r_at] = top / units;
     lse[r_at] = shift == -INFINITY ? shift : shift + std::log(total);
     const double loss = 2 * precision_.probability + 6 * unit * (size + std::fabs(sink == -INFINITY ? 0 : sink));
-    row_room[r_at] = 8 * unit * (size + 1) / std::log(2.0);
+    logit_room[r_at] = 8 * unit * (size + 1), row_room[r_at] = logit_room[r_at] / units;
     lse_room[r_at] = loss + 4 * unit * std::fabs(shift == -INFINITY ? 0 : lse[r_at]);
 
     max_logit[r_at] = top;
     if (top != -INFINITY)
-      for (double x : s) tops[r_at].push_back(x >= top - row_room[r_at]);
+      for (double x : s) tops[r_at].push_back(x >= top - logit_room[r_at]);
     double mean = 0, spread = 0;  // of the logits less the largest: how far they are from their mean
     for (double x : s) mean += x == -INFINITY ? 0 : std::exp(x - shift) / total * (x - shift);
     if (sink != -INFINITY) mean += std::exp(sink - shift) / total * (sink - shift);

@@ -52,12 +52,11 @@ class ScoreChain {
   }
 
   // What a pass wants besides the scores. `gain` receives d(final score) / d(score after step `from` - 1), from 0:
-  // d / d(scale * q.k). `deepest` collects, per query, the largest score that a bias below kLowestBias made.
-  // `raw` receives scale * q.k, `peak` the largest final score of each query where that is told (see apply).
+  // d / d(scale * q.k). `raw` receives scale * q.k, `peak` the largest final score of each query where that is told
+  // (see apply).
   struct Extras {
     C* gain = nullptr;
     int from = 0;
-    C* deepest = nullptr;
     C* raw = nullptr;
     C* peak = nullptr;
   };
@@ -67,8 +66,8 @@ class ScoreChain {
   TW_NOINLINE bool apply(C* s, int width, i64 m0, int rows, i64 n0, int count, const Extras& extras) const {
     constexpr int lanes = kLanes<C>;
     const bool done = length_ > 0 && at_once(code_[0], extras);
-    const bool peaked = done && first_step(s, width, m0, rows, n0, count, extras);
-    if (done && length_ == 1) return peaked;
+    if (done) first_step(s, width, m0, rows, n0, count, extras);
+    if (done && length_ == 1) return true;
     for (int j = 0; j < count; j += kSubKeys) {
       const int piece = static_cast<int>(min(kSubKeys, count - j));
       C* rows_s = s + static_cast<i64>(j) * width;
@@ -95,44 +94,39 @@ class ScoreChain {
     return x.op == ScoreOp::expr && extras.from == 0 && x.slope->compiled != nullptr;
   }
 
-  // The first step, with the scale before it. True if the peak was told.
-  bool first_step(C* s, int width, i64 m0, int rows, i64 n0, int count, const Extras& extras) const {
+  // The first step, with the scale before it; tells the peak.
+  void first_step(C* s, int width, i64 m0, int rows, i64 n0, int count, const Extras& extras) const {
     static_assert(kRoomKeys <= kExprKeys);
     alignas(kVectorBytes) C room[kTileQueries];
     const Leaving<C> to = {s, extras.peak ? extras.peak : room, width, rows, count};
     const ScoreInstr& x = code_[0];
-    if (x.op == ScoreOp::expr && (extras.gain ? x.slope : x.value)->compiled != nullptr)
-      return run_compiled(extras.gain ? *x.slope : *x.value, to, m0, n0, extras, scale_);
+    if (x.op == ScoreOp::expr && (extras.gain ? x.slope : x.value)->compiled != nullptr) {
+      run_compiled(extras.gain ? *x.slope : *x.value, to, m0, n0, extras, scale_);
+      return;
+    }
     for (int i = 0; i < width; i += kLanes<C>) store(to.peak + i, set(-static_cast<C>(__builtin_inf())));
     if (x.op == ScoreOp::expr) {
       ExprRun<C> run(*x.value, room_);
       run.tile(m0, rows);
-      return !run.block(s, n0, count, scale_, to.peak) || settle_all(to, extras);
+      run.block(s, n0, count, scale_, to.peak);
+      return;
     }
     const C scale = scale_;
     if (x.op == ScoreOp::alibi) {
-      leave<false>(to, [=, this, slope = slope_of(x)](int j, int i, auto& out) {
+      leave(to, [=, this, slope = slope_of(x)](int j, int i, auto& out) {
         const C* p = s + static_cast<i64>(j) * width + i;
         for (auto& z : out)
           z = with_alibi(rounded(load(p) * scale, C{}), slope, m0 + i, n0 + j), p += kLanes<C>, i += kLanes<C>;
       });
-      return true;
+      return;
     }
     const C cap = static_cast<C>(x.cap), inverse = static_cast<C>(1 / x.cap);
-    leave<false>(to, [=](int j, int i, auto& out) {
+    leave(to, [=](int j, int i, auto& out) {
       const C* p = s + static_cast<i64>(j) * width + i;
       for (auto& z : out) z = rounded(load(p) * scale, C{}) * inverse, p += kLanes<C>;
       tanh_of_all(out);
       for (auto& z : out) z = z * cap;
     });
-    return true;
-  }
-
-  // Scores below kLowestBias are put where they belong; false.
-  bool settle_all(const Leaving<C>& to, const Extras& extras) const {
-    const Operand done = {reinterpret_cast<char*>(to.s), to.width, -1};
-    settle(done, done, to.s, to.width, to.rows, to.count, nullptr, extras.deepest);
-    return false;
   }
 
   // The steps from `first` on, for a piece.
@@ -147,10 +141,10 @@ class ScoreChain {
           softcap(x, s, count * width, step >= extras.from ? gain : nullptr);
           break;
         case ScoreOp::bias:
-          bias(x, s, width, m0, rows, n0, count, extras.deepest);
+          bias(x, s, width, m0, rows, n0, count);
           break;
         case ScoreOp::expr:
-          expr(x, s, width, m0, rows, n0, count, {extras.from == 0 ? gain : nullptr, 0, extras.deepest});
+          expr(x, s, width, m0, rows, n0, count, {.gain = extras.from == 0 ? gain : nullptr});
           break;
       }
     }
@@ -181,7 +175,7 @@ class ScoreChain {
     }
   }
 
-  void bias(const ScoreInstr& x, C* s, int width, i64 m0, int rows, i64 n0, int count, C* deepest) const {
+  void bias(const ScoreInstr& x, C* s, int width, i64 m0, int rows, i64 n0, int count) const {
     alignas(kVectorBytes) C piece[kSubKeys * kTileQueries];
     const i64 at = b_ * x.tensor.batch + h_ * x.tensor.head + m0 * x.tensor.row + n0 * x.tensor.col;
     if constexpr (sizeof(C) == 8) {
@@ -193,21 +187,7 @@ class ScoreChain {
     } else {
       bias_piece(static_cast<const float*>(x.tensor.data) + at, x.tensor, rows, count, width, piece);
     }
-    constexpr int lanes = kLanes<C>;
-    // The most negative numbers are masks in disguise, yet a row of nothing else is still a row with keys.
-    const Vec<C> floor = set(kLowestBias<C>);
-    const Vec<C> none = set(-static_cast<C>(__builtin_inf()));
-    for (int i = 0; i < width; i += lanes) {
-      Vec<C> deep = deepest ? load(deepest + i) : none;
-      for (int j = 0; j < count; j++) {
-        C* p = s + j * width + i;
-        const Vec<C> value = load(piece + j * width + i), score = load(p);
-        deep = vmax(value < floor ? score + value : none, deep);
-        const Vec<C> finite = value == none ? none : vmax(floor, value);
-        store(p, score + finite);
-      }
-      if (deepest) store(deepest + i, deep);
-    }
+    for (int x = 0; x < count * width; x += kLanes<C>) store(s + x, load(s + x) + load(piece + x));
   }
 
   // A piece, scaled.
@@ -222,10 +202,10 @@ class ScoreChain {
     ExprRun<C> run(program, room_);
     run.tile(m0, rows);
     run.piece(s, n0, count);
-    settle(run.output(0), run.output(gain ? 1 : 0), s, width, rows, count, gain, extras.deepest);
+    leave_pieces(run.output(0), run.output(gain ? 1 : 0), s, width, rows, count, gain);
   }
-  // `scale`: what the scores are yet to be multiplied by. True if the peak was told.
-  bool run_compiled(const ExprProgram& program, const Leaving<C>& to, i64 m0, i64 n0, const Extras& extras,
+  // `scale`: what the scores are yet to be multiplied by.
+  void run_compiled(const ExprProgram& program, const Leaving<C>& to, i64 m0, i64 n0, const Extras& extras,
                     C scale) const {
     ExprRun<C> run(program, room_);
     run.tile(m0, to.rows);
@@ -233,28 +213,19 @@ class ScoreChain {
     frame.gain = extras.gain;
     frame.peak = to.peak;
     frame.scale = static_cast<double>(scale);
-    frame.lowest = static_cast<double>(kLowestBias<C>);
     program.compiled(&frame);
-    return !frame.low || settle_all(to, extras);
   }
 
-  // Scores and derivatives to their places.
-  static void settle(Operand value, Operand slope, C* s, int width, int rows, int count, C* gain, C* deepest) {
+  // Scores and derivatives to their places. Lanes without a query hold no score, of which an expression could make NaN.
+  static void leave_pieces(Operand value, Operand slope, C* s, int width, int rows, int count, C* gain) {
     constexpr int lanes = kLanes<C>;
-    // As with a bias: finite numbers stay finite in base-2 units.
-    const Vec<C> floor = set(kLowestBias<C>);
-    const Vec<C> none = set(-static_cast<C>(__builtin_inf()));
     for (int i = 0; i < width; i += lanes) {
-      Vec<C> deep = deepest ? load(deepest + i) : none;
-      // Lanes without a query hold no score, of which an expression could make NaN.
       const u64 there = i + lanes <= rows ? ~u64{0} : i < rows ? (u64{1} << (rows - i)) - 1 : 0;
       for (int j = 0; j < count; j++) {
         const Vec<C> score = keep_where<C>(there, load(value.at<C>(j, i)));
         if (gain) store(gain + j * width + i, keep_where<C>(there, load(slope.at<C>(j, i))));
-        deep = vmax(score < floor ? score : none, deep);
-        store(s + j * width + i, score == none ? none : vmax(floor, score));
+        store(s + j * width + i, score);
       }
-      if (deepest) store(deepest + i, deep);
     }
   }
 

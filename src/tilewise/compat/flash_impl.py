@@ -18,9 +18,9 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
-from tilewise.compat.from_lse import stats_of
 from tilewise.engine.call import Asked, build_operands, cached_plan, read_keywords
 from tilewise.errors import Unsupported
+from tilewise.kernels.from_lse import stats_of
 from tilewise.plan.plan import Plan
 from tilewise.problem import Needs, Operands, Result
 from tilewise.variants import masks, scores
@@ -113,7 +113,7 @@ def _backward(
     plan, operands = _planned(q, k, v, *asked)
     lse = lse.contiguous()
     needs = Needs(True, True, True, (False,) * len(operands.score_tensors))
-    grads = plan.backward(operands, Result(out, lse, stats_of(lse)), grad_out, None, needs, None)
+    grads = plan.backward(operands, Result(out, lse, stats_of(lse, plan.row_max_unit)), grad_out, None, needs, None)
     assert grads.q is not None
     assert grads.k is not None
     assert grads.v is not None

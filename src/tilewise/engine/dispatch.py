@@ -50,6 +50,7 @@ def plan_problem(problem: Problem, backend: str | None = None) -> Plan:
         encode(problem.score),
         loops=chosen.loops(problem),
         output=prepared.output,
+        row_max_unit=prepared.row_max_unit,
     )
 
 

@@ -26,6 +26,7 @@ from tilewise.engine.modes import (
     transforms_active,
 )
 from tilewise.engine.seeds import draw_seed
+from tilewise.kernels.from_lse import stats_of
 from tilewise.plan.plan import Plan
 from tilewise.problem import Needs, Operands, Problem, Result, Statistics, output_like
 from tilewise.reference.philox import seed_tensor
@@ -251,7 +252,7 @@ def _backward(
     grad_entropy: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    stats: Tensor,
+    stats: Tensor | None,
     needs: Sequence[bool],
     q: Tensor,
     k: Tensor,
@@ -283,6 +284,8 @@ def _backward(
     )
     plan, operands = _planned(q, k, v, asked, seed)
     wanted = Needs(needs[0], needs[1], needs[2], tuple(needs[4:]), needs[3], partial)
+    if stats is None:  # another library made lse
+        stats = stats_of(lse, plan.row_max_unit)
     result = Result(out, lse, stats)
     grads = plan.backward(operands, result, grad_out, grad_lse, wanted, grad_entropy)
     found = [
@@ -305,7 +308,7 @@ def _backward_fake(
     grad_entropy: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    stats: Tensor,
+    stats: Tensor | None,
     needs: Sequence[bool],
     q: Tensor,
     k: Tensor,

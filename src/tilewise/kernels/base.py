@@ -4,6 +4,7 @@ A backend sees Problems and Operands in kernel form and gives Results and Grads.
 of autograd, of the user's arguments, or of the other backends.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -28,11 +29,13 @@ class Prepared(NamedTuple):
         backward: ``(operands, result, grad_out, grad_lse, needs, grad_entropy=None) -> Grads``.
         output: ``(q, k, v) -> out``, the quickest way to the output of a call that has no tensor
             and no seed beside these and wants nothing else; None where ``forward`` is.
+        row_max_unit: of ``Result.stats[0]``, in natural units.
     """
 
     forward: Callable[..., Result]
     backward: Callable[..., Grads]
     output: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    row_max_unit: float = math.log(2)
 
 
 def raw_reasons(problem: Problem) -> list[str]:

@@ -33,6 +33,7 @@ class Plan(NamedTuple):
         shown: the same and the layouts, as ``engine.call.shown`` does.
         bare: a call by this plan needs no keyword beside it.
         loops: which loops the backend runs, for the account of bytes.
+        row_max_unit: see ``kernels.base.Prepared``.
     """
 
     problem: Problem
@@ -48,6 +49,7 @@ class Plan(NamedTuple):
     bare: bool = False
     loops: Loops | None = None
     output: Callable[..., Any] | None = None
+    row_max_unit: float = 1.0
 
     @property
     def account(self) -> Account:

@@ -28,7 +28,6 @@ from tilewise.compat.flash_attn.calls import (
     paged,
 )
 from tilewise.compat.flash_attn.forward_only import forward_only
-from tilewise.compat.from_lse import stats_of
 from tilewise.engine.call import build_problem, read_keywords
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.variants.lower import Extent, lower_score, statistics_dtype
@@ -356,7 +355,7 @@ def _write_gradients(
         None,
         given.out,
         lse,
-        stats_of(lse),
+        None,  # of the stats that the kernels keep
         [*(buffer is not None for buffer in buffers), False, *(False for _ in slopes)],
         q,
         k,

@@ -122,7 +122,8 @@ class CpuBackend(Backend):
         """Return both passes with the programs already handed to the core."""
         kernel = _Kernel(problem)
         bare = kernel.plain and not problem.dropout_p
-        return Prepared(kernel.forward, kernel.backward, kernel.output if bare else None)
+        output = kernel.output if bare else None
+        return Prepared(kernel.forward, kernel.backward, output, kernel.row_max_unit)
 
 
 def _exprs(program: Program) -> list[Expr]:
@@ -300,6 +301,18 @@ def _longest(cu_seqlens: Tensor) -> int:
     return int(cu_seqlens.diff().max()) if cu_seqlens.shape[0] > 1 else 0
 
 
+def _is_wider(operands: Operands, needs: Needs) -> bool:
+    """Whether the gradient of a score tensor shows what rounding to 16 bits did to out.
+
+    Then its delta is summed over the keys instead (csrc/passes/key_delta.h).
+    """
+    size = operands.q.dtype.itemsize
+    return size == 2 and any(
+        wanted and tensor.dtype.itemsize > size
+        for wanted, tensor in zip(needs.score_tensors, operands.score_tensors, strict=False)
+    )
+
+
 class _Kernel:
     """A problem in the core's hands."""
 
@@ -324,6 +337,8 @@ class _Kernel:
         # Nothing but q, k, v and out has an address to hand over.
         slots = any(instr.slots for instr in (*problem.mask, *problem.score))
         alone = problem.layout == "dense" and not problem.page_size
+        # As csrc/passes/close_rows.h has it: without a score chain the core does not scale scores.
+        self.row_max_unit = 1.0 if problem.score or problem.scale <= 0 else problem.scale
         self._square = problem.head_dim == problem.value_dim
         self.plain = alone and not (slots or problem.sinks)
         self._loaded = _loaded(problem)
@@ -427,6 +442,11 @@ class _Kernel:
             call.sequences,
         )
         core().backward(*arguments)
+        sharper = torch.empty_like(delta)
+        if _is_wider(operands, needs) and not needs.partial:
+            arrays = (*arrays[:3], sharper.data_ptr(), *arrays[4:])
+            arguments = (*arguments[:4], arrays, *arguments[5:])
+            core().key_delta(*arguments)
         return Grads(
             grad_q if needs.q else None,
             grad_k if needs.k else None,
@@ -512,7 +532,7 @@ class _Kernel:
         if grad_entropy is not None:
             # As in the kernels: base-2 units, less the largest logit, less their mean. A NaN is
             # that of -inf - -inf, in a row without keys.
-            exponent = (sinks * _LOG2E)[:, None] - stats[0]
+            exponent = (sinks[:, None] - stats[0] * self.row_max_unit) * _LOG2E
             exponent = exponent.nan_to_num(nan=0.0).clamp(-2000.0, 0.0)
             delta = delta + grad_entropy * (exponent - stats[2]) * _LN2
         # A row without keys or sink has no share to give; exp(-inf - -inf) would be NaN.

@@ -191,17 +191,13 @@ class _Writer:
         if use == "mask":
             yield f"      f.bits[j] |= bits_of_mask<Truth>(v{outputs[0]}) << (from + v * kStep);"
         elif use == "score":
-            yield f"      score.{self._put()}(v, at, v{outputs[0]});"
+            yield f"      score.put(v, at, v{outputs[0]});"
             if len(outputs) > 1:
                 yield f"      score.put_gain(v, at, v{outputs[1]});"
         yield "    }"
         yield "  }"
         if use == "score":
-            yield "  score.close(f);"
-
-    def _put(self) -> str:
-        """Return the call that stores a score; a constant -inf is intended, not a score too low."""
-        return "put_hiding" if any(x.real == -math.inf for x in self.values) else "put"
+            yield "  score.close();"
 
     def _tile(self, extent: int) -> Iterator[str]:
         """Write the values of the whole tile that values of an extent need, and their sources."""

@@ -1,0 +1,83 @@
+// delta of every row as the sum over its keys of P * dP, which are computed again for it.
+//
+// The usual delta, rowsum(dO * O), takes O as it was stored. In a 16-bit type that leaves it eight bits or eleven, and
+// every dS of the row has the same error. The gradients of q and k do not show it: they are rounded to that type
+// themselves. A table in float32 does, above all where it adds up dS over keys, which cancel. So this pass serves the
+// gradients of such tables, at the cost of two products of five.
+#pragma once
+
+#include "passes/tile_gradients.h"
+
+namespace tilewise::TILEWISE_ISA {
+
+template <class Mode>
+class KeyDeltaKernel {
+  using Acc = typename Mode::Acc;
+  using Word = typename Mode::Word;
+  using Tiles = TileGradients<Mode>;
+
+ public:
+  explicit KeyDeltaKernel(const Backward& f) : f_(f), tiles_(f) {}
+
+  bool run() {
+    const QueryTasks tasks(f_, kTileQueries);
+    if (tasks.count() < 0) return false;
+    std::size_t bytes;
+    Memory(f_, nullptr, &bytes);
+    return for_tasks(f_.threads, tasks.count(), bytes, [&](i64 task, void* base) {
+      i64 b, h, tile;
+      tasks.locate(task, b, h, tile);
+      query_tile(b, h, tile * kTileQueries, Memory(f_, base));
+    });
+  }
+
+ private:
+  struct Memory {
+    typename Tiles::Memory tile;
+    Word *keys, *values;
+    Memory(const Backward& f, void* base, std::size_t* bytes = nullptr) : Memory(f, Carver(base), bytes) {}
+
+   private:
+    Memory(const Backward& f, Carver carve, std::size_t* bytes) : tile(f, carve) {
+      keys = carve.take<Word>(kRoomKeys * static_cast<i64>(f.head_dim));
+      values = carve.take<Word>(kRoomKeys * static_cast<i64>(f.value_dim));
+      if (bytes) *bytes = carve.used();
+    }
+  };
+
+  void query_tile(i64 b, i64 h, i64 m0, Memory memory) const {
+    const Sequence seq = sequence(f_, b);
+    if (KeyBlocks(seq.keys).count == 1) return;  // see GradTile::one_block
+    const int rows = static_cast<int>(min(kTileQueries, seq.queries - m0));
+    const i64 kv_head = h / (f_.heads / f_.kv_heads);
+    const Mask mask(f_, b, h, seq.queries, seq.keys, memory.tile.expr);
+    const ScoreChain<Acc> chain(f_, b, h, seq.queries, seq.keys, memory.tile.expr);
+    const KeyBlocks blocks(mask.key_limit());
+    Acc* delta = memory.tile.tile.delta;
+    bool opened = false;
+    for (i64 x = 0; x < blocks.count; x++) {
+      MaskedTile masked;
+      masked.bits = memory.tile.bits;
+      if (!masked.resolve(mask, m0, rows, blocks.begin(x), blocks.end(x))) continue;
+      if (!opened) {
+        tiles_.open(seq, h, m0, memory.tile);
+        for (int i = 0; i < kTileQueries; i++) delta[i] = 0;
+      }
+      opened = true;
+      const int count = static_cast<int>(masked.end - masked.begin);
+      const i64 row = seq.key_begin + masked.begin;
+      const Words<Word> keys = Mode::along_depth(Mode::at(f_.k.data, view_at(f_.k, b, kv_head, row)), f_.k.row,
+                                                 f_.k.col, count, f_.head_dim, memory.keys);
+      const Words<Word> values =
+          tiles_.value_words(Mode::at(f_.v.data, view_at(f_.v, b, kv_head, row)), f_.v, count, memory.values);
+      tiles_.add_to_delta(seq, h, masked, keys, values, chain, memory.tile);
+    }
+    Acc* to = rows_at<Acc>(f_.delta, b, h, seq.query_begin + m0);
+    for (int i = 0; i < rows; i++) to[i] = opened ? delta[i] : 0;
+  }
+
+  const Backward& f_;
+  Tiles tiles_;
+};
+
+}  // namespace tilewise::TILEWISE_ISA

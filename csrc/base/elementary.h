@@ -144,7 +144,8 @@ TW_INLINE Vec<float> tanh(Vec<float> x, Vec<float>& slope, float) {
   }
   return t;
 }
-// tanh(x) = -m / (m + 2) with m = exp(-2|x|) - 1: relative accuracy near zero, no overflow far out.
+// With e = exp(-2|x|) and m = e - 1: -m / (m + 2) near zero, where it is accurate relative to its size; further out
+// 1 - 2 e / (e + 1), where only the last step rounds a number near 1.
 TW_INLINE Vec<double> tanh(Vec<double> x, Vec<double>& slope, double) {
   using F = FloatFormat<double>;
   const Vec<i64> sign = (Vec<i64>)x & INT64_MIN;
@@ -157,7 +158,7 @@ TW_INLINE Vec<double> tanh(Vec<double> x, Vec<double>& slope, double) {
   const Vec<double> m = part + (power - 1.0), e = part + power;
   const Vec<double> whole = m + 2.0;
   slope = 4.0 * e / (whole * whole);
-  const Vec<double> t = -m / whole;
+  const Vec<double> t = magnitude < 0.8 ? -m / whole : 1.0 - (e + e) / whole;
   return x != x ? x : (Vec<double>)((Vec<i64>)t ^ sign);
 }
 

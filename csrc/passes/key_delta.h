@@ -53,7 +53,7 @@ class KeyDeltaKernel {
     const Mask mask(f_, b, h, seq.queries, seq.keys, memory.tile.expr);
     const ScoreChain<Acc> chain(f_, b, h, seq.queries, seq.keys, memory.tile.expr);
     const KeyBlocks blocks(mask.key_limit());
-    Acc* delta = memory.tile.tile.delta;
+    const GradTile<Mode>& state = memory.tile.tile;
     bool opened = false;
     for (i64 x = 0; x < blocks.count; x++) {
       MaskedTile masked;
@@ -61,19 +61,24 @@ class KeyDeltaKernel {
       if (!masked.resolve(mask, m0, rows, blocks.begin(x), blocks.end(x))) continue;
       if (!opened) {
         tiles_.open(seq, h, m0, memory.tile);
-        for (int i = 0; i < kTileQueries; i++) delta[i] = 0;
+        for (int i = 0; i < kTileQueries; i++) state.delta[i] = state.weight[i] = 0;
       }
       opened = true;
       const int count = static_cast<int>(masked.end - masked.begin);
-      const i64 row = seq.key_begin + masked.begin;
-      const Words<Word> keys = Mode::along_depth(Mode::at(f_.k.data, view_at(f_.k, b, kv_head, row)), f_.k.row,
+      const i64 first = seq.key_begin + masked.begin;
+      const Words<Word> keys = Mode::along_depth(Mode::at(f_.k.data, view_at(f_.k, b, kv_head, first)), f_.k.row,
                                                  f_.k.col, count, f_.head_dim, memory.keys);
       const Words<Word> values =
-          tiles_.value_words(Mode::at(f_.v.data, view_at(f_.v, b, kv_head, row)), f_.v, count, memory.values);
+          tiles_.value_words(Mode::at(f_.v.data, view_at(f_.v, b, kv_head, first)), f_.v, count, memory.values);
       tiles_.add_to_delta(seq, h, masked, keys, values, chain, memory.tile);
     }
-    Acc* to = rows_at<Acc>(f_.delta, b, h, seq.query_begin + m0);
-    for (int i = 0; i < rows; i++) to[i] = opened ? delta[i] : 0;
+    const i64 row = seq.query_begin + m0;
+    const Acc* row_sum = rows_at<Acc>(f_.row_sum, b, h, row);
+    Acc* to = rows_at<Acc>(f_.delta, b, h, row);
+    // The forward pass rescaled its sum as the maximum grew, so with the coarse exponential of the paired mode these
+    // keys' weight differs a little from what it came to. It is made up for: dS of all keys adds up to nothing.
+    for (int i = 0; i < rows; i++)
+      to[i] = opened ? state.delta[i] / (1 + (state.weight[i] - row_sum[i] * state.inverse_sum[i])) : 0;
   }
 
   const Backward& f_;

@@ -15,6 +15,7 @@ struct GradTile {
   Word *q, *grad_out;  // transposed: [words(D)][width], [words(Dv)][width]
   Words<Word> q_rows, grad_rows;
   Acc *row_max, *inverse_sum, *delta;
+  Acc* weight;          // of key_delta.h alone
   Acc *slope, *center;  // of the entropy's gradient, see open_entropy
   Acc* grad_lse;
   bool one_block;  // all keys of the sequence are in one block: delta is summed from the tile itself
@@ -51,6 +52,7 @@ class TileGradients {
       tile.row_max = carve.take<Acc>(kTileQueries);
       tile.inverse_sum = carve.take<Acc>(kTileQueries);
       tile.delta = carve.take<Acc>(kTileQueries);
+      tile.weight = carve.take<Acc>(kTileQueries);
       tile.slope = carve.take<Acc>(kTileQueries);
       tile.center = carve.take<Acc>(kTileQueries);
       tile.grad_lse = carve.take<Acc>(kTileQueries);
@@ -165,13 +167,13 @@ class TileGradients {
     });
   }
 
-  // Adds what these keys give to delta, the sum over the keys of P * dP.
+  // Adds what these keys give to delta, the sum over the keys of P * dP, and to the weight, that of P.
   void add_to_delta(const Sequence& seq, i64 h, const MaskedTile& masked, Words<Word> keys, Words<Word> values,
                     const ScoreChain<Acc>& chain, const Memory& memory) const {
     const u64* kept = products(seq, h, masked, keys, values, chain, memory, {}, nullptr);
     for_columns<Acc>(memory.tile.width, [&](auto vectors, int column) {
-      add_delta<decltype(vectors)::value>(column, static_cast<int>(masked.end - masked.begin), memory,
-                                          masked.plain ? nullptr : masked.bits, kept);
+      add_delta<decltype(vectors)::value, true>(column, static_cast<int>(masked.end - masked.begin), memory,
+                                                masked.plain ? nullptr : masked.bits, kept);
     });
   }
 
@@ -207,7 +209,7 @@ class TileGradients {
 
   // With kStatistics lse and entropy have gradients too. What they add comes after dP - delta: where one key has all
   // the weight that difference is zero, and all of the gradient is theirs.
-  // With kSums delta is being summed, and not known yet.
+  // With kSums delta is being summed, and not known yet; p keeps the pairs that dropout drops.
   template <bool kSpecial, bool kStatistics = false, bool kSums = false>
   TW_INLINE void pair(const Acc* s, const Acc* g, i64 at, const Lane& lane, u64 seen, const u64* kept, u64 keep,
                       const Acc* gain, Acc factor, Acc keep_scale, Vec<Acc>& p, Vec<Acc>& ds) {
@@ -228,14 +230,14 @@ class TileGradients {
     if constexpr (kSpecial) {
       if (gain) ds *= load(gain + at);
       ds = keep_where<Acc>(seen, ds);
-      if (kept) p = keep_where<Acc>(keep, p);
+      if (kept && !kSums) p = keep_where<Acc>(keep, p);
     }
   }
 
   // Adds these keys' sum of P * dP to delta. Where a tile has all keys this is closer than rowsum(dO * O), whose O is
   // rounded. What each addition loses is summed too (Knuth's two-sum): keys with the same value have dP = delta, and
   // nothing but rounding is left of their difference.
-  template <int kV>
+  template <int kV, bool kWeights = false>
   void add_delta(int column, int count, const Memory& memory, const u64* bits, const u64* kept) const {
     const GradTile<Mode>& tile = memory.tile;
     const Acc factor = units_.to_base2, keep_scale = static_cast<Acc>(1 / (1 - f_.dropout));
@@ -243,18 +245,20 @@ class TileGradients {
     for (int v = 0; v < kV; v++) {
       const int i = column + v * lanes;
       const Lane lane{load(tile.row_max + i), load(tile.inverse_sum + i), Vec<Acc>{}};
-      Vec<Acc> sum{}, lost{};
+      Vec<Acc> sum{}, lost{}, weight{};
       for (int j = 0; j < count; j++) {
         Vec<Acc> p, ds;
         pair<true, false, true>(memory.scores, memory.grads, static_cast<i64>(j) * tile.width + i, lane,
                                 bits ? bits[j] >> i : ~u64{0}, kept, kept ? kept[j] >> i : 0, nullptr, factor,
                                 keep_scale, p, ds);
+        if constexpr (kWeights) weight += p;
         const Vec<Acc> before = sum;
         sum += ds;
         const Vec<Acc> added = sum - before;
         lost += (before - (sum - added)) + (ds - added);
       }
       store(tile.delta + i, load(tile.delta + i) + (sum + lost));
+      if constexpr (kWeights) store(tile.weight + i, load(tile.weight + i) + weight);
     }
   }
 

@@ -23,6 +23,8 @@ def _placed(name: str, sizes: tuple[int, ...], layout: Layout) -> list[str]:
     if layout == PLAIN or 0 in sizes:
         return []
     strides = strides_of(sizes, layout)
+    if layout.expanded:  # several elements in one place: nothing can be copied there
+        return []
     return [f"{name} = torch.empty_strided({sizes}, {strides}, dtype={name}.dtype).copy_({name})"]
 
 

@@ -1,4 +1,4 @@
-"""Gradients that cancel: dP - delta is exactly 0 where one key, or one value, has all of a row."""
+"""Gradients that cancel: exactly 0 where one key, or one value, has all of a row; and in tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise import masks
+from tilewise import masks, scores
 
 pytestmark = pytest.mark.usefixtures("isa")
 HALF = torch.float16
@@ -63,3 +63,36 @@ def test_equal_values_give_scores_no_gradient(dtype: torch.dtype) -> None:
     out = tilewise.attention(q, k, v, backend="cpu")
     (of_q,) = torch.autograd.grad(out, [q], grad)
     assert bool((of_q == 0).all())
+
+
+@pytest.mark.parametrize("keys", LENGTHS)
+@pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
+@pytest.mark.parametrize("gain", [1.0, 6.0])
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16], ids=str)
+def test_wide_tables_do_not_see_the_rounded_output(
+    dtype: torch.dtype, gain: float, sink: bool, keys: int
+) -> None:
+    """A float32 table of a 16-bit call: a factor, a summand whose gradient is 0, and a bias.
+
+    delta from the stored output would leave the summand an error of some 2**-8 a row.
+    """
+    q, k, v, grad = (x.detach() for x in _operands(dtype, 70, keys))
+    q = (q * gain).to(dtype)
+    factor, summand = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    bias = torch.zeros(1, 2, 1, keys, requires_grad=True)
+    tables = (factor, summand, bias)
+    sinks = torch.full((2,), 0.5) if sink else None
+    chain = [lambda s, b, h, m, n: s * factor[h] + summand[h], scores.bias(bias)]
+    out = tilewise.attention(q, k, v, score=chain, sinks=sinks, scale=0.2, backend="cpu")
+    got = torch.autograd.grad(out, tables, grad)
+
+    logits = 0.2 * (q.double() @ k.double().mT)
+    wide = [table.detach().double().requires_grad_() for table in tables]
+    scored = logits * wide[0][:, None, None] + wide[1][:, None, None] + wide[2]
+    extra = torch.full((1, 2, 70, 1 if sink else 0), 0.5, dtype=torch.float64)
+    p = torch.cat([scored, extra], -1).softmax(-1)[..., :keys]
+    true = torch.autograd.grad(p @ v.double(), wide, grad.double())
+    for one, other, name in zip(got, true, ("factor", "summand", "bias"), strict=True):
+        # What adds up: 70 rows of |dP|, which is some 14 here, times the score for the factor.
+        size = 70 * 14 * (logits.abs().max().item() if name == "factor" else 1.0)
+        assert (one - other).abs().max().item() < 2e-5 * size, name

@@ -366,46 +366,56 @@ class ForwardKernel {
         store(tile.row_moment + i, (load(tile.row_moment + i) + moved * load(tile.row_sum + i)) * alpha);
       }
     }
-    if constexpr (Mode::paired) {
+    // A row sum has pieces of kSubKeys keys. Keys with equal scores add the same number again and again; in one long
+    // chain each such addition is rounded the same way, and the errors add up.
+    for (int first = 0; first < count; first += kSubKeys) {
+      const int last = min(first + kSubKeys, count);
+      Vec<Acc> piece[kV];
+      TW_UNROLL(4)
+      for (int v = 0; v < kV; v++) piece[v] = Vec<Acc>{};
+      if constexpr (Mode::paired) {
 #if defined(__AVX512BF16__)
-      for (int j = 0; j < count; j += 2) {
-        TW_UNROLL(4)
-        for (int v = 0; v < kV; v++) {
-          const int i = column + v * lanes;
-          const Acc* p = s + static_cast<i64>(j) * width + i;
-          const Vec<Acc> x = (load(p) - top[v]) * factor;
-          Vec<Acc> first = exp2<degree>(x, Acc{}), second{};
-          if constexpr (kMoment) moment[v] = fused(first, vmax(set(kFar<Acc>), x), moment[v]);
-          if (j + 1 < count) {
-            const Vec<Acc> y = (load(p + width) - top[v]) * factor;
-            second = exp2<degree>(y, Acc{});
-            if constexpr (kMoment) moment[v] = fused(second, vmax(set(kFar<Acc>), y), moment[v]);
+        for (int j = first; j < last; j += 2) {
+          TW_UNROLL(4)
+          for (int v = 0; v < kV; v++) {
+            const int i = column + v * lanes;
+            const Acc* p = s + static_cast<i64>(j) * width + i;
+            const Vec<Acc> x = (load(p) - top[v]) * factor;
+            Vec<Acc> first_e = exp2<degree>(x, Acc{}), second_e{};
+            if constexpr (kMoment) moment[v] = fused(first_e, vmax(set(kFar<Acc>), x), moment[v]);
+            if (j + 1 < count) {
+              const Vec<Acc> y = (load(p + width) - top[v]) * factor;
+              second_e = exp2<degree>(y, Acc{});
+              if constexpr (kMoment) moment[v] = fused(second_e, vmax(set(kFar<Acc>), y), moment[v]);
+            }
+            piece[v] += first_e + second_e;
+            if constexpr (kDropout) {
+              first_e = keep_where<Acc>(kept[j] >> i, first_e);
+              second_e = keep_where<Acc>(kept[j + 1] >> i, second_e);
+            }
+            store(reinterpret_cast<Word*>(s) + static_cast<i64>(j / 2) * width + i, pair_rows(first_e, second_e));
           }
-          sum[v] += first + second;
-          if constexpr (kDropout) {
-            first = keep_where<Acc>(kept[j] >> i, first);
-            second = keep_where<Acc>(kept[j + 1] >> i, second);
-          }
-          store(reinterpret_cast<Word*>(s) + static_cast<i64>(j / 2) * width + i, pair_rows(first, second));
         }
-      }
 #endif
-    } else {
-      for (int j = 0; j < count; j++) {
-        TW_UNROLL(4)
-        for (int v = 0; v < kV; v++) {
-          const int i = column + v * lanes;
-          Acc* p = s + static_cast<i64>(j) * width + i;
-          const Vec<Acc> x = (load(p) - top[v]) * factor;
-          Vec<Acc> e = exp2<degree>(x, Acc{});
-          sum[v] += e;
-          if constexpr (kMoment) moment[v] = fused(e, vmax(set(kFar<Acc>), x), moment[v]);
-          if constexpr (kDropout) e = keep_where<Acc>(kept[j] >> i, e);
-          store(p, e);
+      } else {
+        for (int j = first; j < last; j++) {
+          TW_UNROLL(4)
+          for (int v = 0; v < kV; v++) {
+            const int i = column + v * lanes;
+            Acc* p = s + static_cast<i64>(j) * width + i;
+            const Vec<Acc> x = (load(p) - top[v]) * factor;
+            Vec<Acc> e = exp2<degree>(x, Acc{});
+            piece[v] += e;
+            if constexpr (kMoment) moment[v] = fused(e, vmax(set(kFar<Acc>), x), moment[v]);
+            if constexpr (kDropout) e = keep_where<Acc>(kept[j] >> i, e);
+            store(p, e);
+          }
         }
       }
+      TW_UNROLL(4)
+      for (int v = 0; v < kV; v++) sum[v] += piece[v];
     }
-    // The block's own sum is added last: no chain of additions is longer than a block, or than the blocks.
+    // The block's own sum is added last.
     TW_UNROLL(4)
     for (int v = 0; v < kV; v++) {
       const int i = column + v * lanes;

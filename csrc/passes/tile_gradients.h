@@ -245,20 +245,23 @@ class TileGradients {
     for (int v = 0; v < kV; v++) {
       const int i = column + v * lanes;
       const Lane lane{load(tile.row_max + i), load(tile.inverse_sum + i), Vec<Acc>{}};
-      Vec<Acc> sum{}, lost{}, weight{};
+      Vec<Acc> sum{}, lost{}, weight{}, piece{};
       for (int j = 0; j < count; j++) {
         Vec<Acc> p, ds;
         pair<true, false, true>(memory.scores, memory.grads, static_cast<i64>(j) * tile.width + i, lane,
                                 bits ? bits[j] >> i : ~u64{0}, kept, kept ? kept[j] >> i : 0, nullptr, factor,
                                 keep_scale, p, ds);
-        if constexpr (kWeights) weight += p;
+        if constexpr (kWeights) {  // in pieces, as the forward pass has it
+          if (j % kSubKeys == 0) weight += piece, piece = Vec<Acc>{};
+          piece += p;
+        }
         const Vec<Acc> before = sum;
         sum += ds;
         const Vec<Acc> added = sum - before;
         lost += (before - (sum - added)) + (ds - added);
       }
       store(tile.delta + i, load(tile.delta + i) + (sum + lost));
-      if constexpr (kWeights) store(tile.weight + i, load(tile.weight + i) + weight);
+      if constexpr (kWeights) store(tile.weight + i, load(tile.weight + i) + (weight + piece));
     }
   }
 

@@ -408,7 +408,6 @@ _ENTRY = (
     "  using namespace tilewise::TILEWISE_ISA;",
     "  Keys keys;",
     "  fill(*f, keys);",
-    "  f->low = false;",
     "  for (int j = 0; f->bits != nullptr && j < f->count; j++) f->bits[j] = 0;",
 )
 

@@ -48,7 +48,7 @@ class Trees:
             step, offset = random.choice((1, 1, 2)), random.choice((0, 1, 7))
             layout = Layout(tuple(order), pads, step, offset, expanded)
         grad = kind == "float" and learn and self.may_learn and random.random() < 0.5
-        # Of a table without dimensions torch itself takes the number, and rounds what it makes of it.
+        # The number of a table without dimensions is torch's own, which rounds what it makes of it.
         wide = random.random() < 0.3 or not sizes
         self.tables.append(Table(kind, sizes, low, high, wide, grad, how, layout))
         return f"t{len(self.tables) - 1}"

@@ -113,7 +113,9 @@ def _backward(
     plan, operands = _planned(q, k, v, *asked)
     lse = lse.contiguous()
     needs = Needs(True, True, True, (False,) * len(operands.score_tensors))
-    grads = plan.backward(operands, Result(out, lse, stats_of(lse, plan.row_max_unit)), grad_out, None, needs, None)
+    grads = plan.backward(
+        operands, Result(out, lse, stats_of(lse, plan.row_max_unit)), grad_out, None, needs, None
+    )
     assert grads.q is not None
     assert grads.k is not None
     assert grads.v is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -82,7 +84,7 @@ def test_wide_tables_do_not_see_the_rounded_output(
     bias = torch.zeros(1, 2, 1, keys, requires_grad=True)
     tables = (factor, summand, bias)
     sinks = torch.full((2,), 0.5) if sink else None
-    chain = [lambda s, b, h, m, n: s * factor[h] + summand[h], scores.bias(bias)]
+    chain: Any = [lambda s, b, h, m, n: s * factor[h] + summand[h], scores.bias(bias)]
     out = tilewise.attention(q, k, v, score=chain, sinks=sinks, scale=0.2, backend="cpu")
     got = torch.autograd.grad(out, tables, grad)
 

@@ -10,6 +10,9 @@ namespace tilewise::TILEWISE_ISA {
 
 constexpr double kLog2e = 1.44269504088896340736;
 constexpr double kLn2 = 0.693147180559945309417;
+// A smaller scale is not left to the exponential: its factor could round to 0, and 0 times the -inf of a hidden pair is
+// NaN.
+constexpr double kLeastScale = 1e-30;
 // 2^x is 0 from here down in every type. Stands for lower ones, -inf too, where x is multiplied by such a 0.
 template <class C>
 constexpr C kFar = static_cast<C>(-2000);
@@ -23,7 +26,7 @@ struct ScoreUnits {
   bool chain;
   C to_natural, to_base2;
   explicit ScoreUnits(const Problem& p)
-      : chain(p.score_length > 0 || !(p.scale > 0)),
+      : chain(p.score_length > 0 || !(p.scale > kLeastScale)),
         to_natural(chain ? 1 : static_cast<C>(p.scale)),
         to_base2(static_cast<C>(chain ? kLog2e : p.scale * kLog2e)) {}
 };

@@ -152,7 +152,7 @@ class Naive {
       if (s[n] != -INFINITY) total += p[n] = std::exp(s[n] - shift);
     if (sink != -INFINITY) total += std::exp(sink - shift);
     // In the units of the scores: those of q.k where the pass leaves the scale to the softmax.
-    const double units = steps == 0 && c_.factor() > 0 ? c_.factor() : 1;
+    const double units = steps == 0 && c_.factor() > 1e-30 ? c_.factor() : 1;
     row_max[r_at] = top / units;
     lse[r_at] = shift == -INFINITY ? shift : shift + std::log(total);
     const double loss = 2 * precision_.probability + 6 * unit * (size + std::fabs(sink == -INFINITY ? 0 : sink));

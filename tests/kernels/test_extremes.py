@@ -97,6 +97,18 @@ def test_scores_within_ten_thousand(target: Target, case: Case, dtype: torch.dty
     check(actual, reference, str(case))
 
 
+@pytest.mark.parametrize("scale", [1e-20, 1e-38, 1e-46, 1e-300, 0.0])
+def test_tiny_scales_average_what_is_visible(target: Target, scale: float) -> None:
+    """Below the smallest float32 too: hidden pairs stay hidden, and nothing is NaN."""
+    q, k, v = (torch.randn(1, 2, 20, 16, requires_grad=True) for _ in range(3))
+    mask = tilewise.masks.causal()
+    out = tilewise.attention(q, k, v, mask=mask, scale=scale, backend=target.backend)
+    mean = v.cumsum(2) / torch.arange(1, 21)[:, None]
+    torch.testing.assert_close(out, mean, atol=1e-6, rtol=1e-5)
+    grads = torch.autograd.grad(out.sum(), [q, k, v])
+    assert all(bool(grad.isfinite().all()) for grad in grads)
+
+
 def test_huge_equal_scores_average(target: Target) -> None:
     """A row of one and the same huge score is the mean of the values."""
     q, k = torch.full((1, 1, 3, 16), 100.0), torch.full((1, 1, 77, 16), 100.0)

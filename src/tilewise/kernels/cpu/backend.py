@@ -21,6 +21,7 @@ __all__ = ["CpuBackend"]
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _CODES = {**_DTYPES, torch.int64: 4, torch.bool: 5}
 _LOG2E, _LN2 = math.log2(math.e), math.log(2.0)
+_LEAST_SCALE = 1e-30  # kLeastScale of the core
 # Sizes of the core's loops, to whose headers a test holds them. Of the backward's chunks of keys:
 # csrc/base/schedule.h and passes/key_sums.h; of the forward pass of few queries: decode/tasks.h.
 _BLOCK_KEYS, _CHUNK_BLOCKS, _MOST_CHUNKS = 128, 8, 8
@@ -338,7 +339,8 @@ class _Kernel:
         slots = any(instr.slots for instr in (*problem.mask, *problem.score))
         alone = problem.layout == "dense" and not problem.page_size
         # As csrc/passes/close_rows.h has it: without a score chain the core does not scale scores.
-        self.row_max_unit = 1.0 if problem.score or problem.scale <= 0 else problem.scale
+        plain = not problem.score and problem.scale > _LEAST_SCALE
+        self.row_max_unit = problem.scale if plain else 1.0
         self._square = problem.head_dim == problem.value_dim
         self.plain = alone and not (slots or problem.sinks)
         self._loaded = _loaded(problem)

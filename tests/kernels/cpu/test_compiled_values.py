@@ -225,24 +225,12 @@ def test_sums(target: Target, here: Path, name: str, dtype: torch.dtype) -> None
 @pytest.mark.slow
 @only_cpu
 def test_sizes(target: Target, here: Path) -> None:
-    """One row, no row, no key, no element in a tensor, tails of pieces, and dropout."""
+    """One row, no row, no key, tails of pieces, and dropout."""
     with warnings.catch_warnings(), compiled.compiling():
         warnings.simplefilter("error")
         for queries, keys in ((1, 1), (0, 5), (3, 0), (64, 16), (65, 129), (33, 15)):
             check(VARIANTS[0], Sizes(queries=queries, keys=keys), torch.float32)
         check(VARIANTS[0], Sizes(dropout_p=0.3), torch.float32)
-        empty = torch.empty(0, 3)
-        q = torch.ones(1, 1, 5, 2)
-        found = tilewise.attention(
-            q,
-            q,
-            q,
-            score=as_score(lambda s, b, h, m, n: s + empty[m, n]),
-            backend="cpu",
-            return_lse=True,
-        )
-        assert found.lse is not None
-        assert bool(found.lse.isfinite().all())
 
 
 @needs_compiler

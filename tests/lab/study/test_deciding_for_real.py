@@ -20,7 +20,8 @@ pytestmark = pytest.mark.slow
 RECIPE = '''
 from pathlib import Path
 
-from tilelab.study import overrides, recipes
+from tilelab.study import recipes
+from tilelab.study.ask import overrides
 from tilelab.study.ask.config import *
 from tilelab.study.recipes.arms import factorial
 

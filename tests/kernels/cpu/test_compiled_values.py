@@ -15,7 +15,6 @@ from tests.cases import FLOATS
 from tests.kernels.cpu.dense import (
     Sizes,
     Variant,
-    as_score,
     check,
     check_bits,
     inputs,

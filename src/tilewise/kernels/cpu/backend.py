@@ -302,14 +302,15 @@ def _longest(cu_seqlens: Tensor) -> int:
     return int(cu_seqlens.diff().max()) if cu_seqlens.shape[0] > 1 else 0
 
 
-def _is_wider(operands: Operands, needs: Needs) -> bool:
-    """Whether the gradient of a score tensor shows what rounding to 16 bits did to out.
+def _wants_key_delta(operands: Operands, needs: Needs) -> bool:
+    """Whether the gradient of a score tensor shows what rounding did to the stored output.
 
-    Then its delta is summed over the keys instead (csrc/passes/key_delta.h).
+    It does where the tensor is float32 and the call 16 bits, and where all pairs read one number,
+    whose gradient cancels most. Then delta is summed over the keys (csrc/passes/key_delta.h).
     """
     size = operands.q.dtype.itemsize
-    return size == 2 and any(
-        wanted and tensor.dtype.itemsize > size
+    return any(
+        wanted and (tensor.dtype.itemsize > size == 2 or tensor.numel() == 1)
         for wanted, tensor in zip(needs.score_tensors, operands.score_tensors, strict=False)
     )
 
@@ -445,7 +446,7 @@ class _Kernel:
         )
         core().backward(*arguments)
         sharper = torch.empty_like(delta)
-        if _is_wider(operands, needs) and not needs.partial:
+        if _wants_key_delta(operands, needs) and not needs.partial:
             arrays = (*arrays[:3], sharper.data_ptr(), *arrays[4:])
             arguments = (*arguments[:4], arrays, *arguments[5:])
             core().key_delta(*arguments)

@@ -551,7 +551,11 @@ void output(const Kernel& kernel, int threads, nb::handle q, nb::handle k, nb::h
 // Tensors in the order q, k, v, out, grad_out, grad_q, grad_k, grad_v. Behind the six addresses of row_arrays stands
 // whether the rows see keys beyond these.
 template <class Arguments>
-void fill_backward(Arguments& f, const Kernel& kernel, nb::tuple tensors, nb::tuple row_arrays) {
+void fill_backward(Arguments& f, const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple tensors,
+                   nb::tuple row_arrays, std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors,
+                   nb::tuple sequences, CompiledExprs& exprs) {
+  static_cast<Problem&>(f) = kernel.problem();
+  kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences, exprs, true);
   struct Place {
     View* view;
     const char* name;
@@ -587,10 +591,8 @@ void fill_backward(Arguments& f, const Kernel& kernel, nb::tuple tensors, nb::tu
 void backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple tensors, nb::tuple row_arrays,
               std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences) {
   Backward f;
-  static_cast<Problem&>(f) = kernel.problem();
   CompiledExprs exprs;
-  kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences, exprs, true);
-  fill_backward(f, kernel, tensors, row_arrays);
+  fill_backward(f, kernel, threads, seed, tensors, row_arrays, sinks, mask_tensors, score_tensors, sequences, exprs);
   const Kernels& kernels = active();
   nb::gil_scoped_release release;
   check(kernels.backward(f));
@@ -600,10 +602,8 @@ void backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple t
 void key_delta(const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple tensors, nb::tuple row_arrays,
                std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences) {
   Backward f;
-  static_cast<Problem&>(f) = kernel.problem();
   CompiledExprs exprs;
-  kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences, exprs, true);
-  fill_backward(f, kernel, tensors, row_arrays);
+  fill_backward(f, kernel, threads, seed, tensors, row_arrays, sinks, mask_tensors, score_tensors, sequences, exprs);
   if (f.partial) bad("the sum over a part of the keys is no delta");
   const Kernels& kernels = active();
   nb::gil_scoped_release release;
@@ -614,10 +614,8 @@ void bias_backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tu
                    std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences,
                    int index, std::uintptr_t grad, nb::tuple grad_strides, bool wide) {
   BiasBackward f;
-  static_cast<Problem&>(f) = kernel.problem();
   CompiledExprs exprs;
-  kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences, exprs, true);
-  fill_backward(f, kernel, tensors, row_arrays);
+  fill_backward(f, kernel, threads, seed, tensors, row_arrays, sinks, mask_tensors, score_tensors, sequences, exprs);
   if (index < 0 || index >= f.score_length || f.score[index].op != ScoreOp::bias)
     bad("step " + std::to_string(index) + " of the score is no bias");
   f.index = index;
@@ -633,10 +631,8 @@ void load_backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tu
                    std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences,
                    nb::tuple grads) {
   LoadBackward f;
-  static_cast<Problem&>(f) = kernel.problem();
   CompiledExprs exprs;
-  kernel.fill(f, threads, seed, sinks, mask_tensors, score_tensors, sequences, exprs, true);
-  fill_backward(f, kernel, tensors, row_arrays);
+  fill_backward(f, kernel, threads, seed, tensors, row_arrays, sinks, mask_tensors, score_tensors, sequences, exprs);
   if (!kernel.fill_loads(f, score_tensors, grads, exprs)) return;
   const Kernels& kernels = active();
   nb::gil_scoped_release release;

@@ -270,7 +270,7 @@ class DecodeKernel {
     alignas(kVectorBytes) Acc peak[kTileQueries];
     for (int j = 0; j < count; j++)
       for (int i = 0; i < width; i++) memory.chain[j * width + i] = i < m ? scores[i * kRoomKeys + j] : 0;
-    steps.apply(memory.chain, width, 0, m, n0, count, {nullptr, 0, nullptr, peak});
+    steps.apply(memory.chain, width, 0, m, n0, count, {.peak = peak});
     for (int j = 0; j < count; j++)
       for (int i = 0; i < m; i++) scores[i * kRoomKeys + j] = memory.chain[j * width + i];
   }

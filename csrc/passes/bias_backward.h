@@ -54,7 +54,7 @@ class BiasKernel {
   // follow; -1 for all. Blocks of a sequence need not end where pieces do: what sticks out is left to its owner.
   void query_tile(i64 b, i64 h, i64 tile, i64 piece, Memory& memory) const {
     const Sequence seq = sequence(f_, b);
-    const i64 m0 = tile * kTileQueries, kv_head = h / (f_.heads / f_.kv_heads);
+    const i64 m0 = tile * kTileQueries;
     if (m0 >= seq.queries) return;
     const int rows = static_cast<int>(min(kTileQueries, seq.queries - m0));
     const Mask mask(f_, b, h, seq.queries, seq.keys, memory.tile.expr);
@@ -62,23 +62,10 @@ class BiasKernel {
     const KeyBlocks blocks(mask.key_limit());
     const bool last_piece = piece < 0 || piece + 1 == KeyBlocks(f_.keys).count;
     const Range own{max(piece, 0) * kBlockKeys, last_piece ? blocks.limit : (piece + 1) * kBlockKeys};
-    bool opened = false;
-    for (i64 x = 0; x < blocks.count; x++) {
-      if (blocks.end(x) <= own.begin || blocks.begin(x) >= own.end) continue;
-      MaskedTile masked;
-      masked.bits = memory.tile.bits;
-      if (!masked.resolve(mask, m0, rows, blocks.begin(x), blocks.end(x))) continue;
-      if (!opened) tiles_.open(seq, h, m0, memory.tile);
-      opened = true;
-      const int count = static_cast<int>(masked.end - masked.begin);
-      const i64 row = seq.key_begin + masked.begin;
-      const Words<Word> keys = Mode::along_depth(Mode::at(f_.k.data, view_at(f_.k, b, kv_head, row)), f_.k.row,
-                                                 f_.k.col, count, f_.head_dim, memory.keys);
-      const Words<Word> values =
-          tiles_.value_words(Mode::at(f_.v.data, view_at(f_.v, b, kv_head, row)), f_.v, count, memory.values);
+    const auto visit = [&](const MaskedTile& masked, Words<Word> keys, Words<Word> values) {
       tiles_.template compute<true>(seq, h, masked, keys, values, chain, memory.tile, f_.index + 1);
       const Range part{max(own.begin, masked.begin), min(own.end, masked.end)};
-      if (part.begin >= part.end) continue;
+      if (part.begin >= part.end) return;
       const Acc* ds = memory.tile.grads + (part.begin - masked.begin) * memory.tile.tile.width;
       const i64 at = b * to_.batch + h * to_.head + m0 * to_.row + part.begin * to_.col;
       const int columns = static_cast<int>(part.end - part.begin);
@@ -86,7 +73,8 @@ class BiasKernel {
         add(static_cast<double*>(const_cast<void*>(to_.data)) + at, ds, rows, columns, memory);
       else
         add(static_cast<Acc*>(const_cast<void*>(to_.data)) + at, ds, rows, columns, memory);
-    }
+    };
+    tiles_.each_block(seq, h, m0, mask, memory, own, visit);
   }
 
   // to[i][j] += ds[j][i], or the sums over what the bias is broadcast over.

@@ -244,7 +244,7 @@ class ForwardKernel {
     if (units_.chain) {
       Product::template run<AOrder::row_major, Into::overwrite>(keys, key_stride, tile.q, width, count, depth, width, s,
                                                                 width, nullptr, nullptr, ahead);
-      peaked = chain.apply(s, width, tile.first, tile.rows, masked.begin, count, {nullptr, 0, nullptr, memory.peak});
+      peaked = chain.apply(s, width, tile.first, tile.rows, masked.begin, count, {.peak = memory.peak});
     } else {
       Product::template run<AOrder::row_major, Into::overwrite, true>(keys, key_stride, tile.q, width, count, depth,
                                                                       width, s, width, nullptr, memory.peak, ahead);

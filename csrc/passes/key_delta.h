@@ -2,8 +2,9 @@
 //
 // The usual delta, rowsum(dO * O), takes O as it was stored. In a 16-bit type that leaves it eight bits or eleven, and
 // every dS of the row has the same error. The gradients of q and k do not show it: they are rounded to that type
-// themselves. A table in float32 does, above all where it adds up dS over keys, which cancel. So this pass serves the
-// gradients of such tables, at the cost of two products of five.
+// themselves. A table in float32 does, above all where it adds up dS over keys, which cancel; and a table of one
+// number, where all of them cancel, does in any type. This pass serves the gradients of such tables, at the cost of two
+// products of five.
 #pragma once
 
 #include "passes/tile_gradients.h"
@@ -49,36 +50,23 @@ class KeyDeltaKernel {
     const Sequence seq = sequence(f_, b);
     if (KeyBlocks(seq.keys).count == 1) return;  // see GradTile::one_block
     const int rows = static_cast<int>(min(kTileQueries, seq.queries - m0));
-    const i64 kv_head = h / (f_.heads / f_.kv_heads);
     const Mask mask(f_, b, h, seq.queries, seq.keys, memory.tile.expr);
     const ScoreChain<Acc> chain(f_, b, h, seq.queries, seq.keys, memory.tile.expr);
-    const KeyBlocks blocks(mask.key_limit());
     const GradTile<Mode>& state = memory.tile.tile;
-    bool opened = false;
-    for (i64 x = 0; x < blocks.count; x++) {
-      MaskedTile masked;
-      masked.bits = memory.tile.bits;
-      if (!masked.resolve(mask, m0, rows, blocks.begin(x), blocks.end(x))) continue;
-      if (!opened) {
-        tiles_.open(seq, h, m0, memory.tile);
-        for (int i = 0; i < kTileQueries; i++) state.delta[i] = state.weight[i] = 0;
-      }
-      opened = true;
-      const int count = static_cast<int>(masked.end - masked.begin);
-      const i64 first = seq.key_begin + masked.begin;
-      const Words<Word> keys = Mode::along_depth(Mode::at(f_.k.data, view_at(f_.k, b, kv_head, first)), f_.k.row,
-                                                 f_.k.col, count, f_.head_dim, memory.keys);
-      const Words<Word> values =
-          tiles_.value_words(Mode::at(f_.v.data, view_at(f_.v, b, kv_head, first)), f_.v, count, memory.values);
-      tiles_.add_to_delta(seq, h, masked, keys, values, chain, memory.tile);
-    }
     const i64 row = seq.query_begin + m0;
-    const Acc* row_sum = rows_at<Acc>(f_.row_sum, b, h, row);
     Acc* to = rows_at<Acc>(f_.delta, b, h, row);
+    for (int i = 0; i < rows; i++) to[i] = 0;  // where the tile's delta begins, once it is open
+    for (int i = 0; i < kTileQueries; i++) state.weight[i] = 0;
+    const Range all{0, seq.keys};
+    const auto visit = [&](const MaskedTile& masked, Words<Word> keys, Words<Word> values) {
+      tiles_.add_to_delta(seq, h, masked, keys, values, chain, memory.tile);
+    };
+    const bool opened = tiles_.each_block(seq, h, m0, mask, memory, all, visit);
+    if (!opened) return;
+    const Acc* row_sum = rows_at<Acc>(f_.row_sum, b, h, row);
     // The forward pass rescaled its sum as the maximum grew, so with the coarse exponential of the paired mode these
     // keys' weight differs a little from what it came to. It is made up for: dS of all keys adds up to nothing.
-    for (int i = 0; i < rows; i++)
-      to[i] = opened ? state.delta[i] / (1 + (state.weight[i] - row_sum[i] * state.inverse_sum[i])) : 0;
+    for (int i = 0; i < rows; i++) to[i] = state.delta[i] / (1 + (state.weight[i] - row_sum[i] * state.inverse_sum[i]));
   }
 
   const Backward& f_;

@@ -126,34 +126,24 @@ class LoadKernel {
 
   void query_tile(i64 b, i64 h, i64 tile, Memory& memory) const {
     const Sequence seq = sequence(f_, b);
-    const i64 m0 = tile * kTileQueries, kv_head = h / (f_.heads / f_.kv_heads);
+    const i64 m0 = tile * kTileQueries;
     if (m0 >= seq.queries) return;
     const int rows = static_cast<int>(min(kTileQueries, seq.queries - m0));
     const Mask mask(f_, b, h, seq.queries, seq.keys, memory.tile.expr);
     const ScoreChain<Acc> chain(f_, b, h, seq.queries, seq.keys, memory.tile.expr);
     Run run(program_, memory.tile.expr);
     run.open(b, h, seq.queries, seq.keys);
-    const KeyBlocks blocks(mask.key_limit());
-    bool opened = false;
-    for (i64 x = 0; x < blocks.count; x++) {
-      MaskedTile masked;
-      masked.bits = memory.tile.bits;
-      if (!masked.resolve(mask, m0, rows, blocks.begin(x), blocks.end(x))) continue;
-      if (!opened) {
-        tiles_.open(seq, h, m0, memory.tile);
-        run.tile(m0, rows);
-      }
-      opened = true;
-      const int count = static_cast<int>(masked.end - masked.begin);
-      const i64 row = seq.key_begin + masked.begin;
-      const Words<Word> keys = Mode::along_depth(Mode::at(f_.k.data, view_at(f_.k, b, kv_head, row)), f_.k.row,
-                                                 f_.k.col, count, f_.head_dim, memory.keys);
-      const Words<Word> values =
-          tiles_.value_words(Mode::at(f_.v.data, view_at(f_.v, b, kv_head, row)), f_.v, count, memory.values);
+    const Range all{0, seq.keys};
+    bool begun = false;
+    const auto visit = [&](const MaskedTile& masked, Words<Word> keys, Words<Word> values) {
+      if (!begun) run.tile(m0, rows);
+      begun = true;
       tiles_.template compute<true>(seq, h, masked, keys, values, chain, memory.tile, 1, memory.raw);
+      const int count = static_cast<int>(masked.end - masked.begin);
       for (int j = 0; j < count; j += kSubKeys)
         piece(run, masked, j, static_cast<int>(min(kSubKeys, count - j)), memory);
-    }
+    };
+    tiles_.each_block(seq, h, m0, mask, memory, all, visit);
   }
 
   // Keys masked.begin + j .. + count - 1.

@@ -167,6 +167,33 @@ class TileGradients {
     });
   }
 
+  // Calls f(masked, keys, values) for each block of keys of which the tile of queries from m0 on sees some, the tile
+  // open. `rooms`: has memory for the words of keys and values. Blocks outside of `own` are left out. Returns whether
+  // there was one.
+  template <class Rooms, class F>
+  bool each_block(const Sequence& seq, i64 h, i64 m0, const Mask& mask, Rooms& rooms, Range own, const F& f) const {
+    const int rows = static_cast<int>(min(kTileQueries, seq.queries - m0));
+    const i64 kv_head = h / (f_.heads / f_.kv_heads);
+    const KeyBlocks blocks(mask.key_limit());
+    bool opened = false;
+    for (i64 x = 0; x < blocks.count; x++) {
+      if (blocks.end(x) <= own.begin || blocks.begin(x) >= own.end) continue;
+      MaskedTile masked;
+      masked.bits = rooms.tile.bits;
+      if (!masked.resolve(mask, m0, rows, blocks.begin(x), blocks.end(x))) continue;
+      if (!opened) open(seq, h, m0, rooms.tile);
+      opened = true;
+      const int count = static_cast<int>(masked.end - masked.begin);
+      const i64 row = seq.key_begin + masked.begin;
+      const Words<Word> keys = Mode::along_depth(Mode::at(f_.k.data, view_at(f_.k, seq.b, kv_head, row)), f_.k.row,
+                                                 f_.k.col, count, f_.head_dim, rooms.keys);
+      const Words<Word> values =
+          value_words(Mode::at(f_.v.data, view_at(f_.v, seq.b, kv_head, row)), f_.v, count, rooms.values);
+      f(masked, keys, values);
+    }
+    return opened;
+  }
+
   // Adds what these keys give to delta, the sum over the keys of P * dP, and to the weight, that of P.
   void add_to_delta(const Sequence& seq, i64 h, const MaskedTile& masked, Words<Word> keys, Words<Word> values,
                     const ScoreChain<Acc>& chain, const Memory& memory) const {

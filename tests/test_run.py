@@ -6,7 +6,9 @@ programs that it may see. The quick ones stop before anything is installed; the 
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import cmake
+import nanobind
 import ninja
 import pytest
 
@@ -160,6 +163,31 @@ def test_pip_without_a_compiler_says_what_to_do(
     assert "no C++20 compiler was found" in done.stderr
     assert "./run setup" in done.stderr
     assert "wheel.cmake=false" in done.stderr
+
+
+def test_the_build_finds_its_folders_where_a_path_has_a_space(
+    checkout: Path,
+) -> None:
+    """Each folder of quoted includes reaches the compiler whole. (The slow tests build there.)"""
+    place = checkout / "build/plan"
+    settings = {
+        "CMAKE_MAKE_PROGRAM": Path(ninja.BIN_DIR, "ninja"),
+        "CMAKE_EXPORT_COMPILE_COMMANDS": "ON",
+        "Python_EXECUTABLE": sys.executable,
+        "nanobind_DIR": nanobind.cmake_dir(),
+    }
+    options = [f"-D{name}={value}" for name, value in settings.items()]
+    program = Path(cmake.CMAKE_BIN_DIR, "cmake")
+    subprocess.run(
+        [program, "-G", "Ninja", *options, "-S", checkout, "-B", place],
+        capture_output=True,
+        check=True,
+    )
+    folders = set()
+    for each in json.loads((place / "compile_commands.json").read_text()):
+        words = shlex.split(each["command"])
+        folders |= {words[i + 1] for i, word in enumerate(words) if word == "-iquote"}
+    assert folders == {str(checkout / "csrc"), str(place / "code")}
 
 
 @pytest.mark.slow

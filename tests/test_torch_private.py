@@ -12,12 +12,13 @@ from torch import Tensor, func
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
+from tilelab.common import torch_private as of_lab
 from tilewise import torch_private as private
 
 # torch's own, when forward mode first runs.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
-PACKAGE = Path(private.__file__).parent
+PACKAGE, LAB = Path(private.__file__).parent, Path(of_lab.__file__).parent.parent
 
 
 def private_names(source: str) -> Iterator[str]:
@@ -51,11 +52,12 @@ def _hidden(path: str) -> Iterator[str]:
 
 def test_no_other_module_has_private_names() -> None:
     found = {
-        str(path.relative_to(PACKAGE)): names
-        for path in PACKAGE.rglob("*.py")
+        str(path.relative_to(package)): names
+        for package in (PACKAGE, LAB)
+        for path in package.rglob("*.py")
         if (names := sorted(set(private_names(path.read_text()))))
     }
-    assert set(found) == {"torch_private.py"}, found
+    assert set(found) == {"torch_private.py", "common/torch_private.py"}, found
 
 
 @pytest.mark.parametrize(
@@ -188,19 +190,19 @@ def test_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[int] = []
     assert callable(torch.cuda._sleep)
     monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
-    private.keep_busy(5)
+    of_lab.keep_busy(5)
     assert slept == [5]
     from torch._functorch import config
 
     before = config.donated_buffer
     try:
-        private.keep_buffers()
+        of_lab.keep_buffers()
         assert config.donated_buffer is False
     finally:
         config.donated_buffer = before
     p = torch.randn(2, 5).softmax(-1)
     grad = torch.randn(2, 5)
     due = p * (grad - (p * grad).sum(-1, keepdim=True))
-    torch.testing.assert_close(private.softmax_backward_data(grad, p, -1, p.dtype), due)
+    torch.testing.assert_close(of_lab.softmax_backward_data(grad, p, -1, p.dtype), due)
     with torch._subclasses.FakeTensorMode():
         assert type(torch.empty(2)) is private.FakeTensor

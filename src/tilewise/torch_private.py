@@ -27,10 +27,7 @@ __all__ = [
     "is_batched",
     "is_tracked",
     "jit_tracing",
-    "keep_buffers",
-    "keep_busy",
     "left_alone",
-    "softmax_backward_data",
     "vmap_active",
     "with_batch",
     "without_batch",
@@ -40,7 +37,6 @@ __all__ = [
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-softmax_backward_data: Callable[..., Tensor] = torch._softmax_backward_data
 # The state of torch.jit.trace; None where nothing is traced.
 jit_tracing: Callable[[], Any] = torch._C._get_tracing_state
 
@@ -71,18 +67,6 @@ def constant_while_compiling(function: _Function) -> _Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
-
-
-def keep_busy(cycles: int) -> None:
-    """Let the GPU wait for some cycles."""
-    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
-
-
-def keep_buffers() -> None:
-    """Let the gradients of a compiled graph be asked for again and again."""
-    from torch._functorch import config
-
-    config.donated_buffer = False
 
 
 def in_forward_level() -> bool:

@@ -7,11 +7,11 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from tilewise import masks
 from tilewise.errors import InvalidArgument
 from tilewise.plan.traffic import fills, plain
 from tilewise.plan.traffic.count import Traffic
 from tilewise.problem import Problem
-from tilewise.variants import masks
 
 __all__ = ["CASES", "QUICK", "SWEEP", "Case", "Direction", "Method"]
 

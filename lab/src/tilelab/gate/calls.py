@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise import masks, scores
 from tilewise.problem import Grads, Needs, Operands, Problem, Result, output_like
 from tilewise.validation import dense_problem, lower_sinks, varlen_problem
-from tilewise.variants import masks, scores
 from tilewise.variants.extent import Extent
 from tilewise.variants.float8 import FLOAT8
 from tilewise.variants.lower import lower_mask, lower_score

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilelab.common.torch_private import keep_busy
 from tilelab.gpu_check.setting import Setting
-from tilewise.torch_private import keep_busy
 
 __all__ = ["Call", "Spread", "interleave", "once", "synchronize"]
 

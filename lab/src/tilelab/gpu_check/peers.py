@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from tilelab.common.torch_private import keep_buffers
 from tilelab.gpu_check.goals import FLEX
 from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.timed import Attend, Given, Timed, plain, visible
-from tilewise.torch_private import keep_buffers
 
 __all__ = ["flex", "peers"]
 

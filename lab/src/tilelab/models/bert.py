@@ -28,9 +28,8 @@ from torch.utils.checkpoint import checkpoint
 from tilelab.models import bert_files as files
 from tilelab.models import padded
 from tilelab.models.packed import Packed
-from tilewise import attention_varlen, masks
+from tilewise import SoftmaxStats, attention_varlen, masks
 from tilewise.errors import InvalidArgument
-from tilewise.functional import SoftmaxStats
 from tilewise.nn import Implementation
 
 __all__ = ["BERT", "PRESETS", "Head", "Shape", "load"]

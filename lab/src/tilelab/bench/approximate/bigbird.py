@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilelab.bench.approximate.gathered import gathered, with_global_rows
-from tilewise.variants import patterns
+from tilewise import patterns
 
 __all__ = ["bigbird"]
 

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import tilewise
 from tilelab.bench.suites.plain import chunked, plain, seen_rows
 from tilelab.bench.suites.work import SEED, Attend, Given, Work, problem_of
-from tilewise.variants import masks
+from tilewise import masks
 
 __all__ = ["OURS", "Method", "block_sparse", "cures", "exact", "flex", "ours", "own_masks", "sdpa"]
 

@@ -17,8 +17,8 @@ from tilelab.bench.suites.methods import Method, cures, exact
 from tilelab.bench.suites.rivals import rivals
 from tilelab.bench.suites.work import Work, call_of, draw
 from tilelab.common.memory import peak_bytes, release, reset_peak, resident_bytes
+from tilelab.common.torch_private import softmax_backward_data
 from tilewise import masks
-from tilewise.torch_private import softmax_backward_data
 
 __all__ = ["STEPS", "STEP_BY_STEP", "Peak", "Wanted", "measured", "method_named"]
 

@@ -23,7 +23,7 @@ from tilelab.bench.approximate.linformer import projection
 from tilelab.bench.approximate.performer import directions
 from tilelab.bench.suites.methods import Method, block_sparse
 from tilelab.bench.suites.work import Attend, Given, Work
-from tilewise.variants import patterns
+from tilewise import patterns
 
 __all__ = ["rivals"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilelab.bench import clock
-from tilewise.torch_private import keep_busy
+from tilelab.common.torch_private import keep_busy
 
 __all__ = ["interleave", "once", "repeats_for"]
 

@@ -18,7 +18,7 @@ from torch import nn
 from tilelab.models.bert import SelfAttention
 from tilelab.study.data.order import Windows
 from tilelab.study.records.events import LayerSoftmax
-from tilewise.functional import SoftmaxStats
+from tilewise import SoftmaxStats
 from tilewise.nn import Attention
 
 __all__ = ["Softmaxes", "look", "look_at", "watched"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tilewise
-from tilewise.plan.traffic import paper
+from tilelab.counted import paper
 
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 OURS, PLAIN, OTHER = "#0a7a8f", "#565d69", "#c4551b"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.plan.some_problems import problem
+from tilelab.counted import fills
 from tilewise.engine import registry
 from tilewise.kernels.cpu import backend
-from tilewise.plan.traffic import fills
 from tilewise.plan.traffic.account import account
 
 CSRC = Path(__file__).parents[2] / "csrc"

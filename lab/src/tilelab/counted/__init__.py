@@ -1,5 +1,8 @@
 """The account of bytes held against counted ones: ``python -m tilelab.counted``.
 
+    fills        predicts what a processor's cache takes in
+    paper        the account of the FlashAttention paper, made again
+    bounds       its asymptotic forms, and lower bounds
     cases        what is run, and what the model says of it
     cachegrind   last-level misses of a native process
     command      all cases one after the other, as JSON and as a table

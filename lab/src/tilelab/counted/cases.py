@@ -7,9 +7,10 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from tilelab.counted import fills
 from tilewise import masks
 from tilewise.errors import InvalidArgument
-from tilewise.plan.traffic import fills, plain
+from tilewise.plan.traffic import plain
 from tilewise.plan.traffic.count import Traffic
 from tilewise.problem import Problem
 

@@ -4,9 +4,7 @@
     visits    which tiles a walk visits, for any mask
     tiled     the tiled algorithm in every loop order, byte for byte
     runs      the walks of masks of bands and lengths, and what they share
-    fills     what a processor's cache takes in meanwhile: what cachegrind counts
     plain     attention that writes its matrix, pass by pass
-    bounds    the asymptotic forms of the FlashAttention paper, and lower bounds
     time      bytes, operations and exponentials against a chip
     memory    what has to be held at once, and what fits
     account   all of it for a problem: what a plan and ``tilewise explain`` say

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tilewise.problem import Problem
 from tilewise.variants.program import Instr, Program
 
-__all__ = ["fetched", "is_run", "runs_of"]
+__all__ = ["is_run", "runs_of"]
 
 
 def is_run(mask: Program) -> bool:
@@ -48,30 +46,3 @@ def _bounds(instr: Instr, rows: range, queries: int, keys: int) -> tuple[int, in
     shift = keys - queries if anchor else 0
     low = max(0, rows.start + shift - left) if left >= 0 else 0
     return low, rows.stop - 1 + shift + right if right >= 0 else keys - 1
-
-
-def fetched(walks: Sequence[range], key_bytes: int, room: int) -> int:
-    """Count the keys that successive walks over the same memory bring into a cache.
-
-    The second of two walks finds their common keys in the cache if there is room. Between two
-    visits of a key lie the rest of the first walk and the beginning of the second. So everything
-    from the second walk's first key to the first walk's last key must fit. Keys that only an
-    earlier walk had are gone, unless all keys fit.
-
-    Args:
-        walks: in order.
-        key_bytes: of what is walked over, for a key.
-        room: bytes of the cache available for the keys.
-    """
-    seen = {key for walk in set(walks) for key in walk}
-    if len(seen) * key_bytes <= room:
-        return len(seen)
-    total, before = 0, range(0)
-    for walk in walks:
-        if len(walk) == 0:
-            continue
-        common = min(walk.stop, before.stop) - max(walk.start, before.start)
-        fits = (before.stop - walk.start) * key_bytes <= room
-        total += len(walk) - (max(0, common) if fits else 0)
-        before = walk
-    return total

@@ -13,14 +13,16 @@ or float64, on one thread. ``fills`` takes any passes that follow one another. I
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tilewise.errors import InvalidArgument
 from tilewise.plan.traffic import tiled
 from tilewise.plan.traffic.count import Operand, Pass, Traffic, merged
-from tilewise.plan.traffic.runs import fetched, is_run, runs_of
+from tilewise.plan.traffic.runs import is_run, runs_of
 from tilewise.plan.traffic.visits import Visits, visits_of
 from tilewise.problem import Operands, Problem
 
-__all__ = ["core_backward", "core_forward", "fills"]
+__all__ = ["core_backward", "core_forward", "fetched", "fills"]
 
 _TILE_QUERIES = 64  # csrc/base/tile_sizes.h
 _BLOCK_KEYS = 128  # csrc/base/schedule.h
@@ -199,3 +201,30 @@ def _kept(first: int, between: int, now: int, cache_bytes: int) -> float:
         return float(left >= 0)
     edge = min(1.0, max(0.0, left / slope))
     return edge if slope > 0 else 1 - edge
+
+
+def fetched(walks: Sequence[range], key_bytes: int, room: int) -> int:
+    """Count the keys that successive walks over the same memory bring into a cache.
+
+    The second of two walks finds their common keys in the cache if there is room. Between two
+    visits of a key lie the rest of the first walk and the beginning of the second. So everything
+    from the second walk's first key to the first walk's last key must fit. Keys that only an
+    earlier walk had are gone, unless all keys fit.
+
+    Args:
+        walks: in order.
+        key_bytes: of what is walked over, for a key.
+        room: bytes of the cache available for the keys.
+    """
+    seen = {key for walk in set(walks) for key in walk}
+    if len(seen) * key_bytes <= room:
+        return len(seen)
+    total, before = 0, range(0)
+    for walk in walks:
+        if len(walk) == 0:
+            continue
+        common = min(walk.stop, before.stop) - max(walk.start, before.start)
+        fits = (before.stop - walk.start) * key_bytes <= room
+        total += len(walk) - (max(0, common) if fits else 0)
+        before = walk
+    return total

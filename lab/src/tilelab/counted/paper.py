@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import torch
 
+from tilewise import masks
 from tilewise.chips import CHIPS, Chip
 from tilewise.plan.traffic import plain, tiled
 from tilewise.plan.traffic.count import Traffic
 from tilewise.plan.traffic.time import Seconds, predict
 from tilewise.plan.traffic.visits import visits_of
 from tilewise.problem import Problem
-from tilewise.variants import masks
 
 __all__ = [
     "BLOCKS",

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.plan.traffic import paper
+from tilelab.counted import paper
 from tilewise.plan.traffic.time import predict
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_standard_attention_to_the_printed_digit() -> None:

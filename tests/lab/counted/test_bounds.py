@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 import tilewise
 from tests.plan.some_problems import problem
+from tilelab.counted import bounds
 from tilewise.errors import InvalidArgument
-from tilewise.plan.traffic import bounds, plain, tiled, visits_of
+from tilewise.plan.traffic import plain, tiled, visits_of
 from tilewise.problem import Operands, Problem
 
 SIZES = {

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.some_problems import problem
+from tilelab.counted import fills
 from tilewise.errors import InvalidArgument
-from tilewise.plan.traffic import fills, plain, runs, tiled
+from tilewise.plan.traffic import plain, tiled
 from tilewise.plan.traffic.count import Operand, Pass, Sharing, Traffic
 from tilewise.plan.traffic.visits import visits_of
 from tilewise.problem import Problem
@@ -85,8 +86,8 @@ def test_walks_of_a_causal_mask_against_a_simulated_cache(
 ) -> None:
     """Longer and longer ones, or shorter and shorter ones, in two heads of a group."""
     walks = [range(end) for end in sorted(ends, reverse=turned)]
-    assert runs.fetched(walks, 8, 8 * capacity) == walked(walks, capacity)
-    both = runs.fetched(walks * 2, 8, 8 * capacity)
+    assert fills.fetched(walks, 8, 8 * capacity) == walked(walks, capacity)
+    both = fills.fetched(walks * 2, 8, 8 * capacity)
     assert (
         both == walked(walks * 2, capacity) if not turned else both >= walked(walks * 2, capacity)
     )
@@ -103,13 +104,13 @@ def test_walks_of_a_window_against_a_simulated_cache(
     width: int, step: int, count: int, capacity: int
 ) -> None:
     walks = [range(100 + i * step, 100 + i * step + width) for i in range(count)]
-    assert runs.fetched(walks, 8, 8 * capacity) == walked(walks, capacity)
+    assert fills.fetched(walks, 8, 8 * capacity) == walked(walks, capacity)
 
 
 def test_walks_of_nothing() -> None:
-    assert runs.fetched([], 8, 100) == 0
-    assert runs.fetched([range(4), range(0), range(4)], 8, 31) == 8
-    assert runs.fetched([range(4), range(0), range(4)], 8, 32) == 4
+    assert fills.fetched([], 8, 100) == 0
+    assert fills.fetched([range(4), range(0), range(4)], 8, 31) == 8
+    assert fills.fetched([range(4), range(0), range(4)], 8, 32) == 4
 
 
 def test_plain_attention_behind_nothing_is_what_it_moves() -> None:

@@ -28,7 +28,7 @@ import tilewise
 from tilelab.bench.clock import interleave, once, repeats_for
 from tilewise import BlockMask, masks, patterns
 from tilewise.chips import detect
-from tilewise.kernels.cpu.core import core
+from tilewise.inspect.peaks import isa
 
 WIDTH = 64
 HEADS = {4096: 4, 16384: 2, 65536: 1}  # fewer where a call takes long; times are by the tile
@@ -323,7 +323,7 @@ def run(lengths: list[int], rounds: int | None, heads: int) -> Record:
     torch.set_num_threads(1)
     record: Record = {
         "chip": detect().name,
-        "isa": core().isa_active(),
+        "isa": isa(),
         "system": platform.platform(terse=True),
         "torch": torch.__version__,
         "dtype": "float32",

@@ -22,7 +22,7 @@ import torch
 import tilewise
 from tilewise import masks, scores
 from tilewise.chips import detect
-from tilewise.kernels.cpu.core import core
+from tilewise.inspect.peaks import isa
 
 HEADS, LENGTH, WIDTH = 4, 2048, 64
 SLOPES = torch.tensor([2.0 ** -(2 * head + 2) for head in range(HEADS)])
@@ -151,7 +151,7 @@ def main() -> None:
     torch.set_num_threads(1)
     record: dict[str, Any] = {
         "chip": detect().name,
-        "isa": core().isa_active(),
+        "isa": isa(),
         "system": platform.platform(terse=True),
         "torch": torch.__version__,
         "shape": [1, HEADS, LENGTH, WIDTH],

@@ -36,6 +36,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tilewise.compat",),
     ("tilewise.integrations",),
     ("tilewise",),
+    ("tilewise.inspect",),
     ("tilewise.commands",),
     ("tilewise.doctor",),
     ("tilewise.cli",),
@@ -330,7 +331,7 @@ def test_a_sound_tree_passes(tmp_path: Path) -> None:
         (
             "tilelab/common/files.py",
             "from tilelab.study.ask import config\n",
-            "tilelab.common.files (floor 19) imports tilelab.study.ask.config",
+            "tilelab.common.files (floor 20) imports tilelab.study.ask.config",
         ),
         (
             "kernels/gpu/backward/passes.py",

@@ -19,7 +19,7 @@ from tilewise.engine.call import (
 )
 from tilewise.engine.dispatch import candidates
 from tilewise.engine.explanation import Explanation, chip_of
-from tilewise.engine.pages import Pages
+from tilewise.engine.pages import Pages, packed_or_paged
 from tilewise.engine.run import run, run_paged
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.plan.plan import Plan
@@ -384,7 +384,7 @@ def plan(
     """
     if unknown:
         _refuse("plan", unknown)
-    packed, pages = _packed(cu_seqlens_q, cu_seqlens_k, block_table, key_lengths, dropout_p)
+    packed, pages = packed_or_paged(cu_seqlens_q, cu_seqlens_k, block_table, key_lengths, dropout_p)
     asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed, pages)
     made = make_plan(q, k, v, asked)
     _check_captured(made, q, k, v, asked)
@@ -424,7 +424,7 @@ def explain(
     """
     if unknown:
         _refuse("explain", unknown)
-    packed, pages = _packed(cu_seqlens_q, cu_seqlens_k, block_table, key_lengths, dropout_p)
+    packed, pages = packed_or_paged(cu_seqlens_q, cu_seqlens_k, block_table, key_lengths, dropout_p)
     asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed, pages)
     problem = build_problem(q, k, v, asked)
     try:
@@ -475,32 +475,6 @@ def _passed_over(chosen: str | None, asked_for: str | None) -> str:
     if chosen is None:
         return "it could, but a slow reference runs only when it is asked for by name"
     return f"it could, but {chosen!r} comes first"
-
-
-def _packed(
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    block_table: Tensor | None,
-    key_lengths: Tensor | None,
-    dropout_p: float,
-) -> tuple[tuple[Tensor, Tensor] | None, Pages | None]:
-    """cu_seqlens of a variable-length call, or the pages of a paged one."""
-    if block_table is not None and key_lengths is not None:
-        for name, came in (("cu_seqlens_k", cu_seqlens_k), ("dropout_p", dropout_p or None)):
-            if came is not None:
-                raise InvalidArgument(name, "one with a block_table", "none: keys lie in pages")
-        return None, Pages(block_table, key_lengths, cu_seqlens_q)
-    _both("block_table", block_table, "key_lengths", key_lengths)
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        return (cu_seqlens_q, cu_seqlens_k), None
-    _both("cu_seqlens_q", cu_seqlens_q, "cu_seqlens_k", cu_seqlens_k)
-    return None, None
-
-
-def _both(first: str, one: Tensor | None, second: str, other: Tensor | None) -> None:
-    if (one is None) != (other is None):
-        name = first if one is None else second
-        raise InvalidArgument(name, "None", f"both of {first} and {second}, or neither")
 
 
 def _check_captured(made: Plan, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> None:

@@ -15,8 +15,8 @@ from tilelab.bench.cases import SCALING_GOAL, find
 from tilelab.bench.measure import measure_cases
 from tilelab.bench.result import Scaling
 from tilewise import cli
-from tilewise.commands import peaks
 from tilewise.errors import TilewiseError, Unsupported
+from tilewise.inspect import peaks
 from tilewise.kernels.cpu.core import absence
 
 needs_core = pytest.mark.skipif(absence() is not None, reason="the compiled core is not built")

@@ -14,10 +14,10 @@ import tilewise
 from tests.conftest import SHARED_DATA
 from tilewise import cli
 from tilewise.chips import CHIPS
-from tilewise.commands.known_models import KNOWN_MODELS, known_model
 from tilewise.commands.shape import DTYPES, room
 from tilewise.engine.explanation import row_of, spoken
 from tilewise.errors import InvalidArgument
+from tilewise.inspect.known_models import KNOWN_MODELS, known_model
 from tilewise.plan.traffic import visits
 from tilewise.plan.traffic.words import amount, duration
 from tilewise.variants import masks

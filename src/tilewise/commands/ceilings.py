@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from tilewise.chips import Chip, ceilings_file
-from tilewise.commands import peaks
+from tilewise.inspect import peaks
 
 __all__ = ["keep", "measure"]
 

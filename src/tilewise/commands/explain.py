@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tilewise.chips import CHIPS, named
-from tilewise.commands.answer import Told, tell
 from tilewise.commands.plugins import plugin
-from tilewise.commands.shape import DTYPES, Asked, read, room
+from tilewise.commands.shape import DTYPES, read, room
 from tilewise.errors import InvalidArgument
+from tilewise.inspect.answer import Asked, Told, tell
 from tilewise.plan.traffic.account import trains
 from tilewise.plan.traffic.memory import fit
 from tilewise.plan.traffic.words import amount

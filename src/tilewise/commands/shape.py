@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import NamedTuple
 
 import torch
 
 from tilewise.chips import Chip
-from tilewise.commands.known_models import KnownModel, known_model
 from tilewise.errors import InvalidArgument
+from tilewise.inspect.answer import Asked
+from tilewise.inspect.known_models import KnownModel, known_model
 from tilewise.variants import masks, scores
 
-__all__ = ["DTYPES", "Asked", "read", "room"]
+__all__ = ["DTYPES", "read", "room"]
 
 DTYPES = {
     "float32": torch.float32,
@@ -29,28 +29,6 @@ DTYPES = {
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _MASKS = "none, causal, window:W, causal+window:W (or sliding:W), prefix:P"
-
-
-class Asked(NamedTuple):
-    """The call to explain.
-
-    Args:
-        queries: B, Hq, M, D.
-        keys: B, Hk, N, D.
-        value_dim: Dv.
-        mask, score: of the call.
-        layers: of the model; 1 where none is named.
-        notes: what is to be said of it, as (name, text) pairs.
-    """
-
-    queries: tuple[int, int, int, int]
-    keys: tuple[int, int, int, int]
-    value_dim: int
-    dtype: torch.dtype
-    mask: masks.Mask | None
-    score: scores.Score | None
-    layers: int
-    notes: tuple[tuple[str, str], ...]
 
 
 def read(options: argparse.Namespace, chip: Chip | None) -> Asked:

@@ -12,7 +12,7 @@ from tilewise.validation import check_cu_seqlens
 from tilewise.variants.checked import is_checked
 from tilewise.variants.lower import Extent
 
-__all__ = ["Pages", "lower_pages"]
+__all__ = ["Pages", "lower_pages", "packed_or_paged"]
 
 
 class Pages(NamedTuple):
@@ -27,6 +27,36 @@ class Pages(NamedTuple):
     block_table: Tensor
     key_lengths: Tensor
     cu_seqlens_q: Tensor | None
+
+
+def packed_or_paged(
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    block_table: Tensor | None,
+    key_lengths: Tensor | None,
+    dropout_p: float,
+) -> tuple[tuple[Tensor, Tensor] | None, Pages | None]:
+    """Return cu_seqlens of a variable-length call, or the pages of a paged one.
+
+    Raises:
+        InvalidArgument: half of what such a call needs is missing, or it has what only others do.
+    """
+    if block_table is not None and key_lengths is not None:
+        for name, came in (("cu_seqlens_k", cu_seqlens_k), ("dropout_p", dropout_p or None)):
+            if came is not None:
+                raise InvalidArgument(name, "one with a block_table", "none: keys lie in pages")
+        return None, Pages(block_table, key_lengths, cu_seqlens_q)
+    _both("block_table", block_table, "key_lengths", key_lengths)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        return (cu_seqlens_q, cu_seqlens_k), None
+    _both("cu_seqlens_q", cu_seqlens_q, "cu_seqlens_k", cu_seqlens_k)
+    return None, None
+
+
+def _both(first: str, one: Tensor | None, second: str, other: Tensor | None) -> None:
+    if (one is None) != (other is None):
+        name = first if one is None else second
+        raise InvalidArgument(name, "None", f"both of {first} and {second}, or neither")
 
 
 def lower_pages(

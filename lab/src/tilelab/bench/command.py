@@ -22,7 +22,7 @@ from tilelab.bench.record import COMPLETE, Record
 from tilelab.bench.show import Progress, show
 from tilelab.common.threads import crowded
 from tilewise.errors import TilewiseError, Unsupported
-from tilewise.kernels.cpu.core import absence
+from tilewise.inspect.peaks import absence
 
 __all__ = ["main"]
 

@@ -14,7 +14,7 @@ from tilelab.bench.cases import Case
 from tilelab.bench.clock import interleave, once, repeats_for, rounds_for
 from tilelab.bench.gate import complaint
 from tilelab.bench.result import CaseResult, Overhead
-from tilewise.commands import peaks
+from tilewise.inspect import peaks
 
 __all__ = ["FULL", "QUICK", "Effort", "measure_cases", "overhead"]
 

@@ -15,7 +15,7 @@ import torch
 from tilelab.bench.result import CaseResult, Memory, Overhead, Scaling
 from tilelab.common.compact import compact_json, read_json
 from tilewise.chips import detect
-from tilewise.commands import peaks
+from tilewise.inspect import peaks
 
 __all__ = ["COMPLETE", "FORMAT", "Record"]
 

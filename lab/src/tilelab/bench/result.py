@@ -12,7 +12,7 @@ from typing import Any
 
 from tilelab.bench.cases import SCALING_GOAL, Case, Goal
 from tilelab.bench.clock import Samples, Spread
-from tilewise.commands.peaks import Clock
+from tilewise.inspect.peaks import Clock
 
 __all__ = ["CaseResult", "Memory", "Overhead", "Scaling", "Verdict"]
 

@@ -21,7 +21,7 @@ from tilelab.bench.cases import Case, Shape, find
 from tilelab.bench.clock import once, repeats_for, rounds_for
 from tilelab.bench.result import Memory, Scaling
 from tilelab.common.memory import peak_bytes, reset_peak, resident_bytes
-from tilewise.commands import peaks
+from tilewise.inspect import peaks
 
 __all__ = ["memory", "scaling"]
 

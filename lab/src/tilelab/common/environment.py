@@ -13,7 +13,7 @@ from typing import Any
 import tilewise
 from tilelab.common import memory
 from tilewise.chips import detect
-from tilewise.kernels.cpu.core import absence, core
+from tilewise.inspect.peaks import absence, isa
 
 __all__ = ["describe", "pinnable_cores", "variables"]
 
@@ -34,7 +34,7 @@ def describe(threads: int) -> dict[str, Any]:
         "cores": chip.cores,
         "memory_bytes": memory.total_bytes(),
         "threads": threads,
-        "instruction_set": absence() or core().isa_active(),
+        "instruction_set": absence() or isa(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "versions": {name: found for name in _PACKAGES if (found := _version(name))},

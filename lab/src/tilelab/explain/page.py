@@ -9,9 +9,8 @@ from markupsafe import Markup
 
 from tilelab.common.svg import style_sheet
 from tilelab.explain import figures
-from tilewise.commands.answer import Told
-from tilewise.commands.shape import Asked
 from tilewise.errors import InvalidArgument
+from tilewise.inspect.answer import Asked, Told
 from tilewise.plan.traffic.account import Account
 from tilewise.plan.traffic.count import Traffic, merged
 from tilewise.plan.traffic.words import amount, lead

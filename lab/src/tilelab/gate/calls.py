@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 from tilewise import masks, scores
-from tilewise.problem import Grads, Needs, Operands, Problem, Result, output_like
-from tilewise.validation import dense_problem, lower_sinks, varlen_problem
-from tilewise.variants.extent import Extent
+from tilewise.inspect.calls import lowered
+from tilewise.problem import Grads, Needs, Operands, Problem, Statistics, output_like
 from tilewise.variants.float8 import FLOAT8
-from tilewise.variants.lower import lower_mask, lower_score
 from tilewise.variants.program import Instr
 from tilewise.variants.values import Mask, Score, as_score
 
-__all__ = ["Asked", "backward_tensors", "meta", "operands_of", "result_of"]
+__all__ = ["Asked", "backward_tensors", "meta", "operands_of"]
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS = 2, 16, 8, 4096, 4096
 BLOCK = 128  # the sides of a rectangle of a table of tiles
@@ -39,7 +37,7 @@ class Asked(NamedTuple):
             a table by distance and one in which every pair looks up its place, all of which want
             gradients; or "few": the last of them with few places.
         dropout_p, sinks, varlen: as in a call.
-        statistics: "", "all" or "top1".
+        statistics: "", "rows" or "top1".
         queries: of each head; fewer than keys are the last ones.
         page_size: of the pages that keys and values lie in; 0: they do not.
     """
@@ -51,7 +49,7 @@ class Asked(NamedTuple):
     dropout_p: float = 0.0
     sinks: bool = False
     varlen: bool = False
-    statistics: str = ""
+    statistics: Statistics = ""
     queries: int = QUERIES
     page_size: int = 0
 
@@ -63,47 +61,23 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def operands_of(asked: Asked) -> tuple[Problem, Operands]:
     """Return the problem, and operands in kernel form."""
-    mask, score = _mask(asked), _score(asked)
-    sinks = meta(HEADS) if asked.sinks else None
     q = _rows(asked, asked.queries, HEADS)
     k, v = (_rows(asked, KEYS, KV_HEADS) for _ in range(2))
     cu_seqlens = meta(BATCH + 1, dtype=torch.int64)
-    said: dict[str, Any] = {"scale": None, "dropout_p": asked.dropout_p, "sinks": sinks}
-    said |= {"mask": mask.program, "score": score.program}
-    if asked.varlen:
-        problem = varlen_problem(q, k, v, cu_seqlens, cu_seqlens, **said)
-    else:
-        problem = dense_problem(q, k, v, **said)
-    extent = Extent(BATCH, HEADS, asked.queries, KEYS, ragged=asked.varlen, check_values=False)
-    operands = Operands(
+    problem, operands = lowered(
         q,
         k,
         v,
-        lower_mask(problem.mask, mask.captured, extent, q.device, q.dtype),
-        lower_score(problem.score, score.captured, extent, q.dtype, q.device),
-        lower_sinks(sinks, q.dtype),
-        cu_seqlens if asked.varlen else None,
-        cu_seqlens if asked.varlen else None,
-        2**63 + 1 if asked.dropout_p else 0,
+        *(cu_seqlens, cu_seqlens) * asked.varlen,
+        mask=_mask(asked),
+        score=_score(asked),
+        sinks=meta(HEADS) if asked.sinks else None,
+        dropout_p=asked.dropout_p,
         q_scale=_scales(asked, HEADS),
         k_scale=_scales(asked, KV_HEADS),
         v_scale=_scales(asked, KV_HEADS),
     )
     return _in_pages(asked, problem, operands) if asked.page_size else (problem, operands)
-
-
-def result_of(asked: Asked, problem: Problem, operands: Operands) -> Result:
-    """Memory for what the forward pass gives."""
-    rows = (HEADS, problem.queries) if asked.varlen else (BATCH, HEADS, problem.queries)
-    more = bool(asked.statistics)
-    return Result(
-        output_like(operands.q, problem.value_dim),
-        meta(*rows),
-        meta(2 + more, *rows),
-        meta(*rows) if more else None,
-        meta(*rows) if more else None,
-        meta(*rows, dtype=torch.int64) if asked.statistics == "top1" else None,
-    )
 
 
 def backward_tensors(problem: Problem, operands: Operands) -> tuple[Tensor, Needs, Grads]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from tilewise.kernels.gpu.launch import Launch
+from tilewise.inspect.gpu import Launch
 
 __all__ = ["Case", "cases_of"]
 

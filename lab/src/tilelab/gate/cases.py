@@ -7,85 +7,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
-from tilelab.gate.calls import Asked, backward_tensors, operands_of, result_of
+from tilelab.gate.calls import Asked, backward_tensors, operands_of
 from tilelab.gate.case import Case
-from tilewise.kernels.gpu.config import FAMILIES, Config, config_for, holds
-from tilewise.kernels.gpu.launch import Launch
-from tilewise.problem import Operands, Problem
+from tilewise.inspect import gpu
+from tilewise.inspect.gpu import FAMILIES, Launch, Overrides, holds
 from tilewise.variants.float8 import FLOAT8
 
-if TYPE_CHECKING:
-    from tilewise.kernels.gpu.expressions.variant import Variant
-
-__all__ = ["CASES", "backward", "captured", "decode", "forward"]
+__all__ = ["CASES", "backward", "captured", "forward"]
 
 
-def forward(asked: Asked, family: str, config: Config | None = None) -> Sequence[Launch]:
+def forward(asked: Asked, family: str, overrides: Overrides = ()) -> Sequence[Launch]:
     """Return the launches of the forward pass on a family of chips.
 
     Args:
-        asked: the call.
-        family: a name of ``config.FAMILIES``.
-        config: in the place of the family's own.
+        asked: the call; few queries are decoded.
+        family: a name of ``gpu.FAMILIES``.
+        overrides: blocks in the place of the family's own.
     """
-    from tilewise.kernels.gpu.forward.attend import forward_launches
-
     problem, operands = operands_of(asked)
-    result = result_of(asked, problem, operands)
-    variant = _variant(problem, operands)
-    return forward_launches(problem, operands, result, config or config_for(family), variant)
+    result = gpu.empty_result(problem, operands.q, asked.statistics)
+    return gpu.forward_launches(problem, operands, result, family, overrides)
 
 
-def decode(asked: Asked, family: str, config: Config | None = None) -> Sequence[Launch]:
-    """Return the launches of the forward pass of few queries; arguments as for ``forward``."""
-    from tilewise.kernels.gpu.forward.decode import decode_launches
-
-    problem, operands = operands_of(asked)
-    result = result_of(asked, problem, operands)
-    variant = _variant(problem, operands)
-    return decode_launches(problem, operands, result, config or config_for(family), variant)
-
-
-def backward(asked: Asked, family: str, config: Config | None = None) -> Sequence[Launch]:
+def backward(asked: Asked, family: str, overrides: Overrides = ()) -> Sequence[Launch]:
     """Return the backward pass's launches, with every gradient; arguments as for ``forward``."""
-    from tilewise.kernels.gpu.backward.passes import backward_launches
-
     problem, operands = operands_of(asked)
-    result = result_of(asked, problem, operands)
+    result = gpu.empty_result(problem, operands.q, asked.statistics)
     grad_out, needs, grads = backward_tensors(problem, operands)
-    return backward_launches(
-        problem,
-        operands,
-        result,
-        grad_out,
-        None,
-        needs,
-        None,
-        grads,
-        config or config_for(family),
-        _variant(problem, operands),
-    )
+    sent = grad_out, None
+    return gpu.backward_launches(problem, operands, result, sent, needs, grads, family, overrides)
 
 
-def captured(asked: Asked, family: str, config: Config | None = None) -> Sequence[Launch]:
+def captured(asked: Asked, family: str) -> Sequence[Launch]:
     """Return the launches of ``backward`` that make gradients of what the score captured."""
-    launches = backward(asked, family, config)
+    launches = backward(asked, family)
     names = [launch.kernel.__name__ for launch in launches]
     return launches[names.index("query_kernel") + 1 :]
-
-
-def _variant(problem: Problem, operands: Operands) -> Variant:
-    from tilewise.kernels.gpu.expressions.variant import variant_of
-
-    ranks = (
-        tuple(tensor.dim() for tensor in tensors)
-        for tensors in (operands.mask_tensors, operands.score_tensors)
-    )
-    return variant_of(problem, *ranks)
 
 
 _HALF, _SINGLE = torch.float16, torch.float32
@@ -191,7 +151,7 @@ def _cases() -> list[Case]:
         found.append(Case(f"captured D{width} few causal", launches, without_products=_PLAIN))
     for name, asked in _DECODED.items():
         sixteen, key = asked.dtype.itemsize <= 2, name == _KEY[0]
-        found.append(Case(f"decode {name}", partial(decode, asked), sixteen, _PLAIN, key))
+        found.append(Case(f"decode {name}", partial(forward, asked), sixteen, _PLAIN, key))
     found += [Case(f"forward {name}", partial(forward, asked)) for name, asked in _PAGED.items()]
     return found
 

@@ -15,7 +15,7 @@ from triton.runtime.jit import create_function_from_signature
 from tilelab.gate.machine import Machine, of_amdgcn, of_cubin
 from tilelab.gate.record import Record
 from tilelab.gate.targets import Target
-from tilewise.kernels.gpu.launch import Launch
+from tilewise.inspect.gpu import Launch
 
 __all__ = ["compile_launch", "signature"]
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from tilelab.gate.case import Case
-from tilewise.kernels.gpu.launch import Launch
+from tilewise.inspect.gpu import Launch
 
 __all__ = ["CASES"]
 

@@ -19,20 +19,14 @@ import torch
 
 from tilelab.gate.calls import Asked
 from tilelab.gate.case import Case
-from tilelab.gate.cases import backward, decode, forward
+from tilelab.gate.cases import backward, forward
 from tilelab.gate.targets import TARGETS, Target, target_named
 from tilelab.gate.verdicts import faults
-from tilewise.kernels.gpu.config import Blocks, Family, Pass, config_for, shared_need
+from tilewise.inspect.gpu import KERNELS, Blocks, Family, Pass, shared_need
 
 __all__ = ["ladder", "main"]
 
-_KERNELS: dict[Pass, str] = {
-    "forward": "attend",
-    "dkdv": "key_kernel",
-    "dq": "query_kernel",
-    "decode": "attend_split",
-}
-_MAKERS = {"forward": forward, "decode": decode}
+_FORWARD = ("forward", "decode")
 _ROWS = 16  # of a block of the pass "decode"
 _SIDES = ((128, 128), (128, 64), (64, 64), (128, 32), (64, 32), (32, 32), (32, 16), (16, 16))
 _MOST = 240  # accumulators of a thread, in registers; AMD's wide warps have twice as many
@@ -46,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m tilelab.gate.search")
     parser.add_argument("target", choices=[each.name for each in TARGETS if not each.why_not])
-    parser.add_argument("pass_name", choices=list(_KERNELS), metavar="pass")
+    parser.add_argument("pass_name", choices=list(KERNELS), metavar="pass")
     parser.add_argument("width", type=int)
     parser.add_argument("--heavy", action="store_true")
     parser.add_argument("--single", action="store_true", help="float32")
@@ -112,13 +106,12 @@ def _wrong(target: Target, pass_name: Pass, calls: Sequence[Asked], blocks: Bloc
     """Return what is wrong with blocks on the first call that they fail; empty if none."""
     from tilelab.gate.compiling import compile_launch
 
-    config = config_for(target.family.name)._replace(overrides=((pass_name, blocks),))
-    make = _MAKERS.get(pass_name, backward)
+    make = forward if pass_name in _FORWARD else backward
     for asked in calls:
         case = Case("search", lambda family: [], asked.dtype.itemsize == 2)
-        for launch in make(asked, target.family.name, config):
+        for launch in make(asked, target.family.name, [(pass_name, blocks)]):
             kernel = launch.kernel.__name__
-            if kernel == _KERNELS[pass_name]:
+            if kernel == KERNELS[pass_name]:
                 record = compile_launch("search", kernel, launch, target)
                 if found := faults(record, case, target, None):
                     return f"{asked.mask} {asked.score}: {'; '.join(found)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tilewise.kernels.gpu.config import FAMILIES, Family
+from tilewise.inspect.gpu import FAMILIES, Family
 
 __all__ = ["TARGETS", "Target", "target_named"]
 

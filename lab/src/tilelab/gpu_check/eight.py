@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from tilelab.oracles.dense import dense
-from tilewise.engine.call import with_scales
-from tilewise.problem import Operands, Result
-from tilewise.validation import dense_problem
+from tilewise.inspect.calls import lowered
+from tilewise.problem import Result
 from tilewise.variants.float8 import FLOAT8, Scales
 from tilewise.variants.values import Mask
 
@@ -26,15 +25,6 @@ def references(
     q: Tensor, k: Tensor, v: Tensor, scales: Scales, mask: Mask | None = None
 ) -> tuple[Result, Result]:
     """Return the results of the plain implementation in float8 and of float64."""
-    problem = dense_problem(
-        q,
-        k,
-        v,
-        mask=() if mask is None else mask.program,
-        score=(),
-        scale=None,
-        dropout_p=0.0,
-        sinks=None,
-    )
-    operands = with_scales(Operands(q, k, v), scales, problem)
+    of_q, of_k, of_v = scales
+    problem, operands = lowered(q, k, v, mask=mask, q_scale=of_q, k_scale=of_k, v_scale=of_v)
     return dense(problem, operands, dtype=FLOAT8), dense(problem, operands)

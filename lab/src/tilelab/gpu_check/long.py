@@ -15,8 +15,7 @@ from tilelab.gpu_check.row import Row
 from tilelab.gpu_check.setting import Setting
 from tilelab.oracles.dense import dense
 from tilewise import masks
-from tilewise.problem import Operands
-from tilewise.validation import dense_problem
+from tilewise.inspect.calls import lowered
 
 __all__ = ["jobs", "run"]
 
@@ -59,17 +58,7 @@ def _huge(setting: Setting) -> Row:
         found = []
         for dtype in (setting.dtype, torch.float64):
             a, b, c = (x[part].detach().to(dtype).requires_grad_() for x in (q, k, v))
-            problem = dense_problem(
-                a,
-                b,
-                c,
-                mask=masks.causal().program,
-                score=(),
-                scale=None,
-                dropout_p=0.0,
-                sinks=None,
-            )
-            result = dense(problem, Operands(a, b, c), dtype=dtype).out
+            result = dense(*lowered(a, b, c, mask=masks.causal()), dtype=dtype).out
             back = torch.autograd.grad(result, (a, b, c), grad[part].to(dtype))
             found.append([result.detach(), *back])
         names = ("out", "grad of q", "grad of k", "grad of v")

@@ -6,7 +6,6 @@ The two references are ``tilelab.oracles.dense`` on the device itself, different
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,9 +16,8 @@ import tilewise
 from tilelab.gpu_check.problems import Draw, ProblemCase
 from tilelab.gpu_check.setting import Setting
 from tilelab.oracles.dense import dense
+from tilewise.inspect.calls import lowered
 from tilewise.problem import Operands, Problem
-from tilewise.validation import dense_problem, lower_sinks, varlen_problem
-from tilewise.variants.lower import Extent, lower_mask, lower_score
 from tilewise.variants.values import Mask, Score, as_mask, as_score
 
 __all__ = ["SEED", "Inputs", "Outcome", "attend", "build", "refer", "sized"]
@@ -186,31 +184,16 @@ def _widened(inputs: Inputs) -> Inputs:
 
 def _problem(case: ProblemCase, inputs: Inputs) -> tuple[Problem, Operands]:
     """Return the Problem and Operands that a public call makes of the inputs."""
-    q, k, v, mask, score = inputs.q, inputs.k, inputs.v, inputs.mask, inputs.score
-    keywords: dict[str, Any] = {
-        "mask": () if mask is None else mask.program,
-        "score": () if score is None else score.program,
-        "scale": case.scale,
-        "dropout_p": case.dropout_p,
-        "sinks": inputs.sinks,
-    }
-    starts: tuple[Tensor | None, Tensor | None] = (None, None)
-    if inputs.cu_seqlens is None:
-        problem = dense_problem(q, k, v, **keywords)
-        extent = Extent(problem.batch, problem.heads, problem.queries, problem.keys)
-    else:
-        problem = varlen_problem(q, k, v, *inputs.cu_seqlens, **keywords)
-        longest = [int(cu.diff().max()) for cu in inputs.cu_seqlens]
-        extent = Extent(problem.batch, problem.heads, longest[0], longest[1], ragged=True)
-        starts = (inputs.cu_seqlens[0].long().cpu(), inputs.cu_seqlens[1].long().cpu())
-    lower: Callable[..., tuple[Tensor, ...]] = lower_score
-    return problem, Operands(
-        q,
-        k,
-        v,
-        () if mask is None else lower_mask(mask.program, mask.captured, extent, q.device),
-        () if score is None else lower(score.program, score.captured, extent, q.dtype, q.device),
-        lower_sinks(inputs.sinks, q.dtype),
-        *starts,
-        SEED if case.dropout_p else 0,
+    return lowered(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        *(inputs.cu_seqlens or ()),
+        mask=inputs.mask,
+        score=inputs.score,
+        scale=case.scale,
+        sinks=inputs.sinks,
+        dropout_p=case.dropout_p,
+        seed=SEED if case.dropout_p else None,
+        backend="tiled",  # whatever it reads on the processor lies there
     )

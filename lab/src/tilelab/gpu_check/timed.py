@@ -20,7 +20,7 @@ from tilelab.gpu_check.flops import (
 )
 from tilelab.gpu_check.setting import Setting, Sizes
 from tilewise import BlockMask, masks, scores
-from tilewise.kernels.gpu.config import by_pointers
+from tilewise.inspect.gpu import by_pointers
 from tilewise.variants.float8 import NO_SCALES, Scales
 
 __all__ = [

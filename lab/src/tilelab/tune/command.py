@@ -21,8 +21,7 @@ from tilelab.tune.jobs import Job
 from tilelab.tune.page import HEADER, lines_of, plan_of, summary
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.folders import cache_folder
-from tilewise.kernels.gpu.config import KINDS, PASSES, WIDTHS, family_of
-from tilewise.kernels.gpu.measured import chip_of, why_unfit
+from tilewise.inspect.gpu import KINDS, PASSES, WIDTHS, chip_of, family_of, why_unfit
 from tilewise.plan.tuned import (
     Entry,
     Malformed,

@@ -14,7 +14,7 @@ from tilelab.gpu_check.row import Row
 from tilelab.gpu_check.setting import Setting
 from tilelab.tune.decide import Timing, beats
 from tilelab.tune.jobs import Job, candidates, table_blocks
-from tilewise.kernels.gpu.config import Blocks
+from tilewise.inspect.gpu import Blocks
 from tilewise.plan.tuned import Entry
 
 __all__ = ["MOST", "Finding", "Team", "tune"]

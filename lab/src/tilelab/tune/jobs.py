@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from tilelab.gate.search import ladder
-from tilewise.kernels.gpu.config import FAMILIES, PASSES, Blocks, Pass, tiles_for
+from tilewise.inspect.gpu import FAMILIES, PASSES, Blocks, Pass, tiles_for
 from tilewise.plan.tuned import Place
 
 __all__ = ["Job", "candidates", "read_job", "table_blocks"]

@@ -21,8 +21,7 @@ from tilelab.gpu_check.worker import in_short, main
 from tilelab.tune import probes
 from tilelab.tune.jobs import Job, read_job
 from tilelab.tune.work import Work, spills_in
-from tilewise.kernels.gpu.config import Blocks, family_of
-from tilewise.kernels.gpu.launch import Launch, run
+from tilewise.inspect.gpu import Blocks, Launch, family_of, run
 
 __all__ = ["perform"]
 

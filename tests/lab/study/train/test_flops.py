@@ -9,7 +9,7 @@ import torch
 
 from tilelab.study.ask.config import Model, RunConfig
 from tilelab.study.train.flops import dtype_of, gemm_peak_flops_s, peak_flops_s, per_token
-from tilewise.commands import peaks
+from tilewise.inspect import peaks
 from tilewise.kernels.cpu.core import absence
 
 

@@ -24,9 +24,9 @@ from tilelab.bench.suites.sentences import sentences
 from tilelab.bench.suites.steps import LENGTHS, QUICK_LENGTHS, Settings, Step
 from tilelab.bench.suites.tables import heading, tables
 from tilelab.common.signals import interrupts_ignored
-from tilewise.commands.known_models import KNOWN_MODELS, known_model
 from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.kernels.cpu.core import absence
+from tilewise.inspect.known_models import KNOWN_MODELS, known_model
+from tilewise.inspect.peaks import absence
 
 __all__ = ["SUITES", "compare_main", "main", "show_main"]
 

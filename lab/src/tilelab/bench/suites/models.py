@@ -19,7 +19,7 @@ from tilelab.bench.suites.steps import Settings, Step
 from tilelab.bench.suites.timed import time_all
 from tilelab.bench.suites.work import Attend, Given, Pass, Work
 from tilewise import masks, scores
-from tilewise.commands.known_models import KnownModel, known_model
+from tilewise.inspect.known_models import KnownModel, known_model
 
 __all__ = ["layer", "steps"]
 

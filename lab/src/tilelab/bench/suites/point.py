@@ -15,7 +15,7 @@ from tilelab.bench.suites.work import Work
 from tilelab.common import environment
 from tilelab.common.compact import compact_json, read_json
 from tilewise.errors import InvalidArgument
-from tilewise.kernels.cpu.core import absence
+from tilewise.inspect.peaks import absence
 
 __all__ = ["COMPLETE", "FORMAT", "INTERRUPTED", "Point", "Quantity", "Record", "Status", "groups"]
 

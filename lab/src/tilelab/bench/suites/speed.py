@@ -15,7 +15,7 @@ from tilelab.bench.suites.steps import Settings, Step
 from tilelab.bench.suites.timed import time_all
 from tilelab.bench.suites.work import Pass, Work
 from tilewise import masks
-from tilewise.kernels.cpu.core import absence
+from tilewise.inspect.peaks import absence
 
 __all__ = ["GOALS", "points_of", "steps"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise import masks
-from tilewise.engine.call import build_operands, build_problem, read_keywords
+from tilewise.inspect.calls import lowered
 from tilewise.problem import Operands, Problem
 
 __all__ = ["SEED", "Attend", "Given", "Pass", "Work", "call_of", "draw", "problem_of"]
@@ -137,6 +137,5 @@ def call_of(work: Work, given: Given, attend: Attend) -> Callable[[], Any]:
 def problem_of(work: Work, given: Given) -> tuple[Problem, Operands]:
     """Return the work as the library's own problem, with everything lowered."""
     q, k, v, _ = (x.detach() for x in given)
-    asked = read_keywords(work.masked, work.score, None, work.dropout_p, None, None, None)
-    problem = build_problem(q, k, v, asked)
-    return problem, build_operands(problem, q, k, v, asked, SEED)
+    variant = {"mask": work.masked, "score": work.score}
+    return lowered(q, k, v, **variant, dropout_p=work.dropout_p, seed=SEED)

@@ -42,9 +42,8 @@ from tilelab.study.plan import planned
 from tilelab.study.tasks.task import AbstractTask
 from tilelab.study.train.flops import dtype_of
 from tilewise.chips import Chip, named
-from tilewise.commands.answer import tell
-from tilewise.commands.shape import Asked
 from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.inspect.answer import Asked, tell
 
 __all__ = ["Predicted", "dry_run", "gpu_named", "predict"]
 

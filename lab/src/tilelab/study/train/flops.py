@@ -11,8 +11,8 @@ import time
 import torch
 
 from tilelab.study.ask.config import RunConfig
-from tilewise.commands import peaks
-from tilewise.kernels.cpu.core import absence
+from tilewise.inspect import peaks
+from tilewise.inspect.peaks import absence
 
 __all__ = ["dtype_of", "gemm_peak_flops_s", "peak_flops_s", "per_token", "synchronise"]
 

@@ -8,7 +8,6 @@ import torch
 
 import tilewise
 from tilewise.chips import Chip
-from tilewise.commands.shape import Asked
 from tilewise.engine import registry
 from tilewise.engine.explanation import told
 from tilewise.errors import InvalidArgument, Unsupported
@@ -19,9 +18,32 @@ from tilewise.plan.traffic.account import Account, account
 from tilewise.plan.traffic.words import lines
 from tilewise.problem import Problem
 from tilewise.validation import dense_problem
+from tilewise.variants import masks, scores
 from tilewise.variants.program import encode
 
-__all__ = ["Told", "tell"]
+__all__ = ["Asked", "Told", "tell"]
+
+
+class Asked(NamedTuple):
+    """The call to explain.
+
+    Args:
+        queries: B, Hq, M, D.
+        keys: B, Hk, N, D.
+        value_dim: Dv.
+        mask, score: of the call.
+        layers: of the model; 1 where none is named.
+        notes: what is to be said of it, as (name, text) pairs.
+    """
+
+    queries: tuple[int, int, int, int]
+    keys: tuple[int, int, int, int]
+    value_dim: int
+    dtype: torch.dtype
+    mask: masks.Mask | None
+    score: scores.Score | None
+    layers: int
+    notes: tuple[tuple[str, str], ...]
 
 
 class Told(NamedTuple):

@@ -1,12 +1,12 @@
-"""The machine's own peak, measured beside every case with the core's bare loops."""
+"""The compiled core: whether it is there, its instruction set, and its bare loops, the peak."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from tilewise.kernels.cpu.core import core
+from tilewise.kernels.cpu.core import absence, core
 
-__all__ = ["Clock", "isa", "loop", "measure", "team_s"]
+__all__ = ["Clock", "absence", "isa", "loop", "measure", "team_s"]
 
 Clock = Literal["cpu", "wall"]
 

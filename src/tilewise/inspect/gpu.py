@@ -1,0 +1,137 @@
+"""The GPU kernels: the chips and blocks they know, and what a pass launches.
+
+Importing this module imports no Triton; making launches does. A ``Launch`` is a value: run it, or
+compile it for a chip that is not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from torch import Tensor
+
+from tilewise.kernels.gpu.backend import empty_result
+from tilewise.kernels.gpu.config import (
+    FAMILIES,
+    KINDS,
+    PASSES,
+    WIDTHS,
+    Blocks,
+    Config,
+    Family,
+    Pass,
+    by_pointers,
+    config_for,
+    decodes,
+    family_of,
+    holds,
+    shared_need,
+    tiles_for,
+)
+from tilewise.kernels.gpu.launch import Launch, run
+from tilewise.kernels.gpu.measured import chip_of, why_unfit
+from tilewise.problem import Grads, Needs, Operands, Problem, Result
+
+if TYPE_CHECKING:
+    from tilewise.kernels.gpu.expressions.variant import Variant
+
+__all__ = [
+    "FAMILIES",
+    "KERNELS",
+    "KINDS",
+    "PASSES",
+    "WIDTHS",
+    "Blocks",
+    "Family",
+    "Launch",
+    "Overrides",
+    "Pass",
+    "backward_launches",
+    "by_pointers",
+    "chip_of",
+    "empty_result",
+    "family_of",
+    "forward_launches",
+    "holds",
+    "run",
+    "shared_need",
+    "tiles_for",
+    "why_unfit",
+]
+
+# The kernel of each pass that walks over the pairs, whose blocks are those of the pass.
+KERNELS: Mapping[Pass, str] = {
+    "forward": "attend",
+    "dkdv": "key_kernel",
+    "dq": "query_kernel",
+    "decode": "attend_split",
+}
+# Blocks of passes in the place of the family's own.
+Overrides: TypeAlias = Sequence[tuple[Pass, Blocks]]
+
+
+def forward_launches(
+    problem: Problem, operands: Operands, result: Result, family: str, overrides: Overrides = ()
+) -> Sequence[Launch]:
+    """Return the launches of the forward pass, or of the decode pass where that serves the call.
+
+    Args:
+        problem: what is asked.
+        operands: on any device, ``meta`` included.
+        result: memory for the results, as ``empty_result`` makes it.
+        family: a name of ``FAMILIES``.
+        overrides: blocks in the place of the family's own.
+    """
+    from tilewise.kernels.gpu.forward import attend, decode
+
+    make = decode.decode_launches if decodes(problem) else attend.forward_launches
+    return make(problem, operands, result, _config(family, overrides), _variant(problem, operands))
+
+
+def backward_launches(
+    problem: Problem,
+    operands: Operands,
+    result: Result,
+    cotangents: tuple[Tensor, Tensor | None],
+    needs: Needs,
+    grads: Grads,
+    family: str,
+    overrides: Overrides = (),
+) -> Sequence[Launch]:
+    """Return the launches of the backward pass.
+
+    Args:
+        problem: what is asked.
+        operands: on any device, ``meta`` included.
+        result: of the forward pass.
+        cotangents: the gradients of the output and of lse, the latter None where it is not used.
+        needs: which gradients are wanted.
+        grads: memory for these.
+        family: a name of ``FAMILIES``.
+        overrides: blocks in the place of the family's own.
+    """
+    from tilewise.kernels.gpu.backward import passes
+
+    return passes.backward_launches(
+        problem,
+        operands,
+        result,
+        *cotangents,
+        needs,
+        None,
+        grads,
+        _config(family, overrides),
+        _variant(problem, operands),
+    )
+
+
+def _config(family: str, overrides: Overrides) -> Config:
+    return config_for(family)._replace(overrides=tuple(overrides))
+
+
+def _variant(problem: Problem, operands: Operands) -> Variant:
+    from tilewise.kernels.gpu.expressions.variant import variant_of
+
+    masks, scores = operands.mask_tensors, operands.score_tensors
+    return variant_of(problem, tuple(x.dim() for x in masks), tuple(x.dim() for x in scores))

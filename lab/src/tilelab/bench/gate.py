@@ -19,7 +19,7 @@ from torch import Tensor
 from tilelab.bench.build import SEED, Operands
 from tilelab.bench.cases import DROPOUT_P, WINDOW, Case
 from tilelab.common.exactness import judge
-from tilewise.reference.philox import keep_mask
+from tilewise.inspect.calls import keep_mask
 
 __all__ = ["complaint"]
 

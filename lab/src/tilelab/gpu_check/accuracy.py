@@ -17,7 +17,7 @@ from tilelab.gpu_check.pages import PAGE_SIZES, attend_pages, few_queries
 from tilelab.gpu_check.problems import PROBLEMS, ProblemCase, find
 from tilelab.gpu_check.row import Row
 from tilelab.gpu_check.setting import Setting
-from tilewise.reference.philox import keep_mask
+from tilewise.inspect.calls import keep_mask
 from tilewise.variants.float8 import Scales
 
 __all__ = ["check", "differing", "jobs", "judged", "run"]

@@ -13,9 +13,7 @@ from torch.nn import functional
 
 from tilelab.models.packed import Packed
 from tilewise import masks
-from tilewise.reference.blocks import Block
-from tilewise.reference.programs import visible
-from tilewise.variants.lower import Extent, lower_mask
+from tilewise.inspect.calls import Block, lowered, visible
 
 __all__ = ["attend", "seen"]
 
@@ -33,10 +31,10 @@ def seen(packed: Packed, mask: masks.Mask | None, heads: int) -> Tensor:
     real = real.index_fill(0, packed.padded_rows(), True).view(batch, 1, 1, longest)
     if mask is None:
         return real
-    extent = Extent(1, heads, longest, longest, check_values=real.device.type == "cpu")
-    captured = lower_mask(mask.program, mask.captured, extent, real.device)
+    rows = torch.empty(1, heads, longest, 1, device=real.device)
+    problem, operands = lowered(rows, rows, rows, mask=mask)
     block = Block(range(longest), range(longest), longest, longest, range(1), range(heads))
-    allowed = visible(mask.program, captured, block, real.device)
+    allowed = visible(problem.mask, operands.mask_tensors, block, real.device)
     # Padding as a query sees all keys: a row that saw none would be NaN, and reach the gradients.
     return real & (allowed | ~real.transpose(-2, -1))
 

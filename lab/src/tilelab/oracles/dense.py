@@ -28,10 +28,8 @@ import math
 import torch
 from torch import Tensor
 
+from tilewise.inspect.calls import Part, apply_score, keep_mask, multiplied, parts, visible
 from tilewise.problem import Operands, Problem, Result
-from tilewise.reference.blocks import Part, multiplied, parts
-from tilewise.reference.philox import keep_mask
-from tilewise.reference.programs import apply_score, visible
 from tilewise.variants.float8 import FLOAT8, output_dtype
 
 LOG2E = math.log2(math.e)

@@ -13,10 +13,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from tilelab.oracles import extended_expressions
+from tilewise.inspect.calls import Block, Part, keep_mask, parts, visible
 from tilewise.problem import Operands, Problem
-from tilewise.reference.blocks import Block, Part, parts
-from tilewise.reference.philox import keep_mask
-from tilewise.reference.programs import visible
 from tilewise.variants.program import EXPR
 
 Array = npt.NDArray[np.longdouble]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from tilewise.reference.blocks import Block
+from tilewise.inspect.calls import Block
 from tilewise.variants.derive import differentiate
 from tilewise.variants.expr import LEAVES, Expr, Node, decode, kinds
 from tilewise.variants.program import Instr

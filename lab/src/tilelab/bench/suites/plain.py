@@ -19,10 +19,8 @@ from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
 from tilelab.bench.suites.work import SEED, Attend, Given, Work, problem_of
+from tilewise.inspect.calls import Part, apply_score, keep_mask, visible
 from tilewise.problem import Operands, Problem
-from tilewise.reference.blocks import Part
-from tilewise.reference.philox import keep_mask
-from tilewise.reference.programs import apply_score, visible
 
 __all__ = ["Keep", "Seen", "attend_rows", "chunked", "plain", "rows_kept", "seen_rows"]
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tilelab.oracles.orders.visits import Visit, Visits
+from tilewise.inspect.calls import Part, parts
 from tilewise.problem import Grads, Needs, Operands, Problem, Result
-from tilewise.reference.blocks import Part, parts
 from tilewise.reference.ledger import Ledger, Walk
 from tilewise.reference.programs import score_gradient
 from tilewise.reference.tiled import RowState, tile_gradient

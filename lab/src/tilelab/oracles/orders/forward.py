@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tilelab.oracles.orders.visits import Visit, Visits
+from tilewise.inspect.calls import Part, parts
 from tilewise.problem import Operands, Problem
-from tilewise.reference.blocks import Part, parts
 from tilewise.reference.ledger import Ledger, Walk
 from tilewise.reference.merge import merge_partial
 from tilewise.reference.tiled import forward_rows

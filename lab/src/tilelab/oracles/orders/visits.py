@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tilewise.reference.blocks import Part
+from tilewise.inspect.calls import Part
 from tilewise.reference.programs import Cover, cover
 from tilewise.reference.tiles import key_spans, query_tiles
 

@@ -66,13 +66,13 @@ def test_layers_are_means_over_the_seeds() -> None:
 def test_the_measures_of_a_run_are_the_outermost() -> None:
     records = _records({"baseline": 1.0})
     one = measure(records["optimizers/baseline/seed-0"])
-    assert (one.max_logit, one.entropy) == (41.0, 2.5)
-    assert one.entropy_low == pytest.approx(1.0)
-    of_seeds = over_seeds(list(_of(records, "baseline").values()))
-    assert of_seeds.max_logit is not None
-    assert of_seeds.max_logit.values == pytest.approx((41.0, 41.4, 41.8))
+    assert (one["max_logit"], one["entropy"]) == (41.0, 2.5)
+    assert one["entropy_low"] == pytest.approx(1.0)
+    of_seeds = over_seeds([measure(each) for each in _of(records, "baseline").values()])
+    assert of_seeds["max_logit"] is not None
+    assert of_seeds["max_logit"].values == pytest.approx((41.0, 41.4, 41.8))
     nothing = measure(records["optimizers/plain/seed-0"])
-    assert (nothing.max_logit, nothing.entropy, nothing.entropy_low) == (None, None, None)
+    assert (nothing["max_logit"], nothing["entropy"], nothing["entropy_low"]) == (None, None, None)
 
 
 def test_numbers_that_are_not_finite_are_left_out() -> None:
@@ -84,7 +84,7 @@ def test_numbers_that_are_not_finite_are_left_out() -> None:
     found = layers_of("baseline", 0, records)
     assert found is not None
     assert found.x[-1] == 7680.0
-    assert measure(broken).max_logit == pytest.approx(1.0 + 1.01 * 30)
+    assert measure(broken)["max_logit"] == pytest.approx(1.0 + 1.01 * 30)
     assert layers_of("plain", 2, {}) is None
 
 

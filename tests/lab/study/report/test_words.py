@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 
-from tilelab.study.verdict import counts as words
+from tilelab.study.verdict import text as words
 
 MINUS, TIMES = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
 

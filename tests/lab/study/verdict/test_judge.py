@@ -13,6 +13,7 @@ from tests.lab.study.records_of import Behaviour, config_of, experiment_of, reco
 from tilelab.study.ask.config import Arm, Experiment, Sweep
 from tilelab.study.verdict.decide import Comparison, Rules, decide, examine
 from tilelab.study.verdict.judge import judge
+from tilelab.study.verdict.measures import TIMES
 from tilelab.study.verdict.result import ArmVerdict, ExperimentVerdict, SeedResult
 from tilelab.study.verdict.stats import holm, paired, seeds_for_equivalence
 
@@ -82,7 +83,7 @@ def test_one_seed_decides_nothing() -> None:
     )
     assert found.effect == pytest.approx(-1.0)
     assert "one seed has no error bar" in found.reason
-    assert found.measures.loss is not None
+    assert found.measures["loss"] is not None
 
 
 def test_holm_is_over_all_arms_of_the_experiment() -> None:
@@ -152,8 +153,8 @@ def test_a_study_under_way_shows_what_it_has() -> None:
     assert (lion.label, lion.n, lion.p_holm, lion.p_equivalence) == ("incomplete", 2, None, None)
     assert lion.effect == pytest.approx(-0.1, abs=0.01)
     assert lion.reason.startswith("2 of 3 seeds are done; so far -0.10")
-    assert lion.measures.tokens_per_s is not None
-    assert len(lion.measures.tokens_per_s.values) == 3, "a run under way has a speed"
+    assert lion.measures["tokens_per_s"] is not None
+    assert len(lion.measures["tokens_per_s"].values) == 3, "a run under way has a speed"
     late = verdict(baseline=Behaviour(absent=(0, 2)))
     assert (late.baseline.status, late.baseline.incomplete) == ("incomplete", (0, 2))
     assert late.arms[0].label == "incomplete"
@@ -227,9 +228,10 @@ def test_the_speed_of_any_other_systems_arm_is_withheld(behaviour: Behaviour, la
     assert label in sdpa.speed_withheld
     measures, target = sdpa.measures, sdpa.target
     assert target is not None
+    speeds = {"tokens_per_s", "tokens_per_cpu_s", "mfu_full", "mfu_causal"}
+    assert speeds | {"step_s", "step_low_s", "step_high_s"} == TIMES
     for value in (
-        *(measures.tokens_per_s, measures.tokens_per_cpu_s, measures.mfu_full, measures.mfu_causal),
-        *(measures.step_s, measures.step_low_s, measures.step_high_s),
+        *(measures[name] for name in TIMES),
         *(measures.speed_ratio, measures.cpu_ratio),
         *(target.median_wall_s, target.median_cpu_s, target.wall_ratio),
         *(sdpa.cost.wall_s, sdpa.cost.cpu_s, sdpa.cost.sweep_wall_s, sdpa.cost.sweep_cpu_s),
@@ -238,7 +240,7 @@ def test_the_speed_of_any_other_systems_arm_is_withheld(behaviour: Behaviour, la
     assert (target.wall_s, target.cpu_s) == ((), ())
     assert measures.memory is not None, "memory is no speed"
     assert lion.speed_withheld == ""
-    assert lion.measures.tokens_per_s is not None, "a training arm's speed is its own"
+    assert lion.measures["tokens_per_s"] is not None, "a training arm's speed is its own"
     assert lion.cost.wall_s is not None
     assert sdpa.cost.tokens == lion.cost.tokens
 
@@ -279,7 +281,7 @@ def test_an_experiment_without_arms_has_measures_of_its_baseline() -> None:
     found = verdict(experiment_of())
     assert found.arms == ()
     assert found.baseline.n == 3
-    assert found.baseline.measures.tokens_per_s is not None
+    assert found.baseline.measures["tokens_per_s"] is not None
 
 
 def test_targets_are_compared_where_all_reached_them() -> None:

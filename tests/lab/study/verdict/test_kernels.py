@@ -7,8 +7,7 @@ from tilelab.study.ask.config import Arm, Experiment
 from tilelab.study.records.events import PROBED, Kernels, LayerKernel, RunRecord
 from tilelab.study.verdict.judge import judge
 from tilelab.study.verdict.kernels import kernel_flags, kernel_uses
-from tilelab.study.verdict.quantities import KernelUse
-from tilelab.study.verdict.result import KernelFlag
+from tilelab.study.verdict.result import KernelFlag, KernelUse
 
 FLASH, MATH = "sdpa flash (cpu)", "sdpa math"
 DROPOUT = Arm(name="dropout", changes={"model.dropout.attention": 0.1})

@@ -11,18 +11,21 @@ import pytest
 from tilelab.study.train.session import WARMUP_STEPS
 from tilelab.study.verdict import measures
 from tilelab.study.verdict.notes import FIRST_STEPS, SAME_START
-from tilelab.study.verdict.quantities import ArmMeasures, MemorySplit
-from tilelab.study.verdict.result import ArmVerdict, SweepResult
+from tilelab.study.verdict.result import ArmMeasures, ArmVerdict, MemorySplit, SweepResult
 
 PAGE = (Path(__file__).parents[4] / "docs" / "metrics.md").read_text()
 WORDS = " ".join(PAGE.split())
 
 
-@pytest.mark.parametrize("kind", [ArmMeasures, MemorySplit])
-def test_every_measure_is_defined(kind: type) -> None:
-    for each in fields(kind):
-        if each.name != "kernels":
-            assert f"`{each.name}`" in PAGE, each.name
+@pytest.mark.parametrize("measure", measures.MEASURES.values(), ids=lambda each: each.name)
+def test_every_measure_is_defined(measure: measures.Measure) -> None:
+    assert f"| `{measure.name}` | {measure.formula} | {measure.unit} |" in PAGE
+
+
+def test_ratios_and_memory_are_defined() -> None:
+    parts = {each.name for each in (*fields(ArmMeasures), *fields(MemorySplit))}
+    for name in parts - {"summaries", "kernels"}:
+        assert f"`{name}`" in PAGE, name
 
 
 def test_what_decides_is_defined() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from tilelab.study.verdict.quantities import Interval
+from tilelab.study.verdict.result import Interval
 from tilelab.study.verdict.stats import (
     SEEDS_LIMIT,
     equivalence,

@@ -10,8 +10,7 @@ from tests.lab.study.records_of import Behaviour, experiment_of, records_of, stu
 from tilelab.study.ask.config import Experiment, Sweep
 from tilelab.study.plan import chosen_value
 from tilelab.study.records.events import RunRecord
-from tilelab.study.verdict.quantities import Interval
-from tilelab.study.verdict.result import SweepResult
+from tilelab.study.verdict.result import Interval, SweepResult
 from tilelab.study.verdict.sweeps import all_diverged, sweep_results
 
 RATES = (3e-3, 1e-3, 1e-2, 3e-4)

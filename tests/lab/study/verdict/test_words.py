@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tilelab.study.verdict.quantities import Interval
-from tilelab.study.verdict.words import effect_text, interval_text, layers_text, p_text, seeds_text
+from tilelab.study.verdict.result import Interval
+from tilelab.study.verdict.text import effect_text, interval_text, layers_text, p_text, seeds_text
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tilelab.study.browse.find import Found
 from tilelab.study.browse.show import add_row, difference, flat, number, say_damaged, size, table_of
 from tilelab.study.browse.withheld import WITHHELD, arm_of, withheld
 from tilelab.study.records.events import RunRecord
-from tilelab.study.verdict.measures import final_metric, measure
+from tilelab.study.verdict.measures import final_metric, measure, task_metrics
 from tilelab.study.verdict.stats import paired, ratio
 from tilewise.errors import InvalidArgument
 
@@ -126,15 +126,14 @@ def _compare_arms(
 
 def _table(found: Pairs, timed: bool) -> Table:
     table = table_of("measure", "A", "B", "B - A", "95 % interval", "p", left=("measure",))
-    both = found.of(lambda record: measure(record).loss)
+    both = found.of(lambda record: measure(record)["loss"])
     add_row(table, "loss, nats per token", *_loss_cells(both))
     both = found.of(lambda record: final_metric(record, "bits_per_byte"))
     add_row(table, "bits per byte", *_loss_cells(both))
-    names = {name for each in found.first.values() for name in measure(each).metrics}
-    for name in sorted(names):
+    for name in sorted(task_metrics(map(measure, found.first.values()))):
         both = found.of(lambda record, name=name: final_metric(record, name))  # type: ignore[misc]
         add_row(table, METRICS[name].unit, *_loss_cells(both))
-    both = found.of(lambda record: measure(record).tokens_per_s)
+    both = found.of(lambda record: measure(record)["tokens_per_s"])
     speeds = _ratio_cells(both, lambda value: f"{value:,.0f}") if timed else [WITHHELD] * 3
     add_row(table, "tokens/s", *speeds)
     both = found.of(lambda record: record.memory.peak_bytes if record.memory else None)

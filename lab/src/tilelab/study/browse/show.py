@@ -21,7 +21,7 @@ from tilelab.study.browse.withheld import WITHHELD, arm_of, withheld
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord, Sample
 from tilelab.study.records.store import read_study, readable_records, study_folders, worked_on
-from tilelab.study.verdict.measures import measure
+from tilelab.study.verdict.measures import Values, measure
 from tilewise.errors import TilewiseError
 
 __all__ = ["list_studies", "say_damaged", "show"]
@@ -111,7 +111,7 @@ def _runs(records: Mapping[str, RunRecord], held: Mapping[str, str]) -> Table:
             str(record.steps[-1].step if record.steps else 0),
             number(last.loss if last else None, ".4f"),
             number(last.bits_per_byte if last else None, ".4f"),
-            WITHHELD if arm_of(name) in held else number(found.tokens_per_s, ",.0f"),
+            WITHHELD if arm_of(name) in held else number(found["tokens_per_s"], ",.0f"),
             size(record.memory.peak_bytes if record.memory else None),
         )
     return table
@@ -121,7 +121,7 @@ def _run(found: Found) -> RenderableType:
     record = found.records[found.part]
     start, took = record.start, measure(record)
     held = withheld(found.folder).get(arm_of(found.part))
-    speed = _speed(took.tokens_per_s, took.tokens_per_cpu_s, took.mfu_full, took.mfu_causal)
+    speed = _speed(took)
     head = f"{found.name}: {_status(record)}"
     if record.end is not None and record.end.reason:
         head += f" ({record.end.reason})"
@@ -136,7 +136,7 @@ def _run(found: Found) -> RenderableType:
         ("speed", f"{WITHHELD}. {held}" if held else speed),
         ("memory", _memory(record)),
         ("attention", _kernels(record)),
-        ("gradient norm", f"median {number(took.gradient_norm, '.3g')}"),
+        ("gradient norm", f"median {number(took['gradient_norm'], '.3g')}"),
         ("train loss", _curve([each.loss for each in record.steps])),
     ]
     if record.end is not None:
@@ -235,12 +235,11 @@ def _environment(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in flat(values) if value not in (None, ""))
 
 
-def _speed(
-    wall: float | None, cpu: float | None, mfu_full: float | None, mfu_causal: float | None
-) -> str:
+def _speed(took: Values) -> str:
+    wall, cpu = took["tokens_per_s"], took["tokens_per_cpu_s"]
     if wall is None:
         return "not known yet"
-    shares = [("12 L d T", mfu_full), ("6 L d T", mfu_causal)]
+    shares = [("12 L d T", took["mfu_full"]), ("6 L d T", took["mfu_causal"])]
     mfu = ", ".join(f"{share:.1%} MFU ({name})" for name, share in shares if share is not None)
     per_cpu = "" if cpu is None else f", {cpu:,.0f} a CPU-second"
     return f"{wall:,.0f} tokens/s{per_cpu}{', ' if mfu else ''}{mfu}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from tilelab.study.ask.config import Experiment, Study
 from tilelab.study.ask.metrics import METRICS, reached, value_in
-from tilelab.study.verdict.words import UNITS
+from tilelab.study.verdict.text import UNITS
 from tilewise.errors import InvalidArgument
 
 __all__ = ["check_target"]

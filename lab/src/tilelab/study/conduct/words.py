@@ -12,9 +12,14 @@ from tilelab.common.durations import in_words
 from tilelab.common.terminal import Text
 from tilelab.study.ask.config import Experiment, Study
 from tilelab.study.plan import Task
-from tilelab.study.verdict.counts import count
-from tilelab.study.verdict.quantities import ArmMeasures, Ratio
-from tilelab.study.verdict.result import ArmVerdict, ExperimentVerdict, StudyVerdict
+from tilelab.study.verdict.result import (
+    ArmMeasures,
+    ArmVerdict,
+    ExperimentVerdict,
+    Ratio,
+    StudyVerdict,
+)
+from tilelab.study.verdict.text import count
 from tilelab.study.verdict.tuning import expected_trials, known_trials
 
 __all__ = ["opening", "start", "verdicts"]

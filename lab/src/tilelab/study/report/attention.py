@@ -12,9 +12,11 @@ from tilelab.common.svg import arm_colour, arm_dashes, finish
 from tilelab.study.records.events import LayerSoftmax, RunRecord
 from tilelab.study.report.curves import LineEnd, frame, label_ends
 from tilelab.study.report.series import Series
+from tilelab.study.report.tables import number_cell
 from tilelab.study.report.view import Cell, Chart, Table
-from tilelab.study.verdict import counts as words
-from tilelab.study.verdict.result import ArmMeasures, Summary
+from tilelab.study.verdict import text as words
+from tilelab.study.verdict.measures import MEASURES
+from tilelab.study.verdict.result import ArmMeasures
 
 __all__ = ["ArmLayers", "attention_charts", "attention_table", "layers_of"]
 
@@ -175,10 +177,12 @@ def attention_table(
         cells = [_layer(each, layer) if layer < len(each.logits) else _NONE for each in arms]
         rows.append((Cell(f"layer {layer}"), *cells))
     whole = [measures[each.arm] for each in arms]
-    rows.append((Cell("largest logit of the run"), *(_number(each.max_logit, 2) for each in whole)))
-    rows.append(
-        (Cell("lowest head of the run, nats"), *(_number(each.entropy_low, 3) for each in whole))
-    )
+    for measure in MEASURES.values():
+        if measure.table == "attention":
+            cells = [
+                number_cell(each[measure.name], measure.show or words.fixed(3)) for each in whole
+            ]
+            rows.append((Cell(measure.column), *cells))
     notes = [
         "Layers: entropy in nats, mean over the heads and the seeds, at the last evaluation. The "
         "last two rows: the outermost of all layers and evaluations."
@@ -196,10 +200,3 @@ def _layer(each: ArmLayers, layer: int) -> Cell:
     low, logit = each.lowest_head[layer][-1], each.logits[layer][-1]
     note = f"lowest head {words.plain(low, 2)}, logits up to {words.plain(logit, 2)}"
     return Cell(words.plain(each.entropy[layer][-1], 2), note)
-
-
-def _number(summary: Summary | None, digits: int) -> Cell:
-    if summary is None:
-        return _NONE
-    spread = "one seed" if summary.spread is None else f"± {words.plain(summary.spread, digits)}"
-    return Cell(words.plain(summary.mean, digits), spread)

@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from tilelab.common.svg import INK, PART_COLOURS, RULE, SOFT, arm_colour, canvas, finish, place
 from tilelab.study.report.curves import WIDTH
 from tilelab.study.report.view import Chart
-from tilelab.study.verdict import counts as words
+from tilelab.study.verdict import text as words
 from tilelab.study.verdict.result import MemorySplit
 
 __all__ = ["PARTS", "ArmMemory", "ArmTarget", "memory_chart", "target_chart"]

@@ -20,10 +20,10 @@ from tilelab.study.report.plain import plain_table
 from tilelab.study.report.tables import config_table, curve_tables, evidence_tables
 from tilelab.study.report.verdicts import baseline_row, forest_of, meaning, row_of
 from tilelab.study.report.view import Experiment, Fact, Page, Writing
-from tilelab.study.verdict import counts as words
+from tilelab.study.verdict import text as words
 from tilelab.study.verdict.measures import learnt
 from tilelab.study.verdict.result import ExperimentVerdict
-from tilelab.study.verdict.words import UNITS
+from tilelab.study.verdict.text import UNITS
 
 __all__ = ["page_of"]
 

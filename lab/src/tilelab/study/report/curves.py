@@ -13,7 +13,7 @@ from tilelab.common.svg import RULE, SOFT, arm_colour, arm_dashes, canvas, finis
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.report.series import Abscissa, Series
 from tilelab.study.report.view import Chart
-from tilelab.study.verdict import counts as words
+from tilelab.study.verdict import text as words
 
 __all__ = ["HEIGHT", "WIDTH", "LineEnd", "beside_labels", "difference_chart", "frame"]
 __all__ += ["label_ends", "loss_chart"]

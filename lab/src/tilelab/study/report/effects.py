@@ -11,9 +11,9 @@ from tilelab.study.ask.metrics import ahead
 from tilelab.study.report.curves import WIDTH
 from tilelab.study.report.verdicts import digits_of
 from tilelab.study.report.view import Cell, Chart, Table
-from tilelab.study.verdict import counts as words
+from tilelab.study.verdict import text as words
 from tilelab.study.verdict.result import ExperimentVerdict, FactorEffect
-from tilelab.study.verdict.words import UNITS
+from tilelab.study.verdict.text import UNITS
 
 __all__ = ["effects_chart", "effects_table"]
 

@@ -16,9 +16,9 @@ from tilelab.study.report.series import Series, curve, difference
 from tilelab.study.report.survival import survival_chart
 from tilelab.study.report.tuned import sweep_chart
 from tilelab.study.report.view import Chart
-from tilelab.study.verdict import counts as words
+from tilelab.study.verdict import text as words
 from tilelab.study.verdict.result import ExperimentVerdict
-from tilelab.study.verdict.words import UNITS
+from tilelab.study.verdict.text import UNITS
 
 __all__ = ["Lines", "charts_of", "lines_of"]
 

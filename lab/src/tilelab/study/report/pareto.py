@@ -12,7 +12,7 @@ from tilelab.study.ask.metrics import METRICS, rank
 from tilelab.study.report.curves import HEIGHT, WIDTH
 from tilelab.study.report.verdicts import digits_of, metric_mean
 from tilelab.study.report.view import Cell, Chart, Table
-from tilelab.study.verdict import counts as words
+from tilelab.study.verdict import text as words
 from tilelab.study.verdict.result import ArmMeasures, Cost, ExperimentVerdict
 
 __all__ = ["Point", "front", "pareto_chart", "pareto_table"]

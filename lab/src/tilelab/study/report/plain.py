@@ -5,7 +5,7 @@ from __future__ import annotations
 from tilelab.study.ask import config
 from tilelab.study.need import Need, need
 from tilelab.study.report.view import Cell, Table
-from tilelab.study.verdict import counts as words
+from tilelab.study.verdict import text as words
 from tilelab.study.verdict.result import ArmMeasures, ExperimentVerdict
 
 __all__ = ["plain_table"]
@@ -50,7 +50,7 @@ def plain_table(
 
 
 def _row(arm: str, measures: ArmMeasures, withheld: bool) -> tuple[Cell, ...]:
-    step, memory = measures.step_s, measures.memory
+    step, memory = measures["step_s"], measures.memory
     time = _NONE if step is None else Cell(words.duration(step.mean))
     return (
         Cell(arm),

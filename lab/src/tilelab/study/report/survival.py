@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from tilelab.common.svg import SOFT, arm_colour, arm_dashes, finish
 from tilelab.study.report.curves import LineEnd, beside_labels, label_ends
 from tilelab.study.report.view import Cell, Chart, Table
-from tilelab.study.verdict import counts as words
+from tilelab.study.verdict import text as words
 from tilelab.study.verdict.result import ExperimentVerdict
 from tilelab.study.verdict.survival import Survival, kaplan_meier
 

@@ -13,7 +13,8 @@ from tilelab.study.report.survival import survival_table
 from tilelab.study.report.tuned import sweep_table
 from tilelab.study.report.verdicts import differences, digits_of, spelled
 from tilelab.study.report.view import Cell, Table
-from tilelab.study.verdict import counts as words
+from tilelab.study.verdict import text as words
+from tilelab.study.verdict.measures import MEASURES, Measure
 from tilelab.study.verdict.result import (
     ArmMeasures,
     ArmVerdict,
@@ -23,9 +24,9 @@ from tilelab.study.verdict.result import (
     Summary,
     TargetResult,
 )
-from tilelab.study.verdict.words import UNITS
+from tilelab.study.verdict.text import UNITS
 
-__all__ = ["config_table", "curve_tables", "evidence_tables"]
+__all__ = ["config_table", "curve_tables", "evidence_tables", "number_cell"]
 
 _NONE = Cell("\N{EN DASH}", tone="soft")
 _CURVE_ROWS = 12  # of the table of the curves, about
@@ -70,21 +71,13 @@ def evidence_tables(experiment: ExperimentVerdict) -> tuple[Table, ...]:
     return tuple(table for table in found if table is not None and table.rows)
 
 
-def _number(summary: Summary | None, show: _Show) -> Cell:
+def number_cell(summary: Summary | None, show: _Show) -> Cell:
     """Return the mean, and below it the spread over the seeds."""
     if summary is None:
         return _NONE
     if summary.spread is None:
         return Cell(show(summary.mean), "one seed")
     return Cell(show(summary.mean), f"± {show(summary.spread)}")
-
-
-def _fixed(digits: int) -> _Show:
-    return lambda number: words.plain(number, digits)
-
-
-def _percent(number: float) -> str:
-    return f"{number * 100:.3g} %" if number >= 5e-6 else "0 %"
 
 
 def _table(
@@ -104,33 +97,45 @@ def _table(
     return Table(title, ("arm", *(name for name, _ in kept)), rows, notes, key)
 
 
+def _columns(experiment: ExperimentVerdict, table: str) -> list[tuple[str, Callable[[_Arm], Cell]]]:
+    """Return the columns of the measures that a table shows."""
+    plain = words.fixed(_digits(experiment))
+
+    def shown(measure: Measure) -> Callable[[_Arm], Cell]:
+        def cell(arm: _Arm) -> Cell:
+            summary, end = arm.measures[measure.name], arm.measures[measure.to or measure.name]
+            show = measure.show or plain
+            if not measure.to or summary is None or end is None:
+                return number_cell(summary, show)
+            return Cell(f"{show(summary.mean)} to {show(end.mean)}")
+
+        return cell
+
+    return [(each.column, shown(each)) for each in MEASURES.values() if each.table == table]
+
+
+def _digits(experiment: ExperimentVerdict) -> int:
+    return max(digits_of(experiment), 4)
+
+
 def _quality(experiment: ExperimentVerdict) -> Table | None:
-    digits = max(digits_of(experiment), 4)
+    plain = words.fixed(_digits(experiment))
+    names = dict.fromkeys(name for arm in _arms(experiment) for name in arm.measures.metrics)
+
+    def of_task(metric: str) -> Callable[[_Arm], Cell]:
+        return lambda arm: number_cell(arm.measures.metrics.get(metric), plain)
+
     return _table(
         "Quality and stability",
         experiment,
         [
-            ("bits per byte", lambda arm: _number(arm.measures.bits_per_byte, _fixed(digits))),
-            ("nats per token", lambda arm: _number(arm.measures.loss, _fixed(digits))),
-            ("token perplexity", lambda arm: _number(arm.measures.perplexity, _fixed(2))),
-            ("word perplexity", lambda arm: _number(arm.measures.word_perplexity, _fixed(2))),
-            *((METRICS[name].unit, _of_task(name, digits)) for name in _names(experiment)),
-            ("gradient norm", lambda arm: _number(arm.measures.gradient_norm, _fixed(3))),
-            ("largest", lambda arm: _number(arm.measures.gradient_norm_max, _fixed(2))),
-            ("spikes", lambda arm: _number(arm.measures.spike_rate, _percent)),
+            *_columns(experiment, "quality"),
+            *((METRICS[name].unit, of_task(name)) for name in names),
+            *_columns(experiment, "stability"),
         ],
         ("Held-out data after the last step; mean and standard deviation over the seeds.",),
         "quality",
     )
-
-
-def _names(experiment: ExperimentVerdict) -> list[str]:
-    """Return the metrics of the arms' tasks, beside those of language models."""
-    return list(dict.fromkeys(name for arm in _arms(experiment) for name in arm.measures.metrics))
-
-
-def _of_task(metric: str, digits: int) -> Callable[[_Arm], Cell]:
-    return lambda arm: _number(arm.measures.metrics.get(metric), _fixed(digits))
 
 
 def _speed(experiment: ExperimentVerdict) -> Table | None:
@@ -141,27 +146,7 @@ def _speed(experiment: ExperimentVerdict) -> Table | None:
             f"Withheld for {words.listing(withheld)}: a systems arm shows its speed only once its "
             "losses have been found equal."
         )
-    return _table(
-        "Speed",
-        experiment,
-        [
-            ("tokens/s", lambda arm: _number(arm.measures.tokens_per_s, words.rate)),
-            ("tokens/CPU-s", lambda arm: _number(arm.measures.tokens_per_cpu_s, words.rate)),
-            ("step", lambda arm: _number(arm.measures.step_s, words.duration)),
-            ("first to ninth decile", _spread),
-            ("MFU, c = 12", lambda arm: _number(arm.measures.mfu_full, _percent)),
-            ("MFU, c = 6", lambda arm: _number(arm.measures.mfu_causal, _percent)),
-        ],
-        tuple(notes),
-        "speed",
-    )
-
-
-def _spread(arm: _Arm) -> Cell:
-    low, high = arm.measures.step_low_s, arm.measures.step_high_s
-    if low is None or high is None:
-        return _NONE
-    return Cell(f"{words.duration(low.mean)} to {words.duration(high.mean)}")
+    return _table("Speed", experiment, _columns(experiment, "speed"), tuple(notes), "speed")
 
 
 def _memory(experiment: ExperimentVerdict) -> Table | None:
@@ -268,7 +253,7 @@ def _cost(experiment: ExperimentVerdict) -> Table | None:
 def _seeds(experiment: ExperimentVerdict) -> Table | None:
     if not experiment.arms:
         return None
-    digits = max(digits_of(experiment), 4)
+    digits = _digits(experiment)
     # Of a sequential experiment arms have as many seeds as they needed.
     longest = max((arm.per_seed for arm in experiment.arms), key=len)
     written = [_differences(arm, digits) for arm in experiment.arms]

@@ -13,9 +13,9 @@ from tilelab.common.svg import SOFT, arm_colour, arm_dashes, finish
 from tilelab.study.report.curves import LineEnd, beside_labels, label_ends
 from tilelab.study.report.verdicts import digits_of
 from tilelab.study.report.view import Cell, Chart, Table
-from tilelab.study.verdict import counts as words
+from tilelab.study.verdict import text as words
 from tilelab.study.verdict.result import Candidate, ExperimentVerdict, SweepResult
-from tilelab.study.verdict.words import UNITS
+from tilelab.study.verdict.text import UNITS
 
 __all__ = ["sweep_chart", "sweep_table"]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from tilelab.study.ask import config
 from tilelab.study.report.view import Band, Cell, Forest, Mark, VerdictRow
-from tilelab.study.verdict import counts as words
+from tilelab.study.verdict import text as words
 from tilelab.study.verdict.result import (
     ArmMeasures,
     ArmVerdict,
@@ -18,7 +18,7 @@ from tilelab.study.verdict.result import (
     Ratio,
     Summary,
 )
-from tilelab.study.verdict.words import UNITS, seeds_text
+from tilelab.study.verdict.text import UNITS, seeds_text
 
 __all__ = ["MARKS", "baseline_row", "digits_of", "forest_of", "meaning", "row_of"]
 __all__ += ["differences", "metric_mean", "spelled"]
@@ -211,7 +211,7 @@ def baseline_row(experiment: ExperimentVerdict) -> VerdictRow:
     """Return the baseline's row: absolute numbers where the arms have ratios."""
     base, digits = experiment.baseline, digits_of(experiment)
     metric = metric_mean(base.measures, experiment)
-    speed = base.measures.tokens_per_s
+    speed = base.measures["tokens_per_s"]
     memory = base.measures.memory
     return VerdictRow(
         arm=base.name,
@@ -235,11 +235,7 @@ def baseline_row(experiment: ExperimentVerdict) -> VerdictRow:
 
 def metric_mean(measures: ArmMeasures, experiment: ExperimentVerdict) -> float | None:
     """Return the mean of the experiment's metric over the seeds."""
-    own: dict[str, Summary | None] = {
-        "loss": measures.loss,
-        "bits_per_byte": measures.bits_per_byte,
-        **measures.metrics,
-    }
+    own: dict[str, Summary | None] = {**measures.summaries, **measures.metrics}
     found = own.get(experiment.metric)
     return None if found is None else found.mean
 

@@ -20,10 +20,9 @@ from typing import Literal
 
 from tilelab.study.ask.config import Experiment
 from tilelab.study.ask.metrics import ahead
-from tilelab.study.verdict.quantities import Interval
-from tilelab.study.verdict.result import Label, SeedResult
+from tilelab.study.verdict.result import Interval, Label, SeedResult
 from tilelab.study.verdict.stats import Paired, equivalence, holm, more_seeds, paired
-from tilelab.study.verdict.words import UNITS, effect_text, interval_text, p_text, seeds_text
+from tilelab.study.verdict.text import UNITS, effect_text, interval_text, p_text, seeds_text
 
 __all__ = ["Comparison", "Decision", "Examined", "Rules", "decide", "examine"]
 

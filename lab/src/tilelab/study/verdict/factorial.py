@@ -18,7 +18,7 @@ from tilelab.study.ask.metrics import ahead
 from tilelab.study.verdict.decide import Rules
 from tilelab.study.verdict.result import Interaction, InteractionLabel, SeedResult
 from tilelab.study.verdict.stats import Paired, equivalence, holm, paired
-from tilelab.study.verdict.words import effect_text, interval_text, p_text
+from tilelab.study.verdict.text import effect_text, interval_text, p_text
 
 __all__ = ["BROKEN", "PARTIAL", "interactions", "label_of"]
 

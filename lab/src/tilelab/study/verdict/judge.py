@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,12 +14,14 @@ from tilelab.study.verdict.effects import factor_effects
 from tilelab.study.verdict.factorial import interactions
 from tilelab.study.verdict.kernels import kernel_flags, kernel_uses
 from tilelab.study.verdict.measures import (
-    RunMeasures,
+    TIMES,
+    Values,
     cost,
     final_metric,
     measure,
     over_seeds,
     status,
+    target_result,
 )
 from tilelab.study.verdict.notes import (
     agreement,
@@ -28,21 +30,23 @@ from tilelab.study.verdict.notes import (
     held_out_note,
     pairing_note,
 )
-from tilelab.study.verdict.quantities import ArmMeasures, Cost, Ratio
 from tilelab.study.verdict.result import (
+    ArmMeasures,
     ArmVerdict,
     Baseline,
+    Cost,
     ExperimentVerdict,
+    Ratio,
     SeedResult,
     Status,
     StudyVerdict,
     SweepResult,
+    TargetResult,
 )
 from tilelab.study.verdict.sequential import Judged, look_by_look
 from tilelab.study.verdict.stages import Stage, following, over
 from tilelab.study.verdict.stats import ratio
 from tilelab.study.verdict.sweeps import all_diverged, sweep_results
-from tilelab.study.verdict.targets import target_result, without_time
 from tilelab.study.verdict.tuning import rungs_of
 
 __all__ = ["judge", "stages_of", "unfolded", "wanted_seeds"]
@@ -107,10 +111,15 @@ class _Runs:
     lost: bool
 
     @cached_property
+    def values(self) -> dict[int, Values]:
+        """The measures of its finals, by seed."""
+        return {seed: measure(record) for seed, record in self.finals.items()}
+
+    @cached_property
     def measures(self) -> ArmMeasures:
         """Over its finals."""
-        finals = list(self.finals.values())
-        return replace(over_seeds(finals), kernels=kernel_uses(finals))
+        over = over_seeds(list(self.values.values()))
+        return replace(over, kernels=kernel_uses(self.finals.values()))
 
     @property
     def cost(self) -> Cost:
@@ -287,8 +296,8 @@ def _arm(
         ),
         speed_withheld=withheld,
         measures=_measures(experiment, runs, baseline, bool(withheld)),
-        cost=_without_times(runs.cost) if withheld else runs.cost,
-        target=without_time(target) if withheld and target is not None else target,
+        cost=_cost_without_times(runs.cost) if withheld else runs.cost,
+        target=_target_without_times(target) if withheld and target is not None else target,
         notes=notes,
         agrees=agreement(experiment, arm, _finals(all_runs)),
         look=look,
@@ -306,42 +315,37 @@ def _withheld(arm: Arm, decision: Decision) -> str:
 
 
 def _measures(experiment: Experiment, runs: _Runs, baseline: _Runs, withheld: bool) -> ArmMeasures:
-    mine = {seed: measure(record) for seed, record in runs.finals.items()}
-    theirs = {seed: measure(record) for seed, record in baseline.finals.items()}
+    """Return the measures of an arm with their ratios; without times where speed is withheld."""
+    hidden = TIMES if withheld else frozenset()
 
-    def of(value: Callable[[RunMeasures], float | None]) -> Ratio | None:
-        values = [(value(mine[seed]), value(theirs[seed])) for seed in mine if seed in theirs]
+    def of(name: str) -> Ratio | None:
+        values = [
+            (runs.values[seed].get(name), baseline.values[seed].get(name))
+            for seed in runs.values
+            if seed in baseline.values and name not in hidden
+        ]
         pairs = [(ours, other) for ours, other in values if ours is not None and other is not None]
         return ratio(pairs, experiment.confidence)
 
-    found = replace(
-        runs.measures,
-        speed_ratio=of(lambda each: each.tokens_per_s),
-        cpu_ratio=of(lambda each: each.tokens_per_cpu_s),
-        memory_ratio=of(lambda each: each.memory.peak_bytes if each.memory else None),
-        activations_ratio=of(lambda each: each.memory.activations_bytes if each.memory else None),
-    )
-    return _without_speed(found) if withheld else found
-
-
-def _without_speed(measures: ArmMeasures) -> ArmMeasures:
-    """Return the same with everything withheld that is a speed or a time."""
+    found = runs.measures.summaries
     return replace(
-        measures,
-        tokens_per_s=None,
-        tokens_per_cpu_s=None,
-        mfu_full=None,
-        mfu_causal=None,
-        step_s=None,
-        step_low_s=None,
-        step_high_s=None,
-        speed_ratio=None,
-        cpu_ratio=None,
+        runs.measures,
+        summaries={name: None if name in hidden else each for name, each in found.items()},
+        speed_ratio=of("tokens_per_s"),
+        cpu_ratio=of("tokens_per_cpu_s"),
+        memory_ratio=of("peak_bytes"),
+        activations_ratio=of("activations_bytes"),
     )
 
 
-def _without_times(cost: Cost) -> Cost:
+def _cost_without_times(cost: Cost) -> Cost:
     return replace(cost, wall_s=None, cpu_s=None, sweep_wall_s=None, sweep_cpu_s=None)
+
+
+def _target_without_times(target: TargetResult) -> TargetResult:
+    return replace(
+        target, wall_s=(), cpu_s=(), median_wall_s=None, median_cpu_s=None, wall_ratio=None
+    )
 
 
 def _baseline(experiment: Experiment, runs: _Runs) -> Baseline:

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from tilelab.study.ask.config import Experiment
 from tilelab.study.records.events import PROBED, RunRecord
-from tilelab.study.verdict.quantities import KernelUse
-from tilelab.study.verdict.result import KernelFlag
-from tilelab.study.verdict.words import layers_text
+from tilelab.study.verdict.result import KernelFlag, KernelUse
+from tilelab.study.verdict.text import layers_text
 
 __all__ = ["kernel_flags", "kernel_uses"]
 

@@ -1,27 +1,43 @@
-"""Measures of one run's record: quality, speed, memory, stability, cost.
+"""Measures of runs: the table of what is measured, the values of one run, and those of an arm.
 
-``docs/metrics.md`` has the definitions. Nothing here compares runs; ``judge`` does.
+``MEASURES`` has a row for every measure. Its summary over the seeds, its column in the report and
+its withholding follow from the row, and a test compares the row with ``docs/metrics.md``. Nothing
+here compares runs, except with a target; ``judge`` does.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import Literal
 
+from tilelab.study.ask.config import Experiment
 from tilelab.study.ask.metrics import METRICS, reached, value_in
-from tilelab.study.records.events import Evaluation, Memory, RunRecord, Step
-from tilelab.study.verdict.quantities import ArmMeasures, Cost, MemorySplit, Summary
-from tilelab.study.verdict.result import Status
-from tilelab.study.verdict.stats import summary
+from tilelab.study.records.events import Evaluation, RunRecord, Step
+from tilelab.study.verdict.result import (
+    ArmMeasures,
+    Cost,
+    MemorySplit,
+    Ratio,
+    Status,
+    Summary,
+    TargetResult,
+)
+from tilelab.study.verdict.stats import ratio, summary
+from tilelab.study.verdict.text import duration, fixed, percent, rate
 
 __all__ = [
+    "MEASURES",
     "SPIKE_FACTOR",
     "SPIKE_HISTORY",
     "SPIKE_WINDOW",
+    "TIMES",
+    "Measure",
     "Reach",
-    "RunMeasures",
+    "Values",
     "cost",
     "final_metric",
     "learnt",
@@ -31,6 +47,8 @@ __all__ = [
     "reach",
     "spike_rate",
     "status",
+    "target_result",
+    "task_metrics",
     "tokens_per_step",
 ]
 
@@ -39,44 +57,247 @@ SPIKE_HISTORY = 8  # fewer steps than that before it say too little
 SPIKE_FACTOR = 7.0  # robust standard deviations above the window's median
 _NORMAL_MAD = 1.4826  # standard deviation of normal numbers over their median absolute deviation
 
+# Of one run, by the names of MEASURES, of the parts of memory and of the task's metrics.
+Values = Mapping[str, float | None]
+Finals = Mapping[int, RunRecord]  # seed -> record
+
+
+class _Reading:
+    """The parts of a run's record that measures read."""
+
+    def __init__(self, record: RunRecord) -> None:
+        self.record = record
+        self.last = _last(record)
+        self.timed = [each for each in record.steps if not each.warmup]
+        self.walls = sorted(each.wall_s for each in self.timed)
+        norms = [each.gradient_norm for each in record.steps]
+        self.norms = [each for each in norms if each is not None]
+        self.layers = [each.softmaxes for each in record.evaluations if each.softmaxes]
+
+    @cached_property
+    def loss(self) -> float | None:
+        """Nats per token; None for tasks whose loss is another metric."""
+        others = () if self.last is None else self.last.metrics
+        per_token = not any(METRICS[name].replaces_loss for name in others)
+        return self.last.loss if self.last is not None and per_token else None
+
+    @cached_property
+    def tokens_per_s(self) -> float | None:
+        return self.tokens_over(sum(self.walls))
+
+    def tokens_over(self, time_s: float) -> float | None:
+        """Return the tokens of the timed steps over a time."""
+        tokens = learnt(self.record, self.timed)
+        return tokens / time_s if tokens and time_s > 0 else None
+
+    def mfu(self, convention: str) -> float | None:
+        peak = max(each.peak_flops_s for each in self.record.starts)  # the least disturbed
+        flops = self.record.start.flops_per_token.get(convention)
+        if self.tokens_per_s is None or flops is None or not peak:
+            return None
+        return flops * self.tokens_per_s / peak
+
+    def decile(self, tenth: int) -> float | None:
+        """Return a decile of the step times: the nearest one, without interpolation."""
+        return self.walls[round(tenth / 10 * (len(self.walls) - 1))] if self.walls else None
+
+    def of_layers(self, name: str) -> list[float]:
+        """Return a statistic of every attention layer at every evaluation that has it."""
+        values = [getattr(layer, name) for layers in self.layers for layer in layers]
+        return [each for each in values if each is not None]
+
+    @cached_property
+    def last_entropy(self) -> float | None:
+        """The mean over the layers at the last evaluation that has any."""
+        layers = self.layers[-1] if self.layers else []
+        values = [each.entropy for each in layers if each.entropy is not None]
+        return statistics.fmean(values) if values else None
+
 
 @dataclass(frozen=True)
-class RunMeasures:
-    """The measures of one run; None for what its record does not have.
+class Measure:
+    """A number of a run, and how an arm shows it over its seeds.
 
     Args:
-        loss, bits_per_byte, perplexity, word_perplexity: after the last step; None unless done, or
-            of another task.
-        metrics: the task's others, after the last step.
-        tokens_per_s, tokens_per_cpu_s: of the steps after the warm-up.
-        mfu_full, mfu_causal: shares of the peak, with c = 12 and c = 6.
-        step_s, step_low_s, step_high_s: median and outer deciles of the wall time of a step.
-        memory: the split.
-        gradient_norm, gradient_norm_max: over all steps that have one.
-        spike_rate: share of the steps that could be judged.
-        max_logit, entropy_low: the outermost of all layers and evaluations.
-        entropy: mean over the layers, at the last evaluation.
+        name: in ``verdict.json``.
+        formula, unit: as ``docs/metrics.md`` has them.
+        of: reads it from a run; None where the run does not have it.
+        table, column: where the report shows it; empty for nowhere.
+        show: the form of the number; None for the digits of the experiment's metric.
+        is_time: a time or a speed, which is withheld where the arm's speed is.
+        to: its column shows a range, from it to this other measure.
     """
 
-    loss: float | None = None
-    bits_per_byte: float | None = None
-    perplexity: float | None = None
-    word_perplexity: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    tokens_per_s: float | None = None
-    tokens_per_cpu_s: float | None = None
-    mfu_full: float | None = None
-    mfu_causal: float | None = None
-    step_s: float | None = None
-    step_low_s: float | None = None
-    step_high_s: float | None = None
-    memory: Memory | None = None
-    gradient_norm: float | None = None
-    gradient_norm_max: float | None = None
-    spike_rate: float | None = None
-    max_logit: float | None = None
-    entropy: float | None = None
-    entropy_low: float | None = None
+    name: str
+    formula: str
+    unit: str
+    of: Callable[[_Reading], float | None]
+    table: Literal["quality", "stability", "speed", "attention", ""] = ""
+    column: str = ""
+    show: Callable[[float], str] | None = None
+    is_time: bool = False
+    to: str = ""
+
+
+MEASURES: Mapping[str, Measure] = {
+    each.name: each
+    for each in (
+        Measure(
+            "bits_per_byte",
+            "total negative log-likelihood / (ln 2 x UTF-8 bytes of the predicted tokens)",
+            "bits per byte",
+            lambda run: run.last.bits_per_byte if run.last else None,
+            "quality",
+            "bits per byte",
+        ),
+        Measure(
+            "loss",
+            "L = total negative log-likelihood / number of predicted tokens",
+            "nats per token",
+            lambda run: run.loss,
+            "quality",
+            "nats per token",
+        ),
+        Measure(
+            "perplexity",
+            "exp(L): depends on the tokenizer",
+            "1",
+            lambda run: None if run.loss is None else _exp(run.loss),
+            "quality",
+            "token perplexity",
+            fixed(2),
+        ),
+        Measure(
+            "word_perplexity",
+            "exp(total negative log-likelihood / original words); WikiText only",
+            "1",
+            lambda run: run.last.word_perplexity if run.last else None,
+            "quality",
+            "word perplexity",
+            fixed(2),
+        ),
+        Measure(
+            "tokens_per_s",
+            "tokens of the timed steps / their wall time",
+            "tokens/s",
+            lambda run: run.tokens_per_s,
+            "speed",
+            "tokens/s",
+            rate,
+            is_time=True,
+        ),
+        Measure(
+            "tokens_per_cpu_s",
+            "the same over the CPU time of all threads of the process",
+            "tokens/CPU-s",
+            lambda run: run.tokens_over(sum(each.cpu_s for each in run.timed)),
+            "speed",
+            "tokens/CPU-s",
+            rate,
+            is_time=True,
+        ),
+        Measure(
+            "step_s",
+            "median wall time of a timed step",
+            "s",
+            lambda run: statistics.median(run.walls) if run.walls else None,
+            "speed",
+            "step",
+            duration,
+            is_time=True,
+        ),
+        Measure(
+            "step_low_s",
+            "its first decile (the nearest step, no interpolation)",
+            "s",
+            lambda run: run.decile(1),
+            "speed",
+            "first to ninth decile",
+            duration,
+            is_time=True,
+            to="step_high_s",
+        ),
+        Measure(
+            "step_high_s",
+            "its ninth decile",
+            "s",
+            lambda run: run.decile(9),
+            is_time=True,
+        ),
+        Measure(
+            "mfu_full",
+            "operations per token, c = 12, x `tokens_per_s` / peak",
+            "share of 1",
+            lambda run: run.mfu("full"),
+            "speed",
+            "MFU, c = 12",
+            percent,
+            is_time=True,
+        ),
+        Measure(
+            "mfu_causal",
+            "operations per token, c = 6, x `tokens_per_s` / peak",
+            "share of 1",
+            lambda run: run.mfu("causal"),
+            "speed",
+            "MFU, c = 6",
+            percent,
+            is_time=True,
+        ),
+        Measure(
+            "gradient_norm",
+            "median over the steps of the norm of the whole gradient, before clipping",
+            "1",
+            lambda run: statistics.median(run.norms) if run.norms else None,
+            "stability",
+            "gradient norm",
+            fixed(3),
+        ),
+        Measure(
+            "gradient_norm_max",
+            "the largest",
+            "1",
+            lambda run: max(run.norms, default=None),
+            "stability",
+            "largest",
+            fixed(2),
+        ),
+        Measure(
+            "spike_rate",
+            "share of steps whose training loss jumped",
+            "share of 1",
+            lambda run: spike_rate([each.loss for each in run.record.steps]),
+            "stability",
+            "spikes",
+            percent,
+        ),
+        Measure(
+            "max_logit",
+            "the largest attention logit of all layers and evaluations",
+            "1",
+            lambda run: max(run.of_layers("max_logit"), default=None),
+            "attention",
+            "largest logit of the run",
+            fixed(2),
+        ),
+        Measure(
+            "entropy",
+            "entropy of attention at the last evaluation, mean over the layers",
+            "nats",
+            lambda run: run.last_entropy,
+        ),
+        Measure(
+            "entropy_low",
+            "the lowest mean entropy of a head, over all layers and evaluations",
+            "nats",
+            lambda run: min(run.of_layers("lowest_head"), default=None),
+            "attention",
+            "lowest head of the run, nats",
+            fixed(3),
+        ),
+    )
+}
+TIMES = {name for name, each in MEASURES.items() if each.is_time}  # withheld with the speed
 
 
 @dataclass(frozen=True)
@@ -125,52 +346,20 @@ def status(record: RunRecord, metric: str) -> Status:
     return "incomplete" if last is None else "done"
 
 
-def measure(record: RunRecord) -> RunMeasures:
-    """Return all measures of a run, as far as it has come."""
-    if not record.starts:
-        return RunMeasures()
-    last = _last(record)
-    others = {} if last is None else last.metrics
-    per_token = not any(METRICS[name].replaces_loss for name in others)
-    loss = last.loss if last is not None and per_token else None
-    norms = [each.gradient_norm for each in record.steps if each.gradient_norm is not None]
-    timed = [each for each in record.steps if not each.warmup]
-    walls = sorted(each.wall_s for each in timed)
-    tokens = learnt(record, timed)
-    tokens_per_s = _over(tokens, sum(walls))
-    return RunMeasures(
-        loss=loss,
-        bits_per_byte=None if last is None else last.bits_per_byte,
-        perplexity=None if loss is None else _exp(loss),
-        word_perplexity=None if last is None else last.word_perplexity,
-        metrics={name: each for name, each in others.items() if each is not None},
-        tokens_per_s=tokens_per_s,
-        tokens_per_cpu_s=_over(tokens, sum(each.cpu_s for each in timed)),
-        mfu_full=_mfu(record, "full", tokens_per_s),
-        mfu_causal=_mfu(record, "causal", tokens_per_s),
-        step_s=statistics.median(walls) if walls else None,
-        step_low_s=_decile(walls, 1),
-        step_high_s=_decile(walls, 9),
-        memory=record.memory,
-        gradient_norm=statistics.median(norms) if norms else None,
-        gradient_norm_max=max(norms, default=None),
-        spike_rate=spike_rate([each.loss for each in record.steps]),
-        **_attention(record),
-    )
+def measure(record: RunRecord) -> Values:
+    """Return every measure of a run by its name, with its memory and its task's metrics."""
+    values: dict[str, float | None] = dict.fromkeys(MEASURES)
+    if record.starts:
+        run = _Reading(record)
+        values = {name: each.of(run) for name, each in MEASURES.items()}
+        values |= {} if run.last is None else run.last.metrics
+    return values if record.memory is None else values | asdict(record.memory)
 
 
-def _attention(record: RunRecord) -> dict[str, float]:
-    """Return the measures of the attention layers, for a run that has statistics."""
-    seen = [each.softmaxes for each in record.evaluations if each.softmaxes]
-    layers = [layer for each in seen for layer in each]
-    logits = [each.max_logit for each in layers if each.max_logit is not None]
-    lowest = [each.lowest_head for each in layers if each.lowest_head is not None]
-    last = [each.entropy for each in seen[-1] if each.entropy is not None] if seen else []
-    found = {}
-    if logits and lowest and last:
-        found["max_logit"], found["entropy_low"] = max(logits), min(lowest)
-        found["entropy"] = statistics.fmean(last)
-    return found
+def task_metrics(runs: Iterable[Values]) -> list[str]:
+    """Return the metrics that the task of some runs has beside those of language models."""
+    names = dict.fromkeys(name for values in runs for name in values)
+    return [name for name in names if name in METRICS and name not in MEASURES]
 
 
 def spike_rate(losses: Sequence[float | None]) -> float | None:
@@ -225,41 +414,93 @@ def cost(records: Iterable[RunRecord]) -> Cost:
     return Cost(runs, tokens, wall_s, cpu_s, sweep_runs, sweep_tokens, sweep_wall_s, sweep_cpu_s)
 
 
-def over_seeds(records: Sequence[RunRecord]) -> ArmMeasures:
-    """Summarise the measures of an arm over its seeds. Ratios and kernels are the judge's."""
-    runs = [measure(each) for each in records]
+def over_seeds(runs: Sequence[Values]) -> ArmMeasures:
+    """Summarise the values of an arm's runs. Ratios and kernels are the judge's."""
 
-    def of(name: str) -> Summary | None:
-        values = [getattr(each, name) for each in runs]
-        return summary([each for each in values if each is not None])
+    def of(names: Iterable[str]) -> dict[str, Summary | None]:
+        values = {name: [each.get(name) for each in runs] for name in names}
+        return {
+            name: summary([each for each in found if each is not None])
+            for name, found in values.items()
+        }
 
-    return ArmMeasures(
-        loss=of("loss"),
-        bits_per_byte=of("bits_per_byte"),
-        perplexity=of("perplexity"),
-        word_perplexity=of("word_perplexity"),
-        metrics=_metrics([each.metrics for each in runs]),
-        tokens_per_s=of("tokens_per_s"),
-        tokens_per_cpu_s=of("tokens_per_cpu_s"),
-        mfu_full=of("mfu_full"),
-        mfu_causal=of("mfu_causal"),
-        step_s=of("step_s"),
-        step_low_s=of("step_low_s"),
-        step_high_s=of("step_high_s"),
-        memory=_mean_memory([each.memory for each in runs if each.memory is not None]),
-        gradient_norm=of("gradient_norm"),
-        gradient_norm_max=of("gradient_norm_max"),
-        spike_rate=of("spike_rate"),
-        max_logit=of("max_logit"),
-        entropy=of("entropy"),
-        entropy_low=of("entropy_low"),
+    def known(names: Iterable[str]) -> dict[str, Summary]:
+        return {name: each for name, each in of(names).items() if each is not None}
+
+    memory = known(each.name for each in fields(MemorySplit))
+    means = {name: each.mean for name, each in memory.items()}
+    split = MemorySplit(**means) if means else None
+    return ArmMeasures(of(MEASURES), known(task_metrics(runs)), split)
+
+
+def target_result(
+    experiment: Experiment, finals: Finals, baseline: Finals | None = None
+) -> TargetResult | None:
+    """Return the cost of reaching the target in the finished runs of an arm.
+
+    Args:
+        experiment: its target, metric and seeds.
+        finals: of the arm.
+        baseline: those of the baseline, for the ratios.
+
+    Returns:
+        None where the experiment has no target.
+    """
+    target = experiment.target
+    if target is None:
+        return None
+    mine = _reaches(experiment, target, finals)
+    theirs = {} if baseline is None else _reaches(experiment, target, baseline)
+    taken = list(mine.values())
+
+    def compared(value: Callable[[Reach], float]) -> Ratio | None:
+        pairs = []
+        for seed in finals:
+            ours, other = mine.get(seed), theirs.get(seed)
+            if ours is None or other is None:
+                return None
+            pairs.append((value(ours), value(other)))
+        return ratio(pairs, experiment.confidence)
+
+    return TargetResult(
+        target=target,
+        tokens=tuple(None if each is None else each.tokens for each in taken),
+        wall_s=tuple(None if each is None else each.wall_s for each in taken),
+        cpu_s=tuple(None if each is None else each.cpu_s for each in taken),
+        reached=sum(each is not None for each in taken),
+        median_tokens=_median([math.inf if each is None else each.tokens for each in taken]),
+        median_wall_s=_median([math.inf if each is None else each.wall_s for each in taken]),
+        median_cpu_s=_median([math.inf if each is None else each.cpu_s for each in taken]),
+        tokens_ratio=compared(lambda each: each.tokens),
+        wall_ratio=compared(lambda each: each.wall_s),
+        censored=tuple(_budget(finals[seed]) for seed, each in mine.items() if each is None),
     )
 
 
-def _metrics(runs: Sequence[dict[str, float]]) -> dict[str, Summary]:
-    names = dict.fromkeys(name for each in runs for name in each)
-    found = {name: summary([each[name] for each in runs if name in each]) for name in names}
-    return {name: each for name, each in found.items() if each is not None}
+def _reaches(experiment: Experiment, target: float, finals: Finals) -> dict[int, Reach | None]:
+    """Seed -> what it took, of the runs that are over; None for a miss."""
+    return {
+        seed: reach(record, experiment.metric, target)
+        for seed, record in finals.items()
+        if record.done
+    }
+
+
+def _budget(record: RunRecord) -> float:
+    """Return tokens at the end of a run; of one that diverged, those that it should have had.
+
+    Censoring a run where it diverged would make an unstable arm look as if it had only run less.
+    """
+    if not record.diverged and record.evaluations:
+        return float(record.evaluations[-1].tokens)
+    budget, step = record.start.config["budget"], tokens_per_step(record)
+    return float(budget["steps"] * step if budget["steps"] else budget["tokens"])
+
+
+def _median(values: Sequence[float]) -> float | None:
+    """Return the median with every miss as infinite; None where that is not a number."""
+    middle = statistics.median(values) if values else math.inf
+    return middle if math.isfinite(middle) else None
 
 
 def _last(record: RunRecord) -> Evaluation | None:
@@ -270,38 +511,10 @@ def _last(record: RunRecord) -> Evaluation | None:
     return last if last.step == record.end.step else None
 
 
-def _over(amount: float, time_s: float) -> float | None:
-    return amount / time_s if amount and time_s > 0 else None
-
-
-def _mfu(record: RunRecord, convention: str, tokens_per_s: float | None) -> float | None:
-    peak = max(each.peak_flops_s for each in record.starts)  # the least disturbed measurement
-    flops = record.start.flops_per_token.get(convention)
-    if tokens_per_s is None or flops is None or not peak:
-        return None
-    return flops * tokens_per_s / peak
-
-
-def _decile(ordered: Sequence[float], tenth: int) -> float | None:
-    """Return a decile of sorted values: the nearest one, without interpolation."""
-    return ordered[round(tenth / 10 * (len(ordered) - 1))] if ordered else None
-
-
 def _spike_limit(before: Sequence[float]) -> float:
     middle = statistics.median(before)
     spread = statistics.median(abs(each - middle) for each in before)
     return middle + SPIKE_FACTOR * _NORMAL_MAD * spread
-
-
-def _mean_memory(splits: Sequence[Memory]) -> MemorySplit | None:
-    if not splits:
-        return None
-    names = [part.name for part in fields(MemorySplit)]
-    return MemorySplit(**{name: _mean(splits, name) for name in names})
-
-
-def _mean(splits: Sequence[Memory], name: str) -> float:
-    return statistics.fmean(getattr(split, name) for split in splits)
 
 
 def _exp(loss: float) -> float:

@@ -9,8 +9,8 @@ from tilelab.study.ask.config import Arm, Experiment, RunConfig, change
 from tilelab.study.ask.metrics import rank, reached
 from tilelab.study.records.events import RunRecord
 from tilelab.study.verdict.measures import final_metric, metric_of
-from tilelab.study.verdict.quantities import ArmMeasures
-from tilelab.study.verdict.words import UNITS, seeds_text
+from tilelab.study.verdict.result import ArmMeasures
+from tilelab.study.verdict.text import UNITS, seeds_text
 
 __all__ = [
     "FIRST_STEPS",
@@ -307,8 +307,8 @@ def _target(experiment: Experiment, records: Sequence[RunRecord]) -> list[str]:
 
 
 def _utilisation(measures: Iterable[ArmMeasures]) -> list[str]:
-    shares = [each.mfu_causal.mean for each in measures if each.mfu_causal is not None]
-    if max(shares, default=0.0) <= 1:
+    shares = [each["mfu_causal"] for each in measures]
+    if max((each.mean for each in shares if each is not None), default=0.0) <= 1:
         return []
     return [
         "A utilisation (MFU) above 100 %: the peak that its run measured before the start was too "

@@ -15,7 +15,7 @@ from tilelab.study.ask.designs import arm_name, changes_of, combinations_of, fra
 from tilelab.study.ask.metrics import rank
 from tilelab.study.verdict.effects import predicted
 from tilelab.study.verdict.result import ArmVerdict, ExperimentVerdict, SweepResult
-from tilelab.study.verdict.words import effect_text, listing
+from tilelab.study.verdict.text import effect_text, listing
 
 __all__ = ["Stage", "combined", "confirmed", "following", "follows", "over", "stand_ins"]
 

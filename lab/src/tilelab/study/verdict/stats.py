@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from scipy import special
 
-from tilelab.study.verdict.quantities import Interval, Ratio, Summary
+from tilelab.study.verdict.result import Interval, Ratio, Summary
 
 __all__ = [
     "SEEDS_LIMIT",

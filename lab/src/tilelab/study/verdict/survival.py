@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from scipy import special
 
-from tilelab.study.verdict.quantities import Interval
+from tilelab.study.verdict.result import Interval
 
 __all__ = ["Survival", "kaplan_meier"]
 

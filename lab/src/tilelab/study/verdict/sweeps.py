@@ -9,8 +9,7 @@ from tilelab.study.ask.config import Experiment
 from tilelab.study.ask.metrics import rank
 from tilelab.study.records.events import RunRecord
 from tilelab.study.verdict.measures import final_metric, status
-from tilelab.study.verdict.quantities import Interval
-from tilelab.study.verdict.result import Candidate, RungResult, SweepResult
+from tilelab.study.verdict.result import Candidate, Interval, RungResult, SweepResult
 from tilelab.study.verdict.tuning import Rung, rungs_of, tuning_tokens
 
 __all__ = ["all_diverged", "sweep_results"]

@@ -18,7 +18,7 @@ from tilelab.study.records.events import RunRecord
 from tilelab.study.verdict.judge import judge
 from tilelab.study.verdict.measures import tokens_per_step
 from tilelab.study.verdict.result import SweepResult
-from tilelab.study.verdict.tuning import expected_trials, known_trials, rungs_of, tuning_tokens
+from tilelab.study.verdict.sweeps import expected_trials, known_trials, rungs_of, tuning_tokens
 
 MULTIPLES = (0.125, 0.25, 0.5, 1, 2, 4, 8, 16)
 LION = Arm(name="lion", changes={"optimizer": {"name": "lion", "lr": 0.0005}})

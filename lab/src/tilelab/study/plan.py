@@ -28,8 +28,7 @@ from tilelab.study.ask.run import Run, finals
 from tilelab.study.records.events import RunRecord
 from tilelab.study.verdict.judge import stages_of, wanted_seeds
 from tilelab.study.verdict.stages import follows, stand_ins
-from tilelab.study.verdict.sweeps import sweep_results
-from tilelab.study.verdict.tuning import expected_trials, known_trials
+from tilelab.study.verdict.sweeps import expected_trials, known_trials, sweep_results
 from tilewise.errors import TilewiseError
 
 __all__ = [

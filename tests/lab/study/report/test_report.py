@@ -26,8 +26,8 @@ from tests.lab.study.report.samples import (
 from tilelab.study.ask.config import Arm, Study, Sweep
 from tilelab.study.records.events import RunRecord, Sample
 from tilelab.study.report import write
-from tilelab.study.report.definitions import DEFINITIONS
-from tilelab.study.report.gather import gather
+from tilelab.study.report.content import gather
+from tilelab.study.report.page import DEFINITIONS
 from tilewise.errors import InvalidArgument
 
 MINUS, TIMES = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"

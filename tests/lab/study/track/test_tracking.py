@@ -29,9 +29,8 @@ from tilelab.study.ask.run import Run
 from tilelab.study.conduct.conductor import Request, conduct
 from tilelab.study.records import store
 from tilelab.study.records.events import LayerSoftmax, RunRecord
-from tilelab.study.track.registry import trackers
 from tilelab.study.track.tracker import AbstractTracker, Point, TrackedRun
-from tilelab.study.track.tracking import Tracking
+from tilelab.study.track.tracking import Tracking, trackers
 from tilewise.errors import InvalidArgument
 
 STEPS, EVERY = 40, 10

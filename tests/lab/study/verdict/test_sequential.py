@@ -13,10 +13,9 @@ from tests.lab.study.agendas import work
 from tests.lab.study.records_of import Behaviour, experiment_of, study_of
 from tilelab.study.ask.config import Confirm, Experiment, Sequential, Study
 from tilelab.study.plan import Agenda
-from tilelab.study.verdict.decide import Comparison
+from tilelab.study.verdict.decide import Comparison, Judged, look_by_look
 from tilelab.study.verdict.judge import judge, wanted_seeds
 from tilelab.study.verdict.result import SeedResult
-from tilelab.study.verdict.sequential import Judged, look_by_look
 
 LOOKS = (3, 6, 9, 12)
 RULE = Sequential(looks=LOOKS)

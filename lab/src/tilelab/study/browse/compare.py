@@ -17,9 +17,8 @@ from rich.table import Table
 
 from tilelab.common.terminal import Text
 from tilelab.study.ask.metrics import METRICS
-from tilelab.study.browse.find import Found
+from tilelab.study.browse.find import WITHHELD, Found, arm_of
 from tilelab.study.browse.show import add_row, difference, flat, number, say_damaged, size, table_of
-from tilelab.study.browse.withheld import WITHHELD, arm_of, withheld
 from tilelab.study.records.events import RunRecord
 from tilelab.study.verdict.measures import final_metric, measure, task_metrics
 from tilelab.study.verdict.stats import paired, ratio
@@ -88,7 +87,7 @@ def compare(first: Found, second: Found, console: Console) -> None:
         came = f"{first.name} and {second.name}, which have no arm in common"
         raise InvalidArgument("compare", came, "two arms, two runs, or studies with equal arms")
     console.print(Text(f"A: {first.name}\nB: {second.name}"), soft_wrap=True)
-    held_a, held_b = withheld(first.folder), withheld(second.folder)
+    held_a, held_b = first.withheld(), second.withheld()
     for a, b in matched:
         title = a if a == b else f"{a} (A) and {b} (B)"
         held = {arm: why[arm] for arm, why in ((a, held_a), (b, held_b)) if arm in why}

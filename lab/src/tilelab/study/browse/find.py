@@ -7,10 +7,13 @@ from pathlib import Path
 
 from tilelab.study.ask.registry import nearest
 from tilelab.study.records.events import CorruptRecordError, RunRecord
-from tilelab.study.records.store import STUDY, readable_records, study_folders
+from tilelab.study.records.store import STUDY, read_study, readable_records, study_folders
+from tilelab.study.verdict.judge import judge
 from tilewise.errors import InvalidArgument
 
-__all__ = ["Found", "find", "find_run", "find_study"]
+__all__ = ["WITHHELD", "Found", "arm_of", "find", "find_run", "find_study"]
+
+WITHHELD = "withheld"  # in place of a speed that the verdict does not show
 
 _REQUIRED = (
     "a study (laptop, laptop-0123456789ab or its folder), or in it an arm or a run "
@@ -27,17 +30,37 @@ class Found:
         part: ``""`` for all of it, ``experiment``, ``experiment/arm``, or a run's name.
         records: of the runs of that part that have begun, by name.
         damaged: why the record of a run of that part cannot be read, by the run's name.
+        study_records: of all runs of the study that have begun.
     """
 
     folder: Path
     part: str
     records: dict[str, RunRecord]
     damaged: dict[str, str]
+    study_records: dict[str, RunRecord]
 
     @property
     def name(self) -> str:
         """The name that the command line takes."""
         return f"{self.folder.name}:{self.part}" if self.part else self.folder.name
+
+    def withheld(self) -> dict[str, str]:
+        """``experiment/arm`` -> why its speed is not shown; the other arms are not in it.
+
+        All of the study is judged, whatever part of it is to be shown.
+        """
+        verdict = judge(read_study(self.folder).study, self.study_records)
+        return {
+            f"{experiment.experiment}/{arm.arm}": arm.speed_withheld
+            for experiment in verdict.experiments
+            for arm in experiment.arms
+            if arm.speed_withheld
+        }
+
+
+def arm_of(run: str) -> str:
+    """``experiment/arm`` of the name of a run."""
+    return run.rpartition("/")[0]
 
 
 def find_study(name: str, out: Path) -> Path:
@@ -121,7 +144,7 @@ def _part(folder: Path, part: str, name: str) -> Found:
         known = list(readable_records(folder).whole)
         fix = nearest(part, [*known, *_parts(known)])
         raise InvalidArgument("name", f"{name!r}, of which nothing has run", _REQUIRED, fix)
-    return found or Found(folder, part, {}, {})
+    return found or Found(folder, part, {}, {}, {})
 
 
 def _below(folder: Path, part: str) -> Found | None:
@@ -132,8 +155,8 @@ def _below(folder: Path, part: str) -> Found | None:
     lost = {name: damaged[name] for name in names if name in damaged}
     if lost and not records:
         raise CorruptRecordError("\n".join(lost.values()))
-    return Found(folder, part, records, lost) if records else None
+    return Found(folder, part, records, lost, whole) if records else None
 
 
 def _parts(runs: list[str]) -> set[str]:
-    return {run.rpartition("/")[0] for run in runs}
+    return set(map(arm_of, runs))

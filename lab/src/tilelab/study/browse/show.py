@@ -16,8 +16,7 @@ from tilelab.common.durations import in_words
 from tilelab.common.terminal import Text
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.ask.run import RECORD
-from tilelab.study.browse.find import Found
-from tilelab.study.browse.withheld import WITHHELD, arm_of, withheld
+from tilelab.study.browse.find import WITHHELD, Found, arm_of
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord, Sample
 from tilelab.study.records.store import read_study, readable_records, study_folders, worked_on
@@ -74,7 +73,7 @@ def show(found: Found, console: Console) -> None:
     stored = read_study(found.folder)
     console.print(Text(f"{found.name}: {stored.study.question}"), soft_wrap=True)
     console.print(Text(f"Command: {stored.command}"), soft_wrap=True)
-    held = withheld(found.folder)
+    held = found.withheld()
     console.print(_runs(found.records, held))
     for arm in dict.fromkeys(map(arm_of, found.records)):
         if arm in held:
@@ -120,7 +119,7 @@ def _runs(records: Mapping[str, RunRecord], held: Mapping[str, str]) -> Table:
 def _run(found: Found) -> RenderableType:
     record = found.records[found.part]
     start, took = record.start, measure(record)
-    held = withheld(found.folder).get(arm_of(found.part))
+    held = found.withheld().get(arm_of(found.part))
     speed = _speed(took)
     head = f"{found.name}: {_status(record)}"
     if record.end is not None and record.end.reason:

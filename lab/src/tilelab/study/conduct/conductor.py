@@ -39,8 +39,7 @@ from tilelab.study.need import gpu_need, host_need
 from tilelab.study.plan import Agenda, Task
 from tilelab.study.records import store
 from tilelab.study.records.events import RunRecord
-from tilelab.study.track.registry import trackers
-from tilelab.study.track.tracking import Tracking
+from tilelab.study.track.tracking import Tracking, trackers
 from tilelab.study.train.state import CHECKPOINT, step_of
 from tilelab.study.train.team import Strategy, check
 from tilelab.study.verdict.judge import judge

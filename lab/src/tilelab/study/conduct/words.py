@@ -19,8 +19,8 @@ from tilelab.study.verdict.result import (
     Ratio,
     StudyVerdict,
 )
+from tilelab.study.verdict.sweeps import expected_trials, known_trials
 from tilelab.study.verdict.text import count
-from tilelab.study.verdict.tuning import expected_trials, known_trials
 
 __all__ = ["opening", "start", "verdicts"]
 

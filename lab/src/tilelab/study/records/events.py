@@ -1,13 +1,18 @@
 """The record of a run: one append-only file of JSON lines. Nothing else is ever believed.
 
 Every line is one event. A line is written whole and flushed, so a crash loses at most the line in
-flight; a reader drops a last line that does not end. Every line has a checksum (see ``lines``). A
+flight; a reader drops a last line that does not end. A
 run that is resumed writes another ``Start`` with the step it goes on from. A reader forgets the
 steps and evaluations after that step: they are done again, with the same bits but other timings. A
 record that lacks steps is not done, whatever its end says.
 
 Losses of language models are in nats per token. A number that is not finite is stored as null;
 ``End`` says why.
+
+A line is a JSON object whose last field is ``check``: the CRC-32 of the line before, then of this
+line without the field. So a number that was edited, and a line that was removed, doubled or moved,
+are noticed. Lines of records that older versions wrote have no checksum: they come first, or are
+all there are.
 """
 
 from __future__ import annotations
@@ -15,12 +20,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from tilelab.study.records.lines import mended, sealed, whole_lines
 from tilewise.errors import TilewiseError
 
 __all__ = [
@@ -41,6 +47,57 @@ __all__ = [
     "Writer",
     "finite",
 ]
+
+_CHECK = re.compile(rb',"check":"([0-9a-f]{8})"\}$')
+
+
+class _DamagedLine(ValueError):  # noqa: N818  reads as what is wrong
+    """A line is not as it was written, or does not follow the line before it."""
+
+
+def _sealed(line: str, before: bytes) -> bytes:
+    """Return a line of JSON, newline included, with its checksum.
+
+    Args:
+        line: an object with at least one field, newline included.
+        before: the line before it in the file; empty for the first.
+    """
+    body = line.rstrip("\n").encode()
+    return body[:-1] + b',"check":"%08x"}\n' % zlib.crc32(body, zlib.crc32(before))
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[int, bytes, _DamagedLine | None]]:
+    """Yield number and text of every whole line, and what is wrong with it.
+
+    A last line that does not end is left out: it was in flight when the writer died.
+    """
+    *whole, _torn = path.read_bytes().split(b"\n")
+    before, seals = b"", False
+    for number, line in enumerate(whole, 1):
+        found = _CHECK.search(line)
+        wrong = None
+        if found:
+            seals = True
+            body = line[: found.start()] + b"}"
+            if int(found[1], 16) != zlib.crc32(body, zlib.crc32(before)):
+                wrong = _DamagedLine("its checksum is of another line, or of another line before")
+        elif seals:
+            wrong = _DamagedLine("it has no checksum, and a line before it has one")
+        yield number, line, wrong
+        before = line + b"\n"
+
+
+def _mended(path: Path) -> bytes:
+    """Cut off a torn last line; return the last whole line, empty where there is none."""
+    if not path.exists():
+        return b""
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+    return data[data.rfind(b"\n", 0, max(0, whole - 1)) + 1 : whole]
+
 
 FORMAT = 1
 PROBED = " (eager probe)"  # end of a kernel's name: of a compiled model, see ``train/guard.py``
@@ -367,7 +424,7 @@ class Writer:
     """
 
     def __init__(self, path: Path) -> None:
-        self._before = mended(path)
+        self._before = _mended(path)
         self._file = path.open("ab", buffering=0)
 
     def write(self, event: Event) -> None:
@@ -376,7 +433,7 @@ class Writer:
         Raises:
             OSError: there is no room. What is in the file already stays as it was.
         """
-        line = whole = sealed(event.line(), self._before)
+        line = whole = _sealed(event.line(), self._before)
         before = os.fstat(self._file.fileno()).st_size
         try:
             while line:  # a disk that fills up takes a part first, and refuses the rest
@@ -410,7 +467,7 @@ def _planned_steps(config: dict[str, Any]) -> int:
 def _events(path: Path) -> Iterator[Event]:
     if not path.exists():
         return
-    for number, line, wrong in whole_lines(path):
+    for number, line, wrong in _whole_lines(path):
         try:
             event = _event(json.loads(line))
             if wrong is not None:

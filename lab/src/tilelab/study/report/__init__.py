@@ -1,5 +1,36 @@
 """The report: a page and its Markdown twin, made from a study's config and records alone."""
 
-from tilelab.study.report.files import write
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tilelab.common.files import write_atomically
+from tilelab.study.report.content import gather, page_of
+from tilelab.study.report.page import html, markdown
+from tilewise.commands.visible import visible
 
 __all__ = ["write"]
+
+
+def write(folder: Path) -> tuple[Path, Path]:
+    """Write ``report.html``, ``report.md`` and ``verdict.json`` from a study's config and records.
+
+    Args:
+        folder: of a study, finished or not.
+
+    Returns:
+        the paths of the page and of its Markdown twin.
+
+    Raises:
+        InvalidArgument: it is no study's folder.
+        DiskFullError: there is no room; older reports are still there.
+    """
+    evidence = gather(folder)
+    page = page_of(evidence)
+    paths = folder / "report.html", folder / "report.md"
+    for path, text in zip(paths, (visible(html(page)), visible(markdown(page))), strict=True):
+        write_atomically(path, text)
+    verdict = json.dumps(evidence.verdict.as_json(), indent=1)
+    write_atomically(folder / "verdict.json", verdict + "\n")
+    return paths

@@ -10,17 +10,14 @@ from markupsafe import Markup
 
 from tilelab.common.svg import arm_colour, arm_dashes, finish
 from tilelab.study.records.events import LayerSoftmax, RunRecord
-from tilelab.study.report.curves import LineEnd, frame, label_ends
-from tilelab.study.report.series import Series
+from tilelab.study.report.lines import LineEnd, Series, frame, label_ends
 from tilelab.study.report.tables import number_cell
-from tilelab.study.report.view import Cell, Chart, Table
+from tilelab.study.report.view import NONE, Cell, Chart, Table
 from tilelab.study.verdict import text as words
 from tilelab.study.verdict.measures import MEASURES
 from tilelab.study.verdict.result import ArmMeasures
 
 __all__ = ["ArmLayers", "attention_charts", "attention_table", "layers_of"]
-
-_NONE = Cell("\N{EN DASH}", tone="soft")
 
 
 class ArmLayers(NamedTuple):
@@ -174,7 +171,7 @@ def attention_table(
         return None
     rows = []
     for layer in range(max(len(each.logits) for each in arms)):
-        cells = [_layer(each, layer) if layer < len(each.logits) else _NONE for each in arms]
+        cells = [_layer(each, layer) if layer < len(each.logits) else NONE for each in arms]
         rows.append((Cell(f"layer {layer}"), *cells))
     whole = [measures[each.arm] for each in arms]
     for measure in MEASURES.values():

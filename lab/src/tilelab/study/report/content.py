@@ -1,31 +1,180 @@
-"""Puts the page together: evidence in, words and figures out."""
+"""From the folder of a study to its page: reads the evidence, puts words and figures together."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tilewise
 from tilelab.common.svg import house_style
 from tilelab.study.ask import config
 from tilelab.study.plan import Agenda
-from tilelab.study.records.events import Sample
-from tilelab.study.report.attention import attention_table
-from tilelab.study.report.definitions import DEFINITIONS
-from tilelab.study.report.figures import charts_of, lines_of
-from tilelab.study.report.gather import Evidence
-from tilelab.study.report.plain import plain_table
-from tilelab.study.report.tables import config_table, curve_tables, evidence_tables
+from tilelab.study.records.events import RunRecord, Sample
+from tilelab.study.records.store import StoredStudy, read_study, readable_records
+from tilelab.study.report.attention import ArmLayers, attention_charts, attention_table, layers_of
+from tilelab.study.report.costs import (
+    ArmMemory,
+    ArmTarget,
+    memory_chart,
+    pareto_chart,
+    survival_chart,
+    target_chart,
+)
+from tilelab.study.report.lines import Series, curve, difference, difference_chart, loss_chart
+from tilelab.study.report.page import DEFINITIONS
+from tilelab.study.report.tables import config_table, curve_tables, evidence_tables, plain_table
+from tilelab.study.report.tuning import effects_chart, sweep_chart
 from tilelab.study.report.verdicts import baseline_row, forest_of, meaning, row_of
-from tilelab.study.report.view import Experiment, Fact, Page, Writing
+from tilelab.study.report.view import Chart, Experiment, Fact, Page, Writing
 from tilelab.study.verdict import text as words
+from tilelab.study.verdict.judge import unfolded
 from tilelab.study.verdict.measures import learnt
-from tilelab.study.verdict.result import ExperimentVerdict
+from tilelab.study.verdict.result import ExperimentVerdict, StudyVerdict
 from tilelab.study.verdict.text import UNITS
 
-__all__ = ["page_of"]
+__all__ = ["Evidence", "Lines", "charts_of", "gather", "lines_of", "page_of"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A study, what its runs have written, and what that says.
+
+    Args:
+        stored: what was asked, the command, and where it ran.
+        records: of every run that has begun and whose record can be read, by the run's name.
+        verdict: of the judge.
+        folder: of the study.
+        experiments: the config's, each with the stages that follow from it; as in the verdict.
+        damaged: why the record of a run cannot be read, by the run's name.
+    """
+
+    stored: StoredStudy
+    records: Mapping[str, RunRecord]
+    verdict: StudyVerdict
+    folder: Path
+    experiments: tuple[config.Experiment, ...]
+    damaged: Mapping[str, str]
+
+    def finals(self, experiment: config.Experiment, arm: str) -> dict[int, RunRecord]:
+        """Return the runs of an arm that count, by seed; those that have not begun are left out."""
+        names = {seed: f"{experiment.name}/{arm}/seed-{seed}" for seed in experiment.seeds}
+        return {seed: self.records[name] for seed, name in names.items() if name in self.records}
+
+
+def gather(folder: Path) -> Evidence:
+    """Read a study's folder.
+
+    Raises:
+        InvalidArgument: it is no study's folder, or its ``study.json`` was changed.
+    """
+    stored, (records, damaged) = read_study(folder), readable_records(folder)
+    experiments, verdict = unfolded(stored.study, records)
+    return Evidence(stored, records, verdict, folder, experiments, damaged)
+
+
+class Lines(NamedTuple):
+    """The contents of the line figures.
+
+    Args:
+        tokens: held-out metric by tokens, the baseline first.
+        time: the same by time; arms whose speed is withheld are not in it.
+        gaps: every arm less the baseline, by tokens.
+        withheld: those arms.
+        layers: the attention layers of the arms that have statistics of them.
+    """
+
+    tokens: tuple[Series, ...]
+    time: tuple[Series, ...]
+    gaps: tuple[Series, ...]
+    withheld: tuple[str, ...]
+    layers: tuple[ArmLayers, ...]
+
+
+def lines_of(planned: config.Experiment, verdict: ExperimentVerdict, evidence: Evidence) -> Lines:
+    """Return the lines of an experiment.
+
+    Args:
+        planned: its config.
+        verdict: of it.
+        evidence: with the records.
+    """
+    metric = verdict.metric
+    runs = [(arm, evidence.finals(planned, arm)) for arm in planned.arm_names]
+    withheld = tuple(arm.arm for arm in verdict.arms if arm.speed_withheld)
+    (_, base), *others = runs
+    return Lines(
+        tuple(curve(arm, at, each, metric, "tokens") for at, (arm, each) in enumerate(runs)),
+        tuple(
+            curve(arm, at, each, metric, "time")
+            for at, (arm, each) in enumerate(runs)
+            if arm not in withheld
+        ),
+        tuple(difference(arm, at, each, base, metric) for at, (arm, each) in enumerate(others, 1)),
+        withheld,
+        tuple(
+            each
+            for at, (arm, records) in enumerate(runs)
+            if (each := layers_of(arm, at, records)) is not None
+        ),
+    )
+
+
+def charts_of(verdict: ExperimentVerdict, lines: Lines, slug: str) -> Iterator[Chart]:
+    """Return the figures for which there is something to show.
+
+    Args:
+        verdict: of the experiment.
+        lines: of it.
+        slug: unique in the page; begins the figures' names.
+    """
+    metric, base = verdict.metric, verdict.baseline.name
+    time = loss_chart(lines.time, "time", metric, f"{slug}-time")
+    if time is not None and lines.withheld:
+        held = f" Withheld: {words.listing(list(lines.withheld))}."
+        time = time._replace(caption=time.caption + held)
+    found = (
+        loss_chart(lines.tokens, "tokens", metric, f"{slug}-tokens"),
+        difference_chart(lines.gaps, verdict.smallest_effect, metric, base, f"{slug}-difference"),
+        time,
+        effects_chart(verdict.effects, metric, f"{slug}-effects"),
+        _memory(verdict, f"{slug}-memory"),
+        *_targets(verdict, slug),
+        pareto_chart(verdict, f"{slug}-pareto"),
+        sweep_chart(verdict.sweeps, UNITS[metric], f"{slug}-sweep"),
+        *attention_charts(lines.layers, slug),
+    )
+    return (chart for chart in found if chart is not None)
+
+
+def _memory(verdict: ExperimentVerdict, name: str) -> Chart | None:
+    known = [
+        ArmMemory(arm.name, at, arm.measures.memory)
+        for at, arm in enumerate(verdict.all_arms)
+        if arm.measures.memory is not None
+    ]
+    return memory_chart(known, name)
+
+
+def _targets(verdict: ExperimentVerdict, slug: str) -> list[Chart | None]:
+    known = [
+        (arm.name, at, arm.target)
+        for at, arm in enumerate(verdict.all_arms)
+        if arm.target is not None
+    ]
+    if not known:
+        return []
+    said = f"{known[0][2].target:g} {UNITS[verdict.metric]}"
+    tokens = [ArmTarget(arm, at, each.tokens) for arm, at, each in known if each.tokens]
+    time = [ArmTarget(arm, at, each.wall_s) for arm, at, each in known if each.wall_s]
+    return [
+        target_chart(tokens, "training tokens", f"Tokens to {said}", said, f"{slug}-target-tokens"),
+        target_chart(time, "seconds of training", f"Time to {said}", said, f"{slug}-target-time"),
+        survival_chart(verdict, said, f"{slug}-survival"),
+    ]
+
 
 _MOST_NAMED = 12  # runs that are missing, by name
 
@@ -124,8 +273,7 @@ def _experiment(
     wrote, wrote_note = _writings(planned, evidence)
     plain = plain_table(planned, verdict, evidence.stored.environment.get("memory_bytes"))
     with_layers = {each.arm for each in lines.layers}
-    measures = {verdict.baseline.name: verdict.baseline.measures}
-    measures |= {each.arm: each.measures for each in verdict.arms}
+    measures = {each.name: each.measures for each in verdict.all_arms}
     without = [arm for arm in planned.arm_names if arm not in with_layers]
     attention = attention_table(lines.layers, measures, without)
     protocol = (

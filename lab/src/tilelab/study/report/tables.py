@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from tilelab.study.ask import config
 from tilelab.study.ask.metrics import METRICS
-from tilelab.study.report.effects import effects_table
-from tilelab.study.report.pareto import pareto_table
-from tilelab.study.report.series import Series
-from tilelab.study.report.survival import survival_table
-from tilelab.study.report.tuned import sweep_table
+from tilelab.study.need import Need, need
+from tilelab.study.report.costs import pareto_table, survival_table
+from tilelab.study.report.lines import Series
+from tilelab.study.report.tuning import effects_table, sweep_table
 from tilelab.study.report.verdicts import differences, digits_of, spelled
-from tilelab.study.report.view import Cell, Table
+from tilelab.study.report.view import NONE, Cell, Table
 from tilelab.study.verdict import text as words
 from tilelab.study.verdict.measures import MEASURES, Measure
 from tilelab.study.verdict.result import (
     ArmMeasures,
     ArmVerdict,
-    Cost,
+    Baseline,
     ExperimentVerdict,
     Interaction,
     Summary,
@@ -26,30 +26,13 @@ from tilelab.study.verdict.result import (
 )
 from tilelab.study.verdict.text import UNITS
 
-__all__ = ["config_table", "curve_tables", "evidence_tables", "number_cell"]
+__all__ = ["config_table", "curve_tables", "evidence_tables", "number_cell", "plain_table"]
 
-_NONE = Cell("\N{EN DASH}", tone="soft")
 _CURVE_ROWS = 12  # of the table of the curves, about
 _Show = Callable[[float], str]
 
 
-class _Arm(NamedTuple):
-    """The fields that the baseline and an arm have in common."""
-
-    name: str
-    measures: ArmMeasures
-    cost: Cost
-    target: TargetResult | None
-    withheld: bool
-
-
-def _arms(experiment: ExperimentVerdict) -> list[_Arm]:
-    base = experiment.baseline
-    others = [
-        _Arm(each.arm, each.measures, each.cost, each.target, bool(each.speed_withheld))
-        for each in experiment.arms
-    ]
-    return [_Arm(base.name, base.measures, base.cost, base.target, False), *others]
+_Arm = Baseline | ArmVerdict
 
 
 def evidence_tables(experiment: ExperimentVerdict) -> tuple[Table, ...]:
@@ -74,7 +57,7 @@ def evidence_tables(experiment: ExperimentVerdict) -> tuple[Table, ...]:
 def number_cell(summary: Summary | None, show: _Show) -> Cell:
     """Return the mean, and below it the spread over the seeds."""
     if summary is None:
-        return _NONE
+        return NONE
     if summary.spread is None:
         return Cell(show(summary.mean), "one seed")
     return Cell(show(summary.mean), f"± {show(summary.spread)}")
@@ -88,9 +71,9 @@ def _table(
     key: str = "",
 ) -> Table | None:
     """Return a row per arm; columns and rows of which nothing is known are left out."""
-    arms = _arms(experiment)
+    arms = experiment.all_arms
     shown = [(name, [show(arm) for arm in arms]) for name, show in columns]
-    kept = [(name, cells) for name, cells in shown if any(cell != _NONE for cell in cells)]
+    kept = [(name, cells) for name, cells in shown if any(cell != NONE for cell in cells)]
     if not kept:
         return None
     rows = tuple((Cell(arm.name), *(cells[at] for _, cells in kept)) for at, arm in enumerate(arms))
@@ -120,7 +103,7 @@ def _digits(experiment: ExperimentVerdict) -> int:
 
 def _quality(experiment: ExperimentVerdict) -> Table | None:
     plain = words.fixed(_digits(experiment))
-    names = dict.fromkeys(name for arm in _arms(experiment) for name in arm.measures.metrics)
+    names = dict.fromkeys(name for arm in experiment.all_arms for name in arm.measures.metrics)
 
     def of_task(metric: str) -> Callable[[_Arm], Cell]:
         return lambda arm: number_cell(arm.measures.metrics.get(metric), plain)
@@ -139,7 +122,7 @@ def _quality(experiment: ExperimentVerdict) -> Table | None:
 
 
 def _speed(experiment: ExperimentVerdict) -> Table | None:
-    withheld = [arm.name for arm in _arms(experiment) if arm.withheld]
+    withheld = [arm.arm for arm in experiment.arms if arm.speed_withheld]
     notes = ["Optimizer steps alone: evaluation and the first steps of a process are left out."]
     if withheld:
         notes.append(
@@ -153,7 +136,7 @@ def _memory(experiment: ExperimentVerdict) -> Table | None:
     def part(name: str) -> Callable[[_Arm], Cell]:
         def show(arm: _Arm) -> Cell:
             split = arm.measures.memory
-            return _NONE if split is None else Cell(words.size(getattr(split, name)))
+            return NONE if split is None else Cell(words.size(getattr(split, name)))
 
         return show
 
@@ -163,7 +146,7 @@ def _memory(experiment: ExperimentVerdict) -> Table | None:
 
 
 def _target(experiment: ExperimentVerdict) -> Table | None:
-    results = [arm.target for arm in _arms(experiment) if arm.target is not None]
+    results = [arm.target for arm in experiment.all_arms if arm.target is not None]
     if not results:
         return None
 
@@ -174,13 +157,13 @@ def _target(experiment: ExperimentVerdict) -> Table | None:
                 found = getattr(arm.target, ratio) if ratio else None
                 return Cell(show(value), "" if found is None else words.ratio(found.value))
             missed = arm.target is not None and arm.target.tokens and not _half(arm.target)
-            return Cell("not reached", tone="soft") if missed else _NONE
+            return Cell("not reached", tone="soft") if missed else NONE
 
         return cell
 
     def reached(arm: _Arm) -> Cell:
         if arm.target is None:
-            return _NONE
+            return NONE
         return Cell(f"{arm.target.reached} of {len(arm.target.tokens)}")
 
     return _table(
@@ -206,7 +189,7 @@ def _half(target: TargetResult) -> bool:
 
 def _kernels(experiment: ExperimentVerdict) -> Table:
     rows = []
-    for arm in _arms(experiment):
+    for arm in experiment.all_arms:
         for use in arm.measures.kernels:
             layers = ", ".join(str(layer) for layer in use.layers)
             cells = (Cell(use.kernel), Cell(layers), Cell(words.integer(use.calls)))
@@ -228,12 +211,12 @@ def _or_withheld(value: float | None, show: _Show, note: str = "") -> Cell:
 def _cost(experiment: ExperimentVerdict) -> Table | None:
     def trials(arm: _Arm) -> Cell:
         if not arm.cost.sweep_runs:
-            return _NONE
+            return NONE
         runs = words.count(arm.cost.sweep_runs, "run")
         return _or_withheld(arm.cost.sweep_cpu_s, words.duration, runs)
 
     def of(name: str, show: _Show) -> Callable[[_Arm], Cell]:
-        return lambda arm: _or_withheld(getattr(arm.cost, name), show) if arm.cost.runs else _NONE
+        return lambda arm: _or_withheld(getattr(arm.cost, name), show) if arm.cost.runs else NONE
 
     return _table(
         "What it cost",
@@ -260,7 +243,7 @@ def _seeds(experiment: ExperimentVerdict) -> Table | None:
     rows = []
     for at, seed in enumerate(longest):
         base = Cell("" if seed.baseline is None else words.plain(seed.baseline, digits))
-        cells = [base if base.text else _NONE]
+        cells = [base if base.text else NONE]
         for arm, said in zip(experiment.arms, written, strict=True):
             if at >= len(arm.per_seed):
                 cells.append(Cell("not needed", tone="soft"))
@@ -294,7 +277,7 @@ def _interactions(experiment: ExperimentVerdict) -> Table | None:
     digits = digits_of(experiment)
 
     def row(each: Interaction) -> tuple[Cell, ...]:
-        effect = _NONE if each.effect is None else Cell(words.signed(each.effect, digits))
+        effect = NONE if each.effect is None else Cell(words.signed(each.effect, digits))
         if each.interval is not None:
             ends = (each.interval.low, each.interval.high)
             effect = Cell(effect.text, f"[{', '.join(words.signed(end, digits) for end in ends)}]")
@@ -333,7 +316,7 @@ def curve_tables(
         cells = [Cell(words.integer(x))]
         for each in drawn:
             if x not in each.x:
-                cells.append(_NONE)
+                cells.append(NONE)
                 continue
             at = each.x.index(x)
             note = words.duration(seconds[each.arm][at]) if each.arm in seconds else ""
@@ -383,3 +366,63 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
             yield from _flat(value, f"{before}{key}.")
         else:
             yield f"{before}{key}", value
+
+
+_PATH = "attention.implementation"
+
+
+def plain_table(
+    planned: config.Experiment, verdict: ExperimentVerdict, memory_bytes: int | None
+) -> Table | None:
+    """Return a step of the arms beside what plain attention would need for it.
+
+    Args:
+        planned: the experiment.
+        verdict: of it.
+        memory_bytes: of the machine; None where it is not known.
+
+    Returns:
+        None unless the arms compare kernels and none of them is plain.
+    """
+    if not any(_PATH in arm.changes for arm in planned.arms):
+        return None
+    ran = [planned.config_of(arm).attention.implementation for arm in planned.arm_names]
+    if "plain" in ran:
+        return None
+    wanted = need(config.change(planned.baseline, {_PATH: "plain"}))
+    rows = [
+        (
+            Cell("plain", "not run"),
+            NONE,
+            Cell(words.size(wanted.total - wanted.process), "estimated", "bad"),
+        ),
+        _plain_row(verdict.baseline.name, verdict.baseline.measures, withheld=False),
+        *(_plain_row(arm.arm, arm.measures, bool(arm.speed_withheld)) for arm in verdict.arms),
+    ]
+    title = f"One step at context {planned.baseline.model.context:,}"
+    head = ("attention", "step", "peak memory")
+    return Table(
+        title, head, tuple(rows), (_plain_note(planned.baseline, wanted, memory_bytes),), "plain"
+    )
+
+
+def _plain_row(arm: str, measures: ArmMeasures, withheld: bool) -> tuple[Cell, ...]:
+    step, memory = measures["step_s"], measures.memory
+    time = NONE if step is None else Cell(words.duration(step.mean))
+    return (
+        Cell(arm),
+        Cell("withheld", tone="soft") if withheld else time,
+        NONE if memory is None else Cell(words.size(memory.peak_bytes)),
+    )
+
+
+def _plain_note(run: config.RunConfig, wanted: Need, memory_bytes: int | None) -> str:
+    model, batch = run.model, run.training.batch
+    context = f"{model.context:,}"
+    has = "" if memory_bytes is None else f" This machine has {words.size(memory_bytes)}."
+    return (
+        "Plain attention keeps its probabilities for the backward pass: "
+        f"{model.layers} layers \N{MULTIPLICATION SIGN} {batch * model.heads} heads "
+        f"\N{MULTIPLICATION SIGN} {context} \N{MULTIPLICATION SIGN} {context} numbers, with what "
+        f"one layer holds for a moment {words.size(wanted.matrix)}.{has}"
+    )

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from tilelab.study.ask import config
-from tilelab.study.report.view import Band, Cell, Forest, Mark, VerdictRow
+from tilelab.study.report.view import NONE, Band, Cell, Forest, Mark, VerdictRow
 from tilelab.study.verdict import text as words
 from tilelab.study.verdict.result import (
     ArmMeasures,
@@ -32,7 +32,6 @@ MARKS: dict[Label, Mark] = {
     "incomplete": Mark("incomplete", "\N{HORIZONTAL ELLIPSIS}", "open"),
 }
 _BASELINE = Mark("baseline", "\N{BULLET}", "base")
-_NONE = Cell("\N{EN DASH}", tone="soft")
 # The beginning of a reason that says what the table shows anyway: the effect, its interval, its p.
 _SAID_BY_NUMBERS = re.compile(r"^[-+\d.e]+ [A-Za-z1 ]+(?: \[[^\]]*\])?(?: \(Holm p [^)]*\)\.|:) *")
 _LIMIT = 4.0  # an interval further out than so many times the usual one is cut off
@@ -144,7 +143,7 @@ def row_of(
     """
     digits = digits_of(experiment)
     effect, interval = _in_words(arm, digits)
-    p = Cell(words.p_value(arm.p_holm)) if arm.p_holm is not None else _NONE
+    p = Cell(words.p_value(arm.p_holm)) if arm.p_holm is not None else NONE
     if arm.label == "no difference" and arm.p_equivalence_holm is not None:
         p = Cell(p.text, f"equivalence {words.p_value(arm.p_equivalence_holm)}")
     return VerdictRow(
@@ -221,10 +220,10 @@ def baseline_row(experiment: ExperimentVerdict) -> VerdictRow:
         effect="" if metric is None else words.plain(metric, digits),
         interval="",
         band=None,
-        p=_NONE,
+        p=NONE,
         seeds=words.count(base.n, "seed"),
-        speed=_NONE if speed is None else Cell(words.rate(speed.mean), "tokens/s"),
-        memory=_NONE if memory is None else Cell(words.size(memory.peak_bytes), "peak"),
+        speed=NONE if speed is None else Cell(words.rate(speed.mean), "tokens/s"),
+        memory=NONE if memory is None else Cell(words.size(memory.peak_bytes), "peak"),
         cost=_cost(base.cost),
         reason="",
         flags=(),
@@ -269,7 +268,7 @@ def _speed(arm: ArmVerdict) -> Cell:
 def _ratio(ratio: Ratio | None, *, better_above: bool) -> Cell:
     """Return a ratio, toned where its whole interval lies on one side of 1."""
     if ratio is None:
-        return _NONE
+        return NONE
     if ratio.interval is None:
         return Cell(words.ratio(ratio.value), "one seed" if ratio.n == 1 else "")
     low, high = ratio.interval.low, ratio.interval.high
@@ -285,7 +284,7 @@ def _clear(ratio: Ratio) -> bool:
 
 def _cost(cost: Cost) -> Cell:
     if not cost.runs:
-        return _NONE
+        return NONE
     note = f"{words.shorten(float(f'{cost.tokens:.3g}'))} tokens"
     if cost.cpu_s is None:
         return Cell("withheld", note, tone="soft")

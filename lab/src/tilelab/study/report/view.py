@@ -11,6 +11,7 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 __all__ = [
+    "NONE",
     "Band",
     "Cell",
     "Chart",
@@ -38,6 +39,9 @@ class Cell(NamedTuple):
     text: str
     note: str = ""
     tone: str = ""
+
+
+NONE = Cell("\N{EN DASH}", tone="soft")
 
 
 class Table(NamedTuple):

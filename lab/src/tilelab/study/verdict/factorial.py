@@ -1,51 +1,74 @@
-"""Interactions: whether choices that were tried alone and together add up.
+"""What choices do together: interactions of arms, and the effects of a factorial design.
 
-An arm named ``a+b`` has the changes of the arms ``a`` and ``b``. For each seed the contrast is
-(both - baseline) - (a - baseline) - (b - baseline). For more choices it is the alternating sum over
-all subsets: what all of them together do beyond everything that smaller sets explain.
+The seeds are the sample, as everywhere: a contrast is one number a seed. Its signs sum to zero, so
+differences to the baseline do as well as the metrics.
+
+**Interactions.** An arm named ``a+b`` has the changes of the arms ``a`` and ``b``. For each seed
+the contrast is (both - baseline) - (a - baseline) - (b - baseline). For more choices it is the
+alternating sum over all subsets: what all of them together do beyond everything that smaller sets
+explain.
+
+**Designs.** For each seed, the effect of a set S of s factors is 2^s / N times a sum over all N
+runs. Each term is the metric times the product of the set's signs (+1 for on, -1 for off). For one
+factor this is the mean with it minus the mean without it. For two it is (both - one - other +
+neither), averaged over the levels of all other factors. (The convention of Yates divides by a
+further 2^(s - 1).) Main effects are one family for Holm's adjustment and interactions another.
 
 Source: Yates, "The design and analysis of factorial experiments", 1937.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, combinations
+from typing import NamedTuple
 
 from tilelab.study.ask.config import Experiment
+from tilelab.study.ask.deciding import Design
+from tilelab.study.ask.designs import Estimate, combinations_of, estimates
 from tilelab.study.ask.metrics import ahead
 from tilelab.study.verdict.decide import Rules
-from tilelab.study.verdict.result import Interaction, InteractionLabel, SeedResult
+from tilelab.study.verdict.result import (
+    FactorEffect,
+    Interaction,
+    InteractionLabel,
+    SeedResult,
+)
 from tilelab.study.verdict.stats import Paired, equivalence, holm, paired
 from tilelab.study.verdict.text import effect_text, interval_text, p_text
 
-__all__ = ["BROKEN", "PARTIAL", "interactions", "label_of"]
+__all__ = ["factor_effects", "interactions", "predicted"]
+
+Seeds = Mapping[str, tuple[SeedResult, ...]]  # arm -> its seeds
 
 
-BROKEN: tuple[InteractionLabel, str] = ("diverged", "A run of these arms diverged.")
-PARTIAL: tuple[InteractionLabel, str] = (
-    "incomplete",
-    "Not every run of these arms and of the baseline is there.",
-)
+class _Contrast(NamedTuple):
+    """The contrast of an effect.
 
-
-@dataclass(frozen=True)
-class _Design:
-    """An arm that joins others: the parts, and the sign of every arm in its contrast.
-
-    The baseline, the empty set, has ``None`` for a name.
+    Args:
+        factors: 1 for the effect of one factor, more for an interaction.
+        values: of every seed that all its arms and the baseline have finished.
+        broken: a run that it needs diverged.
     """
 
-    together: str
-    parts: tuple[str, ...]
-    signs: Mapping[str | None, int]
+    factors: int
+    values: Sequence[float]
+    broken: bool
+
+
+class _Tested(NamedTuple):
+    """A contrast and its tests; ``whole`` where it has every seed."""
+
+    seen: Paired
+    whole: bool
+    p_holm: float | None
+    p_same: float | None
+    label: InteractionLabel
+    reason: str
 
 
 def interactions(
-    experiment: Experiment,
-    per_seed: Mapping[str, tuple[SeedResult, ...]],
-    baseline_diverged: bool = False,
+    experiment: Experiment, per_seed: Seeds, baseline_diverged: bool = False
 ) -> tuple[Interaction, ...]:
     """Return every interaction that the experiment's arms can tell, with Holm over them.
 
@@ -54,41 +77,95 @@ def interactions(
         per_seed: arm -> its seeds.
         baseline_diverged: whether any run of the baseline did.
     """
-    designs = list(_designs([arm.name for arm in experiment.arms]))
-    rules = Rules.of(experiment, len(designs))
-    contrasts = [_contrasts(design, experiment.seeds, per_seed) for design in designs]
-    broken = [baseline_diverged or _broken(design, per_seed) for design in designs]
-    # Like an arm, an interaction is tested when it is whole, and counts in the family before.
-    wholes = [values if len(values) == len(experiment.seeds) else [] for values in contrasts]
-    different = holm([paired(values, rules.confidence).p_value for values in wholes])
-    same = holm([equivalence(values, rules.smallest) for values in wholes])
-    found = []
-    for at, design in enumerate(designs):
-        values = [] if broken[at] else contrasts[at]
-        seen = paired(values, rules.confidence)
-        if broken[at]:
-            label, reason = BROKEN
-        elif not wholes[at]:
-            label, reason = PARTIAL
-        else:
-            label, reason = label_of(seen, different[at], same[at], rules)
-        found.append(
-            Interaction(
-                arms=design.parts,
-                together=design.together,
-                label=label,
-                n=seen.n,
-                effect=seen.mean,
-                interval=seen.interval,
-                p_value=seen.p_value,
-                p_holm=None if broken[at] else different[at],
-                reason=reason,
-            )
+    joined = list(_joined([arm.name for arm in experiment.arms]))
+    contrasts = []
+    for together, signs in joined:
+        arms = {arm: per_seed[arm] for arm in signs}
+        values = [
+            sum(sign * row[arm] for arm, sign in signs.items()) for row in _rows(experiment, arms)
+        ]
+        broken = baseline_diverged or _diverged(arms)
+        contrasts.append(_Contrast(len(together.split("+")), values, broken))
+    tested = _test(experiment, contrasts)
+    return tuple(
+        Interaction(
+            arms=tuple(together.split("+")),
+            together=together,
+            label=each.label,
+            n=each.seen.n,
+            effect=each.seen.mean,
+            interval=each.seen.interval,
+            p_value=each.seen.p_value,
+            p_holm=each.p_holm,
+            reason=each.reason,
         )
-    return tuple(found)
+        for (together, _), each in zip(joined, tested, strict=True)
+    )
 
 
-def _designs(names: list[str]) -> Iterable[_Design]:
+def factor_effects(
+    experiment: Experiment, per_seed: Seeds, baseline_diverged: bool
+) -> tuple[FactorEffect, ...]:
+    """Return every effect that the experiment's design estimates; none where it has no design.
+
+    Args:
+        experiment: its design, and how it decides.
+        per_seed: arm -> its seeds.
+        baseline_diverged: whether any run of the baseline did.
+    """
+    design = experiment.design
+    if design is None:
+        return ()
+    broken = baseline_diverged or _diverged(per_seed)
+    rows = _rows(experiment, per_seed)
+    found = estimates(design)
+    families = [
+        [each for each in found if (len(each.factors) > 1) == joint] for joint in (False, True)
+    ]
+    effects = []
+    for family in families:
+        contrasts = [
+            _Contrast(len(each.factors), [_effect(design, each, row) for row in rows], broken)
+            for each in family
+        ]
+        for estimate, each in zip(family, _test(experiment, contrasts), strict=True):
+            effect = FactorEffect(
+                factors=estimate.factors,
+                aliases=tuple(_alias(sign, factors) for sign, factors in estimate.aliases),
+                label=each.label,
+                n=each.seen.n,
+                effect=each.seen.mean,
+                interval=each.seen.interval,
+                p_value=each.seen.p_value if each.whole else None,
+                p_holm=each.p_holm,
+                p_equivalence_holm=each.p_same,
+                reason=each.reason,
+            )
+            effects.append(effect)
+    return tuple(effects)
+
+
+def predicted(design: Design, effects: Sequence[FactorEffect], on: Sequence[str]) -> float:
+    """Return the metric of a combination of factors less that of the baseline, by some effects.
+
+    Args:
+        design: of them.
+        effects: those to be taken for true; all others are taken to be zero.
+        on: the factors that are on.
+    """
+
+    def at(active: Sequence[str]) -> float:
+        total = 0.0
+        for each in effects:
+            off = sum(factor not in active for factor in each.factors)
+            total += (each.effect or 0.0) * (-1.0) ** off / 2.0 ** len(each.factors)
+        return total
+
+    return at(on) - at(())
+
+
+def _joined(names: list[str]) -> Iterable[tuple[str, dict[str, int]]]:
+    """Arms that join others which are there too, with the sign of every arm in the contrast."""
     by_parts = {frozenset(name.split("+")): name for name in names}
     for name in names:
         parts = tuple(name.split("+"))
@@ -96,54 +173,85 @@ def _designs(names: list[str]) -> Iterable[_Design]:
             chain.from_iterable(combinations(parts, size) for size in range(1, len(parts) + 1))
         )
         arms = [by_parts.get(frozenset(subset)) for subset in subsets]
-        if len(parts) < 2 or None in arms or len(set(parts)) < len(parts):
-            continue
-        signs: dict[str | None, int] = {None: (-1) ** len(parts)}
-        for subset, arm in zip(subsets, arms, strict=True):
-            signs[arm] = (-1) ** (len(parts) - len(subset))
-        yield _Design(name, parts, signs)
+        if len(parts) > 1 and None not in arms and len(set(parts)) == len(parts):
+            yield (
+                name,
+                {
+                    arm: (-1) ** (len(parts) - len(subset))
+                    for subset, arm in zip(subsets, arms, strict=True)
+                    if arm is not None
+                },
+            )
 
 
-def _contrasts(
-    design: _Design, seeds: Iterable[int], per_seed: Mapping[str, tuple[SeedResult, ...]]
-) -> list[float]:
-    """Return the contrast of every seed that all its arms and the baseline have finished.
+def _rows(experiment: Experiment, per_seed: Seeds) -> list[dict[str, float]]:
+    """Arm -> difference to the baseline, of every seed that all these arms have finished."""
+    known = {arm: {each.seed: each.difference for each in found} for arm, found in per_seed.items()}
+    rows = []
+    for seed in experiment.seeds:
+        row = {arm: values.get(seed) for arm, values in known.items()}
+        finished = {arm: value for arm, value in row.items() if value is not None}
+        if len(finished) == len(row):
+            rows.append(finished)
+    return rows
 
-    The signs of a contrast sum to zero, so differences to the baseline do as well as the metrics.
-    """
-    known = {
-        arm: {each.seed: each.difference for each in per_seed[arm]} for arm in design.signs if arm
-    }
+
+def _diverged(per_seed: Seeds) -> bool:
+    return any(each.status == "diverged" for seeds in per_seed.values() for each in seeds)
+
+
+def _effect(design: Design, estimate: Estimate, row: Mapping[str, float]) -> float:
+    """Return the effect with one seed."""
+    runs = combinations_of(design)
+    by_factors = {frozenset(arm.split("+")): value for arm, value in row.items()}
+    total = 0.0
+    for on in runs:
+        off = sum(factor not in on for factor in estimate.factors)
+        total += (-1.0) ** off * (by_factors[frozenset(on)] if on else 0.0)
+    return 2.0 ** len(estimate.factors) * total / len(runs)
+
+
+def _alias(sign: int, factors: Sequence[str]) -> str:
+    return f"{'+' if sign > 0 else '-'}{' x '.join(factors)}"
+
+
+def _test(experiment: Experiment, family: Sequence[_Contrast]) -> list[_Tested]:
+    """Decide the contrasts of one family; one that is not whole is not tested, but counts in it."""
+    rules = Rules.of(experiment, max(len(family), 1))
+    values = [[] if each.broken else each.values for each in family]
+    wholes = [len(each) == len(experiment.seeds) for each in values]
+    seen = [paired(each, rules.confidence) for each in values]
+    different = [each.p_value if whole else None for each, whole in zip(seen, wholes, strict=True)]
+    same = [
+        equivalence(each, rules.smallest) if whole else None
+        for each, whole in zip(values, wholes, strict=True)
+    ]
     found = []
-    for seed in seeds:
-        terms = [(design.signs[arm], values[seed]) for arm, values in known.items()]
-        if all(difference is not None for _, difference in terms):
-            found.append(sum(sign * (difference or 0.0) for sign, difference in terms))
+    rows = zip(family, seen, wholes, holm(different), holm(same), strict=True)
+    for each, test, whole, p_holm, p_same in rows:
+        label, reason = _decide(each, test, p_holm, p_same, rules, whole)
+        found.append(_Tested(test, whole, p_holm, p_same, label, reason))
     return found
 
 
-def _broken(design: _Design, per_seed: Mapping[str, tuple[SeedResult, ...]]) -> bool:
-    """Return whether a run of any of its arms diverged."""
-    return any(each.status == "diverged" for arm in design.signs if arm for each in per_seed[arm])
-
-
-def label_of(
-    seen: Paired, p_holm: float | None, p_same: float | None, rules: Rules, factors: int = 2
+def _decide(
+    contrast: _Contrast,
+    seen: Paired,
+    p_holm: float | None,
+    p_same: float | None,
+    rules: Rules,
+    whole: bool,
 ) -> tuple[InteractionLabel, str]:
-    """Return the decision about a contrast, and its words.
-
-    Args:
-        seen: interval and test of the contrast.
-        p_holm: of a difference, adjusted.
-        p_same: of equivalence, adjusted.
-        rules: how it is decided.
-        factors: 1 for the effect of one factor, more for an interaction.
-    """
+    """Return the label of a contrast, and its words."""
+    if contrast.broken:
+        return "diverged", "A run of these arms diverged."
+    if not whole:
+        return "incomplete", "Not every run of these arms and of the baseline is there."
     assert seen.mean is not None
     size = f"{effect_text(seen.mean, rules.smallest)} {rules.unit}"
     if seen.interval is not None:
         size += f" {interval_text(seen.interval, rules.smallest)}"
-    alone = factors == 1
+    alone = contrast.factors == 1
     if p_same is not None and p_same <= rules.alpha:
         if alone:
             return "no difference", f"{size}: shown to be smaller than {rules.smallest:g}."

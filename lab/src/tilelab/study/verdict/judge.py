@@ -9,10 +9,25 @@ from functools import cached_property
 from tilelab.study.ask.config import Arm, Experiment, Study
 from tilelab.study.ask.run import Run
 from tilelab.study.records.events import RunRecord
-from tilelab.study.verdict.decide import Comparison, Decision, Rules, decide, examine
-from tilelab.study.verdict.effects import factor_effects
-from tilelab.study.verdict.factorial import interactions
-from tilelab.study.verdict.kernels import kernel_flags, kernel_uses
+from tilelab.study.verdict.caveats import (
+    agreement,
+    drift_note,
+    experiment_notes,
+    held_out_note,
+    kernel_flags,
+    kernel_uses,
+    pairing_note,
+)
+from tilelab.study.verdict.decide import (
+    Comparison,
+    Decision,
+    Judged,
+    Rules,
+    decide,
+    examine,
+    look_by_look,
+)
+from tilelab.study.verdict.factorial import factor_effects, interactions
 from tilelab.study.verdict.measures import (
     TIMES,
     Values,
@@ -22,13 +37,6 @@ from tilelab.study.verdict.measures import (
     over_seeds,
     status,
     target_result,
-)
-from tilelab.study.verdict.notes import (
-    agreement,
-    drift_note,
-    experiment_notes,
-    held_out_note,
-    pairing_note,
 )
 from tilelab.study.verdict.result import (
     ArmMeasures,
@@ -43,11 +51,9 @@ from tilelab.study.verdict.result import (
     SweepResult,
     TargetResult,
 )
-from tilelab.study.verdict.sequential import Judged, look_by_look
 from tilelab.study.verdict.stages import Stage, following, over
 from tilelab.study.verdict.stats import ratio
-from tilelab.study.verdict.sweeps import all_diverged, sweep_results
-from tilelab.study.verdict.tuning import rungs_of
+from tilelab.study.verdict.sweeps import all_diverged, rungs_of, sweep_results
 
 __all__ = ["judge", "stages_of", "unfolded", "wanted_seeds"]
 

@@ -312,6 +312,11 @@ class ArmVerdict:
     look: Look | None = None
 
     @property
+    def name(self) -> str:
+        """The arm, as ``Baseline.name``."""
+        return self.arm
+
+    @property
     def changed_what_is_learnt(self) -> bool:
         """Whether the arm is a systems arm, which is to change nothing, and changed the result."""
         changed = self.label in ("better", "worse", "diverged") or self.agrees is False
@@ -475,6 +480,11 @@ class ExperimentVerdict:
     notes: tuple[str, ...] = ()
     effects: tuple[FactorEffect, ...] = ()
     follows: str = ""
+
+    @property
+    def all_arms(self) -> tuple[Baseline | ArmVerdict, ...]:
+        """The baseline and the arms; their place is the colour in figures."""
+        return (self.baseline, *self.arms)
 
 
 @dataclass(frozen=True)

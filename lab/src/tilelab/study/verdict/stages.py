@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from tilelab.study.ask.config import Arm, Experiment, change
 from tilelab.study.ask.designs import arm_name, changes_of, combinations_of, fraction
 from tilelab.study.ask.metrics import rank
-from tilelab.study.verdict.effects import predicted
+from tilelab.study.verdict.factorial import predicted
 from tilelab.study.verdict.result import ArmVerdict, ExperimentVerdict, SweepResult
 from tilelab.study.verdict.text import effect_text, listing
 

@@ -1,9 +1,14 @@
-"""Line figures of an experiment: the metric along the runs, and the difference to the baseline."""
+"""Line figures of an experiment: the metric along the runs, and the difference to the baseline.
+
+A line is the mean over seeds with a band from the lowest to the highest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Literal, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -11,18 +16,162 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tilelab.common.svg import RULE, SOFT, arm_colour, arm_dashes, canvas, finish, place, spread
 from tilelab.study.ask.metrics import METRICS
-from tilelab.study.report.series import Abscissa, Series
+from tilelab.study.records.events import Evaluation, RunRecord
 from tilelab.study.report.view import Chart
 from tilelab.study.verdict import text as words
+from tilelab.study.verdict.measures import metric_of
 
-__all__ = ["HEIGHT", "WIDTH", "LineEnd", "beside_labels", "difference_chart", "frame"]
-__all__ += ["label_ends", "loss_chart"]
+__all__ = [
+    "HEIGHT",
+    "LETTER",
+    "LONGEST_LABEL",
+    "WIDTH",
+    "Abscissa",
+    "LineEnd",
+    "Series",
+    "amounts_below",
+    "beside_labels",
+    "curve",
+    "difference",
+    "difference_chart",
+    "frame",
+    "label_ends",
+    "loss_chart",
+]
+
+Abscissa = Literal["tokens", "time"]
+Records = Mapping[int, RunRecord]  # seed -> record
+
+
+class Series(NamedTuple):
+    """The mean over seeds, and how far the seeds reach.
+
+    Args:
+        arm: whose.
+        place: in its experiment, 0 for the baseline; it decides the colour.
+        x, mean, low, high: equally many numbers; low and high are the outermost seeds.
+        seeds: how many went into every point.
+        broken: whether a run of the arm ended because a number was not finite.
+    """
+
+    arm: str
+    place: int
+    x: tuple[float, ...]
+    mean: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    seeds: int
+    broken: bool
+
+
+def _finite(record: RunRecord, metric: str) -> dict[int, Evaluation]:
+    """Step -> evaluation with a number."""
+    return {each.step: each for each in record.evaluations if metric_of(each, metric) is not None}
+
+
+def _furthest(records: Records, metric: str) -> list[int]:
+    """Return the seeds of the runs that have come furthest, and of those that diverged on the way.
+
+    In a study that is not finished, the others would cut the lines off where they are.
+    """
+    last = {seed: max(found) for seed, run in records.items() if (found := _finite(run, metric))}
+    furthest = max(last.values(), default=0)
+    return [seed for seed, step in last.items() if step == furthest or records[seed].diverged]
+
+
+def _common(found: Sequence[Mapping[int, Evaluation]]) -> list[int]:
+    """Return the steps that every run has reached, in order."""
+    return sorted(set.intersection(*(set(each) for each in found))) if found else []
+
+
+def _number(evaluation: Evaluation, metric: str) -> float:
+    number = metric_of(evaluation, metric)
+    assert number is not None  # _finite has left the others out
+    return number
+
+
+def curve(arm: str, place: int, records: Records, metric: str, along: Abscissa) -> Series:
+    """Return the held-out metric of an arm along its runs, those that have come furthest.
+
+    Args:
+        arm: its name.
+        place: in its experiment.
+        records: of the arm, by seed.
+        metric: what is shown.
+        along: ``"tokens"`` trained on, or ``"time"``: seconds in optimizer steps, mean over seeds.
+    """
+    found = [_finite(records[seed], metric) for seed in _furthest(records, metric)]
+    x, rows = [], []
+    for step in _common(found):
+        here = [each[step] for each in found]
+        x.append(
+            float(here[0].tokens)
+            if along == "tokens"
+            else statistics.fmean(each.train_wall_s for each in here)
+        )
+        rows.append([_number(each, metric) for each in here])
+    broken = any(record.diverged for record in records.values())
+    return _series(arm, place, x, rows, len(found), broken)
+
+
+def difference(arm: str, place: int, records: Records, baseline: Records, metric: str) -> Series:
+    """Return the arm minus the baseline, seed by seed, by tokens; for a loss, below 0 is ahead.
+
+    Both are taken after equally many tokens. Where they share no evaluation by tokens except the
+    start (as where one of them pads), both are taken after equally many steps, and the tokens are
+    the arm's.
+
+    Args:
+        arm: its name.
+        place: in its experiment.
+        records: of the arm, by seed.
+        baseline: of the baseline, by seed.
+        metric: what is subtracted.
+    """
+    both = sorted(set(_furthest(records, metric)) & set(_furthest(baseline, metric)))
+    pairs = [
+        (list(_finite(records[seed], metric).values()), _finite(baseline[seed], metric).values())
+        for seed in both
+    ]
+    broken = any(record.diverged for record in records.values())
+    x: list[float] = []
+    rows: list[list[float]] = []
+    for key in (attrgetter("tokens"), attrgetter("step")):
+        theirs = [{key(each): each for each in base} for _, base in pairs]
+        ours = [{key(each): each for each in evaluations} for evaluations, _ in pairs]
+        both_have = [set(mine) & set(other) for mine, other in zip(ours, theirs, strict=True)]
+        common = sorted(set.intersection(*both_have)) if pairs else []
+        x = [statistics.fmean(mine[at].tokens for mine in ours) for at in common]
+        rows = [
+            [
+                _number(mine[at], metric) - _number(other[at], metric)
+                for mine, other in zip(ours, theirs, strict=True)
+            ]
+            for at in common
+        ]
+        if len(common) > 1:
+            break
+    return _series(arm, place, x, rows, len(pairs), broken)
+
+
+def _series(
+    arm: str,
+    place: int,
+    x: Sequence[float],
+    rows: Sequence[Sequence[float]],
+    seeds: int,
+    broken: bool,
+) -> Series:
+    mean = tuple(statistics.fmean(row) for row in rows)
+    low, high = tuple(min(row) for row in rows), tuple(max(row) for row in rows)
+    return Series(arm, place, tuple(x), mean, low, high, seeds, broken)
+
 
 WIDTH, HEIGHT = 470, 310
 _LEFT, _BOTTOM, _TOP = 50, 48, 30
-_LETTER = 9.2  # about as wide as a letter of a label
+LETTER = 9.2  # about as wide as a letter of a label
 _LABEL_GAP = 19.0  # between the middles of two labels
-_LONGEST_LABEL = 15  # letters; the table has the whole name
+LONGEST_LABEL = 15  # letters; the table has the whole name
 _AXES = {"tokens": "training tokens", "time": "seconds of training"}
 _TITLES = {"tokens": "{} by tokens", "time": "{} by time"}
 
@@ -127,29 +276,35 @@ def frame(drawn: Sequence[Series], above: str, below: str) -> tuple[Figure, Axes
         above: what the vertical axis counts.
         below: what the horizontal axis counts.
     """
-    longest = min(max(len(each.arm) + 2 * each.broken for each in drawn), _LONGEST_LABEL)
-    figure, axes = beside_labels(len(drawn), 18 + _LETTER * longest, above)
+    letters = [len(each.arm) + 2 * each.broken for each in drawn]
+    figure, axes = beside_labels(letters, above, 18)
     axes.set_xlabel(below, color=SOFT, labelpad=7)
-    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda number, _: words.shorten(number)))
+    amounts_below(axes, 5)
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     axes.set_xlim(0, max(each.x[-1] for each in drawn))
     return figure, axes
 
 
-def beside_labels(lines: int, right: float, above: str) -> tuple[Figure, Axes]:
-    """Return an empty figure, high enough for the names of its lines one above the other.
+def beside_labels(letters: Sequence[int], above: str, margin: float = 22) -> tuple[Figure, Axes]:
+    """Return an empty figure, with room on the right for the names of its lines.
 
     Args:
-        lines: how many.
-        right: margin for their names, in units of the drawing.
+        letters: of each name.
         above: what the vertical axis counts.
+        margin: beside the names, in units of the drawing.
     """
-    inside = max(HEIGHT - _BOTTOM - _TOP, _LABEL_GAP * (lines - 1))
+    inside = max(HEIGHT - _BOTTOM - _TOP, _LABEL_GAP * (len(letters) - 1))
     figure = canvas(WIDTH, inside + _BOTTOM + _TOP)
+    right = margin + LETTER * min(max(letters), LONGEST_LABEL)
     axes = place(figure, _LEFT, _BOTTOM, right, _TOP)
     axes.text(0, 1 + 13 / inside, above, color=SOFT, transform=axes.transAxes)
     return figure, axes
+
+
+def amounts_below(axes: Axes, ticks: int) -> None:
+    """Write at most so many amounts below the horizontal axis: ``250``, ``1.2M``."""
+    axes.xaxis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda number, _: words.shorten(number)))
 
 
 def _top(drawn: Sequence[Series]) -> tuple[float, bool]:
@@ -227,7 +382,7 @@ def label_ends(axes: Axes, ends: Sequence[LineEnd]) -> None:
                 alpha=0.8,
                 zorder=2,
             )
-        name = words.short_name(each.arm, _LONGEST_LABEL)
+        name = words.short_name(each.arm, LONGEST_LABEL)
         leader = {
             "arrowstyle": "-",
             "color": colour,

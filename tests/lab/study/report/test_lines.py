@@ -1,14 +1,16 @@
-"""Lines with bands: what is averaged, and what is left out."""
+"""Lines with bands: what is averaged, what is left out, and the frame."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from tests.lab.study.records_of import Behaviour, experiment_of, records_of, study_of
 from tilelab.study.records.events import RunRecord
-from tilelab.study.report.series import curve, difference
+from tilelab.study.report.lines import Series, curve, difference, loss_chart
 
 
 def _arms(**behaviours: Behaviour) -> dict[str, dict[int, RunRecord]]:
@@ -85,3 +87,24 @@ def test_arms_of_other_tokens_a_step_are_compared_at_the_same_steps() -> None:
     found = difference("lion", 1, arms["lion"], arms["baseline"], "bits_per_byte")
     assert (found.mean, found.low, found.seeds) == (same.mean, same.low, 3)
     assert found.x == pytest.approx([0.6 * each for each in same.x], abs=1)
+
+
+@pytest.mark.parametrize("loss", [5.5, 0.0])
+def test_losses_that_are_all_one_number_have_a_frame(loss: float) -> None:
+    same = (loss, loss)
+    series = Series("baseline", 0, (0.0, 10.0), same, same, same, 1, broken=False)
+    assert loss_chart([series], "tokens", "bits_per_byte", "curve") is not None
+
+
+def test_the_names_of_sixteen_arms_do_not_touch() -> None:
+    ends = (1.0, 1.001, 1.002)  # all at one height
+    drawn = [
+        Series(f"arm-{place}", place, (0.0, 10.0), *((5.0, ends[place % 3]),) * 3, 1, False)
+        for place in range(16)
+    ]
+    chart = loss_chart(drawn, "tokens", "bits_per_byte", "curve")
+    assert chart is not None
+    names = re.findall(r'<text[^>]*y="([\d.]+)"[^>]*>arm-\d+<', chart.svg)
+    heights = sorted(map(float, names))
+    assert len(heights) == 16
+    assert min(b - a for a, b in pairwise(heights)) > 18.5  # a line is 16

@@ -1,4 +1,4 @@
-"""Tuning before the runs that count: the trials of every arm as a table and a figure."""
+"""Effects of a factorial design, and the trials of a sweep: tables and figures."""
 
 from __future__ import annotations
 
@@ -7,20 +7,137 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from tilelab.common.svg import SOFT, arm_colour, arm_dashes, finish
-from tilelab.study.report.curves import LineEnd, beside_labels, label_ends
+from tilelab.common.svg import (
+    BETTER,
+    INK,
+    RULE,
+    SOFT,
+    WORSE,
+    arm_colour,
+    arm_dashes,
+    canvas,
+    finish,
+    place,
+)
+from tilelab.study.ask.metrics import ahead
+from tilelab.study.report.lines import WIDTH, LineEnd, beside_labels, label_ends
 from tilelab.study.report.verdicts import digits_of
-from tilelab.study.report.view import Cell, Chart, Table
+from tilelab.study.report.view import NONE, Cell, Chart, Table
 from tilelab.study.verdict import text as words
-from tilelab.study.verdict.result import Candidate, ExperimentVerdict, SweepResult
+from tilelab.study.verdict.result import Candidate, ExperimentVerdict, FactorEffect, SweepResult
 from tilelab.study.verdict.text import UNITS
 
-__all__ = ["sweep_chart", "sweep_table"]
+__all__ = ["effects_chart", "effects_table", "sweep_chart", "sweep_table"]
 
-_LETTER = 9.2
-_LONGEST = 15
+_FOUND = ("better", "worse", "better together", "worse together")
+_LETTER_OF_FACTOR = 8.2
+_LONGEST_FACTOR = 13
+_ROW = 56.0
+_DEEPEST = 0.62  # how much colour the largest effect has: its number stays readable
+
+
+def effects_table(experiment: ExperimentVerdict) -> Table | None:
+    """Return every effect in words and numbers; None without a design."""
+    if not experiment.effects:
+        return None
+    digits = digits_of(experiment)
+    aliased = any(each.aliases for each in experiment.effects)
+
+    def row(each: FactorEffect) -> tuple[Cell, ...]:
+        effect = NONE
+        if each.effect is not None:
+            ends = (each.interval.low, each.interval.high) if each.interval else ()
+            said = f"[{', '.join(words.signed(end, digits) for end in ends)}]" if ends else ""
+            effect = Cell(words.signed(each.effect, digits), said)
+        same = [Cell(", ".join(map(words.typeset, each.aliases)))] if aliased else []
+        p = Cell(words.p_value(each.p_holm))
+        reason = Cell(words.typeset(each.reason))
+        return Cell(_name(each)), Cell(each.label), effect, p, *same, reason
+
+    head = ("factors", "verdict", "effect", "p (Holm)", *(["aliases"] if aliased else []), "")
+    notes = [
+        f"In {UNITS[experiment.metric]}, averaged over the levels of all other factors. Of one "
+        "factor: with it less without it. Of several: beyond the sum of what smaller sets do.",
+    ]
+    if aliased:
+        notes.append(
+            "A fraction: each number is its own effect and its aliases together, with their sign."
+        )
+    return Table(
+        "Effects of the factors", head, tuple(map(row, experiment.effects)), tuple(notes), "effects"
+    )
+
+
+def effects_chart(effects: Sequence[FactorEffect], metric: str, name: str) -> Chart | None:
+    """Main effects on the diagonal, interactions of two below it, darker where larger.
+
+    Args:
+        effects: of a design.
+        metric: what the effects are of.
+        name: of the figure, unique in the page.
+    """
+    factors = [each.factors[0] for each in effects if len(each.factors) == 1]
+    shown = {each.factors: each for each in effects if len(each.factors) < 3}
+    most = max((abs(each.effect) for each in shown.values() if each.effect is not None), default=0)
+    if not most:
+        return None
+    rows = len(factors)
+    figure = canvas(WIDTH, _ROW * rows + 46)
+    axes = place(
+        figure, 20 + _LETTER_OF_FACTOR * min(max(map(len, factors)), _LONGEST_FACTOR), 40, 10, 6
+    )
+    axes.set_xlim(-0.5, rows - 0.5)
+    axes.set_ylim(rows - 0.5, -0.5)
+    axes.grid(visible=False)
+    axes.spines["bottom"].set_visible(False)
+    labels = [words.short_name(each, _LONGEST_FACTOR) for each in factors]
+    axes.set_xticks(range(rows), labels=labels, parse_math=False)
+    axes.set_yticks(range(rows), labels=labels, parse_math=False)
+    digits = words.digits_for(most) - 1
+    for row, factor in enumerate(factors):
+        for column in range(row + 1):
+            key = (factor,) if row == column else (factors[column], factor)
+            each = shown.get(key)
+            value = None if each is None else each.effect
+            strength = 0.0 if value is None else _DEEPEST * abs(value) / most
+            colour = BETTER if value is not None and ahead(metric, value) else WORSE
+            corner = (column - 0.47, row - 0.46)
+            box = Rectangle(corner, 0.94, 0.92, facecolor=colour, alpha=strength, linewidth=0)
+            frame = Rectangle(corner, 0.94, 0.92, fill=False, edgecolor=RULE, linewidth=1)
+            axes.add_patch(box)
+            axes.add_patch(frame)
+            found = each is not None and each.label in _FOUND
+            said = "aliased" if each is None else "\N{EN DASH}"
+            axes.text(
+                column,
+                row,
+                said if value is None else words.signed(value, digits),
+                ha="center",
+                va="center",
+                color=INK if found else SOFT,
+                weight="bold" if found else "normal",
+            )
+    caption = (
+        "On the diagonal each factor alone, averaged over the others; below it what two do beyond "
+        "the sum. Blue: better, orange: worse. Bold: found by the test (Holm); grey: not."
+    )
+    told = (
+        f"{_name(each)} {words.signed(each.effect, digits)}"
+        for each in shown.values()
+        if each.effect is not None
+    )
+    unit = UNITS[metric]
+    summary = f"Effects and interactions in {unit}: {'; '.join(told)}"
+    return Chart(f"Effects and interactions, {unit}", finish(figure, name, summary), caption)
+
+
+def _name(effect: FactorEffect) -> str:
+    return " \N{MULTIPLICATION SIGN} ".join(effect.factors)
+
+
 _APART = 1 / 4  # of the axis: its numbers do not touch
 
 
@@ -69,8 +186,7 @@ def sweep_table(experiment: ExperimentVerdict) -> Table | None:
 
 def _budgets(experiment: ExperimentVerdict) -> Iterator[str]:
     """Say how many tokens the trials of an arm may take, and which arms took fewer."""
-    taken = {experiment.baseline.name: experiment.baseline.cost.sweep_tokens}
-    taken |= {arm.arm: arm.cost.sweep_tokens for arm in experiment.arms}
+    taken = {arm.name: arm.cost.sweep_tokens for arm in experiment.all_arms}
     stated = {sweep.budget_tokens for sweep in experiment.sweeps}
     said = words.listing([words.integer(tokens) for tokens in sorted(stated)])
     whose = "every arm" if len(stated) == 1 else "an arm, by its own budget,"
@@ -99,9 +215,8 @@ def sweep_chart(sweeps: Sequence[SweepResult], unit: str, name: str) -> Chart | 
     metrics = [candidate.metric for candidate in tried if candidate.metric is not None]
     if not metrics:
         return None
-    longest = min(max(len(sweep.arm) for sweep in sweeps), _LONGEST)
     above = f"{unit}, end of a trial"
-    figure, axes = beside_labels(len(sweeps), 22 + _LETTER * longest, above)
+    figure, axes = beside_labels([len(sweep.arm) for sweep in sweeps], above)
     values = sorted({candidate.value for candidate in tried})
     if min(values) > 0:
         axes.set_xscale("log")
@@ -113,8 +228,10 @@ def sweep_chart(sweeps: Sequence[SweepResult], unit: str, name: str) -> Chart | 
     span = max(high - low, 1e-3 * abs(high), 1e-9)
     axes.set_ylim(low - 0.12 * span, high + 0.24 * span)
     for index, sweep in enumerate(sweeps):
-        _lines(axes, sweep, index, high + 0.16 * span)
-    label_ends(axes, [end for index, sweep in enumerate(sweeps) for end in _end(sweep, index)])
+        _sweep_lines(axes, sweep, index, high + 0.16 * span)
+    label_ends(
+        axes, [end for index, sweep in enumerate(sweeps) for end in _sweep_end(sweep, index)]
+    )
     axes.set_xlabel(sweeps[0].path, color=SOFT, labelpad=7, parse_math=False)
     caption = "Ringed: chosen. Crosses on the upper edge: trials that diverged."
     if any(sweep.rungs for sweep in sweeps):
@@ -137,7 +254,7 @@ def _done(candidates: Sequence[Candidate]) -> list[tuple[float, float]]:
     return [(each.value, each.metric) for each in candidates if each.metric is not None]
 
 
-def _end(sweep: SweepResult, index: int) -> list[LineEnd]:
+def _sweep_end(sweep: SweepResult, index: int) -> list[LineEnd]:
     """Return the place of an arm's name: the largest value of its longest trials."""
     for trials in reversed(_lengths(sweep)):
         done = _done(trials.candidates)
@@ -146,7 +263,7 @@ def _end(sweep: SweepResult, index: int) -> list[LineEnd]:
     return []
 
 
-def _lines(axes: Axes, sweep: SweepResult, index: int, edge: float) -> None:
+def _sweep_lines(axes: Axes, sweep: SweepResult, index: int, edge: float) -> None:
     colour, lengths = arm_colour(index), _lengths(sweep)
     for at, trials in enumerate(lengths):
         last = at == len(lengths) - 1

@@ -1,0 +1,521 @@
+"""Figures and tables of what arms cost: memory, what a target took, and quality against cost."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from tilelab.common.svg import (
+    INK,
+    PART_COLOURS,
+    RULE,
+    SOFT,
+    arm_colour,
+    arm_dashes,
+    canvas,
+    finish,
+    place,
+)
+from tilelab.study.ask.metrics import METRICS, rank
+from tilelab.study.report.lines import (
+    HEIGHT,
+    LETTER,
+    LONGEST_LABEL,
+    WIDTH,
+    LineEnd,
+    amounts_below,
+    beside_labels,
+    label_ends,
+)
+from tilelab.study.report.verdicts import digits_of, metric_mean
+from tilelab.study.report.view import NONE, Cell, Chart, Table
+from tilelab.study.verdict import text as words
+from tilelab.study.verdict.result import (
+    ArmVerdict,
+    Baseline,
+    ExperimentVerdict,
+    Interval,
+    MemorySplit,
+)
+
+__all__ = [
+    "PARTS",
+    "ArmMemory",
+    "ArmTarget",
+    "Point",
+    "Survival",
+    "front",
+    "kaplan_meier",
+    "memory_chart",
+    "pareto_chart",
+    "pareto_table",
+    "survival_chart",
+    "survival_table",
+    "target_chart",
+]
+
+PARTS = ("weights", "gradients", "optimizer", "activations")
+_ROW = 34.0  # height of an arm
+
+
+class ArmMemory(NamedTuple):
+    """An arm's memory."""
+
+    arm: str
+    place: int
+    split: MemorySplit
+
+
+class ArmTarget(NamedTuple):
+    """The cost of an arm to reach the target, one number per seed; None for a miss."""
+
+    arm: str
+    place: int
+    taken: tuple[float | None, ...]
+
+
+def memory_chart(arms: Sequence[ArmMemory], name: str) -> Chart | None:
+    """Draw the parts of memory, a bar per arm, and the peak as a mark.
+
+    Args:
+        arms: the baseline first; those without a measurement are not among them.
+        name: of the figure, unique in the page.
+    """
+    if not arms:
+        return None
+    summary = "Memory: " + "; ".join(
+        f"{each.arm}: peak {words.size(each.split.peak_bytes)}" for each in arms
+    )
+    figure, axes = _rows([each.arm for each in arms], [each.place for each in arms], 58)
+    most = max(max(each.split.peak_bytes, sum(_parts(each.split))) for each in arms)
+    factor, unit = _unit(most)
+    axes.set_xlim(0, most / factor)
+    for row, each in enumerate(arms):
+        left = 0.0
+        for part, colour in zip(_parts(each.split), PART_COLOURS, strict=True):
+            axes.barh(row, part / factor, left=left, height=0.6, color=colour, linewidth=0)
+            left += part / factor
+        peak = each.split.peak_bytes / factor
+        axes.plot([peak, peak], [row - 0.42, row + 0.42], color=INK, linewidth=2, clip_on=False)
+        at = (max(peak, left), row)
+        _beside(axes, at, words.size(each.split.peak_bytes), INK)
+    axes.set_xlabel(unit, color=SOFT, labelpad=7)
+    caption = (
+        "Storages counted once; activations are what autograd keeps of one micro-batch. "
+        "The mark and the number are the peak of the process (of the allocator on a GPU)."
+    )
+    legend = tuple((part, f"--part-{number}") for number, part in enumerate(PARTS))
+    return Chart("Where memory goes", finish(figure, name, summary), caption, legend)
+
+
+def target_chart(
+    arms: Sequence[ArmTarget], what: str, heading: str, target: str, name: str
+) -> Chart | None:
+    """Draw the cost to the target: a dot per seed, the median as a bar, misses at the edge.
+
+    Args:
+        arms: the baseline first; those of which nothing is known are not among them.
+        what: the unit, e.g. ``"training tokens"``.
+        heading: of the figure.
+        target: in words.
+        name: of the figure, unique in the page.
+    """
+    numbers = [number for each in arms for number in each.taken if number is not None]
+    if not numbers:
+        return None
+    right = 118 if any(None in each.taken for each in arms) else 84  # room for "3 of 5"
+    figure, axes = _rows([each.arm for each in arms], [each.place for each in arms], right)
+    axes.set_xlim(0, max(numbers) * 1.04)
+    told = []
+    for row, each in enumerate(arms):
+        colour = arm_colour(each.place)
+        reached = sorted(number for number in each.taken if number is not None)
+        missed = len(each.taken) - len(reached)
+        half = missed * 2 >= len(each.taken)
+        ranked = [*reached, *[math.inf] * missed]
+        middle = (ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
+        if not half:
+            axes.plot([0, middle], [row, row], color=colour, linewidth=2.4, alpha=0.35, zorder=2)
+            axes.plot(
+                [middle] * 2, [row - 0.3, row + 0.3], color=colour, linewidth=2.6, clip_on=False
+            )
+        axes.plot(
+            reached,
+            [row] * len(reached),
+            color=colour,
+            marker="o",
+            markersize=6.5,
+            markeredgewidth=0,
+            linestyle="none",
+            alpha=0.75,
+            clip_on=False,
+            zorder=5,
+        )
+        label = "not reached" if half else _amount(middle, what)
+        if missed and not half:
+            label += f", {len(reached)} of {len(each.taken)}"
+        _beside(axes, (axes.get_xlim()[1], row), label, SOFT if half else INK)
+        told.append(f"{each.arm}: {label}")
+    axes.set_xlabel(what, color=SOFT, labelpad=7)
+    caption = (
+        f"The first evaluation at {target} or better. Dots: seeds; bar: their median. A run that "
+        "missed the target counts as longer than any that reached it."
+    )
+    summary = f"{heading}: {'; '.join(told)}"
+    return Chart(heading, finish(figure, name, summary), caption)
+
+
+def _rows(arms: Sequence[str], indices: Sequence[int], right: float) -> tuple[Figure, Axes]:
+    """Axes with a row per arm, the first on top, and the arms' names on the left."""
+    figure = canvas(WIDTH, _ROW * len(arms) + 62)
+    longest = min(max(map(len, arms)), LONGEST_LABEL)
+    axes = place(figure, 16 + LETTER * longest, 50, right, 12)
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", color=RULE, linewidth=1)
+    axes.set_ylim(len(arms) - 0.5, -0.5)
+    names = [words.short_name(arm, LONGEST_LABEL) for arm in arms]
+    axes.set_yticks(range(len(arms)), labels=names, parse_math=False)
+    for label, index in zip(axes.get_yticklabels(), indices, strict=True):
+        label.set_color(arm_colour(index))
+        label.set_fontweight("bold")
+    amounts_below(axes, 4)
+    return figure, axes
+
+
+def _beside(axes: Axes, at: tuple[float, float], text: str, colour: str) -> None:
+    axes.annotate(
+        text,
+        xy=at,
+        xytext=(9, 0),
+        textcoords="offset points",
+        va="center",
+        color=colour,
+        annotation_clip=False,
+    )
+
+
+def _parts(split: MemorySplit) -> tuple[float, float, float, float]:
+    return (
+        split.weights_bytes,
+        split.gradients_bytes,
+        split.optimizer_bytes,
+        split.activations_bytes,
+    )
+
+
+def _unit(most: float) -> tuple[float, str]:
+    return (1e9, "GB") if most >= 2e9 else (1e6, "MB") if most >= 2e6 else (1e3, "kB")
+
+
+def _amount(number: float, what: str) -> str:
+    return words.duration(number) if "second" in what else words.shorten(float(f"{number:.3g}"))
+
+
+@dataclass(frozen=True)
+class Survival:
+    """A curve that begins at 1 and goes down where runs reach the target.
+
+    Args:
+        at: where it goes down, in ascending order.
+        share: S after each of these.
+        intervals: of the share, pointwise; None where it is 0 and has none.
+        censored: where runs ended without having reached it.
+    """
+
+    at: tuple[float, ...]
+    share: tuple[float, ...]
+    intervals: tuple[Interval | None, ...]
+    censored: tuple[float, ...]
+
+    @property
+    def median(self) -> float | None:
+        """The first place at which half of the runs or fewer are left; None where more are."""
+        return next((x for x, s in zip(self.at, self.share, strict=True) if s <= 0.5), None)
+
+
+def kaplan_meier(
+    reached: Sequence[float], censored: Sequence[float], confidence: float
+) -> Survival:
+    """Return the Kaplan-Meier estimate of the share of runs that have not reached the target.
+
+    The interval is Greenwood's variance on the scale of log(-log S), which stays within 0 and 1.
+
+    Args:
+        reached: where each run that reached the target did.
+        censored: where each other run ended; it was at risk up to and at that place.
+        confidence: of the pointwise intervals.
+    """
+    from scipy.stats import CensoredData, ecdf  # slow to import, and few studies have a target
+
+    curve = ecdf(CensoredData(uncensored=reached, right=censored)).sf
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of the intervals that do not exist
+        ends = curve.confidence_interval(confidence, method="log-log")
+    places = sorted(set(reached))
+    low, high = (each.evaluate(places).tolist() for each in (ends.low, ends.high))
+    return Survival(
+        at=tuple(places),
+        share=tuple(curve.evaluate(places).tolist()),
+        intervals=tuple(
+            None if math.isnan(a) else Interval(a, b) for a, b in zip(low, high, strict=True)
+        ),
+        censored=tuple(sorted(censored)),
+    )
+
+
+class _Survivors(NamedTuple):
+    """The curve of an arm; ``place`` decides its colour, ``end`` is how far its runs went."""
+
+    arm: str
+    place: int
+    curve: Survival
+    end: float
+
+
+def _survivals(experiment: ExperimentVerdict) -> list[_Survivors]:
+    found = []
+    for at, arm in enumerate(experiment.all_arms):
+        target = arm.target
+        if target is None or not target.tokens:
+            continue
+        reached = [each for each in target.tokens if each is not None]
+        curve = kaplan_meier(reached, target.censored, experiment.confidence)
+        found.append(_Survivors(arm.name, at, curve, max(*reached, *target.censored, 0.0)))
+    return found
+
+
+def survival_table(experiment: ExperimentVerdict) -> Table | None:
+    """Return the curves as numbers; None where no run reached the target or there is none."""
+    lines = _survivals(experiment)
+    if not any(line.curve.at for line in lines):
+        return None
+    rows = []
+    for arm, _, curve, _ in lines:
+        median = NONE if curve.median is None else Cell(words.integer(curve.median))
+        left = Cell("100 %")
+        if curve.share:
+            interval = curve.intervals[-1]
+            said = ""
+            if interval is not None:
+                said = f"{100 * interval.low:.0f} to {100 * interval.high:.0f} %"
+            left = Cell(f"{100 * curve.share[-1]:.0f} %", said)
+        steps = ", ".join(
+            f"{words.shorten(float(f'{at:.3g}'))}: {100 * share:.0f} %"
+            for at, share in zip(curve.at, curve.share, strict=True)
+        )
+        rows.append((Cell(arm), median, left, Cell(steps) if steps else NONE))
+    notes = (
+        "Kaplan-Meier: a run that never reached the target, diverged ones too, is censored at the "
+        "end of its budget. Intervals are pointwise.",
+    )
+    head = ("arm", "median tokens", "not there at the end", "tokens: share not there yet")
+    return Table("Runs that have not reached the target", head, tuple(rows), notes, "survival")
+
+
+def survival_chart(experiment: ExperimentVerdict, target: str, name: str) -> Chart | None:
+    """Draw a falling line for every arm, with a stroke where runs were censored.
+
+    Args:
+        experiment: its verdict.
+        target: in words.
+        name: of the figure, unique in the page.
+    """
+    lines = _survivals(experiment)
+    if not any(line.curve.at for line in lines):
+        return None
+    above = "runs not at the target yet"
+    figure, axes = beside_labels([len(line.arm) for line in lines], above)
+    last = max(line.end for line in lines)
+    axes.set_xlim(0, last)
+    axes.set_ylim(0, 1.04)
+    amounts_below(axes, 5)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.0f} %"))
+    for line in lines:
+        _draw_survival(axes, line)
+    ends = [
+        LineEnd(line.arm, line.place, line.end, _share_at(line.curve, line.end)) for line in lines
+    ]
+    label_ends(axes, ends)
+    axes.set_xlabel("training tokens", color=SOFT, labelpad=7)
+    caption = (
+        f"Kaplan-Meier estimate of the share of runs that have not reached {target}. Strokes: runs "
+        "that ended without it (censored; one that diverged at the end of its budget)."
+    )
+    left = "; ".join(f"{end.arm} {100 * end.y:.0f} % left" for end in ends)
+    return Chart(f"Runs not at {target} yet", finish(figure, name, f"{above}: {left}"), caption)
+
+
+def _draw_survival(axes: Axes, line: _Survivors) -> None:
+    colour, curve = arm_colour(line.place), line.curve
+    x = [0.0, *curve.at, line.end]
+    y = [1.0, *curve.share, _share_at(curve, line.end)]
+    axes.step(
+        x,
+        y,
+        where="post",
+        color=colour,
+        linewidth=2.1,
+        linestyle=arm_dashes(line.place),
+        clip_on=False,
+        zorder=3 + line.place,
+    )
+    marks = sorted(set(curve.censored))
+    axes.plot(
+        marks,
+        [_share_at(curve, each) for each in marks],
+        color=colour,
+        marker="|",
+        markersize=12,
+        markeredgewidth=2,
+        linestyle="none",
+        clip_on=False,
+        zorder=20,
+    )
+
+
+def _share_at(curve: Survival, where: float) -> float:
+    """S at a place."""
+    shares: Sequence[float] = [
+        share for at, share in zip(curve.at, curve.share, strict=True) if at <= where
+    ]
+    return shares[-1] if shares else 1.0
+
+
+_LONGEST_POINT = 22
+
+
+class Point(NamedTuple):
+    """An arm.
+
+    Args:
+        arm, place: name, and place in the experiment.
+        cost: CPU seconds of a run that counts, the mean.
+        metric: the mean, as measured.
+        rank: the same so that lower is better.
+    """
+
+    arm: str
+    place: int
+    cost: float
+    metric: float
+    rank: float
+
+
+def front(points: Sequence[Point]) -> list[Point]:
+    """Return the Pareto front, cheapest first: points that no other beats on cost and quality."""
+    found: list[Point] = []
+    for each in sorted(points, key=lambda point: (point.cost, point.rank)):
+        if not found or each.rank < found[-1].rank:
+            found.append(each)
+    return found
+
+
+def _points(experiment: ExperimentVerdict) -> Iterator[Point]:
+    base, others = experiment.baseline, experiment.arms
+    arms: list[Baseline | ArmVerdict] = [base, *(arm for arm in others if not arm.diverged)]
+    for at, arm in enumerate(arms):
+        cost = arm.cost
+        metric, runs = metric_mean(arm.measures, experiment), cost.runs - cost.sweep_runs
+        if metric is None or cost.cpu_s is None or cost.sweep_cpu_s is None or not runs:
+            continue  # withheld, or nothing has come yet
+        spent = (cost.cpu_s - cost.sweep_cpu_s) / runs
+        yield Point(arm.name, at, spent, metric, rank(experiment.metric, metric))
+
+
+def pareto_table(experiment: ExperimentVerdict) -> Table | None:
+    """Return the arms on the front, and who beats each of the others in both."""
+    points = list(_points(experiment))
+    if len(points) < 2:
+        return None
+    best, digits = front(points), digits_of(experiment)
+    rows = []
+    for each in sorted(points, key=lambda point: (point.cost, point.rank)):
+        ahead = [one.arm for one in best if one.cost <= each.cost and one.rank <= each.rank]
+        on = each in best
+        told = (
+            Cell("on the front", tone="best") if on else Cell(f"beaten by {words.listing(ahead)}")
+        )
+        metric = Cell(words.plain(each.metric, digits))
+        rows.append((Cell(each.arm), Cell(words.duration(each.cost)), metric, told))
+    head = ("arm", "CPU time of a run", METRICS[experiment.metric].unit, "")
+    notes = ("By the means alone: neighbours may differ by less than their intervals.",)
+    return Table("Quality against cost", head, tuple(rows), notes, "pareto")
+
+
+def pareto_chart(experiment: ExperimentVerdict, name: str) -> Chart | None:
+    """Draw a point per arm, and the front as a staircase.
+
+    Args:
+        experiment: its verdict.
+        name: of the figure, unique in the page.
+    """
+    points = list(_points(experiment))
+    if len(points) < 2:
+        return None
+    best = front(points)
+    figure = canvas(WIDTH, HEIGHT)
+    axes = place(figure, 56, 48, 30, 30)
+    axes.grid(axis="x", color=RULE, linewidth=1)
+    costs, metrics = [each.cost for each in points], [each.metric for each in points]
+    wide, high = _margin(costs), _margin(metrics)
+    axes.set_xlim(min(costs) - wide, max(costs) + 2.2 * wide)
+    axes.set_ylim(min(metrics) - high, max(metrics) + high)
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda number, _: words.duration(number)))
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    stairs = [*((each.cost, each.metric) for each in best), (axes.get_xlim()[1], best[-1].metric)]
+    axes.step(
+        [x for x, _ in stairs],
+        [y for _, y in stairs],
+        where="post",
+        color=SOFT,
+        linewidth=1.4,
+        linestyle=(0, (4, 2)),
+        zorder=2,
+    )
+    for each in points:
+        colour, on = arm_colour(each.place), each in best
+        axes.plot(
+            [each.cost],
+            [each.metric],
+            marker="o",
+            markersize=9 if on else 7,
+            color=colour,
+            markerfacecolor=colour if on else "none",
+            linestyle="none",
+            clip_on=False,
+            zorder=5,
+        )
+        if on or len(points) <= 6:
+            label = words.short_name(each.arm, _LONGEST_POINT)
+            axes.annotate(
+                label,
+                (each.cost, each.metric),
+                xytext=(8, 7),
+                textcoords="offset points",
+                color=colour,
+                weight="bold" if on else "normal",
+                parse_math=False,
+                annotation_clip=False,
+            )
+    axes.set_xlabel("CPU time of a run", color=SOFT, labelpad=7)
+    unit = METRICS[experiment.metric].unit
+    axes.text(0, 1 + 13 / (HEIGHT - 78), unit, color=SOFT, transform=axes.transAxes)
+    caption = (
+        "Filled and named: no other arm has both less cost and a better mean (by the means alone, "
+        "not by tests). Cost is of the runs that count, trials of a sweep left out."
+    )
+    summary = f"Quality against cost; on the front: {words.listing([each.arm for each in best])}"
+    return Chart("Quality against cost", finish(figure, name, summary), caption)
+
+
+def _margin(values: Sequence[float]) -> float:
+    low, high = min(values), max(values)
+    return 0.12 * (high - low) or 0.05 * abs(high) or 1.0

@@ -19,7 +19,7 @@ from tilelab.study.ask.run import RECORD
 from tilelab.study.browse.find import WITHHELD, Found, arm_of
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord, Sample
-from tilelab.study.records.store import read_study, readable_records, study_folders, worked_on
+from tilelab.study.records.store import flat, read_study, readable_records, study_folders, worked_on
 from tilelab.study.verdict.measures import Values, measure
 from tilewise.errors import TilewiseError
 
@@ -182,15 +182,6 @@ def _config(config: Mapping[str, Any]) -> Table:
     for path, value in flat(config):
         table.add_row(Text(path, style="dim"), Text(str(value)))
     return table
-
-
-def flat(values: Mapping[str, Any], above: str = "") -> list[tuple[str, Any]]:
-    """Return a config as dotted paths with their values."""
-    found: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        path = f"{above}{key}"
-        found += flat(value, f"{path}.") if isinstance(value, Mapping) else [(path, value)]
-    return found
 
 
 def number(value: float | None, form: str) -> str:

@@ -15,7 +15,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ __all__ = [
     "StoredStudy",
     "begin",
     "cache_folder",
+    "flat",
     "folder_of",
     "forget_empty",
     "locked",
@@ -196,6 +197,15 @@ def worked_on(folder: Path) -> float:
     """Return when a study was last worked on, in seconds since 1970."""
     paths = [folder / STUDY, *(folder / "runs").rglob(RECORD)]
     return max(path.stat().st_mtime for path in paths)
+
+
+def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a config, or of what is nested alike, with their dotted paths."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
 
 
 @contextmanager

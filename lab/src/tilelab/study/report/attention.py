@@ -46,11 +46,6 @@ def layers_of(arm: str, place: int, records: Mapping[int, RunRecord]) -> ArmLaye
 
     The evaluations are those that every seed has reached, with numbers that are finite in all of
     them.
-
-    Args:
-        arm: its name.
-        place: in its experiment.
-        records: of the arm, by seed.
     """
     runs = [_finite(record) for record in records.values()]
     runs = [each for each in runs if each]
@@ -92,12 +87,7 @@ def _finite(record: RunRecord) -> dict[int, tuple[int, list[LayerSoftmax]]]:
 
 
 def attention_charts(arms: Sequence[ArmLayers], slug: str) -> Iterator[Chart]:
-    """Draw the largest logit and the entropy by tokens: thin lines for layers, thick ones for arms.
-
-    Args:
-        arms: those that have statistics.
-        slug: begins the figures' names.
-    """
+    """Draw the largest logit and the entropy by tokens, thin for layers and thick for arms."""
     drawn = [each for each in arms if len(each.x) > 1]
     if not drawn:
         return
@@ -160,13 +150,7 @@ def _drawn(
 def attention_table(
     arms: Sequence[ArmLayers], measures: Mapping[str, ArmMeasures], without: Sequence[str]
 ) -> Table | None:
-    """Tabulate every layer at the last evaluation, and the measures of the whole run's stability.
-
-    Args:
-        arms: those that have statistics.
-        measures: of every arm.
-        without: names of the arms without.
-    """
+    """Tabulate every layer at the last evaluation, and the measures of the whole run."""
     if not arms:
         return None
     rows = []

@@ -28,7 +28,7 @@ from tilelab.study.report.page import DEFINITIONS
 from tilelab.study.report.tables import config_table, curve_tables, evidence_tables, plain_table
 from tilelab.study.report.tuning import effects_chart, sweep_chart
 from tilelab.study.report.verdicts import baseline_row, forest_of, meaning, row_of
-from tilelab.study.report.view import Chart, Experiment, Fact, Page, Writing
+from tilelab.study.report.view import Chart, Fact, Writing
 from tilelab.study.verdict import text as words
 from tilelab.study.verdict.judge import unfolded
 from tilelab.study.verdict.measures import learnt
@@ -94,13 +94,7 @@ class Lines(NamedTuple):
 
 
 def lines_of(planned: config.Experiment, verdict: ExperimentVerdict, evidence: Evidence) -> Lines:
-    """Return the lines of an experiment.
-
-    Args:
-        planned: its config.
-        verdict: of it.
-        evidence: with the records.
-    """
+    """Return the lines of an experiment."""
     metric = verdict.metric
     runs = [(arm, evidence.finals(planned, arm)) for arm in planned.arm_names]
     withheld = tuple(arm.arm for arm in verdict.arms if arm.speed_withheld)
@@ -123,13 +117,7 @@ def lines_of(planned: config.Experiment, verdict: ExperimentVerdict, evidence: E
 
 
 def charts_of(verdict: ExperimentVerdict, lines: Lines, slug: str) -> Iterator[Chart]:
-    """Return the figures for which there is something to show.
-
-    Args:
-        verdict: of the experiment.
-        lines: of it.
-        slug: unique in the page; begins the figures' names.
-    """
+    """Return the figures for which there is something to show."""
     metric, base = verdict.metric, verdict.baseline.name
     time = loss_chart(lines.time, "time", metric, f"{slug}-time")
     if time is not None and lines.withheld:
@@ -179,8 +167,8 @@ def _targets(verdict: ExperimentVerdict, slug: str) -> list[Chart | None]:
 _MOST_NAMED = 12  # runs that are missing, by name
 
 
-def page_of(evidence: Evidence) -> Page:
-    """Return everything that the report shows, in words and figures."""
+def page_of(evidence: Evidence) -> dict[str, Any]:
+    """Return everything that the templates show, in words and figures, by its name there."""
     stored = evidence.stored
     agenda = Agenda(stored.study, dict(evidence.records))
     left_out = tuple(f"{name}: its record is damaged and left out" for name in evidence.damaged)
@@ -192,20 +180,20 @@ def page_of(evidence: Evidence) -> Page:
                 zip(evidence.experiments, evidence.verdict.experiments, strict=True), 1
             )
         )
-    return Page(
-        study=stored.study.name,
-        question=stored.study.question,
-        status=_status(agenda, evidence),
-        missing=(*left_out, *missing),
-        facts=_facts(agenda, evidence),
-        experiments=experiments,
-        environment=(Fact("began", stored.began), *_flat_facts(stored.environment)),
-        corpus=_corpus(evidence),
-        command=stored.command,
-        definitions=DEFINITIONS,
-        metrics=_metrics_page(evidence.folder),
-        hash=config.config_hash(stored.study),
-    )
+    return {
+        "study": stored.study.name,
+        "question": stored.study.question,
+        "status": _status(agenda, evidence),
+        "missing": (*left_out, *missing),
+        "facts": _facts(agenda, evidence),
+        "experiments": experiments,
+        "environment": (Fact("began", stored.began), *_flat_facts(stored.environment)),
+        "corpus": _corpus(evidence),
+        "command": stored.command,
+        "definitions": DEFINITIONS,
+        "metrics": _metrics_page(evidence.folder),
+        "hash": config.config_hash(stored.study),
+    }
 
 
 def _status(agenda: Agenda, evidence: Evidence) -> str:
@@ -264,7 +252,7 @@ def _facts(agenda: Agenda, evidence: Evidence) -> tuple[Fact, ...]:
 
 def _experiment(
     planned: config.Experiment, verdict: ExperimentVerdict, evidence: Evidence, slug: str
-) -> Experiment:
+) -> dict[str, Any]:
     rows = tuple(row_of(arm, index, verdict, planned) for index, arm in enumerate(verdict.arms, 1))
     lines = lines_of(planned, verdict, evidence)
     share = f"{verdict.confidence * 100:g} %"
@@ -285,34 +273,34 @@ def _experiment(
     )
     if planned.sequential is not None:
         protocol += f" {_looks(planned, planned.sequential)}"
-    return Experiment(
-        name=planned.name,
-        slug=slug,
-        question=planned.question,
-        meaning=meaning(verdict),
-        protocol=protocol,
-        unit=unit,
-        confidence=share,
-        baseline=baseline_row(verdict),
-        rows=rows,
-        forest=forest_of(verdict),
-        follows=words.typeset(verdict.follows),
-        notes=verdict.notes,
-        charts=tuple(charts_of(verdict, lines, slug)),
-        tables=(
+    return {
+        "name": planned.name,
+        "slug": slug,
+        "question": planned.question,
+        "meaning": meaning(verdict),
+        "protocol": protocol,
+        "unit": unit,
+        "confidence": share,
+        "baseline": baseline_row(verdict),
+        "rows": rows,
+        "forest": forest_of(verdict),
+        "follows": words.typeset(verdict.follows),
+        "notes": verdict.notes,
+        "charts": tuple(charts_of(verdict, lines, slug)),
+        "tables": (
             *(() if plain is None else (plain,)),
             *evidence_tables(verdict),
             *curve_tables(lines.tokens, lines.time, verdict),
             *(() if attention is None else (attention,)),
         ),
-        writings=wrote,
-        writings_note=wrote_note,
-        config=config_table(
+        "writings": wrote,
+        "writings_note": wrote_note,
+        "config": config_table(
             planned.baseline_name,
             _written_out(planned, planned.baseline_name, evidence),
             {arm.name: _written_out(planned, arm.name, evidence) for arm in planned.arms},
         ),
-    )
+    }
 
 
 def _step(run: config.RunConfig) -> str:

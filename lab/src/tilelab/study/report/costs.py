@@ -82,12 +82,7 @@ class ArmTarget(NamedTuple):
 
 
 def memory_chart(arms: Sequence[ArmMemory], name: str) -> Chart | None:
-    """Draw the parts of memory, a bar per arm, and the peak as a mark.
-
-    Args:
-        arms: the baseline first; those without a measurement are not among them.
-        name: of the figure, unique in the page.
-    """
+    """Draw the parts of memory, a bar per arm, and the peak as a mark."""
     if not arms:
         return None
     summary = "Memory: " + "; ".join(
@@ -320,13 +315,7 @@ def survival_table(experiment: ExperimentVerdict) -> Table | None:
 
 
 def survival_chart(experiment: ExperimentVerdict, target: str, name: str) -> Chart | None:
-    """Draw a falling line for every arm, with a stroke where runs were censored.
-
-    Args:
-        experiment: its verdict.
-        target: in words.
-        name: of the figure, unique in the page.
-    """
+    """Draw a falling line for every arm, with a stroke where runs were censored."""
     lines = _survivals(experiment)
     if not any(line.curve.at for line in lines):
         return None
@@ -450,12 +439,7 @@ def pareto_table(experiment: ExperimentVerdict) -> Table | None:
 
 
 def pareto_chart(experiment: ExperimentVerdict, name: str) -> Chart | None:
-    """Draw a point per arm, and the front as a staircase.
-
-    Args:
-        experiment: its verdict.
-        name: of the figure, unique in the page.
-    """
+    """Draw a point per arm, and the front as a staircase."""
     points = list(_points(experiment))
     if len(points) < 2:
         return None

@@ -120,13 +120,6 @@ def difference(arm: str, place: int, records: Records, baseline: Records, metric
     Both are taken after equally many tokens. Where they share no evaluation by tokens except the
     start (as where one of them pads), both are taken after equally many steps, and the tokens are
     the arm's.
-
-    Args:
-        arm: its name.
-        place: in its experiment.
-        records: of the arm, by seed.
-        baseline: of the baseline, by seed.
-        metric: what is subtracted.
     """
     both = sorted(set(_furthest(records, metric)) & set(_furthest(baseline, metric)))
     pairs = [
@@ -269,13 +262,7 @@ def difference_chart(
 
 
 def frame(drawn: Sequence[Series], above: str, below: str) -> tuple[Figure, Axes]:
-    """Return an empty figure for lines, with room for their names on the right.
-
-    Args:
-        drawn: the lines; each has a point.
-        above: what the vertical axis counts.
-        below: what the horizontal axis counts.
-    """
+    """Return an empty figure for lines, with room for their names on the right."""
     letters = [len(each.arm) + 2 * each.broken for each in drawn]
     figure, axes = beside_labels(letters, above, 18)
     axes.set_xlabel(below, color=SOFT, labelpad=7)

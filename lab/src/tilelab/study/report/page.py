@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Undefined
 from markupsafe import Markup, escape
 
 from tilelab.common.svg import style_sheet
-from tilelab.study.report.view import Definition, Page
+from tilelab.study.report.view import Definition
 
 __all__ = ["DEFINITIONS", "html", "markdown", "markdown_text"]
 
@@ -18,14 +20,14 @@ _JOINT = re.compile(r"((?<=[a-z_])\.(?=[a-z_])|(?<=\w)\+(?=\w))")
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-def html(page: Page) -> str:
+def html(page: Mapping[str, Any]) -> str:
     """Return the page; every text that comes from outside is escaped by the template engine."""
     environment = _environment(escaped=True)
     style = style_sheet()
     return environment.get_template("report.html").render(page=page, style=Markup(style))
 
 
-def markdown(page: Page) -> str:
+def markdown(page: Mapping[str, Any]) -> str:
     """Return the same content without figures."""
     text = _environment(escaped=False).get_template("report.md").render(page=page)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tilelab.study.ask import config
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.need import Need, need
+from tilelab.study.records.store import flat
 from tilelab.study.report.costs import pareto_table, survival_table
 from tilelab.study.report.lines import Series
 from tilelab.study.report.tuning import effects_table, sweep_table
@@ -296,13 +297,7 @@ def _interactions(experiment: ExperimentVerdict) -> Table | None:
 def curve_tables(
     tokens: Sequence[Series], time: Sequence[Series], experiment: ExperimentVerdict
 ) -> tuple[Table, ...]:
-    """Return the curves as numbers, for those who cannot see the figures: one table, or none.
-
-    Args:
-        tokens: every arm by tokens.
-        time: the arms whose time is shown, by time.
-        experiment: of them.
-    """
+    """Return the curves as numbers, for those who cannot see the figures: one table, or none."""
     drawn = [each for each in tokens if each.x]
     if not drawn:
         return ()
@@ -330,15 +325,9 @@ def curve_tables(
 def config_table(
     baseline_name: str, baseline: Mapping[str, Any], arms: Mapping[str, Mapping[str, Any]]
 ) -> Table:
-    """Return every setting of the baseline, and where an arm differs.
-
-    Args:
-        baseline_name: of the baseline.
-        baseline: its config, written out.
-        arms: arm -> its config, written out.
-    """
-    base = dict(_flat(baseline))
-    others = {name: dict(_flat(values)) for name, values in arms.items()}
+    """Return every setting of the baseline, and where an arm differs."""
+    base = dict(flat(baseline))
+    others = {name: dict(flat(values)) for name, values in arms.items()}
     paths = [*base]
     for values in others.values():
         paths += [path for path in values if path not in paths]
@@ -360,17 +349,6 @@ def _shown(values: Mapping[str, Any], path: str) -> str:
     return spelled(values[path]) if path in values else "\N{EN DASH}"
 
 
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", value
-
-
-_PATH = "attention.implementation"
-
-
 def plain_table(
     planned: config.Experiment, verdict: ExperimentVerdict, memory_bytes: int | None
 ) -> Table | None:
@@ -384,12 +362,13 @@ def plain_table(
     Returns:
         None unless the arms compare kernels and none of them is plain.
     """
-    if not any(_PATH in arm.changes for arm in planned.arms):
+    path = "attention.implementation"
+    if not any(path in arm.changes for arm in planned.arms):
         return None
     ran = [planned.config_of(arm).attention.implementation for arm in planned.arm_names]
     if "plain" in ran:
         return None
-    wanted = need(config.change(planned.baseline, {_PATH: "plain"}))
+    wanted = need(config.change(planned.baseline, {path: "plain"}))
     rows = [
         (
             Cell("plain", "not run"),

@@ -72,13 +72,7 @@ def effects_table(experiment: ExperimentVerdict) -> Table | None:
 
 
 def effects_chart(effects: Sequence[FactorEffect], metric: str, name: str) -> Chart | None:
-    """Main effects on the diagonal, interactions of two below it, darker where larger.
-
-    Args:
-        effects: of a design.
-        metric: what the effects are of.
-        name: of the figure, unique in the page.
-    """
+    """Main effects on the diagonal, interactions of two below it, darker where larger."""
     factors = [each.factors[0] for each in effects if len(each.factors) == 1]
     shown = {each.factors: each for each in effects if len(each.factors) < 3}
     most = max((abs(each.effect) for each in shown.values() if each.effect is not None), default=0)
@@ -204,11 +198,6 @@ def sweep_chart(sweeps: Sequence[SweepResult], unit: str, name: str) -> Chart | 
     """Draw the final metric by the swept value, a line per arm; the chosen value is ringed.
 
     With successive halving every rung is a line of its own, thin for the short trials.
-
-    Args:
-        sweeps: the baseline first.
-        unit: of the metric.
-        name: of the figure, unique in the page.
     """
     trials = [each for sweep in sweeps for each in _lengths(sweep)]
     tried = [candidate for each in trials for candidate in each.candidates]

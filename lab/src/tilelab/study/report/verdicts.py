@@ -133,14 +133,7 @@ def _band(arm: ArmVerdict, experiment: ExperimentVerdict) -> Band | None:
 def row_of(
     arm: ArmVerdict, place: int, experiment: ExperimentVerdict, planned: config.Experiment
 ) -> VerdictRow:
-    """Return an arm's row.
-
-    Args:
-        arm: its verdict.
-        place: in the experiment, 1 for the first after the baseline.
-        experiment: of the arm.
-        planned: the experiment's config.
-    """
+    """Return an arm's row."""
     digits = digits_of(experiment)
     effect, interval = _in_words(arm, digits)
     p = Cell(words.p_value(arm.p_holm)) if arm.p_holm is not None else NONE

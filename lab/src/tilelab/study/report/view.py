@@ -5,7 +5,6 @@ Nothing here is escaped: the templates do that.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from markupsafe import Markup
@@ -16,11 +15,9 @@ __all__ = [
     "Cell",
     "Chart",
     "Definition",
-    "Experiment",
     "Fact",
     "Forest",
     "Mark",
-    "Page",
     "Table",
     "Writing",
 ]
@@ -196,73 +193,3 @@ class VerdictRow(NamedTuple):
     flags: tuple[str, ...]
     alarm: bool
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """One question and all that was found.
-
-    Args:
-        name, question, slug: the slug is unique in the page.
-        meaning: what the verdicts mean, in a sentence or two.
-        protocol: how it was decided, in a sentence.
-        unit: of effects.
-        confidence: as text, e.g. ``"95 %"``.
-        baseline: the baseline's row: name, final metric, seeds, speed, memory, cost.
-        rows: one per arm.
-        forest: the scale of the effects; None where there are none.
-        follows: what was decided for the next stage; empty where there is none.
-        notes: of the whole experiment.
-        charts, tables: the evidence.
-        writings: what the arms wrote with the same prompt, seed and draws, and a sentence on that.
-        config: the settings, with changes marked.
-    """
-
-    name: str
-    slug: str
-    question: str
-    meaning: str
-    protocol: str
-    unit: str
-    confidence: str
-    baseline: VerdictRow
-    rows: tuple[VerdictRow, ...]
-    forest: Forest | None
-    follows: str
-    notes: tuple[str, ...]
-    charts: tuple[Chart, ...]
-    tables: tuple[Table, ...]
-    writings: tuple[Writing, ...]
-    writings_note: str
-    config: Table
-
-
-@dataclass(frozen=True)
-class Page:
-    """The whole report.
-
-    Args:
-        study, question: name and words.
-        status: what is missing, in a sentence; empty for a complete study.
-        missing: the runs that are not over, in words.
-        facts: the study in figures.
-        experiments: in the config's order.
-        environment, corpus: facts about where it ran and on what.
-        command: the exact command to repeat it; empty where it is not known.
-        definitions: of the words used.
-        metrics: where all definitions are: a relative link, or empty.
-        hash: of the study's config.
-    """
-
-    study: str
-    question: str
-    status: str
-    missing: tuple[str, ...]
-    facts: tuple[Fact, ...]
-    experiments: tuple[Experiment, ...]
-    environment: tuple[Fact, ...]
-    corpus: tuple[Fact, ...]
-    command: str
-    definitions: tuple[Definition, ...]
-    metrics: str
-    hash: str

@@ -9,9 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-__all__ = ["AbstractTracker", "Point", "TrackedRun", "flat"]
+__all__ = ["AbstractTracker", "Point", "TrackedRun"]
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,3 @@ class AbstractTracker(ABC):
     @abstractmethod
     def close(self) -> None:
         """The study stops here: write out what is held back, for runs that are not over too."""
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str | int | float | bool]:
-    """Nested values under dotted paths; lists and None as text."""
-    found: dict[str, str | int | float | bool] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            plain = isinstance(value, (str, int, float, bool))
-            found[f"{prefix}{key}"] = value if plain else str(value)
-    return found

@@ -16,7 +16,8 @@ from tilelab.study.ask.registry import nearest
 from tilelab.study.ask.run import RECORD, Run
 from tilelab.study.recipes.registry import load_file
 from tilelab.study.records.events import RunRecord
-from tilelab.study.track.tracker import AbstractTracker, Point, TrackedRun, flat
+from tilelab.study.records.store import flat
+from tilelab.study.track.tracker import AbstractTracker, Point, TrackedRun
 from tilewise.errors import InvalidArgument
 
 __all__ = ["TRACKERS", "Tracking", "trackers"]
@@ -151,7 +152,11 @@ class Tracking:
             config, seed = start.config, start.seed
         else:
             config, seed = run.config.model_dump(mode="json"), run.seed
-        tracked = TrackedRun(self._folder.name, name, {"seed": seed, **flat(config)})
+        parameters = {
+            path: each if isinstance(each, (str, int, float, bool)) else str(each)
+            for path, each in flat(config)
+        }
+        tracked = TrackedRun(self._folder.name, name, {"seed": seed, **parameters})
         followed = self._followed[name] = _Followed(tracked, config)
         for each in list(self._trackers):
             self._try(each, partial(followed.begin_in, each))

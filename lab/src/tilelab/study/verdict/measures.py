@@ -217,13 +217,7 @@ MEASURES: Mapping[str, Measure] = {
             is_time=True,
             to="step_high_s",
         ),
-        Measure(
-            "step_high_s",
-            "its ninth decile",
-            "s",
-            lambda run: run.decile(9),
-            is_time=True,
-        ),
+        Measure("step_high_s", "its ninth decile", "s", lambda run: run.decile(9), is_time=True),
         Measure(
             "mfu_full",
             "operations per token, c = 12, x `tokens_per_s` / peak",

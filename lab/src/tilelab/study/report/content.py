@@ -16,12 +16,9 @@ from tilelab.study.records.events import RunRecord, Sample
 from tilelab.study.records.store import StoredStudy, read_study, readable_records
 from tilelab.study.report.attention import ArmLayers, attention_charts, attention_table, layers_of
 from tilelab.study.report.costs import (
-    ArmMemory,
-    ArmTarget,
     memory_chart,
     pareto_chart,
-    survival_chart,
-    target_chart,
+    target_charts,
 )
 from tilelab.study.report.lines import Series, curve, difference, difference_chart, loss_chart
 from tilelab.study.report.page import DEFINITIONS
@@ -128,40 +125,13 @@ def charts_of(verdict: ExperimentVerdict, lines: Lines, slug: str) -> Iterator[C
         difference_chart(lines.gaps, verdict.smallest_effect, metric, base, f"{slug}-difference"),
         time,
         effects_chart(verdict.effects, metric, f"{slug}-effects"),
-        _memory(verdict, f"{slug}-memory"),
-        *_targets(verdict, slug),
+        memory_chart(verdict, f"{slug}-memory"),
+        *target_charts(verdict, slug),
         pareto_chart(verdict, f"{slug}-pareto"),
         sweep_chart(verdict.sweeps, UNITS[metric], f"{slug}-sweep"),
         *attention_charts(lines.layers, slug),
     )
     return (chart for chart in found if chart is not None)
-
-
-def _memory(verdict: ExperimentVerdict, name: str) -> Chart | None:
-    known = [
-        ArmMemory(arm.name, at, arm.measures.memory)
-        for at, arm in enumerate(verdict.all_arms)
-        if arm.measures.memory is not None
-    ]
-    return memory_chart(known, name)
-
-
-def _targets(verdict: ExperimentVerdict, slug: str) -> list[Chart | None]:
-    known = [
-        (arm.name, at, arm.target)
-        for at, arm in enumerate(verdict.all_arms)
-        if arm.target is not None
-    ]
-    if not known:
-        return []
-    said = f"{known[0][2].target:g} {UNITS[verdict.metric]}"
-    tokens = [ArmTarget(arm, at, each.tokens) for arm, at, each in known if each.tokens]
-    time = [ArmTarget(arm, at, each.wall_s) for arm, at, each in known if each.wall_s]
-    return [
-        target_chart(tokens, "training tokens", f"Tokens to {said}", said, f"{slug}-target-tokens"),
-        target_chart(time, "seconds of training", f"Time to {said}", said, f"{slug}-target-time"),
-        survival_chart(verdict, said, f"{slug}-survival"),
-    ]
 
 
 _MOST_NAMED = 12  # runs that are missing, by name

@@ -44,11 +44,10 @@ from tilelab.study.verdict.result import (
     Interval,
     MemorySplit,
 )
+from tilelab.study.verdict.text import UNITS
 
 __all__ = [
     "PARTS",
-    "ArmMemory",
-    "ArmTarget",
     "Point",
     "Survival",
     "front",
@@ -58,49 +57,38 @@ __all__ = [
     "pareto_table",
     "survival_chart",
     "survival_table",
-    "target_chart",
+    "target_charts",
 ]
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
 _ROW = 34.0  # height of an arm
 
 
-class ArmMemory(NamedTuple):
-    """An arm's memory."""
-
-    arm: str
-    place: int
-    split: MemorySplit
-
-
-class ArmTarget(NamedTuple):
-    """The cost of an arm to reach the target, one number per seed; None for a miss."""
-
-    arm: str
-    place: int
-    taken: tuple[float | None, ...]
-
-
-def memory_chart(arms: Sequence[ArmMemory], name: str) -> Chart | None:
-    """Draw the parts of memory, a bar per arm, and the peak as a mark."""
+def memory_chart(verdict: ExperimentVerdict, name: str) -> Chart | None:
+    """Draw the parts of memory of every arm that has them, and the peak as a mark."""
+    arms = [
+        (arm.name, at, arm.measures.memory)
+        for at, arm in enumerate(verdict.all_arms)
+        if arm.measures.memory is not None
+    ]
     if not arms:
         return None
     summary = "Memory: " + "; ".join(
-        f"{each.arm}: peak {words.size(each.split.peak_bytes)}" for each in arms
+        f"{arm}: peak {words.size(split.peak_bytes)}" for arm, _, split in arms
     )
-    figure, axes = _rows([each.arm for each in arms], [each.place for each in arms], 58)
-    most = max(max(each.split.peak_bytes, sum(_parts(each.split))) for each in arms)
+    figure, axes = _rows([arm for arm, _, _ in arms], [at for _, at, _ in arms], 58)
+    most = max(max(split.peak_bytes, sum(_parts(split))) for _, _, split in arms)
     factor, unit = _unit(most)
     axes.set_xlim(0, most / factor)
-    for row, each in enumerate(arms):
+    for row, (_, _, split) in enumerate(arms):
         left = 0.0
-        for part, colour in zip(_parts(each.split), PART_COLOURS, strict=True):
+        for part, colour in zip(_parts(split), PART_COLOURS, strict=True):
             axes.barh(row, part / factor, left=left, height=0.6, color=colour, linewidth=0)
             left += part / factor
-        peak = each.split.peak_bytes / factor
+        peak = split.peak_bytes / factor
         axes.plot([peak, peak], [row - 0.42, row + 0.42], color=INK, linewidth=2, clip_on=False)
         at = (max(peak, left), row)
-        _beside(axes, at, words.size(each.split.peak_bytes), INK)
+        _beside(axes, at, words.size(split.peak_bytes), INK)
     axes.set_xlabel(unit, color=SOFT, labelpad=7)
     caption = (
         "Storages counted once; activations are what autograd keeps of one micro-batch. "
@@ -110,25 +98,44 @@ def memory_chart(arms: Sequence[ArmMemory], name: str) -> Chart | None:
     return Chart("Where memory goes", finish(figure, name, summary), caption, legend)
 
 
-def target_chart(
-    arms: Sequence[ArmTarget], what: str, heading: str, target: str, name: str
-) -> Chart | None:
-    """Draw the cost to the target: a dot per seed, the median as a bar, misses at the edge.
+def target_charts(verdict: ExperimentVerdict, slug: str) -> list[Chart | None]:
+    """Draw what the target took: tokens, time, and the share of runs that are not there yet."""
+    known = [
+        (arm.name, at, arm.target)
+        for at, arm in enumerate(verdict.all_arms)
+        if arm.target is not None
+    ]
+    if not known:
+        return []
+    said = f"{known[0][2].target:g} {UNITS[verdict.metric]}"
+    tokens = [_Taken(arm, at, each.tokens) for arm, at, each in known if each.tokens]
+    time = [_Taken(arm, at, each.wall_s) for arm, at, each in known if each.wall_s]
+    return [
+        _taken_chart(tokens, "training tokens", f"Tokens to {said}", said, f"{slug}-target-tokens"),
+        _taken_chart(time, "seconds of training", f"Time to {said}", said, f"{slug}-target-time"),
+        survival_chart(verdict, said, f"{slug}-survival"),
+    ]
 
-    Args:
-        arms: the baseline first; those of which nothing is known are not among them.
-        what: the unit, e.g. ``"training tokens"``.
-        heading: of the figure.
-        target: in words.
-        name: of the figure, unique in the page.
-    """
+
+class _Taken(NamedTuple):
+    """The cost of an arm to reach the target, one number per seed; None for a miss."""
+
+    arm: str
+    place: int
+    taken: tuple[float | None, ...]
+
+
+def _taken_chart(
+    arms: Sequence[_Taken], what: str, heading: str, target: str, name: str
+) -> Chart | None:
+    """Draw a dot per seed, the median as a bar, and misses at the edge; None without a dot."""
     numbers = [number for each in arms for number in each.taken if number is not None]
     if not numbers:
         return None
     right = 118 if any(None in each.taken for each in arms) else 84  # room for "3 of 5"
     figure, axes = _rows([each.arm for each in arms], [each.place for each in arms], right)
     axes.set_xlim(0, max(numbers) * 1.04)
-    told = []
+    labels = []
     for row, each in enumerate(arms):
         colour = arm_colour(each.place)
         reached = sorted(number for number in each.taken if number is not None)
@@ -157,13 +164,13 @@ def target_chart(
         if missed and not half:
             label += f", {len(reached)} of {len(each.taken)}"
         _beside(axes, (axes.get_xlim()[1], row), label, SOFT if half else INK)
-        told.append(f"{each.arm}: {label}")
+        labels.append(f"{each.arm}: {label}")
     axes.set_xlabel(what, color=SOFT, labelpad=7)
     caption = (
         f"The first evaluation at {target} or better. Dots: seeds; bar: their median. A run that "
         "missed the target counts as longer than any that reached it."
     )
-    summary = f"{heading}: {'; '.join(told)}"
+    summary = f"{heading}: {'; '.join(labels)}"
     return Chart(heading, finish(figure, name, summary), caption)
 
 
@@ -428,11 +435,11 @@ def pareto_table(experiment: ExperimentVerdict) -> Table | None:
     for each in sorted(points, key=lambda point: (point.cost, point.rank)):
         ahead = [one.arm for one in best if one.cost <= each.cost and one.rank <= each.rank]
         on = each in best
-        told = (
+        verdict = (
             Cell("on the front", tone="best") if on else Cell(f"beaten by {words.listing(ahead)}")
         )
         metric = Cell(words.plain(each.metric, digits))
-        rows.append((Cell(each.arm), Cell(words.duration(each.cost)), metric, told))
+        rows.append((Cell(each.arm), Cell(words.duration(each.cost)), metric, verdict))
     head = ("arm", "CPU time of a run", METRICS[experiment.metric].unit, "")
     notes = ("By the means alone: neighbours may differ by less than their intervals.",)
     return Table("Quality against cost", head, tuple(rows), notes, "pareto")

@@ -118,13 +118,13 @@ def effects_chart(effects: Sequence[FactorEffect], metric: str, name: str) -> Ch
         "On the diagonal each factor alone, averaged over the others; below it what two do beyond "
         "the sum. Blue: better, orange: worse. Bold: found by the test (Holm); grey: not."
     )
-    told = (
+    sizes = (
         f"{_name(each)} {words.signed(each.effect, digits)}"
         for each in shown.values()
         if each.effect is not None
     )
     unit = UNITS[metric]
-    summary = f"Effects and interactions in {unit}: {'; '.join(told)}"
+    summary = f"Effects and interactions in {unit}: {'; '.join(sizes)}"
     return Chart(f"Effects and interactions, {unit}", finish(figure, name, summary), caption)
 
 

@@ -197,10 +197,10 @@ def agreement(experiment: Experiment, arm: Arm, finals: Finals) -> bool | None:
         finals: the runs that count.
 
     Returns:
-        None where it is not asked: of other arms, other precisions, and before all runs are over.
+        None where it does not apply: to other arms, other precisions, and before all runs are over.
     """
-    asked = arm.kind == "systems" and experiment.baseline.training.precision == "float32"
-    if not asked or _only_nudged(experiment, arm):
+    applies = arm.kind == "systems" and experiment.baseline.training.precision == "float32"
+    if not applies or _only_nudged(experiment, arm):
         return None
     baseline = finals[experiment.baseline_name]
     drift, gap = _drift(finals[arm.name], baseline), _gap(finals[arm.name], baseline)
@@ -344,7 +344,7 @@ def kernel_flags(
     """Return flags where layers of an arm ran other kernels than those of the baseline.
 
     Args:
-        experiment: of the arm; it tells what the arm asked for.
+        experiment: of the arm; it says which attention the arm wants.
         arm: its name.
         ran: what ran in the arm.
         baseline: what ran in the baseline. Nothing is flagged while either is empty.
@@ -361,14 +361,14 @@ def kernel_flags(
         other = theirs.get(layer, every)  # an arm with more layers has no counterpart for some
         if names != other:
             differing.setdefault((names, other), []).append(layer)
-    expected = _asked(experiment, arm)
+    expected = _is_expected(experiment, arm)
     return tuple(
         _flag(names, other, tuple(layers), len(mine), expected)
         for (names, other), layers in differing.items()
     )
 
 
-def _asked(experiment: Experiment, arm: str) -> bool:
+def _is_expected(experiment: Experiment, arm: str) -> bool:
     """Return whether the arm says by itself that another attention runs."""
     kind = next(each.kind for each in experiment.arms if each.name == arm)
     wanted = experiment.config_of(arm).attention.implementation

@@ -36,7 +36,6 @@ __all__ = [
     "SPIKE_WINDOW",
     "TIMES",
     "Measure",
-    "Reach",
     "Values",
     "cost",
     "final_metric",
@@ -294,20 +293,6 @@ MEASURES: Mapping[str, Measure] = {
 TIMES = {name for name, each in MEASURES.items() if each.is_time}  # withheld with the speed
 
 
-@dataclass(frozen=True)
-class Reach:
-    """The cost of the first evaluation that was at the target or better.
-
-    Args:
-        tokens: trained on by then.
-        wall_s, cpu_s: spent in optimizer steps by then.
-    """
-
-    tokens: int
-    wall_s: float
-    cpu_s: float
-
-
 def tokens_per_step(record: RunRecord) -> int:
     """Count the tokens that one optimizer step can learn from: whole sequences, no padding."""
     config = record.start.config
@@ -381,31 +366,30 @@ def spike_rate(losses: Sequence[float | None]) -> float | None:
     return spikes / judged if judged else None
 
 
-def reach(record: RunRecord, metric: str, target: float) -> Reach | None:
+def reach(record: RunRecord, metric: str, target: float) -> Evaluation | None:
     """Return the first evaluation at the target or better; None where no evaluation was."""
     for each in record.evaluations:
         value = metric_of(each, metric)
         if value is not None and reached(metric, value, target):
-            return Reach(each.tokens, each.train_wall_s, each.train_cpu_s)
+            return each
     return None
 
 
 def cost(records: Iterable[RunRecord]) -> Cost:
     """Return the cost of these runs in optimizer steps, whether they ended well or not."""
-    runs = tokens = sweep_runs = sweep_tokens = 0
-    wall_s = cpu_s = sweep_wall_s = sweep_cpu_s = 0.0
-    for record in records:
-        if not record.starts:
-            continue
-        taken = learnt(record, record.steps)
-        run_wall_s = sum(each.wall_s for each in record.steps)
-        run_cpu_s = sum(each.cpu_s for each in record.steps)
-        runs, tokens = runs + 1, tokens + taken
-        wall_s, cpu_s = wall_s + run_wall_s, cpu_s + run_cpu_s
-        if record.start.phase == "sweep":
-            sweep_runs, sweep_tokens = sweep_runs + 1, sweep_tokens + taken
-            sweep_wall_s, sweep_cpu_s = sweep_wall_s + run_wall_s, sweep_cpu_s + run_cpu_s
-    return Cost(runs, tokens, wall_s, cpu_s, sweep_runs, sweep_tokens, sweep_wall_s, sweep_cpu_s)
+    begun = [each for each in records if each.starts]
+    trials = [each for each in begun if each.start.phase == "sweep"]
+    return Cost(*_spent(begun), *_spent(trials))
+
+
+def _spent(records: Sequence[RunRecord]) -> tuple[int, int, float, float]:
+    """Return runs, tokens, wall seconds and CPU seconds."""
+    return (
+        len(records),
+        sum(learnt(each, each.steps) for each in records),
+        sum((sum(step.wall_s for step in each.steps) for each in records), 0.0),
+        sum((sum(step.cpu_s for step in each.steps) for each in records), 0.0),
+    )
 
 
 def over_seeds(runs: Sequence[Values]) -> ArmMeasures:
@@ -447,31 +431,31 @@ def target_result(
     theirs = {} if baseline is None else _reaches(experiment, target, baseline)
     taken = list(mine.values())
 
-    def compared(value: Callable[[Reach], float]) -> Ratio | None:
-        pairs = []
-        for seed in finals:
-            ours, other = mine.get(seed), theirs.get(seed)
-            if ours is None or other is None:
-                return None
-            pairs.append((value(ours), value(other)))
-        return ratio(pairs, experiment.confidence)
+    def of(name: str) -> tuple[float | None, ...]:
+        return tuple(None if each is None else getattr(each, name) for each in taken)
 
+    def compared(name: str) -> Ratio | None:
+        both = [(mine.get(seed), theirs.get(seed)) for seed in finals]
+        pairs = [(getattr(a, name), getattr(b, name)) for a, b in both if a and b]
+        return ratio(pairs, experiment.confidence) if len(pairs) == len(both) else None
+
+    tokens, wall_s, cpu_s = of("tokens"), of("train_wall_s"), of("train_cpu_s")
     return TargetResult(
         target=target,
-        tokens=tuple(None if each is None else each.tokens for each in taken),
-        wall_s=tuple(None if each is None else each.wall_s for each in taken),
-        cpu_s=tuple(None if each is None else each.cpu_s for each in taken),
+        tokens=tokens,
+        wall_s=wall_s,
+        cpu_s=cpu_s,
         reached=sum(each is not None for each in taken),
-        median_tokens=_median([math.inf if each is None else each.tokens for each in taken]),
-        median_wall_s=_median([math.inf if each is None else each.wall_s for each in taken]),
-        median_cpu_s=_median([math.inf if each is None else each.cpu_s for each in taken]),
-        tokens_ratio=compared(lambda each: each.tokens),
-        wall_ratio=compared(lambda each: each.wall_s),
+        median_tokens=_median(tokens),
+        median_wall_s=_median(wall_s),
+        median_cpu_s=_median(cpu_s),
+        tokens_ratio=compared("tokens"),
+        wall_ratio=compared("train_wall_s"),
         censored=tuple(_budget(finals[seed]) for seed, each in mine.items() if each is None),
     )
 
 
-def _reaches(experiment: Experiment, target: float, finals: Finals) -> dict[int, Reach | None]:
+def _reaches(experiment: Experiment, target: float, finals: Finals) -> dict[int, Evaluation | None]:
     """Seed -> what it took, of the runs that are over; None for a miss."""
     return {
         seed: reach(record, experiment.metric, target)
@@ -491,9 +475,10 @@ def _budget(record: RunRecord) -> float:
     return float(budget["steps"] * step if budget["steps"] else budget["tokens"])
 
 
-def _median(values: Sequence[float]) -> float | None:
+def _median(values: Sequence[float | None]) -> float | None:
     """Return the median with every miss as infinite; None where that is not a number."""
-    middle = statistics.median(values) if values else math.inf
+    ranked = [math.inf if each is None else each for each in values]
+    middle = statistics.median(ranked) if ranked else math.inf
     return middle if math.isfinite(middle) else None
 
 

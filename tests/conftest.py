@@ -18,6 +18,8 @@ import hypothesis
 import pytest
 import torch  # before the core: the core borrows torch's OpenMP runtime
 
+from tests.tiers import mark_thorough
+
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
 NO_CORE = "no core"
@@ -83,8 +85,10 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if INTERPRETED and not related else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses tests by their markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests that need a GPU where there is none; run one process's tests only."""
+    mark_thorough(items)
     if INTERPRETED:
         kept = [item for item in items if item.path.is_relative_to(INTERPRETED_FOLDER)]
         others = [item for item in items if not item.path.is_relative_to(INTERPRETED_FOLDER)]

@@ -106,6 +106,7 @@ def test_what_is_no_study_is_not_stored(tmp_path: Path) -> None:
     assert not (tmp_path / "stored").exists()
 
 
+ESSENTIAL = "not slow and not thorough"
 # A Python in whose place a shell script stands: it writes down the calls of pytest, and answers
 # each with the exit code that it is told to.
 STAND_IN = """\
@@ -130,7 +131,7 @@ def test_tests_run_in_two_processes(
 ) -> None:
     """The interpreter's with the same arguments; 5, which is nothing collected, is no failure."""
     calls, said, done = _test(tmp_path, ordinary, interpreted)
-    assert calls == ["0 -m pytest -k a b", "1 -m pytest -k a b"]
+    assert calls == [f"{way} -m pytest -m {ESSENTIAL} -k a b" for way in (0, 1)]
     assert [word for word in said if word in ("ordinary", "interpreted")] == [
         "ordinary",
         "interpreted",
@@ -141,7 +142,8 @@ def test_tests_run_in_two_processes(
 @pytest.mark.parametrize("ordinary", [0, 1, 5])
 def test_tests_without_triton(tmp_path: Path, ordinary: int) -> None:
     calls, said, done = _test(tmp_path, ordinary, 0, no_triton=1)
-    assert (calls, said, done) == (["0 -m pytest -k a b"], ["ordinary"], ordinary)
+    assert len(calls) == 1
+    assert (said, done) == (["ordinary"], ordinary)
 
 
 def test_tests_that_are_interrupted(tmp_path: Path) -> None:
@@ -150,10 +152,20 @@ def test_tests_that_are_interrupted(tmp_path: Path) -> None:
     assert (said, done) == (["ordinary"], 2)
 
 
-def test_all_tests_run_in_a_process_a_core(tmp_path: Path) -> None:
-    calls, _, done = _test(tmp_path, 0, 0, arguments=())
-    assert calls == [f"{way} -m pytest -q -n 3 --dist loadfile" for way in (0, 1)]
+@pytest.mark.parametrize(
+    ("arguments", "tier"), [((), ESSENTIAL), (("--all",), "not slow")], ids=["essential", "all"]
+)
+def test_whole_tiers_run_in_a_process_a_core(
+    tmp_path: Path, arguments: tuple[str, ...], tier: str
+) -> None:
+    calls, _, done = _test(tmp_path, 0, 0, arguments=arguments)
+    assert calls == [f"{way} -m pytest -m {tier} -q -n 3 --dist loadfile" for way in (0, 1)]
     assert done == 0
+
+
+def test_all_of_what_arguments_choose(tmp_path: Path) -> None:
+    calls, _, _ = _test(tmp_path, 0, 0, arguments=("--all", "-k", "a b"))
+    assert calls == [f"{way} -m pytest -m not slow -k a b" for way in (0, 1)]
 
 
 def _test(

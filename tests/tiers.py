@@ -1,0 +1,57 @@
+"""Which tests ``./run test`` leaves to ``./run test --all``: those with the marker ``thorough``.
+
+A test function with many cases is thorough in all but a sample of them. In the sample each value of
+each parameter occurs at least once: each instruction set, each dtype, each named case. Fields of a
+parameter, such as the dtype of a ``Case``, are parameters of their own. Which values meet is drawn
+from the names of the tests, so the sample is the same in every process. A test that takes long for
+what it adds has the marker in its file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+import pytest
+
+
+def mark_thorough(items: list[pytest.Item]) -> None:
+    """Mark the cases that are not in the sample of their test function."""
+    for _, cases in groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        named = {case.nodeid: case for case in cases}
+        parameters = {
+            name: case.callspec.params
+            for name, case in named.items()
+            if hasattr(case, "callspec") and not case.get_closest_marker("slow")
+        }
+        for name in parameters.keys() - sample(parameters):
+            named[name].add_marker(pytest.mark.thorough)
+
+
+def sample(cases: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """Return names of cases that together have each value of each parameter.
+
+    Args:
+        cases: the parameters of each case, by its name.
+    """
+    seen: set[tuple[str, str]] = set()
+    chosen = set()
+    for name in sorted(cases, key=lambda each: zlib.crc32(each.encode())):
+        values = {pair for each in cases[name].items() for pair in _values(*each)}
+        if values - seen:
+            seen |= values
+            chosen.add(name)
+    return chosen
+
+
+def _values(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield a parameter as pairs of names and values, a pair for each field if it has fields."""
+    fields = {"": value}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        fields = value._asdict()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    return ((f"{name}.{field}", repr(each)) for field, each in fields.items())

@@ -1,5 +1,7 @@
 """The floors: a module imports only from floors below its own, and nothing imports in a circle.
 
+The rooms of the C++ core are floors too: a file includes only its own room and those before it.
+
 Every import counts: absolute, ``from``, relative, inside functions and under TYPE_CHECKING. The
 rules run on the real tree and, so that the test itself is tested, on small made-up trees that break
 each of them.
@@ -8,6 +10,7 @@ each of them.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -424,3 +427,63 @@ def test_a_sound_tree_passes(tmp_path: Path) -> None:
 def test_a_broken_tree_fails(tmp_path: Path, file: str, text: str, complaint: str) -> None:
     found = complaints(build(tmp_path, SOUND | {file: text}))
     assert any(complaint in line for line in found), found
+
+
+CORE_ROOMS = (
+    "base",
+    "products",
+    "expressions",
+    "variants",
+    "passes",
+    "decode",
+    "isa",
+    "bind",
+    "tests",
+)
+GENERATED = {"expr_code.h"}
+
+
+def upward_includes(files: dict[str, str]) -> list[str]:
+    """The includes that lead to a later room, or nowhere.
+
+    Args:
+        files: text by path below ``csrc``.
+    """
+    found = []
+    for name, text in files.items():
+        here = name.split("/")[0]
+        for target in re.findall(r'#include "([^"]+)"', text):
+            path = f"tests/{target}" if here == "tests" and "/" not in target else target
+            if target in GENERATED:
+                continue
+            if path not in files or CORE_ROOMS.index(path.split("/")[0]) > CORE_ROOMS.index(here):
+                found.append(f"{name} includes {target}")
+    return found
+
+
+def _core() -> dict[str, str]:
+    folder = ROOT / "csrc"
+    files = [path for path in folder.rglob("*") if path.suffix in (".h", ".cc")]
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in files}
+
+
+def test_rooms_include_only_earlier_rooms() -> None:
+    core = _core()
+    assert len(core) > 60
+    assert {name.split("/")[0] for name in core} == set(CORE_ROOMS)
+    assert upward_includes(core) == []
+
+
+def test_an_include_of_a_later_room_is_found() -> None:
+    files = {
+        "base/a.h": '#include "decode/b.h"',
+        "decode/b.h": '#include "base/a.h"\n#include "expr_code.h"',
+        "passes/c.h": '#include "base/gone.h"',
+    }
+    expected = ["base/a.h includes decode/b.h", "passes/c.h includes base/gone.h"]
+    assert upward_includes(files) == expected
+
+
+def test_the_contributing_page_lists_the_rooms_in_order() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert re.findall(r"^\| `(\w+)/` \|", page, re.MULTILINE) == list(CORE_ROOMS)

@@ -1,4 +1,4 @@
-"""The documents tell the truth: the README's example runs, and every link leads somewhere."""
+"""The documents tell the truth: their examples run, and every link leads somewhere."""
 
 from __future__ import annotations
 
@@ -30,6 +30,18 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for example in examples:
         exec(compile(example, "README.md", "exec"), {})
     assert "backend" in capsys.readouterr().out
+
+
+def test_the_examples_of_serving_run() -> None:
+    text = (ROOT / "docs" / "serving.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(examples) == 2
+    for example in examples:
+        names: dict[str, object] = {}
+        exec(compile(example, "docs/serving.md", "exec"), names)
+        found = names.get("tokens")
+        if isinstance(found, list):
+            assert [len(each) for each in found] == [20, 5]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

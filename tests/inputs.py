@@ -15,6 +15,11 @@ from tests.cases import Case
 from tilewise.variants.values import Mask, Score, as_score
 
 
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return normal numbers, the same ones for the same shape and seed."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
 class Inputs(NamedTuple):
     """The tensors of a case, and the keywords of the call.
 

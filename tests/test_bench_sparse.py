@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tilewise import BlockMask
 
@@ -22,14 +21,6 @@ ROW_S, TILE_S, DENSE_S = 5e-6, 11e-6, 10e-6
 @pytest.fixture(scope="module")
 def script() -> dict[str, Any]:
     return runpy.run_path(str(SCRIPT))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _case(kind: str, name: str, tiles: int, time_s: float) -> dict[str, Any]:

@@ -81,6 +81,7 @@ def _plant(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
     monkeypatch.setattr(building, "attend", attend)
 
 
+@pytest.mark.thorough
 def test_a_planted_error_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last key of a problem with more than 16 keys and grouped heads is not seen."""
 
@@ -205,6 +206,7 @@ print(worker.one(Case(values=3))[0], worker.one(Case(values=4)))
     assert said.splitlines() == [str(expected), "SIGSEGV ('', '')"]
 
 
+@pytest.mark.thorough
 def test_a_case_that_never_ends_is_said() -> None:
     said = _in_a_process(
         """
@@ -299,6 +301,7 @@ def test_a_check_leaves_the_process_as_it_was() -> None:
     assert (tilewise._core.isa_active(), torch.get_num_threads()) == before
 
 
+@pytest.mark.thorough
 def test_the_command_says_a_seed_that_fails_and_goes_on() -> None:
     def full(seed: int) -> bool:
         return draw(seed).work() > 0

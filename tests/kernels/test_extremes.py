@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,30 @@ def test_dead_rows_with_sinks(target: Target) -> None:
     assert all(bool((got.grads[name] == 0).all()) for name in "qkv")
 
 
+def near_ten_thousand(inputs: Inputs) -> None:
+    """Make scores of 1e4 that differ by a few."""
+    with torch.no_grad():
+        inputs.q[..., 0] = inputs.k[..., 0] = 238.0
+
+
+def within_ten_thousand(inputs: Inputs) -> None:
+    """Make scores from -1e4 to 1e4 with a scale of 64, exact in any dtype."""
+    with torch.no_grad():
+        for tensor in (inputs.q, inputs.k):
+            tensor.copy_((tensor.double() * 4).round().clamp(-8, 8))
+
+
+def lower_biases(inputs: Inputs, low: float) -> None:
+    """Put the lowest bias at every third key, in the whole of row 5, and at row 7 but for two."""
+    assert inputs.score is not None
+    bias = inputs.score.captured[0]
+    with torch.no_grad():
+        bias[:, :, :, ::3] = low
+        bias[:, :, 5] = low
+        bias[:, :, 7, :128] = low
+        inputs.k[:, :, :] *= 0.1  # keeps score + min in range
+
+
 LARGE = [
     Case("large", queries=129, keys=200),
     Case("large-causal", queries=129, keys=129, mask=("causal",)),
@@ -74,8 +99,7 @@ def test_scores_near_ten_thousand(target: Target, case: Case, dtype: torch.dtype
     """Scores of 1e4 that differ by a few: every digit that is left counts, in every gradient."""
     case = case.of(dtype)
     inputs = build(case)
-    with torch.no_grad():
-        inputs.q[..., 0] = inputs.k[..., 0] = 238.0
+    near_ten_thousand(inputs)
     reference = refer(case, inputs)
     assert float(abs(reference.oracle.lse).max()) > (1e4 if "softcap" not in case.name else 30)
     actual = attend(inputs, target.backend, reference.grad_out, reference.grad_lse)
@@ -88,9 +112,7 @@ def test_scores_within_ten_thousand(target: Target, case: Case, dtype: torch.dty
     """Scores from -1e4 to 1e4, exact in any dtype: rows of one key, or of a few in a tie."""
     case = replace(case.of(dtype), scale=math.copysign(64.0, case.scale or 1.0))
     inputs = build(case)
-    with torch.no_grad():
-        for tensor in (inputs.q, inputs.k):
-            tensor.copy_((tensor.double() * 4).round().clamp(-8, 8))
+    within_ten_thousand(inputs)
     reference = refer(case, inputs)
     assert float(abs(reference.oracle.lse).max()) > (1e4 if "softcap" not in case.name else 29)
     actual = attend(inputs, target.backend, reference.grad_out, reference.grad_lse)
@@ -123,14 +145,8 @@ def test_lowest_biases(target: Target, dtype: torch.dtype, infinite: bool) -> No
     """-inf excludes a key; finfo.min does too, unless every key of a row has it."""
     case = Case("lowest", queries=66, keys=130, score=("bias",), dtype=dtype)
     inputs = build(case)
-    assert inputs.score is not None
-    bias = inputs.score.captured[0]
-    with torch.no_grad():
-        low = -math.inf if infinite else torch.finfo(dtype).min
-        bias[:, :, :, ::3] = low
-        bias[:, :, 5] = low  # a row of nothing else
-        bias[:, :, 7, :128] = low  # one key left, the last but one
-        inputs.k[:, :, :] *= 0.1  # keeps score + min in range
+    low = -math.inf if infinite else torch.finfo(dtype).min
+    lower_biases(inputs, low)
     reference = refer(case, inputs)
     actual = attend(inputs, target.backend, reference.grad_out, reference.grad_lse)
     check(actual, reference, f"{case} {low}")
@@ -234,45 +250,27 @@ def test_nan_of_one_sequence_stays_there(target: Target) -> None:
         assert_same_bits(got.grads[name][keep], clean.grads[name][keep], f"grad of {name}")
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_nan_query_gives_a_nan_row(target: Target, dtype: torch.dtype) -> None:
-    """That row alone: its neighbours keep their bits."""
-    case = Case("nan-query", queries=70, keys=130, dtype=dtype)
-    inputs = build(case)
-    clean = attend(inputs, target.backend)
-    with torch.no_grad():
-        inputs.q[0, 1, 37, 5] = NAN
-    got = attend(inputs, target.backend)
-    assert bool(got.out[0, 1, 37].isnan().all())
-    assert bool(got.lse[0, 1, 37].isnan())
-    clean.out[0, 1, 37], clean.lse[0, 1, 37] = NAN, NAN
-    assert_same_bits(got.out, clean.out, "out")
-    assert_same_bits(got.lse, clean.lse, "lse")
+# An operand, the place of its NaN, and where out and lse are NaN then.
+NANS: dict[str, tuple[Any, ...]] = {
+    "q": ((0, 1, 37, 5), (0, 1, 37), (0, 1, 37)),
+    "k": ((1, 0, 99, 3), (1, 0), (1, 0)),
+    "v": ((1, 0, 99, 3), (1, 0, slice(None), 3), None),
+}
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_attended_nan_key_gives_nan(target: Target, dtype: torch.dtype) -> None:
-    """Every row that attends to a NaN key is NaN; other heads are not."""
-    case = Case("nan-key", queries=70, keys=130, dtype=dtype)
-    inputs = build(case)
+@pytest.mark.parametrize("operand", NANS)
+def test_a_nan_goes_where_it_is_seen(target: Target, operand: str, dtype: torch.dtype) -> None:
+    """One query's into its row, a key's into its head, a value's into its column; no further."""
+    inputs = build(Case("nan", queries=70, keys=130, dtype=dtype))
     clean = attend(inputs, target.backend)
+    place, out, lse = NANS[operand]
     with torch.no_grad():
-        inputs.k[1, 0, 99, 3] = NAN
+        getattr(inputs, operand)[place] = NAN
     got = attend(inputs, target.backend)
-    clean.out[1, 0], clean.lse[1, 0] = NAN, NAN
-    assert_same_bits(got.out, clean.out, "out")
-    assert_same_bits(got.lse, clean.lse, "lse")
-
-
-def test_attended_nan_value_gives_nan(target: Target) -> None:
-    """In its own column of the output only."""
-    case = Case("nan-value", queries=70, keys=130)
-    inputs = build(case)
-    clean = attend(inputs, target.backend)
-    with torch.no_grad():
-        inputs.v[1, 0, 99, 3] = NAN
-    got = attend(inputs, target.backend)
-    clean.out[1, 0, :, 3] = NAN
+    clean.out[out] = NAN
+    if lse is not None:
+        clean.lse[lse] = NAN
     assert_same_bits(got.out, clean.out, "out")
     assert_same_bits(got.lse, clean.lse, "lse")
 

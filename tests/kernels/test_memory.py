@@ -163,6 +163,7 @@ def _check_kinds(isa: str, threads: int, lengths: tuple[int, int]) -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(TARGETS[0].backend != "cpu", reason="the compiled core is not built")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_memory_of_masks_and_layouts(threads: int) -> None:

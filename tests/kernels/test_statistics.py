@@ -16,6 +16,7 @@ from tests.cases import FLOATS, TABLE, Case
 from tests.contract import assert_exact, assert_same_bits
 from tests.inputs import Inputs, build
 from tests.kernels.targets import Target, pairs
+from tests.kernels.test_extremes import lower_biases, near_ten_thousand, within_ten_thousand
 from tests.kernels.test_gradcheck import CASES as GRADCHECK_CASES
 from tests.kernels.test_gradcheck import replaced
 from tests.oracle import problem_of
@@ -206,6 +207,7 @@ def test_the_first_of_equal_keys_is_on_top(target: Target, dtype: torch.dtype) -
     assert bool(((s == s.amax(-1, keepdim=True)).sum(-1) > 1).any())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("target", "case"), pairs(GRADCHECK_CASES, 9), indirect=["target"])
 def test_gradcheck(target: Target, case: Case) -> None:
     """Derivatives of lse and entropy by every leaf, and of all three together."""
@@ -267,10 +269,9 @@ def test_scores_near_ten_thousand(target: Target, sinks: float | None, dtype: to
     """Scores of 1e4 that differ by a few, beside sinks far below, and level."""
     case = Case("near", queries=65, keys=200, mask=("causal",), sinks=sinks is not None)
     inputs = build(case.of(dtype))
-    with torch.no_grad():
-        inputs.q[..., 0] = inputs.k[..., 0] = 238.0
-        if inputs.sinks is not None and sinks is not None:
-            inputs.sinks.fill_(sinks)
+    near_ten_thousand(inputs)
+    if inputs.sinks is not None and sinks is not None:
+        inputs.sinks.data.fill_(sinks)
     sent = send(inputs)
     plain, truth = refer(inputs, sent)
     check(attend(inputs, target.backend, sent), plain, truth, f"{case} {sinks}")
@@ -284,9 +285,7 @@ def test_scores_within_ten_thousand(
     """Scores from -1e4 to 1e4, exact in any type: rows of one key, or of a few in a tie."""
     inputs = build(Case("within", queries=65, keys=200, scale=64.0, sinks=sinks is not None))
     inputs = inputs.convert(lambda tensor: tensor.to(dtype))
-    with torch.no_grad():
-        for tensor in (inputs.q, inputs.k):
-            tensor.copy_((tensor.double() * 4).round().clamp(-8, 8))
+    within_ten_thousand(inputs)
     if sinks is not None:
         filled = torch.full((2,), sinks, dtype=statistics_dtype(dtype), requires_grad=True)
         inputs = inputs._replace(sinks=filled)
@@ -300,14 +299,8 @@ def test_scores_within_ten_thousand(
 def test_lowest_biases(target: Target, dtype: torch.dtype, infinite: bool) -> None:
     """-inf excludes a key; finfo.min does too, unless every key of a row has it."""
     inputs = build(Case("lowest", queries=66, keys=130, score=("bias",), dtype=dtype))
-    assert inputs.score is not None
-    bias = inputs.score.captured[0]
     low = -math.inf if infinite else torch.finfo(dtype).min
-    with torch.no_grad():
-        bias[:, :, :, ::3] = low
-        bias[:, :, 5] = low  # a row of nothing else
-        bias[:, :, 7, :128] = low  # one key left, the last but one
-        inputs.k[:, :, :] *= 0.1  # keeps score + min in range
+    lower_biases(inputs, low)
     sent = send(inputs)
     plain, truth = refer(inputs, sent)
     check(attend(inputs, target.backend, sent), plain, truth, f"lowest {low}")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.contract import assert_exact, assert_same_bits
+from tests.inputs import drawn
 from tests.paged import Paged, in_pages
 from tilewise import AttentionResult, attention_paged, masks, scores
 from tilewise.errors import InvalidArgument
@@ -17,10 +18,6 @@ from tilewise.serving import PagedKVCache, cascade_attention
 
 HEADS, KV_HEADS, WIDTH, VALUE_WIDTH, SIZE, COMMON = 6, 2, 16, 12, 16, 160
 OWN = (3, 40, 150)  # keys of each sequence behind the common ones
-
-
-def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def plain(

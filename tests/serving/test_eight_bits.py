@@ -11,6 +11,7 @@ from torch import Tensor
 
 import tilewise
 from tests.contract import assert_same_bits
+from tests.inputs import drawn
 from tilewise import masks
 from tilewise.errors import InvalidArgument
 from tilewise.serving import PagedKVCache, cascade_attention
@@ -18,10 +19,6 @@ from tilewise.serving.pool import dequantised, quantised
 
 STORAGES = pytest.mark.parametrize("storage", [torch.int8, torch.float8_e4m3fn], ids=str)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-
-
-def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def allowed(x: Tensor, storage: torch.dtype, dtype: torch.dtype) -> Tensor:

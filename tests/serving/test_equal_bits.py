@@ -7,7 +7,6 @@ with matrix tiles, in bfloat16, also whether heads share keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,11 +28,9 @@ def drawn(heads: int, rows: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
+def threads(request: pytest.FixtureRequest) -> int:
     torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+    return int(request.param)
 
 
 def cuts(keys: int, row: int) -> list[int]:

@@ -1,11 +1,13 @@
 """The cache in pages: what sequences have is what they were given, whatever they share.
 
-With a window, pages behind it go back, none is lost, and nothing else changes.
+With a window, pages behind it go back, none is lost, and nothing else changes. Pages do not leak,
+and are neither handed out nor given back twice.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -18,9 +20,10 @@ from torch import Tensor
 
 import tilewise
 from tests.contract import assert_same_bits
+from tests.inputs import drawn
 from tilewise import masks
 from tilewise.errors import InvalidArgument, InvalidType, OutOfPages
-from tilewise.serving import PagedKVCache
+from tilewise.serving import PageAllocator, PagedKVCache
 
 PAGES = 9
 
@@ -148,10 +151,6 @@ class Windowed(Cache):
 
 TestWindowed = Windowed.TestCase
 TestWindowed.settings = settings(max_examples=25, stateful_step_count=30)
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_a_fork_costs_the_page_that_it_changes() -> None:
@@ -309,3 +308,64 @@ def test_queries_that_would_see_what_was_dropped() -> None:
     cache.truncate(sequence, 17)
     with pytest.raises(InvalidArgument, match=r"^window: got 0"):
         PagedKVCache(pages=4, page_size=4, kv_heads=1, head_dim=4, window=0)
+
+
+ALLOCATED = 12
+
+
+class Pages(RuleBasedStateMachine):
+    """Any order of operations, beside a count of who holds what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = PageAllocator(ALLOCATED)
+        self.held: Counter[int] = Counter()
+
+    @rule(count=st.integers(0, ALLOCATED + 1))
+    def take(self, count: int) -> None:
+        free = ALLOCATED - len(self.held)
+        if count > free:
+            with pytest.raises(OutOfPages, match=rf"^{count} pages are needed, and {free} of"):
+                self.allocator.take(count)
+            return
+        taken = self.allocator.take(count)
+        assert len(taken) == len(set(taken)) == count
+        assert not set(taken) & set(self.held)
+        self.held.update(taken)
+
+    @rule(pages=st.lists(st.integers(-1, ALLOCATED), max_size=4))
+    def share(self, pages: list[int]) -> None:
+        if all(page in self.held for page in pages):
+            self.allocator.share(pages)
+            self.held.update(pages)
+        else:
+            with pytest.raises(InvalidArgument, match=r"^pages: got page"):
+                self.allocator.share(pages)
+
+    @rule(pages=st.lists(st.integers(-1, ALLOCATED), max_size=4))
+    def release(self, pages: list[int]) -> None:
+        if Counter(pages) <= self.held:
+            self.allocator.release(pages)
+            self.held = self.held - Counter(pages)
+        else:
+            with pytest.raises(InvalidArgument, match=r"^pages: got page"):
+                self.allocator.release(pages)
+
+    @invariant()
+    def counts(self) -> None:
+        assert self.allocator.free == ALLOCATED - len(self.held)
+        found = [self.allocator.holders(page) for page in range(ALLOCATED)]
+        assert found == [self.held[page] for page in range(ALLOCATED)]
+
+
+TestPages = Pages.TestCase
+TestPages.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+def test_wrong_counts() -> None:
+    with pytest.raises(InvalidArgument, match=r"^pages: got 0; required: at least 1"):
+        PageAllocator(0)
+    with pytest.raises(InvalidArgument, match=r"^count: got -1"):
+        PageAllocator(3).take(-1)
+    with pytest.raises(InvalidArgument, match=r"^pages: got page 3"):
+        PageAllocator(3).holders(3)

@@ -52,6 +52,7 @@ def launched(folder: Path, way: str, *names: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.thorough
 def test_every_kind_of_argument_arrives(tmp_path: Path) -> None:
     """Tuples are taken apart; ones, None and constants are not sent."""
     (said,) = launched(tmp_path, "arguments")
@@ -73,6 +74,7 @@ def check_cases(said: list[dict[str, Any]]) -> None:
         assert each["threads"] == 32 * each["warps"], each
 
 
+@pytest.mark.thorough
 def test_cases_of_the_gate(tmp_path: Path) -> None:
     """A sample: tuples of strides, captured tensors, no lists of tiles, one kernel of each pass."""
     said = launched(tmp_path, "cases", "forward D64 causal", "backward D64 head bias")

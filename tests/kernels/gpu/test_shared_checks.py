@@ -1,4 +1,4 @@
-"""A NaN in the statistics of the rows: seen wherever it is, by every walk over the keys."""
+"""Checks of the CPU's tests on the GPU kernels: a NaN in the statistics, and keys in blocks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tilewise
+from tests.kernels.test_partial import Sizes, check_blocks
 from tests.kernels.test_statistics_nan import _check, _holes, _inputs, _scores
 from tilewise import masks
 
@@ -38,3 +39,8 @@ def test_in_whole_and_in_partial_blocks() -> None:
     seen = (n <= m) & (n >= m - 200)
     stats = tilewise.attention(q, k, v, mask=mask, backend="gpu", return_stats="top1").stats
     _check(stats, _scores(q, k, None, seen))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_blocks_add_up(dtype: torch.dtype) -> None:
+    check_blocks("gpu", Sizes(19, (0, 1, 20, 37), 16, 16), dtype)

@@ -39,7 +39,7 @@ ROOMS: dict[str, tuple[str, str]] = {
         "tests/lab/study/test_records.py tests/lab/study/test_store.py",
     ),
     "verdict": ("lab/src/tilelab/study/verdict", "tests/lab/study/verdict tests/lab/study/report"),
-    "variants": ("src/tilewise/variants", "tests/variants tests/test_variants.py tests/sparse"),
+    "variants": ("src/tilewise/variants", "tests/variants tests/test_variants.py tests/engine"),
     "engine": ("src/tilewise/engine", "tests/engine tests/test_errors.py tests/test_paged.py"),
     "kernels": ("src/tilewise/kernels/cpu", f"tests/kernels/cpu {EXACT}"),
     "gpu": ("src/tilewise/kernels/gpu", "tests/kernels/gpu"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ ISAS = ("avx512", "avx2", "portable")
 
 
 def test_each_case_dtype_and_instruction_set_is_in_the_sample() -> None:
-    cases = {
+    cases: dict[str, dict[str, Any]] = {
         f"test[{isa}-{case.of(dtype)}]": {"isa": isa, "case": case.of(dtype)}
         for isa, case, dtype in product(ISAS, TABLE, FLOATS)
     }

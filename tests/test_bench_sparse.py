@@ -117,6 +117,7 @@ def test_a_short_run(script: dict[str, Any]) -> None:
     assert len(whole["forward"]) == len(whole["backward"]) == 1
 
 
+@pytest.mark.thorough
 def test_a_stored_run_is_shown_without_measuring(record: dict[str, Any], tmp_path: Path) -> None:
     stored = tmp_path / "sparse.json"
     stored.write_text(json.dumps(record))

@@ -18,6 +18,7 @@ FILES = sorted(FOLDER.glob("*.py"))
 QUICK = ("alibi",)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "file",
     [

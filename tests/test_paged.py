@@ -376,6 +376,7 @@ def test_the_op_has_no_gradient_either() -> None:
         torch.ops.tilewise.attention_paged(q.requires_grad_(), *rest)[0].sum().backward()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_equals_eager(dynamic: bool) -> None:
     """In one graph, for other lengths and larger tables too."""

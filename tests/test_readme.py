@@ -57,6 +57,7 @@ def test_links_and_paths_exist(page: Path) -> None:
     assert missing == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("script", ["readme_table", "readme_pictures"])
 def test_tables_and_pictures_are_the_stored_ones(script: str) -> None:
     check = [sys.executable, str(ROOT / f"scripts/{script}.py"), "--check"]

@@ -182,6 +182,7 @@ def _in_a_process(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_a_crash_is_said_with_its_seed_and_the_next_one_is_checked() -> None:
     said = _in_a_process(
         """
@@ -224,6 +225,7 @@ print(worker.one(Case()))
     assert "hang" in said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("side", ["end", "begin"])
 def test_a_guard_page_faults(side: str) -> None:
     """In a child: one element beyond is deadly, and the last one is not."""

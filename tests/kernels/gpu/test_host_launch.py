@@ -52,7 +52,6 @@ def launched(folder: Path, way: str, *names: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.thorough
 def test_every_kind_of_argument_arrives(tmp_path: Path) -> None:
     """Tuples are taken apart; ones, None and constants are not sent."""
     (said,) = launched(tmp_path, "arguments")
@@ -84,6 +83,7 @@ def test_cases_of_the_gate(tmp_path: Path) -> None:
     check_cases(said)
 
 
+@pytest.mark.thorough
 def test_a_problem_by_the_public_call(tmp_path: Path) -> None:
     """The engine's own way to the launches, for odd sizes."""
     (said,) = launched(tmp_path, "problems", "bfloat16 varlen")

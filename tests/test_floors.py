@@ -73,6 +73,9 @@ APART = (
 )
 # The compiled core is known to its backend alone.
 CORE_USERS = ("tilewise.kernels.cpu",)
+# The engine knows backends by one list of them; everything else there goes through their interface.
+BACKENDS = ("tilewise.kernels.cpu", "tilewise.kernels.gpu", "tilewise.kernels.tiled")
+BACKEND_LIST = "tilewise.engine.registry"
 
 # What tilelab may import of tilewise (docs/design.md); ".*" stands for what is in a package.
 PUBLIC = (
@@ -167,6 +170,11 @@ def unit_of(module: str) -> str:
     return ".".join(parts[: 3 if parts[:2] == ["tilelab", "study"] else 2])
 
 
+def is_backend(module: str) -> bool:
+    """Whether a module is one of a backend's."""
+    return any(within(module, backend) for backend in BACKENDS)
+
+
 def within(module: str, prefix: str) -> bool:
     return module == prefix or module.startswith(prefix + ".")
 
@@ -189,6 +197,8 @@ def complaints(graph: Graph) -> list[str]:
                 )
             elif other == "tilewise._core" and not any(within(module, u) for u in CORE_USERS):
                 found.append(f"{module} imports _core, which only {', '.join(CORE_USERS)} may")
+            elif unit == "tilewise.engine" and module != BACKEND_LIST and is_backend(target):
+                found.append(f"{module} imports {target}, which only {BACKEND_LIST} may")
             elif any(within(module, a) and within(target, b) for a, b in APART):
                 found.append(f"{module} imports {target}: these two stay apart")
     found += [f"a circle: {' -> '.join(circle)}" for circle in circles(graph)]
@@ -400,6 +410,11 @@ def test_a_sound_tree_passes(tmp_path: Path) -> None:
             "these two stay apart",
         ),
         ("kernels/cpu/tape.py", "from ..gpu.emit import emit\n", "these two stay apart"),
+        (
+            "engine/call.py",
+            "from tilewise.kernels.cpu import backend\n",
+            "imports tilewise.kernels.cpu.backend, which only tilewise.engine.registry may",
+        ),
         ("functional.py", "from tilewise import _core\n", "tilewise.functional imports _core"),
         (
             "functional.py",

@@ -397,3 +397,19 @@ def _read(path: Path) -> str:
         return path.read_text()
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def row_of(name: str, memory_bytes: int) -> Chip | None:
+    """Return the row of a GPU by the name that its driver gives it, e.g. "NVIDIA A100-SXM4-80GB".
+
+    Args:
+        name: of the device.
+        memory_bytes: of the device, which tells variants of a chip apart.
+    """
+    squeezed = name.lower().replace(" ", "").replace("-", "")
+    rows = [
+        chip
+        for key, chip in CHIPS.items()
+        if chip.kind == "gpu" and key.partition("-")[0] in squeezed
+    ]
+    return min(rows, key=lambda chip: abs((chip.memory_bytes or 0) - memory_bytes), default=None)

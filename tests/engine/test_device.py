@@ -81,7 +81,7 @@ def _problem(**changed: object) -> Problem:
 )
 def test_a_device_keeps_its_seed(seed: int | torch.Tensor | None) -> None:
     """A meta tensor raises where its value is read."""
-    got = read_seed(seed, _problem(device="cuda:0"), None, META)
+    got = read_seed(seed, _problem(device="cuda:0"), META, on_device=True)
     assert isinstance(got, torch.Tensor)
     assert (got.device, got.dtype, got.shape) == (META, torch.int64, ())
     assert got is not seed
@@ -91,8 +91,8 @@ def test_the_core_gets_a_number_from_the_generator_of_the_cpu() -> None:
     torch.manual_seed(2)
     due = int(torch.randint(0, 2**63 - 1, ()))
     torch.manual_seed(2)
-    assert read_seed(None, _problem(), None, CPU) == due
-    assert read_seed(torch.tensor([-1]), _problem(), None, CPU) == 2**64 - 1
+    assert read_seed(None, _problem(), CPU, on_device=False) == due
+    assert read_seed(torch.tensor([-1]), _problem(), CPU, on_device=False) == 2**64 - 1
     assert draw_seed(META).device == META
 
 
@@ -103,7 +103,9 @@ def test_a_tensor_of_the_host_is_refused_while_a_graph_is_captured(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     words = "seed: got a tensor on cpu while a CUDA graph is captured"
     with pytest.raises(InvalidArgument, match=re.escape(words)):
-        read_seed(torch.tensor(5), _problem(device="cuda:0"), None, torch.device("cuda:0"))
+        read_seed(
+            torch.tensor(5), _problem(device="cuda:0"), torch.device("cuda:0"), on_device=True
+        )
 
 
 @pytest.mark.parametrize("seed", [0, 5, 2**64 - 3, -(2**63)])

@@ -13,9 +13,9 @@ import torch
 import tilewise
 from tests.conftest import SHARED_DATA
 from tilewise import cli
-from tilewise.chips import CHIPS
+from tilewise.chips import CHIPS, row_of
 from tilewise.commands.shape import DTYPES, room
-from tilewise.engine.explanation import row_of, spoken
+from tilewise.engine.explanation import spoken
 from tilewise.errors import InvalidArgument
 from tilewise.inspect.known_models import KNOWN_MODELS, known_model
 from tilewise.plan.traffic import visits

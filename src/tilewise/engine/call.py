@@ -17,7 +17,6 @@ from tilewise.engine import registry
 from tilewise.engine.dispatch import PLANS, plan_problem
 from tilewise.engine.pages import Pages, lower_pages
 from tilewise.engine.seeds import read_seed
-from tilewise.kernels.cpu.core import absence, tensor_reader
 from tilewise.plan.plan import Plan
 from tilewise.problem import Operands, Problem
 from tilewise.reference.checking import check_indices
@@ -129,8 +128,8 @@ def shown(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
 
 @cache
 def reader() -> Callable[[Tensor, Tensor, Tensor], Hashable]:
-    """Return a reader of the same for tensors with memory: in C if the compiled core is there."""
-    return shown if absence() is not None else tensor_reader()
+    """Return a reader of the same for tensors with memory: a backend's if one is quicker."""
+    return registry.tensor_reader() or shown
 
 
 @left_alone
@@ -265,6 +264,7 @@ def build_operands(
     asked: Asked,
     seed: int | Tensor | None,
     out_alone: bool = False,
+    for_backward: bool = False,
 ) -> Operands:
     """Return the operands in kernel form; captured tensors, cu_seqlens and seed are checked.
 
@@ -301,7 +301,8 @@ def build_operands(
     checks = is_checked() and (mask_tensors or score_tensors)
     bits: int | Tensor = 0
     if seed is not None or problem.dropout_p:
-        bits = read_seed(seed, problem, asked.backend, q.device)
+        on_device = problem.device != "cpu" or _reads_on_device(asked.backend)
+        bits = read_seed(seed, problem, q.device, on_device)
     operands = Operands(
         q,
         k,
@@ -314,6 +315,7 @@ def build_operands(
         bits,
         block_table,
         key_lengths,
+        for_backward=for_backward,
         out_alone=out_alone,
     )
     if asked.scales is not NO_SCALES:
@@ -342,7 +344,12 @@ def check_forward_only(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> None:
 
 def _stay_on_device(problem: Problem, asked: Asked) -> bool:
     """Return whether cu_seqlens go to the kernels unread: reading them would stall the device."""
-    return problem.device != "cpu" and asked.backend != "tiled"
+    return problem.device != "cpu" and (asked.backend is None or _reads_on_device(asked.backend))
+
+
+def _reads_on_device(backend: str | None) -> bool:
+    """Return whether a backend is asked for that reads lengths, pages and seeds on q's device."""
+    return backend is not None and registry.load(backend).reads_on_device
 
 
 def _unread_extent(problem: Problem) -> Extent:

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise.chips import CHIPS, Chip, named
+from tilewise.chips import Chip, named, row_of
 from tilewise.plan.plan import Plan, Tiles
 from tilewise.plan.traffic.account import Account
 from tilewise.plan.traffic.words import lines
 from tilewise.problem import Problem
 
-__all__ = ["Explanation", "chip_of", "row_of", "spoken", "told"]
+__all__ = ["Explanation", "chip_of", "spoken", "told"]
 
 _SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "value_dim")
 _WIDTH = 9
@@ -112,19 +112,3 @@ def chip_of(device: torch.device) -> Chip | None:
     return row_of(
         torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
     )
-
-
-def row_of(name: str, memory_bytes: int) -> Chip | None:
-    """Return the row of a GPU by the name that its driver gives it, e.g. "NVIDIA A100-SXM4-80GB".
-
-    Args:
-        name: of the device.
-        memory_bytes: of the device, which tells variants of a chip apart.
-    """
-    squeezed = name.lower().replace(" ", "").replace("-", "")
-    rows = [
-        chip
-        for key, chip in CHIPS.items()
-        if chip.kind == "gpu" and key.partition("-")[0] in squeezed
-    ]
-    return min(rows, key=lambda chip: abs((chip.memory_bytes or 0) - memory_bytes), default=None)

@@ -5,9 +5,9 @@ from importlib import import_module
 from typing import NamedTuple
 
 from tilewise.errors import InvalidArgument, InvalidType
-from tilewise.kernels.base import Backend
+from tilewise.kernels.base import Backend, Reader
 
-__all__ = ["BACKEND_NAMES", "check_name", "load"]
+__all__ = ["BACKEND_NAMES", "check_name", "load", "tensor_reader"]
 
 
 class _Entry(NamedTuple):
@@ -31,6 +31,13 @@ def load(name: str) -> Backend:
     entry = next(entry for entry in _ENTRIES if entry.name == name)
     backend: Backend = getattr(import_module(entry.module), entry.class_name)()
     return backend
+
+
+@cache
+def tensor_reader() -> Reader | None:
+    """Return the reading of tensors of the first backend that has one."""
+    found = (load(name).tensor_reader() for name in BACKEND_NAMES)
+    return next((reader for reader in found if reader is not None), None)
 
 
 def check_name(name: object) -> str | None:

@@ -62,9 +62,9 @@ _is_compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
 _autocast_enabled = torch.is_autocast_enabled
 _PLAIN = frozenset((Tensor, Parameter))
-# What Operands(q, k, v, out_alone=...) says, which takes three times as long.
+# What Operands(q, k, v, for_backward=..., out_alone=...) says, which takes three times as long.
 _new = tuple.__new__
-_NOTHING_ELSE = tuple(Operands._field_defaults.values())[:-1]
+_NOTHING_ELSE = tuple(Operands._field_defaults.values())[:-2]
 _UNSEEN = (None,) * (len(Result._fields) - 1)
 _AUTOCAST_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -126,13 +126,13 @@ def run(
         or v.requires_grad
         or (not asked.plain and _captured_gradient(asked))
     )
-    bare = seed is None and asked.plain
+    bare, alone = seed is None and asked.plain, out_alone and not gradient
     if bare and out_alone and plan.output is not None and not gradient:
         return _new(Result, (plan.output(q, k, v), *_UNSEEN))
     if bare and not plan.problem.dropout_p:
-        operands = _new(Operands, (q, k, v, *_NOTHING_ELSE, out_alone))
+        operands = _new(Operands, (q, k, v, *_NOTHING_ELSE, gradient, alone))
     else:
-        operands = build_operands(plan.problem, q, k, v, asked, seed, out_alone)
+        operands = build_operands(plan.problem, q, k, v, asked, seed, alone, gradient)
     if gradient:
         check_forward_only(q, k, v, asked)
         return differentiable(operands, plan, statistics)

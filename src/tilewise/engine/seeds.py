@@ -25,19 +25,19 @@ def draw_seed(device: torch.device) -> Tensor:
 
 
 def read_seed(
-    seed: int | Tensor | None, problem: Problem, backend: str | None, device: torch.device
+    seed: int | Tensor | None, problem: Problem, device: torch.device, on_device: bool
 ) -> int | Tensor:
     """Return the seed of a call as its kernels take it; drawn if there is none.
 
     Args:
         seed: what the call says.
         problem: of the call.
-        backend: what the call asks for.
         device: of q.
+        on_device: whether the kernels read it there.
 
     Returns:
-        A number in [0, 2**64); for the GPU backend and on other devices than the CPU an int64
-        tensor of one element on the device, which is not read here.
+        A number in [0, 2**64); with ``on_device`` an int64 tensor of one element, which is not
+        read here.
 
     Raises:
         Unsupported: a seed that a vmap made one for each call.
@@ -67,7 +67,7 @@ def read_seed(
                 fix='vmap(..., randomness="same"), or put the vmapped dimension into the batch',
             )
         seed = without_wrappers(seed)
-    if problem.device == "cpu" and backend != "gpu":
+    if not on_device:
         return (seed if isinstance(seed, int) else int(seed.item())) & _SEED_BITS
     if not isinstance(seed, Tensor):
         return seed_tensor(seed, device)

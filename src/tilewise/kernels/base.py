@@ -6,9 +6,9 @@ of autograd, of the user's arguments, or of the other backends.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -18,7 +18,10 @@ from tilewise.problem import Grads, Needs, Operands, Problem, Result, Statistics
 from tilewise.reference.covers import Grid, covers
 from tilewise.variants.program import RAW
 
-__all__ = ["Backend", "Loops", "Needs", "Prepared", "Tiles", "output_like", "raw_reasons"]
+__all__ = ["Backend", "Loops", "Needs", "Prepared", "Reader", "Tiles", "output_like", "raw_reasons"]
+
+
+Reader: TypeAlias = Callable[[Tensor, Tensor, Tensor], Hashable]
 
 
 class Prepared(NamedTuple):
@@ -50,9 +53,19 @@ class Backend(ABC):
     name: ClassVar[str]
     # A slow reference is taken by itself only where no other backend is there at all.
     last_resort: ClassVar[bool] = False
+    # Its kernels read lengths, pages and seeds on q's device, so the host never waits for these.
+    reads_on_device: ClassVar[bool] = False
 
     def absence(self) -> str | None:
         """Return why this backend is absent (not built, no device); None if it is there."""
+        return None
+
+    def tensor_reader(self) -> Reader | None:
+        """Return a quick reading of what a plan depends on in q, k and v; None if it has none.
+
+        The reading has dtypes, devices and sizes. The tensors need memory: it raises what torch
+        does for tensors that have none, and a TypeError for what is no tensor.
+        """
         return None
 
     def in_question(self, problem: Problem) -> bool:

@@ -6,7 +6,16 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.kernels.base import Backend, Loops, Needs, Prepared, Tiles, output_like, raw_reasons
+from tilewise.kernels.base import (
+    Backend,
+    Loops,
+    Needs,
+    Prepared,
+    Reader,
+    Tiles,
+    output_like,
+    raw_reasons,
+)
 from tilewise.kernels.cpu import compiled
 from tilewise.kernels.cpu.core import absence, core
 from tilewise.kernels.cpu.forks import threads
@@ -32,6 +41,13 @@ class CpuBackend(Backend):
     """Runs the C++ kernels of the best instruction set of this machine (csrc/)."""
 
     name: ClassVar[str] = "cpu"
+
+    def tensor_reader(self) -> Reader | None:
+        """Return the core's reading, if the core is there."""
+        if absence() is not None:
+            return None
+        read: Reader = core().signature
+        return read
 
     def absence(self) -> str | None:
         """Return why the compiled core is not there."""

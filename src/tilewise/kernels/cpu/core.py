@@ -2,15 +2,12 @@
 
 import importlib
 import os
-from collections.abc import Callable, Hashable
 from functools import cache
 from types import ModuleType
 
-from torch import Tensor
-
 from tilewise.errors import InvalidArgument
 
-__all__ = ["absence", "core", "tensor_reader"]
+__all__ = ["absence", "core"]
 
 _BUILD = "in a checkout `./run setup` builds it, elsewhere `pip install .` with a C++20 compiler"
 
@@ -51,12 +48,3 @@ def core() -> ModuleType:
     module, why = _load()
     assert module is not None, why
     return module
-
-
-def tensor_reader() -> Callable[[Tensor, Tensor, Tensor], Hashable]:
-    """Return the core's reading of dtypes, devices and sizes of three tensors; they need memory.
-
-    It raises what torch does for tensors that have none, and a TypeError for what is no tensor.
-    """
-    read: Callable[[Tensor, Tensor, Tensor], Hashable] = core().signature
-    return read

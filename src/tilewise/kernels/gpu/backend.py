@@ -44,6 +44,7 @@ class GpuBackend(Backend):
     """Runs the Triton kernels of this folder."""
 
     name: ClassVar[str] = "gpu"
+    reads_on_device: ClassVar[bool] = True
     # Triton's own interpreter multiplies the bits of bfloat16 as if they were integers, silently.
     # The tests mend that (tests/kernels/gpu/interpreter.py) and say so here.
     interprets_bfloat16: ClassVar[bool] = False

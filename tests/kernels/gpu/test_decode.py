@@ -377,6 +377,6 @@ def test_launches_need_no_values(family: str, monkeypatch: pytest.MonkeyPatch) -
         "describe",
     ]
     assert [launch.grid for launch in todo] == [(4 * 2,), (4,), (4,)]
-    assert todo[0].constants["BM"] == todo[2].constants["BM"] == 16
+    assert todo[0].constants["FORM"].BM == todo[2].constants["FORM"].BM == 16
     short = problem._replace(keys=256)
     assert len(decode_launches(short, meta, result, config_for(family), variant)) == 2

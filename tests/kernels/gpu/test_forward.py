@@ -149,7 +149,7 @@ def test_products_in_parts(case: Case, dtype: torch.dtype) -> None:
     inputs, reference = refer_cached(case)
     problem, operands = problem_of(inputs.detached())
     result, todo = launches(problem, operands, BLOCKS[1], "top1", Parts(0, 0, 0, 0, 0))
-    assert [launch.constants["PART"] for launch in todo] == [16, 16]
+    assert [launch.constants["FORM"].PART for launch in todo] == [16, 16]
     run(todo)
     assert_exact(result.out, reference.plain.out, reference.oracle.out, f"{case}: out")
     assert_exact(result.lse, reference.plain.lse, reference.oracle.lse, f"{case}: lse")

@@ -300,9 +300,9 @@ def test_what_is_launched(how: str) -> None:
     _, todo = launches(problem, operands, BLOCKS[0])
     assert len(todo) == (1 if how == "halves" else 2)
     walk = todo[-1]
-    assert walk.arguments["q"].dtype is (torch.uint8 if how == "halves" else FLOAT8)
-    assert walk.arguments["q_scale"].shape == (problem.batch, problem.heads)
-    assert walk.constants["FOLDED"] is True
+    assert walk.arguments["inputs"][0].dtype is (torch.uint8 if how == "halves" else FLOAT8)
+    assert walk.arguments["per_head"][1].shape == (problem.batch, problem.heads)
+    assert walk.constants["FORM"].FOLDED is True
 
 
 def test_a_capped_score_and_a_table(how: str) -> None:

@@ -49,10 +49,10 @@ def sides(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
     def run(launches: Iterable[Launch]) -> None:
         launches = list(launches)
         for each in launches:
-            said = each.constants
+            form = each.constants.get("FORM")
             for queries, keys in (("BM", "BN"), ("BLOCK_M", "BLOCK_N")):
-                if keys in said:
-                    found[each.kernel.__name__] = (said[queries], said[keys])
+                if hasattr(form, keys):
+                    found[each.kernel.__name__] = (getattr(form, queries), getattr(form, keys))
         real(launches)
 
     monkeypatch.setattr(launch, "run", run)

@@ -88,13 +88,10 @@ def _machine(compiled: Any) -> Machine:
 
 
 def _tile(launch: Launch) -> dict[str, int]:
-    """Return the constants that are a choice and do not follow from the problem.
-
-    The walks of ``captured.py`` have them as the first entries of their ``FORM``.
-    """
-    constants = launch.constants
+    """Return the constants that are a choice and do not follow from the problem."""
+    constants = dict(launch.constants)
     if "FORM" in constants:
-        return dict(zip(("BLOCK_M", "BLOCK_N"), constants["FORM"], strict=False))
+        constants |= constants["FORM"]._asdict()
     return {
         name: value
         for name, value in constants.items()

@@ -94,7 +94,7 @@ class _Captured:
         self.call = call
         self.problem = call.problem
         self.blocks = _blocks(call)
-        self.lists: dict[bool, dict[str, Any]] = {}
+        self.lists: dict[bool, tuple[Any, ...]] = {}
 
     def launches(self, load: _Load) -> list[Launch]:
         """Return the launches of one load."""
@@ -113,16 +113,15 @@ class _Captured:
         self, load: _Load, blocks: Blocks, **arguments: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Arguments and constants of every walk."""
-        shared, form = self.call.inputs(blocks)
         constants = {
             "SCORE": self.call.variant.score,
             "FACTOR": load.by_load,
             "SEEN": self.call.variant.seen,
-            "FORM": form,
+            "FORM": self.call.form("dq", blocks),
         }
-        return shared | arguments, constants
+        return self.call.arguments() | arguments, constants
 
-    def _met(self, by_keys: bool) -> tuple[dict[str, Any], bool]:
+    def _met(self, by_keys: bool) -> tuple[tuple[Any, ...], bool]:
         """Lists of the tiles that a walk along rows or columns meets, and if some are empty."""
         problem, variant = self.problem, self.call.variant
         if by_keys not in self.lists:
@@ -167,9 +166,9 @@ class _Captured:
         )
         constants["RANGE"] = variant.queries_of if by_keys else variant.keys_of
         constants |= {"BY_KEYS": by_keys, "DUE": due_plane(self.call.upstream)}
-        lists, constants["SKIPS"] = self._met(by_keys)
+        arguments["lists"], constants["SKIPS"] = self._met(by_keys)
         grid = (programs_of(problem, problem.heads, tiles),)
-        return sums, launch_of(line_kernel, grid, arguments | lists, constants, blocks)
+        return sums, launch_of(line_kernel, grid, arguments, constants, blocks)
 
     def _fold(self, load: _Load, axes: dict[str, int], sums: Tensor, by_keys: bool) -> Launch:
         problem, operands = self.problem, self.call.operands
@@ -202,8 +201,8 @@ class _Captured:
         sums = torch.empty((programs, table), dtype=torch.float64, device=load.out.device)
         arguments, constants = self._walk(load, blocks, sums=sums, tiles=tiles, elements=elements)
         constants |= {"RANGE": self.call.variant.keys_of, "INDEX": load.index, "TABLE": table}
-        lists, constants["SKIPS"] = self._met(False)
-        walk = launch_of(table_kernel, (programs,), arguments | lists, constants, blocks)
+        arguments["lists"], constants["SKIPS"] = self._met(False)
+        walk = launch_of(table_kernel, (programs,), arguments, constants, blocks)
         arguments = {"sums": sums, "out": load.out, "programs": programs, "elements": elements}
         constants = {"TABLE": table, "BLOCK": _ELEMENTS, "ADD": load.add}
         return [walk, launch_of(fold_table_kernel, (elements,), arguments, constants)]
@@ -232,9 +231,9 @@ class _Captured:
             tiles = slots_of(problem, problem.queries, self.blocks.queries)
             arguments, constants = self._walk(load, self.blocks, tiles=tiles)
             constants |= {"RANGE": self.call.variant.keys_of, "INDEX": load.index}
-            lists, constants["SKIPS"] = self._met(False)
+            arguments["lists"], constants["SKIPS"] = self._met(False)
             grid = (programs_of(problem, problem.heads, tiles),)
-            return [], (spread_pairs_kernel, grid, arguments | lists, constants, self.blocks)
+            return [], (spread_pairs_kernel, grid, arguments, constants, self.blocks)
         by_keys = lines == "columns"
         if lines == "diagonals":
             sums, launch, size, count = self._sums_of_diagonals(load)
@@ -251,8 +250,7 @@ class _Captured:
             "sums": sums,
             "sum_strides": _line_strides(sums),
             "captured": self.call.captured(),
-            "cu_q": operands.cu_seqlens_q,
-            "cu_k": operands.cu_seqlens_k,
+            "starts": (operands.cu_seqlens_q, operands.cu_seqlens_k),
             "batch": problem.batch,
             "heads": problem.heads,
             "queries": problem.queries,
@@ -275,8 +273,7 @@ class _Captured:
         shape = (problem.batch, problem.heads, tiles, 2 * size)
         sums = torch.empty(shape, dtype=torch.float64, device=load.out.device)
         arguments, constants = self._walk(load, blocks, sums=sums, tiles=tiles, row_tiles=row_tiles)
-        for name in ("cu_q", "cu_k"):
-            del arguments[name]
+        del arguments["starts"]  # a packed call has no diagonals
         grid = (programs_of(problem, problem.heads, tiles),)
         launch = launch_of(diagonal_kernel, grid, arguments, constants, blocks)
         return sums, launch, size, tiles

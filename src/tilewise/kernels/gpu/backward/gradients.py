@@ -12,7 +12,7 @@ from tilewise.kernels.gpu.backward.rows import FAR, Upstream, folds
 from tilewise.kernels.gpu.config import Blocks, Config, Pass, padded
 from tilewise.kernels.gpu.expressions.variant import Variant, captures
 from tilewise.kernels.gpu.walk.lists import tile_lists
-from tilewise.kernels.gpu.walk.pairs import LOG2E, kept
+from tilewise.kernels.gpu.walk.pairs import LOG2E, kept, seed_words
 from tilewise.kernels.gpu.walk.tiles import (
     head_strides,
     knows_whole_tiles,
@@ -26,9 +26,17 @@ from tilewise.kernels.gpu.walk.tiles import (
 from tilewise.problem import Operands, Problem
 from tilewise.reference.philox import threshold as dropout_threshold
 
-__all__ = ["Backward", "pair_gradients", "row_gradients"]
+__all__ = ["Backward", "Form", "numbers_of", "pair_gradients", "row_gradients"]
 
 _LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def numbers_of(numbers, threshold):
+    """The ``numbers`` of ``pair_gradients`` from those of a launch: (scale, inverse_keep, seed)."""
+    scale, inverse_keep, seed = numbers
+    seed_low, seed_high = seed_words(seed)
+    return scale, inverse_keep, seed_low, seed_high, threshold
 
 
 @triton.jit
@@ -38,25 +46,22 @@ def _gradients(
     row,
     numbers,
     pairs,
-    m,
-    n,
     captured,
     visible,
     SCORE: tl.constexpr,
     FACTOR: tl.constexpr,
     MASKED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    FOLD: tl.constexpr,
-    ENTROPY: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """(scores, p, ds, keep, factor) of a tile of pairs: as ``pair_gradients``, before dropout.
 
     Scores are in base-2 units, infinitely low where a pair does not attend. There ds may be NaN.
-    ``keep`` says what dropout keeps, if DROPOUT; ``factor`` is not in ds yet, and p without FACTOR.
+    ``keep`` says what dropout keeps, if there is any; ``factor`` is not in ds yet, and p without
+    FACTOR.
     """
     base, shift, weight, slope, center = row
     scale, inverse_keep, seed_low, seed_high, threshold = numbers
-    b, h, M, N = pairs
+    b, h, m, n, M, N = pairs
     _, _, tensors, shapes = captured
     if SCORE is None:
         scores = products * (scale * LOG2E)
@@ -69,15 +74,15 @@ def _gradients(
         scores = tl.where(visible, scores, float("-inf"))
     exponent = scores - base
     p = tl.exp2(exponent)
-    if not FOLD:
+    if not FORM.FOLD:
         p = p * weight
     dp = value_products
     keep = p
-    if DROPOUT:
+    if FORM.DROPOUT:
         keep = kept(seed_low, seed_high, threshold, b, h, m, n)
         dp = tl.where(keep, dp * inverse_keep, 0.0)
     moved = dp - shift
-    if ENTROPY:
+    if FORM.ENTROPY:
         moved = moved - slope * (tl.maximum(exponent, FAR) + center)
     factor = p
     if FACTOR is not None:  # here, where the compiler finds what SCORE has computed already
@@ -92,16 +97,12 @@ def pair_gradients(
     row,
     numbers,
     pairs,
-    m,
-    n,
     captured,
     visible,
     SCORE: tl.constexpr,
     FACTOR: tl.constexpr,
     MASKED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    FOLD: tl.constexpr,
-    ENTROPY: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Return (p, ds) of a tile of pairs from its products q.k and grad_out.v.
 
@@ -110,8 +111,8 @@ def pair_gradients(
     says which pairs attend; otherwise all of them do.
 
     ``row`` is from ``row_values``. ``numbers`` are (scale, 1 / (1 - dropout_p), the two halves of
-    the seed, the threshold). ``pairs`` are (b, h, M, N). ``captured`` are the tensors and shape
-    numbers of the mask and of the score.
+    the seed, the threshold). ``pairs`` are (b, h, m, n, M, N). ``captured`` are the tensors and
+    shape numbers of the mask and of the score.
     """
     scores, p, ds, keep, factor = _gradients(
         products,
@@ -119,22 +120,18 @@ def pair_gradients(
         row,
         numbers,
         pairs,
-        m,
-        n,
         captured,
         visible,
         SCORE,
         FACTOR,
         MASKED,
-        DROPOUT,
-        FOLD,
-        ENTROPY,
+        FORM,
     )
     if FACTOR is not None:
         ds = ds * factor
     if MASKED:
         ds = tl.where(scores == float("-inf"), 0.0, ds)
-    if DROPOUT:
+    if FORM.DROPOUT:
         p = tl.where(keep, p, 0.0)
     return p, ds
 
@@ -146,15 +143,11 @@ def row_gradients(
     row,
     numbers,
     pairs,
-    m,
-    n,
     captured,
     visible,
     SCORE: tl.constexpr,
     FACTOR: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    FOLD: tl.constexpr,
-    ENTROPY: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Sums along the rows of a tile, ``[BLOCK_M]`` each, of (ds * FACTOR, ds, p * FACTOR).
 
@@ -166,21 +159,47 @@ def row_gradients(
         row,
         numbers,
         pairs,
-        m,
-        n,
         captured,
         visible,
         SCORE,
         FACTOR,
         True,
-        DROPOUT,
-        FOLD,
-        ENTROPY,
+        FORM,
     )
     hidden = scores == float("-inf")
     shares = tl.sum(tl.where(hidden, 0.0, ds * factor), 1)
     weights = tl.sum(tl.where(hidden, 0.0, p * factor), 1)
     return shares, tl.sum(tl.where(hidden, 0.0, ds), 1), weights
+
+
+class Form(NamedTuple):
+    """The constants of a walk of the backward: one constexpr, whose members kernels read by name.
+
+    Functions are not among them: see ``forward.arguments.Form``.
+
+    Args:
+        BLOCK_M, BLOCK_N: queries and keys of a tile.
+        HEAD_DIM, VALUE_DIM: D and Dv; HEAD_PADDED and VALUE_PADDED are the blocks that hold them.
+        DROPOUT: some pairs are dropped.
+        FOLD: the row sum is in the exponent, see ``rows.folds``.
+        ENTROPY: the entropy has a gradient.
+        PRECISION: of products of float32.
+        WIDE: offsets within a tile take 64 bits.
+        PART: columns that products are summed over at a time, or 0 for all of them.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    HEAD_DIM: int
+    HEAD_PADDED: int
+    VALUE_DIM: int
+    VALUE_PADDED: int
+    DROPOUT: bool
+    FOLD: bool
+    ENTROPY: bool
+    PRECISION: str
+    WIDE: bool
+    PART: int
 
 
 class Backward(NamedTuple):
@@ -204,12 +223,15 @@ class Backward(NamedTuple):
         operands = self.operands
         return (*captures(operands.mask_tensors), *captures(operands.score_tensors))
 
-    def _shared(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """Return the arguments of all walks."""
         problem, operands = self.problem, self.operands
+        tensors = (*operands[:3], self.upstream.out)
+        strides = [head_strides(tensor, problem) for tensor in tensors]
         return {
-            "cu_q": operands.cu_seqlens_q,
-            "cu_k": operands.cu_seqlens_k,
+            "inputs": (*tensors, self.rows),
+            "strides": (*strides, number_strides(self.rows[0], problem)),
+            "starts": (operands.cu_seqlens_q, operands.cu_seqlens_k),
             "captured": self.captured(),
             "batch": problem.batch,
             "heads": problem.heads,
@@ -217,65 +239,44 @@ class Backward(NamedTuple):
             "queries": problem.queries,
             "keys": problem.keys,
             "plane": self.rows[0].numel(),
-            "scale": problem.scale,
-            "inverse_keep": 1 / (1 - problem.dropout_p),
-            "seed": seed_memory(problem, operands),
+            "numbers": (
+                problem.scale,
+                1 / (1 - problem.dropout_p),
+                seed_memory(problem, operands),
+            ),
             "threshold": word(dropout_threshold(problem.dropout_p)),
         }
 
-    def inputs(self, blocks: Blocks) -> tuple[dict[str, Any], tuple[Any, ...]]:
-        """Arguments and form of the walks of ``captured.py``."""
-        problem, (q, k, v, *_) = self.problem, self.operands
-        tensors = (q, k, v, self.upstream.out)
-        strides = [head_strides(tensor, problem) for tensor in tensors]
-        strides.append((*number_strides(self.rows[0], problem), 0))
-        constants = self._constants(blocks)
-        names = ("BLOCK_M", "BLOCK_N", "HEAD_DIM", "HEAD_PADDED", "VALUE_DIM", "VALUE_PADDED")
-        flags = ("DROPOUT", "FOLD", "ENTROPY", "PRECISION", "WIDE")
-        part = self.config.part("dq", problem)
-        form = (*[constants[name] for name in (*names, *flags)], part)
-        return self._shared() | {"inputs": (*tensors, self.rows), "strides": tuple(strides)}, form
+    def form(self, name: Pass, blocks: Blocks) -> Form:
+        """Return the form of a walk that multiplies as a pass does, in blocks."""
+        problem = self.problem
+        return Form(
+            BLOCK_M=blocks.queries,
+            BLOCK_N=blocks.keys,
+            HEAD_DIM=problem.head_dim,
+            HEAD_PADDED=padded(problem.head_dim),
+            VALUE_DIM=problem.value_dim,
+            VALUE_PADDED=padded(problem.value_dim),
+            DROPOUT=problem.dropout_p > 0,
+            FOLD=folds(problem),
+            ENTROPY=self.upstream.entropy is not None,
+            PRECISION=self.config.precision,
+            WIDE=wide((*self.operands[:3], self.upstream.out), problem, blocks),
+            PART=self.config.part(name, problem),
+        )
 
     def walk(self, name: Pass, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any], Blocks]:
         """(arguments, constants, blocks) of a walk in the blocks of a pass."""
-        problem, operands = self.problem, self.operands
-        blocks = self.config.blocks(name, problem)
-        q, k, v = operands.q, operands.k, operands.v
-        tensors = {
-            "q": q,
-            "k": k,
-            "v": v,
-            "grad_out": self.upstream.out,
-            "rows": self.rows,
-            "q_strides": head_strides(q, problem),
-            "k_strides": head_strides(k, problem),
-            "v_strides": head_strides(v, problem),
-            "grad_out_strides": head_strides(self.upstream.out, problem),
-            "row_strides": number_strides(self.rows[0], problem),
-        }
-        tables, by_keys = self.variant.tables, name == "dkdv"
-        lists = tile_lists(problem, operands, tables, blocks.queries, blocks.keys, by_keys)
-        shared = self._shared() | tensors | lists_of(lists)
-        constants = self._constants(blocks) | {"PART": self.config.part(name, problem)}
-        return shared | arguments, constants, blocks
-
-    def _constants(self, blocks: Blocks) -> dict[str, Any]:
         problem, variant = self.problem, self.variant
-        return {
+        blocks = self.config.blocks(name, problem)
+        sides = blocks.queries, blocks.keys
+        lists = tile_lists(problem, self.operands, variant.tables, *sides, name == "dkdv")
+        constants = {
             "SCORE": variant.score,
             "GAIN": variant.gain,
             "SEEN": variant.seen,
             "BLIND": int(not knows_whole_tiles(problem, variant)),
             "SKIPS": meets_empty_tiles(problem, variant),
-            "DROPOUT": problem.dropout_p > 0,
-            "FOLD": folds(problem),
-            "ENTROPY": self.upstream.entropy is not None,
-            "HEAD_DIM": problem.head_dim,
-            "HEAD_PADDED": padded(problem.head_dim),
-            "VALUE_DIM": problem.value_dim,
-            "VALUE_PADDED": padded(problem.value_dim),
-            "BLOCK_M": blocks.queries,
-            "BLOCK_N": blocks.keys,
-            "PRECISION": self.config.precision,
-            "WIDE": wide((*self.operands[:3], self.upstream.out), problem, blocks),
+            "FORM": self.form(name, blocks),
         }
+        return self.arguments() | {"lists": lists_of(lists)} | arguments, constants, blocks

@@ -15,8 +15,8 @@ every run, and nothing is added atomically.
 The key tiles are computed transposed, ``[keys, queries]``, so P and dS enter their products as they
 were computed.
 
-If PART is not 0, the operands are too wide for the registers. The products that make scores are
-then summed over PART columns at a time. A tile is loaded whole when it enters a gradient.
+If the form has a PART, the operands are too wide for the registers. The products that make scores
+are then summed over PART columns at a time. A tile is loaded whole when it enters a gradient.
 
 Absent rows and keys do not affect the result. Rows beyond a sequence, and keys outside the range
 that the mask allows a tile, are loaded as 0. The dS of a hidden pair is selected to be 0.
@@ -29,13 +29,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels.gpu.backward.captured import captured_launches
-from tilewise.kernels.gpu.backward.gradients import Backward, pair_gradients
+from tilewise.kernels.gpu.backward.gradients import Backward, numbers_of, pair_gradients
 from tilewise.kernels.gpu.backward.rows import Upstream, planes_of, row_launches, row_values
 from tilewise.kernels.gpu.config import Config
 from tilewise.kernels.gpu.expressions.variant import Variant
 from tilewise.kernels.gpu.launch import Launch
-from tilewise.kernels.gpu.walk.pairs import seed_words, shown
-from tilewise.kernels.gpu.walk.parts import product_in_parts, rows_of
+from tilewise.kernels.gpu.walk.pairs import shown
+from tilewise.kernels.gpu.walk.parts import held, product_of, rows_of
 from tilewise.kernels.gpu.walk.tiles import (
     counts_in,
     head_of,
@@ -59,23 +59,12 @@ _NUMBERS = ["batch", "heads", "group", "queries", "keys", "tiles", "plane"]
 
 @triton.jit(do_not_specialize=[*_NUMBERS, "threshold"])
 def query_kernel(
-    q,
-    k,
-    v,
-    grad_out,
-    rows,
+    inputs,
     grad_q,
-    q_strides,
-    k_strides,
-    v_strides,
-    grad_out_strides,
-    row_strides,
+    strides,
     grad_q_strides,
-    cu_q,
-    cu_k,
-    order,
-    counts,
-    list_numbers,
+    starts,
+    lists,
     captured,
     batch,
     heads,
@@ -84,9 +73,7 @@ def query_kernel(
     keys,
     tiles,
     plane,
-    scale,
-    inverse_keep,
-    seed,
+    numbers,
     threshold,
     SCORE: tl.constexpr,
     GAIN: tl.constexpr,
@@ -94,20 +81,18 @@ def query_kernel(
     KEYS_OF: tl.constexpr,
     BLIND: tl.constexpr,
     SKIPS: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    FOLD: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PADDED: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
-    PART: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Gradient of one tile of queries of one head, over the keys that the mask leaves it."""
+    BLOCK_M: tl.constexpr = FORM.BLOCK_M
+    BLOCK_N: tl.constexpr = FORM.BLOCK_N
+    HEAD_DIM: tl.constexpr = FORM.HEAD_DIM
+    HEAD_PADDED: tl.constexpr = FORM.HEAD_PADDED
+    VALUE_DIM: tl.constexpr = FORM.VALUE_DIM
+    VALUE_PADDED: tl.constexpr = FORM.VALUE_PADDED
+    q, k, v, grad_out, rows = inputs
+    q_strides, k_strides, v_strides, grad_out_strides, row_strides = strides
+    cu_q, cu_k = starts
     program = tl.program_id(0)
     tile = tiles - 1 - program % tiles  # under a causal mask the last tiles have the most to do
     if cu_q is None:
@@ -136,29 +121,27 @@ def query_kernel(
     if BLIND:
         full_high = 0
     spans = split_range(low, full_low, full_high, high, N, BLOCK_N)
-    if order is None:
+    if lists[0] is None:
         whole_tiles, partial = counts_in(spans, BLOCK_N)
     else:
         tile = m0 // BLOCK_M
-        listed, whole_tiles, partial = list_of(order, counts, list_numbers, b, h, tile)
+        listed, whole_tiles, partial = list_of(lists, b, h, tile)
 
     q_rows = (head_of(q, q_strides, b, h, begin), q_strides, m0, 0, M)
     grad_rows = (head_of(grad_out, grad_out_strides, b, h, begin), grad_out_strides, m0, 0, M)
-    if PART == 0:
-        q_tile = rows_of(q_rows, BLOCK_M, HEAD_DIM, HEAD_PADDED, True, WIDE)
-        grad_tile = rows_of(grad_rows, BLOCK_M, VALUE_DIM, VALUE_PADDED, True, WIDE)
+    q_tile = held(q_rows, BLOCK_M, HEAD_DIM, HEAD_PADDED, True, FORM)
+    grad_tile = held(grad_rows, BLOCK_M, VALUE_DIM, VALUE_PADDED, True, FORM)
     k_head = head_of(k, k_strides, b, h // group, begin_k)
     v_head = head_of(v, v_strides, b, h // group, begin_k)
     m = m0 + tl.arange(0, BLOCK_M)[:, None]
-    row = row_values(head_of(rows, row_strides, b, h, begin), plane, m, M, FOLD, ENTROPY)
-    seed_low, seed_high = seed_words(seed)
-    numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
-    pairs = (b, h, M, N)
+    row = row_values(head_of(rows, row_strides, b, h, begin), plane, m, M, FORM.FOLD, FORM.ENTROPY)
+    scale = numbers[0]
+    numbers = numbers_of(numbers, threshold)
     total = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
     # The tiles that need no mask first; there are none where nothing is known of a mask.
     for MASKED in tl.static_range(BLIND, 2):
         for i in range(partial if MASKED else whole_tiles):
-            if order is None:
+            if lists[0] is None:
                 n0 = tile_in(i, spans, BLOCK_N, MASKED)
             else:
                 n0 = tl.load(listed + i + (whole_tiles if MASKED else 0)) * BLOCK_N
@@ -172,63 +155,38 @@ def query_kernel(
             if wanted:
                 k_rows = (k_head, k_strides, n0, low, high)
                 v_rows = (v_head, v_strides, n0, low, high)
-                if PART == 0:
-                    k_tile = rows_of(k_rows, BLOCK_N, HEAD_DIM, HEAD_PADDED, MASKED, WIDE)
-                    v_tile = rows_of(v_rows, BLOCK_N, VALUE_DIM, VALUE_PADDED, MASKED, WIDE)
-                    products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-                    by_value = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
-                else:
-                    products = product_in_parts(
-                        q_rows, k_rows, BLOCK_M, BLOCK_N, HEAD_DIM, PART, WIDE, PRECISION
-                    )
-                    by_value = product_in_parts(
-                        grad_rows, v_rows, BLOCK_M, BLOCK_N, VALUE_DIM, PART, WIDE, PRECISION
-                    )
+                k_tile = held(k_rows, BLOCK_N, HEAD_DIM, HEAD_PADDED, MASKED, FORM)
+                v_tile = held(v_rows, BLOCK_N, VALUE_DIM, VALUE_PADDED, MASKED, FORM)
+                products = product_of(q_tile, k_tile, BLOCK_M, BLOCK_N, HEAD_DIM, FORM)
+                by_value = product_of(grad_tile, v_tile, BLOCK_M, BLOCK_N, VALUE_DIM, FORM)
                 _, ds = pair_gradients(
                     products,
                     by_value,
                     row,
                     numbers,
-                    pairs,
-                    m,
-                    n,
+                    (b, h, m, n, M, N),
                     captured,
                     visible,
                     SCORE,
                     GAIN,
                     MASKED,
-                    DROPOUT,
-                    FOLD,
-                    ENTROPY,
+                    FORM,
                 )
-                if PART > 0:
-                    k_tile = rows_of(k_rows, BLOCK_N, HEAD_DIM, HEAD_PADDED, MASKED, WIDE)
-                total = tl.dot(ds.to(k_tile.dtype), k_tile, total, input_precision=PRECISION)
+                if FORM.PART > 0:
+                    k_tile = rows_of(k_rows, BLOCK_N, HEAD_DIM, HEAD_PADDED, MASKED, FORM.WIDE)
+                total = tl.dot(ds.to(k_tile.dtype), k_tile, total, input_precision=FORM.PRECISION)
     head = head_of(grad_q, grad_q_strides, b, h, begin)
     store_tile(head, m0, grad_q_strides, M, total * scale, BLOCK_M, HEAD_DIM, HEAD_PADDED)
 
 
 @triton.jit(do_not_specialize=[*_NUMBERS, "threshold"])
 def key_kernel(
-    q,
-    k,
-    v,
-    grad_out,
-    rows,
-    grad_k,
-    grad_v,
-    q_strides,
-    k_strides,
-    v_strides,
-    grad_out_strides,
-    row_strides,
-    grad_k_strides,
-    grad_v_strides,
-    cu_q,
-    cu_k,
-    order,
-    counts,
-    list_numbers,
+    inputs,
+    grads,
+    strides,
+    grad_strides,
+    starts,
+    lists,
     captured,
     batch,
     heads,
@@ -237,9 +195,7 @@ def key_kernel(
     keys,
     tiles,
     plane,
-    scale,
-    inverse_keep,
-    seed,
+    numbers,
     threshold,
     SCORE: tl.constexpr,
     GAIN: tl.constexpr,
@@ -247,23 +203,24 @@ def key_kernel(
     QUERIES_OF: tl.constexpr,
     BLIND: tl.constexpr,
     SKIPS: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    FOLD: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PADDED: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
-    PART: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Gradients of one tile of keys and values of one key head, over its group's queries.
 
-    ``grad_k`` or ``grad_v`` may be None. Blocks of pairs are [keys, queries].
+    ``grads`` are those of keys and values, of which one may be None. Blocks of pairs are
+    [keys, queries].
     """
+    BLOCK_M: tl.constexpr = FORM.BLOCK_M
+    BLOCK_N: tl.constexpr = FORM.BLOCK_N
+    HEAD_DIM: tl.constexpr = FORM.HEAD_DIM
+    HEAD_PADDED: tl.constexpr = FORM.HEAD_PADDED
+    VALUE_DIM: tl.constexpr = FORM.VALUE_DIM
+    VALUE_PADDED: tl.constexpr = FORM.VALUE_PADDED
+    q, k, v, grad_out, rows = inputs
+    q_strides, k_strides, v_strides, grad_out_strides, row_strides = strides
+    cu_q, cu_k = starts
+    grad_k, grad_v = grads
+    grad_k_strides, grad_v_strides = grad_strides
     program = tl.program_id(0)
     tile = program % tiles
     key_heads = heads // group
@@ -293,17 +250,16 @@ def key_kernel(
     if BLIND:
         full_high = 0
     spans = split_range(low, full_low, full_high, high, M, BLOCK_M)
-    if order is None:
+    if lists[0] is None:
         whole_tiles, partial = counts_in(spans, BLOCK_M)
 
     k_rows = (head_of(k, k_strides, b, key_head, begin_k), k_strides, n0, 0, N)
     v_rows = (head_of(v, v_strides, b, key_head, begin_k), v_strides, n0, 0, N)
-    if PART == 0:
-        k_tile = rows_of(k_rows, BLOCK_N, HEAD_DIM, HEAD_PADDED, True, WIDE)
-        v_tile = rows_of(v_rows, BLOCK_N, VALUE_DIM, VALUE_PADDED, True, WIDE)
+    k_tile = held(k_rows, BLOCK_N, HEAD_DIM, HEAD_PADDED, True, FORM)
+    v_tile = held(v_rows, BLOCK_N, VALUE_DIM, VALUE_PADDED, True, FORM)
     n = n0 + tl.arange(0, BLOCK_N)[:, None]
-    seed_low, seed_high = seed_words(seed)
-    numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
+    scale, inverse_keep, _ = numbers
+    numbers = numbers_of(numbers, threshold)
     total_k = tl.zeros([BLOCK_N, HEAD_PADDED], tl.float32)
     total_v = tl.zeros([BLOCK_N, VALUE_PADDED], tl.float32)
     for member in range(group):
@@ -311,13 +267,12 @@ def key_kernel(
         q_head = head_of(q, q_strides, b, h, begin)
         grad_head = head_of(grad_out, grad_out_strides, b, h, begin)
         row_head = head_of(rows, row_strides, b, h, begin)
-        pairs = (b, h, M, N)
-        if order is not None:
+        if lists[0] is not None:
             tile = n0 // BLOCK_N
-            listed, whole_tiles, partial = list_of(order, counts, list_numbers, b, h, tile)
+            listed, whole_tiles, partial = list_of(lists, b, h, tile)
         for MASKED in tl.static_range(BLIND, 2):
             for i in range(partial if MASKED else whole_tiles):
-                if order is None:
+                if lists[0] is None:
                     m0 = tile_in(i, spans, BLOCK_M, MASKED)
                 else:
                     m0 = tl.load(listed + i + (whole_tiles if MASKED else 0)) * BLOCK_M
@@ -331,56 +286,43 @@ def key_kernel(
                 if wanted:
                     q_rows = (q_head, q_strides, m0, low, high)
                     grad_rows = (grad_head, grad_out_strides, m0, low, high)
-                    if PART == 0:
-                        q_tile = rows_of(q_rows, BLOCK_M, HEAD_DIM, HEAD_PADDED, MASKED, WIDE)
-                        grad_tile = rows_of(
-                            grad_rows, BLOCK_M, VALUE_DIM, VALUE_PADDED, MASKED, WIDE
-                        )
-                    row = row_values(row_head, plane, m, M, FOLD, ENTROPY)
-                    if PART == 0:
-                        products = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-                        by_value = tl.dot(v_tile, tl.trans(grad_tile), input_precision=PRECISION)
-                    else:
-                        products = product_in_parts(
-                            k_rows, q_rows, BLOCK_N, BLOCK_M, HEAD_DIM, PART, WIDE, PRECISION
-                        )
-                        by_value = product_in_parts(
-                            v_rows, grad_rows, BLOCK_N, BLOCK_M, VALUE_DIM, PART, WIDE, PRECISION
-                        )
+                    q_tile = held(q_rows, BLOCK_M, HEAD_DIM, HEAD_PADDED, MASKED, FORM)
+                    grad_tile = held(grad_rows, BLOCK_M, VALUE_DIM, VALUE_PADDED, MASKED, FORM)
+                    row = row_values(row_head, plane, m, M, FORM.FOLD, FORM.ENTROPY)
+                    products = product_of(k_tile, q_tile, BLOCK_N, BLOCK_M, HEAD_DIM, FORM)
+                    by_value = product_of(v_tile, grad_tile, BLOCK_N, BLOCK_M, VALUE_DIM, FORM)
                     p, ds = pair_gradients(
                         products,
                         by_value,
                         row,
                         numbers,
-                        pairs,
-                        m,
-                        n,
+                        (b, h, m, n, M, N),
                         captured,
                         visible,
                         SCORE,
                         GAIN,
                         MASKED,
-                        DROPOUT,
-                        FOLD,
-                        ENTROPY,
+                        FORM,
                     )
                     if grad_v is not None:
-                        if PART > 0:
+                        if FORM.PART > 0:
                             grad_tile = rows_of(
-                                grad_rows, BLOCK_M, VALUE_DIM, VALUE_PADDED, MASKED, WIDE
+                                grad_rows, BLOCK_M, VALUE_DIM, VALUE_PADDED, MASKED, FORM.WIDE
                             )
                         p = p.to(grad_tile.dtype)
-                        total_v = tl.dot(p, grad_tile, total_v, input_precision=PRECISION)
+                        total_v = tl.dot(p, grad_tile, total_v, input_precision=FORM.PRECISION)
                     if grad_k is not None:
-                        if PART > 0:
-                            q_tile = rows_of(q_rows, BLOCK_M, HEAD_DIM, HEAD_PADDED, MASKED, WIDE)
+                        if FORM.PART > 0:
+                            q_tile = rows_of(
+                                q_rows, BLOCK_M, HEAD_DIM, HEAD_PADDED, MASKED, FORM.WIDE
+                            )
                         ds = ds.to(q_tile.dtype)
-                        total_k = tl.dot(ds, q_tile, total_k, input_precision=PRECISION)
+                        total_k = tl.dot(ds, q_tile, total_k, input_precision=FORM.PRECISION)
     if grad_k is not None:
         head = head_of(grad_k, grad_k_strides, b, key_head, begin_k)
         store_tile(head, n0, grad_k_strides, N, total_k * scale, BLOCK_N, HEAD_DIM, HEAD_PADDED)
     if grad_v is not None:
-        if DROPOUT:
+        if FORM.DROPOUT:
             total_v = total_v * inverse_keep
         head = head_of(grad_v, grad_v_strides, b, key_head, begin_k)
         store_tile(head, n0, grad_v_strides, N, total_v, BLOCK_N, VALUE_DIM, VALUE_PADDED)
@@ -419,9 +361,8 @@ def backward_launches(
     launches = row_launches(problem, operands, result, upstream, grad_sinks, rows, config)
     call = Backward(problem, operands, upstream, config, variant, rows)
     if needs.k or needs.v:
-        launches.append(
-            _key_launch(call, grads.k if needs.k else None, grads.v if needs.v else None)
-        )
+        wanted = (grads.k if needs.k else None, grads.v if needs.v else None)
+        launches.append(_key_launch(call, wanted))
     if needs.q and grads.q is not None:
         launches.append(_query_launch(call, grads.q))
     if any(needs.score_tensors):
@@ -429,14 +370,14 @@ def backward_launches(
     return launches
 
 
-def _key_launch(call: Backward, grad_k: Tensor | None, grad_v: Tensor | None) -> Launch:
+def _key_launch(call: Backward, grads: tuple[Tensor | None, Tensor | None]) -> Launch:
     problem = call.problem
     arguments, constants, blocks = call.walk(
         "dkdv",
-        grad_k=grad_k,
-        grad_v=grad_v,
-        grad_k_strides=None if grad_k is None else head_strides(grad_k, problem),
-        grad_v_strides=None if grad_v is None else head_strides(grad_v, problem),
+        grads=grads,
+        grad_strides=tuple(
+            [None if grad is None else head_strides(grad, problem) for grad in grads]
+        ),
     )
     slots = slots_of(problem, problem.keys, blocks.keys)
     grid = (programs_of(problem, problem.kv_heads, slots),)

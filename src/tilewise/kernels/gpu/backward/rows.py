@@ -80,11 +80,7 @@ def row_kernel(
     cu_q,
     rows,
     shares,
-    out_strides,
-    grad_out_strides,
-    lse_strides,
-    entropy_strides,
-    row_strides,
+    strides,
     plane,
     batch,
     heads,
@@ -101,8 +97,10 @@ def row_kernel(
     """Write what both walks read per row (see ``row_values``), and each tile's sinks' gradient.
 
     FOLD: the row sum goes into the base as its logarithm. DUE: the plane of what the gradients of
-    a row's scores add up to, 0 for none.
+    a row's scores add up to, 0 for none. ``strides`` are those of out, grad_out, grad_lse,
+    grad_entropy and of numbers per row.
     """
+    out_strides, grad_out_strides, lse_strides, entropy_strides, row_strides = strides
     program = tl.program_id(0)
     tile = program % tiles
     if cu_q is None:
@@ -266,11 +264,13 @@ def row_launches(
         "cu_q": operands.cu_seqlens_q,
         "rows": rows,
         "shares": shares,
-        "out_strides": head_strides(result.out, problem),
-        "grad_out_strides": head_strides(upstream.out, problem),
-        "lse_strides": None if by_lse is None else number_strides(by_lse, problem),
-        "entropy_strides": None if by_entropy is None else number_strides(by_entropy, problem),
-        "row_strides": number_strides(rows[0], problem),
+        "strides": (
+            head_strides(result.out, problem),
+            head_strides(upstream.out, problem),
+            None if by_lse is None else number_strides(by_lse, problem),
+            None if by_entropy is None else number_strides(by_entropy, problem),
+            number_strides(rows[0], problem),
+        ),
         "plane": rows[0].numel(),
         "batch": problem.batch,
         "heads": problem.heads,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.kernels.gpu.backward.gradients import pair_gradients, row_gradients
+from tilewise.kernels.gpu.backward.gradients import numbers_of, pair_gradients, row_gradients
 from tilewise.kernels.gpu.backward.rows import row_values
-from tilewise.kernels.gpu.walk.pairs import seed_words, shown
-from tilewise.kernels.gpu.walk.parts import product_in_parts, rows_of
+from tilewise.kernels.gpu.walk.pairs import shown
+from tilewise.kernels.gpu.walk.parts import held, product_of
 from tilewise.kernels.gpu.walk.tiles import head_of, list_of, place_of
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "line_kernel",
     "line_place",
     "pair_kernel",
-    "product_of",
 ]
 
 _COUNTS = ["batch", "heads", "group", "queries", "keys", "tiles", "plane"]
@@ -27,8 +26,7 @@ _COUNTS = ["batch", "heads", "group", "queries", "keys", "tiles", "plane"]
 def line_place(
     tile,
     line,
-    cu_q,
-    cu_k,
+    starts,
     batch,
     heads,
     queries,
@@ -38,8 +36,10 @@ def line_place(
 ):
     """(b, h, begin, begin_k, M, N, first): tile ``tile`` of rows, or of keys, begins at the last.
 
-    ``line`` counts heads and batch items, or heads in a packed call.
+    ``line`` counts heads and batch items, or heads in a packed call. ``starts`` are the
+    cu_seqlens of queries and keys, or None twice.
     """
+    cu_q, cu_k = starts
     if cu_q is None:
         b = line // heads
         h = line % heads
@@ -65,18 +65,16 @@ def line_place(
 def query_side(inputs, strides, plane, place, m0, FORM: tl.constexpr):
     """Return (q, grad_out, values of rows) of a tile of queries; arguments as for ``terms_of``.
 
-    Operands multiplied in parts are not loaded here: the first two are then a ``side`` of
-    ``rows_of``.
+    Operands multiplied in parts are not loaded here: see ``held``.
     """
     b, h, begin, _, M, _ = place
     q = (head_of(inputs[0], strides[0], b, h, begin), strides[0], m0, 0, M)
     grad_out = (head_of(inputs[3], strides[3], b, h, begin), strides[3], m0, 0, M)
-    if FORM[11] == 0:
-        q = rows_of(q, FORM[0], FORM[2], FORM[3], True, FORM[10])
-        grad_out = rows_of(grad_out, FORM[0], FORM[4], FORM[5], True, FORM[10])
-    m = m0 + tl.arange(0, FORM[0])[:, None]
+    q = held(q, FORM.BLOCK_M, FORM.HEAD_DIM, FORM.HEAD_PADDED, True, FORM)
+    grad_out = held(grad_out, FORM.BLOCK_M, FORM.VALUE_DIM, FORM.VALUE_PADDED, True, FORM)
+    m = m0 + tl.arange(0, FORM.BLOCK_M)[:, None]
     rows = head_of(inputs[4], strides[4], b, h, begin)
-    return q, grad_out, row_values(rows, plane, m, M, FORM[7], FORM[8])
+    return q, grad_out, row_values(rows, plane, m, M, FORM.FOLD, FORM.ENTROPY)
 
 
 @triton.jit
@@ -85,36 +83,30 @@ def key_side(inputs, strides, group, place, n0, FORM: tl.constexpr):
     b, h, _, begin_k, _, N = place
     k = (head_of(inputs[1], strides[1], b, h // group, begin_k), strides[1], n0, 0, N)
     v = (head_of(inputs[2], strides[2], b, h // group, begin_k), strides[2], n0, 0, N)
-    if FORM[11] == 0:
-        k = rows_of(k, FORM[1], FORM[2], FORM[3], True, FORM[10])
-        v = rows_of(v, FORM[1], FORM[4], FORM[5], True, FORM[10])
+    k = held(k, FORM.BLOCK_N, FORM.HEAD_DIM, FORM.HEAD_PADDED, True, FORM)
+    v = held(v, FORM.BLOCK_N, FORM.VALUE_DIM, FORM.VALUE_PADDED, True, FORM)
     return k, v
-
-
-@triton.jit
-def product_of(queries, keys, WIDTH: tl.constexpr, FORM: tl.constexpr):
-    """q.k or grad_out.v of a tile of pairs, from what ``query_side`` and ``key_side`` give."""
-    if FORM[11] == 0:
-        product = tl.dot(queries, tl.trans(keys), input_precision=FORM[9])
-    else:
-        PRECISION: tl.constexpr = FORM[9]  # Triton 3.6 takes no member of a tuple that is a word
-        product = product_in_parts(
-            queries, keys, FORM[0], FORM[1], WIDTH, FORM[11], FORM[10], PRECISION
-        )
-    return product
 
 
 @triton.jit
 def seen_in(place, m0, n0, captured, SEEN: tl.constexpr, SKIPS: tl.constexpr, FORM: tl.constexpr):
     """(visible, met): which pairs of a tile attend, and whether any does; without SKIPS it does."""
     b, h, _, _, M, N = place
-    m = m0 + tl.arange(0, FORM[0])[:, None]
-    n = n0 + tl.arange(0, FORM[1])[None, :]
+    m = m0 + tl.arange(0, FORM.BLOCK_M)[:, None]
+    n = n0 + tl.arange(0, FORM.BLOCK_N)[None, :]
     visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
     met = True
     if SKIPS:
         met = tl.max(visible.to(tl.int32)) > 0
     return visible, met
+
+
+@triton.jit
+def products_of(queries, keys, FORM: tl.constexpr):
+    """(q.k, grad_out.v) of a tile of pairs, from what ``query_side`` and ``key_side`` give."""
+    products = product_of(queries[0], keys[0], FORM.BLOCK_M, FORM.BLOCK_N, FORM.HEAD_DIM, FORM)
+    by_value = product_of(queries[1], keys[1], FORM.BLOCK_M, FORM.BLOCK_N, FORM.VALUE_DIM, FORM)
+    return products, by_value
 
 
 @triton.jit
@@ -135,26 +127,24 @@ def terms_of(
 
     ``queries`` are of ``query_side``, ``keys`` of ``key_side``: they take ``inputs``, which are q,
     k, v, grad_out and the values of rows, and ``strides`` of them. ``place`` is (b, h, begin,
-    begin_k, M, N). FORM is (BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_PADDED, VALUE_DIM, VALUE_PADDED,
-    DROPOUT, FOLD, ENTROPY, PRECISION, WIDE, PART).
+    begin_k, M, N).
     """
     b, h, _, _, M, N = place
+    products, by_value = products_of(queries, keys, FORM)
+    m = m0 + tl.arange(0, FORM.BLOCK_M)[:, None]
+    n = n0 + tl.arange(0, FORM.BLOCK_N)[None, :]
     _, terms = pair_gradients(
-        product_of(queries[0], keys[0], FORM[2], FORM),
-        product_of(queries[1], keys[1], FORM[4], FORM),
+        products,
+        by_value,
         queries[2],
         numbers,
-        (b, h, M, N),
-        m0 + tl.arange(0, FORM[0])[:, None],
-        n0 + tl.arange(0, FORM[1])[None, :],
+        (b, h, m, n, M, N),
         captured,
         visible,
         SCORE,
         FACTOR,
         True,
-        FORM[6],
-        FORM[7],
-        FORM[8],
+        FORM,
     )
     return terms
 
@@ -175,21 +165,20 @@ def row_sums_of(
 ):
     """Sums along the rows of a tile as of ``row_gradients``; arguments as for ``terms_of``."""
     b, h, _, _, M, N = place
+    products, by_value = products_of(queries, keys, FORM)
+    m = m0 + tl.arange(0, FORM.BLOCK_M)[:, None]
+    n = n0 + tl.arange(0, FORM.BLOCK_N)[None, :]
     return row_gradients(
-        product_of(queries[0], keys[0], FORM[2], FORM),
-        product_of(queries[1], keys[1], FORM[4], FORM),
+        products,
+        by_value,
         queries[2],
         numbers,
-        (b, h, M, N),
-        m0 + tl.arange(0, FORM[0])[:, None],
-        n0 + tl.arange(0, FORM[1])[None, :],
+        (b, h, m, n, M, N),
         captured,
         visible,
         SCORE,
         FACTOR,
-        FORM[6],
-        FORM[7],
-        FORM[8],
+        FORM,
     )
 
 
@@ -205,7 +194,7 @@ def walk_from(
     start = first * 0
     listed = start
     if lists[0] is not None:
-        listed, whole, partial = list_of(lists[0], lists[1], lists[2], b, h, first // BLOCK)
+        listed, whole, partial = list_of(lists, b, h, first // BLOCK)
         count = whole + partial
     else:
         low = start
@@ -234,11 +223,8 @@ def line_kernel(
     captured,
     sums,
     sum_strides,
-    order,
-    counts,
-    list_numbers,
-    cu_q,
-    cu_k,
+    lists,
+    starts,
     batch,
     heads,
     group,
@@ -246,9 +232,7 @@ def line_kernel(
     keys,
     tiles,
     plane,
-    scale,
-    inverse_keep,
-    seed,
+    numbers,
     threshold,
     SCORE: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -265,18 +249,16 @@ def line_kernel(
     the sum of the gradients of its scores.
     """
     program = tl.program_id(0)
-    BLOCK: tl.constexpr = FORM[1] if BY_KEYS else FORM[0]
-    OTHER: tl.constexpr = FORM[0] if BY_KEYS else FORM[1]
+    BLOCK: tl.constexpr = FORM.BLOCK_N if BY_KEYS else FORM.BLOCK_M
+    OTHER: tl.constexpr = FORM.BLOCK_M if BY_KEYS else FORM.BLOCK_N
     b, h, begin, begin_k, M, N, first = line_place(
-        program % tiles, program // tiles, cu_q, cu_k, batch, heads, queries, keys, BLOCK, BY_KEYS
+        program % tiles, program // tiles, starts, batch, heads, queries, keys, BLOCK, BY_KEYS
     )
     place = (b, h, begin, begin_k, M, N)
     length = N if BY_KEYS else M
     if first >= length:
         return
-    seed_low, seed_high = seed_words(seed)
-    numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
-    lists = (order, counts, list_numbers)
+    numbers = numbers_of(numbers, threshold)
     walk = walk_from(place, first, captured, lists, RANGE, BLOCK, OTHER, BY_KEYS)
     i = first + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float64)
@@ -406,8 +388,7 @@ def pair_kernel(
     captured,
     out,
     out_strides,
-    cu_q,
-    cu_k,
+    starts,
     batch,
     heads,
     group,
@@ -418,9 +399,7 @@ def pair_kernel(
     row_tiles,
     column_tiles,
     plane,
-    scale,
-    inverse_keep,
-    seed,
+    numbers,
     threshold,
     SCORE: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -435,8 +414,9 @@ def pair_kernel(
     The sum is compensated: what a float32 loses is carried along. ``out_strides`` are along
     (b, h, m, n); ``rows`` and ``columns`` are the sizes of ``out`` along m and n.
     """
-    BLOCK_M: tl.constexpr = FORM[0]
-    BLOCK_N: tl.constexpr = FORM[1]
+    cu_q, cu_k = starts
+    BLOCK_M: tl.constexpr = FORM.BLOCK_M
+    BLOCK_N: tl.constexpr = FORM.BLOCK_N
     program = tl.program_id(0)
     n0 = program % column_tiles * BLOCK_N
     m0 = program // column_tiles % row_tiles * BLOCK_M
@@ -447,8 +427,7 @@ def pair_kernel(
     last_b = kept_b + 1 if KEEP_B else batch
     first_h = kept_h
     last_h = kept_h + 1 if KEEP_H else heads
-    seed_low, seed_high = seed_words(seed)
-    numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
+    numbers = numbers_of(numbers, threshold)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     lost = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for batch_item in range(first_b, last_b):
@@ -514,9 +493,7 @@ def diagonal_kernel(
     tiles,
     row_tiles,
     plane,
-    scale,
-    inverse_keep,
-    seed,
+    numbers,
     threshold,
     SCORE: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -528,14 +505,13 @@ def diagonal_kernel(
     ``sums`` is float64 [B, Hq, tiles, 2 * BLOCK]: of a diagonal of tiles its ``m - n`` from
     ``1 - BLOCK`` to ``BLOCK - 1``, counted from that of the tiles' first pairs. Tiles are square.
     """
-    BLOCK: tl.constexpr = FORM[0]
+    BLOCK: tl.constexpr = FORM.BLOCK_M
     program = tl.program_id(0)
     column_tiles = tiles + 1 - row_tiles
     offset = program % tiles - (column_tiles - 1)
     line = program // tiles
     place = (line // heads, line % heads, 0, 0, queries, keys)
-    seed_low, seed_high = seed_words(seed)
-    numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
+    numbers = numbers_of(numbers, threshold)
     total = tl.zeros([BLOCK, BLOCK], tl.float32)
     lost = tl.zeros([BLOCK, BLOCK], tl.float32)
     for i in range(tl.maximum(offset, 0), tl.minimum(row_tiles, column_tiles + offset)):

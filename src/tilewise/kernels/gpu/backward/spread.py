@@ -9,17 +9,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.kernels.gpu.backward.gradients import numbers_of
 from tilewise.kernels.gpu.backward.shares import (
     key_side,
     line_place,
-    product_of,
     query_side,
     seen_in,
     step_of,
     terms_of,
     walk_from,
 )
-from tilewise.kernels.gpu.walk.pairs import seed_words
+from tilewise.kernels.gpu.walk.parts import product_of
 from tilewise.kernels.gpu.walk.tiles import head_of
 
 __all__ = ["factor_kernel", "number_kernel", "spread_lines_kernel", "spread_pairs_kernel"]
@@ -39,11 +39,8 @@ def spread_pairs_kernel(
     totals,
     fixed,
     factors,
-    order,
-    counts,
-    list_numbers,
-    cu_q,
-    cu_k,
+    lists,
+    starts,
     batch,
     heads,
     group,
@@ -51,9 +48,7 @@ def spread_pairs_kernel(
     keys,
     tiles,
     plane,
-    scale,
-    inverse_keep,
-    seed,
+    numbers,
     threshold,
     SCORE: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -67,18 +62,16 @@ def spread_pairs_kernel(
 
     Without ``fixed``, puts the sum of their absolute values into ``totals``.
     """
-    BLOCK_M: tl.constexpr = FORM[0]
-    BLOCK_N: tl.constexpr = FORM[1]
+    BLOCK_M: tl.constexpr = FORM.BLOCK_M
+    BLOCK_N: tl.constexpr = FORM.BLOCK_N
     program = tl.program_id(0)
     b, h, begin, begin_k, M, N, m0 = line_place(
-        program % tiles, program // tiles, cu_q, cu_k, batch, heads, queries, keys, BLOCK_M, False
+        program % tiles, program // tiles, starts, batch, heads, queries, keys, BLOCK_M, False
     )
     place = (b, h, begin, begin_k, M, N)
-    seed_low, seed_high = seed_words(seed)
-    numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
+    numbers = numbers_of(numbers, threshold)
     total = tl.zeros([BLOCK_M], tl.float64)
     if m0 < M:
-        lists = (order, counts, list_numbers)
         walk = walk_from(place, m0, captured, lists, RANGE, BLOCK_M, BLOCK_N, False)
         query_tiles = query_side(inputs, strides, plane, place, m0, FORM)
         for step in range(walk[1]):
@@ -105,7 +98,10 @@ def spread_pairs_kernel(
                     m = m0 + tl.arange(0, BLOCK_M)[:, None]
                     n = n0 + tl.arange(0, BLOCK_N)[None, :]
                     # A load may be indexed by the score; where none is, this product is left out.
-                    scores = product_of(query_tiles[0], key_tiles[0], FORM[2], FORM) * scale
+                    scores = product_of(
+                        query_tiles[0], key_tiles[0], BLOCK_M, BLOCK_N, FORM.HEAD_DIM, FORM
+                    )
+                    scores = scores * numbers[0]
                     element = INDEX(scores, b, h, m, n, M, N, captured[2], captured[3])
                     whole = tl.floor(terms * tl.load(factors) + 0.5).to(tl.int64)
                     tl.atomic_add(fixed + element, whole, mask=whole != 0, sem="relaxed")
@@ -138,8 +134,7 @@ def spread_lines_kernel(
     totals,
     fixed,
     factors,
-    cu_q,
-    cu_k,
+    starts,
     batch,
     heads,
     queries,
@@ -159,7 +154,7 @@ def spread_lines_kernel(
     """
     program = tl.program_id(0)
     b, h, begin, begin_k, M, N, first = line_place(
-        program % tiles, program // tiles, cu_q, cu_k, batch, heads, queries, keys, BLOCK, BY_KEYS
+        program % tiles, program // tiles, starts, batch, heads, queries, keys, BLOCK, BY_KEYS
     )
     i = first + tl.arange(0, BLOCK)
     if DIAGONAL > 0:

@@ -11,17 +11,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.kernels.gpu.backward.gradients import numbers_of
 from tilewise.kernels.gpu.backward.shares import (
     key_side,
     line_place,
-    product_of,
     query_side,
     seen_in,
     step_of,
     terms_of,
     walk_from,
 )
-from tilewise.kernels.gpu.walk.pairs import seed_words
+from tilewise.kernels.gpu.walk.parts import product_of
 
 __all__ = ["fold_table_kernel", "table_kernel"]
 
@@ -34,11 +34,8 @@ def table_kernel(
     strides,
     captured,
     sums,
-    order,
-    counts,
-    list_numbers,
-    cu_q,
-    cu_k,
+    lists,
+    starts,
     batch,
     heads,
     group,
@@ -47,9 +44,7 @@ def table_kernel(
     tiles,
     elements,
     plane,
-    scale,
-    inverse_keep,
-    seed,
+    numbers,
     threshold,
     SCORE: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -64,19 +59,17 @@ def table_kernel(
 
     ``sums`` is float64 [programs, TABLE]; TABLE is ``elements`` or more, a power of two.
     """
-    BLOCK_M: tl.constexpr = FORM[0]
-    BLOCK_N: tl.constexpr = FORM[1]
+    BLOCK_M: tl.constexpr = FORM.BLOCK_M
+    BLOCK_N: tl.constexpr = FORM.BLOCK_N
     program = tl.program_id(0)
     b, h, begin, begin_k, M, N, m0 = line_place(
-        program % tiles, program // tiles, cu_q, cu_k, batch, heads, queries, keys, BLOCK_M, False
+        program % tiles, program // tiles, starts, batch, heads, queries, keys, BLOCK_M, False
     )
     place = (b, h, begin, begin_k, M, N)
-    seed_low, seed_high = seed_words(seed)
-    numbers = (scale, inverse_keep, seed_low, seed_high, threshold)
+    numbers = numbers_of(numbers, threshold)
     columns = tl.arange(0, TABLE)
     total = tl.zeros([TABLE], tl.float64)
     if m0 < M:
-        lists = (order, counts, list_numbers)
         walk = walk_from(place, m0, captured, lists, RANGE, BLOCK_M, BLOCK_N, False)
         query_tiles = query_side(inputs, strides, plane, place, m0, FORM)
         for step in range(walk[1]):
@@ -100,7 +93,10 @@ def table_kernel(
                 m = m0 + tl.arange(0, BLOCK_M)[:, None]
                 n = n0 + tl.arange(0, BLOCK_N)[None, :]
                 # A load may be indexed by the score; where none is, this product is left out.
-                scores = product_of(query_tiles[0], key_tiles[0], FORM[2], FORM) * scale
+                scores = product_of(
+                    query_tiles[0], key_tiles[0], BLOCK_M, BLOCK_N, FORM.HEAD_DIM, FORM
+                )
+                scores = scores * numbers[0]
                 named = INDEX(scores, b, h, m, n, M, N, captured[2], captured[3])
                 for element in range(elements):
                     found = tl.sum(tl.where(named == element, terms, 0.0), 1, keep_dims=True)

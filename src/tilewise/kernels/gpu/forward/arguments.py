@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from tilewise.kernels.gpu.config import Blocks, Config, padded
 from tilewise.kernels.gpu.expressions.variant import Variant
@@ -17,34 +17,90 @@ from tilewise.kernels.gpu.walk.tiles import (
 from tilewise.problem import Operands, Problem, Result
 from tilewise.reference.philox import threshold
 
-__all__ = ["constants_of", "dropout_of", "finishing_of", "paging_of", "tensors_of"]
+__all__ = [
+    "Form",
+    "dropout_of",
+    "finishing_of",
+    "form_of",
+    "functions_of",
+    "paging_of",
+    "sequences_of",
+    "tensors_of",
+]
 
 _LEAST_FOLDED = 1e-30  # a scale that may stand in the exponent: positive, and no denormal
 
 
-def constants_of(
+class Form(NamedTuple):
+    """The constants of a walk over the keys: one constexpr, whose members kernels read by name.
+
+    Functions are not among them. Triton knows those that are constexprs of their own by their
+    source, and those in a tuple by their name alone.
+
+    Args:
+        D, DV: the widths of keys and values; D_PADDED and DV_PADDED are the blocks that hold them.
+        BM, BN: queries and keys of a block.
+        WIDE: offsets within a block take 64 bits.
+        PRECISION: of products of float32.
+        PAGE: keys of a page, or 0.
+        FOLDED: scores are kept in units of the bare product q.k.
+        BLIND: no block is known to be shown whole.
+        SKIPS: blocks of which no pair attends may be met.
+        EIGHT: how 8 bits are multiplied, see ``walk.eight``.
+        PART: columns that products are summed over at a time, or 0 for all of them.
+        DROPOUT: some pairs are dropped.
+        REVERSED: the last tiles come first.
+        TURNED: values are turned, see ``walk.turn``.
+        EDGE_STAGES: of the walk over partial blocks, where it has not the kernel's.
+    """
+
+    D: int
+    D_PADDED: int
+    BM: int
+    BN: int
+    WIDE: bool
+    PRECISION: str
+    PAGE: int
+    FOLDED: bool
+    BLIND: bool
+    SKIPS: bool
+    EIGHT: str
+    PART: int = 0
+    DROPOUT: bool = False
+    DV: int = 0
+    DV_PADDED: int = 0
+    REVERSED: bool = False
+    TURNED: bool = False
+    EDGE_STAGES: int | None = None
+
+
+def functions_of(variant: Variant) -> dict[str, Any]:
+    """Return the functions of the mask and score that a walk calls, as constexprs."""
+    return {"SEEN": variant.seen, "SCORE": variant.score, "KEYS_OF": variant.keys_of}
+
+
+def form_of(
     problem: Problem,
     operands: Operands,
     config: Config,
     variant: Variant,
     blocks: Blocks,
-) -> dict[str, Any]:
-    """Return the constants of every walk over the keys; arguments as for ``forward_launches``."""
-    return {
-        "SEEN": variant.seen,
-        "SCORE": variant.score,
-        "KEYS_OF": variant.keys_of,
-        "BLIND": not knows_whole_tiles(problem, variant),
-        "SKIPS": meets_empty_tiles(problem, variant),
-        "FOLDED": _folds(problem, operands, variant),
-        "D": problem.head_dim,
-        "D_PADDED": padded(problem.head_dim),
-        "BM": blocks.queries,
-        "BN": blocks.keys,
-        "WIDE": wide(operands[:3], problem, blocks),
-        "PRECISION": config.precision,
-        "PAGE": problem.page_size,
-    }
+    eight: str,
+) -> Form:
+    """Return the form of a walk that needs no values; arguments as for ``forward_launches``."""
+    return Form(
+        D=problem.head_dim,
+        D_PADDED=padded(problem.head_dim),
+        BM=blocks.queries,
+        BN=blocks.keys,
+        WIDE=wide(operands[:3], problem, blocks),
+        PRECISION=config.precision,
+        PAGE=problem.page_size,
+        FOLDED=_folds(problem, operands, variant),
+        BLIND=not knows_whole_tiles(problem, variant),
+        SKIPS=meets_empty_tiles(problem, variant),
+        EIGHT=eight,
+    )
 
 
 def finishing_of(problem: Problem, operands: Operands, variant: Variant) -> dict[str, Any]:
@@ -64,30 +120,34 @@ def _folds(problem: Problem, operands: Operands, variant: Variant) -> bool:
 
 
 def tensors_of(problem: Problem, operands: Operands, result: Result) -> dict[str, Any]:
-    """Return the tensors of a call, but for cu_seqlens, and their strides."""
+    """Return the tensors of a call, but for those that say where sequences lie, and their strides.
+
+    ``outputs`` are out, lse, row_max and row_sum; ``per_head`` sinks and the scales of q, k and v.
+    """
     stats = result.stats
+    inputs = (operands.q, operands.k, operands.v)
     return {
-        "q": operands.q,
-        "k": operands.k,
-        "v": operands.v,
-        "out": result.out,
-        "lse": result.lse,
-        "row_max": stats[0],
-        "row_sum": stats[1],
-        "sinks": operands.sinks,
-        "q_strides": head_strides(operands.q, problem),
-        "k_strides": head_strides(operands.k, problem),
-        "v_strides": head_strides(operands.v, problem),
-        "out_strides": head_strides(result.out, problem),
+        "inputs": inputs,
+        "outputs": (result.out, result.lse, stats[0], stats[1]),
+        "per_head": (operands.sinks, operands.q_scale, operands.k_scale, operands.v_scale),
+        "strides": tuple([head_strides(tensor, problem) for tensor in (*inputs, result.out)]),
     }
 
 
+def sequences_of(operands: Operands) -> tuple[Any, ...]:
+    """Return where sequences lie: cu_seqlens of queries and keys, block table, lengths of keys."""
+    return (
+        operands.cu_seqlens_q,
+        operands.cu_seqlens_k,
+        operands.block_table,
+        operands.key_lengths,
+    )
+
+
 def paging_of(problem: Problem, operands: Operands) -> dict[str, Any]:
-    """Return the block table, the lengths, and the bounds that kernels clamp both to."""
+    """Return the bounds that kernels clamp the lengths and the entries of a block table to."""
     held = operands.k.shape[0] if problem.page_size else 1
     return {
-        "block_table": operands.block_table,
-        "key_lengths": operands.key_lengths,
         "keys": problem.keys if held else 0,
         "last_page": held - 1 if problem.page_size else None,
     }

@@ -15,13 +15,15 @@ import triton.language as tl
 from tilewise.kernels.gpu.config import Blocks, Config
 from tilewise.kernels.gpu.expressions.variant import Variant, captures
 from tilewise.kernels.gpu.forward.arguments import (
-    constants_of,
     dropout_of,
     finishing_of,
+    form_of,
+    functions_of,
     paging_of,
+    sequences_of,
     tensors_of,
 )
-from tilewise.kernels.gpu.forward.online import settled, store_numbers, walk_keys
+from tilewise.kernels.gpu.forward.online import settled, store_numbers, walk_keys, walks_of
 from tilewise.kernels.gpu.forward.statistics import Walk, statistics_launch
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.descriptors import key_rows
@@ -31,18 +33,15 @@ from tilewise.kernels.gpu.walk.eight import (
     folded,
     lowered,
     scaled_for,
-    scales_of,
     with_codes,
 )
 from tilewise.kernels.gpu.walk.lists import tile_lists
 from tilewise.kernels.gpu.walk.pairs import seed_words
 from tilewise.kernels.gpu.walk.parts import rows_of
 from tilewise.kernels.gpu.walk.tiles import (
-    counts_in,
     head_of,
     keys_in,
     launch_of,
-    list_of,
     lists_of,
     pages_of,
     place_of,
@@ -91,30 +90,14 @@ def slot_of(tiles, section, lines, REVERSED: tl.constexpr):
     ]
 )
 def attend(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    row_max,
-    row_sum,
-    sinks,
-    q_scale,
-    k_scale,
-    v_scale,
-    cu_q,
-    cu_k,
-    block_table,
-    key_lengths,
-    order,
-    counts,
+    inputs,
+    outputs,
+    per_head,
+    sequences,
+    lists,
     k_rows,
     v_rows,
-    q_strides,
-    k_strides,
-    v_strides,
-    out_strides,
-    list_numbers,
+    strides,
     captured,
     batch,
     heads,
@@ -131,39 +114,34 @@ def attend(
     SEEN: tl.constexpr,
     SCORE: tl.constexpr,
     KEYS_OF: tl.constexpr,
-    FOLDED: tl.constexpr,
-    BLIND: tl.constexpr,
-    SKIPS: tl.constexpr,
-    REVERSED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    D_PADDED: tl.constexpr,
-    DV_PADDED: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PAGE: tl.constexpr,
-    EIGHT: tl.constexpr,
-    TURNED: tl.constexpr,
-    EDGE_STAGES: tl.constexpr,
-    PART: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Attention of a block of BM queries of one head.
 
     In a variable-length call (``cu_q`` is not None) there are slots for more tiles than there are;
     a program without one ends. Strides are (b, h, row, column). With pages (PAGE is not 0) the
     lengths of sequences are their ``key_lengths``, and ``keys`` is the most that these may be.
+
+    Tensors come in tuples: see ``tensors_of``, ``sequences_of`` and ``lists_of``. Numbers do not,
+    because Triton would specialize those in a tuple, and compile anew for a batch of 1 or 16.
     """
+    BM: tl.constexpr = FORM.BM
+    BN: tl.constexpr = FORM.BN
+    PAGE: tl.constexpr = FORM.PAGE
+    DV_PADDED: tl.constexpr = FORM.DV_PADDED
+    q, k, v = inputs
+    out, lse, row_max, row_sum = outputs
+    sinks, q_scale, k_scale, v_scale = per_head
+    cu_q, cu_k, block_table, key_lengths = sequences
+    q_strides, k_strides, v_strides, out_strides = strides
     if cu_q is None:
-        tile, line = slot_of(tiles, section, batch * heads, REVERSED)
+        tile, line = slot_of(tiles, section, batch * heads, FORM.REVERSED)
         b, h = line // heads, line % heads
         m0, M, N = tile * BM, queries, keys
         begin_q, begin_k = 0, 0
         at = tl.cast(line, tl.int64) * queries
     else:
-        tile, h = slot_of(tiles, section, heads, REVERSED)
+        tile, h = slot_of(tiles, section, heads, FORM.REVERSED)
         b, m0, begin_q = place_of(tile, cu_q, batch, BM)
         begin_k = tl.load(cu_k + b) if PAGE == 0 else 0
         M = (tl.load(cu_q + b + 1) - begin_q).to(tl.int32)
@@ -180,15 +158,15 @@ def attend(
         pages = pages_of(block_table, b, keys, last_page, PAGE)
     k_head = head_of(k, k_strides, b_k, h // group, begin_k)
     begin_v = begin_k
-    if TURNED and cu_q is not None:
+    if FORM.TURNED and cu_q is not None:
         begin_v = begin_turned(begin_k, b)
     v_head = head_of(v, v_strides, b_k, h // group, begin_v)
     q_tile = (q_head, q_strides, m0, 0, M)
-    if PART == 0:
-        q_tile = rows_of(q_tile, BM, D, D_PADDED, True, WIDE)
-        q_tile = decoded(q_tile, EIGHT)
+    if FORM.PART == 0:
+        q_tile = rows_of(q_tile, BM, FORM.D, FORM.D_PADDED, True, FORM.WIDE)
+        q_tile = decoded(q_tile, FORM)
     scale = scaled_for(scale, q_scale, k_scale, b, h, heads, group)
-    if FOLDED and (q_scale is not None or k_scale is not None):
+    if FORM.FOLDED and (q_scale is not None or k_scale is not None):
         q_tile, scale = folded(q_tile, scale)
 
     state = (
@@ -209,77 +187,44 @@ def attend(
     v_side = side_of(v_head, v_strides, pages, v_rows, start)
     sides = (k_side, v_side, low, high)
     spans = split_range(low, full_low, full_high, high, N, BN)
-    if order is None:
-        whole, partial = counts_in(spans, BN)
-        listed = None
-        listed_partial = None
-    else:
-        listed, whole, partial = list_of(order, counts, list_numbers, b, h, m0 // BM)
-        listed_partial = listed + whole
-    if not BLIND:
+    whole, partial = walks_of(spans, lists, b, h, m0 // BM, BN)
+    if not FORM.BLIND:
         state = walk_keys(
             state,
             q_tile,
             sides,
-            spans,
-            listed,
             whole,
             place,
             numbers,
             captured,
             None,
             SCORE,
-            FOLDED,
             False,
-            False,
-            DROPOUT,
-            D,
-            DV,
-            BN,
-            WIDE,
-            PRECISION,
-            PAGE,
-            EIGHT,
-            TURNED,
-            PART=PART,
+            FORM,
         )
     acc, top, total = walk_keys(
         state,
         q_tile,
         sides,
-        spans,
-        listed_partial,
         partial,
         place,
         numbers,
         captured,
         SEEN,
         SCORE,
-        FOLDED,
         True,
-        SKIPS,
-        DROPOUT,
-        D,
-        DV,
-        BN,
-        WIDE,
-        PRECISION,
-        PAGE,
-        EIGHT,
-        TURNED,
-        EDGE_STAGES,
-        PART,
+        FORM,
     )
 
     sink = None if sinks is None else tl.load(sinks + h)
-    total = lowered(total, EIGHT)
-    weight, row = settled(top, total, sink, scale, keep_factor, FOLDED, DROPOUT)
-    weight = lowered(weight, EIGHT)
+    total = lowered(total, FORM)
+    weight, row = settled(top, total, sink, scale, keep_factor, FORM.FOLDED, FORM.DROPOUT)
+    weight = lowered(weight, FORM)
     if v_scale is not None:
         of_values = tl.load(v_scale + b * (heads // group) + h // group)
         weight = tl.where(total == 0, 0.0, weight * of_values)
     out_head = head_of(out, out_strides, b, h, begin_q)
-    store_tile(out_head, m0, out_strides, M, acc * weight[:, None], BM, DV, DV_PADDED)
+    store_tile(out_head, m0, out_strides, M, acc * weight[:, None], BM, FORM.DV, DV_PADDED)
     store_numbers((lse, row_max, row_sum), at + m, m < M, row, total)
 
 
@@ -315,10 +260,8 @@ def forward_launches(
     rows = key_rows(problem, operands, config, variant, blocks)
     arguments = {
         **tensors_of(problem, operands, result),
-        **scales_of(operands),
-        "cu_q": operands.cu_seqlens_q,
-        "cu_k": operands.cu_seqlens_k,
-        **lists,
+        "sequences": sequences_of(operands),
+        "lists": lists,
         "captured": (*captures(operands.mask_tensors), *captures(operands.score_tensors)),
         "batch": problem.batch,
         "heads": problem.heads,
@@ -331,17 +274,16 @@ def forward_launches(
         "scale": problem.scale,
         **dropout_of(problem, operands),
     }
-    constants = {
-        **constants_of(problem, operands, config, variant, blocks),
+    form = form_of(problem, operands, config, variant, blocks, eight)._replace(
         **finishing_of(problem, operands, variant),
-        "REVERSED": _grows(problem),
-        "EIGHT": eight,
-        "TURNED": turned,
-        "EDGE_STAGES": rows.edge_stages,
-        "PART": config.part("forward", problem),
-    }
+        REVERSED=_grows(problem),
+        TURNED=turned,
+        EDGE_STAGES=rows.edge_stages,
+        PART=config.part("forward", problem),
+    )
     if operands.q_scale is not None or operands.k_scale is not None:
-        constants["FOLDED"] = variant.score is None  # ``folded`` makes it positive
+        form = form._replace(FOLDED=variant.score is None)  # ``folded`` makes it positive
+    constants = {**functions_of(variant), "FORM": form}
     launches = [*before, launch_of(attend, (grid.programs,), arguments, constants, blocks)]
     if result.entropy is not None:
         walk = Walk(config, variant, blocks, lists, eight)

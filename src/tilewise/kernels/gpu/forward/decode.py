@@ -18,9 +18,10 @@ import triton.language as tl
 from tilewise.kernels.gpu.config import Config
 from tilewise.kernels.gpu.expressions.variant import Variant, captures
 from tilewise.kernels.gpu.forward.arguments import (
-    constants_of,
     dropout_of,
     finishing_of,
+    form_of,
+    functions_of,
     paging_of,
     tensors_of,
 )
@@ -28,7 +29,7 @@ from tilewise.kernels.gpu.forward.merge import empty_partials, merge_launch, spl
 from tilewise.kernels.gpu.forward.online import settled, store_numbers, walk_keys
 from tilewise.kernels.gpu.forward.statistics import Walk, statistics_launch
 from tilewise.kernels.gpu.launch import Launch
-from tilewise.kernels.gpu.walk.eight import decoded, eight_bits, scales_of, with_codes
+from tilewise.kernels.gpu.walk.eight import decoded, eight_bits, with_codes
 from tilewise.kernels.gpu.walk.pairs import seed_words
 from tilewise.kernels.gpu.walk.tiles import (
     counts_in,
@@ -65,25 +66,13 @@ def rows_of(base, strides, h, m):
     ]
 )
 def attend_split(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    row_max,
-    row_sum,
-    sinks,
-    q_scale,
-    k_scale,
-    v_scale,
+    inputs,
+    outputs,
+    per_head,
     block_table,
     key_lengths,
-    partial_out,
-    partial_numbers,
-    q_strides,
-    k_strides,
-    v_strides,
-    out_strides,
+    partials,
+    strides,
     captured,
     batch,
     kv_heads,
@@ -100,28 +89,24 @@ def attend_split(
     SEEN: tl.constexpr,
     SCORE: tl.constexpr,
     KEYS_OF: tl.constexpr,
-    FOLDED: tl.constexpr,
-    BLIND: tl.constexpr,
-    SKIPS: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    D_PADDED: tl.constexpr,
-    DV_PADDED: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PAGE: tl.constexpr,
-    EIGHT: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
+    SPLITTING: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Attention of BM rows of the heads that share one head of keys, over one split of these.
 
     Programs are numbered by blocks of rows, of these by splits, heads of keys and batch items.
     There are ``slots`` for splits; a program without one ends. Strides are (b, h, row, column).
     """
+    BM: tl.constexpr = FORM.BM
+    BN: tl.constexpr = FORM.BN
+    PAGE: tl.constexpr = FORM.PAGE
+    D_PADDED: tl.constexpr = FORM.D_PADDED
+    DV_PADDED: tl.constexpr = FORM.DV_PADDED
+    q, k, v = inputs
+    out, lse, row_max, row_sum = outputs
+    sinks, q_scale, k_scale, v_scale = per_head
+    partial_out, partial_numbers = partials
+    q_strides, k_strides, v_strides, out_strides = strides
     program = tl.program_id(0)
     block = program % blocks
     split = program // blocks % slots
@@ -130,7 +115,7 @@ def attend_split(
     M, N = queries, keys
     if PAGE > 0:
         N = keys_in(key_lengths, b, keys)
-    size, splits = split_size(N, LEAST, MOST)
+    size, splits = split_size(N, SPLITTING)
     if split >= splits:
         return
     row = block * BM + tl.arange(0, BM)
@@ -139,8 +124,8 @@ def attend_split(
     columns = tl.arange(0, D_PADDED)
     places = rows_of(q + tl.cast(q_strides[0], tl.int64) * b, q_strides, h, m)
     places = places + columns[None, :].to(tl.int64) * q_strides[3]
-    q_tile = tl.load(places, mask=(m < M)[:, None] & (columns < D)[None, :], other=0.0)
-    q_tile = decoded(q_tile, EIGHT)
+    q_tile = tl.load(places, mask=(m < M)[:, None] & (columns < FORM.D)[None, :], other=0.0)
+    q_tile = decoded(q_tile, FORM)
     if q_scale is not None:  # rows of a block may be of several heads
         scale = scale * tl.load(q_scale + b * (kv_heads * group) + h)[:, None]
     if k_scale is not None:
@@ -169,63 +154,43 @@ def attend_split(
     sides = ((k_head, k_strides, pages), (v_head, v_strides, pages), low, high)
     spans = split_range(low, full_low, full_high, high, end, BN)
     whole, partial = counts_in(spans, BN)
-    if not BLIND:
+    if not FORM.BLIND:
         state = walk_keys(
             state,
             q_tile,
             sides,
-            spans,
-            None,
-            whole,
+            (spans, whole),
             place,
             numbers,
             captured,
             None,
             SCORE,
-            FOLDED,
             False,
-            False,
-            DROPOUT,
-            D,
-            DV,
-            BN,
-            WIDE,
-            PRECISION,
-            PAGE,
-            EIGHT,
+            FORM,
         )
     acc, top, total = walk_keys(
         state,
         q_tile,
         sides,
-        spans,
-        None,
-        partial,
+        (spans, partial),
         place,
         numbers,
         captured,
         SEEN,
         SCORE,
-        FOLDED,
         True,
-        SKIPS,
-        DROPOUT,
-        D,
-        DV,
-        BN,
-        WIDE,
-        PRECISION,
-        PAGE,
-        EIGHT,
+        FORM,
     )
 
     columns = tl.arange(0, DV_PADDED)
     inside = m < M
-    kept_columns = inside[:, None] & (columns < DV)[None, :]
+    kept_columns = inside[:, None] & (columns < FORM.DV)[None, :]
     at = (tl.cast(b, tl.int64) * (kv_heads * group) + h) * M + m
     if splits == 1:
         sink = None if sinks is None else tl.load(sinks + h)
-        weight, row_numbers = settled(top, total, sink, scale, keep_factor, FOLDED, DROPOUT)
+        weight, row_numbers = settled(
+            top, total, sink, scale, keep_factor, FORM.FOLDED, FORM.DROPOUT
+        )
         if v_scale is not None:
             of_values = tl.load(v_scale + b * kv_heads + kv_head)
             weight = tl.where(total == 0, 0.0, weight * of_values)
@@ -239,7 +204,7 @@ def attend_split(
         tl.store(partial_numbers + at, top, mask=inside)
         tl.store(partial_numbers + stride + at, total, mask=inside)
         seen = kept_columns & (total != 0)[:, None]
-        tl.store(partial_out + at[:, None] * DV + columns[None, :], acc, mask=seen)
+        tl.store(partial_out + at[:, None] * FORM.DV + columns[None, :], acc, mask=seen)
 
 
 def decode_launches(
@@ -266,9 +231,9 @@ def decode_launches(
     partials = empty_partials(problem, result, slots)
     arguments = {
         **tensors_of(problem, operands, result),
-        **scales_of(operands),
-        "partial_out": partials.out,
-        "partial_numbers": partials.numbers,
+        "block_table": operands.block_table,
+        "key_lengths": operands.key_lengths,
+        "partials": tuple(partials),
         "captured": (*captures(operands.mask_tensors), *captures(operands.score_tensors)),
         "batch": problem.batch,
         "kv_heads": problem.kv_heads,
@@ -280,13 +245,10 @@ def decode_launches(
         "scale": problem.scale,
         **dropout_of(problem, operands),
     }
-    constants = {
-        **constants_of(problem, operands, config, unlisted, tiles),
-        **finishing_of(problem, operands, variant),
-        "EIGHT": eight,
-        "LEAST": splitting.least,
-        "MOST": splitting.most,
-    }
+    form = form_of(problem, operands, config, unlisted, tiles, eight)._replace(
+        **finishing_of(problem, operands, variant)
+    )
+    constants = {**functions_of(unlisted), "SPLITTING": splitting, "FORM": form}
     programs = blocks * slots * problem.kv_heads * problem.batch
     launches = [launch_of(attend_split, (programs,), arguments, constants, tiles)]
     if slots > 1:

@@ -21,16 +21,15 @@ from torch import Tensor
 
 from tilewise.kernels.gpu.config import Blocks, Splitting, padded
 from tilewise.kernels.gpu.expressions.variant import Variant
-from tilewise.kernels.gpu.forward.arguments import dropout_of, finishing_of, paging_of, tensors_of
+from tilewise.kernels.gpu.forward.arguments import dropout_of, finishing_of, paging_of
 from tilewise.kernels.gpu.forward.online import settled, store_numbers
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.pairs import LOG2E
-from tilewise.kernels.gpu.walk.tiles import head_of, keys_in, launch_of
+from tilewise.kernels.gpu.walk.tiles import head_of, head_strides, keys_in, launch_of
 from tilewise.problem import Operands, Problem, Result
 
 __all__ = ["Partials", "empty_partials", "merge_launch", "merge_splits", "split_size"]
 
-_OF_INPUTS = ("q", "k", "v", "q_strides", "k_strides", "v_strides")
 _WIDE_VALUE = 128  # from where on a program that holds all splits of a row needs more warps
 
 
@@ -54,23 +53,21 @@ def empty_partials(problem: Problem, result: Result, splits: int) -> Partials:
 
 
 @triton.jit
-def split_size(N, LEAST: tl.constexpr, MOST: tl.constexpr):
-    """Keys of a split, and how many splits so many keys make: ``config.Splitting``."""
-    size = LEAST * tl.maximum(1, (N + LEAST * MOST - 1) // (LEAST * MOST))
+def split_size(N, SPLITTING: tl.constexpr):
+    """Keys of a split, and how many splits so many keys make: as ``config.Splitting`` says."""
+    LEAST: tl.constexpr = SPLITTING.least
+    ALL: tl.constexpr = LEAST * SPLITTING.most
+    size = LEAST * tl.maximum(1, (N + ALL - 1) // ALL)
     return size, tl.maximum(1, (N + size - 1) // size)
 
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys", "rows", "slots"])
 def merge_splits(
-    out,
-    lse,
-    row_max,
-    row_sum,
+    outputs,
     sinks,
     v_scale,
     key_lengths,
-    partial_out,
-    partial_numbers,
+    partials,
     out_strides,
     heads,
     group,
@@ -84,20 +81,21 @@ def merge_splits(
     DROPOUT: tl.constexpr,
     DV: tl.constexpr,
     DV_PADDED: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
+    SPLITTING: tl.constexpr,
 ):
     """Merge one row of the result. Rows of a sequence of one split are there already."""
+    out, lse, row_max, row_sum = outputs
+    partial_out, partial_numbers = partials
     row = tl.program_id(0)
     line = row // queries
     b, h, m = line // heads, line % heads, row % queries
     N = keys
     if key_lengths is not None:
         N = keys_in(key_lengths, b, keys)
-    _, splits = split_size(N, LEAST, MOST)
+    _, splits = split_size(N, SPLITTING)
     if splits == 1:
         return
-    split = tl.arange(0, MOST)
+    split = tl.arange(0, SPLITTING.most)
     first = tl.cast(row, tl.int64) * slots
     stride = tl.cast(rows, tl.int64) * slots
     numbers = partial_numbers + first + split
@@ -135,26 +133,22 @@ def merge_launch(
 ) -> Launch:
     """The launch that fills a result from what its splits left; arguments as of ``decode``."""
     rows, slots = partials.out.shape[:2]
-    given, paging = tensors_of(problem, operands, result), paging_of(problem, operands)
     arguments: dict[str, Any] = {
-        **{name: value for name, value in given.items() if name not in _OF_INPUTS},
-        "keep_factor": dropout_of(problem, operands)["keep_factor"],
-        "partial_out": partials.out,
-        "partial_numbers": partials.numbers,
+        "outputs": (result.out, result.lse, *result.stats[:2]),
+        "sinks": operands.sinks,
         "v_scale": operands.v_scale,
+        "key_lengths": operands.key_lengths,
+        "partials": tuple(partials),
+        "out_strides": head_strides(result.out, problem),
         "heads": problem.heads,
         "group": problem.heads // problem.kv_heads,
         "queries": problem.queries,
-        "keys": paging["keys"],
-        "key_lengths": paging["key_lengths"],
+        "keys": paging_of(problem, operands)["keys"],
         "rows": rows,
         "slots": slots,
         "scale": problem.scale,
+        "keep_factor": dropout_of(problem, operands)["keep_factor"],
     }
-    constants = {
-        **finishing_of(problem, operands, variant),
-        "LEAST": splitting.least,
-        "MOST": splitting.most,
-    }
+    constants = {**finishing_of(problem, operands, variant), "SPLITTING": splitting}
     warps = 4 if padded(problem.value_dim) <= _WIDE_VALUE else 8
     return launch_of(merge_splits, (rows,), arguments, constants, Blocks(1, 1, warps, 1))

@@ -14,7 +14,7 @@ import triton.language as tl
 from tilewise.kernels.gpu.walk.eight import decoded
 from tilewise.kernels.gpu.walk.pairs import LOG2E, kept, shown
 from tilewise.kernels.gpu.walk.parts import product_in_parts
-from tilewise.kernels.gpu.walk.tiles import load_keys, load_tile, tile_in
+from tilewise.kernels.gpu.walk.tiles import counts_in, list_of, load_keys, load_tile, tile_in
 
 __all__ = [
     "absorb",
@@ -28,6 +28,7 @@ __all__ = [
     "take_block",
     "tops",
     "walk_keys",
+    "walks_of",
     "with_sink",
 ]
 
@@ -59,31 +60,26 @@ def scores_of_block(
     captured,
     visible,
     SCORE: tl.constexpr,
-    FOLDED: tl.constexpr,
     MASKED: tl.constexpr,
-    D: tl.constexpr,
-    BN: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PAGE: tl.constexpr,
-    EIGHT: tl.constexpr,
-    PART: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Scores of the block of keys from ``n0`` on, in the units of the walk.
 
     If MASKED, pairs that are not ``visible`` have -inf. ``side``, ``low`` and ``high`` are those of
-    ``load_keys``. If PART is not 0, the product is summed over PART columns at a time, and q is not
-    a tile but a ``side`` of ``rows_of``.
+    ``load_keys``. If the form has a PART, the product is summed over so many columns at a time, and
+    q is not a tile but a ``side`` of ``rows_of``.
     """
-    if PART == 0:
-        k = load_keys(side, n0, low, high, BN, D, q.shape[1], MASKED, WIDE, PAGE)
-        k = decoded(k, EIGHT)
-        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if FORM.PART == 0:
+        k = load_keys(
+            side, n0, low, high, FORM.BN, FORM.D, q.shape[1], MASKED, FORM.WIDE, FORM.PAGE
+        )
+        k = decoded(k, FORM)
+        products = tl.dot(q, tl.trans(k), input_precision=FORM.PRECISION)
     else:
         keys = (side[0], side[1], n0, low, high)
-        products = product_in_parts(q, keys, place[2].shape[0], BN, D, PART, WIDE, PRECISION)
-    n = (n0 + tl.arange(0, BN))[None, :]
-    scores = scaled_scores(products, scale, n, place, captured, SCORE, FOLDED)
+        products = product_in_parts(q, keys, place[2].shape[0], FORM.BN, FORM.D, FORM)
+    n = (n0 + tl.arange(0, FORM.BN))[None, :]
+    scores = scaled_scores(products, scale, n, place, captured, SCORE, FORM.FOLDED)
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
     return scores
@@ -100,18 +96,8 @@ def absorb(
     captured,
     visible,
     SCORE: tl.constexpr,
-    FOLDED: tl.constexpr,
     MASKED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BN: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PAGE: tl.constexpr = 0,
-    EIGHT: tl.constexpr = "",
-    TURNED: tl.constexpr = False,
-    PART: tl.constexpr = 0,
+    FORM: tl.constexpr,
 ):
     """One block of keys in the online softmax; ``visible`` says which pairs attend if MASKED.
 
@@ -121,33 +107,15 @@ def absorb(
     k_side, v_side, low, high = sides
     b, h, m, _, _ = place
     scale, seed_low, seed_high, drop_below = numbers
-    EIGHTS: tl.constexpr = (EIGHT == "short") | (EIGHT == "whole")
+    EIGHTS: tl.constexpr = (FORM.EIGHT == "short") | (FORM.EIGHT == "whole")
     scores = scores_of_block(
-        q,
-        k_side,
-        n0,
-        low,
-        high,
-        place,
-        scale,
-        captured,
-        visible,
-        SCORE,
-        FOLDED,
-        MASKED,
-        D,
-        BN,
-        WIDE,
-        PRECISION,
-        PAGE,
-        EIGHT,
-        PART,
+        q, k_side, n0, low, high, place, scale, captured, visible, SCORE, MASKED, FORM
     )
     new_top = tl.maximum(top, tl.max(scores, 1))
     base = new_top
     if MASKED or SCORE is not None:  # a row may have seen nothing yet
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    if FOLDED:
+    if FORM.FOLDED:
         unit = scale * LOG2E
         least = base * unit
         if EIGHTS:
@@ -162,23 +130,27 @@ def absorb(
     p = tl.math.exp2(exponent)
     fade = tl.math.exp2(moved)
     total = total * fade + tl.sum(p, 1)
-    if DROPOUT:
-        n = (n0 + tl.arange(0, BN))[None, :]
+    if FORM.DROPOUT:
+        n = (n0 + tl.arange(0, FORM.BN))[None, :]
         p = tl.where(kept(seed_low, seed_high, drop_below, b, h, m, n), p, 0.0)
     acc = acc * fade[:, None]
-    if TURNED:  # blocks are there whole: loads that ask for every key would go byte by byte
-        v = load_tile(v_side[0], n0, v_side[1], low, high, BN, DV, acc.shape[1], False, WIDE)
+    if FORM.TURNED:  # blocks are there whole: loads that ask for every key would go byte by byte
+        v = load_tile(
+            v_side[0], n0, v_side[1], low, high, FORM.BN, FORM.DV, acc.shape[1], False, FORM.WIDE
+        )
         if MASKED:
-            row = (n0 + tl.arange(0, BN))[:, None]
+            row = (n0 + tl.arange(0, FORM.BN))[:, None]
             v = tl.where((row >= low) & (row < high), v, tl.zeros_like(v))
     else:
-        v = load_keys(v_side, n0, low, high, BN, DV, acc.shape[1], MASKED, WIDE, PAGE)
-        v = decoded(v, EIGHT)
-    if EIGHT == "short":
+        v = load_keys(
+            v_side, n0, low, high, FORM.BN, FORM.DV, acc.shape[1], MASKED, FORM.WIDE, FORM.PAGE
+        )
+        v = decoded(v, FORM)
+    if FORM.EIGHT == "short":
         # The number only keeps the compiler from adding to acc within the matrix units after all.
-        acc = acc + tl.dot(p.to(v.dtype), v, max_num_imprecise_acc=BN)
+        acc = acc + tl.dot(p.to(v.dtype), v, max_num_imprecise_acc=FORM.BN)
     else:
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=FORM.PRECISION)
     return acc, new_top, total
 
 
@@ -188,72 +160,57 @@ def take_block(
     state,
     q,
     sides,
-    spans,
-    listed,
+    walk,
     place,
     numbers,
     captured,
     SEEN: tl.constexpr,
     SCORE: tl.constexpr,
-    FOLDED: tl.constexpr,
     MASKED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BN: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PAGE: tl.constexpr,
-    EIGHT: tl.constexpr,
-    TURNED: tl.constexpr,
-    PART: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Block ``i`` of a walk in the online softmax."""
     b, h, m, M, N = place
-    n0 = block_start(i, spans, listed, BN, MASKED)
+    n0 = block_start(i, walk, MASKED, FORM)
     visible = None
     if MASKED:
-        n = (n0 + tl.arange(0, BN))[None, :]
+        n = (n0 + tl.arange(0, FORM.BN))[None, :]
         visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
-    return absorb(
-        state,
-        q,
-        sides,
-        n0,
-        place,
-        numbers,
-        captured,
-        visible,
-        SCORE,
-        FOLDED,
-        MASKED,
-        DROPOUT,
-        D,
-        DV,
-        BN,
-        WIDE,
-        PRECISION,
-        PAGE,
-        EIGHT,
-        TURNED,
-        PART,
-    )
+    return absorb(state, q, sides, n0, place, numbers, captured, visible, SCORE, MASKED, FORM)
 
 
 @triton.jit
-def block_start(i, spans, listed, BN: tl.constexpr, MASKED: tl.constexpr):
+def walks_of(spans, lists, b, h, tile, BN: tl.constexpr):
+    """(whole, partial): the walks over blocks that need no mask, and over those that need one.
+
+    A walk is (spans, count), with a list of tiles (spans, count, listed): see ``walk_keys``. There
+    is no None for a list, because Triton 3.6 returns none. ``lists`` are those of ``list_of``.
+    """
+    if lists[0] is None:
+        whole, partial = counts_in(spans, BN)
+        walks = (spans, whole), (spans, partial)
+    else:
+        listed, whole, partial = list_of(lists, b, h, tile)
+        walks = (spans, whole, listed), (spans, partial, listed + whole)  # type: ignore[assignment]
+    return walks
+
+
+@triton.jit
+def block_start(i, walk, MASKED: tl.constexpr, FORM: tl.constexpr):
     """Return where block ``i`` of a walk begins: see ``walk_keys``."""
-    n0 = tl.load(listed + i) * BN if listed is not None else tile_in(i, spans, BN, MASKED)
+    BN: tl.constexpr = FORM.BN
+    n0 = tl.load(walk[2] + i) * BN if len(walk) > 2 else tile_in(i, walk[0], BN, MASKED)
     return tl.multiple_of(n0, BN)
 
 
 @triton.jit
-def next_met(i, spans, listed, count, place, captured, SEEN: tl.constexpr, BN: tl.constexpr):
-    """The first block from ``i`` on of which a pair attends; ``count`` where there is none."""
+def next_met(i, walk, place, captured, SEEN: tl.constexpr, FORM: tl.constexpr):
+    """The first block from ``i`` on of which a pair attends; the walk's count where none does."""
     b, h, m, M, N = place
+    count = walk[1]
     found = i >= count
     while not found:
-        n = (block_start(i, spans, listed, BN, True) + tl.arange(0, BN))[None, :]
+        n = (block_start(i, walk, True, FORM) + tl.arange(0, FORM.BN))[None, :]
         visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
         met = tl.max(tl.max(visible.to(tl.int32), 1), 0) > 0
         i = tl.where(met, i, i + 1)
@@ -266,91 +223,59 @@ def walk_keys(
     state,
     q,
     sides,
-    spans,
-    listed,
-    count,
+    walk,
     place,
     numbers,
     captured,
     SEEN: tl.constexpr,
     SCORE: tl.constexpr,
-    FOLDED: tl.constexpr,
     MASKED: tl.constexpr,
-    SKIPS: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BN: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PAGE: tl.constexpr = 0,
-    EIGHT: tl.constexpr = "",
-    TURNED: tl.constexpr = False,
-    STAGES: tl.constexpr = None,
-    PART: tl.constexpr = 0,
+    FORM: tl.constexpr,
 ):
-    """``count`` blocks of keys: those that are ``listed``, or without a list those of ``spans``.
+    """The blocks of keys of a walk: see ``walks_of``.
 
-    SKIPS: blocks of which no pair attends may be among them. Neither their keys nor their values
-    are touched then. They are passed over in a loop of their own: a state that went through a
-    branch would take its registers twice. STAGES: of the walk, where it has not the kernel's.
+    They are the first ``count`` that are listed, or without a list those of ``spans``. Only if
+    MASKED may some of their pairs be hidden.
+
+    If the form has SKIPS, blocks of which no pair attends may be among them. Neither their keys nor
+    their values are touched then. They are passed over in a loop of their own: a state that went
+    through a branch would take its registers twice.
     """
     acc, top, total = state
-    if SKIPS:
-        i = next_met(count * 0, spans, listed, count, place, captured, SEEN, BN)
+    count = walk[1]
+    if MASKED and FORM.SKIPS:
+        i = next_met(count * 0, walk, place, captured, SEEN, FORM)
         while i < count:
             acc, top, total = take_block(
                 i,
                 (acc, top, total),
                 q,
                 sides,
-                spans,
-                listed,
+                walk,
                 place,
                 numbers,
                 captured,
                 SEEN,
                 SCORE,
-                FOLDED,
                 MASKED,
-                DROPOUT,
-                D,
-                DV,
-                BN,
-                WIDE,
-                PRECISION,
-                PAGE,
-                EIGHT,
-                TURNED,
-                PART,
+                FORM,
             )
-            i = next_met(i + 1, spans, listed, count, place, captured, SEEN, BN)
+            i = next_met(i + 1, walk, place, captured, SEEN, FORM)
     else:
-        for i in tl.range(0, count, num_stages=STAGES):
+        for i in tl.range(0, count, num_stages=FORM.EDGE_STAGES if MASKED else None):
             acc, top, total = take_block(
                 i,
                 (acc, top, total),
                 q,
                 sides,
-                spans,
-                listed,
+                walk,
                 place,
                 numbers,
                 captured,
                 SEEN,
                 SCORE,
-                FOLDED,
                 MASKED,
-                DROPOUT,
-                D,
-                DV,
-                BN,
-                WIDE,
-                PRECISION,
-                PAGE,
-                EIGHT,
-                TURNED,
-                PART,
+                FORM,
             )
     return acc, top, total
 

@@ -20,25 +20,24 @@ import triton.language as tl
 
 from tilewise.kernels.gpu.config import Blocks, Config
 from tilewise.kernels.gpu.expressions.variant import Variant, captures
-from tilewise.kernels.gpu.forward.arguments import constants_of, paging_of
+from tilewise.kernels.gpu.forward.arguments import form_of, functions_of, paging_of, sequences_of
 from tilewise.kernels.gpu.forward.online import (
     beside_sink,
     block_start,
     next_met,
     scores_of_block,
     tops,
+    walks_of,
 )
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.eight import decoded, scaled_for, with_codes
 from tilewise.kernels.gpu.walk.pairs import LN2, LOG2E, shown
 from tilewise.kernels.gpu.walk.parts import rows_of
 from tilewise.kernels.gpu.walk.tiles import (
-    counts_in,
     head_of,
     head_strides,
     keys_in,
     launch_of,
-    list_of,
     pages_of,
     place_of,
     programs_of,
@@ -58,52 +57,27 @@ OF_NAN: tl.constexpr = tl.constexpr(-2147483648)
 def describe_block(
     state,
     q,
-    side,
+    sides,
     n0,
-    span,
     place,
     scale,
     captured,
     SEEN: tl.constexpr,
     SCORE: tl.constexpr,
-    FOLDED: tl.constexpr,
     MASKED: tl.constexpr,
     NAMED: tl.constexpr,
-    D: tl.constexpr,
-    BN: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PAGE: tl.constexpr,
-    EIGHT: tl.constexpr,
-    PART: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """The state of rows with one more block of keys; ``side`` and ``span`` as of ``load_keys``."""
+    """The state of rows with one more block of keys; ``sides`` are what ``load_keys`` takes."""
+    side, low, high = sides
     top, total, moment, top_key = state
     b, h, m, M, N = place
-    n = (n0 + tl.arange(0, BN))[None, :]
+    n = (n0 + tl.arange(0, FORM.BN))[None, :]
     visible = None
     if MASKED:
         visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
     scores = scores_of_block(
-        q,
-        side,
-        n0,
-        span[0],
-        span[1],
-        place,
-        scale,
-        captured,
-        visible,
-        SCORE,
-        FOLDED,
-        MASKED,
-        D,
-        BN,
-        WIDE,
-        PRECISION,
-        PAGE,
-        EIGHT,
-        PART,
+        q, side, n0, low, high, place, scale, captured, visible, SCORE, MASKED, FORM
     )
     best = tl.max(scores, 1)  # a chip's maximum leaves NaN out
     if NAMED:
@@ -119,7 +93,7 @@ def describe_block(
     # A row may have seen nothing yet. One that saw infinity is measured from 0 as well: its total
     # is infinite then, and NaN where a score is and nowhere else.
     base = tl.where(tl.abs(new_top) == float("inf"), 0.0, new_top)
-    unit = scale * LOG2E if FOLDED else LOG2E
+    unit = scale * LOG2E if FORM.FOLDED else LOG2E
     exponent = (scores - base[:, None]) * unit
     moved = (top - base) * unit
     p = tl.math.exp2(exponent)
@@ -134,79 +108,53 @@ def describe_block(
 def describe_blocks(
     state,
     q,
-    side,
-    spans,
-    span,
-    listed,
-    count,
+    sides,
+    walk,
     place,
     scale,
     captured,
     SEEN: tl.constexpr,
     SCORE: tl.constexpr,
-    FOLDED: tl.constexpr,
     MASKED: tl.constexpr,
-    SKIPS: tl.constexpr,
     NAMED: tl.constexpr,
-    D: tl.constexpr,
-    BN: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PAGE: tl.constexpr,
-    EIGHT: tl.constexpr,
-    PART: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """``count`` blocks of keys, by the rules of ``online.walk_keys``."""
+    """The blocks of keys of a walk, by the rules of ``online.walk_keys``."""
     top, total, moment, top_key = state
-    if SKIPS:
-        i = next_met(count * 0, spans, listed, count, place, captured, SEEN, BN)
+    count = walk[1]
+    if MASKED and FORM.SKIPS:
+        i = next_met(count * 0, walk, place, captured, SEEN, FORM)
         while i < count:
             top, total, moment, top_key = describe_block(
                 (top, total, moment, top_key),
                 q,
-                side,
-                block_start(i, spans, listed, BN, MASKED),
-                span,
+                sides,
+                block_start(i, walk, MASKED, FORM),
                 place,
                 scale,
                 captured,
                 SEEN,
                 SCORE,
-                FOLDED,
                 MASKED,
                 NAMED,
-                D,
-                BN,
-                WIDE,
-                PRECISION,
-                PAGE,
-                EIGHT,
-                PART,
+                FORM,
             )
-            i = next_met(i + 1, spans, listed, count, place, captured, SEEN, BN)
+            i = next_met(i + 1, walk, place, captured, SEEN, FORM)
     else:
         for i in range(count):
             top, total, moment, top_key = describe_block(
                 (top, total, moment, top_key),
                 q,
-                side,
-                block_start(i, spans, listed, BN, MASKED),
-                span,
+                sides,
+                block_start(i, walk, MASKED, FORM),
                 place,
                 scale,
                 captured,
                 SEEN,
                 SCORE,
-                FOLDED,
                 MASKED,
                 NAMED,
-                D,
-                BN,
-                WIDE,
-                PRECISION,
-                PAGE,
-                EIGHT,
-                PART,
+                FORM,
             )
     return top, total, moment, top_key
 
@@ -230,24 +178,12 @@ def of_rows(top, total, moment, sink, scale, FOLDED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["batch", "heads", "group", "queries", "keys", "last_page", "tiles"])
 def describe(
-    q,
-    k,
-    row_mean,
-    max_logit,
-    entropy,
-    top_key,
-    sinks,
-    q_scale,
-    k_scale,
-    cu_q,
-    cu_k,
-    block_table,
-    key_lengths,
-    order,
-    counts,
-    q_strides,
-    k_strides,
-    list_numbers,
+    inputs,
+    outputs,
+    per_head,
+    sequences,
+    lists,
+    strides,
     captured,
     batch,
     heads,
@@ -260,20 +196,17 @@ def describe(
     SEEN: tl.constexpr,
     SCORE: tl.constexpr,
     KEYS_OF: tl.constexpr,
-    FOLDED: tl.constexpr,
-    BLIND: tl.constexpr,
-    SKIPS: tl.constexpr,
-    D: tl.constexpr,
-    D_PADDED: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PAGE: tl.constexpr,
-    EIGHT: tl.constexpr,
-    PART: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Statistics of a block of BM queries of one head; arguments as of ``attend``."""
+    BM: tl.constexpr = FORM.BM
+    BN: tl.constexpr = FORM.BN
+    PAGE: tl.constexpr = FORM.PAGE
+    q, k = inputs
+    row_mean, max_logit, entropy, top_key = outputs
+    sinks, q_scale, k_scale = per_head
+    cu_q, cu_k, block_table, key_lengths = sequences
+    q_strides, k_strides = strides
     NAMED: tl.constexpr = top_key is not None
     program = tl.program_id(0)
     tile, line = program % tiles, program // tiles
@@ -300,9 +233,9 @@ def describe(
     q_head = head_of(q, q_strides, b, h, begin_q)
     k_head = head_of(k, k_strides, b_k, h // group, begin_k)
     q_tile = (q_head, q_strides, m0, 0, M)
-    if PART == 0:
-        q_tile = rows_of(q_tile, BM, D, D_PADDED, True, WIDE)
-        q_tile = decoded(q_tile, EIGHT)
+    if FORM.PART == 0:
+        q_tile = rows_of(q_tile, BM, FORM.D, FORM.D_PADDED, True, FORM.WIDE)
+        q_tile = decoded(q_tile, FORM)
     scale = scaled_for(scale, q_scale, k_scale, b, h, heads, group)
 
     state = (
@@ -312,74 +245,45 @@ def describe(
         tl.full([BM], NEVER, tl.int32),
     )
     place = (b, h, m[:, None], M, N)
-    side = (k_head, k_strides, pages)
     low, full_low, full_high, high = m0 * 0, m0 * 0, m0 * 0 + N, m0 * 0 + N
     if KEYS_OF is not None:
         low, full_low, full_high, high = KEYS_OF(
             b, m0, tl.minimum(m0 + BM, M), M, N, captured[0], captured[1]
         )
-    span = (low, high)
+    sides = ((k_head, k_strides, pages), low, high)
     spans = split_range(low, full_low, full_high, high, N, BN)
-    if order is None:
-        whole, partial = counts_in(spans, BN)
-        listed = None
-        listed_partial = None
-    else:
-        listed, whole, partial = list_of(order, counts, list_numbers, b, h, m0 // BM)
-        listed_partial = listed + whole
-    if not BLIND:
+    whole, partial = walks_of(spans, lists, b, h, m0 // BM, BN)
+    if not FORM.BLIND:
         state = describe_blocks(
             state,
             q_tile,
-            side,
-            spans,
-            span,
-            listed,
+            sides,
             whole,
             place,
             scale,
             captured,
             None,
             SCORE,
-            FOLDED,
-            False,
             False,
             NAMED,
-            D,
-            BN,
-            WIDE,
-            PRECISION,
-            PAGE,
-            EIGHT,
-            PART,
+            FORM,
         )
     top, total, moment, first_key = describe_blocks(
         state,
         q_tile,
-        side,
-        spans,
-        span,
-        listed_partial,
+        sides,
         partial,
         place,
         scale,
         captured,
         SEEN,
         SCORE,
-        FOLDED,
         True,
-        SKIPS,
         NAMED,
-        D,
-        BN,
-        WIDE,
-        PRECISION,
-        PAGE,
-        EIGHT,
-        PART,
+        FORM,
     )
     sink = None if sinks is None else tl.load(sinks + h)
-    highest, mean, spread = of_rows(top, total, moment, sink, scale, FOLDED)
+    highest, mean, spread = of_rows(top, total, moment, sink, scale, FORM.FOLDED)
     tl.store(max_logit + at + m, highest, mask=m < M)
     tl.store(row_mean + at + m, mean, mask=m < M)
     tl.store(entropy + at + m, spread, mask=m < M)
@@ -395,14 +299,14 @@ class Walk(NamedTuple):
         config: of the chip.
         variant: the functions of the problem's mask and score.
         blocks: of queries and keys.
-        lists: arguments that name the tiles to visit (``walk.tiles.lists_of``).
+        lists: the argument that names the tiles to visit (``walk.tiles.lists_of``).
         eight: how 8 bits are multiplied (``walk.eight.eight_bits``).
     """
 
     config: Config
     variant: Variant
     blocks: Blocks
-    lists: dict[str, Any]
+    lists: tuple[Any, ...]
     eight: str
 
 
@@ -412,20 +316,12 @@ def statistics_launch(problem: Problem, operands: Operands, result: Result, walk
     operands = with_codes(operands, walk.eight)
     tiles = slots_of(problem, problem.queries, blocks.queries)
     arguments = {
-        "q": operands.q,
-        "k": operands.k,
-        "row_mean": result.stats[2],
-        "max_logit": result.max_logit,
-        "entropy": result.entropy,
-        "top_key": result.top_key,
-        "sinks": operands.sinks,
-        "q_scale": operands.q_scale,
-        "k_scale": operands.k_scale,
-        "cu_q": operands.cu_seqlens_q,
-        "cu_k": operands.cu_seqlens_k,
-        **walk.lists,
-        "q_strides": head_strides(operands.q, problem),
-        "k_strides": head_strides(operands.k, problem),
+        "inputs": (operands.q, operands.k),
+        "outputs": (result.stats[2], result.max_logit, result.entropy, result.top_key),
+        "per_head": (operands.sinks, operands.q_scale, operands.k_scale),
+        "sequences": sequences_of(operands),
+        "lists": walk.lists,
+        "strides": (head_strides(operands.q, problem), head_strides(operands.k, problem)),
         "captured": (*captures(operands.mask_tensors), *captures(operands.score_tensors)),
         "batch": problem.batch,
         "heads": problem.heads,
@@ -435,10 +331,8 @@ def statistics_launch(problem: Problem, operands: Operands, result: Result, walk
         "tiles": tiles,
         "scale": problem.scale,
     }
-    constants = {
-        **constants_of(problem, operands, walk.config, walk.variant, blocks),
-        "EIGHT": walk.eight,
-        "PART": walk.config.part("forward", problem),
-    }
+    form = form_of(problem, operands, walk.config, walk.variant, blocks, walk.eight)
+    form = form._replace(PART=walk.config.part("forward", problem))
+    constants = {**functions_of(walk.variant), "FORM": form}
     programs = programs_of(problem, problem.heads, tiles)
     return launch_of(describe, (programs,), arguments, constants, blocks)

@@ -1,6 +1,6 @@
 """Handle float8 e4m3 in the forward kernel: operands, scales, and probabilities of 8 bits.
 
-How a chip multiplies it is its family's (``config.EightBits``), and the constexpr ``EIGHT`` here:
+How a chip multiplies it is its family's (``config.EightBits``), and ``EIGHT`` of the forms here:
 
 * "" is another dtype;
 * "halves": the chip has no matrix instructions for it, or Triton no such type. Operands come as
@@ -18,8 +18,6 @@ to 2^-14 of it keep all their digits.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -34,7 +32,6 @@ __all__ = [
     "folded",
     "lowered",
     "scaled_for",
-    "scales_of",
     "with_codes",
 ]
 
@@ -43,7 +40,7 @@ _MOST = tl.constexpr(3.4e38)
 
 
 def eight_bits(problem: Problem, family: str, *, whole_walk: bool = True) -> str:
-    """Return the constexpr ``EIGHT`` of a problem on a family of chips.
+    """Return ``EIGHT`` of a problem on a family of chips.
 
     Args:
         problem: what is asked.
@@ -66,27 +63,18 @@ def with_codes(operands: Operands, eight: str) -> Operands:
     return operands._replace(q=q, k=k, v=v)
 
 
-def scales_of(operands: Operands) -> dict[str, Any]:
-    """Return the scales as arguments."""
-    return {
-        "q_scale": operands.q_scale,
-        "k_scale": operands.k_scale,
-        "v_scale": operands.v_scale,
-    }
-
-
 @triton.jit
-def decoded(tile, EIGHT: tl.constexpr):
-    """Return a tile of codes, or of float8, as float16 where EIGHT says so; any other as it is.
+def decoded(tile, FORM: tl.constexpr):
+    """Return a tile of codes, or of float8, as float16 where the form says so; any other as it is.
 
     Exponent and fraction of a code, moved to where float16 has them, are a number 2^8 too small.
     """
-    if EIGHT == "halves":
+    if FORM.EIGHT == "halves":
         wide = tile.to(tl.uint16)
         bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
         halves = bits.to(tl.float16, bitcast=True) * 256.0
         tile = tl.where((wide & 0x7F) == 0x7F, float("nan"), halves)
-    elif EIGHT == "casts":
+    elif FORM.EIGHT == "casts":
         tile = tile.to(tl.float16)
     return tile
 
@@ -116,8 +104,8 @@ def folded(q, scale):
 
 
 @triton.jit
-def lowered(values, EIGHT: tl.constexpr):
+def lowered(values, FORM: tl.constexpr):
     """Undo in sums the power of two that probabilities were raised by; exact."""
-    if (EIGHT == "short") | (EIGHT == "whole"):
+    if (FORM.EIGHT == "short") | (FORM.EIGHT == "whole"):
         values = values * 0.00390625
     return values

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from tilewise.kernels.gpu.walk.tiles import load_tile
 
-__all__ = ["product_in_parts", "rows_of"]
+__all__ = ["held", "product_in_parts", "product_of", "rows_of"]
 
 
 @triton.jit
@@ -55,11 +55,9 @@ def product_in_parts(
     OWN_BLOCK: tl.constexpr,
     OTHER_BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
-    PART: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """``own @ other^T`` of two tiles of rows, of which PART columns are loaded at a time.
+    """``own @ other^T`` of two tiles of rows, of which the form's PART are loaded at a time.
 
     ``own`` and ``other`` are as ``side`` of ``rows_of``: rows outside of [low, high) count as 0.
     """
@@ -68,8 +66,41 @@ def product_in_parts(
     # compiler that knew how often the loop goes round would unroll it first and do that then; it
     # does not know that the walk has rows to visit.
     stop = WIDTH * tl.minimum(other[4] - other[3], 1)
-    for column in tl.range(0, stop, PART, num_stages=1, disable_licm=True):
-        left = _part_of(own, column, OWN_BLOCK, WIDTH, PART, WIDE)
-        right = _part_of(other, column, OTHER_BLOCK, WIDTH, PART, WIDE)
-        total = tl.dot(left, tl.trans(right), total, input_precision=PRECISION)
+    for column in tl.range(0, stop, FORM.PART, num_stages=1, disable_licm=True):
+        left = _part_of(own, column, OWN_BLOCK, WIDTH, FORM.PART, FORM.WIDE)
+        right = _part_of(other, column, OTHER_BLOCK, WIDTH, FORM.PART, FORM.WIDE)
+        total = tl.dot(left, tl.trans(right), total, input_precision=FORM.PRECISION)
     return total
+
+
+@triton.jit
+def held(
+    side,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    MASKED: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """The tile of ``rows_of``; if the form has a PART the side as it is, and nothing is loaded."""
+    tile = side
+    if FORM.PART == 0:
+        tile = rows_of(side, BLOCK, WIDTH, PADDED, MASKED, FORM.WIDE)
+    return tile
+
+
+@triton.jit
+def product_of(
+    own,
+    other,
+    OWN_BLOCK: tl.constexpr,
+    OTHER_BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """``own @ other^T`` of what ``held`` gave for two tiles of rows."""
+    if FORM.PART == 0:
+        product = tl.dot(own, tl.trans(other), input_precision=FORM.PRECISION)
+    else:
+        product = product_in_parts(own, other, OWN_BLOCK, OTHER_BLOCK, WIDTH, FORM)
+    return product

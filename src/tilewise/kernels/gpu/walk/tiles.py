@@ -263,12 +263,13 @@ def tile_in(i, spans, BLOCK: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def list_of(order, counts, numbers, b, h, tile):
+def list_of(lists, b, h, tile):
     """(list, whole, partial): the tiles to visit from a tile, whole ones before partial ones.
 
-    ``numbers`` are the strides of batch item and head in ``order`` and ``counts``, and the length
-    of a list.
+    ``lists`` are (order, counts, numbers). The numbers are the strides of batch item and head in
+    ``order`` and in ``counts``, and the length of a list.
     """
+    order, counts, numbers = lists
     at = tl.cast(numbers[0], tl.int64) * b + tl.cast(numbers[1], tl.int64) * h
     counted = tl.cast(numbers[2], tl.int64) * b + tl.cast(numbers[3], tl.int64) * h
     place = counts + (counted + 2 * tile)
@@ -336,12 +337,11 @@ def programs_of(problem: Problem, heads: int, slots: int) -> int:
     return slots * heads * (problem.batch if problem.layout == "dense" else 1)
 
 
-def lists_of(lists: TileLists | None) -> dict[str, Any]:
-    """Lists of tiles as arguments."""
+def lists_of(lists: TileLists | None) -> tuple[Any, ...]:
+    """Lists of tiles as an argument, (order, counts, numbers): see ``list_of``."""
     if lists is None:
-        return {"order": None, "counts": None, "list_numbers": None}
-    numbers = (*lists.numbers(), lists.order.shape[3])
-    return {"order": lists.order, "counts": lists.counts, "list_numbers": numbers}
+        return None, None, None
+    return lists.order, lists.counts, (*lists.numbers(), lists.order.shape[3])
 
 
 def knows_whole_tiles(problem: Problem, variant: Variant) -> bool:

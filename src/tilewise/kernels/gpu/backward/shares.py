@@ -534,7 +534,7 @@ def diagonal_kernel(
                 FACTOR,
                 FORM,
             )
-            more = terms - lost
+            more = terms - lost  # compensated, as in ``pair_kernel``
             larger = total + more
             lost = (larger - total) - more
             total = larger

@@ -104,6 +104,7 @@ def spread_pairs_kernel(
                     scores = scores * numbers[0]
                     element = INDEX(scores, b, h, m, n, M, N, captured[2], captured[3])
                     whole = tl.floor(terms * tl.load(factors) + 0.5).to(tl.int64)
+                    # Relaxed: no program reads here what others add.
                     tl.atomic_add(fixed + element, whole, mask=whole != 0, sem="relaxed")
     if fixed is None:
         tl.store(totals + program, tl.sum(total, 0))

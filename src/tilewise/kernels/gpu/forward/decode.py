@@ -203,6 +203,7 @@ def attend_split(
         at = at * slots + split
         tl.store(partial_numbers + at, top, mask=inside)
         tl.store(partial_numbers + stride + at, total, mask=inside)
+        # The merge does not read the rows that saw no key of this split: bytes that are saved.
         seen = kept_columns & (total != 0)[:, None]
         tl.store(partial_out + at[:, None] * FORM.DV + columns[None, :], acc, mask=seen)
 

@@ -55,6 +55,7 @@ def kept(seed_low, seed_high, threshold, b, h, m, n):
     The halves of the seed and the threshold, below which a word means "dropped", are 32 bits each.
     """
     zero = (m + n).to(tl.uint32) * 0
+    # Philox gives four words at once: those of four keys side by side.
     c0 = (n // 4).to(tl.uint32) + zero
     c1 = m.to(tl.uint32) + zero
     c2 = zero + h.to(tl.uint32)

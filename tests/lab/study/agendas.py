@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from random import Random
+from typing import Any
 
 from tests.lab.study.records_of import Behaviour, record_of
 from tilelab.study.ask.config import Study
+from tilelab.study.ask.run import Execution
+from tilelab.study.conduct.conductor import Conductor
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord
 
-__all__ = ["work"]
+__all__ = ["conductor_of", "work"]
 
 Behaviours = Mapping[str, Behaviour]
 
@@ -37,9 +41,15 @@ def work(
     metrics = {each.name: each.metric for each in study.experiments}
     while not agenda.finished and left != 0:
         ready = agenda.ready()
-        run = (order.choice(ready) if order else ready[0]).run
+        run = order.choice(ready) if order else ready[0]
         behaviour = known.get(f"{run.experiment}/{run.arm}", known.get(run.arm, Behaviour()))
         metric = metrics.get(run.experiment, "bits_per_byte")
         agenda.ended(run, record_of(run, behaviour, metric))
         left = None if left is None else left - 1
     return agenda
+
+
+def conductor_of(study: Study, out: Path, **fields: Any) -> Conductor:
+    """A conductor of a study; ``fields`` are its own and those of its execution."""
+    execution = {key: fields.pop(key) for key in Execution.model_fields.keys() & fields.keys()}
+    return Conductor(study, "tilewise study run x", out, execution=Execution(**execution), **fields)

@@ -10,21 +10,18 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.lab.study.train.toys import Killed, killed_after
+from tilelab.study.ask.run import Execution, RunSpec
 from tilelab.study.conduct import conductor
-from tilelab.study.conduct.follow import Follower
-from tilelab.study.conduct.process import Setting
-from tilelab.study.plan import Task
+from tilelab.study.conduct.process import Follower
 from tilelab.study.records import store
 from tilelab.study.records.events import RunRecord
 from tilelab.study.train import child
-from tilelab.study.train.child import Job
 from tilewise import cli
 
 __all__ = ["page_of", "quickly", "records", "run", "verdicts"]
@@ -56,8 +53,8 @@ def run(
     """
     here: list[_Here] = []
 
-    def local(setting: Setting, cores: object) -> _Here:
-        here.append(_Here(setting, kill))
+    def local(execution: Execution, cores: object) -> _Here:
+        here.append(_Here(execution, kill))
         return here[0]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -91,32 +88,31 @@ def page_of(out: Path) -> str:
 class _Here:
     """A place whose runs are over when they have started; see ``conduct.pool.Place``."""
 
-    def __init__(self, setting: Setting, kill: str) -> None:
-        self.setting, self.kill = setting, kill
+    def __init__(self, execution: Execution, kill: str) -> None:
+        self.execution, self.kill = execution, kill
         self.started: list[str] = []
 
-    def start(self, task: Task, running: Sequence[object]) -> _Ended:
-        self.started.append(task.run.name)
-        job = Job.from_json(self.setting.job(task.run))
-        if self.kill and re.fullmatch(self.kill, task.run.name):
-            job = replace(job, checkpoint_every_s=0.0)
-            with killed_after(job.run.config.steps // 2):
-                child.work(job)
-        child.work(job)
-        return _Ended(task, self.setting.record(task.run))
+    def start(self, run: RunSpec, running: Sequence[object]) -> _Ended:
+        run = run.executed(self.execution)
+        self.started.append(run.name)
+        if self.kill and re.fullmatch(self.kill, run.name):
+            with killed_after(run.config.steps // 2):
+                child.work(run.executed(self.execution, checkpoint_every_s=0.0))
+        child.work(run)
+        return _Ended(run)
 
 
 class _Ended:
     """See ``conduct.pool.Worker``."""
 
-    core, over = None, True
+    over = True
 
-    def __init__(self, task: Task, path: Path) -> None:
-        self.task, self._path = task, path
-        self.new_events = Follower(path).new
+    def __init__(self, run: RunSpec) -> None:
+        self.run = run
+        self.new_events = Follower(run.record).new
 
     def result(self) -> RunRecord:
-        return RunRecord.read(self._path)
+        return RunRecord.read(self.run.record)
 
     def stop(self) -> None:
         """It has."""

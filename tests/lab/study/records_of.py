@@ -28,7 +28,7 @@ from tilelab.study.ask.config import (
     change,
     config_hash,
 )
-from tilelab.study.ask.run import RECORD, Run
+from tilelab.study.ask.run import RECORD, RunSpec
 from tilelab.study.records.events import (
     Checkpoint,
     End,
@@ -158,7 +158,7 @@ def write(folder: Path, records: Mapping[str, RunRecord]) -> None:
         writer.close()
 
 
-def record_of(run: Run, behaviour: Behaviour, metric: str = "bits_per_byte") -> RunRecord:
+def record_of(run: RunSpec, behaviour: Behaviour, metric: str = "bits_per_byte") -> RunRecord:
     """The record of one run that behaves so."""
     config = run.config
     diverged = behaviour.diverged.get(run.seed) if run.phase == "final" else None
@@ -189,21 +189,21 @@ def record_of(run: Run, behaviour: Behaviour, metric: str = "bits_per_byte") -> 
     return record
 
 
-def _runs(experiment: Experiment, arm: str) -> list[Run]:
+def _runs(experiment: Experiment, arm: str) -> list[RunSpec]:
     config = experiment.config_of(arm)
-    runs = [Run(experiment.name, arm, seed, config) for seed in experiment.seeds]
+    runs = [RunSpec(experiment.name, arm, seed, config) for seed in experiment.seeds]
     sweep = experiment.sweep
     if sweep is None:
         return runs
     trials = [
-        Run(experiment.name, arm, seed, change(config, {sweep.path: value}), "sweep", value)
+        RunSpec(experiment.name, arm, seed, change(config, {sweep.path: value}), "sweep", value)
         for value in sweep.values[arm]
         for seed in sweep.seeds
     ]
     return trials + runs
 
 
-def _final_loss(run: Run, behaviour: Behaviour, metric: str) -> float:
+def _final_loss(run: RunSpec, behaviour: Behaviour, metric: str) -> float:
     """Nats per token; a token of the tests is a byte, so that the metrics differ by log 2 alone."""
     unit = math.log(2) if metric == "bits_per_byte" else 1.0
     if run.phase == "final" and run.seed in behaviour.finals:
@@ -219,7 +219,7 @@ def _final_loss(run: Run, behaviour: Behaviour, metric: str) -> float:
     return loss
 
 
-def _start(run: Run, from_step: int) -> Start:
+def _start(run: RunSpec, from_step: int) -> Start:
     model = run.config.model
     weights = 12 * model.layers * model.width**2 + 256 * model.width
     full = 12.0 * model.layers * model.width * model.context
@@ -294,7 +294,7 @@ def _kernels(behaviour: Behaviour, config: RunConfig, taken: int) -> Kernels:
     return Kernels([LayerKernel(at, names[min(at, len(names) - 1)], calls) for at in layers])
 
 
-def _end(run: Run, step: int, twin: bool, diverged: bool) -> End:
+def _end(run: RunSpec, step: int, twin: bool, diverged: bool) -> End:
     who = f"{run.experiment} {run.seed}" if twin else run.name
     digest = hashlib.sha256(who.encode()).hexdigest()
     if diverged:

@@ -13,8 +13,7 @@ from rich.console import Console
 from tests.lab.study.records_of import records_of, study_of, write
 from tilelab.study import command, recipes
 from tilelab.study.ask import registry
-from tilelab.study.conduct import conductor
-from tilelab.study.conduct.conductor import Request
+from tilelab.study.conduct.conductor import Conductor
 from tilelab.study.records import store
 from tilewise import cli
 
@@ -33,15 +32,15 @@ def mine(*, rate: float = 0.1, name: str = "mine") -> Study:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Conductor]:
     """What the conductor is asked, in place of its doing it."""
-    requests: list[Request] = []
+    requests: list[Conductor] = []
 
-    def conduct(request: Request, console: Console) -> int:
-        requests.append(request)
+    def conduct(self: Conductor, console: Console) -> int:
+        requests.append(self)
         return 7
 
-    monkeypatch.setattr(conductor, "conduct", conduct)
+    monkeypatch.setattr(Conductor, "conduct", conduct)
     return requests
 
 
@@ -53,17 +52,18 @@ def recipe(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("argv", [[], ["run"], ["laptop"], ["run", "laptop"]])
-def test_the_laptop_is_what_is_run(argv: list[str], asked: list[Request]) -> None:
+def test_the_laptop_is_what_is_run(argv: list[str], asked: list[Conductor]) -> None:
     assert command.main(argv) == 7
     (request,) = asked
     assert request.study.name == "laptop"
-    assert (request.jobs, request.threads, request.device) == (None, 1, "cpu")
+    execution = request.execution
+    assert (request.jobs, execution.threads, execution.device) == (None, 1, "cpu")
     assert request.out == store.studies_folder()
     assert request.command.startswith("tilewise study run")
 
 
 def test_everything_that_can_be_said(
-    recipe: str, asked: list[Request], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: str, asked: list[Conductor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["run", recipe, "--rate", "0.25", "--name=other", "--set", "optimizer.lr=0.125"]
     argv += ["--set", "e.seeds=0,1", "--jobs", "3", "--threads", "2", "--device", "cuda"]
@@ -75,8 +75,9 @@ def test_everything_that_can_be_said(
     assert request.study.name == "other"
     assert experiment.seeds == (0, 1)
     assert experiment.baseline.optimizer.options["lr"] == 0.125
-    assert (request.jobs, request.threads, request.device) == (3, 2, "cuda")
-    assert (request.on, request.processes, request.strategy) == ("ray", 2, "fsdp")
+    execution = request.execution
+    assert (request.jobs, execution.threads, execution.device) == (3, 2, "cuda")
+    assert (request.on, execution.processes, execution.strategy) == ("ray", 2, "fsdp")
     assert request.track == ("tensorboard", "x.py:f")
     assert request.out == tmp_path / "there"
     assert request.confirm is None
@@ -87,7 +88,7 @@ def test_everything_that_can_be_said(
     assert "e/lion keeps its own optimizer.lr: 0.5" in capsys.readouterr().out
 
 
-def test_a_recipes_options_keep_their_types(recipe: str, asked: list[Request]) -> None:
+def test_a_recipes_options_keep_their_types(recipe: str, asked: list[Conductor]) -> None:
     command.main(["--rate", "1e-3", "--jobs", "2", recipe])  # in any order
     assert asked[0].jobs == 2
     assert asked[0].study.experiments[0].baseline.optimizer.options["lr"] == 0.001
@@ -96,7 +97,7 @@ def test_a_recipes_options_keep_their_types(recipe: str, asked: list[Request]) -
 
 
 def test_a_long_study_is_asked_about_on_a_terminal_only(
-    asked: list[Request], monkeypatch: pytest.MonkeyPatch
+    asked: list[Conductor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -140,7 +141,7 @@ def test_a_long_study_is_asked_about_on_a_terminal_only(
     ],
 )
 def test_wrong_usage_has_status_2(
-    argv: list[str], message: str, asked: list[Request], capsys: pytest.CaptureFixture[str]
+    argv: list[str], message: str, asked: list[Conductor], capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
         status = command.main(argv)
@@ -227,7 +228,7 @@ def test_a_syntax_error_in_a_study_is_one_line(
 
 
 def test_the_demo_is_the_study_of_the_kernels(
-    asked: list[Request], capsys: pytest.CaptureFixture[str]
+    asked: list[Conductor], capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["--text", "2024", "--seeds", "2", "--set", "optimizer.lr=0.5", "--jobs", "1"]
     assert cli.main(["demo", *argv]) == 7

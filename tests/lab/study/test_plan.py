@@ -16,7 +16,7 @@ from tests.lab.study.records_of import (
     study_of,
 )
 from tilelab.study.ask.config import Arm, Study, Sweep
-from tilelab.study.ask.run import Run, finals, trials
+from tilelab.study.ask.run import RunSpec, finals, trials
 from tilelab.study.plan import Agenda, chosen_value, planned
 from tilelab.study.records.events import RunRecord
 from tilelab.study.verdict.judge import judge
@@ -33,7 +33,7 @@ def work(agenda: Agenda, behaviour: Behaviour | None = None) -> list[str]:
     """The names of all runs in the order in which one at a time would be done."""
     names = []
     while not agenda.finished:
-        run = agenda.ready()[0].run
+        run = agenda.ready()[0]
         names.append(run.name.partition("/")[2])
         agenda.ended(run, record_of(run, behaviour or Behaviour()))
     return names
@@ -53,7 +53,7 @@ def test_what_is_done_is_not_done_again() -> None:
     records = records_of(study, {"lion": Behaviour(stopped={1: 3}, absent=(2,), diverged={0: 4})})
     agenda = Agenda(study, records)
     assert (agenda.done, agenda.total, agenda.finished) == (7, 9, False)
-    assert [task.run.name for task in agenda.ready()] == [
+    assert [run.name for run in agenda.ready()] == [
         "optimizers/lion/seed-1", "optimizers/lion/seed-2",
     ]  # fmt: skip
 
@@ -82,7 +82,7 @@ def test_no_arm_counts_before_every_trial_of_its_experiment_has_ended() -> None:
     agenda = Agenda(study, {})
     for run in trials(study.experiments[0])[:-1]:
         agenda.ended(run, record_of(run, Behaviour()))
-    left = [task.run.name for task in agenda.ready()]
+    left = [run.name for run in agenda.ready()]
     # While the last trial runs, the next experiment may.
     assert left == [
         "optimizers/lion/sweep-0.0004-seed-91",
@@ -98,7 +98,7 @@ def test_an_arm_whose_candidates_all_diverged_has_no_further_runs() -> None:
         survives = 0.0 if run.arm == "lion" else 1.0
         agenda.ended(run, record_of(run, Behaviour(survives=survives)))
     assert agenda.total == 8 + 3
-    assert {task.run.arm for task in agenda.ready()} == {"baseline"}
+    assert {run.arm for run in agenda.ready()} == {"baseline"}
     work(agenda)
     assert agenda.finished
     assert judge(study, agenda.records).experiments[0].arms[0].label == "diverged"
@@ -126,7 +126,7 @@ def test_the_sweep_takes_the_best_mean_and_the_smaller_of_equals() -> None:
     assert chosen(dict.fromkeys(itertools.product((low, high), (90, 91)))) is None
 
 
-def ended_with(run: Run, value: float | None) -> RunRecord:
+def ended_with(run: RunSpec, value: float | None) -> RunRecord:
     record = record_of(run, Behaviour(survives=1.0 if value is not None else 0.0))
     if value is not None:
         last = record.evaluations[-1]
@@ -137,7 +137,7 @@ def ended_with(run: Run, value: float | None) -> RunRecord:
 def test_an_experiment_that_compares_kernels_runs_alone() -> None:
     systems = experiment_of(Arm(name="sdpa", kind="systems"), "lion", name="kernels")
     tasks = planned(study_of(systems, experiment_of("wsd")))
-    assert {(task.run.experiment, task.alone) for task in tasks} == {
+    assert {(run.experiment, run.alone) for run in tasks} == {
         ("kernels", True), ("optimizers", False),
     }  # fmt: skip
 
@@ -145,10 +145,10 @@ def test_an_experiment_that_compares_kernels_runs_alone() -> None:
 def test_everything_is_planned_before_a_sweep_has_chosen() -> None:
     tasks = planned(swept())
     assert len(tasks) == 8 + 6
-    assert len({task.run.name for task in tasks}) == 14
+    assert len({run.name for run in tasks}) == 14
     agenda = Agenda(swept(), {})
     work(agenda)
-    assert set(agenda.records) == {task.run.name for task in tasks}
+    assert set(agenda.records) == {run.name for run in tasks}
 
 
 def test_a_record_of_another_config_is_refused() -> None:

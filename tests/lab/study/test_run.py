@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tilelab.study.ask.config import RunConfig, change, config_hash
-from tilelab.study.ask.run import Run
+from tilelab.study.ask.run import RunSpec
 from tilewise.errors import InvalidArgument
 
-FINAL = Run("optimizers", "lion+wsd", 3, change(RunConfig(), {"optimizer": "lion"}))
-TRIAL = Run("optimizers", "lion", 1000, RunConfig(), phase="sweep", candidate=3e-05)
+FINAL = RunSpec("optimizers", "lion+wsd", 3, change(RunConfig(), {"optimizer": "lion"}))
+TRIAL = RunSpec("optimizers", "lion", 1000, RunConfig(), phase="sweep", candidate=3e-05)
 
 
 def test_a_name_says_experiment_arm_seed_and_candidate() -> None:
@@ -24,12 +24,12 @@ def test_a_name_says_experiment_arm_seed_and_candidate() -> None:
 
 
 @pytest.mark.parametrize("run", [FINAL, TRIAL])
-def test_a_run_comes_back_from_json(run: Run) -> None:
-    assert Run.from_json(json.loads(json.dumps(run.as_json()))) == run
+def test_a_run_comes_back_from_json(run: RunSpec) -> None:
+    assert RunSpec.from_json(json.loads(json.dumps(run.as_json()))) == run
 
 
 def test_six_digits_of_a_candidate_are_enough() -> None:
-    run = Run("e", "a", 0, RunConfig(), phase="sweep", candidate=0.1 + 0.2)
+    run = RunSpec("e", "a", 0, RunConfig(), phase="sweep", candidate=0.1 + 0.2)
     assert run.name == "e/a/sweep-0.3-seed-0"
 
 
@@ -42,4 +42,4 @@ def test_a_config_of_json_is_checked() -> None:
     values = FINAL.as_json()
     values["config"]["optimizer"]["lr"] = -1
     with pytest.raises(InvalidArgument, match=r"optimizer\.lr: got -1"):
-        Run.from_json(values)
+        RunSpec.from_json(values)

@@ -16,7 +16,7 @@ from tilelab.study import command, recipes
 from tilelab.study.ask import deciding, registry
 from tilelab.study.ask.config import Arm, Experiment, Frozen, RunConfig
 from tilelab.study.choices.variants import ENCODER
-from tilelab.study.conduct import conductor
+from tilelab.study.conduct.conductor import Conductor
 from tilelab.study.plan import planned
 from tilewise import cli
 
@@ -45,15 +45,15 @@ def test_every_command_is_taken(
     line: str, example: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Whatever runs a study comes to the conductor; what looks at one is a subcommand."""
-    asked: list[conductor.Request] = []
+    asked: list[Conductor] = []
 
-    def conduct(request: conductor.Request, _: object) -> int:
-        asked.append(request)
+    def conduct(self: Conductor, _: object) -> int:
+        asked.append(self)
         return 0
 
     monkeypatch.chdir(example.parent)
     monkeypatch.setenv("TILEWISE_STUDIES", str(tmp_path))
-    monkeypatch.setattr(conductor, "conduct", conduct)
+    monkeypatch.setattr(Conductor, "conduct", conduct)
     words = shlex.split(line, comments=True)[1:]
     if words[1] in ("show", "compare", "export"):
         assert words[1] in command._SUBCOMMANDS

@@ -82,7 +82,7 @@ def test_a_rung_waits_for_every_trial_of_its_arm_only() -> None:
     for run in known_trials(study.experiments[0], {}):
         if run.arm == "lion" or run.candidate != 0.001:
             agenda.ended(run, record_of(run, Behaviour()))
-    left = [task.run for task in agenda.ready()]
+    left = agenda.ready()
     assert {run.rung for run in left if run.arm == "lion"} == {1}
     assert {(run.candidate, run.rung) for run in left if run.arm == "baseline"} == {(0.001, 0)}
     assert not agenda.finished
@@ -103,8 +103,8 @@ def test_what_is_expected_is_as_many_and_as_long_as_what_comes() -> None:
     study = study_of(experiment())
     tasks = planned(study)
     agenda = work(study)
-    expected = sorted(task.run.config.steps for task in tasks)
-    assert len({task.run.name for task in tasks}) == len(tasks)
+    expected = sorted(run.config.steps for run in tasks)
+    assert len({run.name for run in tasks}) == len(tasks)
     assert expected == sorted(record.end.step for record in agenda.records.values() if record.end)
     assert expected_trials(study.experiments[0], agenda.records) == []
     assert Agenda(study, {}).total == agenda.total
@@ -124,7 +124,7 @@ def chosen(finals: dict[tuple[float, int], float | None], halving: Halving) -> S
     """The sweep of the baseline whose trials end so, by candidate and rung."""
     study = study_of(experiment_of(sweep=Sweep(multiples=(1, 2, 4, 8), halving=halving)))
     agenda = Agenda(study, {})
-    while (run := agenda.ready()[0].run).phase == "sweep":
+    while (run := agenda.ready()[0]).phase == "sweep":
         value = finals[round((run.candidate or 0) / 0.003), run.rung or 0]
         agenda.ended(run, shifted(record_of(run, Behaviour()), value))
         if agenda.finished:

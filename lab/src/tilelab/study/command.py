@@ -18,7 +18,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 
@@ -26,12 +26,12 @@ from tilelab.common.terminal import Text
 from tilelab.study import recipes
 from tilelab.study.ask import overrides, registry
 from tilelab.study.ask.config import Study
+from tilelab.study.ask.run import Execution, Strategy
 from tilelab.study.browse import compare, find, show
 from tilelab.study.conduct import conductor, predict
 from tilelab.study.records import store
 from tilelab.study.train.export import export
 from tilelab.study.train.state import CHECKPOINT
-from tilelab.study.train.team import STRATEGIES
 from tilewise.commands.visible import visible
 from tilewise.errors import InvalidArgument
 
@@ -91,20 +91,17 @@ def _run(argv: Sequence[str], parser: argparse.ArgumentParser | None = None) -> 
         return _dry_run(study, options.chip, console)
     if options.chip:
         raise InvalidArgument("--chip", repr(options.chip), "--dry-run too: it is predicted for")
-    request = conductor.Request(
+    how = {name: getattr(options, name) for name in ("threads", "device", "processes", "strategy")}
+    return conductor.Conductor(
         study=study,
         command=shlex.join(["tilewise", "study", "run", *argv] if argv else _BARE),
         out=options.out,
         jobs=options.jobs,
-        threads=options.threads,
-        device=options.device,
-        processes=options.processes,
-        strategy=options.strategy,
         on=options.on,
         track=tuple(options.track),
         confirm=None if options.yes or not sys.stdin.isatty() else _confirm,
-    )
-    return conductor.conduct(request, console)
+        execution=Execution(**how),
+    ).conduct(console)
 
 
 def _dry_run(study: Study, chip: str | None, console: Console) -> int:
@@ -323,7 +320,12 @@ def _with_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="N",
         help="that train each run together, each on a device of its own (1): docs/scaling.md",
     )
-    add("--strategy", choices=STRATEGIES, default="ddp", help="how they share its model (ddp)")
+    add(
+        "--strategy",
+        choices=get_args(Strategy),
+        default="ddp",
+        help="how they share its model (ddp)",
+    )
     add(
         "--on",
         choices=("here", "ray"),

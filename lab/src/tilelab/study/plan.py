@@ -20,11 +20,10 @@ The order:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from tilelab.study.ask.config import Experiment, Study
-from tilelab.study.ask.run import Run, finals
+from tilelab.study.ask.run import RunSpec, finals
 from tilelab.study.records.events import RunRecord
 from tilelab.study.verdict.judge import stages_of, wanted_seeds
 from tilelab.study.verdict.stages import follows, stand_ins
@@ -33,23 +32,9 @@ from tilewise.errors import TilewiseError
 
 __all__ = [
     "Agenda",
-    "Task",
     "chosen_value",
     "planned",
 ]
-
-
-@dataclass(frozen=True)
-class Task:
-    """A run and how it is to be run.
-
-    Args:
-        run: what.
-        alone: nothing else of the study runs meanwhile.
-    """
-
-    run: Run
-    alone: bool
 
 
 def chosen_value(
@@ -66,7 +51,7 @@ def chosen_value(
     return _chosen(experiment, records)[arm]
 
 
-def planned(study: Study, records: Mapping[str, RunRecord] | None = None) -> list[Task]:
+def planned(study: Study, records: Mapping[str, RunRecord] | None = None) -> list[RunSpec]:
     """Return every run that a study is expected to have, for estimates of its length.
 
     Stand-ins replace what is not known before other runs have ended: a sweep is taken to choose its
@@ -77,7 +62,7 @@ def planned(study: Study, records: Mapping[str, RunRecord] | None = None) -> lis
         records: of runs so far, by name.
     """
     return [
-        Task(run, _alone(experiment))
+        run
         for experiment in study.experiments
         for part in _runs(experiment, records or {})
         for run in part
@@ -87,8 +72,8 @@ def planned(study: Study, records: Mapping[str, RunRecord] | None = None) -> lis
 class _Runs(NamedTuple):
     """The runs of an experiment: those that are known, and stand-ins for those that are not yet."""
 
-    known: list[Run]
-    expected: list[Run]
+    known: list[RunSpec]
+    expected: list[RunSpec]
 
 
 def _runs(experiment: Experiment, records: Mapping[str, RunRecord]) -> _Runs:
@@ -152,11 +137,7 @@ def _chosen(experiment: Experiment, records: Mapping[str, RunRecord]) -> dict[st
     return {each.arm: each.chosen for each in sweep_results(experiment, records)}
 
 
-def _alone(experiment: Experiment) -> bool:
-    return any(arm.kind == "systems" for arm in experiment.arms)
-
-
-def _is_done(run: Run, records: Mapping[str, RunRecord]) -> bool:
+def _is_done(run: RunSpec, records: Mapping[str, RunRecord]) -> bool:
     record = records.get(run.name)
     return record is not None and record.done
 
@@ -172,11 +153,11 @@ class Agenda:
     def __init__(self, study: Study, records: Mapping[str, RunRecord]) -> None:
         self.study = study
         self.records = dict(records)
-        self._tasks: list[Task] = []
-        self._expected: list[Task] = []
+        self._known: list[RunSpec] = []
+        self._expected: list[RunSpec] = []
         self._plan()
 
-    def ended(self, run: Run, record: RunRecord) -> None:
+    def ended(self, run: RunSpec, record: RunRecord) -> None:
         """A run has ended, and this is its record."""
         self.records[run.name] = record
         self._plan()
@@ -187,26 +168,26 @@ class Agenda:
         return self.done == self.total
 
     @property
-    def tasks(self) -> list[Task]:
+    def runs(self) -> list[RunSpec]:
         """All runs in order: those that are known, and stand-ins for those that follow from them.
 
         An arm whose candidates all diverged has only its trials.
         """
-        return [*self._tasks, *self._expected]
+        return [*self._known, *self._expected]
 
     @property
     def total(self) -> int:
         """Runs of the whole study, as far as it is known."""
-        return len(self._tasks) + len(self._expected)
+        return len(self._known) + len(self._expected)
 
     @property
     def done(self) -> int:
         """Runs that have ended, diverged ones too."""
-        return sum(_is_done(task.run, self.records) for task in self._tasks)
+        return sum(_is_done(run, self.records) for run in self._known)
 
-    def ready(self) -> list[Task]:
+    def ready(self) -> list[RunSpec]:
         """Return the runs that have not ended and may start now, the preferred ones first."""
-        return [task for task in self._tasks if not _is_done(task.run, self.records)]
+        return [run for run in self._known if not _is_done(run, self.records)]
 
     def check(self) -> None:
         """Make sure that what is there belongs to the study that is to go on.
@@ -216,8 +197,8 @@ class Agenda:
         Raises:
             TilewiseError: a record is of another config.
         """
-        for task in self._tasks:
-            record, run = self.records.get(task.run.name), task.run
+        for run in self._known:
+            record = self.records.get(run.name)
             if record is not None and record.start.config_hash != run.config_hash:
                 raise TilewiseError(
                     f"the record of {run.name} is of another config ({record.start.config_hash}; "
@@ -227,8 +208,8 @@ class Agenda:
 
     def _plan(self) -> None:
         """All runs whose config is known, in order, and those that are expected after them."""
-        self._tasks, self._expected = [], []
+        self._known, self._expected = [], []
         for experiment in self.study.experiments:
-            alone, runs = _alone(experiment), _runs(experiment, self.records)
-            self._tasks += [Task(run, alone) for run in runs.known]
-            self._expected += [Task(run, alone) for run in runs.expected]
+            runs = _runs(experiment, self.records)
+            self._known += runs.known
+            self._expected += runs.expected

@@ -19,8 +19,7 @@ from typing import Any
 
 
 def main() -> int:
-    job = json.loads(sys.stdin.readline())
-    run = job["run"]
+    run = json.loads(sys.stdin.readline())
     acts = Path(run["config"]["data"]["source"]).name.split("+")
     if "stubborn" not in acts:
         threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -37,13 +36,13 @@ def main() -> int:
         return 3
     if "lazy" in acts:
         return 0
-    _work(job, 0.05 if "slow" in acts else 0.0)
+    _work(run, 0.05 if "slow" in acts else 0.0)
     return 0
 
 
-def _work(job: dict[str, Any], pause_s: float) -> None:
-    run, config = job["run"], job["run"]["config"]
-    place = Path(job["folder"], "runs", _name(run))
+def _work(run: dict[str, Any], pause_s: float) -> None:
+    config, execution = run["config"], run["execution"]
+    place = Path(execution["folder"], "runs", _name(run))
     place.mkdir(parents=True, exist_ok=True)
     done = 0
     path = place / "record.jsonl"
@@ -57,12 +56,12 @@ def _work(job: dict[str, Any], pause_s: float) -> None:
 
         write(
             "start",
-            **{key: value for key, value in run.items() if key != "config"},
+            **{key: value for key, value in run.items() if key not in ("config", "execution")},
             run=_name(run),
             config=config,
             from_step=done,
             time="2026-01-02T03:04:05+00:00",
-            environment={**job["environment"], "core": job["core"]},
+            environment={**execution["environment"], "core": execution["core"]},
             corpus={"sha256": "0"},
             parameters={"total": 1, "embedding": 0},
             groups={},

@@ -41,7 +41,7 @@ def board_of(
     study: Study | None = None, records: dict[str, RunRecord] | None = None, jobs: int = 1
 ) -> Board:
     tasks = planned(study or study_of(experiment_of("lion", seeds=(0, 1))))
-    return Board(tasks, records or {}, dict.fromkeys((t.run.name for t in tasks), 60.0), jobs)
+    return Board(tasks, records or {}, dict.fromkeys((run.name for run in tasks), 60.0), jobs)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from tests.lab.study.agendas import conductor_of
 from tests.lab.study.records_of import config_of as language_of
 from tests.lab.study.records_of import experiment_of, study_of
 from tests.lab.study.tasks import test_images as images
@@ -21,7 +22,6 @@ from tilelab.models.vit import Shape as ViTShape
 from tilelab.models.vit import ViT
 from tilelab.study.ask.config import Arm, Experiment, RunConfig, Study
 from tilelab.study.conduct.checkpoints import check_checkpoints
-from tilelab.study.conduct.conductor import Request, conduct
 from tilelab.study.conduct.forecast import data_key
 from tilelab.study.plan import planned
 from tilelab.study.records import store
@@ -55,7 +55,7 @@ def study_from(baseline: RunConfig, *arms: Mapping[str, Any]) -> Study:
 
 def check(study: Study, data: Prepared) -> None:
     tasks = planned(study)
-    check_checkpoints(tasks, {data_key(task.run.config): data for task in tasks})
+    check_checkpoints(tasks, {data_key(run.config): data for run in tasks})
 
 
 def test_each_is_loaded_once_and_as_its_runs_load_it(
@@ -123,8 +123,8 @@ def test_no_run_starts_before_the_checkpoint_of_a_later_one_is_there(
     first = experiment_of("lion", baseline=language_of(**{"data.source": str(tmp_path / "text")}))
     later = study_from(images.config_of(source, model__checkpoint=str(weights))).experiments
     study = study_of(first, *later)
-    request = Request(study, "", tmp_path / "out", jobs=1, module="no.child.shall.start")
+    ours = conductor_of(study, tmp_path / "out", jobs=1, module="no.child.shall.start")
     words = r"shape: got image 8; required: 16" if there else r"model.checkpoint: got .*weights"
     with pytest.raises(InvalidArgument, match=rf"tuned/baseline: {words}"):
-        conduct(request, Console(file=io.StringIO()))
+        ours.conduct(Console(file=io.StringIO()))
     assert not store.folder_of(study, tmp_path / "out").exists()

@@ -19,16 +19,15 @@ import pytest
 from rich.console import Console
 
 from tests.conftest import ROOT
+from tests.lab.study.agendas import conductor_of
 from tests.lab.study.records_of import config_of, experiment_of, study_of
 from tilelab.common import environment
 from tilelab.study import report
 from tilelab.study.ask.config import Study
-from tilelab.study.ask.run import RECORD, Run
+from tilelab.study.ask.run import RECORD, Execution, RunSpec
 from tilelab.study.conduct import cluster
 from tilelab.study.conduct.cluster import Cluster
-from tilelab.study.conduct.conductor import Request, conduct
 from tilelab.study.conduct.pool import RunError
-from tilelab.study.conduct.process import CHILD, Setting
 from tilelab.study.conduct.room import NotEnoughMemoryError
 from tilelab.study.need import gpu_need, host_need
 from tilelab.study.plan import planned
@@ -87,8 +86,8 @@ class Conducted:
 
     def go(self, study: Study | None = None, **fields: Any) -> int:
         values: dict[str, Any] = {"module": FAKE, "on": "ray", **fields}
-        request = Request(study or self.study, "tilewise study run x", self.out, **values)
-        return conduct(request, Console(file=self.said, width=200))
+        ours = conductor_of(study or self.study, self.out, **values)
+        return ours.conduct(Console(file=self.said, width=200))
 
     @property
     def records(self) -> dict[str, RunRecord]:
@@ -130,10 +129,10 @@ class Nodes:
 
 def started(place: Path, nodes: Nodes, **fields: Any) -> int:
     """How many runs at once there is room for; the first one is started."""
-    ours = Cluster(nodes, Setting(place, place / "cache", **fields))
-    task = planned(study_of(experiment_of(baseline=config_of(), seeds=(0,))))[0]
-    jobs = ours.jobs(None, [task])
-    ours.start(task, ())
+    ours = Cluster(nodes, Execution(folder=place, cache=place / "cache", **fields))
+    run = planned(study_of(experiment_of(baseline=config_of(), seeds=(0,))))[0]
+    jobs = ours.jobs(None, [run])
+    ours.start(run, ())
     return jobs
 
 
@@ -159,7 +158,9 @@ def test_what_the_study_is_told_by_its_environment_runs_are_told_too(
     assert told["TILEWISE_DATA"] == str(place / "sets")
     assert told["TILEWISE_TUNED"] == "off"
     assert "TILEWISE_STUDY_JOB" not in told
-    setting = Setting(place, place / "cache", module=FAKE, variables=told, working=Path.cwd())
+    execution = Execution(
+        folder=place, cache=place / "cache", module=FAKE, variables=told, working=Path.cwd()
+    )
     # As on a machine of the cluster, which was started before the study and elsewhere.
     for name in told:
         monkeypatch.delenv(name)
@@ -167,8 +168,8 @@ def test_what_the_study_is_told_by_its_environment_runs_are_told_too(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (place / "other").mkdir()
     monkeypatch.chdir(place / "other")
-    run = Run("optimizers", "lion", 0, config_of(**{"data.source": "where"}))
-    outcome = cluster._train(setting, setting.job(run))
+    run = RunSpec("optimizers", "lion", 0, config_of(**{"data.source": "where"}))
+    outcome = cluster._train(run.executed(execution))
     assert outcome.lines == [f"data in {place / 'sets'}, works in {place}"]
 
 
@@ -256,7 +257,7 @@ def test_a_run_whose_worker_is_killed_is_taken_up_again_to_the_same_bits(place: 
         "evaluation.every": 150,
     }
     conducted = Conducted(place, changes=changes, seeds=(0,))
-    options: dict[str, Any] = {"module": CHILD, "checkpoint_every_s": 0.05}
+    options: dict[str, Any] = {"module": None, "checkpoint_every_s": 0.05}
     victim = conducted.folder / "runs" / "optimizers/lion/seed-0"
     killer = threading.Thread(target=_kill_the_worker_of, args=(victim,))
     killer.start()
@@ -279,7 +280,7 @@ def test_a_run_whose_worker_is_killed_is_taken_up_again_to_the_same_bits(place: 
     whole = Conducted(place, changes=changes, seeds=(0,))
     whole.out = place / "undisturbed"
     whole.folder = store.folder_of(whole.study, whole.out)
-    assert whole.go(on="here", jobs=2, module=CHILD) == 0
+    assert whole.go(on="here", jobs=2, module=None) == 0
     for name, record in whole.records.items():
         assert records[name].end == record.end
         assert [step.loss for step in records[name].steps] == [step.loss for step in record.steps]

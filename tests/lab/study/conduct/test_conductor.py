@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 
 from tests.conftest import ROOT
+from tests.lab.study.agendas import conductor_of
 from tests.lab.study.records_of import config_of, experiment_of, study_of
 from tilelab.common import environment
 from tilelab.common.files import DiskFullError
@@ -26,7 +27,7 @@ from tilelab.common.threads import crowded
 from tilelab.study import report
 from tilelab.study.ask.config import Study
 from tilelab.study.conduct import conductor
-from tilelab.study.conduct.conductor import Request, conduct, report_again
+from tilelab.study.conduct.conductor import report_again
 from tilelab.study.conduct.pool import RunError
 from tilelab.study.conduct.room import NotEnoughMemoryError
 from tilelab.study.data.tokens import CorruptCacheError
@@ -73,9 +74,9 @@ class Conducted:
     def go(self, study: Study | None = None, **fields: Any) -> int:
         stream = io.StringIO()
         values: dict[str, Any] = {"jobs": 2, "module": FAKE, **fields}
-        request = Request(study or self.study, "tilewise study run x --jobs 2", self.out, **values)
+        ours = conductor_of(study or self.study, self.out, **values)
         try:
-            return conduct(request, Console(file=stream, width=120))
+            return ours.conduct(Console(file=stream, width=120))
         finally:
             self.said = stream.getvalue()
 
@@ -101,7 +102,7 @@ def test_everything_is_said_done_and_written(place: Path) -> None:
     places = [said.index(words) for words in order]
     assert places == sorted(places)
     stored = json.loads((conducted.folder / "study.json").read_text())
-    assert stored["command"] == "tilewise study run x --jobs 2"
+    assert stored["command"] == "tilewise study run x"
     assert stored["environment"]["threads"] == 1
     with closing(sqlite3.connect(conducted.folder / "index.sqlite")) as database:
         assert database.execute("select count(*) from runs").fetchone() == (4,)
@@ -327,5 +328,5 @@ def test_jobs_by_default(
 ) -> None:
     monkeypatch.setattr(conductor, "available_bytes", lambda device: None)
     monkeypatch.setattr(environment, "pinnable_cores", lambda: (0, 1, 2))
-    request = Request(study_of(), "", place, **given)
-    assert conductor._jobs(request, [], Console(file=io.StringIO())) == jobs
+    ours = conductor_of(study_of(), place, **given)
+    assert ours._jobs([], Console(file=io.StringIO())) == jobs

@@ -65,8 +65,8 @@ def test_one_calibration_for_all_runs_that_cost_the_same(monkeypatch: pytest.Mon
         Arm(name="plain", changes={"attention.implementation": "plain"}),
     )
     tasks = planned(study_of(experiment_of(*arms)))
-    corpora = dict.fromkeys((data_key(task.run.config) for task in tasks), tokens)
+    corpora = dict.fromkeys((data_key(run.config) for run in tasks), tokens)
     found = forecast.forecast_s(tasks, corpora, CPU)
     assert [config.attention.implementation for config in asked] == ["tilewise", "plain"]
-    assert found.keys() == {task.run.name for task in tasks}
+    assert found.keys() == {run.name for run in tasks}
     assert found["optimizers/deep/seed-0"] > found["optimizers/lion/seed-0"]

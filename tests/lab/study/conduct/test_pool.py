@@ -17,17 +17,14 @@ from tests.conftest import ROOT
 from tests.lab.study.records_of import config_of, experiment_of, study_of
 from tilelab.common.files import DiskFullError
 from tilelab.study.ask.config import Arm, Study, Sweep
-from tilelab.study.ask.run import RECORD, Run
+from tilelab.study.ask.run import RECORD, Execution, RunSpec
 from tilelab.study.conduct import pool as pools
 from tilelab.study.conduct.cores import Cores
-from tilelab.study.conduct.follow import Follower
-from tilelab.study.conduct.local import Local
 from tilelab.study.conduct.pool import Lost, Pool, RunError, Worker
-from tilelab.study.conduct.process import Setting
-from tilelab.study.plan import Agenda, Task
+from tilelab.study.conduct.process import Follower, Local
+from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.store import read_records
-from tilelab.study.train.child import Job
 
 FAKE = "tests.lab.study.conduct.fake_child"
 
@@ -45,19 +42,19 @@ class Watcher:
         self.values: list[dict[str, Any]] = []
         self.interrupt = interrupt
 
-    def started(self, run: Run) -> None:
+    def started(self, run: RunSpec) -> None:
         self.told.append(("started", run.name))
 
-    def event(self, run: Run, values: dict[str, Any]) -> None:
+    def event(self, run: RunSpec, values: dict[str, Any]) -> None:
         self.values.append(values)
         if self.interrupt is not None and values["event"] == "step":
             raise self.interrupt
 
-    def ended(self, run: Run, record: RunRecord) -> None:
+    def ended(self, run: RunSpec, record: RunRecord) -> None:
         self.told.append(("ended", run.name))
         assert record.done
 
-    def lost(self, run: Run, why: str) -> None:
+    def lost(self, run: RunSpec, why: str) -> None:
         self.told.append(("lost", run.name))
 
     def tick(self) -> None:
@@ -78,11 +75,11 @@ def study_that(acts: str, *arms: Arm | str, steps: int = 3, **fields: Any) -> St
 def pool_in(folder: Path, **fields: Any) -> Pool:
     (folder / "runs").mkdir(parents=True, exist_ok=True)
     cores = fields.pop("cores", None)
-    return Pool(Local(setting_in(folder, **fields), cores), jobs=2)
+    return Pool(Local(execution_in(folder, **fields), cores), jobs=2)
 
 
-def setting_in(folder: Path, **fields: Any) -> Setting:
-    return Setting(folder, folder / "cache", **{"module": FAKE, **fields})
+def execution_in(folder: Path, **fields: Any) -> Execution:
+    return Execution(folder=folder, cache=folder / "cache", **{"module": FAKE, **fields})
 
 
 def children() -> list[int]:
@@ -191,14 +188,16 @@ def test_whatever_stops_it_no_process_is_left(tmp_path: Path, error: type[BaseEx
 class Flaky:
     """A place whose workers go away: the n-th start of a run is lost while ``losses`` says so."""
 
-    def __init__(self, setting: Setting, losses: dict[str, int], checkpoints: bool = False) -> None:
-        self.local, self.losses, self.checkpoints = Local(setting), dict(losses), checkpoints
+    def __init__(
+        self, execution: Execution, losses: dict[str, int], checkpoints: bool = False
+    ) -> None:
+        self.local, self.losses, self.checkpoints = Local(execution), dict(losses), checkpoints
 
-    def start(self, task: Task, running: Sequence[Worker]) -> Worker:
-        worker = self.local.start(task, running)
-        if not self.losses.get(task.run.name):
+    def start(self, run: RunSpec, running: Sequence[Worker]) -> Worker:
+        worker = self.local.start(run, running)
+        if not self.losses.get(run.name):
             return worker
-        self.losses[task.run.name] -= 1
+        self.losses[run.name] -= 1
 
         def lost() -> RunRecord:
             raise Lost("a machine that is gone")
@@ -213,7 +212,7 @@ def test_a_run_whose_worker_is_lost_is_taken_up_again(tmp_path: Path) -> None:
     study, watcher = study_that("", "lion"), Watcher()
     name = "optimizers/lion/seed-1"
     agenda = Agenda(study, {})
-    Pool(Flaky(setting_in(tmp_path), {name: 2}), 2).work(agenda, watcher)
+    Pool(Flaky(execution_in(tmp_path), {name: 2}), 2).work(agenda, watcher)
     assert agenda.finished
     assert [what for what, run in watcher.told if run == name] == [
         *("started", "lost") * 2,
@@ -225,12 +224,12 @@ def test_a_run_whose_worker_is_lost_is_taken_up_again(tmp_path: Path) -> None:
 
 def test_a_run_that_loses_its_worker_again_and_again_is_given_up(tmp_path: Path) -> None:
     name = "optimizers/baseline/seed-0"
-    place = Flaky(setting_in(tmp_path), {name: 9})
+    place = Flaky(execution_in(tmp_path), {name: 9})
     with pytest.raises(RunError, match=rf"{name}: its worker was lost 3 times in a row.*is gone"):
         Pool(place, 2).work(Agenda(study_that("", "lion"), {}), Watcher())
     assert children() == []
     # One that comes further each time is not.
-    place = Flaky(setting_in(tmp_path / "further"), {name: 5}, checkpoints=True)
+    place = Flaky(execution_in(tmp_path / "further"), {name: 5}, checkpoints=True)
     (tmp_path / "further" / "runs").mkdir(parents=True)
     Pool(place, 2).work(Agenda(study_that(""), {}), Watcher())
     assert place.losses[name] == 0
@@ -246,13 +245,13 @@ def test_a_process_that_does_not_end_is_killed(
     assert children() == []
 
 
-def test_the_job_says_everything(tmp_path: Path) -> None:
-    run = Agenda(study_that(""), {}).ready()[0].run
-    setting = setting_in(tmp_path, device="cuda", checkpoint_every_s=3.0, threads=4)
-    assert Job.from_json(setting.job(run)).run == run
-    values = json.loads(json.dumps(setting.job(run, 1)))
-    assert Run.from_json(values.pop("run")) == run
-    assert values == {
+def test_a_run_that_is_started_says_everything(tmp_path: Path) -> None:
+    run = Agenda(study_that(""), {}).ready()[0]
+    given = execution_in(tmp_path, device="cuda", checkpoint_every_s=3.0, threads=4)
+    started = run.executed(given, core=1)
+    assert RunSpec.from_json(json.loads(json.dumps(started.as_json()))) == started
+    assert started.record == run.folder(tmp_path) / RECORD
+    assert started.as_json()["execution"] == {
         "folder": str(tmp_path),
         "cache": str(tmp_path / "cache"),
         "threads": 4,
@@ -262,6 +261,9 @@ def test_the_job_says_everything(tmp_path: Path) -> None:
         "strategy": "ddp",
         "checkpoint_every_s": 3.0,
         "environment": {},
+        "module": FAKE,
+        "variables": {},
+        "working": None,
     }
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.lab.study.agendas import conductor_of
 from tilelab.study import command, recipes
 from tilelab.study.ask.config import (
     Attention,
@@ -23,8 +24,7 @@ from tilelab.study.ask.config import (
     change,
 )
 from tilelab.study.ask.overrides import apply
-from tilelab.study.conduct import conductor
-from tilelab.study.conduct.conductor import Request
+from tilelab.study.conduct.conductor import Conductor
 from tilelab.study.conduct.predict import dry_run, gpu_named, predict
 from tilelab.study.need import gpu_need, need, parameters
 from tilelab.study.plan import planned
@@ -120,7 +120,7 @@ def test_the_table_has_every_arm_its_hours_and_its_memory() -> None:
     for experiment in study.experiments:
         assert any(f"{experiment.name} " in line for line in lines), experiment.name
     runs = planned(study)
-    seconds = sum(predict(task.run.config, H200).run_s for task in runs)
+    seconds = sum(predict(run.config, H200).run_s for run in runs)
     assert f"{len(runs)} runs, {seconds / 3600:,.1f} hours, one after" in text
     assert "needs more than" not in text
     (line,) = [line for line in lines if "medium-16k" in line]
@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_marked() -> None:
 def test_the_command_prints_and_runs_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(conductor, "conduct", None)  # whoever calls it fails
+    monkeypatch.setattr(Conductor, "conduct", None)  # whoever calls it fails
     out = ["--out", str(tmp_path / "studies")]
     only = ["--set", "experiments=small-1k"]
     assert command.main(["h200", "--dry-run", "--seeds", "3", *only, *out]) == 0
@@ -191,10 +191,10 @@ def test_it_does_not_start_without_a_gpu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     study = recipes.find("h200").study()
-    request = Request(study=study, command="", out=tmp_path / "out", device=device)
+    ours = conductor_of(study, tmp_path / "out", device=device)
     words = rf"--device: got {device}.*NVIDIA H200 SXM.*--dry-run.*--set chip="
     with pytest.raises(InvalidArgument, match=words):
-        conductor.conduct(request, Console(file=io.StringIO()))
+        ours.conduct(Console(file=io.StringIO()))
     assert not (tmp_path / "out").exists()
 
 
@@ -202,7 +202,7 @@ def test_a_study_that_was_cut_down_may_run_anywhere() -> None:
     study = recipes.find("h200").study()
     anywhere = apply(study, ["chip=", "experiments=small-1k"])
     assert anywhere.chip == ""
-    conductor._check_meant(Request(study=anywhere, command="", out=Path()))
+    conductor_of(anywhere, Path()).check_chip()
     assert folder_of(apply(study, ["chip="]), Path()) == folder_of(study, Path())
     with pytest.raises(InvalidArgument, match=r"chip: got 'h201'"):
         apply(study, ["chip=h201"])

@@ -22,7 +22,7 @@ def tasks_of(**changes: Any) -> Any:
 
 def test_as_many_at_once_as_there_is_room_for() -> None:
     tasks = tasks_of()
-    one = max(need(task.run.config).total for task in tasks)
+    one = max(need(run.config).total for run in tasks)
     assert room_for(tasks, 2, 2 * one) == 2
     assert room_for(tasks, 2, int(1.5 * one)) == 1
     assert room_for(tasks, 8, None) == 8
@@ -45,12 +45,12 @@ def test_too_little_memory_names_the_arm_and_the_remedy(changes: Any, words: str
 
 def test_data_and_processes_count(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = tasks_of()
-    before = max(host_need(task.run.config).total for task in tasks)
+    before = max(host_need(run.config).total for run in tasks)
     told = DataBytes(kept=10**10, most=10**10)
     monkeypatch.setattr(LanguageModelling, "data_bytes", lambda self, config: told)
-    need_of = host_need(tasks[0].run.config)
+    need_of = host_need(tasks[0].config)
     assert (need_of.data, need_of.reading) == told
-    assert max(host_need(task.run.config).total for task in tasks) == before + 10**10
+    assert max(host_need(run.config).total for run in tasks) == before + 10**10
     with pytest.raises(NotEnoughMemoryError, match=r"10\.0 GB, is its data: use less of it"):
         room_for(tasks, 1, 10**10)
     with pytest.raises(NotEnoughMemoryError, match=r"memory in 3 processes.*30\.0 GB, is its data"):
@@ -58,7 +58,7 @@ def test_data_and_processes_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert room_for(tasks, 1, 3 * (before + 10**10), processes=3) == 1
     # While it is read there is no model yet.
     told = DataBytes(kept=1, most=10**10)
-    assert host_need(tasks[0].run.config).total < before + 10**10
+    assert host_need(tasks[0].config).total < before + 10**10
     with pytest.raises(NotEnoughMemoryError, match=r"its data while it is read"):
         room_for(tasks, 1, 10**10)
 

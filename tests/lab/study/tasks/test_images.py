@@ -24,13 +24,13 @@ from tilelab.study.ask.config import (
     Variant,
     change,
 )
-from tilelab.study.ask.run import RECORD, Run
+from tilelab.study.ask.run import Execution, RunSpec
 from tilelab.study.data.corpus import data_folder
 from tilelab.study.need import need, parameters
 from tilelab.study.records.events import RunRecord
 from tilelab.study.tasks.images import VARIANTS
 from tilelab.study.tasks.images_files import NAMED, Images, read
-from tilelab.study.train.child import Job, work
+from tilelab.study.train.child import work
 from tilelab.study.train.memory_split import PeakMeter
 from tilelab.study.train.session import Session
 from tilelab.study.train.trainer import Trainer
@@ -73,7 +73,7 @@ def config_of(source: Path | str, **changes: Any) -> RunConfig:
 
 def session_of(config: RunConfig, folder: Path, seed: int = 0) -> Session:
     data = config.learning.prepare(config, folder)
-    trainer = Trainer(Run("images", "arm", seed, config), data, CPU)
+    trainer = Trainer(RunSpec("images", "arm", seed, config), data, CPU)
     meter = PeakMeter(CPU)
     return Session(trainer, data, folder, meter, peak_flops_s=1e9, checkpoint_every_s=0.0)
 
@@ -102,10 +102,12 @@ def test_images_are_read_learnt_and_measured(tmp_path: Path) -> None:
 
 
 def test_a_run_is_made_in_a_process_of_its_own(tmp_path: Path) -> None:
-    run = Run("images", "arm", 0, config_of(folder_of(tmp_path)))
-    job = Job(run, tmp_path / "study", tmp_path / "cache", checkpoint_every_s=0.0)
-    work(job)
-    record = RunRecord.read(run.folder(job.folder) / RECORD)
+    execution = Execution(
+        folder=tmp_path / "study", cache=tmp_path / "cache", checkpoint_every_s=0.0
+    )
+    run = RunSpec("images", "arm", 0, config_of(folder_of(tmp_path)), execution=execution)
+    work(run)
+    record = RunRecord.read(run.record)
     assert record.end is not None
     assert record.end.status == "done"
     assert record.start.corpus["classes"] == 3

@@ -26,7 +26,7 @@ from tilelab.study.ask.config import (
     change,
 )
 from tilelab.study.ask.metrics import METRICS
-from tilelab.study.ask.run import Run
+from tilelab.study.ask.run import RunSpec
 from tilelab.study.choices import variants
 from tilelab.study.data.corpus import data_folder
 from tilelab.study.need import VOCABULARY, parameters
@@ -325,7 +325,7 @@ def test_sparse_patterns_of_packed_sequences(name: str, tmp_path: Path) -> None:
     losses, gradients = {}, {}
     for implementation in ("plain", "sdpa", "tilewise"):
         asked = change(config, {"attention.implementation": implementation})
-        trainer = Trainer(Run("e", "a", 0, asked), data, CPU)
+        trainer = Trainer(RunSpec("e", "a", 0, asked), data, CPU)
         trainer.model.double()
         with torch.no_grad():
             for weight in trainer.model.parameters():
@@ -353,7 +353,7 @@ def test_it_learns(tmp_path: Path) -> None:
     changes |= {"task.pooling": "mean"}
     config = config_of("listops", write_listops(tmp_path / "lra", "lra"), **changes)
     data = prepared(config)
-    trainer = Trainer(Run("e", "a", 0, config), data, CPU)
+    trainer = Trainer(RunSpec("e", "a", 0, config), data, CPU)
     first = trainer.step().loss
     for _ in range(39):
         last = trainer.step().loss

@@ -12,7 +12,7 @@ import torch
 from tests.lab.study.tasks.small import WORDS, config_of
 from tests.lab.study.train.toys import CPU, record_of
 from tilelab.study.ask.config import RunConfig, change
-from tilelab.study.ask.run import Run
+from tilelab.study.ask.run import RunSpec
 from tilelab.study.data.corpus import data_folder
 from tilelab.study.data.tokenizers import tokenizer
 from tilelab.study.data.wordpiece import WordPiece, wordpiece
@@ -118,7 +118,7 @@ def test_it_learns(tmp_path: Path) -> None:
         **{"budget.steps": 60, "evaluation.every": 60, "optimizer.lr": 0.01, "model.width": 32},
     )
     data = config.learning.prepare(config, tmp_path)
-    trainer = Trainer(Run("e", "a", 0, config), data, CPU)
+    trainer = Trainer(RunSpec("e", "a", 0, config), data, CPU)
     Session(trainer, data, tmp_path, PeakMeter(CPU), peak_flops_s=1e9).work()
     record = record_of(tmp_path)
     first, last = record.evaluations[0], record.evaluations[-1]

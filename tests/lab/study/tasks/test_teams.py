@@ -10,13 +10,11 @@ import pytest
 from tests.lab.study.tasks.small import WORDS, config_of, write_glue
 from tests.lab.study.train.toys import Killed, killed_after
 from tilelab.study.ask.config import RunConfig, change
-from tilelab.study.ask.run import Run
-from tilelab.study.conduct.process import Process, Setting
+from tilelab.study.ask.run import Execution, RunSpec, Strategy
+from tilelab.study.conduct.process import Process
 from tilelab.study.data.corpus import data_folder
 from tilelab.study.records.events import RunRecord
 from tilelab.study.train import child
-from tilelab.study.train.child import Job
-from tilelab.study.train.team import Strategy
 
 pytest.importorskip("tokenizers")
 _FOLDER = data_folder()
@@ -41,10 +39,10 @@ def _config(task: str, folder: Path) -> RunConfig:
     return change(config_of(path, **DROPOUT), {**masked, **fewer})
 
 
-def _setting(folder: Path, study: str, processes: int, strategy: Strategy = "ddp") -> Setting:
-    return Setting(
-        folder / study,
-        folder / "cache",
+def _execution(tmp_path: Path, study: str, processes: int, strategy: Strategy = "ddp") -> Execution:
+    return Execution(
+        folder=tmp_path / study,
+        cache=tmp_path / "cache",
         processes=processes,
         strategy=strategy,
         checkpoint_every_s=0.0,
@@ -69,19 +67,18 @@ def _losses(record: RunRecord) -> tuple[list[Any], list[Any]]:
 def test_two_processes_take_up_what_one_began(
     task: str, strategy: Strategy, tmp_path: Path
 ) -> None:
-    run = Run("e", "arm", 0, _config(task, tmp_path))
-    whole, parts = (_setting(tmp_path, study, 1) for study in ("whole", "parts"))
-    child.work(Job.from_json(whole.job(run)))
+    run = RunSpec("e", "arm", 0, _config(task, tmp_path))
+    whole, parts = (run.executed(_execution(tmp_path, each, 1)) for each in ("whole", "parts"))
+    child.work(whole)
     with killed_after(2), pytest.raises(Killed):
-        child.work(Job.from_json(parts.job(run)))
-    two = _setting(tmp_path, "parts", 2, strategy)
-    process = Process(two, two.job(run))
+        child.work(parts)
+    process = Process(run.executed(_execution(tmp_path, "parts", 2, strategy)))
     try:
         outcome = process.outcome()
     finally:
         process.close()
     assert outcome.code == 0, outcome.lines
-    one, both = RunRecord.read(whole.record(run)), RunRecord.read(parts.record(run))
+    one, both = RunRecord.read(whole.record), RunRecord.read(parts.record)
     assert [each.environment["processes"] for each in both.starts] == [1, 2]
     assert [each.from_step for each in both.starts] == [0, 2]
     if strategy == "ddp":

@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from tests.conftest import ROOT
+from tests.lab.study.agendas import conductor_of
 from tests.lab.study.records_of import (
     Behaviour,
     config_of,
@@ -25,8 +26,7 @@ from tests.lab.study.records_of import (
     write,
 )
 from tilelab.study import report
-from tilelab.study.ask.run import Run
-from tilelab.study.conduct.conductor import Request, conduct
+from tilelab.study.ask.run import RunSpec
 from tilelab.study.records import store
 from tilelab.study.records.events import LayerSoftmax, RunRecord
 from tilelab.study.track.tracker import AbstractTracker, Point, TrackedRun
@@ -143,11 +143,11 @@ def _parameters(kind: str, folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def _run() -> Run:
-    return Run("optimizers", "lion", 1, config_of())
+def _run() -> RunSpec:
+    return RunSpec("optimizers", "lion", 1, config_of())
 
 
-def _told(tracking: Tracking, run: Run, record: RunRecord, first: int, last: int) -> None:
+def _told(tracking: Tracking, run: RunSpec, record: RunRecord, first: int, last: int) -> None:
     """Steps after ``first`` as they happen, each with its evaluation; 0 with that before it."""
     evaluations = {each.step: each for each in record.evaluations}
     steps = {each.step: each for each in record.steps}
@@ -333,22 +333,21 @@ def test_a_study_with_a_tracker_of_ones_own(
     text.write_text("the cat sat on the mat. " * 400)
     baseline = config_of(**{"data.source": str(text), "budget.steps": 3})
     study = study_of(experiment_of("lion", baseline=baseline, seeds=(0,)))
-    request = Request(
+    ours = conductor_of(
         study,
-        "x",
         tmp_path / "studies",
         jobs=2,
         module="tests.lab.study.conduct.fake_child",
         track=(f"{own}:Lines",),
     )
     console = Console(file=io.StringIO())
-    folder = store.folder_of(study, request.out)
-    assert conduct(request, console) == 0
+    folder = store.folder_of(study, ours.out)
+    assert ours.conduct(console) == 0
     points = (folder / "Lines" / "points.txt").read_text()
     assert points.count('"train/loss"') == 2 * 3
     assert points.count('"held_out/loss"') == 2 * 2
     assert points.count('"final/loss"') == 2
-    assert conduct(request, console) == 0  # all is done, and told
+    assert ours.conduct(console) == 0  # all is done, and told
     assert (folder / "Lines" / "points.txt").read_text() == points
 
     wrong = {
@@ -359,7 +358,7 @@ def test_a_study_with_a_tracker_of_ones_own(
     }
     for name, words in wrong.items():
         with pytest.raises(InvalidArgument, match=words):
-            conduct(replace(request, track=(name,)), console)
+            replace(ours, track=(name,)).conduct(console)
 
 
 def test_without_its_package_a_tracker_says_how_to_get_it(

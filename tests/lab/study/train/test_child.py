@@ -20,30 +20,29 @@ import pytest
 import torch
 
 from tests.lab.study.train.toys import CPU, run_of, text_file, tokens_of
-from tilelab.study.ask.run import RECORD, Run
+from tilelab.study.ask.run import RECORD, Execution, RunSpec
 from tilelab.study.records.events import RunRecord
 from tilelab.study.train import child
-from tilelab.study.train.child import EXPECTED_ERROR, ORPHANED, Job, work
+from tilelab.study.train.child import EXPECTED_ERROR, ORPHANED, work
 from tilewise.errors import InvalidArgument, TilewiseError
 
 _WAIT_S = 120.0
 
 
-def _run(tmp_path: Path, changes: dict[str, Any] | None = None) -> Run:
+def _run(tmp_path: Path, changes: dict[str, Any] | None = None) -> RunSpec:
     """A toy run whose text is a file that another process can read."""
     return run_of({"data": text_file(tmp_path).model_dump(), **(changes or {})})
 
 
-def _line(run: Run, tmp_path: Path, study: str = "study", **more: Any) -> str:
-    values = {
-        "run": run.as_json(),
-        "folder": str(tmp_path / study),
-        "cache": str(tmp_path / "cache"),
-        "checkpoint_every_s": 0.05,
-        "environment": {"chip": "toy"},
+def _line(run: RunSpec, tmp_path: Path, study: str = "study", **more: Any) -> str:
+    execution = Execution(
+        folder=tmp_path / study,
+        cache=tmp_path / "cache",
+        checkpoint_every_s=0.05,
+        environment={"chip": "toy"},
         **more,
-    }
-    return json.dumps(values) + "\n"
+    )
+    return json.dumps(run.executed(execution).as_json()) + "\n"
 
 
 @contextmanager
@@ -102,7 +101,7 @@ def test_kill_9_at_random_moments_changes_no_bit(tmp_path: Path) -> None:
     killed = len(record.read_bytes().splitlines())
     with _process(_line(run, tmp_path)) as process:
         assert process.wait(_WAIT_S) == 0
-    work(Job.from_json(json.loads(_line(run, tmp_path, "whole"))))
+    work(RunSpec.from_json(json.loads(_line(run, tmp_path, "whole"))))
 
     found = RunRecord.read(record)
     whole = RunRecord.read(run.folder(tmp_path / "whole") / RECORD)
@@ -140,8 +139,8 @@ def test_a_file_that_may_not_grow_is_said_and_loses_nothing(tmp_path: Path) -> N
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
-    return Job.from_json(json.loads(_line(_run(tmp_path), tmp_path)))
+def started(tmp_path: Path) -> RunSpec:
+    return RunSpec.from_json(json.loads(_line(_run(tmp_path), tmp_path)))
 
 
 def _told(monkeypatch: pytest.MonkeyPatch, line: str) -> int:
@@ -206,46 +205,48 @@ def test_what_the_user_can_put_right_is_one_line(
 def test_expected_errors(
     error: Exception,
     words: str,
-    job: Job,
+    started: RunSpec,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fail(_: Job) -> None:
+    def fail(_: RunSpec) -> None:
         raise error
 
     monkeypatch.setattr(child, "work", fail)
-    assert _told(monkeypatch, _line(job.run, tmp_path)) == EXPECTED_ERROR
+    assert _told(monkeypatch, _line(started, tmp_path)) == EXPECTED_ERROR
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
 
 
 @pytest.mark.parametrize("error", [OSError(13, "Permission denied"), RuntimeError("a bug")])
 def test_crashes_are_crashes(
-    error: Exception, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, started: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: Job) -> None:
+    def fail(_: RunSpec) -> None:
         raise error
 
     monkeypatch.setattr(child, "work", fail)
     with pytest.raises(type(error)):
-        _told(monkeypatch, _line(job.run, tmp_path))
+        _told(monkeypatch, _line(started, tmp_path))
 
 
-def test_an_unknown_key_of_a_config_is_refused(job: Job, tmp_path: Path) -> None:
-    values = json.loads(_line(job.run, tmp_path))
-    values["run"]["config"]["optimizer"]["lrr"] = 1.0
+def test_an_unknown_key_of_a_config_is_refused(started: RunSpec, tmp_path: Path) -> None:
+    values = json.loads(_line(started, tmp_path))
+    values["config"]["optimizer"]["lrr"] = 1.0
     with pytest.raises(InvalidArgument, match="lrr"):
-        Job.from_json(values)
+        RunSpec.from_json(values)
 
 
-def test_two_processes_do_not_work_on_one_run(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = job.run.folder(job.folder)
+def test_two_processes_do_not_work_on_one_run(
+    started: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = started.record.parent
     folder.mkdir(parents=True)
     monkeypatch.setattr(child, "_LOCK_WAIT_S", 0.1)
     with (folder / child._LOCK).open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(TilewiseError, match="another process works on this run"):
-            work(job)
-    work(job)
+            work(started)
+    work(started)
     assert RunRecord.read(folder / RECORD).done

@@ -17,12 +17,11 @@ from tests.lab.study.tasks.small import WORDS, config_of, write_glue
 from tests.lab.study.train.toys import CONFIG, CPU, record_of, text_file
 from tilelab.models import bert, gpt2, vit
 from tilelab.study.ask.config import Experiment, RunConfig, change
-from tilelab.study.ask.run import RECORD, Run
+from tilelab.study.ask.run import Execution, RunSpec
 from tilelab.study.data.corpus import data_folder
 from tilelab.study.records import store
 from tilelab.study.records.events import RunRecord
 from tilelab.study.train import child
-from tilelab.study.train.child import Job
 from tilelab.study.train.export import export
 from tilelab.study.train.memory_split import PeakMeter
 from tilelab.study.train.session import Session
@@ -44,7 +43,7 @@ def trained(config: RunConfig, folder: Path) -> tuple[Any, nn.Module]:
     """The data and the model of a run that has worked in a folder."""
     folder.mkdir(exist_ok=True)
     data = config.learning.prepare(config, folder / "cache")
-    trainer = Trainer(Run("toy", "arm", 1, config), data, CPU)
+    trainer = Trainer(RunSpec("toy", "arm", 1, config), data, CPU)
     Session(trainer, data, folder, PeakMeter(CPU), peak_flops_s=1e9).work()
     return data, trainer.model
 
@@ -117,9 +116,10 @@ def test_a_masked_run_feeds_one_of_glue_by_the_command(
         study = study_of(experiment)
         folder = store.folder_of(study, out)
         store.begin(folder, store.StoredStudy(study, "", {}, ""))
-        run = Run(name, "baseline", 0, config)
-        child.work(Job(run, folder, tmp_path / "cache", checkpoint_every_s=0.0))
-        return RunRecord.read(run.folder(folder) / RECORD)
+        execution = Execution(folder=folder, cache=tmp_path / "cache", checkpoint_every_s=0.0)
+        run = RunSpec(name, "baseline", 0, config, execution=execution)
+        child.work(run)
+        return RunRecord.read(run.record)
 
     def exported(run: str, folder: Path) -> int:
         return cli.main(["study", "export", run, str(folder), "--out", str(out)])

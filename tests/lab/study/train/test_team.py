@@ -16,57 +16,62 @@ from torch import nn
 
 from tests.conftest import ROOT
 from tests.lab.study.train.toys import Killed, killed_after, run_of, text_file
-from tilelab.study.ask.run import Run
-from tilelab.study.conduct.process import Process, Setting
+from tilelab.study.ask.run import Execution, RunSpec, Strategy
+from tilelab.study.conduct.process import Process
 from tilelab.study.data.order import micro_batch_seed
 from tilelab.study.records.events import RunRecord
 from tilelab.study.train import child
-from tilelab.study.train.child import EXPECTED_ERROR, Job
+from tilelab.study.train.child import EXPECTED_ERROR
 from tilelab.study.train.state import CHECKPOINT
-from tilelab.study.train.team import ALONE, Strategy, Team, check, cut_like, local, whole
+from tilelab.study.train.team import ALONE, Team, check, cut_like, local, whole
 from tilewise.errors import InvalidArgument
 
 DROPOUT = {"model.dropout": {"embedding": 0.1, "attention": 0.1, "residual": 0.1}}
 
 
-def _run(tmp_path: Path, changes: dict[str, Any] | None = None) -> Run:
+def _run(tmp_path: Path, changes: dict[str, Any] | None = None) -> RunSpec:
     """Two micro-batches a step, unless changed, of a text that other processes can read."""
     return run_of({"data": text_file(tmp_path).model_dump(), **(changes or {})})
 
 
-def _setting(
+def _execution(
     tmp_path: Path, study: str, processes: int = 2, strategy: Strategy = "ddp", **fields: Any
-) -> Setting:
-    values = {"checkpoint_every_s": 0.0, **fields}
-    place = tmp_path / study
-    return Setting(place, tmp_path / "cache", processes=processes, strategy=strategy, **values)
+) -> Execution:
+    return Execution(
+        folder=tmp_path / study,
+        cache=tmp_path / "cache",
+        processes=processes,
+        strategy=strategy,
+        **{"checkpoint_every_s": 0.0, **fields},
+    )
 
 
-def _alone(tmp_path: Path, study: str, run: Run) -> RunRecord:
+def _alone(tmp_path: Path, study: str, run: RunSpec) -> RunRecord:
     """The run, or the rest of it, in this process."""
-    setting = _setting(tmp_path, study, 1)
-    child.work(Job.from_json(setting.job(run)))
-    return RunRecord.read(setting.record(run))
+    run = run.executed(_execution(tmp_path, study, 1))
+    child.work(run)
+    return RunRecord.read(run.record)
 
 
 @contextmanager
-def _together(setting: Setting, run: Run) -> Iterator[Process]:
-    process = Process(setting, setting.job(run))
+def _together(run: RunSpec) -> Iterator[Process]:
+    process = Process(run)
     try:
         yield process
     finally:
         process.close()
 
 
-def _finished(setting: Setting, run: Run) -> RunRecord:
-    with _together(setting, run) as process:
+def _finished(execution: Execution, run: RunSpec) -> RunRecord:
+    run = run.executed(execution)
+    with _together(run) as process:
         outcome = process.outcome()
     assert outcome.code == 0, outcome.lines
-    return RunRecord.read(setting.record(run))
+    return RunRecord.read(run.record)
 
 
 def _in_parts(
-    tmp_path: Path, run: Run, strategy: Strategy, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: RunSpec, strategy: Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> RunRecord:
     """One process is killed after the second step, two after the third; one does the rest."""
     monkeypatch.setenv("TILEWISE_TEST_FAILS", "killed")
@@ -74,8 +79,8 @@ def _in_parts(
     with killed_after(2), pytest.raises(Killed):
         _alone(tmp_path, "parts", run)
     failing = "tests.lab.study.train.failing_child"
-    two = _setting(tmp_path, "parts", 2, strategy, module=failing)
-    with _together(two, run) as process:
+    two = _execution(tmp_path, "parts", 2, strategy, module=failing)
+    with _together(run.executed(two)) as process:
         assert process.outcome().code == -signal.SIGKILL, process.outcome().lines
     record = _alone(tmp_path, "parts", run)
     assert [start.environment["processes"] for start in record.starts] == [1, 2, 1]
@@ -102,8 +107,8 @@ def test_two_processes_of_one_micro_batch_each_give_the_bits_of_one_process(
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     run = _run(tmp_path, DROPOUT)
     # In a process of its own too, as the study runs it.
-    one = _finished(_setting(tmp_path, "one", 1), run)
-    two = _finished(_setting(tmp_path, "two"), run)
+    one = _finished(_execution(tmp_path, "one", 1), run)
+    two = _finished(_execution(tmp_path, "two"), run)
     assert _bits(two) == _bits(one)
     assert len(two.starts) == 1  # one process writes
     environment = two.start.environment
@@ -123,7 +128,7 @@ def test_a_process_that_aborts_after_its_work_does_not_fail_the_run(
     monkeypatch.setenv("TILEWISE_TEST_FAILS", "teardown")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     failing = "tests.lab.study.train.failing_child"
-    record = _finished(_setting(tmp_path, "two", module=failing), _run(tmp_path))
+    record = _finished(_execution(tmp_path, "two", module=failing), _run(tmp_path))
     assert record.done
 
 
@@ -155,7 +160,7 @@ def test_other_sums_differ_by_rounding_alone(
 ) -> None:
     run = _run(tmp_path, changes)
     one = _alone(tmp_path, "one", run)
-    two = _finished(_setting(tmp_path, "two", strategy=strategy), run)
+    two = _finished(_execution(tmp_path, "two", strategy=strategy), run)
     # The first losses are of the same weights, and are added up in the same order.
     assert two.steps[0].loss == one.steps[0].loss
     assert two.evaluations[0].loss == one.evaluations[0].loss
@@ -192,14 +197,14 @@ def test_when_one_process_fails_the_run_ends_with_its_reason(
     monkeypatch.setenv("TILEWISE_TEST_FAILS", fails)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     run = _run(tmp_path, {"budget.steps": 1000})
-    setting = _setting(tmp_path, "study", module="tests.lab.study.train.failing_child")
-    with _together(setting, run) as process:
+    run = run.executed(_execution(tmp_path, "study", module="tests.lab.study.train.failing_child"))
+    with _together(run) as process:
         outcome = process.outcome()  # of a lead that waits for ever there would be none
     assert outcome.code == code, outcome.lines
     assert words in outcome.lines[-1]
     # The lead is gone too: its lock is free, and the run goes on from its checkpoint.
-    with child._locked(run.folder(setting.folder)):
-        assert RunRecord.read(setting.record(run)).checkpoint == 3
+    with child._locked(run.record.parent):
+        assert RunRecord.read(run.record).checkpoint == 3
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tilelab.study.ask.config import Budget, Data, Evaluation, Model, RunConfig, Training, change
-from tilelab.study.ask.run import RECORD, Run
+from tilelab.study.ask.run import RECORD, RunSpec
 from tilelab.study.data.tokens import Tokens
 from tilelab.study.records.events import RunRecord
 from tilelab.study.train.memory_split import PeakMeter
@@ -31,9 +31,9 @@ CONFIG = RunConfig(
 )
 
 
-def run_of(changes: dict[str, Any] | None = None, seed: int = 0) -> Run:
+def run_of(changes: dict[str, Any] | None = None, seed: int = 0) -> RunSpec:
     """A run of a tiny model, with some values changed."""
-    return Run("toy", "arm", seed, change(CONFIG, changes or {}))
+    return RunSpec("toy", "arm", seed, change(CONFIG, changes or {}))
 
 
 def text(size: int = 4000) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.lab.study.records_of import Behaviour, config_of, record_of
-from tilelab.study.ask.run import Run
+from tilelab.study.ask.run import RunSpec
 from tilelab.study.records.events import LayerSoftmax, Memory, RunRecord
 from tilelab.study.train.session import WARMUP_STEPS
 from tilelab.study.verdict import measures
@@ -34,7 +34,7 @@ STEPS, TOKENS = 40, 256  # of the builder's runs: 4 sequences of 64 tokens
 
 
 def record(seed: int = 0, **behaviour: Any) -> RunRecord:
-    return record_of(Run("e", "a", seed, config_of()), Behaviour(**behaviour))
+    return record_of(RunSpec("e", "a", seed, config_of()), Behaviour(**behaviour))
 
 
 def test_throughput_is_of_the_steps_after_the_warmup() -> None:
@@ -54,7 +54,7 @@ def test_throughput_is_of_the_steps_after_the_warmup() -> None:
 
 def test_accumulation_counts_as_tokens_of_the_step() -> None:
     config = config_of(**{"training.accumulation": 3})
-    assert tokens_per_step(record_of(Run("e", "a", 0, config), Behaviour())) == 3 * TOKENS
+    assert tokens_per_step(record_of(RunSpec("e", "a", 0, config), Behaviour())) == 3 * TOKENS
 
 
 def test_utilisation_is_operations_over_the_peak_in_both_conventions() -> None:
@@ -180,7 +180,7 @@ def test_reach_is_the_first_evaluation_at_or_below_the_target() -> None:
 
 def test_cost_counts_every_step_of_every_run() -> None:
     whole, broken, partial = record(), record(diverged={0: 7}), record(stopped={0: 12})
-    trial = record_of(Run("e", "a", 1000, config_of(), "sweep", 0.1), Behaviour(survives=0.01))
+    trial = record_of(RunSpec("e", "a", 1000, config_of(), "sweep", 0.1), Behaviour(survives=0.01))
     found = cost([whole, broken, partial, trial, RunRecord()])
     steps = [len(each.steps) for each in (whole, broken, partial, trial)]
     assert steps == [40, 7, 12, 3]

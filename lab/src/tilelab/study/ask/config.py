@@ -425,6 +425,11 @@ class Experiment(Frozen):
         """All arms, the baseline first."""
         return (self.baseline_name, *(arm.name for arm in self.arms))
 
+    @property
+    def alone(self) -> bool:
+        """Whether its runs have the machine to themselves: it compares kernels (a systems arm)."""
+        return any(arm.kind == "systems" for arm in self.arms)
+
     def config_of(self, arm: str, changes: Mapping[str, float] | None = None) -> RunConfig:
         """Return the config of an arm (without what a sweep chooses), or with changes to it.
 

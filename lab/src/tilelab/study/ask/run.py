@@ -3,28 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tilelab.study.ask.config import Experiment, RunConfig, config_hash, parse
+from pydantic import Field
 
-__all__ = ["RECORD", "Run", "finals", "trial", "trials"]
+from tilelab.study.ask.config import Experiment, Frozen, RunConfig, config_hash, parse
+
+__all__ = ["RECORD", "STANDARD", "Execution", "RunSpec", "Strategy", "finals", "trial", "trials"]
 
 RECORD = "record.jsonl"  # the file of events in the folder of a run
+Strategy = Literal["ddp", "fsdp"]
+
+
+class Execution(Frozen):
+    """How and where the runs of a study are executed; nothing of it changes a result.
+
+    Args:
+        folder: of the study.
+        cache: of tokens.
+        threads: of each process.
+        device: where it trains.
+        processes: that train each run together, each with a device of its own.
+        strategy: how they share the model, see ``train/team.py``.
+        core: that a run is pinned to; None for no pinning.
+        checkpoint_every_s: seconds between checkpoints of a run.
+        environment: what the records say of where they ran.
+        module: of the child process; None for the package's own. Tests have others.
+        variables: of the environment, whatever the machine of a run has itself.
+        working: folder that relative paths of a config start from, where a machine has it; None for
+            that of the process that starts a run.
+    """
+
+    folder: Path = Path()
+    cache: Path = Path()
+    threads: int = 1
+    device: Literal["cpu", "cuda"] = "cpu"
+    processes: int = 1
+    strategy: Strategy = "ddp"
+    core: int | None = None
+    checkpoint_every_s: float = 10.0
+    environment: dict[str, Any] = Field(default_factory=dict)
+    module: str | None = None
+    variables: dict[str, str] = Field(default_factory=dict)
+    working: Path | None = None
+
+
+STANDARD = Execution()
 
 
 @dataclass(frozen=True)
-class Run:
-    """The training run of one process.
+class RunSpec:
+    """One training run, from the plan of a study to its record.
 
     Args:
         experiment, arm: names.
         seed: of weights, order of the data and random numbers.
-        config: everything else.
+        config: everything else that decides the result.
         phase: ``"sweep"`` for a trial, which chooses a value and then counts as cost only.
         candidate: the swept value of a trial.
         rung: of a trial of successive halving, 0 for the shortest; None for others.
+        alone: nothing else of the study runs meanwhile.
+        execution: how and where; the standard one until the run is started.
     """
 
     experiment: str
@@ -34,6 +75,8 @@ class Run:
     phase: Literal["final", "sweep"] = "final"
     candidate: float | None = None
     rung: int | None = None
+    alone: bool = False
+    execution: Execution = STANDARD
 
     @property
     def name(self) -> str:
@@ -54,27 +97,40 @@ class Run:
         """Return the folder that the run writes to, inside the folder of its study."""
         return study / "runs" / self.name
 
+    @property
+    def record(self) -> Path:
+        """The file of the run's events."""
+        return self.folder(self.execution.folder) / RECORD
+
+    def executed(self, execution: Execution, **changes: Any) -> RunSpec:
+        """Return the same run, executed in another way.
+
+        Args:
+            execution: how and where.
+            changes: to fields of that.
+        """
+        return replace(self, execution=execution.model_copy(update=changes))
+
     def as_json(self) -> dict[str, Any]:
         """Return the run in JSON's types; ``from_json`` reads it back."""
-        return {
-            "experiment": self.experiment,
-            "arm": self.arm,
-            "seed": self.seed,
-            "config": self.config.model_dump(mode="json"),
-            "config_hash": self.config_hash,
-            "phase": self.phase,
-            "candidate": self.candidate,
-            "rung": self.rung,
-        }
+        parts = {name: getattr(self, name).model_dump(mode="json") for name in _PARTS}
+        return {**vars(self), "config_hash": self.config_hash, **parts}
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Run:
-        """Return the inverse of ``as_json``."""
+    def from_json(cls, values: Mapping[str, Any]) -> RunSpec:
+        """Return the inverse of ``as_json``.
+
+        Raises:
+            InvalidArgument: a value of the config or the execution that does not fit.
+        """
         own = {key: value for key, value in values.items() if key != "config_hash"}
-        return cls(**{**own, "config": parse(RunConfig, values["config"])})
+        return cls(**own | {name: parse(kind, own[name]) for name, kind in _PARTS.items()})
 
 
-def trials(experiment: Experiment) -> list[Run]:
+_PARTS: Mapping[str, type[Frozen]] = {"config": RunConfig, "execution": Execution}
+
+
+def trials(experiment: Experiment) -> list[RunSpec]:
     """Return the runs of the sweep, if there is one; with successive halving, of the first rung."""
     sweep = experiment.sweep
     if sweep is None:
@@ -89,7 +145,7 @@ def trials(experiment: Experiment) -> list[Run]:
     ]
 
 
-def trial(experiment: Experiment, arm: str, value: float, rung: int, seed: int) -> Run:
+def trial(experiment: Experiment, arm: str, value: float, rung: int, seed: int) -> RunSpec:
     """Return one trial of an experiment's sweep.
 
     Args:
@@ -106,14 +162,14 @@ def trial(experiment: Experiment, arm: str, value: float, rung: int, seed: int) 
         changes["budget.steps"] = sweep.steps_of(experiment.config_of(arm).steps, rung)
     config = experiment.config_of(arm, changes)
     number = None if sweep.halving is None else rung
-    return Run(experiment.name, arm, seed, config, "sweep", value, number)
+    return RunSpec(experiment.name, arm, seed, config, "sweep", value, number, experiment.alone)
 
 
 def finals(
     experiment: Experiment,
     chosen: Mapping[str, float | None],
     wanted: Mapping[str, Sequence[int]] | None = None,
-) -> list[Run]:
+) -> list[RunSpec]:
     """Return the runs that count.
 
     Args:
@@ -136,5 +192,5 @@ def finals(
                     continue
                 changes = {sweep.path: value}
             config = experiment.config_of(name, changes)
-            found.append(Run(experiment.name, name, seed, config))
+            found.append(RunSpec(experiment.name, name, seed, config, alone=experiment.alone))
     return found

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tilelab.study.ask.run import Run
-from tilelab.study.plan import Task
+from tilelab.study.ask.run import RunSpec
 from tilelab.study.records.events import RunRecord
 
 __all__ = ["Board", "Lane", "makespan"]
@@ -33,7 +32,7 @@ class Lane:
         tokens: that they learnt from.
     """
 
-    run: Run
+    run: RunSpec
     status: Status = "waiting"
     step: int = 0
     loss: float | None = None
@@ -57,7 +56,7 @@ class Board:
     """Keeps the state of all runs.
 
     Args:
-        tasks: all runs of the study, in order.
+        runs: all runs of the study, in order.
         records: what there is already.
         forecast_s: seconds that each run was expected to take, by its name.
         jobs: runs at once.
@@ -65,47 +64,47 @@ class Board:
 
     def __init__(
         self,
-        tasks: Sequence[Task],
+        runs: Sequence[RunSpec],
         records: Mapping[str, RunRecord],
         forecast_s: Mapping[str, float],
         jobs: int,
     ) -> None:
-        self._tasks, self._forecast_s, self._jobs = tasks, forecast_s, jobs
-        known = [task.run for task in tasks if task.run.name in forecast_s]
+        self._runs, self._forecast_s, self._jobs = runs, forecast_s, jobs
+        known = [run for run in runs if run.name in forecast_s]
         steps = sum(run.config.steps for run in known)
         self._step_s = sum(forecast_s[run.name] for run in known) / steps if steps else 0.0
         self._begun: dict[str, tuple[float, float]] = {}  # when, and what share was left then
         self._ratios: list[float] = []  # seconds that runs took over those that were expected
-        self.lanes = {task.run.name: Lane(task.run) for task in tasks}
+        self.lanes = {run.name: Lane(run) for run in runs}
         for name, record in records.items():
             if name in self.lanes:
                 self._take_over(self.lanes[name], record)
         for lane in self.lanes.values():
             self._give_up_after(lane.run)
 
-    def expect(self, tasks: Sequence[Task]) -> None:
+    def expect(self, runs: Sequence[RunSpec]) -> None:
         """Replace the expected runs by those that are known now.
 
         Args:
-            tasks: all runs, those that are over too. One that is new is forecast like the others,
+            runs: all runs, those that are over too. One that is new is forecast like the others,
                 by its steps.
         """
-        self._tasks = tasks
-        named = {task.run.name: task.run for task in tasks}
+        self._runs = runs
+        named = {run.name: run for run in runs}
         lanes = {name: Lane(run) for name, run in named.items()}
         kept = {name: each for name, each in self.lanes.items() if name in named or _begun(each)}
         self.lanes = {**lanes, **kept}
         for lane in list(self.lanes.values()):
             self._give_up_after(lane.run)
 
-    def started(self, run: Run) -> None:
+    def started(self, run: RunSpec) -> None:
         """A process took up a run."""
         # What a sweep chose is known now.
         lane = self.lanes.setdefault(run.name, Lane(run))
         lane.run, lane.status = run, "running"
         self._begun[run.name] = time.monotonic(), _share_left(lane)
 
-    def event(self, run: Run, values: Mapping[str, Any]) -> None:
+    def event(self, run: RunSpec, values: Mapping[str, Any]) -> None:
         """A line was added to the run's record."""
         lane = self.lanes[run.name]
         if values["event"] == "start":
@@ -118,7 +117,7 @@ class Board:
         elif values["event"] == "evaluation":
             lane.held_out = values["loss"]
 
-    def ended(self, run: Run, record: RunRecord) -> None:
+    def ended(self, run: RunSpec, record: RunRecord) -> None:
         """A run is over."""
         begun, share = self._begun.pop(run.name, (0.0, 0.0))
         expected = self._expected_s(run) * share
@@ -127,7 +126,7 @@ class Board:
         self._take_over(self.lanes[run.name], record)
         self._give_up_after(run)
 
-    def lost(self, run: Run) -> None:
+    def lost(self, run: RunSpec) -> None:
         """The worker of a run went away: the run waits again."""
         self._begun.pop(run.name, None)
         self.lanes[run.name].status = "waiting"
@@ -147,11 +146,11 @@ class Board:
         """Return seconds that the rest takes: as forecast, corrected by what runs took so far."""
         correction = statistics.median(self._ratios) if self._ratios else 1.0
         return makespan(
-            [(self._left_of(task.run.name, correction), task.alone) for task in self._tasks],
+            [(self._left_of(run.name, correction), run.alone) for run in self._runs],
             self._jobs,
         )
 
-    def _give_up_after(self, trial: Run) -> None:
+    def _give_up_after(self, trial: RunSpec) -> None:
         """An arm whose every candidate diverged with some seed has no runs that count."""
         if trial.phase != "sweep":
             return
@@ -176,7 +175,7 @@ class Board:
             return pace * lane.run.config.steps * share
         return self._expected_s(lane.run) * correction * share
 
-    def _expected_s(self, run: Run) -> float:
+    def _expected_s(self, run: RunSpec) -> float:
         """Return the forecast; without one, what the run's steps take in the mean of others."""
         if run.name in self._forecast_s:
             return self._forecast_s[run.name]

@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tilelab.study.ask.config import RunConfig
+from tilelab.study.ask.run import RunSpec
 from tilelab.study.conduct.forecast import data_key
-from tilelab.study.plan import Task
 from tilelab.study.tasks.task import Prepared
 from tilewise.errors import InvalidArgument, Unsupported
 
 __all__ = ["check_checkpoints"]
 
 
-def check_checkpoints(tasks: Sequence[Task], corpora: Mapping[str, Prepared]) -> None:
+def check_checkpoints(runs: Sequence[RunSpec], corpora: Mapping[str, Prepared]) -> None:
     """Load each checkpoint once, as its runs will: on the CPU, one at a time, and forget it.
 
     Args:
-        tasks: the runs.
+        runs: of the study.
         corpora: their data, ready, by ``data_key``.
 
     Raises:
@@ -27,19 +27,19 @@ def check_checkpoints(tasks: Sequence[Task], corpora: Mapping[str, Prepared]) ->
         Unsupported: it computes something else.
     """
     seen = {""}
-    for task in tasks:
-        config = task.run.config
+    for run in runs:
+        config = run.config
         key = _key(config)
         if key in seen:
             continue
         seen.add(key)
-        arm = f"{task.run.experiment}/{task.run.arm}"
+        arm = f"{run.experiment}/{run.arm}"
         try:
             config.learning.model(config, corpora[data_key(config)], 0, torch.device("cpu"))
         except InvalidArgument as error:
             argument = "model.checkpoint" if error.argument == "folder" else error.argument
-            told = error.came, error.required, error.fix
-            raise InvalidArgument(f"{arm}: {argument}", *told) from None
+            parts = error.came, error.required, error.fix
+            raise InvalidArgument(f"{arm}: {argument}", *parts) from None
         except Unsupported as error:
             what = f"{arm}: {config.model.checkpoint}: {error.what}"
             raise Unsupported(what, error.reasons, error.fix) from None

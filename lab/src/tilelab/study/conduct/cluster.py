@@ -14,18 +14,15 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from tilelab.common import environment
 from tilelab.study.ask.config import RunConfig
-from tilelab.study.ask.run import Run
-from tilelab.study.conduct.follow import Follower
+from tilelab.study.ask.run import Execution, RunSpec
 from tilelab.study.conduct.pool import Lost, RunError, Worker
-from tilelab.study.conduct.process import Outcome, Process, Setting, record_after
+from tilelab.study.conduct.process import Follower, Outcome, Process, record_after
 from tilelab.study.conduct.room import room_for
 from tilelab.study.need import Need, gpu_need, host_need
-from tilelab.study.plan import Task
 from tilelab.study.records.events import RunRecord
 from tilewise.errors import InvalidArgument
 
@@ -76,19 +73,19 @@ class Cluster:
 
     Args:
         ray: the module, connected.
-        setting: of the runs; its folder is at the same path on every machine.
+        execution: of the runs; its folder is at the same path on every machine.
     """
 
-    def __init__(self, ray: Any, setting: Setting) -> None:
-        self._ray, self._setting = ray, setting
+    def __init__(self, ray: Any, execution: Execution) -> None:
+        self._ray, self._execution = ray, execution
         self._train = ray.remote(max_retries=0)(_train)
 
-    def jobs(self, wished: int | None, tasks: Sequence[Task]) -> int:
+    def jobs(self, wished: int | None, runs: Sequence[RunSpec]) -> int:
         """Runs at once: as many as there is room for, and at most as many as were wished.
 
         Args:
             wished: None for as many as there is room for.
-            tasks: what is to be run.
+            runs: what is to be run.
 
         Raises:
             InvalidArgument: no machine has what a single run needs.
@@ -108,35 +105,35 @@ class Cluster:
             came = "a Ray cluster without " + " and ".join(f"{n:g} {k}" for k, n in wants.items())
             fix = "Add such a machine, or take fewer --threads or another --device."
             raise InvalidArgument("--on", f"{came} on one machine", "one for each run", fix)
-        room_for(tasks, 1, max(memory), self._need, self._setting.processes)
+        room_for(runs, 1, max(memory), self._need, self._execution.processes)
         known = [each for each in gpus if each is not None]
         if "GPU" in wants and len(known) == len(gpus):
-            room_for(tasks, 1, max(known), gpu_need, kind="GPU memory")
+            room_for(runs, 1, max(known), gpu_need, kind="GPU memory")
         return places if wished is None else min(wished, places)
 
-    def start(self, task: Task, running: Sequence[Worker]) -> Worker:
+    def start(self, run: RunSpec, running: Sequence[Worker]) -> Worker:
         """Start the task of a run; see ``pool.Place``."""
+        run = run.executed(self._execution)
         # The follower first: it is to show what comes from now on.
-        follower = Follower(self._setting.record(task.run))
+        follower = Follower(run.record)
         wants = self._wants()
         train = self._train.options(
-            name=task.run.name,
+            name=run.name,
             num_cpus=wants["CPU"],
             num_gpus=wants.get("GPU", 0),
-            memory=self._need(task.run.config).total * self._setting.processes,
+            memory=self._need(run.config).total * self._execution.processes,
         )
-        reference = train.remote(self._setting, self._setting.job(task.run))
-        return _RemoteWorker(self._ray, task, self._setting, reference, follower)
+        return _RemoteWorker(self._ray, run, train.remote(run), follower)
 
     def _need(self, config: RunConfig) -> Need:
         """Return the host memory that a process of a run takes; Ray counts nothing else."""
-        return host_need(config, self._setting.device)
+        return host_need(config, self._execution.device)
 
     def _wants(self) -> dict[str, int]:
         """Return the resources that one run takes, by their names in Ray."""
-        processes = self._setting.processes
-        wants = {"CPU": self._setting.threads * processes}
-        return wants if self._setting.device == "cpu" else {**wants, "GPU": processes}
+        processes = self._execution.processes
+        wants = {"CPU": self._execution.threads * processes}
+        return wants if self._execution.device == "cpu" else {**wants, "GPU": processes}
 
 
 def _gpu_bytes(resources: Mapping[str, float]) -> int | None:
@@ -146,13 +143,14 @@ def _gpu_bytes(resources: Mapping[str, float]) -> int | None:
     return max(known) << 30 if known else None
 
 
-def _train(setting: Setting, job: dict[str, Any]) -> Outcome:
+def _train(run: RunSpec) -> Outcome:
     """Do a run in a process beside this one; on a machine of the cluster.
 
     The record says of that machine where it ran. The process ends with this one, however it ends.
     """
-    where = environment.describe(setting.threads)
-    process = Process(setting, {**job, "environment": {**job["environment"], **where}})
+    execution = run.execution
+    where = {**execution.environment, **environment.describe(execution.threads)}
+    process = Process(run.executed(execution, environment=where))
     try:
         return process.outcome()
     finally:
@@ -162,25 +160,17 @@ def _train(setting: Setting, job: dict[str, Any]) -> Outcome:
 class _RemoteWorker:
     """One task of Ray, and the record that its process writes; see ``pool.Worker``."""
 
-    core = None
-
-    def __init__(
-        self, ray: Any, task: Task, setting: Setting, reference: Any, follower: Follower
-    ) -> None:
-        self.task = task
-        self._ray, self._setting, self._reference = ray, setting, reference
-        self._follower = follower
+    def __init__(self, ray: Any, run: RunSpec, reference: Any, follower: Follower) -> None:
+        self.run, self.new_events = run, follower.new
+        self._ray, self._reference = ray, reference
         self._stopped = False
 
     @property
     def over(self) -> bool:
         return bool(self._ray.wait([self._reference], timeout=0)[0])
 
-    def new_events(self) -> list[dict[str, Any]]:
-        return self._follower.new()
-
     def result(self) -> RunRecord:
-        run, exceptions = self.task.run, self._ray.exceptions
+        run, exceptions = self.run, self._ray.exceptions
         try:
             outcome: Outcome = self._ray.get(self._reference)
         except exceptions.RayTaskError as error:
@@ -189,8 +179,8 @@ class _RemoteWorker:
         except exceptions.RayError as error:
             # The worker, its machine or Ray itself: nothing that the run did.
             raise Lost(type(error).__name__) from None
-        _wait_for(self._setting, run, outcome.size)
-        return record_after(self._setting, run, outcome)
+        _wait_for(run, outcome.size)
+        return record_after(run, outcome)
 
     def stop(self) -> None:
         if not self._stopped:
@@ -205,9 +195,9 @@ class _RemoteWorker:
         self._ray.wait([self._reference], timeout=left)
 
 
-def _wait_for(setting: Setting, run: Run, size: int) -> None:
+def _wait_for(run: RunSpec, size: int) -> None:
     """Wait until this machine sees the whole record that another one wrote."""
-    path: Path = setting.record(run)
+    path = run.record
     deadline = time.monotonic() + _SEEN_S
     while (path.stat().st_size if path.exists() else 0) < size:
         if time.monotonic() > deadline:

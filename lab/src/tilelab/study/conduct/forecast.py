@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from tilelab.study.ask.config import RunConfig, change
-from tilelab.study.plan import Task
+from tilelab.study.ask.run import RunSpec
 from tilelab.study.tasks.sampler import PROMPT_TOKENS
 from tilelab.study.tasks.task import AbstractTask, Prepared
 from tilelab.study.train.flops import dtype_of, synchronise
@@ -50,23 +50,23 @@ class Price(NamedTuple):
 
 
 def forecast_s(
-    tasks: Sequence[Task], corpora: Mapping[str, Prepared], device: torch.device
+    runs: Sequence[RunSpec], corpora: Mapping[str, Prepared], device: torch.device
 ) -> dict[str, float]:
     """Return seconds that each run takes, by its name; the calibration takes a second or so.
 
     Args:
-        tasks: the runs.
+        runs: of the study.
         corpora: their data, ready, by ``data_key``.
         device: where they train.
     """
     prices: dict[str, Price] = {}
     found = {}
-    for task in tasks:
-        config, data = task.run.config, corpora[data_key(task.run.config)]
+    for run in runs:
+        config, data = run.config, corpora[data_key(run.config)]
         key = _key(config)
         if key not in prices:
             prices[key] = price(config, data, device)
-        found[task.run.name] = run_s(config, prices[key], data)
+        found[run.name] = run_s(config, prices[key], data)
     return found
 
 

@@ -1,7 +1,7 @@
 """Work through an agenda with several runs at once, wherever they run.
 
-A ``Place`` starts a run and gives a ``Worker`` to watch it by: ``local.Local`` starts processes on
-this machine, ``cluster.Cluster`` tasks of Ray. No place holds anything that the folder of a run
+A ``Place`` starts a run and gives a ``Worker`` to watch it by: ``process.Local`` starts processes
+on this machine, ``cluster.Cluster`` tasks of Ray. No place holds anything that the folder of a run
 does not. A run may be killed at any time, and whoever takes it up goes on from its last checkpoint
 to the same bits. So a worker that is lost with its machine costs the steps since then, and no more.
 """
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tilelab.common.signals import interrupts_ignored
-from tilelab.study.ask.run import Run
-from tilelab.study.plan import Agenda, Task
+from tilelab.study.ask.run import RunSpec
+from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord
 from tilewise.errors import TilewiseError
 
@@ -38,16 +38,16 @@ class Lost(Exception):  # noqa: N818  reads as what happened; it never leaves th
 class Watcher(Protocol):
     """A watcher: it hears of events as they happen."""
 
-    def started(self, run: Run) -> None:
+    def started(self, run: RunSpec) -> None:
         """A process took up a run."""
 
-    def event(self, run: Run, values: dict[str, Any]) -> None:
+    def event(self, run: RunSpec, values: dict[str, Any]) -> None:
         """A line was added to the run's record. Raising an error ends the study."""
 
-    def ended(self, run: Run, record: RunRecord) -> None:
+    def ended(self, run: RunSpec, record: RunRecord) -> None:
         """A run is over."""
 
-    def lost(self, run: Run, why: str) -> None:
+    def lost(self, run: RunSpec, why: str) -> None:
         """The worker of a run went away; the run will be taken up again."""
 
     def tick(self) -> None:
@@ -58,12 +58,8 @@ class Worker(Protocol):
     """A run that was started somewhere."""
 
     @property
-    def task(self) -> Task:
-        """The task of the worker."""
-
-    @property
-    def core(self) -> int | None:
-        """The processor of this machine that it is pinned to; None for none."""
+    def run(self) -> RunSpec:
+        """The run, with the way that it is executed."""
 
     @property
     def over(self) -> bool:
@@ -90,11 +86,11 @@ class Worker(Protocol):
 class Place(Protocol):
     """A place where runs run."""
 
-    def start(self, task: Task, running: Sequence[Worker]) -> Worker:
+    def start(self, run: RunSpec, running: Sequence[Worker]) -> Worker:
         """Start a run.
 
         Args:
-            task: which.
+            run: which.
             running: what it shares the place with.
 
         Raises:
@@ -133,25 +129,25 @@ class Pool:
                     # First whether it is over, then its lines: so that none is missed.
                     over = worker.over
                     for values in worker.new_events():
-                        losses.event(worker.task.run, values)
-                        watcher.event(worker.task.run, values)
+                        losses.event(worker.run, values)
+                        watcher.event(worker.run, values)
                     if over:
                         self._end(worker, workers, agenda, watcher, losses)
                 watcher.tick()
 
     def _start(self, agenda: Agenda, workers: list[Worker], watcher: Watcher) -> None:
         """Start what there is room for; a run that must be alone waits and lets none past it."""
-        if len(workers) >= self.jobs or any(worker.task.alone for worker in workers):
+        if len(workers) >= self.jobs or any(worker.run.alone for worker in workers):
             return
-        running = {worker.task.run.name for worker in workers}
-        for task in agenda.ready():
-            if task.run.name in running:
+        running = {worker.run.name for worker in workers}
+        for run in agenda.ready():
+            if run.name in running:
                 continue
-            if len(workers) >= self.jobs or (task.alone and workers):
+            if len(workers) >= self.jobs or (run.alone and workers):
                 return
-            workers.append(self.place.start(task, workers))
-            watcher.started(task.run)
-            if task.alone:
+            workers.append(self.place.start(run, workers))
+            watcher.started(run)
+            if run.alone:
                 return
 
     def _end(
@@ -162,7 +158,7 @@ class Pool:
         watcher: Watcher,
         losses: _Losses,
     ) -> None:
-        run = worker.task.run
+        run = worker.run
         try:
             record = worker.result()
         except Lost as lost:
@@ -181,12 +177,12 @@ class _Losses:
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
 
-    def event(self, run: Run, values: dict[str, Any]) -> None:
+    def event(self, run: RunSpec, values: dict[str, Any]) -> None:
         """A checkpoint is progress: what comes after it counts anew."""
         if values["event"] == "checkpoint":
             self._counts.pop(run.name, None)
 
-    def lost(self, run: Run, why: str) -> None:
+    def lost(self, run: RunSpec, why: str) -> None:
         """Count a loss.
 
         Raises:

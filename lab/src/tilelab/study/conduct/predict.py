@@ -189,8 +189,8 @@ class _Row(NamedTuple):
 def _rows(study: Study, chip: Chip) -> list[_Row]:
     """Return a row per arm in the study's order; an arm's total includes its sweep's trials."""
     found: dict[tuple[str, str], list[RunConfig]] = {}
-    for task in planned(study):
-        found.setdefault((task.run.experiment, task.run.arm), []).append(task.run.config)
+    for run in planned(study):
+        found.setdefault((run.experiment, run.arm), []).append(run.config)
     rows = []
     for (experiment, arm), configs in found.items():
         each = [predict(config, chip) for config in configs]

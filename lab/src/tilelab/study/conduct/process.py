@@ -1,86 +1,32 @@
-"""The process of a run, on the machine where this is called; and what its end says."""
+"""Runs as processes on this machine: start them, follow their records, read their end."""
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tilelab.bench.child import environment as same_tilewise
 from tilelab.common.files import telling_full_disk
-from tilelab.study.ask.run import RECORD, Run
-from tilelab.study.conduct.pool import Lost, RunError
+from tilelab.study.ask.run import Execution, RunSpec
+from tilelab.study.conduct.cores import Cores
+from tilelab.study.conduct.pool import Lost, RunError, Worker
 from tilelab.study.records.events import RunRecord
-from tilelab.study.train.team import Strategy
+from tilelab.study.train.child import EXPECTED_ERROR
 
-__all__ = ["CHILD", "EXPECTED_ERROR", "Outcome", "Process", "Setting", "record_after"]
+__all__ = ["Follower", "Local", "Outcome", "Process", "record_after"]
 
-CHILD = "tilelab.study.train.child"
-LAUNCH = "tilelab.study.train.launch"  # which starts several children
-EXPECTED_ERROR = 3  # a child's exit status: the last line of its standard error says what is wrong
+_CHILD = "tilelab.study.train.child"
+_LAUNCH = "tilelab.study.train.launch"  # which starts several children
 _LAST_LINES = 12
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The settings of every run of a study, wherever it runs.
-
-    Args:
-        folder: of the study.
-        cache: of tokens.
-        threads: of each run.
-        device: ``"cpu"`` or ``"cuda"``.
-        processes: of each run, each with a device of its own.
-        strategy: how they share the model.
-        environment: what the records say of where they ran.
-        checkpoint_every_s: seconds between checkpoints.
-        module: of the child; tests have others.
-        variables: of the environment, whatever the machine of a run has itself.
-        working: folder that relative paths of a config start from, where a machine has it; None for
-            that of the process that starts a run.
-    """
-
-    folder: Path
-    cache: Path
-    threads: int = 1
-    device: str = "cpu"
-    processes: int = 1
-    strategy: Strategy = "ddp"
-    environment: dict[str, Any] = field(default_factory=dict)
-    checkpoint_every_s: float = 10.0
-    module: str = CHILD
-    variables: dict[str, str] = field(default_factory=dict)
-    working: Path | None = None
-
-    def job(self, run: Run, core: int | None = None) -> dict[str, Any]:
-        """Return the job of a child process, in JSON's types.
-
-        Args:
-            run: which.
-            core: to be pinned to; None for no pinning.
-        """
-        return {
-            "run": run.as_json(),
-            "folder": str(self.folder),
-            "cache": str(self.cache),
-            "threads": self.threads,
-            "core": core,
-            "device": self.device,
-            "processes": self.processes,
-            "strategy": self.strategy,
-            "checkpoint_every_s": self.checkpoint_every_s,
-            "environment": self.environment,
-        }
-
-    def record(self, run: Run) -> Path:
-        """Return the record of a run."""
-        return run.folder(self.folder) / RECORD
 
 
 class Outcome(NamedTuple):
@@ -104,21 +50,20 @@ class Process:
     stopping is the same.
 
     Args:
-        setting: of the study.
-        job: what it is told, see ``Setting.job``.
+        run: what it does, and how.
 
     Raises:
         DiskFullError: there is no room.
     """
 
-    def __init__(self, setting: Setting, job: dict[str, Any]) -> None:
-        threads, working = str(setting.threads), setting.working
-        several = setting.processes > 1
-        modules = [*([LAUNCH] if several else []), setting.module]
-        self._record = setting.record(Run.from_json(job["run"]))
+    def __init__(self, run: RunSpec) -> None:
+        execution, self._record = run.execution, run.record
+        threads, working = str(execution.threads), execution.working
+        several = execution.processes > 1
+        modules = [*([_LAUNCH] if several else []), execution.module or _CHILD]
         environment = {
             **same_tilewise(),
-            **setting.variables,
+            **execution.variables,
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
         }
@@ -145,7 +90,7 @@ class Process:
             self._stack = stack.pop_all()
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it ended already: its status tells why
-            self._process.stdin.write(json.dumps(job) + "\n")
+            self._process.stdin.write(json.dumps(run.as_json()) + "\n")
             self._process.stdin.flush()
 
     @property
@@ -178,7 +123,7 @@ class Process:
         self._stack.close()
 
 
-def record_after(setting: Setting, run: Run, outcome: Outcome) -> RunRecord:
+def record_after(run: RunSpec, outcome: Outcome) -> RunRecord:
     """Return the record of a run whose process is over.
 
     Raises:
@@ -193,7 +138,88 @@ def record_after(setting: Setting, run: Run, outcome: Outcome) -> RunRecord:
     if code:
         words = "\n".join([f"the process of {run.name} ended with status {code}", *lines])
         raise RunError(words)
-    record = RunRecord.read(setting.record(run))
+    record = RunRecord.read(run.record)
     if not record.done:
         raise RunError(f"the process of {run.name} ended before its run did")
     return record
+
+
+class Follower:
+    """The events that were appended since the last look; for showing, not for deciding.
+
+    Args:
+        path: of the record; it need not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        # A torn last line is cut off before the next one is written.
+        self._offset = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """Return the new whole lines, parsed; what is no event is left to the record's reader."""
+        try:
+            size = self._path.stat().st_size
+            if size <= self._offset:
+                self._offset = size  # less, where the file was cut off meanwhile
+                return []
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [found for line in whole.splitlines() if (found := _parsed(line))]
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) and "event" in values else None
+
+
+@dataclass(frozen=True)
+class Local:
+    """This machine.
+
+    Args:
+        execution: of the runs.
+        cores: to pin runs of one thread to; None for no pinning.
+    """
+
+    execution: Execution
+    cores: Cores | None = None
+
+    def start(self, run: RunSpec, running: Sequence[Worker]) -> Worker:
+        """Start the process of a run; see ``pool.Place``."""
+        core = None
+        if self.cores is not None and self.execution.threads == self.execution.processes == 1:
+            core = self.cores.choose([worker.run.execution.core for worker in running])
+        return _LocalWorker(run.executed(self.execution, core=core))
+
+
+class _LocalWorker:
+    """One process and the record that it writes; see ``pool.Worker``."""
+
+    def __init__(self, run: RunSpec) -> None:
+        self.run = run
+        self.new_events = Follower(run.record).new
+        self._process = Process(run)
+        self.stop, self.close = self._process.stop, self._process.close
+
+    @property
+    def over(self) -> bool:
+        return self._process.over
+
+    def result(self) -> RunRecord:
+        """The record; a process that was killed here is no loss but a failure: the machine is."""
+        outcome = self._process.outcome()
+        if outcome.code < 0:
+            ended = f"the process of {self.run.name} was ended by signal {-outcome.code}"
+            if outcome.code == -signal.SIGKILL:
+                ended += ": out of memory? The same command goes on; fewer --jobs need less"
+            raise RunError("\n".join([ended, *outcome.lines]))
+        return record_after(self.run, outcome)

@@ -15,7 +15,7 @@ from rich.table import Table
 from tilelab.common.durations import in_words
 from tilelab.common.terminal import Text
 from tilelab.study.ask.config import Study
-from tilelab.study.ask.run import Run
+from tilelab.study.ask.run import RunSpec
 from tilelab.study.conduct.board import Board, Lane
 from tilelab.study.records.events import RunRecord
 from tilewise.commands.visible import visible
@@ -41,20 +41,20 @@ class LineProgress:
         self._board, self._console = board, console
         self._next = time.monotonic() + _LINE_S
 
-    def started(self, run: Run) -> None:
+    def started(self, run: RunSpec) -> None:
         """A process took up a run."""
         self._board.started(run)
 
-    def event(self, run: Run, values: dict[str, Any]) -> None:
+    def event(self, run: RunSpec, values: dict[str, Any]) -> None:
         """A line was added to the run's record."""
         self._board.event(run, values)
 
-    def ended(self, run: Run, record: RunRecord) -> None:
+    def ended(self, run: RunSpec, record: RunRecord) -> None:
         """A run is over."""
         self._board.ended(run, record)
         self._line(_ended_words(run, record))
 
-    def lost(self, run: Run, why: str) -> None:
+    def lost(self, run: RunSpec, why: str) -> None:
         """The worker of a run went away."""
         self._board.lost(run)
         self._line(f"{run.name} was lost ({why}) and will be taken up again")
@@ -85,19 +85,19 @@ class LiveProgress:
         self._study, self._board, self._live = study, board, live
         self._next = 0.0
 
-    def started(self, run: Run) -> None:
+    def started(self, run: RunSpec) -> None:
         """A process took up a run."""
         self._board.started(run)
 
-    def event(self, run: Run, values: dict[str, Any]) -> None:
+    def event(self, run: RunSpec, values: dict[str, Any]) -> None:
         """A line was added to the run's record."""
         self._board.event(run, values)
 
-    def ended(self, run: Run, record: RunRecord) -> None:
+    def ended(self, run: RunSpec, record: RunRecord) -> None:
         """A run is over."""
         self._board.ended(run, record)
 
-    def lost(self, run: Run, why: str) -> None:
+    def lost(self, run: RunSpec, why: str) -> None:
         """The worker of a run went away."""
         self._board.lost(run)
         words = f"{run.name} was lost ({why}) and will be taken up again"
@@ -185,7 +185,7 @@ def _cell_words(lane: Lane) -> str:
     return f"{lane.step}/{lane.run.config.steps}{loss}"
 
 
-def _ended_words(run: Run, record: RunRecord) -> str:
+def _ended_words(run: RunSpec, record: RunRecord) -> str:
     if record.diverged:
         assert record.end is not None
         return f"{run.name} diverged: {record.end.reason}"

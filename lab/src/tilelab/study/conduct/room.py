@@ -8,8 +8,8 @@ import torch
 
 from tilelab.common import memory
 from tilelab.study.ask.config import RunConfig
+from tilelab.study.ask.run import RunSpec
 from tilelab.study.need import Need, host_need
-from tilelab.study.plan import Task
 from tilewise.errors import TilewiseError
 
 __all__ = ["NotEnoughMemoryError", "available_bytes", "room_for"]
@@ -27,17 +27,17 @@ def available_bytes(device: str) -> int | None:
 
 
 def room_for(
-    tasks: Sequence[Task],
+    runs: Sequence[RunSpec],
     jobs: int,
     available: int | None,
     needed: Callable[[RunConfig], Need] = host_need,
     processes: int = 1,
     kind: str = "memory",
 ) -> int:
-    """Return how many of the tasks may run at once.
+    """Return how many of the runs may run at once.
 
     Args:
-        tasks: what is to be run.
+        runs: what is to be run.
         jobs: how many at most.
         available: bytes; None where nobody knows, and then nothing is refused.
         needed: what one process of a run takes of them.
@@ -50,11 +50,9 @@ def room_for(
     Raises:
         NotEnoughMemoryError: a single one needs more than there is.
     """
-    if available is None or not tasks:
+    if available is None or not runs:
         return jobs
-    found = sorted(
-        ((needed(task.run.config), task) for task in tasks), key=lambda each: -each[0].total
-    )
+    found = sorted(((needed(run.config), run) for run in runs), key=lambda each: -each[0].total)
     needs = [processes * each.total for each, _ in found]
     if needs[0] > available:
         raise NotEnoughMemoryError(_too_much(*found[0], available, processes, kind))
@@ -63,8 +61,8 @@ def room_for(
     return jobs
 
 
-def _too_much(wanted: Need, task: Task, available: int, processes: int, kind: str) -> str:
-    run, total = task.run, processes * wanted.total
+def _too_much(wanted: Need, run: RunSpec, available: int, processes: int, kind: str) -> str:
+    total = processes * wanted.total
     reads = wanted.reading > wanted.training
     parts = ("reading",) if reads else ("activations", "matrix", "state", "data")
     largest = max(parts, key=lambda part: getattr(wanted, part))

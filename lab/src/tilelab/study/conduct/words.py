@@ -11,7 +11,7 @@ from rich.table import Table
 from tilelab.common.durations import in_words
 from tilelab.common.terminal import Text
 from tilelab.study.ask.config import Experiment, Study
-from tilelab.study.plan import Task
+from tilelab.study.ask.run import RunSpec
 from tilelab.study.verdict.result import (
     ArmMeasures,
     ArmVerdict,
@@ -57,7 +57,7 @@ def _experiment(experiment: Experiment) -> str:
 
 
 def start(
-    todo: Sequence[Task], runs: int, jobs: int, threads: int, expected_s: float | None
+    todo: Sequence[RunSpec], runs: int, jobs: int, threads: int, expected_s: float | None
 ) -> str:
     """Return a sentence on how much there is to do, and how long it will take.
 
@@ -69,7 +69,7 @@ def start(
         expected_s: the forecast; None where there is none.
     """
     what = f"{len(todo)} of {runs} runs" if len(todo) < runs else count(runs, "run")
-    alone = sum(task.alone for task in todo)
+    alone = sum(run.alone for run in todo)
     how = f"{jobs} at once" if jobs > 1 and alone < len(todo) else "one at a time"
     if jobs > 1 and alone:
         how += " (those that compare kernels have the machine to themselves)"

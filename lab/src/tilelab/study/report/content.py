@@ -183,7 +183,7 @@ def _missing(agenda: Agenda, evidence: Evidence) -> tuple[str, ...]:
         for at, planned in enumerate(evidence.experiments)
         for place, arm in enumerate(planned.arm_names)
     }
-    finals = [task.run for task in agenda.tasks if task.run.phase == "final"]
+    finals = [run for run in agenda.runs if run.phase == "final"]
     known = [run for run in finals if (run.experiment, run.arm) in ranks]
     for run in sorted(known, key=lambda run: ranks[run.experiment, run.arm]):
         record = evidence.records.get(run.name)

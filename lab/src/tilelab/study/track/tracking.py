@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tilelab.study.ask.registry import nearest
-from tilelab.study.ask.run import RECORD, Run
+from tilelab.study.ask.run import RECORD
+from tilelab.study.ask.run import RunSpec as Run
 from tilelab.study.recipes.registry import load_file
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.store import flat

@@ -1,7 +1,7 @@
 """The process of one run: ``python -m tilelab.study.train.child``.
 
-It reads one line of JSON from standard input, a ``Job``, and writes to the folder of its run. It
-ends when its work is done, and at once when its standard input closes. So a parent that is gone,
+It reads one line of JSON from standard input, a ``RunSpec``, and writes to the folder of its run.
+It ends when its work is done, and at once when its standard input closes. So a parent that is gone,
 killed or not, leaves no process behind.
 
 Exit status:
@@ -22,24 +22,23 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
 from tilelab.common.files import telling_full_disk
 from tilelab.study.ask.config import RunConfig
-from tilelab.study.ask.run import Run
+from tilelab.study.ask.run import RunSpec
 from tilelab.study.tasks.task import Prepared
 from tilelab.study.train.flops import dtype_of, peak_flops_s
 from tilelab.study.train.memory_split import PeakMeter
 from tilelab.study.train.session import Session
-from tilelab.study.train.team import Strategy, Team, check, device_of, joined
+from tilelab.study.train.team import Team, check, device_of, joined
 from tilelab.study.train.trainer import Trainer
 from tilewise.errors import TilewiseError
 
-__all__ = ["EXPECTED_ERROR", "JOB", "ORPHANED", "Job", "end_with_parent", "leave", "main", "work"]
+__all__ = ["EXPECTED_ERROR", "JOB", "ORPHANED", "end_with_parent", "leave", "main", "work"]
 
 EXPECTED_ERROR = 3
 ORPHANED = 4
@@ -48,53 +47,13 @@ _LOCK = ".lock"
 _LOCK_WAIT_S = 10.0  # for a process that is just ending
 
 
-@dataclass(frozen=True)
-class Job:
-    """The job of a process, read from its standard input.
-
-    Args:
-        run: what to train.
-        folder: of the study.
-        cache: of token files.
-        threads: of torch.
-        core: to be pinned to; None for no pinning.
-        device: ``"cpu"``, ``"cuda"``.
-        processes: that train the run together; this is one of them.
-        strategy: how they share the model, see ``team.py``.
-        checkpoint_every_s: seconds between checkpoints.
-        environment: where it runs, for the record.
-    """
-
-    run: Run
-    folder: Path
-    cache: Path
-    threads: int = 1
-    core: int | None = None
-    device: str = "cpu"
-    processes: int = 1
-    strategy: Strategy = "ddp"
-    checkpoint_every_s: float = 10.0
-    environment: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Job:
-        """Return the job in a line of JSON."""
-        given = {
-            **values,
-            "run": Run.from_json(values["run"]),
-            "folder": Path(values["folder"]),
-            "cache": Path(values["cache"]),
-        }
-        return cls(**given)
-
-
 def main() -> int:
     """Do the job on standard input, or in the environment; the exit status."""
     line = os.environ.get(JOB) or sys.stdin.readline()
     threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         with telling_full_disk():
-            work(Job.from_json(json.loads(line)))
+            work(RunSpec.from_json(json.loads(line)))
     except TilewiseError as error:
         return _refuse(str(error))
     except RuntimeError as error:
@@ -111,42 +70,42 @@ def main() -> int:
     return 0
 
 
-def work(job: Job) -> None:
-    """Do a job in this process.
+def work(run: RunSpec) -> None:
+    """Do a run in this process.
 
     Raises:
         TilewiseError: something that the user can put right: data, a checkpoint of another config,
             a folder in use.
         OSError: something cannot be written.
     """
-    if job.core is not None and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {job.core})
-    torch.set_num_threads(job.threads)
-    check(job.run.config, job.processes, job.strategy)
-    device = device_of(job.device)
-    folder = job.run.folder(job.folder)
+    config, execution = run.config, run.execution
+    if execution.core is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {execution.core})
+    torch.set_num_threads(execution.threads)
+    check(config, execution.processes, execution.strategy)
+    device = device_of(execution.device)
+    folder = run.folder(execution.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with joined(job.processes, job.strategy, device) as team, _held(folder, team):
-        config = job.run.config
-        data = team.first(lambda: config.learning.prepare(config, job.cache))
+    with joined(execution.processes, execution.strategy, device) as team, _held(folder, team):
+        data = team.first(lambda: config.learning.prepare(config, execution.cache))
         _warm(config, data, device)
         dtype = dtype_of(config.training.precision)
         # Before the meter: it takes memory. The lead measures while the others are idle.
         peak = team.agreed(peak_flops_s(dtype, device) if team.lead else 0.0) * team.size
         meter = PeakMeter(device)
         session = Session(
-            Trainer(job.run, data, device, team),
+            Trainer(run, data, device, team),
             data,
             folder,
             meter,
             peak_flops_s=peak,
-            checkpoint_every_s=job.checkpoint_every_s,
+            checkpoint_every_s=execution.checkpoint_every_s,
             environment={
-                **job.environment,
-                "threads": job.threads,
+                **execution.environment,
+                "threads": execution.threads,
                 "processes": team.size,
                 "strategy": team.strategy if team.size > 1 else None,
-                "core": job.core,
+                "core": execution.core,
                 "device": _name_of(device),
             },
         )

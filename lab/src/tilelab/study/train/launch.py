@@ -37,7 +37,7 @@ def main(module: str) -> int:
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=json.loads(line)["processes"],
+        nproc_per_node=json.loads(line)["execution"]["processes"],
         run_id=str(uuid.uuid4()),
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",

@@ -36,6 +36,7 @@ from tilelab.study.train.trainer import Diverged, Split, Trainer
 
 __all__ = ["WARMUP_STEPS", "Session", "Totals"]
 
+_RECORDED = ("experiment", "arm", "seed", "phase", "candidate", "config", "config_hash")
 WARMUP_STEPS = 2  # first steps of a process: caches, compilation, optimizer state
 # A checkpoint waits for this many times what the last one took: it costs a few percent at most.
 _CHECKPOINT_SHARE = 20.0
@@ -225,15 +226,10 @@ class Session:
 
     def _start(self) -> Start:
         run, trainer = self.trainer.run, self.trainer
+        values = run.as_json()
         return Start(
             run=run.name,
-            experiment=run.experiment,
-            arm=run.arm,
-            seed=run.seed,
-            phase=run.phase,
-            candidate=run.candidate,
-            config=run.config.model_dump(mode="json"),
-            config_hash=run.config_hash,
+            **{name: values[name] for name in _RECORDED},
             from_step=trainer.done,
             time=datetime.now(UTC).isoformat(timespec="seconds"),
             environment=self._environment,

@@ -18,19 +18,18 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tilelab.study.ask.config import RunConfig
+from tilelab.study.ask.run import Strategy
 from tilewise.errors import InvalidArgument
 
 __all__ = [
     "ALONE",
-    "STRATEGIES",
-    "Strategy",
     "Team",
     "check",
     "cut_like",
@@ -40,8 +39,6 @@ __all__ = [
     "whole",
 ]
 
-Strategy = Literal["ddp", "fsdp"]
-STRATEGIES: tuple[Strategy, ...] = ("ddp", "fsdp")
 # Adafactor keeps a matrix's rows and columns, which are no parts of the matrix. Muon multiplies
 # whole matrices; schedule-free moves weights in place outside of a step.
 _SHARDED_OPTIMIZERS = ("adamw", "lion", "sgd")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tilelab.study.ask.run import Run
+from tilelab.study.ask.run import RunSpec
 from tilelab.study.choices import optimizers, schedules
 from tilelab.study.data.order import micro_batch_seed
 from tilelab.study.tasks.task import AbstractTask, Batch, Prepared
@@ -90,7 +90,9 @@ class Trainer:
         team: the processes of the run; all of them call the same methods in the same order.
     """
 
-    def __init__(self, run: Run, data: Prepared, device: torch.device, team: Team = ALONE) -> None:
+    def __init__(
+        self, run: RunSpec, data: Prepared, device: torch.device, team: Team = ALONE
+    ) -> None:
         config, training = run.config, run.config.training
         self.run, self.config, self.device, self.done = run, config, device, 0
         self.task: AbstractTask = config.learning

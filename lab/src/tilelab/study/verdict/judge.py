@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tilelab.study.ask.config import Arm, Experiment, Study
-from tilelab.study.ask.run import Run
+from tilelab.study.ask.run import RunSpec as Run
 from tilelab.study.records.events import RunRecord
 from tilelab.study.verdict.caveats import (
     agreement,

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from tilelab.study.ask.config import Experiment
 from tilelab.study.ask.metrics import rank
-from tilelab.study.ask.run import Run, trial
+from tilelab.study.ask.run import RunSpec as Run
+from tilelab.study.ask.run import trial
 from tilelab.study.records.events import RunRecord
 from tilelab.study.verdict.measures import final_metric, status
 from tilelab.study.verdict.result import Candidate, Interval, RungResult, SweepResult

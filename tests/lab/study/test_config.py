@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,8 @@ from tilelab.study.ask.config import (
 )
 from tilelab.study.ask.registry import names
 from tilelab.study.ask.values import Frozen, added, as_invalid_argument
+from tilelab.study.records.store import read_study
+from tilelab.study.tasks.language import LanguageModelling
 from tilewise.errors import InvalidArgument
 
 LION = Arm(name="lion", changes={"optimizer.name": "lion", "optimizer.lr": 0.001})
@@ -408,3 +411,70 @@ def test_long_values_are_shortened_in_messages() -> None:
     with pytest.raises(InvalidArgument) as error:
         parse(Attention, {"implementation": "x" * 10_000})
     assert len(str(error.value)) < 200
+
+
+STUDIES = sorted((Path(__file__).parents[3] / "benchmarks" / "studies").glob("*/study.json"))
+
+
+def test_there_are_stored_studies() -> None:
+    assert len(STUDIES) >= 4
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.parent.name)
+def test_the_hash_of_a_stored_study_is_what_it_was(path: Path) -> None:
+    values = json.loads(path.read_text())
+    assert config_hash(parse(Study, values["study"])) == values["hash"]
+    assert read_study(path.parent).study == parse(Study, values["study"])
+
+
+def test_a_saved_config_says_everything() -> None:
+    dumped = RunConfig().model_dump(mode="json")
+    assert dumped["task"] == {"name": "language-modelling"}
+    assert (dumped["model"]["family"], dumped["model"]["checkpoint"]) == ("gpt2", "")
+
+
+class Ignorant(LanguageModelling):
+    """A task that knows neither documents nor rows that grow."""
+
+    packs = False
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data.packing": "documents"},
+        {"data.packing": "padded"},
+        {"evaluation.documents": True},
+        {"training.length_warmup.steps": 10},
+    ],
+    ids=str,
+)
+def test_rows_that_a_task_does_not_know(changes: dict[str, Any]) -> None:
+    config = change(RunConfig(), changes)
+    LanguageModelling().check(config)
+    (path,) = changes
+    with pytest.raises(InvalidArgument, match=f"{path}: got .*for task language-modelling"):
+        Ignorant().check(config)
+    Ignorant().check(RunConfig())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model.kv_heads": 1},
+        {"model.positions": "rotary"},
+        {"model.norm": "rms"},
+        {"model.qk_norm": True},
+    ],
+    ids=str,
+)
+def test_numbers_of_the_gpt2_alone(changes: dict[str, Any]) -> None:
+    class Encoder(LanguageModelling):
+        families = ("gpt2", "bert")  # type: ignore[assignment]
+
+    config = change(RunConfig(), changes)
+    Encoder().check(config)
+    other = config.model.model_copy(update={"family": "bert"})
+    (path,) = changes
+    with pytest.raises(InvalidArgument, match=f"{path}: got .*for family bert"):
+        Encoder().check(config.model_copy(update={"model": other}))

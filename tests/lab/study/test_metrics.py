@@ -10,7 +10,7 @@ import pytest
 from tests.lab.study.records_of import Behaviour, experiment_of, records_of, study_of, write
 from tilelab.study.ask.config import Experiment, Study, Sweep, change
 from tilelab.study.ask.metrics import METRICS, ahead, rank, reached, value_in
-from tilelab.study.conduct.target import check_target
+from tilelab.study.conduct.checks import check_target
 from tilelab.study.plan import chosen_value
 from tilelab.study.records.store import StoredStudy, begin
 from tilelab.study.report import write as report

@@ -14,7 +14,7 @@ from tilelab.study.ask.config import RunConfig
 from tilelab.study.data.tokenizers import tokenizer
 from tilelab.study.need import need, parameters
 from tilelab.study.tasks.families import gpt2_of
-from tilelab.study.train.memory_split import saved_bytes, weights_bytes
+from tilelab.study.train.costs import saved_bytes, weights_bytes
 
 CASES: list[dict[str, Any]] = [
     {"attention.implementation": "plain"},

@@ -14,24 +14,6 @@ from tilelab.study.ask import registry
 from tilelab.study.ask.registry import Kind, Share, find, names, nearest, register, resolve
 from tilewise.errors import InvalidArgument
 
-CHOICES = {
-    "optimizer": ("adafactor", "adamw", "lion", "muon", "schedule-free", "sgd"),
-    "schedule": ("constant", "cosine", "inverse-sqrt", "linear", "one-cycle", "wsd"),
-    "variant": (
-        *("alibi", "bigbird", "blocks", "butterfly", "causal", "dilated", "fixed", "full"),
-        *("softcap", "strided", "window", "window-global"),
-    ),
-    "task": (
-        "documents",
-        "glue",
-        "images",
-        "language-modelling",
-        "listops",
-        "masked-language-modelling",
-        "text-classification",
-    ),
-}
-
 
 @pytest.fixture
 def made_up() -> Iterator[str]:
@@ -64,12 +46,9 @@ def made_up() -> Iterator[str]:
     registry._ENTRIES.update(before)
 
 
-def test_all_choices_are_there() -> None:
-    assert {kind: names(kind) for kind in get_args(Kind)} == CHOICES
-
-
 @pytest.mark.parametrize("kind", get_args(Kind))
 def test_every_choice_says_what_it_does(kind: Kind) -> None:
+    assert len(names(kind)) > 1
     for name in names(kind):
         entry = find(kind, name)
         assert entry.summary.endswith("."), name
@@ -163,6 +142,7 @@ def test_nearest_is_silent_where_nothing_is_near() -> None:
 
 
 def test_a_choice_without_docstring_or_standard_value_is_refused() -> None:
+    before = names("schedule")
     with pytest.raises(AssertionError, match="docstring"):
 
         @register("schedule")
@@ -180,7 +160,7 @@ def test_a_choice_without_docstring_or_standard_value_is_refused() -> None:
         def outside(progress: object, *, warmup: Share = 1.5) -> None:
             """Something."""
 
-    assert names("schedule") == CHOICES["schedule"]
+    assert names("schedule") == before
 
 
 def test_the_registry_fills_itself_in_a_fresh_process() -> None:
@@ -192,4 +172,4 @@ def test_the_registry_fills_itself_in_a_fresh_process() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=True
     )
-    assert done.stdout == f"{CHOICES['variant']}\n{{'warmup': 0.05}}\n"
+    assert done.stdout == f"{names('variant')}\n{{'warmup': 0.05}}\n"

@@ -26,9 +26,9 @@ from tilelab.study import report
 from tilelab.study.ask.config import Study
 from tilelab.study.ask.run import RECORD, Execution, RunSpec
 from tilelab.study.conduct import cluster
+from tilelab.study.conduct.checks import NotEnoughMemoryError
 from tilelab.study.conduct.cluster import Cluster
 from tilelab.study.conduct.pool import RunError
-from tilelab.study.conduct.room import NotEnoughMemoryError
 from tilelab.study.need import gpu_need, host_need
 from tilelab.study.plan import planned
 from tilelab.study.records import store

@@ -27,9 +27,9 @@ from tilelab.common.threads import crowded
 from tilelab.study import report
 from tilelab.study.ask.config import Study
 from tilelab.study.conduct import conductor
+from tilelab.study.conduct.checks import NotEnoughMemoryError
 from tilelab.study.conduct.conductor import report_again
 from tilelab.study.conduct.pool import RunError
-from tilelab.study.conduct.room import NotEnoughMemoryError
 from tilelab.study.data.tokens import CorruptCacheError
 from tilelab.study.records import store
 from tilelab.study.records.events import CorruptRecordError

@@ -11,7 +11,6 @@ import torch
 
 from tests.lab.study.train.toys import CONFIG, tokens_of
 from tilelab.study.ask.config import change
-from tilelab.study.data.documents import Documents
 from tilelab.study.data.order import evaluation_windows, strided
 from tilelab.study.data.packing import (
     IGNORED,
@@ -23,7 +22,7 @@ from tilelab.study.data.packing import (
     attended,
     shortened,
 )
-from tilelab.study.data.tokens import Tokens
+from tilelab.study.data.tokens import Documents, Tokens
 from tilewise.errors import InvalidArgument
 
 BEGINS = [0, 1, 40, 41, 43, 100, 260, 261, 330]
@@ -132,10 +131,10 @@ def test_held_out_windows_apart_by_document() -> None:
         scored: list[int] = []
         for plain, part in zip(one.parts(4), other.parts(4), strict=True):
             assert plain.documents is None
-            assert len(plain.asked) == 1
+            assert len(plain.model_inputs) == 1
             assert torch.equal(part.inputs, plain.inputs)
             assert torch.equal(part.targets, plain.targets)
-            inputs, documents = part.asked
+            inputs, documents = part.model_inputs
             assert torch.equal(inputs, part.inputs)
             targets = np.array(part.targets[part.counted].tolist())
             of_targets = np.searchsorted(begins, targets, side="right") - 1

@@ -10,7 +10,7 @@ from tilelab.study import recipes
 from tilelab.study.ask.config import Experiment, Sequential, Study, change, config_hash, parse
 from tilelab.study.need import gpu_need, need
 from tilelab.study.plan import planned
-from tilelab.study.recipes.lengths import plain_attention_bytes
+from tilelab.study.recipes.kernels import plain_attention_bytes
 from tilelab.study.verdict.stages import combined
 from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument

@@ -16,8 +16,8 @@ from tests.lab.study.tasks.test_long import config_of, prepared, write_objects
 from tilelab.study.ask.config import Data, change
 from tilelab.study.data.corpus import data_folder
 from tilelab.study.data.order import shuffled
-from tilelab.study.tasks import images_files
-from tilelab.study.tasks.images_files import read
+from tilelab.study.tasks import images
+from tilelab.study.tasks.images import read
 
 FOLDER = data_folder()
 
@@ -27,7 +27,7 @@ FOLDER = data_folder()
 def test_what_images_take_is_known_from_the_header(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], examples: int
 ) -> None:
-    monkeypatch.setattr(images_files, "_AT_ONCE", 64)
+    monkeypatch.setattr(images, "_AT_ONCE", 64)
     pixels = np.random.default_rng(0).integers(0, 256, (3000, 32, 32, *sizes), np.uint8)
     np.savez(tmp_path / "all.npz", images=pixels, labels=np.arange(3000))
     config = of_images(tmp_path / "all.npz", task__patch=8, task__train_examples=examples)

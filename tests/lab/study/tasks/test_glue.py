@@ -20,11 +20,11 @@ from tilelab.study.data.corpus import data_folder
 from tilelab.study.need import parameters
 from tilelab.study.tasks.classification import Output
 from tilelab.study.tasks.examples import Examples, Ragged, joined
-from tilelab.study.tasks.glue_files import DATASETS, read
-from tilelab.study.train.memory_split import PeakMeter
+from tilelab.study.tasks.glue import DATASETS, read
+from tilelab.study.train.costs import PeakMeter
 from tilelab.study.train.session import Session
 from tilelab.study.train.trainer import Trainer
-from tilewise.errors import InvalidArgument
+from tilewise.errors import InvalidArgument, Unsupported
 
 pytest.importorskip("tokenizers")
 _FOLDER = data_folder()
@@ -359,3 +359,60 @@ def test_parameters_are_counted(feed_forward: Any, tmp_path: Path) -> None:
 
 def test_every_data_set_has_its_folder() -> None:
     assert {name: each.folder for name, each in DATASETS.items()} == FOLDERS
+
+
+# Columns and splits of nyu-mll/glue, which the code under test has its own table of.
+ON_THE_HUB = {
+    "cola": ("sentence", "label"),
+    "sst2": ("sentence", "label"),
+    "mrpc": ("sentence1", "sentence2", "label"),
+    "qqp": ("question1", "question2", "label"),
+    "stsb": ("sentence1", "sentence2", "label"),
+    "mnli": ("premise", "hypothesis", "label"),
+    "qnli": ("question", "sentence", "label"),
+    "rte": ("sentence1", "sentence2", "label"),
+    "wnli": ("sentence1", "sentence2", "label"),
+}
+SPLITS_ON_THE_HUB = {"train": "train", "held_out": "validation"}
+MNLI_SPLITS_ON_THE_HUB = {
+    "train": "train",
+    "matched": "validation_matched",
+    "mismatched": "validation_mismatched",
+}
+
+
+@pytest.mark.filterwarnings("ignore:Cannot locate reference")  # of dill, inside datasets
+@pytest.mark.parametrize("dataset", list(ON_THE_HUB))
+def test_by_a_name_of_the_hub(
+    dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real loading code, on a folder that is laid out like a data set of the Hub."""
+    datasets = pytest.importorskip("datasets", reason="pip install 'tilewise[hub]'")
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    local = read(DATASETS[dataset], str(write_glue(tmp_path / "glue", dataset)))
+    splits = MNLI_SPLITS_ON_THE_HUB if dataset == "mnli" else SPLITS_ON_THE_HUB
+    lines = ["---", "configs:", f"- config_name: {dataset}", "  data_files:"]
+    for part, split in splits.items():
+        rows = local[part]
+        values = (rows.first, *([] if rows.second is None else [rows.second]), rows.labels)
+        columns: dict[str, Any] = dict(zip(ON_THE_HUB[dataset], values, strict=True))
+        path = tmp_path / "hub" / dataset / f"{split}-00000-of-00001.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(arrow.table(columns), path)
+        lines += [f"  - split: {split}", f"    path: {dataset}/{path.name}"]
+    (tmp_path / "hub" / "README.md").write_text("\n".join([*lines, "---", ""]))
+    assert read(DATASETS[dataset], f"hub:{tmp_path / 'hub'}") == local
+    other = "cola" if dataset == "rte" else "rte"
+    with pytest.raises(InvalidArgument, match=f"configuration {other}"):
+        read(DATASETS[other], f"hub:{tmp_path / 'hub'}")
+
+
+def test_every_data_set_of_the_hub_is_named() -> None:
+    assert list(ON_THE_HUB) == list(DATASETS)
+
+
+def test_the_hub_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(Unsupported, match=r"pip install 'tilewise\[hub\]'"):
+        read(DATASETS["cola"], "hub:nyu-mll/glue")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,9 @@ from tilelab.study.ask.run import Execution, RunSpec
 from tilelab.study.data.corpus import data_folder
 from tilelab.study.need import need, parameters
 from tilelab.study.records.events import RunRecord
-from tilelab.study.tasks.images import VARIANTS
-from tilelab.study.tasks.images_files import NAMED, Images, read
+from tilelab.study.tasks.images import NAMED, VARIANTS, Images, read
 from tilelab.study.train.child import work
-from tilelab.study.train.memory_split import PeakMeter
+from tilelab.study.train.costs import PeakMeter
 from tilelab.study.train.session import Session
 from tilelab.study.train.trainer import Trainer
 from tilewise.errors import InvalidArgument, Unsupported
@@ -395,3 +396,51 @@ def test_a_compiled_run_learns_the_same(tmp_path: Path) -> None:
         session_of(config, folder).work()
         losses.append([step.loss or 0.0 for step in record_of(folder).steps])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def write(path: Path, count: int, side: int) -> None:
+    generator = np.random.default_rng(0)
+    images = generator.integers(0, 256, (count, side, side)).astype(np.uint8)
+    np.savez_compressed(path, images=images, labels=np.arange(count) % 3)
+
+
+def test_the_hash_copies_nothing(tmp_path: Path) -> None:
+    """A run's memory is measured while it is taken."""
+    path = tmp_path / "all.npz"
+    write(path, 400, 32)
+    data = read(Data(source=str(path)), 0)
+    tracemalloc.start()
+    try:
+        found = data.sha256
+        assert tracemalloc.get_traced_memory()[1] < data.train.pixels.nbytes / 10
+    finally:
+        tracemalloc.stop()
+    digest = hashlib.sha256()
+    for part in (data.train, data.held_out):
+        digest.update(f"{part.pixels.shape} 3\n".encode())
+        digest.update(part.pixels.tobytes() + part.labels.tobytes())
+    assert found == digest.hexdigest()
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    whole, path = tmp_path / "whole.npz", tmp_path / "damaged.npz"
+    write(whole, 60, 8)
+    data = whole.read_bytes()
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    middle = bytearray(data)
+    middle[200:260] = bytes(60)
+    for content in (data[:-40], bytes(middle), (tmp_path / "one.npy").read_bytes(), b""):
+        path.write_bytes(content)
+        with pytest.raises(InvalidArgument, match=r"format .npz with images and labels"):
+            read(Data(source=str(path)), 0)
+
+
+def test_a_named_data_set_that_is_missing_says_what_it_is_made_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in (str(tmp_path), ""):
+        monkeypatch.setenv("TILEWISE_DATA", folder)
+        with pytest.raises(InvalidArgument, match=r"Write train_gray\.npz .*kriz/cifar"):
+            read(Data(source="cifar10-gray"), 0)
+        with pytest.raises(InvalidArgument, match=r"pathfinder128\.npz .*drewlinsley"):
+            read(Data(source="pathfinder128"), 0)

@@ -14,11 +14,10 @@ from tests.lab.study.train.toys import CPU, record_of
 from tilelab.study.ask.config import RunConfig, change
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.data.corpus import data_folder
-from tilelab.study.data.tokenizers import tokenizer
-from tilelab.study.data.wordpiece import WordPiece, wordpiece
+from tilelab.study.data.tokenizers import WordPiece, tokenizer, wordpiece
 from tilelab.study.need import parameters
 from tilelab.study.tasks.masked import mask
-from tilelab.study.train.memory_split import PeakMeter
+from tilelab.study.train.costs import PeakMeter
 from tilelab.study.train.session import Session
 from tilelab.study.train.trainer import Trainer
 from tilewise.errors import InvalidArgument

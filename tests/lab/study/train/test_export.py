@@ -22,8 +22,8 @@ from tilelab.study.data.corpus import data_folder
 from tilelab.study.records import store
 from tilelab.study.records.events import RunRecord
 from tilelab.study.train import child
+from tilelab.study.train.costs import PeakMeter
 from tilelab.study.train.export import export
-from tilelab.study.train.memory_split import PeakMeter
 from tilelab.study.train.session import Session
 from tilelab.study.train.state import CHECKPOINT, CheckpointError
 from tilelab.study.train.trainer import Trainer

@@ -11,8 +11,7 @@ import pytest
 
 from tests.lab.study.train.test_session import _bits, _kill_at
 from tests.lab.study.train.toys import CPU, STEPS, record_of, run_of, session_of, tokens_of
-from tilelab.study.data.documents import Documents
-from tilelab.study.data.tokens import Tokens
+from tilelab.study.data.tokens import Documents, Tokens
 from tilelab.study.records.events import RunRecord
 from tilelab.study.train.trainer import Trainer
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.lab.study.train.toys import record_of, session_of
 from tilelab.models.gpt2 import GPT2, Shape
-from tilelab.study.tasks.sampler import printable, sample
+from tilelab.study.tasks.language import printable, sample
 
 
 def model(**changes: Any) -> GPT2:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 from tests.lab.study.train.toys import (
     OPTIMIZERS,
@@ -27,8 +28,9 @@ from tests.lab.study.train.toys import (
 from tilelab.study.ask.run import RECORD
 from tilelab.study.records.events import RunRecord, Writer
 from tilelab.study.train import state as states
-from tilelab.study.train.session import Session
+from tilelab.study.train.session import Examiner, Session
 from tilelab.study.train.state import CHECKPOINT, CheckpointError, weights_sha256
+from tilelab.study.train.trainer import Trainer
 
 CHOICES: list[dict[str, Any]] = [
     *({"optimizer.name": name} for name in OPTIMIZERS),
@@ -342,3 +344,68 @@ def test_checkpoints_wait_for_their_turn(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("time.monotonic", lambda: float(next(ticks)))
     _finished(tmp_path / "slow", checkpoint_every_s=1.0)
     assert (tmp_path / "slow" / RECORD).read_text().count('"event":"checkpoint"') == 2
+
+
+TOKENS = tokens_of()
+
+
+@torch.no_grad()
+def _by_hand(trainer: Trainer) -> float:
+    """The mean loss of all windows of 16 that tile the held-out text from its start."""
+    text = torch.from_numpy(TOKENS.held_out.astype("int64"))
+    count = (len(text) - 1) // 16
+    inputs, targets = text[: count * 16].view(-1, 16), text[1 : count * 16 + 1].view(-1, 16)
+    trainer.model.eval()
+    with trainer.autocast():
+        logits = trainer.model(inputs).float()
+    trainer.model.train()
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_the_loss_by_hand_and_without_dropout(precision: str) -> None:
+    changes = {
+        "training.precision": precision,
+        "model.dropout.residual": 0.5,
+        "evaluation.windows": (len(TOKENS.held_out) - 1) // 16,
+    }
+    trainer = trainer_of(changes)
+    trainer.step()
+    before = trainer.state({}).sha256
+    found = Examiner(trainer, TOKENS).held_out(whole=False)
+    assert found.loss == pytest.approx(_by_hand(trainer), rel=1e-2)
+    assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))
+    assert found.word_perplexity is None
+    assert trainer.state({}).sha256 == before
+    assert trainer.model.training
+
+
+def test_an_optimizer_that_averages_is_evaluated_at_its_average() -> None:
+    changes = {"optimizer.name": "schedule-free", "optimizer.lr": 0.05, "budget.steps": 20}
+    trainer = trainer_of(changes)
+    for _ in range(10):
+        trainer.step()
+    before = trainer.state({}).sha256
+    found = Examiner(trainer, TOKENS).held_out(whole=False).loss
+    assert trainer.state({}).sha256 == before
+    # x from its definition, y = (1 - beta) z + beta x, of which y is in the weights and z kept.
+    beta = float(trainer.config.optimizer.options["betas"][0])
+    other = trainer_of(changes)
+    weights = dict(trainer.model.named_parameters())
+    with torch.no_grad():
+        for name, target in other.model.named_parameters():
+            z = trainer.optimizer.state[weights[name]]["z"]
+            target.copy_((weights[name] - (1 - beta) * z) / beta)
+    at_average = Examiner(trainer_of(), TOKENS)
+    at_average._trainer.model.load_state_dict(other.model.state_dict())
+    assert found == pytest.approx(at_average.held_out(whole=False).loss, rel=1e-5)
+    at_average._trainer.model.load_state_dict(trainer.model.state_dict())
+    assert found != pytest.approx(at_average.held_out(whole=False).loss, rel=1e-4)
+
+
+def test_the_whole_text_is_scored_only_where_the_config_asks() -> None:
+    sampled = Examiner(trainer_of(), TOKENS)
+    assert sampled.held_out(whole=True) == sampled.held_out(whole=False)
+    strided = Examiner(trainer_of({"evaluation.final_stride": 4}), TOKENS)
+    assert strided.held_out(whole=False) == sampled.held_out(whole=False)
+    assert strided.held_out(whole=True) != sampled.held_out(whole=True)

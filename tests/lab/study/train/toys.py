@@ -12,15 +12,16 @@ import pytest
 import torch
 
 from tilelab.study.ask.config import Budget, Data, Evaluation, Model, RunConfig, Training, change
+from tilelab.study.ask.registry import names
 from tilelab.study.ask.run import RECORD, RunSpec
 from tilelab.study.data.tokens import Tokens
 from tilelab.study.records.events import RunRecord
-from tilelab.study.train.memory_split import PeakMeter
+from tilelab.study.train.costs import PeakMeter
 from tilelab.study.train.session import Session
 from tilelab.study.train.trainer import Taken, Trainer
 
 CPU = torch.device("cpu")
-OPTIMIZERS = ("adafactor", "adamw", "lion", "muon", "schedule-free", "sgd")
+OPTIMIZERS = names("optimizer")
 STEPS = 6
 
 CONFIG = RunConfig(

@@ -180,8 +180,8 @@ def finals(
     """
     sweep, names = experiment.sweep, experiment.arm_names
     found = []
-    for turn, seed in enumerate(experiment.seeds):
-        first = turn % len(names)
+    for index, seed in enumerate(experiment.seeds):
+        first = index % len(names)
         for name in (*names[first:], *names[:first]):
             if wanted is not None and seed not in wanted[name]:
                 continue

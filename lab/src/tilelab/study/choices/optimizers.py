@@ -3,37 +3,101 @@
 Every one is a ``torch.optim.Optimizer``; ``build`` makes it, ``set_lr`` sets the rate of a step,
 ``training_mode`` and ``evaluation_mode`` switch those that evaluate an average of their weights. To
 go on later with the same bits, save ``state_dict()`` and the weights in training mode.
+
+In the rules ``g`` is the gradient, ``p`` the weight, ``eta`` the learning rate and ``lambda`` the
+weight decay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
 from tilelab.study.ask.registry import NotNegative, Positive, Share, find, register
-from tilelab.study.choices.groups import Group, parameter_groups
-from tilelab.study.choices.rules import Lion, MuonAdamW, Sgd
 
 if TYPE_CHECKING:  # config imports this module, through the registry
     from tilelab.study.ask.config import Optimizer
 
 __all__ = [
+    "SHARDED",
     "Built",
+    "Group",
+    "Lion",
+    "MuonAdamW",
+    "Sgd",
     "adafactor",
     "adamw",
     "build",
     "evaluation_mode",
     "lion",
     "muon",
+    "parameter_groups",
     "schedule_free",
     "set_lr",
     "sgd",
     "training_mode",
 ]
+
+# Those that work on parts of weights (``--strategy fsdp``). Adafactor keeps a matrix's rows and
+# columns, which are no parts of the matrix. Muon multiplies whole matrices; schedule-free moves
+# weights in place outside of a step.
+SHARDED = ("adamw", "lion", "sgd")
+
+
+class Group(NamedTuple):
+    """Parameters that are treated alike.
+
+    Args:
+        name: ``"decay"`` or ``"no-decay"``.
+        parameters: by their names in the model.
+        decays: whether weight decay acts on them.
+    """
+
+    name: str
+    parameters: Mapping[str, nn.Parameter]
+    decays: bool
+
+    def for_torch(self, lr: float, weight_decay: float, **options: Any) -> dict[str, Any]:
+        """Return the group as ``torch.optim`` takes it.
+
+        Args:
+            lr: learning rate.
+            weight_decay: of a group that decays; the others get 0.
+            options: any further ones of the optimizer.
+        """
+        decay = weight_decay if self.decays else 0.0
+        return {
+            "params": list(self.parameters.values()),
+            "lr": lr,
+            "weight_decay": decay,
+            **options,
+        }
+
+
+def parameter_groups(model: nn.Module) -> list[Group]:
+    """Return the parameters of a model in two groups.
+
+    ``decay``: weights of two dimensions or more that are multiplied with activations.
+    ``no-decay``: biases, norms, and embeddings, whose rows are looked up (a head that is tied to
+    an embedding is that embedding). A parameter without gradient is in none, and so is a group
+    without parameters.
+
+    Args:
+        model: its parameters are not changed.
+    """
+    embeddings = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    decayed: dict[str, nn.Parameter] = {}
+    kept: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            multiplied = parameter.dim() >= 2 and id(parameter) not in embeddings
+            (decayed if multiplied else kept)[name] = parameter
+    groups = [Group("decay", decayed, True), Group("no-decay", kept, False)]
+    return [each for each in groups if each.parameters]
 
 
 class Built(NamedTuple):
@@ -203,3 +267,103 @@ def _torch_adamw(
 ) -> torch.optim.AdamW:
     """One pass over the weights: torch's default makes one for every operation of the rule."""
     return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
+
+
+TorchGroup = Mapping[str, Any]
+
+
+class Lion(torch.optim.Optimizer):
+    """Sign of an interpolated momentum.
+
+    p <- p (1 - eta lambda) - eta sign(b1 m + (1 - b1) g);  m <- b2 m + (1 - b2) g.
+
+    Args:
+        groups: torch's parameter groups, each with its ``lr`` and ``weight_decay``.
+        betas: b1 and b2.
+
+    Source: Chen et al., Symbolic Discovery of Optimization Algorithms (2023), algorithm 2.
+    """
+
+    def __init__(self, groups: Sequence[TorchGroup], betas: tuple[float, float]) -> None:
+        super().__init__([dict(each) for each in groups], {"betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step; ``closure`` is not taken."""
+        assert closure is None
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for parameter, gradient in _with_gradient(group):
+                momentum = _buffer(self.state[parameter], parameter)
+                update = momentum.mul(first).add_(gradient, alpha=1.0 - first).sign_()
+                parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
+                parameter.add_(update, alpha=-group["lr"])
+                momentum.mul_(second).add_(gradient, alpha=1.0 - second)
+
+
+class Sgd(torch.optim.Optimizer):
+    """Momentum, with decay that does not pass through it.
+
+    m <- mu m + g;  p <- p (1 - eta lambda) - eta m, or with Nesterov - eta (g + mu m).
+
+    Args:
+        groups: torch's parameter groups, each with its ``lr`` and ``weight_decay``.
+        momentum: mu.
+        nesterov: look ahead.
+
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 1.
+    """
+
+    def __init__(self, groups: Sequence[TorchGroup], momentum: float, nesterov: bool) -> None:
+        defaults = {"momentum": momentum, "nesterov": nesterov}
+        super().__init__([dict(each) for each in groups], defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step; ``closure`` is not taken."""
+        assert closure is None
+        for group in self.param_groups:
+            mu = group["momentum"]
+            for parameter, gradient in _with_gradient(group):
+                momentum = _buffer(self.state[parameter], parameter).mul_(mu).add_(gradient)
+                update = gradient.add(momentum, alpha=mu) if group["nesterov"] else momentum
+                parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
+                parameter.add_(update, alpha=-group["lr"])
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """torch's Muon for some groups and its AdamW for the others, as one optimizer.
+
+    Both rules work on this optimizer's own groups and state, so that there is one list of groups
+    and one ``state_dict``.
+
+    Args:
+        muon: made for its parameters, two-dimensional ones.
+        adamw: made for all others; None where there are none.
+    """
+
+    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW | None) -> None:
+        self._rules: list[torch.optim.Optimizer] = [muon, *([adamw] if adamw else [])]
+        super().__init__([group for rule in self._rules for group in rule.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step; ``closure`` is not taken."""
+        assert closure is None
+        first = 0
+        for rule in self._rules:
+            # Loading a state replaces groups and state, so the rules get them anew every time.
+            last = first + len(rule.param_groups)
+            rule.param_groups, rule.state = self.param_groups[first:last], self.state
+            rule.step()
+            first = last
+
+
+def _with_gradient(group: TorchGroup) -> list[tuple[nn.Parameter, Tensor]]:
+    return [(each, each.grad) for each in group["params"] if each.grad is not None]
+
+
+def _buffer(state: dict[str, Tensor], parameter: nn.Parameter) -> Tensor:
+    if "momentum" not in state:
+        state["momentum"] = torch.zeros_like(parameter)
+    return state["momentum"]

@@ -22,18 +22,14 @@ from tilelab.common.threads import crowded
 from tilelab.study import report
 from tilelab.study.ask.config import Study
 from tilelab.study.ask.run import STANDARD, Execution, RunSpec
-from tilelab.study.conduct import words
+from tilelab.study.conduct import progress
 from tilelab.study.conduct.board import Board
-from tilelab.study.conduct.checkpoints import check_checkpoints
+from tilelab.study.conduct.checks import available_bytes, check_checkpoints, check_target, room_for
 from tilelab.study.conduct.cluster import Cluster, connected
-from tilelab.study.conduct.cores import Cores, lock_folder
 from tilelab.study.conduct.forecast import data_key, forecast_s
 from tilelab.study.conduct.index import write_index
 from tilelab.study.conduct.pool import Pool, Watcher
-from tilelab.study.conduct.process import Local
-from tilelab.study.conduct.progress import showing
-from tilelab.study.conduct.room import available_bytes, room_for
-from tilelab.study.conduct.target import check_target
+from tilelab.study.conduct.process import Cores, Local, lock_folder
 from tilelab.study.need import gpu_need, host_need
 from tilelab.study.plan import Agenda
 from tilelab.study.records import store
@@ -133,7 +129,7 @@ class Conductor:
 
     def _work(self, folder: Path, agenda: Agenda, where: dict[str, Any], console: Console) -> int:
         study = self.study
-        _say(console, words.opening(study, folder))
+        _say(console, progress.opening(study, folder))
         for record in agenda.records.values():
             for each in record.evaluations[:1]:
                 check_target(study, record.start.experiment, vars(each))
@@ -178,12 +174,12 @@ class Conductor:
             forecast = _forecast(execution, todo, console)
             board = Board(runs, records, forecast, jobs)
             expected = board.left_s() if forecast else None
-            _say(console, words.start(todo, len(runs), jobs, execution.threads, expected))
+            _say(console, progress.start(todo, len(runs), jobs, execution.threads, expected))
             long = expected is not None and expected > _LONG_S
             if long and self.confirm and not self.confirm(in_words(expected or 0.0)):
                 return 1
-            with showing(self.study, board, console) as progress:
-                watched = (progress, tracking)
+            with progress.showing(self.study, board, console) as shown:
+                watched = (shown, tracking)
                 watchers = _Watchers(self.study, watched, lambda: board.expect(agenda.runs))
                 Pool(place, jobs).work(agenda, watchers)
         return 0
@@ -324,7 +320,7 @@ def _report(study: Study, folder: Path, console: Console) -> bool:
     write_index(folder, records)
     page, text = report.write(folder)
     verdict = judge(study, records)
-    console.print(words.verdicts(verdict))
+    console.print(progress.verdicts(verdict))
     _say(console, f"Report: {page}\n        {text}")
     arms = [arm for experiment in verdict.experiments for arm in experiment.arms]
     return any(arm.changed_what_is_learnt for arm in arms)

@@ -17,9 +17,9 @@ import torch
 
 from tilelab.study.ask.config import RunConfig, change
 from tilelab.study.ask.run import RunSpec
-from tilelab.study.tasks.sampler import PROMPT_TOKENS
+from tilelab.study.tasks.language import PROMPT_TOKENS
 from tilelab.study.tasks.task import AbstractTask, Prepared
-from tilelab.study.train.flops import dtype_of, synchronise
+from tilelab.study.train.costs import dtype_of, synchronise
 
 __all__ = ["Price", "data_key", "forecast_s", "price", "run_s"]
 

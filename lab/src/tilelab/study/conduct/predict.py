@@ -40,7 +40,7 @@ from tilelab.study.choices import variants
 from tilelab.study.need import VOCABULARY, need, parameters, writes_matrix
 from tilelab.study.plan import planned
 from tilelab.study.tasks.task import AbstractTask
-from tilelab.study.train.flops import dtype_of
+from tilelab.study.train.costs import dtype_of
 from tilewise.chips import Chip, named
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.inspect.answer import Asked, tell

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -14,13 +15,22 @@ from rich.table import Table
 
 from tilelab.common.durations import in_words
 from tilelab.common.terminal import Text
-from tilelab.study.ask.config import Study
+from tilelab.study.ask.config import Experiment, Study
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.conduct.board import Board, Lane
 from tilelab.study.records.events import RunRecord
+from tilelab.study.verdict.result import (
+    ArmMeasures,
+    ArmVerdict,
+    ExperimentVerdict,
+    Ratio,
+    StudyVerdict,
+)
+from tilelab.study.verdict.sweeps import expected_trials, known_trials
+from tilelab.study.verdict.text import count
 from tilewise.commands.visible import visible
 
-__all__ = ["LineProgress", "LiveProgress", "showing"]
+__all__ = ["LineProgress", "LiveProgress", "opening", "showing", "start", "verdicts"]
 
 # Drawing takes time from the runs that share the processor with it.
 _REDRAW_S = 1.0
@@ -29,17 +39,11 @@ _MARKS = {"waiting": "·", "running": "▸", "done": "✓", "diverged": "✗"}
 _STYLES = {"waiting": "dim", "running": "bold", "done": "green", "diverged": "red"}
 
 
-class LineProgress:
-    """Writes a line when a run ends, and one now and then in between.
+class _Progress:
+    """Keeps a board up to date; see ``pool.Watcher``. Subclasses show it."""
 
-    Args:
-        board: what to show; it is kept up to date here.
-        console: where to.
-    """
-
-    def __init__(self, board: Board, console: Console) -> None:
-        self._board, self._console = board, console
-        self._next = time.monotonic() + _LINE_S
+    def __init__(self, board: Board) -> None:
+        self._board = board
 
     def started(self, run: RunSpec) -> None:
         """A process took up a run."""
@@ -52,27 +56,47 @@ class LineProgress:
     def ended(self, run: RunSpec, record: RunRecord) -> None:
         """A run is over."""
         self._board.ended(run, record)
-        self._line(_ended_words(run, record))
 
     def lost(self, run: RunSpec, why: str) -> None:
         """The worker of a run went away."""
         self._board.lost(run)
-        self._line(f"{run.name} was lost ({why}) and will be taken up again")
+        self._say(f"{run.name} was lost ({why}) and will be taken up again")
+
+    def _say(self, words: str) -> None:
+        raise NotImplementedError
+
+
+class LineProgress(_Progress):
+    """Writes a line when a run ends, and one now and then in between.
+
+    Args:
+        board: what to show; it is kept up to date here.
+        console: where to.
+    """
+
+    def __init__(self, board: Board, console: Console) -> None:
+        super().__init__(board)
+        self._console, self._next = console, time.monotonic() + _LINE_S
+
+    def ended(self, run: RunSpec, record: RunRecord) -> None:
+        """A run is over."""
+        super().ended(run, record)
+        self._say(_ended_words(run, record))
 
     def tick(self) -> None:
         """Say how far the runs are, if that was long ago."""
         if time.monotonic() < self._next:
             return
         running = [lane for lane in self._board.lanes.values() if lane.status == "running"]
-        self._line(", ".join(f"{lane.run.name} {_cell_words(lane)}" for lane in running))
+        self._say(", ".join(f"{lane.run.name} {_cell_words(lane)}" for lane in running))
 
-    def _line(self, words: str) -> None:
+    def _say(self, words: str) -> None:
         self._next = time.monotonic() + _LINE_S
         # Not wrapped and not coloured: it is for a file or a pipe.
         self._console.out(visible(f"{_counts(self._board)}: {words}"), highlight=False)
 
 
-class LiveProgress:
+class LiveProgress(_Progress):
     """Keeps a table of arms by seeds on the terminal.
 
     Args:
@@ -82,26 +106,8 @@ class LiveProgress:
     """
 
     def __init__(self, study: Study, board: Board, live: Live) -> None:
-        self._study, self._board, self._live = study, board, live
-        self._next = 0.0
-
-    def started(self, run: RunSpec) -> None:
-        """A process took up a run."""
-        self._board.started(run)
-
-    def event(self, run: RunSpec, values: dict[str, Any]) -> None:
-        """A line was added to the run's record."""
-        self._board.event(run, values)
-
-    def ended(self, run: RunSpec, record: RunRecord) -> None:
-        """A run is over."""
-        self._board.ended(run, record)
-
-    def lost(self, run: RunSpec, why: str) -> None:
-        """The worker of a run went away."""
-        self._board.lost(run)
-        words = f"{run.name} was lost ({why}) and will be taken up again"
-        self._live.console.print(Text(words), soft_wrap=True)
+        super().__init__(board)
+        self._study, self._live, self._next = study, live, 0.0
 
     def tick(self) -> None:
         """Draw, if that was long enough ago."""
@@ -112,6 +118,9 @@ class LiveProgress:
     def draw(self) -> None:
         """Draw the table as things are now."""
         self._live.update(picture(self._study, self._board), refresh=True)
+
+    def _say(self, words: str) -> None:
+        self._live.console.print(Text(words), soft_wrap=True)
 
 
 @contextmanager
@@ -199,3 +208,108 @@ def _counts(board: Board) -> str:
     left = board.left_s()
     time_left = f", {in_words(left)} left" if board.done < len(board.lanes) else ""
     return f"{board.done} of {len(board.lanes)} runs{time_left}"
+
+
+_VERDICT_STYLES = {
+    "better": "bold green",
+    "worse": "bold red",
+    "no difference": "bold cyan",
+    "undecided": "yellow",
+    "diverged": "bold magenta",
+    "incomplete": "dim",
+}
+
+
+def opening(study: Study, folder: Path) -> str:
+    """Return the question of each experiment, and the folder of the study."""
+    lines = [f"Study {study.name}: {study.question}"]
+    lines += [f"  {each.name}: {_experiment(each)}" for each in study.experiments]
+    return "\n".join([*lines, f"Folder: {folder}"])
+
+
+def _experiment(experiment: Experiment) -> str:
+    arms = ", ".join(experiment.arm_names[1:])
+    seeds = count(len(experiment.seeds), "seed")
+    steps = count(experiment.baseline.steps, "step")
+    tried = len([*known_trials(experiment, {}), *expected_trials(experiment, {})])
+    sweep = (
+        f", after {count(tried, 'trial')} of {experiment.sweep.path}" if experiment.sweep else ""
+    )
+    stages = "; then the factorial of those that survive" if experiment.combine else ""
+    stages += "; then the winner on fresh seeds" if experiment.confirm else ""
+    return (
+        f"{experiment.baseline_name} against {arms or 'nothing'}; {seeds}, {steps}{sweep}{stages}"
+    )
+
+
+def start(
+    todo: Sequence[RunSpec], runs: int, jobs: int, threads: int, expected_s: float | None
+) -> str:
+    """Return a sentence on how much there is to do, and how long it will take.
+
+    Args:
+        todo: what is to be done.
+        runs: of the whole study.
+        jobs: runs at once.
+        threads: of each run.
+        expected_s: the forecast; None where there is none.
+    """
+    what = f"{len(todo)} of {runs} runs" if len(todo) < runs else count(runs, "run")
+    alone = sum(run.alone for run in todo)
+    how = f"{jobs} at once" if jobs > 1 and alone < len(todo) else "one at a time"
+    if jobs > 1 and alone:
+        how += " (those that compare kernels have the machine to themselves)"
+    how += f", {count(threads, 'thread')} each"
+    duration = "" if expected_s is None else f"Expected duration: about {in_words(expected_s)}. "
+    return f"{what} to do, {how}. {duration}Ctrl-C stops; the same command goes on."
+
+
+def verdicts(verdict: StudyVerdict) -> RenderableType:
+    """Return every arm's verdict, a table an experiment."""
+    parts: list[RenderableType] = []
+    for experiment in verdict.experiments:
+        title = f"\n{experiment.experiment}: {experiment.question}"
+        parts.append(Text(title, style="bold"))
+        parts.append(_arm_rows(experiment))
+        lines = [sweep.words for sweep in experiment.sweeps]
+        lines += [experiment.follows] if experiment.follows else []
+        parts += [Text(f"  {line}") for line in (*lines, *experiment.notes)]
+    return Group(*parts, "")
+
+
+def _arm_rows(experiment: ExperimentVerdict) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for arm in experiment.arms:
+        reason = " ".join((arm.reason, *_ratios(arm.measures), *_arm_notes(arm)))
+        label = Text(arm.label, style=_VERDICT_STYLES[arm.label], no_wrap=True)
+        table.add_row(Text(f"  {arm.arm}", no_wrap=True), label, Text(reason))
+    for together in experiment.interactions:
+        name = Text(f"  {' with '.join(together.arms)}", no_wrap=True)
+        table.add_row(name, Text(together.label, no_wrap=True), Text(together.reason))
+    for effect in experiment.effects:
+        name = Text(f"  {' x '.join(effect.factors)}", no_wrap=True)
+        table.add_row(name, Text(effect.label, no_wrap=True), Text(effect.reason))
+    return table
+
+
+def _ratios(measures: ArmMeasures) -> list[str]:
+    """Return how much faster and larger than the baseline, e.g. ``Speed x2.41 [x2.30, x2.52].``."""
+    found = {
+        "speed": measures.speed_ratio,
+        "peak memory": measures.memory_ratio,
+        "saved activations": measures.activations_ratio,
+    }
+    parts = [f"{name} {_ratio(ratio)}" for name, ratio in found.items() if ratio is not None]
+    text = ", ".join(parts)
+    return [f"{text[:1].upper()}{text[1:]}."] if parts else []
+
+
+def _ratio(ratio: Ratio) -> str:
+    interval = ratio.interval
+    ends = f" [x{interval.low:.2f}, x{interval.high:.2f}]" if interval is not None else ""
+    return f"x{ratio.value:.2f}{ends}"
+
+
+def _arm_notes(arm: ArmVerdict) -> list[str]:
+    flags = [flag.words for flag in arm.kernel_flags]
+    return [*flags, *([arm.speed_withheld] if arm.speed_withheld else []), *arm.notes]

@@ -67,7 +67,7 @@ def evaluate(
     try:
         for part in windows.parts(min(max(rows, 1), _MOST_ROWS)):
             with nullcontext() if autocast is None else torch.autocast(device.type, autocast):
-                logits = model(*(each.to(device) for each in part.asked))
+                logits = model(*(each.to(device) for each in part.model_inputs))
             targets = part.targets.to(device).flatten()
             losses = functional.cross_entropy(
                 logits.flatten(0, 1).float(), targets, reduction="none"

@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tilelab.study.data.documents import segments
-from tilelab.study.data.tokens import Tokens
+from tilelab.study.data.tokens import Tokens, segments
 from tilewise.errors import InvalidArgument
 
 __all__ = [
@@ -160,7 +159,7 @@ class Part(NamedTuple):
     documents: Tensor | None = None
 
     @property
-    def asked(self) -> tuple[Tensor, ...]:
+    def model_inputs(self) -> tuple[Tensor, ...]:
         """The arguments of a call of the model."""
         return (self.inputs,) if self.documents is None else (self.inputs, self.documents)
 

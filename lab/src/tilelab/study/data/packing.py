@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tilelab.study.ask.config import RunConfig
-from tilelab.study.data.documents import mean_piece, segments
 from tilelab.study.data.order import Batches, drawn
-from tilelab.study.data.tokens import Tokens
+from tilelab.study.data.tokens import Tokens, mean_piece, segments
 from tilewise.errors import InvalidArgument
 
 __all__ = ["IGNORED", "Packed", "Padded", "Rows", "RunRows", "Stream", "attended", "shortened"]
@@ -46,7 +45,7 @@ class Rows(NamedTuple):
     documents: Tensor | None = None
 
     @property
-    def asked(self) -> tuple[Tensor, ...]:
+    def model_inputs(self) -> tuple[Tensor, ...]:
         """The arguments of a call of the model."""
         return (self.tokens,) if self.documents is None else (self.tokens, self.documents)
 

@@ -17,7 +17,7 @@ from tilelab.study.ask.config import (
     Training,
     Variant,
 )
-from tilelab.study.recipes.lengths import at_length
+from tilelab.study.recipes.kernels import at_length
 from tilelab.study.recipes.registry import recipe
 
 __all__ = ["LENGTHS", "long_documents", "passages_config", "passages_experiment"]

@@ -35,7 +35,6 @@ _MODULES = (
     "kernels",
     "laptop",
     "wikitext",
-    "longer_context",
     "factorial",
     "screening",
     "bert_glue",

@@ -16,12 +16,13 @@ from tilelab.study.ask.config import (
     Schedule,
     Study,
     Training,
+    change,
 )
 from tilelab.study.recipes.arms import one_at_a_time
 from tilelab.study.recipes.registry import recipe
 from tilewise.errors import InvalidArgument
 
-__all__ = ["wikitext"]
+__all__ = ["longer_context", "wikitext"]
 
 # Rates follow the width: the small model of ``cpu`` takes larger ones than GPT-2.
 FACTORS: dict[str, dict[str, dict[str, Any]]] = {
@@ -96,4 +97,123 @@ def _h200() -> RunConfig:
         training=Training(batch=32, accumulation=16, precision="bf16"),
         budget=Budget(tokens=5 * 117_920_140),
         evaluation=Evaluation(every=100, windows=64, final_stride=32),
+    )
+
+
+SHORTEST, LONGEST = 512, 8192
+TOKENS_PER_STEP = LONGEST
+EVALUATED_TOKENS = 2 * LONGEST  # as much text at every context
+HELD_OUT = 0.02
+SPENT_AT = 2048  # the context at which saved memory goes to a larger batch
+TILEWISE = {"attention.implementation": "tilewise"}
+
+
+@recipe
+def longer_context(*, plain_up_to: int = 4096, steps: int = 100, seeds: int = 3) -> Study:
+    """Contexts of 512 to 8,192 at equal tokens; plain attention until it cannot; memory for batch.
+
+    There are three kinds of experiment:
+
+    * ``context`` asks what a longer context learns from the same tokens, at as many tokens a step;
+    * ``reach-512`` and on compare tilewise at one context with plain attention, or with
+      ``scaled_dot_product_attention`` where plain attention is left out;
+    * ``spend`` gives the memory saved at 2,048 (or at ``plain_up_to``) to a larger batch.
+
+    Args:
+        plain_up_to: the longest context that plain attention has the memory for: one of 512, 1024,
+            2048, 4096, 8192. One sequence of 4,096 keeps 1 GiB of probabilities for the backward
+            pass, one of 8,192 keeps 4 GiB; the peak of a step is about twice that.
+        steps: of 8,192 tokens, of the runs of ``context``; those of ``spend`` get a quarter.
+        seeds: how many, paired.
+    """
+    contexts = [SHORTEST << doubled for doubled in range(5)]
+    if plain_up_to not in contexts:
+        required = f"one of {', '.join(map(str, contexts))}"
+        raise InvalidArgument("plain_up_to", str(plain_up_to), required)
+    numbers = tuple(range(seeds))
+    return Study(
+        name="longer-context",
+        question="What does a longer context buy, and what else can its memory be spent on?",
+        experiments=(
+            _context(contexts, steps, numbers),
+            *(_reach(each, each <= plain_up_to, numbers) for each in contexts),
+            _spend(min(plain_up_to, SPENT_AT), steps, numbers),
+        ),
+    )
+
+
+def _at(context: int, steps: int) -> RunConfig:
+    return RunConfig(
+        model=Model(layers=4, heads=4, width=128, context=context),
+        data=Data(source="stdlib"),
+        attention=Attention(implementation="tilewise"),
+        optimizer=Optimizer(name="adamw", lr=0.001),
+        schedule=Schedule(name="linear", warmup=0.1),
+        training=Training(batch=TOKENS_PER_STEP // context),
+        budget=Budget(steps=steps),
+        evaluation=Evaluation(every=max(1, steps // 3), windows=EVALUATED_TOKENS // context),
+    )
+
+
+def _context(contexts: list[int], steps: int, seeds: tuple[int, ...]) -> Experiment:
+    longer: dict[str, dict[str, Any]] = {
+        f"context-{each}": {
+            "model.context": each,
+            "training.batch": TOKENS_PER_STEP // each,
+            "evaluation.windows": EVALUATED_TOKENS // each,
+            "evaluation.final_stride": each,
+        }
+        for each in contexts[1:]
+    }
+    # Windows of other lengths are other samples of the text, which differ by more than contexts do:
+    # what decides is the loss on all of it, a part that is small enough for every run to read.
+    whole = {"evaluation.final_stride": SHORTEST, "data.held_out": HELD_OUT}
+    return Experiment(
+        name="context",
+        question="At equal tokens, what does a longer context learn, and what does it cost?",
+        baseline=change(_at(SHORTEST, steps), whole),
+        baseline_name=f"context-{SHORTEST}",
+        arms=one_at_a_time(longer),
+        seeds=seeds,
+        smallest_effect=0.02,
+    )
+
+
+def _reach(context: int, plain: bool, seeds: tuple[int, ...]) -> Experiment:
+    """Tilewise against plain attention, or against what runs in its stead."""
+    other = "plain" if plain else "sdpa"
+    changes = {
+        "attention.implementation": other,
+        "training.batch": 1,
+        "evaluation.every": 10,
+        "evaluation.windows": 4,
+    }
+    return Experiment(
+        name=f"reach-{context}",
+        question=f"At context {context}, what do speed and memory gain from tilewise?",
+        baseline=change(_at(context, steps=10), changes),
+        baseline_name=other,
+        arms=one_at_a_time({"tilewise": TILEWISE}, kind="systems"),
+        seeds=seeds,
+        smallest_effect=0.01,
+    )
+
+
+def _spend(context: int, steps: int, seeds: tuple[int, ...]) -> Experiment:
+    plain = {
+        "attention.implementation": "plain",
+        "training.batch": 1,
+        "budget.tokens": steps * TOKENS_PER_STEP // 4,  # plain attention is slow here
+    }
+    return Experiment(
+        name="spend",
+        question=f"At context {context} and equal tokens, is the saved memory better in the batch?",
+        baseline=change(_at(context, steps), plain),
+        baseline_name="plain",
+        arms=(
+            *one_at_a_time({"tilewise": TILEWISE}, kind="systems"),
+            *one_at_a_time({"tilewise-batch-4": {**TILEWISE, "training.batch": 4}}),
+        ),
+        seeds=seeds,
+        smallest_effect=0.02,
     )

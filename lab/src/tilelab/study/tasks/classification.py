@@ -42,9 +42,8 @@ from tilelab.study.tasks import scores
 from tilelab.study.tasks.examples import Examples, Split
 from tilelab.study.tasks.families import bert_of
 from tilelab.study.tasks.files import unpacked_bytes
-from tilelab.study.tasks.objective import losses
 from tilelab.study.tasks.softmaxes import look_at
-from tilelab.study.tasks.task import AbstractTask, Batch, DataBytes, Examination, Held
+from tilelab.study.tasks.task import AbstractTask, Batch, DataBytes, Examination, Held, losses
 from tilewise.errors import InvalidArgument
 
 __all__ = ["Classification", "ExampleBatches", "Output", "evaluating", "looked_up"]
@@ -234,7 +233,7 @@ class Classification(AbstractTask):
         """
         count, least = len(next(iter(data.held_out.values()))), len(scores.QUARTERS)
         if self.quarters and count < least:
-            required = f"{least} or more: the accuracy is told by quarters of length"
+            required = f"{least} or more: the accuracy is given by quarters of length"
             came = f"{data.name} with {count} held-out examples"
             raise InvalidArgument("data.source", came, required)
         return data

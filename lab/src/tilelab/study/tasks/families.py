@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from tilelab.models import bert, vit
 from tilelab.models.gpt2 import GPT2, Shape
 from tilelab.study.ask.config import Model, RunConfig
 from tilelab.study.choices import variants
-from tilelab.study.tasks.nudge import nudge
 from tilewise import masks
 from tilewise.errors import InvalidArgument
 
-__all__ = ["bert_of", "checkpoint_folder", "gpt2_of", "gpt2_shape", "vit_of"]
+__all__ = ["bert_of", "checkpoint_folder", "gpt2_of", "gpt2_shape", "nudge", "vit_of"]
 
 _PACKAGE = "package:"
 
@@ -146,13 +147,13 @@ def checkpoint_folder(name: str) -> Path:
 def _check_shape(config: RunConfig, vocabulary: int, found: bert.Shape) -> None:
     """The config says the numbers of a checkpoint too; its context may use fewer positions."""
     model = config.model
-    asked = {
+    given = {
         "layers": model.layers,
         "heads": model.heads,
         "width": model.width,
         "feed_forward": model.feed_forward or 4 * model.width,
     }
-    for name, value in asked.items():
+    for name, value in given.items():
         if value != getattr(found, name):
             fix = f"Set model.{name}={getattr(found, name)}."
             required = f"{getattr(found, name)}, as in {model.checkpoint}"
@@ -197,3 +198,21 @@ def vit_of(config: RunConfig, shape: vit.Shape, seed: int, device: torch.device)
     if config.model.nudge:
         nudge(made, seed)
     return made.to(device)
+
+
+# With the seed alone the coin would be drawn from the same random bits as the weights themselves.
+_STREAM = 0x6E756467
+
+
+@torch.no_grad()
+def nudge(model: nn.Module, seed: int) -> None:
+    """Move every weight by one unit in the last place, up or down by the flip of a coin.
+
+    Args:
+        model: on the CPU; its weights are changed.
+        seed: of the coin.
+    """
+    generator = torch.Generator().manual_seed(seed ^ _STREAM)
+    for weight in model.parameters():
+        up = torch.rand(weight.shape, generator=generator) < 0.5
+        weight.copy_(torch.nextafter(weight, torch.where(up, math.inf, -math.inf)))

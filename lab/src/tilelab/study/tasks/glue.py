@@ -9,25 +9,25 @@ Understanding (2019).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from tilelab.study.ask.config import RunConfig
 from tilelab.study.data.corpus import data_folder
 from tilelab.study.data.order import shuffled
-from tilelab.study.data.wordpiece import WordPiece, wordpiece
+from tilelab.study.data.tokenizers import WordPiece, wordpiece
 from tilelab.study.tasks import scores
 from tilelab.study.tasks.classification import Classification, Output
 from tilelab.study.tasks.examples import Examples, Ragged, Split
-from tilelab.study.tasks.files import ended, folder_of
-from tilelab.study.tasks.glue_files import DATASETS, Dataset, Rows, read
-from tilelab.study.tasks.hub import HUB
+from tilelab.study.tasks.files import HUB, ended, folder_of, lines, table
 from tilewise.errors import InvalidArgument
 
-__all__ = ["GlueTask"]
+__all__ = ["DATASETS", "Dataset", "GlueTask", "Rows", "read"]
 
 _SAMPLE_SEED = 0  # the same examples in every study: a sample belongs to the data, not to a run
 
@@ -124,3 +124,229 @@ def _encoded(rows: Rows, pieces: WordPiece, classes: int) -> Split:
     second = None if rows.second is None else Ragged.of(pieces.encode(rows.second))
     kind = np.float64 if classes == 1 else np.int64
     return Split(Ragged.of(pieces.encode(rows.first)), second, np.array(rows.labels, kind))
+
+
+_TRAIN, _HELD_OUT = "train", "held_out"
+_ENTAILMENT = ("entailment", "not_entailment")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Examples as text.
+
+    Args:
+        first: sentences.
+        second: the others of pairs; None for single sentences.
+        labels: classes by number, or scores.
+        left_out: lines of the file that are no examples; see ``Dataset.broken_lines``.
+    """
+
+    first: list[str]
+    second: list[str] | None
+    labels: list[float]
+    left_out: int = 0
+
+    def take(self, indices: Sequence[int]) -> Rows:
+        """Some of them, in that order."""
+        second = None if self.second is None else [self.second[each] for each in indices]
+        first, labels = (
+            [self.first[each] for each in indices],
+            [self.labels[each] for each in indices],
+        )
+        return Rows(first, second, labels, self.left_out)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One of the nine.
+
+    Args:
+        name: of ``task.dataset``, and of the Hub's configuration.
+        folder: of its files.
+        first, second: columns of the sentences; ``second`` is empty for single ones.
+        label: column of the label.
+        labels: what files call the classes 0, 1, ...; empty for a score.
+        metrics: GLUE's, the one of its leaderboard first.
+        header: the columns of a file that does not name them.
+        hub_first, hub_second: columns on the Hub, where they have other names; the label is
+            ``label`` there, a number.
+        held_out: part -> (file, split of the Hub).
+        broken_lines: GLUE's own files have some, with more or fewer columns than the header: they
+            are left out and counted. Elsewhere a line that lacks a column is refused.
+    """
+
+    name: str
+    folder: str
+    first: str
+    second: str
+    label: str
+    labels: tuple[str, ...]
+    metrics: tuple[str, ...]
+    header: tuple[str, ...] = ()
+    hub_first: str = ""
+    hub_second: str = ""
+    held_out: Mapping[str, tuple[str, str]] | None = None
+    broken_lines: bool = False
+
+    @property
+    def parts(self) -> dict[str, tuple[str, str]]:
+        """Part -> (file, split of the Hub)."""
+        held_out = self.held_out or {_HELD_OUT: ("dev", "validation")}
+        return {_TRAIN: ("train", "train"), **held_out}
+
+
+_PARAPHRASE = ("f1_accuracy", "f1", "accuracy")
+DATASETS: Mapping[str, Dataset] = {
+    each.name: each
+    for each in (
+        Dataset(
+            "cola",
+            "CoLA",
+            "sentence",
+            "",
+            "label",
+            ("0", "1"),
+            ("matthews", "accuracy"),
+            header=("source", "label", "star", "sentence"),
+        ),
+        Dataset("sst2", "SST-2", "sentence", "", "label", ("0", "1"), ("accuracy",)),
+        Dataset(
+            "mrpc",
+            "MRPC",
+            "#1 String",
+            "#2 String",
+            "Quality",
+            ("0", "1"),
+            _PARAPHRASE,
+            hub_first="sentence1",
+            hub_second="sentence2",
+        ),
+        Dataset(
+            "qqp",
+            "QQP",
+            "question1",
+            "question2",
+            "is_duplicate",
+            ("0", "1"),
+            _PARAPHRASE,
+            broken_lines=True,
+        ),
+        Dataset(
+            "stsb",
+            "STS-B",
+            "sentence1",
+            "sentence2",
+            "score",
+            (),
+            ("pearson_spearman", "pearson", "spearman"),
+        ),
+        Dataset(
+            "mnli",
+            "MNLI",
+            "sentence1",
+            "sentence2",
+            "gold_label",
+            ("entailment", "neutral", "contradiction"),
+            ("accuracy", "accuracy_mismatched"),
+            hub_first="premise",
+            hub_second="hypothesis",
+            held_out={
+                "matched": ("dev_matched", "validation_matched"),
+                "mismatched": ("dev_mismatched", "validation_mismatched"),
+            },
+        ),
+        Dataset("qnli", "QNLI", "question", "sentence", "label", _ENTAILMENT, ("accuracy",)),
+        Dataset("rte", "RTE", "sentence1", "sentence2", "label", _ENTAILMENT, ("accuracy",)),
+        Dataset("wnli", "WNLI", "sentence1", "sentence2", "label", ("0", "1"), ("accuracy",)),
+    )
+}
+
+
+def read(dataset: Dataset, source: str) -> dict[str, Rows]:
+    """Return the parts of a data set: ``"train"``, and those that are held out.
+
+    Args:
+        dataset: which.
+        source: as ``data.source`` says it.
+
+    Raises:
+        InvalidArgument: it is not there, or not in GLUE's format.
+        Unsupported: the Hub without the package datasets.
+    """
+    if source.startswith(HUB):
+        return _from_hub(dataset, source)
+    folder = folder_of(source, "glue", "glue") / dataset.folder
+    return {part: _from_file(dataset, folder, file) for part, (file, _) in dataset.parts.items()}
+
+
+def _from_file(dataset: Dataset, folder: Path, file: str) -> Rows:
+    path = ended(folder / f"{file}.tsv")
+    if path is None:
+        fix = (
+            f"Get it with: curl -LO https://dl.fbaipublicfiles.com/glue/data/{dataset.folder}.zip"
+            " (MRPC: from Microsoft), or set data.source=hub:nyu-mll/glue."
+        )
+        required = f"{file}.tsv of GLUE's {dataset.folder}"
+        raise InvalidArgument("data.source", f"{folder} without it", required, fix)
+    rows = [line.split("\t") for line in lines(path)]  # whatever quotes are in its text
+    header = list(dataset.header) or rows.pop(0)
+    at = {column: header.index(column) for column in _columns(dataset) if column in header}
+    missing = [column for column in _columns(dataset) if column not in at]
+    if missing:
+        came = f"{path} with the columns {', '.join(header)}"
+        raise InvalidArgument("data.source", came, f"a column {missing[0]!r}, as GLUE has it")
+    whole = len(rows)
+    if dataset.broken_lines:
+        rows = [row for row in rows if len(row) == len(header)]
+    for number, row in enumerate(rows, 1 + (not dataset.header)):
+        if len(row) <= max(at.values()):
+            came = f"{path}, line {number}: {len(row)} columns"
+            raise InvalidArgument("data.source", came, f"{len(header)}, as GLUE has it")
+    labels = [_label(dataset, row[at[dataset.label]], path) for row in rows]
+    second = [row[at[dataset.second]] for row in rows] if dataset.second else None
+    first = [row[at[dataset.first]] for row in rows]
+    return Rows(first, second, labels, whole - len(rows))
+
+
+def _columns(dataset: Dataset) -> list[str]:
+    return [each for each in (dataset.first, dataset.second, dataset.label) if each]
+
+
+def _label(dataset: Dataset, text: str, path: Path) -> float:
+    if dataset.labels:
+        if text in dataset.labels:
+            return dataset.labels.index(text)
+        required = f"one of {', '.join(dataset.labels)}"
+        raise InvalidArgument("data.source", f"{path} with the label {text!r}", required)
+    try:
+        score = float(text)
+    except ValueError:
+        score = math.nan
+    if not math.isfinite(score):
+        raise InvalidArgument("data.source", f"{path} with the score {text!r}", "a number")
+    return score
+
+
+def _from_hub(dataset: Dataset, source: str) -> dict[str, Rows]:
+    files = "a folder with GLUE's files"
+    return {
+        part: _hub_rows(dataset, table(source, dataset.name, split, files), source)
+        for part, (_, split) in dataset.parts.items()
+    }
+
+
+def _hub_rows(dataset: Dataset, rows: Any, source: str) -> Rows:
+    first = dataset.hub_first or dataset.first
+    second = (dataset.hub_second or dataset.second) if dataset.second else ""
+    missing = [each for each in (first, second, "label") if each and each not in rows.column_names]
+    if missing:
+        came = f"{source} with the columns {', '.join(rows.column_names)}"
+        raise InvalidArgument("data.source", came, f"a column {missing[0]!r}")
+    labels = [float(each) for each in rows["label"]]
+    if dataset.labels:
+        odd = [each for each in labels if each not in range(len(dataset.labels))]
+        if odd:
+            came = f"{source} with the label {odd[0]:g}"
+            raise InvalidArgument("data.source", came, f"0 to {len(dataset.labels) - 1}")
+    others = [str(each) for each in rows[second]] if second else None
+    return Rows([str(each) for each in rows[first]], others, labels)

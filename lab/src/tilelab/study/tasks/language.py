@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import unicodedata
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -16,13 +19,11 @@ from tilelab.study.data.tokenizers import tokenizer
 from tilelab.study.data.tokens import Tokens, prepare
 from tilelab.study.records.events import Sample
 from tilelab.study.tasks.families import gpt2_of
-from tilelab.study.tasks.objective import losses
-from tilelab.study.tasks.sampler import PROMPT_TOKENS, printable, sample
 from tilelab.study.tasks.softmaxes import look
-from tilelab.study.tasks.task import AbstractTask, Batch, Examination, Held
+from tilelab.study.tasks.task import AbstractTask, Batch, Examination, Held, losses
 from tilewise.errors import InvalidArgument
 
-__all__ = ["LanguageModelling"]
+__all__ = ["PROMPT_TOKENS", "LanguageModelling", "printable", "sample"]
 
 
 class _Batches:
@@ -33,7 +34,7 @@ class _Batches:
 
     def at(self, step: int) -> list[Batch]:
         return [
-            Batch(each.asked, each.targets, each.learnt, each.learnt)
+            Batch(each.model_inputs, each.targets, each.learnt, each.learnt)
             for each in self._rows.at(step)
         ]
 
@@ -130,3 +131,56 @@ class LanguageModelling(AbstractTask):
         if whole and evaluation.final_stride:
             return math.ceil(len(data.held_out) / evaluation.final_stride)
         return evaluation.windows
+
+
+PROMPT_TOKENS = 64
+_UNSEEN = ("Cc", "Cf", "Co", "Cn")  # controls, marks of direction, and what is no character
+
+
+@torch.no_grad()
+def sample(
+    model: GPT2, prompt: Sequence[int], count: int, seed: int, autocast: torch.dtype | None = None
+) -> list[int]:
+    """Return tokens that the model puts after a prompt, drawn from its own distribution.
+
+    Its mode and torch's random state are left as they were. Models that agree write the same: the
+    same numbers are drawn whatever the model is.
+
+    Args:
+        model: it sees its last ``context`` tokens.
+        prompt: one token or more.
+        count: of tokens.
+        seed: of what is drawn.
+        autocast: the dtype of matrix multiplications; None for that of the weights.
+
+    Returns:
+        ``count`` tokens, without the prompt.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.rand(count, generator=generator, dtype=torch.float64).tolist()
+    tokens = list(prompt)
+    was_training = model.training
+    model.eval()
+    try:
+        for draw in draws:
+            seen = torch.tensor([tokens[-model.shape.context :]], device=device)
+            with nullcontext() if autocast is None else torch.autocast(device.type, autocast):
+                logits = model(seen)
+            sums = logits[0, -1].double().softmax(0).cumsum(0)
+            # The first token whose sum is above: a draw in [0, 1) of the last sum, which rounds.
+            index = torch.searchsorted(sums, draw * sums[-1], right=True)
+            tokens.append(int(index.clamp(max=len(sums) - 1)))
+    finally:
+        model.train(was_training)
+    return tokens[len(prompt) :]
+
+
+def printable(text: str) -> str:
+    """Return the text with U+FFFD for every character that is not seen, but newlines and tabs."""
+    return "".join(
+        "\N{REPLACEMENT CHARACTER}"
+        if unicodedata.category(each) in _UNSEEN and each not in "\n\t"
+        else each
+        for each in text
+    )

@@ -27,13 +27,12 @@ from tilelab.models.packed import Packed, pack
 from tilelab.study.ask.config import RunConfig, Training
 from tilelab.study.data import order
 from tilelab.study.data.corpus import data_folder
+from tilelab.study.data.tokenizers import WordPiece, wordpiece
 from tilelab.study.data.tokens import Tokens, prepare
-from tilelab.study.data.wordpiece import WordPiece, wordpiece
 from tilelab.study.tasks.classification import evaluating, looked_up
 from tilelab.study.tasks.families import bert_of
-from tilelab.study.tasks.objective import losses
 from tilelab.study.tasks.softmaxes import look_at
-from tilelab.study.tasks.task import AbstractTask, Batch, Examination, Held
+from tilelab.study.tasks.task import AbstractTask, Batch, Examination, Held, losses
 from tilewise.errors import InvalidArgument
 
 __all__ = ["Masked", "MaskedLanguageModelling", "mask"]

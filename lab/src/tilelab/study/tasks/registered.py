@@ -109,6 +109,6 @@ def documents(
     pooling: Pooling = "first",
 ) -> Any:
     """When, or by which party, a long address to the Congress was given, with a BERT."""
-    from tilelab.study.tasks.documents import Documents
+    from tilelab.study.tasks.texts import Documents
 
     return Documents(label, split, passage, pooling)

@@ -118,7 +118,7 @@ def look(
                 return None
             for part in windows.parts(_ROWS):
                 with nullcontext() if autocast is None else torch.autocast(device.type, autocast):
-                    model(*(each.to(device) for each in part.asked))
+                    model(*(each.to(device) for each in part.model_inputs))
             return found()
     finally:
         model.train(was_training)

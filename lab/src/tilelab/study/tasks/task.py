@@ -32,13 +32,23 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tilelab.study.ask.config import Evaluation, RunConfig, Training
 from tilelab.study.choices.variants import ENCODER
 from tilelab.study.records.events import LayerSoftmax, Sample
 from tilewise.errors import InvalidArgument
 
-__all__ = ["AbstractTask", "Batch", "Batches", "DataBytes", "Examination", "Held", "Prepared"]
+__all__ = [
+    "AbstractTask",
+    "Batch",
+    "Batches",
+    "DataBytes",
+    "Examination",
+    "Held",
+    "Prepared",
+    "losses",
+]
 
 
 class Prepared(Protocol):
@@ -148,7 +158,7 @@ class AbstractTask(ABC):
     learns_text: ClassVar[bool] = False  # data is one text: windows, strides, shares held out
     packs: ClassVar[bool] = False  # it knows of documents and of rows that grow (data/packing.py)
     sized_by_data: ClassVar[bool] = False  # model.context is what its data has, and no other
-    causal: ClassVar[bool] = False  # whether c = 6 means something (``train/flops.py``)
+    causal: ClassVar[bool] = False  # whether c = 6 means something (``train/costs.py``)
 
     @property
     @abstractmethod
@@ -162,11 +172,11 @@ class AbstractTask(ABC):
             InvalidArgument: with the path of the value, what is required and how to fix it.
         """
         task = config.task.name
-        asked: list[tuple[str, str, tuple[str, ...]]] = [
+        limits: list[tuple[str, str, tuple[str, ...]]] = [
             ("model.family", config.model.family, self.families),
             ("data.tokenizer", config.data.tokenizer, self.tokenizers),
         ]
-        for path, given, known in asked:
+        for path, given, known in limits:
             if given not in known:
                 raise InvalidArgument(path, repr(given), f"{' or '.join(known)} for task {task}")
         if config.model.checkpoint and not self.fine_tunes:
@@ -210,8 +220,8 @@ class AbstractTask(ABC):
                 "model.norm": (model.norm, "layer"),
                 "model.qk_norm": (model.qk_norm, False),
             }
-        asked = {**({} if self.packs else rows), **foreign}
-        for path, (came, standard) in asked.items():
+        factors = {**({} if self.packs else rows), **foreign}
+        for path, (came, standard) in factors.items():
             if came != standard:
                 who = f"task {config.task.name}" if path in rows else f"family {model.family}"
                 raise InvalidArgument(path, repr(came), f"{standard!r} for {who}")
@@ -263,7 +273,7 @@ class AbstractTask(ABC):
 
     @abstractmethod
     def looked_up(self, model: nn.Module) -> int:
-        """Count the model's numbers that are looked up and not multiplied (``train/flops.py``)."""
+        """Count the model's numbers that are looked up and not multiplied (``train/costs.py``)."""
 
     def attended(self, config: RunConfig, data: Any) -> float:
         """Keys that a token meets, on average, without a mask: the context, or less of it."""
@@ -272,3 +282,46 @@ class AbstractTask(ABC):
     @abstractmethod
     def evaluated(self, config: RunConfig, data: Any, whole: bool) -> int:
         """Sequences of an evaluation, for forecasts; ``whole`` as in ``Examination.held_out``."""
+
+
+_NONE = -100  # a target that is none
+
+
+def losses(
+    logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return the objective and the plain cross-entropy, both means over tokens in nats.
+
+    With log-probabilities l and the partition sum Z of a token's logits, V tokens in all::
+
+        objective = mean(-(1 - label_smoothing) l[target] - label_smoothing sum(l) / V
+                         + z_loss log(Z)^2)
+
+    Computed in float32 whatever the logits' type (float64 stays).
+
+    Args:
+        logits: [B, S, V].
+        targets: [B, S]; -100 for a token that has none and does not count.
+        label_smoothing: share of the target that goes to all tokens evenly, in [0, 1).
+        z_loss: factor of log(Z)^2, which keeps logits from drifting.
+
+    Returns:
+        the objective, with its graph, and the cross-entropy without one.
+
+    Sources: Szegedy et al. (2016), section 7; z-loss: Chowdhery et al., PaLM (2022), section 5.
+    """
+    rows, targets = logits.flatten(0, 1), targets.flatten()
+    rows = rows if rows.element_size() >= 4 else rows.float()
+    if not label_smoothing and not z_loss:
+        plain = functional.cross_entropy(rows, targets, ignore_index=_NONE)
+        return plain, plain.detach()
+    counted = targets != _NONE
+    if not bool(counted.all()):
+        rows, targets = rows[counted], targets[counted]
+    log_probabilities = rows.log_softmax(dim=-1)
+    plain = functional.nll_loss(log_probabilities, targets)
+    even = -log_probabilities.mean()
+    objective = (1.0 - label_smoothing) * plain + label_smoothing * even
+    if z_loss:
+        objective = objective + z_loss * rows.logsumexp(dim=-1).square().mean()
+    return objective, plain.detach()

@@ -31,8 +31,7 @@ from tilelab.common.files import telling_full_disk
 from tilelab.study.ask.config import RunConfig
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.tasks.task import Prepared
-from tilelab.study.train.flops import dtype_of, peak_flops_s
-from tilelab.study.train.memory_split import PeakMeter
+from tilelab.study.train.costs import PeakMeter, dtype_of, peak_flops_s
 from tilelab.study.train.session import Session
 from tilelab.study.train.team import Team, check, device_of, joined
 from tilelab.study.train.trainer import Trainer

@@ -47,11 +47,11 @@ def main(module: str) -> int:
     try:
         elastic_launch(config, sys.executable)("-m", module)
     except ChildFailedError as error:
-        return _told(error)
+        return _reported(error)
     return 0
 
 
-def _told(error: ChildFailedError) -> int:
+def _reported(error: ChildFailedError) -> int:
     """Say which process failed first and why; the exit status is its own."""
     rank, failure = min(error.failures.items(), key=lambda each: _order(each[1]))
     if failure.exitcode == EXPECTED_ERROR:

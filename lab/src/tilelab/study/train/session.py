@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from tilelab.study.ask.run import RECORD
+from tilelab.study.choices import optimizers
 from tilelab.study.records.events import (
     Checkpoint,
     End,
@@ -23,18 +27,66 @@ from tilelab.study.records.events import (
     Event,
     Memory,
     RunRecord,
+    Sample,
     Start,
     Step,
     Writer,
 )
-from tilelab.study.tasks.task import Prepared
+from tilelab.study.tasks.task import Held, Prepared
 from tilelab.study.train import state as states
-from tilelab.study.train.examiner import Examiner
-from tilelab.study.train.flops import per_token
-from tilelab.study.train.memory_split import PeakMeter
+from tilelab.study.train.costs import PeakMeter, per_token
 from tilelab.study.train.trainer import Diverged, Split, Trainer
 
-__all__ = ["WARMUP_STEPS", "Session", "Totals"]
+__all__ = ["WARMUP_STEPS", "Examiner", "Session", "Totals"]
+
+_T = TypeVar("_T")
+
+
+class Examiner:
+    """Evaluates the weights of a trainer, and leaves no trace in its state.
+
+    Args:
+        trainer: whose weights, in whose precision.
+        data: whose held-out part.
+
+    Raises:
+        InvalidArgument: there is too little of it.
+    """
+
+    def __init__(self, trainer: Trainer, data: Prepared) -> None:
+        self._trainer = trainer
+        self._examination = trainer.task.examination(trainer.config, data)
+
+    def held_out(self, whole: bool) -> Held:
+        """Return the loss and the metrics now.
+
+        Args:
+            whole: after the last step, where a task may look at more.
+        """
+        model = self._trainer.model
+        return self._examined(lambda: self._examination.held_out(model, whole, self._autocast))
+
+    def sample(self) -> Sample:
+        """Return a text that the model writes; arms draw the same random numbers."""
+        trainer, count = self._trainer, self._trainer.config.evaluation.sample_tokens
+        seed = trainer.run.seed
+        return self._examined(
+            lambda: self._examination.sample(trainer.model, count, seed, self._autocast)
+        )
+
+    @property
+    def _autocast(self) -> torch.dtype | None:
+        dtype = self._trainer.dtype
+        return None if dtype == torch.float32 else dtype
+
+    def _examined(self, look: Callable[[], _T]) -> _T:
+        """Look at the weights; an optimizer that averages shows its average."""
+        optimizers.evaluation_mode(self._trainer.optimizer)
+        try:
+            return look()
+        finally:
+            optimizers.training_mode(self._trainer.optimizer)
+
 
 _RECORDED = ("experiment", "arm", "seed", "phase", "candidate", "config", "config_hash")
 WARMUP_STEPS = 2  # first steps of a process: caches, compilation, optimizer state

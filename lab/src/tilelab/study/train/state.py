@@ -231,16 +231,16 @@ def read(path: Path, identity: Mapping[str, str]) -> State | None:
         return None
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            told = dict(file.metadata() or {})
+            metadata = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         state = State(
-            json.loads(told["identity"]),
-            int(told["step"]),
+            json.loads(metadata["identity"]),
+            int(metadata["step"]),
             tensors,
-            json.loads(told["values"]),
-            json.loads(told["totals"]),
+            json.loads(metadata["values"]),
+            json.loads(metadata["totals"]),
         )
-        whole = told["format"] == FORMAT and state.sha256 == told["sha256"]
+        whole = metadata["format"] == FORMAT and state.sha256 == metadata["sha256"]
     except (SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(_corrupt(path, str(error))) from None
     if state.identity != dict(identity):

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tilelab.study.ask.config import RunConfig
 from tilelab.study.ask.run import Strategy
+from tilelab.study.choices import optimizers
 from tilewise.errors import InvalidArgument
 
 __all__ = [
@@ -38,10 +39,6 @@ __all__ = [
     "local",
     "whole",
 ]
-
-# Adafactor keeps a matrix's rows and columns, which are no parts of the matrix. Muon multiplies
-# whole matrices; schedule-free moves weights in place outside of a step.
-_SHARDED_OPTIMIZERS = ("adamw", "lion", "sgd")
 
 _T = TypeVar("_T")
 
@@ -210,8 +207,8 @@ def check(config: RunConfig, processes: int, strategy: Strategy) -> None:
 def _check_sharded(config: RunConfig) -> None:
     fix = "`--strategy ddp` can do it."
     name = config.optimizer.name
-    if name not in _SHARDED_OPTIMIZERS:
-        required = f"an optimizer that works on parts of weights: {', '.join(_SHARDED_OPTIMIZERS)}"
+    if name not in optimizers.SHARDED:
+        required = f"an optimizer that works on parts of weights: {', '.join(optimizers.SHARDED)}"
         raise InvalidArgument("--strategy", f"fsdp with {name}", required, fix)
     if config.training.precision == "fp16":
         required = "float32 or bf16: the scale of fp16's gradients is not agreed on between parts"

@@ -19,14 +19,15 @@ from tilelab.study.ask.run import RunSpec
 from tilelab.study.choices import optimizers, schedules
 from tilelab.study.data.order import micro_batch_seed
 from tilelab.study.tasks.task import AbstractTask, Batch, Prepared
-from tilelab.study.train.flops import dtype_of, synchronise
-from tilelab.study.train.guard import Guard
-from tilelab.study.train.memory_split import (
+from tilelab.study.train.costs import (
+    dtype_of,
     gradients_bytes,
     optimizer_bytes,
     saved_bytes,
+    synchronise,
     weights_bytes,
 )
+from tilelab.study.train.guard import Guard
 from tilelab.study.train.state import State, pack, unpack
 from tilelab.study.train.team import ALONE, Team, cut_like, whole
 

@@ -1,4 +1,4 @@
-"""Checkpoints are looked at before any run starts: BERT and ViT, there or not, fitting or not."""
+"""Checks before the first run: checkpoints that do not fit, targets that are reached, memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,21 @@ from tilelab.models.bert import BERT, Shape
 from tilelab.models.vit import Shape as ViTShape
 from tilelab.models.vit import ViT
 from tilelab.study.ask.config import Arm, Experiment, RunConfig, Study
-from tilelab.study.conduct.checkpoints import check_checkpoints
+from tilelab.study.conduct.checks import (
+    NotEnoughMemoryError,
+    available_bytes,
+    check_checkpoints,
+    check_target,
+    room_for,
+)
 from tilelab.study.conduct.forecast import data_key
+from tilelab.study.need import gpu_need, host_need, need
 from tilelab.study.plan import planned
 from tilelab.study.records import store
 from tilelab.study.tasks.classification import Classification
 from tilelab.study.tasks.examples import Examples, Ragged, Split
-from tilelab.study.tasks.task import Prepared
+from tilelab.study.tasks.language import LanguageModelling
+from tilelab.study.tasks.task import DataBytes, Prepared
 from tilewise.errors import InvalidArgument, Unsupported
 
 VOCABULARY = 20
@@ -128,3 +136,91 @@ def test_no_run_starts_before_the_checkpoint_of_a_later_one_is_there(
     with pytest.raises(InvalidArgument, match=rf"tuned/baseline: {words}"):
         ours.conduct(Console(file=io.StringIO()))
     assert not store.folder_of(study, tmp_path / "out").exists()
+
+
+FIRST = {"step": 0, "loss": 5.5, "bits_per_byte": 7.9}
+
+
+def test_a_target_above_the_first_loss_is_refused() -> None:
+    study = study_of(experiment_of("lion", target=8.0))
+    message = r"optimizers\.target: got 8 bits per byte.*7\.9.*--set optimizers\.target=4\.74"
+    with pytest.raises(InvalidArgument, match=message):
+        check_target(study, "optimizers", FIRST)
+    nats = study_of(experiment_of("lion", target=5.5, metric="loss"))
+    with pytest.raises(InvalidArgument, match=r"5\.5 nats per token"):
+        check_target(nats, "optimizers", FIRST)
+
+
+def test_any_other_target_is_let_be() -> None:
+    check_target(study_of(experiment_of("lion", target=0.001)), "optimizers", FIRST)
+    check_target(study_of(experiment_of("lion", target=6.0)), "optimizers", FIRST)
+    check_target(study_of(experiment_of("lion")), "optimizers", FIRST)
+    high = study_of(experiment_of("lion", target=8.0))
+    check_target(high, "optimizers", {**FIRST, "step": 10})
+    check_target(high, "optimizers", {**FIRST, "bits_per_byte": None})
+    check_target(high, "put.there.by.hand", FIRST)
+
+
+def tasks_of(**changes: Any) -> Any:
+    arms = (Arm(name="wide", changes={"attention.implementation": "plain", **changes}),)
+    return planned(study_of(experiment_of(*arms, baseline=language_of(), seeds=(0,))))
+
+
+def test_as_many_at_once_as_there_is_room_for() -> None:
+    tasks = tasks_of()
+    one = max(need(run.config).total for run in tasks)
+    assert room_for(tasks, 2, 2 * one) == 2
+    assert room_for(tasks, 2, int(1.5 * one)) == 1
+    assert room_for(tasks, 8, None) == 8
+    assert room_for([], 8, 0) == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model.context": 65536}, "N x N matrices of its attention.*implementation=tilewise"),
+        ({"attention.implementation": "tilewise", "training.batch": 50_000}, "checkpointing=true"),
+        ({"attention.implementation": "tilewise", "model.width": 60_000}, "smaller model.width"),
+    ],
+)
+def test_too_little_memory_names_the_arm_and_the_remedy(changes: Any, words: str) -> None:
+    message = rf"arm wide of optimizers needs about [\d.]+ GB.*4\.0 GB are free.*{words}"
+    with pytest.raises(NotEnoughMemoryError, match=message):
+        room_for(tasks_of(**changes), 2, 4_000_000_000)
+
+
+def test_data_and_processes_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = tasks_of()
+    before = max(host_need(run.config).total for run in tasks)
+    told = DataBytes(kept=10**10, most=10**10)
+    monkeypatch.setattr(LanguageModelling, "data_bytes", lambda self, config: told)
+    need_of = host_need(tasks[0].config)
+    assert (need_of.data, need_of.reading) == told
+    assert max(host_need(run.config).total for run in tasks) == before + 10**10
+    with pytest.raises(NotEnoughMemoryError, match=r"10\.0 GB, is its data: use less of it"):
+        room_for(tasks, 1, 10**10)
+    with pytest.raises(NotEnoughMemoryError, match=r"memory in 3 processes.*30\.0 GB, is its data"):
+        room_for(tasks, 1, 3 * 10**10, processes=3)
+    assert room_for(tasks, 1, 3 * (before + 10**10), processes=3) == 1
+    # While it is read there is no model yet.
+    told = DataBytes(kept=1, most=10**10)
+    assert host_need(tasks[0].config).total < before + 10**10
+    with pytest.raises(NotEnoughMemoryError, match=r"its data while it is read"):
+        room_for(tasks, 1, 10**10)
+
+
+def test_with_a_gpu_the_host_holds_data_and_passes_the_state_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LanguageModelling, "data_bytes", lambda self, config: DataBytes(5, 7))
+    config = language_of(**{"attention.implementation": "plain", "training.batch": 64})
+    host, gpu = host_need(config, "cuda"), gpu_need(config)
+    assert host.training == gpu.state + 5
+    assert host.reading == 7
+    assert gpu.data == gpu.reading == 0
+    assert gpu.total == need(config, "cuda").total > host.total
+
+
+def test_memory_of_this_machine_is_known_on_linux() -> None:
+    found = available_bytes("cpu")
+    assert found is None or found > 10**8

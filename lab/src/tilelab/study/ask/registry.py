@@ -16,10 +16,9 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from tilewise.errors import InvalidArgument
 
@@ -53,8 +52,7 @@ class Entry(NamedTuple):
         kind: what it is a choice of.
         name: the function's name, with dashes for underscores.
         function: what it does.
-        defaults: every option and its standard value.
-        types: checks a value of every option.
+        options: its options with their types, bounds and standard values.
         summary: the first line of its docstring.
         check: raises where options do not fit together.
     """
@@ -62,14 +60,19 @@ class Entry(NamedTuple):
     kind: Kind
     name: str
     function: Callable[..., Any]
-    defaults: Mapping[str, Value]
-    types: Mapping[str, TypeAdapter[Any]]
+    options: type[BaseModel]
     summary: str
     check: Callable[..., None]
 
+    @property
+    def defaults(self) -> dict[str, Value]:
+        """Every option and its standard value."""
+        return {key: field.default for key, field in self.options.model_fields.items()}
 
-# A whole number may stand for a float, and nothing else for anything else.
-_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+
+# A whole number may stand for a float, and nothing else for anything else. A standard value obeys
+# its own bounds.
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", validate_default=True)
 _ENTRIES: dict[tuple[Kind, str], Entry] = {}
 _MODULES: dict[Kind, str] = {}
 
@@ -100,18 +103,11 @@ def register(kind: Kind, check: Callable[..., None] | None = None) -> Callable[[
         name = function.__name__.replace("_", "-")
         summary = function.__doc__.strip().splitlines()[0]
         hints = get_type_hints(function, include_extras=True)
-        types = {key: TypeAdapter[Any](hints[key], config=_STRICT) for key in options}
-        for key, value in options.items():
-            _as(key, value, types[key])  # a standard value obeys its own bounds
-        _ENTRIES[kind, name] = Entry(
-            kind,
-            name,
-            function,
-            MappingProxyType(options),
-            MappingProxyType(types),
-            summary,
-            check or _any_options,
-        )
+        fields: dict[str, Any] = {key: (hints[key], value) for key, value in options.items()}
+        model = create_model(function.__name__, __config__=_STRICT, **fields)
+        entry = Entry(kind, name, function, model, summary, check or _any_options)
+        _options(entry, {})
+        _ENTRIES[kind, name] = entry
         return function
 
     return add
@@ -148,30 +144,28 @@ def resolve(kind: Kind, name: str, options: Mapping[str, Any]) -> dict[str, Valu
             or options that do not fit together.
     """
     entry = find(kind, name)
-    for key in options:
-        if key not in entry.defaults:
-            required = f"one of {', '.join(entry.defaults) or 'none: it has no options'}"
-            raise InvalidArgument(
-                f"{kind}.{key}", "an unknown option", required, nearest(key, entry.defaults)
-            )
-    whole = {
-        key: _as(f"{kind}.{key}", options.get(key, default), entry.types[key])
-        for key, default in entry.defaults.items()
-    }
+    whole = _options(entry, options)
     entry.check(**whole)
     return whole
 
 
-def _as(path: str, value: Any, kind: TypeAdapter[Any]) -> Value:
-    """Return the value in the type of the option."""
+def _options(entry: Entry, given: Mapping[str, Any]) -> dict[str, Value]:
+    """Return all options of a choice, each in its own type."""
+    plain = {key: tuple(each) if isinstance(each, list) else each for key, each in given.items()}
     try:
-        checked: Value = kind.validate_python(tuple(value) if isinstance(value, list) else value)
+        return dict(entry.options.model_validate(plain))
     except ValidationError as error:
-        first = error.errors()[0]
-        at = "".join(f"[{each}]" for each in first["loc"])
-        required = first["msg"].removeprefix("Input should be ")
-        raise InvalidArgument(path + at, repr(first["input"]), required) from None
-    return checked
+        # An unknown option first: it may be a misspelled one.
+        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+    option, *place = first["loc"]
+    path = f"{entry.kind}.{option}"
+    if first["type"] == "extra_forbidden":
+        known = entry.defaults
+        required = f"one of {', '.join(known) or 'none: it has no options'}"
+        raise InvalidArgument(path, "an unknown option", required, nearest(str(option), known))
+    at = "".join(f"[{each}]" for each in place)
+    required = first["msg"].removeprefix("Input should be ")
+    raise InvalidArgument(path + at, repr(first["input"]), required)
 
 
 def _any_options(**_: Value) -> None:

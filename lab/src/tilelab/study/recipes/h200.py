@@ -25,7 +25,7 @@ from tilelab.study.ask.config import (
     change,
 )
 from tilelab.study.need import gpu_need
-from tilelab.study.recipes import listops, long_documents
+from tilelab.study.recipes import long_documents
 from tilelab.study.recipes.arms import factorial, one_at_a_time
 from tilelab.study.recipes.bert_glue import PARTS, Part, glue_experiment
 from tilelab.study.recipes.kernels import ROUNDING
@@ -117,7 +117,7 @@ def h200(
             _bert_kernels(steps, numbers),
             _factorial(tuple(range(seeds + 1))),
             *(_fine_tuning(each, checkpoint, glue, tuple(range(seeds + 2))) for each in PARTS),
-            *(_listops(each, numbers) for each in listops.LENGTHS),
+            *(_listops(each, numbers) for each in long_documents.EXPRESSIONS),
             *(_passages(length, numbers) for length in long_documents.LENGTHS),
         ),
         chip=CHIP,
@@ -216,11 +216,11 @@ def _fine_tuning(part: Part, checkpoint: str, source: str, seeds: tuple[int, ...
     return change(small, {"name": f"bert-{part.dataset}", **own})
 
 
-def _listops(length: listops.Expressions, seeds: tuple[int, ...]) -> Experiment:
+def _listops(length: long_documents.Expressions, seeds: tuple[int, ...]) -> Experiment:
     """Return the Arena's model and steps on expressions of a length, as ``listops`` runs them."""
     whole = length._replace(batch=LRA_BATCH, steps=LRA_STEPS)
-    config = change(listops.listops_config(whole), LRA)
-    return listops.listops_experiment(whole, config, _beside(config), seeds)
+    config = change(long_documents.listops_config(whole), LRA)
+    return long_documents.listops_experiment(whole, config, _beside(config), seeds)
 
 
 def _passages(length: int, seeds: tuple[int, ...]) -> Experiment:

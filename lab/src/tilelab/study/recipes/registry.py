@@ -36,9 +36,7 @@ _MODULES = (
     "laptop",
     "wikitext",
     "factorial",
-    "screening",
     "bert_glue",
-    "listops",
     "long_documents",
     "h200",
 )

@@ -60,6 +60,16 @@ def test_not_asked_for(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not (tmp_path / "kernels").exists()
 
 
+def test_asking_nests_and_ends(here: Path) -> None:
+    """What is asked for inside is forgotten outside, and can be asked for again."""
+    for _ in range(2):
+        with compiled.compiling():
+            with compiled.compiling():
+                assert compiled.wanted()
+            assert compiled.wanted()
+        assert not compiled.wanted()
+
+
 @needs_compiler
 def test_by_environment(forgetful: None, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment asks for it; explain says what will be, then what was."""

@@ -14,7 +14,7 @@ import importlib.util
 import json
 import os
 import statistics
-import time
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilelab.common.clock import interleave, seconds_of
 from tilewise.chips import detect
 from tilewise.integrations.transformers import register
 
@@ -58,18 +59,15 @@ def embeddings(model: Any, encoded: dict[str, Tensor]) -> Tensor:
 
 def measure(models: dict[str, Any], encoded: dict[str, Tensor], rounds: int) -> dict[str, Any]:
     """Seconds of every run by implementation, and how far embeddings are from eager's."""
-    found: dict[str, Any] = {name: [] for name in models}
+    found: dict[str, Any] = {}
     expected = embeddings(models["eager"], encoded)
     for name, model in models.items():
         for _ in range(2):
             off = float((embeddings(model, encoded) - expected).abs().max())
         found[f"{name} differs"] = off
-    for _ in range(rounds):
-        for name, model in models.items():
-            begin = time.thread_time()
-            embeddings(model, encoded)
-            found[name].append(time.thread_time() - begin)
-    return found
+    calls = {name: partial(embeddings, model, encoded) for name, model in models.items()}
+    once = dict.fromkeys(calls, 1)
+    return found | interleave(calls, once, rounds, lambda call, _: seconds_of(call))
 
 
 def line(dtype: str, encoded: dict[str, Tensor], found: dict[str, Any]) -> str:

@@ -18,14 +18,14 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 import tilewise
-from tilelab.bench.clock import interleave, once, repeats_for
+from tilelab.common.clock import Call, interleave, once, repeats_for
 from tilewise import BlockMask, masks, patterns
 from tilewise.chips import detect
 from tilewise.inspect.peaks import isa
@@ -99,7 +99,7 @@ def measure(length: int, heads: int, rounds: int) -> Record:
     shape = (1, heads, length, WIDTH)
     q, k, v, grad = (torch.randn(shape, generator=generator) for _ in range(4))
     cases: list[Record] = []
-    calls: list[Callable[[], Any]] = []
+    calls: dict[str, Call] = {}
     rows = heads * -(-length // QUERIES)
     for kind, name, mask in block_masks(length):
         all_of_them = (0, 0, rows // heads * -(-length // KEYS))
@@ -113,12 +113,13 @@ def measure(length: int, heads: int, rounds: int) -> Record:
                 "partial": heads * partial,
             }
         )
-        calls += both_passes(q, k, v, grad, mask)
-    repeats = [repeats_for(once(call)[1]) for call in calls]
-    samples = interleave(calls, repeats, rounds)
-    for place, case in enumerate(cases):
-        for index, name in enumerate(PASSES):
-            case[name] = samples[2 * place + index].cpu_s
+        both = both_passes(q, k, v, grad, mask)
+        calls |= {f"{name}, {each}": call for each, call in zip(PASSES, both, strict=True)}
+    repeats = {name: repeats_for(once(call).wall_s) for name, call in calls.items()}
+    samples = interleave(calls, repeats, rounds, once)
+    for case in cases:
+        for each in PASSES:
+            case[each] = [times.cpu_s for times in samples[f"{case['name']}, {each}"]]
     return {"length": length, "heads": heads, "rows": rows, "cases": cases}
 
 
@@ -128,7 +129,7 @@ def both_passes(
     v: torch.Tensor,
     grad: torch.Tensor,
     mask: BlockMask | None,
-) -> list[Callable[[], Any]]:
+) -> list[Call]:
     """The forward pass, and the backward pass by q, k and v."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = tilewise.attention(*leaves, mask=mask)
@@ -146,10 +147,10 @@ def whole(length: int, heads: int, threads: int, rounds: int) -> Record:
     mask = BlockMask.of(patterns.butterfly(128), length)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    calls = both_passes(q, k, v, grad, mask)
-    samples = interleave(calls, [1, 1], rounds)
+    calls = dict(zip(PASSES, both_passes(q, k, v, grad, mask), strict=True))
+    samples = interleave(calls, dict.fromkeys(PASSES, 1), rounds, once)
     torch.set_num_threads(before)
-    found = {name: samples[index].wall_s for index, name in enumerate(PASSES)}
+    found = {name: [each.wall_s for each in times] for name, times in samples.items()}
     return {"length": length, "heads": heads, "threads": threads, "density": mask.density, **found}
 
 

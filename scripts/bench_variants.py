@@ -12,7 +12,6 @@ import json
 import math
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 import tilewise
+from tilelab.common.clock import interleave, seconds_of
 from tilewise import masks, scores
 from tilewise.chips import detect
 from tilewise.inspect.peaks import isa
@@ -84,13 +84,7 @@ def measure(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[
     """Seconds of processor time of every call, in turn."""
     for call in calls.values():
         call()
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            begin = time.thread_time()
-            call()
-            found[name].append(time.thread_time() - begin)
-    return found
+    return interleave(calls, dict.fromkeys(calls, 1), rounds, lambda call, _: seconds_of(call))
 
 
 def forward_calls(q: Any, k: Any, v: Any) -> dict[str, Callable[[], Any]]:

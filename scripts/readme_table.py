@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 
 from tilelab import bench
-from tilelab.bench.entry import SUITES
-from tilelab.bench.suites.point import Record
+from tilelab.bench import SUITES
+from tilelab.bench.suites.points import Record
 from tilelab.bench.suites.sentences import sentences
 from tilelab.bench.suites.tables import heading
 from tilelab.counted.table import Row, verdict

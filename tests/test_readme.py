@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tilelab.bench.suites.point import Point, Record
+from tilelab.bench.suites.points import Point, Record
 from tilelab.counted.table import Row
 from tilelab.study import recipes
 

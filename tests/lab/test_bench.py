@@ -10,13 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilelab.bench import table
-from tilelab.bench.build import build, operands
 from tilelab.bench.cases import CASES, DTYPES, Case, Goal, Shape, Variant, find
-from tilelab.bench.clock import Samples, Spread, interleave, repeats_for, rounds_for
-from tilelab.bench.gate import complaint
-from tilelab.bench.record import COMPLETE, Record
-from tilelab.bench.result import CaseResult, Memory, Overhead, Scaling
+from tilelab.bench.gate import compare
+from tilelab.bench.methods import ours, sdpa
+from tilelab.bench.results import (
+    COMPLETE,
+    CaseResult,
+    Memory,
+    Overhead,
+    Record,
+    Samples,
+    Scaling,
+)
+from tilelab.bench.tables import heading, tables
+from tilelab.bench.work import call_of, draw
+from tilelab.common.clock import Spread, interleave, once, plan, repeats_for
+from tilelab.common.tables import markdown, plain
 from tilewise.errors import InvalidArgument
 
 SMALL = Case("small", "float32", Shape(2, 4, 2, 70, 70, 16), goal=Goal(1.5, 0.8))
@@ -89,22 +98,14 @@ def test_operations_are_counted_on_visible_pairs(variant: Variant, pairs: float)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("variant", ["full", "causal", "window", "bias", "dropout"])
-def test_the_gate_passes_what_is_right(variant: Variant, dtype: str) -> None:
-    case = replace(SMALL, variant=variant, dtype=dtype, shape=Shape(1, 4, 2, 300, 300, 16))
-    given = operands(case)
-    assert complaint(case, given, build(case, given).ours()) is None
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", ["full", "causal"])
-def test_the_gate_passes_right_gradients(variant: Variant, dtype: str) -> None:
-    shape = Shape(1, 2, 2, 70, 70, 16)
-    case = replace(SMALL, variant=variant, dtype=dtype, backward=True, shape=shape)
-    given = operands(case)
-    pair = build(case, given)
-    assert complaint(case, given, pair.ours()) is None
-    assert [grad.shape for grad in pair.torch()] == [grad.shape for grad in pair.ours()]
+def test_the_gate_passes_what_is_right(variant: Variant, backward: bool, dtype: str) -> None:
+    shape = Shape(1, 4, 2, 300, 300, 16)
+    case = replace(SMALL, variant=variant, dtype=dtype, backward=backward, shape=shape)
+    work = case.work()
+    given = draw(work)
+    assert compare(work, given, ours().make(work, given)).complaint == ""
 
 
 @pytest.mark.parametrize(
@@ -116,49 +117,55 @@ def test_the_gate_passes_right_gradients(variant: Variant, dtype: str) -> None:
     ],
 )
 def test_the_gate_stops_what_is_wrong(value: float, says: str) -> None:
-    given = operands(SMALL)
-    out: Tensor = build(SMALL, given).ours().clone()
-    out[-1, -1, -1, 0] += value
-    assert says in (complaint(SMALL, given, out) or "")
+    work = SMALL.work()
+    given = draw(work)
+    attend = ours().make(work, given)
+
+    def off(*tensors: Tensor) -> Tensor:
+        out = attend(*tensors).clone()
+        out[-1, -1, -1, 0] += value
+        return out
+
+    assert says in compare(work, given, off).complaint
 
 
-def test_the_gate_stops_a_wrong_gradient() -> None:
-    case = replace(SMALL, backward=True, shape=Shape(1, 2, 2, 70, 70, 16))
-    given = operands(case)
-    q, k, v = build(case, given).ours()
-    assert "grad of v" in (complaint(case, given, (q, k, v + 0.01)) or "")
-
-
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("variant", ["full", "causal", "window", "bias"])
-def test_both_sides_compute_the_same(variant: Variant) -> None:
-    case = replace(SMALL, variant=variant, shape=Shape(1, 4, 2, 300, 300, 16))
-    pair = build(case, operands(case))
-    torch.testing.assert_close(pair.ours(), pair.torch())
+def test_both_sides_compute_the_same(variant: Variant, backward: bool) -> None:
+    shape = Shape(1, 4, 2, 300, 300, 16)
+    work = replace(SMALL, variant=variant, shape=shape, backward=backward).work()
+    given = draw(work)
+    own, other = (call_of(work, given, way.make(work, given))() for way in (ours(), sdpa()))
+    torch.testing.assert_close(own, other)
 
 
 def test_calls_are_timed_in_turn() -> None:
     order: list[str] = []
     found = interleave(
-        [lambda: order.append("a"), lambda: order.append("b")],
-        [2, 1],
+        {"a": lambda: order.append("a"), "b": lambda: order.append("b")},
+        {"a": 2, "b": 1},
         rounds=2,
+        sample=once,
         between=lambda: order.append("p"),
     )
     assert order == ["a", "a", "b", "p"] * 2
-    assert [len(samples.cpu_s) for samples in found] == [2, 2]
-    assert [len(samples.wall_s) for samples in found] == [2, 2]
+    samples = Samples.of(found["a"])
+    assert len(samples.cpu_s) == len(samples.wall_s) == len(found["b"]) == 2
 
 
 def test_rounds_and_repeats() -> None:
     assert repeats_for(1.0) == 1
     assert repeats_for(1e-3) == 10
     assert repeats_for(0.0) > 1
-    assert [rounds_for(seconds, 2.0, 3, 9) for seconds in (10, 0.5, 0.001)] == [3, 4, 9]
+    assert repeats_for(0.0, "cuda") == 20
+    rounds = [plan({"a": seconds}, 2.0, (3, 9))[1] for seconds in (10, 0.5, 0.01)]
+    assert rounds == [3, 4, 9]
 
 
 def test_spread() -> None:
     assert Spread.of([3.0, 1.0, 2.0, 4.0, 5.0]) == Spread(3, 1, 5, 2, 4)
     assert Spread.of([7.0]) == Spread(7, 7, 7, 7, 7)
+    assert Spread.of([4.0, 1.0, 3.0, 2.0, 5.0]).noise == pytest.approx(1 / 3)
 
 
 def test_what_follows_from_samples() -> None:
@@ -219,7 +226,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_tables() -> None:
-    cases, *others = table.tables(record())
+    cases, *others = tables(record())
     assert cases.rows[0] == (
         "small", "float32", "1000", "2100", "2.10x [2.00, 2.33]", "90%", "1.5x, 80%", "yes",
     )  # fmt: skip
@@ -229,11 +236,11 @@ def test_tables() -> None:
     assert len(others) == 3
     for each in (cases, *others):
         assert {len(row) for row in each.rows} == {len(each.head)}
-        assert each.rows[0][0] in table.plain(each)
-        assert table.markdown(each).count("|---") == 0  # cells are spaced, as people write them
-        assert "| ---" in table.markdown(each)
-    short, *_ = table.tables(record(), brief=True)
+        assert each.rows[0][0] in plain(each)
+        assert markdown(each).count("|---") == 0  # cells are spaced, as people write them
+        assert "| ---" in markdown(each)
+    short, *_ = tables(record(), brief=True)
     assert short.head == ("case", "float32")
     unfinished = replace(record(), status="stopped with Ctrl-C", memory=[])
-    assert len(table.tables(unfinished)) == 3
-    assert "stopped" in table.heading(unfinished)[1]
+    assert len(tables(unfinished)) == 3
+    assert "stopped" in heading(unfinished)[1]

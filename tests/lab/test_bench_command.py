@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tilelab.bench import child, command, main, worker
+from tilelab.bench import children, command, main
 from tilelab.bench.cases import SCALING_GOAL, find
+from tilelab.bench.gate import Measured
 from tilelab.bench.measure import measure_cases
-from tilelab.bench.result import Scaling
+from tilelab.bench.results import Scaling
 from tilewise import cli
 from tilewise.errors import TilewiseError, Unsupported
 from tilewise.inspect import peaks
@@ -109,10 +110,8 @@ def test_check(
 def test_a_wrong_case_is_not_timed_and_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def wrong(*_: object) -> str:
-        return "out: largest error 1"
-
-    monkeypatch.setattr("tilelab.bench.measure.complaint", wrong)
+    wrong = Measured("out: largest error 1", 1.0, 0.1, 1.0)
+    monkeypatch.setattr("tilelab.bench.measure.compare", lambda *_: wrong)
     assert main(["--cases", "short 33", "--dtype", "float32"]) == 1
     text = capsys.readouterr().out
     assert "WRONG short 33 float32: out: largest error 1" in text
@@ -145,8 +144,8 @@ def test_a_failure_late_keeps_what_is_done(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "CASES", (find("short 33 float32"),))
-    monkeypatch.setattr("tilelab.bench.child.memory", broken)
-    monkeypatch.setattr("tilelab.bench.child.scaling", lambda *_: (each for each in [SCALED]))
+    monkeypatch.setattr("tilelab.bench.children.memory", broken)
+    monkeypatch.setattr("tilelab.bench.children.scaling", lambda *_: (each for each in [SCALED]))
     assert main([]) == 1
     said = capsys.readouterr()
     assert "memory process failed" in said.err
@@ -182,25 +181,28 @@ def test_the_peak_is_positive_on_every_instruction_set(isa: str) -> None:
 
 @needs_core
 def test_the_children() -> None:
-    (found,) = child.scaling(["short 33 float32"], 0.1)
+    (found,) = children.scaling(["short 33 float32"], 0.1)
     assert len(found.one_s) == len(found.two_s) == len(found.peak_two) >= 3
     assert found.has_goal
     assert found.met == ("yes" if found.relative >= SCALING_GOAL else "no")
 
 
 @needs_core
-@pytest.mark.parametrize("side", ["ours", "torch"])
-@pytest.mark.parametrize("backward", [False, True])
-def test_memory_of_a_pass(side: str, backward: bool) -> None:
-    found = worker.memory(2048, "float32", side, backward)
-    assert found.name == ("backward 2k D64" if backward else "forward 2k D64")
-    assert found.result_bytes == 2 * 2048 * 64 * 4 * (3 if backward else 1)
-    assert found.extra_bytes > 0.5 * found.result_bytes
-    if side == "ours":
-        assert found.extra_bytes < 2 * 2048 * 2048 * 4  # less than the scores in float32
+def test_memory_of_a_pass() -> None:
+    found = list(children.memory(2048))
+    names = ["forward 2k D64", "forward 2k D64", "backward 2k D64", "backward 2k D64"] * 2
+    assert [each.name for each in found] == names
+    assert [each.side for each in found] == ["ours", "torch"] * 4
+    assert [each.dtype for each in found] == ["float32"] * 4 + ["bfloat16"] * 4
+    for each in found:
+        outputs, itemsize = 1 + 2 * ("backward" in each.name), 4 if each.dtype == "float32" else 2
+        assert each.result_bytes == 2 * 2048 * 64 * itemsize * outputs
+        assert each.extra_bytes > 0.5 * each.result_bytes
+        if each.side == "ours":
+            assert each.extra_bytes < 2 * 2048 * 2048 * 4  # less than the scores in float32
 
 
 @needs_core
 def test_a_child_that_fails_says_why() -> None:
-    with pytest.raises(TilewiseError, match=r"(?s)scaling process ended with 1.*StopIteration"):
-        list(child.scaling(["no such case"], 0.1))
+    with pytest.raises(TilewiseError, match=r"process ended with 1 after .*StopIteration"):
+        list(children.scaling(["no such case"], 0.1))

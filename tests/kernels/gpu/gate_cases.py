@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from tilelab.gate.case import Case
+from tilelab.gate.record import Case
 from tilewise.kernels.gpu.launch import Launch
 
 

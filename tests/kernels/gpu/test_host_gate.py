@@ -15,16 +15,12 @@ from typing import Any
 import pytest
 
 from tilelab.gate.__main__ import main
-from tilelab.gate.baseline import Entry, baseline_path, load, store
-from tilelab.gate.case import Case, cases_of
 from tilelab.gate.cases import CASES
 from tilelab.gate.conduct import compile_all, environment
 from tilelab.gate.machine import of_amdgcn, of_sass
-from tilelab.gate.record import Record
+from tilelab.gate.record import TARGETS, Case, Record, cases_of, table, target_named
 from tilelab.gate.search import ladder
-from tilelab.gate.table import table
-from tilelab.gate.targets import TARGETS, target_named
-from tilelab.gate.verdicts import faults, out_of_date
+from tilelab.gate.verdicts import Entry, baseline_path, faults, load, out_of_date, store
 from tilewise.kernels.gpu.config import Pass, shared_need
 
 OWN = "tests.kernels.gpu.gate_cases"
@@ -388,7 +384,7 @@ def test_signature() -> None:
 import json, torch
 from tests.kernels.gpu.gate_kernels import many_kinds
 from tilelab.gate.compiling import signature
-from tilelab.gate.targets import target_named
+from tilelab.gate.record import target_named
 from tilewise.kernels.gpu.launch import Launch
 whole = torch.empty(64, dtype=torch.bfloat16, device="meta")
 given = dict(tensor=whole, number=48, one=1, tuples=((whole[1:], whole[8:]), 3, 1), floating=0.5,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilelab.gpu_check.row import Row
+from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.worker import do
 from tilelab.tune import probes, worker

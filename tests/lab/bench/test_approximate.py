@@ -12,16 +12,17 @@ from torch import Tensor
 import tilewise
 from tilelab.bench.approximate import (
     bigbird,
+    directions,
+    features,
+    hashes,
     linear,
     linformer,
     local,
     longformer,
     performer,
+    projection,
     reformer,
 )
-from tilelab.bench.approximate.linformer import projection
-from tilelab.bench.approximate.performer import directions, features
-from tilelab.bench.approximate.reformer import hashes
 from tilewise import masks, patterns
 
 METHODS: dict[str, Callable[..., Tensor]] = {

@@ -17,21 +17,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilelab.bench import entry, main
-from tilelab.bench.suites import accuracy, command, compare, nursery
-from tilelab.bench.suites.crossover import crossing, told
+from tilelab import bench
+from tilelab.bench import children, main
+from tilelab.bench.children import STEPS, PeakJob
+from tilelab.bench.methods import OURS, own_masks, rivals
+from tilelab.bench.suites import accuracy, command, compare
 from tilelab.bench.suites.memory import CURE, DOUBLE, predicted
-from tilelab.bench.suites.methods import OURS, own_masks
 from tilelab.bench.suites.models import layer
 from tilelab.bench.suites.page import ABOUT, html, markdown
-from tilelab.bench.suites.peak import STEPS, Wanted
-from tilelab.bench.suites.point import COMPLETE, INTERRUPTED, Point, Record
-from tilelab.bench.suites.rivals import rivals
-from tilelab.bench.suites.sentences import sentences
+from tilelab.bench.suites.points import COMPLETE, INTERRUPTED, Point, Record
+from tilelab.bench.suites.sentences import crossing, crossings_in_words, sentences
 from tilelab.bench.suites.steps import Step
 from tilelab.bench.suites.tables import tables
 from tilelab.bench.suites.variants import Variant, catalogue
-from tilelab.bench.suites.work import Work, draw
+from tilelab.bench.work import Work, draw
 from tilewise import attention, visible_pairs
 from tilewise.errors import InvalidArgument, TilewiseError
 from tilewise.kernels.cpu.core import absence
@@ -122,7 +121,7 @@ def run(name: str, folder: Path, *options: str) -> dict[str, Any]:
 
 
 def test_the_entry_knows_every_suite() -> None:
-    assert {*command.SUITES, "all"} == set(entry.SUITES) == {*ABOUT, "all"}
+    assert {*command.SUITES, "all"} == set(bench.SUITES) == {*ABOUT, "all"}
 
 
 @needs_core
@@ -258,8 +257,8 @@ def test_a_process_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def die(_: Any) -> Any:
         os.kill(os.getpid(), 9)
 
-    monkeypatch.setattr(nursery, "_result", die)
-    found = nursery._in_a_fork(Wanted("plain", 0, False, {}))
+    monkeypatch.setattr(children, "_result", die)
+    found = children._in_a_fork(PeakJob("plain", 0, False, {}))
     assert found == {"why": "its process was killed (signal 9)", "peaks": []}
 
 
@@ -405,7 +404,9 @@ def test_crossings_in_a_sentence() -> None:
         "sparse": crossing(exact, {128: 0.5, 512: 2.0}),
         "slow": crossing(exact, {128: 9.0, 512: 99.0}),
     }
-    text = told("forward", "ours", {name: found for name, found in ways.items() if found})
+    text = crossings_in_words(
+        "forward", "ours", {name: found for name, found in ways.items() if found}
+    )
     assert text == (
         "forward: linear from about 260 on is faster than ours; sparse is faster at every length "
         "from 128 on; slow is not, up to 512."
@@ -413,7 +414,7 @@ def test_crossings_in_a_sentence() -> None:
     hardly = crossing(exact, {128: 2.0, 512: 15.9})
     assert hardly is not None
     assert hardly.at is None
-    none = told("forward", "ours", {"a": hardly, "b": hardly})
+    none = crossings_in_words("forward", "ours", {"a": hardly, "b": hardly})
     assert none == "forward: up to 512 none is faster than ours: a and b."
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tilelab.counted import cachegrind, command
+from tilelab.counted import __main__ as command
+from tilelab.counted import cachegrind
 from tilelab.counted.cases import CASES, QUICK, SWEEP, Case
 from tilelab.counted.table import Row, table, verdict
 from tilewise.errors import InvalidArgument

@@ -17,7 +17,7 @@ for line in sys.stdin:
     job, step = asked["job"], asked["step"]
     row = {"step": step, "name": job, "status": "ok", "note": "", "values": {"pid": os.getpid()}}
     if job.startswith("sleep"):
-        say(row=row)
+        say(answer=row)
         time.sleep(60)
     elif job.startswith("die"):
         print("the last words", file=sys.stderr, flush=True)
@@ -26,8 +26,8 @@ for line in sys.stdin:
         print("{ no json", flush=True)
         continue
     elif job.startswith("lost"):
-        say(row={**row, "status": "error", "note": "illegal access"})
+        say(answer={**row, "status": "error", "note": "illegal access"})
         say(done=True)
         os._exit(3)
-    say(row=row)
+    say(answer=row)
     say(done=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tilelab.gpu_check import timed
-from tilelab.gpu_check.record import COMPLETE, Record
-from tilelab.gpu_check.row import Row
+from tilelab.gpu_check.record import COMPLETE, Record, Row
 from tilelab.gpu_check.setting import REAL
 from tilelab.gpu_check.timed import Timed
 

@@ -15,9 +15,9 @@ from tilelab.common.exactness import judge
 from tilelab.gpu_check import accuracy, speed, timed
 from tilelab.gpu_check.outcomes import build, refer, sized
 from tilelab.gpu_check.problems import LONG, PROBLEMS, ProblemCase, find
-from tilelab.gpu_check.row import Row
+from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
-from tilelab.gpu_check.timed import Attend, Given, Timed
+from tilelab.gpu_check.timed import Attend, Tensors, Timed
 from tilewise.reference.philox import keep_mask
 
 TILED = Setting("tiled", self_test=True)
@@ -187,11 +187,11 @@ def test_a_wrong_case_is_not_timed(kind: str, monkeypatch: pytest.MonkeyPatch) -
     assert [row.status for row in speed.run(TILED, name)] == ["ok", "ok"]
     ours = timed.ours
 
-    def wrong(setting: Setting, case: Timed, things: Given) -> dict[str, Attend]:
+    def wrong(setting: Setting, case: Timed, tensors: Tensors) -> dict[str, Attend]:
         def larger(attend: Attend) -> Attend:
             return lambda q, k, v: 1.05 * attend(q, k, v)
 
-        return {name: larger(attend) for name, attend in ours(setting, case, things).items()}
+        return {name: larger(attend) for name, attend in ours(setting, case, tensors).items()}
 
     monkeypatch.setattr(timed, "ours", wrong)
     rows: list[Row] = list(speed.run(TILED, name))
@@ -204,7 +204,5 @@ def test_a_wrong_case_is_not_timed(kind: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_long_and_huge_problems_pass_on_the_reference() -> None:
-    from tilelab.gpu_check import long
-
     for job in ("causal", "past 2^31 elements"):
-        assert {row.status for row in long.run(TILED, job)} == {"ok"}
+        assert {row.status for row in accuracy.run_long(TILED, job)} == {"ok"}

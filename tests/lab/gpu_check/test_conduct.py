@@ -14,12 +14,11 @@ import tilelab
 import tilewise
 from tilelab.gpu_check import conduct as conducting
 from tilelab.gpu_check import steps, worker
-from tilelab.gpu_check.child import Child, environment
 from tilelab.gpu_check.conduct import conduct
-from tilelab.gpu_check.record import Record
-from tilelab.gpu_check.row import Row
+from tilelab.gpu_check.record import Record, Row
 from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.steps import STEPS, Step
+from tilelab.gpu_check.worker import Worker, environment
 from tilewise.errors import Unsupported
 
 REAL, SELF_TEST = Setting(), Setting(self_test=True)
@@ -62,8 +61,8 @@ class Answers:
 
 
 @pytest.fixture
-def child() -> Iterator[Child]:
-    found = Child(SELF_TEST, command=FAKE)
+def child() -> Iterator[Worker]:
+    found = Worker(SELF_TEST, command=FAKE)
     yield found
     found.close()
 
@@ -122,10 +121,10 @@ def test_the_record_is_kept_after_each_job() -> None:
 
 def test_parallel_steps_share_their_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conducting, "_processes", lambda: 3)
-    made: list[Child] = []
+    made: list[Worker] = []
 
-    def start(setting: Setting, parallel: bool) -> Child:
-        made.append(Child(setting, parallel, command=FAKE))
+    def start(setting: Setting, parallel: bool) -> Worker:
+        made.append(Worker(setting, parallel, command=FAKE))
         return made[-1]
 
     names = " ".join(f"job{i}" for i in range(9))
@@ -136,13 +135,13 @@ def test_parallel_steps_share_their_jobs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len({row.values["pid"] for row in record.rows}) <= 3
 
 
-def test_one_process_serves_many_jobs(child: Child) -> None:
+def test_one_process_serves_many_jobs(child: Worker) -> None:
     first, second = (child.ask("s", job, 30) for job in ("a", "b"))
     assert [row.name for row in first + second] == ["a", "b"]
     assert first[0].values["pid"] == second[0].values["pid"]
 
 
-def test_a_process_that_takes_too_long_is_ended(child: Child) -> None:
+def test_a_process_that_takes_too_long_is_ended(child: Worker) -> None:
     child.ask("s", "first", 60)
     begun = time.perf_counter()
     rows = child.ask("s", "sleep", 3)
@@ -152,7 +151,7 @@ def test_a_process_that_takes_too_long_is_ended(child: Child) -> None:
     assert child.ask("s", "next", 30)[0].status == "ok"
 
 
-def test_a_process_that_dies_leaves_its_last_words(child: Child) -> None:
+def test_a_process_that_dies_leaves_its_last_words(child: Worker) -> None:
     (row,) = child.ask("s", "die", 30)
     assert row.status == "error"
     assert "ended with 7" in row.note
@@ -160,15 +159,15 @@ def test_a_process_that_dies_leaves_its_last_words(child: Child) -> None:
     assert child.ask("s", "next", 30)[0].status == "ok"
 
 
-def test_a_process_that_talks_nonsense_is_replaced(child: Child) -> None:
+def test_a_process_that_talks_nonsense_is_replaced(child: Worker) -> None:
     before = child.ask("s", "a", 30)[0].values["pid"]
     (row,) = child.ask("s", "babble", 30)
     assert row.status == "error"
-    assert "nobody understands" in row.note
+    assert "is no answer" in row.note
     assert child.ask("s", "b", 30)[0].values["pid"] != before
 
 
-def test_a_process_that_lost_its_gpu_is_replaced(child: Child) -> None:
+def test_a_process_that_lost_its_gpu_is_replaced(child: Worker) -> None:
     before = child.ask("s", "a", 30)[0].values["pid"]
     (row,) = child.ask("s", "lost", 30)
     assert row.note == "illegal access"

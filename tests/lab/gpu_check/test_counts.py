@@ -7,17 +7,16 @@ import torch
 
 from tests.lab.gpu_check.records import ceilings, speed_row
 from tilelab.gpu_check import timed
-from tilelab.gpu_check.derived import best, fraction, met, rate, summary
-from tilelab.gpu_check.flops import (
+from tilelab.gpu_check.record import Goal, best, fraction, goal_for, met, rate, summary
+from tilelab.gpu_check.setting import REAL, TINY, Setting
+from tilelab.gpu_check.timed import (
+    Timed,
     backward_flops,
     causal_pairs,
     forward_flops,
     full_pairs,
     window_pairs,
 )
-from tilelab.gpu_check.goals import Goal, goal_for
-from tilelab.gpu_check.setting import REAL, TINY, Setting
-from tilelab.gpu_check.timed import Timed
 
 SELF_TEST = Setting(self_test=True)
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from tilelab.common.clock import seconds_of
 from tilelab.gpu_check import host, steps, worker
-from tilelab.gpu_check.clock import interleave, once
 from tilelab.gpu_check.conduct import _processes
-from tilelab.gpu_check.row import Row
+from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import TINY, Setting
 
 STUBBED = Setting("tiled")
@@ -100,17 +100,17 @@ def rows_of(step: str, job: str) -> list[Row]:
 
 
 def test_a_call_is_timed_by_events() -> None:
-    assert once(STUBBED, lambda: time.sleep(0.01), repeats=2) == pytest.approx(0.01, rel=0.9)
+    assert seconds_of(lambda: time.sleep(0.01), "cuda", 2) == pytest.approx(0.01, rel=0.9)
 
 
 def test_calls_are_timed_in_turn() -> None:
     order: list[str] = []
     calls = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
-    samples = interleave(STUBBED, calls, budget_s=0.0)
+    samples = STUBBED.race(calls, budget_s=0.0)
     assert [len(each) for each in samples.values()] == [5, 5]
     blocks = [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name]
     assert blocks == ["a", "b"] * 6  # once to know how long, then five rounds
-    long = interleave(STUBBED, calls, budget_s=1e9)
+    long = STUBBED.race(calls, budget_s=1e9)
     assert [len(each) for each in long.values()] == [25, 25]
 
 

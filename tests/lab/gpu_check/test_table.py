@@ -11,8 +11,7 @@ import torch
 
 from tests.lab.gpu_check.records import speed_row, whole
 from tilelab.gpu_check.command import main
-from tilelab.gpu_check.record import FORMAT, Record
-from tilelab.gpu_check.row import Row
+from tilelab.gpu_check.record import FORMAT, Record, Row
 from tilelab.gpu_check.table import table
 from tilelab.gpu_check.timed import Timed
 from tilewise.errors import InvalidArgument

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.lab.gpu_check.records import whole
-from tilelab.gpu_check import counters, traffic
-from tilelab.gpu_check.row import FAILURES
+from tilelab.gpu_check import traffic
+from tilelab.gpu_check.record import FAILURES
 from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.table import table
 
@@ -33,8 +33,8 @@ def fake_ncu(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
 
 
 def test_what_ncu_prints_is_read() -> None:
-    read, write = counters.METRICS
-    assert counters.bytes_of(PRINTED) == [
+    read, write = traffic.METRICS
+    assert traffic.bytes_of(PRINTED) == [
         {read: 50_331_648, write: 1024},
         {read: 64, write: 32},
     ]
@@ -50,17 +50,17 @@ def test_what_ncu_prints_is_read() -> None:
     ],
 )
 def test_what_is_no_count_is_refused(printed: str, words: str) -> None:
-    with pytest.raises(counters.CannotCount, match=words):
-        counters.bytes_of(printed)
+    with pytest.raises(traffic.CannotCount, match=words):
+        traffic.bytes_of(printed)
 
 
 def test_ncu_is_asked_for_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "printed").write_text(PRINTED)
     fake_ncu(tmp_path, monkeypatch, f'echo "$@" > {tmp_path}/asked; cat {tmp_path}/printed')
-    found = counters.count(["python", "child"], {"PATH": "/bin:/usr/bin"}, 20)
+    found = traffic.count(["python", "child"], {"PATH": "/bin:/usr/bin"}, 20)
     assert len(found) == 2
     asked = (tmp_path / "asked").read_text().split()
-    assert asked[:2] == ["--metrics", ",".join(counters.METRICS)]
+    assert asked[:2] == ["--metrics", ",".join(traffic.METRICS)]
     assert asked[-2:] == ["python", "child"]
     assert "--print-units base" in " ".join(asked)
 
@@ -77,8 +77,8 @@ def test_what_ncu_refuses(
     body: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_ncu(tmp_path, monkeypatch, body)
-    with pytest.raises(counters.CannotCount, match=words):
-        counters.count(["python"], {"PATH": "/bin:/usr/bin"}, 1)
+    with pytest.raises(traffic.CannotCount, match=words):
+        traffic.count(["python"], {"PATH": "/bin:/usr/bin"}, 1)
 
 
 def test_without_ncu_the_reason_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,11 +100,11 @@ def test_counts_stand_beside_predictions(monkeypatch: pytest.MonkeyPatch) -> Non
     def count(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> object:
         asked.append(command)
         assert "PYTHONPATH" in environment
-        return counters.bytes_of(PRINTED)
+        return traffic.bytes_of(PRINTED)
 
     model = traffic.predicted(SELF_TEST, "backward")
     monkeypatch.setattr(traffic, "predicted", lambda *_: model)
-    monkeypatch.setattr(counters, "count", count)
+    monkeypatch.setattr(traffic, "count", count)
     (row,) = traffic.run(Setting("gpu"), "backward")
     assert row.status == "ok"
     assert row.values == {

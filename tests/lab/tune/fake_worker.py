@@ -22,5 +22,5 @@ for line in sys.stdin:
     status, note = NOTES.get(blocks, ("ok", ""))
     values: dict[str, Any] = {"spills": SPILLS.get(blocks, 0), "pid": os.getpid()}
     row = {"step": asked["step"], "name": "", "status": status, "note": note, "values": values}
-    print(json.dumps({"row": row}), flush=True)
+    print(json.dumps({"answer": row}), flush=True)
     print(json.dumps({"done": True}), flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tilelab.gpu_check.row import Row
+from tilelab.gpu_check.record import Row
 from tilelab.tune.jobs import Job, table_blocks
 from tilewise.kernels.gpu.config import Blocks
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from tilelab.bench.entry import main
+from tilelab.bench import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

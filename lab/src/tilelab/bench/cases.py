@@ -7,7 +7,12 @@ with AVX-512 and BF16 and without AMX, on one thread.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from tilelab.bench.work import Work
+from tilewise import masks, scores
 
 __all__ = ["CASES", "DTYPES", "SCALING_GOAL", "Case", "Goal", "Shape", "find"]
 
@@ -85,6 +90,38 @@ class Case:
         """Operations: 4 D per visible pair forward (two products), 2.5 times that backward."""
         forward = 4 * self.shape.batch * self.shape.heads * self.shape.head_dim * self.pairs
         return 2.5 * forward if self.backward else forward
+
+    def work(self) -> Work:
+        """Return what is measured."""
+        shape = self.shape
+        return Work(
+            "speed",
+            self.name,
+            shape.keys,
+            self.dtype,
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.batch,
+            "backward" if self.backward else "forward",
+            queries=shape.queries,
+            **_variant(self),
+        )
+
+
+def _variant(case: Case) -> dict[str, Any]:
+    """Return the variant of a case as fields of a Work."""
+    if case.variant == "causal":
+        return {"mask": masks.causal()}
+    if case.variant == "window":
+        return {"mask": masks.window(WINDOW - 1, 0)}
+    if case.variant == "dropout":
+        return {"dropout_p": DROPOUT_P}
+    if case.variant == "bias":
+        size = (case.shape.queries, case.shape.keys)
+        drawn = torch.randn(size, generator=torch.Generator().manual_seed(1))
+        return {"score": scores.bias(drawn.to(getattr(torch, case.dtype)))}
+    return {}
 
 
 def _square(batch: int, heads: int, length: int, head_dim: int, kv_heads: int = 0) -> Shape:

@@ -15,12 +15,14 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from tilelab.bench import child
+from tilelab.bench import children
 from tilelab.bench.cases import CASES, DTYPES, Case
 from tilelab.bench.measure import FULL, QUICK, measure_cases, overhead
-from tilelab.bench.record import COMPLETE, Record
-from tilelab.bench.show import Progress, show
-from tilelab.common.threads import crowded
+from tilelab.bench.results import COMPLETE, Record
+from tilelab.bench.tables import heading, tables
+from tilelab.common.tables import show_tables
+from tilelab.common.terminal import Progress, crowded, positive
+from tilelab.common.worker import environment
 from tilewise.errors import TilewiseError, Unsupported
 from tilewise.inspect.peaks import absence
 
@@ -49,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given)
     if options.source is not None:
         record = Record.read(options.source)
-        show(record, as_markdown=options.markdown, brief=options.brief)
+        _show(record, options)
         return _status(record, options.check)
     cases = _chosen(options)
     if not cases:
@@ -62,10 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.threads > 1 and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
         # Torch read the setting when it was loaded: start again with it.
         command = [sys.executable, "-m", "tilelab.bench", *given]
-        os.execve(sys.executable, command, child.environment())
+        os.execve(sys.executable, command, environment())
     record = Record.begin(options.threads)
     _run(record, cases, options)
-    show(record, as_markdown=options.markdown, brief=options.brief)
+    _show(record, options)
     path = _path(record, options)
     if path is not None:
         record.write(path)
@@ -73,31 +75,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 130 if record.status == _INTERRUPTED else _status(record, options.check)
 
 
+def _show(record: Record, options: argparse.Namespace) -> None:
+    """Print the tables of a record."""
+    show_tables(heading(record), tables(record, brief=options.brief), options.markdown)
+
+
 def _run(record: Record, cases: Sequence[Case], options: argparse.Namespace) -> None:
     """Measure everything into the record; Ctrl-C ends it early."""
     effort = QUICK if options.quick else FULL
     if options.rounds:
-        effort = replace(effort, least=options.rounds, most=options.rounds)
+        effort = replace(effort, rounds=(options.rounds, options.rounds))
     everything = not (options.quick or options.cases or options.dtype or options.threads > 1)
-    progress = Progress(_steps(len(cases), everything, options.quick))
     began = time.perf_counter()
     status = COMPLETE
     try:
-        results = measure_cases(cases, effort, options.threads)
-        for case in cases:
-            progress.step(case.key)
-            record.cases.append(next(results))
-        if everything or options.quick:
-            progress.step("the cost of a call")
-            record.overhead += overhead(options.rounds or effort.most)
-        if everything:
-            _in_children(record, cases, progress)
+        with Progress(_steps(len(cases), everything, options.quick)) as progress:
+            results = measure_cases(cases, effort, options.threads)
+            for case in cases:
+                progress.step(case.key)
+                record.cases.append(next(results))
+            if everything or options.quick:
+                progress.step("the cost of a call")
+                record.overhead += overhead(effort.rounds[1])
+            if everything:
+                _in_children(record, cases, progress)
     except KeyboardInterrupt:
         status = _INTERRUPTED
     except TilewiseError as error:
         status = "a measurement failed"  # the words may name folders, and the record must not
         print(f"\ntilewise bench: {error}", file=sys.stderr)
-    progress.end()
     record.end(status, time.perf_counter() - began)
 
 
@@ -109,13 +115,13 @@ def _steps(cases: int, everything: bool, quick: bool) -> int:
 def _in_children(record: Record, cases: Sequence[Case], progress: Progress) -> None:
     """Run the measurements that need processes of their own: scaling and memory."""
     if record.machine["cores"] > 1:
-        found = child.scaling([case.key for case in cases], _SCALING_S)
+        found = children.scaling([case.key for case in cases], _SCALING_S)
         with closing(found):
             for case in cases:
                 progress.step(f"two threads: {case.key}")
                 record.scaling.append(next(found))
     progress.step("memory")
-    for each in child.memory(_LONG):
+    for each in children.memory(_LONG):
         record.memory.append(each)
         progress.step(f"memory: {each.name}")
 
@@ -179,8 +185,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="few cases, less than a minute")
     add("--cases", metavar="TEXT", help="only cases whose name and dtype contain this")
     add("--dtype", action="append", choices=DTYPES, help="only this dtype (repeat for more)")
-    add("--rounds", type=_positive, metavar="N", help="rounds of every case")
-    add("--threads", type=_positive, default=1, metavar="N", help="more than one: wall time (1)")
+    add("--rounds", type=positive, metavar="N", help="rounds of every case")
+    add("--threads", type=positive, default=1, metavar="N", help="more than one: wall time (1)")
     add("--check", type=float, metavar="R", help="fail if a ratio is below R")
     add("--json", metavar="FILE", help="write all samples here")
     add("--markdown", action="store_true", help="print the tables as Markdown")
@@ -193,10 +199,3 @@ def _parser() -> argparse.ArgumentParser:
         help="print the tables of a stored JSON and measure nothing",
     )
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
-    return value

@@ -1,158 +1,123 @@
-"""Correctness before speed: a case whose result is wrong is not timed.
+"""Correctness before speed, for any mask and score: the 2x rule, and the error of approximations.
 
-The gate computes a few query rows of the first and the last head the plain way. It does so in
-float64 and in the case's own dtype, with every product and the softmax rounded to it. Ours is held
-to the 2x rule (``tilelab.common.exactness``).
+Some chunks of rows of all heads are computed the plain way, in float64 and in the work's own
+dtype. An exact method is held to the 2x rule (``tilelab.common.exactness``).
 
-For a backward case all rows of one head are computed, since keys gather gradients from every row.
+For gradients the output's gradient is zero in all other rows, so that the sampled rows are all
+that the gradients of keys and values gather. Short problems are compared whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilelab.bench.build import SEED, Operands
-from tilelab.bench.cases import DROPOUT_P, WINDOW, Case
+from tilelab.bench.plain import attend_rows, rows_kept, seen_rows
+from tilelab.bench.work import Attend, Given, Work, problem_of
 from tilelab.common.exactness import judge
-from tilewise.inspect.calls import keep_mask
 
-__all__ = ["complaint"]
+__all__ = ["Measured", "compare", "sampled"]
 
-_ROWS = 48
-
-
-class _Head(NamedTuple):
-    """Operands of some rows of one head: q [R, D], k and v [N, D], visible and keep [R, N]."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    visible: Tensor
-    bias: Tensor | None
-    keep: Tensor | None
-    grad: Tensor | None
+_WHOLE = 512  # rows up to which all are compared
+_ROWS = 16  # of a chunk
+_CHUNKS = 4
 
 
-def complaint(case: Case, given: Operands, result: Any) -> str | None:
-    """Return what is wrong with our result, or None.
+class Measured(NamedTuple):
+    """The distance of a result from the exact one.
 
     Args:
-        case: the case.
-        given: its operands.
-        result: the output, or for a backward case the gradients of q, k and v.
+        complaint: what breaks the 2x rule; empty if nothing does.
+        largest: the largest error of the output (of a backward: of the gradients).
+        allowed: what the rule allows it.
+        relative: root mean square of the error over that of the exact values.
     """
-    if case.backward:
-        return _compare_gradients(case, given, result)
-    shape = case.shape
-    rows = _sample(shape.queries)
-    for batch, head in {(0, 0), (shape.batch - 1, shape.heads - 1)}:
-        found = _compare_rows(case, given, result, (batch, head), rows)
-        if found:
-            return found
-    return None
+
+    complaint: str
+    largest: float
+    allowed: float
+    relative: float
 
 
-def _sample(queries: int) -> Tensor:
-    """The first, the last and some rows between."""
-    return torch.linspace(0, queries - 1, min(queries, _ROWS), dtype=torch.float64).long()
+def sampled(length: int) -> list[range]:
+    """The chunks of rows that are compared: the first, the last and some between."""
+    if length <= _WHOLE:
+        return [range(length)]
+    starts = [(length - _ROWS) * i // (_CHUNKS - 1) for i in range(_CHUNKS)]
+    return [range(start, start + _ROWS) for start in starts]
 
 
-def _compare_rows(
-    case: Case, given: Operands, out: Tensor, place: tuple[int, int], rows: Tensor
-) -> str | None:
-    part = _head(case, given, place, rows)
-    exact, plain = _plain(part, torch.float64), _plain(part, given.q.dtype)
-    return judge(out[place][rows], plain[0], exact[0]).fault("out") or None
+def compare(work: Work, given: Given, attend: Attend) -> Measured:
+    """Run a method once and compare.
 
-
-def _compare_gradients(case: Case, given: Operands, result: tuple[Tensor, ...]) -> str | None:
-    part = _head(case, given, (0, 0), torch.arange(case.shape.queries))
-    exact, plain = _plain(part, torch.float64), _plain(part, given.q.dtype)
-    for name, ours, own, truth in zip("qkv", result, plain[1:], exact[1:], strict=True):
-        found = judge(ours[0, 0], own, truth).fault(f"grad of {name}")
-        if found:
-            return found
-    return None
-
-
-def _head(case: Case, given: Operands, place: tuple[int, int], rows: Tensor) -> _Head:
-    batch, head = place
-    kv_place = batch, head // (case.shape.heads // case.shape.kv_heads)
-    k = given.k[kv_place].detach()
-    return _Head(
-        given.q[place].detach()[rows],
-        k,
-        given.v[kv_place].detach(),
-        _visible(case, rows),
-        None if given.bias is None else given.bias[rows],
-        _keep(case, place, rows) if case.variant == "dropout" else None,
-        None if given.grad is None else given.grad[place][rows],
+    Args:
+        work: what is measured; with dropout that which ours does.
+        given: its tensors.
+        attend: the method.
+    """
+    chunks = sampled(work.rows)
+    grad = _only(given.grad, chunks)
+    got = _results(work, given, attend, grad, chunks)
+    exact = _plain(work, given, grad, chunks, torch.float64)
+    plain = _plain(work, given, grad, chunks, given.q.dtype)
+    names = {"forward": ("out",), "backward": ("dq", "dk", "dv")}.get(
+        work.passes, ("out", "dq", "dk", "dv")
     )
+    found = [_judge(*each) for each in zip(names, got, plain, exact, strict=True)]
+    wrong = [each.complaint for each in found if each.complaint]
+    worst = max(found, key=lambda each: each.largest / each.allowed if each.allowed else math.inf)
+    relative = max(each.relative for each in found)
+    return worst._replace(complaint="; ".join(wrong), relative=relative)
 
 
-def _visible(case: Case, rows: Tensor) -> Tensor:
-    past = rows[:, None] - torch.arange(case.shape.keys)
-    if case.variant == "causal":
-        return past >= 0
-    if case.variant == "window":
-        return (past >= 0) & (past < WINDOW)
-    return torch.ones_like(past, dtype=torch.bool)
+def _only(grad: Tensor, chunks: Sequence[range]) -> Tensor:
+    kept = torch.zeros_like(grad)
+    for rows in chunks:
+        kept[:, :, rows.start : rows.stop] = grad[:, :, rows.start : rows.stop]
+    return kept
 
 
-def _keep(case: Case, place: tuple[int, int], rows: Tensor) -> Tensor:
-    batch, head = (range(index, index + 1) for index in place)
-    keys = range(case.shape.keys)
-    blocks = [
-        keep_mask(
-            SEED, DROPOUT_P, batches=batch, heads=head, queries=range(row, row + 1), keys=keys
-        )
-        for row in rows.tolist()
-    ]
-    return torch.cat(blocks, dim=2)[0, 0]
+def _cut(x: Tensor, chunks: Sequence[range]) -> Tensor:
+    return torch.cat([x[:, :, rows.start : rows.stop] for rows in chunks], dim=2)
 
 
-def _plain(part: _Head, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The plain mathematics in a dtype: out [R, D], then for a backward case dq, dk, dv.
-
-    Half types multiply in float32 and round every result, as a matrix unit does.
-    """
-    wide = torch.float64 if dtype is torch.float64 else torch.float32
-
-    def rounded(x: Tensor) -> Tensor:
-        return x.to(dtype).to(wide)
-
-    q, k, v = (x.to(wide) for x in (part.q, part.k, part.v))
-    scale = 1 / math.sqrt(q.shape[-1])
-    s = rounded(rounded(q @ k.T) * scale)
-    if part.bias is not None:
-        s = rounded(s + part.bias.to(wide))
-    p = rounded(s.masked_fill(~part.visible, -math.inf).softmax(-1))
-    if part.keep is not None:
-        p = rounded(p * part.keep / (1 - DROPOUT_P))
-    out = rounded(p @ v)
-    if part.grad is None:
-        return (out,)
-    return out, *_plain_gradients(part.grad.to(wide), q, k, v, p, scale, rounded)
+def _results(
+    work: Work, given: Given, attend: Attend, grad: Tensor, chunks: Sequence[range]
+) -> list[Tensor]:
+    q, k, v, _ = given
+    out = attend(q, k, v)
+    found = [] if work.passes == "backward" else [_cut(out.detach(), chunks)]
+    if work.passes != "forward":
+        dq, dk, dv = torch.autograd.grad(out, given.leaves, grad)
+        found += [_cut(dq, chunks), dk, dv]
+    return found
 
 
-def _plain_gradients(
+def _plain(
+    work: Work,
+    given: Given,
     grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    p: Tensor,
-    scale: float,
-    rounded: Callable[[Tensor], Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v.
+    chunks: Sequence[range],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    problem, operands = problem_of(work, given)
+    seen = seen_rows(problem, operands, chunks)
+    leaves = [x.detach().to(dtype).requires_grad_(work.passes != "forward") for x in given.leaves]
+    out = attend_rows(problem, operands, leaves, chunks, seen, rows_kept(work, chunks))
+    found = [] if work.passes == "backward" else [out.detach()]
+    if work.passes != "forward":
+        dq, dk, dv = torch.autograd.grad(out, leaves, _cut(grad, chunks).to(dtype))
+        found += [_cut(dq, chunks), dk, dv]
+    return found
 
-    dv = p^T do;  dp = do v^T;  ds = scale p (dp - sum p dp);  dq = ds k;  dk = ds^T q.
-    """
-    dp = rounded(grad @ v.T)
-    ds = rounded(p * (dp - (p * dp).sum(-1, keepdim=True)) * scale)
-    return rounded(ds @ k), rounded(ds.T @ q), rounded(p.T @ grad)
+
+def _judge(name: str, got: Tensor, plain: Tensor, exact: Tensor) -> Measured:
+    verdict = judge(got, plain, exact)
+    size = exact.square().mean().sqrt().item()
+    error = (got.double() - exact).square().mean().sqrt().item()
+    relative = error / size if size else 0.0
+    return Measured(verdict.fault(name), verdict.error, verdict.allowed, relative)

@@ -9,11 +9,12 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
-from tilelab.bench.build import Pair, build, operands
 from tilelab.bench.cases import Case
-from tilelab.bench.clock import interleave, once, repeats_for, rounds_for
-from tilelab.bench.gate import complaint
-from tilelab.bench.result import CaseResult, Overhead
+from tilelab.bench.gate import compare
+from tilelab.bench.methods import ours, sdpa
+from tilelab.bench.results import CaseResult, Overhead, Samples
+from tilelab.bench.work import call_of, draw
+from tilelab.common.clock import Call, interleave, once, plan
 from tilewise.inspect import peaks
 
 __all__ = ["FULL", "QUICK", "Effort", "measure_cases", "overhead"]
@@ -27,16 +28,15 @@ class Effort:
 
     Args:
         budget_s: for the rounds of one case.
-        least, most: rounds of one case, whatever the budget says.
+        rounds: of one case, the fewest and the most, whatever the budget says.
     """
 
     budget_s: float
-    least: int
-    most: int
+    rounds: tuple[int, int]
 
 
-FULL = Effort(2.0, 3, 15)
-QUICK = Effort(0.8, 3, 9)
+FULL = Effort(2.0, (3, 15))
+QUICK = Effort(0.8, (3, 9))
 
 
 def measure_cases(cases: Iterable[Case], effort: Effort, threads: int) -> Iterator[CaseResult]:
@@ -54,32 +54,40 @@ def measure_cases(cases: Iterable[Case], effort: Effort, threads: int) -> Iterat
 
 def _measure(case: Case, effort: Effort, threads: int) -> CaseResult:
     clock: peaks.Clock = "cpu" if threads == 1 else "wall"
-    given = operands(case)
-    pair = build(case, given)
-    wrong = complaint(case, given, pair.ours())  # the first call also warms ours up
+    work = case.work()
+    given = draw(work)
+    attend = ours().make(work, given)
+    wrong = compare(work, given, attend).complaint
     if wrong:
         return CaseResult.describing(case, clock, wrong=wrong)
+    calls = {
+        "ours": call_of(work, given, attend),
+        "torch": call_of(work, given, sdpa().make(work, given)),
+    }
     kind = peaks.loop(case.dtype, peaks.isa())
     found: list[float] = []
 
     def measure_peak() -> None:
         found.append(peaks.measure(kind, threads, clock))
 
-    repeats, rounds = _plan(pair, effort)
-    ours, theirs = interleave(pair, repeats, rounds, measure_peak)
+    call_s = {name: _warm(call) for name, call in calls.items()}
+    repeats, rounds = plan(call_s, effort.budget_s, effort.rounds)
+    samples = interleave(calls, repeats, rounds, once, measure_peak)
     return CaseResult.describing(
-        case, clock, ours=ours, torch=theirs, repeats=repeats, peak_flops_s=tuple(found)
+        case,
+        clock,
+        ours=Samples.of(samples["ours"]),
+        torch=Samples.of(samples["torch"]),
+        repeats=(repeats["ours"], repeats["torch"]),
+        peak_flops_s=tuple(found),
     )
 
 
-def _plan(pair: Pair, effort: Effort) -> tuple[tuple[int, int], int]:
-    """Repeats within a sample, and rounds, from one warm call of each."""
-    ours_s, torch_s = once(pair.ours)[0], once(pair.torch)[0]
-    if torch_s < 0.2:  # the first call of a short one pays for what it sets up
-        torch_s = once(pair.torch)[0]
-    repeats = repeats_for(ours_s), repeats_for(torch_s)
-    round_s = ours_s * repeats[0] + torch_s * repeats[1]
-    return repeats, rounds_for(round_s, effort.budget_s, effort.least, effort.most)
+def _warm(call: Call) -> float:
+    """Return the seconds of a warm call."""
+    first_s = once(call).cpu_s
+    # The first call of a short one pays for what it sets up.
+    return once(call).cpu_s if first_s < 0.2 else first_s
 
 
 def overhead(rounds: int) -> list[Overhead]:
@@ -90,18 +98,15 @@ def overhead(rounds: int) -> list[Overhead]:
     """
     torch.set_num_threads(1)
     q, k, v = (torch.randn(_TINY) for _ in range(3))
-    plan = tilewise.plan(q, k, v)
-    calls = (
-        lambda: tilewise.attention(q, k, v),
-        lambda: tilewise.attention(q, k, v, plan=plan),
-        lambda: scaled_dot_product_attention(q, k, v),
-    )
-    for call in calls:
+    held = tilewise.plan(q, k, v)
+    calls: dict[str, Call] = {
+        "attention": lambda: tilewise.attention(q, k, v),
+        "attention, held plan": lambda: tilewise.attention(q, k, v, plan=held),
+        "torch": lambda: scaled_dot_product_attention(q, k, v),
+    }
+    for call in calls.values():
         once(call, 300)
-    direct, held, theirs = (
-        samples.cpu_s for samples in interleave(calls, (1000, 1000, 1000), rounds)
-    )
-    return [
-        Overhead("attention", direct, theirs, 3.0),
-        Overhead("attention, held plan", held, theirs, 2.0),
-    ]
+    found = interleave(calls, dict.fromkeys(calls, 1000), rounds, once)
+    samples = {name: Samples.of(times).cpu_s for name, times in found.items()}
+    goals = {"attention": 3.0, "attention, held plan": 2.0}
+    return [Overhead(name, samples[name], samples["torch"], goal) for name, goal in goals.items()]

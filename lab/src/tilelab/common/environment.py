@@ -1,4 +1,4 @@
-"""Describe where a study runs, for records: no host name, no path."""
+"""Describe where something is measured, for records: no host name, no path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tilelab.common import memory
 from tilewise.chips import detect
 from tilewise.inspect.peaks import absence, isa
 
-__all__ = ["describe", "pinnable_cores", "variables"]
+__all__ = ["describe", "load_average", "pinnable_cores", "variables"]
 
 _OURS, _OF_ONE_RUN = "TILEWISE_", "TILEWISE_STUDY_JOB"
 _PATHS = ("TILEWISE_CACHE", "TILEWISE_DATA", "TILEWISE_TUNED")
@@ -39,8 +39,13 @@ def describe(threads: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: found for name in _PACKAGES if (found := _version(name))},
         "commit": commit(),
-        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "load_average": load_average(),
     }
+
+
+def load_average() -> float | None:
+    """Return how many processes want a core, the mean of the last minute."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def variables() -> dict[str, str]:

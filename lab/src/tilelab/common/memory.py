@@ -1,12 +1,19 @@
-"""Peak memory of a process, and memory that the machine has available."""
+"""Peak memory of a process or of a GPU, and memory that the machine has available."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
+import torch
+
+from tilelab.common.clock import seconds_of
+
+_Result = TypeVar("_Result")
 _STATUS = Path("/proc/self/status")
 
 
@@ -37,6 +44,29 @@ def release() -> None:
     """Give the system back what this process has freed, where its C library can (glibc)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def highest(call: Callable[[], _Result], device: str) -> tuple[int, float, _Result]:
+    """Return the extra bytes during a call, its seconds, and what it returned, still held."""
+    kept: list[_Result] = []
+    before = held_bytes(device)
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        reset_peak()
+    seconds = seconds_of(lambda: kept.append(call()), "cuda" if device == "cuda" else "cpu")
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else peak_bytes()
+    return max(0, peak - before), seconds, kept[0]
+
+
+def held_bytes(device: str) -> int:
+    """Return the memory that is held now and give back what is freed."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated()
+    release()
+    return resident_bytes()
 
 
 def total_bytes() -> int | None:
@@ -92,6 +122,6 @@ def _cgroup_left() -> int | None:
         lines = (_CGROUP / "memory.stat").read_text().splitlines()
     except (OSError, ValueError):
         return None
-    told = dict(line.split() for line in lines if len(line.split()) == 2)
-    used -= sum(int(told.get(name, "0")) for name in ("inactive_file", "active_file"))
+    fields = dict(line.split() for line in lines if len(line.split()) == 2)
+    used -= sum(int(fields.get(name, "0")) for name in ("inactive_file", "active_file"))
     return None if limit is None else min(limit, max(limit - used, 0))

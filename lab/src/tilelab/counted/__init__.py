@@ -5,12 +5,8 @@
     bounds       its asymptotic forms, and lower bounds
     cases        what is run, and what the model says of it
     cachegrind   last-level misses of a native process
-    command      all cases one after the other, as JSON and as a table
     table        counted against predicted
+    __main__     all cases one after the other, as JSON and as a table
 
 ``scripts/counted.sh`` builds the driver (``csrc/tests/counted.cc``) and runs it.
 """
-
-from tilelab.counted.command import main
-
-__all__ = ["main"]

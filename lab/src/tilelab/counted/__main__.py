@@ -1,8 +1,128 @@
-"""``python -m tilelab.counted``."""
+"""``python -m tilelab.counted``: every case under cachegrind, against the model."""
 
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
 
-from tilelab.counted.command import main
+from tilelab.counted import cachegrind
+from tilelab.counted.cases import CASES, QUICK, SWEEP, Case
+from tilelab.counted.table import Row, table, verdict
+
+__all__ = ["FORMAT", "NO_AVX2", "compared", "count", "main"]
+
+FORMAT = 1
+NO_AVX2 = 3  # the driver's exit status
+_DRIVER = Path("build/native/counted")
+Counter: TypeAlias = Callable[[int, Mapping[str, str | int]], int]
+
+
+def count(cases: Sequence[Case], counter: Counter, done: Callable[[Row], None]) -> list[Row]:
+    """Count the rows of the cases: misses of a run minus misses of the same run without attention.
+
+    Args:
+        cases: in order.
+        counter: misses of a run, given the bytes of the cache and the driver's arguments.
+        done: called with each row.
+    """
+    before: dict[str, int] = {}
+    rows = []
+    for case in cases:
+        # How the core cuts its tasks, and what it masks, is nothing to a run without attention.
+        setup = {k: v for k, v in case.arguments.items() if k not in ("threads", "causal")}
+        key = f"{case.cache} {setup}"
+        if key not in before:
+            before[key] = counter(case.cache, {"what": "nothing", **setup})
+        misses = counter(case.cache, {"what": case.method, **case.arguments})
+        counted = (misses - before[key]) * cachegrind.LINE
+        rows.append(Row(case, counted, case.predicted().bytes))
+        done(rows[-1])
+    return rows
+
+
+def compared(driver: Path) -> tuple[int, str]:
+    """Compare ours with the driver's plain attention; return the status and the output.
+
+    0: they give the same numbers; ``NO_AVX2``: this processor cannot run what would be counted.
+    """
+    sizes = ["queries=130", "keys=200", "heads=2"]
+    done = subprocess.run(
+        [str(driver), "what=compare", *sizes], capture_output=True, text=True, check=False
+    )
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Count, compare, and print the table.
+
+    Returns:
+        0 where everything is as close as it has to be, or nothing can be counted here (a line says
+        why); 1 where something is not.
+    """
+    options = _parser().parse_args(argv)
+    if options.stored is not None:
+        stored = json.loads(options.stored.read_text())
+        return _show([Row.read(each) for each in stored["rows"]])
+    reason = cachegrind.absence(options.driver)
+    if reason is not None:
+        print(f"skipped: {reason}")
+        return 0
+    status, said = compared(options.driver)
+    if status == NO_AVX2:
+        print(f"skipped: {said}")
+        return 0
+    if status != 0:
+        print(f"counted: ours and plain attention differ ({status}): {said}", file=sys.stderr)
+        return 1
+    begun = time.perf_counter()
+
+    def counter(cache: int, arguments: Mapping[str, str | int]) -> int:
+        return cachegrind.counted(options.driver, cache, arguments)
+
+    def done(row: Row) -> None:
+        print(f"{row.case.name}: {100 * row.off:+.1f} %", file=sys.stderr, flush=True)
+
+    rows = count(QUICK if options.quick else CASES, counter, done)
+    if options.json is not None:
+        sweep = [] if options.quick else count(SWEEP, counter, done)
+        made: dict[str, Any] = {
+            "format": FORMAT,
+            "valgrind": cachegrind.version(),
+            "seconds": round(time.perf_counter() - begun),
+            "rows": [row.as_json() for row in rows],
+            "sweep": [row.as_json() for row in sweep],
+        }
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(made, indent=1) + "\n")
+    return _show(rows)
+
+
+def _show(rows: Sequence[Row]) -> int:
+    print(table(rows))
+    print()
+    print(verdict(rows))
+    return 0 if all(row.holds for row in rows) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tilelab.counted",
+        description="Hold predicted bytes against the last-level misses that cachegrind counts.",
+        epilog="Ends with 1 where a case is off by more than 15 % (ours) or 20 % (plain).",
+    )
+    add = parser.add_argument
+    add("--driver", type=Path, default=_DRIVER, metavar="FILE", help=f"default {_DRIVER}")
+    add("--quick", action="store_true", help="what continuous integration runs")
+    add("--json", type=Path, metavar="FILE", help="store the counts, and without --quick a sweep")
+    add("--from", dest="stored", type=Path, metavar="FILE", help="the table of stored counts")
+    return parser
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,14 +11,11 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from tilelab.gate.baseline import Baseline, baseline_path, load, store
-from tilelab.gate.case import Case, cases_of
 from tilelab.gate.conduct import Compiled, compile_all
-from tilelab.gate.record import Record
-from tilelab.gate.table import table
-from tilelab.gate.targets import TARGETS, Target
-from tilelab.gate.verdicts import faults, out_of_date
+from tilelab.gate.record import TARGETS, Case, Record, Target, cases_of, table
+from tilelab.gate.verdicts import Baseline, baseline_path, faults, load, out_of_date, store
 from tilewise.errors import TilewiseError
+from tilewise.plan.tuned import installed_triton
 
 __all__ = ["main"]
 
@@ -82,9 +79,10 @@ def _run(options: argparse.Namespace) -> int:
     fresh = 0
     for compiled in compile_all(options.targets, names, options.module, options.jobs):
         if path is None:
-            path = baseline_path(compiled.triton, *filter(None, [options.baselines]))
+            version = installed_triton()
+            path = baseline_path(version, *filter(None, [options.baselines]))
             baseline = {} if options.store else load(path)
-            print(f"Triton {compiled.triton}, baseline {path.name if baseline else 'none'}")
+            print(f"Triton {version}, baseline {path.name if baseline else 'none'}")
         if compiled.target.why_not:
             bad += _show_left_out(compiled)
             continue

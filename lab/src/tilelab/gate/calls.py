@@ -19,13 +19,13 @@ from tilewise.variants.float8 import FLOAT8
 from tilewise.variants.program import Instr
 from tilewise.variants.values import Mask, Score, as_score
 
-__all__ = ["Asked", "backward_tensors", "meta", "operands_of"]
+__all__ = ["Call", "backward_tensors", "meta", "operands_of"]
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS = 2, 16, 8, 4096, 4096
 BLOCK = 128  # the sides of a rectangle of a table of tiles
 
 
-class Asked(NamedTuple):
+class Call(NamedTuple):
     """The call that a case makes.
 
     Args:
@@ -59,25 +59,25 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def operands_of(asked: Asked) -> tuple[Problem, Operands]:
+def operands_of(call: Call) -> tuple[Problem, Operands]:
     """Return the problem, and operands in kernel form."""
-    q = _rows(asked, asked.queries, HEADS)
-    k, v = (_rows(asked, KEYS, KV_HEADS) for _ in range(2))
+    q = _rows(call, call.queries, HEADS)
+    k, v = (_rows(call, KEYS, KV_HEADS) for _ in range(2))
     cu_seqlens = meta(BATCH + 1, dtype=torch.int64)
     problem, operands = lowered(
         q,
         k,
         v,
-        *(cu_seqlens, cu_seqlens) * asked.varlen,
-        mask=_mask(asked),
-        score=_score(asked),
-        sinks=meta(HEADS) if asked.sinks else None,
-        dropout_p=asked.dropout_p,
-        q_scale=_scales(asked, HEADS),
-        k_scale=_scales(asked, KV_HEADS),
-        v_scale=_scales(asked, KV_HEADS),
+        *(cu_seqlens, cu_seqlens) * call.varlen,
+        mask=_mask(call),
+        score=_score(call),
+        sinks=meta(HEADS) if call.sinks else None,
+        dropout_p=call.dropout_p,
+        q_scale=_scales(call, HEADS),
+        k_scale=_scales(call, KV_HEADS),
+        v_scale=_scales(call, KV_HEADS),
     )
-    return _in_pages(asked, problem, operands) if asked.page_size else (problem, operands)
+    return _in_pages(call, problem, operands) if call.page_size else (problem, operands)
 
 
 def backward_tensors(problem: Problem, operands: Operands) -> tuple[Tensor, Needs, Grads]:
@@ -100,16 +100,16 @@ def backward_tensors(problem: Problem, operands: Operands) -> tuple[Tensor, Need
     return output_like(operands.q, problem.value_dim), needs, grads
 
 
-def _scales(asked: Asked, heads: int) -> Tensor | None:
+def _scales(call: Call, heads: int) -> Tensor | None:
     """Return the scales of float8; None for any other dtype."""
-    return meta(BATCH, heads) if asked.dtype is FLOAT8 else None
+    return meta(BATCH, heads) if call.dtype is FLOAT8 else None
 
 
-def _in_pages(asked: Asked, problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
+def _in_pages(call: Call, problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
     """Return the same call with its keys and values in pages, their rows first in memory."""
-    size, slots = asked.page_size, KEYS // asked.page_size
+    size, slots = call.page_size, KEYS // call.page_size
     k, v = (
-        meta(BATCH * slots, size, KV_HEADS, asked.width, dtype=asked.dtype).transpose(1, 2)
+        meta(BATCH * slots, size, KV_HEADS, call.width, dtype=call.dtype).transpose(1, 2)
         for _ in range(2)
     )
     operands = operands._replace(
@@ -122,14 +122,14 @@ def _in_pages(asked: Asked, problem: Problem, operands: Operands) -> tuple[Probl
     return problem._replace(keys=KEYS, page_size=size), operands
 
 
-def _rows(asked: Asked, length: int, heads: int) -> Tensor:
-    if asked.varlen:
-        return meta(BATCH * length, heads, asked.width, dtype=asked.dtype)
-    return meta(BATCH, length, heads, asked.width, dtype=asked.dtype).transpose(1, 2)
+def _rows(call: Call, length: int, heads: int) -> Tensor:
+    if call.varlen:
+        return meta(BATCH * length, heads, call.width, dtype=call.dtype)
+    return meta(BATCH, length, heads, call.width, dtype=call.dtype).transpose(1, 2)
 
 
-def _mask(asked: Asked) -> Mask:
-    name, queries = asked.mask, asked.queries
+def _mask(call: Call) -> Mask:
+    name, queries = call.mask, call.queries
     if name == "causal":
         return masks.causal()
     if name == "window":
@@ -138,7 +138,7 @@ def _mask(asked: Asked) -> Mask:
         of_queries, of_keys = (meta(BATCH, length, dtype=torch.int64) for length in (queries, KEYS))
         return masks.document(of_keys, of_queries) & masks.causal()
     if name == "table":
-        plain = _mask(asked._replace(mask="document"))
+        plain = _mask(call._replace(mask="document"))
         sides = (BLOCK, BLOCK, 0, 0, queries, KEYS, 0)
         covers = meta(1, 1, -(-queries // BLOCK), KEYS // BLOCK, dtype=torch.uint8)
         table = Instr("tiles", sides, (len(plain.captured),))
@@ -148,25 +148,25 @@ def _mask(asked: Asked) -> Mask:
     return Mask(())
 
 
-def _score(asked: Asked) -> Score:
-    if asked.score == "alibi softcap":
+def _score(call: Call) -> Score:
+    if call.score == "alibi softcap":
         return as_score((scores.alibi(meta(HEADS)), scores.softcap(30.0)))
-    if asked.score == "bias":
-        return scores.bias(meta(HEADS, asked.queries, KEYS, dtype=asked.dtype))
-    if asked.score == "head bias":
-        return scores.bias(meta(HEADS, 1, 1, dtype=asked.dtype))
-    if asked.score == "raw":
-        from tilelab.gate.raw_pair import weigh, weigh_slope
+    if call.score == "bias":
+        return scores.bias(meta(HEADS, call.queries, KEYS, dtype=call.dtype))
+    if call.score == "head bias":
+        return scores.bias(meta(HEADS, 1, 1, dtype=call.dtype))
+    if call.score == "raw":
+        from tilelab.gate.kernels import weigh, weigh_slope
 
         scores.register_triton("gate_weigh", weigh, weigh_slope)
         return scores.raw("gate_weigh", meta(HEADS))
-    if asked.score == "learned":
+    if call.score == "learned":
         return as_score(_learned_score())
-    if asked.score == "few":
+    if call.score == "few":
         few, places = meta(64), meta(QUERIES, KEYS, dtype=torch.int32)
         return as_score(lambda s, b, h, m, n: s + few[places[m, n]])
-    if asked.score:
-        raise KeyError(asked.score)
+    if call.score:
+        raise KeyError(call.score)
     return Score(())
 
 

@@ -13,8 +13,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from tilelab.gate.machine import Machine, of_amdgcn, of_cubin
-from tilelab.gate.record import Record
-from tilelab.gate.targets import Target
+from tilelab.gate.record import Record, Target
 from tilewise.inspect.gpu import Launch
 
 __all__ = ["compile_launch", "signature"]

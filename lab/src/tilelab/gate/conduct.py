@@ -1,29 +1,29 @@
-"""Children that compile, one per chip and at most so many at once.
+"""Child processes that compile, one per chip and at most so many at once.
 
 Triton keeps what it compiled by the kernel and not by the chip: a process that switched chips
-would be handed stale code.
+would be handed stale code. A compiler that crashes or hangs takes its process with it; the parent
+sees how far it came, and goes on in another.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from tilelab.gate.record import Record
-from tilelab.gate.targets import Target
+from tilelab.common.worker import Child, ChildError, serve
+from tilelab.gate.record import Record, Target, target_named
 from tilewise.errors import TilewiseError
 
-__all__ = ["Compiled", "compile_all"]
+__all__ = ["Compiled", "compile_all", "environment"]
 
-PROBE = "tilelab.gate.probe"
-_CHILD = "tilelab.gate.child"
+PROBE = "tilelab.gate.kernels"
+_MODULE = "tilelab.gate.conduct"
 
 
 class Compiled(NamedTuple):
@@ -31,12 +31,10 @@ class Compiled(NamedTuple):
 
     Args:
         target: the chip.
-        triton: the version of Triton.
         records: one per kernel, in the order of the cases.
     """
 
     target: Target
-    triton: str
     records: list[Record]
 
 
@@ -80,48 +78,60 @@ def environment(cache: str) -> dict[str, str]:
 def _compile_on(target: Target, names: list[str], module: str, limit_s: int) -> Compiled:
     """Compile all cases on one chip; after a child dies, another one does the cases left."""
     records: list[Record] = []
-    version = ""
-    left = list(names)
-    while left:
-        story, status, last_words = _listen([target.name, module, str(limit_s), *left])
-        version = next((line["triton"] for line in story if "triton" in line), version)
-        records += [Record(**line["record"]) for line in story if "record" in line]
-        if status == 0:
-            break
-        begun = [line for line in story if "case" in line]
-        if not begun:
-            raise TilewiseError(
-                f"the process that compiles for {target.name} failed: {last_words or status}"
-            )
-        records.append(_died(target, begun[-1], status, last_words, limit_s))
-        left = left[left.index(begun[-1]["case"]) + 1 :]
-    return Compiled(target, version, records)
+    with tempfile.TemporaryDirectory() as cache, Child(_MODULE, environment(cache)) as child:
+        for name in names:
+            try:
+                answers = child.ask([target.name, module, limit_s, name])
+            except ChildError as error:
+                answers = error.answers
+                kernels = [answer["kernel"] for answer in answers if "kernel" in answer]
+                if not kernels:
+                    said = f"the process that compiles for {target.name} failed: {error}"
+                    raise TilewiseError(said) from None
+                answers.append({"record": _died(target, name, kernels[-1], error, limit_s)})
+            found = [answer["record"] for answer in answers if "record" in answer]
+            records += [Record(**each) for each in found]
+    return Compiled(target, records)
 
 
-def _listen(arguments: Sequence[str]) -> tuple[list[dict[str, Any]], int, str]:
-    """Return a child's lines, its exit status, and the last line of its standard error."""
-    with tempfile.TemporaryDirectory() as cache:
-        done = subprocess.run(
-            [sys.executable, "-m", _CHILD, *arguments],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            env=environment(cache),
-        )
-    story = [json.loads(line) for line in done.stdout.splitlines()]
-    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    return story, done.returncode, said[-1][:300] if said else ""
-
-
-def _died(
-    target: Target, begun: dict[str, str], status: int, last_words: str, limit_s: int
-) -> Record:
+def _died(target: Target, case: str, kernel: str, died: ChildError, limit_s: int) -> dict[str, Any]:
     """Return a record of the launch on which a child ended; the rest of its case goes with it."""
+    status = died.status or 0
     if status == -signal.SIGALRM:
         error = f"not compiled in {limit_s} s"
     elif status < 0:
-        error = f"the compiler died of {signal.Signals(-status).name}: {last_words}"
+        error = f"the compiler died of {signal.Signals(-status).name}: {died}"
     else:
-        error = last_words
-    kernel = begun.get("kernel", "-")
-    return Record(target.name, begun["case"], kernel, {}, 0, 0, error=error)
+        error = str(died)
+    return Record(target.name, case, kernel, {}, 0, 0, error=error)._asdict()
+
+
+def _perform(job: tuple[str, str, int, str]) -> Iterator[dict[str, Any]]:
+    """Compile a case in the child: the name of each launch before it is compiled, and its record.
+
+    Args:
+        job: names of the chip, the module and the case, and seconds for one kernel.
+    """
+    # Imported here: the parent imports no Triton.
+    from tilelab.gate.compiling import compile_launch
+    from tilelab.gate.record import cases_of
+
+    target_name, module, limit_s, name = job
+    target = target_named(target_name)
+    case = cases_of(module)[name]
+    yield {"kernel": "-"}
+    seen: Counter[str] = Counter()
+    for launch in case.launches(target.family.name):
+        kernel = launch.kernel.__name__
+        seen[kernel] += 1
+        if seen[kernel] > 1:
+            kernel = f"{kernel} {seen[kernel]}"
+        yield {"kernel": kernel}
+        signal.alarm(limit_s)  # nobody handles it: it ends the process
+        record = compile_launch(name, kernel, launch, target)
+        signal.alarm(0)
+        yield {"record": record._asdict()}
+
+
+if __name__ == "__main__":
+    serve(_perform)

@@ -17,10 +17,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from tilelab.gate.calls import Asked
-from tilelab.gate.case import Case
+from tilelab.gate.calls import Call
 from tilelab.gate.cases import backward, forward
-from tilelab.gate.targets import TARGETS, Target, target_named
+from tilelab.gate.record import TARGETS, Case, Target, target_named
 from tilelab.gate.verdicts import faults
 from tilewise.inspect.gpu import KERNELS, Blocks, Family, Pass, shared_need
 
@@ -83,8 +82,8 @@ def ladder(family: Family, pass_name: Pass, width: int, itemsize: int) -> Iterat
                     yield blocks
 
 
-def _calls(options: argparse.Namespace, dtype: torch.dtype) -> tuple[Asked, ...]:
-    full = Asked(options.width, dtype)
+def _calls(options: argparse.Namespace, dtype: torch.dtype) -> tuple[Call, ...]:
+    full = Call(options.width, dtype)
     few = options.pass_name == "decode"
     if few:
         full = full._replace(queries=4)
@@ -102,19 +101,19 @@ def _calls(options: argparse.Namespace, dtype: torch.dtype) -> tuple[Asked, ...]
     return (*heavy, full._replace(score="head bias"), causal._replace(varlen=True))
 
 
-def _wrong(target: Target, pass_name: Pass, calls: Sequence[Asked], blocks: Blocks) -> str:
+def _wrong(target: Target, pass_name: Pass, calls: Sequence[Call], blocks: Blocks) -> str:
     """Return what is wrong with blocks on the first call that they fail; empty if none."""
     from tilelab.gate.compiling import compile_launch
 
     make = forward if pass_name in _FORWARD else backward
-    for asked in calls:
-        case = Case("search", lambda family: [], asked.dtype.itemsize == 2)
-        for launch in make(asked, target.family.name, [(pass_name, blocks)]):
+    for call in calls:
+        case = Case("search", lambda family: [], call.dtype.itemsize == 2)
+        for launch in make(call, target.family.name, [(pass_name, blocks)]):
             kernel = launch.kernel.__name__
             if kernel == KERNELS[pass_name]:
                 record = compile_launch("search", kernel, launch, target)
                 if found := faults(record, case, target, None):
-                    return f"{asked.mask} {asked.score}: {'; '.join(found)}"
+                    return f"{call.mask} {call.score}: {'; '.join(found)}"
     return ""
 
 

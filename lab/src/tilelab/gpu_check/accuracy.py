@@ -1,4 +1,8 @@
-"""Accuracy: every feature against float64 on the device, by the 2x rule, and the bits repeated."""
+"""Accuracy: every feature against float64 on the device, by the 2x rule, and the bits repeated.
+
+The step ``long`` holds whole long problems to the rule: one head of 16k by 16k; and operands past
+2^31 elements.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +15,36 @@ from torch import Tensor
 
 import tilewise
 from tilelab.common.exactness import Verdict, judge
-from tilelab.gpu_check.eight import quantised, references
-from tilelab.gpu_check.outcomes import SEED, Outcome, attend, build, refer, sized
-from tilelab.gpu_check.pages import PAGE_SIZES, attend_pages, few_queries
-from tilelab.gpu_check.problems import PROBLEMS, ProblemCase, find
-from tilelab.gpu_check.row import Row
+from tilelab.gpu_check.outcomes import (
+    PAGE_SIZES,
+    SEED,
+    Outcome,
+    attend,
+    attend_pages,
+    build,
+    few_queries,
+    quantised,
+    refer,
+    references,
+    sized,
+)
+from tilelab.gpu_check.problems import LONG, PROBLEMS, ProblemCase, find
+from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
-from tilewise.inspect.calls import keep_mask
+from tilelab.oracles.dense import dense
+from tilewise import masks
+from tilewise.inspect.calls import keep_mask, lowered
 from tilewise.variants.float8 import Scales
 
-__all__ = ["check", "differing", "jobs", "judged", "run"]
+__all__ = ["check", "differing", "jobs", "jobs_of_long", "judged", "run", "run_long"]
 
 STEP = "accuracy"
 _BITS, _STATISTICS, _EIGHT_BITS = "dropout bits", "statistics", "fp8"
 _EIGHT_BITS_OF = ("full D64", "full D128", "causal D128", "causal D256", "grouped 8:2", "one row")
 _PAGES = "pages"
+_LONG = "long"
+_HUGE = "past 2^31 elements"
+_HUGE_HEADS, _HUGE_LENGTH, _HUGE_WIDTH = 16, 128, 128
 _SEEDS = (0, 2**32, -1, SEED)
 
 
@@ -190,3 +209,46 @@ def _eight_bits(setting: Setting) -> Iterator[Row]:
         row = judged(STEP, f"{_EIGHT_BITS} {name}", verdicts, unequal)
         row.values["errors"]["lse"] = judge(found.lse, plain.lse, oracle.lse).error
         yield row
+
+
+def jobs_of_long(setting: Setting) -> list[str]:
+    """The long problems, and the huge one after the first of them."""
+    names = [case.name for case in LONG]
+    return [*names[:2], _HUGE, *names[2:]]
+
+
+def run_long(setting: Setting, job: str) -> Iterator[Row]:
+    """One row."""
+    if job == _HUGE:
+        yield _huge(setting)
+        return
+    case = sized(setting, next(case for case in LONG if case.name == job))
+    yield from check(setting, _LONG, job, case, setting.dtype)
+
+
+def _huge(setting: Setting) -> Row:
+    """Causal attention over so many batch items that offsets need 64 bits: the first and last."""
+    shrink = setting.sizes.shrink
+    size = (setting.sizes.huge, _HUGE_HEADS, _HUGE_LENGTH // shrink, _HUGE_WIDTH // shrink)
+    generator = torch.Generator(setting.device).manual_seed(3)
+    q, k, v, grad = (
+        torch.empty(size, dtype=setting.dtype, device=setting.device).normal_(generator=generator)
+        for _ in range(4)
+    )
+    leaves = tuple(x.requires_grad_() for x in (q, k, v))
+    out = tilewise.attention(q, k, v, mask=masks.causal(), backend=setting.backend)
+    grads = torch.autograd.grad(out, leaves, grad)
+    verdicts = {}
+    for place in (0, size[0] - 1):
+        part = slice(place, place + 1)
+        actual = [x[part].detach() for x in (out, *grads)]
+        found = []
+        for dtype in (setting.dtype, torch.float64):
+            a, b, c = (x[part].detach().to(dtype).requires_grad_() for x in (q, k, v))
+            result = dense(*lowered(a, b, c, mask=masks.causal()), dtype=dtype).out
+            back = torch.autograd.grad(result, (a, b, c), grad[part].to(dtype))
+            found.append([result.detach(), *back])
+        names = ("out", "grad of q", "grad of k", "grad of v")
+        for name, *three in zip(names, actual, *found, strict=True):
+            verdicts[f"{name}, item {place}"] = judge(*three)
+    return judged(_LONG, _HUGE, verdicts)

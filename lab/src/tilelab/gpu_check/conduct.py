@@ -8,11 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from tilelab.gpu_check.child import Child
-from tilelab.gpu_check.record import Record
-from tilelab.gpu_check.row import Row
+from tilelab.gpu_check.record import Record, Row
 from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.steps import Step
+from tilelab.gpu_check.worker import Worker
 
 __all__ = ["Clock", "conduct"]
 
@@ -31,7 +30,7 @@ def conduct(
     *,
     changed: Callable[[], None] = lambda: None,
     clock: Clock = time.perf_counter,
-    start: Callable[[Setting, bool], Child] = Child,
+    start: Callable[[Setting, bool], Worker] = Worker,
 ) -> None:
     """Do every job of every step, or note why it was not done.
 
@@ -71,7 +70,7 @@ def _processes() -> int:
     return max(1, min(_MOST_PROCESSES, (os.cpu_count() or 1) - _SPARE_CORES))
 
 
-def _ask(child: Child, step: str, job: str, limit_s: float) -> list[Row]:
+def _ask(child: Worker, step: str, job: str, limit_s: float) -> list[Row]:
     """Return the rows of a job, whatever happens."""
     try:
         return child.ask(step, job, limit_s)
@@ -83,7 +82,7 @@ def _conduct_step(
     setting: Setting,
     step: Step,
     record: Record,
-    children: Sequence[Child],
+    children: Sequence[Worker],
     until: float,
     job_s: float,
     changed: Callable[[], None],
@@ -91,7 +90,7 @@ def _conduct_step(
 ) -> None:
     jobs, lock = deque(step.jobs(setting)), threading.Lock()
 
-    def work(child: Child) -> None:
+    def work(child: Worker) -> None:
         while True:
             with lock:
                 if not jobs:

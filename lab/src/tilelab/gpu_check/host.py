@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -12,10 +11,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
+from tilelab.common.clock import Call, interleave, once
 from tilelab.gpu_check.accuracy import differing
-from tilelab.gpu_check.clock import Call, interleave, synchronize
 from tilelab.gpu_check.outcomes import Outcome
-from tilelab.gpu_check.row import Row
+from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
 from tilewise import masks, scores
 
@@ -108,15 +107,13 @@ def _host_seconds(setting: Setting, small: Small) -> dict[str, list[float]]:
     for call in calls.values():
         call()
     rounds, times = (1, 1) if setting.self_test else (_ROUNDS, _CALLS)
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            synchronize(setting)
-            begin = time.perf_counter()
-            for _ in range(times):
-                call()
-            samples[name].append((time.perf_counter() - begin) / times)
-    synchronize(setting)
+
+    def sample(call: Call, repeats: int) -> float:
+        setting.synchronize()
+        return once(call, repeats).wall_s
+
+    samples = interleave(calls, dict.fromkeys(calls, times), rounds, sample)
+    setting.synchronize()
     return samples
 
 
@@ -156,7 +153,7 @@ def _graph(setting: Setting, job: str, small: Small, *, backward: bool) -> Row:
     graph.replay()
     torch.cuda.synchronize()
     unequal = differing(captured, call())
-    samples = interleave(setting, {"replay": graph.replay, "call": call}, 0.3)
+    samples = setting.race({"replay": graph.replay, "call": call}, 0.3)
     note = f"{unequal} of the graph differs" if unequal else ""
     return Row(STEP, job, "wrong" if unequal else "ok", note, {"samples_s": samples})
 

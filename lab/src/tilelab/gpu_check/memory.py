@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilelab.common.memory import peak_bytes, reset_peak, resident_bytes
-from tilelab.gpu_check.clock import synchronize
-from tilelab.gpu_check.row import Row
+from tilelab.common.memory import highest
+from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
 from tilewise import masks
 
@@ -71,26 +70,5 @@ def _extra_bytes(setting: Setting, length: int, direction: str, *, plain: bool) 
         return (out, *torch.autograd.grad(out, leaves, grad))
 
     call()  # what is loaded once is no part of it
-    _reset(setting)
-    before = _held(setting)
-    results = call()
-    synchronize(setting)
-    given = sum(x.numel() * x.element_size() for x in results)
-    return max(0, _peak(setting) - before - given)
-
-
-def _reset(setting: Setting) -> None:
-    if setting.self_test:
-        reset_peak()
-        return
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-
-
-def _held(setting: Setting) -> int:
-    return resident_bytes() if setting.self_test else torch.cuda.memory_allocated()
-
-
-def _peak(setting: Setting) -> int:
-    return peak_bytes() if setting.self_test else torch.cuda.max_memory_allocated()
+    extra, _, results = highest(call, "cpu" if setting.self_test else "cuda")
+    return max(0, extra - sum(x.numel() * x.element_size() for x in results))

@@ -15,7 +15,7 @@ from torch import Tensor
 import tilewise
 from tilewise import BlockMask, masks, scores
 
-__all__ = ["LONG", "PROBLEMS", "Draw", "ProblemCase", "find"]
+__all__ = ["LONG", "PROBLEMS", "Draw", "ProblemCase", "alibi", "bias", "causal", "find"]
 
 Make = Callable[["Draw"], Any]
 
@@ -96,7 +96,8 @@ class Draw:
         return starts.long().cumsum(1)
 
 
-def _causal(draw: Draw) -> Any:
+def causal(draw: Draw) -> Any:
+    """Return the causal mask."""
     return masks.causal()
 
 
@@ -137,11 +138,13 @@ def _boolean(draw: Draw) -> Any:
     return draw.whole(0, 3, draw.batch, 1, draw.queries, draw.keys) > 0
 
 
-def _alibi(draw: Draw) -> Any:
+def alibi(draw: Draw) -> Any:
+    """Return ALiBi with random slopes."""
     return scores.alibi(draw.positive(draw.heads))
 
 
-def _bias(draw: Draw) -> Any:
+def bias(draw: Draw) -> Any:
+    """Return a learned bias of every pair."""
     return scores.bias(draw.normal(1, draw.heads, draw.queries, draw.keys))
 
 
@@ -170,32 +173,32 @@ def _rows_keys(draw: Draw) -> Any:
 
 
 def _everything(draw: Draw) -> Any:
-    return [_temperature(draw), scores.softcap(20.0), _relative(draw), _alibi(draw)]
+    return [_temperature(draw), scores.softcap(20.0), _relative(draw), alibi(draw)]
 
 
 _SEQUENCES = ((321, 321), (1, 1), (65, 130), (0, 5), (7, 0), (200, 200))
 
 PROBLEMS: tuple[ProblemCase, ...] = (
     ProblemCase("full D64", every_dtype=True),
-    ProblemCase("causal D64", mask=_causal, every_dtype=True),
+    ProblemCase("causal D64", mask=causal, every_dtype=True),
     ProblemCase("full D128", head_dim=128),
-    ProblemCase("causal D128", head_dim=128, mask=_causal, every_dtype=True),
+    ProblemCase("causal D128", head_dim=128, mask=causal, every_dtype=True),
     ProblemCase("full D256", head_dim=256, heads=2, kv_heads=2),
-    ProblemCase("causal D256", head_dim=256, heads=2, kv_heads=2, mask=_causal),
-    ProblemCase("grouped 8:2", heads=8, kv_heads=2, mask=_causal, head_dim=128),
+    ProblemCase("causal D256", head_dim=256, heads=2, kv_heads=2, mask=causal),
+    ProblemCase("grouped 8:2", heads=8, kv_heads=2, mask=causal, head_dim=128),
     ProblemCase("multi-query", heads=5, kv_heads=1, keys=200),
     ProblemCase("window", mask=_window, every_dtype=True),
     ProblemCase("document", mask=_document, every_dtype=True),
-    ProblemCase("alibi", mask=_causal, score=_alibi, every_dtype=True),
+    ProblemCase("alibi", mask=causal, score=alibi, every_dtype=True),
     ProblemCase("table of tiles", mask=_table),
-    ProblemCase("varlen", lengths=_SEQUENCES, mask=_causal, every_dtype=True, heads=8, kv_heads=2),
+    ProblemCase("varlen", lengths=_SEQUENCES, mask=causal, every_dtype=True, heads=8, kv_heads=2),
     ProblemCase("dropout", dropout_p=0.2, every_dtype=True),
-    ProblemCase("sinks", sinks=True, mask=_causal),
+    ProblemCase("sinks", sinks=True, mask=causal),
     ProblemCase("softcap", score=lambda draw: scores.softcap(5.0)),
-    ProblemCase("bias", score=_bias, every_dtype=True),
-    ProblemCase("odd widths", head_dim=80, value_dim=40, mask=_causal),
+    ProblemCase("bias", score=bias, every_dtype=True),
+    ProblemCase("odd widths", head_dim=80, value_dim=40, mask=causal),
     ProblemCase("narrow", head_dim=3, value_dim=111),
-    ProblemCase("D192 Dv128", head_dim=192, value_dim=128, mask=_causal),
+    ProblemCase("D192 Dv128", head_dim=192, value_dim=128, mask=causal),
     ProblemCase("one row", queries=1, keys=1000, heads=8, kv_heads=2, head_dim=128),
     ProblemCase(
         "one row, long keys",
@@ -204,7 +207,7 @@ PROBLEMS: tuple[ProblemCase, ...] = (
         heads=8,
         kv_heads=2,
         head_dim=128,
-        mask=_causal,
+        mask=causal,
         every_dtype=True,
     ),
     ProblemCase(
@@ -214,33 +217,33 @@ PROBLEMS: tuple[ProblemCase, ...] = (
         heads=6,
         kv_heads=1,
         mask=_lengths,
-        score=_alibi,
+        score=alibi,
         sinks=True,
     ),
-    ProblemCase("few rows, dropout", queries=16, keys=-1, mask=_causal, dropout_p=0.2),
+    ProblemCase("few rows, dropout", queries=16, keys=-1, mask=causal, dropout_p=0.2),
     ProblemCase("few rows, window", queries=5, keys=-1, mask=_window, head_dim=256),
     ProblemCase("one key", queries=33, keys=1),
     ProblemCase("no rows", queries=0, keys=65),
-    ProblemCase("dead rows", queries=321, keys=100, mask=_causal, sinks=True),
-    ProblemCase("long keys", queries=65, keys=700, mask=_causal),
+    ProblemCase("dead rows", queries=321, keys=100, mask=causal, sinks=True),
+    ProblemCase("long keys", queries=65, keys=700, mask=causal),
     ProblemCase("prefix", mask=lambda draw: masks.prefix(draw.keys // 3)),
     ProblemCase("lengths", batch=4, mask=_lengths),
     ProblemCase("boolean tensor", mask=_boolean),
     ProblemCase("layout of tiles", mask=_layout),
     ProblemCase("dilated", mask=_dilated),
     ProblemCase("windows of heads", mask=_heads_windows),
-    ProblemCase("bias of keys", score=_bias_keys, mask=_causal),
+    ProblemCase("bias of keys", score=_bias_keys, mask=causal),
     ProblemCase("relative table", score=_relative, every_dtype=True),
     ProblemCase("buckets", score=_buckets),
-    ProblemCase("temperature", score=_temperature, mask=_causal),
+    ProblemCase("temperature", score=_temperature, mask=causal),
     ProblemCase("rows and keys", score=_rows_keys),
     ProblemCase("everything", score=_everything, mask=_document, sinks=True, heads=8, kv_heads=2),
-    ProblemCase("dropout, grouped", dropout_p=0.5, mask=_causal, sinks=True, heads=8, kv_heads=2),
-    ProblemCase("varlen, variants", lengths=_SEQUENCES, mask=_window, score=_alibi, sinks=True),
+    ProblemCase("dropout, grouped", dropout_p=0.5, mask=causal, sinks=True, heads=8, kv_heads=2),
+    ProblemCase("varlen, variants", lengths=_SEQUENCES, mask=_window, score=alibi, sinks=True),
     ProblemCase("varlen, dropout", lengths=_SEQUENCES, dropout_p=0.3),
-    ProblemCase("heads last", layout="bshd", mask=_causal, heads=8, kv_heads=2),
+    ProblemCase("heads last", layout="bshd", mask=causal, heads=8, kv_heads=2),
     ProblemCase("strided", layout="strided", queries=129),
-    ProblemCase("scale below 0", scale=-0.3, mask=_causal),
+    ProblemCase("scale below 0", scale=-0.3, mask=causal),
     ProblemCase("D512", head_dim=512, batch=1, heads=2, kv_heads=2, queries=129),
 )
 
@@ -249,8 +252,8 @@ LONG: tuple[ProblemCase, ...] = tuple(
     replace(case, batch=1, heads=1, kv_heads=1, queries=-1, head_dim=-1)
     for case in (
         ProblemCase("full"),
-        ProblemCase("causal", mask=_causal),
-        ProblemCase("alibi", mask=_causal, score=_alibi),
+        ProblemCase("causal", mask=causal),
+        ProblemCase("alibi", mask=causal, score=alibi),
         ProblemCase("document", mask=_document),
         ProblemCase("window", mask=_window),
         ProblemCase("table of tiles", mask=_table),

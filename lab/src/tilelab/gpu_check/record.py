@@ -1,16 +1,205 @@
-"""One run of the check: where it ran, everything it found, and its JSON."""
+"""The findings of a run, the numbers and verdicts that follow from them, and their JSON.
+
+The goals are for an H200, in bfloat16 unless it says otherwise.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from tilelab.common.compact import compact_json, read_json
-from tilelab.gpu_check.derived import summary
-from tilelab.gpu_check.row import FAILURES, Row
+from tilelab.common.clock import Spread
+from tilelab.common.files import compact_json, read_json, write_atomically
+from tilewise.errors import Unsupported
 
-__all__ = ["COMPLETE", "FORMAT", "ONLY", "Record"]
+__all__ = [
+    "COMPLETE",
+    "FAILURES",
+    "FLEX",
+    "FORMAT",
+    "ONLY",
+    "OURS",
+    "Goal",
+    "Record",
+    "Row",
+    "Status",
+    "best",
+    "ceiling",
+    "fraction",
+    "goal",
+    "goal_for",
+    "in_short",
+    "met",
+    "rate",
+    "summary",
+]
+
+# "wrong": it ran and the result is not what it must be. "unsupported": the backend said that it
+# cannot. "skipped": there was no time left. "error": it did not come to an end.
+Status = Literal["ok", "wrong", "unsupported", "skipped", "error"]
+FAILURES: tuple[Status, ...] = ("wrong", "error", "skipped")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One finding.
+
+    Args:
+        step: of the check.
+        name: of the finding within its step.
+        status: how it went.
+        note: in words, what is wrong or missing.
+        values: what was measured.
+    """
+
+    step: str
+    name: str
+    status: Status = "ok"
+    note: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return JSON's types; ``Row(**values)`` reads them back."""
+        return asdict(self)
+
+
+_LONGEST_NOTE = 300
+
+
+def in_short(error: BaseException) -> str:
+    """Return an error in one line."""
+    if isinstance(error, Unsupported):
+        reasons = [reason for why in error.reasons.values() for reason in why]
+        return "; ".join(reasons or [error.what])[:_LONGEST_NOTE]
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words}"[:_LONGEST_NOTE]
+
+
+FLEX = "flex"  # as the peers are named
+
+
+class Goal(NamedTuple):
+    """The goals of a case; None where there is no goal.
+
+    Args:
+        rate: TFLOP/s; of decoding TB/s.
+        over_flex: times the speed of compiled FlexAttention, at least. The firm goal.
+    """
+
+    rate: float | None = None
+    over_flex: float | None = None
+
+
+_LEAST_LENGTH = 8192  # shorter problems have no goal
+_RATES = {
+    ("forward", "full", 64): 400.0,
+    ("forward", "full", 128): 450.0,
+    ("forward", "full", 256): 400.0,
+    ("forward", "causal", 64): 350.0,
+    ("forward", "causal", 128): 400.0,
+    ("forward", "causal", 256): 330.0,
+    ("forward", "fp8", 128): 600.0,
+    ("forward", "decode", 128): 3.6,
+    ("backward", "full", 64): 270.0,
+    ("backward", "full", 128): 320.0,
+    ("backward", "full", 256): 250.0,
+    ("backward", "causal", 64): 230.0,
+    ("backward", "causal", 128): 290.0,
+}
+_VARIANTS = ("alibi", "document", "window")
+
+
+def goal_for(direction: str, kind: str, head_dim: int, length: int) -> Goal:
+    """Return the goal of a speed case.
+
+    Args:
+        direction: ``"forward"`` or ``"backward"``.
+        kind: of the mask or score, e.g. ``"causal"``.
+        head_dim: D.
+        length: keys of a sequence.
+    """
+    if length < _LEAST_LENGTH:
+        return Goal()
+    firm = kind in _VARIANTS or (direction == "backward" and kind in ("full", "causal"))
+    return Goal(_RATES.get((direction, kind, head_dim)), 1.0 if firm else None)
+
+
+OURS = ("ours", "table")  # with a BlockMask, where there are two ways
+_TERA = 1e12
+
+
+def rate(row: Row, name: str) -> Spread | None:
+    """Tera-operations (or terabytes) per second of one way; None where it was not timed."""
+    samples = row.values.get("samples_s", {}).get(name)
+    if not samples:
+        return None
+    return Spread.of([row.values["amount"] / seconds / _TERA for seconds in samples])
+
+
+def best(row: Row) -> Spread | None:
+    """Return the faster of our ways."""
+    found = [spread for name in OURS if (spread := rate(row, name)) is not None]
+    return max(found, key=lambda spread: spread.median, default=None)
+
+
+def ceiling(rows: Sequence[Row], unit: str) -> Spread | None:
+    """Return the GPU's ceiling in a unit; None where it was not measured."""
+    for row in rows:
+        if row.step == "ceilings" and row.values.get("unit") == unit:
+            return rate(row, row.name)
+    return None
+
+
+def fraction(rows: Sequence[Row], row: Row) -> float | None:
+    """Our share of the ceiling."""
+    ours, most = best(row), ceiling(rows, row.values.get("unit", ""))
+    return None if ours is None or most is None else ours.median / most.median
+
+
+def goal(row: Row) -> Goal:
+    """Return the goal of what was timed beside others; of anything else an empty one."""
+    values = row.values
+    if "direction" not in values:
+        return Goal()
+    return goal_for(values["direction"], values["kind"], values["head_dim"], values["length"])
+
+
+def met(row: Row) -> str:
+    """Yes, or no and what is missed; empty where there is no goal or nothing to judge by."""
+    wanted, ours, flex = goal(row), best(row), rate(row, FLEX)
+    if ours is None or wanted == Goal():
+        return ""
+    missed, judged = [], False
+    if wanted.rate is not None:
+        judged = True
+        if ours.median < wanted.rate:
+            missed.append("rate")
+    if wanted.over_flex is not None and flex is not None:
+        judged = True
+        if ours.median < wanted.over_flex * flex.median:
+            missed.append("flex")
+    if missed:
+        return f"no: {', '.join(missed)}"
+    return "yes" if judged else ""
+
+
+def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the timed cases as numbers, for people and other programs."""
+    return [
+        {
+            "name": row.name,
+            "unit": row.values["unit"],
+            "rates": {name: rate(row, name) for name in row.values["samples_s"]},
+            "fraction": fraction(rows, row),
+            "goal": goal(row)._asdict(),
+            "met": met(row),
+        }
+        for row in rows
+        if "direction" in row.values and row.values.get("samples_s")
+    ]
+
 
 FORMAT = 1
 COMPLETE, ONLY = "complete", "only "  # the steps that were asked for
@@ -67,9 +256,7 @@ class Record:
     def write(self, path: Path) -> None:
         """Write the JSON, in one piece: a run that is killed leaves the last whole one."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(".part")
-        scratch.write_text(compact_json(self.as_json()))
-        scratch.replace(path)
+        write_atomically(path, compact_json(self.as_json()))
 
     @classmethod
     def read(cls, path: Path) -> Record:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+
+from tilelab.common import clock
 
 __all__ = ["REAL", "TINY", "Model", "Setting", "Sizes"]
 
@@ -66,6 +69,8 @@ class Sizes(NamedTuple):
     models: tuple[tuple[str, Model], ...]
     steps: int
 
+
+_ROUNDS = (5, 25)  # of timed calls, whatever the budget
 
 REAL = Sizes(
     tokens=16384,
@@ -150,3 +155,27 @@ class Setting:
         whole numbers.
         """
         return torch.float16 if self.self_test else torch.bfloat16
+
+    @property
+    def timer(self) -> str:
+        """What times its calls: events of a GPU, or in the self-test the processor."""
+        return "cpu" if self.self_test else "cuda"
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that it was given."""
+        if not self.self_test:
+            torch.cuda.synchronize()
+
+    def race(self, calls: Mapping[str, clock.Call], budget_s: float) -> dict[str, list[float]]:
+        """Time calls in turn; in the self-test once each.
+
+        Args:
+            calls: what to time, by name, warm already.
+            budget_s: about how long the rounds may take.
+
+        Returns:
+            seconds of one call by name, an entry per round.
+        """
+        if self.self_test:
+            return {name: [clock.seconds_of(call)] for name, call in calls.items()}
+        return clock.race(calls, budget_s, _ROUNDS, self.timer)

@@ -1,4 +1,4 @@
-"""Smoke: where this runs, and whether one call works, forward and backward."""
+"""Where this runs, whether one call works, and the ceilings of the GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -13,16 +14,16 @@ import torch
 
 import tilewise
 from tilelab.gpu_check.accuracy import check
-from tilelab.gpu_check.clock import synchronize
 from tilelab.gpu_check.outcomes import sized
 from tilelab.gpu_check.problems import find
-from tilelab.gpu_check.row import Row
+from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
 from tilewise import masks
 
-__all__ = ["jobs", "run"]
+__all__ = ["jobs", "jobs_of_ceilings", "run", "run_ceilings"]
 
 STEP = "smoke"
+_CEILING_S = 1.0  # of the rounds of a ceiling
 
 
 def jobs(setting: Setting) -> list[str]:
@@ -45,10 +46,34 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
     for _ in range(2):
         begin = time.perf_counter()
         tilewise.attention(*leaves, mask=masks.causal(), backend=setting.backend)
-        synchronize(setting)
+        setting.synchronize()
         seconds.append(time.perf_counter() - begin)
     yield Row(STEP, job, values={"explain": why, "forward_s": seconds})
     yield from check(setting, STEP, job, sized(setting, find("causal D64")), setting.dtype)
+
+
+def jobs_of_ceilings(setting: Setting) -> list[str]:
+    """Both of them."""
+    return ["matrix", "copy"]
+
+
+def run_ceilings(setting: Setting, job: str) -> Iterator[Row]:
+    """Operations per second of the product; bytes read and written per second of the copy.
+
+    Random numbers: a GPU is faster on zeros.
+    """
+    sizes, device = setting.sizes, setting.device
+    if job == "matrix":
+        n = sizes.matrix
+        a, b = (torch.randn(n, n, device=device).to(setting.dtype) for _ in range(2))
+        call, amount, unit = partial(torch.matmul, a, b), 2.0 * n**3, "TFLOP/s"
+    else:
+        source = torch.randint(-128, 127, (sizes.copy_bytes,), dtype=torch.int8, device=device)
+        target = torch.empty_like(source)
+        call, amount, unit = partial(target.copy_, source), 2.0 * sizes.copy_bytes, "TB/s"
+    call()
+    samples = setting.race({job: call}, _CEILING_S)
+    yield Row("ceilings", job, values={"amount": amount, "unit": unit, "samples_s": samples})
 
 
 def _machine(setting: Setting) -> dict[str, Any]:
@@ -87,7 +112,7 @@ def _clocks() -> str:
     """Driver, clocks and temperature as the GPU says them; empty where nothing can be asked."""
     fields = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu"
     try:
-        asked = subprocess.run(
+        done = subprocess.run(
             ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"],
             capture_output=True,
             text=True,
@@ -96,4 +121,4 @@ def _clocks() -> str:
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return asked.stdout.strip()
+    return done.stdout.strip()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from tilelab.gpu_check.derived import best, ceiling, fraction, goal, met, rate
-from tilelab.gpu_check.record import COMPLETE, Record
-from tilelab.gpu_check.row import Row
+from tilelab.common.tables import aligned
+from tilelab.gpu_check.record import COMPLETE, Record, Row, best, ceiling, fraction, goal, met, rate
 
 __all__ = ["table"]
 
@@ -48,7 +47,7 @@ def _speed(record: Record) -> Iterator[str]:
     lines: list[tuple[str, ...]]
     lines = [("case", "ours", "+-", "%", *(name[:5] for name in _PEERS), "goal", "met")]
     lines += [_speed_cells(record, row) for row in rows]
-    yield from _aligned(lines)
+    yield from aligned(lines, {0}, " ")
     judged = [word for row in rows if (word := met(row))]
     if judged:
         yield f"Goals met: {judged.count('yes')} of {len(judged)}."
@@ -59,9 +58,9 @@ def _speed_cells(record: Record, row: Row) -> tuple[str, ...]:
     length = values["length"]
     short = f"{length // 1024}k" if length % 1024 == 0 else str(length)
     way = "fwd" if values["direction"] == "forward" else "bwd"
-    ours, share, asked = best(row), fraction(record.rows, row), goal(row)
+    ours, share, wanted = best(row), fraction(record.rows, row), goal(row)
     peers = [spread.median if (spread := rate(row, name)) else None for name in _PEERS]
-    goals = [f"{asked.rate:g}" if asked.rate else "", "flex" if asked.over_flex else ""]
+    goals = [f"{wanted.rate:g}" if wanted.rate else "", "flex" if wanted.over_flex else ""]
     return (
         f"{way} D{values['head_dim']} {values['kind']} {short}",
         "-" if ours is None else f"{ours.median:.3g}",
@@ -98,7 +97,7 @@ def _training(record: Record) -> Iterator[str]:
                 ),
             )
         )
-    yield from _aligned(lines)
+    yield from aligned(lines, {0}, " ")
 
 
 def _host(record: Record) -> Iterator[str]:
@@ -192,13 +191,3 @@ def _by_reason(rows: Sequence[Row], most: int) -> Iterator[str]:
         yield f"{said} {found[0].step}, {found[0].name}{more}: {note[:_NOTE]}"
     if len(reasons) > most:
         yield f"... and {len(reasons) - most} other reasons in the JSON"
-
-
-def _aligned(lines: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Columns: the first to the left, numbers to the right, the last as it is."""
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    for line in lines:
-        cells = [line[0].ljust(widths[0])]
-        pairs = zip(line[1:], widths[1:], strict=True)
-        cells += [cell.rjust(width) for cell, width in pairs]
-        yield " ".join(cells).rstrip()

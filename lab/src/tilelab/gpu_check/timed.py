@@ -1,23 +1,26 @@
-"""The timed cases, their tensors, and the ways that attention is called on them."""
+"""The timed cases, their tensors and operations, and the ways that attention is called on them.
+
+Forward there are two products, ``q k^T`` and ``p v``: 2 D + 2 Dv operations for a visible pair of
+query and key. Backward there are five (the scores again, dP, dV, dK, dQ), 2.5 times that whatever
+a kernel does twice. A causal mask shows half of all pairs.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
-from tilelab.gpu_check.eight import quantised
-from tilelab.gpu_check.flops import (
-    backward_flops,
-    causal_pairs,
-    forward_flops,
-    full_pairs,
-    window_pairs,
-)
+from tilelab.common.torch_private import keep_buffers
+from tilelab.gpu_check.outcomes import quantised
+from tilelab.gpu_check.record import FLEX
 from tilelab.gpu_check.setting import Setting, Sizes
 from tilewise import BlockMask, masks, scores
 from tilewise.inspect.gpu import by_pointers
@@ -26,18 +29,59 @@ from tilewise.variants.float8 import NO_SCALES, Scales
 __all__ = [
     "POINTERS",
     "Attend",
-    "Given",
+    "Tensors",
     "Timed",
     "amount",
+    "backward_flops",
     "cases",
+    "causal_pairs",
     "find",
+    "flex",
+    "forward_flops",
+    "full_pairs",
     "given",
     "other_lengths",
     "ours",
+    "peers",
     "plain",
     "visible",
+    "window_pairs",
     "with_goals",
 ]
+
+
+def full_pairs(queries: int, keys: int) -> float:
+    """Return the number of all pairs."""
+    return float(queries * keys)
+
+
+def causal_pairs(lengths: Iterable[int]) -> float:
+    """Half the pairs of each square problem."""
+    return sum(length * length for length in lengths) / 2
+
+
+def window_pairs(length: int, width: int) -> float:
+    """Row m sees itself and the ``width - 1`` keys before it, as far as there are any."""
+    ramp = min(width, length)
+    return ramp * (ramp + 1) / 2 + (length - ramp) * float(ramp)
+
+
+def forward_flops(pairs: float, heads: int, head_dim: int, value_dim: int | None = None) -> float:
+    """Operations of the forward pass.
+
+    Args:
+        pairs: visible pairs of one head, over the whole batch.
+        heads: query heads.
+        head_dim: D.
+        value_dim: Dv; D if None.
+    """
+    return 2 * pairs * heads * (head_dim + (head_dim if value_dim is None else value_dim))
+
+
+def backward_flops(pairs: float, heads: int, head_dim: int) -> float:
+    """Operations of the backward pass: five products, 2.5 times the forward pass."""
+    return 2.5 * forward_flops(pairs, heads, head_dim)
+
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -72,7 +116,7 @@ class Timed(NamedTuple):
         return self.kind not in ("decode", "fp8")
 
 
-class Given(NamedTuple):
+class Tensors(NamedTuple):
     """The tensors of a case.
 
     Args:
@@ -130,7 +174,7 @@ def find(sizes: Sizes, name: str) -> Timed:
     return next(case for case in cases(sizes) if case.name == name)
 
 
-def given(setting: Setting, case: Timed) -> Given:
+def given(setting: Setting, case: Timed) -> Tensors:
     """Standard normal numbers; documents of uneven lengths, always the same."""
     sizes, device = setting.sizes, setting.device
     generator = torch.Generator(device).manual_seed(0)
@@ -155,7 +199,7 @@ def given(setting: Setting, case: Timed) -> Given:
     slopes = torch.tensor([2.0 ** (-8 * (h + 1) / heads) for h in range(heads)], device=device)
     ends = torch.tensor(_ends(case.length, sizes.documents), dtype=torch.int32, device=device)
     ids = torch.repeat_interleave(torch.arange(len(ends) - 1, device=device), ends.diff())
-    return Given(q, k, v, grad, slopes, ids, ends, sizes.window, scales)
+    return Tensors(q, k, v, grad, slopes, ids, ends, sizes.window, scales)
 
 
 def _ends(length: int, mean: int) -> list[int]:
@@ -167,63 +211,63 @@ def _ends(length: int, mean: int) -> list[int]:
     return ends
 
 
-def amount(case: Timed, things: Given, backward: bool) -> float:
+def amount(case: Timed, tensors: Tensors, backward: bool) -> float:
     """Operations of a pass; of decoding the bytes of keys and values."""
     if case.kind == "decode":
-        return float(2 * things.k.numel() * things.k.element_size())
-    heads = things.q.shape[-2 if case.kind == "varlen" else 1]
-    batch = 1 if case.kind == "varlen" else things.q.shape[0]
+        return float(2 * tensors.k.numel() * tensors.k.element_size())
+    heads = tensors.q.shape[-2 if case.kind == "varlen" else 1]
+    batch = 1 if case.kind == "varlen" else tensors.q.shape[0]
     if case.kind in ("full", "fp8"):
         pairs = full_pairs(case.length, case.length)
     elif case.kind == "window":
-        pairs = window_pairs(case.length, things.window)
+        pairs = window_pairs(case.length, tensors.window)
     elif case.kind in ("document", "varlen"):
-        pairs = causal_pairs(things.ends.diff().tolist())
+        pairs = causal_pairs(tensors.ends.diff().tolist())
     else:
         pairs = causal_pairs([case.length])
     count = backward_flops if backward else forward_flops
     return count(batch * pairs, heads, case.head_dim)
 
 
-def visible(case: Timed, things: Given) -> Callable[[Any, Any], Any] | None:
+def visible(case: Timed, tensors: Tensors) -> Callable[[Any, Any], Any] | None:
     """Return which pairs attend, for integer tensors m and n that broadcast; None if all do."""
     if case.kind in ("full", "fp8", "decode"):
         return None
     if case.kind == "window":
-        return lambda m, n: (n <= m) & (m - n < things.window)
+        return lambda m, n: (n <= m) & (m - n < tensors.window)
     if case.kind in ("document", "varlen"):
-        return lambda m, n: (n <= m) & (things.ids[m] == things.ids[n])
+        return lambda m, n: (n <= m) & (tensors.ids[m] == tensors.ids[n])
     return lambda m, n: n <= m
 
 
-def ours(setting: Setting, case: Timed, things: Given) -> dict[str, Attend]:
+def ours(setting: Setting, case: Timed, tensors: Tensors) -> dict[str, Attend]:
     """Our ways of doing a case: ``ours``, and ``table`` where a BlockMask may serve better.
 
     ``pointers`` is the forward pass without tensor descriptors, for what these gain.
     """
     backend = setting.backend
     if case.kind == "varlen":
-        ends = things.ends
+        ends = tensors.ends
         return {
             "ours": lambda q, k, v: tilewise.attention_varlen(
                 q, k, v, ends, ends, mask=masks.causal(), backend=backend
             )
         }
     if case.kind == "fp8":
-        q_scale, k_scale, v_scale = things.scales
+        q_scale, k_scale, v_scale = tensors.scales
         return {
             "ours": lambda q, k, v: tilewise.attention(
                 q, k, v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, backend=backend
             )
         }
-    score = scores.alibi(things.slopes) if case.kind == "alibi" else None
+    score = scores.alibi(tensors.slopes) if case.kind == "alibi" else None
     mask: Any = None
     if case.kind in ("causal", "alibi"):
         mask = masks.causal()
     elif case.kind == "window":
-        mask = masks.window(things.window - 1, 0)
+        mask = masks.window(tensors.window - 1, 0)
     elif case.kind == "document":
-        mask = masks.document(things.ids) & masks.causal()
+        mask = masks.document(tensors.ids) & masks.causal()
 
     def attend(mask: Any) -> Attend:
         return lambda q, k, v: tilewise.attention(q, k, v, mask=mask, score=score, backend=backend)
@@ -252,12 +296,12 @@ def _by_pointers(attend: Attend) -> Attend:
     return without
 
 
-def plain(case: Timed, things: Given, rows: Tensor | None = None) -> Attend:
+def plain(case: Timed, tensors: Tensors, rows: Tensor | None = None) -> Attend:
     """Attention that writes its matrix, on every row or on those of ``rows`` (then q is cut too).
 
     q, k and v are [B, H, S, D] and may be of any floating dtype; ``rows`` are int64.
     """
-    seen = visible(case, things)
+    seen = visible(case, tensors)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         group = q.shape[1] // k.shape[1]
@@ -267,9 +311,121 @@ def plain(case: Timed, things: Given, rows: Tensor | None = None) -> Attend:
         m = (torch.arange(q.shape[2], device=q.device) if rows is None else rows)[:, None]
         n = torch.arange(k.shape[2], device=q.device)
         if case.kind == "alibi":
-            s = s - things.slopes[:, None, None].to(s.dtype) * (m - n).abs()
+            s = s - tensors.slopes[:, None, None].to(s.dtype) * (m - n).abs()
         if seen is not None:
             s = s.masked_fill(~seen(m, n), -math.inf)
         return s.softmax(-1).to(v.dtype) @ v
 
     return attend
+
+
+_BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+_PLAIN_MATRICES = 6  # of the size B Hq M N that plain attention and its gradients hold at once
+
+
+def peers(setting: Setting, case: Timed, tensors: Tensors) -> dict[str, Attend]:
+    """Return the others by name; FlexAttention, which compiles, is last."""
+    found: dict[str, Attend] = {}
+    if case.kind in ("full", "causal", "decode"):
+        found |= {name: _sdpa(case, kind) for name, kind in _BACKENDS.items()}
+    if case.kind == "varlen":
+        found["flash"] = _torch_varlen(tensors, case)
+    elif case.kind != "fp8":
+        found["plain"] = _fitting(setting, case, tensors)
+    if case.kind != "fp8":
+        found[FLEX] = flex(setting, case, tensors)
+    return found
+
+
+def _sdpa(case: Timed, kind: SDPBackend) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(kind), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # why a backend declines: the error says so too
+            return scaled_dot_product_attention(
+                q, k, v, is_causal=case.kind == "causal", enable_gqa=q.shape[1] != k.shape[1]
+            )
+
+    return attend
+
+
+def _torch_varlen(tensors: Tensors, case: Timed) -> Attend:
+    longest = int(tensors.ends.diff().max())
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # New in torch, and said differently in each release.
+        from torch.nn.attention.varlen import varlen_attn
+
+        call: Any = varlen_attn
+        given = (q, k, v, tensors.ends, tensors.ends, longest, longest)
+        try:
+            out: Tensor = call(*given, is_causal=True)
+        except TypeError:
+            out = call(*given, window_size=(-1, 0))
+        return out
+
+    return attend
+
+
+def _fitting(setting: Setting, case: Timed, tensors: Tensors) -> Attend:
+    """Plain attention, where its matrices fit."""
+    matrix_bytes = tensors.q.shape[0] * tensors.q.shape[1] * tensors.q.shape[2] * case.length
+    matrix_bytes *= tensors.q.element_size() * _PLAIN_MATRICES
+    attend = plain(case, tensors)
+
+    def checked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not setting.self_test and matrix_bytes > torch.cuda.mem_get_info()[1]:
+            raise MemoryError(f"its matrices need {matrix_bytes / 1e9:.0f} GB")
+        return attend(q, k, v)
+
+    return checked
+
+
+def flex(setting: Setting, case: Timed, tensors: Tensors) -> Attend:
+    """FlexAttention with a block mask, compiled at its first call; as it is in the self-test."""
+    made: list[Any] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not made:
+            made.extend(_flex_parts(setting, case, tensors))
+        function, block_mask, score = made
+        if case.kind == "varlen":
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        grouped = q.shape[1] != k.shape[1]
+        out: Tensor = function(q, k, v, score_mod=score, block_mask=block_mask, enable_gqa=grouped)
+        return out[0].transpose(0, 1) if case.kind == "varlen" else out
+
+    return attend
+
+
+def _flex_parts(setting: Setting, case: Timed, tensors: Tensors) -> tuple[Any, Any, Any]:
+    """Return the function, its block mask and its score."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    seen, block_mask, score = visible(case, tensors), None, None
+    if seen is not None:
+        shown = seen
+
+        def mask_mod(b: Any, h: Any, m: Any, n: Any) -> Any:
+            return shown(m, n)
+
+        # One mask for all batch items and heads.
+        block_mask = create_block_mask(
+            mask_mod, None, None, case.length, case.length, device=str(setting.device)
+        )
+    if case.kind == "alibi":
+        slopes = tensors.slopes
+
+        def score_mod(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+            return s - slopes[h] * (m - n)
+
+        score = score_mod
+    if setting.self_test:
+        return flex_attention, block_mask, score
+    torch.compiler.reset()  # it stops compiling after some variants
+    # The gradients are asked for again and again from one graph.
+    keep_buffers()
+    return torch.compile(flex_attention, dynamic=False), block_mask, score

@@ -3,26 +3,107 @@
 The check is optional: where counters cannot be read, the rows say why, and that is no failure. Only
 bytes read are compared; bytes written may still be in the cache when a kernel ends.
 ``python -m tilelab.gpu_check.traffic SETTING JOB`` is the process that ncu watches.
+
+``ncu`` (Nsight Compute) empties the caches before each kernel, so every kernel is counted from cold
+memory. It counts only between the start and the stop of the profiler. Reading counters needs a
+right that many machines do not give (``ERR_NVGPUCTRPERM``).
 """
 
 from __future__ import annotations
 
+import csv
 import json
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
 import tilewise
-from tilelab.gpu_check import counters
-from tilelab.gpu_check.child import environment
-from tilelab.gpu_check.row import Row
+from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
+from tilelab.gpu_check.worker import environment
+from tilewise.errors import TilewiseError
 from tilewise.plan.traffic.count import Traffic
 
-__all__ = ["jobs", "main", "predicted", "run"]
+__all__ = [
+    "METRICS",
+    "Bytes",
+    "CannotCount",
+    "bytes_of",
+    "count",
+    "jobs",
+    "main",
+    "predicted",
+    "run",
+]
+
+METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+Bytes = dict[str, int]
+_REFUSED = "ERR_NVGPUCTRPERM"
+
+
+class CannotCount(TilewiseError):  # noqa: N818  no error of the check: a counter cannot be read
+    """Why nothing can be counted here."""
+
+
+def count(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> list[Bytes]:
+    """Count the bytes that every kernel of a process reads and writes, in order.
+
+    Args:
+        command: of the process.
+        environment: of the process.
+        limit_s: for all of it.
+
+    Raises:
+        CannotCount: ncu is missing, refuses, or does not come to its end.
+    """
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        raise CannotCount("ncu (Nsight Compute) is not installed")
+    arguments = [
+        *(ncu, "--metrics", ",".join(METRICS), "--csv", "--print-units", "base"),
+        *("--profile-from-start", "off", "--target-processes", "all", *command),
+    ]
+    try:
+        done = subprocess.run(
+            arguments, capture_output=True, text=True, check=False, env=environment, timeout=limit_s
+        )
+    except subprocess.TimeoutExpired:
+        raise CannotCount(f"ncu was not done after {limit_s:.0f} s") from None
+    said = done.stdout + done.stderr
+    if _REFUSED in said:
+        raise CannotCount(f"counters cannot be read here: {_REFUSED}")
+    if done.returncode != 0:
+        raise CannotCount(f"ncu ended with {done.returncode}: {' '.join(said.split())[-200:]}")
+    return bytes_of(done.stdout)
+
+
+def bytes_of(printed: str) -> list[Bytes]:
+    """Return the counts in what ncu printed: for each kernel, bytes by metric.
+
+    Raises:
+        CannotCount: there is no table with these metrics in it.
+    """
+    lines = printed.splitlines()
+    head = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if head is None:
+        raise CannotCount("ncu printed no table: no kernel ran between start and stop")
+    kernels: dict[str, Bytes] = {}
+    for row in csv.DictReader(lines[head:]):
+        name, unit, value = (row.get(f"Metric {part}") or "" for part in ("Name", "Unit", "Value"))
+        if name not in METRICS:
+            continue
+        if unit != "byte":
+            raise CannotCount(f"{name} in {unit or 'no unit'}, not in bytes")
+        kernels.setdefault(row["ID"], {})[name] = round(float(value.replace(",", "")))
+    if not kernels or any(len(found) < len(METRICS) for found in kernels.values()):
+        raise CannotCount(f"ncu's table lacks {' or '.join(METRICS)}")
+    return list(kernels.values())
+
 
 STEP = "traffic"
 _LIMIT_S = 35.0
@@ -47,12 +128,12 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
     command = [sys.executable, "-m", "tilelab.gpu_check.traffic"]
     command += [json.dumps(asdict(setting)), job]
     try:
-        kernels = counters.count(command, environment(setting, parallel=False), _LIMIT_S)
-    except counters.CannotCount as error:
+        kernels = count(command, environment(setting, parallel=False), _LIMIT_S)
+    except CannotCount as error:
         # Not "skipped", which is for want of time and a failure.
         yield Row(STEP, job, "unsupported", f"skipped: {error}", values)
         return
-    read, written = (sum(kernel[name] for kernel in kernels) for name in counters.METRICS)
+    read, written = (sum(kernel[name] for kernel in kernels) for name in METRICS)
     values |= {"read": read, "written": written, "kernels": len(kernels)}
     yield Row(STEP, job, values=values)
 
@@ -63,14 +144,18 @@ def predicted(setting: Setting, job: str) -> Traffic:
     The self-test has no chip, and no cache then.
     """
     q, k, v = _operands(setting)
-    told = tilewise.explain(q, k, v, backend=setting.backend)
-    account = told.account
+    explained = tilewise.explain(q, k, v, backend=setting.backend)
+    account = explained.account
     if account is None:  # the call itself says why the backend cannot
         return Traffic(())
     if job == "plain forward":
         return account.forward.plain
     ours = account.forward.ours if job == "forward" else account.backward.ours
-    return ours if told.chip is None or setting.self_test else account.reaching(ours, told.chip)
+    return (
+        ours
+        if explained.chip is None or setting.self_test
+        else account.reaching(ours, explained.chip)
+    )
 
 
 def _operands(setting: Setting) -> tuple[Tensor, Tensor, Tensor]:

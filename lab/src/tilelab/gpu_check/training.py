@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tilewise
-from tilelab.gpu_check.clock import once, synchronize
-from tilelab.gpu_check.row import Row
+from tilelab.common.clock import interleave, seconds_of
+from tilelab.gpu_check.record import Row, in_short
 from tilelab.gpu_check.setting import Model, Setting
-from tilelab.gpu_check.worker import in_short
 from tilewise import masks
 from tilewise.errors import Unsupported
 
@@ -131,10 +130,11 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
             declined = in_short(error)
     able = [kind for kind in KINDS if kind in losses]
     peaks = {kind: _peak_bytes(setting, partial(step, kind)) for kind in able}
-    samples: dict[str, list[float]] = {kind: [] for kind in able}
-    for _ in range(setting.sizes.steps):
-        for kind in able:
-            samples[kind].append(once(setting, partial(step, kind)))
+    calls = {kind: partial(step, kind) for kind in able}
+    once_each = dict.fromkeys(able, 1)
+    samples = interleave(
+        calls, once_each, setting.sizes.steps, lambda call, _: seconds_of(call, setting.timer)
+    )
     values = {
         "tokens": shape.batch * shape.context,
         "context": shape.context,
@@ -158,5 +158,5 @@ def _peak_bytes(setting: Setting, call: Callable[[], None]) -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     call()
-    synchronize(setting)
+    setting.synchronize()
     return torch.cuda.max_memory_allocated()

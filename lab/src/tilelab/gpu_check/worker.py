@@ -1,33 +1,78 @@
-"""The child process: does jobs as they come, and ends itself where its GPU context is lost.
+"""The worker processes of the check: jobs one after the other, each with a limit of time.
 
-``python -m tilelab.gpu_check.worker SETTING`` reads lines ``{"step": .., "job": ..}`` and writes
-lines ``{"row": ..}``, then ``{"done": true}`` for each job. Output of libraries goes to the
-standard error.
+``python -m tilelab.gpu_check.worker SETTING`` does jobs ``{"step": .., "job": ..}`` and ends itself
+where its GPU context is lost.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from typing import IO, Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, TypeAlias
 
 import torch
 
+from tilelab.common import worker
 from tilelab.gpu_check import steps
-from tilelab.gpu_check.row import Row
+from tilelab.gpu_check.record import Row, in_short
 from tilelab.gpu_check.setting import Setting
 from tilewise.errors import Unsupported
 
-__all__ = ["Run", "do", "in_short", "main"]
+__all__ = ["Run", "Worker", "do", "environment", "main"]
 
 # The rows of a job of a step.
 Run: TypeAlias = Callable[[Setting, str, str], Iterator[Row]]
+_MODULE = "tilelab.gpu_check.worker"
 _LOST = 3  # the exit status of a process whose GPU context is lost
-_LONGEST_NOTE = 300
+
+
+class Worker:
+    """The parent's end of a worker process.
+
+    Args:
+        setting: of its jobs.
+        parallel: whether there are others beside it.
+        command: what to run; the worker of this package, but for tests.
+    """
+
+    def __init__(
+        self, setting: Setting, parallel: bool = False, command: Sequence[str] = ()
+    ) -> None:
+        module = [*(command or (sys.executable, "-m", _MODULE)), json.dumps(asdict(setting))]
+        self._child = worker.Child(module, environment(setting, parallel))
+
+    def ask(self, step: str, job: str, limit_s: float) -> list[Row]:
+        """Return the rows of a job; one says so where the process failed or took too long.
+
+        Args:
+            step: of the job.
+            job: its name.
+            limit_s: how long it may take, the start of the process included.
+        """
+        try:
+            return [Row(**row) for row in self._child.ask({"step": step, "job": job}, limit_s)]
+        except worker.ChildError as error:
+            found = [Row(**row) for row in error.answers]
+            return [*found, Row(step, job, "error", str(error))]
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        self._child.close()
+
+
+def environment(setting: Setting, parallel: bool) -> dict[str, str]:
+    """Return a worker's environment: in self-tests with Triton's interpreter."""
+    found = worker.environment()
+    if setting.self_test:
+        found["TRITON_INTERPRET"] = "1"
+    elif parallel:
+        # One compiler each: the processes are as many as the cores already.
+        found |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    return found
 
 
 def _run_step(setting: Setting, step: str, job: str) -> Iterator[Row]:
@@ -48,15 +93,6 @@ def do(setting: Setting, step: str, job: str, run: Run = _run_step) -> list[Row]
     return rows
 
 
-def in_short(error: BaseException) -> str:
-    """Return an error in one line."""
-    if isinstance(error, Unsupported):
-        reasons = [reason for why in error.reasons.values() for reason in why]
-        return "; ".join(reasons or [error.what])[:_LONGEST_NOTE]
-    words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words}"[:_LONGEST_NOTE]
-
-
 def _context_is_lost(setting: Setting) -> bool:
     """After an illegal access, whoever caught it, every later call on the GPU fails as well."""
     if setting.self_test:
@@ -71,22 +107,19 @@ def _context_is_lost(setting: Setting) -> bool:
 
 def main(run: Run = _run_step) -> None:
     """Do jobs until there are no more; the setting is the argument of the command."""
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # nobody else writes between our lines
-    _serve(Setting(**json.loads(sys.argv[1])), channel, run)
+    setting = Setting(**json.loads(sys.argv[1]))
 
+    def perform(job: dict[str, str]) -> Iterator[dict[str, Any]]:
+        return (row.as_json() for row in do(setting, job["step"], job["job"], run))
 
-def _serve(setting: Setting, out: IO[str], run: Run) -> None:
-    for line in sys.stdin:
-        asked: dict[str, Any] = json.loads(line)
-        for row in do(setting, asked["step"], asked["job"], run):
-            print(json.dumps({"row": row.as_json()}), file=out, flush=True)
-        print(json.dumps({"done": True}), file=out, flush=True)
+    def after() -> None:
         if _context_is_lost(setting):
             sys.exit(_LOST)
         gc.collect()
         if not setting.self_test:
             torch.cuda.empty_cache()
+
+    worker.serve(perform, after)
 
 
 if __name__ == "__main__":

@@ -9,20 +9,45 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from tilelab.gpu_check.child import Child
-from tilelab.gpu_check.row import Row
+from tilelab.common.clock import Spread
+from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
-from tilelab.tune.decide import Timing, beats
+from tilelab.gpu_check.worker import Worker
 from tilelab.tune.jobs import Job, candidates, table_blocks
 from tilewise.inspect.gpu import Blocks
 from tilewise.plan.tuned import Entry
 
-__all__ = ["MOST", "Finding", "Team", "tune"]
+__all__ = ["MOST", "Finding", "Team", "Timing", "beats", "tune"]
 
 _CHECK_S, _MEASURE_S = 180.0, 120.0
 _SELF_TEST_PATIENCE = 10
 _MOST_PROCESSES, _SPARE_CORES = 8, 2  # each holds a context on the GPU
 MOST, _MOST_IN_SELF_TEST = 7, 2  # candidates of a job
+_LEAST_GAIN = 0.01  # a smaller one is not worth other bits
+
+
+class Timing(NamedTuple):
+    """Some runs.
+
+    Args:
+        seconds: of one, the median.
+        spread: half the range of the middle half of them, as a share of the median.
+    """
+
+    seconds: float
+    spread: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Timing:
+        """Return the timing of one or more runs."""
+        found = Spread.of(samples)
+        return cls(found.median, found.noise)
+
+
+def beats(new: Timing, table: Timing) -> bool:
+    """Return whether the gain is more than both spreads together, and at least _LEAST_GAIN."""
+    gain = table.seconds / new.seconds - 1
+    return gain > max(_LEAST_GAIN, new.spread + table.spread)
 
 
 class Finding(NamedTuple):
@@ -66,9 +91,9 @@ class Team:
         self._patience = _SELF_TEST_PATIENCE if setting.self_test else 1
         count = 1 if setting.self_test else _processes()
         module = [sys.executable, "-m", "tilelab.tune.worker"]
-        made = [Child(setting, count > 1, list(command) or module) for _ in range(count)]
+        made = [Worker(setting, count > 1, list(command) or module) for _ in range(count)]
         self._children = made
-        self._free: SimpleQueue[Child] = SimpleQueue()
+        self._free: SimpleQueue[Worker] = SimpleQueue()
         self._over = False
         for child in made:
             self._free.put(child)
@@ -95,8 +120,8 @@ class Team:
 
     def measure(self, job: Job, blocks: Sequence[Blocks]) -> Row:
         """Return seconds of each of these blocks on the large problems, while nobody else works."""
-        asked = " ".join(str(each) for each in (job, *blocks))
-        return _only(self._children[0].ask("measure", asked, self._patience * _MEASURE_S))
+        words = " ".join(str(each) for each in (job, *blocks))
+        return _only(self._children[0].ask("measure", words, self._patience * _MEASURE_S))
 
     def close(self) -> None:
         """End the processes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from tilelab.gpu_check.problems import Draw, ProblemCase
+from tilelab.gpu_check.problems import Draw, ProblemCase, alibi, bias, causal
 from tilelab.tune.jobs import Job
 from tilewise import masks, scores
 
@@ -17,10 +17,6 @@ _CACHED, _KEYS, _GROUP = 1024, 16384, 4  # of decoding: the width of the heads t
 _SEQUENCES = ((321, 321), (1, 1), (65, 130), (0, 5), (7, 0))
 
 
-def _causal(draw: Draw) -> Any:
-    return masks.causal()
-
-
 def _document(draw: Draw) -> Any:
     """Documents of a quarter of the keys, causal within each."""
     per_document = max(1, min(_DOCUMENT, draw.keys // 4))
@@ -28,62 +24,54 @@ def _document(draw: Draw) -> Any:
     return masks.document(ids, ids[:, -draw.queries :]) & masks.causal()
 
 
-def _alibi(draw: Draw) -> Any:
-    return scores.alibi(draw.positive(draw.heads))
-
-
 def _alibi_softcap(draw: Draw) -> Any:
-    return [_alibi(draw), scores.softcap(20.0)]
-
-
-def _bias(draw: Draw) -> Any:
-    return scores.bias(draw.normal(1, draw.heads, draw.queries, draw.keys))
+    return [alibi(draw), scores.softcap(20.0)]
 
 
 _Cases: TypeAlias = dict[str, tuple[ProblemCase, ...]]
 _SMALL: _Cases = {
     "plain": (
-        ProblemCase("causal", mask=_causal, keys=400, kv_heads=2),
+        ProblemCase("causal", mask=causal, keys=400, kv_heads=2),
         ProblemCase("full", keys=200, kv_heads=2),
     ),
     "+": (
-        ProblemCase("causal alibi softcap", mask=_causal, score=_alibi_softcap, kv_heads=2),
-        ProblemCase("bias", score=_bias, keys=200),
-        ProblemCase("causal dropout", mask=_causal, dropout_p=0.2),
-        ProblemCase("causal varlen", mask=_causal, lengths=_SEQUENCES, kv_heads=2),
-        ProblemCase("causal in pages", mask=_causal, keys=400, kv_heads=2, layout=PAGED),
+        ProblemCase("causal alibi softcap", mask=causal, score=_alibi_softcap, kv_heads=2),
+        ProblemCase("bias", score=bias, keys=200),
+        ProblemCase("causal dropout", mask=causal, dropout_p=0.2),
+        ProblemCase("causal varlen", mask=causal, lengths=_SEQUENCES, kv_heads=2),
+        ProblemCase("causal in pages", mask=causal, keys=400, kv_heads=2, layout=PAGED),
     ),
     "*": (
         ProblemCase("document", mask=_document, keys=400, kv_heads=2),
-        ProblemCase("document alibi dropout", mask=_document, score=_alibi, dropout_p=0.2),
+        ProblemCase("document alibi dropout", mask=_document, score=alibi, dropout_p=0.2),
     ),
 }
 _LARGE: _Cases = {
-    "plain": (ProblemCase("causal", mask=_causal), ProblemCase("full")),
+    "plain": (ProblemCase("causal", mask=causal), ProblemCase("full")),
     "+": (
-        ProblemCase("causal alibi", mask=_causal, score=_alibi),
-        ProblemCase("causal varlen", mask=_causal, lengths=((_LENGTH, _LENGTH),) * _BATCH),
+        ProblemCase("causal alibi", mask=causal, score=alibi),
+        ProblemCase("causal varlen", mask=causal, lengths=((_LENGTH, _LENGTH),) * _BATCH),
     ),
     "*": (ProblemCase("document", mask=_document),),
 }
 _FEW = ProblemCase("full", queries=3, keys=1200, kv_heads=2)
 _FEW_SMALL: _Cases = {
-    "plain": (_FEW, replace(_FEW, name="causal", mask=_causal)),
+    "plain": (_FEW, replace(_FEW, name="causal", mask=causal)),
     "+": (
-        replace(_FEW, name="causal alibi softcap", mask=_causal, score=_alibi_softcap),
-        replace(_FEW, name="bias", score=_bias),
-        replace(_FEW, name="causal dropout", mask=_causal, dropout_p=0.2),
-        replace(_FEW, name="causal in pages", mask=_causal, layout=PAGED),
+        replace(_FEW, name="causal alibi softcap", mask=causal, score=_alibi_softcap),
+        replace(_FEW, name="bias", score=bias),
+        replace(_FEW, name="causal dropout", mask=causal, dropout_p=0.2),
+        replace(_FEW, name="causal in pages", mask=causal, layout=PAGED),
     ),
     "*": (
         replace(_FEW, name="document", mask=_document),
-        replace(_FEW, name="document alibi dropout", mask=_document, score=_alibi, dropout_p=0.2),
+        replace(_FEW, name="document alibi dropout", mask=_document, score=alibi, dropout_p=0.2),
     ),
 }
 _ONE = ProblemCase("full", queries=1, keys=_KEYS, kv_heads=2)
 _FEW_LARGE: _Cases = {
     "plain": (_ONE,),
-    "+": (replace(_ONE, name="causal alibi", mask=_causal, score=_alibi),),
+    "+": (replace(_ONE, name="causal alibi", mask=causal, score=alibi),),
     "*": (replace(_ONE, name="document", mask=_document),),
 }
 _SHRINK, _TINY_WIDTH, _LARGEST_TINY = 8, 16, 40

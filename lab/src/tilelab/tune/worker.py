@@ -12,12 +12,11 @@ from functools import lru_cache, partial
 import torch
 
 from tilelab.common.exactness import judge
-from tilelab.gpu_check.clock import interleave, synchronize
 from tilelab.gpu_check.outcomes import Outcome, refer
 from tilelab.gpu_check.problems import ProblemCase
-from tilelab.gpu_check.row import Row
+from tilelab.gpu_check.record import Row, in_short
 from tilelab.gpu_check.setting import Setting
-from tilelab.gpu_check.worker import in_short, main
+from tilelab.gpu_check.worker import main
 from tilelab.tune import probes
 from tilelab.tune.jobs import Job, read_job
 from tilelab.tune.work import Work, spills_in
@@ -28,15 +27,15 @@ __all__ = ["perform"]
 _BUDGET_S = 1.0  # of the rounds in which blocks are timed in turn
 
 
-def perform(setting: Setting, step: str, asked: str) -> Iterator[Row]:
+def perform(setting: Setting, step: str, words: str) -> Iterator[Row]:
     """The row of a job.
 
     Args:
         setting: where.
         step: "check" or "measure".
-        asked: "forward bfloat16 128 plain 128x64/8/2".
+        words: "forward bfloat16 128 plain 128x64/8/2".
     """
-    job, blocks = read_job(asked)
+    job, blocks = read_job(words)
     yield _check(setting, job, blocks[0]) if step == "check" else _measure(setting, job, blocks)
 
 
@@ -77,13 +76,13 @@ def _measure(setting: Setting, job: Job, blocks: list[Blocks]) -> Row:
     for number, each in enumerate(blocks):
         try:
             calls[str(each)] = partial(run, _timed(works, job, each))
-            synchronize(setting)
+            setting.synchronize()
         except Exception as error:
             if number == 0:
                 raise
             calls.pop(str(each), None)
             failed[str(each)] = in_short(error)
-    samples = interleave(setting, calls, _BUDGET_S)
+    samples = setting.race(calls, _BUDGET_S)
     return Row("measure", str(job), values={"samples_s": samples, "failed": failed})
 
 

@@ -23,7 +23,7 @@ from tests.lab.study.agendas import conductor_of
 from tests.lab.study.records_of import config_of, experiment_of, study_of
 from tilelab.common import environment
 from tilelab.common.files import DiskFullError
-from tilelab.common.threads import crowded
+from tilelab.common.terminal import crowded
 from tilelab.study import report
 from tilelab.study.ask.config import Study
 from tilelab.study.conduct import conductor

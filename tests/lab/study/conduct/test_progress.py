@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from tests.lab.study.records_of import Behaviour, experiment_of, record_of, records_of, study_of
-from tilelab.common.durations import in_words
+from tilelab.common.terminal import in_words
 from tilelab.study.ask.config import Arm, Study, Sweep
 from tilelab.study.conduct import board as boards
 from tilelab.study.conduct import progress

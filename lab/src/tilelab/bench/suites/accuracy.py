@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 
-from tilelab.bench.suites.budget import Budget
-from tilelab.bench.suites.gate import compare
-from tilelab.bench.suites.methods import OURS, Method, exact
-from tilelab.bench.suites.point import Point, Status
-from tilelab.bench.suites.steps import Settings, Step
-from tilelab.bench.suites.work import Pass, Work, draw
+from tilelab.bench.gate import compare
+from tilelab.bench.methods import Method, exact
+from tilelab.bench.suites.points import Point
+from tilelab.bench.suites.steps import Budget, Settings, Step
+from tilelab.bench.suites.timed import attempted
+from tilelab.bench.work import Pass, Work, draw
 from tilewise import masks
-from tilewise.errors import TilewiseError
 
 __all__ = ["FEW", "steps"]
 
@@ -41,36 +40,17 @@ def steps(settings: Settings) -> list[Step]:
 def _swept(settings: Settings) -> Iterator[tuple[Work, float]]:
     for length, dtype, passes in product(settings.lengths, settings.dtypes, _PASSES):
         for words, factor in _FACTORS:
-            work = Work(
-                SUITE,
-                f"{passes}, {words}",
-                length,
-                dtype,
-                settings.heads,
-                settings.heads,
-                batch=settings.batch,
-                passes=passes,
-                mask=masks.causal(),
-                device=settings.device,
-            )
-            yield work, factor
+            case = f"{passes}, {words}"
+            more = {"passes": passes, "mask": masks.causal()}
+            yield settings.work(SUITE, case, length, dtype, **more), factor
 
 
 def _few(settings: Settings) -> Iterator[tuple[Work, float]]:
     for (queries, width), dtype, passes in product(FEW, settings.dtypes, _PASSES):
-        work = Work(
-            SUITE,
-            f"{passes}, {queries} queries of {width}, large scores",
-            _FEW_KEYS,
-            dtype,
-            _FEW_HEADS,
-            _FEW_HEADS,
-            head_dim=width,
-            passes=passes,
-            queries=queries,
-            device=settings.device,
-        )
-        yield work, _LARGE
+        case = f"{passes}, {queries} queries of {width}, large scores"
+        more = {"head_dim": width, "passes": passes, "queries": queries, "batch": 1}
+        more |= {"heads": _FEW_HEADS, "kv_heads": _FEW_HEADS}
+        yield settings.work(SUITE, case, _FEW_KEYS, dtype, **more), _LARGE
 
 
 def _errors(
@@ -78,18 +58,18 @@ def _errors(
 ) -> Iterator[Point]:
     given = draw(work, factor)
     for method in methods:
-        reason = method.why_not(work) or budget.too_large(method.bytes(work), work.device)
-        if not reason and budget.left_s < 0:
-            reason = "no time is left"
-        status: Status = "skipped"
-        if not reason:
-            try:
-                found = compare(work, given, method.make(work, given))
-            except (RuntimeError, TilewiseError, NotImplementedError, MemoryError) as error:
-                reason = (str(error).splitlines() or ["no reason"])[0]
-                status = "failed" if method.name == OURS else "skipped"
-        if reason:
-            yield Point.of(work, method.name, quantity="error", status=status, note=reason)
+        if budget.left_s < 0:
+            yield Point.without(work, method, "error", "skipped", "no time is left")
+            continue
+        found = attempted(
+            work,
+            method,
+            budget,
+            lambda: compare(work, given, method.make(work, given)),  # noqa: B023  called here
+            "error",
+        )
+        if isinstance(found, Point):
+            yield found
             continue
         yield Point.of(
             work,

@@ -14,21 +14,21 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from tilelab.bench.show import show_tables
+from tilelab.bench.methods import OURS
 from tilelab.bench.suites import accuracy, compare, memory, models, paper, speed, variants
-from tilelab.bench.suites.conduct import Effort, conduct
-from tilelab.bench.suites.methods import OURS
+from tilelab.bench.suites.conduct import conduct
 from tilelab.bench.suites.page import html, markdown, pictures
-from tilelab.bench.suites.point import Record
+from tilelab.bench.suites.points import Record
 from tilelab.bench.suites.sentences import sentences
-from tilelab.bench.suites.steps import LENGTHS, QUICK_LENGTHS, Settings, Step
+from tilelab.bench.suites.steps import LENGTHS, QUICK_LENGTHS, Budget, Settings, Step
 from tilelab.bench.suites.tables import heading, tables
-from tilelab.common.signals import interrupts_ignored
+from tilelab.common.tables import show_tables
+from tilelab.common.terminal import interrupts_ignored, positive
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.inspect.known_models import KNOWN_MODELS, known_model
 from tilewise.inspect.peaks import absence
 
-__all__ = ["SUITES", "compare_main", "main", "show_main"]
+__all__ = ["SUITES", "compare_main", "show_main", "suites_main"]
 
 SUITES: dict[str, Callable[[Settings], list[Step]]] = {
     "speed": speed.steps,
@@ -41,7 +41,7 @@ SUITES: dict[str, Callable[[Settings], list[Step]]] = {
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def main(argv: Sequence[str]) -> int:
+def suites_main(argv: Sequence[str]) -> int:
     """Run suites.
 
     Raises:
@@ -58,17 +58,17 @@ def main(argv: Sequence[str]) -> int:
         raise Unsupported("the bench measures the compiled core", {"cpu": [absence() or ""]})
     names = list(SUITES) if "all" in options.suites else list(dict.fromkeys(options.suites))
     rounds = (options.rounds, options.rounds) if options.rounds else (3, 15)
-    effort = Effort(options.minutes, rounds, 0.5 if options.quick else 2.0)
-    asked = {
+    chosen = {
         "lengths": list(settings.lengths),
         "dtypes": list(settings.dtypes),
         "minutes": options.minutes,
         "quick": options.quick,
     }
-    record = Record.begin(names, settings.device, asked)
+    record = Record.begin(names, settings.device, chosen)
     path = options.out / f"{'all' if len(names) == len(SUITES) else '-'.join(names)}.json"
     suites = [(name, SUITES[name](settings)) for name in names]
-    code = conduct(record, suites, effort, path, Console(stderr=True))
+    budget = Budget(options.minutes, rounds, 0.5 if options.quick else 2.0)
+    code = conduct(record, suites, budget, path, Console(stderr=True))
     with interrupts_ignored():
         record.write(path)
         pages = _write_pages(record, path)
@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="few lengths and cases, one dtype")
     add("--lengths", type=_whole_numbers, metavar="N,N", help="of the sweep (128 to 65536)")
     add("--dtype", action="append", choices=_DTYPES, help="only this dtype (repeat for more)")
-    add("--rounds", type=_positive, metavar="N", help="rounds of every step (3 to 15)")
+    add("--rounds", type=positive, metavar="N", help="rounds of every step (3 to 15)")
     add("--device", choices=("cpu", "cuda"), help="a GPU where there is one")
     add("--models", type=_names, metavar="NAME,NAME", help="only these, in the suite models")
     add("--no-flex", action="store_true", help="without FlexAttention, which compiles")
@@ -194,14 +194,7 @@ def _names(text: str) -> list[str]:
 
 
 def _whole_numbers(text: str) -> list[int]:
-    return [_positive(each) for each in text.split(",")]
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
-    return value
+    return [positive(each) for each in text.split(",")]
 
 
 def _minutes(text: str) -> float:

@@ -5,38 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from rich.console import Console
 
-from tilelab.bench.suites.budget import Budget
-from tilelab.bench.suites.point import COMPLETE, INTERRUPTED, Record
-from tilelab.bench.suites.progress import Steps, showing
-from tilelab.bench.suites.steps import Step
+from tilelab.bench.suites.points import COMPLETE, INTERRUPTED, Record
+from tilelab.bench.suites.steps import Budget, Step
+from tilelab.common.terminal import Progress, in_words
 from tilewise.errors import TilewiseError
 
-__all__ = ["Effort", "conduct"]
-
-
-class Effort(NamedTuple):
-    """The limits of a run.
-
-    Args:
-        minutes: for all suites.
-        rounds: the fewest and the most of a step.
-        round_budget_s: about how long the rounds of one step may take.
-    """
-
-    minutes: float
-    rounds: tuple[int, int] = (3, 15)
-    round_budget_s: float = 2.0
+__all__ = ["conduct"]
 
 
 def conduct(
     record: Record,
     suites: Sequence[tuple[str, Sequence[Step]]],
-    effort: Effort,
+    budget: Budget,
     path: Path,
     console: Console,
 ) -> int:
@@ -47,7 +31,7 @@ def conduct(
     Args:
         record: begun.
         suites: names and their steps.
-        effort: what may be spent.
+        budget: what may be spent on all of them.
         path: of the JSON.
         console: for the progress.
 
@@ -66,11 +50,10 @@ def conduct(
 
     status, code = COMPLETE, 0
     try:
-        with showing(sum(len(steps) for _, steps in suites), console) as progress:
+        with Progress(sum(len(steps) for _, steps in suites), console) as progress:
             for index, (name, steps) in enumerate(suites):
-                left = effort.minutes - (time.monotonic() - began) / 60
-                budget = Budget(left / (len(suites) - index), *effort[1:])
-                done = _suite(record, steps, budget, progress, failed, saved)
+                share = budget.share(len(suites) - index)
+                done = _suite(record, steps, share, progress, failed, saved)
                 if done < len(steps):
                     missing.append(f"{name}: {done} of {len(steps)} steps fit into the time")
     except KeyboardInterrupt:
@@ -91,7 +74,7 @@ def _suite(
     record: Record,
     steps: Sequence[Step],
     budget: Budget,
-    progress: Steps,
+    progress: Progress,
     failed: list[str],
     saved: Callable[[], None],
 ) -> int:
@@ -100,7 +83,7 @@ def _suite(
         if budget.left_s <= 0:
             progress.skip(len(steps) - index)
             return index
-        progress.begin(step.name, budget.left_s)
+        progress.step(step.name, f"{in_words(budget.left_s)} of the budget left")
         try:
             # One by one: a Ctrl-C keeps those that are there.
             for point in step.run(budget):
@@ -108,5 +91,4 @@ def _suite(
         except TilewiseError as error:
             failed.append(f"{step.name}: {error}")
         saved()
-        progress.end()
     return len(steps)

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from tilelab.bench.suites.budget import Budget
-from tilelab.bench.suites.methods import OURS, Method, exact
-from tilelab.bench.suites.nursery import peaks
-from tilelab.bench.suites.peak import STEP_BY_STEP, STEPS, Peak, Wanted
-from tilelab.bench.suites.point import Point, Status
-from tilelab.bench.suites.steps import Settings, Step
-from tilelab.bench.suites.work import Pass, Work, draw, problem_of
+from tilelab.bench.children import STEP_BY_STEP, STEPS, Peak, PeakJob, peaks
+from tilelab.bench.methods import OURS, Method, exact
+from tilelab.bench.suites.points import Point, Status
+from tilelab.bench.suites.steps import Budget, Settings, Step
+from tilelab.bench.suites.timed import key_of, why_skipped
+from tilelab.bench.work import Pass, Work, draw, problem_of
 from tilewise.plan.traffic.memory import plain_held, tiled_held
 
 __all__ = ["CURE", "DOUBLE", "predicted", "steps", "weigh"]
@@ -34,31 +33,13 @@ def steps(settings: Settings) -> list[Step]:
     found = []
     for length in settings.lengths:
         for dtype in settings.dtypes:
-            base = Work(
-                SUITE,
-                "",
-                length,
-                dtype,
-                settings.heads,
-                settings.heads,
-                batch=settings.batch,
-                device=settings.device,
-            )
+            base = settings.work(SUITE, "", length, dtype)
             ways: tuple[tuple[Pass, str], ...] = (("forward", "forward"), ("both", "training"))
             works = [replace(base, passes=passes, case=case) for passes, case in ways]
             name = f"memory, {length}, {dtype}"
             found.append(Step(name, partial(weigh, works, methods)))
     length = max(n for n in settings.lengths if n <= _FIXED or n == settings.lengths[0])
-    fixed = Work(
-        SUITE,
-        DOUBLE,
-        length,
-        settings.dtypes[0],
-        settings.heads,
-        settings.heads,
-        batch=settings.batch,
-        device=settings.device,
-    )
+    fixed = settings.work(SUITE, DOUBLE, length, settings.dtypes[0])
     return [Step(f"step by step, {length}", partial(_at_one_length, fixed)), *found]
 
 
@@ -70,44 +51,25 @@ def weigh(works: Sequence[Work], methods: Sequence[Method], budget: Budget) -> I
         methods: in the order of the record.
         budget: what may be spent.
     """
-    asked: list[tuple[Work, Method]] = []
+    tried: list[tuple[Work, Method]] = []
     for work in works:
         for method in methods:
-            reason = (
-                method.why_not(work)
-                or budget.too_long(_key(work, method), work.length)
-                or budget.too_large(method.bytes(work), work.device)
-            )
+            reason = why_skipped(work, method, budget)
             if reason:
-                yield _without(work, method, reason, "skipped")
+                yield Point.without(work, method, "bytes", "skipped", reason)
             else:
-                asked.append((work, method))
-    jobs = [Wanted.of(work, method.name) for work, method in asked]
-    found = peaks(jobs, works[0].device)
-    with closing(found):
-        for (work, method), result in zip(asked, found, strict=True):
+                tried.append((work, method))
+    jobs = [PeakJob.of(work, method.name) for work, method in tried]
+    with closing(peaks(jobs, works[0].device)) as found:
+        for (work, method), result in zip(tried, found, strict=True):
             if isinstance(result, str):
-                yield _without(work, method, result, "failed" if method.name == OURS else "skipped")
+                status: Status = "failed" if method.name == OURS else "skipped"
+                yield Point.without(work, method, "bytes", status, result)
                 continue
             (peak,) = result
-            budget.took(_key(work, method), work.length, peak.seconds)
-            yield _point(
-                work,
-                method.name,
-                peak.extra_bytes,
-                exact=method.exact,
-                predicted=predicted(work, method.name),
-            )
-
-
-def _key(work: Work, method: Method) -> tuple[str, ...]:
-    return work.suite, work.case, work.dtype, method.name, "bytes"
-
-
-def _without(work: Work, method: Method, note: str, status: Status) -> Point:
-    return Point.of(
-        work, method.name, quantity="bytes", status=status, note=note, exact=method.exact
-    )
+            budget.took(key_of(work, method), work.length, peak.seconds)
+            said = predicted(work, method.name)
+            yield _point(work, method.name, peak.extra_bytes, exact=method.exact, predicted=said)
 
 
 def _point(work: Work, method: str, count: int, **more: Any) -> Point:
@@ -139,8 +101,8 @@ def _at_one_length(work: Work, budget: Budget) -> Iterator[Point]:
         return
     cure = replace(work, case=CURE)
     sizes = sorted({min(rows, work.length) for rows in (*_CHUNKS, work.length)})
-    jobs = [Wanted.of(work, STEP_BY_STEP)]
-    jobs += [Wanted.of(cure, "plain, chunked", rows) for rows in sizes]
+    jobs = [PeakJob.of(work, STEP_BY_STEP)]
+    jobs += [PeakJob.of(cure, "plain, chunked", rows) for rows in sizes]
     with closing(peaks(jobs, work.device)) as found:
         yield from _stepwise(work, next(found))
         for rows in sizes:

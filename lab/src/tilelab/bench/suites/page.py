@@ -1,24 +1,219 @@
-"""A record as one HTML page that loads nothing, and as Markdown."""
+"""A record as one HTML page that loads nothing, with its figures, and as Markdown."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from tilelab.bench.suites import figures
+from tilelab.bench.methods import OURS
 from tilelab.bench.suites.memory import CURE, DOUBLE
-from tilelab.bench.suites.methods import OURS
-from tilelab.bench.suites.point import COMPLETE, Point, Record, groups
+from tilelab.bench.suites.points import COMPLETE, Point, Quantity, Record, amount_of, groups
 from tilelab.bench.suites.sentences import lead, sentences
 from tilelab.bench.suites.tables import BY_CASE, TITLES, heading, tables
-from tilelab.bench.table import Table
-from tilelab.bench.table import markdown as markdown_table
-from tilelab.common.svg import house_style, standalone, style_sheet
+from tilelab.common.svg import (
+    INK,
+    RULE,
+    SOFT,
+    arm_colour,
+    arm_dashes,
+    beside,
+    canvas,
+    finish,
+    house_style,
+    place,
+    spread,
+    standalone,
+    style_sheet,
+)
+from tilelab.common.tables import Table
+from tilelab.common.tables import markdown as markdown_table
 
 __all__ = ["ABOUT", "html", "markdown", "pictures"]
+
+_WIDTH, _HEIGHT = 560, 360
+_LEFT, _BOTTOM, _TOP = 78, 48, 16
+_LETTER, _GAP = 7.4, 17.0
+
+
+class _Line(NamedTuple):
+    """A method along the length."""
+
+    name: str
+    place: int
+    x: list[int]
+    y: list[float]
+    predicted: list[tuple[int, float]]
+
+
+def _places(methods: Sequence[str]) -> dict[str, int]:
+    """Return a colour's place for each method: plain is the baseline, ours comes first."""
+    first = [name for name in ("plain", OURS) if name in methods]
+    rest = [name for name in methods if name not in first]
+    ordered = ["plain", OURS, *rest]
+    return {name: ordered.index(name) for name in methods}
+
+
+def _lines(points: Sequence[Point], methods: Sequence[str]) -> list[_Line]:
+    at = _places(methods)
+    found = []
+    for name in dict.fromkeys(point.method for point in points):
+        own = [p for p in points if p.method == name and p.median and p.status == "ok"]
+        own.sort(key=lambda point: point.length)
+        if own:
+            predicted = [(p.length, p.predicted) for p in own if p.predicted]
+            medians = [(p.median or 0.0) / (p.allowed or 1.0) for p in own]
+            found.append(_Line(name, at[name], [p.length for p in own], medians, predicted))
+    return found
+
+
+def _draw_lines(
+    points: Sequence[Point], methods: Sequence[str], quantity: Quantity, name: str
+) -> Markup | None:
+    """Draw the medians of all methods by length; None where nothing has two lengths.
+
+    Predictions are dotted. Errors are drawn as the share of what is allowed, because methods differ
+    in which gradient has the largest error.
+
+    Args:
+        points: of one case and dtype.
+        methods: all of the suite, so that a colour means the same in every figure.
+        quantity: of the points.
+        name: of the figure, unique in the page.
+    """
+    drawn = _lines(points, methods)
+    if not any(len(line.x) > 1 for line in drawn):
+        return None
+    figure = canvas(_WIDTH, _HEIGHT)
+    widest = max(len(line.name) for line in drawn)
+    axes = place(figure, _LEFT, _BOTTOM, 24 + _LETTER * widest, _TOP)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    every = sorted({n for line in drawn for n in line.x})
+    axes.set_xlim(every[0], every[-1])
+    values = [y for line in drawn for y in (*line.y, *(p for _, p in line.predicted))]
+    axes.set_ylim(min(values) / 1.6, max(values) * 1.6)
+    for line in drawn:
+        _draw(axes, line)
+    _label_ends(axes, drawn)
+    axes.xaxis.set_major_locator(FixedLocator([float(n) for n in every]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    few = max(values) < 100 * min(values)  # powers of ten alone would be one line or two
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=12))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _short(x)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _amount(y, quantity)))
+    axes.set_xlabel("queries and keys", color=SOFT, labelpad=7)
+    said = "; ".join(f"{line.name}: {_amount(line.y[-1], quantity)}" for line in drawn)
+    return finish(figure, name, f"At {every[-1]} or the longest measured: {said}")
+
+
+def _amount(value: float, quantity: Quantity) -> str:
+    return f"{value:.2g}" if quantity == "error" else amount_of(value, quantity)
+
+
+def _draw(axes: Axes, line: _Line) -> None:
+    colour, own = arm_colour(line.place), line.name.startswith(OURS)
+    axes.plot(
+        line.x,
+        line.y,
+        color=colour,
+        linewidth=2.4 if own else 1.6,
+        linestyle=arm_dashes(line.place),
+        marker="o",
+        markersize=4,
+        markeredgewidth=0,
+        clip_on=False,
+        zorder=4 if own else 3,
+    )
+    if line.predicted:
+        x, y = zip(*line.predicted, strict=True)
+        axes.plot(x, y, color=colour, linewidth=1.2, linestyle=(0, (1, 2)), zorder=2)
+
+
+def _label_ends(axes: Axes, drawn: Sequence[_Line]) -> None:
+    """Names beside the frame, level with the ends of the lines."""
+    low, high = (math.log(limit) for limit in axes.get_ylim())
+    wanted = [(math.log(line.y[-1]) - low) / (high - low) for line in drawn]
+    height = _HEIGHT - _BOTTOM - _TOP
+    for line, level, at in zip(drawn, wanted, spread(wanted, _GAP / height, 0, 1), strict=True):
+        colour = arm_colour(line.place)
+        right = axes.get_xlim()[1]
+        far = abs(at - level) * height >= 5 or line.x[-1] < right
+        leader = {
+            "arrowstyle": "-",
+            "color": colour,
+            "linewidth": 0.8,
+            "alpha": 0.5,
+            "shrinkA": 2,
+            "shrinkB": 4,
+            "relpos": (0, 0.5),
+        }
+        axes.annotate(
+            line.name,
+            xy=(line.x[-1], line.y[-1]),
+            xytext=(1 + 13 / (axes.get_position().width * _WIDTH), at),
+            textcoords="axes fraction",
+            color=colour,
+            weight="bold" if line.name.startswith(OURS) else "normal",
+            va="center",
+            parse_math=False,
+            annotation_clip=False,
+            arrowprops=leader if far else None,
+        )
+
+
+def _short(length: float) -> str:
+    whole = round(length)
+    return f"{whole // 1024}k" if whole >= 1024 and whole % 1024 == 0 else str(whole)
+
+
+def _draw_bars(
+    values: Sequence[tuple[str, float]],
+    unit: str,
+    name: str,
+    *,
+    mark: float | None = None,
+    predicted: Sequence[float | None] = (),
+) -> Markup | None:
+    """Draw a bar for each name.
+
+    Args:
+        values: names and what is drawn.
+        unit: of the axis, in words.
+        name: of the figure, unique in the page.
+        mark: where to draw a line across, e.g. 1 for a ratio.
+        predicted: what a model says of each bar: a tick.
+    """
+    if not values:
+        return None
+    widest = min(44, max(len(words) for words, _ in values))
+    figure = canvas(680, 62 + 24 * len(values))
+    axes = place(figure, 20 + 7 * widest, 44, 70, 8)
+    ticks = [*predicted, *[None] * (len(values) - len(predicted))]
+    for row, ((_, value), tick) in enumerate(zip(values, ticks, strict=True)):
+        axes.barh(row, value, height=0.62, color=arm_colour(1))
+        beside(axes, (max(value, tick or 0.0), row), f"{value:.3g}")
+        if tick is not None:
+            axes.plot([tick, tick], [row - 0.36, row + 0.36], color=INK, linewidth=1.6)
+    axes.set_yticks(range(len(values)), [words[:44] for words, _ in values])
+    for label in axes.get_yticklabels():
+        label.set_parse_math(False)
+    axes.set_ylim(len(values) - 0.4, -0.6)
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", visible=True, color=RULE, linewidth=1)
+    axes.set_xlim(0, max(*(value for _, value in values), *(tick or 0.0 for tick in ticks)) * 1.08)
+    if mark is not None:
+        axes.axvline(mark, color=SOFT, linewidth=1.2)
+    axes.set_xlabel(unit, color=SOFT, labelpad=7)
+    said = "; ".join(f"{words} {value:.3g}" for words, value in values)
+    return finish(figure, name, f"{unit}: {said}")
+
 
 _SHARE = "the largest error against float64, as a share of what is allowed"
 
@@ -115,7 +310,7 @@ def _figures(suite: str, points: Sequence[Point]) -> list[_Figure]:
         if case in (CURE, DOUBLE):
             drawing = _bars(own, name)
         elif suite not in BY_CASE:
-            drawing = figures.lines(own, methods, quantity, name)
+            drawing = _draw_lines(own, methods, quantity, name)
         if drawing is not None:
             words = _SHARE if quantity == "error" else TITLES[quantity]
             found.append(_Figure(name, drawing, f"{case}, {dtype}: {words}"))
@@ -125,7 +320,7 @@ def _figures(suite: str, points: Sequence[Point]) -> list[_Figure]:
             ratios = _ratios(own)
             words = f"times faster than plain attention, {dtype}"
             name = f"{suite}-bars-{dtype}"
-            drawing = figures.bars(ratios, words, name, mark=1.0)
+            drawing = _draw_bars(ratios, words, name, mark=1.0)
             if drawing is not None:
                 found.append(_Figure(name, drawing, f"{suite}: {words}"))
     return found
@@ -136,7 +331,7 @@ def _bars(points: Sequence[Point], name: str) -> Markup | None:
     in_bytes = points[0].quantity == "bytes"
     factor = 1e-6 if in_bytes else 1e3
     shown = [point for point in points if point.median]
-    return figures.bars(
+    return _draw_bars(
         [(point.method, (point.median or 0.0) * factor) for point in shown],
         "MB beyond the operands; ticks: predicted" if in_bytes else "ms",
         name,

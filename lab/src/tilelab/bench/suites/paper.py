@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from functools import partial
 
+from tilelab.bench.methods import exact, rivals
 from tilelab.bench.suites.memory import weigh
-from tilelab.bench.suites.methods import exact
-from tilelab.bench.suites.rivals import rivals
 from tilelab.bench.suites.steps import Settings, Step
 from tilelab.bench.suites.timed import time_all
-from tilelab.bench.suites.work import Pass, Work
+from tilelab.bench.work import Pass
 
 __all__ = ["steps"]
 
@@ -38,30 +37,17 @@ def steps(settings: Settings) -> list[Step]:
                 if settings.quick and bool(dropout_p) != padded:
                     continue
                 extras = ["dropout"] * bool(dropout_p) + ["padding"] * padded
-                work = Work(
+                work = settings.work(
                     SUITE,
                     f"{words}, {' and '.join(extras)}" if extras else words,
                     length,
                     settings.dtypes[0],
-                    settings.heads,
-                    settings.heads,
-                    batch=settings.batch,
                     passes=passes,
                     padding=length // _PADDED if padded else 0,
                     dropout_p=dropout_p,
-                    device=settings.device,
                 )
                 found.append(Step(f"{work.case}, {length}", partial(time_all, work, methods)))
-        both = Work(
-            SUITE,
-            "memory, forward and backward",
-            length,
-            settings.dtypes[0],
-            settings.heads,
-            settings.heads,
-            batch=settings.batch,
-            passes="both",
-            device=settings.device,
-        )
+        case = "memory, forward and backward"
+        both = settings.work(SUITE, case, length, settings.dtypes[0], passes="both")
         found.append(Step(f"memory, {length}", partial(weigh, [both], methods)))
     return found

@@ -7,13 +7,12 @@ from functools import partial
 
 from tilelab.bench.cases import CASES, Case
 from tilelab.bench.measure import QUICK, measure_cases
-from tilelab.bench.result import CaseResult
-from tilelab.bench.suites.budget import Budget
-from tilelab.bench.suites.methods import OURS, exact
-from tilelab.bench.suites.point import Point
-from tilelab.bench.suites.steps import Settings, Step
+from tilelab.bench.methods import OURS, exact
+from tilelab.bench.results import CaseResult
+from tilelab.bench.suites.points import Point
+from tilelab.bench.suites.steps import Budget, Settings, Step
 from tilelab.bench.suites.timed import time_all
-from tilelab.bench.suites.work import Pass, Work
+from tilelab.bench.work import Pass
 from tilewise import masks
 from tilewise.inspect.peaks import absence
 
@@ -39,18 +38,8 @@ def _sweep(settings: Settings, lengths: Sequence[int]) -> list[Step]:
         for dtype in settings.dtypes:
             for direction in passes:
                 for kind, mask in (("full", None), ("causal", masks.causal())):
-                    work = Work(
-                        SUITE,
-                        f"{direction}, {kind}",
-                        length,
-                        dtype,
-                        settings.heads,
-                        settings.heads,
-                        batch=settings.batch,
-                        passes=direction,
-                        mask=mask,
-                        device=settings.device,
-                    )
+                    case = f"{direction}, {kind}"
+                    work = settings.work(SUITE, case, length, dtype, passes=direction, mask=mask)
                     name = f"{work.case}, {length}, {dtype}"
                     found.append(Step(name, partial(time_all, work, methods)))
     return found

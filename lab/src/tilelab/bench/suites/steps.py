@@ -1,18 +1,74 @@
-"""A suite as a list of steps, and the settings that they are made from."""
+"""A suite as a list of steps, the settings that they are made from, and what they may spend."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from tilelab.bench.suites.budget import Budget
-from tilelab.bench.suites.point import Point
+import torch
 
-__all__ = ["LENGTHS", "QUICK_LENGTHS", "Settings", "Step"]
+from tilelab.bench.suites.points import Point
+from tilelab.bench.work import Work
+from tilelab.common.memory import available_bytes
+
+__all__ = ["LENGTHS", "QUICK_LENGTHS", "Budget", "Settings", "Step"]
 
 LENGTHS = tuple(2**power for power in range(7, 17))  # 128 to 64k
 QUICK_LENGTHS = (128, 512)
+_ROOM = 0.7  # of what is free: others live here too
+
+
+@dataclass
+class Budget:
+    """A time budget that starts when it is made, and how long calls took so far.
+
+    Args:
+        minutes: for everything.
+        rounds: the fewest and the most rounds of a step.
+        round_budget_s: about how long the rounds of one step may take.
+    """
+
+    minutes: float
+    rounds: tuple[int, int] = (3, 15)
+    round_budget_s: float = 2.0
+    _began: float = field(default_factory=time.monotonic)
+    _took: dict[tuple[str, ...], tuple[int, float, float]] = field(default_factory=dict)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left; negative when it is over."""
+        return self.minutes * 60 - (time.monotonic() - self._began)
+
+    def share(self, count: int) -> Budget:
+        """Return a new budget with an equal share of what is left for so many suites."""
+        return Budget(self.left_s / 60 / count, self.rounds, self.round_budget_s)
+
+    def took(self, key: tuple[str, ...], length: int, seconds: float, once_s: float = 0.0) -> None:
+        """A call of a method on a case took so long, and so long what is done once before."""
+        self._took[key] = length, seconds, once_s
+
+    def too_long(self, key: tuple[str, ...], length: int) -> str:
+        """Why a method should not be tried at a greater length; empty if it may.
+
+        A call is taken to grow with the square of the length; it is made to warm up, to compare
+        and then in the fewest rounds.
+        """
+        if key not in self._took:
+            return ""
+        known, seconds, once_s = self._took[key]
+        expected = once_s + seconds * max(1.0, length / known) ** 2 * (2 + self.rounds[0])
+        if expected <= self.left_s:
+            return ""
+        return f"it would take about {expected:.0f} s, and {max(self.left_s, 0):.0f} s are left"
+
+    def too_large(self, wanted: float, device: str) -> str:
+        """Why so many bytes are too many; empty if they fit."""
+        free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
+        if free is None or wanted <= _ROOM * free:
+            return ""
+        return f"its matrices need about {wanted / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free"
 
 
 class Step(NamedTuple):
@@ -56,3 +112,17 @@ class Settings:
     def batch(self) -> int:
         """The same at every length, so that times can be compared along it."""
         return 2 if self.device == "cuda" else 1
+
+    def work(self, suite: str, case: str, length: int, dtype: str, **more: Any) -> Work:
+        """Return a work of a sweep.
+
+        Args:
+            suite: whose it is.
+            case: names it among the suite's.
+            length: queries and keys.
+            dtype: of the operands.
+            more: fields of the Work.
+        """
+        heads, batch = self.heads, self.batch
+        sizes = {"heads": heads, "kv_heads": heads, "batch": batch, "device": self.device}
+        return Work(suite, case, length, dtype, **{**sizes, **more})

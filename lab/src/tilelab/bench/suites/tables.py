@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tilelab.bench.clock import Spread
-from tilelab.bench.suites.crossover import crossings, where
-from tilelab.bench.suites.methods import OURS
-from tilelab.bench.suites.point import COMPLETE, Point, Quantity, Record, groups
-from tilelab.bench.table import Table
-from tilewise.plan.traffic.words import amount, duration
+from tilelab.bench.methods import OURS
+from tilelab.bench.suites.points import COMPLETE, Point, Quantity, Record, amount_of, groups
+from tilelab.bench.suites.sentences import crossings, where
+from tilelab.common.clock import Spread
+from tilelab.common.tables import Table
 
-__all__ = ["BY_CASE", "TITLES", "amount_of", "heading", "tables"]
+__all__ = ["BY_CASE", "TITLES", "heading", "tables"]
 
 BY_CASE = ("models", "variants")  # suites of many cases, at one length or two
 TITLES: dict[Quantity, str] = {
@@ -101,21 +100,13 @@ def _cases(title: str, points: Sequence[Point]) -> Table:
     return Table(title, ("case", "N", *methods), rows, _notes(points))
 
 
-def amount_of(value: float, quantity: Quantity) -> str:
-    """Return a value with its unit."""
-    if quantity == "seconds":
-        return duration(value)
-    return amount(value) if quantity == "bytes" else f"{value:.2g}"
-
-
 def _cell(point: Point) -> str:
     if point.status in _MARKS and not (point.quantity == "error" and point.samples):
         return _MARKS[point.status]
     spread = Spread.of(point.samples)
     text = amount_of(spread.median, point.quantity)
     if point.quantity == "seconds" and len(point.samples) > 1 and spread.median:
-        half = (spread.quartile_high - spread.quartile_low) / 2 / spread.median
-        text += f" ±{half:.0%}"
+        text += f" ±{spread.noise:.0%}"
     if point.predicted is not None:
         text += f" ({amount_of(point.predicted, point.quantity)})"
     if point.allowed is not None:

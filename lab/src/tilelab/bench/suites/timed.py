@@ -5,20 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from tilelab.bench.clock import rounds_for
-from tilelab.bench.suites import timer
-from tilelab.bench.suites.budget import Budget
-from tilelab.bench.suites.gate import Measured, compare
-from tilelab.bench.suites.methods import OURS, Method
-from tilelab.bench.suites.point import Point, Status
-from tilelab.bench.suites.work import Attend, Given, Work, call_of, draw
+from tilelab.bench.gate import Measured, compare
+from tilelab.bench.methods import OURS, Method
+from tilelab.bench.suites.points import Point, Quantity, Status
+from tilelab.bench.suites.steps import Budget
+from tilelab.bench.work import Attend, Given, Work, call_of, draw
+from tilelab.common.clock import race, seconds_of
 from tilewise.errors import TilewiseError
 
-__all__ = ["time_all"]
+__all__ = ["attempted", "key_of", "time_all", "why_skipped"]
 
 Wrap = Callable[[Work, Given, Attend], Callable[[], Any]]
+_Found = TypeVar("_Found")
 
 
 class _Ready(NamedTuple):
@@ -42,46 +42,58 @@ def time_all(
         wrap: makes the timed call of a method that passed the gate.
     """
     given = draw(work)
-    ready: list[_Ready] = []
+    ready: dict[str, _Ready] = {}
     for method in methods:
-        reason = _reason(work, method, budget)
-        if reason:
-            yield _without(work, method, "skipped", reason)
-            continue
         began = time.monotonic()
-        try:
-            found = _prepare(work, given, method, wrap)
-        except (RuntimeError, TilewiseError, NotImplementedError, MemoryError) as error:
-            status: Status = "failed" if method.name == OURS else "skipped"
-            yield _without(work, method, status, _first_line(error))
-            continue
+        found = attempted(work, method, budget, lambda: _prepare(work, given, method, wrap))  # noqa: B023
         if isinstance(found, Point):
             yield found
             continue
         once_s = max(0.0, time.monotonic() - began - 3 * found.seconds)  # compiling, comparing
-        budget.took(_key(work, method), work.length, found.seconds, once_s)
-        ready.append(found)
+        budget.took(key_of(work, method), work.length, found.seconds, once_s)
+        ready[method.name] = found
     yield from _timed(work, ready, budget)
 
 
-def _key(work: Work, method: Method) -> tuple[str, ...]:
+def attempted(
+    work: Work,
+    method: Method,
+    budget: Budget,
+    attempt: Callable[[], _Found],
+    quantity: Quantity = "seconds",
+) -> _Found | Point:
+    """Return what an attempt with a method gives, or a point that says why it gives nothing.
+
+    Args:
+        work: what is measured.
+        method: with what.
+        budget: what may be spent.
+        attempt: made where nothing speaks against it.
+        quantity: of the point.
+    """
+    reason = why_skipped(work, method, budget)
+    if reason:
+        return Point.without(work, method, quantity, "skipped", reason)
+    try:
+        return attempt()
+    except (RuntimeError, TilewiseError, NotImplementedError, MemoryError) as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        status: Status = "failed" if method.name == OURS else "skipped"
+        return Point.without(work, method, quantity, status, line)
+
+
+def key_of(work: Work, method: Method) -> tuple[str, ...]:
+    """Return the name of a method on a case, whatever the length."""
     return work.suite, work.case, work.dtype, method.name
 
 
-def _reason(work: Work, method: Method, budget: Budget) -> str:
+def why_skipped(work: Work, method: Method, budget: Budget) -> str:
+    """Return why a method is not tried on a work; empty if it is."""
     return (
         method.why_not(work)
-        or budget.too_long(_key(work, method), work.length)
+        or budget.too_long(key_of(work, method), work.length)
         or budget.too_large(method.bytes(work), work.device)
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _without(work: Work, method: Method, status: Status, note: str) -> Point:
-    return Point.of(work, method.name, status=status, note=note, exact=method.exact)
 
 
 def _prepare(work: Work, given: Given, method: Method, wrap: Wrap) -> _Ready | Point:
@@ -93,27 +105,28 @@ def _prepare(work: Work, given: Given, method: Method, wrap: Wrap) -> _Ready | P
         judged_attend = method.make(judged, given)
     measured = compare(judged, given, judged_attend)
     if method.exact and measured.complaint:
-        return _without(work, method, "wrong", measured.complaint)
+        return Point.without(work, method, "seconds", "wrong", measured.complaint)
     call = wrap(work, given, attend)
     call()
-    return _Ready(method, call, timer.once(call, work.device), measured)
+    return _Ready(method, call, seconds_of(call, work.timer), measured)
 
 
-def _timed(work: Work, ready: Sequence[_Ready], budget: Budget) -> Iterator[Point]:
-    repeats = [timer.repeats_for(each.seconds, work.device) for each in ready]
-    round_s = sum(each.seconds * count for each, count in zip(ready, repeats, strict=True))
-    spend = min(budget.round_budget_s, max(budget.left_s, 0.0))
-    rounds = rounds_for(round_s, spend, *budget.rounds)
-    found = timer.interleave([each.call for each in ready], repeats, rounds, work.device)
-    for each, samples in zip(ready, found, strict=True):
-        exact = each.method.exact
+def _timed(work: Work, ready: dict[str, _Ready], budget: Budget) -> Iterator[Point]:
+    samples = race(
+        {name: each.call for name, each in ready.items()},
+        min(budget.round_budget_s, max(budget.left_s, 0.0)),
+        budget.rounds,
+        work.timer,
+        {name: each.seconds for name, each in ready.items()},
+    )
+    for name, each in ready.items():
+        method = each.method
+        compared = method.same_dropout or not work.dropout_p
         yield Point.of(
             work,
-            each.method.name,
-            exact=exact,
-            samples=tuple(samples),
-            error=None if exact else each.measured.relative,
-            note=""
-            if each.method.same_dropout or not work.dropout_p
-            else "compared without dropout",
+            name,
+            exact=method.exact,
+            samples=tuple(samples[name]),
+            error=None if method.exact else each.measured.relative,
+            note="" if compared else "compared without dropout",
         )

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from tilelab.bench.suites.methods import exact
+from tilelab.bench.methods import exact
 from tilelab.bench.suites.steps import Settings, Step
 from tilelab.bench.suites.timed import time_all
-from tilelab.bench.suites.work import Pass, Work
+from tilelab.bench.work import Pass, Work
 from tilewise import BlockMask, masks, patterns, scores
 
 __all__ = ["NONE", "catalogue", "steps"]

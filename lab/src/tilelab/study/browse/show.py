@@ -12,8 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from tilelab.common.durations import in_words
-from tilelab.common.terminal import Text
+from tilelab.common.terminal import Text, in_words
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.ask.run import RECORD
 from tilelab.study.browse.find import WITHHELD, Found, arm_of

@@ -14,11 +14,8 @@ import torch
 from rich.console import Console
 
 from tilelab.common import environment
-from tilelab.common.durations import in_words
 from tilelab.common.files import DiskFullError
-from tilelab.common.signals import interrupts_ignored
-from tilelab.common.terminal import Text
-from tilelab.common.threads import crowded
+from tilelab.common.terminal import Text, crowded, in_words, interrupts_ignored
 from tilelab.study import report
 from tilelab.study.ask.config import Study
 from tilelab.study.ask.run import STANDARD, Execution, RunSpec

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tilelab.common.signals import interrupts_ignored
+from tilelab.common.terminal import interrupts_ignored
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord

@@ -33,8 +33,7 @@ import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from tilelab.common.durations import in_words
-from tilelab.common.terminal import Text
+from tilelab.common.terminal import Text, in_words
 from tilelab.study.ask.config import RunConfig, Study, Variant
 from tilelab.study.choices import variants
 from tilelab.study.need import VOCABULARY, need, parameters, writes_matrix

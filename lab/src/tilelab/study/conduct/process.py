@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilelab.bench.child import environment as same_tilewise
 from tilelab.common.files import telling_full_disk
+from tilelab.common.worker import environment as same_tilewise
 from tilelab.study.ask.run import Execution, RunSpec
 from tilelab.study.conduct.pool import Lost, RunError, Worker
 from tilelab.study.records.events import RunRecord

@@ -13,8 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from tilelab.common.durations import in_words
-from tilelab.common.terminal import Text
+from tilelab.common.terminal import Text, in_words
 from tilelab.study.ask.config import Experiment, Study
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.conduct.board import Board, Lane

@@ -37,6 +37,7 @@ class Work:
         queries: M, where it is not N.
         dropout_p: the probability of dropping a pair.
         device: of the tensors.
+        backend: of ours; None for the one that a call takes by itself.
     """
 
     suite: str
@@ -56,11 +57,17 @@ class Work:
     queries: int = 0
     dropout_p: float = 0.0
     device: str = "cpu"
+    backend: str | None = None
 
     @property
     def rows(self) -> int:
         """Queries of a head, M."""
         return self.queries or self.length
+
+    @property
+    def timer(self) -> str:
+        """What times its calls, as ``tilelab.common.clock`` names it."""
+        return "cuda" if self.device == "cuda" else "cpu"
 
     @property
     def masked(self) -> Any:

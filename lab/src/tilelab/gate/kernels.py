@@ -1,4 +1,8 @@
-"""A product of two small matrices: does Triton make matrix instructions for a chip at all?"""
+"""Kernels of the gate itself: a score for its cases, and the probe of a chip that is left out.
+
+The probe is a product of two small matrices: does Triton make matrix instructions for a chip at
+all? This module imports Triton.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,22 @@ import torch
 import triton
 import triton.language as tl
 
-from tilelab.gate.case import Case
+from tilelab.gate.record import Case
 from tilewise.inspect.gpu import Launch
 
-__all__ = ["CASES"]
+__all__ = ["CASES", "weigh", "weigh_slope"]
+
+
+@triton.jit
+def weigh(s, b, h, m, n, M, N, tensors, shapes):
+    """The score times a weight of each head."""
+    return s * tl.load(tensors[0] + h * shapes[1])
+
+
+@triton.jit
+def weigh_slope(s, b, h, m, n, M, N, tensors, shapes):
+    """The weight."""
+    return tl.load(tensors[0] + h * shapes[1])
 
 
 @triton.jit

@@ -1,35 +1,15 @@
-"""The tables: plain text, Markdown, or rich on a terminal; the same cells in each."""
+"""The tables of the cases that have goals."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from tilelab.bench.cases import SCALING_GOAL
-from tilelab.bench.record import COMPLETE, Record
-from tilelab.bench.result import CaseResult, Memory
+from tilelab.bench.results import COMPLETE, CaseResult, Memory, Record
+from tilelab.common.tables import Table
 
-__all__ = ["WORDS", "Table", "heading", "markdown", "plain", "tables"]
-
-
-WORDS = ("case", "dtype", "call", "method", "met", "moved", "side")  # columns that are no numbers
-
-
-class Table(NamedTuple):
-    """A table in words.
-
-    Args:
-        title: what it shows.
-        head: the columns' names.
-        rows: cells, as many as columns.
-        notes: lines below it.
-    """
-
-    title: str
-    head: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    notes: tuple[str, ...] = ()
+__all__ = ["heading", "tables"]
 
 
 def tables(record: Record, *, brief: bool = False) -> list[Table]:
@@ -57,43 +37,6 @@ def heading(record: Record) -> list[str]:
     if record.status != COMPLETE:
         lines.append(f"Not everything is here: {record.status}.")
     return lines
-
-
-def plain(table: Table) -> str:
-    """Aligned columns."""
-    grid = [table.head, *table.rows]
-    widths = [max(len(row[column]) for row in grid) for column in range(len(table.head))]
-    left = _left_columns(table)
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in grid
-    ]
-    rule = "-" * max(len(line) for line in lines)
-    return "\n".join([table.title, lines[0], rule, *lines[1:], *table.notes])
-
-
-def markdown(table: Table) -> str:
-    """Return a table of Markdown."""
-    left = _left_columns(table)
-    rules = ["---" if column in left else "---:" for column in range(len(table.head))]
-    rows = [table.head, tuple(rules), *table.rows]
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(
-        [f"**{table.title}**", "", *lines, *("\n" + _plain_star(note) for note in table.notes)]
-    )
-
-
-def _plain_star(note: str) -> str:
-    """Escape a star at the beginning of a note, which would begin a list."""
-    return "\\" + note if note.startswith("*") else note
-
-
-def _left_columns(table: Table) -> set[int]:
-    """Columns of words; the others are numbers."""
-    return {column for column, name in enumerate(table.head) if name in WORDS}
 
 
 def _title(record: Record) -> str:

@@ -1,4 +1,4 @@
-"""Measurements with every sample kept, and the numbers that follow from the samples.
+"""A run over the cases that have goals: every sample, the numbers that follow, and its JSON.
 
 JSON holds all of it and reads back the same. What follows from the samples is computed on reading;
 the file holds it too, for people and other programs.
@@ -6,18 +6,45 @@ the file holds it too, for people and other programs.
 
 from __future__ import annotations
 
+import re
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from tilelab.bench.cases import SCALING_GOAL, Case, Goal
-from tilelab.bench.clock import Samples, Spread
+from tilelab.common import environment
+from tilelab.common.clock import Spread, Times
+from tilelab.common.files import compact_json, read_json, write_atomically
+from tilewise.chips import detect
+from tilewise.inspect import peaks
 from tilewise.inspect.peaks import Clock
 
-__all__ = ["CaseResult", "Memory", "Overhead", "Scaling", "Verdict"]
+__all__ = ["COMPLETE", "CaseResult", "Memory", "Overhead", "Record", "Samples", "Scaling"]
+
+FORMAT = 2
+COMPLETE = "complete"
 
 # "yes", "no: ratio", "no: peak", "no: ratio, peak"; "" where there is no goal
 Verdict = str
+
+
+class Samples(NamedTuple):
+    """Times of one call, one entry per round.
+
+    Args:
+        cpu_s: processor time of the calling thread.
+        wall_s: by the wall clock.
+    """
+
+    cpu_s: list[float]
+    wall_s: list[float]
+
+    @classmethod
+    def of(cls, times: Sequence[Times] = ()) -> Samples:
+        """Return the samples of some rounds."""
+        return cls([each.cpu_s for each in times], [each.wall_s for each in times])
 
 
 @dataclass(frozen=True)
@@ -44,8 +71,8 @@ class CaseResult:
     goal: Goal | None
     clock: Clock
     wrong: str = ""
-    ours: Samples = field(default_factory=Samples.empty)
-    torch: Samples = field(default_factory=Samples.empty)
+    ours: Samples = field(default_factory=Samples.of)
+    torch: Samples = field(default_factory=Samples.of)
     repeats: tuple[int, int] = (1, 1)
     peak_flops_s: tuple[float, ...] = ()
 
@@ -223,3 +250,127 @@ class Memory:
     side: str
     extra_bytes: int
     result_bytes: int
+
+
+@dataclass
+class Record:
+    """The results of a run, while it goes on and afterwards.
+
+    Args:
+        machine: where it ran: chip, instruction set, versions, load. No host names, no paths.
+        threads: of the cases.
+        status: ``"complete"``, or why not everything is there.
+        seconds: how long the run took.
+        cases, overhead, scaling, memory: the findings.
+    """
+
+    machine: dict[str, Any]
+    threads: int
+    status: str = "not finished"
+    seconds: float = 0.0
+    cases: list[CaseResult] = field(default_factory=list)
+    overhead: list[Overhead] = field(default_factory=list)
+    scaling: list[Scaling] = field(default_factory=list)
+    memory: list[Memory] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, threads: int) -> Record:
+        """Return a record of a run that has not begun, on this machine."""
+        return cls(_machine(), threads)
+
+    @property
+    def slug(self) -> str:
+        """The chip as a folder's name."""
+        return str(self.machine["slug"])
+
+    def end(self, status: str, seconds: float) -> None:
+        """The run is over."""
+        self.status, self.seconds = status, round(seconds, 1)
+        self.machine["load_average"].append(environment.load_average())
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, in JSON's types; ``from_json`` reads it back."""
+        return {
+            "format": FORMAT,
+            "status": self.status,
+            "seconds": self.seconds,
+            "threads": self.threads,
+            "machine": self.machine,
+            "cases": [result.as_json() for result in self.cases],
+            "overhead": [
+                {**asdict(each), "times": each.times, "met": each.met} for each in self.overhead
+            ],
+            "scaling": [
+                {
+                    **asdict(each),
+                    "ours": each.ours,
+                    "bare_loop": each.bare_loop,
+                    "same_length": each.same_length,
+                    "relative": each.relative,
+                    "met": each.met,
+                }
+                for each in self.scaling
+            ],
+            "memory": [asdict(each) for each in self.memory],
+        }
+
+    def write(self, path: Path) -> None:
+        """Write the JSON, making its folder."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, compact_json(self.as_json()))
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        """Return the record in a file.
+
+        Raises:
+            InvalidArgument: there is none that this version can read.
+        """
+        values = read_json(path, FORMAT, "a JSON file of the bench")
+        return cls(
+            values["machine"],
+            values["threads"],
+            values["status"],
+            values["seconds"],
+            [CaseResult.from_json(each) for each in values["cases"]],
+            [Overhead(**_known(each, "times", "met")) for each in values["overhead"]],
+            [
+                Scaling(**_known(each, "ours", "bare_loop", "same_length", "relative", "met"))
+                for each in values["scaling"]
+            ],
+            [Memory(**each) for each in values["memory"]],
+        )
+
+
+def _known(values: dict[str, Any], *derived: str) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in derived}
+
+
+def _machine() -> dict[str, Any]:
+    found, chip, first = environment.describe(1), detect(), _cpuinfo()
+    numbers = "-".join(first[key] for key in ("cpu family", "model") if key in first)
+    return found | {
+        # Virtual machines hide which processor they are; the family and the model do not.
+        "slug": re.sub(r"[^a-z0-9]+", "-", f"{chip.name} {numbers}".lower()).strip("-"),
+        "family": first.get("cpu family", ""),
+        "model": first.get("model", ""),
+        "cache_bytes": {"l1": chip.l1_bytes, "l2": chip.l2_bytes, "l3": chip.l3_bytes},
+        "isa": peaks.isa(),
+        "flags": [
+            flag
+            for flag in first.get("flags", first.get("Features", "")).split()
+            if flag.startswith(("avx", "fma", "f16c", "amx", "asimd", "sve", "bf16"))
+        ],
+        "versions": {**found["versions"], "python": found["python"]},
+        "load_average": [found["load_average"]],
+    }
+
+
+def _cpuinfo() -> dict[str, str]:
+    """Return the description of the first processor; empty where the system has none."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}

@@ -1,10 +1,13 @@
-"""The exact ways of doing a work: ours, torch's, plain attention and its cures."""
+"""The ways of doing a work: ours, torch's, plain attention and its cures, and published ones."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +16,35 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
-from tilelab.bench.suites.plain import chunked, plain, seen_rows
-from tilelab.bench.suites.work import SEED, Attend, Given, Work, problem_of
-from tilewise import masks
+from tilelab.bench.approximate import (
+    bigbird,
+    directions,
+    linear,
+    linformer,
+    local,
+    longformer,
+    performer,
+    projection,
+    reformer,
+)
+from tilelab.bench.plain import chunked, plain, seen_rows
+from tilelab.bench.work import SEED, Attend, Given, Work, problem_of
+from tilewise import masks, patterns
+from tilewise.variants.values import Score
 
-__all__ = ["OURS", "Method", "block_sparse", "cures", "exact", "flex", "ours", "own_masks", "sdpa"]
+__all__ = [
+    "OURS",
+    "Method",
+    "block_sparse",
+    "cures",
+    "exact",
+    "flex",
+    "method_named",
+    "ours",
+    "own_masks",
+    "rivals",
+    "sdpa",
+]
 
 OURS = "tilewise"
 ROWS = 256  # of a chunk of plain attention
@@ -59,18 +86,11 @@ def exact(device: str, *, with_flex: bool = True) -> list[Method]:
 
 def ours() -> Method:
     """tilewise.attention."""
-
-    def make(work: Work, given: Given) -> Attend:
-        keywords: dict[str, Any] = {"mask": work.masked, "score": work.score}
-        if work.dropout_p:
-            keywords |= {"dropout_p": work.dropout_p, "seed": SEED}
-        return lambda q, k, v: tilewise.attention(q, k, v, **keywords)
-
-    return Method(OURS, make, same_dropout=True)
+    return Method(OURS, lambda work, given: _ours(work, work.masked), same_dropout=True)
 
 
 def block_sparse(name: str, pattern: Callable[[int], Any]) -> Method:
-    """Ours with a block-sparse pattern on top: fast, and not what was asked.
+    """Ours with a block-sparse pattern on top: fast, and not what the work is.
 
     Args:
         name: of the pattern.
@@ -81,13 +101,18 @@ def block_sparse(name: str, pattern: Callable[[int], Any]) -> Method:
         mask = pattern(work.length)
         if work.masked is not None:
             mask = mask & work.masked
-        table = tilewise.BlockMask.of(mask, work.length, batch=work.batch).to(work.device)
-        keywords: dict[str, Any] = {"mask": table, "score": work.score}
-        if work.dropout_p:
-            keywords |= {"dropout_p": work.dropout_p, "seed": SEED}
-        return lambda q, k, v: tilewise.attention(q, k, v, **keywords)
+        return _ours(
+            work, tilewise.BlockMask.of(mask, work.length, batch=work.batch).to(work.device)
+        )
 
     return Method(f"{OURS} {name}", make, exact=False)
+
+
+def _ours(work: Work, mask: Any) -> Attend:
+    keywords: dict[str, Any] = {"mask": mask, "score": work.score, "backend": work.backend}
+    if work.dropout_p:
+        keywords |= {"dropout_p": work.dropout_p, "seed": SEED}
+    return lambda q, k, v: tilewise.attention(q, k, v, **keywords)
 
 
 _SDPA = {
@@ -103,13 +128,13 @@ def _backends(device: str) -> tuple[str, ...]:
     return tuple(_SDPA) if device == "cuda" else ("flash", "math")
 
 
-def sdpa(name: str) -> Method:
+def sdpa(name: str = "") -> Method:
     """Return the scaled_dot_product_attention of torch with one of its backends.
 
     Args:
-        name: cudnn, flash, efficient or math.
+        name: cudnn, flash, efficient or math; empty where torch chooses.
     """
-    kind = _SDPA[name]
+    kind = _SDPA.get(name)
 
     def make(work: Work, given: Given) -> Attend:
         keywords: dict[str, Any] = {"dropout_p": work.dropout_p}
@@ -121,22 +146,35 @@ def sdpa(name: str) -> Method:
             seen = seen_rows(*problem_of(work, given), [range(work.rows)])
             assert seen is not None
             keywords["attn_mask"] = ~seen.hidden
+        elif work.score is not None:
+            keywords["attn_mask"] = _added(work)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(kind), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # why it declines: its error says so too
+            # Why a backend declines: its error says so too.
+            with nullcontext() if kind is None else sdpa_kernel(kind), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 return scaled_dot_product_attention(q, k, v, **keywords)
 
         return attend
 
     def why_not(work: Work) -> str:
-        return "" if work.score is None else "it takes no score function"
+        if work.score is None or _added(work) is not None:
+            return ""
+        return "it takes no score function"
 
     def matrices(work: Work) -> float:
         written_out = work.masked is not None and not _is_causal(work)
         return 3.0 if name == "math" else 1.5 if written_out else 0.0
 
-    return Method(f"sdpa {name}", make, True, why_not, matrices)
+    return Method(f"sdpa {name}".rstrip(), make, True, why_not, matrices)
+
+
+def _added(work: Work) -> Tensor | None:
+    """Return the tensor that a score adds, where it does nothing else and there is no mask."""
+    score = work.score
+    if work.masked is not None or not isinstance(score, Score):
+        return None
+    return score.captured[0] if [each.op for each in score.program] == ["bias"] else None
 
 
 def _is_causal(work: Work) -> bool:
@@ -145,6 +183,20 @@ def _is_causal(work: Work) -> bool:
 
 def _plain() -> Method:
     return Method("plain", plain, matrices=lambda _: 2.5)
+
+
+def method_named(name: str, device: str, rows: int = 0) -> Method:
+    """Return the method of that name.
+
+    Args:
+        name: as in the tables.
+        device: where.
+        rows: of a chunk.
+    """
+    every = [sdpa(), *exact(device), *rivals()]
+    if rows:
+        every = [*cures(rows), *every]
+    return next(method for method in every if method.name == name)
 
 
 def cures(rows: int = ROWS) -> list[Method]:
@@ -211,12 +263,62 @@ def own_masks(work: Work, given: Given) -> tuple[int | None, int | None]:
 
 def _flex_mask(work: Work, given: Given) -> Callable[..., Any]:
     """Return the mask as a function of tensors, or else a lookup in the whole matrix."""
-    given_function = work.flex_mask or work.mask
-    if callable(given_function) and not work.padding:
-        function: Callable[..., Any] = given_function
+    function: Callable[..., Any] | None = work.flex_mask or work.mask
+    if callable(function) and not work.padding:
         return function
     seen = seen_rows(*problem_of(work, given), [range(work.rows)])
     assert seen is not None
     shown = ~seen.hidden
     batches, heads = shown.shape[:2]
     return lambda b, h, m, n: shown[b if batches > 1 else 0, h if heads > 1 else 0, m, n]
+
+
+def rivals() -> list[Method]:
+    """Our block-sparse kernel with the paper's pattern, then what others published."""
+    return [
+        block_sparse("butterfly", lambda _: patterns.butterfly(128)),
+        _published("local", local),
+        _published("Longformer", longformer),
+        _published("BigBird", bigbird),
+        _published("Linformer", linformer, project=lambda work: projection(work.length)),
+        _published("Reformer", reformer),
+        _published("linear attention", linear, drops=False),
+        _published("Performer", performer, drops=False, rows=_directions),
+    ]
+
+
+def _directions(work: Work) -> Tensor:
+    return directions(max(1, round(work.head_dim * math.log(work.head_dim))), work.head_dim)
+
+
+def _published(
+    name: str,
+    attend: Callable[..., Tensor],
+    *,
+    drops: bool = True,
+    **drawn: Callable[[Work], Tensor],
+) -> Method:
+    """Return a published method.
+
+    Args:
+        name: of it.
+        attend: the function.
+        drops: whether it has probabilities to drop.
+        drawn: makes tensors that it takes, in the operands' dtype.
+    """
+
+    def make(work: Work, given: Given) -> Attend:
+        more: dict[str, Any] = {key: of(work).to(given.q) for key, of in drawn.items()}
+        if work.padding:
+            keys = torch.arange(work.length, device=given.q.device)
+            more["keys"] = keys < work.length - work.padding
+        if work.dropout_p:
+            more["dropout_p"] = work.dropout_p
+        return partial(attend, **more)
+
+    def why_not(work: Work) -> str:
+        if work.dropout_p and not drops:
+            return "it has no probabilities to drop"
+        return "it has no grouped keys" if work.heads != work.kv_heads else ""
+
+    return Method(name, make, exact=False, why_not=why_not)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
-from tilelab.bench.suites.work import SEED, Attend, Given, Work, problem_of
+from tilelab.bench.work import SEED, Attend, Given, Work, problem_of
 from tilewise.inspect.calls import Part, apply_score, keep_mask, visible
 from tilewise.problem import Operands, Problem
 
@@ -141,12 +141,9 @@ def attend_rows(
         keep: what drops probabilities.
     """
     q, k, v = tensors
-    group = problem.heads // problem.kv_heads
-    if group > 1:
-        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     if sum(len(rows) for rows in chunks) < problem.queries:
         q = torch.cat([q[:, :, rows.start : rows.stop] for rows in chunks], dim=2)
-    s = (q @ k.mT).mul_(problem.scale)
+    s = _product(q, k.mT).mul_(problem.scale)
     if problem.score:
         s = _scored(problem, operands, s, chunks, seen)
         s = s if seen is None else s.masked_fill(seen.hidden, -math.inf)
@@ -156,7 +153,14 @@ def attend_rows(
     del s  # or the matrix is held beside what comes next
     if seen is not None and seen.blind is not None:
         p = p.masked_fill(seen.blind, 0.0)
-    return (p if keep is None else keep(p)) @ v
+    return _product(p if keep is None else keep(p), v)
+
+
+def _product(rows: Tensor, shared: Tensor) -> Tensor:
+    """Multiply [B, Hq, R, x] by [B, Hk, x, y]: the heads of a group lie one below the other."""
+    batch, heads, count, width = rows.shape
+    grouped = rows.reshape(batch, shared.shape[1], -1, width) @ shared
+    return grouped.view(batch, heads, count, -1)
 
 
 def _scored(

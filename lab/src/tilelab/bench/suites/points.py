@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -10,14 +9,25 @@ from typing import Any, Literal
 
 import torch
 
-from tilelab.bench.clock import Spread
-from tilelab.bench.suites.work import Work
+from tilelab.bench.methods import Method
+from tilelab.bench.work import Work
 from tilelab.common import environment
-from tilelab.common.compact import compact_json, read_json
+from tilelab.common.clock import Spread
+from tilelab.common.files import compact_json, read_json, write_atomically
 from tilewise.errors import InvalidArgument
 from tilewise.inspect.peaks import absence
+from tilewise.plan.traffic.words import amount, duration
 
-__all__ = ["COMPLETE", "FORMAT", "INTERRUPTED", "Point", "Quantity", "Record", "Status", "groups"]
+__all__ = [
+    "COMPLETE",
+    "INTERRUPTED",
+    "Point",
+    "Quantity",
+    "Record",
+    "Status",
+    "amount_of",
+    "groups",
+]
 
 FORMAT = 1
 KIND = "a JSON file of a suite of the bench"
@@ -66,6 +76,15 @@ class Point:
         """Return a point of a work."""
         return cls(
             work.suite, work.case, work.length, work.dtype, method, shape=work.shape, **found
+        )
+
+    @classmethod
+    def without(
+        cls, work: Work, method: Method, quantity: Quantity, status: Status, note: str
+    ) -> Point:
+        """Return a point that says why a method was not measured."""
+        return cls.of(
+            work, method.name, quantity=quantity, status=status, note=note, exact=method.exact
         )
 
     @property
@@ -140,8 +159,7 @@ class Record:
     def end(self, status: str, seconds: float) -> None:
         """The run is over."""
         self.status, self.seconds = status, round(seconds, 1)
-        if hasattr(os, "getloadavg"):
-            self.machine["load_average"].append(round(os.getloadavg()[0], 2))
+        self.machine["load_average"].append(environment.load_average())
 
     def write(self, path: Path) -> None:
         """Write the JSON whole or not at all, making its folder; each point is on one line.
@@ -162,9 +180,7 @@ class Record:
             if each["shape"] == shape:
                 del each["shape"]
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.part")
-        unfinished.write_text(compact_json(values, points=points))
-        unfinished.replace(path)
+        write_atomically(path, compact_json(values, points=points))
 
     @classmethod
     def read(cls, path: Path, argument: str = "FILE.json") -> Record:
@@ -188,3 +204,10 @@ def groups(points: Iterable[Point]) -> dict[tuple[str, str, Quantity], list[Poin
     for point in points:
         found.setdefault((point.case, point.dtype, point.quantity), []).append(point)
     return found
+
+
+def amount_of(value: float, quantity: Quantity) -> str:
+    """Return a value with its unit."""
+    if quantity == "seconds":
+        return duration(value)
+    return amount(value) if quantity == "bytes" else f"{value:.2g}"

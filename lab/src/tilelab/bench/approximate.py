@@ -1,0 +1,512 @@
+"""Approximate and sparse attention as published: small references to measure exact attention with.
+
+Each function takes q [B, H, N, D], k and v [B, H, N, D | Dv], and autograd can differentiate it.
+Its cost is that of its paper, not N x N. ``keys`` (bool [N]) says which keys there are; the others
+are padding. None is tuned: each is what a reader of the paper would write in torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, elu, pad
+
+from tilewise import patterns
+
+__all__ = [
+    "bigbird",
+    "by_features",
+    "directions",
+    "features",
+    "gathered",
+    "hashes",
+    "linear",
+    "linformer",
+    "local",
+    "longformer",
+    "neighbours",
+    "performer",
+    "projection",
+    "reformer",
+    "softmax_seen",
+    "with_global_rows",
+]
+
+Visible = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def gathered(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    size: int,
+    *,
+    visible: Visible | None = None,
+    keys: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Attend from each block of queries to its L listed blocks of keys: O(N L size).
+
+    Args:
+        q: [B, H, N, D].
+        k: [B, H, N, D].
+        v: [B, H, N, Dv].
+        blocks: int64 [N / size rounded up, L], numbers of blocks of keys; -1 for none.
+        size: queries and keys of a block.
+        visible: which pairs attend, of integer tensors that broadcast: rows m, keys n, and the
+            place of the key's block in the list; None for all.
+        keys: bool [N], which keys there are; None for all.
+        dropout_p: the probability of dropping a pair.
+
+    Returns:
+        [B, H, N, Dv]; a row that sees nothing gives 0.
+    """
+    length = q.shape[2]
+    count, listed = blocks.shape
+    q, k, v = (pad(x, (0, 0, 0, count * size - length)) for x in (q, k, v))
+    q_blocks, k_blocks, v_blocks = (
+        x.reshape(*x.shape[:2], count, size, x.shape[-1]) for x in (q, k, v)
+    )
+    take = blocks.clamp(min=0)
+    own_k, own_v = (x[:, :, take].flatten(3, 4) for x in (k_blocks, v_blocks))
+    s = (q_blocks @ own_k.mT) * q.shape[-1] ** -0.5  # [B, H, count, size, L size]
+    inside = torch.arange(size, device=q.device)
+    n = (take[:, :, None] * size + inside).flatten(1)[:, None]  # [count, 1, L size]
+    m = torch.arange(count * size, device=q.device).view(count, size, 1)
+    seen = (blocks >= 0).repeat_interleave(size, dim=1)[:, None] & (n < length)
+    if keys is not None:
+        seen = seen & pad(keys, (0, count * size - length))[n]
+    if visible is not None:
+        slot = torch.arange(listed, device=q.device).repeat_interleave(size)
+        seen = seen & visible(m, n, slot)
+    p = dropout(softmax_seen(s, seen), dropout_p)
+    out: Tensor = (p @ own_v).flatten(2, 3)[:, :, :length]
+    return out
+
+
+def softmax_seen(s: Tensor, seen: Tensor) -> Tensor:
+    """Return the softmax over what is seen; 0 in a row that sees nothing.
+
+    Args:
+        s: scores.
+        seen: bool, broadcasts to ``s``.
+    """
+    hidden = ~seen
+    # Not -inf: the gradient of a row of -inf alone is NaN.
+    p = s.masked_fill(hidden, torch.finfo(s.dtype).min).softmax(-1)
+    return p.masked_fill(hidden, 0.0)
+
+
+def with_global_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    rows: int,
+    keys: Tensor | None,
+    dropout_p: float,
+) -> Tensor:
+    """Return the output with its first rows replaced by those that see every key.
+
+    Args:
+        q: all queries.
+        k: all keys.
+        v: all values.
+        out: of the pattern.
+        rows: how many.
+        keys: bool [N], which keys there are; None for all.
+        dropout_p: the probability of dropping a pair.
+    """
+    if rows == 0:
+        return out
+    s = (q[:, :, :rows] @ k.mT) * q.shape[-1] ** -0.5
+    seen = torch.ones_like(k[0, 0, :, 0], dtype=torch.bool) if keys is None else keys
+    whole = dropout(softmax_seen(s, seen), dropout_p) @ v
+    return torch.cat([whole, out[:, :, rows:]], dim=2)
+
+
+def local(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int = 128,
+    keys: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Row m sees the keys with ``|m - n| <= window``: O(N window).
+
+    Source: Parmar et al., "Image Transformer", ICML 2018, section 3.2 (local self-attention in
+    blocks of queries with their neighbourhood of keys).
+
+    Args:
+        q: [B, H, N, D].
+        k: [B, H, N, D].
+        v: [B, H, N, Dv].
+        window: keys on either side.
+        keys: bool [N], which keys there are; None for all.
+        dropout_p: the probability of dropping a pair.
+    """
+    size = max(1, min(window, q.shape[2]))
+    blocks = neighbours(-(-q.shape[2] // size), 1, q.device)
+
+    def near(m: Tensor, n: Tensor, _: Tensor) -> Tensor:
+        return (m - n).abs() <= window
+
+    return gathered(q, k, v, blocks, size, visible=near, keys=keys, dropout_p=dropout_p)
+
+
+def neighbours(count: int, reach: int, device: torch.device) -> Tensor:
+    """Return the blocks up to ``reach`` away from each, itself included: [count, 2 reach + 1]."""
+    own = torch.arange(count, device=device)[:, None]
+    found = own + torch.arange(-reach, reach + 1, device=device)
+    return found.masked_fill((found < 0) | (found >= count), -1)
+
+
+def longformer(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int = 256,
+    tokens: int = 64,
+    keys: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Rows see a window and the global tokens, which see everything: O(N (window + tokens)).
+
+    The mask is ``patterns.local_global(window, tokens)``.
+
+    Source: Beltagy, Peters and Cohan, "Longformer: The Long-Document Transformer", 2020, section
+    3.1 (its window of width w is ``window = w / 2``; one set of projections serves both parts).
+
+    Args:
+        q: [B, H, N, D].
+        k: [B, H, N, D].
+        v: [B, H, N, Dv].
+        window: keys on either side.
+        tokens: how many tokens at the start are global.
+        keys: bool [N], which keys there are; None for all.
+        dropout_p: the probability of dropping a pair.
+    """
+    length = q.shape[2]
+    tokens = min(tokens, length)
+    size = max(1, min(window, length))
+    near = neighbours(-(-length // size), 1, q.device)
+    first = -(-tokens // size)  # blocks in which the global tokens lie
+    everywhere = torch.arange(first, device=q.device).expand(near.shape[0], first)
+
+    def visible(m: Tensor, n: Tensor, slot: Tensor) -> Tensor:
+        # A global key is seen where its own block is listed, and not again in the window.
+        is_global = n < tokens
+        return torch.where(slot < first, is_global, ~is_global & ((m - n).abs() <= window))
+
+    blocks = torch.cat([everywhere, near], dim=1)
+    out = gathered(q, k, v, blocks, size, visible=visible, keys=keys, dropout_p=dropout_p)
+    return with_global_rows(q, k, v, out, tokens, keys, dropout_p)
+
+
+def bigbird(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block: int = 64,
+    keys: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Let each block of rows see 3 blocks around it, 2 global and 3 random ones: O(8 N block).
+
+    The mask is ``patterns.bigbird(N, block=block)``, whose global blocks see everything.
+
+    Source: Zaheer et al., "Big Bird: Transformers for Longer Sequences", NeurIPS 2020, section 2
+    and appendix D (blocks are gathered, as there).
+
+    Args:
+        q: [B, H, N, D].
+        k: [B, H, N, D].
+        v: [B, H, N, Dv].
+        block: rows and keys of a block.
+        keys: bool [N], which keys there are; None for all.
+        dropout_p: the probability of dropping a pair.
+    """
+    length = q.shape[2]
+    blocks = _blocks(length, block).to(q.device)
+    out = gathered(q, k, v, blocks, block, keys=keys, dropout_p=dropout_p)
+    return with_global_rows(q, k, v, out, min(_GLOBALS * block, length), keys, dropout_p)
+
+
+_GLOBALS = 2
+
+
+@lru_cache(maxsize=8)
+def _blocks(length: int, block: int) -> Tensor:
+    """Return the blocks that each block of rows sees, -1 behind the last of them."""
+    (tiles,) = patterns.bigbird(length, block=block, globals=_GLOBALS).captured
+    seen = tiles[0, 0].clone()
+    seen[:_GLOBALS] = False  # they are done apart
+    listed = int(seen.sum(-1).max().item())
+    # Those that are seen sort first, in order.
+    number = torch.arange(seen.shape[1]).expand_as(seen)
+    ordered = number.masked_fill(~seen, seen.shape[1]).sort(-1).values[:, : max(1, listed)]
+    return ordered.masked_fill(ordered == seen.shape[1], -1)
+
+
+def linformer(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    project: Tensor | None = None,
+    keys: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """``out = softmax(q (E k)^T / sqrt(D)) (E v)`` with E of few rows: O(N rows).
+
+    Source: Wang, Li, Khabsa, Fang and Ma, "Linformer: Self-Attention with Linear Complexity", 2020,
+    equation 7, with one projection for keys and values and all heads (its section 4). E is learnt
+    there; here it is drawn as theorem 2's proof draws it.
+
+    Args:
+        q: [B, H, N, D].
+        k: [B, H, N, D].
+        v: [B, H, N, Dv].
+        project: E, [rows, N]; None draws 256 rows, always the same.
+        keys: bool [N], which keys there are: the others are not in the sums; None for all.
+        dropout_p: the probability of dropping a pair.
+    """
+    made = projection(q.shape[2]) if project is None else project
+    made = made.to(q)
+    if keys is not None:
+        made = made * keys.to(made.dtype)
+    s = (q @ (made @ k).mT) * q.shape[-1] ** -0.5
+    out: Tensor = dropout(s.softmax(-1), dropout_p) @ (made @ v)
+    return out
+
+
+@lru_cache(maxsize=8)
+def projection(length: int, rows: int = 256) -> Tensor:
+    """Normal numbers of variance 1 / rows: float32 [rows, N], always the same.
+
+    Args:
+        length: N.
+        rows: k of the paper.
+    """
+    generator = torch.Generator().manual_seed(0)
+    drawn: Tensor = torch.randn(rows, length, generator=generator) * rows**-0.5
+    return drawn
+
+
+def reformer(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    chunk: int = 64,
+    buckets: int = 0,
+    rounds: int = 2,
+    keys: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Sort rows and keys by their hash; a chunk of rows sees the keys of its bucket nearby.
+
+    In each round a chunk of sorted rows sees the sorted keys of the same chunk and of its two
+    neighbours, where the hashes agree. The denominators of their softmax weight the rounds
+    (equations 4 to 6). The cost is O(rounds N (chunk + log N)).
+
+    Source: Kitaev, Kaiser and Levskaya, "Reformer: The Efficient Transformer", ICLR 2020, section
+    2. There queries and keys are the same vectors. Here the same rotations hash both, and each is
+    sorted apart, so a row looks at three chunks and not two. A pair found in several rounds counts
+    in each.
+
+    Args:
+        q: [B, H, N, D].
+        k: [B, H, N, D].
+        v: [B, H, N, Dv].
+        chunk: rows of a chunk.
+        buckets: of the hash, an even number or 1; 0 for N / chunk.
+        rounds: hashes.
+        keys: bool [N], which keys there are; None for all.
+        dropout_p: the probability of dropping a pair.
+
+    Returns:
+        [B, H, N, Dv]; a row that finds no key of its bucket in any round gives 0.
+    """
+    length = q.shape[2]
+    if not buckets:
+        buckets = max(2, length // chunk // 2 * 2)
+    outs, sums = [], []
+    for number in range(rounds):
+        of_q, of_k = (hashes(x, buckets, number) for x in (q, k))
+        out, lse = _round(q, k, v, (of_q, of_k), chunk, keys, dropout_p)
+        outs.append(out)
+        sums.append(lse)
+    every = torch.stack(sums)  # [rounds, B, H, N]
+    nothing = torch.finfo(every.dtype).min
+    weights = every.softmax(0).masked_fill(every == nothing, 0.0)
+    return (torch.stack(outs) * weights[..., None]).sum(0)
+
+
+def hashes(x: Tensor, buckets: int, number: int) -> Tensor:
+    """Return the bucket of each row: the largest of ``[x R, -x R]`` for random directions R.
+
+    Args:
+        x: [B, H, N, D].
+        buckets: how many, even; 1 puts all rows into one.
+        number: of the round: its directions.
+    """
+    if buckets == 1:
+        return torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
+    generator = torch.Generator().manual_seed(number)
+    rotation = torch.randn(x.shape[-1], buckets // 2, generator=generator).to(x)
+    turned = x.detach() @ rotation
+    return torch.cat([turned, -turned], dim=-1).argmax(-1)
+
+
+def _round(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    found: tuple[Tensor, Tensor],
+    chunk: int,
+    keys: Tensor | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the logarithm of the denominator of each row, for one hash."""
+    length = q.shape[2]
+    count = -(-length // chunk)
+    behind = count * chunk - length
+    of_q, of_k = found
+    if keys is not None:
+        of_k = of_k.masked_fill(~keys, -2)  # a bucket that no row has
+    order_q, order_k = (x.argsort(dim=-1, stable=True) for x in (of_q, of_k))
+    blocks = neighbours(count, 1, q.device)
+    near = blocks.clamp(min=0)
+    sorted_q = _chunks(_taken(q, order_q), count, chunk)
+    own_k, own_v = (_chunks(_taken(x, order_k), count, chunk)[:, :, near] for x in (k, v))
+    bucket_q = pad(of_q.gather(-1, order_q), (0, behind), value=-1)
+    bucket_k = pad(of_k.gather(-1, order_k), (0, behind), value=-2)
+    bucket_q, bucket_k = (x.reshape(*x.shape[:2], count, chunk) for x in (bucket_q, bucket_k))
+    listed = bucket_k[:, :, near].masked_fill((blocks < 0)[:, :, None], -2).flatten(3)
+    hidden = bucket_q[..., None] != listed[:, :, :, None]
+    s = (sorted_q @ own_k.flatten(3, 4).mT) * q.shape[-1] ** -0.5
+    nothing = torch.finfo(s.dtype).min
+    s = s.masked_fill(hidden, nothing)
+    p = dropout(s.softmax(-1).masked_fill(hidden, 0.0), dropout_p)
+    out = (p @ own_v.flatten(3, 4)).flatten(2, 3)[:, :, :length]
+    lse = s.logsumexp(-1).masked_fill(hidden.all(-1), nothing).flatten(2, 3)[:, :, :length]
+    back = order_q.argsort(dim=-1)
+    return _taken(out, back), lse.gather(-1, back)
+
+
+def _taken(x: Tensor, order: Tensor) -> Tensor:
+    return x.gather(2, order[..., None].expand(*order.shape, x.shape[-1]))
+
+
+def _chunks(x: Tensor, count: int, chunk: int) -> Tensor:
+    """[B, H, N, D] as [B, H, count, chunk, D], with rows of 0 at the end."""
+    padded = pad(x, (0, 0, 0, count * chunk - x.shape[2]))
+    return padded.reshape(*x.shape[:2], count, chunk, x.shape[-1])
+
+
+def linear(q: Tensor, k: Tensor, v: Tensor, *, keys: Tensor | None = None) -> Tensor:
+    """``out = f(q) (f(k)^T v) / (f(q) sum f(k))`` with ``f = elu + 1``: O(N D Dv).
+
+    Source: Katharopoulos, Vyas, Pappas and Fleuret, "Transformers are RNNs", ICML 2020, equations
+    4 to 7. It has no matrix of probabilities, so nothing is dropped.
+
+    Args:
+        q: [B, H, N, D].
+        k: [B, H, N, D].
+        v: [B, H, N, Dv].
+        keys: bool [N], which keys there are; None for all.
+    """
+    return by_features(elu(q) + 1, elu(k) + 1, v, keys)
+
+
+def by_features(f_q: Tensor, f_k: Tensor, v: Tensor, keys: Tensor | None) -> Tensor:
+    """Attention whose weights are products of features, by associativity.
+
+    Args:
+        f_q: features of the queries, [B, H, N, F], none below 0.
+        f_k: of the keys.
+        v: [B, H, N, Dv].
+        keys: bool [N], which keys there are; None for all.
+    """
+    if keys is not None:
+        f_k = f_k * keys[:, None].to(f_k.dtype)
+    summed = f_k.sum(dim=2, keepdim=True)
+    total = (f_q * summed).sum(-1, keepdim=True)
+    return (f_q @ (f_k.mT @ v)) / total.clamp(min=1e-9)
+
+
+def performer(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rows: Tensor | None = None,
+    keys: Tensor | None = None,
+) -> Tensor:
+    """Linear attention with FAVOR+ features, whose products are exp(q.k / sqrt(D)) on average.
+
+    O(N F D) for F features. It has no matrix of probabilities, so nothing is dropped.
+
+    Source: Choromanski et al., "Rethinking Attention with Performers", ICLR 2021, lemma 1 (positive
+    features) and section 2.4 (orthogonal directions).
+
+    Args:
+        q: [B, H, N, D].
+        k: [B, H, N, D].
+        v: [B, H, N, Dv].
+        rows: random directions [F, D]; None draws D ln D of them, always the same.
+        keys: bool [N], which keys there are; None for all.
+    """
+    width = q.shape[-1]
+    if rows is None:
+        rows = directions(max(1, round(width * math.log(width))), width)
+    rows = rows.to(q)
+    shrunk = width**-0.25  # the root of the scale, on either side
+    return by_features(
+        features(q * shrunk, rows, together=False),
+        features(k * shrunk, rows, together=True),
+        v,
+        keys,
+    )
+
+
+def directions(count: int, width: int, seed: int = 0) -> Tensor:
+    """Rows that are normal, and orthogonal within every ``width`` of them: float32 [count, width].
+
+    Args:
+        count: how many.
+        width: D.
+        seed: of the draw.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    blocks = []
+    for _ in range(-(-count // width)):
+        square = torch.randn(width, width, generator=generator)
+        lengths = torch.randn(width, width, generator=generator).norm(dim=1, keepdim=True)
+        q, r = torch.linalg.qr(square)
+        # With these signs no direction is preferred (Mezzadri, 2007); without, the mean is off.
+        blocks.append(q * r.diagonal().sign() * lengths)
+    return torch.cat(blocks)[:count]
+
+
+def features(x: Tensor, rows: Tensor, *, together: bool) -> Tensor:
+    """``exp(rows x - |x|^2 / 2 - c) / sqrt(F)``; c keeps it finite and cancels in the division.
+
+    Args:
+        x: [B, H, N, D].
+        rows: [F, D].
+        together: one c for all rows (keys, whose features are summed over them) instead of each.
+    """
+    s = x @ rows.mT - x.square().sum(-1, keepdim=True) / 2
+    c = s.detach().amax((-2, -1) if together else -1, keepdim=True)
+    return (s - c).exp() / math.sqrt(rows.shape[0])

@@ -1,0 +1,169 @@
+"""Times calls in turn, A B A B, so that whatever disturbs the machine disturbs all of them.
+
+A timer is ``"cpu"``, the processor time of the calling thread, or ``"cuda"``, events on a GPU.
+Bench, GPU checks and tuning all time by this module. It needs torch alone.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from tilelab.common.torch_private import keep_busy
+
+__all__ = [
+    "Call",
+    "Spread",
+    "Times",
+    "interleave",
+    "once",
+    "plan",
+    "race",
+    "repeats_for",
+    "seconds_of",
+]
+
+Call = Callable[[], Any]
+_Sample = TypeVar("_Sample")
+# A shorter call is repeated within one sample.
+_SAMPLE_S = {"cpu": 0.01, "cuda": 0.002}
+_MOST_REPEATS = {"cpu": 10**6, "cuda": 20}
+# Kept in front of a sample, so that the host is ahead of the GPU and its own time does not count.
+_HEAD_START_CYCLES = 2_000_000
+_HEAD_START_S = {"cpu": 0.0, "cuda": 0.002}
+
+
+class Spread(NamedTuple):
+    """A median and how far the samples lie around it."""
+
+    median: float
+    low: float
+    high: float
+    quartile_low: float
+    quartile_high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Return the spread of one or more values."""
+        if len(values) > 1:
+            quartiles = statistics.quantiles(values, n=4, method="inclusive")
+        else:
+            quartiles = [values[0]] * 3
+        return cls(quartiles[1], min(values), max(values), quartiles[0], quartiles[2])
+
+    @property
+    def noise(self) -> float:
+        """Half the distance between the quartiles, as a share of the median."""
+        return (self.quartile_high - self.quartile_low) / 2 / self.median
+
+
+class Times(NamedTuple):
+    """Seconds of one call: processor time of the calling thread, and by the wall clock."""
+
+    cpu_s: float
+    wall_s: float
+
+
+def once(call: Call, repeats: int = 1) -> Times:
+    """Return the processor and wall seconds of one call, the mean of some repeats."""
+    wall, cpu = time.perf_counter(), time.thread_time()
+    for _ in range(repeats):
+        call()
+    spent_cpu, spent_wall = time.thread_time() - cpu, time.perf_counter() - wall
+    return Times(spent_cpu / repeats, spent_wall / repeats)
+
+
+def seconds_of(call: Call, timer: str = "cpu", repeats: int = 1) -> float:
+    """Return the seconds of one call by a timer; wait for the end."""
+    if timer == "cpu":
+        return once(call, repeats).cpu_s
+    event: Callable[..., Any] = torch.cuda.Event
+    first, last = (event(enable_timing=True) for _ in range(2))
+    keep_busy(_HEAD_START_CYCLES)
+    first.record()
+    for _ in range(repeats):
+        call()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1e3 / repeats
+
+
+def repeats_for(call_s: float, timer: str = "cpu") -> int:
+    """Return how often a call of that duration is repeated within one sample."""
+    repeats = math.ceil(_SAMPLE_S[timer] / max(call_s, 1e-7))
+    return max(1, min(_MOST_REPEATS[timer], repeats))
+
+
+def plan(
+    call_s: Mapping[str, float], budget_s: float, rounds: tuple[int, int], timer: str = "cpu"
+) -> tuple[dict[str, int], int]:
+    """Return the repeats of each call within a sample, and how many rounds fit in a budget.
+
+    Args:
+        call_s: seconds of one call, by name.
+        budget_s: about how long all rounds may take.
+        rounds: the fewest and the most, whatever the budget.
+        timer: what they are timed by.
+    """
+    repeats = {name: repeats_for(seconds, timer) for name, seconds in call_s.items()}
+    round_s = sum(call_s[name] * count + _HEAD_START_S[timer] for name, count in repeats.items())
+    least, most = rounds
+    return repeats, max(least, min(most, int(budget_s / max(round_s, 1e-9))))
+
+
+def interleave(
+    calls: Mapping[str, Call],
+    repeats: Mapping[str, int],
+    rounds: int,
+    sample: Callable[[Call, int], _Sample],
+    between: Callable[[], None] | None = None,
+) -> dict[str, list[_Sample]]:
+    """Time calls in turn, round after round.
+
+    Args:
+        calls: what to time, by name, warm already.
+        repeats: of each call within a sample.
+        rounds: how many samples of each.
+        sample: times a call with its repeats.
+        between: called once in every round, not timed (it measures the peak).
+
+    Returns:
+        the samples of each call, one per round.
+    """
+    samples: dict[str, list[_Sample]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            samples[name].append(sample(call, repeats[name]))
+        if between is not None:
+            between()
+    return samples
+
+
+def race(
+    calls: Mapping[str, Call],
+    budget_s: float,
+    rounds: tuple[int, int],
+    timer: str = "cpu",
+    call_s: Mapping[str, float] | None = None,
+) -> dict[str, list[float]]:
+    """Time calls in turn for as many rounds as a budget has room for.
+
+    Args:
+        calls: what to time, by name, warm already.
+        budget_s: about how long the rounds may take.
+        rounds: the fewest and the most.
+        timer: what they are timed by.
+        call_s: seconds of one call where they are known.
+
+    Returns:
+        seconds of one call by name, an entry per round.
+    """
+    if call_s is None:
+        call_s = {name: seconds_of(call, timer) for name, call in calls.items()}
+    repeats, count = plan(call_s, budget_s, rounds, timer)
+    return interleave(calls, repeats, count, lambda call, n: seconds_of(call, timer, n))

@@ -1,0 +1,122 @@
+"""Tables: plain text, Markdown, or rich on a terminal; the same cells in each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+__all__ = ["Table", "aligned", "markdown", "plain", "show_tables"]
+
+# Columns that hold words; the others hold numbers.
+_WORDS = frozenset(
+    (
+        *("case", "dtype", "call", "method", "met", "moved", "side"),
+        *("kernel", "tile", "matrix", "async", "verdict"),
+    )
+)
+
+
+class Table(NamedTuple):
+    """A table in words.
+
+    Args:
+        title: what it shows.
+        head: the columns' names.
+        rows: cells, as many as columns.
+        notes: lines below it.
+    """
+
+    title: str
+    head: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    notes: tuple[str, ...] = ()
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int], gap: str = "  ") -> list[str]:
+    """Return a line for each row, with aligned columns.
+
+    Args:
+        rows: cells, equally many in each.
+        left: columns that are aligned to the left.
+        gap: between columns.
+    """
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return [
+        gap.join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def plain(table: Table) -> str:
+    """Aligned columns."""
+    head, *rows = aligned([table.head, *table.rows], _left_columns(table))
+    rule = "-" * max(len(line) for line in (head, *rows))
+    return "\n".join([table.title, head, rule, *rows, *table.notes])
+
+
+def markdown(table: Table) -> str:
+    """Return a table of Markdown."""
+    left = _left_columns(table)
+    rules = tuple("---" if column in left else "---:" for column in range(len(table.head)))
+    lines = ["| " + " | ".join(row) + " |" for row in (table.head, rules, *table.rows)]
+    # A star at the beginning of a note would begin a list.
+    notes = ["\n" + ("\\" + note if note.startswith("*") else note) for note in table.notes]
+    return "\n".join([f"**{table.title}**", "", *lines, *notes])
+
+
+def _left_columns(table: Table) -> set[int]:
+    return {column for column, name in enumerate(table.head) if name in _WORDS}
+
+
+def show_tables(lines: list[str], tables: Sequence[Table], as_markdown: bool) -> None:
+    """Print some lines and tables below them, coloured on a terminal with rich.
+
+    Args:
+        lines: plain text.
+        tables: what follows it.
+        as_markdown: as Markdown, instead of what suits the terminal.
+    """
+    if as_markdown:
+        print("\n\n".join(["\n".join(lines), *(markdown(table) for table in tables)]))
+    elif not sys.stdout.isatty() or not _rich(lines, tables):
+        print("\n\n".join(["\n".join(lines), *(plain(table) for table in tables)]))
+
+
+def _rich(lines: list[str], tables: Sequence[Table]) -> bool:
+    """Print with rich; False where it is not installed, or a table is too wide."""
+    try:
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table as RichTable
+        from rich.text import Text
+    except ImportError:
+        return False
+    console = Console()
+    if any(len(line) > console.width for table in tables for line in plain(table).splitlines()[:3]):
+        return False  # cells broken over lines are worse than lines broken by the terminal
+    console.print(Text("\n".join(lines)))
+    for table in tables:
+        drawn = RichTable(
+            title=table.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        )
+        for name in table.head:
+            drawn.add_column(name, justify="left" if name in _WORDS else "right")
+        for row in table.rows:
+            cells = zip(table.head, row, strict=True)
+            drawn.add_row(*(Text(cell, style=_style(name, cell)) for name, cell in cells))
+        console.print(drawn)
+        for note in table.notes:
+            console.print(Text(note, style="bold red" if note.startswith("WRONG") else ""))
+    return True
+
+
+def _style(column: str, cell: str) -> str:
+    if cell == "WRONG":
+        return "bold red"
+    if column != "met":
+        return ""
+    return "green" if cell == "yes" else "yellow" if cell.startswith("no") else ""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilelab.bench.approximate import (
+from tilelab.bench.approximations import (
     bigbird,
     directions,
     features,

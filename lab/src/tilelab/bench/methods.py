@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
-from tilelab.bench.approximate import (
+from tilelab.bench.approximations import (
     bigbird,
     directions,
     linear,

@@ -2,14 +2,18 @@
 
 ``lowered`` makes the problem and the operands. ``parts`` cuts them into rectangles of pairs, one
 for each sequence. ``visible`` and ``apply_score`` evaluate the mask and the score on a ``Block`` of
-such a rectangle in plain torch. ``keep_mask`` draws its dropout.
+such a rectangle in plain torch. ``keep_mask`` draws its dropout. ``backend_of`` reads from a graph
+which backend a call ran on.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from tilewise.engine.call import build_operands, build_problem, read_keywords
+from tilewise.engine.flat import Call
 from tilewise.engine.pages import packed_or_paged
 from tilewise.functional import MaskLike, ScoreLike
 from tilewise.problem import Operands, Problem
@@ -22,6 +26,7 @@ __all__ = [
     "Block",
     "Part",
     "apply_score",
+    "backend_of",
     "keep_mask",
     "lowered",
     "multiplied",
@@ -65,3 +70,16 @@ def lowered(
     )
     problem = build_problem(q, k, v, asked)
     return problem, build_operands(problem, q, k, v, asked, seed)
+
+
+def backend_of(node: Any) -> str | None:
+    """Return the backend that runs the backward pass of a node of an autograd graph.
+
+    Args:
+        node: a ``grad_fn``, or what one's ``next_functions`` name.
+
+    Returns:
+        The backend's name, or None for a node that is no eager attention of tilewise.
+    """
+    call = getattr(node, "call", None)
+    return call.plan.backend if isinstance(call, Call) else None

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tilelab.study.records.events import PROBED, Kernels, LayerKernel
+from tilewise.inspect.calls import backend_of
 
 __all__ = ["Guard", "kernel_of"]
 
@@ -40,9 +41,9 @@ def kernel_of(output: Tensor, source: Tensor, implementation: str) -> str:
         graph holds none of them. ``flash (cpu)`` and ``flash`` are different kernels.
     """
     for node in _nodes(output, source):
-        plan = getattr(node, "plan", None)  # of tilewise's own autograd function
-        if plan is not None:
-            return f"tilewise {plan.backend}"
+        backend = backend_of(node)
+        if backend is not None:
+            return f"tilewise {backend}"
         name = node.name()
         fused = _FUSED.match(name)
         if fused:

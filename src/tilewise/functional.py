@@ -11,7 +11,7 @@ from tilewise.chips import Chip, named
 from tilewise.engine import registry
 from tilewise.engine.call import (
     NO_KEYWORDS,
-    Asked,
+    Keywords,
     build_operands,
     build_problem,
     make_plan,
@@ -162,13 +162,13 @@ def attention(
         and type(dropout_p) is float
         and dropout_p == 0.0
     ):
-        asked = NO_KEYWORDS
+        keywords = NO_KEYWORDS
     else:
         scales = scales_of(q_scale, k_scale, v_scale)
-        asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, scales=scales)
+        keywords = read_keywords(mask, score, scale, dropout_p, sinks, backend, scales=scales)
     if return_stats is not False:
-        return _with_stats(run(q, k, v, asked, seed, plan, _wanted(return_stats)), return_lse)
-    result = run(q, k, v, asked, seed, plan, "", not return_lse)
+        return _with_stats(run(q, k, v, keywords, seed, plan, _wanted(return_stats)), return_lse)
+    result = run(q, k, v, keywords, seed, plan, "", not return_lse)
     return AttentionResult(result.out, result.lse, None) if return_lse else result.out
 
 
@@ -216,10 +216,10 @@ def attention_varlen(
         _refuse("attention_varlen", unknown)
     packed = (cu_seqlens_q, cu_seqlens_k)
     scales = scales_of(q_scale, k_scale, v_scale)
-    asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed, scales=scales)
+    keywords = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed, scales=scales)
     if return_stats is not False:
-        return _with_stats(run(q, k, v, asked, seed, plan, _wanted(return_stats)), return_lse)
-    result = run(q, k, v, asked, seed, plan, "", not return_lse)
+        return _with_stats(run(q, k, v, keywords, seed, plan, _wanted(return_stats)), return_lse)
+    result = run(q, k, v, keywords, seed, plan, "", not return_lse)
     return AttentionResult(result.out, result.lse, None) if return_lse else result.out
 
 
@@ -289,9 +289,9 @@ def attention_paged(
         _refuse("attention_paged", unknown)
     pages = Pages(block_table, key_lengths, cu_seqlens_q)
     scales = scales_of(q_scale, k_scale, v_scale)
-    asked = read_keywords(mask, score, scale, 0.0, sinks, backend, pages=pages, scales=scales)
+    keywords = read_keywords(mask, score, scale, 0.0, sinks, backend, pages=pages, scales=scales)
     result = run_paged(
-        q, k_pages, v_pages, asked, plan, _wanted(return_stats), out_alone=not return_lse
+        q, k_pages, v_pages, keywords, plan, _wanted(return_stats), out_alone=not return_lse
     )
     if return_stats is not False:
         return _with_stats(result, return_lse)
@@ -385,9 +385,9 @@ def plan(
     if unknown:
         _refuse("plan", unknown)
     packed, pages = packed_or_paged(cu_seqlens_q, cu_seqlens_k, block_table, key_lengths, dropout_p)
-    asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed, pages)
-    made = make_plan(q, k, v, asked)
-    _check_captured(made, q, k, v, asked)
+    keywords = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed, pages)
+    made = make_plan(q, k, v, keywords)
+    _check_captured(made, q, k, v, keywords)
     return made
 
 
@@ -425,17 +425,17 @@ def explain(
     if unknown:
         _refuse("explain", unknown)
     packed, pages = packed_or_paged(cu_seqlens_q, cu_seqlens_k, block_table, key_lengths, dropout_p)
-    asked = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed, pages)
-    problem = build_problem(q, k, v, asked)
+    keywords = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed, pages)
+    problem = build_problem(q, k, v, keywords)
     try:
-        made: Plan | None = make_plan(q, k, v, asked)
+        made: Plan | None = make_plan(q, k, v, keywords)
     except Unsupported:
         made = None
     row = chip_of(q.device) if chip is None else _same_kind(named(chip), q.device)
     found: Account | None = None
     unpredicted: tuple[tuple[str, str], ...] = ()
     if made is not None:
-        operands = build_operands(made.problem, q, k, v, asked, 0)
+        operands = build_operands(made.problem, q, k, v, keywords, 0)
         found, unpredicted = _account(made, operands)
     chosen = None if made is None else made.backend
     reasons = [
@@ -443,7 +443,7 @@ def explain(
         for candidate in candidates(problem, registry.BACKEND_NAMES)
         if candidate.name != chosen
     ]
-    notes = asked.mask.notes()
+    notes = keywords.mask.notes()
     if made is not None:
         notes += registry.load(made.backend).notes(problem)
     return Explanation(made, tuple(reasons), notes + unpredicted, found, row)
@@ -477,6 +477,6 @@ def _passed_over(chosen: str | None, asked_for: str | None) -> str:
     return f"it could, but {chosen!r} comes first"
 
 
-def _check_captured(made: Plan, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> None:
+def _check_captured(made: Plan, q: Tensor, k: Tensor, v: Tensor, keywords: Keywords) -> None:
     """Let what a call checks about captured tensors be said when the plan is made."""
-    build_operands(made.problem, q, k, v, asked, 0)
+    build_operands(made.problem, q, k, v, keywords, 0)

@@ -19,7 +19,7 @@ from tilewise.engine.explanation import spoken
 from tilewise.errors import InvalidArgument
 from tilewise.inspect.known_models import KNOWN_MODELS, known_model
 from tilewise.plan.traffic import visits
-from tilewise.plan.traffic.words import amount, duration
+from tilewise.plan.traffic.report import amount, duration
 from tilewise.variants import masks
 
 H200 = [

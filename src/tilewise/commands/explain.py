@@ -10,10 +10,10 @@ from tilewise.chips import CHIPS, named
 from tilewise.commands.plugins import plugin
 from tilewise.commands.shape import DTYPES, read, room
 from tilewise.errors import InvalidArgument
-from tilewise.inspect.answer import Asked, Told, tell
+from tilewise.inspect.answer import Answer, Question, answer
 from tilewise.plan.traffic.account import trains
 from tilewise.plan.traffic.memory import fit
-from tilewise.plan.traffic.words import amount
+from tilewise.plan.traffic.report import amount
 from tilewise.problem import Problem
 
 __all__ = ["main"]
@@ -23,17 +23,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print how a call of this shape would be done, what it moves, and why nothing else does it."""
     options = _parser().parse_args(argv)
     chip = None if options.chip is None else named(options.chip)
-    asked = read(options, chip)
+    question = read(options, chip)
     space = room(options.fit) if options.fit else None
-    found = tell(asked, chip, options.dropout, options.backend)
-    for name, text in asked.notes:
+    found = answer(question, chip, options.dropout, options.backend)
+    for name, text in question.notes:
         print(f"{name:9} {text}")
     print(found.text)
     if space is not None and found.problem is not None:
-        for line in _fitting(found.problem, space, asked.layers):
+        for line in _fitting(found.problem, space, question.layers):
             print(line)
     if options.html is not None:
-        _write_page(options.html, asked, found)
+        _write_page(options.html, question, found)
         print(f"written   {options.html}")
     return 0
 
@@ -54,9 +54,9 @@ def _fitting(problem: Problem, space: int, layers: int) -> list[str]:
     return lines
 
 
-def _write_page(path: Path, asked: Asked, found: Told) -> None:
+def _write_page(path: Path, question: Question, found: Answer) -> None:
     page = plugin("explain-page")
-    text = page(asked, found)
+    text = page(question, found)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -9,7 +9,7 @@ import torch
 
 from tilewise.chips import Chip
 from tilewise.errors import InvalidArgument
-from tilewise.inspect.answer import Asked
+from tilewise.inspect.answer import Question
 from tilewise.inspect.known_models import KnownModel, known_model
 from tilewise.variants import masks, scores
 
@@ -31,7 +31,7 @@ _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _MASKS = "none, causal, window:W, causal+window:W (or sliding:W), prefix:P"
 
 
-def read(options: argparse.Namespace, chip: Chip | None) -> Asked:
+def read(options: argparse.Namespace, chip: Chip | None) -> Question:
     """Return what the options of the command ask for.
 
     Args:
@@ -54,7 +54,7 @@ def read(options: argparse.Namespace, chip: Chip | None) -> Asked:
             *_window_note(model),
             *notes,
         )
-    return Asked(
+    return Question(
         (batch, heads, queries, head_dim),
         (batch, kv_heads, keys, head_dim),
         options.value_dim or head_dim,

@@ -18,7 +18,7 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
-from tilewise.engine.call import Asked, build_operands, cached_plan, read_keywords
+from tilewise.engine.call import Keywords, build_operands, cached_plan, read_keywords
 from tilewise.errors import Unsupported
 from tilewise.kernels.from_lse import stats_of
 from tilewise.plan.plan import Plan
@@ -95,22 +95,22 @@ def _planned(
         mask = masks.dense(attn_mask) if mask is None else mask & attn_mask
     elif attn_mask is not None:
         score = scores.bias(attn_mask.detach())
-    asked: Asked = read_keywords(mask, score, scale, 0.0, None, None)
-    plan = cached_plan(q, k, v, asked)
-    return plan, build_operands(plan.problem, q, k, v, asked, None)
+    keywords: Keywords = read_keywords(mask, score, scale, 0.0, None, None)
+    plan = cached_plan(q, k, v, keywords)
+    return plan, build_operands(plan.problem, q, k, v, keywords, None)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *asked: Any) -> Result:
-    plan, operands = _planned(q, k, v, *asked)
+def _forward(q: Tensor, k: Tensor, v: Tensor, *keywords: Any) -> Result:
+    plan, operands = _planned(q, k, v, *keywords)
     found: Result = plan.forward(operands, "")
     # Torch promises an output in query's memory order.
     return found._replace(out=torch.empty_like(q).copy_(found.out))
 
 
 def _backward(
-    grad_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *asked: Any
+    grad_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *keywords: Any
 ) -> tuple[Tensor, ...]:
-    plan, operands = _planned(q, k, v, *asked)
+    plan, operands = _planned(q, k, v, *keywords)
     lse = lse.contiguous()
     needs = Needs(True, True, True, (False,) * len(operands.score_tensors))
     grads = plan.backward(
@@ -149,8 +149,8 @@ def _backward_cpu(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    asked = (dropout_p, is_causal, attn_mask, scale)
-    grads = _backward(grad_out, out, logsumexp, query, key, value, *asked)
+    keywords = (dropout_p, is_causal, attn_mask, scale)
+    grads = _backward(grad_out, out, logsumexp, query, key, value, *keywords)
     return tuple(
         torch.empty_permuted(x.shape, _ROWS_FIRST, dtype=x.dtype, device=x.device).copy_(x)
         for x in grads
@@ -194,8 +194,8 @@ def _backward_gpu(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    asked = (dropout_p, is_causal, None, scale)
-    grads = _backward(grad_out, out, logsumexp, query, key, value, *asked)
+    keywords = (dropout_p, is_causal, None, scale)
+    grads = _backward(grad_out, out, logsumexp, query, key, value, *keywords)
     return tuple(
         torch.empty_like(like).copy_(x) for like, x in zip((query, key, value), grads, strict=True)
     )

@@ -43,7 +43,7 @@ from tilewise.variants.values import Mask, Score, as_mask, as_score
 
 __all__ = [
     "NO_KEYWORDS",
-    "Asked",
+    "Keywords",
     "build_operands",
     "build_problem",
     "cached_plan",
@@ -62,7 +62,7 @@ _NO_SCORE = Score(())
 _UNREADABLE = (AttributeError, TypeError, RuntimeError, BufferError)
 
 
-class Asked(NamedTuple):
+class Keywords(NamedTuple):
     """Arguments of a call other than q, k and v: the keywords of ``functional.attention``, read.
 
     Args:
@@ -94,7 +94,7 @@ def read_keywords(
     cu_seqlens: tuple[Tensor, Tensor] | None = None,
     pages: Pages | None = None,
     scales: Scales = NO_SCALES,
-) -> Asked:
+) -> Keywords:
     """The keywords of a call as one value; mask and score as programs, empty ones for None."""
     read_mask = _NO_MASK if mask is None else mask if type(mask) is Mask else as_mask(mask)
     read_score = _NO_SCORE if score is None else score if type(score) is Score else as_score(score)
@@ -102,7 +102,9 @@ def read_keywords(
     alone = cu_seqlens is None and pages is None and scales is NO_SCALES
     plain = captured == 0 and sinks is None and alone
     numbers = (scale, dropout_p)
-    return Asked(read_mask, read_score, *numbers, sinks, backend, cu_seqlens, plain, pages, scales)
+    return Keywords(
+        read_mask, read_score, *numbers, sinks, backend, cu_seqlens, plain, pages, scales
+    )
 
 
 NO_KEYWORDS = read_keywords(None, None, None, 0.0, None, None)
@@ -133,24 +135,24 @@ def reader() -> Callable[[Tensor, Tensor, Tensor], Hashable]:
 
 
 @left_alone
-def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked, wrapped: bool = False) -> Plan:
+def cached_plan(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords, wrapped: bool = False) -> Plan:
     """Return the plan of a call, made at its first time.
 
     Args:
         q: of the call.
         k: likewise.
         v: likewise.
-        asked: the keywords.
+        keywords: the keywords.
         wrapped: whether transforms may have put wrappers without memory around the tensors.
 
     Raises:
         InvalidArgument, InvalidType, Unsupported: as ``make_plan``.
     """
     try:
-        if asked is NO_KEYWORDS and not wrapped:
+        if keywords is NO_KEYWORDS and not wrapped:
             key: Hashable = reader()(q, k, v)
             return PLANS.young[key]
-        mask, score, scale, dropout_p, _, backend, _, plain, *_ = asked
+        mask, score, scale, dropout_p, _, backend, _, plain, *_ = keywords
         key = (
             shown(q, k, v) if wrapped else reader()(q, k, v),
             mask.text,
@@ -158,41 +160,41 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked, wrapped: bool = F
             scale,
             dropout_p,
             backend,
-            None if plain else _tensors_key(asked),
+            None if plain else _tensors_key(keywords),
         )
         return PLANS.young[key]
     except KeyError:
         plan = PLANS.find(key)
     except _UNREADABLE:
         # That, or something is not hashable: validation names it.
-        return make_plan(q, k, v, asked)
+        return make_plan(q, k, v, keywords)
     if plan is None:
-        plan = make_plan(q, k, v, asked)
+        plan = make_plan(q, k, v, keywords)
         PLANS.add(key, plan)
     return plan
 
 
-def _tensors_key(asked: Asked) -> tuple[Any, ...]:
+def _tensors_key(keywords: Keywords) -> tuple[Any, ...]:
     """Return what a plan depends on in sinks, cu_seqlens, pages and scales."""
-    packed = asked.cu_seqlens or (None, None)
-    tensors = (asked.sinks, *packed, *(asked.pages or ()), *asked.scales)
+    packed = keywords.cu_seqlens or (None, None)
+    tensors = (keywords.sinks, *packed, *(keywords.pages or ()), *keywords.scales)
     return tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
 
 
 @left_alone
-def make_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
+def make_plan(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords) -> Plan:
     """Return the plan of a call, from nothing.
 
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
         Unsupported: no backend, or not the one asked for, can do it.
     """
-    problem = build_problem(q, k, v, asked)
-    plan = plan_problem(problem, registry.check_name(asked.backend))
+    problem = build_problem(q, k, v, keywords)
+    plan = plan_problem(problem, registry.check_name(keywords.backend))
     # Text with a "[" names slots: such a mask or score has tensors to bring at every call.
     bare = (
-        not (problem.dropout_p or problem.sinks or asked.cu_seqlens is not None)
-        and asked.pages is None
+        not (problem.dropout_p or problem.sinks or keywords.cu_seqlens is not None)
+        and keywords.pages is None
         and "[" not in plan.mask_text + plan.score_text
     )
     try:
@@ -202,10 +204,10 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Plan:
     return plan._replace(signature=signature, shown=shown(q, k, v), bare=bare)
 
 
-def build_problem(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Problem:
+def build_problem(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords) -> Problem:
     """Return the problem of a call, checked (all but captured tensors and values)."""
-    problem = _problem_of(q, k, v, asked)
-    check_call_scales(problem, asked.scales)
+    problem = _problem_of(q, k, v, keywords)
+    check_call_scales(problem, keywords.scales)
     return problem
 
 
@@ -220,39 +222,39 @@ def check_call_scales(problem: Problem, scales: Scales) -> None:
         check_scales(scales, problem.dtype, problem.batch, heads, problem.device)
 
 
-def _problem_of(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Problem:
-    if asked.pages is not None:
+def _problem_of(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords) -> Problem:
+    if keywords.pages is not None:
         return paged_problem(
             q,
             k,
             v,
-            *asked.pages,
-            mask=asked.mask.program,
-            score=asked.score.program,
-            scale=asked.scale,
-            sinks=asked.sinks,
+            *keywords.pages,
+            mask=keywords.mask.program,
+            score=keywords.score.program,
+            scale=keywords.scale,
+            sinks=keywords.sinks,
         )
-    if asked.cu_seqlens is None:
+    if keywords.cu_seqlens is None:
         return dense_problem(
             q,
             k,
             v,
-            mask=asked.mask.program,
-            score=asked.score.program,
-            scale=asked.scale,
-            dropout_p=asked.dropout_p,
-            sinks=asked.sinks,
+            mask=keywords.mask.program,
+            score=keywords.score.program,
+            scale=keywords.scale,
+            dropout_p=keywords.dropout_p,
+            sinks=keywords.sinks,
         )
     return varlen_problem(
         q,
         k,
         v,
-        *asked.cu_seqlens,
-        mask=asked.mask.program,
-        score=asked.score.program,
-        scale=asked.scale,
-        dropout_p=asked.dropout_p,
-        sinks=asked.sinks,
+        *keywords.cu_seqlens,
+        mask=keywords.mask.program,
+        score=keywords.score.program,
+        scale=keywords.scale,
+        dropout_p=keywords.dropout_p,
+        sinks=keywords.sinks,
     )
 
 
@@ -261,7 +263,7 @@ def build_operands(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    asked: Asked,
+    keywords: Keywords,
     seed: int | Tensor | None,
     out_alone: bool = False,
     for_backward: bool = False,
@@ -272,14 +274,14 @@ def build_operands(
         InvalidArgument, InvalidType: naming the argument that is wrong.
     """
     cu_q = cu_k = block_table = key_lengths = None
-    mask_tensors, score_tensors = asked.mask.captured, asked.score.captured
+    mask_tensors, score_tensors = keywords.mask.captured, keywords.score.captured
     extent = Extent(problem.batch, problem.heads, problem.queries, problem.keys)
-    if asked.pages is not None:
-        stays = _stay_on_device(problem, asked)
-        (block_table, key_lengths, cu_q), extent = lower_pages(problem, asked.pages, q, k, stays)
-    elif asked.cu_seqlens is not None:
-        cu_q, cu_k = asked.cu_seqlens
-        stays = _stay_on_device(problem, asked)
+    if keywords.pages is not None:
+        stays = _stay_on_device(problem, keywords)
+        (block_table, key_lengths, cu_q), extent = lower_pages(problem, keywords.pages, q, k, stays)
+    elif keywords.cu_seqlens is not None:
+        cu_q, cu_k = keywords.cu_seqlens
+        stays = _stay_on_device(problem, keywords)
         starts: list[list[int]] = []
         if not stays or is_checked():
             starts = [
@@ -301,7 +303,7 @@ def build_operands(
     checks = is_checked() and (mask_tensors or score_tensors)
     bits: int | Tensor = 0
     if seed is not None or problem.dropout_p:
-        on_device = problem.device != "cpu" or _reads_on_device(asked.backend)
+        on_device = problem.device != "cpu" or _reads_on_device(keywords.backend)
         bits = read_seed(seed, problem, q.device, on_device)
     operands = Operands(
         q,
@@ -309,7 +311,7 @@ def build_operands(
         v,
         mask_tensors,
         score_tensors,
-        lower_sinks(asked.sinks, q.dtype),
+        lower_sinks(keywords.sinks, q.dtype),
         cu_q,
         cu_k,
         bits,
@@ -318,10 +320,10 @@ def build_operands(
         for_backward=for_backward,
         out_alone=out_alone,
     )
-    if asked.scales is not NO_SCALES:
-        operands = with_scales(operands, asked.scales, problem)
+    if keywords.scales is not NO_SCALES:
+        operands = with_scales(operands, keywords.scales, problem)
     if checks:
-        check_indices(problem, operands, asked.mask.captured, asked.score.captured)
+        check_indices(problem, operands, keywords.mask.captured, keywords.score.captured)
     return operands
 
 
@@ -332,19 +334,21 @@ def with_scales(operands: Operands, scales: Scales, problem: Problem) -> Operand
     return operands._replace(q_scale=q, k_scale=k, v_scale=v)
 
 
-def check_forward_only(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> None:
+def check_forward_only(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords) -> None:
     """Refuse a call of float8 of which a gradient may be wanted.
 
     Raises:
         Unsupported: it is one.
     """
     if q.dtype is FLOAT8:
-        refuse_gradients((q, k, v, asked.sinks, *asked.scales, *asked.score.captured))
+        refuse_gradients((q, k, v, keywords.sinks, *keywords.scales, *keywords.score.captured))
 
 
-def _stay_on_device(problem: Problem, asked: Asked) -> bool:
+def _stay_on_device(problem: Problem, keywords: Keywords) -> bool:
     """Return whether cu_seqlens go to the kernels unread: reading them would stall the device."""
-    return problem.device != "cpu" and (asked.backend is None or _reads_on_device(asked.backend))
+    return problem.device != "cpu" and (
+        keywords.backend is None or _reads_on_device(keywords.backend)
+    )
 
 
 def _reads_on_device(backend: str | None) -> bool:

@@ -27,13 +27,15 @@ def plan_problem(problem: Problem, backend: str | None = None) -> Plan:
         Unsupported: the named backend, or every one, declines; with all reasons.
     """
     names = registry.BACKEND_NAMES if backend is None else (backend,)
-    asked = candidates(problem, names, by_name=backend is not None)
+    considered = candidates(problem, names, by_name=backend is not None)
     choice = (
-        Choice(backend if not asked[0].reasons else None) if backend else _choose(asked, problem)
+        Choice(backend if not considered[0].reasons else None)
+        if backend
+        else _choose(considered, problem)
     )
-    reasons = {candidate.name: candidate.reasons for candidate in asked if candidate.reasons}
+    reasons = {candidate.name: candidate.reasons for candidate in considered if candidate.reasons}
     if choice.name is None:
-        fix = "" if backend is not None else _explicit_reference(asked)
+        fix = "" if backend is not None else _explicit_reference(considered)
         raise Unsupported(_describe(problem, backend), reasons, fix)
     if choice.slow:
         warn_slow(choice.name, tuple(reasons.items()))
@@ -54,15 +56,15 @@ def plan_problem(problem: Problem, backend: str | None = None) -> Plan:
     )
 
 
-def _choose(asked: list[Candidate], problem: Problem) -> Choice:
+def _choose(considered: list[Candidate], problem: Problem) -> Choice:
     """Return the choice; costs are predicted only where there is one."""
-    able = [each for each in asked if not each.reasons and not each.last_resort]
+    able = [each for each in considered if not each.reasons and not each.last_resort]
     if len(able) < 2:
-        return choose(asked)
+        return choose(considered)
     loops = {each.name: registry.load(each.name).loops(problem) for each in able}
     priced = [
         each._replace(cost=cost(problem, loops[each.name])) if each.name in loops else each
-        for each in asked
+        for each in considered
     ]
     return choose(priced)
 
@@ -86,8 +88,8 @@ def candidates(problem: Problem, names: tuple[str, ...], by_name: bool = False) 
     return found
 
 
-def _explicit_reference(asked: list[Candidate]) -> str:
-    able = [candidate.name for candidate in asked if not candidate.reasons]
+def _explicit_reference(considered: list[Candidate]) -> str:
+    able = [candidate.name for candidate in considered if not candidate.reasons]
     return f"ask for the slow reference by name: backend={able[0]!r}." if able else ""
 
 

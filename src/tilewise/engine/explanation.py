@@ -11,10 +11,10 @@ import torch
 from tilewise.chips import Chip, named, row_of
 from tilewise.plan.plan import Plan, Tiles
 from tilewise.plan.traffic.account import Account
-from tilewise.plan.traffic.words import lines
+from tilewise.plan.traffic.report import lines
 from tilewise.problem import Problem
 
-__all__ = ["Explanation", "chip_of", "spoken", "told"]
+__all__ = ["Explanation", "chip_of", "described", "spoken"]
 
 _SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "value_dim")
 _WIDTH = 9
@@ -43,7 +43,7 @@ class Explanation(NamedTuple):
         if self.plan is not None:
             plan = self.plan
             texts = plan.mask_text, plan.score_text
-            found = told(plan.problem, plan.backend, plan.tiles, *texts)
+            found = described(plan.problem, plan.backend, plan.tiles, *texts)
         found += _aligned(self.notes)
         if self.account is not None:
             found += _aligned(lines(self.account, self.chip))
@@ -53,7 +53,7 @@ class Explanation(NamedTuple):
         return "\n".join(found)
 
 
-def told(
+def described(
     problem: Problem, backend: str, tiles: Tiles, mask_text: str, score_text: str
 ) -> list[str]:
     """Return the lines that say what is asked, and how it is done."""

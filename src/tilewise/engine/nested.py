@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.engine.call import Asked
+from tilewise.engine.call import Keywords
 from tilewise.errors import InvalidArgument
 from tilewise.problem import Result
 
@@ -24,7 +24,7 @@ class Packed(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    asked: Asked
+    keywords: Keywords
 
 
 def any_nested(q: Any, k: Any, v: Any) -> bool:
@@ -32,14 +32,14 @@ def any_nested(q: Any, k: Any, v: Any) -> bool:
     return any(getattr(x, "is_nested", False) is True for x in (q, k, v))
 
 
-def packed(q: Any, k: Any, v: Any, asked: Asked) -> Packed:
+def packed(q: Any, k: Any, v: Any, keywords: Keywords) -> Packed:
     """Return the variable-length call that a nested one is.
 
     Raises:
         InvalidArgument: a tensor is not nested, not of the form, or has holes; k and v have other
             lengths; or the call has cu_seqlens as well.
     """
-    if asked.cu_seqlens is not None:
+    if keywords.cu_seqlens is not None:
         required = "packed tensors [T, H, D]: a nested tensor has its own lengths"
         raise InvalidArgument("q, k, v", "nested tensors", required, "Call attention.")
     named = (("q", q), ("k", k), ("v", v))
@@ -58,7 +58,7 @@ def packed(q: Any, k: Any, v: Any, asked: Asked) -> Packed:
         raise InvalidArgument("v", "sequences of other lengths than k's", "k's lengths", fix)
     cu_seqlens = (q.offsets(), k.offsets())
     rows_q, rows_k, rows_v = (x.values().transpose(0, 1) for x in (q, k, v))
-    return Packed(rows_q, rows_k, rows_v, asked._replace(cu_seqlens=cu_seqlens, plain=False))
+    return Packed(rows_q, rows_k, rows_v, keywords._replace(cu_seqlens=cu_seqlens, plain=False))
 
 
 def nested(result: Result, q: Any) -> Result:

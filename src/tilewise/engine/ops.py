@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.engine.call import (
-    Asked,
+    Keywords,
     build_operands,
     build_problem,
     cached_plan,
@@ -44,41 +44,41 @@ def call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    asked: Asked,
+    keywords: Keywords,
     seed: int | Tensor | None,
     statistics: Statistics = "",
 ) -> Result:
     """Attention through the op, while tracing or over tensors that are not plain."""
-    problem = build_problem(q, k, v, asked)
-    check_forward_only(q, k, v, asked)
+    problem = build_problem(q, k, v, keywords)
+    check_forward_only(q, k, v, keywords)
     # Biases and sinks are brought to kernel form out here, where autograd sees it.
     score_tensors = lower_score(
-        asked.score.program, asked.score.captured, _traced_extent(problem), q.dtype, q.device
+        keywords.score.program, keywords.score.captured, _traced_extent(problem), q.dtype, q.device
     )
     if seed is None and problem.dropout_p > 0:
         seed = draw_seed(q.device)
     elif isinstance(seed, int):
         seed = seed_tensor(seed, q.device)
-    sinks = lower_sinks(asked.sinks, q.dtype)
+    sinks = lower_sinks(keywords.sinks, q.dtype)
     leaves = (q, k, v, *score_tensors) if sinks is None else (q, k, v, *score_tensors, sinks)
-    cu_q, cu_k = asked.cu_seqlens or (None, None)
+    cu_q, cu_k = keywords.cu_seqlens or (None, None)
     out, lse, stats, max_logit, entropy, top_key = torch.ops.tilewise.attention(
         q,
         k,
         v,
-        list(asked.mask.captured),
+        list(keywords.mask.captured),
         list(score_tensors),
         sinks,
         seed,
         cu_q,
         cu_k,
-        asked.mask.text,
-        encode(fitted(asked.score.program)),
-        None if asked.scale is None else problem.scale,
+        keywords.mask.text,
+        encode(fitted(keywords.score.program)),
+        None if keywords.scale is None else problem.scale,
         problem.dropout_p,
-        asked.backend,
+        keywords.backend,
         statistics,
-        *asked.scales,
+        *keywords.scales,
         # A graph of torch.jit.trace serves calls with gradients and without, as it was traced.
         jit_tracing() is not None
         or (torch.is_grad_enabled() and any(x.requires_grad for x in leaves)),
@@ -107,7 +107,7 @@ def _asked(
     dropout_p: float,
     backend: str | None,
     scales: Scales = NO_SCALES,
-) -> Asked:
+) -> Keywords:
     cu_seqlens = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
@@ -124,14 +124,14 @@ def _asked(
 
 
 def _planned(
-    q: Tensor, k: Tensor, v: Tensor, asked: Asked, seed: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, keywords: Keywords, seed: Tensor | None
 ) -> tuple[Plan, Operands]:
     """The plan and operands of an op call over real tensors: checked again, values included."""
     if transforms_active():
         # A graph made outside of a forward-mode level and run inside of one comes straight here.
         refuse_forward_mode()
-    plan = cached_plan(q, k, v, asked)
-    return plan, build_operands(plan.problem, q, k, v, asked, seed)
+    plan = cached_plan(q, k, v, keywords)
+    return plan, build_operands(plan.problem, q, k, v, keywords, seed)
 
 
 def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def _attention(
     v_scale: Tensor | None = None,
     for_backward: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    asked = _asked(
+    keywords = _asked(
         mask_tensors,
         score_tensors,
         sinks,
@@ -187,7 +187,7 @@ def _attention(
         backend,
         scales_of(q_scale, k_scale, v_scale),
     )
-    plan, operands = _planned(q, k, v, asked, seed)
+    plan, operands = _planned(q, k, v, keywords, seed)
     # Autograd is above the op: only whoever called it knows whether it will ask for gradients.
     result: Result = plan.forward(operands._replace(for_backward=for_backward), statistics)
     return returned(result, q)
@@ -270,7 +270,7 @@ def _backward(
     backend: str | None,
     partial: bool = False,
 ) -> list[Tensor]:
-    asked = _asked(
+    keywords = _asked(
         mask_tensors,
         score_tensors,
         sinks,
@@ -282,7 +282,7 @@ def _backward(
         dropout_p,
         backend,
     )
-    plan, operands = _planned(q, k, v, asked, seed)
+    plan, operands = _planned(q, k, v, keywords, seed)
     wanted = Needs(needs[0], needs[1], needs[2], tuple(needs[4:]), needs[3], partial)
     if stats is None:  # another library made lse
         stats = stats_of(lse, plan.row_max_unit)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from tilewise.engine.call import Asked, build_operands, build_problem, cached_plan, read_keywords
+from tilewise.engine.call import Keywords, build_operands, build_problem, cached_plan, read_keywords
 from tilewise.engine.modes import refuse_vmap, transforms_active
 from tilewise.engine.ops import promised, returned
 from tilewise.engine.pages import Pages
@@ -36,9 +36,9 @@ def refuse_paged_transforms() -> None:
         )
 
 
-def _check_undifferentiated(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> None:
+def _check_undifferentiated(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords) -> None:
     """Refuse a call that could want a gradient."""
-    tensors = (q, k, v, asked.sinks, *asked.scales, *asked.score.captured)
+    tensors = (q, k, v, keywords.sinks, *keywords.scales, *keywords.score.captured)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         _refuse_gradient()
 
@@ -55,40 +55,42 @@ def attend_pages(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    asked: Asked,
+    keywords: Keywords,
     plan: Plan | None,
     statistics: Statistics,
     out_alone: bool = False,
 ) -> Result:
     """Attention over plain tensors, by a held plan if one is given."""
     if plan is None:
-        plan = cached_plan(q, k, v, asked)
-    _check_undifferentiated(q, k, v, asked)
+        plan = cached_plan(q, k, v, keywords)
+    _check_undifferentiated(q, k, v, keywords)
     q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
-    operands = build_operands(plan.problem, q, k, v, asked, None, out_alone)
+    operands = build_operands(plan.problem, q, k, v, keywords, None, out_alone)
     result: Result = plan.forward(operands, statistics)
     return result
 
 
-def call_paged(q: Tensor, k: Tensor, v: Tensor, asked: Asked, statistics: Statistics) -> Result:
+def call_paged(
+    q: Tensor, k: Tensor, v: Tensor, keywords: Keywords, statistics: Statistics
+) -> Result:
     """Attention through the op, while tracing or over tensors that are not plain."""
-    problem = build_problem(q, k, v, asked)
-    _check_undifferentiated(q, k, v, asked)
-    assert asked.pages is not None
+    problem = build_problem(q, k, v, keywords)
+    _check_undifferentiated(q, k, v, keywords)
+    assert keywords.pages is not None
     out, lse, stats, max_logit, entropy, top_key = torch.ops.tilewise.attention_paged(
         q,
         k,
         v,
-        *asked.pages,
-        list(asked.mask.captured),
-        list(asked.score.captured),
-        asked.sinks,
-        asked.mask.text,
-        asked.score.text,
-        None if asked.scale is None else problem.scale,
-        asked.backend,
+        *keywords.pages,
+        list(keywords.mask.captured),
+        list(keywords.score.captured),
+        keywords.sinks,
+        keywords.mask.text,
+        keywords.score.text,
+        None if keywords.scale is None else problem.scale,
+        keywords.backend,
         statistics,
-        *asked.scales,
+        *keywords.scales,
     )
     if not statistics:
         return Result(out, lse, stats)
@@ -115,7 +117,7 @@ def _attention_paged(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    asked = read_keywords(
+    keywords = read_keywords(
         Mask(decode(mask), tuple(mask_tensors)),
         Score(decode(score), tuple(score_tensors)),
         scale,
@@ -128,7 +130,7 @@ def _attention_paged(
     # A graph made outside of a transform and run inside of one comes straight here.
     refuse_paged_transforms()
     wanted: Statistics = "top1" if statistics == "top1" else "rows" if statistics else ""
-    return returned(attend_pages(q, k_pages, v_pages, asked, None, wanted), q)
+    return returned(attend_pages(q, k_pages, v_pages, keywords, None, wanted), q)
 
 
 @_attention_paged.register_fake

@@ -25,7 +25,7 @@ from tilewise.engine import ops
 from tilewise.engine.autograd import differentiable
 from tilewise.engine.call import (
     NO_KEYWORDS,
-    Asked,
+    Keywords,
     build_operands,
     build_problem,
     cached_plan,
@@ -93,7 +93,7 @@ def run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    asked: Asked,
+    keywords: Keywords,
     seed: int | Tensor | None,
     plan: Plan | None = None,
     statistics: Statistics = "",
@@ -106,17 +106,17 @@ def run(
     way = road(q, k, v)
     if way != "eager":
         if way == "watched":
-            return _run_watched(q, k, v, asked, seed, plan, statistics)
+            return _run_watched(q, k, v, keywords, seed, plan, statistics)
         if statistics:
             fix = "ask for return_stats outside of them"
             raise Unsupported("tilewise has no statistics inside of torch.func transforms", fix=fix)
-        return _run_transformed(q, k, v, asked, seed, plan, way == "transformed watched")
+        return _run_transformed(q, k, v, keywords, seed, plan, way == "transformed watched")
     if any_autocast():
         q, k, v = _autocast(q, k, v)
     if plan is None:
-        plan = cached_plan(q, k, v, asked)
+        plan = cached_plan(q, k, v, keywords)
     else:
-        _check_plan(plan, q, k, v, asked)
+        _check_plan(plan, q, k, v, keywords)
     if q.is_neg() or k.is_neg() or v.is_neg():
         # The imaginary part of a conjugate: its sign is a flag that kernels do not see.
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
@@ -124,17 +124,17 @@ def run(
         q.requires_grad
         or k.requires_grad
         or v.requires_grad
-        or (not asked.plain and _captured_gradient(asked))
+        or (not keywords.plain and _captured_gradient(keywords))
     )
-    bare, alone = seed is None and asked.plain, out_alone and not gradient
+    bare, alone = seed is None and keywords.plain, out_alone and not gradient
     if bare and out_alone and plan.output is not None and not gradient:
         return _new(Result, (plan.output(q, k, v), *_UNSEEN))
     if bare and not plan.problem.dropout_p:
         operands = _new(Operands, (q, k, v, *_NOTHING_ELSE, gradient, alone))
     else:
-        operands = build_operands(plan.problem, q, k, v, asked, seed, alone, gradient)
+        operands = build_operands(plan.problem, q, k, v, keywords, seed, alone, gradient)
     if gradient:
-        check_forward_only(q, k, v, asked)
+        check_forward_only(q, k, v, keywords)
         return differentiable(operands, plan, statistics)
     result: Result = plan.forward(operands, statistics)
     return result
@@ -144,7 +144,7 @@ def run_paged(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    asked: Asked,
+    keywords: Keywords,
     plan: Plan | None = None,
     statistics: Statistics = "",
     out_alone: bool = False,
@@ -155,17 +155,17 @@ def run_paged(
     q, k, v = _autocast(q, k, v)
     if way != "eager":
         if plan is not None:
-            _check_keywords(plan, asked)
-            asked = _asked_of(plan, asked)
-        return call_paged(q, k, v, asked, statistics)
+            _check_keywords(plan, keywords)
+            keywords = _keywords_of(plan, keywords)
+        return call_paged(q, k, v, keywords, statistics)
     if plan is not None:
-        _check_plan(plan, q, k, v, asked)
-    return attend_pages(q, k, v, asked, plan, statistics, out_alone)
+        _check_plan(plan, q, k, v, keywords)
+    return attend_pages(q, k, v, keywords, plan, statistics, out_alone)
 
 
-def _captured_gradient(asked: Asked) -> bool:
+def _captured_gradient(keywords: Keywords) -> bool:
     """Return whether sinks, scales or something that the score captured may want a gradient."""
-    tensors = (asked.sinks, *asked.scales, *asked.score.captured)
+    tensors = (keywords.sinks, *keywords.scales, *keywords.score.captured)
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
@@ -173,13 +173,13 @@ def _run_transformed(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    asked: Asked,
+    keywords: Keywords,
     seed: int | Tensor | None,
     plan: Plan | None,
     watched: bool,
 ) -> Result:
     """Attention inside of torch.func transforms or of a forward-mode level."""
-    tensors = (q, k, v, asked.sinks, *asked.mask.captured, *asked.score.captured)
+    tensors = (q, k, v, keywords.sinks, *keywords.mask.captured, *keywords.score.captured)
     refuse_transforms(tensors, watched)
     if q.dtype is FLOAT8:
         raise Unsupported(
@@ -188,55 +188,55 @@ def _run_transformed(
             fix="call it outside of them; to differentiate, compute in bfloat16",
         )
     if watched:
-        return _run_watched(q, k, v, asked, seed, plan, "")
-    refuse_constants(asked.score)
-    refuse_batched(asked.cu_seqlens)
+        return _run_watched(q, k, v, keywords, seed, plan, "")
+    refuse_constants(keywords.score)
+    refuse_batched(keywords.cu_seqlens)
     q, k, v = _autocast(q, k, v)
     if plan is None:
-        plan = cached_plan(q, k, v, asked, wrapped=True)
+        plan = cached_plan(q, k, v, keywords, wrapped=True)
     else:
-        _check_plan(plan, q, k, v, asked, wrapped=True)
+        _check_plan(plan, q, k, v, keywords, wrapped=True)
     q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
-    return attend(build_operands(plan.problem, q, k, v, asked, seed), plan)
+    return attend(build_operands(plan.problem, q, k, v, keywords, seed), plan)
 
 
 def _run_watched(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    asked: Asked,
+    keywords: Keywords,
     seed: int | Tensor | None,
     plan: Plan | None,
     statistics: Statistics,
 ) -> Result:
     """Attention through the torch ops; a held plan then only fills in keywords."""
     if any_nested(q, k, v):
-        result = run(*packed(q, k, v, asked), seed, plan, statistics)
+        result = run(*packed(q, k, v, keywords), seed, plan, statistics)
         return nested(result, q)
     if plan is not None:
-        _check_keywords(plan, asked)
-        asked = _asked_of(plan, asked)
+        _check_keywords(plan, keywords)
+        keywords = _keywords_of(plan, keywords)
     q, k, v = _autocast(q, k, v)
-    return ops.call(q, k, v, asked, seed, statistics)
+    return ops.call(q, k, v, keywords, seed, statistics)
 
 
 @left_alone
 def _check_plan(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, asked: Asked, wrapped: bool = False
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, keywords: Keywords, wrapped: bool = False
 ) -> None:
     """Refuse a held plan that is for another call (``wrapped``: as in ``cached_plan``).
 
     Raises:
         InvalidArgument, InvalidType: the call is not the one that the plan is for.
     """
-    if asked is not NO_KEYWORDS or type(plan) is not Plan or not plan.bare:
-        _check_keywords(plan, asked)
+    if keywords is not NO_KEYWORDS or type(plan) is not Plan or not plan.bare:
+        _check_keywords(plan, keywords)
     try:
         made, read = (plan.shown, shown) if wrapped else (plan.signature, reader())
         same = made == read(q, k, v)
     except (TypeError, RuntimeError, BufferError):
         # A nested tensor has no shape: validation names it.
-        build_problem(q, k, v, asked)
+        build_problem(q, k, v, keywords)
         raise
     if not same:
         raise InvalidArgument(
@@ -247,13 +247,13 @@ def _check_plan(
         )
 
 
-def _check_keywords(plan: Plan, asked: Asked) -> None:
+def _check_keywords(plan: Plan, keywords: Keywords) -> None:
     """Refuse a held plan that is for other keywords than the call's."""
     if type(plan) is not Plan:
         raise InvalidType("plan", f"a {type(plan).__name__}", "a Plan made by tilewise.plan()")
     problem = plan.problem
-    mask, score, scale, dropout_p, sinks, backend, cu_seqlens, *_ = asked
-    pages = asked.pages
+    mask, score, scale, dropout_p, sinks, backend, cu_seqlens, *_ = keywords
+    pages = keywords.pages
     packed = cu_seqlens is not None if pages is None else pages.cu_seqlens_q is not None
     # Text with a "[" names slots: such a mask or score has tensors to bring.
     if (
@@ -275,7 +275,7 @@ def _check_keywords(plan: Plan, asked: Asked) -> None:
             "Say the same keywords as to tilewise.plan(); a mask or score that captures tensors "
             "must be passed again.",
         )
-    check_call_scales(problem, asked.scales)
+    check_call_scales(problem, keywords.scales)
     if sinks is not None or cu_seqlens is not None:
         _check_plan_tensors(problem, sinks, cu_seqlens)
     if pages is not None:
@@ -309,11 +309,11 @@ def _check_plan_pages(problem: Problem, pages: Pages) -> None:
         )
 
 
-def _asked_of(plan: Plan, asked: Asked) -> Asked:
+def _keywords_of(plan: Plan, keywords: Keywords) -> Keywords:
     """Return the keywords of a call with those of its plan filled in."""
     problem = plan.problem
-    mask, score = asked.mask, asked.score
-    return asked._replace(
+    mask, score = keywords.mask, keywords.score
+    return keywords._replace(
         mask=mask if mask.text else Mask(problem.mask),
         score=score if score.text else Score(problem.score),
         scale=problem.scale,

@@ -9,22 +9,22 @@ import torch
 import tilewise
 from tilewise.chips import Chip
 from tilewise.engine import registry
-from tilewise.engine.explanation import told
+from tilewise.engine.explanation import described
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.kernels.base import Backend
 from tilewise.kernels.gpu.config import LARGEST_WIDTH
 from tilewise.plan.plan import Tiles
 from tilewise.plan.traffic.account import Account, account
-from tilewise.plan.traffic.words import lines
+from tilewise.plan.traffic.report import lines
 from tilewise.problem import Problem
 from tilewise.validation import dense_problem
 from tilewise.variants import masks, scores
 from tilewise.variants.program import encode
 
-__all__ = ["Asked", "Told", "tell"]
+__all__ = ["Answer", "Question", "answer"]
 
 
-class Asked(NamedTuple):
+class Question(NamedTuple):
     """The call to explain.
 
     Args:
@@ -46,7 +46,7 @@ class Asked(NamedTuple):
     notes: tuple[tuple[str, str], ...]
 
 
-class Told(NamedTuple):
+class Answer(NamedTuple):
     """What there is to say.
 
     Args:
@@ -62,11 +62,11 @@ class Told(NamedTuple):
     chip: Chip | None
 
 
-def tell(asked: Asked, chip: Chip | None, dropout_p: float, backend: str | None) -> Told:
+def answer(question: Question, chip: Chip | None, dropout_p: float, backend: str | None) -> Answer:
     """Return the explanation of what is asked.
 
     Args:
-        asked: the problem.
+        question: the problem.
         chip: a row; None for this machine.
         dropout_p: the probability of dropping.
         backend: asked for by name; None chooses.
@@ -76,31 +76,31 @@ def tell(asked: Asked, chip: Chip | None, dropout_p: float, backend: str | None)
         Unsupported: the chip's kernels cannot do it.
     """
     if chip is not None and chip.kind == "gpu":
-        return _elsewhere(asked, chip, dropout_p, backend)
+        return _elsewhere(question, chip, dropout_p, backend)
     # Nobody touches these, so the system gives them no memory, however large they are.
-    q, k, v = _tensors(asked, "cpu")
+    q, k, v = _tensors(question, "cpu")
     found = tilewise.explain(
-        q, k, v, mask=asked.mask, score=asked.score, dropout_p=dropout_p, backend=backend
+        q, k, v, mask=question.mask, score=question.score, dropout_p=dropout_p, backend=backend
     )
     if chip is not None:
         found = found._replace(chip=chip)
     problem = None if found.plan is None else found.plan.problem
-    return Told(str(found), problem, found.account, found.chip)
+    return Answer(str(found), problem, found.account, found.chip)
 
 
-def _tensors(asked: Asked, device: str) -> list[torch.Tensor]:
-    shapes = (asked.queries, asked.keys, (*asked.keys[:3], asked.value_dim))
-    return [torch.empty(shape, dtype=asked.dtype, device=device) for shape in shapes]
+def _tensors(question: Question, device: str) -> list[torch.Tensor]:
+    shapes = (question.queries, question.keys, (*question.keys[:3], question.value_dim))
+    return [torch.empty(shape, dtype=question.dtype, device=device) for shape in shapes]
 
 
-def _elsewhere(asked: Asked, chip: Chip, dropout_p: float, backend: str | None) -> Told:
+def _elsewhere(question: Question, chip: Chip, dropout_p: float, backend: str | None) -> Answer:
     """Return the GPU backend's tiles for the family of a GPU that need not be here."""
     if backend not in (None, "gpu"):
         raise InvalidArgument("backend", repr(backend), f"'gpu', or none, on {chip.name}")
     made = dense_problem(
-        *_tensors(asked, "meta"),
-        mask=() if asked.mask is None else asked.mask.program,
-        score=() if asked.score is None else asked.score.program,
+        *_tensors(question, "meta"),
+        mask=() if question.mask is None else question.mask.program,
+        score=() if question.score is None else question.score.program,
         scale=None,
         dropout_p=dropout_p,
         sinks=None,
@@ -112,13 +112,13 @@ def _elsewhere(asked: Asked, chip: Chip, dropout_p: float, backend: str | None) 
     found = account(problem, loops)
     texts = encode(problem.mask), encode(problem.score)
     splits = -(-problem.keys // loops.split_keys) if loops.split_keys else 1
-    text = told(problem, "gpu", Tiles(*loops.forward, max(1, splits)), *texts)
+    text = described(problem, "gpu", Tiles(*loops.forward, max(1, splits)), *texts)
     text += [f"{name:9} {line}" for name, line in lines(found, chip)]
     for name in registry.BACKEND_NAMES:
         if name != "gpu":
             reasons = _reasons(registry.load(name), problem)
             text += [f"not {name}:", *(f"  {reason}" for reason in reasons)]
-    return Told("\n".join(text), problem, found, chip)
+    return Answer("\n".join(text), problem, found, chip)
 
 
 def _check(problem: Problem) -> None:

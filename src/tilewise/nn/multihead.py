@@ -213,8 +213,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         check_same("value", values, keys, "key")
         packed = self._projected(rows.values, keys.values, values.values)
         q, k, v = (_by_heads(x, self.num_heads) for x in packed)
-        asked = self._keywords(Masks(causal("top_left") if call.is_causal else None, None))
-        out = attention_varlen(q, k, v, rows.cu_seqlens, keys.cu_seqlens, **asked)
+        keywords = self._keywords(Masks(causal("top_left") if call.is_causal else None, None))
+        out = attention_varlen(q, k, v, rows.cu_seqlens, keys.cu_seqlens, **keywords)
         found = linear(out.flatten(1), self.out_proj.weight, self.out_proj.bias)
         return nested_as(found, rows)
 

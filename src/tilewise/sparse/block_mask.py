@@ -97,18 +97,18 @@ class BlockMask(Mask):
             plain = plain.to_mask()
         if not plain.program:
             plain = Mask(_EVERYTHING)
-        asked = sizes(queries, keys, batch, heads, cu_seqlens_q, cu_seqlens_k, dtype)
+        extents = sizes(queries, keys, batch, heads, cu_seqlens_q, cu_seqlens_k, dtype)
         block = _checked(block)
         with torch.no_grad():
-            table = build(plain, asked, block)
+            table = build(plain, extents, block)
         slot = len(plain.captured)
         captured = (*plain.captured, table.covers)
         slots: tuple[int, ...] = (slot,)
-        if asked.cu_seqlens is not None:
-            counts = (asked.query_counts, asked.key_counts)
+        if extents.cu_seqlens is not None:
+            counts = (extents.query_counts, extents.key_counts)
             captured += tuple([torch.tensor(each, dtype=torch.int64) for each in counts])
             slots = (slot, slot + 1, slot + 2)
-        params = (*block, table.batch, table.heads, *asked.longest, table.width)
+        params = (*block, table.batch, table.heads, *extents.longest, table.width)
         return cls((*plain.program, Instr("tiles", params, slots)), captured)
 
     @classmethod

@@ -188,8 +188,8 @@ def mask_mod(mask: Mask, queries: int, keys: int) -> Callable[..., Tensor]:
             loads = [held[slot] for slot in instr.slots]
             expr = expressions.decode(str(instr.params[0]))
             floats = torch.float32
-            asked: dict[str, Any] = {"b": b, "h": h, "m": m, "n": n, "loads": loads}
-            return evaluate(expr, s=None, queries=queries, keys=keys, dtype=floats, **asked)[0]
+            keywords: dict[str, Any] = {"b": b, "h": h, "m": m, "n": n, "loads": loads}
+            return evaluate(expr, s=None, queries=queries, keys=keys, dtype=floats, **keywords)[0]
         return _stored(instr, held, b, h, m, n)
 
     def _stored(

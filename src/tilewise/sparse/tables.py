@@ -115,7 +115,7 @@ def whole(name: str, value: object, least: int = 0) -> int:
     return value
 
 
-def build(mask: Mask, asked: Sizes, block: tuple[int, int]) -> Table:
+def build(mask: Mask, extents: Sizes, block: tuple[int, int]) -> Table:
     """Return the table of a mask.
 
     Raises:
@@ -123,32 +123,32 @@ def build(mask: Mask, asked: Sizes, block: tuple[int, int]) -> Table:
             given, or what it captures does not fit.
     """
     by_batch, by_head = _depends(mask)
-    by_batch = by_batch or asked.cu_seqlens is not None
+    by_batch = by_batch or extents.cu_seqlens is not None
     for name, letter, depends, given in (
-        ("batch", "B", by_batch, asked.batch),
-        ("heads", "Hq", by_head, asked.heads),
+        ("batch", "B", by_batch, extents.batch),
+        ("heads", "Hq", by_head, extents.heads),
     ):
         if depends and given is None:
             raise InvalidArgument(name, "None", f"{letter}, because the mask depends on it")
-    batch = 1 if asked.batch is None else asked.batch
-    heads = 1 if asked.heads is None else asked.heads
-    longest = asked.longest
-    ragged = asked.cu_seqlens is not None
-    extent = Extent(batch, heads, *longest, ragged, asked.key_counts, asked.query_counts)
+    batch = 1 if extents.batch is None else extents.batch
+    heads = 1 if extents.heads is None else extents.heads
+    longest = extents.longest
+    ragged = extents.cu_seqlens is not None
+    extent = Extent(batch, heads, *longest, ragged, extents.key_counts, extents.query_counts)
     device = mask.captured[0].device if mask.captured else torch.device("cpu")
     extent = extent._replace(check_values=device.type == "cpu")
-    tensors = lower_mask(mask.program, mask.captured, extent, device, asked.dtype)
+    tensors = lower_mask(mask.program, mask.captured, extent, device, extents.dtype)
     layout = "varlen" if ragged else "dense"
-    widths = (heads, heads, asked.queries, asked.keys, 1, 1)
+    widths = (heads, heads, extents.queries, extents.keys, 1, 1)
     problem = Problem(
-        batch, *widths, asked.dtype, device.type, layout, mask.program, (), 1.0, 0.0, False
+        batch, *widths, extents.dtype, device.type, layout, mask.program, (), 1.0, 0.0, False
     )
     rows, columns = (-(-size // one) for size, one in zip(longest, block, strict=True))
     grid = Grid(*block, batch if by_batch else 1, heads if by_head else 1, rows, columns)
     nothing = torch.empty(0, device=device)
-    cu_q, cu_k = asked.cu_seqlens or (None, None)
+    cu_q, cu_k = extents.cu_seqlens or (None, None)
     operands = Operands(nothing, nothing, nothing, tensors, (), None, cu_q, cu_k)
-    wide = statistics_dtype(asked.dtype) is torch.float64
+    wide = statistics_dtype(extents.dtype) is torch.float64
     return Table(
         _covers(problem, operands, grid),
         batch if by_batch else 0,

@@ -224,7 +224,7 @@ def test_absence_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_dtype_of_products_is_that_of_the_kernels(family: str, asked: dict[str, int]) -> None:
     """``loops`` may not load Triton: it says for itself what ``eight_bits`` decides."""
     pytest.importorskip("triton")
-    from tilewise.kernels.gpu.walk.eight import eight_bits
+    from tilewise.kernels.gpu.walk.float8 import eight_bits
 
     backend, problem = gpu.GpuBackend(), _problem(dtype=torch.float8_e4m3fn, **asked)
     eight = eight_bits(problem, family, whole_walk=not config.decodes(problem))

@@ -16,7 +16,7 @@ import pytest
 
 from tilelab.gate.__main__ import main
 from tilelab.gate.cases import CASES
-from tilelab.gate.conduct import compile_all, environment
+from tilelab.gate.compilers import compile_all, environment
 from tilelab.gate.machine import of_amdgcn, of_sass
 from tilelab.gate.record import TARGETS, Case, Record, cases_of, table, target_named
 from tilelab.gate.search import ladder

@@ -16,8 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tilelab.common.clock import seconds_of
 from tilelab.gpu_check import host, steps, worker
-from tilelab.gpu_check.conduct import _processes
 from tilelab.gpu_check.record import Row
+from tilelab.gpu_check.schedule import _processes
 from tilelab.gpu_check.setting import TINY, Setting
 
 STUBBED = Setting("tiled")

@@ -22,11 +22,11 @@ from tilelab.common.svg import (
 )
 from tilewise.chips import Chip
 from tilewise.errors import InvalidArgument
-from tilewise.inspect.answer import Asked, Told
+from tilewise.inspect.answer import Answer, Question
 from tilewise.plan.traffic.account import Account
 from tilewise.plan.traffic.count import Traffic, merged
+from tilewise.plan.traffic.report import amount, lead
 from tilewise.plan.traffic.time import balance
-from tilewise.plan.traffic.words import amount, lead
 
 __all__ = ["page"]
 
@@ -157,11 +157,11 @@ class _Table(NamedTuple):
     rows: list[_Row]
 
 
-def page(asked: Asked, found: Told) -> str:
+def page(question: Question, found: Answer) -> str:
     """Return the page.
 
     Args:
-        asked: what was asked.
+        question: what was asked.
         found: the explanation of it.
     """
     account, chip = found.account, found.chip
@@ -182,7 +182,7 @@ def page(asked: Asked, found: Told) -> str:
         lstrip_blocks=True,
     )
     style = style_sheet()
-    batch, heads, queries, head_dim = asked.queries
+    batch, heads, queries, head_dim = question.queries
     return environment.get_template("page.html").render(
         style=Markup(style),
         lead="" if account is None else lead(account, chip),
@@ -190,7 +190,7 @@ def page(asked: Asked, found: Told) -> str:
         chip="" if chip is None else chip.name,
         source="" if chip is None else chip.source,
         text=found.text,
-        notes=asked.notes,
+        notes=question.notes,
         roofline=roofline,
         missing=missing,
         bars=None if account is None else draw_bars(account, chip),

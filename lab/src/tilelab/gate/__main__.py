@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from tilelab.gate.conduct import Compiled, compile_all
+from tilelab.gate.compilers import Compiled, compile_all
 from tilelab.gate.record import TARGETS, Case, Record, Target, cases_of, table
 from tilelab.gate.verdicts import Baseline, baseline_path, faults, load, out_of_date, store
 from tilewise.errors import TilewiseError

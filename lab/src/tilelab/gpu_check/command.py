@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from tilelab.gpu_check.conduct import conduct
 from tilelab.gpu_check.record import COMPLETE, ONLY, Record
+from tilelab.gpu_check.schedule import conduct
 from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.steps import STEPS, Step
 from tilelab.gpu_check.table import table

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 
 from tilelab.gpu_check.setting import Setting
-from tilelab.tune.conduct import MOST, Finding, Team, tune
 from tilelab.tune.jobs import Job, candidates, table_blocks
+from tilelab.tune.trials import MOST, Finding, Team, tune
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.folders import cache_folder
 from tilewise.inspect.gpu import KINDS, PASSES, WIDTHS, chip_of, family_of, why_unfit

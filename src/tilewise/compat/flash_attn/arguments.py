@@ -12,12 +12,12 @@ from torch import Tensor
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.variants import masks, scores
 
-__all__ = ["Asked", "WindowSize", "as_flash_attn", "bounds", "check_tensor", "is_local", "read"]
+__all__ = ["Options", "WindowSize", "as_flash_attn", "bounds", "check_tensor", "is_local", "read"]
 
 WindowSize: TypeAlias = Sequence[Any] | Tensor  # two integers, or two tensors of one integer
 
 
-class Asked(NamedTuple):
+class Options(NamedTuple):
     """Arguments of a call of flash-attn other than its tensors.
 
     Args:
@@ -56,7 +56,7 @@ def read(
     window_size: WindowSize,
     softcap: float,
     alibi_slopes: Tensor | None,
-) -> Asked:
+) -> Options:
     """Return the flags of a call with so many sequences and query heads.
 
     Raises:
@@ -71,7 +71,7 @@ def read(
     if alibi_slopes is not None:
         _check_slopes(alibi_slopes, sequences, heads)
     mask = _mask(causal, *bounds(window_size))
-    return Asked(mask, float(softcap), alibi_slopes, softmax_scale, dropout_p)
+    return Options(mask, float(softcap), alibi_slopes, softmax_scale, dropout_p)
 
 
 def bounds(window_size: WindowSize) -> tuple[int, int]:

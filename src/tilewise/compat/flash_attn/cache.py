@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.compat.flash_attn.arguments import Asked
+from tilewise.compat.flash_attn.arguments import Options
 from tilewise.compat.flash_attn.forward_only import forward_only
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.functional import AttentionResult, attention_paged
@@ -55,7 +55,7 @@ class Cache(NamedTuple):
 def attend(
     q: Tensor,
     cache: Cache,
-    asked: Asked,
+    options: Options,
     given: Mapping[str, Tensor | None],
     cu_seqlens_q: Tensor | None = None,
 ) -> AttentionResult:
@@ -64,8 +64,8 @@ def attend(
     Args:
         q: [B, M, Hq, D], or packed [Tq, Hq, D] with cu_seqlens_q.
         cache: of B sequences; ``check_lengths`` and ``check_blocks`` have looked at it.
-        asked: flags, without dropout. Positions count from the end of the keys, so that ``starts``
-            moves none of them.
+        options: without dropout. Positions count from the end of the keys, so that ``starts`` moves
+            none of them.
         given: the caller's tensors by their names, q, keys and values among them: one that requires
             a gradient is named when somebody asks for it.
         cu_seqlens_q: integer [B + 1], or None.
@@ -81,7 +81,7 @@ def attend(
         bare = cache
         if cache.starts is not None and cache.starts.is_cpu:
             bare = _without_padding(cache, cache.starts)
-        found = in_place(q, bare, asked, cu_seqlens_q)
+        found = in_place(q, bare, options, cu_seqlens_q)
     assert found.lse is not None
     out, lse = forward_only(_WHAT, _FIX, (found.out, found.lse), given)
     return AttentionResult(out, lse, found.stats)
@@ -111,12 +111,12 @@ def check_integers(name: str, tensor: object, shape: tuple[int | None, ...], dev
 def in_place(
     q: Tensor,
     cache: Cache,
-    asked: Asked,
+    options: Options,
     cu_seqlens_q: Tensor | None = None,
     backend: str | None = None,
 ) -> AttentionResult:
     """``attend`` by ``attention_paged``, whose pages are the cache's blocks."""
-    mask, starts = asked.mask, cache.starts
+    mask, starts = options.mask, cache.starts
     if starts is not None:
         after = masks.function(lambda b, h, m, n: n >= starts[b])
         mask = after if mask is None else mask & after
@@ -129,8 +129,8 @@ def in_place(
         cache.lengths,
         cu_seqlens_q,
         mask=mask,
-        score=asked.score(),
-        scale=asked.scale,
+        score=options.score(),
+        scale=options.scale,
         return_lse=True,
         backend=backend,
     )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.compat.flash_attn.arguments import Asked, as_flash_attn, check_tensor
+from tilewise.compat.flash_attn.arguments import Options, as_flash_attn, check_tensor
 from tilewise.compat.flash_attn.cache import (
     Cache,
     attend,
@@ -77,14 +77,14 @@ def check_packed(packing: Packing, pages: bool, q: object, **keys: object) -> No
         check_tensor(name, tensor, "[sequences + 1]")
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, asked: Asked, lse: bool, signed: bool) -> Answer:
+def dense(q: Tensor, k: Tensor, v: Tensor, options: Options, lse: bool, signed: bool) -> Answer:
     """Attention of [B, S, H, D] tensors.
 
     Args:
         q: the queries.
         k: the keys.
         v: the values.
-        asked: the flags.
+        options: the flags.
         lse: ask for it.
         signed: ask for signed probabilities, which are there with dropout only.
 
@@ -92,8 +92,8 @@ def dense(q: Tensor, k: Tensor, v: Tensor, asked: Asked, lse: bool, signed: bool
         InvalidArgument, InvalidType: naming the argument that is wrong.
     """
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    seed = draw_seed(q.device) if asked.dropout_p else None
-    keywords = asked.keywords(seed)
+    seed = draw_seed(q.device) if options.dropout_p else None
+    keywords = options.keywords(seed)
     nothing = q.new_empty(0)
     if not lse:
         out = attention(q, k, v, **keywords).transpose(1, 2)
@@ -101,12 +101,12 @@ def dense(q: Tensor, k: Tensor, v: Tensor, asked: Asked, lse: bool, signed: bool
     found = attention(q, k, v, **keywords, return_lse=True)
     probabilities = nothing
     if signed and seed is not None:
-        probabilities = signed_probabilities(q, k, v, found.lse, asked, seed)
+        probabilities = signed_probabilities(q, k, v, found.lse, options, seed)
     return Answer(found.out.transpose(1, 2), as_flash_attn(found.lse), probabilities, seed)
 
 
 def packed(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, asked: Asked, lse: bool, signed: bool
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: Options, lse: bool, signed: bool
 ) -> Answer:
     """Attention of packed sequences; the other arguments are those of ``dense``.
 
@@ -114,8 +114,8 @@ def packed(
         InvalidArgument, InvalidType: naming the argument that is wrong.
     """
     starts, longest = packing.starts, (packing.max_seqlen_q, packing.max_seqlen_k)
-    seed = draw_seed(q.device) if asked.dropout_p else None
-    keywords = asked.keywords(seed)
+    seed = draw_seed(q.device) if options.dropout_p else None
+    keywords = options.keywords(seed)
     nothing = q.new_empty(0)
     if not lse:
         return Answer(attention_varlen(q, k, v, *starts, **keywords), None, nothing, seed)
@@ -123,7 +123,7 @@ def packed(
     probabilities = nothing
     if signed and seed is not None:
         found_lse = found.lse
-        probabilities = signed_probabilities(q, k, v, found_lse, asked, seed, starts, longest)
+        probabilities = signed_probabilities(q, k, v, found_lse, options, seed, starts, longest)
     return Answer(found.out, as_flash_attn(found.lse), probabilities, seed)
 
 
@@ -132,7 +132,7 @@ def paged(
     k: Tensor,
     v: Tensor,
     packing: Packing,
-    asked: Asked,
+    options: Options,
     block_table: Tensor | None,
     leftpad_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
@@ -144,7 +144,7 @@ def paged(
         k: pages [blocks, page size, Hk, D] with a block_table, else packed [Tk, Hk, D].
         v: as k, with width Dv.
         packing: of the queries and of the keys.
-        asked: the flags.
+        options: the flags.
         block_table: integer [sequences, blocks]; None where keys are packed.
         leftpad_k: integer [sequences]: how many keys at the beginning of each do not count.
         seqused_k: integer [sequences]: how many keys of each there are, instead of all.
@@ -153,10 +153,10 @@ def paged(
         InvalidArgument, InvalidType: naming the argument that is wrong.
         Unsupported: dropout.
     """
-    given = {"q": q, "k": k, "v": v, "alibi_slopes": asked.slopes}
-    if asked.dropout_p:
+    given = {"q": q, "k": k, "v": v, "alibi_slopes": options.slopes}
+    if options.dropout_p:
         raise Unsupported(
-            f"dropout_p = {asked.dropout_p} with a block_table, leftpad_k or seqused_k",
+            f"dropout_p = {options.dropout_p} with a block_table, leftpad_k or seqused_k",
             fix="set dropout_p=0.0, or pass the keys packed, without these",
         )
     rows, keys = packing.starts
@@ -176,7 +176,7 @@ def paged(
     cache = Cache(k, v, lengths, block_table, leftpad_k)
     check_lengths(cache, "cu_seqlens_k" if seqused_k is None else "seqused_k")
     check_blocks(cache)
-    found: AttentionResult = attend(q, cache, asked, given, cu_seqlens_q=rows)
+    found: AttentionResult = attend(q, cache, options, given, cu_seqlens_q=rows)
     return Answer(found.out, as_flash_attn(found.lse), q.new_empty(0))
 
 

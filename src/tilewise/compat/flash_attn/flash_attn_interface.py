@@ -110,8 +110,8 @@ def flash_attn_func(
     """
     check_dense(q=q, k=k, v=v)
     flags = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    asked = read(q.shape[0], q.shape[2], *flags)
-    found = dense(q, k, v, asked, lse=return_attn_probs, signed=return_attn_probs)
+    options = read(q.shape[0], q.shape[2], *flags)
+    found = dense(q, k, v, options, lse=return_attn_probs, signed=return_attn_probs)
     return (found.out, found.lse, found.signed) if return_attn_probs else found.out
 
 
@@ -280,9 +280,9 @@ def _varlen(
     block_table: Tensor | None = None,
 ) -> Any:
     check_packed(packing, block_table is not None, q, k=k, v=v)
-    asked = read(packing.cu_seqlens_q.shape[0] - 1, q.shape[1], *flags)
+    options = read(packing.cu_seqlens_q.shape[0] - 1, q.shape[1], *flags)
     if block_table is not None:
-        found = paged(q, k, v, packing, asked, block_table)
+        found = paged(q, k, v, packing, options, block_table)
     else:
-        found = packed(q, k, v, packing, asked, lse=return_attn_probs, signed=return_attn_probs)
+        found = packed(q, k, v, packing, options, lse=return_attn_probs, signed=return_attn_probs)
     return (found.out, found.lse, found.signed) if return_attn_probs else found.out

@@ -104,7 +104,7 @@ def flash_attn_with_kvcache(
     _check_splits(num_splits)
     window = bounds(window_size)
     flags = (softmax_scale, causal, window, softcap, alibi_slopes)
-    asked = read(q.shape[0], q.shape[2], 0.0, *flags)
+    options = read(q.shape[0], q.shape[2], 0.0, *flags)
     cache = _cache(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     _check_both("k", k, "v", v)
     _check_both("rotary_cos", rotary_cos, "rotary_sin", rotary_sin)
@@ -124,7 +124,7 @@ def flash_attn_with_kvcache(
             q, k = _rotated(q, k, pair, cache, local, rotary_interleaved)
         cache = _append(cache, k, v)
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
-    result = attend(q, cache, asked, {**given, "alibi_slopes": alibi_slopes})
+    result = attend(q, cache, options, {**given, "alibi_slopes": alibi_slopes})
     if not return_softmax_lse:
         return result.out
     return result.out, as_flash_attn(result.lse)

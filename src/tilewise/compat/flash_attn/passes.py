@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from tilewise.compat.flash_attn.arguments import Asked, check_tensor, read
+from tilewise.compat.flash_attn.arguments import Options, check_tensor, read
 from tilewise.compat.flash_attn.calls import (
     Answer,
     Packing,
@@ -81,9 +81,9 @@ def _flash_attn_forward(
     check_dense(q=q, k=k, v=v)
     window = (window_size_left, window_size_right)
     flags = (dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
-    asked = read(q.shape[0], q.shape[2], *flags)
+    options = read(q.shape[0], q.shape[2], *flags)
     with torch.no_grad():
-        found = dense(q, k, v, asked, lse=True, signed=return_softmax)
+        found = dense(q, k, v, options, lse=True, signed=return_softmax)
     return _passed("_flash_attn_forward", found, q, k, v)
 
 
@@ -142,12 +142,12 @@ def _flash_attn_varlen_forward(
     check_packed(packing, block_table is not None, q, k=k, v=v)
     window = (window_size_left, window_size_right)
     flags = (dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
-    asked = read(cu_seqlens_q.shape[0] - 1, q.shape[1], *flags)
+    options = read(cu_seqlens_q.shape[0] - 1, q.shape[1], *flags)
     with torch.no_grad():
         if block_table is None and leftpad_k is None and seqused_k is None:
-            found = packed(q, k, v, packing, asked, lse=True, signed=return_softmax)
+            found = packed(q, k, v, packing, options, lse=True, signed=return_softmax)
         else:
-            found = paged(q, k, v, packing, asked, block_table, leftpad_k, seqused_k)
+            found = paged(q, k, v, packing, options, block_table, leftpad_k, seqused_k)
     return _passed("_flash_attn_varlen_forward", found, q, k, v)
 
 
@@ -203,15 +203,15 @@ def _flash_attn_backward(
     check_dense(dout=dout, q=q, k=k, v=v, out=out)
     window = (window_size_left, window_size_right)
     flags = (dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
-    asked = read(q.shape[0], q.shape[2], *flags)
+    options = read(q.shape[0], q.shape[2], *flags)
     _check_rows(dout, q, v, out, softmax_lse, (q.shape[0], q.shape[2], q.shape[1]))
-    seed = _seed_of(rng_state, asked)
+    seed = _seed_of(rng_state, options)
     with torch.no_grad():
         g, x, y, z, o = (each.transpose(1, 2) for each in (dout, q, k, v, out))
         given = _Given(g, x, y, z, o, softmax_lse)
         buffers = [None if x is None else x.transpose(1, 2) for x in _checked(dq, dk, dv, q, k, v)]
-        _write_gradients(given, buffers, asked, seed, None)
-        delta = _delta(given, asked)
+        _write_gradients(given, buffers, options, seed, None)
+        delta = _delta(given, options)
         return torch.nn.functional.pad(delta, (0, -delta.shape[-1] % _PIECE))
 
 
@@ -257,13 +257,13 @@ def _flash_attn_varlen_backward(
     window = (window_size_left, window_size_right)
     flags = (dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
     sequences = cu_seqlens_q.shape[0] - 1
-    asked = read(sequences, q.shape[1], *flags)
+    options = read(sequences, q.shape[1], *flags)
     _check_rows(dout, q, v, out, softmax_lse, (q.shape[1], q.shape[0]))
-    seed = _seed_of(rng_state, asked)
+    seed = _seed_of(rng_state, options)
     with torch.no_grad():
         given = _Given(dout, q, k, v, out, softmax_lse)
-        _write_gradients(given, _checked(dq, dk, dv, q, k, v), asked, seed, packing.starts)
-        delta = _delta(given, asked)
+        _write_gradients(given, _checked(dq, dk, dv, q, k, v), options, seed, packing.starts)
+        delta = _delta(given, options)
         starts = cu_seqlens_q.contiguous()
         rows = torch.arange(q.shape[0], device=q.device, dtype=starts.dtype)
         own = torch.searchsorted(starts, rows, right=True) - 1
@@ -282,9 +282,9 @@ def _passed(name: str, found: Answer, q: Tensor, k: Tensor, v: Tensor) -> Passed
     return out, lse, found.signed, state
 
 
-def _seed_of(rng_state: Tensor | None, asked: Asked) -> Tensor | None:
+def _seed_of(rng_state: Tensor | None, options: Options) -> Tensor | None:
     """Return the seed of the forward pass; None without dropout."""
-    if not asked.dropout_p:
+    if not options.dropout_p:
         return None
     required = "what the forward pass returned, an int64 tensor [2], as dropout_p is not 0"
     if not isinstance(rng_state, Tensor):
@@ -334,13 +334,21 @@ def _checked(
 def _write_gradients(
     given: _Given,
     buffers: list[Tensor | None],
-    asked: Asked,
+    options: Options,
     seed: Tensor | None,
     packed: tuple[Tensor, Tensor] | None,
 ) -> None:
     """Compute the gradients that have a buffer, and copy them there."""
     q, k, v = given.q, given.k, given.v
-    keywords = (asked.mask, asked.score(), asked.scale, float(asked.dropout_p), None, None, packed)
+    keywords = (
+        options.mask,
+        options.score(),
+        options.scale,
+        float(options.dropout_p),
+        None,
+        None,
+        packed,
+    )
     wanted = read_keywords(*keywords)
     problem = build_problem(q, k, v, wanted)
     program, captured = wanted.score.program, wanted.score.captured
@@ -367,7 +375,7 @@ def _write_gradients(
         *(packed or (None, None)),
         wanted.mask.text,
         encode(fitted(program)),
-        None if asked.scale is None else problem.scale,
+        None if options.scale is None else problem.scale,
         problem.dropout_p,
         None,
         True,  # out and lse may be of more keys than these
@@ -377,8 +385,8 @@ def _write_gradients(
             buffer.copy_(gradient)
 
 
-def _delta(given: _Given, asked: Asked) -> Tensor:
+def _delta(given: _Given, options: Options) -> Tensor:
     """(1 - dropout_p) * sum over the width of dout * out: [B, Hq, M], packed [Hq, Tq]."""
     wide = statistics_dtype(given.q.dtype)
-    found = (given.dout.to(wide) * given.out.to(wide)).sum(-1) * (1 - asked.dropout_p)
+    found = (given.dout.to(wide) * given.out.to(wide)).sum(-1) * (1 - options.dropout_p)
     return found if found.dim() == 3 else found.transpose(0, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.compat.flash_attn.arguments import Asked
+from tilewise.compat.flash_attn.arguments import Options
 from tilewise.engine.call import build_operands, build_problem, read_keywords
 from tilewise.errors import InvalidArgument
 from tilewise.reference.blocks import Part, parts
@@ -22,7 +22,7 @@ def signed_probabilities(
     k: Tensor,
     v: Tensor,
     lse: Tensor,
-    asked: Asked,
+    options: Options,
     seed: Tensor,
     packed: tuple[Tensor, Tensor] | None = None,
     longest: tuple[int, int] = (0, 0),
@@ -34,7 +34,7 @@ def signed_probabilities(
         k: [B, Hk, N, D]; packed [Tk, Hk, D].
         v: [B, Hk, N, Dv]; packed [Tk, Hk, Dv].
         lse: of the call: [B, Hq, M]; packed [Hq, Tq]; -inf for a row without keys.
-        asked: the flags of the call.
+        options: the flags of the call.
         seed: of its dropout.
         packed: cu_seqlens_q and cu_seqlens_k, or None.
         longest: the result's rows and columns for packed sequences.
@@ -45,7 +45,7 @@ def signed_probabilities(
     Raises:
         InvalidArgument: a sequence is longer than ``longest``.
     """
-    keywords = (asked.mask, asked.score(), asked.scale, asked.dropout_p, None, None, packed)
+    keywords = (options.mask, options.score(), options.scale, options.dropout_p, None, None, packed)
     wanted = read_keywords(*keywords)
     problem = build_problem(q, k, v, wanted)
     operands = build_operands(problem, q, k, v, wanted, seed)

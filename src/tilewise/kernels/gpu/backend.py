@@ -204,7 +204,7 @@ def _holds(problem: Problem) -> bool:
 def _products(problem: Problem, family: str) -> str:
     """Return the dtype that the forward multiplies in if it is not the operands'; else "".
 
-    ``walk.eight.eight_bits`` decides it; explaining a chip that is not here must do without Triton.
+    ``walk.float8.eight_bits`` decides it. Explaining a chip that is not here needs no Triton.
     """
     if problem.dtype is not FLOAT8:
         return ""

@@ -16,7 +16,7 @@ from tilelab.common.clock import Spread
 from tilelab.common.files import compact_json, read_json, write_atomically
 from tilewise.errors import InvalidArgument
 from tilewise.inspect.peaks import absence
-from tilewise.plan.traffic.words import amount, duration
+from tilewise.plan.traffic.report import amount, duration
 
 __all__ = [
     "COMPLETE",

@@ -42,7 +42,7 @@ from tilelab.study.tasks.task import AbstractTask
 from tilelab.study.train.costs import dtype_of
 from tilewise.chips import Chip, named
 from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.inspect.answer import Asked, tell
+from tilewise.inspect.answer import Question, answer
 
 __all__ = ["Predicted", "dry_run", "gpu_named", "predict"]
 
@@ -170,8 +170,8 @@ def _layer_s(
         fix = "Leave its arm out: the time of the others does not depend on it."
         raise Unsupported(f"a prediction of {which.name}, which draws its pattern", fix=fix)
     keys = (batch, kv_heads, length, width)
-    asked = Asked(queries, keys, width, dtype_of(precision), mask, score, 1, ())
-    found = tell(asked, chip, dropout_p, None).account
+    question = Question(queries, keys, width, dtype_of(precision), mask, score, 1, ())
+    found = answer(question, chip, dropout_p, None).account
     assert found is not None
     return found.seconds(found.both.plain if plain else found.both.ours, chip).total
 

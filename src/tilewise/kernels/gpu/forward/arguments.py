@@ -46,11 +46,11 @@ class Form(NamedTuple):
         FOLDED: scores are kept in units of the bare product q.k.
         BLIND: no block is known to be shown whole.
         SKIPS: blocks of which no pair attends may be met.
-        EIGHT: how 8 bits are multiplied, see ``walk.eight``.
+        EIGHT: how 8 bits are multiplied, see ``walk.float8``.
         PART: columns that products are summed over at a time, or 0 for all of them.
         DROPOUT: some pairs are dropped.
         REVERSED: the last tiles come first.
-        TURNED: values are turned, see ``walk.turn``.
+        TURNED: values are turned, see ``walk.transpose``.
         EDGE_STAGES: of the walk over partial blocks, where it has not the kernel's.
     """
 

@@ -27,7 +27,7 @@ from tilewise.kernels.gpu.forward.online import settled, store_numbers, walk_key
 from tilewise.kernels.gpu.forward.statistics import Walk, statistics_launch
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.descriptors import key_rows
-from tilewise.kernels.gpu.walk.eight import (
+from tilewise.kernels.gpu.walk.float8 import (
     decoded,
     eight_bits,
     folded,
@@ -50,7 +50,7 @@ from tilewise.kernels.gpu.walk.tiles import (
     split_range,
     store_tile,
 )
-from tilewise.kernels.gpu.walk.turn import begin_turned, turn_values, turns
+from tilewise.kernels.gpu.walk.transpose import begin_turned, turn_values, turns
 from tilewise.problem import Operands, Problem, Result
 
 __all__ = ["attend", "forward_launches"]

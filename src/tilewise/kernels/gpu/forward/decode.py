@@ -29,7 +29,7 @@ from tilewise.kernels.gpu.forward.merge import empty_partials, merge_launch, spl
 from tilewise.kernels.gpu.forward.online import settled, store_numbers, walk_keys
 from tilewise.kernels.gpu.forward.statistics import Walk, statistics_launch
 from tilewise.kernels.gpu.launch import Launch
-from tilewise.kernels.gpu.walk.eight import decoded, eight_bits, with_codes
+from tilewise.kernels.gpu.walk.float8 import decoded, eight_bits, with_codes
 from tilewise.kernels.gpu.walk.pairs import seed_words
 from tilewise.kernels.gpu.walk.tiles import (
     counts_in,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.kernels.gpu.walk.eight import decoded
+from tilewise.kernels.gpu.walk.float8 import decoded
 from tilewise.kernels.gpu.walk.pairs import LOG2E, kept, shown
 from tilewise.kernels.gpu.walk.parts import product_in_parts
 from tilewise.kernels.gpu.walk.tiles import counts_in, list_of, load_keys, load_tile, tile_in

@@ -30,7 +30,7 @@ from tilewise.kernels.gpu.forward.online import (
     walks_of,
 )
 from tilewise.kernels.gpu.launch import Launch
-from tilewise.kernels.gpu.walk.eight import decoded, scaled_for, with_codes
+from tilewise.kernels.gpu.walk.float8 import decoded, scaled_for, with_codes
 from tilewise.kernels.gpu.walk.pairs import LN2, LOG2E, shown
 from tilewise.kernels.gpu.walk.parts import rows_of
 from tilewise.kernels.gpu.walk.tiles import (
@@ -300,7 +300,7 @@ class Walk(NamedTuple):
         variant: the functions of the problem's mask and score.
         blocks: of queries and keys.
         lists: the argument that names the tiles to visit (``walk.tiles.lists_of``).
-        eight: how 8 bits are multiplied (``walk.eight.eight_bits``).
+        eight: how 8 bits are multiplied (``walk.float8.eight_bits``).
     """
 
     config: Config
@@ -313,7 +313,7 @@ class Walk(NamedTuple):
 def statistics_launch(problem: Problem, operands: Operands, result: Result, walk: Walk) -> Launch:
     """Return the launch that fills the statistics of a result, which has memory for them."""
     blocks = walk.blocks
-    operands = with_codes(operands, walk.eight)
+    operands = with_codes(operands, walk.float8)
     tiles = slots_of(problem, problem.queries, blocks.queries)
     arguments = {
         "inputs": (operands.q, operands.k),
@@ -331,7 +331,7 @@ def statistics_launch(problem: Problem, operands: Operands, result: Result, walk
         "tiles": tiles,
         "scale": problem.scale,
     }
-    form = form_of(problem, operands, walk.config, walk.variant, blocks, walk.eight)
+    form = form_of(problem, operands, walk.config, walk.variant, blocks, walk.float8)
     form = form._replace(PART=walk.config.part("forward", problem))
     constants = {**functions_of(walk.variant), "FORM": form}
     programs = programs_of(problem, problem.heads, tiles)

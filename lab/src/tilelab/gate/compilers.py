@@ -23,7 +23,7 @@ from tilewise.errors import TilewiseError
 __all__ = ["Compiled", "compile_all", "environment"]
 
 PROBE = "tilelab.gate.kernels"
-_MODULE = "tilelab.gate.conduct"
+_MODULE = "tilelab.gate.compilers"
 
 
 class Compiled(NamedTuple):

@@ -10,7 +10,7 @@ How a chip multiplies it is its family's (``config.EightBits``), and ``EIGHT`` o
   block's product begins at 0 and is added in float32;
 * "whole": they add in float32;
 * "casts": decode calls, or keys in pages, on any of these chips. Such a call is bound by bytes, and
-  its values are not transposed (``turn.py``). Operands are float8 and cast to float16.
+  its values are not transposed (``transpose.py``). Operands are float8 and cast to float16.
 
 Probabilities of 8 bits are raised by 2^8 on the way. The largest is then 256 of 448, and those down
 to 2^-14 of it keep all their digits.

@@ -14,8 +14,8 @@ import tilelab
 import tilewise
 from tilelab.gpu_check import conduct as conducting
 from tilelab.gpu_check import steps, worker
-from tilelab.gpu_check.conduct import conduct
 from tilelab.gpu_check.record import Record, Row
+from tilelab.gpu_check.schedule import conduct
 from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.steps import STEPS, Step
 from tilelab.gpu_check.worker import Worker, environment

@@ -12,8 +12,7 @@ import pytest
 
 import tilelab
 import tilewise
-from tilelab.gpu_check import conduct as conducting
-from tilelab.gpu_check import steps, worker
+from tilelab.gpu_check import schedule, steps, worker
 from tilelab.gpu_check.record import Record, Row
 from tilelab.gpu_check.schedule import conduct
 from tilelab.gpu_check.setting import Setting
@@ -120,7 +119,7 @@ def test_the_record_is_kept_after_each_job() -> None:
 
 
 def test_parallel_steps_share_their_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conducting, "_processes", lambda: 3)
+    monkeypatch.setattr(schedule, "_processes", lambda: 3)
     made: list[Worker] = []
 
     def start(setting: Setting, parallel: bool) -> Worker:
@@ -189,7 +188,7 @@ def test_what_a_job_raises_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = worker.do(SELF_TEST, "s", "odd")
     assert [row.status for row in rows] == ["ok", "error"]
     assert rows[1].note == "ValueError: two lines"
-    assert "test_conduct.py" in rows[1].values["traceback"]
+    assert "test_schedule.py" in rows[1].values["traceback"]
     rows = worker.do(SELF_TEST, "s", "not")
     assert [(row.status, row.note) for row in rows] == [("ok", ""), ("unsupported", "why")]
 

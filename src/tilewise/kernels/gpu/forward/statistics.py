@@ -313,7 +313,7 @@ class Walk(NamedTuple):
 def statistics_launch(problem: Problem, operands: Operands, result: Result, walk: Walk) -> Launch:
     """Return the launch that fills the statistics of a result, which has memory for them."""
     blocks = walk.blocks
-    operands = with_codes(operands, walk.float8)
+    operands = with_codes(operands, walk.eight)
     tiles = slots_of(problem, problem.queries, blocks.queries)
     arguments = {
         "inputs": (operands.q, operands.k),
@@ -331,7 +331,7 @@ def statistics_launch(problem: Problem, operands: Operands, result: Result, walk
         "tiles": tiles,
         "scale": problem.scale,
     }
-    form = form_of(problem, operands, walk.config, walk.variant, blocks, walk.float8)
+    form = form_of(problem, operands, walk.config, walk.variant, blocks, walk.eight)
     form = form._replace(PART=walk.config.part("forward", problem))
     constants = {**functions_of(walk.variant), "FORM": form}
     programs = programs_of(problem, problem.heads, tiles)

@@ -58,9 +58,9 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _guard(asked: argparse.Namespace, seed: int) -> str:
+def _guard(options: argparse.Namespace, seed: int) -> str:
     """The side that tensors of a seed are guarded on, if they are."""
-    return ("end", "end", "begin")[seed % 3] if asked.guard_pages else ""
+    return ("end", "end", "begin")[seed % 3] if options.guard_pages else ""
 
 
 class Tally:
@@ -71,7 +71,7 @@ class Tally:
         self.by: dict[str, Counter[str]] = {"dtype": Counter(), "isa": Counter(), "kind": Counter()}
         self.done = self.backward = 0
         self.failed: list[Verdict] = []
-        self.told = self.started
+        self.printed = self.started
 
     def add(self, verdict: Verdict, case: Case) -> None:
         """Count one verdict."""
@@ -82,8 +82,8 @@ class Tally:
         self.backward += case.differentiated
         if verdict.kind:
             self.failed.append(verdict)
-        if time.monotonic() - self.told > _TOLD_S:
-            self.told = time.monotonic()
+        if time.monotonic() - self.printed > _TOLD_S:
+            self.printed = time.monotonic()
             print(f"{self.line()}, at seed {verdict.seed}", flush=True)
 
     def line(self) -> str:
@@ -110,41 +110,41 @@ def _form(case: Case) -> str:
 
 
 def _cases(
-    asked: argparse.Namespace, first: int, jobs: int, place: int, after: int | None
+    options: argparse.Namespace, first: int, jobs: int, place: int, after: int | None
 ) -> Iterator[tuple[int, Case, str]]:
     """The cases of one child: every ``jobs``-th seed."""
     seed = first + place if after is None else after + jobs
-    while asked.problems is None or seed < first + asked.problems:
-        yield seed, draw(seed), _guard(asked, seed)
+    while options.problems is None or seed < first + options.problems:
+        yield seed, draw(seed), _guard(options, seed)
         seed += jobs
 
 
-def _report(asked: argparse.Namespace, case: Case, verdict: Verdict) -> None:
+def _report(options: argparse.Namespace, case: Case, verdict: Verdict) -> None:
     """Print a failure, made smaller."""
-    guard = _guard(asked, verdict.seed)
+    guard = _guard(options, verdict.seed)
     print(f"\nFAILED seed {verdict.seed}: {verdict.kind}\n{verdict.words}", flush=True)
-    if not asked.no_shrink:
+    if not options.no_shrink:
         case = shrink(case, lambda smaller: one(smaller, guard)[0] or None, say=print)
         kind, words = one(case, guard)
         print(f"made smaller: {kind}: {words}")
     again = " --guard-pages" if guard else ""
-    again += " --sanitize" if asked.sanitize else ""
+    again += " --sanitize" if options.sanitize else ""
     print(f"the seed again:  ./run fuzz{again} --one {verdict.seed}")
     print(f'the case again:  ./run fuzz{again} --case "{case!r}"')
     print(f"the call:\n\n{snippet(case)}", flush=True)
 
 
-def _again(asked: argparse.Namespace) -> int:
+def _again(options: argparse.Namespace) -> int:
     """One case."""
-    seed = asked.one if asked.one is not None else 0
-    case = reread(asked.case) if asked.case else draw(seed)
-    if asked.show:
+    seed = options.one if options.one is not None else 0
+    case = reread(options.case) if options.case else draw(seed)
+    if options.show:
         print(repr(case))
         print(snippet(case))
         return 0
-    kind, words = one(case, _guard(asked, seed))
+    kind, words = one(case, _guard(options, seed))
     if kind:
-        _report(asked, case, Verdict(seed, kind, words, 0.0))
+        _report(options, case, Verdict(seed, kind, words, 0.0))
         return 1
     print(f"it holds: {case!r}")
     return 0
@@ -163,32 +163,32 @@ def _sanitized(words: Sequence[str]) -> None:
 
 def main(words: Sequence[str]) -> int:
     """Run the command; 1 where something failed."""
-    asked = _arguments(words)
-    if asked.sanitize:
+    options = _arguments(words)
+    if options.sanitize:
         _sanitized(words)
-    if asked.one is not None or asked.case:
-        return _again(asked)
-    jobs = asked.jobs or max(1, len(os.sched_getaffinity(0)))
-    first = asked.seed if asked.seed is not None else random.SystemRandom().randrange(10**9)
-    minutes = asked.minutes if asked.minutes or asked.problems else 1.0
+    if options.one is not None or options.case:
+        return _again(options)
+    jobs = options.jobs or max(1, len(os.sched_getaffinity(0)))
+    first = options.seed if options.seed is not None else random.SystemRandom().randrange(10**9)
+    minutes = options.minutes if options.minutes or options.problems else 1.0
     until = time.monotonic() + 60 * minutes if minutes else float("inf")
     print(f"fuzz: seeds from {first}, {jobs} processes", flush=True)
     tally = Tally(first)
-    for verdict in pool(lambda i, after: _cases(asked, first, jobs, i, after), jobs, until):
+    for verdict in pool(lambda i, after: _cases(options, first, jobs, i, after), jobs, until):
         case = draw(verdict.seed)
         tally.add(verdict, case)
         if verdict.kind:
-            _report(asked, case, verdict)
+            _report(options, case, verdict)
     print(tally.end(), flush=True)
-    fatal = [each for each in tally.failed if not _only_told(asked, each)]
+    fatal = [each for each in tally.failed if not _only_reported(options, each)]
     if len(fatal) < len(tally.failed):
-        print(f"over the 2x rule, told and not fatal here: {len(tally.failed) - len(fatal)}")
+        print(f"over the 2x rule, reported and not fatal here: {len(tally.failed) - len(fatal)}")
     return 1 if fatal else 0
 
 
-def _only_told(asked: argparse.Namespace, verdict: Verdict) -> bool:
+def _only_reported(options: argparse.Namespace, verdict: Verdict) -> bool:
     """Whether a failure is printed and does not change the exit status."""
-    return bool(asked.report_inexact) and verdict.kind == "inexact"
+    return bool(options.report_inexact) and verdict.kind == "inexact"
 
 
 if __name__ == "__main__":

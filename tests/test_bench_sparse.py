@@ -88,6 +88,7 @@ def test_what_is_shown(script: dict[str, Any], record: dict[str, Any]) -> None:
     assert "N = 4096, 4 heads, D = 64, float32:" in shown
 
 
+@pytest.mark.thorough
 def test_the_plot_is_drawn_the_same_every_time(
     script: dict[str, Any], record: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -104,6 +104,7 @@ def test_peaked(target: Target, case: Case) -> None:
     check_pooled(case, target.backend, range(max(2, 32 // case.queries)))
 
 
+@pytest.mark.thorough
 @given(case=cases())
 @settings(max_examples=40)
 def test_drawn(case: Case) -> None:

@@ -187,6 +187,7 @@ def test_the_children() -> None:
     assert found.met == ("yes" if found.relative >= SCALING_GOAL else "no")
 
 
+@pytest.mark.thorough
 @needs_core
 def test_memory_of_a_pass() -> None:
     found = list(children.memory(2048))

@@ -140,6 +140,7 @@ def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Against the fastest other exact method" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 @needs_core
 def test_accuracy(tmp_path: Path) -> None:
     values = run("accuracy", tmp_path)

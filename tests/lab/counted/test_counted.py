@@ -186,6 +186,7 @@ def test_the_page_has_the_table() -> None:
     assert blind in page, "what was counted where the rule without rooms was wrong"
 
 
+@pytest.mark.thorough
 def test_the_picture_is_drawn_the_same_every_time(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name in ("one.svg", "two.svg"):

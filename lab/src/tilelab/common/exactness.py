@@ -11,6 +11,7 @@ judge by this module. It needs torch and numpy alone, and tensors stay on their 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,22 +68,27 @@ def judge(actual: Tensor, plain: Tensor, oracle: Tensor | npt.NDArray[Any]) -> V
         plain: the same from the plain implementation in the problem's dtype.
         oracle: the same in float64, on the same device; or in numpy's extended precision.
     """
-    if tuple(actual.shape) != tuple(oracle.shape):
-        said = f"shape {tuple(actual.shape)}, should be {tuple(oracle.shape)}"
-        return Verdict(float("inf"), float("inf"), 0.0, said)
+    for given in (actual, plain):
+        if tuple(given.shape) != tuple(oracle.shape):
+            said = f"shape {tuple(given.shape)}, should be {tuple(oracle.shape)}"
+            return Verdict(float("inf"), float("inf"), 0.0, said)
     here: Any = torch if isinstance(oracle, Tensor) else np
     got, truth, naive = (_widest(x, here) for x in (actual, oracle, plain))
-    for kind, test in (("NaN", here.isnan), ("inf", here.isposinf), ("-inf", here.isneginf)):
-        differs = int((test(got) != test(truth)).sum())
-        if differs:
-            said = f"{kind} in the wrong places, {differs} of {actual.numel()}"
-            return Verdict(float("inf"), float("inf"), 0.0, said)
-    finite = here.isfinite(truth)
-    error = _largest(got[finite] - truth[finite])
-    both = finite & here.isfinite(naive)
-    own = _largest(naive[both] - truth[both])
+    if all(bool(here.isfinite(x).all()) for x in (got, truth, naive)):
+        # The usual case: choosing elements takes ten times as long as all the rest.
+        error, own, size = _largest(got - truth), _largest(naive - truth), _largest(truth)
+    else:
+        for kind, test in (("NaN", here.isnan), ("inf", here.isposinf), ("-inf", here.isneginf)):
+            differs = int((test(got) != test(truth)).sum())
+            if differs:
+                said = f"{kind} in the wrong places, {differs} of {actual.numel()}"
+                return Verdict(float("inf"), float("inf"), 0.0, said)
+        finite = here.isfinite(truth)
+        both = finite & here.isfinite(naive)
+        error = _largest(got[finite] - truth[finite])
+        own, size = _largest(naive[both] - truth[both]), _largest(truth[finite])
     eps = torch.finfo(actual.dtype).eps
-    allowed = 2 * own + 4 * eps * max(1.0, _largest(truth[finite]))
+    allowed = 2 * own + 4 * eps * max(1.0, size)
     return Verdict(error / allowed, error, allowed)
 
 
@@ -91,4 +97,4 @@ def _widest(values: Any, here: Any) -> Any:
 
 
 def _largest(values: Any) -> float:
-    return float(abs(values).max()) if len(values) else 0.0
+    return float(abs(values).max()) if math.prod(values.shape) else 0.0

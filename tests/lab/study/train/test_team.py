@@ -98,6 +98,7 @@ def _bits(record: RunRecord) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.thorough
 def test_two_processes_of_one_micro_batch_each_give_the_bits_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +122,7 @@ def test_two_processes_of_one_micro_batch_each_give_the_bits_of_one_process(
     assert not list(scratch.iterdir()), "nothing is left behind"
 
 
+@pytest.mark.thorough
 def test_a_process_that_aborts_after_its_work_does_not_fail_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +185,7 @@ def test_parts_of_weights_are_put_together_in_a_checkpoint(
         assert theirs.loss == pytest.approx(mine.loss, rel=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fails", "code", "words"),
     [

@@ -127,8 +127,8 @@ struct Backward : Problem {
   Rows row_max, row_sum;
   Rows grad_lse;                // data may be null
   Rows row_mean, grad_entropy;  // data is null without a gradient of the entropy
-  // Written by `backward` as rowsum(grad_out * out), by `key_delta` as the sum over keys of P * dP, read by the others.
-  // Where one block has all keys of a sequence, nobody reads it: tiles take their own sum.
+  // Written by `backward` as rowsum(grad_out * out), refined by `key_delta`, read by the others.
+  // Where one block has all keys of a sequence, a tile refines it for itself.
   Rows delta;
   View grad_q, grad_k, grad_v;
   // The rows see keys beyond these: out and the row statistics are of all of them, and these keys' probabilities add up

@@ -598,7 +598,7 @@ void backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple t
   check(kernels.backward(f));
 }
 
-// delta alone, from the keys (passes/key_delta.h).
+// Refines the delta of `backward` (passes/key_delta.h).
 void key_delta(const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple tensors, nb::tuple row_arrays,
                std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences) {
   Backward f;

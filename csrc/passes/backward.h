@@ -13,6 +13,7 @@
 //   less to read than the probabilities would.
 #pragma once
 
+#include "passes/key_delta.h"
 #include "passes/key_sums.h"
 #include "passes/tile_gradients.h"
 
@@ -101,7 +102,9 @@ class BackwardKernel {
     if (tasks.count() < 0) return false;
     const int words = Mode::words(f_.value_dim);
     const i64 size = static_cast<i64>(words) * kTileQueries;
-    const std::size_t bytes = static_cast<std::size_t>(2 * size) * sizeof(Word);
+    const KeyDeltaKernel<Mode> by_keys(f_);
+    const i64 rows_room = 2 * size * static_cast<i64>(sizeof(Word));
+    const auto bytes = static_cast<std::size_t>(max(rows_room, static_cast<i64>(by_keys.room())));
     return for_tasks(f_.threads, tasks.count(), bytes, [&](i64 task, void* base) {
       i64 b, h, block;
       tasks.locate(task, b, h, block);
@@ -127,6 +130,7 @@ class BackwardKernel {
           store_first(rows_at<Acc>(f_.delta, b, h, row) + i, rows - i, sum);
         }
       });
+      if (by_keys.shows(seq, h)) by_keys.query_tile(b, h, first, base);
     });
   }
 

@@ -15,8 +15,9 @@ struct GradTile {
   Word *q, *grad_out;  // transposed: [words(D)][width], [words(Dv)][width]
   Words<Word> q_rows, grad_rows;
   Acc *row_max, *inverse_sum, *delta;
-  Acc* weight;          // of key_delta.h alone
-  Acc *slope, *center;  // of the entropy's gradient, see open_entropy
+  Acc *excess, *weight;  // of key_delta.h alone
+  Acc* absent;           // the sink's probability: what those of the keys lack to 1
+  Acc *slope, *center;   // of the entropy's gradient, see open_entropy
   Acc* grad_lse;
   bool one_block;  // all keys of the sequence are in one block: delta is summed from the tile itself
 };
@@ -52,7 +53,9 @@ class TileGradients {
       tile.row_max = carve.take<Acc>(kTileQueries);
       tile.inverse_sum = carve.take<Acc>(kTileQueries);
       tile.delta = carve.take<Acc>(kTileQueries);
+      tile.excess = carve.take<Acc>(kTileQueries);
       tile.weight = carve.take<Acc>(kTileQueries);
+      tile.absent = carve.take<Acc>(kTileQueries);
       tile.slope = carve.take<Acc>(kTileQueries);
       tile.center = carve.take<Acc>(kTileQueries);
       tile.grad_lse = carve.take<Acc>(kTileQueries);
@@ -90,18 +93,20 @@ class TileGradients {
       const bool live = i < tile.rows && row_sum[i] != 0;
       // An infinite maximum makes every probability of a dead row, or of a lane without a query, exactly 0.
       tile.row_max[i] = live ? row_max[i] : infinity;
-      tile.inverse_sum[i] = 0;
-      tile.delta[i] = i < tile.rows && !tile.one_block ? delta[i] : 0;
+      tile.inverse_sum[i] = tile.absent[i] = 0;
+      tile.delta[i] = i < tile.rows ? delta[i] : 0;
       tile.grad_lse[i] = i < tile.rows && grad_lse ? grad_lse[i] : 0;
       tile.slope[i] = tile.center[i] = 0;
       if (!live) continue;
-      double sum = row_sum[i];
+      double sum = row_sum[i], share = 0;
       if (f_.sinks != nullptr) {
         const double sink = static_cast<const Acc*>(f_.sinks)[h];
-        sum +=
+        share =
             __builtin_exp2((sink - static_cast<double>(row_max[i]) * static_cast<double>(units_.to_natural)) * kLog2e);
+        sum += share;
       }
       tile.inverse_sum[i] = static_cast<Acc>(1 / sum);
+      tile.absent[i] = static_cast<Acc>(share < sum ? share / sum : 1);  // an infinite share is all of it
     }
     if (f_.grad_entropy.data) open_entropy(seq, h, row, tile);
   }
@@ -159,7 +164,7 @@ class TileGradients {
     const bool special = bits || kept || gain;
     for_columns<Acc>(tile.width, [&](auto vectors, int column) {
       constexpr int kV = decltype(vectors)::value;
-      if (tile.one_block) add_delta<kV>(column, count, memory, bits, kept);
+      if (tile.one_block) refine_delta<kV>(column, count, memory, bits, kept);
       if (special)
         differentiate<kV, true, kFloat, false>(column, count, memory, bits, kept, gain);
       else
@@ -194,13 +199,13 @@ class TileGradients {
     return opened;
   }
 
-  // Adds what these keys give to delta, the sum over the keys of P * dP, and to the weight, that of P.
-  void add_to_delta(const Sequence& seq, i64 h, const MaskedTile& masked, Words<Word> keys, Words<Word> values,
-                    const ScoreChain<Acc>& chain, const Memory& memory) const {
+  // Adds what these keys give to the excess, the sum over the keys of P * (dP - delta), and to the weight, that of P.
+  void add_excess(const Sequence& seq, i64 h, const MaskedTile& masked, Words<Word> keys, Words<Word> values,
+                  const ScoreChain<Acc>& chain, const Memory& memory) const {
     const u64* kept = products(seq, h, masked, keys, values, chain, memory, {}, nullptr);
     for_columns<Acc>(memory.tile.width, [&](auto vectors, int column) {
-      add_delta<decltype(vectors)::value, true>(column, static_cast<int>(masked.end - masked.begin), memory,
-                                                masked.plain ? nullptr : masked.bits, kept);
+      refine_delta<decltype(vectors)::value, true>(column, static_cast<int>(masked.end - masked.begin), memory,
+                                                   masked.plain ? nullptr : masked.bits, kept);
     });
   }
 
@@ -236,7 +241,7 @@ class TileGradients {
 
   // With kStatistics lse and entropy have gradients too. What they add comes after dP - delta: where one key has all
   // the weight that difference is zero, and all of the gradient is theirs.
-  // With kSums delta is being summed, and not known yet; p keeps the pairs that dropout drops.
+  // With kSums delta is being refined; p keeps the pairs that dropout drops.
   template <bool kSpecial, bool kStatistics = false, bool kSums = false>
   TW_INLINE void pair(const Acc* s, const Acc* g, i64 at, const Lane& lane, u64 seen, const u64* kept, u64 keep,
                       const Acc* gain, Acc factor, Acc keep_scale, Vec<Acc>& p, Vec<Acc>& ds) {
@@ -261,34 +266,39 @@ class TileGradients {
     }
   }
 
-  // Adds these keys' sum of P * dP to delta. Where a tile has all keys this is closer than rowsum(dO * O), whose O is
-  // rounded. What each addition loses is summed too (Knuth's two-sum): keys with the same value have dP = delta, and
-  // nothing but rounding is left of their difference.
+  // Makes delta, the sum over the keys of P * dP, sharper. It begins as rowsum(dO * O), whose O is rounded. Its error
+  // is what dS of all keys adds up to, so one step of refinement adds that sum: delta += sum of P * (dP - delta), less
+  // the sink's share. The differences are small where delta matters most: keys with the same value have dP = delta, and
+  // after the step nothing is left of their difference.
   template <int kV, bool kWeights = false>
-  void add_delta(int column, int count, const Memory& memory, const u64* bits, const u64* kept) const {
+  void refine_delta(int column, int count, const Memory& memory, const u64* bits, const u64* kept) const {
     const GradTile<Mode>& tile = memory.tile;
     const Acc factor = units_.to_base2, keep_scale = static_cast<Acc>(1 / (1 - f_.dropout));
     TW_UNROLL(4)
     for (int v = 0; v < kV; v++) {
       const int i = column + v * lanes;
-      const Lane lane{load(tile.row_max + i), load(tile.inverse_sum + i), Vec<Acc>{}};
-      Vec<Acc> sum{}, lost{}, weight{}, piece{};
+      const Lane lane{load(tile.row_max + i), load(tile.inverse_sum + i), load(tile.delta + i)};
+      Vec<Acc> sum{}, part{}, weight{}, piece{};
       for (int j = 0; j < count; j++) {
         Vec<Acc> p, ds;
         pair<true, false, true>(memory.scores, memory.grads, static_cast<i64>(j) * tile.width + i, lane,
                                 bits ? bits[j] >> i : ~u64{0}, kept, kept ? kept[j] >> i : 0, nullptr, factor,
                                 keep_scale, p, ds);
-        if constexpr (kWeights) {  // in pieces, as the forward pass has it
-          if (j % kSubKeys == 0) weight += piece, piece = Vec<Acc>{};
-          piece += p;
+        // In pieces, as the forward pass has its row sums.
+        if (j % kSubKeys == 0) {
+          sum += part, part = Vec<Acc>{};
+          if constexpr (kWeights) weight += piece, piece = Vec<Acc>{};
         }
-        const Vec<Acc> before = sum;
-        sum += ds;
-        const Vec<Acc> added = sum - before;
-        lost += (before - (sum - added)) + (ds - added);
+        part += ds;
+        if constexpr (kWeights) piece += p;
       }
-      store(tile.delta + i, load(tile.delta + i) + (sum + lost));
-      if constexpr (kWeights) store(tile.weight + i, load(tile.weight + i) + (weight + piece));
+      sum += part;
+      if constexpr (kWeights) {
+        store(tile.excess + i, load(tile.excess + i) + sum);
+        store(tile.weight + i, load(tile.weight + i) + (weight + piece));
+      } else {
+        store(tile.delta + i, lane.delta + (sum - lane.delta * load(tile.absent + i)));
+      }
     }
   }
 
@@ -298,7 +308,7 @@ class TileGradients {
                                             const Acc* gain) const {
     for_columns<Acc>(memory.tile.width, [&](auto vectors, int column) {
       constexpr int kV = decltype(vectors)::value;
-      if (memory.tile.one_block) add_delta<kV>(column, count, memory, bits, kept);
+      if (memory.tile.one_block) refine_delta<kV>(column, count, memory, bits, kept);
       differentiate<kV, true, kFloat, true>(column, count, memory, bits, kept, gain);
     });
   }

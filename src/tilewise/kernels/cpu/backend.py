@@ -322,7 +322,7 @@ def _wants_key_delta(operands: Operands, needs: Needs) -> bool:
     """Whether the gradient of a score tensor shows what rounding did to the stored output.
 
     It does where the tensor is float32 and the call 16 bits, and where all pairs read one number,
-    whose gradient cancels most. Then delta is summed over the keys (csrc/passes/key_delta.h).
+    whose gradient cancels most. Then delta is refined over the keys (csrc/passes/key_delta.h).
     """
     size = operands.q.dtype.itemsize
     return any(
@@ -461,11 +461,8 @@ class _Kernel:
             call.sequences,
         )
         core().backward(*arguments)
-        sharper = torch.empty_like(delta)
         if _wants_key_delta(operands, needs) and not needs.partial:
-            arrays = (*arrays[:3], sharper.data_ptr(), *arrays[4:])
-            arguments = (*arguments[:4], arrays, *arguments[5:])
-            core().key_delta(*arguments)
+            core().key_delta(*arguments)  # refines delta in place
         return Grads(
             grad_q if needs.q else None,
             grad_k if needs.k else None,

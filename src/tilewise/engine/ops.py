@@ -6,7 +6,7 @@ costs 10 to 25 us a call. They go through ``autograd.py``, over the same kernels
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from tilewise.variants.lower import Extent, lower_score, statistics_dtype
 from tilewise.variants.program import decode, encode, fitted
 from tilewise.variants.values import Mask, Score
 
-__all__ = ["call", "promised", "returned"]
+__all__ = ["RESULTS", "call", "promised", "returned", "schema"]
 
 
 def call(
@@ -95,43 +95,99 @@ def _traced_extent(problem: Problem) -> Extent:
     return Extent(problem.batch, problem.heads, queries, keys, ragged, check_values=False)
 
 
-def _asked(
-    mask_tensors: Sequence[Tensor],
-    score_tensors: Sequence[Tensor],
-    sinks: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    mask: str,
-    score: str,
-    scale: float | None,
-    dropout_p: float,
-    backend: str | None,
-    scales: Scales = NO_SCALES,
-) -> Keywords:
-    cu_seqlens = None
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
-    return read_keywords(
-        Mask(decode(mask), tuple(mask_tensors)),
-        Score(decode(score), tuple(score_tensors)),
-        scale,
-        dropout_p,
-        sinks,
-        backend,
-        cu_seqlens,
-        scales=scales,
-    )
+class _Call(NamedTuple):
+    """What the forward and the backward op take of a call, in this order."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask_tensors: Sequence[Tensor]
+    score_tensors: Sequence[Tensor]
+    sinks: Tensor | None
+    seed: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    mask: str
+    score: str
+    scale: float | None
+    dropout_p: float
+    backend: str | None
+
+    def keywords(self, scales: Scales = NO_SCALES) -> Keywords:
+        cu_seqlens = None
+        if self.cu_seqlens_q is not None and self.cu_seqlens_k is not None:
+            cu_seqlens = (self.cu_seqlens_q, self.cu_seqlens_k)
+        return read_keywords(
+            Mask(decode(self.mask), tuple(self.mask_tensors)),
+            Score(decode(self.score), tuple(self.score_tensors)),
+            self.scale,
+            self.dropout_p,
+            self.sinks,
+            self.backend,
+            cu_seqlens,
+            scales=scales,
+        )
 
 
-def _planned(
-    q: Tensor, k: Tensor, v: Tensor, keywords: Keywords, seed: Tensor | None
-) -> tuple[Plan, Operands]:
+class _Forward(NamedTuple):
+    """What the forward op takes besides."""
+
+    statistics: str
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    for_backward: bool = True
+
+
+class _Backward(NamedTuple):
+    """What the backward op takes before the call."""
+
+    grad_out: Tensor
+    grad_lse: Tensor | None
+    grad_entropy: Tensor | None
+    out: Tensor
+    lse: Tensor
+    stats: Tensor | None
+    needs: Sequence[bool]
+
+
+class _Partial(NamedTuple):
+    """What the backward op takes after the call."""
+
+    partial: bool = False
+
+
+def schema(returns: str, *groups: Any) -> str:
+    """Return the schema of an op that takes the fields of these named tuples, in their order."""
+    fields = []
+    for group in groups:
+        for name, annotation in get_type_hints(group).items():
+            default = f"={group._field_defaults[name]}" if name in group._field_defaults else ""
+            fields.append(f"{_SCHEMA_TYPES[annotation]} {name}{default}")
+    return f"({', '.join(fields)}) -> {returns}"
+
+
+_SCHEMA_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    Sequence[Tensor]: "Tensor[]",
+    Sequence[bool]: "bool[]",
+    str: "str",
+    str | None: "str?",
+    float: "float",
+    float | None: "float?",
+    bool: "bool",
+}
+
+
+def _planned(call: _Call, keywords: Keywords) -> tuple[Plan, Operands]:
     """The plan and operands of an op call over real tensors: checked again, values included."""
     if transforms_active():
         # A graph made outside of a forward-mode level and run inside of one comes straight here.
         refuse_forward_mode()
+    q, k, v = call.q, call.k, call.v
     plan = cached_plan(q, k, v, keywords)
-    return plan, build_operands(plan.problem, q, k, v, keywords, seed)
+    return plan, build_operands(plan.problem, q, k, v, keywords, call.seed)
 
 
 def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
@@ -152,45 +208,20 @@ def _own(tensor: Tensor) -> Tensor:
 _KEYS = torch.empty(0, dtype=torch.int64)
 
 
-@torch.library.custom_op("tilewise::attention", mutates_args=())
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask_tensors: Sequence[Tensor],
-    score_tensors: Sequence[Tensor],
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    mask: str,
-    score: str,
-    scale: float | None,
-    dropout_p: float,
-    backend: str | None,
-    statistics: str,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    for_backward: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    keywords = _asked(
-        mask_tensors,
-        score_tensors,
-        sinks,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        mask,
-        score,
-        scale,
-        dropout_p,
-        backend,
-        scales_of(q_scale, k_scale, v_scale),
-    )
-    plan, operands = _planned(q, k, v, keywords, seed)
+RESULTS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+_CALLED = len(_Call._fields)
+
+
+@torch.library.custom_op(
+    "tilewise::attention", mutates_args=(), schema=schema(RESULTS, _Call, _Forward)
+)
+def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    call, more = _Call(*arguments[:_CALLED]), _Forward(*arguments[_CALLED:])
+    keywords = call.keywords(scales_of(more.q_scale, more.k_scale, more.v_scale))
+    plan, operands = _planned(call, keywords)
     # Autograd is above the op: only whoever called it knows whether it will ask for gradients.
-    result: Result = plan.forward(operands._replace(for_backward=for_backward), statistics)
-    return returned(result, q)
+    operands = operands._replace(for_backward=more.for_backward)
+    return returned(plan.forward(operands, more.statistics), call.q)
 
 
 def returned(result: Result, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -204,28 +235,9 @@ def returned(result: Result, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor,
 
 
 @_attention.register_fake
-def _attention_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask_tensors: Sequence[Tensor],
-    score_tensors: Sequence[Tensor],
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    mask: str,
-    score: str,
-    scale: float | None,
-    dropout_p: float,
-    backend: str | None,
-    statistics: str,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    for_backward: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return promised(q, v.shape[-1], statistics)
+def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    call, more = _Call(*arguments[:_CALLED]), _Forward(*arguments[_CALLED:])
+    return promised(call.q, call.v.shape[-1], more.statistics)
 
 
 def promised(
@@ -245,94 +257,56 @@ def promised(
     )
 
 
-@torch.library.custom_op("tilewise::attention_backward", mutates_args=())
-def _backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    grad_entropy: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    stats: Tensor | None,
-    needs: Sequence[bool],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask_tensors: Sequence[Tensor],
-    score_tensors: Sequence[Tensor],
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    mask: str,
-    score: str,
-    scale: float | None,
-    dropout_p: float,
-    backend: str | None,
-    partial: bool = False,
-) -> list[Tensor]:
-    keywords = _asked(
-        mask_tensors,
-        score_tensors,
-        sinks,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        mask,
-        score,
-        scale,
-        dropout_p,
-        backend,
+def _backward_groups(arguments: tuple[Any, ...]) -> tuple[_Backward, _Call, _Partial]:
+    first = len(_Backward._fields)
+    last = first + _CALLED
+    return (
+        _Backward(*arguments[:first]),
+        _Call(*arguments[first:last]),
+        _Partial(*arguments[last:]),
     )
-    plan, operands = _planned(q, k, v, keywords, seed)
+
+
+@torch.library.custom_op(
+    "tilewise::attention_backward",
+    mutates_args=(),
+    schema=schema("Tensor[]", _Backward, _Call, _Partial),
+)
+def _backward(*arguments: Any) -> list[Tensor]:
+    given, call, (partial,) = _backward_groups(arguments)
+    plan, operands = _planned(call, call.keywords())
+    needs, stats = given.needs, given.stats
     wanted = Needs(needs[0], needs[1], needs[2], tuple(needs[4:]), needs[3], partial)
     if stats is None:  # another library made lse
-        stats = stats_of(lse, plan.row_max_unit)
-    result = Result(out, lse, stats)
-    grads = plan.backward(operands, result, grad_out, grad_lse, wanted, grad_entropy)
+        stats = stats_of(given.lse, plan.row_max_unit)
+    result = Result(given.out, given.lse, stats)
+    grads = plan.backward(
+        operands, result, given.grad_out, given.grad_lse, wanted, given.grad_entropy
+    )
     found = [
         *(
             _absent(like) if grad is None else _laid_out(grad, like)
-            for grad, like in zip((grads.q, grads.k, grads.v), (q, k, v), strict=True)
+            for grad, like in zip((grads.q, grads.k, grads.v), call[:3], strict=True)
         ),
-        _absent(q) if grads.sinks is None else _own(grads.sinks),
+        _absent(call.q) if grads.sinks is None else _own(grads.sinks),
     ]
-    for index, tensor in enumerate(score_tensors):
+    for index, tensor in enumerate(call.score_tensors):
         grad = grads.score_tensors[index] if index < len(grads.score_tensors) else None
-        found.append(_absent(q) if grad is None else _own(grad.to(tensor.dtype)))
+        found.append(_absent(call.q) if grad is None else _own(grad.to(tensor.dtype)))
     return found
 
 
 @_backward.register_fake
-def _backward_fake(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    grad_entropy: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    stats: Tensor | None,
-    needs: Sequence[bool],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask_tensors: Sequence[Tensor],
-    score_tensors: Sequence[Tensor],
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    mask: str,
-    score: str,
-    scale: float | None,
-    dropout_p: float,
-    backend: str | None,
-    partial: bool = False,
-) -> list[Tensor]:
+def _backward_fake(*arguments: Any) -> list[Tensor]:
+    given, call, _ = _backward_groups(arguments)
     found = [
         output_like(like, like.shape[-1]) if need else _absent(like)
-        for need, like in zip(needs[:3], (q, k, v), strict=True)
+        for need, like in zip(given.needs[:3], call[:3], strict=True)
     ]
-    for need, like_or_none in zip(needs[3:], (sinks, *score_tensors), strict=True):
-        like = q if like_or_none is None else like_or_none
-        found.append(like.new_empty(like.shape) if need else _absent(q))
+    captured = (call.sinks, *call.score_tensors)
+    for need, like_or_none in zip(given.needs[3:], captured, strict=True):
+        like = call.q if like_or_none is None else like_or_none
+        found.append(like.new_empty(like.shape) if need else _absent(call.q))
     return found
 
 

@@ -4,14 +4,14 @@ There are no gradients: a call that could want one is refused, and so are transf
 """
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from tilewise.engine.call import Keywords, build_operands, build_problem, cached_plan, read_keywords
 from tilewise.engine.modes import refuse_vmap, transforms_active
-from tilewise.engine.ops import promised, returned
+from tilewise.engine.ops import RESULTS, promised, returned, schema
 from tilewise.engine.pages import Pages
 from tilewise.errors import Unsupported
 from tilewise.plan.plan import Plan
@@ -97,63 +97,54 @@ def call_paged(
     return Result(out, lse, stats, max_logit, entropy, top_key if statistics == "top1" else None)
 
 
-@torch.library.custom_op("tilewise::attention_paged", mutates_args=())
-def _attention_paged(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_table: Tensor,
-    key_lengths: Tensor,
-    cu_seqlens_q: Tensor | None,
-    mask_tensors: Sequence[Tensor],
-    score_tensors: Sequence[Tensor],
-    sinks: Tensor | None,
-    mask: str,
-    score: str,
-    scale: float | None,
-    backend: str | None,
-    statistics: str,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+class _Call(NamedTuple):
+    """What the op takes, in this order."""
+
+    q: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    block_table: Tensor
+    key_lengths: Tensor
+    cu_seqlens_q: Tensor | None
+    mask_tensors: Sequence[Tensor]
+    score_tensors: Sequence[Tensor]
+    sinks: Tensor | None
+    mask: str
+    score: str
+    scale: float | None
+    backend: str | None
+    statistics: str
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+@torch.library.custom_op(
+    "tilewise::attention_paged", mutates_args=(), schema=schema(RESULTS, _Call)
+)
+def _attention_paged(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    call = _Call(*arguments)
     keywords = read_keywords(
-        Mask(decode(mask), tuple(mask_tensors)),
-        Score(decode(score), tuple(score_tensors)),
-        scale,
+        Mask(decode(call.mask), tuple(call.mask_tensors)),
+        Score(decode(call.score), tuple(call.score_tensors)),
+        call.scale,
         0.0,
-        sinks,
-        backend,
-        pages=Pages(block_table, key_lengths, cu_seqlens_q),
-        scales=scales_of(q_scale, k_scale, v_scale),
+        call.sinks,
+        call.backend,
+        pages=Pages(call.block_table, call.key_lengths, call.cu_seqlens_q),
+        scales=scales_of(call.q_scale, call.k_scale, call.v_scale),
     )
     # A graph made outside of a transform and run inside of one comes straight here.
     refuse_paged_transforms()
-    wanted: Statistics = "top1" if statistics == "top1" else "rows" if statistics else ""
-    return returned(attend_pages(q, k_pages, v_pages, keywords, None, wanted), q)
+    wanted: Statistics = "top1" if call.statistics == "top1" else "rows" if call.statistics else ""
+    result = attend_pages(call.q, call.k_pages, call.v_pages, keywords, None, wanted)
+    return returned(result, call.q)
 
 
 @_attention_paged.register_fake
-def _attention_paged_fake(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_table: Tensor,
-    key_lengths: Tensor,
-    cu_seqlens_q: Tensor | None,
-    mask_tensors: Sequence[Tensor],
-    score_tensors: Sequence[Tensor],
-    sinks: Tensor | None,
-    mask: str,
-    score: str,
-    scale: float | None,
-    backend: str | None,
-    statistics: str,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return promised(q, v_pages.shape[-1], statistics)
+def _attention_paged_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    call = _Call(*arguments)
+    return promised(call.q, call.v_pages.shape[-1], call.statistics)
 
 
 _attention_paged.register_autograd(_refuse_gradient)

@@ -1,9 +1,11 @@
 """Models of transformers over paged caches: what ``tilewise.serving.generate`` asks of a model.
 
-tilewise.integrations.transformers.register()
-model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="tilewise_paged").eval()
-caches = paged_caches(model, pages=1000, page_size=16)
-tilewise.serving.generate(paged_step(model), caches, prompts, new_tokens=100)
+Serve a model from pages:
+
+    tilewise.integrations.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="tilewise_paged")
+    caches = paged_caches(model.eval(), pages=1000, page_size=16)
+    tilewise.serving.generate(paged_step(model), caches, prompts, new_tokens=100)
 """
 
 from __future__ import annotations

@@ -2,14 +2,10 @@
 
 ``road`` checks once what surrounds the call. ``run`` and ``run_paged`` branch on its answer:
 
-========================  ==========================================================================
-road                      where it leads
-========================  ==========================================================================
-``"eager"``               the kernel, by a cached or held plan; with gradients, one autograd node
-``"watched"``             the torch ops of ``ops.py``; nested tensors as packed sequences
-``"transformed"``         the derivatives of ``derivatives.py`` (torch.func, forward mode)
-``"transformed watched"`` what of both can be had, else a refusal
-========================  ==========================================================================
+- ``"eager"``: the kernel, by a cached or held plan. With gradients, one autograd node.
+- ``"watched"``: the torch ops of ``ops.py``. Nested tensors are packed sequences here.
+- ``"transformed"``: the derivatives of ``derivatives.py`` (torch.func, forward mode).
+- ``"transformed watched"``: what both can do together. The rest is refused.
 
 The checks in ``road`` and in the eager part of ``run`` are ordered for low overhead of a small
 eager call.

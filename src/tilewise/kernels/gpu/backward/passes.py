@@ -41,8 +41,8 @@ from tilewise.kernels.gpu.walk.tiles import (
     head_of,
     head_strides,
     launch_of,
+    line_place,
     list_of,
-    place_of,
     programs_of,
     slots_of,
     split_range,
@@ -92,23 +92,11 @@ def query_kernel(
     VALUE_PADDED: tl.constexpr = FORM.VALUE_PADDED
     q, k, v, grad_out, rows = inputs
     q_strides, k_strides, v_strides, grad_out_strides, row_strides = strides
-    cu_q, cu_k = starts
     program = tl.program_id(0)
     tile = tiles - 1 - program % tiles  # under a causal mask the last tiles have the most to do
-    if cu_q is None:
-        h = (program // tiles) % heads
-        b = program // tiles // heads
-        begin = 0
-        begin_k = 0
-        m0 = tile * BLOCK_M
-        M = queries
-        N = keys
-    else:
-        h = program // tiles
-        b, m0, begin = place_of(tile, cu_q, batch, BLOCK_M)
-        begin_k = tl.load(cu_k + b)
-        M = (tl.load(cu_q + b + 1) - begin).to(tl.int32)
-        N = (tl.load(cu_k + b + 1) - begin_k).to(tl.int32)
+    b, h, begin, begin_k, M, N, m0 = line_place(
+        tile, program // tiles, starts, batch, heads, queries, keys, BLOCK_M, False
+    )
     if m0 >= M:
         return
     low = 0
@@ -218,26 +206,13 @@ def key_kernel(
     VALUE_PADDED: tl.constexpr = FORM.VALUE_PADDED
     q, k, v, grad_out, rows = inputs
     q_strides, k_strides, v_strides, grad_out_strides, row_strides = strides
-    cu_q, cu_k = starts
     grad_k, grad_v = grads
     grad_k_strides, grad_v_strides = grad_strides
     program = tl.program_id(0)
     tile = program % tiles
-    key_heads = heads // group
-    if cu_q is None:
-        key_head = (program // tiles) % key_heads
-        b = program // tiles // key_heads
-        begin = 0
-        begin_k = 0
-        n0 = tile * BLOCK_N
-        M = queries
-        N = keys
-    else:
-        key_head = program // tiles
-        b, n0, begin_k = place_of(tile, cu_k, batch, BLOCK_N)
-        begin = tl.load(cu_q + b)
-        M = (tl.load(cu_q + b + 1) - begin).to(tl.int32)
-        N = (tl.load(cu_k + b + 1) - begin_k).to(tl.int32)
+    b, key_head, begin, begin_k, M, N, n0 = line_place(
+        tile, program // tiles, starts, batch, heads // group, queries, keys, BLOCK_N, True
+    )
     if n0 >= N:
         return
     low = 0

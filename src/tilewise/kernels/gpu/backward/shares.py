@@ -9,56 +9,16 @@ from tilewise.kernels.gpu.backward.gradients import numbers_of, pair_gradients, 
 from tilewise.kernels.gpu.backward.rows import row_values
 from tilewise.kernels.gpu.walk.pairs import shown
 from tilewise.kernels.gpu.walk.parts import held, product_of
-from tilewise.kernels.gpu.walk.tiles import head_of, list_of, place_of
+from tilewise.kernels.gpu.walk.tiles import head_of, lengths_of, line_place, list_of
 
 __all__ = [
     "diagonal_kernel",
     "fold_kernel",
     "line_kernel",
-    "line_place",
     "pair_kernel",
 ]
 
 _COUNTS = ["batch", "heads", "group", "queries", "keys", "tiles", "plane"]
-
-
-@triton.jit
-def line_place(
-    tile,
-    line,
-    starts,
-    batch,
-    heads,
-    queries,
-    keys,
-    BLOCK: tl.constexpr,
-    BY_KEYS: tl.constexpr,
-):
-    """(b, h, begin, begin_k, M, N, first): tile ``tile`` of rows, or of keys, begins at the last.
-
-    ``line`` counts heads and batch items, or heads in a packed call. ``starts`` are the
-    cu_seqlens of queries and keys, or None twice.
-    """
-    cu_q, cu_k = starts
-    if cu_q is None:
-        b = line // heads
-        h = line % heads
-        begin = line * 0
-        begin_k = line * 0
-        M = queries
-        N = keys
-        first = tile * BLOCK
-    else:
-        h = line
-        if BY_KEYS:
-            b, first, begin_k = place_of(tile, cu_k, batch, BLOCK)
-            begin = tl.load(cu_q + b)
-        else:
-            b, first, begin = place_of(tile, cu_q, batch, BLOCK)
-            begin_k = tl.load(cu_k + b)
-        M = (tl.load(cu_q + b + 1) - begin).to(tl.int32)
-        N = (tl.load(cu_k + b + 1) - begin_k).to(tl.int32)
-    return b, h, begin, begin_k, M, N, first
 
 
 @triton.jit
@@ -90,7 +50,10 @@ def key_side(inputs, strides, group, place, n0, FORM: tl.constexpr):
 
 @triton.jit
 def seen_in(place, m0, n0, captured, SEEN: tl.constexpr, SKIPS: tl.constexpr, FORM: tl.constexpr):
-    """(visible, met): which pairs of a tile attend, and whether any does; without SKIPS it does."""
+    """(pairs, visible, met): the pairs of a tile, which of them attend, and whether any does.
+
+    ``pairs`` are (b, h, m, n, M, N). Without SKIPS every tile is met.
+    """
     b, h, _, _, M, N = place
     m = m0 + tl.arange(0, FORM.BLOCK_M)[:, None]
     n = n0 + tl.arange(0, FORM.BLOCK_N)[None, :]
@@ -98,25 +61,23 @@ def seen_in(place, m0, n0, captured, SEEN: tl.constexpr, SKIPS: tl.constexpr, FO
     met = True
     if SKIPS:
         met = tl.max(visible.to(tl.int32)) > 0
-    return visible, met
+    return (b, h, m, n, M, N), visible, met
 
 
 @triton.jit
-def products_of(queries, keys, FORM: tl.constexpr):
+def products_of(q_side, k_side, FORM: tl.constexpr):
     """(q.k, grad_out.v) of a tile of pairs, from what ``query_side`` and ``key_side`` give."""
-    products = product_of(queries[0], keys[0], FORM.BLOCK_M, FORM.BLOCK_N, FORM.HEAD_DIM, FORM)
-    by_value = product_of(queries[1], keys[1], FORM.BLOCK_M, FORM.BLOCK_N, FORM.VALUE_DIM, FORM)
+    products = product_of(q_side[0], k_side[0], FORM.BLOCK_M, FORM.BLOCK_N, FORM.HEAD_DIM, FORM)
+    by_value = product_of(q_side[1], k_side[1], FORM.BLOCK_M, FORM.BLOCK_N, FORM.VALUE_DIM, FORM)
     return products, by_value
 
 
 @triton.jit
 def terms_of(
-    queries,
-    keys,
+    q_side,
+    k_side,
     numbers,
-    place,
-    m0,
-    n0,
+    pairs,
     captured,
     visible,
     SCORE: tl.constexpr,
@@ -125,61 +86,31 @@ def terms_of(
 ):
     """Return the shares of a tile of pairs, ``[BLOCK_M, BLOCK_N]``; 0 for those that do not attend.
 
-    ``queries`` are of ``query_side``, ``keys`` of ``key_side``: they take ``inputs``, which are q,
-    k, v, grad_out and the values of rows, and ``strides`` of them. ``place`` is (b, h, begin,
-    begin_k, M, N).
+    ``q_side`` is of ``query_side``, ``k_side`` of ``key_side``: they take ``inputs``, which are q,
+    k, v, grad_out and the values of rows, and ``strides`` of them. ``pairs`` are of ``seen_in``.
     """
-    b, h, _, _, M, N = place
-    products, by_value = products_of(queries, keys, FORM)
-    m = m0 + tl.arange(0, FORM.BLOCK_M)[:, None]
-    n = n0 + tl.arange(0, FORM.BLOCK_N)[None, :]
+    qk, gv = products_of(q_side, k_side, FORM)
     _, terms = pair_gradients(
-        products,
-        by_value,
-        queries[2],
-        numbers,
-        (b, h, m, n, M, N),
-        captured,
-        visible,
-        SCORE,
-        FACTOR,
-        True,
-        FORM,
+        qk, gv, q_side[2], numbers, pairs, captured, visible, SCORE, FACTOR, True, FORM
     )
     return terms
 
 
 @triton.jit
-def row_sums_of(
-    queries,
-    keys,
-    numbers,
-    place,
-    m0,
-    n0,
-    captured,
-    visible,
-    SCORE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    """Sums along the rows of a tile as of ``row_gradients``; arguments as for ``terms_of``."""
-    b, h, _, _, M, N = place
-    products, by_value = products_of(queries, keys, FORM)
-    m = m0 + tl.arange(0, FORM.BLOCK_M)[:, None]
-    n = n0 + tl.arange(0, FORM.BLOCK_N)[None, :]
-    return row_gradients(
-        products,
-        by_value,
-        queries[2],
-        numbers,
-        (b, h, m, n, M, N),
-        captured,
-        visible,
-        SCORE,
-        FACTOR,
-        FORM,
-    )
+def elements_of(q_side, k_side, numbers, pairs, captured, INDEX: tl.constexpr, FORM: tl.constexpr):
+    """Return which element of the captured tensor each pair of a tile names."""
+    # A load may be indexed by the score; where none is, this product is left out.
+    scores = product_of(q_side[0], k_side[0], FORM.BLOCK_M, FORM.BLOCK_N, FORM.HEAD_DIM, FORM)
+    b, h, m, n, M, N = pairs
+    return INDEX(scores * numbers[0], b, h, m, n, M, N, captured[2], captured[3])
+
+
+@triton.jit
+def compensated(total, lost, terms):
+    """Return (total, lost) after ``terms``; ``lost`` is what the float32 total lost so far."""
+    more = terms - lost
+    larger = total + more
+    return larger, (larger - total) - more
 
 
 @triton.jit
@@ -263,47 +194,28 @@ def line_kernel(
     i = first + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float64)
     if BY_KEYS:
-        key_tiles = key_side(inputs, strides, group, place, first, FORM)
+        k_side = key_side(inputs, strides, group, place, first, FORM)
         for step in range(walk[1]):
             m0 = step_of(step, walk, lists, OTHER)
-            visible, met = seen_in(place, m0, first, captured, SEEN, SKIPS, FORM)
+            pairs, visible, met = seen_in(place, m0, first, captured, SEEN, SKIPS, FORM)
             if met:
-                query_tiles = query_side(inputs, strides, plane, place, m0, FORM)
+                q_side = query_side(inputs, strides, plane, place, m0, FORM)
                 terms = terms_of(
-                    query_tiles,
-                    key_tiles,
-                    numbers,
-                    place,
-                    m0,
-                    first,
-                    captured,
-                    visible,
-                    SCORE,
-                    FACTOR,
-                    FORM,
+                    q_side, k_side, numbers, pairs, captured, visible, SCORE, FACTOR, FORM
                 )
                 total += tl.sum(terms, 0).to(tl.float64)
     else:
-        query_tiles = query_side(inputs, strides, plane, place, first, FORM)
+        q_side = query_side(inputs, strides, plane, place, first, FORM)
         gathered = tl.zeros([BLOCK], tl.float64)
         weight = tl.zeros([BLOCK], tl.float64)
         for step in range(walk[1]):
             n0 = step_of(step, walk, lists, OTHER)
-            visible, met = seen_in(place, first, n0, captured, SEEN, SKIPS, FORM)
+            pairs, visible, met = seen_in(place, first, n0, captured, SEEN, SKIPS, FORM)
             if met:
-                key_tiles = key_side(inputs, strides, group, place, n0, FORM)
-                shares, plain, weights = row_sums_of(
-                    query_tiles,
-                    key_tiles,
-                    numbers,
-                    place,
-                    first,
-                    n0,
-                    captured,
-                    visible,
-                    SCORE,
-                    FACTOR,
-                    FORM,
+                k_side = key_side(inputs, strides, group, place, n0, FORM)
+                qk, gv = products_of(q_side, k_side, FORM)
+                shares, plain, weights = row_gradients(
+                    qk, gv, q_side[2], numbers, pairs, captured, visible, SCORE, FACTOR, FORM
                 )
                 total += shares.to(tl.float64)
                 gathered += plain.to(tl.float64)
@@ -414,7 +326,6 @@ def pair_kernel(
     The sum is compensated: what a float32 loses is carried along. ``out_strides`` are along
     (b, h, m, n); ``rows`` and ``columns`` are the sizes of ``out`` along m and n.
     """
-    cu_q, cu_k = starts
     BLOCK_M: tl.constexpr = FORM.BLOCK_M
     BLOCK_N: tl.constexpr = FORM.BLOCK_N
     program = tl.program_id(0)
@@ -432,39 +343,18 @@ def pair_kernel(
     lost = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for batch_item in range(first_b, last_b):
         b = program * 0 + batch_item
-        begin = 0
-        begin_k = 0
-        M = queries
-        N = keys
-        if cu_q is not None:
-            begin = tl.load(cu_q + b)
-            begin_k = tl.load(cu_k + b)
-            M = (tl.load(cu_q + b + 1) - begin).to(tl.int32)
-            N = (tl.load(cu_k + b + 1) - begin_k).to(tl.int32)
+        begin, begin_k, M, N = lengths_of(b, starts, queries, keys)
         for head in range(first_h, last_h):
             h = program * 0 + head
             place = (b, h, begin, begin_k, M, N)
-            visible, met = seen_in(place, m0, n0, captured, SEEN, True, FORM)
+            pairs, visible, met = seen_in(place, m0, n0, captured, SEEN, True, FORM)
             if met:
-                query_tiles = query_side(inputs, strides, plane, place, m0, FORM)
-                key_tiles = key_side(inputs, strides, group, place, n0, FORM)
+                q_side = query_side(inputs, strides, plane, place, m0, FORM)
+                k_side = key_side(inputs, strides, group, place, n0, FORM)
                 terms = terms_of(
-                    query_tiles,
-                    key_tiles,
-                    numbers,
-                    place,
-                    m0,
-                    n0,
-                    captured,
-                    visible,
-                    SCORE,
-                    FACTOR,
-                    FORM,
+                    q_side, k_side, numbers, pairs, captured, visible, SCORE, FACTOR, FORM
                 )
-                more = terms - lost
-                larger = total + more
-                lost = (larger - total) - more
-                total = larger
+                total, lost = compensated(total, lost, terms)
     m = m0 + tl.arange(0, BLOCK_M)
     n = n0 + tl.arange(0, BLOCK_N)
     to = out + tl.cast(out_strides[0], tl.int64) * kept_b
@@ -517,27 +407,12 @@ def diagonal_kernel(
     for i in range(tl.maximum(offset, 0), tl.minimum(row_tiles, column_tiles + offset)):
         m0 = i * BLOCK
         n0 = (i - offset) * BLOCK
-        visible, met = seen_in(place, m0, n0, captured, SEEN, True, FORM)
+        pairs, visible, met = seen_in(place, m0, n0, captured, SEEN, True, FORM)
         if met:
-            query_tiles = query_side(inputs, strides, plane, place, m0, FORM)
-            key_tiles = key_side(inputs, strides, group, place, n0, FORM)
-            terms = terms_of(
-                query_tiles,
-                key_tiles,
-                numbers,
-                place,
-                m0,
-                n0,
-                captured,
-                visible,
-                SCORE,
-                FACTOR,
-                FORM,
-            )
-            more = terms - lost  # compensated, as in ``pair_kernel``
-            larger = total + more
-            lost = (larger - total) - more
-            total = larger
+            q_side = query_side(inputs, strides, plane, place, m0, FORM)
+            k_side = key_side(inputs, strides, group, place, n0, FORM)
+            terms = terms_of(q_side, k_side, numbers, pairs, captured, visible, SCORE, FACTOR, FORM)
+            total, lost = compensated(total, lost, terms)
     wide = total.to(tl.float64) - lost.to(tl.float64)
     i = tl.arange(0, BLOCK)
     distance = i[:, None] - i[None, :]

@@ -11,16 +11,15 @@ import triton.language as tl
 
 from tilewise.kernels.gpu.backward.gradients import numbers_of
 from tilewise.kernels.gpu.backward.shares import (
+    elements_of,
     key_side,
-    line_place,
     query_side,
     seen_in,
     step_of,
     terms_of,
     walk_from,
 )
-from tilewise.kernels.gpu.walk.parts import product_of
-from tilewise.kernels.gpu.walk.tiles import head_of
+from tilewise.kernels.gpu.walk.tiles import head_of, line_place
 
 __all__ = ["factor_kernel", "number_kernel", "spread_lines_kernel", "spread_pairs_kernel"]
 
@@ -73,36 +72,19 @@ def spread_pairs_kernel(
     total = tl.zeros([BLOCK_M], tl.float64)
     if m0 < M:
         walk = walk_from(place, m0, captured, lists, RANGE, BLOCK_M, BLOCK_N, False)
-        query_tiles = query_side(inputs, strides, plane, place, m0, FORM)
+        q_side = query_side(inputs, strides, plane, place, m0, FORM)
         for step in range(walk[1]):
             n0 = step_of(step, walk, lists, BLOCK_N)
-            visible, met = seen_in(place, m0, n0, captured, SEEN, SKIPS, FORM)
+            pairs, visible, met = seen_in(place, m0, n0, captured, SEEN, SKIPS, FORM)
             if met:
-                key_tiles = key_side(inputs, strides, group, place, n0, FORM)
+                k_side = key_side(inputs, strides, group, place, n0, FORM)
                 terms = terms_of(
-                    query_tiles,
-                    key_tiles,
-                    numbers,
-                    place,
-                    m0,
-                    n0,
-                    captured,
-                    visible,
-                    SCORE,
-                    FACTOR,
-                    FORM,
+                    q_side, k_side, numbers, pairs, captured, visible, SCORE, FACTOR, FORM
                 )
                 if fixed is None:
                     total += tl.sum(tl.abs(terms), 1).to(tl.float64)
                 else:
-                    m = m0 + tl.arange(0, BLOCK_M)[:, None]
-                    n = n0 + tl.arange(0, BLOCK_N)[None, :]
-                    # A load may be indexed by the score; where none is, this product is left out.
-                    scores = product_of(
-                        query_tiles[0], key_tiles[0], BLOCK_M, BLOCK_N, FORM.HEAD_DIM, FORM
-                    )
-                    scores = scores * numbers[0]
-                    element = INDEX(scores, b, h, m, n, M, N, captured[2], captured[3])
+                    element = elements_of(q_side, k_side, numbers, pairs, captured, INDEX, FORM)
                     whole = tl.floor(terms * tl.load(factors) + 0.5).to(tl.int64)
                     # Relaxed: no program reads here what others add.
                     tl.atomic_add(fixed + element, whole, mask=whole != 0, sem="relaxed")

@@ -13,15 +13,15 @@ import triton.language as tl
 
 from tilewise.kernels.gpu.backward.gradients import numbers_of
 from tilewise.kernels.gpu.backward.shares import (
+    elements_of,
     key_side,
-    line_place,
     query_side,
     seen_in,
     step_of,
     terms_of,
     walk_from,
 )
-from tilewise.kernels.gpu.walk.parts import product_of
+from tilewise.kernels.gpu.walk.tiles import line_place
 
 __all__ = ["fold_table_kernel", "table_kernel"]
 
@@ -71,33 +71,16 @@ def table_kernel(
     total = tl.zeros([TABLE], tl.float64)
     if m0 < M:
         walk = walk_from(place, m0, captured, lists, RANGE, BLOCK_M, BLOCK_N, False)
-        query_tiles = query_side(inputs, strides, plane, place, m0, FORM)
+        q_side = query_side(inputs, strides, plane, place, m0, FORM)
         for step in range(walk[1]):
             n0 = step_of(step, walk, lists, BLOCK_N)
-            visible, met = seen_in(place, m0, n0, captured, SEEN, SKIPS, FORM)
+            pairs, visible, met = seen_in(place, m0, n0, captured, SEEN, SKIPS, FORM)
             if met:
-                key_tiles = key_side(inputs, strides, group, place, n0, FORM)
+                k_side = key_side(inputs, strides, group, place, n0, FORM)
                 terms = terms_of(
-                    query_tiles,
-                    key_tiles,
-                    numbers,
-                    place,
-                    m0,
-                    n0,
-                    captured,
-                    visible,
-                    SCORE,
-                    FACTOR,
-                    FORM,
+                    q_side, k_side, numbers, pairs, captured, visible, SCORE, FACTOR, FORM
                 )
-                m = m0 + tl.arange(0, BLOCK_M)[:, None]
-                n = n0 + tl.arange(0, BLOCK_N)[None, :]
-                # A load may be indexed by the score; where none is, this product is left out.
-                scores = product_of(
-                    query_tiles[0], key_tiles[0], BLOCK_M, BLOCK_N, FORM.HEAD_DIM, FORM
-                )
-                scores = scores * numbers[0]
-                named = INDEX(scores, b, h, m, n, M, N, captured[2], captured[3])
+                named = elements_of(q_side, k_side, numbers, pairs, captured, INDEX, FORM)
                 for element in range(elements):
                     found = tl.sum(tl.where(named == element, terms, 0.0), 1, keep_dims=True)
                     found = tl.sum(found, 0)

@@ -28,6 +28,8 @@ __all__ = [
     "keys_in",
     "knows_whole_tiles",
     "launch_of",
+    "lengths_of",
+    "line_place",
     "list_of",
     "lists_of",
     "load_keys",
@@ -66,6 +68,53 @@ def place_of(tile, cu, batch, BLOCK: tl.constexpr):
     begin = tl.load(cu + low)
     first = (tile - (begin // BLOCK + low)) * BLOCK
     return low, first.to(tl.int32), begin
+
+
+@triton.jit
+def lengths_of(b, starts, queries, keys):
+    """(begin, begin_k, M, N) of a batch item, or of a sequence: offsets in memory and lengths.
+
+    ``starts`` are the cu_seqlens of queries and keys, or None twice.
+    """
+    cu_q, cu_k = starts
+    if cu_q is None:
+        begin = b * 0
+        begin_k = b * 0
+        M = queries
+        N = keys
+    else:
+        begin = tl.load(cu_q + b)
+        begin_k = tl.load(cu_k + b)
+        M = (tl.load(cu_q + b + 1) - begin).to(tl.int32)
+        N = (tl.load(cu_k + b + 1) - begin_k).to(tl.int32)
+    return begin, begin_k, M, N
+
+
+@triton.jit
+def line_place(
+    tile,
+    line,
+    starts,
+    batch,
+    heads,
+    queries,
+    keys,
+    BLOCK: tl.constexpr,
+    BY_KEYS: tl.constexpr,
+):
+    """(b, h, begin, begin_k, M, N, first): tile ``tile`` of rows, or of keys, begins at the last.
+
+    ``line`` counts heads and batch items, or heads in a packed call.
+    """
+    if starts[0] is None:
+        b = line // heads
+        h = line % heads
+        first = tile * BLOCK
+    else:
+        h = line
+        b, first, _ = place_of(tile, starts[1] if BY_KEYS else starts[0], batch, BLOCK)
+    begin, begin_k, M, N = lengths_of(b, starts, queries, keys)
+    return b, h, begin, begin_k, M, N, first
 
 
 @triton.jit

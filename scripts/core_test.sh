@@ -2,6 +2,8 @@
 # The C++ tests on this machine, on every instruction set that it has.
 #
 #   scripts/core_test.sh [BUILD_FOLDER [CMAKE_OPTION...]]      e.g. ... build/clang -DCMAKE_CXX_COMPILER=clang++
+#
+# A folder that is built already keeps its options: with build/cp3* the tests use the objects of the installed core.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -9,8 +11,15 @@ PATH=$PATH:$root/.venv/bin # the pinned cmake, where the system has none
 build=${1:-$root/build/native}
 [ $# -eq 0 ] || shift
 
-cmake -S "$root" -B "$build" -DTILEWISE_PYTHON=OFF -DTILEWISE_TESTS=ON -DTILEWISE_WERROR="${TILEWISE_WERROR:-ON}" "$@" >/dev/null
-cmake --build "$build" --target core_test --parallel "$(nproc)"
+options=(-DTILEWISE_TESTS=ON) cmake=cmake
+if [ -f "$build/CMakeCache.txt" ]; then # by the same cmake: another one builds everything again
+  cmake=$(sed -n 's/^CMAKE_COMMAND:INTERNAL=//p' "$build/CMakeCache.txt")
+  [ -x "$cmake" ] || cmake=cmake
+else
+  options+=(-DTILEWISE_PYTHON=OFF -DTILEWISE_WERROR="${TILEWISE_WERROR:-ON}")
+fi
+"$cmake" -S "$root" -B "$build" "${options[@]}" "$@" >/dev/null
+"$cmake" --build "$build" --target core_test --parallel "$(nproc)"
 # One process a core, each with a share of the tests; TILEWISE_EVERY=4 runs one case in four.
 processes=() failed=0 count=$(nproc)
 for ((i = 0; i < count; i++)); do

@@ -15,6 +15,13 @@ if ! command -v valgrind >/dev/null; then
   echo "skipped: valgrind is not installed (Debian, Ubuntu: apt install valgrind)"
   exit 0
 fi
-cmake -S "$root" -B "$build" -DTILEWISE_PYTHON=OFF -DTILEWISE_TESTS=ON -DTILEWISE_WERROR="${TILEWISE_WERROR:-ON}" >/dev/null
-cmake --build "$build" --target counted --parallel "$(nproc)"
+options=(-DTILEWISE_TESTS=ON) cmake=cmake
+if [ -f "$build/CMakeCache.txt" ]; then # by the same cmake: another one builds everything again
+  cmake=$(sed -n 's/^CMAKE_COMMAND:INTERNAL=//p' "$build/CMakeCache.txt")
+  [ -x "$cmake" ] || cmake=cmake
+else
+  options+=(-DTILEWISE_PYTHON=OFF -DTILEWISE_WERROR="${TILEWISE_WERROR:-ON}")
+fi
+"$cmake" -S "$root" -B "$build" "${options[@]}" >/dev/null
+"$cmake" --build "$build" --target counted --parallel "$(nproc)"
 PYTHONPATH=$root/src:$root/lab/src "$python" -m tilelab.counted --driver "$build/counted" "$@"

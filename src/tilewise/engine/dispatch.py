@@ -20,7 +20,7 @@ def plan_problem(problem: Problem, backend: str | None = None) -> Plan:
     """Return the plan for a problem.
 
     Args:
-        problem: what is asked.
+        problem: what to compute.
         backend: a name of the registry, which then does it or nobody does; None chooses.
 
     Raises:
@@ -73,7 +73,7 @@ def candidates(problem: Problem, names: tuple[str, ...], by_name: bool = False) 
     """Return what each of the named backends says to a problem.
 
     Args:
-        problem: what is asked.
+        problem: what to compute.
         names: of backends.
         by_name: the caller asked for them; else those that are not in question are left out.
     """

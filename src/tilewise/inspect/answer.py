@@ -51,7 +51,7 @@ class Answer(NamedTuple):
 
     Args:
         text: for people.
-        problem: what was asked; None where nothing can do it.
+        problem: what was computed; None where nothing can do it.
         account: what it moves; None where nothing can do it.
         chip: whose ceilings count; None where they are not known.
     """

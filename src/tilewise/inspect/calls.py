@@ -65,11 +65,11 @@ def lowered(
     """
     packed, pages = packed_or_paged(cu_seqlens_q, cu_seqlens_k, block_table, key_lengths, dropout_p)
     scales = scales_of(q_scale, k_scale, v_scale)
-    asked = read_keywords(
+    keywords = read_keywords(
         mask, score, scale, dropout_p, sinks, backend, packed, pages, scales=scales
     )
-    problem = build_problem(q, k, v, asked)
-    return problem, build_operands(problem, q, k, v, asked, seed)
+    problem = build_problem(q, k, v, keywords)
+    return problem, build_operands(problem, q, k, v, keywords, seed)
 
 
 def backend_of(node: Any) -> str | None:

@@ -77,7 +77,7 @@ def forward_launches(
     """Return the launches of the forward pass, or of the decode pass where that serves the call.
 
     Args:
-        problem: what is asked.
+        problem: what to compute.
         operands: on any device, ``meta`` included.
         result: memory for the results, as ``empty_result`` makes it.
         family: a name of ``FAMILIES``.
@@ -102,7 +102,7 @@ def backward_launches(
     """Return the launches of the backward pass.
 
     Args:
-        problem: what is asked.
+        problem: what to compute.
         operands: on any device, ``meta`` included.
         result: of the forward pass.
         cotangents: the gradients of the output and of lse, the latter None where it is not used.

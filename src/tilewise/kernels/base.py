@@ -88,7 +88,7 @@ class Backend(ABC):
         """Return which loops it would run, for the account of bytes: those of the reference here.
 
         Args:
-            problem: what is asked.
+            problem: what to compute.
             family: of chips, for which it would be; "" for the chip of the problem's device.
         """
         found = self.tiles(problem)
@@ -113,7 +113,7 @@ class Backend(ABC):
         """Run the backward pass: return the gradients that ``needs`` names.
 
         Args:
-            problem: what was asked.
+            problem: what was computed.
             operands: with what.
             result: what ``forward`` gave for them.
             grad_out: shaped as ``result.out``, any strides.

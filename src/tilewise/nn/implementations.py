@@ -106,7 +106,7 @@ def with_weights(q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Ten
         q: [B, Hq, M, D].
         k: [B, Hk, N, D].
         v: [B, Hk, N, D].
-        ask: what else is asked.
+        ask: the keywords of the call.
 
     Returns:
         The output [B, Hq, M, D] and the weights [B, Hq, M, N]; 0 in rows that see no key.

@@ -21,7 +21,7 @@ class Plan(NamedTuple):
     """The choice made for a Problem.
 
     Args:
-        problem: what is asked.
+        problem: what to compute.
         backend: who does it.
         tiles: in which blocks.
         reasons: why each backend asked before it was not chosen, as (name, reasons) pairs.

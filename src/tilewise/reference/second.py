@@ -65,7 +65,7 @@ def second(
     """Gradients of ``<grad_out, tangent of out> + <grad_lse, tangent of lse>`` by the operands.
 
     Args:
-        problem: what was asked.
+        problem: what was computed.
         operands: with what.
         toward: the tangents of the operands (``jets.direction``).
         grad_out: shaped as out.

@@ -43,7 +43,7 @@ def tangents(problem: Problem, operands: Operands, toward: Operands) -> tuple[Te
     """Return the tangents of out and lse.
 
     Args:
-        problem: what was asked.
+        problem: what was computed.
         operands: with what.
         toward: the tangents of the operands (``jets.direction``).
 

@@ -67,7 +67,7 @@ def forward(
     """Attention by tiles.
 
     Args:
-        problem: what is asked.
+        problem: what to compute.
         operands: q ``[B, Hq, M, D]``, k ``[B, Hk, N, D]``, v ``[B, Hk, N, Dv]`` (varlen
             ``[T, H, D]``) of any strides, captured tensors, sinks, seed.
         statistics: which of them the result has.

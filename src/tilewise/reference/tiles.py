@@ -104,7 +104,7 @@ def score_tile(part: Part, rows: range, columns: range, q: Tensor) -> Tile | Non
     """Return one tile with its scores, as ``key_tiles`` does; None if the mask keeps nothing.
 
     Args:
-        part: what is asked.
+        part: what to compute.
         rows: the queries of the tile.
         columns: its keys.
         q: the queries, ``[B, Hq, m, D]`` in the compute dtype.
@@ -207,7 +207,7 @@ def row_entropy(part: Part, stats: Tensor, moment: Tensor, dtype: torch.dtype) -
     which neither term is negative.
 
     Args:
-        part: what is asked.
+        part: what to compute.
         stats: row maximum and row sum of the keys, ``[2, B, Hq, m]``.
         moment: sum over the keys of 2^(score - row maximum) times that exponent.
         dtype: of the arithmetic.

@@ -65,7 +65,7 @@ HOW = ("whole", "short", "halves")
 @pytest.fixture(params=HOW)
 def how(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each way in which chips multiply float8; the engine's plans do not depend on it."""
-    family = FAMILIES["interpreter"]._replace(eight=request.param)
+    family = FAMILIES["interpreter"]._replace(fp8=request.param)
     with mock.patch.dict(FAMILIES, interpreter=family):
         yield request.param
 

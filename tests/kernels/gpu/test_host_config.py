@@ -220,15 +220,15 @@ def test_absence_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("asked", [{"queries": 64}, {"queries": 1}, {"page_size": 4}])
-def test_the_dtype_of_products_is_that_of_the_kernels(family: str, asked: dict[str, int]) -> None:
-    """``loops`` may not load Triton: it says for itself what ``eight_bits`` decides."""
+@pytest.mark.parametrize("sizes", [{"queries": 64}, {"queries": 1}, {"page_size": 4}])
+def test_the_dtype_of_products_is_that_of_the_kernels(family: str, sizes: dict[str, int]) -> None:
+    """``loops`` may not load Triton: it says for itself what ``fp8_products`` decides."""
     pytest.importorskip("triton")
-    from tilewise.kernels.gpu.walk.float8 import eight_bits
+    from tilewise.kernels.gpu.walk.float8 import fp8_products
 
-    backend, problem = gpu.GpuBackend(), _problem(dtype=torch.float8_e4m3fn, **asked)
-    eight = eight_bits(problem, family, whole_walk=not config.decodes(problem))
-    expected = "float16" if eight in ("halves", "casts") else ""
+    backend, problem = gpu.GpuBackend(), _problem(dtype=torch.float8_e4m3fn, **sizes)
+    fp8 = fp8_products(problem, family, whole_walk=not config.decodes(problem))
+    expected = "float16" if fp8 in ("halves", "casts") else ""
     assert backend.loops(problem, family).products == expected
     assert backend.loops(problem._replace(dtype=torch.float16), family).products == ""
 

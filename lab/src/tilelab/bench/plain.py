@@ -133,7 +133,7 @@ def attend_rows(
     """Return the output of the rows of some chunks, one below the other, in the tensors' dtype.
 
     Args:
-        problem: what is asked.
+        problem: what to compute.
         operands: captured tensors of mask and score.
         tensors: q, k and v, whole.
         chunks: the rows.

@@ -43,7 +43,7 @@ def core_forward(
     * The cache does not hold the room: it is filled again for every block of keys.
 
     Args:
-        problem: what is asked, in float32 or float64.
+        problem: what to compute, in float32 or float64.
         task_queries: m: 64, 128, 256 or 512.
         cache_bytes: of the cache.
         operands: with what; may be left out where the mask captures no tensor.
@@ -88,7 +88,7 @@ def core_backward(problem: Problem, cache_bytes: int, operands: Operands | None 
     filled once; else for every tile.
 
     Args:
-        problem: what is asked, in float32 or float64.
+        problem: what to compute, in float32 or float64.
         cache_bytes: of the cache, which has to hold a tile and a block of keys with its sums.
         operands: with what; may be left out where the mask captures no tensor.
     """
@@ -142,7 +142,7 @@ def _keys_filled(
     """Keys brought into what is left of the cache, of all heads; None where walks are not runs.
 
     Args:
-        problem: what is asked.
+        problem: what to compute.
         visits: of its tiles.
         key_bytes: of what is walked over, for a key.
         left: bytes of the cache.

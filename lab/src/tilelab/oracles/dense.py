@@ -40,7 +40,7 @@ def dense(problem: Problem, operands: Operands, *, dtype: torch.dtype = torch.fl
     """Attention with every matrix in ``dtype``, differentiable by autograd.
 
     Args:
-        problem: what is asked.
+        problem: what to compute.
         operands: its tensors, of any floating dtype (they are converted, differentiably).
         dtype: dtype of all arithmetic; float8 e4m3 as above.
 
@@ -76,12 +76,12 @@ def _batched(results: list[Result]) -> Result:
 def _attend(part: Part, dtype: torch.dtype) -> Result:
     problem, operands = part.problem, part.operands
     group = problem.heads // problem.kv_heads if problem.kv_heads else 1
-    eight = dtype is FLOAT8
-    dtype, out_dtype = torch.float32 if eight else dtype, output_dtype(dtype)
+    fp8 = dtype is FLOAT8
+    dtype, out_dtype = torch.float32 if fp8 else dtype, output_dtype(dtype)
     v_scale = operands.v_scale
     q = multiplied(operands.q, operands.q_scale, dtype)
     k = multiplied(operands.k, operands.k_scale, dtype).repeat_interleave(group, dim=1)
-    v = multiplied(operands.v, None if eight else v_scale, dtype).repeat_interleave(group, dim=1)
+    v = multiplied(operands.v, None if fp8 else v_scale, dtype).repeat_interleave(group, dim=1)
     block = part.block(range(problem.queries), range(problem.keys))
     s = (q @ k.transpose(-1, -2)) * problem.scale
     seen = None
@@ -102,7 +102,7 @@ def _attend(part: Part, dtype: torch.dtype) -> Result:
     logs = torch.log_softmax(safe, dim=-1).masked_fill(whole == 0, 0.0)
     entropy = -(whole * logs).sum(-1)
     p = whole[..., : problem.keys]
-    if eight:
+    if fp8:
         p = (p * _RAISED).to(FLOAT8).to(dtype) / _RAISED
     # As torch.logsumexp, but its gradient stays a softmax where log z vanishes next to the maximum.
     top = safe.detach().amax(-1) if safe.size(-1) else safe.new_zeros(dead.shape)
@@ -111,7 +111,7 @@ def _attend(part: Part, dtype: torch.dtype) -> Result:
         p = torch.where(_keep(part), p / (1 - problem.dropout_p), 0.0)
     stats, max_logit, top_key = _stats(s.detach())
     out = p @ v
-    if eight and v_scale is not None:
+    if fp8 and v_scale is not None:
         out = out * v_scale.repeat_interleave(group, dim=1)[:, :, None, None]
     return Result(out.to(out_dtype), lse, stats, max_logit, entropy, top_key)
 

@@ -55,7 +55,7 @@ def extended(
     """Attention, and its gradients where a gradient of something that it gives is given.
 
     Args:
-        problem: what is asked.
+        problem: what to compute.
         operands: its tensors, of any floating dtype.
         grad_out: gradient of out, its shape; None for zero.
         grad_lse: gradient of lse, its shape; None for zero.

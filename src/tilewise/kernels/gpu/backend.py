@@ -204,11 +204,11 @@ def _holds(problem: Problem) -> bool:
 def _products(problem: Problem, family: str) -> str:
     """Return the dtype that the forward multiplies in if it is not the operands'; else "".
 
-    ``walk.float8.eight_bits`` decides it. Explaining a chip that is not here needs no Triton.
+    ``walk.float8.fp8_products`` decides it. Explaining a chip that is not here needs no Triton.
     """
     if problem.dtype is not FLOAT8:
         return ""
-    own = FAMILIES[family].eight != "halves" and not decodes(problem) and not problem.page_size
+    own = FAMILIES[family].fp8 != "halves" and not decodes(problem) and not problem.page_size
     return "" if own else "float16"
 
 

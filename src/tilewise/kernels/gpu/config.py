@@ -110,7 +110,7 @@ class Family(NamedTuple):
         unit: the matrix instructions.
         warp: threads in a warp.
         table: whose rows of the table it takes.
-        eight: how it multiplies float8 e4m3: "halves", as float16, for want of instructions or of
+        fp8: how it multiplies float8 e4m3: "halves", as float16, for want of instructions or of
             a compiler that makes them; "short", by units that add with few bits; "whole", by
             units that add in float32.
         descriptors: None where it has none, or does not gain by them.
@@ -123,7 +123,7 @@ class Family(NamedTuple):
     unit: str
     warp: int
     table: str
-    eight: str
+    fp8: str
     descriptors: Descriptors | None = None
     parts: Parts | None = None
 
@@ -440,7 +440,7 @@ def tiles_for(
     if has_variant and blocks.queries * blocks.keys > 128 * 64:
         blocks = blocks._replace(keys=blocks.keys // 2)
     # What is decoded on the way is held in 16 bits.
-    itemsize = 2 if dtype is FLOAT8 and chip.eight == "halves" else dtype.itemsize
+    itemsize = 2 if dtype is FLOAT8 and chip.fp8 == "halves" else dtype.itemsize
     return _fitting(blocks, pass_name, chip, itemsize, head_dim, value_dim)
 
 

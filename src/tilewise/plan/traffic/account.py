@@ -53,7 +53,7 @@ class Account(NamedTuple):
     """Account of what an attention moves.
 
     Args:
-        problem: what was asked.
+        problem: what was computed.
         loops: how it is walked.
         visits: of the forward's tiles.
         forward, backward: both ways of doing it. Of the operands between fast memory and what is
@@ -106,7 +106,7 @@ def account(
     """Return the account of a problem.
 
     Args:
-        problem: what is asked.
+        problem: what to compute.
         loops: of the backend that does it.
         operands: with what; may be left out where mask and score capture no tensor.
         lengths: of a variable-length call without operands.

@@ -61,7 +61,7 @@ def tiled_held(problem: Problem, training: bool = True) -> Held:
     """Ours: operands, output and three numbers a row; in the backward two more, and gradients.
 
     Args:
-        problem: what is asked.
+        problem: what to compute.
         training: whether there is a backward.
     """
     q, kv, out = _operands(problem)
@@ -80,7 +80,7 @@ def plain_held(problem: Problem, training: bool = True) -> Held:
     Operands of eight bits lie beside their copies in bfloat16, in which all is done (``plain``).
 
     Args:
-        problem: what is asked, dense.
+        problem: what to compute, dense.
         training: whether there is a backward.
     """
     if problem.layout != "dense":

@@ -95,7 +95,7 @@ def forward(problem: Problem, lengths: Sequence[tuple[int, int]] | None = None) 
     """Algorithm 0: S = Q K^T, P = softmax(S), O = P V, each through slow memory.
 
     Args:
-        problem: what is asked.
+        problem: what to compute.
         lengths: queries and keys of each sequence of a variable-length call, done one by one.
     """
     size = _Sizes(problem, lengths)
@@ -134,7 +134,7 @@ def backward(
     """Algorithm 3: dV, dP, dS, dQ and dK from the P that was kept, in sixteen bits or more.
 
     Args:
-        problem: what is asked.
+        problem: what to compute.
         lengths: queries and keys of each sequence of a variable-length call, done one by one.
         mask: how the forward applied it.
     """

@@ -19,7 +19,7 @@ def runs_of(problem: Problem, tile: tuple[int, int]) -> list[tuple[range, range]
     """Row tile by row tile: its rows, and the keys of the tiles that all leaves may see.
 
     Args:
-        problem: what is asked, with a mask that ``is_run``.
+        problem: what to compute, with a mask that ``is_run``.
         tile: queries and keys of a tile.
     """
     (across, along), queries, keys = tile, problem.queries, problem.keys

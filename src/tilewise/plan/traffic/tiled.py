@@ -114,7 +114,7 @@ def forward(problem: Problem, visits: Visits, statistics: Statistics = "") -> Tr
     Reads R D e + W_k (D + Dv) e, writes R (Dv e + 3 f).
 
     Args:
-        problem: what is asked.
+        problem: what to compute.
         visits: of its tiles.
         statistics: which of them are asked for.
     """
@@ -148,7 +148,7 @@ def forward_in_parts(
     partial results are written and read again, if c > 1.
 
     Args:
-        problem: what is asked.
+        problem: what to compute.
         visits: of its tiles.
         split_keys: keys of a part, a whole number of tiles.
         shared: whether the queries of a group of heads walk together, in blocks of as many rows as
@@ -213,7 +213,7 @@ def forward_keys_outside(
     output numbers and two statistics. It writes these at every visit.
 
     Args:
-        problem: what is asked, without sinks.
+        problem: what to compute, without sinks.
         visits: of its tiles.
         partial_bytes: of a number of the unfinished output; None for f.
     """
@@ -250,7 +250,7 @@ def backward_by_tiles(
     The scores are computed twice: seven products in place of five.
 
     Args:
-        problem: what is asked.
+        problem: what to compute.
         visits: of the tiles of the walk for dQ.
         key_visits: of those of the walk for dK and dV; None for the same.
     """
@@ -297,7 +297,7 @@ def backward_keys_outside(
     """Keys outside, five products; dQ of a row is a sum in slow memory: the CPU core's order.
 
     Args:
-        problem: what is asked.
+        problem: what to compute.
         visits: of its tiles; a tile of keys is all that stays while the queries go by.
         partial_bytes: of a number of the unfinished dQ; None for f.
         delta: where rowsum(dO * O) comes from: a "pass" of its own, the "first" visit of a tile of
@@ -344,7 +344,7 @@ def backward_rows_outside(problem: Problem, visits: Visits, lse_gradient: bool =
     are summed in the compute dtype, from zeros, and become the operands' dtype in the end.
 
     Args:
-        problem: what is asked.
+        problem: what to compute.
         visits: of its tiles.
         lse_gradient: whether there is a gradient of lse.
     """

@@ -127,7 +127,7 @@ def visits_of(
     """Return the visits of a walk.
 
     Args:
-        problem: what is asked.
+        problem: what to compute.
         tile: queries and keys of a tile.
         operands: with what; may be left out where mask and score capture no tensor.
         lengths: of a variable-length call without operands: each sequence's queries and keys.

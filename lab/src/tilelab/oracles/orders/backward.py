@@ -39,7 +39,7 @@ def backward_by_tiles(
     """Compute the backward with one owner per sum: delta, then dQ by rows, then dK, dV by keys.
 
     Args:
-        problem: what is asked.
+        problem: what to compute.
         operands: with what.
         result: of a forward pass.
         grad_out: shaped as its out.
@@ -68,7 +68,7 @@ def backward_keys_outside(
     """Compute the backward with tiles of keys outside: dQ of a row is a sum in slow memory.
 
     Args:
-        problem: what is asked.
+        problem: what to compute.
         operands: with what.
         result: of a forward pass.
         grad_out: shaped as its out.

@@ -42,7 +42,7 @@ def forward_keys_outside(
     A tile of rows that is visited for the first time is not read: there is nothing in it yet.
 
     Args:
-        problem: what is asked; without sinks.
+        problem: what to compute; without sinks.
         operands: with what.
         walk: tile sizes and ledger.
         partial: what the unfinished output is stored in; None for the compute dtype.
@@ -124,7 +124,7 @@ def forward_in_parts(
     pass reads them all. Where one part holds all keys there is nothing to merge.
 
     Args:
-        problem: what is asked; without sinks.
+        problem: what to compute; without sinks.
         operands: with what.
         walk: tile sizes and ledger.
         split_keys: keys of one part, a whole number of tiles.

@@ -318,7 +318,7 @@ def backward_launches(
     """Return the launches of a backward pass, for tensors on any device; no value is read.
 
     Args:
-        problem: what was asked.
+        problem: what was computed.
         operands: with what.
         result: what the forward pass gave for them.
         grad_out: shaped as ``result.out``, any strides.

@@ -238,7 +238,7 @@ def row_launches(
     """Return the launches that make the values of each row and, where wanted, the sinks' gradient.
 
     Args:
-        problem: what was asked.
+        problem: what was computed.
         operands: with what.
         result: what the forward pass gave for them.
         upstream: the gradients that come in.

@@ -46,11 +46,11 @@ class Form(NamedTuple):
         FOLDED: scores are kept in units of the bare product q.k.
         BLIND: no block is known to be shown whole.
         SKIPS: blocks of which no pair attends may be met.
-        EIGHT: how 8 bits are multiplied, see ``walk.float8``.
+        FP8: how 8 bits are multiplied, see ``walk.float8``.
         PART: columns that products are summed over at a time, or 0 for all of them.
         DROPOUT: some pairs are dropped.
         REVERSED: the last tiles come first.
-        TURNED: values are turned, see ``walk.transpose``.
+        TRANSPOSED: values are transposed, see ``walk.transpose``.
         EDGE_STAGES: of the walk over partial blocks, where it has not the kernel's.
     """
 
@@ -64,13 +64,13 @@ class Form(NamedTuple):
     FOLDED: bool
     BLIND: bool
     SKIPS: bool
-    EIGHT: str
+    FP8: str
     PART: int = 0
     DROPOUT: bool = False
     DV: int = 0
     DV_PADDED: int = 0
     REVERSED: bool = False
-    TURNED: bool = False
+    TRANSPOSED: bool = False
     EDGE_STAGES: int | None = None
 
 
@@ -85,7 +85,7 @@ def form_of(
     config: Config,
     variant: Variant,
     blocks: Blocks,
-    eight: str,
+    fp8: str,
 ) -> Form:
     """Return the form of a walk that needs no values; arguments as for ``forward_launches``."""
     return Form(
@@ -99,7 +99,7 @@ def form_of(
         FOLDED=_folds(problem, operands, variant),
         BLIND=not knows_whole_tiles(problem, variant),
         SKIPS=meets_empty_tiles(problem, variant),
-        EIGHT=eight,
+        FP8=fp8,
     )
 
 

@@ -29,8 +29,8 @@ from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.descriptors import key_rows
 from tilewise.kernels.gpu.walk.float8 import (
     decoded,
-    eight_bits,
     folded,
+    fp8_products,
     lowered,
     scaled_for,
     with_codes,
@@ -50,7 +50,7 @@ from tilewise.kernels.gpu.walk.tiles import (
     split_range,
     store_tile,
 )
-from tilewise.kernels.gpu.walk.transpose import begin_turned, turn_values, turns
+from tilewise.kernels.gpu.walk.transpose import begin_transposed, transpose_values, wants_transposed
 from tilewise.problem import Operands, Problem, Result
 
 __all__ = ["attend", "forward_launches"]
@@ -158,8 +158,8 @@ def attend(
         pages = pages_of(block_table, b, keys, last_page, PAGE)
     k_head = head_of(k, k_strides, b_k, h // group, begin_k)
     begin_v = begin_k
-    if FORM.TURNED and cu_q is not None:
-        begin_v = begin_turned(begin_k, b)
+    if FORM.TRANSPOSED and cu_q is not None:
+        begin_v = begin_transposed(begin_k, b)
     v_head = head_of(v, v_strides, b_k, h // group, begin_v)
     q_tile = (q_head, q_strides, m0, 0, M)
     if FORM.PART == 0:
@@ -242,19 +242,19 @@ def forward_launches(
     """Return the launches that fill a result; nothing here reads a tensor's values.
 
     Args:
-        problem: what is asked.
+        problem: what to compute.
         operands: with what; cu_seqlens on the same device.
         result: with memory for everything that is wanted; statistics are asked for by theirs.
         config: of the chip.
         variant: the functions of the problem's mask and score.
     """
     blocks = config.blocks("forward", problem)
-    eight = eight_bits(problem, config.family)
-    operands = with_codes(operands, eight)
+    fp8 = fp8_products(problem, config.family)
+    operands = with_codes(operands, fp8)
     before: list[Launch] = []
-    turned = turns(eight, config.family)
-    if turned:
-        operands, before = turn_values(problem, operands, blocks)
+    transposed = wants_transposed(fp8, config.family)
+    if transposed:
+        operands, before = transpose_values(problem, operands, blocks)
     grid = _grid(problem, blocks)
     lists = lists_of(tile_lists(problem, operands, variant.tables, blocks.queries, blocks.keys))
     rows = key_rows(problem, operands, config, variant, blocks)
@@ -274,10 +274,10 @@ def forward_launches(
         "scale": problem.scale,
         **dropout_of(problem, operands),
     }
-    form = form_of(problem, operands, config, variant, blocks, eight)._replace(
+    form = form_of(problem, operands, config, variant, blocks, fp8)._replace(
         **finishing_of(problem, operands, variant),
         REVERSED=_grows(problem),
-        TURNED=turned,
+        TRANSPOSED=transposed,
         EDGE_STAGES=rows.edge_stages,
         PART=config.part("forward", problem),
     )
@@ -286,7 +286,7 @@ def forward_launches(
     constants = {**functions_of(variant), "FORM": form}
     launches = [*before, launch_of(attend, (grid.programs,), arguments, constants, blocks)]
     if result.entropy is not None:
-        walk = Walk(config, variant, blocks, lists, eight)
+        walk = Walk(config, variant, blocks, lists, fp8)
         launches.append(statistics_launch(problem, operands, result, walk))
     return launches
 

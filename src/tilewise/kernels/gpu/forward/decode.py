@@ -29,7 +29,7 @@ from tilewise.kernels.gpu.forward.merge import empty_partials, merge_launch, spl
 from tilewise.kernels.gpu.forward.online import settled, store_numbers, walk_keys
 from tilewise.kernels.gpu.forward.statistics import Walk, statistics_launch
 from tilewise.kernels.gpu.launch import Launch
-from tilewise.kernels.gpu.walk.float8 import decoded, eight_bits, with_codes
+from tilewise.kernels.gpu.walk.float8 import decoded, fp8_products, with_codes
 from tilewise.kernels.gpu.walk.pairs import seed_words
 from tilewise.kernels.gpu.walk.tiles import (
     counts_in,
@@ -221,8 +221,8 @@ def decode_launches(
         variant: the functions of the problem's mask and score.
     """
     unlisted = variant._replace(tables=())
-    eight = eight_bits(problem, config.family, whole_walk=False)
-    operands = with_codes(operands, eight)
+    fp8 = fp8_products(problem, config.family, whole_walk=False)
+    operands = with_codes(operands, fp8)
     tiles = config.blocks("decode", problem)
     splitting = config.splitting()
     count = splitting.splits_within if problem.page_size else splitting.splits
@@ -246,7 +246,7 @@ def decode_launches(
         "scale": problem.scale,
         **dropout_of(problem, operands),
     }
-    form = form_of(problem, operands, config, unlisted, tiles, eight)._replace(
+    form = form_of(problem, operands, config, unlisted, tiles, fp8)._replace(
         **finishing_of(problem, operands, variant)
     )
     constants = {**functions_of(unlisted), "SPLITTING": splitting, "FORM": form}
@@ -255,6 +255,6 @@ def decode_launches(
     if slots > 1:
         launches.append(merge_launch(problem, operands, result, partials, variant, splitting))
     if result.entropy is not None:
-        walk = Walk(config, unlisted, tiles, lists_of(None), eight)
+        walk = Walk(config, unlisted, tiles, lists_of(None), fp8)
         launches.append(statistics_launch(problem, operands, result, walk))
     return launches

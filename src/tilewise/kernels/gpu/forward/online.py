@@ -107,7 +107,7 @@ def absorb(
     k_side, v_side, low, high = sides
     b, h, m, _, _ = place
     scale, seed_low, seed_high, drop_below = numbers
-    EIGHTS: tl.constexpr = (FORM.EIGHT == "short") | (FORM.EIGHT == "whole")
+    FP8_WALK: tl.constexpr = (FORM.FP8 == "short") | (FORM.FP8 == "whole")
     scores = scores_of_block(
         q, k_side, n0, low, high, place, scale, captured, visible, SCORE, MASKED, FORM
     )
@@ -118,13 +118,13 @@ def absorb(
     if FORM.FOLDED:
         unit = scale * LOG2E
         least = base * unit
-        if EIGHTS:
+        if FP8_WALK:
             least = least - RAISED
         exponent = scores * unit - least[:, None]
         moved = (top - base) * unit
     else:
         exponent = (scores - base[:, None]) * LOG2E
-        if EIGHTS:
+        if FP8_WALK:
             exponent = exponent + RAISED
         moved = (top - base) * LOG2E
     p = tl.math.exp2(exponent)
@@ -134,7 +134,9 @@ def absorb(
         n = (n0 + tl.arange(0, FORM.BN))[None, :]
         p = tl.where(kept(seed_low, seed_high, drop_below, b, h, m, n), p, 0.0)
     acc = acc * fade[:, None]
-    if FORM.TURNED:  # blocks are there whole: loads that ask for every key would go byte by byte
+    if (
+        FORM.TRANSPOSED
+    ):  # blocks are there whole: loads that ask for every key would go byte by byte
         v = load_tile(
             v_side[0], n0, v_side[1], low, high, FORM.BN, FORM.DV, acc.shape[1], False, FORM.WIDE
         )
@@ -146,7 +148,7 @@ def absorb(
             v_side, n0, low, high, FORM.BN, FORM.DV, acc.shape[1], MASKED, FORM.WIDE, FORM.PAGE
         )
         v = decoded(v, FORM)
-    if FORM.EIGHT == "short":
+    if FORM.FP8 == "short":
         # The number only keeps the compiler from adding to acc within the matrix units after all.
         acc = acc + tl.dot(p.to(v.dtype), v, max_num_imprecise_acc=FORM.BN)
     else:

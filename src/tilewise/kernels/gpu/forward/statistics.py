@@ -300,20 +300,20 @@ class Walk(NamedTuple):
         variant: the functions of the problem's mask and score.
         blocks: of queries and keys.
         lists: the argument that names the tiles to visit (``walk.tiles.lists_of``).
-        eight: how 8 bits are multiplied (``walk.float8.eight_bits``).
+        fp8: how 8 bits are multiplied (``walk.float8.fp8_products``).
     """
 
     config: Config
     variant: Variant
     blocks: Blocks
     lists: tuple[Any, ...]
-    eight: str
+    fp8: str
 
 
 def statistics_launch(problem: Problem, operands: Operands, result: Result, walk: Walk) -> Launch:
     """Return the launch that fills the statistics of a result, which has memory for them."""
     blocks = walk.blocks
-    operands = with_codes(operands, walk.eight)
+    operands = with_codes(operands, walk.fp8)
     tiles = slots_of(problem, problem.queries, blocks.queries)
     arguments = {
         "inputs": (operands.q, operands.k),
@@ -331,7 +331,7 @@ def statistics_launch(problem: Problem, operands: Operands, result: Result, walk
         "tiles": tiles,
         "scale": problem.scale,
     }
-    form = form_of(problem, operands, walk.config, walk.variant, blocks, walk.eight)
+    form = form_of(problem, operands, walk.config, walk.variant, blocks, walk.fp8)
     form = form._replace(PART=walk.config.part("forward", problem))
     constants = {**functions_of(walk.variant), "FORM": form}
     programs = programs_of(problem, problem.heads, tiles)

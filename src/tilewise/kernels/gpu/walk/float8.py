@@ -1,6 +1,6 @@
 """Handle float8 e4m3 in the forward kernel: operands, scales, and probabilities of 8 bits.
 
-How a chip multiplies it is its family's (``config.EightBits``), and ``EIGHT`` of the forms here:
+How a chip multiplies it is its family's (``config.Fp8Products``), and ``FP8`` of the forms here:
 
 * "" is another dtype;
 * "halves": the chip has no matrix instructions for it, or Triton no such type. Operands come as
@@ -28,8 +28,8 @@ from tilewise.variants.float8 import FLOAT8
 
 __all__ = [
     "decoded",
-    "eight_bits",
     "folded",
+    "fp8_products",
     "lowered",
     "scaled_for",
     "with_codes",
@@ -39,25 +39,25 @@ _LEAST = tl.constexpr(1e-30)  # a scale below it makes no difference between any
 _MOST = tl.constexpr(3.4e38)
 
 
-def eight_bits(problem: Problem, family: str, *, whole_walk: bool = True) -> str:
-    """Return ``EIGHT`` of a problem on a family of chips.
+def fp8_products(problem: Problem, family: str, *, whole_walk: bool = True) -> str:
+    """Return ``FP8`` of a problem on a family of chips.
 
     Args:
-        problem: what is asked.
+        problem: what to compute.
         family: a name of ``config.FAMILIES``.
         whole_walk: whether a program walks over all keys of its queries, and these are many.
     """
     if problem.dtype is not FLOAT8:
         return ""
-    eight = FAMILIES[family].eight
-    if eight == "halves" or (whole_walk and not problem.page_size):
-        return eight
+    fp8 = FAMILIES[family].fp8
+    if fp8 == "halves" or (whole_walk and not problem.page_size):
+        return fp8
     return "casts"
 
 
-def with_codes(operands: Operands, eight: str) -> Operands:
+def with_codes(operands: Operands, fp8: str) -> Operands:
     """The operands as a kernel takes them: codes in the place of numbers that it decodes itself."""
-    if eight != "halves":
+    if fp8 != "halves":
         return operands
     q, k, v = (tensor.view(torch.uint8) for tensor in operands[:3])
     return operands._replace(q=q, k=k, v=v)
@@ -69,12 +69,12 @@ def decoded(tile, FORM: tl.constexpr):
 
     Exponent and fraction of a code, moved to where float16 has them, are a number 2^8 too small.
     """
-    if FORM.EIGHT == "halves":
+    if FORM.FP8 == "halves":
         wide = tile.to(tl.uint16)
         bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
         halves = bits.to(tl.float16, bitcast=True) * 256.0
         tile = tl.where((wide & 0x7F) == 0x7F, float("nan"), halves)
-    elif FORM.EIGHT == "casts":
+    elif FORM.FP8 == "casts":
         tile = tile.to(tl.float16)
     return tile
 
@@ -106,6 +106,6 @@ def folded(q, scale):
 @triton.jit
 def lowered(values, FORM: tl.constexpr):
     """Undo in sums the power of two that probabilities were raised by; exact."""
-    if (FORM.EIGHT == "short") | (FORM.EIGHT == "whole"):
+    if (FORM.FP8 == "short") | (FORM.FP8 == "whole"):
         values = values * 0.00390625
     return values

@@ -30,30 +30,30 @@ from tilewise.kernels.gpu.walk.tiles import (
 )
 from tilewise.problem import Operands, Problem
 
-__all__ = ["begin_turned", "turn_values", "turns"]
+__all__ = ["begin_transposed", "transpose_values", "wants_transposed"]
 
-_ROWS = 64  # keys that a program turns
+_ROWS = 64  # keys that a program transposes
 _ALIGNED = tl.constexpr(16)
 
 
-def turns(eight: str, family: str) -> bool:
+def wants_transposed(fp8: str, family: str) -> bool:
     """Return whether to transpose values: for float8, but not on Blackwell, which takes both."""
-    return eight in ("short", "whole") and FAMILIES[family].unit != "tcgen05"
+    return fp8 in ("short", "whole") and FAMILIES[family].unit != "tcgen05"
 
 
 @triton.jit
-def begin_turned(begin, b):
-    """Where the turned values of sequence ``b`` begin, whose keys do so at ``begin``."""
+def begin_transposed(begin, b):
+    """Where the transposed values of sequence ``b`` begin, whose keys do so at ``begin``."""
     return (begin // _ALIGNED + b) * _ALIGNED
 
 
 @triton.jit(do_not_specialize=["batch", "heads", "keys", "slots"])
 def turn_kernel(
     v,
-    turned,
+    transposed,
     cu_k,
     v_strides,
-    turned_strides,
+    transposed_strides,
     batch,
     heads,
     keys,
@@ -72,23 +72,23 @@ def turn_kernel(
         h = line
         b, n0, begin = place_of(slot, cu_k, batch, BLOCK)
         N = (tl.load(cu_k + b + 1) - begin).to(tl.int32)
-        begin_there = begin_turned(begin, b)
+        begin_there = begin_transposed(begin, b)
     if n0 >= N:
         return
     here = head_of(v, v_strides, b, h, begin)
-    there = head_of(turned, turned_strides, b, h, begin_there)
+    there = head_of(transposed, transposed_strides, b, h, begin_there)
     tile = load_tile(here, n0, v_strides, 0, N, BLOCK, DV, DV_PADDED, True, False)
     end = (N + _ALIGNED - 1) // _ALIGNED * _ALIGNED
-    store_tile(there, n0, turned_strides, end, tile, BLOCK, DV, DV_PADDED)
+    store_tile(there, n0, transposed_strides, end, tile, BLOCK, DV, DV_PADDED)
 
 
-def turn_values(
+def transpose_values(
     problem: Problem, operands: Operands, blocks: Blocks
 ) -> tuple[Operands, list[Launch]]:
-    """Return the operands with their values turned, and what turns them.
+    """Return the operands with their values transposed, and what transposes them.
 
     Args:
-        problem: what is asked, of a type of 8 bits.
+        problem: what to compute, of a type of 8 bits.
         operands: with what.
         blocks: of the walk that will read them.
     """
@@ -96,17 +96,17 @@ def turn_values(
     aligned = -(-problem.keys // _ALIGNED.value) * _ALIGNED.value
     if problem.layout == "dense":
         length = -(-aligned // blocks.keys) * blocks.keys
-        turned = v.new_empty((*v.shape[:2], v.shape[3], length)).transpose(2, 3)
+        transposed = v.new_empty((*v.shape[:2], v.shape[3], length)).transpose(2, 3)
     else:
         length = aligned + _ALIGNED.value * problem.batch + blocks.keys
-        turned = v.new_empty((*v.shape[1:], length)).permute(2, 0, 1)
+        transposed = v.new_empty((*v.shape[1:], length)).permute(2, 0, 1)
     slots = slots_of(problem, problem.keys, _ROWS)
     arguments = {
         "v": v.view(torch.uint8),
-        "turned": turned.view(torch.uint8),
+        "transposed": transposed.view(torch.uint8),
         "cu_k": operands.cu_seqlens_k,
         "v_strides": head_strides(v, problem),
-        "turned_strides": head_strides(turned, problem),
+        "transposed_strides": head_strides(transposed, problem),
         "batch": problem.batch,
         "heads": problem.kv_heads,
         "keys": problem.keys,
@@ -119,4 +119,4 @@ def turn_values(
     }
     grid = (programs_of(problem, problem.kv_heads, slots),)
     launch = launch_of(turn_kernel, grid, arguments, constants, Blocks(_ROWS, _ROWS, 4, 1))
-    return operands._replace(v=turned), [launch]
+    return operands._replace(v=transposed), [launch]

@@ -53,7 +53,8 @@ def test_a_chip_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_old_form_still_works(capsys: pytest.CaptureFixture[str]) -> None:
     old = run(capsys, "1", "4", "64", "16", "--kv-heads", "2", "--window", "5")
     new = run(capsys, "--shape", "1x4x64x16", "--kv-heads", "2", "--mask", "window:5")
-    assert old == new
+    word = run(capsys, "1x4x64x16", "--kv-heads", "2", "--mask", "window:5")
+    assert old == new == word
     assert "mask      window:5" in old
 
 
@@ -67,13 +68,14 @@ def test_every_chip(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ((), "shape: got none of them"),
+        ((), "shape: got no sizes"),
         (("--shape", "1x2x3x4", "--model", "gpt2"), "more than one"),
         (("--shape", "1x2x3"), "four sizes"),
         (("--shape", "1x2xthreex4"), "four sizes"),
+        (("1", "2", "three", "4"), "four sizes"),
         (("--model", "gpt5"), "llama-3-8b"),
-        (("1", "2", "3", "4", "--mask", "diagonal"), "causal+window:W"),
-        (("1", "2", "3", "4", "--mask", "window"), "causal+window:W"),
+        (("1", "2", "3", "4", "--mask", "diagonal"), "causal+window:N"),
+        (("1", "2", "3", "4", "--mask", "window"), "Give a number of keys: window:256."),
         (("1", "2", "3", "4", "--chip", "h300"), "h200"),
         (("1", "2", "3", "4", "--fit", "lots"), "24GB"),
         (("1", "2", "3", "4", "--chip", "h200", "--backend", "cpu"), "backend"),

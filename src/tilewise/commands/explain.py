@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tilewise.chips import CHIPS, named
 from tilewise.commands.plugins import plugin
-from tilewise.commands.shape import DTYPES, read, room
+from tilewise.commands.shape import DTYPES, MASK_FORMS, read, room
 from tilewise.errors import InvalidArgument
 from tilewise.inspect.answer import Answer, Question, answer
 from tilewise.plan.traffic.account import trains
@@ -72,8 +72,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog="In Python, tilewise.explain(q, k, v, ...) explains any call.",
     )
     add = parser.add_argument
-    add("sizes", nargs="*", type=int, metavar="SIZE", help="the queries: B HQ M D")
-    add("--shape", metavar="BxHQxMxD", help="the same in one word, e.g. 1x32x8192x128")
+    add("sizes", nargs="*", metavar="SIZE", help="the queries: B HQ M D, or BxHQxMxD in one word")
+    add("--shape", metavar="BxHQxMxD", help="the same, e.g. 1x32x8192x128")
     add("--model", metavar="NAME", help="the shape of a well-known model, e.g. llama-3-8b")
     add("--batch", type=int, metavar="B", help="instead of the shape's, or of 1")
     add("--queries", type=int, metavar="M", help="instead of the shape's or the model's")
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--fit", metavar="MEMORY", help="the largest batch and the longest sequence in, e.g., 24GB")
     add("--html", type=Path, metavar="FILE", help="write a page with a roofline and bars")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--mask", help="none, causal, window:W, causal+window:W, prefix:P")
+    which.add_argument("--mask", help=MASK_FORMS)
     which.add_argument("--causal", action="store_true", help="the same as --mask causal")
     which.add_argument("--window", type=int, metavar="W", help="W keys to either side")
     return parser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -13,7 +14,7 @@ from tilewise.inspect.answer import Question
 from tilewise.inspect.known_models import KnownModel, known_model
 from tilewise.variants import masks, scores
 
-__all__ = ["DTYPES", "read", "room"]
+__all__ = ["DTYPES", "MASK_FORMS", "read", "room"]
 
 DTYPES = {
     "float32": torch.float32,
@@ -28,7 +29,19 @@ DTYPES = {
 }
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_MASKS = "none, causal, window:W, causal+window:W (or sliding:W), prefix:P"
+# The values of ``--mask``: forms without a number, and names that take one after a colon.
+_PLAIN_MASKS: Mapping[str, Callable[[], masks.Mask | None]] = {
+    "none": lambda: None,
+    "full": lambda: None,
+    "causal": masks.causal,
+}
+_SIZED_MASKS: Mapping[str, Callable[[int], masks.Mask]] = {
+    "window": lambda size: masks.window(size, size),
+    "causal+window": lambda size: masks.window(size, 0),
+    "sliding": lambda size: masks.window(size, 0),  # as causal+window
+    "prefix": masks.prefix,
+}
+MASK_FORMS = ", ".join([*_PLAIN_MASKS, *(f"{name}:N" for name in _SIZED_MASKS)])
 
 
 def read(options: argparse.Namespace, chip: Chip | None) -> Question:
@@ -93,17 +106,14 @@ def _shape(options: argparse.Namespace, model: KnownModel | None) -> tuple[int, 
     given = [bool(options.sizes), options.shape is not None, model is not None]
     if sum(given) != 1:
         ways = "four sizes B HQ M D, --shape BxHQxMxD or --model NAME"
-        came = "none of them" if not any(given) else "more than one"
+        came = "no sizes" if not any(given) else "more than one of them"
         raise InvalidArgument("shape", came, f"one of {ways}")
     if model is not None:
         return options.batch or 1, model.heads, options.queries or model.length, model.head_dim
-    if options.shape is not None:
-        sizes = re.split("[x,]", options.shape.lower())
-    else:
-        sizes = [str(size) for size in options.sizes]
+    text = options.shape if options.shape is not None else " ".join(options.sizes)
+    sizes = re.split("[x, ]", text.lower())
     if len(sizes) != 4 or not all(size.isdigit() for size in sizes):
-        came = options.shape if options.shape is not None else " ".join(sizes)
-        raise InvalidArgument("shape", repr(came), "four sizes, e.g. 1x32x8192x128 (BxHQxMxD)")
+        raise InvalidArgument("shape", repr(text), "four sizes, e.g. 1x32x8192x128 (BxHQxMxD)")
     batch, heads, queries, head_dim = (int(size) for size in sizes)
     return options.batch or batch, heads, options.queries or queries, head_dim
 
@@ -124,19 +134,12 @@ def _mask(options: argparse.Namespace, model: KnownModel | None) -> masks.Mask |
 
 def _named_mask(text: str) -> masks.Mask | None:
     name, colon, number = text.lower().partition(":")
-    sized = {
-        "window": lambda size: masks.window(size, size),
-        "causal+window": lambda size: masks.window(size, 0),
-        "sliding": lambda size: masks.window(size, 0),
-        "prefix": masks.prefix,
-    }
-    if not colon and name in ("none", "full"):
-        return None
-    if not colon and name == "causal":
-        return masks.causal()
-    if name not in sized or not number.isdigit():
-        raise InvalidArgument("mask", repr(text), f"one of {_MASKS}")
-    return sized[name](int(number))
+    if not colon and name in _PLAIN_MASKS:
+        return _PLAIN_MASKS[name]()
+    if name in _SIZED_MASKS and number.isdigit():
+        return _SIZED_MASKS[name](int(number))
+    fix = f"Give a number of keys: {name}:256." if name in _SIZED_MASKS else ""
+    raise InvalidArgument("mask", repr(text), f"one of {MASK_FORMS}", fix)
 
 
 def room(text: str) -> int:

@@ -245,7 +245,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "another function": (lambda b, h, m, n: torch.cumsum(m, 0) < n, "one of: abs, "),
     "another method": (lambda b, h, m, n: m.median() < n, "operators, or one of: abs, "),
     "bits of floats": (lambda b, h, m, n: (m / 2) & 1, "a float as operand of &"),
-    "an integer": (lambda b, h, m, n: m - n, "a function that returns an? int.*Compare"),
+    "an integer": (lambda b, h, m, n: m - n, "a function that returns an integer.*Compare"),
     "nothing at all": (lambda b, h, m, n: None, "a function that returns nothing"),
     "a range": (lambda b, h, m, n: sum(range(m)) < n, "used as a Python integer"),
     "math": (lambda b, h, m, n: math.sqrt(m) < n, "used as a Python float"),

@@ -62,9 +62,9 @@ def _trace(
     if kind == "float":
         found = found.float()
     elif found.kind != "bool":
-        raise InvalidType(
-            argument, f"a function that returns a {found.kind}", _RETURNS[kind], "Compare: x != 0."
-        )
+        number = "an integer" if found.kind == "int" else "a float"
+        came = f"a function that returns {number}"
+        raise InvalidType(argument, came, _RETURNS[kind], "Compare: x != 0.")
     expr = recording.graph.expr(found.place)
     used = sorted(
         {int(x.value) for x in expr.nodes if x.op.startswith("load_") and x.value is not None}

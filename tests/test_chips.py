@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tilewise.chips import CHIPS, KNOWN, Chip, detect
+from tilewise.kernels.gpu.config import FAMILIES
 
 X86 = """\
 processor\t: 0
@@ -90,9 +91,16 @@ def test_the_peaks_of_a_gpu_are_those_of_its_multiprocessors(name: str) -> None:
     """Cores x clock x what the architecture does in one: a slip in any of the figures shows."""
     chip = CHIPS[name]
     assert chip.exponentials_s is not None
+    assert chip.family in PER_CLOCK, f"add {chip.family} to PER_CLOCK, from the maker's paper"
     clocks = chip.exponentials_s / 16  # of all multiprocessors, a second
     for dtype, operations in PER_CLOCK[chip.family].items():
         assert chip.peak(dtype) == pytest.approx(clocks * operations, rel=0.01), dtype
+
+
+@pytest.mark.parametrize("name", [name for name, chip in CHIPS.items() if chip.kind == "gpu"])
+def test_the_gpu_backend_has_blocks_for_its_family(name: str) -> None:
+    hint = "name the family whose code the chip runs, or add a new one to kernels/gpu/config.py"
+    assert CHIPS[name].family in FAMILIES, hint
 
 
 def test_every_row_is_whole() -> None:
@@ -101,5 +109,5 @@ def test_every_row_is_whole() -> None:
         assert all(figures), name
         assert chip.last_cache_bytes, name
         assert chip.peak("float16"), name
-        assert len(chip.source) > 20, name
+        assert len(chip.source) > 20, f"{name}: name the document that has the figures"
         assert (chip.kind == "gpu") == bool(chip.memory_bytes and chip.family), name

@@ -42,7 +42,8 @@ class Chip:
         exponentials_s: powers per second of the whole chip; None where that is unknown.
         memory_bytes: memory of the whole chip; None where it is the machine's.
         source: where the figures are from.
-        family: the machine code that a GPU runs, e.g. "sm_90".
+        family: whose kernels and blocks a GPU takes: a name of ``FAMILIES`` in
+            ``kernels/gpu/config.py``, e.g. "sm_90". A newer chip may name an older family.
     """
 
     name: str
@@ -127,7 +128,11 @@ def _gpu(
     source: str,
     powers_a_clock: int = 16,
 ) -> Chip:
-    """Return a row of the table: exponentials are ``powers_a_clock`` x cores x clock."""
+    """Return a row of the table: exponentials are ``powers_a_clock`` x cores x clock.
+
+    ``caches`` are the bytes of L1, L2 and L3, as in ``Chip``. ``memory`` is GB, and GB/s.
+    ``tflops`` are dense peaks by dtype, in 1e12 operations per second.
+    """
     return Chip(
         name,
         "gpu",
@@ -180,6 +185,7 @@ _HOPPER = {
 # Sixteen special function units a multiprocessor (four a quarter) are NVIDIA's since Turing, from
 # the tuning guides; the clock is the one at which the maker's matrix peak holds. float32 is without
 # matrix instructions, which is how exact products are made; tf32 is another dtype's figure.
+# Keys are what people type. The part before a dash has to occur in the driver's name (``row_of``).
 CHIPS: Mapping[str, Chip] = {
     "a100": _gpu(
         "NVIDIA A100 SXM 80 GB",

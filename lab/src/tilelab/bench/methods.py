@@ -63,6 +63,7 @@ class Method:
         why_not: what it cannot do of a work; empty if it can.
         matrices: how many matrices of all heads its forward pass holds at once, roughly.
         same_dropout: whether it drops what ours drops.
+        statistics: whether it gives statistics of rows.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Method:
     why_not: Callable[[Work], str] = lambda _: ""
     matrices: Callable[[Work], float] = lambda _: 0.0
     same_dropout: bool = False
+    statistics: bool = False
 
     def bytes(self, work: Work) -> float:
         """About what its matrices need: for what is not to be tried."""
@@ -86,7 +88,12 @@ def exact(device: str, *, with_flex: bool = True) -> list[Method]:
 
 def ours() -> Method:
     """tilewise.attention."""
-    return Method(OURS, lambda work, given: _ours(work, work.masked), same_dropout=True)
+    return Method(
+        OURS,
+        lambda work, given: _ours(work, work.masked),
+        same_dropout=True,
+        statistics=True,
+    )
 
 
 def block_sparse(name: str, pattern: Callable[[int], Any]) -> Method:
@@ -112,6 +119,9 @@ def _ours(work: Work, mask: Any) -> Attend:
     keywords: dict[str, Any] = {"mask": mask, "score": work.score, "backend": work.backend}
     if work.dropout_p:
         keywords |= {"dropout_p": work.dropout_p, "seed": SEED}
+    if work.statistics:
+        keywords["return_stats"] = work.statistics
+        return lambda q, k, v: tilewise.attention(q, k, v, **keywords).out
     return lambda q, k, v: tilewise.attention(q, k, v, **keywords)
 
 

@@ -36,6 +36,7 @@ class Work:
         padding: keys at the end that nobody sees; instead of a mask.
         queries: M, where it is not N.
         dropout_p: the probability of dropping a pair.
+        statistics: which ones of its rows a call gives too, as ``return_stats`` takes it.
         device: of the tensors.
         backend: of ours; None for the one that a call takes by itself.
     """
@@ -56,6 +57,7 @@ class Work:
     padding: int = 0
     queries: int = 0
     dropout_p: float = 0.0
+    statistics: bool | Literal["top1"] = False
     device: str = "cpu"
     backend: str | None = None
 

@@ -89,6 +89,8 @@ def key_of(work: Work, method: Method) -> tuple[str, ...]:
 
 def why_skipped(work: Work, method: Method, budget: Budget) -> str:
     """Return why a method is not tried on a work; empty if it is."""
+    if work.statistics and not method.statistics:
+        return "it gives no statistics"
     return (
         method.why_not(work)
         or budget.too_long(key_of(work, method), work.length)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -32,6 +33,7 @@ class Variant:
         name: of it.
         mask, score: what ``tilewise.attention`` takes.
         flex_mask, flex_score: functions of the same meaning.
+        statistics: which ones of its rows a call gives too.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Variant:
     score: Any = None
     flex_mask: Callable[..., Any] | None = None
     flex_score: Callable[..., Any] | None = None
+    statistics: bool | Literal["top1"] = False
 
 
 def steps(settings: Settings) -> list[Step]:
@@ -60,6 +63,7 @@ def steps(settings: Settings) -> list[Step]:
                     score=each.score,
                     flex_mask=each.flex_mask,
                     flex_score=each.flex_score,
+                    statistics=each.statistics,
                 )
                 found.append(Step(f"{work.case}, {dtype}", partial(time_all, work, methods)))
     return found
@@ -77,6 +81,9 @@ def catalogue(length: int, device: str) -> list[Variant]:
         *_masks(length, device),
         *_sparse(length, device),
         *_scores(length, device),
+        *_in_python(length, device),
+        Variant("statistics", statistics=True),
+        Variant("statistics and top key", statistics="top1"),
     ]
 
 
@@ -133,8 +140,12 @@ def _sparse(length: int, device: str) -> list[Variant]:
     return [Variant(name, BlockMask.of(mask, length).to(device)) for name, mask in found.items()]
 
 
+def _slopes(device: str) -> torch.Tensor:
+    return torch.tensor([2.0 ** -(2 * head + 2) for head in range(_HEADS)], device=device)
+
+
 def _scores(length: int, device: str) -> list[Variant]:
-    slopes = torch.tensor([2.0 ** -(2 * head + 2) for head in range(_HEADS)], device=device)
+    slopes = _slopes(device)
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(_HEADS, 2 * length, generator=generator).to(device)
     bias = torch.randn(_HEADS, length, length, generator=generator).to(device)
@@ -163,4 +174,24 @@ def _scores(length: int, device: str) -> list[Variant]:
         Variant("bias", None, scores.bias(bias), None, lambda s, b, h, m, n: s + bias[h, m, n]),
         Variant("relative table", None, relative),
         Variant("Gaussian", None, gaussian),
+    ]
+
+
+def _in_python(length: int, device: str) -> list[Variant]:
+    """Return scores in spellings that the recogniser does not know: what an expression costs."""
+    slopes, wide = _slopes(device), max(1, length // 2)
+
+    def alibi(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+        return s + slopes[h] * (n - m)
+
+    def softcap(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+        return _CAP * torch.tanh(s * (1 / _CAP))
+
+    def window(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+        return torch.where((m - n < wide) & (n - m < wide), s, -math.inf)
+
+    return [
+        Variant("ALiBi in Python", None, alibi),
+        Variant("softcap in Python", None, softcap),
+        Variant("window as a score", None, window),  # no tile is skipped
     ]

@@ -46,6 +46,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tilelab",),
     ("tilelab.common",),
     ("tilelab.oracles", "tilelab.models", "tilelab.counted", "tilelab.gate"),
+    ("tilelab.peers",),
     ("tilelab.compatibility", "tilelab.bench", "tilelab.gpu_check", "tilelab.explain"),
     ("tilelab.tune",),
     ("tilelab.study.ask",),

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from tilelab.bench.cases import CASES, DTYPES, Case, Goal, Shape, Variant, find
-from tilelab.bench.gate import compare
-from tilelab.bench.methods import ours, sdpa
 from tilelab.bench.results import (
     COMPLETE,
     CaseResult,
@@ -23,9 +21,11 @@ from tilelab.bench.results import (
     Scaling,
 )
 from tilelab.bench.tables import heading, tables
-from tilelab.bench.work import call_of, draw
 from tilelab.common.clock import Spread, interleave, once, plan, repeats_for
 from tilelab.common.tables import markdown, plain
+from tilelab.peers.compare import compare
+from tilelab.peers.methods import ours, sdpa
+from tilelab.peers.work import call_of, draw
 from tilewise.errors import InvalidArgument
 
 SMALL = Case("small", "float32", Shape(2, 4, 2, 70, 70, 16), goal=Goal(1.5, 0.8))

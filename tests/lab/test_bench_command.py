@@ -12,9 +12,9 @@ import torch
 
 from tilelab.bench import children, command, main
 from tilelab.bench.cases import SCALING_GOAL, find
-from tilelab.bench.gate import Measured
 from tilelab.bench.measure import measure_cases
 from tilelab.bench.results import Scaling
+from tilelab.peers.compare import Measured
 from tilewise import cli
 from tilewise.errors import TilewiseError, Unsupported
 from tilewise.inspect import peaks

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilelab.bench.approximations import (
+from tilelab.peers.approximations import (
     bigbird,
     directions,
     features,

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilelab.bench import gate
-from tilelab.bench.gate import compare, sampled
-from tilelab.bench.methods import Method, block_sparse, exact, ours, sdpa
-from tilelab.bench.plain import chunked, plain
 from tilelab.bench.suites import timed
 from tilelab.bench.suites.steps import Budget
-from tilelab.bench.work import Given, Work, call_of, draw
+from tilelab.peers import compare as gate
+from tilelab.peers.compare import compare, sampled
+from tilelab.peers.methods import Method, block_sparse, exact, ours, sdpa
+from tilelab.peers.plain import chunked, plain
+from tilelab.peers.work import Given, Work, call_of, draw
 from tilewise import masks, scores
 
 WORK = Work("speed", "small", 70, heads=4, kv_heads=2, head_dim=16)

@@ -20,7 +20,6 @@ from torch import Tensor
 from tilelab import bench
 from tilelab.bench import children, main
 from tilelab.bench.children import STEPS, PeakJob
-from tilelab.bench.methods import OURS, own_masks, rivals
 from tilelab.bench.suites import accuracy, command, compare
 from tilelab.bench.suites.memory import CURE, DOUBLE, predicted
 from tilelab.bench.suites.models import layer
@@ -30,7 +29,8 @@ from tilelab.bench.suites.sentences import crossing, crossings_in_words, sentenc
 from tilelab.bench.suites.steps import Step
 from tilelab.bench.suites.tables import tables
 from tilelab.bench.suites.variants import Variant, catalogue
-from tilelab.bench.work import Work, draw
+from tilelab.peers.methods import OURS, own_masks, rivals
+from tilelab.peers.work import Work, draw
 from tilewise import attention, visible_pairs
 from tilewise.errors import InvalidArgument, TilewiseError
 from tilewise.kernels.cpu.core import absence

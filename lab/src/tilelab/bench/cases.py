@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from tilelab.bench.work import Work
+from tilelab.peers.work import Work
 from tilewise import masks, scores
 
 __all__ = ["CASES", "DTYPES", "SCALING_GOAL", "Case", "Goal", "Shape", "find"]

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from tilelab.bench.cases import find
-from tilelab.bench.methods import OURS, method_named, ours
 from tilelab.bench.results import Memory, Scaling
-from tilelab.bench.work import Pass, Work, call_of, draw
 from tilelab.common.clock import once, plan
 from tilelab.common.memory import held_bytes, highest
 from tilelab.common.torch_private import softmax_backward_data
 from tilelab.common.worker import Child, environment, serve
+from tilelab.peers.methods import OURS, method_named, ours
+from tilelab.peers.work import Pass, Work, call_of, draw
 from tilewise import masks
 from tilewise.errors import TilewiseError
 from tilewise.inspect import peaks as processor

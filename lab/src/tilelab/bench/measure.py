@@ -10,11 +10,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
 from tilelab.bench.cases import Case
-from tilelab.bench.gate import compare
-from tilelab.bench.methods import ours, sdpa
 from tilelab.bench.results import CaseResult, Overhead, Samples
-from tilelab.bench.work import call_of, draw
 from tilelab.common.clock import Call, interleave, once, plan
+from tilelab.peers.compare import compare
+from tilelab.peers.methods import ours, sdpa
+from tilelab.peers.work import call_of, draw
 from tilewise.inspect import peaks
 
 __all__ = ["FULL", "QUICK", "Effort", "measure_cases", "overhead"]

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 
-from tilelab.bench.gate import compare
-from tilelab.bench.methods import Method, exact
 from tilelab.bench.suites.points import Point
 from tilelab.bench.suites.steps import Budget, Settings, Step
 from tilelab.bench.suites.timed import attempted
-from tilelab.bench.work import Pass, Work, draw
+from tilelab.peers.compare import compare
+from tilelab.peers.methods import Method, exact
+from tilelab.peers.work import Pass, Work, draw
 from tilewise import masks
 
 __all__ = ["FEW", "steps"]

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from tilelab.bench.methods import OURS
 from tilelab.bench.suites import accuracy, compare, memory, models, paper, speed, variants
 from tilelab.bench.suites.page import html, markdown, pictures
 from tilelab.bench.suites.points import Record
@@ -24,6 +23,7 @@ from tilelab.bench.suites.steps import LENGTHS, QUICK_LENGTHS, Budget, Settings,
 from tilelab.bench.suites.tables import heading, tables
 from tilelab.common.tables import show_tables
 from tilelab.common.terminal import interrupts_ignored, positive
+from tilelab.peers.methods import OURS
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.inspect.known_models import KNOWN_MODELS, known_model
 from tilewise.inspect.peaks import absence

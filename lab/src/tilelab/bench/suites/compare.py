@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tilelab.bench.methods import OURS
 from tilelab.bench.results import Record as CpuRecord
 from tilelab.bench.suites.points import Point, Quantity, Record, amount_of
 from tilelab.bench.suites.speed import points_of
 from tilelab.common.tables import Table
+from tilelab.peers.methods import OURS
 from tilewise.errors import InvalidArgument
 
 __all__ = ["Moved", "Points", "compare", "noise", "read", "scatter", "table"]

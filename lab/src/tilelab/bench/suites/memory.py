@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from tilelab.bench.children import STEP_BY_STEP, STEPS, Peak, PeakJob, peaks
-from tilelab.bench.methods import OURS, Method, exact
 from tilelab.bench.suites.points import Point, Status
 from tilelab.bench.suites.steps import Budget, Settings, Step
 from tilelab.bench.suites.timed import key_of, why_skipped
-from tilelab.bench.work import Pass, Work, draw, problem_of
+from tilelab.peers.methods import OURS, Method, exact
+from tilelab.peers.work import Pass, Work, draw, problem_of
 from tilewise.plan.traffic.memory import plain_held, tiled_held
 
 __all__ = ["CURE", "DOUBLE", "predicted", "steps", "weigh"]

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilelab.bench.methods import exact
 from tilelab.bench.suites.steps import Settings, Step
 from tilelab.bench.suites.timed import time_all
-from tilelab.bench.work import Attend, Given, Pass, Work
+from tilelab.peers.methods import exact
+from tilelab.peers.work import Attend, Given, Pass, Work
 from tilewise import masks, scores
 from tilewise.inspect.known_models import KnownModel, known_model
 

@@ -11,7 +11,6 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from tilelab.bench.methods import OURS
 from tilelab.bench.suites.memory import CURE, DOUBLE
 from tilelab.bench.suites.points import COMPLETE, Point, Quantity, Record, amount_of, groups
 from tilelab.bench.suites.sentences import lead, sentences
@@ -33,6 +32,7 @@ from tilelab.common.svg import (
 )
 from tilelab.common.tables import Table
 from tilelab.common.tables import markdown as markdown_table
+from tilelab.peers.methods import OURS
 
 __all__ = ["ABOUT", "html", "markdown", "pictures"]
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from tilelab.bench.methods import exact, rivals
 from tilelab.bench.suites.memory import weigh
 from tilelab.bench.suites.steps import Settings, Step
 from tilelab.bench.suites.timed import time_all
-from tilelab.bench.work import Pass
+from tilelab.peers.methods import exact, rivals
+from tilelab.peers.work import Pass
 
 __all__ = ["steps"]
 

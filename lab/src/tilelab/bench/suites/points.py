@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import torch
 
-from tilelab.bench.methods import Method
-from tilelab.bench.work import Work
 from tilelab.common import environment
 from tilelab.common.clock import Spread
 from tilelab.common.files import compact_json, read_json, write_atomically
+from tilelab.peers.methods import Method
+from tilelab.peers.work import Work
 from tilewise.errors import InvalidArgument
 from tilewise.inspect.peaks import absence
 from tilewise.plan.traffic.report import amount, duration

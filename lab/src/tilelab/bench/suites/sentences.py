@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from tilelab.bench.methods import OURS
 from tilelab.bench.suites.memory import CURE, DOUBLE
 from tilelab.bench.suites.points import Point, Record, amount_of, groups
 from tilelab.bench.suites.variants import NONE
+from tilelab.peers.methods import OURS
 
 __all__ = ["crossing", "crossings", "crossings_in_words", "lead", "listed", "sentences", "where"]
 

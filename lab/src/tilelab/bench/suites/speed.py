@@ -7,12 +7,12 @@ from functools import partial
 
 from tilelab.bench.cases import CASES, Case
 from tilelab.bench.measure import QUICK, measure_cases
-from tilelab.bench.methods import OURS, exact
 from tilelab.bench.results import CaseResult
 from tilelab.bench.suites.points import Point
 from tilelab.bench.suites.steps import Budget, Settings, Step
 from tilelab.bench.suites.timed import time_all
-from tilelab.bench.work import Pass
+from tilelab.peers.methods import OURS, exact
+from tilelab.peers.work import Pass
 from tilewise import masks
 from tilewise.inspect.peaks import absence
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tilelab.bench.suites.points import Point
-from tilelab.bench.work import Work
 from tilelab.common.memory import available_bytes
+from tilelab.peers.work import Work
 
 __all__ = ["LENGTHS", "QUICK_LENGTHS", "Budget", "Settings", "Step"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tilelab.bench.methods import OURS
 from tilelab.bench.suites.points import COMPLETE, Point, Quantity, Record, amount_of, groups
 from tilelab.bench.suites.sentences import crossings, where
 from tilelab.common.clock import Spread
 from tilelab.common.tables import Table
+from tilelab.peers.methods import OURS
 
 __all__ = ["BY_CASE", "TITLES", "heading", "tables"]
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from tilelab.bench.gate import Measured, compare
-from tilelab.bench.methods import OURS, Method
 from tilelab.bench.suites.points import Point, Quantity, Status
 from tilelab.bench.suites.steps import Budget
-from tilelab.bench.work import Attend, Given, Work, call_of, draw
 from tilelab.common.clock import race, seconds_of
+from tilelab.peers.compare import Measured, compare
+from tilelab.peers.methods import OURS, Method
+from tilelab.peers.work import Attend, Given, Work, call_of, draw
 from tilewise.errors import TilewiseError
 
 __all__ = ["attempted", "key_of", "time_all", "why_skipped"]

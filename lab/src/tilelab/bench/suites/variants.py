@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import torch
 
-from tilelab.bench.methods import exact
 from tilelab.bench.suites.steps import Settings, Step
 from tilelab.bench.suites.timed import time_all
-from tilelab.bench.work import Pass, Work
+from tilelab.peers.methods import exact
+from tilelab.peers.work import Pass, Work
 from tilewise import BlockMask, masks, patterns, scores
 
 __all__ = ["NONE", "catalogue", "steps"]

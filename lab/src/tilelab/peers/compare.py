@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilelab.bench.plain import attend_rows, rows_kept, seen_rows
-from tilelab.bench.work import Attend, Given, Work, problem_of
 from tilelab.common.exactness import judge
+from tilelab.peers.plain import attend_rows, rows_kept, seen_rows
+from tilelab.peers.work import Attend, Given, Work, problem_of
 
 __all__ = ["Measured", "compare", "sampled"]
 

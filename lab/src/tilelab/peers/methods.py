@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
-from tilelab.bench.approximations import (
+from tilelab.peers.approximations import (
     bigbird,
     directions,
     linear,
@@ -27,8 +27,8 @@ from tilelab.bench.approximations import (
     projection,
     reformer,
 )
-from tilelab.bench.plain import chunked, plain, seen_rows
-from tilelab.bench.work import SEED, Attend, Given, Work, problem_of
+from tilelab.peers.plain import chunked, plain, seen_rows
+from tilelab.peers.work import SEED, Attend, Given, Work, problem_of
 from tilewise import masks, patterns
 from tilewise.variants.values import Score
 

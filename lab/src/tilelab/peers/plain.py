@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
-from tilelab.bench.work import SEED, Attend, Given, Work, problem_of
+from tilelab.peers.work import SEED, Attend, Given, Work, problem_of
 from tilewise.inspect.calls import Part, apply_score, keep_mask, visible
 from tilewise.problem import Operands, Problem
 

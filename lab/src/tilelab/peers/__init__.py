@@ -1,0 +1,1 @@
+"""Ways to do one attention: ours, torch's and published ones, and what holds them to be exact."""

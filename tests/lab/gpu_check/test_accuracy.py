@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from tilelab.gpu_check.outcomes import build, refer, sized
 from tilelab.gpu_check.problems import LONG, PROBLEMS, ProblemCase, find
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
-from tilelab.gpu_check.timed import Attend, Tensors, Timed
+from tilelab.gpu_check.timed import Timed
+from tilelab.peers.methods import Method
+from tilelab.peers.work import Attend, Given, Work
 from tilewise.reference.philox import keep_mask
 
 TILED = Setting("tiled", self_test=True)
@@ -182,22 +185,27 @@ def test_statistics_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["full", "causal", "alibi", "document", "window", "varlen"])
 def test_a_wrong_case_is_not_timed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampled rows of the output and of the gradient of q are held to the rule."""
+    """Sampled rows of the output and the gradients from them are held to the rule."""
     name = next(case.name for case in timed.with_goals(TILED.sizes) if case.kind == kind)
     assert [row.status for row in speed.run(TILED, name)] == ["ok", "ok"]
     ours = timed.ours
 
-    def wrong(setting: Setting, case: Timed, tensors: Tensors) -> dict[str, Attend]:
-        def larger(attend: Attend) -> Attend:
-            return lambda q, k, v: 1.05 * attend(q, k, v)
+    def wrong(setting: Setting, case: Timed) -> dict[str, Method]:
+        def larger(method: Method) -> Method:
+            def make(work: Work, given: Given) -> Attend:
+                attend = method.make(work, given)
+                return lambda q, k, v: 1.05 * attend(q, k, v)
 
-        return {name: larger(attend) for name, attend in ours(setting, case, tensors).items()}
+            return replace(method, make=make)
+
+        return {name: larger(method) for name, method in ours(setting, case).items()}
 
     monkeypatch.setattr(timed, "ours", wrong)
     rows: list[Row] = list(speed.run(TILED, name))
     assert [row.status for row in rows] == ["wrong", "wrong"]
-    assert "output" in rows[0].note
-    assert "gradient of q" in rows[1].note
+    assert "out: " in rows[0].note
+    assert "dq: " in rows[1].note
+    assert "dv: " in rows[1].note
     for row in rows:
         assert not set(row.values["samples_s"]) & {"ours", "table"}
     assert "flex" in rows[0].values["samples_s"], "the others are timed all the same"

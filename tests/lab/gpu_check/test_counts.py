@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -9,28 +11,21 @@ from tests.lab.gpu_check.records import ceilings, speed_row
 from tilelab.gpu_check import timed
 from tilelab.gpu_check.record import Goal, best, fraction, goal_for, met, rate, summary
 from tilelab.gpu_check.setting import REAL, TINY, Setting
-from tilelab.gpu_check.timed import (
-    Timed,
-    backward_flops,
-    causal_pairs,
-    forward_flops,
-    full_pairs,
-    window_pairs,
-)
+from tilelab.gpu_check.timed import Timed
+from tilelab.peers.work import causal_pairs, flops, window_pairs
+from tilewise import visible_pairs
 
 SELF_TEST = Setting(self_test=True)
 
 
 def test_two_products_forward_and_five_backward() -> None:
     """16k, 16 heads of 128: 4 N^2 D a head; the backward pass is 2.5 times that."""
-    pairs = full_pairs(16384, 16384)
-    assert forward_flops(pairs, 16, 128) == 4 * 16384**2 * 128 * 16
-    assert backward_flops(pairs, 16, 128) == 2.5 * forward_flops(pairs, 16, 128)
-    assert forward_flops(10, 3, 64, 32) == 10 * 3 * 2 * (64 + 32)
+    assert flops(16384**2, 16, 128) == 4 * 16384**2 * 128 * 16
+    assert flops(16384**2, 16, 128, backward=True) == 2.5 * flops(16384**2, 16, 128)
 
 
 def test_causal_is_half() -> None:
-    assert causal_pairs([4096]) == full_pairs(4096, 4096) / 2
+    assert causal_pairs([4096]) == 4096 * 4096 / 2
     assert causal_pairs([100, 20, 0]) == (100**2 + 20**2) / 2
 
 
@@ -43,19 +38,23 @@ def test_pairs_of_a_window_are_counted(length: int, width: int) -> None:
 @pytest.mark.parametrize("case", timed.cases(TINY), ids=lambda case: case.name)
 def test_the_amount_is_that_of_the_visible_pairs(case: Timed) -> None:
     """Causal parts count as half of their square; everything else pair by pair."""
-    things = timed.given(SELF_TEST, case)
-    found = timed.amount(case, things, backward=False)
+    work = timed.work_of(SELF_TEST, case)
+    found = timed.amount(SELF_TEST, case, work)
     if case.kind == "decode":
         assert found == 2 * 8 * TINY.decode_keys * case.head_dim * 2  # bytes of k and v, float16
         return
     heads, batch = TINY.hidden // case.head_dim, TINY.tokens // case.length
-    seen = timed.visible(case, things)
     m, n = torch.arange(case.length)[:, None], torch.arange(case.length)
-    pairs = float(case.length**2) if seen is None else float(seen(m, n).sum())
+    seen = work.flex_mask
+    pairs = float(case.length**2) if seen is None else float(seen(0, 0, m, n).sum())
+    if seen is not None:
+        shown = visible_pairs(work.mask, case.length, case.length)[0, 0]
+        assert torch.equal(shown, seen(0, 0, m, n)), "FlexAttention is given the same mask"
     if case.kind in ("causal", "alibi", "document", "varlen"):
         pairs -= case.length / 2  # the diagonal, half of which the convention leaves out
     assert found == 4 * pairs * batch * heads * case.head_dim
-    assert timed.amount(case, things, backward=True) == 2.5 * found
+    backward = timed.work_of(SELF_TEST, case, "backward")
+    assert timed.amount(SELF_TEST, case, backward) == 2.5 * found
 
 
 def test_every_case_is_there_once() -> None:
@@ -81,11 +80,9 @@ def test_16k_tokens_of_hidden_2048() -> None:
 
 
 def test_documents_cover_the_length() -> None:
-    things = timed.given(SELF_TEST, Timed("document", 16, 64))
-    ends = things.ends.tolist()
+    ends = timed.ends_of(SELF_TEST, Timed("document", 16, 64)).tolist()
     assert (ends[0], ends[-1]) == (0, 64)
-    assert len(set(things.ends.diff().tolist())) > 1
-    assert things.ids.bincount().tolist() == things.ends.diff().tolist()
+    assert len({last - first for first, last in pairwise(ends)}) > 1
 
 
 def test_goals_are_those_of_long_problems() -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from tilelab.peers.work import Work
+from tilelab.peers.work import Work, causal_pairs, flops, window_pairs
 from tilewise import masks, scores
 
 __all__ = ["CASES", "DTYPES", "SCALING_GOAL", "Case", "Goal", "Shape", "find"]
@@ -80,16 +80,16 @@ class Case:
         """Visible (query, key) pairs of one head; causal counts as half, as the field does."""
         queries, keys = self.shape.queries, self.shape.keys
         if self.variant == "causal":
-            return queries * keys / 2
+            return causal_pairs([queries])
         if self.variant == "window":
-            return float(sum(min(WINDOW, row + 1) for row in range(queries)))
+            return window_pairs(queries, WINDOW)
         return float(queries * keys)
 
     @property
     def flops(self) -> float:
         """Operations: 4 D per visible pair forward (two products), 2.5 times that backward."""
-        forward = 4 * self.shape.batch * self.shape.heads * self.shape.head_dim * self.pairs
-        return 2.5 * forward if self.backward else forward
+        pairs, shape = self.shape.batch * self.pairs, self.shape
+        return flops(pairs, shape.heads, shape.head_dim, backward=self.backward)
 
     def work(self) -> Work:
         """Return what is measured."""

@@ -15,6 +15,7 @@ from tilelab.common.clock import seconds_of
 
 _Result = TypeVar("_Result")
 _STATUS = Path("/proc/self/status")
+_ROOM = 0.7  # of what is free: others live here too
 
 
 def resident_bytes() -> int:
@@ -81,6 +82,14 @@ def available_bytes() -> int | None:
     limits = [_cgroup_left(), _meminfo_bytes("MemAvailable")]
     known = [limit for limit in limits if limit is not None]
     return min(known) if known else None
+
+
+def too_large(wanted: float, device: str) -> str:
+    """Return why so many bytes are too many for a device; empty if they fit."""
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
+    if free is None or wanted <= _ROOM * free:
+        return ""
+    return f"its matrices need about {wanted / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free"
 
 
 def _status_bytes(field: str) -> int | None:

@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from tilelab.common.clock import Call, seconds_of
-from tilelab.common.exactness import Verdict, judge
+from tilelab.common.exactness import judge
+from tilelab.common.memory import too_large
 from tilelab.gpu_check import timed
-from tilelab.gpu_check.outcomes import references
+from tilelab.gpu_check.outcomes import quantised, references
 from tilelab.gpu_check.record import FLEX, OURS, Row, Status, in_short
 from tilelab.gpu_check.setting import Setting
-from tilelab.gpu_check.timed import Attend, Tensors, Timed, flex, peers
+from tilelab.gpu_check.timed import Timed
+from tilelab.peers.compare import compare, cut, sampled
+from tilelab.peers.methods import Method
+from tilelab.peers.work import Attend, Given, Pass, Work, call_of, draw
 from tilewise.errors import Unsupported
 from tilewise.variants.float8 import Scales
 
@@ -38,7 +41,7 @@ __all__ = [
 
 STEP = "speed"
 _BUDGET_S = 0.5  # of the rounds of one pass of one case
-_ROWS = 48
+_DIRECTIONS: tuple[Pass, ...] = ("forward", "backward")
 _OF_A_SELF_TEST = 2  # cases that are prepared: nothing is compiled
 _TIMES = 8  # of a call whose bits are compared
 
@@ -46,8 +49,8 @@ _TIMES = 8  # of a call whose bits are compared
 class Tried(NamedTuple):
     """The outcome of calling every method once: which can be timed, and why the others cannot."""
 
+    attends: dict[str, Attend]
     calls: dict[str, Call]
-    outs: dict[str, Any]
     declined: dict[str, str]
     failed: dict[str, str]
     first_s: dict[str, float]
@@ -82,15 +85,13 @@ def jobs_of_prepare(setting: Setting) -> list[str]:
 def run_prepare(setting: Setting, job: str) -> Iterator[Row]:
     """Call ours and FlexAttention once; what does not work says so when it is timed."""
     case = timed.find(setting.sizes, job)
-    tensors = timed.given(setting, case)
     first_s: dict[str, dict[str, float]] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of others, about themselves
-        theirs = {} if case.kind == "fp8" else {FLEX: flex(setting, case, tensors)}
-        for ways in (timed.ours(setting, case, tensors), theirs):
-            for backward in (False, True)[: 1 + case.has_backward]:
-                direction = "backward" if backward else "forward"
-                found = _attempt(setting, tensors, ways, backward=backward)
+        for ways in (timed.ours(setting, case), timed.flex(setting, case)):
+            for direction in _DIRECTIONS[: 1 + case.has_backward]:
+                work = timed.work_of(setting, case, direction)
+                found = _attempt(setting, work, draw(work), ways)
                 first_s.setdefault(direction, {}).update(found.first_s)
             if setting.scratch and FLEX in ways:
                 _marker(setting, case).touch()
@@ -107,16 +108,16 @@ def jobs_of_repeat(setting: Setting) -> list[str]:
 def run_repeat(setting: Setting, job: str) -> Iterator[Row]:
     """Output and gradients, every time with the bits of the first."""
     case = timed.find(setting.sizes, job)
-    tensors = timed.given(setting, case)
-    attend = timed.ours(setting, case, tensors)["ours"]
-    leaves = tuple(x.requires_grad_() for x in (tensors.q, tensors.k, tensors.v))
+    work = timed.work_of(setting, case, "both")
+    given = draw(work)
+    attend, leaves = timed.ours(setting, case)["ours"].make(work, given), given.leaves
     first: tuple[torch.Tensor, ...] = ()
     unequal = 0
     for repeat in range(2 if setting.self_test else _TIMES):
         if repeat % 2:
             _other_work(setting)
         out = attend(*leaves)
-        found = (out.detach(), *torch.autograd.grad(out, leaves, tensors.grad))
+        found = (out.detach(), *torch.autograd.grad(out, leaves, given.grad))
         first = first or found
         same = [bool((a == b).all()) for a, b in zip(first, found, strict=True)]
         unequal += not all(same)
@@ -140,18 +141,16 @@ def _other_work(setting: Setting) -> None:
 def _measure(setting: Setting, step: str, job: str) -> Iterator[Row]:
     """The rows of a case, for a step."""
     case = timed.find(setting.sizes, job)
-    tensors = timed.given(setting, case)
-    ways = {**timed.ours(setting, case, tensors), **peers(setting, case, tensors)}
+    own, others = timed.ours(setting, case), timed.peers(setting, case)
     absent: dict[str, str] = {}
     ready = setting.self_test or not setting.scratch or _marker(setting, case).exists()
-    if not ready and ways.pop(FLEX, None) is not None:
+    if not ready and others.pop(FLEX, None) is not None:
         absent[FLEX] = "its compilation did not end in time"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of others, about themselves
-        yield _pass(setting, step, case, tensors, ways, absent, backward=False)
-        ways.pop(timed.POINTERS, None)  # of the forward pass alone
-        if case.has_backward:
-            yield _pass(setting, step, case, tensors, ways, absent, backward=True)
+        for direction in _DIRECTIONS[: 1 + case.has_backward]:
+            yield _pass(setting, step, case, own, others, absent, direction)
+            own.pop(timed.POINTERS, None)  # of the forward pass alone
 
 
 def _marker(setting: Setting, case: Timed) -> Path:
@@ -163,54 +162,73 @@ def _pass(
     setting: Setting,
     step: str,
     case: Timed,
-    tensors: Tensors,
-    ways: dict[str, Attend],
+    own: dict[str, Method],
+    others: dict[str, Method],
     absent: dict[str, str],
-    *,
-    backward: bool,
+    direction: Pass,
 ) -> Row:
-    tried = _attempt(setting, tensors, ways, backward=backward)
-    direction = "backward" if backward else "forward"
+    work = timed.work_of(setting, case, direction)
+    given = draw(work)
+    tried = _attempt(setting, work, given, own)
+    status, note = _verdict(case, work, given, tried)  # before matrices of others take the memory
+    beside = _attempt(setting, work, given, others)
+    timed_calls = {
+        name: call for name, call in tried.calls.items() if status == "ok" or name not in OURS
+    }
     values: dict[str, Any] = {
         "direction": direction,
         "kind": case.kind,
         "head_dim": case.head_dim,
         "length": case.length,
         "unit": "TB/s" if case.kind == "decode" else "TFLOP/s",
-        "amount": timed.amount(case, tensors, backward),
-        "absent": {**absent, **tried.declined, **tried.failed},
-        "samples_s": {},
+        "amount": timed.amount(setting, case, work),
+        "absent": {
+            **absent,
+            **(tried.declined | beside.declined),
+            **(tried.failed | beside.failed),
+        },
+        "samples_s": setting.race(timed_calls | beside.calls, _BUDGET_S),
     }
-    status, note = _verdict(case, tensors, tried, backward)
-    timed_calls = {
-        name: call for name, call in tried.calls.items() if status == "ok" or name not in OURS
-    }
-    values["samples_s"] = setting.race(timed_calls, _BUDGET_S)
     return Row(step, f"{direction} {case.name}", status, note, values)
 
 
-def _verdict(case: Timed, tensors: Tensors, tried: Tried, backward: bool) -> tuple[Status, str]:
+def _verdict(case: Timed, work: Work, given: Given, tried: Tried) -> tuple[Status, str]:
     """Return whether ours ran at all, and was exact."""
     for name in OURS:
         if name in tried.failed:
             return "error", f"{name}: {tried.failed[name]}"
     for name in OURS:
-        complaint = name in tried.calls and _complaint(case, tensors, tried.outs[name], backward)
-        if complaint:
-            return "wrong", f"{name}: {complaint}"
+        if name in tried.attends:
+            attend = tried.attends[name]
+            if case.kind == "fp8":
+                complaint = _in_float8(given, attend)
+            else:
+                complaint = compare(work, given, attend).complaint
+            if complaint:
+                return "wrong", f"{name}: {complaint}"
     if "ours" in tried.declined:
         return "unsupported", tried.declined["ours"]
     return "ok", ""
 
 
-def _attempt(
-    setting: Setting, tensors: Tensors, ways: dict[str, Attend], *, backward: bool
-) -> Tried:
-    """Call everybody once, forward or backward."""
+def _in_float8(given: Given, attend: Attend) -> str:
+    """Return what is wrong with sampled rows of the last head in float8; "" if nothing."""
+    found, rows = attend(given.q, given.k, given.v), sampled(given.q.shape[2])
+    pairs = [quantised(x) for x in (given.q, given.k, given.v)]
+    (q, k, v), scales = (x[-1:, -1:] for x, _ in pairs), [scale[-1:] for _, scale in pairs]
+    plain, oracle = references(cut(q, rows), k, v, Scales(*scales))
+    return judge(cut(found[-1:, -1:], rows), plain.out, oracle.out).fault("out")
+
+
+def _attempt(setting: Setting, work: Work, given: Given, ways: dict[str, Method]) -> Tried:
+    """Call everybody once."""
     found = Tried({}, {}, {}, {}, {})
-    for name, attend in ways.items():
+    for name, method in ways.items():
+        if why := method.why_not(work) or too_large(method.bytes(work), work.device):
+            found.failed[name] = why
+            continue
         try:
-            first = partial(_first, tensors, attend, name, backward, found)
+            first = partial(_first, work, given, method, name, found)
             seconds = seconds_of(first, setting.timer)
         except Unsupported as error:
             found.declined[name] = in_short(error)
@@ -223,50 +241,9 @@ def _attempt(
     return found
 
 
-def _first(tensors: Tensors, attend: Attend, name: str, backward: bool, found: Tried) -> None:
+def _first(work: Work, given: Given, method: Method, name: str, found: Tried) -> None:
     """Make the call that will be timed, and call it once."""
-    q, k, v, grad = tensors.q, tensors.k, tensors.v, tensors.grad
-    if not backward:
-        found.outs[name] = attend(q, k, v)
-        found.calls[name] = lambda: attend(q, k, v)
-        return
-    leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
-    out = attend(*leaves)
-    call = partial(torch.autograd.grad, out, leaves, grad, retain_graph=True)
-    found.outs[name] = call()
-    found.calls[name] = call
-
-
-def _complaint(case: Timed, tensors: Tensors, result: Any, backward: bool) -> str:
-    """Return what is wrong with sampled rows of the output or the gradient of q; "" if nothing."""
-    q, k, v, grad = tensors.q, tensors.k, tensors.v, tensors.grad
-    found: Tensor = result[0] if backward else result
-    if case.kind == "varlen":
-        q, k, v, grad, found = (x.transpose(0, 1)[None] for x in (q, k, v, grad, found))
-    rows = torch.linspace(0, q.shape[2] - 1, min(_ROWS, q.shape[2]), device=q.device).long()
-    # One batch item and the last group of heads: rows of a query need nothing else.
-    group = q.shape[1] // k.shape[1]
-    q, grad, found = (x[-1:, -group:][:, :, rows] for x in (q, grad, found))
-    k, v = (x[-1:, -1:] for x in (k, v))
-    if case.kind == "fp8":
-        lasts = zip(tensors.scales, (group, 1, 1), strict=True)
-        scales = Scales(*[None if x is None else x[-last:] for x, last in lasts])
-        plain, oracle = references(q, k, v, scales)
-        return _words("output", judge(found, plain.out, oracle.out))
-    part = tensors._replace(slopes=tensors.slopes[-group:])
-    attend = timed.plain(case, part, rows)
-
-    def compute(dtype: torch.dtype) -> Tensor:
-        own, keys, values = (x.detach().to(dtype) for x in (q, k, v))
-        out = attend(own.requires_grad_(backward), keys, values)
-        return torch.autograd.grad(out, own, grad.to(dtype))[0] if backward else out
-
-    what = "gradient of q" if backward else "output"
-    return _words(what, judge(found, compute(q.dtype), compute(torch.float64)))
-
-
-def _words(what: str, verdict: Verdict) -> str:
-    """Return the complaint of a verdict; "" if it passes."""
-    if verdict.passes:
-        return ""
-    return f"{what}: {verdict.complaint or f'error {verdict.ratio:.2f} times what is allowed'}"
+    attend = method.make(work, given)
+    call = call_of(work, given, attend)
+    call()
+    found.attends[name], found.calls[name] = attend, call

@@ -1,89 +1,36 @@
-"""The timed cases, their tensors and operations, and the ways that attention is called on them.
-
-Forward there are two products, ``q k^T`` and ``p v``: 2 D + 2 Dv operations for a visible pair of
-query and key. Backward there are five (the scores again, dP, dV, dK, dQ), 2.5 times that whatever
-a kernel does twice. A causal mask shows half of all pairs.
-"""
+"""The timed cases, each as a work of ``tilelab.peers``, and the ways to do them."""
 
 from __future__ import annotations
 
-import math
-import warnings
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
-from tilelab.common.torch_private import keep_buffers
 from tilelab.gpu_check.outcomes import quantised
 from tilelab.gpu_check.record import FLEX
 from tilelab.gpu_check.setting import Setting, Sizes
+from tilelab.peers import methods
+from tilelab.peers.methods import Method
+from tilelab.peers.work import Attend, Given, Pass, Work, causal_pairs, flops, window_pairs
 from tilewise import BlockMask, masks, scores
 from tilewise.inspect.gpu import by_pointers
-from tilewise.variants.float8 import NO_SCALES, Scales
 
 __all__ = [
     "POINTERS",
-    "Attend",
-    "Tensors",
     "Timed",
     "amount",
-    "backward_flops",
     "cases",
-    "causal_pairs",
+    "ends_of",
     "find",
     "flex",
-    "forward_flops",
-    "full_pairs",
-    "given",
     "other_lengths",
     "ours",
     "peers",
-    "plain",
-    "visible",
-    "window_pairs",
     "with_goals",
+    "work_of",
 ]
-
-
-def full_pairs(queries: int, keys: int) -> float:
-    """Return the number of all pairs."""
-    return float(queries * keys)
-
-
-def causal_pairs(lengths: Iterable[int]) -> float:
-    """Half the pairs of each square problem."""
-    return sum(length * length for length in lengths) / 2
-
-
-def window_pairs(length: int, width: int) -> float:
-    """Row m sees itself and the ``width - 1`` keys before it, as far as there are any."""
-    ramp = min(width, length)
-    return ramp * (ramp + 1) / 2 + (length - ramp) * float(ramp)
-
-
-def forward_flops(pairs: float, heads: int, head_dim: int, value_dim: int | None = None) -> float:
-    """Operations of the forward pass.
-
-    Args:
-        pairs: visible pairs of one head, over the whole batch.
-        heads: query heads.
-        head_dim: D.
-        value_dim: Dv; D if None.
-    """
-    return 2 * pairs * heads * (head_dim + (head_dim if value_dim is None else value_dim))
-
-
-def backward_flops(pairs: float, heads: int, head_dim: int) -> float:
-    """Operations of the backward pass: five products, 2.5 times the forward pass."""
-    return 2.5 * forward_flops(pairs, heads, head_dim)
-
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 POINTERS = "pointers"
 PLAIN_KINDS = ("full", "causal")
@@ -114,30 +61,6 @@ class Timed(NamedTuple):
     def has_backward(self) -> bool:
         """Whether the gradients of the case are timed."""
         return self.kind not in ("decode", "fp8")
-
-
-class Tensors(NamedTuple):
-    """The tensors of a case.
-
-    Args:
-        q, k, v: [B, H, S, D]; packed [T, H, D] for varlen.
-        grad: of the output.
-        slopes: [H], of ALiBi.
-        ids: [N], the document of each position.
-        ends: [documents + 1], where documents begin and end.
-        window: keys that a row of a window sees, itself among them.
-        scales: of float8 q, k and v.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    grad: Tensor
-    slopes: Tensor
-    ids: Tensor
-    ends: Tensor
-    window: int
-    scales: Scales = NO_SCALES
 
 
 def cases(sizes: Sizes) -> list[Timed]:
@@ -174,32 +97,66 @@ def find(sizes: Sizes, name: str) -> Timed:
     return next(case for case in cases(sizes) if case.name == name)
 
 
-def given(setting: Setting, case: Timed) -> Tensors:
-    """Standard normal numbers; documents of uneven lengths, always the same."""
-    sizes, device = setting.sizes, setting.device
-    generator = torch.Generator(device).manual_seed(0)
+def work_of(setting: Setting, case: Timed, passes: Pass = "forward") -> Work:
+    """Return a case as what every method is given; documents of uneven lengths, always the same.
 
-    def draw(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, device=device).to(setting.dtype)
+    A varlen case is one sequence of documents to the methods that know no packed ones.
+    """
+    sizes, few = setting.sizes, case.kind == "decode"
+    heads = _DECODE_HEADS if few else sizes.hidden // case.head_dim
+    return Work(
+        "speed",
+        case.name,
+        case.length,
+        str(setting.dtype).removeprefix("torch."),
+        heads,
+        _DECODE_KV_HEADS if few else heads,
+        case.head_dim,
+        sizes.decode_batch if few else sizes.tokens // case.length,
+        passes,
+        queries=1 if few else 0,
+        packed=case.kind == "varlen",
+        device=setting.device.type,
+        backend=setting.backend,
+        **_variant(setting, case, heads),
+    )
 
-    batch, heads = sizes.tokens // case.length, sizes.hidden // case.head_dim
-    if case.kind == "decode":
-        batch, heads = sizes.decode_batch, _DECODE_HEADS
-        q = draw(batch, heads, 1, case.head_dim)
-        k, v = (draw(batch, _DECODE_KV_HEADS, case.length, case.head_dim) for _ in range(2))
-        grad = draw(*q.shape)
-    elif case.kind == "varlen":
-        q, k, v, grad = (draw(case.length, heads, case.head_dim) for _ in range(4))
-    else:
-        q, k, v, grad = (draw(batch, heads, case.length, case.head_dim) for _ in range(4))
-    scales = NO_SCALES
-    if case.kind == "fp8":
-        (q, of_q), (k, of_k), (v, of_v) = (quantised(x) for x in (q, k, v))
-        scales = Scales(of_q, of_k, of_v)
-    slopes = torch.tensor([2.0 ** (-8 * (h + 1) / heads) for h in range(heads)], device=device)
-    ends = torch.tensor(_ends(case.length, sizes.documents), dtype=torch.int32, device=device)
-    ids = torch.repeat_interleave(torch.arange(len(ends) - 1, device=device), ends.diff())
-    return Tensors(q, k, v, grad, slopes, ids, ends, sizes.window, scales)
+
+def _variant(setting: Setting, case: Timed, heads: int) -> dict[str, Any]:
+    """Return the mask and the score of a case as fields of a Work."""
+    if case.kind in ("full", "fp8", "decode"):
+        return {}
+    if case.kind == "window":
+        width = setting.sizes.window
+        return {
+            "mask": masks.window(width - 1, 0),
+            "flex_mask": lambda b, h, m, n: (n <= m) & (m - n < width),
+        }
+    if case.kind in ("document", "varlen"):
+        ends = ends_of(setting, case)
+        ids = torch.repeat_interleave(
+            torch.arange(len(ends) - 1, device=setting.device), ends.diff()
+        )
+        return {
+            "mask": masks.document(ids) & masks.causal(),
+            "flex_mask": lambda b, h, m, n: (n <= m) & (ids[m] == ids[n]),
+        }
+    found: dict[str, Any] = {
+        "mask": masks.causal(),
+        "flex_mask": lambda b, h, m, n: n <= m,
+    }
+    if case.kind == "alibi":
+        steps = [2.0 ** (-8 * (h + 1) / heads) for h in range(heads)]
+        slopes = torch.tensor(steps, device=setting.device)
+        found["score"] = scores.alibi(slopes)
+        found["flex_score"] = lambda s, b, h, m, n: s - slopes[h] * (m - n)
+    return found
+
+
+def ends_of(setting: Setting, case: Timed) -> Tensor:
+    """Where the documents of a case begin and end, int32 [documents + 1]."""
+    ends = _ends(case.length, setting.sizes.documents)
+    return torch.tensor(ends, dtype=torch.int32, device=setting.device)
 
 
 def _ends(length: int, mean: int) -> list[int]:
@@ -211,84 +168,66 @@ def _ends(length: int, mean: int) -> list[int]:
     return ends
 
 
-def amount(case: Timed, tensors: Tensors, backward: bool) -> float:
-    """Operations of a pass; of decoding the bytes of keys and values."""
+def amount(setting: Setting, case: Timed, work: Work) -> float:
+    """Operations of the passes of a work; of decoding the bytes of keys and values."""
     if case.kind == "decode":
-        return float(2 * tensors.k.numel() * tensors.k.element_size())
-    heads = tensors.q.shape[-2 if case.kind == "varlen" else 1]
-    batch = 1 if case.kind == "varlen" else tensors.q.shape[0]
+        itemsize = setting.dtype.itemsize
+        return float(2 * work.batch * work.kv_heads * work.length * work.head_dim * itemsize)
     if case.kind in ("full", "fp8"):
-        pairs = full_pairs(case.length, case.length)
+        pairs = float(case.length**2)
     elif case.kind == "window":
-        pairs = window_pairs(case.length, tensors.window)
+        pairs = window_pairs(case.length, setting.sizes.window)
     elif case.kind in ("document", "varlen"):
-        pairs = causal_pairs(tensors.ends.diff().tolist())
+        pairs = causal_pairs(ends_of(setting, case).diff().tolist())
     else:
         pairs = causal_pairs([case.length])
-    count = backward_flops if backward else forward_flops
-    return count(batch * pairs, heads, case.head_dim)
+    backward = work.passes == "backward"
+    return flops(work.batch * pairs, work.heads, work.head_dim, backward=backward)
 
 
-def visible(case: Timed, tensors: Tensors) -> Callable[[Any, Any], Any] | None:
-    """Return which pairs attend, for integer tensors m and n that broadcast; None if all do."""
-    if case.kind in ("full", "fp8", "decode"):
-        return None
-    if case.kind == "window":
-        return lambda m, n: (n <= m) & (m - n < tensors.window)
-    if case.kind in ("document", "varlen"):
-        return lambda m, n: (n <= m) & (tensors.ids[m] == tensors.ids[n])
-    return lambda m, n: n <= m
-
-
-def ours(setting: Setting, case: Timed, tensors: Tensors) -> dict[str, Attend]:
+def ours(setting: Setting, case: Timed) -> dict[str, Method]:
     """Our ways of doing a case: ``ours``, and ``table`` where a BlockMask may serve better.
 
     ``pointers`` is the forward pass without tensor descriptors, for what these gain.
     """
-    backend = setting.backend
     if case.kind == "varlen":
-        ends = tensors.ends
-        return {
-            "ours": lambda q, k, v: tilewise.attention_varlen(
-                q, k, v, ends, ends, mask=masks.causal(), backend=backend
-            )
-        }
+        return {"ours": Method("ours", lambda work, given: _packed(setting, case))}
     if case.kind == "fp8":
-        q_scale, k_scale, v_scale = tensors.scales
-        return {
-            "ours": lambda q, k, v: tilewise.attention(
-                q, k, v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, backend=backend
-            )
-        }
-    score = scores.alibi(tensors.slopes) if case.kind == "alibi" else None
-    mask: Any = None
-    if case.kind in ("causal", "alibi"):
-        mask = masks.causal()
-    elif case.kind == "window":
-        mask = masks.window(tensors.window - 1, 0)
-    elif case.kind == "document":
-        mask = masks.document(tensors.ids) & masks.causal()
-
-    def attend(mask: Any) -> Attend:
-        return lambda q, k, v: tilewise.attention(q, k, v, mask=mask, score=score, backend=backend)
-
-    found = {"ours": attend(mask)}
+        return {"ours": Method("ours", _in_float8)}
+    found = {"ours": methods.ours()}
     if case.kind in (*PLAIN_KINDS, "alibi"):
-        found[POINTERS] = _by_pointers(attend(mask))
+        found[POINTERS] = Method(POINTERS, _by_pointers)
     if case.kind == "document":
-        made: list[BlockMask] = []
-
-        def with_table(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if not made:
-                made.append(BlockMask.of(mask, case.length, dtype=setting.dtype))
-            out: Tensor = attend(made[0])(q, k, v)
-            return out
-
-        found["table"] = with_table
+        found["table"] = Method("table", _by_table)
     return found
 
 
-def _by_pointers(attend: Attend) -> Attend:
+def _packed(setting: Setting, case: Timed) -> Attend:
+    """Attention over packed documents, of one sequence [1, H, T, D] that holds them all."""
+    ends = ends_of(setting, case)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        out: Tensor = tilewise.attention_varlen(
+            q, k, v, ends, ends, mask=masks.causal(), backend=setting.backend
+        )
+        return out.transpose(0, 1)[None]
+
+    return attend
+
+
+def _in_float8(work: Work, given: Given) -> Attend:
+    """Attention of the tensors in float8 e4m3, whatever it is called with."""
+    pairs = [quantised(x) for x in (given.q, given.k, given.v)]
+    (q, k, v), scales = (x for x, _ in pairs), [scale for _, scale in pairs]
+    names = ("q_scale", "k_scale", "v_scale")
+    keywords: dict[str, Any] = dict(zip(names, scales, strict=True))
+    return lambda *_: tilewise.attention(q, k, v, **keywords, backend=work.backend)
+
+
+def _by_pointers(work: Work, given: Given) -> Attend:
+    attend = methods.ours().make(work, given)
+
     def without(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with by_pointers():
             return attend(q, k, v)
@@ -296,136 +235,42 @@ def _by_pointers(attend: Attend) -> Attend:
     return without
 
 
-def plain(case: Timed, tensors: Tensors, rows: Tensor | None = None) -> Attend:
-    """Attention that writes its matrix, on every row or on those of ``rows`` (then q is cut too).
-
-    q, k and v are [B, H, S, D] and may be of any floating dtype; ``rows`` are int64.
-    """
-    seen = visible(case, tensors)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        group = q.shape[1] // k.shape[1]
-        if group > 1:
-            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-        s = (q @ k.transpose(-1, -2)) * (1 / math.sqrt(q.shape[-1]))
-        m = (torch.arange(q.shape[2], device=q.device) if rows is None else rows)[:, None]
-        n = torch.arange(k.shape[2], device=q.device)
-        if case.kind == "alibi":
-            s = s - tensors.slopes[:, None, None].to(s.dtype) * (m - n).abs()
-        if seen is not None:
-            s = s.masked_fill(~seen(m, n), -math.inf)
-        return s.softmax(-1).to(v.dtype) @ v
-
-    return attend
+def _by_table(work: Work, given: Given) -> Attend:
+    mask = BlockMask.of(work.mask, work.length, dtype=given.q.dtype)
+    return lambda q, k, v: tilewise.attention(q, k, v, mask=mask, backend=work.backend)
 
 
-_BACKENDS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
-_PLAIN_MATRICES = 6  # of the size B Hq M N that plain attention and its gradients hold at once
-
-
-def peers(setting: Setting, case: Timed, tensors: Tensors) -> dict[str, Attend]:
+def peers(setting: Setting, case: Timed) -> dict[str, Method]:
     """Return the others by name; FlexAttention, which compiles, is last."""
-    found: dict[str, Attend] = {}
-    if case.kind in ("full", "causal", "decode"):
-        found |= {name: _sdpa(case, kind) for name, kind in _BACKENDS.items()}
+    found: dict[str, Method] = {}
+    if case.kind in (*PLAIN_KINDS, "decode"):
+        found |= {name: methods.sdpa(name) for name in ("cudnn", "flash", "efficient")}
     if case.kind == "varlen":
-        found["flash"] = _torch_varlen(tensors, case)
+        found["flash"] = Method("flash", lambda work, given: _torch_varlen(setting, case))
     elif case.kind != "fp8":
-        found["plain"] = _fitting(setting, case, tensors)
-    if case.kind != "fp8":
-        found[FLEX] = flex(setting, case, tensors)
-    return found
+        found["plain"] = methods.written_out()
+    return found | flex(setting, case)
 
 
-def _sdpa(case: Timed, kind: SDPBackend) -> Attend:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(kind), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # why a backend declines: the error says so too
-            return scaled_dot_product_attention(
-                q, k, v, is_causal=case.kind == "causal", enable_gqa=q.shape[1] != k.shape[1]
-            )
-
-    return attend
+def flex(setting: Setting, case: Timed) -> dict[str, Method]:
+    """FlexAttention where it can do a case; in the self-test it is not compiled."""
+    return {} if case.kind == "fp8" else {FLEX: methods.flex(compiled=not setting.self_test)}
 
 
-def _torch_varlen(tensors: Tensors, case: Timed) -> Attend:
-    longest = int(tensors.ends.diff().max())
+def _torch_varlen(setting: Setting, case: Timed) -> Attend:
+    ends = ends_of(setting, case)
+    longest = int(ends.diff().max())
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # New in torch, and said differently in each release.
         from torch.nn.attention.varlen import varlen_attn
 
         call: Any = varlen_attn
-        given = (q, k, v, tensors.ends, tensors.ends, longest, longest)
+        given = (*(x[0].transpose(0, 1) for x in (q, k, v)), ends, ends, longest, longest)
         try:
             out: Tensor = call(*given, is_causal=True)
         except TypeError:
             out = call(*given, window_size=(-1, 0))
-        return out
+        return out.transpose(0, 1)[None]
 
     return attend
-
-
-def _fitting(setting: Setting, case: Timed, tensors: Tensors) -> Attend:
-    """Plain attention, where its matrices fit."""
-    matrix_bytes = tensors.q.shape[0] * tensors.q.shape[1] * tensors.q.shape[2] * case.length
-    matrix_bytes *= tensors.q.element_size() * _PLAIN_MATRICES
-    attend = plain(case, tensors)
-
-    def checked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if not setting.self_test and matrix_bytes > torch.cuda.mem_get_info()[1]:
-            raise MemoryError(f"its matrices need {matrix_bytes / 1e9:.0f} GB")
-        return attend(q, k, v)
-
-    return checked
-
-
-def flex(setting: Setting, case: Timed, tensors: Tensors) -> Attend:
-    """FlexAttention with a block mask, compiled at its first call; as it is in the self-test."""
-    made: list[Any] = []
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if not made:
-            made.extend(_flex_parts(setting, case, tensors))
-        function, block_mask, score = made
-        if case.kind == "varlen":
-            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        grouped = q.shape[1] != k.shape[1]
-        out: Tensor = function(q, k, v, score_mod=score, block_mask=block_mask, enable_gqa=grouped)
-        return out[0].transpose(0, 1) if case.kind == "varlen" else out
-
-    return attend
-
-
-def _flex_parts(setting: Setting, case: Timed, tensors: Tensors) -> tuple[Any, Any, Any]:
-    """Return the function, its block mask and its score."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    seen, block_mask, score = visible(case, tensors), None, None
-    if seen is not None:
-        shown = seen
-
-        def mask_mod(b: Any, h: Any, m: Any, n: Any) -> Any:
-            return shown(m, n)
-
-        # One mask for all batch items and heads.
-        block_mask = create_block_mask(
-            mask_mod, None, None, case.length, case.length, device=str(setting.device)
-        )
-    if case.kind == "alibi":
-        slopes = tensors.slopes
-
-        def score_mod(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
-            return s - slopes[h] * (m - n)
-
-        score = score_mod
-    if setting.self_test:
-        return flex_attention, block_mask, score
-    torch.compiler.reset()  # it stops compiling after some variants
-    # The gradients are asked for again and again from one graph.
-    keep_buffers()
-    return torch.compile(flex_attention, dynamic=False), block_mask, score

@@ -20,7 +20,7 @@ from tilelab.common.exactness import judge
 from tilelab.peers.plain import attend_rows, rows_kept, seen_rows
 from tilelab.peers.work import Attend, Given, Work, problem_of
 
-__all__ = ["Measured", "compare", "sampled"]
+__all__ = ["Measured", "compare", "cut", "sampled"]
 
 _WHOLE = 512  # rows up to which all are compared
 _ROWS = 16  # of a chunk
@@ -62,8 +62,9 @@ def compare(work: Work, given: Given, attend: Attend) -> Measured:
     chunks = sampled(work.rows)
     grad = _only(given.grad, chunks)
     got = _results(work, given, attend, grad, chunks)
-    exact = _plain(work, given, grad, chunks, torch.float64)
-    plain = _plain(work, given, grad, chunks, given.q.dtype)
+    with given.q.device:  # the reference makes what it needs on the default device
+        exact = _plain(work, given, grad, chunks, torch.float64)
+        plain = _plain(work, given, grad, chunks, given.q.dtype)
     names = {"forward": ("out",), "backward": ("dq", "dk", "dv")}.get(
         work.passes, ("out", "dq", "dk", "dv")
     )
@@ -81,7 +82,8 @@ def _only(grad: Tensor, chunks: Sequence[range]) -> Tensor:
     return kept
 
 
-def _cut(x: Tensor, chunks: Sequence[range]) -> Tensor:
+def cut(x: Tensor, chunks: Sequence[range]) -> Tensor:
+    """Return the rows of some chunks, [B, H, rows, D]."""
     return torch.cat([x[:, :, rows.start : rows.stop] for rows in chunks], dim=2)
 
 
@@ -90,10 +92,10 @@ def _results(
 ) -> list[Tensor]:
     q, k, v, _ = given
     out = attend(q, k, v)
-    found = [] if work.passes == "backward" else [_cut(out.detach(), chunks)]
+    found = [] if work.passes == "backward" else [cut(out.detach(), chunks)]
     if work.passes != "forward":
         dq, dk, dv = torch.autograd.grad(out, given.leaves, grad)
-        found += [_cut(dq, chunks), dk, dv]
+        found += [cut(dq, chunks), dk, dv]
     return found
 
 
@@ -110,8 +112,8 @@ def _plain(
     out = attend_rows(problem, operands, leaves, chunks, seen, rows_kept(work, chunks))
     found = [] if work.passes == "backward" else [out.detach()]
     if work.passes != "forward":
-        dq, dk, dv = torch.autograd.grad(out, leaves, _cut(grad, chunks).to(dtype))
-        found += [_cut(dq, chunks), dk, dv]
+        dq, dk, dv = torch.autograd.grad(out, leaves, cut(grad, chunks).to(dtype))
+        found += [cut(dq, chunks), dk, dv]
     return found
 
 

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
+from tilelab.common.torch_private import keep_buffers
 from tilelab.peers.approximations import (
     bigbird,
     directions,
@@ -44,6 +45,7 @@ __all__ = [
     "own_masks",
     "rivals",
     "sdpa",
+    "written_out",
 ]
 
 OURS = "tilewise"
@@ -82,7 +84,7 @@ class Method:
 
 def exact(device: str, *, with_flex: bool = True) -> list[Method]:
     """Return all exact methods that a device has."""
-    found = [ours(), *(sdpa(name) for name in _backends(device)), _plain()]
+    found = [ours(), *(sdpa(name) for name in _backends(device)), written_out()]
     return [*found, *cures(), *([flex()] if with_flex else [])]
 
 
@@ -173,8 +175,8 @@ def sdpa(name: str = "") -> Method:
         return "it takes no score function"
 
     def matrices(work: Work) -> float:
-        written_out = work.masked is not None and not _is_causal(work)
-        return 3.0 if name == "math" else 1.5 if written_out else 0.0
+        as_matrix = work.masked is not None and not _is_causal(work)
+        return 3.0 if name == "math" else 1.5 if as_matrix else 0.0
 
     return Method(f"sdpa {name}".rstrip(), make, True, why_not, matrices)
 
@@ -191,7 +193,8 @@ def _is_causal(work: Work) -> bool:
     return not work.padding and isinstance(work.mask, masks.Mask) and work.mask == masks.causal()
 
 
-def _plain() -> Method:
+def written_out() -> Method:
+    """Plain attention, which writes its matrix."""
     return Method("plain", plain, matrices=lambda _: 2.5)
 
 
@@ -229,29 +232,36 @@ def cures(rows: int = ROWS) -> list[Method]:
     ]
 
 
-def flex() -> Method:
-    """FlexAttention, compiled."""
+def flex(*, compiled: bool = True) -> Method:
+    """FlexAttention.
+
+    Args:
+        compiled: or as it is, in plain torch.
+    """
 
     def make(work: Work, given: Given) -> Attend:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        torch.compiler.reset()  # it stops compiling after some variants
         block_mask, score = None, work.flex_score or work.score
         if work.masked is not None:
             sizes = own_masks(work, given)
             block_mask = create_block_mask(
                 _flex_mask(work, given), *sizes, work.rows, work.length, device=work.device
             )
-        compiled: Any = torch.compile(flex_attention, dynamic=False)
+        function: Any = flex_attention
+        if compiled:
+            torch.compiler.reset()  # it stops compiling after some variants
+            keep_buffers()  # gradients are asked for again and again from one graph
+            function = torch.compile(flex_attention, dynamic=False)
         grouped = work.heads != work.kv_heads
-        return lambda q, k, v: compiled(
+        return lambda q, k, v: function(
             q, k, v, score_mod=score, block_mask=block_mask, enable_gqa=grouped
         )
 
     def why_not(work: Work) -> str:
         if work.dropout_p:
             return "it has no dropout"
-        if work.device == "cpu" and work.passes != "forward":
+        if compiled and work.device == "cpu" and work.passes != "forward":
             return "it has no backward on a CPU"
         if not (work.flex_score or work.score is None or callable(work.score)):
             return "the score is no function"

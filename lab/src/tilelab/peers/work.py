@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -13,7 +13,19 @@ from tilewise import masks
 from tilewise.inspect.calls import lowered
 from tilewise.problem import Operands, Problem
 
-__all__ = ["SEED", "Attend", "Given", "Pass", "Work", "call_of", "draw", "problem_of"]
+__all__ = [
+    "SEED",
+    "Attend",
+    "Given",
+    "Pass",
+    "Work",
+    "call_of",
+    "causal_pairs",
+    "draw",
+    "flops",
+    "problem_of",
+    "window_pairs",
+]
 
 SEED = 1234  # of what our dropout drops; the others draw their own
 Pass = Literal["forward", "backward", "both"]
@@ -37,6 +49,7 @@ class Work:
         queries: M, where it is not N.
         dropout_p: the probability of dropping a pair.
         statistics: which ones of its rows a call gives too, as ``return_stats`` takes it.
+        packed: rows [B, S, H, D] in memory, as sequences one after the other have them.
         device: of the tensors.
         backend: of ours; None for the one that a call takes by itself.
     """
@@ -58,6 +71,7 @@ class Work:
     queries: int = 0
     dropout_p: float = 0.0
     statistics: bool | Literal["top1"] = False
+    packed: bool = False
     device: str = "cpu"
     backend: str | None = None
 
@@ -117,15 +131,18 @@ def draw(work: Work, factor: float = 1.0) -> Given:
         work: whose.
         factor: q is multiplied by it, and so are the scores.
     """
-    generator = torch.Generator().manual_seed(0)
-    queries, keys = (work.heads, work.rows), (work.kv_heads, work.length)
-    made = [
-        torch.randn(work.batch, *sizes, work.head_dim, generator=generator)
-        for sizes in (queries, keys, keys, queries)
-    ]
-    made[0] = made[0] * factor
-    dtype = getattr(torch, work.dtype)
-    q, k, v, grad = (x.to(dtype).to(work.device) for x in made)
+    generator = torch.Generator(work.device).manual_seed(0)
+
+    def drawn(heads: int, rows: int, factor: float = 1.0) -> Tensor:
+        sizes = (rows, heads) if work.packed else (heads, rows)
+        shape = (work.batch, *sizes, work.head_dim)
+        made = torch.randn(shape, generator=generator, device=work.device) * factor
+        made = made.to(getattr(torch, work.dtype))
+        return made.transpose(1, 2) if work.packed else made
+
+    q = drawn(work.heads, work.rows, factor)
+    k, v = (drawn(work.kv_heads, work.length) for _ in range(2))
+    grad = drawn(work.heads, work.rows)
     needed = work.passes != "forward"
     for x in (q, k, v):
         x.requires_grad_(needed)
@@ -148,3 +165,30 @@ def problem_of(work: Work, given: Given) -> tuple[Problem, Operands]:
     q, k, v, _ = (x.detach() for x in given)
     variant = {"mask": work.masked, "score": work.score}
     return lowered(q, k, v, **variant, dropout_p=work.dropout_p, seed=SEED)
+
+
+def causal_pairs(lengths: Iterable[int]) -> float:
+    """Return half the pairs of each square problem, as the field counts a causal mask."""
+    return sum(length * length for length in lengths) / 2
+
+
+def window_pairs(length: int, width: int) -> float:
+    """Row m sees itself and the ``width - 1`` keys before it, as far as there are any."""
+    ramp = min(width, length)
+    return ramp * (ramp + 1) / 2 + (length - ramp) * float(ramp)
+
+
+def flops(pairs: float, heads: int, head_dim: int, *, backward: bool = False) -> float:
+    """Return the operations of a pass: two products forward, and 2.5 times that backward.
+
+    Forward these are ``q k^T`` and ``p v``, 4 D for a visible pair. Backward there are five
+    (the scores again, dP, dV, dK, dQ), whatever a kernel does twice.
+
+    Args:
+        pairs: visible pairs of one head, over the whole batch.
+        heads: query heads.
+        head_dim: D, which Dv is too.
+        backward: the gradients of q, k and v alone.
+    """
+    forward = 4 * pairs * heads * head_dim
+    return 2.5 * forward if backward else forward

@@ -14,6 +14,7 @@ from tilelab.bench.children import STEP_BY_STEP, STEPS, Peak, PeakJob, peaks
 from tilelab.bench.suites.points import Point, Status
 from tilelab.bench.suites.steps import Budget, Settings, Step
 from tilelab.bench.suites.timed import key_of, why_skipped
+from tilelab.common.memory import too_large
 from tilelab.peers.methods import OURS, Method, exact
 from tilelab.peers.work import Pass, Work, draw, problem_of
 from tilewise.plan.traffic.memory import plain_held, tiled_held
@@ -95,7 +96,7 @@ def predicted(work: Work, method: str) -> float | None:
 
 def _at_one_length(work: Work, budget: Budget) -> Iterator[Point]:
     """The steps of plain attention, and its forward pass by the rows that are done at a time."""
-    reason = budget.too_large(4 * work.matrix_bytes, work.device)
+    reason = too_large(4 * work.matrix_bytes, work.device)
     if reason:
         yield Point.of(work, STEPS[0][0], quantity="bytes", status="skipped", note=reason)
         return

@@ -7,17 +7,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-
 from tilelab.bench.suites.points import Point
-from tilelab.common.memory import available_bytes
 from tilelab.peers.work import Work
 
 __all__ = ["LENGTHS", "QUICK_LENGTHS", "Budget", "Settings", "Step"]
 
 LENGTHS = tuple(2**power for power in range(7, 17))  # 128 to 64k
 QUICK_LENGTHS = (128, 512)
-_ROOM = 0.7  # of what is free: others live here too
 
 
 @dataclass
@@ -62,13 +58,6 @@ class Budget:
         if expected <= self.left_s:
             return ""
         return f"it would take about {expected:.0f} s, and {max(self.left_s, 0):.0f} s are left"
-
-    def too_large(self, wanted: float, device: str) -> str:
-        """Why so many bytes are too many; empty if they fit."""
-        free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
-        if free is None or wanted <= _ROOM * free:
-            return ""
-        return f"its matrices need about {wanted / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free"
 
 
 class Step(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from tilelab.bench.suites.points import Point, Quantity, Status
 from tilelab.bench.suites.steps import Budget
 from tilelab.common.clock import race, seconds_of
+from tilelab.common.memory import too_large
 from tilelab.peers.compare import Measured, compare
 from tilelab.peers.methods import OURS, Method
 from tilelab.peers.work import Attend, Given, Work, call_of, draw
@@ -94,7 +95,7 @@ def why_skipped(work: Work, method: Method, budget: Budget) -> str:
     return (
         method.why_not(work)
         or budget.too_long(key_of(work, method), work.length)
-        or budget.too_large(method.bytes(work), work.device)
+        or too_large(method.bytes(work), work.device)
     )
 
 

@@ -24,8 +24,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-import tilewise
 from tilelab.common.clock import Call, interleave, once, repeats_for
+from tilelab.peers.methods import ours
+from tilelab.peers.work import Pass, Work, call_of
+from tilelab.peers.work import draw as drawn
 from tilewise import BlockMask, masks, patterns
 from tilewise.chips import detect
 from tilewise.inspect.peaks import isa
@@ -39,7 +41,7 @@ LONG = (
 )
 LONG_DENSITY = 0.2
 QUERIES, KEYS = 64, 128  # of a tile
-PASSES = ("forward", "backward")
+PASSES: tuple[Pass, ...] = ("forward", "backward")
 DENSE, RANDOM, PATTERN = "dense", "random", "pattern"
 
 Record = dict[str, Any]
@@ -95,9 +97,6 @@ def block_masks(length: int) -> Iterator[tuple[str, str, BlockMask | None]]:
 
 def measure(length: int, heads: int, rounds: int) -> Record:
     """Every case of one length, forward and backward, in turn."""
-    generator = torch.Generator().manual_seed(1)
-    shape = (1, heads, length, WIDTH)
-    q, k, v, grad = (torch.randn(shape, generator=generator) for _ in range(4))
     cases: list[Record] = []
     calls: dict[str, Call] = {}
     rows = heads * -(-length // QUERIES)
@@ -113,8 +112,8 @@ def measure(length: int, heads: int, rounds: int) -> Record:
                 "partial": heads * partial,
             }
         )
-        both = both_passes(q, k, v, grad, mask)
-        calls |= {f"{name}, {each}": call for each, call in zip(PASSES, both, strict=True)}
+        both = both_passes(length, heads, mask)
+        calls |= {f"{name}, {each}": call for each, call in both.items()}
     repeats = {name: repeats_for(once(call).wall_s) for name, call in calls.items()}
     samples = interleave(calls, repeats, rounds, once)
     for case in cases:
@@ -123,31 +122,22 @@ def measure(length: int, heads: int, rounds: int) -> Record:
     return {"length": length, "heads": heads, "rows": rows, "cases": cases}
 
 
-def both_passes(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    grad: torch.Tensor,
-    mask: BlockMask | None,
-) -> list[Call]:
+def both_passes(length: int, heads: int, mask: BlockMask | None) -> dict[str, Call]:
     """The forward pass, and the backward pass by q, k and v."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = tilewise.attention(*leaves, mask=mask)
-    return [
-        lambda: tilewise.attention(q, k, v, mask=mask),
-        lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True),
-    ]
+    found: dict[str, Call] = {}
+    for each in PASSES:
+        work = Work("sparse", each, length, "float32", heads, heads, WIDTH, passes=each, mask=mask)
+        given = drawn(work)
+        found[each] = call_of(work, given, ours().make(work, given))
+    return found
 
 
 def whole(length: int, heads: int, threads: int, rounds: int) -> Record:
     """The butterfly with all heads of a layer on several threads: wall time."""
-    generator = torch.Generator().manual_seed(1)
-    shape = (1, heads, length, WIDTH)
-    q, k, v, grad = (torch.randn(shape, generator=generator) for _ in range(4))
     mask = BlockMask.of(patterns.butterfly(128), length)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    calls = dict(zip(PASSES, both_passes(q, k, v, grad, mask), strict=True))
+    calls = both_passes(length, heads, mask)
     samples = interleave(calls, dict.fromkeys(PASSES, 1), rounds, once)
     torch.set_num_threads(before)
     found = {name: [each.wall_s for each in times] for name, times in samples.items()}
@@ -260,25 +250,16 @@ def draw(record: Record, path: Path) -> None:
         record: what was measured.
         path: of the file; the same record gives the same bytes.
     """
-    import matplotlib
+    from tilelab.common.svg import plotted
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    style = {"svg.hashsalt": "tilewise", "font.family": "DejaVu Sans", "svg.fonttype": "path"}
-    with matplotlib.rc_context(style):
-        count = len(record["lengths"])
-        figure, axes = pyplot.subplots(
-            1, count, figsize=(3.6 * count, 4.2), sharey=True, layout="constrained", squeeze=False
-        )
+    count = len(record["lengths"])
+    with plotted(path, (3.6 * count, 4.2), 1, count, sharey=True, squeeze=False) as axes:
         for axis, measured in zip(axes.flat, record["lengths"], strict=True):
             _panel(axis, measured)
         axes.flat[0].set_ylabel("time, relative to no mask")
-        figure.legend(
+        axes.flat[0].figure.legend(
             *axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=3
         )
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": "tilewise"})
-        pyplot.close(figure)
 
 
 def _panel(axis: Any, measured: Record) -> None:

@@ -90,22 +90,15 @@ def _line(case: Case, first: int, last: int) -> tuple[list[float], list[float]]:
 
 def draw(path: Path, stored: Path = STORED) -> None:
     """Write the picture as SVG: the same bytes every time."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from tilelab.common.svg import plotted
 
     if not stored.exists():
         raise InvalidArgument("stored", f"no {stored.name}", "what counted.sh --json wrote")
     counts = json.loads(stored.read_text())
     rows, sweep = ([Row.read(each) for each in counts[part]] for part in ("rows", "sweep"))
-    style = {"svg.hashsalt": "tilewise", "font.family": "DejaVu Sans", "svg.fonttype": "path"}
-    with matplotlib.rc_context(style):
-        figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    with plotted(path, (11, 4.2), 1, 2) as (left, right):
         _cases(left, rows)
         _sweep(right, sweep)
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": "tilewise"})
-        pyplot.close(figure)
 
 
 if __name__ == "__main__":

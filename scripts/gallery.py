@@ -61,14 +61,9 @@ def picture(mask: masks.Mask | Callable[..., Any]) -> Tensor:
 
 def draw(path: Path) -> None:
     """Write the gallery as SVG: the same bytes every time."""
-    import matplotlib
+    from tilelab.common.svg import plotted
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    style = {"svg.hashsalt": "tilewise", "font.family": "DejaVu Sans", "svg.fonttype": "path"}
-    with matplotlib.rc_context(style):
-        figure, axes = pyplot.subplots(3, 4, figsize=(9, 7.2), layout="constrained")
+    with plotted(path, (9, 7.2), 3, 4) as axes:
         for axis, (name, mask) in zip(axes.flat, GALLERY.items(), strict=True):
             axis.imshow(
                 picture(mask).numpy(), cmap="Blues", vmin=-0.15, vmax=1.25, interpolation="nearest"
@@ -76,8 +71,6 @@ def draw(path: Path) -> None:
             axis.set_title(name, fontsize=10)
             axis.set_xticks([])
             axis.set_yticks([])
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": "tilewise"})
-        pyplot.close(figure)
 
 
 if __name__ == "__main__":

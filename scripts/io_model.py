@@ -63,18 +63,11 @@ def _curve(axes: Any) -> None:
 
 def draw(path: Path) -> None:
     """Write the picture as SVG: the same bytes every time."""
-    import matplotlib
+    from tilelab.common.svg import plotted
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    style = {"svg.hashsalt": "tilewise", "font.family": "DejaVu Sans", "svg.fonttype": "path"}
-    with matplotlib.rc_context(style):
-        figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+    with plotted(path, (11, 3.6), 1, 2) as (left, right):
         _account(left)
         _curve(right)
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": "tilewise"})
-        pyplot.close(figure)
 
 
 if __name__ == "__main__":

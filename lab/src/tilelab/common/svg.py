@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import resources
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -38,6 +39,7 @@ __all__ += [
     "finish",
     "house_style",
     "place",
+    "plotted",
     "quiet",
     "spread",
     "standalone",
@@ -52,6 +54,12 @@ _STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib: nothing is looked up on the machine
     "font.size": 12.5,
     "path.simplify_threshold": 0.2,
+}
+# Of pictures in documents: letters become paths, and look the same in every viewer.
+_STYLE_OF_FILES: dict[Any, Any] = {
+    "svg.hashsalt": "tilewise",
+    "font.family": "DejaVu Sans",
+    "svg.fonttype": "path",
 }
 
 # Colours that no figure shows: each stands for a variable of report.css.
@@ -95,6 +103,22 @@ def house_style() -> Iterator[None]:
     """Figures that are made within look like the page; what matplotlib knew before comes back."""
     with matplotlib.rc_context(_STYLE):
         yield
+
+
+@contextmanager
+def plotted(path: Path, size: tuple[float, float], *grid: int, **options: Any) -> Iterator[Any]:
+    """Yield axes, and write them as an SVG file that stands alone: the same bytes every time.
+
+    Args:
+        path: of the file.
+        size: of the figure, width and height in inches.
+        grid: rows and columns of axes.
+        options: of ``Figure.subplots``.
+    """
+    with matplotlib.rc_context(_STYLE_OF_FILES):
+        figure = Figure(figsize=size, layout="constrained")
+        yield figure.subplots(*grid, **options)
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": "tilewise"})
 
 
 def canvas(width: float, height: float) -> Figure:

@@ -261,7 +261,7 @@ def flex(*, compiled: bool = True) -> Method:
     def why_not(work: Work) -> str:
         if work.dropout_p:
             return "it has no dropout"
-        if compiled and work.device == "cpu" and work.passes != "forward":
+        if work.device == "cpu" and work.passes != "forward":
             return "it has no backward on a CPU"
         if not (work.flex_score or work.score is None or callable(work.score)):
             return "the score is no function"

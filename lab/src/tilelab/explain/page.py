@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from tilelab.common.page import page_of
 from tilelab.common.svg import (
     INK,
     RULE,
@@ -18,7 +18,6 @@ from tilelab.common.svg import (
     canvas,
     finish,
     place,
-    style_sheet,
 )
 from tilewise.chips import Chip
 from tilewise.errors import InvalidArgument
@@ -174,17 +173,9 @@ def page(question: Question, found: Answer) -> str:
                 roofline = draw_roofline(account, chip)
             except InvalidArgument as error:
                 missing = f"{error.came}. {error.fix}"
-    environment = Environment(
-        loader=PackageLoader("tilelab.explain"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    style = style_sheet()
     batch, heads, queries, head_dim = question.queries
-    return environment.get_template("page.html").render(
-        style=Markup(style),
+    return page_of(
+        "tilelab.explain",
         lead="" if account is None else lead(account, chip),
         title=f"{batch} x {heads} x {queries} x {head_dim}",
         chip="" if chip is None else chip.name,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-from torch import Tensor
-
-import tilewise
 from tilelab.common.memory import highest
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
+from tilelab.peers.methods import Method, ours, written_out
+from tilelab.peers.work import Pass, call_of, draw
 from tilewise import masks
 
 __all__ = ["jobs", "run"]
@@ -31,17 +29,17 @@ def jobs(setting: Setting) -> list[str]:
 def run(setting: Setting, job: str) -> Iterator[Row]:
     """Extra bytes at every length, ours and plain attention's."""
     lengths = setting.sizes.memory
-    ours = [_extra_bytes(setting, length, job, plain=False) for length in lengths]
+    held = [_extra_bytes(setting, length, job, ours()) for length in lengths]
     fitting = [length for length in lengths if length <= _PLAIN_LONGEST]
-    plain = [_extra_bytes(setting, length, job, plain=True) for length in fitting]
+    plain = [_extra_bytes(setting, length, job, written_out()) for length in fitting]
     allowed = [_HEADS * length * _ROW_BYTES for length in lengths]
     values = {
         "lengths": list(lengths),
-        "extra_bytes": ours,
+        "extra_bytes": held,
         "plain_bytes": plain,
         "allowed_bytes": allowed,
     }
-    over = [n for n, extra, most in zip(lengths, ours, allowed, strict=True) if extra > most]
+    over = [n for n, extra, most in zip(lengths, held, allowed, strict=True) if extra > most]
     if over and not setting.self_test:
         note = f"more than a constant for each row at N = {', '.join(map(str, over))}"
         yield Row(STEP, job, "wrong", note, values)
@@ -49,26 +47,13 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
         yield Row(STEP, job, values=values)
 
 
-def _extra_bytes(setting: Setting, length: int, direction: str, *, plain: bool) -> int:
+def _extra_bytes(setting: Setting, length: int, direction: str, method: Method) -> int:
     """Return the peak of a pass, less what was held before it and less what it gives."""
-    size = (1, _HEADS, length, _WIDTH)
-    q, k, v, grad = (torch.randn(size, device=setting.device).to(setting.dtype) for _ in range(4))
-    leaves = tuple(x.requires_grad_(direction == "backward") for x in (q, k, v))
-
-    def forward() -> Tensor:
-        if plain:
-            s = (q @ k.mT) * _WIDTH**-0.5
-            hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-            return torch.matmul(s.masked_fill(hidden, float("-inf")).softmax(-1), v)
-        out: Tensor = tilewise.attention(q, k, v, mask=masks.causal(), backend=setting.backend)
-        return out
-
-    def call() -> tuple[Tensor, ...]:
-        out = forward()
-        if direction == "forward":
-            return (out,)
-        return (out, *torch.autograd.grad(out, leaves, grad))
-
+    passes: Pass = "forward" if direction == "forward" else "both"
+    work = setting.work(STEP, direction, length, _HEADS, _WIDTH, passes=passes, mask=masks.causal())
+    given = draw(work)
+    call = call_of(work, given, method.make(work, given))
     call()  # what is loaded once is no part of it
-    extra, _, results = highest(call, "cpu" if setting.self_test else "cuda")
-    return max(0, extra - sum(x.numel() * x.element_size() for x in results))
+    extra, _, _ = highest(call, "cpu" if setting.self_test else "cuda")
+    outputs = 1 if direction == "forward" else 4
+    return max(0, extra - outputs * given.q.numel() * given.q.element_size())

@@ -25,8 +25,10 @@ __all__ = [
     "Outcome",
     "attend",
     "attend_pages",
+    "block_table",
     "build",
     "few_queries",
+    "in_pages",
     "quantised",
     "refer",
     "references",
@@ -235,8 +237,8 @@ def attend_pages(
     """
     assert inputs.cu_seqlens is not None
     cu_q, cu_k = inputs.cu_seqlens
-    table = _block_table(cu_k, page_size, seed)
-    k, v = (_in_pages(each.detach(), cu_k, table, page_size) for each in (inputs.k, inputs.v))
+    table = block_table(cu_k, page_size, seed)
+    k, v = (in_pages(each.detach(), cu_k, table, page_size) for each in (inputs.k, inputs.v))
     q = inputs.q.detach()
     if not packed:
         q = q.reshape(table.shape[0], -1, *q.shape[1:]).transpose(1, 2)
@@ -257,7 +259,7 @@ def attend_pages(
     return {"out": out, "lse": lse}
 
 
-def _block_table(cu_seqlens: Tensor, page_size: int, seed: int) -> Tensor:
+def block_table(cu_seqlens: Tensor, page_size: int, seed: int) -> Tensor:
     """Every sequence's pages, any order; -1 where it has none. There are ``seed`` pages more."""
     counts = [-(-length // page_size) for length in cu_seqlens.diff().tolist()]
     generator = torch.Generator().manual_seed(seed)
@@ -269,7 +271,7 @@ def _block_table(cu_seqlens: Tensor, page_size: int, seed: int) -> Tensor:
     return table.to(cu_seqlens.device)
 
 
-def _in_pages(rows: Tensor, cu_seqlens: Tensor, table: Tensor, page_size: int) -> Tensor:
+def in_pages(rows: Tensor, cu_seqlens: Tensor, table: Tensor, page_size: int) -> Tensor:
     """Pages [pages, Hk, page_size, width] of packed rows [Tk, Hk, width], as caches hold them."""
     held = int(table.max()) + 1
     pool = rows.new_full((held, page_size, *rows.shape[1:]), math.nan)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from tilelab.common import clock
+from tilelab.peers.work import Work
 
 __all__ = ["REAL", "TINY", "Model", "Setting", "Sizes"]
 
@@ -155,6 +156,21 @@ class Setting:
         whole numbers.
         """
         return torch.float16 if self.self_test else torch.bfloat16
+
+    def work(self, step: str, case: str, length: int, heads: int, width: int, **more: Any) -> Work:
+        """Return one attention to measure here, in the dtype of timed calls.
+
+        Args:
+            step: whose it is.
+            case: names it among the step's.
+            length: queries and keys.
+            heads: of queries, and of keys where ``more`` says nothing else.
+            width: of a head.
+            more: fields of the Work.
+        """
+        dtype = str(self.dtype).removeprefix("torch.")
+        usual = {"kv_heads": heads, "device": self.device.type, "backend": self.backend}
+        return Work(step, case, length, dtype, heads, head_dim=width, **{**usual, **more})
 
     @property
     def timer(self) -> str:

@@ -104,20 +104,17 @@ def work_of(setting: Setting, case: Timed, passes: Pass = "forward") -> Work:
     """
     sizes, few = setting.sizes, case.kind == "decode"
     heads = _DECODE_HEADS if few else sizes.hidden // case.head_dim
-    return Work(
+    return setting.work(
         "speed",
         case.name,
         case.length,
-        str(setting.dtype).removeprefix("torch."),
         heads,
-        _DECODE_KV_HEADS if few else heads,
         case.head_dim,
-        sizes.decode_batch if few else sizes.tokens // case.length,
-        passes,
+        kv_heads=_DECODE_KV_HEADS if few else heads,
+        batch=sizes.decode_batch if few else sizes.tokens // case.length,
+        passes=passes,
         queries=1 if few else 0,
         packed=case.kind == "varlen",
-        device=setting.device.type,
-        backend=setting.backend,
         **_variant(setting, case, heads),
     )
 

@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 import torch
-from torch import Tensor
 
 import tilewise
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.worker import environment
+from tilelab.peers.methods import ours
+from tilelab.peers.work import Pass, Work, call_of, draw
 from tilewise.errors import TilewiseError
 from tilewise.plan.traffic.count import Traffic
 
@@ -143,40 +144,35 @@ def predicted(setting: Setting, job: str) -> Traffic:
 
     The self-test has no chip, and no cache then.
     """
-    q, k, v = _operands(setting)
-    explained = tilewise.explain(q, k, v, backend=setting.backend)
+    given = draw(_work(setting, job))
+    explained = tilewise.explain(*given.leaves, backend=setting.backend)
     account = explained.account
     if account is None:  # the call itself says why the backend cannot
         return Traffic(())
     if job == "plain forward":
         return account.forward.plain
-    ours = account.forward.ours if job == "forward" else account.backward.ours
+    moved = account.forward.ours if job == "forward" else account.backward.ours
     return (
-        ours
+        moved
         if explained.chip is None or setting.self_test
-        else account.reaching(ours, explained.chip)
+        else account.reaching(moved, explained.chip)
     )
 
 
-def _operands(setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, small: a kernel that is counted begins with cold caches."""
+def _work(setting: Setting, job: str) -> Work:
+    """Return a small attention: a kernel that is counted begins with cold caches."""
     length, heads = (_LENGTH, _HEADS) if not setting.self_test else (_TINY_LENGTH, _TINY_HEADS)
-    size = (1, heads, length, _WIDTH)
-    made = [torch.randn(size, device=setting.device).to(setting.dtype) for _ in range(3)]
-    return made[0], made[1], made[2]
+    passes: Pass = "backward" if job == "backward" else "forward"
+    return setting.work(STEP, job, length, heads, _WIDTH, passes=passes)
 
 
 def _call(setting: Setting, job: str) -> Callable[[], object]:
     """Return the call to count; everything before the call is done here."""
-    q, k, v = _operands(setting)
+    work = _work(setting, job)
+    given = draw(work)
     if job == "plain forward":  # unscaled: one pass less, and the same matrices
-        return lambda: torch.matmul((q @ k.mT).softmax(-1), v)
-    if job == "forward":
-        return lambda: tilewise.attention(q, k, v, backend=setting.backend)
-    leaves = tuple(x.requires_grad_() for x in (q, k, v))
-    out = tilewise.attention(*leaves, backend=setting.backend)
-    grad = torch.randn_like(out)
-    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+        return lambda: torch.matmul((given.q @ given.k.mT).softmax(-1), given.v)
+    return call_of(work, given, ours().make(work, given))
 
 
 def main() -> None:

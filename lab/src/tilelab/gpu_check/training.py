@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import tilewise
 from tilelab.common.clock import interleave, seconds_of
 from tilelab.gpu_check.record import Row, in_short
 from tilelab.gpu_check.setting import Model, Setting
+from tilelab.peers.methods import ours, sdpa, written_out
+from tilelab.peers.work import Attend, draw
 from tilewise import masks
 from tilewise.errors import Unsupported
 
@@ -24,8 +25,6 @@ __all__ = ["KINDS", "Transformer", "attention_kinds", "jobs", "run"]
 
 STEP = "training"
 KINDS = ("plain", "sdpa", "tilewise")
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # [B, H, S, D], three times
 
 
 class _Layer(nn.Module):
@@ -72,25 +71,17 @@ class Transformer(nn.Module):
         return functional.linear(self.norm(x), self.tokens.weight)
 
 
-def attention_kinds(backend: str, *, causal: bool) -> dict[str, Attend]:
+def attention_kinds(setting: Setting, shape: Model) -> dict[str, Attend]:
     """Return the three kinds of attention, by the names of ``KINDS``."""
-    mask = masks.causal() if causal else None
-
-    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        s = (q @ k.mT) / math.sqrt(q.shape[-1])
-        if causal:
-            hidden = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1)
-            s = s.masked_fill(hidden, -math.inf)
-        return s.softmax(-1).to(v.dtype) @ v
-
-    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = tilewise.attention(q, k, v, mask=mask, backend=backend)
-        return out
-
-    return {"plain": plain, "sdpa": sdpa, "tilewise": ours}
+    width, mask = shape.width // shape.heads, masks.causal() if shape.causal else None
+    work = setting.work(
+        STEP, "attention", shape.context, shape.heads, width, batch=shape.batch, mask=mask
+    )
+    given = draw(work)
+    return {
+        kind: method.make(work, given)
+        for kind, method in zip(KINDS, (written_out(), sdpa(), ours()), strict=True)
+    }
 
 
 def jobs(setting: Setting) -> list[str]:
@@ -107,7 +98,7 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
         tokens = torch.randint(0, shape.vocabulary, (shape.batch, shape.context))
         targets = torch.randint(0, shape.vocabulary, (shape.batch * shape.context,))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=not setting.self_test)
-    kinds = attention_kinds(setting.backend, causal=shape.causal)
+    kinds = attention_kinds(setting, shape)
     losses: dict[str, float] = {}
 
     def loss_of(kind: str) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilelab.gpu_check.outcomes import SEED, Outcome, build
+from tilelab.gpu_check.outcomes import SEED, Outcome, block_table, build, in_pages
 from tilelab.gpu_check.problems import ProblemCase
 from tilelab.gpu_check.setting import Setting
 from tilelab.tune.probes import PAGED
@@ -43,8 +43,7 @@ class Work:
         q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
         pages: dict[str, Tensor] = {}
         if case.layout == PAGED:
-            pages = _pages(k)
-            k, v = (_in_pages(x, pages["block_table"]) for x in (k, v))
+            k, v, pages = _in_pages(k, v)
         self._problem, operands = lowered(
             q,
             k,
@@ -124,29 +123,13 @@ class Work:
         return launches, wanted
 
 
-def _pages(k: Tensor) -> dict[str, Tensor]:
-    """Return how the pages of keys [B, Hk, N, D] are found.
-
-    The pages lie in no order, and every sequence has N keys.
-    """
+def _in_pages(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return keys and values [B, Hk, N, D] in pages, in no order, and how the pages are found."""
     batch, keys = k.shape[0], k.shape[2]
-    per_sequence = -(-keys // _PAGE)
-    generator = torch.Generator().manual_seed(3)
-    order = torch.randperm(batch * per_sequence, generator=generator).to(k.device, torch.int32)
-    lengths = torch.full((batch,), keys, dtype=torch.int32, device=k.device)
-    return {"block_table": order.view(batch, per_sequence), "key_lengths": lengths}
-
-
-def _in_pages(rows: Tensor, block_table: Tensor) -> Tensor:
-    """Rows [B, Hk, N, D] in pages [pages, Hk, page_size, D]; NaN behind the last."""
-    batch, heads, keys, width = rows.shape
-    count = block_table.shape[1]
-    filled = rows.new_full((batch, heads, count * _PAGE, width), math.nan)
-    filled[:, :, :keys] = rows
-    cut = filled.view(batch, heads, count, _PAGE, width).transpose(1, 2).flatten(0, 1)
-    pages = torch.empty_like(cut)
-    pages[block_table.flatten().long()] = cut
-    return pages
+    ends = torch.arange(0, (batch + 1) * keys, keys, dtype=torch.int32, device=k.device)
+    table = block_table(ends, _PAGE, seed=3)
+    k, v = (in_pages(x.transpose(1, 2).flatten(0, 1), ends, table, _PAGE) for x in (k, v))
+    return k, v, {"block_table": table, "key_lengths": ends.diff()}
 
 
 def spills_in(launches: Sequence[Launch]) -> int:

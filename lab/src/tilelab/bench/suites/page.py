@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
@@ -15,6 +14,7 @@ from tilelab.bench.suites.memory import CURE, DOUBLE
 from tilelab.bench.suites.points import COMPLETE, Point, Quantity, Record, amount_of, groups
 from tilelab.bench.suites.sentences import lead, sentences
 from tilelab.bench.suites.tables import BY_CASE, TITLES, heading, tables
+from tilelab.common.page import page_of
 from tilelab.common.svg import (
     INK,
     RULE,
@@ -28,7 +28,6 @@ from tilelab.common.svg import (
     place,
     spread,
     standalone,
-    style_sheet,
 )
 from tilelab.common.tables import Table
 from tilelab.common.tables import markdown as markdown_table
@@ -251,19 +250,11 @@ class _Section(NamedTuple):
 
 
 def html(record: Record) -> str:
-    """Return the page; every text that comes from outside is escaped by the template engine."""
-    environment = Environment(
-        loader=PackageLoader("tilelab.bench.suites"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    style = style_sheet()
+    """Return the page."""
     with house_style():
         sections = [_section(record, suite) for suite in record.suites]
-    return environment.get_template("page.html").render(
-        style=Markup(style),
+    return page_of(
+        "tilelab.bench.suites",
         chip=record.machine["chip"],
         lead=lead(record),
         heading=heading(record),

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.lab.study.train.toys import bits_of
 from tilelab.study.records import store
 from tilelab.study.records.events import RunRecord
 from tilewise import cli
@@ -89,21 +90,10 @@ def undisturbed(place: Path) -> dict[str, RunRecord]:
     return records(place, "undisturbed")
 
 
-def essence(record: RunRecord) -> object:
-    """All of a record that must be the same to the bit: everything but the clock's."""
-    assert record.end is not None
-    return (
-        [(step.step, step.loss, step.lr, step.gradient_norm) for step in record.steps],
-        [(each.step, each.tokens, each.loss, each.bits_per_byte) for each in record.evaluations],
-        (record.end.status, record.end.step, record.end.weights_sha256, record.end.state_sha256),
-        record.kernels and [(each.kernel, each.calls) for each in record.kernels.layers],
-    )
-
-
 def assert_same(found: dict[str, RunRecord], expected: dict[str, RunRecord]) -> None:
     assert found.keys() == expected.keys()
     for name, record in expected.items():
-        assert essence(found[name]) == essence(record), name
+        assert bits_of(found[name]) == bits_of(record), name
 
 
 def test_a_study_learns_decides_and_reports(

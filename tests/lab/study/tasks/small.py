@@ -1,23 +1,23 @@
-"""Small runs of tasks with a BERT, on files of GLUE's format."""
+"""Small runs of tasks with a BERT: files of GLUE's format, and a text of few words."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tilelab.study.ask.config import (
-    Attention,
-    Budget,
-    Data,
-    Evaluation,
-    Model,
-    RunConfig,
-    Task,
-    Training,
-    Variant,
-    change,
-)
+import pytest
 
+from tilelab.study.ask.config import RunConfig, change
+from tilelab.study.data.corpus import data_folder
+
+FOLDER = data_folder()
+needs_wordpiece = pytest.mark.skipif(
+    not find_spec("tokenizers")
+    or FOLDER is None
+    or not (FOLDER / "vocab" / "bert-base-uncased").exists(),
+    reason="no tokenizers, or no vocab/bert-base-uncased in TILEWISE_DATA",
+)
 WORDS = ("good", "bad", "film", "food", "a", "the", "man", "woman", "reads", "eats", "tea", "bread")
 LABELS = {
     "cola": "01",
@@ -94,15 +94,37 @@ def write_glue(root: Path, dataset: str, examples: int = 24) -> Path:
     return root
 
 
+def tiny(
+    task: dict[str, Any], source: Path | str, tokenizer: str, changes: dict[str, Any]
+) -> RunConfig:
+    """A run of a tiny BERT that learns a task; dotted paths change it."""
+    small = {
+        "model.family": "bert",
+        "model.layers": 1,
+        "model.heads": 2,
+        "model.width": 16,
+        "model.context": 24,
+        "data.source": str(source),
+        "data.tokenizer": tokenizer,
+        "attention.variant": "full",
+        "training.batch": 4,
+        "budget.steps": 4,
+        "evaluation.every": 2,
+        "task": task,
+    }
+    return change(RunConfig(), {**small, **changes})
+
+
 def config_of(source: Path, dataset: str = "cola", **changes: Any) -> RunConfig:
     """A run of a tiny BERT on a data set in GLUE's files."""
-    config = RunConfig(
-        model=Model(family="bert", layers=1, heads=2, width=16, context=24),
-        data=Data(source=str(source), tokenizer="wordpiece"),
-        attention=Attention(variant=Variant(name="full")),
-        training=Training(batch=4, accumulation=2),
-        budget=Budget(steps=4),
-        evaluation=Evaluation(every=2),
-        task=Task(name="glue", dataset=dataset),
-    )
-    return change(config, changes)
+    task = {"name": "glue", "dataset": dataset}
+    return tiny(task, source, "wordpiece", {"training.accumulation": 2, **changes})
+
+
+def masked_config(folder: Path, **changes: Any) -> RunConfig:
+    """A tiny BERT on a text in which a word follows from the one before."""
+    path = folder / "text.txt"
+    path.write_text("\n".join(" ".join(WORDS) for _ in range(120)) + "\n")
+    task = {"task": {"name": "masked-language-modelling", "probability": 0.2}}
+    fewer = {"data.held_out": 0.2, "evaluation.windows": 3}
+    return change(config_of(path), {**task, **fewer, **changes})

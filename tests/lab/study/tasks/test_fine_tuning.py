@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.lab.study.in_process import page_of, quickly, records, run, verdicts
-from tests.lab.study.tasks.small import write_glue
+from tests.lab.study.tasks.small import needs_wordpiece, write_glue
 from tilelab.models.bert import BERT, Shape
-from tilelab.study.data.corpus import data_folder
 
-pytest.importorskip("tokenizers")
-_FOLDER = data_folder()
-pytestmark = pytest.mark.skipif(
-    _FOLDER is None or not (_FOLDER / "vocab" / "bert-base-uncased").exists(),
-    reason="no vocab/bert-base-uncased in TILEWISE_DATA",
-)
+pytestmark = needs_wordpiece
 
 RECIPE = '''
 from pathlib import Path

@@ -10,41 +10,34 @@ import numpy as np
 import pytest
 import torch
 
-from tests.lab.study.tasks.small import FOLDERS, LABELS, config_of, sentence, write_glue
-from tests.lab.study.train.toys import CPU, record_of
+from tests.lab.study.tasks.small import (
+    FOLDER,
+    FOLDERS,
+    LABELS,
+    config_of,
+    needs_wordpiece,
+    sentence,
+    write_glue,
+)
+from tests.lab.study.train.toys import CPU, record_of, session_for
 from tilelab.models.bert import BERT, Head, Shape
 from tilelab.study.ask.config import Experiment, RunConfig, change, config_hash
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.ask.run import RunSpec
-from tilelab.study.data.corpus import data_folder
 from tilelab.study.need import parameters
 from tilelab.study.tasks.classification import Output
 from tilelab.study.tasks.examples import Examples, Ragged, joined
 from tilelab.study.tasks.glue import DATASETS, read
-from tilelab.study.train.costs import PeakMeter
-from tilelab.study.train.session import Session
 from tilelab.study.train.trainer import Trainer
 from tilewise.errors import InvalidArgument, Unsupported
 
-pytest.importorskip("tokenizers")
-_FOLDER = data_folder()
-pytestmark = pytest.mark.skipif(
-    _FOLDER is None or not (_FOLDER / "vocab" / "bert-base-uncased").exists(),
-    reason="no vocab/bert-base-uncased in TILEWISE_DATA",
-)
+pytestmark = needs_wordpiece
 
 
 def examples_of(config: RunConfig, folder: Path) -> Examples:
     found = config.learning.prepare(config, folder)
     assert isinstance(found, Examples)
     return found
-
-
-def session_of(config: RunConfig, folder: Path, seed: int = 0) -> Session:
-    data = examples_of(config, folder)
-    meter = PeakMeter(CPU)
-    trainer = Trainer(RunSpec("glue", "arm", seed, config), data, CPU)
-    return Session(trainer, data, folder, meter, peak_flops_s=1e9, checkpoint_every_s=0.0)
 
 
 @pytest.mark.parametrize("dataset", list(DATASETS))
@@ -64,7 +57,7 @@ def test_every_data_set_is_read_learnt_and_measured(dataset: str, tmp_path: Path
     assert rows[held_out[0]].labels[0] == expected[1]
 
     config = config_of(tmp_path / "glue", dataset)
-    session_of(config, tmp_path).work()
+    session_for(config, tmp_path).work()
     record = record_of(tmp_path)
     assert record.end is not None
     assert record.end.status == "done"
@@ -191,10 +184,10 @@ def test_a_sample_is_the_same_in_every_run(tmp_path: Path) -> None:
 def test_a_run_goes_on_where_it_was_left(tmp_path: Path) -> None:
     config = config_of(write_glue(tmp_path / "glue", "rte"), "rte")
     (tmp_path / "whole").mkdir()
-    session_of(config, tmp_path / "whole").work()
+    session_for(config, tmp_path / "whole").work()
     place = tmp_path / "parts"
     place.mkdir()
-    first = session_of(config, place)
+    first = session_for(config, place)
     steps = iter(range(2))
     step = first._step
 
@@ -206,7 +199,7 @@ def test_a_run_goes_on_where_it_was_left(tmp_path: Path) -> None:
     first._step = stop  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         first.work()
-    session_of(config, place).work()
+    session_for(config, place).work()
     one, two = record_of(tmp_path / "whole"), record_of(place)
     assert len(two.starts) == 2
     assert one.end is not None
@@ -337,8 +330,8 @@ def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_the_real_files() -> None:
-    assert _FOLDER is not None
-    root = _FOLDER / "glue"
+    assert FOLDER is not None
+    root = FOLDER / "glue"
     if not (root / "CoLA").exists():
         pytest.skip("no glue in TILEWISE_DATA")
     counts = {"cola": (8551, 1043), "rte": (2490, 277), "sst2": (67349, 872)}

@@ -12,18 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.lab.study.train.toys import CPU, record_of
+from tests.lab.study.tasks.small import tiny
+from tests.lab.study.train.toys import CPU, record_of, session_for
 from tilelab.models.vit import Shape, ViT
 from tilelab.study.ask.config import (
-    Attention,
-    Budget,
     Data,
-    Evaluation,
-    Model,
     RunConfig,
     Task,
-    Training,
-    Variant,
     change,
 )
 from tilelab.study.ask.run import Execution, RunSpec
@@ -32,9 +27,6 @@ from tilelab.study.need import need, parameters
 from tilelab.study.records.events import RunRecord
 from tilelab.study.tasks.images import NAMED, VARIANTS, Images, read
 from tilelab.study.train.child import work
-from tilelab.study.train.costs import PeakMeter
-from tilelab.study.train.session import Session
-from tilelab.study.train.trainer import Trainer
 from tilewise.errors import InvalidArgument, Unsupported
 
 SIDE = 8
@@ -60,23 +52,9 @@ def folder_of(root: Path, train: int = 40, test: int = 12) -> Path:
 
 def config_of(source: Path | str, **changes: Any) -> RunConfig:
     """A run of a tiny ViT on 8 x 8 pixels in patches of 2 x 2."""
-    config = RunConfig(
-        model=Model(family="vit", layers=1, heads=2, width=16, context=17),
-        data=Data(source=str(source)),
-        attention=Attention(variant=Variant(name="full")),
-        training=Training(batch=4, accumulation=2),
-        budget=Budget(steps=4),
-        evaluation=Evaluation(every=2),
-        task=Task(name="images", patch=2),
-    )
-    return change(config, {key.replace("__", "."): value for key, value in changes.items()})
-
-
-def session_of(config: RunConfig, folder: Path, seed: int = 0) -> Session:
-    data = config.learning.prepare(config, folder)
-    trainer = Trainer(RunSpec("images", "arm", seed, config), data, CPU)
-    meter = PeakMeter(CPU)
-    return Session(trainer, data, folder, meter, peak_flops_s=1e9, checkpoint_every_s=0.0)
+    changes = {key.replace("__", "."): value for key, value in changes.items()}
+    vit = {"model.family": "vit", "model.context": 17, "training.accumulation": 2}
+    return tiny({"name": "images", "patch": 2}, source, "bytes", {**vit, **changes})
 
 
 def test_images_are_read_learnt_and_measured(tmp_path: Path) -> None:
@@ -86,7 +64,7 @@ def test_images_are_read_learnt_and_measured(tmp_path: Path) -> None:
     assert (len(data.train), len(data.held_out), data.classes) == (40, 12, 3)
     assert (data.side, data.channels) == (SIDE, 1)
     assert data.as_json()["train_examples"] == 40
-    session_of(config, tmp_path).work()
+    session_for(config, tmp_path).work()
     record = record_of(tmp_path)
     assert record.end is not None
     assert record.end.status == "done"
@@ -260,7 +238,7 @@ def test_every_variant_is_the_same_in_every_implementation(
 )
 def test_factors_work(changes: dict[str, Any], tmp_path: Path) -> None:
     config = change(config_of(folder_of(tmp_path)), changes)
-    session_of(config, tmp_path).work()
+    session_for(config, tmp_path).work()
     record = record_of(tmp_path)
     assert record.end is not None
     assert record.end.status == "done"
@@ -376,7 +354,7 @@ def test_a_vit_learns_cifar(tmp_path: Path) -> None:
             "evaluation.every": 300,
         },
     )
-    session_of(config, tmp_path).work()
+    session_for(config, tmp_path).work()
     record = record_of(tmp_path)
     losses = np.array([step.loss for step in record.steps], np.float64)
     assert losses[-25:].mean() < losses[:25].mean() - 0.15
@@ -393,7 +371,7 @@ def test_a_compiled_run_learns_the_same(tmp_path: Path) -> None:
         folder = tmp_path / str(compiled)
         folder.mkdir()
         config = config_of(folder_of(folder), training__compile=compiled)
-        session_of(config, folder).work()
+        session_for(config, folder).work()
         losses.append([step.loss or 0.0 for step in record_of(folder).steps])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 

@@ -11,18 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.lab.study.tasks.small import tiny
 from tests.lab.study.train.toys import CPU
 from tilelab.models.bert import BERT, Head
 from tilelab.study.ask.config import (
-    Attention,
-    Budget,
-    Data,
-    Evaluation,
-    Model,
     RunConfig,
-    Task,
-    Training,
-    Variant,
     change,
 )
 from tilelab.study.ask.metrics import METRICS
@@ -51,16 +44,7 @@ PRESIDENTS = (
 def config_of(task: str, source: Path | str, **changes: Any) -> RunConfig:
     """A run of a tiny BERT."""
     tokenizer = "listops" if task == "listops" else "bytes"
-    config = RunConfig(
-        model=Model(family="bert", layers=1, heads=2, width=16, context=24),
-        data=Data(source=str(source), tokenizer=tokenizer),
-        attention=Attention(variant=Variant(name="full")),
-        training=Training(batch=4),
-        budget=Budget(steps=4),
-        evaluation=Evaluation(every=2),
-        task=Task(name=task),
-    )
-    return change(config, changes)
+    return tiny({"name": task}, source, tokenizer, changes)
 
 
 def prepared(config: RunConfig) -> Examples:

@@ -3,45 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.lab.study.tasks.small import WORDS, config_of
-from tests.lab.study.train.toys import CPU, record_of
-from tilelab.study.ask.config import RunConfig, change
-from tilelab.study.ask.run import RunSpec
-from tilelab.study.data.corpus import data_folder
+from tests.lab.study.tasks.small import FOLDER, masked_config, needs_wordpiece
+from tests.lab.study.train.toys import record_of, session_for
+from tilelab.study.ask.config import change
 from tilelab.study.data.tokenizers import WordPiece, tokenizer, wordpiece
 from tilelab.study.need import parameters
 from tilelab.study.tasks.masked import mask
-from tilelab.study.train.costs import PeakMeter
-from tilelab.study.train.session import Session
-from tilelab.study.train.trainer import Trainer
 from tilewise.errors import InvalidArgument
 
-pytest.importorskip("tokenizers")
-_FOLDER = data_folder()
-pytestmark = pytest.mark.skipif(
-    _FOLDER is None or not (_FOLDER / "vocab" / "bert-base-uncased").exists(),
-    reason="no vocab/bert-base-uncased in TILEWISE_DATA",
-)
+pytestmark = needs_wordpiece
 
 
 @pytest.fixture(scope="module")
 def pieces() -> WordPiece:
-    return wordpiece(_FOLDER)
-
-
-def masked_config(folder: Path, **changes: Any) -> RunConfig:
-    """A tiny BERT on a text in which a word follows from the one before."""
-    path = folder / "text.txt"
-    path.write_text("\n".join(" ".join(WORDS) for _ in range(120)) + "\n")
-    task = {"task": {"name": "masked-language-modelling", "probability": 0.2}}
-    fewer = {"data.held_out": 0.2, "evaluation.windows": 3}
-    return change(config_of(path), {**task, **fewer, **changes})
+    return wordpiece(FOLDER)
 
 
 def test_the_vocabulary(pieces: WordPiece) -> None:
@@ -117,8 +97,8 @@ def test_it_learns(tmp_path: Path) -> None:
         **{"budget.steps": 60, "evaluation.every": 60, "optimizer.lr": 0.01, "model.width": 32},
     )
     data = config.learning.prepare(config, tmp_path)
-    trainer = Trainer(RunSpec("e", "a", 0, config), data, CPU)
-    Session(trainer, data, tmp_path, PeakMeter(CPU), peak_flops_s=1e9).work()
+    session = session_for(config, tmp_path, data=data, checkpoint_every_s=10.0)
+    session.work()
     record = record_of(tmp_path)
     first, last = record.evaluations[0], record.evaluations[-1]
     assert first.loss is not None
@@ -132,7 +112,7 @@ def test_it_learns(tmp_path: Path) -> None:
     assert layer.entropy is not None
     assert 0 < layer.entropy < np.log(24)
     assert last.tokens == 60 * config.tokens_per_step
-    found = sum(each.numel() for each in trainer.model.parameters())
+    found = sum(each.numel() for each in session.trainer.model.parameters())
     # The head has a bias for each token, which the estimate leaves out.
     assert abs(parameters(config) + 30522 - found) <= 200
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lab.study.train.toys import CPU, run_of, text_file, tokens_of
+from tests.lab.study.train.toys import CPU, bits_of, run_of, text_file, tokens_of
 from tilelab.study.ask.run import RECORD, Execution, RunSpec
 from tilelab.study.records.events import RunRecord
 from tilelab.study.train import child
@@ -79,12 +79,6 @@ def _wait_for_steps(path: Path, count: int, process: subprocess.Popen[str]) -> N
     raise AssertionError("the child takes no steps")
 
 
-def _bits(record: RunRecord) -> tuple[Any, ...]:
-    losses = [(each.step, each.loss, each.gradient_norm) for each in record.steps]
-    held_out = [(each.step, each.loss) for each in record.evaluations]
-    return record.end, losses, held_out, record.kernels
-
-
 @pytest.mark.slow
 def test_kill_9_at_random_moments_changes_no_bit(tmp_path: Path) -> None:
     changes = {"budget.steps": 150, "evaluation.every": 40, "model.dropout.residual": 0.1}
@@ -108,7 +102,7 @@ def test_kill_9_at_random_moments_changes_no_bit(tmp_path: Path) -> None:
     assert killed > 2
     assert len(found.starts) == 3
     assert found.starts[2].from_step > 0
-    assert _bits(found) == _bits(whole)
+    assert bits_of(found) == bits_of(whole)
     environment = found.start.environment
     assert (environment["chip"], environment["threads"]) == ("toy", 1)
     assert (environment["core"], environment["device"]) == (core, "cpu")

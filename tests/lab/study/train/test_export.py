@@ -13,24 +13,19 @@ from torch import nn
 from tests.lab.study.in_process import quickly
 from tests.lab.study.records_of import study_of
 from tests.lab.study.tasks import test_images as images
-from tests.lab.study.tasks.small import WORDS, config_of, write_glue
-from tests.lab.study.train.toys import CONFIG, CPU, record_of, text_file
+from tests.lab.study.tasks.small import WORDS, config_of, needs_wordpiece, write_glue
+from tests.lab.study.train.toys import CONFIG, CPU, record_of, session_for, text_file
 from tilelab.models import bert, gpt2, vit
 from tilelab.study.ask.config import Experiment, RunConfig, change
 from tilelab.study.ask.run import Execution, RunSpec
-from tilelab.study.data.corpus import data_folder
 from tilelab.study.records import store
 from tilelab.study.records.events import RunRecord
 from tilelab.study.train import child
-from tilelab.study.train.costs import PeakMeter
 from tilelab.study.train.export import export
-from tilelab.study.train.session import Session
 from tilelab.study.train.state import CHECKPOINT, CheckpointError
-from tilelab.study.train.trainer import Trainer
 from tilewise import cli
 from tilewise.errors import InvalidArgument, Unsupported
 
-_FOLDER = data_folder()
 FACTORS: dict[str, Any] = {
     "model.positions": "rotary",
     "model.norm": "rms",
@@ -43,9 +38,9 @@ def trained(config: RunConfig, folder: Path) -> tuple[Any, nn.Module]:
     """The data and the model of a run that has worked in a folder."""
     folder.mkdir(exist_ok=True)
     data = config.learning.prepare(config, folder / "cache")
-    trainer = Trainer(RunSpec("toy", "arm", 1, config), data, CPU)
-    Session(trainer, data, folder, PeakMeter(CPU), peak_flops_s=1e9).work()
-    return data, trainer.model
+    session = session_for(config, folder, seed=1, data=data, checkpoint_every_s=10.0)
+    session.work()
+    return data, session.trainer.model
 
 
 def language(folder: Path, **changes: Any) -> RunConfig:
@@ -90,14 +85,10 @@ def test_a_vit_is_the_one_that_was_evaluated(pooling: str, tmp_path: Path) -> No
     assert held.loss == record.evaluations[-1].loss
 
 
-@pytest.mark.skipif(
-    _FOLDER is None or not (_FOLDER / "vocab" / "bert-base-uncased").exists(),
-    reason="no vocab/bert-base-uncased in TILEWISE_DATA",
-)
+@needs_wordpiece
 def test_a_masked_run_feeds_one_of_glue_by_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("tokenizers")
     (tmp_path / "text").write_text("\n".join(" ".join(WORDS) for _ in range(120)) + "\n")
     masked = {"task": {"name": "masked-language-modelling"}, "data.held_out": 0.2}
     first = change(config_of(tmp_path / "text"), {**masked, "evaluation.windows": 3})

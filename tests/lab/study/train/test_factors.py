@@ -9,8 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.lab.study.train.test_session import _bits, _kill_at
-from tests.lab.study.train.toys import CPU, STEPS, record_of, run_of, session_of, tokens_of
+from tests.lab.study.train.toys import (
+    CPU,
+    STEPS,
+    Killed,
+    bits_of,
+    killed_after,
+    record_of,
+    run_of,
+    session_of,
+    tokens_of,
+)
 from tilelab.study.data.tokens import Documents, Tokens
 from tilelab.study.records.events import RunRecord
 from tilelab.study.train.trainer import Trainer
@@ -43,16 +52,17 @@ def _finished(folder: Path, changes: dict[str, Any]) -> RunRecord:
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
-def test_an_interrupted_run_ends_with_the_same_bits(
+def test_an_interrupted_run_ends_with_the_samebits_of(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
     whole = _finished(tmp_path / "whole", changes)
     folder = tmp_path / "killed"
     folder.mkdir()
-    _kill_at(session_of(folder, changes, tokens=_tokens()), 3)
+    with killed_after(3), pytest.raises(Killed):
+        session_of(folder, changes, tokens=_tokens()).work()
     session_of(folder, changes, tokens=_tokens()).work()
     killed = record_of(folder)
-    assert _bits(killed) == _bits(whole)
+    assert bits_of(killed) == bits_of(whole)
     assert [each.softmaxes for each in killed.evaluations] == [
         each.softmaxes for each in whole.evaluations
     ]

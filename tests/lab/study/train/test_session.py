@@ -19,6 +19,9 @@ from torch.nn import functional
 from tests.lab.study.train.toys import (
     OPTIMIZERS,
     STEPS,
+    Killed,
+    bits_of,
+    killed_after,
     record_of,
     session_of,
     text,
@@ -43,10 +46,6 @@ CHOICES: list[dict[str, Any]] = [
 ]
 
 
-class _Killed(BaseException):
-    """Stands for kill -9: nothing in the session may catch it and tidy up."""
-
-
 def _finished(folder: Path, changes: dict[str, Any] | None = None, **options: Any) -> RunRecord:
     folder.mkdir(exist_ok=True)
     session_of(folder, changes, **options).work()
@@ -55,31 +54,12 @@ def _finished(folder: Path, changes: dict[str, Any] | None = None, **options: An
 
 def _kill_at(session: Session, step: int) -> None:
     """Work, and stop dead when the given step is about to be taken."""
-    take = session.trainer.step
-
-    def step_or_die() -> Any:
-        if session.trainer.done == step:
-            raise _Killed
-        return take()
-
-    session.trainer.step = step_or_die  # type: ignore[method-assign]
-    with pytest.raises(_Killed):
+    with killed_after(step), pytest.raises(Killed):
         session.work()
 
 
-def _bits(record: RunRecord) -> tuple[Any, ...]:
-    """All of a record that must not depend on how often its run was interrupted."""
-    assert record.end is not None
-    return (
-        record.end,
-        [(each.step, each.loss, each.lr, each.gradient_norm) for each in record.steps],
-        [(each.step, each.tokens, each.loss, each.bits_per_byte) for each in record.evaluations],
-        record.kernels,
-    )
-
-
 @pytest.mark.parametrize("changes", CHOICES, ids=str)
-def test_a_run_that_is_killed_twice_ends_with_the_same_bits(
+def test_a_run_that_is_killed_twice_ends_with_the_samebits_of(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
     whole = _finished(tmp_path / "whole", changes)
@@ -90,7 +70,7 @@ def test_a_run_that_is_killed_twice_ends_with_the_same_bits(
     _kill_at(session_of(folder, changes), 5)
     torch.manual_seed(98)
     killed = _finished(folder, changes)
-    assert _bits(killed) == _bits(whole)
+    assert bits_of(killed) == bits_of(whole)
     assert [start.from_step for start in killed.starts] == [0, 3, 5]
 
 
@@ -104,7 +84,7 @@ def test_what_was_trained_after_the_last_checkpoint_is_done_again(tmp_path: Path
     assert sum('"step":5,' in line or '"step":4,' in line for line in lines) > 2
     killed = _finished(folder)
     assert [start.from_step for start in killed.starts] == [0, 3, 3]
-    assert _bits(killed) == _bits(whole)
+    assert bits_of(killed) == bits_of(whole)
 
 
 def test_a_run_without_a_checkpoint_begins_again(tmp_path: Path) -> None:
@@ -115,7 +95,7 @@ def test_a_run_without_a_checkpoint_begins_again(tmp_path: Path) -> None:
     assert not (folder / CHECKPOINT).exists()
     killed = _finished(folder)
     assert [start.from_step for start in killed.starts] == [0, 0]
-    assert _bits(killed) == _bits(whole)
+    assert bits_of(killed) == bits_of(whole)
 
 
 @pytest.mark.parametrize("checksums", [True, False])
@@ -133,7 +113,7 @@ def test_a_record_that_was_cut_is_trained_again(tmp_path: Path, checksums: bool)
     again = _finished(folder)
     assert [start.from_step for start in again.starts] == [0, 0]
     assert again.done
-    assert _bits(again) == _bits(whole)
+    assert bits_of(again) == bits_of(whole)
 
 
 def test_a_kill_at_any_write_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,12 +129,12 @@ def test_a_kill_at_any_write_does_no_harm(tmp_path: Path, monkeypatch: pytest.Mo
             nonlocal left
             left -= 1
             if left < 0:
-                raise _Killed
+                raise Killed
 
         def torn(self: Any, event: Any) -> None:
             try:
                 count()
-            except _Killed:  # half a line gets to the disk
+            except Killed:  # half a line gets to the disk
                 line = event.line().encode()
                 self._file.write(line[: len(line) // 2])
                 raise
@@ -168,9 +148,9 @@ def test_a_kill_at_any_write_does_no_harm(tmp_path: Path, monkeypatch: pytest.Mo
         with monkeypatch.context() as patch:
             patch.setattr(Writer, "write", torn)
             patch.setattr(states, "write", lost)
-            with suppress(_Killed):
+            with suppress(Killed):
                 session_of(folder).work()
-        assert _bits(_finished(folder)) == _bits(whole), attempt
+        assert bits_of(_finished(folder)) == bits_of(whole), attempt
 
 
 def test_a_run_that_is_over_is_not_touched(tmp_path: Path) -> None:
@@ -262,7 +242,7 @@ def test_divergence_is_an_end_and_comes_out_the_same_after_a_kill(tmp_path: Path
     folder = tmp_path / "killed"
     folder.mkdir()
     _kill_at(session_of(folder, changes), whole.end.step)
-    assert _bits(_finished(folder, changes)) == _bits(whole)
+    assert bits_of(_finished(folder, changes)) == bits_of(whole)
 
 
 def test_weights_that_are_not_finite_after_the_last_step_are_divergence(tmp_path: Path) -> None:
@@ -306,7 +286,7 @@ def test_a_checkpoint_without_its_record_is_not_believed(tmp_path: Path) -> None
     (folder / RECORD).unlink()
     record = _finished(folder)
     assert [start.from_step for start in record.starts] == [0]
-    assert _bits(record) == _bits(whole)
+    assert bits_of(record) == bits_of(whole)
 
 
 def test_a_full_disk_stops_the_run_and_loses_nothing_older(
@@ -329,7 +309,7 @@ def test_a_full_disk_stops_the_run_and_loses_nothing_older(
     record = record_of(folder)
     assert record.checkpoint == 3
     assert [each.step for each in record.steps] == [1, 2, 3, 4]
-    assert _bits(_finished(folder)) == _bits(whole)
+    assert bits_of(_finished(folder)) == bits_of(whole)
 
 
 def test_checkpoints_wait_for_their_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

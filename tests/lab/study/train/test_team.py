@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tests.conftest import ROOT
-from tests.lab.study.train.toys import Killed, killed_after, run_of, text_file
+from tests.lab.study.train.toys import Killed, bits_of, killed_after, run_of, text_file
 from tilelab.study.ask.run import Execution, RunSpec, Strategy
 from tilelab.study.conduct.process import Process
 from tilelab.study.data.order import micro_batch_seed
@@ -88,16 +88,6 @@ def _in_parts(
     return record
 
 
-def _bits(record: RunRecord) -> tuple[Any, ...]:
-    """All that must not depend on the number of processes."""
-    assert record.end is not None
-    return (
-        record.end,
-        [(each.step, each.loss, each.lr, each.gradient_norm) for each in record.steps],
-        [(each.step, each.tokens, each.loss, each.bits_per_byte) for each in record.evaluations],
-    )
-
-
 @pytest.mark.thorough
 def test_two_processes_of_one_micro_batch_each_give_the_bits_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -110,7 +100,7 @@ def test_two_processes_of_one_micro_batch_each_give_the_bits_of_one_process(
     # In a process of its own too, as the study runs it.
     one = _finished(_execution(tmp_path, "one", 1), run)
     two = _finished(_execution(tmp_path, "two"), run)
-    assert _bits(two) == _bits(one)
+    assert bits_of(two, kernels=False) == bits_of(one, kernels=False)
     assert len(two.starts) == 1  # one process writes
     environment = two.start.environment
     assert (environment["processes"], environment["strategy"]) == (2, "ddp")
@@ -139,9 +129,8 @@ def test_a_run_goes_on_with_another_number_of_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = _run(tmp_path, DROPOUT)
-    assert _bits(_in_parts(tmp_path, run, "ddp", monkeypatch)) == _bits(
-        _alone(tmp_path, "whole", run)
-    )
+    parts, whole = _in_parts(tmp_path, run, "ddp", monkeypatch), _alone(tmp_path, "whole", run)
+    assert bits_of(parts, kernels=False) == bits_of(whole, kernels=False)
 
 
 @pytest.mark.slow

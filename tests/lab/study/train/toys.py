@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.lab.study.data import texts
 from tilelab.study.ask.config import Budget, Data, Evaluation, Model, RunConfig, Training, change
 from tilelab.study.ask.registry import names
 from tilelab.study.ask.run import RECORD, RunSpec
 from tilelab.study.data.tokens import Tokens
 from tilelab.study.records.events import RunRecord
+from tilelab.study.tasks.task import Prepared
 from tilelab.study.train.costs import PeakMeter
 from tilelab.study.train.session import Session
 from tilelab.study.train.trainer import Taken, Trainer
@@ -48,20 +50,7 @@ def tokens_of(data: bytes = text()) -> Tokens:
     """The bytes as a corpus, a tenth of it held out."""
     numbers = np.frombuffer(data, np.uint8)
     split = len(numbers) // 10
-    return Tokens(
-        name="toy",
-        source="toy",
-        tokenizer="bytes",
-        sha256="0" * 64,
-        vocabulary=256,
-        train=numbers[split:],
-        held_out=numbers[:split],
-        token_bytes=np.ones(256, np.int64),
-        train_bytes=len(numbers) - split,
-        held_out_bytes=split,
-        train_words=None,
-        held_out_words=None,
-    )
+    return texts.tokens_of(numbers[split:], numbers[:split], name="toy", source="toy")
 
 
 def trainer_of(changes: dict[str, Any] | None = None, seed: int = 0) -> Trainer:
@@ -78,13 +67,47 @@ def session_of(
 ) -> Session:
     """A session of such a run that works in a folder, saving after every step."""
     tokens = tokens or tokens_of()
+    return session_for(
+        run_of(changes).config, folder, data=tokens, checkpoint_every_s=checkpoint_every_s
+    )
+
+
+def session_for(
+    config: RunConfig,
+    folder: Path,
+    *,
+    seed: int = 0,
+    data: Prepared | None = None,
+    checkpoint_every_s: float = 0.0,
+) -> Session:
+    """A session of any run that works in a folder; the task prepares the data if none is given."""
+    data = config.learning.prepare(config, folder) if data is None else data
     return Session(
-        Trainer(run_of(changes), tokens, CPU),
-        tokens,
+        Trainer(RunSpec("toy", "arm", seed, config), data, CPU),
+        data,
         folder,
         PeakMeter(CPU),
         peak_flops_s=1e9,
         checkpoint_every_s=checkpoint_every_s,
+    )
+
+
+def bits_of(record: RunRecord, *, kernels: bool = True) -> tuple[Any, ...]:
+    """All of a record that must not depend on interruptions.
+
+    Args:
+        record: of a run that is over.
+        kernels: with the calls of kernels, of which each of several processes has a part.
+    """
+    assert record.end is not None
+    return (
+        record.end,
+        [(each.step, each.loss, each.lr, each.gradient_norm, each.tokens) for each in record.steps],
+        [
+            (each.step, each.tokens, each.loss, each.bits_per_byte, each.metrics)
+            for each in record.evaluations
+        ],
+        record.kernels if kernels else None,
     )
 
 

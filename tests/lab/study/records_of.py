@@ -2,7 +2,9 @@
 
 ``study_of()`` makes a small study, ``records_of(study, {"lion": Behaviour(effect=-0.1)})`` the
 records that its runs would have left, and ``write(folder, records)`` puts them where runs put
-theirs. All of it is a function of its arguments: the same call gives the same numbers.
+theirs; ``folder_of`` writes the whole folder of a study. ``judged`` is the verdict on such records,
+``work`` the agenda after such runs. All of it is a function of its arguments: the same call gives
+the same numbers.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from tilelab.study.ask.config import (
     config_hash,
 )
 from tilelab.study.ask.run import RECORD, RunSpec
+from tilelab.study.plan import Agenda
 from tilelab.study.records.events import (
     Checkpoint,
     End,
@@ -41,11 +44,16 @@ from tilelab.study.records.events import (
     Writer,
 )
 from tilelab.study.records.events import Evaluation as Evaluated
+from tilelab.study.records.store import StoredStudy, begin
+from tilelab.study.records.store import folder_of as store_folder
+from tilelab.study.verdict.judge import judge
+from tilelab.study.verdict.result import ExperimentVerdict
 
 STEP_S = 0.05  # wall seconds of a step of the baseline
 START_LOSS = math.log(256)  # nats per token of weights that know nothing
 FINAL_LOSS = 1.6  # nats per token of the baseline after the last step, but for its seed
 WARMUP_STEPS = 2
+COMMAND = "tilewise study run laptop --set 'seeds=0,1,2'"
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,9 @@ class Behaviour:
     starts: tuple[int, ...] = ()
 
 
+Behaviours = Mapping[str, Behaviour]
+
+
 def config_of(**changes: Any) -> RunConfig:
     """A run of 40 steps of 256 tokens each, evaluated every 10; dotted paths change it."""
     config = RunConfig(
@@ -123,20 +134,17 @@ def study_of(*experiments: Experiment) -> Study:
     )
 
 
-def records_of(
-    study: Study, behaviours: Mapping[str, Behaviour] | None = None
-) -> dict[str, RunRecord]:
+def records_of(study: Study, behaviours: Behaviours | None = None) -> dict[str, RunRecord]:
     """The records of every planned run, by its name.
 
     Args:
         study: what was planned.
         behaviours: ``"arm"`` or ``"experiment/arm"`` -> how its runs come out; plainly else.
     """
-    known = behaviours or {}
     records = {}
     for experiment in study.experiments:
-        for arm in (experiment.baseline_name, *(each.name for each in experiment.arms)):
-            behaviour = known.get(f"{experiment.name}/{arm}", known.get(arm, Behaviour()))
+        for arm in experiment.arm_names:
+            behaviour = _behaviour(behaviours, experiment.name, arm)
             for run in _runs(experiment, arm):
                 if run.phase == "sweep" or run.seed not in behaviour.absent:
                     records[run.name] = record_of(run, behaviour, experiment.metric)
@@ -156,6 +164,64 @@ def write(folder: Path, records: Mapping[str, RunRecord]) -> None:
         if record.checkpoint:
             writer.write(Checkpoint(record.checkpoint))
         writer.close()
+
+
+def folder_of(folder: Path, study: Study, records: Mapping[str, RunRecord], **changes: Any) -> Path:
+    """Write a study's folder; ``changes`` are of its ``StoredStudy``."""
+    values: dict[str, Any] = {
+        "command": COMMAND,
+        "environment": {"chip": "a chip", "cores": 2, "versions": {"torch": "2.13.0"}},
+        "began": "2026-01-02T03:04:05+00:00",
+    }
+    begin(folder, StoredStudy(study, **{**values, **changes}))
+    write(folder, records)
+    return folder
+
+
+def stored_in(out: Path, study: Study, behaviours: Behaviours | None = None) -> Path:
+    """Write a study that has run to where the command looks for it below a folder of studies."""
+    return folder_of(store_folder(study, out), study, records_of(study, behaviours))
+
+
+def judged(experiment: Experiment, behaviours: Behaviours | None = None) -> ExperimentVerdict:
+    """The verdict on an experiment whose arms behave so."""
+    study = study_of(experiment)
+    return judge(study, records_of(study, behaviours)).experiments[0]
+
+
+def work(
+    study: Study,
+    behaviours: Behaviours | None = None,
+    records: Mapping[str, RunRecord] | None = None,
+    most: int | None = None,
+    order: random.Random | None = None,
+) -> Agenda:
+    """The agenda when runs have ended, all of them or ``most``.
+
+    Args:
+        study: the config.
+        behaviours: as of ``records_of``.
+        records: of runs that ended before.
+        most: runs to end; None for all.
+        order: draws which of the runs that are ready ends next; None for the first.
+    """
+    left = most
+    agenda = Agenda(study, records or {})
+    agenda.check()
+    metrics = {each.name: each.metric for each in study.experiments}
+    while not agenda.finished and left != 0:
+        ready = agenda.ready()
+        run = order.choice(ready) if order else ready[0]
+        metric = metrics.get(run.experiment, "bits_per_byte")
+        behaviour = _behaviour(behaviours, run.experiment, run.arm)
+        agenda.ended(run, record_of(run, behaviour, metric))
+        left = None if left is None else left - 1
+    return agenda
+
+
+def _behaviour(known: Behaviours | None, experiment: str, arm: str) -> Behaviour:
+    known = known or {}
+    return known.get(f"{experiment}/{arm}", known.get(arm, Behaviour()))
 
 
 def record_of(run: RunSpec, behaviour: Behaviour, metric: str = "bits_per_byte") -> RunRecord:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.lab.study.records_of import records_of, study_of, write
+from tests.lab.study.records_of import stored_in, study_of
 from tilelab.study import command, recipes
 from tilelab.study.ask import registry
 from tilelab.study.conduct.conductor import Conductor
@@ -179,10 +179,7 @@ def test_recipes_and_choices_are_listed(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_what_was_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    study = study_of()
-    folder = store.folder_of(study, tmp_path)
-    store.begin(folder, store.StoredStudy(study, "tilewise study run x", {}, "2026"))
-    write(folder, records_of(study))
+    folder = stored_in(tmp_path, study_of())
     where = ["--out", str(tmp_path)]
     assert cli.main(["study", "list", *where]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if folder.name in line]
@@ -199,10 +196,7 @@ def test_what_was_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_study_whose_record_was_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    study = study_of()
-    folder = store.folder_of(study, tmp_path)
-    store.begin(folder, store.StoredStudy(study, "tilewise study run x", {}, "2026"))
-    write(folder, records_of(study))
+    folder = stored_in(tmp_path, study_of())
     record = folder / "runs/optimizers/lion/seed-0/record.jsonl"
     record.write_text("nonsense\n" + record.read_text())
     assert cli.main(["study", "report", "synthetic", "--out", str(tmp_path)]) == 1

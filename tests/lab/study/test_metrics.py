@@ -7,15 +7,20 @@ from typing import Any
 
 import pytest
 
-from tests.lab.study.records_of import Behaviour, experiment_of, records_of, study_of, write
+from tests.lab.study.records_of import (
+    Behaviour,
+    experiment_of,
+    folder_of,
+    judged,
+    records_of,
+    study_of,
+)
 from tilelab.study.ask.config import Experiment, Study, Sweep, change
 from tilelab.study.ask.metrics import METRICS, ahead, rank, reached, value_in
 from tilelab.study.conduct.checks import check_target
 from tilelab.study.plan import chosen_value
-from tilelab.study.records.store import StoredStudy, begin
 from tilelab.study.report import write as report
 from tilelab.study.verdict.judge import judge
-from tilelab.study.verdict.result import ExperimentVerdict
 from tilewise.errors import InvalidArgument
 
 PAGE = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
@@ -39,11 +44,6 @@ def behaviours(**effects: float) -> dict[str, Behaviour]:
     return {
         arm: Behaviour(metric="accuracy", effect=effect, noise=1e-4) for arm, effect in arms.items()
     }
-
-
-def judged(experiment: Experiment, arms: dict[str, Behaviour]) -> ExperimentVerdict:
-    study = study_of(experiment)
-    return judge(study, records_of(study, arms)).experiments[0]
 
 
 def test_which_way_is_better() -> None:
@@ -143,9 +143,7 @@ def test_the_report_says_which_way(tmp_path: Path) -> None:
     values = experiment_of("lion", "wsd", smallest_effect=0.001, metric="accuracy", target=0.83)
     study = Study(name="s", question="Which?", experiments=(values,))
     records = records_of(study, behaviours(lion=-0.2, wsd=0.2))
-    begin(tmp_path, StoredStudy(study, "tilewise study run x", {}, "2026"))
-    write(tmp_path, records)
-    page, text = report(tmp_path)
+    page, text = report(folder_of(tmp_path, study, records))
     said = text.read_text()
     assert "lion is better by 0.0" in said
     assert "accuracy" in said

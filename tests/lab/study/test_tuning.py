@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tests.lab.study.agendas import work
-from tests.lab.study.records_of import Behaviour, config_of, experiment_of, record_of, study_of
+from tests.lab.study.records_of import (
+    Behaviour,
+    config_of,
+    experiment_of,
+    record_of,
+    study_of,
+    work,
+)
 from tilelab.study.ask.config import Arm, Experiment, Halving, Study, Sweep
 from tilelab.study.plan import Agenda, planned
 from tilelab.study.records.events import RunRecord

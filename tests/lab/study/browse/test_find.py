@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.study.records_of import experiment_of, records_of, study_of, write
+from tests.lab.study.records_of import experiment_of, stored_in, study_of
 from tilelab.study.ask.config import Study
 from tilelab.study.ask.run import RECORD
 from tilelab.study.browse.find import find, find_run, find_study
@@ -23,9 +23,7 @@ def make(tmp_path: Path) -> Made:
     """make(study, age) -> its folder, finished."""
 
     def made(study: Study, touched: int) -> Path:
-        folder = store.folder_of(study, tmp_path)
-        store.begin(folder, store.StoredStudy(study, "tilewise study", {}, "2026"))
-        write(folder, records_of(study))
+        folder = stored_in(tmp_path, study)
         for path in (folder / store.STUDY, *folder.rglob(RECORD)):
             os.utime(path, (touched, touched))
         return folder

@@ -10,14 +10,16 @@ import pytest
 from rich.console import Console
 
 from tests.lab.study.records_of import (
+    COMMAND,
     Behaviour,
     config_of,
     experiment_of,
+    folder_of,
     records_of,
+    stored_in,
     study_of,
-    write,
 )
-from tilelab.study.ask.config import Arm, Study, Sweep
+from tilelab.study.ask.config import Arm, Sweep
 from tilelab.study.browse import show
 from tilelab.study.browse.compare import compare, pairs
 from tilelab.study.browse.find import Found, find
@@ -27,13 +29,6 @@ from tilelab.study.records.events import CorruptRecordError, Sample
 from tilewise.errors import InvalidArgument
 
 STUDY = study_of(experiment_of(Arm(name="lion", changes={"optimizer.name": "lion"}), "wsd"))
-
-
-def folder_of(out: Path, study: Study, behaviours: dict[str, Behaviour] | None = None) -> Path:
-    folder = store.folder_of(study, out)
-    store.begin(folder, store.StoredStudy(study, "tilewise study run x", {}, "2026"))
-    write(folder, records_of(study, behaviours))
-    return folder
 
 
 def console() -> Console:
@@ -60,7 +55,7 @@ def test_the_list(tmp_path: Path) -> None:
     to = console()
     show.list_studies(tmp_path, to)
     assert "No studies" in to.export_text()
-    folder = folder_of(tmp_path, STUDY, {"lion": Behaviour(diverged={0: 3}, absent=(2,))})
+    folder = stored_in(tmp_path, STUDY, {"lion": Behaviour(diverged={0: 3}, absent=(2,))})
     show.list_studies(tmp_path, to)
     line = row(to.export_text(), folder.name)
     assert line[1:3] == ["8/9", "1"]
@@ -68,7 +63,7 @@ def test_the_list(tmp_path: Path) -> None:
 
 
 def test_a_study_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, STUDY)
+    folder = stored_in(tmp_path, STUDY)
     broken = tmp_path / "broken-1"
     broken.mkdir()
     (broken / store.STUDY).write_text("{}")
@@ -80,7 +75,7 @@ def test_a_study_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) ->
 
 
 def test_a_damaged_record_does_not_hide_the_others(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, STUDY)
+    folder = stored_in(tmp_path, STUDY)
     record = folder / "runs/optimizers/lion/seed-0/record.jsonl"
     record.write_text("{}\n" + record.read_text())
     to = console()
@@ -108,8 +103,7 @@ def test_control_characters_are_shown_and_not_obeyed(tmp_path: Path) -> None:
     )
     record.sample = Sample(evil, evil)
     folder = store.folder_of(study, tmp_path)
-    store.begin(folder, store.StoredStudy(study, f"run {evil}", {"chip": evil}, "2026"))
-    write(folder, records)
+    folder_of(folder, study, records, command=f"run {evil}", environment={"chip": evil})
     printed = io.StringIO()
     to = Console(width=400, file=printed, force_terminal=True, color_system=None)
     show.list_studies(tmp_path, to)
@@ -125,7 +119,7 @@ def test_control_characters_are_shown_and_not_obeyed(tmp_path: Path) -> None:
 
 def test_a_run(tmp_path: Path) -> None:
     behaviour = Behaviour(starts=(20,), kernels=("sdpa flash (cpu)", "sdpa math"))
-    folder_of(tmp_path, STUDY, {"lion": behaviour})
+    stored_in(tmp_path, STUDY, {"lion": behaviour})
     text = shown(find("optimizers/lion/seed-1", tmp_path))
     for words in (
         "optimizers/lion/seed-1: done",
@@ -151,7 +145,7 @@ def test_a_run(tmp_path: Path) -> None:
 
 def test_a_run_that_diverged_and_one_that_only_began(tmp_path: Path) -> None:
     behaviours = {"lion": Behaviour(diverged={0: 3}), "wsd": Behaviour(stopped={0: 0})}
-    folder_of(tmp_path, STUDY, behaviours)
+    stored_in(tmp_path, STUDY, behaviours)
     text = shown(find("optimizers/lion/seed-0", tmp_path))
     assert "diverged (the loss of step 3 is not finite)" in text
     text = shown(find("optimizers/wsd/seed-0", tmp_path))
@@ -161,19 +155,19 @@ def test_a_run_that_diverged_and_one_that_only_began(tmp_path: Path) -> None:
 
 
 def test_the_runs_of_a_part(tmp_path: Path) -> None:
-    folder_of(tmp_path, STUDY)
+    stored_in(tmp_path, STUDY)
     text = shown(find("optimizers/lion", tmp_path))
     assert row(text, "optimizers/lion/seed-2")[1:3] == ["done", "40"]
     assert "baseline" not in text
     text = shown(find("synthetic", tmp_path))
     assert "optimizers: baseline, lion, wsd" in text
-    assert "tilewise study run x" in text
+    assert COMMAND in text
 
 
 def test_arms_are_compared_seed_by_seed(tmp_path: Path) -> None:
     finals = {0: 2.0, 1: 2.2, 2: 2.4}
     better = {seed: value - 0.1 for seed, value in finals.items()}
-    folder_of(
+    stored_in(
         tmp_path,
         STUDY,
         {
@@ -194,30 +188,30 @@ def test_arms_are_compared_seed_by_seed(tmp_path: Path) -> None:
 
 
 def test_what_did_not_finish_is_left_out_and_named(tmp_path: Path) -> None:
-    folder_of(tmp_path, STUDY, {"lion": Behaviour(diverged={0: 4}, stopped={1: 5})})
+    stored_in(tmp_path, STUDY, {"lion": Behaviour(diverged={0: 4}, stopped={1: 5})})
     text = compared(find("optimizers/wsd", tmp_path), find("optimizers/lion", tmp_path))
     assert "1 paired seed." in text
     assert (
         "Left out of B: optimizers/lion/seed-0 (diverged), optimizers/lion/seed-1 (not done)."
         in text
     )
-    folder_of(tmp_path / "b", STUDY, {"lion": Behaviour(absent=(0, 1), stopped={2: 4})})
+    stored_in(tmp_path / "b", STUDY, {"lion": Behaviour(absent=(0, 1), stopped={2: 4})})
     text = compared(find("optimizers/wsd", tmp_path), find("optimizers/lion", tmp_path / "b"))
     assert "nothing is compared" in text
 
 
 def test_two_runs_are_a_pair_whatever_their_seeds(tmp_path: Path) -> None:
-    folder_of(tmp_path, STUDY)
+    stored_in(tmp_path, STUDY)
     first, second = (find(f"optimizers/wsd/seed-{seed}", tmp_path) for seed in (0, 1))
     assert "1 paired seed." in compared(first, second)
     assert "the same to the last bit" in compared(first, first)
 
 
 def test_two_studies_arm_by_arm(tmp_path: Path) -> None:
-    one = folder_of(tmp_path, STUDY)
+    one = stored_in(tmp_path, STUDY)
     sweep = Sweep(values=dict.fromkeys(("baseline", "wsd"), (0.1, 0.2)), seeds=(9,))
     other = study_of(experiment_of("wsd", baseline=config_of(**{"optimizer.lr": 0.5}), sweep=sweep))
-    two = folder_of(tmp_path, other)
+    two = stored_in(tmp_path, other)
     first, second = find(str(one), tmp_path), find(str(two), tmp_path)
     text = compared(first, second)
     assert "optimizers/baseline\n" in text
@@ -229,8 +223,8 @@ def test_two_studies_arm_by_arm(tmp_path: Path) -> None:
 
 
 def test_nothing_in_common(tmp_path: Path) -> None:
-    one = folder_of(tmp_path, STUDY)
-    two = folder_of(tmp_path, study_of(experiment_of("muon", name="other")))
+    one = stored_in(tmp_path, STUDY)
+    two = stored_in(tmp_path, study_of(experiment_of("muon", name="other")))
     with pytest.raises(InvalidArgument, match="no arm in common"):
         compared(find(str(one), tmp_path), find(str(two), tmp_path))
 
@@ -254,7 +248,7 @@ def test_differences(value: float, words: str) -> None:
 def test_the_speed_of_a_systems_arm_that_has_not_passed_is_withheld(tmp_path: Path) -> None:
     changes = {"attention.implementation": "sdpa"}
     study = study_of(experiment_of(Arm(name="sdpa", kind="systems", changes=changes)))
-    folder_of(tmp_path, study, {"sdpa": Behaviour(effect=0.5)})
+    stored_in(tmp_path, study, {"sdpa": Behaviour(effect=0.5)})
     runs = shown(find("synthetic", tmp_path))
     assert "withheld" in row(runs, "optimizers/sdpa/seed-0")
     assert "withheld" not in row(runs, "optimizers/baseline/seed-0")
@@ -269,7 +263,7 @@ def test_the_speed_of_a_systems_arm_that_has_not_passed_is_withheld(tmp_path: Pa
 
 def test_the_speed_of_a_systems_arm_that_has_passed_is_shown(tmp_path: Path) -> None:
     study = study_of(experiment_of(Arm(name="sdpa", kind="systems")))
-    folder_of(tmp_path, study, {"sdpa": Behaviour(effect=0.0)})
+    stored_in(tmp_path, study, {"sdpa": Behaviour(effect=0.0)})
     assert "withheld" not in shown(find("synthetic", tmp_path))
     text = compared(*(find(f"optimizers/{arm}", tmp_path) for arm in ("baseline", "sdpa")))
     assert row(text, "tokens/s")[1] == "5,120"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tests.lab.study.agendas import conductor_of
+from tests.lab.study.conduct.conducting import conductor_of
 from tests.lab.study.records_of import config_of as language_of
 from tests.lab.study.records_of import experiment_of, study_of
 from tests.lab.study.tasks import test_images as images

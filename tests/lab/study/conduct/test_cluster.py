@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from tests.conftest import ROOT
-from tests.lab.study.agendas import conductor_of
+from tests.lab.study.conduct.conducting import conductor_of
 from tests.lab.study.records_of import config_of, experiment_of, study_of
 from tilelab.common import environment
 from tilelab.study import report

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.lab.study.agendas import conductor_of
+from tests.lab.study.conduct.conducting import conductor_of
 from tilelab.study import command, recipes
 from tilelab.study.ask.config import (
     Attention,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from tests.lab.study.records_of import (
@@ -13,28 +11,13 @@ from tests.lab.study.records_of import (
     experiment_of,
     records_of,
     study_of,
-    write,
 )
 from tilelab.study.ask.config import Arm, Study, Sweep
 from tilelab.study.ask.run import finals
 from tilelab.study.plan import chosen_value
 from tilelab.study.records.events import RunRecord
-from tilelab.study.records.store import StoredStudy, begin
 
 EVIL = "</pre></table><script>alert('x')</script><img src=x onerror=alert(1)>`|*_[a](b)\u202e&"
-COMMAND = "tilewise study run laptop --set 'seeds=0,1,2'"
-
-
-def folder_of(folder: Path, study: Study, records: Mapping[str, RunRecord], **changes: Any) -> Path:
-    """Write a study's folder; ``changes`` are of its ``StoredStudy``."""
-    values: dict[str, Any] = {
-        "command": COMMAND,
-        "environment": {"chip": "a chip", "cores": 2, "versions": {"torch": "2.13.0"}},
-        "began": "2026-01-02T03:04:05+00:00",
-    }
-    begin(folder, StoredStudy(study, **{**values, **changes}))
-    write(folder, records)
-    return folder
 
 
 def kernels_experiment() -> Any:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("jinja2")
-pytest.importorskip("scipy")
-
-from tests.lab.study.records_of import config_of, experiment_of, records_of, study_of
-from tests.lab.study.report.samples import folder_of
+from tests.lab.study.records_of import (
+    config_of,
+    experiment_of,
+    folder_of,
+    records_of,
+    study_of,
+)
 from tilelab.study.ask.config import Arm
 from tilelab.study.records.events import LayerSoftmax, RunRecord
 from tilelab.study.report import write

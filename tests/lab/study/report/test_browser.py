@@ -11,14 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("matplotlib")  # and with it pillow
-pytest.importorskip("jinja2")
-pytest.importorskip("scipy")
-
 from PIL import Image
 
-from tests.lab.study.report.samples import folder_of, rich_study
+from tests.lab.study.records_of import folder_of
+from tests.lab.study.report.samples import rich_study
 from tilelab.study.report import write
 
 DARK = "--blink-settings=preferredColorScheme=0"

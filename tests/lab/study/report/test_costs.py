@@ -7,9 +7,8 @@ from random import Random
 
 import pytest
 
-from tests.lab.study.records_of import Behaviour, experiment_of, records_of, study_of
+from tests.lab.study.records_of import Behaviour, experiment_of, judged
 from tilelab.study.report.costs import Point, front, kaplan_meier
-from tilelab.study.verdict.judge import judge
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -46,9 +45,8 @@ def test_by_hand() -> None:
 
 
 def test_a_miss_is_censored_at_its_budget_and_so_is_a_run_that_diverged() -> None:
-    study = study_of(experiment_of("late", "hot", target=2.5))
     behaviours = {"late": Behaviour(effect=1.0), "hot": Behaviour(diverged={1: 3})}
-    late, hot = judge(study, records_of(study, behaviours)).experiments[0].arms
+    late, hot = judged(experiment_of("late", "hot", target=2.5), behaviours).arms
     assert late.target is not None
     assert late.target.censored == (40 * 256,) * 3
     assert hot.target is not None

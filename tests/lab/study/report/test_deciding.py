@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.study.records_of import Behaviour, experiment_of, records_of, study_of
-from tests.lab.study.report.samples import folder_of
+from tests.lab.study.records_of import (
+    Behaviour,
+    experiment_of,
+    folder_of,
+    records_of,
+    study_of,
+)
 from tilelab.study import report
 from tilelab.study.ask.config import Sequential
 

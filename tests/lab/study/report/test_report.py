@@ -10,19 +10,16 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("jinja2")
-pytest.importorskip("scipy")
-
-from tests.lab.study.records_of import Behaviour, config_of, experiment_of, records_of, study_of
-from tests.lab.study.report.samples import (
+from tests.lab.study.records_of import (
     COMMAND,
-    EVIL,
-    choose,
+    Behaviour,
+    config_of,
+    experiment_of,
     folder_of,
-    kernels_experiment,
-    rich_study,
+    records_of,
+    study_of,
 )
+from tests.lab.study.report.samples import EVIL, choose, kernels_experiment, rich_study
 from tilelab.study.ask.config import Arm, Study, Sweep
 from tilelab.study.records.events import RunRecord, Sample
 from tilelab.study.report import write

@@ -5,11 +5,8 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-pytest.importorskip("matplotlib")
 
 from tilelab.common.svg import (
     ARM_COLOURS,

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from tests.conftest import ROOT
-from tests.lab.study.agendas import conductor_of
+from tests.lab.study.conduct.conducting import conductor_of
 from tests.lab.study.records_of import (
     Behaviour,
     config_of,

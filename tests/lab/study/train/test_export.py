@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from tests.lab.study.in_process import quickly
-from tests.lab.study.records_of import study_of
+from tests.lab.study.records_of import folder_of, study_of
 from tests.lab.study.tasks import test_images as images
 from tests.lab.study.tasks.small import WORDS, config_of, needs_wordpiece, write_glue
 from tests.lab.study.train.toys import CONFIG, CPU, record_of, session_for, text_file
@@ -105,8 +105,7 @@ def test_a_masked_run_feeds_one_of_glue_by_the_command(
             name=name, question="?", baseline=config, arms=(), smallest_effect=1.0, metric=metric
         )
         study = study_of(experiment)
-        folder = store.folder_of(study, out)
-        store.begin(folder, store.StoredStudy(study, "", {}, ""))
+        folder = folder_of(store.folder_of(study, out), study, {})
         execution = Execution(folder=folder, cache=tmp_path / "cache", checkpoint_every_s=0.0)
         run = RunSpec(name, "baseline", 0, config, execution=execution)
         child.work(run)

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.lab.study.records_of import Behaviour, config_of, experiment_of, records_of, study_of
+from tests.lab.study.records_of import (
+    Behaviour,
+    config_of,
+    experiment_of,
+    judged,
+    records_of,
+    study_of,
+)
 from tilelab.study.ask.config import Arm, Experiment
 from tilelab.study.records.events import PROBED, Kernels, LayerKernel, RunRecord
 from tilelab.study.verdict.caveats import kernel_flags, kernel_uses
@@ -212,9 +219,8 @@ def test_drift_is_of_systems_arms_in_float32() -> None:
 
 def test_drift_is_not_told_before_all_runs_are_over() -> None:
     for unfinished in ("tilewise", "baseline"):
-        study = study_of(experiment_of(TILEWISE))
-        records = records_of(study, {unfinished: Behaviour(stopped={2: 10})})
-        assert judge(study, records).experiments[0].arms[0].notes == ()
+        found = judged(experiment_of(TILEWISE), {unfinished: Behaviour(stopped={2: 10})})
+        assert found.arms[0].notes == ()
     assert "training loss" in verdict(experiment_of(TILEWISE)).arms[0].notes[0]
 
 
@@ -265,8 +271,7 @@ DROPOUT = Arm(name="dropout", changes={"model.dropout.attention": 0.1})
 
 def flags(arm: Arm, layers: int = 2, **behaviours: Behaviour) -> tuple[KernelFlag, ...]:
     config = config_of(**{"attention.implementation": "sdpa", "model.layers": layers})
-    study = study_of(experiment_of(arm, baseline=config))
-    return judge(study, records_of(study, behaviours)).experiments[0].arms[0].kernel_flags
+    return judged(experiment_of(arm, baseline=config), behaviours).arms[0].kernel_flags
 
 
 def test_dropout_that_switches_the_kernel_is_flagged_as_unasked() -> None:

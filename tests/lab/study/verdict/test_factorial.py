@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from scipy import stats as oracle
 
-from tests.lab.study.records_of import Behaviour, experiment_of, records_of, study_of
-from tilelab.study.ask.config import Design, Experiment, Study
+from tests.lab.study.records_of import Behaviour, experiment_of, judged
+from tilelab.study.ask.config import Design, Experiment
 from tilelab.study.ask.designs import arm_name, combinations_of, fraction
 from tilelab.study.verdict.factorial import predicted
-from tilelab.study.verdict.judge import judge
 from tilelab.study.verdict.result import FactorEffect, Interaction
 from tilelab.study.verdict.stats import paired
 
@@ -24,9 +23,8 @@ BASE = {0: 2.0, 1: 2.2, 2: 2.1}
 def found(
     *names: str, seeds: tuple[int, ...] = (0, 1, 2), **behaviours: Any
 ) -> tuple[Interaction, ...]:
-    study = study_of(experiment_of(*names, seeds=seeds))
     named = {name.replace("_", "+"): each for name, each in behaviours.items()}
-    return judge(study, records_of(study, named)).experiments[0].interactions
+    return judged(experiment_of(*names, seeds=seeds), named).interactions
 
 
 def at(*shifts: float) -> Behaviour:
@@ -127,10 +125,9 @@ def test_only_whole_designs_are_interactions() -> None:
 SEEDS = (0, 1, 2, 3)
 
 
-def study(design: Design, **fields: object) -> Study:
+def experiment(design: Design) -> Experiment:
     arms = [arm_name(each) for each in combinations_of(design) if each]
-    experiment: Experiment = experiment_of(*arms, design=design, seeds=SEEDS, **fields)
-    return study_of(experiment)
+    return experiment_of(*arms, design=design, seeds=SEEDS)
 
 
 def drawn(design: Design, seed: int = 0) -> dict[str, dict[int, float]]:
@@ -143,9 +140,8 @@ def drawn(design: Design, seed: int = 0) -> dict[str, dict[int, float]]:
 
 
 def effects_found(design: Design, finals: dict[str, dict[int, float]]) -> list[FactorEffect]:
-    planned = study(design)
-    records = records_of(planned, {arm: Behaviour(finals=each) for arm, each in finals.items()})
-    (verdict,) = judge(planned, records).experiments
+    behaviours = {arm: Behaviour(finals=each) for arm, each in finals.items()}
+    verdict = judged(experiment(design), behaviours)
     assert verdict.interactions == ()
     return list(verdict.effects)
 
@@ -220,8 +216,7 @@ def test_a_fraction_says_what_it_cannot_tell_apart() -> None:
     [(Behaviour(diverged={1: 5}), "diverged"), (Behaviour(absent=(3,)), "incomplete")],
 )
 def test_a_run_that_is_missing_is_missing_in_every_effect(behaviour: Behaviour, label: str) -> None:
-    planned = study(fraction("ab", 4))
-    (verdict,) = judge(planned, records_of(planned, {"a": behaviour})).experiments
+    verdict = judged(experiment(fraction("ab", 4)), {"a": behaviour})
     assert {each.label for each in verdict.effects} == {label}
     assert all(each.p_holm is None for each in verdict.effects)
 

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.lab.study.records_of import Behaviour, config_of, experiment_of, records_of, study_of
+from tests.lab.study.records_of import (
+    Behaviour,
+    config_of,
+    experiment_of,
+    judged,
+    records_of,
+    study_of,
+)
 from tilelab.study.ask.config import Arm, Experiment, Sweep
 from tilelab.study.verdict.decide import Comparison, Rules, decide, examine
 from tilelab.study.verdict.judge import judge
@@ -22,9 +29,7 @@ FLAT = {0: 2.0, 1: 2.1, 2: 2.2}  # final metrics of the baseline where they are 
 
 
 def verdict(experiment: Experiment | None = None, **behaviours: Behaviour) -> ExperimentVerdict:
-    study = study_of(experiment or experiment_of("lion"))
-    named = {name.replace("_", "+"): each for name, each in behaviours.items()}
-    return judge(study, records_of(study, named)).experiments[0]
+    return judged(experiment or experiment_of("lion"), behaviours)
 
 
 def arm(*differences: float, kind: Any = "training", others: int = 0, **fields: Any) -> ArmVerdict:

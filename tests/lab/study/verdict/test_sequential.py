@@ -9,8 +9,7 @@ import pytest
 from pydantic import ValidationError
 from scipy import stats as oracle
 
-from tests.lab.study.agendas import work
-from tests.lab.study.records_of import Behaviour, experiment_of, study_of
+from tests.lab.study.records_of import Behaviour, experiment_of, study_of, work
 from tilelab.study.ask.config import Confirm, Experiment, Sequential, Study
 from tilelab.study.plan import Agenda
 from tilelab.study.verdict.decide import Comparison, Judged, look_by_look

@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tests.lab.study.agendas import work
-from tests.lab.study.records_of import Behaviour, config_of, experiment_of, study_of
+from tests.lab.study.records_of import (
+    Behaviour,
+    config_of,
+    experiment_of,
+    study_of,
+    work,
+)
 from tilelab.study.ask.config import Arm, Combine, Confirm, Experiment, Halving, Study, Sweep
 from tilelab.study.plan import Agenda
 from tilelab.study.verdict.judge import judge, unfolded

@@ -15,11 +15,11 @@ from tests.lab.study.records_of import (
     records_of,
     study_of,
 )
+from tilelab.study import report
 from tilelab.study.ask.config import Experiment, Study, Sweep, change
 from tilelab.study.ask.metrics import METRICS, ahead, rank, reached, value_in
 from tilelab.study.conduct.checks import check_target
 from tilelab.study.plan import chosen_value
-from tilelab.study.report import write as report
 from tilelab.study.verdict.judge import judge
 from tilewise.errors import InvalidArgument
 
@@ -143,7 +143,7 @@ def test_the_report_says_which_way(tmp_path: Path) -> None:
     values = experiment_of("lion", "wsd", smallest_effect=0.001, metric="accuracy", target=0.83)
     study = Study(name="s", question="Which?", experiments=(values,))
     records = records_of(study, behaviours(lion=-0.2, wsd=0.2))
-    page, text = report(folder_of(tmp_path, study, records))
+    page, text = report.write(report.gather(folder_of(tmp_path, study, records)))
     said = text.read_text()
     assert "lion is better by 0.0" in said
     assert "accuracy" in said

@@ -230,15 +230,6 @@ def test_nothing_in_common(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "words"),
-    [(None, ""), (0, "0 kB"), (850_000, "850 kB"), (13_420_000, "13.4 MB"), (1.34e9, "1.34 GB"),
-     (2.5e12, "2,500 GB")],
-)  # fmt: skip
-def test_sizes(count: float | None, words: str) -> None:
-    assert show.size(count) == words
-
-
-@pytest.mark.parametrize(
     ("value", "words"), [(0.0, "+0.0000"), (-0.11234, "-0.1123"), (3e-8, "+3e-08")]
 )
 def test_differences(value: float, words: str) -> None:

@@ -97,7 +97,7 @@ class Conducted:
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(report, "write", lambda folder: (folder / "r.html", folder / "r.md"))
+    monkeypatch.setattr(report, "write", lambda it: (it.folder / "r.html", it.folder / "r.md"))
     return tmp_path
 
 

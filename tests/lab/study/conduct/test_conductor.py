@@ -50,8 +50,8 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def _quick_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes a second: where a test does not look at the page, there is none."""
 
-    def write(folder: Path) -> tuple[Path, Path]:
-        return folder / "report.html", folder / "report.md"
+    def write(evidence: report.Evidence) -> tuple[Path, Path]:
+        return evidence.folder / "report.html", evidence.folder / "report.md"
 
     monkeypatch.setattr(report, "write", write)
 

@@ -16,7 +16,7 @@ from tests.lab.study.records_of import (
 )
 from tilelab.study.ask.config import Arm
 from tilelab.study.records.events import LayerSoftmax, RunRecord
-from tilelab.study.report import write
+from tilelab.study.report import gather, write
 from tilelab.study.report.attention import attention_charts, layers_of
 from tilelab.study.verdict.measures import measure, over_seeds
 
@@ -104,7 +104,7 @@ def test_there_is_a_curve_for_each_quantity() -> None:
 
 def test_the_report_shows_them_and_says_who_has_none(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, STUDY, _records({"baseline": 1.0, "qk-norm": 0.1}))
-    page, twin = write(folder)
+    page, twin = write(gather(folder))
     text = twin.read_text("utf-8")
     assert "Largest attention logit" in page.read_text("utf-8")
     assert "| layer 1 | 2.00 (lowest head 0.98, logits up to 40.90) | 2.00 (" in text
@@ -113,5 +113,5 @@ def test_the_report_shows_them_and_says_who_has_none(tmp_path: Path) -> None:
 
 
 def test_a_report_without_any_has_no_table(tmp_path: Path) -> None:
-    _, twin = write(folder_of(tmp_path, STUDY, _records({})))
+    _, twin = write(gather(folder_of(tmp_path, STUDY, _records({}))))
     assert "Attention by layer" not in twin.read_text("utf-8")

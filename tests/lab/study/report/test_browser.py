@@ -15,7 +15,7 @@ from PIL import Image
 
 from tests.lab.study.records_of import folder_of
 from tests.lab.study.report.samples import rich_study
-from tilelab.study.report import write
+from tilelab.study.report import gather, write
 
 DARK = "--blink-settings=preferredColorScheme=0"
 PHONE, DESK = 380, 1280
@@ -63,7 +63,7 @@ def browser() -> str:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     study, records = rich_study()
-    return write(folder_of(tmp_path_factory.mktemp("browser"), study, records))[0]
+    return write(gather(folder_of(tmp_path_factory.mktemp("browser"), study, records)))[0]
 
 
 def _run(browser: str, page: Path, *options: str) -> tuple[str, list[str]]:

@@ -33,7 +33,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
         "noisy": Behaviour(effect=-0.01, noise=0.1),
     }
     folder: Path = tmp_path_factory.mktemp("deciding")
-    page, twin = report.write(folder_of(folder, study, records_of(study, behaviours)))
+    page, twin = report.write(
+        report.gather(folder_of(folder, study, records_of(study, behaviours)))
+    )
     return page.read_text(), twin.read_text()
 
 

@@ -22,8 +22,7 @@ from tests.lab.study.records_of import (
 from tests.lab.study.report.samples import EVIL, choose, kernels_experiment, rich_study
 from tilelab.study.ask.config import Arm, Study, Sweep
 from tilelab.study.records.events import RunRecord, Sample
-from tilelab.study.report import write
-from tilelab.study.report.content import gather
+from tilelab.study.report import gather, write
 from tilelab.study.report.page import DEFINITIONS
 from tilewise.errors import InvalidArgument
 
@@ -64,9 +63,9 @@ class _Reader(html.parser.HTMLParser):
 
 def _written(folder: Path) -> tuple[_Reader, str, str]:
     """The page read, its source, and the Markdown twin."""
-    page, twin = write(folder)
-    verdict = json.loads((folder / "verdict.json").read_text())
-    assert verdict == gather(folder).verdict.as_json()
+    evidence = gather(folder)
+    page, twin = write(evidence)
+    assert json.loads((folder / "verdict.json").read_text()) == evidence.verdict.as_json()
     reader = _Reader()
     source = page.read_text("utf-8")
     reader.feed(source)
@@ -408,7 +407,7 @@ def test_many_arms_with_long_names(tmp_path: Path) -> None:
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="study"):
-        write(tmp_path)
+        gather(tmp_path)
 
 
 def test_a_damaged_record_does_not_hide_the_report_of_the_others(tmp_path: Path) -> None:

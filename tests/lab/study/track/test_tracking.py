@@ -327,7 +327,7 @@ def test_a_study_with_a_tracker_of_ones_own(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(report, "write", lambda folder: (folder / "r.html", folder / "r.md"))
+    monkeypatch.setattr(report, "write", lambda it: (it.folder / "r.html", it.folder / "r.md"))
     own, text = tmp_path / "own.py", tmp_path / "quick"
     own.write_text(TRACKER)
     text.write_text("the cat sat on the mat. " * 400)

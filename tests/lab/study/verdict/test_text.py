@@ -102,12 +102,13 @@ def test_amounts() -> None:
         "60 min 00 s",
         "2 h 05 min",
     ]
-    assert [words.size(n) for n in (12, 640e3, 412e6, 999.7e6, 2.64e10)] == [
+    assert [words.size(n) for n in (12, 640e3, 412e6, 999.7e6, 2.64e10, 2.5e12)] == [
         "12 B",
         "640 kB",
         "412 MB",
         "1 GB",
         "26.4 GB",
+        "2,500 GB",
     ]
     assert [words.rate(n) for n in (12345.6, 3.214)] == ["12,346", "3.21"]
     assert [words.shorten(n) for n in (0.5, 250, 1_200_000, -2500, 3e9)] == [

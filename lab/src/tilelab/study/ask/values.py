@@ -161,12 +161,7 @@ def _canonical(config: Frozen) -> dict[str, Any]:
     return values
 
 
-_CHOICES: dict[str, Kind] = {
-    "optimizer": "optimizer",
-    "schedule": "schedule",
-    "variant": "variant",
-    "task": "task",
-}
+_CHOICES: Mapping[str, Kind] = {kind: kind for kind in get_args(Kind)}
 
 
 def _whole_first(path: str) -> tuple[int, bool, str]:

@@ -18,11 +18,12 @@ from rich.table import Table
 from tilelab.common.terminal import Text
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.browse.find import WITHHELD, Found, arm_of
-from tilelab.study.browse.show import add_row, difference, number, say_damaged, size, table_of
+from tilelab.study.browse.show import add_row, difference, number, say_damaged, table_of
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.store import flat
 from tilelab.study.verdict.measures import final_metric, measure, task_metrics
 from tilelab.study.verdict.stats import paired, ratio
+from tilelab.study.verdict.text import count, size
 from tilewise.errors import InvalidArgument
 
 __all__ = ["Pairs", "compare", "pairs"]
@@ -191,8 +192,7 @@ def _said(value: Any) -> str:
 def _remarks(
     first: Mapping[str, RunRecord], second: Mapping[str, RunRecord], found: Pairs
 ) -> list[str]:
-    count = len(found.seeds)
-    lines = [f"{count} paired {'seed' if count == 1 else 'seeds'}."]
+    lines = [f"{count(len(found.seeds), 'paired seed')}."]
     for side, records in (("A", first), ("B", second)):
         left_out = [
             f"{name} ({'diverged' if record.diverged else 'not done'})"

@@ -20,13 +20,13 @@ from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord, Sample
 from tilelab.study.records.store import flat, read_study, readable_records, study_folders, worked_on
 from tilelab.study.verdict.measures import Values, measure
+from tilelab.study.verdict.text import size
 from tilewise.errors import TilewiseError
 
 __all__ = ["list_studies", "say_damaged", "show"]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE = 48  # columns of the loss curve
-_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def list_studies(out: Path, console: Console) -> None:
@@ -110,7 +110,7 @@ def _runs(records: Mapping[str, RunRecord], held: Mapping[str, str]) -> Table:
             number(last.loss if last else None, ".4f"),
             number(last.bits_per_byte if last else None, ".4f"),
             WITHHELD if arm_of(name) in held else number(found["tokens_per_s"], ",.0f"),
-            size(record.memory.peak_bytes if record.memory else None),
+            size(record.memory.peak_bytes) if record.memory else "",
         )
     return table
 
@@ -193,14 +193,6 @@ def difference(value: float) -> str:
     return f"{value:+.4f}" if abs(value) >= 5e-5 or not value else f"{value:+.0e}"
 
 
-def size(count: float | None) -> str:
-    """Return bytes as ``850 kB``, ``13.4 MB``, ``1.34 GB``; empty for none."""
-    if count is None:
-        return ""
-    unit, name = next((u, n) for u, n in _UNITS if count >= u or u == 1e3)
-    return f"{count / unit:.3g} {name}" if count < 999.5 * unit else f"{count / unit:,.0f} {name}"
-
-
 def _parameters(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in counts.items())
 
@@ -238,8 +230,8 @@ def _memory(record: RunRecord) -> str:
     found = record.memory
     if found is None:
         return "not measured yet"
-    parts = ("weights", "gradients", "optimizer", "activations", "peak")
-    return ", ".join(f"{part} {size(getattr(found, f'{part}_bytes'))}" for part in parts)
+    parts = {name.removesuffix("_bytes"): amount for name, amount in vars(found).items()}
+    return ", ".join(f"{part} {size(amount)}" for part, amount in parts.items())
 
 
 def _kernels(record: RunRecord) -> str:

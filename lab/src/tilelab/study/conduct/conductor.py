@@ -34,7 +34,6 @@ from tilelab.study.records.events import RunRecord
 from tilelab.study.track.tracking import Tracking, trackers
 from tilelab.study.train.state import CHECKPOINT, step_of
 from tilelab.study.train.team import check
-from tilelab.study.verdict.judge import judge
 from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument, TilewiseError
 
@@ -95,13 +94,13 @@ class Conductor:
             except TilewiseError:
                 with interrupts_ignored():
                     if not store.forget_empty(folder):
-                        _report_if_possible(study, folder, console)
+                        _report_if_possible(folder, console)
                 raise
             with interrupts_ignored():
                 if code == INTERRUPTED:
                     _say(console, "Stopped with Ctrl-C. The same command goes on from here.")
                 if not store.forget_empty(folder):
-                    parted = _report(study, folder, console)
+                    parted = _report(folder, console)
                     code = 1 if parted and code == 0 else code
         return code
 
@@ -266,7 +265,7 @@ def report_again(folder: Path, console: Console) -> None:
     Raises:
         TilewiseError: it is no study's folder, or a record is damaged: the report is of the others.
     """
-    _report(store.read_study(folder).study, folder, console)
+    _report(folder, console)
     store.read_records(folder)
 
 
@@ -302,31 +301,30 @@ class _Watchers:
             each.tick()
 
 
-def _report(study: Study, folder: Path, console: Console) -> bool:
+def _report(folder: Path, console: Console) -> bool:
     """Write the index and the report, and say the verdicts.
 
     Returns:
         whether a systems arm changed what is learnt.
     """
-    records, damaged = store.readable_records(folder)
-    for name in damaged:
+    evidence = report.gather(folder)
+    for name in evidence.damaged:
         _say(console, f"{name}: its record is damaged. The report leaves it out.")
-    if not records:
+    if not evidence.records:
         _say(console, "Nothing to report yet.")
         return False
-    write_index(folder, records)
-    page, text = report.write(folder)
-    verdict = judge(study, records)
-    console.print(progress.verdicts(verdict))
+    write_index(folder, evidence.records)
+    page, text = report.write(evidence)
+    console.print(progress.verdicts(evidence.verdict))
     _say(console, f"Report: {page}\n        {text}")
-    arms = [arm for experiment in verdict.experiments for arm in experiment.arms]
+    arms = [arm for experiment in evidence.verdict.experiments for arm in experiment.arms]
     return any(arm.changed_what_is_learnt for arm in arms)
 
 
-def _report_if_possible(study: Study, folder: Path, console: Console) -> None:
+def _report_if_possible(folder: Path, console: Console) -> None:
     """The report of what was done, while another error is on its way to the user."""
     try:
-        _report(study, folder, console)
+        _report(folder, console)
     except (DiskFullError, OSError) as error:
         _say(console, f"The report could not be written: {error}")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -64,11 +64,8 @@ def write_index(folder: Path, records: Mapping[str, RunRecord]) -> Path:
                 database.executescript("pragma journal_mode = off; pragma synchronous = off;")
                 database.executescript(_TABLES)
                 for name, record in sorted(records.items()):
-                    _insert(database, "runs", [_run(name, record)])
-                    _insert(database, "steps", _steps(name, record))
-                    _insert(database, "evaluations", _evaluations(name, record))
-                    _insert(database, "metrics", _metrics(name, record))
-                    _insert(database, "kernels", _kernels(name, record))
+                    for table, rows in _rows(record).items():
+                        _insert(database, table, [{"run": name, **row} for row in rows])
                 database.commit()
         except sqlite3.OperationalError as error:
             # SQLite has its own words for a full disk, and no errno: ``replacing`` wants one.
@@ -78,60 +75,40 @@ def write_index(folder: Path, records: Mapping[str, RunRecord]) -> Path:
     return path
 
 
-def _insert(
-    database: sqlite3.Connection, table: str, rows: Iterator[tuple[Any, ...]] | list[Any]
-) -> None:
-    columns = database.execute(f"select count(*) from pragma_table_info('{table}')").fetchone()[0]
-    places = ", ".join("?" * columns)
-    database.executemany(f"insert or replace into {table} values ({places})", rows)
-
-
-def _run(name: str, record: RunRecord) -> tuple[Any, ...]:
-    start, end, memory = record.start, record.end, record.memory
-    last = record.evaluations[-1] if record.evaluations else None
-    split = (
-        "weights_bytes",
-        "gradients_bytes",
-        "optimizer_bytes",
-        "activations_bytes",
-        "peak_bytes",
-    )
-    return (
-        *(name, start.experiment, start.arm, start.seed, start.phase, start.candidate),
-        start.config_hash,
-        "incomplete" if end is None else end.status,
-        record.steps[-1].step if record.steps else 0,
-        len(record.starts),
-        last and last.tokens,
-        *((last.loss, last.bits_per_byte, last.word_perplexity) if last else (None,) * 3),
-        *((last.train_wall_s, last.train_cpu_s) if last else (None,) * 2),
-        *(getattr(memory, field, None) for field in split),
-        *((end.weights_sha256, end.state_sha256) if end else (None,) * 2),
+def _insert(database: sqlite3.Connection, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Insert rows, which have the names of the table's columns; a row's other values are not."""
+    columns = database.execute(f"select name from pragma_table_info('{table}')").fetchall()
+    empty = {name: None for (name,) in columns}
+    places = ", ".join(f":{name}" for name in empty)
+    database.executemany(
+        f"insert or replace into {table} values ({places})", [{**empty, **row} for row in rows]
     )
 
 
-def _steps(name: str, record: RunRecord) -> Iterator[tuple[Any, ...]]:
-    for step in record.steps:
-        yield (
-            *(name, step.step, step.loss, step.lr, step.gradient_norm),
-            *(step.wall_s, step.cpu_s),
-        )
+def _rows(record: RunRecord) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of a record in each table."""
+    return {
+        "runs": [_run(record)],
+        "steps": [vars(each) for each in record.steps],
+        "evaluations": [vars(each) for each in record.evaluations],
+        "metrics": [
+            {"step": each.step, "metric": metric, "value": value}
+            for each in record.evaluations
+            for metric, value in each.metrics.items()
+        ],
+        "kernels": [vars(each) for each in record.kernels.layers] if record.kernels else [],
+    }
 
 
-def _evaluations(name: str, record: RunRecord) -> Iterator[tuple[Any, ...]]:
-    for each in record.evaluations:
-        yield (
-            *(name, each.step, each.tokens, each.train_wall_s, each.train_cpu_s),
-            *(each.loss, each.bits_per_byte, each.word_perplexity),
-        )
-
-
-def _metrics(name: str, record: RunRecord) -> Iterator[tuple[Any, ...]]:
-    for each in record.evaluations:
-        for metric, value in each.metrics.items():
-            yield (name, each.step, metric, value)
-
-
-def _kernels(name: str, record: RunRecord) -> Iterator[tuple[Any, ...]]:
-    for layer in record.kernels.layers if record.kernels else ():
-        yield (name, layer.layer, layer.kernel, layer.calls)
+def _run(record: RunRecord) -> dict[str, Any]:
+    """Return the row of a run: of its start, last evaluation, memory and end, with what it did."""
+    start, end = record.start, record.end
+    parts = (*record.evaluations[-1:], *filter(None, (record.memory, end)))
+    of_start = ("experiment", "arm", "seed", "phase", "candidate", "config_hash")
+    return {
+        **{name: getattr(start, name) for name in of_start},
+        **{name: value for each in parts for name, value in vars(each).items()},
+        "status": "incomplete" if end is None else end.status,
+        "steps": record.steps[-1].step if record.steps else 0,
+        "starts": len(record.starts),
+    }

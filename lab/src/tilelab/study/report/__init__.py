@@ -6,28 +6,26 @@ import json
 from pathlib import Path
 
 from tilelab.common.files import write_atomically
-from tilelab.study.report.content import gather, page_of
+from tilelab.study.report.content import Evidence, gather, page_of
 from tilelab.study.report.page import html, markdown
 from tilewise.commands.visible import visible
 
-__all__ = ["write"]
+__all__ = ["Evidence", "gather", "write"]
 
 
-def write(folder: Path) -> tuple[Path, Path]:
-    """Write ``report.html``, ``report.md`` and ``verdict.json`` from a study's config and records.
+def write(evidence: Evidence) -> tuple[Path, Path]:
+    """Write ``report.html``, ``report.md`` and ``verdict.json`` into a study's folder.
 
     Args:
-        folder: of a study, finished or not.
+        evidence: what ``gather`` reads from the folder of a study, finished or not.
 
     Returns:
         the paths of the page and of its Markdown twin.
 
     Raises:
-        InvalidArgument: it is no study's folder.
         DiskFullError: there is no room; older reports are still there.
     """
-    evidence = gather(folder)
-    page = page_of(evidence)
+    folder, page = evidence.folder, page_of(evidence)
     paths = folder / "report.html", folder / "report.md"
     for path, text in zip(paths, (visible(html(page)), visible(markdown(page))), strict=True):
         write_atomically(path, text)

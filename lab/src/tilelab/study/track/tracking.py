@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tilelab.study.ask.registry import nearest
-from tilelab.study.ask.run import RECORD
-from tilelab.study.ask.run import RunSpec as Run
+from tilelab.study.ask.run import RECORD, RunSpec
 from tilelab.study.recipes.registry import load_file
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.store import flat
@@ -111,23 +110,23 @@ class Tracking:
                 self._begin(name, record)
                 self._end(name, record)
 
-    def started(self, run: Run) -> None:
+    def started(self, run: RunSpec) -> None:
         """Find the run in the trackers and add what its record has and they have not."""
         record = RunRecord.read(run.folder(self._folder) / RECORD)
         self._begin(run.name, record, run)
 
-    def event(self, run: Run, values: dict[str, Any]) -> None:
+    def event(self, run: RunSpec, values: dict[str, Any]) -> None:
         """Keep what a line of the record adds to the curves."""
         if self._trackers:
             self._followed[run.name].event(values)
 
-    def ended(self, run: Run, record: RunRecord) -> None:
+    def ended(self, run: RunSpec, record: RunRecord) -> None:
         """Add what was missed, and the last numbers."""
         if self._trackers:
             self._followed[run.name].replay(record)
             self._end(run.name, record)
 
-    def lost(self, run: Run, why: str) -> None:
+    def lost(self, run: RunSpec, why: str) -> None:
         """Nothing: it will be started again, and continue where the tracker is."""
 
     def tick(self) -> None:
@@ -145,7 +144,7 @@ class Tracking:
             self._try(name, lambda tracker: tracker.close())
         self._trackers.clear()
 
-    def _begin(self, name: str, record: RunRecord, run: Run | None = None) -> None:
+    def _begin(self, name: str, record: RunRecord, run: RunSpec | None = None) -> None:
         if not self._trackers:
             return
         if run is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tilelab.study.ask.config import Arm, Experiment, Study
-from tilelab.study.ask.run import RunSpec as Run
+from tilelab.study.ask.run import RunSpec
 from tilelab.study.records.events import RunRecord
 from tilelab.study.verdict.caveats import (
     agreement,
@@ -65,7 +65,7 @@ def judge(study: Study, records: Mapping[str, RunRecord]) -> StudyVerdict:
 
     Args:
         study: what was planned.
-        records: of the runs so far, by ``Run.name``; other names are ignored.
+        records: of the runs so far, by ``RunSpec.name``; other names are ignored.
     """
     return unfolded(study, records)[1]
 
@@ -77,7 +77,7 @@ def unfolded(
 
     Args:
         study: what was planned.
-        records: of the runs so far, by ``Run.name``.
+        records: of the runs so far, by ``RunSpec.name``.
     """
     stages = [stage for each in study.experiments for stage in stages_of(each, records)]
     verdicts = tuple(each.verdict for each in stages)
@@ -91,7 +91,7 @@ def stages_of(experiment: Experiment, records: Mapping[str, RunRecord]) -> list[
 
     Args:
         experiment: of the config.
-        records: of the runs so far, by ``Run.name``.
+        records: of the runs so far, by ``RunSpec.name``.
     """
     found = [Stage(experiment, _experiment(experiment, records))]
     while True:
@@ -202,7 +202,7 @@ def _runs(
 ) -> _Runs:
     config = experiment.baseline  # the name of a run does not depend on it
     finals = {
-        seed: records.get(Run(experiment.name, arm, seed, config).name, RunRecord())
+        seed: records.get(RunSpec(experiment.name, arm, seed, config).name, RunRecord())
         for seed in experiment.seeds
     }
     tried = [

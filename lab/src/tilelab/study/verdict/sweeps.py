@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from tilelab.study.ask.config import Experiment
 from tilelab.study.ask.metrics import rank
-from tilelab.study.ask.run import RunSpec as Run
-from tilelab.study.ask.run import trial
+from tilelab.study.ask.run import RunSpec, trial
 from tilelab.study.records.events import RunRecord
 from tilelab.study.verdict.measures import final_metric, status
 from tilelab.study.verdict.result import Candidate, Interval, RungResult, SweepResult
@@ -43,7 +42,7 @@ class Rung:
     """
 
     number: int
-    runs: Mapping[float, tuple[Run, ...]]
+    runs: Mapping[float, tuple[RunSpec, ...]]
 
     @property
     def steps(self) -> int:
@@ -92,13 +91,13 @@ def rungs_of(experiment: Experiment, arm: str, records: Records) -> list[Rung]:
     return found
 
 
-def known_trials(experiment: Experiment, records: Records) -> list[Run]:
+def known_trials(experiment: Experiment, records: Records) -> list[RunSpec]:
     """Return every trial that is known, rung by rung; seeds outside, then candidates, then arms."""
     rungs = {name: rungs_of(experiment, name, records) for name in experiment.arm_names}
     return _in_order([rung for each in rungs.values() for rung in each])
 
 
-def expected_trials(experiment: Experiment, records: Records) -> list[Run]:
+def expected_trials(experiment: Experiment, records: Records) -> list[RunSpec]:
     """Stand-ins for the trials of later rungs: as many, and as long, whatever will be tried."""
     sweep = experiment.sweep
     if sweep is None:
@@ -135,7 +134,7 @@ def tuning_tokens(experiment: Experiment, arm: str) -> int:
     return steps * len(sweep.seeds) * config.tokens_per_step
 
 
-def _in_order(rungs: list[Rung]) -> list[Run]:
+def _in_order(rungs: list[Rung]) -> list[RunSpec]:
     """Runs of equal rank in turn, so that no arm is ahead of the others."""
     ranked = [
         ((rung.number, at_seed, at_value), run)

@@ -93,7 +93,8 @@ def size(number_bytes: float) -> str:
     """Return an amount of memory in decimal units: ``640 kB``, ``412 MB``, ``26.4 GB``."""
     for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if number_bytes >= 0.9995 * factor:
-            return f"{number_bytes / factor:.3g} {unit}"
+            amount = number_bytes / factor
+            return f"{amount:{'.3g' if amount < 999.5 else ',.0f'}} {unit}"
     return f"{number_bytes:.0f} B"
 
 

@@ -96,6 +96,7 @@ def assert_same(found: dict[str, RunRecord], expected: dict[str, RunRecord]) -> 
         assert bits_of(found[name]) == bits_of(record), name
 
 
+@pytest.mark.thorough
 def test_a_study_learns_decides_and_reports(
     place: Path, undisturbed: dict[str, RunRecord], capsys: pytest.CaptureFixture[str]
 ) -> None:

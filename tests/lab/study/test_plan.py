@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ from tests.lab.study.records_of import (
 )
 from tilelab.study.ask.config import Arm, RunConfig, Study, Sweep, change, config_hash
 from tilelab.study.ask.run import RunSpec, finals, trials
-from tilelab.study.plan import Agenda, chosen_value, planned
-from tilelab.study.records.events import RunRecord
+from tilelab.study.plan import Agenda, planned
 from tilelab.study.verdict.judge import judge
 from tilewise.errors import InvalidArgument, TilewiseError
 
@@ -100,36 +98,6 @@ def test_an_arm_whose_candidates_all_diverged_has_no_further_runs() -> None:
     assert {run.arm for run in agenda.ready()} == {"baseline"}
     agenda = work(study, records=agenda.records)
     assert judge(study, agenda.records).experiments[0].arms[0].label == "diverged"
-
-
-def test_the_sweep_takes_the_best_mean_and_the_smaller_of_equals() -> None:
-    experiment = swept().experiments[0]
-
-    def chosen(values: dict[tuple[float, int], float | None]) -> float | None:
-        records = {}
-        for run in trials(experiment):
-            assert run.candidate is not None
-            records[run.name] = ended_with(run, values.get((run.candidate, run.seed), 9.0))
-        found = chosen_value(experiment, "lion", records)
-        # The verdict's own reading of the same records is the same.
-        sweeps = judge(swept(), records).experiments[0].sweeps
-        assert next(each for each in sweeps if each.arm == "lion").chosen == found
-        return found
-
-    low, high = RATES["lion"]
-    assert chosen({(low, 90): 2.0, (low, 91): 2.0, (high, 90): 1.0, (high, 91): 2.5}) == high
-    assert chosen({(low, 90): 2.0, (low, 91): 2.0, (high, 90): 1.5, (high, 91): 2.5}) == low
-    # One seed that diverged rules a candidate out, however good the others are.
-    assert chosen({(low, 90): 5.0, (low, 91): 5.0, (high, 90): 1.0, (high, 91): None}) == low
-    assert chosen(dict.fromkeys(itertools.product((low, high), (90, 91)))) is None
-
-
-def ended_with(run: RunSpec, value: float | None) -> RunRecord:
-    record = record_of(run, Behaviour(survives=1.0 if value is not None else 0.0))
-    if value is not None:
-        last = record.evaluations[-1]
-        record.evaluations[-1] = type(last)(**{**vars(last), "bits_per_byte": value})
-    return record
 
 
 def test_an_experiment_that_compares_kernels_runs_alone() -> None:

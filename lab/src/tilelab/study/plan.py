@@ -30,25 +30,7 @@ from tilelab.study.verdict.stages import follows, stand_ins
 from tilelab.study.verdict.sweeps import expected_trials, known_trials, sweep_results
 from tilewise.errors import TilewiseError
 
-__all__ = [
-    "Agenda",
-    "chosen_value",
-    "planned",
-]
-
-
-def chosen_value(
-    experiment: Experiment, arm: str, records: Mapping[str, RunRecord]
-) -> float | None:
-    """Return the value that the sweep chose for an arm, from its trials' finished records.
-
-    The candidate with the best mean of the final metric over the sweep's seeds; of equals the
-    smallest. One that diverged with any seed is not chosen.
-
-    Returns:
-        the value; None where every candidate diverged: then the arm has no final runs.
-    """
-    return _chosen(experiment, records)[arm]
+__all__ = ["Agenda", "planned"]
 
 
 def planned(study: Study, records: Mapping[str, RunRecord] | None = None) -> list[RunSpec]:

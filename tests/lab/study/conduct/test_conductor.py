@@ -132,15 +132,15 @@ def test_a_run_whose_record_lost_steps_is_trained_again_and_that_is_said(place: 
 
 
 @quick_report
-def test_more_threads_than_cores_are_said(place: Path) -> None:
+def test_more_threads_than_cores_are_said_and_are_of_the_runs_alone(place: Path) -> None:
+    before = torch.get_num_threads()
     conducted = Conducted(place)
     threads = len(os.sched_getaffinity(0)) + 1
     assert conducted.go(threads=threads) == 0
     assert f"Warning: --threads {threads} on {threads - 1} core" in conducted.said
     assert "Take at most" in conducted.said
-
-
-def test_as_many_threads_as_cores_are_no_trouble() -> None:
+    assert f"{threads} threads each" in conducted.said
+    assert torch.get_num_threads() == before
     assert crowded(1) == ""
 
 
@@ -168,17 +168,17 @@ def heeds_ctrl_c() -> Iterator[None]:
 
 @pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_reports_what_was_done_and_the_rest_goes_on(place: Path) -> None:
-    conducted = Conducted(place, "slow", steps=60)
+    conducted = Conducted(place, "slow", steps=30)
     threading.Thread(target=_interrupt_when_stepping, args=(conducted.folder,)).start()
     assert conducted.go() == 130
     assert "Stopped with Ctrl-C. The same command goes on from here." in conducted.said
     assert "incomplete" in conducted.said
     assert "incomplete" in conducted.page.lower()
     before = {name: len(record.steps) for name, record in _records(conducted).items()}
-    assert 0 < sum(before.values()) < 4 * 60
+    assert 0 < sum(before.values()) < 4 * 30
     assert conducted.go() == 0
     after = _records(conducted)
-    assert all(len(record.steps) == 60 for record in after.values())
+    assert all(len(record.steps) == 30 for record in after.values())
     # Steps that were taken are not taken again.
     resumed = [record for record in after.values() if len(record.starts) == 2]
     assert resumed
@@ -308,15 +308,6 @@ def test_a_full_disk_at_the_report(place: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RunError, match="the text is missing"):  # not the later error
         failing.go(jobs=1)
     assert "The report could not be written: no room" in failing.said
-
-
-@quick_report
-def test_the_threads_of_this_process_are_as_before(place: Path) -> None:
-    before = torch.get_num_threads()
-    conducted = Conducted(place)
-    conducted.go(threads=before + 1)
-    assert torch.get_num_threads() == before
-    assert f"{before + 1} threads each" in conducted.said
 
 
 @pytest.mark.parametrize(

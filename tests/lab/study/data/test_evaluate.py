@@ -143,6 +143,7 @@ def test_word_perplexity_of_a_sample_is_scaled_by_bytes() -> None:
     assert word_perplexity(score, _text()) is None
 
 
+@pytest.mark.thorough
 def test_the_loss_of_a_real_model_is_that_of_the_reference(shared_data: Path) -> None:
     pytest.importorskip("safetensors")
     from tilelab.models.gpt2 import load

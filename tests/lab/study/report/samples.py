@@ -14,8 +14,8 @@ from tests.lab.study.records_of import (
 )
 from tilelab.study.ask.config import Arm, Study, Sweep
 from tilelab.study.ask.run import finals
-from tilelab.study.plan import chosen_value
 from tilelab.study.records.events import RunRecord
+from tilelab.study.verdict.sweeps import sweep_results
 
 EVIL = "</pre></table><script>alert('x')</script><img src=x onerror=alert(1)>`|*_[a](b)\u202e&"
 
@@ -88,8 +88,7 @@ def choose(study: Study, records: dict[str, RunRecord]) -> None:
     for experiment in study.experiments:
         if experiment.sweep is None:
             continue
-        names = (experiment.baseline_name, *(arm.name for arm in experiment.arms))
-        chosen = {name: chosen_value(experiment, name, records) for name in names}
+        chosen = {each.arm: each.chosen for each in sweep_results(experiment, records)}
         for run in finals(experiment, chosen):
             record = records[run.name]
             config = run.config.model_dump(mode="json")

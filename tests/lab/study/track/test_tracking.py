@@ -371,6 +371,7 @@ def test_without_its_package_a_tracker_says_how_to_get_it(
         trackers(["mlflow"], tmp_path)
 
 
+@pytest.mark.thorough
 def test_no_tracker_is_imported_before_it_is_asked_for() -> None:
     code = (
         "import sys, tilelab.study.command; "

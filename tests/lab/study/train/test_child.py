@@ -117,6 +117,7 @@ def test_a_child_whose_parent_is_gone_ends_at_once(tmp_path: Path) -> None:
         assert process.wait(5.0) == ORPHANED
 
 
+@pytest.mark.thorough
 def test_a_file_that_may_not_grow_is_said_and_loses_nothing(tmp_path: Path) -> None:
     run = _run(tmp_path, {"budget.steps": 1_000_000})
     record = run.folder(tmp_path / "study") / RECORD

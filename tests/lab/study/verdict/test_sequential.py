@@ -58,6 +58,7 @@ def rate(drawn: int, shift: tuple[float, ...], smallest: float, labels: set[str]
     return hits / drawn
 
 
+@pytest.mark.thorough
 def test_no_more_than_alpha_is_found_where_there_is_nothing() -> None:
     """At most 5 % of the experiments are wrong, up to three standard errors."""
     one, three = (0.05 + 3 * (0.05 * 0.95 / drawn) ** 0.5 for drawn in (800, 400))

@@ -1,17 +1,38 @@
-"""Sweeps: what is chosen, what survived, and the conductor's choice is the same."""
+"""Sweeps: what is chosen and what survived; successive halving: who goes on, and its cost."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from tests.lab.study.records_of import Behaviour, experiment_of, records_of, study_of
-from tilelab.study.ask.config import Experiment, Sweep
-from tilelab.study.plan import chosen_value
+from tests.lab.study.records_of import (
+    Behaviour,
+    config_of,
+    experiment_of,
+    record_of,
+    records_of,
+    study_of,
+    work,
+)
+from tilelab.study.ask.config import Arm, Experiment, Halving, Sweep
+from tilelab.study.plan import Agenda, planned
 from tilelab.study.records.events import RunRecord
+from tilelab.study.verdict.judge import judge
+from tilelab.study.verdict.measures import tokens_per_step
 from tilelab.study.verdict.result import Interval, SweepResult
-from tilelab.study.verdict.sweeps import all_diverged, sweep_results
+from tilelab.study.verdict.sweeps import (
+    all_diverged,
+    expected_trials,
+    known_trials,
+    rungs_of,
+    sweep_results,
+    tuning_tokens,
+)
 
 RATES = (3e-3, 1e-3, 1e-2, 3e-4)
 
@@ -29,19 +50,18 @@ def swept(
 
 
 def test_the_best_mean_is_chosen_and_values_are_in_order() -> None:
-    found, experiment, records = swept(best=1e-3)
+    found, _, _ = swept(best=1e-3)
     assert [each.value for each in found.candidates] == [3e-4, 1e-3, 3e-3, 1e-2]
     assert (found.path, found.chosen, found.at_edge) == ("optimizer.lr", 1e-3, False)
     assert found.survived == Interval(3e-4, 1e-2)
-    assert found.chosen == chosen_value(experiment, "lion", records)
     assert found.words == (
         "lion, optimizer.lr: tried 0.0003, 0.001, 0.003, 0.01; 0.001 did best; none diverged."
     )
 
 
 def test_what_diverged_is_not_chosen_and_bounds_what_survived() -> None:
-    found, experiment, records = swept(best=1e-2, survives=2e-3)
-    assert found.chosen == 1e-3 == chosen_value(experiment, "lion", records)
+    found, _, _ = swept(best=1e-2, survives=2e-3)
+    assert found.chosen == 1e-3
     assert found.survived == Interval(3e-4, 1e-3)
     assert [each.status for each in found.candidates] == ["done", "done", "diverged", "diverged"]
     assert "diverged: 0.003, 0.01." in found.words
@@ -65,7 +85,7 @@ def test_equal_means_choose_the_smaller_value() -> None:
         last = records[name].evaluations[-1]
         object.__setattr__(last, "bits_per_byte", 2.0)
     (_, again) = sweep_results(experiment, records)
-    assert again.chosen == 1e-3 == chosen_value(experiment, "lion", records)
+    assert again.chosen == 1e-3
 
 
 def test_nothing_is_chosen_before_every_trial_is_over() -> None:
@@ -80,10 +100,9 @@ def test_nothing_is_chosen_before_every_trial_is_over() -> None:
 
 
 def test_all_of_them_diverged() -> None:
-    found, experiment, records = swept(survives=0)
+    found, _, _ = swept(survives=0)
     assert all_diverged(found)
     assert (found.chosen, found.survived) == (None, None)
-    assert chosen_value(experiment, "lion", records) is None
     assert not all_diverged(swept(survives=5e-4)[0])
 
 
@@ -99,3 +118,175 @@ def test_one_diverged_seed_of_a_value_is_enough() -> None:
 
 def test_without_a_sweep_there_is_no_result() -> None:
     assert sweep_results(experiment_of("lion"), {}) == ()
+
+
+MULTIPLES = (0.125, 0.25, 0.5, 1, 2, 4, 8, 16)
+LION = Arm(name="lion", changes={"optimizer": {"name": "lion", "lr": 0.0005}})
+
+
+def experiment(*arms: Arm, halving: Halving | None = None, **fields: Any) -> Experiment:
+    sweep = Sweep(multiples=MULTIPLES, halving=halving or Halving(), seeds=(90, 91))
+    values: dict[str, Any] = {"baseline": config_of(**{"optimizer.lr": 0.001}), **fields}
+    return experiment_of(*(arms or (LION,)), sweep=sweep, **values)
+
+
+def test_multiples_are_of_every_arms_own_value() -> None:
+    found = experiment()
+    assert found.candidates("baseline")[:3] == (0.000125, 0.00025, 0.0005)
+    assert found.candidates("lion")[-1] == 0.008
+    with pytest.raises(ValidationError, match=r"a number in every arm; baseline has .adamw."):
+        experiment_of("x", sweep=Sweep(path="optimizer.name", multiples=(1,)))
+
+
+def test_each_rung_has_half_the_candidates_for_twice_the_steps() -> None:
+    study = study_of(experiment(seeds=(0,)))
+    agenda = work(study, {"baseline": Behaviour(best=0.001), "lion": Behaviour(best=0.004)})
+    rungs = rungs_of(study.experiments[0], "lion", agenda.records)
+    assert [(rung.steps, len(rung.runs)) for rung in rungs] == [(10, 8), (20, 4), (40, 2)]
+    # The best rate is 0.004: those nearest to it by the log go on.
+    assert sorted(rungs[1].runs) == [0.001, 0.002, 0.004, 0.008]
+    assert sorted(rungs[2].runs) == [0.002, 0.004]
+    names = set(agenda.records)
+    assert "optimizers/lion/sweep-0.004-rung-2-seed-91" in names
+    assert agenda.records["optimizers/lion/seed-0"].start.config["optimizer"]["lr"] == 0.004
+    # Every trial's schedule ends where its rung does.
+    steps = {run.config.steps for each in rungs for runs in each.runs.values() for run in runs}
+    assert steps == {10, 20, 40}
+
+
+def test_every_arm_is_tuned_with_the_tokens_that_are_stated() -> None:
+    other = Arm(name="wide", changes={"training.batch": 8, "budget.steps": 20})
+    study = study_of(experiment(LION, other, seeds=(0,)))
+    agenda = work(study)
+    # 8 x 10 + 4 x 20 + 2 x 40 steps of 256 tokens, with two seeds: as much as 12 whole runs.
+    stated = (8 * 10 + 4 * 20 + 2 * 40) * 256 * 2
+    (found,) = judge(study, agenda.records).experiments
+    for arm in study.experiments[0].arm_names:
+        taken = [
+            len(record.steps) * tokens_per_step(record)
+            for record in agenda.records.values()
+            if (record.start.arm, record.start.phase) == (arm, "sweep")
+        ]
+        assert sum(taken) == tuning_tokens(study.experiments[0], arm) == stated
+    assert {each.budget_tokens for each in found.sweeps} == {stated}
+    assert {each.sweep_tokens for each in (found.baseline.cost, found.arms[0].cost)} == {stated}
+
+
+def test_a_rung_waits_for_every_trial_of_its_arm_only() -> None:
+    study = study_of(experiment(seeds=(0,)))
+    agenda = Agenda(study, {})
+    for run in known_trials(study.experiments[0], {}):
+        if run.arm == "lion" or run.candidate != 0.001:
+            agenda.ended(run, record_of(run, Behaviour()))
+    left = agenda.ready()
+    assert {run.rung for run in left if run.arm == "lion"} == {1}
+    assert {(run.candidate, run.rung) for run in left if run.arm == "baseline"} == {(0.001, 0)}
+    assert not agenda.finished
+
+
+@pytest.mark.parametrize("stop", [5, 33, 50])
+def test_it_goes_on_after_any_stop_with_the_same_runs(stop: int) -> None:
+    study = study_of(experiment())
+    behaviours = {"lion": Behaviour(best=0.003, noise=0.05), "baseline": Behaviour(noise=0.05)}
+    whole = work(study, behaviours)
+    before = work(study, behaviours, most=stop)
+    after = work(study, behaviours, before.records, order=Random(stop))
+    assert after.records == whole.records
+    assert len(whole.records) == whole.total == 2 * 2 * 14 + 6
+
+
+def test_what_is_expected_is_as_many_and_as_long_as_what_comes() -> None:
+    study = study_of(experiment())
+    tasks = planned(study)
+    agenda = work(study)
+    expected = sorted(run.config.steps for run in tasks)
+    assert len({run.name for run in tasks}) == len(tasks)
+    assert expected == sorted(record.end.step for record in agenda.records.values() if record.end)
+    assert expected_trials(study.experiments[0], agenda.records) == []
+    assert Agenda(study, {}).total == agenda.total
+
+
+def shifted(record: RunRecord, value: float | None) -> RunRecord:
+    """The record with that final metric; of None, one that diverged."""
+    last = record.evaluations[-1]
+    assert record.end is not None
+    if value is None:
+        record.end = replace(record.end, status="diverged")
+    record.evaluations[-1] = replace(last, bits_per_byte=value)
+    return record
+
+
+def chosen(finals: dict[tuple[float, int], float | None], halving: Halving) -> SweepResult:
+    """The sweep of the baseline whose trials end so, by candidate and rung."""
+    study = study_of(experiment_of(sweep=Sweep(multiples=(1, 2, 4, 8), halving=halving)))
+    agenda = Agenda(study, {})
+    while (run := agenda.ready()[0]).phase == "sweep":
+        value = finals[round((run.candidate or 0) / 0.003), run.rung or 0]
+        agenda.ended(run, shifted(record_of(run, Behaviour()), value))
+        if agenda.finished:
+            break
+    return judge(study, agenda.records).experiments[0].sweeps[0]
+
+
+def test_the_best_of_the_longest_rung_is_chosen_not_of_all() -> None:
+    finals: dict[tuple[float, int], float | None] = {
+        (1, 0): 2.0, (2, 0): 1.8, (4, 0): 1.5, (8, 0): 3.0,
+        (2, 1): 1.4, (4, 1): 1.45,
+    }  # fmt: skip
+    found = chosen(finals, Halving(rungs=2))
+    assert found.chosen == pytest.approx(0.006)
+    assert [len(rung.candidates) for rung in found.rungs] == [4, 2]
+    assert [each.metric for each in found.candidates] == [2.0, 1.4, 1.45, 3.0]
+    assert not found.at_edge
+
+
+def test_what_diverges_in_a_longer_rung_is_not_chosen_for_a_shorter_one() -> None:
+    finals: dict[tuple[float, int], float | None] = {
+        (1, 0): 2.0, (2, 0): 1.8, (4, 0): 1.5, (8, 0): None,
+        (2, 1): None, (4, 1): None,
+    }  # fmt: skip
+    found = chosen(finals, Halving(rungs=2))
+    assert found.chosen == pytest.approx(0.003), "the best that never diverged"
+    assert [each.status for each in found.candidates] == ["done", *["diverged"] * 3]
+
+
+def test_where_all_diverge_at_once_there_is_nothing_more() -> None:
+    found = chosen(dict.fromkeys(((value, 0) for value in (1, 2, 4, 8)), None), Halving())
+    assert found.chosen is None
+    assert len(found.rungs) == 1
+
+
+def test_a_third_goes_on() -> None:
+    halving = Halving(eta=3, rungs=3, longest=0.5)
+    assert [halving.candidates(9, rung) for rung in range(3)] == [9, 3, 1]
+    assert [halving.candidates(10, rung) for rung in range(3)] == [10, 4, 2]
+    assert [halving.steps(180, rung) for rung in range(3)] == [10, 30, 90]
+
+
+@pytest.mark.parametrize(
+    ("sweep", "message"),
+    [
+        ({}, "neither values nor multiples"),
+        ({"multiples": (1,), "values": {"lion": (1,)}}, "both values and multiples"),
+        ({"multiples": (1, 0)}, "numbers above 0"),
+        ({"multiples": (1, 2, 4), "halving": {"rungs": 4}}, r"halving\.rungs: got 4 for 3"),
+        ({"multiples": (1, 2, 4, 8), "halving": {"longest": 0.02}}, "more steps than the last"),
+        ({"multiples": (1, 1.0000001)}, "six digits"),
+        ({"multiples": (1, 2), "halving": {"eta": 1}}, "eta"),
+    ],
+)
+def test_rules_that_do_not_hold_are_refused(sweep: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        experiment_of("lion", sweep=Sweep.model_validate(sweep))
+
+
+def test_the_mean_over_seeds_decides() -> None:
+    study = study_of(experiment(seeds=(0,)))
+    agenda = Agenda(study, {})
+    for run in known_trials(study.experiments[0], {}):
+        # With seed 90 small rates look best, with seed 91 large ones, by more.
+        sign = 1 if run.seed == 90 else -3
+        value = 5 + sign * math.log10(run.candidate or 1)
+        agenda.ended(run, shifted(record_of(run, Behaviour()), value))
+    best = rungs_of(study.experiments[0], "baseline", agenda.records)[1].runs
+    assert sorted(best) == [0.002, 0.004, 0.008, 0.016]

@@ -203,13 +203,8 @@ def _beside(axes: Axes, at: tuple[float, float], text: str, colour: str) -> None
     )
 
 
-def _parts(split: MemorySplit) -> tuple[float, float, float, float]:
-    return (
-        split.weights_bytes,
-        split.gradients_bytes,
-        split.optimizer_bytes,
-        split.activations_bytes,
-    )
+def _parts(split: MemorySplit) -> list[float]:
+    return [getattr(split, f"{part}_bytes") for part in PARTS]
 
 
 def _unit(most: float) -> tuple[float, str]:

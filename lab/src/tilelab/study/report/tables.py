@@ -9,9 +9,9 @@ from tilelab.study.ask import config
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.need import Need, need
 from tilelab.study.records.store import flat
-from tilelab.study.report.costs import pareto_table, survival_table
+from tilelab.study.report.costs import PARTS, pareto_table, survival_table
 from tilelab.study.report.lines import Series
-from tilelab.study.report.tuning import effects_table, sweep_table
+from tilelab.study.report.tuning import effects_table, interactions_table, sweep_table
 from tilelab.study.report.verdicts import differences, digits_of, spelled
 from tilelab.study.report.view import NONE, Cell, Table
 from tilelab.study.verdict import text as words
@@ -21,7 +21,6 @@ from tilelab.study.verdict.result import (
     ArmVerdict,
     Baseline,
     ExperimentVerdict,
-    Interaction,
     Summary,
     TargetResult,
 )
@@ -40,7 +39,7 @@ def evidence_tables(experiment: ExperimentVerdict) -> tuple[Table, ...]:
     """Return every table that there is something for, in the order in which it is asked."""
     found = (
         effects_table(experiment),
-        _interactions(experiment),
+        interactions_table(experiment),
         _seeds(experiment),
         _quality(experiment),
         _speed(experiment),
@@ -141,8 +140,7 @@ def _memory(experiment: ExperimentVerdict) -> Table | None:
 
         return show
 
-    names = ("weights", "gradients", "optimizer", "activations", "peak")
-    columns = [(name, part(f"{name}_bytes")) for name in names]
+    columns = [(name, part(f"{name}_bytes")) for name in (*PARTS, "peak")]
     return _table("Memory", experiment, columns, (), "memory")
 
 
@@ -270,28 +268,6 @@ def _seeds(experiment: ExperimentVerdict) -> Table | None:
 def _differences(arm: ArmVerdict, digits: int) -> dict[int, str]:
     known = {each.seed: each.difference for each in arm.per_seed if each.difference is not None}
     return dict(zip(known, differences(list(known.values()), digits), strict=True))
-
-
-def _interactions(experiment: ExperimentVerdict) -> Table | None:
-    if not experiment.interactions:
-        return None
-    digits = digits_of(experiment)
-
-    def row(each: Interaction) -> tuple[Cell, ...]:
-        effect = NONE if each.effect is None else Cell(words.signed(each.effect, digits))
-        if each.interval is not None:
-            ends = (each.interval.low, each.interval.high)
-            effect = Cell(effect.text, f"[{', '.join(words.signed(end, digits) for end in ends)}]")
-        p = Cell(words.p_value(each.p_holm))
-        return Cell(each.together), Cell(each.label), effect, p, Cell(words.typeset(each.reason))
-
-    return Table(
-        "Do they add up?",
-        ("together", "verdict", "beyond the sum", "p (Holm)", ""),
-        tuple(row(each) for each in experiment.interactions),
-        (),
-        "interaction",
-    )
 
 
 def curve_tables(

@@ -27,10 +27,16 @@ from tilelab.study.report.lines import WIDTH, LineEnd, beside_labels, label_ends
 from tilelab.study.report.verdicts import digits_of
 from tilelab.study.report.view import NONE, Cell, Chart, Table
 from tilelab.study.verdict import text as words
-from tilelab.study.verdict.result import Candidate, ExperimentVerdict, FactorEffect, SweepResult
+from tilelab.study.verdict.result import (
+    Candidate,
+    ExperimentVerdict,
+    FactorEffect,
+    Interaction,
+    SweepResult,
+)
 from tilelab.study.verdict.text import UNITS
 
-__all__ = ["effects_chart", "effects_table", "sweep_chart", "sweep_table"]
+__all__ = ["effects_chart", "effects_table", "interactions_table", "sweep_chart", "sweep_table"]
 
 _FOUND = ("better", "worse", "better together", "worse together")
 _LETTER_OF_FACTOR = 8.2
@@ -47,15 +53,9 @@ def effects_table(experiment: ExperimentVerdict) -> Table | None:
     aliased = any(each.aliases for each in experiment.effects)
 
     def row(each: FactorEffect) -> tuple[Cell, ...]:
-        effect = NONE
-        if each.effect is not None:
-            ends = (each.interval.low, each.interval.high) if each.interval else ()
-            said = f"[{', '.join(words.signed(end, digits) for end in ends)}]" if ends else ""
-            effect = Cell(words.signed(each.effect, digits), said)
         same = [Cell(", ".join(map(words.typeset, each.aliases)))] if aliased else []
-        p = Cell(words.p_value(each.p_holm))
-        reason = Cell(words.typeset(each.reason))
-        return Cell(_name(each)), Cell(each.label), effect, p, *same, reason
+        *decided, reason = _decided(each, digits)
+        return Cell(_name(each)), *decided, *same, reason
 
     head = ("factors", "verdict", "effect", "p (Holm)", *(["aliases"] if aliased else []), "")
     notes = [
@@ -69,6 +69,31 @@ def effects_table(experiment: ExperimentVerdict) -> Table | None:
     return Table(
         "Effects of the factors", head, tuple(map(row, experiment.effects)), tuple(notes), "effects"
     )
+
+
+def interactions_table(experiment: ExperimentVerdict) -> Table | None:
+    """Return what arms named ``a+b`` do beyond their parts; None where there is none."""
+    if not experiment.interactions:
+        return None
+    digits = digits_of(experiment)
+    return Table(
+        "Do they add up?",
+        ("together", "verdict", "beyond the sum", "p (Holm)", ""),
+        tuple((Cell(each.together), *_decided(each, digits)) for each in experiment.interactions),
+        (),
+        "interaction",
+    )
+
+
+def _decided(each: FactorEffect | Interaction, digits: int) -> tuple[Cell, ...]:
+    """Return the label of a contrast, its size with its interval, its p-value and the reason."""
+    effect = NONE
+    if each.effect is not None:
+        ends = (each.interval.low, each.interval.high) if each.interval else ()
+        said = f"[{', '.join(words.signed(end, digits) for end in ends)}]" if ends else ""
+        effect = Cell(words.signed(each.effect, digits), said)
+    p, reason = Cell(words.p_value(each.p_holm)), Cell(words.typeset(each.reason))
+    return Cell(each.label), effect, p, reason
 
 
 def effects_chart(effects: Sequence[FactorEffect], metric: str, name: str) -> Chart | None:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.lab.study.data.texts import tokens_of
-from tilelab.study.data import evaluate as module
-from tilelab.study.data.evaluate import Score, evaluate, word_perplexity
 from tilelab.study.data.order import Windows, evaluation_windows, strided
 from tilelab.study.data.tokens import Tokens
+from tilelab.study.tasks import language as module
+from tilelab.study.tasks.language import Score, evaluate, word_perplexity
 
 
 class Bigram(nn.Module):

@@ -112,12 +112,18 @@ def _unpacked(path: Path) -> bytes:
     return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
 
 
-def _gpt2(files: _Gpt2Files) -> Tokenizer:
+def _package(what: str, instead: str = "") -> Any:
+    """Import the package tokenizers; raise ``Unsupported`` where it is not installed."""
     try:
         import tokenizers
     except ImportError:
-        fix = "pip install 'tilewise[data]', or take data.tokenizer=bytes"
-        raise Unsupported("GPT-2's encoding without the package tokenizers", fix=fix) from None
+        fix = f"pip install 'tilewise[data]'{instead}"
+        raise Unsupported(f"{what} without the package tokenizers", fix=fix) from None
+    return tokenizers
+
+
+def _gpt2(files: _Gpt2Files) -> Tokenizer:
+    tokenizers = _package("GPT-2's encoding", ", or take data.tokenizer=bytes")
     vocabulary = json.loads(files.vocabulary)
     lines = [line for line in files.merges.decode().splitlines() if not line.startswith("#version")]
     merges = [(left, right) for left, right in (line.split(" ") for line in lines if line)]
@@ -183,7 +189,6 @@ def _chunks(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-_NAMES = ("vocab.txt", "vocab.txt.gz")
 _FOLDERS = (".", "bert-base-uncased", "vocab/bert-base-uncased")
 _SIZE = 30522
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -236,9 +241,9 @@ def wordpiece(folder: Path | None) -> WordPiece:
     """
     if folder is not None:
         for place in _FOLDERS:
-            for name in _NAMES:
-                if (folder / place / name).is_file():
-                    return _read(folder / place / name)
+            path = _first(folder / place, ("vocab.txt",))
+            if path is not None:
+                return _read(path)
     came = "no TILEWISE_DATA" if folder is None else f"TILEWISE_DATA={folder} without it"
     address = "https://huggingface.co/google-bert/bert-base-uncased/resolve/main/vocab.txt"
     fix = (
@@ -251,12 +256,7 @@ def wordpiece(folder: Path | None) -> WordPiece:
 
 @lru_cache(maxsize=2)
 def _read(path: Path) -> WordPiece:
-    try:
-        import tokenizers
-    except ImportError:
-        fix = "pip install 'tilewise[data]'"
-        raise Unsupported("WordPiece without the package tokenizers", fix=fix) from None
-    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    tokenizers, data = _package("WordPiece"), _unpacked(path)
     words = data.decode().splitlines()
     ids = {word: index for index, word in enumerate(words)}
     missing = [word for word in _SPECIAL if word not in ids]

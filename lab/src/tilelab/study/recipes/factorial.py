@@ -33,7 +33,7 @@ SLICE_BYTES = 120_000
 FACTORS: dict[str, dict[str, Any]] = {
     "dropout": {"model.dropout.residual": 0.1, "model.dropout.embedding": 0.1},
     "decay": {"optimizer.weight_decay": 1.0},
-    "wsd": {"schedule": {"name": "wsd", "warmup": 0.1, "decay": 0.2}},
+    "wsd": WSD,
     "muon": {"optimizer.name": "muon", "optimizer.lr": 0.003},
 }
 QUESTION = "Do dropout, weight decay, the schedule and the optimizer depend on one another?"

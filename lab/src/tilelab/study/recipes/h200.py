@@ -25,7 +25,8 @@ from tilelab.study.ask.config import (
     change,
 )
 from tilelab.study.need import gpu_need
-from tilelab.study.recipes import long_documents
+from tilelab.study.recipes import bert_glue, long_documents
+from tilelab.study.recipes import factorial as shipped_factorial
 from tilelab.study.recipes.arms import factorial, one_at_a_time
 from tilelab.study.recipes.bert_glue import PARTS, Part, glue_experiment
 from tilelab.study.recipes.kernels import ROUNDING
@@ -46,21 +47,14 @@ WIKITEXT_TOKENS = 117_920_140  # of WikiText-103 by GPT-2's tokenizer
 EXAMPLES = {"cola": 8_551, "rte": 2_490, "sst2": 67_349}
 EPOCHS, BATCH = 3, 32
 # As in the recipe gpt2-factorial, with the rates of a model that is six times as wide.
-FACTORS: dict[str, dict[str, Any]] = {
-    "dropout": {"model.dropout.residual": 0.1, "model.dropout.embedding": 0.1},
-    "decay": {"optimizer.weight_decay": 1.0},
-    "wsd": {"schedule": {"name": "wsd", "warmup": 0.1, "decay": 0.2}},
+FACTORS = {
+    **shipped_factorial.FACTORS,
     "muon": {"optimizer.name": "muon", "optimizer.lr": 0.0006},
 }
 # As in the recipe bert-glue, with the rates of BERT-large.
-FINE_TUNED: dict[str, dict[str, Any]] = {
+FINE_TUNED = {
+    **bert_glue.ARMS,
     "lion": {"optimizer": {"name": "lion", "lr": 5e-6, "weight_decay": 0.04}},
-    "wsd": {"schedule": {"name": "wsd", "warmup": 0.1, "decay": 0.2}},
-    "constant": {"schedule": {"name": "constant", "warmup": 0.1}},
-    "no-dropout": {
-        "model.dropout": {"embedding": 0.0, "attention": 0.0, "residual": 0.0},
-    },
-    "no-decay": {"optimizer.weight_decay": 0.0},
 }
 BERT_LARGE = {"model.layers": 24, "model.heads": 16, "model.width": 1024}
 # Of the Long Range Arena's own ListOps: 1,000 of 5,000 steps of warm-up, batches of 32.

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from tests.variants import some_masks as masks
 from tests.variants import some_scores as scores
-from tests.variants.calls import SCALE, Call, assert_all_close
-from tests.variants.making import Made, Sizes, Variant, plain_attention
+from tests.variants.calls import Call, assert_all_close
+from tests.variants.making import Made, Sizes, Variant
 
 __all__ = [
     "CATALOGUE",
-    "SCALE",
     "Call",
     "Made",
     "Sizes",
     "Variant",
     "assert_all_close",
-    "plain_attention",
 ]
 
 CATALOGUE: tuple[Variant, ...] = (

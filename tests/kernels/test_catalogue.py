@@ -9,14 +9,13 @@ from torch import Tensor
 import tilewise
 from tests.contract import assert_exact, assert_same_bits
 from tests.kernels.targets import TARGETS, Target
+from tests.plain import attend
 from tests.variants_catalogue import (
     CATALOGUE,
-    SCALE,
     Call,
     Sizes,
     Variant,
     assert_all_close,
-    plain_attention,
 )
 
 NATIVE = next((target for target in TARGETS if target.backend == "cpu"), TARGETS[-1])
@@ -108,7 +107,7 @@ def test_second_derivatives_are_plain_torch(target: Target, variant: Variant) ->
         return torch.autograd.grad(total, leaves, materialize_grads=True)
 
     out, lse, _ = tilewise.attention(*call.qkv, **call.keywords(target.backend))
-    plain = plain_attention(*call.qkv, call.made, scale=SCALE, sinks=call.leaves.get("sinks"))
+    plain = attend(*call.qkv, **call.formula)[:2]
     for name, mine, theirs in zip(call.leaves, second(out, lse), second(*plain), strict=True):
         said = f"{name}: {mine} and {theirs}"
         # torch has no second derivative of 0 to a power either.

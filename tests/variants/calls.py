@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tests.variants.making import Sizes, Variant, plain_attention
+from tests.asked import asked
+from tests.plain import attend
+from tests.variants.making import Sizes, Variant
 from tilelab.oracles.dense import dense
 from tilewise.problem import Operands, Problem
-from tilewise.validation import dense_problem, lower_sinks, varlen_problem
-from tilewise.variants.lower import Extent, lower_mask, lower_score
-from tilewise.variants.values import Mask, Score, as_mask, as_score
+from tilewise.variants.values import as_mask, as_score
 
 SIZES = Sizes()
 WIDTH = 8
@@ -61,64 +61,39 @@ class Call:
         found = {"out": out.detach(), "lse": lse.detach()}
         return found | dict(zip(self.leaves, grads, strict=True))
 
+    @property
+    def formula(self) -> dict[str, Any]:
+        """The keywords of ``tests/plain.py``: the Python functions themselves."""
+        sinks = self.leaves.get("sinks")
+        return {"scale": SCALE, "score": self.made.score, "mask": self.made.mask, "sinks": sinks}
+
     def plain(self) -> dict[str, Tensor]:
         """By the Python functions on broadcast indices."""
-        return self.results(
-            *plain_attention(*self.qkv, self.made, scale=SCALE, sinks=self.leaves.get("sinks"))
-        )
+        return self.results(*attend(*self.qkv, **self.formula)[:2])
 
     def keywords(self, backend: str | None) -> dict[str, Any]:
         """Of the public call."""
-        return {
-            "mask": self.made.mask,
-            "score": self.made.score,
-            "scale": SCALE,
-            "sinks": self.leaves.get("sinks"),
-            "return_lse": True,
-            "backend": backend,
-        }
+        return {**self.formula, "return_lse": True, "backend": backend}
 
     def run(self, backend: str | None) -> dict[str, Tensor]:
         """By the public call."""
         out, lse, _ = tilewise.attention(*self.qkv, **self.keywords(backend))
         return self.results(out, lse)
 
-    def asked(self) -> tuple[Problem, Operands]:
-        """The problem that the public call makes of it."""
-        q, k, v = self.qkv
-        extent = Extent(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        programs, lowered = self._lowered(extent)
-        problem = dense_problem(
-            q, k, v, **programs, scale=SCALE, dropout_p=0.0, sinks=self.leaves.get("sinks")
-        )
-        return problem, Operands(q, k, v, *lowered)
-
-    def asked_packed(
-        self, packed: tuple[Tensor, Tensor, Tensor], starts: tuple[Tensor, Tensor]
+    def asked(
+        self,
+        packed: tuple[Tensor, Tensor, Tensor] | None = None,
+        starts: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Problem, Operands]:
-        """The problem of a variable-length call with these q, k and v."""
-        longest = [int(each.diff().max()) for each in starts]
-        heads = packed[0].shape[1]
-        extent = Extent(starts[0].shape[0] - 1, heads, longest[0], longest[1], ragged=True)
-        programs, lowered = self._lowered(extent)
-        problem = varlen_problem(
-            *packed,
-            *starts,
-            **programs,
+        """The problem that the public call makes of it, or a packed call with these q, k and v."""
+        mask, score = self.made.mask, self.made.score
+        return asked(
+            *(self.qkv if packed is None else packed),
+            starts,
+            mask=None if mask is None else as_mask(mask),
+            score=None if score is None else as_score(score),
             scale=SCALE,
-            dropout_p=0.0,
             sinks=self.leaves.get("sinks"),
-        )
-        return problem, Operands(*packed, *lowered, *(each.long() for each in starts))
-
-    def _lowered(self, extent: Extent) -> tuple[dict[str, Any], tuple[Any, ...]]:
-        q, device = self.leaves["q"], torch.device("cpu")
-        mask = Mask(()) if self.made.mask is None else as_mask(self.made.mask)
-        score = Score(()) if self.made.score is None else as_score(self.made.score)
-        return {"mask": mask.program, "score": score.program}, (
-            lower_mask(mask.program, mask.captured, extent, device, q.dtype),
-            lower_score(score.program, score.captured, extent, q.dtype, device),
-            lower_sinks(self.leaves.get("sinks"), q.dtype),
         )
 
     def dense(self, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -1,20 +1,19 @@
 """Masks and scores as people write them, for the tests of every backend.
 
 A ``Variant`` makes Python functions of a pair that close over captured tensors. The same functions
-run twice: traced, inside the kernels; and by ``plain_attention`` on broadcast index tensors, in
+run twice: traced, inside the kernels; and by ``tests/plain.py`` on broadcast index tensors, in
 plain torch, whose autograd says what every gradient should be.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-PairFunction: TypeAlias = Callable[..., Any]
+from tests.plain import PairFunction
 
 
 class Sizes(NamedTuple):
@@ -86,36 +85,3 @@ class Variant(NamedTuple):
 
     def __str__(self) -> str:
         return self.name
-
-
-def plain_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    made: Made,
-    *,
-    scale: float,
-    sinks: Tensor | None = None,
-    first_batch: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """out [B, Hq, M, Dv] and lse [B, Hq, M] by the plain formula, every function called once.
-
-    ``first_batch`` is the index of q's first batch item: a sequence of a variable-length call.
-    """
-    group = q.shape[1] // k.shape[1]
-    k, v = (each.repeat_interleave(group, dim=1) for each in (k, v))
-    s = (q @ k.transpose(-1, -2)) * scale
-    b = first_batch + torch.arange(s.shape[0])[:, None, None, None]
-    h, m = torch.arange(s.shape[1])[:, None, None], torch.arange(s.shape[2])[:, None]
-    n = torch.arange(s.shape[3])
-    if made.score is not None:
-        s = made.score(s, b, h, m, n)
-    if made.mask is not None:
-        s = s.masked_fill(~made.mask(b, h, m, n), -math.inf)
-    logits = s
-    if sinks is not None:
-        logits = torch.cat([s, sinks[:, None, None].expand(*s.shape[:3], 1)], dim=-1)
-    dead = (logits == -math.inf).all(-1, keepdim=True)
-    lse = torch.logsumexp(logits.masked_fill(dead, 0.0), -1, keepdim=True)
-    p = torch.exp(s - lse).masked_fill(dead, 0.0)
-    return p @ v, lse.masked_fill(dead, -math.inf)[..., 0]

@@ -11,14 +11,13 @@ from torch import Tensor
 
 import tilewise
 from tests.contract import assert_exact, assert_same_bits
+from tests.plain import attend_packed, joined
 from tests.variants_catalogue import (
     CATALOGUE,
-    SCALE,
     Call,
     Sizes,
     Variant,
     assert_all_close,
-    plain_attention,
 )
 from tilelab.oracles.dense import dense
 from tilelab.oracles.extended import extended, has_extended_precision
@@ -149,26 +148,14 @@ def test_b_is_the_sequence_of_a_variable_length_call(variant: Variant) -> None:
         for leaf, where in zip(call.qkv, (0, 1, 1), strict=True)
     )
     packed = (q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1))
-    parts = [
-        plain_attention(
-            call.leaves["q"][i : i + 1, :, :rows],
-            call.leaves["k"][i : i + 1, :, :keys],
-            call.leaves["v"][i : i + 1, :, :keys],
-            call.made,
-            scale=SCALE,
-            sinks=call.leaves.get("sinks"),
-            first_batch=i,
-        )
-        for i, (rows, keys) in enumerate(LENGTHS)
-    ]
-    out = torch.cat([part[0][0] for part in parts], dim=1).transpose(0, 1)
-    lse = torch.cat([part[1][0] for part in parts], dim=1)
+    parts = attend_packed(*packed, (starts_q, starts_k), **call.formula)
+    out, lse = joined(parts, packed[0], packed[2])[:2]
     call.grad_out = torch.linspace(-1, 1, out.numel()).double().view(out.shape)
     call.grad_lse = torch.linspace(-1, 1, lse.numel()).double().view(lse.shape)
     expected = call.results(out, lse)
     out, lse, _ = tilewise.attention_varlen(*packed, starts_q, starts_k, **call.keywords("tiled"))
     assert_all_close(call.results(out, lse), expected)
-    asked = call.asked_packed(packed, (starts_q, starts_k))
+    asked = call.asked(packed, (starts_q, starts_k))
     result = dense(*asked)
     assert_all_close(call.results(result.out, result.lse), expected)
     if not has_extended_precision():

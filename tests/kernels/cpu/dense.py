@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tilewise
 from tests.contract import InexactError, assert_exact, assert_same_bits
-from tilewise.reference.philox import keep_mask
+from tests.plain import attend, attend_packed, joined
 from tilewise.variants.expr import encode
 from tilewise.variants.lower import statistics_dtype
 from tilewise.variants.program import Instr
@@ -135,62 +135,19 @@ def plain(variant: Variant, x: Inputs, dtype: torch.dtype) -> list[Tensor]:
     """The same with every matrix in ``dtype``."""
     leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in x.leaves()]
     q, k, v, *captured = leaves
+    keywords = {
+        "score": None if variant.score is None else variant.score(*captured),
+        "mask": variant.mask,
+        "dropout": (x.sizes.dropout_p, 11),
+    }
     if x.sizes.sequences:
-        results = _packed(variant, x.sizes, q, k, v, captured)
+        bounds = [cumulative(x.sizes, side) for side in (0, 1)]
+        results = joined(attend_packed(q, k, v, bounds, **keywords), q, v)[:2]
     else:
-        results = _dense(variant, x.sizes, q, k, v, captured, 0)
+        results = attend(q, k, v, **keywords)[:2]
     sent = [grad.to(dtype) for grad in x.grads]
-    return list(results) + list(torch.autograd.grad(results, leaves, sent))
-
-
-def _packed(
-    variant: Variant, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, captured: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    outs, lses = [], []
-    rows, keys = (cumulative(sizes, side).tolist() for side in (0, 1))
-    for index in range(len(sizes.sequences)):
-        q_part = q[rows[index] : rows[index + 1]].transpose(0, 1)[None]
-        k_part, v_part = (t[keys[index] : keys[index + 1]].transpose(0, 1)[None] for t in (k, v))
-        out, lse = _dense(variant, sizes, q_part, k_part, v_part, captured, index)
-        outs.append(out[0].transpose(0, 1))
-        lses.append(lse[0])
-    return torch.cat(outs), torch.cat(lses, 1)
-
-
-def _dense(
-    variant: Variant,
-    sizes: Sizes,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    captured: Sequence[Tensor],
-    first: int,
-) -> tuple[Tensor, Tensor]:
-    group = sizes.heads // sizes.kv_heads
-    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
-    s = q @ k.transpose(-1, -2) / sizes.head_dim**0.5
-    b = torch.arange(first, first + q.shape[0])[:, None, None, None]
-    h = torch.arange(sizes.heads)[:, None, None]
-    m, n = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
-    if variant.score is not None:
-        s = variant.score(*captured)(s, b, h, m, n).to(s.dtype)
-    if variant.mask is not None:
-        s = torch.where(variant.mask(b, h, m, n), s, -torch.inf)
-    dead = (s == -torch.inf).all(-1)
-    safe = s.masked_fill(dead[..., None], 0.0)
-    p = torch.softmax(safe, -1).masked_fill(dead[..., None], 0.0)
-    lse = torch.logsumexp(safe, -1).masked_fill(dead, -torch.inf)
-    if sizes.dropout_p:
-        keep = keep_mask(
-            11,
-            sizes.dropout_p,
-            batches=range(first, first + q.shape[0]),
-            heads=range(sizes.heads),
-            queries=range(q.shape[2]),
-            keys=range(k.shape[2]),
-        )
-        p = torch.where(keep, p / (1 - sizes.dropout_p), 0.0)
-    return p @ v, lse
+    grads = torch.autograd.grad(results, leaves, sent, materialize_grads=True)
+    return list(results) + list(grads)
 
 
 def check(variant: Variant, sizes: Sizes, dtype: torch.dtype) -> None:

@@ -11,22 +11,34 @@ import torch
 from torch import Tensor
 
 import tilewise
+from tests.asked import asked
 from tests.cases import Case
-from tests.contract import InexactError, assert_exact
+from tests.contract import InexactError, assert_exact, assert_same_bits
 from tests.inputs import Inputs, build
 from tilelab.oracles.dense import dense
 from tilelab.oracles.extended import extended
 from tilewise.problem import Operands, Problem
-from tilewise.validation import dense_problem, lower_sinks, varlen_problem
-from tilewise.variants.lower import Extent, lower_mask, lower_score, statistics_dtype
+from tilewise.variants.lower import statistics_dtype
+
+FACTS = ("out", "lse", "max_logit", "entropy")
+
+
+class Sent(NamedTuple):
+    """The gradients that are sent into out, lse and entropy; None for zero."""
+
+    out: Any = None
+    lse: Any = None
+    entropy: Any = None
 
 
 class Outcome(NamedTuple):
-    """What a case gives: out, lse, and the gradients by name (tensors or extended arrays)."""
+    """What a case gives: tensors or extended arrays, the gradients by name; None: not asked for."""
 
     out: Any
     lse: Any
     grads: dict[str, Any]
+    max_logit: Any = None
+    entropy: Any = None
 
 
 class Reference(NamedTuple):
@@ -34,93 +46,66 @@ class Reference(NamedTuple):
 
     plain: Outcome
     oracle: Outcome
-    grad_out: Tensor
-    grad_lse: Tensor
+    sent: Sent
 
 
 def problem_of(inputs: Inputs) -> tuple[Problem, Operands]:
     """The Problem and Operands that a public call would make of the inputs."""
-    mask, score = inputs.mask, inputs.score
-    keywords: dict[str, Any] = {
-        "mask": () if mask is None else mask.program,
-        "score": () if score is None else score.program,
-        "scale": inputs.scale,
-        "dropout_p": inputs.dropout_p,
-        "sinks": inputs.sinks,
-    }
+    named = inputs._asdict()
+    tensors = [named.pop(name) for name in ("q", "k", "v", "cu_seqlens")]
+    return asked(*tensors, **named)
+
+
+def call(inputs: Inputs, backend: str | None, **keywords: Any) -> Any:
+    """The public call on a case's inputs."""
+    keywords = {**inputs.keywords(), "backend": backend, **keywords}
     q, k, v = inputs.q, inputs.k, inputs.v
     if inputs.cu_seqlens is None:
-        problem = dense_problem(q, k, v, **keywords)
-        extent = Extent(problem.batch, problem.heads, problem.queries, problem.keys)
-    else:
-        problem = varlen_problem(q, k, v, *inputs.cu_seqlens, **keywords)
-        longest = [int(cu.diff().max()) if problem.batch else 0 for cu in inputs.cu_seqlens]
-        extent = Extent(problem.batch, problem.heads, longest[0], longest[1], ragged=True)
-    return problem, Operands(
-        q,
-        k,
-        v,
-        () if mask is None else lower_mask(mask.program, mask.captured, extent, q.device),
-        ()
-        if score is None
-        else lower_score(score.program, score.captured, extent, q.dtype, q.device),
-        lower_sinks(inputs.sinks, q.dtype),
-        inputs.cu_seqlens[0] if inputs.cu_seqlens else None,
-        inputs.cu_seqlens[1] if inputs.cu_seqlens else None,
-        inputs.seed,
-    )
+        return tilewise.attention(q, k, v, **keywords)
+    return tilewise.attention_varlen(q, k, v, *inputs.cu_seqlens, **keywords)
 
 
-def _gradients(
-    out: Tensor, lse: Tensor, inputs: Inputs, grad_out: Tensor, grad_lse: Tensor
-) -> dict[str, Tensor]:
+def gradients(inputs: Inputs, outputs: Sequence[Tensor], sent: Sent) -> dict[str, Tensor]:
+    """The gradient of every leaf, by name: zeros where none of the outputs depends on it."""
     leaves = inputs.leaves
+    used = [
+        (output, grad.to(output.dtype))
+        for output, grad in zip(outputs, sent, strict=False)
+        if grad is not None
+    ]
+    outputs, weights = zip(*used, strict=True)
     grads = torch.autograd.grad(
-        [out, lse],
-        list(leaves.values()),
-        [grad_out.to(out.dtype), grad_lse.to(lse.dtype)],
-        allow_unused=True,
+        outputs, list(leaves.values()), weights, allow_unused=True, materialize_grads=True
     )
-    found = {}
-    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
-        found[name] = torch.zeros_like(leaf) if grad is None else grad
-    return found
+    return dict(zip(leaves, grads, strict=True))
 
 
 def attend(
-    inputs: Inputs,
-    backend: str | None,
-    grad_out: Tensor | None = None,
-    grad_lse: Tensor | None = None,
+    inputs: Inputs, backend: str | None, sent: Sent | None = None, *, statistics: bool = False
 ) -> Outcome:
-    """The public API's outcome; gradients where ``grad_out`` and ``grad_lse`` are given."""
-    keywords = {**inputs.keywords(), "return_lse": True, "backend": backend}
-    q, k, v = inputs.q, inputs.k, inputs.v
-    if inputs.cu_seqlens is None:
-        out, lse, _ = tilewise.attention(q, k, v, **keywords)
-    else:
-        out, lse, _ = tilewise.attention_varlen(q, k, v, *inputs.cu_seqlens, **keywords)
-    if grad_out is None or grad_lse is None:
-        return Outcome(out.detach(), lse.detach(), {})
-    grads = _gradients(out, lse, inputs, grad_out, grad_lse)
-    return Outcome(out.detach(), lse.detach(), grads)
+    """The public API's outcome: gradients where some are sent, the row statistics on request."""
+    out, lse, stats = call(inputs, backend, return_lse=True, return_stats=statistics)
+    facts: list[Tensor] = [out, lse, stats.entropy] if statistics else [out, lse]
+    grads = {} if sent is None else gradients(inputs, facts, sent)
+    out, lse, *rest = (fact.detach() for fact in facts)
+    return Outcome(out, lse, grads, *([stats.max_logit, *rest] if statistics else []))
 
 
-def plain(inputs: Inputs, grad_out: Tensor, grad_lse: Tensor, dtype: torch.dtype) -> Outcome:
+def plain(inputs: Inputs, sent: Sent, dtype: torch.dtype) -> Outcome:
     """The outcome of the plain mathematics with every matrix in ``dtype``."""
-    problem, operands = problem_of(inputs)
-    result = dense(problem, operands, dtype=dtype)
-    grads = _gradients(result.out, result.lse, inputs, grad_out, grad_lse)
-    return Outcome(result.out.detach(), result.lse.detach(), grads)
+    result = dense(*problem_of(inputs), dtype=dtype)
+    assert result.entropy is not None
+    facts = (result.out, result.lse, result.entropy)
+    out, lse, entropy = (fact.detach() for fact in facts)
+    return Outcome(out, lse, gradients(inputs, facts, sent), result.max_logit, entropy)
 
 
-def oracle(inputs: Inputs, grad_out: Tensor, grad_lse: Tensor) -> Outcome:
+def oracle(inputs: Inputs, sent: Sent) -> Outcome:
     """The outcome in float64, or beyond it for float64 inputs."""
     if inputs.q.dtype != torch.float64:
-        wide = inputs.convert(lambda tensor: tensor.double())
-        return plain(wide, grad_out, grad_lse, torch.float64)
+        return plain(inputs.convert(lambda tensor: tensor.double()), sent, torch.float64)
     problem, operands = problem_of(inputs)
-    result = extended(problem, operands, grad_out, grad_lse)
+    result = extended(problem, operands, *sent)
     assert result.grads is not None
     grads = {"q": result.grads.q, "k": result.grads.k, "v": result.grads.v}
     slots = [instr.slots[0] for instr in problem.score if instr.op == "bias"]
@@ -130,39 +115,51 @@ def oracle(inputs: Inputs, grad_out: Tensor, grad_lse: Tensor) -> Outcome:
         grads[name] = result.grads.score_tensors[slot].reshape(tuple(leaves[name].shape))
     if result.grads.sinks is not None:
         grads["sinks"] = result.grads.sinks
-    return Outcome(result.out, result.lse, grads)
+    return Outcome(result.out, result.lse, grads, result.max_logit, result.entropy)
 
 
-def refer(case: Case, inputs: Inputs) -> Reference:
-    """Both references of a case, with random gradients of out and lse."""
-    generator = torch.Generator().manual_seed(7)
-    problem, _ = problem_of(inputs)
-    rows = inputs.q.shape[:-1]
-    grad_out = torch.randn(*rows, case.value_dim, generator=generator).to(case.dtype)
-    lse_shape = rows if case.sequences is None else (problem.heads, problem.queries)
-    grad_lse = torch.randn(lse_shape, generator=generator).to(statistics_dtype(case.dtype))
-    return Reference(
-        plain(inputs, grad_out, grad_lse, case.dtype),
-        oracle(inputs, grad_out, grad_lse),
-        grad_out,
-        grad_lse,
-    )
+def send(inputs: Inputs, seed: int = 7, *, entropy: bool = False) -> Sent:
+    """Random gradients of out and lse, and on request of the entropy."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, dtype = inputs.q.shape[:-1], inputs.q.dtype
+    of_rows = rows if inputs.cu_seqlens is None else rows[::-1]
+    out = torch.randn(*rows, inputs.v.size(-1), generator=generator).to(dtype)
+    facts = torch.randn(1 + entropy, *of_rows, generator=generator).to(statistics_dtype(dtype))
+    return Sent(out, *facts)
+
+
+def refer(inputs: Inputs, sent: Sent | None = None) -> Reference:
+    """Both references of inputs, with random gradients of out and lse if none are given."""
+    sent = send(inputs) if sent is None else sent
+    return Reference(plain(inputs, sent, inputs.q.dtype), oracle(inputs, sent), sent)
 
 
 @cache
 def refer_cached(case: Case) -> tuple[Inputs, Reference]:
     """The inputs of a case and their references, kept (every instruction set asks for them)."""
     inputs = build(case)
-    return inputs, refer(case, inputs)
+    return inputs, refer(inputs)
 
 
 def check(actual: Outcome, reference: Reference, name: str) -> None:
-    """Assert the contract for out, lse and every gradient of an outcome."""
-    plain_outcome, truth = reference.plain, reference.oracle
-    assert_exact(actual.out, plain_outcome.out, truth.out, f"{name}: out")
-    assert_exact(actual.lse, plain_outcome.lse, truth.lse, f"{name}: lse")
+    """Assert the contract for every fact and every gradient of an outcome."""
+    near, truth = reference.plain, reference.oracle
+    for fact in FACTS:
+        got = getattr(actual, fact)
+        if got is not None:
+            assert_exact(got, getattr(near, fact), getattr(truth, fact), f"{name}: {fact}")
     for leaf, grad in actual.grads.items():
-        assert_exact(grad, plain_outcome.grads[leaf], truth.grads[leaf], f"{name}: grad of {leaf}")
+        assert_exact(grad, near.grads[leaf], truth.grads[leaf], f"{name}: grad of {leaf}")
+
+
+def assert_same(actual: Outcome, expected: Outcome, name: str = "") -> None:
+    """Assert that two outcomes have the same bits."""
+    for fact in FACTS:
+        got = getattr(actual, fact)
+        if got is not None:
+            assert_same_bits(got, getattr(expected, fact), f"{name}: {fact}")
+    for leaf, grad in expected.grads.items():
+        assert_same_bits(actual.grads[leaf], grad, f"{name}: grad of {leaf}")
 
 
 def pool(outcomes: Sequence[Outcome]) -> Outcome:
@@ -185,9 +182,9 @@ def check_pooled(case: Case, backend: str, draws: range) -> None:
     other; a tiny problem needs more numbers before the two can be compared.
     """
     inputs = [build(case, draw) for draw in draws]
-    references = [refer(case, each) for each in inputs]
+    references = [refer(each) for each in inputs]
     actual = [
-        attend(each, backend, reference.grad_out, reference.grad_lse)
+        attend(each, backend, reference.sent)
         for each, reference in zip(inputs, references, strict=True)
     ]
     pooled = references[0]._replace(
@@ -215,5 +212,4 @@ def check_drawn(case: Case, backend: str, most: int = 64) -> None:
 def check_case(case: Case, backend: str) -> None:
     """Build a case, run it on a backend, and assert the contract."""
     inputs, reference = refer_cached(case)
-    actual = attend(inputs, backend, reference.grad_out, reference.grad_lse)
-    check(actual, reference, str(case))
+    check(attend(inputs, backend, reference.sent), reference, str(case))

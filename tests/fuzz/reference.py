@@ -87,19 +87,19 @@ def converted(call: Call, dtype: torch.dtype) -> Tensors:
 def _rows(case: Case, call: Call, tensors: Tensors) -> tuple[Sequence[Tensor], list[Tensor]]:
     """out, lse, max_logit, entropy of the public call, and the scores of each sequence or batch."""
 
-    def meaning(node: Node, b: Any, h: Any, m: Any, n: Any, s: Any = None) -> Tensor:
+    def meaning(node: Node, s: Any, b: Any, h: Any, m: Any, n: Any) -> Tensor:
         tables = {f"t{i}": table for i, table in enumerate(tensors.tables)}
         places = {"b": b, "h": h, "m": m, "n": n, "M": len(m), "N": len(n), "s": s}
         return torch.as_tensor(eval(node.meaning(), {**_MEANING, **tables, **places}))
 
     def score(s: Tensor, *places: Any) -> Tensor:
         for node in case.scores:
-            s = meaning(node, *places, s).to(s.dtype).expand(s.shape)
+            s = meaning(node, s, *places).to(s.dtype).expand(s.shape)
         return s
 
     def mask(*places: Any) -> Tensor:
         assert case.mask is not None
-        return meaning(case.mask, *places)
+        return meaning(case.mask, None, *places)
 
     q, k, v = tensors.q, tensors.k, tensors.v
     keywords: dict[str, Any] = {

@@ -12,7 +12,7 @@ from tests.cases import FLOATS, Case
 from tests.contract import assert_same_bits
 from tests.inputs import Inputs, build
 from tests.kernels.targets import Target, pairs
-from tests.oracle import Outcome, attend
+from tests.oracle import Outcome, Sent, assert_same, attend, send
 from tilewise import masks
 
 GROUPED: dict[str, Any] = {"batch": 3, "heads": 4, "kv_heads": 2, "head_dim": 40, "value_dim": 24}
@@ -28,33 +28,15 @@ CASES = [
 ALL_DTYPES = [case.of(dtype) for case in CASES for dtype in FLOATS]
 
 
-def _gradients(inputs: Inputs, varlen: bool = False) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    rows = inputs.q.shape[:-1]
-    grad_out = torch.randn(*rows, inputs.v.size(-1), generator=generator).to(inputs.q.dtype)
-    lse_dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
-    grad_lse = torch.randn(rows, generator=generator).to(lse_dtype)
-    return grad_out, grad_lse.T if varlen else grad_lse
-
-
-def assert_same_outcome(got: Outcome, expected: Outcome, names: tuple[str, ...]) -> None:
-    """Same bits of out, lse and the named gradients."""
-    assert_same_bits(got.out, expected.out, "out")
-    assert_same_bits(got.lse, expected.lse, "lse")
-    for name in names:
-        assert_same_bits(got.grads[name], expected.grads[name], f"grad of {name}")
-
-
 @pytest.mark.parametrize(("target", "case"), pairs(ALL_DTYPES, 3), indirect=["target"])
 def test_runs_and_threads(target: Target, case: Case) -> None:
     """The same call again, and with two and three threads: every gradient included."""
     inputs = build(case)
-    gradients = _gradients(inputs)
-    expected = attend(inputs, target.backend, *gradients)
+    sent = send(inputs)
+    expected = attend(inputs, target.backend, sent)
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        got = attend(inputs, target.backend, *gradients)
-        assert_same_outcome(got, expected, tuple(expected.grads))
+        assert_same(attend(inputs, target.backend, sent), expected)
 
 
 def _alone(inputs: Inputs, b: int, kv_head: int) -> Inputs:
@@ -89,9 +71,9 @@ def _alone(inputs: Inputs, b: int, kv_head: int) -> Inputs:
 def test_batch_invariance(target: Target, case: Case) -> None:
     """A batch entry's head group alone has the bits that it has in the batch."""
     inputs = build(case)
-    grad_out, grad_lse = _gradients(inputs)
+    sent = send(inputs)
     torch.set_num_threads(2)
-    whole = attend(inputs, target.backend, grad_out, grad_lse)
+    whole = attend(inputs, target.backend, sent)
     torch.set_num_threads(1)
     for b, kv_head in ((0, 0), (2, 1)):
         entry, heads, keys = (
@@ -109,8 +91,8 @@ def test_batch_invariance(target: Target, case: Case) -> None:
             },
         )
         alone = _alone(inputs, b, kv_head)
-        got = attend(alone, target.backend, grad_out[entry, heads], grad_lse[entry, heads])
-        assert_same_outcome(got, expected, ("q", "k", "v"))
+        own = Sent(sent.out[entry, heads], sent.lse[entry, heads])
+        assert_same(attend(alone, target.backend, own), expected)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -120,8 +102,8 @@ def test_varlen_invariance(target: Target, mask: tuple[str, ...], dtype: torch.d
     lengths = ((70, 70), (1, 200), (0, 3), (129, 65), (200, 200), (5, 0))
     case = Case("packed", sequences=lengths, **GROUPED, mask=mask, score=("softcap",))
     inputs = build(case.of(dtype))
-    grad_out, grad_lse = _gradients(inputs, varlen=True)
-    whole = attend(inputs, target.backend, grad_out, grad_lse)
+    sent = send(inputs)
+    whole = attend(inputs, target.backend, sent)
     assert inputs.cu_seqlens is not None
     cu_q, cu_k = (cu.tolist() for cu in inputs.cu_seqlens)
     for i, (m, n) in enumerate(lengths):
@@ -132,24 +114,24 @@ def test_varlen_invariance(target: Target, mask: tuple[str, ...], dtype: torch.d
             v=inputs.v.detach()[keys].clone().requires_grad_(),
             cu_seqlens=(torch.tensor([0, m]), torch.tensor([0, n])),
         )
-        got = attend(alone, target.backend, grad_out[rows], grad_lse[:, rows])
+        own = Sent(sent.out[rows], sent.lse[:, rows])
         grads = {"q": rows, "k": keys, "v": keys}
         expected = Outcome(
             whole.out[rows],
             whole.lse[:, rows],
             {name: whole.grads[name][part] for name, part in grads.items()},
         )
-        assert_same_outcome(got, expected, ("q", "k", "v"))
+        assert_same(attend(alone, target.backend, own), expected)
 
 
 def test_batch_mates_lengths(target: Target) -> None:
     """How long the others are is nobody's business."""
     inputs = build(Case("mates", batch=3, queries=65, keys=300))
-    grads = _gradients(inputs)
+    sent = send(inputs)
     found = []
     for mates in ((300, 300), (0, 1), (129, 64)):
         mask = masks.lengths(torch.tensor([mates[0], 177, mates[1]]))
-        found.append(attend(inputs._replace(mask=mask), target.backend, *grads))
+        found.append(attend(inputs._replace(mask=mask), target.backend, sent))
     for other in found[1:]:
         assert_same_bits(other.out[1], found[0].out[1], "out")
         for name in "qkv":
@@ -160,8 +142,8 @@ def test_layouts_agree(target: Target) -> None:
     """Strides move data, not roundings."""
     case = Case("layouts", queries=70, keys=130, score=("softcap",), mask=("causal",))
     inputs = build(case)
-    grads = _gradients(inputs)
-    expected = attend(inputs, target.backend, *grads)
+    sent = send(inputs)
+    expected = attend(inputs, target.backend, sent)
 
     def bshd(tensor: Tensor) -> Tensor:
         return tensor.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
@@ -173,4 +155,4 @@ def test_layouts_agree(target: Target) -> None:
 
     for change in (bshd, sparse):
         changed = inputs._replace(q=change(inputs.q), k=change(inputs.k), v=change(inputs.v))
-        assert_same_outcome(attend(changed, target.backend, *grads), expected, ("q", "k", "v"))
+        assert_same(attend(changed, target.backend, sent), expected)

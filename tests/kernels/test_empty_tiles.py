@@ -12,7 +12,7 @@ from tests.cases import FLOATS, Case
 from tests.contract import assert_same_bits
 from tests.inputs import build
 from tests.kernels.targets import Target
-from tests.oracle import attend
+from tests.oracle import Sent, attend
 from tilewise import masks
 from tilewise.variants.values import Mask, as_mask
 
@@ -55,12 +55,12 @@ def test_nan_in_empty_tiles(target: Target, name: str) -> None:
     inputs = build(case)._replace(mask=MASKS[name]())
     rows = inputs.q.shape[:-1]
     grad_lse = torch.ones(rows, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    gradients = torch.ones(*rows, 16, dtype=dtype), grad_lse
-    clean = attend(inputs, target.backend, *gradients)
+    sent = Sent(torch.ones(*rows, 16, dtype=dtype), grad_lse)
+    clean = attend(inputs, target.backend, sent)
     for poisoned in (inputs.k[:, :, CUT:], inputs.v[:, :, CUT:], inputs.q[:, :, CUT:]):
         with torch.no_grad():
             poisoned.fill_(float("nan"))
-        got = attend(inputs, target.backend, *gradients)
+        got = attend(inputs, target.backend, sent)
         assert bool(got.out[:, :, CUT:].isnan().all())
         assert_same_bits(got.out[:, :, :CUT], clean.out[:, :, :CUT], "out")
         assert_same_bits(got.lse[:, :, :CUT], clean.lse[:, :, :CUT], "lse")

@@ -11,7 +11,7 @@ import torch
 from tests.cases import Case
 from tests.inputs import Inputs, build
 from tests.kernels.targets import TARGETS, Target, pairs
-from tests.oracle import Reference, attend, check, oracle, plain, refer
+from tests.oracle import Reference, Sent, attend, check, refer
 from tilewise import scores
 
 LONG: dict[str, Any] = {"batch": 1, "heads": 1, "kv_heads": 1, "head_dim": 32, "value_dim": 32}
@@ -39,12 +39,12 @@ def _long(case: Case) -> tuple[Inputs, Reference]:
     inputs = build(case)
     with torch.no_grad():
         inputs.v.mul_(0.1).add_(1)
-    return inputs, refer(case, inputs)
+    return inputs, refer(inputs)
 
 
 def _check_long(case: Case, target: Target) -> None:
     inputs, reference = _long(case)
-    got = attend(inputs, target.backend, reference.grad_out, reference.grad_lse)
+    got = attend(inputs, target.backend, reference.sent)
     check(got, reference, str(case))
 
 
@@ -66,9 +66,7 @@ def _summed() -> tuple[Inputs, Reference]:
     """The loss out.sum(), whose gradient of v is a sum of terms of one sign."""
     sizes: dict[str, Any] = {"queries": 2048, "keys": 64, "head_dim": 16, "value_dim": 16}
     inputs = build(Case("value-sum", batch=1, heads=32, kv_heads=1, **sizes))
-    ones, zeros = torch.ones(1, 32, 2048, 16), torch.zeros(1, 32, 2048)
-    references = plain(inputs, ones, zeros, torch.float32), oracle(inputs, ones, zeros)
-    return inputs, Reference(*references, ones, zeros)
+    return inputs, refer(inputs, Sent(torch.ones(1, 32, 2048, 16), torch.zeros(1, 32, 2048)))
 
 
 @cache
@@ -77,19 +75,19 @@ def _biased() -> tuple[Inputs, Reference]:
     case = Case("bias-sum", batch=512, heads=8, kv_heads=8, **sizes)
     bias = torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(11)).requires_grad_()
     inputs = build(case)._replace(score=scores.bias(bias))
-    return inputs, refer(case, inputs)
+    return inputs, refer(inputs)
 
 
 @pytest.mark.parametrize("target", SLOW_TILED, ids=str, indirect=True)
 def test_bias_of_every_batch_and_head(target: Target) -> None:
     """A bias [1, 1, 8, 8] whose gradient is a sum over 512 batches of 8 heads."""
     inputs, reference = _biased()
-    got = attend(inputs, target.backend, reference.grad_out, reference.grad_lse)
+    got = attend(inputs, target.backend, reference.sent)
     check(got, reference, "bias-sum")
 
 
 def test_values_of_every_row_and_head(target: Target) -> None:
     """One key head of 32 query heads: a value's gradient is a sum over 65536 rows."""
     inputs, reference = _summed()
-    got = attend(inputs, target.backend, reference.grad_out, reference.grad_lse)
+    got = attend(inputs, target.backend, reference.sent)
     check(got, reference, "value-sum")

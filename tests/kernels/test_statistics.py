@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +13,24 @@ from torch import Tensor
 
 import tilewise
 from tests.cases import FLOATS, TABLE, Case
-from tests.contract import assert_exact, assert_same_bits
+from tests.contract import assert_same_bits
 from tests.inputs import Inputs, build
 from tests.kernels.targets import Target, pairs
 from tests.kernels.test_extremes import lower_biases, near_ten_thousand, within_ten_thousand
 from tests.kernels.test_gradcheck import CASES as GRADCHECK_CASES
 from tests.kernels.test_gradcheck import replaced
-from tests.oracle import problem_of
-from tilelab.oracles.dense import dense
-from tilelab.oracles.extended import extended
+from tests.oracle import (
+    Outcome,
+    Reference,
+    assert_same,
+    attend,
+    check,
+    gradients,
+    problem_of,
+    refer,
+    send,
+)
+from tests.oracle import call as run
 from tilewise import masks, scores
 from tilewise.reference.blocks import parts
 from tilewise.reference.programs import apply_score, visible
@@ -30,128 +39,36 @@ from tilewise.variants.lower import statistics_dtype
 EVERY = [case.of(dtype) for dtype in FLOATS for case in TABLE]
 
 
-class Seen(NamedTuple):
-    """max_logit, lse, entropy, and gradients by name (tensors or extended arrays)."""
-
-    max_logit: Any
-    lse: Any
-    entropy: Any
-    grads: dict[str, Any]
-
-
-class Sent(NamedTuple):
-    """The gradients that are sent into out, lse and entropy; None for zero."""
-
-    out: Tensor | None
-    lse: Tensor | None
-    entropy: Tensor | None
-
-
-def run(inputs: Inputs, backend: str | None, **keywords: Any) -> Any:
-    """The public call on a case's inputs."""
-    keywords = {**inputs.keywords(), "backend": backend, **keywords}
-    q, k, v = inputs.q, inputs.k, inputs.v
-    if inputs.cu_seqlens is None:
-        return tilewise.attention(q, k, v, **keywords)
-    return tilewise.attention_varlen(q, k, v, *inputs.cu_seqlens, **keywords)
-
-
-def _gradients(inputs: Inputs, outputs: tuple[Tensor, ...], sent: Sent) -> dict[str, Tensor]:
-    leaves = inputs.leaves
-    used = [(output, grad) for output, grad in zip(outputs, sent, strict=True) if grad is not None]
-    weights = [grad.to(output.dtype) for output, grad in used]
-    grads = torch.autograd.grad(
-        [output for output, _ in used], list(leaves.values()), weights, allow_unused=True
-    )
-    return {
-        name: torch.zeros_like(leaf) if grad is None else grad
-        for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
-    }
-
-
-def attend(inputs: Inputs, backend: str, sent: Sent) -> Seen:
-    """What the public API says."""
-    out, lse, stats = run(inputs, backend, return_lse=True, return_stats=True)
-    assert lse is stats.lse
-    grads = _gradients(inputs, (out, lse, stats.entropy), sent)
-    return Seen(stats.max_logit, lse.detach(), stats.entropy.detach(), grads)
-
-
-def _plain(inputs: Inputs, sent: Sent, dtype: torch.dtype) -> Seen:
-    result = dense(*problem_of(inputs), dtype=dtype)
-    assert result.entropy is not None
-    grads = _gradients(inputs, (result.out, result.lse, result.entropy), sent)
-    return Seen(result.max_logit, result.lse.detach(), result.entropy.detach(), grads)
-
-
-def _oracle(inputs: Inputs, sent: Sent) -> Seen:
-    """In float64, or beyond it for float64 inputs."""
-    if inputs.q.dtype != torch.float64:
-        return _plain(inputs.convert(lambda tensor: tensor.double()), sent, torch.float64)
-    problem, operands = problem_of(inputs)
-    result = extended(problem, operands, *sent)
-    assert result.grads is not None
-    grads = {"q": result.grads.q, "k": result.grads.k, "v": result.grads.v}
-    leaves = inputs.leaves
-    slots = [instr.slots[0] for instr in problem.score if instr.op == "bias"]
-    for i, slot in enumerate(slots):
-        shape = tuple(leaves[f"bias{i}"].shape)
-        grads[f"bias{i}"] = result.grads.score_tensors[slot].reshape(shape)
-    if result.grads.sinks is not None:
-        grads["sinks"] = result.grads.sinks
-    return Seen(result.max_logit, result.lse, result.entropy, grads)
-
-
-def send(inputs: Inputs) -> Sent:
-    """Random gradients of out, lse and entropy."""
-    generator = torch.Generator().manual_seed(5)
-    rows, dtype = inputs.q.shape[:-1], inputs.q.dtype
-    of_rows = rows if inputs.cu_seqlens is None else rows[::-1]
-    out = torch.randn(*rows, inputs.v.size(-1), generator=generator).to(dtype)
-    lse, entropy = torch.randn(2, *of_rows, generator=generator).to(statistics_dtype(dtype))
-    return Sent(out, lse, entropy)
-
-
-def refer(inputs: Inputs, sent: Sent) -> tuple[Seen, Seen]:
-    """The plain implementation's numbers and the oracle's."""
-    return _plain(inputs, sent, inputs.q.dtype), _oracle(inputs, sent)
-
-
 @cache
-def refer_cached(case: Case) -> tuple[Inputs, Sent, Seen, Seen]:
-    """The inputs of a case and their references, kept (every instruction set asks for them)."""
+def referred(case: Case) -> tuple[Inputs, Reference]:
+    """References with gradients through lse and entropy, kept for every instruction set."""
     inputs = build(case)
-    sent = send(inputs)._replace(out=None)
-    return inputs, sent, *refer(inputs, sent)
+    return inputs, refer(inputs, send(inputs, 5, entropy=True)._replace(out=None))
 
 
-def check(actual: Seen, plain: Seen, truth: Seen, name: str) -> None:
-    """Assert the contract for every statistic and every gradient."""
-    for field in ("max_logit", "lse", "entropy"):
-        got, naive, right = (getattr(seen, field) for seen in (actual, plain, truth))
-        assert_exact(got, naive, right, f"{name}: {field}")
-    for leaf, grad in actual.grads.items():
-        assert_exact(grad, plain.grads[leaf], truth.grads[leaf], f"{name}: grad of {leaf}")
+def check_all(inputs: Inputs, target: Target, name: str) -> None:
+    """The contract for the statistics, and for the gradients of out, lse and entropy together."""
+    reference = refer(inputs, send(inputs, 5, entropy=True))
+    check(attend(inputs, target.backend, reference.sent, statistics=True), reference, name)
 
 
 @pytest.mark.parametrize(("target", "case"), pairs(EVERY, 5), indirect=["target"])
 def test_case_table(target: Target, case: Case) -> None:
     """The 2x rule for the statistics, and for gradients through lse and entropy."""
-    inputs, sent, plain, truth = refer_cached(case)
-    check(attend(inputs, target.backend, sent), plain, truth, str(case))
+    inputs, reference = referred(case)
+    actual = attend(inputs, target.backend, reference.sent, statistics=True)
+    check(actual, reference, str(case))
 
 
 @pytest.mark.parametrize(("target", "case"), pairs(EVERY, 7), indirect=["target"])
 def test_they_cost_no_bit(target: Target, case: Case) -> None:
     """out, lse and their gradients are the same with statistics and without."""
     inputs = build(case)
-    sent = send(inputs)._replace(entropy=None)
-    found = []
+    sent, found = send(inputs), []
     for return_stats in (False, "top1"):
         out, lse, _ = run(inputs, target.backend, return_lse=True, return_stats=return_stats)
-        found.append({"out": out, "lse": lse, **_gradients(inputs, (out, lse, lse), sent)})
-    for name, expected in found[0].items():
-        assert_same_bits(found[1][name], expected, name)
+        found.append(Outcome(out, lse, gradients(inputs, (out, lse), sent)))
+    assert_same(found[1], found[0])
 
 
 def _scores_of(inputs: Inputs) -> list[Tensor]:
@@ -272,9 +189,7 @@ def test_scores_near_ten_thousand(target: Target, sinks: float | None, dtype: to
     near_ten_thousand(inputs)
     if inputs.sinks is not None and sinks is not None:
         inputs.sinks.data.fill_(sinks)
-    sent = send(inputs)
-    plain, truth = refer(inputs, sent)
-    check(attend(inputs, target.backend, sent), plain, truth, f"{case} {sinks}")
+    check_all(inputs, target, f"{case} {sinks}")
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -289,9 +204,7 @@ def test_scores_within_ten_thousand(
     if sinks is not None:
         filled = torch.full((2,), sinks, dtype=statistics_dtype(dtype), requires_grad=True)
         inputs = inputs._replace(sinks=filled)
-    sent = send(inputs)
-    plain, truth = refer(inputs, sent)
-    check(attend(inputs, target.backend, sent), plain, truth, f"within {sinks}")
+    check_all(inputs, target, f"within {sinks}")
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -301,9 +214,7 @@ def test_lowest_biases(target: Target, dtype: torch.dtype, infinite: bool) -> No
     inputs = build(Case("lowest", queries=66, keys=130, score=("bias",), dtype=dtype))
     low = -math.inf if infinite else torch.finfo(dtype).min
     lower_biases(inputs, low)
-    sent = send(inputs)
-    plain, truth = refer(inputs, sent)
-    check(attend(inputs, target.backend, sent), plain, truth, f"lowest {low}")
+    check_all(inputs, target, f"lowest {low}")
     stats = run(inputs, target.backend, return_stats="top1").stats
     assert bool((stats.top1[:, :, 5] == -1).all()) == infinite
     assert bool((stats.top1[:, :, 7] >= 128).all())
@@ -314,16 +225,13 @@ def test_hidden_keys_do_not_leak(target: Target, dtype: torch.dtype) -> None:
     """NaN beyond a length reaches neither the statistics nor their gradients."""
     case = Case("hidden", queries=65, keys=200, dtype=dtype)
     inputs = build(case)._replace(mask=masks.lengths(torch.tensor([77, 130])))
-    sent, found = send(inputs), []
+    sent, found = send(inputs, entropy=True), []
     for hole in (0.0, math.nan):
         with torch.no_grad():
             for b, length in enumerate((77, 130)):
                 inputs.k[b, :, length:] = inputs.v[b, :, length:] = hole
-        found.append(attend(inputs, target.backend, sent))
-    for field in ("max_logit", "lse", "entropy"):
-        assert_same_bits(getattr(found[1], field), getattr(found[0], field), field)
-    for name in "qkv":
-        assert_same_bits(found[1].grads[name], found[0].grads[name], name)
+        found.append(attend(inputs, target.backend, sent, statistics=True))
+    assert_same(found[1], found[0])
 
 
 THREADS = [
@@ -337,16 +245,12 @@ THREADS = [
 def test_threads(target: Target, case: Case) -> None:
     """The same bits again, and with two and three threads."""
     inputs = build(case)
-    sent = send(inputs)
-    expected = attend(inputs, target.backend, sent)
+    sent = send(inputs, entropy=True)
+    expected = attend(inputs, target.backend, sent, statistics=True)
     top = run(inputs, target.backend, return_stats="top1").stats.top1
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        got = attend(inputs, target.backend, sent)
-        for field in ("max_logit", "lse", "entropy"):
-            assert_same_bits(getattr(got, field), getattr(expected, field), field)
-        for name, grad in expected.grads.items():
-            assert_same_bits(got.grads[name], grad, name)
+        assert_same(attend(inputs, target.backend, sent, statistics=True), expected)
         assert torch.equal(run(inputs, target.backend, return_stats="top1").stats.top1, top)
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 import tilewise
 from tests.cases import FLOATS, Case
 from tests.contract import assert_same_bits
-from tests.inputs import Inputs, build
+from tests.inputs import build
 from tests.kernels.targets import TARGETS, Target
-from tests.oracle import Outcome, attend
+from tests.oracle import assert_same, attend, send
 from tilewise import masks, scores
 from tilewise.kernels.cpu.core import absence
 
@@ -46,31 +46,15 @@ CPU_TARGETS = [target for target in TARGETS if target.backend == "cpu"]
 only_cpu = pytest.mark.parametrize("target", CPU_TARGETS, ids=str, indirect=True)
 
 
-def _same(got: Outcome, expected: Outcome, name: str) -> None:
-    assert_same_bits(got.out, expected.out, f"{name}: out")
-    assert_same_bits(got.lse, expected.lse, f"{name}: lse")
-    for leaf, grad in expected.grads.items():
-        assert_same_bits(got.grads[leaf], grad, f"{name}: grad of {leaf}")
-
-
-def _gradients(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    rows = inputs.q.shape[:-1]
-    grad_out = torch.randn(*rows, inputs.v.size(-1), generator=generator).to(inputs.q.dtype)
-    lse_dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
-    grad_lse = torch.randn(rows, generator=generator).to(lse_dtype)
-    return grad_out, grad_lse if inputs.cu_seqlens is None else grad_lse.T
-
-
 def _check_threads(case: Case, counts: tuple[int, ...]) -> None:
     inputs = build(case)
-    gradients = _gradients(inputs)
+    sent = send(inputs)
     torch.set_num_threads(1)
-    expected = attend(inputs, "cpu", *gradients)
+    expected = attend(inputs, "cpu", sent)
     assert all(bool(grad.isfinite().all()) for grad in expected.grads.values())
     for threads in counts:
         torch.set_num_threads(threads)
-        _same(attend(inputs, "cpu", *gradients), expected, f"{case}, {threads} threads")
+        assert_same(attend(inputs, "cpu", sent), expected, f"{case}, {threads} threads")
 
 
 @only_cpu
@@ -114,14 +98,14 @@ def test_nan_values_in_pairs_of_keys(target: Target, key: int) -> None:
     """bfloat16 takes two keys at once: where NaN goes is a question of tiles, not of threads."""
     case = Case("nan", batch=1, queries=512, keys=513, mask=("causal",), dtype=torch.bfloat16)
     inputs = build(case)
-    clean = attend(inputs, "cpu", *_gradients(inputs))
+    clean = attend(inputs, "cpu", send(inputs))
     with torch.no_grad():
         inputs.v[:, :, key] = float("nan")
-    expected = attend(inputs, "cpu", *_gradients(inputs))
+    expected = attend(inputs, "cpu", send(inputs))
     for threads in (2, 3):
         torch.set_num_threads(threads)
-        got = attend(inputs, "cpu", *_gradients(inputs))
-        _same(got, expected, f"{threads} threads")
+        got = attend(inputs, "cpu", send(inputs))
+        assert_same(got, expected, f"{threads} threads")
         assert torch.equal(got.out.isnan(), expected.out.isnan())
     assert bool(expected.out[:, :, key - 1 :].isnan().all())
     # Query tiles whose last row does not see the key's tile of 128 do not read it.
@@ -138,9 +122,9 @@ def test_two_callers_at_once(target: Target) -> None:
         Case("second", queries=300, keys=260, heads=4, kv_heads=2, sinks=True),
     ]
     inputs = [build(case) for case in cases]
-    gradients = [_gradients(each) for each in inputs]
+    sent = [send(each) for each in inputs]
     torch.set_num_threads(2)
-    expected = [attend(each, "cpu", *grads) for each, grads in zip(inputs, gradients, strict=True)]
+    expected = [attend(each, "cpu", own) for each, own in zip(inputs, sent, strict=True)]
     failures: list[BaseException] = []
     barrier = threading.Barrier(2)
 
@@ -149,8 +133,8 @@ def test_two_callers_at_once(target: Target) -> None:
             torch.set_num_threads(2)
             barrier.wait(30)
             for _ in range(10):
-                got = attend(inputs[index], "cpu", *gradients[index])
-                _same(got, expected[index], cases[index].name)
+                got = attend(inputs[index], "cpu", sent[index])
+                assert_same(got, expected[index], cases[index].name)
         except BaseException as failure:  # a thread's exception would be lost
             failures.append(failure)
 

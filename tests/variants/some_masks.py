@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from tests.variants.making import Drawn, Maker, PairFunction
+from tests.plain import PairFunction
+from tests.variants.making import Drawn, Maker
 
 
 def causal(_: Drawn) -> PairFunction:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.variants.making import Drawn, PairFunction
+from tests.plain import PairFunction
+from tests.variants.making import Drawn
 
 
 def _slopes(drawn: Drawn) -> Tensor:

@@ -135,7 +135,7 @@ def plain(variant: Variant, x: Inputs, dtype: torch.dtype) -> list[Tensor]:
     """The same with every matrix in ``dtype``."""
     leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in x.leaves()]
     q, k, v, *captured = leaves
-    keywords = {
+    keywords: dict[str, Any] = {
         "score": None if variant.score is None else variant.score(*captured),
         "mask": variant.mask,
         "dropout": (x.sizes.dropout_p, 11),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,47 +12,34 @@ from torch import Tensor
 
 import tilewise
 from tests.cases import Case
-from tests.contract import assert_exact, assert_same_bits
+from tests.contract import assert_same_bits
 from tests.inputs import Inputs, build
+from tests.kernels.gpu.passes import (
+    GQA,
+    HALVES,
+    NAN,
+    check_case,
+    check_hidden,
+    check_statistics,
+    decode,
+    on_meta,
+    variant,
+)
 from tests.kernels.test_dropout import SEEDS
-from tests.oracle import check_case, problem_of, refer_cached
+from tests.oracle import check_case as check_call
+from tests.oracle import problem_of
 from tilewise import BlockMask, masks, scores
 from tilewise.kernels.gpu.backend import GpuBackend, empty_result
-from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config, Splitting, config_for, decodes
-from tilewise.kernels.gpu.expressions.variant import variant_of
-from tilewise.kernels.gpu.forward import decode
+from tilewise.kernels.gpu.config import FAMILIES, Config, Splitting, config_for, decodes
+from tilewise.kernels.gpu.forward import decode as decoding
 from tilewise.kernels.gpu.forward.decode import decode_launches
 from tilewise.kernels.gpu.forward.merge import empty_partials
-from tilewise.kernels.gpu.launch import Launch, run
-from tilewise.problem import Operands, Problem, Result, Statistics
-from tilewise.reference import tiled
+from tilewise.problem import Operands
 from tilewise.reference.philox import keep_mask
 from tilewise.variants.program import Instr
 
-NAN = math.nan
-HALVES = (torch.float16, torch.bfloat16)
 SMALL: dict[str, Any] = {"batch": 1, "queries": 1, "keys": 77, "head_dim": 16, "value_dim": 16}
-GQA: dict[str, Any] = {"heads": 4, "kv_heads": 2}
 SHORT = Splitting(32, 4)  # 96 keys are three splits, and so are 130, twice as long ones
-
-
-def launches(
-    problem: Problem, operands: Operands, statistics: Statistics = "", keys: int = 16
-) -> tuple[Result, list[Launch]]:
-    """A result that is still empty, and the launches that fill it in blocks of so many keys."""
-    ranks = [tuple(x.dim() for x in captured) for captured in operands[3:5]]
-    config = Config("interpreter", overrides=(("decode", Blocks(16, keys, 4, 1)),))
-    result = empty_result(problem, operands.q, statistics)
-    return result, decode_launches(problem, operands, result, config, variant_of(problem, *ranks))
-
-
-def forward(
-    problem: Problem, operands: Operands, statistics: Statistics = "", keys: int = 16
-) -> Result:
-    """The forward pass of few queries."""
-    result, todo = launches(problem, operands, statistics, keys)
-    run(todo)
-    return result
 
 
 @pytest.fixture(autouse=True)
@@ -99,10 +86,7 @@ def some(cases: list[Case], step: int) -> list[Any]:
 
 
 def _check(case: Case, keys: int) -> None:
-    inputs, reference = refer_cached(case)
-    got = forward(*problem_of(inputs.detached()), keys=keys)
-    assert_exact(got.out, reference.plain.out, reference.oracle.out, f"{case}: out")
-    assert_exact(got.lse, reference.plain.lse, reference.oracle.lse, f"{case}: lse")
+    check_case(case, partial(decode, keys=keys))
 
 
 @pytest.mark.parametrize("case", some(CASES, 2), ids=str)
@@ -158,18 +142,7 @@ def test_all_groups_and_queries(group: int, queries: int) -> None:
 
 @pytest.mark.parametrize("case", some(CASES, 4), ids=str)
 def test_statistics(case: Case) -> None:
-    """They are the reference's, the first of several top keys too, and change no bit of out."""
-    problem, operands = problem_of(build(case).detached())
-    got = forward(problem, operands, "top1")
-    expected = tiled.forward(problem, operands, "top1")
-    for name in ("max_logit", "entropy", "lse"):
-        torch.testing.assert_close(getattr(got, name), getattr(expected, name), msg=name)
-    torch.testing.assert_close(got.stats, expected.stats, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(got.top_key, expected.top_key)
-    bare = forward(problem, operands)
-    assert_same_bits(got.out, bare.out, "out")
-    assert_same_bits(got.lse, bare.lse, "lse")
-    assert_same_bits(got.stats[:2], bare.stats, "stats")
+    check_statistics(*problem_of(build(case).detached()), decode)
 
 
 def test_the_first_of_equal_keys_is_the_top_one() -> None:
@@ -181,10 +154,9 @@ def test_the_first_of_equal_keys_is_the_top_one() -> None:
         assert bool((tilewise.attention(q, k, v, **keywords).stats.top1 == first).all())
 
 
-@pytest.mark.parametrize("of", ["k", "v"])
-def test_keys_that_are_excluded_may_be_nan(of: str) -> None:
+def test_keys_that_are_excluded_may_be_nan() -> None:
     """Beyond a length, in a split of nothing, in a block that a document or a table leaves out."""
-    q, k, v = (torch.randn(2, 2, n, 16) for n in (3, 130, 130))
+    qkv = [torch.randn(2, 2, n, 16) for n in (3, 130, 130)]
     ids = (torch.arange(130) >= 32).long()  # the first split has a block of either
     table = BlockMask.of(masks.document(ids, ids[:3]), 3, 130, block=(16, 32))
     for mask, where in (
@@ -195,13 +167,7 @@ def test_keys_that_are_excluded_may_be_nan(of: str) -> None:
         (masks.document(ids, ids[:3]), (slice(None), slice(None), slice(32, None))),
         (table, (slice(None), slice(None), slice(32, None))),
     ):
-        bad = {"k": k.clone(), "v": v.clone()}
-        bad[of][where] = NAN
-        keywords: dict[str, Any] = {"mask": mask, "backend": "gpu", "return_lse": True}
-        good = tilewise.attention(q, k, v, **keywords)
-        got = tilewise.attention(q, bad["k"], bad["v"], **keywords)
-        assert_same_bits(got.out, good.out, str(mask))
-        assert_same_bits(got.lse, good.lse, str(mask))
+        check_hidden(mask, qkv, where)
 
 
 def test_a_visible_nan_is_seen() -> None:
@@ -225,7 +191,7 @@ def test_scratch_may_hold_nan(monkeypatch: pytest.MonkeyPatch) -> None:
         partials.numbers.fill_(NAN)
         return partials
 
-    monkeypatch.setattr(decode, "empty_partials", poisoned)
+    monkeypatch.setattr(decoding, "empty_partials", poisoned)
     for case in (CASES[10], CASES[14], CASES[18], CASES[20]):
         _check(case, 16)
 
@@ -261,7 +227,7 @@ def test_rows_keep_their_bits_in_any_company(queries: int) -> None:
 def test_keys_beyond_a_length_change_no_bit() -> None:
     """Of a sequence with a table of pages the capacity; here the merge of one split."""
     problem, operands = problem_of(build(Case("length", **{**SMALL, "keys": 20})).detached())
-    short = forward(problem, operands)
+    short = decode(problem, operands)
     rest = torch.full((1, 2, 60, 16), NAN)
     k, v = (torch.cat([x, rest], 2).unflatten(2, (5, 16)).transpose(1, 2) for x in operands[1:3])
     paged = operands._replace(
@@ -270,7 +236,7 @@ def test_keys_beyond_a_length_change_no_bit() -> None:
         block_table=torch.arange(5, dtype=torch.int32)[None],
         key_lengths=torch.tensor([20], dtype=torch.int32),
     )
-    got = forward(problem._replace(keys=80, page_size=16), paged)
+    got = decode(problem._replace(keys=80, page_size=16), paged)
     assert_same_bits(got.out, short.out, "out")
     assert_same_bits(got.lse, short.lse, "lse")
 
@@ -300,12 +266,12 @@ def test_pages(page: int) -> None:
         block_table=table,
         key_lengths=torch.tensor(lengths, dtype=torch.int32),
     )
-    got = forward(problem, paged, "top1")
+    got = decode(problem, paged, "top1")
     for b, n in enumerate(lengths):
         dense = operands._replace(
             q=q[b : b + 1], k=keys[0, b : b + 1, :, :n], v=keys[1, b : b + 1, :, :n]
         )
-        alone = forward(problem._replace(batch=1, keys=n, page_size=0), dense, "top1")
+        alone = decode(problem._replace(batch=1, keys=n, page_size=0), dense, "top1")
         for name in ("out", "lse", "entropy", "top_key"):
             assert_same_bits(getattr(got, name)[b], getattr(alone, name)[0], f"{name} of {b}")
 
@@ -323,7 +289,7 @@ def test_dropout_is_philox(seed: int) -> None:
 @pytest.mark.parametrize("case", [CASES[at] for at in (10, 12, 19)], ids=str)
 def test_backward(case: Case) -> None:
     """Gradients after a decoding forward pass: the public call, by the 2x rule."""
-    check_case(case, "gpu")
+    check_call(case, "gpu")
 
 
 def test_equal_to_the_merge_of_its_parts() -> None:
@@ -359,18 +325,9 @@ def test_launches_need_no_values(family: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Config, "splitting", lambda _: Splitting(256, 64))
     case = Case("meta", **{**SMALL, "keys": 1000}, **GQA, mask=("lengths",), score=("bias",))
     problem, operands = problem_of(build(case).detached())
-    ranks = [tuple(x.dim() for x in captured) for captured in operands[3:5]]
-    variant = variant_of(problem, *ranks)
-    q, k, v = (x.to("meta") for x in operands[:3])
-    meta = Operands(
-        q,
-        k,
-        v,
-        mask_tensors=tuple(x.to("meta") for x in operands.mask_tensors),
-        score_tensors=tuple(x.to("meta") for x in operands.score_tensors),
-    )
+    own, meta = variant(problem, operands), on_meta(operands)
     result = empty_result(problem, meta.q, "top1")
-    todo = decode_launches(problem, meta, result, config_for(family), variant)
+    todo = decode_launches(problem, meta, result, config_for(family), own)
     assert [launch.kernel.__name__ for launch in todo] == [
         "attend_split",
         "merge_splits",
@@ -379,4 +336,4 @@ def test_launches_need_no_values(family: str, monkeypatch: pytest.MonkeyPatch) -
     assert [launch.grid for launch in todo] == [(4 * 2,), (4,), (4,)]
     assert todo[0].constants["FORM"].BM == todo[2].constants["FORM"].BM == 16
     short = problem._replace(keys=256)
-    assert len(decode_launches(short, meta, result, config_for(family), variant)) == 2
+    assert len(decode_launches(short, meta, result, config_for(family), own)) == 2

@@ -12,9 +12,9 @@ from torch import Tensor
 from tests.cases import Case
 from tests.contract import assert_same_bits
 from tests.inputs import build
-from tests.kernels.gpu.test_forward import GQA
+from tests.kernels.gpu import passes
+from tests.kernels.gpu.passes import GQA, prepare_forward
 from tests.oracle import problem_of
-from tilewise.kernels.gpu.backend import empty_result
 from tilewise.kernels.gpu.config import (
     FAMILIES,
     Blocks,
@@ -24,14 +24,13 @@ from tilewise.kernels.gpu.config import (
     config_for,
 )
 from tilewise.kernels.gpu.expressions.variant import variant_of
-from tilewise.kernels.gpu.forward.attend import forward_launches
 from tilewise.kernels.gpu.launch import Launch, run
 from tilewise.kernels.gpu.walk.descriptors import described, key_rows
 from tilewise.problem import Operands, Problem, Result
 from tilewise.variants.program import decode
 
 BLOCKS = Blocks(16, 16, 4, 1)
-SMALL: dict[str, Any] = {"batch": 2, "queries": 37, "keys": 61, "head_dim": 16, "value_dim": 16}
+SMALL = {**passes.SMALL, "batch": 2, "keys": 61}
 HALF = torch.float16
 
 
@@ -39,14 +38,8 @@ def _launches(
     problem: Problem, operands: Operands, descriptors: Descriptors | None, blocks: Blocks = BLOCKS
 ) -> tuple[Result, Launch, list[Launch]]:
     """A result that is still empty, and its launches: the output's, and the statistics'."""
-    ranks = [
-        tuple(x.dim() for x in tensors)
-        for tensors in (operands.mask_tensors, operands.score_tensors)
-    ]
     config = Config("interpreter", overrides=(("forward", blocks),), descriptors=descriptors)
-    result = empty_result(problem, operands.q, "top1")
-    variant = variant_of(problem, *ranks)
-    launch, *rest = forward_launches(problem, operands, result, config, variant)
+    result, (launch, *rest) = prepare_forward(problem, operands, config, "top1")
     return result, launch, rest
 
 

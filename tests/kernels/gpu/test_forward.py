@@ -7,61 +7,32 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import tilewise
 from tests.cases import Case
 from tests.contract import assert_exact, assert_same_bits
 from tests.inputs import build
-from tests.kernels.test_statistics import run as run_statistics
-from tests.oracle import attend, problem_of, refer_cached
+from tests.kernels.gpu.passes import (
+    BLOCKS,
+    GQA,
+    HALVES,
+    NAN,
+    SMALL,
+    Forward,
+    check_case,
+    check_hidden,
+    check_statistics,
+    forward,
+    on_meta,
+    prepare_forward,
+)
+from tests.oracle import attend, call, problem_of, refer_cached
 from tilewise import masks, scores
 from tilewise.errors import Unsupported
-from tilewise.kernels.gpu.backend import empty_result
 from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config, Parts, config_for
-from tilewise.kernels.gpu.expressions.variant import variant_of
-from tilewise.kernels.gpu.forward.attend import forward_launches
-from tilewise.kernels.gpu.launch import Launch, run
-from tilewise.problem import Operands, Problem, Result, Statistics
+from tilewise.kernels.gpu.launch import run
 from tilewise.reference import tiled
 
-NAN = math.nan
-GQA: dict[str, Any] = {"heads": 4, "kv_heads": 2}
-HALVES = (torch.float16, torch.bfloat16)
-
-
-def launches(
-    problem: Problem,
-    operands: Operands,
-    blocks: Blocks,
-    statistics: Statistics = "",
-    parts: Parts | None = None,
-) -> tuple[Result, list[Launch]]:
-    """A result that is still empty, and the launches that fill it in small blocks."""
-    ranks = [
-        tuple(x.dim() for x in tensors)
-        for tensors in (operands.mask_tensors, operands.score_tensors)
-    ]
-    variant = variant_of(problem, *ranks)
-    config = Config("interpreter", overrides=(("forward", blocks),), parts=parts)
-    result = empty_result(problem, operands.q, statistics)
-    return result, forward_launches(problem, operands, result, config, variant)
-
-
-def forward(
-    problem: Problem,
-    operands: Operands,
-    blocks: Blocks,
-    statistics: Statistics = "",
-    parts: Parts | None = None,
-) -> Result:
-    """The forward pass in small blocks."""
-    result, todo = launches(problem, operands, blocks, statistics, parts)
-    run(todo)
-    return result
-
-
-SMALL: dict[str, Any] = {"batch": 1, "queries": 37, "keys": 45, "head_dim": 16, "value_dim": 16}
 CASES = [
     Case("plain", **SMALL),
     Case("one-row", **{**SMALL, "queries": 1}),
@@ -102,14 +73,15 @@ CASES = [
     ),
     Case("packed-none", sequences=(), mask=("causal",)),
 ]
-BLOCKS = (Blocks(16, 16, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1))
+
+
+def _in(blocks: Blocks) -> Forward:
+    """The forward pass in these blocks."""
+    return lambda problem, operands, statistics: forward(problem, operands, blocks, statistics)
 
 
 def _check(case: Case, blocks: Blocks) -> None:
-    inputs, reference = refer_cached(case)
-    got = forward(*problem_of(inputs.detached()), blocks)
-    assert_exact(got.out, reference.plain.out, reference.oracle.out, f"{case}: out")
-    assert_exact(got.lse, reference.plain.lse, reference.oracle.lse, f"{case}: lse")
+    check_case(case, _in(blocks))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -148,7 +120,8 @@ def test_products_in_parts(case: Case, dtype: torch.dtype) -> None:
     case = case.of(dtype)
     inputs, reference = refer_cached(case)
     problem, operands = problem_of(inputs.detached())
-    result, todo = launches(problem, operands, BLOCKS[1], "top1", Parts(0, 0, 0, 0, 0))
+    config = Config("interpreter", overrides=(("forward", BLOCKS[1]),), parts=Parts(0, 0, 0, 0, 0))
+    result, todo = prepare_forward(problem, operands, config, "top1")
     assert [launch.constants["FORM"].PART for launch in todo] == [16, 16]
     run(todo)
     assert_exact(result.out, reference.plain.out, reference.oracle.out, f"{case}: out")
@@ -160,19 +133,9 @@ def test_products_in_parts(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_statistics(case: Case) -> None:
-    """They are the reference's, the first of several top keys too, and change no bit of out."""
-    problem, operands = problem_of(build(case).detached())
-    blocks = BLOCKS[CASES.index(case) % len(BLOCKS)]
-    got = forward(problem, operands, blocks, "top1")
-    expected = tiled.forward(problem, operands, "top1")
-    for name in ("max_logit", "entropy", "lse"):
-        torch.testing.assert_close(getattr(got, name), getattr(expected, name), msg=name)
-    torch.testing.assert_close(got.stats, expected.stats, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(got.top_key, expected.top_key)
-    bare = forward(problem, operands, blocks)
-    assert_same_bits(got.out, bare.out, "out")
-    assert_same_bits(got.lse, bare.lse, "lse")
-    assert_same_bits(got.stats[:2], bare.stats, "stats")
+    check_statistics(
+        *problem_of(build(case).detached()), _in(BLOCKS[CASES.index(case) % len(BLOCKS)])
+    )
 
 
 def test_the_first_of_equal_keys_is_the_top_one() -> None:
@@ -185,23 +148,16 @@ def test_the_first_of_equal_keys_is_the_top_one() -> None:
     assert torch.equal(stats.top1[0, 0], rows.clamp(min=0))
 
 
-@pytest.mark.parametrize("of", ["k", "v"])
-def test_keys_that_are_excluded_may_be_nan(of: str) -> None:
+def test_keys_that_are_excluded_may_be_nan() -> None:
     """Beyond a length, in the future of a whole tile, and in a tile that a document leaves out."""
-    q, k, v = (torch.randn(2, 2, 70, 16) for _ in range(3))
-    lengths = torch.tensor([41, 70])
+    qkv = [torch.randn(2, 2, 70, 16) for _ in range(3)]
     ids = (torch.arange(70) >= 64).long()
     for mask, where in (
-        (masks.lengths(lengths), (0, slice(None), slice(41, None))),
+        (masks.lengths(torch.tensor([41, 70])), (0, slice(None), slice(41, None))),
         (masks.causal(), (slice(None), slice(None), slice(64, None))),
         (masks.document(ids), (slice(None), slice(None), slice(64, None))),
     ):
-        bad = {"k": k.clone(), "v": v.clone()}
-        bad[of][where] = NAN
-        keywords: dict[str, Any] = {"mask": mask, "backend": "gpu"}
-        good = tilewise.attention(q, k, v, **keywords)
-        got = tilewise.attention(q, bad["k"], bad["v"], **keywords)
-        assert_same_bits(got[:, :, :64], good[:, :, :64], str(mask))
+        check_hidden(mask, qkv, where, slice(64))
 
 
 def test_a_visible_nan_is_seen() -> None:
@@ -257,37 +213,13 @@ def test_strides_of_out_follow_q() -> None:
     torch.testing.assert_close(got, tilewise.attention(q, k, v, backend="tiled"))
 
 
-def _on_meta(operands: Operands) -> Operands:
-    """The same operands without values."""
-
-    def one(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to("meta")
-
-    q, k, v = (tensor.to("meta") for tensor in operands[:3])
-    return Operands(
-        q,
-        k,
-        v,
-        tuple(tensor.to("meta") for tensor in operands.mask_tensors),
-        tuple(tensor.to("meta") for tensor in operands.score_tensors),
-        one(operands.sinks),
-        one(operands.cu_seqlens_q),
-        one(operands.cu_seqlens_k),
-        operands.seed,
-    )
-
-
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "interpreter"])
 def test_launches_need_no_values(family: str) -> None:
     """On meta tensors the host side makes the same launches, for every chip."""
     sequences = ((20, 33), (35, 18))
     case = Case("meta", sequences=sequences, mask=("lengths",), score=("bias",), sinks=True)
     problem, operands = problem_of(build(case).detached())
-    elsewhere = _on_meta(operands)
-    ranks = [tuple(x.dim() for x in captured) for captured in operands[3:5]]
-    variant = variant_of(problem, *ranks)
-    result = empty_result(problem, elsewhere.q, "top1")
-    todo = forward_launches(problem, elsewhere, result, config_for(family), variant)
+    _, todo = prepare_forward(problem, on_meta(operands), config_for(family), "top1")
     assert [launch.kernel.__name__ for launch in todo] == ["attend", "describe"]
     blocks = config_for(family).blocks("forward", problem)
     for launch in todo:
@@ -299,10 +231,11 @@ def test_launches_need_no_values(family: str) -> None:
 def test_a_launch_for_every_tile_and_no_more() -> None:
     """Dense grids are exact; packed ones have a bound that needs no lengths."""
     problem, operands = problem_of(build(Case("grid", queries=65, keys=9)).detached())
-    _, (launch,) = launches(problem, operands, Blocks(32, 16, 4, 1))
+    config = Config("interpreter", overrides=(("forward", Blocks(32, 16, 4, 1)),))
+    _, (launch,) = prepare_forward(problem, operands, config)
     assert launch.grid == (3 * 2 * 2,)
     empty = problem._replace(queries=0)
-    _, (launch,) = launches(empty, operands._replace(q=operands.q[:, :, :0]), BLOCKS[0])
+    _, (launch,) = prepare_forward(empty, operands._replace(q=operands.q[:, :, :0]), config)
     assert launch.grid == (0,)
 
 
@@ -353,7 +286,7 @@ def test_statistics_by_the_public_call() -> None:
     case = CASES[-2]
     inputs = build(case).detached()
     keywords: dict[str, Any] = {"return_lse": True, "return_stats": "top1"}
-    got = run_statistics(inputs, "gpu", **keywords)[2]
-    expected = run_statistics(inputs, "tiled", **keywords)[2]
+    got = call(inputs, "gpu", **keywords)[2]
+    expected = call(inputs, "tiled", **keywords)[2]
     torch.testing.assert_close(got.entropy, expected.entropy)
     torch.testing.assert_close(got.top1, expected.top1)

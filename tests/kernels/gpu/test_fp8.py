@@ -19,19 +19,26 @@ import tilewise
 from tests.cases import Case
 from tests.contract import assert_exact, assert_same_bits
 from tests.inputs import build
+from tests.kernels.gpu import passes
+from tests.kernels.gpu.passes import (
+    BLOCKS,
+    GQA,
+    check_hidden,
+    check_statistics,
+    decode,
+    forward,
+    prepare_forward,
+)
 from tests.kernels.gpu.test_decode import SHORT
-from tests.kernels.gpu.test_decode import forward as decoded
-from tests.kernels.gpu.test_forward import GQA, forward, launches
 from tests.oracle import problem_of
 from tilelab.oracles.dense import dense
 from tilewise import masks, scores
 from tilewise.engine.call import with_scales
 from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config
-from tilewise.problem import Operands, Problem, Statistics
-from tilewise.reference import tiled
+from tilewise.problem import Operands, Problem, Result, Statistics
 from tilewise.variants.float8 import FLOAT8, Scales
 
-SMALL: dict[str, Any] = {"batch": 2, "queries": 37, "keys": 45, "head_dim": 16, "value_dim": 16}
+SMALL = {**passes.SMALL, "batch": 2}
 CASES = [
     Case("plain", **SMALL),
     Case("one-row", **{**SMALL, "queries": 1}),
@@ -58,7 +65,6 @@ CASES = [
     Case("packed-none", sequences=(), mask=("causal",)),
 ]
 KINDS = ("none", "tensor", "heads", "items")
-BLOCKS = (Blocks(16, 16, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1))
 HOW = ("whole", "short", "halves")
 
 
@@ -104,10 +110,16 @@ def _check(
     problem: Problem, operands: Operands, blocks: Blocks, statistics: Statistics = ""
 ) -> None:
     got = forward(problem, operands, blocks, statistics)
-    plain = dense(problem, operands, dtype=FLOAT8)
-    oracle = dense(problem, operands, dtype=torch.float64)
     assert got.out.dtype is torch.bfloat16
     names = ("out", "lse", "max_logit", "entropy") if statistics else ("out", "lse")
+    _check_result(got, problem, operands, names)
+
+
+def _check_result(
+    got: Result, problem: Problem, operands: Operands, names: tuple[str, ...]
+) -> None:
+    plain = dense(problem, operands, dtype=FLOAT8)
+    oracle = dense(problem, operands, dtype=torch.float64)
     for name in names:
         assert_exact(getattr(got, name), getattr(plain, name), getattr(oracle, name), name)
 
@@ -131,16 +143,11 @@ def test_the_2x_rule_everywhere(case: Case, kind: str, how: str) -> None:
 @_turns([CASES[13], CASES[0], CASES[6]])
 def test_statistics(case: Case, how: str) -> None:
     """They are the reference's, and change no bit of the rest."""
-    problem, operands = _call(case, "items")
-    got = forward(problem, operands, BLOCKS[0], "top1")
-    expected = tiled.forward(problem, operands, "top1")
-    for name in ("max_logit", "entropy", "lse"):
-        torch.testing.assert_close(getattr(got, name), getattr(expected, name), msg=name)
-    torch.testing.assert_close(got.stats, expected.stats, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(got.top_key, expected.top_key)
-    bare = forward(problem, operands, BLOCKS[0])
-    assert_same_bits(bare.out, got.out, "out")
-    assert_same_bits(bare.lse, got.lse, "lse")
+
+    def whole(problem: Problem, operands: Operands, statistics: Statistics) -> Result:
+        return forward(problem, operands, BLOCKS[0], statistics)
+
+    check_statistics(*_call(case, "items"), whole)
 
 
 def _edges(*shape: int) -> Tensor:
@@ -179,11 +186,8 @@ def test_few_queries(case: Case, how: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Config, "splitting", lambda _: SHORT)
     for kind in ("items", "none"):
         problem, operands = _call(case, kind)
-        got = decoded(problem, operands, "top1")
-        plain = dense(problem, operands, dtype=FLOAT8)
-        oracle = dense(problem, operands, dtype=torch.float64)
-        for name in ("out", "lse", "max_logit", "entropy"):
-            assert_exact(getattr(got, name), getattr(plain, name), getattr(oracle, name), name)
+        got = decode(problem, operands, "top1")
+        _check_result(got, problem, operands, ("out", "lse", "max_logit", "entropy"))
 
 
 @pytest.mark.parametrize("page_size", [3, 16])
@@ -251,19 +255,14 @@ def test_a_scale_that_is_no_number_shows(of: str, how: str) -> None:
 def test_keys_that_are_excluded_may_be_nan(how: str) -> None:
     """Beyond a length, in the future of a whole tile, and in a tile that a document leaves out."""
     torch.manual_seed(3)
-    q, k, v = (torch.randn(2, 1, 70, 16).to(FLOAT8) for _ in range(3))
+    qkv = [torch.randn(2, 1, 70, 16).to(FLOAT8) for _ in range(3)]
     ids = (torch.arange(70) >= 64).long()
     for mask, where in (
         (masks.lengths(torch.tensor([41, 70])), (0, slice(None), slice(41, None))),
         (masks.causal(), (slice(None), slice(None), slice(64, None))),
         (masks.document(ids), (slice(None), slice(None), slice(64, None))),
     ):
-        bad_k, bad_v = k.clone(), v.clone()
-        bad_k.view(torch.uint8)[where] = 0x7F
-        bad_v.view(torch.uint8)[where] = 0xFF
-        good = tilewise.attention(q, k, v, mask=mask, backend="gpu")
-        got = tilewise.attention(q, bad_k, bad_v, mask=mask, backend="gpu")
-        assert_same_bits(got[:, :, :64], good[:, :, :64], str(mask))
+        check_hidden(mask, qkv, where, slice(64), ("kv",))
 
 
 def test_sequences_keep_their_bits_in_any_company(how: str) -> None:
@@ -297,7 +296,8 @@ def test_probabilities_are_raised(how: str) -> None:
 def test_what_is_launched(how: str) -> None:
     """Values are turned round before the walk where the products are of float8, and not else."""
     problem, operands = _call(CASES[0], "heads")
-    _, todo = launches(problem, operands, BLOCKS[0])
+    config = Config("interpreter", overrides=(("forward", BLOCKS[0]),))
+    _, todo = prepare_forward(problem, operands, config)
     assert len(todo) == (1 if how == "halves" else 2)
     walk = todo[-1]
     assert walk.arguments["inputs"][0].dtype is (torch.uint8 if how == "halves" else FLOAT8)

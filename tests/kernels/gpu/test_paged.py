@@ -7,25 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import tilewise
 from tests.cases import Case
 from tests.contract import assert_exact, assert_same_bits
 from tests.inputs import Inputs, build
+from tests.kernels.gpu import passes
 from tests.kernels.gpu.guard import GuardError
+from tests.kernels.gpu.passes import BLOCKS, forward, on_meta, prepare_forward
 from tests.oracle import problem_of, refer_cached
 from tests.paged import Paged, in_pages, sequences_of
 from tilewise import BlockMask, masks
 from tilewise.errors import Unsupported
-from tilewise.kernels.gpu.backend import GpuBackend, empty_result
-from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config, config_for
-from tilewise.kernels.gpu.expressions.variant import variant_of
-from tilewise.kernels.gpu.forward.attend import forward_launches
-from tilewise.kernels.gpu.launch import Launch, run
-from tilewise.problem import Operands, Problem, Result, Statistics
+from tilewise.kernels.gpu.backend import GpuBackend
+from tilewise.kernels.gpu.config import FAMILIES, Blocks, config_for
+from tilewise.problem import Operands, Problem
 
-GQA: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "value_dim": 16}
+GQA = {**passes.GQA, "head_dim": 16, "value_dim": 16}
 LENGTHS = ((33, 20), (0, 5), (1, 40), (17, 0), (16, 16))
 CASES = [
     Case("plain", **GQA, sequences=LENGTHS),
@@ -36,7 +34,6 @@ CASES = [
     Case("nested", **GQA, sequences=LENGTHS, mask=("causal", "bool", "not", "or"), scale=-0.7),
     Case("equal", **GQA, sequences=((7, 20), (7, 0), (7, 70)), mask=("window",), sinks=True),
 ]
-BLOCKS = (Blocks(16, 16, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1))
 PAGES = (1, 3, 16, 17, 32, 64, 128)
 
 
@@ -57,24 +54,6 @@ def paged_problem_of(inputs: Inputs, paged: Paged, dense: bool) -> tuple[Problem
         problem = problem._replace(layout="dense", queries=q.shape[2])
         operands = operands._replace(q=q, cu_seqlens_q=None)
     return problem, operands
-
-
-def launches(
-    problem: Problem, operands: Operands, config: Config, statistics: Statistics = ""
-) -> tuple[Result, list[Launch]]:
-    """A result that is still empty, and the launches that fill it."""
-    ranks = [tuple(x.dim() for x in tensors) for tensors in operands[3:5]]
-    variant = variant_of(problem, *ranks)
-    result = empty_result(problem, operands.q, statistics)
-    return result, forward_launches(problem, operands, result, config, variant)
-
-
-def forward(problem: Problem, operands: Operands, blocks: Blocks) -> Result:
-    """The forward pass in small blocks."""
-    config = Config("interpreter", overrides=(("forward", blocks),))
-    result, todo = launches(problem, operands, config)
-    run(todo)
-    return result
 
 
 def _check(case: Case, page_size: int, blocks: Blocks) -> None:
@@ -256,19 +235,12 @@ def test_it_declines_a_table_for_more_keys_than_it_counts() -> None:
         )
 
 
-def _on_meta(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.to("meta")
-
-
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "interpreter"])
 def test_launches_need_no_values(family: str) -> None:
     """On meta tensors the host side makes the same launches, for every chip."""
     problem, operands = _small()
-    elsewhere = Operands(
-        *[_on_meta(x) if isinstance(x, Tensor) else x for x in operands]  # type: ignore[arg-type]
-    )
-    found = launches(problem, elsewhere, config_for(family), "top1")[1]
-    expected = launches(problem, operands, config_for(family), "top1")[1]
+    found = prepare_forward(problem, on_meta(operands), config_for(family), "top1")[1]
+    expected = prepare_forward(problem, operands, config_for(family), "top1")[1]
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.grid == theirs.grid
         assert mine.constants == theirs.constants

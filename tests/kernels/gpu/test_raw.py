@@ -22,7 +22,7 @@ from tests.inputs import Inputs, build
 from tests.kernels.gpu import emitted as run
 from tests.kernels.gpu.emitted import Extents, emitted, problem
 from tests.kernels.gpu.guard import GuardError
-from tests.oracle import attend, check, problem_of, refer
+from tests.oracle import Sent, attend, call, check, problem_of, refer
 from tilewise import masks, scores
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.kernels.gpu.expressions.variant import variant_of
@@ -138,8 +138,8 @@ def _both(case: Case, raw: Any, language: Any) -> tuple[Inputs, Inputs]:
 def _check(case: Case, raw: Any, language: Any) -> None:
     """Output, lse and the gradients by the 2x rule."""
     ours, theirs = _both(case, raw, language)
-    reference = refer(case, theirs)
-    check(attend(ours, "gpu", reference.grad_out, reference.grad_lse), reference, str(case))
+    reference = refer(theirs)
+    check(attend(ours, "gpu", reference.sent), reference, str(case))
 
 
 CASES = [
@@ -196,26 +196,24 @@ def test_composition(name: str) -> None:
     """Value and derivative go through scores before and after, to q, k and a bias."""
     case = Case(f"chain-{name}", **SIZES, **GQA, mask=("causal",), gain=2.0)
     ours, theirs = _both(case, *_chains()[name])
-    reference = refer(case, theirs)
-    grad_out, grad_lse = reference.grad_out, reference.grad_lse
+    reference = refer(theirs)
     assert "raw(" in str(ours.score)
-    got = attend(ours, "gpu", grad_out, grad_lse)
+    got = attend(ours, "gpu", reference.sent)
     check(got._replace(grads={name: got.grads[name] for name in "qkv"}), reference, str(case))
     torch.testing.assert_close(
-        _of_captured(ours, "gpu", grad_out, grad_lse),
-        _of_captured(theirs, "tiled", grad_out, grad_lse),
+        _of_captured(ours, "gpu", reference.sent),
+        _of_captured(theirs, "tiled", reference.sent),
         rtol=1e-5,
         atol=1e-5,
     )
 
 
-def _of_captured(inputs: Inputs, backend: str, grad_out: Tensor, grad_lse: Tensor) -> Tensor:
+def _of_captured(inputs: Inputs, backend: str, sent: Sent) -> Tensor:
     """The gradient of the one captured tensor that is to be learnt."""
     assert inputs.score is not None
     (learned,) = [tensor for tensor in inputs.score.captured if tensor.requires_grad]
-    keywords = {**inputs.keywords(), "return_lse": True, "backend": backend}
-    out, lse, _ = tilewise.attention(inputs.q, inputs.k, inputs.v, **keywords)
-    (grad,) = torch.autograd.grad([out, lse], [learned], [grad_out, grad_lse])
+    results = call(inputs, backend, return_lse=True)[:2]
+    (grad,) = torch.autograd.grad(results, [learned], sent[:2])
     return grad
 
 

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,3 +114,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):  # not its keywords: a folder's name is one of them
             item.add_marker(skip)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep what collecting made, a million objects, out of the way of the garbage collector.
+
+    Traces and syntax trees make so many objects that it looks at all of them again and again.
+    """
+    gc.collect()
+    gc.freeze()

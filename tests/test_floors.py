@@ -254,10 +254,15 @@ def circles(graph: Graph) -> list[list[str]]:
     return found
 
 
-def test_the_house_stands() -> None:
-    graph = import_graph(*SOURCES)
-    assert len(graph) > 10, "the test looks at the wrong folder"
-    assert complaints(graph) == []
+@pytest.fixture(scope="module")
+def house() -> Graph:
+    """The imports of the two packages."""
+    return import_graph(*SOURCES)
+
+
+def test_the_house_stands(house: Graph) -> None:
+    assert len(house) > 10, "the test looks at the wrong folder"
+    assert complaints(house) == []
 
 
 def is_public(module: str) -> bool:
@@ -278,15 +283,14 @@ def internals_used(graph: Graph) -> set[tuple[str, str]]:
     }
 
 
-def test_tilelab_uses_what_is_public() -> None:
-    graph = import_graph(*SOURCES)
-    used, unused = internals_used(graph), set(LEFT)
+def test_tilelab_uses_what_is_public(house: Graph) -> None:
+    used, unused = internals_used(house), set(LEFT)
     for importer, target in sorted(used):
         entry = next((e for e in LEFT if within(importer, e[0]) and target == e[1]), None)
         assert entry, f"{importer} imports {target}, which is not public: see docs/design.md"
         unused.discard(entry)
     assert not unused, "the remainder shrank: take these out of LEFT"
-    assert {name.removesuffix(".*") for name in PUBLIC} <= set(graph)
+    assert {name.removesuffix(".*") for name in PUBLIC} <= set(house)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_cases_that_share_no_value_are_all_in_the_sample() -> None:
 
 
 def test_marks(pytester: pytest.Pytester) -> None:
-    """Slow cases stand for nothing; tests without parameters and the values' own marks stay."""
+    """Slow and thorough cases stand for nothing; tests without parameters keep their own marks."""
     pytester.makeconftest(
         "import pytest\n"
         "from tests.tiers import mark_thorough\n"
@@ -47,7 +47,8 @@ def test_marks(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("""
         import pytest
         SLOW = pytest.param(0, marks=pytest.mark.slow)
-        @pytest.mark.parametrize("a", [SLOW, 1, 2])
+        MORE = pytest.param(3, marks=pytest.mark.thorough)
+        @pytest.mark.parametrize("a", [SLOW, 1, 2, MORE])
         @pytest.mark.parametrize("b", range(5))
         def test_many(a, b): pass
         def test_one(): pass
@@ -59,4 +60,4 @@ def test_marks(pytester: pytest.Pytester) -> None:
     assert "test_one" in names
     assert "test_more" not in names
     assert 5 <= sum(name.startswith("test_many") for name in names) <= 6
-    assert not any(name.endswith("-0]") for name in names)
+    assert not any(name.endswith(("-0]", "-3]")) for name in names)

@@ -3,8 +3,8 @@
 A test function with many cases is thorough in all but a sample of them. In the sample each value of
 each parameter occurs at least once: each instruction set, each dtype, each named case. Fields of a
 parameter, such as the dtype of a ``Case``, are parameters of their own. Which values meet is drawn
-from the names of the tests, so the sample is the same in every process. A test that takes long for
-what it adds has the marker in its file.
+from the names of the tests, so the sample is the same in every process. A test or a case that takes
+long for what it adds has the marker in its file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def mark_thorough(items: list[pytest.Item]) -> None:
         parameters = {
             name: case.callspec.params
             for name, case in named.items()
-            if hasattr(case, "callspec") and not case.get_closest_marker("slow")
+            if hasattr(case, "callspec")
+            and not any(case.get_closest_marker(mark) for mark in ("slow", "thorough"))
         }
         for name in parameters.keys() - sample(parameters):
             named[name].add_marker(pytest.mark.thorough)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -98,7 +99,17 @@ def _peaked_cases() -> list[Case]:
     return [case.of(dtype) for dtype in (torch.float32, torch.float64) for case in found]
 
 
-@pytest.mark.parametrize(("target", "case"), pairs(_peaked_cases(), 3), indirect=["target"])
+def _peaked_pairs() -> list[Any]:
+    """Every case on every target; in extended precision wide heads take seconds."""
+    found = pairs(_peaked_cases(), 3)
+    for at, (_, case) in enumerate(parameter.values for parameter in found):
+        if case.dtype == torch.float64 and case.head_dim == 512:
+            marks = (*found[at].marks, pytest.mark.thorough)
+            found[at] = pytest.param(*found[at].values, marks=marks, id=found[at].id)
+    return found
+
+
+@pytest.mark.parametrize(("target", "case"), _peaked_pairs(), indirect=["target"])
 def test_peaked(target: Target, case: Case) -> None:
     """Few queries and wide heads with large logits, judged on as many draws as give 32 rows."""
     check_pooled(case, target.backend, range(max(2, 32 // case.queries)))

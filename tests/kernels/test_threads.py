@@ -73,10 +73,10 @@ def test_chunks_in_every_dtype(target: Target, case: Case, dtype: torch.dtype) -
     _check_threads(case.of(dtype), (2, 3, 2, 3, 5))
 
 
+@pytest.mark.parametrize("runs", [3, pytest.param(20, marks=pytest.mark.thorough)])
 @only_cpu
-def test_a_bias_for_a_whole_batch(target: Target) -> None:
+def test_a_bias_for_a_whole_batch(target: Target, runs: int) -> None:
     """Batches of unequal work add to one gradient: the order must not be that of the threads."""
-    runs = 20 if target.rank == 0 else 3
     q, k, v = (torch.randn(16, 1, rows, 8) for rows in (512, 1000, 1000))
     bias = torch.randn(1, 1, 512, 1000, requires_grad=True)
     mask = masks.lengths(torch.tensor([190, 1000] * 8))

@@ -45,14 +45,14 @@ def table_of(pairs: Tensor, block: tuple[int, int]) -> Tensor:
     rows, columns = (
         math.ceil(size / one) for size, one in zip(pairs.shape[2:], block, strict=True)
     )
-    table = torch.zeros(*pairs.shape[:2], rows, columns, dtype=torch.uint8)
-    for row in range(rows):
-        for column in range(columns):
-            across = slice(row * block[0], (row + 1) * block[0])
-            along = slice(column * block[1], (column + 1) * block[1])
-            tile = pairs[:, :, across, along].flatten(2)
-            table[:, :, row, column] = tile.any(-1).to(torch.uint8) + tile.all(-1)
-    return table
+    beyond = (0, columns * block[1] - pairs.shape[3], 0, rows * block[0] - pairs.shape[2])
+
+    def tiles(outside: bool) -> Tensor:  # [B, Hq, rows, M of a tile, columns, N of a tile]
+        padded = torch.nn.functional.pad(pairs, beyond, value=outside)
+        return padded.unflatten(3, (columns, block[1])).unflatten(2, (rows, block[0]))
+
+    some, every = tiles(False).any(5).any(3), tiles(True).all(5).all(3)
+    return some.to(torch.uint8) + every
 
 
 def tabled(inputs: Inputs, block: tuple[int, int] = (64, 128)) -> Inputs:

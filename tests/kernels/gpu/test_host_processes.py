@@ -50,6 +50,7 @@ def _pytest(*arguments: str, interpret: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.thorough
 def test_the_ordinary_process_imports_no_kernel() -> None:
     """The modules that hold kernels are skipped, with the reason, and not imported."""
     done = _pytest("tests/kernels/gpu/test_guard.py", interpret="0")
@@ -58,6 +59,7 @@ def test_the_ordinary_process_imports_no_kernel() -> None:
     assert "::" not in done.stdout
 
 
+@pytest.mark.thorough
 def test_the_interpreting_process_looks_at_this_folder_only() -> None:
     pytest.importorskip("triton")
     done = _pytest("tests/test_chips.py", "tests/kernels/gpu/test_guard.py", interpret="1")

@@ -265,7 +265,7 @@ def test_what_lies_beyond_a_length_does_not_leak() -> None:
     assert_same_bits(bad.grad[:, :, :16], good.grad[:, :, :16], "grad of k")
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_compiled(dynamic: bool) -> None:
     """A graph has the name; the op finds the functions in its process. One graph for any sizes."""
     torch._dynamo.reset()

@@ -14,7 +14,7 @@ from tests.cases import FLOATS, TABLE, Case
 from tests.contract import assert_exact, assert_same_bits
 from tests.inputs import Inputs, build
 from tests.kernels.targets import Target
-from tests.oracle import Outcome, Sent, assert_same, attend, check, refer
+from tests.oracle import Outcome, Sent, assert_same, attend, call, check, refer, send
 from tilewise import masks, scores
 
 NAN = math.nan
@@ -91,32 +91,53 @@ LARGE = [
     Case("large-softcap", queries=65, keys=65, score=("softcap",)),
     Case("large-bias", queries=65, keys=65, score=("bias",)),
 ]
+# These with the row statistics, beside sinks far below, among and level with the scores.
+SINKS = {"large-keys": None, "below": -1e4, "among": 0.0, "level": 1e4}
+STATED = [
+    Case(name, queries=65, keys=200, mask=("causal",), sinks=sink is not None)
+    for name, sink in SINKS.items()
+]
+large = pytest.mark.parametrize(
+    ("case", "statistics"),
+    [*((case, False) for case in LARGE), *((case, True) for case in STATED)],
+    ids=lambda each: each.name if isinstance(each, Case) else "",
+)
 
 
+def _check(inputs: Inputs, target: Target, case: Case, statistics: bool) -> Outcome:
+    """The contract for out, lse and gradients; on request for the statistics and theirs too."""
+    if inputs.sinks is not None and case.name in SINKS:
+        inputs.sinks.data.fill_(SINKS[case.name])
+    reference = refer(inputs, send(inputs, entropy=statistics))
+    actual = attend(inputs, target.backend, reference.sent, statistics=statistics)
+    check(actual, reference, str(case))
+    return actual
+
+
+@large
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
-def test_scores_near_ten_thousand(target: Target, case: Case, dtype: torch.dtype) -> None:
+def test_scores_near_ten_thousand(
+    target: Target, case: Case, dtype: torch.dtype, statistics: bool
+) -> None:
     """Scores of 1e4 that differ by a few: every digit that is left counts, in every gradient."""
     case = case.of(dtype)
     inputs = build(case)
     near_ten_thousand(inputs)
-    reference = refer(inputs)
-    assert float(abs(reference.oracle.lse).max()) > (1e4 if "softcap" not in case.name else 30)
-    actual = attend(inputs, target.backend, reference.sent)
-    check(actual, reference, str(case))
+    actual = _check(inputs, target, case, statistics)
+    assert float(abs(actual.lse).max()) > (1e4 if "softcap" not in case.name else 30)
 
 
+@large
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
-def test_scores_within_ten_thousand(target: Target, case: Case, dtype: torch.dtype) -> None:
+def test_scores_within_ten_thousand(
+    target: Target, case: Case, dtype: torch.dtype, statistics: bool
+) -> None:
     """Scores from -1e4 to 1e4, exact in any dtype: rows of one key, or of a few in a tie."""
     case = replace(case.of(dtype), scale=math.copysign(64.0, case.scale or 1.0))
     inputs = build(case)
     within_ten_thousand(inputs)
-    reference = refer(inputs)
-    assert float(abs(reference.oracle.lse).max()) > (1e4 if "softcap" not in case.name else 29)
-    actual = attend(inputs, target.backend, reference.sent)
-    check(actual, reference, str(case))
+    actual = _check(inputs, target, case, statistics)
+    assert float(abs(actual.lse).max()) > (1e4 if "softcap" not in case.name else 29)
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1e-38, 1e-46, 1e-300, 0.0])
@@ -139,20 +160,23 @@ def test_huge_equal_scores_average(target: Target) -> None:
     torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("statistics", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("infinite", [True, False], ids=["-inf", "min"])
-def test_lowest_biases(target: Target, dtype: torch.dtype, infinite: bool) -> None:
+def test_lowest_biases(
+    target: Target, dtype: torch.dtype, infinite: bool, statistics: bool
+) -> None:
     """-inf excludes a key; finfo.min does too, unless every key of a row has it."""
     case = Case("lowest", queries=66, keys=130, score=("bias",), dtype=dtype)
     inputs = build(case)
-    low = -math.inf if infinite else torch.finfo(dtype).min
-    lower_biases(inputs, low)
-    reference = refer(inputs)
-    actual = attend(inputs, target.backend, reference.sent)
-    check(actual, reference, f"{case} {low}")
+    lower_biases(inputs, -math.inf if infinite else torch.finfo(dtype).min)
+    actual = _check(inputs, target, case, statistics)
     if infinite:
         assert bool((actual.out[:, :, 5] == 0).all())
         assert bool((actual.lse[:, :, 5] == -math.inf).all())
+    stats = call(inputs, target.backend, return_stats="top1").stats
+    assert bool((stats.top1[:, :, 5] == -1).all()) == infinite
+    assert bool((stats.top1[:, :, 7] >= 128).all())
 
 
 @pytest.mark.parametrize("sink", [-math.inf, -1e4, 0.0, 1e4])
@@ -162,9 +186,7 @@ def test_any_sink(target: Target, sink: float) -> None:
     inputs = build(case)
     assert inputs.sinks is not None
     inputs.sinks.data.fill_(sink)
-    reference = refer(inputs)
-    actual = attend(inputs, target.backend, reference.sent)
-    check(actual, reference, f"sink {sink}")
+    _check(inputs, target, case, statistics=False)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -286,28 +308,6 @@ def test_nan_bias_at_a_visible_pair(target: Target) -> None:
     assert bool(got.out[0, 1, 3].isnan().all())
     got.out[0, 1, 3] = 0
     assert bool(got.out.isfinite().all())
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_max_logit(target: Target, dtype: torch.dtype) -> None:
-    """stats.max_logit: the largest score of each row in natural units, before sinks."""
-    case = Case("stats", queries=70, keys=50, dtype=dtype, sinks=True, mask=("causal",))
-    inputs = build(case)
-    _, _, stats = tilewise.attention(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        mask=masks.causal(),
-        sinks=inputs.sinks,
-        return_stats=True,
-        backend=target.backend,
-    )
-    s = inputs.q.double() @ inputs.k.double().mT / math.sqrt(case.head_dim)
-    hidden = torch.ones(70, 50, dtype=torch.bool).triu(1 - 20)
-    expected = s.masked_fill(hidden, -math.inf).amax(-1).detach()
-    assert not stats.max_logit.requires_grad
-    rounding = 1e-5 if dtype != torch.float64 else 1e-13
-    torch.testing.assert_close(stats.max_logit.double(), expected, atol=rounding, rtol=rounding)
 
 
 def test_softcap_saturates_quietly(target: Target) -> None:

@@ -16,7 +16,6 @@ from tests.cases import FLOATS, TABLE, Case
 from tests.contract import assert_same_bits
 from tests.inputs import Inputs, build
 from tests.kernels.targets import Target, pairs
-from tests.kernels.test_extremes import lower_biases, near_ten_thousand, within_ten_thousand
 from tests.kernels.test_gradcheck import CASES as GRADCHECK_CASES
 from tests.kernels.test_gradcheck import replaced
 from tests.oracle import (
@@ -44,12 +43,6 @@ def referred(case: Case) -> tuple[Inputs, Reference]:
     """References with gradients through lse and entropy, kept for every instruction set."""
     inputs = build(case)
     return inputs, refer(inputs, send(inputs, 5, entropy=True)._replace(out=None))
-
-
-def check_all(inputs: Inputs, target: Target, name: str) -> None:
-    """The contract for the statistics, and for the gradients of out, lse and entropy together."""
-    reference = refer(inputs, send(inputs, 5, entropy=True))
-    check(attend(inputs, target.backend, reference.sent, statistics=True), reference, name)
 
 
 @pytest.mark.parametrize(("target", "case"), pairs(EVERY, 5), indirect=["target"])
@@ -178,46 +171,6 @@ def test_equal_scores_have_the_largest_entropy(target: Target) -> None:
     torch.testing.assert_close(stats.entropy, torch.full((1, 1, 3), math.log(300)))
     (grad,) = torch.autograd.grad(stats.entropy.sum(), q)
     assert not bool(grad.any())
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("sinks", [None, -1e4, 0.0, 1e4])
-def test_scores_near_ten_thousand(target: Target, sinks: float | None, dtype: torch.dtype) -> None:
-    """Scores of 1e4 that differ by a few, beside sinks far below, and level."""
-    case = Case("near", queries=65, keys=200, mask=("causal",), sinks=sinks is not None)
-    inputs = build(case.of(dtype))
-    near_ten_thousand(inputs)
-    if inputs.sinks is not None and sinks is not None:
-        inputs.sinks.data.fill_(sinks)
-    check_all(inputs, target, f"{case} {sinks}")
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("sinks", [None, -1e4, 1e4])
-def test_scores_within_ten_thousand(
-    target: Target, sinks: float | None, dtype: torch.dtype
-) -> None:
-    """Scores from -1e4 to 1e4, exact in any type: rows of one key, or of a few in a tie."""
-    inputs = build(Case("within", queries=65, keys=200, scale=64.0, sinks=sinks is not None))
-    inputs = inputs.convert(lambda tensor: tensor.to(dtype))
-    within_ten_thousand(inputs)
-    if sinks is not None:
-        filled = torch.full((2,), sinks, dtype=statistics_dtype(dtype), requires_grad=True)
-        inputs = inputs._replace(sinks=filled)
-    check_all(inputs, target, f"within {sinks}")
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("infinite", [True, False], ids=["-inf", "min"])
-def test_lowest_biases(target: Target, dtype: torch.dtype, infinite: bool) -> None:
-    """-inf excludes a key; finfo.min does too, unless every key of a row has it."""
-    inputs = build(Case("lowest", queries=66, keys=130, score=("bias",), dtype=dtype))
-    low = -math.inf if infinite else torch.finfo(dtype).min
-    lower_biases(inputs, low)
-    check_all(inputs, target, f"lowest {low}")
-    stats = run(inputs, target.backend, return_stats="top1").stats
-    assert bool((stats.top1[:, :, 5] == -1).all()) == infinite
-    assert bool((stats.top1[:, :, 7] >= 128).all())
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

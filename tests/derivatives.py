@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-import tilewise
 from tests.cases import Case
 from tests.contract import assert_exact
 from tests.inputs import Inputs, build
-from tests.oracle import problem_of
+from tests.oracle import call, problem_of
 from tilelab.oracles.dense import dense
-from tilewise.variants.values import Score
 
 # out and lse of inputs.
 Attend = Callable[[Inputs], tuple[Tensor, Tensor]]
@@ -33,12 +31,7 @@ def public(backend: str | None) -> Attend:
     """The public API on a backend."""
 
     def attend(inputs: Inputs) -> tuple[Tensor, Tensor]:
-        keywords = {**inputs.keywords(), "return_lse": True, "backend": backend}
-        q, k, v = inputs.q, inputs.k, inputs.v
-        if inputs.cu_seqlens is None:
-            out, lse, _ = tilewise.attention(q, k, v, **keywords)
-        else:
-            out, lse, *_ = tilewise.attention_varlen(q, k, v, *inputs.cu_seqlens, **keywords)
+        out, lse, *_ = call(inputs, backend, return_lse=True)
         return out, lse
 
     return attend
@@ -71,25 +64,11 @@ def directions(inputs: Inputs, case: Case) -> Directions:
 
 def _dual(inputs: Inputs, toward: Directions) -> Inputs:
     """The inputs with their tangents; to be called in a forward-mode level."""
-
-    def dual(name: str, tensor: Tensor) -> Tensor:
-        tangent = toward.tangents[name].to(tensor.dtype)
-        found: Tensor = forward_ad.make_dual(tensor.detach(), tangent)
-        return found
-
-    score = inputs.score
-    if score is not None:
-        captured = list(score.captured)
-        slots = [instr.slots[0] for instr in score.program if instr.op == "bias"]
-        for i, slot in enumerate(slots):
-            captured[slot] = dual(f"bias{i}", captured[slot])
-        score = Score(score.program, tuple(captured))
-    return inputs._replace(
-        q=dual("q", inputs.q),
-        k=dual("k", inputs.k),
-        v=dual("v", inputs.v),
-        score=score,
-        sinks=None if inputs.sinks is None else dual("sinks", inputs.sinks),
+    return inputs.replaced(
+        {
+            name: forward_ad.make_dual(leaf.detach(), toward.tangents[name].to(leaf.dtype))
+            for name, leaf in inputs.leaves.items()
+        }
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -38,16 +38,18 @@ class Inputs(NamedTuple):
     cu_seqlens: tuple[Tensor, Tensor] | None
 
     @property
+    def slots(self) -> list[int]:
+        """The captured tensors of the score that are biases, in order."""
+        steps = () if self.score is None else self.score.program
+        return [instr.slots[0] for instr in steps if instr.op == "bias"]
+
+    @property
     def leaves(self) -> dict[str, Tensor]:
         """What can be differentiated, by name."""
         found = {"q": self.q, "k": self.k, "v": self.v}
         if self.score is not None:
-            biases = [
-                self.score.captured[instr.slots[0]]
-                for instr in self.score.program
-                if instr.op == "bias"
-            ]
-            found |= {f"bias{i}": bias for i, bias in enumerate(biases)}
+            captured = self.score.captured
+            found |= {f"bias{i}": captured[slot] for i, slot in enumerate(self.slots)}
         if self.sinks is not None:
             found["sinks"] = self.sinks
         return found
@@ -63,36 +65,25 @@ class Inputs(NamedTuple):
             "seed": self.seed if self.dropout_p else None,
         }
 
-    def detached(self) -> Inputs:
-        """The same inputs without gradients."""
+    def replaced(self, leaves: Mapping[str, Tensor]) -> Inputs:
+        """The inputs with other tensors in the place of their leaves."""
         score = self.score
         if score is not None:
-            score = Score(score.program, tuple(t.detach() for t in score.captured))
-        return self._replace(
-            q=self.q.detach(),
-            k=self.k.detach(),
-            v=self.v.detach(),
-            score=score,
-            sinks=None if self.sinks is None else self.sinks.detach(),
-        )
+            captured = list(score.captured)
+            for i, slot in enumerate(self.slots):
+                captured[slot] = leaves[f"bias{i}"]
+            score = Score(score.program, tuple(captured))
+        q, k, v = leaves["q"], leaves["k"], leaves["v"]
+        return self._replace(q=q, k=k, v=v, score=score, sinks=leaves.get("sinks"))
+
+    def detached(self) -> Inputs:
+        """The same inputs without gradients."""
+        return self.replaced({name: leaf.detach() for name, leaf in self.leaves.items()})
 
     def convert(self, change: Callable[[Tensor], Tensor]) -> Inputs:
         """The same inputs with every differentiable tensor changed, as new leaves."""
-
-        def leaf(tensor: Tensor) -> Tensor:
-            return change(tensor.detach()).requires_grad_()
-
-        score = self.score
-        if score is not None:
-            captured = [leaf(t) if t.requires_grad else t for t in score.captured]
-            score = Score(score.program, tuple(captured))
-        return self._replace(
-            q=leaf(self.q),
-            k=leaf(self.k),
-            v=leaf(self.v),
-            score=score,
-            sinks=None if self.sinks is None else leaf(self.sinks),
-        )
+        leaves = self.leaves.items()
+        return self.replaced({n: change(leaf.detach()).requires_grad_() for n, leaf in leaves})
 
 
 def _lay_out(values: Tensor, layout: str) -> Tensor:

@@ -108,9 +108,8 @@ def oracle(inputs: Inputs, sent: Sent) -> Outcome:
     result = extended(problem, operands, *sent)
     assert result.grads is not None
     grads = {"q": result.grads.q, "k": result.grads.k, "v": result.grads.v}
-    slots = [instr.slots[0] for instr in problem.score if instr.op == "bias"]
     leaves = inputs.leaves
-    for i, slot in enumerate(slots):
+    for i, slot in enumerate(inputs.slots):
         name = f"bias{i}"
         grads[name] = result.grads.score_tensors[slot].reshape(tuple(leaves[name].shape))
     if result.grads.sinks is not None:

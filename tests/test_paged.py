@@ -58,23 +58,6 @@ def keywords_of(inputs: Inputs) -> dict[str, Any]:
     return {name: inputs.keywords()[name] for name in names}
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16, 17, 64, 128])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_it_is_attention_over_sequences(case: Case, page_size: int) -> None:
-    """Packed queries, to the bit of the call over keys that lie one after the other."""
-    inputs = build(case).detached()
-    assert inputs.cu_seqlens is not None
-    paged = paged_of(inputs, page_size, rows_first=page_size % 2 == 0)
-    asked = {**keywords_of(inputs), "backend": "tiled", "return_lse": True, "return_stats": "top1"}
-    got = tilewise.attention_paged(inputs.q, *paged, inputs.cu_seqlens[0], **asked)
-    packed = (inputs.q, inputs.k, inputs.v, *inputs.cu_seqlens)
-    expected = tilewise.attention_varlen(*packed, **asked)
-    assert_same_bits(got.out, expected.out, "out")
-    assert_same_bits(got.lse, expected.lse, "lse")
-    for name, mine, theirs in zip(got.stats._fields, got.stats, expected.stats, strict=True):
-        assert_same_bits(mine, theirs, name)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_dense_queries(dtype: torch.dtype) -> None:
     """Each batch item is a call of its own over its keys, in whatever memory order q has."""

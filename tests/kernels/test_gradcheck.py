@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import tilewise
 from tests.cases import Case
-from tests.inputs import Inputs, build
+from tests.inputs import build
 from tests.kernels.targets import Target, pairs
-from tilewise.variants.values import Score
+from tests.oracle import call
 
 SMALL: dict[str, Any] = {
     "queries": 5,
@@ -54,39 +53,17 @@ CASES = [
 ]
 
 
-def replaced(inputs: Inputs, leaves: dict[str, Tensor]) -> Inputs:
-    """The inputs with other tensors in the place of their leaves."""
-    score = inputs.score
-    if score is not None:
-        captured = list(score.captured)
-        slots = [instr.slots[0] for instr in score.program if instr.op == "bias"]
-        for index, slot in enumerate(slots):
-            captured[slot] = leaves[f"bias{index}"]
-        score = Score(score.program, tuple(captured))
-    q, k, v = leaves["q"], leaves["k"], leaves["v"]
-    return inputs._replace(q=q, k=k, v=v, score=score, sinks=leaves.get("sinks"))
-
-
-def _call(inputs: Inputs, leaves: dict[str, Tensor], backend: str) -> tuple[Tensor, Tensor]:
-    """out and lse as a function of the leaves; the lse of dead rows, which is -inf, as 0."""
-    changed = replaced(inputs, leaves)
-    q, k, v, keywords = changed.q, changed.k, changed.v, changed.keywords()
-    if inputs.cu_seqlens is None:
-        out, lse, _ = tilewise.attention(q, k, v, **keywords, return_lse=True, backend=backend)
-    else:
-        out, lse, _ = tilewise.attention_varlen(
-            q, k, v, *inputs.cu_seqlens, **keywords, return_lse=True, backend=backend
-        )
-    return out, torch.where(lse.isinf(), 0.0, lse)
-
-
+@pytest.mark.parametrize("statistics", [False, pytest.param(True, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(("target", "case"), pairs(CASES, 9), indirect=["target"])
-def test_gradcheck(target: Target, case: Case) -> None:
-    """Derivatives of out and lse by every leaf."""
+def test_gradcheck(target: Target, case: Case, statistics: bool) -> None:
+    """Derivatives of out and lse, and of the entropy, by every leaf; the lse of dead rows as 0."""
     inputs = build(case)
     names = list(inputs.leaves)
 
-    def function(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return _call(inputs, dict(zip(names, tensors, strict=True)), target.backend)
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        changed = inputs.replaced(dict(zip(names, tensors, strict=True)))
+        result = call(changed, target.backend, return_lse=True, return_stats=statistics)
+        entropy = (result.stats.entropy,) if statistics else ()
+        return result.out, torch.where(result.lse.isinf(), 0.0, result.lse), *entropy
 
     torch.autograd.gradcheck(function, tuple(inputs.leaves.values()), atol=1e-7, rtol=1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor
 from tests.contract import assert_exact, assert_same_bits
 from tests.inputs import drawn
 from tests.paged import Paged, in_pages
+from tests.plain import attend
 from tilewise import AttentionResult, attention_paged, masks, scores
 from tilewise.errors import InvalidArgument
 from tilewise.serving import PagedKVCache, cascade_attention
@@ -24,19 +24,17 @@ def plain(
     q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, cap: float, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of one sequence, [Hq, M, D] and [Hk, N, D]; out and lse."""
-    group = q.shape[0] // k.shape[0]
-    q, k, v = (
-        x.to(dtype) for x in (q, k.repeat_interleave(group, 0), v.repeat_interleave(group, 0))
+    later = k.shape[1] - q.shape[1]
+    rows = attend(
+        *(x[None].to(dtype) for x in (q, k, v)),
+        score=(lambda s, *_: cap * (s / cap).tanh()) if cap else None,
+        mask=lambda b, h, m, n: n <= m + later,
+        sinks=sinks,
     )
-    s = q @ k.mT * q.shape[-1] ** -0.5
-    if cap:
-        s = cap * (s / cap).tanh()
-    hidden = torch.ones(q.shape[1], k.shape[1]).triu(1 + k.shape[1] - q.shape[1]).bool()
-    s = s.masked_fill(hidden, -math.inf)
+    s = rows.s[0]
     if sinks is not None:
         s = torch.cat([s, sinks.to(dtype)[:, None, None].expand(-1, q.shape[1], 1)], -1)
-    p = s.softmax(-1)[..., : k.shape[1]]
-    return p @ v, s.to(torch.promote_types(dtype, torch.float32)).logsumexp(-1)
+    return rows.out[0], s.to(torch.promote_types(dtype, torch.float32)).logsumexp(-1)
 
 
 def sequences(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], Paged]:

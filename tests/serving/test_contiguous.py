@@ -10,6 +10,7 @@ from torch import Tensor
 
 import tilewise
 from tests.contract import assert_exact, assert_same_bits
+from tests.plain import attend
 from tilewise import masks
 from tilewise.errors import InvalidArgument
 from tilewise.serving import KVCache
@@ -17,14 +18,6 @@ from tilewise.serving import KVCache
 
 def drawn(seed: int, heads: int, rows: int) -> Tensor:
     return torch.randn(2, heads, rows, 16, generator=torch.Generator().manual_seed(seed))
-
-
-def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention in torch's operations; two query heads to one of keys."""
-    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-    hidden = torch.ones(q.shape[2], k.shape[2]).triu(1).bool()
-    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)
-    return scores.softmax(-1) @ v
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -44,7 +37,11 @@ def test_a_prompt_in_pieces(chunk: int, dtype: torch.dtype) -> None:
     assert len(cache) == length
     if chunk % 128 == 0:
         assert_same_bits(found, expected, "out")
-    assert_exact(found, plain(q, k, v), plain(q.double(), k.double(), v.double()), "out")
+    plain, oracle = (
+        attend(*(x.to(kind) for x in (q, k, v)), mask=lambda b, h, m, n: n <= m)
+        for kind in (dtype, torch.float64)
+    )
+    assert_exact(found, plain.out, oracle.out, "out")
 
 
 def test_what_is_kept_and_what_is_asked_for() -> None:

@@ -9,10 +9,10 @@ import torch
 
 import tilewise
 from tests.cases import FLOATS, Case
-from tests.contract import assert_exact, assert_same_bits
-from tests.inputs import Inputs, build
+from tests.contract import assert_same_bits
+from tests.inputs import build
 from tests.kernels.targets import TARGETS, Target, forced, pairs
-from tests.oracle import check_case, refer_cached
+from tests.oracle import attend, call, check, check_case, refer_cached
 from tilewise import masks
 
 GQA: dict[str, Any] = {"heads": 6, "kv_heads": 2}
@@ -41,22 +41,11 @@ EVERY = [
 ON_CPU = [each for each in pairs(EVERY, 3) if each.values[0].backend == "cpu"]
 
 
-def call(inputs: Inputs, **more: Any) -> Any:
-    """The call of inputs on the CPU, with lse."""
-    keywords = {**inputs.keywords(), "backend": "cpu", "return_lse": True, **more}
-    if inputs.cu_seqlens is None:
-        return tilewise.attention(inputs.q, inputs.k, inputs.v, **keywords)
-    packed = (inputs.q, inputs.k, inputs.v, *inputs.cu_seqlens)
-    return tilewise.attention_varlen(*packed, **keywords)
-
-
 @pytest.mark.parametrize(("target", "case"), ON_CPU, indirect=["target"])
 def test_the_2x_rule(target: Target, case: Case) -> None:
     """Values, by the kernel of few queries, which no call takes that wants gradients."""
     inputs, reference = refer_cached(case)
-    got = call(inputs.detached())
-    assert_exact(got.out, reference.plain.out, reference.oracle.out, f"{case}: out")
-    assert_exact(got.lse, reference.plain.lse, reference.oracle.lse, f"{case}: lse")
+    check(attend(inputs.detached(), "cpu"), reference, str(case))
 
 
 @pytest.mark.parametrize(("target", "case"), ON_CPU, indirect=["target"])
@@ -72,7 +61,7 @@ def test_threads_change_no_bit(target: Target, case: Case) -> None:
     found = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        found.append(call(inputs, return_stats="top1"))
+        found.append(call(inputs, "cpu", return_lse=True, return_stats="top1"))
     for other in found[1:]:
         assert_same_bits(other.out, found[0].out, "out")
         assert_same_bits(other.lse, found[0].lse, "lse")

@@ -12,6 +12,7 @@ from tests.cases import FLOATS, Case
 from tests.contract import assert_same_bits
 from tests.inputs import build
 from tests.kernels.targets import TARGETS, Target, forced, pairs
+from tests.oracle import call
 from tests.paged import in_pages, sequences_of
 from tests.test_paged import CASES, keywords_of, paged_of
 from tilewise import BlockMask, masks
@@ -24,21 +25,17 @@ EVERY = [
     Case("odd", heads=3, kv_heads=1, head_dim=31, value_dim=33, sequences=LONG),
 ]
 PAGES = (1, 3, 16, 17, 64, 128, 200)
-ON_CPU = [
-    each
-    for each in pairs([case.of(dtype) for dtype in FLOATS for case in EVERY], 4)
-    if each.values[0].backend == "cpu"
-]
+EVERY_DTYPE = [case.of(dtype) for dtype in FLOATS for case in EVERY]
 
 
-@pytest.mark.parametrize(("target", "case"), ON_CPU, indirect=["target"])
+@pytest.mark.parametrize(("target", "case"), pairs(EVERY_DTYPE, 4), indirect=["target"])
 def test_it_is_attention_over_sequences(target: Target, case: Case) -> None:
     """Packed queries, few and many of them; pages of every size in both memory orders."""
     inputs = build(case).detached()
     assert inputs.cu_seqlens is not None
-    asked = {**keywords_of(inputs), "backend": "cpu", "return_lse": True, "return_stats": "top1"}
-    packed = (inputs.q, inputs.k, inputs.v, *inputs.cu_seqlens)
-    expected = tilewise.attention_varlen(*packed, **asked)
+    expected = call(inputs, target.backend, return_lse=True, return_stats="top1")
+    asked = {**keywords_of(inputs), "backend": target.backend}
+    asked |= {"return_lse": True, "return_stats": "top1"}
     for page_size in PAGES:
         paged = paged_of(inputs, page_size, rows_first=page_size % 2 == 0)
         got = tilewise.attention_paged(inputs.q, *paged, inputs.cu_seqlens[0], **asked)

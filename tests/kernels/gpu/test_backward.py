@@ -25,16 +25,15 @@ from tests.oracle import Reference, Sent, pool, problem_of, refer, refer_cached,
 from tilewise import masks
 from tilewise.kernels.gpu.config import Blocks, Parts
 from tilewise.kernels.gpu.launch import run
-from tilewise.problem import Grads, Needs, Problem
+from tilewise.problem import Grads, Needs
 from tilewise.reference import tiled
 from tilewise.sparse.block_mask import BlockMask
 
 
-def named(inputs: Inputs, problem: Problem, grads: Grads) -> dict[str, Tensor]:
+def named(inputs: Inputs, grads: Grads) -> dict[str, Tensor]:
     """The gradients of the leaves of the inputs, by their names."""
     found = {"q": grads.q, "k": grads.k, "v": grads.v, "sinks": grads.sinks}
-    slots = [instr.slots[0] for instr in problem.score if instr.op == "bias"]
-    found |= {f"bias{i}": grads.score_tensors[slot] for i, slot in enumerate(slots)}
+    found |= {f"bias{i}": grads.score_tensors[slot] for i, slot in enumerate(inputs.slots)}
     leaves = inputs.leaves
     return {
         name: grad.reshape(leaves[name].shape).to(leaves[name].dtype)
@@ -45,7 +44,7 @@ def named(inputs: Inputs, problem: Problem, grads: Grads) -> dict[str, Tensor]:
 
 def _gradients(inputs: Inputs, reference: Reference, blocks: Blocks) -> dict[str, Tensor]:
     problem, operands = problem_of(inputs.detached())
-    got = named(inputs, problem, backward(problem, operands, reference.sent, blocks))
+    got = named(inputs, backward(problem, operands, reference.sent, blocks))
     assert got.keys() == inputs.leaves.keys()
     return got
 
@@ -109,7 +108,7 @@ def test_products_in_parts(case: Case, dtype: torch.dtype) -> None:
     assert len(parts) >= 2
     assert set(parts) == {16}
     run(todo)
-    _check_grads(named(inputs, problem, grads), reference, case)
+    _check_grads(named(inputs, grads), reference, case)
 
 
 BIASES = [
@@ -155,7 +154,7 @@ def test_gradient_of_the_entropy(case: Case) -> None:
     reference = refer(inputs, send(inputs, entropy=True))
     problem, operands = problem_of(inputs.detached())
     grads = backward(problem, operands, reference.sent, BLOCKS[0], statistics="rows")
-    _check_grads(named(inputs, problem, grads), reference, case)
+    _check_grads(named(inputs, grads), reference, case)
 
 
 def test_only_what_is_needed() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.variants import some_masks as masks
 from tests.variants import some_scores as scores
-from tests.variants.calls import Call, assert_all_close
+from tests.variants.calls import Call, assert_all_close, check_exact
 from tests.variants.making import Made, Sizes, Variant
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Sizes",
     "Variant",
     "assert_all_close",
+    "check_exact",
 ]
 
 CATALOGUE: tuple[Variant, ...] = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import Any
 
@@ -319,35 +318,6 @@ def test_under_torch_compile() -> None:
         *(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected)), strict=True
     ):
         assert_same_bits(one, two, "gradient")
-
-
-ORDERS = {
-    "flash_attn_func": "q k v",
-    "flash_attn_kvpacked_func": "q kv",
-    "flash_attn_qkvpacked_func": "qkv",
-    "flash_attn_varlen_func": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
-    "flash_attn_varlen_kvpacked_func": "q kv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
-    "flash_attn_varlen_qkvpacked_func": "qkv cu_seqlens max_seqlen",
-}
-DEFAULTS = {
-    "dropout_p": 0.0,
-    "softmax_scale": None,
-    "causal": False,
-    "window_size": (-1, -1),
-    "softcap": 0.0,
-    "alibi_slopes": None,
-    "deterministic": False,
-    "return_attn_probs": False,
-}
-
-
-@pytest.mark.parametrize("name", ORDERS)
-def test_names_orders_and_defaults(name: str) -> None:
-    found = inspect.signature(getattr(flash_attn, name)).parameters
-    due = dict.fromkeys(ORDERS[name].split(), inspect.Parameter.empty) | DEFAULTS
-    if name == "flash_attn_varlen_func":
-        due["block_table"] = None
-    assert [(each.name, each.default) for each in found.values()] == list(due.items())
 
 
 Q, CU = torch.zeros(1, 4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)

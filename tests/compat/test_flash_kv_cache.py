@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import Any, NamedTuple
 
@@ -314,16 +313,6 @@ def test_on_a_gpu(flags: Flags) -> None:
         k, v = (cache[row, start : length + 3] for cache in (case.k_cache, case.v_cache))
         keys.append((k, k, v))
     check((out.cpu(), lse.cpu()), (case.q, case.q), keys, flags, slopes)
-
-
-def test_names_orders_and_defaults() -> None:
-    due: dict[str, object] = dict.fromkeys(("q", "k_cache", "v_cache"), inspect.Parameter.empty)
-    due |= dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin", "cache_seqlens"))
-    due |= dict.fromkeys(("cache_batch_idx", "cache_leftpad", "block_table", "softmax_scale"))
-    due |= {"causal": False, "window_size": (-1, -1), "softcap": 0.0, "rotary_interleaved": True}
-    due |= {"alibi_slopes": None, "num_splits": 0, "return_softmax_lse": False}
-    found = inspect.signature(flash_attn.flash_attn_with_kvcache).parameters
-    assert [(each.name, each.default) for each in found.values()] == list(due.items())
 
 
 TABLE = torch.zeros(BATCH, 1, dtype=torch.int32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -223,21 +222,3 @@ def test_mistakes_of_rotary() -> None:
         turning.apply_rotary_emb(x, cos, cos, seqlen_offsets=1.5)
     with pytest.raises(InvalidArgument, match="seqlen_offsets: got"):
         turning.apply_rotary_emb(x, cos, cos, seqlen_offsets=torch.tensor([1]))
-
-
-def test_names_orders_and_defaults() -> None:
-    def form(call: object) -> str:
-        found = inspect.signature(call).parameters.values()  # type: ignore[arg-type]
-        none = inspect.Parameter.empty
-        return " ".join(p.name if p.default is none else f"{p.name}={p.default}" for p in found)
-
-    assert form(rotary.apply_rotary_emb) == (
-        "x cos sin interleaved=False inplace=False seqlen_offsets=0 cu_seqlens=None max_seqlen=None"
-    )
-    assert form(rotary.apply_rotary) == (
-        "x cos sin seqlen_offsets=0 cu_seqlens=None max_seqlen=None interleaved=False "
-        "inplace=False conjugate=False"
-    )
-    assert form(bert_padding.unpad_input) == "hidden_states attention_mask unused_mask=None"
-    assert form(bert_padding.pad_input) == "hidden_states indices batch seqlen"
-    assert form(bert_padding.index_first_axis) == "input indices"

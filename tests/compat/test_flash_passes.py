@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import Any
 
@@ -15,7 +14,6 @@ from tests.compat.flash_reference import Flags, attend, attend_packed, seen_of, 
 from tests.compat.ring import PackedRing, Ring
 from tests.compat.test_flash_interface import FLAGS, LENGTHS, check, cu_seqlens, draw, words
 from tests.contract import assert_exact, assert_same_bits
-from tilewise.compat import flash_attn
 from tilewise.compat.flash_attn import flash_attn_interface as interface
 from tilewise.errors import InvalidArgument, InvalidType, TilewiseError, Unsupported
 
@@ -318,47 +316,6 @@ def test_under_torch_compile() -> None:
     compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
     for one, two in zip(compiled(*leaves), both(*leaves), strict=True):
         assert_same_bits(one, two, "compiled")
-
-
-DENSE = "q k v", "dropout_p softmax_scale causal"
-FLAG_NAMES = "window_size_left window_size_right softcap alibi_slopes"
-PACKING = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
-GIVEN = "dout q k v out softmax_lse dq dk dv"
-MORE = "block_table leftpad_k seqused_k zero_tensors"
-ORDERS = {
-    "_flash_attn_forward": f"{DENSE[0]} {DENSE[1]} {FLAG_NAMES} return_softmax",
-    "_flash_attn_varlen_forward": f"{DENSE[0]} {PACKING} {DENSE[1]} {FLAG_NAMES} return_softmax "
-    f"{MORE}",
-    "_flash_attn_backward": f"{GIVEN} {DENSE[1]} {FLAG_NAMES} deterministic rng_state",
-    "_flash_attn_varlen_backward": f"{GIVEN} {PACKING} {DENSE[1]} {FLAG_NAMES} deterministic "
-    "rng_state zero_tensors",
-}
-DEFAULTS: dict[str, dict[str, object]] = {
-    "_flash_attn_forward": {},
-    "_flash_attn_varlen_forward": {
-        "window_size_left": -1,
-        "window_size_right": -1,
-        "softcap": 0.0,
-        "alibi_slopes": None,
-        "return_softmax": False,
-        "block_table": None,
-        "leftpad_k": None,
-        "seqused_k": None,
-        "zero_tensors": False,
-    },
-    "_flash_attn_backward": {"rng_state": None},
-    "_flash_attn_varlen_backward": {"rng_state": None, "zero_tensors": False},
-}
-
-
-@pytest.mark.parametrize("name", ORDERS)
-def test_names_orders_and_defaults(name: str) -> None:
-    found = inspect.signature(getattr(passes, name)).parameters
-    assert list(found) == ORDERS[name].split()
-    empty = inspect.Parameter.empty
-    defaults = {each.name: each.default for each in found.values() if each.default is not empty}
-    assert defaults == DEFAULTS[name]
-    assert not hasattr(flash_attn, name)  # as in the package: of its interface alone
 
 
 Q = torch.zeros(1, 4, 2, 8)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tests.contract import assert_exact, assert_same_bits
+from tests.contract import assert_same_bits
 from tests.kernels.targets import TARGETS, Target
 from tests.plain import attend
 from tests.variants_catalogue import (
@@ -16,6 +16,7 @@ from tests.variants_catalogue import (
     Sizes,
     Variant,
     assert_all_close,
+    check_exact,
 )
 
 NATIVE = next((target for target in TARGETS if target.backend == "cpu"), TARGETS[-1])
@@ -45,13 +46,7 @@ def test_over_several_tiles(target: Target, variant: Variant) -> None:
 @each_variant
 def test_a_variant_is_exact(target: Target, variant: Variant, dtype: torch.dtype) -> None:
     """The contract, with the captured gradients in it."""
-    call, wide = Call(variant, dtype), Call(variant, torch.float64)
-    for name, leaf in wide.leaves.items():
-        leaf.data.copy_(call.leaves[name].data)
-    wide.grad_out, wide.grad_lse = call.grad_out.double(), call.grad_lse.double()
-    got, plain, oracle = call.run(target.backend), call.dense(dtype), wide.dense(torch.float64)
-    for name, tensor in got.items():
-        assert_exact(tensor, plain[name], oracle[name], name)
+    check_exact(variant, dtype, target.backend)
 
 
 @on_the_best

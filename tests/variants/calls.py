@@ -9,6 +9,7 @@ from torch import Tensor
 
 import tilewise
 from tests.asked import asked
+from tests.contract import assert_exact
 from tests.plain import attend
 from tests.variants.making import Sizes, Variant
 from tilelab.oracles.dense import dense
@@ -108,3 +109,14 @@ def assert_all_close(got: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
     for name, tensor in expected.items():
         message = f"{name}: {got[name]} and {tensor}"
         torch.testing.assert_close(got[name], tensor, rtol=1e-9, atol=1e-9, msg=message)
+
+
+def check_exact(variant: Variant, dtype: torch.dtype, backend: str) -> None:
+    """Assert the contract for a call, with the gradients of what is captured in it."""
+    call, wide = Call(variant, dtype), Call(variant, torch.float64)
+    for name, leaf in wide.leaves.items():
+        leaf.data.copy_(call.leaves[name].data)
+    wide.grad_out, wide.grad_lse = call.grad_out.double(), call.grad_lse.double()
+    got, plain, oracle = call.run(backend), call.dense(dtype), wide.dense(torch.float64)
+    for name, tensor in got.items():
+        assert_exact(tensor, plain[name], oracle[name], f"{variant}: {name}")

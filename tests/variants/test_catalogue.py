@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tests.contract import assert_exact, assert_same_bits
+from tests.contract import assert_same_bits
 from tests.plain import attend_packed, joined
 from tests.variants_catalogue import (
     CATALOGUE,
@@ -18,6 +18,7 @@ from tests.variants_catalogue import (
     Sizes,
     Variant,
     assert_all_close,
+    check_exact,
 )
 from tilelab.oracles.dense import dense
 from tilelab.oracles.extended import extended, has_extended_precision
@@ -102,14 +103,7 @@ SINGLE = ("alibi", "t5", "swin", "learned-softcap", "kerple", "forgetting", "pow
 @pytest.mark.parametrize("variant", [v for v in CATALOGUE if v.name in SINGLE], ids=str)
 def test_the_tiled_reference_is_exact_in_float32(variant: Variant) -> None:
     """The contract, with the captured gradients in it."""
-    call = Call(variant, torch.float32)
-    wide = Call(variant, torch.float64)
-    for name, leaf in wide.leaves.items():
-        leaf.data.copy_(call.leaves[name].data)
-    wide.grad_out, wide.grad_lse = call.grad_out.double(), call.grad_lse.double()
-    got, plain, oracle = call.run("tiled"), call.dense(torch.float32), wide.plain()
-    for name, tensor in got.items():
-        assert_exact(tensor, plain[name], oracle[name], name)
+    check_exact(variant, torch.float32, "tiled")
 
 
 @pytest.mark.parametrize("variant", [v for v in CATALOGUE if v.name in SINGLE], ids=str)

@@ -13,11 +13,10 @@ import torch
 from hypothesis import assume, given, settings
 
 from tests.cases import TABLE, Case, cases
-from tests.contract import assert_exact
 from tests.kernels.gpu.guard import Watch
 from tests.kernels.targets import Target
 from tests.oracle import assert_same, attend, check_case, check_drawn, refer_cached
-from tests.variants_catalogue import CATALOGUE, Call, Variant
+from tests.variants_catalogue import CATALOGUE, Variant, check_exact
 
 GPU = Target("gpu", "", 0)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -80,10 +79,4 @@ def test_any_order_of_programs_gives_the_same_bits(watched: Watch, name: str) ->
 @pytest.mark.parametrize(("variant", "dtype"), _sampled(CATALOGUE))
 def test_a_variant_is_exact(variant: Variant, dtype: torch.dtype) -> None:
     """With the gradients of what it captures."""
-    call, wide = Call(variant, dtype), Call(variant, torch.float64)
-    for name, leaf in wide.leaves.items():
-        leaf.data.copy_(call.leaves[name].data)
-    wide.grad_out, wide.grad_lse = call.grad_out.double(), call.grad_lse.double()
-    got, plain, oracle = call.run(GPU.backend), call.dense(dtype), wide.dense(torch.float64)
-    for name, tensor in got.items():
-        assert_exact(tensor, plain[name], oracle[name], name)
+    check_exact(variant, dtype, GPU.backend)

@@ -1,0 +1,71 @@
+"""The functions of flash-attn's stand-in have the names, orders and defaults of its arguments."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from tilewise.compat import flash_attn
+from tilewise.compat.flash_attn import bert_padding, flash_attn_interface
+from tilewise.compat.flash_attn.layers import rotary
+
+FLAGS = (
+    "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0 "
+    "alibi_slopes=None deterministic=False return_attn_probs=False"
+)
+PACKING = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+GIVEN = "dout q k v out softmax_lse dq dk dv"
+ASKED = "dropout_p softmax_scale causal"
+WINDOW = "window_size_left window_size_right softcap alibi_slopes"
+WINDOW_OR_NONE = "window_size_left=-1 window_size_right=-1 softcap=0.0 alibi_slopes=None"
+OPEN = {
+    "flash_attn_func": f"q k v {FLAGS}",
+    "flash_attn_kvpacked_func": f"q kv {FLAGS}",
+    "flash_attn_qkvpacked_func": f"qkv {FLAGS}",
+    "flash_attn_varlen_func": f"q k v {PACKING} {FLAGS} block_table=None",
+    "flash_attn_varlen_kvpacked_func": f"q kv {PACKING} {FLAGS}",
+    "flash_attn_varlen_qkvpacked_func": f"qkv cu_seqlens max_seqlen {FLAGS}",
+    "flash_attn_with_kvcache": "q k_cache v_cache k=None v=None rotary_cos=None rotary_sin=None "
+    "cache_seqlens=None cache_batch_idx=None cache_leftpad=None block_table=None "
+    "softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0 rotary_interleaved=True "
+    "alibi_slopes=None num_splits=0 return_softmax_lse=False",
+}
+# Of the interface alone, as in the package.
+PASSES = {
+    "_flash_attn_forward": f"q k v {ASKED} {WINDOW} return_softmax",
+    "_flash_attn_varlen_forward": f"q k v {PACKING} {ASKED} {WINDOW_OR_NONE} return_softmax=False "
+    "block_table=None leftpad_k=None seqused_k=None zero_tensors=False",
+    "_flash_attn_backward": f"{GIVEN} {ASKED} {WINDOW} deterministic rng_state=None",
+    "_flash_attn_varlen_backward": f"{GIVEN} {PACKING} {ASKED} {WINDOW} deterministic "
+    "rng_state=None zero_tensors=False",
+}
+BESIDE: dict[Any, str] = {
+    rotary.apply_rotary_emb: "x cos sin interleaved=False inplace=False seqlen_offsets=0 "
+    "cu_seqlens=None max_seqlen=None",
+    rotary.apply_rotary: "x cos sin seqlen_offsets=0 cu_seqlens=None max_seqlen=None "
+    "interleaved=False inplace=False conjugate=False",
+    bert_padding.unpad_input: "hidden_states attention_mask unused_mask=None",
+    bert_padding.pad_input: "hidden_states indices batch seqlen",
+    bert_padding.index_first_axis: "input indices",
+}
+EVERY = [
+    *((getattr(flash_attn, name), text) for name, text in OPEN.items()),
+    *((getattr(flash_attn_interface, name), text) for name, text in PASSES.items()),
+    *BESIDE.items(),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), EVERY, ids=[call.__name__ for call, _ in EVERY])
+def test_names_orders_and_defaults(call: Any, text: str) -> None:
+    none = inspect.Parameter.empty
+    found = [
+        each.name if each.default is none else f"{each.name}={each.default!r}".replace(" ", "")
+        for each in inspect.signature(call).parameters.values()
+    ]
+    assert found == text.split()
+
+
+def test_the_passes_are_of_the_interface_alone() -> None:
+    assert not any(hasattr(flash_attn, name) for name in PASSES)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from tests.kernels.targets import TARGETS, Target
+from tests.peak import only_linux, printed
 
 # Peak resident memory beyond what was there just before the call, in MiB, for two lengths.
 _SCRIPT = """
 import sys
 import torch
 import tilewise
+from tests.peak import Peak
 
 backend, isa, lengths, dropout_p = sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4])
 torch.set_num_threads(1)
@@ -22,21 +20,15 @@ if isa:
     from tilewise import _core
     _core.set_isa(isa)
 
-def status(field):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) / 1024 for line in file if line.startswith(field))
-
 def measure(n):
     q, k, v = (torch.randn(1, 1, n, 32, requires_grad=True) for _ in range(3))
     grad = torch.randn(1, 1, n, 32)
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    before = status("VmRSS")
+    peak = Peak()
     out = tilewise.attention(q, k, v, mask=tilewise.masks.causal(), dropout_p=dropout_p, seed=1,
                              backend=backend)
-    forward = status("VmHWM") - before
+    forward = peak.mib()
     out.backward(grad)
-    return forward, status("VmHWM") - before
+    return forward, peak.mib()
 
 measure(300)  # pools and libraries are not the call's
 for n in map(int, lengths.split(",")):
@@ -44,18 +36,10 @@ for n in map(int, lengths.split(",")):
 """
 
 
-def _measure(target: Target, lengths: tuple[int, ...], dropout_p: float) -> list[list[float]]:
-    words = [target.backend, target.isa, ",".join(map(str, lengths)), str(dropout_p)]
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, *words], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return [[float(word) for word in line.split()] for line in done.stdout.splitlines()]
-
-
 def _check(target: Target, lengths: tuple[int, ...], dropout_p: float) -> None:
     """A square of bytes, the least that an N x N anything could take, is never reached."""
-    measured = _measure(target, lengths, dropout_p)
+    words = (target.backend, target.isa, ",".join(map(str, lengths)), dropout_p)
+    measured = [[float(word) for word in line] for line in printed(_SCRIPT, *words)]
     for n, (forward, both) in zip(lengths, measured, strict=True):
         square_mib = n * n / 2**20
         assert forward < square_mib / 2, f"forward took {forward:.1f} MiB at N = {n}"
@@ -65,9 +49,7 @@ def _check(target: Target, lengths: tuple[int, ...], dropout_p: float) -> None:
     assert large < 1.3 * ratio * small + 6, f"{small:.1f} MiB grew to {large:.1f} MiB"
 
 
-pytestmark = pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="reads /proc/self/status"
-)
+pytestmark = only_linux
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
@@ -83,6 +65,7 @@ _KINDS = """
 import sys
 import torch
 import tilewise
+from tests.peak import Peak
 from tilewise import masks
 
 isa, threads, lengths = sys.argv[1], int(sys.argv[2]), [int(n) for n in sys.argv[3].split(",")]
@@ -90,21 +73,14 @@ torch.set_num_threads(threads)
 from tilewise import _core
 _core.set_isa(isa)
 
-def status(field):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) / 1024 for line in file if line.startswith(field))
-
 def measure(call, q, k, v):
     for tensor in (q, k, v):
         tensor.requires_grad_()
     grad = torch.randn(*q.shape)
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    before = status("VmRSS")
+    peak = Peak()
     out = call(q, k, v)
     out.backward(grad)
-    taken = status("VmHWM") - before
-    return taken, sum(t.numel() * t.element_size() for t in (q, k, v, out)) / 2**20
+    return peak.mib(), sum(t.numel() * t.element_size() for t in (q, k, v, out)) / 2**20
 
 def dense(n, heads, kv_heads, mask, batch=1):
     q = torch.randn(batch, heads, n // batch, 32)
@@ -141,18 +117,7 @@ def _check_kinds(isa: str, threads: int, lengths: tuple[int, int]) -> None:
     Twice for one thread: gradients are most of it. Threads that share a head's keys take partial
     sums of grad q beside, as much as kPartialShare in csrc/passes/backward.h lets them.
     """
-    words = [isa, str(threads), ",".join(map(str, lengths))]
-    # What one call frees must go back to the system, or the next one would seem to take nothing.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(
-        [sys.executable, "-c", _KINDS, *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
+    lines = printed(_KINDS, isa, threads, ",".join(map(str, lengths)))
     assert len(lines) == 10
     times = 2 if threads == 1 else 5
     wrong = [

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from tests.cases import TABLE, Case
 from tests.inputs import Inputs, build
-from tests.oracle import problem_of
+from tests.oracle import problem_of, refer
 from tilelab.oracles.dense import dense
 from tilelab.oracles.extended import extended, has_extended_precision
 from tilewise import masks
@@ -93,26 +93,13 @@ def test_definition() -> None:
 def test_extended_agrees(name: str) -> None:
     """The hand-written gradients are autograd's."""
     inputs = build(_case(name))
-    problem, operands = problem_of(inputs)
-    result = dense(problem, operands)
-    generator = torch.Generator().manual_seed(1)
-    grad_out = torch.randn(result.out.shape, generator=generator, dtype=torch.float64)
-    grad_lse = torch.randn(result.lse.shape, generator=generator, dtype=torch.float64)
-    wide = extended(problem, operands, grad_out, grad_lse)
-    torch.testing.assert_close(result.out, torch.from_numpy(wide.out.astype(float)))
-    torch.testing.assert_close(result.lse, torch.from_numpy(wide.lse.astype(float)))
-    leaves = inputs.leaves
-    grads = torch.autograd.grad([result.out, result.lse], [*leaves.values()], [grad_out, grad_lse])
-    assert wide.grads is not None
-    found = dict(zip(leaves, grads, strict=True))
-    for leaf in ("q", "k", "v", "sinks"):
-        value = getattr(wide.grads, leaf)
-        if value is not None:
-            torch.testing.assert_close(found[leaf], torch.from_numpy(value.astype(float)))
-    slots = [instr.slots[0] for instr in problem.score if instr.op == "bias"]
-    for i, slot in enumerate(slots):
-        value = wide.grads.score_tensors[slot].astype(float)
-        torch.testing.assert_close(found[f"bias{i}"], torch.from_numpy(value))
+    result, wide, _ = refer(inputs)
+    for fact in ("out", "lse"):
+        found = torch.from_numpy(getattr(wide, fact).astype(float))
+        torch.testing.assert_close(getattr(result, fact), found)
+    assert wide.grads.keys() == result.grads.keys()
+    for leaf, grad in wide.grads.items():
+        torch.testing.assert_close(result.grads[leaf], torch.from_numpy(grad.astype(float)))
 
 
 @pytest.mark.skipif(not has_extended_precision(), reason="long double is float64 here")

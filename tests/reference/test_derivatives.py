@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +9,7 @@ import pytest
 
 from tests.cases import FLOATS, TABLE, Case
 from tests.derivatives import check, seconds, tangents
+from tests.peak import only_linux, printed
 
 # torch's own, when forward mode first runs.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
@@ -52,13 +50,10 @@ _MEMORY = """
 import sys
 import torch
 import tilewise
+from tests.peak import Peak
 from torch.autograd import forward_ad
 
 torch.set_num_threads(1)
-
-def status(field):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) / 1024 for line in file if line.startswith(field))
 
 def attend(*qkv):
     return tilewise.attention(*qkv, mask=tilewise.masks.causal(), backend="tiled")
@@ -75,11 +70,9 @@ def second(qkv, toward):
 def measure(call, n):
     qkv = [torch.randn(1, 1, n, 32, requires_grad=True) for _ in range(3)]
     toward = [torch.randn(1, 1, n, 32) for _ in range(3)]
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    before = status("VmRSS")
+    peak = Peak()
     call(qkv, toward)
-    return status("VmHWM") - before
+    return peak.mib()
 
 for call in (tangent, second):
     measure(call, 300)  # pools and libraries are not the call's
@@ -88,19 +81,10 @@ for call in (tangent, second):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
+@only_linux
 def test_memory_is_linear() -> None:
     """A byte for each pair, a quarter of one float32 matrix, is never reached."""
-    # What one call frees must go back to the system, or the next one would seem to take nothing.
-    done = subprocess.run(
-        [sys.executable, "-c", _MEMORY, "1024", "4096"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
-    )
-    assert done.returncode == 0, done.stderr
-    for line in done.stdout.splitlines():
-        small, large = (float(word) for word in line.split())
+    for line in printed(_MEMORY, 1024, 4096):
+        small, large = map(float, line)
         assert large < 4096 * 4096 / 2**20, f"{large:.1f} MiB at N = 4096"
         assert large < 1.3 * 4 * small + 6, f"{small:.1f} MiB grew to {large:.1f} MiB"

@@ -124,20 +124,3 @@ def test_the_real_package_keeps_its_name(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(Unsupported, match="flash_attn itself is installed"):
         compat.install("flash_attn")
     assert list(sys.meta_path) == before
-
-
-def test_importing_patches_nothing() -> None:
-    code = """
-    before = list(sys.meta_path)
-    import tilewise, tilewise.compat, tilewise.compat.flash_attn
-    import importlib.util
-    assert sys.meta_path[-len(before):] == before
-    assert not [each for each in sys.meta_path if type(each).__module__.startswith("tilewise")]
-    print(importlib.util.find_spec("flash_attn"), "flash_attn" in sys.modules)
-    """
-    assert alone(code) == "None False"
-
-
-def test_importing_tilewise_does_not_import_compat() -> None:
-    code = "import tilewise; print([m for m in sys.modules if 'compat.' in m and 'tilewise' in m])"
-    assert alone(code) == "[]"

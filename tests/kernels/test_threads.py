@@ -194,33 +194,49 @@ def load():
 """
 
 
-def _forked(code: str) -> str:
-    """What a process that forks prints."""
+# What is done in a process of its own, which has no threads yet, and what it says.
+FORKS = {
+    "without its threads it raises and does not hang": (
+        "call(2); print(child(lambda: call(2)), child(lambda: child(lambda: call(2))))",
+        "77 0",  # the second child's own child raises, and that child ends well
+    ),
+    "with one thread or a thread of its own it goes on": (
+        "call(2); print(child(lambda: call(1)), child(in_a_thread))",
+        "0 0",
+    ),
+    "as a worker that loads data it goes on": ("call(2); load(); call(2); print(0)", "0"),
+    "that lost no thread may have several": ("call(1); print(child(lambda: call(2)))", "0"),
+    "beside a thread that called it may have several": (
+        "in_a_thread(); print(child(lambda: call(2)))",
+        "0",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    """What each of FORKS says: the first processes are forks of one that has called nothing."""
+    code = "".join(
+        f"""
+print({name!r}, end=": ", flush=True)
+if not (number := os.fork()):
+    {code}
+    sys.stdout.flush()
+    os._exit(0)
+assert os.waitpid(number, 0)[1] == 0
+"""
+        for name, (code, _) in FORKS.items()
+    )
     done = subprocess.run(
         [sys.executable, "-c", FORK + code], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return dict(line.split(": ") for line in done.stdout.splitlines())
 
 
-forks = pytest.mark.skipif(
+@pytest.mark.skipif(
     sys.platform != "linux" or absence() is not None, reason="of the core with GNU's OpenMP runtime"
 )
-
-
-@forks
-def test_a_fork_without_its_threads_raises_and_does_not_hang() -> None:
-    found = _forked("call(2); print(child(lambda: call(2)), child(lambda: child(lambda: call(2))))")
-    assert found == "77 0"  # the second child's own child raises, and that child ends well
-
-
-@forks
-def test_a_fork_goes_on_with_one_thread_or_a_thread_of_its_own() -> None:
-    assert _forked("call(2); print(child(lambda: call(1)), child(in_a_thread))") == "0 0"
-    assert _forked("call(2); load(); call(2); print(0)") == "0"
-
-
-@forks
-def test_a_fork_that_lost_nothing_takes_several_threads() -> None:
-    assert _forked("call(1); print(child(lambda: call(2)))") == "0"
-    assert _forked("in_a_thread(); print(child(lambda: call(2)))") == "0"
+@pytest.mark.parametrize("name", FORKS)
+def test_a_fork(name: str, said: dict[str, str]) -> None:
+    assert said[name] == FORKS[name][1]

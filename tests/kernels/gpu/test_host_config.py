@@ -275,14 +275,3 @@ def test_tf32_by_any_of_torch_s_settings() -> None:
     assert done.returncode == 0, done.stderr
     found = dict(zip(_SETTINGS, done.stdout.splitlines(), strict=True))
     assert found == {name: f"{word} ieee ieee" for name, (_, word) in _SETTINGS.items()}
-
-
-def test_nothing_imports_triton_before_it_is_needed() -> None:
-    """Not the package, not the backend, not the question whether it is there."""
-    code = (
-        "import sys, tilewise, tilewise.kernels.gpu.backend as b; b.GpuBackend().absence();"
-        "import torch; q = torch.ones(1, 1, 2, 4); tilewise.attention(q, q, q, backend='tiled');"
-        "sys.exit('triton' in sys.modules and 'triton.language' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()

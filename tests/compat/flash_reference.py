@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tests import plain
+
 
 class Flags(NamedTuple):
     """The flags of a call, under flash-attn's names."""
@@ -53,24 +55,23 @@ def attend(
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Out [B, M, Hq, Dv], lse [B, Hq, M] (+inf for no keys), probabilities [B, Hq, M, N]."""
-    group = q.shape[2] // k.shape[2]
     q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scale = q.shape[-1] ** -0.5 if flags.softmax_scale is None else flags.softmax_scale
-    s = q @ k.transpose(-1, -2) * scale
-    if flags.softcap > 0:
-        s = flags.softcap * torch.tanh(s / flags.softcap)
-    rows, keys = s.shape[-2:]
-    if slopes is not None:
-        distance = (torch.arange(rows)[:, None] + keys - rows - torch.arange(keys)).abs()
-        s = s - slopes.to(dtype)[..., None, None] * distance.to(dtype)
-    seen = seen_of(rows, keys, flags)
-    empty = ~seen.any(-1)
-    s = s.masked_fill(~(seen | empty[:, None]), -torch.inf)
-    p = torch.softmax(s, -1).masked_fill(empty[:, None], 0.0)
-    lse = torch.logsumexp(s, -1).masked_fill(empty, torch.inf)
-    dropped = p if kept is None else torch.where(kept, p / (1 - dropout_p), 0.0)
-    return (dropped @ v).transpose(1, 2), lse, p
+    seen = seen_of(q.shape[2], k.shape[2], flags)
+    later = k.shape[2] - q.shape[2]
+
+    def score(s: Tensor, b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
+        if flags.softcap > 0:
+            s = flags.softcap * torch.tanh(s / flags.softcap)
+        if slopes is None:
+            return s
+        return s - slopes.to(dtype)[..., None, None] * (m + later - n).abs().to(dtype)
+
+    rows = plain.attend(q, k, v, scale=flags.softmax_scale, score=score, mask=lambda *_: seen)
+    out, lse = rows.out, rows.lse.masked_fill(rows.lse == -torch.inf, torch.inf)
+    if kept is not None:
+        p = torch.where(kept, rows.p / (1 - dropout_p), 0.0)
+        out = p @ v.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return out.transpose(1, 2), lse, rows.p
 
 
 def attend_packed(

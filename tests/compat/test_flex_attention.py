@@ -15,6 +15,7 @@ from torch.nn.attention import flex_attention as torchs
 
 import tilewise
 from tests.contract import assert_exact
+from tests.plain import attend
 from tilewise import masks
 from tilewise.compat import flex_masks
 from tilewise.compat.flex_attention import (
@@ -64,23 +65,9 @@ def build(dtype: torch.dtype) -> list[Tensor]:
 
 def plain(leaves: list[Tensor], mask_mod: Any, scored: bool) -> list[Tensor]:
     """Output, logsumexp and largest score, written out."""
-    q, k, v, bias, slopes = leaves
-    k, v = (x.repeat_interleave(H // HK, 1) for x in (k, v))
-    scores = q @ k.mT / math.sqrt(D)
-    b, h, m, n = (
-        torch.arange(size).reshape([-1 if at == dim else 1 for at in range(4)])
-        for dim, size in enumerate((B, H, M, N))
-    )
-    if scored:
-        scores = relative(bias, slopes)(scores, b, h, m, n)
-    if mask_mod is not None:
-        seen = mask_mod(b, h, m, n).expand(B, H, M, N)
-        scores = scores.masked_fill(~seen, -math.inf)
-    largest = scores.amax(-1)
-    raised = torch.exp(scores - largest.where(largest.isfinite(), 0)[..., None].detach())
-    total = raised.sum(-1, keepdim=True)
-    p = raised / total.where(total > 0, 1)
-    return [p @ v, scores.logsumexp(-1), largest]
+    q, k, v, *captured = leaves
+    rows = attend(q, k, v, score=relative(*captured) if scored else None, mask=mask_mod)
+    return [rows.out, rows.lse, rows.max_logit]
 
 
 def gradients(found: list[Tensor], leaves: list[Tensor]) -> tuple[Tensor, ...]:

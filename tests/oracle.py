@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -174,7 +174,7 @@ def pool(outcomes: Sequence[Outcome]) -> Outcome:
     )
 
 
-def check_pooled(case: Case, backend: str, draws: range) -> None:
+def check_pooled(case: Case, draws: range, run: Callable[[Inputs, Sent], Outcome]) -> None:
     """Assert the contract for several draws of a case as if they were one problem.
 
     The largest error of a handful of numbers says little about the one implementation or the
@@ -182,10 +182,7 @@ def check_pooled(case: Case, backend: str, draws: range) -> None:
     """
     inputs = [build(case, draw) for draw in draws]
     references = [refer(each) for each in inputs]
-    actual = [
-        attend(each, backend, reference.sent)
-        for each, reference in zip(inputs, references, strict=True)
-    ]
+    actual = [run(each, its.sent) for each, its in zip(inputs, references, strict=True)]
     pooled = references[0]._replace(
         plain=pool([reference.plain for reference in references]),
         oracle=pool([reference.oracle for reference in references]),
@@ -198,14 +195,18 @@ def check_drawn(case: Case, backend: str, most: int = 64) -> None:
     leaves = build(case).leaves
     least = min(leaves[name].numel() for name in "qkv")
     draws = max(4, min(most, 2000 // (1 + least)))
+
+    def run(inputs: Inputs, sent: Sent) -> Outcome:
+        return attend(inputs, backend, sent)
+
     try:
-        check_pooled(case, backend, range(draws))
+        check_pooled(case, range(draws), run)
     except InexactError as inexact:
         # Among thousands of drawn maxima some pair of equally good ones differs by more than 2.
         # Luck does not survive four times as many new numbers; a wrong kernel does not get better.
         if inexact.ratio > 2:
             raise
-        check_pooled(case, backend, range(draws, 5 * draws))
+        check_pooled(case, range(draws, 5 * draws), run)
 
 
 def check_case(case: Case, backend: str) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.cases import Case
-from tests.contract import assert_exact, assert_same_bits
+from tests.contract import assert_same_bits
 from tests.inputs import Inputs, build
 from tests.kernels.gpu.passes import (
     BLOCKS,
@@ -21,11 +21,11 @@ from tests.kernels.gpu.passes import (
     prepare_backward,
 )
 from tests.kernels.gpu.test_forward import CASES
-from tests.oracle import Reference, Sent, pool, problem_of, refer, refer_cached, send
+from tests.oracle import Outcome, Sent, check, check_pooled, problem_of, refer, refer_cached, send
 from tilewise import masks
 from tilewise.kernels.gpu.config import Blocks, Parts
 from tilewise.kernels.gpu.launch import run
-from tilewise.problem import Grads, Needs
+from tilewise.problem import Grads, Needs, Statistics
 from tilewise.reference import tiled
 from tilewise.sparse.block_mask import BlockMask
 
@@ -42,47 +42,33 @@ def named(inputs: Inputs, grads: Grads) -> dict[str, Tensor]:
     }
 
 
-def _gradients(inputs: Inputs, reference: Reference, blocks: Blocks) -> dict[str, Tensor]:
+def _outcome(inputs: Inputs, sent: Sent, blocks: Blocks, statistics: Statistics = "") -> Outcome:
+    """Output, lse and every gradient, in small blocks."""
     problem, operands = problem_of(inputs.detached())
-    got = named(inputs, backward(problem, operands, reference.sent, blocks))
-    assert got.keys() == inputs.leaves.keys()
-    return got
+    result = forward(problem, operands, blocks, statistics)
+    grads, todo = prepare_backward(problem, operands, result, sent, blocks)
+    run(todo)
+    found = named(inputs, grads)
+    assert found.keys() == inputs.leaves.keys()
+    return Outcome(result.out, result.lse, found)
 
 
-def _check_grads(grads: dict[str, Tensor], reference: Reference, case: Case) -> None:
-    for name, grad in grads.items():
-        plain, truth = reference.plain.grads[name], reference.oracle.grads[name]
-        assert_exact(grad, plain, truth, f"{case}: grad of {name}")
-
-
-def _check(case: Case, blocks: Blocks, inputs: Inputs, reference: Reference) -> None:
-    _check_grads(_gradients(inputs, reference, blocks), reference, case)
-
-
-def _check_pooled(case: Case, blocks: Blocks, draws: int) -> None:
-    """As ``_check``, several draws as one problem (``oracle.check_pooled`` says why)."""
-    inputs = [build(case, draw) for draw in range(draws)]
-    references = [refer(each) for each in inputs]
-    got = [_gradients(*each, blocks) for each in zip(inputs, references, strict=True)]
-    plain = pool([reference.plain for reference in references]).grads
-    truth = pool([reference.oracle for reference in references]).grads
-    for name in got[0]:
-        grads = torch.stack([each[name] for each in got])
-        assert_exact(grads, plain[name], truth[name], f"{case}: grad of {name}")
+def _check(case: Case, blocks: Blocks) -> None:
+    inputs, reference = refer_cached(case)
+    check(_outcome(inputs, reference.sent, blocks), reference, str(case))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_2x_rule_in_small_blocks(case: Case) -> None:
-    """Every gradient, at sizes where each tile has an edge, in float32."""
-    _check(case, BLOCKS[CASES.index(case) % len(BLOCKS)], *refer_cached(case))
+    """Outputs and every gradient, at sizes where each tile has an edge, in float32."""
+    _check(case, BLOCKS[CASES.index(case) % len(BLOCKS)])
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("case", CASES[1::3], ids=lambda case: case.name)
 def test_the_2x_rule_of_halves(case: Case, dtype: torch.dtype) -> None:
     """A sample of the same in 16 bits."""
-    case = case.of(dtype)
-    _check(case, BLOCKS[0], *refer_cached(case))
+    _check(case.of(dtype), BLOCKS[0])
 
 
 PARTS = Parts(0, 0, 0, 0, 0)  # of every width
@@ -108,7 +94,7 @@ def test_products_in_parts(case: Case, dtype: torch.dtype) -> None:
     assert len(parts) >= 2
     assert set(parts) == {16}
     run(todo)
-    _check_grads(named(inputs, grads), reference, case)
+    check(Outcome(result.out, result.lse, named(inputs, grads)), reference, str(case))
 
 
 BIASES = [
@@ -133,9 +119,9 @@ def test_biases(case: Case) -> None:
     """A bias of every shape, alone and behind others."""
     blocks = BLOCKS[1 if case.dropout_p else 0]
     if "bias_one" in case.score:  # the error of a single number is luck
-        _check_pooled(case, blocks, 6)
+        check_pooled(case, range(6), lambda inputs, sent: _outcome(inputs, sent, blocks))
     else:
-        _check(case, blocks, *refer_cached(case))
+        _check(case, blocks)
 
 
 ENTROPIES = [
@@ -152,9 +138,7 @@ def test_gradient_of_the_entropy(case: Case) -> None:
     """Beside those of out and lse, sinks included, in float32 and in halves."""
     inputs = build(case)
     reference = refer(inputs, send(inputs, entropy=True))
-    problem, operands = problem_of(inputs.detached())
-    grads = backward(problem, operands, reference.sent, BLOCKS[0], statistics="rows")
-    _check_grads(named(inputs, grads), reference, case)
+    check(_outcome(inputs, reference.sent, BLOCKS[0], "rows"), reference, str(case))
 
 
 def test_only_what_is_needed() -> None:

@@ -87,6 +87,7 @@ def test_a_study_that_says_what_was_added_is_read_back(tmp_path: Path) -> None:
         ("{", "folder of a study"),
         ('{"format": 9}', "of format 9"),
         ("other", "does not have its hash"),
+        ("newer", r"optimizer\.name: got 'later'.*study\.json.*version"),
     ],
 )
 def test_a_folder_that_is_no_study(tmp_path: Path, text: str | None, message: str) -> None:
@@ -94,9 +95,11 @@ def test_a_folder_that_is_no_study(tmp_path: Path, text: str | None, message: st
     path = tmp_path / store.STUDY
     if text is None:
         path.unlink()
-    elif text == "other":
+    elif text in ("other", "newer"):
         values = json.loads(path.read_text())
         values["study"]["question"] = "Which is worse?"
+        if text == "newer":
+            values["study"]["experiments"][0]["baseline"]["optimizer"]["name"] = "later"
         path.write_text(json.dumps(values))
     else:
         path.write_text(text)

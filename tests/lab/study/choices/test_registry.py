@@ -129,12 +129,12 @@ def test_an_unknown_option_suggests_the_nearest(made_up: str) -> None:
         resolve("variant", "causal", {"size": 3})
 
 
-@pytest.mark.parametrize("name", ["adam", 3, None, ["adamw"]])
+@pytest.mark.parametrize("name", ["adam-w", 3, None, ["adamw"]])
 def test_an_unknown_name_says_which_there_are(name: Any) -> None:
     with pytest.raises(InvalidArgument) as error:
         find("optimizer", name)
     assert ", ".join(names("optimizer")) in str(error.value)
-    assert ("Did you mean 'adamw'?" in str(error.value)) == (name == "adam")
+    assert ("Did you mean 'adamw'?" in str(error.value)) == (name == "adam-w")
 
 
 def test_nearest_is_silent_where_nothing_is_near() -> None:

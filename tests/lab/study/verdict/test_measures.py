@@ -230,7 +230,8 @@ WORDS = " ".join(PAGE.split())
 
 @pytest.mark.parametrize("measure", measures.MEASURES.values(), ids=lambda each: each.name)
 def test_every_measure_is_defined(measure: measures.Measure) -> None:
-    assert f"| `{measure.name}` | {measure.formula} | {measure.unit} |" in PAGE
+    row = f"| `{measure.name}` | {measure.formula} | {measure.unit} |"
+    assert row in PAGE, f"add to a table of docs/metrics.md: {row}"
 
 
 def test_ratios_and_memory_are_defined() -> None:

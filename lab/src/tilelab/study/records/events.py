@@ -218,7 +218,7 @@ class Evaluation(Event):
         wall_s: of the evaluation itself.
         softmaxes: of every attention layer; None where the attention keeps no statistics, or none
             were asked for.
-        metrics: what else the task's evaluation has, by name (``lab/study/metrics.py``).
+        metrics: what else the task's evaluation has, by name (``study/ask/metrics.py``).
     """
 
     event = "evaluation"

@@ -127,7 +127,7 @@ def read_study(folder: Path) -> StoredStudy:
         values = json.loads((folder / STUDY).read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
             raise InvalidArgument("folder", f"{folder} of format {values['format']}", required)
-        study = parse(Study, values["study"])
+        study = _parsed(values["study"], folder / STUDY)
         if values["hash"] not in (config_hash(study), _hash(values["study"])):
             came = f"{folder / STUDY}, whose config does not have its hash {values['hash']}"
             fix = "It was changed by hand: start a new study."
@@ -138,6 +138,15 @@ def read_study(folder: Path) -> StoredStudy:
             raise
         fix = "`tilewise study list` shows what there is."
         raise InvalidArgument("folder", f"{folder} ({error})", required, fix) from None
+
+
+def _parsed(study: dict[str, Any], path: Path) -> Study:
+    """Return the study; a complaint about its config says which file has it."""
+    try:
+        return parse(Study, study)
+    except InvalidArgument as error:
+        fix = f"It is in {path}: read a study with the version of tilewise that wrote it."
+        raise InvalidArgument(error.argument, error.came, error.required, fix) from None
 
 
 def _hash(study: dict[str, Any]) -> str:

@@ -1,4 +1,12 @@
-"""The report: a page and its Markdown twin, made from a study's config and records alone."""
+"""The report: a page and its Markdown twin, made from a study's config and records alone.
+
+Where its parts are made:
+
+- the sentence above a table of verdicts: ``verdicts.meaning``;
+- the reason beside an arm: ``verdict/decide.py``;
+- the rows of the table: ``verdicts.row_of``; its drawing: ``templates/parts.html``, ``report.md``;
+- the tables and figures below it: ``tables``, ``lines``, ``costs``, ``tuning``, ``attention``.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ task decides
 * the batches, as a function of seed and step alone (``batches``): paired seeds see the same ones;
 * the model with its head (``model``), whose weights depend on config and seed alone;
 * what a step minimises (``losses``) and what a held-out evaluation says (``examination``), with the
-  names of its metrics (``metrics``; ``study/metrics.py`` knows their units and directions);
+  names of its metrics (``metrics``; ``study/ask/metrics.py`` knows their units and directions);
 * what an evening's forecast and a FLOP count need to know (the rest).
 
 To add a task, subclass ``AbstractTask`` in a file of this folder, and add a function that makes it
@@ -163,7 +163,7 @@ class AbstractTask(ABC):
     @property
     @abstractmethod
     def metrics(self) -> tuple[str, ...]:
-        """Names of ``study/metrics.py`` that its evaluations have, the usual one first."""
+        """Names of ``study/ask/metrics.py`` that its evaluations have, the usual one first."""
 
     def check(self, config: RunConfig) -> None:
         """Refuse what no run of this task could do; subclasses call this one too.

@@ -135,7 +135,7 @@ VALUES: dict[str, tuple[Call, str]] = {
     "seed of 65 bits": (with_keywords(seed=2**64), "^seed: got .*64 bits"),
     "float seed tensor": (with_keywords(seed=torch.tensor(1.0)), "^seed: got a tensor of"),
     "many seeds": (with_keywords(seed=torch.tensor([1, 2])), r"^seed: .* shape \(2,\)"),
-    "backend": (with_keywords(backend="cuda"), "^backend: got 'cuda'; required: None.*'tiled'"),
+    "backend": (with_keywords(backend="cuda"), "^backend: got 'cuda'; required: None.*='gpu'"),
     "sinks per head": (with_keywords(sinks=torch.zeros(2)), r"^sinks: got shape \(2,\).*Hq = 4"),
     "integer sinks": (with_keywords(sinks=cu(1, 2, 3, 4)), "^sinks: got a tensor of torch.int64"),
     "mask shape": (

@@ -46,11 +46,14 @@ def check_name(name: object) -> str | None:
     Raises:
         InvalidArgument, InvalidType: it does neither.
     """
-    required = "None (choose), " + " or ".join([repr(known) for known in BACKEND_NAMES])
+    *first, last = map(repr, BACKEND_NAMES)
+    required = f"{', '.join(['None (choose)', *first])} or {last}"
     if name is None:
         return None
     if not isinstance(name, str):
         raise InvalidType("backend", f"a {type(name).__name__}", required)
     if name not in BACKEND_NAMES:
-        raise InvalidArgument("backend", repr(name), required)
+        is_gpu = name.lower() in ("cuda", "hip", "rocm", "triton")
+        fix = "NVIDIA and AMD GPUs are backend='gpu'." if is_gpu else ""
+        raise InvalidArgument("backend", repr(name), required, fix)
     return name

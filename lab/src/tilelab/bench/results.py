@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from tilelab.bench.cases import SCALING_GOAL, Case, Goal
 from tilelab.common import environment
@@ -147,7 +147,7 @@ class CaseResult:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> CaseResult:
         """Return the inverse of ``as_json``."""
-        kept = {key: value for key, value in values.items() if key != "summary"}
+        kept = _known(values, "summary")
         kept["goal"] = None if kept["goal"] is None else Goal(**kept["goal"])
         kept["ours"], kept["torch"] = Samples(**kept["ours"]), Samples(**kept["torch"])
         kept["repeats"] = tuple(kept["repeats"])
@@ -165,6 +165,7 @@ class Overhead:
         goal: at most this many times torch's.
     """
 
+    derived: ClassVar[tuple[str, ...]] = ("times", "met")
     name: str
     ours_s: list[float]
     torch_s: list[float]
@@ -193,6 +194,7 @@ class Scaling:
         has_goal: False for a case that is only informative.
     """
 
+    derived: ClassVar[tuple[str, ...]] = ("ours", "bare_loop", "same_length", "relative", "met")
     name: str
     dtype: str
     one_s: list[float]
@@ -297,20 +299,8 @@ class Record:
             "threads": self.threads,
             "machine": self.machine,
             "cases": [result.as_json() for result in self.cases],
-            "overhead": [
-                {**asdict(each), "times": each.times, "met": each.met} for each in self.overhead
-            ],
-            "scaling": [
-                {
-                    **asdict(each),
-                    "ours": each.ours,
-                    "bare_loop": each.bare_loop,
-                    "same_length": each.same_length,
-                    "relative": each.relative,
-                    "met": each.met,
-                }
-                for each in self.scaling
-            ],
+            "overhead": [_with_derived(each) for each in self.overhead],
+            "scaling": [_with_derived(each) for each in self.scaling],
             "memory": [asdict(each) for each in self.memory],
         }
 
@@ -333,13 +323,14 @@ class Record:
             values["status"],
             values["seconds"],
             [CaseResult.from_json(each) for each in values["cases"]],
-            [Overhead(**_known(each, "times", "met")) for each in values["overhead"]],
-            [
-                Scaling(**_known(each, "ours", "bare_loop", "same_length", "relative", "met"))
-                for each in values["scaling"]
-            ],
+            [Overhead(**_known(each, *Overhead.derived)) for each in values["overhead"]],
+            [Scaling(**_known(each, *Scaling.derived)) for each in values["scaling"]],
             [Memory(**each) for each in values["memory"]],
         )
+
+
+def _with_derived(found: Overhead | Scaling) -> dict[str, Any]:
+    return {**asdict(found), **{name: getattr(found, name) for name in found.derived}}
 
 
 def _known(values: dict[str, Any], *derived: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,22 +15,13 @@ from tilelab.gpu_check.accuracy import differing
 from tilelab.gpu_check.outcomes import Outcome
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
+from tilelab.peers.work import Given, draw
 from tilewise import masks, scores
 
 __all__ = ["jobs", "run"]
 
 STEP = "host"
 _ROUNDS, _CALLS = 9, 40
-
-
-class Small(NamedTuple):
-    """A problem so small that the host is what takes time."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    grad: Tensor
-    slopes: Tensor
 
 
 def jobs(setting: Setting) -> list[str]:
@@ -57,18 +47,16 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
         yield _graph(setting, job, small, backward="both" in job)
 
 
-def _small(setting: Setting) -> Small:
-    size = (1, 8, 128 // setting.sizes.shrink, 64)
-    q, k, v, grad = (torch.randn(size, device=setting.device).to(setting.dtype) for _ in range(4))
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    return Small(q, k, v, grad, torch.rand(8, device=setting.device))
+def _small(setting: Setting) -> Given:
+    """Return the tensors of a problem so small that the host is what takes time."""
+    return draw(setting.work(STEP, "small", 128 // setting.sizes.shrink, 8, 64, passes="both"))
 
 
-def _calls(setting: Setting, small: Small) -> dict[str, Call]:
-    q, k, v, grad, slopes = small
+def _calls(setting: Setting, small: Given) -> dict[str, Call]:
+    q, k, v, grad = small
     backend, mask = setting.backend, masks.causal()
     plan = tilewise.plan(q, k, v, mask=mask, backend=backend)
-    alibi = scores.alibi(slopes)
+    alibi = scores.alibi(torch.rand(8, device=setting.device))
 
     def ours() -> Tensor:
         out: Tensor = tilewise.attention(q, k, v, mask=mask, backend=backend)
@@ -101,7 +89,7 @@ def _calls(setting: Setting, small: Small) -> dict[str, Call]:
     }
 
 
-def _host_seconds(setting: Setting, small: Small) -> dict[str, list[float]]:
+def _host_seconds(setting: Setting, small: Given) -> dict[str, list[float]]:
     """Return seconds of the host for one call, while the device works behind it."""
     calls = _calls(setting, small)
     for call in calls.values():
@@ -131,9 +119,9 @@ def _launches(setting: Setting, call: Call) -> list[str]:
     return [event.name[:80] for event in seen.events() if event.device_type == device]
 
 
-def _graph(setting: Setting, job: str, small: Small, *, backward: bool) -> Row:
+def _graph(setting: Setting, job: str, small: Given, *, backward: bool) -> Row:
     """Capture a call, replay it on other numbers, and compare with a plain call."""
-    q, k, v, grad, _ = small
+    q, k, v, grad = small
 
     def call() -> dict[str, Tensor]:
         out = tilewise.attention(q, k, v, mask=masks.causal(), backend=setting.backend)
@@ -172,9 +160,9 @@ def _captured(call: Callable[[], Outcome]) -> tuple[torch.cuda.CUDAGraph, Outcom
     return graph, captured
 
 
-def _dropout_graph(setting: Setting, job: str, small: Small) -> Row:
+def _dropout_graph(setting: Setting, job: str, small: Given) -> Row:
     """Replay dropout: each replay drops by the seed that stands in memory, or by a new one."""
-    q, k, v, grad, _ = small
+    q, k, v, grad = small
     place = torch.zeros((), dtype=torch.int64, device=setting.device)
 
     def call(seed: int | Tensor | None) -> Outcome:

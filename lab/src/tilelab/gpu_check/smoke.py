@@ -18,6 +18,7 @@ from tilelab.gpu_check.outcomes import sized
 from tilelab.gpu_check.problems import find
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
+from tilelab.peers.work import draw
 from tilewise import masks
 
 __all__ = ["jobs", "jobs_of_ceilings", "run", "run_ceilings"]
@@ -36,11 +37,7 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
     if job == "machine":
         yield Row(STEP, job, values=_machine(setting))
         return
-    q, k, v = (
-        torch.randn(1, 4, 128 // setting.sizes.shrink, 64, device=setting.device).to(setting.dtype)
-        for _ in range(3)
-    )
-    leaves = tuple(x.requires_grad_() for x in (q, k, v))
+    leaves = draw(setting.work(STEP, job, 128 // setting.sizes.shrink, 4, 64, passes="both")).leaves
     why = str(tilewise.explain(*leaves, mask=masks.causal(), backend=setting.backend))
     seconds = []
     for _ in range(2):

@@ -75,7 +75,7 @@ def test_a_wrong_number_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "spills_in", spoilt)
     row = ask("check", "forward float16 64 plain 16x16/4/1")
     assert row.status == "wrong"
-    assert "times the error that is allowed" in row.note
+    assert "largest error" in row.note
 
 
 def test_a_wrong_forward_pass_spoils_no_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:

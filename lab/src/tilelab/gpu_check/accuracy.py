@@ -90,11 +90,7 @@ def check(
 
 def judged(step: str, name: str, verdicts: Mapping[str, Verdict], unequal: str = "") -> Row:
     """The row of some verdicts, and of bits that were not the same twice."""
-    wrong = [
-        f"{key}: {verdict.complaint or f'{verdict.ratio:.2f} times what is allowed'}"
-        for key, verdict in verdicts.items()
-        if not verdict.passes
-    ]
+    wrong = [fault for key, verdict in verdicts.items() if (fault := verdict.fault(key))]
     if unequal:
         wrong.append(f"{unequal} differs when it is done again")
     ratios = {key: verdict.ratio for key, verdict in verdicts.items()}

@@ -50,10 +50,9 @@ def _check(setting: Setting, job: Job, blocks: Blocks) -> Row:
         for key, actual in outcome.items():
             verdict = judge(actual, *(reference[key] for reference in references))
             ratios[f"{case.name}, {key}"] = verdict.ratio
-            if not verdict.passes:
-                error = verdict.complaint or f"{verdict.ratio:.2f} times the error that is allowed"
-                note = f"{case.name}: {key}: {error}"
-                return Row("check", str(job), "wrong", note, {"ratios": ratios, "spills": spills})
+            if fault := verdict.fault(key):
+                note, values = f"{case.name}: {fault}", {"ratios": ratios, "spills": spills}
+                return Row("check", str(job), "wrong", note, values)
     return Row("check", str(job), values={"ratios": ratios, "spills": spills})
 
 

@@ -1,4 +1,4 @@
-"""What a study would take on a GPU that is not here: counted by hand, printed, never started."""
+"""What a study would take: timed here, or counted for a GPU that is not here."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import torch
 from rich.console import Console
 
 from tests.lab.study.conduct.conducting import conductor_of
+from tests.lab.study.records_of import config_of, experiment_of, study_of
+from tests.lab.study.train.toys import tokens_of
 from tilelab.study import command, recipes
 from tilelab.study.ask.config import (
+    Arm,
     Attention,
     Budget,
     Data,
@@ -24,11 +27,14 @@ from tilelab.study.ask.config import (
     change,
 )
 from tilelab.study.ask.overrides import apply
+from tilelab.study.conduct import forecast
 from tilelab.study.conduct.conductor import Conductor
+from tilelab.study.conduct.forecast import Price, data_key, price, run_s
 from tilelab.study.conduct.predict import dry_run, gpu_named, predict
 from tilelab.study.need import gpu_need, need, parameters
 from tilelab.study.plan import planned
 from tilelab.study.records.store import folder_of
+from tilelab.study.tasks.task import Prepared
 from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument, Unsupported
 
@@ -206,3 +212,60 @@ def test_a_study_that_was_cut_down_may_run_anywhere() -> None:
     assert folder_of(apply(study, ["chip="]), Path()) == folder_of(study, Path())
     with pytest.raises(InvalidArgument, match=r"chip: got 'h201'"):
         apply(study, ["chip=h201"])
+
+
+PRICE = Price(layer=0.1, rest=0.2)
+CPU = torch.device("cpu")
+
+
+def seconds(**changes: Any) -> float:
+    data = tokens_of(bytes(64_000))
+    return run_s(config_of(**changes), PRICE, data) - forecast.START_S
+
+
+def test_a_run_is_its_steps_and_evaluations() -> None:
+    sequence = 0.2 + 2 * 0.1
+    # 40 steps of 4 sequences; 5 evaluations (the first weights too) of 4 windows, a third each.
+    assert seconds() == pytest.approx(40 * 4 * sequence + 5 * 4 * sequence / 3)
+    assert seconds(**{"training.accumulation": 2}) == pytest.approx(
+        80 * 4 * sequence + 5 * 4 * sequence / 3
+    )
+    assert seconds(**{"training.checkpointing": True}) == pytest.approx(
+        40 * 4 * sequence * 4 / 3 + 5 * 4 * sequence / 3
+    )
+    assert seconds(**{"training.compile": True}) > seconds() + 30
+    # The last evaluation goes over all of the text: 6400 / 32 windows.
+    assert seconds(**{"evaluation.final_stride": 32}) == pytest.approx(
+        40 * 4 * sequence + (4 * 4 + 200) * sequence / 3
+    )
+
+
+def test_a_calibration_gives_seconds() -> None:
+    found = price(config_of(**{"training.precision": "bf16"}), tokens_of(), CPU)
+    assert 0 <= found.layer < 1
+    assert 0 <= found.rest < 1
+    assert found.layer + found.rest > 1e-5
+
+
+def test_one_calibration_for_all_runs_that_cost_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[RunConfig] = []
+
+    tokens = tokens_of()
+
+    def remember(config: RunConfig, data: Prepared, device: torch.device) -> Price:
+        asked.append(config)
+        assert (data, device) == (tokens, CPU)
+        return PRICE
+
+    monkeypatch.setattr(forecast, "price", remember)
+    arms = (
+        Arm(name="lion", changes={"optimizer.name": "lion"}),
+        Arm(name="deep", changes={"model.layers": 8}),
+        Arm(name="plain", changes={"attention.implementation": "plain"}),
+    )
+    tasks = planned(study_of(experiment_of(*arms)))
+    corpora = dict.fromkeys((data_key(run.config) for run in tasks), tokens)
+    found = forecast.forecast_s(tasks, corpora, CPU)
+    assert [config.attention.implementation for config in asked] == ["tilewise", "plain"]
+    assert found.keys() == {run.name for run in tasks}
+    assert found["optimizers/deep/seed-0"] > found["optimizers/lion/seed-0"]

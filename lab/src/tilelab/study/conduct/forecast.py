@@ -21,13 +21,14 @@ from tilelab.study.tasks.language import PROMPT_TOKENS
 from tilelab.study.tasks.task import AbstractTask, Prepared
 from tilelab.study.train.costs import dtype_of, synchronise
 
-__all__ = ["Price", "data_key", "forecast_s", "price", "run_s"]
+__all__ = ["FORWARD_SHARE", "RECOMPUTED", "START_S", "Price"]
+__all__ += ["data_key", "forecast_s", "price", "run_s"]
 
-_START_S = 5.0  # of a process: importing torch, opening the tokens, measuring memory
+START_S = 5.0  # of a process: importing torch, opening the tokens, measuring memory
 _COMPILE_S = 60.0
 _BUDGET_S = 0.2  # of one calibration
-_FORWARD_SHARE = 1 / 3  # of the time of a forward and backward pass
-_RECOMPUTED = 4 / 3
+FORWARD_SHARE = 1 / 3  # of the time of a forward and backward pass
+RECOMPUTED = 4 / 3  # with checkpointing: a forward pass more
 _MOST_ROWS = 8  # of the micro-batch that is timed
 
 
@@ -82,15 +83,15 @@ def run_s(config: RunConfig, found: Price, data: Prepared) -> float:
     training, evaluation = config.training, config.evaluation
     step = training.batch * training.accumulation * sequence
     if training.checkpointing:
-        step *= _RECOMPUTED
+        step *= RECOMPUTED
     task: AbstractTask = config.learning
     times = math.ceil(config.steps / evaluation.every)
     examined = times * task.evaluated(config, data, whole=False)
     last = task.evaluated(config, data, whole=True)
     seen = min(config.model.context, PROMPT_TOKENS + evaluation.sample_tokens)
     written = evaluation.sample_tokens * seen / config.model.context
-    evaluated = (examined + last + written) * sequence * _FORWARD_SHARE
-    start = _START_S + (_COMPILE_S if training.compile else 0.0)
+    evaluated = (examined + last + written) * sequence * FORWARD_SHARE
+    start = START_S + (_COMPILE_S if training.compile else 0.0)
     return start + config.steps * step + evaluated
 
 

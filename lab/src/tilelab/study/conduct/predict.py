@@ -36,6 +36,7 @@ from rich.table import Table
 from tilelab.common.terminal import Text, in_words
 from tilelab.study.ask.config import RunConfig, Study, Variant
 from tilelab.study.choices import variants
+from tilelab.study.conduct.forecast import FORWARD_SHARE, RECOMPUTED, START_S
 from tilelab.study.need import VOCABULARY, need, parameters, writes_matrix
 from tilelab.study.plan import planned
 from tilelab.study.tasks.task import AbstractTask
@@ -47,9 +48,6 @@ from tilewise.inspect.answer import Question, answer
 __all__ = ["Predicted", "dry_run", "gpu_named", "predict"]
 
 _DEVICE = "cuda"  # what every chip here is to torch
-_START_S = 5.0  # of a process
-_FORWARD_SHARE = 1 / 3
-_RECOMPUTED = 4 / 3
 _KEPT_TIMES = 4  # written and read, of what is kept and of its gradient
 _CAST_BYTES = 4 + 2 + 8  # a weight in a micro-batch: read, written narrow; its gradient added
 _UPDATE_BYTES = 7 * 4  # weight, gradient and two moments read, all but the gradient written
@@ -108,7 +106,7 @@ def predict(config: RunConfig, chip: Chip) -> Predicted:
         came = f"{chip.name}, without a peak in {training.precision} or a bandwidth"
         raise InvalidArgument("--chip", came, "a chip with both")
     total, wanted = parameters(config), need(config, _DEVICE)
-    recomputed = _RECOMPUTED if training.checkpointing else 1.0
+    recomputed = RECOMPUTED if training.checkpointing else 1.0
     products = recomputed * 6.0 * _multiplied(config) * config.tokens_per_step / peak
     parts = training.accumulation
     attention = recomputed * parts * model.layers * _attention_s(config, chip)
@@ -119,8 +117,8 @@ def predict(config: RunConfig, chip: Chip) -> Predicted:
     task: AbstractTask = config.learning
     times = 1 + math.ceil(config.steps / config.evaluation.every)
     examined = times * config.evaluation.windows if task.learns_text else 0
-    evaluated = examined * _FORWARD_SHARE * step / (training.batch * parts)
-    run = _START_S + config.steps * step + evaluated
+    evaluated = examined * FORWARD_SHARE * step / (training.batch * parts)
+    run = START_S + config.steps * step + evaluated
     return Predicted(products, attention, rest, run, wanted.total)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import os
 import signal
 import sys
@@ -16,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from tests.conftest import ROOT
-from tests.lab.study.conduct.conducting import conductor_of
+from tests.lab.study.conduct.conducting import FAKE, Conducted
 from tests.lab.study.records_of import config_of, experiment_of, study_of
 from tilelab.common import environment
 from tilelab.study import report
-from tilelab.study.ask.config import Study
 from tilelab.study.ask.run import RECORD, Execution, RunSpec
 from tilelab.study.conduct import cluster
 from tilelab.study.conduct.checks import NotEnoughMemoryError
@@ -31,11 +28,8 @@ from tilelab.study.conduct.cluster import Cluster
 from tilelab.study.conduct.pool import RunError
 from tilelab.study.need import gpu_need, host_need
 from tilelab.study.plan import planned
-from tilelab.study.records import store
-from tilelab.study.records.events import RunRecord
 from tilewise.errors import InvalidArgument
 
-FAKE = "tests.lab.study.conduct.fake_child"
 _WAIT_S = 120.0
 _STARTS = 4  # a node gets 30 seconds to start, which other work beside it may take
 
@@ -69,29 +63,9 @@ def _two_workers() -> Iterator[Any]:
     os.environ |= before
 
 
-class Conducted:
-    """A study on the cluster; its report is not drawn."""
-
-    def __init__(self, place: Path, acts: str = "quick", **fields: Any) -> None:
-        text = place / acts
-        text.write_text("the cat sat on the mat. " * 400)
-        changes = {"data.source": str(text), **fields.pop("changes", {})}
-        baseline = config_of(**changes)
-        self.study = study_of(
-            experiment_of("lion", baseline=baseline, **{"seeds": (0, 1), **fields})
-        )
-        self.out = place / "studies"
-        self.folder = store.folder_of(self.study, self.out)
-        self.said = io.StringIO()
-
-    def go(self, study: Study | None = None, **fields: Any) -> int:
-        values: dict[str, Any] = {"module": FAKE, "on": "ray", **fields}
-        ours = conductor_of(study or self.study, self.out, **values)
-        return ours.conduct(Console(file=self.said, width=200))
-
-    @property
-    def records(self) -> dict[str, RunRecord]:
-        return store.read_records(self.folder)
+def on_ray(place: Path, acts: str = "quick", **fields: Any) -> Conducted:
+    """A study on the cluster, with as many runs at once as there is room for."""
+    return Conducted(place, acts, options={"on": "ray", "jobs": None}, **fields)
 
 
 @pytest.fixture
@@ -103,7 +77,7 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_without_ray_it_says_how_to_get_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    conducted = Conducted(place)
+    conducted = on_ray(place)
     with pytest.raises(InvalidArgument, match=r"--on: got ray.*pip install 'tilewise\[ray\]'"):
         conducted.go()
     assert not conducted.folder.exists()
@@ -194,15 +168,15 @@ def test_memory_of_a_gpu_is_not_asked_of_its_machine(
 @needs_ray
 @pytest.mark.usefixtures("_two_workers")
 def test_every_run_is_done_once(place: Path) -> None:
-    conducted = Conducted(place)
+    conducted = on_ray(place)
     assert conducted.go() == 0
-    assert "4 runs to do, 2 at once" in conducted.said.getvalue()
+    assert "4 runs to do, 2 at once" in conducted.said
     records = conducted.records
     assert len(records) == 4
     for record in records.values():
         assert record.done
         assert len(record.starts) == 1
-        assert len(record.steps) == 40
+        assert len(record.steps) == 3
         # Where it ran is what its own machine says, and nothing is pinned there.
         assert record.start.environment["core"] is None
         assert record.start.environment["cores"] >= 1
@@ -228,7 +202,7 @@ def test_a_run_that_fails_ends_the_study(
     # Set after the cluster was started: it does not know of it.
     monkeypatch.setenv("TILEWISE_DATA", str(place / "sets"))
     monkeypatch.chdir(place)
-    conducted = Conducted(place, acts)
+    conducted = on_ray(place, acts)
     with pytest.raises(RunError, match=message):
         conducted.go()
 
@@ -237,10 +211,10 @@ def test_a_run_that_fails_ends_the_study(
 @pytest.mark.usefixtures("_two_workers")
 def test_what_no_machine_has_is_refused(place: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"without 1 CPU and 1 GPU on one machine"):
-        Conducted(place).go(device="cuda")
+        on_ray(place).go(device="cuda")
     with pytest.raises(InvalidArgument, match=r"without 3 CPU on one machine"):
-        Conducted(place).go(threads=3)
-    large = Conducted(place, changes={"model.width": 1 << 16})
+        on_ray(place).go(threads=3)
+    large = on_ray(place, changes={"model.width": 1 << 16})
     with pytest.raises(NotEnoughMemoryError, match="weights, gradients and optimizer state"):
         large.go()
 
@@ -256,7 +230,7 @@ def test_a_run_whose_worker_is_killed_is_taken_up_again_to_the_same_bits(place: 
         "budget.steps": 450,
         "evaluation.every": 150,
     }
-    conducted = Conducted(place, changes=changes, seeds=(0,))
+    conducted = on_ray(place, changes=changes, seeds=(0,))
     options: dict[str, Any] = {"module": None, "checkpoint_every_s": 0.05}
     victim = conducted.folder / "runs" / "optimizers/lion/seed-0"
     killer = threading.Thread(target=_kill_the_worker_of, args=(victim,))
@@ -266,7 +240,7 @@ def test_a_run_whose_worker_is_killed_is_taken_up_again_to_the_same_bits(place: 
     finally:
         killer.join()
     records = conducted.records
-    assert "optimizers/lion/seed-0 was lost" in conducted.said.getvalue()
+    assert "optimizers/lion/seed-0 was lost" in conducted.said
     assert len(records["optimizers/baseline/seed-0"].starts) == 1
     starts = [start.from_step for start in records["optimizers/lion/seed-0"].starts]
     assert starts[0] == 0
@@ -277,9 +251,8 @@ def test_a_run_whose_worker_is_killed_is_taken_up_again_to_the_same_bits(place: 
         assert [each.step for each in record.evaluations] == [0, 150, 300, 450]
 
     (place / "undisturbed").mkdir()
-    whole = Conducted(place, changes=changes, seeds=(0,))
+    whole = on_ray(place, changes=changes, seeds=(0,))
     whole.out = place / "undisturbed"
-    whole.folder = store.folder_of(whole.study, whole.out)
     assert whole.go(on="here", jobs=2, module=None) == 0
     for name, record in whole.records.items():
         assert records[name].end == record.end

@@ -19,13 +19,12 @@ import torch
 from rich.console import Console
 
 from tests.conftest import ROOT
-from tests.lab.study.conduct.conducting import conductor_of
-from tests.lab.study.records_of import config_of, experiment_of, study_of
+from tests.lab.study.conduct.conducting import Conducted, conductor_of
+from tests.lab.study.records_of import study_of
 from tilelab.common import environment
 from tilelab.common.files import DiskFullError
 from tilelab.common.terminal import crowded
 from tilelab.study import report
-from tilelab.study.ask.config import Study
 from tilelab.study.conduct import conductor
 from tilelab.study.conduct.checks import NotEnoughMemoryError
 from tilelab.study.conduct.conductor import report_again
@@ -35,8 +34,6 @@ from tilelab.study.records import store
 from tilelab.study.records.events import CorruptRecordError
 from tilelab.study.verdict.judge import judge
 from tilewise.errors import InvalidArgument, TilewiseError
-
-FAKE = "tests.lab.study.conduct.fake_child"
 
 
 @pytest.fixture(autouse=True)
@@ -57,32 +54,6 @@ def _quick_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 quick_report = pytest.mark.usefixtures("_quick_report")
-
-
-class Conducted:
-    """A study that is conducted into a folder, and what was said meanwhile."""
-
-    def __init__(self, place: Path, acts: str = "quick", steps: int = 3, **fields: Any) -> None:
-        text = place / acts
-        text.write_text("the cat sat on the mat. " * 400)
-        baseline = config_of(**{"data.source": str(text), "budget.steps": steps})
-        self.study = study_of(experiment_of("lion", baseline=baseline, seeds=(0, 1), **fields))
-        self.out = place / "studies"
-        self.folder = store.folder_of(self.study, self.out)
-        self.said = ""
-
-    def go(self, study: Study | None = None, **fields: Any) -> int:
-        stream = io.StringIO()
-        values: dict[str, Any] = {"jobs": 2, "module": FAKE, **fields}
-        ours = conductor_of(study or self.study, self.out, **values)
-        try:
-            return ours.conduct(Console(file=stream, width=120))
-        finally:
-            self.said = stream.getvalue()
-
-    @property
-    def page(self) -> str:
-        return (self.folder / "report.html").read_text()
 
 
 def test_everything_is_said_done_and_written(place: Path) -> None:
@@ -122,13 +93,13 @@ def test_a_run_whose_record_lost_steps_is_trained_again_and_that_is_said(place: 
     start, *others = lines
     kept = [start, *(each for each in others if '"step": 2' not in each)]
     record.write_text("".join(kept))
-    assert not _records(conducted)["optimizers/lion/seed-0"].done
+    assert not conducted.records["optimizers/lion/seed-0"].done
     record.write_text("".join([*lines[:3], start.replace('"from_step": 0', '"from_step": 3')]))
     assert conducted.go() == 0
     lost = "optimizers/lion/seed-0: 1 of 3 steps are in the record. The run is trained again"
     assert lost in conducted.said
     assert conducted.said.count("is trained again") == 1
-    assert all(record.done for record in _records(conducted).values())
+    assert all(record.done for record in conducted.records.values())
 
 
 @quick_report
@@ -168,25 +139,21 @@ def heeds_ctrl_c() -> Iterator[None]:
 
 @pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_reports_what_was_done_and_the_rest_goes_on(place: Path) -> None:
-    conducted = Conducted(place, "slow", steps=30)
+    conducted = Conducted(place, "slow", {"budget.steps": 30})
     threading.Thread(target=_interrupt_when_stepping, args=(conducted.folder,)).start()
     assert conducted.go() == 130
     assert "Stopped with Ctrl-C. The same command goes on from here." in conducted.said
     assert "incomplete" in conducted.said
     assert "incomplete" in conducted.page.lower()
-    before = {name: len(record.steps) for name, record in _records(conducted).items()}
+    before = {name: len(record.steps) for name, record in conducted.records.items()}
     assert 0 < sum(before.values()) < 4 * 30
     assert conducted.go() == 0
-    after = _records(conducted)
+    after = conducted.records
     assert all(len(record.steps) == 30 for record in after.values())
     # Steps that were taken are not taken again.
     resumed = [record for record in after.values() if len(record.starts) == 2]
     assert resumed
     assert all(record.starts[1].from_step > 0 for record in resumed)
-
-
-def _records(conducted: Conducted) -> dict[str, Any]:
-    return store.read_records(conducted.folder)
 
 
 def _interrupt_when_stepping(folder: Path) -> None:
@@ -204,7 +171,7 @@ def test_a_run_that_fails_leaves_a_report_of_the_others(place: Path) -> None:
         conducted.go(jobs=1)
     assert "Report: " in conducted.said
     assert "incomplete" in conducted.page.lower()
-    assert list(_records(conducted)) == ["optimizers/baseline/seed-0"]
+    assert list(conducted.records) == ["optimizers/baseline/seed-0"]
 
 
 @quick_report
@@ -215,7 +182,7 @@ def test_too_little_memory_is_said_before_anything_runs(
     conducted = Conducted(place)
     with pytest.raises(NotEnoughMemoryError, match=r"0\.1 GB are free"):
         conducted.go()
-    assert _records(conducted) == {}
+    assert conducted.records == {}
     monkeypatch.setattr(conductor, "available_bytes", lambda device: 5 * 10**8)
     assert conducted.go() == 0
     assert "Memory is enough for 1 of 2 runs at once" in conducted.said
@@ -228,10 +195,10 @@ def test_a_corrupt_cache_names_its_file(place: Path) -> None:
     assert conducted.go() == 0
     (binary,) = (place / "cache").glob("tokens-*.bin")
     binary.write_bytes(b"x" + binary.read_bytes()[1:])
-    longer = Conducted(place, steps=4)
+    longer = Conducted(place, changes={"budget.steps": 4})
     with pytest.raises(CorruptCacheError, match=rf"{binary}.*Delete"):
         longer.go()
-    assert _records(longer) == {}
+    assert longer.records == {}
 
 
 @quick_report
@@ -240,7 +207,7 @@ def test_missing_text_is_said_before_anything_runs(place: Path) -> None:
     (place / "quick").unlink()
     with pytest.raises(InvalidArgument, match="quick"):
         conducted.go()
-    assert _records(conducted) == {}
+    assert conducted.records == {}
 
 
 @quick_report
@@ -256,7 +223,7 @@ def test_a_target_that_is_reached_at_once_is_an_error_now_and_later(place: Path)
 def test_a_target_that_nothing_reaches_is_a_miss(place: Path) -> None:
     conducted = Conducted(place, target=1e-6)
     assert conducted.go() == 0
-    (arm,) = judge(conducted.study, _records(conducted)).experiments[0].arms
+    (arm,) = judge(conducted.study, conducted.records).experiments[0].arms
     assert arm.target is not None
     assert (arm.target.reached, arm.target.tokens) == (0, (None, None))
 
@@ -303,7 +270,7 @@ def test_a_full_disk_at_the_report(place: Path, monkeypatch: pytest.MonkeyPatch)
     conducted = Conducted(place)
     with pytest.raises(DiskFullError, match="no room"):
         conducted.go()
-    assert len(_records(conducted)) == 4
+    assert len(conducted.records) == 4
     failing = Conducted(place, "wrong")
     with pytest.raises(RunError, match="the text is missing"):  # not the later error
         failing.go(jobs=1)

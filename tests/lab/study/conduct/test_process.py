@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
+from tests.lab.study.conduct.conducting import FAKE
 from tests.lab.study.records_of import config_of, experiment_of, study_of
 from tilelab.common.files import DiskFullError
 from tilelab.study.ask.config import Arm, Study, Sweep
@@ -24,8 +25,6 @@ from tilelab.study.conduct.process import Cores, Follower, Local, lock_folder
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.store import read_records
-
-FAKE = "tests.lab.study.conduct.fake_child"
 
 
 @pytest.fixture(autouse=True)

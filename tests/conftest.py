@@ -116,7 +116,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish() -> None:
     """Keep what collecting made, a million objects, out of the way of the garbage collector.
 
     Traces and syntax trees make so many objects that it looks at all of them again and again.

@@ -217,7 +217,7 @@ def test_tables(rectangle: tuple[int, int]) -> None:
     torch.testing.assert_close(got.score_tensors, expected.score_tensors)
 
 
-def test_sent_of_any_strides() -> None:
+def test_upstream_of_any_strides() -> None:
     """Expanded, transposed and sparse gradients come in; results lie in any order."""
     case = Case("strides", **SMALL, score=("softcap",), sinks=True)
     inputs, reference = refer_cached(case)

@@ -207,7 +207,7 @@ def _alone(inputs: Inputs, item: int, heads: slice, kv_heads: slice) -> Tensor:
     return out[0]
 
 
-@pytest.mark.parametrize("queries", [1, 5, pytest.param(16, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("queries", [1, 5, 16])
 def test_rows_keep_their_bits_in_any_company(queries: int) -> None:
     """Of batch items, of heads, and of the group that shares the keys."""
     shape = {**SMALL, "batch": 3, "queries": queries, "keys": 70, "head_dim": 8}

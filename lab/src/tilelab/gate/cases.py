@@ -125,12 +125,12 @@ _PLAIN = frozenset(
         "number_kernel",
     }
 )
-_TURNING = frozenset({"turn_kernel"})
+_TRANSPOSING = frozenset({"transpose_kernel"})
 
 
 def _cases() -> list[Case]:
     found = [
-        Case(f"forward {name}", partial(forward, call), without_products=_TURNING)
+        Case(f"forward {name}", partial(forward, call), without_products=_TRANSPOSING)
         for name, call in _FLOAT8.items()
     ]
     for name, call in _CALLS.items():

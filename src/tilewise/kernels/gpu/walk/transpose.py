@@ -48,7 +48,7 @@ def begin_transposed(begin, b):
 
 
 @triton.jit(do_not_specialize=["batch", "heads", "keys", "slots"])
-def turn_kernel(
+def transpose_kernel(
     v,
     transposed,
     cu_k,
@@ -118,5 +118,5 @@ def transpose_values(
         "BLOCK": _ROWS,
     }
     grid = (programs_of(problem, problem.kv_heads, slots),)
-    launch = launch_of(turn_kernel, grid, arguments, constants, Blocks(_ROWS, _ROWS, 4, 1))
+    launch = launch_of(transpose_kernel, grid, arguments, constants, Blocks(_ROWS, _ROWS, 4, 1))
     return operands._replace(v=transposed), [launch]

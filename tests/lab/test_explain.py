@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -15,12 +16,12 @@ from tests.conftest import SHARED_DATA
 from tilewise import cli
 from tilewise.chips import CHIPS, row_of
 from tilewise.commands.shape import DTYPES, room
-from tilewise.engine.explanation import spoken
 from tilewise.errors import InvalidArgument
 from tilewise.inspect.known_models import KNOWN_MODELS, known_model
 from tilewise.plan.traffic import visits
 from tilewise.plan.traffic.report import amount, duration
 from tilewise.variants import masks
+from tilewise.variants.formula import mask_formula, score_formula
 
 H200 = [
     *("--shape", "1x32x8192x128", "--kv-heads", "8"),
@@ -260,16 +261,41 @@ def test_a_time_is_said_to_be_a_lower_bound(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("mask", "said"),
     [
+        ("", ""),
         ("band(-1,0,1)", "causal"),
-        ("band(4,0,1) below()[0] and", "causal+window:4 below()[0] and"),
+        ("band(4,0,1) below()[0] and", "causal+window:4 & below(t0)"),
         ("band(3,3,1)", "window:3"),
-        ("band(-1,0,0)", "band(-1,0,0)"),
-        ("band(3,-1,1)", "band(3,-1,1)"),
-        ("band(-1,-1,1)", "band(-1,-1,1)"),
+        ("band(-1,0,0)", "n - m <= 0"),
+        ("band(3,-1,1)", "m + N - M - n <= 3"),
+        ("band(2,1,1)", "(m + N - M - n <= 2) & (n - (m + N - M) <= 1)"),
+        ("band(-1,-1,1)", "every pair"),
+        ("band(-1,0,1) dense(1,0,3)[0] or not", "~(causal | dense(t0[b, n]))"),
+        ("band(-1,0,1) tiles(64,128,0,0,9,9,0)[0]", "causal, with a table of tiles of 64 x 128"),
     ],
 )
-def test_usual_bands_have_names(mask: str, said: str) -> None:
-    assert spoken(mask) == said
+def test_a_mask_is_said_as_a_formula(mask: str, said: str) -> None:
+    assert mask_formula(mask) == said
+
+
+def test_functions_are_said_as_formulas() -> None:
+    x, table = torch.zeros(1, 2, 64, 16), torch.zeros(2, 128)
+
+    def thirds(b: Any, h: Any, m: Any, n: Any) -> Any:
+        return (m - (n + 2) >= 0) & ((m - n) % 3 == 0) | ~((m < 4) & (n == 0))
+
+    def score(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+        return tilewise.where(m > n, s * -0.5 - (m - (n - 1)), torch.tanh(s)) + table[h, m - n + 63]
+
+    text = str(tilewise.explain(x, x, x, mask=thirds, score=score)).splitlines()
+    said = {line.split()[0]: line[10:] for line in text}
+    assert said["mask"] == "(0 <= m - (n + 2)) & ((m - n) % 3 == 0) | ~((m < 4) & (n == 0))"
+    chosen = "where(n < m, s * -0.5 - float(m - (n - 1)), tanh(s))"
+    assert said["score"] == f"{chosen} + t0[h, m - n + 63]"
+
+
+def test_a_formula_ends_where_a_graph_uses_values_again_and_again() -> None:
+    squares = "s" + "".join(f";mul({place},{place})" for place in range(60))
+    assert len(score_formula(f"expr{{{squares}}}")) < 500
 
 
 def test_a_page_without_ceilings_says_why(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -13,8 +12,9 @@ from tilewise.plan.plan import Plan, Tiles
 from tilewise.plan.traffic.account import Account
 from tilewise.plan.traffic.report import lines
 from tilewise.problem import Problem
+from tilewise.variants.formula import mask_formula, score_formula
 
-__all__ = ["Explanation", "chip_of", "described", "spoken"]
+__all__ = ["Explanation", "chip_of", "described"]
 
 _SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "value_dim")
 _WIDTH = 9
@@ -70,29 +70,13 @@ def described(
             ),
             ("problem", f"{problem.layout}, {dtype} on {problem.device}, " + ", ".join(sizes)),
             *pages,
-            ("mask", spoken(mask_text) or "none: every pair attends"),
-            ("score", score_text or "unchanged"),
+            ("mask", mask_formula(mask_text) or "none: every pair attends"),
+            ("score", score_formula(score_text) or "unchanged"),
             ("scale", f"{problem.scale:g}"),
             ("dropout", f"{problem.dropout_p:g}"),
             ("sinks", "yes" if problem.sinks else "no"),
         )
     )
-
-
-def spoken(mask_text: str) -> str:
-    """Return the text of a mask with the usual bands by the names that ``--mask`` gives them."""
-    return _BAND.sub(_named_band, mask_text)
-
-
-# Anchored at the last row and key; others keep their numbers.
-_BAND = re.compile(r"\bband\((-?\d+),(-?\d+),1\)")
-
-
-def _named_band(found: re.Match[str]) -> str:
-    left, right = int(found[1]), int(found[2])
-    if right == 0:
-        return "causal" if left < 0 else f"causal+window:{left}"
-    return f"window:{left}" if left == right >= 0 else found[0]
 
 
 def _aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:

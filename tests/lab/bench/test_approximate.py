@@ -11,6 +11,7 @@ from torch import Tensor
 
 import tilewise
 from tilelab.peers.approximations import (
+    Operands,
     bigbird,
     directions,
     features,
@@ -25,29 +26,36 @@ from tilelab.peers.approximations import (
 )
 from tilewise import masks, patterns
 
-METHODS: dict[str, Callable[..., Tensor]] = {
-    "local": lambda *x, **more: local(*x, window=5, **more),
-    "longformer": lambda *x, **more: longformer(*x, window=4, tokens=3, **more),
-    "bigbird": lambda *x, **more: bigbird(*x, block=4, **more),
+METHODS: dict[str, Callable[[Operands], Tensor]] = {
+    "local": lambda x: local(x, window=5),
+    "longformer": lambda x: longformer(x, window=4, tokens=3),
+    "bigbird": lambda x: bigbird(x, block=4),
     "linear": linear,
     "performer": performer,
-    "linformer": lambda *x, **more: linformer(*x, project=projection(x[0].shape[2], 8), **more),
-    "reformer": lambda *x, **more: reformer(*x, chunk=8, buckets=4, rounds=3, **more),
+    "linformer": lambda x: linformer(x, project=projection(x.length, 8)),
+    "reformer": lambda x: reformer(x, chunk=8, buckets=4, rounds=3),
 }
 WITHOUT_DROPOUT = ("linear", "performer")
 
 
-def operands(length: int, width: int = 8, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def operands(length: int, width: int = 8, dtype: torch.dtype = torch.float32) -> Operands:
     generator = torch.Generator().manual_seed(length)
     sizes = (width, width, width + 1)
-    return [torch.randn(2, 3, length, size, generator=generator).to(dtype) for size in sizes]
+    q, k, v = (torch.randn(2, 3, length, n, generator=generator).to(dtype) for n in sizes)
+    return Operands(q, k, v)
+
+
+def exact(x: Operands, mask: Any = None) -> Tensor:
+    out: Tensor = tilewise.attention(*x[:3], mask=mask)
+    return out
 
 
 @pytest.mark.parametrize("length", [1, 7, 40, 53])
 @pytest.mark.parametrize("name", METHODS)
 def test_shape_and_gradient(name: str, length: int) -> None:
-    leaves = [x.requires_grad_() for x in operands(length)]
-    out = METHODS[name](*leaves)
+    x = operands(length)
+    leaves = [each.requires_grad_() for each in x[:3]]
+    out = METHODS[name](x)
     assert out.shape == (2, 3, length, 9)
     assert out.isfinite().all()
     grads = torch.autograd.grad(out.square().sum(), leaves)
@@ -57,30 +65,30 @@ def test_shape_and_gradient(name: str, length: int) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_gradients_are_those_of_the_function(name: str) -> None:
-    leaves = [x[:1, :1].clone().requires_grad_() for x in operands(13, 4, torch.float64)]
-    assert torch.autograd.gradcheck(METHODS[name], leaves, atol=1e-4)
+    leaves = [x[:1, :1].clone().requires_grad_() for x in operands(13, 4, torch.float64)[:3]]
+    assert torch.autograd.gradcheck(lambda *x: METHODS[name](Operands(*x)), leaves, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_padding_is_not_seen(name: str) -> None:
     """What hidden keys hold changes nothing, and those that are there do count."""
-    q, k, v = operands(40)
-    keys = torch.arange(40) < 29
-    before = METHODS[name](q, k, v, keys=keys)
+    x = operands(40)._replace(keys=torch.arange(40) < 29)
+    k, v = x.k, x.v
+    before = METHODS[name](x)
     k[:, :, 29:], v[:, :, 29:] = 0.5, 100.0
-    after = METHODS[name](q, k, v, keys=keys)
+    after = METHODS[name](x)
     # A Performer's constant is the largest of all keys, and cancels but for rounding.
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
     v[:, :, 3] += 1.0
-    assert not torch.allclose(METHODS[name](q, k, v, keys=keys), after)
+    assert not torch.allclose(METHODS[name](x), after)
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in WITHOUT_DROPOUT])
 def test_dropout_drops_and_keeps_the_mean(name: str) -> None:
-    q, k, v = operands(24)
+    x = operands(24)
     torch.manual_seed(0)
-    draws = [METHODS[name](q, k, v, dropout_p=0.5) for _ in range(300)]
-    expected = METHODS[name](q, k, v)
+    draws = [METHODS[name](x._replace(dropout_p=0.5)) for _ in range(300)]
+    expected = METHODS[name](x)
     assert not torch.equal(draws[0], draws[1])
     assert (torch.stack(draws).mean(0) - expected).abs().mean() < 0.08
 
@@ -89,16 +97,16 @@ def test_dropout_drops_and_keeps_the_mean(name: str) -> None:
 def test_local_is_attention_in_a_window(length: int) -> None:
     x = operands(length)
     for window in (3, 16, 200):
-        expected = tilewise.attention(*x, mask=masks.window(window, window))
-        torch.testing.assert_close(local(*x, window=window), expected, rtol=1e-4, atol=1e-5)
+        expected = exact(x, masks.window(window, window))
+        torch.testing.assert_close(local(x, window=window), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("length", [2, 30, 101])
 def test_longformer_is_attention_under_its_mask(length: int) -> None:
     x = operands(length)
     for window, tokens in ((4, 3), (3, 11), (50, 2), (8, 0)):
-        expected = tilewise.attention(*x, mask=patterns.local_global(window, tokens))
-        got = longformer(*x, window=window, tokens=tokens)
+        expected = exact(x, patterns.local_global(window, tokens))
+        got = longformer(x, window=window, tokens=tokens)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -106,16 +114,17 @@ def test_longformer_is_attention_under_its_mask(length: int) -> None:
 def test_bigbird_is_attention_under_its_mask(length: int) -> None:
     x = operands(length)
     for block in (4, 8):
-        expected = tilewise.attention(*x, mask=patterns.bigbird(length, block=block))
-        got = bigbird(*x, block=block)
+        expected = exact(x, patterns.bigbird(length, block=block))
+        got = bigbird(x, block=block)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_linear_attention_is_its_own_quadratic_form() -> None:
-    q, k, v = operands(33)
+    x = operands(33)
+    q, k, v = x[:3]
     weights = (torch.nn.functional.elu(q) + 1) @ (torch.nn.functional.elu(k) + 1).mT
     expected = weights / weights.sum(-1, keepdim=True) @ v
-    torch.testing.assert_close(linear(q, k, v), expected)
+    torch.testing.assert_close(linear(x), expected)
 
 
 def test_performer_features_are_unbiased_and_positive() -> None:
@@ -136,10 +145,11 @@ def test_performer_features_are_unbiased_and_positive() -> None:
 
 
 def test_performer_comes_closer_with_more_features() -> None:
-    x = [each * 0.7 for each in operands(48)]
-    expected = tilewise.attention(*x)
+    q, k, v = (each * 0.7 for each in operands(48)[:3])
+    x = Operands(q, k, v)
+    expected = exact(x)
     errors = [
-        (performer(*x, rows=directions(count, 8)) - expected).square().mean().item()
+        (performer(x, rows=directions(count, 8)) - expected).square().mean().item()
         for count in (8, 128, 4096)
     ]
     assert errors[0] > errors[1] > errors[2]
@@ -148,8 +158,8 @@ def test_performer_comes_closer_with_more_features() -> None:
 
 def test_linformer_without_compression_is_exact() -> None:
     x = operands(37)
-    got = linformer(*x, project=torch.eye(37))
-    torch.testing.assert_close(got, tilewise.attention(*x), rtol=1e-4, atol=1e-5)
+    got = linformer(x, project=torch.eye(37))
+    torch.testing.assert_close(got, exact(x), rtol=1e-4, atol=1e-5)
     assert projection(1000, 16).shape == (16, 1000)
     # E^T E is the identity on average (the proof of theorem 2).
     wide = projection(20, 50_000)
@@ -159,17 +169,16 @@ def test_linformer_without_compression_is_exact() -> None:
 def test_reformer_with_one_bucket_in_reach_is_exact() -> None:
     x = operands(30)
     for chunk in (30, 64):
-        got = reformer(*x, chunk=chunk, buckets=1, rounds=2)
-        torch.testing.assert_close(got, tilewise.attention(*x), rtol=1e-4, atol=1e-5)
+        got = reformer(x, chunk=chunk, buckets=1, rounds=2)
+        torch.testing.assert_close(got, exact(x), rtol=1e-4, atol=1e-5)
 
 
 def test_reformer_finds_the_keys_that_matter() -> None:
     """Section 2: nearby vectors share a bucket; with sharp scores these are all that count."""
     q = torch.nn.functional.normalize(operands(64, 16)[0], dim=-1) * 12
     v = operands(64, 16)[2]
-    exact = tilewise.attention(q, q, v)
-    close = reformer(q, q, v, chunk=16, buckets=4, rounds=8)
-    assert (close - exact).abs().mean() < 0.02
+    close = reformer(Operands(q, q, v), chunk=16, buckets=4, rounds=8)
+    assert (close - exact(Operands(q, q, v))).abs().mean() < 0.02
     assert torch.equal(hashes(q, 8, 1), hashes(q * 3, 8, 1))
     assert hashes(q, 8, 1).max() <= 7
     opposite = (hashes(q, 8, 1) + 4) % 8
@@ -191,9 +200,9 @@ def test_costs_are_not_square() -> None:
                     sizes.append(found.numel())
                 return found
 
-        x = [each[:1, :1] for each in operands(length)]
+        q, k, v = (each[:1, :1] for each in operands(length)[:3])
         with Spy():
-            METHODS[name](*x)
+            METHODS[name](Operands(q, k, v))
         return max(sizes)
 
     for name in METHODS:

@@ -1,8 +1,7 @@
 """Approximate and sparse attention as published: small references to measure exact attention with.
 
-Each function takes q [B, H, N, D], k and v [B, H, N, D | Dv], and autograd can differentiate it.
-Its cost is that of its paper, not N x N. ``keys`` (bool [N]) says which keys there are; the others
-are padding. None is tuned: each is what a reader of the paper would write in torch.
+Each method takes ``Operands`` and gives [B, H, N, Dv]. Autograd can differentiate it. Its cost is
+that of its paper, not N x N. None is tuned: each is what a reader of the paper would write.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.nn.functional import dropout, elu, pad
 from tilewise import patterns
 
 __all__ = [
+    "Operands",
     "bigbird",
     "by_features",
     "directions",
@@ -39,36 +40,45 @@ __all__ = [
 Visible = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def gathered(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    blocks: Tensor,
-    size: int,
-    *,
-    visible: Visible | None = None,
-    keys: Tensor | None = None,
-    dropout_p: float = 0.0,
-) -> Tensor:
-    """Attend from each block of queries to its L listed blocks of keys: O(N L size).
+class Operands(NamedTuple):
+    """What a method attends with.
 
     Args:
         q: [B, H, N, D].
         k: [B, H, N, D].
         v: [B, H, N, Dv].
+        keys: bool [N], which keys there are, the others are padding; None for all.
+        dropout_p: the probability of dropping a pair, of methods that have probabilities.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    keys: Tensor | None = None
+    dropout_p: float = 0.0
+
+    @property
+    def length(self) -> int:
+        """N."""
+        return self.q.shape[2]
+
+
+def gathered(given: Operands, blocks: Tensor, size: int, visible: Visible | None = None) -> Tensor:
+    """Attend from each block of queries to its L listed blocks of keys: O(N L size).
+
+    Args:
+        given: the operands.
         blocks: int64 [N / size rounded up, L], numbers of blocks of keys; -1 for none.
         size: queries and keys of a block.
         visible: which pairs attend, of integer tensors that broadcast: rows m, keys n, and the
             place of the key's block in the list; None for all.
-        keys: bool [N], which keys there are; None for all.
-        dropout_p: the probability of dropping a pair.
 
     Returns:
         [B, H, N, Dv]; a row that sees nothing gives 0.
     """
-    length = q.shape[2]
+    length, keys = given.length, given.keys
     count, listed = blocks.shape
-    q, k, v = (pad(x, (0, 0, 0, count * size - length)) for x in (q, k, v))
+    q, k, v = (pad(x, (0, 0, 0, count * size - length)) for x in given[:3])
     q_blocks, k_blocks, v_blocks = (
         x.reshape(*x.shape[:2], count, size, x.shape[-1]) for x in (q, k, v)
     )
@@ -84,7 +94,7 @@ def gathered(
     if visible is not None:
         slot = torch.arange(listed, device=q.device).repeat_interleave(size)
         seen = seen & visible(m, n, slot)
-    p = dropout(softmax_seen(s, seen), dropout_p)
+    p = dropout(softmax_seen(s, seen), given.dropout_p)
     out: Tensor = (p @ own_v).flatten(2, 3)[:, :, :length]
     return out
 
@@ -102,63 +112,40 @@ def softmax_seen(s: Tensor, seen: Tensor) -> Tensor:
     return p.masked_fill(hidden, 0.0)
 
 
-def with_global_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    rows: int,
-    keys: Tensor | None,
-    dropout_p: float,
-) -> Tensor:
+def with_global_rows(given: Operands, out: Tensor, rows: int) -> Tensor:
     """Return the output with its first rows replaced by those that see every key.
 
     Args:
-        q: all queries.
-        k: all keys.
-        v: all values.
+        given: the operands.
         out: of the pattern.
         rows: how many.
-        keys: bool [N], which keys there are; None for all.
-        dropout_p: the probability of dropping a pair.
     """
     if rows == 0:
         return out
+    q, k, v, keys, dropout_p = given
     s = (q[:, :, :rows] @ k.mT) * q.shape[-1] ** -0.5
     seen = torch.ones_like(k[0, 0, :, 0], dtype=torch.bool) if keys is None else keys
     whole = dropout(softmax_seen(s, seen), dropout_p) @ v
     return torch.cat([whole, out[:, :, rows:]], dim=2)
 
 
-def local(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    window: int = 128,
-    keys: Tensor | None = None,
-    dropout_p: float = 0.0,
-) -> Tensor:
+def local(given: Operands, window: int = 128) -> Tensor:
     """Row m sees the keys with ``|m - n| <= window``: O(N window).
 
     Source: Parmar et al., "Image Transformer", ICML 2018, section 3.2 (local self-attention in
     blocks of queries with their neighbourhood of keys).
 
     Args:
-        q: [B, H, N, D].
-        k: [B, H, N, D].
-        v: [B, H, N, Dv].
+        given: the operands.
         window: keys on either side.
-        keys: bool [N], which keys there are; None for all.
-        dropout_p: the probability of dropping a pair.
     """
-    size = max(1, min(window, q.shape[2]))
-    blocks = neighbours(-(-q.shape[2] // size), 1, q.device)
+    size = max(1, min(window, given.length))
+    blocks = neighbours(-(-given.length // size), 1, given.q.device)
 
     def near(m: Tensor, n: Tensor, _: Tensor) -> Tensor:
         return (m - n).abs() <= window
 
-    return gathered(q, k, v, blocks, size, visible=near, keys=keys, dropout_p=dropout_p)
+    return gathered(given, blocks, size, near)
 
 
 def neighbours(count: int, reach: int, device: torch.device) -> Tensor:
@@ -168,16 +155,7 @@ def neighbours(count: int, reach: int, device: torch.device) -> Tensor:
     return found.masked_fill((found < 0) | (found >= count), -1)
 
 
-def longformer(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    window: int = 256,
-    tokens: int = 64,
-    keys: Tensor | None = None,
-    dropout_p: float = 0.0,
-) -> Tensor:
+def longformer(given: Operands, window: int = 256, tokens: int = 64) -> Tensor:
     """Rows see a window and the global tokens, which see everything: O(N (window + tokens)).
 
     The mask is ``patterns.local_global(window, tokens)``.
@@ -186,20 +164,16 @@ def longformer(
     3.1 (its window of width w is ``window = w / 2``; one set of projections serves both parts).
 
     Args:
-        q: [B, H, N, D].
-        k: [B, H, N, D].
-        v: [B, H, N, Dv].
+        given: the operands.
         window: keys on either side.
         tokens: how many tokens at the start are global.
-        keys: bool [N], which keys there are; None for all.
-        dropout_p: the probability of dropping a pair.
     """
-    length = q.shape[2]
+    length, device = given.length, given.q.device
     tokens = min(tokens, length)
     size = max(1, min(window, length))
-    near = neighbours(-(-length // size), 1, q.device)
+    near = neighbours(-(-length // size), 1, device)
     first = -(-tokens // size)  # blocks in which the global tokens lie
-    everywhere = torch.arange(first, device=q.device).expand(near.shape[0], first)
+    everywhere = torch.arange(first, device=device).expand(near.shape[0], first)
 
     def visible(m: Tensor, n: Tensor, slot: Tensor) -> Tensor:
         # A global key is seen where its own block is listed, and not again in the window.
@@ -207,19 +181,10 @@ def longformer(
         return torch.where(slot < first, is_global, ~is_global & ((m - n).abs() <= window))
 
     blocks = torch.cat([everywhere, near], dim=1)
-    out = gathered(q, k, v, blocks, size, visible=visible, keys=keys, dropout_p=dropout_p)
-    return with_global_rows(q, k, v, out, tokens, keys, dropout_p)
+    return with_global_rows(given, gathered(given, blocks, size, visible), tokens)
 
 
-def bigbird(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    block: int = 64,
-    keys: Tensor | None = None,
-    dropout_p: float = 0.0,
-) -> Tensor:
+def bigbird(given: Operands, block: int = 64) -> Tensor:
     """Let each block of rows see 3 blocks around it, 2 global and 3 random ones: O(8 N block).
 
     The mask is ``patterns.bigbird(N, block=block)``, whose global blocks see everything.
@@ -228,17 +193,12 @@ def bigbird(
     and appendix D (blocks are gathered, as there).
 
     Args:
-        q: [B, H, N, D].
-        k: [B, H, N, D].
-        v: [B, H, N, Dv].
+        given: the operands.
         block: rows and keys of a block.
-        keys: bool [N], which keys there are; None for all.
-        dropout_p: the probability of dropping a pair.
     """
-    length = q.shape[2]
-    blocks = _blocks(length, block).to(q.device)
-    out = gathered(q, k, v, blocks, block, keys=keys, dropout_p=dropout_p)
-    return with_global_rows(q, k, v, out, min(_GLOBALS * block, length), keys, dropout_p)
+    blocks = _blocks(given.length, block).to(given.q.device)
+    out = gathered(given, blocks, block)
+    return with_global_rows(given, out, min(_GLOBALS * block, given.length))
 
 
 _GLOBALS = 2
@@ -257,15 +217,7 @@ def _blocks(length: int, block: int) -> Tensor:
     return ordered.masked_fill(ordered == seen.shape[1], -1)
 
 
-def linformer(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    project: Tensor | None = None,
-    keys: Tensor | None = None,
-    dropout_p: float = 0.0,
-) -> Tensor:
+def linformer(given: Operands, project: Tensor | None = None) -> Tensor:
     """``out = softmax(q (E k)^T / sqrt(D)) (E v)`` with E of few rows: O(N rows).
 
     Source: Wang, Li, Khabsa, Fang and Ma, "Linformer: Self-Attention with Linear Complexity", 2020,
@@ -273,14 +225,11 @@ def linformer(
     there; here it is drawn as theorem 2's proof draws it.
 
     Args:
-        q: [B, H, N, D].
-        k: [B, H, N, D].
-        v: [B, H, N, Dv].
+        given: the operands.
         project: E, [rows, N]; None draws 256 rows, always the same.
-        keys: bool [N], which keys there are: the others are not in the sums; None for all.
-        dropout_p: the probability of dropping a pair.
     """
-    made = projection(q.shape[2]) if project is None else project
+    q, k, v, keys, dropout_p = given
+    made = projection(given.length) if project is None else project
     made = made.to(q)
     if keys is not None:
         made = made * keys.to(made.dtype)
@@ -302,17 +251,7 @@ def projection(length: int, rows: int = 256) -> Tensor:
     return drawn
 
 
-def reformer(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    chunk: int = 64,
-    buckets: int = 0,
-    rounds: int = 2,
-    keys: Tensor | None = None,
-    dropout_p: float = 0.0,
-) -> Tensor:
+def reformer(given: Operands, chunk: int = 64, buckets: int = 0, rounds: int = 2) -> Tensor:
     """Sort rows and keys by their hash; a chunk of rows sees the keys of its bucket nearby.
 
     In each round a chunk of sorted rows sees the sorted keys of the same chunk and of its two
@@ -325,25 +264,20 @@ def reformer(
     in each.
 
     Args:
-        q: [B, H, N, D].
-        k: [B, H, N, D].
-        v: [B, H, N, Dv].
+        given: the operands.
         chunk: rows of a chunk.
         buckets: of the hash, an even number or 1; 0 for N / chunk.
         rounds: hashes.
-        keys: bool [N], which keys there are; None for all.
-        dropout_p: the probability of dropping a pair.
 
     Returns:
         [B, H, N, Dv]; a row that finds no key of its bucket in any round gives 0.
     """
-    length = q.shape[2]
     if not buckets:
-        buckets = max(2, length // chunk // 2 * 2)
+        buckets = max(2, given.length // chunk // 2 * 2)
     outs, sums = [], []
     for number in range(rounds):
-        of_q, of_k = (hashes(x, buckets, number) for x in (q, k))
-        out, lse = _round(q, k, v, (of_q, of_k), chunk, keys, dropout_p)
+        of_q, of_k = (hashes(x, buckets, number) for x in (given.q, given.k))
+        out, lse = _round(given, of_q, of_k, chunk)
         outs.append(out)
         sums.append(lse)
     every = torch.stack(sums)  # [rounds, B, H, N]
@@ -368,20 +302,11 @@ def hashes(x: Tensor, buckets: int, number: int) -> Tensor:
     return torch.cat([turned, -turned], dim=-1).argmax(-1)
 
 
-def _round(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    found: tuple[Tensor, Tensor],
-    chunk: int,
-    keys: Tensor | None,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor]:
+def _round(given: Operands, of_q: Tensor, of_k: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     """Return the output and the logarithm of the denominator of each row, for one hash."""
-    length = q.shape[2]
+    (q, k, v, keys, dropout_p), length = given, given.length
     count = -(-length // chunk)
     behind = count * chunk - length
-    of_q, of_k = found
     if keys is not None:
         of_k = of_k.masked_fill(~keys, -2)  # a bucket that no row has
     order_q, order_k = (x.argsort(dim=-1, stable=True) for x in (of_q, of_k))
@@ -414,18 +339,13 @@ def _chunks(x: Tensor, count: int, chunk: int) -> Tensor:
     return padded.reshape(*x.shape[:2], count, chunk, x.shape[-1])
 
 
-def linear(q: Tensor, k: Tensor, v: Tensor, *, keys: Tensor | None = None) -> Tensor:
+def linear(given: Operands) -> Tensor:
     """``out = f(q) (f(k)^T v) / (f(q) sum f(k))`` with ``f = elu + 1``: O(N D Dv).
 
     Source: Katharopoulos, Vyas, Pappas and Fleuret, "Transformers are RNNs", ICML 2020, equations
     4 to 7. It has no matrix of probabilities, so nothing is dropped.
-
-    Args:
-        q: [B, H, N, D].
-        k: [B, H, N, D].
-        v: [B, H, N, Dv].
-        keys: bool [N], which keys there are; None for all.
     """
+    q, k, v, keys, _ = given
     return by_features(elu(q) + 1, elu(k) + 1, v, keys)
 
 
@@ -445,14 +365,7 @@ def by_features(f_q: Tensor, f_k: Tensor, v: Tensor, keys: Tensor | None) -> Ten
     return (f_q @ (f_k.mT @ v)) / total.clamp(min=1e-9)
 
 
-def performer(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    rows: Tensor | None = None,
-    keys: Tensor | None = None,
-) -> Tensor:
+def performer(given: Operands, rows: Tensor | None = None) -> Tensor:
     """Linear attention with FAVOR+ features, whose products are exp(q.k / sqrt(D)) on average.
 
     O(N F D) for F features. It has no matrix of probabilities, so nothing is dropped.
@@ -461,12 +374,10 @@ def performer(
     features) and section 2.4 (orthogonal directions).
 
     Args:
-        q: [B, H, N, D].
-        k: [B, H, N, D].
-        v: [B, H, N, Dv].
+        given: the operands.
         rows: random directions [F, D]; None draws D ln D of them, always the same.
-        keys: bool [N], which keys there are; None for all.
     """
+    q, k, v, keys, _ = given
     width = q.shape[-1]
     if rows is None:
         rows = directions(max(1, round(width * math.log(width))), width)

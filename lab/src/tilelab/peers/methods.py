@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import tilewise
 from tilelab.common.torch_private import keep_buffers
 from tilelab.peers.approximations import (
+    Operands,
     bigbird,
     directions,
     linear,
@@ -328,13 +328,11 @@ def _published(
     """
 
     def make(work: Work, given: Given) -> Attend:
-        more: dict[str, Any] = {key: of(work).to(given.q) for key, of in drawn.items()}
+        more = {key: of(work).to(given.q) for key, of in drawn.items()}
+        keys = None
         if work.padding:
-            keys = torch.arange(work.length, device=given.q.device)
-            more["keys"] = keys < work.length - work.padding
-        if work.dropout_p:
-            more["dropout_p"] = work.dropout_p
-        return partial(attend, **more)
+            keys = torch.arange(work.length, device=given.q.device) < work.length - work.padding
+        return lambda q, k, v: attend(Operands(q, k, v, keys, work.dropout_p), **more)
 
     def why_not(work: Work) -> str:
         if work.dropout_p and not drops:

@@ -10,25 +10,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import tilewise
 from tests.asked import asked
-from tests.cases import Case
 from tests.contract import InexactError, assert_exact, assert_same_bits
-from tests.inputs import Inputs, build
+from tilelab.cases.case import Case
+from tilelab.cases.inputs import Inputs, Sent, build, call, gradients, send
 from tilelab.oracles.dense import dense
 from tilelab.oracles.extended import extended
 from tilewise.problem import Operands, Problem
-from tilewise.variants.lower import statistics_dtype
+
+__all__ = [
+    "FACTS",
+    "Outcome",
+    "Reference",
+    "Sent",
+    "assert_same",
+    "attend",
+    "call",
+    "check",
+    "check_case",
+    "check_drawn",
+    "check_pooled",
+    "gradients",
+    "oracle",
+    "plain",
+    "pool",
+    "problem_of",
+    "refer",
+    "refer_cached",
+    "send",
+]
 
 FACTS = ("out", "lse", "max_logit", "entropy")
-
-
-class Sent(NamedTuple):
-    """The gradients that are sent into out, lse and entropy; None for zero."""
-
-    out: Any = None
-    lse: Any = None
-    entropy: Any = None
 
 
 class Outcome(NamedTuple):
@@ -54,30 +66,6 @@ def problem_of(inputs: Inputs) -> tuple[Problem, Operands]:
     named = inputs._asdict()
     tensors = [named.pop(name) for name in ("q", "k", "v", "cu_seqlens")]
     return asked(*tensors, **named)
-
-
-def call(inputs: Inputs, backend: str | None, **keywords: Any) -> Any:
-    """The public call on a case's inputs."""
-    keywords = {**inputs.keywords(), "backend": backend, **keywords}
-    q, k, v = inputs.q, inputs.k, inputs.v
-    if inputs.cu_seqlens is None:
-        return tilewise.attention(q, k, v, **keywords)
-    return tilewise.attention_varlen(q, k, v, *inputs.cu_seqlens, **keywords)
-
-
-def gradients(inputs: Inputs, outputs: Sequence[Tensor], sent: Sent) -> dict[str, Tensor]:
-    """The gradient of every leaf, by name: zeros where none of the outputs depends on it."""
-    leaves = inputs.leaves
-    used = [
-        (output, grad.to(output.dtype))
-        for output, grad in zip(outputs, sent, strict=False)
-        if grad is not None
-    ]
-    outputs, weights = zip(*used, strict=True)
-    grads = torch.autograd.grad(
-        outputs, list(leaves.values()), weights, allow_unused=True, materialize_grads=True
-    )
-    return dict(zip(leaves, grads, strict=True))
 
 
 def attend(
@@ -109,22 +97,12 @@ def oracle(inputs: Inputs, sent: Sent) -> Outcome:
     assert result.grads is not None
     grads = {"q": result.grads.q, "k": result.grads.k, "v": result.grads.v}
     leaves = inputs.leaves
-    for i, slot in enumerate(inputs.slots):
-        name = f"bias{i}"
+    for slot in inputs.slots:
+        name = f"captured {slot}"
         grads[name] = result.grads.score_tensors[slot].reshape(tuple(leaves[name].shape))
     if result.grads.sinks is not None:
         grads["sinks"] = result.grads.sinks
     return Outcome(result.out, result.lse, grads, result.max_logit, result.entropy)
-
-
-def send(inputs: Inputs, seed: int = 7, *, entropy: bool = False) -> Sent:
-    """Random gradients of out and lse, and on request of the entropy."""
-    generator = torch.Generator().manual_seed(seed)
-    rows, dtype = inputs.q.shape[:-1], inputs.q.dtype
-    of_rows = rows if inputs.cu_seqlens is None else rows[::-1]
-    out = torch.randn(*rows, inputs.v.size(-1), generator=generator).to(dtype)
-    facts = torch.randn(1 + entropy, *of_rows, generator=generator).to(statistics_dtype(dtype))
-    return Sent(out, *facts)
 
 
 def refer(inputs: Inputs, sent: Sent | None = None) -> Reference:

@@ -45,6 +45,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tilewise.cli",),
     ("tilelab",),
     ("tilelab.common",),
+    ("tilelab.cases",),
     ("tilelab.oracles", "tilelab.models", "tilelab.counted", "tilelab.gate"),
     ("tilelab.peers",),
     ("tilelab.compatibility", "tilelab.bench", "tilelab.gpu_check", "tilelab.explain"),

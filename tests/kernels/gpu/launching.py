@@ -113,19 +113,19 @@ def _problems(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Both passes of the problems of the accuracy step; every one without names."""
     import torch
 
-    from tilelab.gpu_check import accuracy, outcomes, problems
+    from tilelab.cases import inputs, table
+    from tilelab.gpu_check import accuracy, outcomes
     from tilelab.gpu_check.setting import Setting
 
     setting = Setting()
-    known = {case.name for case in problems.PROBLEMS}
+    known = {case.name for case in table.PROBLEMS}
     for job in accuracy.jobs(setting):
         kind, _, name = job.partition(" ")
         if name not in known or (names and job not in names):
             continue
-        case = outcomes.sized(setting, problems.find(name))
-        inputs = outcomes.build(setting, case, getattr(torch, kind))
+        case = outcomes.sized(setting, table.find(name)).of(getattr(torch, kind))
         before = stub.launches
-        outcomes.attend(setting, case, inputs, gradients=True)
+        outcomes.attend(setting, inputs.build(case), backward=True)
         yield {"name": job, "launches": stub.launches - before}
 
 

@@ -33,7 +33,7 @@ from tilewise.sparse.block_mask import BlockMask
 def named(inputs: Inputs, grads: Grads) -> dict[str, Tensor]:
     """The gradients of the leaves of the inputs, by their names."""
     found = {"q": grads.q, "k": grads.k, "v": grads.v, "sinks": grads.sinks}
-    found |= {f"bias{i}": grads.score_tensors[slot] for i, slot in enumerate(inputs.slots)}
+    found |= {f"captured {slot}": grads.score_tensors[slot] for slot in inputs.slots}
     leaves = inputs.leaves
     return {
         name: grad.reshape(leaves[name].shape).to(leaves[name].dtype)

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests import captured
 from tests.kernels.gpu import emitted as run
 from tests.kernels.gpu.emitted import Extents, emitted, problem, reference, value
 from tests.variants.calls import Call
 from tests.variants.drawn import SHAPES, expressions
 from tests.variants_catalogue import CATALOGUE, Sizes, Variant
+from tilelab.cases.variants import MASKS, SCORES, Draw
 from tilewise.reference.blocks import Block
 from tilewise.reference.programs import apply_score, visible
 from tilewise.variants.derive import differentiate
@@ -40,11 +40,11 @@ def _whole(extents: Extents) -> Block:
 
 
 @pytest.mark.parametrize("extents", _CALLS, ids=str)
-@pytest.mark.parametrize("name", captured.MASKS)
+@pytest.mark.parametrize("name", MASKS)
 def test_built_in_masks(name: str, extents: Extents) -> None:
     """Every pair as the reference has it, and no pair outside of the ranges."""
-    shape = captured.Shape(*extents, extents.keys)
-    mask = captured.MASKS[name](shape, torch.Generator().manual_seed(7))
+    generator = torch.Generator().manual_seed(7)
+    mask = MASKS[name](Draw(*extents, extents.keys, torch.float32, _CPU, generator))
     tensors = lower_mask(mask.program, mask.captured, Extent(*extents), _CPU)
     _check_mask(mask.program, extents, tensors)
 
@@ -68,12 +68,11 @@ def _check_mask(mask: Program, extents: Extents, tensors: Sequence[Tensor]) -> T
 
 
 @pytest.mark.parametrize("extents", _CALLS, ids=str)
-@pytest.mark.parametrize("name", captured.SCORES)
+@pytest.mark.parametrize("name", SCORES)
 def test_built_in_scores(name: str, extents: Extents) -> None:
     """Captured tensors in half precision where a call leaves them so."""
-    shape = captured.Shape(*extents, extents.keys)
     generator, dtype = torch.Generator().manual_seed(7), torch.bfloat16
-    score = captured.SCORES[name](shape, generator, dtype)
+    score = SCORES[name](Draw(*extents, extents.keys, dtype, _CPU, generator))
     tensors = lower_score(score.program, score.captured, Extent(*extents), dtype, _CPU)
     tensors = tuple([tensor.detach() for tensor in tensors])
     variant = emitted(problem(extents, (), score.program), (), tensors)

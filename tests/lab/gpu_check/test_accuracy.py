@@ -12,10 +12,12 @@ from torch import Tensor
 
 import tilewise
 from tests.contract import InexactError, assert_exact
+from tilelab.cases.case import Case
+from tilelab.cases.inputs import build
+from tilelab.cases.table import LONG, PROBLEMS, find
 from tilelab.common.exactness import judge
 from tilelab.gpu_check import accuracy, speed, timed
-from tilelab.gpu_check.outcomes import build, refer, sized
-from tilelab.gpu_check.problems import LONG, PROBLEMS, ProblemCase, find
+from tilelab.gpu_check.outcomes import refer, sized
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.timed import Timed
@@ -75,19 +77,19 @@ def test_problems_are_many_and_named_once() -> None:
 
 
 @pytest.mark.parametrize("case", PROBLEMS, ids=lambda case: case.name)
-def test_the_reference_backend_is_exact(case: ProblemCase) -> None:
+def test_the_reference_backend_is_exact(case: Case) -> None:
     """Every problem can be built, referred to and judged."""
-    dtype = torch.float32 if case.every_dtype else torch.float16
-    rows = list(accuracy.check(TILED, "accuracy", case.name, sized(TILED, case), dtype))
+    small = sized(TILED, case).of(torch.float32 if case.every_dtype else torch.float16)
+    rows = list(accuracy.check(TILED, "accuracy", case.name, small))
     assert [row.status for row in rows] == ["ok", "ok"], rows
     assert rows[1].name == f"{case.name}, gradients"
-    leaves = build(TILED, sized(TILED, case), dtype).leaves
+    leaves = build(small).leaves
     assert set(rows[1].values["ratios"]) == {f"grad of {name}" for name in leaves}
 
 
 def test_inputs_are_the_same_every_time() -> None:
-    case = sized(TILED, find("everything"))
-    first, second = (build(TILED, case, torch.float16) for _ in range(2))
+    case = sized(TILED, find("everything")).of(torch.float16)
+    first, second = (build(case) for _ in range(2))
     assert torch.equal(first.q, second.q)
     assert first.leaves.keys() == second.leaves.keys()
     for name, leaf in first.leaves.items():
@@ -95,10 +97,9 @@ def test_inputs_are_the_same_every_time() -> None:
 
 
 def test_the_oracle_is_float64_and_the_plain_one_is_not() -> None:
-    case = sized(TILED, find("causal D64"))
-    inputs = build(TILED, case, torch.float16)
-    assert refer(case, inputs, torch.float64)["out"].dtype == torch.float64
-    assert refer(case, inputs, torch.float16)["out"].dtype == torch.float16
+    inputs = build(sized(TILED, find("causal D64")).of(torch.float16))
+    assert refer(inputs, torch.float64)["out"].dtype == torch.float64
+    assert refer(inputs, torch.float16)["out"].dtype == torch.float16
 
 
 def _changed(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
@@ -117,7 +118,7 @@ def _changed(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
 def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     _changed(monkeypatch, 1.02)
     case = sized(TILED, find("full D64"))
-    forward, backward = accuracy.check(TILED, "accuracy", "x", case, torch.float32)
+    forward, backward = accuracy.check(TILED, "accuracy", "x", case)
     assert forward.status == backward.status == "wrong"
     assert "out: " in forward.note
     assert "grad of v: " in backward.note
@@ -132,8 +133,8 @@ def test_other_bits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return found._replace(lse=found.lse * (1 + 2e-7 * next(turns)))
 
     monkeypatch.setattr(tilewise, "attention", attention)
-    case = sized(TILED, find("full D64"))
-    forward, _ = accuracy.check(TILED, "accuracy", "x", case, torch.float16)
+    case = sized(TILED, find("full D64")).of(torch.float16)
+    forward, _ = accuracy.check(TILED, "accuracy", "x", case)
     assert forward.status == "wrong"
     assert "lse differs when it is done again" in forward.note
     assert not forward.values["same_bits"]

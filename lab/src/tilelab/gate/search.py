@@ -14,10 +14,12 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
-from tilelab.gate.calls import Call
+from tilelab.cases.case import Case as Attention
+from tilelab.gate.calls import call
 from tilelab.gate.cases import backward, forward
 from tilelab.gate.record import TARGETS, Case, Target, target_named
 from tilelab.gate.verdicts import faults
@@ -82,38 +84,39 @@ def ladder(family: Family, pass_name: Pass, width: int, itemsize: int) -> Iterat
                     yield blocks
 
 
-def _calls(options: argparse.Namespace, dtype: torch.dtype) -> tuple[Call, ...]:
-    full = Call(options.width, dtype)
+def _calls(options: argparse.Namespace, dtype: torch.dtype) -> tuple[Attention, ...]:
     few = options.pass_name == "decode"
+    full = call("full", options.width, dtype)
     if few:
-        full = full._replace(queries=4)
-    causal = full._replace(mask="causal")
+        full = replace(full, queries=4)
+    causal = replace(full, name="causal", mask=("causal",))
     if not options.heavy:
         return causal, full
     heavy = (
-        full._replace(mask="document"),
-        causal._replace(score="alibi softcap"),
-        causal._replace(dropout_p=0.1),
-        full._replace(score="bias"),
+        replace(full, name="document", mask=("document_each", "causal", "and")),
+        replace(causal, name="causal alibi softcap", score=("alibi", "softcap")),
+        replace(causal, name="causal dropout", dropout_p=0.1),
+        replace(full, name="bias", score=("bias_heads",)),
     )
     if few:
         return heavy
-    return (*heavy, full._replace(score="head bias"), causal._replace(varlen=True))
+    varlen = call("causal varlen", options.width, dtype, mask=("causal",), varlen=True)
+    return (*heavy, replace(full, name="head bias", score=("bias_of_heads",)), varlen)
 
 
-def _wrong(target: Target, pass_name: Pass, calls: Sequence[Call], blocks: Blocks) -> str:
+def _wrong(target: Target, pass_name: Pass, calls: Sequence[Attention], blocks: Blocks) -> str:
     """Return what is wrong with blocks on the first call that they fail; empty if none."""
     from tilelab.gate.compiling import compile_launch
 
     make = forward if pass_name in _FORWARD else backward
-    for call in calls:
-        case = Case("search", lambda family: [], call.dtype.itemsize == 2)
-        for launch in make(call, target.family.name, [(pass_name, blocks)]):
+    for each in calls:
+        case = Case("search", lambda family: [], each.dtype.itemsize == 2)
+        for launch in make(each, target.family.name, [(pass_name, blocks)]):
             kernel = launch.kernel.__name__
             if kernel == KERNELS[pass_name]:
                 record = compile_launch("search", kernel, launch, target)
                 if found := faults(record, case, target, None):
-                    return f"{call.mask} {call.score}: {'; '.join(found)}"
+                    return f"{each.name}: {'; '.join(found)}"
     return ""
 
 

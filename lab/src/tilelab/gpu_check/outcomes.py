@@ -1,32 +1,30 @@
-"""A problem's tensors, and what comes of it: by the public call, by plain torch, and in float64."""
+"""What comes of a case: by the public call, by plain torch, and in float64; pages and float8."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import tilewise
-from tilelab.gpu_check.problems import Draw, ProblemCase, find
+from tilelab.cases.case import Case
+from tilelab.cases.inputs import Inputs, call, gradients, problem_of, send
+from tilelab.cases.table import find
 from tilelab.gpu_check.setting import Setting
 from tilelab.oracles.dense import dense
 from tilewise.inspect.calls import lowered
-from tilewise.problem import Operands, Problem, Result
+from tilewise.problem import Result
 from tilewise.variants.float8 import FLOAT8, Scales
-from tilewise.variants.values import Mask, Score, as_mask, as_score
+from tilewise.variants.values import Mask
 
 __all__ = [
     "PAGE_SIZES",
-    "SEED",
-    "Inputs",
     "Outcome",
     "attend",
     "attend_pages",
     "block_table",
-    "build",
     "few_queries",
     "in_pages",
     "quantised",
@@ -35,192 +33,68 @@ __all__ = [
     "sized",
 ]
 
-SEED = 0x1234_5678_9ABC_DEF0
-
-
-class Inputs(NamedTuple):
-    """The tensors of a problem; what can be differentiated requires a gradient.
-
-    Args:
-        cu_seqlens: where sequences of queries and of keys begin and end, int32; None if dense.
-        grad_out, grad_lse: the gradients that are sent in.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Mask | None
-    score: Score | None
-    sinks: Tensor | None
-    cu_seqlens: tuple[Tensor, Tensor] | None
-    grad_out: Tensor
-    grad_lse: Tensor
-
-    @property
-    def leaves(self) -> dict[str, Tensor]:
-        """Return the tensors that can be differentiated, by name."""
-        found = {"q": self.q, "k": self.k, "v": self.v}
-        captured = () if self.score is None else self.score.captured
-        found |= {f"captured {i}": t for i, t in enumerate(captured) if t.requires_grad}
-        return found if self.sinks is None else {**found, "sinks": self.sinks}
-
-
 Outcome = dict[str, Tensor]  # "out", "lse", and "grad of NAME" for each leaf
 
 
-def sized(setting: Setting, case: ProblemCase) -> ProblemCase:
+def sized(setting: Setting, case: Case) -> Case:
     """Return the problem as large as the setting says."""
     sizes, shrink = setting.sizes, setting.sizes.shrink
     narrow = math.isqrt(shrink)
-    rows = sizes.long if case.queries < 0 else -(-case.queries // shrink)
-    width = sizes.long_width if case.head_dim < 0 else -(-case.head_dim // narrow)
-    keys = sizes.decode_keys + 1 if case.keys < 0 else -(-case.keys // shrink) or rows
+    rows, keys = (-(-length // shrink) for length in (case.queries, case.keys))
+    if case.queries < 0:
+        rows = keys = sizes.long
+    elif case.keys < 0:
+        keys = sizes.decode_keys + 1
+    head_dim, value_dim = (
+        sizes.long_width if width < 0 else -(-width // narrow)
+        for width in (case.head_dim, case.value_dim)
+    )
+    sequences = case.sequences
+    if sequences is not None:
+        sequences = tuple((-(-m // shrink), -(-n // shrink)) for m, n in sequences)
     return replace(
         case,
         queries=rows,
         keys=keys,
-        head_dim=width,
-        value_dim=-(-case.value_dim // narrow) or width,
-        lengths=tuple((-(-m // shrink), -(-n // shrink)) for m, n in case.lengths),
+        head_dim=head_dim,
+        value_dim=value_dim,
+        sequences=sequences,
     )
 
 
-def build(setting: Setting, case: ProblemCase, dtype: torch.dtype) -> Inputs:
-    """Return the tensors of a sized problem: the same at every call."""
-    device = setting.device
-    generator = torch.Generator(device).manual_seed(7)
-    ends = [torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            for lengths in zip(*case.lengths, strict=True)]  # fmt: skip
-    cu = (ends[0].to(device), ends[1].to(device)) if ends else None
-    queries, keys = (int(each[-1]) for each in ends) if ends else (case.queries, case.keys)
-
-    def tensor(heads: int, rows: int, width: int) -> Tensor:
-        size = (rows, heads, width) if cu else (case.batch, heads, rows, width)
-        drawn = torch.randn(size, generator=generator, device=device).to(dtype)
-        return _laid_out(drawn, case.layout).requires_grad_()
-
-    q = tensor(case.heads, queries, case.head_dim)
-    k = tensor(case.kv_heads, keys, case.head_dim)
-    v = tensor(case.kv_heads, keys, case.value_dim)
-    draw = Draw(
-        len(case.lengths) or case.batch,
-        case.heads,
-        max((m for m, _ in case.lengths), default=queries),
-        max((n for _, n in case.lengths), default=keys),
-        device,
-        generator,
-    )
-    lse_size = (case.heads, queries) if cu else q.shape[:-1]
-    return Inputs(
-        q,
-        k,
-        v,
-        None if case.mask is None else as_mask(case.mask(draw)),
-        None if case.score is None else as_score(case.score(draw)),
-        draw.normal(case.heads) if case.sinks else None,
-        cu,
-        torch.randn((*q.shape[:-1], case.value_dim), generator=generator, device=device).to(dtype),
-        torch.randn(lse_size, generator=generator, device=device),
-    )
-
-
-def _laid_out(values: Tensor, layout: str) -> Tensor:
-    """Return the same values in another order of memory; gaps hold NaN."""
-    if layout == "bshd":
-        return values.transpose(-3, -2).contiguous().transpose(-3, -2)
-    if layout == "strided":
-        gaps = values.new_full((*values.shape, 2), math.nan)
-        gaps[..., 0] = values
-        return gaps[..., 0]
-    return values
-
-
-def attend(setting: Setting, case: ProblemCase, inputs: Inputs, *, gradients: bool) -> Outcome:
+def attend(setting: Setting, inputs: Inputs, *, backward: bool) -> Outcome:
     """Return the result of the public call: out and lse, or the gradients."""
-    keywords: dict[str, Any] = {
-        "mask": inputs.mask,
-        "score": inputs.score,
-        "sinks": inputs.sinks,
-        "scale": case.scale,
-        "dropout_p": case.dropout_p,
-        "seed": SEED if case.dropout_p else None,
-        "return_lse": True,
-        "backend": setting.backend,
-    }
-    q, k, v = inputs.q, inputs.k, inputs.v
-    if inputs.cu_seqlens is None:
-        out, lse, _ = tilewise.attention(q, k, v, **keywords)
-    else:
-        out, lse, _ = tilewise.attention_varlen(q, k, v, *inputs.cu_seqlens, **keywords)
-    return _gradients(inputs, out, lse) if gradients else _forward(out, lse)
+    out, lse, _ = call(inputs, setting.backend, return_lse=True)
+    return _gradients(inputs, inputs, out, lse) if backward else _forward(out, lse)
 
 
 def _forward(out: Tensor, lse: Tensor) -> Outcome:
     return {"out": out.detach(), "lse": lse.detach()}
 
 
-def _gradients(inputs: Inputs, out: Tensor, lse: Tensor) -> Outcome:
-    leaves = inputs.leaves
-    sent = [inputs.grad_out.to(out.dtype), inputs.grad_lse.to(lse.dtype)]
-    grads = torch.autograd.grad([out, lse], list(leaves.values()), sent, allow_unused=True)
-    return {
-        f"grad of {name}": torch.zeros_like(leaf) if grad is None else grad
-        for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
-    }
+def _gradients(inputs: Inputs, leaves: Inputs, out: Tensor, lse: Tensor) -> Outcome:
+    """Return the gradients of some leaves; the same ones are sent in for the same inputs."""
+    found = gradients(leaves, (out, lse), send(inputs))
+    return {f"grad of {name}": grad for name, grad in found.items()}
 
 
-def refer(case: ProblemCase, inputs: Inputs, dtype: torch.dtype) -> Outcome:
+def refer(inputs: Inputs, dtype: torch.dtype) -> Outcome:
     """Return the plain mathematics with every matrix in ``dtype``; in float64 it is the oracle."""
-    if dtype == torch.float64:
-        inputs = _widened(inputs)
-    problem, operands = _problem(case, inputs)
+    leaves = inputs.convert(Tensor.double) if dtype == torch.float64 else inputs
     with inputs.q.device:  # the reference makes what it needs on the default device
-        result = dense(problem, operands, dtype=dtype)
-        forward = _forward(result.out, result.lse)
-        return forward | _gradients(inputs, result.out, result.lse)
-
-
-def _widened(inputs: Inputs) -> Inputs:
-    """Return the same numbers in float64, as new leaves."""
-
-    def leaf(tensor: Tensor) -> Tensor:
-        return tensor.detach().double().requires_grad_()
-
-    score = inputs.score
-    if score is not None:
-        captured = [leaf(t) if t.requires_grad else t for t in score.captured]
-        score = Score(score.program, tuple(captured))
-    q, k, v = (leaf(x) for x in (inputs.q, inputs.k, inputs.v))
-    sinks = None if inputs.sinks is None else leaf(inputs.sinks)
-    return inputs._replace(q=q, k=k, v=v, score=score, sinks=sinks)
-
-
-def _problem(case: ProblemCase, inputs: Inputs) -> tuple[Problem, Operands]:
-    """Return the Problem and Operands that a public call makes of the inputs."""
-    return lowered(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        *(inputs.cu_seqlens or ()),
-        mask=inputs.mask,
-        score=inputs.score,
-        scale=case.scale,
-        sinks=inputs.sinks,
-        dropout_p=case.dropout_p,
-        seed=SEED if case.dropout_p else None,
-        backend="tiled",  # whatever it reads on the processor lies there
-    )
+        out, lse = dense(*problem_of(leaves), dtype=dtype)[:2]
+        return _forward(out, lse) | _gradients(inputs, leaves, out, lse)
 
 
 PAGE_SIZES = (16, 48, 128)  # parts of a kernel's block of keys, no divisor of it, and all of it
 _FEW = 3
 
 
-def few_queries() -> ProblemCase:
+def few_queries() -> Case:
     """Return the sequences of "varlen" with as many queries each, and so few that they decode."""
     case = find("varlen")
-    lengths = tuple((_FEW, keys) for _, keys in case.lengths)
-    return replace(case, name="few rows", lengths=lengths)
+    sequences = tuple((_FEW, keys) for _, keys in case.sequences or ())
+    return replace(case, name="few rows", sequences=sequences)
 
 
 def attend_pages(

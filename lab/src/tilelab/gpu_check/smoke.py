@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 import tilewise
+from tilelab.cases.table import find
 from tilelab.gpu_check.accuracy import check
 from tilelab.gpu_check.outcomes import sized
-from tilelab.gpu_check.problems import find
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
 from tilelab.peers.work import draw
@@ -46,7 +46,8 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
         setting.synchronize()
         seconds.append(time.perf_counter() - begin)
     yield Row(STEP, job, values={"explain": why, "forward_s": seconds})
-    yield from check(setting, STEP, job, sized(setting, find("causal D64")), setting.dtype)
+    case = sized(setting, find("causal D64")).of(setting.dtype)
+    yield from check(setting, STEP, job, case)
 
 
 def jobs_of_ceilings(setting: Setting) -> list[str]:

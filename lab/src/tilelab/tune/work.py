@@ -8,18 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilelab.gpu_check.outcomes import SEED, Outcome, block_table, build, in_pages
-from tilelab.gpu_check.problems import ProblemCase
+from tilelab.cases.case import Case
+from tilelab.cases.inputs import build, problem_of, send
+from tilelab.gpu_check.outcomes import Outcome, block_table, in_pages
 from tilelab.gpu_check.setting import Setting
-from tilelab.tune.probes import PAGED
 from tilewise.inspect import gpu
-from tilewise.inspect.calls import lowered
 from tilewise.inspect.gpu import KERNELS, Blocks, Launch, Overrides, Pass
 from tilewise.problem import Grads, Needs, Result
 
 __all__ = ["Work", "spills_in"]
-
-_PAGE = 16
 
 
 class Work:
@@ -28,35 +25,21 @@ class Work:
     Args:
         setting: where.
         case: the problem.
-        dtype: of its tensors.
         family: the chip's.
 
     Attributes:
         inputs: the tensors as a user has them; the reference takes them.
     """
 
-    def __init__(
-        self, setting: Setting, case: ProblemCase, dtype: torch.dtype, family: str
-    ) -> None:
-        self.inputs = inputs = build(setting, case, dtype)
-        dropout_p, cu = case.dropout_p, inputs.cu_seqlens
+    def __init__(self, setting: Setting, case: Case, family: str) -> None:
+        self.inputs = inputs = build(case, device=setting.device)
+        self._sent = send(inputs)
         q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
         pages: dict[str, Tensor] = {}
-        if case.layout == PAGED:
-            k, v, pages = _in_pages(k, v)
-        self._problem, operands = lowered(
-            q,
-            k,
-            v,
-            *(cu or ()),
-            mask=inputs.mask,
-            score=inputs.score,
-            scale=case.scale,
-            sinks=inputs.sinks,
-            dropout_p=dropout_p,
-            seed=SEED if dropout_p else None,
-            backend=setting.backend,
-            **pages,
+        if case.page_size:
+            k, v, pages = _in_pages(k, v, case.page_size)
+        self._problem, operands = problem_of(
+            inputs._replace(q=q, k=k, v=v), setting.backend, **pages
         )
         self._learned = tuple(x.requires_grad for x in operands.score_tensors)
         score_tensors = tuple(x.detach() for x in operands.score_tensors)
@@ -114,7 +97,7 @@ class Work:
             self._problem,
             operands,
             self._result,
-            (self.inputs.grad_out, self.inputs.grad_lse),
+            (self._sent.out, self._sent.lse),
             needs,
             grads,
             self._family,
@@ -123,12 +106,12 @@ class Work:
         return launches, wanted
 
 
-def _in_pages(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _in_pages(k: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return keys and values [B, Hk, N, D] in pages, in no order, and how the pages are found."""
     batch, keys = k.shape[0], k.shape[2]
     ends = torch.arange(0, (batch + 1) * keys, keys, dtype=torch.int32, device=k.device)
-    table = block_table(ends, _PAGE, seed=3)
-    k, v = (in_pages(x.transpose(1, 2).flatten(0, 1), ends, table, _PAGE) for x in (k, v))
+    table = block_table(ends, size, seed=3)
+    k, v = (in_pages(x.transpose(1, 2).flatten(0, 1), ends, table, size) for x in (k, v))
     return k, v, {"block_table": table, "key_lengths": ends.diff()}
 
 

@@ -11,9 +11,9 @@ from functools import lru_cache, partial
 
 import torch
 
+from tilelab.cases.case import Case
 from tilelab.common.exactness import judge
 from tilelab.gpu_check.outcomes import Outcome, refer
-from tilelab.gpu_check.problems import ProblemCase
 from tilelab.gpu_check.record import Row, in_short
 from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.worker import main
@@ -44,7 +44,7 @@ def _check(setting: Setting, job: Job, blocks: Blocks) -> Row:
     ratios: dict[str, float] = {}
     spills = 0
     for case in probes.small(job, setting.self_test):
-        work, references = _small(setting, case, job.type)
+        work, references = _small(setting, case)
         launches, outcome = work.launches(job.pass_name, blocks)
         spills += spills_in(launches)
         for key, actual in outcome.items():
@@ -57,12 +57,10 @@ def _check(setting: Setting, job: Job, blocks: Blocks) -> Row:
 
 
 @lru_cache(maxsize=8)
-def _small(
-    setting: Setting, case: ProblemCase, dtype: torch.dtype
-) -> tuple[Work, tuple[Outcome, Outcome]]:
+def _small(setting: Setting, case: Case) -> tuple[Work, tuple[Outcome, Outcome]]:
     """A small problem, and its results by plain torch in its dtype and in float64."""
-    work = Work(setting, case, dtype, _family(setting))
-    return work, (refer(case, work.inputs, dtype), refer(case, work.inputs, torch.float64))
+    work = Work(setting, case, _family(setting))
+    return work, (refer(work.inputs, case.dtype), refer(work.inputs, torch.float64))
 
 
 def _measure(setting: Setting, job: Job, blocks: list[Blocks]) -> Row:
@@ -98,7 +96,7 @@ def _timed(works: list[Work], job: Job, blocks: Blocks) -> list[Launch]:
 @lru_cache(maxsize=1)
 def _large(setting: Setting, job: Job) -> list[Work]:
     cases = probes.large(job, setting.self_test)
-    return [Work(setting, case, job.type, _family(setting)) for case in cases]
+    return [Work(setting, case, _family(setting)) for case in cases]
 
 
 def _family(setting: Setting) -> str:

@@ -48,7 +48,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tilelab.cases",),
     ("tilelab.oracles", "tilelab.models", "tilelab.counted", "tilelab.gate"),
     ("tilelab.peers",),
-    ("tilelab.compatibility", "tilelab.bench", "tilelab.gpu_check", "tilelab.explain"),
+    ("tilelab.bench", "tilelab.gpu_check", "tilelab.explain"),
     ("tilelab.tune",),
     ("tilelab.study.ask",),
     ("tilelab.study.need", "tilelab.study.data", "tilelab.study.records"),

@@ -1,4 +1,4 @@
-"""docs/compatibility.md is what the code says, and the code says something of every argument.
+"""docs/compatibility.md says something of every argument.
 
 Of flash-attn, of torch's functions and of the drop-ins of tilewise.nn: every parameter has a row,
 and no row is of something that is not there.
@@ -8,44 +8,115 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from tests.conftest import ROOT
-from tilelab.compatibility import flash_rows, nn_rows, torch_rows
-from tilelab.compatibility.rows import Row
-from tilelab.compatibility.table import page, tables
 from tilewise import nn
 from tilewise.compat import flex_attention, sdpa
 
-(FLASH,) = flash_rows.TABLES
+FLASH = "`tilewise.compat.flash_attn`"
+CACHE = "flash_attn_with_kvcache"
+ATTENTION = (
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_varlen_kvpacked_func",
+    CACHE,
+)
+PASSES = (
+    "flash_attn_interface._flash_attn_forward",
+    "flash_attn_interface._flash_attn_varlen_forward",
+    "flash_attn_interface._flash_attn_backward",
+    "flash_attn_interface._flash_attn_varlen_backward",
+)
+# What the page calls functions of flash-attn where a row is of just these.
+GROUPS = {
+    "every attention": ATTENTION,
+    f"every attention but `{CACHE}`": tuple(name for name in ATTENTION if name != CACHE),
+    "every pass": PASSES,
+}
+FLASH_FUNCTIONS = (
+    *ATTENTION,
+    *PASSES,
+    "bert_padding.unpad_input",
+    "bert_padding.unpad_input_for_concatenated_sequences",
+    "bert_padding.pad_input",
+    "bert_padding.index_first_axis",
+    "bert_padding.index_put_first_axis",
+    "bert_padding.index_first_axis_residual",
+    "layers.rotary.apply_rotary_emb",
+    "ops.triton.rotary.apply_rotary",
+    "layers.rotary.apply_rotary_emb_qkv_",
+    "layers.rotary.apply_rotary_emb_kv_",
+    "layers.rotary.RotaryEmbedding",
+)
+NN = ("MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer", "convert")
+# The functions of each section of the page.
+SECTIONS = {
+    FLASH: FLASH_FUNCTIONS,
+    "`torch.nn.functional.scaled_dot_product_attention`": (
+        "scaled_dot_product_attention",
+        "tilewise.sdpa",
+        "tilewise.compat.sdpa.enable",
+        "activate_flash_attention_impl",
+    ),
+    "`torch.nn.attention.flex_attention`": tuple(flex_attention.__all__),
+    "Nested tensors": ("attention",),
+    "`torch.nn.MultiheadAttention` and the transformer layers": NN,
+    "`tilewise.integrations.transformers`": ("AttentionInterface", "AttentionMaskInterface"),
+    "`tilewise.integrations.timm`": ("enable", "disable"),
+}
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": sdpa.scaled_dot_product_attention,
     "flex_attention": flex_attention.flex_attention,
     "create_block_mask": flex_attention.create_block_mask,
     "and_masks": flex_attention.and_masks,
     "or_masks": flex_attention.or_masks,
-    **{name: getattr(nn, name) for table in nn_rows.TABLES for name in table.functions},
+    **{name: getattr(nn, name) for name in NN},
 }
 
 
-def test_the_page_is_up_to_date() -> None:
-    found = (ROOT / "docs" / "compatibility.md").read_text()
-    assert found == page(), "write it again: python scripts/compatibility.py"
+class Row(NamedTuple):
+    """One line of a table."""
+
+    functions: tuple[str, ...]
+    argument: str
+    state: str
 
 
-def test_rows_name_functions_of_their_table() -> None:
-    for table in tables():
-        assert table.intro.strip()
-        for row in table.rows:
-            assert set(row.functions) <= set(table.functions), row
+def _rows(section: str) -> Iterator[Row]:
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    assert lines[:2] == ["| function | argument | | note |", "|---|---|---|---|"]
+    for line in lines[2:]:
+        functions, argument, state, _ = (cell.strip() for cell in line.strip("|").split(" | "))
+        listed = tuple(re.findall(r"`([^`]+)`", functions))
+        yield Row(GROUPS.get(functions, listed), argument.strip("`"), state)
+
+
+def page() -> dict[str, list[Row]]:
+    """The rows of each section."""
+    _, *sections = (ROOT / "docs" / "compatibility.md").read_text().split("\n## ")
+    return {each.partition("\n")[0]: list(_rows(each)) for each in sections}
+
+
+ROWS = page()
+
+
+def test_every_function_has_a_row_and_no_row_is_of_another() -> None:
+    assert list(ROWS) == list(SECTIONS)
+    for title, rows in ROWS.items():
+        assert {name for row in rows for name in row.functions} == set(SECTIONS[title]), title
+        for row in rows:
+            assert row.functions, row
             assert row.argument
             assert row.state in ("covered", "accepted", "refused")
-            assert "|" not in row.argument + row.note, "it would end a cell"
 
 
 def function(name: str) -> Callable[..., Any]:
@@ -59,9 +130,9 @@ def arguments(row: Row) -> list[str]:
     return [name.partition(" ")[0].partition("=")[0] for name in row.argument.split(", ")]
 
 
-@pytest.mark.parametrize("name", FLASH.functions)
+@pytest.mark.parametrize("name", FLASH_FUNCTIONS)
 def test_every_argument_of_flash_attn_has_a_row(name: str) -> None:
-    rows = [row for row in FLASH.rows if name in row.functions]
+    rows = [row for row in ROWS[FLASH] if name in row.functions]
     found = [own for row in rows if row.state != "refused" for own in arguments(row)]
     assert sorted(found) == sorted(inspect.signature(function(name)).parameters)
 
@@ -72,14 +143,6 @@ def test_every_parameter_of_torch_and_nn_has_a_row(name: str) -> None:
     parameters = set(inspect.signature(function).parameters)
     if isinstance(function, type) and issubclass(function, torch.nn.Module):
         parameters |= set(inspect.signature(function.forward).parameters) - {"self"}
-    rows = [row for table in (*torch_rows.TABLES, *nn_rows.TABLES) for row in table.rows]
+    rows = [row for title, rows in ROWS.items() if title != FLASH for row in rows]
     arguments = [row.argument for row in rows if name in row.functions]
     assert parameters <= set(re.findall(r"\w+", " ".join(arguments)))
-
-
-def test_every_function_of_torch_and_nn_has_a_row() -> None:
-    listed = (*torch_rows.TABLES, *nn_rows.TABLES)
-    for table in listed:
-        assert {name for row in table.rows for name in row.functions} == set(table.functions)
-    named = {name for table in listed for name in table.functions}
-    assert set(flex_attention.__all__) <= named

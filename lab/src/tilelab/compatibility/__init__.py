@@ -1,1 +1,0 @@
-"""Support of the drop-ins, as rows of docs/compatibility.md."""

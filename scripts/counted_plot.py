@@ -14,8 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tilelab.counted.cases import Case
-from tilelab.counted.table import Row
+from tilelab.counted.cases import Case, Row
 from tilewise.errors import InvalidArgument
 
 ROOT = Path(__file__).resolve().parent.parent

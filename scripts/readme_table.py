@@ -22,8 +22,8 @@ from tilelab.bench import SUITES
 from tilelab.bench.suites.points import Record
 from tilelab.bench.suites.sentences import sentences
 from tilelab.bench.suites.tables import heading
-from tilelab.counted.table import Row, verdict
-from tilelab.counted.table import table as tabulated
+from tilelab.counted.cases import Row, verdict
+from tilelab.counted.cases import table as tabulated
 
 ROOT = Path(__file__).resolve().parent.parent
 STUDY = Path("benchmarks/studies/laptop/report.md")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tilelab.bench.suites.points import Point, Record
-from tilelab.counted.table import Row
+from tilelab.counted.cases import Row
 from tilelab.study import recipes
 
 ROOT = Path(__file__).resolve().parent.parent

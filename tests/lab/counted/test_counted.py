@@ -16,8 +16,7 @@ import pytest
 
 from tilelab.counted import __main__ as command
 from tilelab.counted import cachegrind
-from tilelab.counted.cases import CASES, QUICK, SWEEP, Case
-from tilelab.counted.table import Row, table, verdict
+from tilelab.counted.cases import CASES, QUICK, SWEEP, Case, Row, table, verdict
 from tilewise.errors import InvalidArgument
 
 ROOT = Path(__file__).resolve().parents[3]

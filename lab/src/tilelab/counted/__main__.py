@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tilelab.counted import cachegrind
-from tilelab.counted.cases import CASES, QUICK, SWEEP, Case
-from tilelab.counted.table import Row, table, verdict
+from tilelab.counted.cases import CASES, QUICK, SWEEP, Case, Row, table, verdict
 
 __all__ = ["FORMAT", "NO_AVX2", "compared", "count", "main"]
 

@@ -26,8 +26,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tilelab.models import bert_files as files
-from tilelab.models import padded
-from tilelab.models.packed import Packed
+from tilelab.models.packed import Packed, attend_padded
+from tilelab.models.packed import seen as who_sees
 from tilewise import SoftmaxStats, attention_varlen, masks
 from tilewise.errors import InvalidArgument
 from tilewise.nn import Implementation
@@ -126,7 +126,7 @@ class SelfAttention(nn.Module):
             x: [T, width].
             packed: the sequences.
             mask: who of a sequence sees whom; None for everybody.
-            seen: what ``padded.seen`` says of both, for the padded implementations; None to ask it.
+            seen: what ``packed.seen`` says of both, for the padded implementations; None to ask it.
         """
         q, k, v = (
             project(x).unflatten(-1, (self.heads, -1))
@@ -136,8 +136,8 @@ class SelfAttention(nn.Module):
         if self.implementation == "tilewise":
             out = self._unpadded(q, k, v, packed.borders, mask, dropout_p)
         elif self.implementation in ("plain", "sdpa"):
-            seen = padded.seen(packed, mask, self.heads) if seen is None else seen
-            out = padded.attend(q, k, v, packed, seen, dropout_p, self.implementation)
+            seen = who_sees(packed, mask, self.heads) if seen is None else seen
+            out = attend_padded(q, k, v, packed, seen, dropout_p, self.implementation)
         else:
             required = "'plain' or 'sdpa' or 'tilewise'"
             raise InvalidArgument("implementation", repr(self.implementation), required)
@@ -291,7 +291,7 @@ class BERT(nn.Module):
         mask = None if self.pattern is None else self.pattern(packed.longest)
         attentions = (each for each in self.modules() if isinstance(each, SelfAttention))
         pads = any(each.implementation != "tilewise" for each in attentions)
-        asked = (packed, mask, padded.seen(packed, mask, self.shape.heads) if pads else None)
+        asked = (packed, mask, who_sees(packed, mask, self.shape.heads) if pads else None)
         for layer in self.layers:
             x = checkpoint(layer, x, *asked, use_reentrant=False) if recompute else layer(x, *asked)
         if self.head.kind == "masked":

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tilelab.models import folders
 from tilelab.models import gpt2_files as files
-from tilelab.models.gpt2_shape import Shape
+from tilelab.models.gpt2_files import Shape
 from tilewise import masks
 from tilewise.errors import InvalidArgument
 from tilewise.nn import Attention, Implementation, Rotary

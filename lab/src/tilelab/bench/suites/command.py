@@ -17,9 +17,15 @@ from rich.console import Console
 from tilelab.bench.suites import accuracy, compare, memory, models, paper, speed, variants
 from tilelab.bench.suites.page import html, markdown, pictures
 from tilelab.bench.suites.points import Record
-from tilelab.bench.suites.schedule import conduct
 from tilelab.bench.suites.sentences import sentences
-from tilelab.bench.suites.steps import LENGTHS, QUICK_LENGTHS, Budget, Settings, Step
+from tilelab.bench.suites.steps import (
+    LENGTHS,
+    QUICK_LENGTHS,
+    Budget,
+    Settings,
+    Step,
+    conduct,
+)
 from tilelab.bench.suites.tables import heading, tables
 from tilelab.common.tables import show_tables
 from tilelab.common.terminal import interrupts_ignored, positive

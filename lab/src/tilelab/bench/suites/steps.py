@@ -1,16 +1,22 @@
-"""A suite as a list of steps, the settings that they are made from, and what they may spend."""
+"""A suite as a list of steps: their settings, what they may spend, and how they are done."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilelab.bench.suites.points import Point
-from tilelab.peers.work import Work
+import torch
+from rich.console import Console
 
-__all__ = ["LENGTHS", "QUICK_LENGTHS", "Budget", "Settings", "Step"]
+from tilelab.bench.suites.points import COMPLETE, INTERRUPTED, Point, Record
+from tilelab.common.terminal import Progress, in_words
+from tilelab.peers.work import Work
+from tilewise.errors import TilewiseError
+
+__all__ = ["LENGTHS", "QUICK_LENGTHS", "Budget", "Settings", "Step", "conduct"]
 
 LENGTHS = tuple(2**power for power in range(7, 17))  # 128 to 64k
 QUICK_LENGTHS = (128, 512)
@@ -115,3 +121,80 @@ class Settings:
         heads, batch = self.heads, self.batch
         sizes = {"heads": heads, "kv_heads": heads, "batch": batch, "device": self.device}
         return Work(suite, case, length, dtype, **{**sizes, **more})
+
+
+def conduct(
+    record: Record,
+    suites: Sequence[tuple[str, Sequence[Step]]],
+    budget: Budget,
+    path: Path,
+    console: Console,
+) -> int:
+    """Do all steps into the record, which is written after each.
+
+    A suite has an equal share of what is left; what it leaves is the others'.
+
+    Args:
+        record: begun.
+        suites: names and their steps.
+        budget: what may be spent on all of them.
+        path: of the JSON.
+        console: for the progress.
+
+    Returns:
+        0; 1 where a step failed; 130 where Ctrl-C ended it.
+    """
+    before = torch.get_num_threads()
+    if record.device == "cpu":
+        torch.set_num_threads(1)
+    began = time.monotonic()
+    missing: list[str] = []
+    failed: list[str] = []
+
+    def saved() -> None:
+        record.write(path)
+
+    status, code = COMPLETE, 0
+    try:
+        with Progress(sum(len(steps) for _, steps in suites), console) as progress:
+            for index, (name, steps) in enumerate(suites):
+                share = budget.share(len(suites) - index)
+                done = _suite(record, steps, share, progress, failed, saved)
+                if done < len(steps):
+                    missing.append(f"{name}: {done} of {len(steps)} steps fit into the time")
+    except KeyboardInterrupt:
+        status, code = INTERRUPTED, 130
+    finally:
+        torch.set_num_threads(before)
+    for line in failed:
+        console.print(f"tilewise bench: {line}", markup=False)
+    if not code and (missing or failed):
+        # The words of a failure may name folders, and the record must not.
+        status = "; ".join([*missing, *(["a step failed"] if failed else [])])
+        code = int(bool(failed))
+    record.end(status, time.monotonic() - began)
+    return code
+
+
+def _suite(
+    record: Record,
+    steps: Sequence[Step],
+    budget: Budget,
+    progress: Progress,
+    failed: list[str],
+    saved: Callable[[], None],
+) -> int:
+    """Do the steps of a suite until its time is over; how many were done."""
+    for index, step in enumerate(steps):
+        if budget.left_s <= 0:
+            progress.skip(len(steps) - index)
+            return index
+        progress.step(step.name, f"{in_words(budget.left_s)} of the budget left")
+        try:
+            # One by one: a Ctrl-C keeps those that are there.
+            for point in step.run(budget):
+                record.points.append(point)
+        except TilewiseError as error:
+            failed.append(f"{step.name}: {error}")
+        saved()
+    return len(steps)

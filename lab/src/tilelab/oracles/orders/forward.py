@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilelab.oracles.orders.visits import Visit, Visits
 from tilewise.inspect.calls import Part, parts
 from tilewise.problem import Operands, Problem
 from tilewise.reference.ledger import Ledger, Walk
 from tilewise.reference.merge import merge_partial
+from tilewise.reference.programs import Cover, cover
 from tilewise.reference.tiled import forward_rows
 from tilewise.reference.tiles import (
     Tile,
@@ -29,7 +30,45 @@ from tilewise.reference.tiles import (
     score_tile,
 )
 
-__all__ = ["forward_in_parts", "forward_keys_outside"]
+__all__ = ["Visit", "Visits", "forward_in_parts", "forward_keys_outside"]
+
+
+class Visit(NamedTuple):
+    """Whether a visit of a tile of rows is its first, and its last."""
+
+    first: bool
+    last: bool
+
+
+class Visits:
+    """Count the visits of each tile of rows of a part, out of its total."""
+
+    def __init__(self, part: Part) -> None:
+        problem, tensors = part.problem, part.operands.mask_tensors
+        self.left = {
+            rows: sum(
+                cover(problem.mask, tensors, part.block(rows, columns)) is not Cover.EMPTY
+                for columns in key_spans(part)
+            )
+            for rows in query_tiles(part)
+        }
+        self.untouched = [rows for rows, times in self.left.items() if times == 0]
+        self.begun: set[range] = set()
+
+    def count(self, rows: range) -> Visit:
+        """Enter one more visit."""
+        first = rows not in self.begun
+        self.begun.add(rows)
+        self.left[rows] -= 1
+        return Visit(first, self.left[rows] == 0)
+
+    def store_untouched(self, part: Part, name: str, row_bytes: int) -> None:
+        """Enter the zeros of rows that no tile of keys has visited."""
+        if part.walk.ledger is not None:
+            each = part.problem.batch * part.problem.heads
+            size = sum(len(rows) for rows in self.untouched) * row_bytes
+            part.walk.ledger.writes(**{name: each * size})
+
 
 _WALKED = ("k", "v", "block_table")  # what a group that walks together reads together
 

@@ -28,7 +28,7 @@ from tilelab.bench.suites.points import COMPLETE, INTERRUPTED, Point, Record
 from tilelab.bench.suites.sentences import crossing, crossings_in_words, sentences
 from tilelab.bench.suites.steps import Step
 from tilelab.bench.suites.tables import tables
-from tilelab.bench.suites.variants import Variant, catalogue
+from tilelab.bench.suites.variants import catalogue
 from tilelab.peers.methods import OURS, own_masks, rivals
 from tilelab.peers.work import Work, draw
 from tilewise import attention, visible_pairs
@@ -207,13 +207,13 @@ def test_models(tmp_path: Path) -> None:
 def test_variants(tmp_path: Path) -> None:
     values = run("variants", tmp_path)
     ours = {p["case"] for p in values["points"] if p["method"] == "tilewise" and p["samples"]}
-    names = {each.name for each in catalogue(64, "cpu")}
+    names = {each.case for each in catalogue(64, "cpu")}
     assert ours == {f"{name}, {words}" for name in names for words in ("forward", "backward")}
     assert "Time over no variant, forward" in (tmp_path / "variants.md").read_text()
 
 
-@pytest.mark.parametrize("variant", catalogue(40, "cpu"), ids=lambda each: each.name)
-def test_functions_for_flex_mean_the_same(variant: Variant) -> None:
+@pytest.mark.parametrize("variant", catalogue(40, "cpu"), ids=lambda each: each.case)
+def test_functions_for_flex_mean_the_same(variant: Work) -> None:
     m, n = torch.arange(40)[:, None], torch.arange(40)
     for h in range(4):
         if variant.flex_mask is not None:
@@ -227,13 +227,13 @@ def test_functions_for_flex_mean_the_same(variant: Variant) -> None:
             torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("variant", catalogue(40, "cpu"), ids=lambda each: each.name)
-def test_flex_gets_a_block_mask_for_every_head_that_has_its_own(variant: Variant) -> None:
+@pytest.mark.parametrize("variant", catalogue(40, "cpu"), ids=lambda each: each.case)
+def test_flex_gets_a_block_mask_for_every_head_that_has_its_own(variant: Work) -> None:
     work = Work("variants", "x", 40, mask=variant.mask, heads=4, kv_heads=4, head_dim=8)
     if work.masked is None:
         return
     own = own_masks(work, draw(work))
-    assert own == (None, 4 if variant.name == "window of a head" else None)
+    assert own == (None, 4 if variant.case == "window of a head" else None)
 
 
 def test_a_layer_is_attention_between_projections() -> None:

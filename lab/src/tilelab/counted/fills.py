@@ -20,7 +20,7 @@ from tilewise.plan.traffic import tiled
 from tilewise.plan.traffic.count import Operand, Pass, Traffic, merged
 from tilewise.plan.traffic.runs import is_run, runs_of
 from tilewise.plan.traffic.visits import Visits, visits_of
-from tilewise.problem import Operands, Problem
+from tilewise.problem import Problem
 
 __all__ = ["core_backward", "core_forward", "fetched", "fills"]
 
@@ -30,9 +30,7 @@ _CHUNK_BLOCKS = 8  # csrc/passes/key_sums.h
 _ONE_CHUNK = _CHUNK_BLOCKS * _BLOCK_KEYS + _BLOCK_KEYS // 2 - 1  # the most keys of a single chunk
 
 
-def core_forward(
-    problem: Problem, task_queries: int, cache_bytes: int, operands: Operands | None = None
-) -> Traffic:
+def core_forward(problem: Problem, task_queries: int, cache_bytes: int) -> Traffic:
     """Count fills of the core's forward pass: tiles of 64 queries walk together over the keys.
 
     The m queries of a task need a room of m (D + Dv) e for queries and outputs, and one for scores.
@@ -46,10 +44,9 @@ def core_forward(
         problem: what to compute, in float32 or float64.
         task_queries: m: 64, 128, 256 or 512.
         cache_bytes: of the cache.
-        operands: with what; may be left out where the mask captures no tensor.
     """
     _check(problem)
-    visits = visits_of(problem, (task_queries, _BLOCK_KEYS), operands)
+    visits = visits_of(problem, (task_queries, _BLOCK_KEYS))
     e = problem.dtype.itemsize
     widths = problem.head_dim + problem.value_dim
     rows = min(task_queries, problem.queries)
@@ -80,7 +77,7 @@ def core_forward(
     return fills(Traffic((walk,), visits.omitted), cache_bytes)
 
 
-def core_backward(problem: Problem, cache_bytes: int, operands: Operands | None = None) -> Traffic:
+def core_backward(problem: Problem, cache_bytes: int) -> Traffic:
     """Return the fills of the core's backward pass, for keys of one chunk (up to 1087 of them).
 
     A first pass makes delta. Then tiles of 64 queries walk over the keys and values of their head
@@ -90,12 +87,11 @@ def core_backward(problem: Problem, cache_bytes: int, operands: Operands | None 
     Args:
         problem: what to compute, in float32 or float64.
         cache_bytes: of the cache, which has to hold a tile and a block of keys with its sums.
-        operands: with what; may be left out where the mask captures no tensor.
     """
     _check(problem)
     if problem.keys > _ONE_CHUNK:
         raise InvalidArgument("keys", str(problem.keys), f"at most {_ONE_CHUNK}: one chunk")
-    visits = visits_of(problem, (_TILE_QUERIES, _BLOCK_KEYS), operands)
+    visits = visits_of(problem, (_TILE_QUERIES, _BLOCK_KEYS))
     e, f = problem.dtype.itemsize, tiled.statistic_bytes(problem.dtype)
     head, value = problem.head_dim * e, problem.value_dim * e
     rows, keys, groups = visits.rows, visits.keys, max(1, visits.groups)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from tilewise import masks
-from tilewise.chips import CHIPS, Chip
+from tilewise.chips import CHIPS
 from tilewise.plan.traffic import plain, tiled
 from tilewise.plan.traffic.count import Traffic
 from tilewise.plan.traffic.time import Seconds, predict
@@ -89,15 +89,12 @@ class At(NamedTuple):
     seconds: Seconds
 
 
-def against_blocks(
-    blocks: Sequence[int] = BLOCKS, keys_outside: bool = True, chip: Chip = CHIP
-) -> list[At]:
+def against_blocks(blocks: Sequence[int] = BLOCKS, keys_outside: bool = True) -> list[At]:
     """Traffic and time of the forward pass against the block that stays in fast memory.
 
     Args:
         blocks: keys that stay while queries go by; or, with queries outside, queries.
         keys_outside: FlashAttention's order, or FlashAttention-2's.
-        chip: whose ceilings the time is for; its caches are left out, as in the paper's count.
     """
     problem, found = gpt2_medium(mask=False), []
     for block in blocks:
@@ -106,5 +103,5 @@ def against_blocks(
             traffic = tiled.forward_keys_outside(problem, visited, _STORED)
         else:
             traffic = tiled.forward(problem, visits_of(problem, (block, FIRST_TILE[0])))
-        found.append(At(block, traffic, predict(traffic, chip, "float16")))
+        found.append(At(block, traffic, predict(traffic, CHIP, "float16")))
     return found

@@ -51,53 +51,32 @@ class Sizes(NamedTuple):
         steps: training steps that are timed.
     """
 
-    tokens: int
-    hidden: int
-    lengths: tuple[int, ...]
-    widths: tuple[int, ...]
-    variant_length: int
-    window: int
-    documents: int
-    decode_batch: int
-    decode_keys: int
-    shrink: int
-    long: int
-    long_width: int
-    huge: int
-    memory: tuple[int, ...]
-    matrix: int
-    copy_bytes: int
-    models: tuple[tuple[str, Model], ...]
-    steps: int
-
-
-_ROUNDS = (5, 25)  # of timed calls, whatever the budget
-
-REAL = Sizes(
-    tokens=16384,
-    hidden=2048,
-    lengths=(16384, 8192, 4096, 2048, 1024, 512),
-    widths=(128, 64, 256),
-    variant_length=16384,
-    window=1024,
-    documents=1024,
-    decode_batch=16,
-    decode_keys=32768,
-    shrink=1,
-    long=16384,
-    long_width=128,
-    huge=8200,
-    memory=(4096, 8192, 16384, 32768),
-    matrix=8192,
-    copy_bytes=2**32,
-    models=(
+    tokens: int = 16384
+    hidden: int = 2048
+    lengths: tuple[int, ...] = (16384, 8192, 4096, 2048, 1024, 512)
+    widths: tuple[int, ...] = (128, 64, 256)
+    variant_length: int = 16384
+    window: int = 1024
+    documents: int = 1024
+    decode_batch: int = 16
+    decode_keys: int = 32768
+    shrink: int = 1
+    long: int = 16384
+    long_width: int = 128
+    huge: int = 8200
+    memory: tuple[int, ...] = (4096, 8192, 16384, 32768)
+    matrix: int = 8192
+    copy_bytes: int = 2**32
+    models: tuple[tuple[str, Model], ...] = (
         ("GPT-2 small", Model(12, 12, 768, 50304, 1024, 16, True)),
         ("BERT-large", Model(24, 16, 1024, 30592, 512, 32, False)),
         ("GPT-2 medium", Model(24, 16, 1024, 50304, 1024, 8, True)),
-    ),
-    steps=10,
-)
+    )
+    steps: int = 10
 
+
+_ROUNDS = (5, 25)  # of timed calls, whatever the budget
+REAL = Sizes()
 TINY = Sizes(
     tokens=64,
     hidden=32,

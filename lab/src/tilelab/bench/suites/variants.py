@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, TypeAlias
 
 import torch
 
@@ -25,25 +25,6 @@ _HEADS = 4
 _CAP = 30.0
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One row of the catalogue.
-
-    Args:
-        name: of it.
-        mask, score: what ``tilewise.attention`` takes.
-        flex_mask, flex_score: functions of the same meaning.
-        statistics: which ones of its rows a call gives too.
-    """
-
-    name: str
-    mask: Any = None
-    score: Any = None
-    flex_mask: Callable[..., Any] | None = None
-    flex_score: Callable[..., Any] | None = None
-    statistics: bool | Literal["top1"] = False
-
-
 def steps(settings: Settings) -> list[Step]:
     """Return every variant, forward and backward, at one length."""
     longest = _LENGTHS[settings.device]
@@ -52,67 +33,71 @@ def steps(settings: Settings) -> list[Step]:
     passes: tuple[Pass, ...] = ("forward", "backward")
     found = []
     for dtype in settings.dtypes[:1] if settings.quick else settings.dtypes:
-        base = Work(SUITE, "", length, dtype, _HEADS, _HEADS, device=settings.device)
+        works = catalogue(length, settings.device, dtype)
         for direction in passes:
-            for each in catalogue(length, settings.device):
-                work = replace(
-                    base,
-                    case=f"{each.name}, {direction}",
-                    passes=direction,
-                    mask=each.mask,
-                    score=each.score,
-                    flex_mask=each.flex_mask,
-                    flex_score=each.flex_score,
-                    statistics=each.statistics,
-                )
+            for each in works:
+                work = replace(each, case=f"{each.case}, {direction}", passes=direction)
                 found.append(Step(f"{work.case}, {dtype}", partial(time_all, work, methods)))
     return found
 
 
-def catalogue(length: int, device: str) -> list[Variant]:
-    """Return the variants for a length, no variant first.
+def catalogue(length: int, device: str, dtype: str = "float32") -> list[Work]:
+    """Return a work for each variant, none first; functions for FlexAttention mean the same.
 
     Args:
         length: N.
         device: of captured tensors.
+        dtype: of the operands.
     """
-    return [
-        Variant(NONE),
+    base = Work(SUITE, "", length, dtype, _HEADS, _HEADS, device=device)
+    rows = [
+        _row(NONE),
         *_masks(length, device),
         *_sparse(length, device),
         *_scores(length, device),
         *_in_python(length, device),
-        Variant("statistics", statistics=True),
-        Variant("statistics and top key", statistics="top1"),
+        {"case": "statistics", "statistics": True},
+        {"case": "statistics and top key", "statistics": "top1"},
     ]
+    return [replace(base, **row) for row in rows]
 
 
-def _masks(length: int, device: str) -> list[Variant]:
+_Row: TypeAlias = dict[str, Any]  # fields of a Work
+
+
+def _row(
+    case: str, mask: Any = None, score: Any = None, flex_mask: Any = None, flex_score: Any = None
+) -> _Row:
+    masked = {"mask": mask, "flex_mask": flex_mask}
+    return {"case": case, **masked, "score": score, "flex_score": flex_score}
+
+
+def _masks(length: int, device: str) -> list[_Row]:
     wide = max(1, length // 8)
     ids = (torch.arange(length, device=device) // max(1, length // 5))[None]
     documents = masks.document(ids)
     return [
-        Variant("causal", masks.causal(), None, lambda b, h, m, n: n <= m),
-        Variant(
+        _row("causal", masks.causal(), None, lambda b, h, m, n: n <= m),
+        _row(
             "window",
             masks.window(wide, wide),
             None,
             lambda b, h, m, n: (m - n <= wide) & (n - m <= wide),
         ),
-        Variant(
+        _row(
             "causal window",
             masks.window(wide, 0),
             None,
             lambda b, h, m, n: (n <= m) & (m - n <= wide),
         ),
-        Variant(
+        _row(
             "prefix",
             masks.causal() | masks.prefix(wide),
             None,
             lambda b, h, m, n: (n <= m) | (n < wide),
         ),
-        Variant("documents", documents, None, lambda b, h, m, n: ids[0, m] == ids[0, n]),
-        Variant(
+        _row("documents", documents, None, lambda b, h, m, n: ids[0, m] == ids[0, n]),
+        _row(
             "documents, causal",
             documents & masks.causal(),
             None,
@@ -123,11 +108,11 @@ def _masks(length: int, device: str) -> list[Variant]:
     ]
 
 
-def _function(name: str, function: Callable[..., Any]) -> Variant:
-    return Variant(name, masks.function(function), None, function)
+def _function(name: str, function: Callable[..., Any]) -> _Row:
+    return _row(name, masks.function(function), None, function)
 
 
-def _sparse(length: int, device: str) -> list[Variant]:
+def _sparse(length: int, device: str) -> list[_Row]:
     stride = max(1, round(length**0.5))
     found = {
         "dilated": patterns.dilated(32, 4),
@@ -137,14 +122,14 @@ def _sparse(length: int, device: str) -> list[Variant]:
         "Longformer": patterns.local_global(64, 16),
         "BigBird": patterns.bigbird(length),
     }
-    return [Variant(name, BlockMask.of(mask, length).to(device)) for name, mask in found.items()]
+    return [_row(name, BlockMask.of(mask, length).to(device)) for name, mask in found.items()]
 
 
 def _slopes(device: str) -> torch.Tensor:
     return torch.tensor([2.0 ** -(2 * head + 2) for head in range(_HEADS)], device=device)
 
 
-def _scores(length: int, device: str) -> list[Variant]:
+def _scores(length: int, device: str) -> list[_Row]:
     slopes = _slopes(device)
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(_HEADS, 2 * length, generator=generator).to(device)
@@ -157,27 +142,27 @@ def _scores(length: int, device: str) -> list[Variant]:
         return s - ((m - n) / (length / 4)) ** 2
 
     return [
-        Variant(
+        _row(
             "ALiBi, causal",
             masks.causal(),
             scores.alibi(slopes),
             lambda b, h, m, n: n <= m,
             lambda s, b, h, m, n: s - slopes[h] * torch.abs(m - n),
         ),
-        Variant(
+        _row(
             "softcap",
             None,
             scores.softcap(_CAP),
             None,
             lambda s, b, h, m, n: _CAP * torch.tanh(s / _CAP),
         ),
-        Variant("bias", None, scores.bias(bias), None, lambda s, b, h, m, n: s + bias[h, m, n]),
-        Variant("relative table", None, relative),
-        Variant("Gaussian", None, gaussian),
+        _row("bias", None, scores.bias(bias), None, lambda s, b, h, m, n: s + bias[h, m, n]),
+        _row("relative table", None, relative),
+        _row("Gaussian", None, gaussian),
     ]
 
 
-def _in_python(length: int, device: str) -> list[Variant]:
+def _in_python(length: int, device: str) -> list[_Row]:
     """Return scores in spellings that the recogniser does not know: what an expression costs."""
     slopes, wide = _slopes(device), max(1, length // 2)
 
@@ -191,7 +176,7 @@ def _in_python(length: int, device: str) -> list[Variant]:
         return torch.where((m - n < wide) & (n - m < wide), s, -math.inf)
 
     return [
-        Variant("ALiBi in Python", None, alibi),
-        Variant("softcap in Python", None, softcap),
-        Variant("window as a score", None, window),  # no tile is skipped
+        _row("ALiBi in Python", None, alibi),
+        _row("softcap in Python", None, softcap),
+        _row("window as a score", None, window),  # no tile is skipped
     ]
